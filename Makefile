@@ -1,0 +1,29 @@
+# make demo   a PyG model on two processes, on a graph made on the spot
+# make test   linter, type checker and the test suite
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+
+.PHONY: demo test test-only lint clean
+
+demo: $(STAMP)
+	$(BIN)/python examples/demo.py
+
+test: lint test-only
+
+test-only: $(STAMP)
+	$(BIN)/python -m pytest
+
+lint: $(STAMP)
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+
+# Installed again only when what it installs has changed.
+$(STAMP): pyproject.toml constraints.txt
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	touch $(STAMP)
+
+clean:
+	rm -rf $(VENV) build *.egg-info

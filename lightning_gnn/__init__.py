@@ -1,0 +1,1 @@
+"""PyTorch Lightning strategies for training PyTorch Geometric models on one large graph over many devices."""
