@@ -1,1 +1,21 @@
-"""PyTorch Lightning strategies for training PyTorch Geometric models on one large graph over many devices."""
+"""PyTorch Lightning strategies that train any PyTorch Geometric model, unchanged, on one graph over many devices.
+
+Importing this package registers the strategies: ``Trainer(strategy="dgcl")``.
+"""
+
+from lightning_gnn.datamodules import GraphDataModule, planted_partition
+from lightning_gnn.modules import NodeClassifier
+from lightning_gnn.nn import CommNet, CommNetConv
+from lightning_gnn.strategies import DGCLStrategy, GNNStrategy
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "CommNet",
+    "CommNetConv",
+    "DGCLStrategy",
+    "GNNStrategy",
+    "GraphDataModule",
+    "NodeClassifier",
+    "planted_partition",
+]

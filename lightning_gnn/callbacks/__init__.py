@@ -1,1 +1,5 @@
+"""Callbacks."""
 
+from lightning_gnn.callbacks.communication import CommunicationMetrics
+
+__all__ = ["CommunicationMetrics"]

@@ -1,1 +1,5 @@
+"""LightningModules."""
 
+from lightning_gnn.modules.node_classifier import NodeClassifier
+
+__all__ = ["NodeClassifier"]

@@ -1,1 +1,7 @@
+"""Who owns what: partitioners, their quality, and the shards that follow; pure functions of a graph, without ranks."""
 
+from lightning_gnn.partition.edge_cut import Assignment, assign_nodes
+from lightning_gnn.partition.layout import LayoutSpec
+from lightning_gnn.partition.metrics import EdgeCutReport, edge_cut_report
+
+__all__ = ["Assignment", "EdgeCutReport", "LayoutSpec", "assign_nodes", "edge_cut_report"]

@@ -1,1 +1,17 @@
+"""Strategies; importing this package registers their names with Lightning's Trainer."""
 
+from lightning.pytorch.strategies import StrategyRegistry
+
+from lightning_gnn.strategies.base import GNNStrategy, Scheme
+from lightning_gnn.strategies.dgcl import DGCLStrategy
+
+for _name, _strategy in (("dgcl", DGCLStrategy),):
+    for _suffix, _start_method in (("", "popen"), ("_spawn", "spawn"), ("_notebook", "fork")):
+        StrategyRegistry.register(
+            _name + _suffix,
+            _strategy,
+            description=f"{_strategy.__name__}, ranks started by {_start_method}",
+            start_method=_start_method,
+        )
+
+__all__ = ["DGCLStrategy", "GNNStrategy", "Scheme"]

@@ -1,0 +1,190 @@
+"""The halo exchange of an edge cut: S fetches the rows that a rank's edges read, its transpose sends gradients home.
+
+Source: DGCL (EuroSys'21), graph allgather (section 4.1) and its backward counterpart (section 6.2), here as one
+direct message per pair of ranks, which is the paper's peer-to-peer baseline.
+
+N owned rows, H halo rows, P ranks; ``...`` stands for any trailing dimensions.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from lightning_gnn.comm.group import World
+from lightning_gnn.comm.traffic import Meter, Traffic
+from lightning_gnn.kernels import add_rows, take_rows
+from lightning_gnn.partition.shard import HaloPlan
+
+
+class ExchangeError(RuntimeError):
+    """A message did not arrive: names the operation, the layer and the peer."""
+
+
+class HaloExchange:
+    """Moves rows between the owner of a node and the ranks whose edges read it.
+
+    Args:
+        plan: which rows go to whom.
+        world: the ranks.
+        meter: where traffic is counted.
+    """
+
+    def __init__(self, plan: HaloPlan, world: World, meter: Meter) -> None:
+        self.world, self.meter = world, meter
+        self.num_owned = plan.num_owned
+        self.recv_counts = list(plan.recv_counts)
+        self.send_counts = [len(rows) for rows in plan.send_rows]
+        self.num_halo = sum(self.recv_counts)
+        self.send_rows = torch.from_numpy(plan.all_send_rows()).to(world.device)
+        self._send_rows_by_peer = self.send_rows.split(self.send_counts)
+        self._buffers: dict[tuple[str, torch.Size, torch.dtype], Tensor] = {}
+
+    def buffer(self, use: str, shape: torch.Size, dtype: torch.dtype) -> Tensor:
+        """Returns scratch memory that lives as long as the exchange; valid until the next call for the same `use`."""
+        key = (use, shape, dtype)
+        if key not in self._buffers:
+            # An inference tensor could not take part in autograd later, and evaluation may well come first.
+            with torch.inference_mode(False):
+                self._buffers[key] = torch.empty(shape, dtype=dtype, device=self.world.device)
+        return self._buffers[key]
+
+    def start_fetch(self, x: Tensor, halo: Tensor, layer: str) -> Callable[[], None]:
+        """Starts S: sends the owned rows that others read and receives into `halo`; returns the function that waits.
+
+        Args:
+            x: owned rows, ``[N, ...]``.
+            halo: receives the halo rows in place, ``[H, ...]``, contiguous.
+            layer: named in errors and counted under.
+        """
+        began = time.perf_counter()
+        packed = self.buffer("pack", torch.Size((len(self.send_rows), *x.shape[1:])), x.dtype)
+        take_rows(x, self.send_rows, packed)
+        return self._start(packed, self.send_counts, halo, self.recv_counts, layer, "forward", began)
+
+    def start_return(self, halo_grad: Tensor, layer: str) -> Callable[[Tensor], None]:
+        """Starts S^T: sends the halo rows' gradients home; the returned function waits and adds those that arrive.
+
+        Args:
+            halo_grad: ``[H, ...]``, contiguous.
+            layer: named in errors and counted under.
+
+        Returns:
+            ``finish(grad)``: adds in place to ``grad`` ``[N, ...]``, peer after peer. The rows of one peer are
+            distinct, so no two additions meet and the sum does not depend on timing: the paper's non-atomic backward.
+        """
+        began = time.perf_counter()
+        arrived = self.buffer("return", torch.Size((len(self.send_rows), *halo_grad.shape[1:])), halo_grad.dtype)
+        wait = self._start(halo_grad, self.recv_counts, arrived, self.send_counts, layer, "backward", began)
+
+        def finish(grad: Tensor) -> None:
+            wait()
+            for rows, values in zip(self._send_rows_by_peer, arrived.split(self.send_counts)):
+                if len(rows):
+                    add_rows(grad, rows, values)
+
+        return finish
+
+    def _start(
+        self,
+        out: Tensor,
+        out_counts: list[int],
+        into: Tensor,
+        into_counts: list[int],
+        layer: str,
+        direction: str,
+        began: float,
+    ) -> Callable[[], None]:
+        """Starts one message to and from every peer that has rows to exchange; returns the function that waits."""
+        ops: list[dist.P2POp] = []
+        group = self.world.graph_group
+        for kind, rows, counts in ((dist.irecv, into, into_counts), (dist.isend, out, out_counts)):
+            ops += [
+                dist.P2POp(kind, _as_bytes(piece), peer, group)
+                for peer, piece in enumerate(rows.split(counts))
+                if piece.numel()
+            ]
+        requests: list[Any] = dist.batch_isend_irecv(ops) if ops else []
+        sends = [op for op in ops if op.op is dist.isend]
+        traffic = Traffic(
+            bytes_sent=sum(op.tensor.numel() for op in sends),
+            messages=len(sends),
+            rows=sum(out_counts),
+            seconds=time.perf_counter() - began,
+        )
+
+        def wait() -> None:
+            began = time.perf_counter()
+            if self.world.backend == "nccl":
+                for request in requests:
+                    request.wait()  # orders the streams; NCCL's own watchdog keeps the deadline
+            else:
+                for request, op in zip(requests, ops):
+                    self._wait(request, op, layer, direction)
+            traffic.seconds += time.perf_counter() - began
+            self.meter.record(layer, direction, traffic)
+
+        return wait
+
+    def _wait(self, request: Any, op: dist.P2POp, layer: str, direction: str) -> None:
+        timeout = self.world.timeout
+        began = time.perf_counter()
+        try:
+            request.wait(timeout)
+        except RuntimeError as error:
+            verb = "receiving from" if op.op is dist.irecv else "sending to"
+            waited = time.perf_counter() - began
+            raise ExchangeError(
+                f"Halo exchange ({direction}) of layer '{layer}': rank {self.world.rank} failed {verb} rank {op.peer} "
+                f"after {waited:.1f} s (deadline {timeout.total_seconds():.0f} s, argument `timeout` of the strategy). "
+                f"Look at rank {op.peer}'s output first: it may have stopped, be slower than the deadline, or have taken "
+                "another branch of the model's code."
+            ) from error
+
+    def expand(self, x: Tensor, layer: str, dim: int = 0) -> Tensor:
+        """Returns S x, differentiable: owned rows first, halo rows after them.
+
+        Args:
+            x: ``[N, ...]``, or with the nodes along `dim`.
+            layer: named in errors and counted under.
+
+        Returns:
+            ``[N + H, ...]``, or longer along `dim`.
+        """
+        if self.num_halo == 0 and len(self.send_rows) == 0:
+            return x
+        if dim % x.dim():
+            return self.expand(x.movedim(dim, 0).contiguous(), layer).movedim(0, dim)
+        return _Expand.apply(x, self, layer)
+
+
+def _as_bytes(rows: Tensor) -> Tensor:
+    return rows.view(-1).view(torch.uint8)
+
+
+class _Expand(torch.autograd.Function):
+    """S as a concatenation, for code that indexes owned and halo rows alike; backward is S^T."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, exchange: HaloExchange, layer: str) -> Tensor:
+        ctx.exchange, ctx.layer = exchange, layer
+        out = x.new_empty((exchange.num_owned + exchange.num_halo, *x.shape[1:]))
+        wait = exchange.start_fetch(x, out[exchange.num_owned :], layer)
+        out[: exchange.num_owned] = x
+        wait()
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        exchange = ctx.exchange
+        finish = exchange.start_return(grad[exchange.num_owned :].contiguous(), ctx.layer)
+        own = grad[: exchange.num_owned].clone()
+        finish(own)
+        return own, None, None

@@ -1,0 +1,141 @@
+"""Process groups: made, used for small control messages, and ended here. Only ``comm/`` imports torch.distributed."""
+
+from __future__ import annotations
+
+import os
+from collections import Counter
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+T = TypeVar("T")
+
+# One rendezvous store per process and address. It outlives the groups made over it, each under a prefix of its own:
+# a rank that is already in its next `fit` then never meets a store that rank 0 is about to close.
+_stores: dict[tuple[str, str, int], dist.Store] = {}
+_groups_made: Counter[tuple[str, str, int]] = Counter()
+
+
+class World:
+    """All ranks of a run: the default process group (for Lightning and torchmetrics) and one of our own for graph traffic.
+
+    Args:
+        rank, size: this process's global rank and the number of ranks.
+        device: where this rank computes; decides the backend (gloo for CPU, NCCL for CUDA).
+        timeout: after this long, a wait for another rank is an error.
+
+    Raises:
+        RuntimeError: when a process group of another size exists already, or the ranks cannot meet in time.
+    """
+
+    def __init__(self, rank: int, size: int, device: torch.device, timeout: timedelta) -> None:
+        self.rank, self.size, self.device, self.timeout = rank, size, device, timeout
+        self.backend = "nccl" if device.type == "cuda" else "gloo"
+        self._owns_default = not dist.is_initialized()
+        if not self._owns_default and dist.get_world_size() != size:
+            raise RuntimeError(
+                f"A process group of {dist.get_world_size()} ranks exists already, but this Trainer asks for {size}. "
+                "End the other one first with torch.distributed.destroy_process_group(), or ask for as many devices."
+            )
+        if self._owns_default:
+            dist.init_process_group(
+                self.backend,
+                store=self._store(),
+                rank=rank,
+                world_size=size,
+                timeout=timeout,
+                device_id=device if self.backend == "nccl" else None,
+            )
+        self.graph_group = dist.new_group(timeout=timeout, backend=self.backend)
+        self.closed = False
+
+    def _store(self) -> dist.Store:
+        if self.size == 1:
+            return dist.HashStore()
+        key = (os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"], self.size)
+        if key not in _stores:
+            try:
+                _stores[key], _, _ = next(
+                    dist.rendezvous("env://", rank=self.rank, world_size=self.size, timeout=self.timeout)
+                )
+            except Exception as error:
+                raise RuntimeError(
+                    f"Rank {self.rank} of {self.size} could not meet the others at {key[0]}:{key[1]} within "
+                    f"{self.timeout.total_seconds():.0f} s. Are all ranks started, with the same MASTER_ADDR and MASTER_PORT?"
+                ) from error
+        _groups_made[key] += 1
+        return dist.PrefixStore(f"lightning_gnn/{_groups_made[key]}", _stores[key])
+
+    def all_reduce_(self, tensor: Tensor) -> Tensor:
+        """Sums `tensor` over all ranks in place; the result is bit-identical on every rank."""
+        if self.size > 1:
+            dist.all_reduce(tensor)
+        return tensor
+
+    def all_gather(self, tensor: Tensor) -> Tensor:
+        """Returns ``[P, *shape]``: the tensors of equal shape of all ranks, stacked in rank order, on every rank."""
+        if self.size == 1:
+            return tensor.unsqueeze(0)
+        out = tensor.new_empty((self.size, *tensor.shape))
+        dist.all_gather(list(out.unbind(0)), tensor.contiguous())
+        return out
+
+    def all_gather_rows(self, rows: Tensor, counts: Sequence[int]) -> Tensor:
+        """Returns ``[sum(counts), ...]``: the rows of all ranks in rank order, on every rank; rank r brings ``counts[r]``."""
+        if self.size == 1:
+            return rows
+        # Bytes, since backends do not carry every dtype; a broadcast per rank, since counts differ.
+        out = rows.new_empty((sum(counts), *rows.shape[1:]))
+        for source, piece in enumerate(out.split(list(counts))):
+            if source == self.rank:
+                piece.copy_(rows)
+            if piece.numel():
+                dist.broadcast(piece.view(-1).view(torch.uint8), source)
+        return out
+
+    def all_gather_object(self, value: T) -> list[T]:
+        """Returns the picklable values of all ranks in rank order, on every rank."""
+        if self.size == 1:
+            return [value]
+        values: list[Any] = [None] * self.size
+        dist.all_gather_object(values, value)
+        return values
+
+    def broadcast_object(self, value: T, source: int = 0) -> T:
+        """Returns `source`'s value on every rank."""
+        if self.size == 1:
+            return value
+        values: list[Any] = [value]
+        dist.broadcast_object_list(values, source)
+        return values[0]
+
+    def broadcast_tensors_(self, tensors: Sequence[Tensor], source: int = 0) -> None:
+        """Overwrites `tensors` with those of `source`, on every rank."""
+        if self.size > 1:
+            for tensor in tensors:
+                # Bytes again: integer and bool buffers travel too.
+                flat = tensor.detach().contiguous().view(-1).view(torch.uint8)
+                if flat.numel():
+                    dist.broadcast(flat, source)
+                    tensor.detach().copy_(flat.view(tensor.dtype).view(tensor.shape))
+
+    def barrier(self) -> None:
+        """Returns when every rank has called it."""
+        if self.size > 1:
+            dist.barrier(device_ids=[self.device.index] if self.backend == "nccl" else None)
+
+    def close(self) -> None:
+        """Ends the groups that this object made; a default group that was there before stays."""
+        if self.closed:
+            return
+        self.closed = True
+        if not dist.is_initialized():
+            return
+        if self._owns_default:
+            dist.destroy_process_group()
+        else:
+            dist.destroy_process_group(self.graph_group)

@@ -1,0 +1,300 @@
+"""GraphDataModule: any PyG graph, laid out as the Trainer's strategy needs it."""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+import json
+import os
+import platform
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import numpy as np
+from filelock import FileLock, Timeout
+from lightning.pytorch.utilities.rank_zero import rank_zero_info
+from torch import Tensor
+from torch_geometric.data import Data
+from typing_extensions import override
+
+from lightning_gnn.datamodules.sources import (
+    MASKS,
+    Source,
+    description_key,
+    graph_key,
+    load_source,
+    num_labelled,
+    prepare_graph,
+)
+from lightning_gnn.datamodules.store import (
+    FORMAT,
+    Shard,
+    default_root,
+    read_manifest,
+    read_shard,
+    whole_graph,
+    write_store,
+)
+from lightning_gnn.partition import assign_nodes
+from lightning_gnn.partition.layout import LayoutSpec
+
+Partition = str | Sequence[int] | np.ndarray | Tensor
+
+
+class OneBatch:
+    """The loader of a full-graph scheme: one batch an epoch, the rank's part of the graph."""
+
+    def __init__(self, batch: Data) -> None:
+        self.batch = batch
+
+    def __len__(self) -> int:
+        return 1
+
+    def __iter__(self) -> Iterator[Data]:
+        # A shallow copy: a step may set attributes on its batch without changing the next epoch's.
+        yield copy.copy(self.batch)
+
+
+class GraphDataModule(L.LightningDataModule):
+    """One graph for any strategy: whole on one device, partitioned over the ranks of a `lightning_gnn` strategy.
+
+    Partitioned once per machine: the result is stored and memory-mapped by all ranks, and found again in later runs.
+
+    Args:
+        source: a PyG dataset with one graph, a ``Data``, a callable that returns either, or its dotted path, e.g.
+            ``"torch_geometric.datasets.Planetoid"``. A dataset or ``Data`` is in the memory of every rank that builds
+            it; a dotted path is loaded only where it must be partitioned, in a process of its own.
+        source_args: keyword arguments of a callable or dotted path; numbers, strings, lists and dicts.
+        split: fractions of training, validation and test nodes, ``(0.6, 0.2, 0.2)``, for a random split of the labelled
+            nodes. Without it, the graph's masks or the dataset's ``get_idx_split()`` (OGB) are used.
+        split_column: which split, where masks have shape ``[N, splits]``.
+        partition: ``"metis"``, ``"random"``, or the rank of every node, ``[N]``.
+        seed: of the random split and of the partitioner.
+        store: folder for partitioned graphs; default ``$LIGHTNING_GNN_STORE`` or ``~/.cache/lightning_gnn``.
+
+    Labels of -1 mark nodes without a label. Every tensor of the graph with one row per node or edge goes with its node
+    or edge. The batch of a step is a PyG ``Data``: ``x [N, F]``, ``edge_index [2, E]`` (local ids), ``y``,
+    ``train_mask``, ``val_mask``, ``test_mask``, ``n_id [N]`` (original ids), ``num_owned`` (N).
+    """
+
+    def __init__(
+        self,
+        source: Source,
+        source_args: dict[str, Any] | None = None,
+        split: Sequence[float] | None = None,
+        split_column: int = 0,
+        partition: Partition = "metis",
+        seed: int = 0,
+        store: str | os.PathLike[str] | None = None,
+    ) -> None:
+        super().__init__()
+        self.source, self.source_args = source, source_args
+        self.split = None if split is None else tuple(split)
+        self.split_column, self.partition, self.seed = split_column, partition, seed
+        self.store = Path(store) if store is not None else default_root()
+        self._folder: str | None = None
+        self._shard: Shard | None = None
+
+    # Layout ###################################################################
+
+    def _layout(self) -> LayoutSpec:
+        """Returns what the Trainer's strategy wants; the whole graph for one device of any other strategy."""
+        strategy = getattr(self.trainer, "strategy", None)
+        if strategy is not None and hasattr(strategy, "layout"):
+            return strategy.layout()
+        size = getattr(strategy, "world_size", 1)
+        if size > 1:
+            raise ValueError(
+                f"strategy={type(strategy).__name__} would train {size} copies of the whole graph. "
+                'Use Trainer(strategy="dgcl"), which splits it, or devices=1.'
+            )
+        return LayoutSpec("whole")
+
+    @property
+    def shard(self) -> Shard:
+        """What this rank holds; there from ``setup`` on."""
+        if self._shard is None:
+            raise RuntimeError("GraphDataModule has no data before setup(): pass it to the Trainer, datamodule=...")
+        return self._shard
+
+    @property
+    def num_classes(self) -> int:
+        """Number of classes in the whole graph; there from ``setup`` on."""
+        return self.shard.num_classes
+
+    @property
+    def num_features(self) -> int:
+        """Columns of ``x``; there from ``setup`` on."""
+        return self.shard.batch.x.size(1)
+
+    # Lightning's hooks ########################################################
+
+    @override
+    def prepare_data(self) -> None:
+        layout = self._layout()
+        if layout.kind != "whole":
+            self._folder = self._ensure_stored(layout)
+
+    @override
+    def setup(self, stage: str) -> None:
+        layout = self._layout()
+        if layout.kind == "whole":
+            self._shard = whole_graph(self.load())
+            return
+        assert self.trainer is not None
+        folder = self.trainer.strategy.broadcast(self._folder)
+        assert folder is not None
+        self._shard = read_shard(self.store / folder, self.trainer.global_rank)
+
+    def train_dataloader(self) -> OneBatch:
+        return self._loader("train_mask")
+
+    def val_dataloader(self) -> OneBatch | list[Any]:
+        # No validation nodes: no validation, rather than a mean over nothing.
+        return self._loader("val_mask") if sum(self.shard.mask_counts["val_mask"]) else []
+
+    def test_dataloader(self) -> OneBatch:
+        return self._loader("test_mask")
+
+    def predict_dataloader(self) -> OneBatch:
+        return OneBatch(self.shard.batch)
+
+    def _loader(self, mask: str) -> OneBatch:
+        if sum(self.shard.mask_counts[mask]) == 0:
+            raise ValueError(
+                f"{mask} holds no labelled node. Give another split=(train, val, test), or set data.{mask}."
+            )
+        return OneBatch(self.shard.batch)
+
+    # Loading and partitioning #################################################
+
+    def load(self) -> Data:
+        """Returns the whole graph, checked, with boolean masks."""
+        data, index_split = load_source(self.source, self.source_args)
+        return prepare_graph(data, index_split, self.split, self.split_column, self.seed)
+
+    def _ensure_stored(self, layout: LayoutSpec) -> str:
+        """Returns the folder's name under the store, partitioning only if no earlier run has. Rank 0 of each machine."""
+        options = [layout.kind, layout.parts, self._partition_key(), self.seed, FORMAT]
+        described = None
+        if isinstance(self.source, str):
+            described = lambda: description_key(self.source, self.source_args, [self.split, self.split_column, options])  # noqa: E731
+            known = self._remembered(described())
+            if known is not None:
+                return known
+        if described is not None and isinstance(self.partition, str) and described() is not None:
+            folder = self._build_in_subprocess(layout)
+        else:
+            folder = self.build(layout, options)
+        if described is not None and (key := described()) is not None:
+            # Computed again: loading may have written processed files beside the raw ones.
+            self._write_atomically(self.store / f"{key}.known", folder)
+        return folder
+
+    def build(self, layout: LayoutSpec, options: Sequence[Any] | None = None) -> str:
+        """Loads and partitions the graph in this process, unless the store holds it; returns the folder's name."""
+        options = options or [layout.kind, layout.parts, self._partition_key(), self.seed, FORMAT]
+        data = self.load()
+        digest = hashlib.blake2b(json.dumps([graph_key(data), options]).encode(), digest_size=12).hexdigest()
+        name = f"{layout.kind}-{layout.parts}-{digest}"
+        folder = self.store / name
+        with self._lock(name):
+            if folder.exists():
+                read_manifest(folder)
+                return name
+            began = time.perf_counter()
+            partition = self.partition
+            assignment = assign_nodes(
+                data.edge_index.numpy(),
+                data.x.size(0),
+                layout.parts,
+                partition if isinstance(partition, str) else np.asarray(partition),
+                seed=self.seed,
+                masks={mask: _labelled_mask(data, mask) for mask in MASKS if num_labelled(data.get("y"), data[mask])},
+            )
+            seconds = time.perf_counter() - began
+            report = {**assignment.report.as_dict(), "method": assignment.method, "balance": assignment.balance}
+            write_store(folder, data, assignment.part, layout.parts, {**report, "seconds": seconds})
+            rank_zero_info(
+                f"Partitioned {data.x.size(0):,} nodes and {data.edge_index.size(1):,} edges into {layout.parts} parts "
+                f"({assignment.method}) in {seconds:.1f} s; kept in {folder}"
+            )
+        return name
+
+    def _build_in_subprocess(self, layout: LayoutSpec) -> str:
+        """Runs :meth:`build` in a process of its own, whose memory is given back when it is done."""
+        spec = {
+            "source": self.source,
+            "source_args": self.source_args,
+            "split": self.split,
+            "split_column": self.split_column,
+            "partition": self.partition,
+            "seed": self.seed,
+            "store": str(self.store),
+        }
+        done = subprocess.run(
+            [sys.executable, "-m", "lightning_gnn.datamodules.build"],
+            input=json.dumps({"datamodule": spec, "layout": [layout.kind, layout.parts]}),
+            env={**os.environ, "PYTHONPATH": os.pathsep.join(p or os.getcwd() for p in sys.path)},
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        if done.returncode:
+            # The child has shown its traceback; its last line is repeated where the user looks.
+            raise RuntimeError(f"Loading or partitioning {self.source} failed: see the error above.")
+        return done.stdout.splitlines()[-1]
+
+    def _partition_key(self) -> str:
+        if isinstance(self.partition, str):
+            return self.partition
+        array = np.ascontiguousarray(np.asarray(self.partition), dtype=np.int64)
+        return hashlib.blake2b(array.data, digest_size=16).hexdigest()
+
+    def _remembered(self, key: str | None) -> str | None:
+        """Returns the folder that an earlier run made from the same description, if it is still there."""
+        note = self.store / f"{key}.known"
+        if key is None or not note.exists():
+            return None
+        folder = note.read_text()
+        if not (self.store / folder / "manifest.json").exists():
+            return None
+        read_manifest(self.store / folder)
+        return folder
+
+    def _write_atomically(self, path: Path, text: str) -> None:
+        scratch = path.with_suffix(f".{os.getpid()}")
+        scratch.write_text(text)
+        scratch.replace(path)
+
+    @contextmanager
+    def _lock(self, name: str) -> Iterator[None]:
+        """Lets one process of a machine partition; others are told whom they wait for. Freed by the system if it dies."""
+        self.store.mkdir(parents=True, exist_ok=True)
+        owner = self.store / f"{name}.owner"
+        lock = FileLock(self.store / f"{name}.lock")
+        try:
+            lock.acquire(timeout=2)
+        except Timeout:
+            held = owner.read_text() if owner.exists() else "another process"
+            rank_zero_info(f"Waiting for {held}, which partitions the same graph.")
+            lock.acquire()
+        try:
+            self._write_atomically(
+                owner, f"process {os.getpid()} on {platform.node()} since {time.strftime('%H:%M:%S')}"
+            )
+            yield
+        finally:
+            owner.unlink(missing_ok=True)
+            lock.release()
+
+
+def _labelled_mask(data: Data, name: str) -> np.ndarray:
+    y = data.get("y")
+    mask = data[name]
+    return (mask if y is None or y.is_floating_point() or y.dim() != 1 else mask & (y >= 0)).numpy()

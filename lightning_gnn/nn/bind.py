@@ -1,0 +1,240 @@
+"""Binding: makes the convs of an unmodified model read their halo rows through an exchange, and undoes it.
+
+Layer by layer, ``Z = A S H``: for every argument that `message` or `edge_update` reads at an edge's source
+(``x_j``), the bound conv replaces ``x`` by ``(S x, x)`` before PyG lifts rows to edges. What travels is what the layer
+hands to `propagate`: rows after its linear map where it has one before.
+"""
+
+from __future__ import annotations
+
+import types
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch_geometric import nn as pyg_nn
+from torch_geometric.nn import MessagePassing
+from torch_geometric.nn.aggr import MaxAggregation, MeanAggregation, MinAggregation, SumAggregation
+
+from lightning_gnn.nn import pyg
+from lightning_gnn.nn.adapters import ADAPTERS, LINEAR_MESSAGES
+from lightning_gnn.nn.context import GraphContext
+
+_AGGREGATIONS = (SumAggregation, MeanAggregation, MaxAggregation, MinAggregation)
+
+# Modules that look at all nodes at once; on a part of the graph they would compute something else.
+_ACROSS_NODES = (
+    torch.nn.modules.batchnorm._BatchNorm,
+    torch.nn.modules.instancenorm._InstanceNorm,
+    pyg_nn.norm.BatchNorm,
+    pyg_nn.norm.HeteroBatchNorm,
+    pyg_nn.norm.InstanceNorm,
+    pyg_nn.norm.GraphNorm,
+    pyg_nn.norm.GraphSizeNorm,
+    pyg_nn.norm.PairNorm,
+    pyg_nn.norm.MeanSubtractionNorm,
+    pyg_nn.norm.DiffGroupNorm,
+)
+
+
+class UnsupportedModelError(ValueError):
+    """A module of the model cannot be trained exactly on a part of the graph: says which, why, and what to use."""
+
+
+@dataclass
+class _BoundConv:
+    """What the wrapped methods of one conv need; shared, not copied, when the model is copied."""
+
+    context: GraphContext
+    layer: str
+    methods: dict[str, Any] = field(default_factory=dict)
+    """The conv's own methods, before wrapping."""
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> _BoundConv:
+        return self
+
+
+_STATE = "_lightning_gnn"
+
+
+class Binding:
+    """Binds every conv of `module` to a rank's graph; :meth:`release` undoes it.
+
+    Args:
+        module: any module with PyG convs in it. Parameters, buffers and ``state_dict`` stay as they are.
+        context: the rank's graph.
+
+    Raises:
+        UnsupportedModelError: see :func:`check_module`; nothing is bound then.
+    """
+
+    def __init__(self, module: torch.nn.Module, context: GraphContext) -> None:
+        check_module(module)
+        self._bound: list[tuple[MessagePassing, dict[str, Any]]] = []
+        try:
+            for name, conv in _convs(module):
+                self._bind(conv, name, context)
+        except BaseException:
+            self.release()
+            raise
+
+    def _bind(self, conv: MessagePassing, layer: str, context: GraphContext) -> None:
+        if _STATE in conv.__dict__:
+            raise RuntimeError(
+                f"'{layer}' is bound to a graph already: is the model in another Trainer that still runs?"
+            )
+        state = _BoundConv(context, layer)
+        names = ["propagate"] + (["edge_updater"] if pyg.implements_edge_update(conv) else [])
+        state.methods = {name: getattr(conv, name) for name in names}
+        adapter = _adapter_of(conv)
+        patched = adapter(conv, context, layer) if adapter is not None else {}
+        patched["propagate"] = types.MethodType(_propagate, conv)
+        if "edge_updater" in names:
+            patched["edge_updater"] = types.MethodType(_edge_updater, conv)
+        before = {name: conv.__dict__[name] for name in patched if name in conv.__dict__}
+        self._bound.append((conv, {name: before.get(name) for name in patched}))
+        pyg.clear_caches(conv)
+        object.__setattr__(conv, _STATE, state)
+        for name, method in patched.items():
+            object.__setattr__(conv, name, method)
+
+    def release(self) -> None:
+        """Gives every conv its own methods back."""
+        for conv, before in self._bound:
+            for name, method in before.items():
+                conv.__dict__.pop(name, None)
+                if method is not None:
+                    object.__setattr__(conv, name, method)
+            conv.__dict__.pop(_STATE, None)
+            pyg.clear_caches(conv)
+        self._bound = []
+
+
+def _convs(module: torch.nn.Module) -> list[tuple[str, MessagePassing]]:
+    return [(name, child) for name, child in module.named_modules() if isinstance(child, MessagePassing)]
+
+
+def _adapter_of(conv: MessagePassing) -> Any:
+    """Returns the adapter of the nearest class that has one; a user's own conv needs none."""
+    return next((ADAPTERS[kind] for kind in type(conv).__mro__ if kind in ADAPTERS), None)
+
+
+# Checks #######################################################################
+
+
+def check_module(module: torch.nn.Module) -> None:
+    """Raises :class:`UnsupportedModelError` naming the first module that is not exact on a part of a graph."""
+    for name, child in module.named_modules():
+        where = f"'{name}' ({type(child).__name__})"
+        if isinstance(child, MessagePassing):
+            _check_conv(where, child)
+        elif isinstance(child, _ACROSS_NODES):
+            raise UnsupportedModelError(
+                f"{where} takes statistics over all nodes, which are not on one rank. "
+                "Use torch.nn.LayerNorm, or PyG's norm='layer_norm' with norm_kwargs={'mode': 'node'}."
+            )
+        elif isinstance(child, pyg_nn.norm.LayerNorm) and child.mode == "graph":
+            raise UnsupportedModelError(
+                f"{where} has mode='graph': it normalises over all nodes, which are not on one rank. "
+                "Use LayerNorm(..., mode='node')."
+            )
+        elif type(child).__module__.startswith("torch_geometric.nn.pool"):
+            raise UnsupportedModelError(f"{where} pools over nodes of several ranks, which is not supported.")
+
+
+def _check_conv(where: str, conv: MessagePassing) -> None:
+    known = next((kind for kind in type(conv).__mro__ if kind in ADAPTERS), None)
+    library = next(kind for kind in type(conv).__mro__ if kind.__module__.startswith("torch_geometric."))
+    if library is not MessagePassing and library is not known:
+        supported = ", ".join(sorted(kind.__name__ for kind in ADAPTERS))
+        raise UnsupportedModelError(
+            f"{where} is not known to be exact on a part of a graph. Known are {supported}, and convs of your own that "
+            "derive from MessagePassing, aggregate by sum, mean, max or min and hand edge_index to propagate."
+        )
+    if conv.flow != "source_to_target":
+        raise UnsupportedModelError(
+            f"{where} has flow='{conv.flow}' and needs the out-edges of its nodes, while a rank holds their in-edges. "
+            "Use flow='source_to_target' and pass the transposed edges, edge_index.flip(0)."
+        )
+    if not isinstance(conv.aggr_module, _AGGREGATIONS):
+        raise UnsupportedModelError(f"{where} aggregates by {conv.aggr_module}; supported are sum, mean, max and min.")
+    for sources, targets, plain in (pyg.lifted_arguments(conv), pyg.lifted_edge_arguments(conv)):
+        both = sorted((sources | targets) & plain)
+        if both:
+            raise UnsupportedModelError(
+                f"{where} reads '{both[0]}' in its message function both per node and per edge "
+                f"('{both[0]}_j' or '{both[0]}_i'). Pass the first under another name."
+            )
+    if any(isinstance(parameter, torch.nn.UninitializedParameter) for parameter in conv.parameters()):
+        raise UnsupportedModelError(
+            f"{where} does not know its input columns yet (-1). Give them, or run the model once on one device first."
+        )
+
+
+# The wrapped methods ##########################################################
+
+
+def _propagate(self: MessagePassing, edge_index: Tensor, size: Any = None, **kwargs: Any) -> Tensor:
+    """`propagate` of a bound conv; SpMM where messages are linear and edges last, else PyG's own over (S x, x)."""
+    state: _BoundConv = self.__dict__[_STATE]
+    context = state.context
+    if not isinstance(edge_index, Tensor) or edge_index.layout != torch.strided:
+        raise UnsupportedModelError(
+            f"'{state.layer}' was called with a {type(edge_index).__name__} of sparse layout. Hand on batch.edge_index."
+        )
+    out = _linear(self, state, edge_index, kwargs)
+    if out is not None:
+        return out
+    lifted = _with_halo(self, state, kwargs, *pyg.lifted_arguments(self)[:2])
+    size = (context.num_owned + context.num_halo, context.num_owned)
+    return state.methods["propagate"](edge_index, size=size, **lifted)
+
+
+def _edge_updater(self: MessagePassing, edge_index: Tensor, size: Any = None, **kwargs: Any) -> Any:
+    """`edge_updater` of a bound conv: PyG's own over (S x, x)."""
+    state: _BoundConv = self.__dict__[_STATE]
+    lifted = _with_halo(self, state, kwargs, *pyg.lifted_edge_arguments(self)[:2])
+    return state.methods["edge_updater"](edge_index, size=size, **lifted)
+
+
+def _linear(conv: MessagePassing, state: _BoundConv, edge_index: Tensor, kwargs: dict[str, Any]) -> Tensor | None:
+    """Returns the aggregate of a conv with linear messages; None where that path does not apply, on all ranks alike."""
+    message, aggregation = pyg.message_of(conv), pyg.linear_aggregation(conv)
+    if message not in LINEAR_MESSAGES or aggregation is None or not pyg.is_plain(conv):
+        return None
+    x = kwargs["x"]
+    source, target = x if isinstance(x, (tuple, list)) else (x, x)
+    if not isinstance(source, Tensor) or source.dim() != 2 or not source.is_floating_point():
+        return None
+    for rows in (source, target):
+        if rows is not None:
+            _check_rows(rows, 0, state)
+    name = LINEAR_MESSAGES[message]
+    weight = kwargs.get(name) if name is not None else None
+    return state.context.aggregate(source, edge_index, weight, aggregation == "mean", state.layer)
+
+
+def _with_halo(
+    conv: MessagePassing, state: _BoundConv, kwargs: dict[str, Any], sources: set[str], targets: set[str]
+) -> dict[str, Any]:
+    """Returns `kwargs` with ``(S value, value)`` for each value that is read at edge sources."""
+    lifted = dict(kwargs)
+    # Sorted: all ranks must exchange in one order.
+    for name in sorted(sources | targets):
+        value = kwargs.get(name)
+        source, target = value if isinstance(value, (tuple, list)) else (value, value)
+        for rows in (source, target):
+            if isinstance(rows, Tensor):
+                _check_rows(rows, conv.node_dim, state)
+        if name in sources and isinstance(source, Tensor):
+            lifted[name] = (state.context.expand(source, state.layer, conv.node_dim), target)
+    return lifted
+
+
+def _check_rows(rows: Tensor, dim: int, state: _BoundConv) -> None:
+    if rows.size(dim) != state.context.num_owned:
+        raise UnsupportedModelError(
+            f"'{state.layer}' was given {rows.size(dim)} node rows (shape {list(rows.shape)}), but this rank owns "
+            f"{state.context.num_owned}. Convs must be called with one row per node of the batch, in its order."
+        )

@@ -1,0 +1,77 @@
+"""The private parts of torch_geometric that binding needs, read in this file only.
+
+Holds for torch_geometric 2.6 to 2.8; `tests/test_binding.py` checks that the fields are there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from torch import Tensor
+from torch_geometric.nn import MessagePassing
+from torch_geometric.nn.aggr import MeanAggregation, SumAggregation
+
+# Results for one graph that convs keep between calls; on another rank's part, or the whole graph, they would be wrong.
+_CACHES = ("_cached_edge_index", "_cached_adj_t", "_cached_x", "_cached_h", "_alpha")
+
+
+def lifted_arguments(conv: MessagePassing) -> tuple[set[str], set[str], set[str]]:
+    """Returns the names of the arguments of `propagate` that `message` and its kin read.
+
+    Returns:
+        Those read at edge sources (``x`` for ``x_j``), those read at edge targets, and those handed over as they are.
+    """
+    return _split_names(conv._user_args)
+
+
+def lifted_edge_arguments(conv: MessagePassing) -> tuple[set[str], set[str], set[str]]:
+    """Returns the same of `edge_updater` and `edge_update`."""
+    return _split_names(conv._edge_user_args)
+
+
+def _split_names(names: list[str]) -> tuple[set[str], set[str], set[str]]:
+    sources = {name[:-2] for name in names if name.endswith("_j")}
+    targets = {name[:-2] for name in names if name.endswith("_i")}
+    return sources, targets, {name for name in names if name[-2:] not in ("_i", "_j")}
+
+
+def implements_edge_update(conv: MessagePassing) -> bool:
+    """Returns whether the conv computes per-edge values in a call of their own."""
+    return conv.inspector.implements("edge_update")
+
+
+def clear_caches(conv: MessagePassing) -> None:
+    """Forgets what a conv has kept of the graph that it saw last."""
+    for name in _CACHES:
+        if getattr(conv, name, None) is not None:
+            setattr(conv, name, None)
+
+
+def is_plain(conv: MessagePassing) -> bool:
+    """Returns whether nothing but `message` and the aggregation happens in `propagate`: no hooks, no explanation."""
+    hooks = (
+        conv._propagate_forward_pre_hooks,
+        conv._propagate_forward_hooks,
+        conv._message_forward_pre_hooks,
+        conv._message_forward_hooks,
+        conv._aggregate_forward_pre_hooks,
+        conv._aggregate_forward_hooks,
+    )
+    return (
+        not any(hooks)
+        and not conv.explain
+        and conv.decomposed_layers == 1
+        and type(conv).aggregate is MessagePassing.aggregate
+        and type(conv).update is MessagePassing.update
+    )
+
+
+def linear_aggregation(conv: MessagePassing) -> str | None:
+    """Returns ``"sum"`` or ``"mean"`` where the conv aggregates so, else None."""
+    kind = type(conv.aggr_module)
+    return "sum" if kind is SumAggregation else "mean" if kind is MeanAggregation else None
+
+
+def message_of(conv: MessagePassing) -> Callable[..., Tensor]:
+    """Returns the function that computes messages."""
+    return type(conv).message

@@ -1,0 +1,114 @@
+"""An edge cut as data: which rows and edges each rank holds, and which rows it must exchange.
+
+The rank that owns a node holds all of its in-edges (DGCL section 4.1: the tuples (d_i, d_j, V_ij) are `send_rows`).
+Pure functions of a graph. N nodes, E edges, P parts, H halo rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+import numpy as np
+from numpy.typing import NDArray
+
+Ids = NDArray[np.int64]
+
+
+@dataclass(frozen=True)
+class HaloPlan:
+    """What one rank sends and receives in S.
+
+    Attributes:
+        num_owned: N of this rank.
+        recv_counts: per peer, how many halo rows it sends; halo rows lie in peer order.
+        send_rows: per peer, the owned rows (local ids) that it reads, in the order of its halo.
+    """
+
+    num_owned: int
+    recv_counts: tuple[int, ...]
+    send_rows: tuple[Ids, ...]
+
+    def all_send_rows(self) -> Ids:
+        """Returns the rows to send in peer order, ``[sum of send counts]``."""
+        return np.concatenate(self.send_rows) if self.send_rows else np.empty(0, np.int64)
+
+
+@dataclass(frozen=True)
+class Relabelling:
+    """Node order in which each part is one contiguous range.
+
+    Attributes:
+        n_id: original id of each row, int64 ``[N]``, parts in order, original order within a part.
+        offsets: first row of each part and the end, int64 ``[P + 1]``.
+    """
+
+    n_id: Ids
+    offsets: Ids
+
+    @classmethod
+    def from_assignment(cls, part: NDArray[np.integer], num_parts: int) -> Relabelling:
+        """Returns the relabelling for ``part`` ``[N]`` with values 0 to `num_parts` - 1."""
+        return cls(
+            n_id=np.argsort(part, kind="stable").astype(np.int64),
+            offsets=np.concatenate([[0], np.cumsum(np.bincount(part, minlength=num_parts))]).astype(np.int64),
+        )
+
+    def new_ids(self) -> Ids:
+        """Returns the row of each original id, int64 ``[N]``."""
+        new = np.empty_like(self.n_id)
+        new[self.n_id] = np.arange(len(self.n_id))
+        return new
+
+
+@dataclass(frozen=True)
+class EdgeCutPart:
+    """One part: its edges in local ids (owned rows first, halo rows after them) and its halo.
+
+    Attributes:
+        edge_index: int64 ``[2, E_p]``; targets are owned rows, sources owned or halo.
+        edge_ids: position of each edge in the whole graph's list, int64 ``[E_p]``, ascending.
+        halo: relabelled ids of the halo rows, ascending and so grouped by owner, int64 ``[H_p]``.
+    """
+
+    edge_index: Ids
+    edge_ids: Ids
+    halo: Ids
+
+
+def edge_cut_parts(edge_index: Ids, relabelling: Relabelling) -> Iterator[EdgeCutPart]:
+    """Yields the parts in order; edges keep their order within a part.
+
+    Args:
+        edge_index: original ids, int64 ``[2, E]``, source and target.
+        relabelling: the node order.
+    """
+    offsets, new = relabelling.offsets, relabelling.new_ids()
+    target = new[edge_index[1]]
+    owner = np.searchsorted(offsets, target, side="right") - 1
+    order = np.argsort(owner, kind="stable")
+    bounds = np.searchsorted(owner[order], np.arange(len(offsets)))
+    for part, (low, high) in enumerate(pairwise(offsets)):
+        ids = order[bounds[part] : bounds[part + 1]]
+        source = new[edge_index[0, ids]]
+        remote = (source < low) | (source >= high)
+        halo, position = np.unique(source[remote], return_inverse=True)
+        local = source - low
+        local[remote] = (high - low) + position
+        yield EdgeCutPart(np.stack([local, target[ids] - low]), ids, halo)
+
+
+def halo_plan(rank: int, offsets: Ids, halos: Sequence[Ids]) -> HaloPlan:
+    """Returns what `rank` exchanges, from the halos of all parts (relabelled ids, ascending)."""
+
+    def owned_by(part: int, halo: Ids) -> Ids:
+        low, high = np.searchsorted(halo, offsets[part : part + 2])
+        return halo[low:high]
+
+    parts = range(len(halos))
+    return HaloPlan(
+        num_owned=int(offsets[rank + 1] - offsets[rank]),
+        recv_counts=tuple(len(owned_by(peer, halos[rank])) for peer in parts),
+        send_rows=tuple(owned_by(rank, halos[peer]) - offsets[rank] for peer in parts),
+    )

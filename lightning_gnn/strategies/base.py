@@ -1,0 +1,390 @@
+"""GNNStrategy: launching, groups, loss weighting, gradient sums; the communication scheme is a replaceable part."""
+
+from __future__ import annotations
+
+import os
+from abc import ABC, abstractmethod
+from collections.abc import Generator, Mapping
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import Any, Literal
+
+import lightning.pytorch as pl
+import torch
+from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
+from lightning.fabric.utilities.distributed import _sync_ddp_if_available
+from lightning.fabric.utilities.rank_zero import rank_zero_only as fabric_rank_zero_only
+from lightning.pytorch.accelerators import Accelerator
+from lightning.pytorch.plugins import Precision
+from lightning.pytorch.strategies import ParallelStrategy
+from lightning.pytorch.utilities.rank_zero import rank_zero_only
+from torch import Tensor
+from torch.optim import Optimizer
+from typing_extensions import override
+
+from lightning_gnn.callbacks.communication import CommunicationMetrics
+from lightning_gnn.comm.group import World
+from lightning_gnn.comm.traffic import Meter
+from lightning_gnn.datamodules.graph import GraphDataModule, OneBatch
+from lightning_gnn.datamodules.sources import num_labelled
+from lightning_gnn.datamodules.store import Shard
+from lightning_gnn.nn.bind import Binding, check_module
+from lightning_gnn.partition.layout import LayoutSpec
+from lightning_gnn.strategies.gradients import GradientSum
+from lightning_gnn.strategies.launcher import StartMethod, make_launcher
+from lightning_gnn.strategies.logs import GlobalLogs
+from lightning_gnn.strategies.metrics import StandInMetrics
+
+Predictions = Literal["all", "rank0", "shards"]
+
+
+class Scheme(ABC):
+    """A communication scheme: the layout that it needs, and how it binds a model to a rank's shard."""
+
+    @abstractmethod
+    def layout(self, world_size: int) -> LayoutSpec:
+        """Returns what each rank must hold."""
+
+    @abstractmethod
+    def bind(self, module: torch.nn.Module, shard: Shard, world: World, meter: Meter) -> Binding:
+        """Binds `module` to this rank's `shard`, whose tensors are on the rank's device; runs on every rank."""
+
+
+class GNNStrategy(ParallelStrategy):
+    """Trains any PyG model, unchanged, on one graph over several ranks, with the numbers of one device.
+
+    Every node has one owner. A rank's batch holds the rows that it owns; its loss is weighted by its share of the
+    stage's labelled nodes, and gradients are summed over ranks, so that a mean over ``batch.train_mask`` is the mean over
+    all training nodes.
+
+    Args:
+        scheme: how rows travel between ranks.
+        start_method: how ranks are started: ``"popen"`` runs the script once per rank, ``"spawn"`` and ``"fork"`` start
+            processes that run the Trainer's call only. Raise it to ``"fork"`` in notebooks. Under ``torchrun`` and SLURM
+            ranks are there already.
+        loss_reduction: ``"mean"`` if the step's loss is a mean over the labelled nodes of the stage's mask, ``"sum"`` if it
+            is a sum. A step that takes a mean over something else returns ``{"loss": loss, "loss_weight": count}``.
+        predictions: what ``trainer.predict`` returns for tensors with one row per node: ``"all"`` all nodes in original
+            order on every rank, ``"rank0"`` the same on rank 0 only, ``"shards"`` each rank's own rows (``batch.n_id``
+            tells which).
+        timeout: seconds after which a wait for another rank is an error that names operation, layer and rank.
+    """
+
+    strategy_name = "gnn"
+
+    def __init__(
+        self,
+        scheme: Scheme,
+        start_method: StartMethod = "popen",
+        loss_reduction: Literal["mean", "sum"] = "mean",
+        predictions: Predictions = "all",
+        timeout: float = 1800.0,
+        accelerator: Accelerator | None = None,
+        parallel_devices: list[torch.device] | None = None,
+        cluster_environment: ClusterEnvironment | None = None,
+        checkpoint_io: CheckpointIO | None = None,
+        precision_plugin: Precision | None = None,
+    ) -> None:
+        super().__init__(accelerator, parallel_devices, cluster_environment, checkpoint_io, precision_plugin)
+        if loss_reduction not in ("mean", "sum"):
+            raise ValueError(f"loss_reduction must be 'mean' or 'sum' (got {loss_reduction!r}).")
+        if predictions not in ("all", "rank0", "shards"):
+            raise ValueError(f"predictions must be 'all', 'rank0' or 'shards' (got {predictions!r}).")
+        if timeout <= 0:
+            raise ValueError(f"timeout is a number of seconds above 0 (got {timeout}).")
+        self.scheme = scheme
+        self.loss_reduction, self.predictions = loss_reduction, predictions
+        self.timeout = timedelta(seconds=timeout)
+        self.num_nodes = 1
+        self.meter = Meter()
+        self._start_method: StartMethod = start_method
+        self._world: World | None = None
+        self._shard: Shard | None = None
+        self._binding: Binding | None = None
+        self._logs: GlobalLogs | None = None
+        self._metrics: StandInMetrics | None = None
+        self._gradients: GradientSum | None = None
+        self._callback: CommunicationMetrics | None = None
+        self._loss_scale: float | Tensor = 1.0
+        self._random_state: Mapping[str, Any] | None = None
+
+    # Devices and processes ####################################################
+
+    @property
+    @override
+    def root_device(self) -> torch.device:
+        assert self.parallel_devices is not None
+        return self.parallel_devices[self.local_rank]
+
+    @property
+    def num_processes(self) -> int:
+        """Ranks on this machine."""
+        return len(self.parallel_devices) if self.parallel_devices is not None else 0
+
+    @property
+    def is_distributed(self) -> bool:
+        """Tells Lightning that ranks may differ in what they log."""
+        return True
+
+    def layout(self) -> LayoutSpec:
+        """Returns what the datamodule must give each rank."""
+        return self.scheme.layout(self.world_size)
+
+    @override
+    def _configure_launcher(self) -> None:
+        self._launcher = make_launcher(self, self._start_method)
+
+    def set_world_ranks(self) -> None:
+        """Tells the environment which rank this is; called by Lightning before and after ranks are started."""
+        if self.cluster_environment is not None:
+            self.cluster_environment.set_global_rank(self.node_rank * self.num_processes + self.local_rank)
+            self.cluster_environment.set_world_size(self.num_nodes * self.num_processes)
+        for decorator in (rank_zero_only, fabric_rank_zero_only):
+            decorator.rank = self.global_rank  # type: ignore[attr-defined]
+
+    @override
+    def setup_environment(self) -> None:
+        super().setup_environment()
+        self.set_world_ranks()
+        expected = self.num_nodes * self.num_processes
+        if self.world_size != expected:
+            raise RuntimeError(
+                f"The Trainer asks for num_nodes={self.num_nodes} x devices={self.num_processes} = {expected} ranks, but "
+                f"{type(self.cluster_environment).__name__} says that there are {self.world_size}. "
+                "Start as many processes, or change devices and num_nodes."
+            )
+        environment = self.cluster_environment
+        assert environment is not None
+        os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"] = environment.main_address, str(environment.main_port)
+        self._world = World(self.global_rank, self.world_size, self.root_device, self.timeout)
+
+    @property
+    def world(self) -> World:
+        """All ranks; there between ``setup_environment`` and ``teardown``."""
+        if self._world is None:
+            raise RuntimeError("The strategy's ranks are connected during fit, validate, test and predict only.")
+        return self._world
+
+    # Set-up and teardown ######################################################
+
+    @override
+    def setup(self, trainer: pl.Trainer) -> None:
+        module = self.lightning_module
+        assert module is not None
+        if self._layer_sync is not None:
+            raise ValueError(
+                "sync_batchnorm=True converts BatchNorm to a layer that averages over ranks, not over nodes. "
+                "Set sync_batchnorm=False."
+            )
+        check_module(module)
+        shard = self._shard = self._take_shard(trainer)
+        super().setup(trainer)
+        for optimizer in self.optimizers:
+            if isinstance(optimizer, torch.optim.LBFGS):
+                raise ValueError("LBFGS decides by the loss of one rank how far to step. Use Adam, AdamW or SGD.")
+        self.world.broadcast_tensors_([*module.parameters(), *module.buffers()])
+        self._seed_ranks()
+
+        shard.batch.to(self.root_device)
+        self._binding = self.scheme.bind(module, shard, self.world, self.meter)
+        self._gradients = GradientSum(self.world, [p for p in module.parameters() if p.requires_grad])
+        self._logs = GlobalLogs(module, self.world)
+        self._metrics = StandInMetrics(module, self.world)
+        self._callback = CommunicationMetrics(self.meter)
+        trainer.callbacks.insert(0, self._callback)  # type: ignore[attr-defined]
+
+    def _take_shard(self, trainer: pl.Trainer) -> Shard:
+        data = getattr(trainer, "datamodule", None)
+        if not isinstance(data, GraphDataModule):
+            given = "no datamodule" if data is None else type(data).__name__
+            raise ValueError(
+                f"{type(self).__name__} needs a graph that it can split (got {given}). "
+                "Pass datamodule=GraphDataModule(your_dataset) to fit, validate, test or predict."
+            )
+        shard = data.shard
+        digests = self.world.all_gather_object(shard.digest)
+        if len(set(digests)) > 1:
+            raise RuntimeError(
+                f"The ranks hold parts of different partitions (digests {digests}): machines with stores of their own have "
+                "partitioned differently. Put the store on a file system that all share, GraphDataModule(store=...)."
+            )
+        return shard
+
+    def _seed_ranks(self) -> None:
+        """Gives every rank random numbers of its own, so that dropout differs from rank to rank, all from one seed.
+
+        Only torch's: python's and numpy's stay the same on all ranks, since code may branch on them.
+        """
+        if self.world_size == 1:
+            return
+        seed = self.world.broadcast_object(int(torch.randint(2**62, ()).item()))
+        torch.manual_seed(seed + self.global_rank)
+
+    @override
+    def model_to_device(self) -> None:
+        assert self.model is not None
+        self.model.to(self.root_device)
+
+    @override
+    def teardown(self) -> None:
+        trainer = getattr(self.lightning_module, "_trainer", None)
+        if self._callback is not None and trainer is not None:
+            trainer.callbacks.remove(self._callback)
+        for part in (self._metrics, self._logs, self._binding):
+            if part is not None:
+                part.release()
+        self._callback = self._metrics = self._logs = self._binding = self._gradients = self._shard = None
+        super().teardown()
+        if self._world is not None:
+            self._world.close()
+            self._world = None
+
+    # Steps ####################################################################
+
+    @override
+    def training_step(self, batch: Any, *args: Any, **kwargs: Any) -> Any:
+        weights = self._enter(batch, "train_mask")
+        self._loss_scale = 1.0 if self.loss_reduction == "sum" else weights.share
+        output = super().training_step(batch, *args, **kwargs)
+        assert self.lightning_module is not None
+        if output is None and self.lightning_module.automatic_optimization:
+            raise ValueError("training_step returned None. To skip a step on all ranks alike, return a loss times 0.")
+        if isinstance(output, Mapping) and "loss_weight" in output:
+            own = torch.as_tensor(float(output["loss_weight"]), dtype=torch.float64, device=self.root_device)
+            self._loss_scale = float(own / self.world.all_reduce_(own.clone()))
+        self._leave()
+        return output
+
+    @override
+    def validation_step(self, batch: Any, *args: Any, **kwargs: Any) -> Any:
+        self._enter(batch, "val_mask")
+        output = super().validation_step(batch, *args, **kwargs)
+        self._leave()
+        return output
+
+    @override
+    def test_step(self, batch: Any, *args: Any, **kwargs: Any) -> Any:
+        self._enter(batch, "test_mask")
+        output = super().test_step(batch, *args, **kwargs)
+        self._leave()
+        return output
+
+    @override
+    def predict_step(self, *args: Any, **kwargs: Any) -> Any:
+        output = super().predict_step(*args, **kwargs)
+        if self.predictions == "shards":
+            return output
+        return self._gather_nodes(output)
+
+    def _enter(self, batch: Any, mask: str) -> StageWeights:
+        """Tells logs and metrics what this rank's values weigh in this step."""
+        assert self._shard is not None and self._logs is not None and self._metrics is not None
+        counts = self._shard.mask_counts[mask]
+        if batch[mask] is not self._shard.batch[mask]:  # changed by the user, in a hook or a transform
+            own = num_labelled(batch.get("y"), batch[mask])
+            counts = tuple(self.world.all_gather_object(own))
+        weights = StageWeights(counts[self.global_rank], sum(counts))
+        self._logs.enter(counts)
+        self._metrics.enter(0 if weights.own else int(batch[mask].sum()))
+        return weights
+
+    def _leave(self) -> None:
+        assert self._logs is not None and self._metrics is not None
+        self._logs.leave()
+        self._metrics.leave()
+
+    def _gather_nodes(self, output: Any) -> Any:
+        """Returns `output` with node rows of this rank replaced by those of all, in original order."""
+        assert self._shard is not None
+        leaves, spec = torch.utils._pytree.tree_flatten(output)
+        own = self._shard.batch.num_owned
+        is_rows = [isinstance(leaf, Tensor) and leaf.dim() > 0 and leaf.size(0) == own for leaf in leaves]
+        agreed = [all(flags) for flags in zip(*self.world.all_gather_object(is_rows))]
+        order = self._shard.n_id.to(self.root_device)
+        for index, gather in enumerate(agreed):
+            if gather:
+                rows = self.world.all_gather_rows(leaves[index].contiguous(), self._shard.counts)
+                leaves[index] = torch.empty_like(rows).index_copy_(0, order, rows)
+        if self.predictions == "rank0" and not self.is_global_zero:
+            return None
+        return torch.utils._pytree.tree_unflatten(leaves, spec)
+
+    # Loss and gradients #######################################################
+
+    @override
+    def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
+        assert self._gradients is not None
+        self._gradients.before()
+        return super().backward(closure_loss * self._loss_scale, optimizer, *args, **kwargs)
+
+    @override
+    def post_backward(self, closure_loss: Tensor) -> None:
+        assert self._gradients is not None
+        self._gradients.after()
+
+    @contextmanager
+    @override
+    def block_backward_sync(self) -> Generator:
+        """Leaves gradients unsummed while open: those of an accumulation are summed once, at its end."""
+        assert self._gradients is not None
+        with self._gradients.blocked():
+            yield None
+
+    # Collectives that Lightning asks for ######################################
+
+    @override
+    def reduce(self, tensor: Any, group: Any | None = None, reduce_op: Any | None = "mean") -> Any:
+        return _sync_ddp_if_available(tensor, group, reduce_op=reduce_op) if isinstance(tensor, Tensor) else tensor
+
+    @override
+    def barrier(self, name: str | None = None) -> None:
+        if self._world is not None:
+            self._world.barrier()
+
+    @override
+    def broadcast(self, obj: Any, src: int = 0) -> Any:
+        return obj if self._world is None else self._world.broadcast_object(obj, src)
+
+    @override
+    def process_dataloader(self, dataloader: object) -> object:
+        if not isinstance(dataloader, OneBatch):
+            raise ValueError(
+                f"{type(self).__name__} trains on its rank's part of the graph and cannot use a {type(dataloader).__name__}. "
+                "Pass datamodule=GraphDataModule(...) in place of dataloaders."
+            )
+        return dataloader
+
+    # Checkpoints ##############################################################
+
+    @override
+    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any | None = None) -> None:
+        if self._world is not None and self.world_size > 1:
+            checkpoint["lightning_gnn"] = {
+                "world_size": self.world_size,
+                "random_states": list(self.world.all_gather(torch.get_rng_state().to(self.root_device)).cpu()),
+            }
+        super().save_checkpoint(checkpoint, filepath, storage_options)
+
+    @override
+    def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
+        checkpoint = super().load_checkpoint(checkpoint_path, weights_only)
+        self._random_state = checkpoint.get("lightning_gnn")
+        return checkpoint
+
+    @override
+    def on_train_start(self) -> None:
+        state, self._random_state = self._random_state, None
+        if state is not None and state["world_size"] == self.world_size:
+            torch.set_rng_state(state["random_states"][self.global_rank].cpu())
+
+
+class StageWeights:
+    """How many labelled nodes of a stage's mask this rank has, and all ranks have."""
+
+    def __init__(self, own: int, total: int) -> None:
+        self.own, self.total = own, total
+
+    @property
+    def share(self) -> float:
+        """This rank's share; what its mean loss must be weighted with."""
+        return self.own / self.total if self.total else 1.0

@@ -1,0 +1,237 @@
+"""Graphs, models and training runs that tests share; importable in every rank."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import lightning as L
+import torch
+import torch.nn.functional as F
+from torch_geometric.data import Data
+from torch_geometric.nn import MessagePassing
+from torch_geometric.nn.models import GAT, GCN, GIN, GraphSAGE
+from torchmetrics.classification import MulticlassAccuracy, MulticlassAUROC, MulticlassF1Score
+
+from lightning_gnn import CommNet, DGCLStrategy, GraphDataModule, NodeClassifier
+
+CLASSES, FEATURES = 5, 12
+
+
+def awkward_graph(num_nodes: int = 60, seed: int = 0, dtype: torch.dtype = torch.float64) -> Data:
+    """A directed graph with self-loops, duplicate edges, isolated nodes, a hub, unlabelled nodes and edge weights."""
+    g = torch.Generator().manual_seed(seed)
+    busy = num_nodes * 5 // 6  # the rest is isolated
+    edge_index = torch.randint(0, busy, (2, 5 * num_nodes), generator=g)
+    loops = torch.randint(0, busy, (8,), generator=g).repeat(2, 1)
+    hub = torch.stack([torch.arange(busy), torch.zeros(busy, dtype=torch.long)])
+    edge_index = torch.cat([edge_index, loops, edge_index[:, :20], hub], 1)
+    y = torch.randint(0, CLASSES, (num_nodes,), generator=g)
+    y[3] = -1
+    split = torch.rand(num_nodes, generator=g)
+    return Data(
+        x=torch.randn(num_nodes, FEATURES, generator=g).to(dtype),
+        edge_index=edge_index,
+        edge_weight=torch.rand(edge_index.size(1), generator=g).to(dtype) + 0.1,
+        y=y,
+        train_mask=split < 0.5,
+        val_mask=(split >= 0.5) & (split < 0.75),
+        test_mask=split >= 0.75,
+    )
+
+
+class OwnConv(MessagePassing):
+    """A user's conv: messages depend on both ends, maximum over neighbours."""
+
+    def __init__(self, in_channels: int, out_channels: int, aggr: str = "max") -> None:
+        super().__init__(aggr=aggr)
+        self.lin = torch.nn.Linear(2 * in_channels, out_channels)
+
+    def forward(self, x: torch.Tensor, edge_index: torch.Tensor) -> torch.Tensor:
+        return self.propagate(edge_index, x=x)
+
+    def message(self, x_i: torch.Tensor, x_j: torch.Tensor) -> torch.Tensor:
+        return self.lin(torch.cat([x_i, x_j - x_i], -1)).tanh()
+
+
+class OwnModel(torch.nn.Module):
+    def __init__(self, in_channels: int, out_channels: int, aggr: str = "max") -> None:
+        super().__init__()
+        self.first, self.second = OwnConv(in_channels, 8, aggr), OwnConv(8, out_channels, aggr)
+
+    def forward(self, x: torch.Tensor, edge_index: torch.Tensor) -> torch.Tensor:
+        return self.second(self.first(x, edge_index).relu(), edge_index)
+
+
+def build(name: str, in_channels: int = FEATURES, out_channels: int = CLASSES, seed: int = 1) -> torch.nn.Module:
+    """Returns the model of that name with weights that depend on the seed only."""
+    torch.manual_seed(seed)
+    size: dict[str, Any] = {
+        "in_channels": in_channels,
+        "hidden_channels": 16,
+        "out_channels": out_channels,
+        "num_layers": 2,
+    }
+    models: dict[str, Any] = {
+        "gcn": lambda: GCN(**size),
+        "gcn_cached": lambda: GCN(**size, cached=True),
+        "sage": lambda: GraphSAGE(**size),
+        "sage_sum": lambda: GraphSAGE(**size, aggr="sum"),
+        "sage_max": lambda: GraphSAGE(**size, aggr="max"),
+        "gin": lambda: GIN(**size),
+        "gat": lambda: GAT(**size, heads=4),
+        "gatv2": lambda: GAT(**size, heads=4, v2=True),
+        "commnet": lambda: CommNet(**size),
+        "transformer": lambda: Transformer(in_channels, out_channels),
+        "graphconv": lambda: GraphConvs(in_channels, out_channels),
+        "own": lambda: OwnModel(in_channels, out_channels),
+        "own_mean": lambda: OwnModel(in_channels, out_channels, "mean"),
+        "own_sum": lambda: OwnModel(in_channels, out_channels, "sum"),
+    }
+    return models[name]()
+
+
+class Transformer(torch.nn.Module):
+    def __init__(self, in_channels: int, out_channels: int) -> None:
+        super().__init__()
+        from torch_geometric.nn import TransformerConv
+
+        self.first = TransformerConv(in_channels, 8, heads=2, beta=True)
+        self.second = TransformerConv(16, out_channels, heads=1)
+
+    def forward(self, x: torch.Tensor, edge_index: torch.Tensor) -> torch.Tensor:
+        return self.second(self.first(x, edge_index).relu(), edge_index)
+
+
+class GraphConvs(torch.nn.Module):
+    """GraphConv with weights, sum and then mean."""
+
+    def __init__(self, in_channels: int, out_channels: int) -> None:
+        super().__init__()
+        from torch_geometric.nn import GraphConv
+
+        self.first, self.second = GraphConv(in_channels, 16), GraphConv(16, out_channels, aggr="mean")
+
+    def forward(
+        self, x: torch.Tensor, edge_index: torch.Tensor, edge_weight: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        return self.second(self.first(x, edge_index, edge_weight).relu(), edge_index, edge_weight)
+
+
+class UserModule(L.LightningModule):
+    """What a user writes: an ordinary mean over the mask, plain self.log, torchmetrics of several kinds."""
+
+    def __init__(self, model: torch.nn.Module, classes: int = CLASSES, lr: float = 0.01) -> None:
+        super().__init__()
+        self.model, self.lr = model, lr
+        options: dict[str, Any] = {"num_classes": classes, "ignore_index": -1}
+        self.acc = MulticlassAccuracy(average="micro", **options)
+        self.f1 = MulticlassF1Score(**options)
+        self.auroc = MulticlassAUROC(**options)
+
+    def training_step(self, batch: Data, batch_idx: int) -> torch.Tensor:
+        out = self.model(batch.x, batch.edge_index)
+        loss = F.cross_entropy(out[batch.train_mask], batch.y[batch.train_mask], ignore_index=-1)
+        self.log("train_loss", loss)
+        return loss
+
+    def evaluate(self, batch: Data, mask: torch.Tensor, stage: str) -> None:
+        out = self.model(batch.x, batch.edge_index)[mask].softmax(-1)
+        self.log(f"{stage}_loss", F.nll_loss(out.log(), batch.y[mask], ignore_index=-1))
+        for name in ("acc", "f1", "auroc"):
+            metric = getattr(self, name)
+            metric.update(out, batch.y[mask])
+            self.log(f"{stage}_{name}", metric)
+
+    def validation_step(self, batch: Data, batch_idx: int) -> None:
+        self.evaluate(batch, batch.val_mask, "val")
+
+    def test_step(self, batch: Data, batch_idx: int) -> None:
+        self.evaluate(batch, batch.test_mask, "test")
+
+    def predict_step(self, batch: Data, batch_idx: int) -> torch.Tensor:
+        return self.model(batch.x, batch.edge_index)
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.Adam(self.parameters(), lr=self.lr)
+
+
+class Recorder(L.Callback):
+    """Keeps the logged values of every epoch, and the gradients of the first step."""
+
+    def __init__(self) -> None:
+        self.epochs: list[dict[str, float]] = []
+        self.gradients: list[torch.Tensor | None] | None = None
+
+    def on_before_optimizer_step(self, trainer: L.Trainer, pl_module: L.LightningModule, optimizer: Any) -> None:
+        if self.gradients is None:
+            self.gradients = [None if p.grad is None else p.grad.clone() for p in pl_module.parameters()]
+
+    def on_train_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        self.epochs.append({k: float(v) for k, v in trainer.callback_metrics.items() if not k.startswith("comm/")})
+
+
+def quiet_trainer(strategy: Any, devices: int, **options: Any) -> L.Trainer:
+    defaults: dict[str, Any] = {
+        "max_epochs": 3,
+        "logger": False,
+        "enable_checkpointing": False,
+        "enable_progress_bar": False,
+        "enable_model_summary": False,
+        "log_every_n_steps": 1,
+    }
+    return L.Trainer(strategy=strategy, devices=devices, accelerator="cpu", **{**defaults, **options})
+
+
+def train(
+    rank: int,
+    world_size: int,
+    source: Any,
+    model: str,
+    *,
+    strategy: str = "dgcl",
+    module: str = "library",
+    sizes: tuple[int, int] = (FEATURES, CLASSES),
+    dtype: torch.dtype = torch.float64,
+    data: dict[str, Any] | None = None,
+    trainer: dict[str, Any] | None = None,
+) -> dict[str, Any]:
+    """Trains, tests and predicts on one rank; returns everything that must equal one device."""
+    recorder = Recorder()
+    built = build(model, *sizes)
+    wrapped = {
+        "library": lambda: NodeClassifier(built, num_classes=sizes[1]),
+        "user": lambda: UserModule(built, sizes[1]),
+    }[module]().to(dtype)
+    datamodule = GraphDataModule(source, **(data or {}))
+    chosen: Any = DGCLStrategy(timeout=60) if strategy == "dgcl" else strategy
+    run = quiet_trainer(chosen, world_size, callbacks=[recorder], **(trainer or {}))
+    run.fit(wrapped, datamodule=datamodule)
+    weights = copy.deepcopy(wrapped.state_dict())
+    [tested] = run.test(wrapped, datamodule=datamodule, verbose=False)
+    [predicted] = run.predict(wrapped, datamodule=datamodule)
+    return {
+        "epochs": recorder.epochs,
+        "gradients": recorder.gradients,
+        "weights": weights,
+        "test": tested,
+        "predictions": predicted,
+    }
+
+
+def single(source: Any, model: str, **options: Any) -> dict[str, Any]:
+    """The reference: the same run on one device with Lightning's own strategy."""
+    return train(0, 1, source, model, strategy="auto", **options)
+
+
+def assert_same(found: dict[str, Any], expected: dict[str, Any], rtol: float, atol: float) -> None:
+    """Compares two results of :func:`train`, elementwise."""
+    assert len(found["epochs"]) == len(expected["epochs"])
+    for ours, reference in zip(found["epochs"], expected["epochs"]):
+        assert ours.keys() == reference.keys()
+        for name in reference:
+            torch.testing.assert_close(
+                ours[name], reference[name], rtol=rtol, atol=atol, msg=lambda m, n=name: f"{n}: {m}"
+            )
+    for key in ("gradients", "weights", "test", "predictions"):
+        torch.testing.assert_close(found[key], expected[key], rtol=rtol, atol=atol, msg=lambda m, k=key: f"{k}: {m}")

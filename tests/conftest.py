@@ -1,0 +1,149 @@
+"""Fixtures: a pool of rank processes, started once per session, and the real graphs beside the checkout.
+
+Test tiers: without ranks; gloo ranks in the pool; GPU.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import sys
+import traceback
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+# Before numba and torch are imported, here and in every rank.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("WANDB_MODE", "disabled")
+
+import pytest
+import torch.multiprocessing as mp
+
+TESTS = Path(__file__).parent
+SHARED = Path(os.environ.get("LIGHTNING_GNN_SHARED", TESTS.parent.parent / "shared"))
+
+
+def _serve(connection: Any, rank: int) -> None:
+    """One rank of the pool: runs the functions that it is sent."""
+    import warnings
+
+    import torch
+
+    torch.set_num_threads(1)
+    warnings.filterwarnings("ignore")
+    while True:
+        job = connection.recv()
+        if job is None:
+            return
+        function, world_size, port, args, kwargs = job
+        os.environ.update(
+            MASTER_ADDR="127.0.0.1",
+            MASTER_PORT=str(port),
+            LOCAL_RANK=str(rank),
+            NODE_RANK="0",
+            WORLD_SIZE=str(world_size),
+        )
+        try:
+            connection.send(("done", function(rank, world_size, *args, **kwargs)))
+        except BaseException as error:
+            connection.send(("failed", f"{type(error).__name__}: {error}", traceback.format_exc()))
+
+
+class RankFailed(AssertionError):
+    """A rank raised; the message carries every failed rank's traceback, `errors` their last lines."""
+
+    def __init__(self, failures: dict[int, tuple[str, str]]) -> None:
+        self.errors = {rank: line for rank, (line, _) in failures.items()}
+        super().__init__("\n".join(f"rank {rank}:\n{text}" for rank, (_, text) in failures.items()))
+
+
+class RankPool:
+    """Processes that have imported torch, Lightning and PyG, and run functions ``f(rank, world_size, ...)`` together."""
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+        self._ranks: list[tuple[Any, Any]] = []
+
+    def _start(self) -> None:
+        context = mp.get_context("spawn")
+        for rank in range(self.size):
+            ours, theirs = context.Pipe()
+            process = context.Process(target=_serve, args=(theirs, rank), daemon=True)
+            process.start()
+            self._ranks.append((process, ours))
+
+    def run(
+        self, world_size: int, function: Callable[..., Any], *args: Any, timeout: float = 120, **kwargs: Any
+    ) -> list[Any]:
+        """Returns what `function` returns on each rank; raises `RankFailed` with the tracebacks, or on a time-out."""
+        if not self._ranks:
+            self._start()
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            port = free.getsockname()[1]
+        ranks = self._ranks[:world_size]
+        for _, connection in ranks:
+            connection.send((function, world_size, port, args, kwargs))
+        results, failures = [], {}
+        for rank, (_, connection) in enumerate(ranks):
+            if not connection.poll(timeout):
+                self.close()
+                failures[rank] = ("timeout", f"no answer within {timeout} s; the pool was restarted")
+                raise RankFailed(failures)
+            answer = connection.recv()
+            if answer[0] == "failed":
+                failures[rank] = answer[1:]
+            else:
+                results.append(answer[1])
+        if failures:
+            raise RankFailed(failures)
+        return results
+
+    def close(self) -> None:
+        """Ends the processes."""
+        for process, connection in self._ranks:
+            if process.is_alive():
+                process.kill()
+                process.join()
+            connection.close()
+        self._ranks = []
+
+
+@pytest.fixture(scope="session")
+def ranks() -> Iterator[RankPool]:
+    pool = RankPool(4)
+    yield pool
+    pool.close()
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _own_store(tmp_path_factory: pytest.TempPathFactory) -> None:
+    os.environ["LIGHTNING_GNN_STORE"] = str(tmp_path_factory.mktemp("store"))
+
+
+@pytest.fixture(autouse=True)
+def _same_environment() -> Iterator[None]:
+    """Trainers set MASTER_PORT, LOCAL_RANK and the like; the next test must not see them."""
+    before = dict(os.environ)
+    yield
+    os.environ.clear()
+    os.environ.update(before)
+
+
+@pytest.fixture(scope="session")
+def shared(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A writable copy of the small real graphs (PyG writes processed files beside the raw ones)."""
+    if not (SHARED / "data").is_dir():
+        pytest.skip(
+            f"needs the data folder {SHARED / 'data'} (set LIGHTNING_GNN_SHARED to the folder that holds data/)"
+        )
+    import shutil
+
+    folder = tmp_path_factory.mktemp("shared")
+    for name in ("planetoid", "amazon/Computers"):
+        shutil.copytree(SHARED / "data" / name, folder / name)
+    return folder
+
+
+sys.path.insert(0, str(TESTS))

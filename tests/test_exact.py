@@ -1,0 +1,63 @@
+"""Full-graph training over ranks equals one device: losses, gradients, weights, metrics, predictions (gloo ranks)."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from common import assert_same, awkward_graph, single, train
+
+MODELS = ["gcn", "gcn_cached", "sage", "sage_sum", "sage_max", "gin", "gat", "gatv2", "commnet", "transformer", "graphconv",
+          "own", "own_mean", "own_sum"]  # fmt: skip
+
+
+@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_awkward_graph(ranks, model, world_size):
+    graph = awkward_graph()
+    expected = single(graph, model)
+    for found in ranks.run(world_size, train, graph, model):
+        assert_same(found, expected, rtol=1e-9, atol=1e-11)
+
+
+@pytest.mark.parametrize("world_size", [2, 4])
+@pytest.mark.parametrize("partition", ["random", "metis"])
+def test_user_module(ranks, world_size, partition):
+    graph = awkward_graph(seed=3)
+    graph.y[graph.y < 0] = 0
+    expected = single(graph, "gat", module="user")
+    for found in ranks.run(world_size, train, graph, "gat", module="user", data={"partition": partition}):
+        # torchmetrics computes F1 and AUROC in float32
+        assert_same(found, expected, rtol=1e-6, atol=1e-7)
+
+
+def test_parts_without_nodes_or_labels(ranks):
+    """Rank 1 owns nothing, rank 2 no training node, rank 0 the only one."""
+    graph = awkward_graph(seed=5)
+    graph.train_mask[:] = False
+    graph.train_mask[7] = True
+    graph.y[7] = 2
+    part = torch.full((60,), 2)
+    part[:20] = 0
+    part[40:50] = 3
+    expected = single(graph, "sage", module="user")
+    for found in ranks.run(4, train, graph, "sage", module="user", data={"partition": part}):
+        assert_same(found, expected, rtol=1e-6, atol=1e-7)
+
+
+def test_more_ranks_than_nodes(ranks):
+    graph = awkward_graph(seed=6)
+    graph.x, graph.y = graph.x[:3], torch.tensor([0, 1, 2])
+    keep = (graph.edge_index < 3).all(0)
+    graph.edge_index, graph.edge_weight = graph.edge_index[:, keep], graph.edge_weight[keep]
+    graph.train_mask = graph.val_mask = graph.test_mask = torch.ones(3, dtype=torch.bool)
+    expected = single(graph, "gcn")
+    for found in ranks.run(4, train, graph, "gcn"):
+        assert_same(found, expected, rtol=1e-9, atol=1e-11)
+
+
+def test_no_edges(ranks):
+    graph = awkward_graph(seed=7)
+    graph.edge_index, graph.edge_weight = graph.edge_index[:, :0], graph.edge_weight[:0]
+    expected = single(graph, "gat")
+    for found in ranks.run(2, train, graph, "gat"):
+        assert_same(found, expected, rtol=1e-9, atol=1e-11)
