@@ -13,7 +13,7 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import lightning as L
 import numpy as np
@@ -44,7 +44,7 @@ from lightning_gnn.datamodules.store import (
 from lightning_gnn.partition import assign_nodes
 from lightning_gnn.partition.layout import LayoutSpec
 
-Partition = str | Sequence[int] | np.ndarray | Tensor
+Partition: TypeAlias = str | Sequence[int] | np.ndarray | Tensor
 
 
 class OneBatch:

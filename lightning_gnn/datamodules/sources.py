@@ -8,14 +8,14 @@ import importlib.util
 import json
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 import torch
 from torch import Tensor
 from torch_geometric.data import Data, Dataset
 
-Source = Dataset | Data | Callable[..., Any] | str
+Source: TypeAlias = Dataset | Data | Callable[..., Any] | str
 """A PyG dataset, a ``Data``, a callable that returns either, or the dotted path of one."""
 
 MASKS = ("train_mask", "val_mask", "test_mask")

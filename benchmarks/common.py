@@ -1,0 +1,122 @@
+"""What the benchmarks share: the common graph, processes of their own for each row, memory, one table and JSON."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import platform
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from rich.console import Console
+from rich.table import Table
+from torch_geometric.data import Data
+
+ROOT = Path(__file__).resolve().parent.parent
+SHARED = Path(os.environ.get("LIGHTNING_GNN_SHARED", ROOT.parent / "shared"))
+PLANTED_LOSSES = (3.159921, 2.042211, 1.358023, 0.838087, 0.490894, 0.288732)
+"""Of the first epochs of a 2-layer GCN from the graph's own weights; see ``tools/planted_graph.py`` beside the data."""
+
+
+def planted_file(num_nodes: int = 200_000) -> Path:
+    """Returns the common benchmark graph as an ``.npz``, made at first use."""
+    folder = Path(os.environ.get("LIGHTNING_GNN_STORE", Path.home() / ".cache" / "lightning_gnn"))
+    path = folder / f"planted-{num_nodes}.npz"
+    if not path.exists():
+        folder.mkdir(parents=True, exist_ok=True)
+        script = SHARED / "tools" / "planted_graph.py"
+        subprocess.run([sys.executable, str(script), str(path), str(num_nodes)], check=True)
+    return path
+
+
+def load_planted(path: str) -> Data:
+    """Returns the common benchmark graph; a source for GraphDataModule."""
+    arrays = np.load(path)
+    return Data(
+        x=torch.from_numpy(arrays["x"]),
+        edge_index=torch.from_numpy(np.stack([arrays["src"], arrays["dst"]])),
+        y=torch.from_numpy(arrays["y"]),
+        train_mask=torch.from_numpy(arrays["train"]),
+        val_mask=torch.from_numpy(arrays["val"]),
+        test_mask=torch.from_numpy(arrays["test"]),
+    )
+
+
+def planted_weights(path: str) -> list[torch.Tensor]:
+    """Returns the fixed weights of the benchmark's GCN, as ``[in, out]``."""
+    arrays = np.load(path)
+    return [torch.from_numpy(arrays[name]) for name in ("W1", "W2")]
+
+
+class PeakMemory:
+    """The most memory that this process held above what it held when this was made (make it after the imports)."""
+
+    def __init__(self) -> None:
+        self._reset = Path("/proc/self/clear_refs")
+        self._reset.write_text("5")
+        self._start = self._read("VmRSS")
+
+    def megabytes(self) -> float:
+        return (self._read("VmHWM") - self._start) / 1024
+
+    @staticmethod
+    def _read(field: str) -> int:
+        for line in Path("/proc/self/status").read_text().splitlines():
+            if line.startswith(f"{field}:"):
+                return int(line.split()[1])
+        raise RuntimeError(f"{field} is not in /proc/self/status")
+
+
+def run_row(script: str, arguments: Sequence[str], threads: int, timeout: float = 1800) -> dict[str, Any]:
+    """Runs ``script arguments`` in a process of its own and returns the JSON object on its last line."""
+    environment = {
+        **os.environ,
+        "OMP_NUM_THREADS": str(threads),
+        "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "benchmarks"), os.environ.get("PYTHONPATH", "")]),
+        "PYTHONWARNINGS": "ignore",
+    }
+    for name in ("LOCAL_RANK", "WORLD_SIZE", "MASTER_PORT", "NODE_RANK"):
+        environment.pop(name, None)
+    done = subprocess.run(
+        [sys.executable, script, *arguments], env=environment, stdout=subprocess.PIPE, text=True, timeout=timeout
+    )
+    if done.returncode:
+        raise RuntimeError(f"{script} {' '.join(arguments)} failed with status {done.returncode}")
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def machine() -> dict[str, Any]:
+    """Returns what the figures depend on."""
+    import torch_geometric
+
+    return {
+        "cores": os.cpu_count(),
+        "system": platform.platform(),
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "torch_geometric": torch_geometric.__version__,
+    }
+
+
+def report(title: str, rows: Sequence[dict[str, Any]], columns: Sequence[str], json_file: str | None) -> None:
+    """Prints one table of `columns` and writes everything to `json_file`."""
+    table = Table(title=title)
+    for column in columns:
+        table.add_column(column, justify="left" if column == columns[0] else "right")
+    for row in rows:
+        table.add_row(*(_show(row.get(column)) for column in columns))
+    Console(width=150).print(table)
+    if json_file:
+        Path(json_file).write_text(json.dumps({"title": title, "machine": machine(), "rows": list(rows)}, indent=1))
+
+
+def _show(value: Any) -> str:
+    if value is None:
+        return "-"
+    return f"{value:.3g}" if isinstance(value, float) and value < 1000 else f"{value:,.0f}" if isinstance(value, float) else str(value)

@@ -1,0 +1,179 @@
+"""Epoch time of a 2-layer GCN on the common benchmark graph: `dgcl` against plain PyG loops, in one run.
+
+    python benchmarks/epoch_time.py [--nodes 200000] [--epochs 8] [--json FILE] [--skip-coo]
+
+Every row runs in processes of its own; losses must be those that the graph's generator states.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import lightning as L
+import torch
+import torch.nn.functional as F
+from common import PLANTED_LOSSES, PeakMemory, load_planted, planted_file, planted_weights, report, run_row
+from torch_geometric.nn import GCNConv
+from torch_geometric.nn.models import GCN
+
+from lightning_gnn import DGCLStrategy, GraphDataModule, NodeClassifier
+
+
+def model(path: str) -> GCN:
+    gcn = GCN(in_channels=128, hidden_channels=128, num_layers=2, out_channels=16, bias=False)
+    for conv, weight in zip(gcn.convs, planted_weights(path)):
+        assert isinstance(conv, GCNConv)
+        conv.lin.weight.data = weight.t().contiguous()
+    return gcn
+
+
+def plain_loop(path: str, layout: str, epochs: int) -> dict[str, Any]:
+    """The loop that a PyG user writes on one device; GCNConv normalises once (``cached=True``)."""
+    memory = PeakMemory()
+    data, gcn = load_planted(path), model(path)
+    for conv in gcn.convs:
+        conv.cached = True
+    adjacency: Any = data.edge_index
+    if layout == "csr":
+        from torch_geometric.nn.conv.gcn_conv import gcn_norm
+
+        edge_index, weight = gcn_norm(data.edge_index, None, data.num_nodes, dtype=data.x.dtype)
+        order = torch.argsort(edge_index[1], stable=True)
+        pointer = torch.cat([torch.zeros(1, dtype=torch.long), torch.bincount(edge_index[1]).cumsum(0)])
+        adjacency = torch.sparse_csr_tensor(pointer, edge_index[0][order], weight[order], (data.num_nodes,) * 2)
+        for conv in gcn.convs:
+            conv.normalize = False
+    optimizer = torch.optim.Adam(gcn.parameters(), lr=0.01)
+    losses, seconds = [], []
+    for _ in range(epochs):
+        began = time.perf_counter()
+        optimizer.zero_grad()
+        loss = F.cross_entropy(gcn(data.x, adjacency)[data.train_mask], data.y[data.train_mask])
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+        seconds.append(time.perf_counter() - began)
+    return {"losses": losses, "seconds": seconds, "peak_mb": [memory.megabytes()], "bytes": 0}
+
+
+class Clock(L.Callback):
+    def __init__(self) -> None:
+        self.losses: list[float] = []
+        self.seconds: list[float] = []
+        self.bytes: list[int] = []
+        self.by_layer: dict[str, Any] = {}
+
+    def on_train_epoch_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        self._began = time.perf_counter()
+
+    def on_train_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        self.seconds.append(time.perf_counter() - self._began)
+        self.losses.append(float(trainer.callback_metrics["train_loss"]))
+        communication = trainer.callbacks[0]
+        self.bytes.append(communication.epoch.bytes_sent)
+        self.by_layer = {"/".join(key): vars(traffic) for key, traffic in communication.by_layer.items()}
+
+
+def dgcl(path: str, ranks: int, epochs: int) -> dict[str, Any] | None:
+    """`Trainer(strategy="dgcl")` with the same model; returns the row on rank 0."""
+    memory = PeakMemory()
+    clock = Clock()
+    began = time.perf_counter()
+    data = GraphDataModule("common.load_planted", {"path": path})
+    module = NodeClassifier(model(path), weight_decay=0.0)
+    strategy = DGCLStrategy(timeout=600)
+    trainer = L.Trainer(
+        strategy=strategy,
+        devices=ranks,
+        accelerator="cpu",
+        max_epochs=epochs,
+        callbacks=[clock],
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        log_every_n_steps=1,
+        limit_val_batches=0,
+    )
+    own: dict[str, Any] = {}
+
+    class Gather(L.Callback):
+        """While the ranks are still connected: memory and traffic of all."""
+
+        def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+            shard = data.shard
+            mine = (memory.megabytes(), clock.bytes, clock.by_layer, sum(shard.plan.recv_counts), shard.report)
+            own["all"] = strategy.world.all_gather_object(mine)
+
+    trainer.callbacks.append(Gather())
+    trainer.fit(module, datamodule=data)
+    if not trainer.is_global_zero:
+        return None
+    peaks, sent, layers, halo, reports = zip(*own["all"])
+    return {
+        "losses": clock.losses,
+        "seconds": clock.seconds,
+        "peak_mb": list(peaks),
+        "bytes": sum(s[-1] for s in sent),
+        "first_epoch_bytes": sum(s[0] for s in sent),
+        "by_layer": layers,
+        "halo_rows": list(halo),
+        "partition_seconds": reports[0].get("seconds"),
+        "edge_balance": reports[0].get("edge_balance"),
+        "total_seconds": time.perf_counter() - began,
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--nodes", type=int, default=200_000)
+    parser.add_argument("--epochs", type=int, default=8)
+    parser.add_argument("--json")
+    parser.add_argument("--skip-coo", action="store_true", help="leave out the slow loop over edge_index")
+    parser.add_argument("--row", help=argparse.SUPPRESS)
+    parser.add_argument("--graph", help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.row:
+        kind, _, value = options.row.partition(":")
+        row = (
+            plain_loop(options.graph, value, options.epochs)
+            if kind == "pyg"
+            else dgcl(options.graph, int(value), options.epochs)
+        )
+        if row is not None:
+            print(json.dumps(row))
+        return
+
+    graph = str(planted_file(options.nodes))
+    plan = [("PyG, torch.sparse_csr", "pyg:csr", 1, 1), ("dgcl", "dgcl:1", 1, 1), ("dgcl", "dgcl:2", 2, 1)]
+    if not options.skip_coo:
+        plan.insert(0, ("PyG, edge_index", "pyg:coo", 1, 1))
+    rows: list[dict[str, Any]] = []
+    for name, row, ranks, threads in plan:
+        epochs = min(options.epochs, 4) if row == "pyg:coo" else options.epochs
+        arguments = ["--row", row, "--graph", graph, "--epochs", str(epochs)]
+        found = run_row(str(Path(__file__)), arguments, threads)
+        # The first epoch holds what is done once: CSR, compiled kernels, normalisation.
+        rows.append({"system": name, "ranks x threads": f"{ranks}x{threads}", "s/epoch": median(found["seconds"][1:]), **found})
+    reference = next(row["s/epoch"] for row in rows if "csr" in row["system"])
+    for row in rows:
+        row["/ CSR loop"] = row["s/epoch"] / reference
+        row["first epoch s"] = row["seconds"][0]
+        row["MB sent/epoch"] = row["bytes"] / 1e6
+        row["peak MB/rank"] = max(row["peak_mb"])
+        if options.nodes == 200_000:
+            row["loss error"] = max(abs(a - b) for a, b in zip(row["losses"], PLANTED_LOSSES))
+        if row.get("halo_rows"):
+            # Two layers; widths 128 and 16 travel after the linear maps, forward and back, 4 bytes a value.
+            row["bytes / lower bound"] = row["bytes"] / max(1, sum(row["halo_rows"]) * (128 + 16) * 2 * 4)
+    columns = ["system", "ranks x threads", "s/epoch", "/ CSR loop", "first epoch s", "MB sent/epoch", "bytes / lower bound"]
+    report("2-layer GCN, 128-128-16", rows, [*columns, "peak MB/rank", "loss error"], options.json)
+
+
+if __name__ == "__main__":
+    main()
