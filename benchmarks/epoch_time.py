@@ -159,7 +159,9 @@ def main() -> None:
         arguments = ["--row", row, "--graph", graph, "--epochs", str(epochs)]
         found = run_row(str(Path(__file__)), arguments, threads)
         # The first epoch holds what is done once: CSR, compiled kernels, normalisation.
-        rows.append({"system": name, "ranks x threads": f"{ranks}x{threads}", "s/epoch": median(found["seconds"][1:]), **found})
+        rows.append(
+            {"system": name, "ranks x threads": f"{ranks}x{threads}", "s/epoch": median(found["seconds"][1:]), **found}
+        )
     reference = next(row["s/epoch"] for row in rows if "csr" in row["system"])
     for row in rows:
         row["/ CSR loop"] = row["s/epoch"] / reference
@@ -171,7 +173,15 @@ def main() -> None:
         if row.get("halo_rows"):
             # Two layers; widths 128 and 16 travel after the linear maps, forward and back, 4 bytes a value.
             row["bytes / lower bound"] = row["bytes"] / max(1, sum(row["halo_rows"]) * (128 + 16) * 2 * 4)
-    columns = ["system", "ranks x threads", "s/epoch", "/ CSR loop", "first epoch s", "MB sent/epoch", "bytes / lower bound"]
+    columns = [
+        "system",
+        "ranks x threads",
+        "s/epoch",
+        "/ CSR loop",
+        "first epoch s",
+        "MB sent/epoch",
+        "bytes / lower bound",
+    ]
     report("2-layer GCN, 128-128-16", rows, [*columns, "peak MB/rank", "loss error"], options.json)
 
 

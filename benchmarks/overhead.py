@@ -12,6 +12,7 @@ import json
 import shutil
 import tempfile
 import time
+from itertools import pairwise
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -80,7 +81,11 @@ def main() -> None:
     options = parser.parse_args()
     if options.row:
         kind, _, ranks = options.row.partition(":")
-        found = plain(options.root, options.epochs) if kind == "plain" else trained(options.root, kind, int(ranks), options.epochs)
+        found = (
+            plain(options.root, options.epochs)
+            if kind == "plain"
+            else trained(options.root, kind, int(ranks), options.epochs)
+        )
         if found is not None:
             print(json.dumps(found))
         return
@@ -88,10 +93,15 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         root = shutil.copytree(SHARED / "data" / "planetoid", Path(folder) / "planetoid")
         Planetoid(root, "Cora")
-        for name, row in (("plain loop", "plain:1"), ("auto", "auto:1"), ("dgcl, 1 rank", "dgcl:1"), ("dgcl, 2 ranks", "dgcl:2")):
+        for name, row in (
+            ("plain loop", "plain:1"),
+            ("auto", "auto:1"),
+            ("dgcl, 1 rank", "dgcl:1"),
+            ("dgcl, 2 ranks", "dgcl:2"),
+        ):
             arguments = ["--row", row, "--root", str(root), "--epochs", str(options.epochs)]
             ends = run_row(str(Path(__file__)), arguments, threads=1)["ends"]
-            epochs = [after - before for before, after in zip(ends[10:], ends[11:])]
+            epochs = [after - before for before, after in pairwise(ends[10:])]
             rows.append({"run": name, "ms/epoch": 1e3 * median(epochs)})
     auto = rows[1]["ms/epoch"]
     for row in rows:

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import lightning.pytorch as pl
+import torch
 from typing_extensions import override
 
+from lightning_gnn.comm.group import World
 from lightning_gnn.comm.traffic import Meter, Traffic
 
 
@@ -14,19 +14,20 @@ class CommunicationMetrics(pl.Callback):
     """Logs what the ranks exchanged in each training epoch; every `lightning_gnn` strategy brings one.
 
     ``comm/bytes_sent``: payload bytes of graph traffic sent by all ranks, forward and backward, since the last training
-    epoch ended (so a validation epoch in between counts too). ``comm/seconds``: the longest time that a rank spent in it.
-    ``comm/halo_rows``: rows sent by all ranks. ``comm/messages``: messages sent by all ranks.
+    epoch ended (so that a validation epoch in between counts too). ``comm/halo_rows``: rows sent by all ranks.
+    ``comm/seconds``: the longest time that a rank spent in it.
 
     Args:
         meter: where the strategy counts.
+        world: the ranks.
 
     Attributes:
         by_layer: this rank's traffic of the last epoch by (layer, direction).
         epoch: its sum.
     """
 
-    def __init__(self, meter: Meter) -> None:
-        self._meter = meter
+    def __init__(self, meter: Meter, world: World) -> None:
+        self._meter, self._world = meter, world
         self.by_layer: dict[tuple[str, str], Traffic] = {}
         self.epoch = Traffic()
 
@@ -38,12 +39,11 @@ class CommunicationMetrics(pl.Callback):
     def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self.by_layer = self._meter.take()
         self.epoch = sum(self.by_layer.values(), Traffic())
-        values: dict[str, tuple[float, str]] = {
-            "comm/bytes_sent": (self.epoch.bytes_sent, "sum"),
-            "comm/halo_rows": (self.epoch.rows, "sum"),
-            "comm/messages": (self.epoch.messages, "sum"),
-            "comm/seconds": (self.epoch.seconds, "max"),
-        }
-        for name, (value, how) in values.items():
-            options: dict[str, Any] = {"on_epoch": True, "on_step": False, "reduce_fx": how, "batch_size": 1}
-            pl_module.log(name, float(value), **options)
+        own = [float(self.epoch.bytes_sent), float(self.epoch.rows), self.epoch.seconds]
+        everyone = self._world.all_gather(torch.tensor(own, dtype=torch.float64, device=self._world.device)).cpu()
+        total, longest = everyone.sum(0), everyone.amax(0)
+        values = {"comm/bytes_sent": total[0], "comm/halo_rows": total[1], "comm/seconds": longest[2]}
+        # Past `self.log`, which would reduce over ranks what is global already, at a millisecond an epoch.
+        trainer.callback_metrics.update(values)
+        for logger in trainer.loggers:
+            logger.log_metrics({name: float(value) for name, value in values.items()}, step=trainer.global_step)

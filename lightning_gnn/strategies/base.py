@@ -190,7 +190,7 @@ class GNNStrategy(ParallelStrategy):
         self._gradients = GradientSum(self.world, [p for p in module.parameters() if p.requires_grad])
         self._logs = GlobalLogs(module, self.world)
         self._metrics = StandInMetrics(module, self.world)
-        self._callback = CommunicationMetrics(self.meter)
+        self._callback = CommunicationMetrics(self.meter, self.world)
         trainer.callbacks.insert(0, self._callback)  # type: ignore[attr-defined]
 
     def _take_shard(self, trainer: pl.Trainer) -> Shard:

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from lightning_gnn.comm.group import World
 
+_Call = tuple[str, Any, dict[str, Any]]  # name, value, options
 _REDUCTIONS = {"mean", "sum", "max", "min"}
 
 
@@ -34,7 +35,7 @@ class GlobalLogs:
         # Lightning would advise sync_dist=True for values that are global already.
         warnings.filterwarnings("ignore", message=".*It is recommended to use `self.log\\(.*sync_dist=True.*")
         self._counts: Sequence[int] | None = None
-        self._held: list[tuple[str, Any, dict[str, Any]]] | None = None
+        self._held: list[_Call] | None = None
         self._in_step = False
         object.__setattr__(module, "log", self._wrapped)
 
@@ -60,19 +61,11 @@ class GlobalLogs:
         else:
             self._held.append((name, value, kwargs))
 
-    def _flush(self, calls: Sequence[tuple[str, Any, dict[str, Any]]]) -> None:
+    def _flush(self, calls: Sequence[_Call]) -> None:
         local = [index for index, call in enumerate(calls) if self._is_rank_local(call)]
         reduced: dict[int, Tensor] = {}
         if local and self._world.size > 1:
-            rank = self._world.rank
-            own = torch.zeros(len(local), 2, dtype=torch.float64, device=self._world.device)
-            for row, index in enumerate(local):
-                _, value, kwargs = calls[index]
-                own[row, 0] = value.detach() if isinstance(value, Tensor) else value
-                own[row, 1] = self._weight(rank, kwargs.get("batch_size"))
-            values, weights = self._world.all_gather(own).unbind(-1)  # [P, values]
-            for row, index in enumerate(local):
-                reduced[index] = _reduce(values[:, row], weights[:, row], calls[index][2].get("reduce_fx", "mean"))
+            reduced = dict(zip(local, self._reduce([calls[index] for index in local])))
         total = sum(self._counts) if self._counts else None
         for index, (name, value, kwargs) in enumerate(calls):
             if index in reduced:
@@ -83,6 +76,22 @@ class GlobalLogs:
                 kwargs = {**kwargs, "batch_size": kwargs.get("batch_size") or total or 1}
             self._log(name, value, **kwargs)
 
+    def _reduce(self, calls: Sequence[_Call]) -> list[Tensor]:
+        """Returns the values of all ranks as one each; ranks of weight 0 have nothing to say."""
+        device = self._world.device
+        values = [value.detach().to(torch.float64) if isinstance(value, Tensor) else value for _, value, _ in calls]
+        own = torch.stack([torch.as_tensor(value, dtype=torch.float64, device=device).reshape(()) for value in values])
+        weights = [self._weight(self._world.rank, kwargs.get("batch_size")) for *_, kwargs in calls]
+        own = torch.stack([own, torch.tensor(weights, dtype=torch.float64, device=device)])
+        everyone, weight = self._world.all_gather(own).unbind(1)  # [P, calls] each
+        present = (weight > 0) | (weight == 0).all(0)
+        means = everyone.where(present, 0.0).mul(weight).sum(0) / weight.sum(0)
+        hows = [kwargs.get("reduce_fx", "mean") for *_, kwargs in calls]
+        return [
+            means[call] if how == "mean" else getattr(torch, how)(everyone[present[:, call], call])
+            for call, how in enumerate(hows)
+        ]
+
     def _weight(self, rank: int, batch_size: int | None) -> int:
         if self._counts is None:
             return batch_size or 1
@@ -90,18 +99,8 @@ class GlobalLogs:
             return 0  # its mask holds a stand-in row at most, whatever the call counts
         return self._counts[rank] if batch_size is None else batch_size
 
-    def _is_rank_local(self, call: tuple[str, Any, dict[str, Any]]) -> bool:
+    def _is_rank_local(self, call: _Call) -> bool:
         _, value, kwargs = call
         scalar = isinstance(value, numbers.Number) or (isinstance(value, Tensor) and value.numel() == 1)
         plain = not kwargs.get("sync_dist") and not kwargs.get("rank_zero_only")
         return scalar and plain and kwargs.get("reduce_fx", "mean") in _REDUCTIONS
-
-
-def _reduce(values: Tensor, weights: Tensor, how: str) -> Tensor:
-    """Returns one value from those of all ranks, ``[P]``; ranks of weight 0 have nothing to say."""
-    if bool((weights == 0).all()):
-        weights = torch.ones_like(weights)
-    present = weights > 0
-    if how == "mean":
-        return (values[present] * weights[present]).sum() / weights.sum()
-    return getattr(torch, how)(values[present])
