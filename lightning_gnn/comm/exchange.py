@@ -13,11 +13,11 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from lightning_gnn.comm.group import World
+from lightning_gnn.comm.shared_memory import PeerError
 from lightning_gnn.comm.traffic import Meter, Traffic
 from lightning_gnn.kernels import add_rows, take_rows
 from lightning_gnn.partition.shard import HaloPlan
@@ -64,9 +64,13 @@ class HaloExchange:
             layer: named in errors and counted under.
         """
         began = time.perf_counter()
-        packed = self.buffer("pack", torch.Size((len(self.send_rows), *x.shape[1:])), x.dtype)
+        packed = self.world.wire.scratch((len(self.send_rows), *x.shape[1:]), x.dtype, x.device)
         take_rows(x, self.send_rows, packed)
         return self._start(packed, self.send_counts, halo, self.recv_counts, layer, "forward", began)
+
+    def outgoing(self, shape: torch.Size, dtype: torch.dtype) -> Tensor:
+        """Returns memory for the halo rows' gradients that the next :meth:`start_return` sends: a copy less."""
+        return self.world.wire.scratch(shape, dtype, self.world.device)
 
     def start_return(self, halo_grad: Tensor, layer: str) -> Callable[[Tensor], None]:
         """Starts S^T: sends the halo rows' gradients home; the returned function waits and adds those that arrive.
@@ -102,50 +106,32 @@ class HaloExchange:
         began: float,
     ) -> Callable[[], None]:
         """Starts one message to and from every peer that has rows to exchange; returns the function that waits."""
-        ops: list[dist.P2POp] = []
-        group = self.world.graph_group
-        for kind, rows, counts in ((dist.irecv, into, into_counts), (dist.isend, out, out_counts)):
-            ops += [
-                dist.P2POp(kind, _as_bytes(piece), peer, group)
-                for peer, piece in enumerate(rows.split(counts))
-                if piece.numel()
-            ]
-        requests: list[Any] = dist.batch_isend_irecv(ops) if ops else []
-        sends = [op for op in ops if op.op is dist.isend]
         traffic = Traffic(
-            bytes_sent=sum(op.tensor.numel() for op in sends),
-            messages=len(sends),
-            rows=sum(out_counts),
-            seconds=time.perf_counter() - began,
+            bytes_sent=out.numel() * out.element_size(), messages=sum(map(bool, out_counts)), rows=sum(out_counts)
         )
+        try:
+            wait = self.world.wire.start(out, out_counts, into, into_counts)
+        except PeerError as error:
+            raise self._failed(error, layer, direction) from error
+        traffic.seconds = time.perf_counter() - began
 
-        def wait() -> None:
+        def finish() -> None:
             began = time.perf_counter()
-            if self.world.backend == "nccl":
-                for request in requests:
-                    request.wait()  # orders the streams; NCCL's own watchdog keeps the deadline
-            else:
-                for request, op in zip(requests, ops):
-                    self._wait(request, op, layer, direction)
+            try:
+                wait()
+            except PeerError as error:
+                raise self._failed(error, layer, direction) from error
             traffic.seconds += time.perf_counter() - began
             self.meter.record(layer, direction, traffic)
 
-        return wait
+        return finish
 
-    def _wait(self, request: Any, op: dist.P2POp, layer: str, direction: str) -> None:
-        timeout = self.world.timeout
-        began = time.perf_counter()
-        try:
-            request.wait(timeout)
-        except RuntimeError as error:
-            verb = "receiving from" if op.op is dist.irecv else "sending to"
-            waited = time.perf_counter() - began
-            raise ExchangeError(
-                f"Halo exchange ({direction}) of layer '{layer}': rank {self.world.rank} failed {verb} rank {op.peer} "
-                f"after {waited:.1f} s (deadline {timeout.total_seconds():.0f} s, argument `timeout` of the strategy). "
-                f"Look at rank {op.peer}'s output first: it may have stopped, be slower than the deadline, or have taken "
-                "another branch of the model's code."
-            ) from error
+    def _failed(self, error: PeerError, layer: str, direction: str) -> ExchangeError:
+        return ExchangeError(
+            f"Halo exchange ({direction}) of layer '{layer}' on rank {self.world.rank}: {error}. The deadline is "
+            f"{self.world.timeout.total_seconds():.0f} s (argument `timeout` of the strategy). Look at rank {error.peer}'s "
+            "output first: it may have stopped, be slower than the deadline, or have taken another branch of the code."
+        )
 
     def expand(self, x: Tensor, layer: str, dim: int = 0) -> Tensor:
         """Returns S x, differentiable: owned rows first, halo rows after them.
@@ -162,10 +148,6 @@ class HaloExchange:
         if dim % x.dim():
             return self.expand(x.movedim(dim, 0).contiguous(), layer).movedim(0, dim)
         return _Expand.apply(x, self, layer)
-
-
-def _as_bytes(rows: Tensor) -> Tensor:
-    return rows.view(-1).view(torch.uint8)
 
 
 class _Expand(torch.autograd.Function):

@@ -12,6 +12,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from lightning_gnn.comm.shared_memory import SharedMemory
+from lightning_gnn.comm.wire import Wire
+
 T = TypeVar("T")
 
 # One rendezvous store per process and address. It outlives the groups made over it, each under a prefix of its own:
@@ -27,12 +30,15 @@ class World:
         rank, size: this process's global rank and the number of ranks.
         device: where this rank computes; decides the backend (gloo for CPU, NCCL for CUDA).
         timeout: after this long, a wait for another rank is an error.
+        shared_memory: let CPU ranks of one machine talk through shared memory.
 
     Raises:
         RuntimeError: when a process group of another size exists already, or the ranks cannot meet in time.
     """
 
-    def __init__(self, rank: int, size: int, device: torch.device, timeout: timedelta) -> None:
+    def __init__(
+        self, rank: int, size: int, device: torch.device, timeout: timedelta, shared_memory: bool = True
+    ) -> None:
         self.rank, self.size, self.device, self.timeout = rank, size, device, timeout
         self.backend = "nccl" if device.type == "cuda" else "gloo"
         self._owns_default = not dist.is_initialized()
@@ -51,6 +57,10 @@ class World:
                 device_id=device if self.backend == "nccl" else None,
             )
         self.graph_group = dist.new_group(timeout=timeout, backend=self.backend)
+        self._memory: SharedMemory | None = None
+        if shared_memory and size > 1 and device.type == "cpu":
+            self._memory = SharedMemory(rank, self.all_gather_object, timeout.total_seconds())
+        self.wire = Wire(size, self.graph_group, self._memory, timeout)
         self.closed = False
 
     def _store(self) -> dist.Store:
@@ -72,7 +82,14 @@ class World:
 
     def all_reduce_(self, tensor: Tensor) -> Tensor:
         """Sums `tensor` over all ranks in place; the result is bit-identical on every rank."""
-        if self.size > 1:
+        if self.size > 1 and self.wire.all_local:
+            # In rank order, so that all ranks round alike.
+            parts = self.wire.gather(tensor)
+            total = parts[0].clone()
+            for part in parts[1:]:
+                total += part
+            tensor.copy_(total)
+        elif self.size > 1:
             dist.all_reduce(tensor)
         return tensor
 
@@ -80,6 +97,8 @@ class World:
         """Returns ``[P, *shape]``: the tensors of equal shape of all ranks, stacked in rank order, on every rank."""
         if self.size == 1:
             return tensor.unsqueeze(0)
+        if self.wire.all_local:
+            return torch.stack(self.wire.gather(tensor))
         out = tensor.new_empty((self.size, *tensor.shape))
         dist.all_gather(list(out.unbind(0)), tensor.contiguous())
         return out
@@ -133,6 +152,8 @@ class World:
         if self.closed:
             return
         self.closed = True
+        if self._memory is not None:
+            self._memory.close()
         if not dist.is_initialized():
             return
         if self._owns_default:

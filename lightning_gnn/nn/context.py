@@ -27,6 +27,7 @@ class Exchange(Protocol):
 
     def buffer(self, use: str, shape: torch.Size, dtype: torch.dtype) -> Tensor: ...
     def start_fetch(self, x: Tensor, halo: Tensor, layer: str) -> Callable[[], None]: ...
+    def outgoing(self, shape: torch.Size, dtype: torch.dtype) -> Tensor: ...
     def start_return(self, halo_grad: Tensor, layer: str) -> Callable[[Tensor], None]: ...
     def expand(self, x: Tensor, layer: str, dim: int = 0) -> Tensor: ...
 
@@ -280,7 +281,10 @@ class _Aggregate(torch.autograd.Function):
         edges, weights, exchange = ctx.edges, ctx.weights, ctx.context.exchange
         if ctx.mean:
             grad = grad * edges.inverse_degree.to(grad.dtype).unsqueeze(1)
-        halo_grad = spmm(edges.halo.transpose(), grad, weights.halo_transposed if weights else None)
+        out = None
+        if ctx.dtype == grad.dtype:  # straight into what is sent
+            out = exchange.outgoing(torch.Size((edges.halo.num_cols, *grad.shape[1:])), grad.dtype)
+        halo_grad = spmm(edges.halo.transpose(), grad, weights.halo_transposed if weights else None, out=out)
         finish = exchange.start_return(halo_grad.to(ctx.dtype), ctx.layer)
         own = spmm(edges.owned.transpose(), grad, weights.owned_transposed if weights else None).to(ctx.dtype)
         finish(own)

@@ -67,6 +67,7 @@ class GNNStrategy(ParallelStrategy):
         predictions: what ``trainer.predict`` returns for tensors with one row per node: ``"all"`` all nodes in original
             order on every rank, ``"rank0"`` the same on rank 0 only, ``"shards"`` each rank's own rows (``batch.n_id``
             tells which).
+        shared_memory: let CPU ranks on one machine exchange through shared memory; sockets otherwise.
         timeout: seconds after which a wait for another rank is an error that names operation, layer and rank.
     """
 
@@ -78,6 +79,7 @@ class GNNStrategy(ParallelStrategy):
         start_method: StartMethod = "popen",
         loss_reduction: Literal["mean", "sum"] = "mean",
         predictions: Predictions = "all",
+        shared_memory: bool = True,
         timeout: float = 1800.0,
         accelerator: Accelerator | None = None,
         parallel_devices: list[torch.device] | None = None,
@@ -94,6 +96,7 @@ class GNNStrategy(ParallelStrategy):
             raise ValueError(f"timeout is a number of seconds above 0 (got {timeout}).")
         self.scheme = scheme
         self.loss_reduction, self.predictions = loss_reduction, predictions
+        self.shared_memory = shared_memory
         self.timeout = timedelta(seconds=timeout)
         self.num_nodes = 1
         self.meter = Meter()
@@ -156,7 +159,7 @@ class GNNStrategy(ParallelStrategy):
         environment = self.cluster_environment
         assert environment is not None
         os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"] = environment.main_address, str(environment.main_port)
-        self._world = World(self.global_rank, self.world_size, self.root_device, self.timeout)
+        self._world = World(self.global_rank, self.world_size, self.root_device, self.timeout, self.shared_memory)
 
     @property
     def world(self) -> World:

@@ -1,0 +1,121 @@
+"""Rows between ranks: shared memory for peers on this machine, the process group for the others."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from lightning_gnn.comm.shared_memory import PeerError, SharedMemory
+
+
+class Wire:
+    """Sends one message to, and receives one from, every peer that there is something for.
+
+    Args:
+        size: number of ranks.
+        group: process group for peers on other machines, and for CUDA tensors.
+        memory: mailboxes of this machine's ranks, or None.
+        timeout: deadline of a wait.
+    """
+
+    def __init__(self, size: int, group: Any, memory: SharedMemory | None, timeout: timedelta) -> None:
+        self._group, self._memory, self._timeout = group, memory, timeout
+        self._local = set(memory.peers) if memory is not None else set()
+        self.all_local = len(self._local) == size - 1
+        self._nccl = dist.get_backend(group) == "nccl"
+        self._scratch: Tensor | None = None
+
+    def scratch(self, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
+        """Returns memory for rows that the next :meth:`start` sends, so that no copy is needed on the way."""
+        count = dtype.itemsize
+        for length in shape:
+            count *= length
+        if self._memory is None or not self._local or count == 0:
+            with torch.inference_mode(False):
+                return torch.empty(*shape, dtype=dtype, device=device)
+        self._scratch = self._memory.scratch(count).view(dtype).view(*shape)
+        return self._scratch
+
+    def start(
+        self, out: Tensor, out_counts: Sequence[int], into: Tensor, into_counts: Sequence[int]
+    ) -> Callable[[], None]:
+        """Starts to send ``out``'s rows and to receive ``into``'s, in peer order; returns the function that waits.
+
+        Args:
+            out, into: contiguous, of one dtype.
+            out_counts, into_counts: rows for and from each rank.
+
+        Raises:
+            PeerError: from the returned function (and from here when a peer has not taken what it was sent before).
+        """
+        sends = [(peer, _as_bytes(rows)) for peer, rows in enumerate(out.split(list(out_counts))) if rows.numel()]
+        receives = [(peer, _as_bytes(rows)) for peer, rows in enumerate(into.split(list(into_counts))) if rows.numel()]
+        remote = [
+            dist.P2POp(kind, rows, peer, self._group)
+            for kind, messages in ((dist.irecv, receives), (dist.isend, sends))
+            for peer, rows in messages
+            if peer not in self._local
+        ]
+        requests: list[Any] = dist.batch_isend_irecv(remote) if remote else []
+        local = [(peer, rows) for peer, rows in sends if peer in self._local]
+        if local:
+            self._post(out, local)
+
+        def wait() -> None:
+            for peer, rows in receives:
+                if peer in self._local:
+                    assert self._memory is not None
+                    rows.copy_(self._memory.receive(peer))
+                    self._memory.taken(peer)
+            if self._nccl:
+                for request in requests:
+                    request.wait()  # orders the streams; NCCL's own watchdog keeps the deadline
+                return
+            for request, op in zip(requests, remote):
+                began = time.perf_counter()
+                try:
+                    request.wait(self._timeout)
+                except RuntimeError as error:
+                    waited = time.perf_counter() - began
+                    raise PeerError(op.peer, f"nothing to or from rank {op.peer} for {waited:.1f} s ({error})") from error
+
+        return wait
+
+    def _post(self, out: Tensor, messages: Sequence[tuple[int, Tensor]]) -> None:
+        memory = self._memory
+        assert memory is not None
+        if self._scratch is not None and out.data_ptr() == self._scratch.data_ptr():
+            base = out.data_ptr()
+            memory.post([(peer, rows.data_ptr() - base, rows.numel()) for peer, rows in messages])
+        else:
+            scratch = memory.scratch(sum(rows.numel() for _, rows in messages))
+            posts, offset = [], 0
+            for peer, rows in messages:
+                scratch[offset : offset + rows.numel()] = rows
+                posts.append((peer, offset, rows.numel()))
+                offset += rows.numel()
+            memory.post(posts)
+        self._scratch = None
+
+    def gather(self, tensor: Tensor) -> list[Tensor]:
+        """Returns the tensors of all ranks in rank order; all ranks are on this machine."""
+        memory = self._memory
+        assert memory is not None and self.all_local
+        own = _as_bytes(tensor.contiguous())
+        memory.scratch(len(own)).copy_(own)
+        memory.post([(peer, 0, len(own)) for peer in memory.peers])
+        parts = {memory.rank: tensor}
+        for peer in memory.peers:
+            parts[peer] = memory.receive(peer).clone().view(tensor.dtype).view(tensor.shape)
+            memory.taken(peer)
+        return [parts[rank] for rank in sorted(parts)]
+
+
+def _as_bytes(rows: Tensor) -> Tensor:
+    return rows.detach().view(-1).view(torch.uint8)
