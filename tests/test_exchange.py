@@ -39,7 +39,12 @@ def adjoint(rank: int, world_size: int, seeds: range, shared_memory: bool) -> No
     for seed in seeds:
         exchange, world, num_nodes, owned, halo = connect(rank, world_size, seed, shared_memory)
         try:
-            for shape, dtype in (((3,), torch.float64), ((2, 5), torch.float64), ((), torch.float64), ((4,), torch.float32)):
+            for shape, dtype in (
+                ((3,), torch.float64),
+                ((2, 5), torch.float64),
+                ((), torch.float64),
+                ((4,), torch.float32),
+            ):
                 everyone = torch.randn(num_nodes, *shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
                 x = everyone[owned].requires_grad_()
                 expanded = exchange.expand(x, "layer")
@@ -49,7 +54,9 @@ def adjoint(rank: int, world_size: int, seeds: range, shared_memory: bool) -> No
                 # <S x, y> = <x, S^T y>, summed over ranks
                 sides = torch.tensor([float((expanded * y).sum()), float((x * x.grad).sum())], dtype=torch.float64)
                 left, right = world.all_reduce_(sides)
-                assert float(left) == pytest.approx(float(right), rel=1e-5 if dtype == torch.float32 else 1e-12, abs=1e-5)
+                assert float(left) == pytest.approx(
+                    float(right), rel=1e-5 if dtype == torch.float32 else 1e-12, abs=1e-5
+                )
             if x.dim() == 2:
                 wide = everyone.t()[:, owned].unsqueeze(0)  # nodes along the last dimension but one of [1, 4, N]
                 moved = exchange.expand(wide, "layer", dim=-1)

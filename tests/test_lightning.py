@@ -36,7 +36,9 @@ def run(rank: int, world_size: int, kind: str, strategy: str = "dgcl") -> dict[s
         options["accumulate_grad_batches"] = 4
     if kind == "several_validations":
         options["check_val_every_n_epoch"] = 2
-    trainer = quiet_trainer(DGCLStrategy(timeout=60) if strategy == "dgcl" else strategy, world_size, callbacks=callbacks, **options)
+    trainer = quiet_trainer(
+        DGCLStrategy(timeout=60) if strategy == "dgcl" else strategy, world_size, callbacks=callbacks, **options
+    )
     trainer.fit(module, datamodule=data)
     return {
         "weights": module.state_dict(),
@@ -113,7 +115,17 @@ FEATURED = {
 
 @pytest.mark.parametrize(
     "kind",
-    ["plain", "clip", "accumulate", "plateau", "early_stopping", "manual", "own_weight", "unused", "several_validations"],
+    [
+        "plain",
+        "clip",
+        "accumulate",
+        "plateau",
+        "early_stopping",
+        "manual",
+        "own_weight",
+        "unused",
+        "several_validations",
+    ],
 )
 def test_feature(ranks, kind):
     expected = run(0, 1, kind, "auto")
@@ -142,7 +154,12 @@ def checkpointed(rank: int, world_size: int, folder: str, strategy: str, epochs:
     )
     trainer.fit(module, datamodule=data, ckpt_path=resume)
     [tested] = trainer.test(module, datamodule=data, ckpt_path="best", verbose=False)
-    return {"weights": module.state_dict(), "test": tested, "last": saver.last_model_path, "best": saver.best_model_path}
+    return {
+        "weights": module.state_dict(),
+        "test": tested,
+        "last": saver.last_model_path,
+        "best": saver.best_model_path,
+    }
 
 
 def test_checkpoint_of_one_world_size_resumes_in_another(ranks, tmp_path):
@@ -162,7 +179,9 @@ def test_checkpoint_of_one_world_size_resumes_in_another(ranks, tmp_path):
 def bf16(rank: int, world_size: int, strategy: str) -> float:
     graph = awkward_graph(dtype=torch.float32)
     module = NodeClassifier(build("gat"), num_classes=CLASSES)
-    trainer = quiet_trainer(DGCLStrategy(timeout=60) if strategy == "dgcl" else strategy, world_size, precision="bf16-mixed")
+    trainer = quiet_trainer(
+        DGCLStrategy(timeout=60) if strategy == "dgcl" else strategy, world_size, precision="bf16-mixed"
+    )
     trainer.fit(module, datamodule=GraphDataModule(graph))
     return float(trainer.callback_metrics["train_loss"])
 

@@ -83,7 +83,9 @@ class Wire:
                     request.wait(self._timeout)
                 except RuntimeError as error:
                     waited = time.perf_counter() - began
-                    raise PeerError(op.peer, f"nothing to or from rank {op.peer} for {waited:.1f} s ({error})") from error
+                    raise PeerError(
+                        op.peer, f"nothing to or from rank {op.peer} for {waited:.1f} s ({error})"
+                    ) from error
 
         return wait
 

@@ -99,6 +99,7 @@ class GraphDataModule(L.LightningDataModule):
         self.split_column, self.partition, self.seed = split_column, partition, seed
         self.store = Path(store) if store is not None else default_root()
         self._folder: str | None = None
+        self._failure: Exception | None = None
         self._shard: Shard | None = None
 
     # Layout ###################################################################
@@ -137,9 +138,18 @@ class GraphDataModule(L.LightningDataModule):
 
     @override
     def prepare_data(self) -> None:
-        layout = self._layout()
-        if layout.kind != "whole":
-            self._folder = self._ensure_stored(layout)
+        # Runs on one rank of each machine while the others wait without a deadline: an error must reach them as well,
+        # so it is raised in setup(), on all.
+        strategy = getattr(self.trainer, "strategy", None)
+        if strategy is None or not hasattr(strategy, "layout"):
+            return
+        self._failure = None
+        try:
+            layout = strategy.layout()
+            if layout.kind != "whole":
+                self._folder = self._ensure_stored(layout)
+        except Exception as error:
+            self._failure = error
 
     @override
     def setup(self, stage: str) -> None:
@@ -148,8 +158,14 @@ class GraphDataModule(L.LightningDataModule):
             self._shard = whole_graph(self.load())
             return
         assert self.trainer is not None
-        folder = self.trainer.strategy.broadcast(self._folder)
-        assert folder is not None
+        strategy: Any = self.trainer.strategy
+        prepared = strategy.world.all_gather_object((self._folder, self._failure and repr(self._failure)))
+        if self._failure is not None:
+            raise self._failure
+        failed = [f"rank {rank}: {failure}" for rank, (_, failure) in enumerate(prepared) if failure]
+        if failed:
+            raise RuntimeError(f"The graph could not be loaded and partitioned, see {'; '.join(failed)}")
+        folder = prepared[0][0]
         self._shard = read_shard(self.store / folder, self.trainer.global_rank)
 
     def train_dataloader(self) -> OneBatch:

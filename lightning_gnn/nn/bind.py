@@ -19,7 +19,7 @@ from torch_geometric.nn.aggr import MaxAggregation, MeanAggregation, MinAggregat
 
 from lightning_gnn.nn import pyg
 from lightning_gnn.nn.adapters import ADAPTERS, LINEAR_MESSAGES
-from lightning_gnn.nn.context import GraphContext
+from lightning_gnn.nn.context import GraphContext, UnsupportedModelError
 
 _AGGREGATIONS = (SumAggregation, MeanAggregation, MaxAggregation, MinAggregation)
 
@@ -36,10 +36,6 @@ _ACROSS_NODES = (
     pyg_nn.norm.MeanSubtractionNorm,
     pyg_nn.norm.DiffGroupNorm,
 )
-
-
-class UnsupportedModelError(ValueError):
-    """A module of the model cannot be trained exactly on a part of the graph: says which, why, and what to use."""
 
 
 @dataclass
@@ -209,7 +205,7 @@ def _linear(conv: MessagePassing, state: _BoundConv, edge_index: Tensor, kwargs:
         return None
     for rows in (source, target):
         if rows is not None:
-            _check_rows(rows, 0, state)
+            state.context.check_rows(rows.size(0), state.layer)
     name = LINEAR_MESSAGES[message]
     weight = kwargs.get(name) if name is not None else None
     return state.context.aggregate(source, edge_index, weight, aggregation == "mean", state.layer)
@@ -226,15 +222,7 @@ def _with_halo(
         source, target = value if isinstance(value, (tuple, list)) else (value, value)
         for rows in (source, target):
             if isinstance(rows, Tensor):
-                _check_rows(rows, conv.node_dim, state)
+                state.context.check_rows(rows.size(conv.node_dim), state.layer)
         if name in sources and isinstance(source, Tensor):
             lifted[name] = (state.context.expand(source, state.layer, conv.node_dim), target)
     return lifted
-
-
-def _check_rows(rows: Tensor, dim: int, state: _BoundConv) -> None:
-    if rows.size(dim) != state.context.num_owned:
-        raise UnsupportedModelError(
-            f"'{state.layer}' was given {rows.size(dim)} node rows (shape {list(rows.shape)}), but this rank owns "
-            f"{state.context.num_owned}. Convs must be called with one row per node of the batch, in its order."
-        )

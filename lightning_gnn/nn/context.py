@@ -16,6 +16,11 @@ from torch_geometric.utils import add_remaining_self_loops, scatter
 
 from lightning_gnn.kernels import CSR, spmm
 
+
+class UnsupportedModelError(ValueError):
+    """A module of the model cannot be trained exactly on a part of the graph: says which, why, and what to use."""
+
+
 T = TypeVar("T", bound=tuple[Tensor, ...])
 
 
@@ -107,6 +112,14 @@ class GraphContext:
         # Tensors that stay the same between steps, by id; held here, so that an id is not used again.
         self._lasting = {id(tensor): tensor for tensor in (edge_index, edge_weight) if tensor is not None}
 
+    def check_rows(self, rows: int, layer: str) -> None:
+        """Raises :class:`UnsupportedModelError` unless `layer` was given one row per owned node."""
+        if rows != self.num_owned:
+            raise UnsupportedModelError(
+                f"'{layer}' was given {rows} node rows, but this rank owns {self.num_owned}. Convs must be called with one "
+                "row per node of the batch, in its order."
+            )
+
     # S ########################################################################
 
     def _is_constant(self, x: Tensor) -> bool:
@@ -176,6 +189,7 @@ class GraphContext:
         All in-edges of an owned node are here, so its degree is local; that of a halo row is its owner's.
         What it makes of the batch's own edges and weights is computed once.
         """
+        self.check_rows(num_nodes, layer)
         return self.once(
             ("gcn_norm", improved, add_self_loops, dtype),
             edge_index,

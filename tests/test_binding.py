@@ -1,0 +1,156 @@
+"""Binding: what is refused, by name; what is undone; which private fields of PyG it reads. No ranks."""
+
+from __future__ import annotations
+
+import copy
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import torch
+import torch_geometric
+from common import FEATURES, OwnConv, awkward_graph, build
+from torch_geometric import nn as pyg_nn
+from torch_geometric.nn import GATConv, GCNConv, MessagePassing
+
+from lightning_gnn.comm.exchange import HaloExchange
+from lightning_gnn.comm.group import World
+from lightning_gnn.comm.traffic import Meter
+from lightning_gnn.datamodules.store import whole_graph
+from lightning_gnn.nn import Binding, GraphContext, UnsupportedModelError
+from lightning_gnn.nn import pyg as internals
+
+
+@pytest.fixture
+def context() -> Any:
+    """The whole awkward graph as the only rank's."""
+    shard = whole_graph(awkward_graph())
+    world = World(0, 1, torch.device("cpu"), timedelta(seconds=5))
+    yield GraphContext(HaloExchange(shard.plan, world, Meter()), shard.batch.x, shard.batch.edge_index, None)
+    world.close()
+
+
+def bound(module: torch.nn.Module, context: GraphContext) -> torch.nn.Module:
+    Binding(module, context)
+    return module
+
+
+class Lookup(torch.nn.Module):
+    def __init__(self, *layers: torch.nn.Module) -> None:
+        super().__init__()
+        self.layers = torch.nn.ModuleList(layers)
+
+
+class BothWays(MessagePassing):
+    def message(self, x_j: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+        return x_j
+
+
+REFUSED = {
+    "unknown conv": (lambda: pyg_nn.ChebConv(4, 4, 2), r"'layers.0' \(ChebConv\) is not known to be exact"),
+    "out-edges": (lambda: GCNConv(4, 4, flow="target_to_source"), "needs the out-edges"),
+    "aggregation": (lambda: OwnConv(4, 4, aggr="median"), "supported are sum, mean, max and min"),
+    "both": (lambda: BothWays(), "'x' in its message function both per node and per edge"),
+    "lazy": (lambda: GCNConv(-1, 4), "does not know its input columns yet"),
+    "batch norm": (lambda: torch.nn.BatchNorm1d(4), "takes statistics over all nodes"),
+    "pyg batch norm": (lambda: pyg_nn.BatchNorm(4), "takes statistics over all nodes"),
+    "pair norm": (lambda: pyg_nn.PairNorm(), "takes statistics over all nodes"),
+    "graph layer norm": (lambda: pyg_nn.LayerNorm(4), "mode='node'"),
+    "pooling": (lambda: pyg_nn.TopKPooling(4), "pools over nodes|not known to be exact"),
+}
+
+
+@pytest.mark.parametrize("kind", REFUSED)
+def test_refused_by_name_and_nothing_stays_bound(context, kind):
+    make, words = REFUSED[kind]
+    fine = GCNConv(4, 4)
+    with pytest.raises(UnsupportedModelError, match=words):
+        bound(Lookup(fine, make()) if "layers.0" not in words else Lookup(make(), fine), context)
+    assert "propagate" not in vars(fine)
+
+
+@pytest.mark.parametrize("conv", [lambda: pyg_nn.LayerNorm(4, mode="node"), lambda: torch.nn.LayerNorm(4)])
+def test_per_node_norms_are_allowed(context, conv):
+    bound(Lookup(conv()), context)
+
+
+def test_wrong_rows_are_named(context):
+    model = bound(Lookup(OwnConv(4, 4), GCNConv(4, 4)), context)
+    for layer in model.layers:
+        with pytest.raises(UnsupportedModelError, match="was given 7 node rows, but this rank owns 60"):
+            layer(torch.randn(7, 4), context.edge_index)
+
+
+def test_sparse_adjacency_is_refused(context):
+    model = bound(Lookup(GCNConv(FEATURES, 4, normalize=False)), context)
+    with pytest.raises(UnsupportedModelError, match="Hand on batch.edge_index"):
+        model.layers[0](torch.randn(60, FEATURES), torch.eye(60).to_sparse_csr())
+
+
+@pytest.mark.parametrize("name", ["gcn_cached", "gat", "commnet", "own", "transformer"])
+def test_release_restores_everything(context, name):
+    model = build(name).double()
+    graph = awkward_graph()
+    before = {key: dict(vars(child)) for key, child in model.named_modules()}
+    keys = list(model.state_dict())
+    expected = model(graph.x, graph.edge_index)
+    binding = Binding(model, context)
+    assert list(model.state_dict()) == keys
+    torch.testing.assert_close(model(context.x, context.edge_index), expected)
+    binding.release()
+    for key, child in model.named_modules():
+        assert set(vars(child)) == set(before[key]), key
+    smaller = awkward_graph(num_nodes=40, seed=9)  # nothing cached of the other graph
+    model(smaller.x, smaller.edge_index)
+
+
+def test_bound_twice_is_refused(context):
+    model = bound(build("gcn"), context)
+    with pytest.raises(RuntimeError, match="is bound to a graph already"):
+        bound(model, context)
+
+
+def test_copies_are_bound_too(context):
+    model = bound(build("gat").double(), context)
+    twin = copy.deepcopy(model)
+    with torch.no_grad():
+        for parameter in twin.parameters():
+            parameter.zero_()
+    out = twin(context.x, context.edge_index)
+    assert float(out.abs().sum()) == 0.0  # the copy's own weights, not the original's
+
+
+def test_edges_of_a_step_work_beside_the_batch_own(context):
+    """An augmentation's edge subset takes PyG's path; the batch's own edges the kept CSR."""
+    model, graph = build("gcn").double(), awkward_graph()
+    subset = graph.edge_index[:, ::2]
+    expected = [model(graph.x, edges) for edges in (graph.edge_index, subset, graph.edge_index)]
+    bound(model, context)
+    for edges, wanted in zip((context.edge_index, subset, context.edge_index), expected):
+        torch.testing.assert_close(model(context.x, edges), wanted)
+
+
+def test_features_changed_in_place_are_fetched_again(context):
+    conv = build("sage").double()
+    first = bound(conv, context)(context.x, context.edge_index)
+    context.x.mul_(2.0)
+    second = conv(context.x, context.edge_index)
+    assert not torch.allclose(first, second)
+
+
+def test_private_fields_of_this_torch_geometric():
+    """If this fails, read `lightning_gnn/nn/pyg.py` against the installed version."""
+    assert tuple(map(int, torch_geometric.__version__.split(".")[:2])) >= (2, 6)
+    gat, gcn, own = GATConv(4, 4), GCNConv(4, 4, cached=True), OwnConv(4, 4)
+    assert internals.lifted_arguments(own)[:2] == ({"x"}, {"x"})
+    assert internals.lifted_arguments(gcn) == ({"x"}, set(), {"edge_weight"})
+    assert internals.lifted_edge_arguments(gat)[:2] == ({"alpha"}, {"alpha"})
+    assert internals.implements_edge_update(gat) and not internals.implements_edge_update(gcn)
+    assert internals.is_plain(gcn) and internals.linear_aggregation(gcn) == "sum"
+    assert internals.linear_aggregation(own) is None
+    gcn(torch.randn(3, 4), torch.tensor([[0, 1], [1, 2]]))
+    assert gcn._cached_edge_index is not None
+    internals.clear_caches(gcn)
+    assert gcn._cached_edge_index is None
+    gcn.register_message_forward_hook(lambda *_: None)
+    assert not internals.is_plain(gcn)
