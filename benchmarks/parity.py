@@ -1,0 +1,202 @@
+"""Does `dgcl` give the numbers of one device? Four real graphs x five models x two modules x 1 to 4 ranks.
+
+    python benchmarks/parity.py [--graphs cora computers physics github] [--ranks 1 2 3 4] [--epochs 10] [--json FILE]
+
+float32 sums depend on their order, so the yardstick is the same run on one device with the nodes in another order:
+"noise", the largest of three. A cell shows the largest relative difference of any epoch's training or validation loss from one device, for
+`dgcl` and for the noise, and the difference in test accuracy.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shutil
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import torch
+import torch.nn.functional as F
+import torch_geometric.datasets as D
+from common import SHARED, report, run_row
+from torch_geometric.data import Data
+from torch_geometric.nn.models import GAT, GCN, GIN, GraphSAGE
+from torchmetrics.classification import MulticlassAccuracy, MulticlassAUROC, MulticlassF1Score
+
+from lightning_gnn import CommNet, DGCLStrategy, GraphDataModule, NodeClassifier
+from lightning_gnn.datamodules.sources import prepare_graph
+
+GRAPHS = {
+    "cora": ("planetoid", lambda root: D.Planetoid(root, "Cora")),
+    "computers": ("amazon", lambda root: D.Amazon(root, "Computers")),
+    "physics": ("coauthor", lambda root: D.Coauthor(root, "Physics")),
+    "github": ("github_social", D.GitHub),
+}
+MODELS = ("gcn", "sage", "gin", "gat", "commnet")
+COLUMNS = 1024
+"""Of the features, at most: PyG's reference run would need 17 GB for the messages of Physics' 8,415."""
+
+
+def load_graph(name: str, root: str, order: int = 0) -> Data:
+    """Returns a real graph with masks, its nodes in random order `order` (0: as they are); a source for GraphDataModule."""
+    data = GRAPHS[name][1](root)[0]
+    data.x = data.x[:, :COLUMNS].contiguous()
+    data = prepare_graph(data, fractions=None if name == "cora" else (0.5, 0.25, 0.25))
+    if order:
+        old = torch.randperm(data.num_nodes, generator=torch.Generator().manual_seed(order))
+        new = torch.empty_like(old)
+        new[old] = torch.arange(len(old))
+        for key in ("x", "y", "train_mask", "val_mask", "test_mask"):
+            data[key] = data[key][old]
+        data.edge_index = new[data.edge_index]
+    return data
+
+
+class OwnModule(L.LightningModule):
+    """As a user would write it: an ordinary mean over the mask, plain self.log, torchmetrics."""
+
+    def __init__(self, model: torch.nn.Module, classes: int) -> None:
+        super().__init__()
+        self.model = model
+        self.acc = MulticlassAccuracy(classes, average="micro")
+        self.f1, self.auroc = MulticlassF1Score(classes), MulticlassAUROC(classes)
+
+    def training_step(self, batch: Data, batch_idx: int) -> torch.Tensor:
+        out = self.model(batch.x, batch.edge_index)
+        loss = F.cross_entropy(out[batch.train_mask], batch.y[batch.train_mask])
+        self.log("train_loss", loss)
+        return loss
+
+    def _evaluate(self, batch: Data, mask: torch.Tensor, stage: str) -> None:
+        out = self.model(batch.x, batch.edge_index)[mask]
+        self.log(f"{stage}_loss", F.cross_entropy(out, batch.y[mask]))
+        for name in ("acc", "f1", "auroc"):
+            getattr(self, name).update(out.softmax(-1), batch.y[mask])
+            self.log(f"{stage}_{name}", getattr(self, name))
+
+    def validation_step(self, batch: Data, batch_idx: int) -> None:
+        self._evaluate(batch, batch.val_mask, "val")
+
+    def test_step(self, batch: Data, batch_idx: int) -> None:
+        self._evaluate(batch, batch.test_mask, "test")
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.Adam(self.parameters(), lr=0.01)
+
+
+class Losses(L.Callback):
+    def __init__(self) -> None:
+        self.values: list[float] = []
+
+    def on_train_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        self.values += [float(trainer.callback_metrics[name]) for name in ("train_loss", "val_loss")]
+
+
+def build(model: str, columns: int, classes: int) -> torch.nn.Module:
+    torch.manual_seed(0)
+    size: dict[str, Any] = {"in_channels": columns, "hidden_channels": 64, "num_layers": 2, "out_channels": classes}
+    kinds: dict[str, Any] = {"gcn": GCN, "sage": GraphSAGE, "gin": GIN, "gat": GAT, "commnet": CommNet}
+    return kinds[model](**size, **({"heads": 4} if model == "gat" else {}))
+
+
+def runs(graph: str, root: str, order: int, strategy: str, ranks: int, epochs: int) -> dict[str, Any] | None:
+    """Returns losses and test metrics of every model and module; one script, many Trainers."""
+    data = GraphDataModule("parity.load_graph", {"name": graph, "root": root, "order": order})
+    sizes = {"cora": (1024, 7), "computers": (767, 10), "physics": (1024, 5), "github": (128, 2)}[graph]
+    results: dict[str, Any] = {}
+    main_rank = True
+    for model in MODELS:
+        for module in ("NodeClassifier", "own"):
+            built = build(model, *sizes)
+            wrapped = NodeClassifier(built) if module == "NodeClassifier" else OwnModule(built, sizes[1])
+            losses = Losses()
+            trainer = L.Trainer(
+                strategy=DGCLStrategy(timeout=300) if strategy == "dgcl" else strategy,
+                devices=ranks,
+                accelerator="cpu",
+                max_epochs=epochs,
+                callbacks=[losses],
+                logger=False,
+                enable_checkpointing=False,
+                enable_progress_bar=False,
+                enable_model_summary=False,
+                num_sanity_val_steps=0,
+            )
+            trainer.fit(wrapped, datamodule=data)
+            [tested] = trainer.test(wrapped, datamodule=data, verbose=False)
+            results[f"{model}/{module}"] = {"losses": losses.values, "test": tested}
+            main_rank = trainer.is_global_zero
+    return results if main_rank else None
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--graphs", nargs="+", choices=list(GRAPHS), default=list(GRAPHS))
+    parser.add_argument("--ranks", nargs="+", type=int, default=[1, 2, 3, 4])
+    parser.add_argument("--epochs", type=int, default=10)
+    parser.add_argument("--json")
+    parser.add_argument("--row", help=argparse.SUPPRESS)
+    parser.add_argument("--root", help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.row:
+        graph, strategy, ranks, order = options.row.split(":")
+        found = runs(graph, options.root, int(order), strategy, int(ranks), options.epochs)
+        if found is not None:
+            print(json.dumps(found))
+        return
+
+    rows: list[dict[str, Any]] = []
+    with tempfile.TemporaryDirectory() as folder:
+        os.environ["LIGHTNING_GNN_STORE"] = folder
+        for graph in options.graphs:
+            source = GRAPHS[graph][0]
+            root = shutil.copytree(SHARED / "data" / source, Path(folder) / source, dirs_exist_ok=True)
+
+            def row(strategy: str, ranks: int, order: int, graph: str = graph, root: Path = root) -> dict[str, Any]:
+                arguments = [
+                    "--row",
+                    f"{graph}:{strategy}:{ranks}:{order}",
+                    "--root",
+                    str(root),
+                    "--epochs",
+                    str(options.epochs),
+                ]
+                return run_row(str(Path(__file__)), arguments, threads=1, timeout=3000)
+
+            reference, *others = (row("auto", 1, order) for order in range(4))
+            found = {ranks: row("dgcl", ranks, 0) for ranks in options.ranks}
+            for cell, expected in reference.items():
+                entry: dict[str, Any] = {"graph": graph, "model/module": cell}
+                entry["noise"] = max(_difference(other[cell], expected) for other in others)
+                for ranks, results in found.items():
+                    entry[f"{ranks} ranks"] = _difference(results[cell], expected)
+                    entry[f"metrics, {ranks}"] = _metric_difference(results[cell], expected)
+                entry["test_acc"] = expected["test"]["test_acc"]
+                rows.append(entry)
+    losses = [f"{ranks} ranks" for ranks in options.ranks]
+    metrics = [f"metrics, {ranks}" for ranks in options.ranks]
+    report(
+        "Difference from one device, float32",
+        rows,
+        ["graph", "model/module", "noise", *losses, *metrics, "test_acc"],
+        options.json,
+    )
+    # A floor under the noise: two epochs' sums may agree by luck.
+    worst = max(row[name] / max(row["noise"], 1e-6) for row in rows for name in losses)
+    print(f"largest difference over noise: {worst:.2f}")
+
+
+def _difference(found: dict[str, Any], expected: dict[str, Any]) -> float:
+    return max(abs(a - b) / abs(b) for a, b in zip(found["losses"], expected["losses"], strict=True))
+
+
+def _metric_difference(found: dict[str, Any], expected: dict[str, Any]) -> float:
+    names = [name for name in expected["test"] if not name.endswith("loss")]
+    return max(abs(found["test"][name] - expected["test"][name]) for name in names)
+
+
+if __name__ == "__main__":
+    main()
