@@ -3,8 +3,8 @@
     python benchmarks/parity.py [--graphs cora computers physics github] [--ranks 1 2 3 4] [--epochs 10] [--json FILE]
 
 float32 sums depend on their order, so the yardstick is the same run on one device with the nodes in another order:
-"noise", the largest of three. A cell shows the largest relative difference of any epoch's training or validation loss from one device, for
-`dgcl` and for the noise, and the difference in test accuracy.
+"noise", the largest of three. A cell shows the largest relative difference of any epoch's
+training or validation loss from one device, for `dgcl` and for the noise, and the difference in test accuracy.
 """
 
 from __future__ import annotations

@@ -33,6 +33,7 @@ def awkward_graph(num_nodes: int = 60, seed: int = 0, dtype: torch.dtype = torch
         x=torch.randn(num_nodes, FEATURES, generator=g).to(dtype),
         edge_index=edge_index,
         edge_weight=torch.rand(edge_index.size(1), generator=g).to(dtype) + 0.1,
+        edge_attr=torch.randn(edge_index.size(1), 3, generator=g).to(dtype),
         y=y,
         train_mask=split < 0.5,
         val_mask=(split >= 0.5) & (split < 0.75),
@@ -80,6 +81,8 @@ def build(name: str, in_channels: int = FEATURES, out_channels: int = CLASSES, s
         "sage_max": lambda: GraphSAGE(**size, aggr="max"),
         "gin": lambda: GIN(**size),
         "gat": lambda: GAT(**size, heads=4),
+        "gat_edges": lambda: GAT(**size, heads=2, edge_dim=3),
+        "transformer_edges": lambda: Transformer(in_channels, out_channels, edge_dim=3),
         "gatv2": lambda: GAT(**size, heads=4, v2=True),
         "commnet": lambda: CommNet(**size),
         "transformer": lambda: Transformer(in_channels, out_channels),
@@ -92,15 +95,16 @@ def build(name: str, in_channels: int = FEATURES, out_channels: int = CLASSES, s
 
 
 class Transformer(torch.nn.Module):
-    def __init__(self, in_channels: int, out_channels: int) -> None:
+    def __init__(self, in_channels: int, out_channels: int, edge_dim: int | None = None) -> None:
         super().__init__()
         from torch_geometric.nn import TransformerConv
 
-        self.first = TransformerConv(in_channels, 8, heads=2, beta=True)
-        self.second = TransformerConv(16, out_channels, heads=1)
+        self.supports_edge_attr = edge_dim is not None
+        self.first = TransformerConv(in_channels, 8, heads=2, beta=True, edge_dim=edge_dim)
+        self.second = TransformerConv(16, out_channels, heads=1, edge_dim=edge_dim)
 
-    def forward(self, x: torch.Tensor, edge_index: torch.Tensor) -> torch.Tensor:
-        return self.second(self.first(x, edge_index).relu(), edge_index)
+    def forward(self, x: torch.Tensor, edge_index: torch.Tensor, edge_attr: torch.Tensor | None = None) -> torch.Tensor:
+        return self.second(self.first(x, edge_index, edge_attr).relu(), edge_index, edge_attr)
 
 
 class GraphConvs(torch.nn.Module):

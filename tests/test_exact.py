@@ -6,8 +6,8 @@ import pytest
 import torch
 from common import assert_same, awkward_graph, single, train
 
-MODELS = ["gcn", "gcn_cached", "sage", "sage_sum", "sage_max", "gin", "gat", "gatv2", "commnet", "transformer", "graphconv",
-          "own", "own_mean", "own_sum"]  # fmt: skip
+MODELS = """gcn gcn_cached sage sage_sum sage_max gin gat gatv2 gat_edges transformer_edges commnet transformer graphconv
+own own_mean own_sum""".split()
 
 
 @pytest.mark.parametrize("model", MODELS)
@@ -48,7 +48,9 @@ def test_more_ranks_than_nodes(ranks):
     graph = awkward_graph(seed=6)
     graph.x, graph.y = graph.x[:3], torch.tensor([0, 1, 2])
     keep = (graph.edge_index < 3).all(0)
-    graph.edge_index, graph.edge_weight = graph.edge_index[:, keep], graph.edge_weight[keep]
+    for name in ("edge_weight", "edge_attr"):
+        graph[name] = graph[name][keep]
+    graph.edge_index = graph.edge_index[:, keep]
     graph.train_mask = graph.val_mask = graph.test_mask = torch.ones(3, dtype=torch.bool)
     expected = single(graph, "gcn")
     for found in ranks.run(4, train, graph, "gcn"):
@@ -57,7 +59,9 @@ def test_more_ranks_than_nodes(ranks):
 
 def test_no_edges(ranks):
     graph = awkward_graph(seed=7)
-    graph.edge_index, graph.edge_weight = graph.edge_index[:, :0], graph.edge_weight[:0]
+    for name in ("edge_weight", "edge_attr"):
+        graph[name] = graph[name][:0]
+    graph.edge_index = graph.edge_index[:, :0]
     expected = single(graph, "gat")
     for found in ranks.run(2, train, graph, "gat"):
         assert_same(found, expected, rtol=1e-9, atol=1e-11)

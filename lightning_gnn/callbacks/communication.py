@@ -40,7 +40,8 @@ class CommunicationMetrics(pl.Callback):
         self.by_layer = self._meter.take()
         self.epoch = sum(self.by_layer.values(), Traffic())
         own = [float(self.epoch.bytes_sent), float(self.epoch.rows), self.epoch.seconds]
-        everyone = self._world.all_gather(torch.tensor(own, dtype=torch.float64, device=self._world.device)).cpu()
+        mine = torch.tensor(own, dtype=torch.float64, device=self._world.device)
+        everyone = self._world.all_gather(mine, "Communication metrics").cpu()
         total, longest = everyone.sum(0), everyone.amax(0)
         values = {"comm/bytes_sent": total[0], "comm/halo_rows": total[1], "comm/seconds": longest[2]}
         # Past `self.log`, which would reduce over ranks what is global already, at a millisecond an epoch.

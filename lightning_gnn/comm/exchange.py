@@ -16,15 +16,11 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from lightning_gnn.comm.group import World
+from lightning_gnn.comm.group import CommunicationError, World
 from lightning_gnn.comm.shared_memory import PeerError
 from lightning_gnn.comm.traffic import Meter, Traffic
 from lightning_gnn.kernels import add_rows, take_rows
 from lightning_gnn.partition.shard import HaloPlan
-
-
-class ExchangeError(RuntimeError):
-    """A message did not arrive: names the operation, the layer and the peer."""
 
 
 class HaloExchange:
@@ -126,8 +122,8 @@ class HaloExchange:
 
         return finish
 
-    def _failed(self, error: PeerError, layer: str, direction: str) -> ExchangeError:
-        return ExchangeError(
+    def _failed(self, error: PeerError, layer: str, direction: str) -> CommunicationError:
+        return CommunicationError(
             f"Halo exchange ({direction}) of layer '{layer}' on rank {self.world.rank}: {error}. The deadline is "
             f"{self.world.timeout.total_seconds():.0f} s (argument `timeout` of the strategy). Look at rank {error.peer}'s "
             "output first: it may have stopped, be slower than the deadline, or have taken another branch of the code."

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import os
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any, TypeVar
 
@@ -21,6 +22,10 @@ T = TypeVar("T")
 # a rank that is already in its next `fit` then never meets a store that rank 0 is about to close.
 _stores: dict[tuple[str, str, int], dist.Store] = {}
 _groups_made: Counter[tuple[str, str, int]] = Counter()
+
+
+class CommunicationError(RuntimeError):
+    """Ranks could not exchange something: names the operation and, where known, the layer and the peer."""
 
 
 class World:
@@ -80,28 +85,46 @@ class World:
         _groups_made[key] += 1
         return dist.PrefixStore(f"lightning_gnn/{_groups_made[key]}", _stores[key])
 
-    def all_reduce_(self, tensor: Tensor) -> Tensor:
-        """Sums `tensor` over all ranks in place; the result is bit-identical on every rank."""
-        if self.size > 1 and self.wire.all_local:
+    @contextmanager
+    def _naming(self, operation: str) -> Iterator[None]:
+        """Says in errors what was going on."""
+        try:
+            yield
+        except RuntimeError as error:
+            raise CommunicationError(
+                f"{operation} on rank {self.rank} of {self.size}: {error}. The deadline is "
+                f"{self.timeout.total_seconds():.0f} s (argument `timeout` of the strategy). Look at the other ranks' output "
+                "first: one may have stopped, be slower than the deadline, or have taken another branch of the code."
+            ) from error
+
+    def all_reduce_(self, tensor: Tensor, operation: str = "Sum over ranks") -> Tensor:
+        """Sums `tensor` over all ranks in place; the result is bit-identical on every rank. Errors name `operation`."""
+        if self.size > 1:
+            with self._naming(operation):
+                self._all_reduce_(tensor)
+        return tensor
+
+    def _all_reduce_(self, tensor: Tensor) -> None:
+        if self.wire.all_local:
             # In rank order, so that all ranks round alike.
             parts = self.wire.gather(tensor)
             total = parts[0].clone()
             for part in parts[1:]:
                 total += part
             tensor.copy_(total)
-        elif self.size > 1:
+        else:
             dist.all_reduce(tensor)
-        return tensor
 
-    def all_gather(self, tensor: Tensor) -> Tensor:
+    def all_gather(self, tensor: Tensor, operation: str = "Gathering from all ranks") -> Tensor:
         """Returns ``[P, *shape]``: the tensors of equal shape of all ranks, stacked in rank order, on every rank."""
         if self.size == 1:
             return tensor.unsqueeze(0)
-        if self.wire.all_local:
-            return torch.stack(self.wire.gather(tensor))
-        out = tensor.new_empty((self.size, *tensor.shape))
-        dist.all_gather(list(out.unbind(0)), tensor.contiguous())
-        return out
+        with self._naming(operation):
+            if self.wire.all_local:
+                return torch.stack(self.wire.gather(tensor))
+            out = tensor.new_empty((self.size, *tensor.shape))
+            dist.all_gather(list(out.unbind(0)), tensor.contiguous())
+            return out
 
     def all_gather_rows(self, rows: Tensor, counts: Sequence[int]) -> Tensor:
         """Returns ``[sum(counts), ...]``: the rows of all ranks in rank order, on every rank; rank r brings ``counts[r]``."""
@@ -113,7 +136,8 @@ class World:
             if source == self.rank:
                 piece.copy_(rows)
             if piece.numel():
-                dist.broadcast(piece.view(-1).view(torch.uint8), source)
+                with self._naming(f"Gathering node rows of rank {source}"):
+                    dist.broadcast(piece.view(-1).view(torch.uint8), source)
         return out
 
     def all_gather_object(self, value: T) -> list[T]:

@@ -117,5 +117,7 @@ class NodeClassifier(L.LightningModule):
 def _accepts(model: torch.nn.Module, name: str) -> bool:
     """Returns whether the model takes `name`; PyG's ready models say so, their forwards take what not every conv does."""
     if hasattr(model, f"supports_{name}"):
-        return bool(getattr(model, f"supports_{name}"))
+        # A GAT takes edge features only where its convs were told how many columns they have.
+        wanted = name != "edge_attr" or any(getattr(child, "edge_dim", None) is not None for child in model.modules())
+        return bool(getattr(model, f"supports_{name}")) and wanted
     return name in inspect.signature(model.forward).parameters

@@ -70,7 +70,7 @@ class GradientSum:
             if parameter.grad is not None:
                 piece.copy_(parameter.grad.reshape(-1))
                 used[index] = 1
-        self._world.all_reduce_(flat)
+        self._world.all_reduce_(flat, "Sum of gradients")
         for parameter, piece, count in zip(group, pieces, used.tolist()):
             if count:
                 if parameter.grad is None:

@@ -83,7 +83,9 @@ class GlobalLogs:
         own = torch.stack([torch.as_tensor(value, dtype=torch.float64, device=device).reshape(()) for value in values])
         weights = [self._weight(self._world.rank, kwargs.get("batch_size")) for *_, kwargs in calls]
         own = torch.stack([own, torch.tensor(weights, dtype=torch.float64, device=device)])
-        everyone, weight = self._world.all_gather(own).unbind(1)  # [P, calls] each
+        everyone, weight = self._world.all_gather(own, f"Logged values {[name for name, *_ in calls]}").unbind(
+            1
+        )  # [P, calls] each
         present = (weight > 0) | (weight == 0).all(0)
         means = everyone.where(present, 0.0).mul(weight).sum(0) / weight.sum(0)
         hows = [kwargs.get("reduce_fx", "mean") for *_, kwargs in calls]
