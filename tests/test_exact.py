@@ -6,8 +6,8 @@ import pytest
 import torch
 from common import assert_same, awkward_graph, single, train
 
-MODELS = """gcn gcn_cached sage sage_sum sage_max gin gat gatv2 gat_edges transformer_edges commnet transformer graphconv
-own own_mean own_sum""".split()
+MODELS = ["gcn", "gcn_cached", "sage", "sage_sum", "sage_max", "gin", "gat", "gatv2", "gat_edges", "transformer"]
+MODELS += ["transformer_edges", "commnet", "graphconv", "own", "own_mean", "own_sum"]
 
 
 @pytest.mark.parametrize("model", MODELS)

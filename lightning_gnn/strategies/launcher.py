@@ -112,7 +112,10 @@ class ProcessLauncher(_Launcher):
         """Runs in each started process."""
         if random_states is not None:
             _set_rng_states(random_states)
-        _set_num_threads_if_needed(num_processes=self._strategy.num_processes)
+        if self._start_method == "fork":
+            torch.set_num_threads(1)  # OpenMP's threads did not come along, and waiting for them would hang
+        else:
+            _set_num_threads_if_needed(num_processes=self._strategy.num_processes)
         os.environ["LOCAL_RANK"] = str(local_rank)
         if self._start_method == "spawn":  # parameters arrive in shared memory: each rank needs its own
             for module in (a for a in (*args, *kwargs.values()) if isinstance(a, torch.nn.Module)):

@@ -1,0 +1,153 @@
+"""Partitioners, their report and the shards that follow from them. No ranks."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+from conftest import SHARED
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from lightning_gnn.partition import assign_nodes, edge_cut_report, metis
+from lightning_gnn.partition.edge_cut import metis_candidates
+from lightning_gnn.partition.shard import Relabelling, edge_cut_parts, halo_plan
+
+
+@st.composite
+def graphs(draw: Any) -> tuple[np.ndarray, int, int, np.random.Generator]:
+    rng = np.random.default_rng(draw(st.integers(0, 10_000)))
+    nodes, parts = draw(st.integers(1, 40)), draw(st.integers(1, 6))
+    return rng.integers(0, nodes, (2, draw(st.integers(0, 120)))), nodes, parts, rng
+
+
+@settings(max_examples=60, deadline=None)
+@given(graphs(), st.sampled_from(["metis", "random"]))
+def test_every_part_gets_its_share_of_each_mask(graph, method):
+    edge_index, nodes, parts, rng = graph
+    split = rng.integers(0, 3, nodes)
+    masks = {name: split == value for value, name in enumerate(("train", "val", "test"))}
+    found = assign_nodes(edge_index, nodes, parts, method, masks=masks)
+    assert found.part.shape == (nodes,) and found.part.dtype == np.int32
+    assert found.part.min() >= 0 and found.part.max() < parts
+    again = assign_nodes(edge_index, nodes, parts, method, masks=masks)
+    assert np.array_equal(found.part, again.part)
+    for mask in masks.values():
+        if mask.sum() >= parts:
+            assert (np.bincount(found.part[mask], minlength=parts) > 0).all()
+
+
+@settings(max_examples=60, deadline=None)
+@given(graphs())
+def test_report_against_a_loop(graph):
+    edge_index, nodes, parts, rng = graph
+    part = rng.integers(0, parts, nodes)
+    report = edge_cut_report(edge_index, part, parts)
+    halos: list[set[int]] = [set() for _ in range(parts)]
+    edges, cut = [0] * parts, 0
+    for source, target in edge_index.T:
+        edges[part[target]] += 1
+        if part[source] != part[target]:
+            cut += 1
+            halos[part[target]].add(int(source))
+    assert report.edges.tolist() == edges and report.cut_edges == cut
+    assert report.halo_rows.tolist() == [len(halo) for halo in halos]
+    assert report.nodes.tolist() == np.bincount(part, minlength=parts).tolist()
+    assert report.table().row_count == parts
+
+
+@settings(max_examples=60, deadline=None)
+@given(graphs())
+def test_shards_hold_the_graph_and_agree_on_what_travels(graph):
+    edge_index, nodes, parts, rng = graph
+    part = rng.integers(0, parts, nodes)
+    order = Relabelling.from_assignment(part, parts)
+    assert np.array_equal(order.n_id[order.new_ids()], np.arange(nodes))
+    shards = list(edge_cut_parts(edge_index, order))
+    assert sorted(np.concatenate([shard.edge_ids for shard in shards])) == list(range(edge_index.shape[1]))
+    plans = [halo_plan(rank, order.offsets, [shard.halo for shard in shards]) for rank in range(parts)]
+    for rank, (shard, plan) in enumerate(zip(shards, plans)):
+        low, high = order.offsets[rank : rank + 2]
+        rows = order.n_id[np.concatenate([np.arange(low, high), shard.halo])]  # original ids of local rows
+        assert np.array_equal(rows[shard.edge_index], edge_index[:, shard.edge_ids])
+        assert (shard.edge_index[1] < high - low).all()
+        remote = {int(s) for s, t in edge_index.T if part[t] == rank and part[s] != rank}
+        assert set(order.n_id[shard.halo].tolist()) == remote and len(shard.halo) == len(remote)
+        assert plan.num_owned == high - low and sum(plan.recv_counts) == len(shard.halo)
+        arriving = [
+            order.n_id[order.offsets[peer] + plans[peer].send_rows[rank]] for peer in range(parts)
+        ]  # what the peers send, in their order
+        assert [len(rows) for rows in arriving] == list(plan.recv_counts)
+        assert np.array_equal(np.concatenate(arriving), order.n_id[shard.halo])
+        for rows in plan.send_rows:
+            assert len(set(rows.tolist())) == len(rows)  # distinct: the backward sum relies on it
+
+
+def edge_list(name: str) -> tuple[np.ndarray, int]:
+    path = SHARED / "data" / "edges" / f"{name}.npz"
+    if not path.exists():
+        pytest.skip(f"needs {path.name} in the data folder (set LIGHTNING_GNN_SHARED)")
+    arrays = np.load(path)
+    return np.stack([arrays["src"], arrays["dst"]]).astype(np.int64), int(arrays["num_nodes"])
+
+
+def test_edges_are_balanced_on_a_skewed_graph():
+    edge_index, nodes = edge_list("ego-twitter")
+    found = assign_nodes(edge_index, nodes, 8)
+    _, nodes_only = next(metis_candidates(edge_index, nodes, 8, 0))
+    before = edge_cut_report(edge_index, nodes_only, 8)
+    assert before.edge_balance > 1.2  # otherwise this test shows nothing
+    assert found.report.edge_balance < 1.1
+    assert found.report.predicted_seconds < before.predicted_seconds
+    assert found.balance == "nodes and edges within 1.05"
+
+
+def ring(nodes: int) -> np.ndarray:
+    ids = np.arange(nodes)
+    return np.stack([ids, (ids + 1) % nodes])
+
+
+def test_metis_finds_the_cut_of_a_ring():
+    assert assign_nodes(ring(100), 100, 2).report.cut_edges == 2
+
+
+def test_several_constraints_hold_at_once():
+    rng = np.random.default_rng(0)
+    graph = metis.Adjacency.of(rng.integers(0, 500, (2, 4000)), 500)
+    weights = np.stack([np.ones(500, np.int64), (np.arange(500) < 50) * 1], 1)  # a tenth of the nodes weighs
+    part = metis.part_graph_constrained(graph, 4, 0, weights, np.array([1.05, 1.1], np.float32))
+    for weight in weights.T:
+        load = np.bincount(part, weight, minlength=4)
+        assert load.max() / load.mean() < 1.25
+
+
+def test_falls_back_with_a_warning_where_metis_cannot_be_called(monkeypatch):
+    def missing() -> Any:
+        raise metis.MetisUnavailable("no symbol")
+
+    monkeypatch.setattr(metis, "_library", missing)
+    hub = np.stack([np.arange(1, 300), np.zeros(299, np.int64)])
+    with pytest.warns(UserWarning, match="one summed weight of nodes and edges instead of both: no symbol"):
+        found = assign_nodes(np.concatenate([hub, ring(300)], 1), 300, 4)
+    assert found.part.shape == (300,)
+
+
+@pytest.mark.parametrize(
+    ("method", "words"),
+    [
+        ("louvain", "partition must be 'metis', 'random' or the rank of every node"),
+        (np.zeros(3, np.int64), r"a rank for each of the 10 nodes \(got shape \[3\]\)"),
+        (np.zeros(10), "must hold integers"),
+        (np.full(10, 2), "names ranks 2 to 2, but there are 2"),
+    ],
+)
+def test_errors_say_what_to_do(method, words):
+    with pytest.raises(ValueError, match=words):
+        assign_nodes(ring(10), 10, 2, method)
+
+
+def test_memory_is_checked_before_metis_starts(monkeypatch):
+    monkeypatch.setattr(metis.os, "sysconf", lambda name: 1)
+    with pytest.raises(MemoryError, match='Use partition="random"'):
+        assign_nodes(ring(100), 100, 2)
