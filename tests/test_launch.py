@@ -13,7 +13,7 @@ from launched import EPOCHS, GRAPH, MORE_EPOCHS
 from processes import REPOSITORY, Finished, run
 
 SCRIPT = REPOSITORY / "tests" / "launched.py"
-TORCHRUN = ["-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", "0"]
+TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(150)]
 
