@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch_geometric.data import Data, Dataset
 
-Source: TypeAlias = Dataset | Data | Callable[..., Any] | str
+Source: TypeAlias = str | Dataset | Data | Callable[..., Any]
 """A PyG dataset, a ``Data``, a callable that returns either, or the dotted path of one."""
 
 MASKS = ("train_mask", "val_mask", "test_mask")

@@ -1,0 +1,72 @@
+"""Commands in processes of their own, with a deadline, that must leave no process behind."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import subprocess
+import sys
+import tempfile
+import time
+import uuid
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+
+REPOSITORY = Path(__file__).resolve().parent.parent
+_MARK = "LIGHTNING_GNN_TEST_RUN"
+_OF_A_RANK = ("LOCAL_RANK", "NODE_RANK", "RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "PL_GLOBAL_SEED")
+
+
+@dataclass
+class Finished:
+    """How a command ended."""
+
+    code: int
+    output: str
+    left_over: list[str]  # command lines of processes that outlived it
+
+    def succeeded(self) -> Finished:
+        assert self.code == 0, self.output[-6000:]
+        assert not self.left_over, f"still running: {self.left_over}"
+        return self
+
+
+def _marked(mark: str) -> list[psutil.Process]:
+    found = []
+    for process in psutil.process_iter():
+        with contextlib.suppress(psutil.Error):
+            if process.environ().get(_MARK) == mark and process.status() != psutil.STATUS_ZOMBIE:
+                found.append(process)
+    return found
+
+
+def run(*arguments: object, cwd: Path, timeout: float = 100) -> Finished:
+    """Runs ``python *arguments`` in `cwd`, with this checkout's package."""
+    mark = uuid.uuid4().hex
+    paths = [str(REPOSITORY), str(REPOSITORY / "tests"), os.environ.get("PYTHONPATH", "")]
+    env = {key: value for key, value in os.environ.items() if key not in _OF_A_RANK}
+    env.update({_MARK: mark, "PYTHONPATH": os.pathsep.join(filter(None, paths)), "COLUMNS": "200"})
+    with tempfile.TemporaryFile("w+") as output:  # a pipe would stay open as long as any rank lives
+        process = subprocess.Popen(
+            [sys.executable, *map(str, arguments)], cwd=cwd, env=env, stdout=output, stderr=subprocess.STDOUT
+        )
+        try:
+            code: int | str = process.wait(timeout)
+        except subprocess.TimeoutExpired:
+            code = f"no end within {timeout} s"
+        deadline = time.monotonic() + 10  # rank 0 may end a moment before the others
+        while code == 0 and time.monotonic() < deadline and _marked(mark):
+            time.sleep(0.1)
+        left_over = []
+        for remaining in _marked(mark):
+            with contextlib.suppress(psutil.Error):
+                left_over.append(" ".join(remaining.cmdline()))
+                remaining.kill()
+        process.wait()
+        output.seek(0)
+        text = output.read()
+    if isinstance(code, str):
+        raise AssertionError(f"{code}; {left_over}\n{text[-6000:]}")
+    return Finished(code, text, left_over)

@@ -1,0 +1,108 @@
+"""Every way to start ranks gives the numbers of one device, on real processes, and leaves none behind."""
+
+from __future__ import annotations
+
+import csv
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from launched import EPOCHS, GRAPH, MORE_EPOCHS
+from processes import REPOSITORY, Finished, run
+
+SCRIPT = REPOSITORY / "tests" / "launched.py"
+TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(150)]
+
+
+def results(folder: Path) -> dict[str, Any]:
+    epochs = [json.loads(line) for line in (folder / "epochs.jsonl").read_text().splitlines()]
+    losses = [{name: line[name] for name in ("epoch", "train_loss", "val_loss", "val_acc")} for line in epochs]
+    return {"losses": losses, **torch.load(folder / "results.pt", weights_only=True)}
+
+
+@pytest.fixture(scope="module")
+def one_device(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """The reference: the same script under Lightning's own strategy, on one device."""
+    folder = tmp_path_factory.mktemp("one_device")
+    run(SCRIPT, "auto", 1, folder, cwd=folder).succeeded()
+    return results(folder)
+
+
+@pytest.mark.parametrize(
+    ("command", "strategy"),
+    [
+        pytest.param([SCRIPT], "dgcl", id="script"),
+        pytest.param([SCRIPT], "DGCL", id="upper case"),
+        pytest.param(["-m", "launched"], "dgcl", id="python -m"),
+        pytest.param([SCRIPT], "dgcl_spawn", id="spawn"),
+        pytest.param([SCRIPT], "dgcl_notebook", id="notebook"),
+        pytest.param([*TORCHRUN, SCRIPT], "dgcl", id="torchrun"),
+    ],
+)
+def test_equals_one_device(one_device, tmp_path, command, strategy):
+    finished = run(*command, strategy, 2, tmp_path, cwd=tmp_path).succeeded()
+    assert finished.output.count("finished") == 1
+    found = results(tmp_path)
+    # One line per epoch: no second rank wrote, and the second fit went on where the first had stopped.
+    assert [line["epoch"] for line in found["losses"]] == list(range(EPOCHS + MORE_EPOCHS))
+    torch.testing.assert_close(found, one_device, rtol=1e-5, atol=1e-5)
+
+
+def test_spawn_under_torchrun_is_refused(tmp_path):
+    finished = run(*TORCHRUN, SCRIPT, "dgcl_spawn", 2, tmp_path, cwd=tmp_path)
+    assert finished.code != 0
+    assert "The ranks have been started already (TorchElasticEnvironment)" in finished.output
+    assert not finished.left_over
+
+
+def command_line(folder: Path, config: str, *options: str) -> Finished:
+    """Fits on the small graph by the command line, with one of the configs of this repository."""
+    return run(
+        "-m",
+        "lightning_gnn.cli",
+        "fit",
+        f"--config={REPOSITORY / 'configs' / config}",
+        "--data.init_args.source=lightning_gnn.planted_partition",
+        f"--data.init_args.source_args={json.dumps(GRAPH)}",
+        f"--model.init_args.model.init_args.in_channels={GRAPH['num_features']}",
+        "--model.init_args.model.init_args.hidden_channels=16",
+        f"--model.init_args.model.init_args.out_channels={GRAPH['num_classes']}",
+        "--model.init_args.model.init_args.dropout=0",
+        f"--trainer.max_epochs={EPOCHS}",
+        *options,
+        cwd=folder,
+    ).succeeded()
+
+
+def logged(folder: Path, *names: str) -> list[list[float]]:
+    """Returns the named columns of the run's metrics; there must be one run, with one configuration."""
+    assert sorted(str(p.relative_to(folder)) for p in folder.rglob("config.yaml")) == [
+        "lightning_logs/version_0/config.yaml"
+    ]
+    assert len(list(folder.rglob("*.ckpt"))) == 1
+    [path] = folder.rglob("metrics.csv")
+    rows = list(csv.DictReader(path.open()))
+    return [[float(row[name]) for row in rows if row[name]] for name in names]
+
+
+@pytest.mark.parametrize("strategy", ["dgcl", "dgcl_spawn"])
+def test_yaml_by_name(one_device, tmp_path, strategy):
+    command_line(tmp_path, "dgcl.yaml", f"--trainer.strategy={strategy}")
+    train, val, sent = logged(tmp_path, "train_loss", "val_loss", "comm/bytes_sent")
+    expected = one_device["losses"][:EPOCHS]
+    torch.testing.assert_close(train, [line["train_loss"] for line in expected], rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(val, [line["val_loss"] for line in expected], rtol=1e-5, atol=1e-5)
+    assert len(sent) == EPOCHS and min(sent) > 0
+
+
+def test_yaml_by_class_path(tmp_path):
+    (tmp_path / "one").mkdir()
+    (tmp_path / "two").mkdir()
+    command_line(tmp_path / "one", "dgcl_options.yaml", "--trainer.strategy=auto", "--trainer.devices=1")
+    command_line(tmp_path / "two", "dgcl_options.yaml")
+    names = ("train_loss", "val_loss", "val_acc")
+    torch.testing.assert_close(logged(tmp_path / "two", *names), logged(tmp_path / "one", *names), rtol=1e-5, atol=1e-5)
