@@ -8,7 +8,6 @@ from typing_extensions import override
 
 import lightning_gnn  # noqa: F401  registers the strategies
 from lightning_gnn.datamodules import GraphDataModule
-from lightning_gnn.modules import NodeClassifier
 
 
 class SaveConfig(SaveConfigCallback):
@@ -34,5 +33,3 @@ def main() -> None:
 
 if __name__ == "__main__":
     main()
-
-__all__ = ["NodeClassifier", "SaveConfig", "main"]
