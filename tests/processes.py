@@ -57,7 +57,7 @@ def run(*arguments: object, cwd: Path, timeout: float = 100) -> Finished:
         except subprocess.TimeoutExpired:
             code = f"no end within {timeout} s"
         deadline = time.monotonic() + 10  # rank 0 may end a moment before the others
-        while code == 0 and time.monotonic() < deadline and _marked(mark):
+        while not isinstance(code, str) and time.monotonic() < deadline and _marked(mark):
             time.sleep(0.1)
         left_over = []
         for remaining in _marked(mark):

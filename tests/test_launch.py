@@ -59,6 +59,54 @@ def test_spawn_under_torchrun_is_refused(tmp_path):
     assert not finished.left_over
 
 
+AFTER_THREADS = """
+import torch, lightning as L
+from torch_geometric.nn.models import GCN
+from lightning_gnn import GraphDataModule, NodeClassifier, planted_partition
+
+torch.set_num_threads(2)
+torch.randn(1500, 1500) @ torch.randn(1500, 1500)  # starts threads that a fork does not take along
+data, model = GraphDataModule(planted_partition(20_000)), NodeClassifier(GCN(32, 64, 2, 8))
+options = dict(accelerator="cpu", max_epochs=2, logger=False, enable_checkpointing=False, enable_progress_bar=False)
+L.Trainer(strategy="dgcl", devices=1, **options).fit(model, datamodule=data)
+trainer = L.Trainer(strategy="dgcl_notebook", devices=2, **options)
+trainer.fit(model, datamodule=data)
+print("predicted", *trainer.predict(model, datamodule=data)[0].shape)
+"""
+
+
+def test_notebook_after_threads_were_used(tmp_path, monkeypatch):
+    monkeypatch.setenv("OMP_NUM_THREADS", "2")
+    (tmp_path / "cells.py").write_text(AFTER_THREADS)
+    assert "predicted 20000 8" in run(tmp_path / "cells.py", cwd=tmp_path).succeeded().output
+
+
+ENDLESS = """
+import os, lightning as L
+from torch_geometric.nn.models import GCN
+from lightning_gnn import GraphDataModule, NodeClassifier, planted_partition
+
+
+class KillParent(L.Callback):
+    def on_train_epoch_start(self, trainer, pl_module):
+        if trainer.current_epoch == 3 and trainer.is_global_zero:
+            os.kill(os.getppid(), 9)
+
+
+if __name__ == "__main__":
+    data, model = GraphDataModule(planted_partition(2000)), NodeClassifier(GCN(32, 16, 2, 8))
+    options = dict(accelerator="cpu", max_epochs=-1, logger=False, enable_checkpointing=False, enable_progress_bar=False)
+    L.Trainer(strategy="dgcl_notebook", devices=2, callbacks=[KillParent()], **options).fit(model, datamodule=data)
+"""
+
+
+def test_ranks_end_with_their_parent(tmp_path):
+    (tmp_path / "endless.py").write_text(ENDLESS)
+    finished = run(tmp_path / "endless.py", cwd=tmp_path)
+    assert finished.code == -9
+    assert not finished.left_over
+
+
 def command_line(folder: Path, config: str, *options: str) -> Finished:
     """Fits on the small graph by the command line, with one of the configs of this repository."""
     return run(

@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import shutil
 import tempfile
+import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -110,6 +112,7 @@ class ProcessLauncher(_Launcher):
         kwargs: Any,
     ) -> None:
         """Runs in each started process."""
+        threading.Thread(target=_end_with, args=(os.getppid(),), daemon=True).start()
         if random_states is not None:
             _set_rng_states(random_states)
         if self._start_method == "fork":
@@ -134,6 +137,13 @@ class ProcessLauncher(_Launcher):
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_processes": []}
+
+
+def _end_with(parent: int) -> None:
+    """Ends this process once its parent is gone: nobody would wait for its results, or end it."""
+    while os.getppid() == parent:
+        time.sleep(1.0)
+    os._exit(1)
 
 
 def _to_cpu(value: Any) -> Any:
