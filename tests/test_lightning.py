@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from common import CLASSES, FEATURES, Recorder, UserModule, awkward_graph, build, quiet_trainer
 from conftest import RankFailed
 from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
+from torch_geometric.nn.models import GAT
 
 from lightning_gnn import DGCLStrategy, GraphDataModule, NodeClassifier
 
@@ -246,8 +247,6 @@ def test_ranks_draw_their_own_random_numbers_and_runs_repeat(ranks):
 def dropout_run(rank: int, world_size: int) -> list[torch.Tensor]:
     L.seed_everything(7)
     torch.manual_seed(3)
-    from torch_geometric.nn.models import GAT
-
     model = GAT(FEATURES, 16, num_layers=2, out_channels=CLASSES, heads=2, dropout=0.5)
     trainer = quiet_trainer(DGCLStrategy(timeout=60), world_size)
     module = NodeClassifier(model, num_classes=CLASSES)
@@ -261,6 +260,27 @@ def test_same_seed_same_bits(ranks):
         assert all(torch.equal(x, y) for x, y in zip(a, b))
     for other in first[1:]:
         assert all(torch.equal(x, y) for x, y in zip(first[0], other))
+
+
+def interrupted(rank: int, world_size: int, folder: str, epochs: int, resume: str | None) -> Any:
+    L.seed_everything(11 if resume is None else 12)
+    model = GAT(FEATURES, 16, num_layers=2, out_channels=CLASSES, heads=2, dropout=0.5)
+    saver = ModelCheckpoint(folder, save_last=True)
+    trainer = quiet_trainer(
+        DGCLStrategy(timeout=60), world_size, callbacks=[saver], max_epochs=epochs, enable_checkpointing=True
+    )
+    module = NodeClassifier(model, num_classes=CLASSES).double()
+    trainer.fit(module, datamodule=GraphDataModule(awkward_graph()), ckpt_path=resume)
+    return list(module.state_dict().values()), saver.last_model_path
+
+
+def test_resuming_goes_on_with_the_same_random_numbers(ranks, tmp_path):
+    """Dropout after a resume is that of the run that was not interrupted: every rank's generator is in the checkpoint."""
+    through = ranks.run(2, interrupted, str(tmp_path / "through"), 4, None)
+    half = ranks.run(2, interrupted, str(tmp_path / "half"), 2, None)
+    resumed = ranks.run(2, interrupted, str(tmp_path / "rest"), 4, half[0][1])
+    for (found, _), (expected, _) in zip(resumed, through):
+        assert all(torch.equal(a, b) for a, b in zip(found, expected))
 
 
 def predict_with(rank: int, world_size: int, predictions: Any) -> Any:

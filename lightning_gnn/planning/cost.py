@@ -7,8 +7,8 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-SECONDS_PER_EDGE_COLUMN = 0.45e-9
-"""SpMM on one core of a 2-core CPU machine, float32: 0.29 s for 4.07 M edges x 128 columns, rounded down for locality."""
+SECONDS_PER_EDGE_COLUMN = 0.4e-9
+"""Of SpMM in float32 on one core of a 2-core CPU machine: 0.2 s for 4.0 M edges x 128 columns (benchmarks/kernels.py)."""
 
 BYTES_PER_S = 1.0e9
 """Between two ranks: gloo over loopback on that machine; also the order of a 10 Gbit/s network."""

@@ -378,7 +378,8 @@ class GNNStrategy(ParallelStrategy):
     def on_train_start(self) -> None:
         state, self._random_state = self._random_state, None
         if state is not None and state["world_size"] == self.world_size:
-            torch.set_rng_state(state["random_states"][self.global_rank].cpu())
+            # A copy: set_rng_state reads beyond a tensor that shares its storage with others.
+            torch.set_rng_state(state["random_states"][self.global_rank].cpu().clone())
 
 
 class StageWeights:
