@@ -47,9 +47,12 @@ class BothWays(MessagePassing):
 
 
 REFUSED = {
-    "unknown conv": (lambda: pyg_nn.ChebConv(4, 4, 2), r"'layers.0' \(ChebConv\) is not known to be exact"),
+    "unknown conv": (
+        lambda: pyg_nn.ChebConv(4, 4, 2),
+        r"'layers.0' \(ChebConv\) is not exact .* out-degrees",
+    ),
     "out-edges": (lambda: GCNConv(4, 4, flow="target_to_source"), "needs the out-edges"),
-    "aggregation": (lambda: OwnConv(4, 4, aggr="median"), "supported are sum, mean, max and min"),
+    "aggregation": (lambda: OwnConv(4, 4, aggr=pyg_nn.LSTMAggregation(4, 4)), "supported are sum, mean, max, min"),
     "both": (lambda: BothWays(), "'x' in its message function both per node and per edge"),
     "lazy": (lambda: GCNConv(-1, 4), "does not know its input columns yet"),
     "batch norm": (lambda: torch.nn.BatchNorm1d(4), "takes statistics over all nodes"),

@@ -8,16 +8,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch_geometric.nn import (
-    GATConv,
-    GATv2Conv,
-    GCNConv,
-    GINConv,
-    GraphConv,
-    MessagePassing,
-    SAGEConv,
-    TransformerConv,
-)
+from torch_geometric import nn as pyg_nn
+from torch_geometric.nn import MessagePassing
 
 from lightning_gnn.nn.commnet import CommNetConv, without_self_loops
 from lightning_gnn.nn.context import GraphContext
@@ -43,13 +35,14 @@ def substitute(method: Callable[..., Any], **names: Any) -> Callable[..., Any]:
 def _gcn(conv: MessagePassing, context: GraphContext, layer: str) -> dict[str, Any]:
     def gcn_norm(
         edge_index: Tensor,
-        edge_weight: Tensor | None,
-        num_nodes: int,
-        improved: bool,
-        add_self_loops: bool,
-        flow: str,
-        dtype: torch.dtype,
+        edge_weight: Tensor | None = None,
+        num_nodes: int | None = None,
+        improved: bool = False,
+        add_self_loops: bool = True,
+        flow: str = "source_to_target",
+        dtype: torch.dtype | None = None,
     ) -> tuple[Tensor, Tensor]:
+        assert num_nodes is not None and dtype is not None
         return context.gcn_norm(layer, edge_index, edge_weight, num_nodes, improved, add_self_loops, dtype)
 
     return {"forward": substitute(conv.forward, gcn_norm=gcn_norm)}
@@ -62,26 +55,63 @@ def _commnet(conv: MessagePassing, context: GraphContext, layer: str) -> dict[st
     return {"forward": substitute(conv.forward, without_self_loops=without_loops)}
 
 
-# None: exact as it is, since its forward hands `edge_index` to `propagate` untouched, or with self-loops added by
-# `add_self_loops(num_nodes=rows of x)`, which are those of the owned rows.
+# Convs that normalise by degrees through `gcn_norm`, which would need those of halo rows.
+_NORMALISED = "APPNP ARMAConv DNAConv EGConv FAConv GCN2Conv GCNConv LGConv MixHopConv PDNConv SGConv SSGConv TAGConv"
+
+# Convs that are exact as they are: their forward hands `edge_index` to `propagate` untouched, with self-loops added by
+# `add_self_loops(num_nodes=rows of x)`, which are those of the owned rows, or looks at in-degrees, which are all here.
+_AS_THEY_ARE = """AGNNConv CGConv ClusterGCNConv EdgeConv FeaStConv FiLMConv GATConv GATv2Conv GENConv GINConv GINEConv GMMConv
+GatedGraphConv GeneralConv GraphConv HEATConv LEConv MFConv NNConv PNAConv PPFConv PointGNNConv PointNetConv
+PointTransformerConv RGATConv RGCNConv FastRGCNConv ResGatedGraphConv SAGEConv SignedConv SimpleConv TransformerConv
+WLConvContinuous"""
+
 ADAPTERS: dict[type[MessagePassing], Adapter | None] = {
     CommNetConv: _commnet,
-    GATConv: None,
-    GATv2Conv: None,
-    GCNConv: _gcn,
-    GINConv: None,
-    GraphConv: None,
-    SAGEConv: None,
-    TransformerConv: None,
+    **{getattr(pyg_nn, name): _gcn for name in _NORMALISED.split()},
+    **{getattr(pyg_nn, name): None for name in _AS_THEY_ARE.split()},
 }
+"""By conv class, its adapter; None for convs that need none. Subclasses are taken like the nearest class in here."""
+
+REFUSED: dict[str, str] = {
+    "ChebConv": "it needs out-degrees and the largest entry of the whole graph's Laplacian; TAGConv is close",
+    "CuGraphGATConv": "it needs cuGraph's own graph; use GATConv",
+    "CuGraphRGCNConv": "it needs cuGraph's own graph; use RGCNConv",
+    "CuGraphSAGEConv": "it needs cuGraph's own graph; use SAGEConv",
+    "DynamicEdgeConv": "it finds neighbours among all nodes; build the edges beforehand and use EdgeConv",
+    "FusedGATConv": "it needs its own graph format; use GATConv",
+    "GPSConv": "its attention spans all nodes; use its local conv alone",
+    "GravNetConv": "it finds neighbours among all nodes; build the edges beforehand and use GraphConv",
+    "HANConv": "it takes several node types; use convs for one",
+    "HGTConv": "it takes several node types; use TransformerConv on a graph with one",
+    "HypergraphConv": "its second step runs against the direction of the edges",
+    "MeshCNNConv": "it works on the edges of a mesh, not on nodes",
+    "PANConv": "it multiplies the whole graph's adjacency with itself",
+    "SplineConv": "its kernel is in compiled extras; use GMMConv",
+    "SuperGATConv": "it samples node pairs over all nodes; use GATv2Conv",
+    "WLConv": "it hashes colours in an order that all nodes share",
+    "XConv": "it finds neighbours among all nodes",
+}
+"""Names of PyG's convs that are not exact on a part of a graph, with the reason and what to use."""
 
 # Convs whose messages are a source row, or a source row times an edge weight: these aggregate by SpMM.
 # The value names the weight among the arguments of `propagate`.
 LINEAR_MESSAGES: dict[Callable[..., Tensor], str | None] = {
     MessagePassing.message: None,
     CommNetConv.message: None,
-    GCNConv.message: "edge_weight",
-    GINConv.message: None,
-    GraphConv.message: "edge_weight",
-    SAGEConv.message: None,
+    pyg_nn.GINConv.message: None,
+    pyg_nn.SAGEConv.message: None,
+    **{
+        getattr(pyg_nn, name).message: "edge_weight"
+        for name in [
+            "APPNP",
+            "GCN2Conv",
+            "GCNConv",
+            "GraphConv",
+            "LGConv",
+            "MixHopConv",
+            "SGConv",
+            "SSGConv",
+            "TAGConv",
+        ]
+    },
 }

@@ -14,14 +14,25 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch_geometric import nn as pyg_nn
-from torch_geometric.nn import MessagePassing
-from torch_geometric.nn.aggr import MaxAggregation, MeanAggregation, MinAggregation, SumAggregation
+from torch_geometric.nn import MessagePassing, aggr
 
 from lightning_gnn.nn import pyg
-from lightning_gnn.nn.adapters import ADAPTERS, LINEAR_MESSAGES
+from lightning_gnn.nn.adapters import ADAPTERS, LINEAR_MESSAGES, REFUSED
 from lightning_gnn.nn.context import GraphContext, UnsupportedModelError
 
-_AGGREGATIONS = (SumAggregation, MeanAggregation, MaxAggregation, MinAggregation)
+# Aggregations over the edges of one node, all of which its owner holds.
+_AGGREGATIONS = (
+    aggr.SumAggregation,
+    aggr.MeanAggregation,
+    aggr.MaxAggregation,
+    aggr.MinAggregation,
+    aggr.MulAggregation,
+    aggr.VarAggregation,
+    aggr.StdAggregation,
+    aggr.SoftmaxAggregation,
+    aggr.PowerMeanAggregation,
+    aggr.MedianAggregation,
+)
 
 # Modules that look at all nodes at once; on a part of the graph they would compute something else.
 _ACROSS_NODES = (
@@ -135,26 +146,47 @@ def check_module(module: torch.nn.Module) -> None:
                 f"{where} has mode='graph': it normalises over all nodes, which are not on one rank. "
                 "Use LayerNorm(..., mode='node')."
             )
+        elif type(child).__name__ in REFUSED and type(child).__module__.startswith("torch_geometric.nn.conv"):
+            _refuse(where, type(child))
         elif type(child).__module__.startswith("torch_geometric.nn.pool"):
             raise UnsupportedModelError(f"{where} pools over nodes of several ranks, which is not supported.")
+
+
+def _refuse(where: str, kind: type) -> None:
+    reason = REFUSED.get(kind.__name__)
+    if reason is not None:
+        raise UnsupportedModelError(f"{where} is not exact on a part of a graph: {reason}.")
+    supported = ", ".join(sorted(kind.__name__ for kind in ADAPTERS))
+    raise UnsupportedModelError(
+        f"{where} is not known to be exact on a part of a graph. Known are {supported}, and convs of your own that "
+        "derive from MessagePassing and hand edge_index to propagate."
+    )
+
+
+def _is_per_node(aggregation: Any) -> bool:
+    """Returns whether an aggregation looks at the edges of one node at a time; None is a conv's own affair."""
+    if isinstance(aggregation, aggr.MultiAggregation):
+        return all(_is_per_node(child) for child in aggregation.aggrs)
+    if isinstance(aggregation, aggr.DegreeScalerAggregation):
+        return _is_per_node(aggregation.aggr)
+    return aggregation is None or isinstance(aggregation, _AGGREGATIONS)
 
 
 def _check_conv(where: str, conv: MessagePassing) -> None:
     known = next((kind for kind in type(conv).__mro__ if kind in ADAPTERS), None)
     library = next(kind for kind in type(conv).__mro__ if kind.__module__.startswith("torch_geometric."))
     if library is not MessagePassing and library is not known:
-        supported = ", ".join(sorted(kind.__name__ for kind in ADAPTERS))
-        raise UnsupportedModelError(
-            f"{where} is not known to be exact on a part of a graph. Known are {supported}, and convs of your own that "
-            "derive from MessagePassing, aggregate by sum, mean, max or min and hand edge_index to propagate."
-        )
+        _refuse(where, library)
     if conv.flow != "source_to_target":
         raise UnsupportedModelError(
             f"{where} has flow='{conv.flow}' and needs the out-edges of its nodes, while a rank holds their in-edges. "
             "Use flow='source_to_target' and pass the transposed edges, edge_index.flip(0)."
         )
-    if not isinstance(conv.aggr_module, _AGGREGATIONS):
-        raise UnsupportedModelError(f"{where} aggregates by {conv.aggr_module}; supported are sum, mean, max and min.")
+    if not _is_per_node(conv.aggr_module):
+        raise UnsupportedModelError(
+            f"{where} aggregates by {conv.aggr_module}; supported are sum, mean, max, min, mul, var, std, softmax, powermean, "
+            "median, and several of these at once."
+        )
     for sources, targets, plain in (pyg.lifted_arguments(conv), pyg.lifted_edge_arguments(conv)):
         both = sorted((sources | targets) & plain)
         if both:

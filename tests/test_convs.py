@@ -1,0 +1,251 @@
+"""Every name that torch_geometric.nn.conv exports: exact on ranks, or refused by name (gloo ranks, float64)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch_geometric.nn.conv
+from torch.nn import Linear, ReLU, Sequential
+from torch_geometric import nn
+from torch_geometric.data import Data
+
+from lightning_gnn.comm.exchange import HaloExchange
+from lightning_gnn.comm.group import World
+from lightning_gnn.comm.traffic import Meter
+from lightning_gnn.nn import Binding, GraphContext, UnsupportedModelError
+from lightning_gnn.nn.adapters import ADAPTERS, REFUSED
+from lightning_gnn.partition.shard import Relabelling, edge_cut_parts, halo_plan
+
+N, F, A, R = 40, 8, 3, 4  # nodes, columns, columns of edge attributes, relations
+ABSTRACT = {"MessagePassing", "HeteroConv", "DirGNNConv", "AntiSymmetricConv"}  # the last three hold other convs
+
+
+def whole_graph() -> Data:
+    """A random directed graph with self-loops, isolated nodes and duplicate edges."""
+    g = torch.Generator().manual_seed(3)
+    edge_index = torch.randint(0, N - 6, (2, 150), generator=g)
+    loops = torch.arange(5).repeat(2, 1)
+    edge_index = torch.cat([edge_index, loops, edge_index[:, :10]], 1)
+    edges = edge_index.size(1)
+    return Data(
+        x=torch.randn(N, F, generator=g, dtype=torch.float64),
+        x0=torch.randn(N, F, generator=g, dtype=torch.float64),
+        pos=torch.randn(N, 3, generator=g, dtype=torch.float64),
+        normal=torch.randn(N, 3, generator=g, dtype=torch.float64),
+        node_type=torch.randint(0, 2, (N,), generator=g),
+        edge_index=edge_index,
+        w=torch.rand(edges, generator=g, dtype=torch.float64) + 0.1,
+        a=torch.randn(edges, A, generator=g, dtype=torch.float64),
+        u=torch.rand(edges, A, generator=g, dtype=torch.float64),
+        t=torch.randint(0, R, (edges,), generator=g),
+    )
+
+
+def mlp(inputs: int, outputs: int = F) -> Sequential:
+    return Sequential(Linear(inputs, outputs), ReLU(), Linear(outputs, outputs))
+
+
+def plain(conv: Any, g: Data) -> Any:
+    return conv(g.x, g.edge_index)
+
+
+def weighted(conv: Any, g: Data) -> Any:
+    return conv(g.x, g.edge_index, g.w)
+
+
+def attributed(conv: Any, g: Data) -> Any:
+    return conv(g.x, g.edge_index, g.a)
+
+
+def typed(conv: Any, g: Data) -> Any:
+    return conv(g.x, g.edge_index, g.t)
+
+
+def degrees() -> torch.Tensor:
+    return torch.bincount(torch.bincount(whole_graph().edge_index[1], minlength=N))
+
+
+MANY = ["sum", "mean", "max", "min", "std", "var", "softmax", "powermean", "median", "mul"]
+PNA_OPTIONS: dict[str, Any] = {
+    "aggregators": ["mean", "max", "std"],
+    "scalers": ["identity", "amplification", "linear"],
+}
+Recipe = tuple[Callable[[], Any], Callable[[Any, Data], Any]]
+RECIPES: dict[str, list[Recipe]] = {
+    "AGNNConv": [(lambda: nn.AGNNConv(), plain)],
+    "APPNP": [(lambda: nn.APPNP(3, 0.1), plain), (lambda: nn.APPNP(2, 0.2, cached=True), weighted)],
+    "ARMAConv": [(lambda: nn.ARMAConv(F, 5, num_stacks=2, num_layers=2), weighted)],
+    "CGConv": [(lambda: nn.CGConv(F, A), attributed)],
+    "ClusterGCNConv": [(lambda: nn.ClusterGCNConv(F, 5, diag_lambda=0.3), plain)],
+    "DNAConv": [(lambda: nn.DNAConv(F, heads=2), lambda c, g: c(torch.stack([g.x, g.x0], 1), g.edge_index, g.w))],
+    "EGConv": [
+        (lambda: nn.EGConv(F, 8, aggregators=["symnorm", "max", "std"], num_heads=2), plain),
+        (lambda: nn.EGConv(F, 8, aggregators=["mean"], num_heads=4, add_self_loops=False), plain),
+    ],
+    "EdgeConv": [(lambda: nn.EdgeConv(mlp(2 * F)), plain)],
+    "FAConv": [(lambda: nn.FAConv(F), lambda c, g: c(g.x, g.x0, g.edge_index))],
+    "FastRGCNConv": [(lambda: nn.FastRGCNConv(F, 5, R, num_bases=2), typed)],
+    "FeaStConv": [(lambda: nn.FeaStConv(F, 5, heads=2), plain)],
+    "FiLMConv": [(lambda: nn.FiLMConv(F, 5, num_relations=R), typed)],
+    "GATConv": [(lambda: nn.GATConv(F, 5, heads=2), plain), (lambda: nn.GATConv(F, 5, edge_dim=A), attributed)],
+    "GATv2Conv": [
+        (lambda: nn.GATv2Conv(F, 5, heads=2, share_weights=True), plain),
+        (lambda: nn.GATv2Conv(F, 5, edge_dim=A, residual=True), attributed),
+    ],
+    "GCN2Conv": [(lambda: nn.GCN2Conv(F, 0.1, theta=0.5, layer=1), lambda c, g: c(g.x, g.x0, g.edge_index, g.w))],
+    "GCNConv": [
+        (lambda: nn.GCNConv(F, 5, improved=True), weighted),
+        (lambda: nn.GCNConv(F, 5, add_self_loops=False, aggr="mean"), plain),
+        (lambda: nn.GCNConv(F, 5, normalize=False, aggr="max"), weighted),
+    ],
+    "GENConv": [
+        (lambda: nn.GENConv(F, 5, aggr="softmax", learn_t=True, norm=None), plain),
+        (lambda: nn.GENConv(F, 5, aggr="powermean", learn_p=True, norm=None, edge_dim=A), attributed),
+    ],
+    "GINConv": [(lambda: nn.GINConv(mlp(F), train_eps=True), plain)],
+    "GINEConv": [(lambda: nn.GINEConv(mlp(F), edge_dim=A), attributed)],
+    "GMMConv": [(lambda: nn.GMMConv(F, 5, A, 2), lambda c, g: c(g.x, g.edge_index, g.u))],
+    "GatedGraphConv": [(lambda: nn.GatedGraphConv(F, 2), weighted)],
+    "GeneralConv": [(lambda: nn.GeneralConv(F, 8, A, attention=True, heads=2), attributed)],
+    "GraphConv": [(lambda aggr=aggr: nn.GraphConv(F, 5, aggr=aggr), weighted) for aggr in ("add", "mean", "max")],
+    "HEATConv": [
+        (
+            lambda: nn.HEATConv(F, 5, 2, R, 4, A, 4, heads=2),
+            lambda c, g: c(g.x, g.edge_index, g.node_type, g.t, g.a),
+        )
+    ],
+    "LEConv": [(lambda: nn.LEConv(F, 5), weighted)],
+    "LGConv": [(lambda: nn.LGConv(), weighted)],
+    "MFConv": [(lambda: nn.MFConv(F, 5, max_degree=4), plain)],
+    "MixHopConv": [(lambda: nn.MixHopConv(F, 5, powers=[0, 1, 2]), weighted)],
+    "NNConv": [(lambda: nn.NNConv(F, 5, mlp(A, F * 5)), attributed)],
+    "PDNConv": [(lambda: nn.PDNConv(F, 5, A, 6), attributed)],
+    "PNAConv": [
+        (lambda: nn.PNAConv(F, 6, deg=degrees(), towers=2, **PNA_OPTIONS), plain),
+        (lambda: nn.PNAConv(F, 6, deg=degrees(), edge_dim=A, **PNA_OPTIONS), attributed),
+    ],
+    "PPFConv": [(lambda: nn.PPFConv(mlp(F + 4)), lambda c, g: c(g.x, g.pos, g.normal, g.edge_index))],
+    "PointGNNConv": [
+        (lambda: nn.PointGNNConv(mlp(F, 3), mlp(F + 3), mlp(F)), lambda c, g: c(g.x, g.pos, g.edge_index))
+    ],
+    "PointNetConv": [(lambda: nn.PointNetConv(mlp(F + 3)), lambda c, g: c(g.x, g.pos, g.edge_index))],
+    "PointTransformerConv": [(lambda: nn.PointTransformerConv(F, 5), lambda c, g: c(g.x, g.pos, g.edge_index))],
+    "RGATConv": [(lambda: nn.RGATConv(F, 5, R, num_bases=2), typed)],
+    "RGCNConv": [(lambda: nn.RGCNConv(F, 8, R, num_blocks=4), typed), (lambda: nn.RGCNConv(F, 5, R), typed)],
+    "ResGatedGraphConv": [(lambda: nn.ResGatedGraphConv(F, 5, edge_dim=A), attributed)],
+    "SAGEConv": [(lambda aggr=aggr: nn.SAGEConv(F, 5, aggr=aggr, project=True), plain) for aggr in (*MANY[:-1], MANY)],
+    "SGConv": [(lambda: nn.SGConv(F, 5, K=2), weighted), (lambda: nn.SGConv(F, 5, K=2, cached=True), plain)],
+    "SSGConv": [(lambda: nn.SSGConv(F, 5, alpha=0.2, K=2), weighted)],
+    "SignedConv": [
+        (lambda: nn.SignedConv(F, 5, True), lambda c, g: c(g.x, g.edge_index[:, g.t > 1], g.edge_index[:, g.t <= 1])),
+        (lambda: nn.SignedConv(4, 5, False), lambda c, g: c(g.x, g.edge_index[:, g.t > 1], g.edge_index[:, g.t <= 1])),
+    ],
+    "SimpleConv": [(lambda root=root: nn.SimpleConv("mean", root), weighted) for root in ("sum", "cat", "self_loop")],
+    "TAGConv": [(lambda: nn.TAGConv(F, 5, K=3), weighted)],
+    "TransformerConv": [(lambda: nn.TransformerConv(F, 5, heads=2, edge_dim=A, beta=True), attributed)],
+    "WLConvContinuous": [(lambda: nn.WLConvContinuous(), weighted)],
+    # Not MessagePassing themselves: the conv inside is bound.
+    "AntiSymmetricConv": [(lambda: nn.AntiSymmetricConv(F, num_iters=2), plain)],
+}
+
+
+def outputs(value: Any) -> torch.Tensor:
+    return value[0] if isinstance(value, tuple) else value
+
+
+def compare(rank: int, world_size: int, names: list[str]) -> dict[str, str]:
+    """Returns the differences found, by name and recipe; every rank compares its own rows."""
+    graph = whole_graph()
+    part = np.random.default_rng(world_size).integers(0, world_size, N)
+    part[graph.edge_index[1, 0]] = 0
+    order = Relabelling.from_assignment(part, world_size)
+    parts = list(edge_cut_parts(graph.edge_index.numpy(), order))
+    plan = halo_plan(rank, order.offsets, [piece.halo for piece in parts])
+    owned = torch.from_numpy(order.n_id[order.offsets[rank] : order.offsets[rank + 1]])
+    edge_ids = torch.from_numpy(parts[rank].edge_ids)
+    shard = Data(edge_index=torch.from_numpy(parts[rank].edge_index))
+    for name, value in graph.to_dict().items():
+        if name != "edge_index":
+            shard[name] = value[owned] if len(value) == N else value[edge_ids]
+    world = World(rank, world_size, torch.device("cpu"), timedelta(seconds=30))
+    found: dict[str, str] = {}
+    try:
+        for name in names:
+            for number, (make, call) in enumerate(RECIPES[name]):
+                for train in (True, False):
+                    torch.manual_seed(7)
+                    reference = make().double().train(train)
+                    torch.manual_seed(7)
+                    conv = make().double().train(train)
+                    target = torch.randn(N, 64, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+                    exchange = HaloExchange(plan, world, Meter())
+                    binding = Binding(
+                        torch.nn.Sequential(conv), GraphContext(exchange, shard.x, shard.edge_index, shard.w)
+                    )
+                    problem = ""
+                    for _ in range(2):  # what is kept from the first call serves the second
+                        reference.zero_grad()
+                        conv.zero_grad()
+                        expected, out = outputs(call(reference, graph)), outputs(call(conv, shard))
+                        rows = target[:, : expected[0].numel()].view_as(expected)
+                        if expected.requires_grad:
+                            (expected * rows).sum().backward()
+                            (out * rows[owned]).sum().backward()
+                        error = float((out - expected[owned]).detach().abs().max()) if len(owned) else 0.0
+                        scale = float(expected.detach().abs().max()) + 1
+                        if not error < 1e-9 * scale:
+                            problem += f"outputs differ by {error:.1e}; "
+                        for (key, ours), theirs in zip(conv.named_parameters(), reference.parameters()):
+                            if theirs.grad is None:
+                                continue
+                            total = torch.zeros_like(ours) if ours.grad is None else ours.grad.clone()
+                            world.all_reduce_(total)
+                            error = float((total - theirs.grad).abs().max())
+                            if not error < 1e-9 * (float(theirs.grad.abs().max()) + 1):
+                                problem += f"gradient of {key} differs by {error:.1e}; "
+                    binding.release()
+                    if problem:
+                        found[f"{name}[{number}] train={train}"] = problem
+    finally:
+        world.close()
+    return found
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+@pytest.mark.parametrize("name", RECIPES)
+def test_exact(ranks, name, world_size):
+    assert ranks.run(world_size, compare, [name]) == [{}] * world_size
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_refused_by_name(name, monkeypatch):
+    """Most cannot be built here without their extras: a module of that class is enough to be recognised."""
+    kind = getattr(torch_geometric.nn.conv, name)
+    conv = kind.__new__(kind)
+    torch.nn.Module.__init__(conv)
+    from lightning_gnn.nn.bind import check_module
+
+    with pytest.raises(UnsupportedModelError, match=rf"'0' \({name}\) is not exact on a part of a graph: "):
+        check_module(torch.nn.Sequential(conv))
+
+
+def test_the_published_table_is_current():
+    text = (Path(__file__).parent.parent / "docs" / "convs.md").read_text()
+    for kind in ADAPTERS:
+        assert f"| `{kind.__name__}` | exact |" in text, kind.__name__
+    for name, reason in REFUSED.items():
+        assert f"| `{name}` | refused: {reason} |" in text, name
+
+
+def test_every_exported_conv_has_an_answer():
+    exported = set(torch_geometric.nn.conv.__all__) - ABSTRACT
+    answered = {kind.__name__ for kind in ADAPTERS} | set(REFUSED)
+    assert exported <= answered, f"no answer for {sorted(exported - answered)}"
+    untested = {kind.__name__ for kind in ADAPTERS} - set(RECIPES) - {"CommNetConv"}
+    assert not untested, f"said to be exact, but not compared: {sorted(untested)}"
