@@ -55,10 +55,9 @@ REFUSED = {
     "aggregation": (lambda: OwnConv(4, 4, aggr=pyg_nn.LSTMAggregation(4, 4)), "supported are sum, mean, max, min"),
     "both": (lambda: BothWays(), "'x' in its message function both per node and per edge"),
     "lazy": (lambda: GCNConv(-1, 4), "does not know its input columns yet"),
-    "batch norm": (lambda: torch.nn.BatchNorm1d(4), "takes statistics over all nodes"),
-    "pyg batch norm": (lambda: pyg_nn.BatchNorm(4), "takes statistics over all nodes"),
-    "pair norm": (lambda: pyg_nn.PairNorm(), "takes statistics over all nodes"),
-    "graph layer norm": (lambda: pyg_nn.LayerNorm(4), "mode='node'"),
+    "batch norm of pictures": (lambda: torch.nn.BatchNorm2d(4), "takes statistics over all nodes"),
+    "batch norm of one row": (lambda: pyg_nn.BatchNorm(4, allow_single_element=True), "allow_single_element=True"),
+    "batch norm by type": (lambda: pyg_nn.HeteroBatchNorm(4, num_types=2), "takes statistics over all nodes"),
     "pooling": (lambda: pyg_nn.TopKPooling(4), "pools over nodes|not known to be exact"),
 }
 
@@ -113,14 +112,18 @@ def test_bound_twice_is_refused(context):
         bound(model, context)
 
 
-def test_copies_are_bound_too(context):
-    model = bound(build("gat").double(), context)
+@pytest.mark.parametrize("name", ["gat", "own", "transformer", "batch_norm"])
+def test_copies_are_bound_too(context, name):
+    model = torch.nn.BatchNorm1d(FEATURES) if name == "batch_norm" else build(name)
+    bound(model.double(), context)
     twin = copy.deepcopy(model)
     with torch.no_grad():
         for parameter in twin.parameters():
             parameter.zero_()
-    out = twin(context.x, context.edge_index)
-    assert float(out.abs().sum()) == 0.0  # the copy's own weights, not the original's
+    out = twin(context.x) if name == "batch_norm" else twin(context.x, context.edge_index)
+    assert float(out.detach().abs().sum()) == 0.0  # the copy's own weights, not the original's
+    if name == "batch_norm":
+        assert int(twin.num_batches_tracked) == 1 and int(model.num_batches_tracked) == 0
 
 
 def test_edges_of_a_step_work_beside_the_batch_own(context):

@@ -321,7 +321,7 @@ def refused(rank: int, world_size: int, kind: str) -> None:
     if kind == "sync_batchnorm":
         trainer["sync_batchnorm"] = True
     if kind == "batchnorm":
-        module.norm = torch.nn.BatchNorm1d(4)
+        module.norm = torch.nn.BatchNorm2d(4)
     if kind == "overridden_loader":
         fit["datamodule"].train_dataloader = lambda: torch.utils.data.DataLoader([1, 2])
     quiet_trainer(DGCLStrategy(**strategy), world_size, **trainer).fit(module, **fit)
@@ -335,7 +335,7 @@ def refused(rank: int, world_size: int, kind: str) -> None:
         ("lbfgs", "LBFGS"),
         ("none", "training_step returned None"),
         ("sync_batchnorm", "sync_batchnorm=False"),
-        ("batchnorm", "'norm' (BatchNorm1d) takes statistics over all nodes"),
+        ("batchnorm", "'norm' (BatchNorm2d) takes statistics over all nodes"),
     ],
 )
 def test_refused_with_a_way_out(ranks, kind, words):

@@ -129,6 +129,10 @@ class HaloExchange:
             "output first: it may have stopped, be slower than the deadline, or have taken another branch of the code."
         )
 
+    def sum_over_ranks(self, x: Tensor, operation: str) -> Tensor:
+        """Returns the sum of equal-shaped tensors of all ranks, bit-identical on every rank; errors name `operation`."""
+        return self.world.all_reduce_(x.clone(), operation)
+
     def expand(self, x: Tensor, layer: str, dim: int = 0) -> Tensor:
         """Returns S x, differentiable: owned rows first, halo rows after them.
 

@@ -1,4 +1,4 @@
-"""Binding: makes the convs of an unmodified model read their halo rows through an exchange, and undoes it.
+"""Binding: makes the convs and norms of an unmodified model see all ranks through an exchange, and undoes it.
 
 Layer by layer, ``Z = A S H``: for every argument that `message` or `edge_update` reads at an edge's source
 (``x_j``), the bound conv replaces ``x`` by ``(S x, x)`` before PyG lifts rows to edges. What travels is what the layer
@@ -19,6 +19,7 @@ from torch_geometric.nn import MessagePassing, aggr
 from lightning_gnn.nn import pyg
 from lightning_gnn.nn.adapters import ADAPTERS, LINEAR_MESSAGES, REFUSED
 from lightning_gnn.nn.context import GraphContext, UnsupportedModelError
+from lightning_gnn.nn.norms import NORMS, STATE, Statistics, global_forward
 
 # Aggregations over the edges of one node, all of which its owner holds.
 _AGGREGATIONS = (
@@ -34,18 +35,11 @@ _AGGREGATIONS = (
     aggr.MedianAggregation,
 )
 
-# Modules that look at all nodes at once; on a part of the graph they would compute something else.
+# Modules that look at all nodes at once and have no form over ranks, unlike those in `norms.NORMS`.
 _ACROSS_NODES = (
     torch.nn.modules.batchnorm._BatchNorm,
     torch.nn.modules.instancenorm._InstanceNorm,
-    pyg_nn.norm.BatchNorm,
     pyg_nn.norm.HeteroBatchNorm,
-    pyg_nn.norm.InstanceNorm,
-    pyg_nn.norm.GraphNorm,
-    pyg_nn.norm.GraphSizeNorm,
-    pyg_nn.norm.PairNorm,
-    pyg_nn.norm.MeanSubtractionNorm,
-    pyg_nn.norm.DiffGroupNorm,
 )
 
 
@@ -55,18 +49,15 @@ class _BoundConv:
 
     context: GraphContext
     layer: str
-    methods: dict[str, Any] = field(default_factory=dict)
-    """The conv's own methods, before wrapping."""
+    functions: dict[str, Any] = field(default_factory=dict)
+    """The conv's own methods before wrapping, as functions of the conv: a copy of it calls them on itself."""
 
     def __deepcopy__(self, memo: dict[int, Any]) -> _BoundConv:
         return self
 
 
-_STATE = "_lightning_gnn"
-
-
 class Binding:
-    """Binds every conv of `module` to a rank's graph; :meth:`release` undoes it.
+    """Binds every conv and norm of `module` to a rank's graph; :meth:`release` undoes it.
 
     Args:
         module: any module with PyG convs in it. Parameters, buffers and ``state_dict`` stay as they are.
@@ -78,48 +69,51 @@ class Binding:
 
     def __init__(self, module: torch.nn.Module, context: GraphContext) -> None:
         check_module(module)
-        self._bound: list[tuple[MessagePassing, dict[str, Any]]] = []
+        self._bound: list[tuple[torch.nn.Module, dict[str, Any]]] = []
         try:
-            for name, conv in _convs(module):
-                self._bind(conv, name, context)
+            for name, child in module.named_modules():
+                if isinstance(child, MessagePassing):
+                    self._bind(child, name, context)
+                elif (forward := global_forward(child)) is not None:
+                    object.__setattr__(child, STATE, Statistics(context.exchange, name))
+                    self._patch(child, {"forward": types.MethodType(forward, child)})
         except BaseException:
             self.release()
             raise
 
     def _bind(self, conv: MessagePassing, layer: str, context: GraphContext) -> None:
-        if _STATE in conv.__dict__:
+        if STATE in conv.__dict__:
             raise RuntimeError(
                 f"'{layer}' is bound to a graph already: is the model in another Trainer that still runs?"
             )
         state = _BoundConv(context, layer)
         names = ["propagate"] + (["edge_updater"] if pyg.implements_edge_update(conv) else [])
-        state.methods = {name: getattr(conv, name) for name in names}
+        state.functions = {name: getattr(conv, name).__func__ for name in names}
         adapter = _adapter_of(conv)
         patched = adapter(conv, context, layer) if adapter is not None else {}
         patched["propagate"] = types.MethodType(_propagate, conv)
         if "edge_updater" in names:
             patched["edge_updater"] = types.MethodType(_edge_updater, conv)
-        before = {name: conv.__dict__[name] for name in patched if name in conv.__dict__}
-        self._bound.append((conv, {name: before.get(name) for name in patched}))
         pyg.clear_caches(conv)
-        object.__setattr__(conv, _STATE, state)
-        for name, method in patched.items():
-            object.__setattr__(conv, name, method)
+        object.__setattr__(conv, STATE, state)
+        self._patch(conv, patched)
+
+    def _patch(self, module: torch.nn.Module, methods: dict[str, Any]) -> None:
+        self._bound.append((module, {name: module.__dict__.get(name) for name in methods}))
+        for name, method in methods.items():
+            object.__setattr__(module, name, method)
 
     def release(self) -> None:
-        """Gives every conv its own methods back."""
-        for conv, before in self._bound:
+        """Gives every module its own methods back."""
+        for module, before in self._bound:
             for name, method in before.items():
-                conv.__dict__.pop(name, None)
+                module.__dict__.pop(name, None)
                 if method is not None:
-                    object.__setattr__(conv, name, method)
-            conv.__dict__.pop(_STATE, None)
-            pyg.clear_caches(conv)
+                    object.__setattr__(module, name, method)
+            module.__dict__.pop(STATE, None)
+            if isinstance(module, MessagePassing):
+                pyg.clear_caches(module)
         self._bound = []
-
-
-def _convs(module: torch.nn.Module) -> list[tuple[str, MessagePassing]]:
-    return [(name, child) for name, child in module.named_modules() if isinstance(child, MessagePassing)]
 
 
 def _adapter_of(conv: MessagePassing) -> Any:
@@ -136,15 +130,14 @@ def check_module(module: torch.nn.Module) -> None:
         where = f"'{name}' ({type(child).__name__})"
         if isinstance(child, MessagePassing):
             _check_conv(where, child)
-        elif isinstance(child, _ACROSS_NODES):
+        elif isinstance(child, _ACROSS_NODES) and not isinstance(child, tuple(NORMS)):
             raise UnsupportedModelError(
-                f"{where} takes statistics over all nodes, which are not on one rank. "
-                "Use torch.nn.LayerNorm, or PyG's norm='layer_norm' with norm_kwargs={'mode': 'node'}."
+                f"{where} takes statistics over all nodes, which are not on one rank. Use torch.nn.BatchNorm1d or one of PyG's "
+                "norms for nodes, whose statistics are taken over all ranks."
             )
-        elif isinstance(child, pyg_nn.norm.LayerNorm) and child.mode == "graph":
+        elif isinstance(child, pyg_nn.norm.BatchNorm) and child.allow_single_element:
             raise UnsupportedModelError(
-                f"{where} has mode='graph': it normalises over all nodes, which are not on one rank. "
-                "Use LayerNorm(..., mode='node')."
+                f"{where} has allow_single_element=True, and would treat a rank with one node differently. Set it to False."
             )
         elif type(child).__name__ in REFUSED and type(child).__module__.startswith("torch_geometric.nn.conv"):
             _refuse(where, type(child))
@@ -205,7 +198,7 @@ def _check_conv(where: str, conv: MessagePassing) -> None:
 
 def _propagate(self: MessagePassing, edge_index: Tensor, size: Any = None, **kwargs: Any) -> Tensor:
     """`propagate` of a bound conv; SpMM where messages are linear and edges last, else PyG's own over (S x, x)."""
-    state: _BoundConv = self.__dict__[_STATE]
+    state: _BoundConv = self.__dict__[STATE]
     context = state.context
     if not isinstance(edge_index, Tensor) or edge_index.layout != torch.strided:
         raise UnsupportedModelError(
@@ -216,14 +209,14 @@ def _propagate(self: MessagePassing, edge_index: Tensor, size: Any = None, **kwa
         return out
     lifted = _with_halo(self, state, kwargs, *pyg.lifted_arguments(self)[:2])
     size = (context.num_owned + context.num_halo, context.num_owned)
-    return state.methods["propagate"](edge_index, size=size, **lifted)
+    return state.functions["propagate"](self, edge_index, size=size, **lifted)
 
 
 def _edge_updater(self: MessagePassing, edge_index: Tensor, size: Any = None, **kwargs: Any) -> Any:
     """`edge_updater` of a bound conv: PyG's own over (S x, x)."""
-    state: _BoundConv = self.__dict__[_STATE]
+    state: _BoundConv = self.__dict__[STATE]
     lifted = _with_halo(self, state, kwargs, *pyg.lifted_edge_arguments(self)[:2])
-    return state.methods["edge_updater"](edge_index, size=size, **lifted)
+    return state.functions["edge_updater"](self, edge_index, size=size, **lifted)
 
 
 def _linear(conv: MessagePassing, state: _BoundConv, edge_index: Tensor, kwargs: dict[str, Any]) -> Tensor | None:

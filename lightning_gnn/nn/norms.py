@@ -1,0 +1,169 @@
+"""Normalisation over all nodes, or edges, of all ranks: the statistics that one device would take.
+
+Every row is on one rank, so sums over ranks of sums over rows are exact. The backward of a sum over ranks is a sum over ranks:
+each rank's output depends on every rank's rows. N rows of this rank, F columns.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch_geometric import nn as pyg_nn
+
+from lightning_gnn.nn.context import Exchange, UnsupportedModelError
+
+Forward = Callable[..., Tensor]
+
+
+class _SumOverRanks(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, exchange: Exchange, layer: str) -> Tensor:
+        ctx.exchange, ctx.layer = exchange, layer
+        return exchange.sum_over_ranks(x, f"Statistics of layer '{layer}'")
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        return ctx.exchange.sum_over_ranks(grad, f"Gradients of the statistics of layer '{ctx.layer}'"), None, None
+
+
+STATE = "_lightning_gnn"
+"""The attribute that holds what a bound module knows of its rank."""
+
+
+class Statistics:
+    """Sums over the rows of all ranks, differentiable; shared, not copied, when the model is copied."""
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Statistics:
+        return self
+
+    def __init__(self, exchange: Exchange, layer: str) -> None:
+        self._exchange, self.layer = exchange, layer
+
+    def total(self, x: Tensor) -> Tensor:
+        """Returns the sum of `x` over ranks."""
+        return _SumOverRanks.apply(x, self._exchange, self.layer)
+
+    def mean(self, x: Tensor, dims: tuple[int, ...]) -> tuple[Tensor, Tensor]:
+        """Returns the mean of `x` over `dims` of all ranks, dims kept, and how many values each mean is of. One message."""
+        own = x.sum(dims, keepdim=True)
+        count = x.new_full((1,), x.numel() // max(own.numel(), 1) if x.numel() else 0)
+        summed = self.total(torch.cat([own.reshape(-1), count]))
+        count = summed[-1].detach()
+        return (summed[:-1] / count.clamp(min=1)).view(own.shape), count
+
+
+def _wide(x: Tensor) -> Tensor:
+    """Returns `x` in at least float32, in which statistics are taken."""
+    return x if x.dtype in (torch.float32, torch.float64) else x.float()
+
+
+def _only_graph(batch: Any, layer: str) -> None:
+    if batch is not None:
+        raise UnsupportedModelError(
+            f"'{layer}' was given a batch vector: statistics per graph of a batch are not supported, only those of one graph."
+        )
+
+
+def _batch_norm(norm: Any, x: Tensor) -> Tensor:
+    take: Statistics = norm.__dict__[STATE]
+    if not norm.training and norm.running_mean is not None:
+        return type(norm).forward(norm, x)
+    norm._check_input_dim(x)
+    wide = _wide(x)
+    dims = tuple(dim for dim in range(x.dim()) if dim != 1)
+    mean, count = take.mean(wide, dims)
+    if norm.training and count <= 1:
+        raise ValueError(f"Expected more than 1 value per channel when training, got {int(count)} on all ranks")
+    centred = wide - mean
+    variance, _ = take.mean(centred.square(), dims)
+    if norm.training and norm.track_running_stats:
+        norm.num_batches_tracked.add_(1)
+        factor = norm.momentum if norm.momentum is not None else 1.0 / float(norm.num_batches_tracked)
+        unbiased = variance.detach() * (count / (count - 1))
+        for running, value in ((norm.running_mean, mean.detach()), (norm.running_var, unbiased)):
+            running.lerp_(value.reshape(-1).to(running.dtype), factor)
+    out = centred * (variance + norm.eps).rsqrt()
+    if norm.affine:
+        shape = [-1 if dim == 1 else 1 for dim in range(x.dim())]
+        out = out * norm.weight.view(shape) + norm.bias.view(shape)
+    return out.to(x.dtype)
+
+
+def _instance_norm(norm: Any, x: Tensor, batch: Tensor | None = None, batch_size: int | None = None) -> Tensor:
+    take: Statistics = norm.__dict__[STATE]
+    _only_graph(batch, take.layer)
+    if not norm.training and norm.track_running_stats:
+        return type(norm).forward(norm, x)
+    mean, count = take.mean(x, (0,))
+    centred = x - mean
+    variance, _ = take.mean(centred.square(), (0,))
+    if norm.training and norm.running_mean is not None:
+        unbiased = variance.detach() * (count / (count - 1))
+        for running, value in ((norm.running_mean, mean.detach()), (norm.running_var, unbiased)):
+            running.lerp_(value.reshape(-1), norm.momentum)
+    out = centred * (variance + norm.eps).rsqrt()
+    return out if norm.weight is None else out * norm.weight + norm.bias
+
+
+def _graph_norm(norm: Any, x: Tensor, batch: Tensor | None = None, batch_size: int | None = None) -> Tensor:
+    take: Statistics = norm.__dict__[STATE]
+    _only_graph(batch, take.layer)
+    mean, _ = take.mean(x, (0,))
+    out = x - mean * norm.mean_scale
+    variance, _ = take.mean(out.square(), (0,))
+    return norm.weight * out / (variance + norm.eps).sqrt() + norm.bias
+
+
+def _pair_norm(norm: Any, x: Tensor, batch: Tensor | None = None, batch_size: int | None = None) -> Tensor:
+    take: Statistics = norm.__dict__[STATE]
+    _only_graph(batch, take.layer)
+    mean, _ = take.mean(x, (0,))
+    x = x - mean
+    if norm.scale_individually:
+        return norm.scale * x / (norm.eps + x.norm(2, -1, keepdim=True))
+    square, _ = take.mean(x.square().sum(-1, keepdim=True), (0,))
+    return norm.scale * x / (norm.eps + square).sqrt()
+
+
+def _mean_subtraction(norm: Any, x: Tensor, batch: Tensor | None = None, dim_size: int | None = None) -> Tensor:
+    take: Statistics = norm.__dict__[STATE]
+    _only_graph(batch, take.layer)
+    return x - take.mean(x, (0,))[0]
+
+
+def _layer_norm(norm: Any, x: Tensor, batch: Tensor | None = None, batch_size: int | None = None) -> Tensor:
+    take: Statistics = norm.__dict__[STATE]
+    _only_graph(batch, take.layer)
+    mean, _ = take.mean(x, (0, 1))
+    x = x - mean
+    variance, _ = take.mean(x.square(), (0, 1))
+    out = x / (variance.sqrt() + norm.eps)
+    return out if norm.weight is None else out * norm.weight + norm.bias
+
+
+def _graph_size(norm: Any, x: Tensor, batch: Tensor | None = None, batch_size: int | None = None) -> Tensor:
+    take: Statistics = norm.__dict__[STATE]
+    _only_graph(batch, take.layer)
+    return x * take.total(x.new_full((1,), len(x))).rsqrt()
+
+
+NORMS: dict[type[torch.nn.Module], Forward] = {
+    torch.nn.BatchNorm1d: _batch_norm,
+    pyg_nn.norm.GraphNorm: _graph_norm,
+    pyg_nn.norm.GraphSizeNorm: _graph_size,
+    pyg_nn.norm.InstanceNorm: _instance_norm,
+    pyg_nn.norm.LayerNorm: _layer_norm,
+    pyg_nn.norm.MeanSubtractionNorm: _mean_subtraction,
+    pyg_nn.norm.PairNorm: _pair_norm,
+}
+"""By class, the forward of a bound norm. PyG's BatchNorm and DiffGroupNorm hold a BatchNorm1d and need nothing."""
+
+
+def global_forward(module: torch.nn.Module) -> Forward | None:
+    """Returns the forward with statistics over all ranks; None for a module that looks at one row at a time."""
+    if isinstance(module, pyg_nn.norm.LayerNorm) and module.mode == "node":
+        return None
+    return next((NORMS[kind] for kind in type(module).__mro__ if kind in NORMS), None)
