@@ -48,6 +48,8 @@ def _serve(connection: Any, rank: int) -> None:
             connection.send(("done", function(rank, world_size, *args, **kwargs)))
         except BaseException as error:
             connection.send(("failed", f"{type(error).__name__}: {error}", traceback.format_exc()))
+        if torch.distributed.is_initialized():  # Lightning's DDP leaves its group behind
+            torch.distributed.destroy_process_group()
 
 
 class RankFailed(AssertionError):
