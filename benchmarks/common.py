@@ -53,6 +53,17 @@ def planted_weights(path: str) -> list[torch.Tensor]:
     return [torch.from_numpy(arrays[name]) for name in ("W1", "W2")]
 
 
+QUIET: dict[str, Any] = {
+    "accelerator": "cpu",
+    "logger": False,
+    "enable_checkpointing": False,
+    "enable_progress_bar": False,
+    "enable_model_summary": False,
+    "log_every_n_steps": 1,
+}
+"""Trainer options of a measured run."""
+
+
 class PeakMemory:
     """The most memory that this process held above what it held when this was made (make it after the imports)."""
 

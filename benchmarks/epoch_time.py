@@ -17,7 +17,7 @@ from typing import Any
 import lightning as L
 import torch
 import torch.nn.functional as F
-from common import PLANTED_LOSSES, PeakMemory, load_planted, planted_file, planted_weights, report, run_row
+from common import PLANTED_LOSSES, QUIET, PeakMemory, load_planted, planted_file, planted_weights, report, run_row
 from torch_geometric.nn import GCNConv
 from torch_geometric.nn.models import GCN
 
@@ -90,14 +90,9 @@ def dgcl(path: str, ranks: int, epochs: int) -> dict[str, Any] | None:
     trainer = L.Trainer(
         strategy=strategy,
         devices=ranks,
-        accelerator="cpu",
         max_epochs=epochs,
+        **QUIET,
         callbacks=[clock],
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        log_every_n_steps=1,
         limit_val_batches=0,
     )
     own: dict[str, Any] = {}

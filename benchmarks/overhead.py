@@ -20,7 +20,7 @@ from typing import Any
 import lightning as L
 import torch
 import torch.nn.functional as F
-from common import SHARED, report, run_row
+from common import QUIET, SHARED, report, run_row
 from torch_geometric.datasets import Planetoid
 from torch_geometric.nn.models import GCN
 
@@ -58,14 +58,9 @@ def trained(root: str, strategy: str, ranks: int, epochs: int) -> dict[str, Any]
     trainer = L.Trainer(
         strategy=DGCLStrategy() if strategy == "dgcl" else strategy,
         devices=ranks,
-        accelerator="cpu",
         max_epochs=epochs,
+        **QUIET,
         callbacks=[clock],
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        log_every_n_steps=1,
         limit_val_batches=0,
     )
     trainer.fit(NodeClassifier(model()), datamodule=GraphDataModule(Planetoid(root, "Cora")))

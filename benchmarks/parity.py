@@ -21,7 +21,7 @@ import lightning as L
 import torch
 import torch.nn.functional as F
 import torch_geometric.datasets as D
-from common import SHARED, report, run_row
+from common import QUIET, SHARED, report, run_row
 from torch_geometric.data import Data
 from torch_geometric.nn.models import GAT, GCN, GIN, GraphSAGE
 from torchmetrics.classification import MulticlassAccuracy, MulticlassAUROC, MulticlassF1Score
@@ -118,13 +118,9 @@ def runs(graph: str, root: str, order: int, strategy: str, ranks: int, epochs: i
             trainer = L.Trainer(
                 strategy=DGCLStrategy(timeout=300) if strategy == "dgcl" else strategy,
                 devices=ranks,
-                accelerator="cpu",
                 max_epochs=epochs,
+                **QUIET,
                 callbacks=[losses],
-                logger=False,
-                enable_checkpointing=False,
-                enable_progress_bar=False,
-                enable_model_summary=False,
                 num_sanity_val_steps=0,
             )
             trainer.fit(wrapped, datamodule=data)

@@ -276,6 +276,11 @@ def test_dotted_path_is_not_even_loaded_again(tmp_path, monkeypatch):
     assert module()._ensure_stored(layout) != first
 
 
+def test_a_path_that_cannot_be_imported_says_so(tmp_path):
+    with pytest.raises(ValueError, match="cannot be imported"):
+        GraphDataModule("no.such.module", store=tmp_path)._ensure_stored(LayoutSpec("edge_cut", 2))
+
+
 def test_failing_subprocess_says_which_source(tmp_path, capfd):
     module = GraphDataModule("test_datamodule.make_small", {"file": str(tmp_path / "none")}, store=tmp_path)
     with pytest.raises(RuntimeError, match="partitioning test_datamodule.make_small failed"):

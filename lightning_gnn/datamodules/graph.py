@@ -197,27 +197,35 @@ class GraphDataModule(L.LightningDataModule):
 
     def _ensure_stored(self, layout: LayoutSpec) -> str:
         """Returns the folder's name under the store, partitioning only if no earlier run has. Rank 0 of each machine."""
-        options = [layout.kind, layout.parts, self._partition_key(), self.seed, FORMAT]
-        described = None
-        if isinstance(self.source, str):
-            described = lambda: description_key(self.source, self.source_args, [self.split, self.split_column, options])  # noqa: E731
-            known = self._remembered(described())
-            if known is not None:
-                return known
-        if described is not None and isinstance(self.partition, str) and described() is not None:
+        known = self._remembered(self._description_key(layout))
+        if known is not None:
+            return known
+        if self._description_key(layout) is not None and isinstance(self.partition, str):
             folder = self._build_in_subprocess(layout)
         else:
-            folder = self.build(layout, options)
-        if described is not None and (key := described()) is not None:
-            # Computed again: loading may have written processed files beside the raw ones.
+            folder = self.build(layout)
+        # Made again: loading may have written processed files beside the raw ones.
+        key = self._description_key(layout)
+        if key is not None:
             self._write_atomically(self.store / f"{key}.known", folder)
         return folder
 
-    def build(self, layout: LayoutSpec, options: Sequence[Any] | None = None) -> str:
+    def _options(self, layout: LayoutSpec) -> list[Any]:
+        """Returns what decides the stored form of a graph, beside the graph."""
+        return [layout.kind, layout.parts, self._partition_key(), self.seed, FORMAT]
+
+    def _description_key(self, layout: LayoutSpec) -> str | None:
+        """Returns a key for a source given by its path, without loading it; None for other sources."""
+        if not isinstance(self.source, str):
+            return None
+        return description_key(self.source, self.source_args, [self.split, self.split_column, self._options(layout)])
+
+    def build(self, layout: LayoutSpec) -> str:
         """Loads and partitions the graph in this process, unless the store holds it; returns the folder's name."""
-        options = options or [layout.kind, layout.parts, self._partition_key(), self.seed, FORMAT]
         data = self.load()
-        digest = hashlib.blake2b(json.dumps([graph_key(data), options]).encode(), digest_size=12).hexdigest()
+        digest = hashlib.blake2b(
+            json.dumps([graph_key(data), self._options(layout)]).encode(), digest_size=12
+        ).hexdigest()
         name = f"{layout.kind}-{layout.parts}-{digest}"
         folder = self.store / name
         with self._lock(name):

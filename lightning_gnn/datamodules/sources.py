@@ -227,8 +227,11 @@ def description_key(source: str, args: Mapping[str, Any] | None, split: Any) -> 
     except TypeError:
         return None
     digest = hashlib.blake2b(described.encode(), digest_size=16)
-    code = importlib.util.find_spec(source.rpartition(".")[0])
     named = [value for value in (args or {}).values() if isinstance(value, str)]
+    try:
+        code = importlib.util.find_spec(source.rpartition(".")[0])
+    except (ImportError, ValueError):
+        return None  # load_source says what is wrong with it
     for path in map(Path, [*named, *([code.origin] if code is not None and code.origin else [])]):
         for file in sorted([path, *path.rglob("*")]) if path.exists() else []:
             if file.is_file():
