@@ -107,6 +107,33 @@ def test_ranks_end_with_their_parent(tmp_path):
     assert not finished.left_over
 
 
+ONE_DIES = """
+import os, lightning as L
+from torch_geometric.nn.models import GCN
+from lightning_gnn import GraphDataModule, NodeClassifier, planted_partition
+
+
+class Die(L.Callback):
+    def on_train_epoch_start(self, trainer, pl_module):
+        if trainer.current_epoch == 3 and trainer.global_rank == 1:
+            os.kill(os.getpid(), 9)
+
+
+if __name__ == "__main__":
+    data, model = GraphDataModule(planted_partition(2000)), NodeClassifier(GCN(32, 16, 2, 8))
+    options = dict(accelerator="cpu", max_epochs=-1, logger=False, enable_checkpointing=False, enable_progress_bar=False)
+    L.Trainer(strategy="dgcl", devices=2, callbacks=[Die()], **options).fit(model, datamodule=data)
+"""
+
+
+def test_a_rank_that_dies_is_named_and_ends_the_run(tmp_path):
+    (tmp_path / "dies.py").write_text(ONE_DIES)
+    finished = run(tmp_path / "dies.py", cwd=tmp_path, timeout=60)
+    assert finished.code not in (0, None)
+    assert "on rank 0: rank 1 has ended" in finished.output
+    assert not finished.left_over
+
+
 def command_line(folder: Path, config: str, *options: str) -> Finished:
     """Fits on the small graph by the command line, with one of the configs of this repository."""
     return run(
