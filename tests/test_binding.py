@@ -47,10 +47,7 @@ class BothWays(MessagePassing):
 
 
 REFUSED = {
-    "unknown conv": (
-        lambda: pyg_nn.ChebConv(4, 4, 2),
-        r"'layers.0' \(ChebConv\) is not exact .* out-degrees",
-    ),
+    "refused conv": (lambda: pyg_nn.WLConv(), r"'layers.0' \(WLConv\) is not exact .* colours"),
     "out-edges": (lambda: GCNConv(4, 4, flow="target_to_source"), "needs the out-edges"),
     "aggregation": (lambda: OwnConv(4, 4, aggr=pyg_nn.LSTMAggregation(4, 4)), "supported are sum, mean, max, min"),
     "both": (lambda: BothWays(), "'x' in its message function both per node and per edge"),

@@ -82,6 +82,12 @@ RECIPES: dict[str, list[Recipe]] = {
     "APPNP": [(lambda: nn.APPNP(3, 0.1), plain), (lambda: nn.APPNP(2, 0.2, cached=True), weighted)],
     "ARMAConv": [(lambda: nn.ARMAConv(F, 5, num_stacks=2, num_layers=2), weighted)],
     "CGConv": [(lambda: nn.CGConv(F, A), attributed)],
+    "ChebConv": [
+        (lambda: nn.ChebConv(F, 5, K=3), weighted),
+        (lambda: nn.ChebConv(F, 5, K=2, normalization="rw"), plain),
+        (lambda: nn.ChebConv(F, 5, K=3, normalization=None), weighted),
+        (lambda: nn.ChebConv(F, 5, K=3, normalization=None), lambda c, g: c(g.x, g.edge_index, lambda_max=7.5)),
+    ],
     "ClusterGCNConv": [(lambda: nn.ClusterGCNConv(F, 5, diag_lambda=0.3), plain)],
     "DNAConv": [(lambda: nn.DNAConv(F, heads=2), lambda c, g: c(torch.stack([g.x, g.x0], 1), g.edge_index, g.w))],
     "EGConv": [

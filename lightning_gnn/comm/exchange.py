@@ -133,6 +133,10 @@ class HaloExchange:
         """Returns the sum of equal-shaped tensors of all ranks, bit-identical on every rank; errors name `operation`."""
         return self.world.all_reduce_(x.clone(), operation)
 
+    def max_over_ranks(self, x: Tensor, operation: str) -> Tensor:
+        """Returns the elementwise maximum of equal-shaped tensors of all ranks, on every rank; errors name `operation`."""
+        return self.world.all_gather(x, operation).amax(0)
+
     def expand(self, x: Tensor, layer: str, dim: int = 0) -> Tensor:
         """Returns S x, differentiable: owned rows first, halo rows after them.
 

@@ -12,7 +12,7 @@ from torch_geometric import nn as pyg_nn
 from torch_geometric.nn import MessagePassing
 
 from lightning_gnn.nn.commnet import CommNetConv, without_self_loops
-from lightning_gnn.nn.context import GraphContext
+from lightning_gnn.nn.context import GraphContext, UnsupportedModelError
 
 Adapter = Callable[[MessagePassing, GraphContext, str], dict[str, Any]]
 """Returns the methods to put on a conv while it is bound, by name; gets the conv, its rank's graph and its layer's name."""
@@ -55,6 +55,39 @@ def _commnet(conv: MessagePassing, context: GraphContext, layer: str) -> dict[st
     return {"forward": substitute(conv.forward, without_self_loops=without_loops)}
 
 
+def _cheb(conv: MessagePassing, context: GraphContext, layer: str) -> dict[str, Any]:
+    def norm(
+        self: MessagePassing,
+        edge_index: Tensor,
+        num_nodes: int,
+        edge_weight: Tensor | None,
+        normalization: str | None,
+        lambda_max: float | Tensor | None = None,
+        dtype: torch.dtype = torch.float32,
+        batch: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        """The Laplacian scaled to eigenvalues from -1 to 1, as ``ChebConv.__norm__``."""
+        context.check_rows(num_nodes, layer)
+        if batch is not None:
+            raise UnsupportedModelError(f"'{layer}' was given a batch vector; a graph over ranks is one graph.")
+
+        def compute() -> tuple[Tensor, Tensor]:
+            edges, weight = context.laplacian(layer, edge_index, edge_weight, normalization, dtype)
+            largest = lambda_max
+            if largest is None:
+                own = weight.max() if weight.numel() else weight.new_tensor(float("-inf"))
+                largest = 2.0 * context.exchange.max_over_ranks(own, f"Largest entry of the Laplacian of '{layer}'")
+            weight = 2.0 * weight / largest
+            weight = weight.masked_fill(weight == float("inf"), 0.0)
+            return edges, torch.where(edges[0] == edges[1], weight - 1, weight)
+
+        if isinstance(lambda_max, Tensor):
+            return compute()
+        return context.once(("Laplacian", normalization, lambda_max, dtype), edge_index, edge_weight, compute)
+
+    return {"__norm__": types.MethodType(norm, conv)}
+
+
 # Convs that normalise by degrees through `gcn_norm`, which would need those of halo rows.
 _NORMALISED = "APPNP ARMAConv DNAConv EGConv FAConv GCN2Conv GCNConv LGConv MixHopConv PDNConv SGConv SSGConv TAGConv"
 
@@ -67,13 +100,13 @@ WLConvContinuous"""
 
 ADAPTERS: dict[type[MessagePassing], Adapter | None] = {
     CommNetConv: _commnet,
+    pyg_nn.ChebConv: _cheb,
     **{getattr(pyg_nn, name): _gcn for name in _NORMALISED.split()},
     **{getattr(pyg_nn, name): None for name in _AS_THEY_ARE.split()},
 }
 """By conv class, its adapter; None for convs that need none. Subclasses are taken like the nearest class in here."""
 
 REFUSED: dict[str, str] = {
-    "ChebConv": "it needs out-degrees and the largest entry of the whole graph's Laplacian; TAGConv is close",
     "CuGraphGATConv": "it needs cuGraph's own graph; use GATConv",
     "CuGraphRGCNConv": "it needs cuGraph's own graph; use RGCNConv",
     "CuGraphSAGEConv": "it needs cuGraph's own graph; use SAGEConv",
@@ -98,6 +131,7 @@ REFUSED: dict[str, str] = {
 LINEAR_MESSAGES: dict[Callable[..., Tensor], str | None] = {
     MessagePassing.message: None,
     CommNetConv.message: None,
+    pyg_nn.ChebConv.message: "norm",
     pyg_nn.GINConv.message: None,
     pyg_nn.SAGEConv.message: None,
     **{

@@ -12,7 +12,7 @@ from typing import Any, Protocol, TypeVar
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
-from torch_geometric.utils import add_remaining_self_loops, scatter
+from torch_geometric.utils import add_remaining_self_loops, add_self_loops, remove_self_loops, scatter
 
 from lightning_gnn.kernels import CSR, spmm
 
@@ -36,6 +36,7 @@ class Exchange(Protocol):
     def start_return(self, halo_grad: Tensor, layer: str) -> Callable[[Tensor], None]: ...
     def expand(self, x: Tensor, layer: str, dim: int = 0) -> Tensor: ...
     def sum_over_ranks(self, x: Tensor, operation: str) -> Tensor: ...
+    def max_over_ranks(self, x: Tensor, operation: str) -> Tensor: ...
 
 
 @dataclass(frozen=True)
@@ -242,6 +243,36 @@ class GraphContext:
         scale = degree.pow(-0.5)
         scale = scale.masked_fill(scale == float("inf"), 0.0)
         return edge_index, self.expand(scale, layer)[source] * edge_weight * scale[target]
+
+    def out_degree(self, edge_index: Tensor, edge_weight: Tensor, layer: str) -> Tensor:
+        """Returns the sum of the weights of each owned node's out-edges, of which other ranks hold some, ``[N]``: S^T."""
+        rows = self.num_owned + self.num_halo
+        partial = scatter(edge_weight.detach(), edge_index[0], 0, dim_size=rows, reduce="sum")
+        degree = partial[: self.num_owned].clone()
+        self.exchange.start_return(partial[self.num_owned :].contiguous(), layer)(degree)
+        return degree
+
+    def laplacian(
+        self, layer: str, edge_index: Tensor, edge_weight: Tensor | None, normalization: str | None, dtype: torch.dtype
+    ) -> tuple[Tensor, Tensor]:
+        """Returns the rank's edges of the whole graph's Laplacian, as PyG's ``get_laplacian``; weights must be constant."""
+        edge_index, edge_weight = remove_self_loops(edge_index, edge_weight)
+        if edge_weight is None:
+            edge_weight = torch.ones(edge_index.size(1), dtype=dtype, device=edge_index.device)
+        if edge_weight.requires_grad:
+            raise UnsupportedModelError(
+                f"'{layer}' needs the degrees of edge weights that learn, which is not supported."
+            )
+        degree = self.out_degree(edge_index, edge_weight, layer)
+        loops, _ = add_self_loops(edge_index, num_nodes=self.num_owned)
+        if normalization is None:
+            return loops, torch.cat([-edge_weight, degree])
+        scale = degree.pow(-0.5 if normalization == "sym" else -1.0)
+        scale = scale.masked_fill(scale == float("inf"), 0.0)
+        weight = self.expand(scale, layer)[edge_index[0]] * edge_weight
+        if normalization == "sym":
+            weight = weight * scale[edge_index[1]]
+        return loops, torch.cat([-weight, weight.new_ones(self.num_owned)])
 
     def aggregate(self, x: Tensor, edge_index: Tensor, weight: Tensor | None, mean: bool, layer: str) -> Tensor | None:
         """Returns A S x, ``[N, F]``, by SpMM with the exchange behind it; None where edges or weights do not last.
