@@ -5,7 +5,16 @@ Importing this package registers the strategies: ``Trainer(strategy="dgcl")``.
 
 from lightning_gnn.datamodules import GraphDataModule, planted_partition
 from lightning_gnn.modules import NodeClassifier
-from lightning_gnn.nn import CommNet, CommNetConv
+from lightning_gnn.nn import (
+    CommNet,
+    CommNetConv,
+    UnsupportedModelError,
+    expand,
+    reduce,
+    register_adapter,
+    substitute,
+    sum_over_ranks,
+)
 from lightning_gnn.strategies import DGCLStrategy, GNNStrategy
 
 __version__ = "0.1.0"
@@ -17,5 +26,11 @@ __all__ = [
     "GNNStrategy",
     "GraphDataModule",
     "NodeClassifier",
+    "UnsupportedModelError",
+    "expand",
     "planted_partition",
+    "reduce",
+    "register_adapter",
+    "substitute",
+    "sum_over_ranks",
 ]

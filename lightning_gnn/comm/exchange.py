@@ -153,6 +153,37 @@ class HaloExchange:
             return self.expand(x.movedim(dim, 0).contiguous(), layer).movedim(0, dim)
         return _Expand.apply(x, self, layer)
 
+    def reduce(self, x: Tensor, layer: str) -> Tensor:
+        """Returns S^T x, differentiable: each owned row plus what other ranks hold for it in their halo rows.
+
+        Args:
+            x: ``[N + H, ...]``, owned rows first.
+            layer: named in errors and counted under.
+
+        Returns:
+            ``[N, ...]``.
+        """
+        if self.num_halo == 0 and len(self.send_rows) == 0:
+            return x
+        return _Reduce.apply(x, self, layer)
+
+
+def _with_halo(exchange: HaloExchange, x: Tensor, layer: str) -> Tensor:
+    """S: ``[N, ...]`` to ``[N + H, ...]``."""
+    out = x.new_empty((exchange.num_owned + exchange.num_halo, *x.shape[1:]))
+    wait = exchange.start_fetch(x, out[exchange.num_owned :], layer)
+    out[: exchange.num_owned] = x
+    wait()
+    return out
+
+
+def _halo_sent_home(exchange: HaloExchange, x: Tensor, layer: str) -> Tensor:
+    """S^T: ``[N + H, ...]`` to ``[N, ...]``."""
+    finish = exchange.start_return(x[exchange.num_owned :].contiguous(), layer)
+    own = x[: exchange.num_owned].clone()
+    finish(own)
+    return own
+
 
 class _Expand(torch.autograd.Function):
     """S as a concatenation, for code that indexes owned and halo rows alike; backward is S^T."""
@@ -160,17 +191,23 @@ class _Expand(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, exchange: HaloExchange, layer: str) -> Tensor:
         ctx.exchange, ctx.layer = exchange, layer
-        out = x.new_empty((exchange.num_owned + exchange.num_halo, *x.shape[1:]))
-        wait = exchange.start_fetch(x, out[exchange.num_owned :], layer)
-        out[: exchange.num_owned] = x
-        wait()
-        return out
+        return _with_halo(exchange, x, layer)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        exchange = ctx.exchange
-        finish = exchange.start_return(grad[exchange.num_owned :].contiguous(), ctx.layer)
-        own = grad[: exchange.num_owned].clone()
-        finish(own)
-        return own, None, None
+        return _halo_sent_home(ctx.exchange, grad, ctx.layer), None, None
+
+
+class _Reduce(torch.autograd.Function):
+    """S^T; backward is S."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, exchange: HaloExchange, layer: str) -> Tensor:
+        ctx.exchange, ctx.layer = exchange, layer
+        return _halo_sent_home(exchange, x, layer)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        return _with_halo(ctx.exchange, grad, ctx.layer), None, None

@@ -24,6 +24,17 @@ _stores: dict[tuple[str, str, int], dist.Store] = {}
 _groups_made: Counter[tuple[str, str, int]] = Counter()
 
 
+@contextmanager
+def no_process_group() -> Iterator[None]:
+    """Makes this process look as if it were alone: collectives raise at once where they would wait for other ranks."""
+    before = dist.GroupMember.WORLD
+    dist.GroupMember.WORLD = None
+    try:
+        yield
+    finally:
+        dist.GroupMember.WORLD = before
+
+
 class CommunicationError(RuntimeError):
     """Ranks could not exchange something: names the operation and, where known, the layer and the peer."""
 

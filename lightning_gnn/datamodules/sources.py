@@ -189,9 +189,14 @@ def _random_masks(y: Tensor | None, num_nodes: int, fractions: Sequence[float], 
 
 def num_labelled(y: Tensor | None, mask: Tensor) -> int:
     """Returns how many rows of `mask` count in a mean loss: those with a label; -1 marks a node without one."""
-    if y is None or y.is_floating_point() or y.dim() != 1:
-        return int(mask.sum())
-    return int((mask & (y >= 0)).sum())
+    return int(mask.sum() if y is None else (mask & is_labelled(y)).sum())
+
+
+def is_labelled(y: Tensor) -> Tensor:
+    """Returns which rows have a label, bool ``[N]``: -1 marks a node without one."""
+    if y.is_floating_point() or y.dim() != 1:
+        return torch.ones(y.size(0), dtype=torch.bool, device=y.device)
+    return y >= 0
 
 
 def num_classes(y: Tensor | None) -> int:

@@ -1,7 +1,20 @@
 """Models, and what makes any PyG model run on a part of a graph."""
 
+from lightning_gnn.nn.adapters import register_adapter, substitute
 from lightning_gnn.nn.bind import Binding
 from lightning_gnn.nn.commnet import CommNet, CommNetConv
 from lightning_gnn.nn.context import GraphContext, UnsupportedModelError
+from lightning_gnn.nn.helpers import expand, reduce, sum_over_ranks
 
-__all__ = ["Binding", "CommNet", "CommNetConv", "GraphContext", "UnsupportedModelError"]
+__all__ = [
+    "Binding",
+    "CommNet",
+    "CommNetConv",
+    "GraphContext",
+    "UnsupportedModelError",
+    "expand",
+    "reduce",
+    "register_adapter",
+    "substitute",
+    "sum_over_ranks",
+]

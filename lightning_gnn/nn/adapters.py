@@ -18,8 +18,42 @@ Adapter = Callable[[MessagePassing, GraphContext, str], dict[str, Any]]
 """Returns the methods to put on a conv while it is bound, by name; gets the conv, its rank's graph and its layer's name."""
 
 
+def register_adapter(kind: type[MessagePassing]) -> Callable[[Adapter], Adapter]:
+    """Decorates the adapter of a conv class, for a conv whose own code looks at more than its node's edges.
+
+    While a conv of that class, or a subclass without an adapter of its own, is bound, it has the methods that the adapter
+    returns. It takes precedence over what this package knows of the class. ``propagate`` and ``edge_updater`` are wrapped
+    in any case; a conv that only calls them needs no adapter. ::
+
+        @register_adapter(MyConv)
+        def _my_conv(conv, graph, layer):
+            def degree(index, num_nodes):
+                return graph.degree_of_sources(...)
+            return {"forward": substitute(conv.forward, degree=degree)}
+
+    Args:
+        kind: the conv class.
+
+    The adapter is called with the conv, its rank's :class:`~lightning_gnn.nn.context.GraphContext`, and the layer's name.
+
+    Raises:
+        TypeError: `kind` does not derive from MessagePassing.
+    """
+    if not (isinstance(kind, type) and issubclass(kind, MessagePassing)):
+        raise TypeError(f"register_adapter takes a class that derives from MessagePassing (got {kind!r}).")
+
+    def register(adapter: Adapter) -> Adapter:
+        ADAPTERS[kind] = adapter
+        return adapter
+
+    return register
+
+
 def substitute(method: Callable[..., Any], **names: Any) -> Callable[..., Any]:
-    """Returns a bound method with some global names of its function replaced, for this instance only."""
+    """Returns a bound method with some global names of its function replaced, for this instance only.
+
+    ``substitute(conv.forward, degree=mine)`` is ``conv.forward`` in which ``degree`` means ``mine``.
+    """
     function = method.__func__  # type: ignore[attr-defined]
     replaced = types.FunctionType(
         function.__code__,
@@ -88,6 +122,23 @@ def _cheb(conv: MessagePassing, context: GraphContext, layer: str) -> dict[str, 
     return {"__norm__": types.MethodType(norm, conv)}
 
 
+def _supergat(conv: MessagePassing, context: GraphContext, layer: str) -> dict[str, Any]:
+    def no_pairs(self: MessagePassing, edge_index: Tensor, *_: Any) -> Tensor:
+        return edge_index[:, :0]
+
+    def attention_loss(self: MessagePassing) -> Tensor:
+        raise UnsupportedModelError(
+            f"'{layer}' cannot take its attention loss over ranks, for which it samples pairs among all nodes. Leave "
+            "get_attention_loss() out."
+        )
+
+    return {
+        "positive_sampling": types.MethodType(no_pairs, conv),
+        "negative_sampling": types.MethodType(no_pairs, conv),
+        "get_attention_loss": types.MethodType(attention_loss, conv),
+    }
+
+
 # Convs that normalise by degrees through `gcn_norm`, which would need those of halo rows.
 _NORMALISED = "APPNP ARMAConv DNAConv EGConv FAConv GCN2Conv GCNConv LGConv MixHopConv PDNConv SGConv SSGConv TAGConv"
 
@@ -101,6 +152,7 @@ WLConvContinuous"""
 ADAPTERS: dict[type[MessagePassing], Adapter | None] = {
     CommNetConv: _commnet,
     pyg_nn.ChebConv: _cheb,
+    pyg_nn.SuperGATConv: _supergat,
     **{getattr(pyg_nn, name): _gcn for name in _NORMALISED.split()},
     **{getattr(pyg_nn, name): None for name in _AS_THEY_ARE.split()},
 }
@@ -120,7 +172,6 @@ REFUSED: dict[str, str] = {
     "MeshCNNConv": "it works on the edges of a mesh, not on nodes",
     "PANConv": "it multiplies the whole graph's adjacency with itself",
     "SplineConv": "its kernel is in compiled extras; use GMMConv",
-    "SuperGATConv": "it samples node pairs over all nodes; use GATv2Conv",
     "WLConv": "it hashes colours in an order that all nodes share",
     "XConv": "it finds neighbours among all nodes",
 }

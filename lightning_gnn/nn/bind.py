@@ -7,6 +7,7 @@ hands to `propagate`: rows after its linear map where it has one before.
 
 from __future__ import annotations
 
+import sys
 import types
 from dataclasses import dataclass, field
 from typing import Any
@@ -20,6 +21,7 @@ from lightning_gnn.nn import pyg
 from lightning_gnn.nn.adapters import ADAPTERS, LINEAR_MESSAGES, REFUSED
 from lightning_gnn.nn.context import GraphContext, UnsupportedModelError
 from lightning_gnn.nn.norms import NORMS, STATE, Statistics, global_forward
+from lightning_gnn.nn.readout import readout
 
 # Aggregations over the edges of one node, all of which its owner holds.
 _AGGREGATIONS = (
@@ -69,11 +71,18 @@ class Binding:
 
     def __init__(self, module: torch.nn.Module, context: GraphContext) -> None:
         check_module(module)
+        self.context = context
         self._bound: list[tuple[torch.nn.Module, dict[str, Any]]] = []
         try:
+            in_convs = {
+                id(part) for conv in module.modules() if isinstance(conv, MessagePassing) for part in conv.modules()
+            }
             for name, child in module.named_modules():
                 if isinstance(child, MessagePassing):
                     self._bind(child, name, context)
+                elif isinstance(child, aggr.Aggregation) and id(child) not in in_convs:
+                    object.__setattr__(child, STATE, Statistics(context.exchange, name))
+                    self._patch(child, {"forward": types.MethodType(readout, child)})
                 elif (forward := global_forward(child)) is not None:
                     object.__setattr__(child, STATE, Statistics(context.exchange, name))
                     self._patch(child, {"forward": types.MethodType(forward, child)})
@@ -101,7 +110,7 @@ class Binding:
     def _patch(self, module: torch.nn.Module, methods: dict[str, Any]) -> None:
         self._bound.append((module, {name: module.__dict__.get(name) for name in methods}))
         for name, method in methods.items():
-            object.__setattr__(module, name, method)
+            object.__setattr__(module, name, _left_eager(method))
 
     def release(self) -> None:
         """Gives every module its own methods back."""
@@ -116,6 +125,13 @@ class Binding:
         self._bound = []
 
 
+def _left_eager(method: Any) -> Any:
+    """Returns the method such that torch.compile leaves it alone: it communicates and runs kernels of our own."""
+    if "torch._dynamo" not in sys.modules:  # then nothing is compiled, and importing it takes seconds
+        return method
+    return types.MethodType(torch.compiler.disable(method.__func__), method.__self__)
+
+
 def _adapter_of(conv: MessagePassing) -> Any:
     """Returns the adapter of the nearest class that has one; a user's own conv needs none."""
     return next((ADAPTERS[kind] for kind in type(conv).__mro__ if kind in ADAPTERS), None)
@@ -128,6 +144,11 @@ def check_module(module: torch.nn.Module) -> None:
     """Raises :class:`UnsupportedModelError` naming the first module that is not exact on a part of a graph."""
     for name, child in module.named_modules():
         where = f"'{name}' ({type(child).__name__})"
+        if any(isinstance(parameter, torch.nn.UninitializedParameter) for parameter in child.parameters(recurse=False)):
+            raise UnsupportedModelError(
+                f"{where} does not know its input columns yet (-1). Give them, or run the model once on one device first: "
+                "model(data.x, data.edge_index)."
+            )
         if isinstance(child, MessagePassing):
             _check_conv(where, child)
         elif isinstance(child, _ACROSS_NODES) and not isinstance(child, tuple(NORMS)):
@@ -187,10 +208,6 @@ def _check_conv(where: str, conv: MessagePassing) -> None:
                 f"{where} reads '{both[0]}' in its message function both per node and per edge "
                 f"('{both[0]}_j' or '{both[0]}_i'). Pass the first under another name."
             )
-    if any(isinstance(parameter, torch.nn.UninitializedParameter) for parameter in conv.parameters()):
-        raise UnsupportedModelError(
-            f"{where} does not know its input columns yet (-1). Give them, or run the model once on one device first."
-        )
 
 
 # The wrapped methods ##########################################################

@@ -35,6 +35,7 @@ class Exchange(Protocol):
     def outgoing(self, shape: torch.Size, dtype: torch.dtype) -> Tensor: ...
     def start_return(self, halo_grad: Tensor, layer: str) -> Callable[[Tensor], None]: ...
     def expand(self, x: Tensor, layer: str, dim: int = 0) -> Tensor: ...
+    def reduce(self, x: Tensor, layer: str) -> Tensor: ...
     def sum_over_ranks(self, x: Tensor, operation: str) -> Tensor: ...
     def max_over_ranks(self, x: Tensor, operation: str) -> Tensor: ...
 
@@ -120,6 +121,14 @@ class GraphContext:
             raise UnsupportedModelError(
                 f"'{layer}' was given {rows} node rows, but this rank owns {self.num_owned}. Convs must be called with one "
                 "row per node of the batch, in its order."
+            )
+
+    def check_expanded_rows(self, rows: int, layer: str) -> None:
+        """Raises :class:`UnsupportedModelError` unless `layer` was given one row per owned and halo node."""
+        if rows != self.num_owned + self.num_halo:
+            raise UnsupportedModelError(
+                f"'{layer}' was given {rows} rows, but this rank has {self.num_owned} owned and {self.num_halo} halo nodes: "
+                "it takes one row for each, in the order of expand(x)."
             )
 
     # S ########################################################################

@@ -18,7 +18,9 @@ from lightning_gnn.nn.context import Exchange, UnsupportedModelError
 Forward = Callable[..., Tensor]
 
 
-class _SumOverRanks(torch.autograd.Function):
+class SumOverRanks(torch.autograd.Function):
+    """The sum of equal-shaped tensors of all ranks; its backward is the same sum of gradients."""
+
     @staticmethod
     def forward(ctx: Any, x: Tensor, exchange: Exchange, layer: str) -> Tensor:
         ctx.exchange, ctx.layer = exchange, layer
@@ -44,7 +46,11 @@ class Statistics:
 
     def total(self, x: Tensor) -> Tensor:
         """Returns the sum of `x` over ranks."""
-        return _SumOverRanks.apply(x, self._exchange, self.layer)
+        return SumOverRanks.apply(x, self._exchange, self.layer)
+
+    def largest(self, x: Tensor) -> Tensor:
+        """Returns the elementwise maximum of `x` over ranks, not differentiable."""
+        return self._exchange.max_over_ranks(x, f"Largest values of layer '{self.layer}'")
 
     def mean(self, x: Tensor, dims: tuple[int, ...]) -> tuple[Tensor, Tensor]:
         """Returns the mean of `x` over `dims` of all ranks, dims kept, and how many values each mean is of. One message."""

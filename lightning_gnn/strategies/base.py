@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import os
 from abc import ABC, abstractmethod
-from collections.abc import Generator, Mapping
-from contextlib import contextmanager
+from collections.abc import Generator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from datetime import timedelta
+from functools import partial
 from typing import Any, Literal
 
 import lightning.pytorch as pl
@@ -17,18 +18,22 @@ from lightning.fabric.utilities.rank_zero import rank_zero_only as fabric_rank_z
 from lightning.pytorch.accelerators import Accelerator
 from lightning.pytorch.plugins import Precision
 from lightning.pytorch.strategies import ParallelStrategy
-from lightning.pytorch.utilities.rank_zero import rank_zero_only
+from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_only, rank_zero_warn
 from torch import Tensor
 from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_gnn.callbacks.communication import CommunicationMetrics
+from lightning_gnn.checks.self_check import STAGES, SelfCheck, self_check
 from lightning_gnn.comm.group import World
 from lightning_gnn.comm.traffic import Meter
 from lightning_gnn.datamodules.graph import GraphDataModule, OneBatch
 from lightning_gnn.datamodules.sources import num_labelled
 from lightning_gnn.datamodules.store import Shard
 from lightning_gnn.nn.bind import Binding, check_module
+from lightning_gnn.nn.context import UnsupportedModelError
+from lightning_gnn.nn.helpers import graph_in_use
+from lightning_gnn.nn.loss import loss_scale
 from lightning_gnn.partition.layout import LayoutSpec
 from lightning_gnn.strategies.gradients import GradientSum
 from lightning_gnn.strategies.launcher import StartMethod, make_launcher
@@ -64,11 +69,13 @@ class GNNStrategy(ParallelStrategy):
             ranks are there already.
         loss_reduction: ``"mean"`` if the step's loss is a mean over the labelled nodes of the stage's mask, ``"sum"`` if it
             is a sum. A step that takes a mean over something else returns ``{"loss": loss, "loss_weight": count}``.
-        predictions: what ``trainer.predict`` returns for tensors with one row per node: ``"all"`` all nodes in original
-            order on every rank, ``"rank0"`` the same on rank 0 only, ``"shards"`` each rank's own rows (``batch.n_id``
-            tells which).
+        predictions: what ``trainer.predict`` returns for tensors with one row per node or per edge: ``"all"`` all rows in
+            original order on every rank, ``"rank0"`` the same on rank 0 only, ``"shards"`` each rank's own rows
+            (``batch.n_id`` and ``batch.e_id`` tell which).
         shared_memory: let CPU ranks on one machine exchange through shared memory; sockets otherwise.
         timeout: seconds after which a wait for another rank is an error that names operation, layer and rank.
+        self_check: before a stage starts, run its step on a small random graph, whole and split in two, and refuse a
+            model that gives other numbers on the parts.
     """
 
     strategy_name = "gnn"
@@ -81,6 +88,7 @@ class GNNStrategy(ParallelStrategy):
         predictions: Predictions = "all",
         shared_memory: bool = True,
         timeout: float = 1800.0,
+        self_check: bool = True,
         accelerator: Accelerator | None = None,
         parallel_devices: list[torch.device] | None = None,
         cluster_environment: ClusterEnvironment | None = None,
@@ -98,6 +106,7 @@ class GNNStrategy(ParallelStrategy):
         self.loss_reduction, self.predictions = loss_reduction, predictions
         self.shared_memory = shared_memory
         self.timeout = timedelta(seconds=timeout)
+        self.self_check = self_check
         self.num_nodes = 1
         self.meter = Meter()
         self._start_method: StartMethod = start_method
@@ -108,7 +117,8 @@ class GNNStrategy(ParallelStrategy):
         self._metrics: StandInMetrics | None = None
         self._gradients: GradientSum | None = None
         self._callback: CommunicationMetrics | None = None
-        self._loss_scale: float | Tensor = 1.0
+        self._loss_scale = 1.0
+        self._graph_in_use = ExitStack()
         self._random_state: Mapping[str, Any] | None = None
 
     # Devices and processes ####################################################
@@ -181,6 +191,7 @@ class GNNStrategy(ParallelStrategy):
             )
         check_module(module)
         shard = self._shard = self._take_shard(trainer)
+        self._check_itself(trainer)
         super().setup(trainer)
         for optimizer in self.optimizers:
             if isinstance(optimizer, torch.optim.LBFGS):
@@ -190,6 +201,8 @@ class GNNStrategy(ParallelStrategy):
 
         shard.batch.to(self.root_device)
         self._binding = self.scheme.bind(module, shard, self.world, self.meter)
+        self._graph_in_use = ExitStack()
+        self._graph_in_use.enter_context(graph_in_use(self._binding.context))
         self._gradients = GradientSum(self.world, [p for p in module.parameters() if p.requires_grad])
         self._logs = GlobalLogs(module, self.world)
         self._metrics = StandInMetrics(module, self.world)
@@ -213,6 +226,40 @@ class GNNStrategy(ParallelStrategy):
             )
         return shard
 
+    def _check_itself(self, trainer: pl.Trainer) -> None:
+        """Runs the self-check on the rank with most nodes to draw from, while the others wait for its outcome."""
+        if not self.self_check or self.world_size == 1:
+            return
+        stage, module, shard = trainer.state.fn, self.lightning_module, self._shard
+        assert shard is not None and module is not None and stage is not None
+        mask = STAGES[stage][1]
+        counts = shard.mask_counts[mask] if mask else shard.counts
+        checker = max(range(self.world_size), key=lambda rank: (counts[rank], shard.counts[rank]))
+        own: SelfCheck | None = None
+        if self.global_rank == checker:
+            bind = partial(self.scheme.bind, meter=Meter())
+            own = self_check(module, shard.batch, bind, stage, self.loss_reduction)
+        outcome = self.world.broadcast_object(own, checker)
+        assert outcome is not None
+        step = f"{type(module).__name__}.{STAGES[stage][0]}"
+        if outcome.not_run is not None:
+            rank_zero_warn(
+                f"The self-check could not run {step} on a small graph ({outcome.not_run}), so nothing is known about its "
+                f"numbers on {self.world_size} ranks. Compare a few epochs with devices=1."
+            )
+        elif outcome.problem is not None:
+            raise UnsupportedModelError(
+                f"{step} does not give the numbers of one device. The self-check ran it on a small random graph, whole and "
+                f"split in two: {outcome.problem}. Code that looks across nodes outside message passing does that, such as "
+                "x.mean(0), degree(...) or x[edge_index[0]]; expand, reduce and sum_over_ranks of lightning_gnn are made for "
+                f"it (docs/models.md). To train all the same: {type(self).__name__}(self_check=False)."
+            )
+        else:
+            rank_zero_info(
+                f"Self-check: {step} gives the same numbers on two parts of a small graph as on the whole "
+                f"({outcome.seconds:.2f} s)"
+            )
+
     def _seed_ranks(self) -> None:
         """Gives every rank random numbers of its own, so that dropout differs from rank to rank, all from one seed.
 
@@ -233,6 +280,7 @@ class GNNStrategy(ParallelStrategy):
         trainer = getattr(self.lightning_module, "_trainer", None)
         if self._callback is not None and trainer is not None:
             trainer.callbacks.remove(self._callback)
+        self._graph_in_use.close()
         for part in (self._metrics, self._logs, self._binding):
             if part is not None:
                 part.release()
@@ -246,15 +294,13 @@ class GNNStrategy(ParallelStrategy):
 
     @override
     def training_step(self, batch: Any, *args: Any, **kwargs: Any) -> Any:
-        weights = self._enter(batch, "train_mask")
-        self._loss_scale = 1.0 if self.loss_reduction == "sum" else weights.share
+        counts = self._enter(batch, "train_mask")
+        self._loss_scale = self._scale_of(None, counts)  # for manual_backward, inside the step
         output = super().training_step(batch, *args, **kwargs)
         assert self.lightning_module is not None
         if output is None and self.lightning_module.automatic_optimization:
             raise ValueError("training_step returned None. To skip a step on all ranks alike, return a loss times 0.")
-        if isinstance(output, Mapping) and "loss_weight" in output:
-            own = torch.as_tensor(float(output["loss_weight"]), dtype=torch.float64, device=self.root_device)
-            self._loss_scale = float(own / self.world.all_reduce_(own.clone()))
+        self._loss_scale = self._scale_of(output, counts)
         self._leave()
         return output
 
@@ -277,37 +323,44 @@ class GNNStrategy(ParallelStrategy):
         output = super().predict_step(*args, **kwargs)
         if self.predictions == "shards":
             return output
-        return self._gather_nodes(output)
+        return self._gather_rows(output)
 
-    def _enter(self, batch: Any, mask: str) -> StageWeights:
+    def _enter(self, batch: Any, mask: str) -> Sequence[int]:
         """Tells logs and metrics what this rank's values weigh in this step."""
         assert self._shard is not None and self._logs is not None and self._metrics is not None
         counts = self._shard.mask_counts[mask]
         if batch[mask] is not self._shard.batch[mask]:  # changed by the user, in a hook or a transform
             own = num_labelled(batch.get("y"), batch[mask])
             counts = tuple(self.world.all_gather_object(own))
-        weights = StageWeights(counts[self.global_rank], sum(counts))
         self._logs.enter(counts)
-        self._metrics.enter(0 if weights.own else int(batch[mask].sum()))
-        return weights
+        self._metrics.enter(0 if counts[self.global_rank] else int(batch[mask].sum()))
+        return counts
+
+    def _scale_of(self, output: Any, counts: Sequence[int]) -> float:
+        return loss_scale(
+            output,
+            counts,
+            self.global_rank,
+            self.loss_reduction,
+            lambda own: self.world.all_reduce_(own.to(self.root_device)),
+        )
 
     def _leave(self) -> None:
         assert self._logs is not None and self._metrics is not None
         self._logs.leave()
         self._metrics.leave()
 
-    def _gather_nodes(self, output: Any) -> Any:
-        """Returns `output` with node rows of this rank replaced by those of all, in original order."""
+    def _gather_rows(self, output: Any) -> Any:
+        """Returns `output` with node rows or edge rows of this rank replaced by those of all, in original order."""
         assert self._shard is not None
+        shard, device = self._shard, self.root_device
         leaves, spec = torch.utils._pytree.tree_flatten(output)
-        own = self._shard.batch.num_owned
-        is_rows = [isinstance(leaf, Tensor) and leaf.dim() > 0 and leaf.size(0) == own for leaf in leaves]
-        agreed = [all(flags) for flags in zip(*self.world.all_gather_object(is_rows))]
-        order = self._shard.n_id.to(self.root_device)
-        for index, gather in enumerate(agreed):
-            if gather:
-                rows = self.world.all_gather_rows(leaves[index].contiguous(), self._shard.counts)
-                leaves[index] = torch.empty_like(rows).index_copy_(0, order, rows)
+        lengths = [leaf.size(0) if isinstance(leaf, Tensor) and leaf.dim() > 0 else -1 for leaf in leaves]
+        for index, found in enumerate(zip(*self.world.all_gather_object(lengths))):
+            ids = shard.n_id if found == shard.counts else shard.e_id if found == shard.edge_counts else None
+            if ids is not None:
+                rows = self.world.all_gather_rows(leaves[index].contiguous(), found)
+                leaves[index] = torch.empty_like(rows).index_copy_(0, ids.to(device), rows)
         if self.predictions == "rank0" and not self.is_global_zero:
             return None
         return torch.utils._pytree.tree_unflatten(leaves, spec)
@@ -380,15 +433,3 @@ class GNNStrategy(ParallelStrategy):
         if state is not None and state["world_size"] == self.world_size:
             # A copy: set_rng_state reads beyond a tensor that shares its storage with others.
             torch.set_rng_state(state["random_states"][self.global_rank].cpu().clone())
-
-
-class StageWeights:
-    """How many labelled nodes of a stage's mask this rank has, and all ranks have."""
-
-    def __init__(self, own: int, total: int) -> None:
-        self.own, self.total = own, total
-
-    @property
-    def share(self) -> float:
-        """This rank's share; what its mean loss must be weighted with."""
-        return self.own / self.total if self.total else 1.0

@@ -1,0 +1,157 @@
+"""What the modules of a model were given and returned, and where two runs of it part."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torchmetrics import Metric
+
+
+@dataclass(frozen=True)
+class Event:
+    """A floating tensor that went into or came out of a module.
+
+    Attributes:
+        where: in words, with the module's name and class.
+        key: which event of which module this is; equal in runs of copies of one model.
+    """
+
+    where: str
+    key: tuple[Any, ...]
+    value: Tensor
+
+
+class Recorder:
+    """Records the floating tensors that go into and come out of every module of a model, in order of time.
+
+    Args:
+        module: hooks stay on it, so give a copy.
+    """
+
+    def __init__(self, module: torch.nn.Module) -> None:
+        self.events: list[Event] = []
+        self._active: list[str] = []
+        self._calls: Counter[str] = Counter()
+        for name, child in module.named_modules():
+            if child is not module and not isinstance(child, Metric):  # a metric's value is of the rows that it saw
+                child.register_forward_pre_hook(self._before(name, child), with_kwargs=True)
+                child.register_forward_hook(self._after(name, child))
+
+    @property
+    def inside(self) -> str | None:
+        """The innermost module that is at work, in words; None outside all."""
+        return self._active[-1] if self._active else None
+
+    def _before(self, name: str, child: torch.nn.Module) -> Any:
+        def hook(_: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            self._calls[name] += 1
+            parent = self._active[-1] if self._active else "the step"
+            where = f"what {parent} gives to {_named(name, child)}"
+            self.record(where, (name, self._calls[name], "in"), [*args, *kwargs.values()])
+            self._active.append(_named(name, child))
+
+        return hook
+
+    def _after(self, name: str, child: torch.nn.Module) -> Any:
+        def hook(_: Any, args: Any, output: Any) -> None:
+            self._active.pop()
+            self.record(f"what {_named(name, child)} returns", (name, self._calls[name], "out"), [output])
+
+        return hook
+
+    def record(self, where: str, key: tuple[Any, ...], values: Any) -> None:
+        """Records the floating tensors in `values`."""
+        for index, value in enumerate(torch.utils._pytree.tree_leaves(values)):
+            if isinstance(value, Tensor) and value.is_floating_point() and value.layout == torch.strided:
+                self.events.append(Event(where, (*key, index), value.detach().clone()))
+
+
+def _named(name: str, module: torch.nn.Module) -> str:
+    return f"'{name}' ({type(module).__name__})"
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Which nodes and edges of the whole graph a part has, by their ids, and how many the whole has."""
+
+    nodes: Tensor
+    edges: Tensor
+    num_nodes: int
+    num_edges: int
+
+    def of(self, whole: Tensor, part: Tensor) -> Tensor | None:
+        """Returns what `part` should be according to `whole`; None where their shapes say nothing.
+
+        What has no dimension, or one that is not rows, may be a loss or the like: of a part's rows, and right so.
+        """
+        if whole.dim() == 0 or part.dim() == 0:
+            return None
+        found, own = whole.size(0), part.size(0)
+        if (found, own) == (self.num_nodes, len(self.nodes)):
+            return whole[self.nodes]
+        if (found, own) == (self.num_edges, len(self.edges)):
+            return whole[self.edges]
+        if (found, own) == (
+            self.num_edges + self.num_nodes,
+            len(self.edges) + len(self.nodes),
+        ):  # self-loops at the end
+            return torch.cat([whole[: self.num_edges][self.edges], whole[self.num_edges :][self.nodes]])
+        return whole if part.shape == whole.shape and whole.dim() > 1 else None
+
+
+def first_difference(
+    whole: Sequence[Event], parts: Sequence[tuple[Rows, Sequence[Event]]], tolerance: float
+) -> tuple[Event, float] | None:
+    """Returns the first event of the whole run that a part has otherwise, and by how much; None if there is none."""
+    found = [(rows, {event.key: event.value for event in events}) for rows, events in parts]
+    floor = _FLOOR * max((_size(event.value) for event in whole), default=0.0)
+    for event in whole:
+        for rows, values in found:
+            if event.key not in values:
+                continue  # a bound conv need not call what is inside it
+            expected = rows.of(event.value, values[event.key])
+            if expected is not None and expected.shape == values[event.key].shape:
+                difference = relative_difference(values[event.key], expected, max(_size(event.value), floor))
+                if difference > tolerance:
+                    return event, difference
+    return None
+
+
+# Where values cancel out, as in the gradient of a bias before a norm, only rounding is left. What is smaller than this
+# part of the largest value is measured against that part.
+_FLOOR = 1e-6
+
+
+def _size(values: Tensor) -> float:
+    finite = values[values.isfinite()]
+    return float(finite.abs().max()) if finite.numel() else 0.0
+
+
+def relative_difference(found: Tensor, expected: Tensor, size: float) -> float:
+    """Returns the largest absolute difference over `size`; infinite if only one of them is finite somewhere."""
+    finite = expected.isfinite()
+    if not torch.equal(finite, found.isfinite()):
+        return float("inf")
+    return _size(found[finite] - expected[finite]) / (size or 1.0)
+
+
+def differing(
+    found: Mapping[str, Tensor | None], expected: Mapping[str, Tensor | None], tolerance: float
+) -> Iterator[tuple[str, float]]:
+    """Yields names and differences of floating tensors that differ; None counts as zeros."""
+    floor = _FLOOR * max((_size(value) for value in expected.values() if value is not None), default=0.0)
+    for name, wanted in expected.items():
+        value = found.get(name)
+        if wanted is None and value is None:
+            continue
+        value = torch.zeros_like(wanted) if value is None else value  # type: ignore[arg-type]
+        wanted = torch.zeros_like(value) if wanted is None else wanted
+        if value.shape == wanted.shape and value.is_floating_point():
+            difference = relative_difference(value, wanted, max(_size(wanted), floor))
+            if difference > tolerance:
+                yield name, difference

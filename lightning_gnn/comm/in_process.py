@@ -1,0 +1,177 @@
+"""Ranks as threads of one process, one at a time: a rank runs until it must wait for another.
+
+Any scheme runs on it unchanged, without process groups, which is how the self-check tries a model out.
+"""
+
+from __future__ import annotations
+
+import random
+import threading
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import Any, TypeVar
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from lightning_gnn.comm.group import World
+from lightning_gnn.comm.shared_memory import PeerError
+
+T = TypeVar("T")
+
+
+@contextmanager
+def kept_random_state() -> Iterator[None]:
+    """Gives python's, numpy's and torch's random streams back as they were."""
+    state = random.getstate(), np.random.get_state(), torch.get_rng_state()  # noqa: NPY002 (what users draw from)
+    try:
+        yield
+    finally:
+        random.setstate(state[0])
+        np.random.set_state(state[1])  # noqa: NPY002
+        torch.set_rng_state(state[2])
+
+
+class Meeting:
+    """Where threads that stand for ranks leave messages for each other.
+
+    Only the thread that has the turn runs, so code that knows nothing of threads is safe, and each rank keeps random
+    streams of its own across its waits.
+
+    Args:
+        size: number of ranks.
+    """
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+        self._turn = threading.Condition()
+        self._mail: dict[tuple[int, int], deque[Any]] = {(a, b): deque() for a in range(size) for b in range(size)}
+        self._waits_for: dict[int, int] = {}
+        self._alive = set(range(size))
+
+    def run(self, work: Callable[[int], T]) -> list[T | BaseException]:
+        """Returns what ``work(rank)`` returns or raises on each rank, each in a thread of its own."""
+        results: list[Any] = [None] * self.size
+
+        def one(rank: int) -> None:
+            with self._turn:
+                try:
+                    with kept_random_state():
+                        results[rank] = work(rank)
+                except BaseException as error:
+                    results[rank] = error
+                finally:
+                    self._alive.discard(rank)
+                    self._turn.notify_all()
+
+        threads = [threading.Thread(target=one, args=(rank,), name=f"rank {rank}") for rank in range(self.size)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        return results
+
+    def post(self, sender: int, receiver: int, value: Any) -> None:
+        """Leaves `value` for `receiver`."""
+        self._mail[sender, receiver].append(value)
+        self._turn.notify_all()
+
+    def take(self, receiver: int, sender: int) -> Any:
+        """Returns the next value that `sender` has left; gives the turn away until it is there.
+
+        Raises:
+            PeerError: it will never be there, as `sender` has ended or all ranks wait.
+        """
+        mail = self._mail[sender, receiver]
+        self._waits_for[receiver] = sender
+        try:
+            with kept_random_state():
+                while not mail:
+                    if sender not in self._alive:
+                        raise PeerError(sender, f"rank {sender} has ended its step already")
+                    if self._all_wait():
+                        self._turn.notify_all()
+                        raise PeerError(sender, f"rank {sender} waits for something else")
+                    self._turn.wait()
+        finally:
+            del self._waits_for[receiver]
+        return mail.popleft()
+
+    def _all_wait(self) -> bool:
+        return all(rank in self._waits_for and not self._mail[self._waits_for[rank], rank] for rank in self._alive)
+
+
+class InProcessWire:
+    """:class:`~lightning_gnn.comm.wire.Wire` between the threads of a meeting."""
+
+    all_local = True
+
+    def __init__(self, rank: int, meeting: Meeting) -> None:
+        self._rank, self._meeting = rank, meeting
+
+    def scratch(self, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
+        """Returns memory for rows to send."""
+        return torch.empty(*shape, dtype=dtype, device=device)
+
+    def start(
+        self, out: Tensor, out_counts: Sequence[int], into: Tensor, into_counts: Sequence[int]
+    ) -> Callable[[], None]:
+        """Posts ``out``'s rows; the returned function waits for ``into``'s. See ``Wire.start``."""
+        for peer, rows in enumerate(out.split(list(out_counts))):
+            if rows.numel():
+                self._meeting.post(self._rank, peer, rows.detach().clone())
+
+        def wait() -> None:
+            for peer, rows in enumerate(into.split(list(into_counts))):
+                if rows.numel():
+                    self._receive(peer, rows)
+
+        return wait
+
+    def _receive(self, peer: int, into: Tensor) -> None:
+        found = self._meeting.take(self._rank, peer)
+        if not isinstance(found, Tensor) or found.shape != into.shape or found.dtype != into.dtype:
+            what = f"{tuple(found.shape)} of {found.dtype}" if isinstance(found, Tensor) else type(found).__name__
+            raise PeerError(
+                peer,
+                f"rank {peer} sent {what} where {tuple(into.shape)} of {into.dtype} was expected, and is elsewhere",
+            )
+        into.detach().copy_(found)
+
+    def gather(self, tensor: Tensor) -> list[Tensor]:
+        """Returns the tensors of all ranks in rank order."""
+        own = tensor.detach().clone()
+        ranks = range(self._meeting.size)
+        for peer in ranks:
+            if peer != self._rank:
+                self._meeting.post(self._rank, peer, own)
+        parts = [tensor if peer == self._rank else torch.empty_like(own) for peer in ranks]
+        for peer, part in enumerate(parts):
+            if peer != self._rank:
+                self._receive(peer, part)
+        return parts
+
+
+class InProcessWorld(World):
+    """A :class:`World` whose ranks are threads of one process; has what exchanges use.
+
+    Args:
+        rank: this thread's.
+        meeting: shared by all of them.
+    """
+
+    def __init__(self, rank: int, meeting: Meeting) -> None:
+        self.rank, self.size, self.device = rank, meeting.size, torch.device("cpu")
+        self.timeout = timedelta(seconds=0)  # waits end by themselves: see Meeting.take
+        self.wire: Any = InProcessWire(rank, meeting)
+        self._meeting = meeting
+
+    def all_gather_object(self, value: T) -> list[T]:
+        """Returns the values of all ranks in rank order."""
+        for peer in range(self.size):
+            if peer != self.rank:
+                self._meeting.post(self.rank, peer, value)
+        return [value if peer == self.rank else self._meeting.take(self.rank, peer) for peer in range(self.size)]
