@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from typing import Any
 
+import any_models
 import lightning as L
 import torch
 import torch.nn.functional as F
@@ -93,6 +94,7 @@ def build(name: str, in_channels: int = FEATURES, out_channels: int = CLASSES, s
         "own": lambda: OwnModel(in_channels, out_channels),
         "own_mean": lambda: OwnModel(in_channels, out_channels, "mean"),
         "own_sum": lambda: OwnModel(in_channels, out_channels, "sum"),
+        **any_models.MODELS,
     }
     return models[name]()
 

@@ -18,9 +18,10 @@ from torch_geometric.data import Data
 from lightning_gnn.comm.exchange import HaloExchange
 from lightning_gnn.comm.group import World
 from lightning_gnn.comm.traffic import Meter
+from lightning_gnn.datamodules.sources import MASKS
+from lightning_gnn.datamodules.store import split_graph
 from lightning_gnn.nn import Binding, GraphContext, UnsupportedModelError
 from lightning_gnn.nn.adapters import ADAPTERS, REFUSED
-from lightning_gnn.partition.shard import Relabelling, edge_cut_parts, halo_plan
 
 N, F, A, R = 40, 8, 3, 4  # nodes, columns, columns of edge attributes, relations
 ABSTRACT = {"MessagePassing", "HeteroConv", "DirGNNConv", "AntiSymmetricConv"}  # the last three hold other convs
@@ -44,6 +45,7 @@ def whole_graph() -> Data:
         a=torch.randn(edges, A, generator=g, dtype=torch.float64),
         u=torch.rand(edges, A, generator=g, dtype=torch.float64),
         t=torch.randint(0, R, (edges,), generator=g),
+        **{name: torch.ones(N, dtype=torch.bool) for name in MASKS},
     )
 
 
@@ -153,6 +155,10 @@ RECIPES: dict[str, list[Recipe]] = {
         (lambda: nn.SignedConv(4, 5, False), lambda c, g: c(g.x, g.edge_index[:, g.t > 1], g.edge_index[:, g.t <= 1])),
     ],
     "SimpleConv": [(lambda root=root: nn.SimpleConv("mean", root), weighted) for root in ("sum", "cat", "self_loop")],
+    "SuperGATConv": [
+        (lambda kind=kind: nn.SuperGATConv(F, 5, heads=2, attention_type=kind, edge_sample_ratio=0.8), plain)
+        for kind in ("MX", "SD")
+    ],
     "TAGConv": [(lambda: nn.TAGConv(F, 5, K=3), weighted)],
     "TransformerConv": [(lambda: nn.TransformerConv(F, 5, heads=2, edge_dim=A, beta=True), attributed)],
     "WLConvContinuous": [(lambda: nn.WLConvContinuous(), weighted)],
@@ -170,15 +176,8 @@ def compare(rank: int, world_size: int, names: list[str]) -> dict[str, str]:
     graph = whole_graph()
     part = np.random.default_rng(world_size).integers(0, world_size, N)
     part[graph.edge_index[1, 0]] = 0
-    order = Relabelling.from_assignment(part, world_size)
-    parts = list(edge_cut_parts(graph.edge_index.numpy(), order))
-    plan = halo_plan(rank, order.offsets, [piece.halo for piece in parts])
-    owned = torch.from_numpy(order.n_id[order.offsets[rank] : order.offsets[rank + 1]])
-    edge_ids = torch.from_numpy(parts[rank].edge_ids)
-    shard = Data(edge_index=torch.from_numpy(parts[rank].edge_index))
-    for name, value in graph.to_dict().items():
-        if name != "edge_index":
-            shard[name] = value[owned] if len(value) == N else value[edge_ids]
+    mine = split_graph(graph, part, world_size)[rank]
+    shard, owned = mine.batch, mine.batch.n_id
     world = World(rank, world_size, torch.device("cpu"), timedelta(seconds=30))
     found: dict[str, str] = {}
     try:
@@ -190,7 +189,7 @@ def compare(rank: int, world_size: int, names: list[str]) -> dict[str, str]:
                     torch.manual_seed(7)
                     conv = make().double().train(train)
                     target = torch.randn(N, 64, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
-                    exchange = HaloExchange(plan, world, Meter())
+                    exchange = HaloExchange(mine.plan, world, Meter())
                     binding = Binding(
                         torch.nn.Sequential(conv), GraphContext(exchange, shard.x, shard.edge_index, shard.w)
                     )

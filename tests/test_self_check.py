@@ -377,3 +377,33 @@ def test_shards_in_memory_are_those_of_the_store(tmp_path):
         assert found.plan.recv_counts == stored.plan.recv_counts
         assert all(np.array_equal(a, b) for a, b in zip(found.plan.send_rows, stored.plan.send_rows))
     assert whole_graph(graph).edge_counts == (graph.edge_index.size(1),)
+
+
+def test_the_documented_adapter_makes_a_conv_exact():
+    """The example of docs/models.md, as it stands there, with and without its adapter."""
+    from pathlib import Path
+
+    from lightning_gnn.nn.adapters import ADAPTERS
+
+    text = (Path(__file__).parent.parent / "docs" / "models.md").read_text()
+    [example] = [block for block in re.findall(r"```python\n(.*?)```", text, re.S) if "register_adapter" in block]
+    assert len([line for line in example.splitlines() if line.strip()]) <= 24
+    names: dict[str, Any] = {}
+    exec(example, names)
+
+    class Spread(Model):
+        def __init__(self) -> None:
+            super().__init__()
+            self.spread = names["SpreadConv"](8, 8)
+
+        def between(self, x, edge_index):
+            return self.spread(x, edge_index)
+
+    assert check(UserModule(Spread())) == SelfCheck(pytest.approx(1, abs=1))
+    del ADAPTERS[names["SpreadConv"]]
+    assert "'model.spread' (SpreadConv) raises RuntimeError" in (check(UserModule(Spread())).problem or "")
+
+
+def test_register_adapter_wants_a_class():
+    with pytest.raises(TypeError, match="takes a class that derives from MessagePassing"):
+        lightning_gnn.register_adapter(GCNConv(2, 2))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -26,6 +26,15 @@ class Event:
     value: Tensor
 
 
+@dataclass
+class _Call:
+    """A call that is going on: of whom, which it is, and how often it has called others by name."""
+
+    who: str
+    key: tuple[Any, ...]
+    made: Counter[str] = field(default_factory=Counter)
+
+
 class Recorder:
     """Records the floating tensors that go into and come out of every module of a model, in order of time.
 
@@ -35,44 +44,39 @@ class Recorder:
 
     def __init__(self, module: torch.nn.Module) -> None:
         self.events: list[Event] = []
-        self._active: list[str] = []
-        self._calls: Counter[str] = Counter()
+        self._calls = [_Call("", ())]
         for name, child in module.named_modules():
             if child is not module and not isinstance(child, Metric):  # a metric's value is of the rows that it saw
                 child.register_forward_pre_hook(self._before(name, child), with_kwargs=True)
-                child.register_forward_hook(self._after(name, child))
+                child.register_forward_hook(self._after)
 
     @property
     def inside(self) -> str | None:
         """The innermost module that is at work, in words; None outside all."""
-        return self._active[-1] if self._active else None
+        return self._calls[-1].who or None
 
     def _before(self, name: str, child: torch.nn.Module) -> Any:
+        who = f"'{name}' ({type(child).__name__})"
+
         def hook(_: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            self._calls[name] += 1
-            parent = self._active[-1] if self._active else "the step"
-            where = f"what {parent} gives to {_named(name, child)}"
-            self.record(where, (name, self._calls[name], "in"), [*args, *kwargs.values()])
-            self._active.append(_named(name, child))
+            caller = self._calls[-1]
+            caller.made[name] += 1
+            # Numbered within the caller's call: a bound conv need not call what is inside it each time.
+            key = (*caller.key, name, caller.made[name])
+            self.record(f"what {caller.who or 'the step'} gives to {who}", (*key, "in"), [*args, *kwargs.values()])
+            self._calls.append(_Call(who, key))
 
         return hook
 
-    def _after(self, name: str, child: torch.nn.Module) -> Any:
-        def hook(_: Any, args: Any, output: Any) -> None:
-            self._active.pop()
-            self.record(f"what {_named(name, child)} returns", (name, self._calls[name], "out"), [output])
-
-        return hook
+    def _after(self, _: Any, args: Any, output: Any) -> None:
+        call = self._calls.pop()
+        self.record(f"what {call.who} returns", (*call.key, "out"), [output])
 
     def record(self, where: str, key: tuple[Any, ...], values: Any) -> None:
         """Records the floating tensors in `values`."""
         for index, value in enumerate(torch.utils._pytree.tree_leaves(values)):
             if isinstance(value, Tensor) and value.is_floating_point() and value.layout == torch.strided:
                 self.events.append(Event(where, (*key, index), value.detach().clone()))
-
-
-def _named(name: str, module: torch.nn.Module) -> str:
-    return f"'{name}' ({type(module).__name__})"
 
 
 @dataclass(frozen=True)

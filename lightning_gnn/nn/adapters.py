@@ -23,13 +23,7 @@ def register_adapter(kind: type[MessagePassing]) -> Callable[[Adapter], Adapter]
 
     While a conv of that class, or a subclass without an adapter of its own, is bound, it has the methods that the adapter
     returns. It takes precedence over what this package knows of the class. ``propagate`` and ``edge_updater`` are wrapped
-    in any case; a conv that only calls them needs no adapter. ::
-
-        @register_adapter(MyConv)
-        def _my_conv(conv, graph, layer):
-            def degree(index, num_nodes):
-                return graph.degree_of_sources(...)
-            return {"forward": substitute(conv.forward, degree=degree)}
+    in any case; a conv that only calls them needs no adapter. docs/models.md has an example.
 
     Args:
         kind: the conv class.

@@ -253,26 +253,28 @@ class GraphContext:
         scale = scale.masked_fill(scale == float("inf"), 0.0)
         return edge_index, self.expand(scale, layer)[source] * edge_weight * scale[target]
 
-    def out_degree(self, edge_index: Tensor, edge_weight: Tensor, layer: str) -> Tensor:
-        """Returns the sum of the weights of each owned node's out-edges, of which other ranks hold some, ``[N]``: S^T."""
-        rows = self.num_owned + self.num_halo
-        partial = scatter(edge_weight.detach(), edge_index[0], 0, dim_size=rows, reduce="sum")
-        degree = partial[: self.num_owned].clone()
-        self.exchange.start_return(partial[self.num_owned :].contiguous(), layer)(degree)
-        return degree
+    def out_degree(self, source: Tensor, weight: Tensor, layer: str) -> Tensor:
+        """Returns the sum of the weights of each owned node's out-edges, of which other ranks hold some: S^T.
+
+        Args:
+            source: of each edge, ``edge_index[0]``, ``[E]``.
+            weight: of each edge, ``[E]``.
+            layer: named in errors and counted under.
+
+        Returns:
+            ``[N]``, differentiable in `weight`.
+        """
+        partial = scatter(weight, source, 0, dim_size=self.num_owned + self.num_halo, reduce="sum")
+        return self.exchange.reduce(partial, layer)
 
     def laplacian(
         self, layer: str, edge_index: Tensor, edge_weight: Tensor | None, normalization: str | None, dtype: torch.dtype
     ) -> tuple[Tensor, Tensor]:
-        """Returns the rank's edges of the whole graph's Laplacian, as PyG's ``get_laplacian``; weights must be constant."""
+        """Returns the rank's edges of the whole graph's Laplacian, as PyG's ``get_laplacian``."""
         edge_index, edge_weight = remove_self_loops(edge_index, edge_weight)
         if edge_weight is None:
             edge_weight = torch.ones(edge_index.size(1), dtype=dtype, device=edge_index.device)
-        if edge_weight.requires_grad:
-            raise UnsupportedModelError(
-                f"'{layer}' needs the degrees of edge weights that learn, which is not supported."
-            )
-        degree = self.out_degree(edge_index, edge_weight, layer)
+        degree = self.out_degree(edge_index[0], edge_weight, layer)
         loops, _ = add_self_loops(edge_index, num_nodes=self.num_owned)
         if normalization is None:
             return loops, torch.cat([-edge_weight, degree])

@@ -60,8 +60,10 @@ def readout(
 ) -> Tensor:
     """The forward of a bound aggregation module."""
     over_all = ptr is None and (index is None or (dim_size in (None, 1) and not bool(index.any())))
-    if not over_all or isinstance(self, (aggr.MultiAggregation, aggr.DegreeScalerAggregation)):
+    if not over_all:
         return type(self).forward(self, x, index=index, ptr=ptr, dim_size=dim_size, dim=dim, **options)
+    if isinstance(self, aggr.MultiAggregation):  # whose own forward fuses what it can, and would not ask its parts
+        return self.combine([part(x, index, ptr, dim_size, dim) for part in self.aggrs])
     take: Statistics = self.__dict__[STATE]
     compute = next((READOUTS[kind] for kind in type(self).__mro__ if kind in READOUTS), None)
     if compute is None:

@@ -1,0 +1,83 @@
+"""Models that users build from PyG's parts train alike on ranks and on one device (gloo ranks, float64)."""
+
+from __future__ import annotations
+
+import re
+import warnings
+from typing import Any
+
+import pytest
+import torch
+from any_models import MODELS
+from common import CLASSES, FEATURES, UserModule, assert_same, awkward_graph, build, quiet_trainer, single, train
+from conftest import RankFailed
+from torch_geometric.nn import GCNConv
+
+from lightning_gnn import DGCLStrategy, GraphDataModule
+from lightning_gnn.checks.small_graph import NUM_NODES
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_equals_one_device(ranks, model):
+    graph = awkward_graph()
+    expected = single(graph, model)
+    for found in ranks.run(3, train, graph, model):
+        if "norm" in model:  # a bias before BatchNorm has no gradient but rounding, which Adam scales up
+            assert_same(found, expected, rtol=1e-5, atol=1e-5)
+        else:
+            assert_same(found, expected, rtol=1e-8, atol=1e-10)
+        losses = [[epoch["train_loss"] for epoch in result["epochs"]] for result in (found, expected)]
+        assert losses[0] == pytest.approx(losses[1], rel=1e-10)
+
+
+class Centred(torch.nn.Module):
+    """Wrong on ranks: the mean is over one rank's nodes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = GCNConv(FEATURES, CLASSES)
+
+    def forward(self, x: torch.Tensor, edge_index: torch.Tensor) -> torch.Tensor:
+        return self.conv(x - x.mean(0), edge_index)
+
+
+class TooSmall(UserModule):
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        if self.trainer.world_size > 1 and len(batch.x) == NUM_NODES:
+            raise ValueError("no such graph")
+        return super().training_step(batch, batch_idx)
+
+
+def fit(rank: int, world_size: int, kind: Any, model: Any, **options: Any) -> list[str]:
+    """Returns what the run says."""
+    module = kind(model)
+    said: list[str] = []
+    with warnings.catch_warnings(record=True) as caught, pytest.MonkeyPatch.context() as patched:
+        warnings.simplefilter("always")
+        patched.setattr("lightning_gnn.strategies.base.rank_zero_info", said.append)
+        trainer = quiet_trainer(DGCLStrategy(timeout=60, **options), world_size)
+        trainer.fit(module, datamodule=GraphDataModule(awkward_graph(dtype=torch.float32)))
+    return said + [str(warning.message) for warning in caught]
+
+
+def test_the_self_check_runs_refuses_on_all_ranks_and_can_be_turned_off(ranks):
+    fine, *_ = ranks.run(2, fit, UserModule, build("gcn"))
+    assert any(
+        re.match(r"Self-check: UserModule.training_step gives the same numbers .* \(\d\.\d\d s\)", t) for t in fine
+    )
+    with pytest.raises(RankFailed) as failed:
+        ranks.run(3, fit, UserModule, Centred())
+    assert len(failed.value.errors) == 3
+    for line in failed.value.errors.values():
+        assert line.startswith(
+            "UnsupportedModelError: UserModule.training_step does not give the numbers of one device"
+        )
+        assert "what 'model' (Centred) gives to 'model.conv' (GCNConv) differs by" in line
+        assert "DGCLStrategy(self_check=False)" in line
+    off, *_ = ranks.run(2, fit, UserModule, Centred(), self_check=False)
+    assert not any("Self-check" in text for text in off)
+
+
+def test_a_check_that_could_not_run_is_said(ranks):
+    said, *_ = ranks.run(2, fit, TooSmall, build("gcn"))
+    assert any("could not run TooSmall.training_step on a small graph (ValueError: no such graph)" in t for t in said)
