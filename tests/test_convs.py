@@ -114,6 +114,7 @@ RECIPES: dict[str, list[Recipe]] = {
     ],
     "GENConv": [
         (lambda: nn.GENConv(F, 5, aggr="softmax", learn_t=True, norm=None), plain),
+        (lambda: nn.GENConv(F, 5, msg_norm=True, learn_msg_scale=True), plain),  # MessageNorm, BatchNorm inside
         (lambda: nn.GENConv(F, 5, aggr="powermean", learn_p=True, norm=None, edge_dim=A), attributed),
     ],
     "GINConv": [(lambda: nn.GINConv(mlp(F), train_eps=True), plain)],

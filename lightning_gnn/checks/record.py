@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -132,16 +133,22 @@ _FLOOR = 1e-6
 
 
 def _size(values: Tensor) -> float:
+    largest = float(values.abs().max()) if values.numel() else 0.0
+    if math.isfinite(largest):
+        return largest
     finite = values[values.isfinite()]
     return float(finite.abs().max()) if finite.numel() else 0.0
 
 
 def relative_difference(found: Tensor, expected: Tensor, size: float) -> float:
     """Returns the largest absolute difference over `size`; infinite if only one of them is finite somewhere."""
-    finite = expected.isfinite()
-    if not torch.equal(finite, found.isfinite()):
-        return float("inf")
-    return _size(found[finite] - expected[finite]) / (size or 1.0)
+    difference = float((found - expected).abs().max()) if found.numel() else 0.0
+    if not math.isfinite(difference):
+        finite = expected.isfinite()
+        if not torch.equal(finite, found.isfinite()):
+            return float("inf")
+        difference = _size(found[finite] - expected[finite])
+    return difference / (size or 1.0)
 
 
 def differing(
