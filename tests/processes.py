@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import contextlib
 import os
+import shutil
 import subprocess
 import sys
 import tempfile
 import time
 import uuid
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from tempfile import mkdtemp
+from typing import Any
 
 import psutil
 
@@ -26,10 +30,13 @@ class Finished:
     code: int
     output: str
     left_over: list[str]  # command lines of processes that outlived it
+    files: list[str]  # temporary files, and files of shared memory, that outlived it
+    ended: float  # when its last process had ended, time.time()
 
     def succeeded(self) -> Finished:
         assert self.code == 0, self.output[-6000:]
         assert not self.left_over, f"still running: {self.left_over}"
+        assert not self.files, f"left behind: {self.files}"
         return self
 
 
@@ -42,16 +49,26 @@ def _marked(mark: str) -> list[psutil.Process]:
     return found
 
 
-def run(*arguments: object, cwd: Path, timeout: float = 100) -> Finished:
-    """Runs ``python *arguments`` in `cwd`, with this checkout's package."""
+def run(
+    *arguments: object, cwd: Path, timeout: float = 100, started: Callable[[subprocess.Popen[Any]], None] | None = None
+) -> Finished:
+    """Runs ``python *arguments`` in `cwd`, with this checkout's package; `started` may do something to it meanwhile."""
     mark = uuid.uuid4().hex
     paths = [str(REPOSITORY), str(REPOSITORY / "tests"), os.environ.get("PYTHONPATH", "")]
     env = {key: value for key, value in os.environ.items() if key not in _OF_A_RANK}
-    env.update({_MARK: mark, "PYTHONPATH": os.pathsep.join(filter(None, paths)), "COLUMNS": "200"})
+    env.update({_MARK: mark, "PYTHONPATH": os.pathsep.join(filter(None, paths)), "COLUMNS": "200", "TMPDIR": mkdtemp()})
+    shared_memory = set(os.listdir("/dev/shm"))
     with tempfile.TemporaryFile("w+") as output:  # a pipe would stay open as long as any rank lives
         process = subprocess.Popen(
-            [sys.executable, *map(str, arguments)], cwd=cwd, env=env, stdout=output, stderr=subprocess.STDOUT
+            [sys.executable, *map(str, arguments)],
+            cwd=cwd,
+            env=env,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
         )
+        if started is not None:
+            started(process)
         try:
             code: int | str = process.wait(timeout)
         except subprocess.TimeoutExpired:
@@ -59,7 +76,7 @@ def run(*arguments: object, cwd: Path, timeout: float = 100) -> Finished:
         deadline = time.monotonic() + 10  # rank 0 may end a moment before the others
         while not isinstance(code, str) and time.monotonic() < deadline and _marked(mark):
             time.sleep(0.1)
-        left_over = []
+        ended, left_over = time.time(), []
         for remaining in _marked(mark):
             with contextlib.suppress(psutil.Error):
                 left_over.append(" ".join(remaining.cmdline()))
@@ -69,4 +86,6 @@ def run(*arguments: object, cwd: Path, timeout: float = 100) -> Finished:
         text = output.read()
     if isinstance(code, str):
         raise AssertionError(f"{code}; {left_over}\n{text[-6000:]}")
-    return Finished(code, text, left_over)
+    files = [*os.listdir(env["TMPDIR"]), *(set(os.listdir("/dev/shm")) - shared_memory)]
+    shutil.rmtree(env["TMPDIR"])
+    return Finished(code, text, left_over, files, ended)

@@ -8,6 +8,7 @@ import re
 from functools import partial
 from typing import Any
 
+import lightning as L
 import numpy as np
 import pytest
 import torch
@@ -30,8 +31,9 @@ def shard(seed: int = 0) -> Shard:
     return split_graph(graph, np.arange(60) % 2, 2)[0]
 
 
-def check(module: Any, stage: str = "fit", loss_reduction: str = "mean") -> SelfCheck:
-    return self_check(module, shard().batch, partial(DGCLScheme().bind, meter=Meter()), stage, loss_reduction)
+def check(module: Any, stage: str = "fit", loss_reduction: str = "mean", trainer: Any = None) -> SelfCheck:
+    bind = partial(DGCLScheme().bind, meter=Meter())
+    return self_check(module, shard().batch, bind, stage, loss_reduction, trainer)
 
 
 class Model(torch.nn.Module):
@@ -317,22 +319,18 @@ def test_known_models_pass(name, stage):
 
 
 def test_user_ids_and_manual_optimisation_pass():
-    module = Manual()
-    module._trainer = lightning_gnn_trainer()
-    for found in (check(ByNodeIdModule()), check(module)):
+    for found in (check(ByNodeIdModule()), check(Manual(), trainer=any_trainer())):
         assert (found.problem, found.not_run) == (None, None)
 
 
-def lightning_gnn_trainer() -> Any:
-    import lightning as L
-
+def any_trainer() -> L.Trainer:
     return L.Trainer(logger=False, enable_progress_bar=False, accelerator="cpu", devices=1)
 
 
 def test_wrong_manual_optimisation_is_found():
     module = Manual()
-    module.model, module._trainer = CentredInline(), lightning_gnn_trainer()
-    assert "'model.second' (GCNConv) differs" in (check(module).problem or "")
+    module.model = CentredInline()
+    assert "'model.second' (GCNConv) differs" in (check(module, trainer=any_trainer()).problem or "")
 
 
 def test_a_step_that_cannot_run_on_a_small_graph_is_said_so():

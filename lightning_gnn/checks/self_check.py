@@ -60,7 +60,12 @@ class SelfCheck:
 
 
 def self_check(
-    module: pl.LightningModule, batch: Data, bind: Bind, stage: str = "fit", loss_reduction: str = "mean"
+    module: pl.LightningModule,
+    batch: Data,
+    bind: Bind,
+    stage: str = "fit",
+    loss_reduction: str = "mean",
+    trainer: pl.Trainer | None = None,
 ) -> SelfCheck:
     """Runs the stage's step on a small graph, whole and on two ranks, and compares. `module` and random streams stay.
 
@@ -70,6 +75,7 @@ def self_check(
         bind: how the scheme binds a module to a rank's shard.
         stage: a key of `STAGES`.
         loss_reduction: ``"mean"`` or ``"sum"``.
+        trainer: what the step finds as ``self.trainer``; its loggers hear nothing.
     """
     began = time.perf_counter()
     problem = not_run = None
@@ -84,7 +90,7 @@ def self_check(
         # Where the user's constants are float32, float64 may not mix with them.
         for dtype, tolerance in ((torch.float64, 1e-7), (None, 1e-3)):
             try:
-                check = _Check(module, batch, bind, stage, loss_reduction, dtype)
+                check = _Check(module, batch, bind, stage, loss_reduction, trainer, dtype)
                 whole = check.on_whole()
             except Exception as error:
                 not_run = not_run or _in_one_line(error)
@@ -118,12 +124,12 @@ class _Check:
         bind: Bind,
         stage: str,
         loss_reduction: str,
+        trainer: pl.Trainer | None,
         dtype: torch.dtype | None,
     ) -> None:
         self._bind, self._training, self._reduction = bind, stage == "fit", loss_reduction
         self._step, self._mask = STAGES[stage]
         self._graph = small_graph(batch, [self._mask] if self._mask else [])
-        trainer = getattr(module, "_trainer", None)
         self._trainer = None if trainer is None else _QuietTrainer(trainer)
         self._module = copy.deepcopy(module).cpu()
         if dtype is not None:

@@ -99,6 +99,7 @@ class GraphDataModule(L.LightningDataModule):
         self.split_column, self.partition, self.seed = split_column, partition, seed
         self.store = Path(store) if store is not None else default_root()
         self._folder: str | None = None
+        self._prepared: LayoutSpec | None = None
         self._failure: Exception | None = None
         self._shard: Shard | None = None
 
@@ -144,12 +145,19 @@ class GraphDataModule(L.LightningDataModule):
         if strategy is None or not hasattr(strategy, "layout"):
             return
         self._failure = None
+        layout, prepared, self._prepared = strategy.layout(), self._prepared, None
+        if layout == prepared:  # before the ranks were started, for this call
+            return
         try:
-            layout = strategy.layout()
-            if layout.kind != "whole":
-                self._folder = self._ensure_stored(layout)
+            self.prepare_for(layout)
         except Exception as error:
             self._failure = error
+
+    def prepare_for(self, layout: LayoutSpec) -> None:
+        """Loads and partitions the graph for a layout, unless the store holds it; one process of each machine."""
+        if layout.kind != "whole":
+            self._folder = self._ensure_stored(layout)
+        self._prepared = layout
 
     @override
     def setup(self, stage: str) -> None:
@@ -194,6 +202,11 @@ class GraphDataModule(L.LightningDataModule):
         """Returns the whole graph, checked, with boolean masks."""
         data, index_split = load_source(self.source, self.source_args)
         return prepare_graph(data, index_split, self.split, self.split_column, self.seed)
+
+    def stored_shard(self, rank: int) -> Shard:
+        """Returns what `rank` will hold; there after :meth:`prepare_for`."""
+        assert self._folder is not None
+        return read_shard(self.store / self._folder, rank)
 
     def _ensure_stored(self, layout: LayoutSpec) -> str:
         """Returns the folder's name under the store, partitioning only if no earlier run has. Rank 0 of each machine."""

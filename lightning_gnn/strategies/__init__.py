@@ -2,8 +2,11 @@
 
 from lightning.pytorch.strategies import StrategyRegistry
 
+from lightning_gnn.launching import join_parent
 from lightning_gnn.strategies.base import GNNStrategy, Scheme
 from lightning_gnn.strategies.dgcl import DGCLStrategy
+
+join_parent()  # as soon as may be: a started rank ends with its parent
 
 for _name, _strategy in (("dgcl", DGCLStrategy),):
     for _suffix, _start_method in (("", "popen"), ("_spawn", "spawn"), ("_notebook", "fork")):

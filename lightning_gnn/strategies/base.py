@@ -30,13 +30,13 @@ from lightning_gnn.comm.traffic import Meter
 from lightning_gnn.datamodules.graph import GraphDataModule, OneBatch
 from lightning_gnn.datamodules.sources import num_labelled
 from lightning_gnn.datamodules.store import Shard
+from lightning_gnn.launching import StartMethod, make_launcher
 from lightning_gnn.nn.bind import Binding, check_module
 from lightning_gnn.nn.context import UnsupportedModelError
 from lightning_gnn.nn.helpers import graph_in_use
 from lightning_gnn.nn.loss import loss_scale
 from lightning_gnn.partition.layout import LayoutSpec
 from lightning_gnn.strategies.gradients import GradientSum
-from lightning_gnn.strategies.launcher import StartMethod, make_launcher
 from lightning_gnn.strategies.logs import GlobalLogs
 from lightning_gnn.strategies.metrics import StandInMetrics
 
@@ -44,7 +44,13 @@ Predictions = Literal["all", "rank0", "shards"]
 
 
 class Scheme(ABC):
-    """A communication scheme: the layout that it needs, and how it binds a model to a rank's shard."""
+    """A communication scheme: the layout that it needs, and how it binds a model to a rank's shard.
+
+    Attributes:
+        survives_lost_ranks: the other ranks may go on when one has failed.
+    """
+
+    survives_lost_ranks = False
 
     @abstractmethod
     def layout(self, world_size: int) -> LayoutSpec:
@@ -119,6 +125,7 @@ class GNNStrategy(ParallelStrategy):
         self._callback: CommunicationMetrics | None = None
         self._loss_scale = 1.0
         self._graph_in_use = ExitStack()
+        self._checked = False
         self._random_state: Mapping[str, Any] | None = None
 
     # Devices and processes ####################################################
@@ -180,6 +187,31 @@ class GNNStrategy(ParallelStrategy):
 
     # Set-up and teardown ######################################################
 
+    def before_ranks_start(self, trainer: pl.Trainer | None, given: Sequence[Any], self_check: bool = True) -> None:
+        """Finds what is wrong while there is one process only; called by launchers in the process that starts the ranks.
+
+        Args:
+            trainer: whose call it is.
+            given: the arguments of the call.
+            self_check: whether the self-check may run here.
+        """
+        if trainer is None or self.world_size == 1:
+            return
+        module = next((value for value in given if isinstance(value, pl.LightningModule)), trainer.lightning_module)
+        data = next((value for value in given if isinstance(value, pl.LightningDataModule)), None)
+        data = self._check_data(data or getattr(trainer, "datamodule", None))
+        if module is None:
+            return  # Lightning says so
+        check_module(module)
+        data.prepare_for(self.layout())
+        if self_check and self.self_check:
+            stage = _stage_of(trainer)
+            shard = data.stored_shard(_most_labelled(data.stored_shard(0), stage))
+            outcome = self._check_itself(module, shard, trainer)
+            if outcome.not_run is None:  # else once more in setup(): the module's own setup() may still make its layers
+                _judge(outcome, self, module, stage)
+                self._checked = True
+
     @override
     def setup(self, trainer: pl.Trainer) -> None:
         module = self.lightning_module
@@ -191,7 +223,7 @@ class GNNStrategy(ParallelStrategy):
             )
         check_module(module)
         shard = self._shard = self._take_shard(trainer)
-        self._check_itself(trainer)
+        self._check_on_one_rank(trainer, shard)
         super().setup(trainer)
         for optimizer in self.optimizers:
             if isinstance(optimizer, torch.optim.LBFGS):
@@ -210,14 +242,7 @@ class GNNStrategy(ParallelStrategy):
         trainer.callbacks.insert(0, self._callback)  # type: ignore[attr-defined]
 
     def _take_shard(self, trainer: pl.Trainer) -> Shard:
-        data = getattr(trainer, "datamodule", None)
-        if not isinstance(data, GraphDataModule):
-            given = "no datamodule" if data is None else type(data).__name__
-            raise ValueError(
-                f"{type(self).__name__} needs a graph that it can split (got {given}). "
-                "Pass datamodule=GraphDataModule(your_dataset) to fit, validate, test or predict."
-            )
-        shard = data.shard
+        shard = self._check_data(getattr(trainer, "datamodule", None)).shard
         digests = self.world.all_gather_object(shard.digest)
         if len(set(digests)) > 1:
             raise RuntimeError(
@@ -226,39 +251,31 @@ class GNNStrategy(ParallelStrategy):
             )
         return shard
 
-    def _check_itself(self, trainer: pl.Trainer) -> None:
-        """Runs the self-check on the rank with most nodes to draw from, while the others wait for its outcome."""
-        if not self.self_check or self.world_size == 1:
+    def _check_data(self, data: Any) -> GraphDataModule:
+        if not isinstance(data, GraphDataModule):
+            given = "no datamodule" if data is None else type(data).__name__
+            raise ValueError(
+                f"{type(self).__name__} needs a graph that it can split (got {given}). "
+                "Pass datamodule=GraphDataModule(your_dataset) to fit, validate, test or predict."
+            )
+        return data
+
+    def _check_itself(self, module: pl.LightningModule, shard: Shard, trainer: pl.Trainer) -> SelfCheck:
+        bind = partial(self.scheme.bind, meter=Meter())
+        return self_check(module, shard.batch, bind, _stage_of(trainer), self.loss_reduction, trainer)
+
+    def _check_on_one_rank(self, trainer: pl.Trainer, shard: Shard) -> None:
+        """Runs the self-check on the rank with most rows to draw from, unless it ran before the ranks were started."""
+        done, self._checked = self._checked, False
+        if not self.self_check or self.world_size == 1 or self.world.broadcast_object(done):
             return
-        stage, module, shard = trainer.state.fn, self.lightning_module, self._shard
-        assert shard is not None and module is not None and stage is not None
-        mask = STAGES[stage][1]
-        counts = shard.mask_counts[mask] if mask else shard.counts
-        checker = max(range(self.world_size), key=lambda rank: (counts[rank], shard.counts[rank]))
-        own: SelfCheck | None = None
-        if self.global_rank == checker:
-            bind = partial(self.scheme.bind, meter=Meter())
-            own = self_check(module, shard.batch, bind, stage, self.loss_reduction)
+        module, stage = self.lightning_module, _stage_of(trainer)
+        assert module is not None
+        checker = _most_labelled(shard, stage)
+        own = self._check_itself(module, shard, trainer) if self.global_rank == checker else None
         outcome = self.world.broadcast_object(own, checker)
         assert outcome is not None
-        step = f"{type(module).__name__}.{STAGES[stage][0]}"
-        if outcome.not_run is not None:
-            rank_zero_warn(
-                f"The self-check could not run {step} on a small graph ({outcome.not_run}), so nothing is known about its "
-                f"numbers on {self.world_size} ranks. Compare a few epochs with devices=1."
-            )
-        elif outcome.problem is not None:
-            raise UnsupportedModelError(
-                f"{step} does not give the numbers of one device. The self-check ran it on a small random graph, whole and "
-                f"split in two: {outcome.problem}. Code that looks across nodes outside message passing does that, such as "
-                "x.mean(0), degree(...) or x[edge_index[0]]; expand, reduce and sum_over_ranks of lightning_gnn are made for "
-                f"it (docs/models.md). To train all the same: {type(self).__name__}(self_check=False)."
-            )
-        else:
-            rank_zero_info(
-                f"Self-check: {step} gives the same numbers on two parts of a small graph as on the whole "
-                f"({outcome.seconds:.2f} s)"
-            )
+        _judge(outcome, self, module, stage)
 
     def _seed_ranks(self) -> None:
         """Gives every rank random numbers of its own, so that dropout differs from rank to rank, all from one seed.
@@ -433,3 +450,37 @@ class GNNStrategy(ParallelStrategy):
         if state is not None and state["world_size"] == self.world_size:
             # A copy: set_rng_state reads beyond a tensor that shares its storage with others.
             torch.set_rng_state(state["random_states"][self.global_rank].cpu().clone())
+
+
+def _stage_of(trainer: pl.Trainer) -> str:
+    assert trainer.state.fn is not None
+    return trainer.state.fn.value
+
+
+def _most_labelled(shard: Shard, stage: str) -> int:
+    """Returns the rank that has most of the rows that a stage's values count."""
+    mask = STAGES[stage][1]
+    counts = shard.mask_counts[mask] if mask else shard.counts
+    return max(range(len(counts)), key=lambda rank: (counts[rank], shard.counts[rank]))
+
+
+def _judge(outcome: SelfCheck, strategy: GNNStrategy, module: pl.LightningModule, stage: str) -> None:
+    """Says what the self-check found, or raises :class:`UnsupportedModelError`."""
+    step = f"{type(module).__name__}.{STAGES[stage][0]}"
+    if outcome.not_run is not None:
+        rank_zero_warn(
+            f"The self-check could not run {step} on a small graph ({outcome.not_run}), so nothing is known about its "
+            f"numbers on {strategy.world_size} ranks. Compare a few epochs with devices=1."
+        )
+    elif outcome.problem is not None:
+        raise UnsupportedModelError(
+            f"{step} does not give the numbers of one device. The self-check ran it on a small random graph, whole and "
+            f"split in two: {outcome.problem}. Code that looks across nodes outside message passing does that, such as "
+            "x.mean(0), degree(...) or x[edge_index[0]]; expand, reduce and sum_over_ranks of lightning_gnn are made for "
+            f"it (docs/models.md). To train all the same: {type(strategy).__name__}(self_check=False)."
+        )
+    else:
+        rank_zero_info(
+            f"Self-check: {step} gives the same numbers on two parts of a small graph as on the whole "
+            f"({outcome.seconds:.2f} s)"
+        )

@@ -1,0 +1,46 @@
+"""How ranks are started, watched and ended."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Literal
+
+from lightning.pytorch.strategies.launchers.launcher import _Launcher
+
+from lightning_gnn.launching.failures import RankFailedError
+from lightning_gnn.launching.processes import ProcessLauncher
+from lightning_gnn.launching.script import ScriptLauncher, join_parent
+
+if TYPE_CHECKING:
+    from lightning_gnn.strategies.base import GNNStrategy
+
+StartMethod = Literal["popen", "spawn", "fork"]
+
+__all__ = ["ProcessLauncher", "RankFailedError", "ScriptLauncher", "StartMethod", "join_parent", "make_launcher"]
+
+
+def make_launcher(strategy: GNNStrategy, start_method: StartMethod) -> _Launcher | None:
+    """Returns what starts the ranks, or None where this process is the only one.
+
+    Raises:
+        ValueError: the ranks are there already, and would be started again.
+    """
+    environment = strategy.cluster_environment
+    assert environment is not None
+    if start_method not in ("popen", "spawn", "fork"):
+        raise ValueError(f"start_method must be 'popen', 'spawn' or 'fork' (got {start_method!r}).")
+    ranks = strategy.num_processes * strategy.num_nodes
+    if ranks == 1 and not environment.creates_processes_externally:
+        return None
+    if start_method == "popen":
+        return ScriptLauncher(strategy)
+    if environment.creates_processes_externally:
+        raise ValueError(
+            f"The ranks have been started already ({type(environment).__name__}), and start_method={start_method!r} would start "
+            f"each of them again. Use strategy='{strategy.strategy_name}' under torchrun and SLURM."
+        )
+    if strategy.num_nodes > 1:
+        raise ValueError(
+            f"start_method={start_method!r} starts ranks on this machine only (num_nodes={strategy.num_nodes}). Use "
+            f"strategy='{strategy.strategy_name}' in a script that is started on each machine, or torchrun."
+        )
+    return ProcessLauncher(strategy, start_method)

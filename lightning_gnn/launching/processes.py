@@ -1,0 +1,194 @@
+"""Ranks as processes that each run one call of the Trainer: for notebooks, and for callers that want one process."""
+
+from __future__ import annotations
+
+import io
+import os
+import sys
+from collections.abc import Callable
+from multiprocessing.connection import Connection, wait
+from typing import TYPE_CHECKING, Any, Literal
+
+import lightning.pytorch as pl
+import torch
+import torch.multiprocessing as mp
+from lightning.fabric.utilities.distributed import _set_num_threads_if_needed
+from lightning.fabric.utilities.seed import _collect_rng_states, _set_rng_states
+from lightning.pytorch.strategies.launchers.launcher import _Launcher
+from lightning.pytorch.trainer.states import TrainerFn
+from torch.utils._pytree import tree_map
+from typing_extensions import override
+
+from lightning_gnn.launching.failures import GRACE_S, Failure, Reporter, end_with_parent
+from lightning_gnn.launching.supervisor import Child, Supervisor
+
+if TYPE_CHECKING:
+    from lightning_gnn.strategies.base import GNNStrategy
+
+
+class ProcessLauncher(_Launcher):
+    """Starts processes that each run one call of the Trainer, and brings rank 0's results back to the caller.
+
+    The caller's model gets the trained weights; metrics, the best checkpoint's path, the loop's progress and
+    predictions come back as well. What a rank raises is raised in the caller, with that rank's traceback.
+
+    Args:
+        strategy: whose ranks are started.
+        start_method: ``"spawn"``, or ``"fork"``, the one that works in notebooks.
+    """
+
+    def __init__(self, strategy: GNNStrategy, start_method: Literal["spawn", "fork"]) -> None:
+        self._strategy, self._start_method = strategy, start_method
+        self._supervisor: Supervisor | None = None
+
+    @property
+    @override
+    def is_interactive_compatible(self) -> bool:
+        if self._start_method == "fork":
+            return True
+        raise RuntimeError(
+            "Spawned ranks import this file again, and an interactive session has none. In a notebook use "
+            f"Trainer(strategy='{self._strategy.strategy_name}_notebook')."
+        )
+
+    @override
+    def launch(self, function: Callable[..., Any], *args: Any, trainer: pl.Trainer | None = None, **kwargs: Any) -> Any:
+        strategy, environment = self._strategy, self._strategy.cluster_environment
+        assert environment is not None
+        if self._start_method == "fork" and torch.cuda.is_initialized():
+            raise RuntimeError(
+                "CUDA is in use in this process, and a fork of it cannot use CUDA. Restart the kernel and create no CUDA "
+                f"tensor before trainer.fit, or run a script with strategy='{strategy.strategy_name}'."
+            )
+        # Threads that the check starts do not come along in a fork, and waiting for them would hang.
+        strategy.before_ranks_start(trainer, (*args, *kwargs.values()), self_check=self._start_method == "spawn")
+        os.environ["MASTER_PORT"] = str(environment.main_port)  # chosen once, here
+        random_states = _collect_rng_states() if self._start_method == "spawn" else None
+        supervisor = Supervisor([], strategy.scheme.survives_lost_ranks)
+        try:
+            context: Any = mp.get_context(self._start_method)
+            for rank in range(strategy.num_processes):
+                reader, writer = context.Pipe(duplex=False)
+                process = context.Process(
+                    target=self._run, args=(rank, os.getpid(), writer, random_states, trainer, function, args, kwargs)
+                )
+                process.start()
+                writer.close()
+                supervisor.children.append(Child(rank, process.pid, _exit_code(process), reader))
+            self._supervisor = supervisor
+            results = torch.load(io.BytesIO(_result_of(supervisor)), weights_only=False)
+        finally:
+            self._supervisor = None
+            supervisor.end(grace=0.0)
+            os.environ.pop("MASTER_PORT", None)
+        if trainer is not None:
+            _restore(trainer, results)
+        return results["output"]
+
+    def _run(
+        self,
+        local_rank: int,
+        parent: int,
+        connection: Connection,
+        random_states: dict[str, Any] | None,
+        trainer: pl.Trainer | None,
+        function: Callable[..., Any],
+        args: Any,
+        kwargs: Any,
+    ) -> None:
+        """Runs in each started process."""
+        end_with_parent(parent)
+        reporter = Reporter(local_rank, connection)
+        try:
+            self._prepare(local_rank, random_states, args, kwargs)
+            output = function(*args, **kwargs)
+            file = io.BytesIO()
+            if local_rank == 0:
+                results = {"output": output} if trainer is None else {**_collect(trainer), "output": output}
+                torch.save(tree_map(_to_cpu, results), file)
+            reporter.send(file.getvalue())
+        except Exception as error:
+            reporter.failed(error)
+            sys.exit(1)
+
+    def _prepare(self, local_rank: int, random_states: dict[str, Any] | None, args: Any, kwargs: Any) -> None:
+        if random_states is not None:
+            _set_rng_states(random_states)
+        if self._start_method == "fork":
+            torch.set_num_threads(1)  # OpenMP's threads did not come along, and waiting for them would hang
+        else:
+            _set_num_threads_if_needed(num_processes=self._strategy.num_processes)
+        os.environ["LOCAL_RANK"] = str(local_rank)
+        if self._start_method == "spawn":  # parameters arrive in shared memory: each rank needs its own
+            for module in (a for a in (*args, *kwargs.values()) if isinstance(a, torch.nn.Module)):
+                for tensor in (*module.parameters(), *module.buffers()):
+                    tensor.data = tensor.data.clone()
+
+    @override
+    def kill(self, signum: Any) -> None:
+        """Passes a signal on to the ranks."""
+        if self._supervisor is not None:
+            for child in self._supervisor.running():
+                child.signal(signum)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_supervisor": None}
+
+
+def _exit_code(process: Any) -> Callable[[], int | None]:
+    return lambda: process.exitcode
+
+
+def _result_of(supervisor: Supervisor) -> bytes:
+    """Returns what rank 0 has sent, once all ranks are done.
+
+    Raises:
+        RankFailedError: a rank's process ended without a word.
+        Exception: what a rank raised.
+    """
+    waiting = list(supervisor.children)
+    while waiting:
+        failures = supervisor.look()
+        if failures:
+            supervisor.wait_for(supervisor.all_failed, GRACE_S)
+            raise _to_raise(supervisor.look()[0])
+        waiting = [child for child in waiting if child.result is None and child.exit_code() is None]
+        wait([child.reports for child in waiting], timeout=0.2)
+    supervisor.look()
+    first = supervisor.children[0]
+    if first.result is None:
+        raise _to_raise(first.failures[0] if first.failures else Failure.ended(0, first.exit_code() or 0))
+    supervisor.wait_for(lambda: not supervisor.running(), GRACE_S)
+    return first.result
+
+
+def _to_raise(failure: Failure) -> BaseException:
+    if failure.exception is None:
+        return failure.error()
+    failure.exception.__cause__ = failure.error()
+    return failure.exception
+
+
+def _to_cpu(value: Any) -> Any:
+    return value.cpu() if isinstance(value, torch.Tensor) else value
+
+
+def _collect(trainer: pl.Trainer) -> dict[str, Any]:
+    module = trainer.lightning_module
+    return {
+        "state": trainer.state,
+        "weights": module.state_dict() if trainer.state.fn == TrainerFn.FITTING else None,
+        "best_model_path": getattr(trainer.checkpoint_callback, "best_model_path", None),
+        "callback_metrics": dict(trainer.callback_metrics),
+        "fit_loop": trainer.fit_loop.state_dict(),
+    }
+
+
+def _restore(trainer: pl.Trainer, results: dict[str, Any]) -> None:
+    if results["weights"] is not None:
+        trainer.lightning_module.load_state_dict(results["weights"])
+        trainer.fit_loop.load_state_dict(results["fit_loop"])
+    if results["best_model_path"] is not None and trainer.checkpoint_callback is not None:
+        trainer.checkpoint_callback.best_model_path = results["best_model_path"]  # type: ignore[attr-defined]
+    trainer.state = results["state"]
+    trainer.callback_metrics.update(results["callback_metrics"])

@@ -1,0 +1,220 @@
+"""Ranks as processes that run the same script: this process is rank 0 and starts the others."""
+
+from __future__ import annotations
+
+import atexit
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from multiprocessing import Pipe
+from multiprocessing.connection import Connection
+from typing import TYPE_CHECKING, Any
+
+import lightning.pytorch as pl
+from lightning.fabric.strategies.launchers.subprocess_script import (
+    _HYDRA_AVAILABLE,
+    _basic_subprocess_cmd,
+    _hydra_subprocess_cmd,
+)
+from lightning.fabric.utilities.distributed import _set_num_threads_if_needed
+from lightning.pytorch.strategies.launchers.launcher import _Launcher
+from typing_extensions import override
+
+from lightning_gnn.launching.failures import (
+    GRACE_S,
+    PARENT,
+    REPORT,
+    STOP_S,
+    Failure,
+    Reporter,
+    end_after,
+    end_with_parent,
+    is_about_peers,
+    mark_reported,
+    show_once,
+)
+from lightning_gnn.launching.supervisor import Child, Supervisor
+
+if TYPE_CHECKING:
+    from lightning_gnn.strategies.base import GNNStrategy
+
+# The started ranks belong to the process, not to one Trainer: they follow it through the script.
+_supervisor: Supervisor | None = None
+_reporter: Reporter | None = None
+
+
+def join_parent() -> None:
+    """In a process that :class:`ScriptLauncher` has started: ends with its parent, and tells it of failures."""
+    global _reporter
+    if REPORT not in os.environ:
+        return
+    descriptor = int(os.environ.pop(REPORT))
+    os.set_inheritable(descriptor, False)
+    _reporter = Reporter(int(os.environ["LOCAL_RANK"]), Connection(descriptor, readable=False))
+    end_with_parent(int(os.environ.pop(PARENT)))
+    show_once()
+
+
+class ScriptLauncher(_Launcher):
+    """Runs the script once per rank; or, where ranks are there already (torchrun, SLURM), nothing but the call.
+
+    If a rank fails, the others end within :data:`~lightning_gnn.launching.failures.GRACE_S` seconds and a little, and
+    the traceback of that rank is shown once.
+
+    Args:
+        strategy: whose ranks are started.
+    """
+
+    def __init__(self, strategy: GNNStrategy) -> None:
+        self._strategy = strategy
+
+    @property
+    @override
+    def is_interactive_compatible(self) -> bool:
+        raise RuntimeError(
+            f"Ranks of Trainer(strategy={self._strategy.strategy_name!r}) run this file again, and an interactive session has "
+            f"none. In a notebook use Trainer(strategy='{self._strategy.strategy_name}_notebook'), or run a script."
+        )
+
+    @override
+    def launch(self, function: Callable[..., Any], *args: Any, trainer: pl.Trainer | None = None, **kwargs: Any) -> Any:
+        environment, strategy = self._strategy.cluster_environment, self._strategy
+        assert environment is not None
+        environment.validate_settings(num_devices=strategy.num_processes, num_nodes=strategy.num_nodes)
+        if not environment.creates_processes_externally:
+            strategy.before_ranks_start(trainer, (*args, *kwargs.values()))
+            self._start()
+        _set_num_threads_if_needed(num_processes=strategy.num_processes)
+        if _reporter is not None:
+            return self._as_child(_reporter, function, args, kwargs)
+        if _supervisor is not None:
+            return self._as_parent(_supervisor, function, args, kwargs)
+        return function(*args, **kwargs)
+
+    # The parent ###############################################################
+
+    def _start(self) -> None:
+        global _supervisor
+        strategy, environment = self._strategy, self._strategy.cluster_environment
+        assert environment is not None
+        os.environ.update(
+            MASTER_ADDR=environment.main_address,
+            MASTER_PORT=str(environment.main_port),
+            NODE_RANK=str(environment.node_rank()),
+            LOCAL_RANK=str(environment.local_rank()),
+            WORLD_SIZE=str(strategy.num_processes * strategy.num_nodes),
+        )
+        children = []
+        for rank in range(1, strategy.num_processes):
+            command, folder = _command(rank)
+            reader, writer = Pipe(duplex=False)
+            process = subprocess.Popen(
+                command,
+                cwd=folder,
+                env={
+                    **os.environ,
+                    "LOCAL_RANK": str(rank),
+                    PARENT: str(os.getpid()),
+                    REPORT: str(writer.fileno()),
+                },
+                pass_fds=(writer.fileno(),),
+            )
+            writer.close()
+            children.append(Child(rank, process.pid, process.poll, reader))
+        _supervisor = Supervisor(children, strategy.scheme.survives_lost_ranks)
+        show_once()
+        atexit.register(_see_off, _supervisor)
+
+    def _as_parent(self, supervisor: Supervisor, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        failed_before = supervisor.look()
+        if failed_before:
+            raise failed_before[0].error()
+        inside = threading.Event()
+        inside.set()
+        threading.Thread(target=_watch, args=(supervisor, inside), daemon=True, name="watches ranks").start()
+        try:
+            return function(*args, **kwargs)
+        except Exception as error:
+            cause = self._cause(supervisor, error)
+            inside.clear()
+            if cause is None:
+                raise
+            raise cause from None
+        except BaseException:  # Ctrl-C, or the end of the process
+            inside.clear()
+            supervisor.end(grace=STOP_S if supervisor.stopping else 1.0)
+            raise
+        finally:
+            inside.clear()
+
+    def _cause(self, supervisor: Supervisor, error: Exception) -> Exception | None:
+        """Returns what to raise in place of rank 0's error, if another rank's failure led to it; settles the others."""
+        if is_about_peers(error):
+            # What the other rank says may take a moment to arrive.
+            supervisor.wait_for(lambda: any(not f.about_peers for f in supervisor.look()), 2.0)
+        # Ranks that all raise, as for bad input, may all go on; one that does not would wait forever.
+        supervisor.wait_for(supervisor.all_failed, GRACE_S)
+        failures = supervisor.look()
+        if supervisor.all_failed() and len(supervisor.running()) == len(supervisor.children):
+            supervisor.forget_failures()
+        else:
+            supervisor.end(grace=1.0)
+        if is_about_peers(error) and failures and not failures[0].about_peers:
+            first = failures[0]
+            return Failure(first.rank, f"{first.text}\nRank 0 noticed so: {error}").error()
+        return None
+
+    @override
+    def kill(self, signum: Any) -> None:
+        """Passes a signal on to the other ranks; called by Lightning when this process is asked to end."""
+        end_after(STOP_S, 128 + signum)
+        if _reporter is not None:
+            _reporter.send(Failure(_reporter.rank, f"It was asked to end, by {signal.Signals(signum).name}."))
+        elif _supervisor is not None:
+            _supervisor.stopping = True
+            for child in _supervisor.running():
+                child.signal(signum)
+
+    # A child ##################################################################
+
+    def _as_child(self, reporter: Reporter, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        try:
+            return function(*args, **kwargs)
+        except Exception as error:
+            reporter.failed(error)
+            mark_reported(error)
+            raise
+
+
+def _command(rank: int) -> tuple[Any, str | None]:
+    """Returns how this script is run again, and where."""
+    if _HYDRA_AVAILABLE:
+        from hydra.core.hydra_config import HydraConfig
+
+        if HydraConfig.initialized():
+            return _hydra_subprocess_cmd(rank)
+    return _basic_subprocess_cmd(), None
+
+
+def _watch(supervisor: Supervisor, inside: threading.Event) -> None:
+    """Ends everything if another rank has failed and rank 0 does not come to know of it."""
+    while inside.is_set():
+        time.sleep(0.1)
+        failures = supervisor.look()
+        if not failures or supervisor.stopping:
+            continue
+        if supervisor.wait_for(lambda: not inside.is_set(), GRACE_S):
+            return
+        supervisor.end(grace=0.0)
+        print(f"{failures[0].error()}\nRank 0 did not notice, and ends.", file=sys.stderr, flush=True)
+        os._exit(1)
+
+
+def _see_off(supervisor: Supervisor) -> None:
+    """At the end of the script: lets the other ranks come to its end too, unless something went wrong."""
+    wrong = getattr(sys, "last_value", None) is not None
+    supervisor.end(grace=GRACE_S if wrong or supervisor.look() else 60.0)

@@ -1,0 +1,122 @@
+"""Watches started ranks: one that fails ends the others, in bounded time."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from multiprocessing.connection import Connection
+from typing import Any
+
+from lightning_gnn.launching.failures import GRACE_S, Failure
+
+
+@dataclass
+class Child:
+    """A started rank.
+
+    Attributes:
+        rank: its rank.
+        pid: its process.
+        exit_code: returns its exit status, negative for a signal, None while it runs.
+        reports: what it sends: failures, and at most one result.
+    """
+
+    rank: int
+    pid: int
+    exit_code: Callable[[], int | None]
+    reports: Connection
+    failures: list[Failure] = field(default_factory=list)
+    result: Any = None
+
+    def listen(self) -> None:
+        """Takes in what the child has sent."""
+        with contextlib.suppress(EOFError, OSError):
+            while self.reports.poll():
+                received = self.reports.recv()
+                if isinstance(received, Failure):
+                    self.failures.append(received)
+                else:
+                    self.result = received
+
+    def signal(self, number: int) -> None:
+        """Sends its process a signal, if it still runs."""
+        if self.exit_code() is None:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self.pid, number)
+
+
+class Supervisor:
+    """The children of this process.
+
+    Args:
+        children: started ranks.
+        survives_lost_ranks: a rank that fails does not concern the others.
+
+    Attributes:
+        stopping: the ranks were asked to end, and take their time.
+    """
+
+    def __init__(self, children: Sequence[Child], survives_lost_ranks: bool = False) -> None:
+        self.children, self.survives_lost_ranks = list(children), survives_lost_ranks
+        self.stopping = False
+        self._lock = threading.RLock()
+        self._told: set[int] = set()
+
+    def look(self) -> list[Failure]:
+        """Returns the failures so far, those that are not about other ranks first."""
+        with self._lock:
+            for child in self.children:
+                code = child.exit_code()  # before listening: what it sent last is then there
+                child.listen()
+                if code and not child.failures:
+                    child.failures.append(Failure.ended(child.rank, code))
+            found = [failure for child in self.children for failure in child.failures]
+        if self.survives_lost_ranks:
+            self._tell(found)
+            return []
+        return sorted(found, key=lambda failure: failure.about_peers)
+
+    def _tell(self, failures: Sequence[Failure]) -> None:
+        for failure in failures:
+            if failure.rank not in self._told:
+                self._told.add(failure.rank)
+                print(f"Rank {failure.rank} failed; the others go on.\n{failure.text}", file=sys.stderr, flush=True)
+
+    def running(self) -> list[Child]:
+        """Returns the children that have not ended."""
+        return [child for child in self.children if child.exit_code() is None]
+
+    def all_failed(self) -> bool:
+        """Returns whether every child has failed."""
+        self.look()
+        return all(child.failures for child in self.children)
+
+    def forget_failures(self) -> None:
+        """Starts to look anew: ranks that raised alike, and go on alike."""
+        with self._lock:
+            for child in self.children:
+                child.failures = []
+
+    def wait_for(self, condition: Callable[[], bool], seconds: float) -> bool:
+        """Returns whether `condition` came true within some time."""
+        deadline = time.monotonic() + seconds
+        while not condition():
+            if time.monotonic() > deadline:
+                return False
+            time.sleep(0.05)
+        return True
+
+    def end(self, grace: float = GRACE_S) -> None:
+        """Ends all children: first by themselves, then by SIGTERM, then by SIGKILL."""
+        if not self.wait_for(lambda: not self.running(), grace):
+            for number in (signal.SIGTERM, signal.SIGKILL):
+                for child in self.running():
+                    child.signal(number)
+                if self.wait_for(lambda: not self.running(), 1.5):
+                    break

@@ -1,0 +1,77 @@
+"""A user's script in which something happens to a rank in epoch 3, started by test_failures.py: STRATEGY EVENT FOLDER."""
+
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+
+import lightning as L
+from torch_geometric.nn.models import GCN
+
+from lightning_gnn import GraphDataModule, NodeClassifier, planted_partition
+
+SIGNALS = {"kill": signal.SIGKILL, "term": signal.SIGTERM, "interrupt": signal.SIGINT}
+
+
+class Happens(L.Callback):
+    """``WHAT RANK``; notes when it did, and this process's parent."""
+
+    def __init__(self, event: str, folder: Path) -> None:
+        self.what, _, rank = event.partition(" ")
+        self.rank, self.folder = rank, folder
+
+    def on_train_epoch_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        if trainer.current_epoch != 3 or self.rank not in (str(trainer.global_rank), "main", "all"):
+            return
+        if self.rank == "main" and trainer.global_rank:
+            return
+        (self.folder / "when").write_text(str(time.time()))
+        if self.what == "raise":
+            raise ValueError(f"the data of rank {trainer.global_rank} is spoilt")
+        if self.what == "raise-unheard":  # the other rank waits for nobody, and does not notice
+            if trainer.global_rank == 1:
+                raise ValueError("the data of rank 1 is spoilt")
+        elif self.what == "exit":
+            sys.exit(7)
+        else:
+            target = os.getpid()
+            if self.rank == "main" and "dgcl" != sys.argv[1]:
+                target = os.getppid()  # the process that the user started is not a rank
+            os.kill(target, SIGNALS[self.what])
+
+
+class Sleeps(L.Callback):
+    def on_train_epoch_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        if trainer.current_epoch == 3 and trainer.global_rank == 0:
+            time.sleep(60)
+
+
+def main() -> None:
+    strategy, event, folder = sys.argv[1], sys.argv[2], Path(sys.argv[3])
+    data, model = GraphDataModule(planted_partition(2000)), NodeClassifier(GCN(32, 16, 2, 8))
+    callbacks = [Happens(event, folder)] + ([Sleeps()] if "unheard" in event else [])
+    trainer = L.Trainer(
+        strategy=strategy,
+        devices=2,
+        accelerator="cpu",
+        max_epochs=-1,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        callbacks=callbacks,
+    )
+    try:
+        trainer.fit(model, datamodule=data)
+    except ValueError:
+        if "all" not in event:
+            raise
+        # all ranks raise and go on alike
+        trainer = L.Trainer(strategy=strategy, devices=2, accelerator="cpu", max_epochs=2, logger=False)
+        trainer.fit(model, datamodule=data)
+        if trainer.is_global_zero:
+            print("went on")
+
+
+if __name__ == "__main__":
+    main()
