@@ -195,6 +195,10 @@ class GraphDataModule(L.LightningDataModule):
         data, index_split = load_source(self.source, self.source_args)
         return prepare_graph(data, index_split, self.split, self.split_column, self.seed)
 
+    def partition_for(self, layout: LayoutSpec) -> Path:
+        """Partitions the graph, unless the store holds it, and returns the folder of its entry; needs no Trainer."""
+        return self.store / self._ensure_stored(layout)
+
     def _ensure_stored(self, layout: LayoutSpec) -> str:
         """Returns the folder's name under the store, partitioning only if no earlier run has. Rank 0 of each machine."""
         known = self._remembered(self._description_key(layout))
