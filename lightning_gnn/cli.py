@@ -50,13 +50,11 @@ class SaveConfig(SaveConfigCallback):
 class TrainerCLI(LightningCLI):
     """LightningCLI that answers an unknown strategy with the nearest known one."""
 
-    parser: Parser
-
     @override
     def before_instantiate_classes(self) -> None:
         assert self.subcommand is not None
         trainer = self.config[self.subcommand].trainer
-        check_names(self.parser, trainer.strategy, trainer.accelerator)
+        check_names(self._parser(self.subcommand), trainer.strategy, trainer.accelerator)
 
 
 def main() -> None:

@@ -234,4 +234,4 @@ def _counting_sort(keys, num_rows):  # type: ignore[no-untyped-def]
 
 def cache_folder() -> Path:
     """Returns where compiled kernels are kept; there once one was compiled."""
-    return Path(_counting_sort.stats.cache_path)
+    return Path(str(_counting_sort.stats.cache_path))

@@ -49,7 +49,7 @@ def time_exchange(deadline: float) -> dict[str, float | None]:
     with tempfile.TemporaryFile("w+") as output, tempfile.TemporaryFile("w+") as errors:
         ranks = [
             subprocess.Popen([sys.executable, "-m", __name__, str(rank)], env=env, stdout=stream, stderr=errors)
-            for rank, stream in enumerate((output, subprocess.DEVNULL))
+            for rank, stream in enumerate((output, errors))
         ]
         try:
             while any(rank.poll() is None for rank in ranks) and not any(rank.poll() for rank in ranks):
@@ -61,9 +61,9 @@ def time_exchange(deadline: float) -> dict[str, float | None]:
                 rank.kill()
                 rank.wait()
         errors.seek(0)
-        lines = [line for line in errors.read().splitlines() if line.strip()]
         if any(rank.returncode for rank in ranks):
-            raise RuntimeError(lines[-1] if lines else f"ended with status {[rank.returncode for rank in ranks]}")
+            lines = [line for line in errors.read().splitlines() if "Error" in line]
+            raise RuntimeError(lines[-1] if lines else f"they ended with status {[rank.returncode for rank in ranks]}")
         output.seek(0)
         return json.loads(output.read().splitlines()[-1])
 

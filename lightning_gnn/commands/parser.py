@@ -16,6 +16,8 @@ from lightning.pytorch.cli import LightningArgumentParser
 from lightning.pytorch.strategies import StrategyRegistry
 from typing_extensions import override
 
+import lightning_gnn
+
 
 def did_you_mean(word: str, known: Iterable[str]) -> str:
     """Returns ``", did you mean ...?"`` with the nearest of the `known` words, or ``"."`` if none is near."""
@@ -66,6 +68,8 @@ def explain(message: str, known: Iterable[str]) -> str | None:
     if found := re.search(r"module '([\w.]+)' has no attribute '(\w+)'", message):
         module, name = found.groups()
         return f"{module} has no {name!r}" + did_you_mean(name, dir(sys.modules.get(module, object)))
+    if found := re.search(r"Expected a dot import path string: (\S+)", message):
+        return f"there is no class {found[1]!r}" + did_you_mean(found[1], lightning_gnn.__all__)
     if found := re.search(r"No module named '([\w.]+)'", message):
         return f"there is no module {found[1]!r}" + did_you_mean(found[1], sys.modules)
     if found := re.search(r"ption '([^']+)' is not accepted|does not accept option '([^']+)'", message):
@@ -89,11 +93,12 @@ class Parser(LightningArgumentParser):
         self.exit(2, f"error: {explain(message, known) or message}\nAll options: {command} --help\n")
 
 
-def check_names(parser: Parser, strategy: object, accelerator: object) -> None:
+def check_names(parser: LightningArgumentParser, strategy: object, accelerator: object) -> None:
     """Ends with an error if the Trainer's strategy or accelerator is given by a name that Lightning does not know."""
     for key, name, known in (
         ("strategy", strategy, StrategyRegistry.available_strategies()),
         ("accelerator", accelerator, [*AcceleratorRegistry.available_accelerators(), "gpu"]),
     ):
         if isinstance(name, str) and name.lower() not in (*known, "auto"):
-            parser.error(f"unknown {key} {name!r}" + did_you_mean(name.lower(), known))
+            message = f"unknown {key} {name!r}" + did_you_mean(name.lower(), known)
+            parser.error(message if message.endswith("?") else f"{message} There are {', '.join(known)}.")
