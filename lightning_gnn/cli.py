@@ -76,7 +76,17 @@ def main() -> None:
             save_config_callback=SaveConfig,
             save_config_kwargs={"overwrite": True},
             parser_class=Parser,
-            parser_kwargs={"prog": "lightning-gnn"},
+            parser_kwargs={
+                "prog": "lightning-gnn",
+                # Not a list of all keys, which would push the description out of sight.
+                **{
+                    name: {
+                        "usage": f"lightning-gnn {name} --config FILE [--KEY VALUE ...]",
+                        "description": COMMANDS[name],
+                    }
+                    for name in TrainerCLI.subcommands()
+                },
+            },
         )
     else:
         print(f"error: unknown command {command!r}{did_you_mean(command, COMMANDS)}\n", file=sys.stderr)

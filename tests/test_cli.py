@@ -65,7 +65,7 @@ def test_partition_without_a_config(store, capsys):
     [folder] = entries(store)
     report = read_manifest(folder)["report"]
     assert len(report["nodes"]) == 3
-    assert f"{report['halo_rows'][2] / 1000:,.1f} kB" in output  # 250 columns of float32
+    assert f"{report['halo_rows'][2]:,.1f} kB" in output  # 250 columns of float32 are 1 kB
     assert "Rows of 250 columns, float32" in output
     assert f"replication {1 + sum(report['halo_rows']) / GRAPH['num_nodes']:.2f}" in output
 

@@ -18,6 +18,7 @@ import torch
 from filelock import FileLock
 from packaging.requirements import Requirement
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 import lightning_gnn
@@ -76,9 +77,11 @@ def doctor(arguments: Sequence[str]) -> None:
 
 def _table(checks: Sequence[Check]) -> Table:
     table = Table("check", "result", "what to do", title="lightning-gnn doctor", title_justify="left")
+    for column in table.columns:
+        column.overflow = "fold"  # a path that is cut short helps nobody
     marks = {"ok": "[green]ok[/]", "warning": "[yellow]warning[/]", "failed": "[red]failed[/]"}
     for check in checks:
-        table.add_row(check.name, f"{marks[check.status]}  {check.result}", check.advice)
+        table.add_row(check.name, f"{marks[check.status]}  {escape(check.result)}", escape(check.advice))
     return table
 
 

@@ -24,11 +24,12 @@ from lightning_gnn.partition.layout import LayoutSpec
 from lightning_gnn.partition.metrics import EdgeCutReport
 from lightning_gnn.strategies import DGCLStrategy, GNNStrategy
 
-DESCRIPTION = """Partition a graph ahead of time, and print what came out.
-Takes the configs and keys of `fit`, of which it uses `data`, `trainer.strategy`, `trainer.devices` and
-`trainer.num_nodes`; `fit` with the same data then finds the parts in the store. Or without a config:
-`--data.source torch_geometric.datasets.Planetoid --data.source_args '{"root": "data/planetoid", "name": "Cora"}'
---parts 4`."""
+USAGE = """lightning-gnn partition --config FILE [--parts N] [--columns N] [--KEY VALUE ...]
+       lightning-gnn partition --data.source PATH --data.source_args JSON --parts N [--columns N]"""
+DESCRIPTION = (
+    "Partition a graph ahead of time, and print what came out. Files and keys are those of fit, which then finds the "
+    "parts in the store; used are data, trainer.strategy, trainer.devices and trainer.num_nodes."
+)
 
 
 class PartitionCLI(LightningCLI):
@@ -43,7 +44,7 @@ class PartitionCLI(LightningCLI):
             subclass_mode_data=True,
             seed_everything_default=False,
             parser_class=Parser,
-            parser_kwargs={"prog": "lightning-gnn partition", "description": DESCRIPTION},
+            parser_kwargs={"prog": "lightning-gnn partition", "usage": USAGE, "description": DESCRIPTION},
             run=False,
         )
 
@@ -115,7 +116,7 @@ def _working(console: Console, text: str) -> Iterator[None]:
 def partition(arguments: Sequence[str]) -> None:
     """Runs ``lightning-gnn partition`` with these arguments."""
     cli = PartitionCLI(arguments)
-    data, layout, console = cli.datamodule, cli.layout, Console(highlight=False)
+    data, layout, console = cli.datamodule, cli.layout, Console(highlight=False, markup=False)
     began = time.perf_counter()
     before = {manifest.parent.name for manifest in data.store.glob("*/manifest.json")}
     try:
