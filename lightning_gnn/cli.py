@@ -1,13 +1,41 @@
-"""``lightning-gnn fit | validate | test | predict --config FILE``: LightningCLI with the strategies registered."""
+"""The command line: LightningCLI's ``fit``, ``validate``, ``test`` and ``predict``; ``partition`` and ``doctor`` beside it."""
 
 from __future__ import annotations
+
+import sys
 
 import lightning as L
 from lightning.pytorch.cli import LightningCLI, SaveConfigCallback
 from typing_extensions import override
 
 import lightning_gnn  # noqa: F401  registers the strategies
+from lightning_gnn.commands.doctor import doctor
+from lightning_gnn.commands.parser import Parser, check_names, did_you_mean
+from lightning_gnn.commands.partition import partition
 from lightning_gnn.datamodules import GraphDataModule
+
+COMMANDS = {
+    "fit": "train a model on a graph",
+    "validate": "evaluate a model on the validation nodes",
+    "test": "evaluate a model on the test nodes",
+    "predict": "compute a model's output for every node",
+    "partition": "partition a graph ahead of time, and show the parts",
+    "doctor": "check that this machine can train: versions, devices, exchange between ranks, store",
+}
+
+HELP = """usage: lightning-gnn COMMAND [options]
+
+Train PyTorch Geometric models, unchanged, on one graph over several devices.
+
+commands:
+{commands}
+
+examples:
+  lightning-gnn partition --config configs/dgcl.yaml
+  lightning-gnn fit --config configs/dgcl.yaml --trainer.max_epochs 20
+
+All options of a command: lightning-gnn COMMAND --help
+""".format(commands="\n".join(f"  {name:<10} {text}" for name, text in COMMANDS.items()))
 
 
 class SaveConfig(SaveConfigCallback):
@@ -19,16 +47,51 @@ class SaveConfig(SaveConfigCallback):
             super().setup(trainer, pl_module, stage)
 
 
+class TrainerCLI(LightningCLI):
+    """LightningCLI that answers an unknown strategy with the nearest known one."""
+
+    @override
+    def before_instantiate_classes(self) -> None:
+        assert self.subcommand is not None
+        trainer = self.config[self.subcommand].trainer
+        check_names(self._parser(self.subcommand), trainer.strategy, trainer.accelerator)
+
+
 def main() -> None:
     """Runs the command line; see ``lightning-gnn --help``."""
-    LightningCLI(
-        L.LightningModule,
-        GraphDataModule,
-        subclass_mode_model=True,
-        subclass_mode_data=True,
-        save_config_callback=SaveConfig,
-        save_config_kwargs={"overwrite": True},
-    )
+    command, *arguments = sys.argv[1:] or [""]
+    if command in ("", "-h", "--help"):
+        print(HELP, end="")
+        sys.exit(0 if command else 2)
+    if command == "partition":
+        partition(arguments)
+    elif command == "doctor":
+        doctor(arguments)
+    elif command in COMMANDS or command.startswith("-"):
+        TrainerCLI(
+            L.LightningModule,
+            GraphDataModule,
+            subclass_mode_model=True,
+            subclass_mode_data=True,
+            save_config_callback=SaveConfig,
+            save_config_kwargs={"overwrite": True},
+            parser_class=Parser,
+            parser_kwargs={
+                "prog": "lightning-gnn",
+                # Not a list of all keys, which would push the description out of sight.
+                **{
+                    name: {
+                        "usage": f"lightning-gnn {name} --config FILE [--KEY VALUE ...]",
+                        "description": COMMANDS[name],
+                    }
+                    for name in TrainerCLI.subcommands()
+                },
+            },
+        )
+    else:
+        print(f"error: unknown command {command!r}{did_you_mean(command, COMMANDS)}\n", file=sys.stderr)
+        print(HELP, end="", file=sys.stderr)
+        sys.exit(2)
 
 
 if __name__ == "__main__":

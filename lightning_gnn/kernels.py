@@ -11,6 +11,7 @@ from __future__ import annotations
 import threading
 from dataclasses import dataclass
 from functools import cached_property
+from pathlib import Path
 from typing import Any
 
 import numba
@@ -229,3 +230,8 @@ def _counting_sort(keys, num_rows):  # type: ignore[no-untyped-def]
         order[place[key]] = edge
         place[key] += 1
     return indptr, order
+
+
+def cache_folder() -> Path:
+    """Returns where compiled kernels are kept; there once one was compiled."""
+    return Path(str(_counting_sort.stats.cache_path))

@@ -36,7 +36,7 @@ class Happens(L.Callback):
             sys.exit(7)
         else:
             target = os.getpid()
-            if self.rank == "main" and "dgcl" != sys.argv[1]:
+            if self.rank == "main" and sys.argv[1] != "dgcl":
                 target = os.getppid()  # the process that the user started is not a rank
             os.kill(target, SIGNALS[self.what])
 

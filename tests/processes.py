@@ -86,6 +86,11 @@ def run(
         text = output.read()
     if isinstance(code, str):
         raise AssertionError(f"{code}; {left_over}\n{text[-6000:]}")
-    files = [*os.listdir(env["TMPDIR"]), *(set(os.listdir("/dev/shm")) - shared_memory)]
+    kept = os.listdir(env["TMPDIR"])
+    # PyG writes the propagate functions that it generates to files, and leaves them there.
+    files = [
+        *(name for name in kept if not name.startswith("torch_geometric.")),
+        *(set(os.listdir("/dev/shm")) - shared_memory),
+    ]
     shutil.rmtree(env["TMPDIR"])
     return Finished(code, text, left_over, files, ended)

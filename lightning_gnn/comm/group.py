@@ -35,6 +35,11 @@ def no_process_group() -> Iterator[None]:
         dist.GroupMember.WORLD = before
 
 
+def available_backends() -> dict[str, bool]:
+    """Returns by name which of torch's backends this installation has."""
+    return {"gloo": dist.is_gloo_available(), "nccl": dist.is_nccl_available(), "mpi": dist.is_mpi_available()}
+
+
 class CommunicationError(RuntimeError):
     """Ranks could not exchange something: names the operation and, where known, the layer and the peer."""
 

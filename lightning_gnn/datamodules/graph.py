@@ -156,7 +156,7 @@ class GraphDataModule(L.LightningDataModule):
     def prepare_for(self, layout: LayoutSpec) -> None:
         """Loads and partitions the graph for a layout, unless the store holds it; one process of each machine."""
         if layout.kind != "whole":
-            self._folder = self._ensure_stored(layout)
+            self._folder = self.partition_for(layout).name
         self._prepared = layout
 
     @override
@@ -207,6 +207,10 @@ class GraphDataModule(L.LightningDataModule):
         """Returns what `rank` will hold; there after :meth:`prepare_for`."""
         assert self._folder is not None
         return read_shard(self.store / self._folder, rank)
+
+    def partition_for(self, layout: LayoutSpec) -> Path:
+        """Partitions the graph, unless the store holds it, and returns the folder of its entry; needs no Trainer."""
+        return self.store / self._ensure_stored(layout)
 
     def _ensure_stored(self, layout: LayoutSpec) -> str:
         """Returns the folder's name under the store, partitioning only if no earlier run has. Rank 0 of each machine."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -41,9 +42,25 @@ class EdgeCutReport:
         return _balance(self.edges)
 
     @property
+    def cut_fraction(self) -> float:
+        """Edges between parts over all edges."""
+        return self.cut_edges / max(1, int(self.edges.sum()))
+
+    @property
+    def replication(self) -> float:
+        """Rows that all parts together read, owned and halo, over the nodes: 1 if nothing is cut."""
+        return 1 + int(self.halo_rows.sum()) / max(1, int(self.nodes.sum()))
+
+    @property
     def predicted_seconds(self) -> float:
         """Of one layer and direction; see :mod:`lightning_gnn.planning.cost`."""
         return LayerCost.of(self.edges, self.halo_rows).seconds
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> EdgeCutReport:
+        """Returns the report that :meth:`as_dict` gave, with or without more keys beside."""
+        nodes, edges, halo_rows = (np.asarray(values[name], np.int64) for name in ("nodes", "edges", "halo_rows"))
+        return cls(nodes, edges, halo_rows, values["cut_edges"])
 
     def as_dict(self) -> dict[str, Any]:
         """Returns plain numbers and lists, for JSON."""
@@ -57,16 +74,25 @@ class EdgeCutReport:
             "predicted_seconds": self.predicted_seconds,
         }
 
-    def table(self) -> Table:
-        """Returns the report as a table, a row per part."""
-        table = Table("part", "nodes", "edges", "halo rows", title="Edge cut")
+    def table(self, row_bytes: int | None = None) -> Table:
+        """Returns the report as a table, a row per part; with the bytes of a node's row, also what a part receives."""
+        table = Table("part", "nodes", "in-edges", "halo rows", title="Edge cut", title_justify="left")
+        if row_bytes is not None:
+            table.add_column("received per layer and direction")
+        for column in table.columns:
+            column.justify = "right"
         for part, row in enumerate(zip(self.nodes, self.edges, self.halo_rows)):
-            table.add_row(str(part), *(f"{value:,}" for value in row))
+            received = [] if row_bytes is None else [_bytes(int(row[2]) * row_bytes)]
+            table.add_row(str(part), *(f"{value:,}" for value in row), *received)
         table.caption = (
-            f"cut edges {self.cut_edges:,}, heaviest part / average: nodes {self.node_balance:.2f}, "
-            f"edges {self.edge_balance:.2f}"
+            f"edges between parts {self.cut_edges:,} ({self.cut_fraction:.1%}), replication {self.replication:.2f}, "
+            f"heaviest part / average: nodes {self.node_balance:.2f}, edges {self.edge_balance:.2f}"
         )
         return table
+
+
+def _bytes(count: int) -> str:
+    return f"{count / 1e6:,.1f} MB" if count >= 1e6 else f"{count / 1e3:,.1f} kB"
 
 
 def _balance(counts: Counts) -> float:

@@ -1,0 +1,1 @@
+"""What ``lightning-gnn`` does beside fit, validate, test and predict."""

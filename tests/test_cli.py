@@ -1,0 +1,242 @@
+"""The command line: partition, doctor, and answers to what it does not know."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+from launched import GRAPH
+from processes import REPOSITORY, run
+
+from lightning_gnn import cli
+from lightning_gnn.commands import doctor as doctor_command
+from lightning_gnn.commands.doctor import Check, check_launcher_variables, check_store, check_versions, doctor
+from lightning_gnn.commands.exchange import time_exchange
+from lightning_gnn.commands.parser import explain, unknown_key
+from lightning_gnn.commands.partition import num_ranks, partition
+from lightning_gnn.datamodules.store import read_manifest
+
+CLI = ("-m", "lightning_gnn.cli")
+DGCL = f"--config={REPOSITORY / 'configs' / 'dgcl.yaml'}"
+DATA = ("--data.source=lightning_gnn.planted_partition", f"--data.source_args={json.dumps(GRAPH)}")
+
+
+@pytest.fixture
+def store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("LIGHTNING_GNN_STORE", str(tmp_path / "store"))
+    monkeypatch.setenv("COLUMNS", "200")
+    return tmp_path / "store"
+
+
+def entries(store: Path) -> list[Path]:
+    return [manifest.parent for manifest in store.glob("*/manifest.json")]
+
+
+# partition ###################################################################
+
+
+@pytest.mark.slow
+def test_fit_finds_what_partition_kept(store, tmp_path, capsys):
+    overrides = (DGCL, "--data.init_args.source=lightning_gnn.planted_partition", DATA[1])
+    output = run(*CLI, "partition", *overrides, cwd=tmp_path).succeeded().output
+    [folder] = entries(store)
+    report = read_manifest(folder)["report"]
+    assert len(report["nodes"]) == 2
+    assert all(f"{count:,}" in output for name in ("nodes", "edges", "halo_rows") for count in report[name])
+    assert f"Kept in {folder}" in output
+
+    model = (f"--model.model.in_channels={GRAPH['num_features']}", f"--model.model.out_channels={GRAPH['num_classes']}")
+    fitted = run(*CLI, "fit", *overrides, *model, "--trainer.max_epochs=1", cwd=tmp_path).succeeded().output
+    assert "Partitioned" not in fitted
+    assert entries(store) == [folder]
+
+    # The file that the fit kept describes the same data.
+    [kept] = tmp_path.rglob("config.yaml")
+    capsys.readouterr()
+    partition(["--config", str(kept)])
+    assert f"The store had it already: {folder}" in capsys.readouterr().out
+
+
+def test_partition_without_a_config(store, capsys):
+    partition([*DATA, "--parts=3", "--columns=250"])
+    output = capsys.readouterr().out
+    [folder] = entries(store)
+    report = read_manifest(folder)["report"]
+    assert len(report["nodes"]) == 3
+    assert f"{report['halo_rows'][2]:,.1f} kB" in output  # 250 columns of float32 are 1 kB
+    assert "Rows of 250 columns, float32" in output
+    assert f"replication {1 + sum(report['halo_rows']) / GRAPH['num_nodes']:.2f}" in output
+
+
+def test_partition_says_what_is_wrong_with_the_source(store):
+    with pytest.raises(SystemExit, match="error: Loading or partitioning lightning_gnn.nothing failed"):
+        partition(["--data.source=lightning_gnn.nothing", "--parts=2"])
+
+
+@pytest.mark.parametrize(
+    ("devices", "num_nodes", "ranks"),
+    [
+        (2, 1, 2),
+        (2, 3, 6),
+        ("4", 1, 4),
+        ([0, 2], 1, 2),
+        ("0,3", 2, 4),
+        ("auto", 1, None),
+        (-1, 1, None),
+        ("-1", 1, None),
+    ],
+)
+def test_number_of_ranks(devices, num_nodes, ranks):
+    assert num_ranks(devices, num_nodes) == ranks
+
+
+# doctor ######################################################################
+
+
+@pytest.mark.slow
+def test_doctor_on_this_machine(store, tmp_path):
+    finished = run(*CLI, "doctor", "--json", cwd=tmp_path).succeeded()
+    found = json.loads(finished.output[finished.output.index("{") :])
+    checks = {check["name"]: check for check in found["checks"]}
+    assert found["ok"] and {check["status"] for check in checks.values()} <= {"ok", "warning"}
+    assert {"python", "torch", "lightning", "numba", "CPU", "gloo", "store", "shared memory", "sockets"} <= set(checks)
+    assert "GB/s" in checks["sockets"]["result"]
+
+
+def test_doctor_fails(store, tmp_path, monkeypatch, capsys):
+    def fails(deadline: float) -> None:
+        raise RuntimeError("nobody answered")
+
+    monkeypatch.setattr(doctor_command, "time_exchange", fails)
+    (tmp_path / "file").touch()
+    with pytest.raises(SystemExit) as ended:
+        doctor([f"--store={tmp_path / 'file'}"])
+    assert ended.value.code == 1
+    output = capsys.readouterr().out
+    assert "nobody answered" in output and "Does not work: store, exchange" in output
+
+
+def test_exchange_keeps_its_deadline():
+    with pytest.raises(RuntimeError, match="within 0 s"):
+        time_exchange(0.2)
+
+
+def test_versions(monkeypatch):
+    versions = {"torch": "2.3.1", "lightning": "2.6.3", "pytorch_lightning": "2.5"}
+    monkeypatch.setattr("importlib.metadata.version", lambda name: versions.get(name, "9999.1"))
+    monkeypatch.setattr(
+        "importlib.metadata.requires",
+        lambda name: ["torch>=2.4", "lightning!=2.6.3,>=2.5"] if name == "lightning-gnn" else [],
+    )
+    found = {check.name: check for check in check_versions()}
+    assert found["torch"].status == found["lightning"].status == "failed"
+    assert found["torch"].advice == 'pip install "torch>=2.4"'
+    assert found["numba"].status == "ok"
+    assert found["pytorch_lightning"].status == "warning"
+
+
+def test_launcher_variables(monkeypatch):
+    for name in doctor_command.LAUNCHER_VARIABLES:
+        monkeypatch.delenv(name, raising=False)
+    assert check_launcher_variables().status == "ok"
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    found = check_launcher_variables()
+    assert found.status == "warning" and "WORLD_SIZE=4" in found.result
+
+
+def test_store(tmp_path, monkeypatch):
+    assert check_store(tmp_path / "new").status == "ok"
+    assert not any((tmp_path / "new").iterdir())
+    monkeypatch.setattr(doctor_command, "LITTLE_SPACE", 1e20)
+    assert isinstance(found := check_store(tmp_path), Check) and found.status == "warning"
+
+
+# What it does not know #######################################################
+
+
+def answer(
+    arguments: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> tuple[int, str]:
+    monkeypatch.setattr(sys, "argv", ["lightning-gnn", *arguments])
+    with pytest.raises(SystemExit) as ended:
+        cli.main()
+    said = capsys.readouterr()
+    return ended.value.code, said.out + said.err
+
+
+def test_help_lists_the_commands(monkeypatch, capsys):
+    code, said = answer(["--help"], monkeypatch, capsys)
+    assert code == 0
+    for name, text in cli.COMMANDS.items():
+        assert f"  {name:<10} {text}\n" in said
+    assert answer([], monkeypatch, capsys)[0] == 2
+
+
+@pytest.mark.parametrize(
+    ("arguments", "nearest"),
+    [
+        (["partion"], "partition"),
+        (["fit", DGCL, "--trainer.stratgy", "dgcl"], "trainer.strategy"),
+        (["fit", DGCL, "--max_epochs=3"], "trainer.max_epochs"),
+        (["fit", DGCL, "--data.init_args.soruce", "x"], "source"),
+        (["fit", DGCL, "--model.init_args.model.init_args.hiden_channels=8"], "hidden_channels"),
+        (["fit", DGCL, "--model=NodeClasifier"], "NodeClassifier"),
+        (["fit", DGCL, "--trainer.strategy=dgcll"], "dgcl"),
+        (["fit", DGCL, "--trainer.strategy=DGCLStrategy", "--trainer.strategy.timout=9"], "timeout"),
+        (["fit", DGCL, "--trainer.accelerator=cpuu"], "cpu"),
+        (["partition", DGCL, "--trainer.strategy=dcgl"], "dgcl"),
+        (["partition", DGCL, "--colums=3"], "columns"),
+        (["doctor", "--jsno"], "json"),
+    ],
+)
+def test_names_the_nearest(arguments, nearest, monkeypatch, capsys):
+    code, said = answer(arguments, monkeypatch, capsys)
+    assert code == 2
+    assert f"did you mean '{nearest}'?" in said
+    assert len(said.splitlines()) < 25
+
+
+@pytest.mark.parametrize(
+    ("written", "meant", "nearest"),
+    [
+        ("max_epochs:", "max_epoch:", "trainer.max_epochs"),
+        ("source_args:", "source_arg:", "source_args"),
+        ("\ndata:", "\ndta:", "data"),
+        ("NodeClassifier", "NodeClasifier", "NodeClassifier"),
+        ("strategy: dgcl", "strategy: dgcll", "dgcl"),
+    ],
+)
+def test_names_the_nearest_key_of_a_file(written, meant, nearest, tmp_path, monkeypatch, capsys):
+    text = (REPOSITORY / "configs" / "dgcl.yaml").read_text()
+    assert written in text
+    (tmp_path / "config.yaml").write_text(text.replace(written, meant))
+    code, said = answer(["fit", "--config", str(tmp_path / "config.yaml")], monkeypatch, capsys)
+    assert code == 2 and f"did you mean '{nearest}'?" in said
+
+
+@pytest.mark.parametrize(
+    ("arguments", "reason"),
+    [
+        (["partition", DGCL, "--trainer.strategy=ddp"], "DDPStrategy does not split the graph"),
+        (["partition", *DATA], "give --parts"),
+        (["partition", *DATA, "--parts=0"], "above 0"),
+        (["partition", "--parts=2"], "required: data"),
+    ],
+)
+def test_partition_refuses(arguments, reason, monkeypatch, capsys):
+    code, said = answer(arguments, monkeypatch, capsys)
+    assert code == 2 and reason in said
+
+
+def test_nothing_near_is_not_guessed():
+    assert unknown_key("zzz.yy", ["trainer.strategy"]) == "unknown key 'zzz'."
+    assert explain("Expected a number", ["trainer.strategy"]) is None
+
+
+@pytest.mark.slow
+def test_a_wrong_key_is_no_traceback(tmp_path):
+    finished = run(*CLI, "fit", DGCL, "--trainer.devcies=2", cwd=tmp_path)
+    assert finished.code == 2
+    assert "did you mean 'trainer.devices'?" in finished.output and "Traceback" not in finished.output
