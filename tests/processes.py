@@ -86,11 +86,10 @@ def run(
         text = output.read()
     if isinstance(code, str):
         raise AssertionError(f"{code}; {left_over}\n{text[-6000:]}")
-    kept = os.listdir(env["TMPDIR"])
-    # PyG writes the propagate functions that it generates to files, and leaves them there.
-    files = [
-        *(name for name in kept if not name.startswith("torch_geometric.")),
-        *(set(os.listdir("/dev/shm")) - shared_memory),
-    ]
+    # PyG writes the functions that it generates to files, and torch makes a folder for those that it compiles.
+    files = [name for name in os.listdir(env["TMPDIR"]) if not name.startswith(("torch_geometric.", "torchinductor_"))]
+    deadline = time.monotonic() + 3  # others' come and go
+    while (shared := set(os.listdir("/dev/shm")) - shared_memory) and time.monotonic() < deadline:
+        time.sleep(0.1)
     shutil.rmtree(env["TMPDIR"])
-    return Finished(code, text, left_over, files, ended)
+    return Finished(code, text, left_over, [*files, *shared], ended)

@@ -15,15 +15,14 @@ METHODS = ["dgcl", "dgcl_spawn", "dgcl_notebook"]
 
 def happen(strategy, event, folder, within=10.0) -> Finished:
     finished = run(SCRIPT, strategy, event, folder, cwd=folder)
-    assert finished.code not in (0, None), finished.output
+    assert (finished.code == 0) == (event == "term main" and strategy == "dgcl"), finished.output  # Lightning's own end
     took = finished.ended - float((folder / "when").read_text())
     assert took < within, f"took {took:.1f} s\n{finished.output}"
     assert not finished.left_over and not finished.files, (finished.left_over, finished.files)
     return finished
 
 
-@pytest.mark.parametrize("strategy", METHODS)
-@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize(("strategy", "rank"), [("dgcl", 0), *((method, 1) for method in METHODS)])
 def test_what_a_rank_raises_is_shown_once(tmp_path, strategy, rank):
     output = happen(strategy, f"raise {rank}", tmp_path).output
     assert output.count(f"ValueError: the data of rank {rank} is spoilt") <= 2  # in its traceback, and as a cause
@@ -31,8 +30,9 @@ def test_what_a_rank_raises_is_shown_once(tmp_path, strategy, rank):
     assert "CommunicationError" not in output.split("noticed so")[0] or strategy != "dgcl"
 
 
-@pytest.mark.parametrize("strategy", METHODS)
-@pytest.mark.parametrize("rank", ["1", "main"])
+@pytest.mark.parametrize(
+    ("strategy", "rank"), [("dgcl", "main"), ("dgcl_notebook", "main"), *((method, "1") for method in METHODS)]
+)
 def test_killed(tmp_path, strategy, rank):
     finished = happen(strategy, f"kill {rank}", tmp_path)
     if rank == "1":
@@ -41,8 +41,10 @@ def test_killed(tmp_path, strategy, rank):
         assert finished.code == -signal.SIGKILL
 
 
-@pytest.mark.parametrize("strategy", METHODS)
-@pytest.mark.parametrize("what", ["term", "interrupt"])
+@pytest.mark.parametrize(
+    ("strategy", "what"),
+    [("dgcl", "term"), ("dgcl_spawn", "term"), ("dgcl", "interrupt"), ("dgcl_notebook", "interrupt")],
+)
 def test_asked_to_end(tmp_path, strategy, what):
     happen(strategy, f"{what} main", tmp_path, within=15.0)
 
