@@ -241,6 +241,8 @@ class GNNStrategy(ParallelStrategy):
             own = self_check(module, shard.batch, bind, stage, self.loss_reduction)
         outcome = self.world.broadcast_object(own, checker)
         assert outcome is not None
+        if outcome.refused is not None:
+            raise UnsupportedModelError(outcome.refused)
         step = f"{type(module).__name__}.{STAGES[stage][0]}"
         if outcome.not_run is not None:
             rank_zero_warn(
