@@ -38,7 +38,6 @@ from lightning_gnn.datamodules.sources import (
 from lightning_gnn.datamodules.store import (
     FORMAT,
     Shard,
-    StoreError,
     check_space,
     default_root,
     read_manifest,
@@ -194,7 +193,7 @@ class GraphDataModule(L.LightningDataModule):
         shard = failure = None
         try:
             shard = read_shard(self.store / folder, self.trainer.global_rank, layout)
-        except StoreError as error:
+        except Exception as error:
             failure = error
         _raise_together(world, failure, "The partitioned graph could not be read")
         assert shard is not None
