@@ -143,7 +143,10 @@ def write_store(folder: Path, data: Data, part: np.ndarray, num_parts: int, repo
     with writing(folder.parent, stored_bytes(data)):
         folder.parent.mkdir(parents=True, exist_ok=True)
         for stale in folder.parent.glob(f".{folder.name}.*"):
-            shutil.rmtree(stale) if stale.is_dir() else stale.unlink()
+            if stale.is_dir():
+                shutil.rmtree(stale)
+            else:  # of `write_atomically`
+                stale.unlink()
         scratch = Path(tempfile.mkdtemp(prefix=f".{folder.name}.", dir=folder.parent))
         try:
             _write(scratch, folder.name, data, part, num_parts, report)
