@@ -209,7 +209,7 @@ def test_a_failure_half_way_leaves_nothing(tmp_path, monkeypatch):
 
     original = store.np.save
     monkeypatch.setattr(store.np, "save", full)
-    with pytest.raises(OSError, match="No space left"):
+    with pytest.raises(StoreError, match="The disk of the store .* is full"):
         write_store(tmp_path / "s", prepare_graph(small()), np.zeros(6, np.int64), 1, {})
     assert list(tmp_path.iterdir()) == []
 

@@ -30,6 +30,7 @@ from lightning_gnn.comm.in_process import InProcessWorld, Meeting, kept_random_s
 from lightning_gnn.datamodules.store import Shard, split_graph, whole_graph
 from lightning_gnn.nn import pyg
 from lightning_gnn.nn.bind import Binding
+from lightning_gnn.nn.context import UnsupportedModelError
 from lightning_gnn.nn.helpers import graph_in_use
 from lightning_gnn.nn.loss import loss_scale
 
@@ -52,11 +53,13 @@ class SelfCheck:
         seconds: what it took.
         problem: what differs, in words; None if nothing does.
         not_run: why the step could not run on a small graph at all; None if it could.
+        refused: what is wrong with the model on any graph, be it whole; None if nothing is known.
     """
 
     seconds: float
     problem: str | None = None
     not_run: str | None = None
+    refused: str | None = None
 
 
 def self_check(
@@ -78,7 +81,7 @@ def self_check(
         trainer: what the step finds as ``self.trainer``; its loggers hear nothing.
     """
     began = time.perf_counter()
-    problem = not_run = None
+    problem = not_run = refused = None
     with ExitStack() as quiet:
         quiet.enter_context(no_process_group())
         quiet.enter_context(kept_random_state())
@@ -92,12 +95,15 @@ def self_check(
             try:
                 check = _Check(module, batch, bind, stage, loss_reduction, trainer, dtype)
                 whole = check.on_whole()
+            except UnsupportedModelError as error:
+                not_run, refused = None, str(error)
+                break
             except Exception as error:
                 not_run = not_run or _in_one_line(error)
                 continue
             not_run, problem = None, check.compare(whole, tolerance)
             break
-    return SelfCheck(time.perf_counter() - began, problem, not_run)
+    return SelfCheck(time.perf_counter() - began, problem, not_run, refused)
 
 
 @dataclass

@@ -1,13 +1,14 @@
 """``python -m lightning_gnn.datamodules.build``: partitions one graph, described in JSON on standard input.
 
 A process of its own, so that the whole graph and the partitioner's memory are gone when training starts.
-Prints the name of the folder under the store as its last line.
+Prints JSON as its last line: the name of the folder under the store, or the error, whose traceback goes to standard error.
 """
 
 from __future__ import annotations
 
 import json
 import sys
+import traceback
 
 from lightning_gnn.datamodules.graph import GraphDataModule
 from lightning_gnn.partition.layout import LayoutSpec
@@ -16,7 +17,12 @@ from lightning_gnn.partition.layout import LayoutSpec
 def main() -> None:
     request = json.load(sys.stdin)
     kind, parts = request["layout"]
-    print(GraphDataModule(**request["datamodule"]).build(LayoutSpec(kind, parts)))
+    try:
+        answer = {"folder": GraphDataModule(**request["datamodule"]).build(LayoutSpec(kind, parts))}
+    except Exception as error:
+        traceback.print_exc()
+        answer = {"error": str(error)}
+    print(json.dumps(answer))
 
 
 if __name__ == "__main__":

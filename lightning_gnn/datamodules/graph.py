@@ -10,8 +10,9 @@ import platform
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from numbers import Integral
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -23,9 +24,11 @@ from torch import Tensor
 from torch_geometric.data import Data
 from typing_extensions import override
 
+from lightning_gnn.comm.group import World
 from lightning_gnn.datamodules.sources import (
     MASKS,
     Source,
+    checked_fractions,
     description_key,
     graph_key,
     load_source,
@@ -35,16 +38,23 @@ from lightning_gnn.datamodules.sources import (
 from lightning_gnn.datamodules.store import (
     FORMAT,
     Shard,
+    check_space,
     default_root,
     read_manifest,
     read_shard,
     whole_graph,
+    write_atomically,
     write_store,
+    writing,
 )
 from lightning_gnn.partition import assign_nodes
+from lightning_gnn.partition.edge_cut import checked_method
 from lightning_gnn.partition.layout import LayoutSpec
 
 Partition: TypeAlias = str | Sequence[int] | np.ndarray | Tensor
+
+
+STAGE_MASKS = {"fit": "train_mask", "validate": "val_mask", "test": "test_mask"}
 
 
 class OneBatch:
@@ -78,6 +88,10 @@ class GraphDataModule(L.LightningDataModule):
         seed: of the random split and of the partitioner.
         store: folder for partitioned graphs; default ``$LIGHTNING_GNN_STORE`` or ``~/.cache/lightning_gnn``.
 
+    Raises:
+        ValueError: an argument, or the graph, is not as described; from ``setup``, on all ranks.
+        StoreError: the store is full, cannot be written, or has been altered; from ``setup``, on all ranks.
+
     Labels of -1 mark nodes without a label. Every tensor of the graph with one row per node or edge goes with its node
     or edge. The batch of a step is a PyG ``Data``: ``x [N, F]``, ``edge_index [2, E]`` (local ids), ``y``,
     ``train_mask``, ``val_mask``, ``test_mask``, ``n_id [N]`` (original ids), ``num_owned`` (N).
@@ -94,9 +108,14 @@ class GraphDataModule(L.LightningDataModule):
         store: str | os.PathLike[str] | None = None,
     ) -> None:
         super().__init__()
+        if not isinstance(source_args or {}, Mapping):
+            raise ValueError(f"source_args must be a dict of keyword arguments (got {source_args!r}).")
+        for name, number in (("split_column", split_column), ("seed", seed)):
+            if not isinstance(number, Integral) or number < 0:
+                raise ValueError(f"{name} must be an integer of at least 0 (got {number!r}).")
         self.source, self.source_args = source, source_args
-        self.split = None if split is None else tuple(split)
-        self.split_column, self.partition, self.seed = split_column, partition, seed
+        self.split = None if split is None else checked_fractions(split)
+        self.split_column, self.partition, self.seed = int(split_column), checked_method(partition), int(seed)
         self.store = Path(store) if store is not None else default_root()
         self._folder: str | None = None
         self._prepared: LayoutSpec | None = None
@@ -164,36 +183,41 @@ class GraphDataModule(L.LightningDataModule):
         layout = self._layout()
         if layout.kind == "whole":
             self._shard = whole_graph(self.load())
-            return
-        assert self.trainer is not None
-        strategy: Any = self.trainer.strategy
-        prepared = strategy.world.all_gather_object((self._folder, self._failure and repr(self._failure)))
-        if self._failure is not None:
-            raise self._failure
-        failed = [f"rank {rank}: {failure}" for rank, (_, failure) in enumerate(prepared) if failure]
-        if failed:
-            raise RuntimeError(f"The graph could not be loaded and partitioned, see {'; '.join(failed)}")
-        folder = prepared[0][0]
-        self._shard = read_shard(self.store / folder, self.trainer.global_rank)
-
-    def train_dataloader(self) -> OneBatch:
-        return self._loader("train_mask")
-
-    def val_dataloader(self) -> OneBatch | list[Any]:
-        # No validation nodes: no validation, rather than a mean over nothing.
-        return self._loader("val_mask") if sum(self.shard.mask_counts["val_mask"]) else []
-
-    def test_dataloader(self) -> OneBatch:
-        return self._loader("test_mask")
-
-    def predict_dataloader(self) -> OneBatch:
-        return OneBatch(self.shard.batch)
-
-    def _loader(self, mask: str) -> OneBatch:
-        if sum(self.shard.mask_counts[mask]) == 0:
+        else:
+            self._shard = self._read_shard(layout)
+        mask = STAGE_MASKS.get(stage)
+        if mask is not None and sum(self._shard.mask_counts[mask]) == 0:
             raise ValueError(
                 f"{mask} holds no labelled node. Give another split=(train, val, test), or set data.{mask}."
             )
+
+    def _read_shard(self, layout: LayoutSpec) -> Shard:
+        """Returns this rank's part of the partitioned graph; raises on all ranks if one of them has none."""
+        assert self.trainer is not None
+        strategy: Any = self.trainer.strategy
+        world = strategy.world
+        _raise_together(world, self._failure, "The graph could not be loaded and partitioned")
+        folder = world.all_gather_object(self._folder)[0]
+        shard = failure = None
+        try:
+            shard = read_shard(self.store / folder, self.trainer.global_rank, layout)
+        except Exception as error:
+            failure = error
+        _raise_together(world, failure, "The partitioned graph could not be read")
+        assert shard is not None
+        return shard
+
+    def train_dataloader(self) -> OneBatch:
+        return OneBatch(self.shard.batch)
+
+    def val_dataloader(self) -> OneBatch | list[Any]:
+        # No validation nodes: no validation, rather than a mean over nothing.
+        return OneBatch(self.shard.batch) if sum(self.shard.mask_counts["val_mask"]) else []
+
+    def test_dataloader(self) -> OneBatch:
+        return OneBatch(self.shard.batch)
+
+    def predict_dataloader(self) -> OneBatch:
         return OneBatch(self.shard.batch)
 
     # Loading and partitioning #################################################
@@ -214,7 +238,7 @@ class GraphDataModule(L.LightningDataModule):
 
     def _ensure_stored(self, layout: LayoutSpec) -> str:
         """Returns the folder's name under the store, partitioning only if no earlier run has. Rank 0 of each machine."""
-        known = self._remembered(self._description_key(layout))
+        known = self._remembered(self._description_key(layout), layout)
         if known is not None:
             return known
         if self._description_key(layout) is not None and isinstance(self.partition, str):
@@ -224,7 +248,8 @@ class GraphDataModule(L.LightningDataModule):
         # Made again: loading may have written processed files beside the raw ones.
         key = self._description_key(layout)
         if key is not None:
-            self._write_atomically(self.store / f"{key}.known", folder)
+            with writing(self.store):
+                write_atomically(self.store / f"{key}.known", _note(key, folder))
         return folder
 
     def _options(self, layout: LayoutSpec) -> list[Any]:
@@ -247,15 +272,15 @@ class GraphDataModule(L.LightningDataModule):
         folder = self.store / name
         with self._lock(name):
             if folder.exists():
-                read_manifest(folder)
+                read_manifest(folder, layout)
                 return name
+            check_space(self.store, data)
             began = time.perf_counter()
-            partition = self.partition
             assignment = assign_nodes(
                 data.edge_index.numpy(),
                 data.x.size(0),
                 layout.parts,
-                partition if isinstance(partition, str) else np.asarray(partition),
+                self.partition,
                 seed=self.seed,
                 masks={mask: _labelled_mask(data, mask) for mask in MASKS if num_labelled(data.get("y"), data[mask])},
             )
@@ -286,53 +311,71 @@ class GraphDataModule(L.LightningDataModule):
             stdout=subprocess.PIPE,
             text=True,
         )
-        if done.returncode:
-            # The child has shown its traceback; its last line is repeated where the user looks.
-            raise RuntimeError(f"Loading or partitioning {self.source} failed: see the error above.")
-        return done.stdout.splitlines()[-1]
+        if done.returncode < 0:
+            raise RuntimeError(
+                f"Loading or partitioning {self.source} failed: its process was ended by signal {-done.returncode}. "
+                "If that is 9, most likely this machine has too little memory for the graph and its partitioner."
+            )
+        # The user's own code may print, too; the answer is the last line.
+        answer = json.loads(done.stdout.splitlines()[-1]) if done.stdout else {"error": "see the error above."}
+        if "error" in answer:
+            raise RuntimeError(f"Loading or partitioning {self.source} failed: {answer['error']}")
+        return answer["folder"]
 
     def _partition_key(self) -> str:
         if isinstance(self.partition, str):
             return self.partition
-        array = np.ascontiguousarray(np.asarray(self.partition), dtype=np.int64)
+        array = np.ascontiguousarray(self.partition, dtype=np.int64)
         return hashlib.blake2b(array.data, digest_size=16).hexdigest()
 
-    def _remembered(self, key: str | None) -> str | None:
+    def _remembered(self, key: str | None, layout: LayoutSpec) -> str | None:
         """Returns the folder that an earlier run made from the same description, if it is still there."""
         note = self.store / f"{key}.known"
-        if key is None or not note.exists():
+        if key is None or not note.is_file():
             return None
-        folder = note.read_text()
-        if not (self.store / folder / "manifest.json").exists():
+        text = note.read_text(errors="replace")
+        folder = text.partition(" ")[0]
+        if text != _note(key, folder) or not (self.store / folder / "manifest.json").exists():
             return None
-        read_manifest(self.store / folder)
+        read_manifest(self.store / folder, layout)
         return folder
-
-    def _write_atomically(self, path: Path, text: str) -> None:
-        scratch = path.with_suffix(f".{os.getpid()}")
-        scratch.write_text(text)
-        scratch.replace(path)
 
     @contextmanager
     def _lock(self, name: str) -> Iterator[None]:
         """Lets one process of a machine partition; others are told whom they wait for. Freed by the system if it dies."""
-        self.store.mkdir(parents=True, exist_ok=True)
         owner = self.store / f"{name}.owner"
         lock = FileLock(self.store / f"{name}.lock")
+        with writing(self.store):
+            self.store.mkdir(parents=True, exist_ok=True)
+            try:
+                lock.acquire(timeout=2)
+            except Timeout:
+                held = owner.read_text() if owner.exists() else "another process"
+                rank_zero_info(f"Waiting for {held}, which partitions the same graph.")
+                lock.acquire()
         try:
-            lock.acquire(timeout=2)
-        except Timeout:
-            held = owner.read_text() if owner.exists() else "another process"
-            rank_zero_info(f"Waiting for {held}, which partitions the same graph.")
-            lock.acquire()
-        try:
-            self._write_atomically(
-                owner, f"process {os.getpid()} on {platform.node()} since {time.strftime('%H:%M:%S')}"
-            )
+            with writing(self.store):
+                since = time.strftime("%H:%M:%S")
+                write_atomically(owner, f"process {os.getpid()} on {platform.node()} since {since}")
             yield
         finally:
             owner.unlink(missing_ok=True)
             lock.release()
+
+
+def _raise_together(world: World, failure: Exception | None, what: str) -> None:
+    """Raises on all ranks where one has a failure: they would wait for each other."""
+    failures = world.all_gather_object(failure and f"{type(failure).__name__}: {failure}")
+    if failure is not None:
+        raise failure
+    failed = [f"rank {rank}: {found}" for rank, found in enumerate(failures) if found]
+    if failed:
+        raise RuntimeError(f"{what}, see {'; '.join(failed)}")
+
+
+def _note(key: str, folder: str) -> str:
+    """Returns what is written under `key` of the entry that it stands for; a copied or altered note is another."""
+    return f"{folder} {hashlib.blake2b(f'{key} {folder}'.encode(), digest_size=8).hexdigest()}"
 
 
 def _labelled_mask(data: Data, name: str) -> np.ndarray:

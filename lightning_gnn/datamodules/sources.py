@@ -6,7 +6,8 @@ import hashlib
 import importlib
 import importlib.util
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from numbers import Real
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -14,6 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 from torch_geometric.data import Data, Dataset
+from torch_geometric.data.data import BaseData
 
 Source: TypeAlias = str | Dataset | Data | Callable[..., Any]
 """A PyG dataset, a ``Data``, a callable that returns either, or the dotted path of one."""
@@ -30,38 +32,53 @@ def load_source(source: Source, args: Mapping[str, Any] | None = None) -> tuple[
         args: keyword arguments of a callable or a dotted path.
 
     Raises:
-        ValueError: the path cannot be imported, or the result is not a single PyG graph.
+        ValueError: the path cannot be imported, the callable raises, or the result is not a single PyG graph.
     """
     described = _describe(source)
     if isinstance(source, str):
         module, _, name = source.rpartition(".")
         try:
             source = getattr(importlib.import_module(module), name)
-        except (ImportError, AttributeError, ValueError) as error:
+        except Exception as error:  # the module is the user's: importing it may raise anything
             raise ValueError(
                 f"source={source!r} cannot be imported ({error}). Give the dotted path of a class or function, "
                 "such as 'torch_geometric.datasets.Planetoid'."
             ) from error
     loaded: Any = source
-    if callable(source) and not isinstance(source, (Data, Dataset)):
-        loaded = source(**(args or {}))
+    if callable(source) and not isinstance(source, (BaseData, Dataset)):
+        try:
+            loaded = source(**(args or {}))
+        except Exception as error:
+            called = ", ".join(f"{name}={value!r}" for name, value in (args or {}).items())
+            raise ValueError(
+                f"Loading the graph failed: {described}({called}) raised {type(error).__name__}: {error}. Call it yourself to "
+                "see where; its arguments are GraphDataModule's source_args."
+            ) from error
     elif args:
         raise ValueError(f"source_args={dict(args)} needs a callable or a dotted path as source (got {described}).")
     if isinstance(loaded, Data):
         return loaded, None
-    if hasattr(loaded, "__len__") and len(loaded) != 1:
+    is_dataset = hasattr(loaded, "__getitem__") and hasattr(loaded, "__len__")
+    graphs = loaded if is_dataset and not isinstance(loaded, (BaseData, Mapping, str)) else [loaded]
+    try:
+        first = graphs[0] if len(graphs) else None
+        split = graphs.get_idx_split() if hasattr(graphs, "get_idx_split") else None
+    except Exception as error:
         raise ValueError(
-            f"{described} holds {len(loaded)} graphs; GraphDataModule trains on one large graph. "
-            "Pick one: GraphDataModule(dataset[0])."
-        )
-    split = loaded.get_idx_split() if hasattr(loaded, "get_idx_split") else None
-    data = loaded[0]
-    if not isinstance(data, Data):
+            f"{described} cannot give its graph: {type(error).__name__}: {error}. Look at dataset[0] and "
+            "dataset.get_idx_split(), or give the graph itself, a torch_geometric.data.Data."
+        ) from error
+    if len(graphs) and not isinstance(first, Data):
         raise ValueError(
-            f"{described} gives a {type(data).__name__}; GraphDataModule takes homogeneous graphs "
+            f"{described} gives a {type(first).__name__}; GraphDataModule takes homogeneous graphs "
             "(torch_geometric.data.Data). For a HeteroData, try `.to_homogeneous()`."
         )
-    return data, split
+    if len(graphs) != 1:
+        raise ValueError(
+            f"{described} holds {len(graphs)} graphs; GraphDataModule trains on one large graph. "
+            "Pick one: GraphDataModule(dataset[0])."
+        )
+    return first, split
 
 
 def _describe(source: Source) -> str:
@@ -77,7 +94,7 @@ def prepare_graph(
     split_column: int = 0,
     seed: int = 0,
 ) -> Data:
-    """Returns a checked copy of `data` with boolean masks ``[N]``, ``x`` floating and ``edge_index`` int64.
+    """Returns a checked copy of `data` with boolean masks ``[N]``, ``x`` floating, ``edge_index`` and class labels int64.
 
     Args:
         data: the graph.
@@ -89,8 +106,7 @@ def prepare_graph(
     Raises:
         ValueError: says what is missing or wrong, and what to do.
     """
-    edge_index = data.edge_index
-    if edge_index is None:
+    if data.edge_index is None:
         raise ValueError(
             "The graph has no edge_index. If it holds an adjacency `adj_t`, convert it first: "
             "row, col, _ = data.adj_t.t().coo(); data.edge_index = torch.stack([row, col])."
@@ -100,36 +116,184 @@ def prepare_graph(
             "The graph has no node features x. Add some before: data.x = torch.randn(data.num_nodes, 128), "
             "or apply torch_geometric.transforms.OneHotDegree."
         )
-    num_nodes = data.x.size(0)
-    if num_nodes == 0:
-        raise ValueError("The graph has no nodes.")
-    if edge_index.dim() != 2 or edge_index.size(0) != 2:
-        raise ValueError(f"edge_index must have shape [2, E] (got {list(edge_index.shape)}).")
-    if edge_index.numel() and (int(edge_index.min()) < 0 or int(edge_index.max()) >= num_nodes):
+    for name in ("x", "edge_index", "y", "edge_weight", "edge_attr", *MASKS):
+        _check_tensor(name, data.get(name))
+    kept = {name: value for name, value in data.to_dict().items() if _is_kept(name, value)}
+    result = Data(**kept).cpu()
+    result.x = _features(result.x)
+    num_nodes = result.x.size(0)
+    if data.to_dict().get("num_nodes", num_nodes) != num_nodes:
         raise ValueError(
-            f"edge_index holds ids from {int(edge_index.min())} to {int(edge_index.max())}, but there are {num_nodes} nodes "
-            f"(rows of x): valid ids are 0 to {num_nodes - 1}."
+            f"The graph says num_nodes={data.num_nodes}, but x has {num_nodes} rows. Give x one row per node, "
+            "zeros where a node has no features."
         )
-    kept = {key: value for key, value in data.to_dict().items() if isinstance(value, (Tensor, int, float))}
-    kept.pop("num_nodes", None)  # the rows of x say it, on every rank its own
-    result = Data(**kept)
-    result.edge_index = edge_index.long()
-    if not torch.is_floating_point(data.x):
-        result.x = data.x.float()
-    if data.y is not None:
-        y = data.y
-        if y.dim() == 2 and y.size(1) == 1:  # OGB's [N, 1]
-            y = y.view(-1)
-        if y.size(0) != num_nodes:
-            raise ValueError(
-                f"y has {y.size(0)} rows, but x has {num_nodes}: node labels are needed, one row per node."
-            )
-        if y.is_floating_point() and y.dim() == 1 and y.isnan().any():  # OGB's unlabelled nodes
-            y = torch.where(y.isnan(), -1, y).long()
-        result.y = y
-    for name, mask in _masks(data, result.get("y"), num_nodes, split, fractions, split_column, seed).items():
+    result.edge_index = _edges(result.edge_index, num_nodes)
+    for name in ("edge_weight", "edge_attr"):
+        if result.get(name) is not None:
+            result[name] = _edge_values(name, result[name], result.edge_index.size(1), result.x.dtype)
+    y = None
+    if result.get("y") is not None:
+        y = result.y = _labels(result.y, num_nodes)
+    for name, mask in _masks(result, y, num_nodes, split, fractions, split_column, seed).items():
         result[name] = mask
     return result
+
+
+def _is_kept(name: str, value: Any) -> bool:
+    """Returns whether an attribute goes with the graph to its ranks; refuses what their files could not hold."""
+    if name == "num_nodes":  # the rows of x say it, on every rank its own
+        return False
+    if not isinstance(value, Tensor):
+        return isinstance(value, (int, float))
+    if value.layout != torch.strided:  # an adjacency beside edge_index
+        return False
+    try:
+        torch.empty(0, dtype=value.dtype).numpy()
+    except TypeError as error:
+        raise ValueError(
+            f"{name} is {_dtype(value)}, which the files of a partitioned graph cannot hold. "
+            f"Convert it: data.{name} = data.{name}.float()."
+        ) from error
+    return True
+
+
+def _check_tensor(name: str, value: Any) -> None:
+    if value is not None and not isinstance(value, Tensor):
+        raise ValueError(
+            f"{name} must be a tensor (got {type(value).__name__}). Convert it: data.{name} = torch.as_tensor(data.{name})."
+        )
+    if value is not None and value.layout != torch.strided:
+        raise ValueError(
+            f"{name} must be dense (got {value.layout}). Convert it: data.{name} = data.{name}.to_dense()."
+        )
+
+
+def _features(x: Tensor) -> Tensor:
+    """Returns ``x`` floating, ``[N, F]``."""
+    if x.dim() != 2 or x.size(1) == 0:
+        hint = " A single feature is a column: data.x = data.x.view(-1, 1)." if x.dim() == 1 else ""
+        raise ValueError(f"x must have shape [N, F], one row of features per node (got {list(x.shape)}).{hint}")
+    if x.size(0) == 0:
+        raise ValueError("The graph has no nodes: x has no rows.")
+    if x.is_complex():
+        raise ValueError(
+            f"x is {_dtype(x)}; features must be real numbers. Split it: data.x = torch.view_as_real(data.x).flatten(1)."
+        )
+    if not x.is_floating_point():
+        return x.float()
+    bad = _non_finite_rows(x)
+    if len(bad):
+        raise ValueError(
+            f"x holds NaN or infinite values in {len(bad)} of {x.size(0)} rows, first in row {bad[0]}. "
+            "Fill them in: data.x = torch.nan_to_num(data.x, 0.0, 0.0, 0.0), or leave these nodes out."
+        )
+    return x
+
+
+def _edges(edge_index: Tensor, num_nodes: int) -> Tensor:
+    """Returns ``edge_index`` int64 ``[2, E]``."""
+    if edge_index.dim() != 2 or edge_index.size(0) != 2:
+        hint = " Transpose it: data.edge_index = data.edge_index.t()." if edge_index.shape[1:] == (2,) else ""
+        raise ValueError(f"edge_index must have shape [2, E] (got {list(edge_index.shape)}).{hint}")
+    if not _is_whole(edge_index):
+        raise ValueError(
+            f"edge_index must hold integers (got {_dtype(edge_index)}). Convert it: data.edge_index = data.edge_index.long()."
+        )
+    edge_index = edge_index.long()
+    low, high = _range(edge_index, 0)
+    if low < 0 or high >= num_nodes:
+        wrong = ((edge_index < 0) | (edge_index >= num_nodes)).any(0).nonzero().view(-1)
+        raise ValueError(
+            f"edge_index holds ids from {low} to {high}, but there are {num_nodes} nodes (rows of x): valid ids are 0 to "
+            f"{num_nodes - 1}. {len(wrong)} edges are wrong, first column {wrong[0]}. Number the nodes from 0, "
+            "or remove these edges."
+        )
+    return edge_index
+
+
+def _edge_values(name: str, values: Tensor, num_edges: int, dtype: torch.dtype) -> Tensor:
+    """Returns weights ``[E]``, floating, or attributes ``[E]`` or ``[E, D]``."""
+    if values.dim() == 0 or values.size(0) != num_edges:
+        rows = f"{values.size(0)} rows" if values.dim() else "a single value"
+        raise ValueError(
+            f"{name} has {rows}, but edge_index has {num_edges} columns: one row per edge is needed. Make it again "
+            "after the last change of edge_index, such as added self-loops."
+        )
+    if name == "edge_weight" and values.dim() != 1:
+        hint = f"data.{name}.view(-1)" if values.numel() == num_edges else f"data.{name}[:, 0], or call it edge_attr"
+        raise ValueError(
+            f"{name} must have shape [E], one weight per edge (got {list(values.shape)}). Try data.{name} = {hint}."
+        )
+    if values.is_complex():
+        raise ValueError(f"{name} is {_dtype(values)}; it must be real. Split it with torch.view_as_real.")
+    if values.is_floating_point():
+        bad = _non_finite_rows(values)
+        if len(bad):
+            raise ValueError(
+                f"{name} holds NaN or infinite values for {len(bad)} of {num_edges} edges, first for edge {bad[0]}. "
+                f"Fill them in with torch.nan_to_num, or remove these edges."
+            )
+    return values.to(dtype) if name == "edge_weight" and not values.is_floating_point() else values
+
+
+def _labels(y: Tensor, num_nodes: int) -> Tensor:
+    """Returns class labels ``[N]`` as int64; targets ``[N]`` and ``[N, C]`` of other types as they are."""
+    if y.dim() == 2 and y.size(1) == 1:  # OGB's [N, 1]
+        y = y.view(-1)
+    if y.dim() not in (1, 2) or 0 in y.shape[1:]:
+        raise ValueError(
+            f"y must have shape [N] for classes or [N, C] for targets (got {list(y.shape)}). One row per node is needed."
+        )
+    if y.size(0) != num_nodes:
+        hint = " A label of the whole graph cannot be learned here." if y.size(0) == 1 else ""
+        raise ValueError(
+            f"y has {y.size(0)} rows, but x has {num_nodes}: node labels are needed, one row per node, "
+            f"-1 for nodes without one.{hint}"
+        )
+    if y.is_complex():
+        raise ValueError(f"y is {_dtype(y)}; labels are integers, targets real numbers. Convert it first.")
+    if not y.is_floating_point():
+        low, _ = _range(y, 0) if y.dtype != torch.bool else (0, 1)
+        if low < -1:
+            first = (y < -1).view(num_nodes, -1).any(1).nonzero()[0].item()
+            raise ValueError(
+                f"y holds labels down to {low}, first in row {first}. Labels are numbered from 0, and -1 marks a node without "
+                "one: data.y[data.y < 0] = -1."
+            )
+        return y.long() if y.dim() == 1 else y
+    bad = _non_finite_rows(y)
+    if not len(bad):
+        return y
+    unlabelled = y[bad].isnan()
+    if y.dim() == 1 and unlabelled.all() and torch.equal(y.nan_to_num().trunc(), y.nan_to_num()):
+        return _labels(torch.where(y.isnan(), -1, y).long(), num_nodes)  # OGB's nodes without a label
+    raise ValueError(
+        f"y holds NaN or infinite targets in {len(bad)} of {num_nodes} rows, first in row {bad[0]}. NaN marks a node without "
+        "a class only where y is [N] and holds whole numbers. Fill these targets in, and leave the rows out of the masks."
+    )
+
+
+def _is_whole(values: Tensor) -> bool:
+    return not (values.is_floating_point() or values.is_complex() or values.dtype == torch.bool)
+
+
+def _dtype(values: Tensor) -> str:
+    return str(values.dtype).removeprefix("torch.")
+
+
+def _range(values: Tensor, empty: int) -> tuple[int, int]:
+    """Returns the smallest and the largest value of an integer tensor; `empty` for both if there is none."""
+    low, high = values.aminmax() if values.numel() else (empty, empty)
+    return int(low), int(high)
+
+
+def _non_finite_rows(values: Tensor) -> Tensor:
+    """Returns the rows of a floating tensor that hold NaN or infinite values."""
+    # Both show in the smallest and the largest value: one pass at the speed of memory, with nothing of the tensor's size.
+    if values.numel() == 0 or torch.stack(values.aminmax()).isfinite().all():
+        return torch.empty(0, dtype=torch.long)
+    rows = [~part.isfinite().view(len(part), -1).all(1) for part in values.split(65_536)]
+    return torch.cat(rows).nonzero().view(-1)
 
 
 def _masks(
@@ -144,25 +308,8 @@ def _masks(
     if fractions is not None:
         return _random_masks(y, num_nodes, fractions, seed)
     if split is not None:
-        unknown = sorted(set(split) - set(_INDEX_SPLIT))
-        if unknown:
-            raise ValueError(f"The index split has keys {unknown}; known are {sorted(_INDEX_SPLIT)}.")
-        masks = {name: torch.zeros(num_nodes, dtype=torch.bool) for name in MASKS}
-        for key, ids in split.items():
-            masks[_INDEX_SPLIT[key]][torch.as_tensor(ids)] = True
-        return masks
-    masks = {}
-    for name in MASKS:
-        mask = data.get(name)
-        if mask is None:
-            continue
-        if mask.dim() == 2:
-            if not 0 <= column < mask.size(1):
-                raise ValueError(f"split_column={column}, but {name} has {mask.size(1)} columns.")
-            mask = mask[:, column]
-        if mask.size(0) != num_nodes:
-            raise ValueError(f"{name} has {mask.size(0)} entries, but x has {num_nodes} rows.")
-        masks[name] = mask.bool()
+        return _masks_of_ids(split, num_nodes)
+    masks = {name: _mask(name, data[name], num_nodes, column) for name in MASKS if data.get(name) is not None}
     if "train_mask" not in masks:
         raise ValueError(
             "The graph has no train_mask. Give a random split, GraphDataModule(..., split=(0.6, 0.2, 0.2)), "
@@ -171,15 +318,98 @@ def _masks(
     return {name: masks.get(name, torch.zeros(num_nodes, dtype=torch.bool)) for name in MASKS}
 
 
-def _random_masks(y: Tensor | None, num_nodes: int, fractions: Sequence[float], seed: int) -> dict[str, Tensor]:
-    if len(fractions) != 3 or min(fractions) < 0 or not 0 < sum(fractions) <= 1 + 1e-9:
+def _mask(name: str, mask: Tensor, num_nodes: int, column: int) -> Tensor:
+    """Returns one mask as bool ``[N]``."""
+    from_ids = f"mask = torch.zeros({num_nodes}, dtype=torch.bool); mask[ids] = True"
+    if mask.dim() not in (1, 2):
+        raise ValueError(f"{name} must have shape [N] or [N, splits] (got {list(mask.shape)}).")
+    if mask.size(0) != num_nodes:
+        hint = "" if mask.dtype == torch.bool else f" If it lists node ids, make a mask of them: {from_ids}."
         raise ValueError(
-            f"split needs three fractions that sum to at most 1, such as (0.6, 0.2, 0.2) (got {fractions})."
+            f"{name} has {mask.size(0)} entries, but x has {num_nodes} rows: one entry per node is needed.{hint}"
         )
-    labelled = torch.ones(num_nodes, dtype=torch.bool) if y is None or y.dim() > 1 else y >= 0
+    if mask.dim() == 2:
+        if not 0 <= column < mask.size(1):
+            raise ValueError(
+                f"split_column={column}, but {name} has {mask.size(1)} columns: choose 0 to {mask.size(1) - 1}."
+            )
+        mask = mask[:, column]
+    if mask.dtype != torch.bool:
+        if not _is_whole(mask):
+            raise ValueError(f"{name} must be bool (got {_dtype(mask)}). Convert it: data.{name} = data.{name} > 0.")
+        low, high = _range(mask, 0)
+        if low < 0 or high > 1:
+            raise ValueError(
+                f"{name} must be bool or hold 0 and 1 (got values from {low} to {high}). If it lists node ids, "
+                f"make a mask of them: {from_ids}."
+            )
+    return mask.bool()
+
+
+def _masks_of_ids(split: Mapping[str, Any], num_nodes: int) -> dict[str, Tensor]:
+    if not isinstance(split, Mapping):
+        raise ValueError(
+            f'The index split must be a dict, {{"train": ids, "valid": ids, "test": ids}} (got {type(split).__name__}).'
+        )
+    unknown = sorted(map(str, set(split) - set(_INDEX_SPLIT)))
+    if unknown:
+        raise ValueError(
+            f"The index split has keys {unknown}; known are {sorted(_INDEX_SPLIT)}. Rename or remove them."
+        )
+    if "train" not in split:
+        raise ValueError(f"The index split has no 'train' (got {sorted(split)}). Add the ids of the training nodes.")
+    masks = {name: torch.zeros(num_nodes, dtype=torch.bool) for name in MASKS}
+    for key, given in split.items():
+        where = f"The index split's {key!r}"
+        try:
+            ids = torch.as_tensor(given).cpu()
+        except (TypeError, ValueError, RuntimeError) as error:
+            raise ValueError(f"{where} must be a list of node ids ({error}).") from error
+        if ids.dim() != 1 or (len(ids) and not _is_whole(ids)):
+            raise ValueError(
+                f"{where} must hold integer node ids, shape [n] (got {_dtype(ids)}, {list(ids.shape)}). "
+                "Ids of a mask are mask.nonzero().view(-1)."
+            )
+        ids = ids.long()
+        low, high = _range(ids, 0)
+        if low < 0 or high >= num_nodes:
+            raise ValueError(
+                f"{where} holds node ids from {low} to {high}, but there are {num_nodes} nodes: 0 to {num_nodes - 1}. "
+                "Is it the split of another graph?"
+            )
+        mask = torch.zeros(num_nodes, dtype=torch.bool)
+        mask[ids] = True
+        if int(mask.sum()) != len(ids):
+            first = int(ids.bincount().gt(1).nonzero()[0])
+            raise ValueError(
+                f"{where} lists {len(ids) - int(mask.sum())} node ids more than once, first id {first}. "
+                "Give each once: ids.unique()."
+            )
+        masks[_INDEX_SPLIT[key]] |= mask
+    return masks
+
+
+def checked_fractions(fractions: Any) -> tuple[float, float, float]:
+    """Returns the fractions of training, validation and test nodes.
+
+    Raises:
+        ValueError: they are not three numbers of at least 0 whose sum is above 0 and at most 1.
+    """
+    given = tuple(fractions) if isinstance(fractions, Iterable) else (fractions,)
+    numbers = [float(value) for value in given if isinstance(value, Real)]
+    if len(given) != 3 or len(numbers) != 3 or not min(numbers) >= 0 or not 0 < sum(numbers) <= 1 + 1e-9:
+        raise ValueError(
+            f"split needs three fractions that sum to at most 1, such as (0.6, 0.2, 0.2) (got {fractions!r})."
+        )
+    train, val, test = numbers
+    return train, val, test
+
+
+def _random_masks(y: Tensor | None, num_nodes: int, fractions: Sequence[float], seed: int) -> dict[str, Tensor]:
+    labelled = torch.ones(num_nodes, dtype=torch.bool) if y is None else is_labelled(y)
     ids = labelled.nonzero().view(-1)
     ids = ids[torch.from_numpy(np.random.default_rng(seed).permutation(len(ids)))]
-    ends = [round(len(ids) * share) for share in np.cumsum([0.0, *fractions])]
+    ends = [round(len(ids) * share) for share in np.cumsum([0.0, *checked_fractions(fractions)])]
     masks = {}
     for name, low, high in zip(MASKS, ends[:-1], ends[1:]):
         masks[name] = torch.zeros(num_nodes, dtype=torch.bool)
@@ -235,7 +465,7 @@ def description_key(source: str, args: Mapping[str, Any] | None, split: Any) -> 
     named = [value for value in (args or {}).values() if isinstance(value, str)]
     try:
         code = importlib.util.find_spec(source.rpartition(".")[0])
-    except (ImportError, ValueError):
+    except Exception:
         return None  # load_source says what is wrong with it
     for path in map(Path, [*named, *([code.origin] if code is not None and code.origin else [])]):
         for file in sorted([path, *path.rglob("*")]) if path.exists() else []:

@@ -2,25 +2,33 @@
 
 ::
 
-    <root>/<key>/manifest.json     format, parts, offsets, attributes, sizes of all files, the partition's report
-    <root>/<key>/node.<name>.npy   node attributes, rows in relabelled order, so that each part is one range
-    <root>/<key>/edge.<name>.npy   edge attributes, edges in the order of their owners
-    <root>/<key>/part<p>.*.npy     local edge_index, halo
+    <root>/<name>/manifest.json     format, name, parts, offsets, attributes, the partition's report, files, its checksum
+    <root>/<name>/node.<name>.npy   node attributes, rows in relabelled order, so that each part is one range
+    <root>/<name>/edge.<name>.npy   edge attributes, edges in the order of their owners
+    <root>/<name>/part<p>.*.npy     local edge_index, halo
+    <root>/<name>/verified.json     which files have been read and had the manifest's checksums
 
 Written under a temporary name and renamed: a folder with a manifest is complete. No pickle anywhere.
+
+The manifest and the sizes of files are looked at whenever an entry is opened. The files' checksums are worked out while they
+are written, and again when a file is not the one that ``verified.json`` knows, by its time of change and size.
 """
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
 import os
+import platform
 import shutil
 import tempfile
-from collections.abc import Mapping
+import zlib
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import numpy as np
 import torch
@@ -28,9 +36,10 @@ from torch import Tensor
 from torch_geometric.data import Data
 
 from lightning_gnn.datamodules.sources import MASKS, num_classes, num_labelled
+from lightning_gnn.partition.layout import LayoutSpec
 from lightning_gnn.partition.shard import HaloPlan, Relabelling, edge_cut_parts, halo_plan
 
-FORMAT = 2
+FORMAT = 3
 
 
 class StoreError(RuntimeError):
@@ -72,31 +81,110 @@ def default_root() -> Path:
     return Path(given) if given else cache / "lightning_gnn"
 
 
+@contextmanager
+def writing(root: Path, num_bytes: int | None = None) -> Iterator[None]:
+    """Says what to do when files of the store cannot be written.
+
+    Args:
+        root: the store.
+        num_bytes: what is being written, for the message of a full disk.
+
+    Raises:
+        StoreError: in place of an ``OSError`` of the body.
+    """
+    try:
+        yield
+    except OSError as error:
+        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+            raise _disk_full(root, num_bytes) from error
+        raise StoreError(
+            f"The store {root} cannot be written ({error}). Name a folder that you may write to: "
+            "GraphDataModule(store=...) or $LIGHTNING_GNN_STORE."
+        ) from error
+
+
+def check_space(root: Path, data: Data) -> None:
+    """Raises a `StoreError` where the disk of `root`, an existing folder, has no room for the partitioned graph `data`."""
+    with writing(root):
+        free = shutil.disk_usage(root).free
+    if free < stored_bytes(data):
+        raise _disk_full(root, stored_bytes(data))
+
+
+def stored_bytes(data: Data) -> int:
+    """Returns how many bytes a partitioned graph takes at least: its tensors and the ids of nodes and edges, no halos."""
+    tensors = sum(value.nbytes for value in data.to_dict().values() if isinstance(value, Tensor))
+    return tensors + 8 * (data.x.size(0) + data.edge_index.size(1))
+
+
+def _disk_full(root: Path, num_bytes: int | None) -> StoreError:
+    needed = "" if num_bytes is None else f"The partitioned graph needs at least {num_bytes:,} bytes, "
+    with suppress(OSError):
+        needed += f"{shutil.disk_usage(root).free:,} bytes are free. "
+    return StoreError(
+        f"The disk of the store {root} is full. {needed}Free some, delete entries of the store that you no longer need, or "
+        "name a folder on another disk: GraphDataModule(store=...) or $LIGHTNING_GNN_STORE."
+    )
+
+
 def write_store(folder: Path, data: Data, part: np.ndarray, num_parts: int, report: Mapping[str, Any]) -> None:
     """Writes the edge cut of `data` under `part` to `folder`; the folder appears complete or not at all.
+
+    What interrupted writers of the same folder left behind is removed, so only one may write at a time.
 
     Args:
         folder: must not exist; its parent is created.
         data: as :func:`~lightning_gnn.datamodules.sources.prepare_graph` returns it.
         part: owner of each node, ``[N]``, values 0 to `num_parts` - 1.
+
+    Raises:
+        StoreError: the disk is full, or the folder cannot be written.
     """
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    scratch = Path(tempfile.mkdtemp(prefix=f".{folder.name}.", dir=folder.parent))
-    try:
-        _write(scratch, data, part, num_parts, report)
-        scratch.replace(folder)
-    except BaseException:
-        shutil.rmtree(scratch, ignore_errors=True)
-        raise
+    with writing(folder.parent, stored_bytes(data)):
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        for stale in folder.parent.glob(f".{folder.name}.*"):
+            if stale.is_dir():
+                shutil.rmtree(stale)
+            else:  # of `write_atomically`
+                stale.unlink()
+        scratch = Path(tempfile.mkdtemp(prefix=f".{folder.name}.", dir=folder.parent))
+        try:
+            _write(scratch, folder.name, data, part, num_parts, report)
+            scratch.replace(folder)
+        except BaseException:
+            shutil.rmtree(scratch, ignore_errors=True)
+            raise
 
 
-def _write(folder: Path, data: Data, part: np.ndarray, num_parts: int, report: Mapping[str, Any]) -> None:
+class _Summed:
+    """A file that works out the checksum of what is written to it, so that nothing is read again."""
+
+    def __init__(self, file: BinaryIO) -> None:
+        self._file, self.size, self.checksum = file, 0, 0
+
+    def write(self, chunk: bytes) -> int:
+        self.size += len(chunk)
+        self.checksum = zlib.crc32(chunk, self.checksum)
+        return self._file.write(chunk)
+
+
+def _checksum(file: Path) -> int:
+    checksum = 0
+    with file.open("rb") as opened:
+        while chunk := opened.read(1 << 20):
+            checksum = zlib.crc32(chunk, checksum)
+    return checksum
+
+
+def _write(folder: Path, entry: str, data: Data, part: np.ndarray, num_parts: int, report: Mapping[str, Any]) -> None:
     relabelling = Relabelling.from_assignment(part, num_parts)
-    files: dict[str, int] = {}
+    files: dict[str, list[int]] = {}
 
     def save(name: str, array: np.ndarray) -> None:
-        np.save(folder / f"{name}.npy", array, allow_pickle=False)
-        files[f"{name}.npy"] = (folder / f"{name}.npy").stat().st_size
+        with (folder / f"{name}.npy").open("wb") as file:
+            summed = _Summed(file)
+            np.save(summed, array, allow_pickle=False)  # type: ignore[call-overload]
+        files[f"{name}.npy"] = [summed.size, summed.checksum]
 
     edge_index = data.edge_index.numpy()
     edge_orders, edge_counts = [], []
@@ -125,6 +213,7 @@ def _write(folder: Path, data: Data, part: np.ndarray, num_parts: int, report: M
 
     manifest = {
         "format": FORMAT,
+        "name": entry,
         "layout": "edge_cut",
         "parts": num_parts,
         "offsets": relabelling.offsets.tolist(),
@@ -137,7 +226,13 @@ def _write(folder: Path, data: Data, part: np.ndarray, num_parts: int, report: M
         "report": report,
         "files": files,
     }
+    manifest = {**manifest, "checksum": _manifest_checksum(manifest)}
     (folder / "manifest.json").write_text(json.dumps(manifest, indent=1))
+    _remember(folder, {name: _seen(folder / name, checksum) for name, (_, checksum) in files.items()})
+
+
+def _manifest_checksum(manifest: Mapping[str, Any]) -> int:
+    return zlib.crc32(json.dumps({**manifest, "checksum": None}, sort_keys=True).encode())
 
 
 def _kind(data: Data, name: str) -> str:
@@ -152,34 +247,91 @@ def _mask_counts(data: Data, relabelling: Relabelling) -> dict[str, list[int]]:
     return {name: [num_labelled(None if y is None else y[rows], data[name][rows]) for rows in parts] for name in MASKS}
 
 
-def read_manifest(folder: Path) -> dict[str, Any]:
-    """Returns the manifest of a complete store.
+def read_manifest(folder: Path, layout: LayoutSpec | None = None) -> dict[str, Any]:
+    """Returns the manifest of a complete store whose files are those that were written.
+
+    Args:
+        folder: the entry.
+        layout: what it must hold; None takes any.
 
     Raises:
-        StoreError: no or an unreadable manifest, another format, a file missing or of another size.
+        StoreError: no, an unreadable or an altered manifest; another format, layout or number of parts; a renamed folder; a
+            file that is missing, of another size, or altered.
     """
     advice = f"Remove the folder {folder} and run again: the graph is then partitioned anew."
     try:
         manifest = json.loads((folder / "manifest.json").read_text())
-    except (OSError, ValueError) as error:
+        found_format = manifest.get("format")
+    except (OSError, ValueError, AttributeError) as error:
         raise StoreError(f"The partitioned graph in {folder} has no readable manifest ({error}). {advice}") from error
-    if manifest.get("format") != FORMAT:
-        raise StoreError(f"{folder} has format {manifest.get('format')}, this version reads format {FORMAT}. {advice}")
-    for name, size in manifest["files"].items():
-        found = (folder / name).stat().st_size if (folder / name).exists() else None
-        if found != size:
-            state = "is missing" if found is None else f"has {found} bytes instead of {size}"
-            raise StoreError(f"{folder / name} {state}. {advice}")
+    if found_format != FORMAT:
+        raise StoreError(f"{folder} has format {found_format}, this version reads format {FORMAT}. {advice}")
+    if manifest.get("checksum") != _manifest_checksum(manifest):
+        raise StoreError(f"{folder / 'manifest.json'} has been altered: its checksum is another. {advice}")
+    if manifest["name"] != folder.name:
+        raise StoreError(
+            f"{folder} was written as {manifest['name']}: it may hold another graph or partition. {advice}"
+        )
+    found = LayoutSpec(manifest["layout"], manifest["parts"])
+    if layout is not None and found != layout:
+        raise StoreError(
+            f"{folder} holds {found.kind} in {found.parts} parts, but {layout.kind} in {layout.parts} is needed. {advice}"
+        )
+    try:
+        problem = _damage(folder, manifest["files"])
+    except OSError as error:
+        problem = f"{folder} cannot be read ({error})"
+    if problem is not None:
+        raise StoreError(f"{problem}. {advice}")
     return manifest
 
 
-def read_shard(folder: Path, rank: int) -> Shard:
+def _damage(folder: Path, files: Mapping[str, tuple[int, int]]) -> str | None:
+    """Returns in words which file is not what was written; None if all are. Reads those changed since they were last read."""
+    for name, (size, _) in files.items():
+        found = (folder / name).stat().st_size if (folder / name).exists() else None
+        if found != size:
+            return f"{folder / name} " + ("is missing" if found is None else f"has {found} bytes instead of {size}")
+    try:
+        known = dict(json.loads((folder / "verified.json").read_text()))
+    except (OSError, ValueError, TypeError):
+        known = {}
+    changed = [name for name, (_, checksum) in files.items() if known.get(name) != _seen(folder / name, checksum)]
+    for name in changed:
+        seen = _seen(folder / name, files[name][1])
+        if _checksum(folder / name) != files[name][1]:
+            return f"{folder / name} has been altered or damaged: its checksum is another"
+        known[name] = seen
+    if changed:
+        with suppress(OSError):  # not ours to write, or a full disk: the next run compares again
+            _remember(folder, known)
+    return None
+
+
+def _seen(file: Path, checksum: int) -> list[int]:
+    """Returns what a file is known by once it has had `checksum`."""
+    stat = file.stat()
+    return [stat.st_mtime_ns, stat.st_size, checksum]
+
+
+def _remember(folder: Path, known: Mapping[str, list[int]]) -> None:
+    write_atomically(folder / "verified.json", json.dumps(known))
+
+
+def write_atomically(path: Path, text: str) -> None:
+    """Writes a small file that readers see in its old or its new form."""
+    scratch = path.with_name(f".{path.name}.{platform.node()}.{os.getpid()}")
+    scratch.write_text(text)
+    scratch.replace(path)
+
+
+def read_shard(folder: Path, rank: int, layout: LayoutSpec | None = None) -> Shard:
     """Returns what `rank` holds, memory-mapped (copy on write: changes stay in this process).
 
     Raises:
         StoreError: see :func:`read_manifest`.
     """
-    manifest = read_manifest(folder)
+    manifest = read_manifest(folder, layout)
     offsets = np.asarray(manifest["offsets"])
     rows = slice(offsets[rank], offsets[rank + 1])
     edges = slice(*manifest["edge_offsets"][rank : rank + 2])

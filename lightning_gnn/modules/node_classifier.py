@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from lightning.pytorch.cli import OptimizerCallable
 from torch import Tensor
 from torch_geometric.data import Data
+from torch_geometric.nn.models.basic_gnn import BasicGNN
 from torchmetrics.classification import (
     MulticlassAccuracy,
     MulticlassF1Score,
@@ -18,6 +19,10 @@ from torchmetrics.classification import (
     MultilabelF1Score,
 )
 from typing_extensions import override
+
+from lightning_gnn.datamodules import GraphDataModule
+from lightning_gnn.nn.commnet import CommNet
+from lightning_gnn.nn.context import UnsupportedModelError
 
 UNLABELLED = -1
 
@@ -34,6 +39,11 @@ class NodeClassifier(L.LightningModule):
         task: ``"multiclass"`` for labels ``y [N]``, ``"multilabel"`` for targets ``y [N, C]``.
         optimizer: makes the optimizer from the parameters; default Adam with `lr` and `weight_decay`.
         lr, weight_decay: of the default optimizer.
+
+    Raises:
+        ValueError: from ``setup``, where model and graph do not fit: labels missing, of another kind than `task`, of more
+            classes than C; features of another width than ``model.in_channels``.
+        UnsupportedModelError: from a step, and before it from the strategy's self-check: the model does not return ``[N, C]``.
     """
 
     def __init__(
@@ -51,7 +61,7 @@ class NodeClassifier(L.LightningModule):
         num_classes = num_classes or getattr(model, "out_channels", None)
         if num_classes is None:
             raise ValueError(f"{type(model).__name__} has no out_channels: say NodeClassifier(model, num_classes=...).")
-        self.model, self.task, self.optimizer = model, task, optimizer
+        self.model, self.task, self.optimizer, self.num_classes = model, task, optimizer, num_classes
         self.lr, self.weight_decay = lr, weight_decay
         kinds: dict[str, tuple[Any, Any]] = {
             "multiclass": (MulticlassAccuracy, MulticlassF1Score),
@@ -66,9 +76,70 @@ class NodeClassifier(L.LightningModule):
         self._takes = [name for name in ("edge_weight", "edge_attr") if _accepts(model, name)]
 
     @override
+    def setup(self, stage: str) -> None:
+        data = getattr(self.trainer, "datamodule", None)
+        if not isinstance(data, GraphDataModule):
+            return
+        # Of the whole graph, or alike in all of its parts: what is refused on one rank is refused on all.
+        # A model of the user's own may call something else in_channels.
+        width = self.model.in_channels if isinstance(self.model, (BasicGNN, CommNet)) else None
+        if isinstance(width, int) and 0 < width != data.num_features:
+            raise ValueError(
+                f"{self._name} takes {width} features (in_channels), but x of the graph has {data.num_features} columns. "
+                f"Make the model with in_channels={data.num_features}."
+            )
+        if stage != "predict":
+            self._check_labels(data.shard.batch.get("y"), data.num_classes)
+
+    def _check_labels(self, y: Tensor | None, classes: int) -> None:
+        """Refuses labels that the loss or the metrics could not take; `classes` is the whole graph's number."""
+        if y is None:
+            raise ValueError("NodeClassifier needs labels, but the graph has no y. Set data.y, one row per node.")
+        found = f"y is {str(y.dtype).removeprefix('torch.')} {['N', *y.shape[1:]]}".replace("'", "")
+        if self.task == "multiclass":
+            if y.dim() != 1:
+                raise ValueError(
+                    f"task='multiclass' needs one integer label per node, but {found}. For targets of 0 and 1 per class, "
+                    "say NodeClassifier(model, task='multilabel')."
+                )
+            if y.is_floating_point():
+                raise ValueError(
+                    f"task='multiclass' needs integer labels, but {found}. Convert it: data.y = data.y.long(). To predict "
+                    "numbers, write a LightningModule with a loss for them."
+                )
+            if classes > self.num_classes:
+                raise ValueError(
+                    f"The graph's labels run from 0 to {classes - 1}, {classes} classes, but {self._name} gives "
+                    f"{self.num_classes}. Make the model with out_channels={classes}, or correct the labels."
+                )
+        elif y.dim() != 2:
+            raise ValueError(
+                f"task='multilabel' needs targets [N, C] of 0 and 1, but {found}. For one class per node, say "
+                "NodeClassifier(model)."
+            )
+        elif classes != self.num_classes:
+            raise ValueError(
+                f"The graph's targets have {classes} columns, but {self._name} gives {self.num_classes}. "
+                f"Make the model with out_channels={classes}."
+            )
+
+    @property
+    def _name(self) -> str:
+        return type(self.model).__name__
+
+    @override
     def forward(self, batch: Data) -> Tensor:
         extra = {name: batch[name] for name in self._takes if batch.get(name) is not None}
-        return self.model(batch.x, batch.edge_index, **extra)
+        out = self.model(batch.x, batch.edge_index, **extra)
+        wanted = (batch.x.size(0), self.num_classes)
+        if not isinstance(out, Tensor) or out.shape != wanted:
+            found = list(out.shape) if isinstance(out, Tensor) else f"a {type(out).__name__}"
+            raise UnsupportedModelError(
+                f"{self._name} returned {found} for a batch of {wanted[0]} nodes, but NodeClassifier needs logits "
+                f"{list(wanted)}: one row per node and one column per class. Return all rows, in the order of x; a readout "
+                "over nodes belongs in a LightningModule of your own. Columns are model.out_channels or num_classes=."
+            )
+        return out
 
     def _loss(self, out: Tensor, y: Tensor) -> Tensor:
         if self.task == "multilabel":

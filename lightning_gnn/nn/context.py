@@ -18,7 +18,7 @@ from lightning_gnn.kernels import CSR, spmm
 
 
 class UnsupportedModelError(ValueError):
-    """A module of the model cannot be trained exactly on a part of the graph: says which, why, and what to use."""
+    """A model that cannot be trained, or not exactly on a part of the graph: says which module, why, and what to use."""
 
 
 T = TypeVar("T", bound=tuple[Tensor, ...])

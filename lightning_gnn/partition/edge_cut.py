@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
+from torch import Tensor
 
 from lightning_gnn.partition.metis import Adjacency, MetisUnavailable, part_graph, part_graph_constrained
 from lightning_gnn.partition.metrics import EdgeCutReport, edge_cut_report
@@ -60,11 +61,10 @@ def assign_nodes(
         ValueError: an unknown method or an assignment that does not fit.
         MemoryError: the graph is too large for METIS on this machine.
     """
+    method = checked_method(method)
     if not isinstance(method, str):
-        part = _checked(np.asarray(method), num_nodes, num_parts)
+        part = _checked(method, num_nodes, num_parts)
         return Assignment(part, "given", "as given", edge_cut_report(edge_index, part, num_parts))
-    if method not in ("metis", "random"):
-        raise ValueError(f"partition must be 'metis', 'random' or the rank of every node (got {method!r}).")
     if num_parts == 1:
         candidates = iter([("one part", np.zeros(num_nodes, np.int32))])
     elif method == "random":
@@ -84,13 +84,37 @@ def assign_nodes(
     return kept
 
 
-def _checked(part: NDArray[Any], num_nodes: int, num_parts: int) -> NDArray[np.int32]:
+def checked_method(method: Any) -> str | NDArray[np.integer]:
+    """Returns a partition as it is asked for: ``"metis"``, ``"random"``, or the part of every node, int ``[N]``.
+
+    Args:
+        method: one of these; the parts as a sequence, an array or a tensor.
+
+    Raises:
+        ValueError: another name, or no list of integers. Whether it fits a graph is seen when nodes are assigned.
+    """
+    if isinstance(method, str) and method in ("metis", "random"):
+        return method
+    wanted = "partition must be 'metis', 'random' or the rank of every node"
+    if isinstance(method, str):
+        raise ValueError(f"{wanted} (got {method!r}).")
+    try:
+        part = np.asarray(method.cpu() if isinstance(method, Tensor) else method)
+    except ValueError as error:
+        raise ValueError(f"{wanted}, one integer each ({error}).") from error
+    if part.ndim != 1:
+        raise ValueError(f"{wanted}, one integer each (got shape {list(part.shape)}).")
+    if not np.issubdtype(part.dtype, np.integer):
+        raise ValueError(f"{wanted}: it must hold integers (got {part.dtype}).")
+    return part
+
+
+def _checked(part: NDArray[np.integer], num_nodes: int, num_parts: int) -> NDArray[np.int32]:
     if part.shape != (num_nodes,):
         raise ValueError(
-            f"partition must give a rank for each of the {num_nodes} nodes (got shape {list(part.shape)})."
+            f"partition must give a rank for each of the {num_nodes} nodes (got shape {list(part.shape)}). "
+            "Was it made for another graph?"
         )
-    if not np.issubdtype(part.dtype, np.integer):
-        raise ValueError(f"partition must hold integers (got {part.dtype}).")
     if num_nodes and (part.min() < 0 or part.max() >= num_parts):
         raise ValueError(
             f"partition names ranks {part.min()} to {part.max()}, but there are {num_parts}: 0 to {num_parts - 1}. "

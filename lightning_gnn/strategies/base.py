@@ -466,6 +466,8 @@ def _most_labelled(shard: Shard, stage: str) -> int:
 
 def _judge(outcome: SelfCheck, strategy: GNNStrategy, module: pl.LightningModule, stage: str) -> None:
     """Says what the self-check found, or raises :class:`UnsupportedModelError`."""
+    if outcome.refused is not None:
+        raise UnsupportedModelError(outcome.refused)
     step = f"{type(module).__name__}.{STAGES[stage][0]}"
     if outcome.not_run is not None:
         rank_zero_warn(
