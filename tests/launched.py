@@ -1,4 +1,4 @@
-"""A user's script, started by test_launch.py in every way that ranks can be started: STRATEGY DEVICES FOLDER.
+"""A user's script, started by test_launch.py in every way that ranks can be started: STRATEGY DEVICES FOLDER [MACHINES].
 
 Fits, tests, predicts, fits on with more epochs, and then uses one device in the same script.
 """
@@ -34,6 +34,7 @@ def new_trainer(strategy: str, devices: int, **options) -> L.Trainer:
     return L.Trainer(
         strategy=strategy,
         devices=devices,
+        num_nodes=int(sys.argv[4]) if len(sys.argv) > 4 and devices > 1 else 1,
         accelerator="cpu",
         logger=False,
         enable_checkpointing=False,

@@ -61,7 +61,7 @@ def test_a_rank_that_leaves(tmp_path):
 
 def test_a_failure_that_rank_0_does_not_notice(tmp_path):
     output = happen("dgcl", "raise-unheard all", tmp_path).output
-    assert "Rank 0 did not notice, and ends." in output
+    assert "This process did not notice, and ends." in output
     assert output.count("ValueError: the data of rank 1 is spoilt") == 1
 
 

@@ -18,7 +18,9 @@ def main() -> None:
     request = json.load(sys.stdin)
     kind, parts = request["layout"]
     try:
-        answer = {"folder": GraphDataModule(**request["datamodule"]).build(LayoutSpec(kind, parts))}
+        datamodule = GraphDataModule(**request["datamodule"])
+        datamodule.predicting = request["predicting"]
+        answer = {"folder": datamodule.build(LayoutSpec(kind, parts))}
     except Exception as error:
         traceback.print_exc()
         answer = {"error": str(error)}

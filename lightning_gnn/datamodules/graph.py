@@ -19,6 +19,7 @@ from typing import Any, TypeAlias
 import lightning as L
 import numpy as np
 from filelock import FileLock, Timeout
+from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import Tensor
 from torch_geometric.data import Data
@@ -117,6 +118,7 @@ class GraphDataModule(L.LightningDataModule):
         self.split = None if split is None else checked_fractions(split)
         self.split_column, self.partition, self.seed = int(split_column), checked_method(partition), int(seed)
         self.store = Path(store) if store is not None else default_root()
+        self.predicting = False
         self._folder: str | None = None
         self._prepared: LayoutSpec | None = None
         self._failure: Exception | None = None
@@ -222,10 +224,15 @@ class GraphDataModule(L.LightningDataModule):
 
     # Loading and partitioning #################################################
 
+    def _predicts(self) -> bool:
+        """Returns whether the graph is predicted on only, and may have neither masks nor labels."""
+        return self.predicting or getattr(getattr(self.trainer, "state", None), "fn", None) == TrainerFn.PREDICTING
+
     def load(self) -> Data:
         """Returns the whole graph, checked, with boolean masks."""
         data, index_split = load_source(self.source, self.source_args)
-        return prepare_graph(data, index_split, self.split, self.split_column, self.seed)
+        needed = not self._predicts()
+        return prepare_graph(data, index_split, self.split, self.split_column, self.seed, masks_needed=needed)
 
     def stored_shard(self, rank: int) -> Shard:
         """Returns what `rank` will hold; there after :meth:`prepare_for`."""
@@ -306,7 +313,9 @@ class GraphDataModule(L.LightningDataModule):
         }
         done = subprocess.run(
             [sys.executable, "-m", "lightning_gnn.datamodules.build"],
-            input=json.dumps({"datamodule": spec, "layout": [layout.kind, layout.parts]}),
+            input=json.dumps(
+                {"datamodule": spec, "layout": [layout.kind, layout.parts], "predicting": self._predicts()}
+            ),
             env={**os.environ, "PYTHONPATH": os.pathsep.join(p or os.getcwd() for p in sys.path)},
             stdout=subprocess.PIPE,
             text=True,

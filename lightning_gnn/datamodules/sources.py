@@ -93,6 +93,7 @@ def prepare_graph(
     fractions: Sequence[float] | None = None,
     split_column: int = 0,
     seed: int = 0,
+    masks_needed: bool = True,
 ) -> Data:
     """Returns a checked copy of `data` with boolean masks ``[N]``, ``x`` floating, ``edge_index`` and class labels int64.
 
@@ -102,6 +103,7 @@ def prepare_graph(
         fractions: of train, validation and test nodes for a random split over the labelled nodes; replaces masks.
         split_column: which column of masks of shape ``[N, splits]``.
         seed: of the random split.
+        masks_needed: a graph without masks is an error, and not one to predict on, whose masks are empty.
 
     Raises:
         ValueError: says what is missing or wrong, and what to do.
@@ -134,7 +136,7 @@ def prepare_graph(
     y = None
     if result.get("y") is not None:
         y = result.y = _labels(result.y, num_nodes)
-    for name, mask in _masks(result, y, num_nodes, split, fractions, split_column, seed).items():
+    for name, mask in _masks(result, y, num_nodes, split, fractions, split_column, seed, masks_needed).items():
         result[name] = mask
     return result
 
@@ -304,13 +306,14 @@ def _masks(
     fractions: Sequence[float] | None,
     column: int,
     seed: int,
+    needed: bool,
 ) -> dict[str, Tensor]:
     if fractions is not None:
         return _random_masks(y, num_nodes, fractions, seed)
     if split is not None:
         return _masks_of_ids(split, num_nodes)
     masks = {name: _mask(name, data[name], num_nodes, column) for name in MASKS if data.get(name) is not None}
-    if "train_mask" not in masks:
+    if "train_mask" not in masks and needed:
         raise ValueError(
             "The graph has no train_mask. Give a random split, GraphDataModule(..., split=(0.6, 0.2, 0.2)), "
             "or set data.train_mask, data.val_mask and data.test_mask (bool, one entry per node)."

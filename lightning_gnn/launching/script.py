@@ -1,4 +1,4 @@
-"""Ranks as processes that run the same script: this process is rank 0 and starts the others."""
+"""Ranks as processes that run the same script: this process is the first of its machine and starts the others."""
 
 from __future__ import annotations
 
@@ -52,9 +52,9 @@ def join_parent() -> None:
     global _reporter
     if REPORT not in os.environ:
         return
-    descriptor = int(os.environ.pop(REPORT))
+    rank, descriptor = map(int, os.environ.pop(REPORT).split())
     os.set_inheritable(descriptor, False)
-    _reporter = Reporter(int(os.environ["LOCAL_RANK"]), Connection(descriptor, readable=False))
+    _reporter = Reporter(rank, Connection(descriptor, readable=False))
     end_with_parent(int(os.environ.pop(PARENT)))
     show_once()
 
@@ -109,17 +109,18 @@ class ScriptLauncher(_Launcher):
             WORLD_SIZE=str(strategy.num_processes * strategy.num_nodes),
         )
         children = []
-        for rank in range(1, strategy.num_processes):
-            command, folder = _command(rank)
+        for local_rank in range(1, strategy.num_processes):
+            command, folder = _command(local_rank)
+            rank = environment.node_rank() * strategy.num_processes + local_rank
             reader, writer = Pipe(duplex=False)
             process = subprocess.Popen(
                 command,
                 cwd=folder,
                 env={
                     **os.environ,
-                    "LOCAL_RANK": str(rank),
+                    "LOCAL_RANK": str(local_rank),
                     PARENT: str(os.getpid()),
-                    REPORT: str(writer.fileno()),
+                    REPORT: f"{rank} {writer.fileno()}",
                 },
                 pass_fds=(writer.fileno(),),
             )
@@ -152,7 +153,7 @@ class ScriptLauncher(_Launcher):
             inside.clear()
 
     def _cause(self, supervisor: Supervisor, error: Exception) -> Exception | None:
-        """Returns what to raise in place of rank 0's error, if another rank's failure led to it; settles the others."""
+        """Returns what to raise in place of this rank's error, if another's failure led to it; settles the others."""
         if is_about_peers(error):
             # What the other rank says may take a moment to arrive.
             supervisor.wait_for(lambda: any(not f.about_peers for f in supervisor.look()), 2.0)
@@ -165,7 +166,7 @@ class ScriptLauncher(_Launcher):
             supervisor.end(grace=1.0)
         if is_about_peers(error) and failures and not failures[0].about_peers:
             first = failures[0]
-            return Failure(first.rank, f"{first.text}\nRank 0 noticed so: {error}").error()
+            return Failure(first.rank, f"{first.text}\nThis process noticed so: {error}").error()
         return None
 
     @override
@@ -190,18 +191,18 @@ class ScriptLauncher(_Launcher):
             raise
 
 
-def _command(rank: int) -> tuple[Any, str | None]:
+def _command(local_rank: int) -> tuple[Any, str | None]:
     """Returns how this script is run again, and where."""
     if _HYDRA_AVAILABLE:
         from hydra.core.hydra_config import HydraConfig
 
         if HydraConfig.initialized():
-            return _hydra_subprocess_cmd(rank)
+            return _hydra_subprocess_cmd(local_rank)
     return _basic_subprocess_cmd(), None
 
 
 def _watch(supervisor: Supervisor, inside: threading.Event) -> None:
-    """Ends everything if another rank has failed and rank 0 does not come to know of it."""
+    """Ends everything if another rank has failed and this one does not come to know of it."""
     while inside.is_set():
         time.sleep(0.1)
         failures = supervisor.look()
@@ -210,7 +211,7 @@ def _watch(supervisor: Supervisor, inside: threading.Event) -> None:
         if supervisor.wait_for(lambda: not inside.is_set(), GRACE_S):
             return
         supervisor.end(grace=0.0)
-        print(f"{failures[0].error()}\nRank 0 did not notice, and ends.", file=sys.stderr, flush=True)
+        print(f"{failures[0].error()}\nThis process did not notice, and ends.", file=sys.stderr, flush=True)
         os._exit(1)
 
 

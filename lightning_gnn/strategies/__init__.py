@@ -5,16 +5,20 @@ from lightning.pytorch.strategies import StrategyRegistry
 from lightning_gnn.launching import join_parent
 from lightning_gnn.strategies.base import GNNStrategy, Scheme
 from lightning_gnn.strategies.dgcl import DGCLStrategy
+from lightning_gnn.strategies.other_lightning import refuse_other_lightning
 
 join_parent()  # as soon as may be: a started rank ends with its parent
 
+_names = []
 for _name, _strategy in (("dgcl", DGCLStrategy),):
     for _suffix, _start_method in (("", "popen"), ("_spawn", "spawn"), ("_notebook", "fork")):
+        _names.append(_name + _suffix)
         StrategyRegistry.register(
-            _name + _suffix,
+            _names[-1],
             _strategy,
             description=f"{_strategy.__name__}, ranks started by {_start_method}",
             start_method=_start_method,
         )
+refuse_other_lightning(_names)
 
 __all__ = ["DGCLStrategy", "GNNStrategy", "Scheme"]

@@ -24,6 +24,7 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_gnn.callbacks.communication import CommunicationMetrics
+from lightning_gnn.checks.memory import available_bytes, least_bytes
 from lightning_gnn.checks.self_check import STAGES, SelfCheck, self_check
 from lightning_gnn.comm.group import World
 from lightning_gnn.comm.traffic import Meter
@@ -152,6 +153,11 @@ class GNNStrategy(ParallelStrategy):
 
     @override
     def _configure_launcher(self) -> None:
+        if any(device.type == "mps" for device in self.parallel_devices or []):
+            raise ValueError(
+                f"{type(self).__name__} cannot use MPS devices, which exchange nothing among processes. "
+                'Use Trainer(accelerator="cpu").'
+            )
         self._launcher = make_launcher(self, self._start_method)
 
     def set_world_ranks(self) -> None:
@@ -171,7 +177,7 @@ class GNNStrategy(ParallelStrategy):
             raise RuntimeError(
                 f"The Trainer asks for num_nodes={self.num_nodes} x devices={self.num_processes} = {expected} ranks, but "
                 f"{type(self.cluster_environment).__name__} says that there are {self.world_size}. "
-                "Start as many processes, or change devices and num_nodes."
+                f"{_how_to_start(self.cluster_environment, self.num_nodes, self.num_processes)}"
             )
         environment = self.cluster_environment
         assert environment is not None
@@ -204,6 +210,7 @@ class GNNStrategy(ParallelStrategy):
             return  # Lightning says so
         check_module(module)
         data.prepare_for(self.layout())
+        self._check_memory(data, module)
         if self_check and self.self_check:
             stage = _stage_of(trainer)
             shard = data.stored_shard(_most_labelled(data.stored_shard(0), stage))
@@ -211,6 +218,17 @@ class GNNStrategy(ParallelStrategy):
             if outcome.not_run is None:  # else once more in setup(): the module's own setup() may still make its layers
                 _judge(outcome, self, module, stage)
                 self._checked = True
+
+    def _check_memory(self, data: GraphDataModule, module: torch.nn.Module) -> None:
+        first = self.node_rank * self.num_processes
+        needed = [least_bytes(data.stored_shard(first + rank), module) for rank in range(self.num_processes)]
+        available = available_bytes()
+        if self.root_device.type == "cpu" and available is not None and sum(needed) > available:
+            raise ValueError(
+                f"The {self.num_processes} ranks on this machine need at least {sum(needed) / 1e9:.1f} GB for their parts of the "
+                f"graph and their weights, without activations, but {available / 1e9:.1f} GB are available. Use more machines "
+                "(num_nodes), fewer columns, or float16 features."
+            )
 
     @override
     def setup(self, trainer: pl.Trainer) -> None:
@@ -450,6 +468,19 @@ class GNNStrategy(ParallelStrategy):
         if state is not None and state["world_size"] == self.world_size:
             # A copy: set_rng_state reads beyond a tensor that shares its storage with others.
             torch.set_rng_state(state["random_states"][self.global_rank].cpu().clone())
+
+
+def _how_to_start(environment: ClusterEnvironment | None, machines: int, ranks: int) -> str:
+    """Returns what to type so that there are as many ranks as the Trainer asks for."""
+    kind = type(environment).__name__
+    if kind == "SLURMEnvironment":
+        return (
+            f"In the batch script write `#SBATCH --nodes={machines}` and `#SBATCH --ntasks-per-node={ranks}`, and start with "
+            "`srun python script.py`; or change devices and num_nodes."
+        )
+    if kind == "TorchElasticEnvironment":
+        return f"Start with `torchrun --nnodes {machines} --nproc-per-node {ranks} script.py`, or change devices and num_nodes."
+    return "Start as many processes, or change devices and num_nodes."
 
 
 def _stage_of(trainer: pl.Trainer) -> str:
