@@ -22,6 +22,9 @@ REPOSITORY = Path(__file__).resolve().parent.parent
 _MARK = "LIGHTNING_GNN_TEST_RUN"
 _OF_A_RANK = ("LOCAL_RANK", "NODE_RANK", "RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "PL_GLOBAL_SEED")
 
+# PyG leaves the functions that it generates in files, torch makes folders for those that it compiles and for torchrun's logs.
+_OF_OTHERS = ("torch_geometric.", "torchinductor_", "torchelastic_", "netlab-")
+
 
 @dataclass
 class Finished:
@@ -86,8 +89,7 @@ def run(
         text = output.read()
     if isinstance(code, str):
         raise AssertionError(f"{code}; {left_over}\n{text[-6000:]}")
-    # PyG writes the functions that it generates to files, and torch makes a folder for those that it compiles.
-    files = [name for name in os.listdir(env["TMPDIR"]) if not name.startswith(("torch_geometric.", "torchinductor_"))]
+    files = [name for name in os.listdir(env["TMPDIR"]) if not name.startswith(_OF_OTHERS)]
     deadline = time.monotonic() + 3  # others' come and go
     while (shared := set(os.listdir("/dev/shm")) - shared_memory) and time.monotonic() < deadline:
         time.sleep(0.1)

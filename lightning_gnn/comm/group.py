@@ -99,7 +99,9 @@ class World:
                     f"{self.timeout.total_seconds():.0f} s. Are all ranks started, with the same MASTER_ADDR and MASTER_PORT?"
                 ) from error
         _groups_made[key] += 1
-        return dist.PrefixStore(f"lightning_gnn/{_groups_made[key]}", _stores[key])
+        # torchrun keeps its store when it starts the ranks again, and with it the addresses of the ranks that ended.
+        attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+        return dist.PrefixStore(f"lightning_gnn/{attempt}/{_groups_made[key]}", _stores[key])
 
     @contextmanager
     def _naming(self, operation: str) -> Iterator[None]:
