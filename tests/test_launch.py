@@ -81,6 +81,59 @@ def test_notebook_after_threads_were_used(tmp_path, monkeypatch):
     assert "predicted 20000 8" in run(tmp_path / "cells.py", cwd=tmp_path).succeeded().output
 
 
+SEVERAL = """
+import sys, lightning as L, torch
+from torch_geometric.nn.models import GCN
+from lightning_gnn import GraphDataModule, NodeClassifier, planted_partition
+
+
+class Plain(L.LightningModule):
+    def __init__(self):
+        super().__init__()
+        self.layer = torch.nn.Linear(2, 1)
+
+    def training_step(self, batch, batch_idx):
+        return self.layer(batch).square().mean()
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), 0.1)
+
+
+def trainer(strategy, devices=2):
+    options = dict(accelerator="cpu", max_epochs=2, logger=False, enable_checkpointing=False, enable_progress_bar=False)
+    return L.Trainer(strategy=strategy, devices=devices, **options)
+
+
+if __name__ == "__main__":
+    suffix, ddp = sys.argv[1:]
+    data, model = GraphDataModule(planted_partition(1000)), NodeClassifier(GCN(32, 16, 2, 8))
+    first = trainer("dgcl" + suffix)
+    first.fit(model, datamodule=data)
+    if first.is_global_zero:  # DDP's group would be in its way afterwards
+        trainer("auto", 1).test(model, datamodule=data, verbose=False)
+    trainer(ddp).fit(Plain(), torch.utils.data.DataLoader(torch.randn(8, 2), batch_size=2))
+    last = trainer("dgcl" + suffix)
+    last.fit(model, datamodule=data)
+    try:
+        trainer("dgcl" + suffix, 3).fit(model, datamodule=data)
+        said = "three ranks"
+    except RuntimeError as error:
+        said = str(error)
+    if last.is_global_zero:
+        print("SAID", said)
+"""
+
+
+@pytest.mark.parametrize(("suffix", "ddp"), [("", "ddp"), ("_notebook", "ddp_notebook")])
+def test_several_strategies_in_one_script(tmp_path, suffix, ddp):
+    (tmp_path / "several.py").write_text(SEVERAL)
+    finished = run(tmp_path / "several.py", suffix, ddp, cwd=tmp_path)
+    finished.files = []  # DDP leaves some
+    output = finished.succeeded().output
+    said = "three ranks" if suffix else "This script runs on 2 ranks since its first Trainer, and this one asks for 3"
+    assert output.count(f"SAID {said}") == 1
+
+
 ENDLESS = """
 import os, lightning as L
 from torch_geometric.nn.models import GCN
@@ -130,7 +183,7 @@ def test_a_rank_that_dies_is_named_and_ends_the_run(tmp_path):
     (tmp_path / "dies.py").write_text(ONE_DIES)
     finished = run(tmp_path / "dies.py", cwd=tmp_path, timeout=60)
     assert finished.code not in (0, None)
-    assert "on rank 0: rank 1 has ended" in finished.output
+    assert "Rank 1 failed." in finished.output and "on rank 0: rank 1 has ended" in finished.output
     assert not finished.left_over
 
 

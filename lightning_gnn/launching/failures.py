@@ -20,7 +20,7 @@ import torch.distributed as dist
 from lightning_gnn.comm.group import CommunicationError
 
 PARENT, REPORT = "LIGHTNING_GNN_PARENT", "LIGHTNING_GNN_REPORT"
-"""Environment of a started rank: its parent's process id; its rank, and the file descriptor of its end of the report pipe."""
+"""Environment of a started rank: its parent's process id; its rank, their number, the file descriptor of its report pipe."""
 
 GRACE_S = 5.0
 """How long ranks may take to end by themselves once one has failed; then they are ended."""

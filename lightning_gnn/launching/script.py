@@ -45,14 +45,15 @@ if TYPE_CHECKING:
 # The started ranks belong to the process, not to one Trainer: they follow it through the script.
 _supervisor: Supervisor | None = None
 _reporter: Reporter | None = None
+_size: int | None = None  # how many ranks there are, where this package has started them
 
 
 def join_parent() -> None:
     """In a process that :class:`ScriptLauncher` has started: ends with its parent, and tells it of failures."""
-    global _reporter
+    global _reporter, _size
     if REPORT not in os.environ:
         return
-    rank, descriptor = map(int, os.environ.pop(REPORT).split())
+    rank, _size, descriptor = map(int, os.environ.pop(REPORT).split())
     os.set_inheritable(descriptor, False)
     _reporter = Reporter(rank, Connection(descriptor, readable=False))
     end_with_parent(int(os.environ.pop(PARENT)))
@@ -85,9 +86,16 @@ class ScriptLauncher(_Launcher):
         environment, strategy = self._strategy.cluster_environment, self._strategy
         assert environment is not None
         environment.validate_settings(num_devices=strategy.num_processes, num_nodes=strategy.num_nodes)
+        ranks = strategy.num_processes * strategy.num_nodes
         if not environment.creates_processes_externally:
             strategy.before_ranks_start(trainer, (*args, *kwargs.values()))
             self._start()
+        elif _size not in (None, ranks):
+            raise RuntimeError(
+                f"This script runs on {_size} ranks since its first Trainer, and this one asks for {ranks}. "
+                f"Give all its Trainers as many devices, or use strategy='{strategy.strategy_name}_spawn' for each, whose ranks "
+                "last for one call."
+            )
         _set_num_threads_if_needed(num_processes=strategy.num_processes)
         if _reporter is not None:
             return self._as_child(_reporter, function, args, kwargs)
@@ -98,7 +106,7 @@ class ScriptLauncher(_Launcher):
     # The parent ###############################################################
 
     def _start(self) -> None:
-        global _supervisor
+        global _supervisor, _size
         strategy, environment = self._strategy, self._strategy.cluster_environment
         assert environment is not None
         os.environ.update(
@@ -108,6 +116,7 @@ class ScriptLauncher(_Launcher):
             LOCAL_RANK=str(environment.local_rank()),
             WORLD_SIZE=str(strategy.num_processes * strategy.num_nodes),
         )
+        _size = strategy.num_processes * strategy.num_nodes
         children = []
         for local_rank in range(1, strategy.num_processes):
             command, folder = _command(local_rank)
@@ -120,7 +129,7 @@ class ScriptLauncher(_Launcher):
                     **os.environ,
                     "LOCAL_RANK": str(local_rank),
                     PARENT: str(os.getpid()),
-                    REPORT: f"{rank} {writer.fileno()}",
+                    REPORT: f"{rank} {_size} {writer.fileno()}",
                 },
                 pass_fds=(writer.fileno(),),
             )

@@ -1,0 +1,138 @@
+"""What cannot work is refused before ranks start, with what to type instead. No ranks."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+from common import awkward_graph, build, quiet_trainer
+
+from lightning_gnn import DGCLStrategy, GraphDataModule, NodeClassifier, UnsupportedModelError
+from lightning_gnn.launching import ScriptLauncher
+
+CONNECTOR = "lightning.pytorch.trainer.connectors.accelerator_connector"
+
+
+@pytest.mark.parametrize("name", ["dgcl", "dgcl_spawn"])
+def test_interactive_sessions_are_told_of_the_notebook_strategy(monkeypatch, name):
+    monkeypatch.setattr(f"{CONNECTOR}._IS_INTERACTIVE", True)
+    with pytest.raises(RuntimeError, match=r"In a notebook use Trainer\(strategy='dgcl_notebook'\)"):
+        quiet_trainer(name, 2)
+    quiet_trainer("dgcl_notebook", 2)
+
+
+def test_mps():
+    strategy = DGCLStrategy()
+    strategy.parallel_devices = [torch.device("mps", 0)]
+    with pytest.raises(ValueError, match=r'cannot use MPS devices.*Trainer\(accelerator="cpu"\)'):
+        strategy._configure_launcher()
+
+
+@pytest.mark.parametrize("name", ["dgcl", "dgcl_notebook"])
+def test_pytorch_lightning(name):
+    """It is imported here after this package; a registry of its own."""
+    pl = pytest.importorskip("pytorch_lightning")
+    with pytest.raises(TypeError, match="`import lightning as L`.*in place of `import pytorch_lightning as pl`"):
+        pl.Trainer(strategy=name, devices=2, accelerator="cpu")
+
+
+def test_pytorch_lightning_first(monkeypatch):
+    pytest.importorskip("pytorch_lightning")
+    from pytorch_lightning.strategies import StrategyRegistry
+
+    from lightning_gnn.strategies.other_lightning import refuse_other_lightning
+
+    refuse_other_lightning(["some_scheme"])
+    assert "some_scheme" in StrategyRegistry
+    StrategyRegistry.pop("some_scheme")
+    assert not any(type(finder).__name__ == "_OnImport" for finder in sys.meta_path)
+
+
+def test_spawned_ranks_on_several_machines():
+    with pytest.raises(ValueError, match=r"on this machine only \(num_nodes=2\). Use strategy='dgcl' in a script"):
+        quiet_trainer("dgcl_spawn", 2, num_nodes=2)
+
+
+def test_ranks_that_are_there_already_are_not_spawned_again(monkeypatch):
+    monkeypatch.setenv("LOCAL_RANK", "0")
+    with pytest.raises(ValueError, match="would start each of them again. Use strategy='dgcl'"):
+        quiet_trainer("dgcl_spawn", 2)
+
+
+class Refuses(ScriptLauncher):
+    """Would start ranks, which must not happen here."""
+
+    def _start(self) -> None:
+        raise AssertionError("ranks were started")
+
+
+def fit(model: Any, data: Any, **options: Any) -> None:
+    trainer = quiet_trainer(DGCLStrategy(), 2, **options)
+    trainer.strategy._launcher = Refuses(trainer.strategy)
+    trainer.fit(model, **data)
+
+
+class Centred(torch.nn.Module):
+    out_channels = 5
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.model = build("gcn")
+
+    def forward(self, x: torch.Tensor, edge_index: torch.Tensor) -> torch.Tensor:
+        return self.model(x - x.mean(0), edge_index)
+
+
+def graph(**changes: Any) -> GraphDataModule:
+    found = awkward_graph(dtype=torch.float32)
+    for name, value in changes.items():
+        found[name] = value
+    return GraphDataModule(found)
+
+
+@pytest.mark.parametrize(
+    ("error", "words", "make"),
+    [
+        (ValueError, "needs a graph that it can split .got no datamodule.", lambda: (build("gcn"), {})),
+        (
+            ValueError,
+            "needs a graph that it can split .got no datamodule.",
+            lambda: (build("gcn"), {"train_dataloaders": [awkward_graph()]}),
+        ),
+        (
+            ValueError,
+            "needs a graph that it can split .got LightningDataModule.",
+            lambda: (build("gcn"), {"datamodule": L.LightningDataModule()}),
+        ),
+        (ValueError, "no train_mask", lambda: (build("gcn"), {"datamodule": graph(train_mask=None)})),
+        (
+            UnsupportedModelError,
+            "does not know its input columns",
+            lambda: (torch.nn.LazyLinear(5), {"datamodule": graph()}),
+        ),
+        (
+            UnsupportedModelError,
+            "'model.model' .GCN. differs by|self-check",
+            lambda: (Centred(), {"datamodule": graph()}),
+        ),
+    ],
+)
+def test_found_out_before_ranks_start(error, words, make):
+    model, data = make()
+    with pytest.raises(error, match=words):
+        fit(NodeClassifier(model, num_classes=5), data)
+
+
+def test_too_little_memory(monkeypatch):
+    monkeypatch.setattr("lightning_gnn.strategies.base.available_bytes", lambda: 10_000)
+    with pytest.raises(ValueError, match=r"The 2 ranks on this machine need at least 0.0 GB .* Use more machines"):
+        fit(NodeClassifier(build("gcn")), {"datamodule": graph()})
+
+
+def test_memory_that_is_enough_starts_ranks(monkeypatch):
+    monkeypatch.setattr("lightning_gnn.strategies.base.available_bytes", lambda: 10**9)
+    with pytest.raises(AssertionError, match="ranks were started"):
+        fit(NodeClassifier(build("gcn")), {"datamodule": graph()})
