@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -23,7 +24,7 @@ _MARK = "LIGHTNING_GNN_TEST_RUN"
 _OF_A_RANK = ("LOCAL_RANK", "NODE_RANK", "RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "PL_GLOBAL_SEED")
 
 # PyG leaves the functions that it generates in files, torch makes folders for those that it compiles and for torchrun's logs.
-_OF_OTHERS = ("torch_geometric.", "torchinductor_", "torchelastic_", "netlab-")
+_OF_OTHERS = re.compile(".*_propagate_|torchinductor_|torchelastic_|netlab-")
 
 
 @dataclass
@@ -89,7 +90,7 @@ def run(
         text = output.read()
     if isinstance(code, str):
         raise AssertionError(f"{code}; {left_over}\n{text[-6000:]}")
-    files = [name for name in os.listdir(env["TMPDIR"]) if not name.startswith(_OF_OTHERS)]
+    files = [name for name in os.listdir(env["TMPDIR"]) if not _OF_OTHERS.match(name)]
     deadline = time.monotonic() + 3  # others' come and go
     while (shared := set(os.listdir("/dev/shm")) - shared_memory) and time.monotonic() < deadline:
         time.sleep(0.1)
