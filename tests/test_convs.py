@@ -69,6 +69,15 @@ def typed(conv: Any, g: Data) -> Any:
     return conv(g.x, g.edge_index, g.t)
 
 
+def moved(conv: Any, g: Data) -> Any:
+    """Rows that are not the batch's own: nothing of them is kept."""
+    return conv(g.x * 1.5, g.edge_index)
+
+
+def moved_weighted(conv: Any, g: Data) -> Any:
+    return conv(g.x * 1.5, g.edge_index, g.w)
+
+
 def degrees() -> torch.Tensor:
     return torch.bincount(torch.bincount(whole_graph().edge_index[1], minlength=N))
 
@@ -108,6 +117,7 @@ RECIPES: dict[str, list[Recipe]] = {
     ],
     "GCN2Conv": [(lambda: nn.GCN2Conv(F, 0.1, theta=0.5, layer=1), lambda c, g: c(g.x, g.x0, g.edge_index, g.w))],
     "GCNConv": [
+        *[(lambda out=out: nn.GCNConv(F, out), call) for out in (5, 13) for call in (moved, moved_weighted)],
         (lambda: nn.GCNConv(F, 5, improved=True), weighted),
         (lambda: nn.GCNConv(F, 5, add_self_loops=False, aggr="mean"), plain),
         (lambda: nn.GCNConv(F, 5, normalize=False, aggr="max"), weighted),
@@ -122,7 +132,10 @@ RECIPES: dict[str, list[Recipe]] = {
     "GMMConv": [(lambda: nn.GMMConv(F, 5, A, 2), lambda c, g: c(g.x, g.edge_index, g.u))],
     "GatedGraphConv": [(lambda: nn.GatedGraphConv(F, 2), weighted)],
     "GeneralConv": [(lambda: nn.GeneralConv(F, 8, A, attention=True, heads=2), attributed)],
-    "GraphConv": [(lambda aggr=aggr: nn.GraphConv(F, 5, aggr=aggr), weighted) for aggr in ("add", "mean", "max")],
+    "GraphConv": [
+        *[(lambda aggr=aggr: nn.GraphConv(F, 5, aggr=aggr), weighted) for aggr in ("add", "mean", "max")],
+        *[(lambda out=out: nn.GraphConv(F, out, aggr="mean"), moved_weighted) for out in (5, 13)],
+    ],
     "HEATConv": [
         (
             lambda: nn.HEATConv(F, 5, 2, R, 4, A, 4, heads=2),
@@ -148,8 +161,14 @@ RECIPES: dict[str, list[Recipe]] = {
     "RGATConv": [(lambda: nn.RGATConv(F, 5, R, num_bases=2), typed)],
     "RGCNConv": [(lambda: nn.RGCNConv(F, 8, R, num_blocks=4), typed), (lambda: nn.RGCNConv(F, 5, R), typed)],
     "ResGatedGraphConv": [(lambda: nn.ResGatedGraphConv(F, 5, edge_dim=A), attributed)],
-    "SAGEConv": [(lambda aggr=aggr: nn.SAGEConv(F, 5, aggr=aggr, project=True), plain) for aggr in (*MANY[:-1], MANY)],
-    "SGConv": [(lambda: nn.SGConv(F, 5, K=2), weighted), (lambda: nn.SGConv(F, 5, K=2, cached=True), plain)],
+    "SAGEConv": [
+        *[(lambda aggr=aggr: nn.SAGEConv(F, 5, aggr=aggr, project=True), plain) for aggr in (*MANY[:-1], MANY)],
+        *[(lambda out=out: nn.SAGEConv(F, out, normalize=True), call) for out in (5, 13) for call in (plain, moved)],
+    ],
+    "SGConv": [
+        *[(lambda cached=cached: nn.SGConv(F, 5, K=2, cached=cached), weighted) for cached in (False, True)],
+        *[(lambda out=out: nn.SGConv(F, out, K=2, add_self_loops=False), moved) for out in (5, 13)],
+    ],
     "SSGConv": [(lambda: nn.SSGConv(F, 5, alpha=0.2, K=2), weighted)],
     "SignedConv": [
         (lambda: nn.SignedConv(F, 5, True), lambda c, g: c(g.x, g.edge_index[:, g.t > 1], g.edge_index[:, g.t <= 1])),
@@ -160,7 +179,10 @@ RECIPES: dict[str, list[Recipe]] = {
         (lambda kind=kind: nn.SuperGATConv(F, 5, heads=2, attention_type=kind, edge_sample_ratio=0.8), plain)
         for kind in ("MX", "SD")
     ],
-    "TAGConv": [(lambda: nn.TAGConv(F, 5, K=3), weighted)],
+    "TAGConv": [
+        *[(lambda out=out: nn.TAGConv(F, out, K=3), call) for out in (5, 13) for call in (weighted, moved)],
+        (lambda: nn.TAGConv(F, 5, K=2, normalize=False), moved_weighted),
+    ],
     "TransformerConv": [(lambda: nn.TransformerConv(F, 5, heads=2, edge_dim=A, beta=True), attributed)],
     "WLConvContinuous": [(lambda: nn.WLConvContinuous(), weighted)],
     # Not MessagePassing themselves: the conv inside is bound.

@@ -22,6 +22,7 @@ from lightning_gnn.nn.adapters import ADAPTERS, LINEAR_MESSAGES, REFUSED
 from lightning_gnn.nn.context import GraphContext, UnsupportedModelError
 from lightning_gnn.nn.norms import NORMS, STATE, Statistics, global_forward
 from lightning_gnn.nn.readout import readout
+from lightning_gnn.nn.reorder import reordered
 
 # Aggregations over the edges of one node, all of which its owner holds.
 _AGGREGATIONS = (
@@ -100,6 +101,7 @@ class Binding:
         state.functions = {name: getattr(conv, name).__func__ for name in names}
         adapter = _adapter_of(conv)
         patched = adapter(conv, context, layer) if adapter is not None else {}
+        patched.update(reordered(conv, context, layer))
         patched["propagate"] = types.MethodType(_propagate, conv)
         if "edge_updater" in names:
             patched["edge_updater"] = types.MethodType(_edge_updater, conv)
@@ -217,10 +219,7 @@ def _propagate(self: MessagePassing, edge_index: Tensor, size: Any = None, **kwa
     """`propagate` of a bound conv; SpMM where messages are linear and edges last, else PyG's own over (S x, x)."""
     state: _BoundConv = self.__dict__[STATE]
     context = state.context
-    if not isinstance(edge_index, Tensor) or edge_index.layout != torch.strided:
-        raise UnsupportedModelError(
-            f"'{state.layer}' was called with a {type(edge_index).__name__} of sparse layout. Hand on batch.edge_index."
-        )
+    context.check_edges(edge_index, state.layer)
     out = _linear(self, state, edge_index, kwargs)
     if out is not None:
         return out

@@ -112,6 +112,10 @@ class GraphContext:
         self._constant_halo: Tensor | None = None
         self._expanded_x: Tensor | None = None
         self._x_version = x._version
+        # A S x of constant x by what it is made of; these are constant themselves, by id, with their version.
+        self._aggregates: dict[tuple[Any, ...], Tensor] = {}
+        self._made_of_x: dict[int, tuple[Tensor, int]] = {}
+        self._kept_columns = 0
         # Tensors that stay the same between steps, by id; held here, so that an id is not used again.
         self._lasting = {id(tensor): tensor for tensor in (edge_index, edge_weight) if tensor is not None}
 
@@ -133,17 +137,24 @@ class GraphContext:
 
     # S ########################################################################
 
-    def _is_constant(self, x: Tensor) -> bool:
-        if x is not self.x or x.requires_grad:
+    def is_constant(self, x: Tensor) -> bool:
+        """Returns whether `x` is the batch's own features, or something kept that was made of them alone."""
+        if x.requires_grad:
             return False
-        if x._version != self._x_version:  # changed in place: what was fetched is stale, on every rank alike
+        kept = self._made_of_x.get(id(x))
+        if kept is not None:
+            return x._version == kept[1]
+        if x is not self.x:
+            return False
+        if x._version != self._x_version:  # changed in place: what was made of it is stale, on every rank alike
             self._constant_halo = self._expanded_x = None
+            self._aggregates, self._made_of_x, self._kept_columns = {}, {}, 0
             self._x_version = x._version
         return True
 
     def expand(self, x: Tensor, layer: str, dim: int = 0) -> Tensor:
         """Returns owned and halo rows, ``[N + H, ...]``, differentiable."""
-        if not self._is_constant(x):
+        if x is not self.x or not self.is_constant(x):
             return self.exchange.expand(x, layer, dim)
         if self._expanded_x is None:
             with torch.inference_mode(False), torch.no_grad():
@@ -153,7 +164,7 @@ class GraphContext:
     def fetch(self, x: Tensor, layer: str) -> tuple[Tensor, Callable[[], None]]:
         """Starts S; returns the halo rows ``[H, ...]`` and the function after which they are there."""
         shape = torch.Size((self.num_halo, *x.shape[1:]))
-        if not self._is_constant(x):
+        if x is not self.x or not self.is_constant(x):
             halo = self.exchange.buffer("halo", shape, x.dtype)
             return halo, self.exchange.start_fetch(x, halo, layer)
         if self._constant_halo is None:
@@ -301,7 +312,31 @@ class GraphContext:
         weights = None if weight is None else self.split_weights(edge_index, weight)
         if weight is not None and weights is None:
             return None
-        return _Aggregate.apply(x, self, edges, weights, mean, layer)
+        if not self.is_constant(x):
+            return _Aggregate.apply(x, self, edges, weights, mean, layer)
+        key = (id(x), id(edge_index), None if weight is None else (id(weight), weight._version), mean)
+        kept = self._aggregates.get(key)
+        if kept is None or not self.is_constant(kept):  # changed in place by who got it
+            with torch.inference_mode(False), torch.no_grad():
+                kept = _Aggregate.apply(x, self, edges, weights, mean, layer)
+            # Counted in columns, so that all ranks decide alike.
+            if self._kept_columns + x.size(1) <= _KEPT_WIDTHS * self.x.size(1):
+                if key not in self._aggregates:
+                    self._kept_columns += x.size(1)
+                self._aggregates[key] = kept
+                self._made_of_x[id(kept)] = (kept, kept._version)
+        return kept
+
+    def check_edges(self, edge_index: Any, layer: str) -> None:
+        """Raises :class:`UnsupportedModelError` unless edges are given as ``[2, E]``."""
+        if not isinstance(edge_index, Tensor) or edge_index.layout != torch.strided:
+            raise UnsupportedModelError(
+                f"'{layer}' was called with a {type(edge_index).__name__} of sparse layout. Hand on batch.edge_index."
+            )
+
+
+# What is kept of constant input takes at most as much memory as so many copies of it.
+_KEPT_WIDTHS = 4
 
 
 def _nothing() -> None:

@@ -1,0 +1,154 @@
+"""(A x) W or A (x W): convs that are linear in their source rows aggregate on the side that has fewer columns.
+
+What S and A make of constant input is computed once (:meth:`GraphContext.aggregate`), so there the map comes after, and a first
+layer costs neither communication nor SpMM after its first call. Both sides are the same up to rounding.
+"""
+
+from __future__ import annotations
+
+import types
+from collections.abc import Callable
+from typing import Any
+
+import torch.nn.functional as F
+from torch import Tensor
+from torch_geometric import nn as pyg_nn
+from torch_geometric.nn import MessagePassing
+
+from lightning_gnn.nn import pyg
+from lightning_gnn.nn.context import GraphContext
+
+Aggregate = Callable[[Tensor], Tensor]
+
+
+def _map_first(context: GraphContext, x: Tensor, lin: Any) -> bool:
+    return not context.is_constant(x) and lin.weight.size(0) < x.size(-1)
+
+
+def _aggregate_and_map(context: GraphContext, x: Tensor, lin: Any, aggregate: Aggregate) -> Tensor:
+    """Returns ``lin(aggregate(x))``."""
+    if not _map_first(context, x, lin):
+        return lin(aggregate(x))
+    out = aggregate(F.linear(x, lin.weight))
+    return out if lin.bias is None else out + lin.bias
+
+
+def _gcn(conv: Any, context: GraphContext, layer: str) -> Callable[..., Tensor]:
+    def forward(self: Any, x: Tensor, edge_index: Tensor, edge_weight: Tensor | None = None) -> Tensor:
+        edge_index, edge_weight = _normalised(self, context, layer, x, edge_index, edge_weight)
+        out = _aggregate_and_map(
+            context, x, self.lin, lambda rows: self.propagate(edge_index, x=rows, edge_weight=edge_weight)
+        )
+        return out if self.bias is None else out + self.bias
+
+    return forward
+
+
+def _normalised(
+    conv: Any, context: GraphContext, layer: str, x: Tensor, edge_index: Tensor, edge_weight: Tensor | None
+) -> tuple[Tensor, Tensor | None]:
+    context.check_edges(edge_index, layer)
+    if not getattr(conv, "normalize", True):
+        return edge_index, edge_weight
+    improved, loops = getattr(conv, "improved", False), getattr(conv, "add_self_loops", False)
+    return context.gcn_norm(layer, edge_index, edge_weight, x.size(0), improved, loops, x.dtype)
+
+
+def _sage(conv: Any, context: GraphContext, layer: str) -> Callable[..., Tensor]:
+    def forward(self: Any, x: Any, edge_index: Tensor, size: Any = None) -> Tensor:
+        source, target = (x, x) if isinstance(x, Tensor) else x
+        if self.project:
+            source = self.lin(source).relu()
+        out = _aggregate_and_map(
+            context, source, self.lin_l, lambda rows: self.propagate(edge_index, x=(rows, target), size=size)
+        )
+        if self.root_weight and target is not None:
+            out = out + self.lin_r(target)
+        return F.normalize(out, p=2.0, dim=-1) if self.normalize else out
+
+    return forward
+
+
+def _graph_conv(conv: Any, context: GraphContext, layer: str) -> Callable[..., Tensor]:
+    def forward(self: Any, x: Any, edge_index: Tensor, edge_weight: Tensor | None = None, size: Any = None) -> Tensor:
+        source, target = (x, x) if isinstance(x, Tensor) else x
+        out = _aggregate_and_map(
+            context,
+            source,
+            self.lin_rel,
+            lambda rows: self.propagate(edge_index, x=(rows, target), edge_weight=edge_weight, size=size),
+        )
+        return out if target is None else out + self.lin_root(target)
+
+    return forward
+
+
+def _sg(conv: Any, context: GraphContext, layer: str) -> Callable[..., Tensor]:
+    def forward(self: Any, x: Tensor, edge_index: Tensor, edge_weight: Tensor | None = None) -> Tensor:
+        edge_index, edge_weight = _normalised(self, context, layer, x, edge_index, edge_weight)
+
+        def hops(rows: Tensor) -> Tensor:
+            for _ in range(self.K):
+                rows = self.propagate(edge_index, x=rows, edge_weight=edge_weight)
+            return rows
+
+        return _aggregate_and_map(context, x, self.lin, hops)
+
+    return forward
+
+
+def _tag(conv: Any, context: GraphContext, layer: str) -> Callable[..., Tensor]:
+    def forward(self: Any, x: Tensor, edge_index: Tensor, edge_weight: Tensor | None = None) -> Tensor:
+        edge_index, edge_weight = _normalised(self, context, layer, x, edge_index, edge_weight)
+
+        def hop(rows: Tensor) -> Tensor:
+            return self.propagate(edge_index, x=rows, edge_weight=edge_weight)
+
+        first, *others = self.lins
+        if _map_first(context, x, first):
+            # x W_0 + A (x W_1 + A (x W_2 + ...))
+            out = self.lins[-1](x)
+            for lin in [*self.lins][-2::-1]:
+                out = lin(x) + hop(out)
+        else:
+            out, rows = first(x), x
+            for lin in others:
+                rows = hop(rows)
+                out = out + lin(rows)
+        return out if self.bias is None else out + self.bias
+
+    return forward
+
+
+# By class: the forward, and the names of the linear maps that it may put on either side.
+_FORWARDS: dict[type[MessagePassing], tuple[Callable[..., Callable[..., Tensor]], tuple[str, ...]]] = {
+    pyg_nn.GCNConv: (_gcn, ("lin",)),
+    pyg_nn.SAGEConv: (_sage, ("lin_l",)),
+    pyg_nn.GraphConv: (_graph_conv, ("lin_rel",)),
+    pyg_nn.SGConv: (_sg, ("lin",)),
+    pyg_nn.TAGConv: (_tag, ("lins",)),
+}
+
+
+def reordered(conv: MessagePassing, context: GraphContext, layer: str) -> dict[str, Any]:
+    """Returns the forward that chooses its side, as an adapter does; nothing for a conv that is not of a known form.
+
+    Hooks on the linear map must see what they would see on one device, so with hooks it stays where it is.
+    """
+    kind = next((kind for kind in type(conv).__mro__ if kind in _FORWARDS), None)
+    if kind is None or type(conv).forward is not kind.forward or type(conv).message is not kind.message:
+        return {}
+    if pyg.linear_aggregation(conv) is None or not pyg.is_plain(conv):
+        return {}
+    make, names = _FORWARDS[kind]
+    maps = [part for name in names for part in getattr(conv, name).modules()]
+    if any(part._forward_hooks or part._forward_pre_hooks for part in maps) or not _same_width(conv, names):
+        return {}
+    return {"forward": types.MethodType(make(conv, context, layer), conv)}
+
+
+def _same_width(conv: Any, names: tuple[str, ...]) -> bool:
+    """Returns whether the maps are plain ones with a weight ``[out, in]``."""
+    maps = [getattr(conv, name) for name in names]
+    flat = [part for each in maps for part in (each if hasattr(each, "__iter__") else [each])]
+    return all(hasattr(part, "weight") and part.weight.dim() == 2 for part in flat)
