@@ -139,3 +139,12 @@ def test_a_hook_on_the_map_sees_what_it_would_see(context):
     Binding(layer, context)
     layer.conv(rows, context.edge_index)
     torch.testing.assert_close(*seen)
+
+
+def test_keeping_can_be_switched_off(context, widths):
+    context.kept_widths = 0
+    layer = Layer(nn.GCNConv(FEATURES, 4)).double()
+    Binding(layer, context)
+    for _ in range(3):
+        layer.conv(context.x, context.edge_index)
+    assert widths == [4, 4, 4] and context._kept_columns == 0

@@ -100,10 +100,13 @@ class GraphContext:
             on, not by storage: two empty tensors share theirs.
         edge_index: the batch's own edges in local ids, int64 ``[2, E]``.
         edge_weight: the batch's own edge weights, ``[E]``, or None.
+        kept_widths: what is kept of constant input takes at most as much memory as so many copies of it; 0 keeps nothing.
     """
 
-    def __init__(self, exchange: Exchange, x: Tensor, edge_index: Tensor, edge_weight: Tensor | None) -> None:
-        self.exchange = exchange
+    def __init__(
+        self, exchange: Exchange, x: Tensor, edge_index: Tensor, edge_weight: Tensor | None, kept_widths: int = 4
+    ) -> None:
+        self.exchange, self.kept_widths = exchange, kept_widths
         self.x, self.edge_index, self.edge_weight = x, edge_index, edge_weight
         self.num_owned, self.num_halo = exchange.num_owned, exchange.num_halo
         self._edges: dict[int, SplitEdges] = {}
@@ -312,7 +315,7 @@ class GraphContext:
         weights = None if weight is None else self.split_weights(edge_index, weight)
         if weight is not None and weights is None:
             return None
-        if not self.is_constant(x):
+        if not self.kept_widths or not self.is_constant(x):
             return _Aggregate.apply(x, self, edges, weights, mean, layer)
         key = (id(x), id(edge_index), None if weight is None else (id(weight), weight._version), mean)
         kept = self._aggregates.get(key)
@@ -320,7 +323,7 @@ class GraphContext:
             with torch.inference_mode(False), torch.no_grad():
                 kept = _Aggregate.apply(x, self, edges, weights, mean, layer)
             # Counted in columns, so that all ranks decide alike.
-            if self._kept_columns + x.size(1) <= _KEPT_WIDTHS * self.x.size(1):
+            if self._kept_columns + x.size(1) <= self.kept_widths * self.x.size(1):
                 if key not in self._aggregates:
                     self._kept_columns += x.size(1)
                 self._aggregates[key] = kept
@@ -333,10 +336,6 @@ class GraphContext:
             raise UnsupportedModelError(
                 f"'{layer}' was called with a {type(edge_index).__name__} of sparse layout. Hand on batch.edge_index."
             )
-
-
-# What is kept of constant input takes at most as much memory as so many copies of it.
-_KEPT_WIDTHS = 4
 
 
 def _nothing() -> None:

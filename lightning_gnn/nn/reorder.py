@@ -22,7 +22,8 @@ Aggregate = Callable[[Tensor], Tensor]
 
 
 def _map_first(context: GraphContext, x: Tensor, lin: Any) -> bool:
-    return not context.is_constant(x) and lin.weight.size(0) < x.size(-1)
+    kept = context.kept_widths > 0 and context.is_constant(x)
+    return not kept and lin.weight.size(0) < x.size(-1)
 
 
 def _aggregate_and_map(context: GraphContext, x: Tensor, lin: Any, aggregate: Aggregate) -> Tensor:

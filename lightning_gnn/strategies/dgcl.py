@@ -21,7 +21,14 @@ from lightning_gnn.strategies.base import GNNStrategy, Scheme
 
 
 class DGCLScheme(Scheme):
-    """Each rank holds all in-edges of its nodes; S fetches the halo rows, R is the identity."""
+    """Each rank holds all in-edges of its nodes; S fetches the halo rows, R is the identity.
+
+    Args:
+        keep_constant: see :class:`DGCLStrategy`.
+    """
+
+    def __init__(self, keep_constant: bool = True) -> None:
+        self.keep_constant = keep_constant
 
     @override
     def layout(self, world_size: int) -> LayoutSpec:
@@ -31,7 +38,9 @@ class DGCLScheme(Scheme):
     def bind(self, module: torch.nn.Module, shard: Shard, world: World, meter: Meter) -> Binding:
         batch = shard.batch
         exchange = HaloExchange(shard.plan, world, meter)
-        return Binding(module, GraphContext(exchange, batch.x, batch.edge_index, batch.get("edge_weight")))
+        kept_widths = 4 if self.keep_constant else 0
+        context = GraphContext(exchange, batch.x, batch.edge_index, batch.get("edge_weight"), kept_widths)
+        return Binding(module, context)
 
 
 class DGCLStrategy(GNNStrategy):
@@ -40,10 +49,12 @@ class DGCLStrategy(GNNStrategy):
     Rows travel directly from their owner to each rank that reads them, and exactly those rows.
 
     Args:
+        keep_constant: keep what the layers' sums over neighbours make of the graph's own features, which is the same in every
+            step: at most four times the memory of the features. Without, it is computed and sent anew.
         **options: see :class:`~lightning_gnn.strategies.base.GNNStrategy`.
     """
 
     strategy_name = "dgcl"
 
-    def __init__(self, **options: Any) -> None:
-        super().__init__(DGCLScheme(), **options)
+    def __init__(self, keep_constant: bool = True, **options: Any) -> None:
+        super().__init__(DGCLScheme(keep_constant), **options)
