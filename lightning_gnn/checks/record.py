@@ -12,6 +12,8 @@ import torch
 from torch import Tensor
 from torchmetrics import Metric
 
+from lightning_gnn.nn.reorder import may_be_reordered
+
 
 @dataclass(frozen=True)
 class Event:
@@ -46,8 +48,16 @@ class Recorder:
     def __init__(self, module: torch.nn.Module) -> None:
         self.events: list[Event] = []
         self._calls = [_Call("", ())]
+        inside = {
+            id(part)
+            for conv in module.modules()
+            if may_be_reordered(conv)
+            for part in conv.modules()
+            if part is not conv
+        }
         for name, child in module.named_modules():
-            if child is not module and not isinstance(child, Metric):  # a metric's value is of the rows that it saw
+            # A metric's value is of the rows that it saw; what is inside a reordered conv sees other rows.
+            if child is not module and not isinstance(child, Metric) and id(child) not in inside:
                 child.register_forward_pre_hook(self._before(name, child), with_kwargs=True)
                 child.register_forward_hook(self._after)
 

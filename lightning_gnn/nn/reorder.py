@@ -131,13 +131,24 @@ _FORWARDS: dict[type[MessagePassing], tuple[Callable[..., Callable[..., Tensor]]
 }
 
 
+def _kind_of(conv: MessagePassing) -> type[MessagePassing] | None:
+    kind = next((kind for kind in type(conv).__mro__ if kind in _FORWARDS), None)
+    same = kind is not None and type(conv).forward is kind.forward and type(conv).message is kind.message
+    return kind if same else None
+
+
+def may_be_reordered(module: Any) -> bool:
+    """Returns whether the parts of a module may be given other rows when it is bound than when it is not."""
+    return isinstance(module, MessagePassing) and _kind_of(module) is not None
+
+
 def reordered(conv: MessagePassing, context: GraphContext, layer: str) -> dict[str, Any]:
     """Returns the forward that chooses its side, as an adapter does; nothing for a conv that is not of a known form.
 
     Hooks on the linear map must see what they would see on one device, so with hooks it stays where it is.
     """
-    kind = next((kind for kind in type(conv).__mro__ if kind in _FORWARDS), None)
-    if kind is None or type(conv).forward is not kind.forward or type(conv).message is not kind.message:
+    kind = _kind_of(conv)
+    if kind is None:
         return {}
     if pyg.linear_aggregation(conv) is None or not pyg.is_plain(conv):
         return {}
