@@ -167,7 +167,7 @@ def main() -> None:
             row["loss error"] = max(abs(a - b) for a, b in zip(row["losses"], PLANTED_LOSSES))
         if sum(row.get("halo_rows") or [0]):
             # Two layers; widths 128 and 16 travel after the linear maps, forward and back, 4 bytes a value.
-            row["bytes / lower bound"] = row["bytes"] / (sum(row["halo_rows"]) * (128 + 16) * 2 * 4)
+            row["bytes / lower bound"] = row["bytes"] / (sum(row["halo_rows"]) * 16 * 2 * 4)
     columns = [
         "system",
         "ranks x threads",

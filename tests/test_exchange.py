@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from common import CLASSES, Recorder, awkward_graph, build, quiet_trainer
+from common import CLASSES, FEATURES, Recorder, awkward_graph, build, quiet_trainer
 from conftest import RankFailed
 
 from lightning_gnn import DGCLStrategy, GraphDataModule, NodeClassifier
@@ -144,28 +144,29 @@ def counted(rank: int, world_size: int, epochs: int, model: str) -> Any:
 
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_bytes_equal_the_lower_bound(ranks, world_size):
-    """Distinct remote neighbours x columns x element size: after the linear maps of a GCN, 16 and 5 columns."""
+    """Distinct remote neighbours x columns x element size: 5 in a GCN's second layer, none in its first but once."""
     graph = awkward_graph()
     results = ranks.run(world_size, counted, 3, "gcn")
     part = np.random.default_rng(0).permutation(np.arange(60) % world_size)
     halo = int(edge_cut_report(graph.edge_index.numpy(), part, world_size).halo_rows.sum())
     assert halo == sum(sum(plan.recv_counts) for _, plan in results)
-    bound = 2 * halo * (16 + CLASSES) * 8
+    bound = 2 * halo * CLASSES * 8
     for seen, plan in results:
         logged = [total for total, _ in seen]
         assert logged[1] == logged[2] == bound
-        assert logged[0] == bound + halo * 8  # and once the degrees, which both layers' normalisation shares
-        sent = len(plan.all_send_rows())
-        assert seen[-1][1]["model.convs.0", "forward"] == sent * 16 * 8
+        # Once: the degrees, which both layers' normalisation shares, and the features.
+        assert logged[0] == bound + halo * (1 + FEATURES) * 8
+        assert ("model.convs.0", "forward") not in seen[-1][1]
+        assert seen[-1][1]["model.convs.1", "forward"] == len(plan.all_send_rows()) * CLASSES * 8
         assert seen[-1][1]["model.convs.1", "backward"] == sum(plan.recv_counts) * CLASSES * 8
 
 
 def test_constant_input_is_fetched_once(ranks):
-    """GraphSAGE aggregates before its linear map: its first layer's halo never changes and is not sent again."""
+    """GraphSAGE's first layer sums the features: their halo never changes and is not sent again."""
     results = ranks.run(2, counted, 3, "sage")
     halo = sum(sum(plan.recv_counts) for _, plan in results)
     for seen, _ in results:
         totals = [total for total, _ in seen]
-        assert totals[1] == totals[2] == 2 * halo * 16 * 8  # hidden columns, forward and back
-        assert totals[0] == totals[1] + halo * 12 * 8
+        assert totals[1] == totals[2] == 2 * halo * CLASSES * 8  # the second layer's, forward and back
+        assert totals[0] == totals[1] + halo * FEATURES * 8
         assert ("model.convs.0", "backward") not in seen[-1][1]

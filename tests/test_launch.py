@@ -36,8 +36,7 @@ def one_device(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     ("command", "strategy"),
     [
         pytest.param([SCRIPT], "dgcl", id="script"),
-        pytest.param([SCRIPT], "DGCL", id="upper case"),
-        pytest.param(["-m", "launched"], "dgcl", id="python -m"),
+        pytest.param(["-m", "launched"], "DGCL", id="python -m, upper case"),
         pytest.param([SCRIPT], "dgcl_spawn", id="spawn"),
         pytest.param([SCRIPT], "dgcl_notebook", id="notebook"),
         pytest.param([*TORCHRUN, SCRIPT], "dgcl", id="torchrun"),
