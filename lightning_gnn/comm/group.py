@@ -44,6 +44,13 @@ class CommunicationError(RuntimeError):
     """Ranks could not exchange something: names the operation and, where known, the layer and the peer."""
 
 
+def is_about_peers(error: BaseException) -> bool:
+    """Returns whether an error only says that other ranks are gone or late."""
+    if isinstance(error, (CommunicationError, dist.DistBackendError, dist.DistNetworkError, dist.DistStoreError)):
+        return True
+    return isinstance(error, RuntimeError) and any(word in str(error) for word in ("gloo", "NCCL", "TCPStore"))
+
+
 class World:
     """All ranks of a run: the default process group (for Lightning and torchmetrics) and one of our own for graph traffic.
 

@@ -15,9 +15,7 @@ from multiprocessing.connection import Connection
 from types import TracebackType
 from typing import Any
 
-import torch.distributed as dist
-
-from lightning_gnn.comm.group import CommunicationError
+from lightning_gnn.comm.group import is_about_peers
 
 PARENT, REPORT = "LIGHTNING_GNN_PARENT", "LIGHTNING_GNN_REPORT"
 """Environment of a started rank: its parent's process id; its rank, their number, the file descriptor of its report pipe."""
@@ -72,13 +70,6 @@ class Failure:
     def error(self) -> RankFailedError:
         """Returns the error to raise in another process."""
         return RankFailedError(f"Rank {self.rank} failed.\n{self.text}")
-
-
-def is_about_peers(error: BaseException) -> bool:
-    """Returns whether an error only says that other ranks are gone or late."""
-    if isinstance(error, (CommunicationError, dist.DistBackendError, dist.DistNetworkError, dist.DistStoreError)):
-        return True
-    return isinstance(error, RuntimeError) and any(word in str(error) for word in ("gloo", "NCCL", "TCPStore"))
 
 
 class Reporter:

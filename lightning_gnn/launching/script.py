@@ -24,6 +24,7 @@ from lightning.fabric.utilities.distributed import _set_num_threads_if_needed
 from lightning.pytorch.strategies.launchers.launcher import _Launcher
 from typing_extensions import override
 
+from lightning_gnn.comm.group import is_about_peers
 from lightning_gnn.launching.failures import (
     GRACE_S,
     PARENT,
@@ -33,7 +34,6 @@ from lightning_gnn.launching.failures import (
     Reporter,
     end_after,
     end_with_parent,
-    is_about_peers,
     mark_reported,
     show_once,
 )
