@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import multiprocessing as mp
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.autograd import gradcheck
+from torch_geometric.nn import aggr
+from torch_geometric.utils import softmax
 
-from lightning_gnn import kernels
-from lightning_gnn.kernels import CSR, add_rows, spmm, take_rows
+from lightning_gnn.kernels import CSR, add_rows, attention, spmm, sums, take_rows
 
 
 def reference(row: torch.Tensor, col: torch.Tensor, x: torch.Tensor, rows: int, weight: Any = None) -> torch.Tensor:
@@ -40,7 +44,7 @@ def test_spmm_and_its_transpose(graph, shape, weighted):
     y = torch.randn(rows, *shape, generator=generator, dtype=torch.float64)
     weight = torch.randn(len(row), generator=generator, dtype=torch.float64) if weighted else None
     slots = None if weight is None else csr.permute(weight)
-    flipped = None if weight is None else csr.transpose().permute(weight)
+    flipped = None if slots is None else csr.transpose().permute(slots)
     out = spmm(csr, x, slots)
     torch.testing.assert_close(out, reference(row, col, x, rows, weight), rtol=1e-12, atol=1e-12)
     back = spmm(csr.transpose(), y, flipped)
@@ -48,7 +52,10 @@ def test_spmm_and_its_transpose(graph, shape, weighted):
     added = spmm(csr, x, slots, out=y.clone(), accumulate=True)
     torch.testing.assert_close(added, y + out, rtol=1e-12, atol=1e-12)
     if x.dim() == 2:
-        torch.testing.assert_close(kernels._torch_spmm(csr, x, slots), out, rtol=1e-12, atol=1e-12)
+        torch.testing.assert_close(sums._torch_spmm(csr, x, slots), out, rtol=1e-12, atol=1e-12)
+    scale = torch.randn(rows, generator=generator, dtype=torch.float64)
+    scaled = spmm(csr, x, slots, out=y.clone(), accumulate=True, scale=scale)
+    torch.testing.assert_close(scaled, (y + out) * scale.view(-1, *[1] * len(shape)), rtol=1e-12, atol=1e-12)
 
 
 def random_graph(count: int = 50_000, nodes: int = 2_000) -> tuple[torch.Tensor, torch.Tensor, CSR]:
@@ -88,8 +95,14 @@ def test_slots_keep_the_order_of_the_list():
     assert csr.indptr.tolist() == [0, 1, 4, 4]
     assert csr.indices.tolist() == [2, 3, 0, 3]
     assert csr.edge.tolist() == [1, 0, 2, 3]
-    assert csr.transpose().edge.tolist() == [2, 1, 0, 3]
+    assert csr.transpose().edge.tolist() == [2, 0, 1, 3]
     assert csr.transpose() is csr.transpose()
+    values = torch.tensor([1.0, 2.0, 3.0, 4.0])
+    assert csr.permute(values).tolist() == [2, 1, 3, 4]
+    assert torch.equal(csr.unpermute(csr.permute(values)), values)
+    assert csr.in_list(torch.tensor([9, 7, 5, 3])).edge.tolist() == [7, 9, 5, 3]
+    assert csr.row_of_slot().tolist() == [0, 1, 1, 1]
+    assert CSR.from_coo(torch.tensor([0, 1, 1]), torch.tensor([3, 2, 0]), 3, 4).edge is None
 
 
 def test_errors_say_what_does_not_fit():
@@ -100,6 +113,130 @@ def test_errors_say_what_does_not_fit():
         spmm(csr, torch.ones(3, 1))
     with pytest.raises(ValueError, match="weight has 2 entries"):
         spmm(csr, torch.ones(2, 1), torch.ones(2))
+
+
+@settings(max_examples=60, deadline=None)
+@given(edges(), st.integers(1, 3), st.integers(1, 5))
+def test_attention_against_gather_and_scatter(graph, heads, columns):
+    """Values against PyG's way, gradients of the whole chain against those that torch finds for it."""
+    row, col, rows, cols, generator = graph
+    csr = CSR.from_coo(row, col, rows, cols)
+
+    def draw(*shape: int) -> torch.Tensor:
+        return torch.randn(*shape, generator=generator, dtype=torch.float64).requires_grad_()
+
+    source, target, weights = draw(cols, heads, columns), draw(rows, heads, columns), draw(heads, columns)
+    left, right = draw(cols, heads), draw(rows, heads)
+
+    def plain() -> torch.Tensor:
+        added = torch.nn.functional.leaky_relu(source[col] + target[row], 0.2)
+        scores = (source[col] * target[row]).sum(-1) + (added * weights).sum(-1) + left[col] + right[row]
+        shares = softmax(scores, row, num_nodes=rows)
+        return source.new_zeros(target.shape).index_add_(0, row, shares.unsqueeze(-1) * source[col])
+
+    def ours() -> torch.Tensor:
+        scores = attention.pair_products(csr, source, target) + attention.pair_sums(csr, left, right)
+        scores = scores + attention.additive_scores(csr, source, target, weights, 0.2)
+        return attention.weighted_sums(csr, source, attention.edge_softmax(csr, scores))
+
+    inputs = (source, target, weights, left, right)
+    expected, found = plain(), ours()
+    torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-12)
+    wanted = torch.autograd.grad(expected.square().sum(), inputs, allow_unused=True)
+    for given_, right_ in zip(torch.autograd.grad(found.square().sum(), inputs), wanted):
+        torch.testing.assert_close(given_, right_, rtol=1e-8, atol=1e-10)
+
+
+def test_gradients_of_each_attention_kernel():
+    csr = CSR.from_coo(torch.tensor([2, 0, 0, 2, 1, 2]), torch.tensor([0, 1, 1, 3, 2, 2]), 4, 5)
+
+    def draw(*shape: int) -> torch.Tensor:
+        return torch.randn(*shape, dtype=torch.float64).requires_grad_()
+
+    torch.manual_seed(0)
+    assert gradcheck(lambda s, t: attention.pair_sums(csr, s, t), (draw(5, 2), draw(4, 2)))
+    assert gradcheck(lambda s, t: attention.pair_products(csr, s, t), (draw(5, 2, 3), draw(4, 2, 3)))
+    assert gradcheck(
+        lambda s, t, a: attention.additive_scores(csr, s, t, a, 0.3), (draw(5, 2, 3), draw(4, 2, 3), draw(2, 3))
+    )
+    assert gradcheck(lambda s: attention.edge_softmax(csr, s), draw(6, 2))
+    assert gradcheck(lambda x, w: attention.weighted_sums(csr, x, w), (draw(5, 2, 3), draw(6, 2)))
+
+
+def test_softmax_over_edges_that_several_ranks_hold():
+    """The maximum and the sum of a row's edges are completed by R, forward and back."""
+    torch.manual_seed(0)
+    row = torch.tensor([0, 0, 0, 1, 1, 3])
+    scores = torch.randn(6, 2, dtype=torch.float64, requires_grad=True)
+    upstream = torch.randn(6, 2, dtype=torch.float64)
+    whole = attention.edge_softmax(CSR.from_coo(row, row, 4, 4), scores)
+    [wanted] = torch.autograd.grad((whole * upstream).sum(), scores)
+    halves = [torch.tensor([0, 2, 5]), torch.tensor([1, 3, 4])]
+    partials: list[Any] = [None, None]
+    both = threading.Barrier(2, timeout=30)
+
+    def half(index: int) -> tuple[torch.Tensor, torch.Tensor]:
+        def across(partial: torch.Tensor, operation: str) -> torch.Tensor:
+            partials[index] = partial
+            both.wait()
+            complete = torch.maximum(*partials) if operation == "max" else partials[0] + partials[1]
+            both.wait()
+            return complete
+
+        rows = row[halves[index]]
+        part = scores.detach()[halves[index]].requires_grad_()
+        out = attention.edge_softmax(CSR.from_coo(rows, rows, 4, 4), part, across)
+        return out, torch.autograd.grad((out * upstream[halves[index]]).sum(), part)[0]
+
+    with ThreadPoolExecutor(2) as pool:
+        for held, (out, grad) in zip(halves, pool.map(half, (0, 1))):
+            torch.testing.assert_close(out, whole[held])
+            torch.testing.assert_close(grad, wanted[held])
+
+
+REDUCTIONS = {"sum": aggr.SumAggregation, "max": aggr.MaxAggregation, "min": aggr.MinAggregation}
+
+
+@settings(max_examples=60, deadline=None)
+@given(edges(), st.sets(st.sampled_from(sums.STATISTICS), min_size=1), st.booleans())
+def test_statistics_in_one_pass(graph, wanted, few_values):
+    """Against PyG's aggregations and torch's gradients, with ties and edges in two matrices."""
+    row, col, rows, cols, generator = graph
+    x = torch.randn(cols, 5, generator=generator, dtype=torch.float64)
+    x = (x.round() if few_values else x).requires_grad_()
+    first = torch.arange(len(row)) % 3 > 0
+    matrices = [CSR.from_coo(row[half], col[half], rows, cols) for half in (first, ~first)]
+    found = sums.RowStatistics.empty(matrices[0], x, wanted)
+    for accumulate, csr in enumerate(matrices):
+        found.add(csr, x, bool(accumulate))
+    empty = torch.bincount(row, minlength=rows) == 0
+    grads = {name: torch.zeros(0, 5, dtype=torch.float64) for name in sums.STATISTICS}
+    total = torch.zeros((), dtype=torch.float64)
+    for name in wanted:
+        messages = x[col].square() if name == "squares" else x[col]
+        expected = REDUCTIONS.get(name, aggr.SumAggregation)()(messages, row, dim_size=rows)
+        ours = getattr(found, name).masked_fill(empty.view(-1, 1), 0.0)
+        torch.testing.assert_close(ours, expected.detach())
+        grads[name] = torch.randn(rows, 5, generator=generator, dtype=torch.float64)
+        total = total + (expected * grads[name]).sum()
+        if name in ("max", "min"):
+            count = getattr(found, f"num_{name}")
+            same = (x[col] == getattr(found, name)[row]).int()
+            assert torch.equal(count, torch.zeros_like(count).index_add_(0, row, same))
+            grads[name] = grads[name] / found.ties(name)
+    none = torch.empty(0, 5, dtype=torch.int32)
+    given_ = sums.RowStatistics(grads["sum"], grads["squares"], grads["max"], grads["min"], none, none)
+    gradient = sum(sums.row_statistics_grad(csr, x, given_, found) for csr in matrices)
+    [right] = torch.autograd.grad(total, x)
+    torch.testing.assert_close(gradient, right)
+
+
+def test_an_extreme_of_no_number_is_no_number():
+    csr = CSR.from_coo(torch.zeros(3, dtype=torch.long), torch.arange(3), 1, 3)
+    for values in ([1.0, float("nan"), 2.0], [float("nan"), 1.0, 2.0], [1.0, 2.0, float("nan")]):
+        found = sums.RowStatistics.empty(csr, torch.tensor(values).view(-1, 1), ("max", "min"))
+        found.add(csr, torch.tensor(values).view(-1, 1), False)
+        assert found.max.isnan().all() and found.min.isnan().all()
 
 
 def test_rows():

@@ -1,0 +1,223 @@
+"""Attention over edges without a row per edge: numbers of each edge and head, softmax, weighted sums. CPU; differentiable.
+
+Numbers on edges are ``[E, H]`` in slot order of a CSR matrix of R rows (targets) and K columns (sources).
+Nothing of the size of edges times columns is made: PyG's gather and scatter hold several of those.
+
+R rows, K columns of the matrix, E slots, H heads, C columns of a head.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from lightning_gnn.kernels import loops
+from lightning_gnn.kernels.csr import CSR
+from lightning_gnn.kernels.run import over_rows
+
+Across = Callable[[Tensor, str], Tensor]
+"""Completes partial ``"max"`` or ``"sum"`` of each row, ``[R, H]``, where other ranks hold some of a row's edges (R)."""
+
+
+def pair_sums(csr: CSR, source: Tensor, target: Tensor) -> Tensor:
+    """Returns ``source[col] + target[row]`` of each edge, ``[E, H]``: GAT's score before its activation.
+
+    Args:
+        csr: ``[R, K]``.
+        source: ``[K, H]``.
+        target: ``[R, H]``.
+    """
+    return _PairSums.apply(csr.of_slots(), source, target)
+
+
+def pair_products(csr: CSR, source: Tensor, target: Tensor) -> Tensor:
+    """Returns ``<source[col, h], target[row, h]>`` of each edge and head, ``[E, H]`` (SDDMM).
+
+    Args:
+        csr: ``[R, K]``.
+        source: ``[K, H, C]``.
+        target: ``[R, H, C]``.
+    """
+    return _PairProducts.apply(csr.of_slots(), source, target)
+
+
+def additive_scores(csr: CSR, source: Tensor, target: Tensor, attention: Tensor, slope: float) -> Tensor:
+    """Returns ``<attention[h], leaky_relu(source[col, h] + target[row, h])>`` of each edge, ``[E, H]``: GATv2's score.
+
+    Args:
+        csr: ``[R, K]``.
+        source: ``[K, H, C]``.
+        target: ``[R, H, C]``.
+        attention: ``[H, C]``.
+        slope: of the leaky ReLU where its argument is negative.
+    """
+    return _AdditiveScores.apply(csr.of_slots(), source, target, attention, slope)
+
+
+def edge_softmax(csr: CSR, scores: Tensor, across: Across | None = None) -> Tensor:
+    """Returns the softmax of each row's scores, ``[E, H]``, with PyG's 1e-16 under the fraction.
+
+    Args:
+        csr: ``[R, K]``.
+        scores: ``[E, H]``.
+        across: see :data:`Across`; None where this rank holds all edges of its rows.
+    """
+    return _EdgeSoftmax.apply(csr.of_slots(), scores, across or _here)
+
+
+def weighted_sums(csr: CSR, x: Tensor, weight: Tensor) -> Tensor:
+    """Returns the sum of ``weight * x`` over each row's edges and by head, ``[R, H, C]``.
+
+    Args:
+        csr: ``[R, K]``.
+        x: ``[K, H, C]``.
+        weight: ``[E, H]``.
+    """
+    return _WeightedSums.apply(csr.of_slots(), x, weight)
+
+
+def _here(partial: Tensor, operation: str) -> Tensor:
+    return partial
+
+
+# Loops as functions ###########################################################
+
+
+def _slots(csr: CSR) -> tuple[Tensor, bool]:
+    """Returns where a transposed matrix finds the numbers of its slots, and whether they lie elsewhere than in its order."""
+    return (csr.indptr.new_empty(0, dtype=torch.int32), False) if csr.edge is None else (csr.edge, True)
+
+
+def _scores(loop: Any, csr: CSR, source: Tensor, *others: Any) -> Tensor:
+    out = source.new_empty((csr.num_edges, source.size(1)))
+    over_rows(loop, csr, csr.indices, source, *others, out, work=csr.num_edges * source[:1].numel())
+    return out
+
+
+def _slot_sums(csr: CSR, values: Tensor) -> Tensor:
+    """Sums over rows; `values` in the order of the list that `csr.edge` refers to."""
+    place, placed = _slots(csr)
+    out = values.new_empty((csr.num_rows, values.size(1)))
+    over_rows(loops.slot_sums, csr, place, values, out, placed, work=values.numel())
+    return out
+
+
+def _spmm_heads(csr: CSR, x: Tensor, weight: Tensor) -> Tensor:
+    place, placed = _slots(csr)
+    out = x.new_empty((csr.num_rows, *x.shape[1:]))
+    work = csr.num_edges * x.size(1) * x.size(2)
+    over_rows(loops.spmm_heads, csr, csr.indices, place, weight, x, out, placed, work=work)
+    return out
+
+
+def _on_slots(loop: Any, csr: CSR, values: Tensor, rows: Tensor) -> Tensor:
+    out = torch.empty_like(values)
+    over_rows(loop, csr, values, rows, out, work=values.numel())
+    return out
+
+
+# Autograd #####################################################################
+
+
+class _PairSums(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, csr: CSR, source: Tensor, target: Tensor) -> Tensor:
+        ctx.csr = csr
+        return _scores(loops.pair_sums, csr, source.contiguous(), target.contiguous())
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[None, Tensor | None, Tensor | None]:
+        grad = grad.contiguous()
+        source = _slot_sums(ctx.csr.transpose(), grad) if ctx.needs_input_grad[1] else None
+        target = _slot_sums(ctx.csr, grad) if ctx.needs_input_grad[2] else None
+        return None, source, target
+
+
+class _PairProducts(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, csr: CSR, source: Tensor, target: Tensor) -> Tensor:
+        source, target = source.contiguous(), target.contiguous()
+        ctx.csr = csr
+        ctx.save_for_backward(source, target)
+        return _scores(loops.pair_products, csr, source, target)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[None, Tensor | None, Tensor | None]:
+        source, target = ctx.saved_tensors
+        grad = grad.contiguous()
+        source_grad = _spmm_heads(ctx.csr.transpose(), target, grad) if ctx.needs_input_grad[1] else None
+        target_grad = _spmm_heads(ctx.csr, source, grad) if ctx.needs_input_grad[2] else None
+        return None, source_grad, target_grad
+
+
+class _AdditiveScores(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, csr: CSR, source: Tensor, target: Tensor, attention: Tensor, slope: float) -> Tensor:
+        source, target, attention = source.contiguous(), target.contiguous(), attention.contiguous()
+        ctx.csr, ctx.slope = csr, slope
+        ctx.save_for_backward(source, target, attention)
+        return _scores(loops.additive_scores, csr, source, target, attention, slope)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[None, Tensor, Tensor, Tensor, None]:
+        source, target, attention = ctx.saved_tensors
+        grad = grad.contiguous()
+
+        def slopes(csr: CSR, near: Tensor, far: Tensor) -> Tensor:
+            place, placed = _slots(csr)
+            out = torch.empty_like(near)
+            arguments = (csr.indices, place, grad, near, far, ctx.slope, out, placed)
+            over_rows(loops.additive_scores_grad, csr, *arguments, work=csr.num_edges * near[:1].numel())
+            return out
+
+        # leaky_relu(z) is z times its slope, so attention's gradient is made of the same sums as those of both sides.
+        at_source, at_target = slopes(ctx.csr.transpose(), source, target), slopes(ctx.csr, target, source)
+        for_attention = torch.einsum("khc,khc->hc", source, at_source) + torch.einsum("rhc,rhc->hc", target, at_target)
+        return None, at_source.mul_(attention), at_target.mul_(attention), for_attention, None
+
+
+class _EdgeSoftmax(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, csr: CSR, scores: Tensor, across: Across) -> Tensor:
+        scores = scores.contiguous()
+        largest = scores.new_empty((csr.num_rows, scores.size(1)))
+        over_rows(loops.slot_maxima, csr, scores, largest, work=scores.numel())
+        powers = _on_slots(loops.minus_rows, csr, scores, across(largest, "max")).exp_()
+        total = across(_slot_sums(csr, powers), "sum").add_(1e-16)
+        out = _on_slots(loops.times_rows, csr, powers, total.reciprocal_())
+        ctx.csr, ctx.across = csr, across
+        ctx.save_for_backward(out)
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[None, Tensor, None]:
+        (out,) = ctx.saved_tensors
+        scaled = out * grad
+        mean = ctx.across(_slot_sums(ctx.csr, scaled), "sum")
+        return None, scaled.sub_(_on_slots(loops.times_rows, ctx.csr, out, mean)), None
+
+
+class _WeightedSums(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, csr: CSR, x: Tensor, weight: Tensor) -> Tensor:
+        x, weight = x.contiguous(), weight.contiguous()
+        ctx.csr = csr
+        ctx.save_for_backward(x, weight)
+        return _spmm_heads(csr, x, weight)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[None, Tensor | None, Tensor | None]:
+        x, weight = ctx.saved_tensors
+        grad = grad.contiguous()
+        x_grad = _spmm_heads(ctx.csr.transpose(), grad, weight) if ctx.needs_input_grad[1] else None
+        weight_grad = _scores(loops.pair_products, ctx.csr, x, grad) if ctx.needs_input_grad[2] else None
+        return None, x_grad, weight_grad

@@ -1,0 +1,133 @@
+"""A list of edges as a sparse matrix whose rows are targets.
+
+R rows, C columns of the matrix, E edges; ``...`` stands for any trailing dimensions.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import pairwise
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from lightning_gnn.kernels.loops import counting_sort
+
+_INT32_MAX = 2**31 - 1
+
+
+@dataclass(frozen=True)
+class CSR:
+    """A sparse matrix without values: the columns of each row's edges, duplicates kept. A *slot* is an edge's place in it.
+
+    Attributes:
+        indptr: first slot of each row and the end, int64 ``[R + 1]``.
+        indices: column of each slot, int32 ``[E]``.
+        edge: position of each slot's edge in the list that the matrix was made from, int32 (int64 where that is too
+            short) ``[E]``; None where the list has the order of the slots.
+        num_cols: C.
+    """
+
+    indptr: Tensor
+    indices: Tensor
+    edge: Tensor | None
+    num_cols: int
+
+    @classmethod
+    def from_coo(cls, row: Tensor, col: Tensor, num_rows: int, num_cols: int) -> CSR:
+        """Returns the matrix of a list of edges; within a row, slots keep the order of the list.
+
+        Args:
+            row, col: int32 or int64 ``[E]``.
+            num_rows, num_cols: R and C.
+
+        Raises:
+            ValueError: ids outside the matrix, or more columns than int32 counts.
+        """
+        if num_cols > _INT32_MAX:
+            raise ValueError(f"A matrix of {num_cols} columns needs ids beyond int32; split the graph into more parts.")
+        for ids, size, name in ((row, num_rows, "rows"), (col, num_cols, "columns")):
+            if ids.numel() and (int(ids.min()) < 0 or int(ids.max()) >= size):
+                raise ValueError(
+                    f"Ids from {int(ids.min())} to {int(ids.max())} are outside a matrix of {size} {name}."
+                )
+        if bool((row[1:] >= row[:-1]).all()):
+            counts = torch.bincount(row, minlength=num_rows)
+            return cls(torch.cat([counts.new_zeros(1), counts.cumsum(0)]), col.int(), None, num_cols)
+        if row.device.type == "cpu":
+            indptr, order = map(torch.from_numpy, counting_sort(row.contiguous().numpy(), num_rows))
+        else:
+            counts = torch.bincount(row, minlength=num_rows)
+            indptr, order = torch.cat([counts.new_zeros(1), counts.cumsum(0)]), torch.argsort(row, stable=True)
+        return cls(indptr, col[order].int(), _short(order), num_cols)
+
+    @property
+    def num_rows(self) -> int:
+        return len(self.indptr) - 1
+
+    @property
+    def num_edges(self) -> int:
+        return len(self.indices)
+
+    @property
+    def device(self) -> torch.device:
+        return self.indptr.device
+
+    def permute(self, values: Tensor) -> Tensor:
+        """Returns one value per edge, ``[E, ...]`` in list order, in slot order."""
+        return values if self.edge is None else values[self.edge]
+
+    def unpermute(self, values: Tensor) -> Tensor:
+        """Returns one value per edge, ``[E, ...]`` in slot order, in list order."""
+        return values if self.edge is None else values[self._slot_of_edge]
+
+    def in_list(self, edge_ids: Tensor) -> CSR:
+        """Returns the same matrix as one of a longer list, in which its k-th edge is at ``edge_ids[k]``, int64 ``[E]``."""
+        return CSR(self.indptr, self.indices, _short(self.permute(edge_ids)), self.num_cols)
+
+    def row_of_slot(self) -> Tensor:
+        """Returns the row of each slot, int32 ``[E]``."""
+        rows = torch.arange(self.num_rows, dtype=torch.int32, device=self.device)
+        return torch.repeat_interleave(rows, self.indptr.diff(), output_size=self.num_edges)
+
+    def transpose(self) -> CSR:
+        """Returns the transpose, made once; the list that its ``edge`` refers to is that of this matrix's slots."""
+        return self._transposed
+
+    def of_slots(self) -> CSR:
+        """Returns the matrix as one of a list that has the order of its slots."""
+        return self if self.edge is None else self._of_slots
+
+    def chunks(self, count: int) -> list[tuple[int, int]]:
+        """Returns at most `count` ranges of rows of about as many edges and rows each."""
+        if count not in self._chunks:
+            # A row without edges is written, too.
+            cost = self.indptr.numpy() + np.arange(self.num_rows + 1)
+            bounds = np.searchsorted(cost, np.linspace(0, cost[-1], count + 1))
+            self._chunks[count] = [(int(low), int(high)) for low, high in pairwise(bounds) if high > low]
+        return self._chunks[count]
+
+    @cached_property
+    def _chunks(self) -> dict[int, list[tuple[int, int]]]:
+        return {}
+
+    @cached_property
+    def _of_slots(self) -> CSR:
+        return CSR(self.indptr, self.indices, None, self.num_cols)
+
+    @cached_property
+    def _transposed(self) -> CSR:
+        return CSR.from_coo(self.indices, self.row_of_slot(), self.num_cols, self.num_rows)
+
+    @cached_property
+    def _slot_of_edge(self) -> Tensor:
+        assert self.edge is not None
+        slots = torch.empty_like(self.edge)
+        slots[self.edge.long()] = torch.arange(self.num_edges, dtype=slots.dtype, device=self.device)
+        return slots
+
+
+def _short(ids: Tensor) -> Tensor:
+    return ids.int() if not len(ids) or int(ids.max()) <= _INT32_MAX else ids

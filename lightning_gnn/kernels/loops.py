@@ -1,0 +1,376 @@
+"""The loops over edges, compiled by numba at first use and kept on disk; :mod:`lightning_gnn.kernels.run` calls them.
+
+Each runs over rows `low` to `high` of a CSR matrix and writes those rows of its result only, so that threads share nothing. One
+file holds them all: numba looks at the file of a loop, and at no other, to see whether what it kept on disk is stale.
+
+R rows, K columns of the matrix, E slots, F columns of the dense operand; H heads of C columns each.
+"""
+
+# mypy: disable-error-code="no-untyped-def,no-untyped-call,call-arg"
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numba
+import numpy as np
+from llvmlite import ir
+from numba.core import cgutils, types
+from numba.extending import intrinsic, overload
+
+AHEAD = 64
+"""How many slots ahead a row is asked for: the fastest of 8, 16, 32 and 64 at 16 and 128 columns."""
+
+LOOPS: list[Any] = []
+"""All of them, compiled or not."""
+
+
+def loop(function: Callable[..., Any]) -> Any:
+    # Sums may be reassociated, so that they vectorise; how is fixed when a loop is compiled, so results do not vary.
+    compiled = numba.njit(cache=True, nogil=True, fastmath={"contract", "nsz", "reassoc"})(function)
+    LOOPS.append(compiled)
+    return compiled
+
+
+# Parts of loops ###############################################################
+
+
+@intrinsic
+def _prefetch(typing_context: Any, array: Any, row: Any) -> Any:
+    """Asks for the cache lines of ``array[row]``, which is contiguous."""
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        kind, row_type = signature.args
+        made = context.make_array(kind)(context, builder, arguments[0])
+        zero = context.get_constant(types.intp, 0)
+        place = [context.cast(builder, arguments[1], row_type, types.intp), *[zero] * (kind.ndim - 1)]
+        byte, number = ir.IntType(8), ir.IntType(32)
+        start = builder.bitcast(
+            cgutils.get_item_pointer(context, builder, kind, made, place, wraparound=False), byte.as_pointer()
+        )
+        form = ir.FunctionType(ir.VoidType(), [start.type, number, number, number])
+        ask = cgutils.get_or_insert_function(builder.module, form, "llvm.prefetch.p0i8")
+        length = builder.extract_value(made.strides, 0)
+        line = context.get_constant(types.intp, 64)
+        with cgutils.for_range_slice(builder, zero, length, line) as (offset, _):
+            # To read, into the nearest cache, as data.
+            options = [ir.Constant(number, value) for value in (0, 3, 1)]
+            builder.call(ask, [builder.gep(start, [offset]), *options])
+        return context.get_dummy_value()
+
+    return types.void(array, row), generate
+
+
+@intrinsic
+def _as_float32(typing_context: Any, bits: Any) -> Any:
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        return builder.bitcast(arguments[0], ir.FloatType())
+
+    return types.float32(types.uint32), generate
+
+
+def _wide(value):
+    """A bfloat16, held as uint16, as float32; other numbers as they are."""
+
+
+@overload(_wide, inline="always")
+def _wide_compiled(value):
+    if value == types.uint16:
+        return lambda value: _as_float32(np.uint32(value) << np.uint32(16))
+    return lambda value: value
+
+
+# Sums over the edges of each row ##############################################
+
+
+@loop
+def spmm(indptr, indices, weight, x, scale, out, weighted, scaled, accumulate, low, high):
+    """``out[r] (+)= sum of weight[s] * x[col]``, then times ``scale[r]``.
+
+    weight ``[E]``, scale ``[R]``, or empty; x ``[K, F]``, also bfloat16 as uint16; out ``[R, F]``.
+    """
+    columns, last = x.shape[1], len(indices) - 1
+    for row in range(low, high):
+        if not accumulate:
+            for f in range(columns):
+                out[row, f] = 0
+        slot, end = indptr[row], indptr[row + 1]
+        # Four neighbours a pass: the output row is read and written a quarter as often.
+        while slot + 4 <= end:
+            for ahead in range(slot + AHEAD, slot + AHEAD + 4):
+                _prefetch(x, indices[min(ahead, last)])
+            a, b, c, d = indices[slot], indices[slot + 1], indices[slot + 2], indices[slot + 3]
+            if weighted:
+                u, v, w, z = weight[slot], weight[slot + 1], weight[slot + 2], weight[slot + 3]
+                for f in range(columns):
+                    out[row, f] += (u * _wide(x[a, f]) + v * _wide(x[b, f])) + (w * _wide(x[c, f]) + z * _wide(x[d, f]))
+            else:
+                for f in range(columns):
+                    out[row, f] += (_wide(x[a, f]) + _wide(x[b, f])) + (_wide(x[c, f]) + _wide(x[d, f]))
+            slot += 4
+        while slot < end:
+            _prefetch(x, indices[min(slot + AHEAD, last)])
+            a = indices[slot]
+            if weighted:
+                u = weight[slot]
+                for f in range(columns):
+                    out[row, f] += u * _wide(x[a, f])
+            else:
+                for f in range(columns):
+                    out[row, f] += _wide(x[a, f])
+            slot += 1
+        if scaled:
+            for f in range(columns):
+                out[row, f] *= scale[row]
+
+
+@loop
+def spmm_heads(indptr, indices, place, weight, x, out, placed, low, high):
+    """``out[r, h] = sum of weight[s, h] * x[col, h]``; with `placed`, the weight of slot s is at ``place[s]``.
+
+    place ``[E]`` or empty; weight ``[E, H]``; x ``[K, H, C]``; out ``[R, H, C]``.
+    """
+    heads, columns, last = x.shape[1], x.shape[2], len(indices) - 1
+    for row in range(low, high):
+        out[row] = 0
+        slot, end = indptr[row], indptr[row + 1]
+        while slot + 2 <= end:
+            for ahead in range(slot + AHEAD, slot + AHEAD + 2):
+                _prefetch(x, indices[min(ahead, last)])
+            a, b = indices[slot], indices[slot + 1]
+            p, q = slot, slot + 1
+            if placed:
+                _prefetch(weight, place[min(slot + AHEAD, last)])
+                _prefetch(weight, place[min(slot + AHEAD + 1, last)])
+                p, q = place[slot], place[slot + 1]
+            for h in range(heads):
+                u, v = weight[p, h], weight[q, h]
+                for c in range(columns):
+                    out[row, h, c] += u * x[a, h, c] + v * x[b, h, c]
+            slot += 2
+        if slot < end:
+            a = indices[slot]
+            p = place[slot] if placed else slot
+            for h in range(heads):
+                u = weight[p, h]
+                for c in range(columns):
+                    out[row, h, c] += u * x[a, h, c]
+
+
+@loop
+def statistics(indptr, indices, x, total, square, top, tops, bottom, bottoms, accumulate, low, high):
+    """Sums, sums of squares, maxima and minima over each row's edges, and how many edges have the extreme value.
+
+    x ``[K, F]``; the others ``[R, F]``, or ``[0, F]`` for what is not wanted; tops and bottoms int32. Rows without
+    edges get infinite extremes. A NaN among them makes an extreme NaN.
+    """
+    columns, last, one = x.shape[1], len(indices) - 1, np.int32(1)
+    summed, squared, maximal, minimal = len(total) > 0, len(square) > 0, len(top) > 0, len(bottom) > 0
+    for row in range(low, high):
+        if not accumulate:
+            if summed:
+                total[row] = 0
+            if squared:
+                square[row] = 0
+            if maximal:
+                top[row], tops[row] = -np.inf, 0
+            if minimal:
+                bottom[row], bottoms[row] = np.inf, 0
+        for slot in range(indptr[row], indptr[row + 1]):
+            _prefetch(x, indices[min(slot + AHEAD, last)])
+            a = indices[slot]
+            if summed:
+                for f in range(columns):
+                    total[row, f] += x[a, f]
+            if squared:
+                for f in range(columns):
+                    square[row, f] += x[a, f] * x[a, f]
+            if maximal:
+                for f in range(columns):
+                    value, best, count = x[a, f], top[row, f], tops[row, f]
+                    beats = not (value <= best) and best == best
+                    tops[row, f] = one if beats else count + np.int32(value == best)
+                    top[row, f] = value if beats else best
+            if minimal:
+                for f in range(columns):
+                    value, best, count = x[a, f], bottom[row, f], bottoms[row, f]
+                    beats = not (value >= best) and best == best
+                    bottoms[row, f] = one if beats else count + np.int32(value == best)
+                    bottom[row, f] = value if beats else best
+
+
+@loop
+def statistics_grad(indptr, indices, x, total, square, top, top_grad, bottom, bottom_grad, out, low, high):
+    """The gradient of `statistics` over a transposed matrix: rows are sources, columns targets.
+
+    x, out ``[R, F]``; total, square: gradients of the sums, ``[K, F]`` or ``[0, F]``; top, bottom: the extremes; top_grad,
+    bottom_grad: their gradients, divided by the number of edges that have them.
+    """
+    columns, last = x.shape[1], len(indices) - 1
+    # A bare 0 or 2 would be an integer, and with float32 make float64.
+    zero, two = x.dtype.type(0), x.dtype.type(2)
+    summed, squared, maximal, minimal = len(total) > 0, len(square) > 0, len(top) > 0, len(bottom) > 0
+    for row in range(low, high):
+        out[row] = 0
+        for slot in range(indptr[row], indptr[row + 1]):
+            ahead = indices[min(slot + AHEAD, last)]
+            a = indices[slot]
+            if summed:
+                _prefetch(total, ahead)
+                for f in range(columns):
+                    out[row, f] += total[a, f]
+            if squared:
+                _prefetch(square, ahead)
+                for f in range(columns):
+                    out[row, f] += two * x[row, f] * square[a, f]
+            if maximal:
+                _prefetch(top, ahead)
+                _prefetch(top_grad, ahead)
+                for f in range(columns):
+                    share = top_grad[a, f]
+                    out[row, f] += share if x[row, f] == top[a, f] else zero
+            if minimal:
+                _prefetch(bottom, ahead)
+                _prefetch(bottom_grad, ahead)
+                for f in range(columns):
+                    share = bottom_grad[a, f]
+                    out[row, f] += share if x[row, f] == bottom[a, f] else zero
+
+
+# Numbers on edges #############################################################
+
+
+@loop
+def pair_sums(indptr, indices, source, target, out, low, high):
+    """``out[s, h] = source[col, h] + target[r, h]``; source ``[K, H]``, target ``[R, H]``, out ``[E, H]``."""
+    last = len(indices) - 1
+    for row in range(low, high):
+        for slot in range(indptr[row], indptr[row + 1]):
+            _prefetch(source, indices[min(slot + AHEAD, last)])
+            for h in range(source.shape[1]):
+                out[slot, h] = source[indices[slot], h] + target[row, h]
+
+
+@loop
+def pair_products(indptr, indices, source, target, out, low, high):
+    """``out[s, h] = <source[col, h], target[r, h]>``: SDDMM. source ``[K, H, C]``, target ``[R, H, C]``, out ``[E, H]``."""
+    heads, columns, last = source.shape[1], source.shape[2], len(indices) - 1
+    for row in range(low, high):
+        for slot in range(indptr[row], indptr[row + 1]):
+            _prefetch(source, indices[min(slot + AHEAD, last)])
+            a = indices[slot]
+            for h in range(heads):
+                total = source.dtype.type(0)
+                for c in range(columns):
+                    total += source[a, h, c] * target[row, h, c]
+                out[slot, h] = total
+
+
+@loop
+def additive_scores(indptr, indices, source, target, attention, slope, out, low, high):
+    """``out[s, h] = <attention[h], leaky_relu(source[col, h] + target[r, h])>``: GATv2.
+
+    source ``[K, H, C]``, target ``[R, H, C]``, attention ``[H, C]``, out ``[E, H]``.
+    """
+    slope = source.dtype.type(slope)
+    heads, columns, last = source.shape[1], source.shape[2], len(indices) - 1
+    for row in range(low, high):
+        for slot in range(indptr[row], indptr[row + 1]):
+            _prefetch(source, indices[min(slot + AHEAD, last)])
+            a = indices[slot]
+            for h in range(heads):
+                total = source.dtype.type(0)
+                for c in range(columns):
+                    z = source[a, h, c] + target[row, h, c]
+                    total += attention[h, c] * (z if z > 0 else slope * z)
+                out[slot, h] = total
+
+
+@loop
+def additive_scores_grad(indptr, indices, place, grad, near, far, slope, out, placed, low, high):
+    """``out[r, h] = sum of grad[s, h] * leaky_relu'(far[col, h] + near[r, h])``: what both sides' gradients are made of.
+
+    place ``[E]`` or empty, as in `spmm_heads`; grad ``[E, H]``; near, out ``[R, H, C]``; far ``[K, H, C]``.
+    """
+    slope = far.dtype.type(slope)
+    heads, columns, last = far.shape[1], far.shape[2], len(indices) - 1
+    for row in range(low, high):
+        out[row] = 0
+        for slot in range(indptr[row], indptr[row + 1]):
+            _prefetch(far, indices[min(slot + AHEAD, last)])
+            a, p = indices[slot], slot
+            if placed:
+                _prefetch(grad, place[min(slot + AHEAD, last)])
+                p = place[slot]
+            for h in range(heads):
+                steep = grad[p, h]
+                flat = slope * steep
+                for c in range(columns):
+                    out[row, h, c] += steep if far[a, h, c] + near[row, h, c] > 0 else flat
+
+
+@loop
+def slot_sums(indptr, place, values, out, placed, low, high):
+    """``out[r, h] = sum of values[s, h]`` over the slots of a row; with `placed`, of ``values[place[s], h]``."""
+    last = len(values) - 1
+    for row in range(low, high):
+        out[row] = 0
+        for slot in range(indptr[row], indptr[row + 1]):
+            p = slot
+            if placed:
+                _prefetch(values, place[min(slot + AHEAD, last)])
+                p = place[slot]
+            for h in range(values.shape[1]):
+                out[row, h] += values[p, h]
+
+
+@loop
+def slot_maxima(indptr, values, out, low, high):
+    """``out[r, h]``: the largest of ``values[s, h]`` over the slots of a row; minus infinity for rows without."""
+    for row in range(low, high):
+        start, end = indptr[row], indptr[row + 1]
+        for h in range(values.shape[1]):
+            out[row, h] = values[start, h] if end > start else -np.inf
+        for slot in range(start + 1, end):
+            for h in range(values.shape[1]):
+                value, best = values[slot, h], out[row, h]
+                out[row, h] = value if not (value <= best) and best == best else best
+
+
+@loop
+def minus_rows(indptr, values, rows, out, low, high):
+    """``out[s, h] = values[s, h] - rows[r, h]``."""
+    for row in range(low, high):
+        for slot in range(indptr[row], indptr[row + 1]):
+            for h in range(values.shape[1]):
+                out[slot, h] = values[slot, h] - rows[row, h]
+
+
+@loop
+def times_rows(indptr, values, rows, out, low, high):
+    """``out[s, h] = values[s, h] * rows[r, h]``."""
+    for row in range(low, high):
+        for slot in range(indptr[row], indptr[row + 1]):
+            for h in range(values.shape[1]):
+                out[slot, h] = values[slot, h] * rows[row, h]
+
+
+# Building #####################################################################
+
+
+@loop
+def counting_sort(keys, num_rows):
+    """Returns indptr int64 ``[num_rows + 1]`` and the stable order of `keys`, int32 or int64 ``[E]`` as they are."""
+    indptr = np.zeros(num_rows + 1, np.int64)
+    for key in keys:
+        indptr[key + 1] += 1
+    for row in range(num_rows):
+        indptr[row + 1] += indptr[row]
+    place = indptr[:-1].copy()
+    order = np.empty(len(keys), np.int64)
+    for edge in range(len(keys)):
+        key = keys[edge]
+        order[place[key]] = edge
+        place[key] += 1
+    return indptr, order

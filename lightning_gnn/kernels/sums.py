@@ -1,0 +1,172 @@
+"""Sums, means and extremes of rows over edges. No autograd.
+
+On CPU by compiled loops, on other devices by torch's own kernels. A row is computed by one thread in slot order, so
+that results do not depend on timing or on the number of threads.
+
+R rows, C columns of the matrix, E slots, F columns of the dense operand; ``...`` stands for any trailing dimensions.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass
+from functools import cache
+
+import torch
+from torch import Tensor
+
+from lightning_gnn.kernels import loops
+from lightning_gnn.kernels.csr import CSR
+from lightning_gnn.kernels.run import over_rows
+
+
+def spmm(
+    csr: CSR,
+    x: Tensor,
+    weight: Tensor | None = None,
+    out: Tensor | None = None,
+    accumulate: bool = False,
+    scale: Tensor | None = None,
+) -> Tensor:
+    """Returns the sum of ``weight * x`` over each row's edges, times ``scale``, ``[R, ...]``.
+
+    Args:
+        csr: ``[R, C]``.
+        x: ``[C, ...]``, floating. bfloat16 and float16 are summed in float32.
+        weight: of each slot, ``[E]``, see :meth:`CSR.permute`; None for ones.
+        out: where the result goes, ``[R, ...]``, contiguous, of x's dtype; a new tensor by default.
+        accumulate: add to what `out` holds instead of overwriting it; `scale` holds for both then.
+        scale: of each row, ``[R]``; None for ones.
+    """
+    if x.size(0) != csr.num_cols:
+        raise ValueError(f"x has {x.size(0)} rows, but the matrix has {csr.num_cols} columns.")
+    if weight is not None and len(weight) != csr.num_edges:
+        raise ValueError(f"weight has {len(weight)} entries, but the matrix has {csr.num_edges} edges.")
+    if out is None:
+        out, accumulate = x.new_empty((csr.num_rows, *x.shape[1:])), False
+    if out.numel() == 0:
+        return out
+    exact = x.dtype in (torch.float32, torch.float64)
+    dtype = x.dtype if exact else torch.float32
+    dense = x.detach().reshape(csr.num_cols, -1 if csr.num_cols else out[0].numel()).contiguous()
+    target = out.view(csr.num_rows, -1)
+    if not exact:
+        target = target.to(dtype) if accumulate else torch.empty_like(target, dtype=dtype)
+    if x.device.type != "cpu":
+        product = _torch_spmm(csr, dense.to(dtype), weight)
+        target = target.add_(product) if accumulate else target.copy_(product)
+        if scale is not None:
+            target.mul_(scale.to(dtype).unsqueeze(1))
+    else:
+        dense = dense if dense.dtype in (dtype, torch.bfloat16) else dense.to(dtype)
+        none = target.new_empty(0)
+        over_rows(
+            loops.spmm,
+            csr,
+            csr.indices,
+            none if weight is None else weight.to(dtype).contiguous(),
+            dense,
+            none if scale is None else scale.to(dtype).contiguous(),
+            target,
+            weight is not None,
+            scale is not None,
+            accumulate,
+            work=csr.num_edges * dense.size(1),
+        )
+    return out if exact else out.copy_(target.view(out.shape))
+
+
+def _torch_spmm(csr: CSR, x: Tensor, weight: Tensor | None) -> Tensor:
+    values = torch.ones(csr.num_edges, dtype=x.dtype, device=x.device) if weight is None else weight.to(x.dtype)
+    matrix = torch.sparse_csr_tensor(csr.indptr, csr.indices.long(), values, (csr.num_rows, csr.num_cols))
+    return matrix @ x
+
+
+def take_rows(x: Tensor, rows: Tensor, out: Tensor) -> Tensor:
+    """Writes ``x[rows]`` into `out`, ``[K, ...]``."""
+    with torch.no_grad():
+        return torch.index_select(x.detach(), 0, rows, out=out)
+
+
+def add_rows(out: Tensor, rows: Tensor, values: Tensor) -> Tensor:
+    """Adds `values` ``[K, ...]`` to rows of `out` in place; `rows` are distinct, so that no two additions meet."""
+    return out.index_add_(0, rows, values)
+
+
+STATISTICS = ("sum", "squares", "max", "min")
+"""What :class:`RowStatistics` can hold."""
+
+
+@dataclass
+class RowStatistics:
+    """Several aggregates of the same rows, taken in one pass over the edges; those not wanted have no rows.
+
+    Attributes:
+        sum, squares: sums of x and of x * x, ``[R, F]``.
+        max, min: ``[R, F]``; infinite for rows without edges.
+        num_max, num_min: how many of a row's edges have the extreme value, int32 ``[R, F]``.
+    """
+
+    sum: Tensor
+    squares: Tensor
+    max: Tensor
+    min: Tensor
+    num_max: Tensor
+    num_min: Tensor
+
+    @classmethod
+    def empty(cls, csr: CSR, x: Tensor, wanted: Collection[str]) -> RowStatistics:
+        """Returns memory for the `wanted` ones of :data:`STATISTICS`."""
+
+        def make(name: str, dtype: torch.dtype) -> Tensor:
+            return x.new_empty((csr.num_rows if name in wanted else 0, x.size(1)), dtype=dtype)
+
+        floats = {name: make(name, x.dtype) for name in STATISTICS}
+        return cls(**floats, num_max=make("max", torch.int32), num_min=make("min", torch.int32))
+
+    def add(self, csr: CSR, x: Tensor, accumulate: bool) -> None:
+        """Takes the edges of `csr` in: instead of, or with `accumulate` after, those of other matrices with these rows.
+
+        Args:
+            csr: ``[R, C]``, on the CPU.
+            x: float32 or float64 ``[C, F]``, contiguous.
+        """
+        parts = (self.sum, self.squares, self.max, self.num_max, self.min, self.num_min)
+        work = csr.num_edges * x.size(1) * 2
+        over_rows(loops.statistics, csr, csr.indices, x.detach(), *parts, accumulate, work=work)
+
+    def ties(self, name: str) -> Tensor:
+        """Returns among how many a gradient of ``"max"`` or ``"min"`` is shared, at least 1, ``[R, F]``, as torch counts."""
+        extreme, count = (self.max, self.num_max) if name == "max" else (self.min, self.num_min)
+        count = count.to(extreme.dtype)
+        return (count + (extreme == 0) if _zero_is_a_tie() else count).clamp_(min=1)
+
+
+@cache
+def _zero_is_a_tie() -> bool:
+    """torch's scatter counts the zero that it starts from among the ties for an extreme of zero, asked for or not."""
+    with torch.inference_mode(False), torch.enable_grad():
+        source, here = torch.zeros(1, requires_grad=True), torch.zeros(1, dtype=torch.long)
+        result = torch.zeros(1).scatter_reduce(0, here, source, "amax", include_self=False)
+        return float(torch.autograd.grad(result, source)[0]) < 1
+
+
+def row_statistics_grad(
+    csr: CSR, x: Tensor, grads: RowStatistics, extremes: RowStatistics, out: Tensor | None = None
+) -> Tensor:
+    """Returns the gradient of :meth:`RowStatistics.add` with respect to x, ``[C, F]``; ties share it evenly, as in torch.
+
+    Args:
+        csr: ``[R, C]``, as it was added.
+        x: ``[C, F]``, as it was added.
+        grads: the gradient of each aggregate, ``[R, F]``, those of extremes divided by their :meth:`~RowStatistics.ties`;
+            ``[0, F]`` where there is none.
+        extremes: the aggregates.
+        out: where the result goes; a new tensor by default.
+    """
+    out = torch.empty_like(x) if out is None else out
+    flipped = csr.transpose()
+    parts = (grads.sum, grads.squares, extremes.max, grads.max, extremes.min, grads.min)
+    work = csr.num_edges * x.size(1) * 4
+    over_rows(loops.statistics_grad, flipped, flipped.indices, x.detach(), *parts, out, work=work)
+    return out
