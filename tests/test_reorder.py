@@ -10,7 +10,7 @@ import torch
 from common import FEATURES, awkward_graph, build
 from torch_geometric import nn
 
-import lightning_gnn.nn.context
+import lightning_gnn.nn.edges
 from lightning_gnn.comm.exchange import HaloExchange
 from lightning_gnn.comm.group import World
 from lightning_gnn.comm.traffic import Meter
@@ -30,13 +30,13 @@ def context() -> Any:
 def widths(monkeypatch) -> list[int]:
     """The columns of every sum over edges."""
     taken: list[int] = []
-    spmm = lightning_gnn.nn.context.spmm
+    spmm = lightning_gnn.nn.edges.spmm
 
     def counted(csr: Any, x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
         taken.append(x.size(1))
         return spmm(csr, x, *args, **kwargs)
 
-    monkeypatch.setattr(lightning_gnn.nn.context, "spmm", counted)
+    monkeypatch.setattr(lightning_gnn.nn.edges, "spmm", counted)
     return taken
 
 

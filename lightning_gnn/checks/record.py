@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torchmetrics import Metric
 
-from lightning_gnn.nn.reorder import may_be_reordered
+from lightning_gnn.nn.fused import may_be_fused
 
 
 @dataclass(frozen=True)
@@ -49,14 +49,10 @@ class Recorder:
         self.events: list[Event] = []
         self._calls = [_Call("", ())]
         inside = {
-            id(part)
-            for conv in module.modules()
-            if may_be_reordered(conv)
-            for part in conv.modules()
-            if part is not conv
+            id(part) for conv in module.modules() if may_be_fused(conv) for part in conv.modules() if part is not conv
         }
         for name, child in module.named_modules():
-            # A metric's value is of the rows that it saw; what is inside a reordered conv sees other rows.
+            # A metric's value is of the rows that it saw; what is inside a fused conv sees other rows.
             if child is not module and not isinstance(child, Metric) and id(child) not in inside:
                 child.register_forward_pre_hook(self._before(name, child), with_kwargs=True)
                 child.register_forward_hook(self._after)

@@ -9,7 +9,7 @@ N owned rows, H halo rows, P ranks; ``...`` stands for any trailing dimensions.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -153,6 +153,12 @@ class HaloExchange:
             return self.expand(x.movedim(dim, 0).contiguous(), layer).movedim(0, dim)
         return _Expand.apply(x, self, layer)
 
+    def expand_all(self, tensors: Sequence[Tensor], layer: str) -> list[Tensor]:
+        """Returns S x of several tensors of one dtype, as :meth:`expand` does, in one message per peer."""
+        if len(tensors) == 1 or (self.num_halo == 0 and len(self.send_rows) == 0):
+            return [self.expand(x, layer) for x in tensors]
+        return list(_ExpandAll.apply(self, layer, *tensors))
+
     def reduce(self, x: Tensor, layer: str) -> Tensor:
         """Returns S^T x, differentiable: each owned row plus what other ranks hold for it in their halo rows.
 
@@ -197,6 +203,65 @@ class _Expand(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
         return _halo_sent_home(ctx.exchange, grad, ctx.layer), None, None
+
+
+def _blocks(packed: Tensor, counts: Sequence[int], widths: Sequence[int]) -> list[list[Tensor]]:
+    """Returns the part of each tensor in each peer's message, ``[rows of the peer, width]`` by tensor, then peer.
+
+    A peer's rows of all tensors, ``packed`` ``[rows, sum of widths]``, lie together: tensor after tensor.
+    """
+    by_peer = [
+        message.view(-1).split([len(message) * width for width in widths]) for message in packed.split(list(counts))
+    ]
+    return [[parts[i].view(-1, width) for parts in by_peer] for i, width in enumerate(widths)]
+
+
+class _ExpandAll(torch.autograd.Function):
+    """S of several tensors in one message per peer; backward is S^T of all."""
+
+    @staticmethod
+    def forward(ctx: Any, exchange: HaloExchange, layer: str, *tensors: Tensor) -> tuple[Tensor, ...]:
+        ctx.exchange, ctx.layer = exchange, layer
+        began = time.perf_counter()
+        first, owned = tensors[0], exchange.num_owned
+        widths = [x.shape[1:].numel() for x in tensors]
+        packed = exchange.world.wire.scratch((len(exchange.send_rows), sum(widths)), first.dtype, first.device)
+        for x, parts in zip(tensors, _blocks(packed, exchange.send_counts, widths)):
+            for rows, part in zip(exchange._send_rows_by_peer, parts):
+                take_rows(x.reshape(owned, -1), rows, part)
+        halo = exchange.buffer("halo of all", torch.Size((exchange.num_halo, sum(widths))), first.dtype)
+        counts = exchange.recv_counts
+        wait = exchange._start(packed, exchange.send_counts, halo, counts, layer, "forward", began)
+        outs = [x.new_empty((owned + exchange.num_halo, *x.shape[1:])) for x in tensors]
+        for x, out in zip(tensors, outs):
+            out[:owned] = x
+        wait()
+        for out, parts in zip(outs, _blocks(halo, counts, widths)):
+            for part, rows in zip(parts, out[owned:].split(counts)):
+                rows.view(part.shape).copy_(part)
+        return tuple(outs)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
+        exchange, owned = ctx.exchange, ctx.exchange.num_owned
+        began = time.perf_counter()
+        widths = [grad.shape[1:].numel() for grad in grads]
+        first = grads[0]
+        packed = exchange.outgoing(torch.Size((exchange.num_halo, sum(widths))), first.dtype)
+        for grad, parts in zip(grads, _blocks(packed, exchange.recv_counts, widths)):
+            for part, rows in zip(parts, grad[owned:].split(exchange.recv_counts)):
+                part.copy_(rows.reshape(part.shape))
+        arrived = exchange.buffer("return of all", torch.Size((len(exchange.send_rows), sum(widths))), first.dtype)
+        counts = exchange.send_counts
+        wait = exchange._start(packed, exchange.recv_counts, arrived, counts, ctx.layer, "backward", began)
+        owns = [grad[:owned].clone() for grad in grads]
+        wait()
+        for own, parts in zip(owns, _blocks(arrived, counts, widths)):
+            for rows, part in zip(exchange._send_rows_by_peer, parts):
+                if len(rows):
+                    add_rows(own.view(owned, -1), rows, part)
+        return None, None, *owns
 
 
 class _Reduce(torch.autograd.Function):

@@ -32,9 +32,10 @@ def spmm(
 
     Args:
         csr: ``[R, C]``.
-        x: ``[C, ...]``, floating. bfloat16 and float16 are summed in float32.
+        x: ``[C, ...]``, floating.
         weight: of each slot, ``[E]``, see :meth:`CSR.permute`; None for ones.
-        out: where the result goes, ``[R, ...]``, contiguous, of x's dtype; a new tensor by default.
+        out: where the result goes, ``[R, ...]``, contiguous; a new tensor of x's dtype by default. bfloat16 and float16 are
+            summed in float32.
         accumulate: add to what `out` holds instead of overwriting it; `scale` holds for both then.
         scale: of each row, ``[R]``; None for ones.
     """
@@ -46,9 +47,9 @@ def spmm(
         out, accumulate = x.new_empty((csr.num_rows, *x.shape[1:])), False
     if out.numel() == 0:
         return out
-    exact = x.dtype in (torch.float32, torch.float64)
-    dtype = x.dtype if exact else torch.float32
-    dense = x.detach().reshape(csr.num_cols, -1 if csr.num_cols else out[0].numel()).contiguous()
+    exact = out.dtype in (torch.float32, torch.float64)
+    dtype = out.dtype if exact else torch.float32
+    dense = x.detach().reshape(csr.num_cols, out[0].numel()).contiguous()
     target = out.view(csr.num_rows, -1)
     if not exact:
         target = target.to(dtype) if accumulate else torch.empty_like(target, dtype=dtype)
@@ -58,15 +59,16 @@ def spmm(
         if scale is not None:
             target.mul_(scale.to(dtype).unsqueeze(1))
     else:
-        dense = dense if dense.dtype in (dtype, torch.bfloat16) else dense.to(dtype)
+        # bfloat16 is read as it is: half the bytes of what limits a sum.
+        dense = dense if (dense.dtype, dtype) == (torch.bfloat16, torch.float32) else dense.to(dtype)
         none = target.new_empty(0)
         over_rows(
             loops.spmm,
             csr,
             csr.indices,
-            none if weight is None else weight.to(dtype).contiguous(),
+            none if weight is None else weight.detach().to(dtype).contiguous(),
             dense,
-            none if scale is None else scale.to(dtype).contiguous(),
+            none if scale is None else scale.detach().to(dtype).contiguous(),
             target,
             weight is not None,
             scale is not None,

@@ -20,9 +20,10 @@ from torch_geometric.nn import MessagePassing, aggr
 from lightning_gnn.nn import pyg
 from lightning_gnn.nn.adapters import ADAPTERS, LINEAR_MESSAGES, REFUSED
 from lightning_gnn.nn.context import GraphContext, UnsupportedModelError
+from lightning_gnn.nn.fused import fused
 from lightning_gnn.nn.norms import NORMS, STATE, Statistics, global_forward
 from lightning_gnn.nn.readout import readout
-from lightning_gnn.nn.reorder import reordered
+from lightning_gnn.nn.several import several
 
 # Aggregations over the edges of one node, all of which its owner holds.
 _AGGREGATIONS = (
@@ -101,7 +102,7 @@ class Binding:
         state.functions = {name: getattr(conv, name).__func__ for name in names}
         adapter = _adapter_of(conv)
         patched = adapter(conv, context, layer) if adapter is not None else {}
-        patched.update(reordered(conv, context, layer))
+        patched.update(fused(conv, context, layer))
         patched["propagate"] = types.MethodType(_propagate, conv)
         if "edge_updater" in names:
             patched["edge_updater"] = types.MethodType(_edge_updater, conv)
@@ -216,11 +217,11 @@ def _check_conv(where: str, conv: MessagePassing) -> None:
 
 
 def _propagate(self: MessagePassing, edge_index: Tensor, size: Any = None, **kwargs: Any) -> Tensor:
-    """`propagate` of a bound conv; SpMM where messages are linear and edges last, else PyG's own over (S x, x)."""
+    """`propagate` of a bound conv; kernels where messages are rows and edges last, else PyG's own over (S x, x)."""
     state: _BoundConv = self.__dict__[STATE]
     context = state.context
     context.check_edges(edge_index, state.layer)
-    out = _linear(self, state, edge_index, kwargs)
+    out = _by_kernels(self, state, edge_index, kwargs)
     if out is not None:
         return out
     lifted = _with_halo(self, state, kwargs, *pyg.lifted_arguments(self)[:2])
@@ -235,10 +236,10 @@ def _edge_updater(self: MessagePassing, edge_index: Tensor, size: Any = None, **
     return state.functions["edge_updater"](self, edge_index, size=size, **lifted)
 
 
-def _linear(conv: MessagePassing, state: _BoundConv, edge_index: Tensor, kwargs: dict[str, Any]) -> Tensor | None:
-    """Returns the aggregate of a conv with linear messages; None where that path does not apply, on all ranks alike."""
-    message, aggregation = pyg.message_of(conv), pyg.linear_aggregation(conv)
-    if message not in LINEAR_MESSAGES or aggregation is None or not pyg.is_plain(conv):
+def _by_kernels(conv: MessagePassing, state: _BoundConv, edge_index: Tensor, kwargs: dict[str, Any]) -> Tensor | None:
+    """Returns the aggregate of a conv whose messages are source rows; None where that does not apply, on all ranks alike."""
+    message, reductions = pyg.message_of(conv), pyg.reductions(conv.aggr_module)
+    if message not in LINEAR_MESSAGES or reductions is None or not pyg.is_plain(conv):
         return None
     x = kwargs["x"]
     source, target = x if isinstance(x, (tuple, list)) else (x, x)
@@ -249,7 +250,14 @@ def _linear(conv: MessagePassing, state: _BoundConv, edge_index: Tensor, kwargs:
             state.context.check_rows(rows.size(0), state.layer)
     name = LINEAR_MESSAGES[message]
     weight = kwargs.get(name) if name is not None else None
-    return state.context.aggregate(source, edge_index, weight, aggregation == "mean", state.layer)
+    if reductions in (["sum"], ["mean"]):
+        return state.context.aggregate(source, edge_index, weight, reductions == ["mean"], state.layer)
+    if weight is not None:
+        return None
+    parts = several(state.context, source, edge_index, reductions, state.layer)
+    if parts is None:
+        return None
+    return conv.aggr_module.combine(parts) if isinstance(conv.aggr_module, aggr.MultiAggregation) else parts[0]
 
 
 def _with_halo(

@@ -5,16 +5,15 @@ N owned rows, H halo rows, E edges, F columns; ``...`` stands for any trailing d
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any, Protocol, TypeVar
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 from torch_geometric.utils import add_remaining_self_loops, add_self_loops, remove_self_loops, scatter
 
-from lightning_gnn.kernels import CSR, spmm
+from lightning_gnn.kernels import CSR
+from lightning_gnn.nn.edges import Exchange, SplitEdges, SplitWeights, StatisticsOfRows, Sum, SumOfRows
 
 
 class UnsupportedModelError(ValueError):
@@ -22,73 +21,6 @@ class UnsupportedModelError(ValueError):
 
 
 T = TypeVar("T", bound=tuple[Tensor, ...])
-
-
-class Exchange(Protocol):
-    """S and its transpose; see :class:`lightning_gnn.comm.exchange.HaloExchange`."""
-
-    num_owned: int
-    num_halo: int
-
-    def buffer(self, use: str, shape: torch.Size, dtype: torch.dtype) -> Tensor: ...
-    def start_fetch(self, x: Tensor, halo: Tensor, layer: str) -> Callable[[], None]: ...
-    def outgoing(self, shape: torch.Size, dtype: torch.dtype) -> Tensor: ...
-    def start_return(self, halo_grad: Tensor, layer: str) -> Callable[[Tensor], None]: ...
-    def expand(self, x: Tensor, layer: str, dim: int = 0) -> Tensor: ...
-    def reduce(self, x: Tensor, layer: str) -> Tensor: ...
-    def sum_over_ranks(self, x: Tensor, operation: str) -> Tensor: ...
-    def max_over_ranks(self, x: Tensor, operation: str) -> Tensor: ...
-
-
-@dataclass(frozen=True)
-class SplitEdges:
-    """``A = [A_owned | A_halo]``: the rank's edges by where their source lies, so that one part needs no waiting.
-
-    Attributes:
-        owned: CSR ``[N, N]``; halo: CSR ``[N, H]``; rows are targets.
-        owned_ids, halo_ids: positions of their edges in the edge list, int64.
-        inverse_degree: 1 / max(in-degree, 1), float64 ``[N]``.
-    """
-
-    owned: CSR
-    halo: CSR
-    owned_ids: Tensor
-    halo_ids: Tensor
-    inverse_degree: Tensor
-
-    @classmethod
-    def from_edges(cls, edge_index: Tensor, num_owned: int, num_halo: int) -> SplitEdges:
-        source, target = edge_index
-        is_halo = source >= num_owned
-        owned_ids, halo_ids = (~is_halo).nonzero().view(-1), is_halo.nonzero().view(-1)
-        degree = torch.bincount(target, minlength=num_owned)
-        return cls(
-            owned=CSR.from_coo(target[owned_ids], source[owned_ids], num_owned, num_owned),
-            halo=CSR.from_coo(target[halo_ids], source[halo_ids] - num_owned, num_owned, num_halo),
-            owned_ids=owned_ids,
-            halo_ids=halo_ids,
-            inverse_degree=degree.clamp(min=1).double().reciprocal(),
-        )
-
-    def weights(self, weight: Tensor) -> SplitWeights:
-        """Returns one weight per edge, ``[E]`` in list order, in the slot order of both parts and their transposes."""
-        owned, halo = weight[self.owned_ids], weight[self.halo_ids]
-        return SplitWeights(
-            self.owned.permute(owned),
-            self.halo.permute(halo),
-            self.owned.transpose().permute(owned),
-            self.halo.transpose().permute(halo),
-        )
-
-
-@dataclass(frozen=True)
-class SplitWeights:
-    """Edge weights in slot order, for :class:`SplitEdges` and its transposes."""
-
-    owned: Tensor
-    halo: Tensor
-    owned_transposed: Tensor
-    halo_transposed: Tensor
 
 
 class GraphContext:
@@ -111,12 +43,15 @@ class GraphContext:
         self.num_owned, self.num_halo = exchange.num_owned, exchange.num_halo
         self._edges: dict[int, SplitEdges] = {}
         self._weights: dict[tuple[int, int], SplitWeights] = {}
+        self._matrices: dict[int, CSR] = {}
+        # Of weights that are a product of a number of the source and one of the target, by id: that number, [N].
+        self._scales: dict[int, Tensor] = {}
         self._once: dict[tuple[Any, ...], tuple[Tensor, ...]] = {}
         self._constant_halo: Tensor | None = None
         self._expanded_x: Tensor | None = None
         self._x_version = x._version
-        # A S x of constant x by what it is made of; these are constant themselves, by id, with their version.
-        self._aggregates: dict[tuple[Any, ...], Tensor] = {}
+        # What A S makes of constant x by what it is made of; these are constant themselves, by id, with their version.
+        self._aggregates: dict[tuple[Any, ...], tuple[Tensor, ...]] = {}
         self._made_of_x: dict[int, tuple[Tensor, int]] = {}
         self._kept_columns = 0
         # Tensors that stay the same between steps, by id; held here, so that an id is not used again.
@@ -164,17 +99,24 @@ class GraphContext:
                 self._expanded_x = self.exchange.expand(x, layer, dim)
         return self._expanded_x
 
+    def expand_all(self, tensors: Sequence[Tensor], layer: str) -> list[Tensor]:
+        """Returns owned and halo rows of several tensors, in one message per peer; differentiable."""
+        return self.exchange.expand_all(tensors, layer)
+
     def fetch(self, x: Tensor, layer: str) -> tuple[Tensor, Callable[[], None]]:
         """Starts S; returns the halo rows ``[H, ...]`` and the function after which they are there."""
-        shape = torch.Size((self.num_halo, *x.shape[1:]))
         if x is not self.x or not self.is_constant(x):
-            halo = self.exchange.buffer("halo", shape, x.dtype)
-            return halo, self.exchange.start_fetch(x, halo, layer)
+            return self._fetch_anew(x, layer)
+        shape = torch.Size((self.num_halo, *x.shape[1:]))
         if self._constant_halo is None:
             with torch.inference_mode(False), torch.no_grad():
                 self._constant_halo = x.new_empty(shape)
             return self._constant_halo, self.exchange.start_fetch(x, self._constant_halo, layer)
         return self._constant_halo, _nothing
+
+    def _fetch_anew(self, x: Tensor, layer: str) -> tuple[Tensor, Callable[[], None]]:
+        halo = self.exchange.buffer("halo", torch.Size((self.num_halo, *x.shape[1:])), x.dtype)
+        return halo, self.exchange.start_fetch(x, halo, layer)
 
     # A ########################################################################
 
@@ -187,6 +129,18 @@ class GraphContext:
             with torch.inference_mode(False), torch.no_grad():
                 self._edges[key] = SplitEdges.from_edges(edge_index, self.num_owned, self.num_halo)
         return self._edges[key]
+
+    def matrix(self, edge_index: Tensor) -> CSR:
+        """Returns the edges as one matrix over owned and halo rows, ``[N, N + H]``; kept where edges last."""
+        kept = self._matrices.get(id(edge_index))
+        if kept is not None:
+            return kept
+        with torch.inference_mode(False), torch.no_grad():
+            source, target = edge_index
+            made = CSR.from_coo(target, source, self.num_owned, self.num_owned + self.num_halo)
+        if id(edge_index) in self._lasting:
+            self._matrices[id(edge_index)] = made
+        return made
 
     def split_weights(self, edge_index: Tensor, weight: Tensor) -> SplitWeights | None:
         """Returns weights that stay the same between steps in slot order; None for others."""
@@ -215,12 +169,17 @@ class GraphContext:
         What it makes of the batch's own edges and weights is computed once.
         """
         self.check_rows(num_nodes, layer)
-        return self.once(
+        edges, weight = self.once(
             ("gcn_norm", improved, add_self_loops, dtype),
             edge_index,
             edge_weight,
             lambda: self._gcn_norm(layer, edge_index, edge_weight, num_nodes, improved, add_self_loops, dtype),
         )
+        all_ones = edge_weight is None and not (improved and add_self_loops)
+        split = self.split_edges(edges) if all_ones and id(weight) not in self._scales else None
+        if split is not None:
+            self._scales[id(weight)] = _inverse_root(split.in_degree.to(dtype))
+        return edges, weight
 
     def once(
         self, name: tuple[Any, ...], edge_index: Tensor, edge_weight: Tensor | None, compute: Callable[[], T]
@@ -263,9 +222,16 @@ class GraphContext:
             edge_weight = torch.ones(edge_index.size(1), dtype=dtype, device=edge_index.device)
         source, target = edge_index
         degree = scatter(edge_weight, target, 0, dim_size=num_nodes, reduce="sum")
-        scale = degree.pow(-0.5)
-        scale = scale.masked_fill(scale == float("inf"), 0.0)
+        scale = _inverse_root(degree)
         return edge_index, self.expand(scale, layer)[source] * edge_weight * scale[target]
+
+    def with_self_loops(self, edge_index: Tensor) -> Tensor:
+        """Returns the edges without self-loops, then one self-loop for each owned node, as PyG orders them."""
+
+        def compute() -> tuple[Tensor]:
+            return (add_self_loops(remove_self_loops(edge_index)[0], num_nodes=self.num_owned)[0],)
+
+        return self.once(("self-loops",), edge_index, None, compute)[0]
 
     def out_degree(self, source: Tensor, weight: Tensor, layer: str) -> Tensor:
         """Returns the sum of the weights of each owned node's out-edges, of which other ranks hold some: S^T.
@@ -312,22 +278,60 @@ class GraphContext:
         edges = self.split_edges(edge_index)
         if edges is None:
             return None
-        weights = None if weight is None else self.split_weights(edge_index, weight)
-        if weight is not None and weights is None:
+        after = edges.inverse_degree if mean else None
+        if weight is None:
+            what = Sum(edges, after=after)
+        elif id(weight) in self._scales and not mean and x.dtype in (torch.float32, torch.float64):
+            # Rows scaled before and after: no weight is read per edge. Shorter numbers would be rounded once more.
+            scale = self._scales[id(weight)]
+            what = Sum(edges, before=scale, after=scale)
+        else:
+            weights = self.split_weights(edge_index, weight)
+            if weights is None:
+                return None
+            what = Sum(edges, weights, after=after)
+        key = ("sum", id(x), id(edge_index), None if weight is None else (id(weight), weight._version), mean)
+        [out] = self._kept(key, x, 1, lambda: (SumOfRows.apply(x, self._fetch_of(what), self.exchange, what, layer),))
+        return out
+
+    def statistics(self, x: Tensor, edge_index: Tensor, wanted: Sequence[str], layer: str) -> tuple[Tensor, ...] | None:
+        """Returns several statistics of S x over each owned row's edges, ``[N, F]`` each; None where edges do not last.
+
+        Args:
+            x: ``[N, F]``, on the CPU.
+            edge_index: ``[2, E]``.
+            wanted: of :data:`~lightning_gnn.kernels.sums.STATISTICS`; 0 for rows without edges.
+            layer: named in errors and counted under.
+        """
+        edges = self.split_edges(edge_index)
+        if edges is None or x.device.type != "cpu":
             return None
+        key = ("statistics", id(x), id(edge_index), *wanted)
+        return self._kept(
+            key, x, len(wanted), lambda: StatisticsOfRows.apply(x, self.fetch, self.exchange, edges, wanted, layer)
+        )
+
+    def _fetch_of(self, what: Sum) -> Callable[[Tensor, str], tuple[Tensor, Callable[[], None]]]:
+        # Scaled rows are not the constant ones, whose halo is kept.
+        return self.fetch if what.before is None else self._fetch_anew
+
+    def _kept(
+        self, key: tuple[Any, ...], x: Tensor, count: int, compute: Callable[[], tuple[Tensor, ...]]
+    ) -> tuple[Tensor, ...]:
+        """Returns ``compute()``, `count` tensors as wide as x that are made of x and edges; kept while x is constant."""
         if not self.kept_widths or not self.is_constant(x):
-            return _Aggregate.apply(x, self, edges, weights, mean, layer)
-        key = (id(x), id(edge_index), None if weight is None else (id(weight), weight._version), mean)
+            return compute()
         kept = self._aggregates.get(key)
-        if kept is None or not self.is_constant(kept):  # changed in place by who got it
+        if kept is None or not all(self.is_constant(each) for each in kept):  # changed in place by who got it
             with torch.inference_mode(False), torch.no_grad():
-                kept = _Aggregate.apply(x, self, edges, weights, mean, layer)
+                kept = compute()
             # Counted in columns, so that all ranks decide alike.
-            if self._kept_columns + x.size(1) <= self.kept_widths * self.x.size(1):
+            columns = count * x.size(1)
+            if self._kept_columns + columns <= self.kept_widths * self.x.size(1):
                 if key not in self._aggregates:
-                    self._kept_columns += x.size(1)
+                    self._kept_columns += columns
                 self._aggregates[key] = kept
-                self._made_of_x[id(kept)] = (kept, kept._version)
+                self._made_of_x.update({id(each): (each, each._version) for each in kept})
         return kept
 
     def check_edges(self, edge_index: Any, layer: str) -> None:
@@ -338,45 +342,10 @@ class GraphContext:
             )
 
 
+def _inverse_root(degree: Tensor) -> Tensor:
+    scale = degree.pow(-0.5)
+    return scale.masked_fill(scale == float("inf"), 0.0)
+
+
 def _nothing() -> None:
     pass
-
-
-class _Aggregate(torch.autograd.Function):
-    """A S x with ``A = [A_owned | A_halo]``: the owned part is multiplied while the halo rows travel."""
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        x: Tensor,
-        context: GraphContext,
-        edges: SplitEdges,
-        weights: SplitWeights | None,
-        mean: bool,
-        layer: str,
-    ) -> Tensor:
-        ctx.context, ctx.edges, ctx.weights, ctx.mean, ctx.layer = context, edges, weights, mean, layer
-        ctx.dtype = x.dtype
-        halo, wait = context.fetch(x, layer)
-        # As in PyG, a float32 weight makes messages of bfloat16 rows float32; the rows travel as they are.
-        dtype = x.dtype if weights is None else torch.promote_types(x.dtype, weights.owned.dtype)
-        out = spmm(edges.owned, x.to(dtype), weights.owned if weights else None)
-        wait()
-        if halo.numel():
-            spmm(edges.halo, halo.to(dtype), weights.halo if weights else None, out=out, accumulate=True)
-        return out.mul_(edges.inverse_degree.to(out.dtype).unsqueeze(1)) if mean else out
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None, None, None]:
-        edges, weights, exchange = ctx.edges, ctx.weights, ctx.context.exchange
-        if ctx.mean:
-            grad = grad * edges.inverse_degree.to(grad.dtype).unsqueeze(1)
-        out = None
-        if ctx.dtype == grad.dtype:  # straight into what is sent
-            out = exchange.outgoing(torch.Size((edges.halo.num_cols, *grad.shape[1:])), grad.dtype)
-        halo_grad = spmm(edges.halo.transpose(), grad, weights.halo_transposed if weights else None, out=out)
-        finish = exchange.start_return(halo_grad.to(ctx.dtype), ctx.layer)
-        own = spmm(edges.owned.transpose(), grad, weights.owned_transposed if weights else None).to(ctx.dtype)
-        finish(own)
-        return own, None, None, None, None, None

@@ -6,10 +6,10 @@ Holds for torch_geometric 2.6 to 2.8; `tests/test_binding.py` checks that the fi
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 from torch import Tensor
-from torch_geometric.nn import MessagePassing
-from torch_geometric.nn.aggr import MeanAggregation, SumAggregation
+from torch_geometric.nn import MessagePassing, aggr
 
 # Results for one graph that convs keep between calls; on another rank's part, or the whole graph, they would be wrong.
 _CACHES = ("_cached_edge_index", "_cached_adj_t", "_cached_x", "_cached_h", "_alpha")
@@ -56,6 +56,8 @@ def is_plain(conv: MessagePassing) -> bool:
         conv._message_forward_hooks,
         conv._aggregate_forward_pre_hooks,
         conv._aggregate_forward_hooks,
+        conv._edge_update_forward_pre_hooks,
+        conv._edge_update_forward_hooks,
     )
     return (
         not any(hooks)
@@ -66,10 +68,30 @@ def is_plain(conv: MessagePassing) -> bool:
     )
 
 
+_REDUCTIONS: dict[type, str] = {
+    aggr.SumAggregation: "sum",
+    aggr.MeanAggregation: "mean",
+    aggr.MaxAggregation: "max",
+    aggr.MinAggregation: "min",
+    aggr.VarAggregation: "var",
+    aggr.StdAggregation: "std",
+}
+
+
+def reductions(aggregation: Any) -> list[str] | None:
+    """Returns the names of what an aggregation module takes of each node's messages; None where it is not made of those."""
+    if isinstance(aggregation, aggr.MultiAggregation):
+        names = [reductions(part) for part in aggregation.aggrs]
+        return None if None in names else [name for each in names for name in each or ()]
+    variance = getattr(aggregation, "var_aggr", aggregation)
+    if getattr(variance, "semi_grad", False) or type(aggregation) not in _REDUCTIONS:
+        return None
+    return [_REDUCTIONS[type(aggregation)]]
+
+
 def linear_aggregation(conv: MessagePassing) -> str | None:
     """Returns ``"sum"`` or ``"mean"`` where the conv aggregates so, else None."""
-    kind = type(conv.aggr_module)
-    return "sum" if kind is SumAggregation else "mean" if kind is MeanAggregation else None
+    return {aggr.SumAggregation: "sum", aggr.MeanAggregation: "mean"}.get(type(conv.aggr_module))
 
 
 def message_of(conv: MessagePassing) -> Callable[..., Tensor]:

@@ -6,7 +6,6 @@ layer costs neither communication nor SpMM after its first call. Both sides are 
 
 from __future__ import annotations
 
-import types
 from collections.abc import Callable
 from typing import Any
 
@@ -130,33 +129,22 @@ _FORWARDS: dict[type[MessagePassing], tuple[Callable[..., Callable[..., Tensor]]
     pyg_nn.TAGConv: (_tag, ("lins",)),
 }
 
-
-def _kind_of(conv: MessagePassing) -> type[MessagePassing] | None:
-    kind = next((kind for kind in type(conv).__mro__ if kind in _FORWARDS), None)
-    same = kind is not None and type(conv).forward is kind.forward and type(conv).message is kind.message
-    return kind if same else None
+KINDS = tuple(_FORWARDS)
+"""The convs that aggregate on the narrower side."""
 
 
-def may_be_reordered(module: Any) -> bool:
-    """Returns whether the parts of a module may be given other rows when it is bound than when it is not."""
-    return isinstance(module, MessagePassing) and _kind_of(module) is not None
-
-
-def reordered(conv: MessagePassing, context: GraphContext, layer: str) -> dict[str, Any]:
-    """Returns the forward that chooses its side, as an adapter does; nothing for a conv that is not of a known form.
+def reordered(kind: type[MessagePassing], conv: MessagePassing, context: GraphContext, layer: str) -> Any:
+    """Returns the forward that chooses its side; None where the conv's settings do not allow it.
 
     Hooks on the linear map must see what they would see on one device, so with hooks it stays where it is.
     """
-    kind = _kind_of(conv)
-    if kind is None:
-        return {}
-    if pyg.linear_aggregation(conv) is None or not pyg.is_plain(conv):
-        return {}
+    if pyg.linear_aggregation(conv) is None:
+        return None
     make, names = _FORWARDS[kind]
     maps = [part for name in names for part in getattr(conv, name).modules()]
     if any(part._forward_hooks or part._forward_pre_hooks for part in maps) or not _same_width(conv, names):
-        return {}
-    return {"forward": types.MethodType(make(conv, context, layer), conv)}
+        return None
+    return make(conv, context, layer)
 
 
 def _same_width(conv: Any, names: tuple[str, ...]) -> bool:

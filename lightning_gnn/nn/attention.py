@@ -1,0 +1,174 @@
+"""GAT, GATv2 and the graph transformer without a row per edge: scores, softmax and weighted sums by kernels.
+
+The same as PyG's forward up to rounding, which holds several tensors of edges x heads x columns. With edge features in the
+messages (GATv2Conv and TransformerConv with ``edge_dim``) PyG's own forward is used, and off the CPU.
+
+N owned rows, H halo rows, E edges, K heads of C columns.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch_geometric import nn as pyg_nn
+from torch_geometric.utils import add_self_loops, remove_self_loops
+
+from lightning_gnn.kernels import CSR
+from lightning_gnn.kernels.attention import additive_scores, edge_softmax, pair_products, pair_sums, weighted_sums
+from lightning_gnn.nn.context import GraphContext
+
+Forward = Callable[..., Any]
+
+
+def attention(kind: type, conv: Any, context: GraphContext, layer: str) -> Forward | None:
+    """Returns the forward of one of :data:`KINDS` for a rank's graph."""
+    make = _FORWARDS[kind]
+    return make(kind, context, layer) if type(conv.aggr_module) is pyg_nn.aggr.SumAggregation else None
+
+
+def _gat(kind: type, context: GraphContext, layer: str) -> Forward:
+    def forward(
+        self: Any,
+        x: Any,
+        edge_index: Tensor,
+        edge_attr: Tensor | None = None,
+        size: Any = None,
+        return_attention_weights: bool | None = None,
+    ) -> Any:
+        source, target = (x, x) if isinstance(x, Tensor) else x
+        if target is None or not _by_kernels(context, layer, source, edge_index):
+            return kind.forward(self, x, edge_index, edge_attr, size, return_attention_weights)  # type: ignore[attr-defined]
+        heads, columns = self.heads, self.out_channels
+        own = _mapped(self.lin, self.lin_src, source)
+        own_target = own if target is source and self.lin is not None else _mapped(self.lin, self.lin_dst, target)
+        rows = context.expand(own.view(-1, heads, columns), layer)
+        if self.add_self_loops:
+            edge_index, edge_attr = _with_self_loops(context, edge_index, edge_attr, self.fill_value)
+        csr = context.matrix(edge_index)
+        scores = pair_sums(
+            csr, _per_head(rows.view(-1, heads * columns), self.att_src), _per_head(own_target, self.att_dst)
+        )
+        if edge_attr is not None and self.lin_edge is not None:
+            mapped = self.lin_edge(edge_attr.view(-1, 1) if edge_attr.dim() == 1 else edge_attr)
+            scores = scores + csr.permute(_per_head(mapped, self.att_edge))
+        shares = edge_softmax(csr, F.leaky_relu(scores, self.negative_slope))
+        shares = F.dropout(shares, p=self.dropout, training=self.training)
+        return _finished(
+            self, weighted_sums(csr, rows, shares), target, edge_index, csr, shares, return_attention_weights
+        )
+
+    return forward
+
+
+def _gatv2(kind: type, context: GraphContext, layer: str) -> Forward:
+    def forward(
+        self: Any,
+        x: Any,
+        edge_index: Tensor,
+        edge_attr: Tensor | None = None,
+        return_attention_weights: bool | None = None,
+    ) -> Any:
+        source, target = (x, x) if isinstance(x, Tensor) else x
+        if edge_attr is not None or target is None or not _by_kernels(context, layer, source, edge_index):
+            return kind.forward(self, x, edge_index, edge_attr, return_attention_weights)  # type: ignore[attr-defined]
+        shape = (-1, self.heads, self.out_channels)
+        own = self.lin_l(source).view(shape)
+        own_target = own if self.share_weights and target is source else self.lin_r(target).view(shape)
+        rows = context.expand(own, layer)
+        if self.add_self_loops:
+            edge_index, _ = _with_self_loops(context, edge_index, None, self.fill_value)
+        csr = context.matrix(edge_index)
+        scores = additive_scores(csr, rows, own_target, self.att.view(shape[1:]), self.negative_slope)
+        shares = F.dropout(edge_softmax(csr, scores), p=self.dropout, training=self.training)
+        return _finished(
+            self, weighted_sums(csr, rows, shares), target, edge_index, csr, shares, return_attention_weights
+        )
+
+    return forward
+
+
+def _transformer(kind: type, context: GraphContext, layer: str) -> Forward:
+    def forward(
+        self: Any,
+        x: Any,
+        edge_index: Tensor,
+        edge_attr: Tensor | None = None,
+        return_attention_weights: bool | None = None,
+    ) -> Any:
+        source, target = (x, x) if isinstance(x, Tensor) else x
+        plain = edge_attr is None and self.lin_edge is None
+        if not plain or not _by_kernels(context, layer, source, edge_index):
+            return kind.forward(self, x, edge_index, edge_attr, return_attention_weights)  # type: ignore[attr-defined]
+        shape = (-1, self.heads, self.out_channels)
+        query = self.lin_query(target).view(shape)
+        keys, values = context.expand_all([self.lin_key(source).view(shape), self.lin_value(source).view(shape)], layer)
+        csr = context.matrix(edge_index)
+        shares = edge_softmax(csr, pair_products(csr, keys, query) / math.sqrt(self.out_channels))
+        kept = F.dropout(shares, p=self.dropout, training=self.training)
+        out = weighted_sums(csr, values, kept)
+        out = out.flatten(1) if self.concat else out.mean(dim=1)
+        if self.root_weight:
+            skipped = self.lin_skip(target)
+            if self.lin_beta is None:
+                out = out + skipped
+            else:
+                beta = self.lin_beta(torch.cat([out, skipped, out - skipped], dim=-1)).sigmoid()
+                out = beta * skipped + (1 - beta) * out
+        if isinstance(return_attention_weights, bool):
+            return out, (edge_index, csr.unpermute(shares))
+        return out
+
+    return forward
+
+
+def _by_kernels(context: GraphContext, layer: str, source: Tensor, edge_index: Any) -> bool:
+    context.check_edges(edge_index, layer)
+    context.check_rows(source.size(0), layer)
+    return source.device.type == "cpu" and source.dim() == 2 and source.dtype in (torch.float32, torch.float64)
+
+
+def _mapped(shared: Any, own: Any, rows: Tensor) -> Tensor:
+    return (own if shared is None else shared)(rows)
+
+
+def _per_head(rows: Tensor, attention: Tensor) -> Tensor:
+    """Returns ``<rows[n, h], attention[h]>``, ``[N, K]``, of rows ``[N, K * C]`` and ``[1, K, C]``, as one matrix product."""
+    _, heads, columns = attention.shape
+    spread = attention.view(heads, columns, 1) * torch.eye(heads, dtype=attention.dtype).unsqueeze(1)
+    return rows @ spread.view(heads * columns, heads)
+
+
+def _with_self_loops(
+    context: GraphContext, edge_index: Tensor, edge_attr: Tensor | None, fill_value: Any
+) -> tuple[Tensor, Tensor | None]:
+    if edge_attr is not None:
+        without, edge_attr = remove_self_loops(edge_index, edge_attr)
+        _, edge_attr = add_self_loops(without, edge_attr, fill_value=fill_value, num_nodes=context.num_owned)
+    return context.with_self_loops(edge_index), edge_attr
+
+
+def _finished(
+    conv: Any, out: Tensor, target: Tensor, edge_index: Tensor, csr: CSR, shares: Tensor, return_attention_weights: Any
+) -> Any:
+    """What both GATs do at the end."""
+    out = out.flatten(1) if conv.concat else out.mean(dim=1)
+    if getattr(conv, "res", None) is not None:
+        out = out + conv.res(target)
+    if conv.bias is not None:
+        out = out + conv.bias
+    return (out, (edge_index, csr.unpermute(shares))) if return_attention_weights else out
+
+
+_FORWARDS: dict[type, Callable[[type, GraphContext, str], Forward]] = {
+    pyg_nn.GATConv: _gat,
+    pyg_nn.GATv2Conv: _gatv2,
+    pyg_nn.TransformerConv: _transformer,
+}
+
+KINDS = tuple(_FORWARDS)
+"""The convs with a forward here."""

@@ -1,0 +1,40 @@
+"""Which convs get a forward of their own while they are bound: the same function of the same parameters, at less cost."""
+
+from __future__ import annotations
+
+import types
+from collections.abc import Callable
+from typing import Any
+
+from torch_geometric.nn import MessagePassing
+
+from lightning_gnn.nn import attention, pyg, reorder, several
+from lightning_gnn.nn.context import GraphContext
+
+# By class: returns the forward for a conv, or None where its settings do not allow it.
+_MAKERS: dict[type, Callable[[type, Any, GraphContext, str], Callable[..., Any] | None]] = {
+    **dict.fromkeys(reorder.KINDS, reorder.reordered),
+    **dict.fromkeys(attention.KINDS, attention.attention),
+    **dict.fromkeys(several.KINDS, several.pna),
+}
+
+
+def _kind_of(conv: MessagePassing) -> type | None:
+    """Returns the class whose forward, messages and edge updates a conv has unchanged."""
+    kind = next((kind for kind in type(conv).__mro__ if kind in _MAKERS), None)
+    same = ("forward", "message", "edge_update")
+    return kind if kind and all(getattr(type(conv), name) is getattr(kind, name) for name in same) else None
+
+
+def may_be_fused(module: Any) -> bool:
+    """Returns whether the parts of a module may be given other rows, or be left out, when it is bound."""
+    return isinstance(module, MessagePassing) and _kind_of(module) is not None
+
+
+def fused(conv: MessagePassing, context: GraphContext, layer: str) -> dict[str, Any]:
+    """Returns the forward, as an adapter does; nothing for a conv of another form, or one that is watched by hooks."""
+    kind = _kind_of(conv)
+    if kind is None or not pyg.is_plain(conv):
+        return {}
+    forward = _MAKERS[kind](kind, conv, context, layer)
+    return {} if forward is None else {"forward": types.MethodType(forward, conv)}

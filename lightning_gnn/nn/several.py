@@ -1,0 +1,133 @@
+"""Several aggregates of the same rows in one pass over the edges, and PNA on top of them.
+
+Source of PNA: Corso et al., "Principal Neighbourhood Aggregation for Graph Nets" (2020), as PyG's PNAConv.
+N owned rows, H halo rows, F columns, T towers.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch_geometric import nn as pyg_nn
+
+from lightning_gnn.nn import pyg
+from lightning_gnn.nn.context import GraphContext
+
+# What is taken in the one pass for each of `pyg.reductions`.
+_NEEDS = {
+    "sum": ("sum",),
+    "mean": ("sum",),
+    "max": ("max",),
+    "min": ("min",),
+    "var": ("sum", "squares"),
+    "std": ("sum", "squares"),
+}
+
+
+def several(
+    context: GraphContext, x: Tensor, edge_index: Tensor, reductions: Sequence[str], layer: str
+) -> list[Tensor] | None:
+    """Returns each of :func:`pyg.reductions` of S x over each owned row's edges, ``[N, F]``; None where edges do not last.
+
+    Args:
+        context: the rank's graph.
+        x: ``[N, F]``.
+        edge_index: ``[2, E]``.
+        reductions: their names.
+        layer: named in errors and counted under.
+    """
+    wanted = sorted({need for name in reductions for need in _NEEDS[name]})
+    found = context.statistics(x, edge_index, wanted, layer)
+    edges = context.split_edges(edge_index)
+    if found is None or edges is None:
+        return None
+    return _finished(dict(zip(wanted, found)), reductions, edges.inverse_degree)
+
+
+def _finished(found: dict[str, Tensor], reductions: Sequence[str], inverse_degree: Tensor) -> list[Tensor]:
+    """Returns the reductions, as PyG's aggregations compute them, from sums, squares and extremes."""
+
+    def over_degree(total: Tensor) -> Tensor:
+        return total * inverse_degree.to(total.dtype).unsqueeze(1)
+
+    def variance() -> Tensor:
+        return over_degree(found["squares"]) - over_degree(found["sum"]).square()
+
+    def deviation() -> Tensor:
+        root = variance().clamp(min=1e-5).sqrt()
+        return root.masked_fill(root <= math.sqrt(1e-5), 0.0)
+
+    ways: dict[str, Callable[[], Tensor]] = {
+        "sum": lambda: found["sum"],
+        "mean": lambda: over_degree(found["sum"]),
+        "max": lambda: found["max"],
+        "min": lambda: found["min"],
+        "var": variance,
+        "std": deviation,
+    }
+    return [ways[name]() for name in reductions]
+
+
+# PNA ##########################################################################
+
+
+def pna(kind: type, conv: Any, context: GraphContext, layer: str) -> Callable[..., Tensor] | None:
+    """Returns a forward for PNAConv with one layer before the aggregation; None for others, whose messages are not sums.
+
+    A message is then A x_i + B x_j + b: what is taken over j shifts with the first and last term, and is taken of B x_j alone.
+    """
+    reductions = pyg.reductions(conv.aggr_module.aggr)
+    maps = [part for net in conv.pre_nns for part in net.modules()]
+    watched = any(part._forward_hooks or part._forward_pre_hooks for part in maps)
+    if reductions is None or watched or any(len(net) != 1 for net in conv.pre_nns):
+        return None
+
+    def forward(self: Any, x: Tensor, edge_index: Tensor, edge_attr: Tensor | None = None) -> Tensor:
+        context.check_edges(edge_index, layer)
+        edges = context.split_edges(edge_index)
+        if edge_attr is not None or edges is None or x.device.type != "cpu":
+            return kind.forward(self, x, edge_index, edge_attr)  # type: ignore[attr-defined]
+        context.check_rows(x.size(0), layer)
+        rows = x.view(-1, self.towers, self.F_in) if self.divide_input else x.unsqueeze(1).expand(-1, self.towers, -1)
+        own, sent = [], []
+        for tower, net in enumerate(self.pre_nns):
+            at_target, at_source = net[0].weight.split(self.F_in, 1)
+            own.append(F.linear(rows[:, tower], at_target, net[0].bias))
+            sent.append(F.linear(rows[:, tower], at_source))
+        shift = torch.stack(own, 1)
+        parts = several(context, torch.cat(sent, 1), edge_index, reductions, layer)
+        assert parts is not None
+        degree = edges.in_degree.to(x.dtype).view(-1, 1, 1)
+        has_edges = degree.clamp(max=1)
+        shifts = {"sum": degree * shift, "var": None, "std": None}
+        taken = []
+        for name, part in zip(reductions, parts):
+            by = shifts.get(name, has_edges * shift)
+            part = part.view(shift.shape)
+            taken.append(part if by is None else part + by)
+        combined = torch.cat(taken, -1)
+        out = torch.cat([rows, *(combined * scale for scale in _scales(self.aggr_module, degree))], -1)
+        return self.lin(torch.cat([net(out[:, tower]) for tower, net in enumerate(self.post_nns)], 1))
+
+    return forward
+
+
+def _scales(scaler: Any, degree: Tensor) -> list[Tensor | float]:
+    """Returns the factors of PyG's DegreeScalerAggregation, in its order."""
+    ways: dict[str, Callable[[], Tensor | float]] = {
+        "identity": lambda: 1.0,
+        "amplification": lambda: torch.log(degree + 1) / scaler.avg_deg_log,
+        "attenuation": lambda: scaler.avg_deg_log / torch.log(degree.clamp(min=1) + 1),
+        "linear": lambda: degree / scaler.avg_deg_lin,
+        "inverse_linear": lambda: scaler.avg_deg_lin / degree.clamp(min=1),
+    }
+    return [ways[name]() for name in scaler.scaler]
+
+
+KINDS = (pyg_nn.PNAConv,)
+"""The convs with a forward here."""
