@@ -190,6 +190,7 @@ LINEAR_MESSAGES: dict[Callable[..., Tensor], str | None] = {
             "MixHopConv",
             "SGConv",
             "SSGConv",
+            "SimpleConv",
             "TAGConv",
         ]
     },

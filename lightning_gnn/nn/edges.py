@@ -57,7 +57,7 @@ class SplitEdges:
         source, target = edge_index
         degree = torch.bincount(target, minlength=num_owned)
         if not num_halo:
-            none = CSR.from_coo(source[:0], source[:0], num_owned, 0)
+            none = CSR.from_coo(source[:0], source[:0], num_owned, 0).in_list(source[:0])
             return cls(CSR.from_coo(target, source, num_owned, num_owned), none, degree)
 
         def part(where: Tensor, first: int, columns: int) -> CSR:
