@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any, TypeVar
@@ -89,6 +89,8 @@ class World:
         if shared_memory and size > 1 and device.type == "cpu":
             self._memory = SharedMemory(rank, self.all_gather_object, timeout.total_seconds())
         self.wire = Wire(size, self.graph_group, self._memory, timeout)
+        apart = size > 1 and not self.wire.all_local
+        self.gradient_group = dist.new_group(timeout=timeout, backend=self.backend) if apart else None
         self.closed = False
 
     def _store(self) -> dist.Store:
@@ -139,6 +141,27 @@ class World:
             tensor.copy_(total)
         else:
             dist.all_reduce(tensor)
+
+    def start_all_reduce_(self, tensor: Tensor, operation: str) -> Callable[[], None]:
+        """Starts to sum `tensor` over all ranks in place; returns the function that waits.
+
+        It travels beside other messages, on a group of its own. Between ranks of one machine, where copying is the work, it
+        does when it is waited for.
+        """
+        if self.gradient_group is None:
+
+            def later() -> None:
+                self.all_reduce_(tensor, operation)
+
+            return later
+        with self._naming(operation):
+            request = dist.all_reduce(tensor, group=self.gradient_group, async_op=True)
+
+        def wait() -> None:
+            with self._naming(operation):
+                request.wait()
+
+        return wait
 
     def all_gather(self, tensor: Tensor, operation: str = "Gathering from all ranks") -> Tensor:
         """Returns ``[P, *shape]``: the tensors of equal shape of all ranks, stacked in rank order, on every rank."""
@@ -208,4 +231,6 @@ class World:
         if self._owns_default:
             dist.destroy_process_group()
         else:
-            dist.destroy_process_group(self.graph_group)
+            for group in (self.graph_group, self.gradient_group):
+                if group is not None:
+                    dist.destroy_process_group(group)

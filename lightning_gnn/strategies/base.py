@@ -316,7 +316,7 @@ class GNNStrategy(ParallelStrategy):
         if self._callback is not None and trainer is not None:
             trainer.callbacks.remove(self._callback)
         self._graph_in_use.close()
-        for part in (self._metrics, self._logs, self._binding):
+        for part in (self._metrics, self._logs, self._gradients, self._binding):
             if part is not None:
                 part.release()
         self._callback = self._metrics = self._logs = self._binding = self._gradients = self._shard = None

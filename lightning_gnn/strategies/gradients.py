@@ -1,15 +1,41 @@
-"""The sum of parameter gradients over ranks."""
+"""The sum of parameter gradients over ranks, in buckets that travel while the backward goes on.
+
+Source: buckets and overlap as in PyTorch's DistributedDataParallel (Li et al., VLDB 2020, section 3.2).
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from itertools import groupby
 
 import torch
 from torch import Tensor
 
 from lightning_gnn.comm.group import World
+
+BUCKET_BYTES = 4 << 20
+"""A bucket ends with the parameter that fills it."""
+
+
+@dataclass
+class _Bucket:
+    """Parameters whose gradients travel in one message.
+
+    Attributes:
+        parameters: in the order in which a backward reaches them, about: the model's last first.
+        ready: how many have their gradient in this backward.
+        flat: what was sent, while it travels; of the sum, afterwards.
+        versions: of the gradients when they were copied into `flat`.
+        wait: ends when `flat` holds the sum.
+    """
+
+    parameters: list[Tensor]
+    ready: int = 0
+    flat: Tensor | None = None
+    versions: list[tuple[int, int] | None] = field(default_factory=list)
+    wait: Callable[[], None] | None = None
 
 
 class GradientSum:
@@ -22,14 +48,33 @@ class GradientSum:
     Only what the backward adds is summed: what stood in ``grad`` before, as in manual optimisation with several
     backwards, has been summed already. While :meth:`blocked`, gradients stay local and are summed with the next
     backward that is not.
+
+    A bucket is sent once all its gradients are there, in the same order on all ranks; the last one after the backward.
+    Its message tells which parameters have a gradient on some rank, since one that has none keeps None, as on one
+    device, where the optimizer then leaves it alone. It also tells which buckets got more after they were sent, as
+    reentrant checkpointing does; these are sent again.
     """
 
     def __init__(self, world: World, parameters: Sequence[Tensor]) -> None:
         self._world = world
-        self._groups = [list(group) for _, group in groupby(sorted(parameters, key=_kind), key=_kind)]
+        self._buckets = list(_buckets(parameters))
         self._aside: dict[Tensor, Tensor] = {}
         self._blocked = False
         self._local = False
+        self._working = False
+        self._next = 0
+        self._hooks = []
+        if world.size > 1:
+            for bucket in self._buckets[:-1]:
+                for parameter in bucket.parameters:
+                    hook = parameter.register_post_accumulate_grad_hook(lambda _, bucket=bucket: self._arrived(bucket))
+                    self._hooks.append(hook)
+
+    def release(self) -> None:
+        """Takes the hooks off the parameters."""
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks = []
 
     @contextmanager
     def blocked(self) -> Iterator[None]:
@@ -41,41 +86,100 @@ class GradientSum:
             self._blocked = False
 
     def before(self) -> None:
-        """Sets gradients aside that are summed already."""
-        if self._blocked or self._local or self._world.size == 1:
+        """Sets gradients aside that are summed already; while :meth:`blocked`, until the next sum."""
+        if self._world.size == 1:
             return
-        for group in self._groups:
-            for parameter in group:
-                if parameter.grad is not None:
+        for bucket in self._buckets:
+            bucket.ready = 0
+            for parameter in bucket.parameters:
+                if parameter.grad is not None and not self._local:
                     self._aside[parameter], parameter.grad = parameter.grad, None
+        self._working, self._next = not self._blocked, 0
+
+    def _arrived(self, bucket: _Bucket) -> None:
+        """Sends the buckets that are complete, in order."""
+        if not self._working:
+            return
+        bucket.ready += 1
+        # Never the last, which tells what happened to the others.
+        while self._next < len(self._buckets) - 1:
+            waiting = self._buckets[self._next]
+            if waiting.ready < len(waiting.parameters):
+                return
+            self._send(waiting)
+            self._next += 1
 
     def after(self) -> None:
         """Sums what the backward has added, and adds what was set aside."""
         self._local = self._blocked
-        if self._blocked or self._world.size == 1:
+        self._working = False
+        if self._blocked or self._world.size == 1 or not self._buckets:
             return
-        for group in self._groups:
-            self._sum(group)
+        *early, last = self._buckets
+        for bucket in early[self._next :]:
+            self._send(bucket)
+        flags = [float(parameter.grad is not None) for bucket in self._buckets for parameter in bucket.parameters]
+        flags += [float(bucket.versions != _versions(bucket)) for bucket in early]
+        self._send(last, flags)
+        for bucket in self._buckets:
+            assert bucket.wait is not None
+            bucket.wait()
+        assert last.flat is not None
+        found = last.flat[len(last.flat) - len(flags) :].tolist()
+        used, again = iter(found), found[len(found) - len(early) :]
+        for bucket, late in zip(early, again):
+            if late:
+                self._send(bucket)
+                assert bucket.wait is not None
+                bucket.wait()
+        for bucket in self._buckets:
+            self._receive(bucket, used)
         for parameter, grad in self._aside.items():
             parameter.grad = grad if parameter.grad is None else grad.add_(parameter.grad)
         self._aside = {}
 
-    def _sum(self, group: Sequence[Tensor]) -> None:
-        # One message. The tail counts the ranks that have each gradient: a parameter that no rank used keeps None,
-        # as on one device, where the optimizer then leaves it alone.
-        sizes = [parameter.numel() for parameter in group]
-        flat = torch.zeros(sum(sizes) + len(group), dtype=group[0].dtype, device=group[0].device)
-        *pieces, used = flat.split([*sizes, len(group)])
-        for index, (parameter, piece) in enumerate(zip(group, pieces)):
+    def _send(self, bucket: _Bucket, tail: Sequence[float] = ()) -> None:
+        first = bucket.parameters[0]
+        size = sum(parameter.numel() for parameter in bucket.parameters)
+        flat = torch.zeros(size + len(tail), dtype=first.dtype, device=first.device)
+        place = 0
+        for parameter in bucket.parameters:
             if parameter.grad is not None:
-                piece.copy_(parameter.grad.reshape(-1))
-                used[index] = 1
-        self._world.all_reduce_(flat, "Sum of gradients")
-        for parameter, piece, count in zip(group, pieces, used.tolist()):
-            if count:
+                flat[place : place + parameter.numel()] = parameter.grad.detach().reshape(-1)
+            place += parameter.numel()
+        flat[size:] = flat.new_tensor(tail)
+        bucket.flat, bucket.versions = flat, _versions(bucket)
+        bucket.wait = self._world.start_all_reduce_(flat, "Sum of gradients")
+
+    @staticmethod
+    def _receive(bucket: _Bucket, used: Iterator[float]) -> None:
+        assert bucket.flat is not None
+        place = 0
+        for parameter in bucket.parameters:
+            if next(used):
                 if parameter.grad is None:
                     parameter.grad = torch.empty_like(parameter)
-                parameter.grad.copy_(piece.view_as(parameter))
+                parameter.grad.copy_(bucket.flat[place : place + parameter.numel()].view_as(parameter))
+            place += parameter.numel()
+        bucket.flat = bucket.wait = None
+
+
+def _versions(bucket: _Bucket) -> list[tuple[int, int] | None]:
+    return [None if p.grad is None else (id(p.grad), p.grad._version) for p in bucket.parameters]
+
+
+def _buckets(parameters: Sequence[Tensor]) -> Iterator[_Bucket]:
+    """Yields parameters of one kind until they fill a bucket, the last first."""
+    backwards = list(reversed(parameters))
+    for _, group in groupby(sorted(backwards, key=_kind), key=_kind):
+        filling: list[Tensor] = []
+        for parameter in group:
+            filling.append(parameter)
+            if sum(each.numel() * each.element_size() for each in filling) >= BUCKET_BYTES:
+                yield _Bucket(filling)
+                filling = []
+        if filling:
+            yield _Bucket(filling)
 
 
 def _kind(parameter: Tensor) -> tuple[str, str]:
