@@ -2,7 +2,7 @@
 
 ::
 
-    <root>/<name>/manifest.json     format, name, parts, offsets, attributes, the partition's report, locality, files, its checksum
+    <root>/<name>/manifest.json     format, name, parts, offsets, attributes, report and locality, files, its checksum
     <root>/<name>/node.<name>.npy   node attributes, rows in relabelled order: each part one range, neighbours near
     <root>/<name>/edge.<name>.npy   edge attributes, edges in the order of their targets' rows
     <root>/<name>/part<p>.*.npy     local edge_index, halo

@@ -58,8 +58,9 @@ def local_relabelling(edge_index: Ids, part: NDArray[np.integer], num_parts: int
     """Returns the relabelling for an assignment in which rows of a part that edges connect are near each other.
 
     Communities are those of one level of Louvain's method (Blondel et al. 2008, section 2), of at most `COMMUNITY` nodes:
-    each node in turn joins the community of a neighbour that raises the modularity most. They come in the order of
-    their first nodes, so that a good order of the user's is kept roughly. The same input gives the same order.
+    each node in turn joins that community of its sources that raises the modularity most. Edges into the node alone are
+    looked at: the same where edges come in both directions, and half the work. Communities come in the order of their
+    first nodes, so that a good order of the user's is kept roughly. The same input gives the same order.
 
     Args:
         edge_index: original ids, int64 ``[2, E]``, source and target.
@@ -67,18 +68,19 @@ def local_relabelling(edge_index: Ids, part: NDArray[np.integer], num_parts: int
         num_parts: P.
     """
     num_nodes = len(part)
-    inside = edge_index[:, (part[edge_index[0]] == part[edge_index[1]]) & (edge_index[0] != edge_index[1])]
-    both = torch.from_numpy(np.concatenate([inside, inside[::-1]], 1))
-    neighbours = CSR.from_coo(both[0], both[1], num_nodes, num_nodes)
-    indptr = neighbours.indptr.numpy()
-    # No edge leaves its part, so neither does a community.
-    first = _communities(indptr, neighbours.indices.numpy(), COMMUNITY, _PASSES, int(_SETTLED * num_nodes))
+    inside = edge_index[:, part[edge_index[0]] == part[edge_index[1]]]  # so that no community leaves its part
+    source, target = torch.from_numpy(inside)
+    reads = CSR.from_coo(target, source, num_nodes, num_nodes)
+    indptr, indices = reads.indptr.numpy(), reads.indices.numpy()
+    first = _communities(
+        indptr, indices, np.bincount(inside[0], minlength=num_nodes), COMMUNITY, _PASSES, int(_SETTLED * num_nodes)
+    )
     order = np.lexsort((-np.diff(indptr), first, part))
     return Relabelling(order.astype(np.int64), Relabelling.from_assignment(part, num_parts).offsets)
 
 
-def recent_reads(edge_index: Ids, relabelling: Relabelling) -> float:
-    """Returns the share of reads that find a row among the last `RECENT` ones, when each part goes through its rows.
+def recent_reads(edge_index: Ids, relabelling: Relabelling, window: int = RECENT) -> float:
+    """Returns the share of reads that find a row among the last `window` ones, when each part goes through its rows.
 
     Read are the sources that the target's part owns; 1 if there are none.
     """
@@ -86,19 +88,18 @@ def recent_reads(edge_index: Ids, relabelling: Relabelling) -> float:
     source, target = torch.from_numpy(new[edge_index])
     reads = CSR.from_coo(target, source, len(new), len(new))
     owner = np.repeat(np.arange(len(offsets) - 1), np.diff(offsets))
-    recent, total = _recent(reads.indptr.numpy(), reads.indices.numpy(), owner, RECENT)
+    recent, total = _recent(reads.indptr.numpy(), reads.indices.numpy(), owner, window)
     return recent / total if total else 1.0
 
 
 @numba.njit(cache=True, nogil=True)
-def _communities(indptr, indices, most, passes, settled):  # type: ignore[no-untyped-def]
+def _communities(indptr, indices, out_degree, most, passes, settled):  # type: ignore[no-untyped-def]
     """Returns the first node of each node's community, ``[N]``. In integers: no rounding decides between communities."""
-    num_nodes = len(indptr) - 1
-    total = len(indices)  # degrees in all
+    num_nodes, total = len(indptr) - 1, len(indices)
     community = np.arange(num_nodes)
     size = np.ones(num_nodes, np.int64)
-    degrees = indptr[1:] - indptr[:-1]  # summed over a community
-    edges = np.zeros(num_nodes, np.int64)  # from the node at hand into a community
+    degrees = out_degree.copy()  # summed over a community
+    edges = np.zeros(num_nodes, np.int64)  # from a community to the node at hand
     for _ in range(passes):
         moved = 0
         for node in range(num_nodes):
@@ -106,7 +107,7 @@ def _communities(indptr, indices, most, passes, settled):  # type: ignore[no-unt
             degree, own = high - low, community[node]
             for slot in range(low, high):
                 edges[community[indices[slot]]] += 1
-            best, most_gained = own, edges[own] * total - degree * (degrees[own] - degree)
+            best, most_gained = own, edges[own] * total - degree * (degrees[own] - out_degree[node])
             for slot in range(low, high):
                 other = community[indices[slot]]
                 gained = edges[other] * total - degree * degrees[other]
@@ -118,8 +119,8 @@ def _communities(indptr, indices, most, passes, settled):  # type: ignore[no-unt
                 community[node] = best
                 size[own] -= 1
                 size[best] += 1
-                degrees[own] -= degree
-                degrees[best] += degree
+                degrees[own] -= out_degree[node]
+                degrees[best] += out_degree[node]
                 moved += 1
         if moved <= settled:
             break
