@@ -63,8 +63,13 @@ def test_partition_without_a_config(store, capsys):
     partition([*DATA, "--parts=3", "--columns=250"])
     output = capsys.readouterr().out
     [folder] = entries(store)
-    report = read_manifest(folder)["report"]
+    manifest = read_manifest(folder)
+    report, locality = manifest["report"], manifest["locality"]
     assert len(report["nodes"]) == 3
+    assert 0 < locality["before"] <= locality["after"] <= 1
+    assert (
+        f"{locality['after']:.1%} were read shortly before (in the original order {locality['before']:.1%})" in output
+    )
     assert f"{report['halo_rows'][2]:,.1f} kB" in output  # 250 columns of float32 are 1 kB
     assert "Rows of 250 columns, float32" in output
     assert f"replication {1 + sum(report['halo_rows']) / GRAPH['num_nodes']:.2f}" in output

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from lightning_gnn.partition import assign_nodes, edge_cut_report, metis
 from lightning_gnn.partition.edge_cut import metis_candidates
+from lightning_gnn.partition.locality import local_relabelling, recent_reads
 from lightning_gnn.partition.shard import Relabelling, edge_cut_parts, halo_plan
 
 
@@ -57,13 +58,18 @@ def test_report_against_a_loop(graph):
     assert report.table().row_count == parts
 
 
-@settings(max_examples=60, deadline=None)
-@given(graphs())
-def test_shards_hold_the_graph_and_agree_on_what_travels(graph):
+def original_order(edge_index: np.ndarray, part: np.ndarray, parts: int) -> Relabelling:
+    return Relabelling.from_assignment(part, parts)
+
+
+@settings(max_examples=100, deadline=None)
+@given(graphs(), st.sampled_from([original_order, local_relabelling]))
+def test_shards_hold_the_graph_and_agree_on_what_travels(graph, relabel):
     edge_index, nodes, parts, rng = graph
     part = rng.integers(0, parts, nodes)
-    order = Relabelling.from_assignment(part, parts)
+    order = relabel(edge_index, part, parts)
     assert np.array_equal(order.n_id[order.new_ids()], np.arange(nodes))
+    assert np.array_equal(part[order.n_id], np.sort(part))
     shards = list(edge_cut_parts(edge_index, order))
     assert sorted(np.concatenate([shard.edge_ids for shard in shards])) == list(range(edge_index.shape[1]))
     plans = [halo_plan(rank, order.offsets, [shard.halo for shard in shards]) for rank in range(parts)]
@@ -72,6 +78,8 @@ def test_shards_hold_the_graph_and_agree_on_what_travels(graph):
         rows = order.n_id[np.concatenate([np.arange(low, high), shard.halo])]  # original ids of local rows
         assert np.array_equal(rows[shard.edge_index], edge_index[:, shard.edge_ids])
         assert (shard.edge_index[1] < high - low).all()
+        slots = list(zip(shard.edge_index[1].tolist(), shard.edge_ids.tolist()))
+        assert slots == sorted(slots)  # a CSR's: by target, in the list's order for each
         remote = {int(s) for s, t in edge_index.T if part[t] == rank and part[s] != rank}
         assert set(order.n_id[shard.halo].tolist()) == remote and len(shard.halo) == len(remote)
         assert plan.num_owned == high - low and sum(plan.recv_counts) == len(shard.halo)
@@ -82,6 +90,63 @@ def test_shards_hold_the_graph_and_agree_on_what_travels(graph):
         assert np.array_equal(np.concatenate(arriving), order.n_id[shard.halo])
         for rows in plan.send_rows:
             assert len(set(rows.tolist())) == len(rows)  # distinct: the backward sum relies on it
+
+
+@settings(max_examples=60, deadline=None)
+@given(graphs())
+def test_the_order_of_rows_repeats_and_parts_do_not_matter_to_each_other(graph):
+    edge_index, nodes, parts, rng = graph
+    part = rng.integers(0, parts, nodes)
+    order = local_relabelling(edge_index, part, parts)
+    assert np.array_equal(order.n_id, local_relabelling(edge_index, part.astype(np.int32), parts).n_id)
+    crossing = part[edge_index[0]] != part[edge_index[1]]
+    assert np.array_equal(order.n_id, local_relabelling(edge_index[:, ~crossing], part, parts).n_id)
+
+
+@settings(max_examples=60, deadline=None)
+@given(graphs(), st.integers(1, 10))
+def test_recent_reads_against_a_loop(graph, window):
+    edge_index, nodes, parts, rng = graph
+    part = rng.integers(0, parts, nodes)
+    order = Relabelling.from_assignment(part, parts)
+    recent = total = 0
+    reads: list[int] = []
+    for row in order.n_id:
+        for source in edge_index[0, edge_index[1] == row]:
+            if part[source] == part[row]:
+                recent += source in reads[-window:]
+                reads.append(source)
+                total += 1
+    assert recent_reads(edge_index, order, window) == (recent / total if total else 1.0)
+
+
+@pytest.mark.parametrize(
+    ("nodes", "edges"),
+    [(1, []), (5, []), (3, [(0, 0), (1, 1)]), (4, [(2, 3), (2, 3), (3, 2)]), (2, [(0, 1)])],
+    ids=["one node", "no edges", "self-loops", "duplicates", "parts of one node"],
+)
+def test_orders_of_graphs_without_communities(nodes, edges):
+    edge_index = np.array(edges, np.int64).reshape(-1, 2).T
+    part = np.arange(nodes) % 3
+    order = local_relabelling(edge_index, part, 5)  # the last two parts are empty
+    assert sorted(order.n_id.tolist()) == list(range(nodes)) and np.array_equal(part[order.n_id], np.sort(part))
+    assert order.offsets.tolist() == Relabelling.from_assignment(part, 5).offsets.tolist()
+    assert 0 <= recent_reads(edge_index, order) <= 1
+
+
+def test_communities_lie_together():
+    """Cliques whose nodes are dealt out over the ids: each is a run of rows afterwards."""
+    cliques, size = 50, 20
+    member = np.stack(np.meshgrid(np.arange(size), np.arange(size), indexing="ij")).reshape(2, -1)
+    member = member[:, member[0] != member[1]]
+    edge_index = np.concatenate([member * cliques + clique for clique in range(cliques)], 1)
+    part = (np.arange(cliques * size) % cliques % 2).astype(np.int32)
+    order = local_relabelling(edge_index, part, 2)
+    runs = (order.n_id % cliques).reshape(cliques, size)
+    assert (runs == runs[:, :1]).all()
+    assert runs[:, 0].tolist() == [*range(0, cliques, 2), *range(1, cliques, 2)]  # by their first nodes
+    before = recent_reads(edge_index, Relabelling.from_assignment(part, 2), window=2 * size)
+    assert before < 0.1 and recent_reads(edge_index, order, window=2 * size) > 0.9
 
 
 def edge_list(name: str) -> tuple[np.ndarray, int]:

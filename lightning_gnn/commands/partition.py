@@ -21,6 +21,7 @@ from lightning_gnn.commands.parser import Parser, check_names
 from lightning_gnn.datamodules import GraphDataModule
 from lightning_gnn.datamodules.store import read_manifest
 from lightning_gnn.partition.layout import LayoutSpec
+from lightning_gnn.partition.locality import Locality
 from lightning_gnn.partition.metrics import EdgeCutReport
 from lightning_gnn.strategies import DGCLStrategy, GNNStrategy
 
@@ -139,3 +140,4 @@ def _report(folder: Path, columns: int | None) -> Iterator[Any]:
     width = columns or x.shape[1]
     yield EdgeCutReport.from_dict(manifest["report"]).table(width * x.itemsize)
     yield f"Rows of {width:,} columns, {x.dtype}; {manifest['report']['method']}, balance: {manifest['report']['balance']}"
+    yield str(Locality(**manifest["locality"]))

@@ -2,9 +2,9 @@
 
 ::
 
-    <root>/<name>/manifest.json     format, name, parts, offsets, attributes, the partition's report, files, its checksum
-    <root>/<name>/node.<name>.npy   node attributes, rows in relabelled order, so that each part is one range
-    <root>/<name>/edge.<name>.npy   edge attributes, edges in the order of their owners
+    <root>/<name>/manifest.json     format, name, parts, offsets, attributes, report and locality, files, its checksum
+    <root>/<name>/node.<name>.npy   node attributes, rows in relabelled order: each part one range, neighbours near
+    <root>/<name>/edge.<name>.npy   edge attributes, edges in the order of their targets' rows
     <root>/<name>/part<p>.*.npy     local edge_index, halo
     <root>/<name>/verified.json     which files have been read and had the manifest's checksums
 
@@ -23,6 +23,7 @@ import os
 import platform
 import shutil
 import tempfile
+import time
 import zlib
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
@@ -37,9 +38,10 @@ from torch_geometric.data import Data
 
 from lightning_gnn.datamodules.sources import MASKS, num_classes, num_labelled
 from lightning_gnn.partition.layout import LayoutSpec
+from lightning_gnn.partition.locality import Locality, local_relabelling, recent_reads
 from lightning_gnn.partition.shard import HaloPlan, Relabelling, edge_cut_parts, halo_plan
 
-FORMAT = 3
+FORMAT = 4
 
 
 class StoreError(RuntimeError):
@@ -177,7 +179,12 @@ def _checksum(file: Path) -> int:
 
 
 def _write(folder: Path, entry: str, data: Data, part: np.ndarray, num_parts: int, report: Mapping[str, Any]) -> None:
-    relabelling = Relabelling.from_assignment(part, num_parts)
+    edge_index = data.edge_index.numpy()
+    began = time.perf_counter()
+    relabelling = local_relabelling(edge_index, part, num_parts)
+    seconds = time.perf_counter() - began
+    before = recent_reads(edge_index, Relabelling.from_assignment(part, num_parts))
+    locality = Locality(before, recent_reads(edge_index, relabelling), seconds)
     files: dict[str, list[int]] = {}
 
     def save(name: str, array: np.ndarray) -> None:
@@ -186,7 +193,6 @@ def _write(folder: Path, entry: str, data: Data, part: np.ndarray, num_parts: in
             np.save(summed, array, allow_pickle=False)  # type: ignore[call-overload]
         files[f"{name}.npy"] = [summed.size, summed.checksum]
 
-    edge_index = data.edge_index.numpy()
     edge_orders, edge_counts = [], []
     for number, piece in enumerate(edge_cut_parts(edge_index, relabelling)):
         save(f"part{number}.edge_index", piece.edge_index)
@@ -224,6 +230,7 @@ def _write(folder: Path, entry: str, data: Data, part: np.ndarray, num_parts: in
         "attributes": attributes,
         "scalars": scalars,
         "report": report,
+        "locality": locality.as_dict(),
         "files": files,
     }
     manifest = {**manifest, "checksum": _manifest_checksum(manifest)}
@@ -374,9 +381,10 @@ def split_graph(data: Data, part: np.ndarray, num_parts: int) -> list[Shard]:
         data: as :func:`~lightning_gnn.datamodules.sources.prepare_graph` returns it.
         part: owner of each node, ``[N]``, values 0 to `num_parts` - 1.
     """
-    relabelling = Relabelling.from_assignment(part, num_parts)
+    edge_index = data.edge_index.numpy()
+    relabelling = local_relabelling(edge_index, part, num_parts)
     offsets, n_id = relabelling.offsets, torch.from_numpy(relabelling.n_id)
-    pieces = list(edge_cut_parts(data.edge_index.numpy(), relabelling))
+    pieces = list(edge_cut_parts(edge_index, relabelling))
     e_ids = [torch.from_numpy(piece.edge_ids) for piece in pieces]
     mask_counts = {name: tuple(counts) for name, counts in _mask_counts(data, relabelling).items()}
     shards = []
