@@ -75,6 +75,10 @@ class CSR:
     def device(self) -> torch.device:
         return self.indptr.device
 
+    def edge_ids(self) -> Tensor:
+        """Returns the position of each slot's edge in the list, int64 ``[E]``."""
+        return torch.arange(self.num_edges, device=self.device) if self.edge is None else self.edge.long()
+
     def permute(self, values: Tensor) -> Tensor:
         """Returns one value per edge, ``[E, ...]`` in list order, in slot order."""
         return values if self.edge is None else values[self.edge]

@@ -91,7 +91,7 @@ def edge_cut_parts(edge_index: Ids, relabelling: Relabelling) -> Iterator[EdgeCu
     offsets, new = relabelling.offsets, relabelling.new_ids()
     source, target = torch.from_numpy(new[edge_index])
     edges = CSR.from_coo(target, source, len(new), len(new))
-    order, bounds = edges.edge.numpy(), edges.indptr.numpy()[offsets]
+    order, bounds = edges.edge_ids().numpy(), edges.indptr.numpy()[offsets]
     for (low, high), (begin, end) in zip(pairwise(offsets), pairwise(bounds)):
         ids = order[begin:end]
         local = edges.indices[begin:end].long().numpy()
