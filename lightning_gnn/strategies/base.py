@@ -38,6 +38,7 @@ from lightning_gnn.nn.helpers import graph_in_use
 from lightning_gnn.nn.loss import loss_scale
 from lightning_gnn.partition.layout import LayoutSpec
 from lightning_gnn.strategies.gradients import GradientSum
+from lightning_gnn.strategies.heap import keeping_freed_memory
 from lightning_gnn.strategies.logs import GlobalLogs
 from lightning_gnn.strategies.metrics import StandInMetrics
 
@@ -125,7 +126,7 @@ class GNNStrategy(ParallelStrategy):
         self._gradients: GradientSum | None = None
         self._callback: CommunicationMetrics | None = None
         self._loss_scale = 1.0
-        self._graph_in_use = ExitStack()
+        self._in_use = ExitStack()
         self._checked = False
         self._random_state: Mapping[str, Any] | None = None
 
@@ -251,8 +252,10 @@ class GNNStrategy(ParallelStrategy):
 
         shard.batch.to(self.root_device)
         self._binding = self.scheme.bind(module, shard, self.world, self.meter)
-        self._graph_in_use = ExitStack()
-        self._graph_in_use.enter_context(graph_in_use(self._binding.context))
+        self._in_use = ExitStack()
+        self._in_use.enter_context(graph_in_use(self._binding.context))
+        if self.root_device.type == "cpu":
+            self._in_use.enter_context(keeping_freed_memory())
         self._gradients = GradientSum(self.world, [p for p in module.parameters() if p.requires_grad])
         self._logs = GlobalLogs(module, self.world)
         self._metrics = StandInMetrics(module, self.world)
@@ -315,7 +318,7 @@ class GNNStrategy(ParallelStrategy):
         trainer = getattr(self.lightning_module, "_trainer", None)
         if self._callback is not None and trainer is not None:
             trainer.callbacks.remove(self._callback)
-        self._graph_in_use.close()
+        self._in_use.close()
         for part in (self._metrics, self._logs, self._gradients, self._binding):
             if part is not None:
                 part.release()

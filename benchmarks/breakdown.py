@@ -1,0 +1,210 @@
+"""Where an epoch of `dgcl` goes: seconds and bytes by layer and phase, against what the machine can do.
+
+    python benchmarks/breakdown.py [--ranks 2] [--model gcn|sage|gat] [--nodes 200000] [--anew] [--json FILE]
+
+Rank 0's view, mean of some epochs after the first. *gathered* is what a sum over edges reads if no row is found in a cache:
+edges x columns x 4 bytes and 4 bytes an index. It is set against a copy of the features, and products against a large product,
+both measured in the same run on as many threads, into memory that is there. ``--anew``: without keeping what the first layer makes of constant input.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from collections import defaultdict
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import torch
+from common import QUIET, planted_file, report, run_row
+from epoch_time import make_model
+from torch.profiler import ProfilerActivity, profile, record_function
+
+from lightning_gnn import DGCLStrategy, GraphDataModule, NodeClassifier
+from lightning_gnn.kernels import run as kernel_runner
+
+EPOCHS = 5
+_layer = ["-"]
+
+
+def labelled() -> None:
+    """Marks what is ours for the profiler: loops over edges, gathering what is sent, waiting for peers, and in which layer."""
+    import lightning_gnn.comm.exchange as exchange
+    import lightning_gnn.kernels.attention as attention
+    import lightning_gnn.kernels.sums as sums
+    import lightning_gnn.nn.edges as edges
+
+    over_rows = kernel_runner.over_rows
+
+    def marked(loop: Any, csr: Any, *arguments: Any, work: int) -> None:
+        columns = max(1, work // max(1, csr.num_edges))
+        with record_function(f"edges|{_layer[0]}|{loop.py_func.__name__}|{csr.num_edges}|{columns}"):
+            over_rows(loop, csr, *arguments, work=work)
+
+    sums.over_rows = attention.over_rows = marked  # type: ignore[attr-defined]
+    take_rows, start = exchange.take_rows, exchange.HaloExchange._start
+
+    def taken(*arguments: Any) -> Any:
+        with record_function(f"gather|{_layer[0]}"):
+            return take_rows(*arguments)
+
+    def started(self: Any, out: Any, out_counts: Any, into: Any, into_counts: Any, layer: str, *rest: Any) -> Any:
+        bytes_sent = out.numel() * out.element_size()
+        with record_function(f"exchange|{layer}|{bytes_sent}"):
+            wait = start(self, out, out_counts, into, into_counts, layer, *rest)
+
+        def waited() -> None:
+            with record_function(f"exchange|{layer}|0"):
+                wait()
+
+        return waited
+
+    exchange.take_rows, exchange.HaloExchange._start = taken, started  # type: ignore[attr-defined]
+    for function in (edges.SumOfRows, edges.StatisticsOfRows):
+        forward, backward = function.forward, function.backward
+
+        def named_forward(ctx: Any, *arguments: Any, forward: Any = forward) -> Any:
+            _layer[0] = f"{arguments[-1]} forward"
+            return forward(ctx, *arguments)
+
+        def named_backward(ctx: Any, *arguments: Any, backward: Any = backward) -> Any:
+            _layer[0] = f"{ctx.layer} backward"
+            return backward(ctx, *arguments)
+
+        function.forward, function.backward = staticmethod(named_forward), staticmethod(named_backward)  # type: ignore
+
+
+class Profiled(L.Callback):
+    def __init__(self) -> None:
+        self.seconds: list[float] = []
+        self.events: list[Any] = []
+
+    def on_train_epoch_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        if trainer.current_epoch == 2:
+            self.profiler = profile(activities=[ProfilerActivity.CPU], record_shapes=True)
+            self.profiler.__enter__()
+        self._began = time.perf_counter()
+
+    def on_train_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        if trainer.current_epoch >= 2:
+            self.seconds.append(time.perf_counter() - self._began)
+        if trainer.current_epoch == 2 + EPOCHS - 1:
+            self.profiler.__exit__(None, None, None)
+            self.events = list(self.profiler.events())
+
+
+def phases(events: list[Any]) -> dict[tuple[str, str], dict[str, float]]:
+    """Returns seconds, bytes and operations of an epoch by phase and layer, from the profiler's self times."""
+    found: dict[tuple[str, str], dict[str, float]] = defaultdict(lambda: defaultdict(float))
+    for event in events:
+        kind, *rest = event.name.split("|")
+        seconds = event.self_cpu_time_total / 1e6 / EPOCHS
+        if kind == "edges":
+            layer, loop, edges, columns = rest
+            row = found[f"edges: {loop}", layer]
+            row["gathered"] += int(edges) * (int(columns) * 4 + 4) / EPOCHS
+        elif kind == "gather":
+            row = found["gather of rows to send", rest[0]]
+        elif kind == "exchange":
+            row = found["exchange", rest[0]]
+            row["sent"] += int(rest[1]) / EPOCHS
+        elif kind in ("aten::mm", "aten::addmm"):
+            shapes = [shape for shape in event.input_shapes if len(shape) == 2][-2:]
+            (rows, inner), (_, columns_) = shapes
+            row = found["dense", f"[{rows}, {inner}] x [{inner}, {columns_}]"]
+            row["flop"] += 2 * rows * inner * columns_ / EPOCHS
+        elif kind == "aten::index_select" or kind == "aten::index_add_":
+            row = found["rows taken and added", "-"]
+        elif kind.startswith("aten::"):
+            row = found["elementwise and the rest of torch", kind.removeprefix("aten::")]
+        else:
+            continue
+        row["seconds"] += seconds
+    return found
+
+
+def rows_of(path: str, ranks: int, model: str, anew: bool) -> list[dict[str, Any]] | None:
+    labelled()
+    clock = Profiled()
+    data = GraphDataModule("common.load_planted", {"path": path})
+    trainer = L.Trainer(
+        strategy=DGCLStrategy(timeout=600, keep_constant=not anew, self_check=False),
+        devices=ranks,
+        max_epochs=2 + EPOCHS,
+        **QUIET,
+        callbacks=[clock],
+        limit_val_batches=0,
+    )
+    trainer.fit(NodeClassifier(make_model(model, path), weight_decay=0.0), datamodule=data)
+    if not trainer.is_global_zero:
+        return None
+    epoch = sum(clock.seconds) / len(clock.seconds)
+    source, target = torch.randn(200_000, 128), torch.randn(200_000, 128)
+    copy = 2 * source.nbytes / best(lambda: target.copy_(source))
+    left, right, out = torch.randn(100_000, 128), torch.randn(128, 128), torch.randn(100_000, 128)
+    product = 2 * 100_000 * 128 * 128 / best(lambda: torch.mm(left, right, out=out))
+    rows: list[dict[str, Any]] = []
+    small: dict[str, float] = defaultdict(float)
+    for (phase, layer), row in phases(clock.events).items():
+        if row["seconds"] < 0.01 * epoch:
+            small[phase.partition(":")[0]] += row["seconds"]
+            continue
+        rows.append(
+            {
+                "phase": phase,
+                "layer or operation": layer,
+                "s/epoch": row["seconds"],
+                "share": row["seconds"] / epoch,
+                "MB sent": row["sent"] / 1e6 or None,
+                "GB/s gathered": row["gathered"] / row["seconds"] / 1e9 or None,
+                "of a copy": row["gathered"] / row["seconds"] / copy or None,
+                "GFLOP/s": row["flop"] / row["seconds"] / 1e9 or None,
+                "of a product": row["flop"] / row["seconds"] / product or None,
+            }
+        )
+    rows.sort(key=lambda row: -row["s/epoch"])
+    for phase, seconds in small.items():
+        rows.append({"phase": phase, "layer or operation": "others", "s/epoch": seconds, "share": seconds / epoch})
+    rest = epoch - sum(row["s/epoch"] for row in rows)
+    rows.append({"phase": "Lightning and Python", "layer or operation": "-", "s/epoch": rest, "share": rest / epoch})
+    rows.append({"phase": "epoch", "layer or operation": "-", "s/epoch": epoch, "share": 1.0})
+    rows.append({"phase": "a copy", "layer or operation": "200,000 x 128", "GB/s gathered": copy / 1e9})
+    rows.append({"phase": "a product", "layer or operation": "100,000 x 128 x 128", "GFLOP/s": product / 1e9})
+    return rows
+
+
+def best(function: Any) -> float:
+    times = []
+    for _ in range(5):
+        began = time.perf_counter()
+        function()
+        times.append(time.perf_counter() - began)
+    return min(times)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--nodes", type=int, default=200_000)
+    parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--model", default="gcn", choices=["gcn", "sage", "gat"])
+    parser.add_argument("--anew", action="store_true")
+    parser.add_argument("--json")
+    parser.add_argument("--graph", help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.graph:
+        rows = rows_of(options.graph, options.ranks, options.model, options.anew)
+        if rows is not None:
+            print(json.dumps(rows))
+        return
+    arguments = ["--graph", str(planted_file(options.nodes)), "--ranks", str(options.ranks), "--model", options.model]
+    rows = run_row(str(Path(__file__)), [*arguments, *(["--anew"] if options.anew else [])], options.threads)
+    columns = ["phase", "layer or operation", "s/epoch", "share", "MB sent", "GB/s gathered", "of a copy", "GFLOP/s"]
+    title = f"2-layer {options.model}, rank 0 of {options.ranks}, {options.threads} thread(s)"
+    report(title, rows, [*columns, "of a product"], options.json)
+
+
+if __name__ == "__main__":
+    main()
