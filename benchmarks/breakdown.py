@@ -4,7 +4,8 @@
 
 Rank 0's view, mean of some epochs after the first. *gathered* is what a sum over edges reads if no row is found in a cache:
 edges x columns x 4 bytes and 4 bytes an index. It is set against a copy of the features, and products against a large product,
-both measured in the same run on as many threads, into memory that is there. ``--anew``: without keeping what the first layer makes of constant input.
+both measured in the same run on as many threads, into memory that is there. ``--anew``: without keeping what the first layer
+makes of constant input.
 """
 
 from __future__ import annotations

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import multiprocessing as mp
+import os
+import subprocess
+import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -12,10 +15,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.autograd import gradcheck
+from torch_geometric import nn
 from torch_geometric.nn import aggr
 from torch_geometric.utils import softmax
 
 from lightning_gnn.kernels import CSR, add_rows, attention, spmm, sums, take_rows
+from lightning_gnn.nn.fused import kernel_groups
 
 
 def reference(row: torch.Tensor, col: torch.Tensor, x: torch.Tensor, rows: int, weight: Any = None) -> torch.Tensor:
@@ -271,3 +276,31 @@ def test_works_in_a_forked_process():
         process.kill()
         pytest.fail("the forked process hangs in a kernel")
     assert process.exitcode == 0 and queue.get() == 50_000 * 8
+
+
+def test_what_was_compiled_is_kept_on_disk(tmp_path):
+    code = (
+        "import torch; from lightning_gnn.kernels import cache_folder; from lightning_gnn.kernels.warm_up import warm_up; "
+        "print(warm_up(['sums'], [torch.float32]), cache_folder())"
+    )
+
+    def run() -> tuple[float, str]:
+        environment = {**os.environ, "NUMBA_CACHE_DIR": str(tmp_path)}
+        done = subprocess.run(
+            [sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=120
+        )
+        assert done.returncode == 0, done.stderr
+        seconds, folder = done.stdout.split(maxsplit=1)
+        return float(seconds), folder.strip()
+
+    seconds, folder = run()
+    assert seconds > 0 and folder.startswith(str(tmp_path))
+    assert run() == (0.0, folder)
+
+
+def test_loops_to_compile_are_those_of_the_model():
+    assert kernel_groups(nn.models.GCN(2, 2, 2)) == {"sums"}
+    assert kernel_groups(nn.models.GAT(2, 2, 2)) == {"attention"}
+    both = torch.nn.ModuleList([nn.TransformerConv(2, 2), nn.SAGEConv(2, 2, aggr="max")])
+    assert kernel_groups(both) == {"sums", "statistics", "attention"}
+    assert kernel_groups(torch.nn.Linear(2, 2)) == set()

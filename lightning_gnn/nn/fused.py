@@ -6,9 +6,11 @@ import types
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch_geometric.nn import MessagePassing
 
 from lightning_gnn.nn import attention, pyg, reorder, several
+from lightning_gnn.nn.adapters import LINEAR_MESSAGES
 from lightning_gnn.nn.context import GraphContext
 
 # By class: returns the forward for a conv, or None where its settings do not allow it.
@@ -24,6 +26,18 @@ def _kind_of(conv: MessagePassing) -> type | None:
     kind = next((kind for kind in type(conv).__mro__ if kind in _MAKERS), None)
     same = ("forward", "message", "edge_update")
     return kind if kind and all(getattr(type(conv), name) is getattr(kind, name) for name in same) else None
+
+
+def kernel_groups(module: torch.nn.Module) -> set[str]:
+    """Returns which loops a model's convs may run, as groups of :func:`lightning_gnn.kernels.warm_up.warm_up`."""
+    groups = set()
+    for conv in module.modules():
+        if isinstance(conv, MessagePassing):
+            groups.add("attention" if isinstance(conv, attention.KINDS) else "sums")
+            of_rows = pyg.message_of(conv) in LINEAR_MESSAGES or isinstance(conv, several.KINDS)
+            if of_rows and pyg.linear_aggregation(conv) is None:
+                groups.add("statistics")
+    return groups
 
 
 def may_be_fused(module: Any) -> bool:

@@ -31,9 +31,12 @@ from lightning_gnn.comm.traffic import Meter
 from lightning_gnn.datamodules.graph import GraphDataModule, OneBatch
 from lightning_gnn.datamodules.sources import num_labelled
 from lightning_gnn.datamodules.store import Shard
+from lightning_gnn.kernels import cache_folder
+from lightning_gnn.kernels.warm_up import warm_up
 from lightning_gnn.launching import StartMethod, make_launcher
 from lightning_gnn.nn.bind import Binding, check_module
 from lightning_gnn.nn.context import UnsupportedModelError
+from lightning_gnn.nn.fused import kernel_groups
 from lightning_gnn.nn.helpers import graph_in_use
 from lightning_gnn.nn.loss import loss_scale
 from lightning_gnn.partition.layout import LayoutSpec
@@ -212,6 +215,7 @@ class GNNStrategy(ParallelStrategy):
         check_module(module)
         data.prepare_for(self.layout())
         self._check_memory(data, module)
+        self._warm_up(module, trainer)
         if self_check and self.self_check:
             stage = _stage_of(trainer)
             shard = data.stored_shard(_most_labelled(data.stored_shard(0), stage))
@@ -219,6 +223,16 @@ class GNNStrategy(ParallelStrategy):
             if outcome.not_run is None:  # else once more in setup(): the module's own setup() may still make its layers
                 _judge(outcome, self, module, stage)
                 self._checked = True
+
+    def _warm_up(self, module: pl.LightningModule, trainer: pl.Trainer) -> None:
+        if self.root_device.type != "cpu":
+            return
+        dtypes = {parameter.dtype for parameter in module.parameters() if parameter.is_floating_point()}
+        if "bf16" in str(trainer.precision):
+            dtypes.add(torch.bfloat16)
+        seconds = warm_up(kernel_groups(module), dtypes)
+        if seconds:
+            rank_zero_info(f"Compiled kernels for this machine, once ({seconds:.1f} s); kept in {cache_folder()}")
 
     def _check_memory(self, data: GraphDataModule, module: torch.nn.Module) -> None:
         first = self.node_rank * self.num_processes
@@ -242,6 +256,11 @@ class GNNStrategy(ParallelStrategy):
             )
         check_module(module)
         shard = self._shard = self._take_shard(trainer)
+        # One rank of a machine compiles, and the others load what it has kept.
+        for turn in (True, False):
+            if (self.local_rank == 0) is turn:
+                self._warm_up(module, trainer)
+            self.world.barrier()
         self._check_on_one_rank(trainer, shard)
         super().setup(trainer)
         for optimizer in self.optimizers:
