@@ -6,6 +6,7 @@ Fits, tests, predicts, fits on with more epochs, and then uses one device in the
 import json
 import sys
 from pathlib import Path
+from typing import Any
 
 import lightning as L
 import torch
@@ -15,6 +16,13 @@ from lightning_gnn import GraphDataModule, NodeClassifier
 
 GRAPH = {"num_nodes": 400, "num_features": 12, "num_classes": 5, "seed": 3}
 EPOCHS, MORE_EPOCHS = 3, 2
+
+
+def results(folder: Path) -> dict[str, Any]:
+    """Returns what a run has left in its folder."""
+    epochs = [json.loads(line) for line in (folder / "epochs.jsonl").read_text().splitlines()]
+    losses = [{name: line[name] for name in ("epoch", "train_loss", "val_loss", "val_acc")} for line in epochs]
+    return {"losses": losses, **torch.load(folder / "results.pt", weights_only=True)}
 
 
 class Writer(L.Callback):
