@@ -143,7 +143,7 @@ def _started(
             if item.path == request.path and mark is not None:
                 folder = tmp_path_factory.mktemp("ahead")
                 parameters = item.callspec.params if hasattr(item, "callspec") else {}
-                found[item.nodeid] = folder, pool.submit(mark.args[0], folder, **parameters)
+                found[item.nodeid] = folder, pool.submit(mark.kwargs["runs"], folder, **parameters)
         yield found
         pool.shutdown(wait=False, cancel_futures=True)
 

@@ -56,7 +56,16 @@ def _marked(mark: str) -> list[psutil.Process]:
     return found
 
 
-def run(*arguments: object, cwd: Path, timeout: float = 100, variables: Mapping[str, str] | None = None) -> Finished:
+def _in_use(names: set[str]) -> set[str]:
+    """Returns those files of shared memory that a process has mapped: they are that process's, not left behind."""
+    found: set[str] = set()
+    for process in psutil.process_iter() if names else ():
+        with contextlib.suppress(psutil.Error, OSError):
+            found |= {Path(part.path).name for part in process.memory_maps() if part.path.startswith("/dev/shm/")}
+    return found & names
+
+
+def run(*arguments: object, cwd: Path, timeout: float = 200, variables: Mapping[str, str] | None = None) -> Finished:
     """Runs ``python *arguments`` in `cwd`, with this checkout's package and with `variables` in its environment."""
     mark = uuid.uuid4().hex
     paths = [str(REPOSITORY), str(REPOSITORY / "tests"), ENVIRONMENT.get("PYTHONPATH", "")]
@@ -91,8 +100,9 @@ def run(*arguments: object, cwd: Path, timeout: float = 100, variables: Mapping[
     if isinstance(code, str):
         raise AssertionError(f"{code}; {left_over}\n{text[-6000:]}")
     files = [name for name in os.listdir(env["TMPDIR"]) if not _OF_OTHERS.match(name)]
+    shared = set(os.listdir("/dev/shm")) - shared_memory
     deadline = time.monotonic() + 3  # others' come and go
-    while (shared := set(os.listdir("/dev/shm")) - shared_memory) and time.monotonic() < deadline:
+    while (shared := shared & set(os.listdir("/dev/shm")) - _in_use(shared)) and time.monotonic() < deadline:
         time.sleep(0.1)
     shutil.rmtree(env["TMPDIR"])
     return Finished(code, text, left_over, [*files, *shared], ended)

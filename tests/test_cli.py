@@ -10,7 +10,7 @@ import pytest
 from launched import GRAPH
 from processes import REPOSITORY, run
 
-from lightning_gnn import cli
+from lightning_gnn import GraphDataModule, cli
 from lightning_gnn.commands import doctor as doctor_command
 from lightning_gnn.commands.doctor import Check, check_launcher_variables, check_store, check_versions, doctor
 from lightning_gnn.commands.exchange import time_exchange
@@ -65,7 +65,8 @@ def test_fit_finds_what_partition_kept(store, tmp_path, monkeypatch, capsys):
     assert f"The store had it already: {folder}" in capsys.readouterr().out
 
 
-def test_partition_without_a_config(store, capsys):
+def test_partition_without_a_config(store, monkeypatch, capsys):
+    monkeypatch.setattr(GraphDataModule, "_build_in_subprocess", GraphDataModule.build)
     partition([*DATA, "--parts=3", "--columns=250"])
     output = capsys.readouterr().out
     [folder] = entries(store)

@@ -41,7 +41,7 @@ def restarted(folder: Path) -> Finished:
     return run(*TORCHRUN, "--max-restarts", "1", folder / "restarted.py", cwd=folder)
 
 
-@pytest.mark.ahead(restarted)
+@pytest.mark.ahead(runs=restarted)
 def test_torchrun_restarts(ahead):
     _, finished = ahead
     assert finished.succeeded().output.count("epochs 4 in attempt 1") == 2
@@ -63,7 +63,7 @@ def slurm(folder: Path) -> Finished:
     return run(folder / "srun.py", SCRIPT, "dgcl", 2, folder, cwd=folder, variables=variables)
 
 
-@pytest.mark.ahead(slurm)
+@pytest.mark.ahead(runs=slurm)
 def test_slurm(one_device, ahead):
     folder, finished = ahead
     assert finished.succeeded().output.count("finished") == 1
@@ -89,7 +89,7 @@ def two_machines(folder: Path, how: str, store: str) -> Finished:
     return run(*lab, cwd=folder, timeout=170, variables=variables)
 
 
-@pytest.mark.ahead(two_machines)
+@pytest.mark.ahead(runs=two_machines)
 @pytest.mark.parametrize(("how", "store"), [("lightning", "own"), ("torchrun", "shared")])
 def test_two_machines(_namespaces, one_device, ahead, how, store):
     """Two network namespaces with two ranks each; the store on a file system of both, or of each."""

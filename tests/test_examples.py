@@ -22,7 +22,7 @@ def example(folder: Path, name: str, at_least: float) -> Finished:
     return run(REPOSITORY / "examples" / name, cwd=folder)
 
 
-@pytest.mark.ahead(example)
+@pytest.mark.ahead(runs=example)
 @pytest.mark.parametrize(("name", "at_least"), [("demo.py", 0.9), ("library.py", 0.8), ("own_module.py", 0.65)])
 def test_example(ahead, name, at_least):
     _, finished = ahead
@@ -34,7 +34,7 @@ def on_cora(folder: Path) -> Finished:
     return run(REPOSITORY / "examples" / "library.py", "--root", "planetoid", "--epochs", 10, cwd=folder)
 
 
-@pytest.mark.ahead(on_cora)
+@pytest.mark.ahead(runs=on_cora)
 def test_library_on_cora(shared, ahead):
     _, finished = ahead
     assert accuracy(finished.succeeded().output) >= 0.7

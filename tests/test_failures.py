@@ -18,7 +18,7 @@ def fail(folder: Path, strategy: str, event: str) -> Finished:
     return run(SCRIPT, strategy, event, folder, cwd=folder)
 
 
-happening = pytest.mark.ahead(fail)
+happening = pytest.mark.ahead(runs=fail)
 
 
 def ended(ahead: tuple[Path, Finished], within: float = 10.0) -> Finished:
