@@ -58,11 +58,19 @@ def _marked(mark: str) -> list[psutil.Process]:
 
 def _in_use(names: set[str]) -> set[str]:
     """Returns those files of shared memory that a process has mapped: they are that process's, not left behind."""
-    found: set[str] = set()
-    for process in psutil.process_iter() if names else ():
-        with contextlib.suppress(psutil.Error, OSError):
-            found |= {Path(part.path).name for part in process.memory_maps() if part.path.startswith("/dev/shm/")}
-    return found & names
+    mapped: set[int] = set()
+    for pid in psutil.pids() if names else ():
+        with contextlib.suppress(OSError):
+            lines = Path(f"/proc/{pid}/maps").read_text().splitlines()
+            mapped |= {int(line.split()[4]) for line in lines if "/dev/shm/" in line}
+    found = set()
+    for name in names:
+        with contextlib.suppress(OSError):
+            if (
+                os.stat(f"/dev/shm/{name}").st_ino in mapped
+            ):  # not by name: a semaphore is mapped before it gets its own
+                found.add(name)
+    return found
 
 
 def run(*arguments: object, cwd: Path, timeout: float = 200, variables: Mapping[str, str] | None = None) -> Finished:
