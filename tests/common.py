@@ -204,6 +204,7 @@ def train(
     dtype: torch.dtype = torch.float64,
     data: dict[str, Any] | None = None,
     trainer: dict[str, Any] | None = None,
+    self_check: bool = True,
 ) -> dict[str, Any]:
     """Trains, tests and predicts on one rank; returns everything that must equal one device."""
     recorder = Recorder()
@@ -213,7 +214,7 @@ def train(
         "user": lambda: UserModule(built, sizes[1]),
     }[module]().to(dtype)
     datamodule = GraphDataModule(source, **(data or {}))
-    chosen: Any = DGCLStrategy(timeout=60) if strategy == "dgcl" else strategy
+    chosen: Any = DGCLStrategy(timeout=60, self_check=self_check) if strategy == "dgcl" else strategy
     run = quiet_trainer(chosen, world_size, callbacks=[recorder], **(trainer or {}))
     run.fit(wrapped, datamodule=datamodule)
     weights = copy.deepcopy(wrapped.state_dict())

@@ -10,6 +10,7 @@ import socket
 import sys
 import traceback
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -121,7 +122,37 @@ def ranks() -> Iterator[RankPool]:
 
 @pytest.fixture(scope="session", autouse=True)
 def _own_store(tmp_path_factory: pytest.TempPathFactory) -> None:
+    from processes import ENVIRONMENT
+
     os.environ["LIGHTNING_GNN_STORE"] = str(tmp_path_factory.mktemp("store"))
+    ENVIRONMENT.update(os.environ)
+
+
+@pytest.fixture(scope="module")
+def _started(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[dict[str, tuple[Path, Future[Any]]]]:
+    """Runs the functions in marks ``ahead`` of this module's tests, two at a time.
+
+    They start processes, which spend their time on importing, one after the other, and on waiting.
+    """
+    found: dict[str, tuple[Path, Future[Any]]] = {}
+    with ThreadPoolExecutor(2) as pool:
+        for item in request.session.items:
+            mark = item.get_closest_marker("ahead")
+            if item.path == request.path and mark is not None:
+                folder = tmp_path_factory.mktemp("ahead")
+                parameters = item.callspec.params if hasattr(item, "callspec") else {}
+                found[item.nodeid] = folder, pool.submit(mark.kwargs["runs"], folder, **parameters)
+        yield found
+        pool.shutdown(wait=False, cancel_futures=True)
+
+
+@pytest.fixture
+def ahead(request: pytest.FixtureRequest, _started: dict[str, tuple[Path, Future[Any]]]) -> tuple[Path, Any]:
+    """The folder that the function in this test's mark ``ahead`` was given, beside the test's parameters, and its result."""
+    folder, future = _started[request.node.nodeid]
+    return folder, future.result()
 
 
 @pytest.fixture(autouse=True)
@@ -131,6 +162,17 @@ def _same_environment() -> Iterator[None]:
     yield
     os.environ.clear()
     os.environ.update(before)
+
+
+@pytest.fixture(scope="session")
+def one_device(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """What launched.py gives under Lightning's own strategy, on one device."""
+    from launched import results
+    from processes import REPOSITORY, run
+
+    folder = tmp_path_factory.mktemp("one_device")
+    run(REPOSITORY / "tests" / "launched.py", "auto", 1, folder, cwd=folder).succeeded()
+    return results(folder)
 
 
 @pytest.fixture(scope="session")

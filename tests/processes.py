@@ -11,20 +11,23 @@ import sys
 import tempfile
 import time
 import uuid
-from collections.abc import Callable
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import mkdtemp
-from typing import Any
 
 import psutil
 
 REPOSITORY = Path(__file__).resolve().parent.parent
+TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
 _MARK = "LIGHTNING_GNN_TEST_RUN"
 _OF_A_RANK = ("LOCAL_RANK", "NODE_RANK", "RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "PL_GLOBAL_SEED")
 
 # PyG leaves the functions that it generates in files, torch makes folders for those that it compiles and for torchrun's logs.
 _OF_OTHERS = re.compile(r".*_(propagate|edge_updater)_\w+\.py|torchinductor_|torchelastic_|netlab-")
+
+ENVIRONMENT: dict[str, str] = {}
+"""What every command finds as its environment: that of the session's beginning, for tests change this process's own."""
 
 
 @dataclass
@@ -53,14 +56,30 @@ def _marked(mark: str) -> list[psutil.Process]:
     return found
 
 
-def run(
-    *arguments: object, cwd: Path, timeout: float = 100, started: Callable[[subprocess.Popen[Any]], None] | None = None
-) -> Finished:
-    """Runs ``python *arguments`` in `cwd`, with this checkout's package; `started` may do something to it meanwhile."""
+def _in_use(names: set[str]) -> set[str]:
+    """Returns those files of shared memory that a process has mapped: they are that process's, not left behind."""
+    mapped: set[int] = set()
+    for pid in psutil.pids() if names else ():
+        with contextlib.suppress(OSError):
+            lines = Path(f"/proc/{pid}/maps").read_text().splitlines()
+            mapped |= {int(line.split()[4]) for line in lines if "/dev/shm/" in line}
+    found = set()
+    for name in names:
+        with contextlib.suppress(OSError):
+            if (
+                os.stat(f"/dev/shm/{name}").st_ino in mapped
+            ):  # not by name: a semaphore is mapped before it gets its own
+                found.add(name)
+    return found
+
+
+def run(*arguments: object, cwd: Path, timeout: float = 200, variables: Mapping[str, str] | None = None) -> Finished:
+    """Runs ``python *arguments`` in `cwd`, with this checkout's package and with `variables` in its environment."""
     mark = uuid.uuid4().hex
-    paths = [str(REPOSITORY), str(REPOSITORY / "tests"), os.environ.get("PYTHONPATH", "")]
-    env = {key: value for key, value in os.environ.items() if key not in _OF_A_RANK}
+    paths = [str(REPOSITORY), str(REPOSITORY / "tests"), ENVIRONMENT.get("PYTHONPATH", "")]
+    env = {key: value for key, value in ENVIRONMENT.items() if key not in _OF_A_RANK}
     env.update({_MARK: mark, "PYTHONPATH": os.pathsep.join(filter(None, paths)), "COLUMNS": "200", "TMPDIR": mkdtemp()})
+    env.update(variables or {})
     shared_memory = set(os.listdir("/dev/shm"))
     with tempfile.TemporaryFile("w+") as output:  # a pipe would stay open as long as any rank lives
         process = subprocess.Popen(
@@ -71,8 +90,6 @@ def run(
             stderr=subprocess.STDOUT,
             start_new_session=True,
         )
-        if started is not None:
-            started(process)
         try:
             code: int | str = process.wait(timeout)
         except subprocess.TimeoutExpired:
@@ -91,8 +108,9 @@ def run(
     if isinstance(code, str):
         raise AssertionError(f"{code}; {left_over}\n{text[-6000:]}")
     files = [name for name in os.listdir(env["TMPDIR"]) if not _OF_OTHERS.match(name)]
+    shared = set(os.listdir("/dev/shm")) - shared_memory
     deadline = time.monotonic() + 3  # others' come and go
-    while (shared := set(os.listdir("/dev/shm")) - shared_memory) and time.monotonic() < deadline:
+    while (shared := shared & set(os.listdir("/dev/shm")) - _in_use(shared)) and time.monotonic() < deadline:
         time.sleep(0.1)
     shutil.rmtree(env["TMPDIR"])
     return Finished(code, text, left_over, [*files, *shared], ended)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-import multiprocessing as mp
+import time
 from pathlib import Path
 from typing import Any
 
@@ -275,7 +275,8 @@ def test_dotted_path_is_not_even_loaded_again(tmp_path, monkeypatch):
         file.write_text("abc")  # what the arguments name has changed
         with pytest.raises(AssertionError, match="partitioned again"):
             module()._ensure_stored(layout)
-    assert module()._ensure_stored(layout) != first
+        patched.setattr(GraphDataModule, "_build_in_subprocess", GraphDataModule.build)
+        assert module()._ensure_stored(layout) != first
 
 
 def test_a_path_that_cannot_be_imported_says_so(tmp_path):
@@ -283,47 +284,22 @@ def test_a_path_that_cannot_be_imported_says_so(tmp_path):
         GraphDataModule("no.such.module", store=tmp_path)._ensure_stored(LayoutSpec("edge_cut", 2))
 
 
-def test_failing_subprocess_says_which_source(tmp_path, capfd):
-    module = GraphDataModule("test_datamodule.make_small", {"file": str(tmp_path / "none")}, store=tmp_path)
-    with pytest.raises(RuntimeError, match="partitioning test_datamodule.make_small failed"):
-        module._ensure_stored(LayoutSpec("edge_cut", 2))
-    assert "FileNotFoundError" in capfd.readouterr().err
-
-
-def _build(folder: str, barrier: Any, queue: Any) -> None:
-    import logging
-
-    from lightning.pytorch.utilities import rank_zero
-
+def _build(rank: int, world_size: int, folder: Path) -> tuple[str, bool]:
     told: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: told.append(record.getMessage())  # type: ignore[method-assign]
-    logging.getLogger(rank_zero.rank_zero_info.__module__).addHandler(handler)
-    for name in (
-        "lightning.pytorch.utilities.rank_zero",
-        "lightning.fabric.utilities.rank_zero",
-        "lightning_utilities",
-    ):
-        logging.getLogger(name).addHandler(handler)
-    graph = planted_partition(3000)
-    barrier.wait(60)
-    name = GraphDataModule(graph, store=folder).build(LayoutSpec("edge_cut", 3))
-    queue.put((name, sum(message.startswith("Partitioned") for message in set(told))))
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(graph_module, "rank_zero_info", told.append)
+        graph = planted_partition(3000)
+        (folder / f"ready{rank}").touch()
+        while len(list(folder.glob("ready*"))) < world_size:
+            time.sleep(0.01)
+        name = GraphDataModule(graph, store=folder / "store").build(LayoutSpec("edge_cut", 3))
+    return name, any(message.startswith("Partitioned") for message in told)
 
 
-@pytest.mark.slow
-def test_two_processes_partition_once(tmp_path):
-    context = mp.get_context("spawn")
-    barrier, queue = context.Barrier(2), context.SimpleQueue()
-    processes = [context.Process(target=_build, args=(str(tmp_path), barrier, queue)) for _ in range(2)]
-    for process in processes:
-        process.start()
-    results = [queue.get() for _ in processes]
-    for process in processes:
-        process.join(60)
-        assert process.exitcode == 0
-    assert results[0][0] == results[1][0]
-    assert sum(partitioned for _, partitioned in results) == 1
+def test_two_processes_partition_once(ranks, tmp_path):
+    (first, partitioned), (second, also) = ranks.run(2, _build, tmp_path)
+    assert first == second
+    assert partitioned != also
 
 
 def test_properties_need_setup():

@@ -10,11 +10,11 @@ from pathlib import Path
 import pytest
 import torch
 from conftest import SHARED
-from processes import REPOSITORY, run
-from test_launch import TORCHRUN, one_device, results  # noqa: F401  (a fixture)
+from launched import results
+from processes import REPOSITORY, TORCHRUN, Finished, run
 
 SCRIPT = REPOSITORY / "tests" / "launched.py"
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(200)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
 RESTARTED = """
 import os, lightning as L
@@ -36,18 +36,16 @@ print("epochs", trainer.current_epoch, "in attempt", os.environ["TORCHELASTIC_RE
 """
 
 
-def test_torchrun_restarts(tmp_path):
-    (tmp_path / "restarted.py").write_text(RESTARTED)
-    finished = run(*TORCHRUN, "--max-restarts", "1", tmp_path / "restarted.py", cwd=tmp_path).succeeded()
-    assert finished.output.count("epochs 4 in attempt 1") == 2
+def restarted(folder: Path) -> Finished:
+    (folder / "restarted.py").write_text(RESTARTED)
+    return run(*TORCHRUN, "--max-restarts", "1", folder / "restarted.py", cwd=folder)
+
+
+@pytest.mark.ahead(runs=restarted)
+def test_torchrun_restarts(ahead):
+    _, finished = ahead
+    assert finished.succeeded().output.count("epochs 4 in attempt 1") == 2
     assert "ValueError: the first time" in finished.output
-
-
-def slurm(monkeypatch: pytest.MonkeyPatch, tasks: int) -> None:
-    """The environment that SLURM gives each of its tasks, less their numbers."""
-    values = {"JOB_ID": "4711", "JOB_NAME": "train", "NTASKS": tasks, "NODELIST": "localhost", "NODEID": 0}
-    for name, value in values.items():
-        monkeypatch.setenv(f"SLURM_{name}", str(value))
 
 
 TASKS = """
@@ -58,42 +56,45 @@ sys.exit(max(task.wait() for task in tasks))
 """
 
 
-def test_slurm(one_device, tmp_path, monkeypatch):  # noqa: F811
-    slurm(monkeypatch, 2)
-    monkeypatch.setenv("SLURM_NTASKS_PER_NODE", "2")
-    (tmp_path / "srun.py").write_text(TASKS)
-    finished = run(tmp_path / "srun.py", SCRIPT, "dgcl", 2, tmp_path, cwd=tmp_path).succeeded()
-    assert finished.output.count("finished") == 1
-    torch.testing.assert_close(results(tmp_path), one_device, rtol=1e-5, atol=1e-5)
+def slurm(folder: Path) -> Finished:
+    (folder / "srun.py").write_text(TASKS)
+    values = {"JOB_ID": "4711", "JOB_NAME": "train", "NTASKS": "2", "NTASKS_PER_NODE": "2", "NODELIST": "localhost"}
+    variables = {f"SLURM_{name}": value for name, value in {**values, "NODEID": "0"}.items()}
+    return run(folder / "srun.py", SCRIPT, "dgcl", 2, folder, cwd=folder, variables=variables)
 
 
-def test_one_task_of_slurm_for_two_ranks_is_refused(tmp_path, monkeypatch):
-    slurm(monkeypatch, 1)
-    monkeypatch.setenv("SLURM_PROCID", "0")
-    monkeypatch.setenv("SLURM_LOCALID", "0")
-    finished = run(SCRIPT, "dgcl", 2, tmp_path, cwd=tmp_path)
-    assert finished.code != 0
-    assert "num_nodes=1 x devices=2 = 2 ranks, but SLURMEnvironment says that there are 1" in finished.output
-    assert "#SBATCH --ntasks-per-node=2" in finished.output
+@pytest.mark.ahead(runs=slurm)
+def test_slurm(one_device, ahead):
+    folder, finished = ahead
+    assert finished.succeeded().output.count("finished") == 1
+    torch.testing.assert_close(results(folder), one_device, rtol=1e-5, atol=1e-5)
 
 
-def can_make_namespaces() -> bool:
-    return subprocess.run(["unshare", "--net", "true"], stderr=subprocess.DEVNULL).returncode == 0
+NETLAB = SHARED / "netlab" / "netlab.py"
 
 
-@pytest.mark.parametrize(("how", "store"), [("lightning", "own"), ("torchrun", "shared")])
-def test_two_machines(one_device, tmp_path, how, store):  # noqa: F811
-    """Two network namespaces with two ranks each; the store on a file system of both, or of each."""
-    netlab = SHARED / "netlab" / "netlab.py"
-    if not netlab.exists():
-        pytest.skip(f"needs {netlab} (set LIGHTNING_GNN_SHARED to the folder that holds netlab/)")
-    if os.name != "posix" or not can_make_namespaces():
+@pytest.fixture(scope="module")
+def _namespaces() -> None:
+    if not NETLAB.exists():
+        pytest.skip(f"needs {NETLAB} (set LIGHTNING_GNN_SHARED to the folder that holds netlab/)")
+    if os.name != "posix" or subprocess.run(["unshare", "--net", "true"], stderr=subprocess.DEVNULL).returncode:
         pytest.skip("needs the right to make network namespaces")
+
+
+def two_machines(folder: Path, how: str, store: str) -> Finished:
     topology, machine = (REPOSITORY / "tests" / name for name in ("two_machines.json", "machine.py"))
-    command = [sys.executable, machine, how, store, SCRIPT, "dgcl", 2, tmp_path, 2]
-    os.environ["LIGHTNING_GNN_STORE"] = str(tmp_path / "store")
-    finished = run(netlab, "run", topology, "--timeout", 90, "--", *command, cwd=tmp_path, timeout=120).succeeded()
-    assert finished.output.count("finished") == 1
-    torch.testing.assert_close(results(tmp_path), one_device, rtol=1e-5, atol=1e-5)
-    stores = sorted(path.name for path in Path(tmp_path).glob("store*"))
+    command = [sys.executable, machine, how, store, SCRIPT, "dgcl", 2, folder, 2]
+    variables = {"LIGHTNING_GNN_STORE": str(folder / "store")}
+    lab = (NETLAB, "run", topology, "--timeout", 150, "--", *command)
+    return run(*lab, cwd=folder, timeout=170, variables=variables)
+
+
+@pytest.mark.ahead(runs=two_machines)
+@pytest.mark.parametrize(("how", "store"), [("lightning", "own"), ("torchrun", "shared")])
+def test_two_machines(_namespaces, one_device, ahead, how, store):
+    """Two network namespaces with two ranks each; the store on a file system of both, or of each."""
+    folder, finished = ahead
+    assert finished.succeeded().output.count("finished") == 1
+    torch.testing.assert_close(results(folder), one_device, rtol=1e-5, atol=1e-5)
+    stores = sorted(path.name for path in folder.glob("store*"))
     assert stores == (["store"] if store == "shared" else ["store-0", "store-1"])

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import re
+import shutil
+from pathlib import Path
 
 import pytest
-from processes import REPOSITORY, run
+from conftest import SHARED
+from processes import REPOSITORY, Finished, run
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(150)]
 
@@ -15,12 +18,23 @@ def accuracy(output: str) -> float:
     return float(found)
 
 
+def example(folder: Path, name: str, at_least: float) -> Finished:
+    return run(REPOSITORY / "examples" / name, cwd=folder)
+
+
+@pytest.mark.ahead(runs=example)
 @pytest.mark.parametrize(("name", "at_least"), [("demo.py", 0.9), ("library.py", 0.8), ("own_module.py", 0.65)])
-def test_example(tmp_path, name, at_least):
-    assert accuracy(run(REPOSITORY / "examples" / name, cwd=tmp_path).succeeded().output) >= at_least
+def test_example(ahead, name, at_least):
+    _, finished = ahead
+    assert accuracy(finished.succeeded().output) >= at_least
 
 
-def test_library_on_cora(tmp_path, shared):
-    arguments = ["--root", shared / "planetoid", "--epochs", 10]
-    finished = run(REPOSITORY / "examples" / "library.py", *arguments, cwd=tmp_path).succeeded()
-    assert accuracy(finished.output) >= 0.7
+def on_cora(folder: Path) -> Finished:
+    shutil.copytree(SHARED / "data" / "planetoid", folder / "planetoid")
+    return run(REPOSITORY / "examples" / "library.py", "--root", "planetoid", "--epochs", 10, cwd=folder)
+
+
+@pytest.mark.ahead(runs=on_cora)
+def test_library_on_cora(shared, ahead):
+    _, finished = ahead
+    assert accuracy(finished.succeeded().output) >= 0.7

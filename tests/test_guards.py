@@ -56,10 +56,31 @@ def test_spawned_ranks_on_several_machines():
         quiet_trainer("dgcl_spawn", 2, num_nodes=2)
 
 
-def test_ranks_that_are_there_already_are_not_spawned_again(monkeypatch):
-    monkeypatch.setenv("LOCAL_RANK", "0")
-    with pytest.raises(ValueError, match="would start each of them again. Use strategy='dgcl'"):
+TORCHRUN = {"TORCHELASTIC_RUN_ID": "1", "RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2"}
+
+
+@pytest.mark.parametrize(
+    ("variables", "environment"),
+    [({"LOCAL_RANK": "0"}, "LightningEnvironment"), (TORCHRUN, "TorchElasticEnvironment")],
+)
+def test_ranks_that_are_there_already_are_not_spawned_again(monkeypatch, variables, environment):
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    words = rf"started already \({environment}\), .* would start each of them again. Use strategy='dgcl'"
+    with pytest.raises(ValueError, match=words):
         quiet_trainer("dgcl_spawn", 2)
+
+
+def test_one_task_of_slurm_for_two_ranks(monkeypatch):
+    for name in ("NTASKS", "NODEID", "PROCID", "LOCALID", "JOB_ID", "JOB_NAME", "NODELIST"):
+        monkeypatch.setenv(
+            f"SLURM_{name}", {"NTASKS": "1", "JOB_NAME": "train", "NODELIST": "localhost"}.get(name, "0")
+        )
+    words = (
+        r"num_nodes=1 x devices=2 = 2 ranks, but SLURMEnvironment says that there are 1.*#SBATCH --ntasks-per-node=2"
+    )
+    with pytest.raises(RuntimeError, match=words):
+        quiet_trainer("dgcl", 2).fit(NodeClassifier(build("gcn")), datamodule=graph())
 
 
 class Refuses(ScriptLauncher):
