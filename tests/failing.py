@@ -10,7 +10,6 @@ import lightning as L
 from torch_geometric.nn.models import GCN
 
 from lightning_gnn import GraphDataModule, NodeClassifier, planted_partition
-from lightning_gnn.launching import processes, script
 
 SIGNALS = {"kill": signal.SIGKILL, "term": signal.SIGTERM, "interrupt": signal.SIGINT}
 
@@ -50,9 +49,6 @@ class Sleeps(L.Callback):
 
 def main() -> None:
     strategy, event, folder = sys.argv[1], sys.argv[2], Path(sys.argv[3])
-    if event != "raise all":
-        # So that the test's bound on the time until the end leaves some for a busy machine.
-        processes.GRACE_S = script.GRACE_S = 2.0
     data, model = GraphDataModule(planted_partition(2000)), NodeClassifier(GCN(32, 16, 2, 8))
     callbacks = [Happens(event, folder)] + ([Sleeps()] if "unheard" in event else [])
     trainer = L.Trainer(

@@ -20,7 +20,7 @@ from lightning_gnn.comm.group import is_about_peers
 PARENT, REPORT = "LIGHTNING_GNN_PARENT", "LIGHTNING_GNN_REPORT"
 """Environment of a started rank: its parent's process id; its rank, their number, the file descriptor of its report pipe."""
 
-GRACE_S = 5.0
+GRACE_S = 3.0
 """How long ranks may take to end by themselves once one has failed; then they are ended."""
 
 STOP_S = 60.0
