@@ -1,0 +1,254 @@
+"""The shortest path spanning tree planner (DGCL section 5.2, algorithms 1 and 2), over classes of nodes, with rerouting.
+
+Nodes of a class are interchangeable, so a tree is grown for a chunk of a class at a time instead of for a node. The rest of
+the first pass is the paper's: chunks in random order; from the devices reached so far along the path to the nearest unreached
+destination, where an edge costs what the plan's time grows by if the chunk crosses it at that depth. Costs are
+computed for the edges that are looked at, not for all.
+
+Further passes take each chunk out and plan it anew, now that all others are known; and a row may wait on a device for a later
+stage, so that a link that is slow or shared can be used in every stage. What makes the plan longer is undone.
+
+P devices, K stages, H hops, G chunks, W hops of the longest link.
+"""
+
+from __future__ import annotations
+
+import numba
+import numpy as np
+from numpy.typing import NDArray
+
+from lightning_gnn.planning.plan import Plan, check_devices
+from lightning_gnn.planning.relation import Ids, Relation
+from lightning_gnn.planning.topology import Topology
+
+TIE = 1e-4
+"""Weight of the row's own time on a link among links that lengthen the plan alike (often by 0): the faster one is taken."""
+
+SATURATED = 0.999
+"""If one hop is busy for this share of the plan's time, other routes have nothing to gain, and rerouting stops."""
+
+
+def spst(relation: Relation, topology: Topology, *, passes: int = 4, chunks: int = 2000, seed: int = 0) -> Plan:
+    """Returns a plan by shortest path spanning trees; the same for the same arguments.
+
+    Args:
+        relation: which rows are needed where.
+        topology: of as many devices.
+        passes: 1 for the paper's algorithm, in which rows cross the edges at depth k of their tree in stage k; more to reroute.
+        chunks: into about how many the rows are divided: more are slower and up to a point better.
+        seed: of the order of the chunks.
+
+    Raises:
+        ValueError: relation and topology are of different numbers of devices.
+    """
+    check_devices(relation, topology)
+    bounds = _split(relation, max(1, -(-len(relation.nodes) // max(1, chunks))))
+    group_class = np.searchsorted(relation.bounds, bounds[:-1], side="right") - 1
+    order = np.random.default_rng(seed).permutation(len(bounds) - 1)
+    hops, num_hops = _routes(topology)
+    parent, arrival = _plan(
+        relation.owner[group_class],
+        relation.destinations[group_class],
+        np.diff(bounds),
+        order,
+        hops,
+        num_hops,
+        1 / topology.gb_per_s,
+        passes,
+    )
+    used, stage = np.unique(arrival, return_inverse=True)  # stages may have become empty; -1 and 0: not sent
+    stage = stage.reshape(arrival.shape) - np.count_nonzero(used <= 0)
+    return Plan("spst", relation, bounds, parent, np.where(parent >= 0, stage, -1).astype(np.int8))
+
+
+def _split(relation: Relation, rows: int) -> Ids:
+    """Returns the bounds of chunks of at most `rows` nodes, even within a class, ``[G + 1]``."""
+    pieces = -(-relation.counts // rows)
+    of = np.repeat(np.arange(len(pieces)), pieces)
+    position = np.arange(len(of)) - np.repeat(np.cumsum(pieces) - pieces, pieces)
+    starts = relation.bounds[of] + position * relation.counts[of] // pieces[of]
+    return np.append(starts, len(relation.nodes))
+
+
+def _routes(topology: Topology) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
+    """Returns the hops of each link, ``[P, P, W]``, and how many they are, 0 for no link, ``[P, P]``."""
+    num_devices = topology.num_devices
+    hops = np.zeros((num_devices, num_devices, max(map(len, topology.links.values()), default=0)), np.int32)
+    num_hops = np.zeros((num_devices, num_devices), np.int32)
+    for (a, b), via in topology.links.items():
+        hops[a, b, : len(via)] = via
+        num_hops[a, b] = len(via)
+    return hops, num_hops
+
+
+@numba.njit(cache=True)
+def _plan(owner, destinations, counts, order, hops, num_hops, inverse, passes):  # type: ignore[no-untyped-def]
+    """Returns each chunk's parents and arrivals, int8 ``[G, P]``; arrival k + 1 is after stage k, 0 at the owner, -1 never.
+
+    Args:
+        owner, destinations, counts: of the chunks, ``[G]``.
+        order: of planning, ``[G]``.
+        hops, num_hops: of links, see :func:`_routes`.
+        inverse: time per row on each hop, ``[H]``.
+    """
+    num_devices = hops.shape[0]
+    num_stages = max(1, num_devices - 1)
+    load = np.zeros((num_stages, len(inverse)))  # time of each hop in each stage
+    time = np.zeros(num_stages)  # of each stage: the maximum over hops
+    own = np.zeros((num_devices, num_devices))  # time of a row on a link alone
+    for a in range(num_devices):
+        for b in range(num_devices):
+            for i in range(num_hops[a, b]):
+                own[a, b] = max(own[a, b], inverse[hops[a, b, i]])
+    parents = np.full((len(owner), num_devices), -1, np.int8)
+    arrivals = np.full((len(owner), num_devices), -1, np.int8)
+    cost = np.empty((num_stages + 1, num_devices))
+    via = np.empty((num_stages + 1, num_devices), np.int64)
+    old_parent, old_arrival = np.empty(num_devices, np.int8), np.empty(num_devices, np.int8)
+    for number in range(passes):
+        if number and _busiest(load, time) >= SATURATED * time.sum():
+            break
+        for chunk in order:
+            rows = float(counts[chunk])
+            parent, arrival = parents[chunk], arrivals[chunk]
+            before = time.sum()
+            if number:
+                old_parent[:], old_arrival[:] = parent, arrival
+                _carry(parent, arrival, -rows, hops, num_hops, inverse, load, time)
+            parent[:] = -1
+            arrival[:] = -1
+            arrival[owner[chunk]] = 0
+            left, found = destinations[chunk], True
+            while left and found:
+                left, found = _reach_nearest(
+                    left, parent, arrival, rows, number > 0, hops, num_hops, inverse, own, load, time, cost, via
+                )
+            if number and (left or time.sum() > before * (1 + 1e-12)):
+                _carry(parent, arrival, -rows, hops, num_hops, inverse, load, time)
+                parent[:], arrival[:] = old_parent, old_arrival
+                _carry(parent, arrival, rows, hops, num_hops, inverse, load, time)
+    return parents, arrivals
+
+
+@numba.njit(cache=True)
+def _reach_nearest(left, parent, arrival, rows, may_wait, hops, num_hops, inverse, own, load, time, cost, via):  # type: ignore[no-untyped-def]
+    """Adds the cheapest path from reached devices to one of `left` to the tree; returns what is left, and whether there was one.
+
+    A path ends at the first destination, so what lies between are relays: devices that do not need the rows.
+
+    Args:
+        left: destinations not reached yet, as bits.
+        parent, arrival: the tree, ``[P]``; changed.
+        may_wait: whether rows may be sent on later than in the stage after their arrival.
+        load, time: changed.
+        cost, via: scratch of ``[K + 1, P]``: of the cheapest path to a relay by stage k, and the device before it.
+    """
+    num_stages, num_devices = len(time), len(parent)
+    one = np.uint64(1)
+    bound, goal, goal_via, goal_stage = np.inf, -1, -1, -1
+    num_relays = 0
+    for d in range(num_devices):
+        num_relays += arrival[d] < 0 and not left >> np.uint64(d) & one
+    for a in range(num_devices):
+        if arrival[a] < 0:
+            continue
+        for stage in range(arrival[a], num_stages if may_wait else min(arrival[a] + 1, num_stages)):
+            for d in range(num_devices):
+                if left >> np.uint64(d) & one and num_hops[a, d]:
+                    added = _added(a, d, stage, rows, bound, hops, num_hops, inverse, own, load, time)
+                    if added < bound:
+                        bound, goal, goal_via, goal_stage = added, d, a, stage
+    if num_relays:
+        cost[:] = np.inf
+        for stage in range(num_stages):
+            for a in range(num_devices):
+                if arrival[a] >= 0:  # a source, from its arrival on
+                    if arrival[a] > stage or (arrival[a] < stage and not may_wait):
+                        continue
+                    so_far = 0.0
+                else:
+                    so_far = cost[stage, a]
+                    if so_far >= bound:
+                        continue
+                    if may_wait and so_far < cost[stage + 1, a]:
+                        cost[stage + 1, a], via[stage + 1, a] = so_far, a
+                for b in range(num_devices):
+                    if arrival[b] >= 0 or not num_hops[a, b]:
+                        continue
+                    if left >> np.uint64(b) & one:
+                        if arrival[a] >= 0:
+                            continue  # direct: looked at above
+                        added = so_far + _added(
+                            a, b, stage, rows, bound - so_far, hops, num_hops, inverse, own, load, time
+                        )
+                        if added < bound:
+                            bound, goal, goal_via, goal_stage = added, b, a, stage
+                    else:
+                        best = min(bound, cost[stage + 1, b])
+                        added = so_far + _added(
+                            a, b, stage, rows, best - so_far, hops, num_hops, inverse, own, load, time
+                        )
+                        if added < best and not _passed(a, stage, b, arrival, via):
+                            cost[stage + 1, b], via[stage + 1, b] = added, a
+    if goal < 0:
+        return left, False
+    left &= ~(one << np.uint64(goal))
+    d, a, stage = goal, goal_via, goal_stage
+    while True:
+        parent[d], arrival[d] = a, stage + 1
+        _cross(a, d, stage, rows, hops, num_hops, inverse, load, time)
+        if arrival[a] >= 0:
+            return left, True
+        while via[stage, a] == a:  # it waited
+            stage -= 1
+        d, a, stage = a, via[stage, a], stage - 1
+
+
+@numba.njit(cache=True)
+def _added(a, b, stage, rows, limit, hops, num_hops, inverse, own, load, time):  # type: ignore[no-untyped-def]
+    """Returns what the plan's time grows by if `rows` cross a -> b in `stage`, or a number that is not below `limit`."""
+    tie = TIE * rows * own[a, b]
+    longest = time[stage]
+    if tie >= limit:
+        return tie
+    for i in range(num_hops[a, b]):
+        hop = hops[a, b, i]
+        longest = max(longest, load[stage, hop] + rows * inverse[hop])
+    return longest - time[stage] + tie
+
+
+@numba.njit(cache=True)
+def _passed(a, stage, b, arrival, via):  # type: ignore[no-untyped-def]
+    """Whether the path that gets to relay `a` by `stage` passes `b`."""
+    while arrival[a] < 0:
+        if a == b:
+            return True
+        a, stage = via[stage, a], stage - 1
+    return False
+
+
+@numba.njit(cache=True)
+def _cross(a, b, stage, rows, hops, num_hops, inverse, load, time):  # type: ignore[no-untyped-def]
+    """Adds `rows` on a -> b in `stage`; negative ones leave `time` too high."""
+    for i in range(num_hops[a, b]):
+        hop = hops[a, b, i]
+        load[stage, hop] += rows * inverse[hop]
+        time[stage] = max(time[stage], load[stage, hop])
+
+
+@numba.njit(cache=True)
+def _carry(parent, arrival, rows, hops, num_hops, inverse, load, time):  # type: ignore[no-untyped-def]
+    """Adds `rows`, which may be negative, on all edges of a tree."""
+    for b in range(len(parent)):
+        if parent[b] >= 0:
+            _cross(parent[b], b, arrival[b] - 1, rows, hops, num_hops, inverse, load, time)
+    if rows < 0:
+        for b in range(len(parent)):
+            if parent[b] >= 0:
+                time[arrival[b] - 1] = load[arrival[b] - 1].max()
+
+
+@numba.njit(cache=True)
+def _busiest(load, time):  # type: ignore[no-untyped-def]
+    """Returns the time of the hop that is busy longest over all stages."""
+    return load.sum(0).max() if load.shape[1] else 0.0
