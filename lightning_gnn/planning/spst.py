@@ -100,10 +100,16 @@ def _plan(owner, destinations, counts, order, hops, num_hops, inverse, passes): 
         for b in range(num_devices):
             for i in range(num_hops[a, b]):
                 own[a, b] = max(own[a, b], inverse[hops[a, b, i]])
+    shortest = np.where(num_hops > 0, own, np.inf)
+    for c in range(num_devices):
+        for a in range(num_devices):
+            for b in range(num_devices):
+                shortest[a, b] = min(shortest[a, b], shortest[a, c] + shortest[c, b])
     parents = np.full((len(owner), num_devices), -1, np.int8)
     arrivals = np.full((len(owner), num_devices), -1, np.int8)
     cost = np.empty((num_stages + 1, num_devices))
     via = np.empty((num_stages + 1, num_devices), np.int64)
+    near = np.empty(num_devices)
     old_parent, old_arrival = np.empty(num_devices, np.int8), np.empty(num_devices, np.int8)
     for number in range(passes):
         if number and _busiest(load, time) >= SATURATED * time.sum():
@@ -121,7 +127,7 @@ def _plan(owner, destinations, counts, order, hops, num_hops, inverse, passes): 
             left, found = destinations[chunk], True
             while left and found:
                 left, found = _reach_nearest(
-                    left, parent, arrival, rows, number > 0, hops, num_hops, inverse, own, load, time, cost, via
+                    left, parent, arrival, rows, number > 0, hops, num_hops, inverse, own, shortest, load, time, cost, via, near
                 )
             if number and (left or time.sum() > before * (1 + 1e-12)):
                 _carry(parent, arrival, -rows, hops, num_hops, inverse, load, time)
@@ -131,7 +137,7 @@ def _plan(owner, destinations, counts, order, hops, num_hops, inverse, passes): 
 
 
 @numba.njit(cache=True)
-def _reach_nearest(left, parent, arrival, rows, may_wait, hops, num_hops, inverse, own, load, time, cost, via):  # type: ignore[no-untyped-def]
+def _reach_nearest(left, parent, arrival, rows, may_wait, hops, num_hops, inverse, own, shortest, load, time, cost, via, near):  # type: ignore[no-untyped-def]
     """Adds the cheapest path from reached devices to one of `left` to the tree; returns what is left, and whether there was one.
 
     A path ends at the first destination, so what lies between are relays: devices that do not need the rows.
@@ -141,55 +147,60 @@ def _reach_nearest(left, parent, arrival, rows, may_wait, hops, num_hops, invers
         parent, arrival: the tree, ``[P]``; changed.
         may_wait: whether rows may be sent on later than in the stage after their arrival.
         load, time: changed.
-        cost, via: scratch of ``[K + 1, P]``: of the cheapest path to a relay by stage k, and the device before it.
+        shortest: time of a row on the way between two devices that is shortest if nothing else moves, ``[P, P]``.
+        cost, via: scratch, ``[K + 1, P]``: of the cheapest path to a relay by stage k, and the device before it.
+        near: scratch, ``[P]``: what a path costs at least from a relay on; infinite for other devices.
     """
     num_stages, num_devices = len(time), len(parent)
     one = np.uint64(1)
     bound, goal, goal_via, goal_stage = np.inf, -1, -1, -1
-    num_relays = 0
-    for d in range(num_devices):
-        num_relays += arrival[d] < 0 and not left >> np.uint64(d) & one
+    latest = 0  # arrival of a source
     for a in range(num_devices):
+        near[a] = np.inf
         if arrival[a] < 0:
+            if not left >> np.uint64(a) & one:
+                for d in range(num_devices):
+                    if left >> np.uint64(d) & one:
+                        near[a] = min(near[a], TIE * rows * shortest[a, d])
             continue
+        latest = max(latest, arrival[a])
         for stage in range(arrival[a], num_stages if may_wait else min(arrival[a] + 1, num_stages)):
             for d in range(num_devices):
                 if left >> np.uint64(d) & one and num_hops[a, d]:
                     added = _added(a, d, stage, rows, bound, hops, num_hops, inverse, own, load, time)
                     if added < bound:
                         bound, goal, goal_via, goal_stage = added, d, a, stage
-    if num_relays:
-        cost[:] = np.inf
-        for stage in range(num_stages):
-            for a in range(num_devices):
-                if arrival[a] >= 0:  # a source, from its arrival on
-                    if arrival[a] > stage or (arrival[a] < stage and not may_wait):
-                        continue
-                    so_far = 0.0
-                else:
-                    so_far = cost[stage, a]
-                    if so_far >= bound:
-                        continue
-                    if may_wait and so_far < cost[stage + 1, a]:
-                        cost[stage + 1, a], via[stage + 1, a] = so_far, a
-                for b in range(num_devices):
-                    if arrival[b] >= 0 or not num_hops[a, b]:
-                        continue
-                    if left >> np.uint64(b) & one:
-                        if arrival[a] >= 0:
-                            continue  # direct: looked at above
+    cost[:] = np.inf
+    for stage in range(num_stages):
+        alive = may_wait or stage <= latest
+        for a in range(num_devices):
+            if arrival[a] >= 0:  # a source, from its arrival on
+                if arrival[a] > stage or (arrival[a] < stage and not may_wait):
+                    continue
+                so_far = 0.0
+            else:
+                so_far = cost[stage, a]
+                if so_far + near[a] >= bound:
+                    continue
+                alive = True
+                if may_wait and so_far < cost[stage + 1, a]:
+                    cost[stage + 1, a], via[stage + 1, a] = so_far, a
+                for d in range(num_devices):
+                    if left >> np.uint64(d) & one and num_hops[a, d]:
                         added = so_far + _added(
-                            a, b, stage, rows, bound - so_far, hops, num_hops, inverse, own, load, time
+                            a, d, stage, rows, bound - so_far, hops, num_hops, inverse, own, load, time
                         )
                         if added < bound:
-                            bound, goal, goal_via, goal_stage = added, b, a, stage
-                    else:
-                        best = min(bound, cost[stage + 1, b])
-                        added = so_far + _added(
-                            a, b, stage, rows, best - so_far, hops, num_hops, inverse, own, load, time
-                        )
-                        if added < best and not _passed(a, stage, b, arrival, via):
-                            cost[stage + 1, b], via[stage + 1, b] = added, a
+                            bound, goal, goal_via, goal_stage = added, d, a, stage
+            for b in range(num_devices):
+                best = min(bound - near[b], cost[stage + 1, b])
+                if so_far >= best or not num_hops[a, b]:  # near is infinite, and best negative, unless b is a relay
+                    continue
+                added = so_far + _added(a, b, stage, rows, best - so_far, hops, num_hops, inverse, own, load, time)
+                if added < best and not _passed(a, stage, b, arrival, via):
+                    cost[stage + 1, b], via[stage + 1, b] = added, a
+        if not alive:
+            break
     if goal < 0:
         return left, False
     left &= ~(one << np.uint64(goal))
@@ -204,7 +215,7 @@ def _reach_nearest(left, parent, arrival, rows, may_wait, hops, num_hops, invers
         d, a, stage = a, via[stage, a], stage - 1
 
 
-@numba.njit(cache=True)
+@numba.njit(cache=True, inline="always")
 def _added(a, b, stage, rows, limit, hops, num_hops, inverse, own, load, time):  # type: ignore[no-untyped-def]
     """Returns what the plan's time grows by if `rows` cross a -> b in `stage`, or a number that is not below `limit`."""
     tie = TIE * rows * own[a, b]
@@ -217,7 +228,7 @@ def _added(a, b, stage, rows, limit, hops, num_hops, inverse, own, load, time): 
     return longest - time[stage] + tie
 
 
-@numba.njit(cache=True)
+@numba.njit(cache=True, inline="always")
 def _passed(a, stage, b, arrival, via):  # type: ignore[no-untyped-def]
     """Whether the path that gets to relay `a` by `stage` passes `b`."""
     while arrival[a] < 0:
