@@ -100,7 +100,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--graphs", default="cnr-2000,ego-twitter,power-law")
     parser.add_argument("--topologies", default=",".join(DEVICES))
-    parser.add_argument("--no-reference", action="store_true", help="it takes a minute for a million nodes and 16 devices")
+    parser.add_argument(
+        "--no-reference", action="store_true", help="it takes a minute for a million nodes and 16 devices"
+    )
     parser.add_argument("--json")
     options = parser.parse_args()
     small = Relation.from_masks(np.array([0, 5], np.uint64), np.array([0, 1, 2, 2]))  # compiles

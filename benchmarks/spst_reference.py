@@ -28,7 +28,9 @@ def reference_cost(relation: Relation, topology: Topology, seed: int = 0) -> flo
     first_hop = np.cumsum([0, *(len(topology.links[pair]) for pair in pairs)])
     hops = np.concatenate([topology.links[pair] for pair in pairs])
     order = np.random.default_rng(seed).permutation(len(group))
-    load = _plan(relation.owner[group], relation.destinations[group], order, link, first_hop, hops, 1 / topology.gb_per_s)
+    load = _plan(
+        relation.owner[group], relation.destinations[group], order, link, first_hop, hops, 1 / topology.gb_per_s
+    )
     return float(load.max(1).sum() * 1e-9)
 
 

@@ -16,6 +16,7 @@ from lightning_gnn.planning.presets import dgx1, pcie8, uniform
 from lightning_gnn.planning.relation import Relation
 from lightning_gnn.planning.spst import spst
 from lightning_gnn.planning.topology import Topology
+from lightning_gnn.planning.topology_file import topology_from_dict
 
 
 def plans(relation: Relation, topology: Topology) -> list[Plan]:
@@ -27,7 +28,7 @@ def plans(relation: Relation, topology: Topology) -> list[Plan]:
 @settings(max_examples=40, deadline=None)
 @given(problems(), st.integers(0, 1000))
 def test_classes_against_a_loop(problem, seed):
-    relation, topology = problem
+    relation, _ = problem
     rng = np.random.default_rng(seed)
     num_nodes, devices = int(relation.offsets[-1]), relation.num_devices
     if not num_nodes:
@@ -216,10 +217,8 @@ def test_refusals():
     for make in (spst, p2p):
         with pytest.raises(ValueError, match=r"cut into 4 parts, but topology 'dgx1' has 8 devices"):
             make(relation, dgx1())
-    line = Topology(
-        "line", 4, uniform(4).hops[:6], {(a, b): (2 * min(a, b) + (a > b),) for a in range(4) for b in (a - 1, a + 1) if 0 <= b < 4},
-        ((0, 1, 2, 3),), ((0, 1, 2, 3),),
-    )  # fmt: skip
+    links = [{"a": a, "b": a + 1, "gb_per_s": 1.0} for a in range(3)]
+    line = topology_from_dict({"name": "line", "devices": 4, "links": links})
     with pytest.raises(ValueError, match=r"has no link between them. Let a plan relay them"):
         p2p(relation, line)
     assert spst(relation, line).num_stages >= 3

@@ -1,10 +1,10 @@
 """A lower bound on the time of any plan.
 
-Whatever the stages are, a plan takes at least as long as any one hop is busy over all of them; so at least as long as any
-weighted mean of the hops, weights y with sum 1. Under fixed weights a link has a price, and a row can do no better than its cheapest
-tree: sum over classes of count x cheapest tree is a bound. The best weights are a linear program: over the prices y and the costs
-c(S, v) of the cheapest trees from device v to the set S (Dreyfus and Wagner's recursion, as inequalities). It is the dual of routing
-all rows, in fractions, over relayed trees such that the busiest hop is least busy.
+Whatever the stages are, a plan takes at least as long as any one hop is busy over all of them, and so at least as long as any
+weighted mean of the hops, weights y with sum 1. Under fixed weights each link has a price, and a row can do no better than its
+cheapest tree: sum over classes of count x cheapest tree is a bound. The best weights solve a linear program over y and the
+costs c(S, v) of the cheapest trees from device v to the set S (Dreyfus and Wagner's recursion, as inequalities). It is the dual
+of routing all rows, in fractions, over relayed trees such that the busiest hop is least busy.
 
 P devices, H hops.
 """
@@ -127,21 +127,22 @@ def _best_weights(relation: Relation, topology: Topology) -> NDArray[np.float64]
         wanted = np.flatnonzero(free[:, a])
         ones = np.ones(len(wanted), np.int64)
         at_most(column[wanted, a], (column[wanted, b], 1.0), *((hop * ones, 1 / topology.gb_per_s[hop]) for hop in via))
-    for wanted in range(1, 1 << num_devices):  # c(S, v) <= c(S', v) + c(S - S', v)
-        outside = np.flatnonzero(free[wanted])
-        parts = np.arange(1, wanted)
-        parts = parts[((parts & wanted) == parts) & (parts & (wanted & -wanted) > 0)]
+    for whole in range(1, 1 << num_devices):  # c(S, v) <= c(S', v) + c(S - S', v)
+        outside = np.flatnonzero(free[whole])
+        parts = np.arange(1, whole)
+        parts = parts[((parts & whole) == parts) & (parts & (whole & -whole) > 0)]
         part, v = (each.ravel() for each in np.meshgrid(parts, outside))
-        at_most(column[wanted, v], (column[part, v], 1.0), (column[wanted ^ part, v], 1.0))
+        at_most(column[whole, v], (column[part, v], 1.0), (column[whole ^ part, v], 1.0))
     matrix = csc_matrix(
         (np.concatenate(values), (np.concatenate(rows), np.concatenate(columns))), (height, num_hops + int(free.sum()))
     )
     gain = np.zeros(matrix.shape[1])
-    np.add.at(gain, column[relation.destinations.astype(np.int64), relation.owner], relation.counts / len(relation.nodes))
+    np.add.at(
+        gain, column[relation.destinations.astype(np.int64), relation.owner], relation.counts / len(relation.nodes)
+    )
     total = np.zeros((1, matrix.shape[1]))
     total[0, :num_hops] = 1
     found = linprog(-gain, matrix, np.zeros(height), total, [1.0], method="highs-ipm")
     if found.x is None:
         raise RuntimeError(f"HiGHS did not solve the linear program of the bound: {found.message}")
     return found.x[:num_hops]
-

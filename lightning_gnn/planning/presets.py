@@ -78,9 +78,7 @@ def pcie8() -> Topology:
 
 def uniform(num_devices: int, gb_per_s: float = 1.0) -> Topology:
     """Returns devices that are all joined to each other by links of their own, of one bandwidth in GB/s."""
-    links = [
-        {"a": a, "b": b, "gb_per_s": gb_per_s} for a in range(num_devices) for b in range(a + 1, num_devices)
-    ]
+    links = [{"a": a, "b": b, "gb_per_s": gb_per_s} for a in range(num_devices) for b in range(a + 1, num_devices)]
     return topology_from_dict({"name": "uniform", "devices": num_devices, "links": links})
 
 

@@ -127,7 +127,21 @@ def _plan(owner, destinations, counts, order, hops, num_hops, inverse, passes): 
             left, found = destinations[chunk], True
             while left and found:
                 left, found = _reach_nearest(
-                    left, parent, arrival, rows, number > 0, hops, num_hops, inverse, own, shortest, load, time, cost, via, near
+                    left,
+                    parent,
+                    arrival,
+                    rows,
+                    number > 0,
+                    hops,
+                    num_hops,
+                    inverse,
+                    own,
+                    shortest,
+                    load,
+                    time,
+                    cost,
+                    via,
+                    near,
                 )
             if number and (left or time.sum() > before * (1 + 1e-12)):
                 _carry(parent, arrival, -rows, hops, num_hops, inverse, load, time)
@@ -137,7 +151,9 @@ def _plan(owner, destinations, counts, order, hops, num_hops, inverse, passes): 
 
 
 @numba.njit(cache=True)
-def _reach_nearest(left, parent, arrival, rows, may_wait, hops, num_hops, inverse, own, shortest, load, time, cost, via, near):  # type: ignore[no-untyped-def]
+def _reach_nearest(
+    left, parent, arrival, rows, may_wait, hops, num_hops, inverse, own, shortest, load, time, cost, via, near
+):  # type: ignore[no-untyped-def]
     """Adds the cheapest path from reached devices to one of `left` to the tree; returns what is left, and whether there was one.
 
     A path ends at the first destination, so what lies between are relays: devices that do not need the rows.

@@ -1,10 +1,10 @@
 """What one rank does in each stage of a plan: the send and receive tables of DGCL section 6.1, and the sub-stages of 6.2.
 
-A rank works on one buffer of rows: N owned rows, then H halo rows in the order of its halo (ascending relabelled ids), then R rows
-that it only relays. Tables hold positions in this buffer.
+A rank works on one buffer of rows: N owned rows, then H halo rows in the order of its halo (ascending relabelled ids), then R
+rows that it only relays. Tables hold positions in this buffer.
 
-- Forward: for each stage in order, send the rows of `sends`, then write what arrives to the rows of `receives`. A row that is sent
-  was owned or arrived in an earlier stage, so a rank may start a stage when the rows of its own earlier stages are in.
+- Forward: for each stage in order, send the rows of `sends`, then write what arrives to the rows of `receives`. A row that is
+  sent was owned or arrived in an earlier stage, so a rank may start a stage when the rows of its own earlier stages are in.
 - Backward: the buffer holds gradients, zero where there are none, R rows included. For each sub-stage in order, send the
   rows of `sends`, and *add* what arrives to the rows of `receives`. No row receives from two ranks in one sub-stage, so
   the additions need no atomics, and their order is fixed.
@@ -13,6 +13,7 @@ that it only relays. Tables hold positions in this buffer.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import pairwise
 
 import numpy as np
 
@@ -99,7 +100,7 @@ def rank_plan(plan: Plan, rank: int) -> RankPlan:
         order = np.lexsort((nodes, message))
         bounds = np.searchsorted(message[order], np.arange(num_slots * plan.num_devices + 1))
         rows = positions(nodes[order])
-        each = [rows[low:high] for low, high in zip(bounds, bounds[1:])]
+        each = [rows[low:high] for low, high in pairwise(bounds)]
         return [tuple(each[slot * plan.num_devices : (slot + 1) * plan.num_devices]) for slot in range(num_slots)]
 
     def stages(slots: Ids, num_slots: int) -> list[Stage]:

@@ -129,20 +129,30 @@ class Topology:
                 "Name a topology with at least one device per rank."
             )
 
+        return self.among(tuple(range(num_ranks)))
+
+    def among(self, devices: tuple[int, ...]) -> Topology:
+        """Returns the topology of some of the devices, renumbered in the order given, with the links between them.
+
+        Raises:
+            ValueError: they are not connected among themselves.
+        """
+        new_device = {old: new for new, old in enumerate(devices)}
+
         def kept(groups: tuple[tuple[int, ...], ...]) -> tuple[tuple[int, ...], ...]:
-            smaller = (tuple(device for device in group if device < num_ranks) for group in groups)
+            smaller = (tuple(new_device[device] for device in group if device in new_device) for group in groups)
             return tuple(group for group in smaller if group)
 
-        links = {pair: via for pair, via in self.links.items() if max(pair) < num_ranks}
-        memory = self.memory[:num_ranks]
+        links = {pair: via for pair, via in self.links.items() if new_device.keys() >= set(pair)}
+        memory = tuple(self.memory[device] for device in devices) if self.memory else ()
         used = {hop & ~1 for via in (*links.values(), *memory) for hop in via}
-        new = {old: position for position, old in enumerate(sorted(used | {hop ^ 1 for hop in used}))}
+        new_hop = {old: new for new, old in enumerate(sorted(used | {hop ^ 1 for hop in used}))}
         return Topology(
-            f"{self.name}, first {num_ranks}",
-            num_ranks,
-            tuple(self.hops[old] for old in new),
-            {pair: tuple(new[hop] for hop in via) for pair, via in links.items()},
+            f"{self.name}, {len(devices)} of {self.num_devices}",
+            len(devices),
+            tuple(self.hops[old] for old in new_hop),
+            {(new_device[a], new_device[b]): tuple(new_hop[hop] for hop in via) for (a, b), via in links.items()},
             kept(self.hosts),
             kept(self.sockets),
-            tuple(tuple(new[hop] for hop in via) for via in memory),
+            tuple(tuple(new_hop[hop] for hop in via) for via in memory),
         )

@@ -126,14 +126,13 @@ def topology_to_dict(topology: Topology) -> dict[str, Any]:
 
 def _duplex(title: str, entry: Mapping[str, Any], where: str) -> list[Hop]:
     """Returns the two directions of a connection."""
-    if "gb_per_s" in entry:
-        gb_per_s = float(_get(entry, "gb_per_s", (int, float), where))
-    else:
-        gb_per_s = _get(entry, "bandwidth_mbit", (int, float), where, instead="gb_per_s") / 8000
+    gb_per_s = _get(entry, "gb_per_s", (int, float), where, instead="bandwidth_mbit")
+    if "gb_per_s" not in entry:
+        gb_per_s /= 8000
     reference = entry.get("reference")  # where an emulator notes what it stands for
     kind = _get(entry, "kind", str, where, reference.get("type", "link") if isinstance(reference, dict) else "link")
     kind = {"nv1": "nvlink", "nv2": "nvlink"}.get(kind.lower(), kind.lower())
-    return [Hop(title, kind, gb_per_s), Hop(f"-{title}", kind, gb_per_s)]
+    return [Hop(title, kind, float(gb_per_s)), Hop(f"-{title}", kind, float(gb_per_s))]
 
 
 def _devices(value: Any, where: str) -> tuple[int, ...]:
@@ -159,5 +158,7 @@ def _get(
     value = entry.get(key)
     if not isinstance(value, kind) or isinstance(value, bool):
         wanted = " or ".join(each.__name__ for each in (kind if isinstance(kind, tuple) else (kind,)))
-        raise ValueError(f"{where}: {key!r} must be {wanted} ({f'got {value!r}' if key in entry else 'it is missing'}).")
+        raise ValueError(
+            f"{where}: {key!r} must be {wanted} ({f'got {value!r}' if key in entry else 'it is missing'})."
+        )
     return value
