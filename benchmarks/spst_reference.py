@@ -2,8 +2,8 @@
 
 Plain: for each node in random order and each of its destinations, the cost of all links in all stages is computed, then Dijkstra
 runs over (device, depth) from all reached devices until the nearest destination is settled. Left out are the two shortcuts
-that the paper names but does not use either (costs on demand) or that are the planner's own (classes, chunks). It is
-compiled by numba, so that ratios compare algorithms and not languages; ``NUMBA_DISABLE_JIT=1`` runs it in plain Python.
+that the paper names but does not use either (costs on demand) or that are the planner's own (classes, chunks). Compiled by
+numba it says what the planner's algorithm saves; as plain Python, what a plain implementation takes.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ TIE = 1e-4
 """Costs below a stage's maximum are 0; the link that is faster by itself is then taken. The paper is silent on ties."""
 
 
-def reference_cost(relation: Relation, topology: Topology, seed: int = 0) -> float:
+def reference_cost(relation: Relation, topology: Topology, seed: int = 0, compiled: bool = True) -> float:
     """Returns the plan's seconds for rows of one byte."""
     group = np.repeat(np.arange(len(relation.owner)), relation.counts)
     pairs = sorted(topology.links)
@@ -28,7 +28,8 @@ def reference_cost(relation: Relation, topology: Topology, seed: int = 0) -> flo
     first_hop = np.cumsum([0, *(len(topology.links[pair]) for pair in pairs)])
     hops = np.concatenate([topology.links[pair] for pair in pairs])
     order = np.random.default_rng(seed).permutation(len(group))
-    load = _plan(
+    plan = _plan if compiled else _plan.py_func
+    load = plan(
         relation.owner[group], relation.destinations[group], order, link, first_hop, hops, 1 / topology.gb_per_s
     )
     return float(load.max(1).sum() * 1e-9)

@@ -13,6 +13,8 @@ P devices, K stages, H hops, G chunks, W hops of the longest link.
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import numba
 import numpy as np
 from numpy.typing import NDArray
@@ -45,15 +47,12 @@ def spst(relation: Relation, topology: Topology, *, passes: int = 4, chunks: int
     bounds = _split(relation, max(1, -(-len(relation.nodes) // max(1, chunks))))
     group_class = np.searchsorted(relation.bounds, bounds[:-1], side="right") - 1
     order = np.random.default_rng(seed).permutation(len(bounds) - 1)
-    hops, num_hops = _routes(topology)
     parent, arrival = _plan(
         relation.owner[group_class],
         relation.destinations[group_class],
         np.diff(bounds),
         order,
-        hops,
-        num_hops,
-        1 / topology.gb_per_s,
+        _links(topology),
         passes,
     )
     used, stage = np.unique(arrival, return_inverse=True)  # stages may have become empty; -1 and 0: not sent
@@ -70,90 +69,101 @@ def _split(relation: Relation, rows: int) -> Ids:
     return np.append(starts, len(relation.nodes))
 
 
-def _routes(topology: Topology) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
-    """Returns the hops of each link, ``[P, P, W]``, and how many they are, 0 for no link, ``[P, P]``."""
+class _Links(NamedTuple):
+    """What the planner knows of the topology.
+
+    Attributes:
+        hops: of the link from a to b, int32 ``[P, P, W]``.
+        num_hops: how many they are, 0 for no link, int32 ``[P, P]``.
+        seconds: a row's time on each hop, ``[H]``; the unit does not matter.
+        own: a row's time on a link that it has for itself, ``[P, P]``.
+        shortest: a row's time from a to b, over relays too, if nothing else moves, ``[P, P]``.
+    """
+
+    hops: NDArray[np.int32]
+    num_hops: NDArray[np.int32]
+    seconds: NDArray[np.float64]
+    own: NDArray[np.float64]
+    shortest: NDArray[np.float64]
+
+
+class _Load(NamedTuple):
+    """What the trees so far put on the links: time of each hop in each stage ``[K, H]``, of each stage ``[K]``."""
+
+    hop: NDArray[np.float64]
+    stage: NDArray[np.float64]
+
+
+class _Search(NamedTuple):
+    """Scratch of one search.
+
+    Attributes:
+        cost, via: of the cheapest path on which a relay has the rows by stage k, and the device before it, ``[K + 1, P]``.
+        near: what a path costs at least from a relay to a destination, infinite for other devices, ``[P]``.
+    """
+
+    cost: NDArray[np.float64]
+    via: NDArray[np.int64]
+    near: NDArray[np.float64]
+
+
+def _links(topology: Topology) -> _Links:
     num_devices = topology.num_devices
     hops = np.zeros((num_devices, num_devices, max(map(len, topology.links.values()), default=0)), np.int32)
     num_hops = np.zeros((num_devices, num_devices), np.int32)
+    own = np.full((num_devices, num_devices), np.inf)
+    seconds = 1 / topology.gb_per_s
     for (a, b), via in topology.links.items():
         hops[a, b, : len(via)] = via
         num_hops[a, b] = len(via)
-    return hops, num_hops
+        own[a, b] = seconds[list(via)].max()
+    shortest = own.copy()
+    for relay in range(num_devices):
+        shortest = np.minimum(shortest, shortest[:, relay, None] + shortest[relay])
+    return _Links(hops, num_hops, seconds, own, shortest)
 
 
 @numba.njit(cache=True)
-def _plan(owner, destinations, counts, order, hops, num_hops, inverse, passes):  # type: ignore[no-untyped-def]
+def _plan(owner, destinations, counts, order, links, passes):  # type: ignore[no-untyped-def]
     """Returns each chunk's parents and arrivals, int8 ``[G, P]``; arrival k + 1 is after stage k, 0 at the owner, -1 never.
 
     Args:
         owner, destinations, counts: of the chunks, ``[G]``.
         order: of planning, ``[G]``.
-        hops, num_hops: of links, see :func:`_routes`.
-        inverse: time per row on each hop, ``[H]``.
     """
-    num_devices = hops.shape[0]
+    num_devices = len(links.own)
     num_stages = max(1, num_devices - 1)
-    load = np.zeros((num_stages, len(inverse)))  # time of each hop in each stage
-    time = np.zeros(num_stages)  # of each stage: the maximum over hops
-    own = np.zeros((num_devices, num_devices))  # time of a row on a link alone
-    for a in range(num_devices):
-        for b in range(num_devices):
-            for i in range(num_hops[a, b]):
-                own[a, b] = max(own[a, b], inverse[hops[a, b, i]])
-    shortest = np.where(num_hops > 0, own, np.inf)
-    for c in range(num_devices):
-        for a in range(num_devices):
-            for b in range(num_devices):
-                shortest[a, b] = min(shortest[a, b], shortest[a, c] + shortest[c, b])
+    load = _Load(np.zeros((num_stages, len(links.seconds))), np.zeros(num_stages))
+    cost = np.empty((num_stages + 1, num_devices))
+    search = _Search(cost, np.empty(cost.shape, np.int64), np.empty(num_devices))
     parents = np.full((len(owner), num_devices), -1, np.int8)
     arrivals = np.full((len(owner), num_devices), -1, np.int8)
-    cost = np.empty((num_stages + 1, num_devices))
-    via = np.empty((num_stages + 1, num_devices), np.int64)
-    near = np.empty(num_devices)
     old_parent, old_arrival = np.empty(num_devices, np.int8), np.empty(num_devices, np.int8)
     for number in range(passes):
-        if number and _busiest(load, time) >= SATURATED * time.sum():
+        if number and _busiest(load) >= SATURATED * load.stage.sum():
             break
         for chunk in order:
             rows = float(counts[chunk])
             parent, arrival = parents[chunk], arrivals[chunk]
-            before = time.sum()
+            before = load.stage.sum()
             if number:
                 old_parent[:], old_arrival[:] = parent, arrival
-                _carry(parent, arrival, -rows, hops, num_hops, inverse, load, time)
+                _carry(parent, arrival, -rows, links, load)
             parent[:] = -1
             arrival[:] = -1
             arrival[owner[chunk]] = 0
             left, found = destinations[chunk], True
             while left and found:
-                left, found = _reach_nearest(
-                    left,
-                    parent,
-                    arrival,
-                    rows,
-                    number > 0,
-                    hops,
-                    num_hops,
-                    inverse,
-                    own,
-                    shortest,
-                    load,
-                    time,
-                    cost,
-                    via,
-                    near,
-                )
-            if number and (left or time.sum() > before * (1 + 1e-12)):
-                _carry(parent, arrival, -rows, hops, num_hops, inverse, load, time)
+                left, found = _reach_nearest(left, parent, arrival, rows, number > 0, links, load, search)
+            if number and (left or load.stage.sum() > before * (1 + 1e-12)):
+                _carry(parent, arrival, -rows, links, load)
                 parent[:], arrival[:] = old_parent, old_arrival
-                _carry(parent, arrival, rows, hops, num_hops, inverse, load, time)
+                _carry(parent, arrival, rows, links, load)
     return parents, arrivals
 
 
 @numba.njit(cache=True)
-def _reach_nearest(
-    left, parent, arrival, rows, may_wait, hops, num_hops, inverse, own, shortest, load, time, cost, via, near
-):  # type: ignore[no-untyped-def]
+def _reach_nearest(left, parent, arrival, rows, may_wait, links, load, search):  # type: ignore[no-untyped-def]
     """Adds the cheapest path from reached devices to one of `left` to the tree; returns what is left, and whether there was one.
 
     A path ends at the first destination, so what lies between are relays: devices that do not need the rows.
@@ -162,12 +172,10 @@ def _reach_nearest(
         left: destinations not reached yet, as bits.
         parent, arrival: the tree, ``[P]``; changed.
         may_wait: whether rows may be sent on later than in the stage after their arrival.
-        load, time: changed.
-        shortest: time of a row on the way between two devices that is shortest if nothing else moves, ``[P, P]``.
-        cost, via: scratch, ``[K + 1, P]``: of the cheapest path to a relay by stage k, and the device before it.
-        near: scratch, ``[P]``: what a path costs at least from a relay on; infinite for other devices.
+        load: changed.
     """
-    num_stages, num_devices = len(time), len(parent)
+    cost, via, near = search
+    num_stages, num_devices = len(load.stage), len(parent)
     one = np.uint64(1)
     bound, goal, goal_via, goal_stage = np.inf, -1, -1, -1
     latest = 0  # arrival of a source
@@ -177,13 +185,13 @@ def _reach_nearest(
             if not left >> np.uint64(a) & one:
                 for d in range(num_devices):
                     if left >> np.uint64(d) & one:
-                        near[a] = min(near[a], TIE * rows * shortest[a, d])
+                        near[a] = min(near[a], TIE * rows * links.shortest[a, d])
             continue
         latest = max(latest, arrival[a])
         for stage in range(arrival[a], num_stages if may_wait else min(arrival[a] + 1, num_stages)):
             for d in range(num_devices):
-                if left >> np.uint64(d) & one and num_hops[a, d]:
-                    added = _added(a, d, stage, rows, bound, hops, num_hops, inverse, own, load, time)
+                if left >> np.uint64(d) & one and links.num_hops[a, d]:
+                    added = _added(a, d, stage, rows, bound, links, load)
                     if added < bound:
                         bound, goal, goal_via, goal_stage = added, d, a, stage
     cost[:] = np.inf
@@ -202,17 +210,17 @@ def _reach_nearest(
                 if may_wait and so_far < cost[stage + 1, a]:
                     cost[stage + 1, a], via[stage + 1, a] = so_far, a
                 for d in range(num_devices):
-                    if left >> np.uint64(d) & one and num_hops[a, d]:
-                        added = so_far + _added(
-                            a, d, stage, rows, bound - so_far, hops, num_hops, inverse, own, load, time
-                        )
+                    if left >> np.uint64(d) & one and links.num_hops[a, d]:
+                        added = so_far + _added(a, d, stage, rows, bound - so_far, links, load)
                         if added < bound:
                             bound, goal, goal_via, goal_stage = added, d, a, stage
             for b in range(num_devices):
                 best = min(bound - near[b], cost[stage + 1, b])
-                if so_far >= best or not num_hops[a, b]:  # near is infinite, and best negative, unless b is a relay
+                if (
+                    so_far >= best or not links.num_hops[a, b]
+                ):  # near is infinite, and best negative, unless b is a relay
                     continue
-                added = so_far + _added(a, b, stage, rows, best - so_far, hops, num_hops, inverse, own, load, time)
+                added = so_far + _added(a, b, stage, rows, best - so_far, links, load)
                 if added < best and not _passed(a, stage, b, arrival, via):
                     cost[stage + 1, b], via[stage + 1, b] = added, a
         if not alive:
@@ -223,7 +231,7 @@ def _reach_nearest(
     d, a, stage = goal, goal_via, goal_stage
     while True:
         parent[d], arrival[d] = a, stage + 1
-        _cross(a, d, stage, rows, hops, num_hops, inverse, load, time)
+        _cross(a, d, stage, rows, links, load)
         if arrival[a] >= 0:
             return left, True
         while via[stage, a] == a:  # it waited
@@ -232,16 +240,16 @@ def _reach_nearest(
 
 
 @numba.njit(cache=True, inline="always")
-def _added(a, b, stage, rows, limit, hops, num_hops, inverse, own, load, time):  # type: ignore[no-untyped-def]
+def _added(a, b, stage, rows, limit, links, load):  # type: ignore[no-untyped-def]
     """Returns what the plan's time grows by if `rows` cross a -> b in `stage`, or a number that is not below `limit`."""
-    tie = TIE * rows * own[a, b]
-    longest = time[stage]
+    tie = TIE * rows * links.own[a, b]
+    longest = load.stage[stage]
     if tie >= limit:
         return tie
-    for i in range(num_hops[a, b]):
-        hop = hops[a, b, i]
-        longest = max(longest, load[stage, hop] + rows * inverse[hop])
-    return longest - time[stage] + tie
+    for i in range(links.num_hops[a, b]):
+        hop = links.hops[a, b, i]
+        longest = max(longest, load.hop[stage, hop] + rows * links.seconds[hop])
+    return longest - load.stage[stage] + tie
 
 
 @numba.njit(cache=True, inline="always")
@@ -255,27 +263,27 @@ def _passed(a, stage, b, arrival, via):  # type: ignore[no-untyped-def]
 
 
 @numba.njit(cache=True)
-def _cross(a, b, stage, rows, hops, num_hops, inverse, load, time):  # type: ignore[no-untyped-def]
-    """Adds `rows` on a -> b in `stage`; negative ones leave `time` too high."""
-    for i in range(num_hops[a, b]):
-        hop = hops[a, b, i]
-        load[stage, hop] += rows * inverse[hop]
-        time[stage] = max(time[stage], load[stage, hop])
+def _cross(a, b, stage, rows, links, load):  # type: ignore[no-untyped-def]
+    """Adds `rows` on a -> b in `stage`; negative ones leave the stage's time too high."""
+    for i in range(links.num_hops[a, b]):
+        hop = links.hops[a, b, i]
+        load.hop[stage, hop] += rows * links.seconds[hop]
+        load.stage[stage] = max(load.stage[stage], load.hop[stage, hop])
 
 
 @numba.njit(cache=True)
-def _carry(parent, arrival, rows, hops, num_hops, inverse, load, time):  # type: ignore[no-untyped-def]
+def _carry(parent, arrival, rows, links, load):  # type: ignore[no-untyped-def]
     """Adds `rows`, which may be negative, on all edges of a tree."""
     for b in range(len(parent)):
         if parent[b] >= 0:
-            _cross(parent[b], b, arrival[b] - 1, rows, hops, num_hops, inverse, load, time)
+            _cross(parent[b], b, arrival[b] - 1, rows, links, load)
     if rows < 0:
         for b in range(len(parent)):
             if parent[b] >= 0:
-                time[arrival[b] - 1] = load[arrival[b] - 1].max()
+                load.stage[arrival[b] - 1] = load.hop[arrival[b] - 1].max()
 
 
 @numba.njit(cache=True)
-def _busiest(load, time):  # type: ignore[no-untyped-def]
+def _busiest(load):  # type: ignore[no-untyped-def]
     """Returns the time of the hop that is busy longest over all stages."""
-    return load.sum(0).max() if load.shape[1] else 0.0
+    return load.hop.sum(0).max() if load.hop.shape[1] else 0.0
