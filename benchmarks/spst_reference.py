@@ -56,8 +56,11 @@ def _plan(owner, destinations, order, link, first_hop, hops, inverse):
                 for number in range(num_links):
                     longest, own = time[stage], 0.0
                     for i in range(first_hop[number], first_hop[number + 1]):
-                        longest = max(longest, load[stage, hops[i]] + inverse[hops[i]])
-                        own = max(own, inverse[hops[i]])
+                        then = load[stage, hops[i]] + inverse[hops[i]]
+                        if then > longest:  # numba's max() is slow
+                            longest = then
+                        if inverse[hops[i]] > own:
+                            own = inverse[hops[i]]
                     cost[stage, number] = longest - time[stage] + TIE * own
             distance[:] = np.inf
             settled[:] = False

@@ -185,7 +185,9 @@ def _reach_nearest(left, parent, arrival, rows, may_wait, links, load, search): 
             if not left >> np.uint64(a) & one:
                 for d in range(num_devices):
                     if left >> np.uint64(d) & one:
-                        near[a] = min(near[a], TIE * rows * links.shortest[a, d])
+                        least = TIE * rows * links.shortest[a, d]
+                        if least < near[a]:
+                            near[a] = least
             continue
         latest = max(latest, arrival[a])
         for stage in range(arrival[a], num_stages if may_wait else min(arrival[a] + 1, num_stages)):
@@ -248,7 +250,9 @@ def _added(a, b, stage, rows, limit, links, load):  # type: ignore[no-untyped-de
         return tie
     for i in range(links.num_hops[a, b]):
         hop = links.hops[a, b, i]
-        longest = max(longest, load.hop[stage, hop] + rows * links.seconds[hop])
+        then = load.hop[stage, hop] + rows * links.seconds[hop]
+        if then > longest:  # numba's max() minds NaNs, and made the planner three times slower
+            longest = then
     return longest - load.stage[stage] + tie
 
 
@@ -268,7 +272,8 @@ def _cross(a, b, stage, rows, links, load):  # type: ignore[no-untyped-def]
     for i in range(links.num_hops[a, b]):
         hop = links.hops[a, b, i]
         load.hop[stage, hop] += rows * links.seconds[hop]
-        load.stage[stage] = max(load.stage[stage], load.hop[stage, hop])
+        if load.hop[stage, hop] > load.stage[stage]:
+            load.stage[stage] = load.hop[stage, hop]
 
 
 @numba.njit(cache=True)
