@@ -22,6 +22,8 @@ class UnsupportedModelError(ValueError):
 
 T = TypeVar("T", bound=tuple[Tensor, ...])
 
+_COLUMNS_AT_ONCE = 16
+
 
 class GraphContext:
     """One rank's graph as bound convs see it, and what they share.
@@ -44,8 +46,7 @@ class GraphContext:
         self._edges: dict[int, SplitEdges] = {}
         self._weights: dict[tuple[int, int], SplitWeights] = {}
         self._matrices: dict[int, CSR] = {}
-        # Of weights that are a product of a number of the source and one of the target, by id: that number, [N].
-        self._scales: dict[int, Tensor] = {}
+        self._sums: dict[tuple[Any, ...], Sum] = {}
         self._once: dict[tuple[Any, ...], tuple[Tensor, ...]] = {}
         self._constant_halo: Tensor | None = None
         self._expanded_x: Tensor | None = None
@@ -175,11 +176,31 @@ class GraphContext:
             edge_weight,
             lambda: self._gcn_norm(layer, edge_index, edge_weight, num_nodes, improved, add_self_loops, dtype),
         )
-        all_ones = edge_weight is None and not (improved and add_self_loops)
-        split = self.split_edges(edges) if all_ones and id(weight) not in self._scales else None
-        if split is not None:
-            self._scales[id(weight)] = _inverse_root(split.in_degree.to(dtype))
+        what = self.normalised(edge_index, edge_weight, improved, add_self_loops, dtype)
+        if what is not None:
+            self._sums[id(edges), id(weight), False] = what
         return edges, weight
+
+    def normalised(
+        self, edge_index: Tensor, edge_weight: Tensor | None, improved: bool, add_self_loops: bool, dtype: torch.dtype
+    ) -> Sum | None:
+        """Returns the sum that :meth:`gcn_norm` weighs edges for, as scales of rows; None where its weights do not factor.
+
+        They do for the batch's own edges without weights. No weight is read per edge then, nor are edges listed once more.
+        Numbers shorter than float32 would be rounded once more by a scale, and are weighted instead.
+        """
+        plain = edge_weight is None and not (improved and add_self_loops)
+        if edge_index is not self.edge_index or not plain or dtype not in (torch.float32, torch.float64):
+            return None
+        key = ("normalised", add_self_loops, dtype, edge_index._version)
+        if key not in self._sums:
+            with torch.inference_mode(False), torch.no_grad():
+                if add_self_loops:
+                    edge_index, _ = add_remaining_self_loops(edge_index, num_nodes=self.num_owned)
+                edges = SplitEdges.from_edges(edge_index, self.num_owned, self.num_halo).of_slots()
+                scale = _inverse_root(edges.in_degree.to(dtype))
+                self._sums[key] = Sum(edges, before=scale, after=scale)
+        return self._sums[key]
 
     def once(
         self, name: tuple[Any, ...], edge_index: Tensor, edge_weight: Tensor | None, compute: Callable[[], T]
@@ -275,24 +296,39 @@ class GraphContext:
             mean: divide by the number of in-edges.
             layer: named in errors and counted under.
         """
-        edges = self.split_edges(edge_index)
-        if edges is None:
-            return None
-        after = edges.inverse_degree if mean else None
-        if weight is None:
-            what = Sum(edges, after=after)
-        elif id(weight) in self._scales and not mean and x.dtype in (torch.float32, torch.float64):
-            # Rows scaled before and after: no weight is read per edge. Shorter numbers would be rounded once more.
-            scale = self._scales[id(weight)]
-            what = Sum(edges, before=scale, after=scale)
-        else:
-            weights = self.split_weights(edge_index, weight)
-            if weights is None:
+        what = self._sum_of(edge_index, weight, mean)
+        return None if what is None else self.total(x, what, layer)
+
+    def _sum_of(self, edge_index: Tensor, weight: Tensor | None, mean: bool) -> Sum | None:
+        key = (id(edge_index), None if weight is None else id(weight), mean)
+        if key not in self._sums:
+            edges = self.split_edges(edge_index)
+            weights = None if weight is None else self.split_weights(edge_index, weight)
+            if edges is None or (weight is not None and weights is None):
                 return None
-            what = Sum(edges, weights, after=after)
-        key = ("sum", id(x), id(edge_index), None if weight is None else (id(weight), weight._version), mean)
-        [out] = self._kept(key, x, 1, lambda: (SumOfRows.apply(x, self._fetch_of(what), self.exchange, what, layer),))
-        return out
+            self._sums[key] = Sum(edges, weights, after=edges.inverse_degree if mean else None)
+        return self._sums[key]
+
+    def total(self, x: Tensor, what: Sum, layer: str) -> Tensor:
+        """Returns a sum over edges of S x, ``[N, F]``; kept while x, ``[N, F]``, is constant."""
+        # Scaled rows are not the constant ones, whose halo is kept.
+        fetch = self.fetch if what.before is None else self._fetch_anew
+
+        def compute() -> tuple[Tensor]:
+            return (SumOfRows.apply(x, fetch, self.exchange, what, layer),)
+
+        def compute_once() -> tuple[Tensor]:
+            # A few columns at a time: what travels stays small, like what later layers send.
+            out = x.new_empty((self.num_owned, x.size(1)))
+            for columns in torch.arange(x.size(1)).split(_COLUMNS_AT_ONCE):
+                part = x[:, columns[0] : columns[-1] + 1].contiguous()
+                out[:, columns[0] : columns[-1] + 1] = SumOfRows.apply(
+                    part, self._fetch_anew, self.exchange, what, layer
+                )
+            return (out,)
+
+        once = compute_once if x.dtype in (torch.float32, torch.float64) else compute
+        return self._kept(("sum", id(x), id(what)), x, 1, compute, once)[0]
 
     def statistics(self, x: Tensor, edge_index: Tensor, wanted: Sequence[str], layer: str) -> tuple[Tensor, ...] | None:
         """Returns several statistics of S x over each owned row's edges, ``[N, F]`` each; None where edges do not last.
@@ -307,24 +343,30 @@ class GraphContext:
         if edges is None or x.device.type != "cpu":
             return None
         key = ("statistics", id(x), id(edge_index), *wanted)
-        return self._kept(
-            key, x, len(wanted), lambda: StatisticsOfRows.apply(x, self.fetch, self.exchange, edges, wanted, layer)
-        )
 
-    def _fetch_of(self, what: Sum) -> Callable[[Tensor, str], tuple[Tensor, Callable[[], None]]]:
-        # Scaled rows are not the constant ones, whose halo is kept.
-        return self.fetch if what.before is None else self._fetch_anew
+        def compute() -> tuple[Tensor, ...]:
+            return StatisticsOfRows.apply(x, self.fetch, self.exchange, edges, wanted, layer)
+
+        return self._kept(key, x, len(wanted), compute, compute)
 
     def _kept(
-        self, key: tuple[Any, ...], x: Tensor, count: int, compute: Callable[[], tuple[Tensor, ...]]
+        self,
+        key: tuple[Any, ...],
+        x: Tensor,
+        count: int,
+        compute: Callable[[], tuple[Tensor, ...]],
+        compute_once: Callable[[], tuple[Tensor, ...]],
     ) -> tuple[Tensor, ...]:
-        """Returns ``compute()``, `count` tensors as wide as x that are made of x and edges; kept while x is constant."""
+        """Returns ``compute()``, `count` tensors as wide as x that are made of x and edges; kept while x is constant.
+
+        `compute_once` computes the same for what is kept.
+        """
         if not self.kept_widths or not self.is_constant(x):
             return compute()
         kept = self._aggregates.get(key)
         if kept is None or not all(self.is_constant(each) for each in kept):  # changed in place by who got it
             with torch.inference_mode(False), torch.no_grad():
-                kept = compute()
+                kept = compute_once()
             # Counted in columns, so that all ranks decide alike.
             columns = count * x.size(1)
             if self._kept_columns + columns <= self.kept_widths * self.x.size(1):

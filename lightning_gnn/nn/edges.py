@@ -67,6 +67,10 @@ class SplitEdges:
         is_halo = source >= num_owned
         return cls(part(~is_halo, 0, num_owned), part(is_halo, num_owned, num_halo), degree)
 
+    def of_slots(self) -> SplitEdges:
+        """Returns the same edges without their places in the list, which sums without weights do not need."""
+        return SplitEdges(self.owned.of_slots(), self.halo.of_slots(), self.in_degree)
+
     @cached_property
     def inverse_degree(self) -> Tensor:
         """1 / max(in-degree, 1), float64 ``[N]``."""

@@ -35,23 +35,25 @@ def _aggregate_and_map(context: GraphContext, x: Tensor, lin: Any, aggregate: Ag
 
 def _gcn(conv: Any, context: GraphContext, layer: str) -> Callable[..., Tensor]:
     def forward(self: Any, x: Tensor, edge_index: Tensor, edge_weight: Tensor | None = None) -> Tensor:
-        edge_index, edge_weight = _normalised(self, context, layer, x, edge_index, edge_weight)
-        out = _aggregate_and_map(
-            context, x, self.lin, lambda rows: self.propagate(edge_index, x=rows, edge_weight=edge_weight)
-        )
+        out = _aggregate_and_map(context, x, self.lin, _hop(self, context, layer, x, edge_index, edge_weight))
         return out if self.bias is None else out + self.bias
 
     return forward
 
 
-def _normalised(
+def _hop(
     conv: Any, context: GraphContext, layer: str, x: Tensor, edge_index: Tensor, edge_weight: Tensor | None
-) -> tuple[Tensor, Tensor | None]:
+) -> Aggregate:
+    """Returns one propagation of rows over normalised edges, as the conv is set."""
     context.check_edges(edge_index, layer)
-    if not getattr(conv, "normalize", True):
-        return edge_index, edge_weight
-    improved, loops = getattr(conv, "improved", False), getattr(conv, "add_self_loops", False)
-    return context.gcn_norm(layer, edge_index, edge_weight, x.size(0), improved, loops, x.dtype)
+    if getattr(conv, "normalize", True):
+        improved, loops = getattr(conv, "improved", False), getattr(conv, "add_self_loops", False)
+        what = context.normalised(edge_index, edge_weight, improved, loops, x.dtype)
+        if what is not None and pyg.linear_aggregation(conv) == "sum":
+            context.check_rows(x.size(0), layer)
+            return lambda rows: context.total(rows, what, layer)
+        edge_index, edge_weight = context.gcn_norm(layer, edge_index, edge_weight, x.size(0), improved, loops, x.dtype)
+    return lambda rows: conv.propagate(edge_index, x=rows, edge_weight=edge_weight)
 
 
 def _sage(conv: Any, context: GraphContext, layer: str) -> Callable[..., Tensor]:
@@ -85,11 +87,11 @@ def _graph_conv(conv: Any, context: GraphContext, layer: str) -> Callable[..., T
 
 def _sg(conv: Any, context: GraphContext, layer: str) -> Callable[..., Tensor]:
     def forward(self: Any, x: Tensor, edge_index: Tensor, edge_weight: Tensor | None = None) -> Tensor:
-        edge_index, edge_weight = _normalised(self, context, layer, x, edge_index, edge_weight)
+        hop = _hop(self, context, layer, x, edge_index, edge_weight)
 
         def hops(rows: Tensor) -> Tensor:
             for _ in range(self.K):
-                rows = self.propagate(edge_index, x=rows, edge_weight=edge_weight)
+                rows = hop(rows)
             return rows
 
         return _aggregate_and_map(context, x, self.lin, hops)
@@ -99,11 +101,7 @@ def _sg(conv: Any, context: GraphContext, layer: str) -> Callable[..., Tensor]:
 
 def _tag(conv: Any, context: GraphContext, layer: str) -> Callable[..., Tensor]:
     def forward(self: Any, x: Tensor, edge_index: Tensor, edge_weight: Tensor | None = None) -> Tensor:
-        edge_index, edge_weight = _normalised(self, context, layer, x, edge_index, edge_weight)
-
-        def hop(rows: Tensor) -> Tensor:
-            return self.propagate(edge_index, x=rows, edge_weight=edge_weight)
-
+        hop = _hop(self, context, layer, x, edge_index, edge_weight)
         first, *others = self.lins
         if _map_first(context, x, first):
             # x W_0 + A (x W_1 + A (x W_2 + ...))

@@ -1,5 +1,25 @@
 """Who sends what when, and what it costs; runs without ranks."""
 
 from lightning_gnn.planning.cost import LayerCost
+from lightning_gnn.planning.plan import Plan, p2p
+from lightning_gnn.planning.plan_cost import PlanCost, plan_cost
+from lightning_gnn.planning.presets import find_topology
+from lightning_gnn.planning.relation import Relation
+from lightning_gnn.planning.spst import spst
+from lightning_gnn.planning.tables import RankPlan, Stage, rank_plan
+from lightning_gnn.planning.topology import Topology
 
-__all__ = ["LayerCost"]
+__all__ = [
+    "LayerCost",
+    "Plan",
+    "PlanCost",
+    "RankPlan",
+    "Relation",
+    "Stage",
+    "Topology",
+    "find_topology",
+    "p2p",
+    "plan_cost",
+    "rank_plan",
+    "spst",
+]

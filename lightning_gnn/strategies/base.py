@@ -130,6 +130,7 @@ class GNNStrategy(ParallelStrategy):
         self._callback: CommunicationMetrics | None = None
         self._loss_scale = 1.0
         self._in_use = ExitStack()
+        self._steps = 0
         self._checked = False
         self._random_state: Mapping[str, Any] | None = None
 
@@ -273,8 +274,7 @@ class GNNStrategy(ParallelStrategy):
         self._binding = self.scheme.bind(module, shard, self.world, self.meter)
         self._in_use = ExitStack()
         self._in_use.enter_context(graph_in_use(self._binding.context))
-        if self.root_device.type == "cpu":
-            self._in_use.enter_context(keeping_freed_memory())
+        self._steps = 0
         self._gradients = GradientSum(self.world, [p for p in module.parameters() if p.requires_grad])
         self._logs = GlobalLogs(module, self.world)
         self._metrics = StandInMetrics(module, self.world)
@@ -351,6 +351,9 @@ class GNNStrategy(ParallelStrategy):
 
     @override
     def training_step(self, batch: Any, *args: Any, **kwargs: Any) -> Any:
+        self._steps += 1
+        if self._steps == 2 and self.root_device.type == "cpu":  # the first frees much that no later one needs
+            self._in_use.enter_context(keeping_freed_memory())
         counts = self._enter(batch, "train_mask")
         self._loss_scale = self._scale_of(None, counts)  # for manual_backward, inside the step
         output = super().training_step(batch, *args, **kwargs)

@@ -1,0 +1,110 @@
+"""Topologies by name: the machines of DGCL section 7, with the bandwidths that it measured."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from lightning_gnn.planning.topology import Topology
+from lightning_gnn.planning.topology_file import load_topology, topology_from_dict
+
+NVLINK_PAIR, NVLINK, PCIE, QPI, INFINIBAND, ETHERNET = 48.35, 24.22, 11.13, 9.56, 6.37, 3.12
+"""GB/s and direction: two NVLinks, one NVLink, ... (DGCL Table 1)."""
+
+_CUBE_MESH = {
+    NVLINK_PAIR: ((0, 3), (0, 4), (1, 2), (1, 5), (2, 3), (4, 7), (5, 6), (6, 7)),
+    NVLINK: ((0, 1), (0, 2), (1, 3), (2, 6), (3, 7), (4, 5), (4, 6), (5, 7)),
+}
+"""Pairs of a DGX-1 with V100: each GPU has six NVLinks, to four others."""
+
+
+def dgx1(num_hosts: int = 1) -> Topology:
+    """Returns machines of 8 GPUs: hybrid cube mesh of NVLinks; other pairs through PCIe switches (2 GPUs each) and QPI.
+
+    Machines are joined by one InfiniBand port each, at their first PCIe switch: GPUs elsewhere get to it by way of theirs.
+    """
+    hops: list[dict[str, Any]] = []
+    links: list[dict[str, Any]] = []
+    hosts, memory = [], []
+    to_port: list[list[str]] = []
+    for host in range(num_hosts):
+        first = 8 * host
+        switch = [f"pcie{first // 2 + i}" for i in range(4)]
+        hops += [{"name": name, "kind": "pcie", "gb_per_s": PCIE} for name in switch]
+        hops.append({"name": f"qpi{host}", "kind": "qpi", "gb_per_s": QPI})
+        nvlinked = {pair for pairs in _CUBE_MESH.values() for pair in pairs}
+        for rate, pairs in _CUBE_MESH.items():
+            links += [{"a": first + a, "b": first + b, "kind": "nvlink", "gb_per_s": rate} for a, b in pairs]
+        for a in range(4):
+            for b in range(4, 8):
+                if (a, b) not in nvlinked:
+                    via = [switch[a // 2], f"qpi{host}", f"-{switch[b // 2]}"]
+                    links.append({"a": first + a, "b": first + b, "via": via})
+        for device in range(8):
+            across = [f"-qpi{host}"] if device >= 4 else []
+            up = [] if device < 2 else [switch[device // 2], *across, f"-{switch[0]}"]
+            to_port.append([*up, f"port{host}"] if num_hosts > 1 else [])
+            memory.append({"device": first + device, "via": [switch[device // 2]]})
+        hosts.append({"devices": list(range(first, first + 8)), "sockets": [_range(first, 4), _range(first + 4, 4)]})
+    if num_hosts > 1:
+        hops += [{"name": f"port{host}", "kind": "ib", "gb_per_s": INFINIBAND} for host in range(num_hosts)]
+    for a in range(8 * num_hosts):
+        for b in range(8 * (a // 8 + 1), 8 * num_hosts):
+            links.append({"a": a, "b": b, "via": to_port[a] + _reverse(to_port[b])})
+    name = "dgx1" if num_hosts == 1 else f"dgx1x{num_hosts}"
+    return topology_from_dict(
+        {"name": name, "devices": 8 * num_hosts, "hosts": hosts, "hops": hops, "links": links, "memory": memory}
+    )
+
+
+def pcie8() -> Topology:
+    """Returns a machine of 8 GPUs without NVLink: a slot each, a PCIe switch per two, two switches per socket, QPI between."""
+    slot, switch = [f"slot{device}" for device in range(8)], [f"pcie{i}" for i in range(4)]
+    hops = [{"name": name, "kind": "pcie", "gb_per_s": PCIE} for name in (*slot, *switch)]
+    hops.append({"name": "qpi", "kind": "qpi", "gb_per_s": QPI})
+    links = []
+    for a in range(8):
+        for b in range(a + 1, 8):
+            between = [] if a // 2 == b // 2 else [switch[a // 2], f"-{switch[b // 2]}"]
+            if a // 4 != b // 4:
+                between.insert(1, "qpi")
+            links.append({"a": a, "b": b, "via": [slot[a], *between, f"-{slot[b]}"]})
+    memory = [{"device": device, "via": [slot[device], switch[device // 2]]} for device in range(8)]
+    hosts = [{"devices": _range(0, 8), "sockets": [_range(0, 4), _range(4, 4)]}]
+    return topology_from_dict(
+        {"name": "pcie8", "devices": 8, "hosts": hosts, "hops": hops, "links": links, "memory": memory}
+    )
+
+
+def uniform(num_devices: int, gb_per_s: float = 1.0) -> Topology:
+    """Returns devices that are all joined to each other by links of their own, of one bandwidth in GB/s."""
+    links = [{"a": a, "b": b, "gb_per_s": gb_per_s} for a in range(num_devices) for b in range(a + 1, num_devices)]
+    return topology_from_dict({"name": "uniform", "devices": num_devices, "links": links})
+
+
+def find_topology(source: str | Path | Topology, num_ranks: int) -> Topology:
+    """Returns the topology of that many ranks.
+
+    Args:
+        source: ``"dgx1"``, ``"dgx1x2"``, ``"pcie8"``, ``"uniform"``, the path of a JSON file, or a topology; of larger
+            ones the first devices are taken.
+
+    Raises:
+        ValueError: none of these, or too small.
+    """
+    if isinstance(source, Topology):
+        return source.for_ranks(num_ranks)
+    presets = {"dgx1": dgx1, "dgx1x2": lambda: dgx1(2), "pcie8": pcie8, "uniform": lambda: uniform(num_ranks)}
+    if isinstance(source, str) and source in presets:
+        return presets[source]().for_ranks(num_ranks)
+    if not Path(source).is_file():
+        raise ValueError(f"topology must be one of {', '.join(presets)} or a JSON file (got {str(source)!r}).")
+    return load_topology(source).for_ranks(num_ranks)
+
+
+def _range(first: int, count: int) -> list[int]:
+    return list(range(first, first + count))
+
+
+def _reverse(via: list[str]) -> list[str]:
+    return [step.removeprefix("-") if step.startswith("-") else f"-{step}" for step in reversed(via)]

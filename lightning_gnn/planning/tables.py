@@ -1,0 +1,129 @@
+"""What one rank does in each stage of a plan: the send and receive tables of DGCL section 6.1, and the sub-stages of 6.2.
+
+A rank works on one buffer of rows: N owned rows, then H halo rows in the order of its halo (ascending relabelled ids), then R
+rows that it only relays. Tables hold positions in this buffer.
+
+- Forward: for each stage in order, send the rows of `sends`, then write what arrives to the rows of `receives`. A row that is
+  sent was owned or arrived in an earlier stage, so a rank may start a stage when the rows of its own earlier stages are in.
+- Backward: the buffer holds gradients, zero where there are none, R rows included. For each sub-stage in order, send the
+  rows of `sends`, and *add* what arrives to the rows of `receives`. No row receives from two ranks in one sub-stage, so
+  the additions need no atomics, and their order is fixed.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import pairwise
+
+import numpy as np
+
+from lightning_gnn.planning.plan import Plan
+from lightning_gnn.planning.relation import Ids
+
+
+@dataclass(frozen=True)
+class Stage:
+    """Messages of one rank that may travel at the same time.
+
+    Attributes:
+        sends: per peer the positions of the rows sent to it, int64 ``[rows]``; empty for no message.
+        receives: per peer the positions that the rows from it go to, in the order in which the peer sends them.
+    """
+
+    sends: tuple[Ids, ...]
+    receives: tuple[Ids, ...]
+
+    @property
+    def idle(self) -> bool:
+        """Whether the rank has nothing to do in this stage."""
+        return not any(map(len, (*self.sends, *self.receives)))
+
+
+@dataclass(frozen=True)
+class RankPlan:
+    """One rank's part of a plan; see the top of this file.
+
+    Attributes:
+        num_owned, num_halo, num_relayed: N, H, R.
+        forward: the stages, K of them on every rank.
+        backward: their sub-stages from the last stage to the first; as many on every rank.
+    """
+
+    num_owned: int
+    num_halo: int
+    num_relayed: int
+    forward: tuple[Stage, ...]
+    backward: tuple[Stage, ...]
+
+    @property
+    def num_rows(self) -> int:
+        """Rows of the buffer."""
+        return self.num_owned + self.num_halo + self.num_relayed
+
+    @property
+    def backward_at_once(self) -> tuple[Stage, ...]:
+        """The backward stages without sub-stages: a row may receive from several peers in one, and needs atomic additions."""
+        return tuple(Stage(stage.receives, stage.sends) for stage in reversed(self.forward))
+
+    @property
+    def table_bytes(self) -> int:
+        """Memory of the tables."""
+        stages = (*self.forward, *self.backward)
+        return sum(table.nbytes for stage in stages for table in (*stage.sends, *stage.receives))
+
+
+def rank_plan(plan: Plan, rank: int) -> RankPlan:
+    """Returns what `rank` does in `plan`.
+
+    Rows of one message are in the order of their ids, whichever groups they belong to.
+    """
+    relation, edges = plan.relation, plan.edges
+    begin, end = relation.offsets[rank : rank + 2]
+    halo = relation.halo(rank)
+    relays = (plan.parent[:, rank] >= 0) & ~relation.needs[plan.group_class, rank]
+    relayed = np.sort(_nodes(plan, np.flatnonzero(relays)))
+    num_owned, num_halo = int(end - begin), len(halo)
+
+    def positions(nodes: Ids) -> Ids:
+        owned = (nodes >= begin) & (nodes < end)
+        at_halo = np.searchsorted(halo, nodes)
+        in_halo = np.append(halo, -1)[at_halo] == nodes
+        elsewhere = np.where(in_halo, num_owned + at_halo, num_owned + num_halo + np.searchsorted(relayed, nodes))
+        return np.where(owned, nodes - begin, elsewhere)
+
+    def tables(own_end: Ids, other_end: Ids, slots: Ids, num_slots: int) -> list[tuple[Ids, ...]]:
+        """Returns per slot (a stage or sub-stage) and peer the rows of this rank's edges."""
+        chosen = np.flatnonzero(own_end == rank)
+        message = slots[chosen] * plan.num_devices + other_end[chosen]
+        nodes = _nodes(plan, edges.group[chosen])
+        message = np.repeat(message, plan.counts[edges.group[chosen]])
+        order = np.lexsort((nodes, message))
+        bounds = np.searchsorted(message[order], np.arange(num_slots * plan.num_devices + 1))
+        rows = positions(nodes[order])
+        each = [rows[low:high] for low, high in pairwise(bounds)]
+        return [tuple(each[slot * plan.num_devices : (slot + 1) * plan.num_devices]) for slot in range(num_slots)]
+
+    def stages(slots: Ids, num_slots: int) -> list[Stage]:
+        sends = tables(edges.sender, edges.receiver, slots, num_slots)
+        receives = tables(edges.receiver, edges.sender, slots, num_slots)
+        return [Stage(*both) for both in zip(sends, receives)]
+
+    per_stage = np.zeros(plan.num_stages, np.int64)  # sub-stages
+    np.maximum.at(per_stage, edges.stage, edges.sub_stage + 1)
+    first = np.cumsum(per_stage) - per_stage
+    sub_stages = stages(first[edges.stage] + edges.sub_stage, int(per_stage.sum()))
+    return RankPlan(
+        num_owned,
+        num_halo,
+        len(relayed),
+        tuple(stages(edges.stage, plan.num_stages)),
+        tuple(Stage(stage.receives, stage.sends) for stage in reversed(sub_stages)),
+    )
+
+
+def _nodes(plan: Plan, groups: Ids) -> Ids:
+    """Returns the nodes of `groups` one after the other."""
+    counts = plan.counts[groups]
+    ends = np.cumsum(counts)
+    position = np.arange(ends[-1] if len(ends) else 0) - np.repeat(ends - counts, counts)
+    return plan.relation.nodes[np.repeat(plan.bounds[groups], counts) + position]

@@ -1,0 +1,158 @@
+"""Devices, the links between them, and the physical hops that links share (DGCL section 5.1).
+
+A link is an ordered pair of devices; it passes one or more hops, such as PCIe switch, QPI, PCIe switch. Links that pass the
+same hop in the same stage share its bandwidth. Every physical connection is full duplex: its two directions are two hops, at
+positions 2 i and 2 i + 1, so that ``hop ^ 1`` is the other direction.
+
+P devices, L links, H hops.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+
+import numpy as np
+from numpy.typing import NDArray
+
+MAX_DEVICES = 64
+"""Sets of devices are the bits of one 64-bit word."""
+
+
+@dataclass(frozen=True)
+class Hop:
+    """One direction of a physical connection; ``gb_per_s`` in 10^9 bytes per second."""
+
+    name: str
+    kind: str
+    gb_per_s: float
+
+
+@dataclass(frozen=True)
+class Topology:
+    """What devices are joined by.
+
+    Attributes:
+        name: in words.
+        num_devices: P.
+        hops: the directed hops.
+        links: per ordered pair of devices that are joined, the positions in `hops` that it passes.
+        hosts: the devices of each machine.
+        sockets: the devices of each group inside the machines.
+        memory: per device the hops to its host's memory, or empty if unknown.
+
+    Raises:
+        ValueError: unknown devices or hops, bandwidths that are not positive, a device that cannot reach another.
+    """
+
+    name: str
+    num_devices: int
+    hops: tuple[Hop, ...]
+    links: Mapping[tuple[int, int], tuple[int, ...]]
+    hosts: tuple[tuple[int, ...], ...]
+    sockets: tuple[tuple[int, ...], ...]
+    memory: tuple[tuple[int, ...], ...] = field(default=())
+
+    def __post_init__(self) -> None:
+        devices = range(self.num_devices)
+        if not 1 <= self.num_devices <= MAX_DEVICES:
+            raise ValueError(f"A topology has 1 to {MAX_DEVICES} devices (got {self.num_devices}).")
+        for hop in self.hops:
+            if not (hop.gb_per_s > 0 and math.isfinite(hop.gb_per_s)):
+                raise ValueError(f"Hop {hop.name!r} needs a positive bandwidth in GB/s (got {hop.gb_per_s}).")
+        for (a, b), via in self.links.items():
+            if a not in devices or b not in devices or a == b:
+                raise ValueError(f"Link {a}-{b} must join two of the devices 0 to {self.num_devices - 1}.")
+            if not via:
+                raise ValueError(f"Link {a}-{b} passes no hop; give it gb_per_s or via.")
+        for title, groups in (("hosts", self.hosts), ("sockets", self.sockets)):
+            if sorted(device for group in groups for device in group) != list(devices):
+                raise ValueError(f"{title} must name each device 0 to {self.num_devices - 1} once (got {groups}).")
+        for socket in self.sockets:
+            if not any(set(socket) <= set(host) for host in self.hosts):
+                raise ValueError(f"The devices {socket} of a socket belong to several hosts.")
+        for a in devices:
+            unreached = set(devices) - self._reachable(a)
+            if unreached:
+                raise ValueError(f"The topology is not connected: no links lead from device {a} to {min(unreached)}.")
+
+    def _reachable(self, start: int) -> set[int]:
+        reached, todo = {start}, [start]
+        while todo:
+            a = todo.pop()
+            fresh = {b for b in range(self.num_devices) if (a, b) in self.links} - reached
+            reached |= fresh
+            todo.extend(fresh)
+        return reached
+
+    @cached_property
+    def gb_per_s(self) -> NDArray[np.float64]:
+        """Bandwidth of each hop, ``[H]``."""
+        return np.array([hop.gb_per_s for hop in self.hops])
+
+    @cached_property
+    def passes(self) -> NDArray[np.int64]:
+        """1 where a link from a to b passes a hop, ``[P, P, H]``."""
+        table = np.zeros((self.num_devices, self.num_devices, len(self.hops)), np.int64)
+        for (a, b), via in self.links.items():
+            table[a, b, list(via)] = 1
+        return table
+
+    @property
+    def groups(self) -> tuple[tuple[tuple[int, ...], ...], ...]:
+        """The devices by socket by host, as a hierarchical partition takes them."""
+        return tuple(tuple(socket for socket in self.sockets if set(socket) <= set(host)) for host in self.hosts)
+
+    @property
+    def uniform(self) -> bool:
+        """Whether all links are alike: each pair joined by hops of its own of one bandwidth."""
+        ways = list(self.links.values())
+        return (
+            len(ways) == self.num_devices * (self.num_devices - 1)
+            and len({hop for way in ways for hop in way}) == sum(map(len, ways))
+            and len({min(self.hops[hop].gb_per_s for hop in way) for way in ways}) <= 1
+        )
+
+    def for_ranks(self, num_ranks: int) -> Topology:
+        """Returns the topology of the first `num_ranks` devices.
+
+        Raises:
+            ValueError: there are not so many, or they are not connected among themselves.
+        """
+        if num_ranks == self.num_devices:
+            return self
+        if not 1 <= num_ranks < self.num_devices:
+            raise ValueError(
+                f"Topology {self.name!r} has {self.num_devices} devices, but there are {num_ranks} ranks. "
+                "Name a topology with at least one device per rank."
+            )
+
+        return self.among(tuple(range(num_ranks)))
+
+    def among(self, devices: tuple[int, ...]) -> Topology:
+        """Returns the topology of some of the devices, renumbered in the order given, with the links between them.
+
+        Raises:
+            ValueError: they are not connected among themselves.
+        """
+        new_device = {old: new for new, old in enumerate(devices)}
+
+        def kept(groups: tuple[tuple[int, ...], ...]) -> tuple[tuple[int, ...], ...]:
+            smaller = (tuple(new_device[device] for device in group if device in new_device) for group in groups)
+            return tuple(group for group in smaller if group)
+
+        links = {pair: via for pair, via in self.links.items() if new_device.keys() >= set(pair)}
+        memory = tuple(self.memory[device] for device in devices) if self.memory else ()
+        used = {hop & ~1 for via in (*links.values(), *memory) for hop in via}
+        new_hop = {old: new for new, old in enumerate(sorted(used | {hop ^ 1 for hop in used}))}
+        return Topology(
+            f"{self.name}, {len(devices)} of {self.num_devices}",
+            len(devices),
+            tuple(self.hops[old] for old in new_hop),
+            {(new_device[a], new_device[b]): tuple(new_hop[hop] for hop in via) for (a, b), via in links.items()},
+            kept(self.hosts),
+            kept(self.sockets),
+            tuple(tuple(new_hop[hop] for hop in via) for via in memory),
+        )

@@ -1,0 +1,164 @@
+"""Topologies as JSON files.
+
+::
+
+    {"devices": 4,
+     "hosts": [{"name": "h0", "devices": [0, 1]}, {"name": "h1", "devices": [2, 3], "sockets": [[2], [3]]}],
+     "hops": [{"name": "nic0", "kind": "ib", "gb_per_s": 6.37}, {"name": "nic1", "kind": "ib", "gb_per_s": 6.37}],
+     "links": [{"a": 0, "b": 1, "kind": "nvlink", "gb_per_s": 48.35},
+               {"a": 0, "b": 2, "via": ["nic0", "-nic1"]}, ...],
+     "memory": [{"device": 0, "via": ["pcie0"]}, ...]}
+
+A link describes both directions between a and b. ``via`` lists shared hops in the order from a to b, ``-name`` in their reverse
+direction; b to a passes them the other way round. ``gb_per_s`` (10^9 bytes per second and direction) is the bandwidth of a
+connection of the link's own, alone or in addition. Optional: ``hosts`` (default: one), ``sockets`` of a host (default: one),
+``memory`` (the hops from each device to its host's memory, for predicting swaps), ``name``, ``kind`` (any word; default "link").
+``ranks`` may stand for ``devices``, ``bandwidth_mbit`` (10^6 bit/s) for ``gb_per_s``. Other keys are ignored.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from lightning_gnn.planning.topology import Hop, Topology
+
+
+def load_topology(path: str | Path) -> Topology:
+    """Returns the topology of a JSON file.
+
+    Raises:
+        OSError: the file cannot be read.
+        ValueError: it is no JSON or describes no topology; says which field is wrong.
+    """
+    try:
+        return topology_from_dict(json.loads(Path(path).read_text()), Path(path).stem)
+    except json.JSONDecodeError as error:
+        raise ValueError(f"{path} is not JSON: {error}") from error
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from error
+
+
+def save_topology(topology: Topology, path: str | Path) -> None:
+    """Writes `topology` to a JSON file that :func:`load_topology` reads."""
+    Path(path).write_text(json.dumps(topology_to_dict(topology), indent=1) + "\n")
+
+
+def topology_from_dict(description: Any, name: str = "topology") -> Topology:
+    """Returns the topology of a description in the JSON format.
+
+    Raises:
+        ValueError: names the field that is wrong.
+    """
+    num_devices = _get(description, "devices", int, "topology", instead="ranks")
+    hops: list[Hop] = []
+    shared: dict[str, int] = {}  # position of the forward direction
+    for where, entry in _entries(description, "hops", "topology", []):
+        title = _get(entry, "name", str, where)
+        if title in shared or title.startswith("-"):
+            raise ValueError(f"{where}: the name {title!r} is taken, or starts with '-'.")
+        shared[title] = len(hops)
+        hops += _duplex(title, entry, where)
+
+    def way(entry: Mapping[str, Any], where: str) -> tuple[int, ...]:
+        steps = _get(entry, "via", list, where, [])
+        for step in steps:
+            if not isinstance(step, str) or step.removeprefix("-") not in shared:
+                raise ValueError(f"{where}: via names the hop {step!r}; the hops are {', '.join(shared) or 'none'}.")
+        return tuple(shared[step.removeprefix("-")] + step.startswith("-") for step in steps)
+
+    links: dict[tuple[int, int], tuple[int, ...]] = {}
+    for where, entry in _entries(description, "links", "topology", [] if num_devices == 1 else None):
+        a, b = _get(entry, "a", int, where), _get(entry, "b", int, where)
+        if (a, b) in links:
+            raise ValueError(f"{where}: there is another link between {a} and {b}.")
+        via = way(entry, where)
+        if "gb_per_s" in entry or "bandwidth_mbit" in entry:
+            via = (*via, len(hops))
+            hops += _duplex(f"{a}-{b}", entry, where)
+        links[a, b] = via
+        links[b, a] = tuple(hop ^ 1 for hop in reversed(via))
+
+    hosts, sockets = [], []
+    one_host = [{"devices": list(range(num_devices))}]
+    for where, entry in _entries(description, "hosts", "topology", one_host):
+        host = _devices(_get(entry, "devices", list, where, instead="ranks"), f"{where}: 'devices'")
+        hosts.append(host)
+        sockets += [_devices(each, f"{where}: 'sockets'") for each in _get(entry, "sockets", list, where, [list(host)])]
+    memory = {
+        _get(entry, "device", int, where): way(entry, where)
+        for where, entry in _entries(description, "memory", "topology", [])
+    }
+    if memory and sorted(memory) != list(range(num_devices)):
+        raise ValueError(f"'memory' must name each device 0 to {num_devices - 1} (got {sorted(memory)}).")
+    return Topology(
+        _get(description, "name", str, "topology", name),
+        num_devices,
+        tuple(hops),
+        links,
+        tuple(hosts),
+        tuple(sockets),
+        tuple(memory[device] for device in sorted(memory)),
+    )
+
+
+def topology_to_dict(topology: Topology) -> dict[str, Any]:
+    """Returns `topology` in the JSON format; connections of one link's own are listed as hops too."""
+    names = [hop.name for hop in topology.hops]
+    return {
+        "name": topology.name,
+        "devices": topology.num_devices,
+        "hosts": [
+            {"devices": list(host), "sockets": [list(socket) for socket in sockets]}
+            for host, sockets in zip(topology.hosts, topology.groups)
+        ],
+        "hops": [{"name": h.name, "kind": h.kind, "gb_per_s": h.gb_per_s} for h in topology.hops[::2]],
+        "links": [
+            {"a": a, "b": b, "via": [names[hop] for hop in via]} for (a, b), via in topology.links.items() if a < b
+        ],
+        "memory": [
+            {"device": device, "via": [names[hop] for hop in via]} for device, via in enumerate(topology.memory)
+        ],
+    }
+
+
+def _duplex(title: str, entry: Mapping[str, Any], where: str) -> list[Hop]:
+    """Returns the two directions of a connection."""
+    gb_per_s = _get(entry, "gb_per_s", (int, float), where, instead="bandwidth_mbit")
+    if "gb_per_s" not in entry:
+        gb_per_s /= 8000
+    reference = entry.get("reference")  # where an emulator notes what it stands for
+    kind = _get(entry, "kind", str, where, reference.get("type", "link") if isinstance(reference, dict) else "link")
+    kind = {"nv1": "nvlink", "nv2": "nvlink"}.get(kind.lower(), kind.lower())
+    return [Hop(title, kind, float(gb_per_s)), Hop(f"-{title}", kind, float(gb_per_s))]
+
+
+def _devices(value: Any, where: str) -> tuple[int, ...]:
+    if not isinstance(value, list) or not all(type(device) is int for device in value):
+        raise ValueError(f"{where} must be a list of integers (got {value!r}).")
+    return tuple(value)
+
+
+def _entries(description: Any, key: str, where: str, default: Any) -> list[tuple[str, Any]]:
+    return [(f"{key}[{index}]", entry) for index, entry in enumerate(_get(description, key, list, where, default))]
+
+
+def _get(
+    entry: Any, key: str, kind: type | tuple[type, ...], where: str, default: Any = None, instead: str | None = None
+) -> Any:
+    """Returns a field, under the name `instead` if it is there under that name only; without a `default` it must be there."""
+    if not isinstance(entry, dict):
+        raise ValueError(f"{where} must be a JSON object (got {entry!r}).")
+    if instead is not None and key not in entry and instead in entry:
+        key = instead
+    if key not in entry and default is not None:
+        return default
+    value = entry.get(key)
+    if not isinstance(value, kind) or isinstance(value, bool):
+        wanted = " or ".join(each.__name__ for each in (kind if isinstance(kind, tuple) else (kind,)))
+        raise ValueError(
+            f"{where}: {key!r} must be {wanted} ({f'got {value!r}' if key in entry else 'it is missing'})."
+        )
+    return value
