@@ -3,7 +3,8 @@
     python benchmarks/epoch_time.py [--model gcn|sage|gat] [--nodes 200000] [--runs 2x1 4x1] [--epochs 8] [--json FILE]
 
 Every row runs in processes of its own. Losses must be those that the graph's generator states for GCN, and for other models
-those of the plain loop. ``anew`` rows keep nothing of what the first layer makes of constant input.
+those of the plain loop. ``anew`` rows keep nothing of what the first layer makes of constant input, ``lean`` ones give memory back
+that they free.
 """
 
 from __future__ import annotations
@@ -24,6 +25,8 @@ from torch_geometric.nn import GCNConv
 from torch_geometric.nn.models import GAT, GCN, GraphSAGE
 
 from lightning_gnn import DGCLStrategy, GraphDataModule, NodeClassifier
+
+RUNS = ["1x1", "1x2", "2x1", "2x1 anew", "2x1 lean", "4x1"]
 
 
 def make_model(kind: str, path: str) -> torch.nn.Module:
@@ -92,14 +95,14 @@ class Clock(L.Callback):
         self.by_layer = {"/".join(key): vars(traffic) for key, traffic in communication.by_layer.items()}
 
 
-def dgcl(kind: str, path: str, ranks: int, epochs: int, anew: bool) -> dict[str, Any] | None:
+def dgcl(kind: str, path: str, ranks: int, epochs: int, variant: str) -> dict[str, Any] | None:
     """`Trainer(strategy="dgcl")` with the same model; returns the row on rank 0."""
     memory = PeakMemory()
     clock = Clock()
     began = time.perf_counter()
     data = GraphDataModule("common.load_planted", {"path": path})
     module = NodeClassifier(make_model(kind, path), weight_decay=0.0)
-    strategy = DGCLStrategy(timeout=600, keep_constant=not anew)
+    strategy = DGCLStrategy(timeout=600, keep_constant=variant != "anew", keep_memory=variant != "lean")
     trainer = L.Trainer(
         strategy=strategy,
         devices=ranks,
@@ -141,19 +144,19 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="gcn", choices=["gcn", "sage", "gat"])
     parser.add_argument("--nodes", type=int, default=200_000)
-    parser.add_argument("--epochs", type=int, default=8)
-    parser.add_argument("--runs", nargs="*", default=["1x1", "1x2", "2x1", "2x1 anew", "4x1"], help="ranks x threads")
+    parser.add_argument("--epochs", type=int, default=16)
+    parser.add_argument("--runs", nargs="*", default=RUNS, help="ranks x threads")
     parser.add_argument("--json")
     parser.add_argument("--skip-coo", action="store_true", help="leave out the slow loop over edge_index")
     parser.add_argument("--row", help=argparse.SUPPRESS)
     parser.add_argument("--graph", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.row:
-        system, value, anew = options.row.split(":")
+        system, value, variant = options.row.split(":")
         row = (
             plain_loop(options.model, options.graph, value, options.epochs)
             if system == "pyg"
-            else dgcl(options.model, options.graph, int(value), options.epochs, bool(anew))
+            else dgcl(options.model, options.graph, int(value), options.epochs, variant)
         )
         if row is not None:
             print(json.dumps(row))
@@ -165,8 +168,8 @@ def main() -> None:
         plan.append(("PyG, torch.sparse_csr", "pyg:csr:", 1, 1))
     for run in options.runs:
         ranks, threads = map(int, run.split()[0].split("x"))
-        anew = "anew" if "anew" in run else ""
-        plan.append((f"dgcl {anew}".strip(), f"dgcl:{ranks}:{anew}", ranks, threads))
+        variant = run.partition(" ")[2]
+        plan.append((f"dgcl {variant}".strip(), f"dgcl:{ranks}:{variant}", ranks, threads))
     rows: list[dict[str, Any]] = []
     for name, row, ranks, threads in plan:
         epochs = min(options.epochs, 3 if options.model == "gat" else 4) if row == "pyg:coo:" else options.epochs
