@@ -34,11 +34,12 @@ def planted_file(num_nodes: int = 200_000) -> Path:
     return path
 
 
-def load_planted(path: str) -> Data:
+def load_planted(path: str, double: bool = False) -> Data:
     """Returns the common benchmark graph; a source for GraphDataModule."""
     arrays = np.load(path)
+    x = torch.from_numpy(arrays["x"])
     return Data(
-        x=torch.from_numpy(arrays["x"]),
+        x=x.double() if double else x,
         edge_index=torch.from_numpy(np.stack([arrays["src"], arrays["dst"]])),
         y=torch.from_numpy(arrays["y"]),
         train_mask=torch.from_numpy(arrays["train"]),

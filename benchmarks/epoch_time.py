@@ -3,8 +3,8 @@
     python benchmarks/epoch_time.py [--model gcn|sage|gat] [--nodes 200000] [--runs 2x1 4x1] [--epochs 8] [--json FILE]
 
 Every row runs in processes of its own. Losses must be those that the graph's generator states for GCN, and for other models
-those of the plain loop. ``anew`` rows keep nothing of what the first layer makes of constant input, ``lean`` ones give memory back
-that they free.
+those of the plain loop. ``anew`` rows keep nothing of what the first layer makes of constant input, ``lean`` ones give memory
+back that they free.
 """
 
 from __future__ import annotations
@@ -44,10 +44,11 @@ def make_model(kind: str, path: str) -> torch.nn.Module:
     return gcn
 
 
-def plain_loop(kind: str, path: str, layout: str, epochs: int) -> dict[str, Any]:
+def plain_loop(kind: str, path: str, layout: str, epochs: int, double: bool) -> dict[str, Any]:
     """The loop that a PyG user writes on one device; GCNConv normalises once (``cached=True``)."""
     memory = PeakMemory()
-    data, model = load_planted(path), make_model(kind, path)
+    data = load_planted(path, double)
+    model = make_model(kind, path).to(data.x.dtype)
     convs: Any = model.convs
     for conv in convs:
         conv.cached = True
@@ -95,13 +96,14 @@ class Clock(L.Callback):
         self.by_layer = {"/".join(key): vars(traffic) for key, traffic in communication.by_layer.items()}
 
 
-def dgcl(kind: str, path: str, ranks: int, epochs: int, variant: str) -> dict[str, Any] | None:
+def dgcl(kind: str, path: str, ranks: int, epochs: int, variant: str, double: bool) -> dict[str, Any] | None:
     """`Trainer(strategy="dgcl")` with the same model; returns the row on rank 0."""
     memory = PeakMemory()
     clock = Clock()
     began = time.perf_counter()
-    data = GraphDataModule("common.load_planted", {"path": path})
-    module = NodeClassifier(make_model(kind, path), weight_decay=0.0)
+    data = GraphDataModule("common.load_planted", {"path": path, "double": double})
+    model = make_model(kind, path)
+    module = NodeClassifier(model.double() if double else model, weight_decay=0.0)
     strategy = DGCLStrategy(timeout=600, keep_constant=variant != "anew", keep_memory=variant != "lean")
     trainer = L.Trainer(
         strategy=strategy,
@@ -146,6 +148,7 @@ def main() -> None:
     parser.add_argument("--nodes", type=int, default=200_000)
     parser.add_argument("--epochs", type=int, default=16)
     parser.add_argument("--runs", nargs="*", default=RUNS, help="ranks x threads")
+    parser.add_argument("--double", action="store_true", help="in float64, for the losses")
     parser.add_argument("--json")
     parser.add_argument("--skip-coo", action="store_true", help="leave out the slow loop over edge_index")
     parser.add_argument("--row", help=argparse.SUPPRESS)
@@ -154,9 +157,9 @@ def main() -> None:
     if options.row:
         system, value, variant = options.row.split(":")
         row = (
-            plain_loop(options.model, options.graph, value, options.epochs)
+            plain_loop(options.model, options.graph, value, options.epochs, options.double)
             if system == "pyg"
-            else dgcl(options.model, options.graph, int(value), options.epochs, variant)
+            else dgcl(options.model, options.graph, int(value), options.epochs, variant, options.double)
         )
         if row is not None:
             print(json.dumps(row))
@@ -174,6 +177,7 @@ def main() -> None:
     for name, row, ranks, threads in plan:
         epochs = min(options.epochs, 3 if options.model == "gat" else 4) if row == "pyg:coo:" else options.epochs
         arguments = ["--row", row, "--graph", graph, "--epochs", str(epochs), "--model", options.model]
+        arguments += ["--double"] if options.double else []
         found = run_row(str(Path(__file__)), arguments, threads)
         # The first epoch holds what is done once: CSR, normalisation, the first layer's sums.
         rows.append(
