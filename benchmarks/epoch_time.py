@@ -13,6 +13,7 @@ import argparse
 import json
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -21,6 +22,7 @@ import lightning as L
 import torch
 import torch.nn.functional as F
 from common import PLANTED_LOSSES, QUIET, PeakMemory, load_planted, planted_file, planted_weights, report, run_row
+from torch_geometric.data import Data
 from torch_geometric.nn import GCNConv
 from torch_geometric.nn.models import GAT, GCN, GraphSAGE
 
@@ -44,11 +46,13 @@ def make_model(kind: str, path: str) -> torch.nn.Module:
     return gcn
 
 
-def plain_loop(kind: str, path: str, layout: str, epochs: int, double: bool) -> dict[str, Any]:
+def plain_loop(
+    kind: str, build: Callable[[], torch.nn.Module], load: Callable[[], Data], layout: str, epochs: int
+) -> dict[str, Any]:
     """The loop that a PyG user writes on one device; GCNConv normalises once (``cached=True``)."""
     memory = PeakMemory()
-    data = load_planted(path, double)
-    model = make_model(kind, path).to(data.x.dtype)
+    data = load()
+    model = build().to(data.x.dtype)
     convs: Any = model.convs
     for conv in convs:
         conv.cached = True
@@ -96,14 +100,21 @@ class Clock(L.Callback):
         self.by_layer = {"/".join(key): vars(traffic) for key, traffic in communication.by_layer.items()}
 
 
-def dgcl(kind: str, path: str, ranks: int, epochs: int, variant: str, double: bool) -> dict[str, Any] | None:
+def dgcl(
+    build: Callable[[], torch.nn.Module],
+    source: str,
+    source_args: dict[str, Any],
+    ranks: int,
+    epochs: int,
+    variant: str,
+) -> dict[str, Any] | None:
     """`Trainer(strategy="dgcl")` with the same model; returns the row on rank 0."""
     memory = PeakMemory()
     clock = Clock()
     began = time.perf_counter()
-    data = GraphDataModule("common.load_planted", {"path": path, "double": double})
-    model = make_model(kind, path)
-    module = NodeClassifier(model.double() if double else model, weight_decay=0.0)
+    data = GraphDataModule(source, source_args)
+    model = build()
+    module = NodeClassifier(model.double() if source_args.get("double") else model, weight_decay=0.0)
     strategy = DGCLStrategy(timeout=600, keep_constant=variant != "anew", keep_memory=variant != "lean")
     trainer = L.Trainer(
         strategy=strategy,
@@ -156,10 +167,20 @@ def main() -> None:
     options = parser.parse_args()
     if options.row:
         system, value, variant = options.row.split(":")
+        path, double = options.graph, options.double
+
+        def build() -> torch.nn.Module:
+            return make_model(options.model, path)
+
+        def load() -> Data:
+            return load_planted(path, double)
+
         row = (
-            plain_loop(options.model, options.graph, value, options.epochs, options.double)
+            plain_loop(options.model, build, load, value, options.epochs)
             if system == "pyg"
-            else dgcl(options.model, options.graph, int(value), options.epochs, variant, options.double)
+            else dgcl(
+                build, "common.load_planted", {"path": path, "double": double}, int(value), options.epochs, variant
+            )
         )
         if row is not None:
             print(json.dumps(row))
