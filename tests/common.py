@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch_geometric.data import Data
 from torch_geometric.nn import MessagePassing
-from torch_geometric.nn.models import GAT, GCN, GIN, GraphSAGE
+from torch_geometric.nn.models import GAT, GCN, GIN, PNA, GraphSAGE
 from torchmetrics.classification import MulticlassAccuracy, MulticlassAUROC, MulticlassF1Score
 
 from lightning_gnn import CommNet, DGCLStrategy, GraphDataModule, NodeClassifier
@@ -83,6 +83,13 @@ def build(name: str, in_channels: int = FEATURES, out_channels: int = CLASSES, s
         "sage_graph_norm": lambda: GraphSAGE(**size, norm="graph_norm"),
         "sage_sum": lambda: GraphSAGE(**size, aggr="sum"),
         "sage_max": lambda: GraphSAGE(**size, aggr="max"),
+        "sage_several": lambda: GraphSAGE(**size, aggr=["mean", "max", "std"]),
+        "pna": lambda: PNA(
+            **size,
+            aggregators=["mean", "min", "max", "std"],
+            scalers=["identity", "amplification"],
+            deg=torch.arange(9),
+        ),
         "gin": lambda: GIN(**size),
         "gat": lambda: GAT(**size, heads=4),
         "gat_edges": lambda: GAT(**size, heads=2, edge_dim=3),

@@ -10,7 +10,7 @@ import torch
 from common import assert_same, awkward_graph, single, train
 
 MODELS = ["gcn", "gcn_cached", "sage", "sage_sum", "sage_max", "gin", "gat", "gatv2", "gat_edges", "transformer"]
-MODELS += ["transformer_edges", "commnet", "graphconv", "own", "own_mean", "own_sum"]
+MODELS += ["transformer_edges", "sage_several", "pna", "commnet", "graphconv", "own", "own_mean", "own_sum"]
 
 
 @cache
@@ -72,3 +72,10 @@ def test_no_edges(ranks):
     expected = single(graph, "gat")
     for found in ranks.run(2, train, graph, "gat"):
         assert_same(found, expected, rtol=1e-9, atol=1e-11)
+
+
+@pytest.mark.parametrize("model", ["gcn", "sage_max", "gat", "gatv2", "transformer", "pna"])
+def test_the_same_run_gives_the_same_bits(ranks, model):
+    first, again = (ranks.run(3, train, awkward_graph(), model, self_check=False) for _ in range(2))
+    for found, expected in zip(again, first):
+        assert_same(found, expected, rtol=0, atol=0)
