@@ -4,7 +4,7 @@
 
 Every row runs in processes of its own. Losses must be those that the graph's generator states for GCN, and for other models
 those of the plain loop. ``anew`` rows keep nothing of what the first layer makes of constant input, ``lean`` ones give memory
-back that they free.
+back that they free, ``gloo`` ones exchange over loopback instead of shared memory.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from torch_geometric.nn.models import GAT, GCN, GraphSAGE
 
 from lightning_gnn import DGCLStrategy, GraphDataModule, NodeClassifier
 
-RUNS = ["1x1", "1x2", "2x1", "2x1 anew", "2x1 lean", "4x1"]
+RUNS = ["1x1", "1x2", "2x1", "2x1 anew", "2x1 lean", "2x1 gloo", "4x1"]
 
 
 def make_model(kind: str, path: str) -> torch.nn.Module:
@@ -115,7 +115,9 @@ def dgcl(
     data = GraphDataModule(source, source_args)
     model = build()
     module = NodeClassifier(model.double() if source_args.get("double") else model, weight_decay=0.0)
-    strategy = DGCLStrategy(timeout=600, keep_constant=variant != "anew", keep_memory=variant != "lean")
+    strategy = DGCLStrategy(
+        timeout=600, keep_constant=variant != "anew", keep_memory=variant != "lean", shared_memory=variant != "gloo"
+    )
     trainer = L.Trainer(
         strategy=strategy,
         devices=ranks,

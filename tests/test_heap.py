@@ -1,0 +1,57 @@
+"""CPU ranks keep what they free while they train. Needs glibc."""
+
+from __future__ import annotations
+
+import resource
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+from common import awkward_graph, build, quiet_trainer
+
+from lightning_gnn import DGCLStrategy, GraphDataModule, NodeClassifier
+from lightning_gnn.strategies import base
+from lightning_gnn.strategies.heap import keeping_freed_memory
+
+PAGES = 4096  # of 4 KB: 16 MB
+SETTLING = 30  # blocks that were freed do not fit again at first
+
+
+def new_pages() -> int:
+    """Returns how many pages the system gave for a tensor of 16 MB."""
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    torch.ones(PAGES * 1024)  # 4 bytes each
+    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
+
+
+def test_freed_memory_is_used_again_and_given_back():
+    with keeping_freed_memory() as possible:
+        if not possible:
+            pytest.skip("needs glibc")
+        for _ in range(SETTLING):
+            new_pages()
+        assert min(new_pages() for _ in range(10)) <= 2
+    assert min(new_pages() for _ in range(5)) > 4  # huge pages, where the system gives them unasked, are 8
+
+
+@pytest.mark.parametrize("keep", [True, False])
+def test_from_the_second_step_until_teardown(monkeypatch, keep):
+    events: list[Any] = []
+
+    class Kept:
+        def __enter__(self) -> None:
+            events.append("kept")
+
+        def __exit__(self, *_: Any) -> None:
+            events.append("given back")
+
+    class Steps(L.Callback):
+        def on_train_batch_end(self, *_: Any) -> None:
+            events.append("step")
+
+    monkeypatch.setattr(base, "keeping_freed_memory", Kept)
+    trainer = quiet_trainer(DGCLStrategy(keep_memory=keep, self_check=False), 1, callbacks=[Steps()])
+    trainer.fit(NodeClassifier(build("gcn").double()), datamodule=GraphDataModule(awkward_graph()))
+    kept = ["step", "kept", "step", "step", "given back"]
+    assert events == (kept if keep else ["step", "step", "step"])
