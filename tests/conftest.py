@@ -120,6 +120,27 @@ def ranks() -> Iterator[RankPool]:
     pool.close()
 
 
+@pytest.fixture
+def context() -> Iterator[Any]:
+    """The awkward graph as convs that are bound to its one part see it; the graph's own edges, no weights."""
+    # Imported here: a rank of the pool imports this file, too.
+    from datetime import timedelta
+
+    import torch
+    from common import awkward_graph
+
+    from lightning_gnn.comm.exchange import HaloExchange
+    from lightning_gnn.comm.group import World
+    from lightning_gnn.comm.traffic import Meter
+    from lightning_gnn.datamodules.store import whole_graph
+    from lightning_gnn.nn import GraphContext
+
+    shard = whole_graph(awkward_graph())
+    world = World(0, 1, torch.device("cpu"), timedelta(seconds=5))
+    yield GraphContext(HaloExchange(shard.plan, world, Meter()), shard.batch.x, shard.batch.edge_index, None)
+    world.close()
+
+
 @pytest.fixture(scope="session", autouse=True)
 def _own_store(tmp_path_factory: pytest.TempPathFactory) -> None:
     from processes import ENVIRONMENT

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import copy
-from datetime import timedelta
-from typing import Any
 
 import pytest
 import torch
@@ -13,21 +11,8 @@ from common import FEATURES, OwnConv, awkward_graph, build
 from torch_geometric import nn as pyg_nn
 from torch_geometric.nn import GATConv, GCNConv, MessagePassing
 
-from lightning_gnn.comm.exchange import HaloExchange
-from lightning_gnn.comm.group import World
-from lightning_gnn.comm.traffic import Meter
-from lightning_gnn.datamodules.store import whole_graph
 from lightning_gnn.nn import Binding, GraphContext, UnsupportedModelError
 from lightning_gnn.nn import pyg as internals
-
-
-@pytest.fixture
-def context() -> Any:
-    """The whole awkward graph as the only rank's."""
-    shard = whole_graph(awkward_graph())
-    world = World(0, 1, torch.device("cpu"), timedelta(seconds=5))
-    yield GraphContext(HaloExchange(shard.plan, world, Meter()), shard.batch.x, shard.batch.edge_index, None)
-    world.close()
 
 
 def bound(module: torch.nn.Module, context: GraphContext) -> torch.nn.Module:

@@ -2,20 +2,15 @@
 
 from __future__ import annotations
 
-from datetime import timedelta
 from typing import Any
 
 import pytest
 import torch
-from common import FEATURES, awkward_graph
+from common import FEATURES
 from torch_geometric import nn
 from torch_geometric.nn import MessagePassing
 
-from lightning_gnn.comm.exchange import HaloExchange
-from lightning_gnn.comm.group import World
-from lightning_gnn.comm.traffic import Meter
-from lightning_gnn.datamodules.store import whole_graph
-from lightning_gnn.nn import Binding, GraphContext
+from lightning_gnn.nn import Binding
 
 DEGREES = torch.tensor([3, 5, 9, 12, 8, 4, 2])
 FOUR = ["mean", "min", "max", "std"]
@@ -47,14 +42,6 @@ class Layer(torch.nn.Module):
     def __init__(self, conv: Any) -> None:
         super().__init__()
         self.conv = conv
-
-
-@pytest.fixture
-def context() -> Any:
-    shard = whole_graph(awkward_graph())
-    world = World(0, 1, torch.device("cpu"), timedelta(seconds=5))
-    yield GraphContext(HaloExchange(shard.plan, world, Meter()), shard.batch.x, shard.batch.edge_index, None)
-    world.close()
 
 
 @pytest.fixture

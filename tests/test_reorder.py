@@ -2,28 +2,15 @@
 
 from __future__ import annotations
 
-from datetime import timedelta
 from typing import Any
 
 import pytest
 import torch
-from common import FEATURES, awkward_graph, build
+from common import FEATURES, build
 from torch_geometric import nn
 
 import lightning_gnn.nn.edges
-from lightning_gnn.comm.exchange import HaloExchange
-from lightning_gnn.comm.group import World
-from lightning_gnn.comm.traffic import Meter
-from lightning_gnn.datamodules.store import whole_graph
-from lightning_gnn.nn import Binding, GraphContext
-
-
-@pytest.fixture
-def context() -> Any:
-    shard = whole_graph(awkward_graph())
-    world = World(0, 1, torch.device("cpu"), timedelta(seconds=5))
-    yield GraphContext(HaloExchange(shard.plan, world, Meter()), shard.batch.x, shard.batch.edge_index, None)
-    world.close()
+from lightning_gnn.nn import Binding
 
 
 @pytest.fixture
