@@ -135,27 +135,29 @@ def spmm_heads(indptr, indices, place, weight, x, out, placed, low, high):
     for row in range(low, high):
         out[row] = 0
         slot, end = indptr[row], indptr[row + 1]
-        while slot + 2 <= end:
-            for ahead in range(slot + AHEAD, slot + AHEAD + 2):
+        while slot < end:
+            several = min(end - slot, 4)
+            for ahead in range(slot + AHEAD, slot + AHEAD + several):
                 _prefetch(x, indices[min(ahead, last)])
-            a, b = indices[slot], indices[slot + 1]
-            p, q = slot, slot + 1
-            if placed:
-                _prefetch(weight, place[min(slot + AHEAD, last)])
-                _prefetch(weight, place[min(slot + AHEAD + 1, last)])
-                p, q = place[slot], place[slot + 1]
-            for h in range(heads):
-                u, v = weight[p, h], weight[q, h]
-                for c in range(columns):
-                    out[row, h, c] += u * x[a, h, c] + v * x[b, h, c]
-            slot += 2
-        if slot < end:
-            a = indices[slot]
-            p = place[slot] if placed else slot
-            for h in range(heads):
-                u = weight[p, h]
-                for c in range(columns):
-                    out[row, h, c] += u * x[a, h, c]
+                if placed:
+                    _prefetch(weight, place[min(ahead, last)])
+            if several == 4:
+                a, b, c, d = indices[slot], indices[slot + 1], indices[slot + 2], indices[slot + 3]
+                p, q, r, s = slot, slot + 1, slot + 2, slot + 3
+                if placed:
+                    p, q, r, s = place[slot], place[slot + 1], place[slot + 2], place[slot + 3]
+                for h in range(heads):
+                    u, v, w, z = weight[p, h], weight[q, h], weight[r, h], weight[s, h]
+                    for f in range(columns):
+                        out[row, h, f] += (u * x[a, h, f] + v * x[b, h, f]) + (w * x[c, h, f] + z * x[d, h, f])
+            else:
+                for rest in range(slot, slot + several):
+                    a, p = indices[rest], place[rest] if placed else rest
+                    for h in range(heads):
+                        u = weight[p, h]
+                        for f in range(columns):
+                            out[row, h, f] += u * x[a, h, f]
+            slot += several
 
 
 @loop

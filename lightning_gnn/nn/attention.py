@@ -139,8 +139,8 @@ def _mapped(shared: Any, own: Any, rows: Tensor) -> Tensor:
 def _per_head(rows: Tensor, attention: Tensor) -> Tensor:
     """Returns ``<rows[n, h], attention[h]>``, ``[N, K]``, of rows ``[N, K * C]`` and ``[1, K, C]``, as one matrix product."""
     _, heads, columns = attention.shape
-    spread = attention.view(heads, columns, 1) * torch.eye(heads, dtype=attention.dtype).unsqueeze(1)
-    return rows @ spread.view(heads * columns, heads)
+    spread = torch.eye(heads, dtype=attention.dtype).unsqueeze(2) * attention
+    return F.linear(rows, spread.view(heads, heads * columns))
 
 
 def _with_self_loops(
