@@ -12,12 +12,15 @@ import numpy as np
 import pytest
 import torch
 from common import CLASSES, FEATURES, Recorder, assert_same, awkward_graph, build, quiet_trainer, single, train
+from conftest import RankFailed
+from hypothesis import given, settings
 from lightning.pytorch.cli import LightningCLI
-from planning import random_topology
+from planning import problems, random_topology, rows_of
 
 from lightning_gnn import DGCLStrategy, GraphDataModule, NodeClassifier
 from lightning_gnn.comm.exchange import HaloExchange
 from lightning_gnn.comm.group import World
+from lightning_gnn.comm.in_process import InProcessWorld, Meeting
 from lightning_gnn.comm.planned import PlannedExchange
 from lightning_gnn.comm.traffic import Meter
 from lightning_gnn.partition.shard import Relabelling, edge_cut_parts, halo_plan
@@ -145,6 +148,50 @@ def around_a_slow_link(rank: int, world_size: int) -> None:
 
 def test_relays(ranks):
     ranks.run(3, around_a_slow_link)
+
+
+@settings(max_examples=40, deadline=None)
+@given(problems())
+def test_up_to_16_ranks(problem):
+    """In one process: S and its transpose on random topologies, against rows and sums taken from the whole."""
+    relation, topology = problem
+    plan, offsets = spst(relation, topology), relation.offsets
+    meeting = Meeting(plan.num_devices)
+    everyone = torch.randn(int(offsets[-1]), 2, dtype=torch.float64)
+    gradients = [torch.randn(len(rows_of(plan, rank)), 2, dtype=torch.float64) for rank in range(meeting.size)]
+    total = torch.zeros_like(everyone)
+    for rank, gradient in enumerate(gradients):
+        total.index_add_(0, torch.from_numpy(rows_of(plan, rank)), gradient)
+
+    def work(rank: int) -> None:
+        exchange = PlannedExchange(rank_plan(plan, rank), InProcessWorld(rank, meeting), Meter())
+        own = slice(*offsets[rank : rank + 2])
+        for _ in range(2):  # buffers are used again
+            assert torch.equal(exchange.expand(everyone[own], "layer"), everyone[rows_of(plan, rank)])
+            torch.testing.assert_close(exchange.reduce(gradients[rank], "layer"), total[own], rtol=1e-12, atol=1e-12)
+
+    assert meeting.run(work) == [None] * meeting.size
+
+
+def late(rank: int, world_size: int, shared_memory: bool) -> None:
+    """Rank 1, over which all else goes, fails before the exchange."""
+    world = World(rank, world_size, torch.device("cpu"), timedelta(seconds=3), shared_memory)
+    try:
+        relation = Relation.from_halos([np.array([2]), np.empty(0, np.int64), np.array([0])], np.arange(4))
+        exchange = PlannedExchange(rank_plan(spst(relation, chain(3)), rank), world, Meter())
+        if rank == 1:
+            raise KeyError("user code")
+        exchange.expand(torch.randn(1, 4), "encoder.convs.1")
+    finally:
+        world.close()
+
+
+@pytest.mark.parametrize("shared_memory", [True, False])
+def test_missing_relay_is_named(ranks, shared_memory):
+    with pytest.raises(RankFailed) as caught:
+        ranks.run(3, late, shared_memory)
+    for words in ("Halo exchange (forward)", "layer 'encoder.convs.1'", "on rank 0", "rank 1"):
+        assert words in caught.value.errors[0]
 
 
 TOPOLOGIES = {"dgx1": "dgx1", "chain": chain(4), "slow pair": slow_pair(4)}
