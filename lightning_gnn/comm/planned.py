@@ -63,15 +63,19 @@ class _Stage:
     Attributes:
         send_counts, receive_counts: rows for and from each peer.
         sends: where the rows to send lie.
-        adds: backward: what to add to what arrives to, peer after peer.
-        arrives: forward: where among the arriving rows of all stages those of this one lie.
+        arrives: where in the memory for arriving rows to receive.
+        adds: backward: the rows that arriving ones are added to, those of one peer after the other.
     """
 
     send_counts: list[int]
     receive_counts: list[int]
     sends: list[_Run]
-    adds: list[_Run]
     arrives: slice
+    adds: list[_Run]
+
+
+def _counts(tables: Sequence[Ids]) -> list[int]:
+    return [len(rows) for rows in tables]
 
 
 class PlannedExchange(RowExchange):
@@ -81,8 +85,8 @@ class PlannedExchange(RowExchange):
     sent on from there; at the end the halo is taken out in its order. Backward, gradients are collected in the halo rows and
     relayed rows, and go to the parents in the trees in sub-stages, in none of which a row receives from two ranks.
 
-    A rank waits for its own peers of each stage; there is neither a coordinator nor a barrier. That cannot lock up: a rank
-    only ever waits for ranks that are in an earlier stage, or have not sent yet what they send in this one.
+    A rank waits for its own peers of each stage; there is neither a coordinator nor a barrier. That cannot lock up: whoever is
+    waited for is in an earlier stage, or has still to send in this one, and some rank is the furthest behind.
 
     One fetch or return at a time: both work in the same memory.
 
@@ -100,24 +104,25 @@ class PlannedExchange(RowExchange):
         owned, device = plan.num_owned, world.device
         forward = [stage for stage in plan.forward if not stage.idle]
         arriving = np.concatenate([np.empty(0, np.int64), *(rows for stage in forward for rows in stage.receives)])
-        position = np.arange(plan.num_rows)  # in the plan's buffer -> with the other rows in the order of their arrival
+        # From the plan's order of rows to one in which those that are not owned lie as they arrive.
+        position = np.arange(plan.num_rows)
         position[arriving] = np.arange(owned, plan.num_rows)
         self._halo_rows = torch.from_numpy(position[owned : owned + plan.num_halo] - owned).to(device)
 
         self._forward, arrived = [], 0
         for stage in forward:
-            send_counts, receive_counts = [list(map(len, tables)) for tables in (stage.sends, stage.receives)]
-            arrives = slice(arrived, arrived + sum(receive_counts))
             sends = _runs([position[np.concatenate(stage.sends)]], owned, device)
-            self._forward.append(_Stage(send_counts, receive_counts, sends, [], arrives))
+            receive_counts = _counts(stage.receives)
+            arrives = slice(arrived, arrived + sum(receive_counts))
+            self._forward.append(_Stage(_counts(stage.sends), receive_counts, sends, arrives, []))
             arrived = arrives.stop
         self._backward = []
         for stage in plan.backward:
             if not stage.idle:
-                send_counts, receive_counts = [list(map(len, tables)) for tables in (stage.sends, stage.receives)]
-                sends = _runs([np.concatenate(stage.sends)], owned, device)
-                adds = _runs(stage.receives, owned, device)
-                self._backward.append(_Stage(send_counts, receive_counts, sends, adds, slice(sum(receive_counts))))
+                sends, adds = _runs([np.concatenate(stage.sends)], owned, device), _runs(stage.receives, owned, device)
+                receive_counts = _counts(stage.receives)
+                arrives = slice(sum(receive_counts))
+                self._backward.append(_Stage(_counts(stage.sends), receive_counts, sends, arrives, adds))
         self._most_added = max((sum(stage.receive_counts) for stage in self._backward), default=0)
 
     def _others(self, shape: torch.Size, dtype: torch.dtype) -> Tensor:
