@@ -206,6 +206,7 @@ def train(
     model: str,
     *,
     strategy: str = "dgcl",
+    options: dict[str, Any] | None = None,
     module: str = "library",
     sizes: tuple[int, int] = (FEATURES, CLASSES),
     dtype: torch.dtype = torch.float64,
@@ -213,7 +214,11 @@ def train(
     trainer: dict[str, Any] | None = None,
     self_check: bool = True,
 ) -> dict[str, Any]:
-    """Trains, tests and predicts on one rank; returns everything that must equal one device."""
+    """Trains, tests and predicts on one rank; returns everything that must equal one device.
+
+    Args:
+        options: of DGCLStrategy.
+    """
     recorder = Recorder()
     built = build(model, *sizes)
     wrapped = {
@@ -221,7 +226,7 @@ def train(
         "user": lambda: UserModule(built, sizes[1]),
     }[module]().to(dtype)
     datamodule = GraphDataModule(source, **(data or {}))
-    chosen: Any = DGCLStrategy(timeout=60, self_check=self_check) if strategy == "dgcl" else strategy
+    chosen: Any = DGCLStrategy(timeout=60, self_check=self_check, **(options or {})) if strategy == "dgcl" else strategy
     run = quiet_trainer(chosen, world_size, callbacks=[recorder], **(trainer or {}))
     run.fit(wrapped, datamodule=datamodule)
     weights = copy.deepcopy(wrapped.state_dict())

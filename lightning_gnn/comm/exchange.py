@@ -1,7 +1,8 @@
 """The halo exchange of an edge cut: S fetches the rows that a rank's edges read, its transpose sends gradients home.
 
-Source: DGCL (EuroSys'21), graph allgather (section 4.1) and its backward counterpart (section 6.2), here as one
-direct message per pair of ranks, which is the paper's peer-to-peer baseline.
+Source: DGCL (EuroSys'21), graph allgather (section 4.1) and its backward counterpart (section 6.2). :class:`HaloExchange`
+sends one direct message per pair of ranks, which is the paper's peer-to-peer baseline;
+:class:`~lightning_gnn.comm.planned.PlannedExchange` follows a plan.
 
 N owned rows, H halo rows, P ranks; ``...`` stands for any trailing dimensions.
 """
@@ -9,12 +10,14 @@ N owned rows, H halo rows, P ranks; ``...`` stands for any trailing dimensions.
 from __future__ import annotations
 
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
+from typing_extensions import override
 
 from lightning_gnn.comm.group import CommunicationError, World
 from lightning_gnn.comm.shared_memory import PeerError
@@ -23,23 +26,19 @@ from lightning_gnn.kernels import add_rows, take_rows
 from lightning_gnn.partition.shard import HaloPlan
 
 
-class HaloExchange:
-    """Moves rows between the owner of a node and the ranks whose edges read it.
+class RowExchange(ABC):
+    """S and S^T of one rank; how the rows travel is the subclass's.
 
     Args:
-        plan: which rows go to whom.
+        num_owned, num_halo: N, H.
+        idle: whether this rank neither sends nor receives anything, on behalf of others included.
         world: the ranks.
         meter: where traffic is counted.
     """
 
-    def __init__(self, plan: HaloPlan, world: World, meter: Meter) -> None:
+    def __init__(self, num_owned: int, num_halo: int, idle: bool, world: World, meter: Meter) -> None:
+        self.num_owned, self.num_halo, self.idle = num_owned, num_halo, idle
         self.world, self.meter = world, meter
-        self.num_owned = plan.num_owned
-        self.recv_counts = list(plan.recv_counts)
-        self.send_counts = [len(rows) for rows in plan.send_rows]
-        self.num_halo = sum(self.recv_counts)
-        self.send_rows = torch.from_numpy(plan.all_send_rows()).to(world.device)
-        self._send_rows_by_peer = self.send_rows.split(self.send_counts)
         self._buffers: dict[tuple[str, torch.Size, torch.dtype], Tensor] = {}
 
     def buffer(self, use: str, shape: torch.Size, dtype: torch.dtype) -> Tensor:
@@ -51,23 +50,21 @@ class HaloExchange:
                 self._buffers[key] = torch.empty(shape, dtype=dtype, device=self.world.device)
         return self._buffers[key]
 
+    @abstractmethod
     def start_fetch(self, x: Tensor, halo: Tensor, layer: str) -> Callable[[], None]:
-        """Starts S: sends the owned rows that others read and receives into `halo`; returns the function that waits.
+        """Starts S: sends rows that others read and receives into `halo`; returns the function that waits.
 
         Args:
-            x: owned rows, ``[N, ...]``.
+            x: owned rows, ``[N, ...]``; unchanged until the returned function has returned.
             halo: receives the halo rows in place, ``[H, ...]``, contiguous.
             layer: named in errors and counted under.
         """
-        began = time.perf_counter()
-        packed = self.world.wire.scratch((len(self.send_rows), *x.shape[1:]), x.dtype, x.device)
-        take_rows(x, self.send_rows, packed)
-        return self._start(packed, self.send_counts, halo, self.recv_counts, layer, "forward", began)
 
+    @abstractmethod
     def outgoing(self, shape: torch.Size, dtype: torch.dtype) -> Tensor:
         """Returns memory for the halo rows' gradients that the next :meth:`start_return` sends: a copy less."""
-        return self.world.wire.scratch(shape, dtype, self.world.device)
 
+    @abstractmethod
     def start_return(self, halo_grad: Tensor, layer: str) -> Callable[[Tensor], None]:
         """Starts S^T: sends the halo rows' gradients home; the returned function waits and adds those that arrive.
 
@@ -76,20 +73,12 @@ class HaloExchange:
             layer: named in errors and counted under.
 
         Returns:
-            ``finish(grad)``: adds in place to ``grad`` ``[N, ...]``, peer after peer. The rows of one peer are
-            distinct, so no two additions meet and the sum does not depend on timing: the paper's non-atomic backward.
+            ``finish(grad)``: adds in place to ``grad`` ``[N, ...]``, in an order that does not depend on timing.
         """
-        began = time.perf_counter()
-        arrived = self.buffer("return", torch.Size((len(self.send_rows), *halo_grad.shape[1:])), halo_grad.dtype)
-        wait = self._start(halo_grad, self.recv_counts, arrived, self.send_counts, layer, "backward", began)
 
-        def finish(grad: Tensor) -> None:
-            wait()
-            for rows, values in zip(self._send_rows_by_peer, arrived.split(self.send_counts)):
-                if len(rows):
-                    add_rows(grad, rows, values)
-
-        return finish
+    @abstractmethod
+    def expand_all(self, tensors: Sequence[Tensor], layer: str) -> list[Tensor]:
+        """Returns S x of several tensors of one dtype, as :meth:`expand` does, in the messages of one."""
 
     def _start(
         self,
@@ -147,17 +136,11 @@ class HaloExchange:
         Returns:
             ``[N + H, ...]``, or longer along `dim`.
         """
-        if self.num_halo == 0 and len(self.send_rows) == 0:
+        if self.idle:
             return x
         if dim % x.dim():
             return self.expand(x.movedim(dim, 0).contiguous(), layer).movedim(0, dim)
         return _Expand.apply(x, self, layer)
-
-    def expand_all(self, tensors: Sequence[Tensor], layer: str) -> list[Tensor]:
-        """Returns S x of several tensors of one dtype, as :meth:`expand` does, in one message per peer."""
-        if len(tensors) == 1 or (self.num_halo == 0 and len(self.send_rows) == 0):
-            return [self.expand(x, layer) for x in tensors]
-        return list(_ExpandAll.apply(self, layer, *tensors))
 
     def reduce(self, x: Tensor, layer: str) -> Tensor:
         """Returns S^T x, differentiable: each owned row plus what other ranks hold for it in their halo rows.
@@ -169,12 +152,62 @@ class HaloExchange:
         Returns:
             ``[N, ...]``.
         """
-        if self.num_halo == 0 and len(self.send_rows) == 0:
+        if self.idle:
             return x
         return _Reduce.apply(x, self, layer)
 
 
-def _with_halo(exchange: HaloExchange, x: Tensor, layer: str) -> Tensor:
+class HaloExchange(RowExchange):
+    """Moves rows directly between the owner of a node and the ranks whose edges read it.
+
+    Args:
+        plan: which rows go to whom.
+        world: the ranks.
+        meter: where traffic is counted.
+    """
+
+    def __init__(self, plan: HaloPlan, world: World, meter: Meter) -> None:
+        self.recv_counts = list(plan.recv_counts)
+        self.send_counts = [len(rows) for rows in plan.send_rows]
+        self.send_rows = torch.from_numpy(plan.all_send_rows()).to(world.device)
+        self._send_rows_by_peer = self.send_rows.split(self.send_counts)
+        num_halo = sum(self.recv_counts)
+        super().__init__(plan.num_owned, num_halo, num_halo == 0 and len(self.send_rows) == 0, world, meter)
+
+    @override
+    def start_fetch(self, x: Tensor, halo: Tensor, layer: str) -> Callable[[], None]:
+        began = time.perf_counter()
+        packed = self.world.wire.scratch((len(self.send_rows), *x.shape[1:]), x.dtype, x.device)
+        take_rows(x, self.send_rows, packed)
+        return self._start(packed, self.send_counts, halo, self.recv_counts, layer, "forward", began)
+
+    @override
+    def outgoing(self, shape: torch.Size, dtype: torch.dtype) -> Tensor:
+        return self.world.wire.scratch(shape, dtype, self.world.device)
+
+    @override
+    def start_return(self, halo_grad: Tensor, layer: str) -> Callable[[Tensor], None]:
+        """Peer after peer: the rows of one are distinct, so no two additions meet, the paper's non-atomic backward."""
+        began = time.perf_counter()
+        arrived = self.buffer("return", torch.Size((len(self.send_rows), *halo_grad.shape[1:])), halo_grad.dtype)
+        wait = self._start(halo_grad, self.recv_counts, arrived, self.send_counts, layer, "backward", began)
+
+        def finish(grad: Tensor) -> None:
+            wait()
+            for rows, values in zip(self._send_rows_by_peer, arrived.split(self.send_counts)):
+                if len(rows):
+                    add_rows(grad, rows, values)
+
+        return finish
+
+    @override
+    def expand_all(self, tensors: Sequence[Tensor], layer: str) -> list[Tensor]:
+        if len(tensors) == 1 or self.idle:
+            return [self.expand(x, layer) for x in tensors]
+        return list(_ExpandAll.apply(self, layer, *tensors))
+
+
+def _with_halo(exchange: RowExchange, x: Tensor, layer: str) -> Tensor:
     """S: ``[N, ...]`` to ``[N + H, ...]``."""
     out = x.new_empty((exchange.num_owned + exchange.num_halo, *x.shape[1:]))
     wait = exchange.start_fetch(x, out[exchange.num_owned :], layer)
@@ -183,7 +216,7 @@ def _with_halo(exchange: HaloExchange, x: Tensor, layer: str) -> Tensor:
     return out
 
 
-def _halo_sent_home(exchange: HaloExchange, x: Tensor, layer: str) -> Tensor:
+def _halo_sent_home(exchange: RowExchange, x: Tensor, layer: str) -> Tensor:
     """S^T: ``[N + H, ...]`` to ``[N, ...]``."""
     finish = exchange.start_return(x[exchange.num_owned :].contiguous(), layer)
     own = x[: exchange.num_owned].clone()
@@ -195,7 +228,7 @@ class _Expand(torch.autograd.Function):
     """S as a concatenation, for code that indexes owned and halo rows alike; backward is S^T."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, exchange: HaloExchange, layer: str) -> Tensor:
+    def forward(ctx: Any, x: Tensor, exchange: RowExchange, layer: str) -> Tensor:
         ctx.exchange, ctx.layer = exchange, layer
         return _with_halo(exchange, x, layer)
 
@@ -268,7 +301,7 @@ class _Reduce(torch.autograd.Function):
     """S^T; backward is S."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, exchange: HaloExchange, layer: str) -> Tensor:
+    def forward(ctx: Any, x: Tensor, exchange: RowExchange, layer: str) -> Tensor:
         ctx.exchange, ctx.layer = exchange, layer
         return _halo_sent_home(exchange, x, layer)
 

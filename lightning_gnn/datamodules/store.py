@@ -56,6 +56,7 @@ class Shard:
         batch: owned rows; ``edge_index`` in local ids, halo rows behind the owned ones; ``n_id`` and ``e_id``, the
             original ids of its nodes and edges; ``num_owned``; boolean masks over owned rows.
         plan: the rows to exchange.
+        halos: relabelled ids of the halo rows of each rank, ascending, int64 ``[H]`` each, memory-mapped: what a planner needs.
         n_id, e_id: original ids of all ranks' nodes and edges in rank order, int64 ``[N]`` and ``[E]``, memory-mapped.
         counts, edge_counts: owned rows and edges of each rank.
         mask_counts: by mask, the labelled rows of each rank in it: the weights of a mean loss.
@@ -66,6 +67,7 @@ class Shard:
 
     batch: Data
     plan: HaloPlan
+    halos: tuple[np.ndarray, ...]
     n_id: Tensor
     e_id: Tensor
     counts: tuple[int, ...]
@@ -357,12 +359,13 @@ def read_shard(folder: Path, rank: int, layout: LayoutSpec | None = None) -> Sha
         batch[name] = value
     batch.n_id, batch.e_id = n_id[rows], e_id[edges]
     batch.num_owned = len(batch.n_id)
-    halos = [load(f"part{part}.halo") for part in range(manifest["parts"])]
+    halos = tuple(load(f"part{part}.halo") for part in range(manifest["parts"]))
     mask_counts = {name: tuple(counts) for name, counts in manifest["mask_counts"].items()}
     _add_stand_ins(batch, rank, mask_counts)
     return Shard(
         batch=batch,
         plan=halo_plan(rank, offsets, halos),
+        halos=halos,
         n_id=n_id,
         e_id=e_id,
         counts=tuple(np.diff(offsets).tolist()),
@@ -385,6 +388,7 @@ def split_graph(data: Data, part: np.ndarray, num_parts: int) -> list[Shard]:
     relabelling = local_relabelling(edge_index, part, num_parts)
     offsets, n_id = relabelling.offsets, torch.from_numpy(relabelling.n_id)
     pieces = list(edge_cut_parts(edge_index, relabelling))
+    halos = tuple(piece.halo for piece in pieces)
     e_ids = [torch.from_numpy(piece.edge_ids) for piece in pieces]
     mask_counts = {name: tuple(counts) for name, counts in _mask_counts(data, relabelling).items()}
     shards = []
@@ -400,7 +404,8 @@ def split_graph(data: Data, part: np.ndarray, num_parts: int) -> list[Shard]:
         shards.append(
             Shard(
                 batch=batch,
-                plan=halo_plan(rank, offsets, [other.halo for other in pieces]),
+                plan=halo_plan(rank, offsets, halos),
+                halos=halos,
                 n_id=n_id,
                 e_id=torch.cat(e_ids),
                 counts=tuple(np.diff(offsets).tolist()),
@@ -448,6 +453,7 @@ def whole_graph(data: Data) -> Shard:
     return Shard(
         batch=batch,
         plan=HaloPlan(num_nodes, (0,), (np.empty(0, np.int64),)),
+        halos=(np.empty(0, np.int64),),
         n_id=batch.n_id,
         e_id=batch.e_id,
         counts=(num_nodes,),

@@ -19,7 +19,7 @@ from lightning_gnn.kernels.sums import STATISTICS, RowStatistics, row_statistics
 
 
 class Exchange(Protocol):
-    """S and its transpose; see :class:`lightning_gnn.comm.exchange.HaloExchange`."""
+    """S and its transpose; see :class:`lightning_gnn.comm.exchange.RowExchange`."""
 
     num_owned: int
     num_halo: int

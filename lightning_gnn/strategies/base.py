@@ -65,6 +65,10 @@ class Scheme(ABC):
     def bind(self, module: torch.nn.Module, shard: Shard, world: World, meter: Meter) -> Binding:
         """Binds `module` to this rank's `shard`, whose tensors are on the rank's device; runs on every rank."""
 
+    def for_self_check(self) -> Scheme:
+        """Returns the scheme for two ranks in one process, without what holds for the run's own ranks only."""
+        return self
+
 
 class GNNStrategy(ParallelStrategy):
     """Trains any PyG model, unchanged, on one graph over several ranks, with the numbers of one device.
@@ -304,7 +308,7 @@ class GNNStrategy(ParallelStrategy):
         return data
 
     def _check_itself(self, module: pl.LightningModule, shard: Shard, trainer: pl.Trainer) -> SelfCheck:
-        bind = partial(self.scheme.bind, meter=Meter())
+        bind = partial(self.scheme.for_self_check().bind, meter=Meter())
         return self_check(module, shard.batch, bind, _stage_of(trainer), self.loss_reduction, trainer)
 
     def _check_on_one_rank(self, trainer: pl.Trainer, shard: Shard) -> None:

@@ -1,0 +1,206 @@
+"""The planned exchange: S and its transpose in the stages of a plan, with relays (DGCL sections 6.1 and 6.2).
+
+N owned rows, H halo rows, R rows that this rank only relays, P ranks; ``...`` stands for any trailing dimensions.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+import numpy as np
+import torch
+from torch import Tensor
+from typing_extensions import override
+
+from lightning_gnn.comm.exchange import RowExchange
+from lightning_gnn.comm.group import World
+from lightning_gnn.comm.shared_memory import PeerError
+from lightning_gnn.comm.traffic import Meter
+from lightning_gnn.kernels import add_rows, take_rows
+from lightning_gnn.planning.relation import Ids
+from lightning_gnn.planning.tables import RankPlan
+
+
+@dataclass(frozen=True)
+class _Run:
+    """Successive rows of a stage's messages that lie in one tensor.
+
+    Messages are in the order of ids, of which a rank owns one range, so one message is at most three runs.
+
+    Attributes:
+        owned: whether these are owned rows; the others are kept in a tensor of their own.
+        rows: where in that tensor, int64 ``[K]``.
+        place: where in the stage's messages, which lie one after the other in peer order.
+    """
+
+    owned: bool
+    rows: Tensor
+    place: slice
+
+
+def _runs(tables: Sequence[Ids], num_owned: int, device: torch.device) -> list[_Run]:
+    """Returns the runs of `tables`, which follow each other; none spans two of them."""
+    runs, first = [], 0
+    for table in tables:
+        owned = table < num_owned
+        bounds = [0, *(np.flatnonzero(owned[1:] != owned[:-1]) + 1).tolist(), len(table)]
+        for low, high in pairwise(bounds):
+            if high > low:
+                rows = table[low:high] - (0 if owned[low] else num_owned)
+                place = slice(first + low, first + high)
+                runs.append(_Run(bool(owned[low]), torch.from_numpy(rows).to(device), place))
+        first += len(table)
+    return runs
+
+
+@dataclass(frozen=True)
+class _Stage:
+    """One stage in which this rank has something to do.
+
+    Attributes:
+        send_counts, receive_counts: rows for and from each peer.
+        sends: where the rows to send lie.
+        arrives: where in the memory for arriving rows to receive.
+        adds: backward: the rows that arriving ones are added to, those of one peer after the other.
+    """
+
+    send_counts: list[int]
+    receive_counts: list[int]
+    sends: list[_Run]
+    arrives: slice
+    adds: list[_Run]
+
+
+def _counts(tables: Sequence[Ids]) -> list[int]:
+    return [len(rows) for rows in tables]
+
+
+class PlannedExchange(RowExchange):
+    """Moves rows along the trees of a plan: S and S^T of the direct exchange, over other ways.
+
+    Forward, each row that is not owned arrives exactly once, so rows are received in place, one stage behind the other, and
+    sent on from there; at the end the halo is taken out in its order. Backward, gradients are collected in the halo rows and
+    relayed rows, and go to the parents in the trees in sub-stages, in none of which a row receives from two ranks.
+
+    A rank waits for its own peers of each stage; there is neither a coordinator nor a barrier. That cannot lock up: whoever is
+    waited for is in an earlier stage, or has still to send in this one, and some rank is the furthest behind.
+
+    One fetch or return at a time: both work in the same memory.
+
+    Args:
+        plan: this rank's part of a plan that all ranks follow. With ``backward_at_once`` in place of its ``backward``,
+            gradients travel in as few messages as rows do, and are added peer after peer.
+        world: the ranks.
+        meter: where traffic is counted, relayed rows included.
+    """
+
+    def __init__(self, plan: RankPlan, world: World, meter: Meter) -> None:
+        idle = all(stage.idle for stage in plan.forward)
+        super().__init__(plan.num_owned, plan.num_halo, idle, world, meter)
+        self.num_relayed = plan.num_relayed
+        owned, device = plan.num_owned, world.device
+        forward = [stage for stage in plan.forward if not stage.idle]
+        arriving = np.concatenate([np.empty(0, np.int64), *(rows for stage in forward for rows in stage.receives)])
+        # From the plan's order of rows to one in which those that are not owned lie as they arrive.
+        position = np.arange(plan.num_rows)
+        position[arriving] = np.arange(owned, plan.num_rows)
+        self._halo_rows = torch.from_numpy(position[owned : owned + plan.num_halo] - owned).to(device)
+
+        self._forward, arrived = [], 0
+        for stage in forward:
+            sends = _runs([position[np.concatenate(stage.sends)]], owned, device)
+            receive_counts = _counts(stage.receives)
+            arrives = slice(arrived, arrived + sum(receive_counts))
+            self._forward.append(_Stage(_counts(stage.sends), receive_counts, sends, arrives, []))
+            arrived = arrives.stop
+        self._backward = []
+        for stage in plan.backward:
+            if not stage.idle:
+                sends, adds = _runs([np.concatenate(stage.sends)], owned, device), _runs(stage.receives, owned, device)
+                receive_counts = _counts(stage.receives)
+                arrives = slice(sum(receive_counts))
+                self._backward.append(_Stage(_counts(stage.sends), receive_counts, sends, arrives, adds))
+        self._most_added = max((sum(stage.receive_counts) for stage in self._backward), default=0)
+
+    def _others(self, shape: torch.Size, dtype: torch.dtype) -> Tensor:
+        """Returns memory for the rows that are not owned, ``[H + R, ...]``, for halo rows of `shape`."""
+        return self.buffer("others", torch.Size((self.num_halo + self.num_relayed, *shape[1:])), dtype)
+
+    def _send(
+        self, stage: _Stage, sources: Sequence[Tensor], into: Tensor, layer: str, direction: str
+    ) -> Callable[[], None]:
+        """Starts a stage; returns the function that waits for its peers.
+
+        Args:
+            sources: the rows that are not owned, then the owned ones, unless no stage sends them.
+            into: receives what arrives, in peer order.
+        """
+        began = time.perf_counter()
+        others = sources[0]
+        try:
+            packed = self.world.wire.scratch(
+                (sum(stage.send_counts), *others.shape[1:]), others.dtype, self.world.device
+            )
+        except PeerError as error:  # it has not taken what an earlier stage sent
+            raise self._failed(error, layer, direction) from error
+        for run in stage.sends:
+            take_rows(sources[run.owned], run.rows, packed[run.place])
+        return self._start(packed, stage.send_counts, into, stage.receive_counts, layer, direction, began)
+
+    @override
+    def start_fetch(self, x: Tensor, halo: Tensor, layer: str) -> Callable[[], None]:
+        """Sends the first stage; the others follow while waiting."""
+        others = self._others(halo.shape, x.dtype)
+
+        def start(stage: _Stage) -> Callable[[], None]:
+            return self._send(stage, (others, x), others[stage.arrives], layer, "forward")
+
+        first = [start(stage) for stage in self._forward[:1]]
+
+        def finish() -> None:
+            for wait in first:
+                wait()
+            for stage in self._forward[1:]:
+                start(stage)()
+            take_rows(others, self._halo_rows, halo)
+
+        return finish
+
+    @override
+    def outgoing(self, shape: torch.Size, dtype: torch.dtype) -> Tensor:
+        return self._others(shape, dtype)[: self.num_halo]
+
+    @override
+    def start_return(self, halo_grad: Tensor, layer: str) -> Callable[[Tensor], None]:
+        """Sends the first sub-stage; the others follow while finishing."""
+        others = self._others(halo_grad.shape, halo_grad.dtype)
+        if halo_grad.data_ptr() != others.data_ptr():
+            others[: self.num_halo] = halo_grad
+        others[self.num_halo :] = 0
+        arrived = self.buffer("return", torch.Size((self._most_added, *others.shape[1:])), others.dtype)
+
+        def start(stage: _Stage) -> Callable[[], None]:
+            return self._send(stage, (others,), arrived[stage.arrives], layer, "backward")
+
+        first = [start(stage) for stage in self._backward[:1]]
+
+        def finish(grad: Tensor) -> None:
+            for number, stage in enumerate(self._backward):
+                wait = start(stage) if number else first[0]
+                wait()
+                for run in stage.adds:
+                    add_rows((others, grad)[run.owned], run.rows, arrived[run.place])
+
+        return finish
+
+    @override
+    def expand_all(self, tensors: Sequence[Tensor], layer: str) -> list[Tensor]:
+        """Side by side, as columns of one tensor."""
+        if len(tensors) == 1 or self.idle:
+            return [self.expand(x, layer) for x in tensors]
+        widths = [x.shape[1:].numel() for x in tensors]
+        rows = self.expand(torch.cat([x.reshape(len(x), width) for x, width in zip(tensors, widths)], 1), layer)
+        return [part.contiguous().view(len(rows), *x.shape[1:]) for part, x in zip(rows.split(widths, dim=1), tensors)]
