@@ -6,15 +6,18 @@ layer costs neither communication nor SpMM after its first call. Both sides are 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch_geometric import nn as pyg_nn
 from torch_geometric.nn import MessagePassing
 
 from lightning_gnn.nn import pyg
+from lightning_gnn.nn.commnet import CommNetConv, without_self_loops
 from lightning_gnn.nn.context import GraphContext
 
 Aggregate = Callable[[Tensor], Tensor]
@@ -118,13 +121,72 @@ def _tag(conv: Any, context: GraphContext, layer: str) -> Callable[..., Tensor]:
     return forward
 
 
-# By class: the forward, and the names of the linear maps that it may put on either side.
-_FORWARDS: dict[type[MessagePassing], tuple[Callable[..., Callable[..., Tensor]], tuple[str, ...]]] = {
-    pyg_nn.GCNConv: (_gcn, ("lin",)),
-    pyg_nn.SAGEConv: (_sage, ("lin_l",)),
-    pyg_nn.GraphConv: (_graph_conv, ("lin_rel",)),
-    pyg_nn.SGConv: (_sg, ("lin",)),
-    pyg_nn.TAGConv: (_tag, ("lins",)),
+def _gin(conv: Any, context: GraphContext, layer: str) -> Callable[..., Tensor]:
+    def forward(self: Any, x: Any, edge_index: Tensor, size: Any = None) -> Tensor:
+        source, target = (x, x) if isinstance(x, Tensor) else x
+        [lin] = _first_of_nn(self)
+        if target is None or not _map_first(context, source, lin):
+            return pyg_nn.GINConv.forward(self, x, edge_index, size)
+        rows = F.linear(source, lin.weight)
+        own = rows if target is source else F.linear(target, lin.weight)
+        out = self.propagate(edge_index, x=(rows, own), size=size) + (1 + self.eps) * own
+        with _mapped_already(lin):
+            return self.nn(out)
+
+    return forward
+
+
+def _first_of_nn(conv: Any) -> list[Any]:
+    """Returns the linear map that a GINConv's network begins with; nothing where that is not known, or it is used again."""
+    first = conv.nn
+    while type(first) is torch.nn.Sequential and len(first):
+        first = first[0]
+    if type(first) is pyg_nn.MLP:
+        first = first.lins[0]
+    uses = sum(part is first for _, part in conv.nn.named_modules(remove_duplicate=False))
+    return [first] if isinstance(first, (torch.nn.Linear, pyg_nn.Linear)) and uses == 1 else []
+
+
+@contextmanager
+def _mapped_already(lin: Any) -> Iterator[None]:
+    """While open, the map only adds its bias."""
+
+    def forward(rows: Tensor) -> Tensor:
+        return rows if lin.bias is None else rows + lin.bias
+
+    object.__setattr__(lin, "forward", forward)
+    try:
+        yield
+    finally:
+        lin.__dict__.pop("forward")
+
+
+def _commnet(conv: Any, context: GraphContext, layer: str) -> Callable[..., Tensor]:
+    def forward(self: Any, x: Tensor, edge_index: Tensor) -> Tensor:
+        [edges] = context.once(("no self-loops",), edge_index, None, lambda: (without_self_loops(edge_index),))
+        heard = _aggregate_and_map(context, x, self.lin_heard, lambda rows: self.propagate(edges, x=rows))
+        return self.lin_self(x) + heard
+
+    return forward
+
+
+def _named(name: str) -> Callable[[Any], list[Any]]:
+    def maps(conv: Any) -> list[Any]:
+        found = getattr(conv, name)
+        return list(found) if isinstance(found, torch.nn.ModuleList) else [found]
+
+    return maps
+
+
+# By class: the forward, and the linear maps that it may put on either side.
+_FORWARDS: dict[type[MessagePassing], tuple[Callable[..., Callable[..., Tensor]], Callable[[Any], list[Any]]]] = {
+    CommNetConv: (_commnet, _named("lin_heard")),
+    pyg_nn.GCNConv: (_gcn, _named("lin")),
+    pyg_nn.GINConv: (_gin, _first_of_nn),
+    pyg_nn.SAGEConv: (_sage, _named("lin_l")),
+    pyg_nn.GraphConv: (_graph_conv, _named("lin_rel")),
+    pyg_nn.SGConv: (_sg, _named("lin")),
+    pyg_nn.TAGConv: (_tag, _named("lins")),
 }
 
 KINDS = tuple(_FORWARDS)
@@ -138,15 +200,9 @@ def reordered(kind: type[MessagePassing], conv: MessagePassing, context: GraphCo
     """
     if pyg.linear_aggregation(conv) is None:
         return None
-    make, names = _FORWARDS[kind]
-    maps = [part for name in names for part in getattr(conv, name).modules()]
-    if any(part._forward_hooks or part._forward_pre_hooks for part in maps) or not _same_width(conv, names):
+    make, maps_of = _FORWARDS[kind]
+    maps = maps_of(conv)
+    plain = all(hasattr(lin, "weight") and lin.weight.dim() == 2 for lin in maps)  # [out, in]
+    if not maps or not plain or any(lin._forward_hooks or lin._forward_pre_hooks for lin in maps):
         return None
     return make(conv, context, layer)
-
-
-def _same_width(conv: Any, names: tuple[str, ...]) -> bool:
-    """Returns whether the maps are plain ones with a weight ``[out, in]``."""
-    maps = [getattr(conv, name) for name in names]
-    flat = [part for each in maps for part in (each if hasattr(each, "__iter__") else [each])]
-    return all(hasattr(part, "weight") and part.weight.dim() == 2 for part in flat)
