@@ -48,6 +48,7 @@ class Sleeps(L.Callback):
 
 
 def main() -> None:
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored in what a shell starts in the background
     strategy, event, folder = sys.argv[1], sys.argv[2], Path(sys.argv[3])
     data, model = GraphDataModule(planted_partition(2000)), NodeClassifier(GCN(32, 16, 2, 8))
     callbacks = [Happens(event, folder)] + ([Sleeps()] if "unheard" in event else [])
