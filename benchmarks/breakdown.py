@@ -14,6 +14,8 @@ import argparse
 import json
 import time
 from collections import defaultdict
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +23,7 @@ import lightning as L
 import torch
 from common import QUIET, planted_file, report, run_row
 from epoch_time import make_model
-from torch.profiler import ProfilerActivity, profile, record_function
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_gnn import DGCLStrategy, GraphDataModule, NodeClassifier
 from lightning_gnn.kernels import run as kernel_runner
@@ -29,10 +31,33 @@ from lightning_gnn.kernels import run as kernel_runner
 EPOCHS = 5
 FIRST = 10  # until then memory is still found that fits
 _layer = ["-"]
+_events: list[tuple[str, list[Any], float]] = []
+"""Name, shapes and seconds of what ran."""
+
+
+class Timed(TorchDispatchMode):
+    """Times every operation of torch. Its profiler would return freed memory to the system, and measure that."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        began = time.perf_counter()
+        result = func(*args, **(kwargs or {}))
+        seconds = time.perf_counter() - began
+        shapes = [list(value.shape) for value in args if isinstance(value, torch.Tensor)]
+        _events.append((f"aten::{func.overloadpacket.__name__}", shapes, seconds))
+        return result
+
+
+@contextmanager
+def record_function(name: str) -> Iterator[None]:
+    """Times what is inside under one name, and the operations of torch in it not at all."""
+    before, began = len(_events), time.perf_counter()
+    yield
+    del _events[before:]
+    _events.append((name, [], time.perf_counter() - began))
 
 
 def labelled() -> None:
-    """Marks what is ours for the profiler: loops over edges, gathering what is sent, waiting for peers, and in which layer."""
+    """Marks what is ours: loops over edges, gathering what is sent, waiting for peers, and in which layer."""
     import lightning_gnn.comm.exchange as exchange
     import lightning_gnn.kernels.attention as attention
     import lightning_gnn.kernels.sums as sums
@@ -78,31 +103,30 @@ def labelled() -> None:
         function.forward, function.backward = staticmethod(named_forward), staticmethod(named_backward)  # type: ignore
 
 
-class Profiled(L.Callback):
+class Clock(L.Callback):
     def __init__(self) -> None:
         self.seconds: list[float] = []
-        self.events: list[Any] = []
+        self.timed = Timed()
 
     def on_train_epoch_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         if trainer.current_epoch == FIRST:
-            self.profiler = profile(activities=[ProfilerActivity.CPU], record_shapes=True)
-            self.profiler.__enter__()
+            _events.clear()
+            self.timed.__enter__()
         self._began = time.perf_counter()
 
     def on_train_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         if trainer.current_epoch >= FIRST:
             self.seconds.append(time.perf_counter() - self._began)
         if trainer.current_epoch == FIRST + EPOCHS - 1:
-            self.profiler.__exit__(None, None, None)
-            self.events = list(self.profiler.events())
+            self.timed.__exit__(None, None, None)
 
 
-def phases(events: list[Any]) -> dict[tuple[str, str], dict[str, float]]:
-    """Returns seconds, bytes and operations of an epoch by phase and layer, from the profiler's self times."""
+def phases() -> dict[tuple[str, str], dict[str, float]]:
+    """Returns seconds, bytes and operations of an epoch by phase and layer."""
     found: dict[tuple[str, str], dict[str, float]] = defaultdict(lambda: defaultdict(float))
-    for event in events:
-        kind, *rest = event.name.split("|")
-        seconds = event.self_cpu_time_total / 1e6 / EPOCHS
+    for name, shapes, total in _events:
+        kind, *rest = name.split("|")
+        seconds = total / EPOCHS
         if kind == "edges":
             layer, loop, edges, columns = rest
             row = found[f"edges: {loop}", layer]
@@ -113,8 +137,7 @@ def phases(events: list[Any]) -> dict[tuple[str, str], dict[str, float]]:
             row = found["exchange", rest[0]]
             row["sent"] += int(rest[1]) / EPOCHS
         elif kind in ("aten::mm", "aten::addmm"):
-            shapes = [shape for shape in event.input_shapes if len(shape) == 2][-2:]
-            (rows, inner), (_, columns_) = shapes
+            (rows, inner), (_, columns_) = [shape for shape in shapes if len(shape) == 2][-2:]
             row = found["dense", f"[{rows}, {inner}] x [{inner}, {columns_}]"]
             row["flop"] += 2 * rows * inner * columns_ / EPOCHS
         elif kind == "aten::index_select" or kind == "aten::index_add_":
@@ -129,7 +152,7 @@ def phases(events: list[Any]) -> dict[tuple[str, str], dict[str, float]]:
 
 def rows_of(path: str, ranks: int, model: str, anew: bool) -> list[dict[str, Any]] | None:
     labelled()
-    clock = Profiled()
+    clock = Clock()
     data = GraphDataModule("common.load_planted", {"path": path})
     trainer = L.Trainer(
         strategy=DGCLStrategy(timeout=600, keep_constant=not anew, self_check=False),
@@ -149,7 +172,7 @@ def rows_of(path: str, ranks: int, model: str, anew: bool) -> list[dict[str, Any
     product = 2 * 100_000 * 128 * 128 / best(lambda: torch.mm(left, right, out=out))
     rows: list[dict[str, Any]] = []
     small: dict[str, float] = defaultdict(float)
-    for (phase, layer), row in phases(clock.events).items():
+    for (phase, layer), row in phases().items():
         if row["seconds"] < 0.01 * epoch:
             small[phase.partition(":")[0]] += row["seconds"]
             continue
