@@ -112,7 +112,8 @@ def measure(options: argparse.Namespace) -> None:
                 "seconds": seconds,
                 "/ plain": seconds / found["torch, csr @ x"],
             }
-            rows.append({**row, "GB/s gathered": edges * columns * 4 / seconds / 1e9})
+            size = 2 if "bfloat16" in name else 4
+            rows.append({**row, "GB/s gathered": edges * columns * size / seconds / 1e9})
     rows += attention_rows(csr, source, target) + statistics_rows(csr, source, target)
     copied, onto = torch.randn(nodes, 128), torch.randn(nodes, 128)
     seconds = best(lambda: onto.copy_(copied))
