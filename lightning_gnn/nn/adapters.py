@@ -11,7 +11,7 @@ from torch import Tensor
 from torch_geometric import nn as pyg_nn
 from torch_geometric.nn import MessagePassing
 
-from lightning_gnn.nn.commnet import CommNetConv, without_self_loops
+from lightning_gnn.nn.commnet import CommNetConv
 from lightning_gnn.nn.context import GraphContext, UnsupportedModelError
 
 Adapter = Callable[[MessagePassing, GraphContext, str], dict[str, Any]]
@@ -77,10 +77,7 @@ def _gcn(conv: MessagePassing, context: GraphContext, layer: str) -> dict[str, A
 
 
 def _commnet(conv: MessagePassing, context: GraphContext, layer: str) -> dict[str, Any]:
-    def without_loops(edge_index: Tensor) -> Tensor:
-        return context.once(("no self-loops",), edge_index, None, lambda: (without_self_loops(edge_index),))[0]
-
-    return {"forward": substitute(conv.forward, without_self_loops=without_loops)}
+    return {"forward": substitute(conv.forward, without_self_loops=context.without_self_loops)}
 
 
 def _cheb(conv: MessagePassing, context: GraphContext, layer: str) -> dict[str, Any]:

@@ -31,7 +31,7 @@ def attention(kind: type, conv: Any, context: GraphContext, layer: str) -> Forwa
     return make(kind, context, layer) if type(conv.aggr_module) is pyg_nn.aggr.SumAggregation else None
 
 
-def _gat(kind: type, context: GraphContext, layer: str) -> Forward:
+def _gat(kind: Any, context: GraphContext, layer: str) -> Forward:
     def forward(
         self: Any,
         x: Any,
@@ -42,7 +42,7 @@ def _gat(kind: type, context: GraphContext, layer: str) -> Forward:
     ) -> Any:
         source, target = (x, x) if isinstance(x, Tensor) else x
         if target is None or not _by_kernels(context, layer, source, edge_index):
-            return kind.forward(self, x, edge_index, edge_attr, size, return_attention_weights)  # type: ignore[attr-defined]
+            return kind.forward(self, x, edge_index, edge_attr, size, return_attention_weights)
         heads, columns = self.heads, self.out_channels
         own = _mapped(self.lin, self.lin_src, source)
         own_target = own if target is source and self.lin is not None else _mapped(self.lin, self.lin_dst, target)
@@ -56,16 +56,13 @@ def _gat(kind: type, context: GraphContext, layer: str) -> Forward:
         if edge_attr is not None and self.lin_edge is not None:
             mapped = self.lin_edge(edge_attr.view(-1, 1) if edge_attr.dim() == 1 else edge_attr)
             scores = scores + csr.permute(_per_head(mapped, self.att_edge))
-        shares = edge_softmax(csr, F.leaky_relu(scores, self.negative_slope))
-        shares = F.dropout(shares, p=self.dropout, training=self.training)
-        return _finished(
-            self, weighted_sums(csr, rows, shares), target, edge_index, csr, shares, return_attention_weights
-        )
+        scores = F.leaky_relu(scores, self.negative_slope)
+        return _finished(self, csr, rows, scores, target, edge_index, return_attention_weights)
 
     return forward
 
 
-def _gatv2(kind: type, context: GraphContext, layer: str) -> Forward:
+def _gatv2(kind: Any, context: GraphContext, layer: str) -> Forward:
     def forward(
         self: Any,
         x: Any,
@@ -75,7 +72,7 @@ def _gatv2(kind: type, context: GraphContext, layer: str) -> Forward:
     ) -> Any:
         source, target = (x, x) if isinstance(x, Tensor) else x
         if edge_attr is not None or target is None or not _by_kernels(context, layer, source, edge_index):
-            return kind.forward(self, x, edge_index, edge_attr, return_attention_weights)  # type: ignore[attr-defined]
+            return kind.forward(self, x, edge_index, edge_attr, return_attention_weights)
         shape = (-1, self.heads, self.out_channels)
         own = self.lin_l(source).view(shape)
         own_target = own if self.share_weights and target is source else self.lin_r(target).view(shape)
@@ -84,15 +81,12 @@ def _gatv2(kind: type, context: GraphContext, layer: str) -> Forward:
             edge_index, _ = _with_self_loops(context, edge_index, None, self.fill_value)
         csr = context.matrix(edge_index)
         scores = additive_scores(csr, rows, own_target, self.att.view(shape[1:]), self.negative_slope)
-        shares = F.dropout(edge_softmax(csr, scores), p=self.dropout, training=self.training)
-        return _finished(
-            self, weighted_sums(csr, rows, shares), target, edge_index, csr, shares, return_attention_weights
-        )
+        return _finished(self, csr, rows, scores, target, edge_index, return_attention_weights)
 
     return forward
 
 
-def _transformer(kind: type, context: GraphContext, layer: str) -> Forward:
+def _transformer(kind: Any, context: GraphContext, layer: str) -> Forward:
     def forward(
         self: Any,
         x: Any,
@@ -103,7 +97,7 @@ def _transformer(kind: type, context: GraphContext, layer: str) -> Forward:
         source, target = (x, x) if isinstance(x, Tensor) else x
         plain = edge_attr is None and self.lin_edge is None
         if not plain or not _by_kernels(context, layer, source, edge_index):
-            return kind.forward(self, x, edge_index, edge_attr, return_attention_weights)  # type: ignore[attr-defined]
+            return kind.forward(self, x, edge_index, edge_attr, return_attention_weights)
         shape = (-1, self.heads, self.out_channels)
         query = self.lin_query(target).view(shape)
         keys, values = context.expand_all([self.lin_key(source).view(shape), self.lin_value(source).view(shape)], layer)
@@ -153,9 +147,11 @@ def _with_self_loops(
 
 
 def _finished(
-    conv: Any, out: Tensor, target: Tensor, edge_index: Tensor, csr: CSR, shares: Tensor, return_attention_weights: Any
+    conv: Any, csr: CSR, rows: Tensor, scores: Tensor, target: Tensor, edge_index: Tensor, return_attention_weights: Any
 ) -> Any:
-    """What both GATs do at the end."""
+    """What both GATs do once they have scores."""
+    shares = F.dropout(edge_softmax(csr, scores), p=conv.dropout, training=conv.training)
+    out = weighted_sums(csr, rows, shares)
     out = out.flatten(1) if conv.concat else out.mean(dim=1)
     if getattr(conv, "res", None) is not None:
         out = out + conv.res(target)

@@ -13,6 +13,7 @@ from torch import Tensor
 from torch_geometric.utils import add_remaining_self_loops, add_self_loops, remove_self_loops, scatter
 
 from lightning_gnn.kernels import CSR
+from lightning_gnn.nn.commnet import without_self_loops
 from lightning_gnn.nn.edges import Exchange, SplitEdges, SplitWeights, StatisticsOfRows, Sum, SumOfRows
 
 
@@ -198,7 +199,7 @@ class GraphContext:
                 if add_self_loops:
                     edge_index, _ = add_remaining_self_loops(edge_index, num_nodes=self.num_owned)
                 edges = SplitEdges.from_edges(edge_index, self.num_owned, self.num_halo).of_slots()
-                scale = _inverse_root(edges.in_degree.to(dtype))
+                scale = _inverse_power(edges.in_degree.to(dtype), 0.5)
                 self._sums[key] = Sum(edges, before=scale, after=scale)
         return self._sums[key]
 
@@ -243,7 +244,7 @@ class GraphContext:
             edge_weight = torch.ones(edge_index.size(1), dtype=dtype, device=edge_index.device)
         source, target = edge_index
         degree = scatter(edge_weight, target, 0, dim_size=num_nodes, reduce="sum")
-        scale = _inverse_root(degree)
+        scale = _inverse_power(degree, 0.5)
         return edge_index, self.expand(scale, layer)[source] * edge_weight * scale[target]
 
     def with_self_loops(self, edge_index: Tensor) -> Tensor:
@@ -253,6 +254,10 @@ class GraphContext:
             return (add_self_loops(remove_self_loops(edge_index)[0], num_nodes=self.num_owned)[0],)
 
         return self.once(("self-loops",), edge_index, None, compute)[0]
+
+    def without_self_loops(self, edge_index: Tensor) -> Tensor:
+        """Returns the edges between different nodes."""
+        return self.once(("no self-loops",), edge_index, None, lambda: (without_self_loops(edge_index),))[0]
 
     def out_degree(self, source: Tensor, weight: Tensor, layer: str) -> Tensor:
         """Returns the sum of the weights of each owned node's out-edges, of which other ranks hold some: S^T.
@@ -279,8 +284,7 @@ class GraphContext:
         loops, _ = add_self_loops(edge_index, num_nodes=self.num_owned)
         if normalization is None:
             return loops, torch.cat([-edge_weight, degree])
-        scale = degree.pow(-0.5 if normalization == "sym" else -1.0)
-        scale = scale.masked_fill(scale == float("inf"), 0.0)
+        scale = _inverse_power(degree, 0.5 if normalization == "sym" else 1.0)
         weight = self.expand(scale, layer)[edge_index[0]] * edge_weight
         if normalization == "sym":
             weight = weight * scale[edge_index[1]]
@@ -320,11 +324,10 @@ class GraphContext:
         def compute_once() -> tuple[Tensor]:
             # A few columns at a time: what travels stays small, like what later layers send.
             out = x.new_empty((self.num_owned, x.size(1)))
-            for columns in torch.arange(x.size(1)).split(_COLUMNS_AT_ONCE):
-                part = x[:, columns[0] : columns[-1] + 1].contiguous()
-                out[:, columns[0] : columns[-1] + 1] = SumOfRows.apply(
-                    part, self._fetch_anew, self.exchange, what, layer
-                )
+            for low in range(0, x.size(1), _COLUMNS_AT_ONCE):
+                columns = slice(low, low + _COLUMNS_AT_ONCE)
+                part = x[:, columns].contiguous()
+                out[:, columns] = SumOfRows.apply(part, self._fetch_anew, self.exchange, what, layer)
             return (out,)
 
         once = compute_once if x.dtype in (torch.float32, torch.float64) else compute
@@ -384,8 +387,9 @@ class GraphContext:
             )
 
 
-def _inverse_root(degree: Tensor) -> Tensor:
-    scale = degree.pow(-0.5)
+def _inverse_power(degree: Tensor, exponent: float) -> Tensor:
+    """Returns ``degree ** -exponent``, and 0 for degrees of 0."""
+    scale = degree.pow(-exponent)
     return scale.masked_fill(scale == float("inf"), 0.0)
 
 

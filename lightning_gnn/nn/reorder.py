@@ -17,7 +17,7 @@ from torch_geometric import nn as pyg_nn
 from torch_geometric.nn import MessagePassing
 
 from lightning_gnn.nn import pyg
-from lightning_gnn.nn.commnet import CommNetConv, without_self_loops
+from lightning_gnn.nn.commnet import CommNetConv
 from lightning_gnn.nn.context import GraphContext
 
 Aggregate = Callable[[Tensor], Tensor]
@@ -163,7 +163,7 @@ def _mapped_already(lin: Any) -> Iterator[None]:
 
 def _commnet(conv: Any, context: GraphContext, layer: str) -> Callable[..., Tensor]:
     def forward(self: Any, x: Tensor, edge_index: Tensor) -> Tensor:
-        [edges] = context.once(("no self-loops",), edge_index, None, lambda: (without_self_loops(edge_index),))
+        edges = context.without_self_loops(edge_index)
         heard = _aggregate_and_map(context, x, self.lin_heard, lambda rows: self.propagate(edges, x=rows))
         return self.lin_self(x) + heard
 

@@ -76,7 +76,7 @@ def _finished(found: dict[str, Tensor], reductions: Sequence[str], inverse_degre
 # PNA ##########################################################################
 
 
-def pna(kind: type, conv: Any, context: GraphContext, layer: str) -> Callable[..., Tensor] | None:
+def pna(kind: Any, conv: Any, context: GraphContext, layer: str) -> Callable[..., Tensor] | None:
     """Returns a forward for PNAConv with one layer before the aggregation; None for others, whose messages are not sums.
 
     A message is then A x_i + B x_j + b: what is taken over j shifts with the first and last term, and is taken of B x_j alone.
@@ -91,7 +91,7 @@ def pna(kind: type, conv: Any, context: GraphContext, layer: str) -> Callable[..
         context.check_edges(edge_index, layer)
         edges = context.split_edges(edge_index)
         if edge_attr is not None or edges is None or x.device.type != "cpu":
-            return kind.forward(self, x, edge_index, edge_attr)  # type: ignore[attr-defined]
+            return kind.forward(self, x, edge_index, edge_attr)
         context.check_rows(x.size(0), layer)
         rows = x.view(-1, self.towers, self.F_in) if self.divide_input else x.unsqueeze(1).expand(-1, self.towers, -1)
         own, sent = [], []

@@ -265,10 +265,11 @@ class GNNStrategy(ParallelStrategy):
         check_module(module)
         shard = self._shard = self._take_shard(trainer)
         # One rank of a machine compiles, and the others load what it has kept.
-        for turn in (True, False):
-            if (self.local_rank == 0) is turn:
-                self._warm_up(module, trainer)
-            self.world.barrier()
+        if self.local_rank == 0:
+            self._warm_up(module, trainer)
+        self.world.barrier()
+        if self.local_rank != 0:
+            self._warm_up(module, trainer)
         self._check_on_one_rank(trainer, shard)
         super().setup(trainer)
         for optimizer in self.optimizers:
@@ -359,9 +360,8 @@ class GNNStrategy(ParallelStrategy):
     @override
     def training_step(self, batch: Any, *args: Any, **kwargs: Any) -> Any:
         self._steps += 1
-        if (
-            self._steps == 2 and self.keep_memory and self.root_device.type == "cpu"
-        ):  # the first frees much that no later one needs
+        # From the second on: the first frees much that no later one needs.
+        if self._steps == 2 and self.keep_memory and self.root_device.type == "cpu":
             self._in_use.enter_context(keeping_freed_memory())
         counts = self._enter(batch, "train_mask")
         self._loss_scale = self._scale_of(None, counts)  # for manual_backward, inside the step
