@@ -19,8 +19,9 @@ from torch_geometric.datasets import Planetoid
 from lightning_gnn import NodeClassifier
 from lightning_gnn.checks import self_check
 from lightning_gnn.comm.traffic import Meter
+from lightning_gnn.datamodules.shards import split_graph, whole_graph
 from lightning_gnn.datamodules.sources import prepare_graph
-from lightning_gnn.datamodules.store import split_graph, whole_graph
+from lightning_gnn.partition.layout import LayoutSpec
 from lightning_gnn.strategies.dgcl import DGCLScheme
 
 DEGREES = torch.tensor([0, 485, 583, 553, 389, 281, 131, 82, 57, 25, 26])
@@ -40,7 +41,7 @@ def one(name: str) -> dict[str, Any]:
     data = prepare_graph(Planetoid(str(SHARED / "data" / "planetoid"), "Cora")[0])
     model = getattr(pyg, name)(data.x.size(1), 64, num_layers=3, out_channels=7, **MODELS[name])
     module = NodeClassifier(model)
-    batch = split_graph(data, np.arange(data.num_nodes) % 2, 2)[0].batch
+    batch = split_graph(data, np.arange(data.num_nodes) % 2, LayoutSpec("edge_cut", 2))[0].batch
     checks = [self_check(module, batch, partial(DGCLScheme().bind, meter=Meter())) for _ in range(4)]
     assert all((check.problem, check.not_run) == (None, None) for check in checks)
     whole = whole_graph(data).batch

@@ -30,7 +30,7 @@ import lightning_gnn
 from lightning_gnn import CommNet, DGCLStrategy, GraphDataModule, NodeClassifier
 from lightning_gnn.datamodules import graph as graph_module
 from lightning_gnn.datamodules import store
-from lightning_gnn.datamodules.store import StoreError, read_manifest, read_shard
+from lightning_gnn.datamodules.store import StoreError, read_cut, read_manifest
 from lightning_gnn.partition.layout import LayoutSpec
 
 NAN, INF = float("nan"), float("inf")
@@ -371,15 +371,15 @@ STORES: dict[str, tuple[Callable[[Path], Any], str]] = {
         lambda f: [(f / "manifest.json").unlink(), (f / "manifest.json").mkdir()],
         "no readable manifest",
     ),
-    "older_format": (lambda f: rewrite(f, lambda m: m.update(format=3)), "has format 3, this version reads format 4"),
-    "newer_format": (lambda f: rewrite(f, lambda m: m.update(format=5)), "has format 5, this version reads format 4"),
+    "older_format": (lambda f: rewrite(f, lambda m: m.update(format=4)), "has format 4, this version reads format 5"),
+    "newer_format": (lambda f: rewrite(f, lambda m: m.update(format=6)), "has format 6, this version reads format 5"),
     "no_format": (lambda f: rewrite(f, lambda m: m.pop("format")), "has format None"),
     "altered_offsets": (lambda f: rewrite(f, lambda m: m["offsets"].__setitem__(1, 5)), "manifest.json has been altered"),
     "altered_counts": (lambda f: rewrite(f, lambda m: m["mask_counts"].clear()), "manifest.json has been altered"),
     "no_checksum": (lambda f: rewrite(f, lambda m: m.pop("checksum")), "manifest.json has been altered"),
     "missing_key": (lambda f: rewrite(f, lambda m: m.pop("files")), "manifest.json has been altered"),
-    "other_number_of_parts": (lambda f: rewrite(f, lambda m: m.update(parts=3), sign=True), "in 3 parts, but .* in 2"),
-    "other_layout": (lambda f: rewrite(f, lambda m: m.update(layout="whole"), sign=True), "holds whole in 2 parts"),
+    "other_number_of_parts": (lambda f: rewrite(f, lambda m: m["layout"].update(parts=3), sign=True), "in 3 parts .*, but .* in 2"),
+    "other_layout": (lambda f: rewrite(f, lambda m: m["layout"].update(kind="whole"), sign=True), "holds whole in 2 parts"),
     "of_another_graph": (lambda f: rewrite(f, lambda m: m.update(name="x"), sign=True), "was written as x: it may hold"),
     "missing_file": (lambda f: (f / "node.x.npy").unlink(), "node.x.npy is missing"),
     "missing_halo": (lambda f: (f / "part1.halo.npy").unlink(), "part1.halo.npy is missing"),
@@ -404,17 +404,17 @@ STORES: dict[str, tuple[Callable[[Path], Any], str]] = {
 def test_stores(case, tmp_path):
     change, words = STORES[case]
     folder = built(tmp_path)
-    read_shard(folder, 0, TWO)
+    read_cut(folder, TWO).shard(0)
     change(folder)
     for _ in range(2):  # nor is it trusted the second time
-        refused(lambda: read_shard(folder, 0, TWO), words + ADVICE, StoreError)
+        refused(lambda: read_cut(folder, TWO).shard(0), words + ADVICE, StoreError)
         refused(lambda: GraphDataModule(small(), store=tmp_path).build(TWO), words + ADVICE, StoreError)
 
 
 def test_renamed_and_moved_entries(tmp_path):
     folder = built(tmp_path)
     copied = shutil.copytree(folder, tmp_path / "elsewhere" / folder.name)
-    read_shard(copied, 0, TWO)
+    read_cut(copied, TWO).shard(0)
     other = tmp_path / built(tmp_path, seed=1).name
     shutil.rmtree(other)
     folder.replace(other)
@@ -427,11 +427,11 @@ def test_checksums_are_worked_out_once(tmp_path, monkeypatch):
     folder, read = built(tmp_path), []
     checksum = store._checksum
     monkeypatch.setattr(store, "_checksum", lambda file: read.append(file.name) or checksum(file))
-    read_shard(folder, 0, TWO)
+    read_cut(folder, TWO).shard(0)
     assert read == []  # known from writing
     os.utime(folder / "node.x.npy")
-    read_shard(folder, 0, TWO)
-    read_shard(folder, 1, TWO)
+    read_cut(folder, TWO).shard(0)
+    read_cut(folder, TWO).shard(1)
     assert read == ["node.x.npy"]
     for content in ("{", "[1]", "5", json.dumps({"node.x.npy": [0, 0, 0]})):
         (folder / "verified.json").write_text(content)
@@ -483,7 +483,7 @@ def test_disk_fills_up_while_writing(tmp_path, monkeypatch, after, code):
     refused(lambda: built(tmp_path), words + r".*GraphDataModule\(store=...\) or \$LIGHTNING_GNN_STORE", StoreError)
     assert not [path for path in tmp_path.iterdir() if path.is_dir()]
     monkeypatch.undo()
-    read_shard(built(tmp_path), 0, TWO)
+    read_cut(built(tmp_path), TWO).shard(0)
 
 
 def test_room_is_looked_for_before_partitioning(tmp_path, monkeypatch):
@@ -542,7 +542,7 @@ def test_a_killed_writer_leaves_nothing_that_is_trusted(tmp_path, where):
     folder = built(tmp_path)
     assert time.perf_counter() - began < 2  # the lock went with its holder
     assert {path for path in tmp_path.iterdir() if path.is_dir()} == {folder, other}
-    assert torch.equal(read_shard(folder, 0).batch.x, X[read_shard(folder, 0).batch.n_id])
+    assert torch.equal(read_cut(folder).shard(0).batch.x, X[read_cut(folder).shard(0).batch.n_id])
 
 
 def test_a_killed_or_failed_child_is_told(tmp_path, monkeypatch, capfd):
@@ -675,7 +675,7 @@ def fit_bad(rank: int, world_size: int, kind: str, root: str) -> None:
     trainer = quiet_trainer(strategy, world_size, max_epochs=1)
     with pytest.MonkeyPatch.context() as patch:
         if kind == "unreadable" and rank == 1:
-            patch.setattr(graph_module, "read_shard", cannot_read)
+            patch.setattr(graph_module, "read_cut", cannot_read)
         trainer.fit(NodeClassifier(model), datamodule=GraphDataModule(source, store=root))
 
 

@@ -18,10 +18,11 @@ from torch_geometric.data import Data
 from lightning_gnn.comm.exchange import HaloExchange
 from lightning_gnn.comm.group import World
 from lightning_gnn.comm.traffic import Meter
+from lightning_gnn.datamodules.shards import split_graph
 from lightning_gnn.datamodules.sources import MASKS
-from lightning_gnn.datamodules.store import split_graph
 from lightning_gnn.nn import Binding, GraphContext, UnsupportedModelError
 from lightning_gnn.nn.adapters import ADAPTERS, REFUSED
+from lightning_gnn.partition.layout import LayoutSpec
 
 N, F, A, R = 40, 8, 3, 4  # nodes, columns, columns of edge attributes, relations
 ABSTRACT = {"MessagePassing", "HeteroConv", "DirGNNConv", "AntiSymmetricConv"}  # the last three hold other convs
@@ -199,7 +200,7 @@ def compare(rank: int, world_size: int, names: list[str]) -> dict[str, str]:
     graph = whole_graph()
     part = np.random.default_rng(world_size).integers(0, world_size, N)
     part[graph.edge_index[1, 0]] = 0
-    mine = split_graph(graph, part, world_size)[rank]
+    mine = split_graph(graph, part, LayoutSpec("edge_cut", world_size))[rank]
     shard, owned = mine.batch, mine.batch.n_id
     world = World(rank, world_size, torch.device("cpu"), timedelta(seconds=30))
     found: dict[str, str] = {}

@@ -17,7 +17,7 @@ from lightning_gnn import GraphDataModule, planted_partition
 from lightning_gnn.datamodules import graph as graph_module
 from lightning_gnn.datamodules import store
 from lightning_gnn.datamodules.sources import graph_key, load_source, prepare_graph
-from lightning_gnn.datamodules.store import StoreError, read_manifest, read_shard, write_store
+from lightning_gnn.datamodules.store import StoreError, read_cut, read_manifest, write_store
 from lightning_gnn.partition.layout import LayoutSpec
 
 
@@ -159,10 +159,10 @@ def test_round_trip(tmp_path, parts):
     part = np.random.default_rng(1).integers(0, parts, 60)
     if parts == 5:
         part[part == 3] = 4  # an empty part
-    write_store(tmp_path / "s", graph, part, parts, {"method": "test"})
+    write_store(tmp_path / "s", graph, part, LayoutSpec("edge_cut", parts), {"method": "test"})
     seen_edges = []
     for rank in range(parts):
-        shard = read_shard(tmp_path / "s", rank)
+        shard = read_cut(tmp_path / "s").shard(rank)
         batch = shard.batch
         assert batch.num_owned == batch.num_nodes == int((part == rank).sum())
         assert torch.equal(batch.n_id.sort().values, torch.from_numpy(np.flatnonzero(part == rank)))
@@ -180,7 +180,7 @@ def test_round_trip(tmp_path, parts):
         assert shard.num_classes == 5 and shard.report == {"method": "test"}
         batch.x.zero_()  # copy on write: the next reader sees the file
     assert sorted(seen_edges) == list(range(graph.edge_index.size(1)))
-    again = read_shard(tmp_path / "s", 0).batch
+    again = read_cut(tmp_path / "s").shard(0).batch
     assert torch.equal(again.x, graph.x[again.n_id])
 
 
@@ -191,8 +191,10 @@ def halo_ids(folder: Path, rank: int) -> torch.Tensor:
 
 def test_stand_in_rows(tmp_path):
     part = np.array([0, 0, 0, 1, 1, 1])
-    write_store(tmp_path / "s", prepare_graph(small(y=torch.tensor([0, 1, 2, -1, -1, -1]))), part, 2, {})
-    shard = read_shard(tmp_path / "s", 1)
+    write_store(
+        tmp_path / "s", prepare_graph(small(y=torch.tensor([0, 1, 2, -1, -1, -1]))), part, LayoutSpec("edge_cut", 2), {}
+    )
+    shard = read_cut(tmp_path / "s").shard(1)
     assert shard.mask_counts["train_mask"] == (2, 0)
     assert shard.batch.train_mask.tolist() == [True, False, False]
     assert shard.batch.y.tolist() == [0, -1, -1]  # a label that a loss accepts
@@ -212,7 +214,7 @@ def test_a_failure_half_way_leaves_nothing(tmp_path, monkeypatch):
     original = store.np.save
     monkeypatch.setattr(store.np, "save", full)
     with pytest.raises(StoreError, match="The disk of the store .* is full"):
-        write_store(tmp_path / "s", prepare_graph(small()), np.zeros(6, np.int64), 1, {})
+        write_store(tmp_path / "s", prepare_graph(small()), np.zeros(6, np.int64), LayoutSpec("edge_cut", 1), {})
     assert list(tmp_path.iterdir()) == []
 
 
@@ -220,17 +222,17 @@ def test_damaged_stores_are_refused(tmp_path):
     folder = tmp_path / "s"
     with pytest.raises(StoreError, match="no readable manifest"):
         read_manifest(folder)
-    write_store(folder, prepare_graph(small()), np.zeros(6, np.int64), 1, {})
+    write_store(folder, prepare_graph(small()), np.zeros(6, np.int64), LayoutSpec("edge_cut", 1), {})
     manifest = json.loads((folder / "manifest.json").read_text())
     whole = (folder / "node.x.npy").read_bytes()
     (folder / "node.x.npy").write_bytes(whole[:-8])
     with pytest.raises(StoreError, match=r"node.x.npy has \d+ bytes instead of \d+. Remove the folder"):
-        read_shard(folder, 0)
+        read_cut(folder).shard(0)
     (folder / "node.x.npy").unlink()
     with pytest.raises(StoreError, match=r"node.x.npy is missing"):
-        read_shard(folder, 0)
+        read_cut(folder).shard(0)
     (folder / "node.x.npy").write_bytes(whole)
-    read_shard(folder, 0)
+    read_cut(folder).shard(0)
     (folder / "manifest.json").write_text(json.dumps({**manifest, "format": 99}))
     with pytest.raises(StoreError, match="has format 99, this version reads format"):
         read_manifest(folder)
@@ -268,7 +270,7 @@ def test_dotted_path_is_not_even_loaded_again(tmp_path, monkeypatch):
 
     layout = LayoutSpec("edge_cut", 2)
     first = module()._ensure_stored(layout)
-    assert float(read_shard(tmp_path / "store" / first, 0).batch.x.min()) >= 2.0
+    assert float(read_cut(tmp_path / "store" / first).shard(0).batch.x.min()) >= 2.0
     with monkeypatch.context() as patched:
         patched.setattr(GraphDataModule, "_build_in_subprocess", refuse)
         assert module()._ensure_stored(layout) == first

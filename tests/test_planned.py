@@ -261,8 +261,10 @@ def test_logged_bytes_are_the_planned_ones(ranks, name):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"plan": "fastest"}, r"plan must be 'auto', 'p2p' or 'spst' \(got 'fastest'\)"),
-        ({"plan": "spst"}, r'plan="spst" plans for a topology, and none is given.*topology="dgx1"'),
+        ({"plan": "fastest"}, r"plan must be one of 'auto', 'p2p', .*'dgcl_r' \(got 'fastest'\)"),
+        ({"partition": "metis"}, r"partition must be one of 'auto', 'flat', 'hierarchical' \(got 'metis'\)"),
+        ({"partition": "hierarchical"}, 'partition="hierarchical" looks at a topology, and none is given'),
+        ({"plan": "spst"}, r'plan="spst" looks at a topology, and none is given.*topology="dgx1"'),
     ],
 )
 def test_refused_at_once(options, message):

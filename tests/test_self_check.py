@@ -20,15 +20,16 @@ from torch_geometric.utils import add_self_loops, degree, dropout_edge, negative
 import lightning_gnn
 from lightning_gnn.checks import SelfCheck, self_check
 from lightning_gnn.comm.traffic import Meter
+from lightning_gnn.datamodules.shards import Shard, split_graph, whole_graph
 from lightning_gnn.datamodules.sources import prepare_graph
-from lightning_gnn.datamodules.store import Shard, split_graph, whole_graph
+from lightning_gnn.partition.layout import LayoutSpec
 from lightning_gnn.strategies.dgcl import DGCLScheme
 
 
 def shard(seed: int = 0) -> Shard:
     """One of two parts of the awkward graph, as rank 0 has it when the check runs."""
     graph = prepare_graph(awkward_graph(seed=seed, dtype=torch.float32))
-    return split_graph(graph, np.arange(60) % 2, 2)[0]
+    return split_graph(graph, np.arange(60) % 2, LayoutSpec("edge_cut", 2))[0]
 
 
 def check(module: Any, stage: str = "fit", loss_reduction: str = "mean", trainer: Any = None) -> SelfCheck:
@@ -357,12 +358,12 @@ def test_nothing_is_left_behind():
 
 
 def test_shards_in_memory_are_those_of_the_store(tmp_path):
-    from lightning_gnn.datamodules.store import read_shard, write_store
+    from lightning_gnn.datamodules.store import read_cut, write_store
 
     graph, part = prepare_graph(awkward_graph()), np.arange(60) % 3
-    write_store(tmp_path / "store", graph, part, 3, {})
-    for rank, found in enumerate(split_graph(graph, part, 3)):
-        stored = read_shard(tmp_path / "store", rank)
+    write_store(tmp_path / "store", graph, part, LayoutSpec("edge_cut", 3), {})
+    for rank, found in enumerate(split_graph(graph, part, LayoutSpec("edge_cut", 3))):
+        stored = read_cut(tmp_path / "store").shard(rank)
         assert found.batch.keys() == stored.batch.keys() or set(found.batch.keys()) == set(stored.batch.keys())
         for name, value in stored.batch.to_dict().items():
             torch.testing.assert_close(found.batch[name], value, rtol=0, atol=0)

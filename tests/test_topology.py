@@ -11,8 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from planning import problems, random_relation
 
-from lightning_gnn.partition import edge_cut_report
-from lightning_gnn.partition.hierarchical import assign_hierarchically
+from lightning_gnn.partition import assign_nodes, edge_cut_report
 from lightning_gnn.planning.baselines import dgcl_r_seconds, replication, swap_cost
 from lightning_gnn.planning.presets import dgx1, find_topology, pcie8, uniform
 from lightning_gnn.planning.topology_file import load_topology, save_topology, topology_from_dict
@@ -150,29 +149,29 @@ def test_hierarchical_cuts_send_less_between_machines():
     rng = np.random.default_rng(0)
     edge_index = communities(rng)
     topology = find_topology("dgx1x2", 16)
-    part = assign_hierarchically(edge_index, 1600, topology.groups)
+    part = assign_nodes(edge_index, 1600, 16, groups=topology.groups).part
     assert part.dtype == np.int32 and sorted(np.unique(part)) == list(range(16))
     assert edge_cut_report(edge_index, part, 16).node_balance < 1.5
     between = (part[edge_index] // 8)[0] != (part[edge_index] // 8)[1]
     scattered = rng.permutation(16)[part]  # parts as good, on any devices
     assert between.sum() < 0.7 * ((scattered[edge_index] // 8)[0] != (scattered[edge_index] // 8)[1]).sum()
-    assert np.array_equal(part, assign_hierarchically(edge_index, 1600, topology.groups))
+    assert np.array_equal(part, assign_nodes(edge_index, 1600, 16, groups=topology.groups).part)
 
 
 def test_hierarchical_cuts_refuse():
     edges = np.zeros((2, 1), np.int64)
-    with pytest.raises(ValueError, match=r"equally many devices \(got \[2, 1\]"):
-        assign_hierarchically(edges, 9, ((0, 1), (2,)))
+    with pytest.raises(ValueError, match=r"equally many devices \(got \(\(0, 1\), \(2,\)\)"):
+        assign_nodes(edges, 9, 3, groups=((0, 1), (2,)))
     with pytest.raises(ValueError, match="devices 0 to 1, each once"):
-        assign_hierarchically(edges, 9, ((0,), (2,)))
-    assert assign_hierarchically(edges, 3, ((0,), (1,))).max() <= 1
+        assign_nodes(edges, 9, 2, groups=((0,), (2,)))
+    assert assign_nodes(edges, 3, 2, groups=((0,), (1,))).part.max() <= 1
 
 
 def test_dgcl_r_communicates_inside_machines_only():
     rng = np.random.default_rng(0)
     edge_index = communities(rng)
     topology = find_topology("dgx1x2", 16)
-    machine = assign_hierarchically(edge_index, 1600, topology.groups) // 8
+    machine = assign_nodes(edge_index, 1600, 16, groups=topology.groups).part // 8
 
     def cut(edges: np.ndarray, num_nodes: int, num_parts: int) -> np.ndarray:
         return np.arange(num_nodes) % num_parts

@@ -6,19 +6,20 @@ from pathlib import Path
 
 import torch
 
-from lightning_gnn.datamodules.store import Shard
 
-
-def least_bytes(shard: Shard, module: torch.nn.Module) -> int:
+def least_bytes(rows: int, halo_rows: int, edges: int, row_bytes: int, module: torch.nn.Module) -> int:
     """Returns what a rank holds whatever its model: rows, halo rows, edges in CSR both ways, weights and their gradients.
 
     Activations come on top.
+
+    Args:
+        rows, halo_rows, edges: of the rank, replicas included.
+        row_bytes: of a node's features.
+        module: whose weights.
     """
-    batch = shard.batch
-    halo = sum(shard.plan.recv_counts) * batch.x[:1].nbytes
-    edges = batch.edge_index.size(1) * (4 + 4 + 8)  # columns, and slots of edge weights, for A and its transpose
+    columns = edges * (4 + 4 + 8)  # and slots of edge weights, for A and its transpose
     parameters = sum(2 * parameter.nbytes for parameter in module.parameters())
-    return batch.x.nbytes + halo + edges + parameters
+    return (rows + halo_rows) * row_bytes + columns + parameters
 
 
 def available_bytes() -> int | None:

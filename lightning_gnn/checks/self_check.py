@@ -27,14 +27,17 @@ from lightning_gnn.checks.record import Event, Recorder, Rows, differing, first_
 from lightning_gnn.checks.small_graph import small_graph, two_halves
 from lightning_gnn.comm.group import CommunicationError, World, no_process_group
 from lightning_gnn.comm.in_process import InProcessWorld, Meeting, kept_random_state
-from lightning_gnn.datamodules.store import Shard, split_graph, whole_graph
+from lightning_gnn.datamodules.shards import Shard, split_graph, whole_graph
 from lightning_gnn.nn import pyg
 from lightning_gnn.nn.bind import Binding
 from lightning_gnn.nn.context import UnsupportedModelError
 from lightning_gnn.nn.helpers import graph_in_use
 from lightning_gnn.nn.loss import loss_scale
+from lightning_gnn.partition.layout import LayoutSpec
 
 Bind = Callable[[torch.nn.Module, Shard, World], Binding]
+
+HALVES = LayoutSpec("edge_cut", 2)
 
 STAGES: dict[str, tuple[str, str | None]] = {
     "fit": ("training_step", "train_mask"),
@@ -69,6 +72,7 @@ def self_check(
     stage: str = "fit",
     loss_reduction: str = "mean",
     trainer: pl.Trainer | None = None,
+    layout: LayoutSpec = HALVES,
 ) -> SelfCheck:
     """Runs the stage's step on a small graph, whole and on two ranks, and compares. `module` and random streams stay.
 
@@ -79,6 +83,7 @@ def self_check(
         stage: a key of `STAGES`.
         loss_reduction: ``"mean"`` or ``"sum"``.
         trainer: what the step finds as ``self.trainer``; its loggers hear nothing.
+        layout: what the scheme's two ranks hold; all of their rows must be right in every layer.
     """
     began = time.perf_counter()
     problem = not_run = refused = None
@@ -93,7 +98,7 @@ def self_check(
         # Where the user's constants are float32, float64 may not mix with them.
         for dtype, tolerance in ((torch.float64, 1e-7), (None, 1e-3)):
             try:
-                check = _Check(module, batch, bind, stage, loss_reduction, trainer, dtype)
+                check = _Check(module, batch, bind, stage, loss_reduction, trainer, layout, dtype)
                 whole = check.on_whole()
             except UnsupportedModelError as error:
                 not_run, refused = None, str(error)
@@ -131,8 +136,10 @@ class _Check:
         stage: str,
         loss_reduction: str,
         trainer: pl.Trainer | None,
+        layout: LayoutSpec,
         dtype: torch.dtype | None,
     ) -> None:
+        self._layout = layout
         self._bind, self._training, self._reduction = bind, stage == "fit", loss_reduction
         self._step, self._mask = STAGES[stage]
         self._graph = small_graph(batch, [self._mask] if self._mask else [])
@@ -163,7 +170,7 @@ class _Check:
         Raises:
             _Parted: a rank raised, or they did not exchange alike.
         """
-        shards, meeting = split_graph(self._graph, two_halves(), 2), Meeting(2)
+        shards, meeting = split_graph(self._graph, two_halves(), self._layout), Meeting(2)
         rows = [self._rows(shard) for shard in shards]
         models, recorders = [self._copy(), self._copy()], [Recorder(torch.nn.Module())] * 2
         self._forget_gradients()

@@ -34,11 +34,16 @@ class RowExchange(ABC):
         idle: whether this rank neither sends nor receives anything, on behalf of others included.
         world: the ranks.
         meter: where traffic is counted.
+
+    Attributes:
+        own_lengths: where a rank holds rows of others too: by the length of a tensor with one entry per row or edge, how many
+            are this rank's own. These come first, and they alone count in sums over ranks.
     """
 
     def __init__(self, num_owned: int, num_halo: int, idle: bool, world: World, meter: Meter) -> None:
         self.num_owned, self.num_halo, self.idle = num_owned, num_halo, idle
         self.world, self.meter = world, meter
+        self.own_lengths: dict[int, int] = {}
         self._buffers: dict[tuple[str, torch.Size, torch.dtype], Tensor] = {}
 
     def buffer(self, use: str, shape: torch.Size, dtype: torch.dtype) -> Tensor:
@@ -76,9 +81,13 @@ class RowExchange(ABC):
             ``finish(grad)``: adds in place to ``grad`` ``[N, ...]``, in an order that does not depend on timing.
         """
 
-    @abstractmethod
     def expand_all(self, tensors: Sequence[Tensor], layer: str) -> list[Tensor]:
-        """Returns S x of several tensors of one dtype, as :meth:`expand` does, in the messages of one."""
+        """Returns S x of several tensors of one dtype, as :meth:`expand` does, in the messages of one: side by side."""
+        if len(tensors) == 1 or self.idle:
+            return [self.expand(x, layer) for x in tensors]
+        widths = [x.shape[1:].numel() for x in tensors]
+        rows = self.expand(torch.cat([x.reshape(len(x), width) for x, width in zip(tensors, widths)], 1), layer)
+        return [part.contiguous().view(len(rows), *x.shape[1:]) for part, x in zip(rows.split(widths, dim=1), tensors)]
 
     def _start(
         self,
@@ -202,6 +211,7 @@ class HaloExchange(RowExchange):
 
     @override
     def expand_all(self, tensors: Sequence[Tensor], layer: str) -> list[Tensor]:
+        """In the messages of one, but without a copy of all tensors side by side."""
         if len(tensors) == 1 or self.idle:
             return [self.expand(x, layer) for x in tensors]
         return list(_ExpandAll.apply(self, layer, *tensors))

@@ -195,12 +195,3 @@ class PlannedExchange(RowExchange):
                     add_rows((others, grad)[run.owned], run.rows, arrived[run.place])
 
         return finish
-
-    @override
-    def expand_all(self, tensors: Sequence[Tensor], layer: str) -> list[Tensor]:
-        """Side by side, as columns of one tensor."""
-        if len(tensors) == 1 or self.idle:
-            return [self.expand(x, layer) for x in tensors]
-        widths = [x.shape[1:].numel() for x in tensors]
-        rows = self.expand(torch.cat([x.reshape(len(x), width) for x, width in zip(tensors, widths)], 1), layer)
-        return [part.contiguous().view(len(rows), *x.shape[1:]) for part, x in zip(rows.split(widths, dim=1), tensors)]

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
 
@@ -104,6 +105,24 @@ class Wire:
                 offset += rows.numel()
             memory.post(posts)
         self._scratch = None
+
+    @property
+    def shares_memory(self) -> bool:
+        """Whether all ranks can map each other's memory: what :meth:`show` and :meth:`shown` need."""
+        return self._memory is not None and self.all_local
+
+    def show(self, block: Tensor, readers: Sequence[int]) -> None:
+        """Lets each of `readers` look at all of `block`, which is the last :meth:`scratch`; it stays until all have looked."""
+        assert self._memory is not None
+        self._memory.post([(peer, 0, block.nbytes) for peer in readers])
+        self._scratch = None
+
+    @contextmanager
+    def shown(self, peer: int) -> Iterator[Tensor]:
+        """Waits for the next block that `peer` shows; its bytes, uint8, hold while this is open."""
+        assert self._memory is not None
+        yield self._memory.receive(peer)
+        self._memory.taken(peer)
 
     def gather(self, tensor: Tensor) -> list[Tensor]:
         """Returns the tensors of all ranks in rank order; all ranks are on this machine."""

@@ -16,11 +16,10 @@ from lightning_gnn.partition.layout import LayoutSpec
 
 def main() -> None:
     request = json.load(sys.stdin)
-    kind, parts = request["layout"]
     try:
         datamodule = GraphDataModule(**request["datamodule"])
         datamodule.predicting = request["predicting"]
-        answer = {"folder": datamodule.build(LayoutSpec(kind, parts))}
+        answer = {"folder": datamodule.build(LayoutSpec.from_dict(request["layout"]))}
     except Exception as error:
         traceback.print_exc()
         answer = {"error": str(error)}

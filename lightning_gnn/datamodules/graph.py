@@ -26,6 +26,7 @@ from torch_geometric.data import Data
 from typing_extensions import override
 
 from lightning_gnn.comm.group import World
+from lightning_gnn.datamodules.shards import Cut, Shard, whole_graph
 from lightning_gnn.datamodules.sources import (
     MASKS,
     Source,
@@ -38,12 +39,10 @@ from lightning_gnn.datamodules.sources import (
 )
 from lightning_gnn.datamodules.store import (
     FORMAT,
-    Shard,
     check_space,
     default_root,
+    read_cut,
     read_manifest,
-    read_shard,
-    whole_graph,
     write_atomically,
     write_store,
     writing,
@@ -202,7 +201,7 @@ class GraphDataModule(L.LightningDataModule):
         folder = world.all_gather_object(self._folder)[0]
         shard = failure = None
         try:
-            shard = read_shard(self.store / folder, self.trainer.global_rank, layout)
+            shard = read_cut(self.store / folder, layout).shard(self.trainer.global_rank, layout.replicas)
         except Exception as error:
             failure = error
         _raise_together(world, failure, "The partitioned graph could not be read")
@@ -234,10 +233,10 @@ class GraphDataModule(L.LightningDataModule):
         needed = not self._predicts()
         return prepare_graph(data, index_split, self.split, self.split_column, self.seed, masks_needed=needed)
 
-    def stored_shard(self, rank: int) -> Shard:
-        """Returns what `rank` will hold; there after :meth:`prepare_for`."""
+    def stored_cut(self) -> Cut:
+        """Returns the graph as it has been cut; there after :meth:`prepare_for`."""
         assert self._folder is not None
-        return read_shard(self.store / self._folder, rank)
+        return read_cut(self.store / self._folder)
 
     def partition_for(self, layout: LayoutSpec) -> Path:
         """Partitions the graph, unless the store holds it, and returns the folder of its entry; needs no Trainer."""
@@ -261,7 +260,7 @@ class GraphDataModule(L.LightningDataModule):
 
     def _options(self, layout: LayoutSpec) -> list[Any]:
         """Returns what decides the stored form of a graph, beside the graph."""
-        return [layout.kind, layout.parts, self._partition_key(), self.seed, FORMAT]
+        return [layout.as_dict(), self._partition_key(), self.seed, FORMAT]
 
     def _description_key(self, layout: LayoutSpec) -> str | None:
         """Returns a key for a source given by its path, without loading it; None for other sources."""
@@ -290,10 +289,11 @@ class GraphDataModule(L.LightningDataModule):
                 self.partition,
                 seed=self.seed,
                 masks={mask: _labelled_mask(data, mask) for mask in MASKS if num_labelled(data.get("y"), data[mask])},
+                groups=layout.groups,
             )
             seconds = time.perf_counter() - began
             report = {**assignment.report.as_dict(), "method": assignment.method, "balance": assignment.balance}
-            write_store(folder, data, assignment.part, layout.parts, {**report, "seconds": seconds})
+            write_store(folder, data, assignment.part, layout.stored, {**report, "seconds": seconds})
             rank_zero_info(
                 f"Partitioned {data.x.size(0):,} nodes and {data.edge_index.size(1):,} edges into {layout.parts} parts "
                 f"({assignment.method}) in {seconds:.1f} s; kept in {folder}"
@@ -313,9 +313,7 @@ class GraphDataModule(L.LightningDataModule):
         }
         done = subprocess.run(
             [sys.executable, "-m", "lightning_gnn.datamodules.build"],
-            input=json.dumps(
-                {"datamodule": spec, "layout": [layout.kind, layout.parts], "predicting": self._predicts()}
-            ),
+            input=json.dumps({"datamodule": spec, "layout": layout.as_dict(), "predicting": self._predicts()}),
             env={**os.environ, "PYTHONPATH": os.pathsep.join(p or os.getcwd() for p in sys.path)},
             stdout=subprocess.PIPE,
             text=True,

@@ -46,6 +46,7 @@ def _gat(kind: Any, context: GraphContext, layer: str) -> Forward:
         heads, columns = self.heads, self.out_channels
         own = _mapped(self.lin, self.lin_src, source)
         own_target = own if target is source and self.lin is not None else _mapped(self.lin, self.lin_dst, target)
+        context.propagated(layer)
         rows = context.expand(own.view(-1, heads, columns), layer)
         if self.add_self_loops:
             edge_index, edge_attr = _with_self_loops(context, edge_index, edge_attr, self.fill_value)
@@ -76,6 +77,7 @@ def _gatv2(kind: Any, context: GraphContext, layer: str) -> Forward:
         shape = (-1, self.heads, self.out_channels)
         own = self.lin_l(source).view(shape)
         own_target = own if self.share_weights and target is source else self.lin_r(target).view(shape)
+        context.propagated(layer)
         rows = context.expand(own, layer)
         if self.add_self_loops:
             edge_index, _ = _with_self_loops(context, edge_index, None, self.fill_value)
@@ -100,6 +102,7 @@ def _transformer(kind: Any, context: GraphContext, layer: str) -> Forward:
             return kind.forward(self, x, edge_index, edge_attr, return_attention_weights)
         shape = (-1, self.heads, self.out_channels)
         query = self.lin_query(target).view(shape)
+        context.propagated(layer)
         keys, values = context.expand_all([self.lin_key(source).view(shape), self.lin_value(source).view(shape)], layer)
         csr = context.matrix(edge_index)
         shares = edge_softmax(csr, pair_products(csr, keys, query) / math.sqrt(self.out_channels))

@@ -224,6 +224,7 @@ def _propagate(self: MessagePassing, edge_index: Tensor, size: Any = None, **kwa
     out = _by_kernels(self, state, edge_index, kwargs)
     if out is not None:
         return out
+    context.propagated(state.layer)
     lifted = _with_halo(self, state, kwargs, *pyg.lifted_arguments(self)[:2])
     size = (context.num_owned + context.num_halo, context.num_owned)
     return state.functions["propagate"](self, edge_index, size=size, **lifted)

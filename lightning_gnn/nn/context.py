@@ -36,11 +36,19 @@ class GraphContext:
         edge_index: the batch's own edges in local ids, int64 ``[2, E]``.
         edge_weight: the batch's own edge weights, ``[E]``, or None.
         kept_widths: what is kept of constant input takes at most as much memory as so many copies of it; 0 keeps nothing.
+        most_propagations: how often rows may travel along edges in a step; None for any number.
     """
 
     def __init__(
-        self, exchange: Exchange, x: Tensor, edge_index: Tensor, edge_weight: Tensor | None, kept_widths: int = 4
+        self,
+        exchange: Exchange,
+        x: Tensor,
+        edge_index: Tensor,
+        edge_weight: Tensor | None,
+        kept_widths: int = 4,
+        most_propagations: int | None = None,
     ) -> None:
+        self._most_propagations, self._propagations = most_propagations, 0
         self.exchange, self.kept_widths = exchange, kept_widths
         self.x, self.edge_index, self.edge_weight = x, edge_index, edge_weight
         self.num_owned, self.num_halo = exchange.num_owned, exchange.num_halo
@@ -76,6 +84,20 @@ class GraphContext:
             )
 
     # S ########################################################################
+
+    def begin_step(self) -> None:
+        """Starts to count the propagations of another step."""
+        self._propagations = 0
+
+    def propagated(self, layer: str) -> None:
+        """Counts that rows travel along edges once more; raises :class:`UnsupportedModelError` if that is too often."""
+        self._propagations += 1
+        if self._most_propagations is not None and self._propagations > self._most_propagations:
+            raise UnsupportedModelError(
+                f"'{layer}' is propagation number {self._propagations} of a step, but neighbourhoods are replicated for "
+                f"hops={self._most_propagations}: rows would be missing. Set hops of the strategy to the number of propagations "
+                "of your model, two for a GCN of two layers."
+            )
 
     def is_constant(self, x: Tensor) -> bool:
         """Returns whether `x` is the batch's own features, or something kept that was made of them alone."""
@@ -245,7 +267,7 @@ class GraphContext:
         source, target = edge_index
         degree = scatter(edge_weight, target, 0, dim_size=num_nodes, reduce="sum")
         scale = _inverse_power(degree, 0.5)
-        return edge_index, self.expand(scale, layer)[source] * edge_weight * scale[target]
+        return edge_index, self.exchange.expand(scale, layer)[source] * edge_weight * scale[target]
 
     def with_self_loops(self, edge_index: Tensor) -> Tensor:
         """Returns the edges without self-loops, then one self-loop for each owned node, as PyG orders them."""
@@ -285,7 +307,7 @@ class GraphContext:
         if normalization is None:
             return loops, torch.cat([-edge_weight, degree])
         scale = _inverse_power(degree, 0.5 if normalization == "sym" else 1.0)
-        weight = self.expand(scale, layer)[edge_index[0]] * edge_weight
+        weight = self.exchange.expand(scale, layer)[edge_index[0]] * edge_weight
         if normalization == "sym":
             weight = weight * scale[edge_index[1]]
         return loops, torch.cat([-weight, weight.new_ones(self.num_owned)])
@@ -315,6 +337,7 @@ class GraphContext:
 
     def total(self, x: Tensor, what: Sum, layer: str) -> Tensor:
         """Returns a sum over edges of S x, ``[N, F]``; kept while x, ``[N, F]``, is constant."""
+        self.propagated(layer)
         # Scaled rows are not the constant ones, whose halo is kept.
         fetch = self.fetch if what.before is None else self._fetch_anew
 
@@ -345,6 +368,7 @@ class GraphContext:
         edges = self.split_edges(edge_index)
         if edges is None or x.device.type != "cpu":
             return None
+        self.propagated(layer)
         key = ("statistics", id(x), id(edge_index), *wanted)
 
         def compute() -> tuple[Tensor, ...]:

@@ -23,6 +23,7 @@ class Exchange(Protocol):
 
     num_owned: int
     num_halo: int
+    own_lengths: dict[int, int]
 
     def buffer(self, use: str, shape: torch.Size, dtype: torch.dtype) -> Tensor: ...
     def start_fetch(self, x: Tensor, halo: Tensor, layer: str) -> Callable[[], None]: ...

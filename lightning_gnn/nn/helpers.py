@@ -56,6 +56,7 @@ def expand(x: Tensor) -> Tensor:
     if graph is None:
         return x
     graph.check_rows(x.size(0), "expand")
+    graph.propagated("expand")
     return graph.expand(x, "expand")
 
 

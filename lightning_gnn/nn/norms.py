@@ -1,7 +1,7 @@
 """Normalisation over all nodes, or edges, of all ranks: the statistics that one device would take.
 
-Every row is on one rank, so sums over ranks of sums over rows are exact. The backward of a sum over ranks is a sum over ranks:
-each rank's output depends on every rank's rows. N rows of this rank, F columns.
+Every row counts on one rank, so sums over ranks of sums over rows are exact. The backward of a sum over ranks is a sum over
+ranks: each rank's output depends on every rank's rows. N rows of this rank, F columns.
 """
 
 from __future__ import annotations
@@ -45,6 +45,10 @@ class Statistics:
     def __init__(self, exchange: Exchange, layer: str) -> None:
         self._exchange, self.layer = exchange, layer
 
+    def own(self, x: Tensor, dim: int = 0) -> Tensor:
+        """Returns `x` without the rows that count on another rank; nodes, or edges, lie along `dim`."""
+        return x.narrow(dim, 0, self._exchange.own_lengths.get(x.size(dim), x.size(dim)))
+
     def total(self, x: Tensor) -> Tensor:
         """Returns the sum of `x` over ranks."""
         return SumOverRanks.apply(x, self._exchange, self.layer)
@@ -55,6 +59,7 @@ class Statistics:
 
     def mean(self, x: Tensor, dims: tuple[int, ...]) -> tuple[Tensor, Tensor]:
         """Returns the mean of `x` over `dims` of all ranks, dims kept, and how many values each mean is of. One message."""
+        x = self.own(x)
         own = x.sum(dims, keepdim=True)
         count = x.new_full((1,), x.numel() // max(own.numel(), 1) if x.numel() else 0)
         summed = self.total(torch.cat([own.reshape(-1), count]))
@@ -154,7 +159,7 @@ def _layer_norm(norm: Any, x: Tensor, batch: Tensor | None = None, batch_size: i
 def _graph_size(norm: Any, x: Tensor, batch: Tensor | None = None, batch_size: int | None = None) -> Tensor:
     take: Statistics = norm.__dict__[STATE]
     _only_graph(batch, take.layer)
-    return x * take.total(x.new_full((1,), len(x))).rsqrt()
+    return x * take.total(x.new_full((1,), len(take.own(x)))).rsqrt()
 
 
 NORMS: dict[type[torch.nn.Module], Forward] = {

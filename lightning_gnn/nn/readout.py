@@ -71,4 +71,4 @@ def readout(
             f"'{take.layer}' ({type(self).__name__}) reads out all nodes at once, which are not on one rank. Use SumAggregation, "
             "MeanAggregation, MaxAggregation or MinAggregation."
         )
-    return compute(take, x.movedim(dim, -2)).movedim(-2, dim)
+    return compute(take, take.own(x, dim).movedim(dim, -2)).movedim(-2, dim)

@@ -11,6 +11,8 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
+from lightning_gnn.partition.hierarchical import assign_hierarchically
+from lightning_gnn.partition.layout import Groups
 from lightning_gnn.partition.metis import Adjacency, MetisUnavailable, part_graph, part_graph_constrained
 from lightning_gnn.partition.metrics import EdgeCutReport, edge_cut_report
 
@@ -46,6 +48,7 @@ def assign_nodes(
     *,
     seed: int = 0,
     masks: Mapping[str, NDArray[np.bool_]] | None = None,
+    groups: Groups | None = None,
 ) -> Assignment:
     """Returns an owner for every node.
 
@@ -56,9 +59,10 @@ def assign_nodes(
             equal parts; or the part of every node, int ``[N]``, taken as it is.
         seed: of METIS and of the random assignment.
         masks: bool ``[N]`` each; every part gets a node of each mask that has at least P (not for a given assignment).
+        groups: let METIS cut between these groups of parts first; see :func:`assign_hierarchically`.
 
     Raises:
-        ValueError: an unknown method or an assignment that does not fit.
+        ValueError: an unknown method, an assignment that does not fit, groups of unequal size.
         MemoryError: the graph is too large for METIS on this machine.
     """
     method = checked_method(method)
@@ -70,6 +74,12 @@ def assign_nodes(
     elif method == "random":
         part = np.random.default_rng(seed).permutation(np.arange(num_nodes) % num_parts).astype(np.int32)
         candidates = iter([("nodes", part)])
+    elif groups is not None:
+
+        def cut(edges: NDArray[np.int64], nodes: int, parts: int) -> NDArray[np.int32]:
+            return assign_nodes(edges, nodes, parts, seed=seed).part
+
+        candidates = iter([("level by level", assign_hierarchically(edge_index, num_nodes, groups, cut))])
     else:
         candidates = metis_candidates(edge_index, num_nodes, num_parts, seed)
     kept: Assignment | None = None

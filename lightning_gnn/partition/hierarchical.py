@@ -2,27 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable
 
 import numpy as np
 from numpy.typing import NDArray
 
-from lightning_gnn.partition.edge_cut import assign_nodes
+from lightning_gnn.partition.layout import Groups
 
-Groups = Sequence["int | Groups"]
-"""Devices as nested sequences: ``((0, 1), (2, 3))`` are two machines of two; see ``Topology.groups``."""
+Cut = Callable[[NDArray[np.int64], int, int], NDArray[np.int32]]
+"""Of edges ``[2, E]``, the number of nodes and that of parts: the part of each node."""
 
 
-def assign_hierarchically(
-    edge_index: NDArray[np.int64], num_nodes: int, groups: Groups, *, seed: int = 0
-) -> NDArray[np.int32]:
-    """Returns an owner for every node, int32 ``[N]``: METIS over the outer groups, then inside each over the inner ones.
+def assign_hierarchically(edge_index: NDArray[np.int64], num_nodes: int, groups: Groups, cut: Cut) -> NDArray[np.int32]:
+    """Returns an owner for every node, int32 ``[N]``: cut over the outer groups, then inside each over the inner ones.
 
     Args:
-        edge_index: int64 ``[2, E]``; the owner of a target computes the edge.
+        edge_index: int64 ``[2, E]``.
         num_nodes: N.
         groups: the devices 0 to P - 1, each once; groups side by side hold equally many.
-        seed: of METIS.
+        cut: a partitioner.
 
     Raises:
         ValueError: groups of unequal size, or other devices than 0 to P - 1.
@@ -30,30 +28,36 @@ def assign_hierarchically(
     devices = _devices(groups)
     if sorted(devices) != list(range(len(devices))):
         raise ValueError(f"Groups must name the devices 0 to {len(devices) - 1}, each once (got {groups}).")
+    if not alike(groups):
+        raise ValueError(
+            f"Groups side by side must hold equally many devices (got {groups}). "
+            "Take the same number of each machine, or cut without hierarchy."
+        )
     part = np.empty(num_nodes, np.int32)
-    _assign(edge_index, np.arange(num_nodes), groups, seed, part)
+    _assign(edge_index, np.arange(num_nodes), groups, cut, part)
     return part
 
 
+def alike(groups: Groups | int) -> bool:
+    """Returns whether groups side by side hold equally many devices, on all levels."""
+    if isinstance(groups, int):
+        return True
+    return len({len(_devices(each)) for each in groups}) <= 1 and all(map(alike, groups))
+
+
 def _assign(
-    edge_index: NDArray[np.int64], nodes: NDArray[np.int64], group: Groups | int, seed: int, part: NDArray
+    edge_index: NDArray[np.int64], nodes: NDArray[np.int64], group: Groups | int, cut: Cut, part: NDArray
 ) -> None:
     """Writes the owners of `nodes`; `edge_index` holds the edges among them, as positions in `nodes`."""
     if isinstance(group, int):
         part[nodes] = group
         return
-    sizes = [len(_devices(each)) for each in group]
-    if len(set(sizes)) > 1:
-        raise ValueError(
-            f"Groups side by side must hold equally many devices (got {sizes} in {group}). "
-            "Take the same number of each machine, or cut without hierarchy."
-        )
-    choice = assign_nodes(edge_index, len(nodes), len(group), seed=seed).part
+    choice = cut(edge_index, len(nodes), len(group))
     for number, each in enumerate(group):
         chosen = choice == number
         position = np.cumsum(chosen) - 1
         inside = chosen[edge_index].all(0)
-        _assign(position[edge_index[:, inside]], nodes[chosen], each, seed, part)
+        _assign(position[edge_index[:, inside]], nodes[chosen], each, cut, part)
 
 
 def _devices(group: Groups | int) -> list[int]:

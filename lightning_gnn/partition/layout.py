@@ -2,8 +2,26 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Literal
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, replace
+from typing import Any, Literal
+
+Groups = tuple["int | Groups", ...]
+"""Ranks as nested tuples: ``((0, 1), (2, 3))`` are two machines of two; see ``Topology.groups``."""
+
+
+@dataclass(frozen=True)
+class Replicas:
+    """Rows of other ranks that a rank holds and computes too, so that it need not fetch them.
+
+    Attributes:
+        hops: how far from the nodes of its group a rank looks: the number of propagations of the model.
+        groups: ranks that share replicas, each rank once: between groups nothing is exchanged (DGCL section 3: every rank
+            alone; Table 5, DGCL-R: the ranks of each machine).
+    """
+
+    hops: int
+    groups: tuple[tuple[int, ...], ...]
 
 
 @dataclass(frozen=True)
@@ -13,11 +31,35 @@ class LayoutSpec:
     Attributes:
         kind: ``"whole"``: one rank holds everything; ``"edge_cut"``: a rank holds all in-edges of the nodes it owns.
         parts: number of ranks.
+        groups: where the partitioner shall cut first; None for cutting between all ranks alike.
+        replicas: what ranks hold beside what they own; made when a rank reads its part, the stored cut is the same.
     """
 
     kind: Literal["whole", "edge_cut"]
     parts: int = 1
+    groups: Groups | None = None
+    replicas: Replicas | None = None
 
     def __post_init__(self) -> None:
         if self.parts < 1:
             raise ValueError(f"A layout needs at least one part (got {self.parts}).")
+
+    @property
+    def stored(self) -> LayoutSpec:
+        """The layout as the store keeps it."""
+        return replace(self, replicas=None)
+
+    def as_dict(self) -> dict[str, Any]:
+        """Returns what the store keeps as plain values, for JSON."""
+        values = asdict(self.stored)
+        del values["replicas"]
+        return values
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> LayoutSpec:
+        """Returns the layout that :meth:`as_dict` gave, also by way of JSON."""
+        return cls(values["kind"], values["parts"], _as_groups(values["groups"]))
+
+
+def _as_groups(groups: Any) -> Any:
+    return tuple(map(_as_groups, groups)) if isinstance(groups, (list, tuple)) else groups

@@ -29,8 +29,8 @@ from lightning_gnn.checks.self_check import STAGES, SelfCheck, self_check
 from lightning_gnn.comm.group import World
 from lightning_gnn.comm.traffic import Meter
 from lightning_gnn.datamodules.graph import GraphDataModule, OneBatch
+from lightning_gnn.datamodules.shards import Shard
 from lightning_gnn.datamodules.sources import num_labelled
-from lightning_gnn.datamodules.store import Shard
 from lightning_gnn.kernels import cache_folder
 from lightning_gnn.kernels.warm_up import warm_up
 from lightning_gnn.launching import StartMethod, make_launcher
@@ -58,8 +58,13 @@ class Scheme(ABC):
     survives_lost_ranks = False
 
     @abstractmethod
-    def layout(self, world_size: int) -> LayoutSpec:
-        """Returns what each rank must hold."""
+    def layout(self, world_size: int, num_hosts: int = 1) -> LayoutSpec:
+        """Returns what each rank must hold.
+
+        Args:
+            world_size: P.
+            num_hosts: machines, on which the ranks lie in order, equally many on each.
+        """
 
     @abstractmethod
     def bind(self, module: torch.nn.Module, shard: Shard, world: World, meter: Meter) -> Binding:
@@ -161,7 +166,7 @@ class GNNStrategy(ParallelStrategy):
 
     def layout(self) -> LayoutSpec:
         """Returns what the datamodule must give each rank."""
-        return self.scheme.layout(self.world_size)
+        return self.scheme.layout(self.world_size, self.num_nodes)
 
     @override
     def _configure_launcher(self) -> None:
@@ -226,7 +231,8 @@ class GNNStrategy(ParallelStrategy):
         self._warm_up(module, trainer)
         if self_check and self.self_check:
             stage = _stage_of(trainer)
-            shard = data.stored_shard(_most_labelled(data.stored_shard(0), stage))
+            cut = data.stored_cut()
+            shard = cut.shard(_most_labelled(cut.shard(0), stage))
             outcome = self._check_itself(module, shard, trainer)
             if outcome.not_run is None:  # else once more in setup(): the module's own setup() may still make its layers
                 _judge(outcome, self, module, stage)
@@ -243,14 +249,25 @@ class GNNStrategy(ParallelStrategy):
             rank_zero_info(f"Compiled kernels for this machine, once ({seconds:.1f} s); kept in {cache_folder()}")
 
     def _check_memory(self, data: GraphDataModule, module: torch.nn.Module) -> None:
-        first = self.node_rank * self.num_processes
-        needed = [least_bytes(data.stored_shard(first + rank), module) for rank in range(self.num_processes)]
         available = available_bytes()
-        if self.root_device.type == "cpu" and available is not None and sum(needed) > available:
+        if self.root_device.type != "cpu" or available is None:
+            return
+        cut, replicas = data.stored_cut(), self.layout().replicas
+        first = self.node_rank * self.num_processes
+        row_bytes = cut.attributes["node"]["x"][:1].nbytes
+        sizes = cut.sizes(replicas)[first : first + self.num_processes]
+        needed = sum(least_bytes(*size, row_bytes, module) for size in sizes)
+        if needed > available:
+            parts, instead = (
+                "their parts of the graph",
+                "Use more machines (num_nodes), fewer columns, or float16 features.",
+            )
+            if replicas is not None:
+                parts += f" with all that lies within {replicas.hops} hops"
+                instead = 'Let ranks communicate instead: plan="p2p" or "spst".'
             raise ValueError(
-                f"The {self.num_processes} ranks on this machine need at least {sum(needed) / 1e9:.1f} GB for their parts of the "
-                f"graph and their weights, without activations, but {available / 1e9:.1f} GB are available. Use more machines "
-                "(num_nodes), fewer columns, or float16 features."
+                f"The {self.num_processes} ranks on this machine need at least {needed / 1e9:.3g} GB for {parts} and their "
+                f"weights, without activations, but {available / 1e9:.3g} GB are available. {instead}"
             )
 
     @override
@@ -309,8 +326,9 @@ class GNNStrategy(ParallelStrategy):
         return data
 
     def _check_itself(self, module: pl.LightningModule, shard: Shard, trainer: pl.Trainer) -> SelfCheck:
-        bind = partial(self.scheme.for_self_check().bind, meter=Meter())
-        return self_check(module, shard.batch, bind, _stage_of(trainer), self.loss_reduction, trainer)
+        scheme = self.scheme.for_self_check()
+        bind, layout = partial(scheme.bind, meter=Meter()), scheme.layout(2)
+        return self_check(module, shard.batch, bind, _stage_of(trainer), self.loss_reduction, trainer, layout)
 
     def _check_on_one_rank(self, trainer: pl.Trainer, shard: Shard) -> None:
         """Runs the self-check on the rank with most rows to draw from, unless it ran before the ranks were started."""
@@ -389,14 +407,16 @@ class GNNStrategy(ParallelStrategy):
 
     @override
     def predict_step(self, *args: Any, **kwargs: Any) -> Any:
+        assert self._binding is not None
+        self._binding.context.begin_step()
         output = super().predict_step(*args, **kwargs)
-        if self.predictions == "shards":
-            return output
-        return self._gather_rows(output)
+        return self._own_rows(output) if self.predictions == "shards" else self._gather_rows(output)
 
     def _enter(self, batch: Any, mask: str) -> Sequence[int]:
         """Tells logs and metrics what this rank's values weigh in this step."""
         assert self._shard is not None and self._logs is not None and self._metrics is not None
+        assert self._binding is not None
+        self._binding.context.begin_step()
         counts = self._shard.mask_counts[mask]
         if batch[mask] is not self._shard.batch[mask]:  # changed by the user, in a hook or a transform
             own = num_labelled(batch.get("y"), batch[mask])
@@ -419,6 +439,17 @@ class GNNStrategy(ParallelStrategy):
         self._logs.leave()
         self._metrics.leave()
 
+    def _own_rows(self, output: Any) -> Any:
+        """Returns `output` without rows of replicas."""
+        shard, rank = self._shard, self.global_rank
+        assert shard is not None
+        own = {shard.edges[rank]: shard.edge_counts[rank], shard.rows[rank]: shard.counts[rank]}
+
+        def cut(leaf: Any) -> Any:
+            return leaf[: own.get(len(leaf), len(leaf))] if isinstance(leaf, Tensor) and leaf.dim() > 0 else leaf
+
+        return output if shard.rows == shard.counts else torch.utils._pytree.tree_map(cut, output)
+
     def _gather_rows(self, output: Any) -> Any:
         """Returns `output` with node rows or edge rows of this rank replaced by those of all, in original order."""
         assert self._shard is not None
@@ -426,9 +457,12 @@ class GNNStrategy(ParallelStrategy):
         leaves, spec = torch.utils._pytree.tree_flatten(output)
         lengths = [leaf.size(0) if isinstance(leaf, Tensor) and leaf.dim() > 0 else -1 for leaf in leaves]
         for index, found in enumerate(zip(*self.world.all_gather_object(lengths))):
-            ids = shard.n_id if found == shard.counts else shard.e_id if found == shard.edge_counts else None
+            ids, counts = {shard.edges: (shard.e_id, shard.edge_counts), shard.rows: (shard.n_id, shard.counts)}.get(
+                found, (None, ())
+            )
             if ids is not None:
-                rows = self.world.all_gather_rows(leaves[index].contiguous(), found)
+                own = leaves[index][: counts[self.global_rank]]
+                rows = self.world.all_gather_rows(own.contiguous(), counts)
                 leaves[index] = torch.empty_like(rows).index_copy_(0, ids.to(device), rows)
         if self.predictions == "rank0" and not self.is_global_zero:
             return None

@@ -1,42 +1,45 @@
 """``dgcl``: an edge cut whose ranks fetch halo rows before each layer (graph allgather).
 
-Source: DGCL, "An Efficient Communication Library for Distributed GNN Training" (EuroSys'21): sections 4 (what is exchanged), 5
-(plans) and 6 (how ranks follow them).
+Source: DGCL, "An Efficient Communication Library for Distributed GNN Training" (EuroSys'21): sections 3 (replication), 4 (what
+is exchanged), 5 (plans), 6 (how ranks follow them) and 7.1 (swap, DGCL-R).
 """
 
 from __future__ import annotations
 
-import time
 from pathlib import Path
 from typing import Any, Literal, get_args
 
 import numpy as np
 import torch
-from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from typing_extensions import override
 
-from lightning_gnn.comm.exchange import HaloExchange, RowExchange
 from lightning_gnn.comm.group import World
-from lightning_gnn.comm.planned import PlannedExchange
+from lightning_gnn.comm.plans import make_exchange
+from lightning_gnn.comm.replicated import ReplicatedExchange
 from lightning_gnn.comm.traffic import Meter
-from lightning_gnn.datamodules.store import Shard
+from lightning_gnn.datamodules.shards import Shard
 from lightning_gnn.nn.bind import Binding
 from lightning_gnn.nn.context import GraphContext
-from lightning_gnn.partition.layout import LayoutSpec
-from lightning_gnn.planning import Plan, Relation, Topology, find_topology, rank_plan, spst
+from lightning_gnn.partition.hierarchical import alike
+from lightning_gnn.partition.layout import LayoutSpec, Replicas
+from lightning_gnn.planning import Topology, find_topology
 from lightning_gnn.strategies.base import GNNStrategy, Scheme
 
-PlanName = Literal["auto", "p2p", "spst"]
+PlanName = Literal["auto", "p2p", "spst", "swap", "replicate", "dgcl_r"]
+PartitionName = Literal["auto", "flat", "hierarchical"]
+
+_WHOLE_SMALL_GRAPH = 1000
+"""Hops after which any node of a self-check's graph is reached."""
 
 
 class DGCLScheme(Scheme):
     """Each rank holds all in-edges of its nodes; S fetches the halo rows, R is the identity.
 
     Args:
-        keep_constant, plan, topology: see :class:`DGCLStrategy`.
+        keep_constant, plan, topology, partition, hops: see :class:`DGCLStrategy`.
 
     Raises:
-        ValueError: an unknown plan, or a plan without a topology.
+        ValueError: an unknown plan or partition, a plan without its topology or hops.
     """
 
     def __init__(
@@ -44,60 +47,73 @@ class DGCLScheme(Scheme):
         keep_constant: bool = True,
         plan: PlanName = "auto",
         topology: str | Path | Topology | None = None,
+        partition: PartitionName = "auto",
+        hops: int | None = None,
     ) -> None:
-        if plan not in get_args(PlanName):
-            raise ValueError(f"plan must be 'auto', 'p2p' or 'spst' (got {plan!r}).")
-        if plan == "spst" and topology is None:
+        for what, value, known in (("plan", plan, PlanName), ("partition", partition, PartitionName)):
+            if value not in get_args(known):
+                raise ValueError(f"{what} must be one of {', '.join(map(repr, get_args(known)))} (got {value!r}).")
+        if topology is None and (plan in ("spst", "dgcl_r") or partition == "hierarchical"):
+            asked = f'partition="{partition}"' if partition == "hierarchical" else f'plan="{plan}"'
             raise ValueError(
-                'plan="spst" plans for a topology, and none is given. Pass topology="dgx1", "dgx1x2", "pcie8", a JSON file '
+                f'{asked} looks at a topology, and none is given. Pass topology="dgx1", "dgx1x2", "pcie8", a JSON file '
                 '(docs/planning.md) or a Topology; without one, use plan="auto" or "p2p".'
             )
+        replicates = plan in ("replicate", "dgcl_r")
+        if replicates and (hops is None or hops < 0):
+            raise ValueError(
+                f'plan="{plan}" replicates the neighbourhoods of nodes: say how far by hops, the number of propagations of the '
+                f"model, such as hops=2 for a GCN of two layers (got {hops})."
+            )
+        if hops is not None and not replicates:
+            raise ValueError(
+                f'hops={hops} says how far plan="replicate" and "dgcl_r" replicate; plan="{plan}" does not.'
+            )
         self.keep_constant, self.plan, self.topology = keep_constant, plan, topology
+        self.partition, self.hops = partition, hops
 
     @override
-    def layout(self, world_size: int) -> LayoutSpec:
+    def layout(self, world_size: int, num_hosts: int = 1) -> LayoutSpec:
         """Returns what each rank must hold.
 
         Raises:
             ValueError: there is no such topology, or it is not for so many ranks. Here, since this is asked for before
                 anything is partitioned or started.
         """
-        self._topology(world_size)
-        return LayoutSpec("edge_cut", world_size)
+        topology = self._topology(world_size)
+        groups = replicas = None
+        if topology is not None:
+            apart = len(topology.hosts) > 1 and alike(topology.groups)
+            if self.partition == "hierarchical" or (self.partition == "auto" and apart):
+                groups = topology.groups
+        if self.hops is not None:
+            alone = tuple((rank,) for rank in range(world_size))
+            replicas = Replicas(self.hops, alone if self.plan == "replicate" or topology is None else topology.hosts)
+        return LayoutSpec("edge_cut", world_size, groups, replicas)
 
     @override
     def for_self_check(self) -> DGCLScheme:
-        return DGCLScheme(self.keep_constant)
+        if self.hops is None:
+            return DGCLScheme(self.keep_constant)
+        return DGCLScheme(self.keep_constant, "replicate", hops=_WHOLE_SMALL_GRAPH)
 
     @override
     def bind(self, module: torch.nn.Module, shard: Shard, world: World, meter: Meter) -> Binding:
-        batch = shard.batch
-        exchange = self._exchange(shard, world, meter)
+        batch, rank = shard.batch, world.rank
+        offsets = np.cumsum([0, *shard.rows])
+        plan = {"replicate": "p2p", "dgcl_r": "spst"}.get(self.plan, self.plan)
+        topology = None if self.plan == "replicate" else self._topology(world.size)
+        exchange = make_exchange(plan, topology, shard.plan, shard.halos, offsets, world, meter)  # type: ignore[arg-type]
+        if self.hops is not None:
+            own = {shard.edges[rank]: shard.edge_counts[rank], shard.rows[rank]: shard.counts[rank]}
+            exchange = ReplicatedExchange(exchange, own)
         kept_widths = 4 if self.keep_constant else 0
-        context = GraphContext(exchange, batch.x, batch.edge_index, batch.get("edge_weight"), kept_widths)
+        weight = batch.get("edge_weight")
+        context = GraphContext(exchange, batch.x, batch.edge_index, weight, kept_widths, self.hops)
         return Binding(module, context)
 
     def _topology(self, world_size: int) -> Topology | None:
         return None if self.topology is None else find_topology(self.topology, world_size)
-
-    def _exchange(self, shard: Shard, world: World, meter: Meter) -> RowExchange:
-        topology = self._topology(world.size)
-        if topology is None or self.plan == "p2p" or (self.plan == "auto" and topology.uniform):
-            return HaloExchange(shard.plan, world, meter)
-        relation = Relation.from_halos(shard.halos, np.cumsum([0, *shard.counts]))
-        # One rank plans, and the others get its trees, some bytes per group of nodes: were each to plan, machines whose
-        # topology files or roundings differ would wait for each other forever.
-        trees = None
-        if world.rank == 0:
-            began = time.perf_counter()
-            made = spst(relation, topology)
-            trees = made.bounds, made.parent, made.stage
-            rank_zero_info(
-                f"SPST over {topology.name}: an exchange moves {made.traffic.sum():,} rows in {made.num_stages} stages "
-                f"({relation.pair_rows.sum():,} directly); planned in {time.perf_counter() - began:.1f} s"
-            )
-        plan = Plan("spst", relation, *world.broadcast_object(trees))  # type: ignore[misc]
-        return PlannedExchange(rank_plan(plan, world.rank), world, meter)
 
 
 class DGCLStrategy(GNNStrategy):
@@ -110,14 +126,20 @@ class DGCLStrategy(GNNStrategy):
         keep_constant: keep what the layers' sums over neighbours make of the graph's own features, which is the same in every
             step: at most four times the memory of the features. Without, it is computed and sent anew.
         plan: how rows travel: ``"p2p"`` directly; ``"spst"`` along shortest path spanning trees over `topology` (DGCL section
-            5.2); ``"auto"`` directly if all links are alike or nothing is known of them, by SPST otherwise.
+            5.2); ``"auto"`` directly if all links are alike or nothing is known of them, otherwise by SPST where that is faster.
+            To compare with: ``"swap"`` through the memory of one machine; ``"replicate"`` not at all, each rank holds and
+            computes the neighbourhood of its nodes; ``"dgcl_r"`` neighbourhoods per machine, SPST inside it.
         topology: what the ranks are joined by, rank i being device i: ``"dgx1"``, ``"dgx1x2"``, ``"pcie8"``, ``"uniform"``, the
             path of a JSON file, or a topology; of larger ones the first devices are taken. None for links that are alike.
+        partition: where METIS cuts: ``"flat"`` between all ranks alike; ``"hierarchical"`` between the machines of `topology`
+            first, then between their sockets, then inside these (DGCL section 4.1); ``"auto"`` hierarchically if there are
+            several machines of equally many ranks.
+        hops: how far ``"replicate"`` and ``"dgcl_r"`` replicate: the number of propagations of the model.
         **options: see :class:`~lightning_gnn.strategies.base.GNNStrategy`.
 
     Raises:
-        ValueError: an unknown plan, or ``"spst"`` without a topology; and, once the number of ranks is known, a topology that is
-            not there, is too small or is not connected.
+        ValueError: an unknown plan, or one without its topology or hops; and, once the number of ranks is known, a topology
+            that is not there, is too small or is not connected.
     """
 
     strategy_name = "dgcl"
@@ -127,6 +149,8 @@ class DGCLStrategy(GNNStrategy):
         keep_constant: bool = True,
         plan: PlanName = "auto",
         topology: str | Path | Topology | None = None,
+        partition: PartitionName = "auto",
+        hops: int | None = None,
         **options: Any,
     ) -> None:
-        super().__init__(DGCLScheme(keep_constant, plan, topology), **options)
+        super().__init__(DGCLScheme(keep_constant, plan, topology, partition, hops), **options)

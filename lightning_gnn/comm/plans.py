@@ -1,0 +1,80 @@
+"""Which exchange follows which plan."""
+
+from __future__ import annotations
+
+import time
+from typing import Literal
+
+import numpy as np
+from lightning.pytorch.utilities.rank_zero import rank_zero_info
+
+from lightning_gnn.comm.exchange import HaloExchange, RowExchange
+from lightning_gnn.comm.group import World
+from lightning_gnn.comm.planned import PlannedExchange
+from lightning_gnn.comm.swap import SwapExchange
+from lightning_gnn.comm.traffic import Meter
+from lightning_gnn.partition.shard import HaloPlan, Ids
+from lightning_gnn.planning import Plan, Relation, Topology, p2p, plan_cost, rank_plan, spst
+
+PlanName = Literal["auto", "p2p", "spst", "swap"]
+
+
+def make_exchange(
+    plan: PlanName,
+    topology: Topology | None,
+    rows: HaloPlan,
+    halos: tuple[Ids, ...],
+    offsets: Ids,
+    world: World,
+    meter: Meter,
+) -> RowExchange:
+    """Returns this rank's exchange; all ranks must call it.
+
+    Args:
+        plan: ``"p2p"`` directly, ``"spst"`` along trees over `topology`, ``"swap"`` through host memory; ``"auto"`` along
+            trees where the cost model (DGCL section 5.1) finds them faster.
+        topology: of the ranks; None for links that are alike.
+        rows: which rows go directly from and to this rank.
+        halos: of each rank, the ids that it reads from others, ascending.
+        offsets: first id of each rank and the end, ``[P + 1]``.
+        world: the ranks.
+        meter: where traffic is counted.
+
+    Raises:
+        ValueError: ``"p2p"`` for ranks that `topology` does not join, ``"swap"`` for ranks that share no memory.
+    """
+    if plan == "swap":
+        return SwapExchange(rows, halos[world.rank], offsets, world, meter)
+    if topology is None or world.size == 1 or (plan == "auto" and topology.uniform):
+        return HaloExchange(rows, world, meter)
+    relation = Relation.from_halos(halos, offsets)
+    if plan == "p2p":
+        p2p(relation, topology)  # refuses what it cannot send
+        return HaloExchange(rows, world, meter)
+    # One rank plans, and the others get its trees, some bytes per group of nodes: were each to plan, machines whose
+    # topology files or roundings differ would wait for each other forever.
+    trees = None
+    if world.rank == 0:
+        began = time.perf_counter()
+        made = spst(relation, topology)
+        seconds = time.perf_counter() - began
+        if plan == "spst" or not _direct_is_as_fast(made, topology):
+            trees = made.bounds, made.parent, made.stage
+            rank_zero_info(
+                f"SPST over {topology.name}: an exchange moves {made.traffic.sum():,} rows in {made.num_stages} stages "
+                f"({relation.pair_rows.sum():,} directly); planned in {seconds:.1f} s"
+            )
+        else:
+            rank_zero_info(f"Rows travel directly: over {topology.name}, no relay would be faster")
+    trees = world.broadcast_object(trees)
+    if trees is None:
+        return HaloExchange(rows, world, meter)
+    return PlannedExchange(rank_plan(Plan("spst", relation, *trees), world.rank), world, meter)
+
+
+def _direct_is_as_fast(plan: Plan, topology: Topology) -> bool:
+    pairs = np.argwhere(plan.relation.pair_rows)
+    if any(tuple(pair) not in topology.links for pair in pairs):
+        return False
+    direct = plan_cost(p2p(plan.relation, topology), topology).seconds()
+    return direct <= plan_cost(plan, topology).seconds() * (1 + 1e-9)

@@ -1,0 +1,83 @@
+"""The exchange through host memory: every rank writes all of its rows there, and reads the rows that it needs.
+
+Source: NeuGraph's scheme, as DGCL describes it (sections 3 and 7.1); it serves as a baseline. Gradients of halo rows are written
+there likewise, and read by their owners.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+from typing_extensions import override
+
+from lightning_gnn.comm.exchange import HaloExchange, RowExchange
+from lightning_gnn.comm.group import World
+from lightning_gnn.comm.shared_memory import PeerError
+from lightning_gnn.comm.traffic import Meter, Traffic
+from lightning_gnn.kernels import take_rows
+from lightning_gnn.partition.shard import HaloPlan, Ids
+
+
+class SwapExchange(HaloExchange):
+    """S by way of memory that all ranks of one machine map; S^T as in the direct exchange, which uses the same memory.
+
+    Args:
+        plan: which rows go to whom.
+        halo: ids of this rank's halo rows, ascending, ``[H]``.
+        offsets: first id of each rank and the end, ``[P + 1]``.
+        world: the ranks.
+        meter: where traffic is counted: rows written.
+
+    Raises:
+        ValueError: the ranks do not share memory.
+    """
+
+    def __init__(self, plan: HaloPlan, halo: Ids, offsets: Ids, world: World, meter: Meter) -> None:
+        if world.size > 1 and not world.wire.shares_memory:
+            raise ValueError(
+                'plan="swap" exchanges through the memory of one machine: it takes CPU ranks, all on one machine, and '
+                'shared_memory=True. Use plan="p2p" or "spst" here.'
+            )
+        super().__init__(plan, world, meter)
+        bounds = np.searchsorted(halo, offsets)
+        self._reads = [
+            torch.from_numpy(halo[low:high] - first) for low, high, first in zip(bounds, bounds[1:], offsets)
+        ]
+        self._readers = [peer for peer, count in enumerate(self.send_counts) if count]
+
+    @override
+    def start_fetch(self, x: Tensor, halo: Tensor, layer: str) -> Callable[[], None]:
+        began = time.perf_counter()
+        wire = self.world.wire
+        traffic = Traffic()
+        try:
+            if self._readers:
+                block = wire.scratch(x.shape, x.dtype, x.device)
+                block.copy_(x)
+                wire.show(block, self._readers)
+                traffic = Traffic(bytes_sent=x.numel() * x.element_size(), messages=1, rows=len(x))
+        except PeerError as error:
+            raise self._failed(error, layer, "forward") from error
+        traffic.seconds = time.perf_counter() - began
+
+        def finish() -> None:
+            began = time.perf_counter()
+            try:
+                for peer, (rows, part) in enumerate(zip(self._reads, halo.split(self.recv_counts))):
+                    if len(rows):
+                        with wire.shown(peer) as block:
+                            take_rows(block.view(x.dtype).view(-1, *x.shape[1:]), rows, part)
+            except PeerError as error:
+                raise self._failed(error, layer, "forward") from error
+            traffic.seconds += time.perf_counter() - began
+            self.meter.record(layer, "forward", traffic)
+
+        return finish
+
+    @override
+    def expand_all(self, tensors: Sequence[Tensor], layer: str) -> list[Tensor]:
+        return RowExchange.expand_all(self, tensors, layer)

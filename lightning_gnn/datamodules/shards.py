@@ -1,0 +1,249 @@
+"""What a rank holds: its shard of a graph that has been cut, in memory or in the store.
+
+N nodes, E edges, P ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch_geometric.data import Data
+
+from lightning_gnn.datamodules.sources import MASKS, num_classes, num_labelled
+from lightning_gnn.partition.layout import LayoutSpec, Replicas
+from lightning_gnn.partition.locality import local_relabelling
+from lightning_gnn.partition.replicas import hold
+from lightning_gnn.partition.shard import HaloPlan, Ids, Relabelling, edge_cut_parts, halo_plan
+
+
+@dataclass(frozen=True)
+class Shard:
+    """What one rank holds.
+
+    Attributes:
+        batch: its rows, owned ones first and replicas behind them; ``edge_index`` in local ids, halo rows behind these;
+            ``n_id`` and ``e_id``, the original ids of its nodes and edges; ``num_owned``; boolean masks, False for replicas.
+        plan: the rows to exchange.
+        halos: ids of the halo rows of each rank, ascending, int64 ``[H]`` each: what a planner needs. Ids number the rows of
+            rank 0, then those of rank 1, and so on.
+        n_id, e_id: original ids of all ranks' nodes and edges in rank order, int64 ``[N]`` and ``[E]``, without replicas.
+        counts, edge_counts: owned rows and their edges of each rank.
+        rows, edges: the same with replicas: of each rank's batch.
+        mask_counts: by mask, the labelled rows of each rank in it: the weights of a mean loss.
+        num_classes: of the whole graph's labels.
+        digest: of the node assignment; equal on all ranks that hold parts of the same cut.
+        report: partition quality, for logs.
+    """
+
+    batch: Data
+    plan: HaloPlan
+    halos: tuple[np.ndarray, ...]
+    n_id: Tensor
+    e_id: Tensor
+    counts: tuple[int, ...]
+    edge_counts: tuple[int, ...]
+    rows: tuple[int, ...]
+    edges: tuple[int, ...]
+    mask_counts: Mapping[str, tuple[int, ...]]
+    num_classes: int
+    digest: str
+    report: Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Cut:
+    """A graph that has been cut: what shards are made of.
+
+    Attributes:
+        offsets, edge_offsets: first node and first edge of each rank and the end, ``[P + 1]``, in relabelled order.
+        edge_index_of: of a rank, its edges in local ids, owned rows first and its halo behind them, int64 ``[2, E_r]``.
+        halos: of each rank, relabelled ids, ascending.
+        n_id, e_id: original ids in relabelled order, int64 ``[N]`` and ``[E]``.
+        attributes: tensors by name; per ``"node"`` and ``"edge"`` in relabelled order, of the ``"graph"`` as they are.
+        scalars: what is no tensor.
+        mask_counts, num_classes, digest, report: see :class:`Shard`.
+    """
+
+    offsets: Ids
+    edge_offsets: Ids
+    edge_index_of: Callable[[int], Ids]
+    halos: tuple[Ids, ...]
+    n_id: Tensor
+    e_id: Tensor
+    attributes: Mapping[str, Mapping[str, Tensor]]
+    scalars: Mapping[str, Any]
+    mask_counts: Mapping[str, tuple[int, ...]]
+    num_classes: int
+    digest: str
+    report: Mapping[str, Any]
+
+    def edge_index(self) -> Ids:
+        """Returns all edges in relabelled ids and order, int64 ``[2, E]``."""
+        return np.concatenate([self._relabelled(rank) for rank in range(len(self.halos))], 1)
+
+    def _relabelled(self, rank: int) -> Ids:
+        low, high = self.offsets[rank : rank + 2]
+        ids = np.concatenate([np.arange(low, high), self.halos[rank]])
+        return ids[self.edge_index_of(rank)]
+
+    def sizes(self, replicas: Replicas | None = None) -> list[tuple[int, int, int]]:
+        """Returns rows, halo rows and edges of every rank's shard; with replicas, this reads all edges."""
+        if replicas is None:
+            rows, halos, edges = np.diff(self.offsets), self.halos, np.diff(self.edge_offsets)
+        else:
+            held = hold(self.edge_index(), self.offsets, replicas)
+            rows, halos, edges = np.diff(held.offsets), held.halos, held.num_edges
+        return list(zip(rows.tolist(), map(len, halos), edges.tolist()))
+
+    def shard(self, rank: int, replicas: Replicas | None = None) -> Shard:
+        """Returns what `rank` holds; of replicas, copies."""
+        halos, offsets = self.halos, self.offsets
+        owned = slice(*offsets[rank : rank + 2])
+        nodes: Any = owned
+        edges: Any = slice(*self.edge_offsets[rank : rank + 2])
+        num_edges = np.diff(self.edge_offsets)
+        if replicas is None:
+            edge_index = self.edge_index_of(rank)
+        else:
+            everything = self.edge_index()
+            held = hold(everything, offsets, replicas)
+            found = held.edges_of(rank, everything)
+            edge_index = found.edge_index
+            nodes, edges = torch.from_numpy(held.rows[rank]), torch.from_numpy(found.edges)
+            halos, offsets, num_edges = held.halos, held.offsets, held.num_edges
+        batch = Data(edge_index=torch.from_numpy(edge_index))
+        rows = {"node": nodes, "edge": edges, "graph": slice(None)}
+        for kind, values in self.attributes.items():
+            for name, value in values.items():
+                batch[name] = value[rows[kind]] if value.dim() else value
+        for name, value in self.scalars.items():
+            batch[name] = value
+        batch.n_id, batch.e_id, batch.num_owned = self.n_id[nodes], self.e_id[edges], int(owned.stop - owned.start)
+        if len(batch.n_id) > batch.num_owned:
+            for name in MASKS:
+                batch[name][batch.num_owned :] = False
+        _add_stand_ins(batch, rank, self.mask_counts)
+        return Shard(
+            batch=batch,
+            plan=halo_plan(rank, offsets, halos),
+            halos=halos,
+            n_id=self.n_id,
+            e_id=self.e_id,
+            counts=tuple(np.diff(self.offsets).tolist()),
+            edge_counts=tuple(np.diff(self.edge_offsets).tolist()),
+            rows=tuple(np.diff(offsets).tolist()),
+            edges=tuple(num_edges.tolist()),
+            mask_counts=self.mask_counts,
+            num_classes=self.num_classes,
+            digest=self.digest,
+            report=self.report,
+        )
+
+
+def cut_graph(data: Data, part: np.ndarray, num_parts: int) -> Cut:
+    """Returns the cut of `data` in memory, as the store has it in files.
+
+    Args:
+        data: as :func:`~lightning_gnn.datamodules.sources.prepare_graph` returns it.
+        part: owner of each node, ``[N]``, values 0 to `num_parts` - 1.
+    """
+    edge_index = data.edge_index.numpy()
+    relabelling = local_relabelling(edge_index, part, num_parts)
+    pieces = list(edge_cut_parts(edge_index, relabelling))
+    n_id = torch.from_numpy(relabelling.n_id)
+    e_id = torch.from_numpy(np.concatenate([piece.edge_ids for piece in pieces]))
+    order = {"node": n_id, "edge": e_id}
+    attributes: dict[str, dict[str, Tensor]] = {"node": {}, "edge": {}, "graph": {}}
+    scalars = {}
+    for name, value in data.to_dict().items():
+        if not isinstance(value, Tensor):
+            scalars[name] = value
+        elif name != "edge_index":
+            kind = kind_of(data, name)
+            attributes[kind][name] = value[order[kind]] if kind in order else value
+    return Cut(
+        offsets=relabelling.offsets,
+        edge_offsets=np.cumsum([0, *(len(piece.edge_ids) for piece in pieces)]),
+        edge_index_of=lambda rank: pieces[rank].edge_index,
+        halos=tuple(piece.halo for piece in pieces),
+        n_id=n_id,
+        e_id=e_id,
+        attributes=attributes,
+        scalars=scalars,
+        mask_counts={name: tuple(counts) for name, counts in mask_counts(data, relabelling).items()},
+        num_classes=num_classes(data.get("y")),
+        digest="",
+        report={},
+    )
+
+
+def split_graph(data: Data, part: np.ndarray, layout: LayoutSpec) -> list[Shard]:
+    """Returns the shards of all ranks in memory, as they are made by way of the store; see :func:`cut_graph`."""
+    cut = cut_graph(data, part, layout.parts)
+    return [cut.shard(rank, layout.replicas) for rank in range(layout.parts)]
+
+
+def whole_graph(data: Data) -> Shard:
+    """Returns the whole graph as the only rank's shard: the reference that every scheme is compared with."""
+    batch = Data(**data.to_dict())
+    num_nodes = data.x.size(0)
+    batch.n_id, batch.e_id = torch.arange(num_nodes), torch.arange(data.edge_index.size(1))
+    batch.num_owned = num_nodes
+    counts, edge_counts = (num_nodes,), (len(batch.e_id),)
+    return Shard(
+        batch=batch,
+        plan=HaloPlan(num_nodes, (0,), (np.empty(0, np.int64),)),
+        halos=(np.empty(0, np.int64),),
+        n_id=batch.n_id,
+        e_id=batch.e_id,
+        counts=counts,
+        edge_counts=edge_counts,
+        rows=counts,
+        edges=edge_counts,
+        mask_counts={name: (num_labelled(batch.get("y"), batch[name]),) for name in MASKS},
+        num_classes=num_classes(batch.get("y")),
+        digest="",
+        report={},
+    )
+
+
+def kind_of(data: Data, name: str) -> str:
+    """Returns whether an attribute has one row per ``"node"``, per ``"edge"``, or belongs to the ``"graph"``."""
+    return "node" if data.is_node_attr(name) else "edge" if data.is_edge_attr(name) else "graph"
+
+
+def mask_counts(data: Data, relabelling: Relabelling) -> dict[str, list[int]]:
+    """Returns by mask how many labelled nodes of it each part owns."""
+    y = data.get("y")
+    parts = torch.from_numpy(relabelling.n_id).split(np.diff(relabelling.offsets).tolist())
+    return {name: [num_labelled(None if y is None else y[rows], data[name][rows]) for rows in parts] for name in MASKS}
+
+
+def _add_stand_ins(batch: Data, rank: int, mask_counts: Mapping[str, tuple[int, ...]]) -> None:
+    """Puts a row into each mask that others have labelled nodes in, but this rank has none."""
+    for name, per_rank in mask_counts.items():
+        if sum(per_rank) > 0 and per_rank[rank] == 0 and batch.num_owned:
+            _add_stand_in(batch, name)
+
+
+def _add_stand_in(batch: Data, mask: str) -> None:
+    """Puts one row into a mask that this rank has no labelled node of: a mean over nothing would be nan.
+
+    The rank's count stays 0, so the row weighs nothing in losses, gradients and logged values.
+    """
+    y = batch.get("y")
+    row = 0
+    if y is not None and y.dim() == 1 and not y.is_floating_point():
+        labelled = (y >= 0).nonzero()
+        if len(labelled):
+            row = int(labelled[0])
+        else:
+            batch.y = y.clone()
+            batch.y[row] = 0
+    batch[mask] = batch[mask].clone()
+    batch[mask][row] = True

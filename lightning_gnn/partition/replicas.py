@@ -1,0 +1,187 @@
+"""Replicated neighbourhoods: rows of other ranks that a group of ranks holds and computes instead of fetching them.
+
+Source: DGCL (EuroSys'21) section 3 (replication: each rank alone) and Table 5 (DGCL-R: the ranks of each machine together).
+
+A rank's rows are those that it owns, then its replicas. All in-edges of a row are held with it. A source that no rank of the
+group holds lies beyond the neighbourhood; one row of zeros stands for all of these. After the l-th of K propagations, rows within
+K - l hops of the group's nodes are right; those further out are not, and nothing that is right reads them.
+
+N nodes, E edges, P ranks, K hops.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+import numba
+import numpy as np
+from numpy.typing import NDArray
+
+from lightning_gnn.partition.layout import Replicas
+from lightning_gnn.partition.shard import Ids
+
+_MOST_GROUPS = 64  # a set of groups is the bits of one word
+
+
+@dataclass(frozen=True)
+class HeldEdges:
+    """The in-edges of one rank's rows.
+
+    Attributes:
+        edge_index: int64 ``[2, E_r]``, local: own rows, replicas, rows of the group's other ranks, and at last the row that
+            stands for all beyond. Targets ascend.
+        edges: which they are, as positions in the list that they were taken from, ``[E_r]``.
+    """
+
+    edge_index: Ids
+    edges: Ids
+
+
+@dataclass(frozen=True)
+class Held:
+    """What every rank holds.
+
+    Ids of held rows number the rows of rank 0, then those of rank 1, and so on: a node that several groups hold has several.
+
+    Attributes:
+        offsets: first id of each rank and the end, int64 ``[P + 1]``.
+        rows: of each rank, the nodes that it holds (relabelled ids): those it owns, then replicas, each ascending.
+        halos: of each rank, the ids of the rows that it reads from others of its group, ascending.
+        num_edges: in-edges of each rank's rows, int64 ``[P]``.
+    """
+
+    offsets: Ids
+    rows: tuple[Ids, ...]
+    halos: tuple[Ids, ...]
+    num_edges: Ids
+    _holder: tuple[NDArray[np.int16], ...]  # by group, of each node the rank that holds it, -1 for none
+    _group: NDArray[np.int64]  # of each rank
+
+    def edges_of(self, rank: int, edge_index: Ids) -> HeldEdges:
+        """Returns the edges of `rank`, from the list that this was made of."""
+        holder = self._holder[self._group[rank]]
+        rows, halo = self.rows[rank], self.halos[rank]
+        chosen = np.flatnonzero(holder[edge_index[1]] == rank)
+        source, target = edge_index[:, chosen]
+        beyond = len(rows) + len(halo)
+        local = np.full(len(holder), beyond)
+        local[rows] = np.arange(len(rows))
+        local[_nodes(self, halo)] = len(rows) + np.arange(len(halo))
+        order = np.argsort(local[target], kind="stable")
+        return HeldEdges(np.stack([local[source], local[target]])[:, order], chosen[order])
+
+
+def hold(edge_index: Ids, offsets: Ids, replicas: Replicas) -> Held:
+    """Returns what every rank holds if neighbourhoods are replicated.
+
+    A replica belongs to that rank of its group which reads it most, counting from the group's own nodes outwards.
+
+    Args:
+        edge_index: relabelled ids, source and target, int64 ``[2, E]``.
+        offsets: first node of each rank and the end, int64 ``[P + 1]``.
+        replicas: hops and groups.
+
+    Raises:
+        ValueError: more than 64 groups.
+    """
+    num_ranks = len(offsets) - 1
+    group = np.empty(num_ranks, np.int64)
+    for number, ranks in enumerate(replicas.groups):
+        group[list(ranks)] = number
+    owner = np.repeat(np.arange(num_ranks, dtype=np.int16), np.diff(offsets))
+    reached = within_hops(edge_index, group[owner], len(replicas.groups), replicas.hops)
+    holders = []
+    for number, ranks in enumerate(replicas.groups):
+        bit = np.uint64(1 << number)
+        levels = [(masks & bit).astype(np.bool_) for masks in reached]
+        holders.append(_holders(edge_index, owner, levels, np.asarray(ranks, np.int16)))
+    num_edges = np.zeros(num_ranks, np.int64)
+    rows: list[Ids] = [np.empty(0, np.int64)] * num_ranks
+    for holder, ranks in zip(holders, replicas.groups):
+        num_edges += np.bincount(holder[edge_index[1]] + 1, minlength=num_ranks + 1)[1:]
+        for rank in ranks:
+            held = np.flatnonzero(holder == rank)
+            own = owner[held] == rank
+            rows[rank] = np.concatenate([held[own], held[~own]])
+    ids = np.concatenate([[0], np.cumsum([len(each) for each in rows])])
+    halos = [np.empty(0, np.int64)] * num_ranks
+    for holder, ranks in zip(holders, replicas.groups):
+        if len(ranks) == 1:
+            continue
+        number_of = np.zeros(len(owner), np.int64)
+        for rank in ranks:
+            number_of[rows[rank]] = np.arange(ids[rank], ids[rank + 1])
+        held_by, read_by = holder[edge_index]
+        read = (held_by >= 0) & (read_by >= 0) & (held_by != read_by)
+        source, read_by = edge_index[0, read], read_by[read]
+        for rank in ranks:
+            halos[rank] = np.unique(number_of[source[read_by == rank]])
+    return Held(ids, tuple(rows), tuple(halos), num_edges, tuple(holders), group)
+
+
+def within_hops(edge_index: Ids, group: NDArray[np.integer], num_groups: int, hops: int) -> list[NDArray[np.uint64]]:
+    """Returns which groups of nodes each node has a way of at most so many edges into: bit g for group g.
+
+    Args:
+        edge_index: int64 ``[2, E]``.
+        group: of each node, ``[N]``.
+        num_groups: at most 64.
+        hops: K.
+
+    Returns:
+        For 0 to K hops, uint64 ``[N]`` each.
+
+    Raises:
+        ValueError: more than 64 groups.
+    """
+    if num_groups > _MOST_GROUPS:
+        raise ValueError(
+            f"Neighbourhoods are replicated for at most {_MOST_GROUPS} groups of ranks (got {num_groups})."
+        )
+    reached = [np.uint64(1) << group.astype(np.uint64)]
+    for _ in range(hops):
+        reached.append(_grown(edge_index[0], edge_index[1], reached[-1]))
+        if np.array_equal(reached[-1], reached[-2]):
+            break
+    return reached + [reached[-1]] * (hops + 1 - len(reached))
+
+
+def _holders(
+    edge_index: Ids, owner: NDArray[np.int16], levels: Sequence[NDArray[np.bool_]], ranks: NDArray[np.int16]
+) -> NDArray[np.int16]:
+    """Returns which rank of a group holds each node, -1 for none, ``[N]``."""
+    holder = np.where(levels[0], owner, np.int16(-1))
+    if len(ranks) == 1:
+        holder[levels[-1]] = ranks[0]
+        return holder
+    position = np.zeros(ranks.max() + 1, np.int64)
+    position[ranks] = np.arange(len(ranks))
+    for inner, outer in pairwise(levels):
+        new = np.flatnonzero(outer & ~inner)
+        votes = np.zeros((len(new), len(ranks)), np.int64)
+        read = (outer & ~inner)[edge_index[0]] & inner[edge_index[1]]
+        source, target = edge_index[:, read]
+        np.add.at(votes, (np.searchsorted(new, source), position[holder[target]]), 1)
+        holder[new] = ranks[votes.argmax(1)]
+    return holder
+
+
+def _nodes(held: Held, ids: Ids) -> Ids:
+    """Returns the nodes that ids of held rows stand for."""
+    rank = np.searchsorted(held.offsets, ids, side="right") - 1
+    nodes = np.empty(len(ids), np.int64)
+    for each in np.unique(rank):
+        chosen = rank == each
+        nodes[chosen] = held.rows[each][ids[chosen] - held.offsets[each]]
+    return nodes
+
+
+@numba.njit(cache=True, nogil=True)
+def _grown(source, target, reached):  # type: ignore[no-untyped-def]
+    """Returns the sets of groups after one more hop."""
+    grown = reached.copy()
+    for edge in range(len(source)):
+        grown[source[edge]] |= reached[target[edge]]
+    return grown
