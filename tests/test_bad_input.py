@@ -378,7 +378,7 @@ STORES: dict[str, tuple[Callable[[Path], Any], str]] = {
     "altered_counts": (lambda f: rewrite(f, lambda m: m["mask_counts"].clear()), "manifest.json has been altered"),
     "no_checksum": (lambda f: rewrite(f, lambda m: m.pop("checksum")), "manifest.json has been altered"),
     "missing_key": (lambda f: rewrite(f, lambda m: m.pop("files")), "manifest.json has been altered"),
-    "other_number_of_parts": (lambda f: rewrite(f, lambda m: m["layout"].update(parts=3), sign=True), "in 3 parts .*, but .* in 2"),
+    "other_number_of_parts": (lambda f: rewrite(f, lambda m: m["layout"].update(parts=3), sign=True), "in 3 parts .*, but"),
     "other_layout": (lambda f: rewrite(f, lambda m: m["layout"].update(kind="whole"), sign=True), "holds whole in 2 parts"),
     "of_another_graph": (lambda f: rewrite(f, lambda m: m.update(name="x"), sign=True), "was written as x: it may hold"),
     "missing_file": (lambda f: (f / "node.x.npy").unlink(), "node.x.npy is missing"),
