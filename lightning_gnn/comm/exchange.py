@@ -26,6 +26,15 @@ from lightning_gnn.kernels import add_rows, take_rows
 from lightning_gnn.partition.shard import HaloPlan
 
 
+def exchange_error(world: World, error: PeerError, layer: str, direction: str) -> CommunicationError:
+    """Returns the error to raise where a message did not come or go: names layer, ranks and what to look at."""
+    return CommunicationError(
+        f"Halo exchange ({direction}) of layer '{layer}' on rank {world.rank}: {error}. The deadline is "
+        f"{world.timeout.total_seconds():.0f} s (argument `timeout` of the strategy). Look at rank {error.peer}'s "
+        "output first: it may have stopped, be slower than the deadline, or have taken another branch of the code."
+    )
+
+
 class RowExchange(ABC):
     """S and S^T of one rank; how the rows travel is the subclass's.
 
@@ -121,11 +130,7 @@ class RowExchange(ABC):
         return finish
 
     def _failed(self, error: PeerError, layer: str, direction: str) -> CommunicationError:
-        return CommunicationError(
-            f"Halo exchange ({direction}) of layer '{layer}' on rank {self.world.rank}: {error}. The deadline is "
-            f"{self.world.timeout.total_seconds():.0f} s (argument `timeout` of the strategy). Look at rank {error.peer}'s "
-            "output first: it may have stopped, be slower than the deadline, or have taken another branch of the code."
-        )
+        return exchange_error(self.world, error, layer, direction)
 
     def sum_over_ranks(self, x: Tensor, operation: str) -> Tensor:
         """Returns the sum of equal-shaped tensors of all ranks, bit-identical on every rank; errors name `operation`."""

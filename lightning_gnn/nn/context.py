@@ -14,7 +14,7 @@ from torch_geometric.utils import add_remaining_self_loops, add_self_loops, remo
 
 from lightning_gnn.kernels import CSR
 from lightning_gnn.nn.commnet import without_self_loops
-from lightning_gnn.nn.edges import Exchange, SplitEdges, SplitWeights, StatisticsOfRows, Sum, SumOfRows
+from lightning_gnn.nn.edges import Exchange, Fetch, SplitEdges, SplitWeights, StatisticsOfRows, Sum, SumOfRows
 
 
 class UnsupportedModelError(ValueError):
@@ -342,7 +342,7 @@ class GraphContext:
         fetch = self.fetch if what.before is None else self._fetch_anew
 
         def compute() -> tuple[Tensor]:
-            return (SumOfRows.apply(x, fetch, self.exchange, what, layer),)
+            return (self._sum(x, fetch, what, layer),)
 
         def compute_once() -> tuple[Tensor]:
             # A few columns at a time: what travels stays small, like what later layers send.
@@ -350,11 +350,14 @@ class GraphContext:
             for low in range(0, x.size(1), _COLUMNS_AT_ONCE):
                 columns = slice(low, low + _COLUMNS_AT_ONCE)
                 part = x[:, columns].contiguous()
-                out[:, columns] = SumOfRows.apply(part, self._fetch_anew, self.exchange, what, layer)
+                out[:, columns] = self._sum(part, self._fetch_anew, what, layer)
             return (out,)
 
         once = compute_once if x.dtype in (torch.float32, torch.float64) else compute
         return self._kept(("sum", id(x), id(what)), x, 1, compute, once)[0]
+
+    def _sum(self, x: Tensor, fetch: Fetch, what: Sum, layer: str) -> Tensor:
+        return SumOfRows.apply(x, fetch, self.exchange, what, layer)
 
     def statistics(self, x: Tensor, edge_index: Tensor, wanted: Sequence[str], layer: str) -> tuple[Tensor, ...] | None:
         """Returns several statistics of S x over each owned row's edges, ``[N, F]`` each; None where edges do not last.

@@ -122,7 +122,7 @@ class SumOfRows(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, fetch: Fetch, exchange: Exchange, what: Sum, layer: str) -> Tensor:
         ctx.exchange, ctx.what, ctx.layer, ctx.dtype = exchange, what, layer, x.dtype
         edges, weights = what.edges, what.weights
-        x = _scaled(x, what.before)
+        x = scaled(x, what.before)
         halo, wait = fetch(x, layer)
         # As in PyG, a float32 weight makes messages of bfloat16 rows float32; the rows travel as they are.
         dtype = x.dtype if weights is None else torch.promote_types(x.dtype, weights.owned.dtype)
@@ -140,7 +140,7 @@ class SumOfRows(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None, None]:
         what, exchange = ctx.what, ctx.exchange
         edges, weights = what.edges, what.weights
-        grad = _scaled(grad.contiguous(), what.after)
+        grad = scaled(grad.contiguous(), what.after)
         # What others wait for goes first, straight into what is sent.
         sent = exchange.outgoing(torch.Size((edges.halo.num_cols, grad.size(1))), ctx.dtype)
         spmm(edges.halo.transpose(), grad, weights.halo_transposed if weights else None, out=sent)
@@ -155,7 +155,7 @@ def _column(scale: Tensor, rows: Tensor) -> Tensor:
     return scale.to(rows.dtype).unsqueeze(1)
 
 
-def _scaled(rows: Tensor, scale: Tensor | None) -> Tensor:
+def scaled(rows: Tensor, scale: Tensor | None) -> Tensor:
     return rows if scale is None else rows * _column(scale, rows)
 
 

@@ -1,0 +1,316 @@
+"""Products with a matrix that lies on a process grid: CAGNET's 1D and 1.5D algorithms, and their sparsity-aware form.
+
+Source: CAGNET (GNNSys'21) Algorithm 1 (c = 1) and Algorithm 2. Ours differs in that each row of a block row is owned by one of
+the c ranks of its process row instead of lying on all of them: a block is brought together at the rank that broadcasts it, and
+partial sums are reduced to the owners, the first half of the paper's all-reduce.
+
+n nodes, N of them owned by a rank, P ranks, c the replication factor, R = P / c block rows.
+"""
+
+from __future__ import annotations
+
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+from typing_extensions import override
+
+from lightning_gnn.comm.exchange import HaloExchange, exchange_error
+from lightning_gnn.comm.group import World
+from lightning_gnn.comm.shared_memory import PeerError
+from lightning_gnn.comm.traffic import Meter, Traffic
+from lightning_gnn.kernels import CSR, spmm
+from lightning_gnn.partition.grid import ProcessGrid
+from lightning_gnn.partition.shard import Ids, halo_plan
+
+
+class Triples:
+    """Entries of a matrix over all nodes, ids as in the relabelled graph.
+
+    Attributes:
+        row, col: int64 ``[E]``.
+        value: ``[E]``; None for ones.
+    """
+
+    def __init__(self, row: Tensor, col: Tensor, value: Tensor | None) -> None:
+        self.row, self.col, self.value = row, col, value
+
+    def transpose(self) -> Triples:
+        return Triples(self.col, self.row, self.value)
+
+    def __getitem__(self, chosen: Tensor) -> Triples:
+        return Triples(self.row[chosen], self.col[chosen], None if self.value is None else self.value[chosen])
+
+
+def deal(entries: Triples, grid: ProcessGrid, offsets: Ids, world: World) -> Triples:
+    """Sends each entry to the rank that multiplies it; returns those of this rank. All ranks must call it.
+
+    Entry (row, col) belongs to the process row of `row` and to the process column whose chunk holds `col`.
+    """
+    size = world.size
+    first = torch.from_numpy(np.asarray(offsets[:: grid.replication]))
+    columns = torch.tensor([grid.column_of(block) for block in range(grid.num_rows)])
+    block = [torch.bucketize(ids.cpu(), first, right=True) - 1 for ids in (entries.row, entries.col)]
+    holder = block[0] * grid.replication + columns[block[1]]
+    counts = torch.bincount(holder, minlength=size)
+    arriving = world.all_gather(counts.to(world.device), "Dealing a matrix over the process grid").cpu()[:, world.rank]
+    order = torch.argsort(holder, stable=True).to(entries.row.device)
+    sorted_entries = entries[order]
+
+    def exchanged(values: Tensor) -> Tensor:
+        into = values.new_empty(int(arriving.sum()))
+        here = slice(int(counts[: world.rank].sum()), int(counts[: world.rank + 1].sum()))
+        there = slice(int(arriving[: world.rank].sum()), int(arriving[: world.rank + 1].sum()))
+        into[there] = values[here]
+        sends = _messages(values, counts.tolist(), world.rank)
+        world.wire.start_each(sends, _messages(into, arriving.tolist(), world.rank))()
+        return into
+
+    value = None if sorted_entries.value is None else exchanged(sorted_entries.value)
+    return Triples(exchanged(sorted_entries.row), exchanged(sorted_entries.col), value)
+
+
+def _messages(values: Tensor, counts: Sequence[int], rank: int) -> list[tuple[int, Tensor]]:
+    parts = values.split(list(counts))
+    return [(peer, part) for peer, part in enumerate(parts) if peer != rank and len(part)]
+
+
+class GridMatrix(ABC):
+    """One rank's part of a matrix over all nodes, ``[n, n]``, and of its transpose.
+
+    Args:
+        grid, offsets: who owns what, ``[P + 1]``.
+        world, meter: the ranks, and where traffic is counted.
+    """
+
+    def __init__(self, grid: ProcessGrid, offsets: Ids, world: World, meter: Meter) -> None:
+        self.grid, self.offsets, self.world, self.meter = grid, offsets, world, meter
+        self.row, self.column = grid.row(world.rank), grid.column(world.rank)
+        self.num_owned = int(offsets[world.rank + 1] - offsets[world.rank])
+
+    @abstractmethod
+    def multiply(self, x: Tensor, layer: str, transposed: bool) -> Tensor:
+        """Returns this rank's rows of the product, ``[N, F]``.
+
+        Args:
+            x: this rank's rows, ``[N, F]``.
+            layer: named in errors and counted under.
+            transposed: multiply with the transpose: the backward pass.
+        """
+
+    def block(self, number: int) -> slice:
+        """Returns the nodes of a block row."""
+        ranks = self.grid.in_row(number)
+        return slice(int(self.offsets[ranks.start]), int(self.offsets[ranks.stop]))
+
+
+class BlockMatrix(GridMatrix):
+    """Whole blocks travel, one at a time; the next one is on its way while one is multiplied (1D and 1.5D as published).
+
+    Memory beside the operands: the block that this rank broadcasts, two that it receives, its process row's partial sums.
+
+    Args:
+        entries: the matrix's entries whose row this rank owns, in relabelled ids.
+        grid, offsets, world, meter: see :class:`GridMatrix`.
+    """
+
+    def __init__(self, entries: Triples, grid: ProcessGrid, offsets: Ids, world: World, meter: Meter) -> None:
+        super().__init__(grid, offsets, world, meter)
+        self._blocks = [self._deal(entries), self._deal(entries.transpose())]
+        self._buffers: dict[tuple[int, torch.Size, torch.dtype], Tensor] = {}
+
+    def _deal(self, entries: Triples) -> list[tuple[CSR, Tensor | None]]:
+        """Returns by stage the block of this rank, and its values in slot order."""
+        mine = deal(entries, self.grid, self.offsets, self.world)
+        rows = self.block(self.row)
+        stages = []
+        for number in self.grid.chunk(self.column):
+            columns = self.block(number)
+            part = mine[((mine.col >= columns.start) & (mine.col < columns.stop)).nonzero().view(-1)]
+            csr = CSR.from_coo(
+                part.row - rows.start, part.col - columns.start, rows.stop - rows.start, columns.stop - columns.start
+            )
+            stages.append((csr.of_slots(), None if part.value is None else csr.permute(part.value)))
+        return stages
+
+    @override
+    def multiply(self, x: Tensor, layer: str, transposed: bool) -> Tensor:
+        direction = "backward" if transposed else "forward"
+        talk = _Talk(self.world, self.meter, layer, direction)
+        chunk = self.grid.chunk(self.column)
+        own_block = self._gathered(x, talk)
+        if own_block is not None:
+            readers = [rank for rank in self.grid.in_column(self.column) if rank != self.world.rank]
+            talk.start([(rank, own_block) for rank in readers if own_block.numel()], [])
+        rows = self.block(self.row)
+        total = x.new_zeros((rows.stop - rows.start, x.size(1)), dtype=torch.promote_types(x.dtype, torch.float32))
+
+        def fetch(stage: int) -> tuple[Tensor, Callable[[], None]]:
+            number = chunk[stage]
+            source = self.grid.source(number)
+            if source == self.world.rank:
+                assert own_block is not None
+                return own_block, _nothing
+            columns = self.block(number)
+            into = self._buffer(stage % 2, torch.Size((columns.stop - columns.start, x.size(1))), x.dtype)
+            return into, talk.start([], [(source, into)] if into.numel() else [])
+
+        coming = [fetch(0)] if len(chunk) else []
+        for stage, (csr, values) in enumerate(self._blocks[transposed]):
+            rows_of_stage, wait = coming.pop()
+            wait()
+            if stage + 1 < len(chunk):
+                coming.append(fetch(stage + 1))
+            spmm(csr, rows_of_stage, values, out=total, accumulate=True)
+        out = self._reduced(total, talk)
+        talk.end()
+        return out
+
+    def _gathered(self, x: Tensor, talk: _Talk) -> Tensor | None:
+        """Brings the rows of this process row together at the rank that broadcasts them; None on the others."""
+        source = self.grid.source(self.row)
+        ranks = self.grid.in_row(self.row)
+        if source != self.world.rank:
+            talk.start([(source, x.contiguous())] if x.numel() else [], [])
+            return None
+        rows = self.block(self.row)
+        block = self.world.wire.scratch((rows.stop - rows.start, x.size(1)), x.dtype, x.device)
+        parts = block.split(np.diff(self.offsets[ranks.start : ranks.stop + 1]).tolist())
+        parts[self.column].copy_(x)
+        others = [(rank, part) for rank, part in zip(ranks, parts) if rank != source and part.numel()]
+        talk.start([], others)()
+        return block
+
+    def _reduced(self, total: Tensor, talk: _Talk) -> Tensor:
+        """Sums a process row's partial sums at the owners, in the order of ranks."""
+        ranks = self.grid.in_row(self.row)
+        if len(ranks) == 1:
+            return total
+        parts = total.split(np.diff(self.offsets[ranks.start : ranks.stop + 1]).tolist())
+        own = parts[self.column]
+        arrived = own.new_empty((len(ranks) - 1, *own.shape))
+        peers = [rank for rank in ranks if rank != self.world.rank]
+        sends = [(rank, part) for rank, part in zip(ranks, parts) if rank != self.world.rank and part.numel()]
+        talk.start(sends, [(rank, into) for rank, into in zip(peers, arrived) if own.numel()])()
+        before = arrived[: self.column].sum(0) if self.column else torch.zeros_like(own)
+        out = before + own
+        for part in arrived[self.column :]:
+            out += part
+        return out
+
+    def _buffer(self, number: int, shape: torch.Size, dtype: torch.dtype) -> Tensor:
+        key = (number, shape, dtype)
+        if key not in self._buffers:
+            with torch.inference_mode(False):
+                self._buffers[key] = torch.empty(shape, dtype=dtype, device=self.world.device)
+        return self._buffers[key]
+
+
+class SparseMatrix(GridMatrix):
+    """Only rows that a nonzero reads travel, and only partial sums that a nonzero has added to (sparsity-aware).
+
+    Source: the later work of CAGNET's authors on sparsity-aware communication; the plain algorithm for c = 1 is then a halo
+    exchange. Rows go directly between their owner and each rank that reads or adds to them.
+
+    Args:
+        entries, grid, offsets, world, meter: see :class:`BlockMatrix`.
+    """
+
+    def __init__(self, entries: Triples, grid: ProcessGrid, offsets: Ids, world: World, meter: Meter) -> None:
+        super().__init__(grid, offsets, world, meter)
+        mine = deal(entries, grid, offsets, world)
+        first = int(offsets[world.rank])
+        self._reads, col = self._exchange(mine.col, first, meter)
+        self._adds, row = self._exchange(mine.row, first, _Reversed(meter))
+        self._csr = CSR.from_coo(row, col, self.num_owned + self._adds.num_halo, self.num_owned + self._reads.num_halo)
+        values = None if mine.value is None else self._csr.permute(mine.value)
+        self._csr = self._csr if values is None else self._csr.in_list(torch.arange(len(values)))
+        transpose = self._csr.transpose()
+        self._values = values, None if values is None else transpose.permute(values)
+
+    def _exchange(self, ids: Tensor, first: int, meter: Meter) -> tuple[HaloExchange, Tensor]:
+        """Returns the exchange of the nodes `ids` that others own, and `ids` in local numbers: owned, then others."""
+        own = (ids >= first) & (ids < first + self.num_owned)
+        halo, position = torch.unique(ids[~own], return_inverse=True)
+        halos = self.world.all_gather_object(halo.cpu().numpy())
+        exchange = HaloExchange(halo_plan(self.world.rank, self.offsets, halos), self.world, meter)
+        local = ids - first
+        local[~own] = self.num_owned + position
+        return exchange, local
+
+    @override
+    def multiply(self, x: Tensor, layer: str, transposed: bool) -> Tensor:
+        reads, adds = (self._adds, self._reads) if transposed else (self._reads, self._adds)
+        csr = self._csr.transpose() if transposed else self._csr
+        out = x.new_empty(
+            (self.num_owned + adds.num_halo, x.size(1)), dtype=torch.promote_types(x.dtype, torch.float32)
+        )
+        rows = x
+        if not reads.idle:
+            rows = reads.buffer("rows", torch.Size((self.num_owned + reads.num_halo, x.size(1))), x.dtype)
+            wait = reads.start_fetch(x, rows[self.num_owned :], layer)
+            rows[: self.num_owned] = x
+            wait()
+        spmm(csr, rows, self._values[transposed], out=out)
+        own = out[: self.num_owned]
+        if not adds.idle:
+            adds.start_return(out[self.num_owned :], layer)(own)
+        return own
+
+
+class _Reversed(Meter):
+    """Counts for partial sums, which are sent home in the forward pass and fetched in the backward one."""
+
+    def __init__(self, meter: Meter) -> None:
+        super().__init__()
+        self._meter = meter
+
+    @override
+    def record(self, layer: str, direction: str, traffic: Traffic) -> None:
+        self._meter.record(layer, "forward" if direction == "backward" else "backward", traffic)
+
+
+class _Talk:
+    """Messages of one product: counted, and named in errors."""
+
+    def __init__(self, world: World, meter: Meter, layer: str, direction: str) -> None:
+        self._world, self._meter, self._layer, self._direction = world, meter, layer, direction
+        self._open: list[Callable[[], None]] = []
+
+    def start(self, sends: list[tuple[int, Tensor]], receives: list[tuple[int, Tensor]]) -> Callable[[], None]:
+        """Starts messages; returns the function that waits for them. Call :meth:`end` if it is not called."""
+        began = time.perf_counter()
+        traffic = Traffic(
+            bytes_sent=sum(rows.nbytes for _, rows in sends), messages=len(sends), rows=sum(len(r) for _, r in sends)
+        )
+        try:
+            wait = self._world.wire.start_each(sends, receives)
+        except PeerError as error:
+            raise exchange_error(self._world, error, self._layer, self._direction) from error
+        traffic.seconds = time.perf_counter() - began
+        self._meter.record(self._layer, self._direction, traffic)
+
+        def finish() -> None:
+            if finish in self._open:
+                self._open.remove(finish)
+            began = time.perf_counter()
+            try:
+                wait()
+            except PeerError as error:
+                raise exchange_error(self._world, error, self._layer, self._direction) from error
+            self._meter.record(self._layer, self._direction, Traffic(seconds=time.perf_counter() - began))
+
+        self._open.append(finish)
+        return finish
+
+    def end(self) -> None:
+        """Waits until all that has been started is done."""
+        for finish in list(self._open):
+            finish()
+
+
+def _nothing() -> None:
+    pass
