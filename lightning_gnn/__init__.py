@@ -15,7 +15,7 @@ from lightning_gnn.nn import (
     substitute,
     sum_over_ranks,
 )
-from lightning_gnn.strategies import DGCLStrategy, GNNStrategy
+from lightning_gnn.strategies import DGCLStrategy, GNNStrategy, SpMM1DStrategy, SpMM15DStrategy
 
 __version__ = "0.1.0"
 
@@ -26,6 +26,8 @@ __all__ = [
     "GNNStrategy",
     "GraphDataModule",
     "NodeClassifier",
+    "SpMM1DStrategy",
+    "SpMM15DStrategy",
     "UnsupportedModelError",
     "expand",
     "planted_partition",

@@ -311,8 +311,10 @@ ARGUMENTS: dict[str, tuple[dict[str, Any], str]] = {
     "column_beyond": ({"split_column": 3}, "split_column=3, but train_mask has 3 columns: choose 0 to 2"),
     "seed_negative": ({"seed": -1}, "seed must be an integer of at least 0 .got -1"),
     "seed_float": ({"seed": 0.5}, "seed must be an integer of at least 0 .got 0.5"),
-    "partition_name": ({"partition": "louvain"}, "'metis', 'random' or the rank of every node .got 'louvain'"),
-    "partition_none": ({"partition": None}, r"'metis', 'random' or the rank of every node.*got shape \[\]"),
+    "partition_name": (
+        {"partition": "louvain"},
+        "'metis', 'random', 'contiguous' or the rank of every node .got 'louvain'",
+    ),
     "partition_ragged": ({"partition": [[0], [1, 1]]}, "rank of every node, one integer each"),
     "partition_matrix": ({"partition": torch.zeros(6, 1).long()}, r"one integer each .got shape \[6, 1\]"),
     "partition_floats": ({"partition": [0.0] * 6}, "must hold integers .got float64"),

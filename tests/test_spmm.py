@@ -1,19 +1,34 @@
-"""1D and 1.5D products on a process grid equal one device (gloo ranks, float64)."""
+"""1D and 1.5D products on a process grid equal one device, and move what their formulas say (gloo ranks, float64)."""
 
 from __future__ import annotations
 
+from collections import Counter
+from datetime import timedelta
 from functools import cache
 from typing import Any
 
+import lightning as L
+import numpy as np
 import pytest
-from common import assert_same, awkward_graph, single, train
+import torch
+from common import CLASSES, assert_same, awkward_graph, build, quiet_trainer, single, train
+from conftest import RankFailed
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
-from lightning_gnn.strategies.spmm import SpMM15DStrategy
+from lightning_gnn import GraphDataModule, NodeClassifier, SpMM1DStrategy, SpMM15DStrategy
+from lightning_gnn.comm.grid import BlockMatrix, SparseMatrix, Triples
+from lightning_gnn.comm.group import World
+from lightning_gnn.comm.in_process import InProcessWorld, Meeting
+from lightning_gnn.comm.traffic import Meter
+from lightning_gnn.partition.grid import ProcessGrid, legal_replications
+from lightning_gnn.planning.grid_cost import GridCost, block_cost, choose, sparse_cost
+from lightning_gnn.strategies.spmm import _partial_sums
 
 
 @cache
-def on_one_device(model: str) -> dict[str, Any]:
-    return single(awkward_graph(), model)
+def on_one_device(model: str, module: str = "library") -> dict[str, Any]:
+    return single(awkward_graph(), model, module=module)
 
 
 def trained(rank: int, world_size: int, model: str, options: dict[str, Any], **others: Any) -> dict[str, Any]:
@@ -21,10 +36,246 @@ def trained(rank: int, world_size: int, model: str, options: dict[str, Any], **o
     return train(rank, world_size, awkward_graph(), model, strategy=strategy, **others)
 
 
-@pytest.mark.parametrize("sparsity_aware", [True, False])
-@pytest.mark.parametrize(("world_size", "replication"), [(2, 1), (2, 2), (3, 1), (4, 2), (4, 4)])
-@pytest.mark.parametrize("model", ["gcn", "gat", "sage", "graphconv", "gin_batch_norm", "sage_max"])
+CASES = [(2, 1, True), (2, 2, False), (3, 1, False), (4, 2, True), (4, 2, False), (4, 4, True), (3, 3, False)]
+
+
+@pytest.mark.parametrize(("world_size", "replication", "sparsity_aware"), CASES)
+@pytest.mark.parametrize("model", ["gcn", "graphconv", "gin_batch_norm"])
 def test_trained_as_on_one_device(ranks, model, world_size, replication, sparsity_aware):
     options = {"replication": replication, "sparsity_aware": sparsity_aware, "self_check": model == "gcn"}
     for found in ranks.run(world_size, trained, model, options):
         assert_same(found, on_one_device(model), rtol=1e-8, atol=1e-10)
+
+
+@pytest.mark.parametrize("model", ["gat", "sage_max", "transformer_edges", "own"])
+def test_convs_that_are_no_products(ranks, model):
+    for found in ranks.run(4, trained, model, {"replication": 2}):
+        assert_same(found, on_one_device(model), rtol=1e-8, atol=1e-10)
+
+
+@pytest.mark.parametrize("permute", ["random", None])
+def test_permutations_and_the_users_module(ranks, permute):
+    options = {"permute": permute, "sparsity_aware": permute is None}
+    for found in ranks.run(4, trained, "sage", options, module="user"):
+        assert_same(found, on_one_device("sage", "user"), rtol=1e-8, atol=1e-10)
+
+
+@pytest.mark.parametrize("strategy", ["spmm_1d", "spmm_15d"])
+def test_by_name(ranks, strategy):
+    part = torch.arange(60) % 2  # the third rank owns nothing
+    for found in ranks.run(3, train, awkward_graph(), "gcn", strategy=strategy, data={"partition": part}):
+        assert_same(found, on_one_device("gcn"), rtol=1e-8, atol=1e-10)
+
+
+# Products #####################################################################
+
+
+@st.composite
+def problems(draw: Any) -> tuple[np.ndarray, np.ndarray, ProcessGrid, bool]:
+    """Edges over uneven, maybe empty parts, weights or none; up to 12 ranks, every legal grid."""
+    rng = np.random.default_rng(draw(st.integers(0, 10_000)))
+    num_ranks = draw(st.integers(1, 12))
+    grid = ProcessGrid(num_ranks, draw(st.sampled_from(legal_replications(num_ranks))))
+    num_nodes = draw(st.sampled_from([1, 5, 40]))
+    offsets = np.sort(np.concatenate([[0, num_nodes], rng.integers(0, num_nodes + 1, num_ranks - 1)]))
+    edges = rng.integers(0, num_nodes, (2, draw(st.sampled_from([0, 10, 200]))))
+    return edges, offsets, grid, draw(st.booleans())
+
+
+def entries_of(edges: np.ndarray, offsets: np.ndarray, rank: int, weighted: bool) -> tuple[Triples, torch.Tensor]:
+    own = (edges[1] >= offsets[rank]) & (edges[1] < offsets[rank + 1])
+    source, target = torch.from_numpy(edges[:, own])
+    values = torch.from_numpy(np.flatnonzero(own) + 1.0) if weighted else None
+    return Triples(target, source, values), torch.from_numpy(np.flatnonzero(own))
+
+
+@settings(max_examples=60, deadline=None)
+@given(problems(), st.booleans())
+def test_products_and_words(problem, sparse):
+    """Against a dense product, forward and transposed; rows moved are those of the formula, or of the cost model."""
+    edges, offsets, grid, weighted = problem
+    num_nodes, meeting = int(offsets[-1]), Meeting(grid.num_ranks)
+    dense = torch.zeros(num_nodes, num_nodes, dtype=torch.float64)
+    values = torch.arange(1.0, edges.shape[1] + 1, dtype=torch.float64) if weighted else torch.ones(edges.shape[1])
+    dense.index_put_((torch.from_numpy(edges[1]), torch.from_numpy(edges[0])), values.double(), accumulate=True)
+    x = torch.randn(num_nodes, 3, dtype=torch.float64)
+    sent: list[dict[str, int]] = [{}] * grid.num_ranks
+
+    def work(rank: int) -> None:
+        meter = Meter()
+        entries, _ = entries_of(edges, offsets, rank, weighted)
+        kind = SparseMatrix if sparse else BlockMatrix
+        matrix = kind(entries, grid, offsets, InProcessWorld(rank, meeting), meter)
+        own = slice(*offsets[rank : rank + 2])
+        for _ in range(2):  # buffers are used again
+            torch.testing.assert_close(matrix.multiply(x[own], "layer", False), (dense @ x)[own], rtol=1e-12, atol=1e-9)
+            torch.testing.assert_close(
+                matrix.multiply(x[own], "layer", True), (dense.T @ x)[own], rtol=1e-12, atol=1e-9
+            )
+        sent[rank] = {direction: traffic.rows // 2 for (_, direction), traffic in meter.by_layer.items()}
+
+    assert meeting.run(work) == [None] * grid.num_ranks
+    total = sum((Counter(each) for each in sent), Counter())
+    words = grid.words(offsets, 1)
+    if sparse:
+        assert total["forward"] <= words and total["backward"] <= words
+    else:
+        assert total["forward"] == total["backward"] == words <= grid.paper_words(num_nodes, 1)
+
+
+@settings(max_examples=100, deadline=None)
+@given(problems())
+def test_predicted_rows_are_an_upper_bound(problem):
+    """Of the sparse form; exact but for nodes of a block row that no node of it reads."""
+    edges, offsets, grid, _ = problem
+    halos, partial = [], 0
+    for rank in range(grid.num_ranks):
+        own = (edges[1] >= offsets[rank]) & (edges[1] < offsets[rank + 1])
+        source, target = edges[:, own]
+        halos.append(np.unique(source[(source < offsets[rank]) | (source >= offsets[rank + 1])]))
+        partial += _partial_sums(source, target, grid, offsets, rank)
+    predicted = sparse_cost(grid, offsets, halos, partial, 8).rows
+    column = np.array([grid.column_of(block) for block in range(grid.num_rows)])
+    owner = np.searchsorted(offsets, edges, side="right") - 1
+    holder = owner[1] // grid.replication * grid.replication + column[owner[0] // grid.replication]
+    moved = 0
+    for end in range(2):
+        pairs = np.unique(np.stack([edges[end], holder])[:, owner[end] != holder], axis=1)
+        moved += pairs.shape[1]
+    assert moved <= predicted
+    if grid.replication == 1:
+        assert moved == predicted
+
+
+def test_grid():
+    grid = ProcessGrid(6, 2)  # 4 does not divide 6: chunks of 1 and 2 block rows
+    assert [list(grid.chunk(column)) for column in range(2)] == [[0], [1, 2]]
+    assert [grid.source(block) for block in range(3)] == [0, 3, 5]
+    assert [list(grid.in_row(1)), list(grid.in_column(1))] == [[2, 3], [1, 3, 5]]
+    even = np.arange(0, 61, 10)
+    assert grid.words(even, 4) == 60 * 4 * 2 + 30 * 4 + 60 * 4
+    # The count of 1D, and that P = 4 moves as much with c = 2 as with 1 as published, and less here.
+    assert ProcessGrid(4, 1).words(np.arange(5) * 10, 1) == ProcessGrid(4, 1).paper_words(40, 1) == 120
+    assert ProcessGrid(4, 2).paper_words(40, 1) == 120 and ProcessGrid(4, 2).words(np.arange(5) * 10, 1) == 100
+    assert ProcessGrid(8, 2).paper_words(40, 1) == 5 * 40 and ProcessGrid(8, 1).paper_words(40, 1) == 7 * 40
+
+
+@pytest.mark.parametrize(("num_ranks", "legal"), [(1, (1,)), (6, (1, 2, 3, 6)), (7, (1, 7))])
+def test_legal_replications(num_ranks, legal):
+    assert legal_replications(num_ranks) == legal
+    with pytest.raises(ValueError, match=rf"with {num_ranks} it is one of {', '.join(map(str, legal))} \(got 4\)"):
+        ProcessGrid(num_ranks, 4)
+
+
+def test_the_choice():
+    offsets = np.arange(0, 801, 100)
+    costs = [block_cost(ProcessGrid(8, c), offsets, 4) for c in legal_replications(8)]
+    assert [cost.rows for cost in costs] == [800 * 7, 800 * 3 + 400 + 800, 800 + 600 + 2400, 700 + 5600]
+    assert choose(costs, None).grid.replication == 2
+    assert choose(costs, 4 * 100 * 4).grid.replication == 1  # memory for one more would be 3200 bytes
+    with pytest.raises(ValueError, match=r"need at least 1.6e-06 GB per rank \(replication=1\)"):
+        choose(costs, 1000)
+    assert choose([GridCost(ProcessGrid(2, c), 5, 0) for c in (1, 2)], None).grid.replication == 2
+
+
+# On ranks #####################################################################
+
+
+def products(rank: int, world_size: int, shared_memory: bool) -> None:
+    world = World(rank, world_size, torch.device("cpu"), timedelta(seconds=30), shared_memory)
+    try:
+        for seed in range(6):
+            rng = np.random.default_rng(seed)
+            num_nodes = int(rng.integers(1, 60))
+            offsets = np.sort(np.concatenate([[0, num_nodes], rng.integers(0, num_nodes + 1, world_size - 1)]))
+            edges = rng.integers(0, num_nodes, (2, int(rng.integers(0, 300))))
+            x = torch.from_numpy(rng.standard_normal((num_nodes, 5)))
+            dense = torch.zeros(num_nodes, num_nodes, dtype=torch.float64)
+            dense.index_put_((torch.from_numpy(edges[1]), torch.from_numpy(edges[0])), torch.ones(()).double(), True)
+            own = slice(*offsets[rank : rank + 2])
+            for c in legal_replications(world_size):
+                for kind in (SparseMatrix, BlockMatrix):
+                    entries, _ = entries_of(edges, offsets, rank, False)
+                    matrix = kind(entries, ProcessGrid(world_size, c), offsets, world, Meter())
+                    for transposed in (False, True, False):
+                        product = matrix.multiply(x[own], "layer", transposed)
+                        expected = ((dense.T if transposed else dense) @ x)[own]
+                        torch.testing.assert_close(product, expected, rtol=1e-12, atol=1e-12)
+    finally:
+        world.close()
+
+
+@pytest.mark.parametrize("shared_memory", [True, False])
+@pytest.mark.parametrize("world_size", [2, 3, 4])
+def test_products_on_ranks(ranks, world_size, shared_memory):
+    ranks.run(world_size, products, shared_memory)
+
+
+def logged(rank: int, world_size: int, options: dict[str, Any]) -> tuple[dict[Any, int], list[int]]:
+    """Bytes of the last of three epochs by layer and direction, and the numbers of owned rows."""
+    last: dict[Any, int] = {}
+
+    class Look(L.Callback):
+        def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
+            last.update({key: traffic.bytes_sent for key, traffic in trainer.callbacks[0].by_layer.items()})
+
+    module = NodeClassifier(build("gcn"), num_classes=CLASSES).double()
+    trainer = quiet_trainer(SpMM15DStrategy(timeout=30, **options), world_size, limit_val_batches=0)
+    trainer.callbacks.append(Look())  # type: ignore[attr-defined]
+    data = GraphDataModule(awkward_graph())
+    trainer.fit(module, datamodule=data)
+    return last, list(data.shard.counts)
+
+
+@pytest.mark.parametrize("replication", [1, 2, 4])
+def test_logged_bytes_are_the_formulas(ranks, replication):
+    results = ranks.run(4, logged, {"replication": replication, "sparsity_aware": False})
+    offsets = np.cumsum([0, *results[0][1]])
+    words = ProcessGrid(4, replication).words(offsets, CLASSES)
+    for direction in ("forward", "backward"):
+        assert sum(found["model.convs.1", direction] for found, _ in results) == words * 8
+
+
+def fails(rank: int, world_size: int) -> None:
+    world = World(rank, world_size, torch.device("cpu"), timedelta(seconds=3))
+    try:
+        edges, offsets = np.array([[0, 1, 2], [1, 2, 0]]), np.arange(4)
+        matrix = BlockMatrix(entries_of(edges, offsets, rank, False)[0], ProcessGrid(3), offsets, world, Meter())
+        if rank == 1:
+            raise KeyError("user code")
+        matrix.multiply(torch.ones(1, 2), "encoder.convs.1", False)
+    finally:
+        world.close()
+
+
+def test_a_missing_rank_is_named(ranks):
+    with pytest.raises(RankFailed) as caught:
+        ranks.run(3, fails)
+    for words in ("(forward)", "layer 'encoder.convs.1'", "on rank 0", "rank 1"):
+        assert words in caught.value.errors[0]
+
+
+# Refusals #####################################################################
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"replication": 0}, r"at least 1 \(got 0\)"),
+        ({"permute": "louvain"}, r"permute must be 'metis', 'random' or None \(got 'louvain'\)"),
+    ],
+)
+def test_refused_at_once(options, message):
+    with pytest.raises(ValueError, match=message):
+        SpMM15DStrategy(**options)
+
+
+def test_refused_before_ranks_start():
+    module = NodeClassifier(build("gcn"), num_classes=CLASSES).double()
+    trainer = quiet_trainer(SpMM15DStrategy(replication=3), 4)
+    with pytest.raises(ValueError, match=r"with 4 it is one of 1, 2, 4 \(got 3\)"):
+        trainer.fit(module, datamodule=GraphDataModule(awkward_graph()))
+
+
+def test_1d_is_replication_1():
+    assert SpMM1DStrategy().scheme.replication == 1  # type: ignore[attr-defined]

@@ -51,9 +51,9 @@ def deal(entries: Triples, grid: ProcessGrid, offsets: Ids, world: World) -> Tri
     Entry (row, col) belongs to the process row of `row` and to the process column whose chunk holds `col`.
     """
     size = world.size
-    first = torch.from_numpy(np.asarray(offsets[:: grid.replication]))
+    first = torch.from_numpy(np.ascontiguousarray(offsets[:: grid.replication]))
     columns = torch.tensor([grid.column_of(block) for block in range(grid.num_rows)])
-    block = [torch.bucketize(ids.cpu(), first, right=True) - 1 for ids in (entries.row, entries.col)]
+    block = [torch.bucketize(ids.cpu().contiguous(), first, right=True) - 1 for ids in (entries.row, entries.col)]
     holder = block[0] * grid.replication + columns[block[1]]
     counts = torch.bincount(holder, minlength=size)
     arriving = world.all_gather(counts.to(world.device), "Dealing a matrix over the process grid").cpu()[:, world.rank]

@@ -84,7 +84,8 @@ class GraphDataModule(L.LightningDataModule):
         split: fractions of training, validation and test nodes, ``(0.6, 0.2, 0.2)``, for a random split of the labelled
             nodes. Without it, the graph's masks or the dataset's ``get_idx_split()`` (OGB) are used.
         split_column: which split, where masks have shape ``[N, splits]``.
-        partition: ``"metis"``, ``"random"``, or the rank of every node, ``[N]``.
+        partition: ``"metis"``, ``"random"``, ``"contiguous"`` (ranges of the graph's own order), or the rank of every node,
+            ``[N]``. By default what suits the strategy, in most cases METIS.
         seed: of the random split and of the partitioner.
         store: folder for partitioned graphs; default ``$LIGHTNING_GNN_STORE`` or ``~/.cache/lightning_gnn``.
 
@@ -103,7 +104,7 @@ class GraphDataModule(L.LightningDataModule):
         source_args: dict[str, Any] | None = None,
         split: Sequence[float] | None = None,
         split_column: int = 0,
-        partition: Partition = "metis",
+        partition: Partition | None = None,
         seed: int = 0,
         store: str | os.PathLike[str] | None = None,
     ) -> None:
@@ -115,7 +116,8 @@ class GraphDataModule(L.LightningDataModule):
                 raise ValueError(f"{name} must be an integer of at least 0 (got {number!r}).")
         self.source, self.source_args = source, source_args
         self.split = None if split is None else checked_fractions(split)
-        self.split_column, self.partition, self.seed = int(split_column), checked_method(partition), int(seed)
+        self.split_column, self.seed = int(split_column), int(seed)
+        self.partition = None if partition is None else checked_method(partition)
         self.store = Path(store) if store is not None else default_root()
         self.predicting = False
         self._folder: str | None = None
@@ -247,7 +249,7 @@ class GraphDataModule(L.LightningDataModule):
         known = self._remembered(self._description_key(layout), layout)
         if known is not None:
             return known
-        if self._description_key(layout) is not None and isinstance(self.partition, str):
+        if self._description_key(layout) is not None and isinstance(self._method(layout), str):
             folder = self._build_in_subprocess(layout)
         else:
             folder = self.build(layout)
@@ -260,7 +262,7 @@ class GraphDataModule(L.LightningDataModule):
 
     def _options(self, layout: LayoutSpec) -> list[Any]:
         """Returns what decides the stored form of a graph, beside the graph."""
-        return [layout.as_dict(), self._partition_key(), self.seed, FORMAT]
+        return [layout.as_dict(), self._partition_key(layout), self.seed, FORMAT]
 
     def _description_key(self, layout: LayoutSpec) -> str | None:
         """Returns a key for a source given by its path, without loading it; None for other sources."""
@@ -286,7 +288,7 @@ class GraphDataModule(L.LightningDataModule):
                 data.edge_index.numpy(),
                 data.x.size(0),
                 layout.parts,
-                self.partition,
+                self._method(layout),
                 seed=self.seed,
                 masks={mask: _labelled_mask(data, mask) for mask in MASKS if num_labelled(data.get("y"), data[mask])},
                 groups=layout.groups,
@@ -307,7 +309,7 @@ class GraphDataModule(L.LightningDataModule):
             "source_args": self.source_args,
             "split": self.split,
             "split_column": self.split_column,
-            "partition": self.partition,
+            "partition": self._method(layout),
             "seed": self.seed,
             "store": str(self.store),
         }
@@ -329,10 +331,14 @@ class GraphDataModule(L.LightningDataModule):
             raise RuntimeError(f"Loading or partitioning {self.source} failed: {answer['error']}")
         return answer["folder"]
 
-    def _partition_key(self) -> str:
-        if isinstance(self.partition, str):
-            return self.partition
-        array = np.ascontiguousarray(self.partition, dtype=np.int64)
+    def _method(self, layout: LayoutSpec) -> str | np.ndarray:
+        return layout.method if self.partition is None else self.partition
+
+    def _partition_key(self, layout: LayoutSpec) -> str:
+        method = self._method(layout)
+        if isinstance(method, str):
+            return method
+        array = np.ascontiguousarray(method, dtype=np.int64)
         return hashlib.blake2b(array.data, digest_size=16).hexdigest()
 
     def _remembered(self, key: str | None, layout: LayoutSpec) -> str | None:

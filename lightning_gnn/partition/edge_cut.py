@@ -29,7 +29,7 @@ class Assignment:
 
     Attributes:
         part: int32 ``[N]``.
-        method: ``"metis"``, ``"random"`` or ``"given"``.
+        method: ``"metis"``, ``"random"``, ``"contiguous"`` or ``"given"``.
         balance: which balance setting was kept, in words.
         report: its quality.
     """
@@ -56,7 +56,7 @@ def assign_nodes(
         edge_index: int64 ``[2, E]``; the owner of a target computes the edge.
         num_nodes, num_parts: N and P.
         method: ``"metis"``: of several balance settings the one with the lowest predicted epoch time; ``"random"``:
-            equal parts; or the part of every node, int ``[N]``, taken as it is.
+            equal parts; ``"contiguous"``: equal ranges; or the part of every node, int ``[N]``, taken as it is.
         seed: of METIS and of the random assignment.
         masks: bool ``[N]`` each; every part gets a node of each mask that has at least P (not for a given assignment).
         groups: let METIS cut between these groups of parts first; see :func:`assign_hierarchically`.
@@ -74,6 +74,8 @@ def assign_nodes(
     elif method == "random":
         part = np.random.default_rng(seed).permutation(np.arange(num_nodes) % num_parts).astype(np.int32)
         candidates = iter([("nodes", part)])
+    elif method == "contiguous":
+        candidates = iter([("nodes", (np.arange(num_nodes) * num_parts // max(num_nodes, 1)).astype(np.int32))])
     elif groups is not None:
 
         def cut(edges: NDArray[np.int64], nodes: int, parts: int) -> NDArray[np.int32]:
@@ -95,17 +97,17 @@ def assign_nodes(
 
 
 def checked_method(method: Any) -> str | NDArray[np.integer]:
-    """Returns a partition as it is asked for: ``"metis"``, ``"random"``, or the part of every node, int ``[N]``.
+    """Returns a partition as it is asked for: a name, or the part of every node, int ``[N]``.
 
     Args:
-        method: one of these; the parts as a sequence, an array or a tensor.
+        method: ``"metis"``, ``"random"``, ``"contiguous"``; the parts as a sequence, an array or a tensor.
 
     Raises:
         ValueError: another name, or no list of integers. Whether it fits a graph is seen when nodes are assigned.
     """
-    if isinstance(method, str) and method in ("metis", "random"):
+    if isinstance(method, str) and method in ("metis", "random", "contiguous"):
         return method
-    wanted = "partition must be 'metis', 'random' or the rank of every node"
+    wanted = "partition must be 'metis', 'random', 'contiguous' or the rank of every node"
     if isinstance(method, str):
         raise ValueError(f"{wanted} (got {method!r}).")
     try:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass
 from typing import Any, Literal
 
 Groups = tuple["int | Groups", ...]
@@ -32,12 +32,14 @@ class LayoutSpec:
         kind: ``"whole"``: one rank holds everything; ``"edge_cut"``: a rank holds all in-edges of the nodes it owns.
         parts: number of ranks.
         groups: where the partitioner shall cut first; None for cutting between all ranks alike.
+        method: how nodes get their owners if the user leaves that open: ``"contiguous"`` takes them in their own order.
         replicas: what ranks hold beside what they own; made when a rank reads its part, the stored cut is the same.
     """
 
     kind: Literal["whole", "edge_cut"]
     parts: int = 1
     groups: Groups | None = None
+    method: Literal["metis", "random", "contiguous"] = "metis"
     replicas: Replicas | None = None
 
     def __post_init__(self) -> None:
@@ -47,13 +49,11 @@ class LayoutSpec:
     @property
     def stored(self) -> LayoutSpec:
         """The layout as the store keeps it."""
-        return replace(self, replicas=None)
+        return LayoutSpec(self.kind, self.parts, self.groups)
 
     def as_dict(self) -> dict[str, Any]:
         """Returns what the store keeps as plain values, for JSON."""
-        values = asdict(self.stored)
-        del values["replicas"]
-        return values
+        return {"kind": self.kind, "parts": self.parts, "groups": self.groups}
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> LayoutSpec:

@@ -6,11 +6,13 @@ from lightning_gnn.launching import join_parent
 from lightning_gnn.strategies.base import GNNStrategy, Scheme
 from lightning_gnn.strategies.dgcl import DGCLStrategy
 from lightning_gnn.strategies.other_lightning import refuse_other_lightning
+from lightning_gnn.strategies.spmm import SpMM1DStrategy, SpMM15DStrategy
 
 join_parent()  # as soon as may be: a started rank ends with its parent
 
 _names = []
-for _name, _strategy in (("dgcl", DGCLStrategy),):
+for _strategy in (DGCLStrategy, SpMM1DStrategy, SpMM15DStrategy):
+    _name = _strategy.strategy_name
     for _suffix, _start_method in (("", "popen"), ("_spawn", "spawn"), ("_notebook", "fork")):
         _names.append(_name + _suffix)
         StrategyRegistry.register(
@@ -21,4 +23,4 @@ for _name, _strategy in (("dgcl", DGCLStrategy),):
         )
 refuse_other_lightning(_names)
 
-__all__ = ["DGCLStrategy", "GNNStrategy", "Scheme"]
+__all__ = ["DGCLStrategy", "GNNStrategy", "Scheme", "SpMM1DStrategy", "SpMM15DStrategy"]

@@ -89,7 +89,7 @@ class DGCLScheme(Scheme):
         if self.hops is not None:
             alone = tuple((rank,) for rank in range(world_size))
             replicas = Replicas(self.hops, alone if self.plan == "replicate" or topology is None else topology.hosts)
-        return LayoutSpec("edge_cut", world_size, groups, replicas)
+        return LayoutSpec("edge_cut", world_size, groups, replicas=replicas)
 
     @override
     def for_self_check(self) -> DGCLScheme:
