@@ -21,6 +21,22 @@ def least_bytes(shard: Shard, module: torch.nn.Module) -> int:
     return batch.x.nbytes + halo + edges + parameters
 
 
+def training_bytes(shard: Shard, num_layers: int, columns: int, relayed: int = 0) -> int:
+    """Returns a low estimate of a rank's peak in training: :func:`least_bytes` without weights, and activations.
+
+    These are each layer's output and its gradient, and one buffer of halo and relayed rows and its gradient, which layers share.
+
+    Args:
+        shard: the rank's.
+        num_layers: K.
+        columns: width of all layers.
+        relayed: rows that the rank only passes on.
+    """
+    halo = sum(shard.plan.recv_counts)
+    rows = num_layers * shard.plan.num_owned + halo + relayed
+    return least_bytes(shard, torch.nn.Module()) + 2 * rows * columns * shard.batch.x.element_size()
+
+
 def available_bytes() -> int | None:
     """Returns how much memory this machine, or this container, can still give; None where that cannot be known."""
     try:

@@ -77,12 +77,16 @@ class DGCLScheme(Scheme):
         context = GraphContext(exchange, batch.x, batch.edge_index, batch.get("edge_weight"), kept_widths)
         return Binding(module, context)
 
+    def plan_for(self, topology: Topology) -> Literal["p2p", "spst"]:
+        """Returns how rows travel over `topology`."""
+        return "p2p" if self.plan == "p2p" or (self.plan == "auto" and topology.uniform) else "spst"
+
     def _topology(self, world_size: int) -> Topology | None:
         return None if self.topology is None else find_topology(self.topology, world_size)
 
     def _exchange(self, shard: Shard, world: World, meter: Meter) -> RowExchange:
         topology = self._topology(world.size)
-        if topology is None or self.plan == "p2p" or (self.plan == "auto" and topology.uniform):
+        if topology is None or self.plan_for(topology) == "p2p":
             return HaloExchange(shard.plan, world, meter)
         relation = Relation.from_halos(shard.halos, np.cumsum([0, *shard.counts]))
         # One rank plans, and the others get its trees, some bytes per group of nodes: were each to plan, machines whose
