@@ -1,4 +1,4 @@
-"""The command line: LightningCLI's ``fit``, ``validate``, ``test`` and ``predict``; ``partition``, ``plan`` and ``doctor`` beside it."""
+"""The command line: LightningCLI's ``fit``, ``validate``, ``test``, ``predict``; and ``partition``, ``plan``, ``doctor``."""
 
 from __future__ import annotations
 

@@ -305,6 +305,7 @@ def _printed(report: PlanReport, layers_from: str, columns_from: str) -> Iterato
     )
     yield _link_table(report)
     yield _prediction_table(report)
+    yield from (f"{each.scheme}: {each.reason}" for each in report.predictions if not each.applies)
     yield from _counted(report)
     yield _balance_table(report)
     factors = (f"{factor:.2f} after {hop}" for hop, factor in enumerate(work.replication_factors, 1))
@@ -320,7 +321,7 @@ def _printed(report: PlanReport, layers_from: str, columns_from: str) -> Iterato
 
 def _link_table(report: PlanReport) -> Table:
     stages = range(report.plan.num_stages)
-    headings = ("link", "over", *(f"stage {stage}" for stage in stages), "all stages", "alone", "busiest hop", "busy")
+    headings = ("link", "over", *(f"stage {stage}" for stage in stages), "all stages", "busiest hop", "busy")
     table = Table(*headings, title=f"Plan {report.plan.name}: rows and bytes by link and stage", title_justify="left")
     for column in (*table.columns[2:-2], table.columns[-1]):
         column.justify = "right"
@@ -335,20 +336,15 @@ def _link_table(report: PlanReport) -> Table:
             ", ".join(load.kinds),
             *map(moved, load.rows),
             moved(sum(load.rows)),
-            _seconds(load.seconds),
             load.busiest_hop,
             _seconds(load.hop_seconds),
         )
     rest = report.links[BUSIEST:]
     if rest:
         by_stage = [sum(load.rows[stage] for load in rest) for stage in stages]
-        least, most = (_seconds(pick(load.hop_seconds for load in rest)) for pick in (min, max))
-        busy = least if least == most else f"{least} to {most}"
-        table.add_row(f"{len(rest)} others", "", *map(moved, by_stage), moved(sum(by_stage)), "", "", busy)
-    table.caption = (
-        "alone: its rows on its slowest hop. busy: its busiest hop in all stages, with what other links send over it. "
-        f"{len(report.links)} links are used."
-    )
+        busy = _seconds(max(load.hop_seconds for load in rest))
+        table.add_row(f"{len(rest)} others", "", *map(moved, by_stage), moved(sum(by_stage)), "", f"up to {busy}")
+    table.caption = f"{len(report.links)} links are used. busy: a link's busiest hop in all stages, with what other links send over it."
     return table
 
 
@@ -361,7 +357,7 @@ def _prediction_table(report: PlanReport) -> Table:
     edges = sum(report.prediction(report.plan.name).edges)
     for each in report.predictions:
         if not each.applies:
-            table.add_row(each.scheme, *["-"] * 7, f"does not apply: {each.reason}")
+            table.add_row(each.scheme, *["-"] * 7, "does not apply")
             continue
         more = sum(each.edges) - edges
         notes = f"replication {each.replication:.2f}, {more:,} edges more ({more / max(1, edges):+.0%})" if more else ""

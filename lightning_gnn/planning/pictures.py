@@ -9,13 +9,13 @@ import math
 import textwrap
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import matplotlib as mpl
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
-from matplotlib.colors import Colormap, ListedColormap, Normalize
+from matplotlib.colors import Colormap, ListedColormap
 from matplotlib.figure import Figure
 from matplotlib.patches import Circle, FancyArrowPatch, FancyBboxPatch, Patch, Wedge
 from numpy.typing import NDArray
@@ -27,8 +27,11 @@ from lightning_gnn.planning.topology import Topology
 DEVICE = 0.24
 """Radius of a device; the unit of what follows is about the distance of two devices."""
 
-SPACING, MARGIN = 0.78, 0.62
+SPACING, MARGIN = 1.25, 0.5
 """Between the devices of a host along their circle; between it and the host's frame."""
+
+GATE, APART, LEAST = 0.1, 1.9, 4.2
+"""Half the width of the gate of a host, the way between two hosts' frames, and the least width of a picture."""
 
 HOPS = 18
 """So many are drawn over time, and half of them beside the links."""
@@ -52,14 +55,18 @@ def save_picture(figure: Figure, path: Path) -> list[Path]:
 def draw_links(loads: Sequence[LinkLoad], topology: Topology, title: str) -> Figure:
     """Returns a picture of the devices by host and socket, and the links, coloured by the time of their busiest hop.
 
+    Links between hosts are gathered at a gate of each host (a grey square): between devices and gates arrows show the time of a
+    device's own rows.
+
     Args:
         loads: links that rows cross, see :func:`~lightning_gnn.planning.predict.link_loads`.
         topology: whose links.
         title: of the picture.
     """
-    figure = Figure(figsize=(12, 6.8), layout="constrained")
+    figure = Figure(figsize=(12, 6.8))
     FigureCanvasAgg(figure)
     figure.suptitle(title, fontsize=13, color=INK)
+    figure.set_layout_engine("constrained", h_pad=0.1, w_pad=0.1)
     map_axes, bar_axes = figure.subplots(1, 2, width_ratios=(3.2, 1))
     longest = max((load.hop_seconds for load in loads), default=0.0) or 1.0
     colours = ListedColormap(mpl.colormaps["plasma_r"](np.linspace(0.12, 0.95, 256)))
@@ -71,9 +78,11 @@ def draw_links(loads: Sequence[LinkLoad], topology: Topology, title: str) -> Fig
 def _draw_map(axes: Axes, loads: Sequence[LinkLoad], topology: Topology, longest: float, colours: Colormap) -> None:
     places, centres, radii = _places(topology)
     reach = np.array(radii) + DEVICE + MARGIN
-    low, high = (centres - reach[:, None]).min(0) - 0.1, (centres + reach[:, None]).max(0) + 0.1
+    low, high = (centres - reach[:, None]).min(0), (centres + reach[:, None]).max(0)
+    spare = np.maximum(0, LEAST - (high - low)) / 2
+    low, high = low - spare, high + spare
     axes.set_xlim(low[0], high[0])
-    axes.set_ylim(low[1], high[1] + 0.25)
+    axes.set_ylim(low[1] - 0.25, high[1] + 0.25)
     axes.set_aspect("equal")
     axes.axis("off")
     points = 72 * min(8.6 / (high[0] - low[0]), 6.0 / (high[1] - low[1]))  # of one unit
@@ -83,26 +92,86 @@ def _draw_map(axes: Axes, loads: Sequence[LinkLoad], topology: Topology, longest
     for (a, b), via in topology.links.items():
         if a < b and len(via) == 1 and not used & {(a, b), (b, a)}:
             axes.plot(*zip(places[a], places[b]), color="#d5d9df", lw=0.7, zorder=1)
-    norm = Normalize(0, longest)
-    for load in reversed(loads):  # the busiest on top
-        share = load.hop_seconds / longest
+    gates = centres.copy()
+    gated = len(centres) > 1 and any(radii)
+    if gated:
+        note = "between hosts: devices to gate, their own rows' time; gate to gate, the busiest hop's"
+        axes.text((low[0] + high[0]) / 2, low[1] - 0.2, note, ha="center", va="bottom", fontsize=9, color=GREY)
+    for number, centre in enumerate(centres):
+        if gated and radii[number]:
+            gates[number] -= centre / np.linalg.norm(centre) * (reach[number] + 0.25)
+            axes.plot(*gates[number], "s", color=GREY, ms=points * 0.1, zorder=4)
+    arrows = _arrows(loads, topology, places, gates, np.array(radii) == 0)
+    thin = min(1.0, points / 70 + 0.35) * min(1.0, math.sqrt(40 / max(1, len(arrows))))
+    for seconds, begin, end, rounds in sorted(arrows, key=lambda arrow: arrow[0]):  # the busiest on top
         axes.add_patch(
             FancyArrowPatch(
-                tuple(places[load.sender]),
-                tuple(places[load.receiver]),
+                tuple(begin),
+                tuple(end),
                 connectionstyle="arc3,rad=0.13",  # to the right of the way, so that both directions are seen
                 arrowstyle="-|>",
                 mutation_scale=max(4.0, points * 0.12),
-                shrinkA=points * DEVICE,
-                shrinkB=points * DEVICE,
-                color=colours(norm(load.hop_seconds)),
-                lw=(0.5 + 2.3 * share) * min(1.0, points / 70 + 0.35),
-                zorder=2 + share,
+                shrinkA=points * rounds[0],
+                shrinkB=points * rounds[1],
+                color=colours(seconds / longest),
+                lw=(0.6 + 2.6 * seconds / longest) * thin,
+                zorder=2 + seconds / longest,
             )
         )
     for device, place in enumerate(places):
         axes.add_patch(Circle(tuple(place), DEVICE, facecolor="white", edgecolor=INK, lw=1.3, zorder=4))
-        axes.text(*place, str(device), ha="center", va="center", fontsize=points * 0.2, color=INK, zorder=5)
+        axes.text(
+            place[0],
+            place[1],
+            str(device),
+            ha="center",
+            va="center_baseline",
+            fontsize=points * 0.2,
+            color=INK,
+            zorder=5,
+        )
+
+
+Arrow: TypeAlias = tuple[float, NDArray[np.float64], NDArray[np.float64], tuple[float, float]]
+"""Seconds, where it begins and ends, and the radii of what is there."""
+
+
+def _arrows(
+    loads: Sequence[LinkLoad],
+    topology: Topology,
+    places: NDArray[np.float64],
+    gates: NDArray[np.float64],
+    alone: NDArray[np.bool_],
+) -> list[Arrow]:
+    """Returns an arrow for each link inside a host; links between hosts are gathered at the hosts' gates.
+
+    There are too many of these to be told apart, and they share hops: from a device to its gate and back there is an arrow for
+    the time that its own rows take, and from gate to gate one for the busiest hop. A host with one device has no gate.
+    """
+    host = np.empty(topology.num_devices, np.int64)
+    for number, devices in enumerate(topology.hosts):
+        host[list(devices)] = number
+    arrows: list[Arrow] = []
+    between: dict[tuple[int, int], float] = {}
+    own = np.zeros((2, topology.num_devices))  # sent and received over gates
+    for load in loads:
+        a, b = load.sender, load.receiver
+        if host[a] == host[b]:
+            arrows.append((load.hop_seconds, places[a], places[b], (DEVICE, DEVICE)))
+            continue
+        pair = int(host[a]), int(host[b])
+        between[pair] = max(between.get(pair, 0.0), load.hop_seconds)
+        own[:, [a, b]] += np.diag([load.seconds, load.seconds])
+    for device in np.flatnonzero(~alone[host]):
+        gate, place = gates[host[device]], places[device]
+        if own[0, device]:
+            arrows.append((own[0, device], place, gate, (DEVICE, GATE)))
+        if own[1, device]:
+            arrows.append((own[1, device], gate, place, (GATE, DEVICE)))
+    for (i, j), seconds in between.items():
+        rounds = tuple(DEVICE if alone[each] else GATE for each in (i, j))
+        arrows.append((seconds, gates[i], gates[j], (rounds[0], rounds[1])))
+    return arrows
 
 
 def _draw_host(
@@ -146,7 +215,15 @@ def _draw_host(
         place = centre + away * np.array([math.cos(turn), math.sin(turn)])
         upright = (math.degrees(turn) + 90 + 90) % 180 - 90  # along the ring, not upside down
         axes.text(
-            *place, f"socket {index}", ha="center", va="center", rotation=upright, fontsize=0.9 * font, color=GREY
+            place[0],
+            place[1],
+            f"socket {index}",
+            ha="center",
+            va="center",
+            rotation=upright,
+            fontsize=0.9 * font,
+            color=GREY,
+            zorder=3.5,
         )
 
 
@@ -160,7 +237,7 @@ def _places(topology: Topology) -> tuple[NDArray[np.float64], NDArray[np.float64
         slots = sum(map(len, sockets)) + 0.6 * len(sockets) * (len(sockets) > 1)
         radii.append(0.0 if slots == 1 else max(0.5, slots * SPACING / (2 * math.pi)))
     hosts = len(topology.hosts)
-    apart = 2 * (max(radii) + DEVICE + MARGIN) + 0.1
+    apart = 2 * (max(radii) + DEVICE + MARGIN) + APART
     around = 0.0 if hosts == 1 else apart / 2 if hosts == 2 else math.sqrt(2) * apart / 2 / math.sin(math.pi / hosts)
     turns = math.pi - 2 * math.pi * np.arange(hosts) / hosts
     centres = around * np.stack([np.cos(turns), np.sin(turns)], 1)
@@ -215,32 +292,38 @@ def draw_stages(costs: Mapping[str, PlanCost | str], topology: Topology, row_byt
     made = {name: cost for name, cost in costs.items() if isinstance(cost, PlanCost)}
     shown = _chosen_hops(list(made.values()), topology)
     longest = max((cost.seconds(row_bytes) for cost in made.values()), default=0.0)
-    panels: list[tuple[str, PlanCost | str, float]] = []
-    for name, cost in costs.items():
-        panels.append((name, cost, longest))
-    for name, cost in made.items():
-        if 0 < cost.seconds(row_bytes) < 0.35 * longest:
-            panels.append((f"{name}, enlarged", cost, cost.seconds(row_bytes)))
-    heights = [1.2 + 0.19 * len(shown) if isinstance(cost, PlanCost) else 1.2 for _, cost, _ in panels]
-    figure = Figure(figsize=(11, sum(heights) + 0.9), layout="constrained")
+    panels = [(name, cost, shown, longest) for name, cost in costs.items()]
+    for name, short in made.items():
+        if 0 < short.seconds(row_bytes) < 0.35 * longest:
+            panels.append((f"{name}, enlarged", short, _chosen_hops([short], topology), short.seconds(row_bytes)))
+    heights = [1.1 + 0.19 * len(hops) if isinstance(cost, PlanCost) else 1.2 for _, cost, hops, _ in panels]
+    figure = Figure(figsize=(11, sum(heights) + 1.1))
     FigureCanvasAgg(figure)
+    figure.set_layout_engine("constrained", h_pad=0.1, w_pad=0.1)
     figure.suptitle(
         f"One exchange over {topology.name}, rows of {row_bytes:,} bytes: when hops are busy", fontsize=13, color=INK
     )
     kinds = list(dict.fromkeys(hop.kind for hop in topology.hops))
     colour = {kind: KINDS[number % len(KINDS)] for number, kind in enumerate(kinds)}
     rows = figure.subplots(len(panels), 1, squeeze=False, height_ratios=heights)[:, 0]
-    for axes, (name, cost, until) in zip(rows, panels):
+    for axes, (name, cost, hops, until) in zip(rows, panels):
         if isinstance(cost, PlanCost):
-            _draw_panel(axes, name, cost, shown, row_bytes, until, colour)
+            _draw_panel(axes, name, cost, hops, row_bytes, until, colour)
         else:
             axes.axis("off")
             axes.set_title(name, loc="left", fontsize=11, color=INK)
-            axes.text(0, 0.5, textwrap.fill(f"does not apply: {cost}", 110), va="center", fontsize=9, color=INK)
+            axes.text(0, 0.8, textwrap.fill(f"does not apply: {cost}", 110), va="top", fontsize=9, color=INK)
     handles: list[Any] = [Patch(color=colour[kind], label=kind) for kind in kinds]
-    left_out = len(topology.hops) - len(shown)
-    note = f"{left_out} hops that are less busy or idle are not shown" if left_out else None
-    figure.legend(handles=handles, loc="outside lower center", ncols=len(kinds), frameon=False, title=note, fontsize=9)
+    note = "the busiest hops of each kind" if len(shown) < len(topology.hops) else None
+    figure.legend(
+        handles=handles,
+        loc="outside lower center",
+        ncols=len(kinds),
+        frameon=False,
+        title=note,
+        title_fontsize=9,
+        fontsize=9,
+    )
     return figure
 
 

@@ -1,8 +1,8 @@
 """What training is predicted to take under each scheme of DGCL's comparison (section 7), and what a plan puts on each link.
 
 Seconds of exchanges are those of the cost model (section 5.1); seconds of sums over edges are edges x columns x the constant
-of ``planning/cost.py``, which is a CPU core's. Nothing overlaps, and maps with weights are not counted: they are the same for all but
-replication, which has more rows to map.
+of ``planning/cost.py``, which is a CPU core's. Nothing overlaps, and maps with weights are not counted: they are the same for
+all but replication, which has more rows to map.
 
 What is counted, with K layers, all of them `columns` wide:
 
