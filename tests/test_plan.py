@@ -270,6 +270,7 @@ def test_json_has_all_and_the_print_has_its_numbers(store, tmp_path, capsys):
     schemes = {each["scheme"]: each for each in found["predictions"]}
     assert tuple(schemes) == SCHEMES and schemes["spst"]["exchange_seconds"][2] == pytest.approx(cost.seconds(128))
     assert schemes["spst"]["epoch_exchange_seconds"] == pytest.approx(4 * cost.seconds(128))
+    assert found["stage_seconds"] == pytest.approx(cost.stage_seconds(128))
     tables = [rank_plan(planned, rank).table_bytes for rank in range(4)]
     assert found["tables"]["table_bytes"] == tables
     share = max(table / peak for table, peak in zip(tables, found["tables"]["training_bytes"]))
@@ -279,7 +280,7 @@ def test_json_has_all_and_the_print_has_its_numbers(store, tmp_path, capsys):
     for count in (planned.traffic.sum(), relation.pair_rows.sum()):
         assert f"{count:,}" in output
     assert "2 forward and 2 backward exchanges" in output and "3 forward and 2 backward sums" in output
-    assert "dgcl_r: It replicates" in output
+    assert "dgcl_r does not apply: It replicates" in output
 
 
 def test_a_later_fit_finds_the_parts_and_a_config_gives_the_rest(store, tmp_path, capsys):

@@ -21,6 +21,7 @@ from lightning_gnn.commands.graph_cli import GraphCLI, working
 from lightning_gnn.datamodules.store import Shard
 from lightning_gnn.planning.cost import SECONDS_PER_EDGE_COLUMN
 from lightning_gnn.planning.plan import Plan
+from lightning_gnn.planning.plan_cost import PlanCost
 from lightning_gnn.planning.predict import (
     Balance,
     LinkLoad,
@@ -166,7 +167,7 @@ class PlanReport:
     """All that ``plan`` tells.
 
     Attributes:
-        plan: the one that is followed.
+        plan, cost: the one that is followed.
         predictions: of all schemes.
         links: of the plan, the busiest first.
         balance: of the plan.
@@ -176,6 +177,7 @@ class PlanReport:
     work: Workload
     topology: Topology
     plan: Plan
+    cost: PlanCost
     predictions: tuple[Prediction, ...]
     links: tuple[LinkLoad, ...]
     balance: Balance
@@ -200,6 +202,7 @@ class PlanReport:
             work,
             topology,
             chosen.plan,
+            chosen.cost,
             tuple(predictions),
             tuple(link_loads(chosen.plan, topology, work.row_bytes)),
             balance(chosen.cost, work.row_bytes),
@@ -231,6 +234,7 @@ class PlanReport:
             "seconds_per_edge_column": SECONDS_PER_EDGE_COLUMN,
             "plan": self.plan.name,
             "stages": self.plan.num_stages,
+            "stage_seconds": self.cost.stage_seconds(work.row_bytes).tolist(),
             "links": [load.as_dict(work.row_bytes) for load in self.links],
             "predictions": [each.as_dict() for each in self.predictions],
             "break_even_seconds_per_edge_column": self.break_even_seconds,
@@ -305,8 +309,9 @@ def _printed(report: PlanReport, layers_from: str, columns_from: str) -> Iterato
     )
     yield _link_table(report)
     yield _prediction_table(report)
-    yield from (f"{each.scheme}: {each.reason}" for each in report.predictions if not each.applies)
+    yield from (f"{each.scheme} does not apply: {each.reason}" for each in report.predictions if not each.applies)
     yield from _counted(report)
+    yield ""
     yield _balance_table(report)
     factors = (f"{factor:.2f} after {hop}" for hop, factor in enumerate(work.replication_factors, 1))
     yield f"Replication factor by hops (DGCL Figure 4): {', '.join(factors)}"
@@ -320,57 +325,71 @@ def _printed(report: PlanReport, layers_from: str, columns_from: str) -> Iterato
 
 
 def _link_table(report: PlanReport) -> Table:
-    stages = range(report.plan.num_stages)
-    headings = ("link", "over", *(f"stage {stage}" for stage in stages), "all stages", "busiest hop", "busy")
-    table = Table(*headings, title=f"Plan {report.plan.name}: rows and bytes by link and stage", title_justify="left")
+    row_bytes, stages = report.work.row_bytes, range(report.plan.num_stages)
+    headings = ("link", "over", *(f"stage {stage}" for stage in stages), "all", "bytes", "busiest hop", "busy")
+    title = f"Plan {report.plan.name}: rows of {row_bytes:,} bytes by link and stage"
+    table = Table(*headings, title=title, title_justify="left")
     for column in (*table.columns[2:-2], table.columns[-1]):
         column.justify = "right"
-    row_bytes = report.work.row_bytes
 
-    def moved(rows: int) -> str:
-        return f"{rows:,} {_bytes(rows * row_bytes)}" if rows else "-"
+    def line(name: str, loads: Sequence[LinkLoad], over: str, *end: str) -> None:
+        by_stage = [sum(load.rows[stage] for load in loads) for stage in stages]
+        rows = (f"{rows:,}" if rows else "-" for rows in (*by_stage, sum(by_stage)))
+        table.add_row(name, over, *rows, _bytes(sum(by_stage) * row_bytes), *end)
 
     for load in report.links[:BUSIEST]:
-        table.add_row(
-            f"{load.sender}→{load.receiver}",
-            ", ".join(load.kinds),
-            *map(moved, load.rows),
-            moved(sum(load.rows)),
-            load.busiest_hop,
-            _seconds(load.hop_seconds),
-        )
+        end = load.busiest_hop, _seconds(load.hop_seconds)
+        line(f"{load.sender}→{load.receiver}", [load], ", ".join(load.kinds), *end)
     rest = report.links[BUSIEST:]
     if rest:
-        by_stage = [sum(load.rows[stage] for load in rest) for stage in stages]
-        busy = _seconds(max(load.hop_seconds for load in rest))
-        table.add_row(f"{len(rest)} others", "", *map(moved, by_stage), moved(sum(by_stage)), "", f"up to {busy}")
-    table.caption = f"{len(report.links)} links are used. busy: a link's busiest hop in all stages, with what other links send over it."
+        line(f"{len(rest)} others", rest, "", "", f"≤ {_seconds(rest[0].hop_seconds)}")
+    table.add_section()
+    line("all", report.links, "", "", "")
+    by_stage = report.plan.traffic.sum((1, 2)) * row_bytes
+    table.add_row("bytes", "", *map(_bytes, by_stage), _bytes(by_stage.sum()), "", "", "")
+    seconds = report.cost.stage_seconds(row_bytes)
+    table.add_row("time", "", *map(_seconds, seconds), _seconds(seconds.sum()), "", "", "")
+    table.caption = (
+        f"{len(report.links)} links are used. "
+        + "busy: a link's busiest hop in all stages, with what other links send over it"
+    )
     return table
 
 
 def _prediction_table(report: PlanReport) -> Table:
-    headings = ("scheme", "rows moved", "exchange, layer", "sums, layer", "exchange, epoch", "sums, epoch", "epoch")
-    title = "Predicted time by scheme; layers: one direction"
-    table = Table(*headings, "first epoch", "", title=title, title_justify="left")
-    for column in table.columns[1:-1]:
+    headings = (
+        "scheme",
+        "rows",
+        "exchange",
+        "sums",
+        "exchange",
+        "sums",
+        "epoch",
+        "first epoch",
+        "replication",
+        "edges",
+    )
+    title = "Predicted time by scheme: a layer in one direction, then an epoch"
+    table = Table(*headings, title=title, title_justify="left")
+    for column in table.columns[1:]:
         column.justify = "right"
     edges = sum(report.prediction(report.plan.name).edges)
     for each in report.predictions:
         if not each.applies:
-            table.add_row(each.scheme, *["-"] * 7, "does not apply")
+            table.add_row(each.scheme, *["-"] * 9)
             continue
         more = sum(each.edges) - edges
-        notes = f"replication {each.replication:.2f}, {more:,} edges more ({more / max(1, edges):+.0%})" if more else ""
         table.add_row(
             each.scheme + " *" * (each.scheme == report.plan.name),
-            "by layer" if each.rows is None else f"{each.rows:,}",
+            "?" if each.rows is None else f"{each.rows:,}",
             _range(each.exchange_seconds),
             _range(each.compute_seconds),
             _seconds(each.epoch_exchange_seconds),
             _seconds(each.epoch_compute_seconds),
             _seconds(each.epoch_seconds),
             f"+ {_seconds(each.first_exchange_seconds)}",
-            notes,
+            f"{each.replication:.2f}",
+            f"+ {more:,} ({more / max(1, edges):.0%})" if more else f"{edges:,}",
         )
     table.caption = "* followed by fit. The first epoch also exchanges the features, at their own width."
     return table
@@ -386,8 +405,8 @@ def _counted(report: PlanReport) -> Iterator[str]:
     )
     yield (
         f"An epoch: {backward} forward and {backward} backward exchanges ({features}), {layers} forward and {backward} "
-        f"backward sums at {SECONDS_PER_EDGE_COLUMN * 1e9:g} ns per edge and column (one CPU core); no overlap, no maps with "
-        "weights."
+        f"backward sums over edges at {SECONDS_PER_EDGE_COLUMN * 1e9:g} ns per edge and column (one CPU core); no overlap, no maps with "
+        "weights. Replication: nodes held by all devices (dgcl_r: machines) over those of the graph."
     )
     limit = report.break_even_seconds
     if limit is not None:
@@ -412,7 +431,10 @@ def _balance_table(report: PlanReport) -> Table:
 
 def _range(seconds: Sequence[float]) -> str:
     least, most = _seconds(min(seconds)), _seconds(max(seconds))
-    return least if least == most else f"{least} to {most}"
+    if least == most:
+        return least
+    unit = most.partition(" ")[2]
+    return f"{least.removesuffix(' ' + unit)} to {most}"
 
 
 def _seconds(value: float) -> str:

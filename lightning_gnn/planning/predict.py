@@ -206,7 +206,10 @@ def _replicated_between_machines(work: Workload, topology: Topology) -> Predicti
         host[list(devices)] = number
     machine = host[work.owner]
     found = replication(work.edge_index, machine, len(topology.hosts), work.num_layers)
-    seconds, rows = _dgcl_r(work, machine, topology)
+    try:
+        seconds, rows = _dgcl_r(work, machine, topology)
+    except ValueError as error:  # devices that are joined over other machines only
+        return Prediction("dgcl_r", str(error))
     sizes = np.array([len(devices) for devices in topology.hosts])
     return _predicted(work, "dgcl_r", seconds, rows, edges=found.edges, devices=sizes, held=found.factor)
 
