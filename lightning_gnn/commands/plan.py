@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from lightning.pytorch.cli import LightningArgumentParser
+from numpy.typing import NDArray
 from rich.console import Console
 from rich.table import Table
 from typing_extensions import override
@@ -45,6 +48,12 @@ DESCRIPTION = (
     "Say what a plan puts on each link, and what epochs would take under it and under other schemes, without starting "
     "ranks. Files and keys are those of fit; used are data, trainer.strategy, trainer.devices and trainer.num_nodes."
 )
+WIDTH = 140
+"""Columns of what is printed to a file."""
+
+STAGES = 6
+"""So many columns are for stages."""
+
 BUSIEST = 20
 """So many links are printed one by one; the JSON has all."""
 
@@ -247,7 +256,9 @@ class PlanReport:
 def plan(arguments: Sequence[str]) -> None:
     """Runs ``lightning-gnn plan`` with these arguments."""
     cli = PlanCLI(arguments)
-    data, console = cli.datamodule, Console(highlight=False, markup=False)
+    # Where nobody watches, rich would take 80 columns and cut tables short.
+    width = None if sys.stdout.isatty() or "COLUMNS" in os.environ else WIDTH
+    data, console = cli.datamodule, Console(highlight=False, markup=False, width=width)
     try:
         with working(Console(stderr=True), f"Loading the graph in {cli.layout.parts} parts, and planning"):
             data.prepare_for(cli.layout)
@@ -325,30 +336,39 @@ def _printed(report: PlanReport, layers_from: str, columns_from: str) -> Iterato
 
 
 def _link_table(report: PlanReport) -> Table:
-    row_bytes, stages = report.work.row_bytes, range(report.plan.num_stages)
-    headings = ("link", "over", *(f"stage {stage}" for stage in stages), "all", "bytes", "busiest hop", "busy")
+    row_bytes, count = report.work.row_bytes, report.plan.num_stages
+    # The last stages carry least: of many, they are printed together.
+    bounds = [*range(min(count, STAGES - (count > STAGES))), *[STAGES - 1] * (count > STAGES), count]
+    names = [str(low) if low + 1 == high else f"{low} to {high - 1}" for low, high in pairwise(bounds)]
+    if names:
+        names[0] = f"stage {names[0]}"
     title = f"Plan {report.plan.name}: rows of {row_bytes:,} bytes by link and stage"
-    table = Table(*headings, title=title, title_justify="left")
+    table = Table("link", "over", *names, "all", "bytes", "busiest hop", "busy", title=title, title_justify="left")
+    for column in table.columns:
+        column.overflow = "fold"  # a number that is cut short is a wrong one
     for column in (*table.columns[2:-2], table.columns[-1]):
         column.justify = "right"
 
+    def together(by_stage: NDArray[Any]) -> list[Any]:
+        return [by_stage[low:high].sum() for low, high in pairwise(bounds)]
+
     def line(name: str, loads: Sequence[LinkLoad], over: str, *end: str) -> None:
-        by_stage = [sum(load.rows[stage] for load in loads) for stage in stages]
-        rows = (f"{rows:,}" if rows else "-" for rows in (*by_stage, sum(by_stage)))
-        table.add_row(name, over, *rows, _bytes(sum(by_stage) * row_bytes), *end)
+        by_stage = np.array([load.rows for load in loads], np.int64).reshape(-1, count).sum(0)
+        rows = (f"{rows:,}" if rows else "-" for rows in (*together(by_stage), by_stage.sum()))
+        table.add_row(name, over, *rows, _bytes(by_stage.sum() * row_bytes), *end)
 
     for load in report.links[:BUSIEST]:
         end = load.busiest_hop, _seconds(load.hop_seconds)
-        line(f"{load.sender}→{load.receiver}", [load], ", ".join(load.kinds), *end)
+        line(f"{load.sender}→{load.receiver}", [load], "+".join(load.kinds), *end)
     rest = report.links[BUSIEST:]
     if rest:
         line(f"{len(rest)} others", rest, "", "", f"≤ {_seconds(rest[0].hop_seconds)}")
     table.add_section()
     line("all", report.links, "", "", "")
     by_stage = report.plan.traffic.sum((1, 2)) * row_bytes
-    table.add_row("bytes", "", *map(_bytes, by_stage), _bytes(by_stage.sum()), "", "", "")
+    table.add_row("bytes", "", *map(_bytes, together(by_stage)), _bytes(by_stage.sum()), "", "", "")
     seconds = report.cost.stage_seconds(row_bytes)
-    table.add_row("time", "", *map(_seconds, seconds), _seconds(seconds.sum()), "", "", "")
+    table.add_row("time", "", *map(_seconds, together(seconds)), _seconds(seconds.sum()), "", "", "")
     table.caption = (
         f"{len(report.links)} links are used. "
         + "busy: a link's busiest hop in all stages, with what other links send over it"
@@ -358,18 +378,10 @@ def _link_table(report: PlanReport) -> Table:
 
 def _prediction_table(report: PlanReport) -> Table:
     headings = (
-        "scheme",
-        "rows",
-        "exchange",
-        "sums",
-        "exchange",
-        "sums",
-        "epoch",
-        "first epoch",
-        "replication",
-        "edges",
+        *("scheme", "rows", "layer: exchange", "layer: sums", "epoch: exchange", "epoch: sums", "epoch", "first epoch"),
+        *("replication", "edges"),
     )
-    title = "Predicted time by scheme: a layer in one direction, then an epoch"
+    title = "Predicted time by scheme; a layer in one direction"
     table = Table(*headings, title=title, title_justify="left")
     for column in table.columns[1:]:
         column.justify = "right"
@@ -405,8 +417,8 @@ def _counted(report: PlanReport) -> Iterator[str]:
     )
     yield (
         f"An epoch: {backward} forward and {backward} backward exchanges ({features}), {layers} forward and {backward} "
-        f"backward sums over edges at {SECONDS_PER_EDGE_COLUMN * 1e9:g} ns per edge and column (one CPU core); no overlap, no maps with "
-        "weights. Replication: nodes held by all devices (dgcl_r: machines) over those of the graph."
+        f"backward sums over edges at {SECONDS_PER_EDGE_COLUMN * 1e9:g} ns per edge and column (one CPU core); no overlap, no "
+        "maps with weights. Replication: nodes held by all devices (dgcl_r: machines) over those of the graph."
     )
     limit = report.break_even_seconds
     if limit is not None:
@@ -440,7 +452,7 @@ def _range(seconds: Sequence[float]) -> str:
 def _seconds(value: float) -> str:
     if not value:
         return "0"
-    factor, unit = next(((f, u) for f, u in ((1, "s"), (1e3, "ms")) if value * f >= 1), (1e6, "µs"))
+    factor, unit = next(((f, u) for f, u in ((1, "s"), (1e3, "ms"), (1e6, "µs")) if value * f >= 1), (1e9, "ns"))
     return f"{value * factor:,.3g} {unit}" if value * factor < 1000 else f"{value * factor:,.0f} {unit}"
 
 
