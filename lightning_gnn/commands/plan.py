@@ -48,7 +48,7 @@ DESCRIPTION = (
     "Say what a plan puts on each link, and what epochs would take under it and under other schemes, without starting "
     "ranks. Files and keys are those of fit; used are data, trainer.strategy, trainer.devices and trainer.num_nodes."
 )
-WIDTH = 140
+WIDTH = 150
 """Columns of what is printed to a file."""
 
 STAGES = 6
