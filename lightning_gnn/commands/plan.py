@@ -411,9 +411,9 @@ def _counted(report: PlanReport) -> Iterator[str]:
     work = report.work
     layers, backward = work.num_layers, work.num_layers - work.skipped
     features = (
-        f"the {work.features:,} columns of features are exchanged once"
+        f"the {work.features:,} columns of features are exchanged once; models that attend, such as GAT: {layers} and {layers}"
         if work.keep_constant
-        else "keep_constant is off, and layers are taken to map before they sum"
+        else "keep_constant is off: layers are taken to map before they exchange"
     )
     yield (
         f"An epoch: {backward} forward and {backward} backward exchanges ({features}), {layers} forward and {backward} "

@@ -7,10 +7,10 @@ all but replication, which has more rows to map.
 What is counted, with K layers, all of them `columns` wide:
 
 - Sums: K forward and K - 1 backward, since the graph's features need no gradient. The first is counted in every epoch, though
-  many models keep it (``DGCLStrategy(keep_constant=True)``): under any scheme.
+  ``DGCLStrategy(keep_constant=True)`` keeps it for many models: under any scheme.
 - Exchanges: K - 1 forward and K - 1 backward. The features are exchanged once: in the first epoch, at their own width.
-- Without `keep_constant`, layers that map before they sum exchange in all layers: K sums and exchanges forward, K backward, and
-  nothing in the first epoch beyond.
+- Without `keep_constant`, layers are taken to map before they exchange: K sums and exchanges forward, K backward, and nothing in
+  the first epoch beyond. Layers that attend over edges (GAT) always do so.
 
 A backward exchange moves the rows of the forward one over the other directions of the same hops, and takes as long.
 
@@ -51,7 +51,7 @@ class Workload:
         columns: width of the rows that layers exchange.
         features: width of the graph's features.
         element_bytes: of one number.
-        keep_constant: whether the features' exchange is made once; see the top of this file.
+        keep_constant: whether the features are exchanged once; see the top of this file.
 
     Raises:
         ValueError: a number below 1.
