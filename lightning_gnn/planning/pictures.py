@@ -34,7 +34,7 @@ GATE, APART, LEAST = 0.1, 1.9, 4.2
 """Half the width of the gate of a host, the way between two hosts' frames, and the least width of a picture."""
 
 HOPS = 18
-"""So many are drawn over time, and half of them beside the links."""
+"""So many are drawn, over time and beside the links."""
 
 INK, GREY, PALE = "#222222", "#8a8f98", "#eef1f5"
 KINDS = ("#2f6fb5", "#e07b39", "#3a9d6e", "#b0468c", "#8c6d31", "#5b5bd6", "#c9a227", "#7f7f7f")
