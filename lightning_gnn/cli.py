@@ -1,4 +1,4 @@
-"""The command line: LightningCLI's ``fit``, ``validate``, ``test`` and ``predict``; ``partition`` and ``doctor`` beside it."""
+"""The command line: LightningCLI's ``fit``, ``validate``, ``test``, ``predict``; and ``partition``, ``plan``, ``doctor``."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ import lightning_gnn  # noqa: F401  registers the strategies
 from lightning_gnn.commands.doctor import doctor
 from lightning_gnn.commands.parser import Parser, check_names, did_you_mean
 from lightning_gnn.commands.partition import partition
+from lightning_gnn.commands.plan import plan
 from lightning_gnn.datamodules import GraphDataModule
 
 COMMANDS = {
@@ -20,6 +21,7 @@ COMMANDS = {
     "test": "evaluate a model on the test nodes",
     "predict": "compute a model's output for every node",
     "partition": "partition a graph ahead of time, and show the parts",
+    "plan": "show what a communication plan puts on each link, and what epochs would take",
     "doctor": "check that this machine can train: versions, devices, exchange between ranks, store",
 }
 
@@ -32,6 +34,7 @@ commands:
 
 examples:
   lightning-gnn partition --config configs/dgcl.yaml
+  lightning-gnn plan --config configs/dgcl.yaml --topology dgx1 --parts 8
   lightning-gnn fit --config configs/dgcl.yaml --trainer.max_epochs 20
 
 All options of a command: lightning-gnn COMMAND --help
@@ -65,6 +68,8 @@ def main() -> None:
         sys.exit(0 if command else 2)
     if command == "partition":
         partition(arguments)
+    elif command == "plan":
+        plan(arguments)
     elif command == "doctor":
         doctor(arguments)
     elif command in COMMANDS or command.startswith("-"):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -82,6 +83,15 @@ def uniform(num_devices: int, gb_per_s: float = 1.0) -> Topology:
     return topology_from_dict({"name": "uniform", "devices": num_devices, "links": links})
 
 
+PRESETS: dict[str, Callable[[int], Topology]] = {
+    "dgx1": lambda num_ranks: dgx1(),
+    "dgx1x2": lambda num_ranks: dgx1(2),
+    "pcie8": lambda num_ranks: pcie8(),
+    "uniform": uniform,
+}
+"""Topologies by name, made for at least so many ranks if they have as many devices."""
+
+
 def find_topology(source: str | Path | Topology, num_ranks: int) -> Topology:
     """Returns the topology of that many ranks.
 
@@ -94,11 +104,10 @@ def find_topology(source: str | Path | Topology, num_ranks: int) -> Topology:
     """
     if isinstance(source, Topology):
         return source.for_ranks(num_ranks)
-    presets = {"dgx1": dgx1, "dgx1x2": lambda: dgx1(2), "pcie8": pcie8, "uniform": lambda: uniform(num_ranks)}
-    if isinstance(source, str) and source in presets:
-        return presets[source]().for_ranks(num_ranks)
+    if isinstance(source, str) and source in PRESETS:
+        return PRESETS[source](num_ranks).for_ranks(num_ranks)
     if not Path(source).is_file():
-        raise ValueError(f"topology must be one of {', '.join(presets)} or a JSON file (got {str(source)!r}).")
+        raise ValueError(f"topology must be one of {', '.join(PRESETS)} or a JSON file (got {str(source)!r}).")
     return load_topology(source).for_ranks(num_ranks)
 
 
