@@ -48,8 +48,8 @@ HEAD_START_S = 0.05
 """From the ranks' agreement on a start until it: longer than such an agreement takes to get around."""
 
 COLUMNS = [
-    "topology", "graph", "plan", "columns", "stages", "predicted (ms)", "forward (ms)", "/ predicted", "below p2p (%)",
-    "predicted below (%)", "backward (ms)", "/ p2p's", "sub-stages (ms)", "/ at once", "load",
+    "topology", "plan", "columns", "predicted ms", "forward ms", "/ predicted", "% below p2p", "% predicted",
+    "backward ms", "/ direct", "sub-stages ms", "/ at once", "load",
 ]  # fmt: skip
 
 
@@ -241,10 +241,10 @@ class Rank:
                     **common,
                     "plan": "p2p",
                     "stages": 1,
-                    "predicted (ms)": 1e3 * expected["p2p"],
-                    "forward (ms)": 1e3 * direct_s,
+                    "predicted ms": 1e3 * expected["p2p"],
+                    "forward ms": 1e3 * direct_s,
                     "/ predicted": direct_s / expected["p2p"],
-                    "backward (ms)": 1e3 * direct_back_s,
+                    "backward ms": 1e3 * direct_back_s,
                     "load": load,
                 }
             )
@@ -253,16 +253,16 @@ class Rank:
                     **common,
                     "plan": "spst",
                     "stages": self.plan.num_stages,
-                    "predicted (ms)": 1e3 * expected["spst"],
-                    "forward (ms)": 1e3 * planned_s,
+                    "predicted ms": 1e3 * expected["spst"],
+                    "forward ms": 1e3 * planned_s,
                     "/ predicted": planned_s / expected["spst"],
-                    "below p2p (%)": 100 * (1 - planned_s / direct_s),
-                    "predicted below (%)": 100 * (1 - expected["spst"] / expected["p2p"]),
-                    "backward (ms)": 1e3 * at_once_s,
-                    "/ p2p's": at_once_s / direct_back_s,
-                    "sub-stages (ms)": 1e3 * sub_stages_s,
+                    "% below p2p": 100 * (1 - planned_s / direct_s),
+                    "% predicted": 100 * (1 - expected["spst"] / expected["p2p"]),
+                    "backward ms": 1e3 * at_once_s,
+                    "/ direct": at_once_s / direct_back_s,
+                    "sub-stages ms": 1e3 * sub_stages_s,
                     "/ at once": sub_stages_s / at_once_s,
-                    "sub-stages predicted (ms)": 1e3 * sub_stage_seconds(self.plan, topology, row_bytes),
+                    "sub-stages predicted ms": 1e3 * sub_stage_seconds(self.plan, topology, row_bytes),
                     "load": os.getloadavg()[0],
                 }
             )
@@ -306,7 +306,7 @@ def fits(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
         chosen = [row for row in rows if (row["topology"], row["graph"], row["plan"]) == key]
         if len(chosen) < 3:
             continue
-        x, y = (np.array([row[name] for row in chosen]) for name in ("predicted (ms)", "forward (ms)"))
+        x, y = (np.array([row[name] for row in chosen]) for name in ("predicted ms", "forward ms"))
         slope, start = np.polyfit(x, y, 1, w=1 / y)
         line = slope * x + start
         found.append(
@@ -315,10 +315,10 @@ def fits(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
                 "graph": key[1],
                 "plan": key[2],
                 "slope": float(slope),
-                "offset (ms)": float(start),
+                "offset ms": float(start),
                 "R^2": float(1 - ((y - line) ** 2).sum() / ((y - y.mean()) ** 2).sum()),
-                "largest deviation (%)": float(100 * np.abs(y / line - 1).max()),
-                "off prediction by at most (%)": float(100 * np.abs(y / x - 1).max()),
+                "% largest deviation": float(100 * np.abs(y / line - 1).max()),
+                "% off prediction at most": float(100 * np.abs(y / x - 1).max()),
             }
         )
     return found
@@ -326,13 +326,14 @@ def fits(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
 
 def show(rows: list[dict[str, Any]], json_file: str | None) -> None:
     """Prints the table, and the fitted lines below it; writes both."""
-    title = "One graph allgather over emulated links, its backward at once and in sub-stages"
+    graphs = ", ".join(dict.fromkeys(row["graph"] for row in rows))
+    title = f"One graph allgather of {graphs} over emulated links; its backward, at once and in sub-stages"
     report(title, rows, COLUMNS, json_file)
     lines = fits(rows)
     for line in lines:
         print(
             f"{line['topology']}, {line['graph']}, {line['plan']}: measured = {line['slope']:.3f} predicted + "
-            f"{line['offset (ms)']:.1f} ms; R^2 {line['R^2']:.4f}, at most {line['largest deviation (%)']:.1f} % off the line"
+            f"{line['offset ms']:.1f} ms; R^2 {line['R^2']:.4f}, at most {line['% largest deviation']:.1f} % off the line"
         )
     if json_file:
         written = json.loads(Path(json_file).read_text())
