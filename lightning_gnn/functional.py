@@ -30,26 +30,25 @@ from datetime import timedelta
 from itertools import pairwise
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Literal, TypeVar, get_args
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
 from torch import Tensor
 from torch_geometric.data import Data
 
-from lightning_gnn.comm.exchange import HaloExchange, RowExchange
+from lightning_gnn.comm.exchange import RowExchange
 from lightning_gnn.comm.group import World
-from lightning_gnn.comm.planned import PlannedExchange
+from lightning_gnn.comm.plans import PlanName, check_plan, make_exchange
 from lightning_gnn.comm.traffic import Meter
 from lightning_gnn.datamodules.sources import checked_edges
 from lightning_gnn.nn.norms import SumOverRanks
 from lightning_gnn.partition.edge_cut import assign_nodes
 from lightning_gnn.partition.locality import local_relabelling
 from lightning_gnn.partition.shard import Ids, edge_cut_parts, halo_plan
-from lightning_gnn.planning import Plan, Relation, Topology, find_topology, rank_plan, spst
+from lightning_gnn.planning import Topology, find_topology
 from lightning_gnn.strategies.gradients import GradientSum
 
-PlanName = Literal["auto", "p2p", "spst"]
 T = TypeVar("T")
 
 _VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
@@ -270,7 +269,8 @@ def build_comm_info(
         topology: what the ranks are joined by, rank i being device i: ``"dgx1"``, ``"dgx1x2"``, ``"pcie8"``, ``"uniform"``, the
             path of a JSON file, or a topology (docs/planning.md). None for links that are alike.
         plan: ``"p2p"``: rows travel directly; ``"spst"``: along shortest path spanning trees over `topology` (section 5.2);
-            ``"auto"``: directly if all links are alike or nothing is known of them, by SPST otherwise.
+            ``"swap"``: through the memory of one machine; ``"auto"``: directly if all links are alike or nothing is known of
+            them, otherwise by SPST where that is faster.
         partition: ``"metis"``, ``"random"``, or the rank of every node, int ``[N]``.
         num_nodes: N, for an ``edge_index``.
         seed: of the partition.
@@ -303,7 +303,15 @@ def build_comm_info(
         order=order,
         counts=counts,
         report=header.report,
-        exchange=_exchange(header, world),
+        exchange=make_exchange(
+            header.plan,
+            header.topology,
+            halo_plan(world.rank, header.offsets, header.halos),
+            header.halos,
+            header.offsets,
+            world,
+            Meter(),
+        ),
     )
     return session.info
 
@@ -370,7 +378,7 @@ class _Header:
         order: original ids in rank order, int64 ``[N]``.
         halos: relabelled ids of the halo rows of each rank, ascending.
         edge_counts: edges of each rank.
-        trees: ``bounds``, ``parent`` and ``stage`` of the plan; None for the direct exchange.
+        plan, topology: how rows travel, and over what.
         report: quality of the cut.
     """
 
@@ -378,7 +386,8 @@ class _Header:
     order: Ids
     halos: tuple[Ids, ...]
     edge_counts: tuple[int, ...]
-    trees: tuple[Any, Any, Any] | None
+    plan: PlanName
+    topology: Topology | None
     report: Mapping[str, Any]
 
 
@@ -391,32 +400,17 @@ def _cut(
     seed: int,
 ) -> tuple[_Header, list[Tensor]]:
     """Returns the cut, and each part's edges, int64 ``[E_p, 3]``: local source, local target, position."""
-    if plan not in get_args(PlanName):
-        raise ValueError(f"plan must be 'auto', 'p2p' or 'spst' (got {plan!r}).")
-    if plan == "spst" and topology is None:
-        raise ValueError('plan="spst" plans for a topology, and none is given. Pass topology=..., or use plan="p2p".')
+    check_plan(plan, topology)
     links = None if topology is None else find_topology(topology, size)
     edge_index = graph[0].numpy()
     assignment = assign_nodes(edge_index, graph[1], size, partition, seed=seed)
     relabelling = local_relabelling(edge_index, assignment.part, size)
     parts = list(edge_cut_parts(edge_index, relabelling))
     halos = tuple(part.halo for part in parts)
-    trees = None
-    if links is not None and plan != "p2p" and not (plan == "auto" and links.uniform):
-        made = spst(Relation.from_halos(halos, relabelling.offsets), links)
-        trees = made.bounds, made.parent, made.stage
     edges = [torch.from_numpy(np.stack([*part.edge_index, part.edge_ids], 1)) for part in parts]
     counts = tuple(map(len, edges))
-    header = _Header(relabelling.offsets, relabelling.n_id, halos, counts, trees, assignment.report.as_dict())
+    header = _Header(relabelling.offsets, relabelling.n_id, halos, counts, plan, links, assignment.report.as_dict())
     return header, edges
-
-
-def _exchange(header: _Header, world: World) -> RowExchange:
-    """Returns the exchange that the cut's plan asks for; without communication."""
-    if header.trees is None:
-        return HaloExchange(halo_plan(world.rank, header.offsets, header.halos), world, Meter())
-    plan = Plan("spst", Relation.from_halos(header.halos, header.offsets), *header.trees)
-    return PlannedExchange(rank_plan(plan, world.rank), world, Meter())
 
 
 def _device(device: str | torch.device | None) -> torch.device:

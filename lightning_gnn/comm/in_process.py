@@ -120,14 +120,21 @@ class InProcessWire:
         self, out: Tensor, out_counts: Sequence[int], into: Tensor, into_counts: Sequence[int]
     ) -> Callable[[], None]:
         """Posts ``out``'s rows; the returned function waits for ``into``'s. See ``Wire.start``."""
-        for peer, rows in enumerate(out.split(list(out_counts))):
-            if rows.numel():
-                self._meeting.post(self._rank, peer, rows.detach().clone())
+        return self.start_each(
+            [(peer, rows) for peer, rows in enumerate(out.split(list(out_counts))) if rows.numel()],
+            [(peer, rows) for peer, rows in enumerate(into.split(list(into_counts))) if rows.numel()],
+        )
+
+    def start_each(
+        self, sends: Sequence[tuple[int, Tensor]], receives: Sequence[tuple[int, Tensor]]
+    ) -> Callable[[], None]:
+        """Posts rows; the returned function waits for others. See ``Wire.start_each``."""
+        for peer, rows in sends:
+            self._meeting.post(self._rank, peer, rows.detach().clone())
 
         def wait() -> None:
-            for peer, rows in enumerate(into.split(list(into_counts))):
-                if rows.numel():
-                    self._receive(peer, rows)
+            for peer, rows in receives:
+                self._receive(peer, rows)
 
         return wait
 

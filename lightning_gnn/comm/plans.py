@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from typing import Literal
+from typing import Literal, get_args
 
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 
@@ -16,6 +16,19 @@ from lightning_gnn.partition.shard import HaloPlan, Ids
 from lightning_gnn.planning import Plan, Relation, Topology, direct_is_as_fast, p2p, rank_plan, spst
 
 PlanName = Literal["auto", "p2p", "spst", "swap"]
+
+NO_TOPOLOGY = (
+    '{} looks at a topology, and none is given. Pass topology="dgx1", "dgx1x2", "pcie8", a JSON file (docs/planning.md) or a '
+    'Topology; without one, use plan="auto" or "p2p".'
+)
+
+
+def check_plan(plan: str, topology: object) -> None:
+    """Raises ValueError for an unknown plan, or one that needs a topology where none is given."""
+    if plan not in get_args(PlanName):
+        raise ValueError(f"plan must be one of {', '.join(map(repr, get_args(PlanName)))} (got {plan!r}).")
+    if plan == "spst" and topology is None:
+        raise ValueError(NO_TOPOLOGY.format('plan="spst"'))
 
 
 def make_exchange(

@@ -55,8 +55,25 @@ class Wire:
         Raises:
             PeerError: from the returned function (and from here when a peer has not taken what it was sent before).
         """
-        sends = [(peer, _as_bytes(rows)) for peer, rows in enumerate(out.split(list(out_counts))) if rows.numel()]
-        receives = [(peer, _as_bytes(rows)) for peer, rows in enumerate(into.split(list(into_counts))) if rows.numel()]
+        return self.start_each(
+            [(peer, rows) for peer, rows in enumerate(out.split(list(out_counts))) if rows.numel()],
+            [(peer, rows) for peer, rows in enumerate(into.split(list(into_counts))) if rows.numel()],
+        )
+
+    def start_each(
+        self, sends: Sequence[tuple[int, Tensor]], receives: Sequence[tuple[int, Tensor]]
+    ) -> Callable[[], None]:
+        """Starts to send rows to peers and to receive rows from them; returns the function that waits.
+
+        Args:
+            sends, receives: a rank and contiguous rows for or from it, not none; the same rows may go to several. Memory of
+                :meth:`scratch` is sent without a copy.
+
+        Raises:
+            PeerError: as :meth:`start`.
+        """
+        sends = [(peer, _as_bytes(rows)) for peer, rows in sends]
+        receives = [(peer, _as_bytes(rows)) for peer, rows in receives]
         remote = [
             dist.P2POp(kind, rows, peer, self._group)
             for kind, messages in ((dist.irecv, receives), (dist.isend, sends))
@@ -66,7 +83,7 @@ class Wire:
         requests: list[Any] = dist.batch_isend_irecv(remote) if remote else []
         local = [(peer, rows) for peer, rows in sends if peer in self._local]
         if local:
-            self._post(out, local)
+            self._post(local)
 
         def wait() -> None:
             for peer, rows in receives:
@@ -90,11 +107,12 @@ class Wire:
 
         return wait
 
-    def _post(self, out: Tensor, messages: Sequence[tuple[int, Tensor]]) -> None:
+    def _post(self, messages: Sequence[tuple[int, Tensor]]) -> None:
         memory = self._memory
         assert memory is not None
-        if self._scratch is not None and out.data_ptr() == self._scratch.data_ptr():
-            base = out.data_ptr()
+        base = -1 if self._scratch is None else self._scratch.data_ptr()
+        end = base if self._scratch is None else base + self._scratch.nbytes
+        if all(base <= rows.data_ptr() and rows.data_ptr() + rows.numel() <= end for _, rows in messages):
             memory.post([(peer, rows.data_ptr() - base, rows.numel()) for peer, rows in messages])
         else:
             scratch = memory.scratch(sum(rows.numel() for _, rows in messages))

@@ -14,7 +14,7 @@ import torch
 from typing_extensions import override
 
 from lightning_gnn.comm.group import World
-from lightning_gnn.comm.plans import make_exchange
+from lightning_gnn.comm.plans import NO_TOPOLOGY, make_exchange
 from lightning_gnn.comm.replicated import ReplicatedExchange
 from lightning_gnn.comm.traffic import Meter
 from lightning_gnn.datamodules.shards import Shard
@@ -55,10 +55,7 @@ class DGCLScheme(Scheme):
                 raise ValueError(f"{what} must be one of {', '.join(map(repr, get_args(known)))} (got {value!r}).")
         if topology is None and (plan in ("spst", "dgcl_r") or partition == "hierarchical"):
             asked = f'partition="{partition}"' if partition == "hierarchical" else f'plan="{plan}"'
-            raise ValueError(
-                f'{asked} looks at a topology, and none is given. Pass topology="dgx1", "dgx1x2", "pcie8", a JSON file '
-                '(docs/planning.md) or a Topology; without one, use plan="auto" or "p2p".'
-            )
+            raise ValueError(NO_TOPOLOGY.format(asked))
         replicates = plan in ("replicate", "dgcl_r")
         if replicates and (hops is None or hops < 0):
             raise ValueError(
