@@ -1,4 +1,4 @@
-"""The command line: LightningCLI's ``fit``, ``validate``, ``test`` and ``predict``; ``partition`` and ``doctor`` beside it."""
+"""The command line: LightningCLI's ``fit``, ``validate``, ``test`` and ``predict``; ``partition``, ``doctor`` and ``topology`` beside it."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ import lightning_gnn  # noqa: F401  registers the strategies
 from lightning_gnn.commands.doctor import doctor
 from lightning_gnn.commands.parser import Parser, check_names, did_you_mean
 from lightning_gnn.commands.partition import partition
+from lightning_gnn.commands.topology import topology
 from lightning_gnn.datamodules import GraphDataModule
 
 COMMANDS = {
@@ -21,6 +22,7 @@ COMMANDS = {
     "predict": "compute a model's output for every node",
     "partition": "partition a graph ahead of time, and show the parts",
     "doctor": "check that this machine can train: versions, devices, exchange between ranks, store",
+    "topology": "measure how fast links between ranks are and what they share, or show a topology",
 }
 
 HELP = """usage: lightning-gnn COMMAND [options]
@@ -67,6 +69,8 @@ def main() -> None:
         partition(arguments)
     elif command == "doctor":
         doctor(arguments)
+    elif command == "topology":
+        topology(arguments)
     elif command in COMMANDS or command.startswith("-"):
         TrainerCLI(
             L.LightningModule,

@@ -13,8 +13,10 @@ and are alike. :func:`infer` works in four steps:
    none, and each two of them share their own. Where all flows out of a device or a host carry less than the hops explain,
    what they carry is a hop of its own: no two of them could fill it.
 
-A link keeps a connection of its own where its bandwidth is below that of its hops. What stays unseen: a hop so wide that no
-two flows, and no crowd above, fill it; and hops that limit both directions together, which a topology cannot say.
+A link keeps a connection of its own where its bandwidth is below that of its hops. Where both directions compete, as ranks
+that copy through one memory do, there is a *bus*: a flow then shares with another and with its mirror. A topology has full
+duplex hops only, so each direction of a bus gets half of what both carry. What stays unseen is a hop so wide that no two
+flows, and no crowd above, fill it.
 
 P devices, F = P (P - 1) flows, H hops.
 """
@@ -57,13 +59,18 @@ def pairs_to_measure(num_devices: int) -> list[tuple[Flow, Flow]]:
 
 
 def crowds_to_measure(topology: Topology) -> list[tuple[Flow, ...]]:
-    """Returns sets of three or more flows to time together: of each hop, out of each device, out of each host."""
+    """Returns sets of three or more flows to time together: of each hop (a bus both ways), out of each device and host."""
     flows = all_flows(topology.num_devices)
     of_hops = ([f for f in flows if hop in topology.links[f]] for hop in range(0, len(topology.hops), 2))
+    of_buses = (
+        [f for f in flows if hop in topology.links[f] or hop + 1 in topology.links[f]]
+        for hop in range(0, len(topology.hops), 2)
+        if topology.hops[hop].kind == "bus"
+    )
     places = [*((device,) for device in range(topology.num_devices)), *topology.hosts]
     leaving = ([f for f in flows if f[0] in place and f[1] not in place] for place in places)
     found: dict[tuple[Flow, ...], None] = {}
-    for crowd in (*of_hops, *leaving):
+    for crowd in (*of_hops, *of_buses, *leaving):
         if len(crowd) > 2 and tuple(sorted(_mirrored(crowd))) not in found:
             found[tuple(sorted(crowd))] = None
     return list(found)
@@ -97,9 +104,15 @@ class _Shared:
 
     flows: frozenset[Flow]
     gb_per_s: float
+    bus: bool = False
 
     def __contains__(self, flow: Flow) -> bool:
         return flow in self.flows
+
+    @property
+    def crowd(self) -> frozenset[Flow]:
+        """The flows that share what the hop carries, and those of a bus its other direction's too."""
+        return self.flows | _mirrored(self.flows) if self.bus else self.flows
 
 
 def infer(
@@ -127,12 +140,13 @@ def infer(
     rate = np.where(off_diagonal, (alone + alone.T) / 2, 1.0)
     hosts = hosts_by_speed(rate) if hosts is None else hosts
     totals = _totals(rate, together)
-    shared = _cliques(totals)
+    buses = _buses(totals, num_devices)
+    shared = [*buses, *_cliques(totals)]
     crowds = sorted((crowd for crowd in together if len(crowd) > 2), key=len)
     of_hops, others = [], []
     for crowd in crowds:
         members = frozenset(crowd)
-        (of_hops if any(each.flows in (members, _mirrored(members)) for each in shared) else others).append(crowd)
+        (of_hops if any(each.crowd in (members, _mirrored(members)) for each in shared) else others).append(crowd)
     topology = _topology(rate, shared, hosts, name)
     for crowd in of_hops:
         shared = _corrected(shared, frozenset(crowd), together[crowd], topology, totals)
@@ -156,6 +170,29 @@ def _totals(rate: NDArray[np.float64], together: Mapping[tuple[Flow, ...], float
             for f, g in (pair, (pair[0][::-1], pair[1][::-1])):
                 totals[position[f], position[g]] = totals[position[g], position[f]] = total
     return totals
+
+
+def _buses(totals: NDArray[np.float64], num_devices: int) -> list[_Shared]:
+    """Returns groups of links most of which compete in both directions; takes their pairs out of `totals`."""
+    flows = all_flows(num_devices)
+    forward = np.array([index for index, (a, b) in enumerate(flows) if a < b], np.int64)
+    backward = np.array([flows.index(flows[index][::-1]) for index in forward], np.int64)
+    finite = np.isfinite(totals)
+    both = finite[np.ix_(forward, forward)] & finite[np.ix_(forward, backward)]
+    found, left = [], set(range(len(forward)))
+    while left:
+        group = {min(left)}
+        while grown := {int(each) for each in np.flatnonzero(both[sorted(group)].any(0))} - group:
+            group |= grown
+        left -= group
+        links = np.array(sorted(group))
+        if len(links) > 1 and both[np.ix_(links, links)].sum() > len(links) * (len(links) - 1) / 2:
+            ends = np.concatenate([forward[links], backward[links]])
+            inside = totals[np.ix_(ends, ends)]
+            usual = float(np.median(inside[np.isfinite(inside)]))
+            found.append(_Shared(frozenset(flows[index] for index in forward[links]), usual / 2, bus=True))
+            totals[np.ix_(ends, ends)] = np.inf
+    return found
 
 
 def _cliques(totals: NDArray[np.float64]) -> list[_Shared]:
@@ -209,8 +246,10 @@ def _corrected(
     position = {flow: index for index, flow in enumerate(all_flows(topology.num_devices))}
     corrected = []
     for each in shared:
-        if each.flows not in (crowd, _mirrored(crowd)):
+        if each.crowd not in (crowd, _mirrored(crowd)):
             corrected.append(each)
+        elif each.bus:
+            corrected.append(replace(each, gb_per_s=carried / 2))
         elif carried > expected / SHARING:
             members = sorted(each.flows)
             for index, f in enumerate(members):
@@ -280,7 +319,8 @@ def _topology(
             "devices": len(rate),
             "hosts": [{"devices": list(host), "sockets": _sockets(host, shared)} for host in hosts],
             "hops": [
-                {"name": title, "kind": "shared", "gb_per_s": float(width)} for title, width in zip(titles, widths)
+                {"name": title, "kind": "bus" if each.bus else "shared", "gb_per_s": float(width)}
+                for title, width, each in zip(titles, widths, shared)
             ],
             "links": links,
         }

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+from itertools import combinations
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +12,9 @@ from lightning_gnn.planning.topology_file import load_topology, topology_from_di
 
 NVLINK_PAIR, NVLINK, PCIE, QPI, INFINIBAND, ETHERNET = 48.35, 24.22, 11.13, 9.56, 6.37, 3.12
 """GB/s and direction: two NVLinks, one NVLink, ... (DGCL Table 1)."""
+
+SHARED_MEMORY = 10.0
+"""GB/s between two CPU ranks of one machine: what one core copies from another's memory, 9 to 16 on the machines seen."""
 
 _CUBE_MESH = {
     NVLINK_PAIR: ((0, 3), (0, 4), (1, 2), (1, 5), (2, 3), (4, 7), (5, 6), (6, 7)),
@@ -82,6 +87,54 @@ def uniform(num_devices: int, gb_per_s: float = 1.0) -> Topology:
     return topology_from_dict({"name": "uniform", "devices": num_devices, "links": links})
 
 
+def machines(
+    ranks_per_host: Sequence[int],
+    inside_gb_per_s: float | Sequence[float] = SHARED_MEMORY,
+    between_gb_per_s: float = ETHERNET,
+) -> Topology:
+    """Returns machines whose ranks are all alike inside, joined by one full duplex network port each.
+
+    Args:
+        ranks_per_host: number of ranks of each machine; those of a machine follow each other. With one machine, the topology
+            is :func:`uniform`.
+        inside_gb_per_s: bandwidth of the link that each two ranks of a machine have for themselves, of all machines or each.
+        between_gb_per_s: bandwidth of a port, which all traffic of its machine with others shares; by default Ethernet as
+            DGCL measured it (Table 1).
+
+    Raises:
+        ValueError: there is no machine, one without ranks, or not one bandwidth inside for each.
+    """
+    counts = list(ranks_per_host)
+    inside = [inside_gb_per_s] * len(counts) if isinstance(inside_gb_per_s, (int, float)) else list(inside_gb_per_s)
+    if not counts or min(counts) < 1 or len(inside) != len(counts):
+        raise ValueError(
+            f"Each machine needs one or more ranks, and a bandwidth inside (got {counts} ranks and {inside} GB/s)."
+        )
+    if len(counts) == 1:
+        return uniform(counts[0], inside[0])
+    host_of = [host for host, count in enumerate(counts) for _ in range(count)]
+    links: list[dict[str, Any]] = []
+    for a, b in combinations(range(len(host_of)), 2):
+        if host_of[a] == host_of[b]:
+            links.append({"a": a, "b": b, "gb_per_s": inside[host_of[a]]})
+        else:
+            links.append({"a": a, "b": b, "via": [f"port{host_of[a]}", f"-port{host_of[b]}"]})
+    firsts = [sum(counts[:host]) for host in range(len(counts))]
+    return topology_from_dict(
+        {
+            "name": f"{len(counts)} machines",
+            "devices": len(host_of),
+            "hosts": [{"devices": _range(first, count)} for first, count in zip(firsts, counts)],
+            "hops": [{"name": f"port{i}", "kind": "network", "gb_per_s": between_gb_per_s} for i in range(len(counts))],
+            "links": links,
+        }
+    )
+
+
+PRESETS: dict[str, Callable[[], Topology]] = {"dgx1": dgx1, "dgx1x2": lambda: dgx1(2), "pcie8": pcie8}
+"""Those of a fixed size; ``uniform`` has as many devices as there are ranks."""
+
+
 def find_topology(source: str | Path | Topology, num_ranks: int) -> Topology:
     """Returns the topology of that many ranks.
 
@@ -94,7 +147,7 @@ def find_topology(source: str | Path | Topology, num_ranks: int) -> Topology:
     """
     if isinstance(source, Topology):
         return source.for_ranks(num_ranks)
-    presets = {"dgx1": dgx1, "dgx1x2": lambda: dgx1(2), "pcie8": pcie8, "uniform": lambda: uniform(num_ranks)}
+    presets = {**PRESETS, "uniform": lambda: uniform(num_ranks)}
     if isinstance(source, str) and source in presets:
         return presets[source]().for_ranks(num_ranks)
     if not Path(source).is_file():
