@@ -1,4 +1,4 @@
-"""The command line: LightningCLI's ``fit``, ``validate``, ``test`` and ``predict``; ``partition``, ``doctor`` and ``topology`` beside it."""
+"""The command line: LightningCLI's ``fit``, ``validate``, ``test``, ``predict``; ``partition``, ``doctor``, ``topology``."""
 
 from __future__ import annotations
 

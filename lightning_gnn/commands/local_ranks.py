@@ -17,7 +17,9 @@ LAUNCHER_VARIABLES = (
 """What launchers set for a rank."""
 
 
-def run_ranks(arguments: Sequence[str], num_ranks: int, deadline: float | None = None, show_errors: bool = False) -> str:
+def run_ranks(
+    arguments: Sequence[str], num_ranks: int, deadline: float | None = None, show_errors: bool = False
+) -> str:
     """Runs ``python *arguments`` once per rank, with the variables of a launcher, and returns what rank 0 printed.
 
     Args:

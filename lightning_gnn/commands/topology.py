@@ -69,12 +69,17 @@ def measure_command(arguments: Sequence[str]) -> None:
         "under the launcher that training will use, on machines that do nothing else; without one, --ranks starts processes "
         "on this machine.",
     )
-    parser.add_argument("--output", type=str, required=True, help="JSON file to write, for topology=FILE in a strategy.")
+    parser.add_argument(
+        "--output", type=str, required=True, help="JSON file to write, for topology=FILE in a strategy."
+    )
     parser.add_argument("--ranks", type=int, help="Number of ranks to start on this machine.")
     parser.add_argument("--seconds", type=float, default=0.1, help="Time of a message alone: longer is more exact.")
     parser.add_argument("--megabytes", type=float, default=64.0, help="Most that a message may have.")
     parser.add_argument(
-        "--device", type=str, default="auto", help="cpu or cuda: what the ranks train on. (default: cuda if there is one)"
+        "--device",
+        type=str,
+        default="auto",
+        help="cpu or cuda: what the ranks train on. (default: cuda if there is one)",
     )
     parser.add_argument("--no-shared-memory", action="store_true", help="Use sockets within a machine, too.")
     parser.add_argument("--timeout", type=float, default=120.0, help="Seconds to wait for another rank.")
@@ -181,7 +186,9 @@ def _measure_as_rank(options: Any, size: int) -> None:
         if rank == 0:
             pairs = len(pairs_to_measure(size))
             seconds = options.seconds * (4 * size * (size - 1) + 1.5 * pairs + 6 * size)
-            print(f"{size} ranks on {device.type}, {pairs} pairs of flows: at most about {seconds:.0f} s", file=sys.stderr)
+            print(
+                f"{size} ranks on {device.type}, {pairs} pairs of flows: at most about {seconds:.0f} s", file=sys.stderr
+            )
         found = measure(
             world,
             options.seconds,
@@ -206,7 +213,9 @@ def _measure_as_rank(options: Any, size: int) -> None:
 def show_command(arguments: Sequence[str]) -> None:
     """Runs ``lightning-gnn topology show``."""
     parser = Parser(prog="lightning-gnn topology show", description="Show hosts, hops and links of a topology.")
-    parser.add_argument("topology", type=str, help="A JSON file, or the name of a preset: dgx1, dgx1x2, pcie8, uniform.")
+    parser.add_argument(
+        "topology", type=str, help="A JSON file, or the name of a preset: dgx1, dgx1x2, pcie8, uniform."
+    )
     parser.add_argument("--ranks", type=int, help="Number of ranks. (default: the topology's devices)")
     options = parser.parse_args(list(arguments))
     try:

@@ -143,7 +143,8 @@ def infer(
     buses = _buses(totals, num_devices)
     shared = [*buses, *_cliques(totals)]
     crowds = sorted((crowd for crowd in together if len(crowd) > 2), key=len)
-    of_hops, others = [], []
+    of_hops: list[tuple[Flow, ...]] = []
+    others: list[tuple[Flow, ...]] = []
     for crowd in crowds:
         members = frozenset(crowd)
         (of_hops if any(each.crowd in (members, _mirrored(members)) for each in shared) else others).append(crowd)
@@ -216,7 +217,7 @@ def _cliques(totals: NDArray[np.float64]) -> list[_Shared]:
         inside = totals[np.ix_(members, members)]
         usual = inside[np.isfinite(inside) & (inside >= totals[u, v] / ALIKE)]
         found.append(_Shared(frozenset(flows[member] for member in members), float(np.median(usual))))
-        for ends in (members, mirror[members]):
+        for ends in (np.array(members), mirror[members]):
             seen[np.ix_(ends, ends)] = True
     return _visible(found)
 
@@ -226,7 +227,8 @@ def _visible(shared: Sequence[_Shared]) -> list[_Shared]:
     kept: list[_Shared] = []
     for each in sorted(shared, key=lambda one: (-len(one.flows), one.gb_per_s)):
         hidden = (
-            other.gb_per_s <= ALIKE * each.gb_per_s and (each.flows <= other.flows or _mirrored(each.flows) <= other.flows)
+            other.gb_per_s <= ALIKE * each.gb_per_s
+            and (each.flows <= other.flows or _mirrored(each.flows) <= other.flows)
             for other in kept
         )
         if not any(hidden):
@@ -310,7 +312,9 @@ def _topology(
     for (a, b), gb_per_s in zip(pairs, own):
         via = [title for title, each in zip(titles, shared) if (a, b) in each]
         via += [f"-{title}" for title, each in zip(titles, shared) if (b, a) in each]
-        narrowest = min((width for width, each in zip(widths, shared) if (a, b) in each or (b, a) in each), default=np.inf)
+        narrowest = min(
+            (width for width, each in zip(widths, shared) if (a, b) in each or (b, a) in each), default=np.inf
+        )
         alone = {"kind": "link", "gb_per_s": float(gb_per_s)} if gb_per_s * ALIKE < narrowest else {}
         links.append({"a": a, "b": b, "via": via, **alone})
     return topology_from_dict(

@@ -112,23 +112,32 @@ def machines(
         )
     if len(counts) == 1:
         return uniform(counts[0], inside[0])
-    host_of = [host for host, count in enumerate(counts) for _ in range(count)]
-    links: list[dict[str, Any]] = []
-    for a, b in combinations(range(len(host_of)), 2):
-        if host_of[a] == host_of[b]:
-            links.append({"a": a, "b": b, "gb_per_s": inside[host_of[a]]})
-        else:
-            links.append({"a": a, "b": b, "via": [f"port{host_of[a]}", f"-port{host_of[b]}"]})
-    firsts = [sum(counts[:host]) for host in range(len(counts))]
+    hosts = [_range(sum(counts[:host]), count) for host, count in enumerate(counts)]
+    hops, links = ports(hosts, between_gb_per_s)
+    for host, gb_per_s in zip(hosts, inside):
+        links += [{"a": a, "b": b, "gb_per_s": gb_per_s} for a, b in combinations(host, 2)]
     return topology_from_dict(
         {
-            "name": f"{len(counts)} machines",
-            "devices": len(host_of),
-            "hosts": [{"devices": _range(first, count)} for first, count in zip(firsts, counts)],
-            "hops": [{"name": f"port{i}", "kind": "network", "gb_per_s": between_gb_per_s} for i in range(len(counts))],
+            "name": f"{len(hosts)} machines",
+            "devices": sum(counts),
+            "hosts": [{"devices": host} for host in hosts],
+            "hops": hops,
             "links": links,
         }
     )
+
+
+def ports(hosts: Sequence[Sequence[int]], gb_per_s: float) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+    """Returns one network port per host, and the links between devices of different hosts over both ports, as in a file."""
+    if len(hosts) == 1:
+        return [], []
+    hops: list[dict[str, Any]] = [
+        {"name": f"port{i}", "kind": "network", "gb_per_s": gb_per_s} for i in range(len(hosts))
+    ]
+    links: list[dict[str, Any]] = []
+    for (i, one), (j, other) in combinations(enumerate(hosts), 2):
+        links += [{"a": a, "b": b, "via": [f"port{i}", f"-port{j}"]} for a in one for b in other]
+    return hops, links
 
 
 PRESETS: dict[str, Callable[[], Topology]] = {"dgx1": dgx1, "dgx1x2": lambda: dgx1(2), "pcie8": pcie8}
