@@ -13,8 +13,8 @@ from lightning_gnn.planning.topology_file import load_topology, topology_from_di
 NVLINK_PAIR, NVLINK, PCIE, QPI, INFINIBAND, ETHERNET = 48.35, 24.22, 11.13, 9.56, 6.37, 3.12
 """GB/s and direction: two NVLinks, one NVLink, ... (DGCL Table 1)."""
 
-SHARED_MEMORY = 10.0
-"""GB/s between two CPU ranks of one machine: what one core copies from another's memory, 9 to 16 on the machines seen."""
+SHARED_MEMORY = 8.0
+"""GB/s and direction between CPU ranks of one machine: measured among four that share a 2-core virtual machine."""
 
 _CUBE_MESH = {
     NVLINK_PAIR: ((0, 3), (0, 4), (1, 2), (1, 5), (2, 3), (4, 7), (5, 6), (6, 7)),
