@@ -15,7 +15,7 @@ import torch
 from lightning_gnn.comm import detect as detect_module
 from lightning_gnn.comm.detect import UnknownGPUsError, detect, device_uuid, local_gpus
 from lightning_gnn.comm.group import World
-from lightning_gnn.planning.detect import LocalGPUs, Machine, detected
+from lightning_gnn.planning.detect import HOST_BRIDGE, NUMA_NODE, ONE_SWITCH, SYSTEM, LocalGPUs, Machine, detected
 from lightning_gnn.planning.presets import _CUBE_MESH, NVLINK_PAIR, dgx1, find_topology, machines, pcie8, uniform
 from lightning_gnn.planning.topology import Topology
 
@@ -24,7 +24,10 @@ SWITCH_BUS = "00000000:FE:00.0"
 
 def ancestors_of_8() -> list[list[int]]:
     """A switch per two, a host bridge per switch and two of them per NUMA node, as nvidia-smi shows for a DGX-1."""
-    return [[10 if a // 2 == b // 2 else 30 if a // 4 == b // 4 else 50 for b in range(8)] for a in range(8)]
+    return [
+        [ONE_SWITCH if a // 2 == b // 2 else HOST_BRIDGE if a // 4 == b // 4 else SYSTEM for b in range(8)]
+        for a in range(8)
+    ]
 
 
 def cube_mesh() -> np.ndarray:
@@ -131,7 +134,7 @@ def test_nvswitches(monkeypatch):
 
 
 def test_host_bridges_of_one_numa_node():
-    ancestors = ((0, 40), (40, 0))
+    ancestors = ((0, NUMA_NODE), (NUMA_NODE, 0))
     gpus = LocalGPUs(((0, 0), (0, 0)), (0, 0), ancestors)
     found = detected([Machine((0, 1), gpus)])
     assert [found.hops[hop].kind for hop in found.links[0, 1]] == ["pcie", "qpi", "pcie"]

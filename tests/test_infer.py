@@ -15,7 +15,7 @@ from processes import run
 
 from lightning_gnn import cli
 from lightning_gnn.comm.group import World
-from lightning_gnn.comm.measure import measure
+from lightning_gnn.comm.measure import Stopwatch, measure
 from lightning_gnn.commands.topology import check_writable, topology
 from lightning_gnn.planning.infer import (
     Flow,
@@ -207,6 +207,22 @@ def test_all_ranks_measure_the_same(ranks, shared_memory):
     found, phases = results[0]
     assert found.num_devices == 3 and len(found.links) == 6
     assert phases[: 6 + len(pairs_to_measure(3))] == ["alone"] * 6 + ["in pairs"] * len(pairs_to_measure(3))
+
+
+def _uneven(rank: int, size: int) -> tuple[Topology, list[str]]:
+    world = World(rank, size, torch.device("cpu"), timedelta(seconds=60))
+    said: list[str] = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Stopwatch, "alone", lambda self, flow: 1.0 + flow[0])
+        patch.setattr("lightning_gnn.comm.measure.rank_zero_warn", said.append)
+        found = measure(world, 0.001, 1_000_000, None, lambda phase, done, total: None)
+    world.close()
+    return found, said
+
+
+def test_says_where_directions_differ(ranks):
+    [found, [said]] = ranks.run(2, _uneven)[0]
+    assert "between ranks 0-1" in said and [hop.gb_per_s for hop in found.hops] == [1.5, 1.5]
 
 
 # The command #################################################################

@@ -14,6 +14,7 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 import torch
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from numpy.typing import NDArray
 
 from lightning_gnn.comm.group import CommunicationError, World
@@ -31,6 +32,7 @@ from lightning_gnn.planning.topology import Topology
 
 REPEATS = 3
 FIRST_BYTES = 1 << 16
+UNEVEN = 1.25
 
 Progress = Callable[[str, int, int], None]
 """Told the phase, how many of its timings are done, and how many there are."""
@@ -85,14 +87,14 @@ class Stopwatch:
 
     def alone(self, flow: Flow) -> float:
         """Returns the GB/s of one flow."""
-        length, carried = FIRST_BYTES, 0.0
+        self._carried([flow], np.array([FIRST_BYTES]))  # NCCL connects two ranks at their first message
+        length = FIRST_BYTES
         while True:
-            carried = self._carried([flow], np.array([length]))
+            carried = max(self._carried([flow], np.array([length])) for _ in range(REPEATS))
             enough = min(self._most_bytes, int(carried * 1e9 * self._seconds))
             if length * 1.5 >= enough:
-                break
+                return carried
             length = min(enough, 16 * length)  # step by step: how long starting takes is not known yet
-        return max(carried, *(self._carried([flow], np.array([length])) for _ in range(REPEATS - 1)))
 
     def together(self, flows: Sequence[Flow], rates: Sequence[float]) -> float:
         """Returns the GB/s that `flows` carry at once; repeats what is much slower than the sum of the expected `rates`."""
@@ -136,6 +138,12 @@ def measure(
     for done, flow in enumerate(flows, 1):
         alone[flow] = watch.alone(flow)
         progress("alone", done, len(flows))
+    uneven = [f"{a}-{b}" for a, b in flows if a < b and abs(np.log(alone[a, b] / alone[b, a])) > np.log(UNEVEN)]
+    if uneven:
+        rank_zero_warn(
+            f"One direction is more than {UNEVEN} times as fast as the other between ranks {', '.join(uneven)}. A topology has "
+            "one bandwidth for both: their average is taken."
+        )
     together: dict[tuple[Flow, ...], float] = {}
     for done, (f, g) in enumerate(pairs, 1):
         together[f, g] = watch.together((f, g), (alone[f], alone[g]))

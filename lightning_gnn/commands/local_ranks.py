@@ -61,7 +61,11 @@ def run_ranks(
         errors.seek(0)
         if any(process.returncode for process in ranks):
             lines = [line for line in errors.read().splitlines() if "error" in line.lower()]
-            raise RuntimeError(lines[-1].removeprefix("error: ") if lines else f"they ended with status {[rank.returncode for rank in ranks]}")
+            raise RuntimeError(
+                lines[-1].removeprefix("error: ")
+                if lines
+                else f"they ended with status {[rank.returncode for rank in ranks]}"
+            )
         output.seek(0)
         return output.read()
 

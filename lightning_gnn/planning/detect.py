@@ -25,8 +25,9 @@ from lightning_gnn.planning.presets import (
 from lightning_gnn.planning.topology import Topology
 from lightning_gnn.planning.topology_file import topology_from_dict
 
-ONE_SWITCH, SWITCHES, HOST_BRIDGE, NUMA_NODE, SYSTEM = 10, 20, 30, 40, 50
-"""What two GPUs have in common, in NVML's numbers: a PCIe switch; several; the host bridge; the NUMA node; only the system."""
+ONE_SWITCH, HOST_BRIDGE, NUMA_NODE, SYSTEM = 10, 30, 40, 50
+"""What two GPUs have in common, in NVML's numbers: a PCIe switch; the host bridge (20: several
+switches below it); the NUMA node; only the system."""
 
 
 @dataclass(frozen=True)
