@@ -52,20 +52,17 @@ def run_ranks(
                 )
             while any(rank.poll() is None for rank in ranks) and not any(rank.poll() for rank in ranks):
                 if time.monotonic() > end:
-                    raise RuntimeError(f"{_count(num_ranks)} did not exchange anything within {deadline:.0f} s")
+                    raise RuntimeError(f"{_count(num_ranks)} were not done within {deadline:.0f} s")
                 time.sleep(0.05)
         finally:
             for process in ranks:
                 process.kill()
                 process.wait()
         errors.seek(0)
-        if any(process.returncode for process in ranks):
+        codes = [process.returncode for process in ranks]
+        if any(codes):
             lines = [line for line in errors.read().splitlines() if "error" in line.lower()]
-            raise RuntimeError(
-                lines[-1].removeprefix("error: ")
-                if lines
-                else f"they ended with status {[rank.returncode for rank in ranks]}"
-            )
+            raise RuntimeError(lines[-1].removeprefix("error: ") if lines else f"they ended with status {codes}")
         output.seek(0)
         return output.read()
 
