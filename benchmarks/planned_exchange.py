@@ -25,7 +25,6 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -160,10 +159,9 @@ class Rank:
     def __init__(self, world: World, cut: tuple[np.ndarray, list[np.ndarray], Plan], repeats: int) -> None:
         self.world, self.repeats = world, repeats
         self.offsets, self.halos, self.plan = cut
-        tables = rank_plan(self.plan, world.rank)
         self.direct = HaloExchange(halo_plan(world.rank, self.offsets, self.halos), world, Meter())
-        self.planned = PlannedExchange(tables, world, Meter())
-        self.at_once = PlannedExchange(replace(tables, backward=tables.backward_at_once), world, Meter())
+        self.planned = PlannedExchange(rank_plan(self.plan, world.rank), world, Meter())
+        self.in_sub_stages = PlannedExchange(rank_plan(self.plan, world.rank, sub_stages=True), world, Meter())
         readers = np.zeros(int(self.offsets[-1]), np.int64)
         for halo in self.halos:
             readers[halo] += 1
@@ -234,8 +232,8 @@ class Rank:
             direct_s = self.forward(self.direct, columns)
             direct_back_s = self.backward(self.direct, columns)
             planned_s = self.forward(self.planned, columns)
-            at_once_s = self.backward(self.at_once, columns)
-            sub_stages_s = self.backward(self.planned, columns)
+            at_once_s = self.backward(self.planned, columns)
+            sub_stages_s = self.backward(self.in_sub_stages, columns)
             found.append(
                 {
                     **common,

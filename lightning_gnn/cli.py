@@ -1,4 +1,4 @@
-"""The command line: LightningCLI's ``fit``, ``validate``, ``test``, ``predict``; and ``partition``, ``plan``, ``doctor``."""
+"""The command line: LightningCLI's ``fit``, ``validate``, ``test``, ``predict``; and commands of our own."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from lightning_gnn.commands.doctor import doctor
 from lightning_gnn.commands.parser import Parser, check_names, did_you_mean
 from lightning_gnn.commands.partition import partition
 from lightning_gnn.commands.plan import plan
+from lightning_gnn.commands.topology import topology
 from lightning_gnn.datamodules import GraphDataModule
 
 COMMANDS = {
@@ -23,6 +24,7 @@ COMMANDS = {
     "partition": "partition a graph ahead of time, and show the parts",
     "plan": "show what a communication plan puts on each link, and what epochs would take",
     "doctor": "check that this machine can train: versions, devices, exchange between ranks, store",
+    "topology": "measure how fast links between ranks are and what they share, or show a topology",
 }
 
 HELP = """usage: lightning-gnn COMMAND [options]
@@ -66,12 +68,9 @@ def main() -> None:
     if command in ("", "-h", "--help"):
         print(HELP, end="")
         sys.exit(0 if command else 2)
-    if command == "partition":
-        partition(arguments)
-    elif command == "plan":
-        plan(arguments)
-    elif command == "doctor":
-        doctor(arguments)
+    own = {"partition": partition, "plan": plan, "doctor": doctor, "topology": topology}
+    if command in own:
+        own[command](arguments)
     elif command in COMMANDS or command.startswith("-"):
         TrainerCLI(
             L.LightningModule,

@@ -80,7 +80,8 @@ class GraphCLI(LightningCLI):
         try:
             parts = self._parts()
             self.prepare(self.scheme, parts)
-            self.layout: LayoutSpec = self.scheme.layout(parts)
+            hosts = self.config.trainer.num_nodes
+            self.layout: LayoutSpec = self.scheme.layout(parts, hosts if parts % hosts == 0 else 1)
         except ValueError as error:
             self.parser.error(str(error))
 

@@ -94,7 +94,7 @@ class PlanCLI(GraphCLI):
                 raise ValueError(f"--{name} is a number above 0 (got {config[name]}).")
         if config.topology is not None:
             scheme.topology = config.topology
-        if scheme.topology is None:
+        if scheme.topology in (None, "auto"):
             raise ValueError(
                 f"which topology? Give --topology, one of {', '.join(PRESETS)} or a JSON file (docs/planning.md), or name one "
                 "in the strategy: DGCLStrategy(topology=...)."
