@@ -1,4 +1,4 @@
-"""The command line: LightningCLI's ``fit``, ``validate``, ``test`` and ``predict``; ``partition`` and ``doctor`` beside it."""
+"""The command line: LightningCLI's ``fit``, ``validate``, ``test``, ``predict``; and commands of our own."""
 
 from __future__ import annotations
 
@@ -12,6 +12,8 @@ import lightning_gnn  # noqa: F401  registers the strategies
 from lightning_gnn.commands.doctor import doctor
 from lightning_gnn.commands.parser import Parser, check_names, did_you_mean
 from lightning_gnn.commands.partition import partition
+from lightning_gnn.commands.plan import plan
+from lightning_gnn.commands.topology import topology
 from lightning_gnn.datamodules import GraphDataModule
 
 COMMANDS = {
@@ -20,7 +22,9 @@ COMMANDS = {
     "test": "evaluate a model on the test nodes",
     "predict": "compute a model's output for every node",
     "partition": "partition a graph ahead of time, and show the parts",
+    "plan": "show what a communication plan puts on each link, and what epochs would take",
     "doctor": "check that this machine can train: versions, devices, exchange between ranks, store",
+    "topology": "measure how fast links between ranks are and what they share, or show a topology",
 }
 
 HELP = """usage: lightning-gnn COMMAND [options]
@@ -32,6 +36,7 @@ commands:
 
 examples:
   lightning-gnn partition --config configs/dgcl.yaml
+  lightning-gnn plan --config configs/dgcl.yaml --topology dgx1 --parts 8
   lightning-gnn fit --config configs/dgcl.yaml --trainer.max_epochs 20
 
 All options of a command: lightning-gnn COMMAND --help
@@ -63,10 +68,9 @@ def main() -> None:
     if command in ("", "-h", "--help"):
         print(HELP, end="")
         sys.exit(0 if command else 2)
-    if command == "partition":
-        partition(arguments)
-    elif command == "doctor":
-        doctor(arguments)
+    own = {"partition": partition, "plan": plan, "doctor": doctor, "topology": topology}
+    if command in own:
+        own[command](arguments)
     elif command in COMMANDS or command.startswith("-"):
         TrainerCLI(
             L.LightningModule,

@@ -14,8 +14,9 @@ from lightning_gnn import GraphDataModule, cli
 from lightning_gnn.commands import doctor as doctor_command
 from lightning_gnn.commands.doctor import Check, check_launcher_variables, check_store, check_versions, doctor
 from lightning_gnn.commands.exchange import time_exchange
+from lightning_gnn.commands.graph_cli import num_ranks
 from lightning_gnn.commands.parser import explain, unknown_key
-from lightning_gnn.commands.partition import num_ranks, partition
+from lightning_gnn.commands.partition import partition
 from lightning_gnn.datamodules.store import read_manifest
 
 CLI = ("-m", "lightning_gnn.cli")

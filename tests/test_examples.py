@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 from conftest import SHARED
-from processes import REPOSITORY, Finished, run
+from processes import REPOSITORY, TORCHRUN, Finished, run
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(150)]
 
@@ -27,6 +27,16 @@ def example(folder: Path, name: str, at_least: float) -> Finished:
 def test_example(ahead, name, at_least):
     _, finished = ahead
     assert accuracy(finished.succeeded().output) >= at_least
+
+
+def by_hand(folder: Path) -> Finished:
+    return run(*TORCHRUN, REPOSITORY / "examples" / "by_hand.py", cwd=folder)
+
+
+@pytest.mark.ahead(runs=by_hand)
+def test_by_hand(ahead):
+    _, finished = ahead
+    assert accuracy(finished.succeeded().output) >= 0.85
 
 
 def on_cora(folder: Path) -> Finished:

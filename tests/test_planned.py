@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from datetime import timedelta
 from functools import cache
 from typing import Any
@@ -106,11 +105,11 @@ def both_ways(rank: int, world_size: int, seeds: range, shared_memory: bool) -> 
                     assert torch.equal(ours, theirs)
             wide = torch.randn(1, 4, planned.num_owned).transpose(0, 1)
             assert torch.equal(planned.expand(wide, "layer", dim=-1), direct.expand(wide, "layer", dim=-1))
-            at_once = dataclasses.replace(rank_plan(plan, rank), backward=rank_plan(plan, rank).backward_at_once)
+            in_sub_stages = rank_plan(plan, rank, sub_stages=True)
             y = torch.randn(planned.num_owned + planned.num_halo, 3, dtype=torch.float64)
             expected = direct.reduce(y, "layer")
             torch.testing.assert_close(
-                PlannedExchange(at_once, world, Meter()).reduce(y, "layer"), expected, rtol=1e-12, atol=1e-12
+                PlannedExchange(in_sub_stages, world, Meter()).reduce(y, "layer"), expected, rtol=1e-12, atol=1e-12
             )
     finally:
         world.close()
@@ -263,8 +262,11 @@ def test_logged_bytes_are_the_planned_ones(ranks, name):
     [
         ({"plan": "fastest"}, r"plan must be one of 'auto', 'p2p', .*'dgcl_r' \(got 'fastest'\)"),
         ({"partition": "metis"}, r"partition must be one of 'auto', 'flat', 'hierarchical' \(got 'metis'\)"),
-        ({"partition": "hierarchical"}, 'partition="hierarchical" looks at a topology, and none is given'),
-        ({"plan": "spst"}, r'plan="spst" looks at a topology, and none is given.*topology="dgx1"'),
+        (
+            {"partition": "hierarchical", "topology": None},
+            'partition="hierarchical" looks at a topology, and none is given',
+        ),
+        ({"plan": "spst", "topology": None}, r'plan="spst" looks at a topology, and none is given.*topology="dgx1"'),
     ],
 )
 def test_refused_at_once(options, message):

@@ -15,6 +15,7 @@ from lightning_gnn.planning.plan_cost import plan_cost
 from lightning_gnn.planning.presets import dgx1, pcie8, uniform
 from lightning_gnn.planning.relation import Relation
 from lightning_gnn.planning.spst import spst
+from lightning_gnn.planning.tables import rank_plan
 from lightning_gnn.planning.topology import Topology
 from lightning_gnn.planning.topology_file import topology_from_dict
 
@@ -135,16 +136,18 @@ def test_backward_is_the_adjoint(problem):
         ranks = rank_plans(plan)
         y = [rng.integers(-9, 10, rank.num_owned + rank.num_halo) for rank in ranks]
         inner = sum(int(x[rows_of(plan, number)] @ y[number]) for number in range(len(ranks)))
-        for stages in ([rank.backward for rank in ranks], [rank.backward_at_once for rank in ranks]):
+        split = [rank_plan(plan, number, sub_stages=True).backward for number in range(plan.num_devices)]
+        for stages in ([rank.backward for rank in ranks], split):
             buffers = [np.concatenate([y[n], np.zeros(rank.num_relayed, np.int64)]) for n, rank in enumerate(ranks)]
             moved = carry_out(stages, buffers, add=True)
             assert np.array_equal(moved.sum(0), plan.traffic.sum(0).T)
             gradient = np.concatenate([buffers[n][: rank.num_owned] for n, rank in enumerate(ranks)])
             assert int(x @ gradient) == inner
-        for rank in ranks:
-            for stage in rank.backward:
-                arriving = np.concatenate(stage.receives)
-                assert len(np.unique(arriving)) == len(arriving)  # no row receives from two ranks at once
+        for stage in (stage for rank in ranks for stage in rank.backward):
+            assert all(len(np.unique(rows)) == len(rows) for rows in stage.receives)  # peer after peer, none twice
+        for stage in (stage for stages in split for stage in stages):
+            arriving = np.concatenate(stage.receives)
+            assert len(np.unique(arriving)) == len(arriving)  # no row receives from two ranks at once
 
 
 @settings(max_examples=40, deadline=None)

@@ -279,7 +279,7 @@ class AllRows(NodeClassifier):
         ({"plan": "replicate"}, r"say how far by hops.*hops=2 for a GCN of two layers \(got None\)"),
         ({"plan": "replicate", "hops": -1}, r"got -1"),
         ({"plan": "spst", "topology": "dgx1", "hops": 2}, r'hops=2 says how far .*; plan="spst" does not'),
-        ({"plan": "dgcl_r", "hops": 2}, r'plan="dgcl_r" looks at a topology, and none is given'),
+        ({"plan": "dgcl_r", "hops": 2, "topology": None}, r'plan="dgcl_r" looks at a topology, and none is given'),
     ],
 )
 def test_refused_at_once(options, message):

@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 from planning import problems, random_relation
 
 from lightning_gnn.partition import assign_nodes, edge_cut_report
-from lightning_gnn.planning.baselines import dgcl_r_seconds, replication, swap_cost
+from lightning_gnn.partition.replicas import replication_factors
+from lightning_gnn.planning.plan_cost import swap_cost
 from lightning_gnn.planning.presets import dgx1, find_topology, pcie8, uniform
 from lightning_gnn.planning.topology_file import load_topology, save_topology, topology_from_dict
 
@@ -121,21 +122,15 @@ def test_swap_writes_everything_and_reads_halos():
 
 
 @settings(max_examples=40, deadline=None)
-@given(st.integers(0, 1000), st.integers(1, 5), st.integers(0, 3))
-def test_replication_against_a_loop(seed, parts, layers):
+@given(st.integers(0, 1000), st.integers(1, 5), st.integers(1, 4))
+def test_replication_factors_against_a_loop(seed, parts, hops):
     rng = np.random.default_rng(seed)
     edge_index, part = rng.integers(0, 20, (2, 30)), rng.integers(0, parts, 20)
-    found = replication(edge_index, part, parts, layers)
-    assert found.nodes.shape == (layers + 1, parts) and found.edges.shape == (layers, parts)
-    for p in range(parts):
-        held = set(np.flatnonzero(part == p).tolist())
-        for hop in range(layers):
-            assert found.nodes[hop, p] == len(held)
-            followed = [int(source) for source, target in edge_index.T if int(target) in held]
-            assert found.edges[layers - 1 - hop, p] == len(followed)
-            held |= set(followed)
-        assert found.nodes[layers, p] == len(held)
-    assert found.factor >= 1 and (layers > 0 or found.factor == 1)
+    held = [set(np.flatnonzero(part == p).tolist()) for p in range(parts)]
+    for found in replication_factors(edge_index, part, parts, hops):
+        for nodes in held:
+            nodes |= {int(source) for source, target in edge_index.T if int(target) in nodes}
+        assert found == pytest.approx(sum(map(len, held)) / 20)
 
 
 def communities(rng: np.random.Generator, num_nodes: int = 1600) -> np.ndarray:
@@ -165,19 +160,3 @@ def test_hierarchical_cuts_refuse():
     with pytest.raises(ValueError, match="devices 0 to 1, each once"):
         assign_nodes(edges, 9, 2, groups=((0,), (2,)))
     assert assign_nodes(edges, 3, 2, groups=((0,), (1,))).part.max() <= 1
-
-
-def test_dgcl_r_communicates_inside_machines_only():
-    rng = np.random.default_rng(0)
-    edge_index = communities(rng)
-    topology = find_topology("dgx1x2", 16)
-    machine = assign_nodes(edge_index, 1600, 16, groups=topology.groups).part // 8
-
-    def cut(edges: np.ndarray, num_nodes: int, num_parts: int) -> np.ndarray:
-        return np.arange(num_nodes) % num_parts
-
-    seconds = dgcl_r_seconds(edge_index, machine, topology, 2, cut)
-    assert seconds.shape == (2,) and (seconds > 0).all()
-    assert seconds[0] >= seconds[1]  # the first layer is computed for more nodes
-    faster = topology_from_dict({"devices": 2, "links": [LINK], "hosts": [{"devices": [0]}, {"devices": [1]}]})
-    assert (dgcl_r_seconds(edge_index, machine, faster, 2, cut) == 0).all()

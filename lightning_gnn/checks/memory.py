@@ -22,6 +22,24 @@ def least_bytes(rows: int, halo_rows: int, edges: int, row_bytes: int, module: t
     return (rows + halo_rows) * row_bytes + columns + parameters
 
 
+def training_bytes(
+    rows: int, halo_rows: int, edges: int, feature_bytes: int, row_bytes: int, num_layers: int, relayed: int = 0
+) -> int:
+    """Returns a low estimate of a rank's peak in training: :func:`least_bytes` without weights, and activations.
+
+    These are each layer's output and its gradient, and one buffer of halo and relayed rows and its gradient, which layers share.
+
+    Args:
+        rows, halo_rows, edges: of the rank.
+        feature_bytes: of a node's features.
+        row_bytes: of a row of a layer's output.
+        num_layers: K.
+        relayed: rows that the rank only passes on.
+    """
+    least = least_bytes(rows, halo_rows, edges, feature_bytes, torch.nn.Module())
+    return least + 2 * (num_layers * rows + halo_rows + relayed) * row_bytes
+
+
 def available_bytes() -> int | None:
     """Returns how much memory this machine, or this container, can still give; None where that cannot be known."""
     try:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any, TypeVar
@@ -187,6 +187,34 @@ class World:
                 with self._naming(f"Gathering node rows of rank {source}"):
                     dist.broadcast(piece.view(-1).view(torch.uint8), source)
         return out
+
+    def scatter_rows(
+        self, pieces: Iterable[Tensor] | None, shape: Sequence[int], dtype: torch.dtype, source: int = 0
+    ) -> Tensor:
+        """Returns this rank's piece, on its device; one rank has those of all ranks, the others pass None.
+
+        Args:
+            pieces: one for each rank in order, on `source`. They are asked for one by one, so that they need not all be there.
+            shape, dtype: of this rank's piece.
+            source: who sends.
+
+        Raises:
+            CommunicationError: `source`, or a rank that it sends to, does not answer.
+        """
+        own = torch.empty(*shape, dtype=dtype, device=self.device)
+        nothing, nobody = own.new_empty(0), [0] * self.size
+        with self._naming(f"Sending node rows of rank {source}"):
+            if pieces is None:
+                counts = [len(own) if rank == source else 0 for rank in range(self.size)]
+                self.wire.start(nothing, nobody, own, counts)()
+                return own
+            for peer, piece in enumerate(pieces):
+                if peer == self.rank:
+                    own.copy_(piece)
+                else:
+                    counts = [len(piece) if rank == peer else 0 for rank in range(self.size)]
+                    self.wire.start(piece.to(self.device).contiguous(), counts, nothing, nobody)()
+        return own
 
     def all_gather_object(self, value: T) -> list[T]:
         """Returns the picklable values of all ranks in rank order, on every rank."""

@@ -108,6 +108,7 @@ class InProcessWire:
     """:class:`~lightning_gnn.comm.wire.Wire` between the threads of a meeting."""
 
     all_local = True
+    receives_early = True
 
     def __init__(self, rank: int, meeting: Meeting) -> None:
         self._rank, self._meeting = rank, meeting

@@ -83,7 +83,9 @@ class PlannedExchange(RowExchange):
 
     Forward, each row that is not owned arrives exactly once, so rows are received in place, one stage behind the other, and
     sent on from there; at the end the halo is taken out in its order. Backward, gradients are collected in the halo rows and
-    relayed rows, and go to the parents in the trees in sub-stages, in none of which a row receives from two ranks.
+    relayed rows, and go to the parents in the trees. Those that arrive are added peer after peer.
+
+    Where the transport can, all receiving starts at once: a message that is expected is not held up behind others.
 
     A rank waits for its own peers of each stage; there is neither a coordinator nor a barrier. That cannot lock up: whoever is
     waited for is in an earlier stage, or has still to send in this one, and some rank is the furthest behind.
@@ -91,8 +93,7 @@ class PlannedExchange(RowExchange):
     One fetch or return at a time: both work in the same memory.
 
     Args:
-        plan: this rank's part of a plan that all ranks follow. With ``backward_at_once`` in place of its ``backward``,
-            gradients travel in as few messages as rows do, and are added peer after peer.
+        plan: this rank's part of a plan that all ranks follow.
         world: the ranks.
         meter: where traffic is counted, relayed rows included.
     """
@@ -116,55 +117,84 @@ class PlannedExchange(RowExchange):
             arrives = slice(arrived, arrived + sum(receive_counts))
             self._forward.append(_Stage(_counts(stage.sends), receive_counts, sends, arrives, []))
             arrived = arrives.stop
-        self._backward = []
+        self._backward, arrived = [], 0
         for stage in plan.backward:
             if not stage.idle:
                 sends, adds = _runs([np.concatenate(stage.sends)], owned, device), _runs(stage.receives, owned, device)
                 receive_counts = _counts(stage.receives)
-                arrives = slice(sum(receive_counts))
+                arrives = slice(arrived, arrived + sum(receive_counts))
                 self._backward.append(_Stage(_counts(stage.sends), receive_counts, sends, arrives, adds))
-        self._most_added = max((sum(stage.receive_counts) for stage in self._backward), default=0)
+                arrived = arrives.stop
+        self._num_added = arrived
 
     def _others(self, shape: torch.Size, dtype: torch.dtype) -> Tensor:
         """Returns memory for the rows that are not owned, ``[H + R, ...]``, for halo rows of `shape`."""
         return self.buffer("others", torch.Size((self.num_halo + self.num_relayed, *shape[1:])), dtype)
 
-    def _send(
-        self, stage: _Stage, sources: Sequence[Tensor], into: Tensor, layer: str, direction: str
+    def _go(
+        self,
+        stages: Sequence[_Stage],
+        sources: Sequence[Tensor],
+        arriving: Tensor,
+        layer: str,
+        direction: str,
+        then: Callable[[_Stage], None],
     ) -> Callable[[], None]:
-        """Starts a stage; returns the function that waits for its peers.
+        """Starts the first of `stages`; returns the function that waits for it and goes through the others.
 
         Args:
             sources: the rows that are not owned, then the owned ones, unless no stage sends them.
-            into: receives what arrives, in peer order.
+            arriving: receives what arrives in all stages, in peer order each.
+            then: called when what a stage brings is there.
         """
-        began = time.perf_counter()
-        others = sources[0]
-        try:
-            packed = self.world.wire.scratch(
-                (sum(stage.send_counts), *others.shape[1:]), others.dtype, self.world.device
-            )
-        except PeerError as error:  # it has not taken what an earlier stage sent
-            raise self._failed(error, layer, direction) from error
-        for run in stage.sends:
-            take_rows(sources[run.owned], run.rows, packed[run.place])
-        return self._start(packed, stage.send_counts, into, stage.receive_counts, layer, direction, began)
+        nobody = [0] * self.world.size
+        none = arriving[:0]
+
+        def receive(stage: _Stage) -> Callable[[], None]:
+            began = time.perf_counter()
+            into = arriving[stage.arrives]
+            return self._start(none, nobody, into, stage.receive_counts, layer, direction, began)
+
+        early = self.world.wire.receives_early
+        coming = [receive(stage) for stage in stages] if early else []
+        sent: list[Callable[[], None]] = []
+
+        def start(stage: _Stage) -> Callable[[], None]:
+            began = time.perf_counter()
+            shape = (sum(stage.send_counts), *arriving.shape[1:])
+            try:
+                packed = self.world.wire.scratch(shape, arriving.dtype, self.world.device)
+            except PeerError as error:  # it has not taken what an earlier stage sent
+                raise self._failed(error, layer, direction) from error
+            for run in stage.sends:
+                take_rows(sources[run.owned], run.rows, packed[run.place])
+            into, counts = (none, nobody) if early else (arriving[stage.arrives], stage.receive_counts)
+            return self._start(packed, stage.send_counts, into, counts, layer, direction, began)
+
+        first = [start(stage) for stage in stages[:1]]
+
+        def finish() -> None:
+            for number, stage in enumerate(stages):
+                wait = start(stage) if number else first[0]
+                if early:
+                    sent.append(wait)
+                    coming[number]()
+                else:
+                    wait()
+                then(stage)
+            for wait in sent:
+                wait()
+
+        return finish
 
     @override
     def start_fetch(self, x: Tensor, halo: Tensor, layer: str) -> Callable[[], None]:
         """Sends the first stage; the others follow while waiting."""
         others = self._others(halo.shape, x.dtype)
-
-        def start(stage: _Stage) -> Callable[[], None]:
-            return self._send(stage, (others, x), others[stage.arrives], layer, "forward")
-
-        first = [start(stage) for stage in self._forward[:1]]
+        go_on = self._go(self._forward, (others, x), others, layer, "forward", lambda stage: None)
 
         def finish() -> None:
-            for wait in first:
-                wait()
-            for stage in self._forward[1:]:
-                start(stage)()
+            go_on()
             take_rows(others, self._halo_rows, halo)
 
         return finish
@@ -175,23 +205,23 @@ class PlannedExchange(RowExchange):
 
     @override
     def start_return(self, halo_grad: Tensor, layer: str) -> Callable[[Tensor], None]:
-        """Sends the first sub-stage; the others follow while finishing."""
+        """Sends the first stage; the others follow while finishing."""
         others = self._others(halo_grad.shape, halo_grad.dtype)
         if halo_grad.data_ptr() != others.data_ptr():
             others[: self.num_halo] = halo_grad
         others[self.num_halo :] = 0
-        arrived = self.buffer("return", torch.Size((self._most_added, *others.shape[1:])), others.dtype)
+        arrived = self.buffer("return", torch.Size((self._num_added, *others.shape[1:])), others.dtype)
+        own: list[Tensor] = []
 
-        def start(stage: _Stage) -> Callable[[], None]:
-            return self._send(stage, (others,), arrived[stage.arrives], layer, "backward")
+        def add(stage: _Stage) -> None:
+            values = arrived[stage.arrives]
+            for run in stage.adds:
+                add_rows((others, *own)[run.owned], run.rows, values[run.place])
 
-        first = [start(stage) for stage in self._backward[:1]]
+        go_on = self._go(self._backward, (others,), arrived, layer, "backward", add)
 
         def finish(grad: Tensor) -> None:
-            for number, stage in enumerate(self._backward):
-                wait = start(stage) if number else first[0]
-                wait()
-                for run in stage.adds:
-                    add_rows((others, grad)[run.owned], run.rows, arrived[run.place])
+            own.append(grad)
+            go_on()
 
         return finish

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import time
-from typing import Literal
+from typing import Literal, get_args
 
-import numpy as np
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 
 from lightning_gnn.comm.exchange import HaloExchange, RowExchange
@@ -14,9 +13,22 @@ from lightning_gnn.comm.planned import PlannedExchange
 from lightning_gnn.comm.swap import SwapExchange
 from lightning_gnn.comm.traffic import Meter
 from lightning_gnn.partition.shard import HaloPlan, Ids
-from lightning_gnn.planning import Plan, Relation, Topology, p2p, plan_cost, rank_plan, spst
+from lightning_gnn.planning import Plan, Relation, Topology, direct_is_as_fast, p2p, rank_plan, spst
 
 PlanName = Literal["auto", "p2p", "spst", "swap"]
+
+NO_TOPOLOGY = (
+    '{} looks at a topology, and none is given. Pass topology="dgx1", "dgx1x2", "pcie8", a JSON file (docs/planning.md) or a '
+    'Topology; without one, use plan="auto" or "p2p".'
+)
+
+
+def check_plan(plan: str, topology: object) -> None:
+    """Raises ValueError for an unknown plan, or one that needs a topology where none is given."""
+    if plan not in get_args(PlanName):
+        raise ValueError(f"plan must be one of {', '.join(map(repr, get_args(PlanName)))} (got {plan!r}).")
+    if plan == "spst" and topology is None:
+        raise ValueError(NO_TOPOLOGY.format('plan="spst"'))
 
 
 def make_exchange(
@@ -58,7 +70,7 @@ def make_exchange(
         began = time.perf_counter()
         made = spst(relation, topology)
         seconds = time.perf_counter() - began
-        if plan == "spst" or not _direct_is_as_fast(made, topology):
+        if plan == "spst" or not direct_is_as_fast(made, topology):
             trees = made.bounds, made.parent, made.stage
             rank_zero_info(
                 f"SPST over {topology.name}: an exchange moves {made.traffic.sum():,} rows in {made.num_stages} stages "
@@ -70,11 +82,3 @@ def make_exchange(
     if trees is None:
         return HaloExchange(rows, world, meter)
     return PlannedExchange(rank_plan(Plan("spst", relation, *trees), world.rank), world, meter)
-
-
-def _direct_is_as_fast(plan: Plan, topology: Topology) -> bool:
-    pairs = np.argwhere(plan.relation.pair_rows)
-    if any(tuple(pair) not in topology.links for pair in pairs):
-        return False
-    direct = plan_cost(p2p(plan.relation, topology), topology).seconds()
-    return direct <= plan_cost(plan, topology).seconds() * (1 + 1e-9)

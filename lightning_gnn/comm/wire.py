@@ -30,6 +30,8 @@ class Wire:
         self._local = set(memory.peers) if memory is not None else set()
         self.all_local = len(self._local) == size - 1
         self._nccl = dist.get_backend(group) == "nccl"
+        self.receives_early = not self._nccl
+        """Whether receiving may start before what must be sent first: NCCL does one thing after the other."""
         self._scratch: Tensor | None = None
 
     def scratch(self, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:

@@ -1,14 +1,10 @@
-"""Two processes that exchange rows as two ranks do, and time it: ``python -m lightning_gnn.commands.exchange RANK``."""
+"""Two processes that exchange rows as two ranks do, and time it: ``python -m lightning_gnn.commands.exchange``."""
 
 from __future__ import annotations
 
 import json
 import os
-import socket
 import statistics
-import subprocess
-import sys
-import tempfile
 import time
 from datetime import timedelta
 
@@ -18,14 +14,10 @@ import torch
 from lightning_gnn.comm.exchange import HaloExchange
 from lightning_gnn.comm.group import World
 from lightning_gnn.comm.traffic import Meter
+from lightning_gnn.commands.local_ranks import run_ranks
 from lightning_gnn.partition.shard import HaloPlan
 
 ROWS, COLUMNS, REPEATS = 65_536, 64, 7
-LAUNCHER_VARIABLES = (
-    *("RANK", "LOCAL_RANK", "NODE_RANK", "GROUP_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"),
-    *("MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RUN_ID"),
-)
-"""What launchers set for a rank."""
 
 
 def time_exchange(deadline: float) -> dict[str, float | None]:
@@ -39,33 +31,7 @@ def time_exchange(deadline: float) -> dict[str, float | None]:
     Raises:
         RuntimeError: one has failed, or the deadline has passed; with what they wrote last.
     """
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    env = {name: value for name, value in os.environ.items() if name not in LAUNCHER_VARIABLES}
-    env.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
-    env["PYTHONPATH"] = os.pathsep.join(path or os.getcwd() for path in sys.path)
-    end = time.monotonic() + deadline
-    with tempfile.TemporaryFile("w+") as output, tempfile.TemporaryFile("w+") as errors:
-        ranks = [
-            subprocess.Popen([sys.executable, "-m", __name__, str(rank)], env=env, stdout=stream, stderr=errors)
-            for rank, stream in enumerate((output, errors))
-        ]
-        try:
-            while any(rank.poll() is None for rank in ranks) and not any(rank.poll() for rank in ranks):
-                if time.monotonic() > end:
-                    raise RuntimeError(f"two processes did not exchange anything within {deadline:.0f} s")
-                time.sleep(0.05)
-        finally:
-            for rank in ranks:
-                rank.kill()
-                rank.wait()
-        errors.seek(0)
-        if any(rank.returncode for rank in ranks):
-            lines = [line for line in errors.read().splitlines() if "Error" in line]
-            raise RuntimeError(lines[-1] if lines else f"they ended with status {[rank.returncode for rank in ranks]}")
-        output.seek(0)
-        return json.loads(output.read().splitlines()[-1])
+    return json.loads(run_ranks(["-m", __name__], 2, deadline).splitlines()[-1])
 
 
 def _bytes_per_second(rank: int, shared_memory: bool) -> float | None:
@@ -93,7 +59,7 @@ def _bytes_per_second(rank: int, shared_memory: bool) -> float | None:
 
 def main() -> None:
     """Runs in each of the two processes; rank 0 prints."""
-    rank = int(sys.argv[1])
+    rank = int(os.environ["RANK"])
     print(json.dumps({name: _bytes_per_second(rank, name == "shared_memory") for name in ("shared_memory", "sockets")}))
 
 

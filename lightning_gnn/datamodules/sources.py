@@ -129,7 +129,7 @@ def prepare_graph(
             f"The graph says num_nodes={data.num_nodes}, but x has {num_nodes} rows. Give x one row per node, "
             "zeros where a node has no features."
         )
-    result.edge_index = _edges(result.edge_index, num_nodes)
+    result.edge_index = checked_edges(result.edge_index, num_nodes)
     for name in ("edge_weight", "edge_attr"):
         if result.get(name) is not None:
             result[name] = _edge_values(name, result[name], result.edge_index.size(1), result.x.dtype)
@@ -192,8 +192,12 @@ def _features(x: Tensor) -> Tensor:
     return x
 
 
-def _edges(edge_index: Tensor, num_nodes: int) -> Tensor:
-    """Returns ``edge_index`` int64 ``[2, E]``."""
+def checked_edges(edge_index: Tensor, num_nodes: int) -> Tensor:
+    """Returns ``edge_index`` int64 ``[2, E]``.
+
+    Raises:
+        ValueError: another shape or dtype, or ids of no node.
+    """
     if edge_index.dim() != 2 or edge_index.size(0) != 2:
         hint = " Transpose it: data.edge_index = data.edge_index.t()." if edge_index.shape[1:] == (2,) else ""
         raise ValueError(f"edge_index must have shape [2, E] (got {list(edge_index.shape)}).{hint}")

@@ -148,6 +148,13 @@ def within_hops(edge_index: Ids, group: NDArray[np.integer], num_groups: int, ho
     return reached + [reached[-1]] * (hops + 1 - len(reached))
 
 
+def replication_factors(edge_index: Ids, group: NDArray[np.integer], num_groups: int, hops: int) -> tuple[float, ...]:
+    """Returns how many times each node is held on average, after 1 to K hops (DGCL Figure 4); see :func:`within_hops`."""
+    reached = within_hops(edge_index, group, num_groups, hops)[1:]
+    bits = [[(masks >> np.uint64(g) & np.uint64(1)).sum() for g in range(num_groups)] for masks in reached]
+    return tuple(float(sum(counts)) / max(1, len(group)) for counts in bits)
+
+
 def _holders(
     edge_index: Ids, owner: NDArray[np.int16], levels: Sequence[NDArray[np.bool_]], ranks: NDArray[np.int16]
 ) -> NDArray[np.int16]:

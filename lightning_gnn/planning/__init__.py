@@ -2,7 +2,7 @@
 
 from lightning_gnn.planning.cost import LayerCost
 from lightning_gnn.planning.plan import Plan, p2p
-from lightning_gnn.planning.plan_cost import PlanCost, plan_cost
+from lightning_gnn.planning.plan_cost import PlanCost, direct_is_as_fast, plan_cost, swap_cost
 from lightning_gnn.planning.presets import find_topology
 from lightning_gnn.planning.relation import Relation
 from lightning_gnn.planning.spst import spst
@@ -17,9 +17,11 @@ __all__ = [
     "Relation",
     "Stage",
     "Topology",
+    "direct_is_as_fast",
     "find_topology",
     "p2p",
     "plan_cost",
     "rank_plan",
     "spst",
+    "swap_cost",
 ]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+from itertools import combinations
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +12,9 @@ from lightning_gnn.planning.topology_file import load_topology, topology_from_di
 
 NVLINK_PAIR, NVLINK, PCIE, QPI, INFINIBAND, ETHERNET = 48.35, 24.22, 11.13, 9.56, 6.37, 3.12
 """GB/s and direction: two NVLinks, one NVLink, ... (DGCL Table 1)."""
+
+SHARED_MEMORY = 8.0
+"""GB/s and direction between CPU ranks of one machine: measured among four that share a 2-core virtual machine."""
 
 _CUBE_MESH = {
     NVLINK_PAIR: ((0, 3), (0, 4), (1, 2), (1, 5), (2, 3), (4, 7), (5, 6), (6, 7)),
@@ -82,24 +87,87 @@ def uniform(num_devices: int, gb_per_s: float = 1.0) -> Topology:
     return topology_from_dict({"name": "uniform", "devices": num_devices, "links": links})
 
 
-def find_topology(source: str | Path | Topology, num_ranks: int) -> Topology:
-    """Returns the topology of that many ranks.
+def machines(
+    ranks_per_host: Sequence[int],
+    inside_gb_per_s: float | Sequence[float] = SHARED_MEMORY,
+    between_gb_per_s: float = ETHERNET,
+) -> Topology:
+    """Returns machines whose ranks are all alike inside, joined by one full duplex network port each.
 
     Args:
-        source: ``"dgx1"``, ``"dgx1x2"``, ``"pcie8"``, ``"uniform"``, the path of a JSON file, or a topology; of larger
-            ones the first devices are taken.
+        ranks_per_host: number of ranks of each machine; those of a machine follow each other. With one machine, the topology
+            is :func:`uniform`.
+        inside_gb_per_s: bandwidth of the link that each two ranks of a machine have for themselves, of all machines or each.
+        between_gb_per_s: bandwidth of a port, which all traffic of its machine with others shares; by default Ethernet as
+            DGCL measured it (Table 1).
 
     Raises:
-        ValueError: none of these, or too small.
+        ValueError: there is no machine, one without ranks, or not one bandwidth inside for each.
     """
-    if isinstance(source, Topology):
-        return source.for_ranks(num_ranks)
-    presets = {"dgx1": dgx1, "dgx1x2": lambda: dgx1(2), "pcie8": pcie8, "uniform": lambda: uniform(num_ranks)}
-    if isinstance(source, str) and source in presets:
-        return presets[source]().for_ranks(num_ranks)
-    if not Path(source).is_file():
-        raise ValueError(f"topology must be one of {', '.join(presets)} or a JSON file (got {str(source)!r}).")
-    return load_topology(source).for_ranks(num_ranks)
+    counts = list(ranks_per_host)
+    inside = [inside_gb_per_s] * len(counts) if isinstance(inside_gb_per_s, (int, float)) else list(inside_gb_per_s)
+    if not counts or min(counts) < 1 or len(inside) != len(counts):
+        raise ValueError(
+            f"Each machine needs one or more ranks, and a bandwidth inside (got {counts} ranks and {inside} GB/s)."
+        )
+    if len(counts) == 1:
+        return uniform(counts[0], inside[0])
+    hosts = [_range(sum(counts[:host]), count) for host, count in enumerate(counts)]
+    hops, links = ports(hosts, between_gb_per_s)
+    for host, gb_per_s in zip(hosts, inside):
+        links += [{"a": a, "b": b, "gb_per_s": gb_per_s} for a, b in combinations(host, 2)]
+    return topology_from_dict(
+        {
+            "name": f"{len(hosts)} machines",
+            "devices": sum(counts),
+            "hosts": [{"devices": host} for host in hosts],
+            "hops": hops,
+            "links": links,
+        }
+    )
+
+
+def ports(hosts: Sequence[Sequence[int]], gb_per_s: float) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+    """Returns one network port per host, and the links between devices of different hosts over both ports, as in a file."""
+    if len(hosts) == 1:
+        return [], []
+    hops: list[dict[str, Any]] = [
+        {"name": f"port{i}", "kind": "network", "gb_per_s": gb_per_s} for i in range(len(hosts))
+    ]
+    links: list[dict[str, Any]] = []
+    for (i, one), (j, other) in combinations(enumerate(hosts), 2):
+        links += [{"a": a, "b": b, "via": [f"port{i}", f"-port{j}"]} for a in one for b in other]
+    return hops, links
+
+
+PRESETS: dict[str, Callable[[int], Topology]] = {
+    "dgx1": lambda num_ranks: dgx1(),
+    "dgx1x2": lambda num_ranks: dgx1(2),
+    "pcie8": lambda num_ranks: pcie8(),
+    "uniform": uniform,
+}
+"""Topologies by name, made for at least so many ranks if they have as many devices."""
+
+
+def find_topology(source: str | Path | Topology, num_ranks: int | None) -> Topology:
+    """Returns a topology.
+
+    Args:
+        source: ``"dgx1"``, ``"dgx1x2"``, ``"pcie8"``, ``"uniform"``, the path of a JSON file, or a topology.
+        num_ranks: how many devices; of larger ones the first are taken. None for all of them.
+
+    Raises:
+        ValueError: none of these, too small, or ``"uniform"`` of no number.
+    """
+    if isinstance(source, str) and source in PRESETS:
+        if source == "uniform" and num_ranks is None:
+            raise ValueError("uniform has as many devices as there are ranks: say how many.")
+        source = PRESETS[source](num_ranks or 0)
+    elif not isinstance(source, Topology):
+        if not Path(source).is_file():
+            raise ValueError(f"topology must be one of {', '.join(PRESETS)} or a JSON file (got {str(source)!r}).")
+        source = load_topology(source)
+    return source if num_ranks is None else source.for_ranks(num_ranks)
 
 
 def _range(first: int, count: int) -> list[int]:

@@ -5,9 +5,9 @@ rows that it only relays. Tables hold positions in this buffer.
 
 - Forward: for each stage in order, send the rows of `sends`, then write what arrives to the rows of `receives`. A row that is
   sent was owned or arrived in an earlier stage, so a rank may start a stage when the rows of its own earlier stages are in.
-- Backward: the buffer holds gradients, zero where there are none, R rows included. For each sub-stage in order, send the
-  rows of `sends`, and *add* what arrives to the rows of `receives`. No row receives from two ranks in one sub-stage, so
-  the additions need no atomics, and their order is fixed.
+- Backward: the buffer holds gradients, zero where there are none, R rows included. For each stage in order, send the rows of
+  `sends`, and *add* what arrives to the rows of `receives`, peer after peer: so additions need no atomics, in a fixed order.
+  In the paper's sub-stages no row receives from two ranks in one, which serves the same end with more messages.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class RankPlan:
     Attributes:
         num_owned, num_halo, num_relayed: N, H, R.
         forward: the stages, K of them on every rank.
-        backward: their sub-stages from the last stage to the first; as many on every rank.
+        backward: the same from the last to the first, with sends and receives swapped; or their sub-stages.
     """
 
     num_owned: int
@@ -61,21 +61,22 @@ class RankPlan:
         return self.num_owned + self.num_halo + self.num_relayed
 
     @property
-    def backward_at_once(self) -> tuple[Stage, ...]:
-        """The backward stages without sub-stages: a row may receive from several peers in one, and needs atomic additions."""
-        return tuple(Stage(stage.receives, stage.sends) for stage in reversed(self.forward))
-
-    @property
     def table_bytes(self) -> int:
-        """Memory of the tables."""
+        """Memory of the tables; both directions share them, but for sub-stages."""
         stages = (*self.forward, *self.backward)
-        return sum(table.nbytes for stage in stages for table in (*stage.sends, *stage.receives))
+        tables = {id(table): table.nbytes for stage in stages for table in (*stage.sends, *stage.receives)}
+        return sum(tables.values())
 
 
-def rank_plan(plan: Plan, rank: int) -> RankPlan:
+def rank_plan(plan: Plan, rank: int, sub_stages: bool = False) -> RankPlan:
     """Returns what `rank` does in `plan`.
 
     Rows of one message are in the order of their ids, whichever groups they belong to.
+
+    Args:
+        plan: of all ranks.
+        rank: which.
+        sub_stages: split the stages of the backward pass as in section 6.2, to compare with.
     """
     relation, edges = plan.relation, plan.edges
     begin, end = relation.offsets[rank : rank + 2]
@@ -108,17 +109,15 @@ def rank_plan(plan: Plan, rank: int) -> RankPlan:
         receives = tables(edges.receiver, edges.sender, slots, num_slots)
         return [Stage(*both) for both in zip(sends, receives)]
 
-    per_stage = np.zeros(plan.num_stages, np.int64)  # sub-stages
-    np.maximum.at(per_stage, edges.stage, edges.sub_stage + 1)
-    first = np.cumsum(per_stage) - per_stage
-    sub_stages = stages(first[edges.stage] + edges.sub_stage, int(per_stage.sum()))
-    return RankPlan(
-        num_owned,
-        num_halo,
-        len(relayed),
-        tuple(stages(edges.stage, plan.num_stages)),
-        tuple(Stage(stage.receives, stage.sends) for stage in reversed(sub_stages)),
-    )
+    forward = stages(edges.stage, plan.num_stages)
+    backward = forward
+    if sub_stages:
+        per_stage = np.zeros(plan.num_stages, np.int64)
+        np.maximum.at(per_stage, edges.stage, edges.sub_stage + 1)
+        first = np.cumsum(per_stage) - per_stage
+        backward = stages(first[edges.stage] + edges.sub_stage, int(per_stage.sum()))
+    swapped = tuple(Stage(stage.receives, stage.sends) for stage in reversed(backward))
+    return RankPlan(num_owned, num_halo, len(relayed), tuple(forward), swapped)
 
 
 def _nodes(plan: Plan, groups: Ids) -> Ids:

@@ -13,8 +13,9 @@ import numpy as np
 import torch
 from typing_extensions import override
 
+from lightning_gnn.comm.detect import detect
 from lightning_gnn.comm.group import World
-from lightning_gnn.comm.plans import make_exchange
+from lightning_gnn.comm.plans import NO_TOPOLOGY, make_exchange
 from lightning_gnn.comm.replicated import ReplicatedExchange
 from lightning_gnn.comm.traffic import Meter
 from lightning_gnn.datamodules.shards import Shard
@@ -23,6 +24,7 @@ from lightning_gnn.nn.context import GraphContext
 from lightning_gnn.partition.hierarchical import alike
 from lightning_gnn.partition.layout import LayoutSpec, Replicas
 from lightning_gnn.planning import Topology, find_topology
+from lightning_gnn.planning.presets import machines
 from lightning_gnn.strategies.base import GNNStrategy, Scheme
 
 PlanName = Literal["auto", "p2p", "spst", "swap", "replicate", "dgcl_r"]
@@ -46,7 +48,7 @@ class DGCLScheme(Scheme):
         self,
         keep_constant: bool = True,
         plan: PlanName = "auto",
-        topology: str | Path | Topology | None = None,
+        topology: str | Path | Topology | None = "auto",
         partition: PartitionName = "auto",
         hops: int | None = None,
     ) -> None:
@@ -55,10 +57,7 @@ class DGCLScheme(Scheme):
                 raise ValueError(f"{what} must be one of {', '.join(map(repr, get_args(known)))} (got {value!r}).")
         if topology is None and (plan in ("spst", "dgcl_r") or partition == "hierarchical"):
             asked = f'partition="{partition}"' if partition == "hierarchical" else f'plan="{plan}"'
-            raise ValueError(
-                f'{asked} looks at a topology, and none is given. Pass topology="dgx1", "dgx1x2", "pcie8", a JSON file '
-                '(docs/planning.md) or a Topology; without one, use plan="auto" or "p2p".'
-            )
+            raise ValueError(NO_TOPOLOGY.format(asked))
         replicates = plan in ("replicate", "dgcl_r")
         if replicates and (hops is None or hops < 0):
             raise ValueError(
@@ -80,7 +79,7 @@ class DGCLScheme(Scheme):
             ValueError: there is no such topology, or it is not for so many ranks. Here, since this is asked for before
                 anything is partitioned or started.
         """
-        topology = self._topology(world_size)
+        topology = self._topology(world_size, num_hosts)
         groups = replicas = None
         if topology is not None:
             apart = len(topology.hosts) > 1 and alike(topology.groups)
@@ -94,15 +93,15 @@ class DGCLScheme(Scheme):
     @override
     def for_self_check(self) -> DGCLScheme:
         if self.hops is None:
-            return DGCLScheme(self.keep_constant)
-        return DGCLScheme(self.keep_constant, "replicate", hops=_WHOLE_SMALL_GRAPH)
+            return DGCLScheme(self.keep_constant, topology=None)
+        return DGCLScheme(self.keep_constant, "replicate", topology=None, hops=_WHOLE_SMALL_GRAPH)
 
     @override
     def bind(self, module: torch.nn.Module, shard: Shard, world: World, meter: Meter) -> Binding:
         batch, rank = shard.batch, world.rank
         offsets = np.cumsum([0, *shard.rows])
         plan = {"replicate": "p2p", "dgcl_r": "spst"}.get(self.plan, self.plan)
-        topology = None if self.plan == "replicate" else self._topology(world.size)
+        topology = None if self.plan == "replicate" else self._topology(world)
         exchange = make_exchange(plan, topology, shard.plan, shard.halos, offsets, world, meter)  # type: ignore[arg-type]
         if self.hops is not None:
             own = {shard.edges[rank]: shard.edge_counts[rank], shard.rows[rank]: shard.counts[rank]}
@@ -112,8 +111,14 @@ class DGCLScheme(Scheme):
         context = GraphContext(exchange, batch.x, batch.edge_index, weight, kept_widths, self.hops)
         return Binding(module, context)
 
-    def _topology(self, world_size: int) -> Topology | None:
-        return None if self.topology is None else find_topology(self.topology, world_size)
+    def _topology(self, ranks: int | World, num_hosts: int = 1) -> Topology | None:
+        """Returns the topology of the ranks; ``"auto"`` sees machines only, where there are no ranks to ask yet."""
+        if self.topology is None:
+            return None
+        size = ranks if isinstance(ranks, int) else ranks.size
+        if self.topology != "auto":
+            return find_topology(self.topology, size)
+        return machines([size // num_hosts] * num_hosts) if isinstance(ranks, int) else detect(ranks)
 
 
 class DGCLStrategy(GNNStrategy):
@@ -126,11 +131,13 @@ class DGCLStrategy(GNNStrategy):
         keep_constant: keep what the layers' sums over neighbours make of the graph's own features, which is the same in every
             step: at most four times the memory of the features. Without, it is computed and sent anew.
         plan: how rows travel: ``"p2p"`` directly; ``"spst"`` along shortest path spanning trees over `topology` (DGCL section
-            5.2); ``"auto"`` directly if all links are alike or nothing is known of them, otherwise by SPST where that is faster.
+            5.2); ``"auto"`` directly if all links are alike, otherwise by SPST where the cost model finds that faster.
             To compare with: ``"swap"`` through the memory of one machine; ``"replicate"`` not at all, each rank holds and
             computes the neighbourhood of its nodes; ``"dgcl_r"`` neighbourhoods per machine, SPST inside it.
-        topology: what the ranks are joined by, rank i being device i: ``"dgx1"``, ``"dgx1x2"``, ``"pcie8"``, ``"uniform"``, the
-            path of a JSON file, or a topology; of larger ones the first devices are taken. None for links that are alike.
+        topology: what the ranks are joined by, rank i being device i. ``"auto"``: machines by host name, each with one network
+            port, and what NVML tells of their GPUs (docs/planning.md); CPU ranks of a machine are alike. Or ``"dgx1"``,
+            ``"dgx1x2"``, ``"pcie8"``, ``"uniform"``, the path of a JSON file, or a topology, such as ``lightning-gnn topology
+            measure`` writes; of larger ones the first devices are taken. None for links that are alike.
         partition: where METIS cuts: ``"flat"`` between all ranks alike; ``"hierarchical"`` between the machines of `topology`
             first, then between their sockets, then inside these (DGCL section 4.1); ``"auto"`` hierarchically if there are
             several machines of equally many ranks.
@@ -148,7 +155,7 @@ class DGCLStrategy(GNNStrategy):
         self,
         keep_constant: bool = True,
         plan: PlanName = "auto",
-        topology: str | Path | Topology | None = None,
+        topology: str | Path | Topology | None = "auto",
         partition: PartitionName = "auto",
         hops: int | None = None,
         **options: Any,

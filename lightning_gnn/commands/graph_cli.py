@@ -1,0 +1,124 @@
+"""What the commands share that look at a partitioned graph without training: they take the files and keys of ``fit``."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import lightning as L
+from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
+from lightning.pytorch.strategies import StrategyRegistry
+from rich.console import Console
+from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+from typing_extensions import override
+
+from lightning_gnn.commands.parser import Parser, check_names
+from lightning_gnn.datamodules import GraphDataModule
+from lightning_gnn.partition.layout import LayoutSpec
+from lightning_gnn.strategies import DGCLStrategy, GNNStrategy
+from lightning_gnn.strategies.base import Scheme
+
+
+class GraphCLI(LightningCLI):
+    """Parses what ``fit`` takes, so that its files and overrides serve here too; makes data and strategy only.
+
+    Args:
+        name: of the command.
+        arguments: that follow it.
+        usage, description: for its help.
+
+    Attributes:
+        datamodule: as configured.
+        scheme: of the strategy.
+        layout: what the scheme needs in so many parts.
+    """
+
+    def __init__(self, name: str, arguments: Sequence[str], usage: str, description: str) -> None:
+        self._arguments = list(arguments)
+        super().__init__(
+            L.LightningModule,
+            GraphDataModule,
+            subclass_mode_model=True,
+            subclass_mode_data=True,
+            seed_everything_default=False,
+            parser_class=Parser,
+            parser_kwargs={"prog": f"lightning-gnn {name}", "usage": usage, "description": description},
+            run=False,
+        )
+
+    def add_options(self, parser: LightningArgumentParser) -> None:
+        """Adds the command's own options."""
+
+    def prepare(self, scheme: Scheme, parts: int) -> None:
+        """Checks the command's own options, and may change the scheme; a ValueError ends the command with its message."""
+
+    @override
+    def parse_arguments(self, parser: LightningArgumentParser, args: Any) -> None:
+        self.config = parser.parse_args(self._arguments)
+
+    @override
+    def add_core_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
+        parser.add_argument("--parts", type=int, help="Number of parts. (default: trainer.devices x trainer.num_nodes)")
+        self.add_options(parser)
+        parser.add_lightning_class_args(L.Trainer, "trainer")
+        parser.add_lightning_class_args(L.LightningModule, "model", subclass_mode=True, required=False)
+        parser.add_lightning_class_args(GraphDataModule, "data", subclass_mode=True)
+        parser.add_method_arguments(L.Trainer, "fit", skip=set(self.subcommands()["fit"]))
+
+    @override
+    def instantiate_classes(self) -> None:
+        check_names(self.parser, self.config.trainer.strategy, self.config.trainer.accelerator)
+        # Loggers and callbacks may start something, and the Trainer wants devices that this machine need not have.
+        chosen = self.config.clone()
+        for key in vars(chosen.trainer).keys() - {"strategy"}:
+            chosen.trainer[key] = None
+        chosen.model = chosen.optimizer = chosen.lr_scheduler = None
+        made = self.parser.instantiate_classes(chosen)
+        self.datamodule = made.data
+        self.scheme = self._scheme(made.trainer.strategy)
+        try:
+            parts = self._parts()
+            self.prepare(self.scheme, parts)
+            hosts = self.config.trainer.num_nodes
+            self.layout: LayoutSpec = self.scheme.layout(parts, hosts if parts % hosts == 0 else 1)
+        except ValueError as error:
+            self.parser.error(str(error))
+
+    def _scheme(self, strategy: Any) -> Scheme:
+        if isinstance(strategy, str):
+            strategy = DGCLStrategy() if strategy == "auto" else StrategyRegistry.get(strategy.lower())
+        if not isinstance(strategy, GNNStrategy):
+            self.parser.error(f"{type(strategy).__name__} does not split the graph. Use trainer.strategy=dgcl.")
+        return strategy.scheme
+
+    def _parts(self) -> int:
+        trainer = self.config.trainer
+        parts = self.config.parts if self.config.parts is not None else num_ranks(trainer.devices, trainer.num_nodes)
+        if parts is None:
+            raise ValueError(f"how many parts? trainer.devices={trainer.devices} depends on the machine: give --parts.")
+        if parts < 1:
+            raise ValueError(f"--parts is a number above 0 (got {parts}).")
+        return parts
+
+
+def num_ranks(devices: Any, num_nodes: int) -> int | None:
+    """Returns the number of ranks of a Trainer with these `devices`, without a look at any; None if they decide."""
+    if isinstance(devices, str):
+        if devices.strip().lstrip("-").isdigit():
+            devices = int(devices)
+        elif devices.replace(",", "").replace(" ", "").isdigit():
+            devices = [device for device in devices.split(",") if device.strip()]
+        else:
+            return None
+    count = devices if isinstance(devices, int) else len(devices)
+    return None if count < 0 else count * num_nodes
+
+
+@contextmanager
+def working(console: Console, text: str) -> Iterator[None]:
+    """Shows a spinner and the seconds so far; nothing where nobody watches."""
+    columns = (SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
+        progress.add_task(text, total=None)
+        yield

@@ -1,0 +1,71 @@
+"""Ranks as processes of this machine, for commands that need some and were not started by a launcher."""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+
+LAUNCHER_VARIABLES = (
+    *("RANK", "LOCAL_RANK", "NODE_RANK", "GROUP_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"),
+    *("MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RUN_ID"),
+)
+"""What launchers set for a rank."""
+
+
+def run_ranks(
+    arguments: Sequence[str], num_ranks: int, deadline: float | None = None, show_errors: bool = False
+) -> str:
+    """Runs ``python *arguments`` once per rank, with the variables of a launcher, and returns what rank 0 printed.
+
+    Args:
+        arguments: such as ``["-m", "package.module"]``.
+        num_ranks: how many processes.
+        deadline: seconds after which all are ended; None waits as long as they run.
+        show_errors: let rank 0 write to this process's standard error, for progress.
+
+    Raises:
+        RuntimeError: one has failed, or the deadline has passed; with the last error that they wrote.
+    """
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    env = {name: value for name, value in os.environ.items() if name not in LAUNCHER_VARIABLES}
+    env.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), WORLD_SIZE=str(num_ranks), NODE_RANK="0")
+    env.update(LOCAL_WORLD_SIZE=str(num_ranks), PYTHONPATH=os.pathsep.join(path or os.getcwd() for path in sys.path))
+    end = float("inf") if deadline is None else time.monotonic() + deadline
+    ranks: list[subprocess.Popen[bytes]] = []
+    with tempfile.TemporaryFile("w+") as output, tempfile.TemporaryFile("w+") as errors:
+        try:
+            for rank in range(num_ranks):
+                ranks.append(
+                    subprocess.Popen(
+                        [sys.executable, *arguments],
+                        env={**env, "RANK": str(rank), "LOCAL_RANK": str(rank)},
+                        stdout=output if rank == 0 else errors,
+                        stderr=None if rank == 0 and show_errors else errors,
+                    )
+                )
+            while any(rank.poll() is None for rank in ranks) and not any(rank.poll() for rank in ranks):
+                if time.monotonic() > end:
+                    raise RuntimeError(f"{_count(num_ranks)} were not done within {deadline:.0f} s")
+                time.sleep(0.05)
+        finally:
+            for process in ranks:
+                process.kill()
+                process.wait()
+        errors.seek(0)
+        codes = [process.returncode for process in ranks]
+        if any(codes):
+            lines = [line for line in errors.read().splitlines() if "error" in line.lower()]
+            raise RuntimeError(lines[-1].removeprefix("error: ") if lines else f"they ended with status {codes}")
+        output.seek(0)
+        return output.read()
+
+
+def _count(num_ranks: int) -> str:
+    return "two processes" if num_ranks == 2 else f"{num_ranks} processes"

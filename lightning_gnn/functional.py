@@ -1,0 +1,491 @@
+"""Graph allgather by hand, without Lightning: the library interface of DGCL (EuroSys'21, section 4.2 and Listing 1).
+
+::
+
+    import lightning_gnn.functional as dgcl
+
+    with dgcl.init() as ranks:  # in each process that torchrun starts
+        part = dgcl.build_comm_info(graph, topology="dgx1")
+        x, y, train = map(dgcl.dispatch_features, (graph.x, graph.y, graph.train_mask))
+        ...
+        h = conv((dgcl.graph_allgather(h), h), part.edge_index)  # one layer, a PyG conv as it is
+        ...
+        loss.backward()
+        dgcl.sum_gradients(model)
+
+There is one :class:`Session` per process, kept here from :func:`init` to :func:`shutdown`. The functions that take rows work on
+the graph of the last :func:`build_comm_info`; with several graphs, use the methods of the :class:`CommInfo` that it returns.
+
+All functions but :func:`init` and :func:`shutdown` communicate: every rank must call them alike, in the same order.
+
+N nodes of the graph, E edges; on this rank N_p owned rows, H halo rows, E_p edges. ``...`` stands for any trailing dimensions.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from datetime import timedelta
+from itertools import pairwise
+from pathlib import Path
+from types import TracebackType
+from typing import Any, TypeVar
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch_geometric.data import Data
+
+from lightning_gnn.comm.exchange import RowExchange
+from lightning_gnn.comm.group import World
+from lightning_gnn.comm.plans import PlanName, check_plan, make_exchange
+from lightning_gnn.comm.traffic import Meter
+from lightning_gnn.datamodules.sources import checked_edges
+from lightning_gnn.nn.norms import SumOverRanks
+from lightning_gnn.partition.edge_cut import assign_nodes
+from lightning_gnn.partition.locality import local_relabelling
+from lightning_gnn.partition.shard import Ids, edge_cut_parts, halo_plan
+from lightning_gnn.planning import Topology, find_topology
+from lightning_gnn.strategies.gradients import GradientSum
+
+T = TypeVar("T")
+
+_VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+
+
+@dataclass(frozen=True)
+class CommInfo:
+    """This rank's part of a graph, and the exchange that brings the rows of others that it reads.
+
+    Attributes:
+        edge_index: edges into owned nodes, int64 ``[2, E_p]``, targets ascending; sources number the owned rows first, the halo
+            rows after them, as :meth:`gather` returns them.
+        n_id: original id of each owned row, int64 ``[N_p]``.
+        e_id: position of each edge in the whole graph's list, int64 ``[E_p]``: weights of edges are ``weight[e_id]``.
+        order: original ids of all ranks' rows in rank order, int64 ``[N]``.
+        counts: owned rows of each rank.
+        report: quality of the cut, for logs.
+        exchange: moves the rows; ``exchange.meter`` counts them.
+    """
+
+    edge_index: Tensor
+    n_id: Tensor
+    e_id: Tensor
+    order: Tensor
+    counts: tuple[int, ...]
+    report: Mapping[str, Any]
+    exchange: RowExchange
+
+    @property
+    def num_nodes(self) -> int:
+        """N."""
+        return len(self.order)
+
+    @property
+    def num_owned(self) -> int:
+        """N_p."""
+        return self.exchange.num_owned
+
+    @property
+    def num_halo(self) -> int:
+        """H."""
+        return self.exchange.num_halo
+
+    def gather(self, x: Tensor) -> Tensor:
+        """Returns owned and halo rows, ``[N_p + H, ...]``, as ``edge_index[0]`` numbers them (graph allgather, section 4.1).
+
+        Differentiable: the gradients of halo rows travel home and are added to those of the owned rows (section 6.2). Their
+        order of addition is fixed, so runs repeat bit for bit.
+
+        Args:
+            x: owned rows, ``[N_p, ...]``, on the rank's device.
+
+        Raises:
+            ValueError: another number of rows, or another device.
+            CommunicationError: another rank is gone or late.
+        """
+        self._check_owned(x, "graph_allgather")
+        return self.exchange.expand(x, "graph_allgather")
+
+    def dispatch(self, x: Tensor | None = None) -> Tensor:
+        """Returns this rank's rows of a tensor over all nodes, ``[N_p, ...]``, on the rank's device.
+
+        Args:
+            x: ``[N, ...]``, any dtype: features, labels, boolean masks. On every rank, or on at least one, while the others
+                pass None: the first that has it then sends each rank its rows. Not differentiable.
+
+        Raises:
+            ValueError: on all ranks: no rank has it, it has not one row per node, or ranks have different ones.
+        """
+        world = self.exchange.world
+        given = None if x is None else (tuple(x.shape), x.dtype)
+        everyone = world.all_gather_object(given)
+        source, (shape, dtype) = _holder(everyone, "dispatch_features", "tensor")
+        if not shape or shape[0] != self.num_nodes:
+            raise ValueError(
+                f"dispatch_features takes one row per node of the whole graph, {self.num_nodes} rows (got shape {list(shape)})."
+            )
+        if None not in everyone:
+            assert x is not None
+            return x.detach()[self.n_id.to(x.device)].to(world.device)
+        pieces = None
+        if world.rank == source:
+            assert x is not None
+            rows = x.detach()
+            pieces = (rows[ids] for ids in self.order.to(rows.device).split(list(self.counts)))
+        return world.scatter_rows(pieces, (self.num_owned, *shape[1:]), dtype, source)
+
+    def collect(self, x: Tensor) -> Tensor:
+        """Returns the rows of all ranks in the graph's original order, ``[N, ...]``, on every rank; not differentiable.
+
+        Args:
+            x: owned rows, ``[N_p, ...]``; of one dtype and trailing shape on all ranks.
+
+        Raises:
+            ValueError: another number of rows, or another device.
+        """
+        self._check_owned(x, "collect_rows")
+        rows = self.exchange.world.all_gather_rows(x.detach().contiguous(), self.counts)
+        return torch.empty_like(rows).index_copy_(0, self.order.to(rows.device), rows)
+
+    def sum(self, x: Tensor) -> Tensor:
+        """Returns the sum over ranks of equal-shaped tensors, on every rank and with the same bits; differentiable."""
+        return SumOverRanks.apply(x, self.exchange, "sum_over_ranks")
+
+    def _check_owned(self, x: Tensor, function: str) -> None:
+        if x.dim() == 0 or x.size(0) != self.num_owned:
+            raise ValueError(
+                f"{function} takes one row per owned node, {self.num_owned} rows on rank {self.exchange.world.rank} (got shape "
+                f"{list(x.shape)}). dispatch_features(x) has these rows of a tensor over all nodes."
+            )
+        if x.device != self.exchange.world.device:
+            raise ValueError(
+                f"{function} takes rows on {self.exchange.world.device}, the device of init() (got {x.device})."
+            )
+
+
+class Session:
+    """What :func:`init` has set up in this process; ends with the ``with`` block that it opens, or with :func:`shutdown`.
+
+    Attributes:
+        world: the ranks.
+        info: of the last :func:`build_comm_info`, or None.
+    """
+
+    def __init__(self, world: World) -> None:
+        self.world = world
+        self.info: CommInfo | None = None
+
+    @property
+    def rank(self) -> int:
+        """This process's rank."""
+        return self.world.rank
+
+    @property
+    def size(self) -> int:
+        """Number of ranks."""
+        return self.world.size
+
+    @property
+    def device(self) -> torch.device:
+        """Where this rank computes."""
+        return self.world.device
+
+    def __enter__(self) -> Session:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        if _session is self:
+            shutdown()
+
+
+_session: Session | None = None
+
+
+def init(device: str | torch.device | None = None, *, timeout: float = 1800.0, shared_memory: bool = True) -> Session:
+    """Joins the ranks (section 4.2) and returns this process's session.
+
+    Reads RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT, as torchrun sets them; with none of them set, there is one rank.
+    A default process group that exists already is used, and left in place by :func:`shutdown`.
+
+    Args:
+        device: where this rank computes. None: its own GPU, number LOCAL_RANK, where there is CUDA; the CPU otherwise.
+        timeout: seconds after which a wait for another rank is an error.
+        shared_memory: CPU ranks of one machine talk through shared memory; the others, and CUDA ranks, through gloo and NCCL.
+
+    Raises:
+        RuntimeError: called twice without :func:`shutdown`, or the ranks do not meet in time.
+        ValueError: some of the variables are missing, or there is no such device.
+    """
+    global _session
+    if _session is not None:
+        raise RuntimeError(
+            "init() was called before in this process. Call shutdown() first, or leave the `with` block."
+        )
+    missing = [name for name in _VARIABLES if name not in os.environ]
+    # MASTER_ADDR and MASTER_PORT are set in some shells for good; without a rank they say nothing.
+    if "RANK" in missing and "WORLD_SIZE" in missing:
+        rank, size = 0, 1
+    elif missing:
+        raise ValueError(
+            f"init() found only some of the variables that say who the ranks are: {', '.join(missing)} is missing. Start the "
+            "script by torchrun --nproc-per-node 2 script.py, or set all of " + ", ".join(_VARIABLES) + "."
+        )
+    else:
+        rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    chosen = _device(device)
+    _session = Session(World(rank, size, chosen, timedelta(seconds=timeout), shared_memory))
+    return _session
+
+
+def shutdown() -> None:
+    """Leaves the ranks and forgets the graph; without :func:`init`, does nothing."""
+    global _session
+    if _session is not None:
+        ending, _session = _session, None
+        ending.world.close()
+
+
+def build_comm_info(
+    graph: Data | Tensor | None = None,
+    topology: str | Path | Topology | None = None,
+    plan: PlanName = "auto",
+    partition: str | Any = "metis",
+    *,
+    num_nodes: int | None = None,
+    seed: int = 0,
+) -> CommInfo:
+    """Cuts a graph, plans the exchange (buildCommInfo, section 4.2) and returns this rank's part.
+
+    The first rank that has the graph cuts and plans, by its own arguments; the others receive their part and follow its plan. So
+    only that rank needs room for the whole.
+
+    Args:
+        graph: a PyG ``Data``, or ``edge_index`` ``[2, E]``, source and target, with `num_nodes`. On every rank or on some;
+            the others pass None.
+        topology: what the ranks are joined by, rank i being device i: ``"dgx1"``, ``"dgx1x2"``, ``"pcie8"``, ``"uniform"``, the
+            path of a JSON file, or a topology (docs/planning.md). None for links that are alike.
+        plan: ``"p2p"``: rows travel directly; ``"spst"``: along shortest path spanning trees over `topology` (section 5.2);
+            ``"swap"``: through the memory of one machine; ``"auto"``: directly if all links are alike or nothing is known of
+            them, otherwise by SPST where that is faster.
+        partition: ``"metis"``, ``"random"``, or the rank of every node, int ``[N]``.
+        num_nodes: N, for an ``edge_index``.
+        seed: of the partition.
+
+    Raises:
+        RuntimeError: before :func:`init`.
+        ValueError: on all ranks: no rank has the graph, ranks have different ones, ids of no node, an unknown plan, SPST without
+            a topology, a topology that is not there or too small, a partition that does not fit.
+    """
+    session = _joined("build_comm_info")
+    world = session.world
+    own = _together(world, lambda: None if graph is None else _checked_graph(graph, num_nodes))
+    sizes = world.all_gather_object(None if own is None else (own[1], own[0].size(1)))
+    source, _ = _holder(sizes, "build_comm_info", "graph")
+
+    def cut() -> tuple[_Header, list[Tensor]] | None:
+        return None if world.rank != source else _cut(own, world.size, topology, plan, partition, seed)  # type: ignore[arg-type]
+
+    made = _together(world, cut)
+    header = world.broadcast_object(None if made is None else made[0], source)
+    assert header is not None
+    num_edges = header.edge_counts[world.rank]
+    edges = world.scatter_rows(None if made is None else made[1], (num_edges, 3), torch.int64, source)
+    order = torch.from_numpy(header.order).to(world.device)
+    counts = tuple(np.diff(header.offsets).tolist())
+    session.info = CommInfo(
+        edge_index=edges[:, :2].t().contiguous(),
+        n_id=order[header.offsets[world.rank] : header.offsets[world.rank + 1]],
+        e_id=edges[:, 2].contiguous(),
+        order=order,
+        counts=counts,
+        report=header.report,
+        exchange=make_exchange(
+            header.plan,
+            header.topology,
+            halo_plan(world.rank, header.offsets, header.halos),
+            header.halos,
+            header.offsets,
+            world,
+            Meter(),
+        ),
+    )
+    return session.info
+
+
+def dispatch_features(x: Tensor | None = None) -> Tensor:
+    """Returns this rank's rows of features, labels or masks over all nodes: see :meth:`CommInfo.dispatch`."""
+    return _built("dispatch_features").dispatch(x)
+
+
+def graph_allgather(x: Tensor) -> Tensor:
+    """Returns the owned rows and, after them, copies of the halo rows, differentiable: see :meth:`CommInfo.gather`."""
+    return _built("graph_allgather").gather(x)
+
+
+def collect_rows(x: Tensor) -> Tensor:
+    """Returns the rows of all ranks in original order, on every rank: see :meth:`CommInfo.collect`."""
+    return _built("collect_rows").collect(x)
+
+
+def sum_over_ranks(x: Tensor) -> Tensor:
+    """Returns the sum of `x` over ranks, on every rank, differentiable: see :meth:`CommInfo.sum`."""
+    return _built("sum_over_ranks").sum(x)
+
+
+def sum_gradients(parameters: torch.nn.Module | Iterable[Tensor]) -> None:
+    """Replaces each parameter's ``grad`` by its sum over ranks; call it once, after the backward and before the optimizer.
+
+    If the losses of all ranks sum to the loss of one device, these are the gradients of one device. A parameter that has a
+    gradient on no rank keeps None; one that has one on some rank gets it everywhere.
+
+    Args:
+        parameters: a module, or its parameters in the same order on every rank.
+
+    Raises:
+        RuntimeError: before :func:`init`.
+    """
+    world = _joined("sum_gradients").world
+    found = parameters.parameters() if isinstance(parameters, torch.nn.Module) else parameters
+    gradients = GradientSum(world, [parameter for parameter in found if parameter.requires_grad])
+    try:
+        gradients.after()
+    finally:
+        gradients.release()
+
+
+def broadcast_parameters(module: torch.nn.Module, source: int = 0) -> None:
+    """Gives all ranks the parameters and buffers of `source`: ranks whose models differ learn nothing sensible together.
+
+    Raises:
+        RuntimeError: before :func:`init`.
+    """
+    _joined("broadcast_parameters").world.broadcast_tensors_([*module.parameters(), *module.buffers()], source)
+
+
+# Parts #############################################################################################################
+
+
+@dataclass(frozen=True)
+class _Header:
+    """What every rank must know of a cut.
+
+    Attributes:
+        offsets: first row of each rank and the end, int64 ``[P + 1]``.
+        order: original ids in rank order, int64 ``[N]``.
+        halos: relabelled ids of the halo rows of each rank, ascending.
+        edge_counts: edges of each rank.
+        plan, topology: how rows travel, and over what.
+        report: quality of the cut.
+    """
+
+    offsets: Ids
+    order: Ids
+    halos: tuple[Ids, ...]
+    edge_counts: tuple[int, ...]
+    plan: PlanName
+    topology: Topology | None
+    report: Mapping[str, Any]
+
+
+def _cut(
+    graph: tuple[Tensor, int],
+    size: int,
+    topology: str | Path | Topology | None,
+    plan: PlanName,
+    partition: Any,
+    seed: int,
+) -> tuple[_Header, list[Tensor]]:
+    """Returns the cut, and each part's edges, int64 ``[E_p, 3]``: local source, local target, position."""
+    check_plan(plan, topology)
+    links = None if topology is None else find_topology(topology, size)
+    edge_index = graph[0].numpy()
+    assignment = assign_nodes(edge_index, graph[1], size, partition, seed=seed)
+    relabelling = local_relabelling(edge_index, assignment.part, size)
+    parts = list(edge_cut_parts(edge_index, relabelling))
+    halos = tuple(part.halo for part in parts)
+    edges = [torch.from_numpy(np.stack([*part.edge_index, part.edge_ids], 1)) for part in parts]
+    counts = tuple(map(len, edges))
+    header = _Header(relabelling.offsets, relabelling.n_id, halos, counts, plan, links, assignment.report.as_dict())
+    return header, edges
+
+
+def _device(device: str | torch.device | None) -> torch.device:
+    if device is None:
+        device = f"cuda:{os.environ.get('LOCAL_RANK', 0)}" if torch.cuda.is_available() else "cpu"
+    chosen = torch.device(device)
+    if chosen.type == "cuda":
+        chosen = torch.device(
+            "cuda", chosen.index if chosen.index is not None else int(os.environ.get("LOCAL_RANK", 0))
+        )
+        if chosen.index >= torch.cuda.device_count():
+            raise ValueError(
+                f"init() was to use {chosen}, but there are {torch.cuda.device_count()} CUDA devices. Start fewer ranks per "
+                'machine, or compute on the CPU: init("cpu").'
+            )
+        torch.cuda.set_device(chosen)
+    return chosen
+
+
+def _checked_graph(graph: Data | Tensor, num_nodes: int | None) -> tuple[Tensor, int]:
+    """Returns ``edge_index`` int64 ``[2, E]`` on the CPU, and N."""
+    edge_index = graph if isinstance(graph, Tensor) else getattr(graph, "edge_index", None)
+    if not isinstance(edge_index, Tensor):
+        raise ValueError(
+            f"build_comm_info takes a PyG Data with an edge_index, or an edge_index (got {type(graph).__name__})."
+        )
+    if num_nodes is None:
+        if isinstance(graph, Tensor):
+            raise ValueError(
+                "build_comm_info cannot tell the number of nodes from edges, as the last ones may be isolated. Pass num_nodes=..."
+            )
+        num_nodes = graph.num_nodes
+    if not num_nodes or num_nodes < 1:
+        raise ValueError(f"build_comm_info needs a graph of at least one node (got num_nodes={num_nodes}).")
+    return checked_edges(edge_index.detach().cpu(), num_nodes), num_nodes
+
+
+def _holder(everyone: list[T | None], function: str, what: str) -> tuple[int, T]:
+    """Returns the first rank that has something, and its description; all that have one must have the same."""
+    found = [(rank, each) for rank, each in enumerate(everyone) if each is not None]
+    if not found:
+        raise ValueError(
+            f"{function} got no {what} on any rank. At least one rank must pass it; the others may pass None."
+        )
+    for (rank, each), (other, another) in pairwise(found):
+        if each != another:
+            raise ValueError(
+                f"{function} got different {what}s: {each} on rank {rank}, {another} on rank {other}. Pass the same on all "
+                "ranks, or None on all but one."
+            )
+    return found[0]
+
+
+def _together(world: World, work: Callable[[], T]) -> T:
+    """Returns what `work` returns; what it raises on one rank is raised on all, so that none waits for the others."""
+    result: Any = None
+    problem = None
+    try:
+        result = work()
+    except (ValueError, OSError, MemoryError) as error:
+        problem = error
+    for each in world.all_gather_object(problem):
+        if each is not None:
+            raise problem or each
+    return result
+
+
+def _joined(function: str) -> Session:
+    if _session is None:
+        raise RuntimeError(f"{function}() was called before init(). Call lightning_gnn.functional.init() first.")
+    return _session
+
+
+def _built(function: str) -> CommInfo:
+    info = _joined(function).info
+    if info is None:
+        raise RuntimeError(f"{function}() was called before build_comm_info(graph), which cuts the graph.")
+    return info
