@@ -15,7 +15,14 @@ from lightning_gnn.nn import (
     substitute,
     sum_over_ranks,
 )
-from lightning_gnn.strategies import DGCLStrategy, GNNStrategy, SpMM1DStrategy, SpMM15DStrategy
+from lightning_gnn.strategies import (
+    DGCLStrategy,
+    GNNStrategy,
+    SpMM1DStrategy,
+    SpMM2DStrategy,
+    SpMM3DStrategy,
+    SpMM15DStrategy,
+)
 
 __version__ = "0.1.0"
 
@@ -27,6 +34,8 @@ __all__ = [
     "GraphDataModule",
     "NodeClassifier",
     "SpMM1DStrategy",
+    "SpMM2DStrategy",
+    "SpMM3DStrategy",
     "SpMM15DStrategy",
     "UnsupportedModelError",
     "expand",

@@ -20,8 +20,9 @@ from lightning_gnn import GraphDataModule, NodeClassifier, SpMM1DStrategy, SpMM1
 from lightning_gnn.comm.grid import BlockMatrix, SparseMatrix, Triples
 from lightning_gnn.comm.group import World
 from lightning_gnn.comm.in_process import InProcessWorld, Meeting
+from lightning_gnn.comm.summa import SummaMatrix
 from lightning_gnn.comm.traffic import Meter
-from lightning_gnn.partition.grid import ProcessGrid, legal_replications
+from lightning_gnn.partition.grid import ProcessCube, ProcessGrid, legal_replications
 from lightning_gnn.planning.grid_cost import GridCost, block_cost, choose, sparse_cost
 from lightning_gnn.strategies.spmm import _partial_sums
 
@@ -58,6 +59,12 @@ def test_permutations_and_the_users_module(ranks, permute):
     options = {"permute": permute, "sparsity_aware": permute is None}
     for found in ranks.run(4, trained, "sage", options, module="user"):
         assert_same(found, on_one_device("sage", "user"), rtol=1e-8, atol=1e-10)
+
+
+@pytest.mark.parametrize("model", ["gcn", "graphconv", "gat", "gin_batch_norm"])
+def test_2d(ranks, model):
+    for found in ranks.run(4, train, awkward_graph(), model, strategy="spmm_2d"):
+        assert_same(found, on_one_device(model), rtol=1e-8, atol=1e-10)
 
 
 @pytest.mark.parametrize("strategy", ["spmm_1d", "spmm_15d"])
@@ -145,6 +152,61 @@ def test_predicted_rows_are_an_upper_bound(problem):
     assert moved <= predicted
     if grid.replication == 1:
         assert moved == predicted
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.sampled_from([(1, 2), (4, 2), (9, 2), (16, 2), (8, 3), (27, 3)]), st.integers(0, 1000), st.booleans())
+def test_squares_and_cubes(size, seed, weighted):
+    """Products of 2D and 3D against a dense one, and the rows that they move; few columns, at times fewer than the side."""
+    num_ranks, dimensions = size
+    cube = ProcessCube.of(num_ranks, dimensions)
+    rng = np.random.default_rng(seed)
+    num_nodes, columns = int(rng.choice([1, 7, 60])), int(rng.choice([1, 2, 5]))
+    offsets = np.sort(np.concatenate([[0, num_nodes], rng.integers(0, num_nodes + 1, num_ranks - 1)]))
+    edges = rng.integers(0, num_nodes, (2, int(rng.choice([0, 10, 300]))))
+    values = np.arange(1.0, edges.shape[1] + 1) if weighted else np.ones(edges.shape[1])
+    dense = torch.zeros(num_nodes, num_nodes, dtype=torch.float64)
+    dense.index_put_(
+        (torch.from_numpy(edges[1]), torch.from_numpy(edges[0])), torch.from_numpy(values), accumulate=True
+    )
+    x = torch.from_numpy(rng.standard_normal((num_nodes, columns)))
+    meeting, meters = Meeting(num_ranks), [Meter() for _ in range(num_ranks)]
+
+    def work(rank: int) -> None:
+        entries, _ = entries_of(edges, offsets, rank, weighted)
+        matrix = SummaMatrix(entries, cube, offsets, InProcessWorld(rank, meeting), meters[rank])
+        own = slice(*offsets[rank : rank + 2])
+        for transposed in (False, True, False):
+            expected = ((dense.T if transposed else dense) @ x)[own]
+            torch.testing.assert_close(matrix.multiply(x[own], "layer", transposed), expected, rtol=1e-12, atol=1e-9)
+
+    assert meeting.run(work) == [None] * num_ranks
+    for direction, count in (("forward", 2), ("backward", 1)):
+        sent = sum(meter.by_layer["layer", direction].bytes_sent for meter in meters)
+        # Every block of the matrix goes to the side's other ranks: where its rows begin, and per entry a column and a value.
+        starts = sum(8 * (rows_of(cube, offsets, rank) + 1) for rank in range(num_ranks))
+        entries_bytes = edges.shape[1] * (12 if weighted else 4)
+        assert sent == count * (cube.words(offsets, columns) * 8 + (cube.side - 1) * (starts + entries_bytes))
+
+
+def rows_of(cube: ProcessCube, offsets: np.ndarray, rank: int) -> int:
+    """Returns the rows of the block of the matrix that a rank holds."""
+    sizes = np.diff(offsets[:: cube.side])
+    return int(sizes[cube.blocks_of_row(cube.place(rank)[0])].sum())
+
+
+def test_squares_and_cubes_of_ranks():
+    cube = ProcessCube.of(8, 3)
+    assert (cube.side, cube.layers, cube.num_ranks) == (2, 2, 8)
+    assert [cube.rank(*cube.place(rank)) for rank in range(8)] == list(range(8))
+    assert cube.blocks_of_row(1) == [1, 3] and list(cube.owners(3)) == [6, 7]
+    even = np.arange(0, 81, 10)
+    assert cube.words(even, 4) == 80 * 4 + 80 * 4 + 2 * 80 * 2
+    assert ProcessCube.of(4, 2).words(np.arange(5) * 10, 4) == 40 * 4 + 2 * 40 * 2
+    with pytest.raises(ValueError, match=r"a square number of ranks, such as 4 or 9 \(got 6\)"):
+        ProcessCube.of(6, 2)
+    with pytest.raises(ValueError, match=r"a cube number of ranks, such as 1 or 8 \(got 4\)"):
+        ProcessCube.of(4, 3)
 
 
 def test_grid():
@@ -268,6 +330,13 @@ def test_a_missing_rank_is_named(ranks):
 def test_refused_at_once(options, message):
     with pytest.raises(ValueError, match=message):
         SpMM15DStrategy(**options)
+
+
+@pytest.mark.parametrize(("strategy", "message"), [("spmm_2d", "such as 1 or 4"), ("spmm_3d", "such as 1 or 8")])
+def test_numbers_of_ranks_are_refused_before_they_start(strategy, message):
+    module = NodeClassifier(build("gcn"), num_classes=CLASSES).double()
+    with pytest.raises(ValueError, match=message):
+        quiet_trainer(strategy, 3).fit(module, datamodule=GraphDataModule(awkward_graph()))
 
 
 def test_refused_before_ranks_start():

@@ -50,15 +50,23 @@ def deal(entries: Triples, grid: ProcessGrid, offsets: Ids, world: World) -> Tri
 
     Entry (row, col) belongs to the process row of `row` and to the process column whose chunk holds `col`.
     """
-    size = world.size
     first = torch.from_numpy(np.ascontiguousarray(offsets[:: grid.replication]))
     columns = torch.tensor([grid.column_of(block) for block in range(grid.num_rows)])
     block = [torch.bucketize(ids.cpu().contiguous(), first, right=True) - 1 for ids in (entries.row, entries.col)]
-    holder = block[0] * grid.replication + columns[block[1]]
-    counts = torch.bincount(holder, minlength=size)
-    arriving = world.all_gather(counts.to(world.device), "Dealing a matrix over the process grid").cpu()[:, world.rank]
-    order = torch.argsort(holder, stable=True).to(entries.row.device)
-    sorted_entries = entries[order]
+    return deal_to(block[0] * grid.replication + columns[block[1]], entries, world)
+
+
+def deal_to(holder: Tensor, entries: Triples, world: World) -> Triples:
+    """Sends each entry to a rank; returns those of this rank, in rank order. All ranks must call it.
+
+    Args:
+        holder: of each entry, on the CPU, ``[E]``.
+        entries: on the rank's device.
+        world: the ranks.
+    """
+    counts = torch.bincount(holder, minlength=world.size)
+    arriving = world.all_gather(counts.to(world.device), "Dealing a matrix over the ranks").cpu()[:, world.rank]
+    sorted_entries = entries[torch.argsort(holder, stable=True).to(entries.row.device)]
 
     def exchanged(values: Tensor) -> Tensor:
         into = values.new_empty(int(arriving.sum()))
@@ -78,8 +86,22 @@ def _messages(values: Tensor, counts: Sequence[int], rank: int) -> list[tuple[in
     return [(peer, part) for peer, part in enumerate(parts) if peer != rank and len(part)]
 
 
-class GridMatrix(ABC):
-    """One rank's part of a matrix over all nodes, ``[n, n]``, and of its transpose.
+class Matrix(ABC):
+    """One rank's part of a matrix over all nodes, ``[n, n]``, and of its transpose."""
+
+    @abstractmethod
+    def multiply(self, x: Tensor, layer: str, transposed: bool) -> Tensor:
+        """Returns this rank's rows of the product, ``[N, F]``, in at least float32.
+
+        Args:
+            x: this rank's rows, ``[N, F]``, contiguous.
+            layer: named in errors and counted under.
+            transposed: multiply with the transpose: the backward pass.
+        """
+
+
+class GridMatrix(Matrix):
+    """A matrix on the grid of 1D and 1.5D products.
 
     Args:
         grid, offsets: who owns what, ``[P + 1]``.
@@ -90,16 +112,6 @@ class GridMatrix(ABC):
         self.grid, self.offsets, self.world, self.meter = grid, offsets, world, meter
         self.row, self.column = grid.row(world.rank), grid.column(world.rank)
         self.num_owned = int(offsets[world.rank + 1] - offsets[world.rank])
-
-    @abstractmethod
-    def multiply(self, x: Tensor, layer: str, transposed: bool) -> Tensor:
-        """Returns this rank's rows of the product, ``[N, F]``.
-
-        Args:
-            x: this rank's rows, ``[N, F]``.
-            layer: named in errors and counted under.
-            transposed: multiply with the transpose: the backward pass.
-        """
 
     def block(self, number: int) -> slice:
         """Returns the nodes of a block row."""
@@ -139,7 +151,7 @@ class BlockMatrix(GridMatrix):
     @override
     def multiply(self, x: Tensor, layer: str, transposed: bool) -> Tensor:
         direction = "backward" if transposed else "forward"
-        talk = _Talk(self.world, self.meter, layer, direction)
+        talk = Talk(self.world, self.meter, layer, direction)
         chunk = self.grid.chunk(self.column)
         own_block = self._gathered(x, talk)
         if own_block is not None:
@@ -169,7 +181,7 @@ class BlockMatrix(GridMatrix):
         talk.end()
         return out
 
-    def _gathered(self, x: Tensor, talk: _Talk) -> Tensor | None:
+    def _gathered(self, x: Tensor, talk: Talk) -> Tensor | None:
         """Brings the rows of this process row together at the rank that broadcasts them; None on the others."""
         source = self.grid.source(self.row)
         ranks = self.grid.in_row(self.row)
@@ -184,7 +196,7 @@ class BlockMatrix(GridMatrix):
         talk.start([], others)()
         return block
 
-    def _reduced(self, total: Tensor, talk: _Talk) -> Tensor:
+    def _reduced(self, total: Tensor, talk: Talk) -> Tensor:
         """Sums a process row's partial sums at the owners, in the order of ranks."""
         ranks = self.grid.in_row(self.row)
         if len(ranks) == 1:
@@ -273,7 +285,7 @@ class _Reversed(Meter):
         self._meter.record(layer, "forward" if direction == "backward" else "backward", traffic)
 
 
-class _Talk:
+class Talk:
     """Messages of one product: counted, and named in errors."""
 
     def __init__(self, world: World, meter: Meter, layer: str, direction: str) -> None:

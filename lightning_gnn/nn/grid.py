@@ -15,11 +15,11 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from typing_extensions import override
 
-from lightning_gnn.comm.grid import GridMatrix, Triples
+from lightning_gnn.comm.grid import Matrix, Triples
 from lightning_gnn.nn.context import GraphContext
 from lightning_gnn.nn.edges import Fetch, Sum, scaled
 
-MakeMatrix = Callable[[Triples], GridMatrix]
+MakeMatrix = Callable[[Triples], Matrix]
 
 
 class GridContext(GraphContext):
@@ -34,9 +34,7 @@ class GridContext(GraphContext):
     def __init__(self, make_matrix: MakeMatrix, node_ids: Tensor, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
         self._make_matrix, self._node_ids = make_matrix, node_ids
-        self._products: dict[
-            int, tuple[Sum, GridMatrix]
-        ] = {}  # by id of the sum, which is held so that it stays its own
+        self._products: dict[int, tuple[Sum, Matrix]] = {}  # by id of the sum, which is held so that it stays its own
 
     @override
     def _sum(self, x: Tensor, fetch: Fetch, what: Sum, layer: str) -> Tensor:
@@ -64,7 +62,7 @@ class _Product(torch.autograd.Function):
     """A :class:`Sum`, ``[N, F]``, as a product on the grid; backward multiplies with the transpose."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, matrix: GridMatrix, what: Sum, layer: str) -> Tensor:
+    def forward(ctx: Any, x: Tensor, matrix: Matrix, what: Sum, layer: str) -> Tensor:
         ctx.matrix, ctx.what, ctx.layer, ctx.dtype = matrix, what, layer, x.dtype
         out = matrix.multiply(scaled(x, what.before).contiguous(), layer, transposed=False)
         weight = None if what.weights is None else what.weights.owned

@@ -97,3 +97,84 @@ class ProcessGrid:
         n f (R - 1) of the broadcasts and 2 n f (c - 1) of a ring.
         """
         return num_nodes * columns * ((self.num_rows - 1) + 2 * (self.replication - 1))
+
+
+@dataclass(frozen=True)
+class ProcessCube:
+    """q x q x L ranks: the square of 2D products (L = 1) and the cube of 3D ones (L = q).
+
+    Source: CAGNET (SC'20) sections 4.3 and 4.4 name the algorithms; the derivation is ours. The graph's nodes are cut into q L
+    blocks, and each block into q sub-blocks, one per rank: rank (k q + i) q + j stands in row i and column j of layer k, and owns
+    sub-block j of block k q + i. Block row i of the matrix is the blocks k q + i of all layers k. Entry (row, col) belongs to the
+    block row of `row` and to the block of `col`; block b = k q + s of columns lies on the ranks of column s of layer k. So
+
+        Z_ij = sum over layers k, sum over s of A_(i, k q + s) H_(k q + s, j)
+
+    where H_(b, j) is the rows of block b, columns j of q: each layer is a SUMMA over s, and layers are added up.
+
+    Attributes:
+        side: q.
+        layers: L.
+    """
+
+    side: int
+    layers: int
+
+    @classmethod
+    def of(cls, num_ranks: int, dimensions: int) -> ProcessCube:
+        """Returns the square or cube of that many ranks.
+
+        Raises:
+            ValueError: there is none; names the nearest numbers of ranks that have one.
+        """
+        root = round(num_ranks ** (1 / dimensions))
+        if root**dimensions != num_ranks:
+            below, above = (max(1, int(num_ranks ** (1 / dimensions)) + more) ** dimensions for more in (0, 1))
+            name = {2: "a square", 3: "a cube"}[dimensions]
+            raise ValueError(
+                f"{dimensions}D products need {name} number of ranks, such as {below} or {above} (got {num_ranks}). Use "
+                'strategy="spmm_15d", which takes any.'
+            )
+        return cls(root, root if dimensions == 3 else 1)
+
+    @property
+    def num_ranks(self) -> int:
+        return self.side * self.side * self.layers
+
+    @property
+    def num_blocks(self) -> int:
+        """q L."""
+        return self.side * self.layers
+
+    def place(self, rank: int) -> tuple[int, int, int]:
+        """Returns row i, column j and layer k of a rank."""
+        block, column = divmod(rank, self.side)
+        return block % self.side, column, block // self.side
+
+    def rank(self, row: int, column: int, layer: int) -> int:
+        """Returns the rank at a place."""
+        return (layer * self.side + row) * self.side + column
+
+    def owners(self, block: int) -> range:
+        """Returns the ranks that own a block."""
+        return range(block * self.side, (block + 1) * self.side)
+
+    def blocks_of_row(self, row: int) -> list[int]:
+        """Returns the blocks that block row i is made of."""
+        return [layer * self.side + row for layer in range(self.layers)]
+
+    def words(self, offsets: Ids, columns: int) -> int:
+        """Returns the words of rows that all ranks together receive in one product; entries of the matrix come on top.
+
+        SUMMA n f (q - 1), the sum over layers n f (L - 1), and the way from rows to columns of blocks and back.
+
+        Args:
+            offsets: first node of each rank and the end, ``[P + 1]``.
+            columns: f; columns j are as even as can be.
+        """
+        nodes, q = int(offsets[-1]), self.side
+        widths = [columns * (j + 1) // q - columns * j // q for j in range(q)]
+        turned = sum(
+            int(offsets[r + 1] - offsets[r]) * (columns - widths[self.place(r)[1]]) for r in range(self.num_ranks)
+        )
+        return nodes * columns * (q - 1) + nodes * columns * (self.layers - 1) + 2 * turned

@@ -6,12 +6,12 @@ from lightning_gnn.launching import join_parent
 from lightning_gnn.strategies.base import GNNStrategy, Scheme
 from lightning_gnn.strategies.dgcl import DGCLStrategy
 from lightning_gnn.strategies.other_lightning import refuse_other_lightning
-from lightning_gnn.strategies.spmm import SpMM1DStrategy, SpMM15DStrategy
+from lightning_gnn.strategies.spmm import SpMM1DStrategy, SpMM2DStrategy, SpMM3DStrategy, SpMM15DStrategy
 
 join_parent()  # as soon as may be: a started rank ends with its parent
 
 _names = []
-for _strategy in (DGCLStrategy, SpMM1DStrategy, SpMM15DStrategy):
+for _strategy in (DGCLStrategy, SpMM1DStrategy, SpMM15DStrategy, SpMM2DStrategy, SpMM3DStrategy):
     _name = _strategy.strategy_name
     for _suffix, _start_method in (("", "popen"), ("_spawn", "spawn"), ("_notebook", "fork")):
         _names.append(_name + _suffix)
@@ -23,4 +23,12 @@ for _strategy in (DGCLStrategy, SpMM1DStrategy, SpMM15DStrategy):
         )
 refuse_other_lightning(_names)
 
-__all__ = ["DGCLStrategy", "GNNStrategy", "Scheme", "SpMM1DStrategy", "SpMM15DStrategy"]
+__all__ = [
+    "DGCLStrategy",
+    "GNNStrategy",
+    "Scheme",
+    "SpMM1DStrategy",
+    "SpMM2DStrategy",
+    "SpMM3DStrategy",
+    "SpMM15DStrategy",
+]

@@ -1,11 +1,12 @@
-"""``spmm_1d`` and ``spmm_15d``: the graph's matrix on a process grid, in block rows that are broadcast stage by stage.
+"""``spmm_1d``, ``spmm_15d``, ``spmm_2d`` and ``spmm_3d``: the graph's matrix on a process grid, in blocks that are broadcast.
 
 Source: CAGNET, "Reducing Communication in Graph Neural Network Training" (SC'20) and its GNNSys'21 version: sections 4.1 (1D,
-Algorithm 1) and 4.2 (1.5D, Algorithm 2).
+Algorithm 1), 4.2 (1.5D, Algorithm 2), 4.3 (2D) and 4.4 (3D).
 """
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from typing import Any, Literal
 
 import numpy as np
@@ -15,13 +16,14 @@ from typing_extensions import override
 
 from lightning_gnn.checks.memory import available_bytes
 from lightning_gnn.comm.exchange import HaloExchange
-from lightning_gnn.comm.grid import BlockMatrix, GridMatrix, SparseMatrix, Triples
+from lightning_gnn.comm.grid import BlockMatrix, SparseMatrix
 from lightning_gnn.comm.group import World
+from lightning_gnn.comm.summa import SummaMatrix
 from lightning_gnn.comm.traffic import Meter
 from lightning_gnn.datamodules.shards import Shard
 from lightning_gnn.nn.bind import Binding
-from lightning_gnn.nn.grid import GridContext
-from lightning_gnn.partition.grid import ProcessGrid, legal_replications
+from lightning_gnn.nn.grid import GridContext, MakeMatrix
+from lightning_gnn.partition.grid import ProcessCube, ProcessGrid, legal_replications
 from lightning_gnn.partition.layout import LayoutSpec
 from lightning_gnn.partition.shard import Ids
 from lightning_gnn.planning.grid_cost import GridCost, block_cost, choose, sparse_cost
@@ -30,8 +32,62 @@ from lightning_gnn.strategies.base import GNNStrategy, Scheme
 Permute = Literal["metis", "random"]
 
 
-class SpMMScheme(Scheme):
-    """Each rank owns a sub-block of nodes and their in-edges; sums over neighbours are products on a process grid.
+class ProductScheme(Scheme):
+    """Each rank owns a range of nodes and their in-edges; sums over neighbours are products with a matrix that all hold.
+
+    Args:
+        permute: who owns which node, unless the datamodule says so.
+        keep_constant: see :class:`~lightning_gnn.strategies.dgcl.DGCLStrategy`.
+
+    Raises:
+        ValueError: an unknown permutation.
+    """
+
+    def __init__(self, permute: Permute | None, keep_constant: bool) -> None:
+        if permute not in ("metis", "random", None):
+            raise ValueError(f"permute must be 'metis', 'random' or None (got {permute!r}).")
+        self.permute, self.keep_constant = permute, keep_constant
+
+    @abstractmethod
+    def check_ranks(self, world_size: int) -> None:
+        """Raises ValueError unless the products can be made by so many ranks; names numbers that can."""
+
+    @abstractmethod
+    def make_matrix(self, shard: Shard, offsets: Ids, node_ids: Ids, world: World, meter: Meter) -> MakeMatrix:
+        """Returns what deals the entries of this rank's rows over the ranks.
+
+        Args:
+            shard: of this rank.
+            offsets: first node of each rank and the end, ``[P + 1]``.
+            node_ids: of this rank's owned and halo rows.
+            world, meter: the ranks, and where traffic is counted.
+        """
+
+    @override
+    def layout(self, world_size: int, num_hosts: int = 1) -> LayoutSpec:
+        self.check_ranks(world_size)
+        return LayoutSpec("edge_cut", world_size, method=self.permute or "contiguous")
+
+    @override
+    def bind(self, module: torch.nn.Module, shard: Shard, world: World, meter: Meter) -> Binding:
+        batch = shard.batch
+        offsets = np.cumsum([0, *shard.counts])
+        own = np.arange(offsets[world.rank], offsets[world.rank + 1])
+        node_ids = np.concatenate([own, shard.halos[world.rank]])
+        context = GridContext(
+            self.make_matrix(shard, offsets, node_ids, world, meter),
+            torch.from_numpy(node_ids).to(world.device),
+            HaloExchange(shard.plan, world, meter),
+            batch.x,
+            batch.edge_index,
+            batch.get("edge_weight"),
+            4 if self.keep_constant else 0,
+        )
+        return Binding(module, context)
+
+
+class SpMMScheme(ProductScheme):
+    """1D and 1.5D products.
 
     Args:
         replication, sparsity_aware, permute, keep_constant: see :class:`SpMM15DStrategy`.
@@ -49,47 +105,22 @@ class SpMMScheme(Scheme):
     ) -> None:
         if replication is not None and replication < 1:
             raise ValueError(f"replication is a number of ranks, at least 1 (got {replication}).")
-        if permute not in ("metis", "random", None):
-            raise ValueError(f"permute must be 'metis', 'random' or None (got {permute!r}).")
+        super().__init__(permute, keep_constant)
         self.replication, self.sparsity_aware = replication, sparsity_aware
-        self.permute, self.keep_constant = permute, keep_constant
 
     @override
-    def layout(self, world_size: int, num_hosts: int = 1) -> LayoutSpec:
-        """Returns what each rank must hold.
-
-        Raises:
-            ValueError: the replication factor does not divide the number of ranks; names those that do.
-        """
+    def check_ranks(self, world_size: int) -> None:
         ProcessGrid(world_size, self.replication or 1)
-        return LayoutSpec("edge_cut", world_size, method=self.permute or "contiguous")
 
     @override
     def for_self_check(self) -> SpMMScheme:
         return SpMMScheme(1 if self.replication == 1 else 2, self.sparsity_aware, self.permute, self.keep_constant)
 
     @override
-    def bind(self, module: torch.nn.Module, shard: Shard, world: World, meter: Meter) -> Binding:
-        batch = shard.batch
-        offsets = np.cumsum([0, *shard.counts])
-        own = np.arange(offsets[world.rank], offsets[world.rank + 1])
-        node_ids = np.concatenate([own, shard.halos[world.rank]])
+    def make_matrix(self, shard: Shard, offsets: Ids, node_ids: Ids, world: World, meter: Meter) -> MakeMatrix:
         grid = self._grid(shard, offsets, node_ids, world)
         kind = SparseMatrix if self.sparsity_aware else BlockMatrix
-
-        def make_matrix(entries: Triples) -> GridMatrix:
-            return kind(entries, grid, offsets, world, meter)
-
-        context = GridContext(
-            make_matrix,
-            torch.from_numpy(node_ids).to(world.device),
-            HaloExchange(shard.plan, world, meter),
-            batch.x,
-            batch.edge_index,
-            batch.get("edge_weight"),
-            4 if self.keep_constant else 0,
-        )
-        return Binding(module, context)
+        return lambda entries: kind(entries, grid, offsets, world, meter)
 
     def _grid(self, shard: Shard, offsets: Ids, node_ids: Ids, world: World) -> ProcessGrid:
         """Returns the grid that is asked for, or that with the replication factor that moves least."""
@@ -126,6 +157,32 @@ def _partial_sums(source: Ids, target: Ids, grid: ProcessGrid, offsets: Ids, ran
     column = columns[owner // grid.replication]
     elsewhere = column != grid.column(rank)
     return len(np.unique(target[elsewhere] * grid.replication + column[elsewhere]))
+
+
+class CubeScheme(ProductScheme):
+    """2D and 3D products.
+
+    Args:
+        dimensions: 2 or 3.
+        permute, keep_constant: see :class:`SpMM2DStrategy`.
+    """
+
+    def __init__(self, dimensions: int, permute: Permute | None, keep_constant: bool = True) -> None:
+        super().__init__(permute, keep_constant)
+        self.dimensions = dimensions
+
+    @override
+    def check_ranks(self, world_size: int) -> None:
+        ProcessCube.of(world_size, self.dimensions)
+
+    @override
+    def for_self_check(self) -> SpMMScheme:
+        return SpMMScheme(1, False, self.permute, self.keep_constant)  # there is no square of two ranks
+
+    @override
+    def make_matrix(self, shard: Shard, offsets: Ids, node_ids: Ids, world: World, meter: Meter) -> MakeMatrix:
+        cube = ProcessCube.of(world.size, self.dimensions)
+        return lambda entries: SummaMatrix(entries, cube, offsets, world, meter)
 
 
 class SpMM15DStrategy(GNNStrategy):
@@ -177,3 +234,30 @@ class SpMM1DStrategy(SpMM15DStrategy):
         **options: Any,
     ) -> None:
         super().__init__(1, sparsity_aware, permute, keep_constant, **options)
+
+
+class SpMM2DStrategy(GNNStrategy):
+    """Full-graph training with 2D products (SUMMA), exact; ``Trainer(strategy="spmm_2d")``; P is a square.
+
+    Args:
+        permute: who owns which node, unless the datamodule says so: ``"random"`` for blocks of equal weight, ``"metis"``, or None
+            for ranges of the graph's own order.
+        keep_constant: see :class:`~lightning_gnn.strategies.dgcl.DGCLStrategy`.
+        **options: see :class:`~lightning_gnn.strategies.base.GNNStrategy`.
+
+    Raises:
+        ValueError: an unknown permutation; once the number of ranks is known, one that is no square.
+    """
+
+    strategy_name = "spmm_2d"
+    dimensions = 2
+
+    def __init__(self, permute: Permute | None = "random", keep_constant: bool = True, **options: Any) -> None:
+        super().__init__(CubeScheme(self.dimensions, permute, keep_constant), **options)
+
+
+class SpMM3DStrategy(SpMM2DStrategy):
+    """:class:`SpMM2DStrategy` on a cube of ranks, whose layers are added up; ``Trainer(strategy="spmm_3d")``; P is a cube."""
+
+    strategy_name = "spmm_3d"
+    dimensions = 3
