@@ -346,5 +346,13 @@ def test_refused_before_ranks_start():
         trainer.fit(module, datamodule=GraphDataModule(awkward_graph()))
 
 
+def test_too_little_memory_is_told_with_the_legal_factors(monkeypatch):
+    monkeypatch.setattr("lightning_gnn.strategies.base.available_bytes", lambda: 40_000)
+    module = NodeClassifier(build("gcn"), num_classes=CLASSES).double()
+    trainer = quiet_trainer(SpMM15DStrategy(replication=2, sparsity_aware=False), 2)
+    with pytest.raises(ValueError, match=r"need at least .* GB are available. Set a smaller replication .legal: 1, 2."):
+        trainer.fit(module, datamodule=GraphDataModule(awkward_graph()))
+
+
 def test_1d_is_replication_1():
     assert SpMM1DStrategy().scheme.replication == 1  # type: ignore[attr-defined]

@@ -76,13 +76,13 @@ class SummaMatrix(Matrix):
         layer, column = col_block // cube.side, col_block % cube.side
         mine = deal_to((layer * cube.side + row_block % cube.side) * cube.side + column, entries, self.world)
         # From ids to rows of the block row, which is blocks of several layers, and to columns of the block.
-        first = torch.zeros(cube.num_blocks, dtype=torch.int64)
+        shift = torch.zeros(cube.num_blocks, dtype=torch.int64)
         total = 0
         for block in cube.blocks_of_row(self.row):
-            first[block] = total - int(starts[block])
+            shift[block] = total - int(starts[block])
             total += self._sizes[block]
-        block = torch.bucketize(mine.row.cpu().contiguous(), starts, right=True) - 1
-        rows = mine.row + first[block].to(mine.row.device)
+        block_of = torch.bucketize(mine.row.cpu().contiguous(), starts, right=True) - 1
+        rows = mine.row + shift[block_of].to(mine.row.device)
         here = self.layer * cube.side + self.column
         csr = CSR.from_coo(rows, mine.col - int(starts[here]), total, self._sizes[here])
         values = None if mine.value is None else csr.permute(mine.value)

@@ -11,6 +11,7 @@ from functools import partial
 from typing import Any, Literal
 
 import lightning.pytorch as pl
+import numpy as np
 import torch
 from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
 from lightning.fabric.utilities.distributed import _sync_ddp_if_available
@@ -69,6 +70,19 @@ class Scheme(ABC):
     @abstractmethod
     def bind(self, module: torch.nn.Module, shard: Shard, world: World, meter: Meter) -> Binding:
         """Binds `module` to this rank's `shard`, whose tensors are on the rank's device; runs on every rank."""
+
+    def working_bytes(self, counts: Sequence[int], row_bytes: int) -> int:
+        """Returns what a rank needs beside its part of the graph, at the least.
+
+        Args:
+            counts: owned rows of each rank.
+            row_bytes: of a node's features.
+        """
+        return 0
+
+    def less_memory(self, world_size: int) -> str:
+        """Says how a run takes less memory."""
+        return "Use more machines (num_nodes), fewer columns, or float16 features."
 
     def for_self_check(self) -> Scheme:
         """Returns the scheme for two ranks in one process, without what holds for the run's own ranks only."""
@@ -257,17 +271,15 @@ class GNNStrategy(ParallelStrategy):
         row_bytes = cut.attributes["node"]["x"][:1].nbytes
         sizes = cut.sizes(replicas)[first : first + self.num_processes]
         needed = sum(least_bytes(*size, row_bytes, module) for size in sizes)
+        needed += len(sizes) * self.scheme.working_bytes(np.diff(cut.offsets).tolist(), row_bytes)
         if needed > available:
-            parts, instead = (
-                "their parts of the graph",
-                "Use more machines (num_nodes), fewer columns, or float16 features.",
-            )
+            parts = "their parts of the graph"
             if replicas is not None:
                 parts += f" with all that lies within {replicas.hops} hops"
-                instead = 'Let ranks communicate instead: plan="p2p" or "spst".'
             raise ValueError(
                 f"The {self.num_processes} ranks on this machine need at least {needed / 1e9:.3g} GB for {parts} and their "
-                f"weights, without activations, but {available / 1e9:.3g} GB are available. {instead}"
+                f"weights, without activations, but {available / 1e9:.3g} GB are available. "
+                f"{self.scheme.less_memory(self.world_size)}"
             )
 
     @override

@@ -91,6 +91,12 @@ class DGCLScheme(Scheme):
         return LayoutSpec("edge_cut", world_size, groups, replicas=replicas)
 
     @override
+    def less_memory(self, world_size: int) -> str:
+        if self.hops is None:
+            return super().less_memory(world_size)
+        return 'Let ranks communicate instead: plan="p2p" or "spst".'
+
+    @override
     def for_self_check(self) -> DGCLScheme:
         if self.hops is None:
             return DGCLScheme(self.keep_constant, topology=None)

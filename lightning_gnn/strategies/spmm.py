@@ -7,6 +7,7 @@ Algorithm 1), 4.2 (1.5D, Algorithm 2), 4.3 (2D) and 4.4 (3D).
 from __future__ import annotations
 
 from abc import abstractmethod
+from collections.abc import Sequence
 from typing import Any, Literal
 
 import numpy as np
@@ -111,6 +112,18 @@ class SpMMScheme(ProductScheme):
     @override
     def check_ranks(self, world_size: int) -> None:
         ProcessGrid(world_size, self.replication or 1)
+
+    @override
+    def working_bytes(self, counts: Sequence[int], row_bytes: int) -> int:
+        if self.sparsity_aware or self.replication is None:
+            return 0  # what is read is known when nonzeros are dealt; a factor that is left open is chosen to fit
+        offsets = np.cumsum([0, *counts])
+        return block_cost(ProcessGrid(len(counts), self.replication), offsets, row_bytes).bytes_held
+
+    @override
+    def less_memory(self, world_size: int) -> str:
+        legal = ", ".join(map(str, legal_replications(world_size)))
+        return f"Set a smaller replication (legal: {legal}), or use more machines (num_nodes) or fewer columns."
 
     @override
     def for_self_check(self) -> SpMMScheme:
