@@ -122,6 +122,9 @@ class GridMatrix(Matrix):
 class BlockMatrix(GridMatrix):
     """Whole blocks travel, one at a time; the next one is on its way while one is multiplied (1D and 1.5D as published).
 
+    All ranks go through the stages alike, one ahead of what they multiply, so that a transport that does one thing after the
+    other (NCCL) comes to no standstill.
+
     Memory beside the operands: the block that this rank broadcasts, two that it receives, its process row's partial sums.
 
     Args:
@@ -154,9 +157,6 @@ class BlockMatrix(GridMatrix):
         talk = Talk(self.world, self.meter, layer, direction)
         chunk = self.grid.chunk(self.column)
         own_block = self._gathered(x, talk)
-        if own_block is not None:
-            readers = [rank for rank in self.grid.in_column(self.column) if rank != self.world.rank]
-            talk.start([(rank, own_block) for rank in readers if own_block.numel()], [])
         rows = self.block(self.row)
         total = x.new_zeros((rows.stop - rows.start, x.size(1)), dtype=torch.promote_types(x.dtype, torch.float32))
 
@@ -165,6 +165,8 @@ class BlockMatrix(GridMatrix):
             source = self.grid.source(number)
             if source == self.world.rank:
                 assert own_block is not None
+                readers = [rank for rank in self.grid.in_column(self.column) if rank != source]
+                talk.start([(rank, own_block) for rank in readers if own_block.numel()], [])
                 return own_block, _nothing
             columns = self.block(number)
             into = self._buffer(stage % 2, torch.Size((columns.stop - columns.start, x.size(1))), x.dtype)

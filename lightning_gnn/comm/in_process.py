@@ -16,9 +16,11 @@ from typing import Any, TypeVar
 import numpy as np
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from lightning_gnn.comm.group import World
 from lightning_gnn.comm.shared_memory import PeerError
+from lightning_gnn.comm.wire import Sends
 
 T = TypeVar("T")
 
@@ -104,7 +106,7 @@ class Meeting:
         return all(rank in self._waits_for and not self._mail[self._waits_for[rank], rank] for rank in self._alive)
 
 
-class InProcessWire:
+class InProcessWire(Sends):
     """:class:`~lightning_gnn.comm.wire.Wire` between the threads of a meeting."""
 
     all_local = True
@@ -117,19 +119,10 @@ class InProcessWire:
         """Returns memory for rows to send."""
         return torch.empty(*shape, dtype=dtype, device=device)
 
-    def start(
-        self, out: Tensor, out_counts: Sequence[int], into: Tensor, into_counts: Sequence[int]
-    ) -> Callable[[], None]:
-        """Posts ``out``'s rows; the returned function waits for ``into``'s. See ``Wire.start``."""
-        return self.start_each(
-            [(peer, rows) for peer, rows in enumerate(out.split(list(out_counts))) if rows.numel()],
-            [(peer, rows) for peer, rows in enumerate(into.split(list(into_counts))) if rows.numel()],
-        )
-
+    @override
     def start_each(
         self, sends: Sequence[tuple[int, Tensor]], receives: Sequence[tuple[int, Tensor]]
     ) -> Callable[[], None]:
-        """Posts rows; the returned function waits for others. See ``Wire.start_each``."""
         for peer, rows in sends:
             self._meeting.post(self._rank, peer, rows.detach().clone())
 

@@ -101,22 +101,21 @@ class SummaMatrix(Matrix):
         in_row = [cube.rank(self.row, stage, self.layer) for stage in range(cube.side)]
         in_column = [cube.rank(stage, self.column, self.layer) for stage in range(cube.side)]
         packed = own.packed()
-        talk.start(
-            [(peer, packed) for peer in in_row if peer != rank]
-            + [(peer, rows) for peer in in_column if peer != rank and rows.numel()],
-            [],
-        )
         total = x.new_zeros((own.csr.num_rows, width), dtype=torch.promote_types(x.dtype, torch.float32))
 
         def fetch(stage: int) -> tuple[Callable[[], None], Callable[[], tuple[_Block, Tensor]]]:
             size = self._sizes[self.layer * cube.side + stage]
-            receives = []
+            sends, receives = [], []
             block, into = packed, rows
-            if stage != self.column:
+            if stage == self.column:
+                sends += [(peer, packed) for peer in in_row if peer != rank]
+            else:
                 item = 0 if self._dtype is None else self._dtype.itemsize
                 block = packed.new_empty(8 * (own.csr.num_rows + 1) + (4 + item) * counts[stage])
                 receives.append((in_row[stage], block))
-            if stage != self.row:
+            if stage == self.row:
+                sends += [(peer, rows) for peer in in_column if peer != rank and rows.numel()]
+            else:
                 into = x.new_empty((size, width))
                 if into.numel():
                     receives.append((in_column[stage], into))
@@ -126,7 +125,7 @@ class SummaMatrix(Matrix):
                     return own, into
                 return _Block.unpacked(block, own.csr.num_rows, size, counts[stage], self._dtype), into
 
-            return talk.start([], receives), take
+            return talk.start(sends, receives), take
 
         coming = fetch(0)
         for stage in range(cube.side):

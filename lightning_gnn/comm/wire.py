@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
@@ -11,11 +12,47 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from typing_extensions import override
 
 from lightning_gnn.comm.shared_memory import PeerError, SharedMemory
 
 
-class Wire:
+class Sends(ABC):
+    """One message to and from every peer, whatever carries it."""
+
+    @abstractmethod
+    def start_each(
+        self, sends: Sequence[tuple[int, Tensor]], receives: Sequence[tuple[int, Tensor]]
+    ) -> Callable[[], None]:
+        """Starts to send rows to peers and to receive rows from them; returns the function that waits.
+
+        Args:
+            sends, receives: a rank and contiguous rows for or from it, not none; the same rows may go to several. Memory of
+                ``scratch`` is sent without a copy.
+
+        Raises:
+            PeerError: from the returned function (and from here when a peer has not taken what it was sent before).
+        """
+
+    def start(
+        self, out: Tensor, out_counts: Sequence[int], into: Tensor, into_counts: Sequence[int]
+    ) -> Callable[[], None]:
+        """Starts to send ``out``'s rows and to receive ``into``'s, in peer order; returns the function that waits.
+
+        Args:
+            out, into: contiguous, of one dtype.
+            out_counts, into_counts: rows for and from each rank.
+
+        Raises:
+            PeerError: as :meth:`start_each`.
+        """
+        return self.start_each(
+            [(peer, rows) for peer, rows in enumerate(out.split(list(out_counts))) if rows.numel()],
+            [(peer, rows) for peer, rows in enumerate(into.split(list(into_counts))) if rows.numel()],
+        )
+
+
+class Wire(Sends):
     """Sends one message to, and receives one from, every peer that there is something for.
 
     Args:
@@ -45,35 +82,10 @@ class Wire:
         self._scratch = self._memory.scratch(count).view(dtype).view(*shape)
         return self._scratch
 
-    def start(
-        self, out: Tensor, out_counts: Sequence[int], into: Tensor, into_counts: Sequence[int]
-    ) -> Callable[[], None]:
-        """Starts to send ``out``'s rows and to receive ``into``'s, in peer order; returns the function that waits.
-
-        Args:
-            out, into: contiguous, of one dtype.
-            out_counts, into_counts: rows for and from each rank.
-
-        Raises:
-            PeerError: from the returned function (and from here when a peer has not taken what it was sent before).
-        """
-        return self.start_each(
-            [(peer, rows) for peer, rows in enumerate(out.split(list(out_counts))) if rows.numel()],
-            [(peer, rows) for peer, rows in enumerate(into.split(list(into_counts))) if rows.numel()],
-        )
-
+    @override
     def start_each(
         self, sends: Sequence[tuple[int, Tensor]], receives: Sequence[tuple[int, Tensor]]
     ) -> Callable[[], None]:
-        """Starts to send rows to peers and to receive rows from them; returns the function that waits.
-
-        Args:
-            sends, receives: a rank and contiguous rows for or from it, not none; the same rows may go to several. Memory of
-                :meth:`scratch` is sent without a copy.
-
-        Raises:
-            PeerError: as :meth:`start`.
-        """
         sends = [(peer, _as_bytes(rows)) for peer, rows in sends]
         receives = [(peer, _as_bytes(rows)) for peer, rows in receives]
         remote = [
