@@ -48,7 +48,14 @@ def test_trained_as_on_one_device(ranks, model, world_size, replication, sparsit
         assert_same(found, on_one_device(model), rtol=1e-8, atol=1e-10)
 
 
-@pytest.mark.parametrize("model", ["gat", "sage_max", "transformer_edges", "own"])
+@pytest.mark.parametrize(("world_size", "replication"), [(2, 2), (4, 2), (3, 3)])
+@pytest.mark.parametrize("model", ["gat", "gatv2", "transformer"])
+def test_attention_over_a_process_row(ranks, model, world_size, replication):
+    for found in ranks.run(world_size, trained, model, {"replication": replication, "sparsity_aware": False}):
+        assert_same(found, on_one_device(model), rtol=1e-8, atol=1e-10)
+
+
+@pytest.mark.parametrize("model", ["gat_edges", "sage_max", "transformer_edges", "own"])
 def test_convs_that_are_no_products(ranks, model):
     for found in ranks.run(4, trained, model, {"replication": 2}):
         assert_same(found, on_one_device(model), rtol=1e-8, atol=1e-10)

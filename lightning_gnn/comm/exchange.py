@@ -181,6 +181,7 @@ class HaloExchange(RowExchange):
     """
 
     def __init__(self, plan: HaloPlan, world: World, meter: Meter) -> None:
+        self.plan = plan
         self.recv_counts = list(plan.recv_counts)
         self.send_counts = [len(rows) for rows in plan.send_rows]
         self.send_rows = torch.from_numpy(plan.all_send_rows()).to(world.device)
@@ -213,6 +214,22 @@ class HaloExchange(RowExchange):
                     add_rows(grad, rows, values)
 
         return finish
+
+    def largest(self, x: Tensor, layer: str) -> Tensor:
+        """Returns the largest of each owned row and of what other ranks hold for it, ``[N, ...]``; not differentiable.
+
+        Args:
+            x: ``[N + H, ...]``, owned rows first; minus infinity for nothing.
+            layer: named in errors and counted under.
+        """
+        own = x[: self.num_owned].clone()
+        if not self.idle:
+            arrived = x.new_empty((len(self.send_rows), *x.shape[1:]))
+            halo, began = x[self.num_owned :].contiguous(), time.perf_counter()
+            self._start(halo, self.recv_counts, arrived, self.send_counts, layer, "backward", began)()
+            for rows, values in zip(self._send_rows_by_peer, arrived.split(self.send_counts)):
+                own[rows] = torch.maximum(own[rows], values)
+        return own
 
     @override
     def expand_all(self, tensors: Sequence[Tensor], layer: str) -> list[Tensor]:

@@ -231,22 +231,27 @@ class SparseMatrix(GridMatrix):
 
     Args:
         entries, grid, offsets, world, meter: see :class:`BlockMatrix`.
+
+    Attributes:
+        csr: this rank's part: owned rows and those that it adds to, by owned columns and those that it reads.
+        reads: brings rows of the columns. adds: takes partial sums of the rows home. targets: brings rows of the rows.
     """
 
     def __init__(self, entries: Triples, grid: ProcessGrid, offsets: Ids, world: World, meter: Meter) -> None:
         super().__init__(grid, offsets, world, meter)
         mine = deal(entries, grid, offsets, world)
-        first = int(offsets[world.rank])
-        self._reads, col = self._exchange(mine.col, first, meter)
-        self._adds, row = self._exchange(mine.row, first, _Reversed(meter))
-        self._csr = CSR.from_coo(row, col, self.num_owned + self._adds.num_halo, self.num_owned + self._reads.num_halo)
-        values = None if mine.value is None else self._csr.permute(mine.value)
-        self._csr = self._csr if values is None else self._csr.in_list(torch.arange(len(values)))
-        transpose = self._csr.transpose()
+        self.reads, col = self._exchange(mine.col, meter)
+        self.adds, row = self._exchange(mine.row, _Reversed(meter))
+        self.targets = HaloExchange(self.adds.plan, world, meter)
+        csr = CSR.from_coo(row, col, self.num_owned + self.adds.num_halo, self.num_owned + self.reads.num_halo)
+        values = None if mine.value is None else csr.permute(mine.value)
+        self.csr = csr.of_slots()
+        transpose = self.csr.transpose()
         self._values = values, None if values is None else transpose.permute(values)
 
-    def _exchange(self, ids: Tensor, first: int, meter: Meter) -> tuple[HaloExchange, Tensor]:
+    def _exchange(self, ids: Tensor, meter: Meter) -> tuple[HaloExchange, Tensor]:
         """Returns the exchange of the nodes `ids` that others own, and `ids` in local numbers: owned, then others."""
+        first = int(self.offsets[self.world.rank])
         own = (ids >= first) & (ids < first + self.num_owned)
         halo, position = torch.unique(ids[~own], return_inverse=True)
         halos = self.world.all_gather_object(halo.cpu().numpy())
@@ -257,8 +262,8 @@ class SparseMatrix(GridMatrix):
 
     @override
     def multiply(self, x: Tensor, layer: str, transposed: bool) -> Tensor:
-        reads, adds = (self._adds, self._reads) if transposed else (self._reads, self._adds)
-        csr = self._csr.transpose() if transposed else self._csr
+        reads, adds = (self.adds, self.reads) if transposed else (self.reads, self.adds)
+        csr = self.csr.transpose() if transposed else self.csr
         out = x.new_empty(
             (self.num_owned + adds.num_halo, x.size(1)), dtype=torch.promote_types(x.dtype, torch.float32)
         )

@@ -18,9 +18,8 @@ from torch import Tensor
 from torch_geometric import nn as pyg_nn
 from torch_geometric.utils import add_self_loops, remove_self_loops
 
-from lightning_gnn.kernels import CSR
 from lightning_gnn.kernels.attention import additive_scores, edge_softmax, pair_products, pair_sums, weighted_sums
-from lightning_gnn.nn.context import GraphContext
+from lightning_gnn.nn.context import Attended, GraphContext
 
 Forward = Callable[..., Any]
 
@@ -46,19 +45,21 @@ def _gat(kind: Any, context: GraphContext, layer: str) -> Forward:
         heads, columns = self.heads, self.out_channels
         own = _mapped(self.lin, self.lin_src, source)
         own_target = own if target is source and self.lin is not None else _mapped(self.lin, self.lin_dst, target)
-        context.propagated(layer)
-        rows = context.expand(own.view(-1, heads, columns), layer)
         if self.add_self_loops:
             edge_index, edge_attr = _with_self_loops(context, edge_index, edge_attr, self.fill_value)
-        csr = context.matrix(edge_index)
+        edges = context.attended(edge_index, layer, edge_attr is not None or bool(return_attention_weights))
+        [rows] = edges.sources([own.view(-1, heads, columns)])
+        csr = edges.csr
         scores = pair_sums(
-            csr, _per_head(rows.view(-1, heads * columns), self.att_src), _per_head(own_target, self.att_dst)
+            csr,
+            _per_head(rows.view(-1, heads * columns), self.att_src),
+            edges.targets(_per_head(own_target, self.att_dst)),
         )
         if edge_attr is not None and self.lin_edge is not None:
             mapped = self.lin_edge(edge_attr.view(-1, 1) if edge_attr.dim() == 1 else edge_attr)
             scores = scores + csr.permute(_per_head(mapped, self.att_edge))
         scores = F.leaky_relu(scores, self.negative_slope)
-        return _finished(self, csr, rows, scores, target, edge_index, return_attention_weights)
+        return _finished(self, edges, rows, scores, target, edge_index, return_attention_weights)
 
     return forward
 
@@ -77,13 +78,13 @@ def _gatv2(kind: Any, context: GraphContext, layer: str) -> Forward:
         shape = (-1, self.heads, self.out_channels)
         own = self.lin_l(source).view(shape)
         own_target = own if self.share_weights and target is source else self.lin_r(target).view(shape)
-        context.propagated(layer)
-        rows = context.expand(own, layer)
         if self.add_self_loops:
             edge_index, _ = _with_self_loops(context, edge_index, None, self.fill_value)
-        csr = context.matrix(edge_index)
-        scores = additive_scores(csr, rows, own_target, self.att.view(shape[1:]), self.negative_slope)
-        return _finished(self, csr, rows, scores, target, edge_index, return_attention_weights)
+        edges = context.attended(edge_index, layer, bool(return_attention_weights))
+        [rows] = edges.sources([own])
+        at_target = edges.targets(own_target)
+        scores = additive_scores(edges.csr, rows, at_target, self.att.view(shape[1:]), self.negative_slope)
+        return _finished(self, edges, rows, scores, target, edge_index, return_attention_weights)
 
     return forward
 
@@ -102,12 +103,13 @@ def _transformer(kind: Any, context: GraphContext, layer: str) -> Forward:
             return kind.forward(self, x, edge_index, edge_attr, return_attention_weights)
         shape = (-1, self.heads, self.out_channels)
         query = self.lin_query(target).view(shape)
-        context.propagated(layer)
-        keys, values = context.expand_all([self.lin_key(source).view(shape), self.lin_value(source).view(shape)], layer)
-        csr = context.matrix(edge_index)
-        shares = edge_softmax(csr, pair_products(csr, keys, query) / math.sqrt(self.out_channels))
+        edges = context.attended(edge_index, layer, isinstance(return_attention_weights, bool))
+        keys, values = edges.sources([self.lin_key(source).view(shape), self.lin_value(source).view(shape)])
+        csr = edges.csr
+        products = pair_products(csr, keys, edges.targets(query))
+        shares = edge_softmax(csr, products / math.sqrt(self.out_channels), edges.across)
         kept = F.dropout(shares, p=self.dropout, training=self.training)
-        out = weighted_sums(csr, values, kept)
+        out = edges.home(weighted_sums(csr, values, kept))
         out = out.flatten(1) if self.concat else out.mean(dim=1)
         if self.root_weight:
             skipped = self.lin_skip(target)
@@ -150,17 +152,23 @@ def _with_self_loops(
 
 
 def _finished(
-    conv: Any, csr: CSR, rows: Tensor, scores: Tensor, target: Tensor, edge_index: Tensor, return_attention_weights: Any
+    conv: Any,
+    edges: Attended,
+    rows: Tensor,
+    scores: Tensor,
+    target: Tensor,
+    edge_index: Tensor,
+    return_attention_weights: Any,
 ) -> Any:
     """What both GATs do once they have scores."""
-    shares = F.dropout(edge_softmax(csr, scores), p=conv.dropout, training=conv.training)
-    out = weighted_sums(csr, rows, shares)
+    shares = F.dropout(edge_softmax(edges.csr, scores, edges.across), p=conv.dropout, training=conv.training)
+    out = edges.home(weighted_sums(edges.csr, rows, shares))
     out = out.flatten(1) if conv.concat else out.mean(dim=1)
     if getattr(conv, "res", None) is not None:
         out = out + conv.res(target)
     if conv.bias is not None:
         out = out + conv.bias
-    return (out, (edge_index, csr.unpermute(shares))) if return_attention_weights else out
+    return (out, (edge_index, edges.csr.unpermute(shares))) if return_attention_weights else out
 
 
 _FORWARDS: dict[type, Callable[[type, GraphContext, str], Forward]] = {

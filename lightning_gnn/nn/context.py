@@ -6,6 +6,7 @@ N owned rows, H halo rows, E edges, F columns; ``...`` stands for any trailing d
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import torch
@@ -13,6 +14,7 @@ from torch import Tensor
 from torch_geometric.utils import add_remaining_self_loops, add_self_loops, remove_self_loops, scatter
 
 from lightning_gnn.kernels import CSR
+from lightning_gnn.kernels.attention import Across
 from lightning_gnn.nn.commnet import without_self_loops
 from lightning_gnn.nn.edges import Exchange, Fetch, SplitEdges, SplitWeights, StatisticsOfRows, Sum, SumOfRows
 
@@ -24,6 +26,29 @@ class UnsupportedModelError(ValueError):
 T = TypeVar("T", bound=tuple[Tensor, ...])
 
 _COLUMNS_AT_ONCE = 16
+
+
+@dataclass(frozen=True)
+class Attended:
+    """Edges whose numbers are shared out among those of each target, and what brings rows to their ends and results home.
+
+    Attributes:
+        csr: rows are targets, columns sources; of this rank.
+        sources: from owned rows to those of the columns, differentiable; of several tensors, in the messages of one.
+        targets: from owned rows to those of the rows, differentiable.
+        home: from partial sums of the rows to sums of owned rows, differentiable.
+        across: completes maxima and sums of a row whose edges lie on several ranks; None where they do not.
+    """
+
+    csr: CSR
+    sources: Callable[[Sequence[Tensor]], list[Tensor]]
+    targets: Callable[[Tensor], Tensor]
+    home: Callable[[Tensor], Tensor]
+    across: Across | None = None
+
+
+def _as_it_is(x: Tensor) -> Tensor:
+    return x
 
 
 class GraphContext:
@@ -165,6 +190,21 @@ class GraphContext:
         if id(edge_index) in self._lasting:
             self._matrices[id(edge_index)] = made
         return made
+
+    def attended(self, edge_index: Tensor, layer: str, in_list: bool) -> Attended:
+        """Returns the edges as attention takes them.
+
+        Args:
+            edge_index: ``[2, E]``.
+            layer: named in errors and counted under.
+            in_list: keep the slots of the matrix in step with the list, for what belongs to its edges.
+        """
+
+        def sources(tensors: Sequence[Tensor]) -> list[Tensor]:
+            return [self.expand(tensors[0], layer)] if len(tensors) == 1 else self.expand_all(tensors, layer)
+
+        self.propagated(layer)
+        return Attended(self.matrix(edge_index), sources, _as_it_is, _as_it_is)
 
     def split_weights(self, edge_index: Tensor, weight: Tensor) -> SplitWeights | None:
         """Returns weights that stay the same between steps in slot order; None for others."""

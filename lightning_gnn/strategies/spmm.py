@@ -17,13 +17,13 @@ from typing_extensions import override
 
 from lightning_gnn.checks.memory import available_bytes
 from lightning_gnn.comm.exchange import HaloExchange
-from lightning_gnn.comm.grid import BlockMatrix, SparseMatrix
+from lightning_gnn.comm.grid import BlockMatrix, SparseMatrix, Triples
 from lightning_gnn.comm.group import World
 from lightning_gnn.comm.summa import SummaMatrix
 from lightning_gnn.comm.traffic import Meter
 from lightning_gnn.datamodules.shards import Shard
 from lightning_gnn.nn.bind import Binding
-from lightning_gnn.nn.grid import GridContext, MakeMatrix
+from lightning_gnn.nn.grid import GridContext, MakeMatrix, MakeSparse
 from lightning_gnn.partition.grid import ProcessCube, ProcessGrid, legal_replications
 from lightning_gnn.partition.layout import LayoutSpec
 from lightning_gnn.partition.shard import Ids
@@ -54,8 +54,10 @@ class ProductScheme(Scheme):
         """Raises ValueError unless the products can be made by so many ranks; names numbers that can."""
 
     @abstractmethod
-    def make_matrix(self, shard: Shard, offsets: Ids, node_ids: Ids, world: World, meter: Meter) -> MakeMatrix:
-        """Returns what deals the entries of this rank's rows over the ranks.
+    def make_matrix(
+        self, shard: Shard, offsets: Ids, node_ids: Ids, world: World, meter: Meter
+    ) -> tuple[MakeMatrix, MakeSparse | None]:
+        """Returns what deals the entries of this rank's rows over the ranks, and edges to attend over.
 
         Args:
             shard: of this rank.
@@ -76,7 +78,7 @@ class ProductScheme(Scheme):
         own = np.arange(offsets[world.rank], offsets[world.rank + 1])
         node_ids = np.concatenate([own, shard.halos[world.rank]])
         context = GridContext(
-            self.make_matrix(shard, offsets, node_ids, world, meter),
+            *self.make_matrix(shard, offsets, node_ids, world, meter),
             torch.from_numpy(node_ids).to(world.device),
             HaloExchange(shard.plan, world, meter),
             batch.x,
@@ -130,10 +132,18 @@ class SpMMScheme(ProductScheme):
         return SpMMScheme(1 if self.replication == 1 else 2, self.sparsity_aware, self.permute, self.keep_constant)
 
     @override
-    def make_matrix(self, shard: Shard, offsets: Ids, node_ids: Ids, world: World, meter: Meter) -> MakeMatrix:
+    def make_matrix(
+        self, shard: Shard, offsets: Ids, node_ids: Ids, world: World, meter: Meter
+    ) -> tuple[MakeMatrix, MakeSparse | None]:
         grid = self._grid(shard, offsets, node_ids, world)
-        kind = SparseMatrix if self.sparsity_aware else BlockMatrix
-        return lambda entries: kind(entries, grid, offsets, world, meter)
+
+        def sparse(entries: Triples) -> SparseMatrix:
+            return SparseMatrix(entries, grid, offsets, world, meter)
+
+        def blocks(entries: Triples) -> BlockMatrix:
+            return BlockMatrix(entries, grid, offsets, world, meter)
+
+        return sparse if self.sparsity_aware else blocks, sparse if grid.replication > 1 else None
 
     def _grid(self, shard: Shard, offsets: Ids, node_ids: Ids, world: World) -> ProcessGrid:
         """Returns the grid that is asked for, or that with the replication factor that moves least."""
@@ -193,9 +203,11 @@ class CubeScheme(ProductScheme):
         return SpMMScheme(1, False, self.permute, self.keep_constant)  # there is no square of two ranks
 
     @override
-    def make_matrix(self, shard: Shard, offsets: Ids, node_ids: Ids, world: World, meter: Meter) -> MakeMatrix:
+    def make_matrix(
+        self, shard: Shard, offsets: Ids, node_ids: Ids, world: World, meter: Meter
+    ) -> tuple[MakeMatrix, MakeSparse | None]:
         cube = ProcessCube.of(world.size, self.dimensions)
-        return lambda entries: SummaMatrix(entries, cube, offsets, world, meter)
+        return lambda entries: SummaMatrix(entries, cube, offsets, world, meter), None
 
 
 class SpMM15DStrategy(GNNStrategy):
