@@ -67,7 +67,7 @@ def slurm(folder: Path) -> Finished:
 def test_slurm(one_device, ahead):
     folder, finished = ahead
     assert finished.succeeded().output.count("finished") == 1
-    torch.testing.assert_close(results(folder), one_device, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(results(folder), one_device, rtol=1e-9, atol=1e-9)
 
 
 NETLAB = SHARED / "netlab" / "netlab.py"
@@ -95,6 +95,6 @@ def test_two_machines(_namespaces, one_device, ahead, how, store):
     """Two network namespaces with two ranks each; the store on a file system of both, or of each."""
     folder, finished = ahead
     assert finished.succeeded().output.count("finished") == 1
-    torch.testing.assert_close(results(folder), one_device, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(results(folder), one_device, rtol=1e-9, atol=1e-9)
     stores = sorted(path.name for path in folder.glob("store*"))
     assert stores == (["store"] if store == "shared" else ["store-0", "store-1"])

@@ -70,6 +70,7 @@ class Wire(Sends):
         self.receives_early = not self._nccl
         """Whether receiving may start before what must be sent first: NCCL does one thing after the other."""
         self._scratch: Tensor | None = None
+        self._leaving: list[_Request] = []  # sends that may not be done
 
     def scratch(self, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
         """Returns memory for rows that the next :meth:`start` sends, so that no copy is needed on the way."""
@@ -79,7 +80,7 @@ class Wire(Sends):
         if self._memory is None or not self._local or count == 0:
             with torch.inference_mode(False):
                 return torch.empty(*shape, dtype=dtype, device=device)
-        self._scratch = self._memory.scratch(count).view(dtype).view(*shape)
+        self._scratch = self._free_scratch(count).view(dtype).view(*shape)
         return self._scratch
 
     @override
@@ -94,7 +95,11 @@ class Wire(Sends):
             for peer, rows in messages
             if peer not in self._local
         ]
-        requests: list[Any] = dist.batch_isend_irecv(remote) if remote else []
+        works: list[Any] = dist.batch_isend_irecv(remote) if remote else []
+        requests = [_Request(work, op.peer, self._timeout) for work, op in zip(works, remote)]
+        if self._memory is not None:
+            self._leaving = [request for request in self._leaving if not request.done]
+            self._leaving += [request for request, op in zip(requests, remote) if op.op is dist.isend]
         local = [(peer, rows) for peer, rows in sends if peer in self._local]
         if local:
             self._post(local)
@@ -106,20 +111,21 @@ class Wire(Sends):
                     rows.copy_(self._memory.receive(peer))
                     self._memory.taken(peer)
             if self._nccl:
-                for request in requests:
-                    request.wait()  # orders the streams; NCCL's own watchdog keeps the deadline
+                for work in works:
+                    work.wait()  # orders the streams; NCCL's own watchdog keeps the deadline
                 return
-            for request, op in zip(requests, remote):
-                began = time.perf_counter()
-                try:
-                    request.wait(self._timeout)
-                except RuntimeError as error:
-                    waited = time.perf_counter() - began
-                    raise PeerError(
-                        op.peer, f"nothing to or from rank {op.peer} for {waited:.1f} s ({error})"
-                    ) from error
+            for request in requests:
+                request.wait()
 
         return wait
+
+    def _free_scratch(self, num_bytes: int) -> Tensor:
+        """Returns shared memory that nothing is sent from any more, to peers on other machines either."""
+        assert self._memory is not None
+        for request in self._leaving:
+            request.wait()
+        self._leaving = []
+        return self._memory.scratch(num_bytes)
 
     def _post(self, messages: Sequence[tuple[int, Tensor]]) -> None:
         memory = self._memory
@@ -129,7 +135,7 @@ class Wire(Sends):
         if all(base <= rows.data_ptr() and rows.data_ptr() + rows.numel() <= end for _, rows in messages):
             memory.post([(peer, rows.data_ptr() - base, rows.numel()) for peer, rows in messages])
         else:
-            scratch = memory.scratch(sum(rows.numel() for _, rows in messages))
+            scratch = self._free_scratch(sum(rows.numel() for _, rows in messages))
             posts, offset = [], 0
             for peer, rows in messages:
                 scratch[offset : offset + rows.numel()] = rows
@@ -161,13 +167,32 @@ class Wire(Sends):
         memory = self._memory
         assert memory is not None and self.all_local
         own = _as_bytes(tensor.contiguous())
-        memory.scratch(len(own)).copy_(own)
+        self._free_scratch(len(own)).copy_(own)
         memory.post([(peer, 0, len(own)) for peer in memory.peers])
         parts = {memory.rank: tensor}
         for peer in memory.peers:
             parts[peer] = memory.receive(peer).clone().view(tensor.dtype).view(tensor.shape)
             memory.taken(peer)
         return [parts[rank] for rank in sorted(parts)]
+
+
+class _Request:
+    """A message of gloo that is waited for once, whoever asks first."""
+
+    def __init__(self, work: Any, peer: int, timeout: timedelta) -> None:
+        self._work, self._peer, self._timeout = work, peer, timeout
+        self.done = False
+
+    def wait(self) -> None:
+        """Waits for its end; raises :class:`PeerError` where there is none in time."""
+        if self.done:
+            return
+        self.done, began = True, time.perf_counter()
+        try:
+            self._work.wait(self._timeout)
+        except RuntimeError as error:
+            waited = time.perf_counter() - began
+            raise PeerError(self._peer, f"nothing to or from rank {self._peer} for {waited:.1f} s ({error})") from error
 
 
 def _as_bytes(rows: Tensor) -> Tensor:
