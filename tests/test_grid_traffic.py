@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -15,6 +17,8 @@ from lightning_gnn.comm.in_process import InProcessWorld, Meeting
 from lightning_gnn.comm.summa import SummaMatrix
 from lightning_gnn.comm.traffic import Meter
 from lightning_gnn.partition.grid import ProcessCube, ProcessGrid, legal_replications
+from lightning_gnn.partition.shard import Relabelling
+from lightning_gnn.planning.cost import SECONDS_PER_EDGE_COLUMN
 from lightning_gnn.planning.grid_cost import block_cost, sparse_cost
 from lightning_gnn.planning.grid_traffic import (
     block_traffic,
@@ -25,7 +29,13 @@ from lightning_gnn.planning.grid_traffic import (
     summa_traffic,
     summa_work,
 )
+from lightning_gnn.planning.plan_cost import direct_cost
+from lightning_gnn.planning.predict import Workload, predict
+from lightning_gnn.planning.predict_grid import predict_products
+from lightning_gnn.planning.presets import dgx1, uniform
 from lightning_gnn.planning.relation import Relation
+from lightning_gnn.planning.topology import Topology
+from lightning_gnn.planning.topology_file import topology_from_dict
 
 COLUMNS = 3
 
@@ -137,3 +147,87 @@ def test_stages_by_hand():
 
 def flows(stage: np.ndarray) -> list[tuple[tuple[int, int], int]]:
     return [((a, b), int(stage[a, b])) for a, b in np.argwhere(stage).tolist()]
+
+
+# Prices ######################################################################
+
+
+def workload(num_ranks: int, **options: Any) -> Workload:
+    rng = np.random.default_rng(0)
+    order = Relabelling.from_assignment(rng.integers(0, num_ranks, 300), num_ranks)
+    edge_index = order.new_ids()[rng.integers(0, 300, (2, 1200))]
+    return Workload(Relation.from_edges(edge_index, order.offsets), edge_index, 3, columns=16, features=50, **options)
+
+
+@pytest.mark.parametrize("keep_constant", [True, False])
+def test_epochs_are_sums_of_products(keep_constant):
+    work, topology = workload(8, keep_constant=keep_constant), dgx1()
+    found = {each.scheme: each for each in predict_products(work, topology).all}
+    factors = [f"spmm_15d c={c}{form}" for c in (2, 4, 8) for form in ("", " blocks")]
+    assert list(found) == ["spmm_1d", "spmm_1d blocks", *factors, "spmm_3d"]
+    backward = 3 - keep_constant
+    traffic = {"spmm_15d c=2": sparse_traffic(ProcessGrid(8, 2), work.relation.offsets, work.edge_index)}
+    traffic["spmm_15d c=2 blocks"] = block_traffic(ProcessGrid(8, 2), work.relation.offsets)
+    edges = np.bincount(holders(ProcessGrid(8, 2), work.relation.offsets, work.edge_index), minlength=8)
+    for scheme, rows in traffic.items():
+        by_hop = np.array([by_hand(stage, topology) for stage in rows])
+        seconds = by_hop.max(1).sum()
+        each = found[scheme].prediction
+        assert each is not None and each.rows == found[scheme].rows == rows.sum()
+        assert each.exchange_seconds == found[scheme].seconds == pytest.approx(seconds * 64)
+        assert each.epoch_exchange_seconds == pytest.approx(2 * backward * seconds * 64)
+        assert each.first_exchange_seconds == pytest.approx(seconds * 200 if keep_constant else 0)
+        sums = edges.max() * 16 * SECONDS_PER_EDGE_COLUMN
+        assert each.epoch_compute_seconds == pytest.approx((3 + backward) * sums)
+        assert each.edges == 1200 and found[scheme].edge_balance == pytest.approx(edges.max() / 150)
+    # A halo exchange by another name.
+    direct = next(each for each in predict(work, topology) if each.scheme == "p2p")
+    one, of_one = found["spmm_1d"], found["spmm_1d"].prediction
+    assert of_one is not None and of_one.rows == direct.rows and of_one.replication == pytest.approx(direct.replication)
+    for name in ("exchange_seconds", "compute_seconds", "epoch_seconds", "first_exchange_seconds"):
+        assert getattr(of_one, name) == pytest.approx(getattr(direct, name))
+    assert one.paper_rows == found["spmm_1d blocks"].rows == 300 * 7
+
+
+def by_hand(stage: np.ndarray, topology: Topology) -> list[float]:
+    """Seconds of each hop for rows of one byte."""
+    busy = [0.0] * len(topology.hops)
+    for (a, b), rows in flows(stage):
+        for hop in topology.links[a, b]:
+            busy[hop] += rows / (topology.hops[hop].gb_per_s * 1e9)
+    return busy
+
+
+@pytest.mark.parametrize("value_bytes", [0, 4])
+def test_the_matrix_takes_time_too(value_bytes):
+    work, topology, cube = workload(4, value_bytes=value_bytes), uniform(4), ProcessCube.of(4, 2)
+    [found] = predict_products(work, topology).cubes
+    offsets = work.relation.offsets
+    matrix = matrix_traffic(cube, offsets, work.edge_index, value_bytes)
+    assert found.scheme == "spmm_2d" and found.matrix_bytes == matrix.sum() > 0 and found.prediction is not None
+    assert found.rows == round(cube.words(offsets, 16) / 16)
+    for columns, seconds in (
+        (16, found.seconds),
+        (50, found.prediction.first_exchange_seconds),
+    ):
+        sent = summa_traffic(cube, offsets, columns) * 4 + matrix
+        assert seconds == pytest.approx(np.array([by_hand(stage, topology) for stage in sent]).max(1).sum())
+
+
+def test_products_without_a_link_or_a_topology():
+    links = [{"a": a, "b": a + 1, "gb_per_s": 1.0} for a in range(3)]
+    line = topology_from_dict({"devices": 4, "links": links, "name": "line"})
+    found = {each.scheme: each for each in predict_products(workload(4), line).all}
+    for each in found.values():
+        assert each.prediction is not None and each.seconds is None
+        assert "no link between them, and products on a process grid relay nothing" in each.prediction.reason
+        assert each.rows > 0
+    bare = predict_products(workload(4), None)
+    assert [each.rows for each in bare.all] == [each.rows for each in found.values()]
+    assert all(each.prediction is None and each.seconds is None for each in bare.all)
+    json.dumps(bare.as_dict())
+    assert [each.scheme for each in predict_products(workload(6), None).all][-1] == "spmm_15d c=6 blocks"  # no square
+    with pytest.raises(ValueError, match="cut into 4 parts"):
+        predict_products(workload(4), dgx1())
+    with pytest.raises(ValueError, match="4 ranks exchange rows, but topology 'dgx1' has 8 devices"):
+        direct_cost(np.zeros((1, 4, 4), np.int64), dgx1())

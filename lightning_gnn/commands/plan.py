@@ -1,4 +1,7 @@
-"""``lightning-gnn plan``: what a plan puts on each link, and what training would take under it and under other schemes."""
+"""``lightning-gnn plan``: what a plan puts on each link, and what training would take under it and under other schemes.
+
+Found out in ``plan_report.py``, printed by ``plan_print.py``.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +35,7 @@ DESCRIPTION = (
     "Say what a plan puts on each link, and what epochs would take under it and under other schemes, without starting "
     "ranks. Files and keys are those of fit; used are data, trainer.strategy, trainer.devices and trainer.num_nodes."
 )
-WIDTH = 150
+WIDTH = 160
 """Columns of what is printed to a file."""
 
 PAPER_LAYERS = 2
@@ -48,7 +51,11 @@ class PlanCLI(GraphCLI):
     @override
     def add_options(self, parser: LightningArgumentParser) -> None:
         options = {
-            "topology": (str, f"{', '.join(PRESETS)}, or a JSON file (docs/planning.md). (default: the strategy's)"),
+            "topology": (
+                str,
+                f"{', '.join(PRESETS)}, or a JSON file (docs/planning.md). (default: the strategy's; spmm_ strategies: none, and "
+                "no times)",
+            ),
             "columns": (
                 int,
                 "Width of the rows that layers exchange. (default: the model's hidden_channels, or features)",
@@ -65,8 +72,8 @@ class PlanCLI(GraphCLI):
         config = self.config
         if not isinstance(scheme, DGCLScheme | ProductScheme):
             raise ValueError(
-                f"{type(scheme).__name__} follows no plan and makes no products. Use trainer.strategy=dgcl, or an SpMM one such as "
-                "spmm_15d."
+                f"{type(scheme).__name__} follows no plan and makes no products. Use trainer.strategy=dgcl, or one of "
+                "products, such as spmm_15d."
             )
         if parts < 2:
             raise ValueError(f"plans are for several parts (got {parts}): give --parts.")

@@ -15,6 +15,9 @@ from lightning_gnn.planning.cost import SECONDS_PER_EDGE_COLUMN
 from lightning_gnn.planning.predict import LinkLoad
 from lightning_gnn.planning.predict_grid import Product
 
+UNEVEN = 2.0
+"""Edges of the busiest rank over the mean from which a default is worth a word."""
+
 STAGES = 6
 """So many columns are for stages."""
 
@@ -155,7 +158,7 @@ def _counted(report: PlanReport) -> Iterator[str]:
 def _product_table(report: PlanReport) -> Table:
     products, timed = report.products, report.topology is not None
     forms = ("sparsity-aware", "whole blocks")
-    headings = ["product", *(f"rows, {form}" for form in forms), "paper's rows"]
+    headings = ["product", *(f"rows, {form}" for form in forms), "paper's rows", "most edges"]
     headings += [f"time, {form}" for form in forms] if timed else []
     headings += [f"held, {form}" for form in forms]
     table = Table(*headings, title="Products on a process grid: one product, forward or backward", title_justify="left")
@@ -168,6 +171,7 @@ def _product_table(report: PlanReport) -> Table:
             name + " *" * (report.follows in [each.scheme for each in pair if each is not None]),
             *(_or_dash(each and each.rows, "{:,}".format) for each in pair),
             _or_dash(paper, "{:,}".format),
+            next(f"{each.edge_balance:.2f}" for each in pair if each is not None),
             *(_or_dash(each and each.seconds, _seconds) for each in pair if timed),
             *(_or_dash(each and each.cost and each.cost.bytes_held, _bytes) for each in pair),
         )
@@ -177,8 +181,8 @@ def _product_table(report: PlanReport) -> Table:
     for each in products.cubes:
         line(each.scheme, None, each)
     table.caption = (
-        "paper's rows: n (P/c - 1) of broadcasts and 2 n (c - 1) of all-reduces. held: by the rank that holds most, beside its "
-        f"operands, for rows of {report.work.features:,} columns, the features'."
+        "paper's rows: n (P/c - 1) of broadcasts and 2 n (c - 1) of all-reduces. most edges: of a rank, over the mean. held: by the "
+        f"rank that holds most, beside its operands, for rows of {report.work.features:,} columns, the features'."
     )
     if report.plan is None:
         table.caption = f"* followed by fit, as {report.follows}. {table.caption}"
@@ -191,16 +195,23 @@ def _or_dash(value: Any, text: Callable[[Any], str]) -> str:
 
 def _chosen(report: PlanReport) -> Iterator[str]:
     products = report.products
-    for form, name, chosen in zip(
-        (products.sparse, products.blocks), ("", "with sparsity_aware: false, "), products.chosen
+    sparse, blocks = products.chosen
+    costs = [each.cost for each in products.sparse if each.cost is not None]
+    counts = ", ".join(f"{cost.rows:,} (c={cost.grid.replication})" for cost in costs)
+    yield (
+        f"spmm_15d by default: replication={sparse} if sparsity-aware, {blocks} with whole blocks: the fewest rows of those that fit "
+        "into memory (not looked at here), among equals the largest c; sums are not weighed. fit knows sparsity-aware rows by an "
+        f"upper bound: {counts}."
+    )
+    for product in (
+        products.sparse[products.replications.index(sparse)],
+        products.blocks[products.replications.index(blocks)],
     ):
-        costs = {each.cost.grid.replication: each.cost for each in form if each.cost is not None}
-        counts = ", ".join(f"{cost.rows:,} (c={c})" for c, cost in costs.items())
-        bound = " at most" if form is products.sparse else ""
-        yield (
-            f"spmm_15d: {name}replication={chosen} is the default, the fewest rows of those that fit into memory, among equals the "
-            f"largest c. By the count that fit chooses by, rows are{bound} {counts}."
-        )
+        if product.edge_balance > UNEVEN:
+            yield (
+                f"{product.scheme} leaves the busiest rank {product.edge_balance:.3g} times its share of the edges: set "
+                "replication to another where that matters."
+            )
     for each in products.cubes:
         yield f"{each.scheme}: {_bytes(each.matrix_bytes)} of the matrix travel too in each product, and are in its time."
 

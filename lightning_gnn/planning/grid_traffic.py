@@ -1,8 +1,8 @@
 """Who sends how much to whom in one product on a process grid, stage by stage: what a topology then prices.
 
-Source: CAGNET (GNNSys'21) Algorithms 1 and 2, (SC'20) sections 4.3 and 4.4, in the forms of ``comm/grid.py`` and ``comm/summa.py``,
-whose messages are counted here without ranks. All are of a forward product. A backward one multiplies with the transpose: it
-moves as many rows in the sparse form, which turns messages round, and the same ones in the others.
+Source: CAGNET (GNNSys'21) Algorithms 1 and 2, (SC'20) sections 4.3 and 4.4, in the forms of ``comm/grid.py`` and
+``comm/summa.py``, whose messages are counted here without ranks. All are of a forward product. A backward one multiplies with
+the transpose: its rows go the other way round in the sparse form, and the same way in the others.
 
 n nodes, f columns, E edges, P ranks, S stages, R block rows, q the side of a square or cube and L its layers. Traffic is
 ``[S, P, P]``: stage, sender, receiver.

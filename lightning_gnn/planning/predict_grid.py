@@ -14,8 +14,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from lightning_gnn.partition.grid import ProcessCube, ProcessGrid, legal_replications
+from lightning_gnn.partition.shard import Ids
 from lightning_gnn.planning.grid_cost import GridCost, block_cost, choose, sparse_cost
 from lightning_gnn.planning.grid_traffic import (
     block_traffic,
@@ -30,6 +32,8 @@ from lightning_gnn.planning.plan_cost import PlanCost, direct_cost
 from lightning_gnn.planning.predict import Prediction, Workload, predicted
 from lightning_gnn.planning.topology import Topology
 
+Counts = NDArray[np.int64] | NDArray[np.float64]
+
 
 @dataclass(frozen=True)
 class Product:
@@ -42,6 +46,7 @@ class Product:
         paper_rows: by the count of the paper's algorithm, which sends whole blocks; None where it has no formula.
         cost: what ``spmm_15d`` knows of it when it chooses its replication factor; None of 2D and 3D. Its `rows` are an upper
             bound if sparsity-aware.
+        edge_balance: edges that the rank with most sums over, over the mean; of 2D and 3D by columns too.
         prediction: on a topology; None without one.
     """
 
@@ -50,6 +55,7 @@ class Product:
     matrix_bytes: int
     paper_rows: int | None
     cost: GridCost | None
+    edge_balance: float
     prediction: Prediction | None
 
     @property
@@ -67,6 +73,7 @@ class Product:
             "rows_to_choose_by": None if cost is None else cost.rows,
             "paper_rows": self.paper_rows,
             "matrix_bytes": self.matrix_bytes,
+            "edge_balance": self.edge_balance,
             "bytes_held": None if cost is None else cost.bytes_held,
             "seconds": self.seconds,
         }
@@ -86,6 +93,11 @@ class Products:
     blocks: tuple[Product, ...]
     cubes: tuple[Product, ...]
     chosen: tuple[int, int]
+
+    @property
+    def replications(self) -> tuple[int, ...]:
+        """All legal replication factors."""
+        return tuple(each.cost.grid.replication for each in self.sparse if each.cost is not None)
 
     @property
     def all(self) -> tuple[Product, ...]:
@@ -132,7 +144,7 @@ def predict_products(work: Workload, topology: Topology | None) -> Products:
     return Products(tuple(sparse), tuple(blocks), tuple(cubes), replications)
 
 
-def _sparse(work: Workload, grid: ProcessGrid, halos: list[Any], edges: Any, topology: Topology | None) -> Product:
+def _sparse(work: Workload, grid: ProcessGrid, halos: list[Ids], edges: Counts, topology: Topology | None) -> Product:
     offsets = work.relation.offsets
     traffic = sparse_traffic(grid, offsets, work.edge_index)
     nodes = int(offsets[-1])
@@ -140,23 +152,23 @@ def _sparse(work: Workload, grid: ProcessGrid, halos: list[Any], edges: Any, top
     name, rows = grid_name(grid.replication, True), int(traffic.sum())
     cost = sparse_cost(grid, offsets, halos, int(traffic[1].sum()), work.feature_bytes)
     prediction = _predicted(work, name, lambda _: traffic, rows, edges, held, topology)
-    return Product(name, rows, 0, grid.paper_words(nodes, 1), cost, prediction)
+    return Product(name, rows, 0, grid.paper_words(nodes, 1), cost, _balance(edges), prediction)
 
 
-def _blocks(work: Workload, grid: ProcessGrid, edges: Any, topology: Topology | None) -> Product:
+def _blocks(work: Workload, grid: ProcessGrid, edges: Counts, topology: Topology | None) -> Product:
     offsets = work.relation.offsets
     traffic = block_traffic(grid, offsets)
     name, rows = grid_name(grid.replication, False), int(traffic.sum())
     cost = block_cost(grid, offsets, work.feature_bytes)
     prediction = _predicted(work, name, lambda _: traffic, rows, edges, 0.0, topology)
-    return Product(name, rows, 0, grid.paper_words(int(offsets[-1]), 1), cost, prediction)
+    return Product(name, rows, 0, grid.paper_words(int(offsets[-1]), 1), cost, _balance(edges), prediction)
 
 
 def _summa(work: Workload, cube: ProcessCube, name: str, topology: Topology | None) -> Product:
     offsets = work.relation.offsets
     matrix = matrix_traffic(cube, offsets, work.edge_index, work.value_bytes)
 
-    def in_rows(row_bytes: int) -> Any:
+    def in_rows(row_bytes: int) -> Counts:
         """Words and the matrix in units of rows: the narrower these are, the more the matrix counts."""
         columns = row_bytes // work.element_bytes
         return summa_traffic(cube, offsets, columns) / columns + matrix / row_bytes
@@ -164,15 +176,19 @@ def _summa(work: Workload, cube: ProcessCube, name: str, topology: Topology | No
     edges = summa_work(cube, offsets, work.edge_index, work.columns) / work.columns
     rows = round(cube.words(offsets, work.columns) / work.columns)
     prediction = _predicted(work, name, in_rows, rows, edges, 0.0, topology)
-    return Product(name, rows, int(matrix.sum()), None, None, prediction)
+    return Product(name, rows, int(matrix.sum()), None, None, _balance(edges), prediction)
+
+
+def _balance(edges: Counts) -> float:
+    return float(edges.max() / edges.mean()) if edges.any() else 1.0
 
 
 def _predicted(
     work: Workload,
     name: str,
-    traffic: Callable[[int], Any],
+    traffic: Callable[[int], Counts],
     rows: int,
-    edges: Any,
+    edges: Counts,
     held: float,
     topology: Topology | None,
 ) -> Prediction | None:
