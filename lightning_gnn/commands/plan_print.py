@@ -181,8 +181,8 @@ def _product_table(report: PlanReport) -> Table:
     for each in products.cubes:
         line(each.scheme, None, each)
     table.caption = (
-        "paper's rows: n (P/c - 1) of broadcasts and 2 n (c - 1) of all-reduces. most edges: of a rank, over the mean. held: by the "
-        f"rank that holds most, beside its operands, for rows of {report.work.features:,} columns, the features'."
+        "paper's rows: n (P/c - 1) of broadcasts and 2 n (c - 1) of all-reduces. most edges: of a rank, over the mean. held: by "
+        f"the rank that holds most, beside its operands, for rows of {report.work.features:,} columns, the features'."
     )
     if report.plan is None:
         table.caption = f"* followed by fit, as {report.follows}. {table.caption}"
@@ -199,9 +199,9 @@ def _chosen(report: PlanReport) -> Iterator[str]:
     costs = [each.cost for each in products.sparse if each.cost is not None]
     counts = ", ".join(f"{cost.rows:,} (c={cost.grid.replication})" for cost in costs)
     yield (
-        f"spmm_15d by default: replication={sparse} if sparsity-aware, {blocks} with whole blocks: the fewest rows of those that fit "
-        "into memory (not looked at here), among equals the largest c; sums are not weighed. fit knows sparsity-aware rows by an "
-        f"upper bound: {counts}."
+        f"spmm_15d by default: replication={sparse} if sparsity-aware, {blocks} with whole blocks: the fewest rows of those "
+        "that fit into memory (not looked at here), among equals the largest c; sums are not weighed. fit knows "
+        f"sparsity-aware rows by an upper bound: {counts}."
     )
     for product in (
         products.sparse[products.replications.index(sparse)],
