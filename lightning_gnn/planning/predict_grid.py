@@ -2,7 +2,8 @@
 
 Layers add up to epochs as described at the top of ``planning/predict.py``. Stages follow each other as in a plan, so a product
 takes the sum over its stages of their busiest hop. Each rank sums over the entries that it was dealt, not over its own nodes'.
-Where edges have weights, blocks of the matrix (2D and 3D) carry them.
+Where edges have weights, blocks of the matrix (2D and 3D) carry them. A backward product is taken to cost what the forward one
+does, though the transpose of a directed graph is dealt differently where blocks travel.
 
 n nodes, P ranks, c the replication factor, f columns.
 """
