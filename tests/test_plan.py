@@ -345,6 +345,16 @@ def test_products_are_followed(strategy, follows, store, tmp_path, capsys):
     assert other["scheme"] == "spmm_2d" and found["products"]["cubes"][0]["seconds"] > 0
 
 
+def test_products_that_lack_a_link_say_so(store, tmp_path, capsys):
+    links = [{"a": a, "b": a + 1, "gb_per_s": 1.0} for a in range(3)]
+    save_topology(topology_from_dict({"devices": 4, "links": links}), tmp_path / "line.json")
+    topology = f"--topology={tmp_path / 'line.json'}"
+    for strategy in ("dgcl", "spmm_2d"):
+        plan([*DATA, "--parts=4", topology, f"--trainer.strategy={strategy}"])
+        [line] = [line for line in capsys.readouterr().out.splitlines() if "spmm_2d" in line and "not apply" in line]
+        assert "has no link between them, and products" in line
+
+
 def test_products_of_the_strategys_cut(store, capsys):
     """A random cut moves more rows than METIS."""
     rows = []

@@ -44,7 +44,12 @@ def printed(report: PlanReport, layers_from: str, columns_from: str) -> Iterator
         yield "No times, since there is no topology: give --topology, such as uniform, to see them and other schemes."
     else:
         yield _prediction_table(report)
-        yield from (f"{each.scheme} does not apply: {each.reason}" for each in report.predictions if not each.applies)
+        reasons: dict[str, list[str]] = {}  # a link that is missing rules out many products
+        for each in report.predictions:
+            if not each.applies:
+                reasons.setdefault(each.reason, []).append(each.scheme)
+        for reason, schemes in reasons.items():
+            yield f"{', '.join(schemes)} {'does' if len(schemes) == 1 else 'do'} not apply: {reason}"
         yield from _counted(report)
     yield ""
     yield _product_table(report)
