@@ -22,11 +22,11 @@ class PlanCost:
 
     Attributes:
         topology: whose hops.
-        hop_rows: rows that cross each hop in each stage, int64 ``[K, H]``.
+        hop_rows: rows that cross each hop in each stage, ``[K, H]``; no whole numbers where parts of rows travel.
     """
 
     topology: Topology
-    hop_rows: NDArray[np.int64]
+    hop_rows: NDArray[np.int64] | NDArray[np.float64]
 
     @cached_property
     def hop_seconds(self) -> NDArray[np.float64]:
@@ -57,6 +57,26 @@ def plan_cost(plan: Plan, topology: Topology) -> PlanCost:
     """
     check_devices(plan.relation, topology)
     return PlanCost(topology, np.einsum("kab,abh->kh", plan.traffic, topology.passes))
+
+
+def direct_cost(traffic: NDArray[np.int64] | NDArray[np.float64], topology: Topology) -> PlanCost:
+    """Returns the cost of rows that each device sends to each other one directly, in stages, ``[K, P, P]``.
+
+    Raises:
+        ValueError: the topology has another number of devices, or two devices that exchange rows have no link.
+    """
+    if traffic.shape[1] != topology.num_devices:
+        raise ValueError(
+            f"{traffic.shape[1]} ranks exchange rows, but topology {topology.name!r} has {topology.num_devices} devices. "
+            f"Take topology.for_ranks({traffic.shape[1]}), or one that is large enough."
+        )
+    for sender, receiver in np.argwhere(traffic.any(0)).tolist():
+        if (sender, receiver) not in topology.links:
+            raise ValueError(
+                f"Device {sender} has rows for device {receiver}, but topology {topology.name!r} has no link between them, and "
+                'products on a process grid relay nothing. Let a plan relay: strategy="dgcl".'
+            )
+    return PlanCost(topology, np.einsum("kab,abh->kh", traffic, topology.passes))
 
 
 WORTH_RELAYING = 1.05

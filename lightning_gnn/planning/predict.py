@@ -20,12 +20,13 @@ N nodes, E edges, P devices, S stages, K layers.
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from lightning_gnn.partition.layout import Replicas
 from lightning_gnn.partition.replicas import hold, replication_factors
@@ -51,6 +52,7 @@ class Workload:
         features: width of the graph's features.
         element_bytes: of one number.
         keep_constant: whether the features are exchanged once; see the top of this file.
+        value_bytes: of an edge's weight, which travels where blocks of the matrix do; 0 if all are one.
 
     Raises:
         ValueError: a number below 1.
@@ -63,6 +65,7 @@ class Workload:
     features: int
     element_bytes: int = BYTES_PER_ELEMENT
     keep_constant: bool = True
+    value_bytes: int = 0
 
     def __post_init__(self) -> None:
         for name in ("num_layers", "columns", "features", "element_bytes"):
@@ -106,13 +109,13 @@ class Prediction:
     """One scheme on one topology; all else is 0 or empty if it does not apply.
 
     Attributes:
-        scheme: of :data:`SCHEMES`.
+        scheme: of :data:`SCHEMES`, or a product on a process grid (``planning/predict_grid.py``).
         reason: why the scheme does not apply here; empty if it does.
         rows: that cross links in one forward exchange, relayed ones each time, summed over devices; of swap those written
-            and those read.
+            and those read; of products in columns of blocks, words over columns.
         exchange_seconds, compute_seconds: of a layer in one direction; sums are those of the slowest device.
         edges: that all devices together sum over in a layer and direction.
-        replication: nodes whose rows of features are held, in all devices, over N.
+        replication: nodes whose rows of features are held, in all devices, over N; 0 where blocks of rows only pass through.
         epoch_exchange_seconds, epoch_compute_seconds: of an epoch after the first.
         first_exchange_seconds: what the first epoch takes longer: the features' exchange.
         plan, cost: what moves, where the scheme follows a plan or has a cost by hops.
@@ -173,7 +176,7 @@ def _planned(work: Workload, topology: Topology, scheme: str) -> Prediction:
     except ValueError as error:  # two devices without a link
         return Prediction(scheme, str(error))
     cost = plan_cost(plan, topology)
-    return _predicted(work, scheme, cost.seconds(), int(plan.traffic.sum()), plan=plan, cost=cost)
+    return predicted(work, scheme, cost.seconds, int(plan.traffic.sum()), plan=plan, cost=cost)
 
 
 def _swapped(work: Workload, topology: Topology) -> Prediction:
@@ -182,7 +185,7 @@ def _swapped(work: Workload, topology: Topology) -> Prediction:
     except ValueError as error:  # several machines, or nothing known of the memory
         return Prediction("swap", str(error))
     rows = int(work.relation.offsets[-1] + work.relation.pair_rows.sum())
-    return _predicted(work, "swap", cost.seconds(), rows, cost=cost)
+    return predicted(work, "swap", cost.seconds, rows, cost=cost)
 
 
 def _replicated(work: Workload, topology: Topology, scheme: str) -> Prediction:
@@ -199,16 +202,16 @@ def _replicated(work: Workload, topology: Topology, scheme: str) -> Prediction:
     cost = plan_cost(plan, topology)
     factor = float((held.offsets[-1] + relation.pair_rows.sum()) / max(1, work.relation.offsets[-1]))
     rows = int(plan.traffic.sum())
-    return _predicted(work, scheme, cost.seconds(), rows, edges=held.num_edges, held=factor, plan=plan, cost=cost)
+    return predicted(work, scheme, cost.seconds, rows, edges=held.num_edges, held=factor, plan=plan, cost=cost)
 
 
-def _predicted(
+def predicted(
     work: Workload,
     scheme: str,
-    byte_seconds: float,
+    seconds: Callable[[int], float],
     rows: int,
     *,
-    edges: Ids | None = None,
+    edges: NDArray[np.number] | None = None,
     held: float | None = None,
     plan: Plan | None = None,
     cost: PlanCost | None = None,
@@ -216,12 +219,13 @@ def _predicted(
     """Adds layers up to an epoch.
 
     Args:
-        byte_seconds: of an exchange of rows of one byte.
-        edges: that each device computes, ``[P]``; by default those of the parts.
+        work, scheme, rows, plan, cost: see :class:`Prediction`.
+        seconds: of an exchange of rows of so many bytes.
+        edges: that each device computes in all columns, ``[P]``; by default those of the parts.
         held: nodes held over N; by default of the parts and their halos.
     """
     edges = work.edges if edges is None else edges
-    exchange = byte_seconds * work.row_bytes
+    exchange = seconds(work.row_bytes)
     compute = float(edges.max() * work.columns * SECONDS_PER_EDGE_COLUMN)
     forward, backward = work.num_layers, work.num_layers - work.skipped
     return Prediction(
@@ -229,11 +233,11 @@ def _predicted(
         rows=rows,
         exchange_seconds=exchange,
         compute_seconds=compute,
-        edges=int(edges.sum()),
+        edges=round(edges.sum()),
         replication=work.replication_factors[0] if held is None else held,
         epoch_exchange_seconds=2 * backward * exchange,
         epoch_compute_seconds=(forward + backward) * compute,
-        first_exchange_seconds=byte_seconds * work.feature_bytes * work.skipped,
+        first_exchange_seconds=seconds(work.feature_bytes) * work.skipped,
         plan=plan,
         cost=cost,
     )

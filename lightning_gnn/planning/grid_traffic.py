@@ -1,0 +1,149 @@
+"""Who sends how much to whom in one product on a process grid, stage by stage: what a topology then prices.
+
+Source: CAGNET (GNNSys'21) Algorithms 1 and 2, (SC'20) sections 4.3 and 4.4, in the forms of ``comm/grid.py`` and
+``comm/summa.py``, whose messages are counted here without ranks. All are of a forward product. A backward one multiplies with
+the transpose: its rows go the other way round in the sparse form, and the same way in the others.
+
+n nodes, f columns, E edges, P ranks, S stages, R block rows, q the side of a square or cube and L its layers. Traffic is
+``[S, P, P]``: stage, sender, receiver.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from lightning_gnn.partition.grid import ProcessCube, ProcessGrid
+from lightning_gnn.partition.shard import Ids
+
+
+def holders(grid: ProcessGrid, offsets: Ids, edge_index: Ids) -> Ids:
+    """Returns the rank that multiplies each edge: its target's process row, the column whose chunk holds its source, ``[E]``.
+
+    Args:
+        grid: the ranks.
+        offsets: first node of each rank and the end, ``[P + 1]``.
+        edge_index: relabelled ids, source and target, ``[2, E]``.
+    """
+    columns = np.array([grid.column_of(block) for block in range(grid.num_rows)])
+    source, target = _ranks(offsets, edge_index) // grid.replication
+    return target * grid.replication + columns[source]
+
+
+def block_traffic(grid: ProcessGrid, offsets: Ids) -> Ids:
+    """Returns the rows of :class:`~lightning_gnn.comm.grid.BlockMatrix`, int64 ``[S, P, P]``.
+
+    The first stage brings each block together at the rank that broadcasts it, the last one reduces partial sums to owners; both
+    are empty for c = 1. Between them, stage k is the k-th block of each process column, from its source to the others directly.
+
+    Args:
+        grid: the ranks.
+        offsets: first node of each rank and the end, ``[P + 1]``.
+    """
+    own = np.diff(offsets)
+    stages = max(len(grid.chunk(column)) for column in range(grid.replication))
+    traffic = np.zeros((stages + 2, grid.num_ranks, grid.num_ranks), np.int64)
+    for row in range(grid.num_rows):
+        ranks = np.array(grid.in_row(row))
+        traffic[0, ranks, grid.source(row)] = own[ranks]
+        traffic[-1, ranks[:, None], ranks] = own[ranks]
+    for column in range(grid.replication):
+        for stage, block in enumerate(grid.chunk(column)):
+            readers = np.array(grid.in_column(column))
+            traffic[stage + 1, grid.source(block), readers] = own[np.array(grid.in_row(block))].sum()
+    return _without_own(traffic)
+
+
+def sparse_traffic(grid: ProcessGrid, offsets: Ids, edge_index: Ids) -> Ids:
+    """Returns the rows of :class:`~lightning_gnn.comm.grid.SparseMatrix`, int64 ``[2, P, P]``: those read, then partial sums.
+
+    A rank reads each node that one of its edges leaves from its owner, once, and sends a partial sum home for each node that one
+    leads to. For c = 1 these are halos, and nothing.
+
+    Args:
+        grid: the ranks.
+        offsets: first node of each rank and the end, ``[P + 1]``.
+        edge_index: relabelled ids, source and target, ``[2, E]``.
+    """
+    holder, num_ranks = holders(grid, offsets, edge_index), grid.num_ranks
+    traffic = np.zeros((2, num_ranks, num_ranks), np.int64)
+    for stage, ends in enumerate(edge_index):
+        # A flag per node and rank: less work than to sort all edges.
+        used = np.zeros((int(offsets[-1]), num_ranks), np.bool_)
+        used[ends, holder] = True
+        for owner in range(num_ranks):
+            traffic[stage, owner] = used[offsets[owner] : offsets[owner + 1]].sum(0)
+    traffic[1] = traffic[1].T.copy()
+    return _without_own(traffic)
+
+
+def summa_traffic(cube: ProcessCube, offsets: Ids, columns: int) -> Ids:
+    """Returns the words of rows of :class:`~lightning_gnn.comm.summa.SummaMatrix`, int64 ``[q + 3, P, P]``.
+
+    Stages: rows are turned into columns of blocks; q of SUMMA; the sum over layers (empty in 2D); columns are turned back.
+
+    Args:
+        cube: the ranks.
+        offsets: first node of each rank and the end, ``[P + 1]``.
+        columns: f.
+    """
+    q, ranks = cube.side, range(cube.num_ranks)
+    own, sizes = np.diff(offsets), np.diff(offsets[::q])
+    widths = np.array([columns * (j + 1) // q - columns * j // q for j in range(q)])
+    traffic = np.zeros((q + 3, cube.num_ranks, cube.num_ranks), np.int64)
+    for rank in ranks:
+        row, column, layer = cube.place(rank)
+        block = layer * q + row
+        traffic[0, rank, np.array(cube.owners(block))] = own[rank] * widths
+        traffic[row + 1, rank, [cube.rank(other, column, layer) for other in range(q)]] = sizes[block] * widths[column]
+        summed = [cube.rank(row, column, other) for other in range(cube.layers)]
+        traffic[q + 1, rank, summed] = sizes[cube.blocks_of_row(row)] * widths[column]
+    traffic[q + 2] = traffic[0].T
+    return _without_own(traffic)
+
+
+def summa_entries(cube: ProcessCube, offsets: Ids, edge_index: Ids) -> Ids:
+    """Returns how many entries of the matrix each rank's block has, int64 ``[P]``; arguments as for :func:`matrix_traffic`."""
+    source, target = _ranks(offsets, edge_index) // cube.side
+    holder = (source // cube.side * cube.side + target % cube.side) * cube.side + source % cube.side
+    return np.bincount(holder, minlength=cube.num_ranks)
+
+
+def matrix_traffic(cube: ProcessCube, offsets: Ids, edge_index: Ids, value_bytes: int) -> Ids:
+    """Returns the bytes of the matrix that travel in the same stages as :func:`summa_traffic`'s words, ``[q + 3, P, P]``.
+
+    Of a block these are a column (4 bytes) and a value per entry, and where each of its rows begins (8 bytes).
+
+    Args:
+        cube: the ranks.
+        offsets: first node of each rank and the end, ``[P + 1]``.
+        edge_index: relabelled ids, source and target, ``[2, E]``.
+        value_bytes: of an edge's weight; 0 if all are one.
+    """
+    q, sizes = cube.side, np.diff(offsets[:: cube.side])
+    entries = summa_entries(cube, offsets, edge_index)
+    traffic = np.zeros((q + 3, cube.num_ranks, cube.num_ranks), np.int64)
+    for rank in range(cube.num_ranks):
+        row, column, layer = cube.place(rank)
+        starts = 8 * (int(sizes[cube.blocks_of_row(row)].sum()) + 1)
+        readers = [cube.rank(row, other, layer) for other in range(q)]
+        traffic[column + 1, rank, readers] = starts + entries[rank] * (4 + value_bytes)
+    return _without_own(traffic)
+
+
+def summa_work(cube: ProcessCube, offsets: Ids, edge_index: Ids, columns: int) -> Ids:
+    """Returns edges x columns that each rank sums over: all of its block row in its layer, in its columns; int64 ``[P]``."""
+    q = cube.side
+    widths = np.array([columns * (j + 1) // q - columns * j // q for j in range(q)])
+    in_row = summa_entries(cube, offsets, edge_index).reshape(-1, q).sum(1)
+    return (in_row[:, None] * widths).reshape(-1)
+
+
+def _ranks(offsets: Ids, ids: Ids) -> Ids:
+    """Returns the owners of nodes."""
+    return np.searchsorted(offsets, ids, side="right") - 1
+
+
+def _without_own(traffic: Ids) -> Ids:
+    ranks = np.arange(traffic.shape[1])
+    traffic[:, ranks, ranks] = 0
+    return traffic

@@ -1,0 +1,233 @@
+"""Traffic of products on a process grid: what ranks in one process really send, and the formulas' words. No processes."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from lightning_gnn.comm.grid import BlockMatrix, Matrix, SparseMatrix, Triples
+from lightning_gnn.comm.in_process import InProcessWorld, Meeting
+from lightning_gnn.comm.summa import SummaMatrix
+from lightning_gnn.comm.traffic import Meter
+from lightning_gnn.partition.grid import ProcessCube, ProcessGrid, legal_replications
+from lightning_gnn.partition.shard import Relabelling
+from lightning_gnn.planning.cost import SECONDS_PER_EDGE_COLUMN
+from lightning_gnn.planning.grid_cost import block_cost, sparse_cost
+from lightning_gnn.planning.grid_traffic import (
+    block_traffic,
+    holders,
+    matrix_traffic,
+    sparse_traffic,
+    summa_entries,
+    summa_traffic,
+    summa_work,
+)
+from lightning_gnn.planning.plan_cost import direct_cost
+from lightning_gnn.planning.predict import Workload, predict
+from lightning_gnn.planning.predict_grid import predict_products
+from lightning_gnn.planning.presets import dgx1, uniform
+from lightning_gnn.planning.relation import Relation
+from lightning_gnn.planning.topology import Topology
+from lightning_gnn.planning.topology_file import topology_from_dict
+
+COLUMNS = 3
+
+
+@st.composite
+def graphs(draw: Any, num_ranks: int) -> tuple[np.ndarray, np.ndarray]:
+    """Edges over uneven, maybe empty parts, and the parts' offsets."""
+    rng = np.random.default_rng(draw(st.integers(0, 10_000)))
+    num_nodes = draw(st.sampled_from([1, 5, 40]))
+    offsets = np.sort(np.concatenate([[0, num_nodes], rng.integers(0, num_nodes + 1, num_ranks - 1)]))
+    return rng.integers(0, num_nodes, (2, draw(st.sampled_from([0, 10, 200])))), offsets
+
+
+@st.composite
+def grids(draw: Any) -> tuple[ProcessGrid, np.ndarray, np.ndarray]:
+    num_ranks = draw(st.integers(1, 12))
+    grid = ProcessGrid(num_ranks, draw(st.sampled_from(legal_replications(num_ranks))))
+    return grid, *draw(graphs(num_ranks))
+
+
+@st.composite
+def cubes(draw: Any) -> tuple[ProcessCube, np.ndarray, np.ndarray]:
+    cube = ProcessCube.of(*draw(st.sampled_from([(1, 2), (4, 2), (9, 2), (8, 3), (27, 3)])))
+    return cube, *draw(graphs(cube.num_ranks))
+
+
+def sent_by(
+    num_ranks: int, edges: np.ndarray, offsets: np.ndarray, weighted: bool, make: Callable[..., Matrix]
+) -> tuple[np.ndarray, np.ndarray]:
+    """Rows and bytes that each rank sends in one forward product of float64 rows, ``[P]`` each."""
+    meeting, meters = Meeting(num_ranks), [Meter() for _ in range(num_ranks)]
+    x = torch.ones(int(offsets[-1]), COLUMNS, dtype=torch.float64)
+
+    def work(rank: int) -> None:
+        own = (edges[1] >= offsets[rank]) & (edges[1] < offsets[rank + 1])
+        source, target = torch.from_numpy(edges[:, own])
+        values = torch.ones(int(own.sum()), dtype=torch.float64) if weighted else None
+        matrix = make(Triples(target, source, values), InProcessWorld(rank, meeting), meters[rank])
+        matrix.multiply(x[slice(*offsets[rank : rank + 2])], "layer", False)
+
+    assert meeting.run(work) == [None] * num_ranks
+    found = [meter.by_layer["layer", "forward"] if meter.by_layer else None for meter in meters]
+    rows = np.array([0 if each is None else each.rows for each in found])
+    return rows, np.array([0 if each is None else each.bytes_sent for each in found])
+
+
+@settings(max_examples=40, deadline=None)
+@given(grids(), st.booleans())
+def test_blocks(problem, weighted):
+    grid, edges, offsets = problem
+    traffic = block_traffic(grid, offsets)
+    assert traffic.sum() == grid.words(offsets, 1) == block_cost(grid, offsets, 4).rows
+    rows, _ = sent_by(grid.num_ranks, edges, offsets, weighted, lambda e, w, m: BlockMatrix(e, grid, offsets, w, m))
+    assert np.array_equal(traffic.sum((0, 2)), rows)
+
+
+@settings(max_examples=40, deadline=None)
+@given(grids(), st.booleans())
+def test_sparse(problem, weighted):
+    grid, edges, offsets = problem
+    traffic = sparse_traffic(grid, offsets, edges)
+    rows, _ = sent_by(grid.num_ranks, edges, offsets, weighted, lambda e, w, m: SparseMatrix(e, grid, offsets, w, m))
+    assert np.array_equal(traffic.sum((0, 2)), rows)
+    assert traffic.sum() <= grid.words(offsets, 1)
+    relation = Relation.from_edges(edges, offsets)
+    halos = [relation.halo(rank) for rank in range(grid.num_ranks)]
+    counted = sparse_cost(grid, offsets, halos, int(traffic[1].sum()), 4).rows
+    assert traffic.sum() <= counted
+    if grid.replication == 1:
+        assert traffic.sum() == counted and np.array_equal(traffic[0], relation.pair_rows) and not traffic[1].any()
+
+
+@settings(max_examples=40, deadline=None)
+@given(cubes(), st.booleans())
+def test_squares_and_cubes(problem, weighted):
+    """Bytes of each rank: the matrix's blocks and all rows."""
+    cube, edges, offsets = problem
+    words = summa_traffic(cube, offsets, COLUMNS)
+    matrix = matrix_traffic(cube, offsets, edges, 8 if weighted else 0)
+    assert words.shape == matrix.shape and words.sum() == cube.words(offsets, COLUMNS)
+    _, sent = sent_by(cube.num_ranks, edges, offsets, weighted, lambda e, w, m: SummaMatrix(e, cube, offsets, w, m))
+    assert np.array_equal((words * 8 + matrix).sum((0, 2)), sent)
+    assert summa_entries(cube, offsets, edges).sum() == edges.shape[1]
+    assert summa_work(cube, offsets, edges, COLUMNS).sum() == edges.shape[1] * COLUMNS
+
+
+def test_stages_by_hand():
+    offsets = np.array([0, 1, 3, 6, 10])  # 1, 2, 3 and 4 nodes
+    grid = ProcessGrid(4, 2)  # rows 0 1, 2 3; column 0 reads block 0, column 1 block 1
+    gather, broadcast, reduce = block_traffic(grid, offsets)
+    assert dict(flows(gather)) == {(1, 0): 2, (2, 3): 3}
+    assert dict(flows(broadcast)) == {(0, 2): 3, (3, 1): 7}
+    assert dict(flows(reduce)) == {(0, 1): 2, (1, 0): 1, (2, 3): 4, (3, 2): 3}
+    edges = np.array([[0, 0, 9, 9, 4], [1, 5, 1, 9, 2]])  # to nodes 1, 5, 1, 9, 2 of ranks 1, 2, 1, 3, 1
+    assert holders(grid, offsets, edges).tolist() == [0, 2, 1, 3, 1]
+    reads, sums = sparse_traffic(grid, offsets, edges)
+    assert dict(flows(reads)) == {(0, 2): 1, (3, 1): 1, (2, 1): 1}
+    assert dict(flows(sums)) == {(0, 1): 1}
+    words = summa_traffic(ProcessCube.of(4, 2), offsets, 5)  # widths 2 and 3; rows 0 1 and 2 3 own the blocks
+    assert dict(flows(words[0])) == {(0, 1): 3, (1, 0): 4, (2, 3): 9, (3, 2): 8}
+    assert dict(flows(words[1])) == {(0, 2): 6, (1, 3): 9}
+    assert dict(flows(words[2])) == {(2, 0): 14, (3, 1): 21}
+    assert not words[3].any() and np.array_equal(words[4], words[0].T)
+    matrix = matrix_traffic(ProcessCube.of(4, 2), offsets, edges, 0)
+    # Blocks of rank 0 (target and source below 3): 0→1; 1 (source above): 9→1, 4→2; 2: 0→5; 3: 9→9.
+    assert dict(flows(matrix[1])) == {(0, 1): 32 + 4, (2, 3): 64 + 4}
+    assert dict(flows(matrix[2])) == {(1, 0): 32 + 8, (3, 2): 64 + 4}
+
+
+def flows(stage: np.ndarray) -> list[tuple[tuple[int, int], int]]:
+    return [((a, b), int(stage[a, b])) for a, b in np.argwhere(stage).tolist()]
+
+
+# Prices ######################################################################
+
+
+def workload(num_ranks: int, **options: Any) -> Workload:
+    rng = np.random.default_rng(0)
+    order = Relabelling.from_assignment(rng.integers(0, num_ranks, 300), num_ranks)
+    edge_index = order.new_ids()[rng.integers(0, 300, (2, 1200))]
+    return Workload(Relation.from_edges(edge_index, order.offsets), edge_index, 3, columns=16, features=50, **options)
+
+
+@pytest.mark.parametrize("keep_constant", [True, False])
+def test_epochs_are_sums_of_products(keep_constant):
+    work, topology = workload(8, keep_constant=keep_constant), dgx1()
+    found = {each.scheme: each for each in predict_products(work, topology).all}
+    factors = [f"spmm_15d c={c}{form}" for c in (2, 4, 8) for form in ("", " blocks")]
+    assert list(found) == ["spmm_1d", "spmm_1d blocks", *factors, "spmm_3d"]
+    backward = 3 - keep_constant
+    traffic = {"spmm_15d c=2": sparse_traffic(ProcessGrid(8, 2), work.relation.offsets, work.edge_index)}
+    traffic["spmm_15d c=2 blocks"] = block_traffic(ProcessGrid(8, 2), work.relation.offsets)
+    edges = np.bincount(holders(ProcessGrid(8, 2), work.relation.offsets, work.edge_index), minlength=8)
+    for scheme, rows in traffic.items():
+        by_hop = np.array([by_hand(stage, topology) for stage in rows])
+        seconds = by_hop.max(1).sum()
+        each = found[scheme].prediction
+        assert each is not None and each.rows == found[scheme].rows == rows.sum()
+        assert each.exchange_seconds == found[scheme].seconds == pytest.approx(seconds * 64)
+        assert each.epoch_exchange_seconds == pytest.approx(2 * backward * seconds * 64)
+        assert each.first_exchange_seconds == pytest.approx(seconds * 200 if keep_constant else 0)
+        sums = edges.max() * 16 * SECONDS_PER_EDGE_COLUMN
+        assert each.epoch_compute_seconds == pytest.approx((3 + backward) * sums)
+        assert each.edges == 1200 and found[scheme].edge_balance == pytest.approx(edges.max() / 150)
+    # A halo exchange by another name.
+    direct = next(each for each in predict(work, topology) if each.scheme == "p2p")
+    one, of_one = found["spmm_1d"], found["spmm_1d"].prediction
+    assert of_one is not None and of_one.rows == direct.rows and of_one.replication == pytest.approx(direct.replication)
+    for name in ("exchange_seconds", "compute_seconds", "epoch_seconds", "first_exchange_seconds"):
+        assert getattr(of_one, name) == pytest.approx(getattr(direct, name))
+    assert one.paper_rows == found["spmm_1d blocks"].rows == 300 * 7
+
+
+def by_hand(stage: np.ndarray, topology: Topology) -> list[float]:
+    """Seconds of each hop for rows of one byte."""
+    busy = [0.0] * len(topology.hops)
+    for (a, b), rows in flows(stage):
+        for hop in topology.links[a, b]:
+            busy[hop] += rows / (topology.hops[hop].gb_per_s * 1e9)
+    return busy
+
+
+@pytest.mark.parametrize("value_bytes", [0, 4])
+def test_the_matrix_takes_time_too(value_bytes):
+    work, topology, cube = workload(4, value_bytes=value_bytes), uniform(4), ProcessCube.of(4, 2)
+    [found] = predict_products(work, topology).cubes
+    offsets = work.relation.offsets
+    matrix = matrix_traffic(cube, offsets, work.edge_index, value_bytes)
+    assert found.scheme == "spmm_2d" and found.matrix_bytes == matrix.sum() > 0 and found.prediction is not None
+    assert found.rows == round(cube.words(offsets, 16) / 16)
+    for columns, seconds in (
+        (16, found.seconds),
+        (50, found.prediction.first_exchange_seconds),
+    ):
+        sent = summa_traffic(cube, offsets, columns) * 4 + matrix
+        assert seconds == pytest.approx(np.array([by_hand(stage, topology) for stage in sent]).max(1).sum())
+
+
+def test_products_without_a_link_or_a_topology():
+    links = [{"a": a, "b": a + 1, "gb_per_s": 1.0} for a in range(3)]
+    line = topology_from_dict({"devices": 4, "links": links, "name": "line"})
+    found = {each.scheme: each for each in predict_products(workload(4), line).all}
+    for each in found.values():
+        assert each.prediction is not None and each.seconds is None
+        assert "no link between them, and products on a process grid relay nothing" in each.prediction.reason
+        assert each.rows > 0
+    bare = predict_products(workload(4), None)
+    assert [each.rows for each in bare.all] == [each.rows for each in found.values()]
+    assert all(each.prediction is None and each.seconds is None for each in bare.all)
+    json.dumps(bare.as_dict())
+    assert [each.scheme for each in predict_products(workload(6), None).all][-1] == "spmm_15d c=6 blocks"  # no square
+    with pytest.raises(ValueError, match="cut into 4 parts"):
+        predict_products(workload(4), dgx1())
+    with pytest.raises(ValueError, match="4 ranks exchange rows, but topology 'dgx1' has 8 devices"):
+        direct_cost(np.zeros((1, 4, 4), np.int64), dgx1())
