@@ -6,7 +6,6 @@ from functools import cache
 from typing import Any
 
 import pytest
-import torch
 from common import assert_same, awkward_graph, one_training_node, single, three_nodes, train
 
 MODELS = ["gcn", "gcn_cached", "sage", "sage_sum", "sage_max", "gin", "gat", "gatv2", "gat_edges", "transformer"]

@@ -6,7 +6,6 @@ from datetime import timedelta
 from functools import cache
 from typing import Any
 
-import lightning as L
 import numpy as np
 import pytest
 import torch
