@@ -283,7 +283,7 @@ GRIDS = {
 def test_exact_on_a_process_grid(ranks, grid):
     """All of them in one job: the ranks connect once."""
     world_size, scheme = GRIDS[grid]
-    found = ranks.run(world_size, compare, list(RECIPES), partial(to_grid, scheme))
+    found = ranks.run(world_size, compare, list(RECIPES), partial(to_grid, scheme), timeout=300)
     assert found == [{}] * world_size
 
 
