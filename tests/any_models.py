@@ -10,6 +10,8 @@ from torch.nn import LayerNorm, Linear, ReLU
 from torch_geometric import nn
 from torch_geometric.nn import models
 
+from lightning_gnn import CommNetConv
+
 FEATURES, HIDDEN, CLASSES = 12, 16, 5
 
 
@@ -53,6 +55,18 @@ class SharedConv(torch.nn.Module):
     def forward(self, x: Tensor, edge_index: Tensor) -> Tensor:
         x = self.encode(x)
         return self.decode(self.conv(self.act(self.conv(x, edge_index)), edge_index))
+
+
+class CommNetAndSAGE(torch.nn.Module):
+    """A mean with self-loops beside one without, of the same rows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mean, self.heard = nn.SAGEConv(FEATURES, HIDDEN), CommNetConv(FEATURES, HIDDEN)
+        self.last = nn.SAGEConv(HIDDEN, CLASSES)
+
+    def forward(self, x: Tensor, edge_index: Tensor) -> Tensor:
+        return self.last((self.mean(x, edge_index) + self.heard(x, edge_index)).relu(), edge_index)
 
 
 class TwoEdgeSets(torch.nn.Module):
@@ -153,6 +167,7 @@ MODELS: dict[str, Any] = {
     **{f"deeper gcn, {block}": (lambda block=block: DeeperGCN(block)) for block in ("res+", "res", "plain")},
     "shared gcn": lambda: SharedConv(nn.GCNConv(HIDDEN, HIDDEN, cached=True)),
     "shared gat": lambda: SharedConv(nn.GATConv(HIDDEN, HIDDEN)),
+    "commnet beside sage": CommNetAndSAGE,
     "two edge sets": TwoEdgeSets,
     "edge weights that learn": LearnsEdgeWeights,
     "to_hetero": Hetero,

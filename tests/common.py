@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from pathlib import Path
 from typing import Any
 
 import any_models
@@ -40,6 +41,30 @@ def awkward_graph(num_nodes: int = 60, seed: int = 0, dtype: torch.dtype = torch
         val_mask=(split >= 0.5) & (split < 0.75),
         test_mask=split >= 0.75,
     )
+
+
+def three_nodes() -> Data:
+    """A graph of fewer nodes than ranks, each in every mask."""
+    graph = awkward_graph(seed=6)
+    graph.x, graph.y = graph.x[:3], torch.tensor([0, 1, 2])
+    keep = (graph.edge_index < 3).all(0)
+    for name in ("edge_weight", "edge_attr"):
+        graph[name] = graph[name][keep]
+    graph.edge_index = graph.edge_index[:, keep]
+    graph.train_mask = graph.val_mask = graph.test_mask = torch.ones(3, dtype=torch.bool)
+    return graph
+
+
+def one_training_node() -> tuple[Data, torch.Tensor]:
+    """A graph with one training node, and parts: rank 0 owns that node, 1 nothing, 3 the isolated nodes."""
+    graph = awkward_graph(seed=5)
+    graph.train_mask[:] = False
+    graph.train_mask[7] = True
+    graph.y[7] = 2
+    part = torch.full((60,), 2)
+    part[:20] = 0
+    part[50:] = 3
+    return graph, part
 
 
 class OwnConv(MessagePassing):
@@ -205,7 +230,7 @@ def train(
     source: Any,
     model: str,
     *,
-    strategy: str = "dgcl",
+    strategy: Any = "dgcl",
     options: dict[str, Any] | None = None,
     module: str = "library",
     sizes: tuple[int, int] = (FEATURES, CLASSES),
@@ -217,7 +242,8 @@ def train(
     """Trains, tests and predicts on one rank; returns everything that must equal one device.
 
     Args:
-        options: of DGCLStrategy.
+        strategy: its class, or a name that Lightning knows; "dgcl" for DGCLStrategy.
+        options: of the strategy's class.
     """
     recorder = Recorder()
     built = build(model, *sizes)
@@ -226,8 +252,11 @@ def train(
         "user": lambda: UserModule(built, sizes[1]),
     }[module]().to(dtype)
     datamodule = GraphDataModule(source, **(data or {}))
-    chosen: Any = DGCLStrategy(timeout=60, self_check=self_check, **(options or {})) if strategy == "dgcl" else strategy
-    run = quiet_trainer(chosen, world_size, callbacks=[recorder], **(trainer or {}))
+    if strategy == "dgcl":
+        strategy = DGCLStrategy
+    if isinstance(strategy, type):
+        strategy = strategy(timeout=60, self_check=self_check, **(options or {}))
+    run = quiet_trainer(strategy, world_size, callbacks=[recorder], **(trainer or {}))
     run.fit(wrapped, datamodule=datamodule)
     weights = copy.deepcopy(wrapped.state_dict())
     [tested] = run.test(wrapped, datamodule=datamodule, verbose=False)
@@ -239,6 +268,38 @@ def train(
         "test": tested,
         "predictions": predicted,
     }
+
+
+def strategy_of_config(path: Path, strategy: str) -> Any:
+    """Returns the strategy that the command line makes of a YAML config with this entry, which is written to `path`."""
+    from lightning.pytorch.cli import LightningCLI
+
+    path.write_text(
+        f"""
+trainer:
+  accelerator: cpu
+  devices: 2
+  logger: false
+  strategy: {strategy}
+model:
+  class_path: lightning_gnn.NodeClassifier
+  init_args:
+    model:
+      class_path: torch_geometric.nn.models.GCN
+      init_args: {{in_channels: 2, hidden_channels: 2, num_layers: 1, out_channels: 2}}
+    num_classes: 2
+data: {{class_path: lightning_gnn.GraphDataModule, init_args: {{source: lightning_gnn.planted_partition}}}}
+"""
+    )
+    command_line = LightningCLI(
+        L.LightningModule,
+        GraphDataModule,
+        subclass_mode_model=True,
+        subclass_mode_data=True,
+        run=False,
+        args=["--config", str(path)],
+    )
+    return command_line.trainer.strategy
 
 
 def single(source: Any, model: str, **options: Any) -> dict[str, Any]:

@@ -68,8 +68,8 @@ def main() -> None:
     trainer.fit(model, datamodule=data)
     fitted = {name: value.clone() for name, value in model.state_dict().items()}
     train_loss = float(trainer.callback_metrics["train_loss"])
-    # Each call of dgcl_spawn starts Python anew: one that returns something is enough.
-    [tested] = trainer.test(model, datamodule=data, verbose=False) if strategy != "dgcl_spawn" else [None]
+    # Each call of a spawning strategy starts Python anew: one that returns something is enough.
+    [tested] = trainer.test(model, datamodule=data, verbose=False) if not strategy.endswith("_spawn") else [None]
     [logits] = trainer.predict(model, datamodule=data)
     trainer.fit_loop.max_epochs = EPOCHS + MORE_EPOCHS
     trainer.fit(model, datamodule=data)

@@ -13,7 +13,7 @@ from common import CLASSES, FEATURES, UserModule, assert_same, awkward_graph, bu
 from conftest import RankFailed
 from torch_geometric.nn import GCNConv
 
-from lightning_gnn import DGCLStrategy, GraphDataModule
+from lightning_gnn import DGCLStrategy, GraphDataModule, SpMM15DStrategy
 from lightning_gnn.checks.small_graph import NUM_NODES
 
 
@@ -29,6 +29,19 @@ def test_equals_one_device(ranks, model):
             assert_same(found, expected, rtol=1e-8, atol=1e-10)
         losses = [[epoch["train_loss"] for epoch in result["epochs"]] for result in (found, expected)]
         assert losses[0] == pytest.approx(losses[1], rel=1e-10)
+
+
+@pytest.mark.parametrize("strategy", [DGCLStrategy, SpMM15DStrategy])
+def test_self_loops_on_one_rank_only(ranks, strategy):
+    """Without any, edges with self-loops and without are the same: ranks must agree on whether they are."""
+    graph = awkward_graph()
+    keep = (graph.edge_index[0] != graph.edge_index[1]) | (graph.edge_index[0] < 10)
+    for name in ("edge_index", "edge_weight", "edge_attr"):
+        graph[name] = graph[name][..., keep] if name == "edge_index" else graph[name][keep]
+    data = {"partition": (torch.arange(60) >= 25).long()}
+    expected = single(graph, "commnet beside sage")
+    for found in ranks.run(2, train, graph, "commnet beside sage", strategy=strategy, data=data, self_check=False):
+        assert_same(found, expected, rtol=1e-8, atol=1e-10)
 
 
 class Centred(torch.nn.Module):

@@ -6,8 +6,7 @@ from functools import cache
 from typing import Any
 
 import pytest
-import torch
-from common import assert_same, awkward_graph, single, train
+from common import assert_same, awkward_graph, one_training_node, single, three_nodes, train
 
 MODELS = ["gcn", "gcn_cached", "sage", "sage_sum", "sage_max", "gin", "gat", "gatv2", "gat_edges", "transformer"]
 MODELS += ["transformer_edges", "sage_several", "pna", "commnet", "graphconv", "own", "own_mean", "own_sum"]
@@ -39,26 +38,14 @@ def test_user_module(ranks, world_size, partition):
 
 def test_parts_without_nodes_or_labels(ranks):
     """Rank 1 owns nothing, rank 2 no training node, rank 0 the only one."""
-    graph = awkward_graph(seed=5)
-    graph.train_mask[:] = False
-    graph.train_mask[7] = True
-    graph.y[7] = 2
-    part = torch.full((60,), 2)
-    part[:20] = 0
-    part[40:50] = 3
+    graph, part = one_training_node()
     expected = single(graph, "sage", module="user")
     for found in ranks.run(4, train, graph, "sage", module="user", data={"partition": part}):
         assert_same(found, expected, rtol=1e-6, atol=1e-7)
 
 
 def test_more_ranks_than_nodes(ranks):
-    graph = awkward_graph(seed=6)
-    graph.x, graph.y = graph.x[:3], torch.tensor([0, 1, 2])
-    keep = (graph.edge_index < 3).all(0)
-    for name in ("edge_weight", "edge_attr"):
-        graph[name] = graph[name][keep]
-    graph.edge_index = graph.edge_index[:, keep]
-    graph.train_mask = graph.val_mask = graph.test_mask = torch.ones(3, dtype=torch.bool)
+    graph = three_nodes()
     expected = single(graph, "gcn")
     for found in ranks.run(4, train, graph, "gcn"):
         assert_same(found, expected, rtol=1e-9, atol=1e-11)

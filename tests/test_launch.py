@@ -26,6 +26,7 @@ def launch(folder: Path, command: tuple[str, ...], strategy: str) -> Finished:
     [
         pytest.param((), "dgcl", id="script"),
         pytest.param((), "dgcl_spawn", id="spawn"),
+        pytest.param((), "spmm_15d_spawn", id="products, spawn"),
         pytest.param((), "dgcl_notebook", id="notebook"),
         pytest.param(TORCHRUN, "dgcl", id="torchrun"),
     ],

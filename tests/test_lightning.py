@@ -86,6 +86,38 @@ class Manual(UserModule):
         optimizer.step()
 
 
+class TwoOptimizers(UserModule):
+    """One for each layer, which take turns."""
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        super().__init__(model)
+        self.automatic_optimization = False
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        optimizers: Any = self.optimizers()
+        for optimizer in optimizers:
+            self.toggle_optimizer(optimizer)
+            optimizer.zero_grad()
+            out = self.model(batch.x, batch.edge_index)[batch.train_mask]
+            self.manual_backward(F.cross_entropy(out, batch.y[batch.train_mask], ignore_index=-1))
+            optimizer.step()
+            self.untoggle_optimizer(optimizer)
+
+    def configure_optimizers(self) -> Any:
+        return [torch.optim.SGD(conv.parameters(), lr=0.5) for conv in self.model.convs]
+
+
+class ChangingEdges(UserModule):
+    """All edges and some of them, turn by turn."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        edges = batch.edge_index
+        if self.current_epoch % 2:
+            edges = edges[:, batch.edge_weight > 0.4]
+        out = self.model(batch.x, edges)[batch.train_mask]
+        return F.cross_entropy(out, batch.y[batch.train_mask], ignore_index=-1)
+
+
 class OwnWeight(UserModule):
     """A mean over something else than the mask: every owned node."""
 
@@ -109,6 +141,8 @@ FEATURED = {
     "plateau": Plateau,
     "early_stopping": Eager,
     "manual": Manual,
+    "two_optimizers": TwoOptimizers,
+    "changing_edges": ChangingEdges,
     "own_weight": OwnWeight,
     "unused": Unused,
 }
@@ -123,6 +157,8 @@ FEATURED = {
         "plateau",
         "early_stopping",
         "manual",
+        "two_optimizers",
+        "changing_edges",
         "own_weight",
         "unused",
         "several_validations",
@@ -131,14 +167,25 @@ FEATURED = {
 def test_feature(ranks, kind):
     expected = run(0, 1, kind, "auto")
     for found in ranks.run(3, run, kind):
-        same_weights(found["weights"], expected["weights"])
-        for decided in ("epoch", "steps", "lr"):
-            assert found[decided] == expected[decided]
-        torch.testing.assert_close(found["losses"], expected["losses"], rtol=1e-9, atol=1e-11)
+        assert_same_run(found, expected)
     if kind == "early_stopping":
         assert expected["epoch"] < 60
     if kind == "plateau":
         assert expected["lr"] < 0.3
+
+
+@pytest.mark.parametrize("kind", ["accumulate", "manual", "two_optimizers", "changing_edges"])
+def test_feature_with_products(ranks, kind):
+    expected = run(0, 1, kind, "auto")
+    for found in ranks.run(4, run, kind, "spmm_15d"):
+        assert_same_run(found, expected)
+
+
+def assert_same_run(found: dict[str, Any], expected: dict[str, Any]) -> None:
+    same_weights(found["weights"], expected["weights"])
+    for decided in ("epoch", "steps", "lr"):
+        assert found[decided] == expected[decided]
+    torch.testing.assert_close(found["losses"], expected["losses"], rtol=1e-9, atol=1e-11)
 
 
 def checkpointed(rank: int, world_size: int, folder: str, strategy: str, epochs: int, resume: str | None) -> Any:
@@ -167,9 +214,10 @@ def test_checkpoint_of_one_world_size_resumes_in_another(ranks, tmp_path):
     expected = checkpointed(0, 1, str(tmp_path / "whole"), "auto", 6, None)
     half = ranks.run(3, checkpointed, str(tmp_path / "three"), "dgcl", 3, None)
     assert len({result["last"] for result in half}) == 1
-    for found in ranks.run(2, checkpointed, str(tmp_path / "two"), "dgcl", 6, half[0]["last"]):
-        same_weights(found["weights"], expected["weights"])
-        torch.testing.assert_close(found["test"], expected["test"], rtol=1e-6, atol=1e-7)
+    for world_size, strategy in ((2, "dgcl"), (4, "spmm_15d")):
+        for found in ranks.run(world_size, checkpointed, str(tmp_path / strategy), strategy, 6, half[0]["last"]):
+            same_weights(found["weights"], expected["weights"])
+            torch.testing.assert_close(found["test"], expected["test"], rtol=1e-6, atol=1e-7)
     again = checkpointed(0, 1, str(tmp_path / "one"), "auto", 6, half[0]["last"])
     same_weights(again["weights"], expected["weights"])
     loaded = NodeClassifier.load_from_checkpoint(half[0]["best"], model=build("gcn"), weights_only=True)

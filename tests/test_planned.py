@@ -6,14 +6,23 @@ from datetime import timedelta
 from functools import cache
 from typing import Any
 
-import lightning as L
 import numpy as np
 import pytest
 import torch
-from common import CLASSES, FEATURES, Recorder, assert_same, awkward_graph, build, quiet_trainer, single, train
+from common import (
+    CLASSES,
+    FEATURES,
+    Recorder,
+    assert_same,
+    awkward_graph,
+    build,
+    quiet_trainer,
+    single,
+    strategy_of_config,
+    train,
+)
 from conftest import RankFailed
 from hypothesis import given, settings
-from lightning.pytorch.cli import LightningCLI
 from planning import problems, random_topology, rows_of
 
 from lightning_gnn import DGCLStrategy, GraphDataModule, NodeClassifier
@@ -296,31 +305,6 @@ def test_unconnected_first_devices():
 
 
 def test_from_yaml(tmp_path):
-    config = tmp_path / "config.yaml"
-    config.write_text(
-        """
-trainer:
-  accelerator: cpu
-  devices: 2
-  logger: false
-  strategy: {class_path: lightning_gnn.DGCLStrategy, init_args: {plan: spst, topology: dgx1}}
-model:
-  class_path: lightning_gnn.NodeClassifier
-  init_args:
-    model:
-      class_path: torch_geometric.nn.models.GCN
-      init_args: {in_channels: 2, hidden_channels: 2, num_layers: 1, out_channels: 2}
-    num_classes: 2
-data: {class_path: lightning_gnn.GraphDataModule, init_args: {source: lightning_gnn.planted_partition}}
-"""
-    )
-    command_line = LightningCLI(
-        L.LightningModule,
-        GraphDataModule,
-        subclass_mode_model=True,
-        subclass_mode_data=True,
-        run=False,
-        args=["--config", str(config)],
-    )
-    scheme = command_line.trainer.strategy.scheme
+    asked = "{class_path: lightning_gnn.DGCLStrategy, init_args: {plan: spst, topology: dgx1}}"
+    scheme = strategy_of_config(tmp_path / "config.yaml", asked).scheme
     assert (scheme.plan, scheme.topology) == ("spst", "dgx1")

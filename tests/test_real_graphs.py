@@ -1,4 +1,4 @@
-"""Cora and Amazon Computers over 2 and 3 ranks equal one device (gloo ranks)."""
+"""Cora and Amazon Computers over 2 to 4 ranks equal one device (gloo ranks)."""
 
 from __future__ import annotations
 
@@ -8,6 +8,8 @@ import pytest
 import torch
 from common import assert_same, single, train
 from torch_geometric.datasets import Amazon, Planetoid
+
+from lightning_gnn import SpMM2DStrategy, SpMM15DStrategy
 
 
 def dataset(shared: Any, name: str) -> tuple[Any, dict[str, Any]]:
@@ -35,15 +37,37 @@ def trained(request, graph) -> tuple[str, dict[str, Any], dict[str, Any]]:
     return request.param, run, single(graph[0], request.param, **run)
 
 
+def assert_equals_one_device(found: dict[str, Any], expected: dict[str, Any]) -> None:
+    metrics = {k: found["test"].pop(k) for k in list(found["test"]) if k in ("test_f1", "test_auroc")}
+    wanted = {k: expected["test"][k] for k in metrics}
+    torch.testing.assert_close(metrics, wanted, rtol=1e-5, atol=1e-6)  # torchmetrics works in float32
+    reference = {**expected, "test": {k: v for k, v in expected["test"].items() if k not in metrics}}
+    assert_same(_without_f1(found), _without_f1(reference), rtol=1e-8, atol=1e-9)
+
+
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_equals_one_device(ranks, graph, trained, world_size):
     model, run, expected = trained
     for found in ranks.run(world_size, train, graph[0], model, timeout=300, self_check=world_size == 2, **run):
-        metrics = {k: found["test"].pop(k) for k in list(found["test"]) if k in ("test_f1", "test_auroc")}
-        wanted = {k: expected["test"][k] for k in metrics}
-        torch.testing.assert_close(metrics, wanted, rtol=1e-5, atol=1e-6)  # torchmetrics works in float32
-        reference = {**expected, "test": {k: v for k, v in expected["test"].items() if k not in metrics}}
-        assert_same(_without_f1(found), _without_f1(reference), rtol=1e-8, atol=1e-9)
+        assert_equals_one_device(found, expected)
+
+
+PRODUCTS = {
+    "1.5d": (SpMM15DStrategy, {}),
+    "1.5d in blocks": (SpMM15DStrategy, {"replication": 2, "sparsity_aware": False}),
+    "2d": (SpMM2DStrategy, {}),
+}
+
+
+@pytest.mark.parametrize("products", PRODUCTS)
+@pytest.mark.parametrize("trained", ["gcn", "sage"], indirect=True)
+def test_products_equal_one_device(ranks, graph, trained, products):
+    model, run, expected = trained
+    strategy, options = PRODUCTS[products]
+    for found in ranks.run(
+        4, train, graph[0], model, timeout=300, strategy=strategy, options=options, self_check=False, **run
+    ):
+        assert_equals_one_device(found, expected)
 
 
 def _without_f1(result: dict[str, Any]) -> dict[str, Any]:

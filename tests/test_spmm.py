@@ -11,13 +11,27 @@ import lightning as L
 import numpy as np
 import pytest
 import torch
-from common import CLASSES, assert_same, awkward_graph, build, quiet_trainer, single, train
+from common import (
+    CLASSES,
+    FEATURES,
+    assert_same,
+    awkward_graph,
+    build,
+    one_training_node,
+    quiet_trainer,
+    single,
+    strategy_of_config,
+    three_nodes,
+    train,
+)
 from conftest import RankFailed
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch_geometric.data import Data
+from torch_geometric.nn.models import GCN
 
-from lightning_gnn import GraphDataModule, NodeClassifier, SpMM1DStrategy, SpMM15DStrategy
-from lightning_gnn.comm.grid import BlockMatrix, SparseMatrix, Triples
+from lightning_gnn import GraphDataModule, NodeClassifier, SpMM1DStrategy, SpMM2DStrategy, SpMM15DStrategy
+from lightning_gnn.comm.grid import BlockMatrix, Matrix, SparseMatrix, Triples
 from lightning_gnn.comm.group import World
 from lightning_gnn.comm.in_process import InProcessWorld, Meeting
 from lightning_gnn.comm.summa import SummaMatrix
@@ -33,8 +47,7 @@ def on_one_device(model: str, module: str = "library") -> dict[str, Any]:
 
 
 def trained(rank: int, world_size: int, model: str, options: dict[str, Any], **others: Any) -> dict[str, Any]:
-    strategy = SpMM15DStrategy(timeout=60, **options)
-    return train(rank, world_size, awkward_graph(), model, strategy=strategy, **others)
+    return train(rank, world_size, awkward_graph(), model, strategy=SpMM15DStrategy, options=options, **others)
 
 
 CASES = [(2, 1, True), (2, 2, False), (3, 1, False), (4, 2, True), (4, 2, False), (4, 4, True), (3, 3, False)]
@@ -43,8 +56,8 @@ CASES = [(2, 1, True), (2, 2, False), (3, 1, False), (4, 2, True), (4, 2, False)
 @pytest.mark.parametrize(("world_size", "replication", "sparsity_aware"), CASES)
 @pytest.mark.parametrize("model", ["gcn", "graphconv", "gin_batch_norm"])
 def test_trained_as_on_one_device(ranks, model, world_size, replication, sparsity_aware):
-    options = {"replication": replication, "sparsity_aware": sparsity_aware, "self_check": model == "gcn"}
-    for found in ranks.run(world_size, trained, model, options):
+    options = {"replication": replication, "sparsity_aware": sparsity_aware}
+    for found in ranks.run(world_size, trained, model, options, self_check=model == "gcn"):
         assert_same(found, on_one_device(model), rtol=1e-8, atol=1e-10)
 
 
@@ -79,6 +92,70 @@ def test_by_name(ranks, strategy):
     part = torch.arange(60) % 2  # the third rank owns nothing
     for found in ranks.run(3, train, awkward_graph(), "gcn", strategy=strategy, data={"partition": part}):
         assert_same(found, on_one_device("gcn"), rtol=1e-8, atol=1e-10)
+
+
+ON_4_RANKS: dict[str, tuple[type, dict[str, Any]]] = {
+    "sparse": (SpMM15DStrategy, {"replication": 2}),
+    "blocks": (SpMM15DStrategy, {"replication": 2, "sparsity_aware": False}),
+    "2d": (SpMM2DStrategy, {}),
+}
+on_4_ranks = pytest.mark.parametrize("products", ON_4_RANKS)
+
+
+def run_on_4(ranks: Any, products: str, graph: Data, model: str, **others: Any) -> list[dict[str, Any]]:
+    strategy, options = ON_4_RANKS[products]
+    options = {**options, **others.pop("options", {})}
+    return ranks.run(4, train, graph, model, strategy=strategy, options=options, self_check=False, **others)
+
+
+@on_4_ranks
+@pytest.mark.parametrize("model", ["gcn", "sage"])
+def test_parts_without_nodes_edges_or_labels(ranks, model, products):
+    graph, part = one_training_node()
+    expected = single(graph, model)
+    for found in run_on_4(ranks, products, graph, model, data={"partition": part}):
+        assert_same(found, expected, rtol=1e-8, atol=1e-10)
+
+
+@on_4_ranks
+@pytest.mark.parametrize("model", ["gcn", "sage"])
+def test_more_ranks_than_nodes(ranks, model, products):
+    expected = single(three_nodes(), model)
+    for found in run_on_4(ranks, products, three_nodes(), model):
+        assert_same(found, expected, rtol=1e-8, atol=1e-10)
+
+
+@on_4_ranks
+def test_over_sockets(ranks, products):
+    for found in run_on_4(ranks, products, awkward_graph(), "gcn", options={"shared_memory": False}):
+        assert_same(found, on_one_device("gcn"), rtol=1e-8, atol=1e-10)
+
+
+def seeded(rank: int, world_size: int, products: str) -> list[torch.Tensor]:
+    """Weights and running statistics after training with dropout, and what they predict."""
+    L.seed_everything(7)
+    strategy, options = ON_4_RANKS[products]
+    model = GCN(FEATURES, 16, num_layers=2, out_channels=CLASSES, dropout=0.5, norm="batch_norm")
+    module = NodeClassifier(model, num_classes=CLASSES)
+    trainer = quiet_trainer(strategy(timeout=60, self_check=False, **options), world_size)
+    data = GraphDataModule(awkward_graph(dtype=torch.float32))
+    trainer.fit(module, datamodule=data)
+    return [*module.state_dict().values(), *trainer.predict(module, datamodule=data)]
+
+
+@on_4_ranks
+def test_same_seed_same_bits(ranks, products):
+    """With dropout and statistics over all nodes; every rank ends with the same."""
+    first, second = (ranks.run(4, seeded, products) for _ in range(2))
+    assert all(value.isfinite().all() for value in first[0])
+    for found in (*first, *second):
+        assert all(map(torch.equal, found, first[0]))
+
+
+def test_from_yaml(tmp_path):
+    asked = "{class_path: lightning_gnn.SpMM15DStrategy, init_args: {replication: 2, sparsity_aware: false}}"
+    scheme = strategy_of_config(tmp_path / "config.yaml", asked).scheme
+    assert (scheme.replication, scheme.sparsity_aware, scheme.permute) == (2, False, "random")
 
 
 # Products #####################################################################
@@ -262,10 +339,15 @@ def products(rank: int, world_size: int, shared_memory: bool) -> None:
             dense = torch.zeros(num_nodes, num_nodes, dtype=torch.float64)
             dense.index_put_((torch.from_numpy(edges[1]), torch.from_numpy(edges[0])), torch.ones(()).double(), True)
             own = slice(*offsets[rank : rank + 2])
+            entries, _ = entries_of(edges, offsets, rank, False)
             for c in legal_replications(world_size):
-                for kind in (SparseMatrix, BlockMatrix):
-                    entries, _ = entries_of(edges, offsets, rank, False)
-                    matrix = kind(entries, ProcessGrid(world_size, c), offsets, world, Meter())
+                grid = ProcessGrid(world_size, c)
+                matrices: list[Matrix] = [
+                    kind(entries, grid, offsets, world, Meter()) for kind in (SparseMatrix, BlockMatrix)
+                ]
+                if world_size == 4 and c == 1:
+                    matrices.append(SummaMatrix(entries, ProcessCube.of(4, 2), offsets, world, Meter()))
+                for matrix in matrices:
                     for transposed in (False, True, False):
                         product = matrix.multiply(x[own], "layer", transposed)
                         expected = ((dense.T if transposed else dense) @ x)[own]
@@ -280,29 +362,43 @@ def test_products_on_ranks(ranks, world_size, shared_memory):
     ranks.run(world_size, products, shared_memory)
 
 
-def logged(rank: int, world_size: int, options: dict[str, Any]) -> tuple[dict[Any, int], list[int]]:
-    """Bytes of the last of three epochs by layer and direction, and the numbers of owned rows."""
+def logged(
+    rank: int, world_size: int, products: tuple[type, dict[str, Any]], precision: Any = "64-true"
+) -> tuple[dict[Any, int], list[int], float]:
+    """Bytes of the last of three epochs by layer and direction, the numbers of owned rows, and the last loss."""
     last: dict[Any, int] = {}
 
     class Look(L.Callback):
         def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
             last.update({key: traffic.bytes_sent for key, traffic in trainer.callbacks[0].by_layer.items()})
 
-    module = NodeClassifier(build("gcn"), num_classes=CLASSES).double()
-    trainer = quiet_trainer(SpMM15DStrategy(timeout=30, **options), world_size, limit_val_batches=0)
+    strategy, options = products
+    module = NodeClassifier(build("gcn"), num_classes=CLASSES)
+    trainer = quiet_trainer(strategy(timeout=30, **options), world_size, limit_val_batches=0, precision=precision)
     trainer.callbacks.append(Look())  # type: ignore[attr-defined]
-    data = GraphDataModule(awkward_graph())
+    data = GraphDataModule(awkward_graph(dtype=torch.float64 if precision == "64-true" else torch.float32))
     trainer.fit(module, datamodule=data)
-    return last, list(data.shard.counts)
+    return last, list(data.shard.counts), float(trainer.callback_metrics["train_loss"])
 
 
 @pytest.mark.parametrize("replication", [1, 2, 4])
 def test_logged_bytes_are_the_formulas(ranks, replication):
-    results = ranks.run(4, logged, {"replication": replication, "sparsity_aware": False})
+    results = ranks.run(4, logged, (SpMM15DStrategy, {"replication": replication, "sparsity_aware": False}))
     offsets = np.cumsum([0, *results[0][1]])
     words = ProcessGrid(4, replication).words(offsets, CLASSES)
     for direction in ("forward", "backward"):
-        assert sum(found["model.convs.1", direction] for found, _ in results) == words * 8
+        assert sum(found["model.convs.1", direction] for found, *_ in results) == words * 8
+
+
+@on_4_ranks
+def test_bf16_mixed(ranks, products):
+    """The loss of one device, from rows that travel as they are computed: partial sums alone have four bytes."""
+    plain, short = (ranks.run(4, logged, ON_4_RANKS[products], precision) for precision in ("32-true", "bf16-mixed"))
+    for (_, _, loss), (_, _, expected) in zip(short, plain):
+        assert loss == pytest.approx(expected, rel=0.02)
+    for direction in ("forward", "backward"):
+        sent, before = (sum(found["model.convs.1", direction] for found, *_ in each) for each in (short, plain))
+        assert sent < 0.9 * before
 
 
 def fails(rank: int, world_size: int) -> None:

@@ -318,8 +318,20 @@ class GraphContext:
         return self.once(("self-loops",), edge_index, None, compute)[0]
 
     def without_self_loops(self, edge_index: Tensor) -> Tensor:
-        """Returns the edges between different nodes."""
-        return self.once(("no self-loops",), edge_index, None, lambda: (without_self_loops(edge_index),))[0]
+        """Returns the edges between different nodes; the same tensor if there are no others on any rank.
+
+        What is kept or dealt is known by its edges, so ranks must agree on whether these are the batch's own.
+        """
+
+        def compute() -> tuple[Tensor]:
+            left = without_self_loops(edge_index)
+            if edge_index is self.edge_index:
+                removed = torch.tensor([left is not edge_index], dtype=torch.int32, device=edge_index.device)
+                if not self.exchange.max_over_ranks(removed, "Looking for self-loops"):
+                    return (left,)
+            return (left.clone() if left is edge_index else left,)
+
+        return self.once(("no self-loops",), edge_index, None, compute)[0]
 
     def out_degree(self, source: Tensor, weight: Tensor, layer: str) -> Tensor:
         """Returns the sum of the weights of each owned node's out-edges, of which other ranks hold some: S^T.
