@@ -8,8 +8,8 @@ Other strategies, c after a colon, with whole blocks or as by default; a cell is
 
 float32 sums depend on their order, so the yardstick is the same run on one device with the nodes in another order:
 "noise", the larger of two. A cell shows the largest relative difference of any epoch's
-training or validation loss from one device, for the strategy and for the noise, and the difference in test accuracy. *directed* is a
-generated graph with self-loops, parallel edges, nodes without edges, and hubs in one direction.
+training or validation loss from one device, for the strategy and for the noise, and the difference in test accuracy.
+*directed* is a generated graph with self-loops, parallel edges, nodes without edges, and hubs in one direction.
 """
 
 from __future__ import annotations

@@ -15,6 +15,7 @@ with what its generator states).
 from __future__ import annotations
 
 import argparse
+import ctypes
 import gc
 import json
 import os
@@ -143,6 +144,7 @@ def measure(name: str, path: str, ranks: int, epochs: int) -> dict[str, Any]:
     found = {}
     for system in systems(ranks):
         gc.collect()
+        ctypes.CDLL(None).malloc_trim(0)  # so that what others have freed is no memory for this one
         found[system.name] = train(epochs, system.strategy)
     return found
 
