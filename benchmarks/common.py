@@ -69,9 +69,12 @@ class PeakMemory:
     """The most memory that this process held above what it held when this was made (make it after the imports)."""
 
     def __init__(self) -> None:
-        self._reset = Path("/proc/self/clear_refs")
-        self._reset.write_text("5")
+        self.reset()
         self._start = self._read("VmRSS")
+
+    def reset(self) -> None:
+        """Forgets the peak, but not what was held at the start."""
+        Path("/proc/self/clear_refs").write_text("5")
 
     def megabytes(self) -> float:
         return (self._read("VmHWM") - self._start) / 1024

@@ -2,14 +2,20 @@
 
     python benchmarks/parity.py [--graphs cora computers physics github] [--ranks 1 2 3 4] [--epochs 5] [--json FILE]
 
+Other strategies, c after a colon, with whole blocks or as by default; a cell is empty where c does not divide the ranks::
+
+    python benchmarks/parity.py --strategies spmm_15d:1 spmm_15d:2 spmm_15d:2:blocks spmm_2d --ranks 2 4 6 8 [--double]
+
 float32 sums depend on their order, so the yardstick is the same run on one device with the nodes in another order:
 "noise", the larger of two. A cell shows the largest relative difference of any epoch's
-training or validation loss from one device, for `dgcl` and for the noise, and the difference in test accuracy.
+training or validation loss from one device, for the strategy and for the noise, and the difference in test accuracy.
+*directed* is a generated graph with self-loops, parallel edges, nodes without edges, and hubs in one direction.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import os
 import shutil
@@ -18,6 +24,7 @@ from pathlib import Path
 from typing import Any
 
 import lightning as L
+import numpy as np
 import torch
 import torch.nn.functional as F
 import torch_geometric.datasets as D
@@ -26,7 +33,7 @@ from torch_geometric.data import Data
 from torch_geometric.nn.models import GAT, GCN, GIN, GraphSAGE
 from torchmetrics.classification import MulticlassAccuracy, MulticlassAUROC, MulticlassF1Score
 
-from lightning_gnn import CommNet, DGCLStrategy, GraphDataModule, NodeClassifier
+from lightning_gnn import CommNet, DGCLStrategy, GraphDataModule, NodeClassifier, SpMM15DStrategy
 from lightning_gnn.datamodules.sources import prepare_graph
 
 GRAPHS = {
@@ -34,16 +41,37 @@ GRAPHS = {
     "computers": ("amazon", lambda root: D.Amazon(root, "Computers")),
     "physics": ("coauthor", lambda root: D.Coauthor(root, "Physics")),
     "github": ("github_social", D.GitHub),
+    "directed": ("", lambda root: [directed_graph()]),
 }
 MODELS = ("gcn", "sage", "gin", "gat", "commnet")
 PHYSICS_COLUMNS = 256
 """Of its 8,415 features: PyG's reference run would need 17 GB for their messages, and minutes for each epoch."""
 
-SIZES = {"cora": (1433, 7), "computers": (767, 10), "physics": (PHYSICS_COLUMNS, 5), "github": (128, 2)}
+SIZES = {
+    "cora": (1433, 7),
+    "computers": (767, 10),
+    "physics": (PHYSICS_COLUMNS, 5),
+    "github": (128, 2),
+    "directed": (32, 5),
+}
 
 
-def load_graph(name: str, root: str, order: int = 0) -> Data:
-    """Returns a real graph with masks, its nodes in random order `order` (0: as they are); a source for GraphDataModule."""
+def directed_graph(num_nodes: int = 3000, num_edges: int = 40_000) -> Data:
+    """Returns a graph whose edges come from few nodes and go anywhere."""
+    rng = np.random.default_rng(0)
+    source = (num_nodes * rng.random(num_edges) ** 3).astype(np.int64)
+    target = rng.integers(0, num_nodes, num_edges)
+    y = rng.integers(0, 5, num_nodes)
+    x = rng.standard_normal((num_nodes, 32)) + y[:, None] * 0.3
+    return Data(
+        x=torch.from_numpy(x).float(),
+        edge_index=torch.from_numpy(np.stack([source, target])),
+        y=torch.from_numpy(y),
+    )
+
+
+def load_graph(name: str, root: str, order: int = 0, double: bool = False) -> Data:
+    """Returns a graph with masks, its nodes in random order `order` (0: as they are); a source for GraphDataModule."""
     data = GRAPHS[name][1](root)[0]
     data.x = data.x[:, : SIZES[name][0]].contiguous()
     data = prepare_graph(data, fractions=None if name == "cora" else (0.5, 0.25, 0.25))
@@ -54,6 +82,8 @@ def load_graph(name: str, root: str, order: int = 0) -> Data:
         for key in ("x", "y", "train_mask", "val_mask", "test_mask"):
             data[key] = data[key][old]
         data.edge_index = new[data.edge_index]
+    if double:
+        data.x = data.x.double()
     return data
 
 
@@ -104,44 +134,67 @@ def build(model: str, columns: int, classes: int) -> torch.nn.Module:
     return kinds[model](**size, **({"heads": 4} if model == "gat" else {}))
 
 
-def runs(graph: str, root: str, order: int, strategy: str, ranks: int, epochs: int) -> dict[str, Any] | None:
-    """Returns losses and test metrics of every model and module; one script, many Trainers."""
-    data = GraphDataModule("parity.load_graph", {"name": graph, "root": root, "order": order})
+def make_strategy(name: str, ranks: int) -> Any:
+    """Returns the strategy of a name, with c and ``blocks`` after colons; None if so many ranks cannot follow it."""
+    name, *options = name.split(":")
+    if name == "dgcl":
+        return DGCLStrategy(timeout=300)
+    if name == "spmm_15d":
+        c = int(options[0]) if options else None
+        return None if c is not None and ranks % c else SpMM15DStrategy(c, "blocks" not in options, timeout=300)
+    dimensions = {"spmm_2d": 2, "spmm_3d": 3}.get(name)
+    if dimensions is not None and round(ranks ** (1 / dimensions)) ** dimensions != ranks:
+        return None
+    return name
+
+
+def runs(options: argparse.Namespace) -> dict[str, Any] | None:
+    """Returns losses and test metrics by strategy, model and module; one script, many Trainers."""
+    graph, strategies, ranks, order = options.row.split("/")
+    arguments = {"name": graph, "root": options.root, "order": int(order), "double": options.double}
     sizes = SIZES[graph]
     results: dict[str, Any] = {}
     main_rank = True
-    for model in MODELS:
-        for module in ("NodeClassifier", "own"):
-            built = build(model, *sizes)
-            wrapped = NodeClassifier(built) if module == "NodeClassifier" else OwnModule(built, sizes[1])
-            losses = Losses()
-            trainer = L.Trainer(
-                strategy=DGCLStrategy(timeout=300) if strategy == "dgcl" else strategy,
-                devices=ranks,
-                max_epochs=epochs,
-                **QUIET,
-                callbacks=[losses],
-                num_sanity_val_steps=0,
-            )
-            trainer.fit(wrapped, datamodule=data)
-            [tested] = trainer.test(wrapped, datamodule=data, verbose=False)
-            results[f"{model}/{module}"] = {"losses": losses.values, "test": tested}
-            main_rank = trainer.is_global_zero
+    for strategy in strategies.split(","):
+        data = GraphDataModule("parity.load_graph", arguments)
+        for model in options.models:
+            for module in ("NodeClassifier", "own"):
+                used = make_strategy(strategy, int(ranks))
+                if used is None:
+                    continue
+                built = build(model, *sizes)
+                wrapped = NodeClassifier(built) if module == "NodeClassifier" else OwnModule(built, sizes[1])
+                losses = Losses()
+                trainer = L.Trainer(
+                    strategy=used,
+                    devices=int(ranks),
+                    max_epochs=options.epochs,
+                    **QUIET,
+                    callbacks=[losses],
+                    num_sanity_val_steps=0,
+                )
+                wrapped = wrapped.double() if options.double else wrapped
+                trainer.fit(wrapped, datamodule=data)
+                [tested] = trainer.test(wrapped, datamodule=data, verbose=False)
+                results[f"{strategy}/{model}/{module}"] = {"losses": losses.values, "test": tested}
+                main_rank = trainer.is_global_zero
     return results if main_rank else None
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--graphs", nargs="+", choices=list(GRAPHS), default=list(GRAPHS))
+    parser.add_argument("--graphs", nargs="+", choices=list(GRAPHS), default=["cora", "computers", "physics", "github"])
     parser.add_argument("--ranks", nargs="+", type=int, default=[1, 2, 3, 4])
+    parser.add_argument("--strategies", nargs="+", default=["dgcl"])
+    parser.add_argument("--models", nargs="+", choices=MODELS, default=MODELS)
     parser.add_argument("--epochs", type=int, default=5)
+    parser.add_argument("--double", action="store_true", help="in float64")
     parser.add_argument("--json")
     parser.add_argument("--row", help=argparse.SUPPRESS)
     parser.add_argument("--root", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.row:
-        graph, strategy, ranks, order = options.row.split(":")
-        found = runs(graph, options.root, int(order), strategy, int(ranks), options.epochs)
+        found = runs(options)
         if found is not None:
             print(json.dumps(found))
         return
@@ -149,39 +202,42 @@ def main() -> None:
     rows: list[dict[str, Any]] = []
     losses = [f"{ranks} ranks" for ranks in options.ranks]
     metrics = [f"metrics, {ranks}" for ranks in options.ranks]
-    columns = ["graph", "model/module", "noise", *losses, *metrics, "test_acc"]
+    columns = ["graph", "strategy", "model/module", "noise", *losses, *metrics, "test_acc"]
     with tempfile.TemporaryDirectory() as folder:
         os.environ["LIGHTNING_GNN_STORE"] = folder
         for graph in options.graphs:
-            source = GRAPHS[graph][0]
-            root = shutil.copytree(SHARED / "data" / source, Path(folder) / source, dirs_exist_ok=True)
+            source, root = GRAPHS[graph][0], Path(folder)
+            if source:
+                root = shutil.copytree(SHARED / "data" / source, root / source, dirs_exist_ok=True)
 
-            def row(strategy: str, ranks: int, order: int, graph: str = graph, root: Path = root) -> dict[str, Any]:
-                arguments = [
-                    "--row",
-                    f"{graph}:{strategy}:{ranks}:{order}",
-                    "--root",
-                    str(root),
-                    "--epochs",
-                    str(options.epochs),
-                ]
+            def row(
+                strategies: list[str], ranks: int, order: int, graph: str = graph, root: Path = root
+            ) -> dict[str, Any]:
+                arguments = ["--row", f"{graph}/{','.join(strategies)}/{ranks}/{order}", "--root", str(root)]
+                arguments += ["--epochs", str(options.epochs), "--models", *options.models]
+                arguments += ["--double"] if options.double else []
                 return run_row(str(Path(__file__)), arguments, threads=1, timeout=3000)
 
-            reference, *others = (row("auto", 1, order) for order in range(3))
-            found = {ranks: row("dgcl", ranks, 0) for ranks in options.ranks}
-            for cell, expected in reference.items():
-                entry: dict[str, Any] = {"graph": graph, "model/module": cell}
-                entry["noise"] = max(_difference(other[cell], expected) for other in others)
+            reference, *others = (row(["auto"], 1, order) for order in range(3))
+            found = {ranks: row(options.strategies, ranks, 0) for ranks in options.ranks}
+            for strategy, (one_device, expected) in itertools.product(options.strategies, reference.items()):
+                cell = one_device.removeprefix("auto/")
+                entry: dict[str, Any] = {"graph": graph, "strategy": strategy, "model/module": cell}
+                entry["noise"] = max(_difference(other[one_device], expected) for other in others)
                 for ranks, results in found.items():
-                    entry[f"{ranks} ranks"] = _difference(results[cell], expected)
-                    entry[f"metrics, {ranks}"] = _metric_difference(results[cell], expected)
+                    result = results.get(f"{strategy}/{cell}")
+                    entry[f"{ranks} ranks"] = None if result is None else _difference(result, expected)
+                    entry[f"metrics, {ranks}"] = None if result is None else _metric_difference(result, expected)
                 entry["test_acc"] = expected["test"]["test_acc"]
                 rows.append(entry)
             # After each graph, since the next takes long.
-            report("Difference from one device, float32", rows, columns, options.json)
+            precision = "float64" if options.double else "float32"
+            report(f"Difference from one device, {precision}", rows, columns, options.json)
     # A floor under the noise: two epochs' sums may agree by luck.
-    worst = max(row[name] / max(row["noise"], 1e-6) for row in rows for name in losses)
-    print(f"largest difference over noise: {worst:.2f}")
+    floor = 1e-15 if options.double else 1e-6
+    cells = [(row[name], row) for row in rows for name in losses if row[name] is not None]
+    worst = max(difference / max(row["noise"], floor) for difference, row in cells)
+    print(f"largest difference: {max(cells, key=lambda cell: cell[0])[0]:.1e}; over noise: {worst:.2f}")
 
 
 def _difference(found: dict[str, Any], expected: dict[str, Any]) -> float:

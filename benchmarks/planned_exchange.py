@@ -41,6 +41,7 @@ from lightning_gnn.datamodules.synthetic import planted_partition
 from lightning_gnn.partition.metis import Adjacency, part_graph
 from lightning_gnn.partition.shard import Relabelling, edge_cut_parts, halo_plan
 from lightning_gnn.planning import Plan, Relation, Topology, find_topology, p2p, plan_cost, rank_plan, spst
+from lightning_gnn.planning.presets import machines
 from lightning_gnn.planning.topology_file import load_topology
 
 HEAD_START_S = 0.05
@@ -104,7 +105,14 @@ def netlab_topology(topology: Topology, mbit_per_gb_per_s: float) -> dict[str, A
 
 
 def load_graph(name: str) -> tuple[np.ndarray, int]:
-    """Returns ``edge_index`` int64 ``[2, E]`` and N: of a file in the data folder, or ``power-law-N``, generated."""
+    """Returns ``edge_index`` int64 ``[2, E]`` and N: of a file in the data folder, or generated.
+
+    Args:
+        name: of the file; ``power-law-N`` and ``random-N-E`` are generated.
+    """
+    if name.startswith("random-"):
+        num_nodes, num_edges = map(int, name.split("-")[1:])
+        return np.random.default_rng(0).integers(0, num_nodes, (2, num_edges)), num_nodes
     if name.startswith("power-law-"):
         num_nodes = int(name.removeprefix("power-law-"))
         return planted_partition(num_nodes, 5.0, 8, 1).edge_index.numpy(), num_nodes
@@ -147,6 +155,41 @@ def sub_stage_seconds(plan: Plan, topology: Topology, row_bytes: int) -> float:
 # One cluster #######################################################################################################
 
 
+def timed(
+    world: World, repeats: int, prepare: Callable[[], None], work: Callable[[], None], check: Callable[[], bool]
+) -> float:
+    """Returns the median time in seconds from a common start until the last rank has done its work, on all ranks.
+
+    Args:
+        world: the ranks, processes of one machine.
+        repeats: timed repetitions, after one that is not.
+        prepare: runs before the start.
+        work: what is timed.
+        check: whether the work's result is right.
+
+    Raises:
+        RuntimeError: a check failed; names the ranks.
+    """
+    seconds = []
+    for number in range(repeats + 1):
+        prepare()
+        world.barrier()
+        start = world.broadcast_object(time.monotonic() + HEAD_START_S)  # one machine, one clock
+        late = time.monotonic() - start
+        if late < 0:
+            time.sleep(-late)
+        work()
+        ended = time.monotonic() - start
+        everyone = world.all_gather_object((ended, late, check()))
+        if not all(right for *_, right in everyone):
+            raise RuntimeError(f"wrong rows on ranks {[r for r, each in enumerate(everyone) if not each[2]]}")
+        if max(late for _, late, _ in everyone) > 0:
+            print(f"A rank began {max(late for _, late, _ in everyone):.3f} s late", file=sys.stderr)
+        if number:
+            seconds.append(max(ended for ended, *_ in everyone))
+    return statistics.median(seconds)
+
+
 class Rank:
     """One process of a cluster.
 
@@ -172,27 +215,6 @@ class Rank:
         self.halo = torch.from_numpy(ids[self.halos[world.rank]]).float()[:, None]
         self.readers = torch.from_numpy(readers[own]).float()[:, None]
 
-    def timed(self, prepare: Callable[[], None], work: Callable[[], None], check: Callable[[], bool]) -> float:
-        """Returns the median time in seconds from a common start until the last rank has done its work, on all ranks."""
-        seconds = []
-        for number in range(self.repeats + 1):
-            prepare()
-            self.world.barrier()
-            start = self.world.broadcast_object(time.monotonic() + HEAD_START_S)  # one machine, one clock
-            late = time.monotonic() - start
-            if late < 0:
-                time.sleep(-late)
-            work()
-            ended = time.monotonic() - start
-            everyone = self.world.all_gather_object((ended, late, check()))
-            if not all(right for *_, right in everyone):
-                raise RuntimeError(f"wrong rows on ranks {[r for r, each in enumerate(everyone) if not each[2]]}")
-            if max(late for _, late, _ in everyone) > 0:
-                print(f"A rank began {max(late for _, late, _ in everyone):.3f} s late", file=sys.stderr)
-            if number:
-                seconds.append(max(ended for ended, *_ in everyone))
-        return statistics.median(seconds)
-
     def forward(self, exchange: RowExchange, columns: int) -> float:
         """Returns the seconds of one graph allgather."""
         x, halo = self.own.repeat(1, columns), torch.empty(len(self.halo), columns)
@@ -200,7 +222,9 @@ class Rank:
         def prepare() -> None:
             halo.fill_(-1)
 
-        return self.timed(
+        return timed(
+            self.world,
+            self.repeats,
             prepare,
             lambda: exchange.start_fetch(x, halo, "forward")(),
             lambda: bool((halo == self.halo).all()),
@@ -213,7 +237,9 @@ class Rank:
         def prepare() -> None:
             grad.zero_()
 
-        return self.timed(
+        return timed(
+            self.world,
+            self.repeats,
             prepare,
             lambda: exchange.start_return(halo_grad, "backward")(grad),
             lambda: bool((grad == self.readers).all()),
@@ -267,25 +293,33 @@ class Rank:
         return found
 
 
-def run_rank(options: argparse.Namespace) -> None:
-    """Measures on the cluster that this process is a rank of; rank 0 reports."""
+def join_cluster(timeout: float) -> tuple[Topology, World]:
+    """Returns netlab's topology, and the ranks: nothing but the emulated links, though all are processes of one machine.
+
+    Raises:
+        ValueError: the topology is not for so many ranks.
+    """
     torch.set_num_threads(1)
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     topology = load_topology(os.environ["NETLAB_TOPO"])
     if topology.num_devices != size:
         raise ValueError(f"{topology.name} has {topology.num_devices} ranks, but {size} run.")
-    # Nothing but the emulated links: sockets, though all ranks are processes of one machine.
-    world = World(rank, size, torch.device("cpu"), timedelta(seconds=options.timeout), shared_memory=False)
+    return topology, World(rank, size, torch.device("cpu"), timedelta(seconds=timeout), shared_memory=False)
+
+
+def run_rank(options: argparse.Namespace) -> None:
+    """Measures on the cluster that this process is a rank of; rank 0 reports."""
+    topology, world = join_cluster(options.timeout)
     try:
         with tempfile.TemporaryDirectory() as folder:
             path = str(Path(world.broadcast_object(folder)) / "cut.npz")  # files are common to all ranks
-            if rank == 0:
+            if world.rank == 0:
                 write_cut(path, options.graph, topology)
             world.barrier()
             cut = read_cut(path)
             world.barrier()
         rows = Rank(world, cut, options.repeats).rows(topology, options.graph, options.columns)
-        if rank == 0:
+        if world.rank == 0:
             show(rows, options.json)
     finally:
         world.close()
@@ -341,24 +375,43 @@ def show(rows: list[dict[str, Any]], json_file: str | None) -> None:
 # Several clusters ##################################################################################################
 
 
-def run_clusters(options: argparse.Namespace) -> None:
-    """Runs this script as the ranks of one cluster after the other, and reports on all."""
+def run_clusters(script: str, arguments: Sequence[str], options: argparse.Namespace) -> list[dict[str, Any]]:
+    """Runs a script as the ranks of one cluster after the other; returns the rows that rank 0 of each writes as JSON.
+
+    Args:
+        script: called with `arguments` and ``--json FILE``.
+        arguments: of the script.
+        options: of :func:`add_cluster_arguments`. A topology HxR is H machines of R ranks with one network port each.
+    """
     rows = []
     with tempfile.TemporaryDirectory() as folder:
         for source in options.topologies:
             path, found = Path(source), Path(folder) / "rows.json"
             if not path.is_file():
                 path = Path(folder) / f"{source}.json"
-                made = find_topology(source, options.devices)
+                hosts, _, ranks = source.partition("x")
+                if hosts.isdecimal():
+                    made = machines([int(ranks)] * int(hosts))
+                else:
+                    made = find_topology(source, options.devices)
                 path.write_text(json.dumps(netlab_topology(made, options.scale), indent=1))
-            own = [sys.executable, __file__, "--graph", options.graph, "--json", str(found)]
-            own += ["--columns", ",".join(map(str, options.columns)), "--repeats", str(options.repeats)]
+            own = [sys.executable, script, *arguments, "--json", str(found)]
             command = [sys.executable, options.netlab, "run", str(path), "--timeout", str(options.timeout), "--", *own]
             ended = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
             if ended.returncode:
                 raise SystemExit(f"{' '.join(command)} ended with {ended.returncode}:\n{ended.stdout[-6000:]}")
             rows += json.loads(found.read_text())["rows"]
-    show(rows, options.json)
+    return rows
+
+
+def add_cluster_arguments(parser: argparse.ArgumentParser, topologies: str) -> None:
+    """Adds what :func:`run_clusters` and :func:`join_cluster` read."""
+    parser.add_argument("--timeout", type=int, default=900, help="seconds for one cluster")
+    parser.add_argument("--json")
+    parser.add_argument("--netlab", help="netlab.py; without it, this process is a rank")
+    parser.add_argument("--topologies", default=topologies, type=lambda text: text.split(","))
+    parser.add_argument("--devices", type=int, default=8, help="of a preset")
+    parser.add_argument("--scale", type=float, default=2.0, help="Mbit/s per GB/s of a preset")
 
 
 def main() -> None:
@@ -366,15 +419,11 @@ def main() -> None:
     parser.add_argument("--graph", default="ego-twitter", help="cnr-2000, ego-twitter, ..., or power-law-100000")
     parser.add_argument("--columns", default="16,32,64,128", type=lambda text: [int(each) for each in text.split(",")])
     parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument("--timeout", type=int, default=900, help="seconds for one cluster")
-    parser.add_argument("--json")
-    parser.add_argument("--netlab", help="netlab.py; without it, this process is a rank")
-    parser.add_argument("--topologies", default="dgx1,pcie8", type=lambda text: text.split(","))
-    parser.add_argument("--devices", type=int, default=8, help="of a preset")
-    parser.add_argument("--scale", type=float, default=2.0, help="Mbit/s per GB/s of a preset")
+    add_cluster_arguments(parser, "dgx1,pcie8")
     options = parser.parse_args()
     if options.netlab:
-        run_clusters(options)
+        own = ["--graph", options.graph, "--columns", ",".join(map(str, options.columns))]
+        show(run_clusters(__file__, [*own, "--repeats", str(options.repeats)], options), options.json)
     elif "NETLAB_TOPO" in os.environ:
         run_rank(options)
     else:

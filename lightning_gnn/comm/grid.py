@@ -12,6 +12,8 @@ from __future__ import annotations
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 import torch
@@ -158,7 +160,8 @@ class BlockMatrix(GridMatrix):
         chunk = self.grid.chunk(self.column)
         own_block = self._gathered(x, talk)
         rows = self.block(self.row)
-        total = x.new_zeros((rows.stop - rows.start, x.size(1)), dtype=torch.promote_types(x.dtype, torch.float32))
+        shape, dtype = (rows.stop - rows.start, x.size(1)), torch.promote_types(x.dtype, torch.float32)
+        total = x.new_empty(shape, dtype=dtype) if len(chunk) else x.new_zeros(shape, dtype=dtype)
 
         def fetch(stage: int) -> tuple[Tensor, Callable[[], None]]:
             number = chunk[stage]
@@ -178,7 +181,7 @@ class BlockMatrix(GridMatrix):
             wait()
             if stage + 1 < len(chunk):
                 coming.append(fetch(stage + 1))
-            spmm(csr, rows_of_stage, values, out=total, accumulate=True)
+            spmm(csr, rows_of_stage, values, out=total, accumulate=stage > 0)
         out = self._reduced(total, talk)
         talk.end()
         return out
@@ -191,7 +194,9 @@ class BlockMatrix(GridMatrix):
             talk.start([(source, x.contiguous())] if x.numel() else [], [])
             return None
         rows = self.block(self.row)
-        block = self.world.wire.scratch((rows.stop - rows.start, x.size(1)), x.dtype, x.device)
+        shape = (rows.stop - rows.start, x.size(1))
+        # Memory to send from is the next one's until something is sent from it.
+        block = self.world.wire.scratch(shape, x.dtype, x.device) if self.grid.num_rows > 1 else x.new_empty(shape)
         parts = block.split(np.diff(self.offsets[ranks.start : ranks.stop + 1]).tolist())
         parts[self.column].copy_(x)
         others = [(rank, part) for rank, part in zip(ranks, parts) if rank != source and part.numel()]
@@ -209,9 +214,9 @@ class BlockMatrix(GridMatrix):
         peers = [rank for rank in ranks if rank != self.world.rank]
         sends = [(rank, part) for rank, part in zip(ranks, parts) if rank != self.world.rank and part.numel()]
         talk.start(sends, [(rank, into) for rank, into in zip(peers, arrived) if own.numel()])()
-        before = arrived[: self.column].sum(0) if self.column else torch.zeros_like(own)
-        out = before + own
-        for part in arrived[self.column :]:
+        addends = [*arrived[: self.column], own, *arrived[self.column :]]
+        out = addends[0] + addends[1]
+        for part in addends[2:]:
             out += part
         return out
 
@@ -233,21 +238,43 @@ class SparseMatrix(GridMatrix):
         entries, grid, offsets, world, meter: see :class:`BlockMatrix`.
 
     Attributes:
-        csr: this rank's part: owned rows and those that it adds to, by owned columns and those that it reads.
         reads: brings rows of the columns. adds: takes partial sums of the rows home. targets: brings rows of the rows.
     """
 
     def __init__(self, entries: Triples, grid: ProcessGrid, offsets: Ids, world: World, meter: Meter) -> None:
         super().__init__(grid, offsets, world, meter)
         mine = deal(entries, grid, offsets, world)
-        self.reads, col = self._exchange(mine.col, meter)
-        self.adds, row = self._exchange(mine.row, _Reversed(meter))
+        self.reads, self._col = self._exchange(mine.col, meter)
+        self.adds, self._row = self._exchange(mine.row, _Reversed(meter))
         self.targets = HaloExchange(self.adds.plan, world, meter)
-        csr = CSR.from_coo(row, col, self.num_owned + self.adds.num_halo, self.num_owned + self.reads.num_halo)
-        values = None if mine.value is None else csr.permute(mine.value)
-        self.csr = csr.of_slots()
-        transpose = self.csr.transpose()
-        self._values = values, None if values is None else transpose.permute(values)
+        self._value = mine.value
+
+    @cached_property
+    def csr(self) -> CSR:
+        """This rank's part as one matrix: owned rows and those that it adds to, by owned columns and those that it reads."""
+        shape = self.num_owned + self.adds.num_halo, self.num_owned + self.reads.num_halo
+        return CSR.from_coo(self._row, self._col, *shape).of_slots()
+
+    @cached_property
+    def _parts(self) -> dict[tuple[bool, bool], _Part]:
+        """By where rows and columns lie, so that what needs no waiting is multiplied while rows travel."""
+        return {
+            (own_row, own_col): self._part(own_row, own_col) for own_row in (True, False) for own_col in (True, False)
+        }
+
+    def _part(self, own_row: bool, own_col: bool) -> _Part:
+        """Returns the entries between own or others' rows and own or others' columns."""
+        row, col, owned = self._row, self._col, self.num_owned
+        ids = (((row < owned) == own_row) & ((col < owned) == own_col)).nonzero().view(-1)
+        csr = CSR.from_coo(
+            row[ids] - (0 if own_row else owned),
+            col[ids] - (0 if own_col else owned),
+            owned if own_row else self.adds.num_halo,
+            owned if own_col else self.reads.num_halo,
+        )
+        values = None if self._value is None else csr.permute(self._value[ids])
+        csr = csr.of_slots()
+        return _Part(csr, values, None if values is None else csr.transpose().permute(values))
 
     def _exchange(self, ids: Tensor, meter: Meter) -> tuple[HaloExchange, Tensor]:
         """Returns the exchange of the nodes `ids` that others own, and `ids` in local numbers: owned, then others."""
@@ -263,21 +290,43 @@ class SparseMatrix(GridMatrix):
     @override
     def multiply(self, x: Tensor, layer: str, transposed: bool) -> Tensor:
         reads, adds = (self.adds, self.reads) if transposed else (self.reads, self.adds)
-        csr = self.csr.transpose() if transposed else self.csr
-        out = x.new_empty(
-            (self.num_owned + adds.num_halo, x.size(1)), dtype=torch.promote_types(x.dtype, torch.float32)
-        )
-        rows = x
+        dtype = torch.promote_types(x.dtype, torch.float32)
+        arrived = reads.buffer("rows", torch.Size((reads.num_halo, x.size(1))), x.dtype)
+        wait = _nothing if reads.idle else reads.start_fetch(x, arrived, layer)
+
+        def add(own_row: bool, own_col: bool, out: Tensor) -> None:
+            """Multiplies with own rows, which come first and overwrite, or with those that have arrived."""
+            part = self._parts[(own_col, own_row) if transposed else (own_row, own_col)]
+            if own_col or part.csr.num_edges:
+                csr, values = (part.csr.transpose(), part.values_transposed) if transposed else (part.csr, part.values)
+                spmm(csr, x if own_col else arrived, values, out=out, accumulate=not own_col)
+
+        own = x.new_empty((self.num_owned, x.size(1)), dtype=dtype)
+        partial = own[:0] if adds.idle else adds.outgoing(torch.Size((adds.num_halo, x.size(1))), dtype)
+        if len(partial):
+            add(False, True, partial)
+        # Own rows while others travel: those that come in, or, where none do, the partial sums that go out.
         if not reads.idle:
-            rows = reads.buffer("rows", torch.Size((self.num_owned + reads.num_halo, x.size(1))), x.dtype)
-            wait = reads.start_fetch(x, rows[self.num_owned :], layer)
-            rows[: self.num_owned] = x
-            wait()
-        spmm(csr, rows, self._values[transposed], out=out)
-        own = out[: self.num_owned]
-        if not adds.idle:
-            adds.start_return(out[self.num_owned :], layer)(own)
+            add(True, True, own)
+        wait()
+        if len(partial):
+            add(False, False, partial)
+        finish = None if adds.idle else adds.start_return(partial, layer)
+        if reads.idle:
+            add(True, True, own)
+        add(True, False, own)
+        if finish is not None:
+            finish(own)
         return own
+
+
+@dataclass(frozen=True)
+class _Part:
+    """Entries of a matrix, and their values in the slot order of it and of its transpose, ``[E]``; None for ones."""
+
+    csr: CSR
+    values: Tensor | None
+    values_transposed: Tensor | None
 
 
 class _Reversed(Meter):

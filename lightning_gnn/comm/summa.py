@@ -26,25 +26,24 @@ class _Block:
     """A block of the matrix as it travels: one piece of memory for its numbers.
 
     Attributes:
-        csr: its entries.
+        packed: where rows begin, columns and values, as bytes.
+        csr: its entries, in `packed`.
         values: in slot order, ``[E]``; None for ones.
     """
 
-    def __init__(self, csr: CSR, values: Tensor | None) -> None:
-        self.csr, self.values = csr, values
-
-    def packed(self) -> Tensor:
-        """Returns the block as bytes."""
-        parts = [self.csr.indptr, self.csr.indices, *([] if self.values is None else [self.values])]
-        return torch.cat([part.contiguous().view(torch.uint8) for part in parts])
-
-    @classmethod
-    def unpacked(cls, packed: Tensor, rows: int, cols: int, entries: int, dtype: torch.dtype | None) -> _Block:
-        """Returns the block of these bytes."""
+    def __init__(self, packed: Tensor, rows: int, cols: int, entries: int, dtype: torch.dtype | None) -> None:
         sizes = [8 * (rows + 1), 4 * entries]
         indptr, indices, values = packed.split([*sizes, len(packed) - sum(sizes)])
-        csr = CSR(indptr.view(torch.int64), indices.view(torch.int32), None, cols)
-        return cls(csr, None if dtype is None else values.clone().view(dtype))
+        self.packed = packed
+        self.csr = CSR(indptr.view(torch.int64), indices.view(torch.int32), None, cols)
+        self.values = None if dtype is None else values.clone().view(dtype)  # a copy, since it must be aligned
+
+    @classmethod
+    def of(cls, csr: CSR, values: Tensor | None) -> _Block:
+        """Returns the block of entries and their values in slot order, packed once."""
+        parts = [csr.indptr, csr.indices, *([] if values is None else [values])]
+        packed = torch.cat([part.contiguous().view(torch.uint8) for part in parts])
+        return cls(packed, csr.num_rows, csr.num_cols, csr.num_edges, None if values is None else values.dtype)
 
 
 class SummaMatrix(Matrix):
@@ -88,7 +87,7 @@ class SummaMatrix(Matrix):
         values = None if mine.value is None else csr.permute(mine.value)
         counts = self.world.all_gather(torch.tensor([csr.num_edges], device=self.world.device), "Dealing a matrix")
         same_row = [int(counts[cube.rank(self.row, stage, self.layer)]) for stage in range(cube.side)]
-        return _Block(csr.of_slots(), values), same_row
+        return _Block.of(csr, values), same_row
 
     @override
     def multiply(self, x: Tensor, layer: str, transposed: bool) -> Tensor:
@@ -100,7 +99,7 @@ class SummaMatrix(Matrix):
         rows = self._turned(x, columns, talk)
         in_row = [cube.rank(self.row, stage, self.layer) for stage in range(cube.side)]
         in_column = [cube.rank(stage, self.column, self.layer) for stage in range(cube.side)]
-        packed = own.packed()
+        packed = own.packed
         total = x.new_zeros((own.csr.num_rows, width), dtype=torch.promote_types(x.dtype, torch.float32))
 
         def fetch(stage: int) -> tuple[Callable[[], None], Callable[[], tuple[_Block, Tensor]]]:
@@ -123,7 +122,7 @@ class SummaMatrix(Matrix):
             def take() -> tuple[_Block, Tensor]:
                 if stage == self.column:
                     return own, into
-                return _Block.unpacked(block, own.csr.num_rows, size, counts[stage], self._dtype), into
+                return _Block(block, own.csr.num_rows, size, counts[stage], self._dtype), into
 
             return talk.start(sends, receives), take
 

@@ -148,7 +148,7 @@ class SumOfRows(torch.autograd.Function):
         own = grad.new_empty((exchange.num_owned, grad.size(1)), dtype=ctx.dtype)
         spmm(edges.owned.transpose(), grad, weights.owned_transposed if weights else None, out=own)
         finish(own)
-        return own if what.before is None else own.mul_(_column(what.before, own)), None, None, None, None
+        return scale_(own, what.before), None, None, None, None
 
 
 def _column(scale: Tensor, rows: Tensor) -> Tensor:
@@ -156,7 +156,13 @@ def _column(scale: Tensor, rows: Tensor) -> Tensor:
 
 
 def scaled(rows: Tensor, scale: Tensor | None) -> Tensor:
+    """Returns rows times a scale of each, None for ones."""
     return rows if scale is None else rows * _column(scale, rows)
+
+
+def scale_(rows: Tensor, scale: Tensor | None) -> Tensor:
+    """Returns `rows`, scaled in place: memory that is there is faster than new."""
+    return rows if scale is None else rows.mul_(_column(scale, rows))
 
 
 class StatisticsOfRows(torch.autograd.Function):

@@ -18,7 +18,7 @@ from typing_extensions import override
 
 from lightning_gnn.comm.grid import Matrix, SparseMatrix, Triples
 from lightning_gnn.nn.context import Attended, GraphContext
-from lightning_gnn.nn.edges import Fetch, Sum, scaled
+from lightning_gnn.nn.edges import Fetch, Sum, scale_, scaled
 
 MakeMatrix = Callable[[Triples], Matrix]
 MakeSparse = Callable[[Triples], SparseMatrix]
@@ -96,11 +96,11 @@ class _Product(torch.autograd.Function):
         out = matrix.multiply(scaled(x, what.before).contiguous(), layer, transposed=False)
         weight = None if what.weights is None else what.weights.owned
         dtype = x.dtype if weight is None else torch.promote_types(x.dtype, weight.dtype)
-        return scaled(out, what.after).to(dtype)
+        return scale_(out, what.after).to(dtype)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
         grad = scaled(grad, ctx.what.after).to(ctx.dtype).contiguous()
         own = ctx.matrix.multiply(grad, ctx.layer, transposed=True)
-        return scaled(own, ctx.what.before).to(ctx.dtype), None, None, None
+        return scale_(own, ctx.what.before).to(ctx.dtype), None, None, None

@@ -48,6 +48,11 @@ class ProcessGrid:
         """R, also the number of block rows."""
         return self.num_ranks // self.replication
 
+    @property
+    def all_multiply(self) -> bool:
+        """Whether every process column has a block row to read. Else columns idle, down to one rank that does all for c = P."""
+        return self.replication <= self.num_rows
+
     def row(self, rank: int) -> int:
         """Returns i."""
         return rank // self.replication

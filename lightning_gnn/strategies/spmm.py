@@ -150,6 +150,7 @@ class SpMMScheme(ProductScheme):
         if self.replication is not None or world.size == 1:
             return ProcessGrid(world.size, self.replication or 1)
         grids = [ProcessGrid(world.size, c) for c in legal_replications(world.size)]
+        grids = [grid for grid in grids if grid.all_multiply]
         row_bytes = shard.batch.x[:1].nbytes
         costs: list[GridCost] = []
         if self.sparsity_aware:
@@ -215,7 +216,7 @@ class SpMM15DStrategy(GNNStrategy):
 
     Args:
         replication: c, a divisor of the number of ranks: partial sums of a node lie on so many of them, and each rank reads
-            1 / c of the nodes. By default the one that moves the fewest rows.
+            1 / c of the nodes. By default the one that moves the fewest rows among those up to sqrt(P): beyond, ranks idle.
         sparsity_aware: send only the rows that a nonzero reads, and the partial sums that one has added to; otherwise whole
             blocks, as published.
         permute: who owns which node, unless the datamodule says so: ``"metis"`` for few rows to send, ``"random"`` for blocks of

@@ -1,0 +1,203 @@
+"""One product over emulated links: 1D, 1.5D, 2D and 3D beside `dgcl`'s exchange, forward and backward.
+
+On all topologies, each in a cluster of its own that netlab (root only) makes and removes::
+
+    python benchmarks/spmm_links.py --netlab NETLAB.py --topologies FILE.json,4x2 --graphs ego-twitter [--json FILE]
+
+Topologies and times are those of ``planned_exchange.py``; 4x2 is four machines of two ranks, with one network port each. A
+product is all of it: rows that travel, and the sums of one thread a rank. Results are compared with what they must be. METIS
+cuts the graph for all alike. *MB out* is what the machine that sends most sends to others in the forward product.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import torch
+from common import report
+from planned_exchange import add_cluster_arguments, join_cluster, load_graph, run_clusters, timed
+from torch import Tensor
+from typing_extensions import override
+
+from lightning_gnn.comm.exchange import HaloExchange
+from lightning_gnn.comm.grid import BlockMatrix, Matrix, SparseMatrix, Triples
+from lightning_gnn.comm.group import World
+from lightning_gnn.comm.summa import SummaMatrix
+from lightning_gnn.comm.traffic import Meter
+from lightning_gnn.nn.edges import SplitEdges, Sum, SumOfRows
+from lightning_gnn.partition.grid import ProcessCube, ProcessGrid, legal_replications
+from lightning_gnn.partition.metis import Adjacency, part_graph
+from lightning_gnn.partition.shard import Relabelling, edge_cut_parts, halo_plan
+from lightning_gnn.planning import Topology
+
+COLUMNS = ["topology", "graph", "system", "MB", "MB out", "forward ms", "/ dgcl", "backward ms", "back / dgcl", "load"]
+
+VALUES = 1 << 10
+"""Rows hold integers below this, so that float32 holds sums in any order to the last bit."""
+
+
+class HaloProduct(Matrix):
+    """`dgcl`'s product: rows that edges read come from their owners, gradients go home.
+
+    Args:
+        edge_index: of this rank, in local ids.
+        exchange: of its halo.
+    """
+
+    def __init__(self, edge_index: np.ndarray, exchange: HaloExchange) -> None:
+        self.exchange = exchange
+        edges = SplitEdges.from_edges(torch.from_numpy(edge_index), exchange.num_owned, exchange.num_halo)
+        self.what = Sum(edges.of_slots())
+
+    @override
+    def multiply(self, x: Tensor, layer: str, transposed: bool) -> Tensor:
+        if transposed:
+            found = SimpleNamespace(what=self.what, exchange=self.exchange, layer=layer, dtype=x.dtype)
+            with torch.no_grad():
+                return SumOfRows.backward(found, x)[0]
+        with torch.no_grad():
+            return SumOfRows.apply(x, self._fetch, self.exchange, self.what, layer)
+
+    def _fetch(self, x: Tensor, layer: str) -> tuple[Tensor, Any]:
+        shape = torch.Size((self.exchange.num_halo, *x.shape[1:]))
+        halo = self.exchange.buffer("halo", shape, x.dtype)
+        return halo, self.exchange.start_fetch(x, halo, layer)
+
+
+class Watched(World):
+    """A world that counts the bytes of messages to other machines.
+
+    Args:
+        world: the ranks.
+        hosts: of the topology.
+    """
+
+    def __init__(self, world: World, hosts: Sequence[Sequence[int]]) -> None:
+        self.__dict__.update(world.__dict__)
+        self.out = self.bytes = 0
+        near = next(host for host in hosts if world.rank in host)
+        start_each = world.wire.start_each
+
+        def counted(sends: Any, receives: Any) -> Any:
+            self.bytes += sum(rows.nbytes for _, rows in sends)
+            self.out += sum(rows.nbytes for peer, rows in sends if peer not in near)
+            return start_each(sends, receives)
+
+        self.wire.start_each = counted  # type: ignore[method-assign]
+
+
+def write_cut(path: Path, graph: str, ranks: int) -> None:
+    """Cuts a graph by METIS and writes each rank's part."""
+    edge_index, num_nodes = load_graph(graph)
+    relabelling = Relabelling.from_assignment(part_graph(Adjacency.of(edge_index, num_nodes), ranks, seed=0), ranks)
+    parts = list(edge_cut_parts(edge_index, relabelling))
+    halos = {f"halo{rank}": part.halo for rank, part in enumerate(parts)}
+    edges = {f"edges{rank}": part.edge_index for rank, part in enumerate(parts)}
+    ids = np.arange(num_nodes) % VALUES
+    source, target = relabelling.new_ids()[edge_index]
+    forward = np.bincount(target, ids[source], num_nodes)
+    backward = np.bincount(source, ids[target], num_nodes)
+    np.savez(path, offsets=relabelling.offsets, forward=forward, backward=backward, **halos, **edges)
+
+
+def measure(
+    world: Watched, topology: Topology, graph: str, path: Path, columns: int, repeats: int
+) -> list[dict[str, Any]]:
+    """Returns a line of the table for each way to multiply."""
+    cut, rank, size = np.load(path), world.rank, world.size
+    offsets = cut["offsets"]
+    halos = [cut[f"halo{each}"] for each in range(size)]
+    edge_index = cut[f"edges{rank}"]
+    own = slice(*offsets[rank : rank + 2])
+    node_ids = np.concatenate([np.arange(own.start, own.stop), halos[rank]])
+    entries = Triples(torch.from_numpy(node_ids[edge_index[1]]), torch.from_numpy(node_ids[edge_index[0]]), None)
+    x = torch.from_numpy(np.arange(own.start, own.stop) % VALUES).float()[:, None].repeat(1, columns)
+    expected = [torch.from_numpy(cut[name][own]).float()[:, None] for name in ("forward", "backward")]
+    if max(float(each.abs().max()) for each in expected) >= 2**24:
+        raise ValueError(f"{graph} has nodes of so many edges that float32 does not hold their sums.")
+
+    def matrices() -> Any:
+        yield "dgcl", HaloProduct(edge_index, HaloExchange(halo_plan(rank, offsets, halos), world, Meter()))
+        for c in legal_replications(size):
+            yield f"c={c}", SparseMatrix(entries, ProcessGrid(size, c), offsets, world, Meter())
+            yield f"c={c}, blocks", BlockMatrix(entries, ProcessGrid(size, c), offsets, world, Meter())
+        for dimensions in (2, 3):
+            if round(size ** (1 / dimensions)) ** dimensions == size:
+                yield f"{dimensions}D", SummaMatrix(entries, ProcessCube.of(size, dimensions), offsets, world, Meter())
+
+    rows: list[dict[str, Any]] = []
+    for name, matrix in matrices():
+        row: dict[str, Any] = {"topology": topology.name, "graph": graph, "system": name, "columns": columns}
+        for transposed, direction in enumerate(("forward", "backward")):
+            found: list[Tensor] = []
+            world.bytes = world.out = 0
+            seconds = timed(
+                world,
+                repeats,
+                found.clear,
+                lambda: found.append(matrix.multiply(x, "layer", bool(transposed))),  # noqa: B023 (called at once)
+                lambda: bool((found[0] == expected[transposed]).all()),  # noqa: B023
+            )
+            row[f"{direction} ms"] = 1e3 * seconds
+            everyone = world.all_gather_object((world.bytes, world.out))
+            if direction == "forward":
+                times = (repeats + 1) * 1e6
+                row["MB"] = sum(sent for sent, _ in everyone) / times
+                row["MB out"] = max(sum(everyone[each][1] for each in host) for host in topology.hosts) / times
+        rows.append(row)
+        row["/ dgcl"] = row["forward ms"] / rows[0]["forward ms"]
+        row["back / dgcl"] = row["backward ms"] / rows[0]["backward ms"]
+        row["load"] = os.getloadavg()[0]
+    return rows
+
+
+def run_rank(options: argparse.Namespace) -> None:
+    """Measures on the cluster that this process is a rank of; rank 0 reports."""
+    topology, joined = join_cluster(options.timeout)
+    world = Watched(joined, topology.hosts)
+    rows: list[dict[str, Any]] = []
+    try:
+        with tempfile.TemporaryDirectory() as folder:
+            common = Path(world.broadcast_object(folder))  # files are common to all ranks
+            for graph in options.graphs:
+                if world.rank == 0:
+                    write_cut(common / "cut.npz", graph, world.size)
+                world.barrier()
+                rows += measure(world, topology, graph, common / "cut.npz", options.columns, options.repeats)
+                world.barrier()
+        if world.rank == 0:
+            show(rows, options)
+    finally:
+        joined.close()
+
+
+def show(rows: list[dict[str, Any]], options: argparse.Namespace) -> None:
+    """Prints the table and writes it."""
+    report(f"One product over emulated links, {options.columns} columns", rows, COLUMNS, options.json)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--graphs", default="random-20000-4000000,ego-twitter", type=lambda text: text.split(","))
+    parser.add_argument("--columns", type=int, default=16)
+    parser.add_argument("--repeats", type=int, default=5)
+    add_cluster_arguments(parser, "4x2")
+    options = parser.parse_args()
+    if options.netlab:
+        own = ["--graphs", ",".join(options.graphs), "--columns", str(options.columns)]
+        show(run_clusters(__file__, [*own, "--repeats", str(options.repeats)], options), options)
+    elif "NETLAB_TOPO" in os.environ:
+        run_rank(options)
+    else:
+        parser.error("run it as a rank of netlab, or pass --netlab PATH/netlab.py")
+
+
+if __name__ == "__main__":
+    main()
