@@ -321,7 +321,10 @@ def test_the_choice():
     assert choose(costs, 4 * 100 * 4).grid.replication == 1  # memory for one more would be 3200 bytes
     with pytest.raises(ValueError, match=r"need at least 1.6e-06 GB per rank \(replication=1\)"):
         choose(costs, 1000)
-    assert choose([GridCost(ProcessGrid(2, c), 5, 0) for c in (1, 2)], None).grid.replication == 2
+    assert choose([GridCost(ProcessGrid(4, c), 5, 0) for c in (1, 2, 4)], None).grid.replication == 2
+    assert (
+        choose([GridCost(ProcessGrid(2, c), 5, 0) for c in (1, 2)], None).grid.replication == 1
+    )  # else one rank idles
 
 
 # On ranks #####################################################################

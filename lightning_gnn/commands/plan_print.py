@@ -205,7 +205,7 @@ def _chosen(report: PlanReport) -> Iterator[str]:
     counts = ", ".join(f"{cost.rows:,} (c={cost.grid.replication})" for cost in costs)
     yield (
         f"spmm_15d by default: replication={sparse} if sparsity-aware, {blocks} with whole blocks: the fewest rows of those "
-        "that fit into memory (not looked at here), among equals the largest c; sums are not weighed. fit knows "
+        "that fit into memory (not looked at here) and let all ranks multiply, c <= sqrt(P). fit knows "
         f"sparsity-aware rows by an upper bound: {counts}."
     )
     for product in (

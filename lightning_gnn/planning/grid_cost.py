@@ -62,11 +62,12 @@ def sparse_cost(grid: ProcessGrid, offsets: Ids, halos: Sequence[Ids], partial_s
 
 
 def choose(costs: Sequence[GridCost], available: int | None) -> GridCost:
-    """Returns the cost with the fewest rows that fits into `available` bytes; among equals the largest c.
+    """Returns the cost with the fewest rows of those that fit into memory and let all ranks multiply; among equals the largest c.
 
     Raises:
         ValueError: none fits.
     """
+    costs = [cost for cost in costs if cost.grid.all_multiply]
     fitting = [cost for cost in costs if available is None or cost.bytes_held <= available]
     if not fitting:
         least = min(costs, key=lambda cost: cost.bytes_held)

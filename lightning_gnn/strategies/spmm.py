@@ -150,7 +150,6 @@ class SpMMScheme(ProductScheme):
         if self.replication is not None or world.size == 1:
             return ProcessGrid(world.size, self.replication or 1)
         grids = [ProcessGrid(world.size, c) for c in legal_replications(world.size)]
-        grids = [grid for grid in grids if grid.all_multiply]
         row_bytes = shard.batch.x[:1].nbytes
         costs: list[GridCost] = []
         if self.sparsity_aware:
