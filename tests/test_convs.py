@@ -292,14 +292,14 @@ class Counted(SpMMScheme):
 
     dealt = 0
 
-    def make_matrix(self, *args: Any) -> MakeMatrix:
-        make = super().make_matrix(*args)
+    def make_matrix(self, *args: Any) -> tuple[MakeMatrix, None]:
+        make, _ = super().make_matrix(*args)
 
         def counted(entries: Triples) -> Matrix:
             self.dealt += 1
             return make(entries)
 
-        return counted
+        return counted, None
 
 
 def test_the_table_says_which_are_products():

@@ -113,17 +113,22 @@ def by_hand(rank: int, world_size: int, everywhere: bool, shared_memory: bool, o
     return found, isinstance(part.exchange, PlannedExchange), part.exchange.meter.total().rows
 
 
+OPTIONS: list[tuple[dict[str, Any], bool]] = [
+    ({}, False),
+    ({"plan": "p2p", "topology": slow_pair(3), "partition": "random"}, False),
+    ({"plan": "spst", "topology": slow_pair(3), "partition": "random"}, True),
+    ({"topology": chain(4)}, True),
+]
+
+
 @pytest.mark.parametrize("world_size", [1, 2, 3])
 @pytest.mark.parametrize(
-    ("options", "planned"),
+    ("options", "planned", "everywhere", "shared_memory"),
     [
-        ({}, False),
-        ({"plan": "p2p", "topology": slow_pair(3), "partition": "random"}, False),
-        ({"plan": "spst", "topology": slow_pair(3), "partition": "random"}, True),
-        ({"topology": chain(4)}, True),
+        *((*each, True, True) for each in OPTIONS),
+        *((*each, False, shared_memory) for each in OPTIONS[2:3] for shared_memory in (True, False)),
     ],
 )
-@pytest.mark.parametrize(("everywhere", "shared_memory"), [(True, True), (False, True), (False, False)])
 def test_equals_one_process(ranks, world_size, options, planned, everywhere, shared_memory):
     results = ranks.run(world_size, by_hand, everywhere, shared_memory, options)
     for found, is_planned, rows in results:

@@ -53,16 +53,23 @@ def trained(rank: int, world_size: int, model: str, options: dict[str, Any], **o
 CASES = [(2, 1, True), (2, 2, False), (3, 1, False), (4, 2, True), (4, 2, False), (4, 4, True), (3, 3, False)]
 
 
-@pytest.mark.parametrize(("world_size", "replication", "sparsity_aware"), CASES)
-@pytest.mark.parametrize("model", ["gcn", "graphconv", "gin_batch_norm"])
+@pytest.mark.parametrize(
+    ("model", "world_size", "replication", "sparsity_aware"),
+    [
+        *(("gcn", *case) for case in CASES),
+        *((model, 4, 2, sparse) for model in ("graphconv", "gin_batch_norm") for sparse in (True, False)),
+    ],
+)
 def test_trained_as_on_one_device(ranks, model, world_size, replication, sparsity_aware):
     options = {"replication": replication, "sparsity_aware": sparsity_aware}
     for found in ranks.run(world_size, trained, model, options, self_check=model == "gcn"):
         assert_same(found, on_one_device(model), rtol=1e-8, atol=1e-10)
 
 
-@pytest.mark.parametrize(("world_size", "replication"), [(2, 2), (4, 2), (3, 3)])
-@pytest.mark.parametrize("model", ["gat", "gatv2", "transformer"])
+@pytest.mark.parametrize(
+    ("model", "world_size", "replication"),
+    [("gat", 2, 2), ("gat", 3, 3), ("gat", 4, 2), ("gatv2", 4, 2), ("transformer", 4, 2)],
+)
 def test_attention_over_a_process_row(ranks, model, world_size, replication):
     for found in ranks.run(world_size, trained, model, {"replication": replication, "sparsity_aware": False}):
         assert_same(found, on_one_device(model), rtol=1e-8, atol=1e-10)
