@@ -329,7 +329,8 @@ def test_products_are_followed(strategy, follows, store, tmp_path, capsys):
     arguments = [*DATA, "--parts=4", "--columns=32", option, f"--json={tmp_path / 'plan.json'}"]
     plan([*arguments, "--topology=dgx1"])
     output, found = capsys.readouterr().out, json.loads((tmp_path / "plan.json").read_text())
-    follows = follows or f"spmm_15d c={found['products']['chosen']['sparse']}"
+    chosen = found["products"]["chosen"]["sparse"]
+    follows = follows or ("spmm_1d" if chosen == 1 else f"spmm_15d c={chosen}")
     assert found["follows"] == follows and f"│ {follows} *" in output and f"as {follows}." in output
     schemes = {each["scheme"]: each for each in found["predictions"]}
     assert tuple(schemes)[:5] == SCHEMES and schemes[follows]["applies"] and "plan" not in found
