@@ -22,7 +22,6 @@ from lightning_gnn.planning.cost import SECONDS_PER_EDGE_COLUMN
 from lightning_gnn.planning.grid_cost import block_cost, sparse_cost
 from lightning_gnn.planning.grid_traffic import (
     block_traffic,
-    holders,
     matrix_traffic,
     sparse_traffic,
     summa_entries,
@@ -130,7 +129,7 @@ def test_stages_by_hand():
     assert dict(flows(broadcast)) == {(0, 2): 3, (3, 1): 7}
     assert dict(flows(reduce)) == {(0, 1): 2, (1, 0): 1, (2, 3): 4, (3, 2): 3}
     edges = np.array([[0, 0, 9, 9, 4], [1, 5, 1, 9, 2]])  # to nodes 1, 5, 1, 9, 2 of ranks 1, 2, 1, 3, 1
-    assert holders(grid, offsets, edges).tolist() == [0, 2, 1, 3, 1]
+    assert grid.holders(offsets, edges[1], edges[0]).tolist() == [0, 2, 1, 3, 1]
     reads, sums = sparse_traffic(grid, offsets, edges)
     assert dict(flows(reads)) == {(0, 2): 1, (3, 1): 1, (2, 1): 1}
     assert dict(flows(sums)) == {(0, 1): 1}
@@ -168,7 +167,9 @@ def test_epochs_are_sums_of_products(keep_constant):
     backward = 3 - keep_constant
     traffic = {"spmm_15d c=2": sparse_traffic(ProcessGrid(8, 2), work.relation.offsets, work.edge_index)}
     traffic["spmm_15d c=2 blocks"] = block_traffic(ProcessGrid(8, 2), work.relation.offsets)
-    edges = np.bincount(holders(ProcessGrid(8, 2), work.relation.offsets, work.edge_index), minlength=8)
+    edges = np.bincount(
+        ProcessGrid(8, 2).holders(work.relation.offsets, work.edge_index[1], work.edge_index[0]), minlength=8
+    )
     for scheme, rows in traffic.items():
         by_hop = np.array([by_hand(stage, topology) for stage in rows])
         seconds = by_hop.max(1).sum()

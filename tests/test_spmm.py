@@ -233,7 +233,7 @@ def test_predicted_rows_are_an_upper_bound(problem):
         halos.append(np.unique(source[(source < offsets[rank]) | (source >= offsets[rank + 1])]))
         partial += _partial_sums(source, target, grid, offsets, rank)
     predicted = sparse_cost(grid, offsets, halos, partial, 8).rows
-    column = np.array([grid.column_of(block) for block in range(grid.num_rows)])
+    column = grid.columns
     owner = np.searchsorted(offsets, edges, side="right") - 1
     holder = owner[1] // grid.replication * grid.replication + column[owner[0] // grid.replication]
     moved = 0

@@ -25,7 +25,7 @@ from lightning_gnn.comm.group import World
 from lightning_gnn.comm.shared_memory import PeerError
 from lightning_gnn.comm.traffic import Meter, Traffic
 from lightning_gnn.kernels import CSR, spmm
-from lightning_gnn.partition.grid import ProcessGrid
+from lightning_gnn.partition.grid import ProcessCube, ProcessGrid
 from lightning_gnn.partition.shard import Ids, halo_plan
 
 
@@ -47,25 +47,16 @@ class Triples:
         return Triples(self.row[chosen], self.col[chosen], None if self.value is None else self.value[chosen])
 
 
-def deal(entries: Triples, grid: ProcessGrid, offsets: Ids, world: World) -> Triples:
-    """Sends each entry to the rank that multiplies it; returns those of this rank. All ranks must call it.
-
-    Entry (row, col) belongs to the process row of `row` and to the process column whose chunk holds `col`.
-    """
-    first = torch.from_numpy(np.ascontiguousarray(offsets[:: grid.replication]))
-    columns = torch.tensor([grid.column_of(block) for block in range(grid.num_rows)])
-    block = [torch.bucketize(ids.cpu().contiguous(), first, right=True) - 1 for ids in (entries.row, entries.col)]
-    return deal_to(block[0] * grid.replication + columns[block[1]], entries, world)
-
-
-def deal_to(holder: Tensor, entries: Triples, world: World) -> Triples:
-    """Sends each entry to a rank; returns those of this rank, in rank order. All ranks must call it.
+def deal(entries: Triples, grid: ProcessGrid | ProcessCube, offsets: Ids, world: World) -> Triples:
+    """Sends each entry to the rank that multiplies it; returns those of this rank, in rank order. All ranks must call it.
 
     Args:
-        holder: of each entry, on the CPU, ``[E]``.
         entries: on the rank's device.
+        grid: says which rank that is.
+        offsets: first node of each rank and the end, ``[P + 1]``.
         world: the ranks.
     """
+    holder = torch.from_numpy(grid.holders(offsets, entries.row.cpu().numpy(), entries.col.cpu().numpy()))
     counts = torch.bincount(holder, minlength=world.size)
     arriving = world.all_gather(counts.to(world.device), "Dealing a matrix over the ranks").cpu()[:, world.rank]
     sorted_entries = entries[torch.argsort(holder, stable=True).to(entries.row.device)]

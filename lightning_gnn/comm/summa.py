@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from lightning_gnn.comm.grid import Matrix, Talk, Triples, deal_to
+from lightning_gnn.comm.grid import Matrix, Talk, Triples, deal
 from lightning_gnn.comm.group import World
 from lightning_gnn.comm.traffic import Meter
 from lightning_gnn.kernels import CSR, spmm
@@ -69,11 +69,7 @@ class SummaMatrix(Matrix):
         """Returns this rank's block, and how many entries those of its row and layer have."""
         cube = self.cube
         starts = torch.from_numpy(np.ascontiguousarray(self.offsets[:: cube.side]))
-        row_block, col_block = (
-            torch.bucketize(ids.cpu().contiguous(), starts, right=True) - 1 for ids in (entries.row, entries.col)
-        )
-        layer, column = col_block // cube.side, col_block % cube.side
-        mine = deal_to((layer * cube.side + row_block % cube.side) * cube.side + column, entries, self.world)
+        mine = deal(entries, cube, self.offsets, self.world)
         # From ids to rows of the block row, which is blocks of several layers, and to columns of the block.
         shift = torch.zeros(cube.num_blocks, dtype=torch.int64)
         total = 0
@@ -94,7 +90,7 @@ class SummaMatrix(Matrix):
         cube, rank = self.cube, self.world.rank
         talk = Talk(self.world, self.meter, layer, "backward" if transposed else "forward")
         own, counts = self._blocks[transposed]
-        columns = [x.size(1) * (j + 1) // cube.side - x.size(1) * j // cube.side for j in range(cube.side)]
+        columns = cube.widths(x.size(1))
         width = columns[self.column]
         rows = self._turned(x, columns, talk)
         in_row = [cube.rank(self.row, stage, self.layer) for stage in range(cube.side)]

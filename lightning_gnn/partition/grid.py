@@ -11,6 +11,9 @@ n nodes, f columns, P ranks, c the replication factor, R = P / c.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
 
 from lightning_gnn.partition.shard import Ids
 
@@ -74,13 +77,24 @@ class ProcessGrid:
         rows, c = self.num_rows, self.replication
         return range(column * rows // c, (column + 1) * rows // c)
 
-    def column_of(self, block: int) -> int:
-        """Returns the process column whose chunk holds a block row."""
-        return next(column for column in range(self.replication) if block in self.chunk(column))
+    @cached_property
+    def columns(self) -> Ids:
+        """The process column whose chunk holds each block row, int64 ``[R]``."""
+        return np.repeat(np.arange(self.replication), [len(self.chunk(column)) for column in range(self.replication)])
 
     def source(self, block: int) -> int:
         """Returns the rank that broadcasts a block row down its process column."""
-        return block * self.replication + self.column_of(block)
+        return block * self.replication + int(self.columns[block])
+
+    def holders(self, offsets: Ids, row: Ids, col: Ids) -> Ids:
+        """Returns the rank that multiplies each entry: the process row of `row`, the column whose chunk holds `col`; ``[E]``.
+
+        Args:
+            offsets: first node of each rank and the end, ``[P + 1]``.
+            row, col: of each entry, relabelled ids, ``[E]``.
+        """
+        c = self.replication
+        return _owners(offsets, row) // c * c + self.columns[_owners(offsets, col) // c]
 
     def words(self, offsets: Ids, columns: int) -> int:
         """Returns the words that all ranks together receive in one layer and direction, if whole blocks travel.
@@ -168,6 +182,16 @@ class ProcessCube:
         """Returns the blocks that block row i is made of."""
         return [layer * self.side + row for layer in range(self.layers)]
 
+    def widths(self, columns: int) -> list[int]:
+        """Returns how many of f columns each column j of ranks has: as even as can be."""
+        return [columns * (j + 1) // self.side - columns * j // self.side for j in range(self.side)]
+
+    def holders(self, offsets: Ids, row: Ids, col: Ids) -> Ids:
+        """Returns the rank that holds each entry; see :meth:`ProcessGrid.holders`."""
+        row_block, col_block = _owners(offsets, row) // self.side, _owners(offsets, col) // self.side
+        layer, column = col_block // self.side, col_block % self.side
+        return (layer * self.side + row_block % self.side) * self.side + column
+
     def words(self, offsets: Ids, columns: int) -> int:
         """Returns the words of rows that all ranks together receive in one product; entries of the matrix come on top.
 
@@ -178,8 +202,13 @@ class ProcessCube:
             columns: f; columns j are as even as can be.
         """
         nodes, q = int(offsets[-1]), self.side
-        widths = [columns * (j + 1) // q - columns * j // q for j in range(q)]
+        widths = self.widths(columns)
         turned = sum(
             int(offsets[r + 1] - offsets[r]) * (columns - widths[self.place(r)[1]]) for r in range(self.num_ranks)
         )
         return nodes * columns * (q - 1) + nodes * columns * (self.layers - 1) + 2 * turned
+
+
+def _owners(offsets: Ids, ids: Ids) -> Ids:
+    """Returns the ranks that own nodes."""
+    return np.searchsorted(offsets, ids, side="right") - 1

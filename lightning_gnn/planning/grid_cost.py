@@ -46,16 +46,13 @@ def sparse_cost(grid: ProcessGrid, offsets: Ids, halos: Sequence[Ids], partial_s
         partial_sums: how often a node has in-edges from the chunk of another column than its owner's, over all nodes.
         row_bytes: of a row.
     """
-    columns = np.array([grid.column_of(block) for block in range(grid.num_rows)])
     c = grid.replication
     read, most = 0, 0
     for row in range(grid.num_rows):
-        own = np.arange(
-            offsets[row * c], offsets[(row + 1) * c]
-        )  # a row of blocks reads its own nodes, nearly all of them
+        own = np.arange(offsets[row * c], offsets[(row + 1) * c])  # which a block row reads, nearly all of them
         nodes = np.unique(np.concatenate([own if c > 1 else own[:0], *(halos[rank] for rank in grid.in_row(row))]))
         owner = np.searchsorted(offsets, nodes, side="right") - 1
-        reader = row * c + columns[owner // c]
+        reader = row * c + grid.columns[owner // c]
         received = np.bincount((reader % c)[owner != reader], minlength=c)
         read, most = read + int(received.sum()), max(most, int(received.max()))
     return GridCost(grid, read + partial_sums, (most + int(np.diff(offsets[::c]).max()) * (c > 1)) * row_bytes)

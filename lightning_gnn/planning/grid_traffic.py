@@ -16,19 +16,6 @@ from lightning_gnn.partition.grid import ProcessCube, ProcessGrid
 from lightning_gnn.partition.shard import Ids
 
 
-def holders(grid: ProcessGrid, offsets: Ids, edge_index: Ids) -> Ids:
-    """Returns the rank that multiplies each edge: its target's process row, the column whose chunk holds its source, ``[E]``.
-
-    Args:
-        grid: the ranks.
-        offsets: first node of each rank and the end, ``[P + 1]``.
-        edge_index: relabelled ids, source and target, ``[2, E]``.
-    """
-    columns = np.array([grid.column_of(block) for block in range(grid.num_rows)])
-    source, target = _ranks(offsets, edge_index) // grid.replication
-    return target * grid.replication + columns[source]
-
-
 def block_traffic(grid: ProcessGrid, offsets: Ids) -> Ids:
     """Returns the rows of :class:`~lightning_gnn.comm.grid.BlockMatrix`, int64 ``[S, P, P]``.
 
@@ -64,7 +51,7 @@ def sparse_traffic(grid: ProcessGrid, offsets: Ids, edge_index: Ids) -> Ids:
         offsets: first node of each rank and the end, ``[P + 1]``.
         edge_index: relabelled ids, source and target, ``[2, E]``.
     """
-    holder, num_ranks = holders(grid, offsets, edge_index), grid.num_ranks
+    holder, num_ranks = grid.holders(offsets, edge_index[1], edge_index[0]), grid.num_ranks
     traffic = np.zeros((2, num_ranks, num_ranks), np.int64)
     for stage, ends in enumerate(edge_index):
         # A flag per node and rank: less work than to sort all edges.
@@ -88,7 +75,7 @@ def summa_traffic(cube: ProcessCube, offsets: Ids, columns: int) -> Ids:
     """
     q, ranks = cube.side, range(cube.num_ranks)
     own, sizes = np.diff(offsets), np.diff(offsets[::q])
-    widths = np.array([columns * (j + 1) // q - columns * j // q for j in range(q)])
+    widths = np.array(cube.widths(columns))
     traffic = np.zeros((q + 3, cube.num_ranks, cube.num_ranks), np.int64)
     for rank in ranks:
         row, column, layer = cube.place(rank)
@@ -103,9 +90,7 @@ def summa_traffic(cube: ProcessCube, offsets: Ids, columns: int) -> Ids:
 
 def summa_entries(cube: ProcessCube, offsets: Ids, edge_index: Ids) -> Ids:
     """Returns how many entries of the matrix each rank's block has, int64 ``[P]``; arguments as for :func:`matrix_traffic`."""
-    source, target = _ranks(offsets, edge_index) // cube.side
-    holder = (source // cube.side * cube.side + target % cube.side) * cube.side + source % cube.side
-    return np.bincount(holder, minlength=cube.num_ranks)
+    return np.bincount(cube.holders(offsets, edge_index[1], edge_index[0]), minlength=cube.num_ranks)
 
 
 def matrix_traffic(cube: ProcessCube, offsets: Ids, edge_index: Ids, value_bytes: int) -> Ids:
@@ -133,14 +118,9 @@ def matrix_traffic(cube: ProcessCube, offsets: Ids, edge_index: Ids, value_bytes
 def summa_work(cube: ProcessCube, offsets: Ids, edge_index: Ids, columns: int) -> Ids:
     """Returns edges x columns that each rank sums over: all of its block row in its layer, in its columns; int64 ``[P]``."""
     q = cube.side
-    widths = np.array([columns * (j + 1) // q - columns * j // q for j in range(q)])
+    widths = np.array(cube.widths(columns))
     in_row = summa_entries(cube, offsets, edge_index).reshape(-1, q).sum(1)
     return (in_row[:, None] * widths).reshape(-1)
-
-
-def _ranks(offsets: Ids, ids: Ids) -> Ids:
-    """Returns the owners of nodes."""
-    return np.searchsorted(offsets, ids, side="right") - 1
 
 
 def _without_own(traffic: Ids) -> Ids:

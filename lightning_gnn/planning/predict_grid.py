@@ -22,7 +22,6 @@ from lightning_gnn.partition.shard import Ids
 from lightning_gnn.planning.grid_cost import GridCost, block_cost, choose, sparse_cost
 from lightning_gnn.planning.grid_traffic import (
     block_traffic,
-    holders,
     matrix_traffic,
     sparse_traffic,
     summa_traffic,
@@ -130,7 +129,9 @@ def predict_products(work: Workload, topology: Topology | None) -> Products:
     sparse, blocks = [], []
     for c in legal_replications(ranks):
         grid = ProcessGrid(ranks, c)
-        edges = np.bincount(holders(grid, work.relation.offsets, work.edge_index), minlength=ranks)
+        edges = np.bincount(
+            grid.holders(work.relation.offsets, work.edge_index[1], work.edge_index[0]), minlength=ranks
+        )
         sparse.append(_sparse(work, grid, halos, edges, topology))
         blocks.append(_blocks(work, grid, edges, topology))
     cubes = []

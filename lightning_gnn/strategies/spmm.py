@@ -175,9 +175,7 @@ class SpMMScheme(ProductScheme):
 
 def _partial_sums(source: Ids, target: Ids, grid: ProcessGrid, offsets: Ids, rank: int) -> int:
     """Returns how often a node of this rank has in-edges from the chunk of another column than its own."""
-    columns = np.array([grid.column_of(block) for block in range(grid.num_rows)])
-    owner = np.searchsorted(offsets, source, side="right") - 1
-    column = columns[owner // grid.replication]
+    column = grid.holders(offsets, target, source) % grid.replication
     elsewhere = column != grid.column(rank)
     return len(np.unique(target[elsewhere] * grid.replication + column[elsewhere]))
 
