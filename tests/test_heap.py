@@ -32,7 +32,8 @@ def test_freed_memory_is_used_again_and_given_back():
         for _ in range(SETTLING):
             new_pages()
         assert min(new_pages() for _ in range(10)) <= 2
-    assert min(new_pages() for _ in range(5)) > 4  # huge pages, where the system gives them unasked, are 8
+    # Once: the next tensor may take the same hole between blocks in use again. Huge pages, given unasked, are 8.
+    assert new_pages() > 4
 
 
 @pytest.mark.parametrize("keep", [True, False])
