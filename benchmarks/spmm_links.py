@@ -27,7 +27,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from lightning_gnn.comm.exchange import HaloExchange
-from lightning_gnn.comm.grid import BlockMatrix, Matrix, SparseMatrix, Triples
+from lightning_gnn.comm.grid import BlockMatrix, Matrix, SparseMatrix, Triples, on_grid
 from lightning_gnn.comm.group import World
 from lightning_gnn.comm.summa import SummaMatrix
 from lightning_gnn.comm.traffic import Meter
@@ -126,7 +126,7 @@ def measure(
     def matrices() -> Any:
         yield "dgcl", HaloProduct(edge_index, HaloExchange(halo_plan(rank, offsets, halos), world, Meter()))
         for c in legal_replications(size):
-            yield f"c={c}", SparseMatrix(entries, ProcessGrid(size, c), offsets, world, Meter())
+            yield f"c={c}", SparseMatrix(entries, on_grid(ProcessGrid(size, c), offsets), offsets, world, Meter())
             yield f"c={c}, blocks", BlockMatrix(entries, ProcessGrid(size, c), offsets, world, Meter())
         for dimensions in (2, 3):
             if round(size ** (1 / dimensions)) ** dimensions == size:

@@ -3,6 +3,7 @@
 Importing this package registers the strategies: ``Trainer(strategy="dgcl")``.
 """
 
+from lightning_gnn.callbacks.cache import AdaptiveThreshold
 from lightning_gnn.datamodules import GraphDataModule, planted_partition
 from lightning_gnn.modules import NodeClassifier
 from lightning_gnn.nn import (
@@ -16,17 +17,21 @@ from lightning_gnn.nn import (
     sum_over_ranks,
 )
 from lightning_gnn.strategies import (
+    CachedVertexCutStrategy,
     DGCLStrategy,
     GNNStrategy,
     SpMM1DStrategy,
     SpMM2DStrategy,
     SpMM3DStrategy,
     SpMM15DStrategy,
+    VertexCutStrategy,
 )
 
 __version__ = "0.1.0"
 
 __all__ = [
+    "AdaptiveThreshold",
+    "CachedVertexCutStrategy",
     "CommNet",
     "CommNetConv",
     "DGCLStrategy",
@@ -38,6 +43,7 @@ __all__ = [
     "SpMM3DStrategy",
     "SpMM15DStrategy",
     "UnsupportedModelError",
+    "VertexCutStrategy",
     "expand",
     "planted_partition",
     "reduce",

@@ -12,7 +12,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lightning_gnn.comm.grid import BlockMatrix, Matrix, SparseMatrix, Triples
+from lightning_gnn.comm.grid import BlockMatrix, Matrix, SparseMatrix, Triples, on_grid
 from lightning_gnn.comm.in_process import InProcessWorld, Meeting
 from lightning_gnn.comm.summa import SummaMatrix
 from lightning_gnn.comm.traffic import Meter
@@ -96,7 +96,9 @@ def test_blocks(problem, weighted):
 def test_sparse(problem, weighted):
     grid, edges, offsets = problem
     traffic = sparse_traffic(grid, offsets, edges)
-    rows, _ = sent_by(grid.num_ranks, edges, offsets, weighted, lambda e, w, m: SparseMatrix(e, grid, offsets, w, m))
+    rows, _ = sent_by(
+        grid.num_ranks, edges, offsets, weighted, lambda e, w, m: SparseMatrix(e, on_grid(grid, offsets), offsets, w, m)
+    )
     assert np.array_equal(traffic.sum((0, 2)), rows)
     assert traffic.sum() <= grid.words(offsets, 1)
     relation = Relation.from_edges(edges, offsets)

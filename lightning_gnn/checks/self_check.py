@@ -24,7 +24,7 @@ from torch_geometric.nn import MessagePassing
 
 from lightning_gnn.checks.draws import SharedDraws
 from lightning_gnn.checks.record import Event, Recorder, Rows, differing, first_difference
-from lightning_gnn.checks.small_graph import small_graph, two_halves
+from lightning_gnn.checks.small_graph import small_graph, two_halves, two_halves_of_edges
 from lightning_gnn.comm.group import CommunicationError, World, no_process_group
 from lightning_gnn.comm.in_process import InProcessWorld, Meeting, kept_random_state
 from lightning_gnn.datamodules.shards import Shard, split_graph, whole_graph
@@ -170,7 +170,8 @@ class _Check:
         Raises:
             _Parted: a rank raised, or they did not exchange alike.
         """
-        shards, meeting = split_graph(self._graph, two_halves(), self._layout), Meeting(2)
+        holders = two_halves_of_edges() if self._layout.kind == "vertex_cut" else None
+        shards, meeting = split_graph(self._graph, two_halves(), self._layout, holders), Meeting(2)
         rows = [self._rows(shard) for shard in shards]
         models, recorders = [self._copy(), self._copy()], [Recorder(torch.nn.Module())] * 2
         self._forget_gradients()

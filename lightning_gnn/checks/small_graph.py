@@ -53,6 +53,11 @@ def small_graph(batch: Data, masks: Sequence[str] = MASKS, seed: int = 0) -> Dat
     return small
 
 
+def two_halves_of_edges(seed: int = 0) -> np.ndarray:
+    """Returns the rank of each edge of a small graph, 0 or 1."""
+    return np.random.default_rng(seed).permutation(np.arange(NUM_EDGES) % 2)
+
+
 def two_halves(seed: int = 0) -> np.ndarray:
     """Returns the owner of each node of a small graph, 0 or 1; both own rows of the first half, which have labels."""
     part = np.random.default_rng(seed).permutation(np.arange(NUM_NODES) % 2)

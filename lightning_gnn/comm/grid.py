@@ -13,7 +13,7 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 
 import numpy as np
 import torch
@@ -26,7 +26,9 @@ from lightning_gnn.comm.shared_memory import PeerError
 from lightning_gnn.comm.traffic import Meter, Traffic
 from lightning_gnn.kernels import CSR, spmm
 from lightning_gnn.partition.grid import ProcessCube, ProcessGrid
-from lightning_gnn.partition.shard import Ids, halo_plan
+from lightning_gnn.partition.shard import HaloPlan, Ids, halo_plan
+
+MakeExchange = Callable[[HaloPlan, World, Meter], HaloExchange]
 
 
 class Triples:
@@ -47,16 +49,24 @@ class Triples:
         return Triples(self.row[chosen], self.col[chosen], None if self.value is None else self.value[chosen])
 
 
-def deal(entries: Triples, grid: ProcessGrid | ProcessCube, offsets: Ids, world: World) -> Triples:
+Holders = Callable[[Ids, Ids], Ids]
+"""Returns the rank that multiplies each entry, ``[E]``, from its row and column."""
+
+
+def on_grid(grid: ProcessGrid | ProcessCube, offsets: Ids) -> Holders:
+    """Returns who multiplies an entry on a process grid, of nodes that start at `offsets`, ``[P + 1]``, on each rank."""
+    return partial(grid.holders, offsets)
+
+
+def deal(entries: Triples, holders: Holders, world: World) -> Triples:
     """Sends each entry to the rank that multiplies it; returns those of this rank, in rank order. All ranks must call it.
 
     Args:
         entries: on the rank's device.
-        grid: says which rank that is.
-        offsets: first node of each rank and the end, ``[P + 1]``.
+        holders: says which rank that is.
         world: the ranks.
     """
-    holder = torch.from_numpy(grid.holders(offsets, entries.row.cpu().numpy(), entries.col.cpu().numpy()))
+    holder = torch.from_numpy(holders(entries.row.cpu().numpy(), entries.col.cpu().numpy()))
     counts = torch.bincount(holder, minlength=world.size)
     arriving = world.all_gather(counts.to(world.device), "Dealing a matrix over the ranks").cpu()[:, world.rank]
     sorted_entries = entries[torch.argsort(holder, stable=True).to(entries.row.device)]
@@ -93,26 +103,7 @@ class Matrix(ABC):
         """
 
 
-class GridMatrix(Matrix):
-    """A matrix on the grid of 1D and 1.5D products.
-
-    Args:
-        grid, offsets: who owns what, ``[P + 1]``.
-        world, meter: the ranks, and where traffic is counted.
-    """
-
-    def __init__(self, grid: ProcessGrid, offsets: Ids, world: World, meter: Meter) -> None:
-        self.grid, self.offsets, self.world, self.meter = grid, offsets, world, meter
-        self.row, self.column = grid.row(world.rank), grid.column(world.rank)
-        self.num_owned = int(offsets[world.rank + 1] - offsets[world.rank])
-
-    def block(self, number: int) -> slice:
-        """Returns the nodes of a block row."""
-        ranks = self.grid.in_row(number)
-        return slice(int(self.offsets[ranks.start]), int(self.offsets[ranks.stop]))
-
-
-class BlockMatrix(GridMatrix):
+class BlockMatrix(Matrix):
     """Whole blocks travel, one at a time; the next one is on its way while one is multiplied (1D and 1.5D as published).
 
     All ranks go through the stages alike, one ahead of what they multiply, so that a transport that does one thing after the
@@ -122,17 +113,25 @@ class BlockMatrix(GridMatrix):
 
     Args:
         entries: the matrix's entries whose row this rank owns, in relabelled ids.
-        grid, offsets, world, meter: see :class:`GridMatrix`.
+        grid: of the products.
+        offsets: first node of each rank and the end, ``[P + 1]``.
+        world, meter: the ranks, and where traffic is counted.
     """
 
     def __init__(self, entries: Triples, grid: ProcessGrid, offsets: Ids, world: World, meter: Meter) -> None:
-        super().__init__(grid, offsets, world, meter)
+        self.grid, self.offsets, self.world, self.meter = grid, offsets, world, meter
+        self.row, self.column = grid.row(world.rank), grid.column(world.rank)
         self._blocks = [self._deal(entries), self._deal(entries.transpose())]
         self._buffers: dict[tuple[int, torch.Size, torch.dtype], Tensor] = {}
 
+    def block(self, number: int) -> slice:
+        """Returns the nodes of a block row."""
+        ranks = self.grid.in_row(number)
+        return slice(int(self.offsets[ranks.start]), int(self.offsets[ranks.stop]))
+
     def _deal(self, entries: Triples) -> list[tuple[CSR, Tensor | None]]:
         """Returns by stage the block of this rank, and its values in slot order."""
-        mine = deal(entries, self.grid, self.offsets, self.world)
+        mine = deal(entries, on_grid(self.grid, self.offsets), self.world)
         rows = self.block(self.row)
         stages = []
         for number in self.grid.chunk(self.column):
@@ -219,25 +218,37 @@ class BlockMatrix(GridMatrix):
         return self._buffers[key]
 
 
-class SparseMatrix(GridMatrix):
-    """Only rows that a nonzero reads travel, and only partial sums that a nonzero has added to (sparsity-aware).
+class SparseMatrix(Matrix):
+    """Only rows that a nonzero reads travel, and only partial sums that a nonzero has added to, wherever nonzeros lie.
 
-    Source: the later work of CAGNET's authors on sparsity-aware communication; the plain algorithm for c = 1 is then a halo
-    exchange. Rows go directly between their owner and each rank that reads or adds to them.
+    On a process grid this is the later work of CAGNET's authors on sparsity-aware communication; for any cut of the edges, the
+    scatter from masters to mirrors and the gather back of a vertex cut (CDFGNN section 3). Rows go directly between their
+    owner and each rank that reads or adds to them.
 
     Args:
-        entries, grid, offsets, world, meter: see :class:`BlockMatrix`.
+        entries, offsets, world, meter: see :class:`BlockMatrix`.
+        holders: who multiplies which entry.
+        make_exchange: an exchange of rows by a plan.
 
     Attributes:
         reads: brings rows of the columns. adds: takes partial sums of the rows home. targets: brings rows of the rows.
     """
 
-    def __init__(self, entries: Triples, grid: ProcessGrid, offsets: Ids, world: World, meter: Meter) -> None:
-        super().__init__(grid, offsets, world, meter)
-        mine = deal(entries, grid, offsets, world)
+    def __init__(
+        self,
+        entries: Triples,
+        holders: Holders,
+        offsets: Ids,
+        world: World,
+        meter: Meter,
+        make_exchange: MakeExchange = HaloExchange,
+    ) -> None:
+        self.offsets, self.world, self._make_exchange = offsets, world, make_exchange
+        self.num_owned = int(offsets[world.rank + 1] - offsets[world.rank])
+        mine = deal(entries, holders, world)
         self.reads, self._col = self._exchange(mine.col, meter)
         self.adds, self._row = self._exchange(mine.row, _Reversed(meter))
-        self.targets = HaloExchange(self.adds.plan, world, meter)
+        self.targets = make_exchange(self.adds.plan, world, meter)
         self._value = mine.value
 
     @cached_property
@@ -273,7 +284,7 @@ class SparseMatrix(GridMatrix):
         own = (ids >= first) & (ids < first + self.num_owned)
         halo, position = torch.unique(ids[~own], return_inverse=True)
         halos = self.world.all_gather_object(halo.cpu().numpy())
-        exchange = HaloExchange(halo_plan(self.world.rank, self.offsets, halos), self.world, meter)
+        exchange = self._make_exchange(halo_plan(self.world.rank, self.offsets, halos), self.world, meter)
         local = ids - first
         local[~own] = self.num_owned + position
         return exchange, local
@@ -328,8 +339,12 @@ class _Reversed(Meter):
         self._meter = meter
 
     @override
+    def direction(self, direction: str) -> str:
+        return "forward" if direction == "backward" else "backward"
+
+    @override
     def record(self, layer: str, direction: str, traffic: Traffic) -> None:
-        self._meter.record(layer, "forward" if direction == "backward" else "backward", traffic)
+        self._meter.record(layer, self.direction(direction), traffic)
 
 
 class Talk:

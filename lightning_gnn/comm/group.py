@@ -88,7 +88,7 @@ class World:
         self._memory: SharedMemory | None = None
         if shared_memory and size > 1 and device.type == "cpu":
             self._memory = SharedMemory(rank, self.all_gather_object, timeout.total_seconds())
-        self.wire = Wire(size, self.graph_group, self._memory, timeout)
+        self.wire = Wire(size, self.graph_group, self._memory, timeout, device)
         apart = size > 1 and not self.wire.all_local
         self.gradient_group = dist.new_group(timeout=timeout, backend=self.backend) if apart else None
         self.closed = False

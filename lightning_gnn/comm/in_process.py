@@ -132,6 +132,13 @@ class InProcessWire(Sends):
 
         return wait
 
+    @override
+    def start_varied(
+        self, sends: Sequence[tuple[int, Tensor]], senders: Sequence[int]
+    ) -> Callable[[], dict[int, Tensor]]:
+        self.start_each(sends, [])
+        return lambda: {peer: self._meeting.take(self._rank, peer) for peer in senders}
+
     def _receive(self, peer: int, into: Tensor) -> None:
         found = self._meeting.take(self._rank, peer)
         if not isinstance(found, Tensor) or found.shape != into.shape or found.dtype != into.dtype:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from lightning_gnn.comm.grid import Matrix, Talk, Triples, deal
+from lightning_gnn.comm.grid import Matrix, Talk, Triples, deal, on_grid
 from lightning_gnn.comm.group import World
 from lightning_gnn.comm.traffic import Meter
 from lightning_gnn.kernels import CSR, spmm
@@ -69,7 +69,7 @@ class SummaMatrix(Matrix):
         """Returns this rank's block, and how many entries those of its row and layer have."""
         cube = self.cube
         starts = torch.from_numpy(np.ascontiguousarray(self.offsets[:: cube.side]))
-        mine = deal(entries, cube, self.offsets, self.world)
+        mine = deal(entries, on_grid(cube, self.offsets), self.world)
         # From ids to rows of the block row, which is blocks of several layers, and to columns of the block.
         shift = torch.zeros(cube.num_blocks, dtype=torch.int64)
         total = 0

@@ -33,6 +33,10 @@ class Meter:
 
     by_layer: dict[tuple[str, str], Traffic] = field(default_factory=dict)
 
+    def direction(self, direction: str) -> str:
+        """Returns the direction of the pass that messages in `direction` of an exchange belong to."""
+        return direction
+
     def record(self, layer: str, direction: str, traffic: Traffic) -> None:
         """Adds `traffic` to what this layer has sent in this direction."""
         self.by_layer[layer, direction] = self.by_layer.get((layer, direction), Traffic()) + traffic

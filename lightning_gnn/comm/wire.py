@@ -51,6 +51,23 @@ class Sends(ABC):
             [(peer, rows) for peer, rows in enumerate(into.split(list(into_counts))) if rows.numel()],
         )
 
+    @abstractmethod
+    def start_varied(
+        self, sends: Sequence[tuple[int, Tensor]], senders: Sequence[int]
+    ) -> Callable[[], dict[int, Tensor]]:
+        """Starts to send bytes to peers and to receive, from each of `senders`, as many as it sends.
+
+        Args:
+            sends: a rank and bytes for it, uint8.
+            senders: ranks that send something here.
+
+        Returns:
+            Waits, and returns the bytes by sender.
+
+        Raises:
+            PeerError: as :meth:`start_each`.
+        """
+
 
 class Wire(Sends):
     """Sends one message to, and receives one from, every peer that there is something for.
@@ -60,9 +77,13 @@ class Wire(Sends):
         group: process group for peers on other machines, and for CUDA tensors.
         memory: mailboxes of this machine's ranks, or None.
         timeout: deadline of a wait.
+        device: of what is sent and received.
     """
 
-    def __init__(self, size: int, group: Any, memory: SharedMemory | None, timeout: timedelta) -> None:
+    def __init__(
+        self, size: int, group: Any, memory: SharedMemory | None, timeout: timedelta, device: torch.device
+    ) -> None:
+        self._device = device
         self._group, self._memory, self._timeout = group, memory, timeout
         self._local = set(memory.peers) if memory is not None else set()
         self.all_local = len(self._local) == size - 1
@@ -116,6 +137,39 @@ class Wire(Sends):
                 return
             for request in requests:
                 request.wait()
+
+        return wait
+
+    @override
+    def start_varied(
+        self, sends: Sequence[tuple[int, Tensor]], senders: Sequence[int]
+    ) -> Callable[[], dict[int, Tensor]]:
+        local = [(peer, data) for peer, data in sends if peer in self._local]
+        remote = [(peer, data) for peer, data in sends if peer not in self._local]
+        from_afar = [peer for peer in senders if peer not in self._local]
+        lengths = {peer: torch.tensor([data.numel()], device=self._device) for peer, data in remote}
+        into = {peer: torch.empty(1, dtype=torch.int64, device=self._device) for peer in from_afar}
+        wait_lengths = self.start_each([*lengths.items()], [*into.items()])
+        filled = [(peer, data) for peer, data in remote if data.numel()]
+        early = self.start_each([*local, *filled], []) if self.receives_early else None
+
+        def wait() -> dict[int, Tensor]:
+            arrived = {}
+            for peer in senders:
+                if peer in self._local:
+                    assert self._memory is not None
+                    arrived[peer] = self._memory.receive(peer).clone()
+                    self._memory.taken(peer)
+            wait_lengths()
+            for peer in from_afar:
+                length = into[peer]
+                arrived[peer] = torch.empty(int(length), dtype=torch.uint8, device=length.device)
+            receives = [(peer, arrived[peer]) for peer in from_afar if arrived[peer].numel()]
+            late = [] if self.receives_early else [*local, *filled]
+            self.start_each(late, receives)()
+            if early is not None:
+                early()
+            return arrived
 
         return wait
 

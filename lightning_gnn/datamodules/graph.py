@@ -50,6 +50,7 @@ from lightning_gnn.datamodules.store import (
 from lightning_gnn.partition import assign_nodes
 from lightning_gnn.partition.edge_cut import checked_method
 from lightning_gnn.partition.layout import LayoutSpec
+from lightning_gnn.partition.vertex_cut import assign_edges
 
 Partition: TypeAlias = str | Sequence[int] | np.ndarray | Tensor
 
@@ -262,7 +263,7 @@ class GraphDataModule(L.LightningDataModule):
 
     def _options(self, layout: LayoutSpec) -> list[Any]:
         """Returns what decides the stored form of a graph, beside the graph."""
-        return [layout.as_dict(), self._partition_key(layout), self.seed, FORMAT]
+        return [layout.stored.as_dict(), self._partition_key(layout), self.seed, FORMAT]
 
     def _description_key(self, layout: LayoutSpec) -> str | None:
         """Returns a key for a source given by its path, without loading it; None for other sources."""
@@ -284,23 +285,36 @@ class GraphDataModule(L.LightningDataModule):
                 return name
             check_space(self.store, data)
             began = time.perf_counter()
-            assignment = assign_nodes(
-                data.edge_index.numpy(),
-                data.x.size(0),
-                layout.parts,
-                self._method(layout),
-                seed=self.seed,
-                masks={mask: _labelled_mask(data, mask) for mask in MASKS if num_labelled(data.get("y"), data[mask])},
-                groups=layout.groups,
-            )
+            part, holders, report = self._assigned(data, layout)
             seconds = time.perf_counter() - began
-            report = {**assignment.report.as_dict(), "method": assignment.method, "balance": assignment.balance}
-            write_store(folder, data, assignment.part, layout.stored, {**report, "seconds": seconds})
+            write_store(folder, data, part, layout.stored, {**report, "seconds": seconds}, holders)
             rank_zero_info(
                 f"Partitioned {data.x.size(0):,} nodes and {data.edge_index.size(1):,} edges into {layout.parts} parts "
-                f"({assignment.method}) in {seconds:.1f} s; kept in {folder}"
+                f"({report['method']}) in {seconds:.1f} s; kept in {folder}"
             )
         return name
+
+    def _assigned(self, data: Data, layout: LayoutSpec) -> tuple[np.ndarray, np.ndarray | None, dict[str, Any]]:
+        """Returns the owner of each node, the rank of each edge in a vertex cut, and a report."""
+        method = self._method(layout)
+        edge_index, num_nodes = data.edge_index.numpy(), data.x.size(0)
+        masks = {mask: _labelled_mask(data, mask) for mask in MASKS if num_labelled(data.get("y"), data[mask])}
+        if layout.kind == "vertex_cut":
+            edges = assign_edges(
+                edge_index,
+                num_nodes,
+                layout.parts,
+                method,
+                groups=layout.groups,
+                host_weight=layout.host_weight,
+                seed=self.seed,
+                masks=masks,
+            )
+            return edges.master, edges.part, {**edges.report.as_dict(), "method": edges.method}
+        nodes = assign_nodes(
+            edge_index, num_nodes, layout.parts, method, seed=self.seed, masks=masks, groups=layout.groups
+        )
+        return nodes.part, None, {**nodes.report.as_dict(), "method": nodes.method, "balance": nodes.balance}
 
     def _build_in_subprocess(self, layout: LayoutSpec) -> str:
         """Runs :meth:`build` in a process of its own, whose memory is given back when it is done."""
@@ -309,7 +323,7 @@ class GraphDataModule(L.LightningDataModule):
             "source_args": self.source_args,
             "split": self.split,
             "split_column": self.split_column,
-            "partition": self._method(layout),
+            "partition": self.partition,
             "seed": self.seed,
             "store": str(self.store),
         }

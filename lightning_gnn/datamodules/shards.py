@@ -38,6 +38,7 @@ class Shard:
         num_classes: of the whole graph's labels.
         digest: of the node assignment; equal on all ranks that hold parts of the same cut.
         report: partition quality, for logs.
+        holders: of a vertex cut, the rank that computes each edge of the batch, ``[E_r]``; None where its target's owner does.
     """
 
     batch: Data
@@ -53,6 +54,7 @@ class Shard:
     num_classes: int
     digest: str
     report: Mapping[str, Any]
+    holders: Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -67,6 +69,7 @@ class Cut:
         attributes: tensors by name; per ``"node"`` and ``"edge"`` in relabelled order, of the ``"graph"`` as they are.
         scalars: what is no tensor.
         mask_counts, num_classes, digest, report: see :class:`Shard`.
+        holders: of a vertex cut, the rank that computes each edge, int16 ``[E]`` in relabelled order.
     """
 
     offsets: Ids
@@ -81,6 +84,7 @@ class Cut:
     num_classes: int
     digest: str
     report: Mapping[str, Any]
+    holders: Tensor | None = None
 
     def edge_index(self) -> Ids:
         """Returns all edges in relabelled ids and order, int64 ``[2, E]``."""
@@ -142,15 +146,17 @@ class Cut:
             num_classes=self.num_classes,
             digest=self.digest,
             report=self.report,
+            holders=None if self.holders is None else self.holders[edges],
         )
 
 
-def cut_graph(data: Data, part: np.ndarray, num_parts: int) -> Cut:
+def cut_graph(data: Data, part: np.ndarray, num_parts: int, holders: np.ndarray | None = None) -> Cut:
     """Returns the cut of `data` in memory, as the store has it in files.
 
     Args:
         data: as :func:`~lightning_gnn.datamodules.sources.prepare_graph` returns it.
         part: owner of each node, ``[N]``, values 0 to `num_parts` - 1.
+        holders: of a vertex cut, the rank that computes each edge, ``[E]``.
     """
     edge_index = data.edge_index.numpy()
     relabelling = local_relabelling(edge_index, part, num_parts)
@@ -179,12 +185,13 @@ def cut_graph(data: Data, part: np.ndarray, num_parts: int) -> Cut:
         num_classes=num_classes(data.get("y")),
         digest="",
         report={},
+        holders=None if holders is None else torch.from_numpy(holders.astype(np.int16))[e_id],
     )
 
 
-def split_graph(data: Data, part: np.ndarray, layout: LayoutSpec) -> list[Shard]:
+def split_graph(data: Data, part: np.ndarray, layout: LayoutSpec, holders: np.ndarray | None = None) -> list[Shard]:
     """Returns the shards of all ranks in memory, as they are made by way of the store; see :func:`cut_graph`."""
-    cut = cut_graph(data, part, layout.parts)
+    cut = cut_graph(data, part, layout.parts, holders)
     return [cut.shard(rank, layout.replicas) for rank in range(layout.parts)]
 
 

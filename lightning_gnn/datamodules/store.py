@@ -6,6 +6,7 @@
     <root>/<name>/node.<name>.npy   node attributes, rows in relabelled order: each part one range, neighbours near
     <root>/<name>/edge.<name>.npy   edge attributes, edges in the order of their targets' rows
     <root>/<name>/part<p>.*.npy     local edge_index, halo
+    <root>/<name>/holders.npy       of a vertex cut: the rank that computes each edge, in the order of edge attributes
     <root>/<name>/verified.json     which files have been read and had the manifest's checksums
 
 Written under a temporary name and renamed: a folder with a manifest is complete. No pickle anywhere.
@@ -41,7 +42,7 @@ from lightning_gnn.partition.layout import LayoutSpec
 from lightning_gnn.partition.locality import Locality, local_relabelling, recent_reads
 from lightning_gnn.partition.shard import Relabelling, edge_cut_parts
 
-FORMAT = 5
+FORMAT = 6
 
 
 class StoreError(RuntimeError):
@@ -101,8 +102,15 @@ def _disk_full(root: Path, num_bytes: int | None) -> StoreError:
     )
 
 
-def write_store(folder: Path, data: Data, part: np.ndarray, layout: LayoutSpec, report: Mapping[str, Any]) -> None:
-    """Writes the edge cut of `data` under `part` to `folder`; the folder appears complete or not at all.
+def write_store(
+    folder: Path,
+    data: Data,
+    part: np.ndarray,
+    layout: LayoutSpec,
+    report: Mapping[str, Any],
+    holders: np.ndarray | None = None,
+) -> None:
+    """Writes the cut of `data` under `part` to `folder`; the folder appears complete or not at all.
 
     What interrupted writers of the same folder left behind is removed, so only one may write at a time.
 
@@ -111,6 +119,8 @@ def write_store(folder: Path, data: Data, part: np.ndarray, layout: LayoutSpec, 
         data: as :func:`~lightning_gnn.datamodules.sources.prepare_graph` returns it.
         part: owner of each node, ``[N]``, values 0 to ``layout.parts`` - 1.
         layout: what it holds.
+        report: of its quality, plain values.
+        holders: of a vertex cut, the rank that computes each edge, ``[E]``.
 
     Raises:
         StoreError: the disk is full, or the folder cannot be written.
@@ -124,7 +134,7 @@ def write_store(folder: Path, data: Data, part: np.ndarray, layout: LayoutSpec, 
                 stale.unlink()
         scratch = Path(tempfile.mkdtemp(prefix=f".{folder.name}.", dir=folder.parent))
         try:
-            _write(scratch, folder.name, data, part, layout, report)
+            _write(scratch, folder.name, data, part, layout, report, holders)
             scratch.replace(folder)
         except BaseException:
             shutil.rmtree(scratch, ignore_errors=True)
@@ -152,7 +162,13 @@ def _checksum(file: Path) -> int:
 
 
 def _write(
-    folder: Path, entry: str, data: Data, part: np.ndarray, layout: LayoutSpec, report: Mapping[str, Any]
+    folder: Path,
+    entry: str,
+    data: Data,
+    part: np.ndarray,
+    layout: LayoutSpec,
+    report: Mapping[str, Any],
+    holders: np.ndarray | None,
 ) -> None:
     num_parts = layout.parts
     edge_index = data.edge_index.numpy()
@@ -181,6 +197,11 @@ def _write(
     scalars = {}
     edge_order = np.concatenate(edge_orders)
     save("e_id", edge_order)
+    digest = hashlib.blake2b(np.ascontiguousarray(part, dtype=np.int32).data, digest_size=16)
+    if holders is not None:
+        in_order = holders.astype(np.int16)[edge_order]
+        save("holders", in_order)
+        digest.update(in_order.data)
     for name, value in data.to_dict().items():
         if name == "edge_index":
             continue
@@ -201,7 +222,7 @@ def _write(
         "edge_offsets": np.concatenate([[0], np.cumsum(edge_counts)]).tolist(),
         "mask_counts": mask_counts(data, relabelling),
         "num_classes": num_classes(data.get("y")),
-        "digest": hashlib.blake2b(np.ascontiguousarray(part, dtype=np.int32).data, digest_size=16).hexdigest(),
+        "digest": digest.hexdigest(),
         "attributes": attributes,
         "scalars": scalars,
         "report": report,
@@ -326,4 +347,5 @@ def read_cut(folder: Path, layout: LayoutSpec | None = None) -> Cut:
         num_classes=manifest["num_classes"],
         digest=manifest["digest"],
         report=manifest["report"],
+        holders=tensor("holders") if "holders.npy" in manifest["files"] else None,
     )

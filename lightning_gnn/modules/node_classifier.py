@@ -153,8 +153,16 @@ class NodeClassifier(L.LightningModule):
     def training_step(self, batch: Data, batch_idx: int) -> Tensor:
         out, y = self(batch)[batch.train_mask], batch.y[batch.train_mask]
         loss = self._loss(out, y)
-        self.log("train_loss", loss, prog_bar=True, batch_size=self._num_labelled(y))
+        count = self._num_labelled(y)
+        self.log("train_loss", loss, prog_bar=True, batch_size=count)
+        self.log("train_acc", self._share_right(out, y), on_step=False, on_epoch=True, batch_size=count)
         return loss
+
+    def _share_right(self, out: Tensor, y: Tensor) -> Tensor:
+        """Returns the share of labelled nodes, or of their targets, that are predicted right: what ``val_acc`` is."""
+        right = (out > 0) == (y > 0.5) if self.task == "multilabel" else out.argmax(1) == y
+        of = y.numel() if self.task == "multilabel" else self._num_labelled(y)
+        return right.sum().to(torch.promote_types(out.dtype, torch.float32)) / max(1, of)
 
     def _evaluate(self, batch: Data, stage: str) -> None:
         mask = batch[f"{stage}_mask"]

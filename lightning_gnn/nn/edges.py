@@ -178,12 +178,12 @@ class StatisticsOfRows(torch.autograd.Function):
     ) -> tuple[Tensor, ...]:
         ctx.exchange, ctx.edges, ctx.wanted, ctx.layer = exchange, edges, wanted, layer
         halo, wait = fetch(x, layer)
-        rows = _wide(x)
+        rows = wide(x)
         found = RowStatistics.empty(edges.owned, rows, wanted)
         found.add(edges.owned, rows, accumulate=False)
         wait()
         # The halo's memory is used again by other layers, while its rows are compared with the extremes in the backward.
-        halo_rows = _wide(halo).clone() if {"max", "min", "squares"} & set(wanted) else _wide(halo)
+        halo_rows = wide(halo).clone() if {"max", "min", "squares"} & set(wanted) else wide(halo)
         found.add(edges.halo, halo_rows, accumulate=True)
         for extreme in (found.max, found.min):
             if len(extreme):
@@ -197,7 +197,7 @@ class StatisticsOfRows(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         edges, exchange, found = ctx.edges, ctx.exchange, ctx.found
         x, halo_rows = ctx.saved_tensors
-        rows = _wide(x)
+        rows = wide(x)
         none = rows.new_empty((0, rows.size(1)))
         upstream = dict.fromkeys(STATISTICS, none)
         for name, grad in zip(ctx.wanted, grads):
@@ -217,5 +217,6 @@ class StatisticsOfRows(torch.autograd.Function):
         return own, None, None, None, None, None
 
 
-def _wide(x: Tensor) -> Tensor:
+def wide(x: Tensor) -> Tensor:
+    """Returns rows as statistics take them: contiguous, float32 or float64."""
     return (x if x.dtype in (torch.float32, torch.float64) else x.float()).contiguous()

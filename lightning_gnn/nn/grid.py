@@ -1,14 +1,14 @@
 """Convs on a process grid: sums over neighbours are products with a matrix that lies on it; the rest reads the halo.
 
 Source: CAGNET sections 4.1 and 4.2, Z = A^T H W. What sums or averages messages that are rows, weighted or not, is such a
-product. Attention takes the edges as they are dealt over the grid: the softmax over a node's edges is completed in the process
-row. Extremes and convs with messages of their own need whole neighbourhoods at one rank: they read all sources of the rank's own
+product. Attention and extremes take the edges as they are dealt over the ranks: what a node's edges have in common is completed
+at its owner. Convs with messages of their own need whole neighbourhoods at one rank: they read all sources of the rank's own
 nodes directly from their owners, as under ``dgcl``.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -17,8 +17,9 @@ from torch.autograd.function import once_differentiable
 from typing_extensions import override
 
 from lightning_gnn.comm.grid import Matrix, SparseMatrix, Triples
+from lightning_gnn.kernels.sums import STATISTICS, RowStatistics, row_statistics_grad
 from lightning_gnn.nn.context import Attended, GraphContext
-from lightning_gnn.nn.edges import Fetch, Sum, scale_, scaled
+from lightning_gnn.nn.edges import Fetch, Sum, scale_, scaled, wide
 
 MakeMatrix = Callable[[Triples], Matrix]
 MakeSparse = Callable[[Triples], SparseMatrix]
@@ -54,11 +55,7 @@ class GridContext(GraphContext):
         if self._make_sparse is None or in_list or id(edge_index) not in self._lasting:
             return super().attended(edge_index, layer, in_list)
         self.propagated(layer)
-        if id(edge_index) not in self._dealt:
-            with torch.inference_mode(False), torch.no_grad():
-                source, target = self._node_ids[edge_index]
-                self._dealt[id(edge_index)] = self._make_sparse(Triples(target, source, None))
-        matrix = self._dealt[id(edge_index)]
+        matrix = self._dealt_edges(edge_index)
 
         def across(partial: Tensor, operation: str) -> Tensor:
             whole = matrix.adds.largest(partial, layer) if operation == "max" else matrix.adds.reduce(partial, layer)
@@ -71,6 +68,27 @@ class GridContext(GraphContext):
             lambda x: matrix.adds.reduce(x, layer),
             across,
         )
+
+    @override
+    def statistics(self, x: Tensor, edge_index: Tensor, wanted: Sequence[str], layer: str) -> tuple[Tensor, ...] | None:
+        edges = self.split_edges(edge_index)
+        if self._make_sparse is None or edges is None or x.device.type != "cpu":
+            return super().statistics(x, edge_index, wanted, layer)
+        self.propagated(layer)
+        matrix, without = self._dealt_edges(edge_index), edges.without_edges
+
+        def compute() -> tuple[Tensor, ...]:
+            return _Statistics.apply(x, matrix, without, wanted, layer)
+
+        return self._kept(("statistics", id(x), id(edge_index), *wanted), x, len(wanted), compute, compute)
+
+    def _dealt_edges(self, edge_index: Tensor) -> SparseMatrix:
+        if id(edge_index) not in self._dealt:
+            assert self._make_sparse is not None
+            with torch.inference_mode(False), torch.no_grad():
+                source, target = self._node_ids[edge_index]
+                self._dealt[id(edge_index)] = self._make_sparse(Triples(target, source, None))
+        return self._dealt[id(edge_index)]
 
     def _entries(self, what: Sum) -> Triples:
         """Returns the entries of this rank's rows, in relabelled ids."""
@@ -104,3 +122,66 @@ class _Product(torch.autograd.Function):
         grad = scaled(grad, ctx.what.after).to(ctx.dtype).contiguous()
         own = ctx.matrix.multiply(grad, ctx.layer, transposed=True)
         return scale_(own, ctx.what.before).to(ctx.dtype), None, None, None
+
+
+class _Statistics(torch.autograd.Function):
+    """Several of :data:`~lightning_gnn.kernels.sums.STATISTICS` over edges that lie on several ranks; CPU.
+
+    Each rank takes those of its own edges; sums are added up at the owner, and extremes compared there. All ranks then hear the
+    extremes, count who has them, and share gradients among all edges that do, as on one device.
+
+    Returns:
+        Those in `wanted`, in its order, ``[N, F]`` each; 0 for the rows `without` edges.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, matrix: SparseMatrix, without: Tensor, wanted: Sequence[str], layer: str
+    ) -> tuple[Tensor, ...]:
+        ctx.matrix, ctx.wanted, ctx.layer, ctx.dtype = matrix, list(wanted), layer, x.dtype
+        rows = wide(matrix.reads.expand(x, layer))
+        found = RowStatistics.empty(matrix.csr, rows, wanted)
+        found.add(matrix.csr, rows, accumulate=False)
+        out = {name: matrix.adds.reduce(getattr(found, name), layer) for name in ("sum", "squares") if name in wanted}
+        counts = {}
+        for name, sign in (("max", 1), ("min", -1)):
+            if name in wanted:
+                partial = getattr(found, name)
+                whole = sign * matrix.adds.largest(sign * partial, layer)
+                whole[without] = 0
+                out[name] = whole
+                everywhere = matrix.targets.expand(whole, layer)
+                counts[f"num_{name}"] = _count(found, name, partial == everywhere, matrix, layer)
+                setattr(found, name, everywhere)
+        ctx.found = found
+        none = rows.new_empty((0, rows.size(1)))
+        ctx.owned = RowStatistics(**{name: out.get(name, none) for name in STATISTICS}, **{
+            name: counts.get(name, none) for name in ("num_max", "num_min")
+        })  # fmt: skip
+        ctx.save_for_backward(rows)
+        return tuple(out[name].to(x.dtype) for name in wanted)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        matrix, found, layer = ctx.matrix, ctx.found, ctx.layer
+        (rows,) = ctx.saved_tensors
+        own = {}
+        for name in ctx.wanted:
+            grad = grads[ctx.wanted.index(name)]
+            shape = (matrix.num_owned, rows.size(1))
+            grad = rows.new_zeros(shape) if grad is None else grad.to(rows.dtype)
+            own[name] = (grad / ctx.owned.ties(name) if name in ("max", "min") else grad).contiguous()
+        everywhere = dict(zip(own, matrix.targets.expand_all([*own.values()], layer)))
+        none = rows.new_empty((0, rows.size(1)))
+        upstream = RowStatistics(
+            **{name: everywhere.get(name, none) for name in STATISTICS}, num_max=none, num_min=none
+        )
+        at_sources = row_statistics_grad(matrix.csr, rows, upstream, found)
+        return matrix.reads.reduce(at_sources.to(ctx.dtype), layer), None, None, None, None
+
+
+def _count(found: RowStatistics, name: str, attained: Tensor, matrix: SparseMatrix, layer: str) -> Tensor:
+    """Returns how many edges of each owned row have its extreme value, ``[N, F]``."""
+    count = getattr(found, f"num_{name}").to(found.max.dtype if name == "max" else found.min.dtype)
+    return matrix.adds.reduce(torch.where(attained, count, 0), layer)

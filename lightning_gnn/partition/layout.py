@@ -29,18 +29,23 @@ class LayoutSpec:
     """How a graph is laid out over ranks.
 
     Attributes:
-        kind: ``"whole"``: one rank holds everything; ``"edge_cut"``: a rank holds all in-edges of the nodes it owns.
+        kind: ``"whole"``: one rank holds everything; ``"edge_cut"``: a rank holds all in-edges of the nodes it owns;
+            ``"vertex_cut"``: every edge is held by the rank that it is given to, and a node is owned by its master.
         parts: number of ranks.
         groups: where the partitioner shall cut first; None for cutting between all ranks alike.
-        method: how nodes get their owners if the user leaves that open: ``"contiguous"`` takes them in their own order.
+        method: how nodes, or the edges of a vertex cut, get their ranks if the user leaves that open: see
+            :func:`~lightning_gnn.partition.edge_cut.assign_nodes` and
+            :func:`~lightning_gnn.partition.vertex_cut.assign_edges`.
         replicas: what ranks hold beside what they own; made when a rank reads its part, the stored cut is the same.
+        host_weight: of a vertex cut, what a replica on another machine costs against one in the same, 0 to 1.
     """
 
-    kind: Literal["whole", "edge_cut"]
+    kind: Literal["whole", "edge_cut", "vertex_cut"]
     parts: int = 1
     groups: Groups | None = None
-    method: Literal["metis", "random", "contiguous"] = "metis"
+    method: str = "metis"
     replicas: Replicas | None = None
+    host_weight: float = 0.0
 
     def __post_init__(self) -> None:
         if self.parts < 1:
@@ -48,17 +53,18 @@ class LayoutSpec:
 
     @property
     def stored(self) -> LayoutSpec:
-        """The layout as the store keeps it."""
-        return LayoutSpec(self.kind, self.parts, self.groups)
+        """The layout as the store keeps it: who made the parts, and what a rank adds to its own, do not matter there."""
+        return LayoutSpec(self.kind, self.parts, self.groups, host_weight=self.host_weight)
 
     def as_dict(self) -> dict[str, Any]:
-        """Returns what the store keeps as plain values, for JSON."""
-        return {"kind": self.kind, "parts": self.parts, "groups": self.groups}
+        """Returns all but replicas as plain values, for JSON."""
+        names = ("kind", "parts", "groups", "method", "host_weight")
+        return {name: getattr(self, name) for name in names}
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> LayoutSpec:
         """Returns the layout that :meth:`as_dict` gave, also by way of JSON."""
-        return cls(values["kind"], values["parts"], _as_groups(values["groups"]))
+        return cls(**{**values, "groups": _as_groups(values["groups"])})
 
 
 def _as_groups(groups: Any) -> Any:

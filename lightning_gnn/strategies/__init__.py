@@ -7,11 +7,20 @@ from lightning_gnn.strategies.base import GNNStrategy, Scheme
 from lightning_gnn.strategies.dgcl import DGCLStrategy
 from lightning_gnn.strategies.other_lightning import refuse_other_lightning
 from lightning_gnn.strategies.spmm import SpMM1DStrategy, SpMM2DStrategy, SpMM3DStrategy, SpMM15DStrategy
+from lightning_gnn.strategies.vertex_cut import CachedVertexCutStrategy, VertexCutStrategy
 
 join_parent()  # as soon as may be: a started rank ends with its parent
 
 _names = []
-for _strategy in (DGCLStrategy, SpMM1DStrategy, SpMM15DStrategy, SpMM2DStrategy, SpMM3DStrategy):
+for _strategy in (
+    DGCLStrategy,
+    SpMM1DStrategy,
+    SpMM15DStrategy,
+    SpMM2DStrategy,
+    SpMM3DStrategy,
+    VertexCutStrategy,
+    CachedVertexCutStrategy,
+):
     _name = _strategy.strategy_name
     for _suffix, _start_method in (("", "popen"), ("_spawn", "spawn"), ("_notebook", "fork")):
         _names.append(_name + _suffix)
@@ -24,6 +33,7 @@ for _strategy in (DGCLStrategy, SpMM1DStrategy, SpMM15DStrategy, SpMM2DStrategy,
 refuse_other_lightning(_names)
 
 __all__ = [
+    "CachedVertexCutStrategy",
     "DGCLStrategy",
     "GNNStrategy",
     "Scheme",
@@ -31,4 +41,5 @@ __all__ = [
     "SpMM2DStrategy",
     "SpMM3DStrategy",
     "SpMM15DStrategy",
+    "VertexCutStrategy",
 ]

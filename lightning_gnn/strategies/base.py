@@ -84,6 +84,20 @@ class Scheme(ABC):
         """Says how a run takes less memory."""
         return "Use more machines (num_nodes), fewer columns, or float16 features."
 
+    def begin_step(self, training: bool) -> None:  # noqa: B027 (most need not know)
+        """Is told on every rank that a step begins, whose backward pass follows if it is one of `training`."""
+
+    def callbacks(self, world: World) -> Sequence[pl.Callback]:
+        """Returns callbacks for a run whose ranks are `world`; asked for once the model is bound."""
+        return ()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Returns what a checkpoint keeps, plain values."""
+        return {}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:  # noqa: B027
+        """Takes what :meth:`state_dict` gave, perhaps of another scheme."""
+
     def for_self_check(self) -> Scheme:
         """Returns the scheme for two ranks in one process, without what holds for the run's own ranks only."""
         return self
@@ -153,12 +167,12 @@ class GNNStrategy(ParallelStrategy):
         self._logs: GlobalLogs | None = None
         self._metrics: StandInMetrics | None = None
         self._gradients: GradientSum | None = None
-        self._callback: CommunicationMetrics | None = None
+        self._callbacks: list[pl.Callback] = []
         self._loss_scale = 1.0
         self._in_use = ExitStack()
         self._steps = 0
         self._checked = False
-        self._random_state: Mapping[str, Any] | None = None
+        self._saved: Mapping[str, Any] | None = None
 
     # Devices and processes ####################################################
 
@@ -315,8 +329,8 @@ class GNNStrategy(ParallelStrategy):
         self._gradients = GradientSum(self.world, [p for p in module.parameters() if p.requires_grad])
         self._logs = GlobalLogs(module, self.world)
         self._metrics = StandInMetrics(module, self.world)
-        self._callback = CommunicationMetrics(self.meter, self.world)
-        trainer.callbacks.insert(0, self._callback)  # type: ignore[attr-defined]
+        self._callbacks = [CommunicationMetrics(self.meter, self.world), *self.scheme.callbacks(self.world)]
+        trainer.callbacks[:0] = self._callbacks  # type: ignore[attr-defined]
 
     def _take_shard(self, trainer: pl.Trainer) -> Shard:
         shard = self._check_data(getattr(trainer, "datamodule", None)).shard
@@ -373,13 +387,15 @@ class GNNStrategy(ParallelStrategy):
     @override
     def teardown(self) -> None:
         trainer = getattr(self.lightning_module, "_trainer", None)
-        if self._callback is not None and trainer is not None:
-            trainer.callbacks.remove(self._callback)
+        if trainer is not None:
+            for callback in self._callbacks:
+                trainer.callbacks.remove(callback)
         self._in_use.close()
         for part in (self._metrics, self._logs, self._gradients, self._binding):
             if part is not None:
                 part.release()
-        self._callback = self._metrics = self._logs = self._binding = self._gradients = self._shard = None
+        self._callbacks = []
+        self._metrics = self._logs = self._binding = self._gradients = self._shard = None
         super().teardown()
         if self._world is not None:
             self._world.close()
@@ -393,7 +409,7 @@ class GNNStrategy(ParallelStrategy):
         # From the second on: the first frees much that no later one needs.
         if self._steps == 2 and self.keep_memory and self.root_device.type == "cpu":
             self._in_use.enter_context(keeping_freed_memory())
-        counts = self._enter(batch, "train_mask")
+        counts = self._enter(batch, "train_mask", training=True)
         self._loss_scale = self._scale_of(None, counts)  # for manual_backward, inside the step
         output = super().training_step(batch, *args, **kwargs)
         assert self.lightning_module is not None
@@ -419,16 +435,19 @@ class GNNStrategy(ParallelStrategy):
 
     @override
     def predict_step(self, *args: Any, **kwargs: Any) -> Any:
-        assert self._binding is not None
-        self._binding.context.begin_step()
+        self._begin_step(training=False)
         output = super().predict_step(*args, **kwargs)
         return self._own_rows(output) if self.predictions == "shards" else self._gather_rows(output)
 
-    def _enter(self, batch: Any, mask: str) -> Sequence[int]:
-        """Tells logs and metrics what this rank's values weigh in this step."""
-        assert self._shard is not None and self._logs is not None and self._metrics is not None
+    def _begin_step(self, training: bool) -> None:
         assert self._binding is not None
         self._binding.context.begin_step()
+        self.scheme.begin_step(training)
+
+    def _enter(self, batch: Any, mask: str, training: bool = False) -> Sequence[int]:
+        """Tells logs and metrics what this rank's values weigh in this step."""
+        assert self._shard is not None and self._logs is not None and self._metrics is not None
+        self._begin_step(training)
         counts = self._shard.mask_counts[mask]
         if batch[mask] is not self._shard.batch[mask]:  # changed by the user, in a hook or a transform
             own = num_labelled(batch.get("y"), batch[mask])
@@ -533,18 +552,21 @@ class GNNStrategy(ParallelStrategy):
             checkpoint["lightning_gnn"] = {
                 "world_size": self.world_size,
                 "random_states": list(self.world.all_gather(torch.get_rng_state().to(self.root_device)).cpu()),
+                "scheme": self.scheme.state_dict(),
             }
         super().save_checkpoint(checkpoint, filepath, storage_options)
 
     @override
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
         checkpoint = super().load_checkpoint(checkpoint_path, weights_only)
-        self._random_state = checkpoint.get("lightning_gnn")
+        self._saved = checkpoint.get("lightning_gnn")
         return checkpoint
 
     @override
     def on_train_start(self) -> None:
-        state, self._random_state = self._random_state, None
+        state, self._saved = self._saved, None
+        if state is not None:
+            self.scheme.load_state_dict(state.get("scheme", {}))
         if state is not None and state["world_size"] == self.world_size:
             # A copy: set_rng_state reads beyond a tensor that shares its storage with others.
             torch.set_rng_state(state["random_states"][self.global_rank].cpu().clone())

@@ -17,7 +17,7 @@ from typing_extensions import override
 
 from lightning_gnn.checks.memory import available_bytes
 from lightning_gnn.comm.exchange import HaloExchange
-from lightning_gnn.comm.grid import BlockMatrix, SparseMatrix, Triples
+from lightning_gnn.comm.grid import BlockMatrix, SparseMatrix, Triples, on_grid
 from lightning_gnn.comm.group import World
 from lightning_gnn.comm.summa import SummaMatrix
 from lightning_gnn.comm.traffic import Meter
@@ -138,7 +138,7 @@ class SpMMScheme(ProductScheme):
         grid = self._grid(shard, offsets, node_ids, world)
 
         def sparse(entries: Triples) -> SparseMatrix:
-            return SparseMatrix(entries, grid, offsets, world, meter)
+            return SparseMatrix(entries, on_grid(grid, offsets), offsets, world, meter)
 
         def blocks(entries: Triples) -> BlockMatrix:
             return BlockMatrix(entries, grid, offsets, world, meter)

@@ -1,0 +1,126 @@
+"""The adaptive cache in the course of a run: how its threshold follows the training accuracy, and what is logged of it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+import lightning.pytorch as pl
+import torch
+from typing_extensions import override
+
+from lightning_gnn.comm.cache import MessageCache, Sent
+from lightning_gnn.comm.group import World
+
+
+@dataclass
+class AdaptiveThreshold:
+    """The threshold epsilon of the adaptive cache, changed once an epoch (CDFGNN section 4.1, equations 6 and 7).
+
+    Equation 6 relaxes epsilon while the accuracy falls and tightens it while it rises; the text beside it wants the opposite,
+    and so does Figure 7. ``rule="text"`` is the default, ``rule="printed"`` is the equation.
+
+    Args:
+        epsilon: at the start, not given in the paper; Figure 7 has it small there.
+        rule: ``"text"`` or ``"printed"``.
+        mu1, mu2: how far the accuracy must fall below, or rise above, its moving average before epsilon changes.
+        nu1, nu2: the largest and the smallest epsilon.
+        xi: how far epsilon changes at most.
+        lambda1, lambda2: its factors up and down.
+
+    Attributes:
+        mean: moving average of the accuracy; None before the first epoch.
+
+    Raises:
+        ValueError: an unknown rule, or numbers out of their range.
+    """
+
+    epsilon: float = 0.01
+    rule: Literal["text", "printed"] = "text"
+    mu1: float = 0.001
+    mu2: float = 0.02
+    nu1: float = 0.3
+    nu2: float = 0.001
+    xi: float = 0.01
+    lambda1: float = 1.05
+    lambda2: float = 0.9
+    mean: float | None = None
+
+    def __post_init__(self) -> None:
+        if self.rule not in ("text", "printed"):
+            raise ValueError(f"rule must be 'text' or 'printed' (got {self.rule!r}).")
+        if not (0 <= self.nu2 <= self.epsilon <= self.nu1):
+            raise ValueError(
+                f"epsilon must lie between nu2 and nu1 (got nu2={self.nu2}, epsilon={self.epsilon}, nu1={self.nu1})."
+            )
+        if not (self.lambda2 <= 1 <= self.lambda1) or self.lambda2 <= 0:
+            raise ValueError(
+                f"lambda1 is at least 1, lambda2 in (0, 1] (got lambda1={self.lambda1}, lambda2={self.lambda2})."
+            )
+
+    def update(self, accuracy: float) -> None:
+        """Takes the accuracy of an epoch over the training nodes of all ranks."""
+        mean = accuracy if self.mean is None else self.mean
+        rises, falls = accuracy > mean + self.mu2, accuracy < mean - self.mu1
+        relax, tighten = (rises, falls) if self.rule == "text" else (falls, rises)
+        if relax and self.epsilon < self.nu1:
+            self.epsilon = min(self.lambda1 * self.epsilon, self.epsilon + self.xi)
+        elif tighten and self.epsilon > self.nu2:
+            self.epsilon = max(self.lambda2 * self.epsilon, self.epsilon - self.xi)
+        self.mean = 0.8 * mean + 0.2 * accuracy
+
+
+class CacheSchedule(pl.Callback):
+    """Turns a cache on in training, off in the last epoch, and logs what it lets through.
+
+    Logged after each epoch: ``cache/epsilon``, the threshold; ``comm/sent_fraction/LAYER/DIRECTION``, rows that were sent of
+    those that an exact run sends, over all ranks.
+
+    Args:
+        cache: of this rank.
+        threshold: follows the accuracy; None keeps the cache's own.
+        monitor: what the module logs its training accuracy as.
+        world: the ranks.
+
+    Raises:
+        ValueError: from the second epoch, if nothing was logged under `monitor`.
+    """
+
+    def __init__(self, cache: MessageCache, threshold: AdaptiveThreshold | None, monitor: str, world: World) -> None:
+        self._cache, self._threshold, self._monitor, self._world = cache, threshold, monitor, world
+        self._epochs = 0
+
+    @override
+    def on_train_epoch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        if self._threshold is not None:
+            if self._epochs:
+                self._threshold.update(self._accuracy(trainer))
+            self._cache.epsilon = self._threshold.epsilon
+        last = trainer.max_epochs is not None and trainer.current_epoch == trainer.max_epochs - 1
+        self._cache.enabled = not last
+
+    def _accuracy(self, trainer: pl.Trainer) -> float:
+        value = trainer.callback_metrics.get(self._monitor)
+        if value is None:
+            logged = ", ".join(sorted(trainer.callback_metrics)) or "nothing"
+            raise ValueError(
+                f"cache='adaptive' follows the training accuracy, but '{self._monitor}' was not logged (logged: {logged}). "
+                "Log it in training_step, name another with monitor=, or keep the threshold: cache=0.01."
+            )
+        # Of rank 0, so that no two ranks have different thresholds.
+        return float(self._world.broadcast_object(float(value)))
+
+    @override
+    def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self._epochs += 1
+        total: dict[tuple[str, str], Sent] = {}
+        for sent in self._world.all_gather_object(self._cache.take()):
+            for key, value in sent.items():
+                kept = total.setdefault(key, Sent())
+                kept.rows, kept.of = kept.rows + value.rows, kept.of + value.of
+        values = {"cache/epsilon": self._cache.epsilon if self._cache.enabled else 0.0}
+        for (layer, direction), sent in sorted(total.items()):
+            values[f"comm/sent_fraction/{layer}/{direction}"] = sent.rows / max(1, sent.of)
+        trainer.callback_metrics.update({name: torch.tensor(value) for name, value in values.items()})
+        for logger in trainer.loggers:
+            logger.log_metrics(values, step=trainer.global_step)

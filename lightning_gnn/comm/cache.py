@@ -1,0 +1,245 @@
+"""Messages that carry only the rows that have changed enough since they were last sent.
+
+Source: CDFGNN section 4.1, Algorithm 2. Each end of a message keeps the rows as the receiver knows them. A row is *active*, and
+is sent, when it differs from that by more than a share of its size. Both ends then move by the same numbers, the decoded ones
+where a codec shortens them (section 5), so that they agree about what was sent, whatever it was.
+
+The paper caches one partial aggregate Z per replica. Here both messages of a layer are cached: rows that masters copy to
+mirrors (S), and partial sums that mirrors send home (R); likewise their gradients.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from typing_extensions import override
+
+from lightning_gnn.comm.codec import Codec
+from lightning_gnn.comm.exchange import HaloExchange
+from lightning_gnn.comm.group import World
+from lightning_gnn.comm.shared_memory import PeerError
+from lightning_gnn.comm.traffic import Meter, Traffic
+from lightning_gnn.partition.shard import HaloPlan
+
+
+class NotFiniteError(ValueError):
+    """Rows that are to be sent hold nan or infinity, from which caches would not recover: names the layer."""
+
+
+@dataclass
+class Sent:
+    """How many rows of a message were sent, of how many."""
+
+    rows: int = 0
+    of: int = 0
+
+
+class MessageCache:
+    """What all cached messages of a rank have in common.
+
+    Args:
+        epsilon: a row is sent if an entry differs by more than this share of the largest entry that was sent before.
+        codec: shortens what is sent; None for rows as they are.
+
+    Attributes:
+        enabled: whether steps of training are cached.
+        active: whether messages are cached now; otherwise all rows travel, exactly. Equal on all ranks.
+        step: number of the training step.
+        sent: by (layer, direction), since :meth:`take`.
+    """
+
+    def __init__(self, epsilon: float, codec: Codec | None = None) -> None:
+        self.epsilon, self.codec = epsilon, codec
+        self.enabled, self.active, self.step = True, False, 0
+        self.sent: dict[tuple[str, str], Sent] = {}
+
+    def begin_step(self, training: bool) -> None:
+        """Starts a step. The messages of a layer in one step of training are those of the others, in the same order."""
+        self.active = training and self.enabled
+        self.step += training
+
+    def record(self, layer: str, direction: str, rows: int, of: int) -> None:
+        """Adds to what is known of a layer's messages."""
+        kept = self.sent.setdefault((layer, direction), Sent())
+        kept.rows, kept.of = kept.rows + rows, kept.of + of
+
+    def take(self) -> dict[tuple[str, str], Sent]:
+        """Returns what was sent since the last call and starts again."""
+        taken, self.sent = self.sent, {}
+        return taken
+
+    def exchange(self, plan: HaloPlan, world: World, meter: Meter) -> CachedExchange:
+        """Returns an exchange whose messages are cached."""
+        return CachedExchange(plan, world, meter, self)
+
+
+class CachedExchange(HaloExchange):
+    """A :class:`HaloExchange` that sends active rows only, while its cache is active.
+
+    The first time that a message is sent, it goes whole and exact. What is not differentiable (:meth:`largest`) goes exactly.
+    """
+
+    def __init__(self, plan: HaloPlan, world: World, meter: Meter, cache: MessageCache) -> None:
+        super().__init__(plan, world, meter)
+        self._cache = cache
+        self._channels: dict[tuple[Any, ...], _Channel] = {}
+        self._step, self._number = -1, Counter[tuple[Any, ...]]()
+
+    @override
+    def _start(
+        self,
+        out: Tensor,
+        out_counts: list[int],
+        into: Tensor,
+        into_counts: list[int],
+        layer: str,
+        direction: str,
+        began: float,
+    ) -> Callable[[], None]:
+        if not self._cache.active or not out.is_floating_point():
+            return super()._start(out, out_counts, into, into_counts, layer, direction, began)
+        channel = self._channel(out, into, out_counts, into_counts, layer, direction)
+        try:
+            messages = channel.messages(out.view(channel.sent.shape), self._cache.epsilon, self._cache.codec)
+        except NotFiniteError as error:
+            raise NotFiniteError(
+                f"What layer '{layer}' sends ({direction}) holds nan or infinity on rank {self.world.rank}. Look for a learning "
+                "rate that is too high, a division by zero, or features that are not finite."
+            ) from error
+        active, of = channel.num_active, len(out)
+        self._cache.record(layer, self.meter.direction(direction), active, of)
+        traffic = Traffic(sum(data.numel() for _, data in messages), len(messages), active)
+        try:
+            wait = self.world.wire.start_varied(messages, [peer for peer, count in enumerate(into_counts) if count])
+        except PeerError as error:
+            raise self._failed(error, layer, direction) from error
+        traffic.seconds = time.perf_counter() - began
+
+        def finish() -> None:
+            began = time.perf_counter()
+            try:
+                arrived = wait()
+            except PeerError as error:
+                raise self._failed(error, layer, direction) from error
+            for peer, data in arrived.items():
+                channel.receive(peer, data, self._cache.codec)
+            into.copy_(channel.held.view(into.shape))
+            channel.fresh = False
+            traffic.seconds += time.perf_counter() - began
+            self.meter.record(layer, direction, traffic)
+
+        return finish
+
+    def _channel(
+        self, out: Tensor, into: Tensor, out_counts: list[int], into_counts: list[int], layer: str, direction: str
+    ) -> _Channel:
+        """Returns the state of this message, of those of a step that look alike the same one in every step."""
+        if self._step != self._cache.step:
+            self._step = self._cache.step
+            self._number.clear()
+        kind = (layer, direction, out.shape[1:], out.dtype)
+        key = (*kind, self._number[kind])
+        self._number[kind] += 1
+        if key not in self._channels:
+            with torch.inference_mode(False):
+                self._channels[key] = _Channel(out, into, out_counts, into_counts)
+        return self._channels[key]
+
+
+class _Channel:
+    """Both ends of one message of a rank: rows as they were last sent to peers, and rows as peers last sent them.
+
+    Attributes:
+        sent: ``[rows out, F]``. held: ``[rows in, F]``.
+        fresh: nothing was sent yet.
+        num_active: rows of the last :meth:`messages`.
+    """
+
+    def __init__(self, out: Tensor, into: Tensor, out_counts: list[int], into_counts: list[int]) -> None:
+        width = out.shape[1:].numel()
+        self.sent, self.held = out.new_zeros(len(out), width), into.new_zeros(len(into), width)
+        self._out_counts, self._into_counts = out_counts, into_counts
+        self._starts = torch.tensor([0, *into_counts]).cumsum(0).tolist()
+        self.fresh, self.num_active = True, 0
+
+    def messages(self, rows: Tensor, epsilon: float, codec: Codec | None) -> list[tuple[int, Tensor]]:
+        """Returns what to send to each peer, uint8: which of its rows are active, a bit each, and these.
+
+        Args:
+            rows: as they are now, ``[rows out, F]``.
+            epsilon, codec: see :class:`MessageCache`.
+
+        Raises:
+            NotFiniteError: a row is not finite.
+        """
+        difference = rows - self.sent
+        change, size = (torch.linalg.vector_norm(each, torch.inf, 1) for each in (difference, self.sent))
+        if not bool(torch.isfinite(change).all()):
+            raise NotFiniteError
+        active = torch.ones_like(change, dtype=torch.bool) if self.fresh else change > epsilon * size
+        ids = active.nonzero().view(-1)
+        self.num_active = len(ids)
+        codec = _used(codec, rows, self.fresh)
+        if codec is None:
+            chosen = rows[ids]
+            self.sent[ids] = chosen
+            data = chosen.view(torch.uint8)
+        else:
+            difference = difference[ids]
+            data = rows.new_empty((len(ids), codec.row_bytes(rows.size(1), rows.dtype)), dtype=torch.uint8)
+            codec.encode(difference, data)
+            decoded = torch.empty_like(difference)
+            codec.decode(data, decoded)
+            self.sent[ids] += decoded
+        which = active.split(self._out_counts)
+        parts = data.split([int(each.sum()) for each in which])
+        return [
+            (peer, torch.cat([_bits(flags), part.reshape(-1)]))
+            for peer, (flags, part) in enumerate(zip(which, parts))
+            if len(flags)
+        ]
+
+    def receive(self, peer: int, data: Tensor, codec: Codec | None) -> None:
+        """Brings the rows that `peer` sends up to date with its message."""
+        count, first = self._into_counts[peer], self._starts[peer]
+        num_bytes = -(-count // 8)
+        ids = _flags(data[:num_bytes], count).nonzero().view(-1) + first
+        codec, payload = _used(codec, self.held, self.fresh), data[num_bytes:]
+        if not len(ids):
+            return
+        decoded = self.held.new_empty(len(ids), self.held.size(1))
+        payload = payload.view(len(ids), -1)
+        if codec is None:
+            decoded.view(torch.uint8).copy_(payload)  # which may not be aligned
+            self.held[ids] = decoded
+        else:
+            codec.decode(payload, decoded)
+            self.held[ids] += decoded
+
+
+def _used(codec: Codec | None, rows: Tensor, fresh: bool) -> Codec | None:
+    """Returns the codec for such rows; None where they are not shorter with it, and for the first message."""
+    if codec is None or fresh or codec.row_bytes(rows.size(1), rows.dtype) >= rows.size(1) * rows.element_size():
+        return None
+    return codec
+
+
+def _weights(device: torch.device) -> Tensor:
+    return torch.tensor([1, 2, 4, 8, 16, 32, 64, 128], dtype=torch.uint8, device=device)
+
+
+def _bits(flags: Tensor) -> Tensor:
+    """Returns booleans ``[n]`` as bits, uint8 ``[ceil(n / 8)]``."""
+    padded = torch.nn.functional.pad(flags.to(torch.uint8), (0, -len(flags) % 8)).view(-1, 8)
+    return (padded * _weights(flags.device)).sum(1, dtype=torch.uint8)
+
+
+def _flags(bits: Tensor, count: int) -> Tensor:
+    """Returns the first `count` of :func:`_bits` as booleans."""
+    return (bits.unsqueeze(1) & _weights(bits.device)).view(-1)[:count] != 0

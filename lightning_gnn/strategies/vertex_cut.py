@@ -1,0 +1,225 @@
+"""``vertex_cut``: every edge on one rank; nodes that several ranks hold have one master and mirrors.
+
+Source: CDFGNN, "Cache-based Distributed Full-batch GNN training": sections 3 (vertex cut), 4 (adaptive cache), 5 (quantised
+messages) and 6 (hierarchical partition).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, replace
+from typing import Any, Literal
+
+import lightning.pytorch as pl
+import numpy as np
+import torch
+from typing_extensions import override
+
+from lightning_gnn.callbacks.cache import AdaptiveThreshold, CacheSchedule
+from lightning_gnn.comm.cache import MessageCache
+from lightning_gnn.comm.exchange import HaloExchange
+from lightning_gnn.comm.grid import SparseMatrix, Triples
+from lightning_gnn.comm.group import World
+from lightning_gnn.comm.traffic import Meter
+from lightning_gnn.datamodules.shards import Shard
+from lightning_gnn.nn.bind import Binding
+from lightning_gnn.nn.grid import GridContext
+from lightning_gnn.partition.layout import Groups, LayoutSpec
+from lightning_gnn.partition.shard import Ids
+from lightning_gnn.partition.vertex_cut import METHODS
+from lightning_gnn.strategies.base import GNNStrategy, Scheme
+
+EdgeMethod = Literal["ebv", "hdrf", "dbh", "random", "grid", "ne"]
+
+
+class EdgeHolders:
+    """Who computes which edge, by its ends.
+
+    Args:
+        target, source: relabelled ids of this rank's in-edges, ``[E_r]``.
+        holders: the rank of each, ``[E_r]``; of parallel edges, all go with one of them.
+        rank: of this process; it computes the self-loops that layers add.
+        num_nodes: of the whole graph.
+    """
+
+    def __init__(self, target: Ids, source: Ids, holders: Ids, rank: int, num_nodes: int) -> None:
+        keys = target * num_nodes + source
+        order = np.argsort(keys, kind="stable")
+        self._keys, self._holders = keys[order], holders[order]
+        self._rank, self._num_nodes = rank, num_nodes
+
+    def __call__(self, row: Ids, col: Ids) -> Ids:
+        keys = row * self._num_nodes + col
+        places = np.minimum(np.searchsorted(self._keys, keys), max(len(self._keys) - 1, 0))
+        if not len(self._keys):
+            return np.full(len(keys), self._rank)
+        return np.where(self._keys[places] == keys, self._holders[places], self._rank)
+
+
+class VertexCutScheme(Scheme):
+    """S copies rows from masters to the mirrors that read them, R sums partial results at masters.
+
+    Args:
+        partition, hosts, host_weight, cache, monitor, keep_constant: see :class:`VertexCutStrategy`.
+    """
+
+    def __init__(
+        self,
+        partition: EdgeMethod,
+        hosts: int | None,
+        host_weight: float,
+        cache: AdaptiveThreshold | float | None,
+        monitor: str,
+        keep_constant: bool,
+    ) -> None:
+        self.partition, self.hosts, self.host_weight = partition, hosts, host_weight
+        self.cache, self.monitor, self.keep_constant = cache, monitor, keep_constant
+        self._threshold: AdaptiveThreshold | None = None
+        self._messages: MessageCache | None = None
+
+    @override
+    def layout(self, world_size: int, num_hosts: int = 1) -> LayoutSpec:
+        hosts = self.hosts or num_hosts
+        if world_size % hosts:
+            legal = [count for count in range(1, world_size + 1) if world_size % count == 0]
+            raise ValueError(
+                f"hosts={hosts} machines do not hold equally many of {world_size} ranks. Legal here: "
+                f"{', '.join(map(str, legal))}."
+            )
+        groups: Groups | None = None
+        if hosts > 1:
+            ranks = range(world_size)
+            on_each = world_size // hosts
+            groups = tuple(tuple(ranks[first : first + on_each]) for first in range(0, world_size, on_each))
+        weight = self.host_weight if groups else 0.0
+        return LayoutSpec("vertex_cut", world_size, groups, self.partition, host_weight=weight)
+
+    @override
+    def for_self_check(self) -> VertexCutScheme:
+        return VertexCutScheme("random", None, 0.0, None, self.monitor, self.keep_constant)
+
+    @override
+    def bind(self, module: torch.nn.Module, shard: Shard, world: World, meter: Meter) -> Binding:
+        batch = shard.batch
+        assert shard.holders is not None
+        offsets = np.cumsum([0, *shard.counts])
+        own = np.arange(offsets[world.rank], offsets[world.rank + 1])
+        node_ids = np.concatenate([own, shard.halos[world.rank]])
+        source, target = node_ids[batch.edge_index.cpu().numpy()]
+        holders = EdgeHolders(target, source, shard.holders.numpy().astype(np.int64), world.rank, int(offsets[-1]))
+        make_exchange: Any = HaloExchange
+        if self.cache is not None:
+            self._threshold = None if isinstance(self.cache, float) else replace(self.cache)
+            epsilon = self.cache if isinstance(self.cache, float) else self.cache.epsilon
+            self._messages = MessageCache(epsilon)
+            make_exchange = self._messages.exchange
+
+        def sparse(entries: Triples) -> SparseMatrix:
+            return SparseMatrix(entries, holders, offsets, world, meter, make_exchange)
+
+        context = GridContext(
+            sparse,
+            sparse,
+            torch.from_numpy(node_ids).to(world.device),
+            make_exchange(shard.plan, world, meter),
+            batch.x,
+            batch.edge_index,
+            batch.get("edge_weight"),
+            4 if self.keep_constant else 0,
+        )
+        return Binding(module, context)
+
+    @override
+    def begin_step(self, training: bool) -> None:
+        if self._messages is not None:
+            self._messages.begin_step(training)
+
+    @override
+    def callbacks(self, world: World) -> Sequence[pl.Callback]:
+        if self._messages is None:
+            return ()
+        return [CacheSchedule(self._messages, self._threshold, self.monitor, world)]
+
+    @override
+    def state_dict(self) -> dict[str, Any]:
+        return {} if self._threshold is None else {"threshold": asdict(self._threshold)}
+
+    @override
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Takes the threshold up where it was; what is in caches is not kept, so the first epoch sends everything."""
+        if self._threshold is not None and "threshold" in state:
+            self._threshold.epsilon = state["threshold"]["epsilon"]
+            self._threshold.mean = state["threshold"]["mean"]
+
+
+class VertexCutStrategy(GNNStrategy):
+    """Full-graph training over a vertex cut, exact unless told otherwise; ``Trainer(strategy="vertex_cut")``.
+
+    Every edge lies on one rank, so that edges balance whatever their degrees: for graphs with hubs. A node has one master, which
+    owns its row, and mirrors where its edges lie. Masters copy rows to the mirrors that read them, mirrors send partial sums to
+    masters, and nothing else travels.
+
+    Args:
+        partition: who computes which edge: ``"ebv"`` balances edges and replicas; ``"ne"`` has the fewest replicas, less evenly;
+            ``"hdrf"``, ``"dbh"``, ``"grid"``, ``"random"`` to compare with.
+        hosts: machines, of equally many ranks each, between which ``"ebv"`` avoids replicas; by default the Trainer's
+            ``num_nodes``.
+        host_weight: gamma of equation 24: what a replica on another machine costs against one in the same, 0 to 1.
+        cache: None sends all rows, exactly. Otherwise a row is sent only when an entry has changed by more than a share of the
+            row's size: a number is that share; ``"adaptive"`` one that follows the training accuracy (CDFGNN section 4.1);
+            an :class:`~lightning_gnn.callbacks.cache.AdaptiveThreshold` the same with other numbers. The last epoch,
+            validation, test and predict are exact.
+        monitor: the training accuracy that ``"adaptive"`` follows, as the module logs it.
+        keep_constant: see :class:`~lightning_gnn.strategies.dgcl.DGCLStrategy`.
+        **options: see :class:`~lightning_gnn.strategies.base.GNNStrategy`.
+
+    Raises:
+        ValueError: an unknown partitioner, a threshold or weight out of range; once the number of ranks is known, hosts that do
+            not divide it.
+    """
+
+    strategy_name = "vertex_cut"
+
+    def __init__(
+        self,
+        partition: EdgeMethod = "ebv",
+        hosts: int | None = None,
+        host_weight: float = 0.1,
+        cache: Literal["adaptive"] | float | AdaptiveThreshold | None = None,
+        monitor: str = "train_acc",
+        keep_constant: bool = True,
+        **options: Any,
+    ) -> None:
+        if partition not in METHODS:
+            raise ValueError(f"partition must be one of {', '.join(map(repr, METHODS))} (got {partition!r}).")
+        if hosts is not None and hosts < 1:
+            raise ValueError(f"hosts is a number of machines, at least 1 (got {hosts}).")
+        if not 0 <= host_weight <= 1:
+            raise ValueError(f"host_weight lies between 0 and 1 (got {host_weight}).")
+        if cache == "adaptive":
+            cache = AdaptiveThreshold()
+        elif isinstance(cache, str) or (isinstance(cache, (int, float)) and cache < 0):
+            raise ValueError(f"cache must be 'adaptive', a threshold of at least 0, or None (got {cache!r}).")
+        cache = float(cache) if isinstance(cache, int) else cache
+        scheme = VertexCutScheme(partition, hosts, host_weight, cache, monitor, keep_constant)
+        super().__init__(scheme, **options)
+
+
+class CachedVertexCutStrategy(VertexCutStrategy):
+    """:class:`VertexCutStrategy` as CDFGNN has it: adaptive cache, 8 bits; ``Trainer(strategy="vertex_cut_cached")``.
+
+    Args:
+        cache: see :class:`VertexCutStrategy`.
+        codec: see :class:`~lightning_gnn.strategies.base.GNNStrategy`.
+        **options: see :class:`VertexCutStrategy`.
+    """
+
+    strategy_name = "vertex_cut_cached"
+
+    def __init__(
+        self,
+        cache: Literal["adaptive"] | float | AdaptiveThreshold | None = "adaptive",
+        codec: str | None = "int8",
+        **options: Any,
+    ) -> None:
+        super().__init__(cache=cache, codec=codec, **options)

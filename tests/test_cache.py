@@ -1,0 +1,196 @@
+"""Cached messages: both ends agree about what was sent, whatever is sent, and nothing is lost once the threshold is 0."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from lightning_gnn.callbacks.cache import AdaptiveThreshold
+from lightning_gnn.comm.cache import MessageCache, NotFiniteError, _bits, _flags
+from lightning_gnn.comm.codec import make_codec
+from lightning_gnn.comm.in_process import InProcessWorld, Meeting
+from lightning_gnn.comm.traffic import Meter
+from lightning_gnn.partition.shard import halo_plan
+
+NODES, WIDTH = 12, 6
+
+
+def on_ranks(size: int, seed: int, work: Any) -> list[Any]:
+    """Runs ``work(exchange, own rows, halo rows, cache)`` on ranks that read rows of each other at random."""
+    draw = np.random.default_rng(seed)
+    offsets = np.sort(np.concatenate([[0, NODES], draw.integers(0, NODES + 1, size - 1)]))
+    halos = []
+    for rank in range(size):
+        others = np.setdiff1d(np.arange(NODES), np.arange(offsets[rank], offsets[rank + 1]))
+        halos.append(np.sort(draw.permutation(others)[: draw.integers(0, len(others) + 1)]))
+    meeting = Meeting(size)
+
+    def one(rank: int) -> Any:
+        cache = MessageCache(0.0)
+        exchange = cache.exchange(halo_plan(rank, offsets, halos), InProcessWorld(rank, meeting), Meter())
+        return work(exchange, slice(*offsets[rank : rank + 2]), halos[rank], cache)
+
+    found = meeting.run(one)
+    for each in found:
+        if isinstance(each, BaseException):
+            raise each
+    return found
+
+
+def pair(exchange: Any, rows: Tensor, layer: str = "a") -> tuple[Tensor, Tensor]:
+    """Returns the halo rows that come of own rows, and what comes home of halo rows."""
+    halo = rows.new_empty(exchange.num_halo, *rows.shape[1:])
+    exchange.start_fetch(rows, halo, layer)()
+    home = torch.zeros_like(rows)
+    exchange.start_return(halo * 2, layer)(home)
+    return halo, home
+
+
+def agree(exchanges: list[Any]) -> None:
+    """What each rank holds of a peer's message is what that peer knows to have sent."""
+    for rank, exchange in enumerate(exchanges):
+        for key, channel in exchange._channels.items():
+            for peer, part in enumerate(channel.sent.split(channel._out_counts)):
+                if len(part):
+                    other = exchanges[peer]._channels[key]
+                    assert torch.equal(part, other.held.split(other._into_counts)[rank])
+
+
+@pytest.mark.parametrize("codec", [None, "int8", "int2", "bf16"])
+@settings(max_examples=15, deadline=None)
+@given(size=st.integers(2, 4), seed=st.integers(0, 2**20), dtype=st.sampled_from([torch.float32, torch.float64]))
+def test_both_ends_agree_and_nothing_is_lost(codec, size, seed, dtype):
+    def work(exchange: Any, own: slice, halo: np.ndarray, cache: MessageCache) -> Any:
+        cache.codec = make_codec(codec)
+        g = torch.Generator().manual_seed(seed)
+        x = torch.randn(NODES, WIDTH, generator=g).to(dtype)
+        for step in range(8):
+            cache.epsilon = float(torch.rand((), generator=g)) if step < 6 else 0.0
+            if step < 7:
+                moved = torch.rand(NODES, 1, generator=g) < 0.5
+                x = x + moved * torch.randn(NODES, WIDTH, generator=g) * 10.0 ** float(torch.randn((), generator=g))
+            if step == 6:
+                cache.codec = None
+            cache.begin_step(True)
+            found, home = pair(exchange, x[own].contiguous())
+            if step == 0:
+                torch.testing.assert_close(found, x[halo], rtol=0, atol=0)
+        return exchange, found, x[halo], home
+
+    results = on_ranks(size, seed, work)
+    agree([exchange for exchange, *_ in results])
+    for _, found, exact, _ in results:
+        assert torch.equal(found, exact)
+
+
+@settings(max_examples=20, deadline=None)
+@given(seed=st.integers(0, 2**20), epsilon=st.floats(0, 1))
+def test_rows_are_off_by_no_more_than_the_threshold(seed, epsilon):
+    def work(exchange: Any, own: slice, halo: np.ndarray, cache: MessageCache) -> Any:
+        g = torch.Generator().manual_seed(seed)
+        cache.epsilon = epsilon
+        for _ in range(4):
+            x = torch.randn(NODES, WIDTH, generator=g)
+            cache.begin_step(True)
+            found, _ = pair(exchange, x[own].contiguous())
+            off = (found - x[halo]).abs().amax(1)
+            assert (off <= epsilon * found.abs().amax(1) * (1 + 1e-6)).all()
+        return cache.take()
+
+    for sent in on_ranks(3, seed, work):
+        for each in sent.values():
+            assert 0 <= each.rows <= each.of
+
+
+def test_layers_and_repeated_messages_are_told_apart():
+    def work(exchange: Any, own: slice, halo: np.ndarray, cache: MessageCache) -> Any:
+        g = torch.Generator().manual_seed(0)
+        tensors = [torch.randn(NODES, WIDTH, generator=g) for _ in range(3)]
+        for step in range(3):
+            cache.begin_step(True)
+            cache.epsilon = 1.0 if step else 0.0
+            for layer, x in zip(("a", "b", "b"), tensors):
+                found, _ = pair(exchange, x[own].contiguous(), layer)
+                assert torch.equal(found, x[halo])
+        return [(key, sent.rows, sent.of) for key, sent in cache.take().items()]
+
+    for found in on_ranks(2, 5, work):
+        for _, rows, of in found:
+            assert of == 3 * rows  # in the first step only
+
+
+def test_off_outside_of_training_and_what_is_kept_then():
+    def work(exchange: Any, own: slice, halo: np.ndarray, cache: MessageCache) -> Any:
+        cache.epsilon = 10.0
+        x = torch.ones(NODES, WIDTH)
+        cache.begin_step(True)
+        pair(exchange, x[own].contiguous())
+        cache.begin_step(False)
+        exact, _ = pair(exchange, 2 * x[own].contiguous())
+        assert torch.equal(exact, 2 * x[halo])
+        cache.begin_step(True)
+        cached, _ = pair(exchange, 3 * x[own].contiguous())
+        assert torch.equal(cached, x[halo])
+
+    on_ranks(3, 1, work)
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_what_is_not_finite_stops_the_run(bad):
+    def work(exchange: Any, own: slice, halo: np.ndarray, cache: MessageCache) -> bool:
+        x = torch.ones(NODES, WIDTH)
+        cache.begin_step(True)
+        pair(exchange, x[own].contiguous(), "convs.1")
+        cache.begin_step(True)
+        x[:, 2] = bad
+        if not len(exchange.send_rows):
+            return False
+        with pytest.raises(NotFiniteError, match=r"convs\.1.*forward.*rank"):
+            exchange.start_fetch(x[own].contiguous(), x[halo], "convs.1")
+        return all(bool(torch.isfinite(channel.sent).all()) for channel in exchange._channels.values())
+
+    assert sum(on_ranks(3, 3, work)) >= 2
+
+
+@given(flags=st.lists(st.booleans(), max_size=40))
+def test_bits(flags):
+    given_flags = torch.tensor(flags, dtype=torch.bool)
+    assert len(_bits(given_flags)) == -(-len(flags) // 8)
+    assert torch.equal(_flags(_bits(given_flags), len(flags)), given_flags)
+
+
+def test_threshold_by_both_rules():
+    """Equations 6 and 7, worked out by hand."""
+    text, printed = AdaptiveThreshold(epsilon=0.1), AdaptiveThreshold(epsilon=0.1, rule="printed")
+    for each in (text, printed):
+        each.update(0.5)
+        assert (each.epsilon, each.mean) == (0.1, 0.5)
+        each.update(0.6)  # rises by more than mu2
+    assert text.epsilon == pytest.approx(0.105)  # lambda1 is less than xi here
+    assert printed.epsilon == pytest.approx(0.09)
+    assert text.mean == printed.mean == pytest.approx(0.52)
+    text.update(0.5)  # falls by more than mu1
+    assert text.epsilon == pytest.approx(0.095)  # xi is less than lambda2 here
+    text.update(text.mean)
+    assert text.epsilon == pytest.approx(0.095)
+    for _ in range(400):
+        text.update((text.mean or 0) + 1)
+    assert 0.3 <= text.epsilon <= 0.31
+    for _ in range(400):
+        text.update((text.mean or 0) - 1)
+    assert 0.001 * 0.9 <= text.epsilon <= 0.001
+
+
+def test_threshold_refuses_what_it_cannot_follow():
+    with pytest.raises(ValueError, match="rule must be"):
+        AdaptiveThreshold(rule="equation")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="between nu2 and nu1"):
+        AdaptiveThreshold(epsilon=0.5)
+    with pytest.raises(ValueError, match="lambda1"):
+        AdaptiveThreshold(lambda1=0.5)
