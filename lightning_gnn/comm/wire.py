@@ -18,7 +18,13 @@ from lightning_gnn.comm.shared_memory import PeerError, SharedMemory
 
 
 class Sends(ABC):
-    """One message to and from every peer, whatever carries it."""
+    """One message to and from every peer, whatever carries it.
+
+    Attributes:
+        codes: whether rows are encoded now; see :class:`~lightning_gnn.comm.coded.CodedWire`.
+    """
+
+    codes = False
 
     @abstractmethod
     def start_each(
@@ -50,6 +56,15 @@ class Sends(ABC):
             [(peer, rows) for peer, rows in enumerate(out.split(list(out_counts))) if rows.numel()],
             [(peer, rows) for peer, rows in enumerate(into.split(list(into_counts))) if rows.numel()],
         )
+
+    def message_bytes(self, rows: Tensor) -> int:
+        """Returns how many bytes a message of these rows takes now, or several messages that they are split into by rows."""
+        return rows.numel() * rows.element_size()
+
+    @contextmanager
+    def coding(self, on: bool = True) -> Iterator[None]:
+        """Rows are encoded while this is open, or are not; on every rank alike. Without a codec they never are."""
+        yield
 
 
 class Wire(Sends):

@@ -61,8 +61,12 @@ class GridContext(GraphContext):
         matrix = self._dealt[id(edge_index)]
 
         def across(partial: Tensor, operation: str) -> Tensor:
-            whole = matrix.adds.largest(partial, layer) if operation == "max" else matrix.adds.reduce(partial, layer)
-            return matrix.targets.expand(whole, layer)
+            # Exactly: a row's ranks must subtract and divide by the same, and minus infinity stands for no edges.
+            with self.exchange.exactly():
+                whole = (
+                    matrix.adds.largest(partial, layer) if operation == "max" else matrix.adds.reduce(partial, layer)
+                )
+                return matrix.targets.expand(whole, layer)
 
         return Attended(
             matrix.csr,

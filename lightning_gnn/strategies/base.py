@@ -27,6 +27,7 @@ from typing_extensions import override
 from lightning_gnn.callbacks.communication import CommunicationMetrics
 from lightning_gnn.checks.memory import available_bytes, least_bytes
 from lightning_gnn.checks.self_check import STAGES, SelfCheck, self_check
+from lightning_gnn.comm.codec import CodecName, make_codec
 from lightning_gnn.comm.group import World
 from lightning_gnn.comm.traffic import Meter
 from lightning_gnn.datamodules.graph import GraphDataModule, OneBatch
@@ -54,9 +55,11 @@ class Scheme(ABC):
 
     Attributes:
         survives_lost_ranks: the other ranks may go on when one has failed.
+        takes_no_codec: why rows cannot be encoded; empty if they can.
     """
 
     survives_lost_ranks = False
+    takes_no_codec = ""
 
     @abstractmethod
     def layout(self, world_size: int, num_hosts: int = 1) -> LayoutSpec:
@@ -112,6 +115,10 @@ class GNNStrategy(ParallelStrategy):
             model that gives other numbers on the parts.
         keep_memory: let CPU ranks keep what a step frees for the next one instead of giving it back to the system: faster
             steps, somewhat more memory.
+        codec: send rows in fewer bytes in training steps, approximately: as ``"int8"``, ``"int4"`` or ``"int2"`` between a row's
+            least and largest entry, or as ``"bf16"``; None sends them as they are. Set it where the network is what you wait
+            for (docs/codecs.md).
+        stochastic_rounding: let the codec round up or down at random, so that its errors are 0 in the mean.
     """
 
     strategy_name = "gnn"
@@ -126,6 +133,8 @@ class GNNStrategy(ParallelStrategy):
         timeout: float = 1800.0,
         self_check: bool = True,
         keep_memory: bool = True,
+        codec: CodecName | None = None,
+        stochastic_rounding: bool = False,
         accelerator: Accelerator | None = None,
         parallel_devices: list[torch.device] | None = None,
         cluster_environment: ClusterEnvironment | None = None,
@@ -139,7 +148,11 @@ class GNNStrategy(ParallelStrategy):
             raise ValueError(f"predictions must be 'all', 'rank0' or 'shards' (got {predictions!r}).")
         if timeout <= 0:
             raise ValueError(f"timeout is a number of seconds above 0 (got {timeout}).")
+        make_codec(codec, stochastic_rounding)
+        if codec is not None and scheme.takes_no_codec:
+            raise ValueError(f"codec={codec!r} encodes the rows that ranks send each other. {scheme.takes_no_codec}")
         self.scheme = scheme
+        self.codec, self.stochastic_rounding = codec, stochastic_rounding
         self.loss_reduction, self.predictions = loss_reduction, predictions
         self.shared_memory = shared_memory
         self.timeout = timedelta(seconds=timeout)
@@ -258,7 +271,8 @@ class GNNStrategy(ParallelStrategy):
         dtypes = {parameter.dtype for parameter in module.parameters() if parameter.is_floating_point()}
         if "bf16" in str(trainer.precision):
             dtypes.add(torch.bfloat16)
-        seconds = warm_up(kernel_groups(module), dtypes)
+        groups = kernel_groups(module) | ({"codes"} if self.codec is not None else set())
+        seconds = warm_up(groups, dtypes)
         if seconds:
             rank_zero_info(f"Compiled kernels for this machine, once ({seconds:.1f} s); kept in {cache_folder()}")
 
@@ -306,6 +320,10 @@ class GNNStrategy(ParallelStrategy):
                 raise ValueError("LBFGS decides by the loss of one rank how far to step. Use Adam, AdamW or SGD.")
         self.world.broadcast_tensors_([*module.parameters(), *module.buffers()])
         self._seed_ranks()
+        # torch's seed differs from rank to rank now, and is the same in every run of one seed.
+        codec = make_codec(self.codec, self.stochastic_rounding, torch.initial_seed())
+        if codec is not None:
+            self.world.use_codec(codec)
 
         shard.batch.to(self.root_device)
         self._binding = self.scheme.bind(module, shard, self.world, self.meter)
@@ -395,7 +413,8 @@ class GNNStrategy(ParallelStrategy):
             self._in_use.enter_context(keeping_freed_memory())
         counts = self._enter(batch, "train_mask")
         self._loss_scale = self._scale_of(None, counts)  # for manual_backward, inside the step
-        output = super().training_step(batch, *args, **kwargs)
+        with self.world.wire.coding():
+            output = super().training_step(batch, *args, **kwargs)
         assert self.lightning_module is not None
         if output is None and self.lightning_module.automatic_optimization:
             raise ValueError("training_step returned None. To skip a step on all ranks alike, return a loss times 0.")
@@ -486,7 +505,8 @@ class GNNStrategy(ParallelStrategy):
     def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
         assert self._gradients is not None
         self._gradients.before()
-        return super().backward(closure_loss * self._loss_scale, optimizer, *args, **kwargs)
+        with self.world.wire.coding():
+            return super().backward(closure_loss * self._loss_scale, optimizer, *args, **kwargs)
 
     @override
     def post_backward(self, closure_loss: Tensor) -> None:
