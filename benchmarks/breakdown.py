@@ -78,7 +78,7 @@ def labelled() -> None:
             return take_rows(*arguments)
 
     def started(self: Any, out: Any, out_counts: Any, into: Any, into_counts: Any, layer: str, *rest: Any) -> Any:
-        bytes_sent = out.numel() * out.element_size()
+        bytes_sent = self.world.wire.message_bytes(out)
         with record_function(f"exchange|{layer}|{bytes_sent}"):
             wait = start(self, out, out_counts, into, into_counts, layer, *rest)
 

@@ -6,8 +6,7 @@ from functools import cache
 from typing import Any
 
 import pytest
-import torch
-from common import assert_same, awkward_graph, one_training_node, single, three_nodes, train
+from common import assert_same, awkward_graph, single, train
 
 from lightning_gnn import VertexCutStrategy
 

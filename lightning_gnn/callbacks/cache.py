@@ -71,7 +71,7 @@ class AdaptiveThreshold:
 
 
 class CacheSchedule(pl.Callback):
-    """Turns a cache on in training, off in the last epoch, and logs what it lets through.
+    """Moves the threshold of a cache, and logs what it lets through.
 
     Logged after each epoch: ``cache/epsilon``, the threshold; ``comm/sent_fraction/LAYER/DIRECTION``, rows that were sent of
     those that an exact run sends, over all ranks.
@@ -96,8 +96,6 @@ class CacheSchedule(pl.Callback):
             if self._epochs:
                 self._threshold.update(self._accuracy(trainer))
             self._cache.epsilon = self._threshold.epsilon
-        last = trainer.max_epochs is not None and trainer.current_epoch == trainer.max_epochs - 1
-        self._cache.enabled = not last
 
     def _accuracy(self, trainer: pl.Trainer) -> float:
         value = trainer.callback_metrics.get(self._monitor)
@@ -118,9 +116,9 @@ class CacheSchedule(pl.Callback):
             for key, value in sent.items():
                 kept = total.setdefault(key, Sent())
                 kept.rows, kept.of = kept.rows + value.rows, kept.of + value.of
-        values = {"cache/epsilon": self._cache.epsilon if self._cache.enabled else 0.0}
-        for (layer, direction), sent in sorted(total.items()):
-            values[f"comm/sent_fraction/{layer}/{direction}"] = sent.rows / max(1, sent.of)
+        values = {"cache/epsilon": self._cache.epsilon}
+        for (layer, direction), kept in sorted(total.items()):
+            values[f"comm/sent_fraction/{layer}/{direction}"] = kept.rows / max(1, kept.of)
         trainer.callback_metrics.update({name: torch.tensor(value) for name, value in values.items()})
         for logger in trainer.loggers:
             logger.log_metrics(values, step=trainer.global_step)

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,11 +21,15 @@ from torch import Tensor
 from typing_extensions import override
 
 from lightning_gnn.comm.codec import Codec
-from lightning_gnn.comm.exchange import HaloExchange
+from lightning_gnn.comm.exchange import HaloExchange, RowExchange
 from lightning_gnn.comm.group import World
 from lightning_gnn.comm.shared_memory import PeerError
 from lightning_gnn.comm.traffic import Meter, Traffic
 from lightning_gnn.partition.shard import HaloPlan
+
+
+_FLAGS = 64
+"""Flags come in so many, so that what follows them is aligned."""
 
 
 class NotFiniteError(ValueError):
@@ -45,24 +49,15 @@ class MessageCache:
 
     Args:
         epsilon: a row is sent if an entry differs by more than this share of the largest entry that was sent before.
-        codec: shortens what is sent; None for rows as they are.
 
     Attributes:
-        enabled: whether steps of training are cached.
-        active: whether messages are cached now; otherwise all rows travel, exactly. Equal on all ranks.
-        step: number of the training step.
+        step: number of the step: its messages of a layer are those of the others, in the same order.
         sent: by (layer, direction), since :meth:`take`.
     """
 
-    def __init__(self, epsilon: float, codec: Codec | None = None) -> None:
-        self.epsilon, self.codec = epsilon, codec
-        self.enabled, self.active, self.step = True, False, 0
+    def __init__(self, epsilon: float) -> None:
+        self.epsilon, self.step = epsilon, 0
         self.sent: dict[tuple[str, str], Sent] = {}
-
-    def begin_step(self, training: bool) -> None:
-        """Starts a step. The messages of a layer in one step of training are those of the others, in the same order."""
-        self.active = training and self.enabled
-        self.step += training
 
     def record(self, layer: str, direction: str, rows: int, of: int) -> None:
         """Adds to what is known of a layer's messages."""
@@ -80,9 +75,9 @@ class MessageCache:
 
 
 class CachedExchange(HaloExchange):
-    """A :class:`HaloExchange` that sends active rows only, while its cache is active.
+    """A :class:`HaloExchange` that sends active rows only, while its wire may be approximate.
 
-    The first time that a message is sent, it goes whole and exact. What is not differentiable (:meth:`largest`) goes exactly.
+    By the wire's codec, if it has one. The first time that a message is sent, it goes whole and exact.
     """
 
     def __init__(self, plan: HaloPlan, world: World, meter: Meter, cache: MessageCache) -> None:
@@ -90,6 +85,14 @@ class CachedExchange(HaloExchange):
         self._cache = cache
         self._channels: dict[tuple[Any, ...], _Channel] = {}
         self._step, self._number = -1, Counter[tuple[Any, ...]]()
+
+    @override
+    def begin_step(self) -> None:
+        self._cache.step += 1
+
+    @override
+    def expand_all(self, tensors: Sequence[Tensor], layer: str) -> list[Tensor]:
+        return RowExchange.expand_all(self, tensors, layer)  # side by side: what is kept of a message are its rows
 
     @override
     def _start(
@@ -102,11 +105,12 @@ class CachedExchange(HaloExchange):
         direction: str,
         began: float,
     ) -> Callable[[], None]:
-        if not self._cache.active or not out.is_floating_point():
+        if not self.world.wire.codes or not out.is_floating_point():
             return super()._start(out, out_counts, into, into_counts, layer, direction, began)
+        codec = self.world.wire.codec
         channel = self._channel(out, into, out_counts, into_counts, layer, direction)
         try:
-            messages = channel.messages(out.view(channel.sent.shape), self._cache.epsilon, self._cache.codec)
+            messages = channel.messages(out.view(channel.sent.shape), self._cache.epsilon, codec)
         except NotFiniteError as error:
             raise NotFiniteError(
                 f"What layer '{layer}' sends ({direction}) holds nan or infinity on rank {self.world.rank}. Look for a learning "
@@ -128,7 +132,7 @@ class CachedExchange(HaloExchange):
             except PeerError as error:
                 raise self._failed(error, layer, direction) from error
             for peer, data in arrived.items():
-                channel.receive(peer, data, self._cache.codec)
+                channel.receive(peer, data, codec)
             into.copy_(channel.held.view(into.shape))
             channel.fresh = False
             traffic.seconds += time.perf_counter() - began
@@ -173,7 +177,8 @@ class _Channel:
 
         Args:
             rows: as they are now, ``[rows out, F]``.
-            epsilon, codec: see :class:`MessageCache`.
+            epsilon: see :class:`MessageCache`.
+            codec: shortens what is sent; None for rows as they are.
 
         Raises:
             NotFiniteError: a row is not finite.
@@ -208,7 +213,7 @@ class _Channel:
     def receive(self, peer: int, data: Tensor, codec: Codec | None) -> None:
         """Brings the rows that `peer` sends up to date with its message."""
         count, first = self._into_counts[peer], self._starts[peer]
-        num_bytes = -(-count // 8)
+        num_bytes = -(-count // _FLAGS) * _FLAGS // 8
         ids = _flags(data[:num_bytes], count).nonzero().view(-1) + first
         codec, payload = _used(codec, self.held, self.fresh), data[num_bytes:]
         if not len(ids):
@@ -216,7 +221,7 @@ class _Channel:
         decoded = self.held.new_empty(len(ids), self.held.size(1))
         payload = payload.view(len(ids), -1)
         if codec is None:
-            decoded.view(torch.uint8).copy_(payload)  # which may not be aligned
+            decoded.view(torch.uint8).copy_(payload)
             self.held[ids] = decoded
         else:
             codec.decode(payload, decoded)
@@ -235,8 +240,8 @@ def _weights(device: torch.device) -> Tensor:
 
 
 def _bits(flags: Tensor) -> Tensor:
-    """Returns booleans ``[n]`` as bits, uint8 ``[ceil(n / 8)]``."""
-    padded = torch.nn.functional.pad(flags.to(torch.uint8), (0, -len(flags) % 8)).view(-1, 8)
+    """Returns booleans ``[n]`` as bits, uint8 ``[8 * ceil(n / 64)]``."""
+    padded = torch.nn.functional.pad(flags.to(torch.uint8), (0, -len(flags) % _FLAGS)).view(-1, 8)
     return (padded * _weights(flags.device)).sum(1, dtype=torch.uint8)
 
 

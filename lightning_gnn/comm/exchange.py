@@ -12,6 +12,7 @@ from __future__ import annotations
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -64,6 +65,13 @@ class RowExchange(ABC):
                 self._buffers[key] = torch.empty(shape, dtype=dtype, device=self.world.device)
         return self._buffers[key]
 
+    def begin_step(self) -> None:  # noqa: B027 (most need not know)
+        """Is told that a step begins, forward and backward."""
+
+    def exactly(self) -> AbstractContextManager[None]:
+        """Rows travel as they are while this is open, whatever the codec: for what is kept. All ranks must open it."""
+        return self.world.wire.coding(False)
+
     @abstractmethod
     def start_fetch(self, x: Tensor, halo: Tensor, layer: str) -> Callable[[], None]:
         """Starts S: sends rows that others read and receives into `halo`; returns the function that waits.
@@ -110,7 +118,7 @@ class RowExchange(ABC):
     ) -> Callable[[], None]:
         """Starts one message to and from every peer that has rows to exchange; returns the function that waits."""
         traffic = Traffic(
-            bytes_sent=out.numel() * out.element_size(), messages=sum(map(bool, out_counts)), rows=sum(out_counts)
+            bytes_sent=self.world.wire.message_bytes(out), messages=sum(map(bool, out_counts)), rows=sum(out_counts)
         )
         try:
             wait = self.world.wire.start(out, out_counts, into, into_counts)
@@ -233,9 +241,9 @@ class HaloExchange(RowExchange):
 
     @override
     def expand_all(self, tensors: Sequence[Tensor], layer: str) -> list[Tensor]:
-        """In the messages of one, but without a copy of all tensors side by side."""
-        if len(tensors) == 1 or self.idle:
-            return [self.expand(x, layer) for x in tensors]
+        """In the messages of one, but without a copy of all tensors side by side, unless a codec is to see whole rows."""
+        if len(tensors) == 1 or self.idle or (self.world.wire.codec is not None and self.world.wire.codes):
+            return super().expand_all(tensors, layer)
         return list(_ExpandAll.apply(self, layer, *tensors))
 
 

@@ -358,7 +358,9 @@ class Talk:
         """Starts messages; returns the function that waits for them. Call :meth:`end` if it is not called."""
         began = time.perf_counter()
         traffic = Traffic(
-            bytes_sent=sum(rows.nbytes for _, rows in sends), messages=len(sends), rows=sum(len(r) for _, r in sends)
+            bytes_sent=sum(self._world.wire.message_bytes(rows) for _, rows in sends),
+            messages=len(sends),
+            rows=sum(len(rows) for _, rows in sends),
         )
         try:
             wait = self._world.wire.start_each(sends, receives)

@@ -13,6 +13,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from lightning_gnn.comm.codec import Codec
+from lightning_gnn.comm.coded import CodedWire
 from lightning_gnn.comm.shared_memory import SharedMemory
 from lightning_gnn.comm.wire import Wire
 
@@ -88,10 +90,14 @@ class World:
         self._memory: SharedMemory | None = None
         if shared_memory and size > 1 and device.type == "cpu":
             self._memory = SharedMemory(rank, self.all_gather_object, timeout.total_seconds())
-        self.wire = Wire(size, self.graph_group, self._memory, timeout, device)
+        self.wire: Wire | CodedWire = Wire(size, self.graph_group, self._memory, timeout, device)
         apart = size > 1 and not self.wire.all_local
         self.gradient_group = dist.new_group(timeout=timeout, backend=self.backend) if apart else None
         self.closed = False
+
+    def use_codec(self, codec: Codec) -> None:
+        """Has rows encoded while :meth:`~lightning_gnn.comm.coded.CodedWire.coding` of the wire is open."""
+        self.wire = CodedWire(self.wire, codec)
 
     def _store(self) -> dist.Store:
         if self.size == 1:

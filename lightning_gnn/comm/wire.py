@@ -14,11 +14,21 @@ import torch.distributed as dist
 from torch import Tensor
 from typing_extensions import override
 
+from lightning_gnn.comm.codec import Codec
 from lightning_gnn.comm.shared_memory import PeerError, SharedMemory
 
 
 class Sends(ABC):
-    """One message to and from every peer, whatever carries it."""
+    """One message to and from every peer, whatever carries it.
+
+    Attributes:
+        codes: whether rows may travel approximately now: encoded, by a :class:`~lightning_gnn.comm.coded.CodedWire`, or only
+            where they have changed, by a :class:`~lightning_gnn.comm.cache.CachedExchange`.
+        codec: how rows are encoded; None for as they are.
+    """
+
+    codes = False
+    codec: Codec | None = None
 
     @abstractmethod
     def start_each(
@@ -67,6 +77,19 @@ class Sends(ABC):
         Raises:
             PeerError: as :meth:`start_each`.
         """
+
+    def message_bytes(self, rows: Tensor) -> int:
+        """Returns how many bytes a message of these rows takes now, or several messages that they are split into by rows."""
+        return rows.numel() * rows.element_size()
+
+    @contextmanager
+    def coding(self, on: bool = True) -> Iterator[None]:
+        """Rows may travel approximately while this is open, or may not; on every rank alike."""
+        before, self.codes = self.codes, on
+        try:
+            yield
+        finally:
+            self.codes = before
 
 
 class Wire(Sends):

@@ -1,7 +1,7 @@
-"""The loops over edges, compiled by numba at first use and kept on disk; :mod:`lightning_gnn.kernels.run` calls them.
+"""The loops over edges and rows, compiled by numba at first use and kept on disk; :mod:`lightning_gnn.kernels.run` calls them.
 
-Each runs over rows `low` to `high` of a CSR matrix and writes those rows of its result only, so that threads share nothing. One
-file holds them all: numba looks at the file of a loop, and at no other, to see whether what it kept on disk is stale.
+Each runs over rows `low` to `high`, mostly of a CSR matrix, and writes those rows of its result only, so that threads share
+nothing. One file holds them all: numba looks at the file of a loop, and at no other, to see whether what it kept is stale.
 
 R rows, K columns of the matrix, E slots, F columns of the dense operand; H heads of C columns each.
 """
@@ -29,6 +29,13 @@ LOOPS: list[Any] = []
 def loop(function: Callable[..., Any]) -> Any:
     # Sums may be reassociated, so that they vectorise; how is fixed when a loop is compiled, so results do not vary.
     compiled = numba.njit(cache=True, nogil=True, fastmath={"contract", "nsz", "reassoc"})(function)
+    LOOPS.append(compiled)
+    return compiled
+
+
+def exact_loop(function: Callable[..., Any]) -> Any:
+    # Each operation rounded as written, so that other devices get the same bits.
+    compiled = numba.njit(cache=True, nogil=True, error_model="numpy")(function)
     LOOPS.append(compiled)
     return compiled
 
@@ -68,6 +75,14 @@ def _as_float32(typing_context: Any, bits: Any) -> Any:
         return builder.bitcast(arguments[0], ir.FloatType())
 
     return types.float32(types.uint32), generate
+
+
+@intrinsic
+def _as_bits(typing_context: Any, value: Any) -> Any:
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        return builder.bitcast(arguments[0], ir.IntType(32))
+
+    return types.uint32(types.float32), generate
 
 
 def _wide(value):
@@ -356,6 +371,144 @@ def times_rows(indptr, values, rows, out, low, high):
         for slot in range(indptr[row], indptr[row + 1]):
             for h in range(values.shape[1]):
                 out[slot, h] = values[slot, h] * rows[row, h]
+
+
+# Rows as short numbers ########################################################
+
+
+@numba.njit(fastmath={"nnan", "nsz", "reassoc"})
+def _extremes(x, row):
+    """The least and the largest entry of a row without NaN."""
+    low = high = x[row, 0]
+    for f in range(1, x.shape[1]):
+        value = x[row, f]
+        low = value if value < low else low
+        high = value if value > high else high
+    return low, high
+
+
+@numba.njit(fastmath={"contract", "nsz", "reassoc"})
+def _squares(x, row, codes, low, step):
+    """The sums of squares of what a row's codes are off by, and of the row."""
+    wrong = total = 0.0
+    for f in range(x.shape[1]):
+        value = np.float64(x[row, f])
+        off = low + step * codes[f] - value
+        wrong += off * off
+        total += value * value
+    return wrong, total
+
+
+@numba.njit
+def _lift(low, high):
+    """A power of two by which a row's range neither overflows nor loses digits."""
+    extent = high - low
+    if extent > 1e300:
+        return 2.0**-2
+    return 2.0**128 if extent < 1e-250 else 1.0
+
+
+@numba.njit
+def _uniform(key, place):
+    """A number in [0, 1) that depends on its arguments, uint64, alone: splitmix64."""
+    z = key + place * np.uint64(0x9E3779B97F4A7C15)
+    z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return np.float64((z ^ (z >> np.uint64(31))) >> np.uint64(11)) * 2.0**-53
+
+
+@exact_loop
+def quantise(x, ends, packed, squares, bits, rounding, key, stochastic, low, high):
+    """Each row's ends, and its entries as numbers of steps from the lower one, packed.
+
+    Entry f is in byte ``f % B``, at bit ``bits * (f // B)``: what is packed together lies B apart, so that packing vectorises.
+
+    x ``[R, F]``; ends ``[R, 2]``, NaN for rows that are not finite; packed uint8 ``[R, B]``; squares ``[R, 2]``: of errors and of
+    entries; rounding: of x's dtype, half of what 1 and the next number are apart; key uint64.
+    """
+    columns, num_bytes, per_byte = x.shape[1], packed.shape[1], 8 // bits
+    levels = 2**bits - 1
+    codes = np.zeros(num_bytes * per_byte, np.uint8)
+    for row in range(low, high):
+        strange = 0
+        for f in range(columns):
+            strange |= not (abs(x[row, f]) < np.inf)
+        if strange:
+            ends[row] = squares[row] = np.nan
+            packed[row] = 0
+            continue
+        bottom, top = _extremes(x, row)
+        ends[row, 0], ends[row, 1] = bottom, top
+        least, most = np.float64(bottom), np.float64(top)
+        lift = _lift(least, most)
+        first = least * lift
+        extent = most * lift - first
+        scale = levels / extent if extent > 0 else 0.0
+        step = extent / levels * (1 / lift)
+        if stochastic:
+            for f in range(columns):
+                value = np.float64(x[row, f])
+                place = (value * lift - first) * scale
+                code = np.floor(place + 0.5)
+                # What was coded before stays as it is.
+                if abs(least + step * code - value) > rounding * abs(value):
+                    code = min(np.floor(place + _uniform(key, np.uint64(row * columns + f))), np.float64(levels))
+                codes[f] = np.int32(code)
+        else:
+            for f in range(columns):
+                codes[f] = np.int32((np.float64(x[row, f]) * lift - first) * scale + 0.5)
+        squares[row, 0], squares[row, 1] = _squares(x, row, codes, least, step)
+        for b in range(num_bytes):
+            packed[row, b] = codes[b]
+        for part in range(1, per_byte):
+            for b in range(num_bytes):
+                packed[row, b] |= codes[part * num_bytes + b] << (part * bits)
+
+
+@exact_loop
+def dequantise(packed, ends, out, bits, low, high):
+    """What `quantise` has made of rows; out ``[R, F]``."""
+    columns, num_bytes, per_byte = out.shape[1], packed.shape[1], 8 // bits
+    levels = 2**bits - 1
+    codes = np.empty(num_bytes * per_byte, np.uint8)
+    for row in range(low, high):
+        for part in range(per_byte):
+            for b in range(num_bytes):
+                codes[part * num_bytes + b] = (packed[row, b] >> (part * bits)) & levels
+        bottom, top = ends[row, 0], ends[row, 1]
+        least, most = np.float64(bottom), np.float64(top)
+        lift = _lift(least, most)
+        step = (most * lift - least * lift) / levels * (1 / lift)
+        for f in range(columns):
+            value = least + step * codes[f]
+            out[row, f] = top if codes[f] == levels else value
+
+
+@loop
+def shorten(x, short, squares, key, stochastic, low, high):
+    """float32 as bfloat16, rounded to the nearest, to even if there are two, or at random.
+
+    x float32, short uint16, ``[R, F]``; squares, key: as in `quantise`.
+    """
+    columns, cut, half = x.shape[1], np.uint32(16), np.uint32(0x7FFF)
+    for row in range(low, high):
+        for f in range(columns):
+            bits = np.uint32(_as_bits(x[row, f]))
+            if stochastic:
+                draw = np.uint32(_uniform(key, np.uint64(row * columns + f)) * 65536.0)
+            else:
+                draw = half + ((bits >> cut) & np.uint32(1))
+            strange = (bits & np.uint32(0x7F800000)) == np.uint32(0x7F800000)
+            # A NaN whose digits are all cut off would be infinite.
+            kept = np.uint32((bits & np.uint32(0x7FFFFF)) != 0) << np.uint32(6)
+            short[row, f] = ((bits >> cut) | kept) if strange else np.uint32(bits + draw) >> cut
+        wrong = total = 0.0
+        for f in range(columns):
+            value = np.float64(x[row, f])
+            off = np.float64(_wide(short[row, f])) - value
+            wrong += off * off
+            total += value * value
+        squares[row, 0], squares[row, 1] = wrong, total
 
 
 # Building #####################################################################

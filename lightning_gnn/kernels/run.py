@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -41,6 +42,19 @@ def over_rows(loop: Any, csr: CSR, *arguments: Any, work: int) -> None:
     pool = _pool(threads)
     # Several chunks a thread even out what their numbers of edges do not tell.
     chunks = [pool.submit(partial(loop, indptr, *arrays, low, high)) for low, high in csr.chunks(4 * threads)]
+    for chunk in chunks:
+        chunk.result()
+
+
+def over_range(loop: Any, num_rows: int, *arguments: Any, work: int) -> None:
+    """Runs ``loop(*arguments, low, high)`` over all of `num_rows` rows that take equally long; see :func:`over_rows`."""
+    arrays = [_array(value) if isinstance(value, torch.Tensor) else value for value in arguments]
+    threads = min(torch.get_num_threads(), num_rows)
+    if threads <= 1 or work < _SMALL:
+        loop(*arrays, 0, num_rows)
+        return
+    bounds = [num_rows * part // threads for part in range(threads + 1)]
+    chunks = [_pool(threads).submit(partial(loop, *arrays, low, high)) for low, high in pairwise(bounds)]
     for chunk in chunks:
         chunk.result()
 

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from lightning_gnn.kernels.attention import additive_scores, edge_softmax, pair_products, pair_sums, weighted_sums
+from lightning_gnn.kernels.codes import dequantise, quantise, shorten
 from lightning_gnn.kernels.csr import CSR
 from lightning_gnn.kernels.run import timed_compilation
 from lightning_gnn.kernels.sums import STATISTICS, RowStatistics, row_statistics_grad, spmm
@@ -35,10 +36,19 @@ def _attention(csr: CSR, dtype: torch.dtype) -> None:
     weighted_sums(csr, rows, edge_softmax(csr, scores)).sum().backward()
 
 
+def _codes(csr: CSR, dtype: torch.dtype) -> None:
+    rows = torch.ones(1, 2, dtype=dtype)
+    for noise in (None, 1):
+        ends, packed, _ = quantise(rows, 8, noise)
+        shorten(rows, torch.empty(1, 2, dtype=torch.bfloat16), noise)
+    dequantise(ends, packed, 8, rows)
+
+
 _GROUPS: dict[str, Callable[[CSR, torch.dtype], None]] = {
     "sums": _sums,
     "statistics": _statistics,
     "attention": _attention,
+    "codes": _codes,
 }
 
 
@@ -46,7 +56,7 @@ def warm_up(groups: Collection[str], dtypes: Collection[torch.dtype]) -> float:
     """Loads loops from disk, and compiles those that are not there; returns the seconds of that, 0 if all were.
 
     Args:
-        groups: of ``"sums"``, ``"statistics"`` and ``"attention"``.
+        groups: of ``"sums"``, ``"statistics"``, ``"attention"`` and ``"codes"``.
         dtypes: of the rows.
     """
     # Sources out of order, so that the transpose is sorted, and a permutation of slots is needed.

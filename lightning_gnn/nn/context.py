@@ -5,7 +5,8 @@ N owned rows, H halo rows, E edges, F columns; ``...`` stands for any trailing d
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -108,11 +109,18 @@ class GraphContext:
                 "it takes one row for each, in the order of expand(x)."
             )
 
+    @contextmanager
+    def _to_keep(self) -> Iterator[None]:
+        """Where something is made once, in a training step or in evaluation, for all that come: without autograd, and exactly."""
+        with torch.inference_mode(False), torch.no_grad(), self.exchange.exactly():
+            yield
+
     # S ########################################################################
 
     def begin_step(self) -> None:
-        """Starts to count the propagations of another step."""
+        """Starts another step: counts its propagations."""
         self._propagations = 0
+        self.exchange.begin_step()
 
     def propagated(self, layer: str) -> None:
         """Counts that rows travel along edges once more; raises :class:`UnsupportedModelError` if that is too often."""
@@ -144,7 +152,7 @@ class GraphContext:
         if x is not self.x or not self.is_constant(x):
             return self.exchange.expand(x, layer, dim)
         if self._expanded_x is None:
-            with torch.inference_mode(False), torch.no_grad():
+            with self._to_keep():
                 self._expanded_x = self.exchange.expand(x, layer, dim)
         return self._expanded_x
 
@@ -158,9 +166,15 @@ class GraphContext:
             return self._fetch_anew(x, layer)
         shape = torch.Size((self.num_halo, *x.shape[1:]))
         if self._constant_halo is None:
-            with torch.inference_mode(False), torch.no_grad():
+            with self._to_keep():
                 self._constant_halo = x.new_empty(shape)
-            return self._constant_halo, self.exchange.start_fetch(x, self._constant_halo, layer)
+                wait = self.exchange.start_fetch(x, self._constant_halo, layer)
+
+            def finish() -> None:
+                with self._to_keep():  # later stages of a plan are sent here
+                    wait()
+
+            return self._constant_halo, finish
         return self._constant_halo, _nothing
 
     def _fetch_anew(self, x: Tensor, layer: str) -> tuple[Tensor, Callable[[], None]]:
@@ -283,7 +297,7 @@ class GraphContext:
         key = (*name, edge_weight is None, versions)
         if key not in self._once:
             # Evaluation may come first, and an inference tensor could not take part in training later.
-            with torch.inference_mode(False), torch.no_grad():
+            with self._to_keep():
                 self._once[key] = compute()
             self._lasting.update({id(tensor): tensor for tensor in self._once[key]})
         return self._once[key]  # type: ignore[return-value]
@@ -447,7 +461,7 @@ class GraphContext:
             return compute()
         kept = self._aggregates.get(key)
         if kept is None or not all(self.is_constant(each) for each in kept):  # changed in place by who got it
-            with torch.inference_mode(False), torch.no_grad():
+            with self._to_keep():
                 kept = compute_once()
             # Counted in columns, so that all ranks decide alike.
             columns = count * x.size(1)

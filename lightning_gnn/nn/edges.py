@@ -6,6 +6,7 @@ N owned rows, H halo rows, E edges, F columns.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Protocol
@@ -25,6 +26,8 @@ class Exchange(Protocol):
     num_halo: int
     own_lengths: dict[int, int]
 
+    def begin_step(self) -> None: ...
+    def exactly(self) -> AbstractContextManager[None]: ...
     def buffer(self, use: str, shape: torch.Size, dtype: torch.dtype) -> Tensor: ...
     def start_fetch(self, x: Tensor, halo: Tensor, layer: str) -> Callable[[], None]: ...
     def outgoing(self, shape: torch.Size, dtype: torch.dtype) -> Tensor: ...

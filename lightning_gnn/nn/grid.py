@@ -58,8 +58,12 @@ class GridContext(GraphContext):
         matrix = self._dealt_edges(edge_index)
 
         def across(partial: Tensor, operation: str) -> Tensor:
-            whole = matrix.adds.largest(partial, layer) if operation == "max" else matrix.adds.reduce(partial, layer)
-            return matrix.targets.expand(whole, layer)
+            # Exactly: a row's ranks must subtract and divide by the same, and minus infinity stands for no edges.
+            with self.exchange.exactly():
+                whole = (
+                    matrix.adds.largest(partial, layer) if operation == "max" else matrix.adds.reduce(partial, layer)
+                )
+                return matrix.targets.expand(whole, layer)
 
         return Attended(
             matrix.csr,
@@ -147,11 +151,12 @@ class _Statistics(torch.autograd.Function):
         for name, sign in (("max", 1), ("min", -1)):
             if name in wanted:
                 partial = getattr(found, name)
-                whole = sign * matrix.adds.largest(sign * partial, layer)
-                whole[without] = 0
+                with matrix.adds.exactly():  # an edge either has the extreme, on all ranks, or not
+                    whole = sign * matrix.adds.largest(sign * partial, layer)
+                    whole[without] = 0
+                    everywhere = matrix.targets.expand(whole, layer)
+                    counts[f"num_{name}"] = _count(found, name, partial == everywhere, matrix, layer)
                 out[name] = whole
-                everywhere = matrix.targets.expand(whole, layer)
-                counts[f"num_{name}"] = _count(found, name, partial == everywhere, matrix, layer)
                 setattr(found, name, everywhere)
         ctx.found = found
         none = rows.new_empty((0, rows.size(1)))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from abc import ABC, abstractmethod
 from collections.abc import Generator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from datetime import timedelta
 from functools import partial
 from typing import Any, Literal
@@ -27,6 +27,7 @@ from typing_extensions import override
 from lightning_gnn.callbacks.communication import CommunicationMetrics
 from lightning_gnn.checks.memory import available_bytes, least_bytes
 from lightning_gnn.checks.self_check import STAGES, SelfCheck, self_check
+from lightning_gnn.comm.codec import CodecName, make_codec
 from lightning_gnn.comm.group import World
 from lightning_gnn.comm.traffic import Meter
 from lightning_gnn.datamodules.graph import GraphDataModule, OneBatch
@@ -54,9 +55,11 @@ class Scheme(ABC):
 
     Attributes:
         survives_lost_ranks: the other ranks may go on when one has failed.
+        takes_no_codec: why rows cannot be encoded; empty if they can.
     """
 
     survives_lost_ranks = False
+    takes_no_codec = ""
 
     @abstractmethod
     def layout(self, world_size: int, num_hosts: int = 1) -> LayoutSpec:
@@ -83,9 +86,6 @@ class Scheme(ABC):
     def less_memory(self, world_size: int) -> str:
         """Says how a run takes less memory."""
         return "Use more machines (num_nodes), fewer columns, or float16 features."
-
-    def begin_step(self, training: bool) -> None:  # noqa: B027 (most need not know)
-        """Is told on every rank that a step begins, whose backward pass follows if it is one of `training`."""
 
     def callbacks(self, world: World) -> Sequence[pl.Callback]:
         """Returns callbacks for a run whose ranks are `world`; asked for once the model is bound."""
@@ -126,6 +126,10 @@ class GNNStrategy(ParallelStrategy):
             model that gives other numbers on the parts.
         keep_memory: let CPU ranks keep what a step frees for the next one instead of giving it back to the system: faster
             steps, somewhat more memory.
+        codec: send rows in fewer bytes in training steps, approximately: as ``"int8"``, ``"int4"`` or ``"int2"`` between a row's
+            least and largest entry, or as ``"bf16"``; exactly in the last epoch. None sends them as they are. Set it where the
+            network is what you wait for (docs/codecs.md).
+        stochastic_rounding: let the codec round up or down at random, so that its errors are 0 in the mean.
     """
 
     strategy_name = "gnn"
@@ -140,6 +144,8 @@ class GNNStrategy(ParallelStrategy):
         timeout: float = 1800.0,
         self_check: bool = True,
         keep_memory: bool = True,
+        codec: CodecName | None = None,
+        stochastic_rounding: bool = False,
         accelerator: Accelerator | None = None,
         parallel_devices: list[torch.device] | None = None,
         cluster_environment: ClusterEnvironment | None = None,
@@ -153,7 +159,11 @@ class GNNStrategy(ParallelStrategy):
             raise ValueError(f"predictions must be 'all', 'rank0' or 'shards' (got {predictions!r}).")
         if timeout <= 0:
             raise ValueError(f"timeout is a number of seconds above 0 (got {timeout}).")
+        make_codec(codec, stochastic_rounding)
+        if codec is not None and scheme.takes_no_codec:
+            raise ValueError(f"codec={codec!r} encodes the rows that ranks send each other. {scheme.takes_no_codec}")
         self.scheme = scheme
+        self.codec, self.stochastic_rounding = codec, stochastic_rounding
         self.loss_reduction, self.predictions = loss_reduction, predictions
         self.shared_memory = shared_memory
         self.timeout = timedelta(seconds=timeout)
@@ -272,7 +282,8 @@ class GNNStrategy(ParallelStrategy):
         dtypes = {parameter.dtype for parameter in module.parameters() if parameter.is_floating_point()}
         if "bf16" in str(trainer.precision):
             dtypes.add(torch.bfloat16)
-        seconds = warm_up(kernel_groups(module), dtypes)
+        groups = kernel_groups(module) | ({"codes"} if self.codec is not None else set())
+        seconds = warm_up(groups, dtypes)
         if seconds:
             rank_zero_info(f"Compiled kernels for this machine, once ({seconds:.1f} s); kept in {cache_folder()}")
 
@@ -320,6 +331,10 @@ class GNNStrategy(ParallelStrategy):
                 raise ValueError("LBFGS decides by the loss of one rank how far to step. Use Adam, AdamW or SGD.")
         self.world.broadcast_tensors_([*module.parameters(), *module.buffers()])
         self._seed_ranks()
+        # torch's seed differs from rank to rank now, and is the same in every run of one seed.
+        codec = make_codec(self.codec, self.stochastic_rounding, torch.initial_seed())
+        if codec is not None:
+            self.world.use_codec(codec)
 
         shard.batch.to(self.root_device)
         self._binding = self.scheme.bind(module, shard, self.world, self.meter)
@@ -409,9 +424,10 @@ class GNNStrategy(ParallelStrategy):
         # From the second on: the first frees much that no later one needs.
         if self._steps == 2 and self.keep_memory and self.root_device.type == "cpu":
             self._in_use.enter_context(keeping_freed_memory())
-        counts = self._enter(batch, "train_mask", training=True)
+        counts = self._enter(batch, "train_mask")
         self._loss_scale = self._scale_of(None, counts)  # for manual_backward, inside the step
-        output = super().training_step(batch, *args, **kwargs)
+        with self._approximating():
+            output = super().training_step(batch, *args, **kwargs)
         assert self.lightning_module is not None
         if output is None and self.lightning_module.automatic_optimization:
             raise ValueError("training_step returned None. To skip a step on all ranks alike, return a loss times 0.")
@@ -435,19 +451,16 @@ class GNNStrategy(ParallelStrategy):
 
     @override
     def predict_step(self, *args: Any, **kwargs: Any) -> Any:
-        self._begin_step(training=False)
+        assert self._binding is not None
+        self._binding.context.begin_step()
         output = super().predict_step(*args, **kwargs)
         return self._own_rows(output) if self.predictions == "shards" else self._gather_rows(output)
 
-    def _begin_step(self, training: bool) -> None:
-        assert self._binding is not None
-        self._binding.context.begin_step()
-        self.scheme.begin_step(training)
-
-    def _enter(self, batch: Any, mask: str, training: bool = False) -> Sequence[int]:
+    def _enter(self, batch: Any, mask: str) -> Sequence[int]:
         """Tells logs and metrics what this rank's values weigh in this step."""
         assert self._shard is not None and self._logs is not None and self._metrics is not None
-        self._begin_step(training)
+        assert self._binding is not None
+        self._binding.context.begin_step()
         counts = self._shard.mask_counts[mask]
         if batch[mask] is not self._shard.batch[mask]:  # changed by the user, in a hook or a transform
             own = num_labelled(batch.get("y"), batch[mask])
@@ -499,13 +512,20 @@ class GNNStrategy(ParallelStrategy):
             return None
         return torch.utils._pytree.tree_unflatten(leaves, spec)
 
+    def _approximating(self) -> AbstractContextManager[None]:
+        """Rows may travel approximately while this is open, except in the last epoch: what it learns is exact."""
+        assert self.lightning_module is not None
+        trainer = self.lightning_module.trainer
+        return self.world.wire.coding(trainer.current_epoch + 1 != trainer.max_epochs)
+
     # Loss and gradients #######################################################
 
     @override
     def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
         assert self._gradients is not None
         self._gradients.before()
-        return super().backward(closure_loss * self._loss_scale, optimizer, *args, **kwargs)
+        with self._approximating():
+            return super().backward(closure_loss * self._loss_scale, optimizer, *args, **kwargs)
 
     @override
     def post_backward(self, closure_loss: Tensor) -> None:

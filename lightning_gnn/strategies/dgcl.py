@@ -70,6 +70,8 @@ class DGCLScheme(Scheme):
             )
         self.keep_constant, self.plan, self.topology = keep_constant, plan, topology
         self.partition, self.hops = partition, hops
+        if plan == "swap":
+            self.takes_no_codec = "With plan='swap' they read each other's where these lie. Use plan='p2p' or 'spst'."
 
     @override
     def layout(self, world_size: int, num_hosts: int = 1) -> LayoutSpec:

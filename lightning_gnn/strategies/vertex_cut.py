@@ -130,11 +130,6 @@ class VertexCutScheme(Scheme):
         return Binding(module, context)
 
     @override
-    def begin_step(self, training: bool) -> None:
-        if self._messages is not None:
-            self._messages.begin_step(training)
-
-    @override
     def callbacks(self, world: World) -> Sequence[pl.Callback]:
         if self._messages is None:
             return ()

@@ -1,0 +1,149 @@
+"""Codecs: rows of floating numbers as fewer bytes, approximately, and back.
+
+Source: CDFGNN section 5, the linear quantisation of eq. 22 and 23. As printed the largest entry of a row would become 2^B, which
+B bits do not hold; ours has 2^B - 1 steps, and an error of at most (max - min) / (2 (2^B - 1)) in place of
+(max - min) / 2^(B + 1).
+
+n rows, F columns.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from typing import Literal, get_args
+
+import torch
+from torch import Tensor
+from typing_extensions import override
+
+from lightning_gnn.kernels.codes import Noise, dequantise, packed_bytes, quantise, shorten
+
+CodecName = Literal["int8", "int4", "int2", "bf16"]
+
+_BITS = {"int8": 8, "int4": 4, "int2": 2}
+
+
+class Codec(ABC):
+    """Turns rows into bytes that ranks send, and those into rows; each row for itself, the same on CPU and CUDA.
+
+    What was decoded is encoded without further loss, so that rows which go over several ranks arrive alike everywhere.
+
+    Args:
+        name: of the codec.
+        stochastic: round up or down at random, so that the mean of many roundings is the number itself; else to the nearest.
+        seed: of the rounding.
+    """
+
+    def __init__(self, name: str, stochastic: bool, seed: int) -> None:
+        self.name, self.stochastic, self._seed = name, stochastic, seed
+        self._generators: dict[torch.device, torch.Generator] = {}
+        self._squares: Tensor | None = None
+
+    @abstractmethod
+    def row_bytes(self, width: int, dtype: torch.dtype) -> int:
+        """Returns how many bytes a row of `width` numbers of `dtype` is encoded to."""
+
+    @abstractmethod
+    def encode(self, rows: Tensor, out: Tensor) -> None:
+        """Overwrites `out` with the rows as bytes.
+
+        Args:
+            rows: floating, ``[n, F]``.
+            out: uint8 ``[n, row_bytes(F, rows.dtype)]``, contiguous, at an even address.
+        """
+
+    @abstractmethod
+    def decode(self, data: Tensor, out: Tensor) -> None:
+        """Overwrites `out` with the rows that were encoded to `data`.
+
+        Args:
+            data: uint8 ``[n, row_bytes(F, out.dtype)]``, contiguous, at an even address.
+            out: ``[n, F]``, contiguous, of the dtype of the rows that were encoded.
+        """
+
+    def take_squares(self) -> tuple[float, float]:
+        """Returns the sums of squares of the errors and of the numbers encoded since the last call."""
+        squares, self._squares = self._squares, None
+        return (0.0, 0.0) if squares is None else tuple(squares.tolist())
+
+    def _count(self, squares: Tensor) -> None:
+        self._squares = squares if self._squares is None else self._squares + squares
+
+    def _noise(self, device: torch.device) -> Noise:
+        """Returns what the next rows are rounded by."""
+        if not self.stochastic:
+            return None
+        if device not in self._generators:
+            self._generators[device] = torch.Generator(device).manual_seed(self._seed)
+        generator = self._generators[device]
+        return int(torch.randint(2**62, (), generator=generator)) if device.type == "cpu" else generator
+
+
+class Quantiser(Codec):
+    """Whole numbers of 8, 4 or 2 bits between a row's least and largest entry, which go with it in the rows' own dtype.
+
+    Both come back exactly, and so do rows that are constant. A row with an entry that is not finite comes back as NaN.
+    """
+
+    def __init__(self, name: str, stochastic: bool, seed: int) -> None:
+        super().__init__(name, stochastic, seed)
+        self._bits = _BITS[name]
+
+    @override
+    def row_bytes(self, width: int, dtype: torch.dtype) -> int:
+        return 2 * dtype.itemsize + packed_bytes(width, self._bits)
+
+    @override
+    def encode(self, rows: Tensor, out: Tensor) -> None:
+        if rows.numel() == 0:
+            out.zero_()
+            return
+        ends, packed, squares = quantise(rows, self._bits, self._noise(rows.device))
+        first = 2 * rows.dtype.itemsize
+        out[:, :first] = ends.view(torch.uint8)
+        out[:, first:] = packed
+        self._count(squares)
+
+    @override
+    def decode(self, data: Tensor, out: Tensor) -> None:
+        if out.numel():
+            first = 2 * out.dtype.itemsize
+            ends = data[:, :first].clone().view(-1).view(out.dtype).view(-1, 2)  # aligned, wherever data lies
+            dequantise(ends, data[:, first:], self._bits, out)
+
+
+class ShortFloats(Codec):
+    """bfloat16: eight bits of digits and float32's range; what is not finite, or beyond that range, stays infinite or NaN."""
+
+    @override
+    def row_bytes(self, width: int, dtype: torch.dtype) -> int:
+        return 2 * width
+
+    @override
+    def encode(self, rows: Tensor, out: Tensor) -> None:
+        if rows.numel():
+            self._count(shorten(rows, out.view(torch.bfloat16), self._noise(rows.device)))
+
+    @override
+    def decode(self, data: Tensor, out: Tensor) -> None:
+        out.copy_(data.view(torch.bfloat16))
+
+
+def make_codec(name: CodecName | None, stochastic: bool = False, seed: int = 0) -> Codec | None:
+    """Returns the codec of that name; None for None, which is exact.
+
+    Args:
+        name: ``"int8"``, ``"int4"`` and ``"int2"`` quantise between a row's least and largest entry, ``"bf16"`` shortens numbers.
+        stochastic: see :class:`Codec`.
+        seed: of the rounding; ranks should have different ones.
+
+    Raises:
+        ValueError: an unknown name, or stochastic rounding of nothing.
+    """
+    if name is None:
+        if stochastic:
+            raise ValueError('stochastic_rounding=True rounds what a codec sends, and there is none: add codec="int8".')
+        return None
+    if name not in get_args(CodecName):
+        raise ValueError(f"codec must be one of {', '.join(map(repr, get_args(CodecName)))} or None (got {name!r}).")
+    return (Quantiser if name in _BITS else ShortFloats)(name, stochastic, seed)

@@ -1,0 +1,102 @@
+"""Rows between ranks in fewer bytes: a wire that encodes what it sends and decodes what arrives, whatever the scheme."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from math import prod
+from typing import Any
+
+import torch
+from torch import Tensor
+from typing_extensions import override
+
+from lightning_gnn.comm.codec import Codec
+from lightning_gnn.comm.wire import Sends
+
+_ALIGNED = 16  # bytes; numbers must lie at multiples of their size
+
+
+class CodedWire(Sends):
+    """A wire over another one that encodes rows while :meth:`coding` is open; all ranks must open it at the same points.
+
+    Rows are floating tensors of two or more dimensions, whose last ones count as one. Anything else travels as it is, and so do
+    rows that would not get shorter. What is gathered or shown is the other wire's own, and exact.
+
+    Args:
+        wire: what carries the bytes.
+        codec: how rows are encoded.
+    """
+
+    def __init__(self, wire: Any, codec: Codec) -> None:
+        self._wire = wire
+        self.codec: Codec = codec
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._wire, name)
+
+    @override
+    def start_varied(
+        self, sends: Sequence[tuple[int, Tensor]], senders: Sequence[int]
+    ) -> Callable[[], dict[int, Tensor]]:
+        return self._wire.start_varied(sends, senders)
+
+    def _row_bytes(self, shape: Sequence[int], dtype: torch.dtype) -> int | None:
+        """Returns the bytes of an encoded row of such a tensor; None where it travels as it is."""
+        if not (self.codes and dtype.is_floating_point and len(shape) > 1):
+            return None
+        width = prod(shape[1:])
+        coded = self.codec.row_bytes(width, dtype)
+        return coded if coded < width * dtype.itemsize else None
+
+    @override
+    def message_bytes(self, rows: Tensor) -> int:
+        coded = self._row_bytes(rows.shape, rows.dtype)
+        return super().message_bytes(rows) if coded is None else len(rows) * coded
+
+    def scratch(self, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
+        """Returns memory for rows that the next :meth:`start` sends; of the other wire only where it sends them as they are."""
+        if self._row_bytes(shape, dtype) is None:
+            return self._wire.scratch(shape, dtype, device)
+        with torch.inference_mode(False):
+            return torch.empty(*shape, dtype=dtype, device=device)
+
+    @override
+    def start_each(
+        self, sends: Sequence[tuple[int, Tensor]], receives: Sequence[tuple[int, Tensor]]
+    ) -> Callable[[], None]:
+        """As the other wire's; rows that travel as they are beside encoded ones must not lie in its scratch memory."""
+        arriving: list[tuple[int, Tensor]] = []
+        decodes: list[tuple[Tensor, Tensor]] = []
+        for peer, into in receives:
+            coded = self._row_bytes(into.shape, into.dtype)
+            if coded is not None:
+                rows, into = into.detach().view(len(into), -1), into.new_empty((len(into), coded), dtype=torch.uint8)
+                decodes.append((into, rows))
+            arriving.append((peer, into))
+        wait = self._wire.start_each(self._encoded(sends), arriving)
+        if not decodes:
+            return wait
+
+        def finish() -> None:
+            wait()
+            for data, rows in decodes:
+                self.codec.decode(data, rows)
+
+        return finish
+
+    def _encoded(self, sends: Sequence[tuple[int, Tensor]]) -> Sequence[tuple[int, Tensor]]:
+        """Returns what to send: all of it in the other wire's scratch memory if some is encoded; the same rows once."""
+        if all(self._row_bytes(rows.shape, rows.dtype) is None for _, rows in sends):
+            return sends
+        distinct = {(rows.data_ptr(), rows.shape, rows.dtype): rows for _, rows in sends}
+        room = [-(-self.message_bytes(rows) // _ALIGNED) * _ALIGNED for rows in distinct.values()]
+        parts = self._wire.scratch((sum(room),), torch.uint8, sends[0][1].device).split(room)
+        messages = {}
+        for (key, rows), part in zip(distinct.items(), parts):
+            part, coded = part[: self.message_bytes(rows)], self._row_bytes(rows.shape, rows.dtype)
+            if coded is None:
+                messages[key] = part.view(rows.dtype).view(rows.shape).copy_(rows.detach())
+            else:
+                messages[key] = part.view(len(rows), coded)
+                self.codec.encode(rows.detach().reshape(len(rows), -1), messages[key])
+        return [(peer, messages[rows.data_ptr(), rows.shape, rows.dtype]) for peer, rows in sends]
