@@ -209,7 +209,13 @@ class Recorder(L.Callback):
             self.gradients = [None if p.grad is None else p.grad.clone() for p in pl_module.parameters()]
 
     def on_train_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        self.epochs.append({k: float(v) for k, v in trainer.callback_metrics.items() if not k.startswith("comm/")})
+        self.epochs.append(
+            {
+                k: float(v)
+                for k, v in trainer.callback_metrics.items()
+                if not k.startswith(("comm/", "cache/", "codec/"))
+            }
+        )
 
 
 def quiet_trainer(strategy: Any, devices: int, **options: Any) -> L.Trainer:

@@ -39,7 +39,9 @@ def on_ranks(size: int, seed: int, work: Any) -> list[Any]:
 
     found = meeting.run(one)
     errors = [each for each in found if isinstance(each, BaseException)]
-    for error in sorted(errors, key=lambda each: isinstance(each, CommunicationError)):  # those of ranks that waited last
+    for error in sorted(
+        errors, key=lambda each: isinstance(each, CommunicationError)
+    ):  # those of ranks that waited last
         raise error
     return found
 

@@ -89,6 +89,7 @@ class CacheSchedule(pl.Callback):
     def __init__(self, cache: MessageCache, threshold: AdaptiveThreshold | None, monitor: str, world: World) -> None:
         self._cache, self._threshold, self._monitor, self._world = cache, threshold, monitor, world
         self._epochs = 0
+        self._known: list[tuple[str, str]] = []
 
     @override
     def on_train_epoch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -111,14 +112,19 @@ class CacheSchedule(pl.Callback):
     @override
     def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self._epochs += 1
-        total: dict[tuple[str, str], Sent] = {}
+        total = {key: Sent() for key in self._known}
         for sent in self._world.all_gather_object(self._cache.take()):
             for key, value in sent.items():
                 kept = total.setdefault(key, Sent())
                 kept.rows, kept.of = kept.rows + value.rows, kept.of + value.of
+        self._known = [*total]
         values = {"cache/epsilon": self._cache.epsilon}
         for (layer, direction), kept in sorted(total.items()):
-            values[f"comm/sent_fraction/{layer}/{direction}"] = kept.rows / max(1, kept.of)
-        trainer.callback_metrics.update({name: torch.tensor(value) for name, value in values.items()})
+            values[f"comm/sent_fraction/{layer}/{direction}"] = (
+                kept.rows / kept.of if kept.of else 1.0
+            )  # an exact epoch
+        trainer.callback_metrics.update(
+            {name: torch.tensor(value, dtype=torch.float64) for name, value in values.items()}
+        )
         for logger in trainer.loggers:
             logger.log_metrics(values, step=trainer.global_step)

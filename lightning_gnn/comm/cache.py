@@ -27,7 +27,6 @@ from lightning_gnn.comm.shared_memory import PeerError
 from lightning_gnn.comm.traffic import Meter, Traffic
 from lightning_gnn.partition.shard import HaloPlan
 
-
 _FLAGS = 64
 """Flags come in so many, so that what follows them is aligned."""
 

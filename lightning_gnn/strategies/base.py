@@ -568,12 +568,10 @@ class GNNStrategy(ParallelStrategy):
 
     @override
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any | None = None) -> None:
+        kept: dict[str, Any] = {"scheme": self.scheme.state_dict()}
         if self._world is not None and self.world_size > 1:
-            checkpoint["lightning_gnn"] = {
-                "world_size": self.world_size,
-                "random_states": list(self.world.all_gather(torch.get_rng_state().to(self.root_device)).cpu()),
-                "scheme": self.scheme.state_dict(),
-            }
+            kept["random_states"] = list(self.world.all_gather(torch.get_rng_state().to(self.root_device)).cpu())
+        checkpoint["lightning_gnn"] = kept
         super().save_checkpoint(checkpoint, filepath, storage_options)
 
     @override
@@ -585,11 +583,13 @@ class GNNStrategy(ParallelStrategy):
     @override
     def on_train_start(self) -> None:
         state, self._saved = self._saved, None
-        if state is not None:
-            self.scheme.load_state_dict(state.get("scheme", {}))
-        if state is not None and state["world_size"] == self.world_size:
+        if state is None:
+            return
+        self.scheme.load_state_dict(state.get("scheme", {}))
+        random_states = state.get("random_states", [])
+        if len(random_states) == self.world_size:
             # A copy: set_rng_state reads beyond a tensor that shares its storage with others.
-            torch.set_rng_state(state["random_states"][self.global_rank].cpu().clone())
+            torch.set_rng_state(random_states[self.global_rank].cpu().clone())
 
 
 def _how_to_start(environment: ClusterEnvironment | None, machines: int, ranks: int) -> str:
