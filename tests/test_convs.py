@@ -18,17 +18,17 @@ from torch_geometric.data import Data
 
 from lightning_gnn import CommNetConv
 from lightning_gnn.comm.exchange import HaloExchange
-from lightning_gnn.comm.grid import Matrix, Triples
+from lightning_gnn.comm.grid import SparseMatrix
 from lightning_gnn.comm.group import World
 from lightning_gnn.comm.traffic import Meter
-from lightning_gnn.datamodules import shards
 from lightning_gnn.datamodules.shards import Shard, split_graph
 from lightning_gnn.datamodules.sources import MASKS
 from lightning_gnn.nn import Binding, GraphContext, UnsupportedModelError
 from lightning_gnn.nn.adapters import ADAPTERS, REFUSED
-from lightning_gnn.nn.grid import MakeMatrix
 from lightning_gnn.partition.layout import LayoutSpec
-from lightning_gnn.strategies.spmm import CubeScheme, ProductScheme, SpMMScheme
+from lightning_gnn.strategies.base import Scheme
+from lightning_gnn.strategies.spmm import CubeScheme, SpMMScheme
+from lightning_gnn.strategies.vertex_cut import VertexCutScheme
 
 N, F, A, R = 40, 8, 3, 4  # nodes, columns, columns of edge attributes, relations
 ABSTRACT = {"MessagePassing", "HeteroConv", "DirGNNConv", "AntiSymmetricConv"}  # the last three hold other convs
@@ -191,7 +191,10 @@ RECIPES: dict[str, list[Recipe]] = {
         *[(lambda out=out: nn.TAGConv(F, out, K=3), call) for out in (5, 13) for call in (weighted, moved)],
         (lambda: nn.TAGConv(F, 5, K=2, normalize=False), moved_weighted),
     ],
-    "TransformerConv": [(lambda: nn.TransformerConv(F, 5, heads=2, edge_dim=A, beta=True), attributed)],
+    "TransformerConv": [
+        (lambda: nn.TransformerConv(F, 5, heads=2, edge_dim=A, beta=True), attributed),
+        (lambda: nn.TransformerConv(F, 5, heads=2), plain),
+    ],
     "WLConvContinuous": [(lambda: nn.WLConvContinuous(), weighted)],
     # Not MessagePassing themselves: the conv inside is bound.
     "AntiSymmetricConv": [(lambda: nn.AntiSymmetricConv(F, num_iters=2), plain)],
@@ -212,8 +215,8 @@ def to_halo(module: torch.nn.Module, shard: Shard, world: World) -> Binding:
     return Binding(module, GraphContext(exchange, batch.x, batch.edge_index, batch.edge_weight))
 
 
-def to_grid(scheme: ProductScheme, module: torch.nn.Module, shard: Shard, world: World) -> Binding:
-    """As under ``spmm_*``: sums over neighbours are products, and the rest reads the halo."""
+def to_dealt(scheme: Scheme, module: torch.nn.Module, shard: Shard, world: World) -> Binding:
+    """As under ``spmm_*`` and ``vertex_cut``: edges are dealt over ranks, and what cannot be shared reads the halo."""
     return scheme.bind(module, shard, world, Meter())
 
 
@@ -222,7 +225,8 @@ def compare(rank: int, world_size: int, names: Iterable[str], bind: Bind) -> dic
     graph = whole_graph()
     part = np.random.default_rng(world_size).integers(0, world_size, N)
     part[graph.edge_index[1, 0]] = 0
-    mine = split_graph(graph, part, LayoutSpec("edge_cut", world_size))[rank]
+    holders = np.random.default_rng(world_size).integers(0, world_size, graph.edge_index.size(1))
+    mine = split_graph(graph, part, LayoutSpec("vertex_cut", world_size), holders)[rank]
     shard, owned = mine.batch, mine.batch.n_id
     shard.edge_weight = shard.w
     world = World(rank, world_size, torch.device("cpu"), timedelta(seconds=30))
@@ -272,50 +276,48 @@ def test_exact(ranks, name, world_size):
     assert ranks.run(world_size, compare, [name], to_halo) == [{}] * world_size
 
 
-GRIDS = {
+DEALT = {
     "4 ranks, replication 2, sparse": (4, SpMMScheme(2, True, None)),
     "3 ranks, blocks": (3, SpMMScheme(1, False, None)),
     "4 ranks, 2D": (4, CubeScheme(2, None)),
+    "3 ranks, vertex cut": (3, VertexCutScheme("random", None, 0.0, None, "", True)),
 }
 
 
-@pytest.mark.parametrize("grid", GRIDS)
-def test_exact_on_a_process_grid(ranks, grid):
+@pytest.mark.parametrize("how", DEALT)
+def test_exact_over_dealt_edges(ranks, how):
     """All of them in one job: the ranks connect once."""
-    world_size, scheme = GRIDS[grid]
-    found = ranks.run(world_size, compare, list(RECIPES), partial(to_grid, scheme), timeout=300)
+    world_size, scheme = DEALT[how]
+    found = ranks.run(world_size, compare, list(RECIPES), partial(to_dealt, scheme), timeout=300)
     assert found == [{}] * world_size
 
 
-class Counted(SpMMScheme):
-    """Counts the matrices that are dealt."""
-
-    dealt = 0
-
-    def make_matrix(self, *args: Any) -> tuple[MakeMatrix, None]:
-        make, _ = super().make_matrix(*args)
-
-        def counted(entries: Triples) -> Matrix:
-            self.dealt += 1
-            return make(entries)
-
-        return counted, None
+def deals(monkeypatch: pytest.MonkeyPatch, scheme: Scheme, name: str, shard: Shard, world: World) -> bool:
+    """Returns whether a conv deals edges over the ranks, under any of the options compared above."""
+    seen = []
+    init = SparseMatrix.__init__
+    monkeypatch.setattr(SparseMatrix, "__init__", lambda *args: [seen.append(1), init(*args)][1])
+    for make, call in RECIPES[name]:
+        binding = to_dealt(scheme, torch.nn.Sequential(conv := make().double()), shard, world)
+        call(conv, shard.batch)
+        binding.release()
+    monkeypatch.undo()
+    return bool(seen)
 
 
-def test_the_table_says_which_are_products():
-    """Under any of the options compared above; the others are as exact, but read the halo."""
+def test_the_table_says_what_is_dealt(monkeypatch):
+    """The others are as exact, but read the halo."""
     text = (Path(__file__).parent.parent / "docs" / "convs.md").read_text()
     world = World(0, 1, torch.device("cpu"), timedelta(seconds=5))
-    shard = shards.whole_graph(whole_graph())
+    [shard] = split_graph(
+        whole_graph(), np.zeros(N, np.int64), LayoutSpec("vertex_cut", 1), np.zeros(whole_graph().edge_index.size(1))
+    )
     shard.batch.edge_weight = shard.batch.w
     for name in sorted(set(RECIPES) - ABSTRACT):
-        scheme = Counted(1, True, None)
-        for make, call in RECIPES[name]:
-            conv = make().double()
-            binding = to_grid(scheme, torch.nn.Sequential(conv), shard, world)
-            call(conv, shard.batch)
-            binding.release()
-        assert f"| `{name}` | exact | {'product' if scheme.dealt else 'halo'} |" in text, name
+        product = deals(monkeypatch, SpMMScheme(1, True, None), name, shard, world)
+        mirrors = deals(monkeypatch, VertexCutScheme("random", None, 0.0, None, "", True), name, shard, world)
+        row = f"| `{name}` | exact | {'product' if product else 'halo'} | {'mirrors' if mirrors else 'halo'} |"
+        assert row in text, row
     world.close()
 
 
