@@ -36,7 +36,7 @@ def quantise(rows: Tensor, bits: int, noise: Noise = None) -> tuple[Tensor, Tens
         squares of errors and of entries, float64 ``[2]``.
     """
     rows = rows.detach().contiguous()
-    rounding = torch.finfo(rows.dtype).eps / 2
+    rounding = 0.51 * torch.finfo(rows.dtype).eps  # a little more than half, as bfloat16 is rounded twice, over float32
     wide = rows.to(torch.promote_types(rows.dtype, torch.float32))
     if rows.device.type != "cpu":
         assert not isinstance(noise, int)
@@ -93,7 +93,9 @@ def _steps(ends: Tensor, bits: int) -> tuple[Tensor, Tensor, Tensor]:
     low, high = ends.double().split(1, dim=1)
     extent = high - low
     one = torch.ones_like(extent)
-    lift = torch.where(extent > 1e300, 2.0**-2 * one, torch.where(extent < 1e-250, 2.0**128 * one, one))
+    lift = torch.where(
+        extent > 1e300, 2.0**-2 * one, torch.where((extent > 0) & (extent < 1e-250), 2.0**128 * one, one)
+    )
     extent = high * lift - low * lift
     return lift, extent, extent / (2**bits - 1) * (1 / lift)
 

@@ -405,7 +405,7 @@ def _lift(low, high):
     extent = high - low
     if extent > 1e300:
         return 2.0**-2
-    return 2.0**128 if extent < 1e-250 else 1.0
+    return 2.0**128 if 0 < extent < 1e-250 else 1.0
 
 
 @numba.njit
@@ -424,7 +424,7 @@ def quantise(x, ends, packed, squares, bits, rounding, key, stochastic, low, hig
     Entry f is in byte ``f % B``, at bit ``bits * (f // B)``: what is packed together lies B apart, so that packing vectorises.
 
     x ``[R, F]``; ends ``[R, 2]``, NaN for rows that are not finite; packed uint8 ``[R, B]``; squares ``[R, 2]``: of errors and of
-    entries; rounding: of x's dtype, half of what 1 and the next number are apart; key uint64.
+    entries; rounding: what coding an entry that was decoded before may be off by, as a part of it; key uint64.
     """
     columns, num_bytes, per_byte = x.shape[1], packed.shape[1], 8 // bits
     levels = 2**bits - 1
