@@ -25,9 +25,9 @@ def assign_hierarchically(edge_index: NDArray[np.int64], num_nodes: int, groups:
     Raises:
         ValueError: groups of unequal size, or other devices than 0 to P - 1.
     """
-    devices = _devices(groups)
-    if sorted(devices) != list(range(len(devices))):
-        raise ValueError(f"Groups must name the devices 0 to {len(devices) - 1}, each once (got {groups}).")
+    named = devices(groups)
+    if sorted(named) != list(range(len(named))):
+        raise ValueError(f"Groups must name the devices 0 to {len(named) - 1}, each once (got {groups}).")
     if not alike(groups):
         raise ValueError(
             f"Groups side by side must hold equally many devices (got {groups}). "
@@ -42,7 +42,7 @@ def alike(groups: Groups | int) -> bool:
     """Returns whether groups side by side hold equally many devices, on all levels."""
     if isinstance(groups, int):
         return True
-    return len({len(_devices(each)) for each in groups}) <= 1 and all(map(alike, groups))
+    return len({len(devices(each)) for each in groups}) <= 1 and all(map(alike, groups))
 
 
 def _assign(
@@ -60,5 +60,6 @@ def _assign(
         _assign(position[edge_index[:, inside]], nodes[chosen], each, cut, part)
 
 
-def _devices(group: Groups | int) -> list[int]:
-    return [group] if isinstance(group, int) else [device for each in group for device in _devices(each)]
+def devices(group: Groups | int) -> list[int]:
+    """Returns the devices of a group, in its order."""
+    return [group] if isinstance(group, int) else [device for each in group for device in devices(each)]

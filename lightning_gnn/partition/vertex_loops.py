@@ -1,0 +1,249 @@
+"""The loops of vertex cuts, compiled by numba at first use and kept on disk; see :mod:`lightning_gnn.partition.vertex_cut`.
+
+Sets of ranks are bits: ``held[u, b]`` has bit l if lane 8 b + l holds an edge of u. Where hosts matter, lanes are ranks in the
+order of hosts, with gaps so that eight lanes are whole hosts or a host whole eights; otherwise a lane is a rank. Scores are
+integers in fixed point, with the lane in their last bits: sums in any order agree, the minimum says where it is, and of equal
+scores the lowest lane wins. So the same graph has the same cut on every machine.
+
+N nodes, E edges, P ranks, B blocks of eight lanes.
+"""
+
+# mypy: disable-error-code="no-untyped-def,no-untyped-call,assignment"
+
+from __future__ import annotations
+
+import numba
+import numpy as np
+
+LANE_BITS = 12
+"""Of a score: no more than 4,096 lanes."""
+
+ONE = 1 << 36
+"""The number 1 in fixed point, above the lane. Balance terms are at most about the replication factor, so 14 bits suffice."""
+
+NEVER = 1 << 62
+"""The load of a lane that is no rank's."""
+
+_LANES = (1 << LANE_BITS) - 1
+
+compiled = numba.njit(cache=True, nogil=True)
+
+
+# The order of edges ###########################################################
+
+
+@compiled
+def degrees(source, target, num_nodes):
+    """Returns how many edges begin or end at each node, int32 ``[N]``; a self-loop does both."""
+    degree = np.zeros(num_nodes, np.int32)
+    for edge in range(len(source)):
+        degree[source[edge]] += 1
+        degree[target[edge]] += 1
+    return degree
+
+
+@compiled
+def by_degree_sum(source, target, degree, chosen, pairs, order):
+    """Sorts edges by the sum of their ends' degrees, stable: their ends to `pairs` ``[C, 2]``, which they are to `order` ``[C]``.
+
+    chosen bool ``[E]``, or empty for all.
+    """
+    most = 0
+    for each in degree:
+        most = max(most, each)
+    place = np.zeros(2 * most + 1, np.int64)
+    for edge in range(len(source)):
+        if len(chosen) == 0 or chosen[edge]:
+            place[degree[source[edge]] + degree[target[edge]]] += 1
+    before = 0
+    for key in range(len(place)):
+        place[key], before = before, before + place[key]
+    for edge in range(len(source)):
+        if len(chosen) == 0 or chosen[edge]:
+            u, v = source[edge], target[edge]
+            position = place[degree[u] + degree[v]]
+            place[degree[u] + degree[v]] += 1
+            pairs[position, 0] = u
+            pairs[position, 1] = v
+            order[position] = edge
+
+
+# Streaming ####################################################################
+
+
+@compiled
+def ebv(pairs, order, penalty, blocks_per_host, host_penalty, load, edge_step, replica_step, rank_of, held, part):
+    """Gives each edge in turn to the lane of the least score: ``part[order[k]] = rank_of[lane]``.
+
+    penalty int64 ``[256, 8]``: of the lanes of a block, by the set of them that holds an end; host_penalty: of all lanes of a
+    host of several blocks, none of which does; load int64 ``[8 B]``: balance terms and lanes. load and held are kept up to date.
+    """
+    blocks = held.shape[1]
+    for k in range(len(order)):
+        u, v = pairs[k, 0], pairs[k, 1]
+        best = NEVER
+        away = 0
+        for block in range(blocks):
+            if blocks_per_host > 1 and block % blocks_per_host == 0:
+                here_u = here_v = np.uint8(0)
+                for each in range(block, block + blocks_per_host):
+                    here_u |= held[u, each]
+                    here_v |= held[v, each]
+                away = host_penalty * (np.int64(here_u == 0) + np.int64(here_v == 0))
+            of_u, of_v = penalty[held[u, block]], penalty[held[v, block]]
+            loads = load[8 * block : 8 * block + 8]
+            for lane in range(8):
+                best = min(best, loads[lane] + of_u[lane] + of_v[lane] + away)
+        chosen = best & _LANES
+        block, bit = chosen >> 3, np.uint8(1 << (chosen & 7))
+        gained = np.int64(held[u, block] & bit == 0)
+        held[u, block] |= bit
+        gained += np.int64(held[v, block] & bit == 0)  # after u: a self-loop has one end
+        held[v, block] |= bit
+        step = edge_step + gained * replica_step
+        # All eight are written, as they are read: the next edge waits longer for a store of another width.
+        loads = load[8 * block : 8 * block + 8]
+        for lane in range(8):
+            loads[lane] += step if lane == chosen & 7 else 0
+        part[order[k]] = rank_of[chosen]
+
+
+@compiled
+def hdrf(source, target, degree, num_parts, part):
+    """Gives each edge in turn to the rank of the highest score, here the least of its negative."""
+    blocks = (num_parts + 7) // 8
+    held = np.zeros((len(degree), blocks), np.uint8)
+    count = np.zeros(8 * blocks, np.int64)
+    lanes = np.arange(8 * blocks)
+    lanes[num_parts:] += NEVER
+    holds = np.zeros((256, 8), np.int64)
+    for holders in range(256):
+        for lane in range(8):
+            holds[holders, lane] = holders >> lane & 1
+    least, most = 0, 0
+    num_least = num_parts  # ranks that have the least edges: the minimum rises when the last one does
+    per_edge = ONE
+    for edge in range(len(source)):
+        u, v = source[edge], target[edge]
+        share = ONE * degree[v] // (np.int64(degree[u]) + degree[v])
+        worth_u, worth_v = (ONE + share) << LANE_BITS, (2 * ONE - share) << LANE_BITS
+        best = 2 * NEVER - 1
+        for block in range(blocks):
+            of_u, of_v = holds[held[u, block]], holds[held[v, block]]
+            counts, lane_of = count[8 * block : 8 * block + 8], lanes[8 * block : 8 * block + 8]
+            for lane in range(8):
+                load = (max(counts[lane] - least, 0) * per_edge) << LANE_BITS
+                best = min(best, load - worth_u * of_u[lane] - worth_v * of_v[lane] + lane_of[lane])
+        chosen = best & _LANES
+        block, bit = chosen >> 3, np.uint8(1 << (chosen & 7))
+        held[u, block] |= bit
+        held[v, block] |= bit
+        counts = count[8 * block : 8 * block + 8]
+        for lane in range(8):
+            counts[lane] += lane == chosen & 7
+        num_least -= count[chosen] == least + 1
+        if num_least == 0:
+            least += 1
+            for each in count[:num_parts]:
+                num_least += each == least
+        most = max(most, count[chosen])
+        per_edge = ONE // (1 + most - least)
+        part[edge] = chosen
+
+
+# Masters and counts ###########################################################
+
+
+@compiled
+def ends(source, target, part, reads, adds):
+    """Marks the ranks that hold an edge from each node, and those that hold one to it; uint8 ``[N, B]``, lanes are ranks."""
+    for edge in range(len(source)):
+        block, bit = part[edge] >> 3, np.uint8(1 << (part[edge] & 7))
+        reads[source[edge], block] |= bit
+        adds[target[edge], block] |= bit
+
+
+@compiled
+def elect(reads, adds, host, far, master):
+    """Gives each node a master among the ranks that hold an edge of it, and nodes without edges to those with fewest.
+
+    host int64 ``[P]``; far: what a row between hosts costs above one inside, in fixed point; master int32 ``[N]``.
+    """
+    num_nodes, num_parts = len(master), len(host)
+    holders = np.zeros(num_nodes, np.int64)
+    owned, sent = np.zeros(num_parts, np.int64), np.zeros(num_parts, np.int64)
+    rows = 1  # about as many as are sent: if every master both reads and adds
+    begin = np.zeros(num_parts + 2, np.int64)
+    for node in range(num_nodes):
+        for rank in range(num_parts):
+            block, lane = rank >> 3, rank & 7
+            reading, adding = reads[node, block] >> lane & 1, adds[node, block] >> lane & 1
+            holders[node] += reading | adding
+            rows += reading + adding
+            sent[rank] += adding
+        rows -= 2 * (holders[node] > 0)
+        begin[num_parts - holders[node] + 1] += 1
+    for key in range(num_parts + 1):
+        begin[key + 1] += begin[key]
+    most_first = np.empty(num_nodes, np.int64)
+    for node in range(num_nodes):
+        key = num_parts - holders[node]
+        most_first[begin[key]] = node
+        begin[key] += 1
+    sent_step, owned_step = ONE * num_parts // max(rows, 1), ONE * num_parts // num_nodes
+    ends_in = np.zeros(num_parts, np.int64)  # of a host: ranks that read the node and ranks that add to it
+    # Nodes that leave no choice come first. Then those with most holders: the others even out what these do.
+    for choice in range(2):
+        for node in most_first:
+            if holders[node] == 0 or (holders[node] > 1) != (choice == 1):
+                continue
+            ends_in[:] = 0
+            copies = total = 0
+            for rank in range(num_parts):
+                block, lane = rank >> 3, rank & 7
+                reading, adding = reads[node, block] >> lane & 1, adds[node, block] >> lane & 1
+                ends_in[host[rank]] += reading + adding
+                copies += reading
+                total += reading + adding
+            best, chosen, change = NEVER, 0, 0
+            for rank in range(num_parts):
+                block, lane = rank >> 3, rank & 7
+                reading, adding = reads[node, block] >> lane & 1, adds[node, block] >> lane & 1
+                if reading | adding:
+                    score = (2 - reading - adding) * ONE + (total - ends_in[host[rank]]) * far
+                    score += sent_step * sent[rank] + owned_step * owned[rank]
+                    if score < best:
+                        best, chosen, change = score, rank, copies - reading - adding
+            master[node] = chosen
+            owned[chosen] += 1
+            sent[chosen] += change
+    rank, share = 0, -(-num_nodes // num_parts)
+    for node in range(num_nodes):
+        if holders[node] == 0:
+            while owned[rank] >= share:
+                rank += 1
+            master[node] = rank
+            owned[rank] += 1
+
+
+@compiled
+def traffic(reads, adds, master, host):
+    """Returns per rank: rows it holds, copies it receives, partial sums it sends, rows it sends inside and outside its host.
+
+    int64 ``[5, P]``.
+    """
+    num_parts = len(host)
+    counts = np.zeros((5, num_parts), np.int64)
+    for node in range(len(master)):
+        owner = master[node]
+        for rank in range(num_parts):
+            block, lane = rank >> 3, rank & 7
+            reading, adding = reads[node, block] >> lane & 1, adds[node, block] >> lane & 1
+            counts[0, rank] += (reading | adding) != 0 or rank == owner
+            if rank != owner:
+                where = 3 if host[rank] == host[owner] else 4
+                counts[1, rank] += reading
+                counts[where, owner] += reading
+                counts[2, rank] += adding
+                counts[where, rank] += adding
+    return counts

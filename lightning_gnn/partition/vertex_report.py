@@ -1,0 +1,166 @@
+"""The quality of a vertex cut: one definition for every partitioner."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from rich.table import Table
+
+from lightning_gnn.partition.vertex_loops import ends, traffic
+
+Counts = NDArray[np.int64]
+
+
+@dataclass(frozen=True)
+class VertexCutReport:
+    """Counts per rank, ``[P]`` each; rows are those of one layer and direction.
+
+    A rank reads a node if it holds an edge from it, and adds to it if it holds an edge to it. The node's master sends a copy to
+    every other rank that reads it; every other rank that adds to it sends the master a partial sum.
+
+    Attributes:
+        masters: nodes whose master the rank is.
+        replicas: rows that it holds: of nodes with an edge here, and those it is the master of.
+        edges: edges that it holds.
+        copies: rows that it receives, as it reads them.
+        partials: rows that it sends, as it adds to them.
+        inner, outer: rows that it sends to ranks of its host and of others, copies and partial sums.
+    """
+
+    masters: Counts
+    replicas: Counts
+    edges: Counts
+    copies: Counts
+    partials: Counts
+    inner: Counts
+    outer: Counts
+
+    @property
+    def replication_factor(self) -> float:
+        """Rows that all ranks hold over the nodes (CDFGNN section 6)."""
+        return int(self.replicas.sum()) / max(1, int(self.masters.sum()))
+
+    @property
+    def edge_balance(self) -> float:
+        """Largest rank's edges over the average (CDFGNN section 6: edge imbalance factor)."""
+        return _balance(self.edges)
+
+    @property
+    def replica_balance(self) -> float:
+        """Largest rank's rows over the average (CDFGNN section 6: vertex imbalance factor)."""
+        return _balance(self.replicas)
+
+    @property
+    def master_balance(self) -> float:
+        """Largest rank's masters over the average: of the dense work."""
+        return _balance(self.masters)
+
+    @property
+    def sent_balance(self) -> float:
+        """Largest rank's sent rows over the average."""
+        return _balance(self.inner + self.outer)
+
+    @property
+    def most_inner(self) -> int:
+        """Most rows that a rank sends inside its host (CDFGNN Table 3)."""
+        return int(self.inner.max())
+
+    @property
+    def most_outer(self) -> int:
+        """Most rows that a rank sends to other hosts (CDFGNN Table 3)."""
+        return int(self.outer.max())
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> VertexCutReport:
+        """Returns the report that :meth:`as_dict` gave, with or without more keys beside."""
+        return cls(**{field.name: np.asarray(values[field.name], np.int64) for field in fields(cls)})
+
+    def as_dict(self) -> dict[str, Any]:
+        """Returns plain numbers and lists, for JSON."""
+        return {
+            **{field.name: getattr(self, field.name).tolist() for field in fields(self)},
+            "replication_factor": self.replication_factor,
+            "edge_balance": self.edge_balance,
+            "replica_balance": self.replica_balance,
+            "master_balance": self.master_balance,
+            "sent_balance": self.sent_balance,
+        }
+
+    def table(self) -> Table:
+        """Returns the report as a table, a row per rank."""
+        heads = (
+            "masters",
+            "rows held",
+            "edges",
+            "copies received",
+            "partial sums sent",
+            "sent inside",
+            "between hosts",
+        )
+        table = Table("part", *heads, title="Vertex cut", title_justify="left")
+        for column in table.columns:
+            column.justify = "right"
+        for part, row in enumerate(zip(*(getattr(self, field.name) for field in fields(self)))):
+            table.add_row(str(part), *(f"{value:,}" for value in row))
+        table.caption = (
+            f"replication {self.replication_factor:.2f}, heaviest part / average: edges {self.edge_balance:.2f}, "
+            f"rows held {self.replica_balance:.2f}, masters {self.master_balance:.2f}, sent {self.sent_balance:.2f}"
+        )
+        return table
+
+
+def _balance(counts: Counts) -> float:
+    return float(counts.max() / counts.mean()) if counts.sum() else 1.0
+
+
+@dataclass(frozen=True)
+class Ends:
+    """Which ranks hold an edge from each node, and which one to it: bits, uint8 ``[N, P / 8]`` each, rounded up."""
+
+    reads: NDArray[np.uint8]
+    adds: NDArray[np.uint8]
+
+    @classmethod
+    def of(
+        cls,
+        source: NDArray[np.int64],
+        target: NDArray[np.int64],
+        part: NDArray[np.integer],
+        num_nodes: int,
+        num_parts: int,
+    ) -> Ends:
+        """Returns the ends of edges that the ranks `part` hold, ``[E]`` each."""
+        found = cls(*(np.zeros((num_nodes, -(-num_parts // 8)), np.uint8) for _ in range(2)))
+        ends(source, target, part, found.reads, found.adds)
+        return found
+
+
+def vertex_cut_report(
+    edge_index: NDArray[np.int64],
+    part: NDArray[np.integer],
+    master: NDArray[np.integer],
+    num_parts: int,
+    host: NDArray[np.integer] | None = None,
+    ends: Ends | None = None,
+) -> VertexCutReport:
+    """Returns the report of an assignment of edges and masters to ranks.
+
+    Args:
+        edge_index: int64 ``[2, E]``, source and target.
+        part: rank of each edge, ``[E]``.
+        master: rank of each node, ``[N]``.
+        num_parts: P.
+        host: of each rank, ``[P]``; None if all ranks share one.
+        ends: those of this assignment, where they are known.
+    """
+    if ends is None:
+        source, target = edge_index
+        ends = Ends.of(source, target, part, len(master), num_parts)
+    host = np.zeros(num_parts, np.int64) if host is None else np.asarray(host, np.int64)
+    replicas, copies, partials, inner, outer = traffic(ends.reads, ends.adds, master, host)
+    masters, edges = (np.bincount(each, minlength=num_parts) for each in (master, part))
+    return VertexCutReport(masters, replicas, edges, copies, partials, inner, outer)
