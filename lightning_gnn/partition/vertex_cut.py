@@ -56,7 +56,7 @@ class EdgeAssignment:
     Attributes:
         part: rank of every edge, uint8 ``[E]``, or uint16 for more than 256 ranks.
         master: rank of every node, int32 ``[N]``: one that holds an edge of it if it has any and no mask needed it elsewhere.
-        method: one of `METHODS`.
+        method: one of `METHODS`, or ``"given"``.
         report: its quality.
     """
 
@@ -70,7 +70,7 @@ def assign_edges(
     edge_index: NDArray[np.int64],
     num_nodes: int,
     num_parts: int,
-    method: str = "ebv",
+    method: str | NDArray[np.integer] = "ebv",
     *,
     groups: Groups | None = None,
     host_weight: float = 0.1,
@@ -85,7 +85,7 @@ def assign_edges(
     Args:
         edge_index: int64 ``[2, E]``, source and target; self-loops and duplicates may be among them.
         num_nodes, num_parts: N and P.
-        method: one of `METHODS`; see the head of this module.
+        method: one of `METHODS`, see the head of this module; or the rank of every edge, ``[E]``, taken as it is.
         groups: ranks by host, the outermost level: ``((0, 1), (2, 3))``; None for one host.
         host_weight: what a replica on a new host counts beside one on a new rank, the paper's gamma; from 0, which ignores hosts,
             to 1. Looked at by ``"ebv"``, the streamed part of ``"ne"``, and the choice of masters.
@@ -99,7 +99,9 @@ def assign_edges(
     hosts = _hosts(groups, num_parts)
     source, target = (np.ascontiguousarray(ends) for ends in edge_index)
     part: Parts = np.empty(len(source), np.uint8 if num_parts <= 256 else np.uint16)
-    if method in ("ebv", "ne"):
+    if not isinstance(method, str):
+        part[:], method = method, "given"
+    elif method in ("ebv", "ne"):
         lanes = _Lanes.of(hosts if host_weight > 0 else [list(range(num_parts))], num_nodes, len(source), host_weight)
         (_ebv if method == "ebv" else _expansion)(source, target, num_nodes, lanes, part)
     elif method == "hdrf":
@@ -121,9 +123,18 @@ def assign_edges(
     return EdgeAssignment(part, master, method, report)
 
 
-def _check(edge_index: NDArray[np.int64], num_nodes: int, num_parts: int, method: str, host_weight: float) -> None:
-    if method not in METHODS:
-        raise ValueError(f"A vertex cut is made by one of {', '.join(map(repr, METHODS))} (got {method!r}).")
+def _check(
+    edge_index: NDArray[np.int64],
+    num_nodes: int,
+    num_parts: int,
+    method: str | NDArray[np.integer],
+    host_weight: float,
+) -> None:
+    if isinstance(method, str) and method not in METHODS:
+        raise ValueError(
+            f"A vertex cut is made by one of {', '.join(map(repr, METHODS))}, or given as the rank of every edge "
+            f"(got {method!r})."
+        )
     if num_parts < 1:
         raise ValueError(f"A vertex cut needs at least one part (got {num_parts}).")
     if edge_index.ndim != 2 or len(edge_index) != 2 or edge_index.dtype != np.int64:
@@ -131,6 +142,16 @@ def _check(edge_index: NDArray[np.int64], num_nodes: int, num_parts: int, method
             f"edge_index must be int64 of shape [2, E] (got {edge_index.dtype} of {list(edge_index.shape)})."
         )
     num_edges = edge_index.shape[1]
+    if not isinstance(method, str):
+        if method.shape != (num_edges,):
+            raise ValueError(
+                f"A vertex cut gives a rank to each of {num_edges} edges (got shape {list(method.shape)}); an edge cut "
+                "gives one to each node."
+            )
+        if num_edges and (method.min() < 0 or method.max() >= num_parts):
+            raise ValueError(
+                f"The cut names ranks {method.min()} to {method.max()}, but there are {num_parts}: 0 to {num_parts - 1}."
+            )
     if num_parts > num_edges:
         raise ValueError(
             f"A vertex cut deals out edges: {num_edges} do not suffice for {num_parts} parts. Use at most {num_edges}."
