@@ -1,6 +1,6 @@
 """Rows of floating numbers as short whole numbers between each row's ends, and back; and as bfloat16. No autograd.
 
-On CPU by compiled loops, on other devices by torch's own kernels, which round alike.
+On CPU by compiled loops, on other devices by torch's own kernels, which round alike but for ties.
 
 R rows, F columns, B bytes of a packed row.
 """
