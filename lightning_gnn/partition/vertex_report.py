@@ -125,15 +125,9 @@ class Ends:
     adds: NDArray[np.uint8]
 
     @classmethod
-    def of(
-        cls,
-        source: NDArray[np.int64],
-        target: NDArray[np.int64],
-        part: NDArray[np.integer],
-        num_nodes: int,
-        num_parts: int,
-    ) -> Ends:
-        """Returns the ends of edges that the ranks `part` hold, ``[E]`` each."""
+    def of(cls, edge_index: NDArray[np.int64], part: NDArray[np.integer], num_nodes: int, num_parts: int) -> Ends:
+        """Returns the ends of edges ``[2, E]`` that the ranks `part` ``[E]`` hold."""
+        source, target = (np.ascontiguousarray(ends) for ends in edge_index)
         found = cls(*(np.zeros((num_nodes, -(-num_parts // 8)), np.uint8) for _ in range(2)))
         ends(source, target, part, found.reads, found.adds)
         return found
@@ -158,8 +152,7 @@ def vertex_cut_report(
         ends: those of this assignment, where they are known.
     """
     if ends is None:
-        source, target = edge_index
-        ends = Ends.of(source, target, part, len(master), num_parts)
+        ends = Ends.of(edge_index, part, len(master), num_parts)
     host = np.zeros(num_parts, np.int64) if host is None else np.asarray(host, np.int64)
     replicas, copies, partials, inner, outer = traffic(ends.reads, ends.adds, master, host)
     masters, edges = (np.bincount(each, minlength=num_parts) for each in (master, part))
