@@ -42,6 +42,18 @@ def entries(store: Path) -> list[Path]:
 # partition ###################################################################
 
 
+def test_partition_of_a_vertex_cut(store, capsys):
+    partition([*DATA, "--parts=4", "--trainer.strategy=vertex_cut", "--columns=16"])
+    output = capsys.readouterr().out
+    [folder] = entries(store)
+    report = read_manifest(folder)["report"]
+    assert sum(report["edges"]) == len(
+        GraphDataModule("lightning_gnn.planted_partition", source_args=GRAPH).load().edge_index[0]
+    )
+    assert all(f"{count:,}" in output for name in ("masters", "edges", "copies") for count in report[name])
+    assert "Vertex cut" in output and "ebv; a row of 16 columns, float32, has 64 bytes" in output
+
+
 @pytest.mark.slow
 def test_fit_finds_what_partition_kept(store, tmp_path, monkeypatch, capsys):
     overrides = (DGCL, "--data.init_args.source=lightning_gnn.planted_partition", DATA[1])

@@ -255,3 +255,14 @@ def test_errors_say_what_to_do(options, words):
     arguments = {"edge_index": RING, "num_nodes": 10, "num_parts": 4, **options}
     with pytest.raises(ValueError, match=words):
         assign_edges(**arguments)
+
+
+def test_a_given_cut():
+    edges = np.array([[0, 1, 2, 3, 0], [1, 2, 3, 0, 2]])
+    found = assign_edges(edges, 5, 3, np.array([0, 0, 1, 2, 2]))
+    assert found.method == "given" and found.part.tolist() == [0, 0, 1, 2, 2]
+    assert found.report.edges.tolist() == [2, 1, 2]
+    with pytest.raises(ValueError, match=r"each of 5 edges \(got shape \[4\]\); an edge cut gives one to each node"):
+        assign_edges(edges, 5, 3, np.zeros(4, np.int64))
+    with pytest.raises(ValueError, match="names ranks 0 to 3, but there are 3: 0 to 2"):
+        assign_edges(edges, 5, 3, np.array([0, 0, 1, 2, 3]))

@@ -17,6 +17,7 @@ from lightning_gnn.commands.graph_cli import GraphCLI, working
 from lightning_gnn.datamodules.store import read_manifest
 from lightning_gnn.partition.locality import Locality
 from lightning_gnn.partition.metrics import EdgeCutReport
+from lightning_gnn.partition.vertex_report import VertexCutReport
 
 USAGE = """lightning-gnn partition --config FILE [--parts N] [--columns N] [--KEY VALUE ...]
        lightning-gnn partition --data.source PATH --data.source_args JSON --parts N [--columns N]"""
@@ -63,6 +64,11 @@ def _report(folder: Path, columns: int | None) -> Iterator[Any]:
     manifest = read_manifest(folder)
     x = np.load(folder / "node.x.npy", mmap_mode="r")
     width = columns or x.shape[1]
-    yield EdgeCutReport.from_dict(manifest["report"]).table(width * x.itemsize)
-    yield f"Rows of {width:,} columns, {x.dtype}; {manifest['report']['method']}, balance: {manifest['report']['balance']}"
+    report = manifest["report"]
+    if manifest["layout"]["kind"] == "vertex_cut":
+        yield VertexCutReport.from_dict(report).table()
+        yield f"{report['method']}; a row of {width:,} columns, {x.dtype}, has {width * x.itemsize:,} bytes"
+    else:
+        yield EdgeCutReport.from_dict(report).table(width * x.itemsize)
+        yield f"Rows of {width:,} columns, {x.dtype}; {report['method']}, balance: {report['balance']}"
     yield str(Locality(**manifest["locality"]))

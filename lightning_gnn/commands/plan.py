@@ -73,7 +73,7 @@ class PlanCLI(GraphCLI):
         if not isinstance(scheme, DGCLScheme | ProductScheme):
             raise ValueError(
                 f"{type(scheme).__name__} follows no plan and makes no products. Use trainer.strategy=dgcl, or one of "
-                "products, such as spmm_15d."
+                "products, such as spmm_15d; lightning-gnn partition tells what a vertex cut sends."
             )
         if parts < 2:
             raise ValueError(f"plans are for several parts (got {parts}): give --parts.")

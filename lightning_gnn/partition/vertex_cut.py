@@ -97,7 +97,10 @@ def assign_edges(
     """
     _check(edge_index, num_nodes, num_parts, method, host_weight)
     hosts = _hosts(groups, num_parts)
-    part = cut_edges(edge_index, num_nodes, hosts, method, host_weight, seed)
+    if isinstance(method, str):
+        part = cut_edges(edge_index, num_nodes, hosts, method, host_weight, seed)
+    else:
+        part, method = method.astype(_smallest_ranks(num_parts)), "given"
     ends = Ends.of(edge_index, part, num_nodes, num_parts)
     host = np.empty(num_parts, np.int64)
     for number, ranks in enumerate(hosts):
@@ -119,10 +122,8 @@ def cut_edges(
     """
     num_parts = sum(map(len, hosts))
     source, target = (np.ascontiguousarray(ends) for ends in edge_index)
-    part: Parts = np.empty(len(source), np.uint8 if num_parts <= 256 else np.uint16)
-    if not isinstance(method, str):
-        part[:], method = method, "given"
-    elif method in ("ebv", "ne"):
+    part: Parts = np.empty(len(source), _smallest_ranks(num_parts))
+    if method in ("ebv", "ne"):
         lanes = _Lanes.of(hosts if host_weight > 0 else [list(range(num_parts))], num_nodes, len(source), host_weight)
         (_ebv if method == "ebv" else _expansion)(source, target, num_nodes, lanes, part)
     elif method == "hdrf":
@@ -329,6 +330,10 @@ def _hashed(method: str, source: Ids, target: Ids, home: Ids, num_parts: int, pa
         rows = max(rows for rows in range(1, num_parts + 1) if num_parts % rows == 0 and rows * rows <= num_parts)
         columns = num_parts // rows
         part[:] = (home // columns)[source] * columns + (home % columns)[target]
+
+
+def _smallest_ranks(num_parts: int) -> type[np.unsignedinteger]:
+    return np.uint8 if num_parts <= 256 else np.uint16
 
 
 def _smallest_integers(number: int) -> type[np.signedinteger]:
