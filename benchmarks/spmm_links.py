@@ -27,8 +27,9 @@ from torch import Tensor
 from typing_extensions import override
 
 from lightning_gnn.comm.exchange import HaloExchange
-from lightning_gnn.comm.grid import BlockMatrix, Matrix, SparseMatrix, Triples, on_grid
+from lightning_gnn.comm.grid import BlockMatrix
 from lightning_gnn.comm.group import World
+from lightning_gnn.comm.matrix import Matrix, SparseMatrix, Triples, on_grid
 from lightning_gnn.comm.summa import SummaMatrix
 from lightning_gnn.comm.traffic import Meter
 from lightning_gnn.nn.edges import SplitEdges, Sum, SumOfRows

@@ -18,8 +18,8 @@ from torch_geometric.data import Data
 
 from lightning_gnn import CommNetConv
 from lightning_gnn.comm.exchange import HaloExchange
-from lightning_gnn.comm.grid import SparseMatrix
 from lightning_gnn.comm.group import World
+from lightning_gnn.comm.matrix import SparseMatrix
 from lightning_gnn.comm.traffic import Meter
 from lightning_gnn.datamodules.shards import Shard, split_graph
 from lightning_gnn.datamodules.sources import MASKS

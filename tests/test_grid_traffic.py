@@ -12,8 +12,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lightning_gnn.comm.grid import BlockMatrix, Matrix, SparseMatrix, Triples, on_grid
+from lightning_gnn.comm.grid import BlockMatrix
 from lightning_gnn.comm.in_process import InProcessWorld, Meeting
+from lightning_gnn.comm.matrix import Matrix, SparseMatrix, Triples, on_grid
 from lightning_gnn.comm.summa import SummaMatrix
 from lightning_gnn.comm.traffic import Meter
 from lightning_gnn.partition.grid import ProcessCube, ProcessGrid, legal_replications

@@ -31,9 +31,10 @@ from torch_geometric.data import Data
 from torch_geometric.nn.models import GCN
 
 from lightning_gnn import GraphDataModule, NodeClassifier, SpMM1DStrategy, SpMM2DStrategy, SpMM15DStrategy
-from lightning_gnn.comm.grid import BlockMatrix, Matrix, SparseMatrix, Triples
+from lightning_gnn.comm.grid import BlockMatrix
 from lightning_gnn.comm.group import World
 from lightning_gnn.comm.in_process import InProcessWorld, Meeting
+from lightning_gnn.comm.matrix import Matrix, SparseMatrix, Triples, on_grid
 from lightning_gnn.comm.summa import SummaMatrix
 from lightning_gnn.comm.traffic import Meter
 from lightning_gnn.partition.grid import ProcessCube, ProcessGrid, legal_replications
@@ -187,6 +188,12 @@ def entries_of(edges: np.ndarray, offsets: np.ndarray, rank: int, weighted: bool
     return Triples(target, source, values), torch.from_numpy(np.flatnonzero(own))
 
 
+def product(sparse: bool, entries: Triples, grid: ProcessGrid, offsets: Any, world: World, meter: Meter) -> Matrix:
+    if sparse:
+        return SparseMatrix(entries, on_grid(grid, offsets), offsets, world, meter)
+    return BlockMatrix(entries, grid, offsets, world, meter)
+
+
 @settings(max_examples=60, deadline=None)
 @given(problems(), st.booleans())
 def test_products_and_words(problem, sparse):
@@ -202,8 +209,7 @@ def test_products_and_words(problem, sparse):
     def work(rank: int) -> None:
         meter = Meter()
         entries, _ = entries_of(edges, offsets, rank, weighted)
-        kind = SparseMatrix if sparse else BlockMatrix
-        matrix = kind(entries, grid, offsets, InProcessWorld(rank, meeting), meter)
+        matrix = product(sparse, entries, grid, offsets, InProcessWorld(rank, meeting), meter)
         own = slice(*offsets[rank : rank + 2])
         for _ in range(2):  # buffers are used again
             torch.testing.assert_close(matrix.multiply(x[own], "layer", False), (dense @ x)[own], rtol=1e-12, atol=1e-9)
@@ -353,7 +359,7 @@ def products(rank: int, world_size: int, shared_memory: bool) -> None:
             for c in legal_replications(world_size):
                 grid = ProcessGrid(world_size, c)
                 matrices: list[Matrix] = [
-                    kind(entries, grid, offsets, world, Meter()) for kind in (SparseMatrix, BlockMatrix)
+                    product(sparse, entries, grid, offsets, world, Meter()) for sparse in (True, False)
                 ]
                 if world_size == 4 and c == 1:
                     matrices.append(SummaMatrix(entries, ProcessCube.of(4, 2), offsets, world, Meter()))

@@ -239,7 +239,10 @@ RING = np.stack([np.arange(10), (np.arange(10) + 1) % 10])
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"method": "metis"}, r"one of 'ebv', 'hdrf', 'dbh', 'grid', 'random', 'ne' \(got 'metis'\)"),
+        (
+            {"method": "metis"},
+            r"one of 'ebv', 'hdrf', 'dbh', 'grid', 'random', 'ne', or given .* \(got 'metis'\)",
+        ),
         ({"num_parts": 0}, r"at least one part \(got 0\)"),
         ({"num_parts": 11}, "10 do not suffice for 11 parts. Use at most 10"),
         ({"num_nodes": 9}, "nodes 0 to 9, but there are 9: 0 to 8"),

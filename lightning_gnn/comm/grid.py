@@ -1,4 +1,4 @@
-"""Products with a matrix that lies on a process grid: CAGNET's 1D and 1.5D algorithms, and their sparsity-aware form.
+"""Products with a matrix that lies on a process grid in whole blocks: CAGNET's 1D and 1.5D algorithms.
 
 Source: CAGNET (GNNSys'21) Algorithm 1 (c = 1) and Algorithm 2. Ours differs in that each row of a block row is owned by one of
 the c ranks of its process row instead of lying on all of them: a block is brought together at the rank that broadcasts it, and
@@ -10,97 +10,21 @@ n nodes, N of them owned by a rank, P ranks, c the replication factor, R = P / c
 from __future__ import annotations
 
 import time
-from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from functools import cached_property, partial
+from collections.abc import Callable
 
 import numpy as np
 import torch
 from torch import Tensor
 from typing_extensions import override
 
-from lightning_gnn.comm.exchange import HaloExchange, exchange_error
+from lightning_gnn.comm.exchange import exchange_error
 from lightning_gnn.comm.group import World
+from lightning_gnn.comm.matrix import Matrix, Triples, deal, on_grid
 from lightning_gnn.comm.shared_memory import PeerError
 from lightning_gnn.comm.traffic import Meter, Traffic
 from lightning_gnn.kernels import CSR, spmm
-from lightning_gnn.partition.grid import ProcessCube, ProcessGrid
-from lightning_gnn.partition.shard import HaloPlan, Ids, halo_plan
-
-MakeExchange = Callable[[HaloPlan, World, Meter], HaloExchange]
-
-
-class Triples:
-    """Entries of a matrix over all nodes, ids as in the relabelled graph.
-
-    Attributes:
-        row, col: int64 ``[E]``.
-        value: ``[E]``; None for ones.
-    """
-
-    def __init__(self, row: Tensor, col: Tensor, value: Tensor | None) -> None:
-        self.row, self.col, self.value = row, col, value
-
-    def transpose(self) -> Triples:
-        return Triples(self.col, self.row, self.value)
-
-    def __getitem__(self, chosen: Tensor) -> Triples:
-        return Triples(self.row[chosen], self.col[chosen], None if self.value is None else self.value[chosen])
-
-
-Holders = Callable[[Ids, Ids], Ids]
-"""Returns the rank that multiplies each entry, ``[E]``, from its row and column."""
-
-
-def on_grid(grid: ProcessGrid | ProcessCube, offsets: Ids) -> Holders:
-    """Returns who multiplies an entry on a process grid, of nodes that start at `offsets`, ``[P + 1]``, on each rank."""
-    return partial(grid.holders, offsets)
-
-
-def deal(entries: Triples, holders: Holders, world: World) -> Triples:
-    """Sends each entry to the rank that multiplies it; returns those of this rank, in rank order. All ranks must call it.
-
-    Args:
-        entries: on the rank's device.
-        holders: says which rank that is.
-        world: the ranks.
-    """
-    holder = torch.from_numpy(holders(entries.row.cpu().numpy(), entries.col.cpu().numpy()))
-    counts = torch.bincount(holder, minlength=world.size)
-    arriving = world.all_gather(counts.to(world.device), "Dealing a matrix over the ranks").cpu()[:, world.rank]
-    sorted_entries = entries[torch.argsort(holder, stable=True).to(entries.row.device)]
-
-    def exchanged(values: Tensor) -> Tensor:
-        into = values.new_empty(int(arriving.sum()))
-        here = slice(int(counts[: world.rank].sum()), int(counts[: world.rank + 1].sum()))
-        there = slice(int(arriving[: world.rank].sum()), int(arriving[: world.rank + 1].sum()))
-        into[there] = values[here]
-        sends = _messages(values, counts.tolist(), world.rank)
-        world.wire.start_each(sends, _messages(into, arriving.tolist(), world.rank))()
-        return into
-
-    value = None if sorted_entries.value is None else exchanged(sorted_entries.value)
-    return Triples(exchanged(sorted_entries.row), exchanged(sorted_entries.col), value)
-
-
-def _messages(values: Tensor, counts: Sequence[int], rank: int) -> list[tuple[int, Tensor]]:
-    parts = values.split(list(counts))
-    return [(peer, part) for peer, part in enumerate(parts) if peer != rank and len(part)]
-
-
-class Matrix(ABC):
-    """One rank's part of a matrix over all nodes, ``[n, n]``, and of its transpose."""
-
-    @abstractmethod
-    def multiply(self, x: Tensor, layer: str, transposed: bool) -> Tensor:
-        """Returns this rank's rows of the product, ``[N, F]``, in at least float32.
-
-        Args:
-            x: this rank's rows, ``[N, F]``, contiguous.
-            layer: named in errors and counted under.
-            transposed: multiply with the transpose: the backward pass.
-        """
+from lightning_gnn.partition.grid import ProcessGrid
+from lightning_gnn.partition.shard import Ids
 
 
 class BlockMatrix(Matrix):
@@ -216,135 +140,6 @@ class BlockMatrix(Matrix):
             with torch.inference_mode(False):
                 self._buffers[key] = torch.empty(shape, dtype=dtype, device=self.world.device)
         return self._buffers[key]
-
-
-class SparseMatrix(Matrix):
-    """Only rows that a nonzero reads travel, and only partial sums that a nonzero has added to, wherever nonzeros lie.
-
-    On a process grid this is the later work of CAGNET's authors on sparsity-aware communication; for any cut of the edges, the
-    scatter from masters to mirrors and the gather back of a vertex cut (CDFGNN section 3). Rows go directly between their
-    owner and each rank that reads or adds to them.
-
-    Args:
-        entries, offsets, world, meter: see :class:`BlockMatrix`.
-        holders: who multiplies which entry.
-        make_exchange: an exchange of rows by a plan.
-
-    Attributes:
-        reads: brings rows of the columns. adds: takes partial sums of the rows home. targets: brings rows of the rows.
-    """
-
-    def __init__(
-        self,
-        entries: Triples,
-        holders: Holders,
-        offsets: Ids,
-        world: World,
-        meter: Meter,
-        make_exchange: MakeExchange = HaloExchange,
-    ) -> None:
-        self.offsets, self.world, self._make_exchange = offsets, world, make_exchange
-        self.num_owned = int(offsets[world.rank + 1] - offsets[world.rank])
-        mine = deal(entries, holders, world)
-        self.reads, self._col = self._exchange(mine.col, meter)
-        self.adds, self._row = self._exchange(mine.row, _Reversed(meter))
-        self.targets = make_exchange(self.adds.plan, world, meter)
-        self._value = mine.value
-
-    @cached_property
-    def csr(self) -> CSR:
-        """This rank's part as one matrix: owned rows and those that it adds to, by owned columns and those that it reads."""
-        shape = self.num_owned + self.adds.num_halo, self.num_owned + self.reads.num_halo
-        return CSR.from_coo(self._row, self._col, *shape).of_slots()
-
-    @cached_property
-    def _parts(self) -> dict[tuple[bool, bool], _Part]:
-        """By where rows and columns lie, so that what needs no waiting is multiplied while rows travel."""
-        return {
-            (own_row, own_col): self._part(own_row, own_col) for own_row in (True, False) for own_col in (True, False)
-        }
-
-    def _part(self, own_row: bool, own_col: bool) -> _Part:
-        """Returns the entries between own or others' rows and own or others' columns."""
-        row, col, owned = self._row, self._col, self.num_owned
-        ids = (((row < owned) == own_row) & ((col < owned) == own_col)).nonzero().view(-1)
-        csr = CSR.from_coo(
-            row[ids] - (0 if own_row else owned),
-            col[ids] - (0 if own_col else owned),
-            owned if own_row else self.adds.num_halo,
-            owned if own_col else self.reads.num_halo,
-        )
-        values = None if self._value is None else csr.permute(self._value[ids])
-        csr = csr.of_slots()
-        return _Part(csr, values, None if values is None else csr.transpose().permute(values))
-
-    def _exchange(self, ids: Tensor, meter: Meter) -> tuple[HaloExchange, Tensor]:
-        """Returns the exchange of the nodes `ids` that others own, and `ids` in local numbers: owned, then others."""
-        first = int(self.offsets[self.world.rank])
-        own = (ids >= first) & (ids < first + self.num_owned)
-        halo, position = torch.unique(ids[~own], return_inverse=True)
-        halos = self.world.all_gather_object(halo.cpu().numpy())
-        exchange = self._make_exchange(halo_plan(self.world.rank, self.offsets, halos), self.world, meter)
-        local = ids - first
-        local[~own] = self.num_owned + position
-        return exchange, local
-
-    @override
-    def multiply(self, x: Tensor, layer: str, transposed: bool) -> Tensor:
-        reads, adds = (self.adds, self.reads) if transposed else (self.reads, self.adds)
-        dtype = torch.promote_types(x.dtype, torch.float32)
-        arrived = reads.buffer("rows", torch.Size((reads.num_halo, x.size(1))), x.dtype)
-        wait = _nothing if reads.idle else reads.start_fetch(x, arrived, layer)
-
-        def add(own_row: bool, own_col: bool, out: Tensor) -> None:
-            """Multiplies with own rows, which come first and overwrite, or with those that have arrived."""
-            part = self._parts[(own_col, own_row) if transposed else (own_row, own_col)]
-            if own_col or part.csr.num_edges:
-                csr, values = (part.csr.transpose(), part.values_transposed) if transposed else (part.csr, part.values)
-                spmm(csr, x if own_col else arrived, values, out=out, accumulate=not own_col)
-
-        own = x.new_empty((self.num_owned, x.size(1)), dtype=dtype)
-        partial = own[:0] if adds.idle else adds.outgoing(torch.Size((adds.num_halo, x.size(1))), dtype)
-        if len(partial):
-            add(False, True, partial)
-        # Own rows while others travel: those that come in, or, where none do, the partial sums that go out.
-        if not reads.idle:
-            add(True, True, own)
-        wait()
-        if len(partial):
-            add(False, False, partial)
-        finish = None if adds.idle else adds.start_return(partial, layer)
-        if reads.idle:
-            add(True, True, own)
-        add(True, False, own)
-        if finish is not None:
-            finish(own)
-        return own
-
-
-@dataclass(frozen=True)
-class _Part:
-    """Entries of a matrix, and their values in the slot order of it and of its transpose, ``[E]``; None for ones."""
-
-    csr: CSR
-    values: Tensor | None
-    values_transposed: Tensor | None
-
-
-class _Reversed(Meter):
-    """Counts for partial sums, which are sent home in the forward pass and fetched in the backward one."""
-
-    def __init__(self, meter: Meter) -> None:
-        super().__init__()
-        self._meter = meter
-
-    @override
-    def direction(self, direction: str) -> str:
-        return "forward" if direction == "backward" else "backward"
-
-    @override
-    def record(self, layer: str, direction: str, traffic: Traffic) -> None:
-        self._meter.record(layer, self.direction(direction), traffic)
 
 
 class Talk:

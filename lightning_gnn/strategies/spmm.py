@@ -17,13 +17,14 @@ from typing_extensions import override
 
 from lightning_gnn.checks.memory import available_bytes
 from lightning_gnn.comm.exchange import HaloExchange
-from lightning_gnn.comm.grid import BlockMatrix, SparseMatrix, Triples, on_grid
+from lightning_gnn.comm.grid import BlockMatrix
 from lightning_gnn.comm.group import World
+from lightning_gnn.comm.matrix import SparseMatrix, Triples, on_grid
 from lightning_gnn.comm.summa import SummaMatrix
 from lightning_gnn.comm.traffic import Meter
 from lightning_gnn.datamodules.shards import Shard
 from lightning_gnn.nn.bind import Binding
-from lightning_gnn.nn.grid import GridContext, MakeMatrix, MakeSparse
+from lightning_gnn.nn.dealt import DealtContext, MakeMatrix, MakeSparse
 from lightning_gnn.partition.grid import ProcessCube, ProcessGrid, legal_replications
 from lightning_gnn.partition.layout import LayoutSpec
 from lightning_gnn.partition.shard import Ids
@@ -77,7 +78,7 @@ class ProductScheme(Scheme):
         offsets = np.cumsum([0, *shard.counts])
         own = np.arange(offsets[world.rank], offsets[world.rank + 1])
         node_ids = np.concatenate([own, shard.halos[world.rank]])
-        context = GridContext(
+        context = DealtContext(
             *self.make_matrix(shard, offsets, node_ids, world, meter),
             torch.from_numpy(node_ids).to(world.device),
             HaloExchange(shard.plan, world, meter),

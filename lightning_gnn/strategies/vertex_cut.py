@@ -18,12 +18,12 @@ from typing_extensions import override
 from lightning_gnn.callbacks.cache import AdaptiveThreshold, CacheSchedule
 from lightning_gnn.comm.cache import MessageCache
 from lightning_gnn.comm.exchange import HaloExchange
-from lightning_gnn.comm.grid import SparseMatrix, Triples
 from lightning_gnn.comm.group import World
+from lightning_gnn.comm.matrix import SparseMatrix, Triples
 from lightning_gnn.comm.traffic import Meter
 from lightning_gnn.datamodules.shards import Shard
 from lightning_gnn.nn.bind import Binding
-from lightning_gnn.nn.grid import GridContext
+from lightning_gnn.nn.dealt import DealtContext
 from lightning_gnn.partition.layout import Groups, LayoutSpec
 from lightning_gnn.partition.shard import Ids
 from lightning_gnn.partition.vertex_cut import METHODS
@@ -117,7 +117,7 @@ class VertexCutScheme(Scheme):
         def sparse(entries: Triples) -> SparseMatrix:
             return SparseMatrix(entries, holders, offsets, world, meter, make_exchange)
 
-        context = GridContext(
+        context = DealtContext(
             sparse,
             sparse,
             torch.from_numpy(node_ids).to(world.device),

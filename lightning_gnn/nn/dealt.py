@@ -1,9 +1,9 @@
-"""Convs on a process grid: sums over neighbours are products with a matrix that lies on it; the rest reads the halo.
+"""Convs whose edges are dealt over the ranks, on a process grid or by a vertex cut; what cannot be shared reads the halo.
 
-Source: CAGNET sections 4.1 and 4.2, Z = A^T H W. What sums or averages messages that are rows, weighted or not, is such a
-product. Attention and extremes take the edges as they are dealt over the ranks: what a node's edges have in common is completed
-at its owner. Convs with messages of their own need whole neighbourhoods at one rank: they read all sources of the rank's own
-nodes directly from their owners, as under ``dgcl``.
+Source: CAGNET sections 4.1 and 4.2, Z = A^T H W; CDFGNN section 3. What sums or averages messages that are rows, weighted or not,
+is a product with the graph's matrix. Attention and extremes take the edges as they are dealt: what a node's edges have in common is
+completed at its owner. Convs with messages of their own need whole neighbourhoods at one rank: they read all sources of the rank's
+own nodes directly from their owners, as under ``dgcl``.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from typing_extensions import override
 
-from lightning_gnn.comm.grid import Matrix, SparseMatrix, Triples
+from lightning_gnn.comm.matrix import Matrix, SparseMatrix, Triples
 from lightning_gnn.kernels.sums import STATISTICS, RowStatistics, row_statistics_grad
 from lightning_gnn.nn.context import Attended, GraphContext
 from lightning_gnn.nn.edges import Fetch, Sum, scale_, scaled, wide
@@ -25,11 +25,11 @@ MakeMatrix = Callable[[Triples], Matrix]
 MakeSparse = Callable[[Triples], SparseMatrix]
 
 
-class GridContext(GraphContext):
-    """A :class:`GraphContext` whose sums are products on a process grid.
+class DealtContext(GraphContext):
+    """A :class:`GraphContext` whose sums are products with a matrix that lies on all ranks.
 
     Args:
-        make_matrix: deals the entries of this rank's rows over the grid; communicates.
+        make_matrix: deals the entries of this rank's rows over the ranks; communicates.
         make_sparse: the same for edges that are attended over; None where a rank holds all edges of its nodes.
         node_ids: relabelled id of each owned and halo row, int64 ``[N + H]``.
         *args, **options: see :class:`GraphContext`.
