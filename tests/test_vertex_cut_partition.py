@@ -233,6 +233,14 @@ def test_one_part_holds_everything(method):
     assert report.inner.sum() + report.outer.sum() == 0
 
 
+def test_hosts_that_leave_too_many_gaps_are_named():
+    edge_index, nodes = power_law(5000, 500)
+    groups = tuple(tuple(range(5 * host, 5 * host + 5)) for host in range(800))
+    with pytest.raises(ValueError, match="800 hosts of 5 parts are too many.*Use host_weight=0"):
+        assign_edges(edge_index, nodes, 4000, groups=groups)
+    assert assign_edges(edge_index, nodes, 4000, groups=groups, host_weight=0).report.edges.sum() == 5000
+
+
 RING = np.stack([np.arange(10), (np.arange(10) + 1) % 10])
 
 
@@ -244,6 +252,7 @@ RING = np.stack([np.arange(10), (np.arange(10) + 1) % 10])
             r"one of 'ebv', 'hdrf', 'dbh', 'grid', 'random', 'ne', or given .* \(got 'metis'\)",
         ),
         ({"num_parts": 0}, r"at least one part \(got 0\)"),
+        ({"num_parts": 5000}, r"at most 4096 parts \(got 5000\)"),
         ({"num_parts": 11}, "10 do not suffice for 11 parts. Use at most 10"),
         ({"num_nodes": 9}, "nodes 0 to 9, but there are 9: 0 to 8"),
         ({"edge_index": RING.T}, r"int64 of shape \[2, E\] \(got int64 of \[10, 2\]\)"),

@@ -1,9 +1,9 @@
 """Convs whose edges are dealt over the ranks, on a process grid or by a vertex cut; what cannot be shared reads the halo.
 
-Source: CAGNET sections 4.1 and 4.2, Z = A^T H W; CDFGNN section 3. What sums or averages messages that are rows, weighted or not,
-is a product with the graph's matrix. Attention and extremes take the edges as they are dealt: what a node's edges have in common is
-completed at its owner. Convs with messages of their own need whole neighbourhoods at one rank: they read all sources of the rank's
-own nodes directly from their owners, as under ``dgcl``.
+Source: CAGNET sections 4.1 and 4.2, Z = A^T H W; CDFGNN section 3. What sums or averages messages that are rows, weighted or
+not, is a product with the graph's matrix. Attention and extremes take the edges as they are dealt: what a node's edges have in
+common is completed at its owner. Convs with messages of their own need whole neighbourhoods at one rank: they read all sources
+of the rank's own nodes directly from their owners, as under ``dgcl``.
 """
 
 from __future__ import annotations

@@ -21,13 +21,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from itertools import chain
 
 import numpy as np
 from numpy.typing import NDArray
 
 from lightning_gnn.partition import vertex_loops as loops
 from lightning_gnn.partition.edge_cut import spread_masks
+from lightning_gnn.partition.edge_stream import MOST_PARTS, Ids, Lanes, Parts, smallest_integers, stream
 from lightning_gnn.partition.expansion_loops import expand, incidence
 from lightning_gnn.partition.hierarchical import devices
 from lightning_gnn.partition.layout import Groups
@@ -39,14 +39,10 @@ EDGE_BOUND = 1.05
 """Of neighbourhood expansion: the most edges of a part over the average. With 1 all parts get as many, whatever their rows."""
 
 TURNS = 32
-"""Of a part in neighbourhood expansion: more balance rows better, at more replicas (ego-Twitter: RF 1.19 for 1, 1.44 for 32)."""
+"""Of a part in neighbourhood expansion: more balance rows better, at more replicas (ego-Twitter: RF 1.21 for 1, 1.44 for 32)."""
 
 HUB = 100
-"""Over the mean degree: expansion does not read the rows of such nodes. With 10, many edges of ego-Twitter end up streamed."""
-
-
-Ids = NDArray[np.int64]
-Parts = NDArray[np.unsignedinteger]
+"""Over the mean degree: expansion does not read the rows of such nodes. Reading all, cnr-2000 has RF 1.18, not 1.06."""
 
 
 @dataclass(frozen=True)
@@ -124,7 +120,7 @@ def cut_edges(
     source, target = (np.ascontiguousarray(ends) for ends in edge_index)
     part: Parts = np.empty(len(source), _smallest_ranks(num_parts))
     if method in ("ebv", "ne"):
-        lanes = _Lanes.of(hosts if host_weight > 0 else [list(range(num_parts))], num_nodes, len(source), host_weight)
+        lanes = Lanes.of(hosts if host_weight > 0 else [list(range(num_parts))], num_nodes, len(source), host_weight)
         (_ebv if method == "ebv" else _expansion)(source, target, num_nodes, lanes, part)
     elif method == "hdrf":
         loops.hdrf(source, target, loops.degrees(source, target, num_nodes), num_parts, part)
@@ -151,6 +147,8 @@ def _check(
         )
     if num_parts < 1:
         raise ValueError(f"A vertex cut needs at least one part (got {num_parts}).")
+    if num_parts > MOST_PARTS:
+        raise ValueError(f"A vertex cut has at most {MOST_PARTS} parts (got {num_parts}).")
     if edge_index.ndim != 2 or len(edge_index) != 2 or edge_index.dtype != np.int64:
         raise ValueError(
             f"edge_index must be int64 of shape [2, E] (got {edge_index.dtype} of {list(edge_index.shape)})."
@@ -192,102 +190,14 @@ def _hosts(groups: Groups | None, num_parts: int) -> list[list[int]]:
     return hosts
 
 
-@dataclass(frozen=True)
-class _Lanes:
-    """How ranks lie in blocks of eight lanes, and what equation 24 charges there, in fixed point.
-
-    Hosts of up to eight ranks share blocks, and a table for the sets of eight lanes knows them; larger ones fill several.
-
-    Attributes:
-        rank: of each lane, -1 for none, ``[8 B]``.
-        blocks_per_host: 1, or more for hosts of more than eight ranks.
-        penalty: int64 ``[256, 8]``, see :func:`~lightning_gnn.partition.vertex_loops.ebv`.
-        host_penalty: that of a host of several blocks.
-        edge_step, replica_step: what an edge and a replica add to the load of their rank.
-    """
-
-    rank: NDArray[np.int64]
-    blocks_per_host: int
-    penalty: NDArray[np.int64]
-    host_penalty: int
-    edge_step: int
-    replica_step: int
-
-    @classmethod
-    def of(cls, hosts: list[list[int]], num_nodes: int, num_edges: int, host_weight: float) -> _Lanes:
-        size, num_parts = len(hosts[0]), len(hosts) * len(hosts[0])
-        share = max(1, 8 // size)  # hosts of a block
-        blocks_per_host = -(-size // 8)
-        rows = [list(chain(*hosts[first : first + share])) for first in range(0, len(hosts), share)]
-        rank = np.full((len(rows), 8 * blocks_per_host), -1)
-        for row, ranks in zip(rank, rows):
-            row[: len(ranks)] = ranks
-        if rank.size > 1 << loops.LANE_BITS:
-            raise ValueError(
-                f"A vertex cut by 'ebv' or 'ne' has at most {1 << loops.LANE_BITS} parts (got {num_parts})."
-            )
-        if len(hosts) == 1:
-            host_weight = 0.0
-        sets = np.arange(256)[:, None] >> np.arange(8) & 1 == 1
-        host = np.arange(8) // size
-        host_has = (sets[:, :, None] & (host[:, None] == host)).any(1)
-        on_rank, on_host = (round(weight * loops.ONE) << loops.LANE_BITS for weight in (1 - host_weight, host_weight))
-        return cls(
-            rank=rank.ravel(),
-            blocks_per_host=blocks_per_host,
-            penalty=~sets * np.int64(on_rank) + ~host_has * np.int64(on_host if blocks_per_host == 1 else 0),
-            host_penalty=on_host,
-            edge_step=round(loops.ONE * num_parts / num_edges) << loops.LANE_BITS,
-            replica_step=round(loops.ONE * num_parts / num_nodes) << loops.LANE_BITS,
-        )
-
-    def no_holders(self, num_nodes: int) -> NDArray[np.uint8]:
-        """Returns empty sets of lanes, uint8 ``[N, B]``."""
-        return np.zeros((num_nodes, len(self.rank) // 8), np.uint8)
-
-    def no_load(self) -> NDArray[np.int64]:
-        """Returns the loads of lanes before the first edge, int64 ``[8 B]``."""
-        return np.where(self.rank < 0, loops.NEVER, 0) + np.arange(len(self.rank))
-
-
-def _ebv(source: Ids, target: Ids, num_nodes: int, lanes: _Lanes, part: Parts) -> None:
+def _ebv(source: Ids, target: Ids, num_nodes: int, lanes: Lanes, part: Parts) -> None:
     degree = loops.degrees(source, target, num_nodes)
     everything = np.empty(0, np.bool_)
-    _stream(source, target, degree, everything, lanes, lanes.no_load(), lanes.no_holders(num_nodes), part)
+    stream(source, target, degree, everything, lanes, lanes.no_load(), lanes.no_holders(num_nodes), part)
 
 
-def _stream(
-    source: Ids,
-    target: Ids,
-    degree: NDArray[np.int32],
-    chosen: NDArray[np.bool_],
-    lanes: _Lanes,
-    load: NDArray[np.int64],
-    held: NDArray[np.uint8],
-    part: Parts,
-) -> None:
-    """Writes the ranks of the chosen edges, to parts that have these loads and hold these nodes already."""
-    number = int(chosen.sum()) if len(chosen) else len(source)
-    pairs = np.empty((number, 2), _smallest_integers(len(degree)))
-    order = np.empty(number, _smallest_integers(len(source)))
-    loops.by_degree_sum(source, target, degree, chosen, pairs, order)
-    loops.ebv(
-        pairs,
-        order,
-        lanes.penalty,
-        lanes.blocks_per_host,
-        lanes.host_penalty,
-        load,
-        lanes.edge_step,
-        lanes.replica_step,
-        lanes.rank,
-        held,
-        part,
-    )
-
-
-def _expansion(source: Ids, target: Ids, num_nodes: int, lanes: _Lanes, part: Parts) -> None:
-    num_edges, numbers = len(source), _smallest_integers(max(len(source), num_nodes))
+def _expansion(source: Ids, target: Ids, num_nodes: int, lanes: Lanes, part: Parts) -> None:
+    num_edges, numbers = len(source), smallest_integers(max(len(source), num_nodes))
     degree = loops.degrees(source, target, num_nodes)
     num_free = degree.copy()
     np.subtract.at(num_free, source[source == target], 1)
@@ -316,7 +226,7 @@ def _expansion(source: Ids, target: Ids, num_nodes: int, lanes: _Lanes, part: Pa
     load = lanes.no_load()
     for each in ranks:
         load[each[0]] += edges[each] * lanes.edge_step + nodes[each] * lanes.replica_step
-    _stream(source, target, degree, free, lanes, load, held, part)
+    stream(source, target, degree, free, lanes, load, held, part)
 
 
 def _hashed(method: str, source: Ids, target: Ids, home: Ids, num_parts: int, part: Parts) -> None:
@@ -334,7 +244,3 @@ def _hashed(method: str, source: Ids, target: Ids, home: Ids, num_parts: int, pa
 
 def _smallest_ranks(num_parts: int) -> type[np.unsignedinteger]:
     return np.uint8 if num_parts <= 256 else np.uint16
-
-
-def _smallest_integers(number: int) -> type[np.signedinteger]:
-    return np.int32 if number <= np.iinfo(np.int32).max else np.int64
