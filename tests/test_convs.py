@@ -270,25 +270,21 @@ def compare(rank: int, world_size: int, names: Iterable[str], bind: Bind) -> dic
     return found
 
 
-@pytest.mark.parametrize("world_size", [2, 3])
-@pytest.mark.parametrize("name", RECIPES)
-def test_exact(ranks, name, world_size):
-    assert ranks.run(world_size, compare, [name], to_halo) == [{}] * world_size
-
-
-DEALT = {
-    "4 ranks, replication 2, sparse": (4, SpMMScheme(2, True, None)),
-    "3 ranks, blocks": (3, SpMMScheme(1, False, None)),
-    "4 ranks, 2D": (4, CubeScheme(2, None)),
-    "3 ranks, vertex cut": (3, VertexCutScheme("random", None, 0.0, None, "", True)),
+HOW: dict[str, tuple[int, Bind]] = {
+    "2 ranks": (2, to_halo),
+    "3 ranks": (3, to_halo),
+    "4 ranks, replication 2, sparse": (4, partial(to_dealt, SpMMScheme(2, True, None))),
+    "3 ranks, blocks": (3, partial(to_dealt, SpMMScheme(1, False, None))),
+    "4 ranks, 2D": (4, partial(to_dealt, CubeScheme(2, None))),
+    "3 ranks, vertex cut": (3, partial(to_dealt, VertexCutScheme("random", None, 0.0, None, "", True))),
 }
 
 
-@pytest.mark.parametrize("how", DEALT)
-def test_exact_over_dealt_edges(ranks, how):
+@pytest.mark.parametrize("how", HOW)
+def test_exact(ranks, how):
     """All of them in one job: the ranks connect once."""
-    world_size, scheme = DEALT[how]
-    found = ranks.run(world_size, compare, list(RECIPES), partial(to_dealt, scheme), timeout=300)
+    world_size, bind = HOW[how]
+    found = ranks.run(world_size, compare, list(RECIPES), bind, timeout=300)
     assert found == [{}] * world_size
 
 
