@@ -56,6 +56,16 @@ class Shard:
     report: Mapping[str, Any]
     holders: Tensor | None = None
 
+    @property
+    def offsets(self) -> Ids:
+        """First node of each rank and the end, ``[P + 1]``."""
+        return np.cumsum([0, *self.counts])
+
+    def node_ids(self, rank: int) -> Ids:
+        """Returns the relabelled id of each owned and halo row of `rank`, whose shard this is, ``[N + H]``."""
+        first, end = self.offsets[rank : rank + 2]
+        return np.concatenate([np.arange(first, end), self.halos[rank]])
+
 
 @dataclass(frozen=True)
 class Cut:

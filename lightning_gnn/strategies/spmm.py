@@ -75,11 +75,9 @@ class ProductScheme(Scheme):
     @override
     def bind(self, module: torch.nn.Module, shard: Shard, world: World, meter: Meter) -> Binding:
         batch = shard.batch
-        offsets = np.cumsum([0, *shard.counts])
-        own = np.arange(offsets[world.rank], offsets[world.rank + 1])
-        node_ids = np.concatenate([own, shard.halos[world.rank]])
+        node_ids = shard.node_ids(world.rank)
         context = DealtContext(
-            *self.make_matrix(shard, offsets, node_ids, world, meter),
+            *self.make_matrix(shard, shard.offsets, node_ids, world, meter),
             torch.from_numpy(node_ids).to(world.device),
             HaloExchange(shard.plan, world, meter),
             batch.x,

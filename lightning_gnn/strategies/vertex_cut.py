@@ -102,9 +102,7 @@ class VertexCutScheme(Scheme):
     def bind(self, module: torch.nn.Module, shard: Shard, world: World, meter: Meter) -> Binding:
         batch = shard.batch
         assert shard.holders is not None
-        offsets = np.cumsum([0, *shard.counts])
-        own = np.arange(offsets[world.rank], offsets[world.rank + 1])
-        node_ids = np.concatenate([own, shard.halos[world.rank]])
+        offsets, node_ids = shard.offsets, shard.node_ids(world.rank)
         source, target = node_ids[batch.edge_index.cpu().numpy()]
         holders = EdgeHolders(target, source, shard.holders.numpy().astype(np.int64), world.rank, int(offsets[-1]))
         make_exchange: Any = HaloExchange
