@@ -10,6 +10,7 @@ mirrors (S), and partial sums that mirrors send home (R); likewise their gradien
 
 from __future__ import annotations
 
+import math
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -58,6 +59,15 @@ class MessageCache:
         self.epsilon, self.step = epsilon, 0
         self.sent: dict[tuple[str, str], Sent] = {}
 
+    def active(self, change: Tensor, size: Tensor) -> Tensor:
+        """Returns which rows of a message to send, booleans ``[n]``; only their sender asks.
+
+        Args:
+            change: the largest change of an entry of each row since it was last sent, ``[n]``.
+            size: the largest entry of each as it was sent, ``[n]``.
+        """
+        return change > self.epsilon * size
+
     def record(self, layer: str, direction: str, rows: int, of: int) -> None:
         """Adds to what is known of a layer's messages."""
         kept = self.sent.setdefault((layer, direction), Sent())
@@ -71,6 +81,24 @@ class MessageCache:
     def exchange(self, plan: HaloPlan, world: World, meter: Meter) -> CachedExchange:
         """Returns an exchange whose messages are cached."""
         return CachedExchange(plan, world, meter, self)
+
+
+class LargestChangesCache(MessageCache):
+    """Sends a fixed share of each message: the rows that have changed most since they were last sent.
+
+    Args:
+        share: of the rows of a message, those that have changed at all.
+    """
+
+    def __init__(self, share: float) -> None:
+        super().__init__(0.0)
+        self.share = share
+
+    @override
+    def active(self, change: Tensor, size: Tensor) -> Tensor:
+        count = math.ceil(self.share * len(change))
+        least = change.kthvalue(len(change) - count + 1).values if count else change.new_tensor(torch.inf)
+        return (change >= least) & (change > 0)
 
 
 class CachedExchange(HaloExchange):
@@ -109,7 +137,7 @@ class CachedExchange(HaloExchange):
         codec = self.world.wire.codec
         channel = self._channel(out, into, out_counts, into_counts, layer, direction)
         try:
-            messages = channel.messages(out.view(channel.sent.shape), self._cache.epsilon, codec)
+            messages = channel.messages(out.view(channel.sent.shape), self._cache, codec)
         except NotFiniteError as error:
             raise NotFiniteError(
                 f"What layer '{layer}' sends ({direction}) holds nan or infinity on rank {self.world.rank}. Look for a learning "
@@ -171,12 +199,12 @@ class _Channel:
         self._starts = torch.tensor([0, *into_counts]).cumsum(0).tolist()
         self.fresh, self.num_active = True, 0
 
-    def messages(self, rows: Tensor, epsilon: float, codec: Codec | None) -> list[tuple[int, Tensor]]:
+    def messages(self, rows: Tensor, cache: MessageCache, codec: Codec | None) -> list[tuple[int, Tensor]]:
         """Returns what to send to each peer, uint8: which of its rows are active, a bit each, and these.
 
         Args:
             rows: as they are now, ``[rows out, F]``.
-            epsilon: see :class:`MessageCache`.
+            cache: says which are active.
             codec: shortens what is sent; None for rows as they are.
 
         Raises:
@@ -186,7 +214,7 @@ class _Channel:
         change, size = (torch.linalg.vector_norm(each, torch.inf, 1) for each in (difference, self.sent))
         if not bool(torch.isfinite(change).all()):
             raise NotFiniteError
-        active = torch.ones_like(change, dtype=torch.bool) if self.fresh else change > epsilon * size
+        active = torch.ones_like(change, dtype=torch.bool) if self.fresh else cache.active(change, size)
         ids = active.nonzero().view(-1)
         self.num_active = len(ids)
         codec = _used(codec, rows, self.fresh)

@@ -110,8 +110,7 @@ class VertexCutScheme(Scheme):
         make_exchange: Any = HaloExchange
         if self.cache is not None:
             self._threshold = None if isinstance(self.cache, float) else replace(self.cache)
-            epsilon = self.cache if isinstance(self.cache, float) else self.cache.epsilon
-            self._messages = MessageCache(epsilon)
+            self._messages = self._make_cache()
             make_exchange = self._messages.exchange
 
         def sparse(entries: Triples) -> SparseMatrix:
@@ -128,6 +127,10 @@ class VertexCutScheme(Scheme):
             4 if self.keep_constant else 0,
         )
         return Binding(module, context)
+
+    def _make_cache(self) -> MessageCache:
+        assert self.cache is not None
+        return MessageCache(self.cache if isinstance(self.cache, float) else self.cache.epsilon)
 
     @override
     def callbacks(self, world: World) -> Sequence[pl.Callback]:
