@@ -77,7 +77,9 @@ def test_there_and_back(rows, name, stochastic):
     data = encoded(codec, rows)
     back = decoded(codec, data, rows)
     assert torch.equal(back.nan_to_num(), decoded(codec, data, rows).nan_to_num())
-    assert torch.equal(there_and_back(codec, back).nan_to_num(), back.nan_to_num()), "what was decoded is encoded without loss"
+    assert torch.equal(there_and_back(codec, back).nan_to_num(), back.nan_to_num()), (
+        "what was decoded is encoded without loss"
+    )
     if rows.numel() == 0:
         return
     exact, error = rows.double(), (back.double() - rows.double()).abs()
@@ -466,7 +468,10 @@ def test_without_a_codec_nothing_is_in_between(ranks):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"codec": "int3"}, r"codec must be one of 'int8', 'int4', 'int2', 'bfp8', 'bfp4', 'bf16' or None \(got 'int3'\)"),
+        (
+            {"codec": "int3"},
+            r"codec must be one of 'int8', 'int4', 'int2', 'bfp8', 'bfp4', 'bf16' or None \(got 'int3'\)",
+        ),
         ({"stochastic_rounding": True}, 'there is none: add codec="int8"'),
         ({"codec": "int8", "plan": "swap"}, "plan='swap'.* Use plan='p2p' or 'spst'"),
     ],
