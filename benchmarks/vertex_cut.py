@@ -8,8 +8,8 @@ Epoch time on two emulated hosts of two ranks, by netlab (root only), a host's l
 
     python benchmarks/vertex_cut.py --netlab NETLAB.py --epochs 20 [--cells baseline largest dgcl] [--json FILE]
 
-A GCN of 2 layers and 64 hidden columns, Adam at 0.01, splits of 60/20/20 by seed. Rows and bytes are means over the epochs but for
-the first, in which what layers keep travels too, and the last, which is exact.
+A GCN of 2 layers and 64 hidden columns, Adam at 0.01, splits of 60/20/20 by seed. Rows and bytes are means over the epochs but
+for the first, in which what layers keep travels too, and the last, which is exact.
 """
 
 from __future__ import annotations

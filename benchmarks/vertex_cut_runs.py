@@ -21,7 +21,7 @@ from typing_extensions import override
 
 from lightning_gnn import DGCLStrategy, GraphDataModule, NodeClassifier, VertexCutStrategy
 from lightning_gnn.callbacks.cache import AdaptiveThreshold
-from lightning_gnn.comm.cache import MessageCache, Sent
+from lightning_gnn.comm.cache import MessageCache
 from lightning_gnn.comm.codec import make_codec
 from lightning_gnn.comm.in_process import InProcessWorld, Meeting
 from lightning_gnn.comm.traffic import Meter, Traffic
@@ -164,9 +164,14 @@ def train_in_process(graph: str, root: str, options: dict[str, Any], seed: int, 
     strategy = strategy_of(options, False)
     data = GraphDataModule("vertex_cut_runs.load_graph", {"name": graph, "root": root}, split=SPLIT, seed=seed)
     cut = read_cut(data.partition_for(strategy.scheme.layout(4, 2)))
-    shards, meeting, logged = [cut.shard(rank) for rank in range(4)], Meeting(4), []
+    shards, meeting = [cut.shard(rank) for rank in range(4)], Meeting(4)
+    # By epoch and rank. Ranks share memory here, so that only what they would exchange anyway goes through the meeting.
+    logged: list[list[dict[str, Any]]] = [[{} for _ in range(4)] for _ in range(epochs + 1)]
 
-    def on_rank(rank: int) -> float:
+    def total(epoch: int, name: Any) -> float:
+        return sum(each.get(name, 0) for each in logged[epoch])
+
+    def on_rank(rank: int) -> None:
         world, meter, scheme, shard = InProcessWorld(rank, meeting), Meter(), copy.copy(strategy.scheme), shards[rank]
         codec = make_codec(strategy.codec, strategy.stochastic_rounding, rank)
         if codec is not None:
@@ -176,15 +181,10 @@ def train_in_process(graph: str, root: str, options: dict[str, Any], seed: int, 
         cache, threshold = scheme._messages, scheme._threshold
         optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
         mask, test = (batch[name] & (batch.y >= 0) for name in ("train_mask", "test_mask"))
-        accuracy = 0.0
-
-        def shares(*own: float) -> list[float]:
-            return world.all_reduce_(torch.tensor(own, dtype=torch.float64), "figures").tolist()
-
         with graph_in_use(context, this_thread_only=True):
             for epoch in range(epochs):
                 if threshold is not None and epoch:
-                    threshold.update(accuracy)
+                    threshold.update(total(epoch - 1, "right") / total(epoch - 1, "of"))
                     cache.epsilon = threshold.epsilon
                 context.begin_step()
                 with world.wire.coding(epoch + 1 < epochs):
@@ -192,40 +192,38 @@ def train_in_process(graph: str, root: str, options: dict[str, Any], seed: int, 
                     loss = F.cross_entropy(out, batch.y[mask], reduction="sum") / sum(shard.mask_counts["train_mask"])
                     optimizer.zero_grad()
                     loss.backward()
+                traffic = sum(meter.take().values(), Traffic())
+                mine = logged[epoch][rank]
+                mine |= {"right": int((out.argmax(1) == batch.y[mask]).sum()), "of": len(out), "loss": float(loss)}
+                mine |= {"rows": traffic.rows, "bytes": traffic.bytes_sent}
+                if cache is not None:
+                    mine["epsilon"] = cache.epsilon / 4
+                    for key, sent in cache.take().items():
+                        mine[key, "sent"], mine[key, "of"] = sent.rows, sent.of
                 grads = [parameter.grad for parameter in model.parameters()]
                 flat = world.all_reduce_(torch.cat([grad.view(-1) for grad in grads]), "gradients")
                 for grad, part in zip(grads, flat.split([grad.numel() for grad in grads])):
                     grad.copy_(part.view_as(grad))
                 optimizer.step()
-                traffic, sent = Traffic(), {} if cache is None else cache.take()
-                traffic = sum(meter.take().values(), traffic)
-                right, count, rows, sent_bytes, total_loss = shares(
-                    float((out.argmax(1) == batch.y[mask]).sum()),
-                    len(out),
-                    traffic.rows,
-                    traffic.bytes_sent,
-                    float(loss),
-                )
-                accuracy = right / count
-                figures = {"comm/halo_rows": rows, "comm/bytes_sent": sent_bytes, "train_acc": accuracy}
-                figures |= {"train_loss": total_loss, "cache/epsilon": 0.0 if cache is None else cache.epsilon}
-                for key in sorted({key for each in world.all_gather_object(list(sent)) for key in each}):
-                    one = sent.get(key, Sent())
-                    total = shares(one.rows, one.of)
-                    figures["comm/sent_fraction/" + "/".join(key)] = total[0] / max(total[1], 1)
-                if rank == 0:
-                    logged.append(figures)
             with torch.no_grad():
                 context.begin_step()
                 out = model(batch.x, batch.edge_index)[test]
-                right, count = shares(float((out.argmax(1) == batch.y[test]).sum()), len(out))
-        return right / count
+                logged[epochs][rank] = {"right": int((out.argmax(1) == batch.y[test]).sum()), "of": len(out)}
 
-    found = meeting.run(on_rank)
-    for error in found:
+    for error in meeting.run(on_rank):
         if isinstance(error, BaseException):
             raise error
-    return {"report": cut.report, "epochs": logged, "test_acc": found[0]}
+    figures = []
+    for epoch in range(epochs):
+        each = {"comm/halo_rows": total(epoch, "rows"), "comm/bytes_sent": total(epoch, "bytes")}
+        each |= {"train_loss": total(epoch, "loss"), "train_acc": total(epoch, "right") / total(epoch, "of")}
+        each["cache/epsilon"] = total(epoch, "epsilon")
+        for key in {name[0] for rank in logged[epoch] for name in rank if isinstance(name, tuple)}:
+            each["comm/sent_fraction/" + "/".join(key)] = total(epoch, (key, "sent")) / max(
+                1, total(epoch, (key, "of"))
+            )
+        figures.append(each)
+    return {"report": cut.report, "epochs": figures, "test_acc": total(epochs, "right") / total(epochs, "of")}
 
 
 def summary(found: dict[str, Any]) -> dict[str, Any]:
