@@ -98,7 +98,7 @@ CELLS: dict[str, dict[str, Any]] = {
     "largest": {"cache": "largest", "codec": "bfp4"},
     "stale": {"stale": (4, float("inf"))},
 }
-"""Arguments of the strategy: CDFGNN's ablation, equation 6 as printed, the default of ``vertex_cut_cached``, SANCUS-like."""
+"""Arguments of the strategy: CDFGNN's ablation, equation 6 as printed, the largest changes, SANCUS-like."""
 
 
 def strategy_of(options: dict[str, Any], cluster: bool) -> GNNStrategy:

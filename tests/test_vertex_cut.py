@@ -137,7 +137,7 @@ def test_as_published(ranks, shared_memory):
 
 
 def largest_changes(rank: int, world_size: int) -> Any:
-    cached, _ = fit(world_size, CachedVertexCutStrategy(timeout=60, self_check=False), 12)
+    cached, _ = fit(world_size, CachedVertexCutStrategy("largest", "bfp4", timeout=60, self_check=False), 12)
     exact, _ = fit(world_size, VertexCutStrategy(timeout=60, self_check=False), 12)
     return cached.epochs, exact.epochs
 
