@@ -3,7 +3,7 @@
 Importing this package registers the strategies: ``Trainer(strategy="dgcl")``.
 """
 
-from lightning_gnn.callbacks.cache import AdaptiveThreshold
+from lightning_gnn.callbacks.cache import AdaptiveThreshold, LargestChanges
 from lightning_gnn.datamodules import GraphDataModule, planted_partition
 from lightning_gnn.modules import NodeClassifier
 from lightning_gnn.nn import (
@@ -37,6 +37,7 @@ __all__ = [
     "DGCLStrategy",
     "GNNStrategy",
     "GraphDataModule",
+    "LargestChanges",
     "NodeClassifier",
     "SpMM1DStrategy",
     "SpMM2DStrategy",

@@ -11,8 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from lightning_gnn.callbacks.cache import AdaptiveThreshold
-from lightning_gnn.comm.cache import MessageCache, NotFiniteError, _bits, _flags
+from lightning_gnn.callbacks.cache import AdaptiveThreshold, LargestChanges
+from lightning_gnn.comm.cache import LargestChangesCache, MessageCache, NotFiniteError, _bits, _flags
 from lightning_gnn.comm.codec import make_codec
 from lightning_gnn.comm.group import CommunicationError
 from lightning_gnn.comm.in_process import InProcessWorld, Meeting
@@ -22,7 +22,7 @@ from lightning_gnn.partition.shard import halo_plan
 NODES, WIDTH = 12, 6
 
 
-def on_ranks(size: int, seed: int, work: Any) -> list[Any]:
+def on_ranks(size: int, seed: int, work: Any, make: Any = lambda: MessageCache(0.0)) -> list[Any]:
     """Runs ``work(exchange, own rows, halo rows, cache)`` on ranks that read rows of each other at random."""
     draw = np.random.default_rng(seed)
     offsets = np.sort(np.concatenate([[0, NODES], draw.integers(0, NODES + 1, size - 1)]))
@@ -33,7 +33,7 @@ def on_ranks(size: int, seed: int, work: Any) -> list[Any]:
     meeting = Meeting(size)
 
     def one(rank: int) -> Any:
-        cache = MessageCache(0.0)
+        cache = make()
         exchange = cache.exchange(halo_plan(rank, offsets, halos), InProcessWorld(rank, meeting), Meter())
         return work(exchange, slice(*offsets[rank : rank + 2]), halos[rank], cache)
 
@@ -112,6 +112,51 @@ def test_rows_are_off_by_no_more_than_the_threshold(seed, epsilon):
     for sent in on_ranks(3, seed, work):
         for each in sent.values():
             assert 0 <= each.rows <= each.of
+
+
+@pytest.mark.parametrize("codec", [None, "bfp4", "int8"])
+@settings(max_examples=15, deadline=None)
+@given(size=st.integers(2, 4), seed=st.integers(0, 2**20), share=st.sampled_from([0.2, 0.5, 1.0]))
+def test_both_ends_guess_alike(codec, size, seed, share):
+    """Whatever was sent and guessed, ends agree, and no more than the share is sent; a share of 1 is exact."""
+
+    def work(exchange: Any, own: slice, halo: np.ndarray, cache: Any) -> Any:
+        coder = make_codec(codec)
+        if coder is not None:
+            exchange.world.use_codec(coder)
+        g = torch.Generator().manual_seed(seed)
+        for step in range(8):
+            x = torch.randn(NODES, WIDTH, generator=g) * 10.0 ** float(torch.randn((), generator=g))
+            exchange.begin_step()
+            found, _ = pair(exchange, x[own].contiguous())
+            for sent in cache.take().values():
+                assert step == 0 or sent.rows <= share * sent.of + size  # a row that several ranks read counts for each
+        if codec is None and share == 1:
+            torch.testing.assert_close(found, x[halo], rtol=0, atol=0)
+        return exchange
+
+    agree(on_ranks(size, seed, work, lambda: LargestChangesCache(share)))
+
+
+def test_a_common_change_needs_no_rows():
+    """Columns that all rows change alike, by a factor and a shift, arrive by the guess."""
+
+    def work(exchange: Any, own: slice, halo: np.ndarray, cache: Any) -> Any:
+        x = torch.randn(NODES, WIDTH, generator=torch.Generator().manual_seed(1)).double()
+        found, moved = x[halo], x
+        for step in range(3):
+            exchange.begin_step()
+            moved = x * (1 + step * torch.arange(WIDTH)) - step
+            found, _ = pair(exchange, moved[own].contiguous())
+        torch.testing.assert_close(found, moved[halo])
+
+    on_ranks(3, 4, work, lambda: LargestChangesCache(1e-9))
+
+
+def test_shares_out_of_range():
+    for share in (0, 1.5):
+        with pytest.raises(ValueError, match="share"):
+            LargestChanges(share)
 
 
 def test_layers_and_repeated_messages_are_told_apart():

@@ -101,7 +101,9 @@ def fit(world_size: int, strategy: Any, epochs: int, checkpoint: Any = None, mod
 
 def cached_and_exact(rank: int, world_size: int, shared_memory: bool) -> Any:
     options: dict[str, Any] = {"timeout": 60, "shared_memory": shared_memory}
-    cached, _ = fit(world_size, CachedVertexCutStrategy(cache=AdaptiveThreshold(epsilon=0.1), **options), 12)
+    cached, _ = fit(
+        world_size, CachedVertexCutStrategy(cache=AdaptiveThreshold(epsilon=0.1), codec="int8", **options), 12
+    )
     exact, _ = fit(world_size, VertexCutStrategy(timeout=60), 12)
     module = NodeClassifier(build("gcn"), num_classes=CLASSES).double()
     module.load_state_dict(cached.before)
@@ -134,9 +136,25 @@ def test_as_published(ranks, shared_memory):
     assert len({each["cache/epsilon"] for each in cached}) > 1
 
 
+def largest_changes(rank: int, world_size: int) -> Any:
+    cached, _ = fit(world_size, CachedVertexCutStrategy("largest", "bfp4", timeout=60, self_check=False), 12)
+    exact, _ = fit(world_size, VertexCutStrategy(timeout=60, self_check=False), 12)
+    return cached.epochs, exact.epochs
+
+
+def test_largest_changes_send_their_share(ranks):
+    cached, exact = ranks.run(3, largest_changes)[0]
+    for key in ("comm/sent_fraction/model.convs.1/forward", "comm/sent_fraction/model.convs.1/backward"):
+        fractions = [each[key] for each in cached]
+        assert fractions[0] == fractions[-1] == 1 and all(0 < share < 0.4 for share in fractions[1:-1])
+    assert "cache/epsilon" not in cached[0]
+    assert cached[0]["train_loss"] == pytest.approx(exact[0]["train_loss"], rel=1e-12)
+    assert [each["train_loss"] for each in cached] == pytest.approx([each["train_loss"] for each in exact], rel=0.1)
+
+
 def resumed(rank: int, world_size: int, folder: str) -> Any:
     def strategy() -> CachedVertexCutStrategy:
-        return CachedVertexCutStrategy(timeout=60, self_check=False, codec=None)
+        return CachedVertexCutStrategy(cache="adaptive", timeout=60, self_check=False, codec=None)
 
     watch, trainer = fit(world_size, strategy(), 6)
     trainer.save_checkpoint(f"{folder}/six.ckpt")
@@ -159,7 +177,7 @@ class NoAccuracy(NodeClassifier):
 
 
 def without_accuracy(rank: int, world_size: int) -> str:
-    trainer = quiet_trainer(CachedVertexCutStrategy(timeout=60, self_check=False), world_size)
+    trainer = quiet_trainer(CachedVertexCutStrategy("adaptive", timeout=60, self_check=False), world_size)
     with pytest.raises(ValueError, match="monitor=") as caught:
         trainer.fit(NoAccuracy(build("gcn"), num_classes=CLASSES).double(), datamodule=GraphDataModule(awkward_graph()))
     return str(caught.value)

@@ -13,6 +13,26 @@ from lightning_gnn.comm.cache import MessageCache, Sent
 from lightning_gnn.comm.group import World
 
 
+@dataclass(frozen=True)
+class LargestChanges:
+    """A cache that sends a fixed share of each message, ours: see :class:`~lightning_gnn.comm.cache.LargestChangesCache`.
+
+    What a layer sends is then known beforehand, and no accuracy is needed.
+
+    Args:
+        share: of a message's rows, above 0, at most 1.
+
+    Raises:
+        ValueError: a share out of range.
+    """
+
+    share: float = 0.3
+
+    def __post_init__(self) -> None:
+        if not 0 < self.share <= 1:
+            raise ValueError(f"share of the rows that are sent is above 0 and at most 1 (got {self.share}).")
+
+
 @dataclass
 class AdaptiveThreshold:
     """The threshold epsilon of the adaptive cache, changed once an epoch (CDFGNN section 4.1, equations 6 and 7).
@@ -73,8 +93,8 @@ class AdaptiveThreshold:
 class CacheSchedule(pl.Callback):
     """Moves the threshold of a cache, and logs what it lets through.
 
-    Logged after each epoch: ``cache/epsilon``, the threshold; ``comm/sent_fraction/LAYER/DIRECTION``, rows that were sent of
-    those that an exact run sends, over all ranks.
+    Logged after each epoch: ``cache/epsilon``, the threshold, if there is one; ``comm/sent_fraction/LAYER/DIRECTION``, rows that
+    were sent of those that an exact run sends, over all ranks.
 
     Args:
         cache: of this rank.
@@ -118,7 +138,7 @@ class CacheSchedule(pl.Callback):
                 kept = total.setdefault(key, Sent())
                 kept.rows, kept.of = kept.rows + value.rows, kept.of + value.of
         self._known = [*total]
-        values = {"cache/epsilon": self._cache.epsilon}
+        values = {} if self._cache.guesses else {"cache/epsilon": self._cache.epsilon}
         for (layer, direction), kept in sorted(total.items()):
             values[f"comm/sent_fraction/{layer}/{direction}"] = (
                 kept.rows / kept.of if kept.of else 1.0

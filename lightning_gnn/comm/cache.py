@@ -1,7 +1,8 @@
 """Messages that carry only the rows that have changed enough since they were last sent.
 
 Source: CDFGNN section 4.1, Algorithm 2. Each end of a message keeps the rows as the receiver knows them. A row is *active*, and
-is sent, when it differs from that by more than a share of its size. Both ends then move by the same numbers, the decoded ones
+is sent, when it differs from that by more than a share of its size, or (ours) is among
+those that differ most. Both ends then move by the same numbers, the decoded ones
 where a codec shortens them (section 5), so that they agree about what was sent, whatever it was.
 
 The paper caches one partial aggregate Z per replica. Here both messages of a layer are cached: rows that masters copy to
@@ -10,6 +11,7 @@ mirrors (S), and partial sums that mirrors send home (R); likewise their gradien
 
 from __future__ import annotations
 
+import math
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -52,11 +54,23 @@ class MessageCache:
     Attributes:
         step: number of the step: its messages of a layer are those of the others, in the same order.
         sent: by (layer, direction), since :meth:`take`.
+        guesses: both ends move the rows that they know by what a message says of all of them.
     """
+
+    guesses = False
 
     def __init__(self, epsilon: float) -> None:
         self.epsilon, self.step = epsilon, 0
         self.sent: dict[tuple[str, str], Sent] = {}
+
+    def active(self, change: Tensor, size: Tensor) -> Tensor:
+        """Returns which rows of a message to send, booleans ``[n]``; only their sender asks.
+
+        Args:
+            change: the largest change of an entry of each row since it was last sent, ``[n]``.
+            size: the largest entry of each as it was sent, ``[n]``.
+        """
+        return change > self.epsilon * size
 
     def record(self, layer: str, direction: str, rows: int, of: int) -> None:
         """Adds to what is known of a layer's messages."""
@@ -71,6 +85,32 @@ class MessageCache:
     def exchange(self, plan: HaloPlan, world: World, meter: Meter) -> CachedExchange:
         """Returns an exchange whose messages are cached."""
         return CachedExchange(plan, world, meter, self)
+
+
+class LargestChangesCache(MessageCache):
+    """Sends a fixed share of each message: the rows that are furthest from what their receivers would guess.
+
+    The guess, which both ends make: each column of the rows as they were last sent, times a factor and plus a shift that go with
+    the message. It takes up what all rows have in common from one epoch to the next, as weights move; without it, rows that wait
+    for their turn can make training unstable.
+
+    Args:
+        share: of a message's rows, at most.
+    """
+
+    guesses = True
+
+    def __init__(self, share: float) -> None:
+        super().__init__(0.0)
+        self.share = share
+
+    @override
+    def active(self, change: Tensor, size: Tensor) -> Tensor:
+        count = math.ceil(self.share * len(change))
+        if not count:
+            return torch.zeros_like(change, dtype=torch.bool)
+        least = change.kthvalue(len(change) - count + 1).values
+        return (change >= least) & (change > 0)
 
 
 class CachedExchange(HaloExchange):
@@ -109,7 +149,7 @@ class CachedExchange(HaloExchange):
         codec = self.world.wire.codec
         channel = self._channel(out, into, out_counts, into_counts, layer, direction)
         try:
-            messages = channel.messages(out.view(channel.sent.shape), self._cache.epsilon, codec)
+            messages = channel.messages(out.view(channel.sent.shape), self._cache, codec)
         except NotFiniteError as error:
             raise NotFiniteError(
                 f"What layer '{layer}' sends ({direction}) holds nan or infinity on rank {self.world.rank}. Look for a learning "
@@ -131,7 +171,7 @@ class CachedExchange(HaloExchange):
             except PeerError as error:
                 raise self._failed(error, layer, direction) from error
             for peer, data in arrived.items():
-                channel.receive(peer, data, codec)
+                channel.receive(peer, data, self._cache, codec)
             into.copy_(channel.held.view(into.shape))
             channel.fresh = False
             traffic.seconds += time.perf_counter() - began
@@ -171,22 +211,26 @@ class _Channel:
         self._starts = torch.tensor([0, *into_counts]).cumsum(0).tolist()
         self.fresh, self.num_active = True, 0
 
-    def messages(self, rows: Tensor, epsilon: float, codec: Codec | None) -> list[tuple[int, Tensor]]:
-        """Returns what to send to each peer, uint8: which of its rows are active, a bit each, and these.
+    def messages(self, rows: Tensor, cache: MessageCache, codec: Codec | None) -> list[tuple[int, Tensor]]:
+        """Returns what to send to each peer, uint8: the guess, if any, which of its rows are active, a bit each, and these.
 
         Args:
             rows: as they are now, ``[rows out, F]``.
-            epsilon: see :class:`MessageCache`.
+            cache: says which are active.
             codec: shortens what is sent; None for rows as they are.
 
         Raises:
             NotFiniteError: a row is not finite.
         """
+        guess = rows.new_empty(0)
+        if cache.guesses and not self.fresh:
+            guess = _fit(self.sent, rows)
+            _move(self.sent, guess)
         difference = rows - self.sent
         change, size = (torch.linalg.vector_norm(each, torch.inf, 1) for each in (difference, self.sent))
         if not bool(torch.isfinite(change).all()):
             raise NotFiniteError
-        active = torch.ones_like(change, dtype=torch.bool) if self.fresh else change > epsilon * size
+        active = torch.ones_like(change, dtype=torch.bool) if self.fresh else cache.active(change, size)
         ids = active.nonzero().view(-1)
         self.num_active = len(ids)
         codec = _used(codec, rows, self.fresh)
@@ -204,14 +248,18 @@ class _Channel:
         which = active.split(self._out_counts)
         parts = data.split([int(each.sum()) for each in which])
         return [
-            (peer, torch.cat([_bits(flags), part.reshape(-1)]))
+            (peer, torch.cat([guess.view(torch.uint8), _bits(flags), part.reshape(-1)]))
             for peer, (flags, part) in enumerate(zip(which, parts))
             if len(flags)
         ]
 
-    def receive(self, peer: int, data: Tensor, codec: Codec | None) -> None:
+    def receive(self, peer: int, data: Tensor, cache: MessageCache, codec: Codec | None) -> None:
         """Brings the rows that `peer` sends up to date with its message."""
         count, first = self._into_counts[peer], self._starts[peer]
+        if cache.guesses and not self.fresh:
+            num_bytes = 2 * self.held.size(1) * self.held.element_size()
+            _move(self.held[first : first + count], data[:num_bytes].clone().view(self.held.dtype))
+            data = data[num_bytes:]
         num_bytes = -(-count // _FLAGS) * _FLAGS // 8
         ids = _flags(data[:num_bytes], count).nonzero().view(-1) + first
         codec, payload = _used(codec, self.held, self.fresh), data[num_bytes:]
@@ -225,6 +273,24 @@ class _Channel:
         else:
             codec.decode(payload, decoded)
             self.held[ids] += decoded
+
+
+def _fit(old: Tensor, new: Tensor) -> Tensor:
+    """Returns by column the factor and the shift that bring `old` closest to `new`, ``[2 F]``."""
+    before, now = old.double(), new.double()
+    mean, off = before.mean(0), before - before.mean(0)
+    spread = off.square().sum(0)
+    factor = torch.where(spread > 0, (off * now).sum(0) / spread, 1.0)
+    guess = torch.cat([factor, now.mean(0) - factor * mean]).to(old.dtype)
+    if bool(guess.isfinite().all()):
+        return guess
+    return torch.cat([torch.ones_like(guess[: len(factor)]), torch.zeros_like(guess[: len(factor)])])
+
+
+def _move(rows: Tensor, guess: Tensor) -> None:
+    """Moves rows as :func:`_fit` says, in two roundings, which are alike on all machines, as those of a product are not."""
+    factor, shift = guess.view(2, -1)
+    rows.mul_(factor).add_(shift)
 
 
 def _used(codec: Codec | None, rows: Tensor, fresh: bool) -> Codec | None:

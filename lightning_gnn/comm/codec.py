@@ -18,9 +18,12 @@ from typing_extensions import override
 
 from lightning_gnn.kernels.codes import Noise, dequantise, packed_bytes, quantise, shorten
 
-CodecName = Literal["int8", "int4", "int2", "bf16"]
+CodecName = Literal["int8", "int4", "int2", "bfp8", "bfp4", "bf16"]
 
 _BITS = {"int8": 8, "int4": 4, "int2": 2}
+_BLOCK_BITS = {"bfp8": 8, "bfp4": 4}
+_MIDDLE, _STRANGE = 127, 255
+"""A block's exponent as a byte: what is added to it, and the byte of rows that have none."""
 
 
 class Codec(ABC):
@@ -112,6 +115,69 @@ class Quantiser(Codec):
             dequantise(ends, data[:, first:], self._bits, out)
 
 
+class BlockFloats(Codec):
+    """Block floating point: a row as whole numbers of 8 or 4 bits, with sign, times a power of two that takes one byte.
+
+    For narrow rows, beside whose few bits two ends would weigh most, and for differences, which lie around 0. An entry is off by
+    at most 1/128 (8 bits) or 1/8 (4) of the row's largest, half of that on one side of a power of two. Rows with an entry that
+    is not finite, or of 2^120 and more, come back as NaN; less than 2^-120 as 0.
+    """
+
+    def __init__(self, name: str, stochastic: bool, seed: int) -> None:
+        super().__init__(name, stochastic, seed)
+        self._bits = _BLOCK_BITS[name]
+        self._most = 2 ** (self._bits - 1) - 1
+
+    @override
+    def row_bytes(self, width: int, dtype: torch.dtype) -> int:
+        return 1 + packed_bytes(width, self._bits)
+
+    @override
+    def encode(self, rows: Tensor, out: Tensor) -> None:
+        if rows.numel() == 0:
+            out.zero_()
+            return
+        values = rows.detach().to(torch.promote_types(rows.dtype, torch.float32))
+        largest = values.abs().amax(1, keepdim=True)
+        fraction, exponent = torch.frexp(largest)
+        # So that the largest is rounded to no more than fits.
+        exponent = exponent - (self._bits - 1) + (fraction * (self._most + 1) >= self._most + 0.5).int()
+        strange = ~(largest < 2.0**120)
+        exponent = exponent.masked_fill(strange, _STRANGE - _MIDDLE).clamp(min=1 - _MIDDLE)
+        places = torch.ldexp(values.masked_fill(strange, 0), -exponent.clamp(max=119))
+        if self.stochastic:
+            codes = (places + self._draws(places)).floor()
+        else:
+            codes = places.round()
+        codes.clamp_(-self._most, self._most)
+        self._count_off(values, torch.ldexp(codes, exponent.clamp(max=119)), strange)
+        out[:, :1] = exponent + _MIDDLE
+        per_byte, num_bytes = 8 // self._bits, out.size(1) - 1
+        padded = torch.zeros(len(rows), num_bytes * per_byte, dtype=torch.uint8, device=rows.device)
+        padded[:, : rows.size(1)] = codes + self._most
+        parts = padded.view(len(rows), per_byte, num_bytes)
+        out[:, 1:] = parts[:, 0] if per_byte == 1 else parts[:, 0] | parts[:, 1] << 4
+
+    def _draws(self, places: Tensor) -> Tensor:
+        noise = self._noise(places.device)
+        generator = torch.Generator().manual_seed(noise) if isinstance(noise, int) else noise
+        return torch.rand(places.shape, generator=generator, dtype=places.dtype, device=places.device)
+
+    def _count_off(self, values: Tensor, decoded: Tensor, strange: Tensor) -> None:
+        values = values.masked_fill(strange, float("nan")).double()
+        self._count(torch.stack([(decoded - values).square().sum(), values.square().sum()]))
+
+    @override
+    def decode(self, data: Tensor, out: Tensor) -> None:
+        if out.numel() == 0:
+            return
+        exponent, packed = data[:, :1].int() - _MIDDLE, data[:, 1:]
+        codes = packed if self._bits == 8 else torch.cat([packed & 15, packed >> 4], 1)
+        wide = (codes[:, : out.size(1)].int() - self._most).to(torch.promote_types(out.dtype, torch.float32))
+        wide = torch.ldexp(wide, exponent.clamp(max=119))
+        out.copy_(wide.masked_fill_(data[:, :1] == _STRANGE, float("nan")))
+
+
 class ShortFloats(Codec):
     """bfloat16: eight bits of digits and float32's range; what is not finite, or beyond that range, stays infinite or NaN."""
 
@@ -133,7 +199,8 @@ def make_codec(name: CodecName | None, stochastic: bool = False, seed: int = 0) 
     """Returns the codec of that name; None for None, which is exact.
 
     Args:
-        name: ``"int8"``, ``"int4"`` and ``"int2"`` quantise between a row's least and largest entry, ``"bf16"`` shortens numbers.
+        name: ``"int8"``, ``"int4"`` and ``"int2"`` quantise between a row's least and largest entry, ``"bfp8"`` and ``"bfp4"``
+            around 0, ``"bf16"`` shortens numbers.
         stochastic: see :class:`Codec`.
         seed: of the rounding; ranks should have different ones.
 
@@ -146,4 +213,5 @@ def make_codec(name: CodecName | None, stochastic: bool = False, seed: int = 0) 
         return None
     if name not in get_args(CodecName):
         raise ValueError(f"codec must be one of {', '.join(map(repr, get_args(CodecName)))} or None (got {name!r}).")
-    return (Quantiser if name in _BITS else ShortFloats)(name, stochastic, seed)
+    kind = Quantiser if name in _BITS else BlockFloats if name in _BLOCK_BITS else ShortFloats
+    return kind(name, stochastic, seed)

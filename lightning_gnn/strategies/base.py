@@ -127,7 +127,8 @@ class GNNStrategy(ParallelStrategy):
         keep_memory: let CPU ranks keep what a step frees for the next one instead of giving it back to the system: faster
             steps, somewhat more memory.
         codec: send rows in fewer bytes in training steps, approximately: as ``"int8"``, ``"int4"`` or ``"int2"`` between a row's
-            least and largest entry, or as ``"bf16"``; exactly in the last epoch. None sends them as they are. Set it where the
+            least and largest entry, as ``"bfp8"`` or ``"bfp4"`` around 0, or as ``"bf16"``;
+            exactly in the last epoch. None sends them as they are. Set it where the
             network is what you wait for (docs/codecs.md).
         stochastic_rounding: let the codec round up or down at random, so that its errors are 0 in the mean.
     """

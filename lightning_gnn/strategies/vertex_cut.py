@@ -15,8 +15,9 @@ import numpy as np
 import torch
 from typing_extensions import override
 
-from lightning_gnn.callbacks.cache import AdaptiveThreshold, CacheSchedule
-from lightning_gnn.comm.cache import MessageCache
+from lightning_gnn.callbacks.cache import AdaptiveThreshold, CacheSchedule, LargestChanges
+from lightning_gnn.comm.cache import LargestChangesCache, MessageCache
+from lightning_gnn.comm.codec import CodecName
 from lightning_gnn.comm.exchange import HaloExchange
 from lightning_gnn.comm.group import World
 from lightning_gnn.comm.matrix import SparseMatrix, Triples
@@ -68,7 +69,7 @@ class VertexCutScheme(Scheme):
         partition: EdgeMethod,
         hosts: int | None,
         host_weight: float,
-        cache: AdaptiveThreshold | float | None,
+        cache: AdaptiveThreshold | LargestChanges | float | None,
         monitor: str,
         keep_constant: bool,
     ) -> None:
@@ -107,9 +108,8 @@ class VertexCutScheme(Scheme):
         holders = EdgeHolders(target, source, shard.holders.numpy().astype(np.int64), world.rank, int(offsets[-1]))
         make_exchange: Any = HaloExchange
         if self.cache is not None:
-            self._threshold = None if isinstance(self.cache, float) else replace(self.cache)
-            epsilon = self.cache if isinstance(self.cache, float) else self.cache.epsilon
-            self._messages = MessageCache(epsilon)
+            self._threshold = replace(self.cache) if isinstance(self.cache, AdaptiveThreshold) else None
+            self._messages = self._make_cache()
             make_exchange = self._messages.exchange
 
         def sparse(entries: Triples) -> SparseMatrix:
@@ -126,6 +126,13 @@ class VertexCutScheme(Scheme):
             4 if self.keep_constant else 0,
         )
         return Binding(module, context)
+
+    def _make_cache(self) -> MessageCache:
+        """Returns what this rank's messages have in common."""
+        assert self.cache is not None
+        if isinstance(self.cache, LargestChanges):
+            return LargestChangesCache(self.cache.share)
+        return MessageCache(self.cache if isinstance(self.cache, float) else self.cache.epsilon)
 
     @override
     def callbacks(self, world: World) -> Sequence[pl.Callback]:
@@ -160,8 +167,9 @@ class VertexCutStrategy(GNNStrategy):
         host_weight: gamma of equation 24: what a replica on another machine costs against one in the same, 0 to 1.
         cache: None sends all rows, exactly. Otherwise a row is sent only when an entry has changed by more than a share of the
             row's size: a number is that share; ``"adaptive"`` one that follows the training accuracy (CDFGNN section 4.1);
-            an :class:`~lightning_gnn.callbacks.cache.AdaptiveThreshold` the same with other numbers. The last epoch,
-            validation, test and predict are exact.
+            an :class:`~lightning_gnn.callbacks.cache.AdaptiveThreshold` the same with other numbers. ``"largest"``, or a
+            :class:`~lightning_gnn.callbacks.cache.LargestChanges`, sends a fixed share: the rows that have changed most. The
+            last epoch, validation, test and predict are exact.
         monitor: the training accuracy that ``"adaptive"`` follows, as the module logs it.
         keep_constant: see :class:`~lightning_gnn.strategies.dgcl.DGCLStrategy`.
         **options: see :class:`~lightning_gnn.strategies.base.GNNStrategy`.
@@ -178,7 +186,7 @@ class VertexCutStrategy(GNNStrategy):
         partition: EdgeMethod = "ebv",
         hosts: int | None = None,
         host_weight: float = 0.1,
-        cache: Literal["adaptive"] | float | AdaptiveThreshold | None = None,
+        cache: Literal["adaptive", "largest"] | float | AdaptiveThreshold | LargestChanges | None = None,
         monitor: str = "train_acc",
         keep_constant: bool = True,
         **options: Any,
@@ -191,8 +199,12 @@ class VertexCutStrategy(GNNStrategy):
             raise ValueError(f"host_weight lies between 0 and 1 (got {host_weight}).")
         if cache == "adaptive":
             cache = AdaptiveThreshold()
+        elif cache == "largest":
+            cache = LargestChanges()
         elif isinstance(cache, str) or (isinstance(cache, (int, float)) and cache < 0):
-            raise ValueError(f"cache must be 'adaptive', a threshold of at least 0, or None (got {cache!r}).")
+            raise ValueError(
+                f"cache must be 'adaptive', 'largest', a threshold of at least 0, or None (got {cache!r})."
+            )
         cache = float(cache) if isinstance(cache, int) else cache
         scheme = VertexCutScheme(partition, hosts, host_weight, cache, monitor, keep_constant)
         super().__init__(scheme, **options)
@@ -200,6 +212,8 @@ class VertexCutStrategy(GNNStrategy):
 
 class CachedVertexCutStrategy(VertexCutStrategy):
     """:class:`VertexCutStrategy` as CDFGNN has it: adaptive cache, 8 bits; ``Trainer(strategy="vertex_cut_cached")``.
+
+    ``cache="largest", codec="bfp4"`` sends far less, but harmed one of four graphs (docs/vertex-cut.md).
 
     Args:
         cache: see :class:`VertexCutStrategy`.
@@ -211,8 +225,8 @@ class CachedVertexCutStrategy(VertexCutStrategy):
 
     def __init__(
         self,
-        cache: Literal["adaptive"] | float | AdaptiveThreshold | None = "adaptive",
-        codec: str | None = "int8",
+        cache: Literal["adaptive", "largest"] | float | AdaptiveThreshold | LargestChanges | None = "adaptive",
+        codec: CodecName | None = "int8",
         **options: Any,
     ) -> None:
         super().__init__(cache=cache, codec=codec, **options)

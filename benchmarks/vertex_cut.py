@@ -1,0 +1,214 @@
+"""CDFGNN's ablation: messages, bytes, epoch time and accuracy of a vertex cut with and without cache and codec.
+
+Rows, bytes and test accuracy, on ranks that are threads of one process; plots like Figures 6 to 8 with ``--plots FOLDER``::
+
+    python benchmarks/vertex_cut.py [--graphs computers github cornell5 power-law] [--seeds 0 1 2] [--json FILE] [--plots FOLDER]
+
+Epoch time on two emulated hosts of two ranks, by netlab (root only), a host's link 2.7 times as slow as one inside::
+
+    python benchmarks/vertex_cut.py --netlab NETLAB.py --epochs 20 [--cells baseline largest dgcl] [--json FILE]
+
+A GCN of 2 layers and 64 hidden columns, Adam at 0.01, splits of 60/20/20 by seed. Rows and bytes are means over the epochs but
+for the first, in which what layers keep travels too, and the last, which is exact.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from statistics import mean
+from typing import Any
+
+from common import SHARED, report, run_row
+from vertex_cut_runs import CELLS, GRAPHS, single, summary, train, train_in_process
+
+WEIGHTS = (0.1, 0.0)
+BESIDE = {"full-batch": 1, "mini-batch": 10}
+"""Runs on a single device, by the parts of ``RandomNodeLoader``."""
+COLUMNS = [
+    "graph",
+    "cell",
+    "gamma",
+    "rows",
+    "% fewer",
+    "MB",
+    "% fewer bytes",
+    "ms/epoch",
+    "test acc",
+    "points",
+    "seeds",
+]
+
+
+def options_of(cell: str, weight: float) -> dict[str, Any]:
+    """Returns the arguments of a cell's strategy."""
+    if cell == "dgcl":
+        return {"dgcl": True}
+    if cell == "ne":
+        return {"partition": "ne"}
+    return {**CELLS[cell], "host_weight": weight}
+
+
+def topology(inner_mbit: float) -> dict[str, Any]:
+    """Returns two hosts of two ranks in netlab's format; all that leaves a host shares its link (CDFGNN Table 2)."""
+    outer = inner_mbit / 2.7
+    via = {"bandwidth_mbit": outer, "via": ["nic0", "-nic1"]}
+    return {
+        "ranks": 4,
+        "hosts": [{"name": f"host{i}", "ranks": [2 * i, 2 * i + 1]} for i in range(2)],
+        "hops": [{"name": f"nic{i}", "bandwidth_mbit": outer} for i in range(2)],
+        "links": [{"a": a, "b": a + 1, "bandwidth_mbit": inner_mbit} for a in (0, 2)]
+        + [{"a": a, "b": b, **via} for a in (0, 1) for b in (2, 3)],
+    }
+
+
+def run(options: argparse.Namespace) -> list[dict[str, Any]]:
+    """Returns what was measured, in this process or, on a cluster, as one of its ranks."""
+    cluster = "NETLAB_TOPO" in os.environ
+    found = []
+    for graph in options.graphs:
+        root = str(Path(options.root) / GRAPHS[graph][0])
+        for seed in options.seeds:
+            for cell in options.cells:
+                for weight in WEIGHTS[:1] if cell in BESIDE or cell in ("dgcl", "ne") else options.weights:
+                    row: dict[str, Any] = {"graph": graph, "cell": cell, "gamma": weight, "seed": seed}
+                    if cell in BESIDE:
+                        row |= single(graph, root, seed, options.epochs, BESIDE[cell])
+                    elif cluster:
+                        ran = train(graph, root, options_of(cell, weight), seed, options.epochs, False, True)
+                        if ran is None:
+                            continue
+                        row |= {**summary(ran), "report": ran["report"]}
+                    else:
+                        ran = train_in_process(graph, root, options_of(cell, weight), seed, options.epochs)
+                        row |= {**summary(ran), "epochs": ran["epochs"]}
+                    row["load"] = os.getloadavg()[0]
+                    found.append(row)
+                    print({name: value for name, value in row.items() if name not in ("epochs", "report")}, flush=True)
+    return found
+
+
+def on_cluster(options: argparse.Namespace, arguments: list[str]) -> list[dict[str, Any]]:
+    """Runs this script as the ranks of an emulated cluster; returns what rank 0 has measured."""
+    with tempfile.TemporaryDirectory() as folder:
+        path, found = Path(folder) / "two_hosts.json", Path(folder) / "rows.json"
+        path.write_text(json.dumps(topology(options.inner_mbit)))
+        own = [sys.executable, __file__, *arguments, "--row", str(found)]
+        environment = {**os.environ, "TORCHELASTIC_RUN_ID": "netlab", "PYTHONWARNINGS": "ignore"}
+        subprocess.run(
+            [sys.executable, options.netlab, "run", str(path), "--timeout", "3000", "--", *own],
+            env=environment,
+            check=True,
+        )
+        return json.loads(found.read_text())
+
+
+def table(found: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Returns a line for each graph, cell and weight: means over seeds, beside the exact run of the same seed."""
+    lines = []
+    for graph, cell, weight in dict.fromkeys((row["graph"], row["cell"], row["gamma"]) for row in found):
+        chosen = [row for row in found if (row["graph"], row["cell"], row["gamma"]) == (graph, cell, weight)]
+        exact = {row["seed"]: row for row in found if row["graph"] == graph and row["cell"] == "baseline"}
+        line: dict[str, Any] = {"graph": graph, "cell": cell, "gamma": weight, "seeds": len(chosen)}
+        line["ms/epoch"] = 1e3 * mean(row["seconds"] for row in chosen) or None
+        if "rows" in chosen[0]:
+            line |= {"rows": mean(row["rows"] for row in chosen), "MB": mean(row["bytes"] for row in chosen) / 1e6}
+        if chosen[0].get("test_acc") is not None:
+            line["test acc"] = mean(row["test_acc"] for row in chosen)
+        if exact and "rows" in line:
+            reference = next(iter(exact.values()))
+            line["% fewer"] = 100 * (1 - line["rows"] / reference["rows"])
+            line["% fewer bytes"] = 100 * (1 - line["MB"] * 1e6 / reference["bytes"])
+        both = [row for row in chosen if row["seed"] in exact and row.get("test_acc") is not None]
+        if both:
+            line["points"] = 100 * mean(row["test_acc"] - exact[row["seed"]]["test_acc"] for row in both)
+        lines.append(line)
+    return lines
+
+
+def plot(found: list[dict[str, Any]], lines: list[dict[str, Any]], folder: Path) -> None:
+    """Writes Figure 7 (shares sent and threshold over epochs) and Figures 6 and 8 (bars) as PNG."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    folder.mkdir(parents=True, exist_ok=True)
+    graphs = list(dict.fromkeys(row["graph"] for row in found))
+    for cell in ("both", "largest"):
+        figure, axes = pyplot.subplots(1, len(graphs), figsize=(4.5 * len(graphs), 3.2), squeeze=False)
+        for graph, axis in zip(graphs, axes[0]):
+            runs = [row["epochs"] for row in found if (row["graph"], row["cell"]) == (graph, cell) and "epochs" in row]
+            if not runs:
+                continue
+            for name in [name for name in runs[0][1] if name.startswith("comm/sent_fraction/")]:
+                axis.plot([each.get(name, 1.0) for each in runs[0]], label=name.removeprefix("comm/sent_fraction/"))
+            axis.set(title=graph, xlabel="epoch", ylabel="share of messages sent", ylim=(0, 1.05))
+            axis.legend(fontsize=7)
+            if cell == "both":
+                threshold = axis.twinx()
+                threshold.plot([each["cache/epsilon"] for each in runs[0]], color="gray", linestyle=":")
+                threshold.set_ylabel("threshold (dotted)")
+        figure.tight_layout()
+        figure.savefig(folder / f"sent-{cell}.png", dpi=120)
+    figure, axes = pyplot.subplots(2, len(graphs), figsize=(4.5 * len(graphs), 6), squeeze=False)
+    for graph, column in zip(graphs, axes.T):
+        for axis, name in zip(column, ("MB", "test acc")):
+            chosen = [line for line in lines if line["graph"] == graph and line["gamma"] == 0.1 and line.get(name)]
+            axis.bar([line["cell"] for line in chosen], [line[name] for line in chosen])
+            axis.set(title=graph, ylabel=f"{name} per epoch" if name == "MB" else name)
+            axis.tick_params(axis="x", rotation=30, labelsize=7)
+    figure.tight_layout()
+    figure.savefig(folder / "ablation.png", dpi=120)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--graphs", nargs="+", choices=[*GRAPHS], default=[*GRAPHS])
+    parser.add_argument("--cells", nargs="+", choices=[*CELLS, *BESIDE, "dgcl", "ne"], default=[*CELLS, *BESIDE])
+    parser.add_argument("--weights", nargs="+", type=float, default=WEIGHTS)
+    parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2, 3, 4])
+    parser.add_argument("--epochs", type=int, default=200)
+    parser.add_argument("--json")
+    parser.add_argument("--plots", type=Path)
+    parser.add_argument("--netlab", help="netlab.py: measure epoch time on emulated hosts")
+    parser.add_argument("--inner-mbit", type=float, default=135.0, help="of a link inside a host")
+    parser.add_argument("--row", help=argparse.SUPPRESS)
+    parser.add_argument("--root", help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.row:
+        found = run(options)
+        if found:
+            Path(options.row).write_text(json.dumps(found))
+            print(json.dumps(True))
+        return
+    with tempfile.TemporaryDirectory() as folder:
+        os.environ["LIGHTNING_GNN_STORE"] = f"{folder}/store"
+        for source in {GRAPHS[graph][0] for graph in options.graphs} - {""}:
+            shutil.copytree(SHARED / "data" / source, f"{folder}/{source}")  # PyG writes beside the data
+        arguments = ["--graphs", *options.graphs, "--cells", *options.cells, "--epochs", str(options.epochs)]
+        arguments += ["--seeds", *map(str, options.seeds), "--weights", *map(str, options.weights), "--root", folder]
+        if options.netlab:
+            found = on_cluster(options, arguments)
+        else:
+            row_file = Path(folder) / "rows.json"
+            run_row(__file__, [*arguments, "--row", str(row_file)], 1, timeout=86400)
+            found = json.loads(row_file.read_text())
+    lines = table(found)
+    where = "on two emulated hosts" if options.netlab else "ranks as threads"
+    report(f"GCN of 2 layers, {options.epochs} epochs, 4 ranks, {where}", lines, COLUMNS, options.json)
+    if options.json:
+        written = json.loads(Path(options.json).read_text())
+        Path(options.json).write_text(json.dumps({**written, "runs": found}))
+    if options.plots:
+        plot(found, lines, options.plots)
+
+
+if __name__ == "__main__":
+    main()

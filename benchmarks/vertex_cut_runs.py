@@ -1,0 +1,278 @@
+"""What ``vertex_cut.py`` measures: graphs, cells of the grid, one training run of each, and those it is compared with."""
+
+from __future__ import annotations
+
+import copy
+import time
+from statistics import median
+from typing import Any
+
+import lightning as L
+import torch
+import torch.nn.functional as F
+import torch_geometric.datasets as D
+from common import QUIET
+from torch import Tensor
+from torch_geometric.data import Data
+from torch_geometric.loader import RandomNodeLoader
+from torch_geometric.nn.conv.gcn_conv import gcn_norm
+from torch_geometric.nn.models import GCN
+from typing_extensions import override
+
+from lightning_gnn import DGCLStrategy, GraphDataModule, NodeClassifier, VertexCutStrategy
+from lightning_gnn.callbacks.cache import AdaptiveThreshold
+from lightning_gnn.comm.cache import MessageCache
+from lightning_gnn.comm.codec import make_codec
+from lightning_gnn.comm.in_process import InProcessWorld, Meeting
+from lightning_gnn.comm.traffic import Meter, Traffic
+from lightning_gnn.datamodules.sources import prepare_graph
+from lightning_gnn.datamodules.store import read_cut
+from lightning_gnn.datamodules.synthetic import planted_partition
+from lightning_gnn.nn.helpers import graph_in_use
+from lightning_gnn.strategies.base import GNNStrategy
+from lightning_gnn.strategies.vertex_cut import VertexCutScheme
+
+SPLIT = (0.6, 0.2, 0.2)
+COLUMNS = 128
+"""Of cornell5's 4,735 one-hot features: their product with random signs, a row's length kept in the mean."""
+
+GRAPHS = {
+    "computers": ("amazon", lambda root: D.Amazon(root, "Computers")),
+    "github": ("github_social", D.GitHub),
+    "cornell5": ("linkx", lambda root: D.LINKXDataset(root, "cornell5")),
+    "power-law": ("", lambda root: [planted_partition(30_000, 20.0, 8, 64, homophily=0.5, noise=6.0)]),
+}
+SIZES = {"computers": (767, 10), "github": (128, 2), "cornell5": (COLUMNS, 2), "power-law": (64, 8)}
+
+
+def load_graph(name: str, root: str) -> Data:
+    """Returns a graph of the table; a source for GraphDataModule."""
+    data = GRAPHS[name][1](root)[0]
+    x = data.x
+    if name == "cornell5":
+        signs = torch.randn(x.size(1), COLUMNS, generator=torch.Generator().manual_seed(0)).sign()
+        x = x @ signs / COLUMNS**0.5
+    return Data(x=x.contiguous(), edge_index=data.edge_index, y=data.y)
+
+
+def build(name: str, seed: int) -> GCN:
+    """Returns the paper's model (section 7.1)."""
+    torch.manual_seed(seed)
+    columns, classes = SIZES[name]
+    return GCN(columns, 64, num_layers=2, out_channels=classes)
+
+
+class StaleCache(MessageCache):
+    """SANCUS-like: a row stays as it is for some epochs, or until it has drifted too far; then it is sent whole.
+
+    Args:
+        every: all rows are sent in every so manieth epoch.
+        bound: a row is sent before if an entry has changed by more than this share of its largest.
+    """
+
+    def __init__(self, every: int, bound: float) -> None:
+        super().__init__(bound)
+        self.every = every
+
+    @override
+    def active(self, change: Tensor, size: Tensor) -> Tensor:
+        if self.step % self.every == 0:
+            return torch.ones_like(change, dtype=torch.bool)
+        return super().active(change, size)
+
+
+class StaleScheme(VertexCutScheme):
+    """A vertex cut with stale rows; the arguments of :class:`StaleCache` stand in `cache`."""
+
+    @override
+    def _make_cache(self) -> MessageCache:
+        return StaleCache(*self.cache)
+
+
+CELLS: dict[str, dict[str, Any]] = {
+    "baseline": {},
+    "cache": {"cache": "adaptive"},
+    "codec": {"codec": "int8"},
+    "both": {"cache": "adaptive", "codec": "int8"},
+    "both, printed": {"cache": {"rule": "printed"}, "codec": "int8"},
+    "largest": {"cache": "largest", "codec": "bfp4"},
+    "stale": {"stale": (4, float("inf"))},
+}
+"""Arguments of the strategy: CDFGNN's ablation, equation 6 as printed, the largest changes, SANCUS-like."""
+
+
+def strategy_of(options: dict[str, Any], cluster: bool) -> GNNStrategy:
+    """Returns the strategy of a cell: arguments of VertexCutStrategy, or ``dgcl`` or ``stale``."""
+    options = {"timeout": 300, "self_check": False, **options}
+    if isinstance(options.get("cache"), dict):
+        options["cache"] = AdaptiveThreshold(**options["cache"])
+    if cluster:
+        options["shared_memory"] = False
+    if options.pop("dgcl", False):
+        return DGCLStrategy(**options)
+    stale = options.pop("stale", None)
+    hosts = {} if cluster else {"hosts": 2}
+    if stale is not None:
+        made = VertexCutStrategy(**hosts, **options)
+        made.scheme = StaleScheme(made.scheme.partition, made.scheme.hosts, 0.1, stale, "train_acc", True)
+        return made
+    return VertexCutStrategy(**hosts, **options)
+
+
+class Watch(L.Callback):
+    """Keeps what each epoch logs, and its seconds."""
+
+    def __init__(self) -> None:
+        self.epochs: list[dict[str, float]] = []
+
+    @override
+    def on_train_epoch_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        self._began = time.perf_counter()
+
+    @override
+    def on_train_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        seconds = time.perf_counter() - self._began
+        kept = {name: float(value) for name, value in trainer.callback_metrics.items()}
+        self.epochs.append({**kept, "seconds": seconds})
+
+
+def train(
+    graph: str, root: str, options: dict[str, Any], seed: int, epochs: int, test: bool = True, cluster: bool = False
+) -> dict[str, Any] | None:
+    """Trains one cell; returns what it logged, by epoch, and its test accuracy, on rank 0."""
+    watch = Watch()
+    ranks = {"num_nodes": 2, "devices": 2} if cluster else {"devices": 4}
+    trainer = L.Trainer(
+        strategy=strategy_of(options, cluster),
+        max_epochs=epochs,
+        **{**QUIET, **ranks},
+        callbacks=[watch],
+        limit_val_batches=0,
+        num_sanity_val_steps=0,
+    )
+    module = NodeClassifier(build(graph, seed), weight_decay=0.0)
+    data = GraphDataModule("vertex_cut_runs.load_graph", {"name": graph, "root": root}, split=SPLIT, seed=seed)
+    trainer.fit(module, datamodule=data)
+    found: dict[str, Any] = {"report": data.shard.report, "epochs": watch.epochs}
+    if test:
+        found["test_acc"] = trainer.test(module, datamodule=data, verbose=False)[0]["test_acc"]
+    return found if trainer.is_global_zero else None
+
+
+def train_in_process(graph: str, root: str, options: dict[str, Any], seed: int, epochs: int) -> dict[str, Any]:
+    """As :func:`train`, but with ranks that are threads of this process, one at a time: their rows and bytes, not their time."""
+    strategy = strategy_of(options, False)
+    data = GraphDataModule("vertex_cut_runs.load_graph", {"name": graph, "root": root}, split=SPLIT, seed=seed)
+    cut = read_cut(data.partition_for(strategy.scheme.layout(4, 2)))
+    shards, meeting = [cut.shard(rank) for rank in range(4)], Meeting(4)
+    # By epoch and rank. Ranks share memory here, so that only what they would exchange anyway goes through the meeting.
+    logged: list[list[dict[str, Any]]] = [[{} for _ in range(4)] for _ in range(epochs + 1)]
+
+    def total(epoch: int, name: Any) -> float:
+        return sum(each.get(name, 0) for each in logged[epoch])
+
+    def on_rank(rank: int) -> None:
+        world, meter, scheme, shard = InProcessWorld(rank, meeting), Meter(), copy.copy(strategy.scheme), shards[rank]
+        codec = make_codec(strategy.codec, strategy.stochastic_rounding, rank)
+        if codec is not None:
+            world.use_codec(codec)
+        model, batch = build(graph, seed), shard.batch
+        context = scheme.bind(model, shard, world, meter).context
+        cache, threshold = scheme._messages, scheme._threshold
+        optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+        mask, test = (batch[name] & (batch.y >= 0) for name in ("train_mask", "test_mask"))
+        with graph_in_use(context, this_thread_only=True):
+            for epoch in range(epochs):
+                if threshold is not None and epoch:
+                    threshold.update(total(epoch - 1, "right") / total(epoch - 1, "of"))
+                    cache.epsilon = threshold.epsilon
+                context.begin_step()
+                with world.wire.coding(epoch + 1 < epochs):
+                    out = model(batch.x, batch.edge_index)[mask]
+                    loss = F.cross_entropy(out, batch.y[mask], reduction="sum") / sum(shard.mask_counts["train_mask"])
+                    optimizer.zero_grad()
+                    loss.backward()
+                traffic = sum(meter.take().values(), Traffic())
+                mine = logged[epoch][rank]
+                mine |= {"right": int((out.argmax(1) == batch.y[mask]).sum()), "of": len(out), "loss": float(loss)}
+                mine |= {"rows": traffic.rows, "bytes": traffic.bytes_sent}
+                if cache is not None:
+                    mine["epsilon"] = cache.epsilon / 4
+                    for key, sent in cache.take().items():
+                        mine[key, "sent"], mine[key, "of"] = sent.rows, sent.of
+                grads = [parameter.grad for parameter in model.parameters()]
+                flat = world.all_reduce_(torch.cat([grad.view(-1) for grad in grads]), "gradients")
+                for grad, part in zip(grads, flat.split([grad.numel() for grad in grads])):
+                    grad.copy_(part.view_as(grad))
+                optimizer.step()
+            with torch.no_grad():
+                context.begin_step()
+                out = model(batch.x, batch.edge_index)[test]
+                logged[epochs][rank] = {"right": int((out.argmax(1) == batch.y[test]).sum()), "of": len(out)}
+
+    for error in meeting.run(on_rank):
+        if isinstance(error, BaseException):
+            raise error
+    figures = []
+    for epoch in range(epochs):
+        each = {"comm/halo_rows": total(epoch, "rows"), "comm/bytes_sent": total(epoch, "bytes")}
+        each |= {"train_loss": total(epoch, "loss"), "train_acc": total(epoch, "right") / total(epoch, "of")}
+        each["cache/epsilon"] = total(epoch, "epsilon")
+        for key in {name[0] for rank in logged[epoch] for name in rank if isinstance(name, tuple)}:
+            each["comm/sent_fraction/" + "/".join(key)] = total(epoch, (key, "sent")) / max(
+                1, total(epoch, (key, "of"))
+            )
+        figures.append(each)
+    return {"report": cut.report, "epochs": figures, "test_acc": total(epochs, "right") / total(epochs, "of")}
+
+
+def summary(found: dict[str, Any]) -> dict[str, Any]:
+    """Returns means over the epochs but for the first, in which constants travel too, and the last, which is exact."""
+    middle = found["epochs"][1:-1]
+    mean = {name: sum(each[name] for each in middle) / len(middle) for name in ("comm/halo_rows", "comm/bytes_sent")}
+    return {
+        "rows": mean["comm/halo_rows"],
+        "bytes": mean["comm/bytes_sent"],
+        "seconds": median(each.get("seconds", 0.0) for each in middle),
+        "test_acc": found.get("test_acc"),
+    }
+
+
+def csr_of(data: Data) -> Tensor:
+    """Returns the normalised adjacency as ``torch.sparse_csr``, which is several times as fast as ``edge_index``."""
+    edge_index, weight = gcn_norm(data.edge_index, None, data.num_nodes)
+    order = torch.argsort(edge_index[1], stable=True)
+    counts = torch.bincount(edge_index[1], minlength=data.num_nodes)
+    pointer = torch.cat([torch.zeros(1, dtype=torch.long), counts.cumsum(0)])
+    return torch.sparse_csr_tensor(pointer, edge_index[0][order], weight[order], (data.num_nodes,) * 2)
+
+
+def use_csr(model: GCN, on: bool) -> None:
+    """Has the convs take a normalised adjacency, or ``edge_index``."""
+    for conv in model.convs:
+        conv.normalize = not on
+
+
+def single(graph: str, root: str, seed: int, epochs: int, parts: int) -> dict[str, Any]:
+    """Trains on one device as a PyG user would: full-batch for one part, else over RandomNodeLoader's parts."""
+    data = prepare_graph(load_graph(graph, root), fractions=SPLIT, seed=seed)
+    model = build(graph, seed)
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+    adjacency = csr_of(data)
+    loader = [data] if parts == 1 else RandomNodeLoader(data, num_parts=parts, shuffle=True)
+    torch.manual_seed(seed)
+    seconds = []
+    for _ in range(epochs):
+        began = time.perf_counter()
+        for batch in loader:
+            use_csr(model, parts == 1)
+            optimizer.zero_grad()
+            out = model(batch.x, adjacency if parts == 1 else batch.edge_index)
+            chosen = batch.train_mask & (batch.y >= 0)
+            F.cross_entropy(out[chosen], batch.y[chosen]).backward()
+            optimizer.step()
+        seconds.append(time.perf_counter() - began)
+    use_csr(model, True)
+    with torch.no_grad():
+        right = model(data.x, adjacency).argmax(1) == data.y
+    return {"test_acc": float(right[data.test_mask].float().mean()), "seconds": median(seconds[1:])}
