@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import socket
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -15,7 +16,7 @@ from torch import Tensor
 
 from lightning_gnn.comm.codec import Codec
 from lightning_gnn.comm.coded import CodedWire
-from lightning_gnn.comm.shared_memory import SharedMemory
+from lightning_gnn.comm.shared_memory import SharedMemory, machine_key
 from lightning_gnn.comm.wire import Wire
 
 T = TypeVar("T")
@@ -94,6 +95,11 @@ class World:
         apart = size > 1 and not self.wire.all_local
         self.gradient_group = dist.new_group(timeout=timeout, backend=self.backend) if apart else None
         self.closed = False
+
+    def ranks_here(self) -> list[int]:
+        """Returns the ranks of this machine, this one among them; all ranks call it."""
+        hosts = self.all_gather_object(machine_key() or socket.gethostname())
+        return [rank for rank, host in enumerate(hosts) if host == hosts[self.rank]]
 
     def use_codec(self, codec: Codec) -> None:
         """Has rows encoded while :meth:`~lightning_gnn.comm.coded.CodedWire.coding` of the wire is open."""

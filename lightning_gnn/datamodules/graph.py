@@ -201,7 +201,7 @@ class GraphDataModule(L.LightningDataModule):
         strategy: Any = self.trainer.strategy
         world = strategy.world
         _raise_together(world, self._failure, "The graph could not be loaded and partitioned")
-        folder = world.all_gather_object(self._folder)[0]
+        self._folder = folder = world.all_gather_object(self._folder)[0]
         shard = failure = None
         try:
             shard = read_cut(self.store / folder, layout).shard(self.trainer.global_rank, layout.replicas)
@@ -211,8 +211,9 @@ class GraphDataModule(L.LightningDataModule):
         assert shard is not None
         return shard
 
-    def train_dataloader(self) -> OneBatch:
-        return OneBatch(self.shard.batch)
+    def train_dataloader(self) -> Any:
+        batches = getattr(getattr(self.trainer, "strategy", None), "training_batches", None)
+        return OneBatch(self.shard.batch) if batches is None else batches(self)
 
     def val_dataloader(self) -> OneBatch | list[Any]:
         # No validation nodes: no validation, rather than a mean over nothing.

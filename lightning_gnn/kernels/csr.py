@@ -107,10 +107,7 @@ class CSR:
     def chunks(self, count: int) -> list[tuple[int, int]]:
         """Returns at most `count` ranges of rows of about as many edges and rows each."""
         if count not in self._chunks:
-            # A row without edges is written, too.
-            cost = self.indptr.numpy() + np.arange(self.num_rows + 1)
-            bounds = np.searchsorted(cost, np.linspace(0, cost[-1], count + 1))
-            self._chunks[count] = [(int(low), int(high)) for low, high in pairwise(bounds) if high > low]
+            self._chunks[count] = even_ranges(self.indptr, count)
         return self._chunks[count]
 
     @cached_property
@@ -131,6 +128,14 @@ class CSR:
         slots = torch.empty_like(self.edge)
         slots[self.edge.long()] = torch.arange(self.num_edges, dtype=slots.dtype, device=self.device)
         return slots
+
+
+def even_ranges(indptr: Tensor, count: int) -> list[tuple[int, int]]:
+    """Returns at most `count` ranges of rows of about as many edges and rows each; indptr int64 ``[R + 1]``."""
+    # A row without edges is written, too.
+    cost = indptr.numpy() + np.arange(len(indptr))
+    bounds = np.searchsorted(cost, np.linspace(0, cost[-1], count + 1))
+    return [(int(low), int(high)) for low, high in pairwise(bounds) if high > low]
 
 
 def _short(ids: Tensor) -> Tensor:

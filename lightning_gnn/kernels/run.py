@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from itertools import pairwise
@@ -33,15 +33,21 @@ def over_rows(loop: Any, csr: CSR, *arguments: Any, work: int) -> None:
         arguments: tensors, handed over as arrays, and numbers.
         work: multiplications in all.
     """
-    indptr = csr.indptr.numpy()
+    over_ranges(loop, csr.indptr, *arguments, size=csr.num_rows, ranges=csr.chunks, work=work)
+
+
+def over_ranges(
+    loop: Any, *arguments: Any, size: int, ranges: Callable[[int], Iterable[tuple[int, int]]], work: int
+) -> None:
+    """Runs ``loop(*arguments, low, high)`` over all of 0 to `size`, in `ranges` of about so many where threads pay."""
     arrays = [_array(value) if isinstance(value, torch.Tensor) else value for value in arguments]
-    threads = min(torch.get_num_threads(), csr.num_rows)
+    threads = min(torch.get_num_threads(), size)
     if threads <= 1 or work < _SMALL:
-        loop(indptr, *arrays, 0, csr.num_rows)
+        loop(*arrays, 0, size)
         return
     pool = _pool(threads)
     # Several chunks a thread even out what their numbers of edges do not tell.
-    chunks = [pool.submit(partial(loop, indptr, *arrays, low, high)) for low, high in csr.chunks(4 * threads)]
+    chunks = [pool.submit(partial(loop, *arrays, low, high)) for low, high in ranges(4 * threads)]
     for chunk in chunks:
         chunk.result()
 

@@ -61,7 +61,7 @@ class _BoundConv:
 
 
 class Binding:
-    """Binds every conv and norm of `module` to a rank's graph; :meth:`release` undoes it.
+    """Binds every conv and norm of `module` to a rank's graph; :meth:`release` undoes it, :meth:`bind` does it again.
 
     Args:
         module: any module with PyG convs in it. Parameters, buffers and ``state_dict`` stay as they are.
@@ -73,8 +73,19 @@ class Binding:
 
     def __init__(self, module: torch.nn.Module, context: GraphContext) -> None:
         check_module(module)
-        self.context = context
+        self.context, self._module = context, module
         self._bound: list[tuple[torch.nn.Module, dict[str, Any]]] = []
+        self.bind()
+
+    @property
+    def is_bound(self) -> bool:
+        return bool(self._bound)
+
+    def bind(self) -> None:
+        """Binds what is not bound; what the graph's context keeps has stayed."""
+        if self._bound:
+            return
+        module, context = self._module, self.context
         try:
             in_convs = {
                 id(part) for conv in module.modules() if isinstance(conv, MessagePassing) for part in conv.modules()

@@ -26,8 +26,8 @@ _in_use = _InUse()
 
 
 @contextmanager
-def graph_in_use(graph: GraphContext, this_thread_only: bool = False) -> Iterator[None]:
-    """Makes `graph` the one that the helpers work on while open."""
+def graph_in_use(graph: GraphContext | None, this_thread_only: bool = False) -> Iterator[None]:
+    """Makes `graph` the one that the helpers work on while open; None for none."""
     holder = _in_use if this_thread_only else _InUse
     before = holder.graph
     holder.graph = graph

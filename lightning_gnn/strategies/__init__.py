@@ -6,6 +6,7 @@ from lightning_gnn.launching import join_parent
 from lightning_gnn.strategies.base import GNNStrategy, Scheme
 from lightning_gnn.strategies.dgcl import DGCLStrategy
 from lightning_gnn.strategies.other_lightning import refuse_other_lightning
+from lightning_gnn.strategies.sampling import SamplingStrategy
 from lightning_gnn.strategies.spmm import SpMM1DStrategy, SpMM2DStrategy, SpMM3DStrategy, SpMM15DStrategy
 from lightning_gnn.strategies.vertex_cut import CachedVertexCutStrategy, VertexCutStrategy
 
@@ -20,6 +21,7 @@ for _strategy in (
     SpMM3DStrategy,
     VertexCutStrategy,
     CachedVertexCutStrategy,
+    SamplingStrategy,
 ):
     _name = _strategy.strategy_name
     for _suffix, _start_method in (("", "popen"), ("_spawn", "spawn"), ("_notebook", "fork")):
@@ -36,6 +38,7 @@ __all__ = [
     "CachedVertexCutStrategy",
     "DGCLStrategy",
     "GNNStrategy",
+    "SamplingStrategy",
     "Scheme",
     "SpMM1DStrategy",
     "SpMM2DStrategy",

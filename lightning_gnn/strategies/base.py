@@ -268,8 +268,8 @@ class GNNStrategy(ParallelStrategy):
         data.prepare_for(self.layout())
         self._check_memory(data, module)
         self._warm_up(module, trainer)
-        if self_check and self.self_check:
-            stage = _stage_of(trainer)
+        stage = self._checked_stage(module, trainer)
+        if self_check and self.self_check and stage is not None:
             cut = data.stored_cut()
             shard = cut.shard(_most_labelled(cut.shard(0), stage))
             outcome = self._check_itself(module, shard, trainer)
@@ -367,18 +367,26 @@ class GNNStrategy(ParallelStrategy):
             )
         return data
 
+    def _checked_stage(self, module: pl.LightningModule, trainer: pl.Trainer) -> str | None:
+        """Returns the stage whose step the self-check runs; None for no check."""
+        assert trainer.state.fn is not None
+        return trainer.state.fn.value
+
     def _check_itself(self, module: pl.LightningModule, shard: Shard, trainer: pl.Trainer) -> SelfCheck:
         scheme = self.scheme.for_self_check()
         bind, layout = partial(scheme.bind, meter=Meter()), scheme.layout(2)
-        return self_check(module, shard.batch, bind, _stage_of(trainer), self.loss_reduction, trainer, layout)
+        stage = self._checked_stage(module, trainer)
+        assert stage is not None
+        return self_check(module, shard.batch, bind, stage, self.loss_reduction, trainer, layout)
 
     def _check_on_one_rank(self, trainer: pl.Trainer, shard: Shard) -> None:
         """Runs the self-check on the rank with most rows to draw from, unless it ran before the ranks were started."""
         done, self._checked = self._checked, False
-        if not self.self_check or self.world_size == 1 or self.world.broadcast_object(done):
-            return
-        module, stage = self.lightning_module, _stage_of(trainer)
+        module = self.lightning_module
         assert module is not None
+        stage = self._checked_stage(module, trainer)
+        if not self.self_check or stage is None or self.world_size == 1 or self.world.broadcast_object(done):
+            return
         checker = _most_labelled(shard, stage)
         own = self._check_itself(module, shard, trainer) if self.global_rank == checker else None
         outcome = self.world.broadcast_object(own, checker)
@@ -462,12 +470,18 @@ class GNNStrategy(ParallelStrategy):
         assert self._shard is not None and self._logs is not None and self._metrics is not None
         assert self._binding is not None
         self._binding.context.begin_step()
+        counts = self._counts(batch, mask)
+        self._logs.enter(counts)
+        self._metrics.enter(0 if counts[self.global_rank] else int(batch[mask].sum()))
+        return counts
+
+    def _counts(self, batch: Any, mask: str) -> Sequence[int]:
+        """Returns how many labelled nodes of the mask each rank has in this step."""
+        assert self._shard is not None
         counts = self._shard.mask_counts[mask]
         if batch[mask] is not self._shard.batch[mask]:  # changed by the user, in a hook or a transform
             own = num_labelled(batch.get("y"), batch[mask])
             counts = tuple(self.world.all_gather_object(own))
-        self._logs.enter(counts)
-        self._metrics.enter(0 if counts[self.global_rank] else int(batch[mask].sum()))
         return counts
 
     def _scale_of(self, output: Any, counts: Sequence[int]) -> float:
@@ -604,11 +618,6 @@ def _how_to_start(environment: ClusterEnvironment | None, machines: int, ranks: 
     if kind == "TorchElasticEnvironment":
         return f"Start with `torchrun --nnodes {machines} --nproc-per-node {ranks} script.py`, or change devices and num_nodes."
     return "Start as many processes, or change devices and num_nodes."
-
-
-def _stage_of(trainer: pl.Trainer) -> str:
-    assert trainer.state.fn is not None
-    return trainer.state.fn.value
 
 
 def _most_labelled(shard: Shard, stage: str) -> int:

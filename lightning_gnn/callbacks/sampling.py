@@ -1,0 +1,47 @@
+"""What sampling cost, as logged metrics."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import lightning.pytorch as pl
+import torch
+from typing_extensions import override
+
+from lightning_gnn.comm.group import World
+from lightning_gnn.sampling.loader import SampledBatches
+
+
+class SamplingMetrics(pl.Callback):
+    """Logs after each training epoch what mini-batches took; ``sampling`` brings it.
+
+    ``sampling/seconds``: the longest time that a rank spent in making its batches; ``sampling/waited``: in waiting for them, so
+    that ``1 - waited / seconds`` was hidden behind training. Where ranks lie on several machines, ``sampling/remote_bytes``:
+    what all received from others; ``sampling/cache_hit_rate``: of the rows of features that lie on other machines, the share
+    that was kept here.
+
+    Args:
+        batches: returns this rank's loader.
+        world: the ranks.
+    """
+
+    def __init__(self, batches: Callable[[], SampledBatches | None], world: World) -> None:
+        self._batches, self._world = batches, world
+
+    @override
+    def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        batches = self._batches()
+        if batches is None:
+            return
+        seconds, waited = batches.take_seconds()
+        asked, hits, received = batches.maker.store.take_counts()
+        own = torch.tensor([seconds, waited, asked, hits, received], dtype=torch.float64, device=self._world.device)
+        everyone = self._world.all_gather(own, "Sampling metrics").cpu()
+        longest, total = everyone.amax(0), everyone.sum(0)
+        values = {"sampling/seconds": longest[0], "sampling/waited": longest[1]}
+        if batches.maker.store.requests is not None:
+            values["sampling/remote_bytes"] = total[4]
+            values["sampling/cache_hit_rate"] = total[3] / total[2].clamp(min=1)
+        trainer.callback_metrics.update(values)
+        for logger in trainer.loggers:
+            logger.log_metrics({name: float(value) for name, value in values.items()}, step=trainer.global_step)

@@ -1,0 +1,187 @@
+"""Mini-batches of one rank, made ahead of training in the background.
+
+Source: DistDGL section III-D: sampling and fetching of later batches overlap training of this one.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from queue import Queue
+from threading import Thread
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch_geometric.data import Data
+
+from lightning_gnn.comm.graph_store import GraphStore
+from lightning_gnn.datamodules.sources import MASKS
+from lightning_gnn.sampling.hops import sample_hops
+from lightning_gnn.sampling.numbering import Numbering
+from lightning_gnn.sampling.sampler import ONE_TYPE, one_type_fanouts, output_of_one_type
+from lightning_gnn.sampling.seeds import SeedBatches
+
+
+class BatchMaker:
+    """Makes a batch of seeds: samples, and fetches what its nodes and edges have.
+
+    Args:
+        store: the graph.
+        n_id, e_id: original ids of nodes and edges.
+        fanouts: per hop, the in-edges drawn of each node; -1 for all.
+        replace, directed: see :class:`~lightning_gnn.sampling.NeighborSampler`.
+    """
+
+    def __init__(
+        self,
+        store: GraphStore,
+        n_id: Tensor,
+        e_id: Tensor,
+        fanouts: list[int],
+        replace: bool = False,
+        directed: bool = True,
+    ) -> None:
+        self.store, self._n_id, self._e_id = store, n_id, e_id
+        self._fanouts = one_type_fanouts(fanouts)
+        self._replace, self._directed = replace, directed
+        self._numbering = Numbering(len(n_id))
+
+    def make(self, seeds: Tensor, random_seeds: list[int]) -> Data:
+        """Returns the batch, as PyG's NeighborLoader gives it, with masks that are true for seeds only.
+
+        Args:
+            seeds: ids in the partitioned graph.
+            random_seeds: of each rank's batch.
+        """
+        hop = self.store.hops(random_seeds, self._replace)
+        node = ONE_TYPE[0]
+        out = output_of_one_type(
+            sample_hops({node: seeds}, self._fanouts, hop, {node: self._numbering}, self._directed)
+        )
+        batch = Data(edge_index=torch.stack([out.row, out.col]))
+        for name in self.store.node_names:
+            batch[name] = self.store.nodes(name, out.node)
+        for name in self.store.edge_names:
+            batch[name] = self.store.edges(name, out.edge)
+        for name in MASKS:
+            batch[name] = torch.arange(len(out.node)) < len(seeds)
+        batch.n_id, batch.e_id = self._n_id[out.node], self._e_id[out.edge]
+        batch.input_id, batch.batch_size = batch.n_id[: len(seeds)], len(seeds)
+        batch.num_sampled_nodes, batch.num_sampled_edges = out.num_sampled_nodes, out.num_sampled_edges
+        return batch
+
+
+class SampledBatches:
+    """The training loader of a rank: an epoch's batches, some of them ahead.
+
+    Ranks on several machines answer each other while they make batches, so all make as many: when training stops early, those
+    that were begun are made to the end.
+
+    Args:
+        maker: makes them.
+        batches: which seeds each has.
+        seeds: of this rank.
+        stand_in: a seed for batches in which this rank has none: a mean over nothing would be nan.
+        rank: this one.
+        seed: of all random numbers.
+        ahead: batches that are made ahead; 0 makes each when it is asked for.
+        epoch: returns the number of the epoch whose batches are asked for.
+
+    Attributes:
+        seconds: spent in making batches, since :meth:`take_seconds`.
+        waited: spent in waiting for them.
+    """
+
+    def __init__(
+        self,
+        maker: BatchMaker,
+        batches: SeedBatches,
+        seeds: Tensor,
+        stand_in: Tensor,
+        rank: int,
+        seed: int,
+        ahead: int,
+        epoch: Callable[[], int],
+    ) -> None:
+        self.maker, self.batches = maker, batches
+        self._seeds, self._stand_in, self._rank = seeds, stand_in, rank
+        self._seed, self._ahead, self._epoch = seed, ahead, epoch
+        self.seconds = self.waited = 0.0
+
+    def __len__(self) -> int:
+        return self.batches.steps
+
+    def __iter__(self) -> Iterator[Data]:
+        work = self._timed(self._made(self._epoch()))
+        return _ahead_of(work, self._ahead, self._count_wait) if self._ahead else work
+
+    def _made(self, epoch: int) -> Iterator[Data]:
+        own = self.batches.of_epoch(self._seeds, self._rank, _mixed(self._seed, epoch, self._rank))
+        for step, seeds in enumerate(own):
+            counts = self.batches.counts(step)
+            random_seeds = [_mixed(self._seed, epoch, rank, step) for rank in range(len(counts))]
+            batch = self.maker.make(seeds if len(seeds) else self._stand_in, random_seeds)
+            batch.seed_counts = counts
+            yield batch
+
+    def _timed(self, work: Iterator[Data]) -> Iterator[Data]:
+        while True:
+            began = time.perf_counter()
+            try:
+                batch = next(work)
+            except StopIteration:
+                return
+            finally:
+                self.seconds += time.perf_counter() - began
+            yield batch
+
+    def _count_wait(self, seconds: float) -> None:
+        self.waited += seconds
+
+    def take_seconds(self) -> tuple[float, float]:
+        """Returns the seconds of making batches and of waiting for them since the last call."""
+        taken = self.seconds, self.waited if self._ahead else self.seconds
+        self.seconds = self.waited = 0.0
+        return taken
+
+
+_END = object()
+
+
+def _ahead_of(work: Iterator[Data], ahead: int, waited: Callable[[float], None]) -> Iterator[Data]:
+    """Yields what `work` yields, made in a thread that is `ahead` of who takes it, and never more."""
+    ready: Queue[Any] = Queue()
+    asked: Queue[bool] = Queue()
+
+    def run() -> None:
+        while asked.get():
+            try:
+                ready.put(next(work, _END))
+            except BaseException as error:
+                ready.put(error)
+
+    thread = Thread(target=run, name="lightning_gnn sampler", daemon=True)
+    thread.start()
+    for _ in range(ahead):
+        asked.put(True)
+    try:
+        while True:
+            began = time.perf_counter()
+            batch = ready.get()
+            waited(time.perf_counter() - began)
+            if isinstance(batch, BaseException):
+                raise batch
+            if batch is _END:
+                return
+            asked.put(True)
+            yield batch
+    finally:
+        asked.put(False)
+        thread.join()
+
+
+def _mixed(*numbers: int) -> int:
+    """Returns one random number that depends on all of these."""
+    return int(np.random.SeedSequence(numbers).generate_state(1, np.uint64)[0] >> 1)

@@ -1,0 +1,272 @@
+"""The loops of sampling, compiled by numba at first use and kept on disk.
+
+Random numbers are counted, not carried along: a target's are those of (seed, key of the target), so that what is drawn for
+it depends neither on threads nor on what else is drawn (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3",
+SC 2011; the mixing is splitmix64's: Steele et al., OOPSLA 2014).
+
+R rows (targets) and E slots of a CSR matrix of in-edges, T targets asked for, S edges drawn.
+"""
+
+# mypy: disable-error-code="no-untyped-def,no-untyped-call,call-arg"
+
+from __future__ import annotations
+
+import numba
+import numpy as np
+
+from lightning_gnn.kernels.loops import _prefetch as prefetch
+from lightning_gnn.kernels.loops import loop
+
+AHEAD = 64
+"""How many targets, slots or ids ahead memory is asked for: the fastest of 8, 16, 32 and 64 in each loop."""
+
+FEW = 32
+"""Up to so many draws, looking through those made is faster than a table of them."""
+
+FIND, ADD, APPEND = 0, 1, 2
+"""How ids are numbered: unknown ones get -1; or the next number; or each id takes a number, even if it is known."""
+
+
+# Random numbers ###############################################################
+
+
+@numba.njit(inline="always")
+def _mixed(word):
+    """Returns a word, uint64, all of whose bits depend on all of the given one's."""
+    word = (word ^ (word >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    word = (word ^ (word >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return word ^ (word >> np.uint64(31))
+
+
+@numba.njit(inline="always")
+def _stream(seed, key):
+    """Returns the state before the first random number of a target."""
+    return _mixed(np.uint64(seed) ^ _mixed(np.uint64(key) + np.uint64(0x9E3779B97F4A7C15)))
+
+
+@numba.njit(inline="always")
+def _uniform(state, draw):
+    """Returns the random number of a state and a count, from 0 up to, but not, 1."""
+    word = _mixed(state + np.uint64(draw + 1) * np.uint64(0x9E3779B97F4A7C15))
+    # 53 bits: a float64 is uniform to them, and a neighbour's probability is off by less than degree / 2^53.
+    return np.int64(word >> np.uint64(11)) * (1.0 / (1 << 53))
+
+
+# One hop ######################################################################
+
+
+@loop
+def offsets_of_all(indptr, targets, fanout, replace, offsets):
+    """Where each target's edges begin and end, ``offsets[t]`` to ``offsets[t + 1]``; int64 ``[T + 1]``."""
+    offsets[0] = 0
+    last = len(targets) - 1
+    for t in range(len(targets)):
+        prefetch(indptr, targets[min(t + AHEAD, last)])
+        row = targets[t]
+        degree = indptr[row + 1] - indptr[row]
+        if fanout >= 0 and (degree > fanout or (replace and degree > 0)):
+            degree = fanout
+        offsets[t + 1] = offsets[t] + degree
+
+
+@loop
+def offsets_until(indptr, time, until, targets, fanout, offsets):
+    """As `offsets_of_all`, for the edges whose time ``[E]`` is at most that of their target, ``[T]``."""
+    offsets[0] = 0
+    for t in range(len(targets)):
+        row, found = targets[t], 0
+        for slot in range(indptr[row], indptr[row + 1]):
+            found += time[slot] <= until[t]
+        offsets[t + 1] = offsets[t] + (found if fanout < 0 else min(found, fanout))
+
+
+@loop
+def offsets_weighted(indptr, weight, targets, fanout, offsets):
+    """As `offsets_of_all`, for the edges whose weight ``[E]`` is above 0."""
+    offsets[0] = 0
+    for t in range(len(targets)):
+        row, found = targets[t], 0
+        for slot in range(indptr[row], indptr[row + 1]):
+            found += weight[slot] > 0
+        offsets[t + 1] = offsets[t] + (found if fanout < 0 else min(found, fanout))
+
+
+@loop
+def draw_uniform(indptr, targets, keys, seed, offsets, replace, slots, low, high):
+    """Slots of targets `low` to `high`: all of them, or as many of them as `offsets` has room for.
+
+    Without replacement by Floyd's algorithm (Bentley and Floyd, CACM 30(9), 1987): draws are as many as what is kept.
+    """
+    # A table of what was drawn for one target: how it is told from another's is by their number.
+    widest = 0
+    for t in range(low, high):
+        widest = max(widest, offsets[t + 1] - offsets[t])
+    size = 1
+    while size < 2 * widest and widest > FEW:
+        size *= 2
+    table, owner = np.empty(size, np.int64), np.full(size, -1, np.int64)
+    last = high - 1
+    for t in range(low, high):
+        ahead = targets[min(t + AHEAD, last)]
+        prefetch(indptr, ahead)
+        begin, count = offsets[t], offsets[t + 1] - offsets[t]
+        if count == 0:
+            continue
+        row = targets[t]
+        start = indptr[row]
+        degree = indptr[row + 1] - start
+        if count == degree and not replace:
+            for i in range(count):
+                slots[begin + i] = start + i
+            continue
+        state = _stream(seed, keys[t] if len(keys) > 0 else t)
+        if replace:
+            for i in range(count):
+                slots[begin + i] = start + np.int64(_uniform(state, i) * degree)
+        elif count <= FEW:
+            for i in range(count):
+                newest = start + degree - count + i
+                slot = start + np.int64(_uniform(state, i) * (degree - count + i + 1))
+                for before in range(begin, begin + i):
+                    if slots[before] == slot:
+                        slot = newest
+                        break
+                slots[begin + i] = slot
+        else:
+            for i in range(count):
+                slot = np.int64(_uniform(state, i) * (degree - count + i + 1))
+                place = slot & (size - 1)
+                while owner[place] == t and table[place] != slot:
+                    place = (place + 1) & (size - 1)
+                if owner[place] == t:
+                    slot = degree - count + i
+                    place = slot & (size - 1)
+                    while owner[place] == t:
+                        place = (place + 1) & (size - 1)
+                owner[place], table[place] = t, slot
+                slots[begin + i] = start + slot
+
+
+@loop
+def draw_best(indptr, weight, time, until, latest, targets, keys, seed, offsets, slots, low, high):
+    """Slots with the smallest scores of those that are allowed, in the order of slots where all are.
+
+    weight ``[E]``, time ``[E]`` and until ``[T]``, or empty. Scores: with `latest`, how long ago; else an exponential random
+    number over the weight, which draws without replacement with odds in proportion to weights (Efraimidis and Spirakis,
+    Information Processing Letters 97(5), 2006).
+    """
+    widest = 0
+    for t in range(low, high):
+        widest = max(widest, offsets[t + 1] - offsets[t])
+    scores = np.empty(widest, np.float64)
+    for t in range(low, high):
+        begin, count = offsets[t], offsets[t + 1] - offsets[t]
+        if count == 0:
+            continue
+        row = targets[t]
+        start, end = indptr[row], indptr[row + 1]
+        state = _stream(seed, keys[t] if len(keys) > 0 else t)
+        found, worst = 0, 0
+        for slot in range(start, end):
+            if (len(time) > 0 and time[slot] > until[t]) or (len(weight) > 0 and not weight[slot] > 0):
+                continue
+            if latest:
+                score = -np.float64(time[slot])
+            else:
+                score = -np.log(1 - _uniform(state, slot - start))
+                if len(weight) > 0:
+                    score /= weight[slot]
+            if found < count:
+                scores[found], slots[begin + found] = score, slot
+                worst = found if score > scores[worst] else worst
+                found += 1
+            elif score < scores[worst]:
+                scores[worst], slots[begin + worst] = score, slot
+                for i in range(count):
+                    worst = i if scores[i] > scores[worst] else worst
+
+
+@loop
+def take(indices, edge, listed, slots, sources, edges, low, high):
+    """``sources[s] = indices[slots[s]]``, and with `listed`, ``edges[s] = edge[slots[s]]``, else the slot."""
+    last = high - 1
+    for s in range(low, high):
+        ahead = slots[min(s + AHEAD, last)]
+        prefetch(indices, ahead)
+        if listed:
+            prefetch(edge, ahead)
+        slot = slots[s]
+        sources[s] = indices[slot]
+        edges[s] = edge[slot] if listed else slot
+
+
+# Numbering ####################################################################
+
+
+@loop
+def number_in_array(ids, numbers, base, known, count, out, mode):
+    """Numbers of ids, ``[n]``, by first occurrence; returns how many there are now.
+
+    numbers: int32 ``[num_ids]``: what is below `base` belongs to an earlier batch. known: the ids by number, written from
+    `count` on. mode: see `FIND`.
+    """
+    last = len(ids) - 1
+    for i in range(len(ids)):
+        prefetch(numbers, ids[min(i + AHEAD, last)])
+        number = np.int64(numbers[ids[i]]) - base
+        new = number < 0
+        if new and mode != FIND:
+            number = count
+            numbers[ids[i]] = base + count
+        if mode == APPEND or (new and mode == ADD):
+            known[count] = ids[i]
+            count += 1
+        out[i] = max(number, -1)
+    return count
+
+
+@loop
+def number_in_table(ids, table, base, known, count, out, mode):
+    """As `number_in_array`, by open addressing; table: ids and numbers, int64 ``[power of two, 2]``."""
+    last, wrap = len(ids) - 1, len(table) - 1
+    for i in range(len(ids)):
+        prefetch(table, np.int64(_mixed(np.uint64(ids[min(i + AHEAD, last)])) & np.uint64(wrap)))
+        place = np.int64(_mixed(np.uint64(ids[i])) & np.uint64(wrap))
+        while table[place, 1] >= base and table[place, 0] != ids[i]:
+            place = (place + 1) & wrap
+        number = table[place, 1] - base
+        new = number < 0
+        if new and mode != FIND:
+            number = count
+            table[place, 0], table[place, 1] = ids[i], base + count
+        if mode == APPEND or (new and mode == ADD):
+            known[count] = ids[i]
+            count += 1
+        out[i] = max(number, -1)
+    return count
+
+
+@loop
+def repeat_numbers(offsets, first, out, low, high):
+    """``out[s] = first + t`` for the edges of target t."""
+    for t in range(low, high):
+        for s in range(offsets[t], offsets[t + 1]):
+            out[s] = first + t
+
+
+# Walks ########################################################################
+
+
+@loop
+def walk(indptr, indices, nodes, seed, out, low, high):
+    """Walks against the edges' direction, each step to one in-neighbour; out ``[T, steps + 1]``. Stays where none is."""
+    for t in range(low, high):
+        node = nodes[t]
+        out[t, 0] = node
+        state = _stream(seed, t)
+        for step in range(1, out.shape[1]):
+            start = indptr[node]
+            degree = indptr[node + 1] - start
+            if degree > 0:
+                node = np.int64(indices[start + np.int64(_uniform(state, step - 1) * degree)])
+            out[t, step] = node

@@ -1,0 +1,183 @@
+"""One hop of neighbour sampling, at the owner of the targets. Pure: no ranks, no state.
+
+R rows (targets), C columns (sources) and E slots of a CSR matrix of in-edges; T targets asked for, S edges drawn.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import partial
+from itertools import pairwise
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from lightning_gnn.kernels.csr import CSR, even_ranges
+from lightning_gnn.kernels.run import over_ranges
+from lightning_gnn.sampling import loops
+
+_WORK = 32
+"""Multiplications that drawing an edge costs, about: below some thousand edges, threads do not pay."""
+
+_NONE = torch.empty(0, dtype=torch.long)
+
+
+@dataclass(frozen=True)
+class Neighbors:
+    """In-edges of some targets.
+
+    Attributes:
+        offsets: where each target's edges begin, and the end, int64 ``[T + 1]``.
+        sources: source of each edge, int64 ``[S]``.
+        edges: position of each edge in the list that the matrix was made from, int64 ``[S]``.
+    """
+
+    offsets: Tensor
+    sources: Tensor
+    edges: Tensor
+
+    @property
+    def counts(self) -> Tensor:
+        """How many edges each target has, int64 ``[T]``."""
+        return self.offsets.diff()
+
+    def targets(self, first: int = 0) -> Tensor:
+        """Returns each edge's target, int64 ``[S]``: its position among those asked for, plus `first`."""
+        targets = torch.empty(len(self.sources), dtype=torch.long)
+        loops.repeat_numbers(self.offsets.numpy(), first, targets.numpy(), 0, len(self.offsets) - 1)
+        return targets
+
+
+def sample_neighbors(
+    csr: CSR,
+    targets: Tensor,
+    fanout: int,
+    seed: int = 0,
+    *,
+    replace: bool = False,
+    keys: Tensor | None = None,
+    weight: Tensor | None = None,
+    time: Tensor | None = None,
+    until: Tensor | None = None,
+    strategy: str = "uniform",
+) -> Neighbors:
+    """Returns up to `fanout` in-edges of each target, uniformly drawn; duplicate edges count as two.
+
+    What is drawn for a target depends on `seed` and on its key only: not on the number of threads, nor on who draws it.
+    GraphSAGE's sampling (Hamilton et al., NeurIPS 2017), done by the owner of the targets (DistDGL, section III-D).
+
+    Args:
+        csr: in-edges; rows are targets, columns sources; indices int32 or int64.
+        targets: rows, int64 ``[T]``; duplicates are sampled each.
+        fanout: edges per target; -1 for all of them.
+        seed: same seed, same sample.
+        replace: draw with replacement: `fanout` edges of every target that has any; -1 stands for all, each once.
+        keys: what numbers the targets for the random numbers, int64 ``[T]``; their positions by default. With ids of nodes, a
+            sample does not depend on which rank draws it, and in which order.
+        weight: of each slot, floating ``[E]``, see :meth:`CSR.permute`: edges are drawn with odds in proportion to it, those
+            of weight 0 or less never.
+        time, until: of each slot, int64 ``[E]``, and of each target, int64 ``[T]``: only edges with ``time <= until`` are drawn.
+        strategy: ``"uniform"``, or ``"last"`` for the latest edges; where times are equal, the earlier slots.
+
+    Raises:
+        ValueError: targets outside the matrix, sizes or choices that do not fit.
+    """
+    check_fanout(fanout, minimum=0)
+    check_ids(targets, csr.num_rows, "Targets")
+    check_choices(replace, weight is not None, time is not None, strategy)
+    if (time is None) != (until is None):
+        raise ValueError("time of edges and until of targets are given together, or neither.")
+    for name, value, size in (
+        ("keys", keys, len(targets)),
+        ("weight", weight, csr.num_edges),
+        ("time", time, csr.num_edges),
+        ("until", until, len(targets)),
+    ):
+        if value is not None and len(value) != size:
+            raise ValueError(f"{name} has {len(value)} entries, but there are {size} to tell of.")
+    targets = targets.contiguous()
+    seed &= 2**63 - 1
+    offsets = torch.empty(len(targets) + 1, dtype=torch.long)
+    rows, places = (csr.indptr.numpy(), targets.numpy()), offsets.numpy()
+    if time is not None and until is not None:
+        held = time if weight is None else torch.where(weight > 0, time, torch.iinfo(time.dtype).max)
+        loops.offsets_until(rows[0], held.numpy(), until.numpy(), rows[1], fanout, places)
+    elif weight is not None:
+        loops.offsets_weighted(rows[0], weight.numpy(), rows[1], fanout, places)
+    else:
+        loops.offsets_of_all(*rows, fanout, replace and fanout >= 0, places)
+    total = int(places[-1])
+    slots, sources, edges = (torch.empty(total, dtype=torch.long) for _ in range(3))
+    key = _NONE if keys is None else keys.contiguous()
+    run = partial(over_ranges, size=len(targets), ranges=partial(even_ranges, offsets), work=_WORK * total)
+    if weight is None and time is None:
+        run(loops.draw_uniform, csr.indptr, targets, key, seed, offsets, replace and fanout >= 0, slots)
+    else:
+        weights = torch.empty(0) if weight is None else weight.contiguous()
+        times, limits = (_NONE if value is None else value.contiguous() for value in (time, until))
+        latest = strategy == "last"
+        run(loops.draw_best, csr.indptr, weights, times, limits, latest, targets, key, seed, offsets, slots)
+    edge = _NONE if csr.edge is None else csr.edge
+    over_ranges(
+        loops.take,
+        csr.indices,
+        edge,
+        csr.edge is not None,
+        slots,
+        sources,
+        edges,
+        size=total,
+        ranges=partial(_equal_ranges, total),
+        work=_WORK * total,
+    )
+    return Neighbors(offsets, sources, edges)
+
+
+def check_fanout(fanout: int, minimum: int = 1) -> None:
+    """Raises ValueError for a fan-out that is neither -1 nor at least `minimum`."""
+    if fanout != -1 and fanout < minimum:
+        raise ValueError(f"A fan-out is a number of edges from {minimum} on, or -1 for all (got {fanout}).")
+
+
+def check_ids(ids: Tensor, size: int, name: str) -> None:
+    """Raises ValueError for ids that are not int64 ``[n]``, or lie outside 0 to `size` - 1."""
+    if ids.dtype != torch.long or ids.dim() != 1:
+        raise ValueError(f"{name} are one dimension of int64 (got {ids.dtype}, shape {tuple(ids.shape)}).")
+    if len(ids) and (int(ids.min()) < 0 or int(ids.max()) >= size):
+        raise ValueError(f"{name} from {int(ids.min())} to {int(ids.max())} are outside a graph of {size} nodes.")
+
+
+def check_choices(replace: bool, weighted: bool, timed: bool, strategy: str) -> None:
+    """Raises ValueError for choices that exclude each other."""
+    if strategy not in ("uniform", "last"):
+        raise ValueError(f'strategy is "uniform" or "last" (got {strategy!r}).')
+    if replace and (weighted or timed):
+        raise ValueError("replace=True draws uniformly; leave out weight and time, or draw without replacement.")
+    if strategy == "last" and (weighted or not timed):
+        raise ValueError('strategy="last" takes the latest edges; it needs time, and no weight.')
+
+
+def random_walks(csr: CSR, roots: Tensor, steps: int, seed: int = 0) -> Tensor:
+    """Returns the nodes of walks from `roots`, int64 ``[T]``, each step to one in-neighbour; int64 ``[T, steps + 1]``.
+
+    Where there is no in-neighbour, a walk stays. Same seed, same walks.
+    """
+    check_ids(roots, csr.num_rows, "Roots")
+    out = torch.empty(len(roots), steps + 1, dtype=torch.long)
+    over_ranges(
+        loops.walk,
+        csr.indptr,
+        csr.indices,
+        roots.contiguous(),
+        seed & (2**63 - 1),
+        out,
+        size=len(roots),
+        ranges=partial(_equal_ranges, len(roots)),
+        work=_WORK * out.numel(),
+    )
+    return out
+
+
+def _equal_ranges(size: int, count: int) -> list[tuple[int, int]]:
+    return list(pairwise(np.linspace(0, size, count + 1).astype(int).tolist()))

@@ -1,0 +1,173 @@
+"""``sampling``: mini-batches of sampled neighbourhoods on a partitioned graph.
+
+Source: DistDGL, "Distributed Graph Neural Network Training for Billion-Scale Graphs" (2020): sections III-B (partition, split of
+seeds), III-C (feature store), III-D (samplers), III-E (trainer).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from lightning.pytorch.utilities.model_helpers import is_overridden
+from typing_extensions import override
+
+from lightning_gnn.callbacks.sampling import SamplingMetrics
+from lightning_gnn.comm.graph_store import GraphStore
+from lightning_gnn.datamodules.graph import GraphDataModule
+from lightning_gnn.nn.helpers import graph_in_use
+from lightning_gnn.sampling.loader import BatchMaker, SampledBatches
+from lightning_gnn.sampling.neighbors import check_fanout
+from lightning_gnn.sampling.seeds import SeedBatches, split_seeds
+from lightning_gnn.strategies.base import GNNStrategy
+from lightning_gnn.strategies.dgcl import DGCLScheme
+
+
+class SamplingStrategy(GNNStrategy):
+    """Training in mini-batches of sampled neighbourhoods; ``Trainer(strategy="sampling")``.
+
+    Each rank trains on seeds of its own, whose sampled neighbourhoods come to it as a PyG ``Data`` like those of PyG's
+    NeighborLoader: seeds first, ``batch_size``, ``n_id``, ``e_id``, ``num_sampled_nodes``; masks are true for seeds. Gradients
+    are summed over ranks, weighted by seeds. Validation, test and prediction use whole neighbourhoods, exactly as under ``dgcl``.
+
+    Args:
+        fanouts: in-edges that are drawn of each node, per hop, the seeds' first; -1 for all. One per layer of the model.
+        batch_size: seeds of a batch on each rank, at most.
+        replace: draw with replacement.
+        directed: keep the edges that were drawn; False for all between the nodes that were reached.
+        prefetch: batches that are made ahead in the background; 0 for none.
+        cache_mb: memory for features of nodes on other machines that are read often, in MB.
+        seed: of sampling and of the order of seeds.
+        keep_constant: in evaluation, see :class:`~lightning_gnn.strategies.dgcl.DGCLStrategy`.
+        **options: see :class:`~lightning_gnn.strategies.base.GNNStrategy`.
+
+    Raises:
+        ValueError: no fan-outs or such as are none, a batch size below 1, a negative number of batches or of megabytes.
+    """
+
+    strategy_name = "sampling"
+
+    def __init__(
+        self,
+        fanouts: Sequence[int] = (15, 10),
+        batch_size: int = 1024,
+        replace: bool = False,
+        directed: bool = True,
+        prefetch: int = 2,
+        cache_mb: float = 64.0,
+        seed: int = 0,
+        keep_constant: bool = True,
+        **options: Any,
+    ) -> None:
+        if not fanouts:
+            raise ValueError("fanouts are numbers of edges, one per layer of the model, such as [15, 10] (got none).")
+        for fanout in fanouts:
+            check_fanout(fanout)
+        if batch_size < 1:
+            raise ValueError(f"batch_size is a number of seeds, at least 1 (got {batch_size}).")
+        for name, value in (("prefetch", prefetch), ("cache_mb", cache_mb)):
+            if value < 0:
+                raise ValueError(f"{name} is at least 0 (got {value}).")
+        super().__init__(DGCLScheme(keep_constant, plan="p2p", topology=None), **options)
+        self.fanouts, self.batch_size, self.replace, self.directed = list(fanouts), batch_size, replace, directed
+        self.prefetch, self.cache_mb, self.seed = prefetch, cache_mb, seed
+        self._store: GraphStore | None = None
+        self._batches: SampledBatches | None = None
+
+    # Batches ##################################################################
+
+    def training_batches(self, data: GraphDataModule) -> SampledBatches:
+        """Returns this rank's loader; asked for by the datamodule, on all ranks."""
+        self._close_store()
+        cut, rank = data.stored_cut(), self.global_rank
+        self._store = GraphStore(cut, self.world, self.world.ranks_here(), int(self.cache_mb * 1e6))
+        maker = BatchMaker(self._store, cut.n_id, cut.e_id, self.fanouts, self.replace, self.directed)
+        mask = cut.attributes["node"]["train_mask"]
+        y = cut.attributes["node"].get("y")
+        if y is not None and y.dim() == 1 and not y.is_floating_point():
+            mask = mask & (y >= 0)
+        seeds = mask.nonzero().view(-1)
+        split = split_seeds(seeds.numpy(), cut.offsets)
+        own = torch.from_numpy(split[rank])
+        batches = SeedBatches([len(each) for each in split], self.batch_size)
+        assert self.lightning_module is not None
+        trainer = self.lightning_module.trainer
+        self._batches = SampledBatches(
+            maker, batches, own, seeds[:1], rank, self.seed, self.prefetch, lambda: trainer.current_epoch
+        )
+        return self._batches
+
+    @override
+    def process_dataloader(self, dataloader: object) -> object:
+        return dataloader if isinstance(dataloader, SampledBatches) else super().process_dataloader(dataloader)
+
+    @override
+    def _counts(self, batch: Any, mask: str) -> Sequence[int]:
+        return batch.seed_counts if mask == "train_mask" else super()._counts(batch, mask)
+
+    # Steps ####################################################################
+
+    @override
+    def setup(self, trainer: pl.Trainer) -> None:
+        super().setup(trainer)
+        self._callbacks.append(SamplingMetrics(lambda: self._batches, self.world))
+        trainer.callbacks.insert(1, self._callbacks[-1])  # type: ignore[attr-defined]
+
+    @override
+    def training_step(self, batch: Any, *args: Any, **kwargs: Any) -> Any:
+        assert self._binding is not None
+        self._binding.release()
+        with graph_in_use(None):
+            return super().training_step(batch, *args, **kwargs)
+
+    @contextmanager
+    def _evaluating(self) -> Iterator[None]:
+        """Layers see the whole graph, by the edge-cut exchange, while this is open."""
+        assert self._binding is not None and self.lightning_module is not None
+        if not self._binding.is_bound:
+            self._average_buffers()
+            self._binding.bind()
+        yield
+
+    def _average_buffers(self) -> None:
+        """Lets running statistics, which each rank has taken of its own batches, agree."""
+        assert self.lightning_module is not None
+        for buffer in self.lightning_module.buffers():
+            if buffer.is_floating_point():
+                self.world.all_reduce_(buffer, "Averaging running statistics").div_(self.world_size)
+
+    @override
+    def validation_step(self, *args: Any, **kwargs: Any) -> Any:
+        with self._evaluating():
+            return super().validation_step(*args, **kwargs)
+
+    @override
+    def test_step(self, *args: Any, **kwargs: Any) -> Any:
+        with self._evaluating():
+            return super().test_step(*args, **kwargs)
+
+    @override
+    def predict_step(self, *args: Any, **kwargs: Any) -> Any:
+        with self._evaluating():
+            return super().predict_step(*args, **kwargs)
+
+    @override
+    def _checked_stage(self, module: pl.LightningModule, trainer: pl.Trainer) -> str | None:
+        """Training on samples is not that of one device; what must be is the evaluation within it."""
+        stage = super()._checked_stage(module, trainer)
+        if stage != "fit":
+            return stage
+        return "validate" if is_overridden("validation_step", module) else None
+
+    def _close_store(self) -> None:
+        if self._store is not None:
+            self._store.close()
+        self._store = self._batches = None
+
+    @override
+    def teardown(self) -> None:
+        self._close_store()
+        super().teardown()
