@@ -9,6 +9,7 @@ from lightning_gnn.modules import NodeClassifier
 from lightning_gnn.nn import (
     CommNet,
     CommNetConv,
+    DistributedEmbedding,
     UnsupportedModelError,
     expand,
     reduce,
@@ -36,6 +37,7 @@ __all__ = [
     "CommNet",
     "CommNetConv",
     "DGCLStrategy",
+    "DistributedEmbedding",
     "GNNStrategy",
     "GraphDataModule",
     "LargestChanges",

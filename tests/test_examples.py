@@ -23,7 +23,9 @@ def example(folder: Path, name: str, at_least: float) -> Finished:
 
 
 @pytest.mark.ahead(runs=example)
-@pytest.mark.parametrize(("name", "at_least"), [("demo.py", 0.9), ("library.py", 0.8), ("own_module.py", 0.65)])
+@pytest.mark.parametrize(
+    ("name", "at_least"), [("demo.py", 0.9), ("library.py", 0.8), ("own_module.py", 0.65), ("embeddings.py", 0.9)]
+)
 def test_example(ahead, name, at_least):
     _, finished = ahead
     assert accuracy(finished.succeeded().output) >= at_least

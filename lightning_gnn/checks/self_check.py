@@ -31,6 +31,7 @@ from lightning_gnn.datamodules.shards import Shard, split_graph, whole_graph
 from lightning_gnn.nn import pyg
 from lightning_gnn.nn.bind import Binding
 from lightning_gnn.nn.context import UnsupportedModelError
+from lightning_gnn.nn.embedding import untrained_embeddings
 from lightning_gnn.nn.helpers import graph_in_use
 from lightning_gnn.nn.loss import loss_scale
 from lightning_gnn.partition.layout import LayoutSpec
@@ -90,6 +91,7 @@ def self_check(
     with ExitStack() as quiet:
         quiet.enter_context(no_process_group())
         quiet.enter_context(kept_random_state())
+        quiet.enter_context(untrained_embeddings())
         quiet.enter_context(torch.inference_mode(False))
         quiet.enter_context(warnings.catch_warnings())
         warnings.simplefilter("ignore")

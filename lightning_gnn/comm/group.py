@@ -43,6 +43,11 @@ def available_backends() -> dict[str, bool]:
     return {"gloo": dist.is_gloo_available(), "nccl": dist.is_nccl_available(), "mpi": dist.is_mpi_available()}
 
 
+def num_ranks() -> int:
+    """Returns how many ranks torch knows of: 1 where no process group has been made."""
+    return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
+
+
 class CommunicationError(RuntimeError):
     """Ranks could not exchange something: names the operation and, where known, the layer and the peer."""
 

@@ -18,10 +18,11 @@ class Requests:
 
     Args:
         world: the ranks.
+        purpose: named in errors.
     """
 
-    def __init__(self, world: World) -> None:
-        self._world = world
+    def __init__(self, world: World, purpose: str = "Sampling") -> None:
+        self._world, self._purpose = world, purpose
         # Gloo, also beside GPUs: what is asked for lies in host memory, and must not wait for a stream.
         self._group = dist.new_group(timeout=world.timeout, backend="gloo")
         self.bytes_received = 0
@@ -47,8 +48,8 @@ class Requests:
             dist.all_to_all_single(into, data, in_bytes, out_bytes, group=self._group)
         except RuntimeError as error:
             raise CommunicationError(
-                f"Sampling on rank {self._world.rank}: {error}. Look at the other ranks' output first: one may have stopped, or "
-                "be slower than the deadline (argument `timeout` of the strategy)."
+                f"{self._purpose} on rank {self._world.rank}: {error}. Look at the other ranks' output first: one may have "
+                "stopped, or be slower than the deadline (argument `timeout` of the strategy)."
             ) from error
         self.bytes_received += into.numel() - in_bytes[self._world.rank]
         rows = into.view(first.dtype).view(-1, *first.shape[1:])

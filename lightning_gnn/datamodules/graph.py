@@ -47,6 +47,7 @@ from lightning_gnn.datamodules.store import (
     write_store,
     writing,
 )
+from lightning_gnn.nn.embedding import embeddings_of
 from lightning_gnn.partition import assign_nodes
 from lightning_gnn.partition.edge_cut import checked_method
 from lightning_gnn.partition.layout import LayoutSpec
@@ -189,6 +190,8 @@ class GraphDataModule(L.LightningDataModule):
             self._shard = whole_graph(self.load())
         else:
             self._shard = self._read_shard(layout)
+        if self.trainer is not None and self.trainer.lightning_module is not None:
+            embeddings_of(self.trainer.lightning_module, sum(self._shard.counts))
         mask = STAGE_MASKS.get(stage)
         if mask is not None and sum(self._shard.mask_counts[mask]) == 0:
             raise ValueError(

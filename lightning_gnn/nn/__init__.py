@@ -4,12 +4,14 @@ from lightning_gnn.nn.adapters import register_adapter, substitute
 from lightning_gnn.nn.bind import Binding
 from lightning_gnn.nn.commnet import CommNet, CommNetConv
 from lightning_gnn.nn.context import GraphContext, UnsupportedModelError
+from lightning_gnn.nn.embedding import DistributedEmbedding
 from lightning_gnn.nn.helpers import expand, reduce, sum_over_ranks
 
 __all__ = [
     "Binding",
     "CommNet",
     "CommNetConv",
+    "DistributedEmbedding",
     "GraphContext",
     "UnsupportedModelError",
     "expand",

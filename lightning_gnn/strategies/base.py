@@ -29,6 +29,7 @@ from lightning_gnn.checks.memory import available_bytes, least_bytes
 from lightning_gnn.checks.self_check import STAGES, SelfCheck, self_check
 from lightning_gnn.comm.codec import CodecName, make_codec
 from lightning_gnn.comm.group import World
+from lightning_gnn.comm.owners import Owners
 from lightning_gnn.comm.traffic import Meter
 from lightning_gnn.datamodules.graph import GraphDataModule, OneBatch
 from lightning_gnn.datamodules.shards import Shard
@@ -38,6 +39,7 @@ from lightning_gnn.kernels.warm_up import warm_up
 from lightning_gnn.launching import StartMethod, make_launcher
 from lightning_gnn.nn.bind import Binding, check_module
 from lightning_gnn.nn.context import UnsupportedModelError
+from lightning_gnn.nn.embedding import embeddings_of
 from lightning_gnn.nn.fused import kernel_groups
 from lightning_gnn.nn.helpers import graph_in_use
 from lightning_gnn.nn.loss import loss_scale
@@ -178,6 +180,7 @@ class GNNStrategy(ParallelStrategy):
         self._logs: GlobalLogs | None = None
         self._metrics: StandInMetrics | None = None
         self._gradients: GradientSum | None = None
+        self._owners: Owners | None = None
         self._callbacks: list[pl.Callback] = []
         self._loss_scale = 1.0
         self._in_use = ExitStack()
@@ -266,6 +269,7 @@ class GNNStrategy(ParallelStrategy):
             return  # Lightning says so
         check_module(module)
         data.prepare_for(self.layout())
+        embeddings_of(module, len(data.stored_cut().n_id))
         self._check_memory(data, module)
         self._warm_up(module, trainer)
         stage = self._checked_stage(module, trainer)
@@ -298,6 +302,8 @@ class GNNStrategy(ParallelStrategy):
         sizes = cut.sizes(replicas)[first : first + self.num_processes]
         needed = sum(least_bytes(*size, row_bytes, module) for size in sizes)
         needed += len(sizes) * self.scheme.working_bytes(np.diff(cut.offsets).tolist(), row_bytes)
+        rows = sum(owned for owned, _, _ in sizes)
+        needed += rows * sum(each.row_bytes for each in embeddings_of(module, len(cut.n_id)))
         if needed > available:
             parts = "their parts of the graph"
             if replicas is not None:
@@ -338,6 +344,7 @@ class GNNStrategy(ParallelStrategy):
             self.world.use_codec(codec)
 
         shard.batch.to(self.root_device)
+        self._distribute_embeddings(module, shard)
         self._binding = self.scheme.bind(module, shard, self.world, self.meter)
         self._in_use = ExitStack()
         self._in_use.enter_context(graph_in_use(self._binding.context))
@@ -347,6 +354,35 @@ class GNNStrategy(ParallelStrategy):
         self._metrics = StandInMetrics(module, self.world)
         self._callbacks = [CommunicationMetrics(self.meter, self.world), *self.scheme.callbacks(self.world)]
         trainer.callbacks[:0] = self._callbacks  # type: ignore[attr-defined]
+
+    def _distribute_embeddings(self, module: pl.LightningModule, shard: Shard) -> None:
+        """Leaves rows of embeddings to the owners of their nodes."""
+        embeddings = embeddings_of(module, sum(shard.counts))
+        if not embeddings:
+            return
+        if len(self.optimizers) > 1:
+            raise ValueError(
+                f"DistributedEmbedding steps when the optimizer has stepped, but there are {len(self.optimizers)} optimizers. "
+                "Give one that has all parameters."
+            )
+        if getattr(self.precision_plugin, "scaler", None) is not None:
+            raise ValueError(
+                "precision='16-mixed' scales the loss, and DistributedEmbedding would learn from scaled gradients. "
+                "Use precision='bf16-mixed' or 32."
+            )
+        if self.world_size > 1:
+            batch_ids = shard.batch.n_id if shard.rows == shard.counts else None
+            self._owners = Owners(self.world, shard.n_id, shard.counts, batch_ids)
+            for each in embeddings:
+                each.distribute(self._owners)
+
+    def _release_embeddings(self) -> None:
+        if self._owners is not None:
+            assert self.lightning_module is not None
+            self._owners.close()
+            for each in embeddings_of(self.lightning_module, self._owners.num_nodes):
+                each.release()
+            self._owners = None
 
     def _take_shard(self, trainer: pl.Trainer) -> Shard:
         shard = self._check_data(getattr(trainer, "datamodule", None)).shard
@@ -415,6 +451,7 @@ class GNNStrategy(ParallelStrategy):
             for callback in self._callbacks:
                 trainer.callbacks.remove(callback)
         self._in_use.close()
+        self._release_embeddings()
         for part in (self._metrics, self._logs, self._gradients, self._binding):
             if part is not None:
                 part.release()
@@ -578,6 +615,14 @@ class GNNStrategy(ParallelStrategy):
                 "Pass datamodule=GraphDataModule(...) in place of dataloaders."
             )
         return dataloader
+
+    @override
+    def on_train_end(self) -> None:
+        super().on_train_end()
+        if self._owners is not None:
+            assert self.lightning_module is not None
+            for each in embeddings_of(self.lightning_module, self._owners.num_nodes):
+                each.collect()
 
     # Checkpoints ##############################################################
 

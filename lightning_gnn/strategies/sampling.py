@@ -120,6 +120,8 @@ class SamplingStrategy(GNNStrategy):
     def training_step(self, batch: Any, *args: Any, **kwargs: Any) -> Any:
         assert self._binding is not None
         self._binding.release()
+        if self._owners is not None:
+            self._owners.idle = batch.seed_counts[self.global_rank] == 0
         with graph_in_use(None):
             return super().training_step(batch, *args, **kwargs)
 

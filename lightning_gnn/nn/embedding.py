@@ -1,0 +1,448 @@
+"""Learnable rows for nodes without features, each at the owner of its node.
+
+Source: DistDGL (2020) section III-C, sparse embeddings.
+
+N nodes, D columns, n ids of a call.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from functools import partial
+from itertools import count
+from threading import Lock
+from typing import Any, Literal, get_args
+from weakref import WeakSet
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.optim.optimizer import register_optimizer_step_post_hook
+from typing_extensions import override
+
+from lightning_gnn.comm.group import num_ranks
+from lightning_gnn.comm.owners import Owners, summed
+
+SparseOptimizer = Literal["adam", "sgd"]
+
+_MOMENTS = {"adam": ("exp_avg", "exp_avg_sq"), "sgd": ()}
+"""What an optimizer keeps for each row, by the names of torch.optim.SparseAdam."""
+
+_BETAS, _EPS = (0.9, 0.999), 1e-8
+"""The defaults of torch.optim.SparseAdam."""
+
+_ON_RANK_0 = "between runs of several ranks rank 0 has them all. Use them there, or save and load a checkpoint."
+
+_ROWS_AT_ONCE = 1 << 16
+"""Initial rows that are drawn at once: bounds the memory for random bits."""
+
+
+@dataclass
+class Rows:
+    """Rows and what their optimizer keeps of them.
+
+    Attributes:
+        weight: ``[n, D]``.
+        moments: ``[n, D]`` each, see `_MOMENTS`.
+        step: updates so far, of any rows.
+    """
+
+    weight: Tensor
+    moments: tuple[Tensor, ...]
+    step: int = 0
+
+    def each(self, change: Callable[[Tensor], Tensor]) -> Rows:
+        """Returns other rows, changed alike in weight and moments."""
+        return replace(self, weight=change(self.weight), moments=tuple(change(each) for each in self.moments))
+
+    def update(self, rows: Tensor, grads: Tensor, lr: float) -> None:
+        """Makes one step, of SGD or of Adam where there are moments; lazily: rows that are not named stay.
+
+        Args:
+            rows: different ones, ``[m]``.
+            grads: ``[m, D]``.
+            lr: learning rate.
+        """
+        self.step += 1
+        if not self.moments:
+            self.weight.index_add_(0, rows, grads, alpha=-lr)
+            return
+        # In the order of operations of torch.optim.SparseAdam, to round as it does.
+        exp_avg, exp_avg_sq = self.moments
+        means = grads.sub(exp_avg[rows]).mul_(1 - _BETAS[0]).add_(exp_avg[rows])
+        squares = grads.pow(2).sub_(exp_avg_sq[rows]).mul_(1 - _BETAS[1]).add_(exp_avg_sq[rows])
+        exp_avg[rows], exp_avg_sq[rows] = means, squares
+        corrections = 1 - _BETAS[0] ** self.step, 1 - _BETAS[1] ** self.step
+        size = lr * math.sqrt(corrections[1]) / corrections[0]
+        self.weight.index_add_(0, rows, means / squares.sqrt().add_(_EPS), alpha=-size)
+
+
+_creation = count()
+_with_gradients: WeakSet[DistributedEmbedding] = WeakSet()
+_trying_out = False
+
+
+@contextmanager
+def untrained_embeddings() -> Iterator[None]:
+    """While open, embeddings answer with their initial rows and learn nothing: for steps that only try a model out."""
+    global _trying_out
+    before, _trying_out = _trying_out, True
+    try:
+        yield
+    finally:
+        _trying_out = before
+
+
+class DistributedEmbedding(torch.nn.Module):
+    """Learnable rows for nodes without features, like ``torch.nn.Embedding(sparse=True)`` with an optimizer of its own.
+
+    Call it with original node ids, ``embedding(batch.n_id)``. Under a strategy of this package each row lies at the owner of its
+    node: calls pull rows from there, and gradients are pushed there, where those of all ranks are summed and a sparse optimizer
+    steps. On one device all rows are here. The rows are no parameter: the module's own optimizer does not see them, nor does
+    gradient clipping. They step when an optimizer has stepped, after any number of backwards; without any, call :meth:`step`.
+
+    Rows and optimizer state lie in host memory, in the dtype that the module was converted to. ``state_dict`` holds those of
+    all nodes in original order: ``weight``, ``step`` and Adam's ``exp_avg`` and ``exp_avg_sq``; for any number of ranks to load.
+    While ranks train, all of them call it, and rank 0 gets the rows. So it is after training, when rank 0 has all rows.
+
+    Args:
+        num_nodes: N, of the graph.
+        dim: D.
+        optimizer: ``"adam"``, that of torch.optim.SparseAdam, which leaves rows alone that have no gradient; or ``"sgd"``.
+        lr: learning rate; the attribute may be changed between steps.
+        staleness: how many pushes may be under way, applied in the background while training goes on; 0 waits for each, with the
+            numbers of one device. Evaluation and checkpoints wait for all.
+        seed: of the initial rows, which are standard normal as those of torch.nn.Embedding, whatever the number of ranks.
+
+    Shapes:
+        ids int64 ``[n]``, in any order and with duplicates, to ``[n, D]`` on their device, a leaf that requires gradients.
+
+    Raises:
+        ValueError: sizes below 1, an unknown optimizer, a negative lr or staleness; ids that are none; before training, from the
+            datamodule and the strategy: another number of nodes than the graph has, several optimizers, a loss scaler.
+        RuntimeError: several ranks without a strategy of this package; rows that are on another rank.
+
+    Source: DistDGL section III-C: sparse embeddings, whose owner applies gradients as they arrive.
+    """
+
+    def __init__(
+        self,
+        num_nodes: int,
+        dim: int,
+        optimizer: SparseOptimizer = "adam",
+        lr: float = 0.01,
+        staleness: int = 0,
+        seed: int = 0,
+    ) -> None:
+        super().__init__()
+        for name, value, least in (("num_nodes", num_nodes, 1), ("dim", dim, 1), ("staleness", staleness, 0)):
+            if not isinstance(value, int) or value < least:
+                raise ValueError(f"{name} is an integer of at least {least} (got {value!r}).")
+        if optimizer not in get_args(SparseOptimizer):
+            raise ValueError(f"optimizer must be 'adam' or 'sgd' (got {optimizer!r}).")
+        if lr < 0:
+            raise ValueError(f"lr is at least 0 (got {lr}).")
+        self.num_nodes, self.dim, self.optimizer, self.lr = num_nodes, dim, optimizer, lr
+        self.staleness, self.seed = staleness, seed
+        self._names = ("weight", *_MOMENTS[optimizer])
+        self._number = next(_creation)  # ranks step their embeddings in this order
+        self._dtype = torch.get_default_dtype()
+        # All rows, where they have been changed or loaded; and in a run of several ranks those that this one owns.
+        self._all: Rows | None = None
+        self._own: Rows | None = None
+        self._owners: Owners | None = None
+        self._elsewhere = ""
+        self._changed = False  # in this run of several ranks
+        self._reset()
+
+    def _reset(self) -> None:
+        self._gradients: list[tuple[Tensor, Tensor, bool]] = []
+        self._pushes: deque[Future[None]] = deque()
+        self._lock = Lock()
+
+    def extra_repr(self) -> str:
+        return f"{self.num_nodes}, {self.dim}, optimizer={self.optimizer!r}, lr={self.lr}, staleness={self.staleness}"
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Returns what copies and pickles take: rows, but nothing that is under way; in the self-check no rows either."""
+        state = self.__dict__.copy()
+        for name in ("_gradients", "_pushes", "_lock"):
+            del state[name]
+        if _trying_out:
+            state.update(_all=None, _own=None, _owners=None)
+        return state
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self._reset()
+
+    @override
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> DistributedEmbedding:
+        self._dtype = fn(torch.empty(0, dtype=self._dtype)).dtype
+        if self._all is not None:
+            self._all = self._all.each(lambda rows: rows.to(self._dtype))
+        if self._own is not None:
+            self._own = self._own.each(lambda rows: rows.to(self._dtype))
+        return super()._apply(fn, recurse)  # type: ignore[return-value]
+
+    @property
+    def row_bytes(self) -> int:
+        """What a node's row and its optimizer state take."""
+        return len(self._names) * self.dim * self._dtype.itemsize
+
+    # Reading ##################################################################
+
+    @override
+    def forward(self, ids: Tensor) -> Tensor:
+        """Returns the rows of original ids, ``[n, D]``; see the class."""
+        if ids.dim() != 1 or ids.dtype != torch.long:
+            raise ValueError(f"ids are int64 [n], such as batch.n_id (got {ids.dtype} {list(ids.shape)}).")
+        here = ids.cpu()
+        low, high = (int(each) for each in here.aminmax()) if len(here) else (0, 0)
+        if low < 0 or high >= self.num_nodes:
+            raise ValueError(f"ids run from {low} to {high}, but the embedding has num_nodes={self.num_nodes} rows.")
+        if not self.training:
+            self.flush()
+        owned = self._owners is not None and self._owners.are_own(ids)
+        rows = self._read(here, owned).to(ids.device)
+        if torch.is_grad_enabled():
+            rows.requires_grad_()
+            # An idle rank's rows have gradients of 0, which Adam would take for a touch.
+            counts = not _trying_out and not (self._owners is not None and self._owners.idle)
+            rows.register_post_accumulate_grad_hook(partial(self._collect, here if counts else here[:0], owned))
+        return rows
+
+    def _read(self, ids: Tensor, owned: bool) -> Tensor:
+        if _trying_out:
+            return self._initial(ids)
+        if self._owners is not None:
+            return self._read_own() if owned else self._owners.pull(ids, self._read_own)
+        self._check_here()
+        return self._initial(ids) if self._all is None else self._all.weight[ids]
+
+    def _read_own(self, rows: Tensor | None = None) -> Tensor:
+        assert self._own is not None
+        with self._lock:  # a row is read whole, before or after an update
+            return self._own.weight.clone() if rows is None else self._own.weight[rows]
+
+    def _check_here(self) -> None:
+        """Raises where this process alone cannot tell the rows, or must not change them."""
+        if self._elsewhere:
+            raise RuntimeError(f"The rows of this DistributedEmbedding are not here: {self._elsewhere}")
+        if num_ranks() > 1:
+            raise RuntimeError(
+                f"DistributedEmbedding on {num_ranks()} ranks needs to know who owns which node. Use a strategy of this "
+                'package, such as Trainer(strategy="sampling").'
+            )
+
+    def _initial(self, ids: Tensor) -> Tensor:
+        """Returns the rows that these nodes begin with, ``[n, D]``; those of all nodes are never needed at once."""
+        with torch.inference_mode(False):
+            out = torch.empty(len(ids), self.dim, dtype=self._dtype)
+            for some, into in zip(ids.split(_ROWS_AT_ONCE), out.split(_ROWS_AT_ONCE)):
+                into.copy_(torch.from_numpy(_normal(self.seed, some.numpy(), self.dim)))
+        return out
+
+    def _begun(self, ids: Tensor) -> Rows:
+        weight = self._initial(ids)
+        return Rows(weight, tuple(torch.zeros_like(weight) for _ in self._names[1:]))
+
+    # Learning #################################################################
+
+    def _collect(self, ids: Tensor, owned: bool, rows: Tensor) -> None:
+        """Takes a backward's gradient of a call's rows."""
+        grad, rows.grad = rows.grad, None
+        if _trying_out:
+            return
+        assert grad is not None
+        self._gradients.append((ids, grad.detach()[: len(ids)].cpu(), owned))
+        _with_gradients.add(self)
+
+    def step(self) -> None:
+        """Lets the sparse optimizer step, once, on what backwards have given since the last time; nothing if that is nothing.
+
+        Called by itself when an optimizer of torch has stepped. All ranks call it alike.
+        """
+        _with_gradients.discard(self)
+        gradients, self._gradients = self._gradients, []
+        if not gradients:
+            return
+        ids = torch.cat([ids for ids, _, _ in gradients])
+        grads = torch.cat([grads for _, grads, _ in gradients])
+        if self._owners is None:
+            self._check_here()
+            if self._all is None:
+                self._all = self._begun(torch.arange(self.num_nodes))
+            self._all.update(*summed(ids, grads), self.lr)
+            return
+        self._all, self._changed = None, True
+        only_own = all(owned for _, _, owned in gradients)  # on all ranks alike
+        work = partial(self._push, self._owners, ids, grads, only_own, self.lr)
+        self._pushes.append(self._owners.background.start(work))
+        self._wait(self.staleness)
+
+    def _push(self, owners: Owners, ids: Tensor, grads: Tensor, only_own: bool, lr: float) -> None:
+        """Sends gradients to owners, and applies those that come here."""
+        assert self._own is not None
+        if only_own:
+            rows = torch.arange(len(self._own.weight))
+            sums = grads.view(len(grads) // max(len(rows), 1), *self._own.weight.shape).sum(0)  # each call read all
+        else:
+            rows, sums = owners.push(ids, grads)
+        with self._lock:
+            self._own.update(rows, sums, lr)
+
+    def _wait(self, at_most: int) -> None:
+        while len(self._pushes) > at_most:
+            self._pushes.popleft().result()
+
+    def flush(self) -> None:
+        """Returns when every push of this rank has been applied, and every one to it."""
+        self._wait(0)
+
+    # Ranks ####################################################################
+
+    def distribute(self, owners: Owners) -> None:
+        """Leaves to each rank the rows of its nodes; a strategy calls it on all ranks, before steps."""
+        if owners.any(bool(self._elsewhere)):
+            if owners.any(owners.rank == 0 and bool(self._elsewhere)):
+                raise RuntimeError(f"The rows of DistributedEmbedding are lost: {self._elsewhere or 'see rank 0'}")
+            whole = self._all or self._begun(torch.arange(self.num_nodes if owners.rank == 0 else 0))
+            if owners.rank:
+                whole = whole.each(lambda rows: rows[:0])
+            self._own = replace(whole.each(owners.deal), step=owners.number(whole.step))
+        else:
+            ids = owners.own_ids
+            self._own = self._begun(ids) if self._all is None else self._all.each(lambda rows: rows[ids])
+        if owners.rank and self._all is not None:
+            self._all = None
+            self._elsewhere = _ON_RANK_0
+        self._owners = owners
+
+    def collect(self) -> None:
+        """Gives rank 0 the rows of all nodes; a strategy calls it on all ranks, after training."""
+        if not self._changed:
+            return
+        self._changed = False
+        whole = self._whole()
+        self._all = whole if len(whole.weight) else None
+        self._elsewhere = "" if len(whole.weight) else _ON_RANK_0
+
+    def release(self) -> None:
+        """Forgets ranks; a strategy calls it when its run is over, also by an error."""
+        if self._changed:
+            self._elsewhere = "training did not come to its end. Load a checkpoint."
+        self._changed = False
+        self._own = self._owners = None
+        _with_gradients.discard(self)
+        self._reset()
+
+    # Checkpoints ##############################################################
+
+    def _whole(self) -> Rows:
+        """Returns the rows of all nodes in original order; of several ranks on rank 0, none on others."""
+        self.flush()
+        if self._owners is not None:
+            assert self._own is not None
+            return self._own.each(self._owners.gather)
+        if self._all is None and not self._elsewhere:
+            self._all = self._begun(torch.arange(self.num_nodes))
+        if self._all is not None:
+            return self._all
+        if self._elsewhere != _ON_RANK_0:
+            self._check_here()
+        return self._begun(torch.arange(0))
+
+    @override
+    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
+        whole = self._whole()
+        destination.update({prefix + name: rows for name, rows in zip(self._names, (whole.weight, *whole.moments))})
+        destination[f"{prefix}step"] = torch.tensor(whole.step)
+
+    @override
+    def _load_from_state_dict(
+        self,
+        state_dict: Any,
+        prefix: str,
+        local_metadata: Any,
+        strict: bool,
+        missing_keys: list[str],
+        unexpected_keys: list[str],
+        error_msgs: list[str],
+    ) -> None:
+        wanted = {prefix + name for name in (*self._names, "step")}
+        missing_keys += sorted(wanted - state_dict.keys())
+        unexpected_keys += sorted(key for key in state_dict if key.startswith(prefix) and key not in wanted)
+        if prefix + "weight" not in state_dict:
+            return
+        shape = torch.Size((self.num_nodes, self.dim))
+        found = {name: state_dict[prefix + name] for name in self._names if prefix + name in state_dict}
+        for name, rows in found.items():
+            if rows.shape != shape:
+                hint = " It is that of a rank other than 0, which has no rows." if len(rows) == 0 else ""
+                error_msgs.append(f"{prefix}{name} is {list(rows.shape)}, but the embedding is {list(shape)}.{hint}")
+                return
+        self.flush()
+        chosen: Any = slice(None) if self._owners is None else self._owners.own_ids
+
+        def taken(rows: Tensor) -> Tensor:
+            return rows.detach()[chosen].to("cpu", self._dtype, copy=True)
+
+        weight = taken(found["weight"])
+        moments = tuple(taken(found[name]) if name in found else torch.zeros_like(weight) for name in self._names[1:])
+        loaded = Rows(weight, moments, int(state_dict.get(f"{prefix}step", 0)))
+        self._changed = self._owners is not None
+        self._all, self._own = (None, loaded) if self._changed else (loaded, None)
+        self._elsewhere = ""
+        self._gradients = []
+
+
+def embeddings_of(module: torch.nn.Module, num_nodes: int) -> Sequence[DistributedEmbedding]:
+    """Returns the embeddings in a module.
+
+    Raises:
+        ValueError: one is for another number of nodes than the graph has.
+    """
+    found = {name: each for name, each in module.named_modules() if isinstance(each, DistributedEmbedding)}
+    for name, each in found.items():
+        if each.num_nodes != num_nodes:
+            raise ValueError(
+                f"'{name}' is a DistributedEmbedding of num_nodes={each.num_nodes}, but the graph has {num_nodes} nodes. "
+                f"Make it with num_nodes={num_nodes}."
+            )
+    return list(found.values())
+
+
+def _step_all(*_: Any) -> None:
+    """Steps the embeddings that have gradients, in the same order on all ranks."""
+    for each in sorted(_with_gradients, key=lambda each: each._number):
+        each.step()
+
+
+# The one moment that plain loops, Lightning's automatic and its manual optimisation have in common.
+register_optimizer_step_post_hook(_step_all)
+
+
+# Initial rows #################################################################
+
+
+def _mixed(numbers: np.ndarray) -> np.ndarray:
+    """Returns random bits that depend on each number alone: the finaliser of SplitMix64 (Steele et al., OOPSLA 2014)."""
+    z = numbers + np.uint64(0x9E3779B97F4A7C15)
+    z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return z ^ (z >> np.uint64(31))
+
+
+def _normal(seed: int, ids: np.ndarray, dim: int) -> np.ndarray:
+    """Returns standard normal rows that depend on seed and id alone, float64 ``[n, D]``, by the method of Box and Muller."""
+    of_seed = _mixed(np.array([seed], np.int64).view(np.uint64))
+    of_row = _mixed(ids.astype(np.uint64) ^ of_seed)[:, None]
+    bits = _mixed(of_row + np.arange(2 * dim, dtype=np.uint64))
+    uniform = ((bits >> np.uint64(11)).astype(np.float64) + 0.5) * 2.0**-53
+    return np.sqrt(-2 * np.log(uniform[:, :dim])) * np.cos(2 * np.pi * uniform[:, dim:])
