@@ -4,14 +4,15 @@ Importing this package registers the strategies: ``Trainer(strategy="dgcl")``.
 """
 
 from lightning_gnn.callbacks.cache import AdaptiveThreshold, LargestChanges
-from lightning_gnn.datamodules import GraphDataModule, planted_partition
-from lightning_gnn.modules import NodeClassifier
+from lightning_gnn.datamodules import GraphDataModule, planted_partition, split_edges
+from lightning_gnn.modules import LinkPredictor, NodeClassifier
 from lightning_gnn.nn import (
     CommNet,
     CommNetConv,
     DistributedEmbedding,
     UnsupportedModelError,
     expand,
+    fetch_rows,
     reduce,
     register_adapter,
     substitute,
@@ -41,6 +42,7 @@ __all__ = [
     "GNNStrategy",
     "GraphDataModule",
     "LargestChanges",
+    "LinkPredictor",
     "NodeClassifier",
     "SamplingStrategy",
     "SpMM1DStrategy",
@@ -50,9 +52,11 @@ __all__ = [
     "UnsupportedModelError",
     "VertexCutStrategy",
     "expand",
+    "fetch_rows",
     "planted_partition",
     "reduce",
     "register_adapter",
+    "split_edges",
     "substitute",
     "sum_over_ranks",
 ]

@@ -30,7 +30,7 @@ import lightning_gnn
 from lightning_gnn import CommNet, DGCLStrategy, GraphDataModule, NodeClassifier
 from lightning_gnn.datamodules import graph as graph_module
 from lightning_gnn.datamodules import store
-from lightning_gnn.datamodules.store import StoreError, read_cut, read_manifest
+from lightning_gnn.datamodules.store import FORMAT, StoreError, read_cut, read_manifest
 from lightning_gnn.partition.layout import LayoutSpec
 
 NAN, INF = float("nan"), float("inf")
@@ -373,8 +373,8 @@ STORES: dict[str, tuple[Callable[[Path], Any], str]] = {
         lambda f: [(f / "manifest.json").unlink(), (f / "manifest.json").mkdir()],
         "no readable manifest",
     ),
-    "older_format": (lambda f: rewrite(f, lambda m: m.update(format=4)), "has format 4, this version reads format 5"),
-    "newer_format": (lambda f: rewrite(f, lambda m: m.update(format=6)), "has format 6, this version reads format 5"),
+    "older_format": (lambda f: rewrite(f, lambda m: m.update(format=FORMAT - 1)), f"has format {FORMAT - 1}, this"),
+    "newer_format": (lambda f: rewrite(f, lambda m: m.update(format=FORMAT + 1)), f"has format {FORMAT + 1}, this"),
     "no_format": (lambda f: rewrite(f, lambda m: m.pop("format")), "has format None"),
     "altered_offsets": (lambda f: rewrite(f, lambda m: m["offsets"].__setitem__(1, 5)), "manifest.json has been altered"),
     "altered_counts": (lambda f: rewrite(f, lambda m: m["mask_counts"].clear()), "manifest.json has been altered"),

@@ -50,3 +50,16 @@ def on_cora(folder: Path) -> Finished:
 def test_library_on_cora(shared, ahead):
     _, finished = ahead
     assert accuracy(finished.succeeded().output) >= 0.7
+
+
+def links(folder: Path, strategy: str) -> Finished:
+    script = REPOSITORY / "examples" / "link_prediction.py"
+    return run(script, "--strategy", strategy, "--nodes", 400, "--epochs", 20, cwd=folder)
+
+
+@pytest.mark.ahead(runs=links)
+@pytest.mark.parametrize("strategy", ["dgcl", "sampling"])
+def test_link_prediction(ahead, strategy):
+    _, finished = ahead
+    [found] = re.findall(r"^Test MRR (\d\.\d+)", finished.succeeded().output, re.MULTILINE)
+    assert float(found) >= 0.15  # random: 0.09

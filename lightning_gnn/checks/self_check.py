@@ -28,6 +28,7 @@ from lightning_gnn.checks.small_graph import small_graph, two_halves, two_halves
 from lightning_gnn.comm.group import CommunicationError, World, no_process_group
 from lightning_gnn.comm.in_process import InProcessWorld, Meeting, kept_random_state
 from lightning_gnn.datamodules.shards import Shard, split_graph, whole_graph
+from lightning_gnn.datamodules.sources import counted_mask
 from lightning_gnn.nn import pyg
 from lightning_gnn.nn.bind import Binding
 from lightning_gnn.nn.context import UnsupportedModelError
@@ -143,7 +144,8 @@ class _Check:
     ) -> None:
         self._layout = layout
         self._bind, self._training, self._reduction = bind, stage == "fit", loss_reduction
-        self._step, self._mask = STAGES[stage]
+        self._step, mask = STAGES[stage]
+        self._mask = None if mask is None else counted_mask(mask, module)
         self._graph = small_graph(batch, [self._mask] if self._mask else [])
         self._trainer = None if trainer is None else _QuietTrainer(trainer)
         self._module = copy.deepcopy(module).cpu()

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch_geometric.data import Data
 
-from lightning_gnn.datamodules.sources import MASKS, is_labelled
+from lightning_gnn.datamodules.sources import EDGE_MASKS, MASKS, is_labelled
 
 # No two of nodes, edges and their halves are equal, so that the first dimension of a tensor says what its rows are.
 NUM_NODES, NUM_EDGES = 31, 113
@@ -20,14 +20,14 @@ def small_graph(batch: Data, masks: Sequence[str] = MASKS, seed: int = 0) -> Dat
 
     Args:
         batch: a rank's part of the user's graph. Node and edge attributes are drawn from its rows, half of them labelled
-            rows of `masks`; other attributes stay.
+            rows of `masks`, or edges in these; other attributes stay.
         masks: the masks that the step uses.
         seed: of the draw.
     """
     g = torch.Generator().manual_seed(seed)
     own = int(batch.num_owned)
     rows = torch.randint(own, (NUM_NODES,), generator=g)
-    for mask in masks:
+    for mask in set(masks) & set(MASKS):
         labelled = batch[mask].nonzero().view(-1)
         if batch.get("y") is not None:
             labelled = labelled[is_labelled(batch.y[labelled])]
@@ -40,6 +40,11 @@ def small_graph(batch: Data, masks: Sequence[str] = MASKS, seed: int = 0) -> Dat
     target[-9:], source[-9:] = target[:9].clone(), source[:9].clone()
     num_edges = batch.edge_index.size(1)
     edges = torch.randint(max(num_edges, 1), (NUM_EDGES,), generator=g)
+    for mask in set(masks) & set(EDGE_MASKS):
+        counted = batch[mask].nonzero().view(-1)
+        if len(counted):
+            half = NUM_EDGES // 2
+            edges[:half] = counted[torch.randint(len(counted), (half,), generator=g)]
     small = Data(edge_index=torch.stack([source, target]))
     for name, value in batch.to_dict().items():
         if name in ("edge_index", "num_owned"):

@@ -29,11 +29,15 @@ if TYPE_CHECKING:
 class _Part:
     """In-edges of a rank's nodes, memory-mapped."""
 
-    def __init__(self, cut: Cut, rank: int) -> None:
+    def __init__(self, cut: Cut, rank: int, messages: str | None) -> None:
         self._first, self._first_edge = int(cut.offsets[rank]), int(cut.edge_offsets[rank])
         self._owned = int(cut.offsets[rank + 1]) - self._first
         self._halo = torch.from_numpy(cut.halos[rank])
         source, target = torch.from_numpy(cut.edge_index_of(rank))
+        self._edges: Tensor | None = None
+        if messages is not None:
+            kept = cut.attributes["edge"][messages][self._first_edge : int(cut.edge_offsets[rank + 1])]
+            self._edges, source, target = kept.nonzero().view(-1), source[kept], target[kept]
         indptr = torch.zeros(self._owned + 1, dtype=torch.long)
         torch.cumsum(torch.bincount(target, minlength=self._owned), 0, out=indptr[1:])
         self._csr = CSR(indptr, source, None, self._owned + len(self._halo))
@@ -45,7 +49,8 @@ class _Part:
         far = sources >= self._owned
         sources = sources + self._first
         sources[far] = self._halo[found.sources[far] - self._owned]
-        return Neighbors(found.offsets, sources, found.edges + self._first_edge)
+        edges = found.edges if self._edges is None else self._edges[found.edges]
+        return Neighbors(found.offsets, sources, edges + self._first_edge)
 
     def halo_by_reads(self) -> Tensor:
         """Returns the halo rows, those that most edges read first."""
@@ -61,20 +66,28 @@ class GraphStore:
         world: the ranks.
         near: ranks of this machine.
         cache_bytes: of features of nodes on other machines that are kept here: those that most edges of this rank read.
+        messages: a mask of edges; other edges join no neighbours.
 
     Attributes:
         asked, hits: rows of features that lie on other machines: wanted, and found in the cache.
     """
 
-    def __init__(self, cut: Cut, world: World, near: Sequence[int], cache_bytes: int = 0) -> None:
+    def __init__(
+        self, cut: Cut, world: World, near: Sequence[int], cache_bytes: int = 0, messages: str | None = None
+    ) -> None:
         self._cut, self._world = cut, world
         self._near = [rank in near for rank in range(world.size)]
-        self._parts = {rank: _Part(cut, rank) for rank in near}
+        self._parts = {rank: _Part(cut, rank, messages) for rank in near}
         self.requests = None if all(self._near) else Requests(world)
         self.asked = self.hits = 0
         self._cached, self._cache = torch.empty(0, dtype=torch.long), cut.attributes["node"]["x"][:0]
         if self.requests is not None and cache_bytes:
             self._fill_cache(cache_bytes)
+
+    @property
+    def rank(self) -> int:
+        """This process."""
+        return self._world.rank
 
     @property
     def node_names(self) -> list[str]:

@@ -28,9 +28,11 @@ from typing_extensions import override
 from lightning_gnn.comm.group import World
 from lightning_gnn.datamodules.shards import Cut, Shard, whole_graph
 from lightning_gnn.datamodules.sources import (
+    EDGE_MASKS,
     MASKS,
     Source,
     checked_fractions,
+    counted_mask,
     description_key,
     graph_key,
     load_source,
@@ -97,7 +99,8 @@ class GraphDataModule(L.LightningDataModule):
 
     Labels of -1 mark nodes without a label. Every tensor of the graph with one row per node or edge goes with its node
     or edge. The batch of a step is a PyG ``Data``: ``x [N, F]``, ``edge_index [2, E]`` (local ids), ``y``,
-    ``train_mask``, ``val_mask``, ``test_mask``, ``n_id [N]`` (original ids), ``num_owned`` (N).
+    ``train_mask``, ``val_mask``, ``test_mask``, ``n_id [N]`` (original ids), ``num_owned`` (N). A graph whose links are to be
+    predicted has ``edge_train_mask``, ``edge_val_mask``, ``edge_test_mask`` (bool ``[E]``) and needs none of nodes.
     """
 
     def __init__(
@@ -192,11 +195,22 @@ class GraphDataModule(L.LightningDataModule):
             self._shard = self._read_shard(layout)
         if self.trainer is not None and self.trainer.lightning_module is not None:
             embeddings_of(self.trainer.lightning_module, sum(self._shard.counts))
-        mask = STAGE_MASKS.get(stage)
-        if mask is not None and sum(self._shard.mask_counts[mask]) == 0:
+        if stage not in STAGE_MASKS:
+            return
+        mask = self._counted(STAGE_MASKS[stage])
+        if mask in EDGE_MASKS and not sum(self._shard.mask_counts.get(mask, ())):
+            raise ValueError(
+                f"The graph has no edges in {mask}, and links are to be predicted. Split them, "
+                "GraphDataModule(split_edges(data, val=0.05, test=0.1)), or set data.edge_train_mask, data.edge_val_mask and "
+                "data.edge_test_mask (bool, one entry per edge)."
+            )
+        if sum(self._shard.mask_counts[mask]) == 0:
             raise ValueError(
                 f"{mask} holds no labelled node. Give another split=(train, val, test), or set data.{mask}."
             )
+
+    def _counted(self, mask: str) -> str:
+        return counted_mask(mask, getattr(self.trainer, "lightning_module", None))
 
     def _read_shard(self, layout: LayoutSpec) -> Shard:
         """Returns this rank's part of the partitioned graph; raises on all ranks if one of them has none."""
@@ -220,7 +234,7 @@ class GraphDataModule(L.LightningDataModule):
 
     def val_dataloader(self) -> OneBatch | list[Any]:
         # No validation nodes: no validation, rather than a mean over nothing.
-        return OneBatch(self.shard.batch) if sum(self.shard.mask_counts["val_mask"]) else []
+        return OneBatch(self.shard.batch) if sum(self.shard.mask_counts[self._counted("val_mask")]) else []
 
     def test_dataloader(self) -> OneBatch:
         return OneBatch(self.shard.batch)

@@ -5,8 +5,9 @@ N nodes, E edges, P ranks.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -14,7 +15,7 @@ import torch
 from torch import Tensor
 from torch_geometric.data import Data
 
-from lightning_gnn.datamodules.sources import MASKS, num_classes, num_labelled
+from lightning_gnn.datamodules.sources import EDGE_MASKS, MASKS, num_classes, num_labelled
 from lightning_gnn.partition.layout import LayoutSpec, Replicas
 from lightning_gnn.partition.locality import local_relabelling
 from lightning_gnn.partition.replicas import hold
@@ -27,14 +28,17 @@ class Shard:
 
     Attributes:
         batch: its rows, owned ones first and replicas behind them; ``edge_index`` in local ids, halo rows behind these;
-            ``n_id`` and ``e_id``, the original ids of its nodes and edges; ``num_owned``; boolean masks, False for replicas.
+            ``n_id`` and ``e_id``, the original ids of its nodes and edges; ``num_owned``; boolean masks of nodes, False for
+            replicas. Masks of edges are as in the graph: edges of replicas, whose targets are none of the owned rows, carry
+            messages, too.
         plan: the rows to exchange.
         halos: ids of the halo rows of each rank, ascending, int64 ``[H]`` each: what a planner needs. Ids number the rows of
             rank 0, then those of rank 1, and so on.
         n_id, e_id: original ids of all ranks' nodes and edges in rank order, int64 ``[N]`` and ``[E]``, without replicas.
         counts, edge_counts: owned rows and their edges of each rank.
         rows, edges: the same with replicas: of each rank's batch.
-        mask_counts: by mask, the labelled rows of each rank in it: the weights of a mean loss.
+        mask_counts: by mask, the labelled rows of each rank in it: the weights of a mean loss; of masks of edges, if there are
+            any, its edges.
         num_classes: of the whole graph's labels.
         digest: of the node assignment; equal on all ranks that hold parts of the same cut.
         report: partition quality, for logs.
@@ -104,6 +108,19 @@ class Cut:
         low, high = self.offsets[rank : rank + 2]
         ids = np.concatenate([np.arange(low, high), self.halos[rank]])
         return ids[self.edge_index_of(rank)]
+
+    def ends(self, edges: Tensor) -> Tensor:
+        """Returns source and target of some edges, ``[2, n]``; ids of edges, int64 ``[n]``, and of nodes are relabelled ones."""
+        found = torch.empty((2, len(edges)), dtype=torch.long)
+        for rank, (low, high) in enumerate(pairwise(self.edge_offsets)):
+            here = (edges >= low) & (edges < high)
+            local = torch.from_numpy(self.edge_index_of(rank)[:, (edges[here] - int(low)).numpy()])
+            first, owned = int(self.offsets[rank]), int(self.offsets[rank + 1] - self.offsets[rank])
+            ids = local + first
+            far = local >= owned
+            ids[far] = torch.from_numpy(self.halos[rank][(local[far] - owned).numpy()])
+            found[:, here] = ids
+        return found
 
     def sizes(self, replicas: Replicas | None = None) -> list[tuple[int, int, int]]:
         """Returns rows, halo rows and edges of every rank's shard; with replicas, this reads all edges."""
@@ -191,7 +208,10 @@ def cut_graph(data: Data, part: np.ndarray, num_parts: int, holders: np.ndarray 
         e_id=e_id,
         attributes=attributes,
         scalars=scalars,
-        mask_counts={name: tuple(counts) for name, counts in mask_counts(data, relabelling).items()},
+        mask_counts={
+            name: tuple(counts)
+            for name, counts in mask_counts(data, relabelling, [piece.edge_ids for piece in pieces]).items()
+        },
         num_classes=num_classes(data.get("y")),
         digest="",
         report={},
@@ -222,7 +242,10 @@ def whole_graph(data: Data) -> Shard:
         edge_counts=edge_counts,
         rows=counts,
         edges=edge_counts,
-        mask_counts={name: (num_labelled(batch.get("y"), batch[name]),) for name in MASKS},
+        mask_counts={
+            **{name: (num_labelled(batch.get("y"), batch[name]),) for name in MASKS},
+            **{name: (int(batch[name].sum()),) for name in EDGE_MASKS if name in batch},
+        },
         num_classes=num_classes(batch.get("y")),
         digest="",
         report={},
@@ -234,16 +257,27 @@ def kind_of(data: Data, name: str) -> str:
     return "node" if data.is_node_attr(name) else "edge" if data.is_edge_attr(name) else "graph"
 
 
-def mask_counts(data: Data, relabelling: Relabelling) -> dict[str, list[int]]:
-    """Returns by mask how many labelled nodes of it each part owns."""
+def mask_counts(data: Data, relabelling: Relabelling, edge_ids: Sequence[Ids]) -> dict[str, list[int]]:
+    """Returns by mask how many labelled nodes of it each part owns; of masks of edges, if there are any, how many edges.
+
+    Args:
+        data: the graph.
+        relabelling: who owns which nodes.
+        edge_ids: edges of each part.
+    """
     y = data.get("y")
     parts = torch.from_numpy(relabelling.n_id).split(np.diff(relabelling.offsets).tolist())
-    return {name: [num_labelled(None if y is None else y[rows], data[name][rows]) for rows in parts] for name in MASKS}
+    edges = [torch.from_numpy(ids) for ids in edge_ids]
+    return {
+        **{name: [num_labelled(None if y is None else y[rows], data[name][rows]) for rows in parts] for name in MASKS},
+        **{name: [int(data[name][ids].sum()) for ids in edges] for name in EDGE_MASKS if name in data},
+    }
 
 
 def _add_stand_ins(batch: Data, rank: int, mask_counts: Mapping[str, tuple[int, ...]]) -> None:
     """Puts a row into each mask that others have labelled nodes in, but this rank has none."""
-    for name, per_rank in mask_counts.items():
+    for name in MASKS:
+        per_rank = mask_counts[name]
         if sum(per_rank) > 0 and per_rank[rank] == 0 and batch.num_owned:
             _add_stand_in(batch, name)
 

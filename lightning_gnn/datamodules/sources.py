@@ -21,7 +21,18 @@ Source: TypeAlias = str | Dataset | Data | Callable[..., Any]
 """A PyG dataset, a ``Data``, a callable that returns either, or the dotted path of one."""
 
 MASKS = ("train_mask", "val_mask", "test_mask")
+EDGE_MASKS = tuple(f"edge_{name}" for name in MASKS)
 _INDEX_SPLIT = {"train": "train_mask", "valid": "val_mask", "val": "val_mask", "test": "test_mask"}
+
+
+def counted_mask(mask: str, module: object) -> str:
+    """Returns the mask whose entries a module's losses and values are means over: that of edges where it predicts these.
+
+    Args:
+        mask: one of :data:`MASKS`.
+        module: a LightningModule; its attribute ``predicts_edges`` tells.
+    """
+    return f"edge_{mask}" if getattr(module, "predicts_edges", False) else mask
 
 
 def load_source(source: Source, args: Mapping[str, Any] | None = None) -> tuple[Data, Mapping[str, Any] | None]:
@@ -133,6 +144,9 @@ def prepare_graph(
     for name in ("edge_weight", "edge_attr"):
         if result.get(name) is not None:
             result[name] = _edge_values(name, result[name], result.edge_index.size(1), result.x.dtype)
+    if result.get("edge_train_mask") is not None:
+        _set_edge_masks(result)
+        masks_needed = False
     y = None
     if result.get("y") is not None:
         y = result.y = _labels(result.y, num_nodes)
@@ -320,9 +334,37 @@ def _masks(
     if "train_mask" not in masks and needed:
         raise ValueError(
             "The graph has no train_mask. Give a random split, GraphDataModule(..., split=(0.6, 0.2, 0.2)), "
-            "or set data.train_mask, data.val_mask and data.test_mask (bool, one entry per node)."
+            "or set data.train_mask, data.val_mask and data.test_mask (bool, one entry per node). To predict links, split the "
+            "edges: GraphDataModule(split_edges(data))."
         )
     return {name: masks.get(name, torch.zeros(num_nodes, dtype=torch.bool)) for name in MASKS}
+
+
+def _set_edge_masks(data: Data) -> None:
+    """Gives `data` all three masks of edges, bool ``[E]``.
+
+    Raises:
+        ValueError: one of another shape or dtype, or an edge in two of them.
+    """
+    num_edges = data.edge_index.size(1)
+    advice = "split_edges(data) of lightning_gnn makes all three"
+    for name in EDGE_MASKS:
+        mask = data.get(name)
+        if mask is None:
+            mask = data[name] = torch.zeros(num_edges, dtype=torch.bool)
+        if not isinstance(mask, Tensor) or mask.dtype != torch.bool or mask.shape != (num_edges,):
+            found = f"{_dtype(mask)} {list(mask.shape)}" if isinstance(mask, Tensor) else type(mask).__name__
+            raise ValueError(
+                f"{name} must be bool, one entry per edge, [{num_edges}] (got {found}). Make it again after the last change of "
+                f"edge_index; {advice}."
+            )
+    held = torch.stack([data[name] for name in EDGE_MASKS]).sum(0)
+    if (held > 1).any():
+        first = int((held > 1).nonzero()[0])
+        raise ValueError(
+            f"{int((held > 1).sum())} edges are in more than one of {', '.join(EDGE_MASKS)}, first edge {first}: what is tested "
+            f"would be learnt. {advice[0].upper()}{advice[1:]}, without overlap."
+        )
 
 
 def _mask(name: str, mask: Tensor, num_nodes: int, column: int) -> Tensor:

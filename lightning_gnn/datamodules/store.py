@@ -42,7 +42,7 @@ from lightning_gnn.partition.layout import LayoutSpec
 from lightning_gnn.partition.locality import Locality, local_relabelling, recent_reads
 from lightning_gnn.partition.shard import Relabelling, edge_cut_parts
 
-FORMAT = 6
+FORMAT = 7
 
 
 class StoreError(RuntimeError):
@@ -220,7 +220,7 @@ def _write(
         "layout": layout.as_dict(),
         "offsets": relabelling.offsets.tolist(),
         "edge_offsets": np.concatenate([[0], np.cumsum(edge_counts)]).tolist(),
-        "mask_counts": mask_counts(data, relabelling),
+        "mask_counts": mask_counts(data, relabelling, edge_orders),
         "num_classes": num_classes(data.get("y")),
         "digest": digest.hexdigest(),
         "attributes": attributes,

@@ -1,5 +1,6 @@
 """LightningModules."""
 
+from lightning_gnn.modules.link_predictor import LinkPredictor
 from lightning_gnn.modules.node_classifier import NodeClassifier
 
-__all__ = ["NodeClassifier"]
+__all__ = ["LinkPredictor", "NodeClassifier"]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from typing import Any, Literal
 
 import lightning as L
@@ -11,7 +10,6 @@ import torch.nn.functional as F
 from lightning.pytorch.cli import OptimizerCallable
 from torch import Tensor
 from torch_geometric.data import Data
-from torch_geometric.nn.models.basic_gnn import BasicGNN
 from torchmetrics.classification import (
     MulticlassAccuracy,
     MulticlassF1Score,
@@ -21,7 +19,7 @@ from torchmetrics.classification import (
 from typing_extensions import override
 
 from lightning_gnn.datamodules import GraphDataModule
-from lightning_gnn.nn.commnet import CommNet
+from lightning_gnn.modules.inputs import check_width, edge_inputs
 from lightning_gnn.nn.context import UnsupportedModelError
 
 UNLABELLED = -1
@@ -73,7 +71,7 @@ class NodeClassifier(L.LightningModule):
         for stage in ("val", "test"):
             setattr(self, f"{stage}_acc", accuracy(num_classes, average="micro", ignore_index=UNLABELLED))
             setattr(self, f"{stage}_f1", f1(num_classes, average="macro", ignore_index=UNLABELLED))
-        self._takes = [name for name in ("edge_weight", "edge_attr") if _accepts(model, name)]
+        self._takes = edge_inputs(model)
 
     @override
     def setup(self, stage: str) -> None:
@@ -81,13 +79,7 @@ class NodeClassifier(L.LightningModule):
         if not isinstance(data, GraphDataModule):
             return
         # Of the whole graph, or alike in all of its parts: what is refused on one rank is refused on all.
-        # A model of the user's own may call something else in_channels.
-        width = self.model.in_channels if isinstance(self.model, (BasicGNN, CommNet)) else None
-        if isinstance(width, int) and 0 < width != data.num_features:
-            raise ValueError(
-                f"{self._name} takes {width} features (in_channels), but x of the graph has {data.num_features} columns. "
-                f"Make the model with in_channels={data.num_features}."
-            )
+        check_width(self.model, data.num_features)
         if stage != "predict":
             self._check_labels(data.shard.batch.get("y"), data.num_classes)
 
@@ -191,12 +183,3 @@ class NodeClassifier(L.LightningModule):
         if self.optimizer is not None:
             return self.optimizer(self.parameters())
         return torch.optim.Adam(self.parameters(), lr=self.lr, weight_decay=self.weight_decay)
-
-
-def _accepts(model: torch.nn.Module, name: str) -> bool:
-    """Returns whether the model takes `name`; PyG's ready models say so, their forwards take what not every conv does."""
-    if hasattr(model, f"supports_{name}"):
-        # A GAT takes edge features only where its convs were told how many columns they have.
-        wanted = name != "edge_attr" or any(getattr(child, "edge_dim", None) is not None for child in model.modules())
-        return bool(getattr(model, f"supports_{name}")) and wanted
-    return name in inspect.signature(model.forward).parameters

@@ -5,7 +5,7 @@ from lightning_gnn.nn.bind import Binding
 from lightning_gnn.nn.commnet import CommNet, CommNetConv
 from lightning_gnn.nn.context import GraphContext, UnsupportedModelError
 from lightning_gnn.nn.embedding import DistributedEmbedding
-from lightning_gnn.nn.helpers import expand, reduce, sum_over_ranks
+from lightning_gnn.nn.helpers import expand, fetch_rows, reduce, sum_over_ranks
 
 __all__ = [
     "Binding",
@@ -15,6 +15,7 @@ __all__ = [
     "GraphContext",
     "UnsupportedModelError",
     "expand",
+    "fetch_rows",
     "reduce",
     "register_adapter",
     "substitute",

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from torch_geometric.utils import add_remaining_self_loops, add_self_loops, remove_self_loops, scatter
 
+from lightning_gnn.comm.rows import AnyRows
 from lightning_gnn.kernels import CSR
 from lightning_gnn.kernels.attention import Across
 from lightning_gnn.nn.commnet import without_self_loops
@@ -63,6 +64,7 @@ class GraphContext:
         edge_weight: the batch's own edge weights, ``[E]``, or None.
         kept_widths: what is kept of constant input takes at most as much memory as so many copies of it; 0 keeps nothing.
         most_propagations: how often rows may travel along edges in a step; None for any number.
+        rows: fetches rows of any nodes; None where nothing does.
     """
 
     def __init__(
@@ -73,7 +75,9 @@ class GraphContext:
         edge_weight: Tensor | None,
         kept_widths: int = 4,
         most_propagations: int | None = None,
+        rows: AnyRows | None = None,
     ) -> None:
+        self.rows = rows
         self._most_propagations, self._propagations = most_propagations, 0
         self.exchange, self.kept_widths = exchange, kept_widths
         self.x, self.edge_index, self.edge_weight = x, edge_index, edge_weight
@@ -90,6 +94,8 @@ class GraphContext:
         self._aggregates: dict[tuple[Any, ...], tuple[Tensor, ...]] = {}
         self._made_of_x: dict[int, tuple[Tensor, int]] = {}
         self._kept_columns = 0
+        # The batch's own edges and weights, by id, and what :meth:`chosen` has made of them.
+        self._own = {id(tensor): tensor for tensor in (edge_index, edge_weight) if tensor is not None}
         # Tensors that stay the same between steps, by id; held here, so that an id is not used again.
         self._lasting = {id(tensor): tensor for tensor in (edge_index, edge_weight) if tensor is not None}
 
@@ -267,9 +273,9 @@ class GraphContext:
         Numbers shorter than float32 would be rounded once more by a scale, and are weighted instead.
         """
         plain = edge_weight is None and not (improved and add_self_loops)
-        if edge_index is not self.edge_index or not plain or dtype not in (torch.float32, torch.float64):
+        if id(edge_index) not in self._own or not plain or dtype not in (torch.float32, torch.float64):
             return None
-        key = ("normalised", add_self_loops, dtype, edge_index._version)
+        key = ("normalised", add_self_loops, dtype, id(edge_index), edge_index._version)
         if key not in self._sums:
             with torch.inference_mode(False), torch.no_grad():
                 if add_self_loops:
@@ -289,18 +295,33 @@ class GraphContext:
             edge_index, edge_weight: what it is computed from.
             compute: may communicate, since all ranks decide alike.
         """
-        if edge_index is not self.edge_index or (edge_weight is not None and edge_weight is not self.edge_weight):
+        if id(edge_index) not in self._own or (edge_weight is not None and id(edge_weight) not in self._own):
             return compute()
         if edge_weight is not None and edge_weight.requires_grad:
             return compute()
         versions = (edge_index._version, None if edge_weight is None else edge_weight._version)
-        key = (*name, edge_weight is None, versions)
+        key = (*name, id(edge_index), None if edge_weight is None else id(edge_weight), versions)
         if key not in self._once:
             # Evaluation may come first, and an inference tensor could not take part in training later.
             with self._to_keep():
                 self._once[key] = compute()
             self._lasting.update({id(tensor): tensor for tensor in self._once[key]})
         return self._once[key]  # type: ignore[return-value]
+
+    def chosen(self, name: str, edge_index: Tensor, choose: Callable[[], T]) -> T:
+        """Returns ``choose()``, a choice of the batch's own edges and of what belongs to them, made once.
+
+        What is made of it is kept as what is made of all edges.
+
+        Args:
+            name: of the choice.
+            edge_index: all edges.
+            choose: returns tensors, the edges first; all ranks choose alike.
+        """
+        found = self.once(("chosen", name), edge_index, None, choose)
+        if id(edge_index) in self._own:
+            self._own.update({id(tensor): tensor for tensor in found})
+        return found
 
     def _gcn_norm(
         self,
@@ -339,7 +360,7 @@ class GraphContext:
 
         def compute() -> tuple[Tensor]:
             left = without_self_loops(edge_index)
-            if edge_index is self.edge_index:
+            if id(edge_index) in self._own:
                 removed = torch.tensor([left is not edge_index], dtype=torch.int32, device=edge_index.device)
                 if not self.exchange.max_over_ranks(removed, "Looking for self-loops"):
                     return (left,)

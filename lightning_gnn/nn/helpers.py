@@ -7,10 +7,11 @@ device as before. They communicate: all ranks must call them alike. N owned rows
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 from torch import Tensor
+from torch_geometric.data import Data
 
 from lightning_gnn.nn.context import GraphContext
 from lightning_gnn.nn.norms import SumOverRanks
@@ -80,6 +81,51 @@ def reduce(x: Tensor) -> Tensor:
         return x
     graph.check_expanded_rows(x.size(0), "reduce")
     return graph.exchange.reduce(x, "reduce")
+
+
+def fetch_rows(x: Tensor, ids: Tensor) -> Tensor:
+    """Returns the rows of any nodes of the whole graph, such as the far ends of negative edges. Differentiable: gradients of
+    all ranks are summed at the owner.
+
+    All ranks call it, each for the nodes that it likes, which may be none and may differ from step to step; a row travels once,
+    however often it is asked for. Sources of ``batch.edge_index`` come cheaper by :func:`expand`.
+
+    Args:
+        x: one row per node of the batch, ``[N, ...]``.
+        ids: ids in the original graph, as in ``batch.n_id``, int64, of any shape.
+
+    Returns:
+        ``[*ids.shape, ...]``; ``x[ids]`` on one device.
+
+    Raises:
+        UnsupportedModelError: `x` has another number of rows.
+        ValueError: an id of no node.
+    """
+    graph = _in_use.graph
+    if graph is None:
+        return x[ids]
+    graph.check_rows(x.size(0), "fetch_rows")
+    assert graph.rows is not None
+    return graph.rows.fetch(x, ids, "fetch_rows")
+
+
+def num_nodes(x: Tensor) -> int:
+    """Returns the number of nodes of the whole graph; `x` has one row per node of the batch."""
+    graph = _in_use.graph
+    return x.size(0) if graph is None or graph.rows is None else graph.rows.num_nodes
+
+
+def choose_edges(batch: Data, mask: str, names: Sequence[str] = ()) -> tuple[Tensor, ...]:
+    """Returns the edges in a mask that stays the same, ``[2, E']``, and what the batch holds for them under each of `names`.
+
+    They are chosen once, so that layers take them as they take all of the batch's edges: with what they have made of them before.
+    """
+
+    def choose() -> tuple[Tensor, ...]:
+        return batch.edge_index[:, batch[mask]], *(batch[name][batch[mask]] for name in names)
+
+    graph = _in_use.graph
+    return choose() if graph is None else graph.chosen(f"{mask} {names}", batch.edge_index, choose)
 
 
 def sum_over_ranks(x: Tensor) -> Tensor:

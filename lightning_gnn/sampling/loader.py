@@ -15,9 +15,12 @@ import numpy as np
 import torch
 from torch import Tensor
 from torch_geometric.data import Data
+from torch_geometric.sampler import SamplerOutput
+from typing_extensions import override
 
 from lightning_gnn.comm.graph_store import GraphStore
 from lightning_gnn.datamodules.sources import MASKS
+from lightning_gnn.sampling.draws import draw_others
 from lightning_gnn.sampling.hops import sample_hops
 from lightning_gnn.sampling.numbering import Numbering
 from lightning_gnn.sampling.sampler import ONE_TYPE, one_type_fanouts, output_of_one_type
@@ -55,22 +58,86 @@ class BatchMaker:
             seeds: ids in the partitioned graph.
             random_seeds: of each rank's batch.
         """
+        batch = self._batch(self._sample(seeds, random_seeds))
+        for name in MASKS:
+            batch[name] = torch.arange(len(batch.n_id)) < len(seeds)
+        batch.input_id, batch.batch_size = batch.n_id[: len(seeds)], len(seeds)
+        return batch
+
+    def _sample(self, nodes: Tensor, random_seeds: list[int]) -> SamplerOutput:
+        """Returns the sampled neighbourhood of distinct nodes, which come first."""
         hop = self.store.hops(random_seeds, self._replace)
         node = ONE_TYPE[0]
-        out = output_of_one_type(
-            sample_hops({node: seeds}, self._fanouts, hop, {node: self._numbering}, self._directed)
+        return output_of_one_type(
+            sample_hops({node: nodes}, self._fanouts, hop, {node: self._numbering}, self._directed)
         )
+
+    def _batch(self, out: SamplerOutput) -> Data:
+        """Returns a neighbourhood with what its nodes and edges have."""
         batch = Data(edge_index=torch.stack([out.row, out.col]))
         for name in self.store.node_names:
             batch[name] = self.store.nodes(name, out.node)
         for name in self.store.edge_names:
             batch[name] = self.store.edges(name, out.edge)
-        for name in MASKS:
-            batch[name] = torch.arange(len(out.node)) < len(seeds)
         batch.n_id, batch.e_id = self._n_id[out.node], self._e_id[out.edge]
-        batch.input_id, batch.batch_size = batch.n_id[: len(seeds)], len(seeds)
         batch.num_sampled_nodes, batch.num_sampled_edges = out.num_sampled_nodes, out.num_sampled_edges
         return batch
+
+
+class EdgeBatchMaker(BatchMaker):
+    """Makes a batch of edges, whose ends are the seeds of the neighbourhood.
+
+    Edges of the batch carry no messages in it, in either direction, nor do others between the same nodes: they would tell what
+    is to be learnt.
+
+    Args:
+        ends: returns sources and targets of edges, ``[2, n]``, for their ids ``[n]``, all in the partitioned graph.
+        num_negatives: pairs for each edge whose target is drawn from all other nodes.
+        *args, **options: see :class:`BatchMaker`.
+    """
+
+    def __init__(self, ends: Callable[[Tensor], Tensor], num_negatives: int, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self._ends, self._num_negatives = ends, num_negatives
+
+    @override
+    def make(self, seeds: Tensor, random_seeds: list[int]) -> Data:
+        """Returns the batch, as PyG's LinkNeighborLoader gives it.
+
+        ``edge_label_index [2, n + n K]`` has the edges in local numbers and then K negatives of the first, K of the second and so
+        on; ``edge_label`` is 1 or 0; ``input_id`` has the edges' original ids.
+
+        Args:
+            seeds: ids of edges in the partitioned graph.
+            random_seeds: of each rank's batch.
+        """
+        source, target = self._ends(seeds)
+        rank, num_nodes = self.store.rank, len(self._n_id)
+        others = draw_others(seeds, target, self._num_negatives, num_nodes, random_seeds[rank])
+        pairs = torch.stack(
+            [
+                torch.cat([source, source.repeat_interleave(self._num_negatives)]),
+                torch.cat([target, others.view(-1)]),
+            ]
+        )
+        nodes, local = pairs.unique(return_inverse=True)
+        batch = self._batch(_without_pairs(self._sample(nodes, random_seeds), local[:, : len(seeds)]))
+        batch.edge_label_index = local
+        batch.edge_label = (torch.arange(local.size(1)) < len(seeds)).float()
+        batch.input_id = self._e_id[seeds]
+        return batch
+
+
+def _without_pairs(out: SamplerOutput, pairs: Tensor) -> SamplerOutput:
+    """Returns a neighbourhood without the edges between some pairs of nodes, in local numbers ``[2, n]``, in either direction."""
+    num = len(out.node)
+    source, target = pairs
+    assert out.edge is not None
+    kept = ~torch.isin(out.row * num + out.col, torch.cat([source * num + target, target * num + source]))
+    if out.num_sampled_edges is not None:
+        out.num_sampled_edges = [int(hop.sum()) for hop in kept.split(out.num_sampled_edges)]
+    out.row, out.col, out.edge = out.row[kept], out.col[kept], out.edge[kept]
+    return out
 
 
 class SampledBatches:
@@ -82,7 +149,7 @@ class SampledBatches:
     Args:
         maker: makes them.
         batches: which seeds each has.
-        seeds: of this rank.
+        seeds: of this rank, nodes or edges.
         stand_in: a seed for batches in which this rank has none: a mean over nothing would be nan.
         rank: this one.
         seed: of all random numbers.

@@ -33,7 +33,7 @@ from lightning_gnn.comm.owners import Owners
 from lightning_gnn.comm.traffic import Meter
 from lightning_gnn.datamodules.graph import GraphDataModule, OneBatch
 from lightning_gnn.datamodules.shards import Shard
-from lightning_gnn.datamodules.sources import num_labelled
+from lightning_gnn.datamodules.sources import MASKS, counted_mask, num_labelled
 from lightning_gnn.kernels import cache_folder
 from lightning_gnn.kernels.warm_up import warm_up
 from lightning_gnn.launching import StartMethod, make_launcher
@@ -275,7 +275,7 @@ class GNNStrategy(ParallelStrategy):
         stage = self._checked_stage(module, trainer)
         if self_check and self.self_check and stage is not None:
             cut = data.stored_cut()
-            shard = cut.shard(_most_labelled(cut.shard(0), stage))
+            shard = cut.shard(_most_labelled(cut.shard(0), stage, module))
             outcome = self._check_itself(module, shard, trainer)
             if outcome.not_run is None:  # else once more in setup(): the module's own setup() may still make its layers
                 _judge(outcome, self, module, stage)
@@ -423,7 +423,7 @@ class GNNStrategy(ParallelStrategy):
         stage = self._checked_stage(module, trainer)
         if not self.self_check or stage is None or self.world_size == 1 or self.world.broadcast_object(done):
             return
-        checker = _most_labelled(shard, stage)
+        checker = _most_labelled(shard, stage, module)
         own = self._check_itself(module, shard, trainer) if self.global_rank == checker else None
         outcome = self.world.broadcast_object(own, checker)
         assert outcome is not None
@@ -507,17 +507,19 @@ class GNNStrategy(ParallelStrategy):
         assert self._shard is not None and self._logs is not None and self._metrics is not None
         assert self._binding is not None
         self._binding.context.begin_step()
+        mask = counted_mask(mask, self.lightning_module)
         counts = self._counts(batch, mask)
         self._logs.enter(counts)
-        self._metrics.enter(0 if counts[self.global_rank] else int(batch[mask].sum()))
+        stands_in = not counts[self.global_rank] and mask in MASKS
+        self._metrics.enter(int(batch[mask].sum()) if stands_in else 0)
         return counts
 
     def _counts(self, batch: Any, mask: str) -> Sequence[int]:
-        """Returns how many labelled nodes of the mask each rank has in this step."""
+        """Returns how many labelled nodes, or edges, of the mask each rank has in this step."""
         assert self._shard is not None
         counts = self._shard.mask_counts[mask]
         if batch[mask] is not self._shard.batch[mask]:  # changed by the user, in a hook or a transform
-            own = num_labelled(batch.get("y"), batch[mask])
+            own = num_labelled(batch.get("y") if mask in MASKS else None, batch[mask])
             counts = tuple(self.world.all_gather_object(own))
         return counts
 
@@ -665,10 +667,10 @@ def _how_to_start(environment: ClusterEnvironment | None, machines: int, ranks: 
     return "Start as many processes, or change devices and num_nodes."
 
 
-def _most_labelled(shard: Shard, stage: str) -> int:
+def _most_labelled(shard: Shard, stage: str, module: pl.LightningModule) -> int:
     """Returns the rank that has most of the rows that a stage's values count."""
     mask = STAGES[stage][1]
-    counts = shard.mask_counts[mask] if mask else shard.counts
+    counts = shard.mask_counts.get(counted_mask(mask, module), shard.counts) if mask else shard.counts
     return max(range(len(counts)), key=lambda rank: (counts[rank], shard.counts[rank]))
 
 

@@ -17,6 +17,7 @@ from lightning_gnn.comm.detect import detect
 from lightning_gnn.comm.group import World
 from lightning_gnn.comm.plans import NO_TOPOLOGY, make_exchange
 from lightning_gnn.comm.replicated import ReplicatedExchange
+from lightning_gnn.comm.rows import AnyRows
 from lightning_gnn.comm.traffic import Meter
 from lightning_gnn.datamodules.shards import Shard
 from lightning_gnn.nn.bind import Binding
@@ -116,7 +117,8 @@ class DGCLScheme(Scheme):
             exchange = ReplicatedExchange(exchange, own)
         kept_widths = 4 if self.keep_constant else 0
         weight = batch.get("edge_weight")
-        context = GraphContext(exchange, batch.x, batch.edge_index, weight, kept_widths, self.hops)
+        rows = AnyRows(shard.n_id, shard.counts, world, meter)
+        context = GraphContext(exchange, batch.x, batch.edge_index, weight, kept_widths, self.hops, rows)
         return Binding(module, context)
 
     def _topology(self, ranks: int | World, num_hosts: int = 1) -> Topology | None:

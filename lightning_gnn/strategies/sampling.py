@@ -18,8 +18,9 @@ from typing_extensions import override
 from lightning_gnn.callbacks.sampling import SamplingMetrics
 from lightning_gnn.comm.graph_store import GraphStore
 from lightning_gnn.datamodules.graph import GraphDataModule
+from lightning_gnn.datamodules.sources import EDGE_MASKS, counted_mask
 from lightning_gnn.nn.helpers import graph_in_use
-from lightning_gnn.sampling.loader import BatchMaker, SampledBatches
+from lightning_gnn.sampling.loader import BatchMaker, EdgeBatchMaker, SampledBatches
 from lightning_gnn.sampling.neighbors import check_fanout
 from lightning_gnn.sampling.seeds import SeedBatches, split_seeds
 from lightning_gnn.strategies.base import GNNStrategy
@@ -30,12 +31,14 @@ class SamplingStrategy(GNNStrategy):
     """Training in mini-batches of sampled neighbourhoods; ``Trainer(strategy="sampling")``.
 
     Each rank trains on seeds of its own, whose sampled neighbourhoods come to it as a PyG ``Data`` like those of PyG's
-    NeighborLoader: seeds first, ``batch_size``, ``n_id``, ``e_id``, ``num_sampled_nodes``; masks are true for seeds. Gradients
-    are summed over ranks, weighted by seeds. Validation, test and prediction use whole neighbourhoods, exactly as under ``dgcl``.
+    NeighborLoader: seeds first, ``batch_size``, ``n_id``, ``e_id``, ``num_sampled_nodes``; masks are true for seeds. A module
+    that predicts edges, such as :class:`~lightning_gnn.LinkPredictor`, gets batches of edges like those of PyG's
+    LinkNeighborLoader: ``edge_label_index``, ``edge_label``. Gradients are summed over ranks, weighted by seeds. Validation, test
+    and prediction use whole neighbourhoods, exactly as under ``dgcl``.
 
     Args:
         fanouts: in-edges that are drawn of each node, per hop, the seeds' first; -1 for all. One per layer of the model.
-        batch_size: seeds of a batch on each rank, at most.
+        batch_size: seeds, nodes or edges, of a batch on each rank, at most.
         replace: draw with replacement.
         directed: keep the edges that were drawn; False for all between the nodes that were reached.
         prefetch: batches that are made ahead in the background; 0 for none.
@@ -82,19 +85,24 @@ class SamplingStrategy(GNNStrategy):
     def training_batches(self, data: GraphDataModule) -> SampledBatches:
         """Returns this rank's loader; asked for by the datamodule, on all ranks."""
         self._close_store()
-        cut, rank = data.stored_cut(), self.global_rank
-        self._store = GraphStore(cut, self.world, self.world.ranks_here(), int(self.cache_mb * 1e6))
-        maker = BatchMaker(self._store, cut.n_id, cut.e_id, self.fanouts, self.replace, self.directed)
-        mask = cut.attributes["node"]["train_mask"]
+        cut, rank, module = data.stored_cut(), self.global_rank, self.lightning_module
+        assert module is not None
+        name = counted_mask("train_mask", module)
+        edges = name in EDGE_MASKS
+        # What is learnt of edges must not be read off those that are held out.
+        messages = name if edges else None
+        self._store = GraphStore(cut, self.world, self.world.ranks_here(), int(self.cache_mb * 1e6), messages)
+        how = (self._store, cut.n_id, cut.e_id, self.fanouts, self.replace, self.directed)
+        mask = cut.attributes["edge" if edges else "node"][name]
         y = cut.attributes["node"].get("y")
-        if y is not None and y.dim() == 1 and not y.is_floating_point():
+        if not edges and y is not None and y.dim() == 1 and not y.is_floating_point():
             mask = mask & (y >= 0)
         seeds = mask.nonzero().view(-1)
-        split = split_seeds(seeds.numpy(), cut.offsets)
+        split = split_seeds(seeds.numpy(), cut.edge_offsets if edges else cut.offsets)
         own = torch.from_numpy(split[rank])
         batches = SeedBatches([len(each) for each in split], self.batch_size)
-        assert self.lightning_module is not None
-        trainer = self.lightning_module.trainer
+        maker = EdgeBatchMaker(cut.ends, getattr(module, "sampled_negatives", 0), *how) if edges else BatchMaker(*how)
+        trainer = module.trainer
         self._batches = SampledBatches(
             maker, batches, own, seeds[:1], rank, self.seed, self.prefetch, lambda: trainer.current_epoch
         )
@@ -106,7 +114,7 @@ class SamplingStrategy(GNNStrategy):
 
     @override
     def _counts(self, batch: Any, mask: str) -> Sequence[int]:
-        return batch.seed_counts if mask == "train_mask" else super()._counts(batch, mask)
+        return batch.seed_counts if "seed_counts" in batch else super()._counts(batch, mask)
 
     # Steps ####################################################################
 

@@ -20,6 +20,7 @@ from lightning_gnn.comm.exchange import HaloExchange
 from lightning_gnn.comm.grid import BlockMatrix
 from lightning_gnn.comm.group import World
 from lightning_gnn.comm.matrix import SparseMatrix, Triples, on_grid
+from lightning_gnn.comm.rows import AnyRows
 from lightning_gnn.comm.summa import SummaMatrix
 from lightning_gnn.comm.traffic import Meter
 from lightning_gnn.datamodules.shards import Shard
@@ -84,6 +85,7 @@ class ProductScheme(Scheme):
             batch.edge_index,
             batch.get("edge_weight"),
             4 if self.keep_constant else 0,
+            rows=AnyRows(shard.n_id, shard.counts, world, meter),
         )
         return Binding(module, context)
 

@@ -21,6 +21,7 @@ from lightning_gnn.comm.codec import CodecName
 from lightning_gnn.comm.exchange import HaloExchange
 from lightning_gnn.comm.group import World
 from lightning_gnn.comm.matrix import SparseMatrix, Triples
+from lightning_gnn.comm.rows import AnyRows
 from lightning_gnn.comm.traffic import Meter
 from lightning_gnn.datamodules.shards import Shard
 from lightning_gnn.nn.bind import Binding
@@ -124,6 +125,7 @@ class VertexCutScheme(Scheme):
             batch.edge_index,
             batch.get("edge_weight"),
             4 if self.keep_constant else 0,
+            rows=AnyRows(shard.n_id, shard.counts, world, meter),
         )
         return Binding(module, context)
 

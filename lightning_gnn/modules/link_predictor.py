@@ -1,0 +1,257 @@
+"""LinkPredictor: a ready LightningModule that learns which nodes are joined, around any PyG model."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Literal
+
+import lightning as L
+import torch
+import torch.nn.functional as F
+from lightning.pytorch.cli import OptimizerCallable
+from torch import Tensor
+from torch_geometric.data import Data
+from torchmetrics import Metric
+from typing_extensions import override
+
+from lightning_gnn.datamodules import GraphDataModule
+from lightning_gnn.modules.inputs import check_width, edge_inputs
+from lightning_gnn.nn.context import UnsupportedModelError
+from lightning_gnn.nn.helpers import choose_edges, expand, fetch_rows, num_nodes
+from lightning_gnn.sampling.draws import draw_others
+
+_SCORED_AT_ONCE = 1 << 16
+"""Pairs whose rows are in memory at once in evaluation."""
+_EVALUATION = -1
+"""In place of a step's number: evaluation draws the same negatives each time."""
+
+
+class MeanOfRanks(Metric):
+    """The mean of what is made of each edge's rank among its negatives.
+
+    torchmetrics' RetrievalMRR and RetrievalHitRate, whose values it has, would gather all scores on every rank and then take edge
+    after edge; its MeanMetric would add in float32, in which a sum depends on how edges lie on ranks.
+    """
+
+    full_state_update = False
+    higher_is_better = True
+    total: Tensor
+    count: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.add_state("total", torch.zeros((), dtype=torch.float64), dist_reduce_fx="sum")
+        self.add_state("count", torch.zeros((), dtype=torch.long), dist_reduce_fx="sum")
+
+    @override
+    def update(self, values: Tensor) -> None:
+        self.total += values.double().sum()
+        self.count += len(values)
+
+    @override
+    def compute(self) -> Tensor:
+        return self.total / self.count
+
+
+class LinkPredictor(L.LightningModule):
+    """Trains a PyG model to tell edges from pairs of nodes that are none: binary cross-entropy of their scores.
+
+    The model makes a row of each node, from messages over training edges only, in evaluation as well. The decoder scores pairs of
+    rows. Each edge ``(s, t)`` is compared with pairs ``(s, t')`` whose ``t'`` is drawn from all nodes but t; some of them may be
+    edges. What is drawn depends on the edge, the step and the seed only, and so not on the number of ranks.
+
+    Logs ``train_loss``, ``val_loss``, ``val_mrr`` (the mean of 1 / rank of an edge among its negatives, tied ones before it),
+    ``val_hits@10`` (the share of edges whose rank is at most 10), and the same of ``test``; predicts the rows, ``[N, F]``.
+
+    The graph must have ``edge_train_mask``, ``edge_val_mask`` and ``edge_test_mask``, as
+    :func:`~lightning_gnn.split_edges` makes them.
+
+    Args:
+        model: called as ``model(x, edge_index)``, with ``edge_weight`` and ``edge_attr`` where the graph has them and the model
+            takes them; returns ``[N, F]``.
+        decoder: ``"dot"``, the rows' dot product, or a module that takes two tensors ``[..., F]`` and returns scores ``[...]``.
+        negatives: ``"uniform"``, or ``"in_batch"``: the targets of other edges of the batch, for mini-batches
+            (``strategy="sampling"``), where they cost nothing. Evaluation always draws uniformly.
+        num_negatives: for each edge in training.
+        eval_negatives: for each edge in validation and test.
+        hits: the k of ``hits@k``.
+        seed: of what is drawn.
+        optimizer: makes the optimizer from the parameters; default Adam with `lr` and `weight_decay`.
+        lr, weight_decay: of the default optimizer.
+
+    Raises:
+        ValueError: a decoder or negatives of another name, counts below 1; from ``setup``, where model and graph do not fit.
+        UnsupportedModelError: from a step, and before it from the strategy's self-check: the model does not return ``[N, F]``, or
+            the decoder a score per pair.
+    """
+
+    predicts_edges = True
+    """Tells strategies and the datamodule that means are over edges in a mask, not over nodes."""
+
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        decoder: Literal["dot"] | torch.nn.Module = "dot",
+        negatives: Literal["uniform", "in_batch"] = "uniform",
+        num_negatives: int = 1,
+        eval_negatives: int = 50,
+        hits: Sequence[int] = (1, 3, 10),
+        seed: int = 0,
+        optimizer: OptimizerCallable | None = None,
+        lr: float = 0.01,
+        weight_decay: float = 0.0,
+    ) -> None:
+        super().__init__()
+        if decoder != "dot" and not isinstance(decoder, torch.nn.Module):
+            raise ValueError(f"decoder must be 'dot' or a torch.nn.Module (got {decoder!r}).")
+        if negatives not in ("uniform", "in_batch"):
+            raise ValueError(f"negatives must be 'uniform' or 'in_batch' (got {negatives!r}).")
+        for name, least in (
+            ("num_negatives", num_negatives),
+            ("eval_negatives", eval_negatives),
+            *(("hits", k) for k in hits),
+        ):
+            if least < 1:
+                raise ValueError(f"{name} must be at least 1 (got {least}).")
+        # A module among the hyperparameters could not be loaded with weights_only.
+        self.save_hyperparameters(ignore=["model", "decoder", "optimizer"])
+        self.model, self.decoder, self.negatives, self.optimizer = model, decoder, negatives, optimizer
+        self.num_negatives, self.eval_negatives, self.seed = num_negatives, eval_negatives, seed
+        self.lr, self.weight_decay = lr, weight_decay
+        self.hits = sorted(set(hits))
+        names = ["mrr", *(f"hits@{k}" for k in self.hits)]
+        self.metrics = torch.nn.ModuleDict(
+            {f"{stage}_{name}": MeanOfRanks() for stage in ("val", "test") for name in names}
+        )
+        self._takes = edge_inputs(model)
+
+    @override
+    def setup(self, stage: str) -> None:
+        data = getattr(self.trainer, "datamodule", None)
+        if not isinstance(data, GraphDataModule):
+            return
+        check_width(self.model, data.num_features)
+        if sum(data.shard.counts) < 2:
+            raise ValueError("The graph has one node, and so no pair of nodes that could be joined.")
+        if stage == "fit" and self.negatives == "in_batch" and not hasattr(self.trainer.strategy, "training_batches"):
+            raise ValueError(
+                'negatives="in_batch" are the targets of other edges of a mini-batch, but this strategy trains on the whole '
+                'graph at once. Use negatives="uniform", or Trainer(strategy="sampling").'
+            )
+
+    @property
+    def sampled_negatives(self) -> int:
+        """Negatives that each edge of a mini-batch is to come with."""
+        return self.num_negatives if self.negatives == "uniform" else 0
+
+    # Rows and scores ##########################################################
+
+    @override
+    def forward(self, batch: Data) -> Tensor:
+        """Returns a row of each node of the batch, ``[N, F]``."""
+        names = [name for name in self._takes if batch.get(name) is not None]
+        if batch.get("edge_train_mask") is None or _is_sampled(batch):
+            edges = (batch.edge_index, *(batch[name] for name in names))
+        else:
+            edges = choose_edges(batch, "edge_train_mask", names)
+        out = self.model(batch.x, edges[0], **dict(zip(names, edges[1:])))
+        if not isinstance(out, Tensor) or out.dim() != 2 or len(out) != len(batch.x):
+            found = list(out.shape) if isinstance(out, Tensor) else f"a {type(out).__name__}"
+            raise UnsupportedModelError(
+                f"{type(self.model).__name__} returned {found} for a batch of {len(batch.x)} nodes, but LinkPredictor needs one "
+                f"row per node, [{len(batch.x)}, F], in the order of x."
+            )
+        return out
+
+    def _decode(self, source: Tensor, target: Tensor) -> Tensor:
+        if not isinstance(self.decoder, torch.nn.Module):
+            return (source * target).sum(-1)
+        out = self.decoder(source, target)
+        if not isinstance(out, Tensor) or out.shape != source.shape[:-1]:
+            found = list(out.shape) if isinstance(out, Tensor) else f"a {type(out).__name__}"
+            raise UnsupportedModelError(
+                f"{type(self.decoder).__name__} returned {found} for two tensors {list(source.shape)}, but LinkPredictor needs a "
+                f"score per pair, {list(source.shape[:-1])}."
+            )
+        return out
+
+    def _scores(self, batch: Data, mask: str, count: int, step: int) -> tuple[Tensor, Tensor]:
+        """Returns the scores of this rank's edges in a mask, ``[n]``, and of the negatives of each, ``[n, count]``."""
+        z = self(batch)
+        chosen = batch[mask] & (batch.edge_index[1] < batch.num_owned)  # replicas of edges count elsewhere
+        source, target = batch.edge_index[:, chosen]
+        sources, targets = expand(z)[source], z[target]
+        others = draw_others(batch.e_id[chosen], batch.n_id[target], count, num_nodes(z), self.seed, step)
+        # All ranks fetch, also one without edges.
+        others, place = others.unique(return_inverse=True)
+        return self._decode(sources, targets), self._score_each(sources, fetch_rows(z, others), place)
+
+    def _sampled_scores(self, batch: Data) -> tuple[Tensor, Tensor]:
+        """Returns the same of a mini-batch: its positive pairs come first, then the negatives of each."""
+        z = self(batch)
+        num = int(batch.edge_label.sum())
+        source, target = batch.edge_label_index
+        place = target[num:].view(num, -1)
+        if self.negatives == "in_batch":
+            shifts = range(1, min(self.num_negatives, num - 1) + 1)
+            place = torch.stack([target.roll(shift) for shift in shifts], 1) if shifts else target.new_empty((num, 0))
+        sources = z[source[:num]]
+        return self._decode(sources, z[target[:num]]), self._score_each(sources, z, place)
+
+    def _score_each(self, sources: Tensor, rows: Tensor, place: Tensor) -> Tensor:
+        """Returns the scores of source i with rows ``place[i]``, ``[n, K]``."""
+        at_once = max(1, _SCORED_AT_ONCE // max(1, place.size(1)))
+        parts = zip(sources.split(at_once), place.split(at_once))
+        return torch.cat([self._decode(a.unsqueeze(1).expand(*b.shape, -1), rows[b]) for a, b in parts])
+
+    @staticmethod
+    def _loss(positive: Tensor, negative: Tensor) -> Tensor:
+        """Returns the mean over edges of the binary cross-entropy of an edge and, in the mean, of its negatives."""
+        against = F.softplus(negative).sum(1) / max(1, negative.size(1))
+        return (F.softplus(-positive) + against).sum() / max(1, len(positive))
+
+    # Steps ####################################################################
+
+    @override
+    def training_step(self, batch: Data, batch_idx: int) -> Tensor:
+        if _is_sampled(batch):
+            positive, negative = self._sampled_scores(batch)
+        else:
+            positive, negative = self._scores(batch, "edge_train_mask", self.num_negatives, self.global_step)
+        loss = self._loss(positive, negative)
+        self.log("train_loss", loss, prog_bar=True, batch_size=len(positive))
+        return loss
+
+    def _evaluate(self, batch: Data, stage: str) -> None:
+        positive, negative = self._scores(batch, f"edge_{stage}_mask", self.eval_negatives, _EVALUATION)
+        count = len(positive)
+        self.log(f"{stage}_loss", self._loss(positive, negative), prog_bar=True, batch_size=count)
+        # Tied ones first, else a model whose scores are all alike would be perfect; and so is nan last.
+        rank = 1 + (~(negative < positive.unsqueeze(1))).sum(1)
+        values = {"mrr": 1 / rank.double(), **{f"hits@{k}": (rank <= k).double() for k in self.hits}}
+        for name, value in values.items():
+            metric: Any = self.metrics[f"{stage}_{name}"]
+            metric.update(value)
+            self.log(f"{stage}_{name}", metric, prog_bar=name == "mrr", batch_size=count)
+
+    @override
+    def validation_step(self, batch: Data, batch_idx: int) -> None:
+        self._evaluate(batch, "val")
+
+    @override
+    def test_step(self, batch: Data, batch_idx: int) -> None:
+        self._evaluate(batch, "test")
+
+    @override
+    def predict_step(self, batch: Data, batch_idx: int) -> Tensor:
+        return self(batch)
+
+    @override
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        if self.optimizer is not None:
+            return self.optimizer(self.parameters())
+        return torch.optim.Adam(self.parameters(), lr=self.lr, weight_decay=self.weight_decay)
+
+
+def _is_sampled(batch: Data) -> bool:
+    return batch.get("edge_label_index") is not None
