@@ -193,7 +193,7 @@ def test_falls_back_with_a_warning_where_metis_cannot_be_called(monkeypatch):
 
     monkeypatch.setattr(metis, "_library", missing)
     hub = np.stack([np.arange(1, 300), np.zeros(299, np.int64)])
-    with pytest.warns(UserWarning, match="one summed weight of nodes and edges instead of both: no symbol"):
+    with pytest.warns(UserWarning, match="one summed weight of nodes and edges instead of each: no symbol"):
         found = assign_nodes(np.concatenate([hub, ring(300)], 1), 300, 4)
     assert found.part.shape == (300,)
 
@@ -201,7 +201,7 @@ def test_falls_back_with_a_warning_where_metis_cannot_be_called(monkeypatch):
 @pytest.mark.parametrize(
     ("method", "words"),
     [
-        ("louvain", "partition must be 'metis', 'random', 'contiguous' or the rank of every node"),
+        ("louvain", "partition must be 'metis', 'metis_masks', 'random', 'contiguous' or the rank of every node"),
         (np.zeros(3, np.int64), r"a rank for each of the 10 nodes \(got shape \[3\]\)"),
         (np.zeros(10), "must hold integers"),
         (np.full(10, 2), "names ranks 2 to 2, but there are 2"),
@@ -216,3 +216,28 @@ def test_memory_is_checked_before_metis_starts(monkeypatch):
     monkeypatch.setattr(metis.os, "sysconf", lambda name: 1)
     with pytest.raises(MemoryError, match='Use partition="random"'):
         assign_nodes(ring(100), 100, 2)
+
+
+def test_metis_balances_masks_and_the_report_counts_them():
+    """Half of the training nodes lie in a sixteenth of a ring of cliques."""
+    rng = np.random.default_rng(0)
+    cliques = np.arange(1600) // 20
+    edges = rng.integers(0, 20, (2, 16_000)) + 20 * np.repeat(np.arange(80), 200)
+    edge_index = np.concatenate([edges, edges[::-1], ring(1600)], 1)
+    masks = {"train_mask": (cliques < 5) | (rng.random(1600) < 0.06), "val_mask": rng.random(1600) < 0.3}
+    plain, balanced = (assign_nodes(edge_index, 1600, 4, method, masks=masks) for method in ("metis", "metis_masks"))
+    for found in (plain, balanced):
+        report = found.report
+        for name, mask in masks.items():
+            assert report.masks[name].tolist() == np.bincount(found.part[mask], minlength=4).tolist()
+        assert type(report).from_dict(report.as_dict()).as_dict() == report.as_dict()
+        headings = [column.header for column in report.table().columns]
+        assert headings == ["part", "nodes", "train nodes", "val nodes", "in-edges", "halo rows"]
+
+    def heaviest(counts: np.ndarray) -> float:
+        return counts.max() / counts.mean()
+
+    assert heaviest(plain.report.masks["train_mask"]) > 1.6
+    assert all(heaviest(counts) < 1.4 for counts in balanced.report.masks.values())
+    assert balanced.report.edge_balance < 1.4 and "masks" in balanced.balance
+    assert np.array_equal(balanced.part, assign_nodes(edge_index, 1600, 4, "metis_masks", masks=masks).part)

@@ -128,6 +128,11 @@ class GraphContext:
         self._propagations = 0
         self.exchange.begin_step()
 
+    @property
+    def propagations(self) -> int:
+        """How often rows have travelled along edges in this step."""
+        return self._propagations
+
     def propagated(self, layer: str) -> None:
         """Counts that rows travel along edges once more; raises :class:`UnsupportedModelError` if that is too often."""
         self._propagations += 1

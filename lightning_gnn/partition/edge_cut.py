@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,6 +22,9 @@ EDGE_BOUNDS = (1.05, 1.3)
 GOOD_EDGE_BALANCE = 1.05
 """Below this, balancing nodes alone has balanced edges as well, and nothing else is tried."""
 
+METHODS = ("metis", "metis_masks", "random", "contiguous")
+"""Names of ways to assign nodes, see :func:`assign_nodes`."""
+
 
 @dataclass(frozen=True)
 class Assignment:
@@ -29,7 +32,7 @@ class Assignment:
 
     Attributes:
         part: int32 ``[N]``.
-        method: ``"metis"``, ``"random"``, ``"contiguous"`` or ``"given"``.
+        method: one of `METHODS`, or ``"given"``.
         balance: which balance setting was kept, in words.
         report: its quality.
     """
@@ -55,8 +58,9 @@ def assign_nodes(
     Args:
         edge_index: int64 ``[2, E]``; the owner of a target computes the edge.
         num_nodes, num_parts: N and P.
-        method: ``"metis"``: of several balance settings the one with the lowest predicted epoch time; ``"random"``:
-            equal parts; ``"contiguous"``: equal ranges; or the part of every node, int ``[N]``, taken as it is.
+        method: ``"metis"``: of several balance settings the one with the lowest predicted epoch time; ``"metis_masks"``: the
+            same, of settings that balance nodes, edges and the nodes of each mask at once (DistDGL, section III-B);
+            ``"random"``: equal parts; ``"contiguous"``: equal ranges; or the part of every node, int ``[N]``, taken as it is.
         seed: of METIS and of the random assignment.
         masks: bool ``[N]`` each; every part gets a node of each mask that has at least P (not for a given assignment).
         groups: let METIS cut between these groups of parts first; see :func:`assign_hierarchically`.
@@ -68,7 +72,7 @@ def assign_nodes(
     method = checked_method(method)
     if not isinstance(method, str):
         part = _checked(method, num_nodes, num_parts)
-        return Assignment(part, "given", "as given", edge_cut_report(edge_index, part, num_parts))
+        return Assignment(part, "given", "as given", edge_cut_report(edge_index, part, num_parts, masks))
     if num_parts == 1:
         candidates = iter([("one part", np.zeros(num_nodes, np.int32))])
     elif method == "random":
@@ -83,11 +87,12 @@ def assign_nodes(
 
         candidates = iter([("level by level", assign_hierarchically(edge_index, num_nodes, groups, cut))])
     else:
-        candidates = metis_candidates(edge_index, num_nodes, num_parts, seed)
+        balanced = list((masks or {}).values()) if method == "metis_masks" else None
+        candidates = metis_candidates(edge_index, num_nodes, num_parts, seed, balanced)
     kept: Assignment | None = None
     for balance, part in candidates:
         part = spread_masks(part, num_parts, masks or {})
-        report = edge_cut_report(edge_index, part, num_parts)
+        report = edge_cut_report(edge_index, part, num_parts, masks)
         if kept is None or report.predicted_seconds < kept.report.predicted_seconds:
             kept = Assignment(part, method, balance, report)
         if kept.report.edge_balance <= GOOD_EDGE_BALANCE:
@@ -100,14 +105,14 @@ def checked_method(method: Any) -> str | NDArray[np.integer]:
     """Returns a partition as it is asked for: a name, or the part of every node, int ``[N]``.
 
     Args:
-        method: ``"metis"``, ``"random"``, ``"contiguous"``; the parts as a sequence, an array or a tensor.
+        method: one of `METHODS`; the parts as a sequence, an array or a tensor.
 
     Raises:
         ValueError: another name, or no list of integers. Whether it fits a graph is seen when nodes are assigned.
     """
-    if isinstance(method, str) and method in ("metis", "random", "contiguous"):
+    if isinstance(method, str) and method in METHODS:
         return method
-    wanted = "partition must be 'metis', 'random', 'contiguous' or the rank of every node"
+    wanted = f"partition must be {', '.join(map(repr, METHODS))} or the rank of every node"
     if isinstance(method, str):
         raise ValueError(f"{wanted} (got {method!r}).")
     try:
@@ -136,28 +141,39 @@ def _checked(part: NDArray[np.integer], num_nodes: int, num_parts: int) -> NDArr
 
 
 def metis_candidates(
-    edge_index: NDArray[np.int64], num_nodes: int, num_parts: int, seed: int
+    edge_index: NDArray[np.int64],
+    num_nodes: int,
+    num_parts: int,
+    seed: int,
+    masks: Sequence[NDArray[np.bool_]] | None = None,
 ) -> Iterator[tuple[str, NDArray[np.int32]]]:
     """Yields METIS assignments under balance settings, the cheapest first.
 
     Full-batch time follows edges, and METIS with balanced nodes may leave a part up to four times too many on skewed
     graphs; balancing edges tightly may cost far more cut edges. So several are made, for the caller to choose.
+
+    Args:
+        edge_index, num_nodes, num_parts, seed: see :func:`assign_nodes`.
+        masks: bool ``[N]`` each, whose nodes are balanced as well, in all assignments.
     """
     if num_nodes <= num_parts or edge_index.shape[1] == 0:
         yield "nodes", (np.arange(num_nodes) % num_parts).astype(np.int32)
         return
     graph = Adjacency.of(edge_index, num_nodes)
-    yield "nodes", part_graph(graph, num_parts, seed)
+    if masks is None:
+        yield "nodes", part_graph(graph, num_parts, seed)
     in_degree = np.bincount(edge_index[1], minlength=num_nodes)
-    weights = np.stack([np.ones_like(in_degree), in_degree], 1)
+    weights = np.stack([np.ones_like(in_degree), in_degree, *(masks or [])], 1)
+    what = "nodes and edges" if masks is None else "nodes, edges and masks"
     for bound in EDGE_BOUNDS:
+        bounds = np.full(weights.shape[1], bound, np.float32)
+        bounds[0] = max(bound, 1.1)
         try:
-            bounds = np.array([max(bound, 1.1), bound], np.float32)
-            yield f"nodes and edges within {bound}", part_graph_constrained(graph, num_parts, seed, weights, bounds)
+            yield f"{what} within {bound}", part_graph_constrained(graph, num_parts, seed, weights, bounds)
         except MetisUnavailable as error:
-            warnings.warn(f"METIS balances one summed weight of nodes and edges instead of both: {error}", stacklevel=2)
-            mean_degree = max(1, round(float(in_degree.mean())))
-            yield "nodes + edges, summed", part_graph(graph, num_parts, seed, in_degree + mean_degree)
+            warnings.warn(f"METIS balances one summed weight of {what} instead of each: {error}", stacklevel=2)
+            scale = np.maximum(1, np.round(in_degree.sum() / np.maximum(1, weights.sum(0)))).astype(np.int64)
+            yield f"{what}, summed", part_graph(graph, num_parts, seed, weights @ scale)
             return
 
 

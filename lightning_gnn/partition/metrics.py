@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -24,12 +24,14 @@ class EdgeCutReport:
         edges: in-edges of owned nodes: the edges that the part computes.
         halo_rows: distinct nodes of other parts that have an edge into this one: the rows it receives per layer.
         cut_edges: edges between parts, in all.
+        masks: labelled nodes of each mask, by its name; empty if none were told of.
     """
 
     nodes: Counts
     edges: Counts
     halo_rows: Counts
     cut_edges: int
+    masks: Mapping[str, Counts] = field(default_factory=dict)
 
     @property
     def node_balance(self) -> float:
@@ -60,7 +62,8 @@ class EdgeCutReport:
     def from_dict(cls, values: Mapping[str, Any]) -> EdgeCutReport:
         """Returns the report that :meth:`as_dict` gave, with or without more keys beside."""
         nodes, edges, halo_rows = (np.asarray(values[name], np.int64) for name in ("nodes", "edges", "halo_rows"))
-        return cls(nodes, edges, halo_rows, values["cut_edges"])
+        masks = {name: np.asarray(counts, np.int64) for name, counts in values.get("masks", {}).items()}
+        return cls(nodes, edges, halo_rows, values["cut_edges"], masks)
 
     def as_dict(self) -> dict[str, Any]:
         """Returns plain numbers and lists, for JSON."""
@@ -69,6 +72,7 @@ class EdgeCutReport:
             "edges": self.edges.tolist(),
             "halo_rows": self.halo_rows.tolist(),
             "cut_edges": self.cut_edges,
+            "masks": {name: counts.tolist() for name, counts in self.masks.items()},
             "node_balance": self.node_balance,
             "edge_balance": self.edge_balance,
             "predicted_seconds": self.predicted_seconds,
@@ -76,17 +80,19 @@ class EdgeCutReport:
 
     def table(self, row_bytes: int | None = None) -> Table:
         """Returns the report as a table, a row per part; with the bytes of a node's row, also what a part receives."""
-        table = Table("part", "nodes", "in-edges", "halo rows", title="Edge cut", title_justify="left")
+        masks = {f"{name.removesuffix('_mask')} nodes": counts for name, counts in self.masks.items()}
+        table = Table("part", "nodes", *masks, "in-edges", "halo rows", title="Edge cut", title_justify="left")
         if row_bytes is not None:
             table.add_column("received per layer and direction")
         for column in table.columns:
             column.justify = "right"
-        for part, row in enumerate(zip(self.nodes, self.edges, self.halo_rows)):
-            received = [] if row_bytes is None else [_bytes(int(row[2]) * row_bytes)]
+        for part, row in enumerate(zip(self.nodes, *masks.values(), self.edges, self.halo_rows)):
+            received = [] if row_bytes is None else [_bytes(int(row[-1]) * row_bytes)]
             table.add_row(str(part), *(f"{value:,}" for value in row), *received)
+        balances = {"nodes": self.nodes, **masks, "edges": self.edges}
         table.caption = (
             f"edges between parts {self.cut_edges:,} ({self.cut_fraction:.1%}), replication {self.replication:.2f}, "
-            f"heaviest part / average: nodes {self.node_balance:.2f}, edges {self.edge_balance:.2f}"
+            f"heaviest part / average: {', '.join(f'{name} {_balance(each):.2f}' for name, each in balances.items())}"
         )
         return table
 
@@ -99,13 +105,19 @@ def _balance(counts: Counts) -> float:
     return float(counts.max() / counts.mean()) if counts.sum() else 1.0
 
 
-def edge_cut_report(edge_index: NDArray[np.int64], part: NDArray[np.integer], num_parts: int) -> EdgeCutReport:
+def edge_cut_report(
+    edge_index: NDArray[np.int64],
+    part: NDArray[np.integer],
+    num_parts: int,
+    masks: Mapping[str, NDArray[np.bool_]] | None = None,
+) -> EdgeCutReport:
     """Returns the report of an assignment of nodes to parts.
 
     Args:
         edge_index: int64 ``[2, E]``, source and target.
         part: owner of each node, ``[N]``.
         num_parts: P.
+        masks: bool ``[N]`` each, whose nodes are counted per part.
     """
     source, target = edge_index
     owner = part[target].astype(np.int64)
@@ -116,4 +128,5 @@ def edge_cut_report(edge_index: NDArray[np.int64], part: NDArray[np.integer], nu
         edges=np.bincount(owner, minlength=num_parts),
         halo_rows=np.bincount(pairs % num_parts, minlength=num_parts),
         cut_edges=int(cut.sum()),
+        masks={name: np.bincount(part[mask], minlength=num_parts) for name, mask in (masks or {}).items()},
     )

@@ -6,7 +6,7 @@ Source: DistDGL section III-D: sampling and fetching of later batches overlap tr
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from queue import Queue
 from threading import Thread
 from typing import Any
@@ -176,13 +176,22 @@ class SampledBatches:
         self._seeds, self._stand_in, self._rank = seeds, stand_in, rank
         self._seed, self._ahead, self._epoch = seed, ahead, epoch
         self.seconds = self.waited = 0.0
+        self._running: Generator[Data, None, None] | None = None
 
     def __len__(self) -> int:
         return self.batches.steps
 
     def __iter__(self) -> Iterator[Data]:
+        self.close()
         work = self._timed(self._made(self._epoch()))
-        return _ahead_of(work, self._ahead, self._count_wait) if self._ahead else work
+        self._running = _ahead_of(work, self._ahead, self._count_wait) if self._ahead else work
+        return self._running
+
+    def close(self) -> None:
+        """Ends an epoch that was left early, once the batches that were begun are made: other ranks may wait for them."""
+        if self._running is not None:
+            self._running.close()
+        self._running = None
 
     def _made(self, epoch: int) -> Iterator[Data]:
         own = self.batches.of_epoch(self._seeds, self._rank, _mixed(self._seed, epoch, self._rank))
@@ -193,7 +202,7 @@ class SampledBatches:
             batch.seed_counts = counts
             yield batch
 
-    def _timed(self, work: Iterator[Data]) -> Iterator[Data]:
+    def _timed(self, work: Iterator[Data]) -> Generator[Data, None, None]:
         while True:
             began = time.perf_counter()
             try:
@@ -217,7 +226,7 @@ class SampledBatches:
 _END = object()
 
 
-def _ahead_of(work: Iterator[Data], ahead: int, waited: Callable[[float], None]) -> Iterator[Data]:
+def _ahead_of(work: Iterator[Data], ahead: int, waited: Callable[[float], None]) -> Generator[Data, None, None]:
     """Yields what `work` yields, made in a thread that is `ahead` of who takes it, and never more."""
     ready: Queue[Any] = Queue()
     asked: Queue[bool] = Queue()

@@ -2,31 +2,44 @@
 
 from __future__ import annotations
 
-from itertools import pairwise
+from itertools import pairwise, product
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from scipy.optimize import linear_sum_assignment
 from torch import Tensor
 
 Ids = NDArray[np.int64]
 
 
-def split_seeds(seeds: Ids, offsets: Ids) -> list[Ids]:
-    """Returns the seed nodes of each rank: equally many, to within one, and most of them its own.
+def split_seeds(seeds: Ids, offsets: Ids, ranks_per_machine: int = 1) -> list[Ids]:
+    """Returns the seed nodes of each rank, ascending: equally many, to within one, and as many of them its own as can be.
 
-    Source: DistDGL section III-B, the two-level split: sorted ids are cut into equal ranges, and each range goes to the rank that
-    owns most of it. Ranks are given their ranges so that most seeds are at home in all.
+    What a rank has too many of goes to those that have too few, of its machine first: seeds move, features stay where they
+    are. DistDGL (section III-B) cuts the sorted ids into equal ranges instead, and gives each to the machine that owns most of
+    it; of unequal parts, fewer seeds are then at home.
 
     Args:
         seeds: ids in the partitioned graph, ascending.
         offsets: first node of each rank and the end, ``[P + 1]``.
+        ranks_per_machine: ranks lie on machines in order, so many on each.
     """
-    ranges = np.array_split(seeds, len(offsets) - 1)
-    overlap = np.stack([np.histogram(each, offsets)[0] for each in ranges])
-    _, rank_of_range = linear_sum_assignment(overlap, maximize=True)
-    return [ranges[i] for i in np.argsort(rank_of_range)]
+    num_ranks = len(offsets) - 1
+    owned = np.split(seeds, np.searchsorted(seeds, offsets[1:-1]))
+    share = np.full(num_ranks, len(seeds) // num_ranks)
+    share[np.argsort([-len(each) for each in owned], kind="stable")[: len(seeds) % num_ranks]] += 1
+    kept = [[each[:size]] for each, size in zip(owned, share)]
+    spare = [each[size:] for each, size in zip(owned, share)]
+    room = [int(size) - len(each[0]) for each, size in zip(kept, share)]
+    for same_machine in (True, False):
+        for taker, giver in product(range(num_ranks), repeat=2):
+            if same_machine and taker // ranks_per_machine != giver // ranks_per_machine:
+                continue
+            given = spare[giver][: room[taker]]
+            kept[taker].append(given)
+            spare[giver] = spare[giver][len(given) :]
+            room[taker] -= len(given)
+    return [np.sort(np.concatenate(pieces)) for pieces in kept]
 
 
 class SeedBatches:

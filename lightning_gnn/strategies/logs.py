@@ -63,21 +63,23 @@ class GlobalLogs:
 
     def _flush(self, calls: Sequence[_Call]) -> None:
         local = [index for index, call in enumerate(calls) if self._is_rank_local(call)]
-        reduced: dict[int, Tensor] = {}
+        reduced: dict[int, tuple[Tensor, int]] = {}
         if local and self._world.size > 1:
             reduced = dict(zip(local, self._reduce([calls[index] for index in local])))
         total = sum(self._counts) if self._counts else None
         for index, (name, value, kwargs) in enumerate(calls):
+            weight = kwargs.get("batch_size")
             if index in reduced:
                 given = value.dtype if isinstance(value, Tensor) else torch.float32
-                value = reduced[index].to(given if given.is_floating_point else torch.float32)
+                value, weight = reduced[index]
+                value = value.to(given if given.is_floating_point else torch.float32)
             if index in local:
-                # One batch an epoch: its size only tells Lightning not to guess it from the batch.
-                kwargs = {**kwargs, "batch_size": kwargs.get("batch_size") or total or 1}
+                # What the steps of an epoch weigh in its mean; of one batch, it only tells Lightning not to guess.
+                kwargs = {**kwargs, "batch_size": weight or total or 1}
             self._log(name, value, **kwargs)
 
-    def _reduce(self, calls: Sequence[_Call]) -> list[Tensor]:
-        """Returns the values of all ranks as one each; ranks of weight 0 have nothing to say."""
+    def _reduce(self, calls: Sequence[_Call]) -> list[tuple[Tensor, int]]:
+        """Returns the values of all ranks as one each, and their weight; ranks of weight 0 have nothing to say."""
         device = self._world.device
         values = [value.detach().to(torch.float64) if isinstance(value, Tensor) else value for _, value, _ in calls]
         own = torch.stack([torch.as_tensor(value, dtype=torch.float64, device=device).reshape(()) for value in values])
@@ -90,8 +92,8 @@ class GlobalLogs:
         means = everyone.where(present, 0.0).mul(weight).sum(0) / weight.sum(0)
         hows = [kwargs.get("reduce_fx", "mean") for *_, kwargs in calls]
         return [
-            means[call] if how == "mean" else getattr(torch, how)(everyone[present[:, call], call])
-            for call, how in enumerate(hows)
+            (means[call] if how == "mean" else getattr(torch, how)(everyone[present[:, call], call]), int(total))
+            for call, (how, total) in enumerate(zip(hows, weight.sum(0)))
         ]
 
     def _weight(self, rank: int, batch_size: int | None) -> int:

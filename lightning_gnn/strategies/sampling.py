@@ -6,13 +6,16 @@ seeds), III-C (feature store), III-D (samplers), III-E (trainer).
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import lightning.pytorch as pl
 import torch
 from lightning.pytorch.utilities.model_helpers import is_overridden
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
+from torch_geometric.nn.models.basic_gnn import BasicGNN
 from typing_extensions import override
 
 from lightning_gnn.callbacks.sampling import SamplingMetrics
@@ -20,11 +23,27 @@ from lightning_gnn.comm.graph_store import GraphStore
 from lightning_gnn.datamodules.graph import GraphDataModule
 from lightning_gnn.datamodules.sources import EDGE_MASKS, counted_mask
 from lightning_gnn.nn.helpers import graph_in_use
+from lightning_gnn.partition.layout import LayoutSpec
 from lightning_gnn.sampling.loader import BatchMaker, EdgeBatchMaker, SampledBatches
 from lightning_gnn.sampling.neighbors import check_fanout
 from lightning_gnn.sampling.seeds import SeedBatches, split_seeds
 from lightning_gnn.strategies.base import GNNStrategy
 from lightning_gnn.strategies.dgcl import DGCLScheme
+
+
+class SamplingScheme(DGCLScheme):
+    """The edge cut of ``dgcl``, whose parts also have their share of the training, validation and test nodes.
+
+    Args:
+        keep_constant: see :class:`SamplingStrategy`.
+    """
+
+    def __init__(self, keep_constant: bool = True) -> None:
+        super().__init__(keep_constant, plan="p2p", topology=None)
+
+    @override
+    def layout(self, world_size: int, num_hosts: int = 1) -> LayoutSpec:
+        return replace(super().layout(world_size, num_hosts), method="metis_masks")
 
 
 class SamplingStrategy(GNNStrategy):
@@ -74,11 +93,12 @@ class SamplingStrategy(GNNStrategy):
         for name, value in (("prefetch", prefetch), ("cache_mb", cache_mb)):
             if value < 0:
                 raise ValueError(f"{name} is at least 0 (got {value}).")
-        super().__init__(DGCLScheme(keep_constant, plan="p2p", topology=None), **options)
+        super().__init__(SamplingScheme(keep_constant), **options)
         self.fanouts, self.batch_size, self.replace, self.directed = list(fanouts), batch_size, replace, directed
         self.prefetch, self.cache_mb, self.seed = prefetch, cache_mb, seed
         self._store: GraphStore | None = None
         self._batches: SampledBatches | None = None
+        self._depth_known = False
 
     # Batches ##################################################################
 
@@ -98,7 +118,7 @@ class SamplingStrategy(GNNStrategy):
         if not edges and y is not None and y.dim() == 1 and not y.is_floating_point():
             mask = mask & (y >= 0)
         seeds = mask.nonzero().view(-1)
-        split = split_seeds(seeds.numpy(), cut.edge_offsets if edges else cut.offsets)
+        split = split_seeds(seeds.numpy(), cut.edge_offsets if edges else cut.offsets, self.num_processes)
         own = torch.from_numpy(split[rank])
         batches = SeedBatches([len(each) for each in split], self.batch_size)
         maker = EdgeBatchMaker(cut.ends, getattr(module, "sampled_negatives", 0), *how) if edges else BatchMaker(*how)
@@ -121,8 +141,27 @@ class SamplingStrategy(GNNStrategy):
     @override
     def setup(self, trainer: pl.Trainer) -> None:
         super().setup(trainer)
-        self._callbacks.append(SamplingMetrics(lambda: self._batches, self.world))
-        trainer.callbacks.insert(1, self._callbacks[-1])  # type: ignore[attr-defined]
+        assert self.lightning_module is not None
+        depths = [part.num_layers for part in self.lightning_module.modules() if isinstance(part, BasicGNN)]
+        self._depth_known = False
+        if len(depths) == 1:
+            self._compare_depth(depths[0])
+        ours = [SamplingMetrics(lambda: self._batches, self.world), _EpochEnd(self._average_buffers)]
+        self._callbacks.extend(ours)
+        trainer.callbacks[1:1] = ours  # type: ignore[attr-defined]
+
+    def _compare_depth(self, propagations: int) -> None:
+        """Warns once of fan-outs that are too few or too many for the model."""
+        if self._depth_known or not propagations:
+            return
+        self._depth_known = True
+        if propagations != len(self.fanouts):
+            too_few = propagations > len(self.fanouts)
+            outcome = "neighbours of the farthest nodes are missing" if too_few else "the last are sampled in vain"
+            rank_zero_warn(
+                f"fanouts={self.fanouts} sample {len(self.fanouts)} hops, but the model propagates along edges {propagations} "
+                f"times: {outcome}. Give one fan-out per layer."
+            )
 
     @override
     def training_step(self, batch: Any, *args: Any, **kwargs: Any) -> Any:
@@ -152,7 +191,10 @@ class SamplingStrategy(GNNStrategy):
     @override
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:
         with self._evaluating():
-            return super().validation_step(*args, **kwargs)
+            output = super().validation_step(*args, **kwargs)
+        assert self._binding is not None
+        self._compare_depth(self._binding.context.propagations)
+        return output
 
     @override
     def test_step(self, *args: Any, **kwargs: Any) -> Any:
@@ -173,6 +215,8 @@ class SamplingStrategy(GNNStrategy):
         return "validate" if is_overridden("validation_step", module) else None
 
     def _close_store(self) -> None:
+        if self._batches is not None:
+            self._batches.close()
         if self._store is not None:
             self._store.close()
         self._store = self._batches = None
@@ -181,3 +225,14 @@ class SamplingStrategy(GNNStrategy):
     def teardown(self) -> None:
         self._close_store()
         super().teardown()
+
+
+class _EpochEnd(pl.Callback):
+    """Calls a function after each training epoch, before checkpoints are written."""
+
+    def __init__(self, function: Callable[[], None]) -> None:
+        self._function = function
+
+    @override
+    def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self._function()

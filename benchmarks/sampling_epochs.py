@@ -1,0 +1,413 @@
+"""Training in mini-batches: batches/s against PyG's loader under DDP, what the partition and the cache are worth, accuracy.
+
+    python benchmarks/sampling_epochs.py [--large] [--ranks 1 2 4] [--batches 20] [--json FILE]
+    python benchmarks/sampling_epochs.py --ablation [--ranks 4]
+    python benchmarks/sampling_epochs.py --accuracy [--graphs computers github cornell5] [--seeds 3] [--ranks 1 2 4]
+
+Every row runs in processes of its own. Where neither torch-sparse nor pyg-lib can be imported, PyG's NodeLoader is given our
+sampler. The ablation makes an epoch's batches without training on them; ranks are threads there, each as if on a
+machine of its own: it asks others for what it does not own. What they receive is counted, and does not depend on the machine.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+import tempfile
+import time
+import warnings
+from concurrent.futures import ThreadPoolExecutor
+from itertools import islice
+from pathlib import Path
+from statistics import mean, median, stdev
+from threading import Barrier
+from types import SimpleNamespace
+from typing import Any
+
+import lightning as L
+import numpy as np
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from common import QUIET, SHARED, load_planted, planted_file, report, run_row
+from torch_geometric import datasets
+from torch_geometric import typing as pyg
+from torch_geometric.data import Data
+from torch_geometric.loader import NeighborLoader, NodeLoader
+from torch_geometric.nn.models import GraphSAGE
+
+from lightning_gnn import DGCLStrategy, GraphDataModule, NodeClassifier, SamplingStrategy
+from lightning_gnn.comm import graph_store
+from lightning_gnn.datamodules.shards import Cut, cut_graph
+from lightning_gnn.datamodules.sources import MASKS, prepare_graph
+from lightning_gnn.partition import assign_nodes
+from lightning_gnn.sampling import NeighborSampler
+from lightning_gnn.sampling.loader import BatchMaker, SampledBatches
+from lightning_gnn.sampling.seeds import SeedBatches, split_seeds
+
+FANOUTS, BATCH_SIZE, FEATURES = [15, 10, 5], 1000, 100
+
+
+def load(name: str) -> Data:
+    """Returns a graph by name; a source for GraphDataModule."""
+    if name.startswith("planted-"):
+        data = load_planted(str(planted_file(int(name.removeprefix("planted-")))))
+        data.x = data.x[:, :FEATURES].contiguous()
+        return data
+    if name == "twitter":
+        return _twitter()
+    with tempfile.TemporaryDirectory() as folder:  # PyG writes beside the raw files
+        kind, *rest = {
+            "computers": (datasets.Amazon, "amazon", "Computers"),
+            "github": (datasets.GitHub, "github_social"),
+            "cornell5": (datasets.LINKXDataset, "linkx", "cornell5"),
+        }[name]
+        (Path(folder) / "data").mkdir()
+        os.system(f"cp -r {SHARED / 'data' / rest[0]} {folder}/data")
+        data = kind(f"{folder}/data/{rest[0]}", *rest[1:])[0]
+        return Data(x=data.x.float(), edge_index=data.edge_index, y=data.y)
+
+
+def _twitter() -> Data:
+    """Twitter follows, with random features; most training nodes lie among the first quarter of the ids, which are crawled
+    together."""
+    arrays = np.load(SHARED / "data/edges/ego-twitter.npz")
+    nodes, rng = int(arrays["num_nodes"]), np.random.default_rng(0)
+    train = rng.random(nodes) < np.where(np.arange(nodes) < nodes // 4, 0.4, 0.05)
+    return Data(
+        x=torch.from_numpy(rng.standard_normal((nodes, FEATURES), np.float32)),
+        edge_index=torch.from_numpy(np.stack([arrays["src"], arrays["dst"]]).astype(np.int64)),
+        y=torch.from_numpy(rng.integers(0, 16, nodes)),
+        train_mask=torch.from_numpy(train),
+        val_mask=torch.from_numpy(~train & (rng.random(nodes) < 0.1)),
+        test_mask=torch.from_numpy(~train & (rng.random(nodes) < 0.1)),
+    )
+
+
+def make_model(data_width: int, hidden: int, classes: int, layers: int = 3, dropout: float = 0.0) -> GraphSAGE:
+    return GraphSAGE(data_width, hidden, num_layers=layers, out_channels=classes, dropout=dropout)
+
+
+# PyG ##########################################################################
+
+
+def pyg_rank(rank: int, ranks: int, graph: str, batches: int, hidden: int, answer: str, port: int) -> None:
+    """PyG's loader under DistributedDataParallel: each rank has the whole graph and its share of the seeds."""
+    torch.set_num_threads(1)
+    warnings.filterwarnings("ignore")
+    if ranks > 1:
+        dist.init_process_group("gloo", f"tcp://127.0.0.1:{port}", rank=rank, world_size=ranks)
+    data = load(graph)
+    torch.manual_seed(0)
+    model: Any = make_model(data.x.size(1), hidden, 16)
+    if ranks > 1:
+        model = torch.nn.parallel.DistributedDataParallel(model)
+    seeds = data.train_mask.nonzero().view(-1)[rank::ranks]
+    choices: dict[str, Any] = {"input_nodes": seeds, "batch_size": BATCH_SIZE, "shuffle": True}
+    if pyg.WITH_PYG_LIB or pyg.WITH_TORCH_SPARSE:
+        loader: Any = NeighborLoader(data, FANOUTS, **choices)
+    else:
+        loader = NodeLoader(data, NeighborSampler.from_data(data, FANOUTS), **choices)
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+    seconds, cpu, losses, began = [], [time.process_time()], [], time.perf_counter()
+    for step, batch in enumerate(loader):
+        out = model(batch.x, batch.edge_index)[: batch.batch_size]
+        loss = F.cross_entropy(out, batch.y[: batch.batch_size])
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(float(loss))
+        now = time.perf_counter()
+        seconds.append(now - began)
+        cpu.append(time.process_time())
+        began = now
+        if step + 1 == batches:
+            break
+    if rank == 0:
+        Path(answer).write_text(json.dumps({"seconds": seconds, "cpu": cpu, "losses": losses, "steps": len(loader)}))
+    if ranks > 1:
+        dist.destroy_process_group()
+
+
+def pyg_row(ranks: int, graph: str, batches: int, hidden: int) -> dict[str, Any]:
+    with tempfile.NamedTemporaryFile() as answer:
+        arguments = (ranks, graph, batches, hidden, answer.name, 20000 + os.getpid() % 20000)
+        if ranks == 1:
+            pyg_rank(0, *arguments)
+        else:
+            torch.multiprocessing.spawn(pyg_rank, arguments, ranks)
+        return json.loads(Path(answer.name).read_text())
+
+
+# Ours #########################################################################
+
+
+class Clock(L.Callback):
+    """Seconds from one batch's end to the next, losses, and what the strategy logs after an epoch."""
+
+    def __init__(self) -> None:
+        self.seconds: list[float] = []
+        self.cpu: list[float] = []
+        self.losses: list[float] = []
+        self.logged: list[dict[str, float]] = []
+
+    def on_train_epoch_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        self._last = time.perf_counter()
+        self.cpu.append(time.process_time())
+
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        now = time.perf_counter()
+        self.seconds.append(now - self._last)
+        self.cpu.append(time.process_time())
+        self.losses.append(float(outputs["loss"]))
+        self._last = now
+
+    def on_train_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        values = trainer.callback_metrics.items()
+        self.logged.append({name: float(value) for name, value in values if name.startswith("sampling/")})
+
+
+def our_row(
+    ranks: int,
+    graph: str,
+    batches: int,
+    hidden: int,
+    epochs: int = 1,
+    **options: Any,
+) -> dict[str, Any] | None:
+    """``Trainer(strategy="sampling")``; returns the row on rank 0."""
+    torch.manual_seed(0)
+    module = NodeClassifier(make_model(FEATURES, hidden, 16), lr=0.01, weight_decay=0.0)
+    clock = Clock()
+    data = GraphDataModule("sampling_epochs.load", {"name": graph})
+    trainer = L.Trainer(
+        strategy=SamplingStrategy(FANOUTS, BATCH_SIZE, timeout=1200, self_check=False, **options),
+        devices=ranks,
+        max_epochs=epochs,
+        limit_train_batches=batches or 1.0,
+        limit_val_batches=0,
+        num_sanity_val_steps=0,
+        callbacks=[clock],
+        **QUIET,
+    )
+    trainer.fit(module, datamodule=data)
+    if not trainer.is_global_zero:
+        return None
+    return {
+        "seconds": clock.seconds,
+        "cpu": clock.cpu,
+        "losses": clock.losses,
+        "logged": clock.logged,
+        "steps": len(trainer.train_dataloader),
+    }
+
+
+# Ranks as threads #############################################################
+
+
+class Meeting:
+    """What threads exchange in place of ranks: see :class:`~lightning_gnn.comm.requests.Requests`."""
+
+    def __init__(self, size: int) -> None:
+        self.barrier, self.parts = Barrier(size), [[]] * size
+
+    def of(self, world: Any) -> Any:
+        requests = SimpleNamespace(bytes_received=0)
+
+        def exchange(parts: list[torch.Tensor]) -> list[torch.Tensor]:
+            self.barrier.wait()
+            self.parts[world.rank] = parts
+            self.barrier.wait()
+            found = [each[world.rank] for each in self.parts]
+            requests.bytes_received += sum(each.nbytes for peer, each in enumerate(found) if peer != world.rank)
+            return found
+
+        requests.exchange = exchange
+        return requests
+
+
+def epoch_bytes(cut: Cut, seeds: list[np.ndarray], cache_bytes: int, most: int | None) -> tuple[float, float]:
+    """Returns the bytes that ranks receive for a batch of each, without filling the cache, and the share of rows that it spares.
+
+    All batches of an epoch are made, or the first `most`.
+    """
+    size = len(seeds)
+    graph_store.Requests = Meeting(size).of  # type: ignore[assignment,misc]
+    batches = SeedBatches([len(each) for each in seeds], BATCH_SIZE)
+
+    def rank_epoch(rank: int) -> tuple[int, int, int]:
+        store = graph_store.GraphStore(cut, SimpleNamespace(rank=rank, size=size), [rank], cache_bytes)  # type: ignore[arg-type]
+        store.take_counts()
+        maker, own = BatchMaker(store, cut.n_id, cut.e_id, FANOUTS), torch.from_numpy(seeds[rank])
+        for batch in islice(SampledBatches(maker, batches, own, own[:1], rank, 0, 0, lambda: 0), most):
+            assert batch.x.size(1) == FEATURES
+        return store.take_counts()
+
+    with ThreadPoolExecutor(size) as pool:
+        asked, hits, received = np.sum(list(pool.map(rank_epoch, range(size))), 0)
+    return float(received) / min(batches.steps, most or batches.steps), float(hits / max(1, asked))
+
+
+# Accuracy #####################################################################
+
+
+def accuracy_row(graph: str, ranks: int, seeds: int, epochs: int) -> dict[str, Any] | None:
+    """Test accuracy in the epoch that validates best, by seed; 0 ranks train the full graph on one device."""
+    found = []
+    for seed in range(seeds):
+        L.seed_everything(seed, verbose=False)
+        source = {"computers": (767, 10), "github": (128, 2), "cornell5": (4735, 2)}[graph]
+        module = NodeClassifier(make_model(source[0], 64, source[1], layers=2, dropout=0.5), lr=0.01, weight_decay=0.0)
+        data = GraphDataModule("sampling_epochs.load", {"name": graph}, split=(0.6, 0.2, 0.2), seed=0)
+        best = L.pytorch.callbacks.ModelCheckpoint(monitor="val_acc", mode="max", save_weights_only=True)
+        strategy: Any = DGCLStrategy(self_check=False)
+        if ranks:
+            strategy = SamplingStrategy([10, 10], 1024 // ranks, seed=seed, self_check=False)
+        with tempfile.TemporaryDirectory() as folder:
+            trainer = L.Trainer(
+                strategy=strategy,
+                devices=max(1, ranks),
+                max_epochs=epochs if ranks else 10 * epochs,
+                default_root_dir=folder,
+                callbacks=[best],
+                num_sanity_val_steps=0,
+                check_val_every_n_epoch=1 if ranks else 5,
+                **{**QUIET, "enable_checkpointing": True},
+            )
+            trainer.fit(module, datamodule=data)
+            [tested] = trainer.test(datamodule=data, ckpt_path="best", verbose=False, weights_only=False)
+        found.append(tested["test_acc"])
+    return {"accuracies": found} if trainer.is_global_zero else None
+
+
+# Tables #######################################################################
+
+
+def asked(what: str, **arguments: Any) -> dict[str, Any]:
+    """Runs one row in a process of its own."""
+    began = time.perf_counter()
+    row = run_row(str(Path(__file__)), ["--row", json.dumps([what, arguments])], threads=1)
+    load_1, _, _ = os.getloadavg()
+    print(f"{what} {arguments}: {time.perf_counter() - began:.0f} s, load {load_1:.0f}", file=sys.stderr, flush=True)
+    return {**row, "load": load_1}
+
+
+def epochs_table(options: argparse.Namespace) -> None:
+    graph = (options.graphs or [f"planted-{1_000_000 if options.large else 200_000}"])[0]
+    library = "pyg-lib" if pyg.WITH_PYG_LIB else "torch-sparse" if pyg.WITH_TORCH_SPARSE else "our sampler"
+    rows = []
+    sizes = {"graph": graph, "batches": options.batches, "hidden": options.hidden}
+    for ranks in options.ranks:
+        theirs = f"PyG, {library}" + (", DDP" if ranks > 1 else "")
+        plan = [(theirs, "pyg", {}), ("sampling", "ours", {}), ("sampling, prefetch=0", "ours", {"prefetch": 0})]
+        against = None
+        for name, what, choices in plan:
+            found = asked(what, ranks=ranks, **sizes, **choices)
+            seconds = median(found["seconds"][1:])
+            against = against or seconds
+            logged = found.get("logged", [{}])[-1]
+            row = {"system": name, "ranks": ranks, "s/batch": seconds, "batches/s": ranks / seconds}
+            # Of rank 0, all threads; the first batch loads and compiles. What others do to the machine shows less in it.
+            row["CPU s/batch"] = (found["cpu"][-1] - found["cpu"][1]) / (len(found["cpu"]) - 2)
+            row["s/epoch"] = seconds * found["steps"]
+            row["times PyG's"] = against / seconds
+            row["making s"], row["waited s"] = logged.get("sampling/seconds"), logged.get("sampling/waited")
+            rows.append({**row, "load": found["load"], **found})
+            print(row, file=sys.stderr, flush=True)
+    title = (
+        f"3-layer SAGE {options.hidden}, {FANOUTS}, {BATCH_SIZE} seeds a rank, {graph}; batches/s of all ranks together"
+    )
+    columns = [
+        "system",
+        "ranks",
+        "s/batch",
+        "CPU s/batch",
+        "batches/s",
+        "s/epoch",
+        "times PyG's",
+        "making s",
+        "waited s",
+        "load",
+    ]
+    report(title, rows, columns, options.json)
+
+
+def ablation_table(options: argparse.Namespace) -> None:
+    rows, ranks = [], options.ranks[-1]
+    for graph in options.graphs or ["planted-200000", "twitter"]:
+        data = prepare_graph(load(graph), None, None, 0, 0)
+        masks = {name: data[name].numpy() for name in MASKS}
+        for method in ("random", "metis", "metis_masks"):
+            began = time.process_time()
+            nodes = assign_nodes(data.edge_index.numpy(), data.x.size(0), ranks, method, masks=masks)
+            seconds = time.process_time() - began
+            cut = cut_graph(data, nodes.part, ranks)
+            train = cut.attributes["node"]["train_mask"].nonzero().view(-1).numpy()
+            seeds = split_seeds(train, cut.offsets)
+            home = sum(np.histogram(each, cut.offsets)[0][rank] for rank, each in enumerate(seeds))
+            own = nodes.report.masks["train_mask"]
+            row = {"graph": graph, "partition": method, "CPU s": seconds, "balance": nodes.balance}
+            row |= {"cut": nodes.report.cut_fraction, "edge balance": nodes.report.edge_balance}
+            row |= {"train balance": float(own.max() / own.mean()), "seeds away": float(1 - home / len(train))}
+            for megabytes in (0.0, 4.0, 16.0):
+                received, row[f"hits, {megabytes:g} MB"] = epoch_bytes(
+                    cut, seeds, int(megabytes * 1e6), options.batches or None
+                )
+                row[f"MB, {megabytes:g} MB"] = received / 1e6
+            rows.append(row)
+            print(row, file=sys.stderr, flush=True)
+    title = f"{ranks} ranks, each on a machine of its own; {FANOUTS}; received for {BATCH_SIZE} seeds of each, by cache"
+    report(title, rows, [name for name in rows[0] if name != "balance"], options.json)
+
+
+def accuracy_table(options: argparse.Namespace) -> None:
+    rows = []
+    for graph in options.graphs or ["computers", "github"]:
+        for ranks in [0, *options.ranks]:
+            found = asked("accuracy", graph=graph, ranks=ranks, seeds=options.seeds, epochs=options.epochs)[
+                "accuracies"
+            ]
+            rows.append(
+                {
+                    "graph": graph,
+                    "trained": f"sampling, {ranks} rank(s)" if ranks else "full graph, one device",
+                    "test accuracy, %": 100 * mean(found),
+                    "+-": 100 * stdev(found) if len(found) > 1 else None,
+                    "accuracies": found,
+                }
+            )
+    title = f"2-layer SAGE 64, fan-outs 10, 10, 1,024 seeds a step on all ranks; {options.seeds} seeds"
+    report(title, rows, ["graph", "trained", "test accuracy, %", "+-"], options.json)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument(
+        "--ablation", action="store_true", help="partitions and cache, on a community and a skewed graph"
+    )
+    parser.add_argument("--accuracy", action="store_true", help="of sampling against the full graph")
+    parser.add_argument("--large", action="store_true", help="1 M nodes and 20 M edges instead of 200 k and 4 M")
+    parser.add_argument("--ranks", type=int, nargs="*", default=[1, 2, 4])
+    parser.add_argument("--batches", type=int, default=0, help="of an epoch that are measured; 0 for all")
+    parser.add_argument("--hidden", type=int, default=256)
+    parser.add_argument("--graphs", nargs="*")
+    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument(
+        "--epochs", type=int, default=15, help="of sampling, for accuracy; ten times as many on the full graph"
+    )
+    parser.add_argument("--json")
+    parser.add_argument("--row", help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.row:
+        what, arguments = json.loads(options.row)
+        row = {"pyg": pyg_row, "ours": our_row, "accuracy": accuracy_row}[what](**arguments)
+        if row is not None:
+            print(json.dumps(row))
+        return
+    (ablation_table if options.ablation else accuracy_table if options.accuracy else epochs_table)(options)
+
+
+if __name__ == "__main__":
+    main()
