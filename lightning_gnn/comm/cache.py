@@ -107,10 +107,9 @@ class LargestChangesCache(MessageCache):
     @override
     def active(self, change: Tensor, size: Tensor) -> Tensor:
         count = math.ceil(self.share * len(change))
-        if not count:
-            return torch.zeros_like(change, dtype=torch.bool)
-        least = change.kthvalue(len(change) - count + 1).values
-        return (change >= least) & (change > 0)
+        active = torch.zeros_like(change, dtype=torch.bool)
+        active[change.topk(count).indices] = True
+        return active & (change > 0)
 
 
 class CachedExchange(HaloExchange):
