@@ -266,15 +266,12 @@ def test_another_number_of_nodes_than_the_graphs_is_refused():
         (2, "sampling", {"batch_size": 6, "kind": "manual"}),
         (2, "sampling", {"batch_size": 8, "accumulate": 2}),
         (2, "sampling", {"seeds": 1}),
-        (1, "dgcl", {"optimizer": "sgd"}),
         (2, "dgcl", {"self_check": True}),
-        (3, "dgcl", {"kind": "twice", "optimizer": "sgd"}),
         (4, "dgcl", {"parts": True}),
         (4, "sampling", {"parts": True, "batch_size": 4}),
         (2, "replicate", {}),
         (2, "vertex_cut", {}),
         (4, "spmm_2d", {"optimizer": "sgd"}),
-        (2, "spmm_1d", {}),
     ],
 )
 def test_ranks_learn_what_torch_learns_on_one_device(ranks, world_size, strategy, options):

@@ -229,8 +229,9 @@ def seeds_of(found: dict[str, Any]) -> list[list[list[int]]]:
     return [[batch.input_id.tolist() for batch in epoch] for epoch in found["batches"]]
 
 
-@pytest.mark.parametrize("apart", [False, True])
-@pytest.mark.parametrize(("world_size", "model"), [(1, "sage"), (2, "sage"), (3, "gat"), (4, "gin")])
+@pytest.mark.parametrize(
+    ("world_size", "model", "apart"), [(1, "sage", False), (2, "sage", True), (3, "gat", False), (4, "gin", True)]
+)
 def test_whole_neighbourhoods_in_one_batch_are_the_full_graph(ranks, world_size, model, apart):
     for found in ranks.run(world_size, trained, model, WHOLE, apart, self_check=model == "sage"):
         assert_same(found, on_one_device(model), rtol=1e-8, atol=1e-10)
@@ -332,8 +333,9 @@ def uneven() -> tuple[Data, torch.Tensor]:
     return graph, (~graph.train_mask).long()
 
 
-@pytest.mark.parametrize("apart", [False, True])
-@pytest.mark.parametrize(("world_size", "given"), [(3, uneven), (4, one_training_node)], ids=["uneven", "one"])
+@pytest.mark.parametrize(
+    ("world_size", "given", "apart"), [(3, uneven, True), (4, one_training_node, False)], ids=["uneven", "one"]
+)
 def test_parts_without_training_nodes(ranks, world_size, given, apart):
     graph, part = given()
     expected = single(graph, "sage")

@@ -39,20 +39,16 @@ def test_trained_as_on_one_device(ranks, world_size):
         assert_same(found, on_one_device("gcn"), rtol=1e-8, atol=1e-10)
 
 
-MODELS = ["graphconv", "sage", "sage_max", "gat", "gatv2", "transformer", "gat_edges", "gin_batch_norm", "own", "pna"]
-
-
-@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("model", ["graphconv", "gat", "gin_batch_norm", "own", "pna"])  # all convs: test_convs.py
 def test_every_kind_of_conv(ranks, model):
     for found in ranks.run(3, trained, model, {"partition": "random"}, self_check=False):
         assert_same(found, on_one_device(model), rtol=1e-8, atol=1e-10)
 
 
-@pytest.mark.parametrize("model", ["gcn", "sage"])
-def test_parts_without_nodes_or_edges(ranks, model):
+def test_parts_without_nodes_or_edges(ranks):
     graph, _ = one_training_node()
-    expected = single(graph, model)
-    for found in ranks.run(4, train, graph, model, strategy="vertex_cut"):
+    expected = single(graph, "sage")
+    for found in ranks.run(4, train, graph, "sage", strategy="vertex_cut"):
         assert_same(found, expected, rtol=1e-8, atol=1e-10)
 
 
@@ -71,7 +67,7 @@ def test_users_module_over_sockets_on_two_hosts(ranks):
 # Cache ########################################################################
 
 
-@pytest.mark.parametrize("model", ["gcn", "gat", "sage_max", "gin_batch_norm", "own"])
+@pytest.mark.parametrize("model", ["gcn", "gat", "sage_max"])
 def test_a_cache_that_lets_every_change_through_is_exact(ranks, model):
     for found in ranks.run(3, trained, model, {"cache": 0.0}, self_check=False):
         assert_same(found, on_one_device(model), rtol=1e-8, atol=1e-10)
