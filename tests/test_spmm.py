@@ -188,7 +188,7 @@ def entries_of(edges: np.ndarray, offsets: np.ndarray, rank: int, weighted: bool
     return Triples(target, source, values), torch.from_numpy(np.flatnonzero(own))
 
 
-def product(sparse: bool, entries: Triples, grid: ProcessGrid, offsets: Any, world: World, meter: Meter) -> Matrix:
+def matrix_of(sparse: bool, entries: Triples, grid: ProcessGrid, offsets: Any, world: World, meter: Meter) -> Matrix:
     if sparse:
         return SparseMatrix(entries, on_grid(grid, offsets), offsets, world, meter)
     return BlockMatrix(entries, grid, offsets, world, meter)
@@ -209,7 +209,7 @@ def test_products_and_words(problem, sparse):
     def work(rank: int) -> None:
         meter = Meter()
         entries, _ = entries_of(edges, offsets, rank, weighted)
-        matrix = product(sparse, entries, grid, offsets, InProcessWorld(rank, meeting), meter)
+        matrix = matrix_of(sparse, entries, grid, offsets, InProcessWorld(rank, meeting), meter)
         own = slice(*offsets[rank : rank + 2])
         for _ in range(2):  # buffers are used again
             torch.testing.assert_close(matrix.multiply(x[own], "layer", False), (dense @ x)[own], rtol=1e-12, atol=1e-9)
@@ -359,7 +359,7 @@ def products(rank: int, world_size: int, shared_memory: bool) -> None:
             for c in legal_replications(world_size):
                 grid = ProcessGrid(world_size, c)
                 matrices: list[Matrix] = [
-                    product(sparse, entries, grid, offsets, world, Meter()) for sparse in (True, False)
+                    matrix_of(sparse, entries, grid, offsets, world, Meter()) for sparse in (True, False)
                 ]
                 if world_size == 4 and c == 1:
                     matrices.append(SummaMatrix(entries, ProcessCube.of(4, 2), offsets, world, Meter()))

@@ -54,15 +54,11 @@ def over_ranges(
 
 def over_range(loop: Any, num_rows: int, *arguments: Any, work: int) -> None:
     """Runs ``loop(*arguments, low, high)`` over all of `num_rows` rows that take equally long; see :func:`over_rows`."""
-    arrays = [_array(value) if isinstance(value, torch.Tensor) else value for value in arguments]
-    threads = min(torch.get_num_threads(), num_rows)
-    if threads <= 1 or work < _SMALL:
-        loop(*arrays, 0, num_rows)
-        return
-    bounds = [num_rows * part // threads for part in range(threads + 1)]
-    chunks = [_pool(threads).submit(partial(loop, *arrays, low, high)) for low, high in pairwise(bounds)]
-    for chunk in chunks:
-        chunk.result()
+    over_ranges(loop, *arguments, size=num_rows, ranges=partial(_equal_ranges, num_rows), work=work)
+
+
+def _equal_ranges(size: int, count: int) -> Iterable[tuple[int, int]]:
+    return pairwise([size * part // count for part in range(count + 1)])
 
 
 def _array(tensor: torch.Tensor) -> Any:

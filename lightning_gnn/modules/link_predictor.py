@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, Literal
 
-import lightning as L
 import torch
 import torch.nn.functional as F
 from lightning.pytorch.cli import OptimizerCallable
@@ -15,6 +14,7 @@ from torchmetrics import Metric
 from typing_extensions import override
 
 from lightning_gnn.datamodules import GraphDataModule
+from lightning_gnn.modules.base import GraphModule
 from lightning_gnn.modules.inputs import check_width, edge_inputs
 from lightning_gnn.nn.context import UnsupportedModelError
 from lightning_gnn.nn.helpers import choose_edges, expand, fetch_rows, num_nodes
@@ -53,7 +53,7 @@ class MeanOfRanks(Metric):
         return self.total / self.count
 
 
-class LinkPredictor(L.LightningModule):
+class LinkPredictor(GraphModule):
     """Trains a PyG model to tell edges from pairs of nodes that are none: binary cross-entropy of their scores.
 
     The model makes a row of each node, from messages over training edges only, in evaluation as well. The decoder scores pairs of
@@ -222,6 +222,7 @@ class LinkPredictor(L.LightningModule):
         self.log("train_loss", loss, prog_bar=True, batch_size=len(positive))
         return loss
 
+    @override
     def _evaluate(self, batch: Data, stage: str) -> None:
         positive, negative = self._scores(batch, f"edge_{stage}_mask", self.eval_negatives, _EVALUATION)
         count = len(positive)
@@ -233,24 +234,6 @@ class LinkPredictor(L.LightningModule):
             metric: Any = self.metrics[f"{stage}_{name}"]
             metric.update(value)
             self.log(f"{stage}_{name}", metric, prog_bar=name == "mrr", batch_size=count)
-
-    @override
-    def validation_step(self, batch: Data, batch_idx: int) -> None:
-        self._evaluate(batch, "val")
-
-    @override
-    def test_step(self, batch: Data, batch_idx: int) -> None:
-        self._evaluate(batch, "test")
-
-    @override
-    def predict_step(self, batch: Data, batch_idx: int) -> Tensor:
-        return self(batch)
-
-    @override
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        if self.optimizer is not None:
-            return self.optimizer(self.parameters())
-        return torch.optim.Adam(self.parameters(), lr=self.lr, weight_decay=self.weight_decay)
 
 
 def _is_sampled(batch: Data) -> bool:

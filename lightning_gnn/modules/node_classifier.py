@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
-import lightning as L
 import torch
 import torch.nn.functional as F
 from lightning.pytorch.cli import OptimizerCallable
@@ -19,13 +18,14 @@ from torchmetrics.classification import (
 from typing_extensions import override
 
 from lightning_gnn.datamodules import GraphDataModule
+from lightning_gnn.modules.base import GraphModule
 from lightning_gnn.modules.inputs import check_width, edge_inputs
 from lightning_gnn.nn.context import UnsupportedModelError
 
 UNLABELLED = -1
 
 
-class NodeClassifier(L.LightningModule):
+class NodeClassifier(GraphModule):
     """Trains a PyG model to classify nodes: cross-entropy for integer labels, binary cross-entropy for ``[N, C]`` targets.
 
     Logs ``train_loss``, ``val_loss``, ``val_acc``, ``val_f1``, ``test_loss``, ``test_acc``, ``test_f1``; predicts logits.
@@ -156,6 +156,7 @@ class NodeClassifier(L.LightningModule):
         of = y.numel() if self.task == "multilabel" else self._num_labelled(y)
         return right.sum().to(torch.promote_types(out.dtype, torch.float32)) / max(1, of)
 
+    @override
     def _evaluate(self, batch: Data, stage: str) -> None:
         mask = batch[f"{stage}_mask"]
         out, y = self(batch)[mask], batch.y[mask]
@@ -165,21 +166,3 @@ class NodeClassifier(L.LightningModule):
             metric = getattr(self, f"{stage}_{name}")
             metric.update(out, y)
             self.log(f"{stage}_{name}", metric, prog_bar=name == "acc", batch_size=count)
-
-    @override
-    def validation_step(self, batch: Data, batch_idx: int) -> None:
-        self._evaluate(batch, "val")
-
-    @override
-    def test_step(self, batch: Data, batch_idx: int) -> None:
-        self._evaluate(batch, "test")
-
-    @override
-    def predict_step(self, batch: Data, batch_idx: int) -> Tensor:
-        return self(batch)
-
-    @override
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        if self.optimizer is not None:
-            return self.optimizer(self.parameters())
-        return torch.optim.Adam(self.parameters(), lr=self.lr, weight_decay=self.weight_decay)

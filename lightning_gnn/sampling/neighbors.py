@@ -7,14 +7,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import partial
-from itertools import pairwise
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from lightning_gnn.kernels.csr import CSR, even_ranges
-from lightning_gnn.kernels.run import over_ranges
+from lightning_gnn.kernels.run import over_range, over_ranges
 from lightning_gnn.sampling import loops
 
 _WORK = 32
@@ -119,16 +117,15 @@ def sample_neighbors(
         latest = strategy == "last"
         run(loops.draw_best, csr.indptr, weights, times, limits, latest, targets, key, seed, offsets, slots)
     edge = _NONE if csr.edge is None else csr.edge
-    over_ranges(
+    over_range(
         loops.take,
+        total,
         csr.indices,
         edge,
         csr.edge is not None,
         slots,
         sources,
         edges,
-        size=total,
-        ranges=partial(_equal_ranges, total),
         work=_WORK * total,
     )
     return Neighbors(offsets, sources, edges)
@@ -165,19 +162,14 @@ def random_walks(csr: CSR, roots: Tensor, steps: int, seed: int = 0) -> Tensor:
     """
     check_ids(roots, csr.num_rows, "Roots")
     out = torch.empty(len(roots), steps + 1, dtype=torch.long)
-    over_ranges(
+    over_range(
         loops.walk,
+        len(roots),
         csr.indptr,
         csr.indices,
         roots.contiguous(),
         seed & (2**63 - 1),
         out,
-        size=len(roots),
-        ranges=partial(_equal_ranges, len(roots)),
         work=_WORK * out.numel(),
     )
     return out
-
-
-def _equal_ranges(size: int, count: int) -> list[tuple[int, int]]:
-    return list(pairwise(np.linspace(0, size, count + 1).astype(int).tolist()))
