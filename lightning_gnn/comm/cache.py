@@ -12,7 +12,6 @@ mirrors (S), and partial sums that mirrors send home (R); likewise their gradien
 from __future__ import annotations
 
 import math
-import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -23,9 +22,8 @@ from torch import Tensor
 from typing_extensions import override
 
 from lightning_gnn.comm.codec import Codec
-from lightning_gnn.comm.exchange import HaloExchange, RowExchange
+from lightning_gnn.comm.exchange import HaloExchange, RowExchange, start_counted
 from lightning_gnn.comm.group import World
-from lightning_gnn.comm.shared_memory import PeerError
 from lightning_gnn.comm.traffic import Meter, Traffic
 from lightning_gnn.partition.shard import HaloPlan
 
@@ -157,26 +155,19 @@ class CachedExchange(HaloExchange):
         active, of = channel.num_active, len(out)
         self._cache.record(layer, self.meter.direction(direction), active, of)
         traffic = Traffic(sum(data.numel() for _, data in messages), len(messages), active)
-        try:
+
+        def start() -> Callable[[], None]:
             wait = self.world.wire.start_varied(messages, [peer for peer, count in enumerate(into_counts) if count])
-        except PeerError as error:
-            raise self._failed(error, layer, direction) from error
-        traffic.seconds = time.perf_counter() - began
 
-        def finish() -> None:
-            began = time.perf_counter()
-            try:
-                arrived = wait()
-            except PeerError as error:
-                raise self._failed(error, layer, direction) from error
-            for peer, data in arrived.items():
-                channel.receive(peer, data, self._cache, codec)
-            into.copy_(channel.held.view(into.shape))
-            channel.fresh = False
-            traffic.seconds += time.perf_counter() - began
-            self.meter.record(layer, direction, traffic)
+            def receive() -> None:
+                for peer, data in wait().items():
+                    channel.receive(peer, data, self._cache, codec)
+                into.copy_(channel.held.view(into.shape))
+                channel.fresh = False
 
-        return finish
+            return receive
+
+        return start_counted(start, traffic, began, self.world, self.meter, layer, direction)
 
     def _channel(
         self, out: Tensor, into: Tensor, out_counts: list[int], into_counts: list[int], layer: str, direction: str

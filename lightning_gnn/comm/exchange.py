@@ -13,7 +13,7 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -26,6 +26,8 @@ from lightning_gnn.comm.traffic import Meter, Traffic
 from lightning_gnn.kernels import add_rows, take_rows
 from lightning_gnn.partition.shard import HaloPlan
 
+T = TypeVar("T")
+
 
 def exchange_error(world: World, error: PeerError, layer: str, direction: str) -> CommunicationError:
     """Returns the error to raise where a message did not come or go: names layer, ranks and what to look at."""
@@ -34,6 +36,46 @@ def exchange_error(world: World, error: PeerError, layer: str, direction: str) -
         f"{world.timeout.total_seconds():.0f} s (argument `timeout` of the strategy). Look at rank {error.peer}'s "
         "output first: it may have stopped, be slower than the deadline, or have taken another branch of the code."
     )
+
+
+def start_counted(
+    start: Callable[[], Callable[[], T]],
+    traffic: Traffic,
+    began: float,
+    world: World,
+    meter: Meter,
+    layer: str,
+    direction: str,
+) -> Callable[[], T]:
+    """Starts messages; returns the function that waits for them, counts them, and returns what waiting gave.
+
+    Args:
+        start: starts them and returns what waits.
+        traffic: bytes, messages and rows that they are.
+        began: when packing them began, by ``time.perf_counter``.
+        world, meter: the ranks, and where traffic is counted.
+        layer, direction: counted under, and named in errors.
+
+    Raises:
+        CommunicationError: from here and from the returned function: a peer does not answer.
+    """
+    try:
+        wait = start()
+    except PeerError as error:
+        raise exchange_error(world, error, layer, direction) from error
+    traffic.seconds = time.perf_counter() - began
+
+    def finish() -> T:
+        began = time.perf_counter()
+        try:
+            result = wait()
+        except PeerError as error:
+            raise exchange_error(world, error, layer, direction) from error
+        traffic.seconds += time.perf_counter() - began
+        meter.record(layer, direction, traffic)
+        return result
+
+    return finish
 
 
 class RowExchange(ABC):
@@ -120,22 +162,11 @@ class RowExchange(ABC):
         traffic = Traffic(
             bytes_sent=self.world.wire.message_bytes(out), messages=sum(map(bool, out_counts)), rows=sum(out_counts)
         )
-        try:
-            wait = self.world.wire.start(out, out_counts, into, into_counts)
-        except PeerError as error:
-            raise self._failed(error, layer, direction) from error
-        traffic.seconds = time.perf_counter() - began
 
-        def finish() -> None:
-            began = time.perf_counter()
-            try:
-                wait()
-            except PeerError as error:
-                raise self._failed(error, layer, direction) from error
-            traffic.seconds += time.perf_counter() - began
-            self.meter.record(layer, direction, traffic)
+        def start() -> Callable[[], None]:
+            return self.world.wire.start(out, out_counts, into, into_counts)
 
-        return finish
+        return start_counted(start, traffic, began, self.world, self.meter, layer, direction)
 
     def _failed(self, error: PeerError, layer: str, direction: str) -> CommunicationError:
         return exchange_error(self.world, error, layer, direction)

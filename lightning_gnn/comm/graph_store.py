@@ -20,6 +20,7 @@ from torch_geometric.typing import EdgeType
 from lightning_gnn.comm.group import World
 from lightning_gnn.comm.requests import Requests
 from lightning_gnn.kernels import CSR
+from lightning_gnn.partition.shard import owners_of
 from lightning_gnn.sampling.neighbors import Neighbors, sample_neighbors
 
 if TYPE_CHECKING:
@@ -38,8 +39,7 @@ class _Part:
         if messages is not None:
             kept = cut.attributes["edge"][messages][self._first_edge : int(cut.edge_offsets[rank + 1])]
             self._edges, source, target = kept.nonzero().view(-1), source[kept], target[kept]
-        indptr = torch.zeros(self._owned + 1, dtype=torch.long)
-        torch.cumsum(torch.bincount(target, minlength=self._owned), 0, out=indptr[1:])
+        indptr = _bounds(torch.bincount(target, minlength=self._owned))
         self._csr = CSR(indptr, source, None, self._owned + len(self._halo))
 
     def neighbors(self, targets: Tensor, fanout: int, seed: int, replace: bool) -> Neighbors:
@@ -101,7 +101,7 @@ class GraphStore:
 
     def _fill_cache(self, cache_bytes: int) -> None:
         wanted = self._parts[self._world.rank].halo_by_reads()
-        far = ~torch.tensor(self._near)[self._owner(wanted, self._cut.offsets)]
+        far = ~torch.tensor(self._near)[_owners(wanted, self._cut.offsets)]
         row_bytes = self._cut.attributes["node"]["x"][:1].nbytes
         cached = wanted[far][: cache_bytes // max(row_bytes, 1)].sort().values
         self._cached, self._cache = cached, self._fetch("node", "x", cached)
@@ -122,7 +122,7 @@ class GraphStore:
 
     def _neighbors(self, targets: Tensor, fanout: int, seeds: Sequence[int], replace: bool) -> Neighbors:
         seed = seeds[self._world.rank]
-        owner = self._owner(targets, self._cut.offsets)
+        owner = _owners(targets, self._cut.offsets)
         order = torch.argsort(owner, stable=True)
         by_rank = targets[order].split(torch.bincount(owner, minlength=self._world.size).tolist())
         found = self._answers(by_rank, fanout, seeds, replace)
@@ -144,9 +144,7 @@ class GraphStore:
         ends = self.requests.exchange([torch.stack([answer.sources, answer.edges], 1) for answer in answers])
         found = {}
         for peer, (count, edges) in enumerate(zip(counts, ends)):
-            offsets = torch.zeros(len(count) + 1, dtype=torch.long)
-            torch.cumsum(count, 0, out=offsets[1:])
-            found[peer] = Neighbors(offsets, edges[:, 0], edges[:, 1])
+            found[peer] = Neighbors(_bounds(count), edges[:, 0], edges[:, 1])
         return found
 
     def nodes(self, name: str, ids: Tensor) -> Tensor:
@@ -171,7 +169,7 @@ class GraphStore:
         if self.requests is None:
             return torch.index_select(values, 0, ids)
         offsets = self._cut.offsets if kind == "node" else self._cut.edge_offsets
-        owner = self._owner(ids, offsets)
+        owner = _owners(ids, offsets)
         far = ~torch.tensor(self._near)[owner]
         if kind == "node" and name == "x":
             self.asked += int(far.sum())
@@ -184,10 +182,6 @@ class GraphStore:
         here = order[sum(counts) :]
         out[here] = torch.index_select(values, 0, ids[here])
         return out
-
-    @staticmethod
-    def _owner(ids: Tensor, offsets: np.ndarray) -> Tensor:
-        return torch.from_numpy(np.searchsorted(offsets, ids.numpy(), side="right") - 1)
 
     def take_counts(self) -> tuple[int, int, int]:
         """Returns rows asked for, hits, and bytes received from other machines since the last call."""
@@ -204,6 +198,15 @@ class GraphStore:
             self.requests.close()
 
 
+def _bounds(counts: Tensor) -> Tensor:
+    """Returns where each of several groups of so many begins, and the end, ``[n + 1]``."""
+    return torch.cat([counts.new_zeros(1), counts.cumsum(0)])
+
+
+def _owners(ids: Tensor, offsets: np.ndarray) -> Tensor:
+    return torch.from_numpy(owners_of(offsets, ids.numpy()))
+
+
 def _stitched(found: Sequence[Neighbors], order: Tensor) -> Neighbors:
     """Returns the edges of targets that were asked for in groups, in the order in which they were wanted.
 
@@ -214,8 +217,7 @@ def _stitched(found: Sequence[Neighbors], order: Tensor) -> Neighbors:
     counts = torch.cat([each.counts for each in found])
     wanted = torch.empty_like(counts)
     wanted[order] = counts
-    offsets = torch.zeros(len(counts) + 1, dtype=torch.long)
-    torch.cumsum(wanted, 0, out=offsets[1:])
+    offsets = _bounds(wanted)
     begins = counts.cumsum(0) - counts
     place = torch.repeat_interleave(offsets[:-1][order] - begins, counts) + torch.arange(int(counts.sum()))
     sources, edges = (torch.empty(len(place), dtype=torch.long) for _ in range(2))

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from lightning_gnn.comm.exchange import exchange_error
+from lightning_gnn.comm.exchange import exchange_error, start_counted
 from lightning_gnn.comm.group import World
 from lightning_gnn.comm.shared_memory import PeerError
 from lightning_gnn.comm.traffic import Meter, Traffic
@@ -144,22 +144,9 @@ class AnyRows:
         receives = [(peer, rows) for peer, rows in receives if rows.numel()]
         sent = sum(wire.message_bytes(rows) for _, rows in sends)
         traffic = Traffic(sent, len(sends), sum(len(rows) for _, rows in sends))
-        try:
-            wait = wire.start_each(sends, receives)
-        except PeerError as error:
-            raise exchange_error(self._world, error, layer, direction) from error
-        traffic.seconds = time.perf_counter() - began
-
-        def finish() -> None:
-            began = time.perf_counter()
-            try:
-                wait()
-            except PeerError as error:
-                raise exchange_error(self._world, error, layer, direction) from error
-            traffic.seconds += time.perf_counter() - began
-            self._meter.record(layer, direction, traffic)
-
-        return finish
+        return start_counted(
+            lambda: wire.start_each(sends, receives), traffic, began, self._world, self._meter, layer, direction
+        )
 
 
 class _Fetch(torch.autograd.Function):

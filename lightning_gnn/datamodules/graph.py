@@ -35,6 +35,7 @@ from lightning_gnn.datamodules.sources import (
     counted_mask,
     description_key,
     graph_key,
+    is_labelled,
     load_source,
     num_labelled,
     prepare_graph,
@@ -426,4 +427,4 @@ def _note(key: str, folder: str) -> str:
 def _labelled_mask(data: Data, name: str) -> np.ndarray:
     y = data.get("y")
     mask = data[name]
-    return (mask if y is None or y.is_floating_point() or y.dim() != 1 else mask & (y >= 0)).numpy()
+    return (mask if y is None else mask & is_labelled(y)).numpy()

@@ -15,7 +15,7 @@ from functools import cached_property
 
 import numpy as np
 
-from lightning_gnn.partition.shard import Ids
+from lightning_gnn.partition.shard import Ids, owners_of
 
 
 def legal_replications(num_ranks: int) -> tuple[int, ...]:
@@ -94,7 +94,7 @@ class ProcessGrid:
             row, col: of each entry, relabelled ids, ``[E]``.
         """
         c = self.replication
-        return _owners(offsets, row) // c * c + self.columns[_owners(offsets, col) // c]
+        return owners_of(offsets, row) // c * c + self.columns[owners_of(offsets, col) // c]
 
     def words(self, offsets: Ids, columns: int) -> int:
         """Returns the words that all ranks together receive in one layer and direction, if whole blocks travel.
@@ -188,7 +188,7 @@ class ProcessCube:
 
     def holders(self, offsets: Ids, row: Ids, col: Ids) -> Ids:
         """Returns the rank that holds each entry; see :meth:`ProcessGrid.holders`."""
-        row_block, col_block = _owners(offsets, row) // self.side, _owners(offsets, col) // self.side
+        row_block, col_block = owners_of(offsets, row) // self.side, owners_of(offsets, col) // self.side
         layer, column = col_block // self.side, col_block % self.side
         return (layer * self.side + row_block % self.side) * self.side + column
 
@@ -207,8 +207,3 @@ class ProcessCube:
             int(offsets[r + 1] - offsets[r]) * (columns - widths[self.place(r)[1]]) for r in range(self.num_ranks)
         )
         return nodes * columns * (q - 1) + nodes * columns * (self.layers - 1) + 2 * turned
-
-
-def _owners(offsets: Ids, ids: Ids) -> Ids:
-    """Returns the ranks that own nodes."""
-    return np.searchsorted(offsets, ids, side="right") - 1

@@ -20,7 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lightning_gnn.partition.layout import Replicas
-from lightning_gnn.partition.shard import Ids
+from lightning_gnn.partition.shard import Ids, owners_of
 
 _MOST_GROUPS = 64  # a set of groups is the bits of one word
 
@@ -177,7 +177,7 @@ def _holders(
 
 def _nodes(held: Held, ids: Ids) -> Ids:
     """Returns the nodes that ids of held rows stand for."""
-    rank = np.searchsorted(held.offsets, ids, side="right") - 1
+    rank = owners_of(held.offsets, ids)
     nodes = np.empty(len(ids), np.int64)
     for each in np.unique(rank):
         chosen = rank == each

@@ -102,6 +102,11 @@ def edge_cut_parts(edge_index: Ids, relabelling: Relabelling) -> Iterator[EdgeCu
         yield EdgeCutPart(np.stack([local, target.numpy()[ids] - low]), ids, halo)
 
 
+def owners_of(offsets: Ids, ids: Ids) -> Ids:
+    """Returns the ranks whose ranges, which begin at `offsets` ``[P + 1]``, hold ids ``[n]``."""
+    return np.searchsorted(offsets, ids, side="right") - 1
+
+
 def halo_plan(rank: int, offsets: Ids, halos: Sequence[Ids]) -> HaloPlan:
     """Returns what `rank` exchanges, from the halos of all parts (relabelled ids, ascending)."""
 

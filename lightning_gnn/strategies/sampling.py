@@ -6,8 +6,7 @@ seeds), III-C (feature store), III-D (samplers), III-E (trainer).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -21,7 +20,7 @@ from typing_extensions import override
 from lightning_gnn.callbacks.sampling import SamplingMetrics
 from lightning_gnn.comm.graph_store import GraphStore
 from lightning_gnn.datamodules.graph import GraphDataModule
-from lightning_gnn.datamodules.sources import EDGE_MASKS, counted_mask
+from lightning_gnn.datamodules.sources import EDGE_MASKS, counted_mask, is_labelled
 from lightning_gnn.nn.helpers import graph_in_use
 from lightning_gnn.partition.layout import LayoutSpec
 from lightning_gnn.sampling.loader import BatchMaker, EdgeBatchMaker, SampledBatches
@@ -115,8 +114,8 @@ class SamplingStrategy(GNNStrategy):
         how = (self._store, cut.n_id, cut.e_id, self.fanouts, self.replace, self.directed)
         mask = cut.attributes["edge" if edges else "node"][name]
         y = cut.attributes["node"].get("y")
-        if not edges and y is not None and y.dim() == 1 and not y.is_floating_point():
-            mask = mask & (y >= 0)
+        if not edges and y is not None:
+            mask = mask & is_labelled(y)
         seeds = mask.nonzero().view(-1)
         split = split_seeds(seeds.numpy(), cut.edge_offsets if edges else cut.offsets, self.num_processes)
         own = torch.from_numpy(split[rank])
@@ -146,7 +145,7 @@ class SamplingStrategy(GNNStrategy):
         self._depth_known = False
         if len(depths) == 1:
             self._compare_depth(depths[0])
-        ours = [SamplingMetrics(lambda: self._batches, self.world), _EpochEnd(self._average_buffers)]
+        ours = [SamplingMetrics(lambda: self._batches, self.world), _EpochEnd(self._end_training)]
         self._callbacks.extend(ours)
         trainer.callbacks[1:1] = ours  # type: ignore[attr-defined]
 
@@ -172,39 +171,36 @@ class SamplingStrategy(GNNStrategy):
         with graph_in_use(None):
             return super().training_step(batch, *args, **kwargs)
 
-    @contextmanager
-    def _evaluating(self) -> Iterator[None]:
-        """Layers see the whole graph, by the edge-cut exchange, while this is open."""
-        assert self._binding is not None and self.lightning_module is not None
-        if not self._binding.is_bound:
-            self._average_buffers()
-            self._binding.bind()
-        yield
+    def _end_training(self) -> None:
+        """Lets layers see the whole graph, by the edge-cut exchange, until the next step of training.
 
-    def _average_buffers(self) -> None:
-        """Lets running statistics, which each rank has taken of its own batches, agree."""
-        assert self.lightning_module is not None
+        Running statistics, which each rank has taken of its own batches, are averaged.
+        """
+        assert self._binding is not None and self.lightning_module is not None
+        if self._binding.is_bound:
+            return
         for buffer in self.lightning_module.buffers():
             if buffer.is_floating_point():
                 self.world.all_reduce_(buffer, "Averaging running statistics").div_(self.world_size)
+        self._binding.bind()
 
     @override
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:
-        with self._evaluating():
-            output = super().validation_step(*args, **kwargs)
+        self._end_training()
+        output = super().validation_step(*args, **kwargs)
         assert self._binding is not None
         self._compare_depth(self._binding.context.propagations)
         return output
 
     @override
     def test_step(self, *args: Any, **kwargs: Any) -> Any:
-        with self._evaluating():
-            return super().test_step(*args, **kwargs)
+        self._end_training()
+        return super().test_step(*args, **kwargs)
 
     @override
     def predict_step(self, *args: Any, **kwargs: Any) -> Any:
-        with self._evaluating():
-            return super().predict_step(*args, **kwargs)
+        self._end_training()
+        return super().predict_step(*args, **kwargs)
 
     @override
     def _checked_stage(self, module: pl.LightningModule, trainer: pl.Trainer) -> str | None:
