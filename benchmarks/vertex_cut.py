@@ -109,6 +109,21 @@ def on_cluster(options: argparse.Namespace, arguments: list[str]) -> list[dict[s
         return json.loads(found.read_text())
 
 
+def measured(options: argparse.Namespace) -> list[dict[str, Any]]:
+    """Returns what a run in a process of its own, or one on the cluster, has measured."""
+    with tempfile.TemporaryDirectory() as folder:
+        os.environ["LIGHTNING_GNN_STORE"] = f"{folder}/store"
+        for source in {GRAPHS[graph][0] for graph in options.graphs} - {""}:
+            shutil.copytree(SHARED / "data" / source, f"{folder}/{source}")  # PyG writes beside the data
+        arguments = ["--graphs", *options.graphs, "--cells", *options.cells, "--epochs", str(options.epochs)]
+        arguments += ["--seeds", *map(str, options.seeds), "--weights", *map(str, options.weights), "--root", folder]
+        if options.netlab:
+            return on_cluster(options, arguments)
+        row_file = Path(folder) / "rows.json"
+        run_row(__file__, [*arguments, "--row", str(row_file)], 1, timeout=86400)
+        return json.loads(row_file.read_text())
+
+
 def table(found: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Returns a line for each graph, cell and weight: means over seeds, beside the exact run of the same seed."""
     lines = []
@@ -179,6 +194,9 @@ def main() -> None:
     parser.add_argument("--plots", type=Path)
     parser.add_argument("--netlab", help="netlab.py: measure epoch time on emulated hosts")
     parser.add_argument("--inner-mbit", type=float, default=135.0, help="of a link inside a host")
+    parser.add_argument(
+        "--read", nargs="+", type=Path, help="measure nothing: the table and plots of what --json wrote"
+    )
     parser.add_argument("--row", help=argparse.SUPPRESS)
     parser.add_argument("--root", help=argparse.SUPPRESS)
     options = parser.parse_args()
@@ -188,18 +206,7 @@ def main() -> None:
             Path(options.row).write_text(json.dumps(found))
             print(json.dumps(True))
         return
-    with tempfile.TemporaryDirectory() as folder:
-        os.environ["LIGHTNING_GNN_STORE"] = f"{folder}/store"
-        for source in {GRAPHS[graph][0] for graph in options.graphs} - {""}:
-            shutil.copytree(SHARED / "data" / source, f"{folder}/{source}")  # PyG writes beside the data
-        arguments = ["--graphs", *options.graphs, "--cells", *options.cells, "--epochs", str(options.epochs)]
-        arguments += ["--seeds", *map(str, options.seeds), "--weights", *map(str, options.weights), "--root", folder]
-        if options.netlab:
-            found = on_cluster(options, arguments)
-        else:
-            row_file = Path(folder) / "rows.json"
-            run_row(__file__, [*arguments, "--row", str(row_file)], 1, timeout=86400)
-            found = json.loads(row_file.read_text())
+    found = [row for path in options.read or () for row in json.loads(path.read_text())["runs"]] or measured(options)
     lines = table(found)
     where = "on two emulated hosts" if options.netlab else "ranks as threads"
     report(f"GCN of 2 layers, {options.epochs} epochs, 4 ranks, {where}", lines, COLUMNS, options.json)
