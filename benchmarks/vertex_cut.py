@@ -18,14 +18,12 @@ import argparse
 import json
 import os
 import shutil
-import subprocess
-import sys
 import tempfile
 from pathlib import Path
 from statistics import mean
 from typing import Any
 
-from common import SHARED, report, run_row
+from common import SHARED, report, run_on_hosts, run_row
 from vertex_cut_runs import CELLS, GRAPHS, single, summary, train, train_in_process
 
 WEIGHTS = (0.1, 0.0)
@@ -55,19 +53,6 @@ def options_of(cell: str, weight: float) -> dict[str, Any]:
     return {**CELLS[cell], "host_weight": weight}
 
 
-def topology(inner_mbit: float) -> dict[str, Any]:
-    """Returns two hosts of two ranks in netlab's format; all that leaves a host shares its link (CDFGNN Table 2)."""
-    outer = inner_mbit / 2.7
-    via = {"bandwidth_mbit": outer, "via": ["nic0", "-nic1"]}
-    return {
-        "ranks": 4,
-        "hosts": [{"name": f"host{i}", "ranks": [2 * i, 2 * i + 1]} for i in range(2)],
-        "hops": [{"name": f"nic{i}", "bandwidth_mbit": outer} for i in range(2)],
-        "links": [{"a": a, "b": a + 1, "bandwidth_mbit": inner_mbit} for a in (0, 2)]
-        + [{"a": a, "b": b, **via} for a in (0, 1) for b in (2, 3)],
-    }
-
-
 def run(options: argparse.Namespace) -> list[dict[str, Any]]:
     """Returns what was measured, in this process or, on a cluster, as one of its ranks."""
     cluster = "NETLAB_TOPO" in os.environ
@@ -94,21 +79,6 @@ def run(options: argparse.Namespace) -> list[dict[str, Any]]:
     return found
 
 
-def on_cluster(options: argparse.Namespace, arguments: list[str]) -> list[dict[str, Any]]:
-    """Runs this script as the ranks of an emulated cluster; returns what rank 0 has measured."""
-    with tempfile.TemporaryDirectory() as folder:
-        path, found = Path(folder) / "two_hosts.json", Path(folder) / "rows.json"
-        path.write_text(json.dumps(topology(options.inner_mbit)))
-        own = [sys.executable, __file__, *arguments, "--row", str(found)]
-        environment = {**os.environ, "TORCHELASTIC_RUN_ID": "netlab", "PYTHONWARNINGS": "ignore"}
-        subprocess.run(
-            [sys.executable, options.netlab, "run", str(path), "--timeout", "3000", "--", *own],
-            env=environment,
-            check=True,
-        )
-        return json.loads(found.read_text())
-
-
 def measured(options: argparse.Namespace) -> list[dict[str, Any]]:
     """Returns what a run in a process of its own, or one on the cluster, has measured."""
     with tempfile.TemporaryDirectory() as folder:
@@ -118,7 +88,7 @@ def measured(options: argparse.Namespace) -> list[dict[str, Any]]:
         arguments = ["--graphs", *options.graphs, "--cells", *options.cells, "--epochs", str(options.epochs)]
         arguments += ["--seeds", *map(str, options.seeds), "--weights", *map(str, options.weights), "--root", folder]
         if options.netlab:
-            return on_cluster(options, arguments)
+            return run_on_hosts(options.netlab, options.inner_mbit, __file__, arguments)
         row_file = Path(folder) / "rows.json"
         run_row(__file__, [*arguments, "--row", str(row_file)], 1, timeout=86400)
         return json.loads(row_file.read_text())
