@@ -112,7 +112,7 @@ class Failing:
 @pytest.mark.parametrize("ahead", [0, 2])
 def test_an_error_in_the_background_is_the_users(ahead):
     own = torch.arange(6)
-    loader = SampledBatches(Failing(), SeedBatches([6], 2), own, own[:1], 0, 0, ahead, lambda: 0)  # type: ignore[arg-type]
+    loader = SampledBatches([Failing()], SeedBatches([6], 2), own, own[:1], 0, 0, ahead, lambda: 0)  # type: ignore[arg-type]
     found = []
     with pytest.raises(ZeroDivisionError) as failure:
         found.extend(loader)
