@@ -338,13 +338,13 @@ class Batches(L.Callback):
             self.seen.append(batch)
 
 
-def sampled(rank: int, world_size: int, negatives: str, apart: bool, data: Any = None) -> Any:
+def sampled(rank: int, world_size: int, negatives: str, apart: bool, data: Any = None, **options: Any) -> Any:
     ranks_here = World.ranks_here
     if apart:  # as if every rank were on a machine of its own
         World.ranks_here = lambda world: [world.rank]  # type: ignore[method-assign]
     batches, recorder = Batches(), Recorder()
     module = LinkPredictor(build("sage", FEATURES, WIDTH), num_negatives=2, negatives=negatives).double()
-    strategy = SamplingStrategy([4, 4], batch_size=30, timeout=60)
+    strategy = SamplingStrategy([4, 4], batch_size=30, timeout=60, **options)
     datamodule = GraphDataModule(graph_with_links(), **(data or {}))
     try:
         trainer = quiet_trainer(strategy, world_size, callbacks=[batches, recorder], max_epochs=2)

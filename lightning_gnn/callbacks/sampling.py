@@ -15,8 +15,8 @@ from lightning_gnn.sampling.loader import SampledBatches
 class SamplingMetrics(pl.Callback):
     """Logs after each training epoch what mini-batches took; ``sampling`` brings it.
 
-    ``sampling/seconds``: the longest time that a rank's samplers, added up, spent in making its batches; ``sampling/waited``: that
-    a rank spent in waiting for them, so that ``1 - waited / seconds`` was hidden behind training. Where ranks lie on several
+    ``sampling/seconds``: the longest time that a rank's samplers, added up, spent in making its batches; ``sampling/waited``:
+    that a rank spent in waiting for them, so that ``1 - waited / seconds`` was hidden behind training. Where ranks lie on several
     machines, ``sampling/remote_bytes``: what all received from others; ``sampling/cache_hit_rate``: of the rows of features that
     lie on other machines, the share that was kept here.
 
