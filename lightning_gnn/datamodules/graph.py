@@ -162,6 +162,11 @@ class GraphDataModule(L.LightningDataModule):
         return self._shard
 
     @property
+    def is_whole(self) -> bool:
+        """Whether this process holds the whole graph as it is, on one device of another library's strategy."""
+        return self._layout().kind == "whole"
+
+    @property
     def num_classes(self) -> int:
         """Number of classes in the whole graph; there from ``setup`` on."""
         return self.shard.num_classes

@@ -105,7 +105,8 @@ class EdgeBatchMaker(BatchMaker):
         """Returns the batch, as PyG's LinkNeighborLoader gives it.
 
         ``edge_label_index [2, n + n K]`` has the edges in local numbers and then K negatives of the first, K of the second and so
-        on; ``edge_label`` is 1 or 0; ``input_id`` has the edges' original ids.
+        on; ``edge_label`` is 1 or 0; ``input_id`` has the edges' original ids; ``edge_label_type [n]`` their types, if the graph
+        has ``edge_type``.
 
         Args:
             seeds: ids of edges in the partitioned graph.
@@ -125,6 +126,8 @@ class EdgeBatchMaker(BatchMaker):
         batch.edge_label_index = local
         batch.edge_label = (torch.arange(local.size(1)) < len(seeds)).float()
         batch.input_id = self._e_id[seeds]
+        if "edge_type" in self.store.edge_names:
+            batch.edge_label_type = self.store.edges("edge_type", seeds)
         return batch
 
 
