@@ -278,7 +278,7 @@ def test_saint_draws_have_the_papers_odds(undirected, method, count):
             for _ in range(2):
                 avoiding = step[:, others] @ avoiding[others]
             odds[node] = 1 - avoiding[others].sum() / 60
-    draws = 4_000
+    draws = 2_000
     expected = 1 - (1 - odds) ** count
     deviation = (expected * (1 - expected) / draws).sqrt()
     seen = share_of_draws(undirected, method, count, 2, draws)

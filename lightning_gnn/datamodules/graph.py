@@ -163,7 +163,7 @@ class GraphDataModule(L.LightningDataModule):
 
     @property
     def is_whole(self) -> bool:
-        """Whether this process holds the whole graph as it is, on one device of another library's strategy."""
+        """Whether this process holds the whole graph, uncut, on one device of a strategy that knows nothing of graphs."""
         return self._layout().kind == "whole"
 
     @property
