@@ -252,7 +252,7 @@ def epoch_bytes(cut: Cut, seeds: list[np.ndarray], cache_bytes: int, most: int |
         store = graph_store.GraphStore(cut, SimpleNamespace(rank=rank, size=size), [rank], cache_bytes)  # type: ignore[arg-type]
         store.take_counts()
         maker, own = BatchMaker(store, cut.n_id, cut.e_id, FANOUTS), torch.from_numpy(seeds[rank])
-        for batch in islice(SampledBatches(maker, batches, own, own[:1], rank, 0, 0, lambda: 0), most):
+        for batch in islice(SampledBatches([maker], batches, own, own[:1], rank, 0, 0, lambda: 0), most):
             assert batch.x.size(1) == FEATURES
         return store.take_counts()
 

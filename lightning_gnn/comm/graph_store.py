@@ -9,6 +9,7 @@ N nodes, P ranks; ids are those of the partitioned graph, in which a rank's node
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
@@ -33,6 +34,7 @@ class _Part:
     def __init__(self, cut: Cut, rank: int, messages: str | None) -> None:
         self._first, self._first_edge = int(cut.offsets[rank]), int(cut.edge_offsets[rank])
         self._owned = int(cut.offsets[rank + 1]) - self._first
+        self._num_nodes = int(cut.offsets[-1])
         self._halo = torch.from_numpy(cut.halos[rank])
         source, target = torch.from_numpy(cut.edge_index_of(rank))
         self._edges: Tensor | None = None
@@ -43,8 +45,9 @@ class _Part:
         self._csr = CSR(indptr, source, None, self._owned + len(self._halo))
 
     def neighbors(self, targets: Tensor, fanout: int, seed: int, replace: bool) -> Neighbors:
-        """Returns sampled in-edges of targets, in ids of the whole graph."""
-        found = sample_neighbors(self._csr, targets - self._first, fanout, seed, replace=replace, keys=targets)
+        """Returns sampled in-edges of targets, nodes or copies of them, in ids of the whole graph."""
+        rows = targets % self._num_nodes - self._first
+        found = sample_neighbors(self._csr, rows, fanout, seed, replace=replace, keys=targets)
         sources = found.sources
         far = sources >= self._owned
         sources = sources + self._first
@@ -110,6 +113,8 @@ class GraphStore:
     def hops(self, seeds: Sequence[int], replace: bool) -> Callable[[EdgeType, Tensor, int], Neighbors]:
         """Returns what answers the hops of one batch, see :func:`~lightning_gnn.sampling.hops.sample_hops`.
 
+        Of a node i, ids i + N, i + 2 N, ... are copies, each with draws of its own. Sources are nodes, not copies.
+
         Args:
             seeds: of the random numbers for the batch of each rank: who answers draws what the asking rank would.
             replace: draw with replacement.
@@ -122,7 +127,7 @@ class GraphStore:
 
     def _neighbors(self, targets: Tensor, fanout: int, seeds: Sequence[int], replace: bool) -> Neighbors:
         seed = seeds[self._world.rank]
-        owner = _owners(targets, self._cut.offsets)
+        owner = _owners(targets % int(self._cut.offsets[-1]), self._cut.offsets)
         order = torch.argsort(owner, stable=True)
         by_rank = targets[order].split(torch.bincount(owner, minlength=self._world.size).tolist())
         found = self._answers(by_rank, fanout, seeds, replace)
@@ -182,6 +187,14 @@ class GraphStore:
         here = order[sum(counts) :]
         out[here] = torch.index_select(values, 0, ids[here])
         return out
+
+    def beside(self) -> GraphStore:
+        """Returns a store of the same parts for another thread, with counts and a way to ask of its own; all ranks call it."""
+        other = copy.copy(self)
+        other.asked = other.hits = 0
+        if self.requests is not None:
+            other.requests = Requests(self._world)
+        return other
 
     def take_counts(self) -> tuple[int, int, int]:
         """Returns rows asked for, hits, and bytes received from other machines since the last call."""

@@ -55,6 +55,7 @@ from lightning_gnn.partition import assign_nodes
 from lightning_gnn.partition.edge_cut import checked_method
 from lightning_gnn.partition.layout import LayoutSpec
 from lightning_gnn.partition.vertex_cut import assign_edges
+from lightning_gnn.sampling.neighbors import check_batches
 
 Partition: TypeAlias = str | Sequence[int] | np.ndarray | Tensor
 
@@ -93,9 +94,12 @@ class GraphDataModule(L.LightningDataModule):
             ``[N]``. By default what suits the strategy, in most cases METIS.
         seed: of the random split and of the partitioner.
         store: folder for partitioned graphs; default ``$LIGHTNING_GNN_STORE`` or ``~/.cache/lightning_gnn``.
+        fanouts, batch_size: of mini-batches, for a strategy that trains on samples, see
+            :class:`~lightning_gnn.SamplingStrategy`; by default what the strategy says.
 
     Raises:
-        ValueError: an argument, or the graph, is not as described; from ``setup``, on all ranks.
+        ValueError: an argument, or the graph, is not as described, fan-outs or a batch size are given and the strategy trains on
+            no samples; from ``setup``, on all ranks.
         StoreError: the store is full, cannot be written, or has been altered; from ``setup``, on all ranks.
 
     Labels of -1 mark nodes without a label. Every tensor of the graph with one row per node or edge goes with its node
@@ -113,8 +117,11 @@ class GraphDataModule(L.LightningDataModule):
         partition: Partition | None = None,
         seed: int = 0,
         store: str | os.PathLike[str] | None = None,
+        fanouts: Sequence[int] | None = None,
+        batch_size: int | None = None,
     ) -> None:
         super().__init__()
+        check_batches(fanouts, batch_size)
         if not isinstance(source_args or {}, Mapping):
             raise ValueError(f"source_args must be a dict of keyword arguments (got {source_args!r}).")
         for name, number in (("split_column", split_column), ("seed", seed)):
@@ -125,6 +132,7 @@ class GraphDataModule(L.LightningDataModule):
         self.split_column, self.seed = int(split_column), int(seed)
         self.partition = None if partition is None else checked_method(partition)
         self.store = Path(store) if store is not None else default_root()
+        self.fanouts, self.batch_size = None if fanouts is None else list(fanouts), batch_size
         self.predicting = False
         self._folder: str | None = None
         self._prepared: LayoutSpec | None = None
@@ -152,6 +160,11 @@ class GraphDataModule(L.LightningDataModule):
         if self._shard is None:
             raise RuntimeError("GraphDataModule has no data before setup(): pass it to the Trainer, datamodule=...")
         return self._shard
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether this process holds the whole graph, uncut, on one device of a strategy that knows nothing of graphs."""
+        return self._layout().kind == "whole"
 
     @property
     def num_classes(self) -> int:
@@ -189,6 +202,8 @@ class GraphDataModule(L.LightningDataModule):
 
     @override
     def setup(self, stage: str) -> None:
+        if stage == "fit":
+            self._check_sampled()
         layout = self._layout()
         if layout.kind == "whole":
             self._shard = whole_graph(self.load())
@@ -208,6 +223,17 @@ class GraphDataModule(L.LightningDataModule):
         if sum(self._shard.mask_counts[mask]) == 0:
             raise ValueError(
                 f"{mask} holds no labelled node. Give another split=(train, val, test), or set data.{mask}."
+            )
+
+    def _check_sampled(self) -> None:
+        """Refuses fan-outs and batch sizes that a strategy would ignore."""
+        given = {"fanouts": self.fanouts, "batch_size": self.batch_size}
+        told = ", ".join(f"{name}={value}" for name, value in given.items() if value is not None)
+        strategy = getattr(self.trainer, "strategy", None)
+        if told and strategy is not None and not hasattr(strategy, "training_batches"):
+            raise ValueError(
+                f"GraphDataModule({told}) asks for mini-batches, but {type(strategy).__name__} trains on the whole graph at "
+                'once. Use Trainer(strategy="sampling"), or leave it out.'
             )
 
     def _counted(self, mask: str) -> str:

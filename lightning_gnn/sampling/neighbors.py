@@ -5,6 +5,7 @@ R rows (targets), C columns (sources) and E slots of a CSR matrix of in-edges; T
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -135,6 +136,16 @@ def check_fanout(fanout: int, minimum: int = 1) -> None:
     """Raises ValueError for a fan-out that is neither -1 nor at least `minimum`."""
     if fanout != -1 and fanout < minimum:
         raise ValueError(f"A fan-out is a number of edges from {minimum} on, or -1 for all (got {fanout}).")
+
+
+def check_batches(fanouts: Sequence[int] | None, batch_size: int | None) -> None:
+    """Raises ValueError for fan-outs that are none, or a batch size below 1; None is for what is not given."""
+    if fanouts is not None and not fanouts:
+        raise ValueError("fanouts are numbers of edges, one per layer of the model, such as [15, 10] (got none).")
+    for fanout in fanouts or ():
+        check_fanout(fanout)
+    if batch_size is not None and batch_size < 1:
+        raise ValueError(f"batch_size is a number of seeds, at least 1 (got {batch_size}).")
 
 
 def check_ids(ids: Tensor, size: int, name: str) -> None:
