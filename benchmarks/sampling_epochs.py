@@ -424,6 +424,7 @@ def accuracy_table(options: argparse.Namespace) -> None:
                     "accuracies": found,
                 }
             )
+            print(rows[-1], file=sys.stderr, flush=True)
     title = f"2-layer SAGE 64, fan-outs 10, 10, 1,024 seeds a step on all ranks; {options.seeds} seeds"
     report(title, rows, ["graph", "trained", "test accuracy, %", "+-"], options.json)
 

@@ -10,8 +10,12 @@ import socket
 import sys
 import traceback
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
+from contextlib import suppress
+from functools import partial
 from pathlib import Path
+from queue import Empty, SimpleQueue
+from threading import Thread
 from typing import Any
 
 # Before numba and torch are imported, here and in every rank.
@@ -149,31 +153,76 @@ def _own_store(tmp_path_factory: pytest.TempPathFactory) -> None:
     ENVIRONMENT.update(os.environ)
 
 
-@pytest.fixture(scope="module")
-def _started(
-    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[dict[str, tuple[Path, Future[Any]]]]:
-    """Runs the functions in marks ``ahead`` of this module's tests, two at a time.
+class Ahead:
+    """Runs the functions in marks ``ahead`` while other tests run, one at a time, and two once a test waits for one.
 
     They start processes, which spend their time on importing, one after the other, and on waiting.
     """
-    found: dict[str, tuple[Path, Future[Any]]] = {}
-    with ThreadPoolExecutor(2) as pool:
-        for item in request.session.items:
-            mark = item.get_closest_marker("ahead")
-            if item.path == request.path and mark is not None:
-                folder = tmp_path_factory.mktemp("ahead")
-                parameters = item.callspec.params if hasattr(item, "callspec") else {}
-                found[item.nodeid] = folder, pool.submit(mark.kwargs["runs"], folder, **parameters)
-        yield found
-        pool.shutdown(wait=False, cancel_futures=True)
+
+    def __init__(self) -> None:
+        self.runs: dict[str, tuple[Path, Future[Any]]] = {}
+        self._left: SimpleQueue[Callable[[], None]] = SimpleQueue()
+        self._workers = 0
+
+    def add(self, item: pytest.Item, folder: Path) -> None:
+        mark = item.get_closest_marker("ahead")
+        assert mark is not None
+        parameters = item.callspec.params if hasattr(item, "callspec") else {}
+        work, future = partial(mark.kwargs["runs"], folder, **parameters), Future[Any]()
+
+        def run() -> None:
+            try:
+                future.set_result(work())
+            except BaseException as error:
+                future.set_exception(error)
+
+        self.runs[item.nodeid] = folder, future
+        self._left.put(run)
+
+    def start_worker(self) -> None:
+        self._workers += 1
+        Thread(target=self._work, daemon=True).start()
+
+    def _work(self) -> None:
+        with suppress(Empty):
+            while True:
+                self._left.get_nowait()()
+
+    def drop(self) -> None:
+        """Forgets those that have not begun."""
+        with suppress(Empty):
+            while True:
+                self._left.get_nowait()
+
+    def result(self, nodeid: str) -> tuple[Path, Any]:
+        folder, future = self.runs[nodeid]
+        if not future.done() and self._workers < 2:
+            self.start_worker()
+        return folder, future.result()
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Those that wait for processes come last."""
+    items.sort(key=lambda item: item.get_closest_marker("ahead") is not None)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _started(
+    request: pytest.FixtureRequest, _own_store: None, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Ahead]:
+    started = Ahead()
+    for item in request.session.items:
+        if item.get_closest_marker("ahead") is not None:
+            started.add(item, tmp_path_factory.mktemp("ahead"))
+    started.start_worker()
+    yield started
+    started.drop()
 
 
 @pytest.fixture
-def ahead(request: pytest.FixtureRequest, _started: dict[str, tuple[Path, Future[Any]]]) -> tuple[Path, Any]:
+def ahead(request: pytest.FixtureRequest, _started: Ahead) -> tuple[Path, Any]:
     """The folder that the function in this test's mark ``ahead`` was given, beside the test's parameters, and its result."""
-    folder, future = _started[request.node.nodeid]
-    return folder, future.result()
+    return _started.result(request.node.nodeid)
 
 
 @pytest.fixture(autouse=True)
