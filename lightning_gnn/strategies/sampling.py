@@ -15,6 +15,7 @@ import torch
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor
+from torch_geometric.data import HeteroData
 from torch_geometric.nn.models.basic_gnn import BasicGNN
 from torch_geometric.typing import EdgeType
 from typing_extensions import override
@@ -182,6 +183,13 @@ class SamplingStrategy(GNNStrategy):
     def num_hops(self) -> int:
         """How far neighbourhoods reach."""
         return len(next(iter(self.fanouts.values())) if isinstance(self.fanouts, dict) else self.fanouts)
+
+    @override
+    def _check_data(self, data: Any) -> GraphDataModule:
+        found = super()._check_data(data)
+        if isinstance(found.source, HeteroData):  # known before it is partitioned
+            fanouts_by_type(self.fanouts, found.source.edge_types, hetero=True)
+        return found
 
     @override
     def _check_model(self, module: torch.nn.Module, types: Types) -> None:
