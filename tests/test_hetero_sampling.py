@@ -439,9 +439,9 @@ def check_conventions(batch: HeteroData, graph: HeteroData) -> None:
 @pytest.mark.parametrize("apart", [False, True])
 def test_small_batches_train_and_are_what_pyg_makes(ranks, apart):
     graph = typed_graph()
-    everyone = ranks.run(2, trained, graph, module(), SMALL, apart, max_epochs=12)
+    everyone = ranks.run(2, trained, graph, module(), SMALL, apart, max_epochs=8)
     labelled = (graph["paper"].train_mask & (graph["paper"].y >= 0)).nonzero().view(-1).tolist()
-    steps = len(everyone[0]["batches"]) // 12
+    steps = len(everyone[0]["batches"]) // 8
     assert steps > 1
     first = [
         seed for each in everyone for batch in each["batches"][:steps] for seed in batch["paper"].input_id.tolist()

@@ -17,7 +17,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor
 from torch_geometric.data import HeteroData
 from torch_geometric.nn.models.basic_gnn import BasicGNN
-from torch_geometric.typing import EdgeType
+from torch_geometric.typing import EdgeType, NodeType
 from typing_extensions import override
 
 from lightning_gnn.callbacks.sampling import SamplingMetrics
@@ -138,18 +138,13 @@ class SamplingStrategy(GNNStrategy):
         edges = name in EDGE_MASKS
         kind: Any = ONE_TYPE if edges else types.input_type
         # What is learnt of edges must not be read off those that are held out.
-        how: dict[str, Any] = {"store": self._store_for(cut, mask, name if edges else None), "directed": self.directed}
-        how["fanouts"], how["replace"] = self._fanouts_of(types), self.replace
-        if not training:
-            how["fanouts"], how["replace"] = dict.fromkeys(types.edges, [-1] * self.num_hops), False
-        maker = EdgeBatchMaker(cut.ends, getattr(module, "sampled_negatives", 0), **how) if edges else BatchMaker(**how)
-        chosen = torch.ones(types.total(kind), dtype=torch.bool)
-        if name is not None:
-            chosen = cut.attributes[types.key(kind)][name]
-            y = cut.attributes[types.key(kind)].get("y")
-            if not edges and y is not None:
-                chosen = chosen & is_labelled(y)
-        seeds = chosen.nonzero().view(-1)
+        how: list[Any] = [self._store_for(cut, mask, name if edges else None)]
+        if training:
+            how += [self._fanouts_of(types), self.replace, self.directed]
+        else:
+            how += [dict.fromkeys(types.edges, [-1] * self.num_hops)]
+        maker = EdgeBatchMaker(cut.ends, getattr(module, "sampled_negatives", 0), *how) if edges else BatchMaker(*how)
+        seeds = _seeds(cut, kind, name)
         split = [torch.from_numpy(ids) for ids in split_seeds(seeds.numpy(), types.offsets(kind), self.num_processes)]
         trainer = module.trainer
         self._loaders[mask] = SampledBatches(
@@ -341,6 +336,15 @@ class SamplingStrategy(GNNStrategy):
         for mask in list(self._loaders):
             self._close(mask)
         super().teardown()
+
+
+def _seeds(cut: Cut, kind: NodeType | EdgeType, mask: str | None) -> Tensor:
+    """Returns the ids of the nodes of a type, or the edges, that are in a mask and not without a label; None takes all."""
+    if mask is None:
+        return torch.arange(cut.types.total(kind))
+    attributes = cut.attributes[cut.types.key(kind)]
+    chosen, y = attributes[mask], attributes.get("y") if isinstance(kind, str) else None
+    return (chosen if y is None else chosen & is_labelled(y)).nonzero().view(-1)
 
 
 class _EpochEnd(pl.Callback):
