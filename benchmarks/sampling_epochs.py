@@ -2,11 +2,13 @@
 
     python benchmarks/sampling_epochs.py [--large] [--ranks 1 2 4] [--batches 20] [--json FILE]
     python benchmarks/sampling_epochs.py --ablation [--ranks 4]
+    python benchmarks/sampling_epochs.py --netlab NETLAB.py [--batches 5]
     python benchmarks/sampling_epochs.py --accuracy [--graphs computers github cornell5] [--seeds 3] [--ranks 1 2 4]
 
 Every row runs in processes of its own. Where neither torch-sparse nor pyg-lib can be imported, PyG's NodeLoader is given our
 sampler. The ablation makes an epoch's batches without training on them; ranks are threads there, each as if on a
 machine of its own: it asks others for what it does not own. What they receive is counted, and does not depend on the machine.
+With netlab (root only), four ranks train on two emulated hosts.
 """
 
 from __future__ import annotations
@@ -31,7 +33,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from common import QUIET, SHARED, load_planted, planted_file, report, run_row
+from common import QUIET, SHARED, load_planted, planted_file, report, run_on_hosts, run_row
 from torch_geometric import datasets
 from torch_geometric import typing as pyg
 from torch_geometric.data import Data
@@ -40,6 +42,7 @@ from torch_geometric.nn.models import GraphSAGE
 
 from lightning_gnn import DGCLStrategy, GraphDataModule, NodeClassifier, SamplingStrategy
 from lightning_gnn.comm import graph_store
+from lightning_gnn.comm.group import World
 from lightning_gnn.datamodules.shards import Cut, cut_graph
 from lightning_gnn.datamodules.sources import MASKS, prepare_graph
 from lightning_gnn.partition import assign_nodes
@@ -176,16 +179,24 @@ def our_row(
     batches: int,
     hidden: int,
     epochs: int = 1,
+    partition: str | None = None,
     **options: Any,
 ) -> dict[str, Any] | None:
     """``Trainer(strategy="sampling")``; returns the row on rank 0."""
     torch.manual_seed(0)
+    devices: dict[str, int] = {"devices": ranks}
+    if "NETLAB_TOPO" in os.environ:
+        devices = {"num_nodes": 2, "devices": ranks // 2}
+        # All ranks are processes of one machine; only those of an emulated host may read each other's files.
+        here = [rank for rank in range(ranks) if rank // (ranks // 2) == int(os.environ["NODE_RANK"])]
+        World.ranks_here = lambda world: here  # type: ignore[method-assign]
+        options["shared_memory"] = False
     module = NodeClassifier(make_model(FEATURES, hidden, 16), lr=0.01, weight_decay=0.0)
     clock = Clock()
-    data = GraphDataModule("sampling_epochs.load", {"name": graph})
+    data = GraphDataModule("sampling_epochs.load", {"name": graph}, partition=partition)
     trainer = L.Trainer(
         strategy=SamplingStrategy(FANOUTS, BATCH_SIZE, timeout=1200, self_check=False, **options),
-        devices=ranks,
+        **devices,
         max_epochs=epochs,
         limit_train_batches=batches or 1.0,
         limit_val_batches=0,
@@ -242,7 +253,7 @@ def epoch_bytes(cut: Cut, seeds: list[np.ndarray], cache_bytes: int, most: int |
         store = graph_store.GraphStore(cut, SimpleNamespace(rank=rank, size=size), [rank], cache_bytes)  # type: ignore[arg-type]
         store.take_counts()
         maker, own = BatchMaker(store, {ONE_TYPE: FANOUTS}), torch.from_numpy(seeds[rank])
-        for batch in islice(SampledBatches(maker, batches, own, own[:1], rank, 0, 0, lambda: 0), most):
+        for batch in islice(SampledBatches([maker], batches, own, own[:1], rank, 0, 0, lambda: 0), most):
             assert batch.x.size(1) == FEATURES
         return store.take_counts()
 
@@ -289,7 +300,7 @@ def accuracy_row(graph: str, ranks: int, seeds: int, epochs: int) -> dict[str, A
 def asked(what: str, **arguments: Any) -> dict[str, Any]:
     """Runs one row in a process of its own."""
     began = time.perf_counter()
-    row = run_row(str(Path(__file__)), ["--row", json.dumps([what, arguments])], threads=1)
+    row = run_row(str(Path(__file__)), ["--cell", json.dumps([what, arguments])], threads=1)
     load_1, _, _ = os.getloadavg()
     print(f"{what} {arguments}: {time.perf_counter() - began:.0f} s, load {load_1:.0f}", file=sys.stderr, flush=True)
     return {**row, "load": load_1}
@@ -332,6 +343,41 @@ def epochs_table(options: argparse.Namespace) -> None:
         "waited s",
         "load",
     ]
+    report(title, rows, columns, options.json)
+
+
+def hosts_table(options: argparse.Namespace) -> None:
+    rows = []
+    cells: list[dict[str, Any]] = [
+        {"partition": "random"},
+        {"partition": "metis"},
+        {},
+        {"cache_mb": 0.0},
+        {"prefetch": 0},
+    ]
+    for cell in cells:
+        asked = {
+            "ranks": 4,
+            "graph": "planted-200000",
+            "batches": options.batches or 5,
+            "hidden": options.hidden,
+            **cell,
+        }
+        found = run_on_hosts(options.netlab, options.inner_mbit, __file__, ["--cell", json.dumps(["ours", asked])])
+        logged = found["logged"][-1]
+        row = {"partition": "metis_masks", "cache MB": 64.0, "prefetch": 2, **cell}
+        row["cache MB"] = row.pop("cache_mb", row["cache MB"])
+        row |= {"s/batch": median(found["seconds"][1:]), "load": os.getloadavg()[0]}
+        row["MB/batch"] = logged["sampling/remote_bytes"] / asked["batches"] / 1e6
+        row["hits"] = logged.get("sampling/cache_hit_rate")
+        row["making s"], row["waited s"] = logged["sampling/seconds"], logged["sampling/waited"]
+        rows.append({**row, **found})
+        print(row, file=sys.stderr, flush=True)
+    title = (
+        f"3-layer SAGE {options.hidden}, {FANOUTS}, {BATCH_SIZE} seeds a rank, 200 k nodes, on two emulated hosts of two ranks; "
+        f"a host's link {options.inner_mbit / 2.7:.0f} Mbit/s"
+    )
+    columns = ["partition", "cache MB", "prefetch", "s/batch", "MB/batch", "hits", "making s", "waited s", "load"]
     report(title, rows, columns, options.json)
 
 
@@ -399,15 +445,21 @@ def main() -> None:
         "--epochs", type=int, default=15, help="of sampling, for accuracy; ten times as many on the full graph"
     )
     parser.add_argument("--json")
+    parser.add_argument("--netlab", help="netlab.py: train on emulated hosts")
+    parser.add_argument("--inner-mbit", type=float, default=2700.0, help="of a link inside an emulated host")
+    parser.add_argument("--cell", help=argparse.SUPPRESS)
     parser.add_argument("--row", help=argparse.SUPPRESS)
     options = parser.parse_args()
-    if options.row:
-        what, arguments = json.loads(options.row)
+    if options.cell:
+        what, arguments = json.loads(options.cell)
         row = {"pyg": pyg_row, "ours": our_row, "accuracy": accuracy_row}[what](**arguments)
         if row is not None:
             print(json.dumps(row))
+            if options.row:
+                Path(options.row).write_text(json.dumps(row))
         return
-    (ablation_table if options.ablation else accuracy_table if options.accuracy else epochs_table)(options)
+    tables = {"netlab": hosts_table, "ablation": ablation_table, "accuracy": accuracy_table}
+    next((table for name, table in tables.items() if getattr(options, name)), epochs_table)(options)
 
 
 if __name__ == "__main__":

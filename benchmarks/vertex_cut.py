@@ -18,14 +18,12 @@ import argparse
 import json
 import os
 import shutil
-import subprocess
-import sys
 import tempfile
 from pathlib import Path
 from statistics import mean
 from typing import Any
 
-from common import SHARED, report, run_row
+from common import SHARED, report, run_on_hosts, run_row
 from vertex_cut_runs import CELLS, GRAPHS, single, summary, train, train_in_process
 
 WEIGHTS = (0.1, 0.0)
@@ -55,19 +53,6 @@ def options_of(cell: str, weight: float) -> dict[str, Any]:
     return {**CELLS[cell], "host_weight": weight}
 
 
-def topology(inner_mbit: float) -> dict[str, Any]:
-    """Returns two hosts of two ranks in netlab's format; all that leaves a host shares its link (CDFGNN Table 2)."""
-    outer = inner_mbit / 2.7
-    via = {"bandwidth_mbit": outer, "via": ["nic0", "-nic1"]}
-    return {
-        "ranks": 4,
-        "hosts": [{"name": f"host{i}", "ranks": [2 * i, 2 * i + 1]} for i in range(2)],
-        "hops": [{"name": f"nic{i}", "bandwidth_mbit": outer} for i in range(2)],
-        "links": [{"a": a, "b": a + 1, "bandwidth_mbit": inner_mbit} for a in (0, 2)]
-        + [{"a": a, "b": b, **via} for a in (0, 1) for b in (2, 3)],
-    }
-
-
 def run(options: argparse.Namespace) -> list[dict[str, Any]]:
     """Returns what was measured, in this process or, on a cluster, as one of its ranks."""
     cluster = "NETLAB_TOPO" in os.environ
@@ -94,19 +79,19 @@ def run(options: argparse.Namespace) -> list[dict[str, Any]]:
     return found
 
 
-def on_cluster(options: argparse.Namespace, arguments: list[str]) -> list[dict[str, Any]]:
-    """Runs this script as the ranks of an emulated cluster; returns what rank 0 has measured."""
+def measured(options: argparse.Namespace) -> list[dict[str, Any]]:
+    """Returns what a run in a process of its own, or one on the cluster, has measured."""
     with tempfile.TemporaryDirectory() as folder:
-        path, found = Path(folder) / "two_hosts.json", Path(folder) / "rows.json"
-        path.write_text(json.dumps(topology(options.inner_mbit)))
-        own = [sys.executable, __file__, *arguments, "--row", str(found)]
-        environment = {**os.environ, "TORCHELASTIC_RUN_ID": "netlab", "PYTHONWARNINGS": "ignore"}
-        subprocess.run(
-            [sys.executable, options.netlab, "run", str(path), "--timeout", "3000", "--", *own],
-            env=environment,
-            check=True,
-        )
-        return json.loads(found.read_text())
+        os.environ["LIGHTNING_GNN_STORE"] = f"{folder}/store"
+        for source in {GRAPHS[graph][0] for graph in options.graphs} - {""}:
+            shutil.copytree(SHARED / "data" / source, f"{folder}/{source}")  # PyG writes beside the data
+        arguments = ["--graphs", *options.graphs, "--cells", *options.cells, "--epochs", str(options.epochs)]
+        arguments += ["--seeds", *map(str, options.seeds), "--weights", *map(str, options.weights), "--root", folder]
+        if options.netlab:
+            return run_on_hosts(options.netlab, options.inner_mbit, __file__, arguments)
+        row_file = Path(folder) / "rows.json"
+        run_row(__file__, [*arguments, "--row", str(row_file)], 1, timeout=86400)
+        return json.loads(row_file.read_text())
 
 
 def table(found: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -179,6 +164,9 @@ def main() -> None:
     parser.add_argument("--plots", type=Path)
     parser.add_argument("--netlab", help="netlab.py: measure epoch time on emulated hosts")
     parser.add_argument("--inner-mbit", type=float, default=135.0, help="of a link inside a host")
+    parser.add_argument(
+        "--read", nargs="+", type=Path, help="measure nothing: the table and plots of what --json wrote"
+    )
     parser.add_argument("--row", help=argparse.SUPPRESS)
     parser.add_argument("--root", help=argparse.SUPPRESS)
     options = parser.parse_args()
@@ -188,18 +176,7 @@ def main() -> None:
             Path(options.row).write_text(json.dumps(found))
             print(json.dumps(True))
         return
-    with tempfile.TemporaryDirectory() as folder:
-        os.environ["LIGHTNING_GNN_STORE"] = f"{folder}/store"
-        for source in {GRAPHS[graph][0] for graph in options.graphs} - {""}:
-            shutil.copytree(SHARED / "data" / source, f"{folder}/{source}")  # PyG writes beside the data
-        arguments = ["--graphs", *options.graphs, "--cells", *options.cells, "--epochs", str(options.epochs)]
-        arguments += ["--seeds", *map(str, options.seeds), "--weights", *map(str, options.weights), "--root", folder]
-        if options.netlab:
-            found = on_cluster(options, arguments)
-        else:
-            row_file = Path(folder) / "rows.json"
-            run_row(__file__, [*arguments, "--row", str(row_file)], 1, timeout=86400)
-            found = json.loads(row_file.read_text())
+    found = [row for path in options.read or () for row in json.loads(path.read_text())["runs"]] or measured(options)
     lines = table(found)
     where = "on two emulated hosts" if options.netlab else "ranks as threads"
     report(f"GCN of 2 layers, {options.epochs} epochs, 4 ranks, {where}", lines, COLUMNS, options.json)

@@ -20,7 +20,7 @@ from torch_geometric.nn.models import GCN
 from typing_extensions import override
 
 from lightning_gnn import DGCLStrategy, GraphDataModule, NodeClassifier, VertexCutStrategy
-from lightning_gnn.callbacks.cache import AdaptiveThreshold
+from lightning_gnn.callbacks.cache import AdaptiveThreshold, LargestChanges
 from lightning_gnn.comm.cache import MessageCache
 from lightning_gnn.comm.codec import make_codec
 from lightning_gnn.comm.in_process import InProcessWorld, Meeting
@@ -178,14 +178,16 @@ def train_in_process(graph: str, root: str, options: dict[str, Any], seed: int, 
             world.use_codec(codec)
         model, batch = build(graph, seed), shard.batch
         context = scheme.bind(model, shard, world, meter).context
-        cache, threshold = scheme._messages, scheme._threshold
+        cache, rule = scheme._messages, scheme._rule
         optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
         mask, test = (batch[name] & (batch.y >= 0) for name in ("train_mask", "test_mask"))
         with graph_in_use(context, this_thread_only=True):
             for epoch in range(epochs):
-                if threshold is not None and epoch:
-                    threshold.update(total(epoch - 1, "right") / total(epoch - 1, "of"))
-                    cache.epsilon = threshold.epsilon
+                if isinstance(rule, AdaptiveThreshold) and epoch:
+                    rule.update(total(epoch - 1, "right") / total(epoch - 1, "of"))
+                    cache.epsilon = rule.epsilon
+                elif isinstance(rule, LargestChanges):
+                    cache.share = rule.share_in(epoch, epochs)
                 context.begin_step()
                 with world.wire.coding(epoch + 1 < epochs):
                     out = model(batch.x, batch.edge_index)[mask]

@@ -278,6 +278,11 @@ def train(
 
 def strategy_of_config(path: Path, strategy: str) -> Any:
     """Returns the strategy that the command line makes of a YAML config with this entry, which is written to `path`."""
+    return of_config(path, strategy).trainer.strategy
+
+
+def of_config(path: Path, strategy: str, data: str = "") -> Any:
+    """Returns the command line of a YAML config with this strategy and these arguments of the datamodule."""
     from lightning.pytorch.cli import LightningCLI
 
     path.write_text(
@@ -294,10 +299,10 @@ model:
       class_path: torch_geometric.nn.models.GCN
       init_args: {{in_channels: 2, hidden_channels: 2, num_layers: 1, out_channels: 2}}
     num_classes: 2
-data: {{class_path: lightning_gnn.GraphDataModule, init_args: {{source: lightning_gnn.planted_partition}}}}
+data: {{class_path: lightning_gnn.GraphDataModule, init_args: {{source: lightning_gnn.planted_partition{data}}}}}
 """
     )
-    command_line = LightningCLI(
+    return LightningCLI(
         L.LightningModule,
         GraphDataModule,
         subclass_mode_model=True,
@@ -305,7 +310,6 @@ data: {{class_path: lightning_gnn.GraphDataModule, init_args: {{source: lightnin
         run=False,
         args=["--config", str(path)],
     )
-    return command_line.trainer.strategy
 
 
 def single(source: Any, model: str, **options: Any) -> dict[str, Any]:

@@ -43,7 +43,9 @@ WIDTH = 7
 
 
 def graph_with_links() -> Data:
-    return split_edges(awkward_graph(), val=0.15, test=0.15)
+    graph = split_edges(awkward_graph(), val=0.15, test=0.15)
+    graph.edge_type = graph.edge_index.sum(0) % 3
+    return graph
 
 
 # Rows of any nodes ############################################################
@@ -160,12 +162,15 @@ class Scores(torch.nn.Module):
         return self.lin(torch.cat([source, target.tanh()], -1)).squeeze(-1)
 
 
-def trained(rank: int, world_size: int, model: str, strategy: Any, options: Any, data: Any = None) -> dict[str, Any]:
+def trained(
+    rank: int, world_size: int, model: str, strategy: Any, options: Any, data: Any = None, choices: Any = None
+) -> dict[str, Any]:
     if isinstance(strategy, type):
         strategy = strategy(timeout=60, **options)
     recorder = Recorder()
-    decoder = Scores() if model == "gcn" else "dot"
-    module = LinkPredictor(build(model, FEATURES, WIDTH), decoder, num_negatives=2, eval_negatives=9).double()
+    counts = {"num_negatives": 2, "eval_negatives": 9}
+    choices = {"decoder": Scores() if model == "gcn" else "dot", **counts, **(choices or {})}
+    module = LinkPredictor(build(model, FEATURES, WIDTH), **choices).double()
     datamodule = GraphDataModule(graph_with_links(), **(data or {}))
     trainer = quiet_trainer(strategy, world_size, callbacks=[recorder])
     trainer.fit(module, datamodule=datamodule)
@@ -222,6 +227,56 @@ def test_metrics_are_those_of_torchmetrics_retrieval():
     query = torch.arange(len(edges)).view(-1, 1).expand_as(scores)
     for name, metric in {"mrr": RetrievalMRR(), **{f"hits@{k}": RetrievalHitRate(top_k=k) for k in (1, 3)}}.items():
         assert found["test"][f"test_{name}"] == pytest.approx(float(metric(scores, label, query)), abs=1e-6), name
+
+
+RELATIONS = {"decoder": "distmult", "num_relations": 3, "loss": "margin", "margin": 0.4, "filtered": True}
+
+
+@cache
+def with_relations() -> dict[str, Any]:
+    return trained(0, 1, "sage", "auto", {}, None, RELATIONS)
+
+
+@pytest.mark.parametrize(
+    ("world_size", "strategy", "options", "data"),
+    [
+        (1, DGCLStrategy, {}, None),
+        (2, VertexCutStrategy, {}, None),
+        (3, DGCLStrategy, {"shared_memory": False}, BARE_RANK),
+    ],
+)
+def test_relations_margin_and_filter_equal_one_device(ranks, world_size, strategy, options, data):
+    for found in ranks.run(world_size, trained, "sage", strategy, options, data, RELATIONS):
+        torch.testing.assert_close(found, with_relations(), rtol=1e-8, atol=1e-10)
+
+
+@pytest.mark.parametrize("typed", [True, False])
+def test_margin_and_filtered_ranks_by_hand(typed):
+    choices = RELATIONS if typed else {"loss": "margin", "margin": 0.4, "filtered": True}
+    found = with_relations() if typed else trained(0, 1, "sage", "auto", {}, None, choices)
+    graph, z = graph_with_links(), found["rows"]
+    weight = found["weights"]["relations.weight"] if typed else torch.ones(3, WIDTH, dtype=torch.float64)
+    kinds = (graph.edge_type if typed else torch.zeros_like(graph.edge_type)).tolist()
+    edges = set(zip(*graph.edge_index.tolist(), kinds))
+    chosen = graph.edge_test_mask.nonzero().view(-1)
+    others = draw_others(chosen, graph.edge_index[1, chosen], 9, 60, 0, -1)
+    costs, ranks, plain, left_out = [], [], [], 0
+    for edge, against in zip(chosen.tolist(), others.tolist()):
+        source, target = graph.edge_index[:, edge].tolist()
+        row = z[source] * weight[graph.edge_type[edge]]
+        score, rank, all_ranks = float((row * z[target]).sum()), 1, 1
+        for other in against:
+            value = float((row * z[other]).sum())
+            costs.append(max(0.0, 0.4 - score + value))
+            known = (source, other, kinds[edge]) in edges
+            left_out += known
+            rank, all_ranks = rank + (value >= score and not known), all_ranks + (value >= score)
+        ranks.append(rank)
+        plain.append(all_ranks)
+    assert left_out > 0 and ranks != plain
+    assert found["test"]["test_loss"] == pytest.approx(np.mean(costs))
+    assert found["test"]["test_mrr"] == pytest.approx(np.mean(1 / np.array(ranks)))
+    assert found["test"]["test_hits@3"] == pytest.approx(np.mean(np.array(ranks) <= 3))
 
 
 class Seen(torch.nn.Module):
@@ -308,10 +363,23 @@ def test_what_cannot_work_is_refused():
         fit(graph, LinkPredictor(build("sage", in_channels=9)))
     with pytest.raises(ValueError, match="Bilinear returned .* needs a score per pair"):
         fit(graph, sage(decoder=torch.nn.Bilinear(5, 5, 1)))
+    with pytest.raises(ValueError, match="edge_type runs from 0 to 2, but num_relations=2"):
+        fit(graph, sage(decoder="distmult", num_relations=2))
+    untyped = copy.copy(graph)
+    del untyped.edge_type
+    with pytest.raises(ValueError, match=r"needs edge_type of the graph, one integer per edge \(got none\)"):
+        fit(untyped, sage(decoder="distmult", num_relations=3))
+    with pytest.raises(ValueError, match=r"needs Linear to tell its out_channels \(got None\)"):
+        LinkPredictor(torch.nn.Linear(2, 2), "distmult", num_relations=3)
     with pytest.raises(ValueError, match='Use negatives="uniform"'):
         fit(graph, sage(negatives="in_batch"))
     for options, message in (
         ({"decoder": "cosine"}, "decoder must be"),
+        ({"loss": "hinge"}, "loss must be 'bce' or 'margin'"),
+        ({"margin": 0}, "margin is above 0 .got 0"),
+        ({"decoder": "distmult"}, "'distmult' needs num_relations, and no other does"),
+        ({"num_relations": 3}, "'distmult' needs num_relations, and no other does"),
+        ({"decoder": "distmult", "num_relations": 0}, "num_relations must be at least 1"),
         ({"negatives": "hard"}, "negatives must be"),
         ({"num_negatives": 0}, "num_negatives must be at least 1"),
         ({"hits": (0,)}, "hits must be at least 1"),
@@ -338,13 +406,14 @@ class Batches(L.Callback):
             self.seen.append(batch)
 
 
-def sampled(rank: int, world_size: int, negatives: str, apart: bool, data: Any = None) -> Any:
+def sampled(rank: int, world_size: int, negatives: str, apart: bool, data: Any = None, **options: Any) -> Any:
     ranks_here = World.ranks_here
     if apart:  # as if every rank were on a machine of its own
         World.ranks_here = lambda world: [world.rank]  # type: ignore[method-assign]
     batches, recorder = Batches(), Recorder()
-    module = LinkPredictor(build("sage", FEATURES, WIDTH), num_negatives=2, negatives=negatives).double()
-    strategy = SamplingStrategy([4, 4], batch_size=30, timeout=60)
+    relations: dict[str, Any] = {} if negatives == "in_batch" else {"decoder": "distmult", "num_relations": 3}
+    module = LinkPredictor(build("sage", FEATURES, WIDTH), num_negatives=2, negatives=negatives, **relations).double()
+    strategy = SamplingStrategy([4, 4], batch_size=30, timeout=60, **options)
     datamodule = GraphDataModule(graph_with_links(), **(data or {}))
     try:
         trainer = quiet_trainer(strategy, world_size, callbacks=[batches, recorder], max_epochs=2)
@@ -370,6 +439,7 @@ def test_batches_of_edges(ranks, world_size, negatives, apart, data):
     for batches, *_ in results:
         for batch in batches:
             num = len(batch.input_id)
+            assert torch.equal(batch.edge_label_type, graph.edge_type[batch.input_id])
             pairs = batch.n_id[batch.edge_label_index]
             assert torch.equal(pairs[:, :num], graph.edge_index[:, batch.input_id])
             assert batch.edge_label.tolist() == [1.0] * num + [0.0] * (pairs.size(1) - num)

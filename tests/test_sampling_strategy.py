@@ -112,7 +112,7 @@ class Failing:
 @pytest.mark.parametrize("ahead", [0, 2])
 def test_an_error_in_the_background_is_the_users(ahead):
     own = torch.arange(6)
-    loader = SampledBatches(Failing(), SeedBatches([6], 2), own, own[:1], 0, 0, ahead, lambda: 0)  # type: ignore[arg-type]
+    loader = SampledBatches([Failing()], SeedBatches([6], 2), own, own[:1], 0, 0, ahead, lambda: 0)  # type: ignore[arg-type]
     found = []
     with pytest.raises(ZeroDivisionError) as failure:
         found.extend(loader)
@@ -197,6 +197,7 @@ def watched(
     save: Path | None = None,
     load: Path | None = None,
     apart: bool = True,
+    data: dict[str, Any] | None = None,
     **trainer: Any,
 ) -> dict[str, Any]:
     """Trains on one rank, by default as if every rank were on a machine of its own; returns what was seen."""
@@ -206,15 +207,15 @@ def watched(
     module = NodeClassifier(build(model), num_classes=CLASSES, lr=0.05).double()
     strategy = SamplingStrategy(timeout=60, self_check=False, **options)
     run = quiet_trainer(strategy, world_size, callbacks=[watch, *(callbacks or [])], **trainer)
-    data = GraphDataModule(awkward_graph())
+    datamodule = GraphDataModule(awkward_graph(), **(data or {}))
     try:
         with warnings.catch_warnings(record=True) as told:
             warnings.simplefilter("always")
-            run.fit(module, datamodule=data, ckpt_path=load, weights_only=False)
+            run.fit(module, datamodule=datamodule, ckpt_path=load, weights_only=False)
         weights = copy.deepcopy(module.state_dict())
         if save is not None:
             run.save_checkpoint(save)
-        run.test(module, datamodule=data, verbose=False)  # ranks can still speak to each other
+        run.test(module, datamodule=datamodule, verbose=False)  # ranks can still speak to each other
     finally:
         World.ranks_here = RANKS_HERE  # type: ignore[method-assign]
     return {

@@ -1,4 +1,4 @@
-"""The adaptive cache in the course of a run: how its threshold follows the training accuracy, and what is logged of it."""
+"""Caches in the course of a run: how a threshold follows the training accuracy, how a share grows, and what is logged."""
 
 from __future__ import annotations
 
@@ -9,28 +9,39 @@ import lightning.pytorch as pl
 import torch
 from typing_extensions import override
 
-from lightning_gnn.comm.cache import MessageCache, Sent
+from lightning_gnn.comm.cache import LargestChangesCache, MessageCache, Sent
 from lightning_gnn.comm.group import World
 
 
 @dataclass(frozen=True)
 class LargestChanges:
-    """A cache that sends a fixed share of each message, ours: see :class:`~lightning_gnn.comm.cache.LargestChangesCache`.
+    """A cache that sends a given share of each message, ours: see :class:`~lightning_gnn.comm.cache.LargestChangesCache`.
 
-    What a layer sends is then known beforehand, and no accuracy is needed.
+    The share grows over the epochs: rows that wait cost accuracy towards the end of training, and little at its start. What a
+    layer sends is known beforehand, and no accuracy is needed.
 
     Args:
-        share: of a message's rows, above 0, at most 1.
+        share: of a message's rows, in the mean over a run; above 0, at most 1.
+        growth: the share begins this much below its mean and ends as much above, in shares of it, from 0 to 1; 0 keeps it the
+            same. So it is without ``max_epochs``, since the end is not known then.
 
     Raises:
-        ValueError: a share out of range.
+        ValueError: a share or a growth out of range.
     """
 
-    share: float = 0.3
+    share: float = 0.33
+    growth: float = 0.5
 
     def __post_init__(self) -> None:
         if not 0 < self.share <= 1:
             raise ValueError(f"share of the rows that are sent is above 0 and at most 1 (got {self.share}).")
+        if not 0 <= self.growth <= 1:
+            raise ValueError(f"growth of the share is between 0 and 1 (got {self.growth}).")
+
+    def share_in(self, epoch: int, epochs: int) -> float:
+        """Returns the share in an epoch of so many, the first being 0; `epochs` below 1 if that is not known."""
+        progress = epoch / (epochs - 1) if epochs > 1 else 0.5
+        return min(1.0, self.share * (1 + self.growth * (2 * progress - 1)))
 
 
 @dataclass
@@ -91,32 +102,36 @@ class AdaptiveThreshold:
 
 
 class CacheSchedule(pl.Callback):
-    """Moves the threshold of a cache, and logs what it lets through.
+    """Moves the threshold of a cache, or its share, and logs what it lets through.
 
     Logged after each epoch: ``cache/epsilon``, the threshold, if there is one; ``comm/sent_fraction/LAYER/DIRECTION``, rows that
     were sent of those that an exact run sends, over all ranks.
 
     Args:
         cache: of this rank.
-        threshold: follows the accuracy; None keeps the cache's own.
-        monitor: what the module logs its training accuracy as.
+        rule: how it moves; None keeps the cache's own threshold.
+        monitor: what the module logs its training accuracy as, which the threshold follows.
         world: the ranks.
 
     Raises:
         ValueError: from the second epoch, if nothing was logged under `monitor`.
     """
 
-    def __init__(self, cache: MessageCache, threshold: AdaptiveThreshold | None, monitor: str, world: World) -> None:
-        self._cache, self._threshold, self._monitor, self._world = cache, threshold, monitor, world
+    def __init__(
+        self, cache: MessageCache, rule: AdaptiveThreshold | LargestChanges | None, monitor: str, world: World
+    ) -> None:
+        self._cache, self._rule, self._monitor, self._world = cache, rule, monitor, world
         self._epochs = 0
         self._known: list[tuple[str, str]] = []
 
     @override
     def on_train_epoch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        if self._threshold is not None:
+        if isinstance(self._rule, AdaptiveThreshold):
             if self._epochs:
-                self._threshold.update(self._accuracy(trainer))
-            self._cache.epsilon = self._threshold.epsilon
+                self._rule.update(self._accuracy(trainer))
+            self._cache.epsilon = self._rule.epsilon
+        elif isinstance(self._cache, LargestChangesCache) and self._rule is not None:
+            self._cache.share = self._rule.share_in(trainer.current_epoch, trainer.max_epochs or -1)
 
     def _accuracy(self, trainer: pl.Trainer) -> float:
         value = trainer.callback_metrics.get(self._monitor)

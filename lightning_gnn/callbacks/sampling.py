@@ -15,10 +15,10 @@ from lightning_gnn.sampling.loader import SampledBatches
 class SamplingMetrics(pl.Callback):
     """Logs after each training epoch what mini-batches took; ``sampling`` brings it.
 
-    ``sampling/seconds``: the longest time that a rank spent in making its batches; ``sampling/waited``: in waiting for them, so
-    that ``1 - waited / seconds`` was hidden behind training. Where ranks lie on several machines, ``sampling/remote_bytes``:
-    what all received from others; ``sampling/cache_hit_rate``: of the rows of features that lie on other machines, the share
-    that was kept here.
+    ``sampling/seconds``: the longest time that a rank's samplers, added up, spent in making its batches; ``sampling/waited``:
+    that a rank spent in waiting for them, so that ``1 - waited / seconds`` was hidden behind training. Where ranks lie on several
+    machines, ``sampling/remote_bytes``: what all received from others; ``sampling/cache_hit_rate``: of the rows of features that
+    lie on other machines, the share that was kept here.
 
     Args:
         batches: returns this rank's loader.
@@ -34,12 +34,13 @@ class SamplingMetrics(pl.Callback):
         if batches is None:
             return
         seconds, waited = batches.take_seconds()
-        asked, hits, received = batches.maker.store.take_counts()
+        stores = [maker.store for maker in batches.makers]
+        asked, hits, received = map(sum, zip(*(store.take_counts() for store in stores)))
         own = torch.tensor([seconds, waited, asked, hits, received], dtype=torch.float64, device=self._world.device)
         everyone = self._world.all_gather(own, "Sampling metrics").cpu()
         longest, total = everyone.amax(0), everyone.sum(0)
         values = {"sampling/seconds": longest[0], "sampling/waited": longest[1]}
-        if batches.maker.store.requests is not None:
+        if stores[0].requests is not None:
             values["sampling/remote_bytes"] = total[4]
             values["sampling/cache_hit_rate"] = total[3] / total[2].clamp(min=1)
         trainer.callback_metrics.update(values)

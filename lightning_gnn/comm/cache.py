@@ -86,14 +86,14 @@ class MessageCache:
 
 
 class LargestChangesCache(MessageCache):
-    """Sends a fixed share of each message: the rows that are furthest from what their receivers would guess.
+    """Sends a given share of each message: the rows that are furthest from what their receivers would guess.
 
     The guess, which both ends make: each column of the rows as they were last sent, times a factor and plus a shift that go with
     the message. It takes up what all rows have in common from one epoch to the next, as weights move; without it, rows that wait
     for their turn can make training unstable.
 
     Args:
-        share: of a message's rows, at most.
+        share: of a message's rows, at most; may change from step to step.
     """
 
     guesses = True

@@ -55,13 +55,14 @@ class _Part:
         if messages is not None:
             kept = cut.attributes[types.key(kind)][messages][self._first_edge : self._first_edge + count]
             self._edges, source, target = kept.nonzero().view(-1), source[kept], target[kept]
-        rows = int(types.nodes[target_type][rank])
+        rows, self._num_targets = int(types.nodes[target_type][rank]), types.total(target_type)
         indptr = _bounds(torch.bincount(target - int(types.begins(target_type)[rank]), minlength=rows))
         self._csr = CSR(indptr, source, None, self._owned + len(halo))
 
     def neighbors(self, targets: Tensor, fanout: int, seed: int, replace: bool) -> Neighbors:
-        """Returns sampled in-edges of targets, in ids of the whole graph."""
-        found = sample_neighbors(self._csr, targets - self._first, fanout, seed, replace=replace, keys=targets)
+        """Returns sampled in-edges of targets, nodes or copies of them, in ids of the whole graph."""
+        rows = targets % self._num_targets - self._first
+        found = sample_neighbors(self._csr, rows, fanout, seed, replace=replace, keys=targets)
         sources = found.sources
         far = sources >= self._owned
         sources = sources + (self._first_source - self._first_row)
@@ -114,7 +115,7 @@ class GraphStore:
         return self._world.rank
 
     def beside(self) -> GraphStore:
-        """Returns the same graph for another thread, in which ranks ask each other on their own; all ranks call it."""
+        """Returns a store of the same parts for another thread, with counts and a way to ask of its own; all ranks call it."""
         other = copy.copy(self)
         other.requests = None if self.requests is None else Requests(self._world)
         other.asked = other.hits = 0
@@ -157,6 +158,8 @@ class GraphStore:
     def hops(self, seeds: Sequence[int], replace: bool) -> Callable[[EdgeType, Tensor, int], Neighbors]:
         """Returns what answers the hops of one batch, see :func:`~lightning_gnn.sampling.hops.sample_hops`.
 
+        Of a node i, ids i + N, i + 2 N, ... are copies, each with draws of its own. Sources are nodes, not copies.
+
         Args:
             seeds: of the random numbers for the batch of each rank: who answers draws what the asking rank would.
             replace: draw with replacement.
@@ -174,7 +177,8 @@ class GraphStore:
         self, kind: EdgeType, targets: Tensor, fanout: int, seeds: Sequence[int], replace: bool
     ) -> Neighbors:
         seed = seeds[self._world.rank]
-        owner = _owners(targets, self._offsets[kind[2]])
+        offsets = self._offsets[kind[2]]
+        owner = _owners(targets % int(offsets[-1]), offsets)
         order = torch.argsort(owner, stable=True)
         by_rank = targets[order].split(torch.bincount(owner, minlength=self._world.size).tolist())
         found = self._answers(kind, by_rank, fanout, seeds, replace)

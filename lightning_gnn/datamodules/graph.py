@@ -59,6 +59,7 @@ from lightning_gnn.partition.edge_cut import checked_method
 from lightning_gnn.partition.layout import LayoutSpec
 from lightning_gnn.partition.types import Types
 from lightning_gnn.partition.vertex_cut import assign_edges
+from lightning_gnn.sampling.neighbors import checked_batches
 
 Partition: TypeAlias = str | Sequence[int] | np.ndarray | Tensor
 
@@ -102,9 +103,12 @@ class GraphDataModule(L.LightningDataModule):
         seed: of the random split and of the partitioner.
         input_type: of a ``HeteroData``, the node type whose nodes are predicted; by default the one that has a ``train_mask``.
         store: folder for partitioned graphs; default ``$LIGHTNING_GNN_STORE`` or ``~/.cache/lightning_gnn``.
+        fanouts, batch_size: of mini-batches, for a strategy that trains on samples, see
+            :class:`~lightning_gnn.SamplingStrategy`; by default what the strategy says.
 
     Raises:
-        ValueError: an argument, or the graph, is not as described; from ``setup``, on all ranks.
+        ValueError: an argument, or the graph, is not as described, fan-outs or a batch size are given and the strategy trains on
+            no samples; from ``setup``, on all ranks.
         StoreError: the store is full, cannot be written, or has been altered; from ``setup``, on all ranks.
 
     Labels of -1 mark nodes without a label. Every tensor of the graph with one row per node or edge goes with its node
@@ -124,9 +128,12 @@ class GraphDataModule(L.LightningDataModule):
         partition: Partition | None = None,
         seed: int = 0,
         store: str | os.PathLike[str] | None = None,
+        fanouts: Sequence[int] | Mapping[Any, Sequence[int]] | None = None,
+        batch_size: int | None = None,
         input_type: str | None = None,
     ) -> None:
         super().__init__()
+        self.fanouts, self.batch_size = checked_batches(fanouts, batch_size), batch_size
         if not isinstance(source_args or {}, Mapping):
             raise ValueError(f"source_args must be a dict of keyword arguments (got {source_args!r}).")
         for name, number in (("split_column", split_column), ("seed", seed)):
@@ -166,6 +173,11 @@ class GraphDataModule(L.LightningDataModule):
         return self._shard
 
     @property
+    def is_whole(self) -> bool:
+        """Whether this process holds the whole graph, uncut, on one device of a strategy that knows nothing of graphs."""
+        return self._layout().kind == "whole"
+
+    @property
     def num_classes(self) -> int:
         """Number of classes in the whole graph; there from ``setup`` on."""
         return self.shard.num_classes
@@ -202,6 +214,8 @@ class GraphDataModule(L.LightningDataModule):
 
     @override
     def setup(self, stage: str) -> None:
+        if stage == "fit":
+            self._check_sampled()
         layout = self._layout()
         if layout.kind == "whole":
             data = self.load()
@@ -223,6 +237,17 @@ class GraphDataModule(L.LightningDataModule):
         if sum(self._shard.mask_counts[mask]) == 0:
             raise ValueError(
                 f"{mask} holds no labelled node. Give another split=(train, val, test), or set data.{mask}."
+            )
+
+    def _check_sampled(self) -> None:
+        """Refuses fan-outs and batch sizes that a strategy would ignore."""
+        given = {"fanouts": self.fanouts, "batch_size": self.batch_size}
+        told = ", ".join(f"{name}={value}" for name, value in given.items() if value is not None)
+        strategy = getattr(self.trainer, "strategy", None)
+        if told and strategy is not None and not hasattr(strategy, "batches"):
+            raise ValueError(
+                f"GraphDataModule({told}) asks for mini-batches, but {type(strategy).__name__} trains on the whole graph at "
+                'once. Use Trainer(strategy="sampling"), or leave it out.'
             )
 
     def _counted(self, mask: str) -> str:

@@ -114,9 +114,10 @@ class Cut:
 
     def edge_index(self) -> Ids:
         """Returns all edges in relabelled ids and order, int64 ``[2, E]``."""
-        return np.concatenate([self._relabelled(rank) for rank in range(len(self.halos))], 1)
+        return np.concatenate([self.relabelled_edges(rank) for rank in range(len(self.halos))], 1)
 
-    def _relabelled(self, rank: int) -> Ids:
+    def relabelled_edges(self, rank: int) -> Ids:
+        """Returns the edges of a rank in relabelled ids, int64 ``[2, E_r]``."""
         low, high = self.offsets[rank : rank + 2]
         ids = np.concatenate([np.arange(low, high), self.halos[rank]])
         return ids[self.edge_index_of(rank)]

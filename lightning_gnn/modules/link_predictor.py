@@ -14,6 +14,7 @@ from torchmetrics import Metric
 from typing_extensions import override
 
 from lightning_gnn.datamodules import GraphDataModule
+from lightning_gnn.datamodules.known_edges import known_edges
 from lightning_gnn.modules.base import GraphModule
 from lightning_gnn.modules.inputs import check_width, edge_inputs
 from lightning_gnn.nn.context import UnsupportedModelError
@@ -54,7 +55,7 @@ class MeanOfRanks(Metric):
 
 
 class LinkPredictor(GraphModule):
-    """Trains a PyG model to tell edges from pairs of nodes that are none: binary cross-entropy of their scores.
+    """Trains a PyG model to tell edges from pairs of nodes that are none, by their scores.
 
     The model makes a row of each node, from messages over training edges only, in evaluation as well. The decoder scores pairs of
     rows. Each edge ``(s, t)`` is compared with pairs ``(s, t')`` whose ``t'`` is drawn from all nodes but t; some of them may be
@@ -69,18 +70,27 @@ class LinkPredictor(GraphModule):
     Args:
         model: called as ``model(x, edge_index)``, with ``edge_weight`` and ``edge_attr`` where the graph has them and the model
             takes them; returns ``[N, F]``.
-        decoder: ``"dot"``, the rows' dot product, or a module that takes two tensors ``[..., F]`` and returns scores ``[...]``.
+        decoder: ``"dot"``, the rows' dot product; ``"distmult"``, the same weighted by a learned row of the edge's type (Yang et
+            al., ICLR 2015), for graphs with ``edge_type``, int64 ``[E]``, and models that have ``out_channels``; or a module that
+            takes two tensors ``[..., F]`` and returns scores ``[...]``.
         negatives: ``"uniform"``, or ``"in_batch"``: the targets of other edges of the batch, for mini-batches
             (``strategy="sampling"``), where they cost nothing. Evaluation always draws uniformly.
         num_negatives: for each edge in training.
         eval_negatives: for each edge in validation and test.
         hits: the k of ``hits@k``.
         seed: of what is drawn.
+        loss: ``"bce"``, the binary cross-entropy of an edge and of its negatives; ``"margin"``, by how much a negative's score
+            exceeds the edge's less `margin`, in the mean.
+        margin: above 0.
+        num_relations: types of edges, from 0 on, for ``"distmult"``.
+        filtered: leave negatives that are edges of the graph, of any mask, and of the same type for ``"distmult"``, out of
+            the ranking (Bordes et al., NeurIPS 2013). The loss has them.
         optimizer: makes the optimizer from the parameters; default Adam with `lr` and `weight_decay`.
         lr, weight_decay: of the default optimizer.
 
     Raises:
-        ValueError: a decoder or negatives of another name, counts below 1; from ``setup``, where model and graph do not fit.
+        ValueError: a decoder, negatives or a loss of another name, counts below 1, a margin of 0 or less, relations without
+            ``"distmult"`` or the other way round; from ``setup``, where model and graph do not fit.
         UnsupportedModelError: from a step, and before it from the strategy's self-check: the model does not return ``[N, F]``, or
             the decoder a score per pair.
     """
@@ -91,7 +101,7 @@ class LinkPredictor(GraphModule):
     def __init__(
         self,
         model: torch.nn.Module,
-        decoder: Literal["dot"] | torch.nn.Module = "dot",
+        decoder: Literal["dot", "distmult"] | torch.nn.Module = "dot",
         negatives: Literal["uniform", "in_batch"] = "uniform",
         num_negatives: int = 1,
         eval_negatives: int = 50,
@@ -100,16 +110,29 @@ class LinkPredictor(GraphModule):
         optimizer: OptimizerCallable | None = None,
         lr: float = 0.01,
         weight_decay: float = 0.0,
+        loss: Literal["bce", "margin"] = "bce",
+        margin: float = 1.0,
+        num_relations: int | None = None,
+        filtered: bool = False,
     ) -> None:
         super().__init__()
-        if decoder != "dot" and not isinstance(decoder, torch.nn.Module):
-            raise ValueError(f"decoder must be 'dot' or a torch.nn.Module (got {decoder!r}).")
+        if decoder not in ("dot", "distmult") and not isinstance(decoder, torch.nn.Module):
+            raise ValueError(f"decoder must be 'dot', 'distmult' or a torch.nn.Module (got {decoder!r}).")
+        if loss not in ("bce", "margin"):
+            raise ValueError(f"loss must be 'bce' or 'margin' (got {loss!r}).")
+        if margin <= 0:
+            raise ValueError(f"margin is above 0 (got {margin}).")
+        if (decoder == "distmult") != (num_relations is not None):
+            raise ValueError(
+                f"decoder='distmult' needs num_relations, and no other does (got {decoder!r}, num_relations={num_relations})."
+            )
         if negatives not in ("uniform", "in_batch"):
             raise ValueError(f"negatives must be 'uniform' or 'in_batch' (got {negatives!r}).")
         for name, least in (
             ("num_negatives", num_negatives),
             ("eval_negatives", eval_negatives),
             *(("hits", k) for k in hits),
+            *([] if num_relations is None else [("num_relations", num_relations)]),
         ):
             if least < 1:
                 raise ValueError(f"{name} must be at least 1 (got {least}).")
@@ -118,6 +141,17 @@ class LinkPredictor(GraphModule):
         self.model, self.decoder, self.negatives, self.optimizer = model, decoder, negatives, optimizer
         self.num_negatives, self.eval_negatives, self.seed = num_negatives, eval_negatives, seed
         self.lr, self.weight_decay = lr, weight_decay
+        self.loss, self.margin, self.filtered = loss, margin, filtered
+        self.relations: torch.nn.Embedding | None = None
+        if num_relations is not None:
+            width = getattr(model, "out_channels", None)
+            if not isinstance(width, int):
+                raise ValueError(
+                    f"decoder='distmult' needs {type(model).__name__} to tell its out_channels (got {width!r})."
+                )
+            self.relations = torch.nn.Embedding(num_relations, width)
+            torch.nn.init.xavier_uniform_(self.relations.weight)
+        self._known: dict[int, tuple[Tensor, Tensor]] = {}
         self.hits = sorted(set(hits))
         names = ["mrr", *(f"hits@{k}" for k in self.hits)]
         self.metrics = torch.nn.ModuleDict(
@@ -133,6 +167,8 @@ class LinkPredictor(GraphModule):
         check_width(self.model, data.num_features)
         if sum(data.shard.counts) < 2:
             raise ValueError("The graph has one node, and so no pair of nodes that could be joined.")
+        if self.relations is not None:
+            _check_types(data.shard.batch.get("edge_type"), self.relations.num_embeddings)
         if stage == "fit" and self.negatives == "in_batch" and not hasattr(self.trainer.strategy, "batches"):
             raise ValueError(
                 'negatives="in_batch" are the targets of other edges of a mini-batch, but this strategy trains on the whole '
@@ -175,16 +211,35 @@ class LinkPredictor(GraphModule):
             )
         return out
 
-    def _scores(self, batch: Data, mask: str, count: int, step: int) -> tuple[Tensor, Tensor]:
-        """Returns the scores of this rank's edges in a mask, ``[n]``, and of the negatives of each, ``[n, count]``."""
+    def _related(self, sources: Tensor, types: Tensor | None) -> Tensor:
+        """Returns the rows of edges' sources as they are compared with those of targets, ``[n, F]``."""
+        return sources if self.relations is None else sources * self.relations(types)
+
+    def _scores(self, batch: Data, mask: str, count: int, step: int) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Returns the scores of this rank's edges in a mask, ``[n]``, and of the negatives of each, ``[n, count]``.
+
+        Filtered, in evaluation, also which negatives are edges, bool ``[n, count]``.
+        """
         z = self(batch)
         chosen = batch[mask] & (batch.edge_index[1] < batch.num_owned)  # replicas of edges count elsewhere
         source, target = batch.edge_index[:, chosen]
-        sources, targets = expand(z)[source], z[target]
+        types = None if self.relations is None else batch.edge_type[chosen]
+        sources, targets = self._related(expand(z)[source], types), z[target]
         others = draw_others(batch.e_id[chosen], batch.n_id[target], count, num_nodes(z), self.seed, step)
+        known = self._known_of(batch.e_id[chosen], others) if self.filtered and step == _EVALUATION else None
         # All ranks fetch, also one without edges.
         others, place = others.unique(return_inverse=True)
-        return self._decode(sources, targets), self._score_each(sources, fetch_rows(z, others), place)
+        return self._decode(sources, targets), self._score_each(sources, fetch_rows(z, others), place), known
+
+    def _known_of(self, edges: Tensor, others: Tensor) -> Tensor:
+        """Returns which negatives of evaluation are edges: looked up once, since they are the same each time."""
+        # By number of edges: validation and test take turns. In the self-check they are of another graph, and found like any.
+        kept, known = self._known.get(len(edges), (None, None))
+        if kept is None or known is None or not torch.equal(kept, edges):
+            data: Any = self.trainer.datamodule  # type: ignore[attr-defined]
+            known = known_edges(data, edges.cpu(), others.cpu(), self.relations is not None).to(edges.device)
+            self._known[len(edges)] = edges, known
+        return known
 
     def _sampled_scores(self, batch: Data) -> tuple[Tensor, Tensor]:
         """Returns the same of a mini-batch: its positive pairs come first, then the negatives of each."""
@@ -195,7 +250,7 @@ class LinkPredictor(GraphModule):
         if self.negatives == "in_batch":
             shifts = range(1, min(self.num_negatives, num - 1) + 1)
             place = torch.stack([target.roll(shift) for shift in shifts], 1) if shifts else target.new_empty((num, 0))
-        sources = z[source[:num]]
+        sources = self._related(z[source[:num]], batch.get("edge_label_type"))
         return self._decode(sources, z[target[:num]]), self._score_each(sources, z, place)
 
     def _score_each(self, sources: Tensor, rows: Tensor, place: Tensor) -> Tensor:
@@ -204,11 +259,13 @@ class LinkPredictor(GraphModule):
         parts = zip(sources.split(at_once), place.split(at_once))
         return torch.cat([self._decode(a.unsqueeze(1).expand(*b.shape, -1), rows[b]) for a, b in parts])
 
-    @staticmethod
-    def _loss(positive: Tensor, negative: Tensor) -> Tensor:
-        """Returns the mean over edges of the binary cross-entropy of an edge and, in the mean, of its negatives."""
-        against = F.softplus(negative).sum(1) / max(1, negative.size(1))
-        return (F.softplus(-positive) + against).sum() / max(1, len(positive))
+    def _loss(self, positive: Tensor, negative: Tensor) -> Tensor:
+        """Returns the mean over edges of what an edge costs and, in the mean, its negatives."""
+        if self.loss == "margin":
+            own, each = torch.zeros_like(positive), (self.margin - positive.unsqueeze(1) + negative).relu()
+        else:
+            own, each = F.softplus(-positive), F.softplus(negative)
+        return (own + each.sum(1) / max(1, negative.size(1))).sum() / max(1, len(positive))
 
     # Steps ####################################################################
 
@@ -217,18 +274,19 @@ class LinkPredictor(GraphModule):
         if _is_sampled(batch):
             positive, negative = self._sampled_scores(batch)
         else:
-            positive, negative = self._scores(batch, "edge_train_mask", self.num_negatives, self.global_step)
+            positive, negative, _ = self._scores(batch, "edge_train_mask", self.num_negatives, self.global_step)
         loss = self._loss(positive, negative)
         self.log("train_loss", loss, prog_bar=True, batch_size=len(positive))
         return loss
 
     @override
     def _evaluate(self, batch: Data, stage: str) -> None:
-        positive, negative = self._scores(batch, f"edge_{stage}_mask", self.eval_negatives, _EVALUATION)
+        positive, negative, known = self._scores(batch, f"edge_{stage}_mask", self.eval_negatives, _EVALUATION)
         count = len(positive)
         self.log(f"{stage}_loss", self._loss(positive, negative), prog_bar=True, batch_size=count)
         # Tied ones first, else a model whose scores are all alike would be perfect; and so is nan last.
-        rank = 1 + (~(negative < positive.unsqueeze(1))).sum(1)
+        ahead = ~(negative < positive.unsqueeze(1))
+        rank = 1 + (ahead if known is None else ahead & ~known).sum(1)
         values = {"mrr": 1 / rank.double(), **{f"hits@{k}": (rank <= k).double() for k in self.hits}}
         for name, value in values.items():
             metric: Any = self.metrics[f"{stage}_{name}"]
@@ -238,3 +296,15 @@ class LinkPredictor(GraphModule):
 
 def _is_sampled(batch: Data) -> bool:
     return batch.get("edge_label_index") is not None
+
+
+def _check_types(types: Tensor | None, num_relations: int) -> None:
+    """Refuses types of edges, ``[E]``, that have no row."""
+    if types is None or types.is_floating_point() or types.dim() != 1:
+        found = "none" if types is None else f"{types.dtype} {list(types.shape)}"
+        raise ValueError(f"decoder='distmult' needs edge_type of the graph, one integer per edge (got {found}).")
+    if len(types) and (int(types.min()) < 0 or int(types.max()) >= num_relations):
+        raise ValueError(
+            f"edge_type runs from {int(types.min())} to {int(types.max())}, but num_relations={num_relations}: types are 0 to "
+            f"{num_relations - 1}."
+        )

@@ -121,7 +121,8 @@ class EdgeBatchMaker(BatchMaker):
         """Returns the batch, as PyG's LinkNeighborLoader gives it.
 
         ``edge_label_index [2, n + n K]`` has the edges in local numbers and then K negatives of the first, K of the second and so
-        on; ``edge_label`` is 1 or 0; ``input_id`` has the edges' original ids.
+        on; ``edge_label`` is 1 or 0; ``input_id`` has the edges' original ids; ``edge_label_type [n]`` their types, if the graph
+        has ``edge_type``.
 
         Args:
             seeds: ids of edges in the partitioned graph.
@@ -141,6 +142,8 @@ class EdgeBatchMaker(BatchMaker):
         batch.edge_label_index = local
         batch.edge_label = (torch.arange(local.size(1)) < len(seeds)).float()
         batch.input_id = self.store.original(ONE_TYPE, seeds)
+        if "edge_type" in self.store.names(ONE_TYPE):
+            batch.edge_label_type = self.store.rows(ONE_TYPE, "edge_type", seeds)
         return batch
 
 
@@ -165,10 +168,11 @@ class SampledBatches:
     """The training loader of a rank: an epoch's batches, some of them ahead.
 
     Ranks on several machines answer each other while they make batches, so all make as many: when training stops early, those
-    that were begun are made to the end.
+    that were begun are made to the end. Of several samplers (DistDGL, section III-D), each takes the same steps on all ranks and
+    asks on channels of its own, so that none waits for another.
 
     Args:
-        maker: makes them.
+        makers: make them, one per sampler; what a batch is does not depend on which.
         batches: which seeds each has.
         seeds: of this rank, nodes or edges.
         stand_in: a seed for batches in which this rank has none: a mean over nothing would be nan.
@@ -178,13 +182,12 @@ class SampledBatches:
         epoch: returns the number of the epoch whose batches are asked for.
 
     Attributes:
-        seconds: spent in making batches, since :meth:`take_seconds`.
-        waited: spent in waiting for them.
+        waited: seconds spent in waiting for batches, since :meth:`take_seconds`.
     """
 
     def __init__(
         self,
-        maker: BatchMaker,
+        makers: Sequence[BatchMaker],
         batches: SeedBatches,
         seeds: Tensor,
         stand_in: Tensor,
@@ -193,10 +196,11 @@ class SampledBatches:
         ahead: int,
         epoch: Callable[[], int],
     ) -> None:
-        self.maker, self.batches = maker, batches
+        self.makers, self.batches = makers, batches
         self._seeds, self._stand_in, self._rank = seeds, stand_in, rank
         self._seed, self._ahead, self._epoch = seed, ahead, epoch
-        self.seconds = self.waited = 0.0
+        self.waited = 0.0
+        self._seconds = [0.0] * len(makers)
         self._running: Generator[Data | HeteroData, None, None] | None = None
 
     def __len__(self) -> int:
@@ -204,8 +208,21 @@ class SampledBatches:
 
     def __iter__(self) -> Iterator[Data | HeteroData]:
         self.close()
-        work = self._timed(self._made(self._epoch()))
-        self._running = _ahead_of(work, self._ahead, self._count_wait) if self._ahead else work
+        epoch = self._epoch()
+        order = None if self._seed is None else _mixed(self._seed, epoch, self._rank)
+        own = self.batches.of_epoch(self._seeds, self._rank, order)
+
+        def make(step: int, sampler: int) -> Data | HeteroData:
+            began = time.perf_counter()
+            try:
+                return self._made(epoch, step, own[step], self.makers[sampler])
+            finally:
+                self._seconds[sampler] += time.perf_counter() - began
+
+        if self._ahead:
+            self._running = _ahead_of(make, len(self), self._ahead, len(self.makers), self._count_wait)
+        else:
+            self._running = (make(step, 0) for step in range(len(self)))
         return self._running
 
     def close(self) -> None:
@@ -214,72 +231,69 @@ class SampledBatches:
             self._running.close()
         self._running = None
 
-    def _made(self, epoch: int) -> Iterator[Data | HeteroData]:
-        number = self._seed or 0
-        order = None if self._seed is None else _mixed(number, epoch, self._rank)
-        for step, seeds in enumerate(self.batches.of_epoch(self._seeds, self._rank, order)):
-            counts = self.batches.counts(step)
-            random_seeds = [_mixed(number, epoch, rank, step) for rank in range(len(counts))]
-            batch = self.maker.make(seeds if len(seeds) else self._stand_in, random_seeds)
+    def _made(self, epoch: int, step: int, seeds: Tensor, maker: BatchMaker) -> Data | HeteroData:
+        counts = self.batches.counts(step)
+        random_seeds = [_mixed(self._seed or 0, epoch, rank, step) for rank in range(len(counts))]
+        batch = maker.make(seeds if len(seeds) else self._stand_in, random_seeds)
+        if "num_seeds" not in batch:  # else what other ranks have is not known before they have made theirs
             batch.seed_counts = counts
-            yield batch
-
-    def _timed(self, work: Iterator[Data | HeteroData]) -> Generator[Data | HeteroData, None, None]:
-        while True:
-            began = time.perf_counter()
-            try:
-                batch = next(work)
-            except StopIteration:
-                return
-            finally:
-                self.seconds += time.perf_counter() - began
-            yield batch
+        return batch
 
     def _count_wait(self, seconds: float) -> None:
         self.waited += seconds
 
     def take_seconds(self) -> tuple[float, float]:
-        """Returns the seconds of making batches and of waiting for them since the last call."""
-        taken = self.seconds, self.waited if self._ahead else self.seconds
-        self.seconds = self.waited = 0.0
+        """Returns the seconds that samplers, added up, made batches and training waited for them, since the last call."""
+        seconds = sum(self._seconds)
+        taken = seconds, self.waited if self._ahead else seconds
+        self._seconds, self.waited = [0.0] * len(self.makers), 0.0
         return taken
 
 
-_END = object()
-
-
 def _ahead_of(
-    work: Iterator[Data | HeteroData], ahead: int, waited: Callable[[float], None]
+    make: Callable[[int, int], Data | HeteroData],
+    steps: int,
+    ahead: int,
+    samplers: int,
+    waited: Callable[[float], None],
 ) -> Generator[Data | HeteroData, None, None]:
-    """Yields what `work` yields, made in a thread that is `ahead` of who takes it, and never more."""
-    ready: Queue[Any] = Queue()
-    asked: Queue[bool] = Queue()
+    """Yields ``make(step, sampler)`` of all steps in order, made in threads that are `ahead` of who takes them, never more.
 
-    def run() -> None:
-        while asked.get():
+    Step after step goes to the samplers in turn, so that each makes the same ones on all ranks, in the same order.
+    """
+    ready, asked = [Queue[Any]() for _ in range(samplers)], [Queue[int | None]() for _ in range(samplers)]
+
+    def run(sampler: int) -> None:
+        while (step := asked[sampler].get()) is not None:
             try:
-                ready.put(next(work, _END))
+                ready[sampler].put(make(step, sampler))
             except BaseException as error:
-                ready.put(error)
+                ready[sampler].put(error)
+                return
 
-    thread = Thread(target=run, name="lightning_gnn sampler", daemon=True)
-    thread.start()
-    for _ in range(ahead):
-        asked.put(True)
+    threads = [
+        Thread(target=run, args=(sampler,), name=f"lightning_gnn sampler {sampler}", daemon=True)
+        for sampler in range(samplers)
+    ]
+    for thread in threads:
+        thread.start()
+    for step in range(min(ahead, steps)):
+        asked[step % samplers].put(step)
     try:
-        while True:
+        for step in range(steps):
             began = time.perf_counter()
-            batch = ready.get()
+            batch = ready[step % samplers].get()
             waited(time.perf_counter() - began)
             if isinstance(batch, BaseException):
                 raise batch
-            if batch is _END:
-                return
-            asked.put(True)
+            if step + ahead < steps:
+                asked[(step + ahead) % samplers].put(step + ahead)
             yield batch
     finally:
-        asked.put(False)
-        thread.join()
+        for each in asked:
+            each.put(None)
+        for thread in threads:
+            thread.join()
 
 
 def _mixed(*numbers: int) -> int:

@@ -8,9 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from functools import partial
+from typing import Any, TypeVar
 
 import lightning.pytorch as pl
+import numpy as np
 import torch
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
@@ -30,10 +32,24 @@ from lightning_gnn.nn.helpers import graph_in_use
 from lightning_gnn.partition.layout import LayoutSpec
 from lightning_gnn.partition.types import ONE_TYPE, Types
 from lightning_gnn.sampling.loader import BatchMaker, EdgeBatchMaker, SampledBatches
+from lightning_gnn.sampling.neighbors import Fanouts, checked_batches
 from lightning_gnn.sampling.sampler import fanouts_by_type
 from lightning_gnn.sampling.seeds import SeedBatches, split_seeds
+from lightning_gnn.sampling.variants import (
+    METHODS,
+    Draw,
+    EgoBatchMaker,
+    Method,
+    SubgraphBatchMaker,
+    cluster_draw,
+    saint_draw,
+)
 from lightning_gnn.strategies.base import GNNStrategy
 from lightning_gnn.strategies.dgcl import DGCLScheme
+
+T = TypeVar("T")
+
+_OF_NEIGHBORS = METHODS[:2]
 
 
 class SamplingScheme(DGCLScheme):
@@ -67,57 +83,90 @@ class SamplingStrategy(GNNStrategy):
     Args:
         fanouts: in-edges that are drawn of each node, per hop, the seeds' first; -1 for all. One per layer of the model. Of a
             ``HeteroData`` for each edge type, or by edge type, ``("author", "writes", "paper")`` or
-            ``"author__writes__paper"``; 0 then leaves a type out of a hop.
-        batch_size: seeds, nodes or edges, of a batch on each rank, at most.
+            ``"author__writes__paper"``; 0 then leaves a type out of a hop. By default the datamodule's, or else (15, 10).
+        batch_size: seeds, nodes or edges, of a batch on each rank, at most; of GraphSAINT what is drawn, nodes, edges or
+            walks; of clusters the nodes in them, about. By default the datamodule's, or else 1024.
         replace: draw with replacement.
         directed: keep the edges that were drawn; False for all between the nodes that were reached.
-        prefetch: batches that are made ahead in the background; 0 for none.
+        method: ``"neighbor"``; or, for modules that predict nodes, ``"shadow"``, ego graphs of the seeds that share no nodes
+            (ShaDow, NeurIPS 2021); ``"saint_node"``, ``"saint_edge"`` or ``"saint_walk"``, subgraphs of nodes drawn from the
+            whole graph (GraphSAINT, ICLR 2020); ``"cluster"``, clusters of the rank's own nodes (Cluster-GCN, KDD 2019).
+        walk_length: steps of a walk of ``"saint_walk"``.
+        clusters: in a batch of ``"cluster"``.
+        samplers: threads that make batches (DistDGL, section III-D); batches do not depend on how many.
+        prefetch: batches that are made ahead in the background; 0 for none. At least as many as samplers, if these are several.
         cache_mb: memory for features of nodes on other machines that are read often, in MB.
         seed: of sampling and of the order of seeds.
         keep_constant: in evaluation, see :class:`~lightning_gnn.strategies.dgcl.DGCLStrategy`.
         **options: see :class:`~lightning_gnn.strategies.base.GNNStrategy`.
 
     Raises:
-        ValueError: no fan-outs or such as are none, a batch size below 1, a negative number of batches or of megabytes; once the
-            graph is known, fan-outs for other edge types than it has.
+        ValueError: no fan-outs or such as are none, a batch size below 1, a negative number of batches or of megabytes, an
+            unknown method, or one that does not go with other arguments; from ``setup``, other fan-outs or another batch size
+            on the datamodule, a method that does not go with the module or the graph, fan-outs for other edge types than it has.
     """
 
     strategy_name = "sampling"
 
     def __init__(
         self,
-        fanouts: Sequence[int] | Mapping[Any, Sequence[int]] = (15, 10),
-        batch_size: int = 1024,
+        fanouts: Sequence[int] | Mapping[Any, Sequence[int]] | None = None,
+        batch_size: int | None = None,
         replace: bool = False,
         directed: bool = True,
         prefetch: int = 2,
         cache_mb: float = 64.0,
         seed: int = 0,
         keep_constant: bool = True,
+        method: Method = "neighbor",
+        walk_length: int = 2,
+        clusters: int = 10,
+        samplers: int = 1,
         **options: Any,
     ) -> None:
-        if not fanouts:
-            raise ValueError("fanouts are numbers of edges, one per layer of the model, such as [15, 10] (got none).")
-        by_type: dict[EdgeType, Any] = {ONE_TYPE: fanouts}
-        if isinstance(fanouts, Mapping):
-            by_type = {
-                tuple(kind.split("__")) if isinstance(kind, str) else tuple(kind): fanouts[kind] for kind in fanouts
-            }
-        checked = fanouts_by_type(by_type, list(by_type), hetero=isinstance(fanouts, Mapping))
-        if batch_size < 1:
-            raise ValueError(f"batch_size is a number of seeds, at least 1 (got {batch_size}).")
+        self._given = checked_batches(fanouts, batch_size), batch_size
+        if method not in METHODS:
+            raise ValueError(f"method is one of {', '.join(METHODS)} (got {method!r}).")
+        for name, count in (("walk_length", walk_length), ("clusters", clusters), ("samplers", samplers)):
+            if count < 1:
+                raise ValueError(f"{name} is at least 1 (got {count}).")
         for name, value in (("prefetch", prefetch), ("cache_mb", cache_mb)):
             if value < 0:
                 raise ValueError(f"{name} is at least 0 (got {value}).")
+        if samplers > 1 and prefetch < samplers:
+            raise ValueError(
+                f"samplers={samplers} make as many batches at a time, but prefetch={prefetch}. Use prefetch={samplers} or more."
+            )
+        if method not in _OF_NEIGHBORS and (replace or not directed):
+            raise ValueError(
+                f"replace and directed tell how neighbours are drawn, and method={method!r} takes all edges between its nodes."
+            )
         super().__init__(SamplingScheme(keep_constant), **options)
-        self.fanouts = checked if isinstance(fanouts, Mapping) else checked[ONE_TYPE]
-        self.batch_size, self.replace, self.directed = batch_size, replace, directed
+        self.replace, self.directed, self.method = replace, directed, method
+        self.walk_length, self.clusters, self.samplers = walk_length, clusters, samplers
         self.prefetch, self.cache_mb, self.seed = prefetch, cache_mb, seed
+        self._choose(None, None)
         self._loaders: dict[str | None, SampledBatches] = {}
         self._predicted: tuple[Tensor, list[int]] | None = None
         self._depth_known = self._trained = False
 
     # Batches ##################################################################
+
+    def _choose(self, fanouts: Fanouts | None, batch_size: int | None) -> None:
+        """Takes fan-outs and batch size from the datamodule where they are not given here."""
+        if self.method not in _OF_NEIGHBORS and (self._given[0] or fanouts):
+            raise ValueError(f"fanouts tell how neighbours are drawn, and method={self.method!r} draws none.")
+        usual: Fanouts = [15, 10]
+        self.fanouts = _one_of("fanouts", self._given[0], fanouts, usual)
+        self.batch_size = _one_of("batch_size", self._given[1], batch_size, 1024)
+
+    @override
+    def _check_data(self, data: Any) -> GraphDataModule:
+        data = super()._check_data(data)
+        self._choose(data.fanouts, data.batch_size)
+        if isinstance(data.source, HeteroData):  # known before it is partitioned
+            fanouts_by_type(self.fanouts, data.source.edge_types, hetero=True)
+        return data
 
     def batches(self, data: GraphDataModule, mask: str | None) -> SampledBatches | None:
         """Returns this rank's loader; asked for by the datamodule, on all ranks.
@@ -129,7 +178,7 @@ class SamplingStrategy(GNNStrategy):
         Returns:
             Samples for training. For the rest, all neighbours where the graph has types; else None: layers exchange.
         """
-        cut, module = data.stored_cut(), self.lightning_module
+        cut, module, rank = data.stored_cut(), self.lightning_module, self.global_rank
         types, training = cut.types, mask == "train_mask"
         assert module is not None
         if not training and not types.is_hetero:
@@ -137,36 +186,40 @@ class SamplingStrategy(GNNStrategy):
         name = None if mask is None else counted_mask(mask, module)
         edges = name in EDGE_MASKS
         kind: Any = ONE_TYPE if edges else types.input_type
-        # What is learnt of edges must not be read off those that are held out.
-        how: list[Any] = [self._store_for(cut, mask, name if edges else None)]
-        if training:
-            how += [self._fanouts_of(types), self.replace, self.directed]
-        else:
-            how += [dict.fromkeys(types.edges, [-1] * self.num_hops)]
-        maker = EdgeBatchMaker(cut.ends, getattr(module, "sampled_negatives", 0), *how) if edges else BatchMaker(*how)
         seeds = _seeds(cut, kind, name)
-        split = [torch.from_numpy(ids) for ids in split_seeds(seeds.numpy(), types.offsets(kind), self.num_processes)]
-        trainer = module.trainer
+        if self.method in _OF_NEIGHBORS:
+            split = [
+                torch.from_numpy(ids) for ids in split_seeds(seeds.numpy(), types.offsets(kind), self.num_processes)
+            ]
+            own, batches = split[rank], SeedBatches([len(each) for each in split], self.batch_size)
+            if mask is None:
+                self._predicted = cut.ids_of(kind)[torch.cat(split)], batches.sizes
+            make: Callable[..., BatchMaker] = BatchMaker if self.method == "neighbor" else EgoBatchMaker
+            if edges:
+                make = partial(EdgeBatchMaker, cut.ends, getattr(module, "sampled_negatives", 0))
+            how: tuple[Any, ...] = (self._fanouts_of(types), self.replace, self.directed)
+            if not training:
+                how = (dict.fromkeys(types.edges, [-1] * self.num_hops),)
+        else:
+            own, batches, draw = self._drawn(cut, rank)
+            training_nodes = torch.zeros(types.total(kind), dtype=torch.bool).index_fill_(0, seeds, True)
+            make, how = partial(SubgraphBatchMaker, draw, training_nodes, seeds[:1]), ()
+        # What is learnt of edges must not be read off those that are held out.
+        makers = [make(store, *how) for store in self._stores(cut, mask, name if edges else None)]
+        seed, trainer = self.seed if training else None, module.trainer
         self._loaders[mask] = SampledBatches(
-            maker,
-            SeedBatches([len(each) for each in split], self.batch_size),
-            split[self.global_rank],
-            seeds[:1],
-            self.global_rank,
-            self.seed if training else None,
-            self.prefetch,
-            lambda: trainer.current_epoch,
+            makers, batches, own, seeds[:1], rank, seed, self.prefetch, lambda: trainer.current_epoch
         )
-        if mask is None:
-            self._predicted = cut.ids_of(kind)[torch.cat(split)], [len(each) for each in split]
         return self._loaders[mask]
 
-    def _store_for(self, cut: Cut, mask: str | None, messages: str | None) -> GraphStore:
-        """Returns the graph for the loader of a stage; loaders run ahead in threads of their own."""
+    def _stores(self, cut: Cut, mask: str | None, messages: str | None) -> list[GraphStore]:
+        """Returns the graph for each sampler of a stage's loader, whose threads run on while those of others do."""
         self._close(mask)
-        for loader in self._loaders.values():
-            return loader.maker.store.beside()
-        return GraphStore(cut, self.world, self.world.ranks_here(), int(self.cache_mb * 1e6), messages)
+        known = [maker.store for loader in self._loaders.values() for maker in loader.makers]
+        if known:
+            return [known[0].beside() for _ in range(self.samplers)]
+        store = GraphStore(cut, self.world, self.world.ranks_here(), int(self.cache_mb * 1e6), messages)
+        return [store, *(store.beside() for _ in range(1, self.samplers))]
 
     def _fanouts_of(self, types: Types) -> dict[EdgeType, list[int]]:
         """Returns the fan-outs of each edge type of the graph."""
@@ -180,17 +233,30 @@ class SamplingStrategy(GNNStrategy):
         return len(next(iter(self.fanouts.values())) if isinstance(self.fanouts, dict) else self.fanouts)
 
     @override
-    def _check_data(self, data: Any) -> GraphDataModule:
-        found = super()._check_data(data)
-        if isinstance(found.source, HeteroData):  # known before it is partitioned
-            fanouts_by_type(self.fanouts, found.source.edge_types, hetero=True)
-        return found
-
-    @override
     def _check_model(self, module: torch.nn.Module, types: Types) -> None:
         self._fanouts_of(types)
-        # Layers see whole samples: none needs to be exact on a part.
-        check_columns(module) if types.is_hetero else super()._check_model(module, types)
+        if not types.is_hetero:
+            super()._check_model(module, types)
+            return
+        if self.method != "neighbor":
+            raise ValueError(
+                f'method={self.method!r} is for graphs of one type. Use method="neighbor" for a HeteroData.'
+            )
+        check_columns(module)  # layers see whole samples: none needs to be exact on a part
+
+    def _drawn(self, cut: Cut, rank: int) -> tuple[Tensor, SeedBatches, Draw]:
+        """Returns seeds and batches for a method that draws nodes, and how it does; on all ranks as many steps.
+
+        An epoch draws about as many nodes as the graph has.
+        """
+        most = int(np.diff(cut.offsets).max())
+        if self.method == "cluster":
+            count, per_step = self.clusters * max(1, -(-most // self.batch_size)), self.clusters
+            draw = cluster_draw(cut, rank, count, self.seed)
+        else:
+            draw, nodes = saint_draw(cut, self.method, self.batch_size, self.walk_length)
+            count, per_step = max(1, -(-most // nodes)), 1
+        return torch.arange(count), SeedBatches([count] * self.world_size, per_step), draw
 
     @override
     def process_dataloader(self, dataloader: object) -> object:
@@ -208,8 +274,13 @@ class SamplingStrategy(GNNStrategy):
 
     @override
     def setup(self, trainer: pl.Trainer) -> None:
-        super().setup(trainer)
         assert self.lightning_module is not None
+        if self.method != "neighbor" and counted_mask("train_mask", self.lightning_module) in EDGE_MASKS:
+            raise ValueError(
+                f"method={self.method!r} makes batches of nodes, and {type(self.lightning_module).__name__} predicts edges. "
+                'Use method="neighbor".'
+            )
+        super().setup(trainer)
         depths = [part.num_layers for part in self.lightning_module.modules() if isinstance(part, BasicGNN)]
         self._depth_known = self._trained = False
         if len(depths) == 1:
@@ -220,7 +291,8 @@ class SamplingStrategy(GNNStrategy):
 
     def _compare_depth(self, propagations: int) -> None:
         """Warns once of fan-outs that are too few or too many for the model."""
-        if self._depth_known or not propagations:
+        # The depth of ego graphs is a choice of its own, and subgraphs have none.
+        if self._depth_known or not propagations or self.method != "neighbor":
             return
         self._depth_known = True
         if propagations != self.num_hops:
@@ -236,6 +308,9 @@ class SamplingStrategy(GNNStrategy):
         self._trained = True
         if self._binding is not None:
             self._binding.release()
+        if "num_seeds" in batch:
+            own = torch.tensor([batch.num_seeds], device=self.root_device)
+            batch.seed_counts = tuple(self.world.all_gather(own, "Counting training nodes").view(-1).tolist())
         if self._owners is not None:
             self._owners.idle = batch.seed_counts[self.global_rank] == 0
         with graph_in_use(None):
@@ -329,7 +404,8 @@ class SamplingStrategy(GNNStrategy):
         loader = self._loaders.pop(mask, None)
         if loader is not None:
             loader.close()
-            loader.maker.store.close()
+            for maker in loader.makers:
+                maker.store.close()
 
     @override
     def teardown(self) -> None:
@@ -345,6 +421,17 @@ def _seeds(cut: Cut, kind: NodeType | EdgeType, mask: str | None) -> Tensor:
     attributes = cut.attributes[cut.types.key(kind)]
     chosen, y = attributes[mask], attributes.get("y") if isinstance(kind, str) else None
     return (chosen if y is None else chosen & is_labelled(y)).nonzero().view(-1)
+
+
+def _one_of(name: str, own: T | None, of_data: T | None, default: T) -> T:
+    """Returns what is given to the strategy or to the datamodule."""
+    if own is None:
+        return default if of_data is None else of_data
+    if of_data is not None and own != of_data:
+        raise ValueError(
+            f"{name}={of_data} is given to GraphDataModule, but {name}={own} to SamplingStrategy. Give one of them."
+        )
+    return own
 
 
 class _EpochEnd(pl.Callback):

@@ -76,7 +76,7 @@ class VertexCutScheme(Scheme):
     ) -> None:
         self.partition, self.hosts, self.host_weight = partition, hosts, host_weight
         self.cache, self.monitor, self.keep_constant = cache, monitor, keep_constant
-        self._threshold: AdaptiveThreshold | None = None
+        self._rule: AdaptiveThreshold | LargestChanges | None = None
         self._messages: MessageCache | None = None
 
     @override
@@ -109,7 +109,7 @@ class VertexCutScheme(Scheme):
         holders = EdgeHolders(target, source, shard.holders.numpy().astype(np.int64), world.rank, int(offsets[-1]))
         make_exchange: Any = HaloExchange
         if self.cache is not None:
-            self._threshold = replace(self.cache) if isinstance(self.cache, AdaptiveThreshold) else None
+            self._rule = None if isinstance(self.cache, float) else replace(self.cache)
             self._messages = self._make_cache()
             make_exchange = self._messages.exchange
 
@@ -140,18 +140,18 @@ class VertexCutScheme(Scheme):
     def callbacks(self, world: World) -> Sequence[pl.Callback]:
         if self._messages is None:
             return ()
-        return [CacheSchedule(self._messages, self._threshold, self.monitor, world)]
+        return [CacheSchedule(self._messages, self._rule, self.monitor, world)]
 
     @override
     def state_dict(self) -> dict[str, Any]:
-        return {} if self._threshold is None else {"threshold": asdict(self._threshold)}
+        return {"threshold": asdict(self._rule)} if isinstance(self._rule, AdaptiveThreshold) else {}
 
     @override
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Takes the threshold up where it was; what is in caches is not kept, so the first epoch sends everything."""
-        if self._threshold is not None and "threshold" in state:
-            self._threshold.epsilon = state["threshold"]["epsilon"]
-            self._threshold.mean = state["threshold"]["mean"]
+        if isinstance(self._rule, AdaptiveThreshold) and "threshold" in state:
+            self._rule.epsilon = state["threshold"]["epsilon"]
+            self._rule.mean = state["threshold"]["mean"]
 
 
 class VertexCutStrategy(GNNStrategy):
@@ -170,7 +170,7 @@ class VertexCutStrategy(GNNStrategy):
         cache: None sends all rows, exactly. Otherwise a row is sent only when an entry has changed by more than a share of the
             row's size: a number is that share; ``"adaptive"`` one that follows the training accuracy (CDFGNN section 4.1);
             an :class:`~lightning_gnn.callbacks.cache.AdaptiveThreshold` the same with other numbers. ``"largest"``, or a
-            :class:`~lightning_gnn.callbacks.cache.LargestChanges`, sends a fixed share: the rows that have changed most. The
+            :class:`~lightning_gnn.callbacks.cache.LargestChanges`, sends a given share: the rows that have changed most. The
             last epoch, validation, test and predict are exact.
         monitor: the training accuracy that ``"adaptive"`` follows, as the module logs it.
         keep_constant: see :class:`~lightning_gnn.strategies.dgcl.DGCLStrategy`.

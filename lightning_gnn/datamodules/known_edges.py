@@ -1,0 +1,57 @@
+"""Which pairs of nodes are edges of the graph, wherever these lie: what a filtered ranking leaves out.
+
+N nodes and E edges of the whole graph, P ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from lightning_gnn.datamodules.graph import GraphDataModule
+
+
+def known_edges(data: GraphDataModule, edges: Tensor, others: Tensor, typed: bool = False) -> Tensor:
+    """Returns for some edges (s, t) and other nodes t' which (s, t') are edges as well, bool ``[n, K]``.
+
+    Reads the stored graph part by part, so it takes memory for the edges of one. On any rank, without others; after `setup`.
+
+    Args:
+        data: the graph.
+        edges: original ids of edges into nodes that this rank owns, int64 ``[n]``.
+        others: original ids of nodes, int64 ``[n, K]``.
+        typed: (s, t') is to have the same ``edge_type``.
+    """
+    num_nodes = sum(data.shard.counts)
+    order = edges.argsort()
+    source, kind = torch.zeros_like(edges), torch.zeros_like(edges)
+    for e_id, ends, types in _parts(data, typed):
+        # Each edge lies in one part.
+        place = torch.searchsorted(edges[order], e_id).clamp(max=max(0, len(edges) - 1))
+        found = edges[order][place] == e_id if len(edges) else torch.zeros_like(e_id, dtype=torch.bool)
+        source[order[place[found]]], kind[order[place[found]]] = ends[0, found], types[found]
+    wanted = _keys(source.unsqueeze(1), others, kind.unsqueeze(1), num_nodes)
+    known = torch.zeros_like(others, dtype=torch.bool)
+    for _, ends, types in _parts(data, typed):
+        known |= torch.isin(wanted, _keys(ends[0], ends[1], types, num_nodes))
+    return known
+
+
+def _keys(source: Tensor, target: Tensor, kind: Tensor, num_nodes: int) -> Tensor:
+    return (kind * num_nodes + source) * num_nodes + target
+
+
+def _parts(data: GraphDataModule, typed: bool) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+    """Yields the edges of part after part: original ids ``[E_p]``, original ids of ends ``[2, E_p]``, and types ``[E_p]``."""
+    batch = data.shard.batch
+    if data.is_whole:
+        types = batch.edge_type.cpu() if typed else torch.zeros_like(batch.e_id).cpu()
+        yield batch.e_id.cpu(), batch.edge_index.cpu(), types
+        return
+    cut = data.stored_cut()
+    for rank in range(len(cut.halos)):
+        e_id = torch.arange(int(cut.edge_offsets[rank]), int(cut.edge_offsets[rank + 1]))
+        types = cut.attributes["edge"]["edge_type"][e_id] if typed else torch.zeros_like(e_id)
+        yield cut.e_id[e_id], cut.n_id[torch.from_numpy(cut.relabelled_edges(rank))], types
