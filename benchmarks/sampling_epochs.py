@@ -46,6 +46,7 @@ from lightning_gnn.comm.group import World
 from lightning_gnn.datamodules.shards import Cut, cut_graph
 from lightning_gnn.datamodules.sources import MASKS, prepare_graph
 from lightning_gnn.partition import assign_nodes
+from lightning_gnn.partition.types import ONE_TYPE
 from lightning_gnn.sampling import NeighborSampler
 from lightning_gnn.sampling.loader import BatchMaker, SampledBatches
 from lightning_gnn.sampling.seeds import SeedBatches, split_seeds
@@ -251,7 +252,7 @@ def epoch_bytes(cut: Cut, seeds: list[np.ndarray], cache_bytes: int, most: int |
     def rank_epoch(rank: int) -> tuple[int, int, int]:
         store = graph_store.GraphStore(cut, SimpleNamespace(rank=rank, size=size), [rank], cache_bytes)  # type: ignore[arg-type]
         store.take_counts()
-        maker, own = BatchMaker(store, cut.n_id, cut.e_id, FANOUTS), torch.from_numpy(seeds[rank])
+        maker, own = BatchMaker(store, {ONE_TYPE: FANOUTS}), torch.from_numpy(seeds[rank])
         for batch in islice(SampledBatches([maker], batches, own, own[:1], rank, 0, 0, lambda: 0), most):
             assert batch.x.size(1) == FEATURES
         return store.take_counts()

@@ -260,7 +260,7 @@ SOURCES: dict[str, tuple[Any, Any, str]] = {
     "relative": ("..graphs.make", None, "cannot be imported"),
     "empty_path": ("", None, "source='' cannot be imported"),
     "broken_module": ("broken_module.make", None, "cannot be imported .*division by zero"),
-    "path_to_a_number": ("math.pi", None, "math.pi gives a float; GraphDataModule takes homogeneous graphs"),
+    "path_to_a_number": ("math.pi", None, "math.pi gives a float; GraphDataModule takes PyG's graphs"),
     "path_to_a_module": ("torch_geometric.datasets", None, "gives a module"),
     "raises": (raises, None, r"Loading the graph failed: raises\(\) raised ValueError: no such file. Call it yourself"),
     "path_raises": ("test_bad_input.raises", {"kind": "KeyError"}, r"raises\(kind='KeyError'\) raised KeyError"),
@@ -276,8 +276,8 @@ SOURCES: dict[str, tuple[Any, Any, str]] = {
     "no_graphs": ([], None, "list holds 0 graphs"),
     "two_graphs": ([small(), small()], None, "list holds 2 graphs.*Pick one: GraphDataModule.dataset.0.."),
     "many_graphs": ([small()] * 188, None, "holds 188 graphs"),
-    "hetero": (HeteroData(), None, r"gives a HeteroData.*to_homogeneous"),
-    "dataset_of_hetero": ([HeteroData()], None, r"gives a HeteroData.*to_homogeneous"),
+    "hetero": (HeteroData(), None, "The HeteroData has no edge types"),
+    "dataset_of_hetero": ([HeteroData()], None, "The HeteroData has no edge types"),
     "dataset_without_files": (Broken(None), None, "Broken cannot give its graph: FileNotFoundError: raw/graph.npz"),
 }
 

@@ -129,7 +129,7 @@ def test_bad_graphs_are_refused(changes, options, words):
         ("Planetoid", None, "Give the dotted path"),
         (small(), {"root": "x"}, "needs a callable or a dotted path"),
         ([small(), small()], None, "holds 2 graphs"),
-        ([1], None, "gives a int; GraphDataModule takes homogeneous graphs"),
+        ([1], None, "gives a int; GraphDataModule takes PyG's graphs"),
     ],
 )
 def test_bad_sources_are_refused(source, args, words):

@@ -4,7 +4,8 @@ Source: DistDGL (2020) sections III-C (features: local rows through shared memor
 owner of a node draws its neighbours). Parts of this machine are read through the memory-mapped store, which all of its ranks
 share; for others their owners are asked, once for all nodes of a hop.
 
-N nodes, P ranks; ids are those of the partitioned graph, in which a rank's nodes, and their in-edges, are one range.
+N nodes, P ranks; ids are those of the partitioned graph, in which a rank's nodes of a type, and their in-edges of a type, are one
+range. A graph without types has one of each.
 """
 
 from __future__ import annotations
@@ -16,49 +17,62 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 from torch import Tensor
-from torch_geometric.typing import EdgeType
+from torch_geometric.typing import EdgeType, NodeType
 
 from lightning_gnn.comm.group import World
 from lightning_gnn.comm.requests import Requests
 from lightning_gnn.kernels import CSR
 from lightning_gnn.partition.shard import owners_of
 from lightning_gnn.sampling.neighbors import Neighbors, sample_neighbors
+from lightning_gnn.sampling.sampler import seed_of_type
 
 if TYPE_CHECKING:
     from lightning_gnn.datamodules.shards import Cut
 
 
 class _Part:
-    """In-edges of a rank's nodes, memory-mapped."""
+    """In-edges of one type of a rank's nodes, memory-mapped.
 
-    def __init__(self, cut: Cut, rank: int, messages: str | None) -> None:
-        self._first, self._first_edge = int(cut.offsets[rank]), int(cut.edge_offsets[rank])
-        self._owned = int(cut.offsets[rank + 1]) - self._first
-        self._num_nodes = int(cut.offsets[-1])
-        self._halo = torch.from_numpy(cut.halos[rank])
-        source, target = torch.from_numpy(cut.edge_index_of(rank))
+    Args:
+        cut: the partitioned graph.
+        rank: whose part.
+        kind: the edge type.
+        halo: of the rank, each row's id within its type.
+        messages: see :class:`GraphStore`.
+    """
+
+    def __init__(self, cut: Cut, rank: int, kind: EdgeType, halo: Tensor, messages: str | None) -> None:
+        types, (source_type, _, target_type) = cut.types, kind
+        self._first, self._first_source, self._first_edge = (
+            int(types.offsets(each)[rank]) for each in (target_type, source_type, kind)
+        )
+        # Sources are rows of the rank, of all types, and then of its halo.
+        self._owned, self._halo = int(np.diff(cut.offsets)[rank]), halo
+        self._first_row = int(types.begins(source_type)[rank])
+        begin, count = int(types.begins(kind)[rank]), int(types.edges[kind][rank])
+        source, target = torch.from_numpy(cut.edge_index_of(rank)[:, begin : begin + count])
         self._edges: Tensor | None = None
         if messages is not None:
-            kept = cut.attributes["edge"][messages][self._first_edge : int(cut.edge_offsets[rank + 1])]
+            kept = cut.attributes[types.key(kind)][messages][self._first_edge : self._first_edge + count]
             self._edges, source, target = kept.nonzero().view(-1), source[kept], target[kept]
-        indptr = _bounds(torch.bincount(target, minlength=self._owned))
-        self._csr = CSR(indptr, source, None, self._owned + len(self._halo))
+        rows, self._num_targets = int(types.nodes[target_type][rank]), types.total(target_type)
+        indptr = _bounds(torch.bincount(target - int(types.begins(target_type)[rank]), minlength=rows))
+        self._csr = CSR(indptr, source, None, self._owned + len(halo))
 
     def neighbors(self, targets: Tensor, fanout: int, seed: int, replace: bool) -> Neighbors:
         """Returns sampled in-edges of targets, nodes or copies of them, in ids of the whole graph."""
-        rows = targets % self._num_nodes - self._first
+        rows = targets % self._num_targets - self._first
         found = sample_neighbors(self._csr, rows, fanout, seed, replace=replace, keys=targets)
         sources = found.sources
         far = sources >= self._owned
-        sources = sources + self._first
+        sources = sources + (self._first_source - self._first_row)
         sources[far] = self._halo[found.sources[far] - self._owned]
         edges = found.edges if self._edges is None else self._edges[found.edges]
         return Neighbors(found.offsets, sources, edges + self._first_edge)
 
-    def halo_by_reads(self) -> Tensor:
-        """Returns the halo rows, those that most edges read first."""
-        reads = torch.bincount(self._csr.indices, minlength=self._csr.num_cols)[self._owned :]
-        return self._halo[reads.argsort(descending=True)]
+    def halo_reads(self) -> Tensor:
+        """Returns how many edges read each halo row, ``[H]``; of another type than their sources' they read none."""
+        return torch.bincount(self._csr.indices, minlength=self._csr.num_cols)[self._owned :]
 
 
 class GraphStore:
@@ -72,18 +86,26 @@ class GraphStore:
         messages: a mask of edges; other edges join no neighbours.
 
     Attributes:
+        types: of the graph.
         asked, hits: rows of features that lie on other machines: wanted, and found in the cache.
     """
 
     def __init__(
         self, cut: Cut, world: World, near: Sequence[int], cache_bytes: int = 0, messages: str | None = None
     ) -> None:
-        self._cut, self._world = cut, world
+        self._cut, self._world, self.types = cut, world, cut.types
         self._near = [rank in near for rank in range(world.size)]
-        self._parts = {rank: _Part(cut, rank, messages) for rank in near}
+        self._offsets = {kind: self.types.offsets(kind) for kind in (*self.types.nodes, *self.types.edges)}
+        halos = {rank: cut.halos[rank] for rank in near}
+        if self.types.is_hetero:
+            halos = {rank: self.types.ids(halo) for rank, halo in halos.items()}
+        self._parts = {
+            kind: {rank: _Part(cut, rank, kind, torch.from_numpy(halo), messages) for rank, halo in halos.items()}
+            for kind in self.types.edges
+        }
         self.requests = None if all(self._near) else Requests(world)
         self.asked = self.hits = 0
-        self._cached, self._cache = torch.empty(0, dtype=torch.long), cut.attributes["node"]["x"][:0]
+        self._cached: dict[NodeType, tuple[Tensor, Tensor]] = {}
         if self.requests is not None and cache_bytes:
             self._fill_cache(cache_bytes)
 
@@ -92,22 +114,45 @@ class GraphStore:
         """This process."""
         return self._world.rank
 
-    @property
-    def node_names(self) -> list[str]:
-        """Names of what has a row per node."""
-        return sorted(self._cut.attributes["node"])
+    def beside(self) -> GraphStore:
+        """Returns a store of the same parts for another thread, with counts and a way to ask of its own; all ranks call it."""
+        other = copy.copy(self)
+        other.requests = None if self.requests is None else Requests(self._world)
+        other.asked = other.hits = 0
+        return other
 
-    @property
-    def edge_names(self) -> list[str]:
-        """Names of what has a row per edge."""
-        return sorted(self._cut.attributes["edge"])
+    def names(self, kind: NodeType | EdgeType) -> list[str]:
+        """Returns the names of what has a row per node, or per edge, of a type."""
+        return sorted(self._cut.attributes[self.types.key(kind)])
+
+    def original(self, kind: NodeType | EdgeType, ids: Tensor) -> Tensor:
+        """Returns the ids that nodes, or edges, of a type have in the user's graph."""
+        return self._cut.ids_of(kind)[ids]
 
     def _fill_cache(self, cache_bytes: int) -> None:
-        wanted = self._parts[self._world.rank].halo_by_reads()
-        far = ~torch.tensor(self._near)[_owners(wanted, self._cut.offsets)]
-        row_bytes = self._cut.attributes["node"]["x"][:1].nbytes
-        cached = wanted[far][: cache_bytes // max(row_bytes, 1)].sort().values
-        self._cached, self._cache = cached, self._fetch("node", "x", cached)
+        """Fetches rows of features of nodes on other machines: those of which most are read per byte."""
+        rank = self._world.rank
+        halo = torch.from_numpy(self._cut.halos[rank])
+        ids = torch.from_numpy(self.types.ids(halo.numpy()))
+        wanted: dict[NodeType, Tensor] = {}
+        reads, sizes = [torch.empty(0)], [torch.empty(0, dtype=torch.long)]
+        for name in self.types.nodes:
+            if "x" not in self.names(name):
+                continue
+            row_bytes = self._cut.attributes[self.types.key(name)]["x"][:1].nbytes
+            read = sum((self._parts[kind][rank].halo_reads() for kind in self.types.edges if kind[0] == name), halo * 0)
+            rows = read.nonzero().view(-1)
+            rows = rows[~torch.tensor(self._near)[_owners(ids[rows], self._offsets[name])]]
+            wanted[name] = ids[rows]
+            reads.append(read[rows] / max(row_bytes, 1))
+            sizes.append(torch.full_like(rows, row_bytes))
+        order = torch.cat(reads).argsort(descending=True)
+        size = torch.cat(sizes)
+        kept = torch.zeros(len(order), dtype=torch.bool)
+        kept[order[size[order].cumsum(0) <= cache_bytes]] = True
+        for (name, all_of_it), chosen in zip(wanted.items(), kept.split([len(each) for each in wanted.values()])):
+            cached = all_of_it[chosen].sort().values
+            self._cached[name] = cached, self._fetch(name, "x", cached)
         self.asked = 0
 
     def hops(self, seeds: Sequence[int], replace: bool) -> Callable[[EdgeType, Tensor, int], Neighbors]:
@@ -119,31 +164,37 @@ class GraphStore:
             seeds: of the random numbers for the batch of each rank: who answers draws what the asking rank would.
             replace: draw with replacement.
         """
+        numbers = {kind: number for number, kind in enumerate(self.types.edges)}
 
         def hop(kind: EdgeType, targets: Tensor, fanout: int) -> Neighbors:
-            return self._neighbors(targets, fanout, seeds, replace)
+            return self._neighbors(
+                kind, targets, fanout, [seed_of_type(seed, numbers[kind]) for seed in seeds], replace
+            )
 
         return hop
 
-    def _neighbors(self, targets: Tensor, fanout: int, seeds: Sequence[int], replace: bool) -> Neighbors:
+    def _neighbors(
+        self, kind: EdgeType, targets: Tensor, fanout: int, seeds: Sequence[int], replace: bool
+    ) -> Neighbors:
         seed = seeds[self._world.rank]
-        owner = _owners(targets % int(self._cut.offsets[-1]), self._cut.offsets)
+        offsets = self._offsets[kind[2]]
+        owner = _owners(targets % int(offsets[-1]), offsets)
         order = torch.argsort(owner, stable=True)
         by_rank = targets[order].split(torch.bincount(owner, minlength=self._world.size).tolist())
-        found = self._answers(by_rank, fanout, seeds, replace)
-        for rank, part in self._parts.items():
+        found = self._answers(kind, by_rank, fanout, seeds, replace)
+        for rank, part in self._parts[kind].items():
             found[rank] = part.neighbors(by_rank[rank], fanout, seed, replace)
         return _stitched([found[rank] for rank in range(self._world.size)], order)
 
     def _answers(
-        self, by_rank: Sequence[Tensor], fanout: int, seeds: Sequence[int], replace: bool
+        self, kind: EdgeType, by_rank: Sequence[Tensor], fanout: int, seeds: Sequence[int], replace: bool
     ) -> dict[int, Neighbors]:
         """Asks the ranks of other machines, and answers theirs."""
         if self.requests is None:
             return {}
         nothing = by_rank[0][:0]
         questions = self.requests.exchange([nothing if near else targets for near, targets in zip(self._near, by_rank)])
-        own = self._parts[self._world.rank]
+        own = self._parts[kind][self._world.rank]
         answers = [own.neighbors(targets, fanout, seeds[peer], replace) for peer, targets in enumerate(questions)]
         counts = self.requests.exchange([answer.counts for answer in answers])
         ends = self.requests.exchange([torch.stack([answer.sources, answer.edges], 1) for answer in answers])
@@ -152,31 +203,27 @@ class GraphStore:
             found[peer] = Neighbors(_bounds(count), edges[:, 0], edges[:, 1])
         return found
 
-    def nodes(self, name: str, ids: Tensor) -> Tensor:
-        """Returns the rows of nodes, ``[n, ...]``, of one of `node_names`."""
-        if name != "x" or not len(self._cached):
-            return self._fetch("node", name, ids)
-        place = torch.searchsorted(self._cached, ids).clamp(max=len(self._cached) - 1)
-        hit = self._cached[place] == ids
+    def rows(self, kind: NodeType | EdgeType, name: str, ids: Tensor) -> Tensor:
+        """Returns the rows of nodes, or edges, of a type, ``[n, ...]``, of one of its :meth:`names`."""
+        if name != "x" or not isinstance(kind, str) or kind not in self._cached or not len(self._cached[kind][0]):
+            return self._fetch(kind, name, ids)
+        cached, cache = self._cached[kind]
+        place = torch.searchsorted(cached, ids).clamp(max=len(cached) - 1)
+        hit = cached[place] == ids
         self.hits += int(hit.sum())
         self.asked += int(hit.sum())
-        rows = self._fetch("node", name, ids[~hit])
+        rows = self._fetch(kind, name, ids[~hit])
         out = rows.new_empty((len(ids), *rows.shape[1:]))
-        out[~hit], out[hit] = rows, self._cache[place[hit]]
+        out[~hit], out[hit] = rows, cache[place[hit]]
         return out
 
-    def edges(self, name: str, ids: Tensor) -> Tensor:
-        """Returns the rows of edges, ``[n, ...]``, of one of `edge_names`."""
-        return self._fetch("edge", name, ids)
-
-    def _fetch(self, kind: str, name: str, ids: Tensor) -> Tensor:
-        values = self._cut.attributes[kind][name]
+    def _fetch(self, kind: NodeType | EdgeType, name: str, ids: Tensor) -> Tensor:
+        values = self._cut.attributes[self.types.key(kind)][name]
         if self.requests is None:
             return torch.index_select(values, 0, ids)
-        offsets = self._cut.offsets if kind == "node" else self._cut.edge_offsets
-        owner = _owners(ids, offsets)
+        owner = _owners(ids, self._offsets[kind])
         far = ~torch.tensor(self._near)[owner]
-        if kind == "node" and name == "x":
+        if isinstance(kind, str) and name == "x":
             self.asked += int(far.sum())
         order = torch.argsort(torch.where(far, owner, self._world.size), stable=True)
         counts = torch.bincount(owner[far], minlength=self._world.size).tolist()
@@ -187,14 +234,6 @@ class GraphStore:
         here = order[sum(counts) :]
         out[here] = torch.index_select(values, 0, ids[here])
         return out
-
-    def beside(self) -> GraphStore:
-        """Returns a store of the same parts for another thread, with counts and a way to ask of its own; all ranks call it."""
-        other = copy.copy(self)
-        other.asked = other.hits = 0
-        if self.requests is not None:
-            other.requests = Requests(self._world)
-        return other
 
     def take_counts(self) -> tuple[int, int, int]:
         """Returns rows asked for, hits, and bytes received from other machines since the last call."""

@@ -62,9 +62,16 @@ def partition(arguments: Sequence[str]) -> None:
 
 def _report(folder: Path, columns: int | None) -> Iterator[Any]:
     manifest = read_manifest(folder)
+    report = manifest["report"]
+    if manifest["types"] is not None:
+        cut = EdgeCutReport.from_dict(report)
+        yield cut.table()
+        yield cut.table_of_types()
+        yield f"{report['method']}, balance: {report['balance']}"
+        yield str(Locality(**manifest["locality"]))
+        return
     x = np.load(folder / "node.x.npy", mmap_mode="r")
     width = columns or x.shape[1]
-    report = manifest["report"]
     if manifest["layout"]["kind"] == "vertex_cut":
         yield VertexCutReport.from_dict(report).table()
         yield f"{report['method']}; a row of {width:,} columns, {x.dtype}, has {width * x.itemsize:,} bytes"

@@ -164,6 +164,10 @@ def plan(arguments: Sequence[str]) -> None:
         with working(Console(stderr=True), f"Loading the graph in {cli.layout.parts} parts, and planning"):
             data.prepare_for(cli.layout)
             cut = data.stored_cut()
+            if cut.types.is_hetero:
+                raise ValueError(
+                    "plan tells what layers exchange; a graph with types is trained on samples (docs/sampling.md)."
+                )
             x = cut.attributes["node"]["x"]
             work = Workload(
                 Relation.from_halos(cut.halos, cut.offsets),

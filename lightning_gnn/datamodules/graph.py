@@ -12,21 +12,24 @@ import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from numbers import Integral
 from pathlib import Path
 from typing import Any, TypeAlias
 
 import lightning as L
 import numpy as np
+import torch
 from filelock import FileLock, Timeout
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import Tensor
-from torch_geometric.data import Data
+from torch_geometric.data import Data, HeteroData
 from typing_extensions import override
 
 from lightning_gnn.comm.group import World
-from lightning_gnn.datamodules.shards import Cut, Shard, whole_graph
+from lightning_gnn.datamodules.hetero import NO_TYPES, JoinedGraph, input_type_of, prepare_hetero
+from lightning_gnn.datamodules.shards import Cut, Shard, whole_graph, whole_graph_with_types
 from lightning_gnn.datamodules.sources import (
     EDGE_MASKS,
     MASKS,
@@ -50,12 +53,13 @@ from lightning_gnn.datamodules.store import (
     write_store,
     writing,
 )
-from lightning_gnn.nn.embedding import embeddings_of
+from lightning_gnn.nn.embedding import DistributedEmbedding, embeddings_of
 from lightning_gnn.partition import assign_nodes
 from lightning_gnn.partition.edge_cut import checked_method
 from lightning_gnn.partition.layout import LayoutSpec
+from lightning_gnn.partition.types import Types
 from lightning_gnn.partition.vertex_cut import assign_edges
-from lightning_gnn.sampling.neighbors import check_batches
+from lightning_gnn.sampling.neighbors import checked_batches
 
 Partition: TypeAlias = str | Sequence[int] | np.ndarray | Tensor
 
@@ -64,15 +68,19 @@ STAGE_MASKS = {"fit": "train_mask", "validate": "val_mask", "test": "test_mask"}
 
 
 class OneBatch:
-    """The loader of a full-graph scheme: one batch an epoch, the rank's part of the graph."""
+    """The loader of a full-graph scheme: one batch an epoch, the rank's part of the graph.
 
-    def __init__(self, batch: Data) -> None:
+    Args:
+        batch: the part; in prediction with types, the loader whose batches are predicted one after the other.
+    """
+
+    def __init__(self, batch: Any) -> None:
         self.batch = batch
 
     def __len__(self) -> int:
         return 1
 
-    def __iter__(self) -> Iterator[Data]:
+    def __iter__(self) -> Iterator[Any]:
         # A shallow copy: a step may set attributes on its batch without changing the next epoch's.
         yield copy.copy(self.batch)
 
@@ -83,8 +91,8 @@ class GraphDataModule(L.LightningDataModule):
     Partitioned once per machine: the result is stored and memory-mapped by all ranks, and found again in later runs.
 
     Args:
-        source: a PyG dataset with one graph, a ``Data``, a callable that returns either, or its dotted path, e.g.
-            ``"torch_geometric.datasets.Planetoid"``. A dataset or ``Data`` is in the memory of every rank that builds
+        source: a PyG dataset with one graph, a ``Data`` or ``HeteroData``, a callable that returns one of these, or its dotted
+            path, e.g. ``"torch_geometric.datasets.Planetoid"``. A dataset or ``Data`` is in the memory of every rank that builds
             it; a dotted path is loaded only where it must be partitioned, in a process of its own.
         source_args: keyword arguments of a callable or dotted path; numbers, strings, lists and dicts.
         split: fractions of training, validation and test nodes, ``(0.6, 0.2, 0.2)``, for a random split of the labelled
@@ -93,6 +101,7 @@ class GraphDataModule(L.LightningDataModule):
         partition: ``"metis"``, ``"random"``, ``"contiguous"`` (ranges of the graph's own order), or the rank of every node,
             ``[N]``. By default what suits the strategy, in most cases METIS.
         seed: of the random split and of the partitioner.
+        input_type: of a ``HeteroData``, the node type whose nodes are predicted; by default the one that has a ``train_mask``.
         store: folder for partitioned graphs; default ``$LIGHTNING_GNN_STORE`` or ``~/.cache/lightning_gnn``.
         fanouts, batch_size: of mini-batches, for a strategy that trains on samples, see
             :class:`~lightning_gnn.SamplingStrategy`; by default what the strategy says.
@@ -106,6 +115,8 @@ class GraphDataModule(L.LightningDataModule):
     or edge. The batch of a step is a PyG ``Data``: ``x [N, F]``, ``edge_index [2, E]`` (local ids), ``y``,
     ``train_mask``, ``val_mask``, ``test_mask``, ``n_id [N]`` (original ids), ``num_owned`` (N). A graph whose links are to be
     predicted has ``edge_train_mask``, ``edge_val_mask``, ``edge_test_mask`` (bool ``[E]``) and needs none of nodes.
+
+    A ``HeteroData`` is for ``sampling``, whose batches are ``HeteroData``, and for one device.
     """
 
     def __init__(
@@ -117,11 +128,12 @@ class GraphDataModule(L.LightningDataModule):
         partition: Partition | None = None,
         seed: int = 0,
         store: str | os.PathLike[str] | None = None,
-        fanouts: Sequence[int] | None = None,
+        fanouts: Sequence[int] | Mapping[Any, Sequence[int]] | None = None,
         batch_size: int | None = None,
+        input_type: str | None = None,
     ) -> None:
         super().__init__()
-        check_batches(fanouts, batch_size)
+        self.fanouts, self.batch_size = checked_batches(fanouts, batch_size), batch_size
         if not isinstance(source_args or {}, Mapping):
             raise ValueError(f"source_args must be a dict of keyword arguments (got {source_args!r}).")
         for name, number in (("split_column", split_column), ("seed", seed)):
@@ -129,10 +141,9 @@ class GraphDataModule(L.LightningDataModule):
                 raise ValueError(f"{name} must be an integer of at least 0 (got {number!r}).")
         self.source, self.source_args = source, source_args
         self.split = None if split is None else checked_fractions(split)
-        self.split_column, self.seed = int(split_column), int(seed)
+        self.split_column, self.seed, self.input_type = int(split_column), int(seed), input_type
         self.partition = None if partition is None else checked_method(partition)
         self.store = Path(store) if store is not None else default_root()
-        self.fanouts, self.batch_size = None if fanouts is None else list(fanouts), batch_size
         self.predicting = False
         self._folder: str | None = None
         self._prepared: LayoutSpec | None = None
@@ -173,8 +184,9 @@ class GraphDataModule(L.LightningDataModule):
 
     @property
     def num_features(self) -> int:
-        """Columns of ``x``; there from ``setup`` on."""
-        return self.shard.batch.x.size(1)
+        """Columns of ``x``, of the input type if there are types; there from ``setup`` on."""
+        types, batch = self.shard.types, self.shard.batch
+        return (batch[types.input_type] if types.is_hetero else batch).x.size(1)
 
     # Lightning's hooks ########################################################
 
@@ -206,11 +218,13 @@ class GraphDataModule(L.LightningDataModule):
             self._check_sampled()
         layout = self._layout()
         if layout.kind == "whole":
-            self._shard = whole_graph(self.load())
+            data = self.load()
+            hetero = isinstance(data, HeteroData)
+            self._shard = whole_graph_with_types(data, self._input_type(data)) if hetero else whole_graph(data)
         else:
             self._shard = self._read_shard(layout)
         if self.trainer is not None and self.trainer.lightning_module is not None:
-            embeddings_of(self.trainer.lightning_module, sum(self._shard.counts))
+            check_fits(self.trainer.lightning_module, self._shard.types)
         if stage not in STAGE_MASKS:
             return
         mask = self._counted(STAGE_MASKS[stage])
@@ -230,7 +244,7 @@ class GraphDataModule(L.LightningDataModule):
         given = {"fanouts": self.fanouts, "batch_size": self.batch_size}
         told = ", ".join(f"{name}={value}" for name, value in given.items() if value is not None)
         strategy = getattr(self.trainer, "strategy", None)
-        if told and strategy is not None and not hasattr(strategy, "training_batches"):
+        if told and strategy is not None and not hasattr(strategy, "batches"):
             raise ValueError(
                 f"GraphDataModule({told}) asks for mini-batches, but {type(strategy).__name__} trains on the whole graph at "
                 'once. Use Trainer(strategy="sampling"), or leave it out.'
@@ -256,18 +270,24 @@ class GraphDataModule(L.LightningDataModule):
         return shard
 
     def train_dataloader(self) -> Any:
-        batches = getattr(getattr(self.trainer, "strategy", None), "training_batches", None)
-        return OneBatch(self.shard.batch) if batches is None else batches(self)
+        return self._batches("train_mask")
 
-    def val_dataloader(self) -> OneBatch | list[Any]:
+    def val_dataloader(self) -> Any:
         # No validation nodes: no validation, rather than a mean over nothing.
-        return OneBatch(self.shard.batch) if sum(self.shard.mask_counts[self._counted("val_mask")]) else []
+        return self._batches("val_mask") if sum(self.shard.mask_counts[self._counted("val_mask")]) else []
 
-    def test_dataloader(self) -> OneBatch:
-        return OneBatch(self.shard.batch)
+    def test_dataloader(self) -> Any:
+        return self._batches("test_mask")
 
     def predict_dataloader(self) -> OneBatch:
-        return OneBatch(self.shard.batch)
+        batches = self._batches(None)
+        return batches if isinstance(batches, OneBatch) else OneBatch(batches)
+
+    def _batches(self, mask: str | None) -> Any:
+        """Returns the strategy's loader of mini-batches whose seeds are in a mask, None for all nodes; else the one batch."""
+        batches = getattr(getattr(self.trainer, "strategy", None), "batches", None)
+        found = None if batches is None else batches(self, mask)
+        return OneBatch(self.shard.batch) if found is None else found
 
     # Loading and partitioning #################################################
 
@@ -275,11 +295,20 @@ class GraphDataModule(L.LightningDataModule):
         """Returns whether the graph is predicted on only, and may have neither masks nor labels."""
         return self.predicting or getattr(getattr(self.trainer, "state", None), "fn", None) == TrainerFn.PREDICTING
 
-    def load(self) -> Data:
+    def load(self) -> Data | HeteroData:
         """Returns the whole graph, checked, with boolean masks."""
         data, index_split = load_source(self.source, self.source_args)
         needed = not self._predicts()
+        if isinstance(data, HeteroData):
+            return prepare_hetero(data, self.input_type, self.split, self.split_column, self.seed, needed)
+        if self.input_type is not None:
+            raise ValueError(
+                f"input_type={self.input_type!r} is of a HeteroData, but the graph has no types. Leave it out."
+            )
         return prepare_graph(data, index_split, self.split, self.split_column, self.seed, masks_needed=needed)
+
+    def _input_type(self, data: HeteroData) -> str:
+        return input_type_of(data, self.input_type)
 
     def stored_cut(self) -> Cut:
         """Returns the graph as it has been cut; there after :meth:`prepare_for`."""
@@ -308,7 +337,7 @@ class GraphDataModule(L.LightningDataModule):
 
     def _options(self, layout: LayoutSpec) -> list[Any]:
         """Returns what decides the stored form of a graph, beside the graph."""
-        return [layout.stored.as_dict(), self._partition_key(layout), self.seed, FORMAT]
+        return [layout.stored.as_dict(), self._partition_key(layout), self.seed, self.input_type, FORMAT]
 
     def _description_key(self, layout: LayoutSpec) -> str | None:
         """Returns a key for a source given by its path, without loading it; None for other sources."""
@@ -319,6 +348,9 @@ class GraphDataModule(L.LightningDataModule):
     def build(self, layout: LayoutSpec) -> str:
         """Loads and partitions the graph in this process, unless the store holds it; returns the folder's name."""
         data = self.load()
+        hetero = isinstance(data, HeteroData)
+        if hetero and not layout.takes_types:
+            raise ValueError(NO_TYPES)
         digest = hashlib.blake2b(
             json.dumps([graph_key(data), self._options(layout)]).encode(), digest_size=12
         ).hexdigest()
@@ -332,18 +364,27 @@ class GraphDataModule(L.LightningDataModule):
             began = time.perf_counter()
             part, holders, report = self._assigned(data, layout)
             seconds = time.perf_counter() - began
-            write_store(folder, data, part, layout.stored, {**report, "seconds": seconds}, holders)
+            input_type = self._input_type(data) if hetero else None
+            write_store(folder, data, part, layout.stored, {**report, "seconds": seconds}, holders, input_type)
             rank_zero_info(
-                f"Partitioned {data.x.size(0):,} nodes and {data.edge_index.size(1):,} edges into {layout.parts} parts "
+                f"Partitioned {data.num_nodes:,} nodes and {data.num_edges:,} edges into {layout.parts} parts "
                 f"({report['method']}) in {seconds:.1f} s; kept in {folder}"
             )
         return name
 
-    def _assigned(self, data: Data, layout: LayoutSpec) -> tuple[np.ndarray, np.ndarray | None, dict[str, Any]]:
+    def _assigned(
+        self, data: Data | HeteroData, layout: LayoutSpec
+    ) -> tuple[np.ndarray, np.ndarray | None, dict[str, Any]]:
         """Returns the owner of each node, the rank of each edge in a vertex cut, and a report."""
         method = self._method(layout)
-        edge_index, num_nodes = data.edge_index.numpy(), data.x.size(0)
-        masks = {mask: _labelled_mask(data, mask) for mask in MASKS if num_labelled(data.get("y"), data[mask])}
+        joined = JoinedGraph.of(data)
+        edge_index, num_nodes = joined.edge_index, joined.num_nodes
+        predicted: Any = data[self._input_type(data)] if isinstance(data, HeteroData) else data
+        masks = {
+            mask: _labelled_mask(predicted, mask) for mask in MASKS if num_labelled(predicted.get("y"), predicted[mask])
+        }
+        if isinstance(data, HeteroData):
+            masks = {name: joined.among_nodes(mask, self._input_type(data)) for name, mask in masks.items()}
         if layout.kind == "vertex_cut":
             edges = assign_edges(
                 edge_index,
@@ -359,7 +400,8 @@ class GraphDataModule(L.LightningDataModule):
         nodes = assign_nodes(
             edge_index, num_nodes, layout.parts, method, seed=self.seed, masks=masks, groups=layout.groups
         )
-        return nodes.part, None, {**nodes.report.as_dict(), "method": nodes.method, "balance": nodes.balance}
+        report = replace(nodes.report, types=joined.types_per_part(nodes.part, layout.parts))
+        return nodes.part, None, {**report.as_dict(), "method": nodes.method, "balance": nodes.balance}
 
     def _build_in_subprocess(self, layout: LayoutSpec) -> str:
         """Runs :meth:`build` in a process of its own, whose memory is given back when it is done."""
@@ -371,6 +413,7 @@ class GraphDataModule(L.LightningDataModule):
             "partition": self.partition,
             "seed": self.seed,
             "store": str(self.store),
+            "input_type": self.input_type,
         }
         done = subprocess.run(
             [sys.executable, "-m", "lightning_gnn.datamodules.build"],
@@ -409,8 +452,8 @@ class GraphDataModule(L.LightningDataModule):
         folder = text.partition(" ")[0]
         if text != _note(key, folder) or not (self.store / folder / "manifest.json").exists():
             return None
-        read_manifest(self.store / folder, layout)
-        return folder
+        types = read_manifest(self.store / folder, layout)["types"]
+        return folder if types is None or layout.takes_types else None  # loaded again, and refused
 
     @contextmanager
     def _lock(self, name: str) -> Iterator[None]:
@@ -435,6 +478,28 @@ class GraphDataModule(L.LightningDataModule):
             lock.release()
 
 
+def check_fits(module: torch.nn.Module, types: Types) -> None:
+    """Raises ValueError for a module that cannot be trained on a graph of these types."""
+    if not types.is_hetero:
+        embeddings_of(module, types.total(types.input_type))
+        return
+    name = type(module).__name__
+    if not getattr(module, "takes_types", True):
+        raise ValueError(
+            f"{name} calls model(x, edge_index) and takes graphs of one type. For a HeteroData write a LightningModule, whose "
+            "steps get batch.x_dict and batch.edge_index_dict (docs/sampling.md has one)."
+        )
+    if getattr(module, "predicts_edges", False):
+        raise ValueError(
+            f"{name} predicts edges, which is for graphs of one type; of a HeteroData, nodes are predicted."
+        )
+    if any(isinstance(each, DistributedEmbedding) for each in module.modules()):
+        raise ValueError(
+            f"{name} has a DistributedEmbedding, which is for graphs of one type. Use torch.nn.Embedding for the nodes of a "
+            "type, embedding(batch['author'].n_id)."
+        )
+
+
 def _raise_together(world: World, failure: Exception | None, what: str) -> None:
     """Raises on all ranks where one has a failure: they would wait for each other."""
     failures = world.all_gather_object(failure and f"{type(failure).__name__}: {failure}")
@@ -450,7 +515,7 @@ def _note(key: str, folder: str) -> str:
     return f"{folder} {hashlib.blake2b(f'{key} {folder}'.encode(), digest_size=8).hexdigest()}"
 
 
-def _labelled_mask(data: Data, name: str) -> np.ndarray:
+def _labelled_mask(data: Any, name: str) -> np.ndarray:
     y = data.get("y")
     mask = data[name]
     return (mask if y is None else mask & is_labelled(y)).numpy()

@@ -13,13 +13,15 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
-from torch_geometric.data import Data
+from torch_geometric.data import Data, HeteroData
+from torch_geometric.typing import EdgeType, NodeType
 
 from lightning_gnn.datamodules.sources import EDGE_MASKS, MASKS, num_classes, num_labelled
 from lightning_gnn.partition.layout import LayoutSpec, Replicas
 from lightning_gnn.partition.locality import local_relabelling
 from lightning_gnn.partition.replicas import hold
 from lightning_gnn.partition.shard import HaloPlan, Ids, Relabelling, edge_cut_parts, halo_plan
+from lightning_gnn.partition.types import Types
 
 
 @dataclass(frozen=True)
@@ -30,22 +32,24 @@ class Shard:
         batch: its rows, owned ones first and replicas behind them; ``edge_index`` in local ids, halo rows behind these;
             ``n_id`` and ``e_id``, the original ids of its nodes and edges; ``num_owned``; boolean masks of nodes, False for
             replicas. Masks of edges are as in the graph: edges of replicas, whose targets are none of the owned rows, carry
-            messages, too.
+            messages, too. With types, a ``HeteroData`` of what the owned nodes and their in-edges have, without
+            ``edge_index``: steps look at samples.
         plan: the rows to exchange.
         halos: ids of the halo rows of each rank, ascending, int64 ``[H]`` each: what a planner needs. Ids number the rows of
             rank 0, then those of rank 1, and so on.
         n_id, e_id: original ids of all ranks' nodes and edges in rank order, int64 ``[N]`` and ``[E]``, without replicas.
         counts, edge_counts: owned rows and their edges of each rank.
         rows, edges: the same with replicas: of each rank's batch.
-        mask_counts: by mask, the labelled rows of each rank in it: the weights of a mean loss; of masks of edges, if there are
-            any, its edges.
+        mask_counts: by mask, the labelled rows of each rank in it, of the input type if there are types: the weights of a mean
+            loss; of masks of edges, if there are any, its edges.
         num_classes: of the whole graph's labels.
+        types: how many nodes and edges of each type each rank owns.
         digest: of the node assignment; equal on all ranks that hold parts of the same cut.
         report: partition quality, for logs.
         holders: of a vertex cut, the rank that computes each edge of the batch, ``[E_r]``; None where its target's owner does.
     """
 
-    batch: Data
+    batch: Data | HeteroData
     plan: HaloPlan
     halos: tuple[np.ndarray, ...]
     n_id: Tensor
@@ -56,6 +60,7 @@ class Shard:
     edges: tuple[int, ...]
     mask_counts: Mapping[str, tuple[int, ...]]
     num_classes: int
+    types: Types
     digest: str
     report: Mapping[str, Any]
     holders: Tensor | None = None
@@ -79,10 +84,12 @@ class Cut:
         offsets, edge_offsets: first node and first edge of each rank and the end, ``[P + 1]``, in relabelled order.
         edge_index_of: of a rank, its edges in local ids, owned rows first and its halo behind them, int64 ``[2, E_r]``.
         halos: of each rank, relabelled ids, ascending.
-        n_id, e_id: original ids in relabelled order, int64 ``[N]`` and ``[E]``.
-        attributes: tensors by name; per ``"node"`` and ``"edge"`` in relabelled order, of the ``"graph"`` as they are.
+        n_id, e_id: original ids in relabelled order, int64 ``[N]`` and ``[E]``; with types, those of one type after those of
+            the other, see :meth:`ids_of`.
+        attributes: tensors by name; per ``"node"`` and ``"edge"`` in relabelled order, of the ``"graph"`` as they are. With
+            types, by the keys of these, each in the order of its type's ids.
         scalars: what is no tensor.
-        mask_counts, num_classes, digest, report: see :class:`Shard`.
+        mask_counts, num_classes, types, digest, report: see :class:`Shard`.
         holders: of a vertex cut, the rank that computes each edge, int16 ``[E]`` in relabelled order.
     """
 
@@ -96,9 +103,14 @@ class Cut:
     scalars: Mapping[str, Any]
     mask_counts: Mapping[str, tuple[int, ...]]
     num_classes: int
+    types: Types
     digest: str
     report: Mapping[str, Any]
     holders: Tensor | None = None
+
+    def ids_of(self, kind: NodeType | EdgeType) -> Tensor:
+        """Returns the original ids of a type's nodes, or edges, in relabelled order."""
+        return (self.n_id if isinstance(kind, str) else self.e_id)[self.types.place(kind)]
 
     def edge_index(self) -> Ids:
         """Returns all edges in relabelled ids and order, int64 ``[2, E]``."""
@@ -134,6 +146,8 @@ class Cut:
 
     def shard(self, rank: int, replicas: Replicas | None = None) -> Shard:
         """Returns what `rank` holds; of replicas, copies."""
+        if self.types.is_hetero:
+            return self._shard_with_types(rank)
         halos, offsets = self.halos, self.offsets
         owned = slice(*offsets[rank : rank + 2])
         nodes: Any = owned
@@ -172,9 +186,36 @@ class Cut:
             edges=tuple(num_edges.tolist()),
             mask_counts=self.mask_counts,
             num_classes=self.num_classes,
+            types=self.types,
             digest=self.digest,
             report=self.report,
             holders=None if self.holders is None else self.holders[edges],
+        )
+
+    def _shard_with_types(self, rank: int) -> Shard:
+        """Returns what the nodes and edges of `rank` have; nothing is copied out of the store."""
+        types, batch = self.types, HeteroData()
+        for kind in (*types.nodes, *types.edges):
+            rows, into = slice(*types.offsets(kind)[rank : rank + 2]), batch[kind]
+            for name, value in self.attributes[types.key(kind)].items():
+                into[name] = value[rows]
+            into["n_id" if isinstance(kind, str) else "e_id"] = self.ids_of(kind)[rows]
+        counts, edge_counts = (tuple(np.diff(each).tolist()) for each in (self.offsets, self.edge_offsets))
+        return Shard(
+            batch=batch,
+            plan=halo_plan(rank, self.offsets, self.halos),
+            halos=self.halos,
+            n_id=self.n_id,
+            e_id=self.e_id,
+            counts=counts,
+            edge_counts=edge_counts,
+            rows=counts,
+            edges=edge_counts,
+            mask_counts=self.mask_counts,
+            num_classes=self.num_classes,
+            types=types,
+            digest=self.digest,
+            report=self.report,
         )
 
 
@@ -214,6 +255,7 @@ def cut_graph(data: Data, part: np.ndarray, num_parts: int, holders: np.ndarray 
             for name, counts in mask_counts(data, relabelling, [piece.edge_ids for piece in pieces]).items()
         },
         num_classes=num_classes(data.get("y")),
+        types=Types.none(np.diff(relabelling.offsets), np.array([len(piece.edge_ids) for piece in pieces])),
         digest="",
         report={},
         holders=None if holders is None else torch.from_numpy(holders.astype(np.int16))[e_id],
@@ -248,6 +290,39 @@ def whole_graph(data: Data) -> Shard:
             **{name: (int(batch[name].sum()),) for name in EDGE_MASKS if name in batch},
         },
         num_classes=num_classes(batch.get("y")),
+        types=Types.none(np.array(counts), np.array(edge_counts)),
+        digest="",
+        report={},
+    )
+
+
+def whole_graph_with_types(data: HeteroData, input_type: NodeType) -> Shard:
+    """Returns the whole graph as the only rank's shard; its nodes and edges know their ids."""
+    batch = data.clone()
+    for name in batch.node_types:
+        batch[name].n_id = torch.arange(batch[name].num_nodes)
+    for kind in batch.edge_types:
+        batch[kind].e_id = torch.arange(batch[kind].edge_index.size(1))
+    types = Types(
+        {name: np.array([len(batch[name].n_id)]) for name in batch.node_types},
+        {kind: np.array([len(batch[kind].e_id)]) for kind in batch.edge_types},
+        input_type,
+    )
+    counts, edge_counts = ((sum(int(each[0]) for each in of.values()),) for of in (types.nodes, types.edges))
+    y = data[input_type].get("y")
+    return Shard(
+        batch=batch,
+        plan=HaloPlan(*counts, (0,), (np.empty(0, np.int64),)),
+        halos=(np.empty(0, np.int64),),
+        n_id=torch.cat([batch[name].n_id for name in batch.node_types]),
+        e_id=torch.cat([batch[kind].e_id for kind in batch.edge_types]),
+        counts=counts,
+        edge_counts=edge_counts,
+        rows=counts,
+        edges=edge_counts,
+        mask_counts={name: (num_labelled(y, data[input_type][name]),) for name in MASKS},
+        num_classes=num_classes(y),
+        types=types,
         digest="",
         report={},
     )
@@ -258,7 +333,7 @@ def kind_of(data: Data, name: str) -> str:
     return "node" if data.is_node_attr(name) else "edge" if data.is_edge_attr(name) else "graph"
 
 
-def mask_counts(data: Data, relabelling: Relabelling, edge_ids: Sequence[Ids]) -> dict[str, list[int]]:
+def mask_counts(data: Data, relabelling: Relabelling, edge_ids: Sequence[Ids] = ()) -> dict[str, list[int]]:
     """Returns by mask how many labelled nodes of it each part owns; of masks of edges, if there are any, how many edges.
 
     Args:

@@ -14,11 +14,11 @@ from typing import Any, TypeAlias
 import numpy as np
 import torch
 from torch import Tensor
-from torch_geometric.data import Data, Dataset
+from torch_geometric.data import Data, Dataset, HeteroData
 from torch_geometric.data.data import BaseData
 
-Source: TypeAlias = str | Dataset | Data | Callable[..., Any]
-"""A PyG dataset, a ``Data``, a callable that returns either, or the dotted path of one."""
+Source: TypeAlias = str | Dataset | Data | HeteroData | Callable[..., Any]
+"""A PyG dataset, a ``Data``, a ``HeteroData``, a callable that returns one of these, or the dotted path of one."""
 
 MASKS = ("train_mask", "val_mask", "test_mask")
 EDGE_MASKS = tuple(f"edge_{name}" for name in MASKS)
@@ -35,7 +35,9 @@ def counted_mask(mask: str, module: object) -> str:
     return f"edge_{mask}" if getattr(module, "predicts_edges", False) else mask
 
 
-def load_source(source: Source, args: Mapping[str, Any] | None = None) -> tuple[Data, Mapping[str, Any] | None]:
+def load_source(
+    source: Source, args: Mapping[str, Any] | None = None
+) -> tuple[Data | HeteroData, Mapping[str, Any] | None]:
     """Returns the graph of `source` and its index split, if it has one.
 
     Args:
@@ -67,7 +69,7 @@ def load_source(source: Source, args: Mapping[str, Any] | None = None) -> tuple[
             ) from error
     elif args:
         raise ValueError(f"source_args={dict(args)} needs a callable or a dotted path as source (got {described}).")
-    if isinstance(loaded, Data):
+    if isinstance(loaded, (Data, HeteroData)):
         return loaded, None
     is_dataset = hasattr(loaded, "__getitem__") and hasattr(loaded, "__len__")
     graphs = loaded if is_dataset and not isinstance(loaded, (BaseData, Mapping, str)) else [loaded]
@@ -79,10 +81,10 @@ def load_source(source: Source, args: Mapping[str, Any] | None = None) -> tuple[
             f"{described} cannot give its graph: {type(error).__name__}: {error}. Look at dataset[0] and "
             "dataset.get_idx_split(), or give the graph itself, a torch_geometric.data.Data."
         ) from error
-    if len(graphs) and not isinstance(first, Data):
+    if len(graphs) and not isinstance(first, (Data, HeteroData)):
         raise ValueError(
-            f"{described} gives a {type(first).__name__}; GraphDataModule takes homogeneous graphs "
-            "(torch_geometric.data.Data). For a HeteroData, try `.to_homogeneous()`."
+            f"{described} gives a {type(first).__name__}; GraphDataModule takes PyG's graphs, torch_geometric.data.Data or "
+            "HeteroData."
         )
     if len(graphs) != 1:
         raise ValueError(
@@ -130,10 +132,10 @@ def prepare_graph(
             "or apply torch_geometric.transforms.OneHotDegree."
         )
     for name in ("x", "edge_index", "y", "edge_weight", "edge_attr", *MASKS):
-        _check_tensor(name, data.get(name))
-    kept = {name: value for name, value in data.to_dict().items() if _is_kept(name, value)}
+        check_tensor(name, data.get(name))
+    kept = {name: value for name, value in data.to_dict().items() if is_kept(name, value)}
     result = Data(**kept).cpu()
-    result.x = _features(result.x)
+    result.x = features(result.x)
     num_nodes = result.x.size(0)
     if data.to_dict().get("num_nodes", num_nodes) != num_nodes:
         raise ValueError(
@@ -143,19 +145,19 @@ def prepare_graph(
     result.edge_index = checked_edges(result.edge_index, num_nodes)
     for name in ("edge_weight", "edge_attr"):
         if result.get(name) is not None:
-            result[name] = _edge_values(name, result[name], result.edge_index.size(1), result.x.dtype)
+            result[name] = edge_values(name, result[name], result.edge_index.size(1), result.x.dtype)
     if result.get("edge_train_mask") is not None:
         _set_edge_masks(result)
         masks_needed = False
     y = None
     if result.get("y") is not None:
-        y = result.y = _labels(result.y, num_nodes)
-    for name, mask in _masks(result, y, num_nodes, split, fractions, split_column, seed, masks_needed).items():
+        y = result.y = labels(result.y, num_nodes)
+    for name, mask in masks_of(result, y, num_nodes, split, fractions, split_column, seed, masks_needed).items():
         result[name] = mask
     return result
 
 
-def _is_kept(name: str, value: Any) -> bool:
+def is_kept(name: str, value: Any) -> bool:
     """Returns whether an attribute goes with the graph to its ranks; refuses what their files could not hold."""
     if name == "num_nodes":  # the rows of x say it, on every rank its own
         return False
@@ -173,7 +175,7 @@ def _is_kept(name: str, value: Any) -> bool:
     return True
 
 
-def _check_tensor(name: str, value: Any) -> None:
+def check_tensor(name: str, value: Any) -> None:
     if value is not None and not isinstance(value, Tensor):
         raise ValueError(
             f"{name} must be a tensor (got {type(value).__name__}). Convert it: data.{name} = torch.as_tensor(data.{name})."
@@ -184,7 +186,7 @@ def _check_tensor(name: str, value: Any) -> None:
         )
 
 
-def _features(x: Tensor) -> Tensor:
+def features(x: Tensor) -> Tensor:
     """Returns ``x`` floating, ``[N, F]``."""
     if x.dim() != 2 or x.size(1) == 0:
         hint = " A single feature is a column: data.x = data.x.view(-1, 1)." if x.dim() == 1 else ""
@@ -231,7 +233,7 @@ def checked_edges(edge_index: Tensor, num_nodes: int) -> Tensor:
     return edge_index
 
 
-def _edge_values(name: str, values: Tensor, num_edges: int, dtype: torch.dtype) -> Tensor:
+def edge_values(name: str, values: Tensor, num_edges: int, dtype: torch.dtype) -> Tensor:
     """Returns weights ``[E]``, floating, or attributes ``[E]`` or ``[E, D]``."""
     if values.dim() == 0 or values.size(0) != num_edges:
         rows = f"{values.size(0)} rows" if values.dim() else "a single value"
@@ -256,7 +258,7 @@ def _edge_values(name: str, values: Tensor, num_edges: int, dtype: torch.dtype) 
     return values.to(dtype) if name == "edge_weight" and not values.is_floating_point() else values
 
 
-def _labels(y: Tensor, num_nodes: int) -> Tensor:
+def labels(y: Tensor, num_nodes: int) -> Tensor:
     """Returns class labels ``[N]`` as int64; targets ``[N]`` and ``[N, C]`` of other types as they are."""
     if y.dim() == 2 and y.size(1) == 1:  # OGB's [N, 1]
         y = y.view(-1)
@@ -286,7 +288,7 @@ def _labels(y: Tensor, num_nodes: int) -> Tensor:
         return y
     unlabelled = y[bad].isnan()
     if y.dim() == 1 and unlabelled.all() and torch.equal(y.nan_to_num().trunc(), y.nan_to_num()):
-        return _labels(torch.where(y.isnan(), -1, y).long(), num_nodes)  # OGB's nodes without a label
+        return labels(torch.where(y.isnan(), -1, y).long(), num_nodes)  # OGB's nodes without a label
     raise ValueError(
         f"y holds NaN or infinite targets in {len(bad)} of {num_nodes} rows, first in row {bad[0]}. NaN marks a node without "
         "a class only where y is [N] and holds whole numbers. Fill these targets in, and leave the rows out of the masks."
@@ -316,7 +318,7 @@ def _non_finite_rows(values: Tensor) -> Tensor:
     return torch.cat(rows).nonzero().view(-1)
 
 
-def _masks(
+def masks_of(
     data: Data,
     y: Tensor | None,
     num_nodes: int,
@@ -487,16 +489,18 @@ def num_classes(y: Tensor | None) -> int:
     return 0 if y.is_floating_point() else int(y.max()) + 1
 
 
-def graph_key(data: Data) -> str:
+def graph_key(data: Data | HeteroData) -> str:
     """Returns a digest of every tensor of the graph: another graph has another key."""
     digest = hashlib.blake2b(digest_size=16)
-    for name, value in sorted(data.to_dict().items()):
-        if isinstance(value, Tensor):
-            array = value.detach().cpu().contiguous()
-            digest.update(f"{name} {array.dtype} {tuple(array.shape)}".encode())
-            digest.update(array.view(-1).view(torch.uint8).numpy().data)
-        else:
-            digest.update(f"{name} {value!r}".encode())
+    for store in data.stores:
+        digest.update(f"{store._key!r}".encode())
+        for name, value in sorted(store.items()):
+            if isinstance(value, Tensor):
+                array = value.detach().cpu().contiguous()
+                digest.update(f"{name} {array.dtype} {tuple(array.shape)}".encode())
+                digest.update(array.view(-1).view(torch.uint8).numpy().data)
+            else:
+                digest.update(f"{name} {value!r}".encode())
     return digest.hexdigest()
 
 

@@ -2,9 +2,10 @@
 
 ::
 
-    <root>/<name>/manifest.json     format, name, parts, offsets, attributes, report and locality, files, its checksum
+    <root>/<name>/manifest.json     format, name, parts, offsets, types, attributes, report and locality, files, its checksum
     <root>/<name>/node.<name>.npy   node attributes, rows in relabelled order: each part one range, neighbours near
     <root>/<name>/edge.<name>.npy   edge attributes, edges in the order of their targets' rows
+    <root>/<name>/node2.<name>.npy  of a graph with types, what nodes of type 2 have, and so edges; each part one range
     <root>/<name>/part<p>.*.npy     local edge_index, halo
     <root>/<name>/holders.npy       of a vertex cut: the rank that computes each edge, in the order of edge attributes
     <root>/<name>/verified.json     which files have been read and had the manifest's checksums
@@ -34,15 +35,18 @@ from typing import Any, BinaryIO
 import numpy as np
 import torch
 from torch import Tensor
-from torch_geometric.data import Data
+from torch_geometric.data import Data, HeteroData
+from torch_geometric.typing import EdgeType, NodeType
 
+from lightning_gnn.datamodules.hetero import JoinedGraph
 from lightning_gnn.datamodules.shards import Cut, kind_of, mask_counts
 from lightning_gnn.datamodules.sources import num_classes
 from lightning_gnn.partition.layout import LayoutSpec
 from lightning_gnn.partition.locality import Locality, local_relabelling, recent_reads
-from lightning_gnn.partition.shard import Relabelling, edge_cut_parts
+from lightning_gnn.partition.shard import Ids, Relabelling, edge_cut_parts
+from lightning_gnn.partition.types import ONE_TYPE, Types
 
-FORMAT = 7
+FORMAT = 8
 
 
 class StoreError(RuntimeError):
@@ -78,7 +82,7 @@ def writing(root: Path, num_bytes: int | None = None) -> Iterator[None]:
         ) from error
 
 
-def check_space(root: Path, data: Data) -> None:
+def check_space(root: Path, data: Data | HeteroData) -> None:
     """Raises a `StoreError` where the disk of `root`, an existing folder, has no room for the partitioned graph `data`."""
     with writing(root):
         free = shutil.disk_usage(root).free
@@ -86,10 +90,10 @@ def check_space(root: Path, data: Data) -> None:
         raise _disk_full(root, stored_bytes(data))
 
 
-def stored_bytes(data: Data) -> int:
+def stored_bytes(data: Data | HeteroData) -> int:
     """Returns how many bytes a partitioned graph takes at least: its tensors and the ids of nodes and edges, no halos."""
-    tensors = sum(value.nbytes for value in data.to_dict().values() if isinstance(value, Tensor))
-    return tensors + 8 * (data.x.size(0) + data.edge_index.size(1))
+    tensors = sum(value.nbytes for store in data.stores for value in store.values() if isinstance(value, Tensor))
+    return tensors + 8 * (data.num_nodes + data.num_edges)
 
 
 def _disk_full(root: Path, num_bytes: int | None) -> StoreError:
@@ -104,11 +108,12 @@ def _disk_full(root: Path, num_bytes: int | None) -> StoreError:
 
 def write_store(
     folder: Path,
-    data: Data,
+    data: Data | HeteroData,
     part: np.ndarray,
     layout: LayoutSpec,
     report: Mapping[str, Any],
     holders: np.ndarray | None = None,
+    input_type: NodeType | None = None,
 ) -> None:
     """Writes the cut of `data` under `part` to `folder`; the folder appears complete or not at all.
 
@@ -116,11 +121,13 @@ def write_store(
 
     Args:
         folder: must not exist; its parent is created.
-        data: as :func:`~lightning_gnn.datamodules.sources.prepare_graph` returns it.
-        part: owner of each node, ``[N]``, values 0 to ``layout.parts`` - 1.
+        data: as :func:`~lightning_gnn.datamodules.sources.prepare_graph` returns it, or
+            :func:`~lightning_gnn.datamodules.hetero.prepare_hetero`.
+        part: owner of each node, ``[N]``, values 0 to ``layout.parts`` - 1; with types, type after type.
         layout: what it holds.
         report: of its quality, plain values.
         holders: of a vertex cut, the rank that computes each edge, ``[E]``.
+        input_type: of a graph with types, the node type that is predicted.
 
     Raises:
         StoreError: the disk is full, or the folder cannot be written.
@@ -134,7 +141,7 @@ def write_store(
                 stale.unlink()
         scratch = Path(tempfile.mkdtemp(prefix=f".{folder.name}.", dir=folder.parent))
         try:
-            _write(scratch, folder.name, data, part, layout, report, holders)
+            _write(scratch, folder.name, data, part, layout, report, holders, input_type)
             scratch.replace(folder)
         except BaseException:
             shutil.rmtree(scratch, ignore_errors=True)
@@ -164,16 +171,22 @@ def _checksum(file: Path) -> int:
 def _write(
     folder: Path,
     entry: str,
-    data: Data,
+    data: Data | HeteroData,
     part: np.ndarray,
     layout: LayoutSpec,
     report: Mapping[str, Any],
     holders: np.ndarray | None,
+    input_type: NodeType | None,
 ) -> None:
     num_parts = layout.parts
-    edge_index = data.edge_index.numpy()
+    joined = JoinedGraph.of(data)
+    edge_index = joined.edge_index
     began = time.perf_counter()
     relabelling = local_relabelling(edge_index, part, num_parts)
+    if joined.node_type is not None:  # type after type in each part, else as they are
+        rows = relabelling.n_id
+        rows = rows[np.lexsort((joined.node_type[rows], part[rows]))]
+        relabelling = Relabelling(rows, relabelling.offsets)
     seconds = time.perf_counter() - began
     before = recent_reads(edge_index, Relabelling.from_assignment(part, num_parts))
     locality = Locality(before, recent_reads(edge_index, relabelling), seconds)
@@ -185,43 +198,49 @@ def _write(
             np.save(summed, array, allow_pickle=False)  # type: ignore[call-overload]
         files[f"{name}.npy"] = [summed.size, summed.checksum]
 
-    edge_orders, edge_counts = [], []
+    edge_orders = []
     for number, piece in enumerate(edge_cut_parts(edge_index, relabelling)):
-        save(f"part{number}.edge_index", piece.edge_index)
+        kinds = None if joined.edge_type is None else joined.edge_type[piece.edge_ids]
+        order = slice(None) if kinds is None else np.argsort(kinds, kind="stable")
+        save(f"part{number}.edge_index", piece.edge_index[:, order])
         save(f"part{number}.halo", piece.halo)
-        edge_orders.append(piece.edge_ids)
-        edge_counts.append(len(piece.edge_ids))
-    save("n_id", relabelling.n_id)
+        edge_orders.append(piece.edge_ids[order])
 
-    attributes: dict[str, list[str]] = {"node": [], "edge": [], "graph": []}
-    scalars = {}
     edge_order = np.concatenate(edge_orders)
-    save("e_id", edge_order)
+    types, orders = _orders(joined, relabelling, edge_orders, part, input_type)
+    save("n_id", np.concatenate([orders[kind] for kind in types.nodes]))
+    save("e_id", np.concatenate([orders[kind] for kind in types.edges]))
+    attributes: dict[str, list[str]] = {}
+    for kind, order in orders.items():
+        key = types.key(kind)
+        rows_of_kind = _attributes(data, kind)
+        attributes[key] = list(rows_of_kind)
+        for name, value in rows_of_kind.items():
+            save(f"{key}.{name}", value.numpy()[order])
+    scalars = {}
+    if isinstance(data, Data):
+        scalars = {name: value for name, value in data.to_dict().items() if not isinstance(value, Tensor)}
+        of_graph = _of_kind(data, "graph")
+        attributes["graph"] = list(of_graph)
+        for name, value in of_graph.items():
+            save(f"graph.{name}", value.numpy())
     digest = hashlib.blake2b(np.ascontiguousarray(part, dtype=np.int32).data, digest_size=16)
     if holders is not None:
         in_order = holders.astype(np.int16)[edge_order]
         save("holders", in_order)
         digest.update(in_order.data)
-    for name, value in data.to_dict().items():
-        if name == "edge_index":
-            continue
-        if not isinstance(value, Tensor):
-            scalars[name] = value
-            continue
-        kind = kind_of(data, name)
-        array = value.detach().cpu().numpy()
-        order = {"node": relabelling.n_id, "edge": edge_order}.get(kind)
-        save(f"{kind}.{name}", array if order is None else array[order])
-        attributes[kind].append(name)
 
+    predicted: Any = data if input_type is None else Data(**dict(data[input_type].items()))
+    predicted_rows = Relabelling(orders[types.input_type], types.offsets(types.input_type))
     manifest = {
         "format": FORMAT,
         "name": entry,
         "layout": layout.as_dict(),
         "offsets": relabelling.offsets.tolist(),
-        "edge_offsets": np.concatenate([[0], np.cumsum(edge_counts)]).tolist(),
-        "mask_counts": mask_counts(data, relabelling, edge_orders),
-        "num_classes": num_classes(data.get("y")),
+        "edge_offsets": np.cumsum([0, *map(len, edge_orders)]).tolist(),
+        "types": types.as_dict() if types.is_hetero else None,
+        "mask_counts": mask_counts(predicted, predicted_rows, edge_orders),
+        "num_classes": num_classes(predicted.get("y")),
         "digest": digest.hexdigest(),
         "attributes": attributes,
         "scalars": scalars,
@@ -232,6 +251,51 @@ def _write(
     manifest = {**manifest, "checksum": _manifest_checksum(manifest)}
     (folder / "manifest.json").write_text(json.dumps(manifest, indent=1))
     _remember(folder, {name: _seen(folder / name, checksum) for name, (_, checksum) in files.items()})
+
+
+def _orders(
+    joined: JoinedGraph, relabelling: Relabelling, edge_ids: list[Ids], part: np.ndarray, input_type: NodeType | None
+) -> tuple[Types, dict[NodeType | EdgeType, Ids]]:
+    """Returns the types of a graph as it is cut, and by type the original ids of its nodes and edges in relabelled order.
+
+    Args:
+        joined: the graph.
+        relabelling: the order of its nodes.
+        edge_ids: of each part, in order.
+        part: owner of each node.
+        input_type: None for a graph without types.
+    """
+    num_parts, edge_order = len(edge_ids), np.concatenate(edge_ids)
+    if input_type is None:
+        edge_counts = np.array([len(each) for each in edge_ids])
+        types = Types.none(np.diff(relabelling.offsets), edge_counts)
+        return types, {ONE_TYPE[0]: relabelling.n_id, ONE_TYPE: edge_order}
+    assert joined.node_firsts is not None and joined.edge_firsts is not None
+    assert joined.node_type is not None and joined.edge_type is not None
+    owner = np.repeat(np.arange(num_parts), [len(each) for each in edge_ids])
+    orders: dict[NodeType | EdgeType, Ids] = {}
+    nodes, edges = {}, {}
+    for number, (name, first) in enumerate(joined.node_firsts.items()):
+        rows = relabelling.n_id[joined.node_type[relabelling.n_id] == number]
+        orders[name], nodes[name] = rows - first, np.bincount(part[rows], minlength=num_parts)
+    for number, (kind, first) in enumerate(joined.edge_firsts.items()):
+        here = joined.edge_type[edge_order] == number
+        orders[kind], edges[kind] = edge_order[here] - first, np.bincount(owner[here], minlength=num_parts)
+    return Types(nodes, edges, input_type), orders
+
+
+def _attributes(data: Data | HeteroData, kind: NodeType | EdgeType) -> dict[str, Tensor]:
+    """Returns what the nodes, or the edges, of a type have: of all where there are no types."""
+    if isinstance(data, Data):
+        return _of_kind(data, "node" if isinstance(kind, str) else "edge")
+    return {name: value for name, value in data[kind].items() if isinstance(value, Tensor) and name != "edge_index"}
+
+
+def _of_kind(data: Data, kind: str) -> dict[str, Tensor]:
+    found = {
+        name: value for name, value in data.to_dict().items() if isinstance(value, Tensor) and name != "edge_index"
+    }
+    return {name: value.detach().cpu() for name, value in found.items() if kind_of(data, name) == kind}
 
 
 def _manifest_checksum(manifest: Mapping[str, Any]) -> int:
@@ -332,9 +396,11 @@ def read_cut(folder: Path, layout: LayoutSpec | None = None) -> Cut:
         array = load(name)
         return torch.from_numpy(array if array.ndim else np.array(array))
 
+    offsets, edge_offsets = np.asarray(manifest["offsets"]), np.asarray(manifest["edge_offsets"])
+    types = manifest["types"]
     return Cut(
-        offsets=np.asarray(manifest["offsets"]),
-        edge_offsets=np.asarray(manifest["edge_offsets"]),
+        offsets=offsets,
+        edge_offsets=edge_offsets,
         edge_index_of=lambda rank: load(f"part{rank}.edge_index"),
         halos=tuple(load(f"part{part}.halo") for part in range(manifest["layout"]["parts"])),
         n_id=tensor("n_id"),
@@ -345,6 +411,7 @@ def read_cut(folder: Path, layout: LayoutSpec | None = None) -> Cut:
         scalars=manifest["scalars"],
         mask_counts={name: tuple(counts) for name, counts in manifest["mask_counts"].items()},
         num_classes=manifest["num_classes"],
+        types=Types.none(np.diff(offsets), np.diff(edge_offsets)) if types is None else Types.from_dict(types),
         digest=manifest["digest"],
         report=manifest["report"],
         holders=tensor("holders") if "holders.npy" in manifest["files"] else None,

@@ -17,7 +17,10 @@ class GraphModule(L.LightningModule):
 
     Attributes:
         optimizer, lr, weight_decay: see :class:`~lightning_gnn.modules.NodeClassifier`.
+        takes_types: whether its steps take a ``HeteroData``.
     """
+
+    takes_types = False
 
     optimizer: OptimizerCallable | None
     lr: float

@@ -169,7 +169,7 @@ class LinkPredictor(GraphModule):
             raise ValueError("The graph has one node, and so no pair of nodes that could be joined.")
         if self.relations is not None:
             _check_types(data.shard.batch.get("edge_type"), self.relations.num_embeddings)
-        if stage == "fit" and self.negatives == "in_batch" and not hasattr(self.trainer.strategy, "training_batches"):
+        if stage == "fit" and self.negatives == "in_batch" and not hasattr(self.trainer.strategy, "batches"):
             raise ValueError(
                 'negatives="in_batch" are the targets of other edges of a mini-batch, but this strategy trains on the whole '
                 'graph at once. Use negatives="uniform", or Trainer(strategy="sampling").'

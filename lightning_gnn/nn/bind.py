@@ -156,13 +156,9 @@ def _adapter_of(conv: MessagePassing) -> Any:
 
 def check_module(module: torch.nn.Module) -> None:
     """Raises :class:`UnsupportedModelError` naming the first module that is not exact on a part of a graph."""
+    check_columns(module)
     for name, child in module.named_modules():
         where = f"'{name}' ({type(child).__name__})"
-        if any(isinstance(parameter, torch.nn.UninitializedParameter) for parameter in child.parameters(recurse=False)):
-            raise UnsupportedModelError(
-                f"{where} does not know its input columns yet (-1). Give them, or run the model once on one device first: "
-                "model(data.x, data.edge_index)."
-            )
         if isinstance(child, MessagePassing):
             _check_conv(where, child)
         elif isinstance(child, _ACROSS_NODES) and not isinstance(child, tuple(NORMS)):
@@ -178,6 +174,16 @@ def check_module(module: torch.nn.Module) -> None:
             _refuse(where, type(child))
         elif type(child).__module__.startswith("torch_geometric.nn.pool"):
             raise UnsupportedModelError(f"{where} pools over nodes of several ranks, which is not supported.")
+
+
+def check_columns(module: torch.nn.Module) -> None:
+    """Raises :class:`UnsupportedModelError` naming the first layer whose weights have no shape yet."""
+    for name, child in module.named_modules():
+        if any(isinstance(parameter, torch.nn.UninitializedParameter) for parameter in child.parameters(recurse=False)):
+            raise UnsupportedModelError(
+                f"'{name}' ({type(child).__name__}) does not know its input columns yet (-1). Give them, or run the model once "
+                "on one device first: model(data.x, data.edge_index), or model(data.x_dict, data.edge_index_dict)."
+            )
 
 
 def _refuse(where: str, kind: type) -> None:

@@ -38,6 +38,7 @@ class LayoutSpec:
             :func:`~lightning_gnn.partition.vertex_cut.assign_edges`.
         replicas: what ranks hold beside what they own; made when a rank reads its part, the stored cut is the same.
         host_weight: of a vertex cut, what a replica on another machine costs against one in the same, 0 to 1.
+        takes_types: the graph may have node and edge types.
     """
 
     kind: Literal["whole", "edge_cut", "vertex_cut"]
@@ -46,6 +47,7 @@ class LayoutSpec:
     method: str = "metis"
     replicas: Replicas | None = None
     host_weight: float = 0.0
+    takes_types: bool = False
 
     def __post_init__(self) -> None:
         if self.parts < 1:
@@ -58,7 +60,7 @@ class LayoutSpec:
 
     def as_dict(self) -> dict[str, Any]:
         """Returns all but replicas as plain values, for JSON."""
-        names = ("kind", "parts", "groups", "method", "host_weight")
+        names = ("kind", "parts", "groups", "method", "host_weight", "takes_types")
         return {name: getattr(self, name) for name in names}
 
     @classmethod

@@ -25,6 +25,7 @@ class EdgeCutReport:
         halo_rows: distinct nodes of other parts that have an edge into this one: the rows it receives per layer.
         cut_edges: edges between parts, in all.
         masks: labelled nodes of each mask, by its name; empty if none were told of.
+        types: nodes and edges of each type, by its name, of a graph that has types.
     """
 
     nodes: Counts
@@ -32,6 +33,7 @@ class EdgeCutReport:
     halo_rows: Counts
     cut_edges: int
     masks: Mapping[str, Counts] = field(default_factory=dict)
+    types: Mapping[str, Counts] = field(default_factory=dict)
 
     @property
     def node_balance(self) -> float:
@@ -62,8 +64,11 @@ class EdgeCutReport:
     def from_dict(cls, values: Mapping[str, Any]) -> EdgeCutReport:
         """Returns the report that :meth:`as_dict` gave, with or without more keys beside."""
         nodes, edges, halo_rows = (np.asarray(values[name], np.int64) for name in ("nodes", "edges", "halo_rows"))
-        masks = {name: np.asarray(counts, np.int64) for name, counts in values.get("masks", {}).items()}
-        return cls(nodes, edges, halo_rows, values["cut_edges"], masks)
+        masks, types = (
+            {name: np.asarray(counts, np.int64) for name, counts in values.get(key, {}).items()}
+            for key in ("masks", "types")
+        )
+        return cls(nodes, edges, halo_rows, values["cut_edges"], masks, types)
 
     def as_dict(self) -> dict[str, Any]:
         """Returns plain numbers and lists, for JSON."""
@@ -73,6 +78,7 @@ class EdgeCutReport:
             "halo_rows": self.halo_rows.tolist(),
             "cut_edges": self.cut_edges,
             "masks": {name: counts.tolist() for name, counts in self.masks.items()},
+            "types": {name: counts.tolist() for name, counts in self.types.items()},
             "node_balance": self.node_balance,
             "edge_balance": self.edge_balance,
             "predicted_seconds": self.predicted_seconds,
@@ -94,6 +100,16 @@ class EdgeCutReport:
             f"edges between parts {self.cut_edges:,} ({self.cut_fraction:.1%}), replication {self.replication:.2f}, "
             f"heaviest part / average: {', '.join(f'{name} {_balance(each):.2f}' for name, each in balances.items())}"
         )
+        return table
+
+    def table_of_types(self) -> Table:
+        """Returns the nodes and edges of each type in each part, a row per type."""
+        parts = [f"part {part}" for part in range(len(self.nodes))]
+        table = Table("type", *parts, "heaviest / average", title="Types", title_justify="left")
+        for column in table.columns[1:]:
+            column.justify = "right"
+        for name, counts in self.types.items():
+            table.add_row(name, *(f"{count:,}" for count in counts), f"{_balance(counts):.2f}")
         return table
 
 

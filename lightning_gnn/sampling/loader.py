@@ -6,7 +6,7 @@ Source: DistDGL section III-D: sampling and fetching of later batches overlap tr
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from queue import Queue
 from threading import Thread
 from typing import Any
@@ -14,16 +14,17 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
-from torch_geometric.data import Data
-from torch_geometric.sampler import SamplerOutput
+from torch_geometric.data import Data, HeteroData
+from torch_geometric.sampler import HeteroSamplerOutput
+from torch_geometric.typing import EdgeType, NodeType
 from typing_extensions import override
 
 from lightning_gnn.comm.graph_store import GraphStore
 from lightning_gnn.datamodules.sources import MASKS
+from lightning_gnn.partition.types import ONE_TYPE
 from lightning_gnn.sampling.draws import draw_others
 from lightning_gnn.sampling.hops import sample_hops
 from lightning_gnn.sampling.numbering import Numbering
-from lightning_gnn.sampling.sampler import ONE_TYPE, one_type_fanouts, output_of_one_type
 from lightning_gnn.sampling.seeds import SeedBatches
 
 
@@ -32,56 +33,71 @@ class BatchMaker:
 
     Args:
         store: the graph.
-        n_id, e_id: original ids of nodes and edges.
-        fanouts: per hop, the in-edges drawn of each node; -1 for all.
+        fanouts: by edge type, per hop, the in-edges drawn of each node; -1 for all.
         replace, directed: see :class:`~lightning_gnn.sampling.NeighborSampler`.
     """
 
     def __init__(
         self,
         store: GraphStore,
-        n_id: Tensor,
-        e_id: Tensor,
-        fanouts: list[int],
+        fanouts: Mapping[EdgeType, Sequence[int]],
         replace: bool = False,
         directed: bool = True,
     ) -> None:
-        self.store, self._n_id, self._e_id = store, n_id, e_id
-        self._fanouts = one_type_fanouts(fanouts)
+        self.store, self._fanouts = store, fanouts
         self._replace, self._directed = replace, directed
-        self._numbering = Numbering(len(n_id))
+        self._numberings = {name: Numbering(store.types.total(name)) for name in store.types.nodes}
 
-    def make(self, seeds: Tensor, random_seeds: list[int]) -> Data:
+    def make(self, seeds: Tensor, random_seeds: list[int]) -> Data | HeteroData:
         """Returns the batch, as PyG's NeighborLoader gives it, with masks that are true for seeds only.
 
         Args:
-            seeds: ids in the partitioned graph.
+            seeds: ids in the partitioned graph, of the input type where there are types.
             random_seeds: of each rank's batch.
         """
         batch = self._batch(self._sample(seeds, random_seeds))
+        nodes = _part_of(batch, self.store.types.input_type)
         for name in MASKS:
-            batch[name] = torch.arange(len(batch.n_id)) < len(seeds)
-        batch.input_id, batch.batch_size = batch.n_id[: len(seeds)], len(seeds)
+            nodes[name] = torch.arange(len(nodes.n_id)) < len(seeds)
+        nodes.input_id, nodes.batch_size = nodes.n_id[: len(seeds)], len(seeds)
         return batch
 
-    def _sample(self, nodes: Tensor, random_seeds: list[int]) -> SamplerOutput:
+    def _sample(self, nodes: Tensor, random_seeds: list[int]) -> HeteroSamplerOutput:
         """Returns the sampled neighbourhood of distinct nodes, which come first."""
         hop = self.store.hops(random_seeds, self._replace)
-        node = ONE_TYPE[0]
-        return output_of_one_type(
-            sample_hops({node: nodes}, self._fanouts, hop, {node: self._numbering}, self._directed)
-        )
+        seeds = {self.store.types.input_type: nodes}
+        return sample_hops(seeds, self._fanouts, hop, self._numberings, self._directed)
 
-    def _batch(self, out: SamplerOutput) -> Data:
+    def _batch(self, out: HeteroSamplerOutput) -> Data | HeteroData:
         """Returns a neighbourhood with what its nodes and edges have."""
-        batch = Data(edge_index=torch.stack([out.row, out.col]))
-        for name in self.store.node_names:
-            batch[name] = self.store.nodes(name, out.node)
-        for name in self.store.edge_names:
-            batch[name] = self.store.edges(name, out.edge)
-        batch.n_id, batch.e_id = self._n_id[out.node], self._e_id[out.edge]
-        batch.num_sampled_nodes, batch.num_sampled_edges = out.num_sampled_nodes, out.num_sampled_edges
+        store = self.store
+        batch = HeteroData() if store.types.is_hetero else Data()
+        for name in store.types.nodes:  # before edges: a batch has the types in the graph's order
+            _part_of(batch, name).n_id = store.original(name, out.node[name])
+        for kind in store.types.edges:
+            edges = _part_of(batch, kind)
+            edges.edge_index = torch.stack([out.row[kind], out.col[kind]])
+            edges.e_id = store.original(kind, out.edge[kind])
+        for name in store.types.nodes:
+            nodes = _part_of(batch, name)
+            for attribute in store.names(name):
+                nodes[attribute] = store.rows(name, attribute, out.node[name])
+            if out.num_sampled_nodes is not None:
+                nodes.num_sampled_nodes = out.num_sampled_nodes[name]
+            if "x" not in nodes:
+                nodes.num_nodes = len(nodes.n_id)
+        for kind in store.types.edges:
+            edges = _part_of(batch, kind)
+            for attribute in store.names(kind):
+                edges[attribute] = store.rows(kind, attribute, out.edge[kind])
+            if out.num_sampled_edges is not None:
+                edges.num_sampled_edges = out.num_sampled_edges[kind]
         return batch
+
+
+def _part_of(batch: Data | HeteroData, kind: NodeType | EdgeType) -> Any:
+    """Returns where a batch keeps what the nodes, or the edges, of a type have: in itself, where there are no types."""
+    return batch if isinstance(batch, Data) else batch[kind]
 
 
 class EdgeBatchMaker(BatchMaker):
@@ -113,7 +129,7 @@ class EdgeBatchMaker(BatchMaker):
             random_seeds: of each rank's batch.
         """
         source, target = self._ends(seeds)
-        rank, num_nodes = self.store.rank, len(self._n_id)
+        rank, num_nodes = self.store.rank, self.store.types.total(ONE_TYPE[0])
         others = draw_others(seeds, target, self._num_negatives, num_nodes, random_seeds[rank])
         pairs = torch.stack(
             [
@@ -125,21 +141,26 @@ class EdgeBatchMaker(BatchMaker):
         batch = self._batch(_without_pairs(self._sample(nodes, random_seeds), local[:, : len(seeds)]))
         batch.edge_label_index = local
         batch.edge_label = (torch.arange(local.size(1)) < len(seeds)).float()
-        batch.input_id = self._e_id[seeds]
-        if "edge_type" in self.store.edge_names:
-            batch.edge_label_type = self.store.edges("edge_type", seeds)
+        batch.input_id = self.store.original(ONE_TYPE, seeds)
+        if "edge_type" in self.store.names(ONE_TYPE):
+            batch.edge_label_type = self.store.rows(ONE_TYPE, "edge_type", seeds)
         return batch
 
 
-def _without_pairs(out: SamplerOutput, pairs: Tensor) -> SamplerOutput:
-    """Returns a neighbourhood without the edges between some pairs of nodes, in local numbers ``[2, n]``, in either direction."""
-    num = len(out.node)
+def _without_pairs(out: HeteroSamplerOutput, pairs: Tensor) -> HeteroSamplerOutput:
+    """Returns a neighbourhood without the edges between some pairs of nodes, in local numbers ``[2, n]``, in either direction.
+
+    It is one of a graph without types.
+    """
+    num, kind = len(out.node[ONE_TYPE[0]]), ONE_TYPE
     source, target = pairs
     assert out.edge is not None
-    kept = ~torch.isin(out.row * num + out.col, torch.cat([source * num + target, target * num + source]))
+    taken = torch.cat([source * num + target, target * num + source])
+    kept = ~torch.isin(out.row[kind] * num + out.col[kind], taken)
     if out.num_sampled_edges is not None:
-        out.num_sampled_edges = [int(hop.sum()) for hop in kept.split(out.num_sampled_edges)]
-    out.row, out.col, out.edge = out.row[kept], out.col[kept], out.edge[kept]
+        out.num_sampled_edges[kind] = [int(hop.sum()) for hop in kept.split(out.num_sampled_edges[kind])]
+    for values in (out.row, out.col, out.edge):
+        values[kind] = values[kind][kept]
     return out
 
 
@@ -156,7 +177,7 @@ class SampledBatches:
         seeds: of this rank, nodes or edges.
         stand_in: a seed for batches in which this rank has none: a mean over nothing would be nan.
         rank: this one.
-        seed: of all random numbers.
+        seed: of all random numbers; None to leave the seeds in order.
         ahead: batches that are made ahead; 0 makes each when it is asked for.
         epoch: returns the number of the epoch whose batches are asked for.
 
@@ -171,7 +192,7 @@ class SampledBatches:
         seeds: Tensor,
         stand_in: Tensor,
         rank: int,
-        seed: int,
+        seed: int | None,
         ahead: int,
         epoch: Callable[[], int],
     ) -> None:
@@ -180,17 +201,18 @@ class SampledBatches:
         self._seed, self._ahead, self._epoch = seed, ahead, epoch
         self.waited = 0.0
         self._seconds = [0.0] * len(makers)
-        self._running: Generator[Data, None, None] | None = None
+        self._running: Generator[Data | HeteroData, None, None] | None = None
 
     def __len__(self) -> int:
         return self.batches.steps
 
-    def __iter__(self) -> Iterator[Data]:
+    def __iter__(self) -> Iterator[Data | HeteroData]:
         self.close()
         epoch = self._epoch()
-        own = self.batches.of_epoch(self._seeds, self._rank, _mixed(self._seed, epoch, self._rank))
+        order = None if self._seed is None else _mixed(self._seed, epoch, self._rank)
+        own = self.batches.of_epoch(self._seeds, self._rank, order)
 
-        def make(step: int, sampler: int) -> Data:
+        def make(step: int, sampler: int) -> Data | HeteroData:
             began = time.perf_counter()
             try:
                 return self._made(epoch, step, own[step], self.makers[sampler])
@@ -209,9 +231,9 @@ class SampledBatches:
             self._running.close()
         self._running = None
 
-    def _made(self, epoch: int, step: int, seeds: Tensor, maker: BatchMaker) -> Data:
+    def _made(self, epoch: int, step: int, seeds: Tensor, maker: BatchMaker) -> Data | HeteroData:
         counts = self.batches.counts(step)
-        random_seeds = [_mixed(self._seed, epoch, rank, step) for rank in range(len(counts))]
+        random_seeds = [_mixed(self._seed or 0, epoch, rank, step) for rank in range(len(counts))]
         batch = maker.make(seeds if len(seeds) else self._stand_in, random_seeds)
         if "num_seeds" not in batch:  # else what other ranks have is not known before they have made theirs
             batch.seed_counts = counts
@@ -229,8 +251,12 @@ class SampledBatches:
 
 
 def _ahead_of(
-    make: Callable[[int, int], Data], steps: int, ahead: int, samplers: int, waited: Callable[[float], None]
-) -> Generator[Data, None, None]:
+    make: Callable[[int, int], Data | HeteroData],
+    steps: int,
+    ahead: int,
+    samplers: int,
+    waited: Callable[[float], None],
+) -> Generator[Data | HeteroData, None, None]:
     """Yields ``make(step, sampler)`` of all steps in order, made in threads that are `ahead` of who takes them, never more.
 
     Step after step goes to the samplers in turn, so that each makes the same ones on all ranks, in the same order.

@@ -22,12 +22,10 @@ from torch_geometric.typing import EdgeType, NodeType
 from typing_extensions import override
 
 from lightning_gnn.kernels.csr import CSR
+from lightning_gnn.partition.types import ONE_TYPE
 from lightning_gnn.sampling.hops import induced_subgraph, sample_hops
 from lightning_gnn.sampling.neighbors import Neighbors, check_choices, check_fanout, check_ids, sample_neighbors
 from lightning_gnn.sampling.numbering import Numbering
-
-ONE_TYPE: EdgeType = ("node", "to", "node")
-"""The edge type of a graph that has no types."""
 
 
 class NeighborSampler(BaseSampler):
@@ -68,7 +66,7 @@ class NeighborSampler(BaseSampler):
     ):
         self.is_hetero = not isinstance(csr, CSR)
         self.csr: dict[EdgeType, CSR] = {ONE_TYPE: csr} if isinstance(csr, CSR) else dict(csr)
-        self.fanouts = _fanouts_by_type(fanouts, list(self.csr), self.is_hetero)
+        self.fanouts = fanouts_by_type(fanouts, list(self.csr), self.is_hetero)
         self.num_nodes = _num_nodes(self.csr)
         self.replace, self.directed, self.strategy = replace, directed, strategy
         self.weight, self.time = _by_type(weight), _by_type(time)
@@ -180,8 +178,7 @@ class NeighborSampler(BaseSampler):
 
     def _hop(self, kind: EdgeType, targets: Tensor, fanout: int, seed: int, limit: Tensor | None) -> Neighbors:
         source, _, target = kind
-        # Types and hops share numbers of nodes; what a node draws for each must differ.
-        choices: dict[str, Any] = {"seed": seed + 0x9E3779B9 * list(self.csr).index(kind), "keys": targets}
+        choices: dict[str, Any] = {"seed": seed_of_type(seed, list(self.csr).index(kind)), "keys": targets}
         if fanout != -1:
             choices["replace"] = self.replace
         if kind in self.weight:
@@ -264,15 +261,6 @@ def to_batch(
     return batch
 
 
-def one_type_fanouts(fanouts: Sequence[int]) -> dict[EdgeType, list[int]]:
-    """Returns fan-outs of a graph without types by its edge type.
-
-    Raises:
-        ValueError: no fan-outs, or numbers that are none.
-    """
-    return _fanouts_by_type(fanouts, [ONE_TYPE], hetero=False)
-
-
 def output_of_one_type(out: HeteroSamplerOutput) -> SamplerOutput:
     """Returns the output of a graph without types, as PyG has it."""
     node, kind = ONE_TYPE[0], ONE_TYPE
@@ -293,9 +281,24 @@ def _by_type(values: Tensor | Mapping[EdgeType, Tensor] | None) -> dict[EdgeType
     return {ONE_TYPE: values} if isinstance(values, Tensor) else dict(values)
 
 
-def _fanouts_by_type(
+def seed_of_type(seed: int, number: int) -> int:
+    """Returns the seed of draws for an edge type: types share numbers of nodes, and what a node draws for each must differ."""
+    return seed + 0x9E3779B9 * number
+
+
+def fanouts_by_type(
     fanouts: Sequence[int] | Mapping[EdgeType, Sequence[int]], kinds: list[EdgeType], hetero: bool
 ) -> dict[EdgeType, list[int]]:
+    """Returns the fan-outs of each edge type, per hop.
+
+    Args:
+        fanouts: by edge type, 0 leaves it out of a hop; or the same for all.
+        kinds: the edge types of the graph.
+        hetero: it has types.
+
+    Raises:
+        ValueError: no fan-outs, numbers that are none, other edge types, or not as many hops for all of them.
+    """
     if isinstance(fanouts, Mapping):
         by_type, minimum = {kind: list(each) for kind, each in fanouts.items()}, 0 if hetero else 1
     else:

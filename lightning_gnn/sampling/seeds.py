@@ -61,9 +61,11 @@ class SeedBatches:
         """Returns how many seeds each rank has in a step."""
         return tuple((step + 1) * size // self.steps - step * size // self.steps for size in self.sizes)
 
-    def of_epoch(self, seeds: Tensor, rank: int, seed: int) -> list[Tensor]:
-        """Returns the seeds of each step, in the epoch's own order."""
-        order = torch.randperm(len(seeds), generator=torch.Generator().manual_seed(seed))
+    def of_epoch(self, seeds: Tensor, rank: int, seed: int | None) -> list[Tensor]:
+        """Returns the seeds of each step, in the epoch's own order; None leaves them as they are."""
+        order = torch.arange(len(seeds))
+        if seed is not None:
+            order = torch.randperm(len(seeds), generator=torch.Generator().manual_seed(seed))
         size = self.sizes[rank]
         bounds = [step * size // self.steps for step in range(self.steps + 1)]
         return [seeds[order[low:high]] for low, high in pairwise(bounds)]

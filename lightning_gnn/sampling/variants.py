@@ -15,18 +15,18 @@ import numpy as np
 import torch
 from torch import Tensor
 from torch_geometric.data import Data
-from torch_geometric.sampler import SamplerOutput
+from torch_geometric.sampler import HeteroSamplerOutput
 from torch_geometric.typing import EdgeType
 from typing_extensions import override
 
 from lightning_gnn.comm.graph_store import GraphStore
 from lightning_gnn.datamodules.sources import MASKS
 from lightning_gnn.partition.metis import Adjacency, part_graph
+from lightning_gnn.partition.types import ONE_TYPE
 from lightning_gnn.sampling.hops import induced_subgraph, sample_hops
 from lightning_gnn.sampling.loader import BatchMaker
 from lightning_gnn.sampling.neighbors import Neighbors
 from lightning_gnn.sampling.numbering import Numbering
-from lightning_gnn.sampling.sampler import ONE_TYPE, output_of_one_type
 
 if TYPE_CHECKING:
     from lightning_gnn.datamodules.shards import Cut
@@ -60,28 +60,30 @@ class EgoBatchMaker(BatchMaker):
             seeds: ids in the partitioned graph.
             random_seeds: of each rank's batch.
         """
-        num, trees = len(self._n_id), len(seeds)
+        node, kind = ONE_TYPE[0], ONE_TYPE
+        num, trees = self.store.types.total(node), len(seeds)
         drawn = self.store.hops(random_seeds, self._replace)
 
-        def hop(kind: EdgeType, targets: Tensor, fanout: int) -> Neighbors:
-            found = drawn(kind, targets, fanout)
+        def hop(asked: EdgeType, targets: Tensor, fanout: int) -> Neighbors:
+            found = drawn(asked, targets, fanout)
             tree = torch.repeat_interleave(targets // num, found.counts)
             return Neighbors(found.offsets, tree * num + found.sources, found.edges)
 
-        node = ONE_TYPE[0]
         numberings = {node: Numbering(num * trees, dense=False)}  # ids of trees' nodes are too many for an array
         copies = {node: torch.arange(trees) * num + seeds}
-        out = output_of_one_type(sample_hops(copies, self._fanouts, hop, numberings, directed=False))
-        tree = out.node // num
+        out = sample_hops(copies, self._fanouts, hop, numberings, directed=False)
+        nodes = out.node[node]
+        tree = nodes // num
         order = tree.argsort(stable=True)
         place = torch.empty_like(order)
         place[order] = torch.arange(len(order))
-        batch = self._batch(SamplerOutput(out.node[order] % num, place[out.row], place[out.col], out.edge))
+        row, col = ({kind: place[ends[kind]]} for ends in (out.row, out.col))
+        batch = self._batch(HeteroSamplerOutput({node: nodes[order] % num}, row, col, out.edge))
         batch.batch, batch.root_n_id = tree[order], place[:trees]
         batch.ptr = torch.cat([tree.new_zeros(1), torch.bincount(tree, minlength=trees).cumsum(0)])
         for name in MASKS:
             batch[name] = torch.zeros(len(order), dtype=torch.bool).index_fill_(0, batch.root_n_id, True)
-        batch.input_id, batch.batch_size = self._n_id[seeds], trees
+        batch.input_id, batch.batch_size = self.store.original(node, seeds), trees
         return batch
 
 
@@ -95,13 +97,11 @@ class SubgraphBatchMaker(BatchMaker):
         draw: which nodes.
         training: the labelled training nodes, bool ``[N]``.
         stand_in: one of them, ``[1]``, for a batch that has none: a mean over nothing would be nan.
-        store, n_id, e_id: see :class:`BatchMaker`.
+        store: see :class:`BatchMaker`.
     """
 
-    def __init__(
-        self, draw: Draw, training: Tensor, stand_in: Tensor, store: GraphStore, n_id: Tensor, e_id: Tensor
-    ) -> None:
-        super().__init__(store, n_id, e_id, [-1])
+    def __init__(self, draw: Draw, training: Tensor, stand_in: Tensor, store: GraphStore) -> None:
+        super().__init__(store, {ONE_TYPE: [-1]})
         self._draw, self._training, self._stand_in = draw, training, stand_in
 
     @override
@@ -119,10 +119,8 @@ class SubgraphBatchMaker(BatchMaker):
         idle = not bool(self._training[nodes].any())
         if idle:
             nodes = torch.cat([nodes, self._stand_in])
-        node, hop = ONE_TYPE[0], self.store.hops(random_seeds, False)
-        batch = self._batch(
-            output_of_one_type(induced_subgraph({node: nodes}, [ONE_TYPE], hop, {node: self._numbering}))
-        )
+        hop = self.store.hops(random_seeds, False)
+        batch = self._batch(induced_subgraph({ONE_TYPE[0]: nodes}, [ONE_TYPE], hop, self._numberings))
         batch.train_mask = self._training[nodes]
         batch.num_seeds = 0 if idle else int(batch.train_mask.sum())
         return batch

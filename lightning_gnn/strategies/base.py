@@ -31,7 +31,7 @@ from lightning_gnn.comm.codec import CodecName, make_codec
 from lightning_gnn.comm.group import World
 from lightning_gnn.comm.owners import Owners
 from lightning_gnn.comm.traffic import Meter
-from lightning_gnn.datamodules.graph import GraphDataModule, OneBatch
+from lightning_gnn.datamodules.graph import GraphDataModule, OneBatch, check_fits
 from lightning_gnn.datamodules.shards import Shard
 from lightning_gnn.datamodules.sources import MASKS, counted_mask, num_labelled
 from lightning_gnn.kernels import cache_folder
@@ -44,6 +44,7 @@ from lightning_gnn.nn.fused import kernel_groups
 from lightning_gnn.nn.helpers import graph_in_use
 from lightning_gnn.nn.loss import loss_scale
 from lightning_gnn.partition.layout import LayoutSpec
+from lightning_gnn.partition.types import Types
 from lightning_gnn.strategies.gradients import GradientSum
 from lightning_gnn.strategies.heap import keeping_freed_memory
 from lightning_gnn.strategies.logs import GlobalLogs
@@ -267,9 +268,15 @@ class GNNStrategy(ParallelStrategy):
         data = self._check_data(data or getattr(trainer, "datamodule", None))
         if module is None:
             return  # Lightning says so
-        check_module(module)
-        data.prepare_for(self.layout())
-        embeddings_of(module, len(data.stored_cut().n_id))
+        layout = self.layout()
+        if not layout.takes_types:  # else the graph decides what the model may be
+            check_module(module)
+        data.prepare_for(layout)
+        types = data.stored_cut().types
+        check_fits(module, types)
+        self._check_model(module, types)
+        if types.is_hetero:
+            return
         self._check_memory(data, module)
         self._warm_up(module, trainer)
         stage = self._checked_stage(module, trainer)
@@ -323,15 +330,16 @@ class GNNStrategy(ParallelStrategy):
                 "sync_batchnorm=True converts BatchNorm to a layer that averages over ranks, not over nodes. "
                 "Set sync_batchnorm=False."
             )
-        check_module(module)
         shard = self._shard = self._take_shard(trainer)
-        # One rank of a machine compiles, and the others load what it has kept.
-        if self.local_rank == 0:
-            self._warm_up(module, trainer)
-        self.world.barrier()
-        if self.local_rank != 0:
-            self._warm_up(module, trainer)
-        self._check_on_one_rank(trainer, shard)
+        self._check_model(module, shard.types)
+        if not shard.types.is_hetero:
+            # One rank of a machine compiles, and the others load what it has kept.
+            if self.local_rank == 0:
+                self._warm_up(module, trainer)
+            self.world.barrier()
+            if self.local_rank != 0:
+                self._warm_up(module, trainer)
+            self._check_on_one_rank(trainer, shard)
         super().setup(trainer)
         for optimizer in self.optimizers:
             if isinstance(optimizer, torch.optim.LBFGS):
@@ -343,17 +351,22 @@ class GNNStrategy(ParallelStrategy):
         if codec is not None:
             self.world.use_codec(codec)
 
-        shard.batch.to(self.root_device)
-        self._distribute_embeddings(module, shard)
-        self._binding = self.scheme.bind(module, shard, self.world, self.meter)
         self._in_use = ExitStack()
-        self._in_use.enter_context(graph_in_use(self._binding.context))
+        if not shard.types.is_hetero:
+            shard.batch.to(self.root_device)
+            self._distribute_embeddings(module, shard)
+            self._binding = self.scheme.bind(module, shard, self.world, self.meter)
+            self._in_use.enter_context(graph_in_use(self._binding.context))
         self._steps = 0
         self._gradients = GradientSum(self.world, [p for p in module.parameters() if p.requires_grad])
         self._logs = GlobalLogs(module, self.world)
         self._metrics = StandInMetrics(module, self.world)
         self._callbacks = [CommunicationMetrics(self.meter, self.world), *self.scheme.callbacks(self.world)]
         trainer.callbacks[:0] = self._callbacks  # type: ignore[attr-defined]
+
+    def _check_model(self, module: torch.nn.Module, types: Types) -> None:
+        """Raises :class:`UnsupportedModelError` for a model that cannot run on such a graph; on every rank."""
+        check_module(module)
 
     def _distribute_embeddings(self, module: pl.LightningModule, shard: Shard) -> None:
         """Leaves rows of embeddings to the owners of their nodes."""
@@ -497,22 +510,28 @@ class GNNStrategy(ParallelStrategy):
 
     @override
     def predict_step(self, *args: Any, **kwargs: Any) -> Any:
-        assert self._binding is not None
-        self._binding.context.begin_step()
+        self._begin_step()
         output = super().predict_step(*args, **kwargs)
         return self._own_rows(output) if self.predictions == "shards" else self._gather_rows(output)
 
     def _enter(self, batch: Any, mask: str) -> Sequence[int]:
         """Tells logs and metrics what this rank's values weigh in this step."""
         assert self._shard is not None and self._logs is not None and self._metrics is not None
-        assert self._binding is not None
-        self._binding.context.begin_step()
+        self._begin_step()
         mask = counted_mask(mask, self.lightning_module)
         counts = self._counts(batch, mask)
         self._logs.enter(counts)
         stands_in = not counts[self.global_rank] and mask in MASKS
-        self._metrics.enter(int(batch[mask].sum()) if stands_in else 0)
+        self._metrics.enter(self._stand_ins(batch, mask) if stands_in else 0)
         return counts
+
+    def _begin_step(self) -> None:
+        if self._binding is not None:  # none where a step takes its batch as it is
+            self._binding.context.begin_step()
+
+    def _stand_ins(self, batch: Any, mask: str) -> int:
+        """Returns the rows in the mask of a rank that has no labelled node of it."""
+        return int(batch[mask].sum())
 
     def _counts(self, batch: Any, mask: str) -> Sequence[int]:
         """Returns how many labelled nodes, or edges, of the mask each rank has in this step."""

@@ -6,7 +6,7 @@ seeds), III-C (feature store), III-D (samplers), III-E (trainer).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any, TypeVar
@@ -17,7 +17,9 @@ import torch
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor
+from torch_geometric.data import HeteroData
 from torch_geometric.nn.models.basic_gnn import BasicGNN
+from torch_geometric.typing import EdgeType, NodeType
 from typing_extensions import override
 
 from lightning_gnn.callbacks.sampling import SamplingMetrics
@@ -25,10 +27,13 @@ from lightning_gnn.comm.graph_store import GraphStore
 from lightning_gnn.datamodules.graph import GraphDataModule
 from lightning_gnn.datamodules.shards import Cut
 from lightning_gnn.datamodules.sources import EDGE_MASKS, counted_mask, is_labelled
+from lightning_gnn.nn.bind import check_columns
 from lightning_gnn.nn.helpers import graph_in_use
 from lightning_gnn.partition.layout import LayoutSpec
+from lightning_gnn.partition.types import ONE_TYPE, Types
 from lightning_gnn.sampling.loader import BatchMaker, EdgeBatchMaker, SampledBatches
-from lightning_gnn.sampling.neighbors import check_batches
+from lightning_gnn.sampling.neighbors import Fanouts, checked_batches
+from lightning_gnn.sampling.sampler import fanouts_by_type
 from lightning_gnn.sampling.seeds import SeedBatches, split_seeds
 from lightning_gnn.sampling.variants import (
     METHODS,
@@ -59,7 +64,7 @@ class SamplingScheme(DGCLScheme):
 
     @override
     def layout(self, world_size: int, num_hosts: int = 1) -> LayoutSpec:
-        return replace(super().layout(world_size, num_hosts), method="metis_masks")
+        return replace(super().layout(world_size, num_hosts), method="metis_masks", takes_types=True)
 
 
 class SamplingStrategy(GNNStrategy):
@@ -71,9 +76,14 @@ class SamplingStrategy(GNNStrategy):
     LinkNeighborLoader: ``edge_label_index``, ``edge_label``. Gradients are summed over ranks, weighted by seeds. Validation, test
     and prediction use whole neighbourhoods, exactly as under ``dgcl``.
 
+    Of a ``HeteroData``, batches are ``HeteroData``. Validation, test and prediction then take their nodes in batches as well, of
+    all neighbours over as many hops as there are fan-outs: exact for models with as many layers, but for those that look at the
+    degrees of sources, as GCN does: of nodes of the last hop, the batch has no in-edges.
+
     Args:
-        fanouts: in-edges that are drawn of each node, per hop, the seeds' first; -1 for all. One per layer of the model. By
-            default the datamodule's, or else (15, 10).
+        fanouts: in-edges that are drawn of each node, per hop, the seeds' first; -1 for all. One per layer of the model. Of a
+            ``HeteroData`` for each edge type, or by edge type, ``("author", "writes", "paper")`` or
+            ``"author__writes__paper"``; 0 then leaves a type out of a hop. By default the datamodule's, or else (15, 10).
         batch_size: seeds, nodes or edges, of a batch on each rank, at most; of GraphSAINT what is drawn, nodes, edges or
             walks; of clusters the nodes in them, about. By default the datamodule's, or else 1024.
         replace: draw with replacement.
@@ -93,14 +103,14 @@ class SamplingStrategy(GNNStrategy):
     Raises:
         ValueError: no fan-outs or such as are none, a batch size below 1, a negative number of batches or of megabytes, an
             unknown method, or one that does not go with other arguments; from ``setup``, other fan-outs or another batch size
-            on the datamodule, a method that does not go with the module.
+            on the datamodule, a method that does not go with the module or the graph, fan-outs for other edge types than it has.
     """
 
     strategy_name = "sampling"
 
     def __init__(
         self,
-        fanouts: Sequence[int] | None = None,
+        fanouts: Sequence[int] | Mapping[Any, Sequence[int]] | None = None,
         batch_size: int | None = None,
         replace: bool = False,
         directed: bool = True,
@@ -114,7 +124,7 @@ class SamplingStrategy(GNNStrategy):
         samplers: int = 1,
         **options: Any,
     ) -> None:
-        check_batches(fanouts, batch_size)
+        self._given = checked_batches(fanouts, batch_size), batch_size
         if method not in METHODS:
             raise ValueError(f"method is one of {', '.join(METHODS)} (got {method!r}).")
         for name, count in (("walk_length", walk_length), ("clusters", clusters), ("samplers", samplers)):
@@ -135,60 +145,104 @@ class SamplingStrategy(GNNStrategy):
         self.replace, self.directed, self.method = replace, directed, method
         self.walk_length, self.clusters, self.samplers = walk_length, clusters, samplers
         self.prefetch, self.cache_mb, self.seed = prefetch, cache_mb, seed
-        self._given = None if fanouts is None else list(fanouts), batch_size
         self._choose(None, None)
-        self._stores: list[GraphStore] = []
-        self._batches: SampledBatches | None = None
-        self._depth_known = False
+        self._loaders: dict[str | None, SampledBatches] = {}
+        self._predicted: tuple[Tensor, list[int]] | None = None
+        self._depth_known = self._trained = False
 
     # Batches ##################################################################
 
-    def _choose(self, fanouts: list[int] | None, batch_size: int | None) -> None:
+    def _choose(self, fanouts: Fanouts | None, batch_size: int | None) -> None:
         """Takes fan-outs and batch size from the datamodule where they are not given here."""
         if self.method not in _OF_NEIGHBORS and (self._given[0] or fanouts):
             raise ValueError(f"fanouts tell how neighbours are drawn, and method={self.method!r} draws none.")
-        self.fanouts = _one_of("fanouts", self._given[0], fanouts, [15, 10])
+        usual: Fanouts = [15, 10]
+        self.fanouts = _one_of("fanouts", self._given[0], fanouts, usual)
         self.batch_size = _one_of("batch_size", self._given[1], batch_size, 1024)
 
     @override
     def _check_data(self, data: Any) -> GraphDataModule:
         data = super()._check_data(data)
         self._choose(data.fanouts, data.batch_size)
+        if isinstance(data.source, HeteroData):  # known before it is partitioned
+            fanouts_by_type(self.fanouts, data.source.edge_types, hetero=True)
         return data
 
-    def training_batches(self, data: GraphDataModule) -> SampledBatches:
-        """Returns this rank's loader; asked for by the datamodule, on all ranks."""
-        self._close_store()
-        cut, rank, module = data.stored_cut(), self.global_rank, self.lightning_module
+    def batches(self, data: GraphDataModule, mask: str | None) -> SampledBatches | None:
+        """Returns this rank's loader; asked for by the datamodule, on all ranks.
+
+        Args:
+            data: the graph.
+            mask: the seeds; None for all nodes.
+
+        Returns:
+            Samples for training. For the rest, all neighbours where the graph has types; else None: layers exchange.
+        """
+        cut, module, rank = data.stored_cut(), self.lightning_module, self.global_rank
+        types, training = cut.types, mask == "train_mask"
         assert module is not None
-        name = counted_mask("train_mask", module)
+        if not training and not types.is_hetero:
+            return None
+        name = None if mask is None else counted_mask(mask, module)
         edges = name in EDGE_MASKS
-        # What is learnt of edges must not be read off those that are held out.
-        messages = name if edges else None
-        store = GraphStore(cut, self.world, self.world.ranks_here(), int(self.cache_mb * 1e6), messages)
-        self._stores = [store, *(store.beside() for _ in range(1, self.samplers))]
-        mask = cut.attributes["edge" if edges else "node"][name]
-        y = cut.attributes["node"].get("y")
-        if not edges and y is not None:
-            mask = mask & is_labelled(y)
-        seeds = mask.nonzero().view(-1)
+        kind: Any = ONE_TYPE if edges else types.input_type
+        seeds = _seeds(cut, kind, name)
         if self.method in _OF_NEIGHBORS:
-            split = split_seeds(seeds.numpy(), cut.edge_offsets if edges else cut.offsets, self.num_processes)
-            own, batches = torch.from_numpy(split[rank]), SeedBatches([len(each) for each in split], self.batch_size)
-            kind = BatchMaker if self.method == "neighbor" else EgoBatchMaker
-            make: Callable[..., BatchMaker] = kind
+            split = [
+                torch.from_numpy(ids) for ids in split_seeds(seeds.numpy(), types.offsets(kind), self.num_processes)
+            ]
+            own, batches = split[rank], SeedBatches([len(each) for each in split], self.batch_size)
+            if mask is None:
+                self._predicted = cut.ids_of(kind)[torch.cat(split)], batches.sizes
+            make: Callable[..., BatchMaker] = BatchMaker if self.method == "neighbor" else EgoBatchMaker
             if edges:
                 make = partial(EdgeBatchMaker, cut.ends, getattr(module, "sampled_negatives", 0))
-            how: tuple[Any, ...] = (self.fanouts, self.replace, self.directed)
+            how: tuple[Any, ...] = (self._fanouts_of(types), self.replace, self.directed)
+            if not training:
+                how = (dict.fromkeys(types.edges, [-1] * self.num_hops),)
         else:
             own, batches, draw = self._drawn(cut, rank)
-            make, how = partial(SubgraphBatchMaker, draw, mask, seeds[:1]), ()
-        makers = [make(each, cut.n_id, cut.e_id, *how) for each in self._stores]
-        trainer = module.trainer
-        self._batches = SampledBatches(
-            makers, batches, own, seeds[:1], rank, self.seed, self.prefetch, lambda: trainer.current_epoch
+            training_nodes = torch.zeros(types.total(kind), dtype=torch.bool).index_fill_(0, seeds, True)
+            make, how = partial(SubgraphBatchMaker, draw, training_nodes, seeds[:1]), ()
+        # What is learnt of edges must not be read off those that are held out.
+        makers = [make(store, *how) for store in self._stores(cut, mask, name if edges else None)]
+        seed, trainer = self.seed if training else None, module.trainer
+        self._loaders[mask] = SampledBatches(
+            makers, batches, own, seeds[:1], rank, seed, self.prefetch, lambda: trainer.current_epoch
         )
-        return self._batches
+        return self._loaders[mask]
+
+    def _stores(self, cut: Cut, mask: str | None, messages: str | None) -> list[GraphStore]:
+        """Returns the graph for each sampler of a stage's loader, whose threads run on while those of others do."""
+        self._close(mask)
+        known = [maker.store for loader in self._loaders.values() for maker in loader.makers]
+        if known:
+            return [known[0].beside() for _ in range(self.samplers)]
+        store = GraphStore(cut, self.world, self.world.ranks_here(), int(self.cache_mb * 1e6), messages)
+        return [store, *(store.beside() for _ in range(1, self.samplers))]
+
+    def _fanouts_of(self, types: Types) -> dict[EdgeType, list[int]]:
+        """Returns the fan-outs of each edge type of the graph."""
+        if isinstance(self.fanouts, dict) and not types.is_hetero:
+            raise ValueError("fanouts by edge type are for a HeteroData; the graph has no types: give one list.")
+        return fanouts_by_type(self.fanouts, list(types.edges), types.is_hetero)
+
+    @property
+    def num_hops(self) -> int:
+        """How far neighbourhoods reach."""
+        return len(next(iter(self.fanouts.values())) if isinstance(self.fanouts, dict) else self.fanouts)
+
+    @override
+    def _check_model(self, module: torch.nn.Module, types: Types) -> None:
+        self._fanouts_of(types)
+        if not types.is_hetero:
+            super()._check_model(module, types)
+            return
+        if self.method != "neighbor":
+            raise ValueError(
+                f'method={self.method!r} is for graphs of one type. Use method="neighbor" for a HeteroData.'
+            )
+        check_columns(module)  # layers see whole samples: none needs to be exact on a part
 
     def _drawn(self, cut: Cut, rank: int) -> tuple[Tensor, SeedBatches, Draw]:
         """Returns seeds and batches for a method that draws nodes, and how it does; on all ranks as many steps.
@@ -212,6 +266,10 @@ class SamplingStrategy(GNNStrategy):
     def _counts(self, batch: Any, mask: str) -> Sequence[int]:
         return batch.seed_counts if "seed_counts" in batch else super()._counts(batch, mask)
 
+    @override
+    def _stand_ins(self, batch: Any, mask: str) -> int:
+        return 1 if "seed_counts" in batch else super()._stand_ins(batch, mask)
+
     # Steps ####################################################################
 
     @override
@@ -224,10 +282,10 @@ class SamplingStrategy(GNNStrategy):
             )
         super().setup(trainer)
         depths = [part.num_layers for part in self.lightning_module.modules() if isinstance(part, BasicGNN)]
-        self._depth_known = False
+        self._depth_known = self._trained = False
         if len(depths) == 1:
             self._compare_depth(depths[0])
-        ours = [SamplingMetrics(lambda: self._batches, self.world), _EpochEnd(self._end_training)]
+        ours = [SamplingMetrics(lambda: self._loaders.get("train_mask"), self.world), _EpochEnd(self._end_training)]
         self._callbacks.extend(ours)
         trainer.callbacks[1:1] = ours  # type: ignore[attr-defined]
 
@@ -237,18 +295,19 @@ class SamplingStrategy(GNNStrategy):
         if self._depth_known or not propagations or self.method != "neighbor":
             return
         self._depth_known = True
-        if propagations != len(self.fanouts):
-            too_few = propagations > len(self.fanouts)
+        if propagations != self.num_hops:
+            too_few = propagations > self.num_hops
             outcome = "neighbours of the farthest nodes are missing" if too_few else "the last are sampled in vain"
             rank_zero_warn(
-                f"fanouts={self.fanouts} sample {len(self.fanouts)} hops, but the model propagates along edges {propagations} "
+                f"fanouts={self.fanouts} sample {self.num_hops} hops, but the model propagates along edges {propagations} "
                 f"times: {outcome}. Give one fan-out per layer."
             )
 
     @override
     def training_step(self, batch: Any, *args: Any, **kwargs: Any) -> Any:
-        assert self._binding is not None
-        self._binding.release()
+        self._trained = True
+        if self._binding is not None:
+            self._binding.release()
         if "num_seeds" in batch:
             own = torch.tensor([batch.num_seeds], device=self.root_device)
             batch.seed_counts = tuple(self.world.all_gather(own, "Counting training nodes").view(-1).tolist())
@@ -258,24 +317,26 @@ class SamplingStrategy(GNNStrategy):
             return super().training_step(batch, *args, **kwargs)
 
     def _end_training(self) -> None:
-        """Lets layers see the whole graph, by the edge-cut exchange, until the next step of training.
+        """Lets layers see the whole graph, by the edge-cut exchange, until the next step of training; with types, batches do.
 
         Running statistics, which each rank has taken of its own batches, are averaged.
         """
-        assert self._binding is not None and self.lightning_module is not None
-        if self._binding.is_bound:
+        assert self.lightning_module is not None
+        if not self._trained:
             return
+        self._trained = False
         for buffer in self.lightning_module.buffers():
             if buffer.is_floating_point():
                 self.world.all_reduce_(buffer, "Averaging running statistics").div_(self.world_size)
-        self._binding.bind()
+        if self._binding is not None:
+            self._binding.bind()
 
     @override
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:
         self._end_training()
         output = super().validation_step(*args, **kwargs)
-        assert self._binding is not None
-        self._compare_depth(self._binding.context.propagations)
+        if self._binding is not None:
+            self._compare_depth(self._binding.context.propagations)
         return output
 
     @override
@@ -284,9 +345,51 @@ class SamplingStrategy(GNNStrategy):
         return super().test_step(*args, **kwargs)
 
     @override
-    def predict_step(self, *args: Any, **kwargs: Any) -> Any:
+    def predict_step(self, batch: Any, *args: Any, **kwargs: Any) -> Any:
         self._end_training()
-        return super().predict_step(*args, **kwargs)
+        if not isinstance(batch, SampledBatches):
+            return super().predict_step(batch, *args, **kwargs)
+        return self._gather_predictions(self._predict_batches(batch, *args, **kwargs))
+
+    def _predict_batches(self, batches: SampledBatches, *args: Any, **kwargs: Any) -> Any:
+        """Returns what the module predicts for this rank's nodes, batch after batch."""
+        assert self._shard is not None
+        pieces: list[list[Tensor]] = []
+        spec: Any = None
+        for batch in batches:
+            batch = self.batch_to_device(self.precision_plugin.convert_input(batch), self.root_device)
+            output = super(GNNStrategy, self).predict_step(batch, *args, **kwargs)
+            leaves, spec = torch.utils._pytree.tree_flatten(output)
+            nodes = batch[batch_type := self._shard.types.input_type]
+            for leaf in leaves:
+                if (
+                    not isinstance(leaf, Tensor)
+                    or not leaf.dim()
+                    or len(leaf) not in (len(nodes.n_id), nodes.batch_size)
+                ):
+                    found = list(leaf.shape) if isinstance(leaf, Tensor) else type(leaf).__name__
+                    raise ValueError(
+                        f"predict_step returned {found} for a batch of {len(nodes.n_id)} nodes of type {batch_type!r}. Return "
+                        "tensors with a row for each of them, such as out['"
+                        + batch_type
+                        + "'], or for the first batch_size."
+                    )
+            pieces.append([leaf[: batch.seed_counts[self.global_rank]] for leaf in leaves])
+        return torch.utils._pytree.tree_unflatten([torch.cat(each) for each in zip(*pieces)], spec)
+
+    def _gather_predictions(self, output: Any) -> Any:
+        """Returns rows of all ranks in original order, as far as they were asked for; see ``predictions``."""
+        if self.predictions == "shards":
+            return output
+        assert self._predicted is not None
+        ids, counts = self._predicted[0].to(self.root_device), self._predicted[1]
+
+        def gather(leaf: Tensor) -> Tensor:
+            rows = self.world.all_gather_rows(leaf.contiguous(), counts)
+            return torch.empty_like(rows).index_copy_(0, ids, rows)
+
+        gathered = torch.utils._pytree.tree_map(gather, output)
+        return gathered if self.predictions == "all" or self.is_global_zero else None
 
     @override
     def _checked_stage(self, module: pl.LightningModule, trainer: pl.Trainer) -> str | None:
@@ -296,17 +399,28 @@ class SamplingStrategy(GNNStrategy):
             return stage
         return "validate" if is_overridden("validation_step", module) else None
 
-    def _close_store(self) -> None:
-        if self._batches is not None:
-            self._batches.close()
-        for store in self._stores:
-            store.close()
-        self._stores, self._batches = [], None
+    def _close(self, mask: str | None) -> None:
+        """Ends the loader of a stage, if there is one; all ranks call it."""
+        loader = self._loaders.pop(mask, None)
+        if loader is not None:
+            loader.close()
+            for maker in loader.makers:
+                maker.store.close()
 
     @override
     def teardown(self) -> None:
-        self._close_store()
+        for mask in list(self._loaders):
+            self._close(mask)
         super().teardown()
+
+
+def _seeds(cut: Cut, kind: NodeType | EdgeType, mask: str | None) -> Tensor:
+    """Returns the ids of the nodes of a type, or the edges, that are in a mask and not without a label; None takes all."""
+    if mask is None:
+        return torch.arange(cut.types.total(kind))
+    attributes = cut.attributes[cut.types.key(kind)]
+    chosen, y = attributes[mask], attributes.get("y") if isinstance(kind, str) else None
+    return (chosen if y is None else chosen & is_labelled(y)).nonzero().view(-1)
 
 
 def _one_of(name: str, own: T | None, of_data: T | None, default: T) -> T:

@@ -1,0 +1,224 @@
+"""Graphs with node and edge types: checked, and as one list of nodes and edges, which is what partitioners cut."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch_geometric.data import Data, HeteroData
+from torch_geometric.data.storage import BaseStorage
+from torch_geometric.typing import EdgeType, NodeType
+
+from lightning_gnn.datamodules.sources import (
+    MASKS,
+    check_tensor,
+    checked_edges,
+    edge_values,
+    features,
+    is_kept,
+    labels,
+    masks_of,
+)
+from lightning_gnn.partition.shard import Ids
+
+NO_TYPES = (
+    'GraphDataModule trains a HeteroData on sampled neighbourhoods only: Trainer(strategy="sampling"), or '
+    "SamplingStrategy(...). For other strategies, try `.to_homogeneous()`, whose edge_type RGCNConv and its kin take."
+)
+
+
+def input_type_of(data: HeteroData, given: NodeType | None) -> NodeType:
+    """Returns the node type whose nodes are predicted: the given one, else the only one with a train_mask, else with labels.
+
+    Raises:
+        ValueError: no such type, or several.
+    """
+    types = data.node_types
+    if given is not None:
+        if given not in types:
+            raise ValueError(f"input_type={given!r}, but the graph's node types are {types}.")
+        return given
+    for name in ("train_mask", "y"):
+        having = [kind for kind in types if name in data[kind]]
+        if len(having) == 1:
+            return having[0]
+        if having:
+            raise ValueError(
+                f"Node types {having} have a {name}. Say whose nodes are predicted: GraphDataModule(..., "
+                f"input_type={having[0]!r})."
+            )
+    raise ValueError(
+        f"No node type of {types} has a train_mask. Set one, data['{types[0]}'].train_mask (bool, one entry per node), or give a "
+        "random split of one type: GraphDataModule(..., split=(0.6, 0.2, 0.2), input_type=...)."
+    )
+
+
+def prepare_hetero(
+    data: HeteroData,
+    input_type: NodeType | None = None,
+    fractions: Sequence[float] | None = None,
+    split_column: int = 0,
+    seed: int = 0,
+    masks_needed: bool = True,
+) -> HeteroData:
+    """Returns a checked copy of `data`: what has a row per node or edge of its type, and boolean masks of the input type.
+
+    Args:
+        data: with ``edge_index`` per edge type; per node type ``x``, or ``num_nodes`` where there are no features.
+        input_type: see :func:`input_type_of`.
+        fractions, split_column, seed, masks_needed: see :func:`~lightning_gnn.datamodules.sources.prepare_graph`.
+
+    Raises:
+        ValueError: says what is missing or wrong, of which type, and what to do.
+    """
+    if not data.edge_types:
+        raise ValueError("The HeteroData has no edge types. Set data['author', 'writes', 'paper'].edge_index, say.")
+    chosen = input_type_of(data, input_type)
+    result = HeteroData()
+    sizes: dict[NodeType, int] = {}
+    for name in data.node_types:
+        with _told(f"Node type {name!r}"):
+            sizes[name] = _prepare_nodes(name, data[name], result)
+    with _told(f"Node type {chosen!r}"):
+        given = Data(**{name: data[chosen][name].cpu() for name in MASKS if name in data[chosen]})
+        y = result[chosen].get("y")
+        masks = masks_of(given, y, sizes[chosen], None, fractions, split_column, seed, masks_needed)
+    result[chosen].update(masks)
+    for kind in data.edge_types:
+        with _told(f"Edge type {kind}"):
+            _prepare_edges(kind, data[kind], sizes, result)
+    return result
+
+
+@contextmanager
+def _told(of: str) -> Iterator[None]:
+    """Says which type a ``ValueError`` is about."""
+    try:
+        yield
+    except ValueError as error:
+        raise ValueError(f"{of}: {error}") from error
+
+
+def _prepare_nodes(name: NodeType, store: BaseStorage, result: HeteroData) -> int:
+    """Copies what the nodes of a type have; returns how many they are."""
+    for attribute in ("x", "y", *MASKS):
+        check_tensor(attribute, store.get(attribute))
+    rows = [store[attribute].size(0) for attribute in ("x", "y") if store.get(attribute) is not None]
+    size = store["num_nodes"] if "num_nodes" in store else rows[0] if rows else None
+    if size is None:
+        raise ValueError(
+            f"it has neither x nor num_nodes. Say how many nodes there are: data['{name}'].num_nodes = 1000."
+        )
+    if any(each != size for each in rows):
+        raise ValueError(f"num_nodes is {size}, but x and y have {rows} rows: one row per node is needed.")
+    if size < 1:
+        raise ValueError(f"it has no nodes. Remove it: del data['{name}'], and its edge types.")
+    into = result[name]
+    for attribute, value in _rows(store, size):
+        into[attribute] = value
+    if "x" in into:
+        into.x = features(into.x)
+    else:
+        into.num_nodes = size
+    if "y" in into:
+        into.y = labels(into.y, size)
+    return int(size)
+
+
+def _prepare_edges(kind: EdgeType, store: BaseStorage, sizes: Mapping[NodeType, int], result: HeteroData) -> None:
+    """Copies what the edges of a type have."""
+    source, _, target = kind
+    for end in (source, target):
+        if end not in sizes:
+            raise ValueError(
+                f"there are no nodes of type {end!r}. Set data[{end!r}].x or data[{end!r}].num_nodes; there are {sorted(sizes)}."
+            )
+    if store.get("edge_index") is None:
+        raise ValueError("it has no edge_index. Convert its adj_t, or remove the edge type.")
+    check_tensor("edge_index", store.edge_index)
+    edge_index = checked_edges(store.edge_index.cpu(), max(sizes[source], sizes[target]))
+    for row, end in enumerate((source, target)):
+        high = int(edge_index[row].max()) if edge_index.size(1) else -1
+        if high >= sizes[end]:
+            raise ValueError(
+                f"edge_index[{row}] holds ids up to {high}, but there are {sizes[end]} nodes of type {end!r}: sources are in "
+                "row 0, targets in row 1."
+            )
+    into = result[kind]
+    into.edge_index = edge_index
+    for attribute in ("edge_weight", "edge_attr"):
+        check_tensor(attribute, store.get(attribute))
+        if store.get(attribute) is not None:
+            into[attribute] = edge_values(
+                attribute, store[attribute].cpu(), edge_index.size(1), torch.get_default_dtype()
+            )
+    for attribute, value in _rows(store, edge_index.size(1)):
+        if attribute not in into:
+            into[attribute] = value
+
+
+def _rows(store: BaseStorage, size: int) -> Iterator[tuple[str, Tensor]]:
+    """Yields the tensors that have a row per node or edge of a type."""
+    for name, value in store.items():
+        if isinstance(value, Tensor) and is_kept(name, value) and value.dim() and value.size(0) == size:
+            yield name, value.detach().cpu()
+
+
+@dataclass(frozen=True)
+class JoinedGraph:
+    """A graph whose nodes of all types are one list, type after type, and so its edges; of one type where it has none.
+
+    Attributes:
+        edge_index: int64 ``[2, E]``.
+        num_nodes: N.
+        node_type, edge_type: number of each one's type, int16 ``[N]`` and ``[E]``; None for a graph without types.
+        node_firsts, edge_firsts: by type, where it begins in these lists.
+    """
+
+    edge_index: Ids
+    num_nodes: int
+    node_type: np.ndarray | None = None
+    edge_type: np.ndarray | None = None
+    node_firsts: Mapping[NodeType, int] | None = None
+    edge_firsts: Mapping[EdgeType, int] | None = None
+
+    @classmethod
+    def of(cls, data: Data | HeteroData) -> JoinedGraph:
+        """Returns the lists of a checked graph."""
+        if isinstance(data, Data):
+            return cls(data.edge_index.numpy(), data.x.size(0))
+        nodes = {name: data[name].num_nodes for name in data.node_types}
+        edges = {kind: data[kind].edge_index.size(1) for kind in data.edge_types}
+        node_firsts, edge_firsts = (
+            dict(zip(sizes, np.cumsum([0, *sizes.values()]).tolist())) for sizes in (nodes, edges)
+        )
+        ends = [
+            data[kind].edge_index + torch.tensor([[node_firsts[kind[0]]], [node_firsts[kind[2]]]]) for kind in edges
+        ]
+        node_type, edge_type = (
+            np.repeat(np.arange(len(sizes), dtype=np.int16), list(sizes.values())) for sizes in (nodes, edges)
+        )
+        return cls(torch.cat(ends, 1).numpy(), sum(nodes.values()), node_type, edge_type, node_firsts, edge_firsts)
+
+    def among_nodes(self, mask: np.ndarray, name: NodeType) -> np.ndarray:
+        """Returns a mask of the nodes of a type as one of all nodes, bool ``[N]``."""
+        assert self.node_firsts is not None
+        found = np.zeros(self.num_nodes, np.bool_)
+        found[self.node_firsts[name] :][: len(mask)] = mask
+        return found
+
+    def types_per_part(self, part: np.ndarray, num_parts: int) -> dict[str, np.ndarray]:
+        """Returns the nodes and the edges of each type in each part, int64 ``[P]``, by its name; none without types."""
+        if self.node_type is None or self.edge_type is None or self.node_firsts is None or self.edge_firsts is None:
+            return {}
+        owner = part[self.edge_index[1]]
+        counts = {}
+        for number, name in enumerate(self.node_firsts):
+            counts[f"{name} nodes"] = np.bincount(part[self.node_type == number], minlength=num_parts)
+        for number, kind in enumerate(self.edge_firsts):
+            counts[" ".join(kind)] = np.bincount(owner[self.edge_type == number], minlength=num_parts)
+        return counts
