@@ -11,7 +11,7 @@ import lightning as L
 import torch
 import torch.nn.functional as F
 from torch_geometric.data import Data
-from torch_geometric.nn import MessagePassing
+from torch_geometric.nn import MessagePassing, RGCNConv
 from torch_geometric.nn.models import GAT, GCN, GIN, PNA, GraphSAGE
 from torchmetrics.classification import MulticlassAccuracy, MulticlassAUROC, MulticlassF1Score
 
@@ -90,6 +90,18 @@ class OwnModel(torch.nn.Module):
         return self.second(self.first(x, edge_index).relu(), edge_index)
 
 
+class Relations(torch.nn.Module):
+    """Two relations, by where an edge stands in the list: the same in parts of one rank only."""
+
+    def __init__(self, in_channels: int, out_channels: int) -> None:
+        super().__init__()
+        self.first, self.second = RGCNConv(in_channels, 8, 2), RGCNConv(8, out_channels, 2)
+
+    def forward(self, x: torch.Tensor, edge_index: torch.Tensor) -> torch.Tensor:
+        relation = torch.arange(edge_index.size(1)) % 2
+        return self.second(self.first(x, edge_index, relation).relu(), edge_index, relation)
+
+
 def build(name: str, in_channels: int = FEATURES, out_channels: int = CLASSES, seed: int = 1) -> torch.nn.Module:
     """Returns the model of that name with weights that depend on the seed only."""
     torch.manual_seed(seed)
@@ -126,6 +138,7 @@ def build(name: str, in_channels: int = FEATURES, out_channels: int = CLASSES, s
         "own": lambda: OwnModel(in_channels, out_channels),
         "own_mean": lambda: OwnModel(in_channels, out_channels, "mean"),
         "own_sum": lambda: OwnModel(in_channels, out_channels, "sum"),
+        "relations": lambda: Relations(in_channels, out_channels),
         **any_models.MODELS,
     }
     return models[name]()

@@ -592,8 +592,7 @@ def relations_of(graph: Data, kind: str) -> tuple[Any, L.LightningModule]:
 def test_relations_of_wordnet_are_those_of_one_device(ranks, wordnet, kind, apart):
     graph, chosen = relations_of(wordnet, kind)
     expected = trained(0, 1, graph, chosen, None, max_epochs=1)
-    # The self-check refuses RGCNConv on samples of this graph; whether it is exact is what is compared here.
-    options = {"fanouts": [-1, -1], "batch_size": 20_000, "self_check": kind != "rgcn"}
+    options = {"fanouts": [-1, -1], "batch_size": 20_000, "self_check": True}
     for found in ranks.run(2, trained, graph, chosen, options, apart, max_epochs=1):
         assert_same(found, expected, rtol=1e-6, atol=1e-9)
 

@@ -353,7 +353,7 @@ def test_fanouts_that_do_not_match_the_models_depth_are_told_of(ranks, model, fa
 
 
 def test_fanouts_that_match_are_not_told_of(ranks):
-    for model in ("sage", "own"):
+    for model in ("sage", "own", "relations"):
         [found] = ranks.run(1, watched, SMALL, model, apart=False, max_epochs=1)
         assert not any("hops" in each for each in found["told"])
 

@@ -10,6 +10,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch_geometric.nn import MessagePassing
+from torch_geometric.nn.aggr import Aggregation
 from torchmetrics import Metric
 
 from lightning_gnn.nn.fused import may_be_fused
@@ -48,11 +50,16 @@ class Recorder:
     def __init__(self, module: torch.nn.Module) -> None:
         self.events: list[Event] = []
         self._calls = [_Call("", ())]
+        convs = [conv for conv in module.modules() if isinstance(conv, MessagePassing)]
         inside = {
-            id(part) for conv in module.modules() if may_be_fused(conv) for part in conv.modules() if part is not conv
+            id(part)
+            for conv in convs
+            for part in conv.modules()
+            if part is not conv and (may_be_fused(conv) or isinstance(part, Aggregation))
         }
         for name, child in module.named_modules():
-            # A metric's value is of the rows that it saw; what is inside a fused conv sees other rows.
+            # A metric's value is of the rows that it saw; what is inside a fused conv sees other rows, and what aggregates for a
+            # conv may see some of the edges (of one relation, say), which no length tells from others.
             if child is not module and not isinstance(child, Metric) and id(child) not in inside:
                 child.register_forward_pre_hook(self._before(name, child), with_kwargs=True)
                 child.register_forward_hook(self._after)

@@ -5,6 +5,7 @@ N owned rows, H halo rows, E edges, F columns; ``...`` stands for any trailing d
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -65,6 +66,9 @@ class GraphContext:
         kept_widths: what is kept of constant input takes at most as much memory as so many copies of it; 0 keeps nothing.
         most_propagations: how often rows may travel along edges in a step; None for any number.
         rows: fetches rows of any nodes; None where nothing does.
+
+    Attributes:
+        propagations: how often each layer has let rows travel along edges in this step, by its name.
     """
 
     def __init__(
@@ -78,7 +82,7 @@ class GraphContext:
         rows: AnyRows | None = None,
     ) -> None:
         self.rows = rows
-        self._most_propagations, self._propagations = most_propagations, 0
+        self._most_propagations, self.propagations = most_propagations, Counter[str]()
         self.exchange, self.kept_widths = exchange, kept_widths
         self.x, self.edge_index, self.edge_weight = x, edge_index, edge_weight
         self.num_owned, self.num_halo = exchange.num_owned, exchange.num_halo
@@ -125,20 +129,16 @@ class GraphContext:
 
     def begin_step(self) -> None:
         """Starts another step: counts its propagations."""
-        self._propagations = 0
+        self.propagations.clear()
         self.exchange.begin_step()
-
-    @property
-    def propagations(self) -> int:
-        """How often rows have travelled along edges in this step."""
-        return self._propagations
 
     def propagated(self, layer: str) -> None:
         """Counts that rows travel along edges once more; raises :class:`UnsupportedModelError` if that is too often."""
-        self._propagations += 1
-        if self._most_propagations is not None and self._propagations > self._most_propagations:
+        self.propagations[layer] += 1
+        count = self.propagations.total()
+        if self._most_propagations is not None and count > self._most_propagations:
             raise UnsupportedModelError(
-                f"'{layer}' is propagation number {self._propagations} of a step, but neighbourhoods are replicated for "
+                f"'{layer}' is propagation number {count} of a step, but neighbourhoods are replicated for "
                 f"hops={self._most_propagations}: rows would be missing. Set hops of the strategy to the number of propagations "
                 "of your model, two for a GCN of two layers."
             )

@@ -289,6 +289,13 @@ class SamplingStrategy(GNNStrategy):
         self._callbacks.extend(ours)
         trainer.callbacks[1:1] = ours  # type: ignore[attr-defined]
 
+    def _depth(self, propagations: Mapping[str, int]) -> int:
+        """Returns how far rows have travelled, of how often each layer let them; once per relation is side by side."""
+        assert self.lightning_module is not None
+        layers = dict(self.lightning_module.named_modules())
+        relations = {name: getattr(layers.get(name), "num_relations", 1) for name in propagations}
+        return sum(max(1, count // relations[name]) for name, count in propagations.items())
+
     def _compare_depth(self, propagations: int) -> None:
         """Warns once of fan-outs that are too few or too many for the model."""
         # The depth of ego graphs is a choice of its own, and subgraphs have none.
@@ -336,7 +343,7 @@ class SamplingStrategy(GNNStrategy):
         self._end_training()
         output = super().validation_step(*args, **kwargs)
         if self._binding is not None:
-            self._compare_depth(self._binding.context.propagations)
+            self._compare_depth(self._depth(self._binding.context.propagations))
         return output
 
     @override
