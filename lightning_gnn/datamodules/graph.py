@@ -233,9 +233,12 @@ class GraphDataModule(L.LightningDataModule):
         batches = getattr(getattr(self.trainer, "strategy", None), "training_batches", None)
         return OneBatch(self.shard.batch) if batches is None else batches(self)
 
-    def val_dataloader(self) -> OneBatch | list[Any]:
+    def val_dataloader(self) -> Any:
         # No validation nodes: no validation, rather than a mean over nothing.
-        return OneBatch(self.shard.batch) if sum(self.shard.mask_counts[self._counted("val_mask")]) else []
+        if not sum(self.shard.mask_counts[self._counted("val_mask")]):
+            return []
+        batches = getattr(getattr(self.trainer, "strategy", None), "validation_batches", None)
+        return OneBatch(self.shard.batch) if batches is None else batches(self)
 
     def test_dataloader(self) -> OneBatch:
         return OneBatch(self.shard.batch)
