@@ -20,6 +20,7 @@ from lightning_gnn.nn import (
 )
 from lightning_gnn.strategies import (
     CachedVertexCutStrategy,
+    ClusterAllReduceStrategy,
     DGCLStrategy,
     GNNStrategy,
     GossipStrategy,
@@ -36,6 +37,7 @@ __version__ = "0.1.0"
 __all__ = [
     "AdaptiveThreshold",
     "CachedVertexCutStrategy",
+    "ClusterAllReduceStrategy",
     "CommNet",
     "CommNetConv",
     "DGCLStrategy",

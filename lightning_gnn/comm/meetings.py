@@ -14,7 +14,9 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -85,25 +87,47 @@ def own_address(main: str, num_machines: int) -> str:
         return towards.getsockname()[0]
 
 
+@dataclass(frozen=True)
+class Place:
+    """Where a store is.
+
+    Attributes:
+        host, port: of the store.
+        prefix: of all keys: of one run among several.
+        timeout: seconds for one answer.
+    """
+
+    host: str
+    port: int
+    prefix: str
+    timeout: float
+
+    def connect(self) -> dist.Store:
+        """Returns a connection of its own."""
+        store = dist.TCPStore(
+            self.host,
+            self.port,
+            is_master=False,
+            timeout=timedelta(seconds=self.timeout),
+            wait_for_workers=False,
+        )
+        return dist.PrefixStore(self.prefix, store)
+
+
 class SharedKeys:
     """A key-value store that processes share, see :class:`~lightning_gnn.gossip.operations.KeyValues`.
 
     Args:
-        host, port: of the store.
-        prefix: of all keys: of one run among several.
-        timeout: seconds for one answer.
+        place: where it is.
 
     Raises:
         CommunicationError: also from all methods: the store is gone.
     """
 
-    def __init__(self, host: str, port: int, prefix: str, timeout: float) -> None:
-        self._where = f"{host}:{port}"
+    def __init__(self, place: Place) -> None:
+        self._where = f"{place.host}:{place.port}"
         with self._naming():
-            store = dist.TCPStore(
-                host, port, is_master=False, timeout=timedelta(seconds=timeout), wait_for_workers=False
-            )
-            self._store = dist.PrefixStore(prefix, store)
+            self._store = place.connect()
 
     @contextmanager
     def _naming(self) -> Iterator[None]:
@@ -154,14 +178,13 @@ class Life:
     """Signs of life: gives those of this worker, from a thread, and watches for those of others.
 
     Args:
-        host, port, prefix, timeout: of the store, which is asked over connections of their own.
+        place: of the store, which is asked over connections of their own.
         me: this worker.
         patience: seconds without a sign after which a worker counts as dead.
     """
 
-    def __init__(self, host: str, port: int, prefix: str, timeout: float, me: int, patience: float) -> None:
-        self._keys = SharedKeys(host, port, prefix, timeout)
-        self._beats = SharedKeys(host, port, prefix, timeout)
+    def __init__(self, place: Place, me: int, patience: float) -> None:
+        self._keys, self._beats = SharedKeys(place), SharedKeys(place)
         self._me, self._patience = me, patience
         self._seen: dict[int, tuple[int, float]] = {}
         self._over = threading.Event()
@@ -191,6 +214,45 @@ class Life:
         """Gives no more signs."""
         self._over.set()
         self._thread.join()
+
+
+class Everyone:
+    """All workers at once, beside torch's default process group; all make its calls in the same order.
+
+    Args:
+        place: of the store by which they find each other.
+        me, size: this worker and how many there are.
+        timeout: seconds to wait for the others.
+
+    Raises:
+        CommunicationError: also from all methods: a worker does not answer.
+    """
+
+    def __init__(self, place: Place, me: int, size: int, timeout: float) -> None:
+        self._me, self._size = me, size
+        with self._naming():
+            self._group: Any = dist.ProcessGroupGloo(place.connect(), me, size, timedelta(seconds=timeout))
+
+    @contextmanager
+    def _naming(self) -> Iterator[None]:
+        try:
+            yield
+        except RuntimeError as error:
+            raise CommunicationError(
+                f"Averaging over all workers on rank {self._me} of {self._size}: {error}. Look at the other ranks' output first: "
+                "one may have stopped, or be slower than the deadline (argument `timeout` of the strategy)."
+            ) from error
+
+    def sum_(self, tensor: Tensor) -> None:
+        """Sums `tensor`, on the CPU, over all workers, in place."""
+        with self._naming():
+            self._group.allreduce([tensor]).wait()
+
+    def agree(self, decision: bool, all: bool) -> bool:
+        """Returns whether all workers, or any, have decided so."""
+        count = torch.tensor([int(decision)])
+        self.sum_(count)
+        return int(count) >= (self._size if all else 1)
 
 
 class Door:

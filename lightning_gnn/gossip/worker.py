@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 
 from torch import Tensor
 
-from lightning_gnn.comm.meetings import Door, Life, SharedKeys
+from lightning_gnn.comm.meetings import Door, Life, Place, SharedKeys
 from lightning_gnn.gossip.operations import (
     Await,
     InProcess,
@@ -73,12 +73,14 @@ class Ties:
     """What joins a worker to the others.
 
     Attributes:
-        keys: the store that all share.
+        place: where the store is that all share.
+        keys: that store.
         life: who is there.
         door: where this one is visited.
         addresses: where the others are.
     """
 
+    place: Place
     keys: SharedKeys
     life: Life
     door: Door
@@ -151,7 +153,7 @@ class Worker:
         self._carry_out(self.pairing.enter())
 
     def meet(self, own: Callable[[], Tensor]) -> Tensor | None:
-        """After a batch: returns what a partner has, if it is time to meet and one is found; None otherwise.
+        """After a batch: returns the sum of what those have that met, if it is time to and another is found; None otherwise.
 
         Args:
             own: returns what the partner gets, float, on the CPU.
@@ -173,16 +175,18 @@ class Worker:
             self._carry_out(self.pairing.come_back())
 
     def _meet(self, steps: Steps[Any], own: Callable[[], Tensor]) -> Tensor | None:
-        received: list[Tensor] = []
+        total: list[Tensor] = []
 
         def exchange(operation: Await | Visit) -> bool:
             assert self.ties is not None
+            mine = own()
             if isinstance(operation, Visit):
                 address = self.ties.addresses[operation.partner]
-                found = self.ties.door.visit(address, self.me, operation.meeting, own())
+                found = self.ties.door.visit(address, self.me, operation.meeting, mine)
             else:
-                found = self._await(operation, own())
-            received.extend([] if found is None else [found])
+                found = self._await(operation, mine)
+            if found is not None:
+                total.append(mine + found)
             return found is not None
 
         meeting: Meeting | None = self._carry_out(steps, exchange)
@@ -193,7 +197,7 @@ class Worker:
             if meeting.exchanged:
                 name = str(meeting.partner)
                 self.counts.partners[name] = self.counts.partners.get(name, 0) + 1
-        return received[0] if received else None
+        return total[0] if total else None
 
     def _await(self, operation: Await, own: Tensor) -> Tensor | None:
         assert self.ties is not None
@@ -219,6 +223,10 @@ class Worker:
             return answer(self._keys, operation)
 
         return carry_out(steps, how)
+
+    def agrees(self, decision: bool, all: bool) -> bool:
+        """Returns what comes of a decision that Lightning asks all ranks for: each worker decides for itself."""
+        return decision
 
     # Together #################################################################
 
