@@ -327,6 +327,16 @@ def test_resumes_with_what_is_left_of_the_pool(ranks, tmp_path):
     assert sum(map(len, done(second).values())) == left
 
 
+def test_resumes_with_other_clusters_at_the_epoch(ranks, tmp_path):
+    path, first, second = tmp_path / "some.ckpt", tmp_path / "first", tmp_path / "second"
+    first.mkdir()
+    second.mkdir()
+    ranks.run(2, saving, first, path)
+    ranks.run(2, trained, second, {"clusters": 5}, load=path)
+    counts = Counter(cluster for batches in done(second).values() for cluster in batches)
+    assert len(counts) == 5 and set(counts.values()) == {EPOCHS - 3}
+
+
 class Saves(L.Callback):
     def __init__(self, path: Path) -> None:
         self.path = path

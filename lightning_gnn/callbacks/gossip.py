@@ -57,10 +57,14 @@ def table(everyone: Mapping[int, Counts], lost: Sequence[int], undone: int) -> T
     found = Table(
         "worker", "batches", "averages", "waits", "in vain", "waited, s", "idle, %", "taken over", title=title
     )
-    for worker, counts in sorted(everyone.items()):
+    for worker in sorted({*everyone, *lost}):
+        name, counts = f"{worker}{' (lost)' if worker in lost else ''}", everyone.get(worker)
+        if counts is None:  # before its first epoch had ended
+            found.add_row(name, *["-"] * 7)
+            continue
         seconds = max(counts.seconds, 1e-9)
         found.add_row(
-            f"{worker}{' (lost)' if worker in lost else ''}",
+            name,
             *map(str, (counts.batches, counts.averages, counts.waits, counts.in_vain)),
             f"{counts.waited:.2f}",
             f"{100 * (counts.waited + counts.idle) / seconds:.1f}",

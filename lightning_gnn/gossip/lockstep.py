@@ -37,7 +37,11 @@ class Lockstep(Worker):
         super().__init__(pool, Pairing(me, size), interval, ties, 0.0, 0)
         self._everyone = everyone
         self._share = math.ceil(pool.size / size)
-        self._first_epoch, self._taken = pool.begin // pool.size, 0
+        self._taken = 0
+
+    @property
+    def _first_epoch(self) -> int:
+        return self.pool.begin // self.pool.size
 
     @override
     def take(self) -> int | None:

@@ -262,13 +262,8 @@ class ClusterStrategy(GNNStrategy):
         trainer.callbacks[:0] = ours  # type: ignore[attr-defined]
 
     def _new_worker(self, trainer: pl.Trainer, clusters: Clusters) -> Worker:
-        size = clusters.batches
-        saved = dict((self._saved or {}).get("pool", {}))
-        begin, done = trainer.current_epoch * size, []
-        if saved.get("size") == size:
-            begin, done = saved["begin"], saved["done"]
-        end = None if (trainer.max_epochs or -1) < 0 else trainer.max_epochs * size  # type: ignore[operator]
-        pool = Pool(size, end, begin, frozenset(done))
+        epochs = trainer.max_epochs
+        pool = Pool(clusters.batches, None if epochs is None or epochs < 0 else epochs * clusters.batches)
         ties = self._tie() if self.world_size > 1 else None
         worker = self._make_worker(pool, ties)
         worker.enter()
@@ -292,13 +287,25 @@ class ClusterStrategy(GNNStrategy):
     # Batches ##################################################################
 
     def training_batches(self, data: GraphDataModule) -> PooledBatches:
-        """Returns this worker's loader."""
+        """Returns this worker's loader; the same one when Lightning asks again."""
         assert self._worker is not None and self._clusters is not None and self.lightning_module is not None
-        trainer = self.lightning_module.trainer
+        if self._batches is not None:
+            return self._batches
+        trainer, pool = self.lightning_module.trainer, self._worker.pool
+
+        def epoch() -> int:
+            # trainer.current_epoch is one behind for a moment, when a run resumes with a checkpoint of an epoch's end.
+            return trainer.fit_loop.epoch_progress.current.processed
+
+        # Only now is a checkpoint's epoch known.
+        saved = (self._saved or {}).get("pool", {})
+        pool.begin = epoch() * pool.size
+        if saved.get("size") == pool.size:
+            pool.begin, pool.done_before = saved["begin"], frozenset(saved["done"])
         self._batches = PooledBatches(
             self._worker,
             self._clusters,
-            lambda: (trainer.current_epoch, trainer.current_epoch + 1 == trainer.max_epochs),
+            lambda: (epoch(), epoch() + 1 == trainer.max_epochs),
         )
         return self._batches
 
