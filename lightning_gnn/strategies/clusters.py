@@ -295,7 +295,8 @@ class ClusterStrategy(GNNStrategy):
 
         def epoch() -> int:
             # trainer.current_epoch is one behind for a moment, when a run resumes with a checkpoint of an epoch's end.
-            return trainer.fit_loop.epoch_progress.current.processed
+            progress: Any = trainer.fit_loop.epoch_progress.current
+            return progress.processed
 
         # Only now is a checkpoint's epoch known.
         saved = (self._saved or {}).get("pool", {})
