@@ -20,8 +20,10 @@ from lightning_gnn.nn import (
 )
 from lightning_gnn.strategies import (
     CachedVertexCutStrategy,
+    ClusterAllReduceStrategy,
     DGCLStrategy,
     GNNStrategy,
+    GossipStrategy,
     SamplingStrategy,
     SpMM1DStrategy,
     SpMM2DStrategy,
@@ -35,11 +37,13 @@ __version__ = "0.1.0"
 __all__ = [
     "AdaptiveThreshold",
     "CachedVertexCutStrategy",
+    "ClusterAllReduceStrategy",
     "CommNet",
     "CommNetConv",
     "DGCLStrategy",
     "DistributedEmbedding",
     "GNNStrategy",
+    "GossipStrategy",
     "GraphDataModule",
     "LargestChanges",
     "LinkPredictor",

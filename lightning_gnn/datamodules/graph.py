@@ -244,10 +244,10 @@ class GraphDataModule(L.LightningDataModule):
         given = {"fanouts": self.fanouts, "batch_size": self.batch_size}
         told = ", ".join(f"{name}={value}" for name, value in given.items() if value is not None)
         strategy = getattr(self.trainer, "strategy", None)
-        if told and strategy is not None and not hasattr(strategy, "batches"):
+        if told and strategy is not None and not hasattr(strategy, "fanouts"):
             raise ValueError(
-                f"GraphDataModule({told}) asks for mini-batches, but {type(strategy).__name__} trains on the whole graph at "
-                'once. Use Trainer(strategy="sampling"), or leave it out.'
+                f"GraphDataModule({told}) asks for batches of sampled neighbourhoods, and {type(strategy).__name__} makes none. "
+                'Use Trainer(strategy="sampling"), or leave it out.'
             )
 
     def _counted(self, mask: str) -> str:

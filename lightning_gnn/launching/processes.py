@@ -6,6 +6,7 @@ import io
 import os
 import sys
 from collections.abc import Callable
+from contextlib import ExitStack
 from multiprocessing.connection import Connection, wait
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -19,6 +20,7 @@ from lightning.pytorch.trainer.states import TrainerFn
 from torch.utils._pytree import tree_map
 from typing_extensions import override
 
+from lightning_gnn.comm.meetings import store_for_children
 from lightning_gnn.launching.failures import GRACE_S, Failure, Reporter, end_with_parent
 from lightning_gnn.launching.supervisor import Child, Supervisor
 
@@ -64,8 +66,10 @@ class ProcessLauncher(_Launcher):
         strategy.before_ranks_start(trainer, (*args, *kwargs.values()), self_check=self._start_method == "spawn")
         os.environ["MASTER_PORT"] = str(environment.main_port)  # chosen once, here
         random_states = _collect_rng_states() if self._start_method == "spawn" else None
-        supervisor = Supervisor([], strategy.scheme.survives_lost_ranks)
+        survives = strategy.scheme.survives_lost_ranks
+        supervisor, store = Supervisor([], survives), ExitStack()
         try:
+            server = store.enter_context(store_for_children(survives))
             context: Any = mp.get_context(self._start_method)
             for rank in range(strategy.num_processes):
                 reader, writer = context.Pipe(duplex=False)
@@ -75,11 +79,14 @@ class ProcessLauncher(_Launcher):
                 process.start()
                 writer.close()
                 supervisor.children.append(Child(rank, process.pid, _exit_code(process), reader))
+            if server is not None:
+                server.start()
             self._supervisor = supervisor
             results = torch.load(io.BytesIO(_result_of(supervisor)), weights_only=False)
         finally:
             self._supervisor = None
             supervisor.end(grace=0.0)
+            store.close()
             os.environ.pop("MASTER_PORT", None)
         if trainer is not None:
             _restore(trainer, results)
@@ -103,7 +110,8 @@ class ProcessLauncher(_Launcher):
             self._prepare(local_rank, random_states, args, kwargs)
             output = function(*args, **kwargs)
             file = io.BytesIO()
-            if local_rank == 0:
+            # Of ranks that need not all survive, the first that has does it.
+            if local_rank == 0 or self._strategy.scheme.survives_lost_ranks:
                 results = {"output": output} if trainer is None else {**_collect(trainer), "output": output}
                 torch.save(tree_map(_to_cpu, results), file)
             reporter.send(file.getvalue())
@@ -140,7 +148,7 @@ def _exit_code(process: Any) -> Callable[[], int | None]:
 
 
 def _result_of(supervisor: Supervisor) -> bytes:
-    """Returns what rank 0 has sent, once all ranks are done.
+    """Returns what rank 0 has sent, or the first that has survived, once all ranks are done.
 
     Raises:
         RankFailedError: a rank's process ended without a word.
@@ -155,7 +163,7 @@ def _result_of(supervisor: Supervisor) -> bytes:
         waiting = [child for child in waiting if child.result is None and child.exit_code() is None]
         wait([child.reports for child in waiting], timeout=0.2)
     supervisor.look()
-    first = supervisor.children[0]
+    first = next((child for child in supervisor.children if child.result), supervisor.children[0])
     if first.result is None:
         raise _to_raise(first.failures[0] if first.failures else Failure.ended(0, first.exit_code() or 0))
     supervisor.wait_for(lambda: not supervisor.running(), GRACE_S)

@@ -97,6 +97,8 @@ class ScriptLauncher(_Launcher):
                 "last for one call."
             )
         _set_num_threads_if_needed(num_processes=strategy.num_processes)
+        if _supervisor is not None:
+            _supervisor.survives_lost_ranks = strategy.scheme.survives_lost_ranks
         if _reporter is not None:
             return self._as_child(_reporter, function, args, kwargs)
         if _supervisor is not None:

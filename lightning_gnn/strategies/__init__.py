@@ -5,6 +5,7 @@ from lightning.pytorch.strategies import StrategyRegistry
 from lightning_gnn.launching import join_parent
 from lightning_gnn.strategies.base import GNNStrategy, Scheme
 from lightning_gnn.strategies.dgcl import DGCLStrategy
+from lightning_gnn.strategies.gossip import ClusterAllReduceStrategy, GossipStrategy
 from lightning_gnn.strategies.other_lightning import refuse_other_lightning
 from lightning_gnn.strategies.sampling import SamplingStrategy
 from lightning_gnn.strategies.spmm import SpMM1DStrategy, SpMM2DStrategy, SpMM3DStrategy, SpMM15DStrategy
@@ -22,6 +23,8 @@ for _strategy in (
     VertexCutStrategy,
     CachedVertexCutStrategy,
     SamplingStrategy,
+    GossipStrategy,
+    ClusterAllReduceStrategy,
 ):
     _name = _strategy.strategy_name
     for _suffix, _start_method in (("", "popen"), ("_spawn", "spawn"), ("_notebook", "fork")):
@@ -36,8 +39,10 @@ refuse_other_lightning(_names)
 
 __all__ = [
     "CachedVertexCutStrategy",
+    "ClusterAllReduceStrategy",
     "DGCLStrategy",
     "GNNStrategy",
+    "GossipStrategy",
     "SamplingStrategy",
     "Scheme",
     "SpMM1DStrategy",

@@ -1,0 +1,326 @@
+"""What workers share that train apart: a store of keys, signs of life, and exchanges between two. No collective anywhere.
+
+The store is a TCPStore in the process that starts the ranks, where that is none of them: then any rank may die. Vectors travel
+over sockets, between two workers that have agreed to meet; every wait has a deadline.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import struct
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from lightning_gnn.comm.group import CommunicationError
+
+ADDRESS = "LIGHTNING_GNN_MEETINGS"
+"""Environment of a started rank: where the store is, ``host:port``, if its parent has one."""
+
+LOCAL = "127.0.0.1"
+
+BEAT_S = 0.5
+"""Seconds between two signs of life."""
+
+_NOTHING = "-"
+_CHUNK = 4 << 20  # a TCPStore takes 8 MB at once
+_GREETING = struct.Struct("!qqq")  # who visits, in which meeting, how many bytes
+_MOST_WAITING = 128
+
+
+class StoreServer:
+    """The store itself; it lasts as long as this object.
+
+    Args:
+        host: of this machine, as the workers know it.
+    """
+
+    def __init__(self, host: str) -> None:
+        self._socket = socket.create_server((host, 0), backlog=_MOST_WAITING)
+        self._host = host
+        self.port: int = self._socket.getsockname()[1]
+        self._store: dist.TCPStore | None = None
+
+    def start(self) -> None:
+        """Begins to answer; not before this process has forked, whose children would take half of a thread along."""
+        self._store = dist.TCPStore(
+            self._host, self.port, is_master=True, master_listen_fd=self._socket.detach(), wait_for_workers=False
+        )
+
+    def stop(self) -> None:
+        """Ends it."""
+        self._store = None
+        self._socket.close()
+
+
+@contextmanager
+def store_for_children(wanted: bool) -> Iterator[StoreServer | None]:
+    """Keeps a store for ranks that are started inside, if `wanted`; they find it by :data:`ADDRESS`."""
+    if not wanted:
+        yield None
+        return
+    server = StoreServer(LOCAL)
+    os.environ[ADDRESS] = f"{LOCAL}:{server.port}"
+    try:
+        yield server
+    finally:
+        os.environ.pop(ADDRESS, None)
+        server.stop()
+
+
+def own_address(main: str, num_machines: int) -> str:
+    """Returns this machine's address, as others reach it that reach the machine `main`."""
+    if num_machines == 1:
+        return LOCAL
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as towards:
+        towards.connect((main, 9))  # sends nothing
+        return towards.getsockname()[0]
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a store is.
+
+    Attributes:
+        host, port: of the store.
+        prefix: of all keys: of one run among several.
+        timeout: seconds for one answer.
+    """
+
+    host: str
+    port: int
+    prefix: str
+    timeout: float
+
+    def connect(self) -> dist.Store:
+        """Returns a connection of its own."""
+        store = dist.TCPStore(
+            self.host,
+            self.port,
+            is_master=False,
+            timeout=timedelta(seconds=self.timeout),
+            wait_for_workers=False,
+        )
+        return dist.PrefixStore(self.prefix, store)
+
+
+class SharedKeys:
+    """A key-value store that processes share, see :class:`~lightning_gnn.gossip.operations.KeyValues`.
+
+    Args:
+        place: where it is.
+
+    Raises:
+        CommunicationError: also from all methods: the store is gone.
+    """
+
+    def __init__(self, place: Place) -> None:
+        self._where = f"{place.host}:{place.port}"
+        with self._naming():
+            self._store = place.connect()
+
+    @contextmanager
+    def _naming(self) -> Iterator[None]:
+        try:
+            yield
+        except RuntimeError as error:
+            raise CommunicationError(
+                f"The store of the workers at {self._where} does not answer: the process that keeps it has ended, or cannot be "
+                f"reached ({str(error).splitlines()[0]})."
+            ) from error
+
+    def get(self, key: str) -> str:
+        """Returns what is under a key, ``""`` for nothing."""
+        with self._naming():
+            # get() would wait for a key that is not there.
+            found = self._store.compare_set(key, _NOTHING, _NOTHING).decode()
+        return "" if found == _NOTHING else found
+
+    def add(self, key: str, amount: int) -> int:
+        """Adds to a number and returns the sum."""
+        with self._naming():
+            return self._store.add(key, amount)
+
+    def swap(self, key: str, expected: str, new: str) -> bool:
+        """Replaces `expected` by `new`; returns whether `new` is there now."""
+        with self._naming():
+            # A key that has had a value never has none again, and "" is expected of such keys, too.
+            found = self._store.compare_set(key, expected, new).decode()
+        return found == new
+
+    def put(self, key: str, value: bytes) -> None:
+        """Leaves bytes, of any length."""
+        with self._naming():
+            for place in range(0, len(value), _CHUNK):
+                self._store.set(f"{key}/{place}", value[place : place + _CHUNK])  # type: ignore[arg-type]
+            self._store.set(key, str(len(value)))
+
+    def find(self, key: str) -> bytes | None:
+        """Returns what :meth:`put` has left; None if nothing has been, or not all of it yet."""
+        length = self.get(key)
+        if not length:
+            return None
+        with self._naming():
+            return b"".join(self._store.get(f"{key}/{place}") for place in range(0, int(length), _CHUNK))
+
+
+class Life:
+    """Signs of life: gives those of this worker, from a thread, and watches for those of others.
+
+    Args:
+        place: of the store, which is asked over connections of their own.
+        me: this worker.
+        patience: seconds without a sign after which a worker counts as dead.
+    """
+
+    def __init__(self, place: Place, me: int, patience: float) -> None:
+        self._keys, self._beats = SharedKeys(place), SharedKeys(place)
+        self._me, self._patience = me, patience
+        self._seen: dict[int, tuple[int, float]] = {}
+        self._over = threading.Event()
+        self._beats.add(self._key(me), 1)
+        self._thread = threading.Thread(target=self._beat, daemon=True, name="gives signs of life")
+        self._thread.start()
+
+    @staticmethod
+    def _key(worker: int) -> str:
+        return f"life/{worker}"
+
+    def _beat(self) -> None:
+        with contextlib.suppress(CommunicationError):  # whoever trains notices, too
+            while not self._over.wait(BEAT_S):
+                self._beats.add(self._key(self._me), 1)
+
+    def is_alive(self, worker: int) -> bool:
+        """Returns whether a worker has given a sign of life lately."""
+        count, now = self._keys.add(self._key(worker), 0), time.monotonic()
+        before, since = self._seen.get(worker, (None, now))
+        if count != before:
+            since = now
+        self._seen[worker] = count, since
+        return now - since < self._patience
+
+    def stop(self) -> None:
+        """Gives no more signs."""
+        self._over.set()
+        self._thread.join()
+
+
+class Everyone:
+    """All workers at once, beside torch's default process group; all make its calls in the same order.
+
+    Args:
+        place: of the store by which they find each other.
+        me, size: this worker and how many there are.
+        timeout: seconds to wait for the others.
+
+    Raises:
+        CommunicationError: also from all methods: a worker does not answer.
+    """
+
+    def __init__(self, place: Place, me: int, size: int, timeout: float) -> None:
+        self._me, self._size = me, size
+        with self._naming():
+            self._group: Any = dist.ProcessGroupGloo(place.connect(), me, size, timedelta(seconds=timeout))
+
+    @contextmanager
+    def _naming(self) -> Iterator[None]:
+        try:
+            yield
+        except RuntimeError as error:
+            raise CommunicationError(
+                f"Averaging over all workers on rank {self._me} of {self._size}: {error}. Look at the other ranks' output first: "
+                "one may have stopped, or be slower than the deadline (argument `timeout` of the strategy)."
+            ) from error
+
+    def sum_(self, tensor: Tensor) -> None:
+        """Sums `tensor`, on the CPU, over all workers, in place."""
+        with self._naming():
+            self._group.allreduce([tensor]).wait()
+
+    def agree(self, decision: bool, all: bool) -> bool:
+        """Returns whether all workers, or any, have decided so."""
+        count = torch.tensor([int(decision)])
+        self.sum_(count)
+        return int(count) >= (self._size if all else 1)
+
+
+class Door:
+    """Where a worker is visited by others, one at a time.
+
+    Args:
+        host: of this machine, as the others know it.
+        timeout: seconds that a visit, once begun, may take without a byte.
+
+    Attributes:
+        address: where to, ``host:port``.
+    """
+
+    def __init__(self, host: str, timeout: float) -> None:
+        self._socket = socket.create_server((host, 0), backlog=_MOST_WAITING)
+        self._timeout = timeout
+        self.address = f"{host}:{self._socket.getsockname()[1]}"
+
+    def wait(self, partner: int, meeting: int, own: Tensor, seconds: float) -> Tensor | None:
+        """Returns what the partner brings to a meeting, and gives it `own`; None if it does not come in time.
+
+        Args:
+            own: float, on the CPU, of the same shape and dtype for both.
+            seconds: to wait for the partner.
+        """
+        deadline = time.monotonic() + seconds
+        while True:
+            self._socket.settimeout(max(deadline - time.monotonic(), 0.001))
+            try:
+                visitor, _ = self._socket.accept()
+            except TimeoutError:
+                return None
+            with visitor, contextlib.suppress(OSError):
+                visitor.settimeout(self._timeout)
+                theirs = torch.empty_like(own)
+                greeting = bytearray(_GREETING.size)
+                _receive(visitor, memoryview(greeting))
+                # One that comes to a meeting that this worker no longer waits for is not let in.
+                if _GREETING.unpack(greeting) == (partner, meeting, own.nbytes):
+                    _receive(visitor, _bytes(theirs))
+                    visitor.sendall(_bytes(own))
+                    return theirs
+
+    def visit(self, address: str, me: int, meeting: int, own: Tensor) -> Tensor | None:
+        """Returns what the worker at `address` has, and gives it `own`; None if it does not answer."""
+        host, _, port = address.rpartition(":")
+        theirs = torch.empty_like(own)
+        try:
+            with socket.create_connection((host, int(port)), self._timeout) as partner:
+                partner.sendall(_GREETING.pack(me, meeting, own.nbytes))
+                partner.sendall(_bytes(own))
+                _receive(partner, _bytes(theirs))
+        except OSError:
+            return None
+        return theirs
+
+    def close(self) -> None:
+        """Lets nobody in any more."""
+        self._socket.close()
+
+
+def _bytes(tensor: Tensor) -> memoryview:
+    return tensor.numpy().data.cast("B")
+
+
+def _receive(connection: socket.socket, into: memoryview) -> None:
+    while len(into):
+        count = connection.recv_into(into)
+        if not count:
+            raise ConnectionError("the other side has hung up")
+        into = into[count:]

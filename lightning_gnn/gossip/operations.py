@@ -1,0 +1,139 @@
+"""What a worker asks of the world outside, one atomic operation at a time.
+
+The work pool and the pairing are generators that yield operations and are sent the answers. So what they do is written once:
+between processes a store carries the operations out, and tests try them in every order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator
+from dataclasses import dataclass
+from typing import Any, Protocol, TypeAlias, TypeVar
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Get:
+    """Answer: the text under `key`, ``""`` if there is none."""
+
+    key: str
+
+
+@dataclass(frozen=True)
+class Add:
+    """Adds to the number under `key`, 0 if there is none; answer: the sum."""
+
+    key: str
+    amount: int = 1
+
+
+@dataclass(frozen=True)
+class Swap:
+    """Puts `new` under `key` if `expected` is there, ``""`` for nothing; answer: whether it was.
+
+    No two workers ever write the same `new` under a key, so who finds it there has written it.
+    """
+
+    key: str
+    expected: str
+    new: str
+
+
+@dataclass(frozen=True)
+class Pick:
+    """Answer: one of the options, at random."""
+
+    options: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class IsAlive:
+    """Answer: whether a worker has been heard of lately."""
+
+    worker: int
+
+
+@dataclass(frozen=True)
+class Await:
+    """Waits, for a bounded time, until `partner` visits; answer: whether something was exchanged.
+
+    Attributes:
+        accepted: the partner is known to be on its way.
+    """
+
+    partner: int
+    meeting: int
+    accepted: bool
+
+
+@dataclass(frozen=True)
+class Visit:
+    """Goes to `partner`, who awaits this worker; answer: whether something was exchanged."""
+
+    partner: int
+    meeting: int
+
+
+Operation: TypeAlias = Get | Add | Swap | Pick | IsAlive | Await | Visit
+Steps: TypeAlias = Generator[Operation, Any, T]
+"""Operations, and what they come to."""
+
+
+class KeyValues(Protocol):
+    """A key-value store that all workers share; each call is atomic."""
+
+    def get(self, key: str) -> str:
+        """Returns what is under a key, ``""`` for nothing."""
+        ...
+
+    def add(self, key: str, amount: int) -> int:
+        """Adds to a number and returns the sum."""
+        ...
+
+    def swap(self, key: str, expected: str, new: str) -> bool:
+        """Replaces `expected` by `new`; returns whether `new` is there now."""
+        ...
+
+
+class InProcess:
+    """A key-value store for the only worker there is, and for tests."""
+
+    def __init__(self) -> None:
+        self.values: dict[str, Any] = {}
+
+    def get(self, key: str) -> str:
+        """Returns what is under a key, ``""`` for nothing."""
+        return str(self.values.get(key, ""))
+
+    def add(self, key: str, amount: int) -> int:
+        """Adds to a number and returns the sum."""
+        self.values[key] = int(self.values.get(key, 0)) + amount
+        return self.values[key]
+
+    def swap(self, key: str, expected: str, new: str) -> bool:
+        """Replaces `expected` by `new`; returns whether `new` is there now."""
+        if self.get(key) == expected:
+            self.values[key] = new
+        return self.get(key) == new
+
+
+def answer(store: KeyValues, operation: Operation) -> Any:
+    """Returns a store's answer to an operation on keys."""
+    if isinstance(operation, Get):
+        return store.get(operation.key)
+    if isinstance(operation, Add):
+        return store.add(operation.key, operation.amount)
+    if isinstance(operation, Swap):
+        return store.swap(operation.key, operation.expected, operation.new)
+    raise TypeError(f"{operation} is not about keys")
+
+
+def carry_out(steps: Steps[T], how: Callable[[Operation], Any]) -> T:
+    """Carries out all operations of `steps` and returns what they come to."""
+    try:
+        operation = next(steps)
+        while True:
+            operation = steps.send(how(operation))
+    except StopIteration as end:
+        return end.value

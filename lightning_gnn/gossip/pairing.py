@@ -1,0 +1,156 @@
+"""Who averages with whom.
+
+Source: Zhang, "Efficient Asynchronous GCN Training on a GPU Cluster" (2021): Algorithm 6, any pair of workers, and Algorithm 5,
+active workers choose passive ones (Lian et al., AD-PSGD, 2018). There two arrays under two locks say who is available and who was
+chosen by whom; a worker that dies with a lock, or while its partner waits, stops everybody, and the clean-up averages while it
+holds both. Here each worker has one key, which changes by compare-and-swap only, and nobody holds anything while it waits:
+
+    free --(others: chosen by c)--> chosen --(self: accepts)--> met --(self: has exchanged)--> free
+     |  <--(c: has waited enough)---'
+     '--(self: chooses)--> off --(self: has exchanged, or waited enough)--> free
+
+A worker that waits is *off*, so nobody waits for it, and whom it waits for is computing, or on its way: no circle of waiting
+workers can close. A worker is chosen, or chooses, once at a time: no three meet.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+from lightning_gnn.gossip.operations import Add, Await, Get, IsAlive, Pick, Steps, Swap, Visit
+
+Rule = Literal["any", "active_passive"]
+
+_FREE, _CHOSEN, _MET, _OFF, _LEFT = "free", "chosen", "met", "off", "left"
+
+
+@dataclass
+class Meeting:
+    """What came of trying to meet.
+
+    Attributes:
+        partner: whom this worker met or waited for; None if it went on alone.
+        exchanged: something was exchanged.
+        waited: this worker chose the other, and waited for it.
+    """
+
+    partner: int | None = None
+    exchanged: bool = False
+    waited: bool = False
+
+
+@dataclass
+class Pairing:
+    """One worker's side of the pairing.
+
+    Attributes:
+        me, size: this worker and how many there are.
+        rule: ``"any"``: any two may meet; ``"active_passive"``: workers of even number choose, those of odd number are chosen.
+        turns: how often this worker has become free, which keeps the values of its key apart.
+    """
+
+    me: int
+    size: int
+    rule: Rule = "any"
+    turns: int = 0
+
+    def __post_init__(self) -> None:
+        if self.rule not in get_args(Rule):
+            raise ValueError(f"pairing must be 'any' or 'active_passive' (got {self.rule!r}).")
+
+    @property
+    def chooses(self) -> bool:
+        """Whether this worker chooses others."""
+        return self.rule == "any" or self.me % 2 == 0
+
+    @property
+    def is_chosen(self) -> bool:
+        """Whether others choose this worker."""
+        return self.rule == "any" or self.me % 2 == 1
+
+    def meets_after(self, batches: int, interval: int) -> bool:
+        """Returns whether it is time to meet after so many batches; passive workers look after each (Algorithm 5)."""
+        return self.size > 1 and (batches % interval == 0 or not self.chooses)
+
+    def enter(self) -> Steps[None]:
+        """Takes part from now on; once, before any worker meets."""
+        yield Swap(_key(self.me), "", self._free() if self.is_chosen else _OFF)
+
+    def meet(self) -> Steps[Meeting]:
+        """Meets who has chosen this worker; else chooses one that is free, waits for it, and meets it; else goes on alone."""
+        while self.is_chosen:
+            served = yield from self.serve()
+            if served is not None:
+                return served
+            if not self.chooses:
+                return Meeting()
+            state = yield Get(_key(self.me))
+            if state.startswith(_FREE) and (yield Swap(_key(self.me), state, _OFF)):
+                break
+        chosen = yield from self._choose()
+        found = Meeting() if chosen is None else (yield from self._wait(*chosen))
+        yield from self.come_back()
+        return found
+
+    def serve(self, then: str | None = None) -> Steps[Meeting | None]:
+        """Meets who has chosen this worker, which is free again thereafter, or `then`; None if nobody has."""
+        state = yield Get(_key(self.me))
+        what, _, who = state.partition(" by ")
+        if what != _CHOSEN or not (yield Swap(_key(self.me), state, f"{_MET} by {who}")):
+            return None  # or the other has waited enough just now
+        partner, meeting = map(int, who.split(" in "))
+        exchanged = yield Visit(partner, meeting)
+        yield Swap(_key(self.me), f"{_MET} by {who}", then or self._free())
+        return Meeting(partner, exchanged)
+
+    def leave(self, for_good: bool = True) -> Steps[Meeting | None]:
+        """Is not chosen from now on; meets who waits for this worker at that moment (the clean-up of Algorithms 5 and 6).
+
+        Args:
+            for_good: False to come back later, by :meth:`come_back`.
+        """
+        to = _LEFT if for_good else _OFF
+        while True:
+            served = yield from self.serve(then=to)
+            if served is not None:
+                return served
+            state = yield Get(_key(self.me))
+            if state == to or (not state.startswith(_CHOSEN) and (yield Swap(_key(self.me), state, to))):
+                return None
+
+    def come_back(self) -> Steps[None]:
+        """May be chosen again."""
+        if self.is_chosen:
+            yield Swap(_key(self.me), _OFF, self._free())
+
+    def _choose(self) -> Steps[tuple[int, int, str] | None]:
+        """Chooses one of those that are free, at random; returns it, the meeting's number and what its key holds now."""
+        states = {}
+        for worker in range(self.size):
+            if worker != self.me and (self.rule == "any" or worker % 2 == 1):
+                state = yield Get(_key(worker))
+                if state.startswith(_FREE) and (yield IsAlive(worker)):
+                    states[worker] = state
+        while states:
+            worker = yield Pick(tuple(states))
+            meeting = yield Add("meetings")
+            chosen = f"{_CHOSEN} by {self.me} in {meeting}"
+            if (yield Swap(_key(worker), states.pop(worker), chosen)):
+                return worker, meeting, chosen
+        return None
+
+    def _wait(self, partner: int, meeting: int, chosen: str) -> Steps[Meeting]:
+        """Waits for the partner. If that took too long, withdraws, unless the partner is on its way by now."""
+        exchanged = yield Await(partner, meeting, accepted=False)
+        if not exchanged and not (yield Swap(_key(partner), chosen, f"{_FREE} again {self.me} {meeting}")):
+            exchanged = yield Await(partner, meeting, accepted=True)
+        return Meeting(partner, exchanged, waited=True)
+
+    def _free(self) -> str:
+        self.turns += 1
+        return f"{_FREE} {self.turns}"
+
+
+def _key(worker: int) -> str:
+    return f"worker/{worker}"

@@ -1,0 +1,293 @@
+"""A worker: the pool and the pairing, carried out between processes, and what it counts of them."""
+
+from __future__ import annotations
+
+import json
+import random
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any, TypeVar
+
+from torch import Tensor
+
+from lightning_gnn.comm.meetings import Door, Life, Place, SharedKeys
+from lightning_gnn.gossip.operations import (
+    Await,
+    InProcess,
+    IsAlive,
+    Operation,
+    Pick,
+    Steps,
+    Visit,
+    answer,
+    carry_out,
+)
+from lightning_gnn.gossip.pairing import Meeting, Pairing
+from lightning_gnn.gossip.pool import Pool
+
+T = TypeVar("T")
+
+_LOOK_S = 0.5
+"""How often who waits for a partner looks whether it lives."""
+
+_REST_S = 0.02
+"""How often who has nothing left to do looks whether others need its help."""
+
+
+@dataclass
+class Counts:
+    """What a worker has done (Tables 4.8 and 4.9 of the thesis, and what it took).
+
+    Attributes:
+        batches: that it trained on.
+        averages: exchanges with others.
+        partners: how often with whom.
+        waits: partners that it waited for; in vain: those that did not come in time.
+        waited, idle, seconds: seconds of waiting for partners; without anything to do at the end; of all.
+        taken_over: batches of workers that had died or stopped.
+    """
+
+    batches: int = 0
+    averages: int = 0
+    partners: dict[str, int] = field(default_factory=dict)
+    waits: int = 0
+    in_vain: int = 0
+    waited: float = 0.0
+    idle: float = 0.0
+    seconds: float = 0.0
+    taken_over: int = 0
+
+    def as_json(self) -> bytes:
+        """Returns it as text."""
+        return json.dumps(asdict(self)).encode()
+
+    @classmethod
+    def from_json(cls, text: bytes) -> Counts:
+        """Returns what :meth:`as_json` gave."""
+        return cls(**json.loads(text))
+
+
+@dataclass
+class Ties:
+    """What joins a worker to the others.
+
+    Attributes:
+        place: where the store is that all share.
+        keys: that store.
+        life: who is there.
+        door: where this one is visited.
+        addresses: where the others are.
+    """
+
+    place: Place
+    keys: SharedKeys
+    life: Life
+    door: Door
+    addresses: Sequence[str]
+
+
+class Worker:
+    """One worker of a run.
+
+    Args:
+        pool, pairing: its part in them.
+        interval: batches between two meetings.
+        ties: with the others; None if there are none.
+        patience: seconds that it waits for a partner.
+        seed: of whom it chooses.
+    """
+
+    def __init__(
+        self, pool: Pool, pairing: Pairing, interval: int, ties: Ties | None, patience: float, seed: int
+    ) -> None:
+        self.pool, self.pairing, self.interval, self.ties = pool, pairing, interval, ties
+        self.me, self.size = pairing.me, pairing.size
+        self.counts = Counts()
+        self.left = False
+        self._keys = InProcess() if ties is None else ties.keys
+        self._patience = patience
+        self._random = random.Random(seed * 1_000_003 + self.me)
+        self._began = time.perf_counter()
+
+    # The pool #################################################################
+
+    def take(self) -> int | None:
+        """Returns the next item of the pool, None if all are taken."""
+        return self._carry_out(self.pool.take(self.me))
+
+    def done(self, item: int) -> None:
+        """Says that an item is done."""
+        self._carry_out(self.pool.done(self.me, item))
+
+    def give_back(self, item: int) -> None:
+        """Leaves an item to others."""
+        self._carry_out(self.pool.give_back(self.me, item))
+
+    def left_over(self) -> list[int]:
+        """Waits until all items are done; or sooner, if some are nobody's any more: returns these, now this worker's."""
+        began = time.perf_counter()
+        while True:
+            mine, others = self._carry_out(self.pool.take_over(self.me))
+            if mine or not others:
+                self.counts.idle += time.perf_counter() - began
+                self.counts.taken_over += len(mine)
+                return mine
+            time.sleep(_REST_S)
+
+    def position(self) -> tuple[int, list[int]]:
+        """Returns where the pool is: see :meth:`~lightning_gnn.gossip.pool.Pool.position`."""
+        return self._carry_out(self.pool.position())
+
+    def undone(self) -> int:
+        """Returns how many items nobody has done."""
+        if self.pool.end is None:
+            return 0
+        begin, done = self.position()
+        return self.pool.end - begin - len(done)
+
+    # Meetings #################################################################
+
+    def enter(self) -> None:
+        """Takes part from now on."""
+        self._carry_out(self.pairing.enter())
+
+    def meet(self, own: Callable[[], Tensor]) -> Tensor | None:
+        """After a batch: returns the sum of what those have that met, if it is time to and another is found; None otherwise.
+
+        Args:
+            own: returns what the partner gets, float, on the CPU.
+        """
+        self.counts.batches += 1
+        if self.left or not self.pairing.meets_after(self.counts.batches, self.interval):
+            return None
+        return self._meet(self.pairing.meet(), own)
+
+    def leave(self, own: Callable[[], Tensor], for_good: bool = True) -> None:
+        """Is not chosen from now on; gives its own to who waits for it."""
+        if not self.left and self.size > 1:
+            self._meet(self.pairing.leave(for_good), own)
+        self.left = self.left or for_good
+
+    def come_back(self) -> None:
+        """May be chosen again, after a leave that was not for good."""
+        if not self.left and self.size > 1:
+            self._carry_out(self.pairing.come_back())
+
+    def _meet(self, steps: Steps[Any], own: Callable[[], Tensor]) -> Tensor | None:
+        total: list[Tensor] = []
+
+        def exchange(operation: Await | Visit) -> bool:
+            assert self.ties is not None
+            mine = own()
+            if isinstance(operation, Visit):
+                address = self.ties.addresses[operation.partner]
+                found = self.ties.door.visit(address, self.me, operation.meeting, mine)
+            else:
+                found = self._await(operation, mine)
+            if found is not None:
+                total.append(mine + found)
+            return found is not None
+
+        meeting: Meeting | None = self._carry_out(steps, exchange)
+        if meeting is not None and meeting.partner is not None:
+            self.counts.averages += meeting.exchanged
+            self.counts.waits += meeting.waited
+            self.counts.in_vain += meeting.waited and not meeting.exchanged
+            if meeting.exchanged:
+                name = str(meeting.partner)
+                self.counts.partners[name] = self.counts.partners.get(name, 0) + 1
+        return total[0] if total else None
+
+    def _await(self, operation: Await, own: Tensor) -> Tensor | None:
+        assert self.ties is not None
+        began = time.perf_counter()
+        try:
+            while (left := began + self._patience - time.perf_counter()) > 0:
+                found = self.ties.door.wait(operation.partner, operation.meeting, own, min(left, _LOOK_S))
+                if found is not None or not self.ties.life.is_alive(operation.partner):
+                    return found
+            return None
+        finally:
+            self.counts.waited += time.perf_counter() - began
+
+    def _carry_out(self, steps: Steps[T], exchange: Callable[[Any], bool] | None = None) -> T:
+        def how(operation: Operation) -> Any:
+            if isinstance(operation, Pick):
+                return self._random.choice(operation.options)
+            if isinstance(operation, IsAlive):
+                return self.ties is None or self.ties.life.is_alive(operation.worker)
+            if isinstance(operation, (Await, Visit)):
+                assert exchange is not None
+                return exchange(operation)
+            return answer(self._keys, operation)
+
+        return carry_out(steps, how)
+
+    def agrees(self, decision: bool, all: bool) -> bool:
+        """Returns what comes of a decision that Lightning asks all ranks for: each worker decides for itself."""
+        return decision
+
+    # Together #################################################################
+
+    def tell(self) -> None:
+        """Lets the others know what this worker has done so far."""
+        self.counts.seconds = time.perf_counter() - self._began
+        if self.ties is not None:
+            self.ties.keys.put(f"counts/{self.me}", self.counts.as_json())
+
+    def everyones(self) -> dict[int, Counts]:
+        """Returns what each worker has told last, by worker."""
+        if self.ties is None:
+            return {self.me: self.counts}
+        told = {worker: self.ties.keys.find(f"counts/{worker}") for worker in range(self.size)}
+        return {worker: Counts.from_json(text) for worker, text in told.items() if text is not None}
+
+    def agree(self, score: float | None, weights: bytes, seconds: float) -> dict[int, float | None]:
+        """Returns the score of each worker that has come to the end, the same on all of them; waits for those that live.
+
+        Args:
+            score, weights: this worker's; weights of the others are then there for :meth:`weights_of`.
+            seconds: to wait at most.
+        """
+        if self.ties is None:
+            return {self.me: score}
+        keys, deadline = self.ties.keys, time.monotonic() + seconds
+        keys.put(f"weights/{self.me}", weights)
+        keys.put(f"score/{self.me}", json.dumps(score).encode())
+        while not (agreed := keys.get("agreed")):
+            found = {worker: keys.find(f"score/{worker}") for worker in range(self.size)}
+            missing = [worker for worker, text in found.items() if text is None]
+            if time.monotonic() > deadline or not any(self.ties.life.is_alive(worker) for worker in missing):
+                scores = {worker: json.loads(text) for worker, text in found.items() if text is not None}
+                # Who is first decides who has come to the end.
+                keys.swap("agreed", "", json.dumps(scores))
+            else:
+                time.sleep(_REST_S)
+        return {int(worker): score for worker, score in json.loads(agreed).items()}
+
+    def weights_of(self, worker: int) -> bytes:
+        """Returns the weights of a worker that has come to the end."""
+        assert self.ties is not None
+        found = self.ties.keys.find(f"weights/{worker}")
+        assert found is not None
+        return found
+
+    def part(self, workers: Sequence[int], stay: bool, seconds: float) -> None:
+        """Parts from the others; who keeps the store stays until those of `workers` that live have gone."""
+        if self.ties is None:
+            return
+        self.ties.keys.add(f"gone/{self.me}", 1)
+        deadline = time.monotonic() + seconds
+        while stay and time.monotonic() < deadline:
+            here = [worker for worker in workers if not self.ties.keys.add(f"gone/{worker}", 0)]
+            if not any(self.ties.life.is_alive(worker) for worker in here):
+                break
+            time.sleep(_REST_S)
+        self.close()
+
+    def close(self) -> None:
+        """Gives no sign of life any more."""
+        if self.ties is not None:
+            self.ties.life.stop()
+            self.ties.door.close()

@@ -1,0 +1,145 @@
+"""``gossip``: workers train apart on clusters of the graph, and average in pairs; ``cluster_allreduce``: all at once.
+
+Source: Zhang, "Efficient Asynchronous GCN Training on a GPU Cluster" (2021), Algorithms 3 to 6.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from typing_extensions import override
+
+from lightning_gnn.comm.meetings import Everyone
+from lightning_gnn.gossip.lockstep import Lockstep
+from lightning_gnn.gossip.pairing import Pairing, Rule
+from lightning_gnn.gossip.pool import Pool
+from lightning_gnn.gossip.worker import Ties, Worker
+from lightning_gnn.strategies.clusters import Assignment, Average, ClusterStrategy, Final, Mode
+
+
+class GossipStrategy(ClusterStrategy):
+    """Asynchronous training on clusters with averages in pairs; ``Trainer(strategy="gossip")``.
+
+    Each worker takes the next batch of a common pool whenever it is free, and steps with its own optimizer. After every
+    `averaging_interval` batches it averages with one other worker, if one is available. Nothing in `fit` waits for all workers:
+    one that is slow delays nobody but a partner, for a bounded time, and one that dies leaves its batches to the others. An
+    epoch is one pass over the pool by all workers together.
+
+    During `fit`, each worker validates its own weights on the clusters, without edges between them: approximately. Afterwards all
+    workers have one result, and ``trainer.validate``, ``test`` and ``predict`` are exact, by the exchange of ``dgcl``.
+
+    Args:
+        averaging_interval: batches that a worker trains on between two averages. Raise it where averaging costs more than it
+            gains.
+        pairing: ``"any"``: a worker averages with any other that is available (Algorithm 6); ``"active_passive"``: workers of
+            even rank choose among those of odd rank, which look after each batch whether they were chosen (Algorithm 5).
+        average: ``"gradients"``, as in the thesis; ``"parameters"`` before the step, as in AD-PSGD, which keeps workers closer.
+        clusters, assignment, clusters_per_batch, seed: see :class:`~lightning_gnn.strategies.clusters.ClusterStrategy`.
+        final: the result: ``"best"``: the weights of the worker whose `monitor` was best when it validated last; ``"average"``:
+            the mean of all workers' weights.
+        monitor, mode: of ``final="best"``: a value that the module logs in validation; ``"min"`` or ``"max"`` is best.
+        patience: seconds that a worker waits for a partner before it goes on without.
+        lease: seconds without a sign of life after which a worker counts as dead, and others take over its batches.
+        **options: see :class:`~lightning_gnn.strategies.base.GNNStrategy`.
+
+    Attributes:
+        report: what each worker has done in the last `fit`, by rank; see :class:`~lightning_gnn.gossip.worker.Counts`.
+
+    Raises:
+        ValueError: an argument is none of these, or a number below 1.
+    """
+
+    strategy_name = "gossip"
+    others_go_on = True
+
+    def __init__(
+        self,
+        averaging_interval: int = 20,
+        pairing: Rule = "any",
+        average: Average = "gradients",
+        clusters: int = 40,
+        assignment: Assignment = "random",
+        clusters_per_batch: int = 1,
+        seed: int = 0,
+        final: Final = "best",
+        monitor: str = "val_loss",
+        mode: Mode = "min",
+        patience: float = 60.0,
+        lease: float = 10.0,
+        **options: Any,
+    ) -> None:
+        Pairing(0, 1, pairing)
+        for name, seconds, least in (("patience", patience, 0.0), ("lease", lease, 2.0)):
+            if seconds < least:
+                raise ValueError(f"{name} is a number of seconds, at least {least:g} (got {seconds}).")
+        super().__init__(
+            averaging_interval,
+            average,
+            clusters,
+            assignment,
+            clusters_per_batch,
+            seed,
+            final,
+            monitor,
+            mode,
+            lease,
+            **options,
+        )
+        self.pairing, self.patience = pairing, patience
+
+    @override
+    def _make_worker(self, pool: Pool, ties: Ties | None) -> Worker:
+        pairing = Pairing(self.global_rank, self.world_size, self.pairing)
+        return Worker(pool, pairing, self.averaging_interval, ties, self.patience, self.seed)
+
+
+class ClusterAllReduceStrategy(ClusterStrategy):
+    """Synchronous training on clusters; ``Trainer(strategy="cluster_allreduce")``. On one device, plain Cluster-GCN.
+
+    Each worker has an equal share of the clusters, and steps with its own optimizer after each. Every `averaging_interval`
+    batches all workers average at once (Algorithms 3 and 4); a worker that fails ends the run. Otherwise as
+    :class:`GossipStrategy`.
+
+    Args:
+        averaging_interval, average, clusters, assignment, clusters_per_batch, seed, final, monitor, mode: see
+            :class:`GossipStrategy`.
+        **options: see :class:`~lightning_gnn.strategies.base.GNNStrategy`; `timeout` bounds the wait for others in an average.
+
+    Raises:
+        ValueError: an argument is none of these, or a number below 1.
+    """
+
+    strategy_name = "cluster_allreduce"
+
+    def __init__(
+        self,
+        averaging_interval: int = 1,
+        average: Average = "gradients",
+        clusters: int = 40,
+        assignment: Assignment = "random",
+        clusters_per_batch: int = 1,
+        seed: int = 0,
+        final: Final = "best",
+        monitor: str = "val_loss",
+        mode: Mode = "min",
+        **options: Any,
+    ) -> None:
+        super().__init__(
+            averaging_interval,
+            average,
+            clusters,
+            assignment,
+            clusters_per_batch,
+            seed,
+            final,
+            monitor,
+            mode,
+            lease=10.0,
+            **options,
+        )
+
+    @override
+    def _make_worker(self, pool: Pool, ties: Ties | None) -> Worker:
+        rank, size = self.global_rank, self.world_size
+        everyone = None if ties is None else Everyone(ties.place, rank, size, self.timeout.total_seconds())
+        return Lockstep(pool, rank, size, self.averaging_interval, ties, everyone)

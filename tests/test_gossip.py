@@ -1,0 +1,439 @@
+"""Training apart: every batch is done once an epoch, nobody waits for all, and whoever is left comes to one result.
+
+Test tiers: without ranks; gloo ranks in the pool; real processes, of which some are slow or die.
+"""
+
+from __future__ import annotations
+
+import copy
+import re
+from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+import torch.nn.functional as F
+from common import CLASSES, awkward_graph, build, one_training_node, quiet_trainer, strategy_of_config
+from gossiping import CLUSTERS, EPOCHS, WORKERS, done, new_trainer
+from lightning.pytorch.callbacks import EarlyStopping
+from processes import REPOSITORY, Finished, run
+from torch_geometric.data import Data
+from torch_geometric.utils import subgraph
+
+from lightning_gnn import (
+    ClusterAllReduceStrategy,
+    GossipStrategy,
+    GraphDataModule,
+    LinkPredictor,
+    NodeClassifier,
+    split_edges,
+)
+from lightning_gnn.comm.group import CommunicationError
+from lightning_gnn.comm.meetings import Door
+from lightning_gnn.datamodules.shards import cut_graph
+from lightning_gnn.datamodules.sources import prepare_graph
+from lightning_gnn.gossip.clusters import Clusters
+from lightning_gnn.partition import assign_nodes
+from lightning_gnn.partition.layout import LayoutSpec
+
+# Without ranks ################################################################
+
+
+@pytest.mark.parametrize("method", ["random", "metis"])
+@pytest.mark.parametrize("chosen", [[0], [3, 1], [0, 1, 2, 3]])
+def test_a_batch_is_the_induced_subgraph(method, chosen):
+    graph = prepare_graph(awkward_graph(), None, None, 0, 0)
+    part = assign_nodes(graph.edge_index.numpy(), 60, 4, method).part
+    batch = Clusters(cut_graph(graph, part, 4), 1, 0).batch(chosen)
+    nodes = torch.isin(torch.from_numpy(part), torch.tensor(chosen, dtype=torch.int32)).nonzero().view(-1)
+    assert torch.equal(batch.n_id.sort().values, nodes) and batch.num_owned == len(nodes)
+    _, _, kept = subgraph(nodes, graph.edge_index, num_nodes=60, return_edge_mask=True)
+    assert torch.equal(batch.e_id.sort().values, kept.nonzero().view(-1))
+    assert torch.equal(batch.n_id[batch.edge_index], graph.edge_index[:, batch.e_id])
+    for name in ("x", "y", "train_mask", "val_mask", "test_mask"):
+        assert torch.equal(batch[name], graph[name][batch.n_id])
+    for name in ("edge_weight", "edge_attr"):
+        assert torch.equal(batch[name], graph[name][batch.e_id])
+
+
+def test_an_epoch_has_every_cluster_once_in_an_order_of_its_own():
+    graph = prepare_graph(awkward_graph(), None, None, 0, 0)
+    cut = cut_graph(graph, assign_nodes(graph.edge_index.numpy(), 60, 7, "random").part, 7)
+    clusters = Clusters(cut, 3, 5)
+    assert clusters.batches == 3
+    epochs = [[clusters.of_item(epoch * 3 + batch) for batch in range(3)] for epoch in range(2)]
+    for epoch in epochs:
+        assert sorted(cluster for batch in epoch for cluster in batch) == list(range(7)) and list(map(len, epoch)) == [
+            3,
+            3,
+            1,
+        ]
+    assert epochs[0] != epochs[1] and epochs[0] != [Clusters(cut, 3, 6).of_item(batch) for batch in range(3)]
+
+
+def test_clusters_without_training_nodes_are_left_out():
+    graph, part = one_training_node()
+    clusters = Clusters(cut_graph(prepare_graph(graph, None, None, 0, 0), part.numpy(), 4), 1, 0)
+    assert clusters.trained.tolist() == [0] and clusters.batches == 1
+
+
+def test_a_door_lets_in_only_whom_it_awaits():
+    door = Door("127.0.0.1", 0.5)
+    own = torch.zeros(3)
+    assert door.wait(1, 7, own, 0.05) is None  # nobody comes
+    with ThreadPoolExecutor(2) as pool:
+        late = pool.submit(door.visit, door.address, 2, 6, torch.ones(3))
+        right = pool.submit(door.visit, door.address, 1, 7, torch.full((3,), 2.0))
+        assert door.wait(1, 7, own, 20.0).tolist() == [2.0, 2.0, 2.0]
+        assert right.result().tolist() == [0.0, 0.0, 0.0]
+        door.close()
+        assert late.result() is None
+    assert door.visit(door.address, 1, 8, own) is None  # nobody is there
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"averaging_interval": 0}, "averaging_interval must be at least 1 .got 0"),
+        ({"clusters": 0}, "clusters must be at least 1"),
+        ({"clusters_per_batch": -1}, "clusters_per_batch must be at least 1"),
+        ({"assignment": "louvain"}, "assignment must be 'random' or 'metis' .got 'louvain'"),
+        ({"pairing": "all"}, "pairing must be 'any' or 'active_passive' .got 'all'"),
+        ({"average": "losses"}, "average must be 'gradients' or 'parameters' .got 'losses'"),
+        ({"final": "last"}, "final must be 'best' or 'average' .got 'last'"),
+        ({"mode": "up"}, "mode must be 'min' or 'max'"),
+        ({"patience": -1}, "patience is a number of seconds, at least 0"),
+        ({"lease": 1}, "lease is a number of seconds, at least 2"),
+    ],
+)
+def test_refused_options(options, message):
+    with pytest.raises(ValueError, match=message):
+        GossipStrategy(**options)
+
+
+def test_yaml(tmp_path):
+    entry = "{class_path: lightning_gnn.GossipStrategy, init_args: {averaging_interval: 5, pairing: active_passive}}"
+    found = strategy_of_config(tmp_path / "config.yaml", entry)
+    assert (found.averaging_interval, found.pairing, found.num_clusters) == (5, "active_passive", 40)
+    for name in ("gossip", "gossip_spawn", "gossip_notebook"):
+        assert isinstance(strategy_of_config(tmp_path / "config.yaml", name), GossipStrategy)
+
+
+# One device ###################################################################
+
+
+class Kept(L.Callback):
+    def __init__(self) -> None:
+        self.batches: list[Data] = []
+
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Data, batch_idx: int) -> None:
+        self.batches.append(batch)
+
+
+def module_of(model: str = "sage", lr: float = 0.05) -> NodeClassifier:
+    return NodeClassifier(build(model), num_classes=CLASSES, lr=lr).double()
+
+
+def test_on_one_device_it_is_cluster_gcn(tmp_path):
+    """Algorithm 1: the same weights as a loop written by hand."""
+    kept, module, by_hand = Kept(), module_of(), module_of()
+    data = GraphDataModule(awkward_graph(), store=tmp_path)
+    strategy = GossipStrategy(clusters=5, clusters_per_batch=2, seed=3)
+    quiet_trainer(strategy, 1, callbacks=[kept], max_epochs=2).fit(module, datamodule=data)
+    graph = prepare_graph(awkward_graph(), None, None, 0, 0)
+    cut = Clusters(_cut(data, LayoutSpec("edge_cut", 5, method="random")), 2, 3)
+    optimizer = by_hand.configure_optimizers()
+    for item in range(6):
+        nodes = cut.batch(cut.of_item(item)).n_id
+        edge_index, edge_weight = subgraph(nodes, graph.edge_index, graph.edge_weight, num_nodes=60)
+        local = torch.full((60,), -1).index_copy_(0, nodes, torch.arange(len(nodes)))
+        del edge_weight
+        mask, y = graph.train_mask[nodes], graph.y[nodes]
+        loss = F.cross_entropy(by_hand.model(graph.x[nodes], local[edge_index])[mask], y[mask], ignore_index=-1)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    assert len(kept.batches) == 6
+    torch.testing.assert_close(module.state_dict(), by_hand.state_dict(), rtol=1e-9, atol=1e-11)
+
+
+def _cut(data: GraphDataModule, layout: LayoutSpec) -> Any:
+    data.prepare_for(layout)
+    return data.stored_cut()
+
+
+# Ranks ########################################################################
+
+
+def trained(
+    rank: int,
+    world_size: int,
+    folder: Path,
+    options: dict[str, Any],
+    model: str = "sage",
+    event: str = "",
+    save: Path | None = None,
+    load: Path | None = None,
+    **trainer: Any,
+) -> dict[str, Any]:
+    module, kept = module_of(model), Kept()
+    strategy = GossipStrategy(**{"clusters": CLUSTERS, "timeout": 60, "seed": 1, **options})
+    run = new_trainer(folder, event, strategy, world_size, **trainer)
+    run.callbacks.append(kept)
+    data = GraphDataModule(awkward_graph())
+    run.fit(module, datamodule=data, ckpt_path=load, weights_only=False)
+    weights = copy.deepcopy(module.state_dict())
+    if save is not None:
+        run.save_checkpoint(save)
+    [tested] = run.test(module, datamodule=data, verbose=False)
+    return {
+        "weights": weights,
+        "tested": tested,
+        "report": strategy.report,
+        "steps": run.global_step,
+        "epoch": run.current_epoch,
+        "groups": torch.distributed.is_initialized(),
+    }
+
+
+def check_all_done(folder: Path, epochs: int = EPOCHS) -> None:
+    counts = Counter(cluster for batches in done(folder).values() for cluster in batches)
+    assert len(counts) == CLUSTERS and set(counts.values()) == {epochs}, counts
+
+
+@pytest.mark.parametrize(
+    ("world_size", "options"),
+    [
+        (2, {"averaging_interval": 1, "final": "average", "average": "parameters"}),
+        (3, {"averaging_interval": 2}),
+        (3, {"averaging_interval": 1, "pairing": "active_passive", "monitor": "val_acc", "mode": "max"}),
+        (4, {"averaging_interval": 1, "assignment": "metis"}),
+    ],
+    ids=["parameters", "any", "active and passive", "metis"],
+)
+def test_every_batch_is_done_once_and_there_is_one_result(ranks, tmp_path, world_size, options):
+    everyone = ranks.run(world_size, trained, tmp_path, options)
+    check_all_done(tmp_path)
+    batches = {rank: len(found) for rank, found in done(tmp_path).items()}
+    for rank, found in enumerate(everyone):
+        torch.testing.assert_close(found["weights"], everyone[0]["weights"], rtol=0, atol=0)
+        assert found["tested"] == everyone[0]["tested"]
+        assert {rank: counts.batches for rank, counts in found["report"].items()} == batches
+        assert found["steps"] == batches.get(rank, 0) and found["epoch"] == EPOCHS and not found["groups"]
+    report = everyone[0]["report"]
+    assert sum(counts.averages for counts in report.values()) > 0
+    pairs = {(min(me, int(you)), max(me, int(you))) for me, counts in report.items() for you in counts.partners}
+    for one, other in pairs:  # both know of it
+        assert report[one].partners[str(other)] == report[other].partners[str(one)]
+    if "pairing" in options:
+        assert all((one + other) % 2 for one, other in pairs)
+    # The test is exact: that of one device with the same weights.
+    alone = module_of()
+    alone.load_state_dict(everyone[0]["weights"])
+    [expected] = quiet_trainer("auto", 1).test(alone, datamodule=GraphDataModule(awkward_graph()), verbose=False)
+    assert everyone[0]["tested"] == pytest.approx(expected, rel=1e-6)
+
+
+def in_lockstep(
+    rank: int, world_size: int, folder: Path, clusters: int, interval: int, **trainer: Any
+) -> dict[str, Any]:
+    module, weights = module_of(), Weights()
+    strategy = ClusterAllReduceStrategy(interval, clusters=clusters, timeout=60, seed=1)
+    run = new_trainer(folder, "", strategy, world_size, max_epochs=3, **trainer)
+    run.callbacks.append(weights)
+    run.fit(module, datamodule=GraphDataModule(awkward_graph()))
+    return {
+        "weights": module.state_dict(),
+        "after": weights.after,
+        "report": strategy.report,
+        "epoch": run.current_epoch,
+    }
+
+
+class Weights(L.Callback):
+    """Keeps the weights before the first batch and after each."""
+
+    def __init__(self) -> None:
+        self.after: list[torch.Tensor] = []
+
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.after.append(torch.nn.utils.parameters_to_vector(pl_module.parameters()).detach().clone())
+
+
+@pytest.mark.parametrize(("clusters", "interval"), [(8, 1), (7, 2)])
+def test_in_lockstep_all_make_as_many_steps(ranks, tmp_path, clusters, interval):
+    everyone = ranks.run(3, in_lockstep, tmp_path, clusters, interval)
+    steps = 3 * -(-clusters // 3)
+    assert [len(found) for found in done(tmp_path).values()] == [steps] * 3
+    for batches in zip(*(zip(*[iter(found)] * (steps // 3)) for found in done(tmp_path).values())):
+        assert len({cluster for share in batches for cluster in share}) == clusters  # each epoch has them all
+    first = everyone[0]
+    for found in everyone:
+        torch.testing.assert_close(found["weights"], first["weights"], rtol=0, atol=0)
+        assert {counts.averages for counts in found["report"].values()} == {steps // interval}
+        # Averaged gradients make equal steps, from equal weights.
+        same = [bool(torch.allclose(own, other)) for own, other in zip(found["after"], first["after"])]
+        assert all(same) if interval == 1 or found is first else not same[0]
+
+
+def test_in_lockstep_a_step_is_that_of_the_mean_gradient(ranks, tmp_path):
+    """Algorithm 4: the same first step as one device makes of the mean of the losses."""
+    everyone = ranks.run(2, in_lockstep, tmp_path, 4, 1, limit_train_batches=1)
+    data, module = GraphDataModule(awkward_graph()), module_of()
+    clusters = Clusters(_cut(data, LayoutSpec("edge_cut", 4, method="random")), 1, 1)
+    optimizer, losses = module.configure_optimizers(), []
+    for item in (0, 1):
+        batch = clusters.batch(clusters.of_item(item))
+        out = module.model(batch.x, batch.edge_index)[batch.train_mask]
+        losses.append(F.cross_entropy(out, batch.y[batch.train_mask], ignore_index=-1))
+    torch.stack(losses).mean().backward()
+    optimizer.step()
+    expected = torch.nn.utils.parameters_to_vector(module.parameters()).detach()
+    for found in everyone:
+        torch.testing.assert_close(found["after"][0], expected, rtol=1e-9, atol=1e-11)
+
+
+def test_in_lockstep_all_stop_together(ranks, tmp_path):
+    stop = EarlyStopping("val_loss", min_delta=100, patience=1)
+    assert {found["epoch"] for found in ranks.run(2, in_lockstep, tmp_path, 4, 1, callbacks=[stop])} == {2}
+
+
+def test_one_that_stops_early_leaves_its_batches_to_the_others(ranks, tmp_path):
+    everyone = ranks.run(3, trained, tmp_path, {"averaging_interval": 1}, event="early")
+    check_all_done(tmp_path)
+    assert everyone[1]["epoch"] < everyone[0]["epoch"] == EPOCHS
+
+
+def test_batch_norm_is_averaged_with_the_weights(ranks, tmp_path):
+    options = {"averaging_interval": 1, "average": "parameters", "final": "average"}
+    one, other = ranks.run(2, trained, tmp_path, options, "gin_batch_norm")
+    assert any("running_mean" in name for name in one["weights"])
+    torch.testing.assert_close(one["weights"], other["weights"], rtol=0, atol=0)
+
+
+def test_resumes_with_what_is_left_of_the_pool(ranks, tmp_path):
+    """Rank 0 saves in the middle of an epoch; the resumed run does what had not been done then."""
+    path, first, second = tmp_path / "some.ckpt", tmp_path / "first", tmp_path / "second"
+    first.mkdir()
+    second.mkdir()
+    ranks.run(2, saving, first, path)
+    pool = torch.load(path, weights_only=False)["lightning_gnn"]["pool"]
+    assert 0 < pool["begin"] < CLUSTERS * EPOCHS
+    ranks.run(2, trained, second, {}, load=path)
+    left = CLUSTERS * EPOCHS - pool["begin"] - len(pool["done"])
+    assert sum(map(len, done(second).values())) == left
+
+
+def test_resumes_with_other_clusters_at_the_epoch(ranks, tmp_path):
+    path, first, second = tmp_path / "some.ckpt", tmp_path / "first", tmp_path / "second"
+    first.mkdir()
+    second.mkdir()
+    ranks.run(2, saving, first, path)
+    ranks.run(2, trained, second, {"clusters": 5}, load=path)
+    counts = Counter(cluster for batches in done(second).values() for cluster in batches)
+    assert len(counts) == 5 and set(counts.values()) == {EPOCHS - 3}
+
+
+class Saves(L.Callback):
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def on_train_epoch_end(self, trainer: L.Trainer, pl_module: Any) -> None:
+        if trainer.current_epoch == 2:
+            trainer.save_checkpoint(self.path)
+
+
+def saving(rank: int, world_size: int, folder: Path, path: Path) -> None:
+    strategy = GossipStrategy(clusters=CLUSTERS, timeout=60, seed=1)
+    run = new_trainer(folder, "", strategy, world_size)
+    run.callbacks.append(Saves(path))
+    run.fit(module_of(), datamodule=GraphDataModule(awkward_graph()))
+
+
+def refusing(rank: int, world_size: int, what: str) -> str:
+    options: dict[str, Any] = {"clusters": 4, "timeout": 30}
+    module: Any = module_of()
+    data, trainer = GraphDataModule(awkward_graph()), {}
+    if what == "clusters":
+        options["clusters"] = 1
+    elif what == "batches":
+        options["clusters_per_batch"] = 3
+        options["clusters"] = 3
+    elif what == "accumulate":
+        trainer["accumulate_grad_batches"] = 2
+    elif what == "monitor":
+        options["monitor"] = "val_auc"
+    elif what == "validation":
+        trainer["limit_val_batches"] = 0
+    elif what == "partition":
+        data = GraphDataModule(awkward_graph(), partition=[0, 1] * 30)
+    elif what == "links":
+        module = LinkPredictor(build("sage")).double()
+        data = GraphDataModule(split_edges(awkward_graph(), 0.2, 0.2))
+    elif what == "manual":
+        module.automatic_optimization = False
+    try:
+        quiet_trainer(GossipStrategy(**options), world_size, **trainer).fit(module, datamodule=data)
+    except (ValueError, CommunicationError) as error:
+        return str(error)
+    return "nothing was raised"
+
+
+@pytest.mark.parametrize(
+    ("what", "message"),
+    [
+        ("clusters", "1 clusters are too few for 2 workers"),
+        ("batches", "make 1 batches of clusters_per_batch=3, fewer than the 2 workers"),
+        ("accumulate", "accumulate_grad_batches must be 1 .got 2"),
+        ("monitor", "monitor='val_auc', which validation_step has not logged .it logged .*val_loss"),
+        ("validation", 'there is none in this run.*final="average"'),
+        ("partition", "assigns nodes to clusters by itself"),
+        ("links", "trains on nodes of clusters, and LinkPredictor on edges"),
+        ("manual", "manual optimisation"),
+    ],
+)
+def test_refused_runs(ranks, what, message):
+    first, other = ranks.run(2, refusing, what)
+    assert re.search(message, first), first
+    # What is seen in a worker's own validation only, another may not come to see: rank 0 keeps the store here.
+    assert what == "monitor" or re.search(message, other), other
+
+
+# Real processes ###############################################################
+
+
+def gossip(folder: Path, event: str) -> Finished:
+    return run(REPOSITORY / "tests" / "gossiping.py", folder, event, cwd=folder, timeout=280)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(400)
+@pytest.mark.ahead(runs=gossip)
+@pytest.mark.parametrize("event", ["kill 0", "kill 2"])
+def test_the_others_live(ahead, event):
+    """Of any worker that is killed, the first included: all batches are done, and there is a result."""
+    folder, finished = ahead
+    output = finished.succeeded().output
+    assert f"Rank {event[-1]} failed; the others go on." in output and output.count("tested") == 1
+    assert f"{event[-1]} (lost)" in output and "left undone" not in output
+    killed = int(event[-1])
+    batches = done(folder)
+    assert len(batches[killed]) == 3
+    counts = Counter(cluster for found in batches.values() for cluster in found)
+    # Its last batch it had not said to be done; what it held and others took over, they did in one batch.
+    assert len(counts) == CLUSTERS and sum(counts.values()) >= CLUSTERS * EPOCHS - 2
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(400)
+@pytest.mark.ahead(runs=gossip)
+@pytest.mark.parametrize("event", ["slow 1"])
+def test_a_slow_worker_does_fewer_batches(ahead, event):
+    folder, finished = ahead
+    finished.succeeded()
+    check_all_done(folder)
+    batches = {rank: len(found) for rank, found in done(folder).items()}
+    assert len(batches) == WORKERS and batches[1] < min(batches[0], batches[2])
