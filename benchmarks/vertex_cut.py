@@ -24,7 +24,7 @@ from statistics import mean
 from typing import Any
 
 from common import SHARED, report, run_on_hosts, run_row
-from vertex_cut_runs import CELLS, GRAPHS, single, summary, train, train_in_process
+from vertex_cut_runs import CELLS, GRAPHS, load_graph, single, summary, train, train_in_process
 
 WEIGHTS = (0.1, 0.0)
 BESIDE = {"full-batch": 1, "mini-batch": 10}
@@ -50,7 +50,7 @@ def options_of(cell: str, weight: float) -> dict[str, Any]:
         return {"dgcl": True}
     if cell == "ne":
         return {"partition": "ne"}
-    return {**CELLS[cell], "host_weight": weight}
+    return {"partition": "ebv", **CELLS[cell], "host_weight": weight}
 
 
 def run(options: argparse.Namespace) -> list[dict[str, Any]]:
@@ -88,6 +88,8 @@ def measured(options: argparse.Namespace) -> list[dict[str, Any]]:
         arguments = ["--graphs", *options.graphs, "--cells", *options.cells, "--epochs", str(options.epochs)]
         arguments += ["--seeds", *map(str, options.seeds), "--weights", *map(str, options.weights), "--root", folder]
         if options.netlab:
+            for graph in options.graphs:  # PyG's files are made once, not by both hosts at a time
+                load_graph(graph, f"{folder}/{GRAPHS[graph][0]}")
             return run_on_hosts(options.netlab, options.inner_mbit, __file__, arguments)
         row_file = Path(folder) / "rows.json"
         run_row(__file__, [*arguments, "--row", str(row_file)], 1, timeout=86400)

@@ -51,7 +51,7 @@ def test_partition_of_a_vertex_cut(store, capsys):
         GraphDataModule("lightning_gnn.planted_partition", source_args=GRAPH).load().edge_index[0]
     )
     assert all(f"{count:,}" in output for name in ("masters", "edges", "copies") for count in report[name])
-    assert "Vertex cut" in output and "ebv; a row of 16 columns, float32, has 64 bytes" in output
+    assert "Vertex cut" in output and "ne; a row of 16 columns, float32, has 64 bytes" in output
 
 
 @pytest.mark.slow
