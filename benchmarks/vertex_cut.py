@@ -134,7 +134,7 @@ def plot(found: list[dict[str, Any]], lines: list[dict[str, Any]], folder: Path)
             runs = [row["epochs"] for row in found if (row["graph"], row["cell"]) == (graph, cell) and "epochs" in row]
             if not runs:
                 continue
-            for name in [name for name in runs[0][1] if name.startswith("comm/sent_fraction/")]:
+            for name in sorted(name for name in runs[0][1] if name.startswith("comm/sent_fraction/")):
                 axis.plot([each.get(name, 1.0) for each in runs[0]], label=name.removeprefix("comm/sent_fraction/"))
             axis.set(title=graph, xlabel="epoch", ylabel="share of messages sent", ylim=(0, 1.05))
             axis.legend(fontsize=7)
