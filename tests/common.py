@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +18,7 @@ from torch_geometric.nn.models import GAT, GCN, GIN, PNA, GraphSAGE
 from torchmetrics.classification import MulticlassAccuracy, MulticlassAUROC, MulticlassF1Score
 
 from lightning_gnn import CommNet, DGCLStrategy, GraphDataModule, NodeClassifier
+from lightning_gnn.comm.group import World
 
 CLASSES, FEATURES = 5, 12
 
@@ -287,6 +290,18 @@ def train(
         "test": tested,
         "predictions": predicted,
     }
+
+
+@contextmanager
+def ranks_apart(apart: bool = True) -> Iterator[None]:
+    """While open, every rank takes itself for the only one of its machine; nothing changes if not `apart`."""
+    ranks_here = World.ranks_here
+    if apart:
+        World.ranks_here = lambda world: [world.rank]  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        World.ranks_here = ranks_here  # type: ignore[method-assign]
 
 
 def strategy_of_config(path: Path, strategy: str) -> Any:

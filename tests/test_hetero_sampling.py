@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from common import Recorder, assert_same, quiet_trainer, strategy_of_config
+from common import Recorder, assert_same, quiet_trainer, ranks_apart, strategy_of_config
 from conftest import SHARED
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -29,7 +29,6 @@ from torch_geometric.nn.models import GraphSAGE
 from torchmetrics.classification import MulticlassAccuracy
 
 from lightning_gnn import DistributedEmbedding, GraphDataModule, NodeClassifier, SamplingStrategy, UnsupportedModelError
-from lightning_gnn.comm.group import World
 from lightning_gnn.commands.partition import _report
 from lightning_gnn.datamodules.store import read_cut, read_manifest
 from lightning_gnn.partition.types import Types
@@ -49,7 +48,6 @@ SMALL: dict[str, Any] = {
     "fanouts": {WRITES: [3, 2], CITES: [2, 2], TAGS: [-1, 0], BY: [2, 1], AWARDS: [1, 1]},
     "batch_size": 4,
 }
-RANKS_HERE = World.ranks_here
 
 
 def typed_graph(seed: int = 0) -> HeteroData:
@@ -158,21 +156,17 @@ def trained(
     **trainer: Any,
 ) -> dict[str, Any]:
     """Trains, tests and predicts on one rank; without options on one device of Lightning's own strategy, the whole graph."""
-    if apart:  # as if every rank were on a machine of its own
-        World.ranks_here = lambda world: [world.rank]  # type: ignore[method-assign]
     recorder, batches = Recorder(), Batches()
     module = copy.deepcopy(module).double()
     source = GraphDataModule(graph, **(data or {}))
     strategy = "auto" if options is None else SamplingStrategy(timeout=60, **options)
     run = quiet_trainer(strategy, world_size, callbacks=[recorder, batches], **trainer)
-    try:
+    with ranks_apart(apart):
         if fit:
             run.fit(module, datamodule=source)
         weights = copy.deepcopy(module.state_dict())
         [tested] = run.test(module, datamodule=source, verbose=False)
         [predicted] = run.predict(module, datamodule=source)
-    finally:
-        World.ranks_here = RANKS_HERE  # type: ignore[method-assign]
     return {
         "epochs": recorder.epochs,
         "gradients": recorder.gradients,

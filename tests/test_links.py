@@ -13,7 +13,7 @@ import lightning as L
 import numpy as np
 import pytest
 import torch
-from common import FEATURES, Recorder, awkward_graph, build, quiet_trainer
+from common import FEATURES, Recorder, awkward_graph, build, quiet_trainer, ranks_apart
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch_geometric.data import Data
@@ -32,7 +32,6 @@ from lightning_gnn import (
     planted_partition,
     split_edges,
 )
-from lightning_gnn.comm.group import World
 from lightning_gnn.comm.in_process import InProcessWorld, Meeting
 from lightning_gnn.comm.rows import AnyRows
 from lightning_gnn.comm.traffic import Meter
@@ -407,20 +406,15 @@ class Batches(L.Callback):
 
 
 def sampled(rank: int, world_size: int, negatives: str, apart: bool, data: Any = None, **options: Any) -> Any:
-    ranks_here = World.ranks_here
-    if apart:  # as if every rank were on a machine of its own
-        World.ranks_here = lambda world: [world.rank]  # type: ignore[method-assign]
     batches, recorder = Batches(), Recorder()
     relations: dict[str, Any] = {} if negatives == "in_batch" else {"decoder": "distmult", "num_relations": 3}
     module = LinkPredictor(build("sage", FEATURES, WIDTH), num_negatives=2, negatives=negatives, **relations).double()
     strategy = SamplingStrategy([4, 4], batch_size=30, timeout=60, **options)
     datamodule = GraphDataModule(graph_with_links(), **(data or {}))
-    try:
+    with ranks_apart(apart):
         trainer = quiet_trainer(strategy, world_size, callbacks=[batches, recorder], max_epochs=2)
         trainer.fit(module, datamodule=datamodule)
         [tested] = trainer.test(module, datamodule=datamodule, verbose=False)
-    finally:
-        World.ranks_here = ranks_here  # type: ignore[method-assign]
     weights = {name: value for name, value in module.state_dict().items() if name.startswith("model.")}
     return batches.seen, weights, tested, recorder.epochs
 

@@ -25,6 +25,7 @@ from common import (
     build,
     one_training_node,
     quiet_trainer,
+    ranks_apart,
     single,
     strategy_of_config,
     train,
@@ -38,13 +39,11 @@ from torch_geometric.data import Data
 from torch_geometric.nn.models import GraphSAGE
 
 from lightning_gnn import GraphDataModule, NodeClassifier, SamplingStrategy
-from lightning_gnn.comm.group import World
 from lightning_gnn.sampling.loader import SampledBatches
 from lightning_gnn.sampling.seeds import SeedBatches, split_seeds
 
 WHOLE: dict[str, Any] = {"fanouts": [-1, -1], "batch_size": 1000}
 SMALL: dict[str, Any] = {"fanouts": [3, 2], "batch_size": 4}
-RANKS_HERE = World.ranks_here
 
 # Seeds, without ranks #########################################################
 
@@ -162,13 +161,9 @@ def on_one_device(model: str, module: str = "library") -> dict[str, Any]:
 
 
 def trained(rank: int, world_size: int, model: str, options: dict[str, Any], apart: bool, **others: Any) -> Any:
-    if apart:  # as if every rank were on a machine of its own
-        World.ranks_here = lambda world: [world.rank]  # type: ignore[method-assign]
-    try:
+    with ranks_apart(apart):
         graph = others.pop("graph", None) or awkward_graph()
         return train(rank, world_size, graph, model, strategy=SamplingStrategy, options=options, **others)
-    finally:
-        World.ranks_here = RANKS_HERE  # type: ignore[method-assign]
 
 
 class Watch(L.Callback):
@@ -201,14 +196,12 @@ def watched(
     **trainer: Any,
 ) -> dict[str, Any]:
     """Trains on one rank, by default as if every rank were on a machine of its own; returns what was seen."""
-    if apart:
-        World.ranks_here = lambda world: [world.rank]  # type: ignore[method-assign]
     watch = Watch()
     module = NodeClassifier(build(model), num_classes=CLASSES, lr=0.05).double()
     strategy = SamplingStrategy(timeout=60, self_check=False, **options)
     run = quiet_trainer(strategy, world_size, callbacks=[watch, *(callbacks or [])], **trainer)
     datamodule = GraphDataModule(awkward_graph(), **(data or {}))
-    try:
+    with ranks_apart(apart):
         with warnings.catch_warnings(record=True) as told:
             warnings.simplefilter("always")
             run.fit(module, datamodule=datamodule, ckpt_path=load, weights_only=False)
@@ -216,8 +209,6 @@ def watched(
         if save is not None:
             run.save_checkpoint(save)
         run.test(module, datamodule=datamodule, verbose=False)  # ranks can still speak to each other
-    finally:
-        World.ranks_here = RANKS_HERE  # type: ignore[method-assign]
     return {
         "batches": watch.batches,
         "logged": watch.logged,

@@ -21,17 +21,17 @@ from common import (
     of_config,
     one_training_node,
     quiet_trainer,
+    ranks_apart,
     single,
 )
 from scipy.stats import chisquare
 from test_links import sampled as links_sampled
-from test_sampling_strategy import RANKS_HERE, SMALL, WHOLE, seeds_of, trained, watched
+from test_sampling_strategy import SMALL, WHOLE, seeds_of, trained, watched
 from torch_geometric.data import Data
 from torch_geometric.utils import k_hop_subgraph, subgraph
 
 from lightning_gnn import DGCLStrategy, GraphDataModule, NodeClassifier, SamplingStrategy, planted_partition
 from lightning_gnn.comm.graph_store import GraphStore
-from lightning_gnn.comm.group import World
 from lightning_gnn.datamodules.shards import Cut, cut_graph
 from lightning_gnn.sampling.loader import SampledBatches
 from lightning_gnn.sampling.seeds import SeedBatches
@@ -329,16 +329,13 @@ def test_batches_are_all_edges_between_drawn_nodes(ranks, method):
 
 def stepped(rank: int, world_size: int, options: dict[str, Any], graph: Data, **data: Any) -> Any:
     """Returns the first step's batch and gradients."""
-    World.ranks_here = lambda world: [world.rank]  # type: ignore[method-assign]
     recorder, module = Recorder(), NodeClassifier(build("sage"), num_classes=CLASSES).double()
     seen = []
     module.register_forward_pre_hook(lambda _, given: seen.append(given[0]))
     strategy = SamplingStrategy(timeout=60, self_check=False, **options)
-    try:
+    with ranks_apart():
         trainer = quiet_trainer(strategy, world_size, callbacks=[recorder], max_steps=1, num_sanity_val_steps=0)
         trainer.fit(module, datamodule=GraphDataModule(graph, **data))
-    finally:
-        World.ranks_here = RANKS_HERE  # type: ignore[method-assign]
     return seen[0], recorder.gradients
 
 

@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_gnn.comm.group import CommunicationError
+from lightning_gnn.comm.group import CommunicationError, unanswered
 
 ADDRESS = "LIGHTNING_GNN_MEETINGS"
 """Environment of a started rank: where the store is, ``host:port``, if its parent has one."""
@@ -238,10 +238,7 @@ class Everyone:
         try:
             yield
         except RuntimeError as error:
-            raise CommunicationError(
-                f"Averaging over all workers on rank {self._me} of {self._size}: {error}. Look at the other ranks' output first: "
-                "one may have stopped, or be slower than the deadline (argument `timeout` of the strategy)."
-            ) from error
+            raise unanswered(f"Averaging over all workers on rank {self._me} of {self._size}", error) from error
 
     def sum_(self, tensor: Tensor) -> None:
         """Sums `tensor`, on the CPU, over all workers, in place."""

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_gnn.comm.group import CommunicationError, World
+from lightning_gnn.comm.group import World, unanswered
 
 
 class Requests:
@@ -47,10 +47,7 @@ class Requests:
             in_bytes, out_bytes = ((each * row_bytes).tolist() for each in (arriving, sizes))
             dist.all_to_all_single(into, data, in_bytes, out_bytes, group=self._group)
         except RuntimeError as error:
-            raise CommunicationError(
-                f"{self._purpose} on rank {self._world.rank}: {error}. Look at the other ranks' output first: one may have "
-                "stopped, or be slower than the deadline (argument `timeout` of the strategy)."
-            ) from error
+            raise unanswered(f"{self._purpose} on rank {self._world.rank}", error) from error
         self.bytes_received += into.numel() - in_bytes[self._world.rank]
         rows = into.view(first.dtype).view(-1, *first.shape[1:])
         return list(rows.split(arriving.tolist()))

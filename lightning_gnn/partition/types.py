@@ -64,11 +64,7 @@ class Types:
 
     def place(self, kind: NodeType | EdgeType) -> slice:
         """Returns where a type lies in a list of all nodes, or edges, that has type after type."""
-        first = 0
-        for name in self._of(kind):
-            if name == kind:
-                break
-            first += self.total(name)
+        first = int(self.begins(kind).sum())
         return slice(first, first + self.total(kind))
 
     def key(self, kind: NodeType | EdgeType) -> str:

@@ -12,6 +12,7 @@ import warnings
 from abc import abstractmethod
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, Literal, get_args
 
 import lightning.pytorch as pl
@@ -354,28 +355,23 @@ class ClusterStrategy(GNNStrategy):
 
     @override
     def training_step(self, batch: Any, *args: Any, **kwargs: Any) -> Any:
-        self._enter_alone(batch, "train_mask")
-        with graph_in_use(None):
-            output = ParallelStrategy.training_step(self, batch, *args, **kwargs)
-        self._leave_alone()
-        return output
+        with self._alone(batch, "train_mask"):
+            return ParallelStrategy.training_step(self, batch, *args, **kwargs)
 
     @override
     def validation_step(self, batch: Any, *args: Any, **kwargs: Any) -> Any:
         if self._worker is None:
             return super().validation_step(batch, *args, **kwargs)
-        self._enter_alone(batch, "val_mask")
-        with graph_in_use(None):
-            output = ParallelStrategy.validation_step(self, batch, *args, **kwargs)
-        self._leave_alone()
-        return output
+        with self._alone(batch, "val_mask"):
+            return ParallelStrategy.validation_step(self, batch, *args, **kwargs)
 
-    def _enter_alone(self, batch: Any, mask: str) -> None:
+    @contextmanager
+    def _alone(self, batch: Any, mask: str) -> Iterator[None]:
+        """What a step logs is of this worker's batch alone, and layers see nothing but the batch."""
         assert self._logs is not None
         self._logs.enter([num_labelled(batch.get("y"), batch[mask])])
-
-    def _leave_alone(self) -> None:
-        assert self._logs is not None
+        with graph_in_use(None):
+            yield
         self._logs.leave()
 
     @override
@@ -401,11 +397,12 @@ class ClusterStrategy(GNNStrategy):
 
     def _vector(self) -> Tensor:
         """Returns what others get: the values, ``[n]``, 0 where there are none, and whether there are, ``[tensors]``."""
-        found = [each.grad if self.average == "gradients" else each.detach() for each in self._tensors()]
-        dtype = torch.float64 if any(each.dtype == torch.float64 for each in self._tensors()) else torch.float32
+        tensors = self._tensors()
+        found = [each.grad if self.average == "gradients" else each.detach() for each in tensors]
+        dtype = torch.float64 if any(each.dtype == torch.float64 for each in tensors) else torch.float32
         pieces = [
             torch.zeros(each.numel(), dtype=dtype) if value is None else value.reshape(-1).to("cpu", dtype)
-            for each, value in zip(self._tensors(), found)
+            for each, value in zip(tensors, found)
         ]
         return torch.cat([*pieces, torch.tensor([value is not None for value in found], dtype=dtype)])
 
@@ -537,9 +534,8 @@ class PooledBatches:
     def __iter__(self) -> Iterator[Data]:
         epoch, last = self._epoch()
         self._given.clear()
-        waiting = deque(
-            self._held
-        )  # taken, and not trained on: they belong to a later epoch, or the last was left early
+        # Taken, and not trained on: they belong to a later epoch, or the last was left early.
+        waiting = deque(self._held)
         while True:
             if waiting:
                 item: int | None = waiting.popleft()
