@@ -29,16 +29,16 @@ def compare(arguments: Sequence[str]) -> None:
     """Runs ``lightning-gnn compare`` with these arguments."""
     parser = compare_parser()
     config = parser.parse_args(list(arguments))
-    given = json.loads(parser.dump(config, format="json", skip_none=False))
+    given = json.loads(parser.dump(config, format="json"))
     for section in ("model", "data"):
-        if given[section] is None:
+        if given.get(section) is None:
             parser.error(f"there is no {section}: give the section of a file for fit, --config FILE.")
     given.pop("config", None)
     devices, output = given.pop("devices"), Path(given.pop("output"))
     # Where nobody watches, rich would take 80 columns and cut tables short.
     console = Console(width=None if sys.stdout.isatty() or "COLUMNS" in os.environ else WIDTH)
     try:
-        cells = make_cells(given.pop("cells") or [], devices)
+        cells = make_cells(given.pop("cells", None) or [], devices)
         found = run(Comparison(**given, cells=cells, output=output), console)
     except ValueError as error:
         parser.error(str(error))

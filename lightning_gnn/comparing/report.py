@@ -121,8 +121,9 @@ def plots(found: Mapping[str, Any]) -> list[tuple[str, str, Callable[[Cells], Fi
     return [
         (
             "Loss",
-            "Against epochs, and against seconds of training, warm-up included and validation left out.",
-            lambda cells: draw_loss(cells, loss),
+            "Against epochs, and against seconds of training, without validation; an epoch of warm-up counts as the mean of the "
+            "others.",
+            lambda cells: draw_loss(cells, loss, found["warmup"]),
         ),
         (
             "Time per epoch",
@@ -134,7 +135,7 @@ def plots(found: Mapping[str, Any]) -> list[tuple[str, str, Callable[[Cells], Fi
         ("Bytes per epoch", "Sent by all ranks: rows of nodes, and gradients handed to their sum.", draw_bytes),
         (
             "Memory per rank",
-            "The most that a process held: on CUDA what torch allocated there, else all of it, libraries included.",
+            "The most that a process held: on CUDA what torch allocated there, else all of it, of which libraries are grey.",
             draw_memory,
         ),
         (
@@ -145,15 +146,19 @@ def plots(found: Mapping[str, Any]) -> list[tuple[str, str, Callable[[Cells], Fi
     ]
 
 
-def draw_loss(cells: Cells, loss: str) -> Figure:
-    """Draws the curves of the logged value `loss` against epochs and against seconds."""
+def draw_loss(cells: Cells, loss: str, warmup: int) -> Figure:
+    """Draws the curves of the logged value `loss` against epochs and against seconds, a warm-up epoch being as long as others."""
     figure = _figure(11, 4.2)
     by_epoch, by_time = figure.subplots(1, 2, sharey=True)
     for index, cell in enumerate(cells):
         curve = np.array(cell["curves"][loss], float)
-        style = {"color": KINDS[index % len(KINDS)], "ls": STYLES[index // len(KINDS) % len(STYLES)], "lw": 1.6}
+        # Those of exact schemes lie on each other: the first is widest, so that all are seen.
+        width = 1.4 + 3.0 * (1 - index / max(1, len(cells) - 1))
+        style = {"color": KINDS[index % len(KINDS)], "ls": STYLES[index // len(KINDS) % len(STYLES)], "lw": width}
         by_epoch.plot(np.arange(1, len(curve) + 1), curve, label=cell["name"], **style)
-        by_time.plot(np.cumsum(cell["epoch_seconds_by_epoch"])[: len(curve)], curve, **style)
+        seconds = np.array(cell["epoch_seconds_by_epoch"])
+        seconds[:warmup] = cell["epoch_seconds"]
+        by_time.plot(np.cumsum(seconds), curve, **style)
     curves = [value for cell in cells for value in cell["curves"][loss] if value is not None]
     if min(curves, default=0) > 0 and max(curves) > 20 * min(curves):
         by_epoch.set_yscale("log")
@@ -197,6 +202,9 @@ def draw_memory(cells: Cells) -> Figure:
         height = 0.8 / len(memory)
         places = place - 0.4 + height * (np.arange(len(memory)) + 0.5)
         axes.barh(places, memory, height=0.85 * height, color=KINDS[0])
+        if not cell["memory_cuda_bytes"]:
+            libraries = np.array(cell["memory_at_start_bytes"]) / 1e6
+            axes.barh(places, libraries, height=0.85 * height, color=PART_COLOURS["waiting"])
     most = np.array([max(_memory(cell)) / 1e6 for cell in cells])
     _number_bars(axes, most, [f"{number(value)} MB" for value in most])
     return figure
@@ -207,7 +215,8 @@ def draw_partition(cells: Cells) -> Figure:
     figure, axes = _bars(cells, "1 is even, or nothing cut")
     names = (("node_balance", "nodes, max / mean", "o"), ("edge_balance", "edges, max / mean", "s"))
     for index, (name, label, marker) in enumerate((*names, ("replication", "replication", "D"))):
-        found = [(cell["partition"][name], place) for place, cell in enumerate(cells) if cell["partition"]]
+        values = ((cell["partition"] or {}).get(name) for cell in cells)
+        found = [(value, place) for place, value in enumerate(values) if value is not None]
         if found:
             axes.scatter(*np.transpose(found), color=KINDS[index], marker=marker, s=34, label=label, zorder=3)
     for place, cell in enumerate(cells):

@@ -106,17 +106,18 @@ def _traffic(epoch: Sequence[Mapping[str, Any]], ranks: Sequence[Mapping[str, An
 def partition_quality(report: Mapping[str, Any], counts: Mapping[str, int]) -> dict[str, Any] | None:
     """Returns the quality of a partition from its report; None of a graph that is not cut.
 
-    Replication is rows held by all parts over nodes; balances are the heaviest part over the mean.
+    Replication is rows held by all parts over nodes, none of clusters, which are trained on alone; balances are
+    the heaviest part over the mean.
     """
     if not report:
         return None
     if "cut_edges" in report:
-        nodes = max(1, counts["nodes"])
+        nodes, clusters = max(1, counts["nodes"]), len(report["nodes"]) != counts["ranks"]
         return {
-            "kind": "edge cut",
+            "kind": "clusters" if clusters else "edge cut",
             "parts": len(report["nodes"]),
             "cut_fraction": report["cut_edges"] / max(1, counts["edges"]),
-            "replication": 1 + sum(report["halo_rows"]) / nodes,
+            "replication": None if clusters else 1 + sum(report["halo_rows"]) / nodes,
             "node_balance": report["node_balance"],
             "edge_balance": report["edge_balance"],
             "seconds": report.get("seconds"),

@@ -14,6 +14,7 @@ import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -101,7 +102,7 @@ def compare(
 
 def run(comparison: Comparison, console: Console) -> dict[str, Any]:
     """Checks everything, runs the cells that have not run, and returns what ``comparison.json`` holds; prints the table."""
-    check(comparison)
+    comparison = check(comparison)
     output = comparison.output
     lock = FileLock(output / ".lock", timeout=0)
     try:
@@ -148,10 +149,13 @@ def run(comparison: Comparison, console: Console) -> dict[str, Any]:
     return result
 
 
-def check(comparison: Comparison) -> None:
-    """Raises ValueError if a section or a strategy's arguments cannot be, or the output cannot be written."""
-    for section in ("model", "data"):
-        checked({section: getattr(comparison, section)})
+def check(comparison: Comparison) -> Comparison:
+    """Returns the comparison with all defaults of model and data filled in, so that keys do not depend on who left them out.
+
+    Raises:
+        ValueError: a section or a strategy's arguments cannot be, or the output cannot be written.
+    """
+    comparison = replace(comparison, **checked({"model": comparison.model, "data": comparison.data}))
     for cell in comparison.cells:
         configured = cell.configured()
         if not isinstance(configured, str):
@@ -166,6 +170,7 @@ def check(comparison: Comparison) -> None:
         raise ValueError(
             f"output: the folder {comparison.output} cannot be written ({error}). Name another."
         ) from error
+    return comparison
 
 
 # A cell #######################################################################
