@@ -152,6 +152,7 @@ def test_sections_are_checked():
         ({"model": None}, "there is no model"),
         ({"cells": [{"strategy": "dgcl", "plan": "fastest"}]}, "cell 'dgcl plan=fastest x 2'"),
         ({"epoch": 3}, "did you mean 'epochs'"),
+        ({"cells": ["dgcl", {"strategy": "dgcl", "label": "again"}]}, "are the same run"),
         ({"output": "file/folder"}, "cannot be written"),
     ],
 )

@@ -159,7 +159,7 @@ def draw_loss(cells: Cells, loss: str, warmup: int) -> Figure:
         seconds = np.array(cell["epoch_seconds_by_epoch"])
         seconds[:warmup] = cell["epoch_seconds"]
         by_time.plot(np.cumsum(seconds), curve, **style)
-    curves = [value for cell in cells for value in cell["curves"][loss] if value is not None]
+    curves = [value for cell in cells for value in cell["curves"][loss] if np.isfinite(value)]
     if min(curves, default=0) > 0 and max(curves) > 20 * min(curves):
         by_epoch.set_yscale("log")
     by_epoch.set(xlabel="epochs", ylabel=loss)
@@ -218,7 +218,8 @@ def draw_partition(cells: Cells) -> Figure:
         values = ((cell["partition"] or {}).get(name) for cell in cells)
         found = [(value, place) for place, value in enumerate(values) if value is not None]
         if found:
-            axes.scatter(*np.transpose(found), color=KINDS[index], marker=marker, s=34, label=label, zorder=3)
+            balances, places = zip(*found)
+            axes.scatter(balances, places, color=KINDS[index], marker=marker, s=34, label=label, zorder=3)
     for place, cell in enumerate(cells):
         if not cell["partition"]:
             axes.text(1, place, " not cut", va="center", fontsize=9, color=GREY)

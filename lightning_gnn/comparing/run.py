@@ -32,6 +32,9 @@ from lightning_gnn.datamodules.store import write_atomically
 LAST_LINES = 15
 """So many of a failed cell's output are kept in the JSON and the report."""
 
+IN_CELL = "LIGHTNING_GNN_CELL"
+"""Environment variable of a cell's processes."""
+
 GRACE_S = 5.0
 """How long a cell that is ended may take before it is killed."""
 
@@ -102,6 +105,10 @@ def compare(
 
 def run(comparison: Comparison, console: Console) -> dict[str, Any]:
     """Checks everything, runs the cells that have not run, and returns what ``comparison.json`` holds; prints the table."""
+    if IN_CELL in os.environ:
+        raise RuntimeError(
+            'compare was called by one of its own cells, which import this file. Call it under `if __name__ == "__main__":`.'
+        )
     comparison = check(comparison)
     output = comparison.output
     lock = FileLock(output / ".lock", timeout=0)
@@ -118,22 +125,23 @@ def run(comparison: Comparison, console: Console) -> dict[str, Any]:
             return collect(comparison, folders, states)
 
         with Live(console=console, auto_refresh=False, transient=True) as live:
-            for number_, (cell, folder) in enumerate(zip(comparison.cells, folders)):
-                if states[number_] != "has to run":
+            for index, (cell, folder) in enumerate(zip(comparison.cells, folders)):
+                if states[index] != "has to run":
                     continue
+                shown = found()["cells"]
 
-                def tell(state: str, number_: int = number_) -> None:
-                    states[number_] = state
+                def tell(state: str, row: dict[str, Any] = shown[index], shown: Any = shown) -> None:
+                    row["status"] = state
                     if console.is_terminal:
-                        live.update(comparison_table(found()["cells"], title), refresh=True)
+                        live.update(comparison_table(shown, title), refresh=True)
 
                 tell("starts")
-                ended = _run_cell(comparison, cell, folder, tell)
-                tell(ended["status"])
-                write_json(output, found())
+                states[index] = _run_cell(comparison, cell, folder, tell)["status"]
+                result = found()
+                write_json(output, result)
                 if not console.is_terminal:
-                    place = f"[{number_ + 1} of {len(folders)}] {cell.name}: "
-                    console.print(place + _in_a_line(found()["cells"][number_]), markup=False, highlight=False)
+                    place = f"[{index + 1} of {len(folders)}] {cell.name}: "
+                    console.print(place + _in_a_line(result["cells"][index]), markup=False, highlight=False)
         result = found()
         write_json(output, result)
         # Here, since importing matplotlib takes its time.
@@ -163,6 +171,11 @@ def check(comparison: Comparison) -> Comparison:
                 checked({"strategy": configured})
             except ValueError as error:
                 raise ValueError(f"cell {cell.name!r}: {error}") from error
+    names: dict[str, str] = {}
+    for cell in comparison.cells:
+        other = names.setdefault(comparison.key(cell), cell.name)
+        if other != cell.name:
+            raise ValueError(f"Cells {other!r} and {cell.name!r} are the same run. Leave one out.")
     try:
         (comparison.output / "cells").mkdir(parents=True, exist_ok=True)
         tempfile.TemporaryFile(dir=comparison.output).close()
@@ -197,6 +210,7 @@ def _run_cell(comparison: Comparison, cell: Cell, folder: Path, tell: Progress) 
     (folder / "task.json").write_text(json.dumps(task, indent=1))
     # A launcher's variables would make the cell one of its ranks.
     env = {name: value for name, value in os.environ.items() if name not in (*LAUNCHER_VARIABLES, "SLURM_NTASKS")}
+    env[IN_CELL] = folder.name
     env["PYTHONPATH"] = os.pathsep.join(path or os.getcwd() for path in sys.path)
     began = time.monotonic()
     with (folder / "output.txt").open("w") as file:
@@ -240,10 +254,10 @@ def _watch(process: subprocess.Popen[bytes], deadline: float, folder: Path, epoc
 
 def _end(process: subprocess.Popen[bytes]) -> None:
     """Ends all processes of a cell: its session."""
-    for number_, seconds in ((signal.SIGTERM, GRACE_S), (signal.SIGKILL, None)):
+    for signal_number, seconds in ((signal.SIGTERM, GRACE_S), (signal.SIGKILL, None)):
         if process.poll() is None:
             with suppress(ProcessLookupError):
-                os.killpg(process.pid, number_)
+                os.killpg(process.pid, signal_number)
             with suppress(subprocess.TimeoutExpired):
                 process.wait(seconds)
     with suppress(ProcessLookupError, PermissionError):
@@ -304,11 +318,11 @@ def collect(comparison: Comparison, folders: Sequence[Path], states: Sequence[st
 def _hold_against_first(comparison: Comparison, folders: Sequence[Path], cells: Sequence[dict[str, Any]]) -> None:
     reference = cells[0] if cells[0]["status"] == "finished" else None
     weights = None if reference is None else _weights(folders[0])
-    for number_, (cell, folder) in enumerate(zip(cells, folders)):
+    for index, (cell, folder) in enumerate(zip(cells, folders)):
         if cell["status"] == "finished":
             cell["parity"] = parity(
                 cell, reference, _weights(folder), weights, comparison.loss, comparison.tolerance
-            ) | ({"kind": "reference"} if number_ == 0 else {})
+            ) | ({"kind": "reference"} if index == 0 else {})
 
 
 def _weights(folder: Path) -> dict[str, torch.Tensor]:
