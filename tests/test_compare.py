@@ -42,7 +42,7 @@ SETTINGS: dict[str, Any] = {
     "cells": [
         {"strategy": "auto", "devices": 1},
         "dgcl",
-        {"strategy": "sampling", "fanouts": [3, 3], "batch_size": 64},
+        {"strategy": "dgcl", "codec": "int8"},
         {"strategy": "spmm_2d", "label": "no square of two ranks"},
     ],
     "epochs": 3,
@@ -281,13 +281,18 @@ def test_table_and_report_of_what_has_failed():
     assert "ValueError: &lt;no&gt;" in report_html({**head, "cells": [state]})
 
 
-def test_timeout(tmp_path):
+def test_timeout(tmp_path, monkeypatch):
     cells = [{"strategy": "auto", "devices": 1}]
     found = lightning_gnn.compare(**{**SETTINGS, "cells": cells}, output=tmp_path, timeout=0.3)
     [cell] = found["cells"]
     assert cell["status"] == "timed out" and "timeout=0.3 s" in cell["error"][-1]
     assert json.loads((tmp_path / "comparison.json").read_text())["cells"][0]["status"] == "timed out"
     assert "timed out" in (tmp_path / "comparison.html").read_text()
+    kept = lightning_gnn.compare(**{**SETTINGS, "cells": cells}, output=tmp_path, timeout=60)
+    assert kept["cells"][0]["status"] == "timed out"  # again="failed" would run it
+    monkeypatch.setenv("LIGHTNING_GNN_CELL", "a key")
+    with pytest.raises(RuntimeError, match="Call it under"):
+        lightning_gnn.compare(**SETTINGS, output=tmp_path)
 
 
 # In real processes ############################################################
@@ -295,18 +300,18 @@ def test_timeout(tmp_path):
 
 def compared(folder: Path) -> Finished:
     (folder / "compare.yaml").write_text(yaml.safe_dump(SETTINGS))
-    return run("-m", "lightning_gnn.cli", "compare", "--config", "compare.yaml", cwd=folder)
+    return run("-m", "lightning_gnn.cli", "compare", "--config", "compare.yaml", cwd=folder, timeout=280)
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(250)
+@pytest.mark.timeout(400)
 @pytest.mark.ahead(runs=compared)
 def test_compare(ahead):
     folder, finished = ahead
     assert finished.code == 1 and not finished.left_over, finished.output  # one has failed
     output = folder / "comparison"
     found = json.loads((output / "comparison.json").read_text())
-    auto, dgcl, sampling, failed = found["cells"]
+    auto, dgcl, coded, failed = found["cells"]
     assert [cell["status"] for cell in found["cells"]] == ["finished", "finished", "finished", "failed"]
     assert auto["parity"]["kind"] == "reference"
     assert dgcl["parity"]["kind"] == "exact" and dgcl["parity"]["ok"] is True
@@ -318,8 +323,9 @@ def test_compare(ahead):
     assert min(dgcl["memory_bytes"]) > 50e6 and 0 < dgcl["setup_seconds"] < 240
     parts = [sum(dgcl["seconds_by_rank"][part][rank] for part in PARTS) for rank in range(2)]
     assert max(parts) <= dgcl["epoch_seconds"] * 1.01 and dgcl["seconds"]["compute"] > 0
-    assert sampling["parity"]["kind"] == "approximate" and sampling["parity"]["ok"] is None
-    assert sampling["parity"]["loss"] > 1e-3 and sampling["gradient_bytes"] > dgcl["gradient_bytes"]
+    assert coded["parity"]["kind"] == "approximate" and coded["parity"]["ok"] is None
+    assert coded["parity"]["loss"] > dgcl["parity"]["loss"] and coded["parity"]["why"] == "codec int8"
+    assert coded["row_bytes"] < dgcl["row_bytes"] and coded["gradient_bytes"] == dgcl["gradient_bytes"] > 0
     assert any("square" in line for line in failed["error"])
     assert "approx. " in finished.output and "ok " in finished.output and "no square of two ranks" in finished.output
 

@@ -3,26 +3,22 @@
 from __future__ import annotations
 
 import json
-import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from jsonargparse import ActionConfigFile
-from rich.console import Console
 
 from lightning_gnn.commands.parser import Parser
 from lightning_gnn.comparing.cells import Again, Comparison, add_task, make_cells
-from lightning_gnn.comparing.run import run
+from lightning_gnn.comparing.run import check, run
 
 USAGE = "lightning-gnn compare --config FILE [--output FOLDER] [--again failed] [--KEY VALUE ...]"
 DESCRIPTION = (
     "Train one model on one graph under several strategies, each in processes of its own, and compare what they took. The "
     "sections model and data are those of fit. docs/compare.md explains keys and columns."
 )
-WIDTH = 200
-"""Columns of what is printed to a file."""
 
 
 def compare(arguments: Sequence[str]) -> None:
@@ -35,13 +31,13 @@ def compare(arguments: Sequence[str]) -> None:
             parser.error(f"there is no {section}: give the section of a file for fit, --config FILE.")
     given.pop("config", None)
     devices, output = given.pop("devices"), Path(given.pop("output"))
-    # Where nobody watches, rich would take 80 columns and cut tables short.
-    console = Console(width=None if sys.stdout.isatty() or "COLUMNS" in os.environ else WIDTH)
     try:
         cells = make_cells(given.pop("cells", None) or [], devices)
-        found = run(Comparison(**given, cells=cells, output=output), console)
+        comparison = check(Comparison(**given, cells=cells, output=output))
     except ValueError as error:
         parser.error(str(error))
+    try:
+        found = run(comparison)
     except OSError as error:
         sys.exit(f"error: {error}")
     sys.exit(any(cell["status"] != "finished" for cell in found["cells"]))

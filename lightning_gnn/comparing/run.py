@@ -38,6 +38,9 @@ IN_CELL = "LIGHTNING_GNN_CELL"
 GRACE_S = 5.0
 """How long a cell that is ended may take before it is killed."""
 
+WIDTH = 200
+"""Columns of what is printed to a file."""
+
 Progress = Callable[[str], None]
 
 
@@ -85,6 +88,7 @@ def compare(
 
     Raises:
         ValueError: an argument is not as described, a strategy or an argument is unknown, `output` cannot be written.
+        BlockingIOError: another comparison is writing to `output`.
     """
     sections = {"model": section_of(model, "model"), "data": section_of(data, "data")}
     comparison = Comparison(
@@ -100,22 +104,28 @@ def compare(
         tolerance=tolerance,
         trainer=trainer or {},
     )
-    return run(comparison, Console())
+    return run(check(comparison))
 
 
-def run(comparison: Comparison, console: Console) -> dict[str, Any]:
-    """Checks everything, runs the cells that have not run, and returns what ``comparison.json`` holds; prints the table."""
+def run(comparison: Comparison) -> dict[str, Any]:
+    """Runs the cells of a checked comparison that have not run, prints the table, and returns what ``comparison.json`` holds.
+
+    Raises:
+        BlockingIOError: another comparison is writing to the same folder.
+    """
     if IN_CELL in os.environ:
         raise RuntimeError(
             'compare was called by one of its own cells, which import this file. Call it under `if __name__ == "__main__":`.'
         )
-    comparison = check(comparison)
+    # Where nobody watches, rich would take 80 columns and cut the table short.
+    console = Console(width=None if sys.stdout.isatty() or "COLUMNS" in os.environ else WIDTH)
     output = comparison.output
-    lock = FileLock(output / ".lock", timeout=0)
     try:
-        lock.acquire()
+        lock = FileLock(output / ".lock", timeout=0).acquire()
     except Timeout as error:
-        raise ValueError(f"output: another comparison is writing to {output}. Wait for it, or name another.") from error
+        raise BlockingIOError(
+            f"Another comparison is writing to {output}. Wait for it, or name another output."
+        ) from error
     with lock:
         folders = [output / "cells" / comparison.key(cell) for cell in comparison.cells]
         states = ["has to run" if _runs(folder, comparison.again) else _status(folder)["status"] for folder in folders]

@@ -32,7 +32,9 @@ def main() -> None:
     folder, started = Path(sys.argv[1]), time.time()
     at_start = peak_memory()
     task = json.loads((folder / "task.json").read_text())
-    if os.getppid() == task["parent"]:
+    # Rank 0 starts the others, which have LOCAL_RANK, and end with it.
+    first = os.environ.get("LOCAL_RANK", "0") == "0"
+    if first:
         end_with_parent(task["parent"])
     L.seed_everything(task["seed"], verbose=False)
     model, data, strategy = _made(task, "model"), _made(task, "data"), _made(task, "strategy")
@@ -41,8 +43,6 @@ def main() -> None:
             f"model must be a LightningModule, and data a GraphDataModule (got {type(model).__name__}, {type(data).__name__})."
         )
     initial = _digest(model)
-    # Rank 0 starts the others, which have LOCAL_RANK.
-    first = os.environ.get("LOCAL_RANK", "0") == "0"
     times = EpochTimes(task["loss"], folder / "epochs.jsonl" if first else None)
     trainer = L.Trainer(
         strategy=strategy,
