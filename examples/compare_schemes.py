@@ -32,7 +32,7 @@ if __name__ == "__main__":
         [
             {"strategy": "auto", "devices": 1},  # the reference
             "dgcl",
-            {"strategy": "vertex_cut", "codec": "int8", "label": "vertex cut, 8 bits"},
+            {"strategy": "dgcl", "codec": "int8", "label": "dgcl in 8 bits"},
         ],
         devices=2,
         epochs=options.epochs,

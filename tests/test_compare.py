@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import copy
+import html
 import json
 import re
 import xml.etree.ElementTree as ElementTree
@@ -77,6 +78,7 @@ def test_cells_of_several_sizes():
         ([{"strategy": "dgcl", "devices": 0}], "at least 1, or a list \\(got 0\\)"),
         ([{"strategy": "dgcl", "devices": [2, "two"]}], "is a number of ranks"),
         ([{"strategy": "auto", "codec": "int8"}], "takes no arguments here \\(got codec"),
+        ([{"strategy": "vertex_cut", "cache": lightning_gnn.AdaptiveThreshold()}], "Give an object as"),
         (["dgcl_spawn"], "use 'dgcl' for 'dgcl_spawn'"),
         (["dgcl", {"strategy": "dgcl"}], "two cells 'dgcl x 2'"),
     ],
@@ -89,6 +91,7 @@ def test_cells_that_cannot_be(cells, message):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
+        ({"cells": [{"strategy": "dgcl", "devices": []}]}, "There are no cells"),
         ({"epochs": 0}, "epochs is at least 1"),
         ({"warmup": 3}, "fewer than epochs=3 \\(got 3\\)"),
         ({"timeout": 0}, "timeout is a number above 0"),
@@ -334,7 +337,7 @@ def test_compare(ahead):
     assert len(pictures) == 5 and not re.search(r'(src|href)="(?!data:)', page)
     for picture in pictures:
         ElementTree.fromstring(base64.b64decode(picture))
-    assert all(cell["name"] in page for cell in found["cells"]) and failed["error"][-1] in page.replace("&#x27;", "'")
+    assert all(cell["name"] in page for cell in found["cells"]) and failed["error"][-1] in html.unescape(page)
 
     # Again, by the function: nothing runs, and the numbers are the same.
     kept = {file: file.stat().st_mtime_ns for file in output.glob("cells/*/status.json")}

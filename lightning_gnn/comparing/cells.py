@@ -29,6 +29,8 @@ OWN_TRAINER_KEYS = (
 )
 """Arguments of the Trainer that are the same in all cells, or each cell's own."""
 
+PACKAGE = Path(__file__).parent.parent
+
 MAKES = "make"
 """Key of a model or datamodule that a function returns: the function's dotted path."""
 
@@ -103,18 +105,29 @@ def make_cells(cells: Sequence[str | Mapping[str, Any]], devices: int | Sequence
         strategy, label = str(options.pop("strategy")).lower(), options.pop("label", "")
         _check_strategy(strategy, options.keys() - {"devices"})
         counts = options.pop("devices", devices)
-        for count in [counts] if isinstance(counts, int) else counts:
+        _check_plain(options, f"arguments of {strategy!r}")
+        for count in counts if isinstance(counts, (list, tuple)) else [counts]:
             if not isinstance(count, int) or count < 1:
                 raise ValueError(
                     f"devices of {strategy!r} is a number of ranks, at least 1, or a list (got {counts!r})."
                 )
-            several = label and not isinstance(counts, int)
+            several = label and isinstance(counts, (list, tuple))
             made.append(Cell(strategy, count, options, f"{label} x {count}" if several else label))
     names = [cell.name for cell in made]
     twice = next((name for name in names if names.count(name) > 1), None)
     if twice is not None:
         raise ValueError(f"There are two cells {twice!r}. Leave one out, or give them a label each.")
     return made
+
+
+def _check_plain(values: Any, what: str) -> None:
+    try:
+        json.dumps(values)
+    except TypeError as error:
+        raise ValueError(
+            f"{what} are numbers, texts, lists and dicts, which can be sent to other processes ({error}). Give an object as "
+            "{'class_path': ..., 'init_args': ...}."
+        ) from error
 
 
 def _check_strategy(name: str, arguments: Any) -> None:
@@ -165,6 +178,8 @@ class Comparison:
     trainer: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
+        if not self.cells:
+            raise ValueError("There are no cells: devices is an empty list.")
         if self.epochs < 1:
             raise ValueError(f"epochs is at least 1 (got {self.epochs}).")
         if not 0 <= self.warmup < self.epochs:
@@ -176,6 +191,7 @@ class Comparison:
                 raise ValueError(f"{name} is a number above 0 (got {value}).")
         if self.again not in get_args(Again):
             raise ValueError(f"again is one of {', '.join(get_args(Again))} (got {self.again!r}).")
+        _check_plain(self.trainer, "trainer: its values")
         taken = sorted(set(self.trainer) & set(OWN_TRAINER_KEYS))
         if taken:
             raise ValueError(
@@ -229,7 +245,7 @@ def _own_code(values: Any) -> dict[str, str]:
             except (ImportError, ValueError, AttributeError):
                 return
             file = Path(spec.origin) if spec is not None and spec.origin and spec.has_location else None
-            if file is not None and not {"site-packages", "lightning_gnn"} & set(file.parts):
+            if file is not None and "site-packages" not in file.parts and PACKAGE not in file.parents:
                 found[value] = hashlib.blake2b(file.read_bytes(), digest_size=8).hexdigest()
 
     look(values)
