@@ -303,11 +303,11 @@ def test_timeout(tmp_path, monkeypatch):
 
 def compared(folder: Path) -> Finished:
     (folder / "compare.yaml").write_text(yaml.safe_dump(SETTINGS))
-    return run("-m", "lightning_gnn.cli", "compare", "--config", "compare.yaml", cwd=folder, timeout=280)
+    return run("-m", "lightning_gnn.cli", "compare", "--config", "compare.yaml", cwd=folder, timeout=450)
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(400)
+@pytest.mark.timeout(500)
 @pytest.mark.ahead(runs=compared)
 def test_compare(ahead):
     folder, finished = ahead

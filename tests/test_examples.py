@@ -67,10 +67,10 @@ def test_link_prediction(ahead, strategy):
 
 def schemes(folder: Path) -> Finished:
     script = REPOSITORY / "examples" / "compare_schemes.py"
-    return run(script, "--nodes", 400, "--epochs", 2, cwd=folder, timeout=280)
+    return run(script, "--nodes", 400, "--epochs", 2, cwd=folder, timeout=450)
 
 
-@pytest.mark.timeout(400)
+@pytest.mark.timeout(500)
 @pytest.mark.ahead(runs=schemes)
 def test_compare_schemes(ahead):
     folder, finished = ahead
