@@ -4,6 +4,7 @@ Importing this package registers the strategies: ``Trainer(strategy="dgcl")``.
 """
 
 from lightning_gnn.callbacks.cache import AdaptiveThreshold, LargestChanges
+from lightning_gnn.comparing import compare
 from lightning_gnn.datamodules import GraphDataModule, planted_partition, split_edges
 from lightning_gnn.modules import LinkPredictor, NodeClassifier
 from lightning_gnn.nn import (
@@ -55,6 +56,7 @@ __all__ = [
     "SpMM15DStrategy",
     "UnsupportedModelError",
     "VertexCutStrategy",
+    "compare",
     "expand",
     "fetch_rows",
     "planted_partition",

@@ -63,3 +63,17 @@ def test_link_prediction(ahead, strategy):
     _, finished = ahead
     [found] = re.findall(r"^Test MRR (\d\.\d+)", finished.succeeded().output, re.MULTILINE)
     assert float(found) >= 0.15  # random: 0.09
+
+
+def schemes(folder: Path) -> Finished:
+    script = REPOSITORY / "examples" / "compare_schemes.py"
+    return run(script, "--nodes", 400, "--epochs", 2, cwd=folder, timeout=450)
+
+
+@pytest.mark.timeout(500)
+@pytest.mark.ahead(runs=schemes)
+def test_compare_schemes(ahead):
+    folder, finished = ahead
+    output = finished.succeeded().output
+    assert "dgcl in 8 bits" in output and re.search(r"^Fastest here: .* s per epoch\.$", output, re.MULTILINE)
+    assert "data:image/svg" in (folder / "comparison" / "comparison.html").read_text()

@@ -64,6 +64,11 @@ class Scheme(ABC):
     survives_lost_ranks = False
     takes_no_codec = ""
 
+    @property
+    def approximation(self) -> str:
+        """What makes training differ from that of one device, in a few words; empty if nothing does."""
+        return ""
+
     @abstractmethod
     def layout(self, world_size: int, num_hosts: int = 1) -> LayoutSpec:
         """Returns what each rank must hold.
@@ -206,6 +211,11 @@ class GNNStrategy(ParallelStrategy):
     def is_distributed(self) -> bool:
         """Tells Lightning that ranks may differ in what they log."""
         return True
+
+    @property
+    def approximation(self) -> str:
+        """What makes training differ from that of one device, in a few words; empty if nothing does."""
+        return ", ".join(filter(None, [self.scheme.approximation, f"codec {self.codec}" if self.codec else ""]))
 
     def layout(self) -> LayoutSpec:
         """Returns what the datamodule must give each rank."""

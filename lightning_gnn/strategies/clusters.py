@@ -129,6 +129,11 @@ class ClusterStrategy(GNNStrategy):
         self._score: float | None = None
         self._lost: list[int] = []
 
+    @property
+    @override
+    def approximation(self) -> str:
+        return "clusters as mini-batches"
+
     @abstractmethod
     def _make_worker(self, pool: Pool, ties: Ties | None) -> Worker:
         """Returns this rank's worker; `ties` are None where it is the only one."""

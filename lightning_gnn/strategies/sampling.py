@@ -150,6 +150,11 @@ class SamplingStrategy(GNNStrategy):
         self._predicted: tuple[Tensor, list[int]] | None = None
         self._depth_known = self._trained = False
 
+    @property
+    @override
+    def approximation(self) -> str:
+        return "sampled mini-batches"
+
     # Batches ##################################################################
 
     def _choose(self, fanouts: Fanouts | None, batch_size: int | None) -> None:

@@ -79,6 +79,11 @@ class VertexCutScheme(Scheme):
         self._rule: AdaptiveThreshold | LargestChanges | None = None
         self._messages: MessageCache | None = None
 
+    @property
+    @override
+    def approximation(self) -> str:
+        return "" if self.cache is None else "cached messages"
+
     @override
     def layout(self, world_size: int, num_hosts: int = 1) -> LayoutSpec:
         hosts = self.hosts or num_hosts

@@ -1,0 +1,169 @@
+"""What a rank measures of its own training: times of an epoch, traffic, logged values."""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from torch import Tensor
+from typing_extensions import override
+
+from lightning_gnn.comm.traffic import Meter, Traffic
+
+
+class EpochTimes(pl.Callback):
+    """Keeps, by training epoch, where this rank's time went and what it sent. Validation and what callbacks do are left out.
+
+    Args:
+        loss: the logged value whose mean over an epoch's steps is kept as that epoch's.
+        lines: file to which each epoch is appended as a line of JSON; None for no file.
+
+    Attributes:
+        began: when the first epoch began, by ``time.time``.
+        epochs: of each epoch
+
+            - ``seconds``: from its begin to the end of its last step;
+            - ``batches``: of these, waiting for batches to be made;
+            - ``gradients``: summing gradients over ranks, or averaging them, that was not hidden behind the backward;
+            - ``exchange``: by ``"LAYER DIRECTION"``, bytes, messages, rows and seconds of exchanging rows;
+            - ``steps``: how many there were;
+            - ``logged``: values at its end, those of its validation among them.
+
+    What a rank spends in an exchange or a sum of gradients contains waiting for others; see
+    :func:`~lightning_gnn.comparing.results.split_time`.
+    """
+
+    def __init__(self, loss: str, lines: Path | None) -> None:
+        self.loss, self.began = loss, 0.0
+        self.epochs: list[dict[str, Any]] = []
+        self._file = lines
+        self._before: Mapping[tuple[str, str], Traffic] = {}
+        self._traffic: dict[tuple[str, str], Traffic] = {}
+        self._losses: list[float] = []
+        self._backward_ended: float | None = None
+        self._start = self._ended = self._paused = self._batches = self._gradients = self._outside = 0.0
+        self._steps = 0
+
+    @override
+    def on_train_epoch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self._traffic, self._losses, self._backward_ended = {}, [], None
+        self._batches = self._gradients = self._outside = 0.0
+        self._steps = 0
+        self._start = self._ended = self._now(pl_module)
+        self.began = self.began or time.time()
+
+    @override
+    def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self._paused = self._now(pl_module)
+
+    @override
+    def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        # Between two steps it belongs to neither; after the last one it is past what is counted.
+        gone = self._now(pl_module) - self._paused
+        self._outside += gone
+        self._ended += gone
+
+    @override
+    def on_train_batch_start(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
+    ) -> None:
+        self._batches += time.perf_counter() - self._ended
+        self._before = dict(_meter(trainer).by_layer)
+
+    @override
+    def on_after_backward(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        # Lightning calls this before Strategy.post_backward, in which gradients are summed or averaged.
+        self._backward_ended = self._now(pl_module)
+
+    @override
+    def on_before_optimizer_step(self, trainer: pl.Trainer, pl_module: pl.LightningModule, optimizer: Any) -> None:
+        if self._backward_ended is not None:
+            self._gradients += self._now(pl_module) - self._backward_ended
+            self._backward_ended = None
+
+    @override
+    def on_train_batch_end(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        self._ended = self._now(pl_module)
+        self._steps += 1
+        for key, now in _meter(trainer).by_layer.items():
+            spent = _less(now, self._before.get(key, Traffic()))
+            self._traffic[key] = self._traffic.get(key, Traffic()) + spent
+        if trainer.num_training_batches != 1 and self.loss in trainer.callback_metrics:
+            self._losses.append(float(trainer.callback_metrics[self.loss]))
+
+    @override
+    def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        logged = {
+            name: float(value)
+            for name, value in trainer.callback_metrics.items()
+            if not isinstance(value, Tensor) or value.numel() == 1
+        }
+        if self._losses:
+            logged[self.loss] = sum(self._losses) / len(self._losses)
+        exchange = {
+            f"{layer} {direction}": [each.bytes_sent, each.messages, each.rows, each.seconds]
+            for (layer, direction), each in self._traffic.items()
+        }
+        self.epochs.append(
+            {
+                "seconds": self._ended - self._start - self._outside,
+                "batches": self._batches,
+                "gradients": self._gradients,
+                "exchange": exchange,
+                "steps": self._steps,
+                "logged": logged,
+            }
+        )
+        if self._file is not None:
+            with self._file.open("a") as file:
+                file.write(json.dumps(self.epochs[-1]) + "\n")
+
+    @staticmethod
+    def _now(module: pl.LightningModule) -> float:
+        if module.device.type == "cuda":
+            torch.cuda.synchronize(module.device)
+        return time.perf_counter()
+
+
+def _meter(trainer: pl.Trainer) -> Meter:
+    """Returns where the strategy counts; an empty one for a strategy that sends no rows."""
+    return getattr(trainer.strategy, "meter", None) or Meter()
+
+
+def _less(now: Traffic, before: Traffic) -> Traffic:
+    return Traffic(
+        now.bytes_sent - before.bytes_sent,
+        now.messages - before.messages,
+        now.rows - before.rows,
+        now.seconds - before.seconds,
+    )
+
+
+def peak_memory() -> int:
+    """Returns the most bytes that this process has had in memory."""
+    try:
+        # Not ru_maxrss, which a process inherits from the one that started it.
+        status = Path("/proc/self/status").read_text()
+        return next(int(line.split()[1]) * 1024 for line in status.splitlines() if line.startswith("VmHWM:"))
+    except (OSError, StopIteration):
+        import resource
+
+        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        return peak if sys.platform == "darwin" else peak * 1024
+
+
+def draws_random_numbers(module: torch.nn.Module) -> bool:
+    """Returns whether a model has dropout, which each rank draws for itself."""
+    for part in module.modules():
+        rate = getattr(part, "p", 0) if "Dropout" in type(part).__name__ else getattr(part, "dropout", 0)
+        if isinstance(rate, (int, float)) and rate > 0:
+            return True
+    return False
