@@ -1,57 +1,77 @@
-"""Training on clusters: batches a second and accuracy of one device, of all-reduce and of gossip, also with slow workers.
+"""Training on clusters with a slow worker: seconds, accuracy and idle time of all-reduce and of gossip.
 
-    python benchmarks/gossip.py [--nodes 20000] [--ranks 2] [--epochs 10] [--intervals 1 20] [--pairings any active_passive]
-        [--slow RANK:SECONDS ...] [--json FILE]
+    python benchmarks/gossip.py [--graphs computers github] [--slow 4] [--ranks 4] [--intervals 1 20 100] [--seeds 5]
+        [--only NAME ...] [--batch-ms 20] [--epochs 30] [--clusters 40] [--json FILE]
 
-Every row runs in processes of its own. ``--slow 1:0.1`` has rank 1 sleep for 0.1 s in each batch, where there are several.
-Seconds are those from rank 0's first batch to the end of its fit, which comes when all workers are done, without validation in
-between. The result is the mean of the workers, tested on the whole graph.
+The thesis's model and settings: 2-layer GraphSAGE, learning rate 0.01, 30 epochs, 40 clusters. Each batch is stretched by
+sleeping to `--batch-ms`, as if a device of its own computed it, and those of one worker to `--slow` times that; so more workers
+than cores can be compared. Rows run in processes of their own, one after the other. Seconds are those from rank 0's first batch
+to the end of its fit, which comes when all workers are done. The result, by ``final``, is tested on the whole graph.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
 import sys
 import time
+from collections.abc import Iterator
+from statistics import mean, stdev
 from typing import Any
 
 import lightning as L
 from common import QUIET, report, run_row
 from torch_geometric.nn.models import GraphSAGE
+from vertex_cut_runs import SIZES
 
 from lightning_gnn import ClusterAllReduceStrategy, GossipStrategy, GraphDataModule, NodeClassifier
 
-FEATURES, CLASSES, HIDDEN = 32, 8, 64
+HIDDEN = 64
+ODD, EVEN = 1, 0
+"""The slow worker: among those that are chosen by active_passive, or among those that choose."""
 
 
-class Slow(L.Callback):
-    """Sleeps in each batch of some workers, and notes when this one began."""
+class Stretch(L.Callback):
+    """Makes each batch take so many seconds, and notes when the first one began."""
 
-    def __init__(self, slow: dict[str, float]) -> None:
-        self.slow, self.began = slow, 0.0
+    def __init__(self, seconds: float) -> None:
+        self.seconds, self.began, self._batch = seconds, 0.0, 0.0
 
-    def on_train_batch_start(self, trainer: L.Trainer, *_: Any) -> None:
-        self.began = self.began or time.perf_counter()
-        if trainer.world_size > 1:
-            time.sleep(self.slow.get(str(trainer.global_rank), 0.0))
+    def on_train_batch_start(self, *_: Any) -> None:
+        self._batch = time.perf_counter()
+        self.began = self.began or self._batch
+
+    def on_after_backward(self, *_: Any) -> None:  # before workers meet
+        time.sleep(max(0.0, self._batch + self.seconds - time.perf_counter()))
 
 
-def row(
-    scheme: str, nodes: int, ranks: int, epochs: int, clusters: int, slow: dict[str, float], **options: Any
+def run(
+    scheme: str,
+    graph: str,
+    ranks: int,
+    epochs: int,
+    clusters: int,
+    batch_s: float,
+    slow: tuple[int, float],
+    seed: int,
+    **options: Any,
 ) -> dict[str, Any] | None:
     """Trains and tests; returns what was found on rank 0."""
-    L.seed_everything(0)
+    L.seed_everything(seed, verbose=False)
     strategies: dict[str, Any] = {"gossip": GossipStrategy, "cluster_allreduce": ClusterAllReduceStrategy}
-    strategy = strategies[scheme](clusters=clusters, final="average", timeout=600, self_check=False, **options)
-    clock = Slow(slow)
-    data = GraphDataModule("lightning_gnn.planted_partition", {"num_nodes": nodes})
-    module = NodeClassifier(GraphSAGE(FEATURES, HIDDEN, num_layers=2, out_channels=CLASSES, dropout=0.2), lr=0.01)
+    strategy = strategies[scheme](clusters=clusters, seed=seed, timeout=600, self_check=False, **options)
+    columns, classes = SIZES[graph]
+    data = GraphDataModule("sampling_epochs.load", {"name": graph}, split=(0.6, 0.2, 0.2), seed=0)
+    module = NodeClassifier(GraphSAGE(columns, HIDDEN, num_layers=2, out_channels=classes, dropout=0.2), lr=0.01)
+    slow_rank, times = slow
+    here = int(os.environ.get("LOCAL_RANK", 0))
+    clock = Stretch(batch_s * (times if ranks > 1 and here == slow_rank else 1.0))
     trainer = L.Trainer(
         strategy=strategy,
         devices=ranks,
         max_epochs=epochs,
-        limit_val_batches=0,
+        check_val_every_n_epoch=epochs,  # once, for the best
         num_sanity_val_steps=0,
         callbacks=[clock],
         **QUIET,
@@ -62,27 +82,90 @@ def row(
     if not trainer.is_global_zero:
         return None
     counts = [strategy.report[rank] for rank in sorted(strategy.report)]
-    batches = [each.batches for each in counts]
     idle = sum(each.waited + each.idle for each in counts) / max(sum(each.seconds for each in counts), 1e-9)
     return {
         "seconds": seconds,
-        "batches/s": sum(batches) / seconds,
-        "batches": " ".join(map(str, batches)),
+        "batches": [each.batches for each in counts],
         "averages": sum(each.averages for each in counts),
-        "idle, %": 100 * idle,
-        "test accuracy, %": 100 * tested["test_acc"],
+        "idle": 100 * idle,
+        "accuracy": 100 * tested["test_acc"],
     }
+
+
+def row(seeds: int, **arguments: Any) -> dict[str, Any] | None:
+    """Runs with so many seeds; returns the means, and what each gave."""
+    runs = [run(seed=seed, **arguments) for seed in range(seeds)]
+    found = [each for each in runs if each is not None]
+    if not found:
+        return None
+    accuracies = [each["accuracy"] for each in found]
+    return {
+        "seconds": mean(each["seconds"] for each in found),
+        "idle, %": mean(each["idle"] for each in found),
+        "averages": mean(each["averages"] for each in found),
+        "batches": " ".join(map(str, found[0]["batches"])),
+        "accuracy, %": mean(accuracies),
+        "+-": stdev(accuracies) if len(found) > 1 else 0.0,
+        "runs": found,
+    }
+
+
+def cells(intervals: list[int]) -> Iterator[tuple[str, int, dict[str, Any]]]:
+    """Yields names, intervals and arguments; all-reduce comes first in each interval."""
+    for interval in intervals:
+        yield "all-reduce", interval, {"scheme": "cluster_allreduce", "slow": ODD}
+        yield "any", interval, {"slow": ODD}
+        yield "prompt", interval, {"pairing": "prompt", "slow": ODD}
+        yield "active/passive, slow one passive", interval, {"pairing": "active_passive", "slow": ODD}
+        yield "active/passive, slow one active", interval, {"pairing": "active_passive", "slow": EVEN}
+        yield "all-reduce, parameters", interval, {"scheme": "cluster_allreduce", "average": "parameters", "slow": ODD}
+        yield "prompt, parameters", interval, {"pairing": "prompt", "average": "parameters", "slow": ODD}
+        yield "push-sum", interval, {"average": "push_sum", "slow": ODD}
+
+
+def table(graph: str, options: argparse.Namespace) -> None:
+    """Runs all rows on a graph."""
+    common = {"graph": graph, "epochs": options.epochs, "clusters": options.clusters, "seeds": options.seeds}
+    common["batch_s"] = options.batch_ms / 1e3
+
+    def asked(slow: int, scheme: str = "gossip", ranks: int = options.ranks, **others: Any) -> dict[str, Any]:
+        arguments = {**common, "scheme": scheme, "ranks": ranks, "slow": [slow, options.slow], **others}
+        return run_row(__file__, ["--row", json.dumps(arguments)], threads=1)
+
+    alone = asked(ODD, "cluster_allreduce", 1)
+    rows: list[dict[str, Any]] = [{"trained": "one device", **alone}]
+    lockstep: dict[int, float] = {}
+    for name, interval, arguments in cells(options.intervals):
+        if options.only and name not in options.only:
+            continue
+        found = asked(averaging_interval=interval, **arguments)
+        if name == "all-reduce":
+            lockstep[interval] = found["seconds"]
+        found["times all-reduce"] = lockstep[interval] / found["seconds"] if interval in lockstep else None
+        found["points"] = found["accuracy, %"] - alone["accuracy, %"]
+        rows.append({"trained": name, "interval": interval, **found})
+        print({name: value for name, value in rows[-1].items() if name != "runs"}, file=sys.stderr, flush=True)
+    title = (
+        f"{graph}: {options.clusters} clusters, {options.epochs} epochs, {options.ranks} workers, {options.batch_ms:g} ms a "
+        f"batch, one worker's {options.slow:g} times that; {options.seeds} seeds"
+    )
+    columns = ["trained", "interval", "seconds", "times all-reduce", "idle, %", "averages", "batches"]
+    columns += ["accuracy, %", "+-", "points"]
+    path = options.json and options.json.replace(".json", f"-{graph}.json")
+    report(title, rows, columns, path)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--nodes", type=int, default=20_000)
-    parser.add_argument("--ranks", type=int, default=2)
-    parser.add_argument("--epochs", type=int, default=10)
+    parser.add_argument("--graphs", nargs="*", default=["computers", "github"])
+    parser.add_argument("--ranks", type=int, default=4)
+    parser.add_argument("--epochs", type=int, default=30)
     parser.add_argument("--clusters", type=int, default=40)
-    parser.add_argument("--intervals", type=int, nargs="*", default=[1, 20])
-    parser.add_argument("--pairings", nargs="*", default=["any"])
-    parser.add_argument("--slow", nargs="*", default=[], metavar="RANK:SECONDS")
+    parser.add_argument("--seeds", type=int, default=5)
+    parser.add_argument("--intervals", type=int, nargs="*", default=[1, 20, 100])
+    parser.add_argument("--only", nargs="*", help="names of rows")
+    parser.add_argument("--slow", type=float, default=4.0, help="how many times longer one worker's batches take")
+    parser.add_argument("--batch-ms", type=float, default=20.0)
     parser.add_argument("--json")
     parser.add_argument("--row", help=argparse.SUPPRESS)
     options = parser.parse_args()
@@ -91,23 +174,8 @@ def main() -> None:
         if found is not None:
             print(json.dumps(found))
         return
-    slow = {rank: float(seconds) for rank, _, seconds in (each.partition(":") for each in options.slow)}
-    common = {"nodes": options.nodes, "epochs": options.epochs, "clusters": options.clusters, "slow": slow}
-    asked: list[tuple[str, dict[str, Any]]] = [("one device", {"scheme": "cluster_allreduce", "ranks": 1})]
-    for interval in options.intervals:
-        how = {"ranks": options.ranks, "averaging_interval": interval}
-        asked.append((f"all-reduce, interval {interval}", {"scheme": "cluster_allreduce", **how}))
-        for pairing in options.pairings:
-            asked.append((f"gossip, {pairing}, interval {interval}", {"scheme": "gossip", "pairing": pairing, **how}))
-    rows = []
-    for name, arguments in asked:
-        found = run_row(__file__, ["--row", json.dumps({**common, **arguments})], threads=1)
-        rows.append({"trained": name, **found})
-        print(rows[-1], file=sys.stderr, flush=True)
-    title = f"{options.clusters} clusters, {options.nodes:,} nodes, {options.epochs} epochs, {options.ranks} workers"
-    if slow:
-        title += "; slow: " + ", ".join(f"worker {rank} by {seconds:g} s a batch" for rank, seconds in slow.items())
-    report(title, rows, list(rows[0]), options.json)
+    for graph in options.graphs:
+        table(graph, options)
 
 
 if __name__ == "__main__":
