@@ -10,7 +10,18 @@ from collections.abc import Generator, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
-from lightning_gnn.gossip.operations import Await, Get, InProcess, IsAlive, Pick, Visit, answer, carry_out
+from lightning_gnn.gossip.operations import (
+    Await,
+    Get,
+    InProcess,
+    IsAlive,
+    Knock,
+    Knocked,
+    Pick,
+    Visit,
+    answer,
+    carry_out,
+)
 from lightning_gnn.gossip.pairing import Pairing, Rule
 from lightning_gnn.gossip.pool import Pool
 
@@ -59,8 +70,8 @@ def worker(pairing: Pairing, case: Case) -> Generator[Any, Any, None]:
             break
         yield Train(item)
         batches += 1
-        if case.interval and pairing.meets_after(batches, case.interval):
-            yield from pairing.meet()
+        if case.interval:
+            yield from pairing.meet(due=batches % case.interval == 0)
         if case.epochs:
             yield from pool.done(me, item)
     if case.interval:
@@ -115,7 +126,7 @@ class Model:
         for me, each in enumerate(self.workers):
             if each.dead or each.pending is None:
                 continue
-            if self.alone and isinstance(each.pending, (Train, IsAlive)):
+            if self.alone and isinstance(each.pending, (Train, IsAlive, Knock)):
                 return [(me, True)]  # comes to the same before and after any move of another
             found += [(me, move) for move in self._moves_of(me, each.pending)]
             if me in self.case.mortal and not somebody_died:
@@ -125,6 +136,8 @@ class Model:
     def _moves_of(self, me: int, pending: Any) -> Iterable[Any]:
         if isinstance(pending, Pick):
             return pending.options
+        if isinstance(pending, Knocked):
+            return (True, False)  # a knock may be late, or of one that has gone
         if isinstance(pending, IsAlive):
             return (True, False) if self.workers[pending.worker].dead else (True,)
         if isinstance(pending, (Await, Visit)):
@@ -146,7 +159,7 @@ class Model:
         """Lets one of :meth:`moves` happen."""
         each = self.workers[me]
         operation = each.pending
-        if what == "dies" or not isinstance(operation, (Get, IsAlive, Pick, Rest)):
+        if what == "dies" or not isinstance(operation, (Get, IsAlive, Knock, Knocked, Pick, Rest)):
             for other in self.workers:
                 other.rested = other is each and other.rested
         if what == "dies":
@@ -156,7 +169,7 @@ class Model:
             self.met.append((operation.meeting, operation.partner, me))
             self._send(operation.partner, True)
             self._send(me, True)
-        elif isinstance(operation, (Pick, IsAlive, Await, Visit)):
+        elif isinstance(operation, (Pick, IsAlive, Knock, Knocked, Await, Visit)):
             self._send(me, what)
             if isinstance(operation, IsAlive) and self.workers[operation.worker].dead:
                 each.rested = False  # that a worker is dead is noticed later, without anybody's doing

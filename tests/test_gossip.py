@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import copy
 import re
+import time
 from collections import Counter
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -32,10 +34,13 @@ from lightning_gnn import (
     split_edges,
 )
 from lightning_gnn.comm.group import CommunicationError
-from lightning_gnn.comm.meetings import Door
+from lightning_gnn.comm.meetings import LOCAL, Door, Life, Place, SharedKeys, StoreServer
 from lightning_gnn.datamodules.shards import cut_graph
 from lightning_gnn.datamodules.sources import prepare_graph
 from lightning_gnn.gossip.clusters import Clusters
+from lightning_gnn.gossip.pairing import Pairing
+from lightning_gnn.gossip.pool import Pool
+from lightning_gnn.gossip.worker import Ties, Worker
 from lightning_gnn.partition import assign_nodes
 from lightning_gnn.partition.layout import LayoutSpec
 
@@ -94,6 +99,49 @@ def test_a_door_lets_in_only_whom_it_awaits():
     assert door.visit(door.address, 1, 8, own) is None  # nobody is there
 
 
+@pytest.fixture
+def tied() -> Iterator[Callable[..., list[Worker]]]:
+    """Makes workers of this process that share a store, and end with the test."""
+    server = StoreServer(LOCAL)
+    server.start()
+    made: list[Worker] = []
+
+    def make(size: int, kind: Callable[[int, Ties], Worker]) -> list[Worker]:
+        place = Place(LOCAL, server.port, "test", 30.0)
+        doors = [Door(LOCAL, 30.0) for _ in range(size)]
+        addresses = [door.address for door in doors]
+        for me, door in enumerate(doors):
+            made.append(kind(me, Ties(place, SharedKeys(place), Life(place, me, 30.0), door, addresses)))
+            made[-1].enter()
+        return made
+
+    yield make
+    for worker in made:
+        worker.close()
+    server.stop()
+
+
+@pytest.mark.parametrize(("pairing", "prompt"), [("any", False), ("prompt", True)])
+def test_a_prompt_worker_serves_between_its_intervals(tied, pairing, prompt):
+    """Worker 0 chooses after its first batch; worker 1 is far from its own interval."""
+    one, other = tied(2, lambda me, ties: Worker(Pool(1, 1), Pairing(me, 2, pairing), 1 + 99 * me, ties, 20.0, 0))
+    with ThreadPoolExecutor(1) as pool:
+        chooses = pool.submit(one.meet, lambda: torch.ones(2))
+        while not other.ties.keys.get("worker/1").startswith("chosen"):
+            time.sleep(0.01)
+        for _ in range(98):
+            if (found := other.meet(lambda: torch.full((2,), 2.0))) is not None:
+                break
+            time.sleep(0.01)
+        if not prompt:
+            assert found is None and not chooses.done()
+            while found is None:  # to its own interval
+                found = other.meet(lambda: torch.full((2,), 2.0))
+        assert found.tolist() == chooses.result().tolist() == [3.0, 3.0]
+    assert (other.counts.batches < 99) == prompt
+    assert not other.ties.door.knocked()
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
@@ -101,7 +149,7 @@ def test_a_door_lets_in_only_whom_it_awaits():
         ({"clusters": 0}, "clusters must be at least 1"),
         ({"clusters_per_batch": -1}, "clusters_per_batch must be at least 1"),
         ({"assignment": "louvain"}, "assignment must be 'random' or 'metis' .got 'louvain'"),
-        ({"pairing": "all"}, "pairing must be 'any' or 'active_passive' .got 'all'"),
+        ({"pairing": "all"}, "pairing must be 'any', 'prompt' or 'active_passive' .got 'all'"),
         ({"average": "losses"}, "average must be 'gradients' or 'parameters' .got 'losses'"),
         ({"final": "last"}, "final must be 'best' or 'average' .got 'last'"),
         ({"mode": "up"}, "mode must be 'min' or 'max'"),
@@ -210,9 +258,9 @@ def check_all_done(folder: Path, epochs: int = EPOCHS) -> None:
         (2, {"averaging_interval": 1, "final": "average", "average": "parameters"}),
         (3, {"averaging_interval": 2}),
         (3, {"averaging_interval": 1, "pairing": "active_passive", "monitor": "val_acc", "mode": "max"}),
-        (4, {"averaging_interval": 1, "assignment": "metis"}),
+        (4, {"averaging_interval": 3, "pairing": "prompt", "assignment": "metis"}),
     ],
-    ids=["parameters", "any", "active and passive", "metis"],
+    ids=["parameters", "any", "active and passive", "prompt, metis"],
 )
 def test_every_batch_is_done_once_and_there_is_one_result(ranks, tmp_path, world_size, options):
     everyone = ranks.run(world_size, trained, tmp_path, options)
@@ -228,7 +276,7 @@ def test_every_batch_is_done_once_and_there_is_one_result(ranks, tmp_path, world
     pairs = {(min(me, int(you)), max(me, int(you))) for me, counts in report.items() for you in counts.partners}
     for one, other in pairs:  # both know of it
         assert report[one].partners[str(other)] == report[other].partners[str(one)]
-    if "pairing" in options:
+    if options.get("pairing") == "active_passive":
         assert all((one + other) % 2 for one, other in pairs)
     # The test is exact: that of one device with the same weights.
     alone = module_of()

@@ -36,6 +36,7 @@ _NOTHING = "-"
 _CHUNK = 4 << 20  # a TCPStore takes 8 MB at once
 _GREETING = struct.Struct("!qqq")  # who visits, in which meeting, how many bytes
 _MOST_WAITING = 128
+_KNOCK_S = 1.0
 
 
 class StoreServer:
@@ -305,6 +306,23 @@ class Door:
         except OSError:
             return None
         return theirs
+
+    @staticmethod
+    def knock(address: str) -> None:
+        """Lets the worker at `address` know that it is wanted; if it does not hear, nothing happens."""
+        host, _, port = address.rpartition(":")
+        with contextlib.suppress(OSError):
+            socket.create_connection((host, int(port)), _KNOCK_S).close()
+
+    def knocked(self) -> bool:
+        """Returns whether anybody has come since this was last asked, and sends them away; not while this worker waits."""
+        found = False
+        self._socket.settimeout(0)
+        with contextlib.suppress(BlockingIOError):
+            while True:
+                self._socket.accept()[0].close()
+                found = True
+        return found
 
     def close(self) -> None:
         """Lets nobody in any more."""

@@ -11,6 +11,9 @@ holds both. Here each worker has one key, which changes by compare-and-swap only
 
 A worker that waits is *off*, so nobody waits for it, and whom it waits for is computing, or on its way: no circle of waiting
 workers can close. A worker is chosen, or chooses, once at a time: no three meet.
+
+How long one waits depends on when the chosen one looks: at its own next interval (Algorithm 6), or after its next batch
+(Algorithm 5). Who chooses also knocks, so that nobody needs to read a key after each batch.
 """
 
 from __future__ import annotations
@@ -18,9 +21,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal, get_args
 
-from lightning_gnn.gossip.operations import Add, Await, Get, IsAlive, Pick, Steps, Swap, Visit
+from lightning_gnn.gossip.operations import Add, Await, Get, IsAlive, Knock, Knocked, Pick, Steps, Swap, Visit
 
-Rule = Literal["any", "active_passive"]
+Rule = Literal["any", "prompt", "active_passive"]
 
 _FREE, _CHOSEN, _MET, _OFF, _LEFT = "free", "chosen", "met", "off", "left"
 
@@ -46,7 +49,9 @@ class Pairing:
 
     Attributes:
         me, size: this worker and how many there are.
-        rule: ``"any"``: any two may meet; ``"active_passive"``: workers of even number choose, those of odd number are chosen.
+        rule: ``"any"``: any two may meet, and each looks at its interval; ``"prompt"``: any two may meet, and each looks after
+            every batch; ``"active_passive"``: workers of even number choose, those of odd number are chosen, and look after
+            every batch.
         turns: how often this worker has become free, which keeps the values of its key apart.
     """
 
@@ -57,33 +62,38 @@ class Pairing:
 
     def __post_init__(self) -> None:
         if self.rule not in get_args(Rule):
-            raise ValueError(f"pairing must be 'any' or 'active_passive' (got {self.rule!r}).")
+            raise ValueError(f"pairing must be 'any', 'prompt' or 'active_passive' (got {self.rule!r}).")
 
     @property
     def chooses(self) -> bool:
         """Whether this worker chooses others."""
-        return self.rule == "any" or self.me % 2 == 0
+        return self.rule != "active_passive" or self.me % 2 == 0
 
     @property
     def is_chosen(self) -> bool:
         """Whether others choose this worker."""
-        return self.rule == "any" or self.me % 2 == 1
+        return self.rule != "active_passive" or self.me % 2 == 1
 
-    def meets_after(self, batches: int, interval: int) -> bool:
-        """Returns whether it is time to meet after so many batches; passive workers look after each (Algorithm 5)."""
-        return self.size > 1 and (batches % interval == 0 or not self.chooses)
+    @property
+    def is_prompt(self) -> bool:
+        """Whether this worker looks after every batch whether it was chosen."""
+        return self.rule != "any" and self.is_chosen
 
     def enter(self) -> Steps[None]:
         """Takes part from now on; once, before any worker meets."""
         yield Swap(_key(self.me), "", self._free() if self.is_chosen else _OFF)
 
-    def meet(self) -> Steps[Meeting]:
-        """Meets who has chosen this worker; else chooses one that is free, waits for it, and meets it; else goes on alone."""
+    def meet(self, due: bool) -> Steps[Meeting]:
+        """After a batch: meets who has chosen this worker; else, if it is `due` to choose, chooses one that is free, waits for
+        it, and meets it; else goes on alone.
+        """
+        if self.size == 1 or not ((self.is_prompt and (yield Knocked())) or due):
+            return Meeting()
         while self.is_chosen:
             served = yield from self.serve()
             if served is not None:
                 return served
-            if not self.chooses:
+            if not (due and self.chooses):
                 return Meeting()
             state = yield Get(_key(self.me))
             if state.startswith(_FREE) and (yield Swap(_key(self.me), state, _OFF)):
@@ -128,7 +138,7 @@ class Pairing:
         """Chooses one of those that are free, at random; returns it, the meeting's number and what its key holds now."""
         states = {}
         for worker in range(self.size):
-            if worker != self.me and (self.rule == "any" or worker % 2 == 1):
+            if worker != self.me and (self.rule != "active_passive" or worker % 2 == 1):
                 state = yield Get(_key(worker))
                 if state.startswith(_FREE) and (yield IsAlive(worker)):
                     states[worker] = state
@@ -137,6 +147,8 @@ class Pairing:
             meeting = yield Add("meetings")
             chosen = f"{_CHOSEN} by {self.me} in {meeting}"
             if (yield Swap(_key(worker), states.pop(worker), chosen)):
+                if self.rule != "any":
+                    yield Knock(worker)
                 return worker, meeting, chosen
         return None
 

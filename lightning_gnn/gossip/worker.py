@@ -16,6 +16,8 @@ from lightning_gnn.gossip.operations import (
     Await,
     InProcess,
     IsAlive,
+    Knock,
+    Knocked,
     Operation,
     Pick,
     Steps,
@@ -159,9 +161,9 @@ class Worker:
             own: returns what the partner gets, float, on the CPU.
         """
         self.counts.batches += 1
-        if self.left or not self.pairing.meets_after(self.counts.batches, self.interval):
+        if self.left:
             return None
-        return self._meet(self.pairing.meet(), own)
+        return self._meet(self.pairing.meet(due=self.counts.batches % self.interval == 0), own)
 
     def leave(self, own: Callable[[], Tensor], for_good: bool = True) -> None:
         """Is not chosen from now on; gives its own to who waits for it."""
@@ -217,6 +219,11 @@ class Worker:
                 return self._random.choice(operation.options)
             if isinstance(operation, IsAlive):
                 return self.ties is None or self.ties.life.is_alive(operation.worker)
+            if isinstance(operation, (Knock, Knocked)):
+                assert self.ties is not None
+                if isinstance(operation, Knocked):
+                    return self.ties.door.knocked()
+                return self.ties.door.knock(self.ties.addresses[operation.worker])
             if isinstance(operation, (Await, Visit)):
                 assert exchange is not None
                 return exchange(operation)

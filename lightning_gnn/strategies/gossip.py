@@ -31,8 +31,10 @@ class GossipStrategy(ClusterStrategy):
     Args:
         averaging_interval: batches that a worker trains on between two averages. Raise it where averaging costs more than it
             gains.
-        pairing: ``"any"``: a worker averages with any other that is available (Algorithm 6); ``"active_passive"``: workers of
-            even rank choose among those of odd rank, which look after each batch whether they were chosen (Algorithm 5).
+        pairing: ``"any"``: a worker averages with any other that is available, once that one has come to its own interval, too
+            (Algorithm 6); ``"prompt"``: with any other, which looks after each batch whether it was chosen, so that nobody waits
+            longer than a batch of the other; ``"active_passive"``: workers of even rank choose among those of odd rank, which
+            look after each batch (Algorithm 5).
         average: ``"gradients"``, as in the thesis; ``"parameters"`` before the step, as in AD-PSGD, which keeps workers closer.
         clusters, assignment, clusters_per_batch, seed: see :class:`~lightning_gnn.strategies.clusters.ClusterStrategy`.
         final: the result: ``"best"``: the weights of the worker whose `monitor` was best when it validated last; ``"average"``:
