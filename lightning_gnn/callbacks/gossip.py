@@ -17,7 +17,8 @@ class GossipMetrics(pl.Callback):
     """Logs after each epoch of rank 0 what every worker had done when it ended an epoch last; ``gossip`` brings it.
 
     By worker: ``gossip/batches/R``, ``gossip/averages/R``, ``gossip/waited/R`` (seconds of waiting for partners); and
-    ``gossip/staleness``: the most batches of a worker less the fewest.
+    ``gossip/staleness``: the most batches of a worker less the fewest; ``gossip/consensus``: how far their parameters were from
+    each other, see :meth:`~lightning_gnn.gossip.worker.Worker.consensus`.
 
     Args:
         worker: of this process.
@@ -28,9 +29,14 @@ class GossipMetrics(pl.Callback):
 
     @override
     def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        self._worker.tell()
+        self._worker.tell(pl_module.parameters())
+        if not trainer.is_global_zero:
+            return
         everyone = self._worker.everyones()
-        values = {"gossip/staleness": float(spread(everyone))}
+        values = {
+            "gossip/staleness": float(spread(everyone)),
+            "gossip/consensus": self._worker.consensus(everyone),
+        }
         for worker, counts in everyone.items():
             values[f"gossip/batches/{worker}"] = float(counts.batches)
             values[f"gossip/averages/{worker}"] = float(counts.averages)
@@ -45,15 +51,17 @@ def spread(everyone: Mapping[int, Counts]) -> int:
     return max(batches) - min(batches)
 
 
-def table(everyone: Mapping[int, Counts], lost: Sequence[int], undone: int) -> Table:
+def table(everyone: Mapping[int, Counts], lost: Sequence[int], undone: int, consensus: float) -> Table:
     """Returns what each worker has done, a row each (Tables 4.8 and 4.9 of the thesis, and what it took).
 
     Args:
         everyone: by worker, as far as it has told.
         lost: workers that have not come to the end.
         undone: batches that nobody has done.
+        consensus: how far the workers' parameters are from each other, relative to their mean.
     """
-    title = "Workers" + (f"; {undone} batches were left undone, by workers that ended last" if undone else "")
+    title = f"Workers, {100 * consensus:.2g} % apart"
+    title += f"; {undone} batches were left undone, by workers that ended last" if undone else ""
     found = Table(
         "worker", "batches", "averages", "waits", "in vain", "waited, s", "idle, %", "taken over", title=title
     )
@@ -73,7 +81,7 @@ def table(everyone: Mapping[int, Counts], lost: Sequence[int], undone: int) -> T
     return found
 
 
-def show(everyone: Mapping[int, Counts], lost: Sequence[int], undone: int) -> None:
+def show(everyone: Mapping[int, Counts], lost: Sequence[int], undone: int, consensus: float) -> None:
     """Prints :func:`table`, where there were several workers."""
     if len(everyone) > 1 or lost:
-        Console(file=sys.stderr, width=100).print(table(everyone, lost, undone))
+        Console(file=sys.stderr, width=100).print(table(everyone, lost, undone, consensus))

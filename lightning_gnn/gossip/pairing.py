@@ -134,6 +134,16 @@ class Pairing:
         if self.is_chosen:
             yield Swap(_key(self.me), _OFF, self._free())
 
+    def somebody(self) -> Steps[int | None]:
+        """Returns one that takes part, at random, which is not asked whether it is available; None if nobody else does."""
+        others = [worker for worker in range(self.size) if worker != self.me]
+        while others:
+            worker = yield Pick(tuple(others))
+            if (yield Get(_key(worker))).startswith(_FREE) and (yield IsAlive(worker)):
+                return worker
+            others.remove(worker)
+        return None
+
     def _choose(self) -> Steps[tuple[int, int, str] | None]:
         """Chooses one of those that are free, at random; returns it, the meeting's number and what its key holds now."""
         states = {}

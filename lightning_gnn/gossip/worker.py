@@ -5,13 +5,15 @@ from __future__ import annotations
 import json
 import random
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any, TypeVar
 
+import torch
 from torch import Tensor
 
 from lightning_gnn.comm.meetings import Door, Life, Place, SharedKeys
+from lightning_gnn.gossip.consensus import distance, sketch
 from lightning_gnn.gossip.operations import (
     Await,
     InProcess,
@@ -43,8 +45,8 @@ class Counts:
 
     Attributes:
         batches: that it trained on.
-        averages: exchanges with others.
-        partners: how often with whom.
+        averages: exchanges with others; with push-sum, how often it took in what had come.
+        partners: how often with whom; with push-sum, to whom it has sent.
         waits: partners that it waited for; in vain: those that did not come in time.
         waited, idle, seconds: seconds of waiting for partners; without anything to do at the end; of all.
         taken_over: batches of workers that had died or stopped.
@@ -237,10 +239,11 @@ class Worker:
 
     # Together #################################################################
 
-    def tell(self) -> None:
-        """Lets the others know what this worker has done so far."""
+    def tell(self, parameters: Iterable[Tensor]) -> None:
+        """Lets the others know what this worker has done so far, and where its parameters are."""
         self.counts.seconds = time.perf_counter() - self._began
         if self.ties is not None:
+            self.ties.keys.put(f"sketch/{self.me}", sketch(parameters).numpy().tobytes())
             self.ties.keys.put(f"counts/{self.me}", self.counts.as_json())
 
     def everyones(self) -> dict[int, Counts]:
@@ -249,6 +252,18 @@ class Worker:
             return {self.me: self.counts}
         told = {worker: self.ties.keys.find(f"counts/{worker}") for worker in range(self.size)}
         return {worker: Counts.from_json(text) for worker, text in told.items() if text is not None}
+
+    def consensus(self, workers: Collection[int]) -> float:
+        """Returns how far the parameters of some workers were from each other when each has told last.
+
+        It is the root mean square of their distances to their mean, relative to the norm of that, estimated from sketches: see
+        :mod:`~lightning_gnn.gossip.consensus`.
+        """
+        if self.ties is None:
+            return 0.0
+        told = [self.ties.keys.find(f"sketch/{worker}") for worker in workers]
+        sketches = [torch.frombuffer(bytearray(each), dtype=torch.float64) for each in told if each is not None]
+        return distance(sketches) if sketches else 0.0
 
     def agree(self, score: float | None, weights: bytes, seconds: float) -> dict[int, float | None]:
         """Returns the score of each worker that has come to the end, the same on all of them; waits for those that live.
