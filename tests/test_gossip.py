@@ -24,7 +24,7 @@ from common import CLASSES, awkward_graph, build, one_training_node, quiet_train
 from gossiping import CLUSTERS, EPOCHS, WORKERS, done, new_trainer
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from lightning.pytorch.callbacks import EarlyStopping
+from lightning.pytorch.callbacks import EarlyStopping, RichProgressBar, TQDMProgressBar
 from lightning.pytorch.loggers import CSVLogger
 from processes import REPOSITORY, Finished, run
 from torch_geometric.data import Data
@@ -38,6 +38,7 @@ from lightning_gnn import (
     NodeClassifier,
     split_edges,
 )
+from lightning_gnn.callbacks.gossip import progress
 from lightning_gnn.comm.group import CommunicationError
 from lightning_gnn.comm.meetings import LOCAL, Door, Letters, Life, Place, SharedKeys, StoreServer
 from lightning_gnn.datamodules.shards import cut_graph
@@ -216,6 +217,17 @@ def test_push_sum_between_workers_keeps_the_mass(tied):
     assert all(sum(worker.counts.partners.values()) > 1 and worker.counts.waits == 0 for worker in everyone)
 
 
+def test_progress_is_that_of_all_workers(tied):
+    one, other = tied(2, lambda me, ties: Worker(Pool(4, 8), Pairing(me, 2), 1, ties, 0.0, 0))
+    seen = []
+    for worker in (one, other, other, other, one):
+        worker.take()
+        seen.append(progress(one))
+    assert seen == ["12 %", "12 %", "12 %", "12 %", "62 %"]
+    one.pool.end = None
+    assert progress(one) == "1.2 epochs"
+
+
 @pytest.mark.parametrize(("pairing", "prompt"), [("any", False), ("prompt", True)])
 def test_a_prompt_worker_serves_between_its_intervals(tied, pairing, prompt):
     """Worker 0 chooses after its first batch; worker 1 is far from its own interval."""
@@ -306,6 +318,35 @@ def test_on_one_device_it_is_cluster_gcn(tmp_path):
         optimizer.step()
     assert len(kept.batches) == 6
     torch.testing.assert_close(module.state_dict(), by_hand.state_dict(), rtol=1e-9, atol=1e-11)
+
+
+class BarMetrics(L.Callback):
+    """What the progress bar shows after each batch."""
+
+    def __init__(self) -> None:
+        self.shown: list[Any] = []
+
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.shown.append(trainer.progress_bar_callback.get_metrics(trainer, pl_module)["pool"])
+
+
+@pytest.mark.parametrize("bar", [TQDMProgressBar, RichProgressBar])
+def test_the_bar_shows_the_pool(bar, capfd):
+    kept, bar = BarMetrics(), bar()
+    trainer = L.Trainer(
+        strategy=GossipStrategy(clusters=5),
+        devices=1,
+        accelerator="cpu",
+        max_epochs=2,
+        logger=False,
+        enable_checkpointing=False,
+        callbacks=[kept, bar],
+    )
+    trainer.fit(module_of(), datamodule=GraphDataModule(awkward_graph()))
+    # Lightning asks for one batch ahead.
+    assert kept.shown[:4] == ["20 %", "30 %", "40 %", "50 %"] and kept.shown[-1] == "100 %"
+    assert "get_metrics" not in vars(bar)
+    assert ("pool=100 %" if isinstance(bar, TQDMProgressBar) else "pool: 100 %") in "".join(capfd.readouterr())
 
 
 def _cut(data: GraphDataModule, layout: LayoutSpec) -> Any:

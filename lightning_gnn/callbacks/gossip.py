@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import lightning.pytorch as pl
 from rich.console import Console
@@ -14,11 +15,12 @@ from lightning_gnn.gossip.worker import Counts, Worker
 
 
 class GossipMetrics(pl.Callback):
-    """Logs after each epoch of rank 0 what every worker had done when it ended an epoch last; ``gossip`` brings it.
+    """Shows how far all workers together are, and logs after each epoch of rank 0 what each had done when it ended an epoch last.
 
-    By worker: ``gossip/batches/R``, ``gossip/averages/R``, ``gossip/waited/R`` (seconds of waiting for partners); and
-    ``gossip/staleness``: the most batches of a worker less the fewest; ``gossip/consensus``: how far their parameters were from
-    each other, see :meth:`~lightning_gnn.gossip.worker.Worker.consensus`.
+    On the progress bar: ``pool``, see :func:`progress`. To the loggers, by worker: ``gossip/batches/R``, ``gossip/averages/R``,
+    ``gossip/waited/R`` (seconds of waiting for partners); and ``gossip/staleness``: the most batches of a worker less the fewest;
+    ``gossip/consensus``: how far their parameters were from each other, see
+    :meth:`~lightning_gnn.gossip.worker.Worker.consensus`.
 
     Args:
         worker: of this process.
@@ -26,6 +28,22 @@ class GossipMetrics(pl.Callback):
 
     def __init__(self, worker: Worker) -> None:
         self._worker = worker
+
+    @override
+    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        # The bar's own numbers are of rank 0. Each bar of Lightning's asks this method for what it shows beside them.
+        bar: Any = trainer.progress_bar_callback
+        if bar is not None:
+            plain = bar.get_metrics
+            bar.get_metrics = lambda *of: {**plain(*of), "pool": progress(self._worker)}
+
+    @override
+    def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        vars(trainer.progress_bar_callback or self).pop("get_metrics", None)
+
+    @override
+    def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
+        self.on_train_end(trainer, pl_module)
 
     @override
     def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -43,6 +61,14 @@ class GossipMetrics(pl.Callback):
             values[f"gossip/waited/{worker}"] = counts.waited
         for logger in trainer.loggers:
             logger.log_metrics(values, step=trainer.global_step)
+
+
+def progress(worker: Worker) -> str:
+    """Returns how much of all epochs workers have taken from the pool; of epochs without end, how many these were."""
+    pool = worker.pool
+    return (
+        f"{worker.reached / pool.size:.1f} epochs" if pool.end is None else f"{100 * worker.reached / pool.end:.0f} %"
+    )
 
 
 def spread(everyone: Mapping[int, Counts]) -> int:

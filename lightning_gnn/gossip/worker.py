@@ -109,6 +109,7 @@ class Worker:
         self.me, self.size = pairing.me, pairing.size
         self.counts = Counts()
         self.left = False
+        self.reached = 0  # items that had been taken, by all workers, when this one took its last
         self._keys = InProcess() if ties is None else ties.keys
         self._patience = patience
         self._random = random.Random(seed * 1_000_003 + self.me)
@@ -118,7 +119,9 @@ class Worker:
 
     def take(self) -> int | None:
         """Returns the next item of the pool, None if all are taken."""
-        return self._carry_out(self.pool.take(self.me))
+        item = self._carry_out(self.pool.take(self.me))
+        self.reached = item + 1 if item is not None else self.pool.end or 0
+        return item
 
     def done(self, item: int) -> None:
         """Says that an item is done."""
