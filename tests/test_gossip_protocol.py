@@ -28,9 +28,13 @@ EVERY_ORDER = [
     Case(2, 3, interval=2, rule="prompt", late=True, mortal=(0,)),
     Case(2, 3, epochs=0, interval=2, rule="prompt", late=True),
     Case(2, 1, epochs=2, interval=2, mortal=(0,)),
-    Case(3, 1, interval=0),
+    Case(3, 1),
+    Case(3, 1, late=True, mortal=(0,)),
     Case(3, 1, epochs=0),
-    Case(3, 1, epochs=0, rule="active_passive"),
+    Case(3, 2, epochs=0, interval=2, rule="prompt"),
+    Case(3, 1, epochs=0, rule="active_passive", late=True, mortal=(1,)),
+    Case(4, 1, interval=0),
+    Case(4, 1, epochs=0, rule="active_passive"),
 ]
 
 
@@ -113,7 +117,7 @@ def test_one_that_dies_delays_its_partner_by_one_wait(workers, seed):
     ended: dict[tuple[int, int], int] = {}
     while moves := model.moves():
         me, what = rng.choice(moves)
-        pending = model.workers[me].pending
+        pending = model.pending(me)
         if what is False and hasattr(pending, "meeting") and pending.partner == 0:
             ended[me, pending.meeting] = ended.get((me, pending.meeting), 0) + 1
         model.move(me, what)

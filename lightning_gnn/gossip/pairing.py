@@ -90,25 +90,25 @@ class Pairing:
         if self.size == 1 or not ((self.is_prompt and (yield Knocked())) or due):
             return Meeting()
         while self.is_chosen:
-            served = yield from self.serve()
-            if served is not None:
-                return served
-            if not (due and self.chooses):
-                return Meeting()
             state = yield Get(_key(self.me))
-            if state.startswith(_FREE) and (yield Swap(_key(self.me), state, _OFF)):
+            if state.startswith(_CHOSEN):
+                served = yield from self._serve(state)
+                if served is not None:
+                    return served
+            elif not (due and self.chooses):
+                return Meeting()
+            elif (yield Swap(_key(self.me), state, _OFF)):
                 break
         chosen = yield from self._choose()
         found = Meeting() if chosen is None else (yield from self._wait(*chosen))
         yield from self.come_back()
         return found
 
-    def serve(self, then: str | None = None) -> Steps[Meeting | None]:
-        """Meets who has chosen this worker, which is free again thereafter, or `then`; None if nobody has."""
-        state = yield Get(_key(self.me))
-        what, _, who = state.partition(" by ")
-        if what != _CHOSEN or not (yield Swap(_key(self.me), state, f"{_MET} by {who}")):
-            return None  # or the other has waited enough just now
+    def _serve(self, chosen: str, then: str | None = None) -> Steps[Meeting | None]:
+        """Meets who has chosen this worker, which is free again thereafter, or `then`; None if it has waited enough just now."""
+        _, _, who = chosen.partition(" by ")
+        if not (yield Swap(_key(self.me), chosen, f"{_MET} by {who}")):
+            return None
         partner, meeting = map(int, who.split(" in "))
         exchanged = yield Visit(partner, meeting)
         yield Swap(_key(self.me), f"{_MET} by {who}", then or self._free())
@@ -122,11 +122,12 @@ class Pairing:
         """
         to = _LEFT if for_good else _OFF
         while True:
-            served = yield from self.serve(then=to)
-            if served is not None:
-                return served
             state = yield Get(_key(self.me))
-            if state == to or (not state.startswith(_CHOSEN) and (yield Swap(_key(self.me), state, to))):
+            if state.startswith(_CHOSEN):
+                served = yield from self._serve(state, then=to)
+                if served is not None:
+                    return served
+            elif state == to or (yield Swap(_key(self.me), state, to)):
                 return None
 
     def come_back(self) -> Steps[None]:
@@ -135,28 +136,29 @@ class Pairing:
             yield Swap(_key(self.me), _OFF, self._free())
 
     def somebody(self) -> Steps[int | None]:
-        """Returns one that takes part, at random, which is not asked whether it is available; None if nobody else does."""
-        others = [worker for worker in range(self.size) if worker != self.me]
+        """Returns one that takes part, at random, and asks no more of it; None if nobody else does."""
+        found = yield from self._one_of([worker for worker in range(self.size) if worker != self.me])
+        return None if found is None else found[0]
+
+    def _one_of(self, others: list[int]) -> Steps[tuple[int, str] | None]:
+        """Returns a worker that is free, and what its key holds; takes it, and those that are not, out of `others`."""
         while others:
             worker = yield Pick(tuple(others))
-            if (yield Get(_key(worker))).startswith(_FREE) and (yield IsAlive(worker)):
-                return worker
             others.remove(worker)
+            state = yield Get(_key(worker))
+            if state.startswith(_FREE) and (yield IsAlive(worker)):
+                return worker, state
         return None
 
     def _choose(self) -> Steps[tuple[int, int, str] | None]:
         """Chooses one of those that are free, at random; returns it, the meeting's number and what its key holds now."""
-        states = {}
-        for worker in range(self.size):
-            if worker != self.me and (self.rule != "active_passive" or worker % 2 == 1):
-                state = yield Get(_key(worker))
-                if state.startswith(_FREE) and (yield IsAlive(worker)):
-                    states[worker] = state
-        while states:
-            worker = yield Pick(tuple(states))
+        all_ = self.rule != "active_passive"
+        others = [worker for worker in range(self.size) if worker != self.me and (all_ or worker % 2 == 1)]
+        while (found := (yield from self._one_of(others))) is not None:
+            worker, state = found
             meeting = yield Add("meetings")
             chosen = f"{_CHOSEN} by {self.me} in {meeting}"
-            if (yield Swap(_key(worker), states.pop(worker), chosen)):
+            if (yield Swap(_key(worker), state, chosen)):
                 if self.rule != "any":
                     yield Knock(worker)
                 return worker, meeting, chosen
