@@ -1,16 +1,29 @@
 """Workers of the gossip protocol as a state machine that a test moves step by step.
 
-A worker's state is where its generator stands and with which local values, so states can be compared: an exploration visits each
-once.
+States can be compared and copied: an exploration visits each once.
 """
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Generator, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
-from lightning_gnn.gossip.operations import Await, Get, InProcess, IsAlive, Pick, Visit, answer, carry_out
+from lightning_gnn.gossip.operations import (
+    Add,
+    Await,
+    Get,
+    InProcess,
+    IsAlive,
+    Knock,
+    Knocked,
+    Pick,
+    Swap,
+    Visit,
+    answer,
+    carry_out,
+)
 from lightning_gnn.gossip.pairing import Pairing, Rule
 from lightning_gnn.gossip.pool import Pool
 
@@ -59,8 +72,8 @@ def worker(pairing: Pairing, case: Case) -> Generator[Any, Any, None]:
             break
         yield Train(item)
         batches += 1
-        if case.interval and pairing.meets_after(batches, case.interval):
-            yield from pairing.meet()
+        if case.interval:
+            yield from pairing.meet(due=batches % case.interval == 0)
         if case.epochs:
             yield from pool.done(me, item)
     if case.interval:
@@ -76,13 +89,53 @@ def worker(pairing: Pairing, case: Case) -> Generator[Any, Any, None]:
             yield Rest()
 
 
-@dataclass
-class _Worker:
-    steps: Generator[Any, Any, None]
-    pending: Any = None  # the operation that it waits for; None once it has ended
-    dead: bool = False
-    rested: bool = False  # nobody else has done anything since it rested
-    where: Any = None  # cached state of the generator
+class Program:
+    """What one worker does: the states that it may be in, and where each answer leads.
+
+    A state is where its generator stands and with which local values. Generators cannot be copied, so to each new state one is
+    sent from the start, once.
+
+    Attributes:
+        pending: by state, the operation that the worker waits for; None if it has ended.
+    """
+
+    def __init__(self, me: int, case: Case) -> None:
+        self._me, self._case = me, case
+        self._numbers: dict[Any, int] = {}
+        self._answers: list[tuple[Any, ...]] = []  # that have led there
+        self._next: dict[tuple[int, Any], int] = {}
+        self.pending: list[Any] = []
+        self.first = self._state(())
+
+    def after(self, state: int, value: Any) -> int:
+        """Returns the state after an answer."""
+        found = self._next.get((state, value))
+        if found is None:
+            found = self._next[state, value] = self._state((*self._answers[state], value))
+        return found
+
+    def _state(self, answers: tuple[Any, ...]) -> int:
+        pairing = Pairing(self._me, self._case.workers, self._case.rule)
+        carry_out(pairing.enter(), lambda operation: True)
+        first = worker(pairing, self._case)
+        frames: list[Any] = []
+        try:
+            pending = next(first)
+            for value in answers:
+                pending = first.send(value)
+            steps: Any = first
+            while steps is not None:
+                frame = steps.gi_frame
+                frames += [frame.f_code.co_name, frame.f_lasti, repr(sorted(frame.f_locals.items(), key=_name))]
+                steps = steps.gi_yieldfrom
+        except StopIteration:
+            pending = None
+        where = tuple(frames), pending
+        if where not in self._numbers:
+            self._numbers[where] = len(self.pending)
+            self.pending.append(pending)
+            self._answers.append(answers)
+        return self._numbers[where]
 
 
 @dataclass
@@ -97,45 +150,73 @@ class Model:
     store: InProcess = field(default_factory=InProcess)
     trained: list[tuple[int, int]] = field(default_factory=list)  # item, worker
     met: list[tuple[int, int, int]] = field(default_factory=list)  # meeting, who chose, who was chosen
-    alone: bool = True  # no worker may die, so what concerns one worker only need not be interleaved
+    dead: int | None = None
 
     def __post_init__(self) -> None:
-        pairings = [Pairing(me, self.case.workers, self.case.rule) for me in range(self.case.workers)]
-        for pairing in pairings:
+        everyone = range(self.case.workers)
+        for me in everyone:
+            pairing = Pairing(me, self.case.workers, self.case.rule)
             carry_out(pairing.enter(), lambda operation: answer(self.store, operation))
-        self.workers = [_Worker(worker(pairing, self.case)) for pairing in pairings]
-        for each in self.workers:
-            each.pending = next(each.steps)
-        self.alone = not self.case.mortal
+        self.programs = [Program(me, self.case) for me in everyone]
+        self.at = [program.first for program in self.programs]
+        self.rested = [False for _ in everyone]  # nobody else has done anything since it rested
+        self.chose = [0 for _ in everyone]  # meetings
+
+    def copy(self) -> Model:
+        """Returns a model in the same state, which moves apart from this."""
+        found = copy.copy(self)
+        found.store = InProcess()
+        found.store.values = dict(self.store.values)
+        found.trained, found.met = [*self.trained], [*self.met]
+        found.at, found.rested, found.chose = [*self.at], [*self.rested], [*self.chose]
+        return found
+
+    def pending(self, me: int) -> Any:
+        """Returns the operation that a worker waits for; None if it has ended."""
+        return None if me == self.dead else self.programs[me].pending[self.at[me]]
 
     def moves(self) -> list[tuple[int, Any]]:
-        """Returns what may happen next."""
+        """Returns what may happen next; of moves that come to the same in every order, one order only."""
         found: list[tuple[int, Any]] = []
-        somebody_died = any(each.dead for each in self.workers)
-        for me, each in enumerate(self.workers):
-            if each.dead or each.pending is None:
+        for me in range(self.case.workers):
+            pending = self.pending(me)
+            if pending is None:
                 continue
-            if self.alone and isinstance(each.pending, (Train, IsAlive)):
-                return [(me, True)]  # comes to the same before and after any move of another
-            found += [(me, move) for move in self._moves_of(me, each.pending)]
-            if me in self.case.mortal and not somebody_died:
+            moves = [(me, move) for move in self._moves_of(me, pending)]
+            if self._concerns_only(me, pending):
+                return moves
+            found += moves
+            if self._may_die(me):
                 found.append((me, "dies"))
         return found
+
+    def _may_die(self, me: int) -> bool:
+        return self.dead is None and me in self.case.mortal
+
+    def _concerns_only(self, me: int, pending: Any) -> bool:
+        """Returns whether an operation comes to the same before and after any move of another, and its end."""
+        if isinstance(pending, IsAlive):
+            return not self._may_die(pending.worker)
+        if isinstance(pending, Train):
+            return not self._may_die(me)
+        if isinstance(pending, (Get, Swap)) and self.store.get(pending.key) == "left":
+            return True  # that stays for ever
+        return isinstance(pending, (Knock, Knocked, Pick)) or _is_new_meeting(pending)
 
     def _moves_of(self, me: int, pending: Any) -> Iterable[Any]:
         if isinstance(pending, Pick):
             return pending.options
+        if isinstance(pending, Knocked):
+            return (True, False)  # a knock may be late, or of one that has gone
         if isinstance(pending, IsAlive):
-            return (True, False) if self.workers[pending.worker].dead else (True,)
+            return (True, False) if pending.worker == self.dead else (True,)
         if isinstance(pending, (Await, Visit)):
-            partner = self.workers[pending.partner]
-            late = self.case.late or partner.dead
-            meets = (
-                isinstance(pending, Visit) and not partner.dead and self._awaits(partner.pending, me, pending.meeting)
-            )
+            partner = self.pending(pending.partner)
+            late = self.case.late or pending.partner == self.dead
+            meets = isinstance(pending, Visit) and self._awaits(partner, me, pending.meeting)
             return (["meets"] if meets else []) + ([False] if late else [])
         if isinstance(pending, Rest):
-            return () if self.workers[me].rested else (None,)
+            return () if self.rested[me] else (None,)
         return (None,)
 
     @staticmethod
@@ -144,80 +225,76 @@ class Model:
 
     def move(self, me: int, what: Any) -> None:
         """Lets one of :meth:`moves` happen."""
-        each = self.workers[me]
-        operation = each.pending
-        if what == "dies" or not isinstance(operation, (Get, IsAlive, Pick, Rest)):
-            for other in self.workers:
-                other.rested = other is each and other.rested
+        operation = self.pending(me)
+        if what == "dies" or isinstance(operation, (Add, Swap, Train, Await, Visit)):
+            self.rested = [other == me and rested for other, rested in enumerate(self.rested)]
         if what == "dies":
-            each.dead, each.pending, each.where = True, None, None
-            each.steps.close()
+            self.dead = me
         elif what == "meets":
             self.met.append((operation.meeting, operation.partner, me))
             self._send(operation.partner, True)
             self._send(me, True)
-        elif isinstance(operation, (Pick, IsAlive, Await, Visit)):
+        elif isinstance(operation, (Pick, IsAlive, Knock, Knocked, Await, Visit)):
+            if isinstance(operation, IsAlive) and operation.worker == self.dead:
+                self.rested[me] = False  # that a worker is dead is noticed later, without anybody's doing
             self._send(me, what)
-            if isinstance(operation, IsAlive) and self.workers[operation.worker].dead:
-                each.rested = False  # that a worker is dead is noticed later, without anybody's doing
         elif isinstance(operation, Train):
             self.trained.append((operation.item, me))
             self._send(me, None)
         elif isinstance(operation, Rest):
+            self.rested[me] = True  # looking around once more changes nothing unless another has moved
             self._send(me, None)
+        elif _is_new_meeting(operation):
+            # Any number that no other meeting has; so the order of those who choose makes no difference.
+            self.chose[me] += 1
+            self._send(me, self.chose[me] * self.case.workers + me)
         else:
             self._send(me, answer(self.store, operation))
 
     def _send(self, me: int, value: Any) -> None:
-        each = self.workers[me]
-        # Looking around once more changes nothing unless another has moved.
-        each.rested = each.rested or isinstance(each.pending, Rest)
-        each.where = None
-        try:
-            each.pending = each.steps.send(value)
-        except StopIteration:
-            each.pending = None
+        self.at[me] = self.programs[me].after(self.at[me], value)
 
     def state(self) -> Any:
         """Returns what decides about everything that may still happen."""
-        for each in self.workers:
-            if each.where is None:
-                frames, steps = [], None if each.pending is None else each.steps
-                while steps is not None:
-                    frame = steps.gi_frame
-                    frames += [frame.f_code.co_name, frame.f_lasti, repr(sorted(frame.f_locals.items(), key=_name))]
-                    steps = steps.gi_yieldfrom  # type: ignore[attr-defined]
-                each.where = tuple(frames), each.dead, each.pending
-        where = tuple((each.where, each.rested) for each in self.workers)
-        return frozenset(self.store.values.items()), where, frozenset(self.trained)
+        # Of those that have ended, nothing else counts.
+        where = [
+            None if self.pending(me) is None else (self.at[me], self.rested[me], self.chose[me])
+            for me in range(self.case.workers)
+        ]
+        return tuple(where), self.dead, frozenset(self.store.values.items()), frozenset(self.trained)
 
     def check_now(self) -> None:
         """What must hold at any time."""
         meetings = [meeting for meeting, *_ in self.met]
         assert len(set(meetings)) == len(meetings), f"more than two in a meeting: {self.met}"
-        awaits = {me: each.pending for me, each in enumerate(self.workers) if isinstance(each.pending, Await)}
-        for me, pending in awaits.items():
-            assert pending.partner != me
+        pending = {me: self.pending(me) for me in range(self.case.workers)}
+        awaits = {me: each for me, each in pending.items() if isinstance(each, Await)}
+        for me, each in awaits.items():
+            assert each.partner != me
             # Nobody waits for a worker that waits itself: no circle.
-            assert self.case.late or pending.partner not in awaits, awaits
+            assert self.case.late or each.partner not in awaits, awaits
         if not self.case.late:
-            partners = [pending.partner for pending in awaits.values()]
+            partners = [each.partner for each in awaits.values()]
             assert len(set(partners)) == len(partners), f"two wait for one: {awaits}"
         if self.case.rule == "active_passive":
             assert all(chose % 2 == 0 and chosen % 2 == 1 for _, chose, chosen in self.met)
 
     def check_end(self) -> None:
         """What must hold when nothing can happen any more."""
-        stuck = [(me, each.pending) for me, each in enumerate(self.workers) if each.pending is not None]
+        stuck = [(me, self.pending(me)) for me in range(self.case.workers) if self.pending(me) is not None]
         assert not stuck, f"deadlock: {stuck}"
         if not self.case.epochs:
             return
-        items = [item for item, me in self.trained if not self.workers[me].dead]
-        if not any(each.dead for each in self.workers):
+        items = [item for item, me in self.trained if me != self.dead]
+        if self.dead is None:
             assert sorted(items) == list(range(self.case.size * self.case.epochs))
-        elif not all(each.dead for each in self.workers):
+        else:
             assert len(set(items)) == len(items)
             assert {item for item, _ in self.trained} == set(range(self.case.size * self.case.epochs))
+
+
+def _is_new_meeting(operation: Any) -> bool:
+    return isinstance(operation, Add) and operation.key == "meetings"
 
 
 def _name(pair: tuple[str, Any]) -> str:
@@ -228,19 +305,9 @@ def explore(case: Case, most: int = 2_000_000) -> dict[str, int]:
     """Visits every state that can be reached, checks each, and returns how many there were, and what was seen."""
     seen: set[int] = set()
     counts = {"states": 0, "ends": 0, "meetings": 0}
-    path: list[tuple[int, Any]] = []
-    model = Model(case)
-    todo = [(0, move) for move in model.moves()]
+    todo = [Model(case)]
     while todo:
-        depth, move = todo.pop()
-        if depth < len(path):  # another branch: from the start again, for generators cannot be copied
-            del path[depth:]
-            model = Model(case)
-            for each in path:
-                model.move(*each)
-        model.move(*move)
-        counts["meetings"] += move[1] == "meets"
-        path.append(move)
+        model = todo.pop()
         model.check_now()
         state = hash(model.state())
         if state in seen:
@@ -252,5 +319,9 @@ def explore(case: Case, most: int = 2_000_000) -> dict[str, int]:
         if not moves:
             model.check_end()
             counts["ends"] += 1
-        todo += [(len(path), each) for each in moves]
+        for move in moves:
+            counts["meetings"] += move[1] == "meets"
+            after = model.copy()
+            after.move(*move)
+            todo.append(after)
     return counts

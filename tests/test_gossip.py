@@ -6,8 +6,12 @@ Test tiers: without ranks; gloo ranks in the pool; real processes, of which some
 from __future__ import annotations
 
 import copy
+import csv
+import random
 import re
+import time
 from collections import Counter
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -18,7 +22,10 @@ import torch
 import torch.nn.functional as F
 from common import CLASSES, awkward_graph, build, one_training_node, quiet_trainer, strategy_of_config
 from gossiping import CLUSTERS, EPOCHS, WORKERS, done, new_trainer
-from lightning.pytorch.callbacks import EarlyStopping
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from lightning.pytorch.callbacks import EarlyStopping, RichProgressBar, TQDMProgressBar
+from lightning.pytorch.loggers import CSVLogger
 from processes import REPOSITORY, Finished, run
 from torch_geometric.data import Data
 from torch_geometric.utils import subgraph
@@ -31,11 +38,17 @@ from lightning_gnn import (
     NodeClassifier,
     split_edges,
 )
+from lightning_gnn.callbacks.gossip import progress
 from lightning_gnn.comm.group import CommunicationError
-from lightning_gnn.comm.meetings import Door
+from lightning_gnn.comm.meetings import LOCAL, Door, Letters, Life, Place, SharedKeys, StoreServer
 from lightning_gnn.datamodules.shards import cut_graph
 from lightning_gnn.datamodules.sources import prepare_graph
 from lightning_gnn.gossip.clusters import Clusters
+from lightning_gnn.gossip.consensus import distance, sketch
+from lightning_gnn.gossip.pairing import Pairing
+from lightning_gnn.gossip.pool import Pool
+from lightning_gnn.gossip.push_sum import Mass, PushSum
+from lightning_gnn.gossip.worker import Ties, Worker
 from lightning_gnn.partition import assign_nodes
 from lightning_gnn.partition.layout import LayoutSpec
 
@@ -94,6 +107,148 @@ def test_a_door_lets_in_only_whom_it_awaits():
     assert door.visit(door.address, 1, 8, own) is None  # nobody is there
 
 
+def test_the_distance_of_replicas():
+    torch.manual_seed(0)
+    layer = torch.nn.Linear(300, 100)
+    assert distance([sketch(layer.parameters())] * 3) == 0
+    mean = torch.cat([each.detach().reshape(-1) for each in layer.parameters()])
+    away = torch.randn_like(mean)
+    away *= 0.05 * mean.norm() / away.norm()  # each 5 % away from the mean
+    assert distance([mean + away, mean - away]) == pytest.approx(0.05, rel=1e-5)
+    sketches = [sketch([part[:7], part[7:]]) for part in (mean + away, mean - away)]
+    assert distance(sketches) == pytest.approx(0.05, rel=0.1)
+    assert sketches[0].norm() == pytest.approx(float((mean + away).norm()), rel=0.1)
+
+
+@pytest.fixture
+def tied() -> Iterator[Callable[..., list[Worker]]]:
+    """Makes workers of this process that share a store, and end with the test."""
+    server = StoreServer(LOCAL)
+    server.start()
+    made: list[Worker] = []
+
+    def make(size: int, kind: Callable[[int, Ties], Worker]) -> list[Worker]:
+        place = Place(LOCAL, server.port, "test", 30.0)
+        doors = [Door(LOCAL, 30.0) for _ in range(size)]
+        addresses = [door.address for door in doors]
+        for me, door in enumerate(doors):
+            made.append(kind(me, Ties(place, SharedKeys(place), Life(place, me, 30.0), door, addresses)))
+            made[-1].enter()
+        return made
+
+    yield make
+    for worker in made:
+        worker.close()
+    server.stop()
+
+
+def test_letters_are_summed_and_come_back_if_nobody_is_there():
+    one, other = Door(LOCAL, 5.0), Door(LOCAL, 5.0)
+    sends, takes = Letters(one, torch.zeros(2)), Letters(other, torch.zeros(2))
+
+    def send(number: float) -> None:
+        sends.send(other.address, torch.full((2,), number))
+        while sends.sending:
+            time.sleep(0.01)
+
+    send(1.0)
+    send(2.0)
+    total = torch.zeros(2)
+    while total[0] < 3:  # a letter on its way is not lost
+        total += found if (found := takes.take()) is not None else 0
+        time.sleep(0.01)
+    assert total.tolist() == [3.0, 3.0] and takes.take() is None and sends.take() is None
+    takes.close()
+    other.close()
+    send(4.0)
+    assert sends.take().tolist() == [4.0, 4.0]
+    sends.close()
+    one.close()
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.integers(2, 5), st.integers(0, 2**32))
+def test_push_sum_neither_makes_nor_loses_mass(workers, seed):
+    """In any order of sending and taking in; what is on its way counts. And all tend to one mean."""
+    rng = random.Random(seed)
+    own = [torch.tensor([rng.gauss(0, 1), rng.gauss(0, 1), 1.0], dtype=torch.float64) for _ in range(workers)]
+    masses, letters = [Mass() for _ in range(workers)], [torch.zeros(3, dtype=torch.float64) for _ in range(workers)]
+    mean = torch.stack(own).mean(0)
+
+    def check() -> None:
+        total = sum(letters) + sum(mass.weight * each for mass, each in zip(masses, own))
+        assert total[-1] == workers  # exactly: halves, and their sums
+        torch.testing.assert_close(total / workers, mean, rtol=1e-12, atol=1e-12)
+
+    for _ in range(40 * workers):
+        me, other = rng.sample(range(workers), 2)
+        if rng.random() < 0.5:
+            letters[other] = letters[other] + masses[me].half(own[me])
+        else:
+            total = masses[me].add(own[me], letters[me])
+            own[me], letters[me] = total / total[-1], torch.zeros_like(total)
+        check()
+    for each in own:
+        torch.testing.assert_close(each, mean, rtol=0, atol=0.2)
+
+
+def test_push_sum_between_workers_keeps_the_mass(tied):
+    """Over doors, from threads: with three workers of different pace."""
+    everyone = tied(3, lambda me, ties: PushSum(Pool(1, 1), Pairing(me, 3), 1 + me, ties, 0.0, 0))
+    values = [torch.tensor([float(me), 1.0], dtype=torch.float64) for me in range(3)]
+
+    def batch(me: int) -> None:
+        total = everyone[me].meet(lambda: values[me])
+        if total is not None:
+            values[me] = total / total[-1]
+
+    for turn in range(60):
+        batch(turn % 3)
+    for worker in everyone:
+        worker.interval = 10**9  # takes in, and sends nothing any more
+    deadline = time.monotonic() + 10
+    while sum(worker.mass.weight for worker in everyone) != 3 and time.monotonic() < deadline:
+        for me in range(3):
+            batch(me)
+        time.sleep(0.01)
+    assert sum(worker.mass.weight for worker in everyone) == 3
+    mean = sum(worker.mass.weight * each[0] for worker, each in zip(everyone, values)) / 3
+    assert float(mean) == pytest.approx(1.0, rel=1e-12)
+    assert all(sum(worker.counts.partners.values()) > 1 and worker.counts.waits == 0 for worker in everyone)
+
+
+def test_progress_is_that_of_all_workers(tied):
+    one, other = tied(2, lambda me, ties: Worker(Pool(4, 8), Pairing(me, 2), 1, ties, 0.0, 0))
+    seen = []
+    for worker in (one, other, other, other, one):
+        worker.take()
+        seen.append(progress(one))
+    assert seen == ["12 %", "12 %", "12 %", "12 %", "62 %"]
+    one.pool.end = None
+    assert progress(one) == "1.2 epochs"
+
+
+@pytest.mark.parametrize(("pairing", "prompt"), [("any", False), ("prompt", True)])
+def test_a_prompt_worker_serves_between_its_intervals(tied, pairing, prompt):
+    """Worker 0 chooses after its first batch; worker 1 is far from its own interval."""
+    one, other = tied(2, lambda me, ties: Worker(Pool(1, 1), Pairing(me, 2, pairing), 1 + 99 * me, ties, 20.0, 0))
+    with ThreadPoolExecutor(1) as pool:
+        chooses = pool.submit(one.meet, lambda: torch.ones(2))
+        while not other.ties.keys.get("worker/1").startswith("chosen"):
+            time.sleep(0.01)
+        for _ in range(98):
+            if (found := other.meet(lambda: torch.full((2,), 2.0))) is not None:
+                break
+            time.sleep(0.01)
+        if not prompt:
+            assert found is None and not chooses.done()
+            while found is None:  # to its own interval
+                found = other.meet(lambda: torch.full((2,), 2.0))
+        assert found.tolist() == chooses.result().tolist() == [3.0, 3.0]
+    assert (other.counts.batches < 99) == prompt
+    assert not other.ties.door.knocked()
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
@@ -101,11 +256,12 @@ def test_a_door_lets_in_only_whom_it_awaits():
         ({"clusters": 0}, "clusters must be at least 1"),
         ({"clusters_per_batch": -1}, "clusters_per_batch must be at least 1"),
         ({"assignment": "louvain"}, "assignment must be 'random' or 'metis' .got 'louvain'"),
-        ({"pairing": "all"}, "pairing must be 'any' or 'active_passive' .got 'all'"),
-        ({"average": "losses"}, "average must be 'gradients' or 'parameters' .got 'losses'"),
+        ({"pairing": "all"}, "pairing must be 'any', 'prompt' or 'active_passive' .got 'all'"),
+        ({"average": "losses"}, "average must be 'gradients', 'parameters' or 'push_sum' .got 'losses'"),
         ({"final": "last"}, "final must be 'best' or 'average' .got 'last'"),
         ({"mode": "up"}, "mode must be 'min' or 'max'"),
         ({"patience": -1}, "patience is a number of seconds, at least 0"),
+        ({"average": "push_sum", "pairing": "prompt"}, "pairing does not apply .got 'prompt'"),
         ({"lease": 1}, "lease is a number of seconds, at least 2"),
     ],
 )
@@ -128,6 +284,10 @@ def test_yaml(tmp_path):
 class Kept(L.Callback):
     def __init__(self) -> None:
         self.batches: list[Data] = []
+        self.own = torch.zeros(0)  # at the end, before workers come to one result
+
+    def on_train_end(self, trainer: Any, pl_module: Any) -> None:
+        self.own = torch.nn.utils.parameters_to_vector(pl_module.parameters()).detach().clone()
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Data, batch_idx: int) -> None:
         self.batches.append(batch)
@@ -158,6 +318,35 @@ def test_on_one_device_it_is_cluster_gcn(tmp_path):
         optimizer.step()
     assert len(kept.batches) == 6
     torch.testing.assert_close(module.state_dict(), by_hand.state_dict(), rtol=1e-9, atol=1e-11)
+
+
+class BarMetrics(L.Callback):
+    """What the progress bar shows after each batch."""
+
+    def __init__(self) -> None:
+        self.shown: list[Any] = []
+
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.shown.append(trainer.progress_bar_callback.get_metrics(trainer, pl_module)["pool"])
+
+
+@pytest.mark.parametrize("bar", [TQDMProgressBar, RichProgressBar])
+def test_the_bar_shows_the_pool(bar, capfd):
+    kept, bar = BarMetrics(), bar()
+    trainer = L.Trainer(
+        strategy=GossipStrategy(clusters=5),
+        devices=1,
+        accelerator="cpu",
+        max_epochs=2,
+        logger=False,
+        enable_checkpointing=False,
+        callbacks=[kept, bar],
+    )
+    trainer.fit(module_of(), datamodule=GraphDataModule(awkward_graph()))
+    # Lightning asks for one batch ahead.
+    assert kept.shown[:4] == ["20 %", "30 %", "40 %", "50 %"] and kept.shown[-1] == "100 %"
+    assert "get_metrics" not in vars(bar)
+    assert ("pool=100 %" if isinstance(bar, TQDMProgressBar) else "pool: 100 %") in "".join(capfd.readouterr())
 
 
 def _cut(data: GraphDataModule, layout: LayoutSpec) -> Any:
@@ -193,6 +382,8 @@ def trained(
         "weights": weights,
         "tested": tested,
         "report": strategy.report,
+        "consensus": strategy.consensus,
+        "own": kept.own,
         "steps": run.global_step,
         "epoch": run.current_epoch,
         "groups": torch.distributed.is_initialized(),
@@ -210,9 +401,9 @@ def check_all_done(folder: Path, epochs: int = EPOCHS) -> None:
         (2, {"averaging_interval": 1, "final": "average", "average": "parameters"}),
         (3, {"averaging_interval": 2}),
         (3, {"averaging_interval": 1, "pairing": "active_passive", "monitor": "val_acc", "mode": "max"}),
-        (4, {"averaging_interval": 1, "assignment": "metis"}),
+        (4, {"averaging_interval": 3, "pairing": "prompt", "assignment": "metis"}),
     ],
-    ids=["parameters", "any", "active and passive", "metis"],
+    ids=["parameters", "any", "active and passive", "prompt, metis"],
 )
 def test_every_batch_is_done_once_and_there_is_one_result(ranks, tmp_path, world_size, options):
     everyone = ranks.run(world_size, trained, tmp_path, options)
@@ -228,7 +419,7 @@ def test_every_batch_is_done_once_and_there_is_one_result(ranks, tmp_path, world
     pairs = {(min(me, int(you)), max(me, int(you))) for me, counts in report.items() for you in counts.partners}
     for one, other in pairs:  # both know of it
         assert report[one].partners[str(other)] == report[other].partners[str(one)]
-    if "pairing" in options:
+    if options.get("pairing") == "active_passive":
         assert all((one + other) % 2 for one, other in pairs)
     # The test is exact: that of one device with the same weights.
     alone = module_of()
@@ -305,6 +496,28 @@ def test_one_that_stops_early_leaves_its_batches_to_the_others(ranks, tmp_path):
     everyone = ranks.run(3, trained, tmp_path, {"averaging_interval": 1}, event="early")
     check_all_done(tmp_path)
     assert everyone[1]["epoch"] < everyone[0]["epoch"] == EPOCHS
+
+
+@pytest.mark.parametrize("average", ["parameters", "push_sum"])
+def test_workers_that_average_agree_more(ranks, tmp_path, average):
+    """And how far they are from each other is estimated well, and logged."""
+    apart = {}
+    for interval in (1, 1000):
+        folder = tmp_path / str(interval)
+        folder.mkdir()
+        logger = CSVLogger(folder, "", "")
+        options = {"averaging_interval": interval, "average": average, "final": "average"}
+        everyone = ranks.run(3, trained, folder, options, logger=logger)
+        check_all_done(folder)
+        apart[interval] = distance([found["own"] for found in everyone])
+        assert all(found["consensus"] == pytest.approx(apart[interval], rel=0.15) for found in everyone)
+        report = everyone[0]["report"]
+        assert (sum(counts.averages for counts in report.values()) > 0) == (interval == 1)
+        assert average == "parameters" or not any(counts.waits for counts in report.values())
+        rows = csv.DictReader((folder / "metrics.csv").open())
+        logged = [float(row["gossip/consensus"]) for row in rows if row["gossip/consensus"]]
+        assert len(logged) == EPOCHS and logged[-1] > 0
+    assert apart[1] < 0.7 * apart[1000]
 
 
 def test_batch_norm_is_averaged_with_the_weights(ranks, tmp_path):

@@ -6,6 +6,7 @@ Test tier: without ranks.
 from __future__ import annotations
 
 import random
+from typing import get_args
 
 import gossip_model
 import pytest
@@ -14,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lightning_gnn.gossip.operations import Add, Get, InProcess, Swap, answer, carry_out
-from lightning_gnn.gossip.pairing import Meeting, Pairing
+from lightning_gnn.gossip.pairing import Meeting, Pairing, Rule
 from lightning_gnn.gossip.pool import Pool
 
 EVERY_ORDER = [
@@ -23,10 +24,17 @@ EVERY_ORDER = [
     Case(2, 1, late=True, mortal=(0,)),
     Case(2, 2, late=True, mortal=(1,)),
     Case(2, 2, rule="active_passive"),
+    Case(2, 3, interval=2, rule="prompt"),
+    Case(2, 3, interval=2, rule="prompt", late=True, mortal=(0,)),
+    Case(2, 3, epochs=0, interval=2, rule="prompt", late=True),
     Case(2, 1, epochs=2, interval=2, mortal=(0,)),
-    Case(3, 1, interval=0),
+    Case(3, 1),
+    Case(3, 1, late=True, mortal=(0,)),
     Case(3, 1, epochs=0),
-    Case(3, 1, epochs=0, rule="active_passive"),
+    Case(3, 2, epochs=0, interval=2, rule="prompt"),
+    Case(3, 1, epochs=0, rule="active_passive", late=True, mortal=(1,)),
+    Case(4, 1, interval=0),
+    Case(4, 1, epochs=0, rule="active_passive"),
 ]
 
 
@@ -80,7 +88,7 @@ def test_the_exploration_finds_faults(monkeypatch, what, fault, case):
     size=st.integers(1, 6),
     epochs=st.integers(1, 3),
     interval=st.integers(1, 3),
-    rule=st.sampled_from(["any", "active_passive"]),
+    rule=st.sampled_from(get_args(Rule)),
     late=st.booleans(),
     dies=st.booleans(),
     seed=st.integers(0, 2**32),
@@ -109,7 +117,7 @@ def test_one_that_dies_delays_its_partner_by_one_wait(workers, seed):
     ended: dict[tuple[int, int], int] = {}
     while moves := model.moves():
         me, what = rng.choice(moves)
-        pending = model.workers[me].pending
+        pending = model.pending(me)
         if what is False and hasattr(pending, "meeting") and pending.partner == 0:
             ended[me, pending.meeting] = ended.get((me, pending.meeting), 0) + 1
         model.move(me, what)
@@ -153,8 +161,8 @@ def test_what_is_given_back_is_taken_over():
 
 
 def test_alone_nobody_meets():
-    for rule in ("any", "active_passive"):
-        assert not any(Pairing(0, 1, rule).meets_after(count, 1) for count in range(5))
-    assert Meeting() == Meeting(None, False, False)
-    with pytest.raises(ValueError, match="'any' or 'active_passive' .got 'some'"):
+    for rule in get_args(Rule):
+        # Not even the store is asked.
+        assert carry_out(Pairing(0, 1, rule).meet(due=True), pytest.fail) == Meeting(None, False, False)
+    with pytest.raises(ValueError, match="'any', 'prompt' or 'active_passive' .got 'some'"):
         Pairing(0, 2, "some")

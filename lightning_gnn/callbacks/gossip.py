@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import lightning.pytorch as pl
 from rich.console import Console
@@ -14,10 +15,12 @@ from lightning_gnn.gossip.worker import Counts, Worker
 
 
 class GossipMetrics(pl.Callback):
-    """Logs after each epoch of rank 0 what every worker had done when it ended an epoch last; ``gossip`` brings it.
+    """Shows how far all workers together are, and logs after each epoch of rank 0 what each had done when it ended an epoch last.
 
-    By worker: ``gossip/batches/R``, ``gossip/averages/R``, ``gossip/waited/R`` (seconds of waiting for partners); and
-    ``gossip/staleness``: the most batches of a worker less the fewest.
+    On the progress bar: ``pool``, see :func:`progress`. To the loggers, by worker: ``gossip/batches/R``, ``gossip/averages/R``,
+    ``gossip/waited/R`` (seconds of waiting for partners); and ``gossip/staleness``: the most batches of a worker less the fewest;
+    ``gossip/consensus``: how far their parameters were from each other, see
+    :meth:`~lightning_gnn.gossip.worker.Worker.consensus`.
 
     Args:
         worker: of this process.
@@ -27,10 +30,31 @@ class GossipMetrics(pl.Callback):
         self._worker = worker
 
     @override
+    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        # The bar's own numbers are of rank 0. Each bar of Lightning's asks this method for what it shows beside them.
+        bar: Any = trainer.progress_bar_callback
+        if bar is not None:
+            plain = bar.get_metrics
+            bar.get_metrics = lambda *of: {**plain(*of), "pool": progress(self._worker)}
+
+    @override
+    def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        vars(trainer.progress_bar_callback or self).pop("get_metrics", None)
+
+    @override
+    def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
+        self.on_train_end(trainer, pl_module)
+
+    @override
     def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        self._worker.tell()
+        self._worker.tell(pl_module.parameters())
+        if not trainer.is_global_zero:
+            return
         everyone = self._worker.everyones()
-        values = {"gossip/staleness": float(spread(everyone))}
+        values = {
+            "gossip/staleness": float(spread(everyone)),
+            "gossip/consensus": self._worker.consensus(everyone),
+        }
         for worker, counts in everyone.items():
             values[f"gossip/batches/{worker}"] = float(counts.batches)
             values[f"gossip/averages/{worker}"] = float(counts.averages)
@@ -39,21 +63,31 @@ class GossipMetrics(pl.Callback):
             logger.log_metrics(values, step=trainer.global_step)
 
 
+def progress(worker: Worker) -> str:
+    """Returns how much of all epochs workers have taken from the pool; of epochs without end, how many these were."""
+    pool = worker.pool
+    return (
+        f"{worker.reached / pool.size:.1f} epochs" if pool.end is None else f"{100 * worker.reached / pool.end:.0f} %"
+    )
+
+
 def spread(everyone: Mapping[int, Counts]) -> int:
     """Returns how many batches the worker with most has more than the one with fewest."""
     batches = [counts.batches for counts in everyone.values()]
     return max(batches) - min(batches)
 
 
-def table(everyone: Mapping[int, Counts], lost: Sequence[int], undone: int) -> Table:
+def table(everyone: Mapping[int, Counts], lost: Sequence[int], undone: int, consensus: float) -> Table:
     """Returns what each worker has done, a row each (Tables 4.8 and 4.9 of the thesis, and what it took).
 
     Args:
         everyone: by worker, as far as it has told.
         lost: workers that have not come to the end.
         undone: batches that nobody has done.
+        consensus: how far the workers' parameters are from each other, relative to their mean.
     """
-    title = "Workers" + (f"; {undone} batches were left undone, by workers that ended last" if undone else "")
+    title = f"Workers, {100 * consensus:.2g} % apart"
+    title += f"; {undone} batches were left undone, by workers that ended last" if undone else ""
     found = Table(
         "worker", "batches", "averages", "waits", "in vain", "waited, s", "idle, %", "taken over", title=title
     )
@@ -73,7 +107,7 @@ def table(everyone: Mapping[int, Counts], lost: Sequence[int], undone: int) -> T
     return found
 
 
-def show(everyone: Mapping[int, Counts], lost: Sequence[int], undone: int) -> None:
+def show(everyone: Mapping[int, Counts], lost: Sequence[int], undone: int, consensus: float) -> None:
     """Prints :func:`table`, where there were several workers."""
     if len(everyone) > 1 or lost:
-        Console(file=sys.stderr, width=100).print(table(everyone, lost, undone))
+        Console(file=sys.stderr, width=100).print(table(everyone, lost, undone, consensus))

@@ -36,6 +36,8 @@ _NOTHING = "-"
 _CHUNK = 4 << 20  # a TCPStore takes 8 MB at once
 _GREETING = struct.Struct("!qqq")  # who visits, in which meeting, how many bytes
 _MOST_WAITING = 128
+_KNOCK_S = 1.0
+_LOOK_S = 0.2  # how often who receives letters looks whether it is over
 
 
 class StoreServer:
@@ -306,9 +308,106 @@ class Door:
             return None
         return theirs
 
+    @staticmethod
+    def knock(address: str) -> None:
+        """Lets the worker at `address` know that it is wanted; if it does not hear, nothing happens."""
+        host, _, port = address.rpartition(":")
+        with contextlib.suppress(OSError):
+            socket.create_connection((host, int(port)), _KNOCK_S).close()
+
+    def knocked(self) -> bool:
+        """Returns whether anybody has come since this was last asked, and sends them away; not while this worker waits."""
+        found = False
+        self._socket.settimeout(0)
+        with contextlib.suppress(BlockingIOError):
+            while True:
+                self._socket.accept()[0].close()
+                found = True
+        return found
+
+    def send(self, address: str, letter: Tensor) -> bool:
+        """Sends a vector to the worker at `address`, which need not wait; returns whether it is on its way, with all of it."""
+        host, _, port = address.rpartition(":")
+        try:
+            with socket.create_connection((host, int(port)), self._timeout) as partner:
+                partner.sendall(_bytes(letter))
+        except OSError:
+            return False
+        return True
+
+    def receive(self, like: Tensor, seconds: float) -> Tensor | None:
+        """Returns what somebody sends within some seconds; None for nothing, or not all of it.
+
+        Args:
+            like: a tensor of the same shape and dtype, on the CPU.
+        """
+        self._socket.settimeout(seconds)
+        with contextlib.suppress(OSError), self._socket.accept()[0] as visitor:
+            visitor.settimeout(self._timeout)
+            letter = torch.empty_like(like)
+            _receive(visitor, _bytes(letter))
+            return letter
+        return None
+
     def close(self) -> None:
         """Lets nobody in any more."""
         self._socket.close()
+
+
+class Letters:
+    """Vectors that workers send each other whenever they like, from threads; nobody waits.
+
+    What comes is summed as it comes: however much it is, it takes the space of one. What cannot be delivered comes back.
+
+    Args:
+        door: where letters come; nothing else uses it meanwhile.
+        like: a tensor of the shape and dtype of them all, on the CPU.
+    """
+
+    def __init__(self, door: Door, like: Tensor) -> None:
+        self._door, self._like = door, torch.empty_like(like)
+        self._lock = threading.Lock()
+        self._sum: Tensor | None = None
+        self._over = threading.Event()
+        self._receiver = threading.Thread(target=self._receive, daemon=True, name="receives letters")
+        self._sender: threading.Thread | None = None
+        self._receiver.start()
+
+    @property
+    def sending(self) -> bool:
+        """Whether a letter has not been delivered yet."""
+        return self._sender is not None and self._sender.is_alive()
+
+    def send(self, address: str, letter: Tensor) -> None:
+        """Sends a letter; one at a time."""
+        assert not self.sending
+        self._sender = threading.Thread(target=self._send, args=(address, letter), daemon=True, name="sends a letter")
+        self._sender.start()
+
+    def take(self) -> Tensor | None:
+        """Returns the sum of what has come since this was last asked; None for nothing."""
+        with self._lock:
+            found, self._sum = self._sum, None
+        return found
+
+    def _send(self, address: str, letter: Tensor) -> None:
+        if not self._door.send(address, letter):
+            self._add(letter)
+
+    def _receive(self) -> None:
+        while not self._over.is_set():
+            letter = self._door.receive(self._like, _LOOK_S)
+            if letter is not None:
+                self._add(letter)
+
+    def _add(self, letter: Tensor) -> None:
+        with self._lock:
+            self._sum = letter if self._sum is None else self._sum + letter
+
+    def close(self) -> None:
+        """Receives nothing any more."""
+        self._over.set()
+        self._receiver.join()
 
 
 def _bytes(tensor: Tensor) -> memoryview:

@@ -50,6 +50,7 @@ class Lockstep(Worker):
         if self.pool.end is not None and item >= self.pool.end:
             return None
         self._taken += 1
+        self.reached = self._first_epoch * self.pool.size + self._taken * self.pool.size // self._share
         return item
 
     @override

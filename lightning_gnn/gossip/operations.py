@@ -55,6 +55,18 @@ class IsAlive:
 
 
 @dataclass(frozen=True)
+class Knock:
+    """Lets a worker know that it has been chosen; may get lost, then the worker sees it when it looks."""
+
+    worker: int
+
+
+@dataclass(frozen=True)
+class Knocked:
+    """Answer: whether somebody has knocked since this was last asked; may be wrong. Unlike a look at a key, it costs nothing."""
+
+
+@dataclass(frozen=True)
 class Await:
     """Waits, for a bounded time, until `partner` visits; answer: whether something was exchanged.
 
@@ -75,7 +87,7 @@ class Visit:
     meeting: int
 
 
-Operation: TypeAlias = Get | Add | Swap | Pick | IsAlive | Await | Visit
+Operation: TypeAlias = Get | Add | Swap | Pick | IsAlive | Knock | Knocked | Await | Visit
 Steps: TypeAlias = Generator[Operation, Any, T]
 """Operations, and what they come to."""
 

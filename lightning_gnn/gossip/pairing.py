@@ -11,6 +11,9 @@ holds both. Here each worker has one key, which changes by compare-and-swap only
 
 A worker that waits is *off*, so nobody waits for it, and whom it waits for is computing, or on its way: no circle of waiting
 workers can close. A worker is chosen, or chooses, once at a time: no three meet.
+
+How long one waits depends on when the chosen one looks: at its own next interval (Algorithm 6), or after its next batch
+(Algorithm 5). Who chooses also knocks, so that nobody needs to read a key after each batch.
 """
 
 from __future__ import annotations
@@ -18,9 +21,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal, get_args
 
-from lightning_gnn.gossip.operations import Add, Await, Get, IsAlive, Pick, Steps, Swap, Visit
+from lightning_gnn.gossip.operations import Add, Await, Get, IsAlive, Knock, Knocked, Pick, Steps, Swap, Visit
 
-Rule = Literal["any", "active_passive"]
+Rule = Literal["any", "prompt", "active_passive"]
 
 _FREE, _CHOSEN, _MET, _OFF, _LEFT = "free", "chosen", "met", "off", "left"
 
@@ -46,7 +49,9 @@ class Pairing:
 
     Attributes:
         me, size: this worker and how many there are.
-        rule: ``"any"``: any two may meet; ``"active_passive"``: workers of even number choose, those of odd number are chosen.
+        rule: ``"any"``: any two may meet, and each looks at its interval; ``"prompt"``: any two may meet, and each looks after
+            every batch; ``"active_passive"``: workers of even number choose, those of odd number are chosen, and look after
+            every batch.
         turns: how often this worker has become free, which keeps the values of its key apart.
     """
 
@@ -57,48 +62,53 @@ class Pairing:
 
     def __post_init__(self) -> None:
         if self.rule not in get_args(Rule):
-            raise ValueError(f"pairing must be 'any' or 'active_passive' (got {self.rule!r}).")
+            raise ValueError(f"pairing must be 'any', 'prompt' or 'active_passive' (got {self.rule!r}).")
 
     @property
     def chooses(self) -> bool:
         """Whether this worker chooses others."""
-        return self.rule == "any" or self.me % 2 == 0
+        return self.rule != "active_passive" or self.me % 2 == 0
 
     @property
     def is_chosen(self) -> bool:
         """Whether others choose this worker."""
-        return self.rule == "any" or self.me % 2 == 1
+        return self.rule != "active_passive" or self.me % 2 == 1
 
-    def meets_after(self, batches: int, interval: int) -> bool:
-        """Returns whether it is time to meet after so many batches; passive workers look after each (Algorithm 5)."""
-        return self.size > 1 and (batches % interval == 0 or not self.chooses)
+    @property
+    def is_prompt(self) -> bool:
+        """Whether this worker looks after every batch whether it was chosen."""
+        return self.rule != "any" and self.is_chosen
 
     def enter(self) -> Steps[None]:
         """Takes part from now on; once, before any worker meets."""
         yield Swap(_key(self.me), "", self._free() if self.is_chosen else _OFF)
 
-    def meet(self) -> Steps[Meeting]:
-        """Meets who has chosen this worker; else chooses one that is free, waits for it, and meets it; else goes on alone."""
+    def meet(self, due: bool) -> Steps[Meeting]:
+        """After a batch: meets who has chosen this worker; else, if it is `due` to choose, chooses one that is free, waits for
+        it, and meets it; else goes on alone.
+        """
+        if self.size == 1 or not ((self.is_prompt and (yield Knocked())) or due):
+            return Meeting()
         while self.is_chosen:
-            served = yield from self.serve()
-            if served is not None:
-                return served
-            if not self.chooses:
-                return Meeting()
             state = yield Get(_key(self.me))
-            if state.startswith(_FREE) and (yield Swap(_key(self.me), state, _OFF)):
+            if state.startswith(_CHOSEN):
+                served = yield from self._serve(state)
+                if served is not None:
+                    return served
+            elif not (due and self.chooses):
+                return Meeting()
+            elif (yield Swap(_key(self.me), state, _OFF)):
                 break
         chosen = yield from self._choose()
         found = Meeting() if chosen is None else (yield from self._wait(*chosen))
         yield from self.come_back()
         return found
 
-    def serve(self, then: str | None = None) -> Steps[Meeting | None]:
-        """Meets who has chosen this worker, which is free again thereafter, or `then`; None if nobody has."""
-        state = yield Get(_key(self.me))
-        what, _, who = state.partition(" by ")
-        if what != _CHOSEN or not (yield Swap(_key(self.me), state, f"{_MET} by {who}")):
-            return None  # or the other has waited enough just now
+    def _serve(self, chosen: str, then: str | None = None) -> Steps[Meeting | None]:
+        """Meets who has chosen this worker, which is free again thereafter, or `then`; None if it has waited enough just now."""
+        _, _, who = chosen.partition(" by ")
+        if not (yield Swap(_key(self.me), chosen, f"{_MET} by {who}")):
+            return None
         partner, meeting = map(int, who.split(" in "))
         exchanged = yield Visit(partner, meeting)
         yield Swap(_key(self.me), f"{_MET} by {who}", then or self._free())
@@ -112,11 +122,12 @@ class Pairing:
         """
         to = _LEFT if for_good else _OFF
         while True:
-            served = yield from self.serve(then=to)
-            if served is not None:
-                return served
             state = yield Get(_key(self.me))
-            if state == to or (not state.startswith(_CHOSEN) and (yield Swap(_key(self.me), state, to))):
+            if state.startswith(_CHOSEN):
+                served = yield from self._serve(state, then=to)
+                if served is not None:
+                    return served
+            elif state == to or (yield Swap(_key(self.me), state, to)):
                 return None
 
     def come_back(self) -> Steps[None]:
@@ -124,19 +135,32 @@ class Pairing:
         if self.is_chosen:
             yield Swap(_key(self.me), _OFF, self._free())
 
+    def somebody(self) -> Steps[int | None]:
+        """Returns one that takes part, at random, and asks no more of it; None if nobody else does."""
+        found = yield from self._one_of([worker for worker in range(self.size) if worker != self.me])
+        return None if found is None else found[0]
+
+    def _one_of(self, others: list[int]) -> Steps[tuple[int, str] | None]:
+        """Returns a worker that is free, and what its key holds; takes it, and those that are not, out of `others`."""
+        while others:
+            worker = yield Pick(tuple(others))
+            others.remove(worker)
+            state = yield Get(_key(worker))
+            if state.startswith(_FREE) and (yield IsAlive(worker)):
+                return worker, state
+        return None
+
     def _choose(self) -> Steps[tuple[int, int, str] | None]:
         """Chooses one of those that are free, at random; returns it, the meeting's number and what its key holds now."""
-        states = {}
-        for worker in range(self.size):
-            if worker != self.me and (self.rule == "any" or worker % 2 == 1):
-                state = yield Get(_key(worker))
-                if state.startswith(_FREE) and (yield IsAlive(worker)):
-                    states[worker] = state
-        while states:
-            worker = yield Pick(tuple(states))
+        all_ = self.rule != "active_passive"
+        others = [worker for worker in range(self.size) if worker != self.me and (all_ or worker % 2 == 1)]
+        while (found := (yield from self._one_of(others))) is not None:
+            worker, state = found
             meeting = yield Add("meetings")
             chosen = f"{_CHOSEN} by {self.me} in {meeting}"
-            if (yield Swap(_key(worker), states.pop(worker), chosen)):
+            if (yield Swap(_key(worker), state, chosen)):
+                if self.rule != "any":
+                    yield Knock(worker)
                 return worker, meeting, chosen
         return None
 

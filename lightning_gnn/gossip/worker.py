@@ -5,17 +5,21 @@ from __future__ import annotations
 import json
 import random
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any, TypeVar
 
+import torch
 from torch import Tensor
 
 from lightning_gnn.comm.meetings import Door, Life, Place, SharedKeys
+from lightning_gnn.gossip.consensus import distance, sketch
 from lightning_gnn.gossip.operations import (
     Await,
     InProcess,
     IsAlive,
+    Knock,
+    Knocked,
     Operation,
     Pick,
     Steps,
@@ -41,8 +45,8 @@ class Counts:
 
     Attributes:
         batches: that it trained on.
-        averages: exchanges with others.
-        partners: how often with whom.
+        averages: exchanges with others; with push-sum, how often it took in what had come.
+        partners: how often with whom; with push-sum, to whom it has sent.
         waits: partners that it waited for; in vain: those that did not come in time.
         waited, idle, seconds: seconds of waiting for partners; without anything to do at the end; of all.
         taken_over: batches of workers that had died or stopped.
@@ -105,6 +109,7 @@ class Worker:
         self.me, self.size = pairing.me, pairing.size
         self.counts = Counts()
         self.left = False
+        self.reached = 0  # items that had been taken, by all workers, when this one took its last
         self._keys = InProcess() if ties is None else ties.keys
         self._patience = patience
         self._random = random.Random(seed * 1_000_003 + self.me)
@@ -114,7 +119,9 @@ class Worker:
 
     def take(self) -> int | None:
         """Returns the next item of the pool, None if all are taken."""
-        return self._carry_out(self.pool.take(self.me))
+        item = self._carry_out(self.pool.take(self.me))
+        self.reached = item + 1 if item is not None else self.pool.end or 0
+        return item
 
     def done(self, item: int) -> None:
         """Says that an item is done."""
@@ -159,9 +166,9 @@ class Worker:
             own: returns what the partner gets, float, on the CPU.
         """
         self.counts.batches += 1
-        if self.left or not self.pairing.meets_after(self.counts.batches, self.interval):
+        if self.left:
             return None
-        return self._meet(self.pairing.meet(), own)
+        return self._meet(self.pairing.meet(due=self.counts.batches % self.interval == 0), own)
 
     def leave(self, own: Callable[[], Tensor], for_good: bool = True) -> None:
         """Is not chosen from now on; gives its own to who waits for it."""
@@ -217,6 +224,11 @@ class Worker:
                 return self._random.choice(operation.options)
             if isinstance(operation, IsAlive):
                 return self.ties is None or self.ties.life.is_alive(operation.worker)
+            if isinstance(operation, (Knock, Knocked)):
+                assert self.ties is not None
+                if isinstance(operation, Knocked):
+                    return self.ties.door.knocked()
+                return self.ties.door.knock(self.ties.addresses[operation.worker])
             if isinstance(operation, (Await, Visit)):
                 assert exchange is not None
                 return exchange(operation)
@@ -230,10 +242,11 @@ class Worker:
 
     # Together #################################################################
 
-    def tell(self) -> None:
-        """Lets the others know what this worker has done so far."""
+    def tell(self, parameters: Iterable[Tensor]) -> None:
+        """Lets the others know what this worker has done so far, and where its parameters are."""
         self.counts.seconds = time.perf_counter() - self._began
         if self.ties is not None:
+            self.ties.keys.put(f"sketch/{self.me}", sketch(parameters).numpy().tobytes())
             self.ties.keys.put(f"counts/{self.me}", self.counts.as_json())
 
     def everyones(self) -> dict[int, Counts]:
@@ -242,6 +255,18 @@ class Worker:
             return {self.me: self.counts}
         told = {worker: self.ties.keys.find(f"counts/{worker}") for worker in range(self.size)}
         return {worker: Counts.from_json(text) for worker, text in told.items() if text is not None}
+
+    def consensus(self, workers: Collection[int]) -> float:
+        """Returns how far the parameters of some workers were from each other when each has told last.
+
+        It is the root mean square of their distances to their mean, relative to the norm of that, estimated from sketches: see
+        :mod:`~lightning_gnn.gossip.consensus`.
+        """
+        if self.ties is None:
+            return 0.0
+        told = [self.ties.keys.find(f"sketch/{worker}") for worker in workers]
+        sketches = [torch.frombuffer(bytearray(each), dtype=torch.float64) for each in told if each is not None]
+        return distance(sketches) if sketches else 0.0
 
     def agree(self, score: float | None, weights: bytes, seconds: float) -> dict[int, float | None]:
         """Returns the score of each worker that has come to the end, the same on all of them; waits for those that live.

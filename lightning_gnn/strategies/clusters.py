@@ -64,7 +64,7 @@ class ClusterStrategy(GNNStrategy):
 
     Args:
         averaging_interval: batches that a worker trains on between two averages.
-        average: ``"gradients"`` or ``"parameters"``, before the step.
+        average: what: one of :attr:`averages`, before the step.
         clusters: how many the graph is split into.
         assignment: of nodes to clusters: ``"random"``, as in the thesis, or ``"metis"``, as in Cluster-GCN.
         clusters_per_batch: whose nodes, and all edges between them, make a batch.
@@ -77,6 +77,8 @@ class ClusterStrategy(GNNStrategy):
 
     Attributes:
         report: what each worker has done in the last `fit`, by rank; see :class:`~lightning_gnn.gossip.worker.Counts`.
+        consensus: how far the workers' parameters were from each other at its end, relative to their mean; see
+            :meth:`~lightning_gnn.gossip.worker.Worker.consensus`.
 
     Raises:
         ValueError: an argument is none of these, or a number below 1.
@@ -84,11 +86,12 @@ class ClusterStrategy(GNNStrategy):
 
     others_go_on = False
     """Whether workers do without one that fails in `fit`."""
+    averages: tuple[str, ...] = get_args(Average)
 
     def __init__(
         self,
         averaging_interval: int,
-        average: Average,
+        average: str,
         clusters: int,
         assignment: Assignment,
         clusters_per_batch: int,
@@ -108,19 +111,21 @@ class ClusterStrategy(GNNStrategy):
             if value < 1:
                 raise ValueError(f"{name} must be at least 1 (got {value}).")
         for name, chosen, known in (
-            ("average", average, get_args(Average)),
+            ("average", average, self.averages),
             ("assignment", assignment, get_args(Assignment)),
             ("final", final, get_args(Final)),
             ("mode", mode, get_args(Mode)),
         ):
             if chosen not in known:
-                raise ValueError(f"{name} must be {known[0]!r} or {known[1]!r} (got {chosen!r}).")
+                *others, last = map(repr, known)
+                raise ValueError(f"{name} must be {', '.join(others)} or {last} (got {chosen!r}).")
         super().__init__(ClusterScheme(), **options)
         self.averaging_interval, self.average, self.lease = averaging_interval, average, lease
         self.num_clusters, self.assignment = clusters, assignment
         self.clusters_per_batch, self.seed = clusters_per_batch, seed
         self.final, self.monitor, self.mode = final, monitor, mode
         self.report: dict[int, Counts] = {}
+        self.consensus = 0.0
         self._clusters: Clusters | None = None
         self._worker: Worker | None = None
         self._batches: PooledBatches | None = None
@@ -420,10 +425,10 @@ class ClusterStrategy(GNNStrategy):
             if not count:
                 continue
             mean = (piece / count).view(each.shape).to(each)
-            if self.average == "parameters":
-                each.copy_(mean)
-            else:
+            if self.average == "gradients":
                 each.grad = mean
+            else:
+                each.copy_(mean)
 
     @override
     def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
@@ -454,11 +459,11 @@ class ClusterStrategy(GNNStrategy):
         assert worker is not None and module is not None and self._batches is not None
         worker.leave(self._vector)
         self._batches.give_back()
-        worker.tell()
+        worker.tell(module.parameters())
         file = io.BytesIO()
         torch.save({name: value.cpu() for name, value in module.state_dict().items()}, file)
         scores = worker.agree(self._score, file.getvalue(), self.timeout.total_seconds())
-        self.report = worker.everyones()
+        self.report, self.consensus = worker.everyones(), worker.consensus(scores)
         self._lost = [rank for rank in range(self.world_size) if rank not in scores]
         undone = 0 if module.trainer.should_stop else worker.undone()
         if worker.ties is not None:
@@ -466,7 +471,7 @@ class ClusterStrategy(GNNStrategy):
             module.load_state_dict(_mean(states))
             worker.part(list(scores), self._server is not None, EXCHANGE_S)
         if self.global_rank == min(scores):
-            show(self.report, self._lost, undone)
+            show(self.report, self._lost, undone, self.consensus)
 
     def _result_of(self, scores: dict[int, float | None]) -> list[int]:
         """Returns the workers whose weights make the result."""

@@ -5,7 +5,7 @@ Source: Zhang, "Efficient Asynchronous GCN Training on a GPU Cluster" (2021), Al
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal, get_args
 
 from typing_extensions import override
 
@@ -13,8 +13,11 @@ from lightning_gnn.comm.meetings import Everyone
 from lightning_gnn.gossip.lockstep import Lockstep
 from lightning_gnn.gossip.pairing import Pairing, Rule
 from lightning_gnn.gossip.pool import Pool
+from lightning_gnn.gossip.push_sum import PushSum
 from lightning_gnn.gossip.worker import Ties, Worker
 from lightning_gnn.strategies.clusters import Assignment, Average, ClusterStrategy, Final, Mode
+
+GossipAverage = Literal["gradients", "parameters", "push_sum"]
 
 
 class GossipStrategy(ClusterStrategy):
@@ -31,9 +34,13 @@ class GossipStrategy(ClusterStrategy):
     Args:
         averaging_interval: batches that a worker trains on between two averages. Raise it where averaging costs more than it
             gains.
-        pairing: ``"any"``: a worker averages with any other that is available (Algorithm 6); ``"active_passive"``: workers of
-            even rank choose among those of odd rank, which look after each batch whether they were chosen (Algorithm 5).
-        average: ``"gradients"``, as in the thesis; ``"parameters"`` before the step, as in AD-PSGD, which keeps workers closer.
+        pairing: ``"any"``: a worker averages with any other that is available, once that one has come to its own interval, too
+            (Algorithm 6); ``"prompt"``: with any other, which looks after each batch whether it was chosen, so that nobody waits
+            longer than a batch of the other; ``"active_passive"``: workers of even rank choose among those of odd rank, which
+            look after each batch (Algorithm 5).
+        average: ``"gradients"``, as in the thesis; ``"parameters"`` before the step, as in AD-PSGD, which keeps workers closer;
+            ``"push_sum"``: parameters, without pairs: a worker sends half of its mass to any other, takes in what has come for it
+            after each batch, and waits for nobody (Stochastic Gradient Push); then `pairing` and `patience` do not apply.
         clusters, assignment, clusters_per_batch, seed: see :class:`~lightning_gnn.strategies.clusters.ClusterStrategy`.
         final: the result: ``"best"``: the weights of the worker whose `monitor` was best when it validated last; ``"average"``:
             the mean of all workers' weights.
@@ -43,7 +50,7 @@ class GossipStrategy(ClusterStrategy):
         **options: see :class:`~lightning_gnn.strategies.base.GNNStrategy`.
 
     Attributes:
-        report: what each worker has done in the last `fit`, by rank; see :class:`~lightning_gnn.gossip.worker.Counts`.
+        report, consensus: see :class:`~lightning_gnn.strategies.clusters.ClusterStrategy`.
 
     Raises:
         ValueError: an argument is none of these, or a number below 1.
@@ -51,12 +58,13 @@ class GossipStrategy(ClusterStrategy):
 
     strategy_name = "gossip"
     others_go_on = True
+    averages = get_args(GossipAverage)
 
     def __init__(
         self,
         averaging_interval: int = 20,
         pairing: Rule = "any",
-        average: Average = "gradients",
+        average: GossipAverage = "gradients",
         clusters: int = 40,
         assignment: Assignment = "random",
         clusters_per_batch: int = 1,
@@ -69,6 +77,11 @@ class GossipStrategy(ClusterStrategy):
         **options: Any,
     ) -> None:
         Pairing(0, 1, pairing)
+        if average == "push_sum" and pairing != "any":
+            raise ValueError(
+                f"average='push_sum' makes no pairs: whom a worker sends to is not asked, so pairing does not apply (got "
+                f"{pairing!r}). Leave pairing out."
+            )
         for name, seconds, least in (("patience", patience, 0.0), ("lease", lease, 2.0)):
             if seconds < least:
                 raise ValueError(f"{name} is a number of seconds, at least {least:g} (got {seconds}).")
@@ -90,7 +103,8 @@ class GossipStrategy(ClusterStrategy):
     @override
     def _make_worker(self, pool: Pool, ties: Ties | None) -> Worker:
         pairing = Pairing(self.global_rank, self.world_size, self.pairing)
-        return Worker(pool, pairing, self.averaging_interval, ties, self.patience, self.seed)
+        kind = PushSum if self.average == "push_sum" else Worker
+        return kind(pool, pairing, self.averaging_interval, ties, self.patience, self.seed)
 
 
 class ClusterAllReduceStrategy(ClusterStrategy):
