@@ -39,6 +39,13 @@ def log_config(trainer: pl.Trainer, values: Mapping[str, Any]) -> None:
             logger.log_hyperparams(dict(values))
 
 
+def begin_runs(trainer: pl.Trainer) -> None:
+    """Begins W&B's run in this process, for ranks that are started by it and end before: they write to the same run."""
+    for logger in trainer.loggers:
+        if isinstance(logger, WandbLogger):
+            _ = logger.experiment
+
+
 def uploads(trainer: pl.Trainer) -> bool:
     """Returns whether a logger keeps pictures and reports with the run, not just on this machine."""
     return any(isinstance(logger, WandbLogger) for logger in trainer.loggers)
@@ -59,7 +66,10 @@ def log_picture(trainer: pl.Trainer, name: str, figure: Figure) -> None:
 
 
 def log_files(trainer: pl.Trainer, name: str, files: Mapping[str, str | Figure]) -> None:
-    """Keeps a report of several files, texts or figures, by their names; as artifact ``NAME-RUN`` of W&B. On rank 0."""
+    """Keeps a report of several files, texts or figures, by their names; in W&B as artifact ``NAME-RUN``, figures shown as well.
+
+    On rank 0.
+    """
     content = {file: each.encode() if isinstance(each, str) else _png(each) for file, each in files.items()}
     for logger in trainer.loggers:
         if isinstance(logger, WandbLogger):
@@ -70,6 +80,9 @@ def log_files(trainer: pl.Trainer, name: str, files: Mapping[str, str | Figure])
                 with artifact.new_file(file, "wb") as opened:
                     opened.write(data)
             logger.experiment.log_artifact(artifact)
+            for file, each in files.items():
+                if not isinstance(each, str):
+                    logger.log_image(f"{name}/{Path(file).stem}", [_pixels(each)], trainer.global_step)
         elif (folder := _folder(logger)) is not None:
             folder.mkdir(parents=True, exist_ok=True)
             for file, data in content.items():

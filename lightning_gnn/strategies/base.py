@@ -24,10 +24,10 @@ from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_only, rank_zero_warn
 from torch import Tensor
 from torch.optim import Optimizer
-from typing_extensions import Self, override
+from typing_extensions import override
 
 from lightning_gnn.callbacks.communication import CommunicationMetrics
-from lightning_gnn.callbacks.loggers import log_config, log_files, log_picture, uploads
+from lightning_gnn.callbacks.loggers import log_config, log_files, uploads
 from lightning_gnn.checks.memory import available_bytes, least_bytes
 from lightning_gnn.checks.self_check import STAGES, SelfCheck, self_check
 from lightning_gnn.comm.codec import CodecName, make_codec
@@ -52,7 +52,7 @@ from lightning_gnn.strategies.gradients import GradientSum
 from lightning_gnn.strategies.heap import keeping_freed_memory
 from lightning_gnn.strategies.logs import GlobalLogs
 from lightning_gnn.strategies.metrics import StandInMetrics
-from lightning_gnn.strategies.run_config import given_arguments, part_sizes, partition_report, run_config
+from lightning_gnn.strategies.run_config import part_sizes, partition_report, run_config
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -152,13 +152,6 @@ class GNNStrategy(ParallelStrategy):
     """
 
     strategy_name = "gnn"
-    given: dict[str, Any]
-
-    def __new__(cls, *args: Any, **options: Any) -> Self:
-        """Keeps the arguments, for loggers."""
-        self = super().__new__(cls)
-        self.given = given_arguments(cls, args, options)
-        return self
 
     def __init__(
         self,
@@ -446,7 +439,6 @@ class GNNStrategy(ParallelStrategy):
         if trainer.is_global_zero and trainer.state.fn == TrainerFn.FITTING and uploads(trainer):
             picture = self.scheme.picture(shard)
             if picture is not None:
-                log_picture(trainer, "plan", picture)
                 log_files(trainer, "plan", {"plan.json": json.dumps(followed, indent=1) + "\n", "plan.png": picture})
 
     def _check_data(self, data: Any) -> GraphDataModule:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import io
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import asdict, is_dataclass
 from datetime import timedelta
 from inspect import signature
@@ -25,30 +25,30 @@ from lightning_gnn.planning import Topology
 if TYPE_CHECKING:
     from lightning_gnn.strategies.base import GNNStrategy
 
-_LIGHTNINGS = ("accelerator", "parallel_devices", "cluster_environment", "checkpoint_io", "precision_plugin")
+_NOT_TOLD = (
+    *("self", "scheme", "model", "optimizers", "lr_schedulers"),
+    *("accelerator", "parallel_devices", "cluster_environment", "checkpoint_io", "precision_plugin"),
+)
 
 
-def given_arguments(cls: type, args: Sequence[Any], options: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the arguments of a strategy's constructor by name, those not given with their defaults, the base's included.
+def arguments_of(strategy: GNNStrategy) -> dict[str, Any]:
+    """Returns the arguments of a strategy's constructor by name, its base's included, as they are in use; plain values.
 
-    Args:
-        cls: the strategy's class.
-        args, options: as given, perhaps wrong: then the constructor says so.
+    Strategies and their schemes keep them under their names, or as ``num_name`` or ``_name``.
     """
-    found: dict[str, Any] = {}
-    for each in reversed(cls.__mro__):
-        parameters = signature(each.__init__).parameters.values()  # type: ignore[misc]
-        own = [one for one in parameters if one.kind == one.POSITIONAL_OR_KEYWORD][1:]
-        found.update({one.name: one.default for one in own if one.default is not one.empty})
-    found.update(zip((one.name for one in own), args))
-    found.update(options)
-    return {name: value for name, value in found.items() if name not in (*_LIGHTNINGS, "scheme")}
+    kept = {**vars(strategy.scheme), **vars(strategy)}
+    found = {}
+    for each in reversed(type(strategy).__mro__):
+        for name, parameter in signature(each.__init__).parameters.items():  # type: ignore[misc]
+            if parameter.kind == parameter.POSITIONAL_OR_KEYWORD and name not in _NOT_TOLD:
+                key = next((key for key in (name, f"num_{name}", f"_{name}") if key in kept), None)
+                if key is not None:
+                    found[name] = _plain(kept[key])
+    return found
 
 
 def run_config(strategy: GNNStrategy, shard: Shard) -> dict[str, Any]:
     """Returns the configuration of a run beside that of its module: ``strategy``, ``graph``, ``partition``, and sizes."""
-    # Some arguments are completed by the datamodule's, and kept under their names.
-    arguments = {name: vars(strategy).get(name, value) for name, value in strategy.given.items()}
     batch, types, nodes, edges = shard.batch, shard.types, sum(shard.counts), sum(shard.edge_counts)
     graph: dict[str, Any] = {"nodes": nodes, "edges": edges, "mean_degree": edges / max(1, nodes)}
     if types.is_hetero:
@@ -59,7 +59,7 @@ def run_config(strategy: GNNStrategy, shard: Shard) -> dict[str, Any]:
     graph["classes"] = shard.num_classes
     graph.update({mask.replace("_mask", "_nodes"): sum(shard.mask_counts[mask]) for mask in MASKS})
     return {
-        "strategy": {"name": strategy.strategy_name, **{name: _plain(value) for name, value in arguments.items()}},
+        "strategy": {"name": strategy.strategy_name, **arguments_of(strategy)},
         "world_size": strategy.world_size,
         "machines": strategy.num_nodes,
         "device": strategy.root_device.type,
@@ -71,7 +71,7 @@ def run_config(strategy: GNNStrategy, shard: Shard) -> dict[str, Any]:
             "largest_part_edges": max(shard.edge_counts),
             "digest": shard.digest,
         },
-        "versions": {"torch": torch.__version__, "lightning": lightning.__version__},
+        "versions": {"torch": str(torch.__version__), "lightning": lightning.__version__},
     }
 
 
