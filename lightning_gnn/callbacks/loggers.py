@@ -82,7 +82,7 @@ def log_files(trainer: pl.Trainer, name: str, files: Mapping[str, str | Figure])
             logger.experiment.log_artifact(artifact)
             for file, each in files.items():
                 if not isinstance(each, str):
-                    logger.log_image(f"{name}/{Path(file).stem}", [_pixels(each)], trainer.global_step)
+                    logger.log_image(f"report/{Path(file).stem}", [_pixels(each)], trainer.global_step)
         elif (folder := _folder(logger)) is not None:
             folder.mkdir(parents=True, exist_ok=True)
             for file, data in content.items():
