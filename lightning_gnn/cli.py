@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import sys
 
 import lightning as L
-import yaml
 from lightning.pytorch.cli import LightningCLI, SaveConfigCallback
 from typing_extensions import override
 
@@ -57,7 +57,7 @@ class SaveConfig(SaveConfigCallback):
 
     @override
     def save_config(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
-        log_config(trainer, yaml.safe_load(self.parser.dump(self.config, skip_none=False)))
+        log_config(trainer, json.loads(self.parser.dump(self.config, skip_none=False, format="json")))
 
 
 class TrainerCLI(LightningCLI):

@@ -163,7 +163,7 @@ def test_the_command_line_takes_what_sweeps_choose(sweep, monkeypatch, capsys):
     assert not ended.value.code
     config = yaml.safe_load(capsys.readouterr().out)
     if sweep == "schemes":
-        assert (config["trainer"]["strategy"], config["trainer"]["devices"]) == ("dgcl", 2)
+        assert (config["trainer"]["strategy"], config["trainer"]["devices"]) == ("dgcl", "2")
     else:
         strategy, arguments = config["trainer"]["strategy"]["class_path"], config["trainer"]["strategy"]["init_args"]
         assert strategy.endswith("DGCLStrategy") and arguments["codec"] is None

@@ -76,7 +76,7 @@ class CommunicationTrace(pl.Callback):
 
     def _next(self, trainer: pl.Trainer, stage: str | None) -> None:
         """Ends the stage of a step, and begins another, or none."""
-        if not self._hooks and trainer.strategy.meter.spans is None:  # type: ignore[attr-defined]
+        if trainer.strategy.meter.spans is None:  # type: ignore[attr-defined]
             return
         now = time.perf_counter()
         if self._stage is not None:
@@ -115,11 +115,18 @@ class CommunicationTrace(pl.Callback):
 
     @override
     def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        meter = trainer.strategy.meter  # type: ignore[attr-defined]
-        if meter.spans is None:
+        self._end_epoch(trainer)
+
+    @override
+    def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
+        self._end_epoch(trainer)
+
+    def _end_epoch(self, trainer: pl.Trainer) -> None:
+        meter = getattr(trainer.strategy, "meter", None)
+        if meter is None or meter.spans is None:
             return
         self._spans += [(COMMUNICATION, span) for span in meter.spans]
-        meter.spans = None
+        meter.spans = self._stage = None
         for hook in self._hooks:
             hook.remove()
         self._hooks = []
