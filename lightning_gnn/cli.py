@@ -57,7 +57,7 @@ class SaveConfig(SaveConfigCallback):
 
     @override
     def save_config(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
-        log_config(trainer, json.loads(self.parser.dump(self.config, skip_none=False, format="json")))
+        log_config(trainer, json.loads(self.parser.dump(self.config, format="json")))
 
 
 class TrainerCLI(LightningCLI):

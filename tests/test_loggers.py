@@ -199,6 +199,18 @@ def test_every_strategy_is_described(ranks, tmp_path, strategy, world_size, argu
     assert "train_loss" in (version / "metrics.csv").read_text()
 
 
+def tried_out(rank: int, world_size: int) -> None:
+    options: dict[str, Any] = {"logger": True, "fast_dev_run": True, "callbacks": [CommunicationMonitor()]}
+    module = NodeClassifier(build("gcn", FEATURES, CLASSES)).double()
+    quiet_trainer("dgcl", world_size, **options).fit(module, datamodule=GraphDataModule(awkward_graph()))
+
+
+def test_fast_dev_run_leaves_nothing(ranks):
+    before = set(Path.cwd().iterdir())
+    ranks.run(2, tried_out)
+    assert set(Path.cwd().iterdir()) == before
+
+
 # Monitor, warning, trace #####################################################
 
 

@@ -91,7 +91,7 @@ def log_files(trainer: pl.Trainer, name: str, files: Mapping[str, str | Figure])
 
 def _folder(logger: Logger) -> Path | None:
     folder = getattr(logger, "log_dir", None)
-    return None if folder is None else Path(folder)
+    return Path(folder) if isinstance(folder, str | Path) else None  # DummyLogger has everything
 
 
 def _png(figure: Figure) -> bytes:
