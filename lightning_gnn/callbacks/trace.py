@@ -135,13 +135,15 @@ class CommunicationTrace(pl.Callback):
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         folder = trainer.log_dir or trainer.default_root_dir  # asked for by all ranks
         path = Path(folder) / "trace.json" if self.path is None else Path(self.path)
-        # Ranks of several machines agree on the time of day only.
+        world = trainer.strategy.world  # type: ignore[attr-defined]
+        # Ranks of several machines agree on the time of day only, whose seconds are too many for fractions of a microsecond.
         ahead = time.time() - time.perf_counter()
+        ahead -= world.broadcast_object(ahead)
         own = [
             (track, replace(span, began=span.began + ahead, ended=span.ended + ahead)) for track, span in self._spans
         ]
         self._spans = []
-        everyone = trainer.strategy.world.all_gather_object(own)  # type: ignore[attr-defined]
+        everyone = world.all_gather_object(own)
         if trainer.is_global_zero and any(everyone):
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_text(json.dumps(chrome_trace(everyone)))
