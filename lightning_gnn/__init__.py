@@ -4,6 +4,8 @@ Importing this package registers the strategies: ``Trainer(strategy="dgcl")``.
 """
 
 from lightning_gnn.callbacks.cache import AdaptiveThreshold, LargestChanges
+from lightning_gnn.callbacks.monitor import CommunicationMonitor
+from lightning_gnn.callbacks.trace import CommunicationTrace
 from lightning_gnn.comparing import compare
 from lightning_gnn.datamodules import GraphDataModule, planted_partition, split_edges
 from lightning_gnn.modules import LinkPredictor, NodeClassifier
@@ -41,6 +43,8 @@ __all__ = [
     "ClusterAllReduceStrategy",
     "CommNet",
     "CommNetConv",
+    "CommunicationMonitor",
+    "CommunicationTrace",
     "DGCLStrategy",
     "DistributedEmbedding",
     "GNNStrategy",

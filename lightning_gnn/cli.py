@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sys
 
 import lightning as L
@@ -9,6 +10,7 @@ from lightning.pytorch.cli import LightningCLI, SaveConfigCallback
 from typing_extensions import override
 
 import lightning_gnn  # noqa: F401  registers the strategies
+from lightning_gnn.callbacks.loggers import log_config
 from lightning_gnn.commands.compare import compare
 from lightning_gnn.commands.doctor import doctor
 from lightning_gnn.commands.parser import Parser, check_names, did_you_mean
@@ -47,12 +49,18 @@ All options of a command: lightning-gnn COMMAND --help
 
 
 class SaveConfig(SaveConfigCallback):
-    """Keeps the run's configuration beside its logs; without a logger there is no folder of the run, and nothing is kept."""
+    """Keeps the run's configuration with its logs; without a logger there is no folder of the run, and nothing is kept."""
 
     @override
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
         if trainer.loggers:
+            # A logger without a folder per run, as W&B's, would have it in the working directory.
+            self.save_to_log_dir = hasattr(type(trainer.loggers[0]), "log_dir")
             super().setup(trainer, pl_module, stage)
+
+    @override
+    def save_config(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
+        log_config(trainer, json.loads(self.parser.dump(self.config, format="json")))
 
 
 class TrainerCLI(LightningCLI):

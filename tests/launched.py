@@ -51,11 +51,10 @@ def new_trainer(strategy: str, devices: int, **options) -> L.Trainer:
         devices=devices,
         num_nodes=int(sys.argv[4]) if len(sys.argv) > 4 and devices > 1 else 1,
         accelerator="cpu",
-        logger=False,
         enable_checkpointing=False,
         enable_progress_bar=False,
         enable_model_summary=False,
-        **options,
+        **{"logger": False, **options},
     )
 
 

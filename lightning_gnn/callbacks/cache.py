@@ -6,9 +6,9 @@ from dataclasses import dataclass
 from typing import Literal
 
 import lightning.pytorch as pl
-import torch
 from typing_extensions import override
 
+from lightning_gnn.callbacks.loggers import log_values
 from lightning_gnn.comm.cache import LargestChangesCache, MessageCache, Sent
 from lightning_gnn.comm.group import World
 
@@ -158,8 +158,4 @@ class CacheSchedule(pl.Callback):
             values[f"comm/sent_fraction/{layer}/{direction}"] = (
                 kept.rows / kept.of if kept.of else 1.0
             )  # an exact epoch
-        trainer.callback_metrics.update(
-            {name: torch.tensor(value, dtype=torch.float64) for name, value in values.items()}
-        )
-        for logger in trainer.loggers:
-            logger.log_metrics(values, step=trainer.global_step)
+        log_values(trainer, values)

@@ -1,37 +1,71 @@
-"""Communication as logged metrics."""
+"""Communication, throughput and waiting as logged metrics."""
 
 from __future__ import annotations
 
+import json
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any
+
 import lightning.pytorch as pl
 import torch
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from typing_extensions import override
 
+from lightning_gnn.callbacks.loggers import log_files, log_values, uploads
+from lightning_gnn.callbacks.waiting import PartSize, explain_waiting
 from lightning_gnn.comm.coded import CodedWire
 from lightning_gnn.comm.group import World
 from lightning_gnn.comm.traffic import Meter, Traffic
 
+ByLayer = Mapping[tuple[str, str], Traffic]
+"""Traffic of one rank by (layer, direction)."""
+
+ENOUGH_S, ENOUGH_EPOCHS = 1.0, 2
+"""So much of a run, after its first epoch, tells who waits."""
+
 
 class CommunicationMetrics(pl.Callback):
-    """Logs what the ranks exchanged in each training epoch; every `lightning_gnn` strategy brings one.
+    """Logs what the ranks did in each training epoch; every strategy whose ranks exchange rows brings one.
 
     ``comm/bytes_sent``: payload bytes of graph traffic sent by all ranks, forward and backward, since the last training
     epoch ended (so that a validation epoch in between counts too). ``comm/halo_rows``: rows sent by all ranks.
-    ``comm/seconds``: the longest time that a rank spent in it. With a codec ``codec/error``: the error of all that was encoded,
-    sqrt(sum of squared errors / sum of squares).
+    ``comm/seconds``: the longest time that a rank spent in it. ``comm/waited_share``: the largest share of the time of training
+    steps that a rank waited for others; not of CUDA ranks, whose devices wait. With a codec ``codec/error``: the error of all
+    that was encoded, sqrt(sum of squared errors / sum of squares).
+
+    ``throughput/nodes_per_s``, ``throughput/edges_per_s``: nodes and edges of all batches, of all ranks, over the time of the
+    slowest rank, without validation.
+
+    Warns once, early in a run, if a rank waits too much, and names the one that it waits for. What was sent by whom to whom in
+    the last epoch is kept by the loggers as ``communication.json``.
 
     Args:
         meter: where the strategy counts.
         world: the ranks.
+        parts: how much each rank has.
 
     Attributes:
         by_layer: this rank's traffic of the last epoch by (layer, direction).
         epoch: its sum.
     """
 
-    def __init__(self, meter: Meter, world: World) -> None:
-        self._meter, self._world = meter, world
-        self.by_layer: dict[tuple[str, str], Traffic] = {}
+    def __init__(self, meter: Meter, world: World, parts: Sequence[PartSize]) -> None:
+        self._meter, self._world, self._parts = meter, world, parts
+        self.by_layer: ByLayer = {}
         self.epoch = Traffic()
+        self._epochs, self._warned = 0, False
+        self._all_waited, self._all_seconds = torch.zeros(world.size, dtype=torch.float64), 0.0
+        self._begin_epoch()
+
+    def _begin_epoch(self) -> None:
+        self._nodes = self._edges = 0
+        self._seconds = self._waited = 0.0
+        self._pause()
+
+    def _pause(self) -> None:
+        """Leaves out what has passed since the last batch."""
+        self._since, self._waited_since = time.perf_counter(), self._world.waited_s or 0.0
 
     def _codec_squares(self) -> tuple[float, ...]:
         """Returns the sums of squares of errors and numbers since the last call; nothing without a codec."""
@@ -44,17 +78,99 @@ class CommunicationMetrics(pl.Callback):
         self._meter.take()  # what the sanity check sent belongs to no epoch
 
     @override
+    def on_train_epoch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self._begin_epoch()
+
+    @override
+    def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self._pause()
+
+    @override
+    def on_train_batch_end(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        self._seconds += time.perf_counter() - self._since
+        self._waited += (self._world.waited_s or 0.0) - self._waited_since
+        owned = getattr(batch, "num_owned", None)
+        self._nodes += getattr(batch, "num_nodes", 0) if owned is None else owned
+        self._edges += getattr(batch, "num_edges", 0)
+        self._pause()
+
+    @override
     def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self.by_layer = self._meter.take()
         self.epoch = sum(self.by_layer.values(), Traffic())
-        own = [float(self.epoch.bytes_sent), float(self.epoch.rows), self.epoch.seconds, *self._codec_squares()]
+        own = [float(self.epoch.bytes_sent), float(self.epoch.rows), self.epoch.seconds]
+        own += [self._seconds, self._waited, float(self._nodes), float(self._edges), *self._codec_squares()]
         mine = torch.tensor(own, dtype=torch.float64, device=self._world.device)
         everyone = self._world.all_gather(mine, "Communication metrics").cpu()
         total, longest = everyone.sum(0), everyone.amax(0)
-        values = {"comm/bytes_sent": total[0], "comm/halo_rows": total[1], "comm/seconds": longest[2]}
-        if len(own) > 3:
-            values["codec/error"] = (total[3] / total[4]).sqrt() if total[4] else torch.zeros_like(total[4])
-        # Past `self.log`, which would reduce over ranks what is global already, at a millisecond an epoch.
-        trainer.callback_metrics.update(values)
-        for logger in trainer.loggers:
-            logger.log_metrics({name: float(value) for name, value in values.items()}, step=trainer.global_step)
+        seconds = longest[3].clamp(min=1e-9)
+        values = {
+            "comm/bytes_sent": total[0],
+            "comm/halo_rows": total[1],
+            "comm/seconds": longest[2],
+            "throughput/nodes_per_s": total[5] / seconds,
+            "throughput/edges_per_s": total[6] / seconds,
+        }
+        if self._world.waited_s is not None:
+            values["comm/waited_share"] = longest[4] / seconds
+            self._watch(everyone[:, 4], float(seconds))
+        if len(own) > 7:
+            values["codec/error"] = (total[7] / total[8]).sqrt() if total[8] else torch.zeros_like(total[8])
+        log_values(trainer, values)
+
+    def _watch(self, waited: torch.Tensor, seconds: float) -> None:
+        """Warns once of ranks that wait too much; the first epoch, in which much is made, does not count."""
+        self._epochs += 1
+        if self._warned or self._world.size == 1 or self._epochs == 1:
+            return
+        self._all_waited += waited
+        self._all_seconds += seconds
+        if self._all_seconds < ENOUGH_S or self._epochs <= ENOUGH_EPOCHS:
+            return
+        found = explain_waiting(self._all_waited.tolist(), self._all_seconds, self._parts)
+        if found is not None:
+            self._warned = True
+            rank_zero_warn(found)
+
+    def everyones(self) -> list[ByLayer]:
+        """Returns the traffic of all ranks in the last epoch, ``[P]``; all ranks call it."""
+        return self._world.all_gather_object(self.by_layer)
+
+    @override
+    def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        if not trainer.loggers or self._world.size == 1:
+            return
+        everyone = self.everyones()
+        if trainer.is_global_zero and any(everyone):
+            files: dict[str, Any] = {"communication.json": json.dumps(traffic_table(everyone), indent=1) + "\n"}
+            if uploads(trainer):
+                from lightning_gnn.callbacks.pictures import draw_traffic
+
+                files["communication.png"] = draw_traffic(everyone, "Last epoch")
+            log_files(trainer, "communication", files)
+
+
+def traffic_table(everyone: Sequence[ByLayer]) -> list[dict[str, Any]]:
+    """Returns the traffic of all ranks, plain values, a row for each layer, direction and rank.
+
+    Args:
+        everyone: of each rank, ``[P]``.
+    """
+    keys = dict.fromkeys(key for by_layer in everyone for key in by_layer)
+    return [
+        {
+            "layer": layer,
+            "direction": direction,
+            "rank": rank,
+            "bytes_sent": sent.bytes_sent,
+            "messages": sent.messages,
+            "rows": sent.rows,
+            "seconds": sent.seconds,
+            "bytes_to": {str(peer): count for peer, count in sorted(sent.to.items())},
+        }
+        for layer, direction in keys
+        for rank, by_layer in enumerate(everyone)
+        if (sent := by_layer.get((layer, direction))) is not None
+    ]

@@ -8,6 +8,7 @@ import lightning.pytorch as pl
 import torch
 from typing_extensions import override
 
+from lightning_gnn.callbacks.loggers import log_values
 from lightning_gnn.comm.group import World
 from lightning_gnn.sampling.loader import SampledBatches
 
@@ -43,6 +44,4 @@ class SamplingMetrics(pl.Callback):
         if stores[0].requests is not None:
             values["sampling/remote_bytes"] = total[4]
             values["sampling/cache_hit_rate"] = total[3] / total[2].clamp(min=1)
-        trainer.callback_metrics.update(values)
-        for logger in trainer.loggers:
-            logger.log_metrics({name: float(value) for name, value in values.items()}, step=trainer.global_step)
+        log_values(trainer, values)

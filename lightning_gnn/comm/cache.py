@@ -154,7 +154,7 @@ class CachedExchange(HaloExchange):
             ) from error
         active, of = channel.num_active, len(out)
         self._cache.record(layer, self.meter.direction(direction), active, of)
-        traffic = Traffic(sum(data.numel() for _, data in messages), len(messages), active)
+        traffic = Traffic.of(((peer, data.numel()) for peer, data in messages), active)
 
         def start() -> Callable[[], None]:
             wait = self.world.wire.start_varied(messages, [peer for peer, count in enumerate(into_counts) if count])

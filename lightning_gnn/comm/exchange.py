@@ -63,7 +63,7 @@ def start_counted(
         wait = start()
     except PeerError as error:
         raise exchange_error(world, error, layer, direction) from error
-    traffic.seconds = time.perf_counter() - began
+    traffic.seconds = meter.since(began, "send", layer, direction)
 
     def finish() -> T:
         began = time.perf_counter()
@@ -71,7 +71,7 @@ def start_counted(
             result = wait()
         except PeerError as error:
             raise exchange_error(world, error, layer, direction) from error
-        traffic.seconds += time.perf_counter() - began
+        traffic.seconds += meter.since(began, "wait", layer, direction)
         meter.record(layer, direction, traffic)
         return result
 
@@ -159,9 +159,10 @@ class RowExchange(ABC):
         began: float,
     ) -> Callable[[], None]:
         """Starts one message to and from every peer that has rows to exchange; returns the function that waits."""
-        traffic = Traffic(
-            bytes_sent=self.world.wire.message_bytes(out), messages=sum(map(bool, out_counts)), rows=sum(out_counts)
-        )
+        rows = sum(out_counts)
+        row_bytes = self.world.wire.message_bytes(out) // max(rows, 1)
+        sent = ((peer, count * row_bytes) for peer, count in enumerate(out_counts) if count)
+        traffic = Traffic.of(sent, rows)
 
         def start() -> Callable[[], None]:
             return self.world.wire.start(out, out_counts, into, into_counts)

@@ -152,16 +152,13 @@ class Talk:
     def start(self, sends: list[tuple[int, Tensor]], receives: list[tuple[int, Tensor]]) -> Callable[[], None]:
         """Starts messages; returns the function that waits for them. Call :meth:`end` if it is not called."""
         began = time.perf_counter()
-        traffic = Traffic(
-            bytes_sent=sum(self._world.wire.message_bytes(rows) for _, rows in sends),
-            messages=len(sends),
-            rows=sum(len(rows) for _, rows in sends),
-        )
+        sent = ((peer, self._world.wire.message_bytes(rows)) for peer, rows in sends)
+        traffic = Traffic.of(sent, sum(len(rows) for _, rows in sends))
         try:
             wait = self._world.wire.start_each(sends, receives)
         except PeerError as error:
             raise exchange_error(self._world, error, self._layer, self._direction) from error
-        traffic.seconds = time.perf_counter() - began
+        traffic.seconds = self._meter.since(began, "send", self._layer, self._direction)
         self._meter.record(self._layer, self._direction, traffic)
 
         def finish() -> None:
@@ -172,7 +169,8 @@ class Talk:
                 wait()
             except PeerError as error:
                 raise exchange_error(self._world, error, self._layer, self._direction) from error
-            self._meter.record(self._layer, self._direction, Traffic(seconds=time.perf_counter() - began))
+            seconds = self._meter.since(began, "wait", self._layer, self._direction)
+            self._meter.record(self._layer, self._direction, Traffic(seconds=seconds))
 
         self._open.append(finish)
         return finish

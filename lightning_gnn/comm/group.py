@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import socket
+import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -107,6 +108,7 @@ class World:
         self.wire: Wire | CodedWire = Wire(size, self.graph_group, self._memory, timeout, device)
         apart = size > 1 and not self.wire.all_local
         self.gradient_group = dist.new_group(timeout=timeout, backend=self.backend) if apart else None
+        self._waited_s = 0.0
         self.closed = False
 
     def ranks_here(self) -> list[int]:
@@ -137,6 +139,20 @@ class World:
         attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
         return dist.PrefixStore(f"lightning_gnn/{attempt}/{_groups_made[key]}", _stores[key])
 
+    @property
+    def waited_s(self) -> float | None:
+        """Seconds that this rank has waited for others until now; None for CUDA ranks, where queues on the device wait."""
+        if self.backend == "nccl":
+            return None
+        return self._waited_s + self.wire.waited_s + (0.0 if self._memory is None else self._memory.waited_s)
+
+    @contextmanager
+    def _waiting(self) -> Iterator[None]:
+        """Counts a collective of torch's, in which ranks mostly wait."""
+        began = time.perf_counter()
+        yield
+        self._waited_s += time.perf_counter() - began
+
     @contextmanager
     def _naming(self, operation: str) -> Iterator[None]:
         """Says in errors what was going on."""
@@ -165,7 +181,8 @@ class World:
                 total += part
             tensor.copy_(total)
         else:
-            dist.all_reduce(tensor)
+            with self._waiting():
+                dist.all_reduce(tensor)
 
     def start_all_reduce_(self, tensor: Tensor, operation: str) -> Callable[[], None]:
         """Starts to sum `tensor` over all ranks in place; returns the function that waits.
@@ -183,7 +200,7 @@ class World:
             request = dist.all_reduce(tensor, group=self.gradient_group, async_op=True)
 
         def wait() -> None:
-            with self._naming(operation):
+            with self._naming(operation), self._waiting():
                 request.wait()
 
         return wait
@@ -196,7 +213,8 @@ class World:
             if self.wire.all_local:
                 return torch.stack(self.wire.gather(tensor))
             out = tensor.new_empty((self.size, *tensor.shape))
-            dist.all_gather(list(out.unbind(0)), tensor.contiguous())
+            with self._waiting():
+                dist.all_gather(list(out.unbind(0)), tensor.contiguous())
             return out
 
     def all_gather_rows(self, rows: Tensor, counts: Sequence[int]) -> Tensor:

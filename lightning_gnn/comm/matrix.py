@@ -224,6 +224,10 @@ class _Reversed(Meter):
     def record(self, layer: str, direction: str, traffic: Traffic) -> None:
         self._meter.record(layer, self.direction(direction), traffic)
 
+    @override
+    def since(self, began: float, what: str, layer: str, direction: str) -> float:
+        return self._meter.since(began, what, layer, self.direction(direction))
+
 
 def _nothing() -> None:
     pass

@@ -20,6 +20,7 @@ from lightning_gnn.comm.group import World
 from lightning_gnn.comm.shared_memory import PeerError
 from lightning_gnn.comm.traffic import Meter
 from lightning_gnn.kernels import add_rows, take_rows
+from lightning_gnn.planning.plan import Plan
 from lightning_gnn.planning.relation import Ids
 from lightning_gnn.planning.tables import RankPlan
 
@@ -96,12 +97,13 @@ class PlannedExchange(RowExchange):
         plan: this rank's part of a plan that all ranks follow.
         world: the ranks.
         meter: where traffic is counted, relayed rows included.
+        route: the plan of all ranks, where it is kept to be shown.
     """
 
-    def __init__(self, plan: RankPlan, world: World, meter: Meter) -> None:
+    def __init__(self, plan: RankPlan, world: World, meter: Meter, route: Plan | None = None) -> None:
         idle = all(stage.idle for stage in plan.forward)
         super().__init__(plan.num_owned, plan.num_halo, idle, world, meter)
-        self.num_relayed = plan.num_relayed
+        self.num_relayed, self.route = plan.num_relayed, route
         owned, device = plan.num_owned, world.device
         forward = [stage for stage in plan.forward if not stage.idle]
         arriving = np.concatenate([np.empty(0, np.int64), *(rows for stage in forward for rows in stage.receives)])

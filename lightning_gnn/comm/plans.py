@@ -81,4 +81,5 @@ def make_exchange(
     trees = world.broadcast_object(trees)
     if trees is None:
         return HaloExchange(rows, world, meter)
-    return PlannedExchange(rank_plan(Plan("spst", relation, *trees), world.rank), world, meter)
+    route = Plan("spst", relation, *trees)
+    return PlannedExchange(rank_plan(route, world.rank), world, meter, route if world.rank == 0 else None)

@@ -98,12 +98,12 @@ class AnyRows:
         began, peers = time.perf_counter(), [peer for peer in range(size) if peer != rank]
         # Their number goes first, so that no message is empty.
         questions = [(peer, torch.cat([wanted[peer].new_tensor([counts[peer]]), wanted[peer]])) for peer in peers]
-        traffic = Traffic(sum(each.nbytes for _, each in questions), len(questions))
+        traffic = Traffic.of((peer, each.nbytes) for peer, each in questions)
         try:
             found = self._world.wire.start_varied([(peer, each.view(torch.uint8)) for peer, each in questions], peers)()
         except PeerError as error:
             raise exchange_error(self._world, error, layer, "question") from error
-        traffic.seconds = time.perf_counter() - began
+        traffic.seconds = self._meter.since(began, "wait", layer, "forward")
         self._meter.record(layer, "forward", traffic)
         return _Wanted(counts, wanted[rank], {peer: found[peer].view(torch.int64)[1:] for peer in peers})
 
@@ -142,8 +142,8 @@ class AnyRows:
         began, wire = time.perf_counter(), self._world.wire
         sends = [(peer, rows) for peer, rows in sends if rows.numel()]
         receives = [(peer, rows) for peer, rows in receives if rows.numel()]
-        sent = sum(wire.message_bytes(rows) for _, rows in sends)
-        traffic = Traffic(sent, len(sends), sum(len(rows) for _, rows in sends))
+        sent = ((peer, wire.message_bytes(rows)) for peer, rows in sends)
+        traffic = Traffic.of(sent, sum(len(rows) for _, rows in sends))
         return start_counted(
             lambda: wire.start_each(sends, receives), traffic, began, self._world, self._meter, layer, direction
         )

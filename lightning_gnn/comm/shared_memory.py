@@ -99,6 +99,7 @@ class SharedMemory:
 
     Attributes:
         peers: the other ranks that are reachable, ascending.
+        waited_s: seconds that this rank has waited for others until now.
 
     Messages between two ranks arrive in the order in which they are posted. Data is written into :meth:`scratch` memory or
     copied there, posted, and copied out by the receiver; scratch is taken again when its receivers have said so.
@@ -106,6 +107,7 @@ class SharedMemory:
 
     def __init__(self, rank: int, exchange_objects: Callable[[Any], list[Any]], timeout_s: float) -> None:
         self.rank, self._timeout_s = rank, timeout_s
+        self.waited_s = 0.0
         key = machine_key()
         size = 0
         self._control: _Segment | None = None
@@ -202,6 +204,7 @@ class SharedMemory:
                     raise PeerError(peer, f"rank {peer} has ended")
                 if now - began > self._timeout_s:
                     raise PeerError(peer, f"nothing from rank {peer} within {self._timeout_s:.0f} s")
+        self.waited_s += time.perf_counter() - began
 
     def _is_gone(self, peer: int) -> bool:
         if self._tables[peer][self.rank, _CLOSED]:

@@ -62,7 +62,7 @@ class SwapExchange(HaloExchange):
                 traffic = Traffic(bytes_sent=x.numel() * x.element_size(), messages=1, rows=len(x))
         except PeerError as error:
             raise self._failed(error, layer, "forward") from error
-        traffic.seconds = time.perf_counter() - began
+        traffic.seconds = self.meter.since(began, "send", layer, "forward")
 
         def finish() -> None:
             began = time.perf_counter()
@@ -73,7 +73,7 @@ class SwapExchange(HaloExchange):
                             take_rows(block.view(x.dtype).view(-1, *x.shape[1:]), rows, part)
             except PeerError as error:
                 raise self._failed(error, layer, "forward") from error
-            traffic.seconds += time.perf_counter() - began
+            traffic.seconds += self.meter.since(began, "wait", layer, "forward")
             self.meter.record(layer, "forward", traffic)
 
         return finish

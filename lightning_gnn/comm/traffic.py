@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
 
@@ -17,6 +19,18 @@ class Traffic:
     """Node rows sent to other ranks."""
     seconds: float = 0.0
     """Wall seconds spent in packing, sending and waiting (not those hidden behind computation)."""
+    to: Mapping[int, int] = field(default_factory=dict)
+    """Of the bytes, those for each rank; none for rows that are left in memory for all to read."""
+
+    @classmethod
+    def of(cls, messages: Iterable[tuple[int, int]], rows: int = 0) -> Traffic:
+        """Returns the traffic of some messages, a rank and bytes for it each, of so many rows in all."""
+        to: dict[int, int] = {}
+        count = 0
+        for peer, num_bytes in messages:
+            to[peer] = to.get(peer, 0) + num_bytes
+            count += 1
+        return cls(sum(to.values()), count, rows, to=to)
 
     def __add__(self, other: Traffic) -> Traffic:
         return Traffic(
@@ -24,7 +38,25 @@ class Traffic:
             self.messages + other.messages,
             self.rows + other.rows,
             self.seconds + other.seconds,
+            {peer: self.to.get(peer, 0) + other.to.get(peer, 0) for peer in {**self.to, **other.to}},
         )
+
+
+@dataclass(frozen=True)
+class Span:
+    """A stretch of time in which a rank exchanged rows.
+
+    Attributes:
+        what: ``"send"`` for packing and starting messages, ``"wait"`` for waiting for them and taking them in.
+        layer, direction: whose rows.
+        began, ended: by ``time.perf_counter``.
+    """
+
+    what: str
+    layer: str
+    direction: str
+    began: float
+    ended: float
 
 
 @dataclass
@@ -32,6 +64,8 @@ class Meter:
     """Traffic of one rank by (layer, direction); direction is ``"forward"`` or ``"backward"``."""
 
     by_layer: dict[tuple[str, str], Traffic] = field(default_factory=dict)
+    spans: list[Span] | None = None
+    """Where stretches of time are kept, one by one; None while nobody wants them."""
 
     def direction(self, direction: str) -> str:
         """Returns the direction of the pass that messages in `direction` of an exchange belong to."""
@@ -40,6 +74,13 @@ class Meter:
     def record(self, layer: str, direction: str, traffic: Traffic) -> None:
         """Adds `traffic` to what this layer has sent in this direction."""
         self.by_layer[layer, direction] = self.by_layer.get((layer, direction), Traffic()) + traffic
+
+    def since(self, began: float, what: str, layer: str, direction: str) -> float:
+        """Returns the seconds since `began`, by ``time.perf_counter``; see :class:`Span` for the rest."""
+        ended = time.perf_counter()
+        if self.spans is not None:
+            self.spans.append(Span(what, layer, direction, began, ended))
+        return ended - began
 
     def total(self) -> Traffic:
         """Returns the sum over layers and directions."""

@@ -107,7 +107,9 @@ class Wire(Sends):
         self, size: int, group: Any, memory: SharedMemory | None, timeout: timedelta, device: torch.device
     ) -> None:
         self._device = device
-        self._group, self._memory, self._timeout = group, memory, timeout
+        self._group, self._memory, self.timeout = group, memory, timeout
+        self.waited_s = 0.0
+        """Seconds that this rank has waited for messages from other machines until now, and for what it sent there."""
         self._local = set(memory.peers) if memory is not None else set()
         self.all_local = len(self._local) == size - 1
         self._nccl = dist.get_backend(group) == "nccl"
@@ -140,7 +142,7 @@ class Wire(Sends):
             if peer not in self._local
         ]
         works: list[Any] = dist.batch_isend_irecv(remote) if remote else []
-        requests = [_Request(work, op.peer, self._timeout) for work, op in zip(works, remote)]
+        requests = [_Request(work, op.peer, self) for work, op in zip(works, remote)]
         if self._memory is not None:
             self._leaving = [request for request in self._leaving if not request.done]
             self._leaving += [request for request, op in zip(requests, remote) if op.op is dist.isend]
@@ -256,8 +258,8 @@ class Wire(Sends):
 class _Request:
     """A message of gloo that is waited for once, whoever asks first."""
 
-    def __init__(self, work: Any, peer: int, timeout: timedelta) -> None:
-        self._work, self._peer, self._timeout = work, peer, timeout
+    def __init__(self, work: Any, peer: int, wire: Wire) -> None:
+        self._work, self._peer, self._wire = work, peer, wire
         self.done = False
 
     def wait(self) -> None:
@@ -266,10 +268,11 @@ class _Request:
             return
         self.done, began = True, time.perf_counter()
         try:
-            self._work.wait(self._timeout)
+            self._work.wait(self._wire.timeout)
         except RuntimeError as error:
             waited = time.perf_counter() - began
             raise PeerError(self._peer, f"nothing to or from rank {self._peer} for {waited:.1f} s ({error})") from error
+        self._wire.waited_s += time.perf_counter() - began
 
 
 def _as_bytes(rows: Tensor) -> Tensor:

@@ -20,6 +20,7 @@ from lightning.pytorch.trainer.states import TrainerFn
 from torch.utils._pytree import tree_map
 from typing_extensions import override
 
+from lightning_gnn.callbacks.loggers import begin_runs
 from lightning_gnn.comm.meetings import store_for_children
 from lightning_gnn.launching.failures import GRACE_S, Failure, Reporter, end_with_parent
 from lightning_gnn.launching.supervisor import Child, Supervisor
@@ -65,6 +66,8 @@ class ProcessLauncher(_Launcher):
         # Threads that the check starts do not come along in a fork, and waiting for them would hang.
         strategy.before_ranks_start(trainer, (*args, *kwargs.values()), self_check=self._start_method == "spawn")
         os.environ["MASTER_PORT"] = str(environment.main_port)  # chosen once, here
+        if trainer is not None:
+            begin_runs(trainer)
         random_states = _collect_rng_states() if self._start_method == "spawn" else None
         survives = strategy.scheme.survives_lost_ranks
         supervisor, store = Supervisor([], survives), ExitStack()

@@ -132,6 +132,8 @@ class ScriptLauncher(_Launcher):
                     "LOCAL_RANK": str(local_rank),
                     PARENT: str(os.getpid()),
                     REPORT: f"{rank} {_size} {writer.fileno()}",
+                    # A script's own wandb.init() gives the sweep's choice here too, and makes no second run.
+                    "WANDB_MODE": "disabled",
                 },
                 pass_fds=(writer.fileno(),),
             )

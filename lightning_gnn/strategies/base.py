@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import os
 from abc import ABC, abstractmethod
 from collections.abc import Generator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from datetime import timedelta
 from functools import partial
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import lightning.pytorch as pl
 import numpy as np
@@ -19,12 +20,14 @@ from lightning.fabric.utilities.rank_zero import rank_zero_only as fabric_rank_z
 from lightning.pytorch.accelerators import Accelerator
 from lightning.pytorch.plugins import Precision
 from lightning.pytorch.strategies import ParallelStrategy
+from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_only, rank_zero_warn
 from torch import Tensor
 from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_gnn.callbacks.communication import CommunicationMetrics
+from lightning_gnn.callbacks.loggers import log_config, log_files, uploads
 from lightning_gnn.checks.memory import available_bytes, least_bytes
 from lightning_gnn.checks.self_check import STAGES, SelfCheck, self_check
 from lightning_gnn.comm.codec import CodecName, make_codec
@@ -49,6 +52,10 @@ from lightning_gnn.strategies.gradients import GradientSum
 from lightning_gnn.strategies.heap import keeping_freed_memory
 from lightning_gnn.strategies.logs import GlobalLogs
 from lightning_gnn.strategies.metrics import StandInMetrics
+from lightning_gnn.strategies.run_config import part_sizes, partition_report, run_config
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 Predictions = Literal["all", "rank0", "shards"]
 
@@ -98,6 +105,14 @@ class Scheme(ABC):
     def callbacks(self, world: World) -> Sequence[pl.Callback]:
         """Returns callbacks for a run whose ranks are `world`; asked for once the model is bound."""
         return ()
+
+    def followed(self) -> dict[str, Any]:
+        """Returns what rows follow, as plain values for loggers; known once the model is bound. Nothing if arguments tell."""
+        return {}
+
+    def picture(self, shard: Shard) -> Figure | None:
+        """Returns a picture of what :meth:`followed` tells of; None for no picture. On one rank."""
+        return None
 
     def state_dict(self) -> dict[str, Any]:
         """Returns what a checkpoint keeps, plain values."""
@@ -371,8 +386,10 @@ class GNNStrategy(ParallelStrategy):
         self._gradients = GradientSum(self.world, [p for p in module.parameters() if p.requires_grad])
         self._logs = GlobalLogs(module, self.world)
         self._metrics = StandInMetrics(module, self.world)
-        self._callbacks = [CommunicationMetrics(self.meter, self.world), *self.scheme.callbacks(self.world)]
+        metrics = CommunicationMetrics(self.meter, self.world, part_sizes(shard))
+        self._callbacks = [metrics, *self.scheme.callbacks(self.world)]
         trainer.callbacks[:0] = self._callbacks  # type: ignore[attr-defined]
+        self._log_plan(trainer, shard)
 
     def _check_model(self, module: torch.nn.Module, types: Types) -> None:
         """Raises :class:`UnsupportedModelError` for a model that cannot run on such a graph; on every rank."""
@@ -415,7 +432,24 @@ class GNNStrategy(ParallelStrategy):
                 f"The ranks hold parts of different partitions (digests {digests}): machines with stores of their own have "
                 "partitioned differently. Put the store on a file system that all share, GraphDataModule(store=...)."
             )
+        self._log_run(trainer, shard)
         return shard
+
+    def _log_run(self, trainer: pl.Trainer, shard: Shard) -> None:
+        """Tells the loggers what is trained, on which parts of which graph."""
+        log_config(trainer, run_config(self, shard))
+        if trainer.is_global_zero and trainer.state.fn == TrainerFn.FITTING and self.world_size > 1:
+            log_files(trainer, "partition", partition_report(shard, uploads(trainer)))
+
+    def _log_plan(self, trainer: pl.Trainer, shard: Shard) -> None:
+        """Tells the loggers what rows follow in this run."""
+        followed = self.scheme.followed()
+        if followed:
+            log_config(trainer, {"plan": followed})
+        if trainer.is_global_zero and trainer.state.fn == TrainerFn.FITTING and uploads(trainer):
+            picture = self.scheme.picture(shard)
+            if picture is not None:
+                log_files(trainer, "plan", {"plan.json": json.dumps(followed, indent=1) + "\n", "plan.png": picture})
 
     def _check_data(self, data: Any) -> GraphDataModule:
         if not isinstance(data, GraphDataModule):

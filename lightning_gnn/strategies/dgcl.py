@@ -7,13 +7,14 @@ is exchanged), 5 (plans), 6 (how ranks follow them) and 7.1 (swap, DGCL-R).
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import numpy as np
 import torch
 from typing_extensions import override
 
 from lightning_gnn.comm.detect import detect
+from lightning_gnn.comm.exchange import RowExchange
 from lightning_gnn.comm.group import World
 from lightning_gnn.comm.plans import NO_TOPOLOGY, make_exchange
 from lightning_gnn.comm.replicated import ReplicatedExchange
@@ -24,9 +25,12 @@ from lightning_gnn.nn.bind import Binding
 from lightning_gnn.nn.context import GraphContext
 from lightning_gnn.partition.hierarchical import alike
 from lightning_gnn.partition.layout import LayoutSpec, Replicas
-from lightning_gnn.planning import Topology, find_topology
+from lightning_gnn.planning import Relation, Topology, find_topology, p2p
 from lightning_gnn.planning.presets import machines
 from lightning_gnn.strategies.base import GNNStrategy, Scheme
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 PlanName = Literal["auto", "p2p", "spst", "swap", "replicate", "dgcl_r"]
 PartitionName = Literal["auto", "flat", "hierarchical"]
@@ -71,6 +75,8 @@ class DGCLScheme(Scheme):
             )
         self.keep_constant, self.plan, self.topology = keep_constant, plan, topology
         self.partition, self.hops = partition, hops
+        self._exchange: RowExchange | None = None
+        self._between: Topology | None = None
         if plan == "swap":
             self.takes_no_codec = "With plan='swap' they read each other's where these lie. Use plan='p2p' or 'spst'."
 
@@ -112,6 +118,7 @@ class DGCLScheme(Scheme):
         plan = {"replicate": "p2p", "dgcl_r": "spst"}.get(self.plan, self.plan)
         topology = None if self.plan == "replicate" else self._topology(world)
         exchange = make_exchange(plan, topology, shard.plan, shard.halos, offsets, world, meter)  # type: ignore[arg-type]
+        self._exchange, self._between = exchange, topology
         if self.hops is not None:
             own = {shard.edges[rank]: shard.edge_counts[rank], shard.rows[rank]: shard.counts[rank]}
             exchange = ReplicatedExchange(exchange, own)
@@ -120,6 +127,29 @@ class DGCLScheme(Scheme):
         rows = AnyRows(shard.n_id, shard.counts, world, meter)
         context = GraphContext(exchange, batch.x, batch.edge_index, weight, kept_widths, self.hops, rows)
         return Binding(module, context)
+
+    @override
+    def followed(self) -> dict[str, Any]:
+        route = getattr(self._exchange, "route", None)
+        direct = self.plan if self.plan in ("swap", "replicate") else "p2p"
+        stages = {} if route is None else {"stages": route.num_stages, "rows_per_exchange": int(route.traffic.sum())}
+        topology = {} if self._between is None else {"topology": self._between.name}
+        return {"name": direct if route is None else "spst", **topology, **stages}
+
+    @override
+    def picture(self, shard: Shard) -> Figure | None:
+        topology = self._between
+        if topology is None or topology.num_devices == 1 or self.plan in ("swap", "replicate"):
+            return None
+        from lightning_gnn.planning.pictures import draw_links
+        from lightning_gnn.planning.predict import link_loads
+
+        route = getattr(self._exchange, "route", None)
+        if route is None:
+            route = p2p(Relation.from_halos(shard.halos, np.cumsum([0, *shard.rows])), topology)
+        row_bytes = shard.batch.x[:1].nbytes
+        title = f"{route.name} over {topology.name}, rows of {row_bytes:,} bytes"
+        return draw_links(link_loads(route, topology, row_bytes), topology, title)
 
     def _topology(self, ranks: int | World, num_hosts: int = 1) -> Topology | None:
         """Returns the topology of the ranks; ``"auto"`` sees machines only, where there are no ranks to ask yet."""

@@ -111,6 +111,11 @@ class SpMMScheme(ProductScheme):
             raise ValueError(f"replication is a number of ranks, at least 1 (got {replication}).")
         super().__init__(permute, keep_constant)
         self.replication, self.sparsity_aware = replication, sparsity_aware
+        self._made: ProcessGrid | None = None
+
+    @override
+    def followed(self) -> dict[str, Any]:
+        return {} if self._made is None else {"name": "products", "replication": self._made.replication}
 
     @override
     def check_ranks(self, world_size: int) -> None:
@@ -136,7 +141,7 @@ class SpMMScheme(ProductScheme):
     def make_matrix(
         self, shard: Shard, offsets: Ids, node_ids: Ids, world: World, meter: Meter
     ) -> tuple[MakeMatrix, MakeSparse | None]:
-        grid = self._grid(shard, offsets, node_ids, world)
+        grid = self._made = self._grid(shard, offsets, node_ids, world)
 
         def sparse(entries: Triples) -> SparseMatrix:
             return SparseMatrix(entries, on_grid(grid, offsets), offsets, world, meter)

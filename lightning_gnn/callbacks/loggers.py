@@ -1,0 +1,106 @@
+"""What goes to the loggers of a run beside what modules log: values, the run's configuration, pictures, and reports as files.
+
+W&B and TensorBoard show pictures; for W&B reports are artifacts of the run; for loggers with a folder, such as CSVLogger,
+pictures and reports are files in it. Other loggers get values and configuration only. All of it is written by rank 0.
+"""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import lightning.pytorch as pl
+import torch
+from lightning.pytorch.loggers import Logger, TensorBoardLogger, WandbLogger
+from torch import Tensor
+
+if TYPE_CHECKING:  # matplotlib takes its time, and most runs draw nothing
+    from matplotlib.figure import Figure
+
+
+def log_values(trainer: pl.Trainer, values: Mapping[str, float | Tensor]) -> None:
+    """Logs values that are those of all ranks already; runs on every rank.
+
+    Past ``self.log``, which would reduce over ranks what is global, at a millisecond an epoch.
+    """
+    trainer.callback_metrics.update(
+        {name: torch.as_tensor(value, dtype=torch.float64) for name, value in values.items()}
+    )
+    for logger in trainer.loggers:
+        logger.log_metrics({name: float(value) for name, value in values.items()}, step=trainer.global_step)
+
+
+def log_config(trainer: pl.Trainer, values: Mapping[str, Any]) -> None:
+    """Adds to the configuration of the run, nested plain values; runs on every rank."""
+    if trainer.is_global_zero:
+        for logger in trainer.loggers:
+            logger.log_hyperparams(dict(values))
+
+
+def begin_runs(trainer: pl.Trainer) -> None:
+    """Begins W&B's run in this process, for ranks that are started by it and end before: they write to the same run."""
+    for logger in trainer.loggers:
+        if isinstance(logger, WandbLogger):
+            _ = logger.experiment
+
+
+def uploads(trainer: pl.Trainer) -> bool:
+    """Returns whether a logger keeps pictures and reports with the run, not just on this machine."""
+    return any(isinstance(logger, WandbLogger) for logger in trainer.loggers)
+
+
+def log_picture(trainer: pl.Trainer, name: str, figure: Figure) -> None:
+    """Shows a figure in the loggers; as a file ``NAME-step=STEP.png`` for those with no more than a folder. On rank 0."""
+    step = trainer.global_step
+    for logger in trainer.loggers:
+        if isinstance(logger, WandbLogger):
+            logger.log_image(name, [_pixels(figure)], step)
+        elif isinstance(logger, TensorBoardLogger):
+            logger.experiment.add_figure(name, figure, step, close=False)
+        elif (folder := _folder(logger)) is not None:
+            file = folder / f"{name}-step={step}.png"
+            file.parent.mkdir(parents=True, exist_ok=True)
+            file.write_bytes(_png(figure))
+
+
+def log_files(trainer: pl.Trainer, name: str, files: Mapping[str, str | Figure]) -> None:
+    """Keeps a report of several files, texts or figures, by their names; in W&B as artifact ``NAME-RUN``, figures shown as well.
+
+    On rank 0.
+    """
+    content = {file: each.encode() if isinstance(each, str) else _png(each) for file, each in files.items()}
+    for logger in trainer.loggers:
+        if isinstance(logger, WandbLogger):
+            import wandb
+
+            artifact = wandb.Artifact(f"{name}-{logger.experiment.id}", type="report")
+            for file, data in content.items():
+                with artifact.new_file(file, "wb") as opened:
+                    opened.write(data)
+            logger.experiment.log_artifact(artifact)
+            for file, each in files.items():
+                if not isinstance(each, str):
+                    logger.log_image(f"report/{Path(file).stem}", [_pixels(each)], trainer.global_step)
+        elif (folder := _folder(logger)) is not None:
+            folder.mkdir(parents=True, exist_ok=True)
+            for file, data in content.items():
+                (folder / file).write_bytes(data)
+
+
+def _folder(logger: Logger) -> Path | None:
+    folder = getattr(logger, "log_dir", None)
+    return Path(folder) if isinstance(folder, str | Path) else None  # DummyLogger has everything
+
+
+def _png(figure: Figure) -> bytes:
+    file = io.BytesIO()
+    figure.savefig(file, format="png", dpi=150)
+    return file.getvalue()
+
+
+def _pixels(figure: Figure) -> Any:
+    from PIL import Image
+
+    return Image.open(io.BytesIO(_png(figure)))

@@ -1,0 +1,100 @@
+"""Pictures of parts and of what ranks sent each other. Drawn without a display.
+
+P ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
+from numpy.typing import NDArray
+
+from lightning_gnn.callbacks.communication import ByLayer
+from lightning_gnn.planning.pictures import INK, KINDS
+
+NUMBERED = 8
+"""Up to so many ranks, each cell says its bytes."""
+
+
+def traffic_matrices(everyone: Sequence[ByLayer]) -> dict[tuple[str, str], NDArray[np.int64]]:
+    """Returns by (layer, direction) the bytes that rank i sent to rank j, ``[P, P]``.
+
+    Args:
+        everyone: of each rank, ``[P]``.
+    """
+    found: dict[tuple[str, str], NDArray[np.int64]] = {}
+    for rank, by_layer in enumerate(everyone):
+        for key, sent in by_layer.items():
+            matrix = found.setdefault(key, np.zeros((len(everyone), len(everyone)), np.int64))
+            for peer, count in sent.to.items():
+                matrix[rank, peer] += count
+    return found
+
+
+def draw_traffic(everyone: Sequence[ByLayer], title: str) -> Figure:
+    """Returns a heat map for each layer and direction: who sent how many bytes to whom, all on one scale.
+
+    Args:
+        everyone: traffic of each rank, ``[P]``.
+        title: of the picture.
+    """
+    matrices = traffic_matrices(everyone)
+    layers, directions = list(dict.fromkeys(key[0] for key in matrices)), ["forward", "backward"]
+    size = max(2.6, 0.28 * len(everyone))
+    figure = Figure(figsize=(2 * size + 2, max(1, len(layers)) * size + 0.8), layout="constrained")
+    FigureCanvasAgg(figure)
+    figure.suptitle(f"{title}: bytes sent", fontsize=13, color=INK)
+    most = max((int(matrix.max()) for matrix in matrices.values()), default=0) or 1
+    factor, unit = (1e6, "MB") if most >= 1e6 else (1e3, "kB")
+    image = None
+    for row, layer in zip(figure.subplots(max(1, len(layers)), 2, squeeze=False), layers):
+        for axes, direction in zip(row, directions):
+            matrix = matrices.get((layer, direction))
+            if matrix is None:
+                axes.axis("off")
+                continue
+            image = axes.imshow(matrix / factor, cmap="YlOrRd", vmin=0, vmax=most / factor)
+            axes.set_title(f"{layer}, {direction}", fontsize=9, color=INK)
+            axes.set_xlabel("to rank", fontsize=8)
+            axes.set_ylabel("from rank", fontsize=8)
+            ticks = range(len(everyone)) if len(everyone) <= 2 * NUMBERED else range(0, len(everyone), 8)
+            axes.set_xticks(ticks)
+            axes.set_yticks(ticks)
+            axes.tick_params(labelsize=7)
+            if len(everyone) <= NUMBERED:
+                for (i, j), count in np.ndenumerate(matrix):
+                    colour = "white" if count > 0.6 * most else INK
+                    axes.text(j, i, f"{count / factor:.3g}", ha="center", va="center", fontsize=7, color=colour)
+    if image is not None:
+        figure.colorbar(image, ax=figure.axes, label=unit, shrink=0.6)
+    return figure
+
+
+def draw_parts(counts: Mapping[str, Sequence[int]], title: str) -> Figure:
+    """Returns a picture of the parts' sizes beside each other, over their averages.
+
+    Args:
+        counts: of each rank, ``[P]``, by what is counted.
+        title: of the picture.
+    """
+    num_parts = len(next(iter(counts.values())))
+    figure = Figure(figsize=(min(16.0, 3 + 0.5 * num_parts * len(counts)), 3.6), layout="constrained")
+    FigureCanvasAgg(figure)
+    axes = figure.subplots()
+    width = 0.8 / len(counts)
+    for number, (name, values) in enumerate(counts.items()):
+        average = max(1e-9, sum(values) / num_parts)
+        places = np.arange(num_parts) + (number - (len(counts) - 1) / 2) * width
+        axes.bar(places, np.array(values) / average, width, label=f"{name} ({average:,.0f})", color=KINDS[number])
+    axes.axhline(1, color=INK, lw=0.6)
+    axes.set_xlabel("part")
+    axes.set_ylabel("of the average")
+    axes.set_xticks(range(0, num_parts, max(1, num_parts // 16)))
+    figure.legend(
+        fontsize=8, frameon=False, ncols=len(counts), loc="outside lower center", title="average", title_fontsize=8
+    )
+    axes.set_title(title, fontsize=12, color=INK)
+    return figure
