@@ -94,6 +94,7 @@ def advise(
     machine: Machine,
     trainer: pl.Trainer,
     only: Sequence[Candidate] | None = None,
+    overhead: float | None = None,
     progress: Progress = lambda _: None,
 ) -> list[Advice]:
     """Returns what is predicted for each scheme: those that give the numbers of one device by time, then the others.
@@ -104,6 +105,7 @@ def advise(
         machine: what would train, with one device per rank.
         trainer: of one device, what steps find as ``self.trainer``.
         only: these schemes; by default all that so many ranks can run.
+        overhead: seconds of an epoch beside the model's; None to measure them, by a Trainer of one device.
         progress: told what is tried.
 
     Raises:
@@ -111,7 +113,7 @@ def advise(
     """
     ranks = machine.topology.num_devices
     found = []
-    overhead = _overhead_seconds()
+    overhead = _overhead_seconds() if overhead is None else overhead
     for candidate in only or list(candidates(ranks, machine.topology)):
         progress(str(candidate))
         try:
@@ -135,7 +137,7 @@ def _full_graph(
     options: dict[str, Any] = {"topology": topology} if candidate.arguments.get("plan") == "spst" else {}
     strategy = candidate.kind(**candidate.arguments, **options)
     hosts = len(topology.hosts)
-    layout = strategy.scheme.layout(ranks, hosts if ranks % hosts == 0 else 1)
+    layout, data = strategy.scheme.layout(ranks, hosts if ranks % hosts == 0 else 1), copy.copy(data)
     data.prepare_for(layout)
     cut = data.stored_cut()
     if cut.types.is_hetero:

@@ -3,6 +3,7 @@
 from lightning.pytorch.strategies import StrategyRegistry
 
 from lightning_gnn.launching import join_parent
+from lightning_gnn.strategies.auto import AutoStrategy
 from lightning_gnn.strategies.base import GNNStrategy, Scheme
 from lightning_gnn.strategies.dgcl import DGCLStrategy
 from lightning_gnn.strategies.gossip import ClusterAllReduceStrategy, GossipStrategy
@@ -25,6 +26,7 @@ for _strategy in (
     SamplingStrategy,
     GossipStrategy,
     ClusterAllReduceStrategy,
+    AutoStrategy,
 ):
     _name = _strategy.strategy_name
     for _suffix, _start_method in (("", "popen"), ("_spawn", "spawn"), ("_notebook", "fork")):
@@ -38,6 +40,7 @@ for _strategy in (
 refuse_other_lightning(_names)
 
 __all__ = [
+    "AutoStrategy",
     "CachedVertexCutStrategy",
     "ClusterAllReduceStrategy",
     "DGCLStrategy",
