@@ -28,7 +28,7 @@ from torch_geometric.nn.models import GCN
 from vertex_cut_runs import SIZES
 
 from lightning_gnn import GraphDataModule, NodeClassifier
-from lightning_gnn.advising.advice import advise, quiet_trainer
+from lightning_gnn.advising.advice import advise_on
 from lightning_gnn.advising.candidates import Candidate, candidates
 from lightning_gnn.advising.machine import Machine, available_cores
 from lightning_gnn.planning import Topology
@@ -61,7 +61,7 @@ def topology(ranks: int, inner_mbit: float) -> Topology:
 
 def tried(ranks: int, inner_mbit: float) -> list[Candidate]:
     """Returns the schemes that give the numbers of one device."""
-    found = candidates(ranks, topology(ranks, inner_mbit))
+    found = candidates(topology(ranks, inner_mbit))
     return [each for each in found if each.exact and each.arguments.get("plan") != "spst"]
 
 
@@ -69,7 +69,7 @@ def predicted(graph: str, ranks: int, inner_mbit: float) -> dict[str, Any]:
     """Returns what is predicted, by scheme."""
     cores = available_cores() // (2 if inner_mbit else 1)  # emulated hosts share them
     machine = Machine(topology(ranks, inner_mbit), cores)
-    found = advise(*workload(graph), machine, quiet_trainer(), tried(ranks, inner_mbit))
+    found = advise_on(machine, *workload(graph), only=tried(ranks, inner_mbit))
     return {str(each.candidate): each.as_dict() for each in found}
 
 

@@ -3,6 +3,8 @@
 Importing this package registers the strategies: ``Trainer(strategy="dgcl")``.
 """
 
+from lightning_gnn.advising.advice import advise
+from lightning_gnn.advising.auto import AutoStrategy
 from lightning_gnn.callbacks.cache import AdaptiveThreshold, LargestChanges
 from lightning_gnn.datamodules import GraphDataModule, planted_partition, split_edges
 from lightning_gnn.modules import LinkPredictor, NodeClassifier
@@ -36,6 +38,7 @@ __version__ = "0.1.0"
 
 __all__ = [
     "AdaptiveThreshold",
+    "AutoStrategy",
     "CachedVertexCutStrategy",
     "ClusterAllReduceStrategy",
     "CommNet",
@@ -55,6 +58,7 @@ __all__ = [
     "SpMM15DStrategy",
     "UnsupportedModelError",
     "VertexCutStrategy",
+    "advise",
     "expand",
     "fetch_rows",
     "planted_partition",

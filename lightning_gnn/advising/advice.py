@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
+from pathlib import Path
 from statistics import median
 from typing import Any
 
@@ -33,6 +34,7 @@ from lightning_gnn.datamodules.graph import GraphDataModule
 from lightning_gnn.datamodules.shards import Cut
 from lightning_gnn.datamodules.synthetic import planted_partition
 from lightning_gnn.modules import NodeClassifier
+from lightning_gnn.planning.topology import Topology
 from lightning_gnn.strategies.base import GNNStrategy
 from lightning_gnn.strategies.dgcl import DGCLStrategy
 
@@ -41,8 +43,6 @@ TRAINED_BATCHES = 6
 
 UNEVEN = 1.1
 """How much longer than the mean the slowest rank computes before it is worth a word."""
-
-Progress = Callable[[str], None]
 
 
 @dataclass(frozen=True)
@@ -90,32 +90,52 @@ class Advice:
 
 def advise(
     module: pl.LightningModule,
-    data: GraphDataModule,
-    machine: Machine,
-    trainer: pl.Trainer,
-    only: Sequence[Candidate] | None = None,
-    overhead: float | None = None,
-    progress: Progress = lambda _: None,
+    datamodule: GraphDataModule,
+    devices: int,
+    num_nodes: int = 1,
+    topology: str | Path | Topology | None = None,
+    cores: int | None = None,
+    speed: float = 1.0,
 ) -> list[Advice]:
-    """Returns what is predicted for each scheme: those that give the numbers of one device by time, then the others.
+    """Returns what an epoch would take under each scheme: first those that give the numbers of one device, the fastest first.
+
+    ::
+
+        for each in lightning_gnn.advise(module, datamodule, devices=4):
+            print(each.candidate, each.seconds, each.why)
 
     Args:
         module: untrained or not; copies of it run.
-        data: the graph; it is partitioned, and kept, as a later ``fit`` looks for it.
-        machine: what would train, with one device per rank.
-        trainer: of one device, what steps find as ``self.trainer``.
-        only: these schemes; by default all that so many ranks can run.
-        overhead: seconds of an epoch beside the model's; None to measure them, by a Trainer of one device.
-        progress: told what is tried.
+        datamodule: the graph; it is partitioned, and kept, as a later ``fit`` looks for it.
+        devices, num_nodes: as of the Trainer.
+        topology, cores, speed: of another machine than this, see :meth:`~lightning_gnn.advising.machine.Machine.of`.
 
     Raises:
-        ValueError: a graph with types, which only ``sampling`` takes, and which is not rehearsed.
+        ValueError: an argument is none of these.
     """
-    ranks = machine.topology.num_devices
-    found = []
+    return advise_on(Machine.of(devices * num_nodes, num_nodes, topology, cores, speed), module, datamodule)
+
+
+def advise_on(
+    machine: Machine,
+    module: pl.LightningModule,
+    data: GraphDataModule,
+    trainer: pl.Trainer | None = None,
+    only: Sequence[Candidate] | None = None,
+    overhead: float | None = None,
+) -> list[Advice]:
+    """Returns what :func:`advise` does, for a machine with one device per rank.
+
+    Args:
+        machine, module, data: see there.
+        trainer: what steps find as ``self.trainer``; by default one of one device.
+        only: these schemes; by default all that so many ranks can run.
+        overhead: seconds of an epoch beside the model's; None to measure them, by a Trainer of one device.
+    """
     overhead = _overhead_seconds() if overhead is None else overhead
-    for candidate in only or list(candidates(ranks, machine.topology)):
-        progress(str(candidate))
+    trainer = trainer or quiet_trainer()
+    found = []
+    for candidate in list(candidates(machine.topology)) if only is None else only:
         try:
             of = _full_graph if candidate.full_graph else _in_batches
             found.append(of(candidate, module, data, machine, trainer, overhead))

@@ -42,8 +42,9 @@ class Candidate:
         return f"{self.name} {' '.join(f'{name}={value}' for name, value in self.arguments.items())}".rstrip()
 
 
-def candidates(ranks: int, topology: Topology) -> Iterator[Candidate]:
-    """Yields what can run on so many ranks."""
+def candidates(topology: Topology) -> Iterator[Candidate]:
+    """Yields what can run on as many ranks as a topology has devices."""
+    ranks = topology.num_devices
     yield Candidate(DGCLStrategy, {"plan": "p2p"})
     if not topology.uniform:
         yield Candidate(DGCLStrategy, {"plan": "spst"})

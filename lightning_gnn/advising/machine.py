@@ -11,12 +11,18 @@ import os
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 from lightning_gnn.advising.rehearsal import Compute, Event, Send
+from lightning_gnn.planning.presets import find_topology, machines
 from lightning_gnn.planning.topology import Topology
 
 LATENCY_S = 50e-6
 """Of a message, between CPU ranks of one machine as between machines: mostly waking up who waits."""
+
+
+_FEW, _MANY = 2, 6
+"""Steps that are run one after the other: a step takes what more of them take longer."""
 
 
 def available_cores() -> int:
@@ -39,6 +45,39 @@ class Machine:
     cores: int | None = None
     speed: float = 1.0
     latency: float = LATENCY_S
+
+    @classmethod
+    def of(
+        cls,
+        ranks: int,
+        hosts: int = 1,
+        topology: str | Path | Topology | None = None,
+        cores: int | None = None,
+        speed: float = 1.0,
+    ) -> Machine:
+        """Returns this machine, or so many like it; or one of a topology, with a device for each rank.
+
+        Args:
+            ranks: of all hosts.
+            hosts: machines like this one, with equally many ranks each; of no meaning with a topology.
+            topology: a name, a JSON file, or a topology (docs/planning.md).
+            cores: that the ranks of a host share; by default this machine's, or one each with a topology.
+            speed: see :class:`Machine`.
+
+        Raises:
+            ValueError: a number that is none, an unknown topology, ranks that hosts do not share evenly.
+        """
+        if ranks < 2:
+            raise ValueError(f"advice is for several ranks (got {ranks}).")
+        if cores is not None and cores < 1:
+            raise ValueError(f"cores must be at least 1 (got {cores}).")
+        if not speed > 0:
+            raise ValueError(f"speed must be above 0 (got {speed}).")
+        if topology is not None:
+            return cls(find_topology(topology, ranks), cores, speed)
+        if ranks % hosts:
+            raise ValueError(f"{ranks} ranks are not equally many on {hosts} machines.")
+        return cls(machines([ranks // hosts] * hosts), cores or available_cores(), speed)
 
 
 @dataclass(frozen=True)
@@ -69,10 +108,12 @@ def timing(events: Sequence[Sequence[Event]], machine: Machine) -> Timing:
     Raises:
         ValueError: two ranks exchange rows and have no link.
     """
-    whole, instant = (
-        _run([[*each, *each] for each in events], machine, free) - _run(events, machine, free) for free in (False, True)
-    )
-    return Timing(whole, instant)
+
+    def of_one(free: bool) -> float:
+        few, many = (_run([list(each) * steps for each in events], machine, free) for steps in (_FEW, _MANY))
+        return (many - few) / (_MANY - _FEW)
+
+    return Timing(of_one(free=False), of_one(free=True))
 
 
 def _run(events: Sequence[Sequence[Event]], machine: Machine, free: bool) -> float:

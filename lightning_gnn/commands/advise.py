@@ -14,10 +14,11 @@ from rich.console import Console
 from rich.table import Table
 from typing_extensions import override
 
-from lightning_gnn.advising.advice import Advice, advise, quiet_trainer
-from lightning_gnn.advising.machine import Machine, available_cores
+from lightning_gnn.advising.advice import Advice, advise_on
+from lightning_gnn.advising.candidates import candidates
+from lightning_gnn.advising.machine import Machine
 from lightning_gnn.commands.graph_cli import GraphCLI, check_folder, working
-from lightning_gnn.planning.presets import PRESETS, find_topology, machines
+from lightning_gnn.planning.presets import PRESETS
 from lightning_gnn.strategies.base import Scheme
 
 USAGE = """lightning-gnn advise --config FILE [--parts N] [--topology NAME|FILE] [--cores N] [--speed X] [--json FILE]
@@ -57,27 +58,22 @@ class AdviseCLI(GraphCLI):
             default=1.0,
             help="How many times faster a device computes than a core here. (default: 1)",
         )
+        parser.add_argument(
+            "--schemes",
+            type=list[str],
+            help="Only these, such as [dgcl,spmm_15d]. (default: all that so many ranks can run)",
+        )
         parser.add_argument("--json", type=str, help="File for all numbers. (default: none is written)")
 
     @override
     def prepare(self, scheme: Scheme, parts: int) -> None:
-        config, hosts = self.config, self.config.trainer.num_nodes
-        if parts < 2:
-            raise ValueError(f"advice is for several ranks (got {parts}): give --parts.")
-        if config.cores is not None and config.cores < 1:
-            raise ValueError(f"--cores is a number of at least 1 (got {config.cores}).")
-        if not config.speed > 0:
-            raise ValueError(f"--speed is a number above 0 (got {config.speed}).")
-        cores = config.cores
-        if config.topology is not None:
-            topology = find_topology(config.topology, parts)
-        elif parts % hosts:
-            raise ValueError(
-                f"{parts} ranks are not equally many on {hosts} machines. Change --parts or trainer.num_nodes."
-            )
-        else:
-            topology, cores = machines([parts // hosts] * hosts), cores or available_cores()
-        self.machine = Machine(topology, cores, config.speed)
+        config = self.config
+        self.machine = Machine.of(parts, config.trainer.num_nodes, config.topology, config.cores, config.speed)
+        all_of_them = list(candidates(self.machine.topology))
+        self.chosen = [each for each in all_of_them if config.schemes is None or each.name in config.schemes]
+        if not self.chosen:
+            names = ", ".join(dict.fromkeys(each.name for each in all_of_them))
+            raise ValueError(f"--schemes: none of {', '.join(config.schemes)} runs on {parts} ranks; {names} do.")
         self.json = None if config.json is None else Path(config.json)
         if self.json is not None:
             check_folder("--json", self.json.parent)
@@ -92,7 +88,7 @@ def run_advise(arguments: Sequence[str]) -> None:
     console, told = Console(highlight=False, markup=False, width=width), Console(stderr=True)
     try:
         with working(told, "Rehearsing training steps"):
-            found = advise(cli.module, cli.datamodule, cli.machine, quiet_trainer())
+            found = advise_on(cli.machine, cli.module, cli.datamodule, only=cli.chosen)
     except (ValueError, RuntimeError, OSError) as error:
         sys.exit(f"error: {error}")
     if cli.json is not None:

@@ -7,12 +7,11 @@ from typing import Any
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from typing_extensions import override
 
-from lightning_gnn.advising.advice import Advice, advise
+from lightning_gnn.advising.advice import Advice, advise_on
 from lightning_gnn.advising.candidates import Candidate, candidates
 from lightning_gnn.advising.machine import Machine, available_cores
-from lightning_gnn.planning import Topology, find_topology
-from lightning_gnn.planning.presets import machines
-from lightning_gnn.strategies.base import GNNStrategy
+from lightning_gnn.planning import Topology
+from lightning_gnn.strategies import GNNStrategy, register
 from lightning_gnn.strategies.dgcl import DGCLScheme
 
 
@@ -62,11 +61,10 @@ class AutoStrategy(GNNStrategy):
         """Returns the fastest scheme, or why there is none."""
         module, ranks, hosts = self.lightning_module, self.world_size, self.num_nodes
         assert module is not None
-        topology = machines([ranks // hosts] * hosts) if self.topology is None else find_topology(self.topology, ranks)
-        machine = Machine(topology, available_cores())
-        exact = [each for each in candidates(ranks, topology) if each.exact and each.arguments.get("plan") != "spst"]
+        machine = Machine.of(ranks, hosts, self.topology, available_cores())
+        exact = [each for each in candidates(machine.topology) if each.exact and each.arguments.get("plan") != "spst"]
         data = self._check_data(getattr(module.trainer, "datamodule", None))
-        self.advice = advise(module, data, machine, module.trainer, exact, overhead=0.0)  # the same for all
+        self.advice = advise_on(machine, module, data, module.trainer, exact, overhead=0.0)  # the same for all
         first, *others = self.advice
         if not first.applies:
             return f"auto_gnn could not rehearse the model under any scheme. {first.candidate}: {first.reason}"
@@ -75,3 +73,6 @@ class AutoStrategy(GNNStrategy):
             f"auto_gnn chose {first.candidate}: {1e3 * first.seconds:.3g} ms an epoch predicted; {first.why} ({told})"
         )
         return first.candidate
+
+
+register(AutoStrategy)
