@@ -3,6 +3,8 @@
 Importing this package registers the strategies: ``Trainer(strategy="dgcl")``.
 """
 
+from lightning_gnn.advising.advice import advise
+from lightning_gnn.advising.auto import AutoStrategy
 from lightning_gnn.callbacks.cache import AdaptiveThreshold, LargestChanges
 from lightning_gnn.callbacks.monitor import CommunicationMonitor
 from lightning_gnn.callbacks.trace import CommunicationTrace
@@ -39,6 +41,7 @@ __version__ = "0.1.0"
 
 __all__ = [
     "AdaptiveThreshold",
+    "AutoStrategy",
     "CachedVertexCutStrategy",
     "ClusterAllReduceStrategy",
     "CommNet",
@@ -60,6 +63,7 @@ __all__ = [
     "SpMM15DStrategy",
     "UnsupportedModelError",
     "VertexCutStrategy",
+    "advise",
     "compare",
     "expand",
     "fetch_rows",

@@ -11,6 +11,7 @@ from typing_extensions import override
 
 import lightning_gnn  # noqa: F401  registers the strategies
 from lightning_gnn.callbacks.loggers import log_config
+from lightning_gnn.commands.advise import run_advise
 from lightning_gnn.commands.compare import compare
 from lightning_gnn.commands.doctor import doctor
 from lightning_gnn.commands.parser import Parser, check_names, did_you_mean
@@ -26,6 +27,7 @@ COMMANDS = {
     "predict": "compute a model's output for every node",
     "partition": "partition a graph ahead of time, and show the parts",
     "plan": "show what a communication plan puts on each link, and what epochs would take",
+    "advise": "predict what an epoch takes under every scheme, and say why",
     "compare": "train under several strategies, and compare what they took and gave",
     "doctor": "check that this machine can train: versions, devices, exchange between ranks, store",
     "topology": "measure how fast links between ranks are and what they share, or show a topology",
@@ -41,6 +43,7 @@ commands:
 examples:
   lightning-gnn partition --config configs/dgcl.yaml
   lightning-gnn plan --config configs/dgcl.yaml --topology dgx1 --parts 8
+  lightning-gnn advise --config configs/dgcl.yaml --parts 4
   lightning-gnn fit --config configs/dgcl.yaml --trainer.max_epochs 20
   lightning-gnn compare --config configs/compare.yaml
 
@@ -79,7 +82,14 @@ def main() -> None:
     if command in ("", "-h", "--help"):
         print(HELP, end="")
         sys.exit(0 if command else 2)
-    own = {"partition": partition, "plan": plan, "compare": compare, "doctor": doctor, "topology": topology}
+    own = {
+        "partition": partition,
+        "plan": plan,
+        "advise": run_advise,
+        "compare": compare,
+        "doctor": doctor,
+        "topology": topology,
+    }
     if command in own:
         own[command](arguments)
     elif command in COMMANDS or command.startswith("-"):

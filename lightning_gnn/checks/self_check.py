@@ -16,8 +16,6 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch
-from lightning.pytorch.loggers.logger import DummyLogger
-from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 from torch import Tensor
 from torch_geometric.data import Data
 from torch_geometric.nn import MessagePassing
@@ -25,6 +23,7 @@ from torch_geometric.nn import MessagePassing
 from lightning_gnn.checks.draws import SharedDraws
 from lightning_gnn.checks.record import Event, Recorder, Rows, differing, first_difference
 from lightning_gnn.checks.small_graph import small_graph, two_halves, two_halves_of_edges
+from lightning_gnn.checks.stand_ins import QuietTrainer, quiet, run_step, without_optimizers
 from lightning_gnn.comm.group import CommunicationError, World, no_process_group
 from lightning_gnn.comm.in_process import InProcessWorld, Meeting, kept_random_state
 from lightning_gnn.datamodules.shards import Shard, split_graph, whole_graph
@@ -147,7 +146,7 @@ class _Check:
         self._step, mask = STAGES[stage]
         self._mask = None if mask is None else counted_mask(mask, module)
         self._graph = small_graph(batch, [self._mask] if self._mask else [])
-        self._trainer = None if trainer is None else _QuietTrainer(trainer)
+        self._trainer = None if trainer is None else QuietTrainer(trainer)
         self._module = copy.deepcopy(module).cpu()
         if dtype is not None:
             self._module.to(dtype)
@@ -222,11 +221,8 @@ class _Check:
         known = {len(rows.nodes): (rows.num_nodes, rows.nodes), len(rows.edges): (rows.num_edges, rows.edges)}
         with SharedDraws(known), torch.set_grad_enabled(self._training):
             if not model.automatic_optimization:
-                _without_optimizers(model, loss_scale(None, counts, rank, self._reduction, total))
-            batch = model.on_after_batch_transfer(model.on_before_batch_transfer(batch, 0), 0)
-            step = getattr(model, self._step)
-            with_index = is_param_in_hook_signature(step, "batch_idx", min_args=2)
-            output = step(batch, 0) if with_index else step(batch)
+                without_optimizers(model, loss_scale(None, counts, rank, self._reduction, total))
+            output = run_step(model, self._step, batch)
             if not self._training:
                 recorder.record(f"what {self._step} returns", (self._step,), output)
                 return recorder.events, None
@@ -240,11 +236,7 @@ class _Check:
 
     def _copy(self) -> pl.LightningModule:
         shared = {id(parameter): parameter for parameter in self._module.parameters()}
-        model = copy.deepcopy(self._module, shared)
-        model._trainer = self._trainer  # type: ignore[assignment]
-        for name in ("log", "log_dict", "print"):
-            object.__setattr__(model, name, _ignore)
-        return model
+        return quiet(copy.deepcopy(self._module, shared), self._trainer)
 
     def _rows(self, shard: Shard) -> Rows:
         return Rows(shard.batch.n_id, shard.batch.e_id, sum(shard.counts), sum(shard.edge_counts))
@@ -297,58 +289,3 @@ class _Check:
 def _in_one_line(error: BaseException) -> str:
     first, *_ = str(error).splitlines() or [""]
     return f"{type(error).__name__}: {first[:300]}"
-
-
-# Stand-ins for what a step may touch ##########################################
-
-
-def _ignore(*_: Any, **__: Any) -> None:
-    pass
-
-
-class _QuietTrainer:
-    """The Trainer as a step may read it, without its loggers."""
-
-    logger, loggers = DummyLogger(), [DummyLogger()]
-
-    def __init__(self, trainer: pl.Trainer) -> None:
-        self._trainer = trainer
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._trainer, name)
-
-
-class _IdleOptimizer:
-    """Takes every call of manual optimisation, and leaves parameters and their gradients alone."""
-
-    def __init__(self, optimizer: Any) -> None:
-        self._optimizer = optimizer
-        self.zero_grad = _ignore
-
-    def step(self, closure: Callable[[], Any] | None = None, **_: Any) -> None:
-        if closure is not None:
-            closure()
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._optimizer, name)
-
-
-def _without_optimizers(model: pl.LightningModule, scale: float) -> None:
-    """Lets a step with manual optimisation add to gradients only."""
-    configured = model.configure_optimizers()
-    if isinstance(configured, tuple) and len(configured) == 2 and isinstance(configured[0], Sequence):
-        configured = configured[0]  # the second are schedulers
-    given = list(configured) if isinstance(configured, Sequence) else [configured]
-    idle = [_IdleOptimizer(one["optimizer"] if isinstance(one, Mapping) else one) for one in given]
-
-    def manual_backward(loss: Tensor, *args: Any, **kwargs: Any) -> None:
-        (loss * scale).backward(*args, **kwargs)
-
-    replaced: dict[str, Callable[..., Any]] = {
-        "optimizers": lambda *_, **__: idle[0] if len(idle) == 1 else idle,
-        "lr_schedulers": lambda: None,
-        "manual_backward": manual_backward,
-        **dict.fromkeys(("toggle_optimizer", "untoggle_optimizer", "clip_gradients"), _ignore),
-    }
-    for name, method in replaced.items():
-        object.__setattr__(model, name, method)

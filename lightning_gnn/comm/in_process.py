@@ -183,3 +183,13 @@ class InProcessWorld(World):
             if peer != self.rank:
                 self._meeting.post(self.rank, peer, value)
         return [value if peer == self.rank else self._meeting.take(self.rank, peer) for peer in range(self.size)]
+
+    @override
+    def broadcast_object(self, value: Any, source: int = 0) -> Any:
+        """Returns the source's value on every rank."""
+        if self.rank != source:
+            return self._meeting.take(self.rank, source)
+        for peer in range(self.size):
+            if peer != source:
+                self._meeting.post(source, peer, value)
+        return value

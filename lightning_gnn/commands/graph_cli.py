@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import lightning as L
@@ -21,7 +23,7 @@ from lightning_gnn.strategies.base import Scheme
 
 
 class GraphCLI(LightningCLI):
-    """Parses what ``fit`` takes, so that its files and overrides serve here too; makes data and strategy only.
+    """Parses what ``fit`` takes, so that its files and overrides serve here too; makes data and strategy, and no Trainer.
 
     Args:
         name: of the command.
@@ -30,9 +32,12 @@ class GraphCLI(LightningCLI):
 
     Attributes:
         datamodule: as configured.
+        module: the same, where the command wants it.
         scheme: of the strategy.
         layout: what the scheme needs in so many parts.
     """
+
+    wants_module = False
 
     def __init__(self, name: str, arguments: Sequence[str], usage: str, description: str) -> None:
         self._arguments = list(arguments)
@@ -73,9 +78,13 @@ class GraphCLI(LightningCLI):
         chosen = self.config.clone()
         for key in vars(chosen.trainer).keys() - {"strategy"}:
             chosen.trainer[key] = None
-        chosen.model = chosen.optimizer = chosen.lr_scheduler = None
+        chosen.optimizer = chosen.lr_scheduler = None
+        if not self.wants_module:
+            chosen.model = None
+        elif chosen.model is None:
+            self.parser.error("which model? Give --model, or a file that names one, as for fit.")
         made = self.parser.instantiate_classes(chosen)
-        self.datamodule = made.data
+        self.datamodule, self.module = made.data, made.model
         self.scheme = self._scheme(made.trainer.strategy)
         try:
             parts = self._parts()
@@ -122,3 +131,13 @@ def working(console: Console, text: str) -> Iterator[None]:
     with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
         progress.add_task(text, total=None)
         yield
+
+
+def check_folder(option: str, folder: Path) -> None:
+    """Makes a folder and writes to it; a ValueError names the option that gave it."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+    except OSError as error:
+        raise ValueError(f"{option}: the folder {folder} cannot be written ({error}). Name another.") from error

@@ -8,7 +8,6 @@ from __future__ import annotations
 import json
 import os
 import sys
-import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -17,7 +16,7 @@ from lightning.pytorch.cli import LightningArgumentParser
 from rich.console import Console
 from typing_extensions import override
 
-from lightning_gnn.commands.graph_cli import GraphCLI, working
+from lightning_gnn.commands.graph_cli import GraphCLI, check_folder, working
 from lightning_gnn.commands.plan_print import printed
 from lightning_gnn.commands.plan_report import PlanReport
 from lightning_gnn.datamodules.shards import Cut
@@ -99,9 +98,9 @@ class PlanCLI(GraphCLI):
         if self.output is not None:
             if not isinstance(scheme, DGCLScheme):
                 raise ValueError("--output draws a plan, and products on a process grid follow none: leave it out.")
-            _check_folder("--output", self.output)
+            check_folder("--output", self.output)
         if self.json is not None:
-            _check_folder("--json", self.json.parent)
+            check_folder("--json", self.json.parent)
             if self.json.is_dir():
                 raise ValueError(f"--json {self.json} is a folder; name a file.")
 
@@ -142,16 +141,6 @@ def _of_model(config: Any, name: str) -> int | None:
     if isinstance(value, int) and value > 0:
         return value
     return next((found for each in values.values() if (found := _of_model(each, name)) is not None), None)
-
-
-def _check_folder(option: str, folder: Path) -> None:
-    """Makes a folder and writes to it; a ValueError names the option that gave it."""
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=folder):
-            pass
-    except OSError as error:
-        raise ValueError(f"{option}: the folder {folder} cannot be written ({error}). Name another.") from error
 
 
 def plan(arguments: Sequence[str]) -> None:

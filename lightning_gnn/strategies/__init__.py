@@ -13,7 +13,17 @@ from lightning_gnn.strategies.vertex_cut import CachedVertexCutStrategy, VertexC
 
 join_parent()  # as soon as may be: a started rank ends with its parent
 
-_names = []
+
+def register(strategy: type[GNNStrategy]) -> None:
+    """Makes the strategy's name, and those of other ways to start ranks, known to the Trainer."""
+    names = []
+    for suffix, start_method in (("", "popen"), ("_spawn", "spawn"), ("_notebook", "fork")):
+        names.append(strategy.strategy_name + suffix)
+        description = f"{strategy.__name__}, ranks started by {start_method}"
+        StrategyRegistry.register(names[-1], strategy, description=description, start_method=start_method)
+    refuse_other_lightning(names)
+
+
 for _strategy in (
     DGCLStrategy,
     SpMM1DStrategy,
@@ -26,16 +36,7 @@ for _strategy in (
     GossipStrategy,
     ClusterAllReduceStrategy,
 ):
-    _name = _strategy.strategy_name
-    for _suffix, _start_method in (("", "popen"), ("_spawn", "spawn"), ("_notebook", "fork")):
-        _names.append(_name + _suffix)
-        StrategyRegistry.register(
-            _names[-1],
-            _strategy,
-            description=f"{_strategy.__name__}, ranks started by {_start_method}",
-            start_method=_start_method,
-        )
-refuse_other_lightning(_names)
+    register(_strategy)
 
 __all__ = [
     "CachedVertexCutStrategy",
@@ -50,4 +51,5 @@ __all__ = [
     "SpMM3DStrategy",
     "SpMM15DStrategy",
     "VertexCutStrategy",
+    "register",
 ]

@@ -22,11 +22,11 @@ class _Refused:
         )
 
 
+_names: list[str] = []
+
+
 class _OnImport(MetaPathFinder):
     """Registers the names once the other package is imported."""
-
-    def __init__(self, names: Sequence[str]) -> None:
-        self._names = names
 
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
         if name != OTHER:
@@ -38,7 +38,7 @@ class _OnImport(MetaPathFinder):
 
             def and_register(module: Any) -> None:
                 execute(module)
-                _register(self._names)
+                _register(_names)
 
             spec.loader.exec_module = and_register  # type: ignore[method-assign]
         return spec
@@ -46,10 +46,12 @@ class _OnImport(MetaPathFinder):
 
 def refuse_other_lightning(names: Sequence[str]) -> None:
     """Makes ``pytorch_lightning.Trainer(strategy=NAME)`` say what to import, whichever is imported first."""
+    first = not _names
+    _names.extend(names)
     if OTHER in sys.modules:
         _register(names)
-    else:
-        sys.meta_path.insert(0, _OnImport(names))
+    elif first:
+        sys.meta_path.insert(0, _OnImport())
 
 
 def _register(names: Sequence[str]) -> None:

@@ -1,0 +1,323 @@
+"""What an epoch takes under every scheme, before any is run: seconds, bytes and memory, and why.
+
+Full-graph schemes are rehearsed (``rehearsal.py``) and priced (``machine.py``); those that train on batches are run for a few of
+them on one device. Nothing trains: the module stays as it is.
+"""
+
+from __future__ import annotations
+
+import copy
+import time
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import lightning.pytorch as pl
+import numpy as np
+import torch
+from lightning.pytorch.utilities.rank_zero import rank_zero_only
+from torch_geometric.nn.models import GCN
+
+from lightning_gnn.advising.candidates import Candidate, candidates
+from lightning_gnn.advising.machine import Machine, Timing, timing
+from lightning_gnn.advising.rehearsal import Rehearsal, rehearse
+from lightning_gnn.checks.memory import least_bytes
+from lightning_gnn.comm.codec import make_codec
+from lightning_gnn.comm.group import World
+from lightning_gnn.comm.traffic import Meter
+from lightning_gnn.datamodules.graph import GraphDataModule
+from lightning_gnn.datamodules.shards import Cut
+from lightning_gnn.datamodules.synthetic import planted_partition
+from lightning_gnn.modules import NodeClassifier
+from lightning_gnn.planning.topology import Topology
+from lightning_gnn.strategies.base import GNNStrategy
+from lightning_gnn.strategies.dgcl import DGCLStrategy
+
+TRAINED_BATCHES = 6
+"""Of those that train on batches; the first compiles and loads."""
+
+UNEVEN = 1.1
+"""How much longer than the mean the slowest rank computes before it is worth a word."""
+
+
+@dataclass(frozen=True)
+class Advice:
+    """What is predicted for one scheme; all else is 0 if it does not apply.
+
+    Attributes:
+        candidate: the strategy and its arguments.
+        reason: why it does not apply; empty if it does.
+        seconds: of an epoch; of these, what it computes (with what ranks wait for slower ones), and what messages add.
+        compute_seconds, exchange_seconds: see `seconds`.
+        steps: of an epoch, on each rank.
+        bytes_sent: by all ranks in an epoch, gradients included; None where batches decide.
+        messages: of all ranks in an epoch.
+        bytes_held: by the rank that holds most: its part of the graph, weights, and what a backward needs.
+        balance: the rank that computes longest, over the mean.
+        replication: rows held by all ranks, halo and mirrors included, over the nodes.
+        why: in words.
+    """
+
+    candidate: Candidate
+    reason: str = ""
+    seconds: float = 0.0
+    compute_seconds: float = 0.0
+    exchange_seconds: float = 0.0
+    steps: int = 1
+    bytes_sent: int | None = 0
+    messages: int = 0
+    bytes_held: int = 0
+    balance: float = 1.0
+    replication: float = 1.0
+    why: str = ""
+
+    @property
+    def applies(self) -> bool:
+        return not self.reason
+
+    def as_dict(self) -> dict[str, Any]:
+        """Returns plain numbers and texts, for JSON."""
+        names = ("seconds", "compute_seconds", "exchange_seconds", "steps", "bytes_sent", "messages", "bytes_held")
+        numbers = {name: getattr(self, name) for name in (*names, "balance", "replication", "why")}
+        chosen = {"strategy": self.candidate.name, "arguments": self.candidate.arguments, "exact": self.candidate.exact}
+        return {**chosen, "applies": self.applies, **(numbers if self.applies else {"reason": self.reason})}
+
+
+def advise(
+    module: pl.LightningModule,
+    datamodule: GraphDataModule,
+    devices: int,
+    num_nodes: int = 1,
+    topology: str | Path | Topology | None = None,
+    cores: int | None = None,
+    speed: float = 1.0,
+) -> list[Advice]:
+    """Returns what an epoch would take under each scheme: first those that give the numbers of one device, the fastest first.
+
+    ::
+
+        for each in lightning_gnn.advise(module, datamodule, devices=4):
+            print(each.candidate, each.seconds, each.why)
+
+    Args:
+        module: untrained or not; copies of it run.
+        datamodule: the graph; it is partitioned, and kept, as a later ``fit`` looks for it.
+        devices, num_nodes: as of the Trainer.
+        topology, cores, speed: of another machine than this, see :meth:`~lightning_gnn.advising.machine.Machine.of`.
+
+    Raises:
+        ValueError: an argument is none of these.
+    """
+    return advise_on(Machine.of(devices * num_nodes, num_nodes, topology, cores, speed), module, datamodule)
+
+
+def advise_on(
+    machine: Machine,
+    module: pl.LightningModule,
+    data: GraphDataModule,
+    trainer: pl.Trainer | None = None,
+    only: Sequence[Candidate] | None = None,
+    overhead: float | None = None,
+) -> list[Advice]:
+    """Returns what :func:`advise` does, for a machine with one device per rank.
+
+    Args:
+        machine, module, data: see there.
+        trainer: what steps find as ``self.trainer``; by default one of one device.
+        only: these schemes; by default all that so many ranks can run.
+        overhead: seconds of an epoch beside the model's; None to measure them, by a Trainer of one device.
+    """
+    overhead = _overhead_seconds() if overhead is None else overhead
+    trainer = trainer or quiet_trainer()
+    found = []
+    for candidate in list(candidates(machine.topology)) if only is None else only:
+        try:
+            of = _full_graph if candidate.full_graph else _in_batches
+            found.append(of(candidate, module, data, machine, trainer, overhead))
+        except (ValueError, RuntimeError) as error:
+            found.append(Advice(candidate, reason=_in_short(error)))
+    found.sort(key=lambda each: (not each.applies, not each.candidate.exact, each.seconds))
+    return _explained(found)
+
+
+def _full_graph(
+    candidate: Candidate,
+    module: pl.LightningModule,
+    data: GraphDataModule,
+    machine: Machine,
+    trainer: pl.Trainer,
+    overhead: float,
+) -> Advice:
+    topology, ranks = machine.topology, machine.topology.num_devices
+    options: dict[str, Any] = {"topology": topology} if candidate.arguments.get("plan") == "spst" else {}
+    strategy = candidate.kind(**candidate.arguments, **options)
+    hosts = len(topology.hosts)
+    layout, data = strategy.scheme.layout(ranks, hosts if ranks % hosts == 0 else 1), copy.copy(data)
+    data.prepare_for(layout)
+    cut = data.stored_cut()
+    if cut.types.is_hetero:
+        raise ValueError('The graph has node or edge types, and is trained on samples: strategy="sampling".')
+    bind = partial(strategy.scheme.bind, meter=Meter())
+    threads = 1 if machine.cores is None else max(1, machine.cores // len(topology.hosts[0]))
+    rehearsal = rehearse(
+        module, [cut.shard(rank) for rank in range(ranks)], bind, trainer, threads=threads, prepare=_coding(strategy)
+    )
+    return _priced(candidate, module, cut, rehearsal, timing(rehearsal.events, machine), overhead)
+
+
+def _coding(strategy: GNNStrategy) -> Callable[[World], None] | None:
+    codec = make_codec(strategy.codec)
+    if codec is None:
+        return None
+
+    def prepare(world: World) -> None:
+        world.use_codec(codec)
+        world.wire.codes = True
+
+    return prepare
+
+
+def _priced(
+    candidate: Candidate, module: torch.nn.Module, cut: Cut, rehearsal: Rehearsal, found: Timing, overhead: float
+) -> Advice:
+    row_bytes = cut.attributes["node"]["x"][:1].nbytes
+    sizes = cut.sizes()
+    held = [
+        least_bytes(*size, row_bytes, module) + saved for size, saved in zip(sizes, rehearsal.saved_bytes, strict=True)
+    ]
+    busy = rehearsal.compute_seconds
+    nodes = int(cut.offsets[-1])
+    report = cut.report.get("replication_factor")
+    return Advice(
+        candidate,
+        seconds=found.seconds + overhead,
+        compute_seconds=found.compute_seconds + overhead,
+        exchange_seconds=found.exchange_seconds,
+        bytes_sent=sum(rehearsal.bytes_sent),
+        messages=rehearsal.messages,
+        bytes_held=max(held),
+        balance=max(busy) / (sum(busy) / len(busy)),
+        replication=float(report) if report else sum(owned + halo for owned, halo, _ in sizes) / max(1, nodes),
+    )
+
+
+class _Clock(pl.Callback):
+    def __init__(self) -> None:
+        self.times: list[float] = []
+
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.times.append(time.perf_counter())
+
+    @property
+    def seconds(self) -> float:
+        """Of a batch, the first one apart."""
+        return float(median(np.diff(self.times)))
+
+
+def _in_batches(
+    candidate: Candidate,
+    module: pl.LightningModule,
+    data: GraphDataModule,
+    machine: Machine,
+    trainer: pl.Trainer,
+    overhead: float,
+) -> Advice:
+    ranks, clock = machine.topology.num_devices, _Clock()
+    own = copy.copy(data)  # its layout is another one
+    with _quietly():
+        runner = quiet_trainer(
+            max_epochs=-1,
+            max_steps=TRAINED_BATCHES,
+            strategy=candidate.kind(**candidate.arguments, self_check=False),
+            callbacks=[clock],
+        )
+        runner.fit(copy.deepcopy(module), datamodule=own)
+    batches = int(runner.num_training_batches) if np.isfinite(runner.num_training_batches) else 0
+    steps = -(-(batches or candidate.arguments.get("clusters", 40)) // ranks)
+    shared = 1.0 if machine.cores is None else max(1.0, len(machine.topology.hosts[0]) / machine.cores)
+    gradients = sum(each.nbytes for each in module.parameters() if each.requires_grad)
+    sent = (ranks - 1) * gradients
+    slowest = min((hop.gb_per_s for hop in machine.topology.hops), default=float("inf")) * 1e9
+    exchange = steps * (2 * (ranks > 1) * machine.latency + 2 * sent / max(ranks, 1) / slowest)
+    compute = steps * clock.seconds * shared / machine.speed
+    return Advice(
+        candidate,
+        seconds=compute + exchange,
+        compute_seconds=compute,
+        exchange_seconds=exchange,
+        steps=steps,
+        bytes_sent=None,
+        messages=0,
+    )
+
+
+def quiet_trainer(**options: Any) -> pl.Trainer:
+    """Returns a Trainer of one CPU device that shows, keeps and validates nothing."""
+    silent = dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False)
+    return pl.Trainer(
+        accelerator="cpu", devices=1, limit_val_batches=0, num_sanity_val_steps=0, **{**silent, **options}
+    )
+
+
+@contextmanager
+def _quietly() -> Iterator[None]:
+    """Lets runs of our own say nothing."""
+    rank, rank_zero_only.rank = getattr(rank_zero_only, "rank", 0), 1  # type: ignore[attr-defined]
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        rank_zero_only.rank = rank  # type: ignore[attr-defined]
+
+
+def _in_short(error: Exception) -> str:
+    first, *_ = str(error).splitlines() or [type(error).__name__]
+    return first
+
+
+def _overhead_seconds() -> float:
+    """Returns what an epoch takes beside the model: a graph of a few nodes and one small layer, on one device."""
+    data, clock = planted_partition(64, 4.0, 2, 4), _Clock()
+    with _quietly():
+        runner = quiet_trainer(max_epochs=30, strategy=DGCLStrategy(self_check=False), callbacks=[clock])
+        runner.fit(NodeClassifier(GCN(4, 2, num_layers=1)), datamodule=GraphDataModule(data))
+    return float(np.diff(clock.times).min())
+
+
+# In words #####################################################################
+
+
+def _explained(found: Sequence[Advice]) -> list[Advice]:
+    usual = next((each for each in found if each.applies and each.candidate.name == "dgcl"), None)
+    return [replace(each, why=_why(each, usual)) if each.applies else each for each in found]
+
+
+def _why(advice: Advice, usual: Advice | None) -> str:
+    if not advice.candidate.full_graph:
+        return f"an epoch is {advice.steps} steps of each rank, {_time(advice.seconds / advice.steps)} each"
+    reasons = []
+    if usual is advice:
+        reasons.append(
+            f"each layer fetches {100 * (advice.replication - 1):.0f} % of the graph's rows from other ranks"
+        )
+    elif usual is not None and usual.bytes_sent and advice.bytes_sent is not None:
+        reasons.append(f"sends {advice.bytes_sent / usual.bytes_sent:.2g} times the bytes of dgcl")
+    if "codec" in advice.candidate.arguments:
+        reasons.append("vertex_cut_cached sends fewer, which is known only in training")
+    if advice.balance > UNEVEN:
+        reasons.append(f"its slowest rank computes {advice.balance:.2f} times the mean")
+    share = advice.exchange_seconds / advice.seconds
+    reasons.append(
+        f"messages are {100 * share:.0f} % of the time" if share > 0.005 else "messages are hidden by computing"
+    )
+    return "; ".join(reasons)
+
+
+def _time(seconds: float) -> str:
+    return f"{seconds:.3g} s" if seconds >= 1 else f"{1e3 * seconds:.3g} ms"

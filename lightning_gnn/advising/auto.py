@@ -1,0 +1,78 @@
+"""``auto_gnn``: the exact full-graph scheme whose epochs are predicted to be the fastest."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from lightning.pytorch.utilities.rank_zero import rank_zero_info
+from typing_extensions import override
+
+from lightning_gnn.advising.advice import Advice, advise_on
+from lightning_gnn.advising.candidates import Candidate, candidates
+from lightning_gnn.advising.machine import Machine, available_cores
+from lightning_gnn.planning import Topology
+from lightning_gnn.strategies import GNNStrategy, register
+from lightning_gnn.strategies.dgcl import DGCLScheme
+
+
+class AutoStrategy(GNNStrategy):
+    """Full-graph training, exact, under the scheme that suits graph, model and machine; ``Trainer(strategy="auto_gnn")``.
+
+    Before the first ``fit`` (or other call), rank 0 rehearses a few training steps of each scheme and predicts epochs, as
+    ``lightning-gnn advise`` does; all ranks take the fastest. For CPU ranks.
+
+    Args:
+        topology: what joins the ranks, rank i being device i: a name, the path of a JSON file, or a topology
+            (docs/planning.md). By default CPU ranks of this machine, or of the Trainer's ``num_nodes`` like it.
+        **options: see :class:`~lightning_gnn.strategies.base.GNNStrategy`.
+
+    Attributes:
+        advice: what was predicted, the fastest first; on rank 0, empty before.
+
+    Raises:
+        ValueError: devices are not CPUs; no such topology.
+        RuntimeError: the model could not be rehearsed under any scheme.
+    """
+
+    strategy_name = "auto_gnn"
+
+    def __init__(self, topology: str | Topology | None = None, **options: Any) -> None:
+        super().__init__(DGCLScheme(), **options)
+        self.topology = topology
+        self.advice: list[Advice] = []
+        self._chosen: Candidate | None = None
+
+    @override
+    def setup_environment(self) -> None:
+        if self.root_device.type != "cpu":
+            raise ValueError(
+                f"auto_gnn rehearses on the CPU, which tells little about {self.root_device.type}. Name a scheme, such as "
+                'strategy="dgcl"; lightning-gnn advise --speed predicts for devices of a given speed.'
+            )
+        super().setup_environment()
+        if self._chosen is None and self.world_size > 1:
+            chosen = self.world.broadcast_object(self._choose() if self.global_rank == 0 else "")
+            if isinstance(chosen, str):
+                raise RuntimeError(chosen)
+            self._chosen = chosen
+            self.scheme = chosen.kind(**chosen.arguments).scheme
+
+    def _choose(self) -> Candidate | str:
+        """Returns the fastest scheme, or why there is none."""
+        module, ranks, hosts = self.lightning_module, self.world_size, self.num_nodes
+        assert module is not None
+        machine = Machine.of(ranks, hosts, self.topology, available_cores())
+        exact = [each for each in candidates(machine.topology) if each.exact and each.arguments.get("plan") != "spst"]
+        data = self._check_data(getattr(module.trainer, "datamodule", None))
+        self.advice = advise_on(machine, module, data, module.trainer, exact, overhead=0.0)  # the same for all
+        first, *others = self.advice
+        if not first.applies:
+            return f"auto_gnn could not rehearse the model under any scheme. {first.candidate}: {first.reason}"
+        told = ", ".join(f"{each.candidate} {1e3 * each.seconds:.3g}" for each in others if each.applies)
+        rank_zero_info(
+            f"auto_gnn chose {first.candidate}: {1e3 * first.seconds:.3g} ms an epoch predicted; {first.why} ({told})"
+        )
+        return first.candidate
+
+
+register(AutoStrategy)

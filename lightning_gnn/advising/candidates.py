@@ -1,0 +1,64 @@
+"""The schemes that are compared, each with the arguments that matter most, for a number of ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from math import isqrt
+from typing import Any
+
+from lightning_gnn.partition.grid import legal_replications
+from lightning_gnn.planning.topology import Topology
+from lightning_gnn.strategies.base import GNNStrategy
+from lightning_gnn.strategies.dgcl import DGCLStrategy
+from lightning_gnn.strategies.gossip import ClusterAllReduceStrategy
+from lightning_gnn.strategies.sampling import SamplingStrategy
+from lightning_gnn.strategies.spmm import SpMM1DStrategy, SpMM2DStrategy, SpMM3DStrategy, SpMM15DStrategy
+from lightning_gnn.strategies.vertex_cut import VertexCutStrategy
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A strategy and its arguments.
+
+    Attributes:
+        kind: the strategy's class.
+        arguments: of it; plain values.
+        exact: every number is that of one device.
+        full_graph: a step is an epoch; else epochs have many steps, and learn more.
+    """
+
+    kind: type[GNNStrategy]
+    arguments: dict[str, Any] = field(default_factory=dict)
+    exact: bool = True
+    full_graph: bool = True
+
+    @property
+    def name(self) -> str:
+        """The word for the Trainer."""
+        return self.kind.strategy_name
+
+    def __str__(self) -> str:
+        return f"{self.name} {' '.join(f'{name}={value}' for name, value in self.arguments.items())}".rstrip()
+
+
+def candidates(topology: Topology) -> Iterator[Candidate]:
+    """Yields what can run on as many ranks as a topology has devices."""
+    ranks = topology.num_devices
+    yield Candidate(DGCLStrategy, {"plan": "p2p"})
+    if not topology.uniform:
+        yield Candidate(DGCLStrategy, {"plan": "spst"})
+    yield Candidate(SpMM1DStrategy, {"sparsity_aware": False})
+    for c in legal_replications(ranks):
+        if 1 < c <= isqrt(ranks):
+            yield Candidate(SpMM15DStrategy, {"replication": c})
+            yield Candidate(SpMM15DStrategy, {"replication": c, "sparsity_aware": False})
+    if ranks > 1 and isqrt(ranks) ** 2 == ranks:
+        yield Candidate(SpMM2DStrategy)
+    if ranks > 1 and round(ranks ** (1 / 3)) ** 3 == ranks:
+        yield Candidate(SpMM3DStrategy)
+    yield Candidate(VertexCutStrategy)
+    # What vertex_cut_cached sends at most: how many rows have not changed is known only in training.
+    yield Candidate(VertexCutStrategy, {"codec": "int8"}, exact=False)
+    yield Candidate(SamplingStrategy, exact=False, full_graph=False)
+    yield Candidate(ClusterAllReduceStrategy, {"averaging_interval": 1}, exact=False, full_graph=False)

@@ -1,0 +1,240 @@
+"""Training steps of all ranks in one process, as threads that take turns: what each computes is timed, what it sends counted.
+
+The scheme's own code runs, on the user's own graph and model, so no formula has to know what a scheme moves when. It takes the
+memory of all ranks together.
+"""
+
+from __future__ import annotations
+
+import copy
+import time
+import warnings
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack, nullcontext
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+import lightning.pytorch as pl
+import torch
+from torch import Tensor
+from torch_geometric.nn import MessagePassing
+from typing_extensions import override
+
+from lightning_gnn.checks.stand_ins import QuietTrainer, quiet, run_step
+from lightning_gnn.comm.group import CommunicationError, World, no_process_group
+from lightning_gnn.comm.in_process import InProcessWorld, Meeting, kept_random_state
+from lightning_gnn.datamodules.shards import Shard
+from lightning_gnn.datamodules.sources import counted_mask
+from lightning_gnn.nn import pyg
+from lightning_gnn.nn.bind import Binding
+from lightning_gnn.nn.embedding import untrained_embeddings
+from lightning_gnn.nn.helpers import graph_in_use
+from lightning_gnn.nn.loss import loss_scale
+from lightning_gnn.strategies.heap import keeping_freed_memory
+
+Bind = Callable[[torch.nn.Module, Shard, World], Binding]
+
+STEPS = 4
+"""Rehearsed; the first makes what all others keep, and the fastest of the others counts, stretch by stretch."""
+
+
+@dataclass(frozen=True)
+class Compute:
+    """A rank computes for so many seconds of one core, or of all that it has."""
+
+    seconds: float
+
+
+@dataclass(frozen=True)
+class Send:
+    """A rank sends a message, and goes on."""
+
+    to: int
+    num_bytes: int
+
+
+@dataclass(frozen=True)
+class Take:
+    """A rank waits for the next message from another."""
+
+    sender: int
+
+
+Event: TypeAlias = Compute | Send | Take
+
+
+@dataclass(frozen=True)
+class Rehearsal:
+    """A step as it went, once what is kept between steps is there.
+
+    Attributes:
+        events: of each rank, in its order.
+        saved_bytes: of each rank, ``[P]``: what its backward needs of its forward.
+    """
+
+    events: tuple[tuple[Event, ...], ...]
+    saved_bytes: tuple[int, ...]
+
+    @property
+    def bytes_sent(self) -> tuple[int, ...]:
+        """Of each rank, ``[P]``."""
+        return tuple(sum(event.num_bytes for event in each if isinstance(event, Send)) for each in self.events)
+
+    @property
+    def messages(self) -> int:
+        """Of all ranks."""
+        return sum(isinstance(event, Send) for each in self.events for event in each)
+
+    @property
+    def compute_seconds(self) -> tuple[float, ...]:
+        """Of each rank, ``[P]``."""
+        return tuple(sum(event.seconds for event in each if isinstance(event, Compute)) for each in self.events)
+
+
+class _Recorder(Meeting):
+    """A meeting that notes what ranks do, step by step."""
+
+    def __init__(self, size: int, clock: Callable[[], float]) -> None:
+        super().__init__(size)
+        self._clock = clock
+        self.steps: list[list[list[Event]]] = [[] for _ in range(size)]
+        self._since = [0.0] * size
+
+    def begin(self, rank: int) -> None:
+        """Begins another step of a rank."""
+        self.steps[rank].append([])
+        self._since[rank] = self._clock()
+
+    def end(self, rank: int) -> None:
+        """Ends it."""
+        self._note(rank)
+
+    def _note(self, rank: int, event: Event | None = None) -> None:
+        if self.steps[rank]:
+            self.steps[rank][-1].append(Compute(self._clock() - self._since[rank]))
+            if event is not None:
+                self.steps[rank][-1].append(event)
+
+    @override
+    def post(self, sender: int, receiver: int, value: Any) -> None:
+        self._note(sender, Send(receiver, value.nbytes if isinstance(value, Tensor) else 0))
+        super().post(sender, receiver, value)
+        self._since[sender] = self._clock()
+
+    @override
+    def take(self, receiver: int, sender: int) -> Any:
+        self._note(receiver, Take(sender))
+        value = super().take(receiver, sender)
+        self._since[receiver] = self._clock()
+        return value
+
+
+def rehearse(
+    module: pl.LightningModule,
+    shards: Sequence[Shard],
+    bind: Bind,
+    trainer: pl.Trainer,
+    loss_reduction: str = "mean",
+    threads: int = 1,
+    prepare: Callable[[World], None] | None = None,
+) -> Rehearsal:
+    """Runs a few training steps on all ranks and returns one, as it went.
+
+    Args:
+        module: unbound; copies of it run.
+        shards: what each rank holds, on the CPU.
+        bind: how the scheme binds a module to a rank's shard.
+        trainer: what the step finds as ``self.trainer``; its loggers hear nothing.
+        loss_reduction: of the strategy.
+        threads: that each rank computes with. With one, the processor's time is taken, which others on the machine do not
+            change; else that of the clock on the wall.
+        prepare: called with each rank's world before the module is bound.
+
+    Raises:
+        RuntimeError: the step does not run, or ranks do not exchange alike; the cause is the first error.
+    """
+    recorder = _Recorder(len(shards), time.thread_time if threads == 1 else time.perf_counter)
+    saved = [0] * len(shards)
+    mask = counted_mask("train_mask", module)
+
+    def on_rank(rank: int) -> None:
+        world, shard = InProcessWorld(rank, recorder), shards[rank]
+        if prepare is not None:
+            prepare(world)
+        model = quiet(copy.deepcopy(module).cpu(), QuietTrainer(trainer))
+        for child in model.modules():
+            if isinstance(child, MessagePassing):
+                pyg.clear_caches(child)
+        binding = bind(model, shard, world)
+        parameters = [each for each in model.parameters() if each.requires_grad]
+        optimizer = torch.optim.Adam(parameters, lr=0.0)  # whatever the module's: it takes about as long
+        with graph_in_use(binding.context, this_thread_only=True):
+            for step in range(STEPS):
+                recorder.begin(rank)
+                binding.context.begin_step()
+                kept = _Saved()
+                with kept if step == 0 else nullcontext():
+                    output = run_step(model, "training_step", copy.copy(shard.batch))
+                saved[rank] += kept.num_bytes
+                loss = output["loss"] if isinstance(output, dict) else output
+                counts = shard.mask_counts[mask]
+                (loss * loss_scale(output, counts, rank, loss_reduction, world.all_reduce_)).backward()
+                _sum_gradients(parameters, world)
+                optimizer.step()
+                optimizer.zero_grad()
+                recorder.end(rank)
+
+    with ExitStack() as stack:
+        stack.enter_context(no_process_group())
+        stack.enter_context(kept_random_state())
+        stack.enter_context(untrained_embeddings())
+        stack.enter_context(torch.inference_mode(False))
+        stack.enter_context(warnings.catch_warnings())
+        stack.enter_context(keeping_freed_memory())
+        warnings.simplefilter("ignore")
+        before = torch.get_num_threads()
+        torch.set_num_threads(threads)
+        stack.callback(torch.set_num_threads, before)
+        ran = recorder.run(on_rank)
+    failures = [error for error in ran if isinstance(error, BaseException)]
+    if failures:
+        first = next((error for error in failures if not isinstance(error, CommunicationError)), failures[0])
+        raise RuntimeError(f"{type(first).__name__}: {first}") from first
+    return Rehearsal(tuple(_fastest(steps[1:]) for steps in recorder.steps), tuple(saved))
+
+
+def _sum_gradients(parameters: Sequence[Tensor], world: World) -> None:
+    gradients = [each.grad for each in parameters if each.grad is not None]
+    if world.size > 1 and gradients:
+        world.all_reduce_(torch.cat([each.reshape(-1) for each in gradients]))
+
+
+def _fastest(steps: Sequence[Sequence[Event]]) -> tuple[Event, ...]:
+    """Returns a step whose stretches of computing are each the fastest, where all went alike; else the last."""
+    shapes = {tuple(None if isinstance(event, Compute) else event for event in step) for step in steps}
+    if len(shapes) > 1:
+        return tuple(steps[-1])
+    return tuple(
+        Compute(min(each.seconds for each in events if isinstance(each, Compute)))
+        if isinstance(events[0], Compute)
+        else events[0]
+        for events in zip(*steps)
+    )
+
+
+class _Saved(torch.autograd.graph.saved_tensors_hooks):
+    """Counts what is saved for the backward while it is open, each memory once."""
+
+    def __init__(self) -> None:
+        self._found: dict[int, int] = {}
+        super().__init__(self._pack, lambda tensor: tensor)
+
+    def _pack(self, tensor: Tensor) -> Tensor:
+        storage = tensor.untyped_storage()
+        self._found[storage.data_ptr()] = storage.nbytes()
+        return tensor
+
+    @property
+    def num_bytes(self) -> int:
+        """Of all together."""
+        return sum(self._found.values())

@@ -1,0 +1,78 @@
+"""Stand-ins for what a step may touch when it runs without a Trainer: in the self-check and in rehearsals."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import lightning.pytorch as pl
+from lightning.pytorch.loggers.logger import DummyLogger
+from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
+from torch import Tensor
+
+
+def _ignore(*_: Any, **__: Any) -> None:
+    pass
+
+
+class QuietTrainer:
+    """The Trainer as a step may read it, without its loggers."""
+
+    logger, loggers = DummyLogger(), [DummyLogger()]
+
+    def __init__(self, trainer: pl.Trainer) -> None:
+        self._trainer = trainer
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._trainer, name)
+
+
+class _IdleOptimizer:
+    """Takes every call of manual optimisation, and leaves parameters and their gradients alone."""
+
+    def __init__(self, optimizer: Any) -> None:
+        self._optimizer = optimizer
+        self.zero_grad = _ignore
+
+    def step(self, closure: Callable[[], Any] | None = None, **_: Any) -> None:
+        if closure is not None:
+            closure()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._optimizer, name)
+
+
+def without_optimizers(model: pl.LightningModule, scale: float) -> None:
+    """Lets a step with manual optimisation add to gradients only."""
+    configured = model.configure_optimizers()
+    if isinstance(configured, tuple) and len(configured) == 2 and isinstance(configured[0], Sequence):
+        configured = configured[0]  # the second are schedulers
+    given = list(configured) if isinstance(configured, Sequence) else [configured]
+    idle = [_IdleOptimizer(one["optimizer"] if isinstance(one, Mapping) else one) for one in given]
+
+    def manual_backward(loss: Tensor, *args: Any, **kwargs: Any) -> None:
+        (loss * scale).backward(*args, **kwargs)
+
+    replaced: dict[str, Callable[..., Any]] = {
+        "optimizers": lambda *_, **__: idle[0] if len(idle) == 1 else idle,
+        "lr_schedulers": lambda: None,
+        "manual_backward": manual_backward,
+        **dict.fromkeys(("toggle_optimizer", "untoggle_optimizer", "clip_gradients"), _ignore),
+    }
+    for name, method in replaced.items():
+        object.__setattr__(model, name, method)
+
+
+def quiet(model: pl.LightningModule, trainer: QuietTrainer | None) -> pl.LightningModule:
+    """Returns the module, whose logs nobody hears from now on, with that trainer."""
+    model._trainer = trainer  # type: ignore[assignment]
+    for name in ("log", "log_dict", "print"):
+        object.__setattr__(model, name, _ignore)
+    return model
+
+
+def run_step(model: pl.LightningModule, name: str, batch: Any) -> Any:
+    """Returns what a step of that name returns, after the module's own hooks on batches."""
+    batch = model.on_after_batch_transfer(model.on_before_batch_transfer(batch, 0), 0)
+    step = getattr(model, name)
+    return step(batch, 0) if is_param_in_hook_signature(step, "batch_idx", min_args=2) else step(batch)

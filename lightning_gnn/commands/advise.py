@@ -1,0 +1,129 @@
+"""``lightning-gnn advise``: what an epoch would take under every scheme, before any is run."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from lightning.pytorch.cli import LightningArgumentParser
+from rich.console import Console
+from rich.table import Table
+from typing_extensions import override
+
+from lightning_gnn.advising.advice import Advice, advise_on
+from lightning_gnn.advising.candidates import candidates
+from lightning_gnn.advising.machine import Machine
+from lightning_gnn.commands.graph_cli import GraphCLI, check_folder, working
+from lightning_gnn.planning.presets import PRESETS
+from lightning_gnn.strategies.base import Scheme
+
+USAGE = """lightning-gnn advise --config FILE [--parts N] [--topology NAME|FILE] [--cores N] [--speed X] [--json FILE]
+                            [--KEY VALUE ...]"""
+DESCRIPTION = (
+    "Say what an epoch would take under every scheme, and why, without starting ranks: a few steps of the model are rehearsed in "
+    "this process. Files and keys are those of fit; used are model, data, trainer.devices and trainer.num_nodes."
+)
+WIDTH = 150
+"""Columns of what is printed to a file."""
+
+
+class AdviseCLI(GraphCLI):
+    """The options of ``advise``, checked before anything is loaded."""
+
+    wants_module = True
+
+    def __init__(self, arguments: Sequence[str]) -> None:
+        super().__init__("advise", arguments, USAGE, DESCRIPTION)
+
+    @override
+    def add_options(self, parser: LightningArgumentParser) -> None:
+        parser.add_argument(
+            "--topology",
+            type=str,
+            help=f"{', '.join(PRESETS)}, or a JSON file (docs/planning.md). (default: CPU ranks of this machine, or of "
+            "trainer.num_nodes like it)",
+        )
+        parser.add_argument(
+            "--cores",
+            type=int,
+            help="That the ranks of a host share. (default: this machine's; with --topology, one each)",
+        )
+        parser.add_argument(
+            "--speed",
+            type=float,
+            default=1.0,
+            help="How many times faster a device computes than a core here. (default: 1)",
+        )
+        parser.add_argument(
+            "--schemes",
+            type=list[str],
+            help="Only these, such as [dgcl,spmm_15d]. (default: all that so many ranks can run)",
+        )
+        parser.add_argument("--json", type=str, help="File for all numbers. (default: none is written)")
+
+    @override
+    def prepare(self, scheme: Scheme, parts: int) -> None:
+        config = self.config
+        self.machine = Machine.of(parts, config.trainer.num_nodes, config.topology, config.cores, config.speed)
+        all_of_them = list(candidates(self.machine.topology))
+        self.chosen = [each for each in all_of_them if config.schemes is None or each.name in config.schemes]
+        if not self.chosen:
+            names = ", ".join(dict.fromkeys(each.name for each in all_of_them))
+            raise ValueError(f"--schemes: none of {', '.join(config.schemes)} runs on {parts} ranks; {names} do.")
+        self.json = None if config.json is None else Path(config.json)
+        if self.json is not None:
+            check_folder("--json", self.json.parent)
+            if self.json.is_dir():
+                raise ValueError(f"--json {self.json} is a folder; name a file.")
+
+
+def run_advise(arguments: Sequence[str]) -> None:
+    """Runs ``lightning-gnn advise`` with these arguments."""
+    cli = AdviseCLI(arguments)
+    width = None if sys.stdout.isatty() or "COLUMNS" in os.environ else WIDTH
+    console, told = Console(highlight=False, markup=False, width=width), Console(stderr=True)
+    try:
+        with working(told, "Rehearsing training steps"):
+            found = advise_on(cli.machine, cli.module, cli.datamodule, only=cli.chosen)
+    except (ValueError, RuntimeError, OSError) as error:
+        sys.exit(f"error: {error}")
+    if cli.json is not None:
+        cli.json.write_text(json.dumps([each.as_dict() for each in found], indent=1) + "\n")
+    console.print(table(found, cli.machine))
+    for each in found:
+        why = f"{each.why}." if each.applies else f"does not apply. {each.reason}"
+        console.print(f"{each.candidate}: {why}", soft_wrap=True)
+    if cli.json is not None:
+        console.print(f"Written: {cli.json}", soft_wrap=True)
+
+
+def table(found: Sequence[Advice], machine: Machine) -> Table:
+    """Returns a row per scheme: exact ones first, the fastest first."""
+    cores = "one core each" if machine.cores is None else f"{machine.cores} cores a host"
+    title = f"An epoch on {machine.topology.num_devices} ranks, {machine.topology.name}, {cores}; predicted"
+    columns = ("scheme", "exact", "s/epoch", "computing", "messages take", "steps", "MB/epoch", "messages", "MB/rank")
+    made = Table(title=title)
+    for column in columns:
+        made.add_column(column, justify="left" if column == "scheme" else "right")
+    for each in found:
+        made.add_row(str(each.candidate), "yes" if each.candidate.exact else "no", *_cells(each))
+    return made
+
+
+def _cells(advice: Advice) -> Sequence[Any]:
+    if not advice.applies:
+        return ["-", *[""] * 6]
+    whole = advice.candidate.full_graph
+    return (
+        f"{advice.seconds:.4g}",
+        f"{advice.compute_seconds:.4g}",
+        f"{advice.exchange_seconds:.2g}",
+        str(advice.steps),
+        f"{(advice.bytes_sent or 0) / 1e6:,.3g}" if whole else "-",
+        f"{advice.messages:,}" if whole else "-",
+        f"{advice.bytes_held / 1e6:,.3g}" if whole else "-",
+    )
