@@ -24,14 +24,17 @@ class Candidate:
     Attributes:
         kind: the strategy's class.
         arguments: of it; plain values.
-        exact: every number is that of one device.
         full_graph: a step is an epoch; else epochs have many steps, and learn more.
     """
 
     kind: type[GNNStrategy]
     arguments: dict[str, Any] = field(default_factory=dict)
-    exact: bool = True
     full_graph: bool = True
+
+    @property
+    def exact(self) -> bool:
+        """Whether every number is that of one device."""
+        return not self.kind(**self.arguments).approximation
 
     @property
     def name(self) -> str:
@@ -59,6 +62,6 @@ def candidates(topology: Topology) -> Iterator[Candidate]:
         yield Candidate(SpMM3DStrategy)
     yield Candidate(VertexCutStrategy)
     # What vertex_cut_cached sends at most: how many rows have not changed is known only in training.
-    yield Candidate(VertexCutStrategy, {"codec": "int8"}, exact=False)
-    yield Candidate(SamplingStrategy, exact=False, full_graph=False)
-    yield Candidate(ClusterAllReduceStrategy, {"averaging_interval": 1}, exact=False, full_graph=False)
+    yield Candidate(VertexCutStrategy, {"codec": "int8"})
+    yield Candidate(SamplingStrategy, full_graph=False)
+    yield Candidate(ClusterAllReduceStrategy, {"averaging_interval": 1}, full_graph=False)
