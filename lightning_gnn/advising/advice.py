@@ -19,12 +19,11 @@ from typing import Any
 
 import lightning.pytorch as pl
 import numpy as np
-import torch
 from lightning.pytorch.utilities.rank_zero import rank_zero_only
 from torch_geometric.nn.models import GCN
 
 from lightning_gnn.advising.candidates import Candidate, candidates
-from lightning_gnn.advising.machine import Machine, Timing, timing
+from lightning_gnn.advising.machine import Machine, timing
 from lightning_gnn.advising.rehearsal import Rehearsal, rehearse
 from lightning_gnn.checks.memory import least_bytes
 from lightning_gnn.comm.codec import make_codec
@@ -133,41 +132,41 @@ def advise_on(
         overhead: seconds of an epoch beside the model's; None to measure them, by a Trainer of one device.
     """
     overhead = _overhead_seconds() if overhead is None else overhead
-    trainer = trainer or quiet_trainer()
+    job = _Job(module, data, machine, trainer or quiet_trainer(), overhead)
     found = []
     for candidate in list(candidates(machine.topology)) if only is None else only:
         try:
-            of = _full_graph if candidate.full_graph else _in_batches
-            found.append(of(candidate, module, data, machine, trainer, overhead))
+            found.append((_full_graph if candidate.full_graph else _in_batches)(candidate, job))
         except (ValueError, RuntimeError) as error:
             found.append(Advice(candidate, reason=_in_short(error)))
     found.sort(key=lambda each: (not each.applies, not each.candidate.exact, each.seconds))
     return _explained(found)
 
 
-def _full_graph(
-    candidate: Candidate,
-    module: pl.LightningModule,
-    data: GraphDataModule,
-    machine: Machine,
-    trainer: pl.Trainer,
-    overhead: float,
-) -> Advice:
-    topology, ranks = machine.topology, machine.topology.num_devices
+@dataclass(frozen=True)
+class _Job:
+    """What is trained, on what; see :func:`advise_on`."""
+
+    module: pl.LightningModule
+    data: GraphDataModule
+    machine: Machine
+    trainer: pl.Trainer
+    overhead: float
+
+
+def _full_graph(candidate: Candidate, job: _Job) -> Advice:
+    topology, ranks = job.machine.topology, job.machine.ranks
     options: dict[str, Any] = {"topology": topology} if candidate.arguments.get("plan") == "spst" else {}
-    strategy = candidate.kind(**candidate.arguments, **options)
-    hosts = len(topology.hosts)
-    layout, data = strategy.scheme.layout(ranks, hosts if ranks % hosts == 0 else 1), copy.copy(data)
-    data.prepare_for(layout)
+    strategy, hosts = candidate.kind(**candidate.arguments, **options), len(topology.hosts)
+    data = copy.copy(job.data)  # whoever else has it finds it as it was
+    data.prepare_for(strategy.scheme.layout(ranks, hosts if ranks % hosts == 0 else 1))
     cut = data.stored_cut()
     if cut.types.is_hetero:
         raise ValueError('The graph has node or edge types, and is trained on samples: strategy="sampling".')
+    shards = [cut.shard(rank) for rank in range(ranks)]
     bind = partial(strategy.scheme.bind, meter=Meter())
-    threads = 1 if machine.cores is None else max(1, machine.cores // len(topology.hosts[0]))
-    rehearsal = rehearse(
-        module, [cut.shard(rank) for rank in range(ranks)], bind, trainer, threads=threads, prepare=_coding(strategy)
-    )
-    return _priced(candidate, module, cut, rehearsal, timing(rehearsal.events, machine), overhead)
+    rehearsal = rehearse(job.module, shards, bind, job.trainer, threads=job.machine.threads, prepare=_coding(strategy))
+    return _priced(candidate, cut, rehearsal, job)
 
 
 def _coding(strategy: GNNStrategy) -> Callable[[World], None] | None:
@@ -182,27 +181,22 @@ def _coding(strategy: GNNStrategy) -> Callable[[World], None] | None:
     return prepare
 
 
-def _priced(
-    candidate: Candidate, module: torch.nn.Module, cut: Cut, rehearsal: Rehearsal, found: Timing, overhead: float
-) -> Advice:
-    row_bytes = cut.attributes["node"]["x"][:1].nbytes
-    sizes = cut.sizes()
-    held = [
-        least_bytes(*size, row_bytes, module) + saved for size, saved in zip(sizes, rehearsal.saved_bytes, strict=True)
-    ]
-    busy = rehearsal.compute_seconds
-    nodes = int(cut.offsets[-1])
-    report = cut.report.get("replication_factor")
+def _priced(candidate: Candidate, cut: Cut, rehearsal: Rehearsal, job: _Job) -> Advice:
+    step, busy = timing(rehearsal.events, job.machine), rehearsal.compute_seconds
+    row_bytes, sizes = cut.attributes["node"]["x"][:1].nbytes, cut.sizes()
+    held = [least_bytes(*size, row_bytes, job.module) + saved for size, saved in zip(sizes, rehearsal.saved_bytes)]
+    of_vertex_cut = cut.report.get("replication_factor")
+    rows = sum(owned + halo for owned, halo, _ in sizes)
     return Advice(
         candidate,
-        seconds=found.seconds + overhead,
-        compute_seconds=found.compute_seconds + overhead,
-        exchange_seconds=found.exchange_seconds,
+        seconds=step.seconds + job.overhead,
+        compute_seconds=step.compute_seconds + job.overhead,
+        exchange_seconds=step.exchange_seconds,
         bytes_sent=sum(rehearsal.bytes_sent),
         messages=rehearsal.messages,
         bytes_held=max(held),
         balance=max(busy) / (sum(busy) / len(busy)),
-        replication=float(report) if report else sum(owned + halo for owned, halo, _ in sizes) / max(1, nodes),
+        replication=float(of_vertex_cut or rows / max(1, int(cut.offsets[-1]))),
     )
 
 
@@ -219,41 +213,20 @@ class _Clock(pl.Callback):
         return float(median(np.diff(self.times)))
 
 
-def _in_batches(
-    candidate: Candidate,
-    module: pl.LightningModule,
-    data: GraphDataModule,
-    machine: Machine,
-    trainer: pl.Trainer,
-    overhead: float,
-) -> Advice:
-    ranks, clock = machine.topology.num_devices, _Clock()
-    own = copy.copy(data)  # its layout is another one
+def _in_batches(candidate: Candidate, job: _Job) -> Advice:
+    machine, ranks, clock = job.machine, job.machine.ranks, _Clock()
+    strategy = candidate.kind(**candidate.arguments, self_check=False)
     with _quietly():
-        runner = quiet_trainer(
-            max_epochs=-1,
-            max_steps=TRAINED_BATCHES,
-            strategy=candidate.kind(**candidate.arguments, self_check=False),
-            callbacks=[clock],
-        )
-        runner.fit(copy.deepcopy(module), datamodule=own)
-    batches = int(runner.num_training_batches) if np.isfinite(runner.num_training_batches) else 0
-    steps = -(-(batches or candidate.arguments.get("clusters", 40)) // ranks)
-    shared = 1.0 if machine.cores is None else max(1.0, len(machine.topology.hosts[0]) / machine.cores)
-    gradients = sum(each.nbytes for each in module.parameters() if each.requires_grad)
-    sent = (ranks - 1) * gradients
-    slowest = min((hop.gb_per_s for hop in machine.topology.hops), default=float("inf")) * 1e9
-    exchange = steps * (2 * (ranks > 1) * machine.latency + 2 * sent / max(ranks, 1) / slowest)
-    compute = steps * clock.seconds * shared / machine.speed
-    return Advice(
-        candidate,
-        seconds=compute + exchange,
-        compute_seconds=compute,
-        exchange_seconds=exchange,
-        steps=steps,
-        bytes_sent=None,
-        messages=0,
-    )
+        runner = quiet_trainer(max_epochs=-1, max_steps=TRAINED_BATCHES, strategy=strategy, callbacks=[clock])
+        runner.fit(copy.deepcopy(job.module), datamodule=copy.copy(job.data))
+    of_one = runner.num_training_batches  # infinite where workers share a pool of clusters
+    steps = -(-int(of_one if np.isfinite(of_one) else strategy.num_clusters) // ranks)  # type: ignore[attr-defined]
+    gradients = sum(each.nbytes for each in job.module.parameters() if each.requires_grad)
+    slowest = min((hop.gb_per_s for hop in machine.topology.hops), default=np.inf) * 1e9
+    # A ring: each rank sends all gradients nearly twice.
+    exchange = steps * (2 * machine.latency + 2 * (ranks - 1) / ranks * gradients / slowest)
+    compute = steps * clock.seconds * machine.crowding / machine.speed
+    return Advice(candidate, "", compute + exchange, compute, exchange, steps, bytes_sent=None)
 
 
 def quiet_trainer(**options: Any) -> pl.Trainer:

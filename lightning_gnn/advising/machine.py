@@ -46,6 +46,21 @@ class Machine:
     speed: float = 1.0
     latency: float = LATENCY_S
 
+    @property
+    def ranks(self) -> int:
+        """One per device."""
+        return self.topology.num_devices
+
+    @property
+    def threads(self) -> int:
+        """That a rank computes with, as strategies have it."""
+        return 1 if self.cores is None else max(1, self.cores // len(self.topology.hosts[0]))
+
+    @property
+    def crowding(self) -> float:
+        """How much longer computing takes where all ranks do it at once: ranks over cores, at least 1."""
+        return 1.0 if self.cores is None else max(1.0, len(self.topology.hosts[0]) / self.cores)
+
     @classmethod
     def of(
         cls,
