@@ -19,6 +19,7 @@ import lightning.pytorch as pl
 import torch
 from lightning.pytorch.strategies import ParallelStrategy
 from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import Tensor
 from torch.optim import Optimizer
 from torch_geometric.data import Data
@@ -586,6 +587,14 @@ class _Hooks(pl.Callback):
 
     def __init__(self, strategy: ClusterStrategy) -> None:
         self._strategy = strategy
+
+    @override
+    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        if trainer.enable_validation:
+            rank_zero_info(
+                "Validation during fit is approximate: each worker validates its own weights, on clusters without the edges "
+                "between them. trainer.validate and trainer.test, after fit, are exact."
+            )
 
     @override
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
