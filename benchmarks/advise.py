@@ -59,17 +59,16 @@ def topology(ranks: int, inner_mbit: float) -> Topology:
     return machines([ranks // 2] * 2, inner_mbit / 8e3, inner_mbit / 2.7 / 8e3)
 
 
-def tried(ranks: int, inner_mbit: float) -> list[Candidate]:
+def tried(ranks: int) -> list[Candidate]:
     """Returns the schemes that give the numbers of one device."""
-    found = candidates(topology(ranks, inner_mbit))
-    return [each for each in found if each.exact and each.arguments.get("plan") != "spst"]
+    return [each for each in candidates(ranks) if each.exact]
 
 
 def predicted(graph: str, ranks: int, inner_mbit: float) -> dict[str, Any]:
     """Returns what is predicted, by scheme."""
     cores = available_cores() // (2 if inner_mbit else 1)  # emulated hosts share them
     machine = Machine(topology(ranks, inner_mbit), cores)
-    found = advise_on(machine, *workload(graph), only=tried(ranks, inner_mbit))
+    found = advise_on(machine, *workload(graph), only=tried(ranks))
     return {str(each.candidate): each.as_dict() for each in found}
 
 
@@ -81,7 +80,7 @@ def measured(graph: str, ranks: int, inner_mbit: float, epochs: int) -> dict[str
         devices = {"num_nodes": 2, "devices": ranks // 2}
         options["shared_memory"] = False
     found = {}
-    for candidate in tried(ranks, inner_mbit):
+    for candidate in tried(ranks):
         module, data = workload(graph)
         clock = Clock()
         trainer = L.Trainer(

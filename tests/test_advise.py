@@ -17,7 +17,8 @@ from hypothesis import strategies as st
 import lightning_gnn
 from lightning_gnn import GraphDataModule, NodeClassifier
 from lightning_gnn.advising.advice import advise_on
-from lightning_gnn.advising.candidates import Candidate, candidates
+from lightning_gnn.advising.candidates import Candidate, candidates, chosen
+from lightning_gnn.advising.extrapolate import extrapolate, smaller
 from lightning_gnn.advising.machine import Machine, timing
 from lightning_gnn.advising.rehearsal import Compute, Event, Rehearsal, Send, Take, rehearse
 from lightning_gnn.cli import main
@@ -30,7 +31,7 @@ def classifier(model: str = "gcn") -> NodeClassifier:
 
 
 def tried(ranks: int) -> list[Candidate]:
-    return [each for each in candidates(uniform(ranks)) if each.full_graph]
+    return [each for each in candidates(ranks) if each.full_graph]
 
 
 # Rehearsals ###################################################################
@@ -133,7 +134,7 @@ def test_advice_has_every_scheme_exact_ones_first():
     module, data = classifier(), GraphDataModule(awkward_graph())
     before = copy.deepcopy(module.state_dict())
     found = lightning_gnn.advise(module, data, devices=4)
-    assert {str(each.candidate) for each in found} == {str(each) for each in candidates(uniform(4))}
+    assert {str(each.candidate) for each in found} == {str(each) for each in candidates(4)}
     for each in found:
         assert each.applies, (str(each.candidate), each.reason)
         assert each.seconds > 0 and each.why
@@ -155,6 +156,21 @@ def test_links_decide():
     sizes = [each.bytes_sent or 0 for each in found]
     assert sizes[0] == min(sizes) and sizes[-1] == max(sizes)
     assert found[0].exchange_seconds > 0.9 * found[0].seconds and "% of the time" in found[0].why
+
+
+def test_more_ranks_are_continued_from_fewer():
+    module, data = classifier(), GraphDataModule(awkward_graph(600))
+    found = {
+        str(each.candidate): each for each in extrapolate(12, smaller(12, 1, 1, 1.0, [2, 3, 6]), module, data, ["dgcl"])
+    }
+    [itself] = advise_on(Machine.of(12, cores=1), module, data, only=chosen(["dgcl"], 12))
+    advice = found["dgcl plan=p2p"]
+    assert advice.extrapolated_from == (2, 3, 6) and not itself.extrapolated_from
+    assert advice.bytes_sent == pytest.approx(itself.bytes_sent, rel=0.5) and advice.messages > 36
+    assert [len(each.topology.hosts) for each in smaller(256, 32, None, 1.0)] == [2, 4, 8]
+    for ranks, hosts in ((100, 3), (96, 4)):
+        with pytest.raises(ValueError, match="a power of two on each machine"):
+            smaller(ranks, hosts, None, 1.0)
 
 
 class Broken(NodeClassifier):
@@ -234,7 +250,7 @@ def test_command(monkeypatch, tmp_path, capsys):
         (["--parts", "2", "--cores", "0"], "cores must be at least 1"),
         (["--parts", "2", "--topology", "nowhere"], "must be one of dgx1"),
         (["--parts", "2", "--json", "/proc/none/all.json"], "--json: the folder"),
-        (["--parts", "2", "--schemes", "[spmm_2d]"], "none of spmm_2d runs on 2 ranks"),
+        (["--parts", "2", "--schemes", "[spmm_2d]"], "None of spmm_2d runs on 2 ranks"),
         (["--trainer.devices", "auto"], "how many parts"),
     ],
 )
@@ -258,7 +274,7 @@ def test_auto_trains_as_one_device(ranks, world_size):
         assert_same(found, expected, rtol=1e-8, atol=1e-10)
 
 
-def chosen(rank: int, world_size: int) -> tuple[str, int]:
+def chosen_by_auto(rank: int, world_size: int) -> tuple[str, int]:
     trainer = quiet_trainer("auto_gnn", world_size, max_epochs=1)
     trainer.fit(classifier(), datamodule=GraphDataModule(awkward_graph()))
     trainer.test(trainer.lightning_module, datamodule=GraphDataModule(awkward_graph()), verbose=False)
@@ -266,7 +282,7 @@ def chosen(rank: int, world_size: int) -> tuple[str, int]:
 
 
 def test_auto_chooses_once_and_alike(ranks):
-    first, *others = ranks.run(2, chosen)
+    first, *others = ranks.run(2, chosen_by_auto)
     assert first[1] == 3 and all(each == (first[0], 0) for each in others)
 
 

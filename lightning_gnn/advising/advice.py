@@ -60,6 +60,7 @@ class Advice:
         balance: the rank that computes longest, over the mean.
         replication: rows held by all ranks, halo and mirrors included, over the nodes.
         why: in words.
+        extrapolated_from: numbers of ranks that were rehearsed, where these were others.
     """
 
     candidate: Candidate
@@ -74,6 +75,7 @@ class Advice:
     balance: float = 1.0
     replication: float = 1.0
     why: str = ""
+    extrapolated_from: tuple[int, ...] = ()
 
     @property
     def applies(self) -> bool:
@@ -82,7 +84,7 @@ class Advice:
     def as_dict(self) -> dict[str, Any]:
         """Returns plain numbers and texts, for JSON."""
         names = ("seconds", "compute_seconds", "exchange_seconds", "steps", "bytes_sent", "messages", "bytes_held")
-        numbers = {name: getattr(self, name) for name in (*names, "balance", "replication", "why")}
+        numbers = {name: getattr(self, name) for name in (*names, "balance", "replication", "why", "extrapolated_from")}
         chosen = {"strategy": self.candidate.name, "arguments": self.candidate.arguments, "exact": self.candidate.exact}
         return {**chosen, "applies": self.applies, **(numbers if self.applies else {"reason": self.reason})}
 
@@ -134,13 +136,12 @@ def advise_on(
     overhead = _overhead_seconds() if overhead is None else overhead
     job = _Job(module, data, machine, trainer or quiet_trainer(), overhead)
     found = []
-    for candidate in list(candidates(machine.topology)) if only is None else only:
+    for candidate in candidates(machine.ranks, machine.topology.uniform) if only is None else only:
         try:
             found.append((_full_graph if candidate.full_graph else _in_batches)(candidate, job))
         except (ValueError, RuntimeError) as error:
             found.append(Advice(candidate, reason=_in_short(error)))
-    found.sort(key=lambda each: (not each.applies, not each.candidate.exact, each.seconds))
-    return _explained(found)
+    return explained(found)
 
 
 @dataclass(frozen=True)
@@ -266,7 +267,9 @@ def _overhead_seconds() -> float:
 # In words #####################################################################
 
 
-def _explained(found: Sequence[Advice]) -> list[Advice]:
+def explained(found: Sequence[Advice]) -> list[Advice]:
+    """Returns advice in order, with reasons: what gives the numbers of one device first, the fastest first."""
+    found = sorted(found, key=lambda each: (not each.applies, not each.candidate.exact, each.seconds))
     usual = next((each for each in found if each.applies and each.candidate.name == "dgcl"), None)
     return [replace(each, why=_why(each, usual)) if each.applies else each for each in found]
 

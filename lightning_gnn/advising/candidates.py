@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from math import isqrt
 from typing import Any
 
 from lightning_gnn.partition.grid import legal_replications
-from lightning_gnn.planning.topology import Topology
 from lightning_gnn.strategies.base import GNNStrategy
 from lightning_gnn.strategies.dgcl import DGCLStrategy
 from lightning_gnn.strategies.gossip import ClusterAllReduceStrategy
@@ -45,11 +44,10 @@ class Candidate:
         return f"{self.name} {' '.join(f'{name}={value}' for name, value in self.arguments.items())}".rstrip()
 
 
-def candidates(topology: Topology) -> Iterator[Candidate]:
-    """Yields what can run on as many ranks as a topology has devices."""
-    ranks = topology.num_devices
+def candidates(ranks: int, links_alike: bool = True) -> Iterator[Candidate]:
+    """Yields what can run on so many ranks; a plan over relays only where links are not alike."""
     yield Candidate(DGCLStrategy, {"plan": "p2p"})
-    if not topology.uniform:
+    if not links_alike:
         yield Candidate(DGCLStrategy, {"plan": "spst"})
     yield Candidate(SpMM1DStrategy, {"sparsity_aware": False})
     for c in legal_replications(ranks):
@@ -65,3 +63,17 @@ def candidates(topology: Topology) -> Iterator[Candidate]:
     yield Candidate(VertexCutStrategy, {"codec": "int8"})
     yield Candidate(SamplingStrategy, full_graph=False)
     yield Candidate(ClusterAllReduceStrategy, {"averaging_interval": 1}, full_graph=False)
+
+
+def chosen(names: Sequence[str] | None, ranks: int, links_alike: bool = True) -> list[Candidate]:
+    """Returns those :func:`candidates` whose strategies have these names; None for all.
+
+    Raises:
+        ValueError: there is none.
+    """
+    every = list(candidates(ranks, links_alike))
+    found = [each for each in every if names is None or each.name in names]
+    if not found:
+        known = ", ".join(dict.fromkeys(each.name for each in every))
+        raise ValueError(f"None of {', '.join(names or ())} runs on {ranks} ranks; {known} do.")
+    return found

@@ -15,10 +15,12 @@ from rich.table import Table
 from typing_extensions import override
 
 from lightning_gnn.advising.advice import Advice, advise_on
-from lightning_gnn.advising.candidates import candidates
+from lightning_gnn.advising.candidates import chosen
+from lightning_gnn.advising.extrapolate import extrapolate, smaller
 from lightning_gnn.advising.machine import Machine
 from lightning_gnn.commands.graph_cli import GraphCLI, check_folder, working
 from lightning_gnn.planning.presets import PRESETS
+from lightning_gnn.planning.topology import MAX_DEVICES
 from lightning_gnn.strategies.base import Scheme
 
 USAGE = """lightning-gnn advise --config FILE [--parts N] [--topology NAME|FILE] [--cores N] [--speed X] [--json FILE]
@@ -68,17 +70,23 @@ class AdviseCLI(GraphCLI):
     @override
     def prepare(self, scheme: Scheme, parts: int) -> None:
         config = self.config
-        self.machine = Machine.of(parts, config.trainer.num_nodes, config.topology, config.cores, config.speed)
-        all_of_them = list(candidates(self.machine.topology))
-        self.chosen = [each for each in all_of_them if config.schemes is None or each.name in config.schemes]
-        if not self.chosen:
-            names = ", ".join(dict.fromkeys(each.name for each in all_of_them))
-            raise ValueError(f"--schemes: none of {', '.join(config.schemes)} runs on {parts} ranks; {names} do.")
+        hosts, self.ranks = config.trainer.num_nodes, parts
+        if config.topology is None and parts > MAX_DEVICES:
+            self.machines = smaller(parts, hosts, config.cores, config.speed)
+        else:
+            self.machines = [Machine.of(parts, hosts, config.topology, config.cores, config.speed)]
+        self.chosen = chosen(config.schemes, parts, self.machines[0].topology.uniform)
         self.json = None if config.json is None else Path(config.json)
         if self.json is not None:
             check_folder("--json", self.json.parent)
             if self.json.is_dir():
                 raise ValueError(f"--json {self.json} is a folder; name a file.")
+
+    def advise(self) -> list[Advice]:
+        """Returns what is predicted."""
+        if self.machines[-1].ranks < self.ranks:
+            return extrapolate(self.ranks, self.machines, self.module, self.datamodule, self.config.schemes)
+        return advise_on(self.machines[0], self.module, self.datamodule, only=self.chosen)
 
 
 def run_advise(arguments: Sequence[str]) -> None:
@@ -88,12 +96,12 @@ def run_advise(arguments: Sequence[str]) -> None:
     console, told = Console(highlight=False, markup=False, width=width), Console(stderr=True)
     try:
         with working(told, "Rehearsing training steps"):
-            found = advise_on(cli.machine, cli.module, cli.datamodule, only=cli.chosen)
+            found = cli.advise()
     except (ValueError, RuntimeError, OSError) as error:
         sys.exit(f"error: {error}")
     if cli.json is not None:
         cli.json.write_text(json.dumps([each.as_dict() for each in found], indent=1) + "\n")
-    console.print(table(found, cli.machine))
+    console.print(table(found, cli.ranks, cli.machines))
     for each in found:
         why = f"{each.why}." if each.applies else f"does not apply. {each.reason}"
         console.print(f"{each.candidate}: {why}", soft_wrap=True)
@@ -101,10 +109,14 @@ def run_advise(arguments: Sequence[str]) -> None:
         console.print(f"Written: {cli.json}", soft_wrap=True)
 
 
-def table(found: Sequence[Advice], machine: Machine) -> Table:
+def table(found: Sequence[Advice], ranks: int, machines: Sequence[Machine]) -> Table:
     """Returns a row per scheme: exact ones first, the fastest first."""
+    machine = machines[-1]
     cores = "one core each" if machine.cores is None else f"{machine.cores} cores a host"
-    title = f"An epoch on {machine.topology.num_devices} ranks, {machine.topology.name}, {cores}; predicted"
+    on = f"{ranks} ranks, {machine.topology.name}"
+    if machine.ranks < ranks:
+        on = f"{ranks} ranks, extrapolated from {', '.join(str(each.ranks) for each in machines)}"
+    title = f"An epoch on {on}, {cores}; predicted"
     columns = ("scheme", "exact", "s/epoch", "computing", "messages take", "steps", "MB/epoch", "messages", "MB/rank")
     made = Table(title=title)
     for column in columns:

@@ -1,0 +1,87 @@
+"""Advice for more ranks than a topology has devices: what fewer ranks take, continued as a power of their number."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import lightning.pytorch as pl
+import numpy as np
+
+from lightning_gnn.advising.advice import Advice, advise_on, explained
+from lightning_gnn.advising.candidates import candidates, chosen
+from lightning_gnn.advising.machine import Machine
+from lightning_gnn.datamodules.graph import GraphDataModule
+
+SIZES = (16, 32, 64)
+"""Numbers of ranks that are rehearsed; a scheme that runs on one of them only is left out."""
+
+
+def smaller(ranks: int, hosts: int, cores: int | None, speed: float, sizes: Sequence[int] = SIZES) -> list[Machine]:
+    """Returns machines of `sizes` ranks with as many of them on a host, or all on one.
+
+    Raises:
+        ValueError: see :meth:`Machine.of`; ranks that hosts do not share evenly, or not so that they divide `sizes`.
+    """
+    on_each = ranks // hosts
+    if ranks % hosts or any(size % on_each and on_each % size for size in sizes):
+        raise ValueError(
+            f"Beyond {max(sizes)} ranks, advice is continued from {', '.join(map(str, sizes))}, so there must be a power of two "
+            f"on each machine (got {ranks} ranks on {hosts})."
+        )
+    return [Machine.of(size, max(1, size // on_each), cores=cores, speed=speed) for size in sizes]
+
+
+def extrapolate(
+    ranks: int,
+    machines: Sequence[Machine],
+    module: pl.LightningModule,
+    data: GraphDataModule,
+    schemes: Sequence[str] | None = None,
+) -> list[Advice]:
+    """Returns what is predicted for so many ranks: seconds, bytes and messages are each ``a * ranks ** b``, fitted to `machines`.
+
+    Args:
+        ranks: more than the machines have.
+        machines: two or more, of ascending numbers of ranks.
+        module, data: see :func:`~lightning_gnn.advising.advice.advise`.
+        schemes: names of strategies; by default all that can run.
+    """
+    wanted, rehearsed = set(map(str, chosen(schemes, ranks, machines[-1].topology.uniform))), []
+    for machine in machines:
+        only = [each for each in candidates(machine.ranks, machine.topology.uniform) if str(each) in wanted]
+        rehearsed.append({str(each.candidate): each for each in advise_on(machine, module, data, only=only)})
+    found = []
+    for name, last in rehearsed[-1].items():
+        known = [
+            (machine.ranks, advice[name])
+            for machine, advice in zip(machines, rehearsed)
+            if name in advice and advice[name].applies
+        ]
+        if len(known) < 2:
+            continue
+
+        def at(attribute: str, known: Sequence[tuple[int, Advice]] = known) -> float:
+            values = np.array([getattr(advice, attribute) or 0 for _, advice in known], np.float64)
+            if not values.all():
+                return float(values[-1])
+            sizes = np.log([size for size, _ in known])
+            slope, begin = np.polyfit(sizes, np.log(values), 1)
+            return float(np.exp(begin + slope * np.log(ranks)))
+
+        compute, exchange = at("compute_seconds"), at("exchange_seconds")
+        found.append(
+            replace(
+                last,
+                seconds=compute + exchange,
+                compute_seconds=compute,
+                exchange_seconds=exchange,
+                steps=max(1, round(at("steps"))),
+                bytes_sent=None if last.bytes_sent is None else round(at("bytes_sent")),
+                messages=round(at("messages")),
+                bytes_held=round(at("bytes_held")),
+                replication=at("replication"),
+                extrapolated_from=tuple(size for size, _ in known),
+            )
+        )
+    return explained(found)
