@@ -1,11 +1,12 @@
 # make demo   a PyG model on two processes, on a graph made on the spot
 # make test   linter, type checker and the test suite
+# make docs   the site, in build/site; a broken link is an error
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: demo test test-only lint clean
+.PHONY: demo test test-only lint docs clean
 
 demo: $(STAMP)
 	$(BIN)/python examples/demo.py
@@ -19,10 +20,13 @@ lint: $(STAMP)
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 
+docs: $(STAMP)
+	$(BIN)/mkdocs build --strict
+
 # Installed again only when what it installs has changed.
 $(STAMP): pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev,docs]'
 	touch $(STAMP)
 
 clean:

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import re
 import shutil
+import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
+from common import assert_same, awkward_graph, single, train
 from conftest import SHARED
 from processes import REPOSITORY, TORCHRUN, Finished, run
 
@@ -24,11 +27,36 @@ def example(folder: Path, name: str, at_least: float) -> Finished:
 
 @pytest.mark.ahead(runs=example)
 @pytest.mark.parametrize(
-    ("name", "at_least"), [("demo.py", 0.9), ("library.py", 0.8), ("own_module.py", 0.65), ("embeddings.py", 0.9)]
+    ("name", "at_least"),
+    [
+        ("demo.py", 0.9),
+        ("library.py", 0.8),
+        ("own_module.py", 0.65),
+        ("own_scheme.py", 0.9),
+        ("embeddings.py", 0.9),
+    ],
 )
 def test_example(ahead, name, at_least):
     _, finished = ahead
     assert accuracy(finished.succeeded().output) >= at_least
+
+
+def in_a_ring(rank: int, world_size: int, model: str, shared_memory: bool) -> dict[str, Any]:
+    sys.path.insert(0, str(REPOSITORY / "examples"))
+    from own_scheme import RingStrategy
+
+    options = {"shared_memory": shared_memory}
+    return train(rank, world_size, awkward_graph(), model, strategy=RingStrategy, options=options, self_check=True)
+
+
+@pytest.mark.parametrize(
+    ("model", "world_size", "shared_memory"), [("gcn", 2, True), ("gin_batch_norm", 4, True), ("gat", 3, False)]
+)
+def test_own_scheme_is_exact(ranks, model, world_size, shared_memory):
+    """The script's scheme gives the losses, gradients and predictions of one device, in float64."""
+    expected = single(awkward_graph(), model)
+    for found in ranks.run(world_size, in_a_ring, model, shared_memory):
+        assert_same(found, expected, rtol=1e-8, atol=1e-10)
 
 
 def by_hand(folder: Path) -> Finished:

@@ -131,7 +131,7 @@ class CachedExchange(HaloExchange):
         return RowExchange.expand_all(self, tensors, layer)  # side by side: what is kept of a message are its rows
 
     @override
-    def _start(
+    def start(
         self,
         out: Tensor,
         out_counts: list[int],
@@ -142,7 +142,7 @@ class CachedExchange(HaloExchange):
         began: float,
     ) -> Callable[[], None]:
         if not self.world.wire.codes or not out.is_floating_point():
-            return super()._start(out, out_counts, into, into_counts, layer, direction, began)
+            return super().start(out, out_counts, into, into_counts, layer, direction, began)
         codec = self.world.wire.codec
         channel = self._channel(out, into, out_counts, into_counts, layer, direction)
         try:

@@ -148,7 +148,7 @@ class RowExchange(ABC):
         rows = self.expand(torch.cat([x.reshape(len(x), width) for x, width in zip(tensors, widths)], 1), layer)
         return [part.contiguous().view(len(rows), *x.shape[1:]) for part, x in zip(rows.split(widths, dim=1), tensors)]
 
-    def _start(
+    def start(
         self,
         out: Tensor,
         out_counts: list[int],
@@ -158,7 +158,18 @@ class RowExchange(ABC):
         direction: str,
         began: float,
     ) -> Callable[[], None]:
-        """Starts one message to and from every peer that has rows to exchange; returns the function that waits."""
+        """Starts one message to and from every peer that has rows to exchange, and counts it; returns the function that waits.
+
+        Args:
+            out, into: what is sent and what is filled, contiguous, of one dtype, rows in rank order; ``out`` and ``into``
+                are left alone until the returned function has returned.
+            out_counts, into_counts: rows for and from each rank, ``[P]``.
+            layer, direction: counted under, and named in errors; ``"forward"`` or ``"backward"``.
+            began: when packing them began, by ``time.perf_counter``.
+
+        Raises:
+            CommunicationError: from the returned function too: a peer does not answer.
+        """
         rows = sum(out_counts)
         row_bytes = self.world.wire.message_bytes(out) // max(rows, 1)
         sent = ((peer, count * row_bytes) for peer, count in enumerate(out_counts) if count)
@@ -234,7 +245,7 @@ class HaloExchange(RowExchange):
         began = time.perf_counter()
         packed = self.world.wire.scratch((len(self.send_rows), *x.shape[1:]), x.dtype, x.device)
         take_rows(x, self.send_rows, packed)
-        return self._start(packed, self.send_counts, halo, self.recv_counts, layer, "forward", began)
+        return self.start(packed, self.send_counts, halo, self.recv_counts, layer, "forward", began)
 
     @override
     def outgoing(self, shape: torch.Size, dtype: torch.dtype) -> Tensor:
@@ -245,7 +256,7 @@ class HaloExchange(RowExchange):
         """Peer after peer: the rows of one are distinct, so no two additions meet, the paper's non-atomic backward."""
         began = time.perf_counter()
         arrived = self.buffer("return", torch.Size((len(self.send_rows), *halo_grad.shape[1:])), halo_grad.dtype)
-        wait = self._start(halo_grad, self.recv_counts, arrived, self.send_counts, layer, "backward", began)
+        wait = self.start(halo_grad, self.recv_counts, arrived, self.send_counts, layer, "backward", began)
 
         def finish(grad: Tensor) -> None:
             wait()
@@ -266,7 +277,7 @@ class HaloExchange(RowExchange):
         if not self.idle:
             arrived = x.new_empty((len(self.send_rows), *x.shape[1:]))
             halo, began = x[self.num_owned :].contiguous(), time.perf_counter()
-            self._start(halo, self.recv_counts, arrived, self.send_counts, layer, "backward", began)()
+            self.start(halo, self.recv_counts, arrived, self.send_counts, layer, "backward", began)()
             for rows, values in zip(self._send_rows_by_peer, arrived.split(self.send_counts)):
                 own[rows] = torch.maximum(own[rows], values)
         return own
@@ -336,7 +347,7 @@ class _ExpandAll(torch.autograd.Function):
                 take_rows(x.reshape(owned, -1), rows, part)
         halo = exchange.buffer("halo of all", torch.Size((exchange.num_halo, sum(widths))), first.dtype)
         counts = exchange.recv_counts
-        wait = exchange._start(packed, exchange.send_counts, halo, counts, layer, "forward", began)
+        wait = exchange.start(packed, exchange.send_counts, halo, counts, layer, "forward", began)
         outs = [x.new_empty((owned + exchange.num_halo, *x.shape[1:])) for x in tensors]
         for x, out in zip(tensors, outs):
             out[:owned] = x
@@ -359,7 +370,7 @@ class _ExpandAll(torch.autograd.Function):
                 part.copy_(rows.reshape(part.shape))
         arrived = exchange.buffer("return of all", torch.Size((len(exchange.send_rows), sum(widths))), first.dtype)
         counts = exchange.send_counts
-        wait = exchange._start(packed, exchange.recv_counts, arrived, counts, ctx.layer, "backward", began)
+        wait = exchange.start(packed, exchange.recv_counts, arrived, counts, ctx.layer, "backward", began)
         owns = [grad[:owned].clone() for grad in grads]
         wait()
         for own, parts in zip(owns, _blocks(arrived, counts, widths)):

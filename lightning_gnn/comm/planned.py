@@ -155,7 +155,7 @@ class PlannedExchange(RowExchange):
         def receive(stage: _Stage) -> Callable[[], None]:
             began = time.perf_counter()
             into = arriving[stage.arrives]
-            return self._start(none, nobody, into, stage.receive_counts, layer, direction, began)
+            return self.start(none, nobody, into, stage.receive_counts, layer, direction, began)
 
         early = self.world.wire.receives_early
         coming = [receive(stage) for stage in stages] if early else []
@@ -171,7 +171,7 @@ class PlannedExchange(RowExchange):
             for run in stage.sends:
                 take_rows(sources[run.owned], run.rows, packed[run.place])
             into, counts = (none, nobody) if early else (arriving[stage.arrives], stage.receive_counts)
-            return self._start(packed, stage.send_counts, into, counts, layer, direction, began)
+            return self.start(packed, stage.send_counts, into, counts, layer, direction, began)
 
         first = [start(stage) for stage in stages[:1]]
 

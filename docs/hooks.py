@@ -1,0 +1,31 @@
+"""Hooks of MkDocs: the site shows the files that a code host shows, with the same links.
+
+The README is its first page; files that pages link to outside of this folder are copied. So MkDocs checks every link.
+"""
+
+import re
+from pathlib import Path
+
+from mkdocs.structure.files import File
+
+ROOT = Path(__file__).parent.parent
+LINKED = ("LICENSE", "configs/**/*.yaml", "examples/*.py")
+
+
+def on_files(files, config):
+    files.append(File.generated(config, "index.md", content=(ROOT / "README.md").read_text(encoding="utf-8")))
+    for pattern in LINKED:
+        for path in sorted(ROOT.glob(pattern)):
+            name = path.relative_to(ROOT).as_posix()
+            files.append(File.generated(config, name, abs_src_path=str(path)))
+    return files
+
+
+def on_page_markdown(markdown, page, **_):
+    """The README's folder and this one are one folder on the site."""
+    return re.sub(r"(?<=\]\()docs/" if page.is_homepage else r"(?<=\]\()\.\./", "", markdown)
+
+
+def on_page_content(html, **_):
+    """Docstrings name objects as Sphinx does."""
+    return re.sub(r":\w+:<code>~?(?:[\w.]*\.)?(\w+)</code>", r"<code>\1</code>", html)
