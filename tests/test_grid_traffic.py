@@ -159,7 +159,9 @@ def test_published_products(num_ranks, replication):
         for stage, block in zip(broadcasts, grid.chunk(column)):
             ranks = np.array(grid.in_column(column))
             received, rows = stage[:, ranks].sum(0), offsets[(block + 1) * replication] - offsets[block * replication]
-            assert set(received[ranks != grid.source(block)]) <= {rows} and not received[ranks == grid.source(block)].any()
+            assert (
+                set(received[ranks != grid.source(block)]) <= {rows} and not received[ranks == grid.source(block)].any()
+            )
             assert (stage[ranks] > 0).sum(1).max() <= 1  # passed on, not sent to each
 
 

@@ -82,7 +82,7 @@ def pcie8() -> Topology:
 
 
 SUMMIT_NVLINK, SUMMIT_XBUS, SUMMIT_SOCKET_PORT = 50.0, 64.0, 12.5
-"""GB/s and direction: between two GPUs of a socket, or a GPU and its CPU; between sockets; out of a socket (CAGNET section 5.2)."""
+"""GB/s and direction: two GPUs of a socket, or a GPU and its CPU; between sockets; out of a socket (CAGNET section 5.2)."""
 
 
 def summit(num_devices: int = 6, per_host: int = 6) -> Topology:
@@ -114,7 +114,9 @@ def summit(num_devices: int = 6, per_host: int = 6) -> Topology:
             hops.append({"name": f"xbus{number}", "kind": "xbus", "gb_per_s": SUMMIT_XBUS})
     hops += [{"name": f"cpu{device}", "kind": "nvlink", "gb_per_s": SUMMIT_NVLINK} for device in range(num_devices)]
     if len(hosts) > 1:
-        hops += [{"name": f"port{i}", "kind": "ib", "gb_per_s": SUMMIT_SOCKET_PORT} for i in sorted(set(socket.values()))]
+        hops += [
+            {"name": f"port{i}", "kind": "ib", "gb_per_s": SUMMIT_SOCKET_PORT} for i in sorted(set(socket.values()))
+        ]
     for a, b in combinations(range(num_devices), 2):
         if socket[a] == socket[b]:
             links.append({"a": a, "b": b, "kind": "nvlink", "gb_per_s": SUMMIT_NVLINK})
