@@ -266,8 +266,8 @@ def build_comm_info(
     Args:
         graph: a PyG ``Data``, or ``edge_index`` ``[2, E]``, source and target, with `num_nodes`. On every rank or on some;
             the others pass None.
-        topology: what the ranks are joined by, rank i being device i: ``"dgx1"``, ``"dgx1x2"``, ``"pcie8"``, ``"uniform"``, the
-            path of a JSON file, or a topology (docs/planning.md). None for links that are alike.
+        topology: what the ranks are joined by, rank i being device i: ``"dgx1"``, ``"dgx1x2"``, ``"pcie8"``, ``"summit"``,
+            ``"uniform"``, the path of a JSON file, or a topology (docs/planning.md). None for links that are alike.
         plan: ``"p2p"``: rows travel directly; ``"spst"``: along shortest path spanning trees over `topology` (section 5.2);
             ``"swap"``: through the memory of one machine; ``"auto"``: directly if all links are alike or nothing is known of
             them, otherwise by SPST where that is faster.

@@ -311,8 +311,6 @@ def strategy_of_config(path: Path, strategy: str) -> Any:
 
 def of_config(path: Path, strategy: str, data: str = "") -> Any:
     """Returns the command line of a YAML config with this strategy and these arguments of the datamodule."""
-    from lightning.pytorch.cli import LightningCLI
-
     path.write_text(
         f"""
 trainer:
@@ -330,6 +328,13 @@ model:
 data: {{class_path: lightning_gnn.GraphDataModule, init_args: {{source: lightning_gnn.planted_partition{data}}}}}
 """
     )
+    return of_file(path)
+
+
+def of_file(path: Path) -> Any:
+    """Returns the command line of a YAML config: trainer, model and datamodule, not run."""
+    from lightning.pytorch.cli import LightningCLI
+
     return LightningCLI(
         L.LightningModule,
         GraphDataModule,

@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from common import of_file
 from launched import GRAPH
 from processes import REPOSITORY, run
 
@@ -259,3 +260,28 @@ def test_partition_refuses(arguments, reason, monkeypatch, capsys):
 def test_nothing_near_is_not_guessed():
     assert unknown_key("zzz.yy", ["trainer.strategy"]) == "unknown key 'zzz'."
     assert explain("Expected a number", ["trainer.strategy"]) is None
+
+
+# Configs of papers ###########################################################
+
+PAPERS = {
+    "dgcl": ("dgcl", 2, 256, 0.01),
+    "cagnet": ("spmm_15d", 3, 16, 0.01),
+    "cdfgnn": ("vertex_cut_cached", 2, 64, 0.01),
+    "gossipgcn": ("gossip", 3, 128, 0.01),
+    "distdgl": ("sampling", 3, 256, 0.003),
+}
+"""Strategy, convs, hidden width, learning rate."""
+
+
+@pytest.mark.parametrize("paper", PAPERS)
+def test_configs_of_papers(paper):
+    found = of_file(REPOSITORY / "configs" / "papers" / f"{paper}.yaml")
+    model, trainer, graph = found.model.model, found.trainer, found.datamodule.source_args
+    assert (trainer.strategy.strategy_name, model.num_layers, model.hidden_channels, found.model.lr) == PAPERS[paper]
+    assert (model.in_channels, model.out_channels) == (graph["num_features"], graph["num_classes"])
+    assert trainer.num_devices == 4
+
+
+def test_every_config_of_a_paper_is_tested():
+    assert {path.stem for path in (REPOSITORY / "configs" / "papers").glob("*.yaml")} == set(PAPERS)

@@ -24,6 +24,7 @@ from lightning_gnn.planning.grid_cost import block_cost, sparse_cost
 from lightning_gnn.planning.grid_traffic import (
     block_traffic,
     matrix_traffic,
+    published_traffic,
     sparse_traffic,
     summa_entries,
     summa_traffic,
@@ -145,6 +146,23 @@ def test_stages_by_hand():
     # Blocks of rank 0 (target and source below 3): 0→1; 1 (source above): 9→1, 4→2; 2: 0→5; 3: 9→9.
     assert dict(flows(matrix[1])) == {(0, 1): 32 + 4, (2, 3): 64 + 4}
     assert dict(flows(matrix[2])) == {(1, 0): 32 + 8, (3, 2): 64 + 4}
+
+
+@pytest.mark.parametrize(("num_ranks", "replication"), [(4, 1), (4, 2), (8, 2), (12, 4), (6, 6), (1, 1)])
+def test_published_products(num_ranks, replication):
+    grid = ProcessGrid(num_ranks, replication)
+    offsets = np.concatenate([[0], np.cumsum(np.arange(1, num_ranks + 1))])
+    *broadcasts, reduce = published_traffic(grid, offsets)
+    assert sum(stage.sum() for stage in (*broadcasts, reduce)) == grid.paper_words(int(offsets[-1]), 1)
+    assert len(broadcasts) == -(-grid.num_rows // replication)
+    for column in range(replication):
+        for stage, block in zip(broadcasts, grid.chunk(column)):
+            ranks = np.array(grid.in_column(column))
+            received, rows = stage[:, ranks].sum(0), offsets[(block + 1) * replication] - offsets[block * replication]
+            assert (
+                set(received[ranks != grid.source(block)]) <= {rows} and not received[ranks == grid.source(block)].any()
+            )
+            assert (stage[ranks] > 0).sum(1).max() <= 1  # passed on, not sent to each
 
 
 def flows(stage: np.ndarray) -> list[tuple[tuple[int, int], int]]:

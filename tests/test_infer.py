@@ -268,7 +268,7 @@ def test_show(capsys, monkeypatch):
         (["measure", "--ranks=2"], {}, "output"),
         (["measure", "--otput=x.json"], {}, "did you mean 'output'"),
         (["mesure"], {}, "did you mean 'measure'"),
-        (["show", "dgx2"], {}, "topology must be one of dgx1, dgx1x2, pcie8, uniform or a JSON file"),
+        (["show", "dgx2"], {}, "topology must be one of dgx1, dgx1x2, pcie8, summit, uniform or a JSON file"),
         (["show", "uniform"], {}, "as many devices as there are ranks"),
         (["show", "dgx1", "--ranks=9"], {}, "has 8 devices, but there are 9 ranks"),
     ],

@@ -376,8 +376,8 @@ def refusal(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> str:
 @pytest.mark.parametrize(
     ("arguments", "reason"),
     [
-        (["--parts=2"], "one of dgx1, dgx1x2, pcie8, uniform or a JSON file"),
-        (["--parts=2", "--topology=dgx2"], "one of dgx1, dgx1x2, pcie8, uniform or a JSON file (got 'dgx2')"),
+        (["--parts=2"], "one of dgx1, dgx1x2, pcie8, summit, uniform or a JSON file"),
+        (["--parts=2", "--topology=dgx2"], "one of dgx1, dgx1x2, pcie8, summit, uniform or a JSON file (got 'dgx2')"),
         (["--parts=9", "--topology=dgx1"], "'dgx1' has 8 devices, but there are 9 ranks"),
         (["--topology=dgx1"], "give --parts"),
         (["--parts=1", "--topology=dgx1"], "plans are for several parts (got 1)"),

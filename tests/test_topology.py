@@ -13,8 +13,8 @@ from planning import problems, random_relation
 
 from lightning_gnn.partition import assign_nodes, edge_cut_report
 from lightning_gnn.partition.replicas import replication_factors
-from lightning_gnn.planning.plan_cost import swap_cost
-from lightning_gnn.planning.presets import dgx1, find_topology, pcie8, uniform
+from lightning_gnn.planning.plan_cost import direct_cost, swap_cost
+from lightning_gnn.planning.presets import dgx1, find_topology, pcie8, summit, uniform
 from lightning_gnn.planning.topology_file import load_topology, save_topology, topology_from_dict
 
 
@@ -22,7 +22,7 @@ from lightning_gnn.planning.topology_file import load_topology, save_topology, t
 @given(problem=problems())
 def test_files_keep_everything(problem, tmp_path_factory):
     path = tmp_path_factory.mktemp("topology") / "t.json"
-    for topology in (problem[1], dgx1(2), pcie8()):
+    for topology in (problem[1], dgx1(2), pcie8(), summit(14)):
         save_topology(topology, path)
         assert load_topology(path) == topology
         for (a, b), via in topology.links.items():
@@ -44,6 +44,26 @@ def test_presets():
     assert uniform(5).uniform and not machine.uniform and find_topology("dgx1", 2).uniform
     assert find_topology("dgx1x2", 8).hops == dgx1().hops
     assert find_topology(machine, 3).num_devices == 3
+
+
+def test_summit():
+    nodes = find_topology("summit", 14)  # the third is not full
+    assert nodes == summit(14) and len(nodes.links) == 14 * 13
+    assert nodes.sockets == ((0, 1, 2), (3, 4, 5), (6, 7, 8), (9, 10, 11), (12, 13))
+
+    def way(topology, a, b):
+        return [topology.hops[hop].name for hop in topology.links[a, b]]
+
+    assert [way(nodes, 0, 2), way(nodes, 0, 3)] == [["0-2"], ["cpu0", "xbus0", "-cpu3"]]
+    assert way(nodes, 5, 13) == ["cpu5", "port1", "-port4", "-cpu13"]
+    rows = np.zeros((14, 14))
+    rows[[3, 4, 5], [6, 7, 8]] = 1e9  # three of a socket, each to another GPU
+    assert direct_cost(rows[None], nodes).seconds() == pytest.approx(3 / 12.5)
+    assert find_topology("summit", 2).uniform and find_topology("summit", None) == summit()
+    apart = summit(16, per_host=1)
+    assert len(apart.hosts) == 16 and way(apart, 3, 15) == ["cpu3", "port6", "-port30", "-cpu15"]
+    with pytest.raises(ValueError, match="has 6 GPUs"):
+        summit(8, per_host=8)
 
 
 @pytest.mark.skipif(not (SHARED / "netlab").exists(), reason="needs the emulator's topologies")
@@ -99,7 +119,7 @@ def test_bad_descriptions_name_the_field(description, message, tmp_path):
 def test_other_refusals(tmp_path):
     with pytest.raises(ValueError, match=r"'dgx1' has 8 devices, but there are 9 ranks"):
         find_topology("dgx1", 9)
-    with pytest.raises(ValueError, match=r"one of dgx1, dgx1x2, pcie8, uniform or a JSON file \(got 'dgx2'\)"):
+    with pytest.raises(ValueError, match=r"one of dgx1, dgx1x2, pcie8, summit, uniform or a JSON file \(got 'dgx2'\)"):
         find_topology("dgx2", 2)
     (tmp_path / "t.json").write_text("{")
     with pytest.raises(ValueError, match=r"t\.json is not JSON"):

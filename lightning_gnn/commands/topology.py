@@ -212,7 +212,7 @@ def show_command(arguments: Sequence[str]) -> None:
     """Runs ``lightning-gnn topology show``."""
     parser = Parser(prog="lightning-gnn topology show", description="Show hosts, hops and links of a topology.")
     parser.add_argument(
-        "topology", type=str, help="A JSON file, or the name of a preset: dgx1, dgx1x2, pcie8, uniform."
+        "topology", type=str, help="A JSON file, or the name of a preset: dgx1, dgx1x2, pcie8, summit, uniform."
     )
     parser.add_argument("--ranks", type=int, help="Number of ranks. (default: the topology's devices)")
     options = parser.parse_args(list(arguments))

@@ -1,4 +1,4 @@
-"""Topologies by name: the machines of DGCL section 7, with the bandwidths that it measured."""
+"""Topologies by name: the machines of DGCL section 7 and of CAGNET section 5.2, with the bandwidths that these papers give."""
 
 from __future__ import annotations
 
@@ -81,6 +81,55 @@ def pcie8() -> Topology:
     )
 
 
+SUMMIT_NVLINK, SUMMIT_XBUS, SUMMIT_SOCKET_PORT = 50.0, 64.0, 12.5
+"""GB/s and direction: two GPUs of a socket, or a GPU and its CPU; between sockets; out of a socket (CAGNET section 5.2)."""
+
+
+def summit(num_devices: int = 6, per_host: int = 6) -> Topology:
+    """Returns nodes of Summit: 2 sockets of 3 V100 each, all joined by NVLinks, also to their CPU; an X-bus between the CPUs.
+
+    What leaves a node goes over the CPU and its socket's half of the dual-rail InfiniBand, which the socket's GPUs share.
+    The 16 GB/s between a socket and the NIC are left out: that half is narrower, and all that passes one passes the other.
+
+    Args:
+        num_devices: GPUs in all; nodes are filled one after the other.
+        per_host: GPUs that are used of each node, the first ones.
+
+    Source: CAGNET (GNNSys'21) section 5.2 has all bandwidths.
+
+    Raises:
+        ValueError: a node has no such number of GPUs, or there are more devices than a topology can have.
+    """
+    if not 1 <= per_host <= 6:
+        raise ValueError(f"A node of Summit has 6 GPUs (got per_host={per_host}).")
+    hosts = [range(first, min(first + per_host, num_devices)) for first in range(0, num_devices, per_host)]
+    hops: list[dict[str, Any]] = []
+    links: list[dict[str, Any]] = []
+    described = []
+    socket = {device: 2 * number + (device - host[0]) // 3 for number, host in enumerate(hosts) for device in host}
+    for number, host in enumerate(hosts):
+        sockets = [[device for device in host if socket[device] == 2 * number + side] for side in (0, 1)]
+        described.append({"devices": list(host), "sockets": [each for each in sockets if each]})
+        if sockets[1]:
+            hops.append({"name": f"xbus{number}", "kind": "xbus", "gb_per_s": SUMMIT_XBUS})
+    hops += [{"name": f"cpu{device}", "kind": "nvlink", "gb_per_s": SUMMIT_NVLINK} for device in range(num_devices)]
+    if len(hosts) > 1:
+        hops += [
+            {"name": f"port{i}", "kind": "ib", "gb_per_s": SUMMIT_SOCKET_PORT} for i in sorted(set(socket.values()))
+        ]
+    for a, b in combinations(range(num_devices), 2):
+        if socket[a] == socket[b]:
+            links.append({"a": a, "b": b, "kind": "nvlink", "gb_per_s": SUMMIT_NVLINK})
+        else:
+            same_host = socket[a] // 2 == socket[b] // 2
+            between = [f"xbus{socket[a] // 2}"] if same_host else [f"port{socket[a]}", f"-port{socket[b]}"]
+            links.append({"a": a, "b": b, "via": [f"cpu{a}", *between, f"-cpu{b}"]})
+    memory = [{"device": device, "via": [f"cpu{device}"]} for device in range(num_devices)]
+    return topology_from_dict(
+        {"name": "summit", "devices": num_devices, "hosts": described, "hops": hops, "links": links, "memory": memory}
+    )
+
+
 def uniform(num_devices: int, gb_per_s: float = 1.0) -> Topology:
     """Returns devices that are all joined to each other by links of their own, of one bandwidth in GB/s."""
     links = [{"a": a, "b": b, "gb_per_s": gb_per_s} for a in range(num_devices) for b in range(a + 1, num_devices)]
@@ -144,6 +193,7 @@ PRESETS: dict[str, Callable[[int], Topology]] = {
     "dgx1": lambda num_ranks: dgx1(),
     "dgx1x2": lambda num_ranks: dgx1(2),
     "pcie8": lambda num_ranks: pcie8(),
+    "summit": lambda num_ranks: summit(num_ranks or 6),
     "uniform": uniform,
 }
 """Topologies by name, made for at least so many ranks if they have as many devices."""
@@ -153,7 +203,7 @@ def find_topology(source: str | Path | Topology, num_ranks: int | None) -> Topol
     """Returns a topology.
 
     Args:
-        source: ``"dgx1"``, ``"dgx1x2"``, ``"pcie8"``, ``"uniform"``, the path of a JSON file, or a topology.
+        source: ``"dgx1"``, ``"dgx1x2"``, ``"pcie8"``, ``"summit"``, ``"uniform"``, the path of a JSON file, or a topology.
         num_ranks: how many devices; of larger ones the first are taken. None for all of them.
 
     Raises:

@@ -176,8 +176,8 @@ class DGCLStrategy(GNNStrategy):
             computes the neighbourhood of its nodes; ``"dgcl_r"`` neighbourhoods per machine, SPST inside it.
         topology: what the ranks are joined by, rank i being device i. ``"auto"``: machines by host name, each with one network
             port, and what NVML tells of their GPUs (docs/planning.md); CPU ranks of a machine are alike. Or ``"dgx1"``,
-            ``"dgx1x2"``, ``"pcie8"``, ``"uniform"``, the path of a JSON file, or a topology, such as ``lightning-gnn topology
-            measure`` writes; of larger ones the first devices are taken. None for links that are alike.
+            ``"dgx1x2"``, ``"pcie8"``, ``"summit"``, ``"uniform"``, the path of a JSON file, or a topology, such as
+            ``lightning-gnn topology measure`` writes; of larger ones the first devices are taken. None for links that are alike.
         partition: where METIS cuts: ``"flat"`` between all ranks alike; ``"hierarchical"`` between the machines of `topology`
             first, then between their sockets, then inside these (DGCL section 4.1); ``"auto"`` hierarchically if there are
             several machines of equally many ranks.
