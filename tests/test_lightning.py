@@ -396,3 +396,17 @@ def test_refused_with_a_way_out(ranks, kind, words):
 def test_other_strategies_refuse_to_copy_the_graph(ranks):
     with pytest.raises(RankFailed, match="copies of the whole graph"):
         ranks.run(2, run, "plain", "ddp")
+
+
+def without_validation(rank: int, world_size: int, strategy: str) -> float:
+    graph = awkward_graph()
+    graph.val_mask[:] = False
+    trainer = quiet_trainer(strategy, world_size, max_epochs=2)
+    trainer.fit(NodeClassifier(build("gcn"), num_classes=CLASSES).double(), datamodule=GraphDataModule(graph))
+    return float(trainer.callback_metrics["train_loss"])
+
+
+@pytest.mark.parametrize("strategy", ["dgcl", "vertex_cut", "sampling"])
+def test_a_graph_without_validation_nodes_trains(ranks, strategy):
+    one, other = ranks.run(2, without_validation, strategy)
+    assert one == other > 0

@@ -32,7 +32,7 @@ from common import (
 )
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from lightning.pytorch.callbacks import EarlyStopping
+from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
 from processes import Finished, run
 from scipy.optimize import linear_sum_assignment
 from torch_geometric.data import Data
@@ -317,6 +317,16 @@ def test_resumes_with_the_batches_that_come_next(ranks, tmp_path):
         torch.testing.assert_close(whole["weights"], rest["weights"])
     other = ranks.run(2, watched, {**SMALL, "seed": 1}, max_epochs=1)
     assert seeds_of(other[0])[0] != seeds_of(throughout[0])[0]
+
+
+def test_resumes_from_the_checkpoint_of_an_epoch(ranks, tmp_path):
+    """As ModelCheckpoint writes it: Lightning then counts that epoch once more for a moment."""
+    saver = {"callbacks": [ModelCheckpoint(tmp_path, save_top_k=-1)], "enable_checkpointing": True}
+    throughout = ranks.run(2, watched, SMALL, max_epochs=3, **saver)
+    [path] = tmp_path.glob("epoch=1-*.ckpt")
+    for whole, rest in zip(throughout, ranks.run(2, watched, SMALL, max_epochs=3, load=path)):
+        assert seeds_of(whole)[2] == seeds_of(rest)[-1]
+        torch.testing.assert_close(whole["weights"], rest["weights"])
 
 
 def uneven() -> tuple[Data, torch.Tensor]:

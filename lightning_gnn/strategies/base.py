@@ -674,7 +674,7 @@ class GNNStrategy(ParallelStrategy):
 
     @override
     def process_dataloader(self, dataloader: object) -> object:
-        if not isinstance(dataloader, OneBatch):
+        if not isinstance(dataloader, OneBatch) and dataloader != []:  # nothing, where no node is in the mask
             raise ValueError(
                 f"{type(self).__name__} trains on its rank's part of the graph and cannot use a {type(dataloader).__name__}. "
                 "Pass datamodule=GraphDataModule(...) in place of dataloaders."

@@ -212,8 +212,10 @@ class SamplingStrategy(GNNStrategy):
         # What is learnt of edges must not be read off those that are held out.
         makers = [make(store, *how) for store in self._stores(cut, mask, name if edges else None)]
         seed, trainer = self.seed if training else None, module.trainer
+        # trainer.current_epoch is one behind for a moment, when a run resumes with a checkpoint of an epoch's end.
+        progress: Any = trainer.fit_loop.epoch_progress.current
         self._loaders[mask] = SampledBatches(
-            makers, batches, own, seeds[:1], rank, seed, self.prefetch, lambda: trainer.current_epoch
+            makers, batches, own, seeds[:1], rank, seed, self.prefetch, lambda: progress.processed
         )
         return self._loaders[mask]
 
