@@ -21,7 +21,7 @@ lint: $(STAMP)
 	$(BIN)/mypy
 
 docs: $(STAMP)
-	$(BIN)/mkdocs build --strict
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
 # Installed again only when what it installs has changed.
 $(STAMP): pyproject.toml constraints.txt
