@@ -133,7 +133,7 @@ def advise_on(
         only: these schemes; by default all that so many ranks can run.
         overhead: seconds of an epoch beside the model's; None to measure them, by a Trainer of one device.
     """
-    overhead = _overhead_seconds() if overhead is None else overhead
+    overhead = overhead_seconds() if overhead is None else overhead
     job = _Job(module, data, machine, trainer or quiet_trainer(), overhead)
     found = []
     for candidate in candidates(machine.ranks, machine.topology.uniform) if only is None else only:
@@ -255,7 +255,7 @@ def _in_short(error: Exception) -> str:
     return first
 
 
-def _overhead_seconds() -> float:
+def overhead_seconds() -> float:
     """Returns what an epoch takes beside the model: a graph of a few nodes and one small layer, on one device."""
     data, clock = planted_partition(64, 4.0, 2, 4), _Clock()
     with _quietly():

@@ -8,7 +8,7 @@ from dataclasses import replace
 import lightning.pytorch as pl
 import numpy as np
 
-from lightning_gnn.advising.advice import Advice, advise_on, explained
+from lightning_gnn.advising.advice import Advice, advise_on, explained, overhead_seconds
 from lightning_gnn.advising.candidates import candidates, chosen
 from lightning_gnn.advising.machine import Machine
 from lightning_gnn.datamodules.graph import GraphDataModule
@@ -48,9 +48,12 @@ def extrapolate(
         schemes: names of strategies; by default all that can run.
     """
     wanted, rehearsed = set(map(str, chosen(schemes, ranks, machines[-1].topology.uniform))), []
+    overhead = overhead_seconds()
     for machine in machines:
         only = [each for each in candidates(machine.ranks, machine.topology.uniform) if str(each) in wanted]
-        rehearsed.append({str(each.candidate): each for each in advise_on(machine, module, data, only=only)})
+        rehearsed.append(
+            {str(each.candidate): each for each in advise_on(machine, module, data, only=only, overhead=overhead)}
+        )
     found = []
     for name, last in rehearsed[-1].items():
         known = [

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import copy
 import time
-import warnings
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass
@@ -20,14 +19,13 @@ from torch import Tensor
 from torch_geometric.nn import MessagePassing
 from typing_extensions import override
 
-from lightning_gnn.checks.stand_ins import QuietTrainer, quiet, run_step
-from lightning_gnn.comm.group import CommunicationError, World, no_process_group
-from lightning_gnn.comm.in_process import InProcessWorld, Meeting, kept_random_state
+from lightning_gnn.checks.stand_ins import QuietTrainer, aside, quiet, run_step
+from lightning_gnn.comm.group import CommunicationError, World
+from lightning_gnn.comm.in_process import InProcessWorld, Meeting
 from lightning_gnn.datamodules.shards import Shard
 from lightning_gnn.datamodules.sources import counted_mask
 from lightning_gnn.nn import pyg
 from lightning_gnn.nn.bind import Binding
-from lightning_gnn.nn.embedding import untrained_embeddings
 from lightning_gnn.nn.helpers import graph_in_use
 from lightning_gnn.nn.loss import loss_scale
 from lightning_gnn.strategies.heap import keeping_freed_memory
@@ -185,13 +183,8 @@ def rehearse(
                 recorder.end(rank)
 
     with ExitStack() as stack:
-        stack.enter_context(no_process_group())
-        stack.enter_context(kept_random_state())
-        stack.enter_context(untrained_embeddings())
-        stack.enter_context(torch.inference_mode(False))
-        stack.enter_context(warnings.catch_warnings())
+        stack.enter_context(aside())
         stack.enter_context(keeping_freed_memory())
-        warnings.simplefilter("ignore")
         before = torch.get_num_threads()
         torch.set_num_threads(threads)
         stack.callback(torch.set_num_threads, before)

@@ -56,7 +56,7 @@ def log_picture(trainer: pl.Trainer, name: str, figure: Figure) -> None:
     step = trainer.global_step
     for logger in trainer.loggers:
         if isinstance(logger, WandbLogger):
-            logger.log_image(name, [_pixels(figure)], step)
+            logger.log_image(name, [_image(_png(figure))], step)
         elif isinstance(logger, TensorBoardLogger):
             logger.experiment.add_figure(name, figure, step, close=False)
         elif (folder := _folder(logger)) is not None:
@@ -82,7 +82,7 @@ def log_files(trainer: pl.Trainer, name: str, files: Mapping[str, str | Figure])
             logger.experiment.log_artifact(artifact)
             for file, each in files.items():
                 if not isinstance(each, str):
-                    logger.log_image(f"report/{Path(file).stem}", [_pixels(each)], trainer.global_step)
+                    logger.log_image(f"report/{Path(file).stem}", [_image(content[file])], trainer.global_step)
         elif (folder := _folder(logger)) is not None:
             folder.mkdir(parents=True, exist_ok=True)
             for file, data in content.items():
@@ -100,7 +100,7 @@ def _png(figure: Figure) -> bytes:
     return file.getvalue()
 
 
-def _pixels(figure: Figure) -> Any:
+def _image(png: bytes) -> Any:
     from PIL import Image
 
-    return Image.open(io.BytesIO(_png(figure)))
+    return Image.open(io.BytesIO(png))

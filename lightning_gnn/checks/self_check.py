@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import copy
 import time
-import warnings
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
@@ -23,15 +22,14 @@ from torch_geometric.nn import MessagePassing
 from lightning_gnn.checks.draws import SharedDraws
 from lightning_gnn.checks.record import Event, Recorder, Rows, differing, first_difference
 from lightning_gnn.checks.small_graph import small_graph, two_halves, two_halves_of_edges
-from lightning_gnn.checks.stand_ins import QuietTrainer, quiet, run_step, without_optimizers
-from lightning_gnn.comm.group import CommunicationError, World, no_process_group
-from lightning_gnn.comm.in_process import InProcessWorld, Meeting, kept_random_state
+from lightning_gnn.checks.stand_ins import QuietTrainer, aside, quiet, run_step, without_optimizers
+from lightning_gnn.comm.group import CommunicationError, World
+from lightning_gnn.comm.in_process import InProcessWorld, Meeting
 from lightning_gnn.datamodules.shards import Shard, split_graph, whole_graph
 from lightning_gnn.datamodules.sources import counted_mask
 from lightning_gnn.nn import pyg
 from lightning_gnn.nn.bind import Binding
 from lightning_gnn.nn.context import UnsupportedModelError
-from lightning_gnn.nn.embedding import untrained_embeddings
 from lightning_gnn.nn.helpers import graph_in_use
 from lightning_gnn.nn.loss import loss_scale
 from lightning_gnn.partition.layout import LayoutSpec
@@ -88,15 +86,10 @@ def self_check(
     """
     began = time.perf_counter()
     problem = not_run = refused = None
-    with ExitStack() as quiet:
-        quiet.enter_context(no_process_group())
-        quiet.enter_context(kept_random_state())
-        quiet.enter_context(untrained_embeddings())
-        quiet.enter_context(torch.inference_mode(False))
-        quiet.enter_context(warnings.catch_warnings())
-        warnings.simplefilter("ignore")
+    with ExitStack() as stack:
+        stack.enter_context(aside())
         if hasattr(torch.compiler, "set_stance"):  # torch 2.6; compiling would take longer than all runs
-            quiet.enter_context(torch.compiler.set_stance("force_eager"))
+            stack.enter_context(torch.compiler.set_stance("force_eager"))
         # Where the user's constants are float32, float64 may not mix with them.
         for dtype, tolerance in ((torch.float64, 1e-7), (None, 1e-3)):
             try:

@@ -2,13 +2,33 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import lightning.pytorch as pl
+import torch
 from lightning.pytorch.loggers.logger import DummyLogger
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 from torch import Tensor
+
+from lightning_gnn.comm.group import no_process_group
+from lightning_gnn.comm.in_process import kept_random_state
+from lightning_gnn.nn.embedding import untrained_embeddings
+
+
+@contextmanager
+def aside() -> Iterator[None]:
+    """Steps inside leave no trace: no rank is asked, random streams and embeddings stay as they are, warnings are not heard."""
+    with ExitStack() as stack:
+        stack.enter_context(no_process_group())
+        stack.enter_context(kept_random_state())
+        stack.enter_context(untrained_embeddings())
+        stack.enter_context(torch.inference_mode(False))
+        stack.enter_context(warnings.catch_warnings())
+        warnings.simplefilter("ignore")
+        yield
 
 
 def _ignore(*_: Any, **__: Any) -> None:

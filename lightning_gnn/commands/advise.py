@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import json
-import os
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 from lightning.pytorch.cli import LightningArgumentParser
@@ -18,7 +16,7 @@ from lightning_gnn.advising.advice import Advice, advise_on
 from lightning_gnn.advising.candidates import chosen
 from lightning_gnn.advising.extrapolate import extrapolate, smaller
 from lightning_gnn.advising.machine import Machine
-from lightning_gnn.commands.graph_cli import GraphCLI, check_folder, working
+from lightning_gnn.commands.graph_cli import GraphCLI, file_of, plain_width, working
 from lightning_gnn.planning.presets import PRESETS
 from lightning_gnn.planning.topology import MAX_DEVICES
 from lightning_gnn.strategies.base import Scheme
@@ -76,11 +74,7 @@ class AdviseCLI(GraphCLI):
         else:
             self.machines = [Machine.of(parts, hosts, config.topology, config.cores, config.speed)]
         self.chosen = chosen(config.schemes, parts, self.machines[0].topology.uniform)
-        self.json = None if config.json is None else Path(config.json)
-        if self.json is not None:
-            check_folder("--json", self.json.parent)
-            if self.json.is_dir():
-                raise ValueError(f"--json {self.json} is a folder; name a file.")
+        self.json = file_of("--json", config.json)
 
     def advise(self) -> list[Advice]:
         """Returns what is predicted."""
@@ -92,8 +86,7 @@ class AdviseCLI(GraphCLI):
 def run_advise(arguments: Sequence[str]) -> None:
     """Runs ``lightning-gnn advise`` with these arguments."""
     cli = AdviseCLI(arguments)
-    width = None if sys.stdout.isatty() or "COLUMNS" in os.environ else WIDTH
-    console, told = Console(highlight=False, markup=False, width=width), Console(stderr=True)
+    console, told = Console(highlight=False, markup=False, width=plain_width(WIDTH)), Console(stderr=True)
     try:
         with working(told, "Rehearsing training steps"):
             found = cli.advise()

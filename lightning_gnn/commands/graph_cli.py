@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import sys
 import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -131,6 +133,21 @@ def working(console: Console, text: str) -> Iterator[None]:
     with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
         progress.add_task(text, total=None)
         yield
+
+
+def plain_width(columns: int) -> int | None:
+    """Returns the width of a console: so many columns where nobody watches and rich would take 80 and cut tables short."""
+    return None if sys.stdout.isatty() or "COLUMNS" in os.environ else columns
+
+
+def file_of(option: str, name: str | None) -> Path | None:
+    """Returns the file that an option names, None if none; a ValueError says that it cannot be written."""
+    if name is None:
+        return None
+    check_folder(option, Path(name).parent)
+    if Path(name).is_dir():
+        raise ValueError(f"{option} {name} is a folder; name a file.")
+    return Path(name)
 
 
 def check_folder(option: str, folder: Path) -> None:

@@ -6,7 +6,6 @@ Found out in ``plan_report.py``, printed by ``plan_print.py``.
 from __future__ import annotations
 
 import json
-import os
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -16,7 +15,7 @@ from lightning.pytorch.cli import LightningArgumentParser
 from rich.console import Console
 from typing_extensions import override
 
-from lightning_gnn.commands.graph_cli import GraphCLI, check_folder, working
+from lightning_gnn.commands.graph_cli import GraphCLI, check_folder, file_of, plain_width, working
 from lightning_gnn.commands.plan_print import printed
 from lightning_gnn.commands.plan_report import PlanReport
 from lightning_gnn.datamodules.shards import Cut
@@ -94,15 +93,11 @@ class PlanCLI(GraphCLI):
             (0, "the features'"),
         )
         self.output = None if config.output is None else Path(config.output)
-        self.json = None if config.json is None else Path(config.json)
         if self.output is not None:
             if not isinstance(scheme, DGCLScheme):
                 raise ValueError("--output draws a plan, and products on a process grid follow none: leave it out.")
             check_folder("--output", self.output)
-        if self.json is not None:
-            check_folder("--json", self.json.parent)
-            if self.json.is_dir():
-                raise ValueError(f"--json {self.json} is a folder; name a file.")
+        self.json = file_of("--json", config.json)
 
     def _topology(self, scheme: DGCLScheme | ProductScheme, parts: int) -> Topology | None:
         """Returns the topology asked for, of so many devices; None if products may do without."""
@@ -146,9 +141,7 @@ def _of_model(config: Any, name: str) -> int | None:
 def plan(arguments: Sequence[str]) -> None:
     """Runs ``lightning-gnn plan`` with these arguments."""
     cli = PlanCLI(arguments)
-    # Where nobody watches, rich would take 80 columns and cut tables short.
-    width = None if sys.stdout.isatty() or "COLUMNS" in os.environ else WIDTH
-    data, console = cli.datamodule, Console(highlight=False, markup=False, width=width)
+    data, console = cli.datamodule, Console(highlight=False, markup=False, width=plain_width(WIDTH))
     try:
         with working(Console(stderr=True), f"Loading the graph in {cli.layout.parts} parts, and planning"):
             data.prepare_for(cli.layout)

@@ -170,26 +170,24 @@ def draw_loss(cells: Cells, loss: str, warmup: int) -> Figure:
 
 def draw_time(cells: Cells) -> Figure:
     """Draws a stacked bar per cell."""
-    figure, axes = _bars(cells, "seconds per epoch")
-    left = np.zeros(len(cells))
-    for part in PARTS:
-        values = np.array([cell["seconds"][part] for cell in cells])
-        axes.barh(range(len(cells)), values, left=left, color=PART_COLOURS[part], label=part, height=0.7)
-        left += values
-    _number_bars(axes, left, [f"{number(value)} s" for value in left])
-    _legend(figure)
-    return figure
+    of_parts = [(part, [cell["seconds"][part] for cell in cells], PART_COLOURS[part]) for part in PARTS]
+    return _stacked(cells, of_parts, "s", "seconds per epoch")
 
 
 def draw_bytes(cells: Cells) -> Figure:
     """Draws the megabytes of rows and gradients per cell."""
-    figure, axes = _bars(cells, "MB per epoch")
+    rows, gradients = ([cell[name] / 1e6 for cell in cells] for name in ("row_bytes", "gradient_bytes"))
+    return _stacked(cells, [("rows", rows, KINDS[0]), ("gradients", gradients, KINDS[2])], "MB", "MB per epoch")
+
+
+def _stacked(cells: Cells, pieces: Iterable[tuple[str, Sequence[float], str]], unit: str, label: str) -> Figure:
+    """Draws a bar per cell of pieces, each a label, a value for each cell, and a colour."""
+    figure, axes = _bars(cells, label)
     left = np.zeros(len(cells))
-    for name, label, colour in (("row_bytes", "rows", KINDS[0]), ("gradient_bytes", "gradients", KINDS[2])):
-        values = np.array([cell[name] for cell in cells]) / 1e6
-        axes.barh(range(len(cells)), values, left=left, color=colour, label=label, height=0.7)
+    for name, values, colour in pieces:
+        axes.barh(range(len(cells)), values, left=left, color=colour, label=name, height=0.7)
         left += values
-    _number_bars(axes, left, [f"{number(value)} MB" for value in left])
+    _number_bars(axes, left, [f"{number(value)} {unit}" for value in left])
     _legend(figure)
     return figure
 

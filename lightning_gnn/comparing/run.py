@@ -10,7 +10,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
@@ -23,6 +22,7 @@ from filelock import FileLock, Timeout
 from rich.console import Console
 from rich.live import Live
 
+from lightning_gnn.commands.graph_cli import check_folder, plain_width
 from lightning_gnn.commands.local_ranks import LAUNCHER_VARIABLES
 from lightning_gnn.comparing.cells import Again, Cell, Comparison, checked, make_cells, section_of
 from lightning_gnn.comparing.results import parity, summarise
@@ -117,8 +117,7 @@ def run(comparison: Comparison) -> dict[str, Any]:
         raise RuntimeError(
             'compare was called by one of its own cells, which import this file. Call it under `if __name__ == "__main__":`.'
         )
-    # Where nobody watches, rich would take 80 columns and cut the table short.
-    console = Console(width=None if sys.stdout.isatty() or "COLUMNS" in os.environ else WIDTH)
+    console = Console(width=plain_width(WIDTH))
     output = comparison.output
     try:
         lock = FileLock(output / ".lock", timeout=0).acquire()
@@ -186,13 +185,7 @@ def check(comparison: Comparison) -> Comparison:
         other = names.setdefault(comparison.key(cell), cell.name)
         if other != cell.name:
             raise ValueError(f"Cells {other!r} and {cell.name!r} are the same run. Leave one out.")
-    try:
-        (comparison.output / "cells").mkdir(parents=True, exist_ok=True)
-        tempfile.TemporaryFile(dir=comparison.output).close()
-    except OSError as error:
-        raise ValueError(
-            f"output: the folder {comparison.output} cannot be written ({error}). Name another."
-        ) from error
+    check_folder("output", comparison.output)
     return comparison
 
 

@@ -68,7 +68,7 @@ def main() -> None:
         "seconds_to_set_up": times.began - started,
         "partition": dict(data.shard.report),
         "counts": {"nodes": sum(data.shard.counts), "edges": sum(data.shard.edge_counts), "ranks": trainer.world_size},
-        "approximation": _approximation(trainer, model),
+        "approximation": _approximation(trainer),
         "dropout": draws_random_numbers(model),
         "initial_weights": initial,
         "gradient_bytes": sum(each.numel() * each.element_size() for each in model.parameters() if each.requires_grad),
@@ -95,7 +95,7 @@ def _made(task: dict[str, Any], what: str) -> Any:
     return getattr(importlib.import_module(module), name)()
 
 
-def _approximation(trainer: L.Trainer, model: L.LightningModule) -> str:
+def _approximation(trainer: L.Trainer) -> str:
     return trainer.strategy.approximation if isinstance(trainer.strategy, GNNStrategy) else ""
 
 
