@@ -114,14 +114,14 @@ def cells(intervals: list[int]) -> Iterator[tuple[str, int, dict[str, Any]]]:
     """Yields names, intervals and arguments; all-reduce comes first in each interval."""
     for interval in intervals:
         yield "all-reduce", interval, {"scheme": "cluster_allreduce", "slow": ODD}
-        yield "any", interval, {"slow": ODD}
-        yield "prompt", interval, {"pairing": "prompt", "slow": ODD}
+        yield "any", interval, {"pairing": "any", "slow": ODD}
+        yield "prompt", interval, {"slow": ODD}
         yield "active/passive, slow one passive", interval, {"pairing": "active_passive", "slow": ODD}
         yield "active/passive, slow one active", interval, {"pairing": "active_passive", "slow": EVEN}
         if interval == 20:
             parameters = {"average": "parameters", "slow": ODD}
             yield "all-reduce, parameters", interval, {"scheme": "cluster_allreduce", **parameters}
-            yield "prompt, parameters", interval, {"pairing": "prompt", **parameters}
+            yield "prompt, parameters", interval, parameters
             yield "push-sum", interval, {"average": "push_sum", "slow": ODD}
 
 

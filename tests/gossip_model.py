@@ -1,11 +1,18 @@
 """Workers of the gossip protocol as a state machine that a test moves step by step.
 
-States can be compared and copied: an exploration visits each once.
+States can be compared and copied: an exploration visits each once, and of those that differ by the workers' names only, one.
+
+    python tests/gossip_model.py
+
+explores the cases that take too long for the test suite, and prints how many states each has.
 """
 
 from __future__ import annotations
 
 import copy
+import itertools
+import re
+import time
 from collections.abc import Generator, Iterable
 from dataclasses import dataclass, field
 from typing import Any
@@ -97,11 +104,13 @@ class Program:
 
     Attributes:
         pending: by state, the operation that the worker waits for; None if it has ended.
+        came_by: by state, a state before it and the answer that led on; None for the first.
     """
 
     def __init__(self, me: int, case: Case) -> None:
         self._me, self._case = me, case
         self._numbers: dict[Any, int] = {}
+        self.came_by: list[tuple[int, Any] | None] = []
         self._answers: list[tuple[Any, ...]] = []  # that have led there
         self._next: dict[tuple[int, Any], int] = {}
         self.pending: list[Any] = []
@@ -111,10 +120,10 @@ class Program:
         """Returns the state after an answer."""
         found = self._next.get((state, value))
         if found is None:
-            found = self._next[state, value] = self._state((*self._answers[state], value))
+            found = self._next[state, value] = self._state((*self._answers[state], value), (state, value))
         return found
 
-    def _state(self, answers: tuple[Any, ...]) -> int:
+    def _state(self, answers: tuple[Any, ...], came_by: tuple[int, Any] | None = None) -> int:
         pairing = Pairing(self._me, self._case.workers, self._case.rule)
         carry_out(pairing.enter(), lambda operation: True)
         first = worker(pairing, self._case)
@@ -135,6 +144,7 @@ class Program:
             self._numbers[where] = len(self.pending)
             self.pending.append(pending)
             self._answers.append(answers)
+            self.came_by.append(came_by)
         return self._numbers[where]
 
 
@@ -263,6 +273,18 @@ class Model:
         ]
         return tuple(where), self.dead, frozenset(self.store.values.items()), frozenset(self.trained)
 
+    def kinds(self) -> list[Any]:
+        """Returns of each worker something that does not depend on who is called what."""
+        return [
+            (
+                me == self.dead,
+                type(self.pending(me)).__name__,
+                self.chose[me],
+                self.store.get(f"worker/{me}").split()[:1],
+            )
+            for me in range(self.case.workers)
+        ]
+
     def check_now(self) -> None:
         """What must hold at any time."""
         meetings = [meeting for meeting, *_ in self.met]
@@ -293,6 +315,119 @@ class Model:
             assert {item for item, _ in self.trained} == set(range(self.case.size * self.case.epochs))
 
 
+class Renaming:
+    """Workers called otherwise. The protocol does not care, so of states that differ by that only, one need be visited.
+
+    Args:
+        programs: of all workers.
+        to: by worker, its new name.
+    """
+
+    def __init__(self, programs: list[Program], to: tuple[int, ...]) -> None:
+        self._programs, self.to = programs, to
+        self._states: list[dict[int, int]] = [
+            {program.first: programs[new].first} for program, new in zip(programs, to, strict=True)
+        ]
+        self._texts: dict[tuple[str, Any], tuple[str, Any]] = {}
+
+    def state(self, model: Model) -> Any:
+        """Returns :meth:`Model.state` as it would be."""
+        where: list[Any] = [None] * len(self.to)
+        for me, new in enumerate(self.to):
+            if model.pending(me) is not None:
+                where[new] = self._at(me, model.at[me]), model.rested[me], model.chose[me]
+        dead = None if model.dead is None else self.to[model.dead]
+        store = frozenset(self._entry(key, value) for key, value in model.store.values.items())
+        return (
+            tuple(where),
+            -1 if dead is None else dead,
+            store,
+            frozenset((item, self.to[me]) for item, me in model.trained),
+        )
+
+    def _at(self, me: int, state: int) -> int:
+        """Returns where the worker of the new name is, having had the same answers but for names."""
+        found = self._states[me].get(state)
+        if found is None:
+            came_by = self._programs[me].came_by[state]
+            assert came_by is not None
+            before, value = came_by
+            value = self._answer(self._programs[me].pending[before], value)
+            found = self._states[me][state] = self._programs[self.to[me]].after(self._at(me, before), value)
+        return found
+
+    def _answer(self, operation: Any, value: Any) -> Any:
+        if isinstance(operation, Pick):
+            return self.to[value]
+        if isinstance(operation, Get):
+            return self._entry(operation.key, value)[1]
+        return self._meeting(value) if _is_new_meeting(operation) else value
+
+    def _meeting(self, number: int) -> int:
+        times, me = divmod(number, len(self.to))
+        return times * len(self.to) + self.to[me]
+
+    def _entry(self, key: str, value: Any) -> tuple[str, Any]:
+        found = self._texts.get((key, value))
+        if found is None:
+            found = self._texts[key, value] = self._renamed(key, value)
+        return found
+
+    def _renamed(self, key: str, value: Any) -> tuple[str, Any]:
+        if key.startswith("pool/item/"):
+            return key, re.sub(r"\d+$", lambda name: str(self.to[int(name[0])]), value)
+        if not key.startswith("worker/"):
+            return key, value
+        who_and_when = re.compile(r"(by|again) (\d+)( in)? (\d+)$")
+        value = who_and_when.sub(
+            lambda at: f"{at[1]} {self.to[int(at[2])]}{at[3] or ''} {self._meeting(int(at[4]))}", value
+        )
+        return f"worker/{self.to[int(key[7:])]}", value
+
+
+class Names:
+    """All ways to call the workers of a case that leave it as it is: what is even stays so where that counts, and the mortal are.
+
+    Args:
+        model: any state.
+    """
+
+    def __init__(self, model: Model) -> None:
+        case = model.case
+        everyone = range(case.workers)
+
+        def role(worker: int) -> Any:
+            return case.rule == "active_passive" and worker % 2, worker in case.mortal
+
+        self._all = [
+            Renaming(model.programs, to)
+            for to in itertools.permutations(everyone)
+            if all(role(me) == role(to[me]) for me in everyone)
+        ]
+        self._by_order: dict[Any, list[Renaming]] = {}
+
+    def state(self, model: Model) -> int:
+        """Returns the same number for all states that differ by names only."""
+        kinds = model.kinds()
+        different = sorted({repr(kind) for kind in kinds})
+        order = tuple(different.index(repr(kind)) for kind in kinds)
+        renamings = self._by_order.get(order)
+        if renamings is None:
+            # Those that sort the workers by kind: there is one at least where roles do not forbid it.
+            sorted_ = [self._sorted(order, renaming) for renaming in self._all]
+            best = min(sorted_)
+            renamings = [renaming for renaming, each in zip(self._all, sorted_, strict=True) if each == best]
+            self._by_order[order] = renamings
+        return min(hash(renaming.state(model)) for renaming in renamings)
+
+    @staticmethod
+    def _sorted(order: tuple[int, ...], renaming: Renaming) -> tuple[int, ...]:
+        new = [0] * len(order)
+        for me, kind in enumerate(order):
+            new[renaming.to[me]] = kind
+        return tuple(new)
+
+
 def _is_new_meeting(operation: Any) -> bool:
     return isinstance(operation, Add) and operation.key == "meetings"
 
@@ -306,10 +441,11 @@ def explore(case: Case, most: int = 2_000_000) -> dict[str, int]:
     seen: set[int] = set()
     counts = {"states": 0, "ends": 0, "meetings": 0}
     todo = [Model(case)]
+    names = Names(todo[0])
     while todo:
         model = todo.pop()
         model.check_now()
-        state = hash(model.state())
+        state = names.state(model)
         if state in seen:
             continue
         seen.add(state)
@@ -325,3 +461,18 @@ def explore(case: Case, most: int = 2_000_000) -> dict[str, int]:
             after.move(*move)
             todo.append(after)
     return counts
+
+
+LONG = [
+    Case(3, 2),
+    Case(3, 2, interval=2, late=True, mortal=(0,)),
+    Case(4, 1, late=True),
+    Case(4, 2, interval=2, rule="prompt"),
+    Case(4, 1, epochs=0),
+    # Case(4, 2, epochs=0, interval=2, rule="prompt") had not ended after an hour.
+]
+
+if __name__ == "__main__":
+    for case in LONG:
+        began = time.perf_counter()
+        print(case, explore(case, most=50_000_000), f"{time.perf_counter() - began:.0f} s", flush=True)

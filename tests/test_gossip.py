@@ -177,10 +177,9 @@ def test_push_sum_neither_makes_nor_loses_mass(workers, seed):
 
     def check() -> None:
         total = sum(letters) + sum(mass.weight * each for mass, each in zip(masses, own))
-        assert total[-1] == workers  # exactly: halves, and their sums
         torch.testing.assert_close(total / workers, mean, rtol=1e-12, atol=1e-12)
 
-    for _ in range(40 * workers):
+    for _ in range(150 * workers):
         me, other = rng.sample(range(workers), 2)
         if rng.random() < 0.5:
             letters[other] = letters[other] + masses[me].half(own[me])
@@ -261,7 +260,7 @@ def test_a_prompt_worker_serves_between_its_intervals(tied, pairing, prompt):
         ({"final": "last"}, "final must be 'best' or 'average' .got 'last'"),
         ({"mode": "up"}, "mode must be 'min' or 'max'"),
         ({"patience": -1}, "patience is a number of seconds, at least 0"),
-        ({"average": "push_sum", "pairing": "prompt"}, "pairing does not apply .got 'prompt'"),
+        ({"average": "push_sum", "pairing": "any"}, "pairing does not apply .got 'any'"),
         ({"lease": 1}, "lease is a number of seconds, at least 2"),
     ],
 )
@@ -529,14 +528,14 @@ def test_batch_norm_is_averaged_with_the_weights(ranks, tmp_path):
 
 
 def test_resumes_with_what_is_left_of_the_pool(ranks, tmp_path):
-    """Rank 0 saves in the middle of an epoch; the resumed run does what had not been done then."""
+    """Rank 0 saves in the middle of an epoch; the resumed run, of more workers, does what had not been done then."""
     path, first, second = tmp_path / "some.ckpt", tmp_path / "first", tmp_path / "second"
     first.mkdir()
     second.mkdir()
     ranks.run(2, saving, first, path)
-    pool = torch.load(path, weights_only=False)["lightning_gnn"]["pool"]
+    pool = torch.load(path, weights_only=True)["lightning_gnn"]["pool"]
     assert 0 < pool["begin"] < CLUSTERS * EPOCHS
-    ranks.run(2, trained, second, {}, load=path)
+    ranks.run(3, trained, second, {}, load=path)
     left = CLUSTERS * EPOCHS - pool["begin"] - len(pool["done"])
     assert sum(map(len, done(second).values())) == left
 

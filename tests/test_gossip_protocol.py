@@ -34,6 +34,8 @@ EVERY_ORDER = [
     Case(3, 2, epochs=0, interval=2, rule="prompt"),
     Case(3, 1, epochs=0, rule="active_passive", late=True, mortal=(1,)),
     Case(4, 1, interval=0),
+    Case(4, 1),
+    Case(4, 1, rule="prompt"),
     Case(4, 1, epochs=0, rule="active_passive"),
 ]
 
@@ -42,6 +44,14 @@ EVERY_ORDER = [
 def test_every_order(case):
     found = explore(case)
     assert found["ends"] and bool(found["meetings"]) == bool(case.interval)
+
+
+def test_names_make_no_difference(monkeypatch):
+    """What is left out of an exploration is what differs by the workers' names only: of each meeting, all but one of 3!."""
+    case = Case(3, 1, epochs=0)
+    by_kind = explore(case)
+    monkeypatch.setattr(gossip_model.Names, "state", lambda self, model: hash(model.state()))
+    assert explore(case)["meetings"] == 6 * by_kind["meetings"]
 
 
 def take_in_two_steps(self, me):

@@ -11,6 +11,7 @@ from rich.console import Console
 from rich.table import Table
 from typing_extensions import override
 
+from lightning_gnn.callbacks.loggers import log_values
 from lightning_gnn.gossip.worker import Counts, Worker
 
 
@@ -51,16 +52,15 @@ class GossipMetrics(pl.Callback):
         if not trainer.is_global_zero:
             return
         everyone = self._worker.everyones()
-        values = {
-            "gossip/staleness": float(spread(everyone)),
+        values: dict[str, float] = {
+            "gossip/staleness": spread(everyone),
             "gossip/consensus": self._worker.consensus(everyone),
         }
         for worker, counts in everyone.items():
-            values[f"gossip/batches/{worker}"] = float(counts.batches)
-            values[f"gossip/averages/{worker}"] = float(counts.averages)
+            values[f"gossip/batches/{worker}"] = counts.batches
+            values[f"gossip/averages/{worker}"] = counts.averages
             values[f"gossip/waited/{worker}"] = counts.waited
-        for logger in trainer.loggers:
-            logger.log_metrics(values, step=trainer.global_step)
+        log_values(trainer, values)
 
 
 def progress(worker: Worker) -> str:

@@ -23,6 +23,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_gnn.comm.group import CommunicationError, unanswered
+from lightning_gnn.comm.listening import gloo_beside
 
 ADDRESS = "LIGHTNING_GNN_MEETINGS"
 """Environment of a started rank: where the store is, ``host:port``, if its parent has one."""
@@ -232,7 +233,7 @@ class Everyone:
 
     def __init__(self, place: Place, me: int, size: int, timeout: float) -> None:
         self._me, self._size = me, size
-        with self._naming():
+        with self._naming(), gloo_beside(place.host):
             self._group: Any = dist.ProcessGroupGloo(place.connect(), me, size, timedelta(seconds=timeout))
 
     @contextmanager

@@ -21,6 +21,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal, get_args
 
+from lightning_gnn.arguments import is_one_of, shown
 from lightning_gnn.gossip.operations import Add, Await, Get, IsAlive, Knock, Knocked, Pick, Steps, Swap, Visit
 
 Rule = Literal["any", "prompt", "active_passive"]
@@ -61,8 +62,8 @@ class Pairing:
     turns: int = 0
 
     def __post_init__(self) -> None:
-        if self.rule not in get_args(Rule):
-            raise ValueError(f"pairing must be 'any', 'prompt' or 'active_passive' (got {self.rule!r}).")
+        if self.rule is None or not is_one_of(self.rule, get_args(Rule)):
+            raise ValueError(f"pairing must be 'any', 'prompt' or 'active_passive' (got {shown(self.rule)}).")
 
     @property
     def chooses(self) -> bool:

@@ -9,6 +9,7 @@ from typing import Any, Literal, get_args
 
 from typing_extensions import override
 
+from lightning_gnn.arguments import check_numbers
 from lightning_gnn.comm.meetings import Everyone
 from lightning_gnn.gossip.lockstep import Lockstep
 from lightning_gnn.gossip.pairing import Pairing, Rule
@@ -34,9 +35,9 @@ class GossipStrategy(ClusterStrategy):
     Args:
         averaging_interval: batches that a worker trains on between two averages. Raise it where averaging costs more than it
             gains.
-        pairing: ``"any"``: a worker averages with any other that is available, once that one has come to its own interval, too
-            (Algorithm 6); ``"prompt"``: with any other, which looks after each batch whether it was chosen, so that nobody waits
-            longer than a batch of the other; ``"active_passive"``: workers of even rank choose among those of odd rank, which
+        pairing: ``"prompt"``: a worker averages with any other that is available, which looks after each batch whether it was
+            chosen, so that nobody waits longer than a batch of the other; ``"any"``: with any other, once that one has come to
+            its own interval, too (Algorithm 6); ``"active_passive"``: workers of even rank choose among those of odd rank, which
             look after each batch (Algorithm 5).
         average: ``"gradients"``, as in the thesis; ``"parameters"`` before the step, as in AD-PSGD, which keeps workers closer;
             ``"push_sum"``: parameters, without pairs: a worker sends half of its mass to any other, takes in what has come for it
@@ -63,7 +64,7 @@ class GossipStrategy(ClusterStrategy):
     def __init__(
         self,
         averaging_interval: int = 20,
-        pairing: Rule = "any",
+        pairing: Rule = "prompt",
         average: GossipAverage = "gradients",
         clusters: int = 40,
         assignment: Assignment = "random",
@@ -76,8 +77,9 @@ class GossipStrategy(ClusterStrategy):
         lease: float = 10.0,
         **options: Any,
     ) -> None:
+        check_numbers(patience=patience, lease=lease)
         Pairing(0, 1, pairing)
-        if average == "push_sum" and pairing != "any":
+        if average == "push_sum" and pairing != "prompt":
             raise ValueError(
                 f"average='push_sum' makes no pairs: whom a worker sends to is not asked, so pairing does not apply (got "
                 f"{pairing!r}). Leave pairing out."
