@@ -93,6 +93,44 @@ def test_link_prediction(ahead, strategy):
     assert float(found) >= 0.15  # random: 0.09
 
 
+def choosing(folder: Path) -> Finished:
+    return run(REPOSITORY / "examples" / "choose_scheme.py", "--nodes", 400, "--epochs", 20, cwd=folder, timeout=450)
+
+
+@pytest.mark.timeout(500)
+@pytest.mark.ahead(runs=choosing)
+def test_choose_scheme(ahead):
+    _, finished = ahead
+    output = finished.succeeded().output
+    exact = re.findall(r"^(.*\S) +exact +([\d.]+) ms an epoch: ", output, re.MULTILINE)
+    seconds = [float(each) for _, each in exact]
+    assert len(exact) >= 3 and seconds == sorted(seconds)
+    [chosen] = re.findall(r"^(.*): [\d.]+ ms an epoch predicted, the last one took [\d.]+ ms", output, re.MULTILINE)
+    [reached] = re.findall(r"^Validation accuracy (\d\.\d+)", output, re.MULTILINE)
+    assert chosen == exact[0][0] and float(reached) >= 0.8
+
+
+def in_parts(folder: Path) -> Finished:
+    script = REPOSITORY / "examples" / "large_graph.py"
+    store = {"LIGHTNING_GNN_STORE": str(folder / "store")}
+    return run(script, "--nodes", 3000, "--ranks", 3, cwd=folder, timeout=450, variables=store)
+
+
+@pytest.mark.timeout(500)
+@pytest.mark.ahead(runs=in_parts)
+def test_large_graph(ahead):
+    """Every node is held by one of the ranks, and what lies on disk and travels is told."""
+    folder, finished = ahead
+    output = finished.succeeded().output
+    held = re.findall(r"Rank (\d) holds ([\d,]+) nodes and their ([\d,]+) in-edges", output)
+    assert {rank for rank, *_ in held} == {"0", "1", "2"}
+    assert sum(int(nodes.replace(",", "")) for _, nodes, _ in held) == 3000
+    [size, kept] = re.findall(r"^All parts take ([\d.]+) MB on disk, in (.*)$", output, re.MULTILINE)[0]
+    assert float(size) > 3000 * 64 * 4 / 1e6 and Path(kept).parent == folder / "store"
+    [sent] = re.findall(r"which exchanged ([\d.]+) MB per epoch", output)
+    assert float(sent) > 0 and accuracy(output) >= 0.7
+
+
 def schemes(folder: Path) -> Finished:
     script = REPOSITORY / "examples" / "compare_schemes.py"
     return run(script, "--nodes", 400, "--epochs", 2, cwd=folder, timeout=450)

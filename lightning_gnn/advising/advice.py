@@ -7,6 +7,7 @@ them on one device. Nothing trains: the module stays as it is.
 from __future__ import annotations
 
 import copy
+import logging
 import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
@@ -19,13 +20,12 @@ from typing import Any
 
 import lightning.pytorch as pl
 import numpy as np
-from lightning.pytorch.utilities.rank_zero import rank_zero_only
 from torch_geometric.nn.models import GCN
 
 from lightning_gnn.advising.candidates import Candidate, candidates
-from lightning_gnn.advising.machine import Machine, timing
+from lightning_gnn.advising.machine import Machine, timing, with_small_talk
 from lightning_gnn.advising.rehearsal import Rehearsal, rehearse
-from lightning_gnn.checks.memory import least_bytes
+from lightning_gnn.checks.footprint import Peak
 from lightning_gnn.comm.codec import make_codec
 from lightning_gnn.comm.group import World
 from lightning_gnn.comm.traffic import Meter
@@ -39,6 +39,9 @@ from lightning_gnn.strategies.dgcl import DGCLStrategy
 
 TRAINED_BATCHES = 6
 """Of those that train on batches; the first compiles and loads."""
+
+CLOSE = 0.1
+"""Of an epoch's time: by this much another scheme must be faster to be preferred to the usual one."""
 
 UNEVEN = 1.1
 """How much longer than the mean the slowest rank computes before it is worth a word."""
@@ -56,7 +59,8 @@ class Advice:
         steps: of an epoch, on each rank.
         bytes_sent: by all ranks in an epoch, gradients included; None where batches decide.
         messages: of all ranks in an epoch.
-        bytes_held: by the rank that holds most: its part of the graph, weights, and what a backward needs.
+        peaks: the most bytes that each rank holds, by phase; empty where batches decide.
+        peaks_recomputed: the same with ``recompute=True``.
         balance: the rank that computes longest, over the mean.
         replication: rows held by all ranks, halo and mirrors included, over the nodes.
         why: in words.
@@ -71,7 +75,8 @@ class Advice:
     steps: int = 1
     bytes_sent: int | None = 0
     messages: int = 0
-    bytes_held: int = 0
+    peaks: tuple[Peak, ...] = ()
+    peaks_recomputed: tuple[Peak, ...] = ()
     balance: float = 1.0
     replication: float = 1.0
     why: str = ""
@@ -81,10 +86,17 @@ class Advice:
     def applies(self) -> bool:
         return not self.reason
 
+    @property
+    def peak_bytes(self) -> int:
+        """Of the rank and phase that take most; 0 where batches decide."""
+        return max((peak.most for peak in self.peaks), default=0)
+
     def as_dict(self) -> dict[str, Any]:
         """Returns plain numbers and texts, for JSON."""
-        names = ("seconds", "compute_seconds", "exchange_seconds", "steps", "bytes_sent", "messages", "bytes_held")
+        names = ("seconds", "compute_seconds", "exchange_seconds", "steps", "bytes_sent", "messages", "peak_bytes")
         numbers = {name: getattr(self, name) for name in (*names, "balance", "replication", "why", "extrapolated_from")}
+        for name in ("peaks", "peaks_recomputed"):
+            numbers[name] = [peak.as_dict() for peak in getattr(self, name)]
         chosen = {"strategy": self.candidate.name, "arguments": self.candidate.arguments, "exact": self.candidate.exact}
         return {**chosen, "applies": self.applies, **(numbers if self.applies else {"reason": self.reason})}
 
@@ -99,6 +111,8 @@ def advise(
     speed: float = 1.0,
 ) -> list[Advice]:
     """Returns what an epoch would take under each scheme: first those that give the numbers of one device, the fastest first.
+
+    But ``dgcl`` goes before what is hardly faster, see :func:`explained`.
 
     ::
 
@@ -158,7 +172,7 @@ class _Job:
 def _full_graph(candidate: Candidate, job: _Job) -> Advice:
     topology, ranks = job.machine.topology, job.machine.ranks
     options: dict[str, Any] = {"topology": topology} if candidate.arguments.get("plan") == "spst" else {}
-    strategy, hosts = candidate.kind(**candidate.arguments, **options), len(topology.hosts)
+    strategy, hosts = candidate.strategy(**options), len(topology.hosts)
     data = copy.copy(job.data)  # whoever else has it finds it as it was
     data.prepare_for(strategy.scheme.layout(ranks, hosts if ranks % hosts == 0 else 1))
     cut = data.stored_cut()
@@ -166,36 +180,36 @@ def _full_graph(candidate: Candidate, job: _Job) -> Advice:
         raise ValueError('The graph has node or edge types, and is trained on samples: strategy="sampling".')
     shards = [cut.shard(rank) for rank in range(ranks)]
     bind = partial(strategy.scheme.bind, meter=Meter())
-    rehearsal = rehearse(job.module, shards, bind, job.trainer, threads=job.machine.threads, prepare=_coding(strategy))
+    rehearsal = rehearse(job.module, shards, bind, job.trainer, threads=job.machine.threads, prepare=coding(strategy))
     return _priced(candidate, cut, rehearsal, job)
 
 
-def _coding(strategy: GNNStrategy) -> Callable[[World], None] | None:
-    codec = make_codec(strategy.codec)
-    if codec is None:
-        return None
+def coding(strategy: GNNStrategy) -> Callable[[World], None]:
+    """Returns what lets rows of a rank's world travel as in the strategy's training steps, which may be approximately."""
+    codec = make_codec(strategy.codec, strategy.stochastic_rounding)
 
     def prepare(world: World) -> None:
-        world.use_codec(codec)
+        if codec is not None:
+            world.use_codec(codec)
         world.wire.codes = True
 
     return prepare
 
 
 def _priced(candidate: Candidate, cut: Cut, rehearsal: Rehearsal, job: _Job) -> Advice:
-    step, busy = timing(rehearsal.events, job.machine), rehearsal.compute_seconds
-    row_bytes, sizes = cut.attributes["node"]["x"][:1].nbytes, cut.sizes()
-    held = [least_bytes(*size, row_bytes, job.module) + saved for size, saved in zip(sizes, rehearsal.saved_bytes)]
+    step, busy = timing(with_small_talk(rehearsal.events), job.machine), rehearsal.compute_seconds
+    overhead = job.overhead * job.machine.crowding
     of_vertex_cut = cut.report.get("replication_factor")
-    rows = sum(owned + halo for owned, halo, _ in sizes)
+    rows = sum(owned + halo for owned, halo, _ in cut.sizes())
     return Advice(
         candidate,
-        seconds=step.seconds + job.overhead,
-        compute_seconds=step.compute_seconds + job.overhead,
+        seconds=step.seconds + overhead,
+        compute_seconds=step.compute_seconds + overhead,
         exchange_seconds=step.exchange_seconds,
         bytes_sent=sum(rehearsal.bytes_sent),
         messages=rehearsal.messages,
-        bytes_held=max(held),
+        peaks=tuple(each.peak() for each in rehearsal.footprints),
+        peaks_recomputed=tuple(each.peak(recompute=True) for each in rehearsal.footprints),
         balance=max(busy) / (sum(busy) / len(busy)),
         replication=float(of_vertex_cut or rows / max(1, int(cut.offsets[-1]))),
     )
@@ -216,8 +230,8 @@ class _Clock(pl.Callback):
 
 def _in_batches(candidate: Candidate, job: _Job) -> Advice:
     machine, ranks, clock = job.machine, job.machine.ranks, _Clock()
-    strategy = candidate.kind(**candidate.arguments, self_check=False)
-    with _quietly():
+    strategy = candidate.strategy(self_check=False)
+    with quietly():
         runner = quiet_trainer(max_epochs=-1, max_steps=TRAINED_BATCHES, strategy=strategy, callbacks=[clock])
         runner.fit(copy.deepcopy(job.module), datamodule=copy.copy(job.data))
     of_one = runner.num_training_batches  # infinite where workers share a pool of clusters
@@ -239,15 +253,16 @@ def quiet_trainer(**options: Any) -> pl.Trainer:
 
 
 @contextmanager
-def _quietly() -> Iterator[None]:
+def quietly() -> Iterator[None]:
     """Lets runs of our own say nothing."""
-    rank, rank_zero_only.rank = getattr(rank_zero_only, "rank", 0), 1  # type: ignore[attr-defined]
+    before = logging.root.manager.disable
+    logging.disable(logging.WARNING)
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             yield
     finally:
-        rank_zero_only.rank = rank  # type: ignore[attr-defined]
+        logging.disable(before)
 
 
 def _in_short(error: Exception) -> str:
@@ -258,7 +273,7 @@ def _in_short(error: Exception) -> str:
 def overhead_seconds() -> float:
     """Returns what an epoch takes beside the model: a graph of a few nodes and one small layer, on one device."""
     data, clock = planted_partition(64, 4.0, 2, 4), _Clock()
-    with _quietly():
+    with quietly():
         runner = quiet_trainer(max_epochs=30, strategy=DGCLStrategy(self_check=False), callbacks=[clock])
         runner.fit(NodeClassifier(GCN(4, 2, num_layers=1)), datamodule=GraphDataModule(data))
     return float(np.diff(clock.times).min())
@@ -268,9 +283,16 @@ def overhead_seconds() -> float:
 
 
 def explained(found: Sequence[Advice]) -> list[Advice]:
-    """Returns advice in order, with reasons: what gives the numbers of one device first, the fastest first."""
-    found = sorted(found, key=lambda each: (not each.applies, not each.candidate.exact, each.seconds))
+    """Returns advice in order, with reasons: what gives the numbers of one device first, the fastest first.
+
+    The usual scheme goes before those that are less than `CLOSE` faster: so near to each other, predictions do not tell.
+    """
     usual = next((each for each in found if each.applies and each.candidate.name == "dgcl"), None)
+
+    def place(each: Advice) -> tuple[bool, bool, float]:
+        return not each.applies, not each.candidate.exact, each.seconds / (1 + CLOSE if each is usual else 1.0)
+
+    found = sorted(found, key=place)
     return [replace(each, why=_why(each, usual)) if each.applies else each for each in found]
 
 

@@ -1,4 +1,4 @@
-"""``auto_gnn``: the exact full-graph scheme whose epochs are predicted to be the fastest."""
+"""``auto_gnn``: the exact full-graph scheme that advice has first."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class AutoStrategy(GNNStrategy):
     """Full-graph training, exact, under the scheme that suits graph, model and machine; ``Trainer(strategy="auto_gnn")``.
 
     Before the first ``fit`` (or other call), rank 0 rehearses a few training steps of each scheme and predicts epochs, as
-    ``lightning-gnn advise`` does; all ranks take the fastest. For CPU ranks.
+    ``lightning-gnn advise`` does; all ranks take the first. For CPU ranks.
 
     Args:
         topology: what joins the ranks, rank i being device i: a name, the path of a JSON file, or a topology
@@ -27,7 +27,7 @@ class AutoStrategy(GNNStrategy):
         **options: see :class:`~lightning_gnn.strategies.base.GNNStrategy`.
 
     Attributes:
-        advice: what was predicted, the fastest first; on rank 0, empty before.
+        advice: what was predicted, in the order of :func:`~lightning_gnn.advising.advice.advise`; on rank 0, empty before.
 
     Raises:
         ValueError: devices are not CPUs; no such topology.
@@ -35,6 +35,9 @@ class AutoStrategy(GNNStrategy):
     """
 
     strategy_name = "auto_gnn"
+    no_stage_because = (
+        "It rehearses training to choose a scheme, in the middle of which it cannot; lightning-gnn advise tells."
+    )
 
     def __init__(self, topology: str | Topology | None = None, **options: Any) -> None:
         super().__init__(DGCLScheme(), **options)
@@ -55,10 +58,10 @@ class AutoStrategy(GNNStrategy):
             if isinstance(chosen, str):
                 raise RuntimeError(chosen)
             self._chosen = chosen
-            self.scheme = chosen.kind(**chosen.arguments).scheme
+            self.scheme = chosen.strategy().scheme
 
     def _choose(self) -> Candidate | str:
-        """Returns the fastest scheme, or why there is none."""
+        """Returns the scheme that comes first, or why there is none."""
         module, ranks, hosts = self.lightning_module, self.world_size, self.num_nodes
         assert module is not None
         machine = Machine.of(ranks, hosts, self.topology, available_cores())

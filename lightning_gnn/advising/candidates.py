@@ -33,12 +33,16 @@ class Candidate:
     @property
     def exact(self) -> bool:
         """Whether every number is that of one device."""
-        return not self.kind(**self.arguments).approximation
+        return not self.strategy().approximation
 
     @property
     def name(self) -> str:
         """The word for the Trainer."""
         return self.kind.strategy_name
+
+    def strategy(self, **options: Any) -> GNNStrategy:
+        """Returns it for a Trainer, with further arguments of the class."""
+        return self.kind(**self.arguments, **options)
 
     def __str__(self) -> str:
         return f"{self.name} {' '.join(f'{name}={value}' for name, value in self.arguments.items())}".rstrip()

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from operator import attrgetter
 
 import lightning.pytorch as pl
 import numpy as np
@@ -11,6 +12,7 @@ import numpy as np
 from lightning_gnn.advising.advice import Advice, advise_on, explained, overhead_seconds
 from lightning_gnn.advising.candidates import candidates, chosen
 from lightning_gnn.advising.machine import Machine
+from lightning_gnn.checks.footprint import PHASES, Peak
 from lightning_gnn.datamodules.graph import GraphDataModule
 
 SIZES = (16, 32, 64)
@@ -64,27 +66,39 @@ def extrapolate(
         if len(known) < 2:
             continue
 
-        def at(attribute: str, known: Sequence[tuple[int, Advice]] = known) -> float:
-            values = np.array([getattr(advice, attribute) or 0 for _, advice in known], np.float64)
+        def at(value: Callable[[Advice], float], known: Sequence[tuple[int, Advice]] = known) -> float:
+            values = np.array([value(advice) or 0 for _, advice in known], np.float64)
             if not values.all():
                 return float(values[-1])
             sizes = np.log([size for size, _ in known])
             slope, begin = np.polyfit(sizes, np.log(values), 1)
             return float(np.exp(begin + slope * np.log(ranks)))
 
-        compute, exchange = at("compute_seconds"), at("exchange_seconds")
+        compute, exchange = at(attrgetter("compute_seconds")), at(attrgetter("exchange_seconds"))
+
+        def peaks(kind: str, last: Advice = last, at: Callable[..., float] = at) -> tuple[Peak, ...]:
+            return tuple(
+                Peak(**{phase: round(at(_largest(kind, phase))) for phase in PHASES}) for _ in getattr(last, kind)[:1]
+            )
+
         found.append(
             replace(
                 last,
                 seconds=compute + exchange,
                 compute_seconds=compute,
                 exchange_seconds=exchange,
-                steps=max(1, round(at("steps"))),
-                bytes_sent=None if last.bytes_sent is None else round(at("bytes_sent")),
-                messages=round(at("messages")),
-                bytes_held=round(at("bytes_held")),
-                replication=at("replication"),
+                steps=max(1, round(at(attrgetter("steps")))),
+                bytes_sent=None if last.bytes_sent is None else round(at(attrgetter("bytes_sent"))),
+                messages=round(at(attrgetter("messages"))),
+                replication=at(attrgetter("replication")),
+                peaks=peaks("peaks"),
+                peaks_recomputed=peaks("peaks_recomputed"),
                 extrapolated_from=tuple(size for size, _ in known),
             )
         )
     return explained(found)
+
+
+def _largest(kind: str, phase: str) -> Callable[[Advice], float]:
+    """Returns what gives the peak of the rank that holds most."""
+    return lambda advice: max((getattr(peak, phase) for peak in getattr(advice, kind)), default=0)

@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass
+from statistics import median
 from typing import Any, TypeAlias
 
 import lightning.pytorch as pl
@@ -19,6 +20,7 @@ from torch import Tensor
 from torch_geometric.nn import MessagePassing
 from typing_extensions import override
 
+from lightning_gnn.checks.footprint import Counted, Footprint, footprint_of
 from lightning_gnn.checks.stand_ins import QuietTrainer, aside, quiet, run_step
 from lightning_gnn.comm.group import CommunicationError, World
 from lightning_gnn.comm.in_process import InProcessWorld, Meeting
@@ -33,7 +35,7 @@ from lightning_gnn.strategies.heap import keeping_freed_memory
 Bind = Callable[[torch.nn.Module, Shard, World], Binding]
 
 STEPS = 4
-"""Rehearsed; the first makes what all others keep, and the fastest of the others counts, stretch by stretch."""
+"""Rehearsed; the first makes what all others keep, and the median of the others counts, stretch by stretch."""
 
 
 @dataclass(frozen=True)
@@ -67,11 +69,11 @@ class Rehearsal:
 
     Attributes:
         events: of each rank, in its order.
-        saved_bytes: of each rank, ``[P]``: what its backward needs of its forward.
+        footprints: what each rank has in memory, ``[P]``.
     """
 
     events: tuple[tuple[Event, ...], ...]
-    saved_bytes: tuple[int, ...]
+    footprints: tuple[Footprint, ...]
 
     @property
     def bytes_sent(self) -> tuple[int, ...]:
@@ -152,10 +154,9 @@ def rehearse(
         RuntimeError: the step does not run, or ranks do not exchange alike; the cause is the first error.
     """
     recorder = _Recorder(len(shards), time.thread_time if threads == 1 else time.perf_counter)
-    saved = [0] * len(shards)
     mask = counted_mask("train_mask", module)
 
-    def on_rank(rank: int) -> None:
+    def on_rank(rank: int) -> Footprint:
         world, shard = InProcessWorld(rank, recorder), shards[rank]
         if prepare is not None:
             prepare(world)
@@ -164,23 +165,25 @@ def rehearse(
             if isinstance(child, MessagePassing):
                 pyg.clear_caches(child)
         binding = bind(model, shard, world)
+        counted = Counted(model)
         parameters = [each for each in model.parameters() if each.requires_grad]
         optimizer = torch.optim.Adam(parameters, lr=0.0)  # whatever the module's: it takes about as long
         with graph_in_use(binding.context, this_thread_only=True):
             for step in range(STEPS):
                 recorder.begin(rank)
                 binding.context.begin_step()
-                kept = _Saved()
-                with kept if step == 0 else nullcontext():
+                with counted if step == 0 else nullcontext():
                     output = run_step(model, "training_step", copy.copy(shard.batch))
-                saved[rank] += kept.num_bytes
                 loss = output["loss"] if isinstance(output, dict) else output
                 counts = shard.mask_counts[mask]
                 (loss * loss_scale(output, counts, rank, loss_reduction, world.all_reduce_)).backward()
                 _sum_gradients(parameters, world)
                 optimizer.step()
+                if step == 0:
+                    footprint = footprint_of(counted, binding, shard, model)
                 optimizer.zero_grad()
                 recorder.end(rank)
+        return footprint
 
     with ExitStack() as stack:
         stack.enter_context(aside())
@@ -193,7 +196,8 @@ def rehearse(
     if failures:
         first = next((error for error in failures if not isinstance(error, CommunicationError)), failures[0])
         raise RuntimeError(f"{type(first).__name__}: {first}") from first
-    return Rehearsal(tuple(_fastest(steps[1:]) for steps in recorder.steps), tuple(saved))
+    done: Any = ran
+    return Rehearsal(tuple(_median(steps[1:]) for steps in recorder.steps), tuple(done))
 
 
 def _sum_gradients(parameters: Sequence[Tensor], world: World) -> None:
@@ -202,32 +206,14 @@ def _sum_gradients(parameters: Sequence[Tensor], world: World) -> None:
         world.all_reduce_(torch.cat([each.reshape(-1) for each in gradients]))
 
 
-def _fastest(steps: Sequence[Sequence[Event]]) -> tuple[Event, ...]:
-    """Returns a step whose stretches of computing are each the fastest, where all went alike; else the last."""
+def _median(steps: Sequence[Sequence[Event]]) -> tuple[Event, ...]:
+    """Returns a step whose stretches of computing are each the median, where all went alike; else the last."""
     shapes = {tuple(None if isinstance(event, Compute) else event for event in step) for step in steps}
     if len(shapes) > 1:
         return tuple(steps[-1])
     return tuple(
-        Compute(min(each.seconds for each in events if isinstance(each, Compute)))
+        Compute(median(each.seconds for each in events if isinstance(each, Compute)))
         if isinstance(events[0], Compute)
         else events[0]
         for events in zip(*steps)
     )
-
-
-class _Saved(torch.autograd.graph.saved_tensors_hooks):
-    """Counts what is saved for the backward while it is open, each memory once."""
-
-    def __init__(self) -> None:
-        self._found: dict[int, int] = {}
-        super().__init__(self._pack, lambda tensor: tensor)
-
-    def _pack(self, tensor: Tensor) -> Tensor:
-        storage = tensor.untyped_storage()
-        self._found[storage.data_ptr()] = storage.nbytes()
-        return tensor
-
-    @property
-    def num_bytes(self) -> int:
-        """Of all together."""
-        return sum(self._found.values())

@@ -16,7 +16,9 @@ from lightning_gnn.advising.advice import Advice, advise_on
 from lightning_gnn.advising.candidates import chosen
 from lightning_gnn.advising.extrapolate import extrapolate, smaller
 from lightning_gnn.advising.machine import Machine
+from lightning_gnn.checks.footprint import Peak
 from lightning_gnn.commands.graph_cli import GraphCLI, file_of, plain_width, working
+from lightning_gnn.commands.memory_table import memory_table
 from lightning_gnn.planning.presets import PRESETS
 from lightning_gnn.planning.topology import MAX_DEVICES
 from lightning_gnn.strategies.base import Scheme
@@ -34,7 +36,7 @@ WIDTH = 150
 class AdviseCLI(GraphCLI):
     """The options of ``advise``, checked before anything is loaded."""
 
-    wants_module = True
+    wants_module = needs_module = True
 
     def __init__(self, arguments: Sequence[str]) -> None:
         super().__init__("advise", arguments, USAGE, DESCRIPTION)
@@ -95,6 +97,11 @@ def run_advise(arguments: Sequence[str]) -> None:
     if cli.json is not None:
         cli.json.write_text(json.dumps([each.as_dict() for each in found], indent=1) + "\n")
     console.print(table(found, cli.ranks, cli.machines))
+    peaks = [
+        (str(each.candidate), _of_most(each.peaks), _of_most(each.peaks_recomputed)) for each in found if each.peaks
+    ]
+    if peaks:
+        console.print(memory_table("Predicted peak memory of the rank that holds most, by phase", "scheme", peaks))
     for each in found:
         why = f"{each.why}." if each.applies else f"does not apply. {each.reason}"
         console.print(f"{each.candidate}: {why}", soft_wrap=True)
@@ -110,13 +117,27 @@ def table(found: Sequence[Advice], ranks: int, machines: Sequence[Machine]) -> T
     if machine.ranks < ranks:
         on = f"{ranks} ranks, extrapolated from {', '.join(str(each.ranks) for each in machines)}"
     title = f"An epoch on {on}, {cores}; predicted"
-    columns = ("scheme", "exact", "s/epoch", "computing", "messages take", "steps", "MB/epoch", "messages", "MB/rank")
+    columns = (
+        "scheme",
+        "exact",
+        "s/epoch",
+        "computing",
+        "messages take",
+        "steps",
+        "MB/epoch",
+        "messages",
+        "peak MB/rank",
+    )
     made = Table(title=title)
     for column in columns:
         made.add_column(column, justify="left" if column == "scheme" else "right")
     for each in found:
         made.add_row(str(each.candidate), "yes" if each.candidate.exact else "no", *_cells(each))
     return made
+
+
+def _of_most(peaks: Sequence[Peak]) -> Peak:
+    return max(peaks, key=lambda peak: peak.most)
 
 
 def _cells(advice: Advice) -> Sequence[Any]:
@@ -130,5 +151,5 @@ def _cells(advice: Advice) -> Sequence[Any]:
         str(advice.steps),
         f"{(advice.bytes_sent or 0) / 1e6:,.3g}" if whole else "-",
         f"{advice.messages:,}" if whole else "-",
-        f"{advice.bytes_held / 1e6:,.3g}" if whole else "-",
+        f"{advice.peak_bytes / 1e6:,.3g}" if whole else "-",
     )

@@ -19,7 +19,7 @@ from lightning.pytorch.strategies import StrategyRegistry
 
 from lightning_gnn.commands.parser import Parser, did_you_mean, explain
 from lightning_gnn.datamodules import GraphDataModule
-from lightning_gnn.strategies.base import GNNStrategy
+from lightning_gnn.strategies import GNNStrategy, registered
 
 Again: TypeAlias = Literal["none", "failed", "all"]
 
@@ -30,6 +30,9 @@ OWN_TRAINER_KEYS = (
 """Arguments of the Trainer that are the same in all cells, or each cell's own."""
 
 PACKAGE = Path(__file__).parent.parent
+
+FORMAT = 2
+"""Of the files that ranks write; what has run with another one runs again."""
 
 MAKES = "make"
 """Key of a model or datamodule that a function returns: the function's dotted path."""
@@ -61,16 +64,10 @@ class Cell:
 
     def configured(self) -> str | dict[str, Any]:
         """Returns the strategy as the Trainer, or its parser, takes it."""
-        kind = _strategies().get(self.strategy)
+        kind = registered().get(self.strategy)
         if kind is None:
             return self.strategy
         return {"class_path": f"{kind.__module__}.{kind.__name__}", "init_args": dict(self.arguments)}
-
-
-def _strategies() -> dict[str, type[GNNStrategy]]:
-    """Returns our strategies by the names that they are registered by."""
-    kinds = {name: each["strategy"] for name, each in StrategyRegistry.items()}
-    return {name: kind for name, kind in kinds.items() if isinstance(kind, type) and issubclass(kind, GNNStrategy)}
 
 
 def _short(value: Any) -> str:
@@ -131,7 +128,7 @@ def _check_plain(values: Any, what: str) -> None:
 
 
 def _check_strategy(name: str, arguments: Any) -> None:
-    known, ours = StrategyRegistry.available_strategies(), _strategies()
+    known, ours = StrategyRegistry.available_strategies(), registered()
     if name not in (*known, "auto"):
         message = f"unknown strategy {name!r}" + did_you_mean(name, ["auto", *known])
         raise ValueError(message if message.endswith("?") else f"{message} There are auto, {', '.join(known)}.")
@@ -221,6 +218,7 @@ class Comparison:
                 "threads": os.environ.get("OMP_NUM_THREADS"),
                 "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
             },
+            "format": FORMAT,
             "code": _own_code([self.model, self.data, cell.arguments]),
         }
 

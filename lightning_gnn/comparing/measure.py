@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
+from lightning_gnn.comm.group import World
 from lightning_gnn.comm.traffic import Meter, Traffic
 
 
@@ -31,12 +32,12 @@ class EpochTimes(pl.Callback):
             - ``seconds``: from its begin to the end of its last step;
             - ``batches``: of these, waiting for batches to be made;
             - ``gradients``: summing gradients over ranks, or averaging them, that was not hidden behind the backward;
+            - ``sums``: all else that is summed or gathered in steps: logged values, statistics of norms;
             - ``exchange``: by ``"LAYER DIRECTION"``, bytes, messages, rows and seconds of exchanging rows;
+            - ``waited``: of gradients, sums and exchange, waiting for other ranks; 0 of CUDA ranks, whose devices wait, and of
+              workers that train apart, which count it themselves;
             - ``steps``: how many there were;
             - ``logged``: values at its end, those of its validation among them.
-
-    What a rank spends in an exchange or a sum of gradients contains waiting for others; see
-    :func:`~lightning_gnn.comparing.results.split_time`.
     """
 
     def __init__(self, loss: str, lines: Path | None) -> None:
@@ -46,14 +47,15 @@ class EpochTimes(pl.Callback):
         self._before: Mapping[tuple[str, str], Traffic] = {}
         self._traffic: dict[tuple[str, str], Traffic] = {}
         self._losses: list[float] = []
-        self._backward_ended: float | None = None
+        self._backward_ended: tuple[float, float] | None = None  # when, and the seconds of sums until then
         self._start = self._ended = self._paused = self._batches = self._gradients = self._outside = 0.0
+        self._sums = self._waited = 0.0
         self._steps = 0
 
     @override
     def on_train_epoch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self._traffic, self._losses, self._backward_ended = {}, [], None
-        self._batches = self._gradients = self._outside = 0.0
+        self._batches = self._gradients = self._outside = self._sums = self._waited = 0.0
         self._steps = 0
         self._start = self._ended = self._now(pl_module)
         self.began = self.began or time.time()
@@ -75,16 +77,19 @@ class EpochTimes(pl.Callback):
     ) -> None:
         self._batches += time.perf_counter() - self._ended
         self._before = dict(_meter(trainer).by_layer)
+        self._count(trainer, -1)
 
     @override
     def on_after_backward(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         # Lightning calls this before Strategy.post_backward, in which gradients are summed or averaged.
-        self._backward_ended = self._now(pl_module)
+        self._backward_ended = self._now(pl_module), _world_seconds(trainer)[0]
 
     @override
     def on_before_optimizer_step(self, trainer: pl.Trainer, pl_module: pl.LightningModule, optimizer: Any) -> None:
         if self._backward_ended is not None:
-            self._gradients += self._now(pl_module) - self._backward_ended
+            ended, sums = self._backward_ended
+            self._gradients += self._now(pl_module) - ended
+            self._sums -= _world_seconds(trainer)[0] - sums
             self._backward_ended = None
 
     @override
@@ -92,6 +97,7 @@ class EpochTimes(pl.Callback):
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         self._ended = self._now(pl_module)
+        self._count(trainer, 1)
         self._steps += 1
         for key, now in _meter(trainer).by_layer.items():
             spent = _less(now, self._before.get(key, Traffic()))
@@ -117,6 +123,8 @@ class EpochTimes(pl.Callback):
                 "seconds": self._ended - self._start - self._outside,
                 "batches": self._batches,
                 "gradients": self._gradients,
+                "sums": self._sums,
+                "waited": self._waited,
                 "exchange": exchange,
                 "steps": self._steps,
                 "logged": logged,
@@ -125,6 +133,12 @@ class EpochTimes(pl.Callback):
         if self._file is not None:
             with self._file.open("a") as file:
                 file.write(json.dumps(self.epochs[-1]) + "\n")
+
+    def _count(self, trainer: pl.Trainer, sign: int) -> None:
+        """Adds what the ranks' connections count, at the end of a step, to what it was at its begin."""
+        sums, waited = _world_seconds(trainer)
+        self._sums += sign * sums
+        self._waited += sign * waited
 
     @staticmethod
     def _now(module: pl.LightningModule) -> float:
@@ -136,6 +150,12 @@ class EpochTimes(pl.Callback):
 def _meter(trainer: pl.Trainer) -> Meter:
     """Returns where the strategy counts; an empty one for a strategy that sends no rows."""
     return getattr(trainer.strategy, "meter", None) or Meter()
+
+
+def _world_seconds(trainer: pl.Trainer) -> tuple[float, float]:
+    """Returns the seconds until now of sums and gatherings, and of waiting; 0 where ranks have nothing to do with each other."""
+    world: World | None = getattr(trainer.strategy, "world", None)
+    return (0.0, 0.0) if world is None else (world.collectives_s, world.waited_s or 0.0)
 
 
 def _less(now: Traffic, before: Traffic) -> Traffic:

@@ -127,9 +127,8 @@ def plots(found: Mapping[str, Any]) -> list[tuple[str, str, Callable[[Cells], Fi
         ),
         (
             "Time per epoch",
-            "Means over ranks. Communication is what the rank that waits for nobody spends in exchanges of rows and sums of "
-            "gradients, waiting what others spend beyond, and waiting for batches; compute is the rest. Communication that is "
-            "hidden behind computation is not seen.",
+            "Means over ranks. Waiting is for other ranks and for batches, communication the rest of what exchanges of rows and "
+            "sums of gradients took, compute all else. Communication that is hidden behind computation is not seen.",
             draw_time,
         ),
         ("Bytes per epoch", "Sent by all ranks: rows of nodes, and gradients handed to their sum.", draw_bytes),

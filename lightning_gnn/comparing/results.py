@@ -64,28 +64,21 @@ def middle_half(epochs: Sequence[int], seconds: Sequence[float]) -> list[int]:
 def split_time(epoch: Sequence[Mapping[str, Any]], ranks: Sequence[Mapping[str, Any]]) -> dict[str, list[float]]:
     """Returns how long each rank computed, communicated and waited in an epoch, seconds; they add up to its epoch.
 
-    Ranks go through exchanges and sums of gradients together. Who comes last waits for nobody, and spends least in it: that
-    time is communication on all ranks, and what others spend beyond is waiting. Waiting for mini-batches is added to it. Ranks
-    that train apart count their waiting themselves. The rest is computing, and all that nobody has timed.
+    Waiting is what ranks have measured of it, for others and for mini-batches; communication the rest of what exchanges and sums
+    took. The rest of an epoch is computing, and all that nobody has timed.
 
     Args:
         epoch: of each rank, see :class:`~lightning_gnn.comparing.measure.EpochTimes`.
         ranks: whose ``workers`` tell of ranks that train apart.
     """
-    spent = [
-        {**{name: each[3] for name, each in rank["exchange"].items()}, "gradients": rank["gradients"]} for rank in epoch
-    ]
-    least = {name: min(each.get(name, 0.0) for each in spent) for name in {name for each in spent for name in each}}
     found: dict[str, list[float]] = {part: [] for part in PARTS}
-    for number, (rank, own) in enumerate(zip(epoch, spent)):
-        together = sum(own.values())
-        waited = together - sum(least[name] for name in own)
-        worker = ranks[0]["workers"].get(str(ranks[number]["rank"]))
-        if worker is not None:
-            waited = min(together, worker["waited"] / len(ranks[number]["epochs"]))
+    for rank, own in zip(ranks, epoch):
+        together = own["gradients"] + own["sums"] + sum(each[3] for each in own["exchange"].values())
+        worker = ranks[0]["workers"].get(str(rank["rank"]))
+        waited = min(together, own["waited"] if worker is None else worker["waited"] / len(rank["epochs"]))
         found["communication"].append(together - waited)
-        found["waiting"].append(waited + rank["batches"])
-        found["compute"].append(max(0.0, rank["seconds"] - together - rank["batches"]))
+        found["waiting"].append(waited + own["batches"])
+        found["compute"].append(max(0.0, own["seconds"] - together - own["batches"]))
     return found
 
 
