@@ -170,7 +170,7 @@ WRONG = {
     NumpyNoise: r"what 'model' \(NumpyNoise\) gives to 'model.second' \(GCNConv\) differs",
     KeepsTheBest: r"what 'model' \(KeepsTheBest\) gives to 'model.second' \(GCNConv\) differs",
     DropsRows: r"'model.first' \(GCNConv\) raises UnsupportedModelError: 'model.first' was given \d+ node rows",
-    BranchesOnCounts: r"its halves do not go the same way: rank \d .*, in 'model",
+    BranchesOnCounts: r"its parts do not go the same way: rank \d .*, in 'model",
     Pools: r"what 'model' \(Pools\) gives to 'model.second' \(GCNConv\) differs",
 }
 

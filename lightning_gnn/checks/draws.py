@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -25,26 +26,46 @@ class SharedDraws(TorchFunctionMode):
     Args:
         rows: by a first dimension that means nodes or edges here, the dimension of the whole graph and this rank's ids.
         seed: of all draws.
+        own: seed of what the model's own code draws here, other than by dropout and PyG's augmentations; None shares that, too.
+        share_rows: share such draws all the same where they are per node or edge.
+
+    Attributes:
+        own_draws: what was drawn from `own`, in words.
     """
 
-    def __init__(self, rows: Mapping[int, tuple[int, Tensor]], seed: int = 0) -> None:
+    def __init__(
+        self, rows: Mapping[int, tuple[int, Tensor]], seed: int = 0, own: int | None = None, share_rows: bool = False
+    ) -> None:
         super().__init__()
-        self._rows, self._seed, self._count = rows, seed, 0
+        self._share_rows = share_rows
+        self._rows, self._seed, self._own, self._count = rows, seed, own, 0
+        self._drawing: str | None = None
+        self.own_draws: list[str] = []
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if func in _DROPOUTS:
             return args[0] if args else kwargs["input"]
         drawn = _DRAWS.get(func)
-        return drawn(self, *args, **kwargs) if drawn is not None else func(*args, **kwargs)
+        if drawn is None:
+            return func(*args, **kwargs)
+        caller = sys._getframe(1).f_globals.get("__name__", "").partition(".")[0]
+        self._drawing = None if self._own is None or caller in ("torch", "torch_geometric") else func.__name__
+        return drawn(self, *args, **kwargs)
 
     def draw(self, shape: Sequence[int], normal: bool = False) -> Tensor:
         """Returns uniform or standard normal numbers of that shape, float64."""
         self._count += 1
+        make = torch.randn if normal else torch.rand
+        of_rows = len(shape) > 0 and shape[0] in self._rows
+        if self._drawing is not None and not (of_rows and self._share_rows):
+            self.own_draws.append(f"{self._drawing} {list(shape)}")
+            generator = torch.Generator().manual_seed(self._own * 100_003 + self._count)  # type: ignore[operator]
+            return make(tuple(shape), generator=generator, dtype=torch.float64)
         generator = torch.Generator().manual_seed(self._seed * 100_003 + self._count)
-        whole, ids = self._rows.get(shape[0], (0, None)) if len(shape) else (0, None)
+        whole, ids = self._rows[shape[0]] if of_rows else (0, None)
         shape = tuple(shape) if ids is None else (whole, *shape[1:])
-        values = (torch.randn if normal else torch.rand)(shape, generator=generator, dtype=torch.float64)
+        values = make(shape, generator=generator, dtype=torch.float64)
         return values if ids is None else values[ids]
 
 

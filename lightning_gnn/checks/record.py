@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import weakref
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -49,6 +50,7 @@ class Recorder:
 
     def __init__(self, module: torch.nn.Module) -> None:
         self.events: list[Event] = []
+        self._kept: dict[int, tuple[weakref.ref[Tensor], int, Tensor]] = {}
         self._calls = [_Call("", ())]
         convs = [conv for conv in module.modules() if isinstance(conv, MessagePassing)]
         inside = {
@@ -90,54 +92,92 @@ class Recorder:
         """Records the floating tensors in `values`."""
         for index, value in enumerate(torch.utils._pytree.tree_leaves(values)):
             if isinstance(value, Tensor) and value.is_floating_point() and value.layout == torch.strided:
-                self.events.append(Event(where, (*key, index), value.detach().clone()))
+                self.events.append(Event(where, (*key, index), self._copy(value)))
+
+    def _copy(self, value: Tensor) -> Tensor:
+        """Returns a copy, the same one as long as nothing has changed: what a module returns, the next one is given."""
+        if value.is_inference():  # knows no version
+            return value.clone()
+        known = self._kept.get(id(value))
+        if known is None or known[0]() is not value or known[1] != value._version:
+            known = self._kept[id(value)] = weakref.ref(value), value._version, value.detach().clone()
+        return known[2]
 
 
 @dataclass(frozen=True)
 class Rows:
-    """Which nodes and edges of the whole graph a part has, by their ids, and how many the whole has."""
+    """Which nodes and edges of the whole graph a part has, by their ids, and how many the whole has.
+
+    Attributes:
+        nodes, edges: ids, owned ones first and replicas behind them.
+        owned_nodes, owned_edges: how many are no replicas, whose rows need not be right in every layer.
+        num_nodes, num_edges: of the whole.
+    """
 
     nodes: Tensor
     edges: Tensor
+    owned_nodes: int
+    owned_edges: int
     num_nodes: int
     num_edges: int
 
-    def of(self, whole: Tensor, part: Tensor) -> Tensor | None:
-        """Returns what `part` should be according to `whole`; None where their shapes say nothing.
+    def of(self, whole: Tensor, part: Tensor) -> tuple[Tensor, Tensor] | None:
+        """Returns what `part` should be according to `whole`, and what it is; None where their shapes say nothing.
 
         What has no dimension, or one that is not rows, may be a loss or the like: of a part's rows, and right so.
         """
-        if whole.dim() == 0 or part.dim() == 0:
+        if whole.dim() == 0 or part.dim() == 0 or whole.shape[1:] != part.shape[1:]:
             return None
         found, own = whole.size(0), part.size(0)
+        nodes, edges = self.nodes[: self.owned_nodes], self.edges[: self.owned_edges]
         if (found, own) == (self.num_nodes, len(self.nodes)):
-            return whole[self.nodes]
+            return whole[nodes], part[: len(nodes)]
         if (found, own) == (self.num_edges, len(self.edges)):
-            return whole[self.edges]
+            return whole[edges], part[: len(edges)]
         if (found, own) == (
             self.num_edges + self.num_nodes,
             len(self.edges) + len(self.nodes),
         ):  # self-loops at the end
-            return torch.cat([whole[: self.num_edges][self.edges], whole[self.num_edges :][self.nodes]])
-        return whole if part.shape == whole.shape and whole.dim() > 1 else None
+            loops, own_loops = whole[self.num_edges :][nodes], part[len(self.edges) :][: len(nodes)]
+            return torch.cat([whole[: self.num_edges][edges], loops]), torch.cat([part[: len(edges)], own_loops])
+        return (whole, part) if found == own and whole.dim() > 1 else None
 
 
-def first_difference(
-    whole: Sequence[Event], parts: Sequence[tuple[Rows, Sequence[Event]]], tolerance: float
-) -> tuple[Event, float] | None:
-    """Returns the first event of the whole run that a part has otherwise, and by how much; None if there is none."""
+@dataclass(frozen=True)
+class Compared:
+    """A value of the whole run, and what parts have in its place.
+
+    Attributes:
+        event: of the whole run.
+        parts: which part, what it should have, and what it has.
+        difference: the largest of any part, of the largest value.
+    """
+
+    event: Event
+    parts: Sequence[tuple[Rows, Tensor, Tensor]]
+    difference: float
+
+
+def compared(whole: Sequence[Event], parts: Sequence[tuple[Rows, Sequence[Event]]]) -> Iterator[Compared]:
+    """Yields what can be compared of the events of the whole run, in their order."""
     found = [(rows, {event.key: event.value for event in events}) for rows, events in parts]
     floor = _FLOOR * max((_size(event.value) for event in whole), default=0.0)
+    # A value is often recorded several times, as the same copy.
+    known: dict[tuple[int, ...], tuple[Sequence[tuple[Rows, Tensor, Tensor]], float]] = {}
     for event in whole:
-        for rows, values in found:
-            if event.key not in values:
-                continue  # a bound conv need not call what is inside it
-            expected = rows.of(event.value, values[event.key])
-            if expected is not None and expected.shape == values[event.key].shape:
-                difference = relative_difference(values[event.key], expected, max(_size(event.value), floor))
-                if difference > tolerance:
-                    return event, difference
-    return None
+        copies = id(event.value), *(id(values.get(event.key)) for _, values in found)
+        if copies not in known:
+            size, matched = max(_size(event.value), floor), list[tuple[Rows, Tensor, Tensor]]()
+            for rows, values in found:
+                # A bound conv need not call what is inside it.
+                pair = rows.of(event.value, values[event.key]) if event.key in values else None
+                if pair is not None:
+                    matched.append((rows, *pair))
+            differences = [relative_difference(value, expected, size) for _, expected, value in matched]
+            known[copies] = matched, max(differences, default=0.0)
+        pairs, difference = known[copies]
+        if pairs:
+            yield Compared(event, pairs, difference)
 
 
 # Where values cancel out, as in the gradient of a bias before a norm, only rounding is left. What is smaller than this

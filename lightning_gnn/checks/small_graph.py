@@ -15,7 +15,13 @@ from lightning_gnn.datamodules.sources import EDGE_MASKS, MASKS, is_labelled
 NUM_NODES, NUM_EDGES = 31, 113
 
 
-def small_graph(batch: Data, masks: Sequence[str] = MASKS, seed: int = 0) -> Data:
+def small_graph(
+    batch: Data,
+    masks: Sequence[str] = MASKS,
+    seed: int = 0,
+    num_nodes: int = NUM_NODES,
+    num_edges: int = NUM_EDGES,
+) -> Data:
     """Returns a directed graph with duplicate edges, isolated nodes, and no self-loops.
 
     Args:
@@ -23,27 +29,28 @@ def small_graph(batch: Data, masks: Sequence[str] = MASKS, seed: int = 0) -> Dat
             rows of `masks`, or edges in these; other attributes stay.
         masks: the masks that the step uses.
         seed: of the draw.
+        num_nodes, num_edges: of the graph.
     """
     g = torch.Generator().manual_seed(seed)
     own = int(batch.num_owned)
-    rows = torch.randint(own, (NUM_NODES,), generator=g)
+    rows = torch.randint(own, (num_nodes,), generator=g)
     for mask in set(masks) & set(MASKS):
         labelled = batch[mask].nonzero().view(-1)
         if batch.get("y") is not None:
             labelled = labelled[is_labelled(batch.y[labelled])]
         if len(labelled):
-            half = NUM_NODES // 2
+            half = num_nodes // 2
             rows[:half] = labelled[torch.randint(len(labelled), (half,), generator=g)]
-    busy = NUM_NODES - 4
-    source = torch.randint(busy, (NUM_EDGES,), generator=g)
-    target = (source + torch.randint(1, busy, (NUM_EDGES,), generator=g)) % busy
+    busy = num_nodes - 4
+    source = torch.randint(busy, (num_edges,), generator=g)
+    target = (source + torch.randint(1, busy, (num_edges,), generator=g)) % busy
     target[-9:], source[-9:] = target[:9].clone(), source[:9].clone()
-    num_edges = batch.edge_index.size(1)
-    edges = torch.randint(max(num_edges, 1), (NUM_EDGES,), generator=g)
+    given = batch.edge_index.size(1)
+    edges = torch.randint(max(given, 1), (num_edges,), generator=g)
     for mask in set(masks) & set(EDGE_MASKS):
         counted = batch[mask].nonzero().view(-1)
         if len(counted):
-            half = NUM_EDGES // 2
+            half = num_edges // 2
             edges[:half] = counted[torch.randint(len(counted), (half,), generator=g)]
     small = Data(edge_index=torch.stack([source, target]))
     for name, value in batch.to_dict().items():
@@ -52,7 +59,7 @@ def small_graph(batch: Data, masks: Sequence[str] = MASKS, seed: int = 0) -> Dat
         if isinstance(value, Tensor) and batch.is_node_attr(name):
             small[name] = value[rows]
         elif isinstance(value, Tensor) and batch.is_edge_attr(name):
-            small[name] = value[edges] if num_edges else value.new_zeros((NUM_EDGES, *value.shape[1:]))
+            small[name] = value[edges] if given else value.new_zeros((num_edges, *value.shape[1:]))
         else:
             small[name] = value
     return small

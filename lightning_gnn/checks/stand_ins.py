@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any
 
 import lightning.pytorch as pl
@@ -31,17 +31,26 @@ def aside() -> Iterator[None]:
         yield
 
 
+def uncompiled() -> AbstractContextManager[Any]:
+    """Returns what leaves compiled models eager while it is open: compiling would take longer than a few steps."""
+    return (
+        torch.compiler.set_stance("force_eager") if hasattr(torch.compiler, "set_stance") else nullcontext()
+    )  # torch 2.6
+
+
 def _ignore(*_: Any, **__: Any) -> None:
     pass
 
 
 class QuietTrainer:
-    """The Trainer as a step may read it, without its loggers."""
+    """The Trainer as a step may read it, without its loggers; with another datamodule, if one is given."""
 
     logger, loggers = DummyLogger(), [DummyLogger()]
 
-    def __init__(self, trainer: pl.Trainer) -> None:
+    def __init__(self, trainer: pl.Trainer, datamodule: pl.LightningDataModule | None = None) -> None:
         self._trainer = trainer
+        if datamodule is not None:
+            self.datamodule = datamodule
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._trainer, name)

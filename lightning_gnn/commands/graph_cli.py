@@ -34,12 +34,14 @@ class GraphCLI(LightningCLI):
 
     Attributes:
         datamodule: as configured.
-        module: the same, where the command wants it.
+        module: the same, where the command wants it; None where it need not be given, and is not.
+        strategy: as configured.
         scheme: of the strategy.
         layout: what the scheme needs in so many parts.
     """
 
     wants_module = False
+    needs_module = False
 
     def __init__(self, name: str, arguments: Sequence[str], usage: str, description: str) -> None:
         self._arguments = list(arguments)
@@ -83,11 +85,12 @@ class GraphCLI(LightningCLI):
         chosen.optimizer = chosen.lr_scheduler = None
         if not self.wants_module:
             chosen.model = None
-        elif chosen.model is None:
+        elif chosen.model is None and self.needs_module:
             self.parser.error("which model? Give --model, or a file that names one, as for fit.")
         made = self.parser.instantiate_classes(chosen)
-        self.datamodule, self.module = made.data, made.model
-        self.scheme = self._scheme(made.trainer.strategy)
+        self.datamodule, self.module = made.data, made.get("model")
+        self.strategy = self._strategy(made.trainer.strategy)
+        self.scheme = self.strategy.scheme
         try:
             parts = self._parts()
             self.prepare(self.scheme, parts)
@@ -96,12 +99,12 @@ class GraphCLI(LightningCLI):
         except ValueError as error:
             self.parser.error(str(error))
 
-    def _scheme(self, strategy: Any) -> Scheme:
+    def _strategy(self, strategy: Any) -> GNNStrategy:
         if isinstance(strategy, str):
             strategy = DGCLStrategy() if strategy == "auto" else StrategyRegistry.get(strategy.lower())
         if not isinstance(strategy, GNNStrategy):
             self.parser.error(f"{type(strategy).__name__} does not split the graph. Use trainer.strategy=dgcl.")
-        return strategy.scheme
+        return strategy
 
     def _parts(self) -> int:
         trainer = self.config.trainer

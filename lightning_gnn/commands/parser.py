@@ -69,9 +69,13 @@ def explain(message: str, known: Iterable[str]) -> str | None:
         module, name = found.groups()
         return f"{module} has no {name!r}" + did_you_mean(name, dir(sys.modules.get(module, object)))
     if found := re.search(r"Expected a dot import path string: (\S+)", message):
-        return f"there is no class {found[1]!r}" + did_you_mean(found[1], lightning_gnn.__all__)
+        option = re.search(r'Parser key "([\w.]+)".*NestedArg\(key=\'([\w.]+)\'', message, re.DOTALL)
+        where = f"{option[1]}.{option[2]}: arguments need a class, and " if option else ""
+        return f"{where}there is no class {found[1]!r}" + did_you_mean(found[1], lightning_gnn.__all__)
     if found := re.search(r"No module named '([\w.]+)'", message):
-        return f"there is no module {found[1]!r}" + did_you_mean(found[1], sys.modules)
+        path = re.search(rf"\b{re.escape(found[1])}\.[\w.]+", message)
+        where = f"{path[0]}: " if path else ""
+        return f"{where}there is no module {found[1]!r}" + did_you_mean(found[1], sys.modules)
     if found := re.search(r"ption '([^']+)' is not accepted|does not accept option '([^']+)'", message):
         return unknown_key(found[1] or found[2], known)
     if found := re.search(r"unrecognized arguments: (.*)", message):
@@ -90,6 +94,9 @@ class Parser(LightningArgumentParser):
         parser = getattr(ex, "subcommand_parser", None) or self
         known = [action.dest for action in parser._actions if action.dest != "help"]
         command = parser.prog.replace(" [options]", "")
+        if "Problems parsing config" in message:  # it tells the line, but of which file
+            files = re.findall(r"--config[= ](\S+)", " ".join(sys.argv))
+            message = f"{', '.join(files)}: {message}" if files else message
         self.exit(2, f"error: {explain(message, known) or message}\nAll options: {command} --help\n")
 
 

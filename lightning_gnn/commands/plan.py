@@ -11,11 +11,15 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from lightning.pytorch.cli import LightningArgumentParser
 from rich.console import Console
 from typing_extensions import override
 
+from lightning_gnn.advising.advice import quiet_trainer
+from lightning_gnn.checks.footprint import Peak, Predicted, Sizes
 from lightning_gnn.commands.graph_cli import GraphCLI, check_folder, file_of, plain_width, working
+from lightning_gnn.commands.memory_table import memory_table
 from lightning_gnn.commands.plan_print import printed
 from lightning_gnn.commands.plan_report import PlanReport
 from lightning_gnn.datamodules.shards import Cut
@@ -31,7 +35,8 @@ USAGE = """lightning-gnn plan --config FILE [--topology NAME|FILE] [--parts N] [
                           [--output FOLDER] [--json FILE] [--KEY VALUE ...]"""
 DESCRIPTION = (
     "Say what a plan puts on each link, and what epochs would take under it and under other schemes, without starting "
-    "ranks. Files and keys are those of fit; used are data, trainer.strategy, trainer.devices and trainer.num_nodes."
+    "ranks. Files and keys are those of fit; used are data, trainer.strategy, trainer.devices, trainer.num_nodes, and for "
+    "memory model."
 )
 WIDTH = 160
 """Columns of what is printed to a file."""
@@ -42,6 +47,8 @@ PAPER_LAYERS = 2
 
 class PlanCLI(GraphCLI):
     """The options of ``plan``, checked before anything is loaded."""
+
+    wants_module = True
 
     def __init__(self, arguments: Sequence[str]) -> None:
         super().__init__("plan", arguments, USAGE, DESCRIPTION)
@@ -124,6 +131,20 @@ class PlanCLI(GraphCLI):
         assert isinstance(self.scheme, DGCLScheme) and self.topology is not None
         return PlanReport.of(work, self.topology, self.scheme.plan, cut)
 
+    def peaks(self, cut: Cut) -> tuple[list[tuple[str, Peak, Peak]], str]:
+        """Returns each rank's peak memory, kept and with ``recompute=True``; or nothing, and why."""
+        if self.module is None:
+            return [], "give --model, or a file that names one, as for fit."
+        try:
+            steps = Predicted(self.module, cut.shard(0).batch, quiet_trainer(), self.keep_constant)
+        except RuntimeError as error:
+            return [], str(error)
+        row_bytes = cut.attributes["node"]["x"][:1].nbytes
+        more = self.scheme.working_bytes(np.diff(cut.offsets).tolist(), row_bytes)
+        sizes = Sizes.of_ranks(cut, self.module, self.layout.replicas)
+        footprints = [steps.footprint(each, more) for each in sizes]
+        return [(str(rank), each.peak(), each.peak(recompute=True)) for rank, each in enumerate(footprints)], ""
+
 
 def _first(*choices: tuple[int | None, str]) -> tuple[int, str]:
     return next((value, source) for value, source in choices if value is not None)
@@ -162,12 +183,18 @@ def plan(arguments: Sequence[str]) -> None:
                 _value_bytes(cut),
             )
             report = cli.report(work, cut)
+            peaks, unknown = cli.peaks(cut)
         if cli.json is not None:
-            cli.json.write_text(json.dumps(report.as_dict(), indent=1) + "\n")
+            memory = [{**peak.as_dict(), "recompute": again.as_dict()} for _, peak, again in peaks]
+            cli.json.write_text(json.dumps({**report.as_dict(), "memory": memory}, indent=1) + "\n")
         drawn = [] if cli.output is None else _draw(report, cli.output)
     except (ValueError, RuntimeError, OSError) as error:
         sys.exit(f"error: {error}")
     console.print(*printed(report, cli.layers_from, cli.columns_from), sep="\n")
+    if peaks:
+        console.print("", memory_table("Predicted peak memory of a rank, by phase", "rank", peaks), sep="\n")
+    else:
+        console.print(f"Memory in training is not predicted: {unknown}", soft_wrap=True)
     for file in (*([] if cli.json is None else [cli.json]), *drawn):
         console.print(f"Written: {file}", soft_wrap=True)
 

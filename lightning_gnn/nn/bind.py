@@ -23,6 +23,7 @@ from lightning_gnn.nn.context import GraphContext, UnsupportedModelError
 from lightning_gnn.nn.fused import fused
 from lightning_gnn.nn.norms import NORMS, STATE, Statistics, global_forward
 from lightning_gnn.nn.readout import readout
+from lightning_gnn.nn.recompute import recomputed
 from lightning_gnn.nn.several import several
 
 # Aggregations over the edges of one node, all of which its owner holds.
@@ -73,7 +74,7 @@ class Binding:
 
     def __init__(self, module: torch.nn.Module, context: GraphContext) -> None:
         check_module(module)
-        self.context, self._module = context, module
+        self.context, self._module, self._recompute = context, module, False
         self._bound: list[tuple[torch.nn.Module, dict[str, Any]]] = []
         self.bind()
 
@@ -103,6 +104,12 @@ class Binding:
             self.release()
             raise
 
+    def recompute(self) -> None:
+        """From now on, convs keep their arguments only, and make the rest again in the backward: see ``nn/recompute.py``."""
+        self.release()
+        self._recompute = True
+        self.bind()
+
     def _bind(self, conv: MessagePassing, layer: str, context: GraphContext) -> None:
         if STATE in conv.__dict__:
             raise RuntimeError(
@@ -117,6 +124,9 @@ class Binding:
         patched["propagate"] = types.MethodType(_propagate, conv)
         if "edge_updater" in names:
             patched["edge_updater"] = types.MethodType(_edge_updater, conv)
+        if self._recompute:
+            forward = patched.get("forward", conv.forward)
+            patched["forward"] = types.MethodType(recomputed(forward.__func__, context), conv)
         pyg.clear_caches(conv)
         object.__setattr__(conv, STATE, state)
         self._patch(conv, patched)

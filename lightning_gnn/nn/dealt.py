@@ -158,27 +158,25 @@ class _Statistics(torch.autograd.Function):
                     counts[f"num_{name}"] = _count(found, name, partial == everywhere, matrix, layer)
                 out[name] = whole
                 setattr(found, name, everywhere)
-        ctx.found = found
         none = rows.new_empty((0, rows.size(1)))
-        ctx.owned = RowStatistics(**{name: out.get(name, none) for name in STATISTICS}, **{
-            name: counts.get(name, none) for name in ("num_max", "num_min")
-        })  # fmt: skip
-        ctx.save_for_backward(rows)
+        owned = (out.get("max", none), out.get("min", none), counts.get("num_max", none), counts.get("num_min", none))
+        ctx.save_for_backward(rows, found.max, found.min, *owned)
         return tuple(out[name].to(x.dtype) for name in wanted)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-        matrix, found, layer = ctx.matrix, ctx.found, ctx.layer
-        (rows,) = ctx.saved_tensors
+        matrix, layer = ctx.matrix, ctx.layer
+        rows, largest, least, *of_owned = ctx.saved_tensors
+        none = rows.new_empty((0, rows.size(1)))
+        found, owned = RowStatistics(none, none, largest, least, none, none), RowStatistics(none, none, *of_owned)
         own = {}
         for name in ctx.wanted:
             grad = grads[ctx.wanted.index(name)]
             shape = (matrix.num_owned, rows.size(1))
             grad = rows.new_zeros(shape) if grad is None else grad.to(rows.dtype)
-            own[name] = (grad / ctx.owned.ties(name) if name in ("max", "min") else grad).contiguous()
+            own[name] = (grad / owned.ties(name) if name in ("max", "min") else grad).contiguous()
         everywhere = dict(zip(own, matrix.targets.expand_all([*own.values()], layer)))
-        none = rows.new_empty((0, rows.size(1)))
         upstream = RowStatistics(
             **{name: everywhere.get(name, none) for name in STATISTICS}, num_max=none, num_min=none
         )

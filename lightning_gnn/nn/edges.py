@@ -191,17 +191,17 @@ class StatisticsOfRows(torch.autograd.Function):
         for extreme in (found.max, found.min):
             if len(extreme):
                 extreme[edges.without_edges] = 0
-        ctx.found = found
-        ctx.save_for_backward(x, halo_rows)
+        ctx.save_for_backward(x, halo_rows, found.max, found.min, found.num_max, found.num_min)
         return tuple(getattr(found, name).to(x.dtype) for name in wanted)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-        edges, exchange, found = ctx.edges, ctx.exchange, ctx.found
-        x, halo_rows = ctx.saved_tensors
+        edges, exchange = ctx.edges, ctx.exchange
+        x, halo_rows, largest, least, num_max, num_min = ctx.saved_tensors
         rows = wide(x)
         none = rows.new_empty((0, rows.size(1)))
+        found = RowStatistics(none, none, largest, least, num_max, num_min)
         upstream = dict.fromkeys(STATISTICS, none)
         for name, grad in zip(ctx.wanted, grads):
             if grad is not None:

@@ -1,0 +1,369 @@
+"""What a training step keeps in memory on a rank, counted while it runs, and predicted from steps on graphs of a few nodes.
+
+What a layer keeps has a row per owned node, per owned and halo node, or per edge, so its bytes are an affine function of how many
+these are; a few steps on small graphs give the function, and nothing of the size of the graph is made.
+
+N owned rows, H halo rows, E edges of a rank.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from types import ModuleType
+from typing import Any, NamedTuple
+
+import lightning.pytorch as pl
+import numpy as np
+import torch
+from torch import Tensor
+from torch_geometric.data import Data
+from torch_geometric.nn import MessagePassing
+from typing_extensions import override
+
+from lightning_gnn.checks.small_graph import small_graph
+from lightning_gnn.checks.stand_ins import QuietTrainer, aside, quiet, run_step, without_optimizers
+from lightning_gnn.comm.exchange import HaloExchange
+from lightning_gnn.comm.group import CommunicationError, World
+from lightning_gnn.comm.in_process import InProcessWorld, Meeting
+from lightning_gnn.comm.rows import AnyRows
+from lightning_gnn.comm.traffic import Meter
+from lightning_gnn.datamodules.shards import Cut, Shard, split_graph
+from lightning_gnn.datamodules.sources import counted_mask
+from lightning_gnn.nn import pyg
+from lightning_gnn.nn.bind import Binding
+from lightning_gnn.nn.context import GraphContext
+from lightning_gnn.nn.helpers import graph_in_use
+from lightning_gnn.partition.layout import LayoutSpec, Replicas
+
+SORTING_BYTES = 40
+"""Of an edge while matrices are made of the list of edges: its ends once more, its place, and which part it goes to."""
+
+_GRAPHS = ((24, 60), (24, 180), (48, 120))
+"""Nodes and edges of the small graphs; a quarter of the nodes is one rank's, the rest the other's."""
+
+
+@dataclass(frozen=True)
+class Peak:
+    """The most bytes of tensors that a rank holds at once, by phase; python and libraries come on top."""
+
+    setup: int
+    forward: int
+    backward: int
+    evaluation: int
+
+    @property
+    def most(self) -> int:
+        return max(self.setup, self.forward, self.backward, self.evaluation)
+
+    def as_dict(self) -> dict[str, int]:
+        """Returns the phases, for JSON."""
+        return {phase: getattr(self, phase) for phase in PHASES}
+
+
+PHASES = ("setup", "forward", "backward", "evaluation")
+
+
+class Sizes(NamedTuple):
+    """What a rank's memory depends on.
+
+    Attributes:
+        rows, halo_rows: N, H.
+        sent_rows: that other ranks read.
+        edges: E.
+        targets: labelled nodes, or edges, of the training mask.
+    """
+
+    rows: int
+    halo_rows: int
+    sent_rows: int
+    edges: int
+    targets: int
+
+    @classmethod
+    def of(cls, shard: Shard, targets: int) -> Sizes:
+        """Returns those of a rank that has its part."""
+        plan = shard.plan
+        edges = shard.batch.edge_index.size(1)
+        return cls(plan.num_owned, sum(plan.recv_counts), sum(map(len, plan.send_rows)), edges, targets)
+
+    @classmethod
+    def of_ranks(cls, cut: Cut, module: torch.nn.Module, replicas: Replicas | None = None) -> list[Sizes]:
+        """Returns those of every rank of a cut graph; with replicas, as many rows are taken to be sent as read."""
+        targets = cut.mask_counts[counted_mask("train_mask", module)]
+        sent = sum(np.diff(np.searchsorted(halo, cut.offsets)) for halo in cut.halos)
+        return [
+            cls(rows, halo_rows, int(sent_rows) if replicas is None else halo_rows, edges, count)
+            for (rows, halo_rows, edges), sent_rows, count in zip(cut.sizes(replicas), np.atleast_1d(sent), targets)
+        ]
+
+    def among(self, ranks: int) -> Sizes:
+        """Returns those of one of so many ranks that share what this one has; as many halo rows, which is too many."""
+        return Sizes(self.rows // ranks, self.halo_rows, self.sent_rows, self.edges // ranks, self.targets // ranks)
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Memory that a forward made and that was there at its end, or that a conv was given.
+
+    Attributes:
+        bytes: of it.
+        conv: the one inside which it was first kept; empty for none.
+        saved: kept for the backward.
+        argument: given to a conv, which keeps it where all else is made again.
+    """
+
+    bytes: float
+    conv: str
+    saved: bool
+    argument: bool
+
+
+@dataclass(frozen=True)
+class Footprint:
+    """What a step has in memory on a rank.
+
+    Attributes:
+        held_bytes: that stays from step to step: its part of the graph, matrices, buffers, weights, gradients, two numbers a
+            weight for the optimizer.
+        edges: E.
+        pieces: of a forward; what is held is not among them.
+    """
+
+    held_bytes: float
+    edges: int
+    pieces: tuple[Piece, ...]
+
+    @property
+    def saved_bytes(self) -> int:
+        """What the forward leaves for the backward."""
+        return int(sum(piece.bytes for piece in self.pieces if piece.saved))
+
+    def peak(self, recompute: bool = False, offload: bool = False) -> Peak:
+        """Returns the peak of each phase.
+
+        Beside what is kept, an operation holds what it reads and what it makes: in the forward one more piece as large as the
+        largest, in the backward its gradient and that of what it was made of, in evaluation all three.
+
+        Args:
+            recompute, offload: as of the strategy.
+        """
+        kept = [piece.bytes for piece in self.pieces if piece.saved]
+        largest, again = max(kept, default=0.0), 0.0
+        if recompute:
+            kept = [piece.bytes for piece in self.pieces if piece.argument or (piece.saved and not piece.conv)]
+            inside: dict[str, float] = {}
+            for piece in self.pieces:
+                if piece.saved and piece.conv and not piece.argument:
+                    inside[piece.conv] = inside.get(piece.conv, 0.0) + piece.bytes
+            again = max(inside.values(), default=0.0)
+        base = self.held_bytes + (0.0 if offload else sum(kept))
+        return Peak(
+            setup=int(self.held_bytes + SORTING_BYTES * self.edges),
+            forward=int(base + largest),
+            backward=int(base + again + 2 * largest),
+            evaluation=int(self.held_bytes + 3 * largest),
+        )
+
+
+# Counting #####################################################################
+
+
+class Counted(torch.autograd.graph.saved_tensors_hooks):
+    """While open, in this thread: counts what a forward keeps, each memory once, and inside which conv.
+
+    Args:
+        module: bound; its convs are watched until :meth:`release`.
+    """
+
+    def __init__(self, module: torch.nn.Module) -> None:
+        # The storages themselves, so that no address is used twice.
+        self._found: dict[int, tuple[torch.UntypedStorage, Piece]] = {}
+        self._inside, self._open = "", False
+        self._convs: list[tuple[MessagePassing, Any]] = []
+        for name, conv in module.named_modules():
+            if isinstance(conv, MessagePassing):
+                self._convs.append((conv, conv.__dict__.get("forward")))
+                object.__setattr__(conv, "forward", self._watched(name, conv.forward))
+        super().__init__(self._pack, lambda tensor: tensor)
+
+    @override
+    def __enter__(self) -> None:
+        self._open = True
+        super().__enter__()
+
+    @override
+    def __exit__(self, *error: object) -> None:
+        self._open = False
+        super().__exit__(*error)
+
+    def _watched(self, name: str, forward: Callable[..., Any]) -> Callable[..., Any]:
+        def run(*args: Any, **kwargs: Any) -> Any:
+            if self._inside or not self._open:
+                return forward(*args, **kwargs)
+            for each in torch.utils._pytree.tree_leaves((args, kwargs)):
+                if isinstance(each, Tensor) and each.requires_grad:
+                    self._note(each, argument=True)
+            self._inside = name
+            try:
+                return forward(*args, **kwargs)
+            finally:
+                self._inside = ""
+
+        return run
+
+    def release(self) -> None:
+        """Gives convs their forwards back."""
+        for conv, before in self._convs:
+            conv.__dict__.pop("forward")
+            if before is not None:
+                object.__setattr__(conv, "forward", before)
+
+    def _pack(self, tensor: Tensor) -> Tensor:
+        self._note(tensor, saved=True)
+        return tensor
+
+    def _note(self, tensor: Tensor, saved: bool = False, argument: bool = False) -> None:
+        storage = tensor.untyped_storage()
+        if not storage.nbytes():
+            return  # these have no address
+        _, known = self._found.get(storage.data_ptr(), (None, Piece(storage.nbytes(), self._inside, False, False)))
+        piece = Piece(known.bytes, known.conv, known.saved or saved, known.argument or argument)
+        self._found[storage.data_ptr()] = storage, piece
+
+    def take(self, held: Mapping[int, int]) -> tuple[Piece, ...]:
+        """Returns what was counted, in order of time, without what is `held`, and forgets it."""
+        found, self._found = self._found, {}
+        return tuple(piece for place, (_, piece) in found.items() if place not in held)
+
+
+def memory_of(*objects: Any) -> dict[int, int]:
+    """Returns address and bytes of all tensors and arrays that objects, and objects of this package in them, hold."""
+    found: dict[int, int] = {}
+    seen: set[int] = set()
+    left = list(objects)
+    while left:
+        each = left.pop()
+        if id(each) in seen or isinstance(each, (str, int, float, type, ModuleType, World)):
+            continue
+        seen.add(id(each))
+        if isinstance(each, Tensor):
+            place = each.untyped_storage().data_ptr()
+            found[place] = max(found.get(place, 0), each.nbytes)  # of a file that is mapped, this part of it
+            left.append(each.grad if each.is_leaf else None)
+        elif isinstance(each, np.ndarray):
+            found[each.ctypes.data] = each.nbytes
+        elif isinstance(each, Mapping):
+            left += each.values()
+        elif isinstance(each, (list, tuple, set, frozenset)):
+            left += each
+        elif isinstance(each, Data):
+            left += each.to_dict().values()
+        elif type(each).__module__.startswith("lightning_gnn."):
+            left += vars(each).values()
+    return found
+
+
+def footprint_of(counted: Counted, binding: Binding, shard: Shard, module: torch.nn.Module) -> Footprint:
+    """Returns what was counted in a step, once its backward is done."""
+    held = memory_of(binding.context, shard.batch, [*module.parameters(), *module.buffers()])
+    of_optimizer = 2 * sum(each.nbytes for each in module.parameters() if each.requires_grad)
+    edges = shard.batch.edge_index.size(1)
+    return Footprint(sum(held.values()) + of_optimizer, edges, counted.take(held))
+
+
+# Predicting ###################################################################
+
+
+class Predicted:
+    """What steps on small graphs keep, for a rank of any size.
+
+    Args:
+        module: unbound; copies of it run on the CPU.
+        batch: a rank's part of the graph, on the CPU; the small graphs' attributes are drawn from its rows.
+        trainer: what the step finds as ``self.trainer``; its loggers hear nothing.
+        keep_constant: whether what layers make of the features alone is kept.
+
+    Raises:
+        RuntimeError: the step does not run on a small graph, or keeps other things on each.
+    """
+
+    def __init__(
+        self, module: pl.LightningModule, batch: Data, trainer: pl.Trainer | None = None, keep_constant: bool = True
+    ) -> None:
+        quiet_trainer = None if trainer is None else QuietTrainer(trainer)
+        models = [quiet(copy.deepcopy(module).cpu(), quiet_trainer) for _ in range(2)]
+        for child in (child for model in models for child in model.modules()):
+            if isinstance(child, MessagePassing):
+                pyg.clear_caches(child)
+        mask = counted_mask("train_mask", module)
+        sizes, found = [], []
+        with aside():
+            for seed, (nodes, edges) in enumerate(_GRAPHS):
+                graph = small_graph(batch, [mask], seed, nodes, edges)
+                for shard, footprint in _steps(models, graph, keep_constant):
+                    sizes.append((*Sizes.of(shard, int(shard.batch[mask].sum())), 1))
+                    found.append(footprint)
+        self._pieces = found[0].pieces
+        if any(len(each.pieces) != len(self._pieces) for each in found):
+            raise RuntimeError("steps on small graphs do not all keep as many tensors")
+        held = [[each.held_bytes, *(piece.bytes for piece in each.pieces)] for each in found]
+        # Bytes of each piece per owned row, halo row and so on, and those that do not depend on the graph.
+        self._per, *_ = np.linalg.lstsq(np.array(sizes, float), np.array(held), rcond=None)
+
+    def footprint(self, sizes: Sizes, working_bytes: int = 0) -> Footprint:
+        """Returns what a rank of these sizes keeps.
+
+        Args:
+            sizes: of the rank.
+            working_bytes: that its scheme holds beside what ``dgcl`` does.
+        """
+        held, *pieces = (np.array([*sizes, 1.0]) @ self._per).clip(0)
+        kept = (Piece(size, *_flags(piece)) for piece, size in zip(self._pieces, pieces))
+        return Footprint(held + working_bytes, sizes.edges, tuple(kept))
+
+
+def _flags(piece: Piece) -> tuple[str, bool, bool]:
+    return piece.conv, piece.saved, piece.argument
+
+
+def _bind(module: torch.nn.Module, shard: Shard, world: World, keep_constant: bool) -> Binding:
+    """Binds a module as ``dgcl`` does: each rank holds the in-edges of its nodes."""
+    batch, meter = shard.batch, Meter()
+    exchange, rows = HaloExchange(shard.plan, world, meter), AnyRows(shard.n_id, shard.counts, world, meter)
+    weight, kept_widths = batch.get("edge_weight"), 4 if keep_constant else 0
+    return Binding(module, GraphContext(exchange, batch.x, batch.edge_index, weight, kept_widths, rows=rows))
+
+
+def _steps(models: Sequence[pl.LightningModule], graph: Data, keep_constant: bool) -> list[tuple[Shard, Footprint]]:
+    """Returns what a step on two parts of a graph keeps on each; of each rank's model, nothing but buffers change."""
+    num_nodes = len(graph.x)
+    part = np.where(np.arange(num_nodes) < num_nodes // 4, 0, 1)
+    shards, meeting = split_graph(graph, part, LayoutSpec("edge_cut", 2)), Meeting(2)
+
+    def on_rank(rank: int) -> Footprint:
+        model = models[rank]
+        binding = _bind(model, shards[rank], InProcessWorld(rank, meeting), keep_constant)
+        counted = Counted(model)
+        with graph_in_use(binding.context, this_thread_only=True):
+            if not model.automatic_optimization:
+                without_optimizers(model, 1.0)
+            with counted:
+                output = run_step(model, "training_step", copy.copy(shards[rank].batch))
+            loss = output.get("loss") if isinstance(output, Mapping) else output
+            if model.automatic_optimization and isinstance(loss, Tensor):
+                loss.backward()
+        found = footprint_of(counted, binding, shards[rank], model)
+        model.zero_grad()
+        counted.release()
+        binding.release()
+        return found
+
+    ran = meeting.run(on_rank)
+    failures = [each for each in ran if isinstance(each, BaseException)]
+    if failures:
+        first = next((each for each in failures if not isinstance(each, CommunicationError)), failures[0])
+        raise RuntimeError(f"{type(first).__name__}: {first}") from first
+    done: Any = ran
+    return list(zip(shards, done))

@@ -1,0 +1,299 @@
+"""A module's own step tried out on one graph, whole and in parts, in one process: what is recorded is what checks compare."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from torch import Tensor
+from torch_geometric.data import Data
+from torch_geometric.nn import MessagePassing
+
+from lightning_gnn.checks.draws import SharedDraws
+from lightning_gnn.checks.record import Event, Recorder, Rows
+from lightning_gnn.checks.stand_ins import QuietTrainer, quiet, run_step, without_optimizers
+from lightning_gnn.comm.group import CommunicationError, World
+from lightning_gnn.comm.in_process import InProcessWorld, Meeting
+from lightning_gnn.datamodules.shards import Shard, whole_graph
+from lightning_gnn.datamodules.sources import counted_mask
+from lightning_gnn.nn import pyg
+from lightning_gnn.nn.bind import Binding
+from lightning_gnn.nn.context import GraphContext
+from lightning_gnn.nn.helpers import graph_in_use
+from lightning_gnn.nn.loss import loss_scale
+
+Bind = Callable[[torch.nn.Module, Shard, World], Binding]
+
+STAGES: dict[str, tuple[str, str | None]] = {
+    "fit": ("training_step", "train_mask"),
+    "validate": ("validation_step", "val_mask"),
+    "test": ("test_step", "test_mask"),
+    "predict": ("predict_step", None),
+}
+"""By Lightning's name of a stage, the step that it runs and the mask that its values count."""
+
+LR = 0.01
+"""Of runs of several steps."""
+
+
+@dataclass
+class OnRank:
+    """A run of the step on one rank.
+
+    Attributes:
+        rows: what the rank has.
+        events: what its modules were given and returned, in order of time.
+        loss: as the step has it.
+        scale: what it weighs in the sum over ranks.
+        logged: values by name, at the end of the epoch.
+        draws: what the model's own code drew for itself, in words.
+    """
+
+    rows: Rows
+    events: Sequence[Event]
+    loss: Tensor | None = None
+    scale: float = 1.0
+    logged: Mapping[str, Tensor] = field(default_factory=dict)
+    draws: Sequence[str] = ()
+
+
+@dataclass
+class Outcome:
+    """A run of the step on all ranks."""
+
+    ranks: Sequence[OnRank]
+    gradients: Mapping[str, Tensor | None]
+    buffers: Mapping[str, Tensor | None]
+
+    @property
+    def parts(self) -> list[tuple[Rows, Sequence[Event]]]:
+        """What each rank has, and its events."""
+        return [(each.rows, each.events) for each in self.ranks]
+
+    @property
+    def loss(self) -> Tensor | None:
+        """Of all ranks together, float64."""
+        losses = [each.loss.detach().double() * each.scale for each in self.ranks if each.loss is not None]
+        return torch.stack(losses).sum() if losses else None
+
+
+class Parted(Exception):
+    """A run on parts did not come to its end; the text says where and why, `__cause__` is the error."""
+
+
+class Trial:
+    """Runs of copies of one module on one graph. The copies of a run share their parameters, so gradients add up.
+
+    Args:
+        module: unbound; copies of it run on the CPU.
+        graph: as :func:`~lightning_gnn.datamodules.sources.prepare_graph` returns it, with ``n_id`` and ``e_id``, the ids that
+            the user's code may look things up by.
+        stage: a key of `STAGES`.
+        trainer: what the step finds as ``self.trainer``.
+        dtype: of all floating tensors; None leaves them as they are.
+        share_rows: see :class:`~lightning_gnn.checks.draws.SharedDraws`.
+    """
+
+    def __init__(
+        self,
+        module: pl.LightningModule,
+        graph: Data,
+        stage: str,
+        trainer: QuietTrainer | None = None,
+        dtype: torch.dtype | None = None,
+        share_rows: bool = False,
+    ) -> None:
+        self._share_rows = share_rows
+        self.stage, self.training, self._reduction = stage, stage == "fit", "mean"
+        self.step, mask = STAGES[stage]
+        self.mask = None if mask is None else counted_mask(mask, module)
+        self._graph, self._trainer = copy.copy(graph), trainer
+        self._module = copy.deepcopy(module).cpu()
+        if dtype is not None:
+            self._module.to(dtype)
+            self._graph.apply(lambda tensor: tensor.to(dtype) if tensor.is_floating_point() else tensor)
+        if not self.training:
+            self._module.eval()
+        for child in self._module.modules():
+            if isinstance(child, MessagePassing):
+                pyg.clear_caches(child)
+
+    @property
+    def graph(self) -> Data:
+        """The graph, in the dtype of the trial: what is to be split for :meth:`on_parts`."""
+        return self._graph
+
+    def on_whole(self, own_draws: int | None = None, steps: int = 1) -> Outcome:
+        """Returns a run on the whole graph, as on one device.
+
+        Args:
+            own_draws: see :class:`~lightning_gnn.checks.draws.SharedDraws`.
+            steps: of which the last one is recorded; between two of them Adam steps, with a learning rate of `LR`.
+        """
+        shard = whole_graph(self._graph)
+        with self._weights_kept():
+            [model] = self._copies(1)
+            return self._outcome([self._run(model, shard, None, Recorder(model), own_draws, None, steps)], model)
+
+    def on_parts(
+        self,
+        shards: Sequence[Shard],
+        bind: Bind,
+        loss_reduction: str = "mean",
+        prepare: Callable[[World], None] | None = None,
+        own_draws: int | None = None,
+        steps: int = 1,
+    ) -> Outcome:
+        """Returns a run on parts of it, each on a rank that is a thread.
+
+        Args:
+            shards: of all ranks.
+            bind: how a scheme binds a module to a rank's shard.
+            loss_reduction: ``"mean"`` or ``"sum"``.
+            prepare: called with each rank's world before the module is bound.
+            own_draws: of rank 0, of each other rank one more; see :class:`~lightning_gnn.checks.draws.SharedDraws`.
+            steps: see :meth:`on_whole`.
+
+        Raises:
+            Parted: a rank raised, or they did not exchange alike.
+        """
+        meeting, models = Meeting(len(shards)), self._copies(len(shards))
+        self._reduction = loss_reduction
+        recorders = [Recorder(torch.nn.Module())] * len(shards)
+
+        def on_rank(rank: int) -> OnRank:
+            world: World = InProcessWorld(rank, meeting)
+            if prepare is not None:
+                prepare(world)
+            binding = bind(models[rank], shards[rank], world)
+            recorders[rank] = Recorder(models[rank])
+            own = None if own_draws is None else own_draws + rank
+            with graph_in_use(binding.context, this_thread_only=True):
+                return self._run(models[rank], shards[rank], world, recorders[rank], own, binding.context, steps)
+
+        with self._weights_kept():
+            return self._joined(meeting.run(on_rank), models[0], recorders)
+
+    def _joined(
+        self, ran: Sequence[OnRank | BaseException], model: pl.LightningModule, recorders: Sequence[Recorder]
+    ) -> Outcome:
+        """Returns what all ranks have run; raises :class:`Parted` if one has not."""
+        failures = [(rank, error) for rank, error in enumerate(ran) if isinstance(error, BaseException)]
+        if failures:
+            # A rank that waits for one that raised fails too, and has nothing to say.
+            rank, error = next((f for f in failures if not isinstance(f[1], CommunicationError)), failures[0])
+            if isinstance(error, CommunicationError):
+                text = f"its parts do not go the same way: {error.__cause__ or error}, in {recorders[rank].inside}"
+            else:
+                text = f"{recorders[rank].inside or self.step} raises {in_one_line(error)}"
+            raise Parted(text) from error
+        done: Any = ran
+        return self._outcome(done, model)
+
+    @contextmanager
+    def listening(self, model: pl.LightningModule, shard: Shard, world: World | None) -> Iterator[Mapping[str, Tensor]]:
+        """Yields what the step inside logs, filled when this closes: nothing here."""
+        yield {}
+
+    def _run(
+        self,
+        model: pl.LightningModule,
+        shard: Shard,
+        world: World | None,
+        recorder: Recorder,
+        own_draws: int | None,
+        context: GraphContext | None,
+        steps: int,
+    ) -> OnRank:
+        """Runs the step on one rank, or on the whole graph where there is no world."""
+        optimizer = torch.optim.Adam([each for each in self._module.parameters() if each.requires_grad], lr=LR)
+        for step in range(steps):
+            if step:
+                _learn(optimizer, world)
+                recorder.events.clear()
+            if context is not None:
+                context.begin_step()
+            ran = self._run_once(model, shard, world, recorder, own_draws)
+        return ran
+
+    def _run_once(
+        self, model: pl.LightningModule, shard: Shard, world: World | None, recorder: Recorder, own_draws: int | None
+    ) -> OnRank:
+        rank = 0 if world is None else world.rank
+        rows = self._rows(shard, rank)
+        ran = OnRank(rows, recorder.events)
+        batch: Any = copy.copy(shard.batch)
+        batch.n_id, batch.e_id = self._graph.n_id[rows.nodes], self._graph.e_id[rows.edges]
+        counts = shard.mask_counts[self.mask] if self.mask else (1,)
+        known = {len(rows.nodes): (rows.num_nodes, rows.nodes), len(rows.edges): (rows.num_edges, rows.edges)}
+        draws = SharedDraws(known, own=own_draws, share_rows=self._share_rows)
+
+        def scale(output: Any) -> float:
+            return loss_scale(output, counts, rank, self._reduction, total)
+
+        def total(own: Tensor) -> Tensor:
+            return own if world is None else world.all_reduce_(own)
+
+        with draws, torch.set_grad_enabled(self.training), self.listening(model, shard, world) as ran.logged:
+            if self.training and not model.automatic_optimization:
+                without_optimizers(model, scale(None))
+            output = run_step(model, self.step, batch)
+            if self.training:
+                loss = output.get("loss") if isinstance(output, Mapping) else output
+                if isinstance(loss, Tensor):
+                    ran.loss, ran.scale = loss, scale(output)
+                    if model.automatic_optimization and loss.requires_grad:
+                        (loss * ran.scale).backward()
+            else:
+                recorder.record(f"what {self.step} returns", (self.step,), output)
+        ran.draws = draws.own_draws
+        return ran
+
+    @contextmanager
+    def _weights_kept(self) -> Iterator[None]:
+        """Gives the parameters that all runs share their values back."""
+        before = [parameter.detach().clone() for parameter in self._module.parameters()]
+        try:
+            yield
+        finally:
+            with torch.no_grad():
+                for parameter, values in zip(self._module.parameters(), before):
+                    if not torch.equal(parameter, values):
+                        parameter.copy_(values)
+
+    def _copies(self, count: int) -> list[pl.LightningModule]:
+        """Returns copies that share parameters without gradients; buffers are each copy's own."""
+        for parameter in self._module.parameters():
+            parameter.grad = None
+        shared = {id(parameter): parameter for parameter in self._module.parameters()}
+        return [quiet(copy.deepcopy(self._module, dict(shared)), self._trainer) for _ in range(count)]
+
+    def _rows(self, shard: Shard, rank: int) -> Rows:
+        owned = shard.counts[rank], shard.edge_counts[rank]
+        return Rows(shard.batch.n_id, shard.batch.e_id, *owned, sum(shard.counts), sum(shard.edge_counts))
+
+    def _outcome(self, ranks: Sequence[OnRank], model: pl.LightningModule) -> Outcome:
+        gradients = {name: parameter.grad for name, parameter in self._module.named_parameters()}
+        return Outcome(ranks, gradients, dict(model.named_buffers()))
+
+
+def _learn(optimizer: torch.optim.Optimizer, world: World | None) -> None:
+    """Steps once for all ranks, whose gradients have been added up."""
+    if world is not None:
+        world.all_gather_object(None)
+    if world is None or world.rank == 0:
+        optimizer.step()
+        optimizer.zero_grad()
+    if world is not None:
+        world.all_gather_object(None)
+
+
+def in_one_line(error: BaseException) -> str:
+    """Returns an error's kind and the begin of its text."""
+    first, *_ = str(error).splitlines() or [""]
+    return f"{type(error).__name__}: {first[:300]}"

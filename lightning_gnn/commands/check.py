@@ -1,0 +1,92 @@
+"""``lightning-gnn check``: does this model, on this graph, give the numbers of one device under every scheme?"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Sequence
+
+from lightning.pytorch.cli import LightningArgumentParser
+from rich.console import Console
+from typing_extensions import override
+
+from lightning_gnn.commands.graph_cli import GraphCLI, file_of, plain_width, working
+from lightning_gnn.parity import ParityReport, check_parity
+from lightning_gnn.parity.check import make_strategies
+from lightning_gnn.strategies.base import Scheme
+
+USAGE = """lightning-gnn check --config FILE [--parts N] [--nodes N] [--schemes NAMES] [--share_draws true] [--json FILE]
+                            [--KEY VALUE ...]"""
+DESCRIPTION = (
+    "Run each step of the model once under every scheme and once on one device, compare outputs, loss, gradients and metrics, "
+    "and say where they part and why. Nothing is trained. Files and keys are those of fit; used are model, data, "
+    "trainer.strategy, trainer.devices and trainer.num_nodes. The exit status is 0 if all is the same."
+)
+WIDTH = 130
+"""Columns of what is printed to a file."""
+
+
+class CheckCLI(GraphCLI):
+    """The options of ``check``, looked at before anything is loaded."""
+
+    wants_module = True
+
+    def __init__(self, arguments: Sequence[str]) -> None:
+        super().__init__("check", arguments, USAGE, DESCRIPTION)
+
+    @override
+    def add_options(self, parser: LightningArgumentParser) -> None:
+        parser.add_argument(
+            "--nodes", type=int, help="Of a sample of the graph. (default: the whole graph, if it is not too large)"
+        )
+        parser.add_argument("--seed", type=int, default=0, help="Of the sample and of random numbers. (default: 0)")
+        parser.add_argument("--schemes", type=list[str], help="Only these, such as [dgcl,spmm_15d]. (default: all)")
+        parser.add_argument(
+            "--share_draws",
+            type=bool,
+            default=False,
+            help="Give all ranks the same random numbers for a node or an edge. (default: false)",
+        )
+        parser.add_argument("--json", type=str, help="File for all numbers. (default: none is written)")
+
+    @override
+    def prepare(self, scheme: Scheme, parts: int) -> None:
+        hosts = self.config.trainer.num_nodes
+        self.ranks, self.hosts = parts, hosts if parts % hosts == 0 else 1
+        configured = self.strategy
+        made = make_strategies(self.config.schemes, loss_reduction=configured.loss_reduction)
+        self.strategies = [configured if each.strategy_name == configured.strategy_name else each for each in made]
+        self.json = file_of("--json", self.config.json)
+
+    def check(self) -> ParityReport:
+        """Returns what is found."""
+        config = self.config
+        devices = self.ranks // self.hosts
+        return check_parity(
+            self.module,
+            self.datamodule,
+            self.strategies,
+            devices,
+            self.hosts,
+            config.nodes,
+            config.seed,
+            config.share_draws,
+        )
+
+
+def check(arguments: Sequence[str]) -> None:
+    """Runs ``lightning-gnn check`` with these arguments."""
+    cli = CheckCLI(arguments)
+    console, told = Console(highlight=False, markup=False, width=plain_width(WIDTH)), Console(stderr=True)
+    try:
+        with working(told, "Comparing with one device"):
+            report = cli.check()
+    except (ValueError, RuntimeError, OSError) as error:
+        sys.exit(f"error: {error}")
+    console.print(report.table())
+    for line in report.lines():
+        console.print(line, soft_wrap=True)
+    if cli.json is not None:
+        cli.json.write_text(json.dumps(report.as_dict(), indent=1) + "\n")
+        console.print(f"Written: {cli.json}", soft_wrap=True)
+    sys.exit(not report.ok)

@@ -1,0 +1,434 @@
+"""The parity check: the user's own step on their own graph, on one device and under each scheme, in one process.
+
+Ranks are threads that take turns, and each runs the scheme's own code: what it sends, sums, weighs and logs is what it does
+in training. What carries the bytes is not: ``lightning-gnn doctor`` looks at that.
+"""
+
+from __future__ import annotations
+
+import copy
+import random
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from functools import cached_property, partial
+from typing import Any
+
+import lightning.pytorch as pl
+import numpy as np
+import torch
+from lightning.pytorch.strategies import StrategyRegistry
+from lightning.pytorch.utilities.model_helpers import is_overridden
+from torch import Tensor
+from torch_geometric.data import Data, HeteroData
+from typing_extensions import override
+
+from lightning_gnn.advising.advice import coding, quiet_trainer, quietly
+from lightning_gnn.advising.auto import AutoStrategy
+from lightning_gnn.checks.record import Compared, compared, differing
+from lightning_gnn.checks.stand_ins import QuietTrainer, aside, quiet, uncompiled
+from lightning_gnn.checks.trial import STAGES, Outcome, Parted, Trial, in_one_line
+from lightning_gnn.comm.group import World
+from lightning_gnn.comm.traffic import Meter
+from lightning_gnn.comparing.measure import draws_random_numbers
+from lightning_gnn.datamodules.graph import GraphDataModule
+from lightning_gnn.datamodules.hetero import NO_TYPES
+from lightning_gnn.datamodules.shards import Shard, split_graph, whole_graph
+from lightning_gnn.datamodules.sources import MASKS, counted_mask
+from lightning_gnn.nn.context import UnsupportedModelError
+from lightning_gnn.parity import causes
+from lightning_gnn.parity.causes import Cause
+from lightning_gnn.parity.heard import Heard
+from lightning_gnn.parity.report import GROUPS, Finding, ParityReport, SchemeParity
+from lightning_gnn.parity.sample import some_of
+from lightning_gnn.strategies.base import GNNStrategy
+
+TOLERANCES: dict[torch.dtype | None, float] = {torch.float64: 1e-7, None: 1e-3}
+"""Up to which difference numbers are the same: in float64, one node too many of a million is more than that."""
+STEPS = 3
+"""Training steps of approximate schemes: caches send everything in the first one."""
+LOGGED_TOLERANCE = 1e-5
+"""Of logged values: torchmetrics computes in float32."""
+
+
+def check_parity(
+    module: pl.LightningModule,
+    datamodule: GraphDataModule,
+    strategies: Sequence[str | GNNStrategy] | None = None,
+    devices: int = 2,
+    num_nodes: int = 1,
+    nodes: int | None = None,
+    seed: int = 0,
+    share_draws: bool = False,
+) -> ParityReport:
+    """Returns how far outputs, loss, gradients and metrics of one step under each scheme are from those of one device.
+
+    ::
+
+        report = lightning_gnn.check_parity(module, datamodule)
+        print(report)
+        assert report.ok
+
+    The training step runs forward and backward, the others that the module has run forward; no optimizer steps. Copies of the
+    module run, so it stays as it is, and so do random streams and loggers.
+
+    Args:
+        module: untrained or not.
+        datamodule: the graph; its ``partition`` is used, if it has one.
+        strategies: by name, or with arguments of their own; by default all that are registered and can run on so many ranks.
+        devices, num_nodes: as of the Trainer: how many ranks.
+        nodes: take a sample of so many nodes, see :func:`~lightning_gnn.parity.sample.ball`. By default the whole graph, or a
+            sample of one that is too large for it.
+        seed: of the sample, and of random numbers.
+        share_draws: give all ranks the same random numbers for a node or an edge, and compare all else.
+
+    Raises:
+        ValueError: an unknown strategy; a graph with node or edge types; no step to compare; a model that is refused on
+            one device, too.
+        RuntimeError: no step of the module runs on one device; the cause is the error.
+    """
+    began = time.perf_counter()
+    if nodes is not None and nodes < 1:
+        raise ValueError(f"nodes is a number of nodes, at least 1 (got {nodes}).")
+    if devices * num_nodes < 2:
+        raise ValueError(f"A check compares several ranks with one device (got {devices * num_nodes}).")
+    chosen = (
+        make_strategies()
+        if strategies is None
+        else [each if isinstance(each, GNNStrategy) else make_strategies([each])[0] for each in strategies]
+    )
+    with ExitStack() as stack:
+        for context in (aside(), uncompiled(), quietly()):
+            stack.enter_context(context)
+        check = _Check(module, datamodule, devices, num_nodes, nodes, seed, share_draws)
+        schemes = [check.scheme(strategy) for strategy in chosen]
+    return ParityReport(
+        schemes,
+        devices * num_nodes,
+        len(check.graph.n_id),
+        len(check.graph.e_id),
+        check.of_nodes,
+        check.dtype,
+        check.tolerance,
+        time.perf_counter() - began,
+        check.notes,
+    )
+
+
+def make_strategies(names: Sequence[str] | None = None, **options: Any) -> list[GNNStrategy]:
+    """Returns strategies with these names; by default all that are registered and name a scheme.
+
+    Raises:
+        ValueError: there is none of a name.
+    """
+    kinds = {name: each["strategy"] for name, each in StrategyRegistry.items() if name != AutoStrategy.strategy_name}
+    known = {
+        name: kind
+        for name, kind in kinds.items()
+        if isinstance(kind, type) and issubclass(kind, GNNStrategy) and kind.strategy_name == name
+    }
+    unknown = [name for name in names or () if name not in known]
+    if unknown:
+        raise ValueError(f"There is no scheme {unknown[0]!r} to check. Known are {', '.join(known)}.")
+    return [known[name](**options) for name in (known if names is None else names)]
+
+
+class _HeardTrial(Trial):
+    """A trial that knows what is logged."""
+
+    @override
+    @contextmanager
+    def listening(self, model: pl.LightningModule, shard: Shard, world: World | None) -> Iterator[Mapping[str, Tensor]]:
+        rank = 0 if world is None else world.rank
+        counts = shard.mask_counts[self.mask] if self.mask else (1,) * len(shard.counts)
+        empty = self.mask in MASKS and not counts[rank]
+        heard = Heard(model, self.stage, world, counts, int(shard.batch[self.mask].sum()) if empty else 0)
+        yield heard.values
+        heard.finish()
+
+
+@dataclass
+class _Reference:
+    """A step as one device runs it.
+
+    Attributes:
+        whole: the run.
+        finding: what is wrong with it already.
+    """
+
+    trial: Trial
+    whole: Outcome
+    finding: Finding | None
+
+    @cached_property
+    def later(self) -> Outcome:
+        """The last of `STEPS` steps."""
+        return self.trial.on_whole(steps=STEPS)
+
+
+class _Check:
+    """The steps of one module on one graph; see :func:`check_parity`."""
+
+    def __init__(
+        self,
+        module: pl.LightningModule,
+        datamodule: GraphDataModule,
+        devices: int,
+        num_nodes: int,
+        nodes: int | None,
+        seed: int,
+        share_draws: bool,
+    ) -> None:
+        graph = datamodule.load()
+        if isinstance(graph, HeteroData):
+            raise ValueError(f"{NO_TYPES} There is no whole step to compare.")
+        self.of_nodes = graph.x.size(0)
+        self.notes: list[str] = []
+        self.graph = some_of(graph, nodes, seed)
+        self._ranks, self._hosts, self._seed = devices * num_nodes, num_nodes, seed
+        self._own_draws, self._share_draws = 1 + seed, share_draws
+        self._data = copy.copy(datamodule)
+        self._data.trainer = None
+        self._data.source, self._data.source_args, self._data.split = self.graph, None, None
+        if datamodule.partition is not None and not isinstance(datamodule.partition, str):
+            self._data.partition = np.asarray(datamodule.partition)[self.graph.n_id.numpy()]
+        self._data.setup("check")
+        self._trainer = QuietTrainer(quiet_trainer(), self._data)
+        if len(self.graph.n_id) < self.of_nodes:
+            self.notes.append(
+                f"A sample of {len(self.graph.n_id):,} of {self.of_nodes:,} nodes was looked at: a ball around training nodes, "
+                "and all edges between its nodes. nodes=N, or --nodes N, takes another number."
+            )
+        if draws_random_numbers(module):
+            self.notes.append(
+                "Dropout was off: each rank draws its own, so training is alike, but not to the same digits."
+            )
+        self._dtype: torch.dtype | None = torch.float64
+        self._references = self._run_references(module)
+
+    @property
+    def dtype(self) -> str:
+        return "float64" if self._dtype is not None else "dtypes as they are"
+
+    @property
+    def tolerance(self) -> float:
+        return TOLERANCES[self._dtype]
+
+    def _tolerance_of(self, group: str) -> float:
+        return max(self.tolerance, LOGGED_TOLERANCE) if group == "metrics" else self.tolerance
+
+    # On one device ############################################################
+
+    def _run_references(self, module: pl.LightningModule) -> list[_Reference]:
+        stages: list[str] = []
+        counts = whole_graph(self.graph).mask_counts
+        for stage, (step, mask) in STAGES.items():
+            if not is_overridden(step, module, pl.LightningModule):
+                continue
+            if mask is not None and not counts[counted_mask(mask, module)]:
+                self.notes.append(f"{step} was left out: {counted_mask(mask, module)} is empty in what was looked at.")
+            else:
+                stages.append(stage)
+        # Where the user's constants are float32, float64 may not mix with them.
+        tried: list[tuple[torch.dtype | None, Data, list[_Reference], dict[str, Exception]]] = []
+        given = self.graph
+        for self._dtype in TOLERANCES:
+            self.graph = given if self._dtype is None else _in_dtype(given, self._dtype)
+            tried.append((self._dtype, self.graph, *self._references_of(module, stages)))
+            if not tried[-1][-1]:
+                break
+        self._dtype, self.graph, found, errors = min(tried, key=lambda each: len(each[-1]))
+        if not found:
+            if not errors:
+                raise ValueError("There is no step to compare: the module has none, or no node is in a mask.")
+            stage, error = next(iter(errors.items()))
+            raise RuntimeError(f"{STAGES[stage][0]} does not run on one device: {in_one_line(error)}") from error
+        if self._dtype is None:
+            self.notes.append(
+                "The module does not run in float64, so float32 rounding may hide small differences: make constants "
+                "of the dtype of what they are combined with."
+            )
+        self.notes += [
+            f"{STAGES[stage][0]} was left out: on one device, it raises {in_one_line(error)}."
+            for stage, error in errors.items()
+        ]
+        return found
+
+    def _references_of(
+        self, module: pl.LightningModule, stages: Sequence[str]
+    ) -> tuple[list[_Reference], dict[str, Exception]]:
+        """Returns the runs of these stages, and the errors of those that raise."""
+        found: list[_Reference] = []
+        errors: dict[str, Exception] = {}
+        for stage in stages:
+            try:
+                found.append(self._reference(module, stage))
+            except UnsupportedModelError:
+                raise
+            except Exception as error:
+                errors[stage] = error
+        return found, errors
+
+    def _reference(self, module: pl.LightningModule, stage: str) -> _Reference:
+        prepared = quiet(copy.deepcopy(module), self._trainer)
+        prepared.configure_model()
+        prepared.setup(stage)
+        trial = _HeardTrial(prepared, self.graph, stage, self._trainer, self._dtype, self._share_draws)
+        whole, again = self._on_whole(trial), self._on_whole(trial)
+        return _Reference(trial, whole, self._first(trial, whole, again, lambda _: causes.KEPT))
+
+    def _on_whole(self, trial: Trial, seed: int = 0) -> Outcome:
+        self._seed_all(seed)
+        return trial.on_whole(self._own_draws)
+
+    def _seed_all(self, seed: int) -> None:
+        torch.manual_seed(self._seed + seed)
+        np.random.seed(self._seed + seed)  # noqa: NPY002 (what users draw from)
+        random.seed(self._seed + seed)
+
+    # Under a scheme ###########################################################
+
+    def scheme(self, strategy: GNNStrategy) -> SchemeParity:
+        """Returns how far a scheme is from one device."""
+        label = strategy.strategy_name
+        in_batches = hasattr(strategy, "batches")  # else a step looks at the whole graph
+        approximation = "" if in_batches else strategy.approximation
+        not_compared = ""
+        if in_batches:
+            not_compared = (
+                f"training on {strategy.approximation} takes other steps than one device does on the whole graph, so none is "
+                "like another; lightning-gnn compare holds what they learn against each other. Evaluation was compared"
+            )
+        references = [each for each in self._references if not (in_batches and each.trial.training)]
+        try:
+            layout = strategy.scheme.layout(self._ranks, self._hosts)
+            part, holders, _ = self._data.assigned(self.graph, layout)
+        except ValueError as error:
+            return SchemeParity(
+                label, not_compared=f"on {self._ranks} ranks, {str(error)[:1].lower()}{str(error)[1:-1]}"
+            )
+        source, target = self.graph.edge_index
+        owner = torch.from_numpy(np.asarray(part))
+        cut = torch.zeros(len(owner), dtype=torch.bool)
+        across = owner[source] != owner[target]
+        cut[source[across]] = cut[target[across]] = True
+        differences: dict[str, float | None] = dict.fromkeys(GROUPS)
+        finding: Finding | None = None
+        run = _Run(strategy, split_graph(self.graph, np.asarray(part), layout, holders), cut)
+        for reference in references:
+            trial = reference.trial
+            steps = STEPS if approximation and trial.training else 1
+            try:
+                found = self._on_parts(trial, run, None if approximation else self._own_draws, steps)
+            except Parted as error:
+                where = f"on a part of the graph, {error}"
+                finding = finding or Finding(trial.step, where, None, _cause_of_error(error))
+                continue
+            whole = reference.whole if steps == 1 else reference.later
+            here = self._differences(whole, found)
+            for group, difference in here.items():
+                differences[group] = max(differences[group] or 0.0, difference)
+            if not approximation:
+                differs = any(difference > self._tolerance_of(group) for group, difference in here.items())
+                finding = finding or reference.finding or (self._explained(reference, found, run) if differs else None)
+        compared_steps = [each.trial.step for each in references]
+        return SchemeParity(label, approximation, not_compared, compared_steps, differences, finding)
+
+    def _on_parts(self, trial: Trial, run: _Run, own_draws: int | None, steps: int = 1) -> Outcome:
+        self._seed_all(1)
+        bind = partial(run.strategy.scheme.bind, meter=Meter())
+        own = None if own_draws is None else own_draws + 1  # else rank 0 would draw what one device does
+        prepare = coding(run.strategy) if trial.training else None
+        return trial.on_parts(run.shards, bind, run.strategy.loss_reduction, prepare, own, steps)
+
+    def _differences(self, whole: Outcome, found: Outcome) -> dict[str, float]:
+        """Returns the largest difference of each group, where there is something to compare."""
+        [(_, events)] = whole.parts
+        each: dict[str, list[float]] = {
+            "outputs": [
+                *(value.difference for value in compared(events, found.parts)),
+                *(value for _, value in differing(found.buffers, whole.buffers, -1)),
+            ],
+            "loss": [value for _, value in differing({"": found.loss}, {"": whole.loss}, -1)],
+            "gradients": [value for _, value in differing(found.gradients, whole.gradients, -1)],
+            "metrics": [value for _, value in _logged(found, whole, -1)],
+        }
+        return {group: max(values) for group, values in each.items() if values}
+
+    def _explained(self, reference: _Reference, found: Outcome, run: _Run) -> Finding | None:
+        """Returns where a run parts from one device, and what makes it; None if it does not."""
+        trial, whole = reference.trial, reference.whole
+        finding = self._first(trial, whole, found, lambda value: self._cause(value, whole, found, run))
+        if finding is None:
+            return None
+        drawn = sorted({each for rank in found.ranks for each in rank.draws})
+        if drawn:
+            shared = self._on_parts(trial, run, None)
+            alone = trial.on_whole(None)
+            rest = self._first(trial, alone, shared, lambda value: self._cause(value, alone, shared, run))
+            if rest is None:
+                cause = Cause(causes.RANDOM, f"{', '.join(drawn)}. {causes.DRAWN.text}")
+                return Finding(finding.step, finding.where, finding.difference, cause)
+            return rest
+        other = self._on_whole(trial, seed=2)
+        if self._first(trial, whole, other, lambda _: causes.DRAWN_ELSEWHERE) is not None:
+            return Finding(finding.step, finding.where, finding.difference, causes.DRAWN_ELSEWHERE)
+        return finding
+
+    def _cause(self, differs: Compared | str, whole: Outcome, found: Outcome, run: _Run) -> Cause:
+        if isinstance(differs, Compared):
+            return causes.of_values(differs, run.cut)
+        if differs == "loss":
+            return causes.of_loss(whole, found, run.shards)
+        return {"gradients": causes.BACKWARD, "buffers": causes.BUFFER, "metrics": causes.LOGGED}[differs]
+
+    def _first(
+        self, trial: Trial, whole: Outcome, found: Outcome, cause: Callable[[Compared | str], Cause]
+    ) -> Finding | None:
+        """Returns the first place where `found` parts from `whole`; None if there is none."""
+        [(_, events)] = whole.parts
+        for value in compared(events, found.parts):
+            if value.difference > self.tolerance:
+                return Finding(trial.step, value.event.where, value.difference, cause(value))
+        for _, difference in differing({"": found.loss}, {"": whole.loss}, self.tolerance):
+            return Finding(trial.step, "the loss", difference, cause("loss"))
+        for name, difference in list(differing(found.gradients, whole.gradients, self.tolerance))[::-1]:
+            return Finding(trial.step, f"the gradient of '{name}'", difference, cause("gradients"))
+        for name, difference in differing(found.buffers, whole.buffers, self.tolerance):
+            return Finding(trial.step, f"the buffer '{name}'", difference, cause("buffers"))
+        for name, difference in _logged(found, whole, self._tolerance_of("metrics")):
+            return Finding(trial.step, f"the logged '{name}'", difference, cause("metrics"))
+        return None
+
+
+@dataclass(frozen=True)
+class _Run:
+    """A scheme, what its ranks have, and the nodes that an edge joins to another rank's."""
+
+    strategy: GNNStrategy
+    shards: Sequence[Shard]
+    cut: Tensor
+
+
+def _in_dtype(graph: Data, dtype: torch.dtype) -> Data:
+    made = copy.copy(graph)
+    made.apply(lambda tensor: tensor.to(dtype) if tensor.is_floating_point() else tensor)
+    return made
+
+
+def _logged(found: Outcome, whole: Outcome, tolerance: float) -> Iterator[tuple[str, float]]:
+    """Yields names and differences of logged values; each is measured against itself."""
+    expected, values = whole.ranks[0].logged, found.ranks[0].logged
+    for name, value in expected.items():
+        if name in values and not (value.isnan().all() and values[name].isnan().all()):
+            yield from differing({name: values[name]}, {name: value}, tolerance)
+
+
+def _cause_of_error(error: Parted) -> Cause:
+    raised = error.__cause__
+    if isinstance(raised, UnsupportedModelError):
+        return Cause("a model that is refused", str(raised))
+    if isinstance(raised, IndexError):
+        return causes.NEIGHBOURS
+    return causes.ACROSS_NODES
