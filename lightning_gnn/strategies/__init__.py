@@ -24,6 +24,12 @@ def register(strategy: type[GNNStrategy]) -> None:
     refuse_other_lightning(names)
 
 
+def registered() -> dict[str, type[GNNStrategy]]:
+    """Returns this package's strategies, and those of users, by the names that they are registered by."""
+    kinds = {name: each["strategy"] for name, each in StrategyRegistry.items()}
+    return {name: kind for name, kind in kinds.items() if isinstance(kind, type) and issubclass(kind, GNNStrategy)}
+
+
 for _strategy in (
     DGCLStrategy,
     SpMM1DStrategy,
@@ -52,4 +58,5 @@ __all__ = [
     "SpMM15DStrategy",
     "VertexCutStrategy",
     "register",
+    "registered",
 ]

@@ -6,10 +6,10 @@ import json
 import os
 from abc import ABC, abstractmethod
 from collections.abc import Generator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from datetime import timedelta
 from functools import partial
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import lightning.pytorch as pl
 import numpy as np
@@ -19,6 +19,7 @@ from lightning.fabric.utilities.distributed import _sync_ddp_if_available
 from lightning.fabric.utilities.rank_zero import rank_zero_only as fabric_rank_zero_only
 from lightning.pytorch.accelerators import Accelerator
 from lightning.pytorch.plugins import Precision
+from lightning.pytorch.plugins.io.wrapper import _WrappingCheckpointIO
 from lightning.pytorch.strategies import ParallelStrategy
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_only, rank_zero_warn
@@ -26,15 +27,20 @@ from torch import Tensor
 from torch.optim import Optimizer
 from typing_extensions import override
 
+from lightning_gnn.arguments import check_flags, check_numbers, is_one_of, shown
 from lightning_gnn.callbacks.communication import CommunicationMetrics
 from lightning_gnn.callbacks.loggers import log_config, log_files, uploads
+from lightning_gnn.checkpoints import WholeCheckpointIO
+from lightning_gnn.checks.footprint import Sizes, memory_of
 from lightning_gnn.checks.memory import available_bytes, least_bytes
-from lightning_gnn.checks.self_check import STAGES, SelfCheck, self_check
+from lightning_gnn.checks.self_check import SelfCheck, self_check
+from lightning_gnn.checks.trial import STAGES
 from lightning_gnn.comm.codec import CodecName, make_codec
 from lightning_gnn.comm.group import World
 from lightning_gnn.comm.owners import Owners
 from lightning_gnn.comm.traffic import Meter
 from lightning_gnn.datamodules.graph import GraphDataModule, OneBatch, check_fits
+from lightning_gnn.datamodules.hetero import NO_TYPES
 from lightning_gnn.datamodules.shards import Shard
 from lightning_gnn.datamodules.sources import MASKS, counted_mask, num_labelled
 from lightning_gnn.kernels import cache_folder
@@ -46,11 +52,13 @@ from lightning_gnn.nn.embedding import embeddings_of
 from lightning_gnn.nn.fused import kernel_groups
 from lightning_gnn.nn.helpers import graph_in_use
 from lightning_gnn.nn.loss import loss_scale
+from lightning_gnn.nn.offload import Offloaded
 from lightning_gnn.partition.layout import LayoutSpec
 from lightning_gnn.partition.types import Types
 from lightning_gnn.strategies.gradients import GradientSum
 from lightning_gnn.strategies.heap import keeping_freed_memory
 from lightning_gnn.strategies.logs import GlobalLogs
+from lightning_gnn.strategies.memory import free_bytes, warn_of_memory
 from lightning_gnn.strategies.metrics import StandInMetrics
 from lightning_gnn.strategies.run_config import part_sizes, partition_report, run_config
 
@@ -59,6 +67,13 @@ if TYPE_CHECKING:
 
 Predictions = Literal["all", "rank0", "shards"]
 
+MOST_SECONDS = 10**8
+"""Three years; torch counts deadlines in milliseconds, in 64 bits of nanoseconds in places."""
+
+
+_PLENTY = 1000
+"""Times what ranks hold at the least: more than layers ever keep, so nothing is predicted where so much is available."""
+
 
 class Scheme(ABC):
     """A communication scheme: the layout that it needs, and how it binds a model to a rank's shard.
@@ -66,10 +81,12 @@ class Scheme(ABC):
     Attributes:
         survives_lost_ranks: the other ranks may go on when one has failed.
         takes_no_codec: why rows cannot be encoded; empty if they can.
+        keeps_layers: why what layers keep is neither made again nor moved to the host; empty if it can be.
     """
 
     survives_lost_ranks = False
     takes_no_codec = ""
+    keeps_layers = ""
 
     @property
     def approximation(self) -> str:
@@ -88,6 +105,9 @@ class Scheme(ABC):
     @abstractmethod
     def bind(self, module: torch.nn.Module, shard: Shard, world: World, meter: Meter) -> Binding:
         """Binds `module` to this rank's `shard`, whose tensors are on the rank's device; runs on every rank."""
+
+    def unbind(self) -> None:  # noqa: B027
+        """Forgets what :meth:`bind` has kept; the model has been released, and the run is over or goes on without this scheme."""
 
     def working_bytes(self, counts: Sequence[int], row_bytes: int) -> int:
         """Returns what a rank needs beside its part of the graph, at the least.
@@ -154,9 +174,15 @@ class GNNStrategy(ParallelStrategy):
             exactly in the last epoch. None sends them as they are. Set it where the
             network is what you wait for (docs/codecs.md).
         stochastic_rounding: let the codec round up or down at random, so that its errors are 0 in the mean.
+        recompute: let each conv keep its arguments only, and make the rest again in the backward, where halo rows are fetched
+            once more, as in SAR: less memory, more time and bytes, the same numbers (docs/memory.md). Full-graph strategies.
+        offload: keep what layers leave for the backward in the host's memory, for ranks on CUDA devices. CPU ranks have it
+            there already, and warn. Full-graph strategies; not tried on CUDA so far.
     """
 
     strategy_name = "gnn"
+    no_stage_because = ""
+    """Why it cannot be a stage of :class:`~lightning_gnn.StagedStrategy`; empty if it can."""
 
     def __init__(
         self,
@@ -170,6 +196,8 @@ class GNNStrategy(ParallelStrategy):
         keep_memory: bool = True,
         codec: CodecName | None = None,
         stochastic_rounding: bool = False,
+        recompute: bool = False,
+        offload: bool = False,
         accelerator: Accelerator | None = None,
         parallel_devices: list[torch.device] | None = None,
         cluster_environment: ClusterEnvironment | None = None,
@@ -177,17 +205,36 @@ class GNNStrategy(ParallelStrategy):
         precision_plugin: Precision | None = None,
     ) -> None:
         super().__init__(accelerator, parallel_devices, cluster_environment, checkpoint_io, precision_plugin)
-        if loss_reduction not in ("mean", "sum"):
+        if start_method is None or not is_one_of(start_method, get_args(StartMethod)):
+            raise ValueError(f"start_method must be 'popen', 'spawn' or 'fork' (got {shown(start_method)}).")
+        if not is_one_of(loss_reduction, ("mean", "sum")):
             raise ValueError(f"loss_reduction must be 'mean' or 'sum' (got {loss_reduction!r}).")
-        if predictions not in ("all", "rank0", "shards"):
+        if not is_one_of(predictions, ("all", "rank0", "shards")):
             raise ValueError(f"predictions must be 'all', 'rank0' or 'shards' (got {predictions!r}).")
-        if timeout <= 0:
-            raise ValueError(f"timeout is a number of seconds above 0 (got {timeout}).")
+        check_numbers(timeout=timeout)
+        if not 0 < timeout <= MOST_SECONDS:
+            raise ValueError(f"timeout is a number of seconds above 0, at most {MOST_SECONDS:,} (got {timeout}).")
+        check_flags(
+            shared_memory=shared_memory,
+            self_check=self_check,
+            keep_memory=keep_memory,
+            stochastic_rounding=stochastic_rounding,
+            recompute=recompute,
+            offload=offload,
+        )
         make_codec(codec, stochastic_rounding)
         if codec is not None and scheme.takes_no_codec:
             raise ValueError(f"codec={codec!r} encodes the rows that ranks send each other. {scheme.takes_no_codec}")
+        if (recompute or offload) and scheme.keeps_layers:
+            raise ValueError(f"{'recompute' if recompute else 'offload'}=True is of no use. {scheme.keeps_layers}")
+        if recompute and stochastic_rounding:
+            raise ValueError(
+                "recompute=True fetches rows again in the backward, and stochastic_rounding=True would round them otherwise than "
+                "in the forward. Leave one of them out."
+            )
         self.scheme = scheme
         self.codec, self.stochastic_rounding = codec, stochastic_rounding
+        self.recompute, self.offload = recompute, offload
         self.loss_reduction, self.predictions = loss_reduction, predictions
         self.shared_memory = shared_memory
         self.timeout = timedelta(seconds=timeout)
@@ -207,6 +254,7 @@ class GNNStrategy(ParallelStrategy):
         self._in_use = ExitStack()
         self._steps = 0
         self._checked = False
+        self._goes_on = False
         self._saved: Mapping[str, Any] | None = None
 
     # Devices and processes ####################################################
@@ -302,8 +350,8 @@ class GNNStrategy(ParallelStrategy):
         self._check_model(module, types)
         if types.is_hetero:
             return
-        self._check_memory(data, module)
         self._warm_up(module, trainer)
+        self._check_memory(data, module, trainer)
         stage = self._checked_stage(module, trainer)
         if self_check and self.self_check and stage is not None:
             cut = data.stored_cut()
@@ -324,7 +372,7 @@ class GNNStrategy(ParallelStrategy):
         if seconds:
             rank_zero_info(f"Compiled kernels for this machine, once ({seconds:.1f} s); kept in {cache_folder()}")
 
-    def _check_memory(self, data: GraphDataModule, module: torch.nn.Module) -> None:
+    def _check_memory(self, data: GraphDataModule, module: pl.LightningModule, trainer: pl.Trainer) -> None:
         available = available_bytes()
         if self.root_device.type != "cpu" or available is None:
             return
@@ -345,6 +393,27 @@ class GNNStrategy(ParallelStrategy):
                 f"weights, without activations, but {available / 1e9:.3g} GB are available. "
                 f"{self.scheme.less_memory(self.world_size)}"
             )
+        worth_a_look = trainer.state.fn == TrainerFn.FITTING and not self.scheme.keeps_layers
+        if worth_a_look and available < _PLENTY * needed:
+            working = self.scheme.working_bytes(np.diff(cut.offsets).tolist(), row_bytes)
+            of_ranks = Sizes.of_ranks(cut, module, replicas)[first : first + self.num_processes]
+            warn_of_memory(self, module, trainer, cut.shard(first), of_ranks, available, working)
+
+    def _check_own_memory(self, trainer: pl.Trainer, shard: Shard) -> None:
+        """Warns if what a rank needs does not fit onto its device; several CPU ranks were looked at before they were started."""
+        on_cpu = self.root_device.type == "cpu"
+        if (on_cpu and self.world_size > 1) or trainer.state.fn != TrainerFn.FITTING or self.scheme.keeps_layers:
+            return
+        module = self.lightning_module
+        assert module is not None
+        own = Sizes.of(shard, shard.mask_counts[counted_mask("train_mask", module)][self.global_rank])
+        free = available_bytes() if on_cpu else free_bytes(self.root_device)
+        here = sum(memory_of(shard.batch).values())  # of the graph; on a device it is not there yet
+        found = [(free + here * on_cpu, own)] if free is not None and free < _PLENTY * here else []
+        found = [each for of_rank in self.world.all_gather_object(found) for each in of_rank]
+        if found and self.global_rank == 0:  # the rank that holds most, on the device that has least
+            least, _ = min(found, key=lambda each: each[0])
+            warn_of_memory(self, module, trainer, shard, [max((sizes for _, sizes in found), key=sum)], least)
 
     @override
     def setup(self, trainer: pl.Trainer) -> None:
@@ -365,6 +434,7 @@ class GNNStrategy(ParallelStrategy):
             if self.local_rank != 0:
                 self._warm_up(module, trainer)
             self._check_on_one_rank(trainer, shard)
+            self._check_own_memory(trainer, shard)
         super().setup(trainer)
         for optimizer in self.optimizers:
             if isinstance(optimizer, torch.optim.LBFGS):
@@ -379,8 +449,13 @@ class GNNStrategy(ParallelStrategy):
         self._in_use = ExitStack()
         if not shard.types.is_hetero:
             shard.batch.to(self.root_device)
+            if self.offload and self.root_device.type == "cpu":
+                rank_zero_warn(
+                    "offload=True moves what layers leave for the backward to the host's memory, where CPU ranks have it "
+                    "already: nothing changes. recompute=True takes less."
+                )
             self._distribute_embeddings(module, shard)
-            self._binding = self.scheme.bind(module, shard, self.world, self.meter)
+            self._binding = self._bind(self.scheme, module, shard, self.world, self.meter)
             self._in_use.enter_context(graph_in_use(self._binding.context))
         self._steps = 0
         self._gradients = GradientSum(self.world, [p for p in module.parameters() if p.requires_grad])
@@ -390,6 +465,51 @@ class GNNStrategy(ParallelStrategy):
         self._callbacks = [metrics, *self.scheme.callbacks(self.world)]
         trainer.callbacks[:0] = self._callbacks  # type: ignore[attr-defined]
         self._log_plan(trainer, shard)
+
+    @override
+    def setup_optimizers(self, trainer: pl.Trainer) -> None:
+        goes_on, self._goes_on = self._goes_on, False
+        if not goes_on:
+            super().setup_optimizers(trainer)
+
+    def run_like(self, other: GNNStrategy) -> None:
+        """Takes devices, processes and plugins, as a Trainer has given them to another strategy."""
+        for name in ("_accelerator", "_checkpoint_io", "_precision_plugin", "_launcher", "_layer_sync", "num_nodes"):
+            setattr(self, name, getattr(other, name))
+        self.parallel_devices, self.cluster_environment = other.parallel_devices, other.cluster_environment
+
+    def check_ahead(self, trainer: pl.Trainer, before: GNNStrategy) -> None:
+        """Refuses what :meth:`setup` would refuse later; on all ranks, while those of another strategy are connected."""
+        assert before.lightning_module is not None
+        self.connect(before.lightning_module)
+        data = self._check_data(getattr(trainer, "datamodule", None))
+        types = data.shard.types
+        if types.is_hetero and not self.layout().takes_types:
+            raise ValueError(NO_TYPES)
+        self._check_model(before.lightning_module, types)
+        if not types.is_hetero:
+            self._world = before.world
+            try:
+                self._check_on_one_rank(trainer, data.shard)
+            finally:
+                self._world = None
+            self._checked = True
+
+    def take_over(self, other: GNNStrategy) -> None:
+        """Goes on with model, optimizers and schedulers of another strategy, which has been torn down, and its checkpoint."""
+        assert other.lightning_module is not None
+        self.connect(other.lightning_module)
+        self._saved, other._saved = other._saved, None
+        self.optimizers, self.lr_scheduler_configs = other.optimizers, other.lr_scheduler_configs
+        other.optimizers, other.lr_scheduler_configs = [], []
+        self._goes_on = True
+
+    def _bind(self, scheme: Scheme, module: torch.nn.Module, shard: Shard, world: World, meter: Meter) -> Binding:
+        """Returns the module bound as this strategy has it."""
+        binding = scheme.bind(module, shard, world, meter)
+        if self.recompute:
+            binding.recompute()
+        return binding
 
     def _check_model(self, module: torch.nn.Module, types: Types) -> None:
         """Raises :class:`UnsupportedModelError` for a model that cannot run on such a graph; on every rank."""
@@ -467,7 +587,7 @@ class GNNStrategy(ParallelStrategy):
 
     def _check_itself(self, module: pl.LightningModule, shard: Shard, trainer: pl.Trainer) -> SelfCheck:
         scheme = self.scheme.for_self_check()
-        bind, layout = partial(scheme.bind, meter=Meter()), scheme.layout(2)
+        bind, layout = partial(self._bind, scheme, meter=Meter()), scheme.layout(2)
         stage = self._checked_stage(module, trainer)
         assert stage is not None
         return self_check(module, shard.batch, bind, stage, self.loss_reduction, trainer, layout)
@@ -514,6 +634,7 @@ class GNNStrategy(ParallelStrategy):
                 part.release()
         self._callbacks = []
         self._metrics = self._logs = self._binding = self._gradients = self._shard = None
+        self.scheme.unbind()
         super().teardown()
         if self._world is not None:
             self._world.close()
@@ -529,7 +650,7 @@ class GNNStrategy(ParallelStrategy):
             self._in_use.enter_context(keeping_freed_memory())
         counts = self._enter(batch, "train_mask")
         self._loss_scale = self._scale_of(None, counts)  # for manual_backward, inside the step
-        with self._approximating():
+        with self._approximating(), self._offloading(batch):
             output = super().training_step(batch, *args, **kwargs)
         assert self.lightning_module is not None
         if output is None and self.lightning_module.automatic_optimization:
@@ -635,6 +756,13 @@ class GNNStrategy(ParallelStrategy):
         trainer = self.lightning_module.trainer
         return self.world.wire.coding(trainer.current_epoch + 1 != trainer.max_epochs)
 
+    def _offloading(self, batch: Any) -> AbstractContextManager[Any]:
+        """What layers leave for the backward lies on the host, where the strategy has it so."""
+        if not self.offload or self.root_device.type == "cpu" or self._binding is None:
+            return nullcontext()
+        assert self.lightning_module is not None
+        return Offloaded(memory_of(self._binding.context, batch, list(self.lightning_module.parameters())))
+
     # Loss and gradients #######################################################
 
     @override
@@ -690,6 +818,20 @@ class GNNStrategy(ParallelStrategy):
                 each.collect()
 
     # Checkpoints ##############################################################
+
+    @property
+    @override
+    def checkpoint_io(self) -> CheckpointIO:
+        """Ours, unless ``Trainer(plugins=...)`` names another; under a wrapper, such as AsyncCheckpointIO, too."""
+        if self._checkpoint_io is None:
+            self._checkpoint_io = WholeCheckpointIO()
+        elif isinstance(self._checkpoint_io, _WrappingCheckpointIO):
+            self._checkpoint_io.checkpoint_io = WholeCheckpointIO()
+        return self._checkpoint_io
+
+    @checkpoint_io.setter
+    def checkpoint_io(self, io: CheckpointIO) -> None:
+        self._checkpoint_io = io
 
     @override
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any | None = None) -> None:

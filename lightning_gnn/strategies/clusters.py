@@ -25,6 +25,7 @@ from torch.optim import Optimizer
 from torch_geometric.data import Data
 from typing_extensions import override
 
+from lightning_gnn.arguments import check_seed, check_whole, check_words, is_one_of, shown
 from lightning_gnn.callbacks.gossip import GossipMetrics, show
 from lightning_gnn.comm.group import World
 from lightning_gnn.comm.meetings import ADDRESS, Door, Life, Place, SharedKeys, StoreServer, own_address
@@ -52,6 +53,8 @@ EXCHANGE_S = 30.0
 
 class ClusterScheme(DGCLScheme):
     """Clusters of the graph for training; the edge cut of ``dgcl`` for everything else."""
+
+    keeps_layers = "Layers see a few clusters of the graph: raise clusters, and each is smaller."
 
     def __init__(self) -> None:
         super().__init__(plan="p2p", topology=None)
@@ -85,6 +88,7 @@ class ClusterStrategy(GNNStrategy):
         ValueError: an argument is none of these, or a number below 1.
     """
 
+    no_stage_because = "Its workers train apart, each with an optimizer of its own."
     others_go_on = False
     """Whether workers do without one that fails in `fit`."""
     averages: tuple[str, ...] = get_args(Average)
@@ -108,6 +112,9 @@ class ClusterStrategy(GNNStrategy):
             "clusters": clusters,
             "clusters_per_batch": clusters_per_batch,
         }
+        check_whole(**counts)
+        check_seed(seed)
+        check_words(monitor=monitor)
         for name, value in counts.items():
             if value < 1:
                 raise ValueError(f"{name} must be at least 1 (got {value}).")
@@ -117,9 +124,9 @@ class ClusterStrategy(GNNStrategy):
             ("final", final, get_args(Final)),
             ("mode", mode, get_args(Mode)),
         ):
-            if chosen not in known:
+            if chosen is None or not is_one_of(chosen, known):
                 *others, last = map(repr, known)
-                raise ValueError(f"{name} must be {', '.join(others)} or {last} (got {chosen!r}).")
+                raise ValueError(f"{name} must be {', '.join(others)} or {last} (got {shown(chosen)}).")
         super().__init__(ClusterScheme(), **options)
         self.averaging_interval, self.average, self.lease = averaging_interval, average, lease
         self.num_clusters, self.assignment = clusters, assignment
@@ -266,6 +273,9 @@ class ClusterStrategy(GNNStrategy):
         self._score = None
         self._worker = self._new_worker(trainer, self._clusters)
         # From here on each worker is alone: what Lightning, torchmetrics and loggers ask of all ranks, they ask of one.
+        if self.world_size > 1:
+            launcher: Any = self._launcher
+            launcher.ranks_are_apart()
         self.world.close()
         self._world = World(0, 1, self.root_device, self.timeout)
         self._logs = GlobalLogs(module, self._world)

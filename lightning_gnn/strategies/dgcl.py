@@ -7,12 +7,14 @@ is exchanged), 5 (plans), 6 (how ranks follow them) and 7.1 (swap, DGCL-R).
 from __future__ import annotations
 
 from pathlib import Path
+from types import NoneType
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import numpy as np
 import torch
 from typing_extensions import override
 
+from lightning_gnn.arguments import check_flags, check_whole, is_one_of, shown
 from lightning_gnn.comm.detect import detect
 from lightning_gnn.comm.exchange import RowExchange
 from lightning_gnn.comm.group import World
@@ -58,8 +60,13 @@ class DGCLScheme(Scheme):
         hops: int | None = None,
     ) -> None:
         for what, value, known in (("plan", plan, PlanName), ("partition", partition, PartitionName)):
-            if value not in get_args(known):
-                raise ValueError(f"{what} must be one of {', '.join(map(repr, get_args(known)))} (got {value!r}).")
+            if not is_one_of(value, get_args(known)) or value is None:
+                raise ValueError(f"{what} must be one of {', '.join(map(repr, get_args(known)))} (got {shown(value)}).")
+        if not isinstance(topology, (str, Path, Topology, NoneType)):
+            raise ValueError(f"topology must be a name, a path, a Topology or None (got {shown(topology)}).")
+        check_flags(keep_constant=keep_constant)
+        if hops is not None:
+            check_whole(hops=hops)
         if topology is None and (plan in ("spst", "dgcl_r") or partition == "hierarchical"):
             asked = f'partition="{partition}"' if partition == "hierarchical" else f'plan="{plan}"'
             raise ValueError(NO_TOPOLOGY.format(asked))
@@ -127,6 +134,10 @@ class DGCLScheme(Scheme):
         rows = AnyRows(shard.n_id, shard.counts, world, meter)
         context = GraphContext(exchange, batch.x, batch.edge_index, weight, kept_widths, self.hops, rows)
         return Binding(module, context)
+
+    @override
+    def unbind(self) -> None:
+        self._exchange = self._between = None
 
     @override
     def followed(self) -> dict[str, Any]:

@@ -22,6 +22,7 @@ from torch_geometric.nn.models.basic_gnn import BasicGNN
 from torch_geometric.typing import EdgeType, NodeType
 from typing_extensions import override
 
+from lightning_gnn.arguments import check_flags, check_numbers, check_seed, check_whole, is_one_of, shown
 from lightning_gnn.callbacks.sampling import SamplingMetrics
 from lightning_gnn.comm.graph_store import GraphStore
 from lightning_gnn.datamodules.graph import GraphDataModule
@@ -58,6 +59,8 @@ class SamplingScheme(DGCLScheme):
     Args:
         keep_constant: see :class:`SamplingStrategy`.
     """
+
+    keeps_layers = "Layers see a batch of sampled neighbourhoods: set a smaller batch_size, or fewer fanouts."
 
     def __init__(self, keep_constant: bool = True) -> None:
         super().__init__(keep_constant, plan="p2p", topology=None)
@@ -125,8 +128,12 @@ class SamplingStrategy(GNNStrategy):
         **options: Any,
     ) -> None:
         self._given = checked_batches(fanouts, batch_size), batch_size
-        if method not in METHODS:
-            raise ValueError(f"method is one of {', '.join(METHODS)} (got {method!r}).")
+        if method is None or not is_one_of(method, METHODS):
+            raise ValueError(f"method is one of {', '.join(METHODS)} (got {shown(method)}).")
+        check_flags(replace=replace, directed=directed, keep_constant=keep_constant)
+        check_whole(walk_length=walk_length, clusters=clusters, samplers=samplers, prefetch=prefetch)
+        check_seed(seed)
+        check_numbers(cache_mb=cache_mb)
         for name, count in (("walk_length", walk_length), ("clusters", clusters), ("samplers", samplers)):
             if count < 1:
                 raise ValueError(f"{name} is at least 1 (got {count}).")
@@ -242,6 +249,11 @@ class SamplingStrategy(GNNStrategy):
     @override
     def _check_model(self, module: torch.nn.Module, types: Types) -> None:
         self._fanouts_of(types)
+        if self.method != "neighbor" and counted_mask("train_mask", module) in EDGE_MASKS:
+            raise ValueError(
+                f"method={self.method!r} makes batches of nodes, and {type(module).__name__} predicts edges. "
+                'Use method="neighbor".'
+            )
         if not types.is_hetero:
             super()._check_model(module, types)
             return
@@ -281,13 +293,8 @@ class SamplingStrategy(GNNStrategy):
 
     @override
     def setup(self, trainer: pl.Trainer) -> None:
-        assert self.lightning_module is not None
-        if self.method != "neighbor" and counted_mask("train_mask", self.lightning_module) in EDGE_MASKS:
-            raise ValueError(
-                f"method={self.method!r} makes batches of nodes, and {type(self.lightning_module).__name__} predicts edges. "
-                'Use method="neighbor".'
-            )
         super().setup(trainer)
+        assert self.lightning_module is not None
         depths = [part.num_layers for part in self.lightning_module.modules() if isinstance(part, BasicGNN)]
         self._depth_known = self._trained = False
         if len(depths) == 1:

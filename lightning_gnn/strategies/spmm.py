@@ -15,6 +15,7 @@ import torch
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from typing_extensions import override
 
+from lightning_gnn.arguments import check_flags, check_whole, is_one_of, shown
 from lightning_gnn.checks.memory import available_bytes
 from lightning_gnn.comm.exchange import HaloExchange
 from lightning_gnn.comm.grid import BlockMatrix
@@ -47,8 +48,9 @@ class ProductScheme(Scheme):
     """
 
     def __init__(self, permute: Permute | None, keep_constant: bool) -> None:
-        if permute not in ("metis", "random", None):
-            raise ValueError(f"permute must be 'metis', 'random' or None (got {permute!r}).")
+        if not is_one_of(permute, ("metis", "random", None)):
+            raise ValueError(f"permute must be 'metis', 'random' or None (got {shown(permute)}).")
+        check_flags(keep_constant=keep_constant)
         self.permute, self.keep_constant = permute, keep_constant
 
     @abstractmethod
@@ -107,6 +109,9 @@ class SpMMScheme(ProductScheme):
         permute: Permute | None,
         keep_constant: bool = True,
     ) -> None:
+        if replication is not None:
+            check_whole(replication=replication)
+        check_flags(sparsity_aware=sparsity_aware)
         if replication is not None and replication < 1:
             raise ValueError(f"replication is a number of ranks, at least 1 (got {replication}).")
         super().__init__(permute, keep_constant)
@@ -241,7 +246,7 @@ class SpMM15DStrategy(GNNStrategy):
         keep_constant: bool = True,
         **options: Any,
     ) -> None:
-        if permute == "auto":
+        if isinstance(permute, str) and permute == "auto":
             permute = "metis" if sparsity_aware else "random"
         super().__init__(SpMMScheme(replication, sparsity_aware, permute, keep_constant), **options)
 

@@ -6,8 +6,10 @@ messages) and 6 (hierarchical partition).
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
+from types import NoneType
 from typing import Any, Literal
 
 import lightning.pytorch as pl
@@ -15,6 +17,7 @@ import numpy as np
 import torch
 from typing_extensions import override
 
+from lightning_gnn.arguments import check_flags, check_numbers, check_whole, check_words, is_one_of, shown
 from lightning_gnn.callbacks.cache import AdaptiveThreshold, CacheSchedule, LargestChanges
 from lightning_gnn.comm.cache import LargestChangesCache, MessageCache
 from lightning_gnn.comm.codec import CodecName
@@ -134,6 +137,10 @@ class VertexCutScheme(Scheme):
         )
         return Binding(module, context)
 
+    @override
+    def unbind(self) -> None:
+        self._messages = None
+
     def _make_cache(self) -> MessageCache:
         """Returns what this rank's messages have in common."""
         assert self.cache is not None
@@ -198,23 +205,37 @@ class VertexCutStrategy(GNNStrategy):
         keep_constant: bool = True,
         **options: Any,
     ) -> None:
-        if partition not in METHODS:
-            raise ValueError(f"partition must be one of {', '.join(map(repr, METHODS))} (got {partition!r}).")
+        if partition is None or not is_one_of(partition, METHODS):
+            raise ValueError(f"partition must be one of {', '.join(map(repr, METHODS))} (got {shown(partition)}).")
+        if hosts is not None:
+            check_whole(hosts=hosts)
+        check_numbers(host_weight=host_weight)
+        check_words(monitor=monitor)
+        check_flags(keep_constant=keep_constant)
         if hosts is not None and hosts < 1:
             raise ValueError(f"hosts is a number of machines, at least 1 (got {hosts}).")
         if not 0 <= host_weight <= 1:
             raise ValueError(f"host_weight lies between 0 and 1 (got {host_weight}).")
-        if cache == "adaptive":
+        if isinstance(cache, str) and cache == "adaptive":
             cache = AdaptiveThreshold()
-        elif cache == "largest":
+        elif isinstance(cache, str) and cache == "largest":
             cache = LargestChanges()
-        elif isinstance(cache, str) or (isinstance(cache, (int, float)) and cache < 0):
+        elif not isinstance(cache, (AdaptiveThreshold, LargestChanges, NoneType)) and not _is_threshold(cache):
             raise ValueError(
-                f"cache must be 'adaptive', 'largest', a threshold of at least 0, or None (got {cache!r})."
+                f"cache must be 'adaptive', 'largest', a threshold of at least 0, or None (got {shown(cache)})."
+            )
+        if cache is not None and options.get("recompute") is True:
+            raise ValueError(
+                "recompute=True fetches rows again in the backward, and a cache would send other ones than in the forward. Use "
+                "VertexCutStrategy(recompute=True) without cache, or leave recompute out."
             )
         cache = float(cache) if isinstance(cache, int) else cache
         scheme = VertexCutScheme(partition, hosts, host_weight, cache, monitor, keep_constant)
         super().__init__(scheme, **options)
+
+
+def _is_threshold(cache: object) -> bool:
+    return isinstance(cache, (int, float)) and not isinstance(cache, bool) and 0 <= cache < math.inf
 
 
 class CachedVertexCutStrategy(VertexCutStrategy):
