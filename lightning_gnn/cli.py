@@ -12,6 +12,7 @@ from typing_extensions import override
 import lightning_gnn  # noqa: F401  registers the strategies
 from lightning_gnn.callbacks.loggers import log_config
 from lightning_gnn.commands.advise import run_advise
+from lightning_gnn.commands.check import check
 from lightning_gnn.commands.compare import compare
 from lightning_gnn.commands.doctor import doctor
 from lightning_gnn.commands.parser import Parser, check_names, did_you_mean
@@ -28,6 +29,7 @@ COMMANDS = {
     "partition": "partition a graph ahead of time, and show the parts",
     "plan": "show what a communication plan puts on each link, and what epochs would take",
     "advise": "predict what an epoch takes under every scheme, and say why",
+    "check": "hold one step of your model under every scheme against one device",
     "compare": "train under several strategies, and compare what they took and gave",
     "doctor": "check that this machine can train: versions, devices, exchange between ranks, store",
     "topology": "measure how fast links between ranks are and what they share, or show a topology",
@@ -44,6 +46,7 @@ examples:
   lightning-gnn partition --config configs/dgcl.yaml
   lightning-gnn plan --config configs/dgcl.yaml --topology dgx1 --parts 8
   lightning-gnn advise --config configs/dgcl.yaml --parts 4
+  lightning-gnn check --config configs/dgcl.yaml
   lightning-gnn fit --config configs/dgcl.yaml --trainer.max_epochs 20
   lightning-gnn compare --config configs/compare.yaml
 
@@ -86,6 +89,7 @@ def main() -> None:
         "partition": partition,
         "plan": plan,
         "advise": run_advise,
+        "check": check,
         "compare": compare,
         "doctor": doctor,
         "topology": topology,

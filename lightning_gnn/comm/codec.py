@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
+from lightning_gnn.arguments import is_one_of, shown
 from lightning_gnn.kernels.codes import Noise, dequantise, packed_bytes, quantise, shorten
 
 CodecName = Literal["int8", "int4", "int2", "bfp8", "bfp4", "bf16"]
@@ -211,7 +212,9 @@ def make_codec(name: CodecName | None, stochastic: bool = False, seed: int = 0) 
         if stochastic:
             raise ValueError('stochastic_rounding=True rounds what a codec sends, and there is none: add codec="int8".')
         return None
-    if name not in get_args(CodecName):
-        raise ValueError(f"codec must be one of {', '.join(map(repr, get_args(CodecName)))} or None (got {name!r}).")
+    if not is_one_of(name, get_args(CodecName)):
+        raise ValueError(
+            f"codec must be one of {', '.join(map(repr, get_args(CodecName)))} or None (got {shown(name)})."
+        )
     kind = Quantiser if name in _BITS else BlockFloats if name in _BLOCK_BITS else ShortFloats
     return kind(name, stochastic, seed)

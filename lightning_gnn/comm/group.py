@@ -7,7 +7,7 @@ import socket
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from datetime import timedelta
 from typing import Any, TypeVar
 
@@ -17,6 +17,7 @@ from torch import Tensor
 
 from lightning_gnn.comm.codec import Codec
 from lightning_gnn.comm.coded import CodedWire
+from lightning_gnn.comm.listening import gloo_beside, meeting_store
 from lightning_gnn.comm.shared_memory import SharedMemory, machine_key
 from lightning_gnn.comm.wire import Wire
 
@@ -81,6 +82,9 @@ class World:
         RuntimeError: when a process group of another size exists already, or the ranks cannot meet in time.
     """
 
+    collectives_s = 0.0
+    """Seconds that this rank has spent in sums and gatherings until now, waiting included."""
+
     def __init__(
         self, rank: int, size: int, device: torch.device, timeout: timedelta, shared_memory: bool = True
     ) -> None:
@@ -93,21 +97,23 @@ class World:
                 "End the other one first with torch.distributed.destroy_process_group(), or ask for as many devices."
             )
         if self._owns_default:
-            dist.init_process_group(
-                self.backend,
-                store=self._store(),
-                rank=rank,
-                world_size=size,
-                timeout=timeout,
-                device_id=device if self.backend == "nccl" else None,
-            )
-        self.graph_group = dist.new_group(timeout=timeout, backend=self.backend)
+            store = self._store()
+            with self._beside_others():
+                dist.init_process_group(
+                    self.backend,
+                    store=store,
+                    rank=rank,
+                    world_size=size,
+                    timeout=timeout,
+                    device_id=device if self.backend == "nccl" else None,
+                )
+        self.graph_group = self._new_group()
         self._memory: SharedMemory | None = None
         if shared_memory and size > 1 and device.type == "cpu":
             self._memory = SharedMemory(rank, self.all_gather_object, timeout.total_seconds())
         self.wire: Wire | CodedWire = Wire(size, self.graph_group, self._memory, timeout, device)
         apart = size > 1 and not self.wire.all_local
-        self.gradient_group = dist.new_group(timeout=timeout, backend=self.backend) if apart else None
+        self.gradient_group = self._new_group() if apart else None
         self._waited_s = 0.0
         self.closed = False
 
@@ -120,15 +126,20 @@ class World:
         """Has rows encoded while :meth:`~lightning_gnn.comm.coded.CodedWire.coding` of the wire is open."""
         self.wire = CodedWire(self.wire, codec)
 
+    def _beside_others(self) -> AbstractContextManager[None]:
+        return gloo_beside("localhost" if self.size == 1 else os.environ.get("MASTER_ADDR", ""))
+
+    def _new_group(self) -> Any:
+        with self._beside_others():
+            return dist.new_group(timeout=self.timeout, backend=self.backend)
+
     def _store(self) -> dist.Store:
         if self.size == 1:
             return dist.HashStore()
         key = (os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"], self.size)
         if key not in _stores:
             try:
-                _stores[key], _, _ = next(
-                    dist.rendezvous("env://", rank=self.rank, world_size=self.size, timeout=self.timeout)
-                )
+                _stores[key] = meeting_store(self.rank, self.size, self.timeout)
             except Exception as error:
                 raise RuntimeError(
                     f"Rank {self.rank} of {self.size} could not meet the others at {key[0]}:{key[1]} within "
@@ -154,10 +165,12 @@ class World:
         self._waited_s += time.perf_counter() - began
 
     @contextmanager
-    def _naming(self, operation: str) -> Iterator[None]:
-        """Says in errors what was going on."""
+    def _operation(self, operation: str) -> Iterator[None]:
+        """Says in errors what was going on, and counts its time."""
+        began = time.perf_counter()
         try:
             yield
+            self.collectives_s += time.perf_counter() - began
         except RuntimeError as error:
             raise CommunicationError(
                 f"{operation} on rank {self.rank} of {self.size}: {error}. The deadline is "
@@ -168,7 +181,7 @@ class World:
     def all_reduce_(self, tensor: Tensor, operation: str = "Sum over ranks") -> Tensor:
         """Sums `tensor` over all ranks in place; the result is bit-identical on every rank. Errors name `operation`."""
         if self.size > 1:
-            with self._naming(operation):
+            with self._operation(operation):
                 self._all_reduce_(tensor)
         return tensor
 
@@ -196,11 +209,11 @@ class World:
                 self.all_reduce_(tensor, operation)
 
             return later
-        with self._naming(operation):
+        with self._operation(operation):
             request = dist.all_reduce(tensor, group=self.gradient_group, async_op=True)
 
         def wait() -> None:
-            with self._naming(operation), self._waiting():
+            with self._operation(operation), self._waiting():
                 request.wait()
 
         return wait
@@ -209,7 +222,7 @@ class World:
         """Returns ``[P, *shape]``: the tensors of equal shape of all ranks, stacked in rank order, on every rank."""
         if self.size == 1:
             return tensor.unsqueeze(0)
-        with self._naming(operation):
+        with self._operation(operation):
             if self.wire.all_local:
                 return torch.stack(self.wire.gather(tensor))
             out = tensor.new_empty((self.size, *tensor.shape))
@@ -227,7 +240,7 @@ class World:
             if source == self.rank:
                 piece.copy_(rows)
             if piece.numel():
-                with self._naming(f"Gathering node rows of rank {source}"):
+                with self._operation(f"Gathering node rows of rank {source}"):
                     dist.broadcast(piece.view(-1).view(torch.uint8), source)
         return out
 
@@ -246,7 +259,7 @@ class World:
         """
         own = torch.empty(*shape, dtype=dtype, device=self.device)
         nothing, nobody = own.new_empty(0), [0] * self.size
-        with self._naming(f"Sending node rows of rank {source}"):
+        with self._operation(f"Sending node rows of rank {source}"):
             if pieces is None:
                 counts = [len(own) if rank == source else 0 for rank in range(self.size)]
                 self.wire.start(nothing, nobody, own, counts)()

@@ -2,6 +2,7 @@
 
 A process of its own, so that the whole graph and the partitioner's memory are gone when training starts.
 Prints JSON as its last line: the name of the folder under the store, or the error, whose traceback goes to standard error.
+Ends with the process that has started it: what it makes would be of no use to a run that is gone, and nobody would end it.
 """
 
 from __future__ import annotations
@@ -11,11 +12,13 @@ import sys
 import traceback
 
 from lightning_gnn.datamodules.graph import GraphDataModule
+from lightning_gnn.launching.failures import end_with_parent
 from lightning_gnn.partition.layout import LayoutSpec
 
 
 def main() -> None:
     request = json.load(sys.stdin)
+    end_with_parent(request["parent"])
     try:
         datamodule = GraphDataModule(**request["datamodule"])
         datamodule.predicting = request["predicting"]

@@ -11,10 +11,12 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
+from itertools import chain, repeat
 from numbers import Integral
 from pathlib import Path
+from types import NoneType
 from typing import Any, TypeAlias
 
 import lightning as L
@@ -27,6 +29,7 @@ from torch import Tensor
 from torch_geometric.data import Data, HeteroData
 from typing_extensions import override
 
+from lightning_gnn.arguments import shown
 from lightning_gnn.comm.group import World
 from lightning_gnn.datamodules.hetero import NO_TYPES, JoinedGraph, input_type_of, prepare_hetero
 from lightning_gnn.datamodules.shards import Cut, Shard, whole_graph, whole_graph_with_types
@@ -134,11 +137,15 @@ class GraphDataModule(L.LightningDataModule):
     ) -> None:
         super().__init__()
         self.fanouts, self.batch_size = checked_batches(fanouts, batch_size), batch_size
-        if not isinstance(source_args or {}, Mapping):
-            raise ValueError(f"source_args must be a dict of keyword arguments (got {source_args!r}).")
+        if not isinstance(source_args, (Mapping, NoneType)):
+            raise ValueError(f"source_args must be a dict of keyword arguments (got {shown(source_args)}).")
         for name, number in (("split_column", split_column), ("seed", seed)):
-            if not isinstance(number, Integral) or number < 0:
-                raise ValueError(f"{name} must be an integer of at least 0 (got {number!r}).")
+            if not isinstance(number, Integral) or isinstance(number, bool) or not 0 <= number < 2**31:
+                raise ValueError(f"{name} must be an integer of at least 0 (got {shown(number)}), and below 2^31.")
+        if not isinstance(input_type, (str, NoneType)):
+            raise ValueError(f"input_type must be the name of a node type (got {shown(input_type)}).")
+        if not isinstance(store, (str, os.PathLike, NoneType)) or "\0" in str(store) or store == "":
+            raise ValueError(f"store must be the path of a folder (got {shown(store)}).")
         self.source, self.source_args = source, source_args
         self.split = None if split is None else checked_fractions(split)
         self.split_column, self.seed, self.input_type = int(split_column), int(seed), input_type
@@ -216,6 +223,7 @@ class GraphDataModule(L.LightningDataModule):
     def setup(self, stage: str) -> None:
         if stage == "fit":
             self._check_sampled()
+        self._shard = None  # in the middle of a run, before the next one takes its memory
         layout = self._layout()
         if layout.kind == "whole":
             data = self.load()
@@ -362,7 +370,7 @@ class GraphDataModule(L.LightningDataModule):
                 return name
             check_space(self.store, data)
             began = time.perf_counter()
-            part, holders, report = self._assigned(data, layout)
+            part, holders, report = self.assigned(data, layout)
             seconds = time.perf_counter() - began
             input_type = self._input_type(data) if hetero else None
             write_store(folder, data, part, layout.stored, {**report, "seconds": seconds}, holders, input_type)
@@ -372,7 +380,7 @@ class GraphDataModule(L.LightningDataModule):
             )
         return name
 
-    def _assigned(
+    def assigned(
         self, data: Data | HeteroData, layout: LayoutSpec
     ) -> tuple[np.ndarray, np.ndarray | None, dict[str, Any]]:
         """Returns the owner of each node, the rank of each edge in a vertex cut, and a report."""
@@ -417,7 +425,14 @@ class GraphDataModule(L.LightningDataModule):
         }
         done = subprocess.run(
             [sys.executable, "-m", "lightning_gnn.datamodules.build"],
-            input=json.dumps({"datamodule": spec, "layout": layout.as_dict(), "predicting": self._predicts()}),
+            input=json.dumps(
+                {
+                    "datamodule": spec,
+                    "layout": layout.as_dict(),
+                    "predicting": self._predicts(),
+                    "parent": os.getpid(),
+                }
+            ),
             env={**os.environ, "PYTHONPATH": os.pathsep.join(p or os.getcwd() for p in sys.path)},
             stdout=subprocess.PIPE,
             text=True,
@@ -457,25 +472,30 @@ class GraphDataModule(L.LightningDataModule):
 
     @contextmanager
     def _lock(self, name: str) -> Iterator[None]:
-        """Lets one process of a machine partition; others are told whom they wait for. Freed by the system if it dies."""
+        """Lets one process partition; others are told whom they wait for. Freed by the system if its owner dies."""
         owner = self.store / f"{name}.owner"
         lock = FileLock(self.store / f"{name}.lock")
         with writing(self.store):
             self.store.mkdir(parents=True, exist_ok=True)
-            try:
-                lock.acquire(timeout=2)
-            except Timeout:
-                held = owner.read_text() if owner.exists() else "another process"
-                rank_zero_info(f"Waiting for {held}, which partitions the same graph.")
-                lock.acquire()
+            for seconds in chain([2], repeat(300)):
+                with suppress(Timeout):
+                    lock.acquire(timeout=seconds)
+                    break
+                rank_zero_info(f"Waiting for {_held_by(owner)}, which partitions the same graph.")
         try:
             with writing(self.store):
-                since = time.strftime("%H:%M:%S")
-                write_atomically(owner, f"process {os.getpid()} on {platform.node()} since {since}")
+                write_atomically(owner, f"process {os.getpid()} on {platform.node()}")
             yield
         finally:
             owner.unlink(missing_ok=True)
             lock.release()
+
+
+def _held_by(owner: Path) -> str:
+    """Returns in words who holds a lock, and for how long."""
+    with suppress(OSError):  # gone in between: it has finished, or has not written it yet
+        return f"{owner.read_text(errors='replace')[:200]} (for {time.time() - owner.stat().st_mtime:.0f} s)"
+    return "another process"
 
 
 def check_fits(module: torch.nn.Module, types: Types) -> None:

@@ -13,6 +13,7 @@ from torch_geometric.data import Data, HeteroData
 from torch_geometric.data.storage import BaseStorage
 from torch_geometric.typing import EdgeType, NodeType
 
+from lightning_gnn.arguments import check_whole
 from lightning_gnn.datamodules.sources import (
     MASKS,
     check_tensor,
@@ -107,16 +108,21 @@ def _prepare_nodes(name: NodeType, store: BaseStorage, result: HeteroData) -> in
     """Copies what the nodes of a type have; returns how many they are."""
     for attribute in ("x", "y", *MASKS):
         check_tensor(attribute, store.get(attribute))
+        if store.get(attribute) is not None and not store[attribute].dim():
+            raise ValueError(f"{attribute} has a single value: one row per node is needed.")
     rows = [store[attribute].size(0) for attribute in ("x", "y") if store.get(attribute) is not None]
     size = store["num_nodes"] if "num_nodes" in store else rows[0] if rows else None
     if size is None:
         raise ValueError(
             f"it has neither x nor num_nodes. Say how many nodes there are: data['{name}'].num_nodes = 1000."
         )
+    check_whole(num_nodes=size)
     if any(each != size for each in rows):
         raise ValueError(f"num_nodes is {size}, but x and y have {rows} rows: one row per node is needed.")
     if size < 1:
-        raise ValueError(f"it has no nodes. Remove it: del data['{name}'], and its edge types.")
+        raise ValueError(
+            f"it has no nodes: x has no rows, or num_nodes is {size}. Remove it: del data['{name}'], and its edge types."
+        )
     into = result[name]
     for attribute, value in _rows(store, size):
         into[attribute] = value

@@ -330,7 +330,11 @@ def whole_graph_with_types(data: HeteroData, input_type: NodeType) -> Shard:
 
 def kind_of(data: Data, name: str) -> str:
     """Returns whether an attribute has one row per ``"node"``, per ``"edge"``, or belongs to the ``"graph"``."""
-    return "node" if data.is_node_attr(name) else "edge" if data.is_edge_attr(name) else "graph"
+    value, edges = data[name], data.edge_index.size(1)
+    rows = value.size(0) if value.dim() else None  # PyG counts the columns of what is called an index
+    if rows == data.num_nodes and data.is_node_attr(name):
+        return "node"
+    return "edge" if rows == edges and data.is_edge_attr(name) else "graph"
 
 
 def mask_counts(data: Data, relabelling: Relabelling, edge_ids: Sequence[Ids] = ()) -> dict[str, list[int]]:

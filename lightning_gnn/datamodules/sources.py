@@ -6,7 +6,8 @@ import hashlib
 import importlib
 import importlib.util
 import json
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import re
+from collections.abc import Callable, Mapping, Sequence
 from numbers import Real
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -16,6 +17,8 @@ import torch
 from torch import Tensor
 from torch_geometric.data import Data, Dataset, HeteroData
 from torch_geometric.data.data import BaseData
+
+from lightning_gnn.arguments import shown
 
 Source: TypeAlias = str | Dataset | Data | HeteroData | Callable[..., Any]
 """A PyG dataset, a ``Data``, a ``HeteroData``, a callable that returns one of these, or the dotted path of one."""
@@ -157,6 +160,11 @@ def prepare_graph(
     return result
 
 
+def is_name(name: Any) -> bool:
+    """Returns whether a file may be called after an attribute: no path, no control characters, not too long."""
+    return isinstance(name, str) and re.fullmatch(r"[\w .+-]+", name) is not None and len(name.encode()) <= 100
+
+
 def is_kept(name: str, value: Any) -> bool:
     """Returns whether an attribute goes with the graph to its ranks; refuses what their files could not hold."""
     if name == "num_nodes":  # the rows of x say it, on every rank its own
@@ -165,6 +173,11 @@ def is_kept(name: str, value: Any) -> bool:
         return isinstance(value, (int, float))
     if value.layout != torch.strided:  # an adjacency beside edge_index
         return False
+    if not is_name(name):
+        raise ValueError(
+            f"The graph has an attribute {name!r}, and files are called after attributes. Rename it: at most 100 letters, "
+            "digits, spaces, '_', '-', '+' and '.'."
+        )
     try:
         torch.empty(0, dtype=value.dtype).numpy()
     except TypeError as error:
@@ -446,11 +459,11 @@ def checked_fractions(fractions: Any) -> tuple[float, float, float]:
     Raises:
         ValueError: they are not three numbers of at least 0 whose sum is above 0 and at most 1.
     """
-    given = tuple(fractions) if isinstance(fractions, Iterable) else (fractions,)
-    numbers = [float(value) for value in given if isinstance(value, Real)]
+    given = tuple(fractions) if isinstance(fractions, Sequence) else (fractions,)
+    numbers = [float(value) for value in given if isinstance(value, Real) and not isinstance(value, bool)]
     if len(given) != 3 or len(numbers) != 3 or not min(numbers) >= 0 or not 0 < sum(numbers) <= 1 + 1e-9:
         raise ValueError(
-            f"split needs three fractions that sum to at most 1, such as (0.6, 0.2, 0.2) (got {fractions!r})."
+            f"split needs three fractions that sum to at most 1, such as (0.6, 0.2, 0.2) (got {shown(fractions)})."
         )
     train, val, test = numbers
     return train, val, test

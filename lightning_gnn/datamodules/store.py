@@ -8,12 +8,14 @@
     <root>/<name>/node2.<name>.npy  of a graph with types, what nodes of type 2 have, and so edges; each part one range
     <root>/<name>/part<p>.*.npy     local edge_index, halo
     <root>/<name>/holders.npy       of a vertex cut: the rank that computes each edge, in the order of edge attributes
-    <root>/<name>/verified.json     which files have been read and had the manifest's checksums
+    <root>/<name>/verified.json     which files have been read and were in order
 
-Written under a temporary name and renamed: a folder with a manifest is complete. No pickle anywhere.
+Written under a temporary name, forced to the disk and renamed: a folder with a manifest is complete, after a loss of power, too.
+No pickle anywhere.
 
-The manifest and the sizes of files are looked at whenever an entry is opened. The files' checksums are worked out while they
-are written, and again when a file is not the one that ``verified.json`` knows, by its time of change and size.
+The manifest and the sizes of files are looked at whenever an entry is opened; what is in the files, and their checksums, when one
+of them is not the one that ``verified.json`` knows: by size and by the time that the system itself sets when a file appears or
+changes, which no archive brings along. So an entry from elsewhere is always read before it is used.
 """
 
 from __future__ import annotations
@@ -41,12 +43,27 @@ from torch_geometric.typing import EdgeType, NodeType
 from lightning_gnn.datamodules.hetero import JoinedGraph
 from lightning_gnn.datamodules.shards import Cut, kind_of, mask_counts
 from lightning_gnn.datamodules.sources import num_classes
+from lightning_gnn.datamodules.store_check import (
+    check_arrays,
+    check_manifest,
+    layout_of,
+    plain_size,
+    read_array,
+    types_of,
+)
 from lightning_gnn.partition.layout import LayoutSpec
 from lightning_gnn.partition.locality import Locality, local_relabelling, recent_reads
 from lightning_gnn.partition.shard import Ids, Relabelling, edge_cut_parts
 from lightning_gnn.partition.types import ONE_TYPE, Types
 
 FORMAT = 8
+
+_LARGEST_MANIFEST = 1 << 28
+"""Bytes; those of thousands of parts have some millions."""
+
+
+# What this process has read of entries, where it could not leave a note.
+_read_here: dict[Path, dict[str, list[int]]] = {}
 
 
 class StoreError(RuntimeError):
@@ -142,10 +159,21 @@ def write_store(
         scratch = Path(tempfile.mkdtemp(prefix=f".{folder.name}.", dir=folder.parent))
         try:
             _write(scratch, folder.name, data, part, layout, report, holders, input_type)
+            sync(scratch)
             scratch.replace(folder)
+            sync(folder.parent)
         except BaseException:
             shutil.rmtree(scratch, ignore_errors=True)
             raise
+
+
+def sync(path: Path) -> None:
+    """Waits until a file, or the names in a folder, are on the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
 
 
 class _Summed:
@@ -196,6 +224,8 @@ def _write(
         with (folder / f"{name}.npy").open("wb") as file:
             summed = _Summed(file)
             np.save(summed, array, allow_pickle=False)  # type: ignore[call-overload]
+            file.flush()
+            os.fsync(file.fileno())
         files[f"{name}.npy"] = [summed.size, summed.checksum]
 
     edge_orders = []
@@ -250,7 +280,8 @@ def _write(
     }
     manifest = {**manifest, "checksum": _manifest_checksum(manifest)}
     (folder / "manifest.json").write_text(json.dumps(manifest, indent=1))
-    _remember(folder, {name: _seen(folder / name, checksum) for name, (_, checksum) in files.items()})
+    sync(folder / "manifest.json")
+    _remember(folder, _seen(folder, manifest))
 
 
 def _orders(
@@ -311,73 +342,97 @@ def read_manifest(folder: Path, layout: LayoutSpec | None = None) -> dict[str, A
 
     Raises:
         StoreError: no, an unreadable or an altered manifest; another format, layout or number of parts; a renamed folder; a
-            file that is missing, of another size, or altered.
+            file that is missing, of another size, altered, or none that :func:`write_store` can have written.
     """
     advice = f"Remove the folder {folder} and run again: the graph is then partitioned anew."
     try:
-        manifest = json.loads((folder / "manifest.json").read_text())
-        found_format = manifest.get("format")
-    except (OSError, ValueError, AttributeError) as error:
+        manifest = _parse(folder / "manifest.json")
+        checksum = _manifest_checksum(manifest)
+    except (OSError, ValueError, RecursionError) as error:
         raise StoreError(f"The partitioned graph in {folder} has no readable manifest ({error}). {advice}") from error
-    if found_format != FORMAT:
-        raise StoreError(f"{folder} has format {found_format}, this version reads format {FORMAT}. {advice}")
-    if manifest.get("checksum") != _manifest_checksum(manifest):
+    if manifest.get("format") != FORMAT:
+        raise StoreError(f"{folder} has format {manifest.get('format')}, this version reads format {FORMAT}. {advice}")
+    if manifest.get("checksum") != checksum:
         raise StoreError(f"{folder / 'manifest.json'} has been altered: its checksum is another. {advice}")
-    if manifest["name"] != folder.name:
+    if manifest.get("name") != folder.name:
         raise StoreError(
-            f"{folder} was written as {manifest['name']}: it may hold another graph or partition. {advice}"
-        )
-    found = LayoutSpec.from_dict(manifest["layout"])
-    if layout is not None and found != layout.stored:
-        raise StoreError(
-            f"{folder} holds {found.kind} in {found.parts} parts (groups: {found.groups}), but {layout.kind} in "
-            f"{layout.parts} (groups: {layout.groups}) is needed. {advice}"
+            f"{folder} was written as {manifest.get('name')}: it may hold another graph or partition. {advice}"
         )
     try:
-        problem = _damage(folder, manifest["files"])
+        found = layout_of(manifest)
+        if layout is not None and found != layout.stored:
+            raise ValueError(
+                f"it holds {found.kind} in {found.parts} parts (groups: {found.groups}), but {layout.kind} in "
+                f"{layout.parts} (groups: {layout.groups}) is needed"
+            )
+        check_manifest(manifest)
+    except (ValueError, RecursionError) as error:
+        raise StoreError(f"{folder / 'manifest.json'}: {error}. {advice}") from error
+    try:
+        _check_files(folder, manifest)
+    except ValueError as error:
+        raise StoreError(f"{error}. {advice}") from error
     except OSError as error:
-        problem = f"{folder} cannot be read ({error})"
-    if problem is not None:
-        raise StoreError(f"{problem}. {advice}")
+        raise StoreError(f"{folder} cannot be read ({error}). {advice}") from error
     return manifest
 
 
-def _damage(folder: Path, files: Mapping[str, tuple[int, int]]) -> str | None:
-    """Returns in words which file is not what was written; None if all are. Reads those changed since they were last read."""
+def _parse(file: Path) -> dict[str, Any]:
+    size = plain_size(file)
+    if size is None:
+        raise ValueError("No such file")
+    if size > _LARGEST_MANIFEST:
+        raise ValueError(f"it has {size:,} bytes")
+    found = json.loads(file.read_text())
+    if not isinstance(found, dict):
+        raise ValueError(f"it is a {type(found).__name__}")
+    return found
+
+
+def _check_files(folder: Path, manifest: Mapping[str, Any]) -> None:
+    """Raises ValueError unless the files are what was written; reads all of them if any has changed since they last were."""
+    files = manifest["files"]
     for name, (size, _) in files.items():
-        found = (folder / name).stat().st_size if (folder / name).exists() else None
+        found = plain_size(folder / name)
+        if found is None:
+            raise ValueError(f"{folder / name} is missing")
         if found != size:
-            return f"{folder / name} " + ("is missing" if found is None else f"has {found} bytes instead of {size}")
+            raise ValueError(f"{folder / name} has {found} bytes instead of {size}")
+    seen = _seen(folder, manifest)
     try:
-        known = dict(json.loads((folder / "verified.json").read_text()))
-    except (OSError, ValueError, TypeError):
+        known = _parse(folder / "verified.json")
+    except (OSError, ValueError, RecursionError):
         known = {}
-    changed = [name for name, (_, checksum) in files.items() if known.get(name) != _seen(folder / name, checksum)]
-    for name in changed:
-        seen = _seen(folder / name, files[name][1])
-        if _checksum(folder / name) != files[name][1]:
-            return f"{folder / name} has been altered or damaged: its checksum is another"
-        known[name] = seen
-    if changed:
-        with suppress(OSError):  # not ours to write, or a full disk: the next run compares again
-            _remember(folder, known)
-    return None
+    if seen in (known, _read_here.get(folder)):
+        return
+    for name, (_, checksum) in files.items():
+        if known.get(name) != seen[name] and _checksum(folder / name) != checksum:
+            raise ValueError(f"{folder / name} has been altered or damaged: its checksum is another")
+    check_arrays(folder, manifest)
+    try:
+        _remember(folder, seen)
+    except OSError:  # not ours to write, or a full disk: the next process reads again
+        _read_here[folder] = seen
 
 
-def _seen(file: Path, checksum: int) -> list[int]:
-    """Returns what a file is known by once it has had `checksum`."""
-    stat = file.stat()
-    return [stat.st_mtime_ns, stat.st_size, checksum]
+def _seen(folder: Path, manifest: Mapping[str, Any]) -> dict[str, list[int]]:
+    """Returns what files that are in order are known by; only the system sets the time that a file was last changed."""
+    found = {}
+    for name, (_, checksum) in {**manifest["files"], "manifest.json": (0, manifest["checksum"])}.items():
+        stat = (folder / name).stat()
+        found[name] = [stat.st_ctime_ns, stat.st_size, checksum]
+    return found
 
 
-def _remember(folder: Path, known: Mapping[str, list[int]]) -> None:
-    write_atomically(folder / "verified.json", json.dumps(known))
+def _remember(folder: Path, seen: Mapping[str, list[int]]) -> None:
+    write_atomically(folder / "verified.json", json.dumps(seen))
 
 
 def write_atomically(path: Path, text: str) -> None:
-    """Writes a small file that readers see in its old or its new form."""
+    """Writes a small file that readers see in its old or its new form, also after a loss of power."""
     scratch = path.with_name(f".{path.name}.{platform.node()}.{os.getpid()}")
     scratch.write_text(text)
+    sync(scratch)
     scratch.replace(path)
 
 
@@ -390,14 +445,16 @@ def read_cut(folder: Path, layout: LayoutSpec | None = None) -> Cut:
     manifest = read_manifest(folder, layout)
 
     def load(name: str) -> np.ndarray:
-        return np.load(folder / f"{name}.npy", mmap_mode="c", allow_pickle=False)
+        try:
+            return read_array(folder / f"{name}.npy")
+        except (OSError, ValueError) as error:
+            raise StoreError(f"{folder} has changed while it was read ({error}).") from error
 
     def tensor(name: str) -> Tensor:
         array = load(name)
         return torch.from_numpy(array if array.ndim else np.array(array))
 
     offsets, edge_offsets = np.asarray(manifest["offsets"]), np.asarray(manifest["edge_offsets"])
-    types = manifest["types"]
     return Cut(
         offsets=offsets,
         edge_offsets=edge_offsets,
@@ -411,7 +468,7 @@ def read_cut(folder: Path, layout: LayoutSpec | None = None) -> Cut:
         scalars=manifest["scalars"],
         mask_counts={name: tuple(counts) for name, counts in manifest["mask_counts"].items()},
         num_classes=manifest["num_classes"],
-        types=Types.none(np.diff(offsets), np.diff(edge_offsets)) if types is None else Types.from_dict(types),
+        types=types_of(manifest),
         digest=manifest["digest"],
         report=manifest["report"],
         holders=tensor("holders") if "holders.npy" in manifest["files"] else None,

@@ -7,6 +7,7 @@ from itertools import combinations
 from pathlib import Path
 from typing import Any
 
+from lightning_gnn.arguments import shown
 from lightning_gnn.planning.topology import Topology
 from lightning_gnn.planning.topology_file import load_topology, topology_from_dict
 
@@ -214,10 +215,17 @@ def find_topology(source: str | Path | Topology, num_ranks: int | None) -> Topol
             raise ValueError("uniform has as many devices as there are ranks: say how many.")
         source = PRESETS[source](num_ranks or 0)
     elif not isinstance(source, Topology):
-        if not Path(source).is_file():
-            raise ValueError(f"topology must be one of {', '.join(PRESETS)} or a JSON file (got {str(source)!r}).")
+        if not isinstance(source, (str, Path)) or not _is_file(source):
+            raise ValueError(f"topology must be one of {', '.join(PRESETS)} or a JSON file (got {shown(str(source))}).")
         source = load_topology(source)
     return source if num_ranks is None else source.for_ranks(num_ranks)
+
+
+def _is_file(path: str | Path) -> bool:
+    try:
+        return Path(path).is_file()
+    except OSError:  # a name that is too long, say
+        return False
 
 
 def _range(first: int, count: int) -> list[int]:

@@ -9,7 +9,6 @@ P devices, L links, H hops.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -17,8 +16,20 @@ from functools import cached_property
 import numpy as np
 from numpy.typing import NDArray
 
+from lightning_gnn.arguments import shown
+
 MAX_DEVICES = 64
 """Sets of devices are the bits of one 64-bit word."""
+
+
+MAX_HOPS = 8192
+"""Twice what links between all pairs of devices need, in both directions; tables have an entry per link and hop."""
+
+
+def check_devices(num_devices: int) -> None:
+    """Raises ValueError for a number of devices that no topology has."""
+    if not 1 <= num_devices <= MAX_DEVICES:
+        raise ValueError(f"A topology has 1 to {MAX_DEVICES} devices (got {shown(num_devices)}).")
 
 
 @dataclass(frozen=True)
@@ -57,22 +68,29 @@ class Topology:
 
     def __post_init__(self) -> None:
         devices = range(self.num_devices)
-        if not 1 <= self.num_devices <= MAX_DEVICES:
-            raise ValueError(f"A topology has 1 to {MAX_DEVICES} devices (got {self.num_devices}).")
+        check_devices(self.num_devices)
+        if len(self.hops) > MAX_HOPS:
+            raise ValueError(f"A topology has at most {MAX_HOPS:,} hops, two per connection (got {len(self.hops):,}).")
         for hop in self.hops:
-            if not (hop.gb_per_s > 0 and math.isfinite(hop.gb_per_s)):
-                raise ValueError(f"Hop {hop.name!r} needs a positive bandwidth in GB/s (got {hop.gb_per_s}).")
+            if not 1e-9 <= hop.gb_per_s <= 1e9:
+                raise ValueError(
+                    f"Hop {shown(hop.name)} needs a positive bandwidth in GB/s (got {hop.gb_per_s}), from 1e-9 to 1e9."
+                )
         for (a, b), via in self.links.items():
             if a not in devices or b not in devices or a == b:
-                raise ValueError(f"Link {a}-{b} must join two of the devices 0 to {self.num_devices - 1}.")
+                raise ValueError(
+                    f"Link {shown(a)}-{shown(b)} must join two of the devices 0 to {self.num_devices - 1}."
+                )
             if not via:
                 raise ValueError(f"Link {a}-{b} passes no hop; give it gb_per_s or via.")
         for title, groups in (("hosts", self.hosts), ("sockets", self.sockets)):
             if sorted(device for group in groups for device in group) != list(devices):
-                raise ValueError(f"{title} must name each device 0 to {self.num_devices - 1} once (got {groups}).")
+                raise ValueError(
+                    f"{title} must name each device 0 to {self.num_devices - 1} once (got {shown(groups)})."
+                )
         for socket in self.sockets:
             if not any(set(socket) <= set(host) for host in self.hosts):
-                raise ValueError(f"The devices {socket} of a socket belong to several hosts.")
+                raise ValueError(f"The devices {shown(socket)} of a socket belong to several hosts.")
         for a in devices:
             unreached = set(devices) - self._reachable(a)
             if unreached:

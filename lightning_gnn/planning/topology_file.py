@@ -23,7 +23,11 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from lightning_gnn.planning.topology import Hop, Topology
+from lightning_gnn.arguments import shown
+from lightning_gnn.planning.topology import Hop, Topology, check_devices
+
+_MOST_BYTES = 1 << 24
+"""Of a file: many times what 64 devices with links between all need."""
 
 
 def load_topology(path: str | Path) -> Topology:
@@ -33,9 +37,12 @@ def load_topology(path: str | Path) -> Topology:
         OSError: the file cannot be read.
         ValueError: it is no JSON or describes no topology; says which field is wrong.
     """
+    size = Path(path).stat().st_size
+    if size > _MOST_BYTES:
+        raise ValueError(f"{path} has {size:,} bytes; a topology has at most {_MOST_BYTES:,}.")
     try:
         return topology_from_dict(json.loads(Path(path).read_text()), Path(path).stem)
-    except json.JSONDecodeError as error:
+    except (json.JSONDecodeError, RecursionError, UnicodeDecodeError) as error:
         raise ValueError(f"{path} is not JSON: {error}") from error
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from error
@@ -53,6 +60,7 @@ def topology_from_dict(description: Any, name: str = "topology") -> Topology:
         ValueError: names the field that is wrong.
     """
     num_devices = _get(description, "devices", int, "topology", instead="ranks")
+    check_devices(num_devices)
     hops: list[Hop] = []
     shared: dict[str, int] = {}  # position of the forward direction
     for where, entry in _entries(description, "hops", "topology", []):
@@ -66,14 +74,16 @@ def topology_from_dict(description: Any, name: str = "topology") -> Topology:
         steps = _get(entry, "via", list, where, [])
         for step in steps:
             if not isinstance(step, str) or step.removeprefix("-") not in shared:
-                raise ValueError(f"{where}: via names the hop {step!r}; the hops are {', '.join(shared) or 'none'}.")
+                raise ValueError(
+                    f"{where}: via names the hop {shown(step)}; the hops are {', '.join(list(shared)[:20]) or 'none'}."
+                )
         return tuple(shared[step.removeprefix("-")] + step.startswith("-") for step in steps)
 
     links: dict[tuple[int, int], tuple[int, ...]] = {}
     for where, entry in _entries(description, "links", "topology", [] if num_devices == 1 else None):
         a, b = _get(entry, "a", int, where), _get(entry, "b", int, where)
         if (a, b) in links:
-            raise ValueError(f"{where}: there is another link between {a} and {b}.")
+            raise ValueError(f"{where}: there is another link between {shown(a)} and {shown(b)}.")
         via = way(entry, where)
         if "gb_per_s" in entry or "bandwidth_mbit" in entry:
             via = (*via, len(hops))
@@ -87,12 +97,14 @@ def topology_from_dict(description: Any, name: str = "topology") -> Topology:
         host = _devices(_get(entry, "devices", list, where, instead="ranks"), f"{where}: 'devices'")
         hosts.append(host)
         sockets += [_devices(each, f"{where}: 'sockets'") for each in _get(entry, "sockets", list, where, [list(host)])]
-    memory = {
-        _get(entry, "device", int, where): way(entry, where)
-        for where, entry in _entries(description, "memory", "topology", [])
-    }
+    memory: dict[int, tuple[int, ...]] = {}
+    for where, entry in _entries(description, "memory", "topology", []):
+        device = _get(entry, "device", int, where)
+        if device in memory:
+            raise ValueError(f"{where}: there is another entry of device {device}.")
+        memory[device] = way(entry, where)
     if memory and sorted(memory) != list(range(num_devices)):
-        raise ValueError(f"'memory' must name each device 0 to {num_devices - 1} (got {sorted(memory)}).")
+        raise ValueError(f"'memory' must name each device 0 to {num_devices - 1} (got {shown(sorted(memory))}).")
     return Topology(
         _get(description, "name", str, "topology", name),
         num_devices,
@@ -127,17 +139,20 @@ def topology_to_dict(topology: Topology) -> dict[str, Any]:
 def _duplex(title: str, entry: Mapping[str, Any], where: str) -> list[Hop]:
     """Returns the two directions of a connection."""
     gb_per_s = _get(entry, "gb_per_s", (int, float), where, instead="bandwidth_mbit")
+    if not 0 < gb_per_s < 1e300:  # Python's integers may be larger than any float; NaN is neither
+        raise ValueError(f"{where}: {title} needs a positive bandwidth in GB/s (got {shown(gb_per_s)}).")
     if "gb_per_s" not in entry:
         gb_per_s /= 8000
     reference = entry.get("reference")  # where an emulator notes what it stands for
-    kind = _get(entry, "kind", str, where, reference.get("type", "link") if isinstance(reference, dict) else "link")
+    usual = reference.get("type") if isinstance(reference, dict) else None
+    kind = _get(entry, "kind", str, where, usual if isinstance(usual, str) else "link")
     kind = {"nv1": "nvlink", "nv2": "nvlink"}.get(kind.lower(), kind.lower())
     return [Hop(title, kind, float(gb_per_s)), Hop(f"-{title}", kind, float(gb_per_s))]
 
 
 def _devices(value: Any, where: str) -> tuple[int, ...]:
     if not isinstance(value, list) or not all(type(device) is int for device in value):
-        raise ValueError(f"{where} must be a list of integers (got {value!r}).")
+        raise ValueError(f"{where} must be a list of integers (got {shown(value)}).")
     return tuple(value)
 
 
@@ -150,7 +165,7 @@ def _get(
 ) -> Any:
     """Returns a field, under the name `instead` if it is there under that name only; without a `default` it must be there."""
     if not isinstance(entry, dict):
-        raise ValueError(f"{where} must be a JSON object (got {entry!r}).")
+        raise ValueError(f"{where} must be a JSON object (got {shown(entry)}).")
     if instead is not None and key not in entry and instead in entry:
         key = instead
     if key not in entry and default is not None:
@@ -159,6 +174,6 @@ def _get(
     if not isinstance(value, kind) or isinstance(value, bool):
         wanted = " or ".join(each.__name__ for each in (kind if isinstance(kind, tuple) else (kind,)))
         raise ValueError(
-            f"{where}: {key!r} must be {wanted} ({f'got {value!r}' if key in entry else 'it is missing'})."
+            f"{where}: {key!r} must be {wanted} ({f'got {shown(value)}' if key in entry else 'it is missing'})."
         )
     return value

@@ -1,0 +1,81 @@
+"""What this machine listens on for other ranks: the address that was given, never all addresses without need.
+
+Neither torch's store nor gloo knows passwords: who reaches their ports can take part (docs/security.md).
+"""
+
+from __future__ import annotations
+
+import errno
+import ipaddress
+import os
+import socket
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+
+import torch.distributed as dist
+
+_INTERFACE = "GLOO_SOCKET_IFNAME"
+
+
+def meeting_store(rank: int, size: int, timeout: timedelta) -> dist.Store:
+    """Returns the store at MASTER_ADDR and MASTER_PORT, by which ranks find each other; rank 0 keeps it.
+
+    As torch's ``env://``, which listens on all addresses of rank 0's machine. Where torchrun keeps the store, it is torchrun's.
+    """
+    address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    if rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
+        listener = _listener(address, port, size)
+        if listener is not None:
+            return dist.TCPStore(
+                address, port, size, True, timeout, multi_tenant=True, master_listen_fd=listener.detach()
+            )
+    return next(dist.rendezvous("env://", rank=rank, world_size=size, timeout=timeout))[0]
+
+
+def _listener(address: str, port: int, size: int) -> socket.socket | None:
+    """Returns a socket that listens on an address; None if torch is to find its own way, on all addresses.
+
+    So it is if the port is in use, perhaps by a store of this process, which torch then takes; and, with a warning, if none of
+    this machine's interfaces has the address, as behind a gateway, or if its own name is 127.0.1.1 to it, where no other comes.
+    """
+    for family, *_, (host, *_) in socket.getaddrinfo(address, port, type=socket.SOCK_STREAM):
+        if is_loopback(str(host)) and not is_loopback(address):
+            continue
+        try:
+            return socket.create_server((str(host), port), family=family, backlog=max(size, 128))
+        except OSError as error:
+            if error.errno == errno.EADDRINUSE:
+                return None
+    warnings.warn(
+        f"MASTER_ADDR={address} is no address of an interface of this machine, so rank 0 listens on all of them, port {port}. "
+        "Give an address of rank 0's machine, or see to it that only the other ranks reach that port.",
+        stacklevel=2,
+    )
+    return None
+
+
+def is_loopback(address: str) -> bool:
+    """Returns whether an address is, by itself, one that only this machine reaches."""
+    try:
+        return ipaddress.ip_address(address).is_loopback
+    except ValueError:
+        return address == "localhost"
+
+
+@contextmanager
+def gloo_beside(address: str) -> Iterator[None]:
+    """Has gloo listen on this machine's loopback interface for groups that are made inside, if the ranks meet there.
+
+    By itself it takes the interface of the host's name. ``GLOO_SOCKET_IFNAME``, where it is set, decides.
+    """
+    inside = [name for _, name in socket.if_nameindex() if name in ("lo", "lo0")]
+    if _INTERFACE in os.environ or not inside or not is_loopback(address):
+        yield
+        return
+    os.environ[_INTERFACE] = inside[0]
+    try:
+        yield
+    finally:
+        del os.environ[_INTERFACE]

@@ -1,0 +1,56 @@
+"""What ranks listen on: the address that they were given. Over gloo ranks in the pool."""
+
+from __future__ import annotations
+
+import socket
+from datetime import timedelta
+
+import psutil
+import pytest
+import torch
+
+from lightning_gnn.comm import listening
+from lightning_gnn.comm.group import World
+
+
+def listened_on(rank: int, world_size: int, shared_memory: bool) -> list[str]:
+    before = {connection.laddr for connection in psutil.Process().net_connections("tcp")}
+    world = World(rank, world_size, torch.device("cpu"), timedelta(seconds=100), shared_memory)
+    world.barrier()
+    connections = [each for each in psutil.Process().net_connections("tcp") if each.status == psutil.CONN_LISTEN]
+    world.barrier()
+    world.close()
+    return [each.laddr.ip for each in connections if each.laddr not in before]
+
+
+@pytest.mark.parametrize("shared_memory", [True, False])
+def test_ranks_of_one_machine_listen_on_loopback(ranks, shared_memory):
+    found = ranks.run(2, listened_on, shared_memory)
+    assert all(found) and {ip for each in found for ip in each} == {"127.0.0.1"}
+
+
+def test_the_store_listens_where_it_is_told(monkeypatch):
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    with listening._listener("127.0.0.1", port, 2) as found:
+        assert found.getsockname() == ("127.0.0.1", port)
+        assert (
+            listening._listener("127.0.0.1", port, 2) is None
+        )  # in use: torch says so, or takes the store of this process
+    elsewhere = [(socket.AF_INET, socket.SOCK_STREAM, 0, "", (ip, port)) for ip in ("192.0.2.1", "127.0.1.1")]
+    monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: elsewhere)
+    with pytest.warns(UserWarning, match="MASTER_ADDR=gateway is no address of an interface of this machine"):
+        assert listening._listener("gateway", port, 2) is None
+
+
+def test_gloo_is_left_alone_where_others_come(monkeypatch):
+    monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
+    for address in ("10.0.0.1", "node7", ""):
+        with listening.gloo_beside(address):
+            assert "GLOO_SOCKET_IFNAME" not in listening.os.environ
+    with listening.gloo_beside("127.0.0.1"):
+        assert listening.os.environ["GLOO_SOCKET_IFNAME"].startswith("lo")
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "eth7")
+    with listening.gloo_beside("::1"):
+        assert listening.os.environ["GLOO_SOCKET_IFNAME"] == "eth7"
