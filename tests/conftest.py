@@ -73,7 +73,9 @@ class RankPool:
         self._ranks: list[tuple[Any, Any]] = []
 
     def _start(self) -> None:
-        context = mp.get_context("spawn")
+        # All are forked from one process that has imported everything, and has done nothing else.
+        context = mp.get_context("forkserver")
+        context.set_forkserver_preload(["lightning_gnn"])
         for rank in range(self.size):
             ours, theirs = context.Pipe()
             process = context.Process(target=_serve, args=(theirs, rank), daemon=True)

@@ -13,10 +13,13 @@ import time
 import uuid
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from tempfile import mkdtemp
+from threading import Lock
 
 import psutil
+from warm import Running, WarmPython
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
@@ -47,11 +50,27 @@ class Finished:
         return self
 
 
-def _marked(mark: str) -> list[psutil.Process]:
+@cache
+def _warm() -> WarmPython:
+    return WarmPython(["lightning_gnn"], _environment())
+
+
+_starting = Lock()  # tests and what runs ahead of them share one
+
+
+def _environment() -> dict[str, str]:
+    env = {key: value for key, value in ENVIRONMENT.items() if key not in _OF_A_RANK}
+    paths = [str(REPOSITORY), str(REPOSITORY / "tests"), ENVIRONMENT.get("PYTHONPATH", "")]
+    return {**env, "PYTHONPATH": os.pathsep.join(filter(None, paths)), "COLUMNS": "200"}
+
+
+def _of_run(mark: str, session: int) -> list[psutil.Process]:
+    """Returns the processes of a run: of its session, or with its mark in the environment that they were started with."""
     found = []
     for process in psutil.process_iter():
-        with contextlib.suppress(psutil.Error):
-            if process.environ().get(_MARK) == mark and process.status() != psutil.STATUS_ZOMBIE:
+        with contextlib.suppress(psutil.Error, ProcessLookupError):
+            of_run = os.getsid(process.pid) == session or process.environ().get(_MARK) == mark
+            if of_run and process.status() != psutil.STATUS_ZOMBIE:
                 found.append(process)
     return found
 
@@ -73,32 +92,51 @@ def _in_use(names: set[str]) -> set[str]:
     return found
 
 
-def run(*arguments: object, cwd: Path, timeout: float = 200, variables: Mapping[str, str] | None = None) -> Finished:
-    """Runs ``python *arguments`` in `cwd`, with this checkout's package and with `variables` in its environment."""
+def run(
+    *arguments: object,
+    cwd: Path,
+    timeout: float = 200,
+    variables: Mapping[str, str] | None = None,
+    warm: bool = True,
+) -> Finished:
+    """Runs ``python *arguments`` in `cwd`, with this checkout's package and with `variables` in its environment.
+
+    Args:
+        arguments: a script or ``-m MODULE``, and what it is called with.
+        cwd: its folder.
+        timeout: seconds after which it fails.
+        variables: added to :data:`ENVIRONMENT`.
+        warm: its process has imported this package already, which saves seconds; not for scripts that do not import it, nor
+            with variables that are read on import.
+    """
     mark = uuid.uuid4().hex
-    paths = [str(REPOSITORY), str(REPOSITORY / "tests"), ENVIRONMENT.get("PYTHONPATH", "")]
-    env = {key: value for key, value in ENVIRONMENT.items() if key not in _OF_A_RANK}
-    env.update({_MARK: mark, "PYTHONPATH": os.pathsep.join(filter(None, paths)), "COLUMNS": "200", "TMPDIR": mkdtemp()})
-    env.update(variables or {})
+    env = {**_environment(), _MARK: mark, "TMPDIR": mkdtemp(), **(variables or {})}
+    command = [*map(str, arguments)]
     shared_memory = set(os.listdir("/dev/shm"))
     with tempfile.TemporaryFile("w+") as output:  # a pipe would stay open as long as any rank lives
-        process = subprocess.Popen(
-            [sys.executable, *map(str, arguments)],
-            cwd=cwd,
-            env=env,
-            stdout=output,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
-        )
+        process: Running | subprocess.Popen[bytes]
+        if warm:
+            with _starting:
+                python = _warm()
+            process = python.start(command, cwd, env, output)
+        else:
+            process = subprocess.Popen(
+                [sys.executable, *command],
+                cwd=cwd,
+                env=env,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
         try:
             code: int | str = process.wait(timeout)
         except subprocess.TimeoutExpired:
             code = f"no end within {timeout} s"
         deadline = time.monotonic() + 10  # rank 0 may end a moment before the others
-        while not isinstance(code, str) and time.monotonic() < deadline and _marked(mark):
+        while not isinstance(code, str) and time.monotonic() < deadline and _of_run(mark, process.pid):
             time.sleep(0.1)
         ended, left_over = time.time(), []
-        for remaining in _marked(mark):
+        for remaining in _of_run(mark, process.pid):
             with contextlib.suppress(psutil.Error):
                 left_over.append(" ".join(remaining.cmdline()))
                 remaining.kill()

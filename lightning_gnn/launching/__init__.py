@@ -8,18 +8,26 @@ from lightning.pytorch.strategies.launchers.launcher import _Launcher
 
 from lightning_gnn.launching.failures import RankFailedError
 from lightning_gnn.launching.processes import ProcessLauncher
-from lightning_gnn.launching.script import ScriptLauncher, join_parent
+from lightning_gnn.launching.script import InPlaceLauncher, ScriptLauncher, join_parent
 
 if TYPE_CHECKING:
     from lightning_gnn.strategies.base import GNNStrategy
 
 StartMethod = Literal["popen", "spawn", "fork"]
 
-__all__ = ["ProcessLauncher", "RankFailedError", "ScriptLauncher", "StartMethod", "join_parent", "make_launcher"]
+__all__ = [
+    "InPlaceLauncher",
+    "ProcessLauncher",
+    "RankFailedError",
+    "ScriptLauncher",
+    "StartMethod",
+    "join_parent",
+    "make_launcher",
+]
 
 
-def make_launcher(strategy: GNNStrategy, start_method: StartMethod) -> _Launcher | None:
-    """Returns what starts the ranks, or None where this process is the only one.
+def make_launcher(strategy: GNNStrategy, start_method: StartMethod) -> _Launcher:
+    """Returns what starts the ranks, and carries the Trainer's calls out on them.
 
     Raises:
         ValueError: the ranks are there already, and would be started again.
@@ -30,7 +38,7 @@ def make_launcher(strategy: GNNStrategy, start_method: StartMethod) -> _Launcher
         raise ValueError(f"start_method must be 'popen', 'spawn' or 'fork' (got {start_method!r}).")
     ranks = strategy.num_processes * strategy.num_nodes
     if ranks == 1 and not environment.creates_processes_externally:
-        return None
+        return InPlaceLauncher()
     if start_method == "popen":
         return ScriptLauncher(strategy)
     if environment.creates_processes_externally:

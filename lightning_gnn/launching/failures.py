@@ -72,6 +72,10 @@ class Failure:
         return RankFailedError(f"Rank {self.rank} failed.\n{self.text}")
 
 
+class Apart:
+    """Said by a rank: all ranks have come so far that none needs another."""
+
+
 class Reporter:
     """A started rank's end of the report pipe."""
 
@@ -83,7 +87,7 @@ class Reporter:
         self.send(Failure.of(self.rank, error))
 
     def send(self, value: Any) -> None:
-        """Sends the parent a failure or a result; a parent that is gone hears nothing."""
+        """Sends the parent a failure, a result or :class:`Apart`; a parent that is gone hears nothing."""
         with contextlib.suppress(OSError):
             self._connection.send(value)
 

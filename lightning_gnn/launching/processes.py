@@ -21,8 +21,9 @@ from torch.utils._pytree import tree_map
 from typing_extensions import override
 
 from lightning_gnn.callbacks.loggers import begin_runs
+from lightning_gnn.checkpoints import with_whole_last
 from lightning_gnn.comm.meetings import store_for_children
-from lightning_gnn.launching.failures import GRACE_S, Failure, Reporter, end_with_parent
+from lightning_gnn.launching.failures import GRACE_S, Apart, Failure, Reporter, end_with_parent
 from lightning_gnn.launching.supervisor import Child, Supervisor
 
 if TYPE_CHECKING:
@@ -43,6 +44,7 @@ class ProcessLauncher(_Launcher):
     def __init__(self, strategy: GNNStrategy, start_method: Literal["spawn", "fork"]) -> None:
         self._strategy, self._start_method = strategy, start_method
         self._supervisor: Supervisor | None = None
+        self._reporter: Reporter | None = None  # in a rank
 
     @property
     @override
@@ -63,6 +65,7 @@ class ProcessLauncher(_Launcher):
                 "CUDA is in use in this process, and a fork of it cannot use CUDA. Restart the kernel and create no CUDA "
                 f"tensor before trainer.fit, or run a script with strategy='{strategy.strategy_name}'."
             )
+        args = with_whole_last(trainer, args)
         # Threads that the check starts do not come along in a fork, and waiting for them would hang.
         strategy.before_ranks_start(trainer, (*args, *kwargs.values()), self_check=self._start_method == "spawn")
         os.environ["MASTER_PORT"] = str(environment.main_port)  # chosen once, here
@@ -108,7 +111,7 @@ class ProcessLauncher(_Launcher):
     ) -> None:
         """Runs in each started process."""
         end_with_parent(parent)
-        reporter = Reporter(local_rank, connection)
+        reporter = self._reporter = Reporter(local_rank, connection)
         try:
             self._prepare(local_rank, random_states, args, kwargs)
             output = function(*args, **kwargs)
@@ -134,6 +137,11 @@ class ProcessLauncher(_Launcher):
             for module in (a for a in (*args, *kwargs.values()) if isinstance(a, torch.nn.Module)):
                 for tensor in (*module.parameters(), *module.buffers()):
                     tensor.data = tensor.data.clone()
+
+    def ranks_are_apart(self) -> None:
+        """Says, in a rank, that from here on none needs another."""
+        assert self._reporter is not None
+        self._reporter.send(Apart())
 
     @override
     def kill(self, signum: Any) -> None:

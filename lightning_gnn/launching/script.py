@@ -24,12 +24,14 @@ from lightning.fabric.utilities.distributed import _set_num_threads_if_needed
 from lightning.pytorch.strategies.launchers.launcher import _Launcher
 from typing_extensions import override
 
+from lightning_gnn.checkpoints import with_whole_last
 from lightning_gnn.comm.group import is_about_peers
 from lightning_gnn.launching.failures import (
     GRACE_S,
     PARENT,
     REPORT,
     STOP_S,
+    Apart,
     Failure,
     Reporter,
     end_after,
@@ -60,6 +62,23 @@ def join_parent() -> None:
     show_once()
 
 
+class InPlaceLauncher(_Launcher):
+    """Starts nothing: this process is the only rank."""
+
+    @property
+    @override
+    def is_interactive_compatible(self) -> bool:
+        return True
+
+    @override
+    def launch(self, function: Callable[..., Any], *args: Any, trainer: pl.Trainer | None = None, **kwargs: Any) -> Any:
+        return function(*with_whole_last(trainer, args), **kwargs)
+
+    @override
+    def kill(self, signum: Any) -> None:
+        """There is no other process."""
+
+
 class ScriptLauncher(_Launcher):
     """Runs the script once per rank; or, where ranks are there already (torchrun, SLURM), nothing but the call.
 
@@ -87,6 +106,7 @@ class ScriptLauncher(_Launcher):
         assert environment is not None
         environment.validate_settings(num_devices=strategy.num_processes, num_nodes=strategy.num_nodes)
         ranks = strategy.num_processes * strategy.num_nodes
+        args = with_whole_last(trainer, args)
         if not environment.creates_processes_externally:
             strategy.before_ranks_start(trainer, (*args, *kwargs.values()))
             self._start()
@@ -98,7 +118,7 @@ class ScriptLauncher(_Launcher):
             )
         _set_num_threads_if_needed(num_processes=strategy.num_processes)
         if _supervisor is not None:
-            _supervisor.survives_lost_ranks = strategy.scheme.survives_lost_ranks
+            _supervisor.begin(strategy.scheme.survives_lost_ranks)
         if _reporter is not None:
             return self._as_child(_reporter, function, args, kwargs)
         if _supervisor is not None:
@@ -181,6 +201,13 @@ class ScriptLauncher(_Launcher):
             first = failures[0]
             return Failure(first.rank, f"{first.text}\nThis process noticed so: {error}").error()
         return None
+
+    def ranks_are_apart(self) -> None:
+        """Says, in a rank, that from here on none needs another."""
+        if _reporter is not None:
+            _reporter.send(Apart())
+        elif _supervisor is not None:
+            _supervisor.apart = True
 
     @override
     def kill(self, signum: Any) -> None:

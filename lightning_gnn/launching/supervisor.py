@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
 from typing import Any
 
-from lightning_gnn.launching.failures import GRACE_S, Failure
+from lightning_gnn.launching.failures import GRACE_S, Apart, Failure
 
 
 @dataclass
@@ -24,7 +24,7 @@ class Child:
         rank: its rank.
         pid: its process.
         exit_code: returns its exit status, negative for a signal, None while it runs.
-        reports: what it sends: failures, and at most one result.
+        reports: what it sends: failures, :class:`~lightning_gnn.launching.failures.Apart`, and at most one result.
     """
 
     rank: int
@@ -33,6 +33,7 @@ class Child:
     reports: Connection
     failures: list[Failure] = field(default_factory=list)
     result: Any = None
+    apart: bool = False
 
     def listen(self) -> None:
         """Takes in what the child has sent."""
@@ -41,6 +42,8 @@ class Child:
                 received = self.reports.recv()
                 if isinstance(received, Failure):
                     self.failures.append(received)
+                elif isinstance(received, Apart):
+                    self.apart = True
                 else:
                     self.result = received
 
@@ -56,15 +59,16 @@ class Supervisor:
 
     Args:
         children: started ranks.
-        survives_lost_ranks: a rank that fails does not concern the others.
+        survives_lost_ranks: a rank that fails does not concern the others, once they are apart.
 
     Attributes:
+        apart: ranks have met, and need each other no more.
         stopping: the ranks were asked to end, and take their time.
     """
 
     def __init__(self, children: Sequence[Child], survives_lost_ranks: bool = False) -> None:
         self.children, self.survives_lost_ranks = list(children), survives_lost_ranks
-        self.stopping = False
+        self.apart = self.stopping = False
         self._lock = threading.RLock()
         self._told: set[int] = set()
 
@@ -77,10 +81,19 @@ class Supervisor:
                 if code and not child.failures:
                     child.failures.append(Failure.ended(child.rank, code))
             found = [failure for child in self.children for failure in child.failures]
-        if self.survives_lost_ranks:
+            self.apart = self.apart or any(child.apart for child in self.children)
+        if self.survives_lost_ranks and self.apart:  # before, they would wait for it
             self._tell(found)
             return []
         return sorted(found, key=lambda failure: failure.about_peers)
+
+    def begin(self, survives_lost_ranks: bool) -> None:
+        """Another call of a Trainer begins: ranks meet anew."""
+        with self._lock:
+            self.look()  # takes in what was said of the call before
+            self.survives_lost_ranks, self.apart = survives_lost_ranks, False
+            for child in self.children:
+                child.apart = False
 
     def _tell(self, failures: Sequence[Failure]) -> None:
         for failure in failures:
