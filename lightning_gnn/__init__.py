@@ -23,6 +23,7 @@ from lightning_gnn.nn import (
     substitute,
     sum_over_ranks,
 )
+from lightning_gnn.parity import check_parity
 from lightning_gnn.strategies import (
     CachedVertexCutStrategy,
     ClusterAllReduceStrategy,
@@ -36,6 +37,7 @@ from lightning_gnn.strategies import (
     SpMM15DStrategy,
     VertexCutStrategy,
 )
+from lightning_gnn.strategies.staged import StagedStrategy
 
 __version__ = "0.1.0"
 
@@ -61,9 +63,11 @@ __all__ = [
     "SpMM2DStrategy",
     "SpMM3DStrategy",
     "SpMM15DStrategy",
+    "StagedStrategy",
     "UnsupportedModelError",
     "VertexCutStrategy",
     "advise",
+    "check_parity",
     "compare",
     "expand",
     "fetch_rows",

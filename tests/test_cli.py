@@ -43,7 +43,8 @@ def entries(store: Path) -> list[Path]:
 # partition ###################################################################
 
 
-def test_partition_of_a_vertex_cut(store, capsys):
+def test_partition_of_a_vertex_cut(store, monkeypatch, capsys):
+    monkeypatch.setattr(GraphDataModule, "_build_in_subprocess", GraphDataModule.build)
     partition([*DATA, "--parts=4", "--trainer.strategy=vertex_cut", "--columns=16"])
     output = capsys.readouterr().out
     [folder] = entries(store)
@@ -122,9 +123,12 @@ def test_number_of_ranks(devices, num_nodes, ranks):
 
 
 @pytest.mark.slow
-def test_doctor_on_this_machine(store, tmp_path):
-    finished = run(*CLI, "doctor", "--json", cwd=tmp_path, variables=in_store(store)).succeeded()
-    found = json.loads(finished.output[finished.output.index("{") :])
+def test_doctor_on_this_machine(store, capsys):
+    with pytest.raises(SystemExit) as ended:
+        doctor(["--json"])
+    assert ended.value.code == 0
+    output = capsys.readouterr().out
+    found = json.loads(output[output.index("{") :])
     checks = {check["name"]: check for check in found["checks"]}
     assert found["ok"] and {check["status"] for check in checks.values()} <= {"ok", "warning"}
     assert {"python", "torch", "lightning", "numba", "CPU", "gloo", "store", "shared memory", "sockets"} <= set(checks)

@@ -269,7 +269,9 @@ def test_dotted_path_is_not_even_loaded_again(tmp_path, monkeypatch):
         return GraphDataModule("test_datamodule.make_small", {"file": str(file)}, store=tmp_path / "store")
 
     layout = LayoutSpec("edge_cut", 2)
-    first = module()._ensure_stored(layout)
+    with monkeypatch.context() as patched:
+        patched.setattr(GraphDataModule, "_build_in_subprocess", GraphDataModule.build)
+        first = module()._ensure_stored(layout)
     assert float(read_cut(tmp_path / "store" / first).shard(0).batch.x.min()) >= 2.0
     with monkeypatch.context() as patched:
         patched.setattr(GraphDataModule, "_build_in_subprocess", refuse)

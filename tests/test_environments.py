@@ -60,7 +60,7 @@ def slurm(folder: Path) -> Finished:
     (folder / "srun.py").write_text(TASKS)
     values = {"JOB_ID": "4711", "JOB_NAME": "train", "NTASKS": "2", "NTASKS_PER_NODE": "2", "NODELIST": "localhost"}
     variables = {f"SLURM_{name}": value for name, value in {**values, "NODEID": "0"}.items()}
-    return run(folder / "srun.py", SCRIPT, "dgcl", 2, folder, cwd=folder, variables=variables)
+    return run(folder / "srun.py", SCRIPT, "dgcl", 2, folder, cwd=folder, variables=variables, warm=False)
 
 
 @pytest.mark.ahead(runs=slurm)
@@ -86,7 +86,7 @@ def two_machines(folder: Path, how: str, store: str) -> Finished:
     command = [sys.executable, machine, how, store, SCRIPT, "dgcl", 2, folder, 2]
     variables = {"LIGHTNING_GNN_STORE": str(folder / "store")}
     lab = (NETLAB, "run", topology, "--timeout", 150, "--", *command)
-    return run(*lab, cwd=folder, timeout=170, variables=variables)
+    return run(*lab, cwd=folder, timeout=170, variables=variables, warm=False)
 
 
 @pytest.mark.ahead(runs=two_machines)

@@ -11,7 +11,6 @@ import torch
 from conftest import SHARED
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from processes import run
 
 from lightning_gnn import cli
 from lightning_gnn.comm.group import World
@@ -229,15 +228,19 @@ def test_says_where_directions_differ(ranks):
 
 
 @pytest.mark.slow
-def test_measure_starts_ranks_and_writes_what_show_reads(tmp_path, capsys):
+def test_measure_starts_ranks_and_writes_what_show_reads(tmp_path, monkeypatch, capfd):
+    monkeypatch.setenv("COLUMNS", "200")
+    for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.delenv(name, raising=False)
     path = tmp_path / "found.json"
-    options = ("--ranks=2", "--seconds=0.005", "--device=cpu", f"--output={path}")
-    output = run("-m", "lightning_gnn.cli", "topology", "measure", *options, cwd=tmp_path).succeeded().output
+    topology(["measure", "--ranks=2", "--seconds=0.005", "--device=cpu", f"--output={path}"])
+    said = capfd.readouterr()
+    output = said.out + said.err
     assert "alone: 2 of 2" in output and f"Written to {path}" in output
     assert [each.name for each in tmp_path.glob("*.json")] == ["found.json"]
     assert load_topology(path).num_devices == 2
     topology(["show", str(path)])
-    assert "0-1" in capsys.readouterr().out
+    assert "0-1" in capfd.readouterr().out
 
 
 def test_show(capsys, monkeypatch):

@@ -59,7 +59,7 @@ print("predicted", *trainer.predict(model, datamodule=data)[0].shape)
 
 def after_threads(folder: Path) -> Finished:
     (folder / "cells.py").write_text(AFTER_THREADS)
-    return run(folder / "cells.py", cwd=folder, variables={"OMP_NUM_THREADS": "2"})
+    return run(folder / "cells.py", cwd=folder, variables={"OMP_NUM_THREADS": "2"}, warm=False)
 
 
 @pytest.mark.ahead(runs=after_threads)

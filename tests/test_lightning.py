@@ -292,24 +292,6 @@ def test_ranks_draw_their_own_random_numbers_and_runs_repeat(ranks):
     assert first == ranks.run(2, draws)
 
 
-def dropout_run(rank: int, world_size: int) -> list[torch.Tensor]:
-    L.seed_everything(7)
-    torch.manual_seed(3)
-    model = GAT(FEATURES, 16, num_layers=2, out_channels=CLASSES, heads=2, dropout=0.5)
-    trainer = quiet_trainer(DGCLStrategy(timeout=60), world_size)
-    module = NodeClassifier(model, num_classes=CLASSES)
-    trainer.fit(module, datamodule=GraphDataModule(awkward_graph(dtype=torch.float32)))
-    return list(module.state_dict().values())
-
-
-def test_same_seed_same_bits(ranks):
-    first, second = ranks.run(3, dropout_run), ranks.run(3, dropout_run)
-    for a, b in zip(first, second):
-        assert all(torch.equal(x, y) for x, y in zip(a, b))
-    for other in first[1:]:
-        assert all(torch.equal(x, y) for x, y in zip(first[0], other))
-
-
 def interrupted(rank: int, world_size: int, folder: str, epochs: int, resume: str | None) -> Any:
     L.seed_everything(11 if resume is None else 12)
     model = GAT(FEATURES, 16, num_layers=2, out_channels=CLASSES, heads=2, dropout=0.5)

@@ -242,7 +242,7 @@ def test_json_has_all_and_the_print_has_its_numbers(store, tmp_path, capsys):
     plan([*DATA, "--parts=4", "--topology=dgx1", "--columns=32", "--layers=3", f"--json={file}"])
     output = capsys.readouterr().out
     found = json.loads(file.read_text())
-    assert f"Written: {file}" in output
+    assert f"Written: {file}" in output and found.pop("memory") == []  # of no model
 
     # By hand: what the command finds in the store is what a cut in memory gives.
     data = prepare_graph(planted_partition(**GRAPH), None, None, 0, 0, masks_needed=True)

@@ -10,7 +10,7 @@ from multiprocessing import Pipe
 import pytest
 
 from lightning_gnn.comm.group import CommunicationError
-from lightning_gnn.launching.failures import Failure, RankFailedError, Reporter
+from lightning_gnn.launching.failures import Apart, Failure, RankFailedError, Reporter
 from lightning_gnn.launching.supervisor import Child, Supervisor
 
 IGNORES_SIGTERM = (
@@ -60,13 +60,17 @@ def test_a_process_that_ends_without_a_word():
 
 
 def test_ranks_that_may_be_lost_do_not_concern_the_others(capfd):
-    lost, _ = child(1, "import sys; sys.exit(3)")
+    lost, tells = child(1, "import sys; sys.exit(3)")
     lives, _ = child(2, "print('ready', flush=True); import time; time.sleep(60)")
     supervisor = Supervisor([lost, lives], survives_lost_ranks=True)
     assert supervisor.wait_for(lambda: lost.exit_code() is not None, 10)
+    assert [failure.rank for failure in supervisor.look()] == [1]  # the others would wait for it to meet them
+    tells.send(Apart())
     assert supervisor.look() == [] and supervisor.look() == []
     assert capfd.readouterr().err.count("Rank 1 failed; the others go on.") == 1
     assert lives.exit_code() is None
+    supervisor.begin(survives_lost_ranks=True)
+    assert [failure.rank for failure in supervisor.look()] == [1]
     supervisor.end(grace=0.0)
 
 

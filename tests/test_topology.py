@@ -91,7 +91,7 @@ BAD = [
     ({"devices": 2, "links": [{"a": 0, "b": 0, "gb_per_s": 1}]}, "Link 0-0 must join two"),
     ({"devices": 2, "links": [LINK, {"a": 1, "b": 0, "gb_per_s": 1}]}, "links[1]: there is another link"),
     ({"devices": 2, "links": [{"a": 0, "b": 1}]}, "Link 0-1 passes no hop; give it gb_per_s or via"),
-    ({"devices": 2, "links": [{"a": 0, "b": 1, "gb_per_s": 0}]}, "needs a positive bandwidth in GB/s (got 0.0)"),
+    ({"devices": 2, "links": [{"a": 0, "b": 1, "gb_per_s": 0}]}, "needs a positive bandwidth in GB/s (got 0)"),
     ({"devices": 2, "links": [{"a": 0, "b": 1, "gb_per_s": -1}]}, "positive bandwidth"),
     ({"devices": 2, "links": [{"a": 0, "b": 1, "gb_per_s": float("nan")}]}, "positive bandwidth"),
     ({"devices": 2, "links": [{"a": 0, "b": 1, "gb_per_s": "fast"}]}, "links[0]: 'gb_per_s' must be int or float"),

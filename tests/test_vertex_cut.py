@@ -74,9 +74,10 @@ def test_a_cache_that_lets_every_change_through_is_exact(ranks, model):
 
 
 class Watch(L.Callback):
-    """Keeps what is logged, and the weights before the last epoch."""
+    """Keeps what is logged, and the weights before the last epoch; may save a checkpoint within validation."""
 
-    def __init__(self) -> None:
+    def __init__(self, save: str | None = None) -> None:
+        self.save = save
         self.epochs: list[dict[str, float]] = []
         self.before: dict[str, torch.Tensor] = {}
 
@@ -86,9 +87,20 @@ class Watch(L.Callback):
     def on_train_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         self.epochs.append({name: float(value) for name, value in trainer.callback_metrics.items()})
 
+    def on_validation_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        if self.save is not None and trainer.current_epoch == 3:
+            trainer.save_checkpoint(self.save)
 
-def fit(world_size: int, strategy: Any, epochs: int, checkpoint: Any = None, model: str = "gcn") -> tuple[Watch, Any]:
-    watch = Watch()
+
+def fit(
+    world_size: int,
+    strategy: Any,
+    epochs: int,
+    checkpoint: Any = None,
+    model: str = "gcn",
+    save: str | None = None,
+) -> tuple[Watch, Any]:
+    watch = Watch(save)
     trainer = quiet_trainer(strategy, world_size, max_epochs=epochs, callbacks=[watch])
     module = NodeClassifier(build(model), num_classes=CLASSES, lr=0.05).double()
     trainer.fit(module, datamodule=GraphDataModule(awkward_graph()), ckpt_path=checkpoint)
@@ -153,16 +165,19 @@ def resumed(rank: int, world_size: int, folder: str) -> Any:
     def strategy() -> CachedVertexCutStrategy:
         return CachedVertexCutStrategy(cache="adaptive", timeout=60, self_check=False, codec=None)
 
-    watch, trainer = fit(world_size, strategy(), 6)
+    within = f"{folder}/within.ckpt"
+    watch, trainer = fit(world_size, strategy(), 6, save=within)
     trainer.save_checkpoint(f"{folder}/six.ckpt")
     threshold = trainer.strategy.scheme.state_dict()["threshold"]
     again, trainer = fit(world_size, strategy(), 8, checkpoint=f"{folder}/six.ckpt")
-    return threshold, watch.epochs, again.epochs
+    # An epoch that was left in its validation ends first, without a batch.
+    ended, _ = fit(world_size, strategy(), 6, checkpoint=within)
+    return threshold, watch.epochs, again.epochs, ended.epochs
 
 
 def test_resume_takes_the_threshold_up_and_starts_exactly(ranks, tmp_path):
-    for threshold, before, after in ranks.run(2, resumed, str(tmp_path)):
-        assert len(after) == 2
+    for threshold, before, after, ended in ranks.run(2, resumed, str(tmp_path)):
+        assert len(after) == 2 and len(ended) == 3 and "train_acc" not in ended[0] and "train_acc" in ended[2]
         assert before[-1]["cache/epsilon"] == threshold["epsilon"] == after[0]["cache/epsilon"] != 0.01
         assert after[0]["comm/sent_fraction/model.convs.1/forward"] == 1
 

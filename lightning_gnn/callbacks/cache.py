@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Literal
+from dataclasses import asdict, dataclass
+from typing import Any, Literal
 
 import lightning.pytorch as pl
 from typing_extensions import override
 
+from lightning_gnn.arguments import check_numbers, is_one_of, shown
 from lightning_gnn.callbacks.loggers import log_values
 from lightning_gnn.comm.cache import LargestChangesCache, MessageCache, Sent
 from lightning_gnn.comm.group import World
@@ -33,6 +34,7 @@ class LargestChanges:
     growth: float = 0.5
 
     def __post_init__(self) -> None:
+        check_numbers(share=self.share, growth=self.growth)
         if not 0 < self.share <= 1:
             raise ValueError(f"share of the rows that are sent is above 0 and at most 1 (got {self.share}).")
         if not 0 <= self.growth <= 1:
@@ -78,8 +80,10 @@ class AdaptiveThreshold:
     mean: float | None = None
 
     def __post_init__(self) -> None:
-        if self.rule not in ("text", "printed"):
-            raise ValueError(f"rule must be 'text' or 'printed' (got {self.rule!r}).")
+        if self.rule is None or not is_one_of(self.rule, ("text", "printed")):
+            raise ValueError(f"rule must be 'text' or 'printed' (got {shown(self.rule)}).")
+        numbers = {name: value for name, value in asdict(self).items() if name not in ("rule", "mean")}
+        check_numbers(**numbers)
         if not (0 <= self.nu2 <= self.epsilon <= self.nu1):
             raise ValueError(
                 f"epsilon must lie between nu2 and nu1 (got nu2={self.nu2}, epsilon={self.epsilon}, nu1={self.nu1})."
@@ -121,17 +125,21 @@ class CacheSchedule(pl.Callback):
         self, cache: MessageCache, rule: AdaptiveThreshold | LargestChanges | None, monitor: str, world: World
     ) -> None:
         self._cache, self._rule, self._monitor, self._world = cache, rule, monitor, world
-        self._epochs = 0
+        self._trained = False  # a run that goes on from a checkpoint may begin with the end of an epoch
         self._known: list[tuple[str, str]] = []
 
     @override
     def on_train_epoch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         if isinstance(self._rule, AdaptiveThreshold):
-            if self._epochs:
+            if self._trained:
                 self._rule.update(self._accuracy(trainer))
             self._cache.epsilon = self._rule.epsilon
         elif isinstance(self._cache, LargestChangesCache) and self._rule is not None:
             self._cache.share = self._rule.share_in(trainer.current_epoch, trainer.max_epochs or -1)
+
+    @override
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self._trained = True
 
     def _accuracy(self, trainer: pl.Trainer) -> float:
         value = trainer.callback_metrics.get(self._monitor)
@@ -146,7 +154,6 @@ class CacheSchedule(pl.Callback):
 
     @override
     def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        self._epochs += 1
         total = {key: Sent() for key in self._known}
         for sent in self._world.all_gather_object(self._cache.take()):
             for key, value in sent.items():
