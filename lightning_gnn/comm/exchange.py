@@ -20,8 +20,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from typing_extensions import override
 
-from lightning_gnn.comm.group import CommunicationError, World
-from lightning_gnn.comm.shared_memory import PeerError
+from lightning_gnn.comm.group import World
 from lightning_gnn.comm.traffic import Meter, Traffic
 from lightning_gnn.kernels import add_rows, take_rows
 from lightning_gnn.partition.shard import HaloPlan
@@ -29,13 +28,9 @@ from lightning_gnn.partition.shard import HaloPlan
 T = TypeVar("T")
 
 
-def exchange_error(world: World, error: PeerError, layer: str, direction: str) -> CommunicationError:
-    """Returns the error to raise where a message did not come or go: names layer, ranks and what to look at."""
-    return CommunicationError(
-        f"Halo exchange ({direction}) of layer '{layer}' on rank {world.rank}: {error}. The deadline is "
-        f"{world.timeout.total_seconds():.0f} s (argument `timeout` of the strategy). Look at rank {error.peer}'s "
-        "output first: it may have stopped, be slower than the deadline, or have taken another branch of the code."
-    )
+def during_exchange(world: World, layer: str, direction: str) -> AbstractContextManager[None]:
+    """Says while it is open, to the watchdog and in errors, whose rows are on their way."""
+    return world.during(f"Halo exchange ({direction}) of layer '{layer}'")
 
 
 def start_counted(
@@ -59,18 +54,15 @@ def start_counted(
     Raises:
         CommunicationError: from here and from the returned function: a peer does not answer.
     """
-    try:
+    with during_exchange(world, layer, direction):
+        world.watch.begins(joint=False)
         wait = start()
-    except PeerError as error:
-        raise exchange_error(world, error, layer, direction) from error
     traffic.seconds = meter.since(began, "send", layer, direction)
 
     def finish() -> T:
         began = time.perf_counter()
-        try:
+        with during_exchange(world, layer, direction):
             result = wait()
-        except PeerError as error:
-            raise exchange_error(world, error, layer, direction) from error
         traffic.seconds += meter.since(began, "wait", layer, direction)
         meter.record(layer, direction, traffic)
         return result
@@ -180,9 +172,6 @@ class RowExchange(ABC):
 
         return start_counted(start, traffic, began, self.world, self.meter, layer, direction)
 
-    def _failed(self, error: PeerError, layer: str, direction: str) -> CommunicationError:
-        return exchange_error(self.world, error, layer, direction)
-
     def sum_over_ranks(self, x: Tensor, operation: str) -> Tensor:
         """Returns the sum of equal-shaped tensors of all ranks, bit-identical on every rank; errors name `operation`."""
         return self.world.all_reduce_(x.clone(), operation)
@@ -243,13 +232,13 @@ class HaloExchange(RowExchange):
     @override
     def start_fetch(self, x: Tensor, halo: Tensor, layer: str) -> Callable[[], None]:
         began = time.perf_counter()
-        packed = self.world.wire.scratch((len(self.send_rows), *x.shape[1:]), x.dtype, x.device)
+        packed = self.world.scratch((len(self.send_rows), *x.shape[1:]), x.dtype)
         take_rows(x, self.send_rows, packed)
         return self.start(packed, self.send_counts, halo, self.recv_counts, layer, "forward", began)
 
     @override
     def outgoing(self, shape: torch.Size, dtype: torch.dtype) -> Tensor:
-        return self.world.wire.scratch(shape, dtype, self.world.device)
+        return self.world.scratch(shape, dtype)
 
     @override
     def start_return(self, halo_grad: Tensor, layer: str) -> Callable[[Tensor], None]:
@@ -341,7 +330,7 @@ class _ExpandAll(torch.autograd.Function):
         began = time.perf_counter()
         first, owned = tensors[0], exchange.num_owned
         widths = [x.shape[1:].numel() for x in tensors]
-        packed = exchange.world.wire.scratch((len(exchange.send_rows), sum(widths)), first.dtype, first.device)
+        packed = exchange.world.scratch((len(exchange.send_rows), sum(widths)), first.dtype)
         for x, parts in zip(tensors, _blocks(packed, exchange.send_counts, widths)):
             for rows, part in zip(exchange._send_rows_by_peer, parts):
                 take_rows(x.reshape(owned, -1), rows, part)

@@ -17,10 +17,9 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from lightning_gnn.comm.exchange import exchange_error
+from lightning_gnn.comm.exchange import during_exchange
 from lightning_gnn.comm.group import World
 from lightning_gnn.comm.matrix import Matrix, Triples, deal, on_grid
-from lightning_gnn.comm.shared_memory import PeerError
 from lightning_gnn.comm.traffic import Meter, Traffic
 from lightning_gnn.kernels import CSR, spmm
 from lightning_gnn.partition.grid import ProcessGrid
@@ -91,6 +90,7 @@ class BlockMatrix(Matrix):
 
         coming = [fetch(0)] if len(chunk) else []
         for stage, (csr, values) in enumerate(self._blocks[transposed]):
+            self.world.watch.stage = f"stage {stage + 1} of {len(chunk)}"
             rows_of_stage, wait = coming.pop()
             wait()
             if stage + 1 < len(chunk):
@@ -98,6 +98,7 @@ class BlockMatrix(Matrix):
             spmm(csr, rows_of_stage, values, out=total, accumulate=stage > 0)
         out = self._reduced(total, talk)
         talk.end()
+        self.world.watch.stage = ""
         return out
 
     def _gathered(self, x: Tensor, talk: Talk) -> Tensor | None:
@@ -110,7 +111,7 @@ class BlockMatrix(Matrix):
         rows = self.block(self.row)
         shape = (rows.stop - rows.start, x.size(1))
         # Memory to send from is the next one's until something is sent from it.
-        block = self.world.wire.scratch(shape, x.dtype, x.device) if self.grid.num_rows > 1 else x.new_empty(shape)
+        block = self.world.scratch(shape, x.dtype) if self.grid.num_rows > 1 else x.new_empty(shape)
         parts = block.split(np.diff(self.offsets[ranks.start : ranks.stop + 1]).tolist())
         parts[self.column].copy_(x)
         others = [(rank, part) for rank, part in zip(ranks, parts) if rank != source and part.numel()]
@@ -154,10 +155,9 @@ class Talk:
         began = time.perf_counter()
         sent = ((peer, self._world.wire.message_bytes(rows)) for peer, rows in sends)
         traffic = Traffic.of(sent, sum(len(rows) for _, rows in sends))
-        try:
+        with during_exchange(self._world, self._layer, self._direction):
+            self._world.watch.begins(joint=False)
             wait = self._world.wire.start_each(sends, receives)
-        except PeerError as error:
-            raise exchange_error(self._world, error, self._layer, self._direction) from error
         traffic.seconds = self._meter.since(began, "send", self._layer, self._direction)
         self._meter.record(self._layer, self._direction, traffic)
 
@@ -165,10 +165,8 @@ class Talk:
             if finish in self._open:
                 self._open.remove(finish)
             began = time.perf_counter()
-            try:
+            with during_exchange(self._world, self._layer, self._direction):
                 wait()
-            except PeerError as error:
-                raise exchange_error(self._world, error, self._layer, self._direction) from error
             seconds = self._meter.since(began, "wait", self._layer, self._direction)
             self._meter.record(self._layer, self._direction, Traffic(seconds=seconds))
 

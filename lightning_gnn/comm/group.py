@@ -18,7 +18,8 @@ from torch import Tensor
 from lightning_gnn.comm.codec import Codec
 from lightning_gnn.comm.coded import CodedWire
 from lightning_gnn.comm.listening import gloo_beside, meeting_store
-from lightning_gnn.comm.shared_memory import SharedMemory, machine_key
+from lightning_gnn.comm.shared_memory import PeerError, SharedMemory, machine_key
+from lightning_gnn.comm.watchdog import GROUP_MARGIN_S, Watchdog
 from lightning_gnn.comm.wire import Wire
 
 T = TypeVar("T")
@@ -75,7 +76,7 @@ class World:
     Args:
         rank, size: this process's global rank and the number of ranks.
         device: where this rank computes; decides the backend (gloo for CPU, NCCL for CUDA).
-        timeout: after this long, a wait for another rank is an error.
+        timeout: after this long, a wait for another rank is an error; process groups wait a little longer.
         shared_memory: let CPU ranks of one machine talk through shared memory.
 
     Raises:
@@ -89,6 +90,7 @@ class World:
         self, rank: int, size: int, device: torch.device, timeout: timedelta, shared_memory: bool = True
     ) -> None:
         self.rank, self.size, self.device, self.timeout = rank, size, device, timeout
+        self.watch = Watchdog(rank, size, timeout.total_seconds())
         self.backend = "nccl" if device.type == "cuda" else "gloo"
         self._owns_default = not dist.is_initialized()
         if not self._owns_default and dist.get_world_size() != size:
@@ -104,14 +106,19 @@ class World:
                     store=store,
                     rank=rank,
                     world_size=size,
-                    timeout=timeout,
+                    timeout=self.group_timeout,
                     device_id=device if self.backend == "nccl" else None,
                 )
         self.graph_group = self._new_group()
+        if size > 1:
+            shared: Any = dist.distributed_c10d._get_default_store()
+            name = f"lightning_gnn/watchdog/{self.graph_group.group_name}"
+            everyone: Any = dist.distributed_c10d._get_default_group()
+            self.watch.start(dist.PrefixStore(name, shared.clone()), everyone._get_sequence_number_for_group)
         self._memory: SharedMemory | None = None
         if shared_memory and size > 1 and device.type == "cpu":
-            self._memory = SharedMemory(rank, self.all_gather_object, timeout.total_seconds())
-        self.wire: Wire | CodedWire = Wire(size, self.graph_group, self._memory, timeout, device)
+            self._memory = SharedMemory(rank, self.all_gather_object, self.watch)
+        self.wire: Wire | CodedWire = Wire(size, self.graph_group, self._memory, self.watch, device)
         apart = size > 1 and not self.wire.all_local
         self.gradient_group = self._new_group() if apart else None
         self._waited_s = 0.0
@@ -129,9 +136,14 @@ class World:
     def _beside_others(self) -> AbstractContextManager[None]:
         return gloo_beside("localhost" if self.size == 1 else os.environ.get("MASTER_ADDR", ""))
 
+    @property
+    def group_timeout(self) -> timedelta:
+        """For process groups: the watchdog has spoken by then."""
+        return self.timeout + timedelta(seconds=GROUP_MARGIN_S)
+
     def _new_group(self) -> Any:
         with self._beside_others():
-            return dist.new_group(timeout=self.timeout, backend=self.backend)
+            return dist.new_group(timeout=self.group_timeout, backend=self.backend)
 
     def _store(self) -> dist.Store:
         if self.size == 1:
@@ -165,23 +177,50 @@ class World:
         self._waited_s += time.perf_counter() - began
 
     @contextmanager
-    def _operation(self, operation: str) -> Iterator[None]:
-        """Says in errors what was going on, and counts its time."""
+    def during(self, operation: str, errors: type[RuntimeError] = PeerError) -> Iterator[None]:
+        """Says what is going on while it is open, to the watchdog and in errors.
+
+        Args:
+            operation: named in errors.
+            errors: those that say that a message did not come or go.
+
+        Raises:
+            CommunicationError: such an error.
+        """
+        with self.watch.during(operation):
+            try:
+                yield
+            except errors as error:
+                raise self._failed(operation, error) from error
+
+    def _failed(self, operation: str, error: RuntimeError) -> CommunicationError:
+        peer = f"rank {error.peer}'s" if isinstance(error, PeerError) else "the other ranks'"
+        astray = error.astray if isinstance(error, PeerError) else "timed out" in str(error).lower()
+        known = self.watch.explained(f"{operation} on rank {self.rank}: {error}.") if astray or self.watch.alarm else ""
+        return CommunicationError(
+            f"{operation} on rank {self.rank} of {self.size}: {error}. The deadline is {self.timeout.total_seconds():.0f} s "
+            f"(argument `timeout` of the strategy). Look at {peer} output first: it may have stopped, be slower than the "
+            "deadline, or have taken another branch of the code." + (f"\n{known}" if known else "")
+        )
+
+    @contextmanager
+    def _all_take_part(self, operation: str) -> Iterator[None]:
+        """An operation of all ranks, in the order in which they all come to it; counts its time."""
         began = time.perf_counter()
-        try:
+        with self.during(operation, RuntimeError):
+            self.watch.begins(joint=True)
             yield
-            self.collectives_s += time.perf_counter() - began
-        except RuntimeError as error:
-            raise CommunicationError(
-                f"{operation} on rank {self.rank} of {self.size}: {error}. The deadline is "
-                f"{self.timeout.total_seconds():.0f} s (argument `timeout` of the strategy). Look at the other ranks' output "
-                "first: one may have stopped, be slower than the deadline, or have taken another branch of the code."
-            ) from error
+        self.collectives_s += time.perf_counter() - began
+
+    def scratch(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        """Returns memory for rows that are sent next; waits until those who were sent what lay there have taken it."""
+        with self.during("Waiting until what was sent before has been taken"):
+            return self.wire.scratch(shape, dtype, self.device)
 
     def all_reduce_(self, tensor: Tensor, operation: str = "Sum over ranks") -> Tensor:
         """Sums `tensor` over all ranks in place; the result is bit-identical on every rank. Errors name `operation`."""
         if self.size > 1:
-            with self._operation(operation):
+            with self._all_take_part(operation):
                 self._all_reduce_(tensor)
         return tensor
 
@@ -209,11 +248,11 @@ class World:
                 self.all_reduce_(tensor, operation)
 
             return later
-        with self._operation(operation):
+        with self.during(operation, RuntimeError):
             request = dist.all_reduce(tensor, group=self.gradient_group, async_op=True)
 
         def wait() -> None:
-            with self._operation(operation), self._waiting():
+            with self._all_take_part(operation), self._waiting():
                 request.wait()
 
         return wait
@@ -222,7 +261,7 @@ class World:
         """Returns ``[P, *shape]``: the tensors of equal shape of all ranks, stacked in rank order, on every rank."""
         if self.size == 1:
             return tensor.unsqueeze(0)
-        with self._operation(operation):
+        with self._all_take_part(operation):
             if self.wire.all_local:
                 return torch.stack(self.wire.gather(tensor))
             out = tensor.new_empty((self.size, *tensor.shape))
@@ -240,7 +279,7 @@ class World:
             if source == self.rank:
                 piece.copy_(rows)
             if piece.numel():
-                with self._operation(f"Gathering node rows of rank {source}"):
+                with self._all_take_part(f"Gathering node rows of rank {source}"):
                     dist.broadcast(piece.view(-1).view(torch.uint8), source)
         return out
 
@@ -259,7 +298,7 @@ class World:
         """
         own = torch.empty(*shape, dtype=dtype, device=self.device)
         nothing, nobody = own.new_empty(0), [0] * self.size
-        with self._operation(f"Sending node rows of rank {source}"):
+        with self._all_take_part(f"Sending node rows of rank {source}"):
             if pieces is None:
                 counts = [len(own) if rank == source else 0 for rank in range(self.size)]
                 self.wire.start(nothing, nobody, own, counts)()
@@ -277,7 +316,8 @@ class World:
         if self.size == 1:
             return [value]
         values: list[Any] = [None] * self.size
-        dist.all_gather_object(values, value)
+        with self._all_take_part("Gathering values"):
+            dist.all_gather_object(values, value)
         return values
 
     def broadcast_object(self, value: T, source: int = 0) -> T:
@@ -285,12 +325,15 @@ class World:
         if self.size == 1:
             return value
         values: list[Any] = [value]
-        dist.broadcast_object_list(values, source)
+        with self._all_take_part(f"A value of rank {source}"):
+            dist.broadcast_object_list(values, source)
         return values[0]
 
     def broadcast_tensors_(self, tensors: Sequence[Tensor], source: int = 0) -> None:
         """Overwrites `tensors` with those of `source`, on every rank."""
-        if self.size > 1:
+        if self.size == 1:
+            return
+        with self._all_take_part(f"Tensors of rank {source}"):
             for tensor in tensors:
                 # Bytes again: integer and bool buffers travel too.
                 flat = tensor.detach().contiguous().view(-1).view(torch.uint8)
@@ -298,16 +341,18 @@ class World:
                     dist.broadcast(flat, source)
                     tensor.detach().copy_(flat.view(tensor.dtype).view(tensor.shape))
 
-    def barrier(self) -> None:
+    def barrier(self, name: str = "Barrier") -> None:
         """Returns when every rank has called it."""
         if self.size > 1:
-            dist.barrier(device_ids=[self.device.index] if self.backend == "nccl" else None)
+            with self._all_take_part(name):
+                dist.barrier(device_ids=[self.device.index] if self.backend == "nccl" else None)
 
     def close(self) -> None:
         """Ends the groups that this object made; a default group that was there before stays."""
         if self.closed:
             return
         self.closed = True
+        self.watch.stop()
         if self._memory is not None:
             self._memory.close()
         if not dist.is_initialized():

@@ -20,6 +20,7 @@ from typing_extensions import override
 
 from lightning_gnn.comm.group import World
 from lightning_gnn.comm.shared_memory import PeerError
+from lightning_gnn.comm.watchdog import Watchdog
 from lightning_gnn.comm.wire import Sends
 
 T = TypeVar("T")
@@ -174,6 +175,7 @@ class InProcessWorld(World):
     def __init__(self, rank: int, meeting: Meeting) -> None:
         self.rank, self.size, self.device = rank, meeting.size, torch.device("cpu")
         self.timeout = timedelta(seconds=0)  # waits end by themselves: see Meeting.take
+        self.watch = Watchdog(rank, meeting.size, 0.0)  # is not started
         self.wire: Any = InProcessWire(rank, meeting)
         self._meeting = meeting
 

@@ -45,7 +45,7 @@ def transfer_seconds(world: World, num_bytes: NDArray[np.int64]) -> float:
         CommunicationError: a message did not arrive; names the peer.
     """
     sent, received = num_bytes[world.rank].tolist(), num_bytes[:, world.rank].tolist()
-    out = world.wire.scratch((sum(sent),), torch.uint8, world.device)
+    out = world.scratch((sum(sent),), torch.uint8)
     out.fill_(world.rank)  # memory that nobody has touched is faster to read than rows are
     into = torch.zeros(sum(received), dtype=torch.uint8, device=world.device)
     world.barrier()

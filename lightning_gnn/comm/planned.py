@@ -17,7 +17,6 @@ from typing_extensions import override
 
 from lightning_gnn.comm.exchange import RowExchange
 from lightning_gnn.comm.group import World
-from lightning_gnn.comm.shared_memory import PeerError
 from lightning_gnn.comm.traffic import Meter
 from lightning_gnn.kernels import add_rows, take_rows
 from lightning_gnn.planning.plan import Plan
@@ -164,10 +163,7 @@ class PlannedExchange(RowExchange):
         def start(stage: _Stage) -> Callable[[], None]:
             began = time.perf_counter()
             shape = (sum(stage.send_counts), *arriving.shape[1:])
-            try:
-                packed = self.world.wire.scratch(shape, arriving.dtype, self.world.device)
-            except PeerError as error:  # it has not taken what an earlier stage sent
-                raise self._failed(error, layer, direction) from error
+            packed = self.world.scratch(shape, arriving.dtype)
             for run in stage.sends:
                 take_rows(sources[run.owned], run.rows, packed[run.place])
             into, counts = (none, nobody) if early else (arriving[stage.arrives], stage.receive_counts)
@@ -177,6 +173,7 @@ class PlannedExchange(RowExchange):
 
         def finish() -> None:
             for number, stage in enumerate(stages):
+                self.world.watch.stage = f"stage {number + 1} of {len(stages)} of this rank"
                 wait = start(stage) if number else first[0]
                 if early:
                     sent.append(wait)
@@ -186,6 +183,7 @@ class PlannedExchange(RowExchange):
                 then(stage)
             for wait in sent:
                 wait()
+            self.world.watch.stage = ""
 
         return finish
 

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_gnn.comm.group import World, unanswered
+from lightning_gnn.comm.group import World
 
 
 class Requests:
@@ -24,7 +24,7 @@ class Requests:
     def __init__(self, world: World, purpose: str = "Sampling") -> None:
         self._world, self._purpose = world, purpose
         # Gloo, also beside GPUs: what is asked for lies in host memory, and must not wait for a stream.
-        self._group = dist.new_group(timeout=world.timeout, backend="gloo")
+        self._group = dist.new_group(timeout=world.group_timeout, backend="gloo")
         self.bytes_received = 0
 
     def exchange(self, parts: Sequence[Tensor]) -> list[Tensor]:
@@ -40,14 +40,12 @@ class Requests:
         sizes = torch.tensor([len(part) for part in parts])
         arriving = torch.empty_like(sizes)
         row_bytes = first.element_size() * first.shape[1:].numel()
-        try:
+        with self._world.during(self._purpose, RuntimeError):
             dist.all_to_all_single(arriving, sizes, group=self._group)
             data = torch.cat([part.contiguous().view(-1).view(torch.uint8) for part in parts])
             into = torch.empty(int(arriving.sum()) * row_bytes, dtype=torch.uint8)
             in_bytes, out_bytes = ((each * row_bytes).tolist() for each in (arriving, sizes))
             dist.all_to_all_single(into, data, in_bytes, out_bytes, group=self._group)
-        except RuntimeError as error:
-            raise unanswered(f"{self._purpose} on rank {self._world.rank}", error) from error
         self.bytes_received += into.numel() - in_bytes[self._world.rank]
         rows = into.view(first.dtype).view(-1, *first.shape[1:])
         return list(rows.split(arriving.tolist()))

@@ -18,9 +18,8 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from lightning_gnn.comm.exchange import exchange_error, start_counted
+from lightning_gnn.comm.exchange import during_exchange, start_counted
 from lightning_gnn.comm.group import World
-from lightning_gnn.comm.shared_memory import PeerError
 from lightning_gnn.comm.traffic import Meter, Traffic
 
 
@@ -99,10 +98,9 @@ class AnyRows:
         # Their number goes first, so that no message is empty.
         questions = [(peer, torch.cat([wanted[peer].new_tensor([counts[peer]]), wanted[peer]])) for peer in peers]
         traffic = Traffic.of((peer, each.nbytes) for peer, each in questions)
-        try:
+        with during_exchange(self._world, layer, "question"):
+            self._world.watch.begins(joint=False)
             found = self._world.wire.start_varied([(peer, each.view(torch.uint8)) for peer, each in questions], peers)()
-        except PeerError as error:
-            raise exchange_error(self._world, error, layer, "question") from error
         traffic.seconds = self._meter.since(began, "wait", layer, "forward")
         self._meter.record(layer, "forward", traffic)
         return _Wanted(counts, wanted[rank], {peer: found[peer].view(torch.int64)[1:] for peer in peers})

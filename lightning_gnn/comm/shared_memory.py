@@ -24,20 +24,27 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from lightning_gnn.comm.watchdog import Watchdog
+
 _SPINS = 200  # about 20 us: as long as two ranks in step are apart
 _YIELD_S = 2e-3  # then give the core away at every look, and after this long sleep between looks
 _SLEEP_S = 5e-5
 _LIVENESS_S = 0.2  # how often a waiting rank looks whether its peer still runs
 
 # Columns of a control table's row for one peer.
-_POSTED, _BUFFER, _GENERATION, _FD, _OFFSET, _BYTES, _TAKEN, _CLOSED = range(8)
+_POSTED, _BUFFER, _GENERATION, _FD, _OFFSET, _BYTES, _MARK, _TAKEN, _CLOSED = range(9)
 
 
 class PeerError(RuntimeError):
-    """A peer is gone or late; `peer` is its rank."""
+    """A peer is gone, or does not do what this rank waits for.
 
-    def __init__(self, peer: int, reason: str) -> None:
-        self.peer = peer
+    Attributes:
+        peer: its rank.
+        astray: it still runs, but is late, or has come to another operation.
+    """
+
+    def __init__(self, peer: int, reason: str, astray: bool = False) -> None:
+        self.peer, self.astray = peer, astray
         super().__init__(reason)
 
 
@@ -95,7 +102,7 @@ class SharedMemory:
     Args:
         rank: this process's rank.
         exchange_objects: all-gathers a picklable object over all ranks; used once, here.
-        timeout_s: seconds after which a wait is a :class:`PeerError`.
+        watch: keeps the deadline, after which a wait is a :class:`PeerError`.
 
     Attributes:
         peers: the other ranks that are reachable, ascending.
@@ -105,8 +112,8 @@ class SharedMemory:
     copied there, posted, and copied out by the receiver; scratch is taken again when its receivers have said so.
     """
 
-    def __init__(self, rank: int, exchange_objects: Callable[[Any], list[Any]], timeout_s: float) -> None:
-        self.rank, self._timeout_s = rank, timeout_s
+    def __init__(self, rank: int, exchange_objects: Callable[[Any], list[Any]], watch: Watchdog) -> None:
+        self.rank, self._watch = rank, watch
         self.waited_s = 0.0
         key = machine_key()
         size = 0
@@ -155,8 +162,12 @@ class SharedMemory:
             box.generation += 1
         return box.segment.bytes[:num_bytes]
 
-    def post(self, messages: Sequence[tuple[int, int, int]]) -> None:
-        """Announces parts of the current scratch memory: ``(peer, offset, bytes)`` each; then turns to the other buffer."""
+    def post(self, messages: Sequence[tuple[int, int, int]], mark: int) -> None:
+        """Announces parts of the current scratch memory: ``(peer, offset, bytes)`` each; then turns to the other buffer.
+
+        Args:
+            mark: of the operation that they belong to; the receiver expects the same.
+        """
         box = self._outboxes[self._current]
         assert box.segment is not None
         for peer, offset, num_bytes in messages:
@@ -164,17 +175,24 @@ class SharedMemory:
             row = self._tables[self.rank][peer]
             # The receiver of the one before has its fields still to read.
             self._wait(peer, lambda peer=peer: self._tables[peer][self.rank, _TAKEN] >= self._sent[peer] - 1)  # type: ignore[misc]
-            row[_BUFFER : _BYTES + 1] = (self._current, box.generation, box.segment.fd, offset, num_bytes)
+            row[_BUFFER : _MARK + 1] = (self._current, box.generation, box.segment.fd, offset, num_bytes, mark)
             row[_POSTED] = self._sent[peer]
             box.waits_for[peer] = self._sent[peer]
         self._current = 1 - self._current
 
-    def receive(self, peer: int) -> Tensor:
-        """Waits for `peer`'s next message and returns its bytes in place; call :meth:`taken` when done with them."""
+    def receive(self, peer: int, mark: int) -> Tensor:
+        """Waits for `peer`'s next message and returns its bytes in place; call :meth:`taken` when done with them.
+
+        Raises:
+            PeerError: there is none in time, or it belongs to another operation than the one with `mark`.
+        """
         number = self._received[peer] + 1
         row = self._tables[peer][self.rank]
         self._wait(peer, lambda: row[_POSTED] >= number)
-        buffer, generation, fd, offset, num_bytes = (int(value) for value in row[_BUFFER : _BYTES + 1])
+        buffer, generation, fd, offset, num_bytes, marked = row[_BUFFER : _MARK + 1].tolist()
+        if marked != mark:
+            self._watch.peer = peer
+            raise PeerError(peer, f"what rank {peer} has sent belongs to another operation", astray=True)
         known = self._maps.get((peer, buffer))
         if known is None or known[0] != generation:
             known = (generation, _Segment.open(self._pids[peer], fd))
@@ -191,6 +209,7 @@ class SharedMemory:
             if ready():
                 return
         began = looked = time.perf_counter()
+        self._watch.peer = peer
         while not ready():
             now = time.perf_counter()
             if now - began < _YIELD_S:
@@ -202,8 +221,9 @@ class SharedMemory:
                 # Look for the message once more after the peer has gone: it may have been its last.
                 if self._is_gone(peer) and not ready():
                     raise PeerError(peer, f"rank {peer} has ended")
-                if now - began > self._timeout_s:
-                    raise PeerError(peer, f"nothing from rank {peer} within {self._timeout_s:.0f} s")
+                if self._watch.alarm or now - began > self._watch.deadline_s:
+                    raise PeerError(peer, f"nothing from rank {peer} for {now - began:.1f} s", astray=True)
+        self._watch.peer = None
         self.waited_s += time.perf_counter() - began
 
     def _is_gone(self, peer: int) -> bool:
@@ -219,7 +239,7 @@ class SharedMemory:
         """Says goodbye; waits shortly for messages that peers have not taken yet."""
         if self._control is None:
             return
-        deadline = time.perf_counter() + min(5.0, self._timeout_s)
+        deadline = time.perf_counter() + min(5.0, self._watch.deadline_s)
         for box in self._outboxes:
             for peer, number in box.waits_for.items():
                 while self._tables[peer][self.rank, _TAKEN] < number and time.perf_counter() < deadline:

@@ -14,9 +14,8 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from lightning_gnn.comm.exchange import HaloExchange, RowExchange
+from lightning_gnn.comm.exchange import HaloExchange, RowExchange, during_exchange
 from lightning_gnn.comm.group import World
-from lightning_gnn.comm.shared_memory import PeerError
 from lightning_gnn.comm.traffic import Meter, Traffic
 from lightning_gnn.kernels import take_rows
 from lightning_gnn.partition.shard import HaloPlan, Ids
@@ -54,25 +53,22 @@ class SwapExchange(HaloExchange):
         began = time.perf_counter()
         wire = self.world.wire
         traffic = Traffic()
-        try:
+        with during_exchange(self.world, layer, "forward"):
+            self.world.watch.begins(joint=False)
             if self._readers:
-                block = wire.scratch(x.shape, x.dtype, x.device)
+                block = self.world.scratch(x.shape, x.dtype)
                 block.copy_(x)
                 wire.show(block, self._readers)
                 traffic = Traffic(bytes_sent=x.numel() * x.element_size(), messages=1, rows=len(x))
-        except PeerError as error:
-            raise self._failed(error, layer, "forward") from error
         traffic.seconds = self.meter.since(began, "send", layer, "forward")
 
         def finish() -> None:
             began = time.perf_counter()
-            try:
+            with during_exchange(self.world, layer, "forward"):
                 for peer, (rows, part) in enumerate(zip(self._reads, halo.split(self.recv_counts))):
                     if len(rows):
                         with wire.shown(peer) as block:
                             take_rows(block.view(x.dtype).view(-1, *x.shape[1:]), rows, part)
-            except PeerError as error:
-                raise self._failed(error, layer, "forward") from error
             traffic.seconds += self.meter.since(began, "wait", layer, "forward")
             self.meter.record(layer, "forward", traffic)
 

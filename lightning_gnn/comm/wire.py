@@ -16,6 +16,7 @@ from typing_extensions import override
 
 from lightning_gnn.comm.codec import Codec
 from lightning_gnn.comm.shared_memory import PeerError, SharedMemory
+from lightning_gnn.comm.watchdog import Watchdog
 
 
 class Sends(ABC):
@@ -99,15 +100,15 @@ class Wire(Sends):
         size: number of ranks.
         group: process group for peers on other machines, and for CUDA tensors.
         memory: mailboxes of this machine's ranks, or None.
-        timeout: deadline of a wait.
+        watch: keeps the deadline of waits, and marks messages by the operation that they belong to.
         device: of what is sent and received.
     """
 
     def __init__(
-        self, size: int, group: Any, memory: SharedMemory | None, timeout: timedelta, device: torch.device
+        self, size: int, group: Any, memory: SharedMemory | None, watch: Watchdog, device: torch.device
     ) -> None:
         self._device = device
-        self._group, self._memory, self.timeout = group, memory, timeout
+        self._group, self._memory, self.watch = group, memory, watch
         self.waited_s = 0.0
         """Seconds that this rank has waited for messages from other machines until now, and for what it sent there."""
         self._local = set(memory.peers) if memory is not None else set()
@@ -135,8 +136,9 @@ class Wire(Sends):
     ) -> Callable[[], None]:
         sends = [(peer, _as_bytes(rows)) for peer, rows in sends]
         receives = [(peer, _as_bytes(rows)) for peer, rows in receives]
+        mark = self.watch.mark()
         remote = [
-            dist.P2POp(kind, rows, peer, self._group)
+            dist.P2POp(kind, rows, peer, self._group, mark)  # NCCL knows no such tags
             for kind, messages in ((dist.irecv, receives), (dist.isend, sends))
             for peer, rows in messages
             if peer not in self._local
@@ -154,7 +156,7 @@ class Wire(Sends):
             for peer, rows in receives:
                 if peer in self._local:
                     assert self._memory is not None
-                    rows.copy_(self._memory.receive(peer))
+                    rows.copy_(self._memory.receive(peer, mark))
                     self._memory.taken(peer)
             if self._nccl:
                 for work in works:
@@ -172,6 +174,7 @@ class Wire(Sends):
         local = [(peer, data) for peer, data in sends if peer in self._local]
         remote = [(peer, data) for peer, data in sends if peer not in self._local]
         from_afar = [peer for peer in senders if peer not in self._local]
+        mark = self.watch.mark()
         lengths = {peer: torch.tensor([data.numel()], device=self._device) for peer, data in remote}
         into = {peer: torch.empty(1, dtype=torch.int64, device=self._device) for peer in from_afar}
         wait_lengths = self.start_each([*lengths.items()], [*into.items()])
@@ -183,7 +186,7 @@ class Wire(Sends):
             for peer in senders:
                 if peer in self._local:
                     assert self._memory is not None
-                    arrived[peer] = self._memory.receive(peer).clone()
+                    arrived[peer] = self._memory.receive(peer, mark).clone()
                     self._memory.taken(peer)
             wait_lengths()
             for peer in from_afar:
@@ -212,7 +215,7 @@ class Wire(Sends):
         base = -1 if self._scratch is None else self._scratch.data_ptr()
         end = base if self._scratch is None else base + self._scratch.nbytes
         if all(base <= rows.data_ptr() and rows.data_ptr() + rows.numel() <= end for _, rows in messages):
-            memory.post([(peer, rows.data_ptr() - base, rows.numel()) for peer, rows in messages])
+            memory.post([(peer, rows.data_ptr() - base, rows.numel()) for peer, rows in messages], self.watch.mark())
         else:
             scratch = self._free_scratch(sum(rows.numel() for _, rows in messages))
             posts, offset = [], 0
@@ -220,7 +223,7 @@ class Wire(Sends):
                 scratch[offset : offset + rows.numel()] = rows
                 posts.append((peer, offset, rows.numel()))
                 offset += rows.numel()
-            memory.post(posts)
+            memory.post(posts, self.watch.mark())
         self._scratch = None
 
     @property
@@ -231,14 +234,14 @@ class Wire(Sends):
     def show(self, block: Tensor, readers: Sequence[int]) -> None:
         """Lets each of `readers` look at all of `block`, which is the last :meth:`scratch`; it stays until all have looked."""
         assert self._memory is not None
-        self._memory.post([(peer, 0, block.nbytes) for peer in readers])
+        self._memory.post([(peer, 0, block.nbytes) for peer in readers], self.watch.mark())
         self._scratch = None
 
     @contextmanager
     def shown(self, peer: int) -> Iterator[Tensor]:
         """Waits for the next block that `peer` shows; its bytes, uint8, hold while this is open."""
         assert self._memory is not None
-        yield self._memory.receive(peer)
+        yield self._memory.receive(peer, self.watch.mark())
         self._memory.taken(peer)
 
     def gather(self, tensor: Tensor) -> list[Tensor]:
@@ -247,10 +250,10 @@ class Wire(Sends):
         assert memory is not None and self.all_local
         own = _as_bytes(tensor.contiguous())
         self._free_scratch(len(own)).copy_(own)
-        memory.post([(peer, 0, len(own)) for peer in memory.peers])
+        memory.post([(peer, 0, len(own)) for peer in memory.peers], self.watch.mark())
         parts = {memory.rank: tensor}
         for peer in memory.peers:
-            parts[peer] = memory.receive(peer).clone().view(tensor.dtype).view(tensor.shape)
+            parts[peer] = memory.receive(peer, self.watch.mark()).clone().view(tensor.dtype).view(tensor.shape)
             memory.taken(peer)
         return [parts[rank] for rank in sorted(parts)]
 
@@ -267,11 +270,15 @@ class _Request:
         if self.done:
             return
         self.done, began = True, time.perf_counter()
+        watch = self._wire.watch
+        watch.peer = self._peer
         try:
-            self._work.wait(self._wire.timeout)
+            self._work.wait(timedelta(seconds=watch.deadline_s))
         except RuntimeError as error:
             waited = time.perf_counter() - began
-            raise PeerError(self._peer, f"nothing to or from rank {self._peer} for {waited:.1f} s ({error})") from error
+            reason = f"nothing to or from rank {self._peer} for {waited:.1f} s ({error})"
+            raise PeerError(self._peer, reason, astray=waited >= watch.deadline_s) from error
+        watch.peer = None
         self._wire.waited_s += time.perf_counter() - began
 
 

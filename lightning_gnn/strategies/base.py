@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 from abc import ABC, abstractmethod
+from collections import Counter
 from collections.abc import Generator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from datetime import timedelta
@@ -164,7 +165,8 @@ class GNNStrategy(ParallelStrategy):
             original order on every rank, ``"rank0"`` the same on rank 0 only, ``"shards"`` each rank's own rows
             (``batch.n_id`` and ``batch.e_id`` tell which).
         shared_memory: let CPU ranks on one machine exchange through shared memory; sockets otherwise.
-        timeout: seconds after which a wait for another rank is an error that names operation, layer and rank.
+        timeout: seconds after which a wait for another rank is an error that names operation, layer and rank; ranks that have
+            taken different ways are told before (docs/errors.md, "When a run hangs").
         self_check: before a stage starts, run its step on a small random graph, whole and split in two, and refuse a
             model that gives other numbers on the parts.
         keep_memory: let CPU ranks keep what a step frees for the next one instead of giving it back to the system: faster
@@ -243,6 +245,7 @@ class GNNStrategy(ParallelStrategy):
         self.meter = Meter()
         self._start_method: StartMethod = start_method
         self._world: World | None = None
+        self._places: Counter[str] = Counter()
         self._shard: Shard | None = None
         self._binding: Binding | None = None
         self._logs: GlobalLogs | None = None
@@ -648,7 +651,7 @@ class GNNStrategy(ParallelStrategy):
         # From the second on: the first frees much that no later one needs.
         if self._steps == 2 and self.keep_memory and self.root_device.type == "cpu":
             self._in_use.enter_context(keeping_freed_memory())
-        counts = self._enter(batch, "train_mask")
+        counts = self._enter(batch, "train_mask", "training")
         self._loss_scale = self._scale_of(None, counts)  # for manual_backward, inside the step
         with self._approximating(), self._offloading(batch):
             output = super().training_step(batch, *args, **kwargs)
@@ -661,28 +664,28 @@ class GNNStrategy(ParallelStrategy):
 
     @override
     def validation_step(self, batch: Any, *args: Any, **kwargs: Any) -> Any:
-        self._enter(batch, "val_mask")
+        self._enter(batch, "val_mask", "validation")
         output = super().validation_step(batch, *args, **kwargs)
         self._leave()
         return output
 
     @override
     def test_step(self, batch: Any, *args: Any, **kwargs: Any) -> Any:
-        self._enter(batch, "test_mask")
+        self._enter(batch, "test_mask", "test")
         output = super().test_step(batch, *args, **kwargs)
         self._leave()
         return output
 
     @override
     def predict_step(self, *args: Any, **kwargs: Any) -> Any:
-        self._begin_step()
+        self._begin_step("prediction")
         output = super().predict_step(*args, **kwargs)
         return self._own_rows(output) if self.predictions == "shards" else self._gather_rows(output)
 
-    def _enter(self, batch: Any, mask: str) -> Sequence[int]:
+    def _enter(self, batch: Any, mask: str, stage: str) -> Sequence[int]:
         """Tells logs and metrics what this rank's values weigh in this step."""
         assert self._shard is not None and self._logs is not None and self._metrics is not None
-        self._begin_step()
+        self._begin_step(stage)
         mask = counted_mask(mask, self.lightning_module)
         counts = self._counts(batch, mask)
         self._logs.enter(counts)
@@ -690,7 +693,9 @@ class GNNStrategy(ParallelStrategy):
         self._metrics.enter(self._stand_ins(batch, mask) if stands_in else 0)
         return counts
 
-    def _begin_step(self) -> None:
+    def _begin_step(self, stage: str) -> None:
+        self._places[stage] += 1
+        self.world.watch.place = f"{stage} step {self._places[stage]}"
         if self._binding is not None:  # none where a step takes its batch as it is
             self._binding.context.begin_step()
 
@@ -794,7 +799,7 @@ class GNNStrategy(ParallelStrategy):
     @override
     def barrier(self, name: str | None = None) -> None:
         if self._world is not None:
-            self._world.barrier()
+            self._world.barrier(f"Barrier {name}" if name else "Barrier")
 
     @override
     def broadcast(self, obj: Any, src: int = 0) -> Any:
@@ -812,6 +817,9 @@ class GNNStrategy(ParallelStrategy):
     @override
     def on_train_end(self) -> None:
         super().on_train_end()
+        self.world.watch.place = "end of training"
+        # Ranks that come here from another number of steps are told so, and do not wait for those that still train.
+        self.world.all_gather(torch.zeros(1, device=self.root_device), "End of training")
         if self._owners is not None:
             assert self.lightning_module is not None
             for each in embeddings_of(self.lightning_module, self._owners.num_nodes):
