@@ -198,7 +198,7 @@ class World:
         astray = error.astray if isinstance(error, PeerError) else "timed out" in str(error).lower()
         known = self.watch.explained(f"{operation} on rank {self.rank}: {error}.") if astray or self.watch.alarm else ""
         return CommunicationError(
-            f"{operation} on rank {self.rank} of {self.size}: {error}. The deadline is {self.timeout.total_seconds():.0f} s "
+            f"{operation} on rank {self.rank}: {error}. The deadline is {self.timeout.total_seconds():.0f} s "
             f"(argument `timeout` of the strategy). Look at {peer} output first: it may have stopped, be slower than the "
             "deadline, or have taken another branch of the code." + (f"\n{known}" if known else "")
         )
