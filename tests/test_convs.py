@@ -26,7 +26,7 @@ from lightning_gnn.datamodules.sources import MASKS
 from lightning_gnn.nn import Binding, GraphContext, UnsupportedModelError
 from lightning_gnn.nn.adapters import ADAPTERS, REFUSED
 from lightning_gnn.partition.layout import LayoutSpec
-from lightning_gnn.strategies.base import Scheme
+from lightning_gnn.strategies.scheme import Scheme
 from lightning_gnn.strategies.spmm import CubeScheme, SpMMScheme
 from lightning_gnn.strategies.vertex_cut import VertexCutScheme
 

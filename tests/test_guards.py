@@ -148,12 +148,12 @@ def test_found_out_before_ranks_start(error, words, make):
 
 
 def test_too_little_memory(monkeypatch):
-    monkeypatch.setattr("lightning_gnn.strategies.base.available_bytes", lambda: 10_000)
+    monkeypatch.setattr("lightning_gnn.strategies.memory.available_bytes", lambda: 10_000)
     with pytest.raises(ValueError, match=r"The 2 ranks on this machine need at least 1.*e-05 GB .* Use more machines"):
         fit(NodeClassifier(build("gcn")), {"datamodule": graph()})
 
 
 def test_memory_that_is_enough_starts_ranks(monkeypatch):
-    monkeypatch.setattr("lightning_gnn.strategies.base.available_bytes", lambda: 10**9)
+    monkeypatch.setattr("lightning_gnn.strategies.memory.available_bytes", lambda: 10**9)
     with pytest.raises(AssertionError, match="ranks were started"):
         fit(NodeClassifier(build("gcn")), {"datamodule": graph()})

@@ -195,7 +195,7 @@ def test_layers_made_again_keep_their_arguments():
 
 def available(monkeypatch: pytest.MonkeyPatch, count: int, **options: Any) -> list[str]:
     """Returns what is said before ranks start where so many bytes are available."""
-    monkeypatch.setattr("lightning_gnn.strategies.base.available_bytes", lambda: count)
+    monkeypatch.setattr("lightning_gnn.strategies.memory.available_bytes", lambda: count)
     strategy = DGCLStrategy(self_check=False, **options)
     module = NodeClassifier(build("own"), num_classes=CLASSES)
     trainer = quiet_trainer(strategy, 2)
@@ -236,7 +236,7 @@ def test_devices_are_looked_at_by_themselves(monkeypatch):
 
 
 def test_a_rank_alone_is_looked_at_too(monkeypatch):
-    monkeypatch.setattr("lightning_gnn.strategies.base.available_bytes", lambda: 20_000)
+    monkeypatch.setattr("lightning_gnn.strategies.memory.available_bytes", lambda: 20_000)
     with pytest.warns(UserWarning, match="A rank is predicted to need .* are available"):
         fitted(OwnModel(FEATURES, CLASSES), 1)
 

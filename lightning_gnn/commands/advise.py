@@ -21,7 +21,7 @@ from lightning_gnn.commands.graph_cli import GraphCLI, file_of, plain_width, wor
 from lightning_gnn.commands.memory_table import memory_table
 from lightning_gnn.planning.presets import PRESETS
 from lightning_gnn.planning.topology import MAX_DEVICES
-from lightning_gnn.strategies.base import Scheme
+from lightning_gnn.strategies.scheme import Scheme
 
 USAGE = """lightning-gnn advise --config FILE [--parts N] [--topology NAME|FILE] [--cores N] [--speed X] [--json FILE]
                             [--KEY VALUE ...]"""

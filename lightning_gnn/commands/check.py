@@ -13,7 +13,7 @@ from typing_extensions import override
 from lightning_gnn.commands.graph_cli import GraphCLI, file_of, plain_width, working
 from lightning_gnn.parity import ParityReport, check_parity
 from lightning_gnn.parity.check import make_strategies
-from lightning_gnn.strategies.base import Scheme
+from lightning_gnn.strategies.scheme import Scheme
 
 USAGE = """lightning-gnn check --config FILE [--parts N] [--nodes N] [--schemes NAMES] [--share_draws true] [--json FILE]
                             [--KEY VALUE ...]"""

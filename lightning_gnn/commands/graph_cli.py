@@ -21,7 +21,7 @@ from lightning_gnn.commands.parser import Parser, check_names
 from lightning_gnn.datamodules import GraphDataModule
 from lightning_gnn.partition.layout import LayoutSpec
 from lightning_gnn.strategies import DGCLStrategy, GNNStrategy
-from lightning_gnn.strategies.base import Scheme
+from lightning_gnn.strategies.scheme import Scheme
 
 
 class GraphCLI(LightningCLI):

@@ -27,8 +27,8 @@ from lightning_gnn.planning.predict import Workload
 from lightning_gnn.planning.presets import PRESETS, find_topology
 from lightning_gnn.planning.relation import Relation
 from lightning_gnn.planning.topology import MAX_DEVICES, Topology
-from lightning_gnn.strategies.base import Scheme
 from lightning_gnn.strategies.dgcl import DGCLScheme
+from lightning_gnn.strategies.scheme import Scheme
 from lightning_gnn.strategies.spmm import ProductScheme
 
 USAGE = """lightning-gnn plan --config FILE [--topology NAME|FILE] [--parts N] [--columns N] [--layers K]

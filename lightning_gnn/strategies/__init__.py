@@ -3,11 +3,12 @@
 from lightning.pytorch.strategies import StrategyRegistry
 
 from lightning_gnn.launching import join_parent
-from lightning_gnn.strategies.base import GNNStrategy, Scheme
+from lightning_gnn.strategies.base import GNNStrategy
 from lightning_gnn.strategies.dgcl import DGCLStrategy
 from lightning_gnn.strategies.gossip import ClusterAllReduceStrategy, GossipStrategy
 from lightning_gnn.strategies.other_lightning import refuse_other_lightning
 from lightning_gnn.strategies.sampling import SamplingStrategy
+from lightning_gnn.strategies.scheme import Scheme
 from lightning_gnn.strategies.spmm import SpMM1DStrategy, SpMM2DStrategy, SpMM3DStrategy, SpMM15DStrategy
 from lightning_gnn.strategies.vertex_cut import CachedVertexCutStrategy, VertexCutStrategy
 

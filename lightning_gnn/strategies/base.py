@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import json
 import os
-from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Generator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from datetime import timedelta
 from functools import partial
-from typing import TYPE_CHECKING, Any, Literal, get_args
+from typing import Any, Literal, get_args
 
 import lightning.pytorch as pl
-import numpy as np
 import torch
 from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
 from lightning.fabric.utilities.distributed import _sync_ddp_if_available
@@ -32,10 +30,8 @@ from lightning_gnn.arguments import check_flags, check_numbers, is_one_of, shown
 from lightning_gnn.callbacks.communication import CommunicationMetrics
 from lightning_gnn.callbacks.loggers import log_config, log_files, uploads
 from lightning_gnn.checkpoints import WholeCheckpointIO
-from lightning_gnn.checks.footprint import Sizes, memory_of
-from lightning_gnn.checks.memory import available_bytes, least_bytes
+from lightning_gnn.checks.footprint import memory_of
 from lightning_gnn.checks.self_check import SelfCheck, self_check
-from lightning_gnn.checks.trial import STAGES
 from lightning_gnn.comm.codec import CodecName, make_codec
 from lightning_gnn.comm.group import World
 from lightning_gnn.comm.owners import Owners
@@ -48,7 +44,6 @@ from lightning_gnn.kernels import cache_folder
 from lightning_gnn.kernels.warm_up import warm_up
 from lightning_gnn.launching import StartMethod, make_launcher
 from lightning_gnn.nn.bind import Binding, check_module
-from lightning_gnn.nn.context import UnsupportedModelError
 from lightning_gnn.nn.embedding import embeddings_of
 from lightning_gnn.nn.fused import kernel_groups
 from lightning_gnn.nn.helpers import graph_in_use
@@ -59,92 +54,16 @@ from lightning_gnn.partition.types import Types
 from lightning_gnn.strategies.gradients import GradientSum
 from lightning_gnn.strategies.heap import keeping_freed_memory
 from lightning_gnn.strategies.logs import GlobalLogs
-from lightning_gnn.strategies.memory import free_bytes, warn_of_memory
+from lightning_gnn.strategies.memory import check_memory, check_own_memory
 from lightning_gnn.strategies.metrics import StandInMetrics
 from lightning_gnn.strategies.run_config import part_sizes, partition_report, run_config
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
+from lightning_gnn.strategies.scheme import Scheme
+from lightning_gnn.strategies.self_checks import judge, most_labelled
 
 Predictions = Literal["all", "rank0", "shards"]
 
 MOST_SECONDS = 10**8
 """Three years; torch counts deadlines in milliseconds, in 64 bits of nanoseconds in places."""
-
-
-_PLENTY = 1000
-"""Times what ranks hold at the least: more than layers ever keep, so nothing is predicted where so much is available."""
-
-
-class Scheme(ABC):
-    """A communication scheme: the layout that it needs, and how it binds a model to a rank's shard.
-
-    Attributes:
-        survives_lost_ranks: the other ranks may go on when one has failed.
-        takes_no_codec: why rows cannot be encoded; empty if they can.
-        keeps_layers: why what layers keep is neither made again nor moved to the host; empty if it can be.
-    """
-
-    survives_lost_ranks = False
-    takes_no_codec = ""
-    keeps_layers = ""
-
-    @property
-    def approximation(self) -> str:
-        """What makes training differ from that of one device, in a few words; empty if nothing does."""
-        return ""
-
-    @abstractmethod
-    def layout(self, world_size: int, num_hosts: int = 1) -> LayoutSpec:
-        """Returns what each rank must hold.
-
-        Args:
-            world_size: P.
-            num_hosts: machines, on which the ranks lie in order, equally many on each.
-        """
-
-    @abstractmethod
-    def bind(self, module: torch.nn.Module, shard: Shard, world: World, meter: Meter) -> Binding:
-        """Binds `module` to this rank's `shard`, whose tensors are on the rank's device; runs on every rank."""
-
-    def unbind(self) -> None:  # noqa: B027
-        """Forgets what :meth:`bind` has kept; the model has been released, and the run is over or goes on without this scheme."""
-
-    def working_bytes(self, counts: Sequence[int], row_bytes: int) -> int:
-        """Returns what a rank needs beside its part of the graph, at the least.
-
-        Args:
-            counts: owned rows of each rank.
-            row_bytes: of a node's features.
-        """
-        return 0
-
-    def less_memory(self, world_size: int) -> str:
-        """Says how a run takes less memory."""
-        return "Use more machines (num_nodes), fewer columns, or float16 features."
-
-    def callbacks(self, world: World) -> Sequence[pl.Callback]:
-        """Returns callbacks for a run whose ranks are `world`; asked for once the model is bound."""
-        return ()
-
-    def followed(self) -> dict[str, Any]:
-        """Returns what rows follow, as plain values for loggers; known once the model is bound. Nothing if arguments tell."""
-        return {}
-
-    def picture(self, shard: Shard) -> Figure | None:
-        """Returns a picture of what :meth:`followed` tells of; None for no picture. On one rank."""
-        return None
-
-    def state_dict(self) -> dict[str, Any]:
-        """Returns what a checkpoint keeps, plain values."""
-        return {}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:  # noqa: B027
-        """Takes what :meth:`state_dict` gave, perhaps of another scheme."""
-
-    def for_self_check(self) -> Scheme:
-        """Returns the scheme for two ranks in one process, without what holds for the run's own ranks only."""
-        return self
 
 
 class GNNStrategy(ParallelStrategy):
@@ -354,14 +273,14 @@ class GNNStrategy(ParallelStrategy):
         if types.is_hetero:
             return
         self._warm_up(module, trainer)
-        self._check_memory(data, module, trainer)
+        check_memory(self, data, module, trainer)
         stage = self._checked_stage(module, trainer)
         if self_check and self.self_check and stage is not None:
             cut = data.stored_cut()
-            shard = cut.shard(_most_labelled(cut.shard(0), stage, module))
+            shard = cut.shard(most_labelled(cut.shard(0), stage, module))
             outcome = self._check_itself(module, shard, trainer)
             if outcome.not_run is None:  # else once more in setup(): the module's own setup() may still make its layers
-                _judge(outcome, self, module, stage)
+                judge(outcome, self, module, stage)
                 self._checked = True
 
     def _warm_up(self, module: pl.LightningModule, trainer: pl.Trainer) -> None:
@@ -374,49 +293,6 @@ class GNNStrategy(ParallelStrategy):
         seconds = warm_up(groups, dtypes)
         if seconds:
             rank_zero_info(f"Compiled kernels for this machine, once ({seconds:.1f} s); kept in {cache_folder()}")
-
-    def _check_memory(self, data: GraphDataModule, module: pl.LightningModule, trainer: pl.Trainer) -> None:
-        available = available_bytes()
-        if self.root_device.type != "cpu" or available is None:
-            return
-        cut, replicas = data.stored_cut(), self.layout().replicas
-        first = self.node_rank * self.num_processes
-        row_bytes = cut.attributes["node"]["x"][:1].nbytes
-        sizes = cut.sizes(replicas)[first : first + self.num_processes]
-        needed = sum(least_bytes(*size, row_bytes, module) for size in sizes)
-        needed += len(sizes) * self.scheme.working_bytes(np.diff(cut.offsets).tolist(), row_bytes)
-        rows = sum(owned for owned, _, _ in sizes)
-        needed += rows * sum(each.row_bytes for each in embeddings_of(module, len(cut.n_id)))
-        if needed > available:
-            parts = "their parts of the graph"
-            if replicas is not None:
-                parts += f" with all that lies within {replicas.hops} hops"
-            raise ValueError(
-                f"The {self.num_processes} ranks on this machine need at least {needed / 1e9:.3g} GB for {parts} and their "
-                f"weights, without activations, but {available / 1e9:.3g} GB are available. "
-                f"{self.scheme.less_memory(self.world_size)}"
-            )
-        worth_a_look = trainer.state.fn == TrainerFn.FITTING and not self.scheme.keeps_layers
-        if worth_a_look and available < _PLENTY * needed:
-            working = self.scheme.working_bytes(np.diff(cut.offsets).tolist(), row_bytes)
-            of_ranks = Sizes.of_ranks(cut, module, replicas)[first : first + self.num_processes]
-            warn_of_memory(self, module, trainer, cut.shard(first), of_ranks, available, working)
-
-    def _check_own_memory(self, trainer: pl.Trainer, shard: Shard) -> None:
-        """Warns if what a rank needs does not fit onto its device; several CPU ranks were looked at before they were started."""
-        on_cpu = self.root_device.type == "cpu"
-        if (on_cpu and self.world_size > 1) or trainer.state.fn != TrainerFn.FITTING or self.scheme.keeps_layers:
-            return
-        module = self.lightning_module
-        assert module is not None
-        own = Sizes.of(shard, shard.mask_counts[counted_mask("train_mask", module)][self.global_rank])
-        free = available_bytes() if on_cpu else free_bytes(self.root_device)
-        here = sum(memory_of(shard.batch).values())  # of the graph; on a device it is not there yet
-        found = [(free + here * on_cpu, own)] if free is not None and free < _PLENTY * here else []
-        found = [each for of_rank in self.world.all_gather_object(found) for each in of_rank]
-        if found and self.global_rank == 0:  # the rank that holds most, on the device that has least
-            least, _ = min(found, key=lambda each: each[0])
-            warn_of_memory(self, module, trainer, shard, [max((sizes for _, sizes in found), key=sum)], least)
 
     @override
     def setup(self, trainer: pl.Trainer) -> None:
@@ -437,7 +313,7 @@ class GNNStrategy(ParallelStrategy):
             if self.local_rank != 0:
                 self._warm_up(module, trainer)
             self._check_on_one_rank(trainer, shard)
-            self._check_own_memory(trainer, shard)
+            check_own_memory(self, trainer, shard)
         super().setup(trainer)
         for optimizer in self.optimizers:
             if isinstance(optimizer, torch.optim.LBFGS):
@@ -603,11 +479,11 @@ class GNNStrategy(ParallelStrategy):
         stage = self._checked_stage(module, trainer)
         if not self.self_check or stage is None or self.world_size == 1 or self.world.broadcast_object(done):
             return
-        checker = _most_labelled(shard, stage, module)
+        checker = most_labelled(shard, stage, module)
         own = self._check_itself(module, shard, trainer) if self.global_rank == checker else None
         outcome = self.world.broadcast_object(own, checker)
         assert outcome is not None
-        _judge(outcome, self, module, stage)
+        judge(outcome, self, module, stage)
 
     def _seed_ranks(self) -> None:
         """Gives every rank random numbers of its own, so that dropout differs from rank to rank, all from one seed.
@@ -878,34 +754,3 @@ def _how_to_start(environment: ClusterEnvironment | None, machines: int, ranks: 
     if kind == "TorchElasticEnvironment":
         return f"Start with `torchrun --nnodes {machines} --nproc-per-node {ranks} script.py`, or change devices and num_nodes."
     return "Start as many processes, or change devices and num_nodes."
-
-
-def _most_labelled(shard: Shard, stage: str, module: pl.LightningModule) -> int:
-    """Returns the rank that has most of the rows that a stage's values count."""
-    mask = STAGES[stage][1]
-    counts = shard.mask_counts.get(counted_mask(mask, module), shard.counts) if mask else shard.counts
-    return max(range(len(counts)), key=lambda rank: (counts[rank], shard.counts[rank]))
-
-
-def _judge(outcome: SelfCheck, strategy: GNNStrategy, module: pl.LightningModule, stage: str) -> None:
-    """Says what the self-check found, or raises :class:`UnsupportedModelError`."""
-    if outcome.refused is not None:
-        raise UnsupportedModelError(outcome.refused)
-    step = f"{type(module).__name__}.{STAGES[stage][0]}"
-    if outcome.not_run is not None:
-        rank_zero_warn(
-            f"The self-check could not run {step} on a small graph ({outcome.not_run}), so nothing is known about its "
-            f"numbers on {strategy.world_size} ranks. Compare a few epochs with devices=1."
-        )
-    elif outcome.problem is not None:
-        raise UnsupportedModelError(
-            f"{step} does not give the numbers of one device. The self-check ran it on a small random graph, whole and "
-            f"split in two: {outcome.problem}. Code that looks across nodes outside message passing does that, such as "
-            "x.mean(0), degree(...) or x[edge_index[0]]; expand, reduce and sum_over_ranks of lightning_gnn are made for "
-            f"it (docs/models.md). To train all the same: {type(strategy).__name__}(self_check=False)."
-        )
-    else:
-        rank_zero_info(
-            f"Self-check: {step} gives the same numbers on two parts of a small graph as on the whole "
-            f"({outcome.seconds:.2f} s)"
-        )

@@ -29,7 +29,8 @@ from lightning_gnn.partition.hierarchical import alike
 from lightning_gnn.partition.layout import LayoutSpec, Replicas
 from lightning_gnn.planning import Relation, Topology, find_topology, p2p
 from lightning_gnn.planning.presets import machines
-from lightning_gnn.strategies.base import GNNStrategy, Scheme
+from lightning_gnn.strategies.base import GNNStrategy
+from lightning_gnn.strategies.scheme import Scheme
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

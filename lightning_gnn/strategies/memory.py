@@ -1,4 +1,4 @@
-"""Whether training will fit into memory, said before it starts, with what would."""
+"""Whether a run will fit into memory, said before it starts, with what would."""
 
 from __future__ import annotations
 
@@ -6,16 +6,74 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
 import lightning.pytorch as pl
+import numpy as np
 import torch
+from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 
-from lightning_gnn.checks.footprint import PHASES, Peak, Predicted, Sizes
+from lightning_gnn.checks.footprint import PHASES, Peak, Predicted, Sizes, memory_of
+from lightning_gnn.checks.memory import available_bytes, least_bytes
+from lightning_gnn.datamodules.graph import GraphDataModule
 from lightning_gnn.datamodules.shards import Shard
+from lightning_gnn.datamodules.sources import counted_mask
+from lightning_gnn.nn.embedding import embeddings_of
 
 if TYPE_CHECKING:
     from lightning_gnn.strategies.base import GNNStrategy
 
 _TIMES_RANKS = (2, 4, 8, 16, 32, 64)
+
+_PLENTY = 1000
+"""Times what ranks hold at the least: more than layers ever keep, so nothing is predicted where so much is available."""
+
+
+def check_memory(strategy: GNNStrategy, data: GraphDataModule, module: pl.LightningModule, trainer: pl.Trainer) -> None:
+    """Refuses a run whose graph and weights do not fit into this machine's memory, and warns if training will not.
+
+    In the process that starts the ranks, which are CPU ranks; others look at their devices themselves.
+    """
+    available = available_bytes()
+    if strategy.root_device.type != "cpu" or available is None:
+        return
+    cut, replicas = data.stored_cut(), strategy.layout().replicas
+    first = strategy.node_rank * strategy.num_processes
+    row_bytes = cut.attributes["node"]["x"][:1].nbytes
+    sizes = cut.sizes(replicas)[first : first + strategy.num_processes]
+    needed = sum(least_bytes(*size, row_bytes, module) for size in sizes)
+    needed += len(sizes) * strategy.scheme.working_bytes(np.diff(cut.offsets).tolist(), row_bytes)
+    rows = sum(owned for owned, _, _ in sizes)
+    needed += rows * sum(each.row_bytes for each in embeddings_of(module, len(cut.n_id)))
+    if needed > available:
+        parts = "their parts of the graph"
+        if replicas is not None:
+            parts += f" with all that lies within {replicas.hops} hops"
+        raise ValueError(
+            f"The {strategy.num_processes} ranks on this machine need at least {needed / 1e9:.3g} GB for {parts} and their "
+            f"weights, without activations, but {available / 1e9:.3g} GB are available. "
+            f"{strategy.scheme.less_memory(strategy.world_size)}"
+        )
+    worth_a_look = trainer.state.fn == TrainerFn.FITTING and not strategy.scheme.keeps_layers
+    if worth_a_look and available < _PLENTY * needed:
+        working = strategy.scheme.working_bytes(np.diff(cut.offsets).tolist(), row_bytes)
+        of_ranks = Sizes.of_ranks(cut, module, replicas)[first : first + strategy.num_processes]
+        warn_of_memory(strategy, module, trainer, cut.shard(first), of_ranks, available, working)
+
+
+def check_own_memory(strategy: GNNStrategy, trainer: pl.Trainer, shard: Shard) -> None:
+    """Warns if what a rank needs does not fit onto its device; several CPU ranks were looked at before they were started."""
+    on_cpu = strategy.root_device.type == "cpu"
+    if (on_cpu and strategy.world_size > 1) or trainer.state.fn != TrainerFn.FITTING or strategy.scheme.keeps_layers:
+        return
+    module = strategy.lightning_module
+    assert module is not None
+    own = Sizes.of(shard, shard.mask_counts[counted_mask("train_mask", module)][strategy.global_rank])
+    free = available_bytes() if on_cpu else free_bytes(strategy.root_device)
+    here = sum(memory_of(shard.batch).values())  # of the graph; on a device it is not there yet
+    found = [(free + here * on_cpu, own)] if free is not None and free < _PLENTY * here else []
+    found = [each for of_rank in strategy.world.all_gather_object(found) for each in of_rank]
+    if found and strategy.global_rank == 0:  # the rank that holds most, on the device that has least
+        least, _ = min(found, key=lambda each: each[0])
+        warn_of_memory(strategy, module, trainer, shard, [max((sizes for _, sizes in found), key=sum)], least)
 
 
 def warn_of_memory(
@@ -35,7 +93,7 @@ def warn_of_memory(
         shard: of one of the ranks, on the CPU.
         sizes: of the ranks that share the memory.
         available: bytes of it.
-        working_bytes: that each rank needs beside, see :meth:`~lightning_gnn.strategies.base.Scheme.working_bytes`.
+        working_bytes: that each rank needs beside, see :meth:`~lightning_gnn.strategies.scheme.Scheme.working_bytes`.
     """
     try:
         steps = Predicted(module, shard.batch, trainer, getattr(strategy.scheme, "keep_constant", True))

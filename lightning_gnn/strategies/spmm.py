@@ -31,7 +31,8 @@ from lightning_gnn.partition.grid import ProcessCube, ProcessGrid, legal_replica
 from lightning_gnn.partition.layout import LayoutSpec
 from lightning_gnn.partition.shard import Ids
 from lightning_gnn.planning.grid_cost import GridCost, block_cost, choose, sparse_cost
-from lightning_gnn.strategies.base import GNNStrategy, Scheme
+from lightning_gnn.strategies.base import GNNStrategy
+from lightning_gnn.strategies.scheme import Scheme
 
 Permute = Literal["metis", "random"]
 

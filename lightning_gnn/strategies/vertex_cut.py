@@ -32,7 +32,8 @@ from lightning_gnn.nn.dealt import DealtContext
 from lightning_gnn.partition.layout import Groups, LayoutSpec
 from lightning_gnn.partition.shard import Ids
 from lightning_gnn.partition.vertex_cut import METHODS
-from lightning_gnn.strategies.base import GNNStrategy, Scheme
+from lightning_gnn.strategies.base import GNNStrategy
+from lightning_gnn.strategies.scheme import Scheme
 
 EdgeMethod = Literal["ebv", "hdrf", "dbh", "random", "grid", "ne"]
 

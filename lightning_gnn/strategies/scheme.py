@@ -1,0 +1,90 @@
+"""A communication scheme: what a strategy needs to know of how rows travel."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import lightning.pytorch as pl
+import torch
+
+from lightning_gnn.comm.group import World
+from lightning_gnn.comm.traffic import Meter
+from lightning_gnn.datamodules.shards import Shard
+from lightning_gnn.nn.bind import Binding
+from lightning_gnn.partition.layout import LayoutSpec
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+
+class Scheme(ABC):
+    """A communication scheme: the layout that it needs, and how it binds a model to a rank's shard.
+
+    Attributes:
+        survives_lost_ranks: the other ranks may go on when one has failed.
+        takes_no_codec: why rows cannot be encoded; empty if they can.
+        keeps_layers: why what layers keep is neither made again nor moved to the host; empty if it can be.
+    """
+
+    survives_lost_ranks = False
+    takes_no_codec = ""
+    keeps_layers = ""
+
+    @property
+    def approximation(self) -> str:
+        """What makes training differ from that of one device, in a few words; empty if nothing does."""
+        return ""
+
+    @abstractmethod
+    def layout(self, world_size: int, num_hosts: int = 1) -> LayoutSpec:
+        """Returns what each rank must hold.
+
+        Args:
+            world_size: P.
+            num_hosts: machines, on which the ranks lie in order, equally many on each.
+        """
+
+    @abstractmethod
+    def bind(self, module: torch.nn.Module, shard: Shard, world: World, meter: Meter) -> Binding:
+        """Binds `module` to this rank's `shard`, whose tensors are on the rank's device; runs on every rank."""
+
+    def unbind(self) -> None:  # noqa: B027
+        """Forgets what :meth:`bind` has kept; the model has been released, and the run is over or goes on without this scheme."""
+
+    def working_bytes(self, counts: Sequence[int], row_bytes: int) -> int:
+        """Returns what a rank needs beside its part of the graph, at the least.
+
+        Args:
+            counts: owned rows of each rank.
+            row_bytes: of a node's features.
+        """
+        return 0
+
+    def less_memory(self, world_size: int) -> str:
+        """Says how a run takes less memory."""
+        return "Use more machines (num_nodes), fewer columns, or float16 features."
+
+    def callbacks(self, world: World) -> Sequence[pl.Callback]:
+        """Returns callbacks for a run whose ranks are `world`; asked for once the model is bound."""
+        return ()
+
+    def followed(self) -> dict[str, Any]:
+        """Returns what rows follow, as plain values for loggers; known once the model is bound. Nothing if arguments tell."""
+        return {}
+
+    def picture(self, shard: Shard) -> Figure | None:
+        """Returns a picture of what :meth:`followed` tells of; None for no picture. On one rank."""
+        return None
+
+    def state_dict(self) -> dict[str, Any]:
+        """Returns what a checkpoint keeps, plain values."""
+        return {}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:  # noqa: B027
+        """Takes what :meth:`state_dict` gave, perhaps of another scheme."""
+
+    def for_self_check(self) -> Scheme:
+        """Returns the scheme for two ranks in one process, without what holds for the run's own ranks only."""
+        return self
