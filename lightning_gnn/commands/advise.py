@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 from collections.abc import Sequence
 from typing import Any
 
@@ -88,12 +87,9 @@ class AdviseCLI(GraphCLI):
 def run_advise(arguments: Sequence[str]) -> None:
     """Runs ``lightning-gnn advise`` with these arguments."""
     cli = AdviseCLI(arguments)
-    console, told = Console(highlight=False, markup=False, width=plain_width(WIDTH)), Console(stderr=True)
-    try:
-        with working(told, "Rehearsing training steps"):
-            found = cli.advise()
-    except (ValueError, RuntimeError, OSError) as error:
-        sys.exit(f"error: {error}")
+    console = Console(highlight=False, markup=False, width=plain_width(WIDTH))
+    with working("Rehearsing training steps"):
+        found = cli.advise()
     if cli.json is not None:
         cli.json.write_text(json.dumps([each.as_dict() for each in found], indent=1) + "\n")
     console.print(table(found, cli.ranks, cli.machines))

@@ -77,12 +77,9 @@ class CheckCLI(GraphCLI):
 def check(arguments: Sequence[str]) -> None:
     """Runs ``lightning-gnn check`` with these arguments."""
     cli = CheckCLI(arguments)
-    console, told = Console(highlight=False, markup=False, width=plain_width(WIDTH)), Console(stderr=True)
-    try:
-        with working(told, "Comparing with one device"):
-            report = cli.check()
-    except (ValueError, RuntimeError, OSError) as error:
-        sys.exit(f"error: {error}")
+    console = Console(highlight=False, markup=False, width=plain_width(WIDTH))
+    with working("Comparing with one device"):
+        report = cli.check()
     console.print(report.table())
     for line in report.lines():
         console.print(line, soft_wrap=True)

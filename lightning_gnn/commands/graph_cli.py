@@ -130,12 +130,15 @@ def num_ranks(devices: Any, num_nodes: int) -> int | None:
 
 
 @contextmanager
-def working(console: Console, text: str) -> Iterator[None]:
-    """Shows a spinner and the seconds so far; nothing where nobody watches."""
-    columns = (SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
-    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
-        progress.add_task(text, total=None)
-        yield
+def working(text: str) -> Iterator[None]:
+    """Shows a spinner and the seconds so far, unless nobody watches; what goes wrong ends the command, with a line."""
+    columns, console = (SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn()), Console(stderr=True)
+    try:
+        with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
+            progress.add_task(text, total=None)
+            yield
+    except (ValueError, RuntimeError, OSError) as error:
+        sys.exit(f"error: {error}")
 
 
 def plain_width(columns: int) -> int | None:

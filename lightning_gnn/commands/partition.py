@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -46,11 +45,8 @@ def partition(arguments: Sequence[str]) -> None:
     data, layout, console = cli.datamodule, cli.layout, Console(highlight=False, markup=False)
     began = time.perf_counter()
     before = {manifest.parent.name for manifest in data.store.glob("*/manifest.json")}
-    try:
-        with working(Console(stderr=True), f"Loading the graph and partitioning it into {layout.parts} parts"):
-            folder = data.partition_for(layout)
-    except (ValueError, RuntimeError, OSError) as error:
-        sys.exit(f"error: {error}")
+    with working(f"Loading the graph and partitioning it into {layout.parts} parts"):
+        folder = data.partition_for(layout)
     console.print(*_report(folder, cli.config.columns), sep="\n", soft_wrap=True)
     elapsed, partitioning = time.perf_counter() - began, read_manifest(folder)["report"]["seconds"]
     if folder.name in before:

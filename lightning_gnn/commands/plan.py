@@ -6,7 +6,6 @@ Found out in ``plan_report.py``, printed by ``plan_print.py``.
 from __future__ import annotations
 
 import json
-import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -163,33 +162,30 @@ def plan(arguments: Sequence[str]) -> None:
     """Runs ``lightning-gnn plan`` with these arguments."""
     cli = PlanCLI(arguments)
     data, console = cli.datamodule, Console(highlight=False, markup=False, width=plain_width(WIDTH))
-    try:
-        with working(Console(stderr=True), f"Loading the graph in {cli.layout.parts} parts, and planning"):
-            data.prepare_for(cli.layout)
-            cut = data.stored_cut()
-            if cut.types.is_hetero:
-                raise ValueError(
-                    "plan tells what layers exchange; a graph with types is trained on samples (docs/sampling.md)."
-                )
-            x = cut.attributes["node"]["x"]
-            work = Workload(
-                Relation.from_halos(cut.halos, cut.offsets),
-                cut.edge_index(),
-                cli.layers,
-                cli.columns or x.size(1),
-                x.size(1),
-                x.element_size(),
-                cli.keep_constant,
-                _value_bytes(cut),
+    with working(f"Loading the graph in {cli.layout.parts} parts, and planning"):
+        data.prepare_for(cli.layout)
+        cut = data.stored_cut()
+        if cut.types.is_hetero:
+            raise ValueError(
+                "plan tells what layers exchange; a graph with types is trained on samples (docs/sampling.md)."
             )
-            report = cli.report(work, cut)
-            peaks, unknown = cli.peaks(cut)
+        x = cut.attributes["node"]["x"]
+        work = Workload(
+            Relation.from_halos(cut.halos, cut.offsets),
+            cut.edge_index(),
+            cli.layers,
+            cli.columns or x.size(1),
+            x.size(1),
+            x.element_size(),
+            cli.keep_constant,
+            _value_bytes(cut),
+        )
+        report = cli.report(work, cut)
+        peaks, unknown = cli.peaks(cut)
         if cli.json is not None:
             memory = [{**peak.as_dict(), "recompute": again.as_dict()} for _, peak, again in peaks]
             cli.json.write_text(json.dumps({**report.as_dict(), "memory": memory}, indent=1) + "\n")
         drawn = [] if cli.output is None else _draw(report, cli.output)
-    except (ValueError, RuntimeError, OSError) as error:
-        sys.exit(f"error: {error}")
     console.print(*printed(report, cli.layers_from, cli.columns_from), sep="\n")
     if peaks:
         console.print("", memory_table("Predicted peak memory of a rank, by phase", "rank", peaks), sep="\n")
