@@ -76,7 +76,9 @@ class WholeCheckpointIO(TorchCheckpointIO):
 def _remove_parts_of_the_dead(target: Path) -> None:
     """Removes what processes of this machine have left of a file when they were killed while they wrote it."""
     begin = f".{target.name}.{platform.node()}."
-    for name in os.listdir(target.parent):  # no glob, which keeps a regular expression of every name that it was asked for
+    for name in os.listdir(
+        target.parent
+    ):  # no glob, which keeps a regular expression of every name that it was asked for
         if not (name.startswith(begin) and name.endswith(".part")):
             continue
         part, writer = target.with_name(name), name.split(".")[-3]
