@@ -7,7 +7,6 @@ import platform
 import zipfile
 from collections.abc import Iterator
 from contextlib import contextmanager
-from glob import escape
 from pathlib import Path
 from typing import Any
 from uuid import uuid4
@@ -76,8 +75,13 @@ class WholeCheckpointIO(TorchCheckpointIO):
 
 def _remove_parts_of_the_dead(target: Path) -> None:
     """Removes what processes of this machine have left of a file when they were killed while they wrote it."""
-    for part in target.parent.glob(f".{escape(target.name)}.{escape(platform.node())}.*.part"):
-        writer = part.name.split(".")[-3]
+    begin = f".{target.name}.{platform.node()}."
+    for name in os.listdir(
+        target.parent
+    ):  # no glob, which keeps a regular expression of every name that it was asked for
+        if not (name.startswith(begin) and name.endswith(".part")):
+            continue
+        part, writer = target.with_name(name), name.split(".")[-3]
         if os.name == "posix" and writer.isdigit():
             try:
                 os.kill(int(writer), 0)

@@ -66,17 +66,19 @@ class RankFailed(AssertionError):
 
 
 class RankPool:
-    """Processes that have imported torch, Lightning and PyG, and run functions ``f(rank, world_size, ...)`` together."""
+    """Processes that have imported torch, Lightning and PyG, and run functions ``f(rank, world_size, ...)`` together.
 
-    def __init__(self, size: int) -> None:
-        self.size = size
+    There are as many as any test has asked for until now.
+    """
+
+    def __init__(self) -> None:
         self._ranks: list[tuple[Any, Any]] = []
 
-    def _start(self) -> None:
+    def _start(self, size: int) -> None:
         # All are forked from one process that has imported everything, and has done nothing else.
         context = mp.get_context("forkserver")
         context.set_forkserver_preload(["lightning_gnn"])
-        for rank in range(self.size):
+        for rank in range(len(self._ranks), size):
             ours, theirs = context.Pipe()
             process = context.Process(target=_serve, args=(theirs, rank), daemon=True)
             process.start()
@@ -86,8 +88,7 @@ class RankPool:
         self, world_size: int, function: Callable[..., Any], *args: Any, timeout: float = 120, **kwargs: Any
     ) -> list[Any]:
         """Returns what `function` returns on each rank; raises `RankFailed` with the tracebacks, or on a time-out."""
-        if not self._ranks:
-            self._start()
+        self._start(world_size)
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
             port = free.getsockname()[1]
@@ -121,7 +122,7 @@ class RankPool:
 
 @pytest.fixture(scope="session")
 def ranks() -> Iterator[RankPool]:
-    pool = RankPool(4)
+    pool = RankPool()
     yield pool
     pool.close()
 

@@ -2,14 +2,24 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
+import lightning as L
 import pytest
 import torch
-from common import assert_same, single, train
+from common import Recorder, assert_same, quiet_trainer, single, train
 from torch_geometric.datasets import Amazon, Planetoid
+from torch_geometric.nn.models import GCN
 
-from lightning_gnn import SpMM2DStrategy, SpMM15DStrategy
+from lightning_gnn import (
+    DGCLStrategy,
+    GraphDataModule,
+    NodeClassifier,
+    SpMM2DStrategy,
+    SpMM15DStrategy,
+    VertexCutStrategy,
+)
 
 
 def dataset(shared: Any, name: str) -> tuple[Any, dict[str, Any]]:
@@ -73,3 +83,32 @@ def test_products_equal_one_device(ranks, graph, trained, products):
 def _without_f1(result: dict[str, Any]) -> dict[str, Any]:
     skip = ("f1", "auroc", "acc")
     return {**result, "epochs": [{k: v for k, v in e.items() if not k.endswith(skip)} for e in result["epochs"]]}
+
+
+def curves(rank: int, world_size: int, root: Path, strategies: list[Any]) -> list[list[float]]:
+    """Returns the training and validation losses of ten epochs on all of Cora under each strategy."""
+    graph = Planetoid(root, "Cora")[0]
+    graph.x = graph.x[:, :COLUMNS].double()
+    found = []
+    for strategy in strategies:
+        L.seed_everything(2, verbose=False)
+        model = GCN(COLUMNS, 16, num_layers=2, out_channels=7, norm="batch_norm", bias=False)
+        recorder = Recorder()
+        made = strategy(timeout=60, self_check=False) if isinstance(strategy, type) else strategy
+        trainer = quiet_trainer(made, world_size, max_epochs=10, callbacks=[recorder])
+        trainer.fit(NodeClassifier(model.double(), num_classes=7), datamodule=GraphDataModule(graph))
+        found.append([epoch[name] for epoch in recorder.epochs for name in ("train_loss", "val_loss")])
+    return found
+
+
+def test_loss_curves_of_1_2_4_and_8_ranks_agree(ranks, shared):
+    """Epoch by epoch, in float64: rounding must not grow while the weights part."""
+    Planetoid(shared / "planetoid", "Cora")  # processed once
+    [expected] = curves(0, 1, shared / "planetoid", ["auto"])
+    assert len(expected) == 20 and expected[-2] < 0.8 * expected[0]
+    for world_size in (1, 2, 4, 8):
+        for found in ranks.run(
+            world_size, curves, shared / "planetoid", [DGCLStrategy, VertexCutStrategy], timeout=300
+        ):
+            for losses in found:
+                assert losses == pytest.approx(expected, rel=1e-9), f"{world_size} ranks"

@@ -145,15 +145,18 @@ def seeded(rank: int, world_size: int, products: str) -> list[torch.Tensor]:
     strategy, options = ON_4_RANKS[products]
     model = GCN(FEATURES, 16, num_layers=2, out_channels=CLASSES, dropout=0.5, norm="batch_norm")
     module = NodeClassifier(model, num_classes=CLASSES)
-    trainer = quiet_trainer(strategy(timeout=60, self_check=False, **options), world_size)
+    trainer = quiet_trainer(strategy(timeout=60, self_check=False, **options), world_size, deterministic=True)
     data = GraphDataModule(awkward_graph(dtype=torch.float32))
-    trainer.fit(module, datamodule=data)
-    return [*module.state_dict().values(), *trainer.predict(module, datamodule=data)]
+    try:
+        trainer.fit(module, datamodule=data)
+        return [*module.state_dict().values(), *trainer.predict(module, datamodule=data)]
+    finally:
+        torch.use_deterministic_algorithms(False)
 
 
 @on_4_ranks
 def test_same_seed_same_bits(ranks, products):
-    """With dropout and statistics over all nodes; every rank ends with the same."""
+    """With Trainer(deterministic=True), dropout, and statistics over all nodes; every rank ends with the same."""
     first, second = (ranks.run(4, seeded, products) for _ in range(2))
     assert all(value.isfinite().all() for value in first[0])
     for found in (*first, *second):
