@@ -107,13 +107,18 @@ class Meeting:
 
 
 class InProcessWire(Sends):
-    """:class:`~lightning_gnn.comm.wire.Wire` between the threads of a meeting."""
+    """:class:`~lightning_gnn.comm.wire.Wire` between the threads of a meeting.
+
+    Attributes:
+        most_bytes: that have gone out and come in at once.
+    """
 
     all_local = True
     receives_early = True
 
     def __init__(self, rank: int, meeting: Meeting) -> None:
         self._rank, self._meeting = rank, meeting
+        self.most_bytes = 0
 
     def scratch(self, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
         """Returns memory for rows to send."""
@@ -123,6 +128,7 @@ class InProcessWire(Sends):
     def start_each(
         self, sends: Sequence[tuple[int, Tensor]], receives: Sequence[tuple[int, Tensor]]
     ) -> Callable[[], None]:
+        self.most_bytes = max(self.most_bytes, sum(rows.nbytes for _, rows in (*sends, *receives)))
         for peer, rows in sends:
             self._meeting.post(self._rank, peer, rows.detach().clone())
 
@@ -174,8 +180,17 @@ class InProcessWorld(World):
     def __init__(self, rank: int, meeting: Meeting) -> None:
         self.rank, self.size, self.device = rank, meeting.size, torch.device("cpu")
         self.timeout = timedelta(seconds=0)  # waits end by themselves: see Meeting.take
-        self.wire: Any = InProcessWire(rank, meeting)
+        self._plain_wire = InProcessWire(rank, meeting)
+        self.wire: Any = self._plain_wire  # codecs put theirs in its place
         self._meeting = meeting
+
+    @property
+    def wire_bytes(self) -> int:
+        """About as much memory as the wire of a rank in a process of its own keeps: two buffers of the largest messages.
+
+        They are as large as what goes out or comes in, whichever is more; half of both is near, and adds up over ranks.
+        """
+        return self._plain_wire.most_bytes
 
     def all_gather_object(self, value: T) -> list[T]:
         """Returns the values of all ranks in rank order."""
