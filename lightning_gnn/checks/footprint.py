@@ -269,10 +269,11 @@ def footprint_of(
     counted: Counted, binding: Binding, shard: Shard, module: torch.nn.Module, world: InProcessWorld
 ) -> Footprint:
     """Returns what was counted in a step, once its backward is done."""
-    held = memory_of(binding.context, shard.batch, [*module.parameters(), *module.buffers()])
-    of_optimizer = 2 * sum(each.nbytes for each in module.parameters() if each.requires_grad)
+    weights = [*module.parameters()]
+    held = memory_of(binding.context, shard.batch, weights, [*module.buffers()])
+    of_optimizer = 2 * sum(each.nbytes for each in weights if each.requires_grad)
     edges = shard.batch.edge_index.size(1)
-    return Footprint(sum(held.values()) + of_optimizer + world.wire_bytes, edges, counted.take(held))
+    return Footprint(sum(held.values()) + of_optimizer + world.wire.most_bytes, edges, counted.take(held))
 
 
 # Predicting ###################################################################

@@ -88,6 +88,8 @@ class Meeting:
             PeerError: it will never be there, as `sender` has ended or all ranks wait.
         """
         mail = self._mail[sender, receiver]
+        if mail:
+            return mail.popleft()
         self._waits_for[receiver] = sender
         try:
             with kept_random_state():
@@ -110,7 +112,8 @@ class InProcessWire(Sends):
     """:class:`~lightning_gnn.comm.wire.Wire` between the threads of a meeting.
 
     Attributes:
-        most_bytes: that have gone out and come in at once.
+        most_bytes: that have gone out and come in at once. A wire between processes keeps about as much memory: each rank has two
+            buffers, for the most that it sends, be it rows in a forward or, in a backward, gradients of what it received.
     """
 
     all_local = True
@@ -180,17 +183,8 @@ class InProcessWorld(World):
     def __init__(self, rank: int, meeting: Meeting) -> None:
         self.rank, self.size, self.device = rank, meeting.size, torch.device("cpu")
         self.timeout = timedelta(seconds=0)  # waits end by themselves: see Meeting.take
-        self._plain_wire = InProcessWire(rank, meeting)
-        self.wire: Any = self._plain_wire  # codecs put theirs in its place
+        self.wire: Any = InProcessWire(rank, meeting)
         self._meeting = meeting
-
-    @property
-    def wire_bytes(self) -> int:
-        """About as much memory as the wire of a rank in a process of its own keeps: two buffers of the largest messages.
-
-        They are as large as what goes out or comes in, whichever is more; half of both is near, and adds up over ranks.
-        """
-        return self._plain_wire.most_bytes
 
     def all_gather_object(self, value: T) -> list[T]:
         """Returns the values of all ranks in rank order."""
