@@ -3,7 +3,7 @@
     python benchmarks/memory.py [--models gcn sage gat] [--ranks 1 2 4] [--others spmm_1d ...] [--nodes 20000] [--json FILE]
 
 A planted partition graph of 128 features and mean degree 20; 3 layers of 128 columns, one thread a rank, `dgcl` and METIS. Other
-strategies train the first model, on as many ranks as there are at most.
+strategies train the first model on the most ranks.
 
 Every row runs in processes of its own, in which malloc gives large blocks back at once. They first train on 200 nodes, so that
 python, libraries and compiled kernels are there; measured is what the peak from the third epoch on is above that, where memory
@@ -18,6 +18,8 @@ import json
 import os
 import sys
 import tempfile
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -38,11 +40,15 @@ SOURCE = "lightning_gnn.planted_partition"
 FEW = 200
 """Nodes of the graph that is trained on first."""
 
-STRATEGIES: dict[str, type[GNNStrategy]] = {
-    kind.strategy_name: kind for kind in (DGCLStrategy, SpMM1DStrategy, SpMM15DStrategy, VertexCutStrategy)
+STRATEGIES: dict[str, Callable[..., GNNStrategy]] = {
+    "dgcl": DGCLStrategy,
+    "spmm_1d": SpMM1DStrategy,
+    "spmm_15d": partial(SpMM15DStrategy, replication=2),
+    "spmm_15d blocks": partial(SpMM15DStrategy, replication=2, sparsity_aware=False),
+    "vertex_cut": VertexCutStrategy,
 }
-COLUMNS = ("model", "strategy", "ranks", "recompute", "predicted MB/rank", "measured MB/rank", "predicted / measured")
-COLUMNS += ("of kept", "MB sent/epoch", "s/epoch", "loss difference")
+COLUMNS = ["model", "strategy", "ranks", "recompute", "predicted MB/rank", "measured MB/rank", "predicted / measured"]
+COLUMNS += ["of kept", "MB sent/epoch", "s/epoch", "loss difference"]
 
 _MMAP_THRESHOLD = -3  # see `man mallopt`
 
@@ -91,7 +97,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--models", nargs="+", default=["gcn", "sage", "gat"])
     parser.add_argument("--ranks", nargs="+", type=int, default=[1, 2, 4])
-    others = [name for name in STRATEGIES if name != DGCLStrategy.strategy_name]
+    others = [name for name in STRATEGIES if name != "dgcl"]
     parser.add_argument("--others", nargs="*", default=others, choices=others, help="strategies other than dgcl")
     parser.add_argument("--nodes", type=int, default=20_000)
     parser.add_argument("--epochs", type=int, default=4, help="at least 3")
@@ -105,14 +111,14 @@ def main() -> None:
             print(json.dumps(row))
         return
 
-    runs = [(kind, DGCLStrategy.strategy_name, ranks) for kind in options.models for ranks in options.ranks]
+    runs = [(kind, "dgcl", ranks) for kind in options.models for ranks in options.ranks]
     runs += [(options.models[0], name, max(options.ranks)) for name in options.others]
     rows: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory() as folder:
         os.environ["LIGHTNING_GNN_STORE"] = folder
         for kind, name, ranks in runs:
             kept: dict[str, Any] = {}
-            for recompute in (False, True) if name == DGCLStrategy.strategy_name else (False,):
+            for recompute in (False, True) if name == "dgcl" else (False,):
                 predicted = predicted_mb(kind, make_strategy(name, recompute), ranks, options.nodes)
                 arguments = ["--row", f"{kind}:{name}:{ranks}:{recompute}", "--nodes", str(options.nodes)]
                 found = run_row(str(Path(__file__)), [*arguments, "--epochs", str(options.epochs)], 1)
