@@ -80,12 +80,16 @@ class PeakMemory:
     def megabytes(self) -> float:
         return (self._read("VmHWM") - self._start) / 1024
 
+    def of_others(self) -> float:
+        """Returns how many of these are others' part of shared memory: a page that two ranks have mapped is half of each."""
+        return (self._read("RssShmem") - self._read("Pss_Shmem", "smaps_rollup")) / 1024
+
     @staticmethod
-    def _read(field: str) -> int:
-        for line in Path("/proc/self/status").read_text().splitlines():
+    def _read(field: str, file: str = "status") -> int:
+        for line in Path("/proc/self", file).read_text().splitlines():
             if line.startswith(f"{field}:"):
                 return int(line.split()[1])
-        raise RuntimeError(f"{field} is not in /proc/self/status")
+        raise RuntimeError(f"{field} is not in /proc/self/{file}")
 
 
 def run_row(script: str, arguments: Sequence[str], threads: int, timeout: float = 1800) -> dict[str, Any]:

@@ -152,19 +152,28 @@ def trained(
         def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
             shard, later = data.shard, memory.megabytes()
             peaks = max(own.get("start", 0.0), later), later
-            mine = (*peaks, clock.bytes, clock.by_layer, sum(shard.plan.recv_counts), shard.report, shard.counts)
+            mine = (
+                *peaks,
+                memory.of_others(),
+                clock.bytes,
+                clock.by_layer,
+                sum(shard.plan.recv_counts),
+                shard.report,
+                shard.counts,
+            )
             own["all"] = strategy.world.all_gather_object(mine)
 
     trainer.callbacks.append(Gather())
     trainer.fit(module, datamodule=data)
     if not trainer.is_global_zero:
         return None
-    peaks, later_peaks, sent, layers, halo, reports, counts = zip(*own["all"])
+    peaks, later_peaks, of_others, sent, layers, halo, reports, counts = zip(*own["all"])
     return {
         "losses": clock.losses,
         "seconds": clock.seconds,
         "peak_mb": list(peaks),
         "later_peak_mb": list(later_peaks),
+        "of_others_mb": list(of_others),
         "bytes": sum(s[-1] for s in sent),
         "first_epoch_bytes": sum(s[0] for s in sent),
         "by_layer": layers,

@@ -18,6 +18,7 @@ from torch_geometric.nn.models import GAT, GCN
 from lightning_gnn import DGCLStrategy, GraphDataModule, NodeClassifier
 from lightning_gnn.advising.rehearsal import rehearse
 from lightning_gnn.checks.footprint import PHASES, Predicted, Sizes
+from lightning_gnn.comm.in_process import InProcessWire
 from lightning_gnn.comm.traffic import Meter
 from lightning_gnn.commands.plan import plan
 from lightning_gnn.datamodules.shards import whole_graph
@@ -191,6 +192,16 @@ def test_layers_made_again_keep_their_arguments():
     assert found.saved_bytes > sum(inside)
     spared = found.peak().backward - found.peak(recompute=True).backward
     assert spared > min(inside)  # one of them is there at a time
+
+
+def test_rows_on_their_way_are_counted(monkeypatch):
+    module = NodeClassifier(OwnModel(FEATURES, CLASSES), num_classes=CLASSES)
+    batch = whole_graph(awkward_graph(dtype=torch.float32)).batch
+    sizes = Sizes(rows=1000, halo_rows=300, sent_rows=500, edges=5000, targets=0)
+    counted = Predicted(module, batch).footprint(sizes).held_bytes
+    monkeypatch.setattr(InProcessWire, "most_bytes", property(lambda wire: 0, lambda wire, count: None), raising=False)
+    without = Predicted(module, batch).footprint(sizes).held_bytes
+    assert counted - without == pytest.approx((300 + 500) * FEATURES * 4)  # the widest rows, both ways
 
 
 def available(monkeypatch: pytest.MonkeyPatch, count: int, **options: Any) -> list[str]:

@@ -180,7 +180,7 @@ def rehearse(
                 _sum_gradients(parameters, world)
                 optimizer.step()
                 if step == 0:
-                    footprint = footprint_of(counted, binding, shard, model)
+                    footprint = footprint_of(counted, binding, shard, model, world)
                 optimizer.zero_grad()
                 recorder.end(rank)
         return footprint

@@ -125,8 +125,8 @@ class Footprint:
     """What a step has in memory on a rank.
 
     Attributes:
-        held_bytes: that stays from step to step: its part of the graph, matrices, buffers, weights, gradients, two numbers a
-            weight for the optimizer.
+        held_bytes: that stays from step to step: its part of the graph, matrices, buffers, messages, weights, gradients, two
+            numbers a weight for the optimizer.
         edges: E.
         pieces: of a forward; what is held is not among them.
     """
@@ -265,12 +265,15 @@ def memory_of(*objects: Any) -> dict[int, int]:
     return found
 
 
-def footprint_of(counted: Counted, binding: Binding, shard: Shard, module: torch.nn.Module) -> Footprint:
+def footprint_of(
+    counted: Counted, binding: Binding, shard: Shard, module: torch.nn.Module, world: InProcessWorld
+) -> Footprint:
     """Returns what was counted in a step, once its backward is done."""
-    held = memory_of(binding.context, shard.batch, [*module.parameters(), *module.buffers()])
-    of_optimizer = 2 * sum(each.nbytes for each in module.parameters() if each.requires_grad)
+    weights = [*module.parameters()]
+    held = memory_of(binding.context, shard.batch, weights, [*module.buffers()])
+    of_optimizer = 2 * sum(each.nbytes for each in weights if each.requires_grad)
     edges = shard.batch.edge_index.size(1)
-    return Footprint(sum(held.values()) + of_optimizer, edges, counted.take(held))
+    return Footprint(sum(held.values()) + of_optimizer + world.wire.most_bytes, edges, counted.take(held))
 
 
 # Predicting ###################################################################
@@ -344,7 +347,8 @@ def _steps(models: Sequence[pl.LightningModule], graph: Data, keep_constant: boo
 
     def on_rank(rank: int) -> Footprint:
         model = models[rank]
-        binding = _bind(model, shards[rank], InProcessWorld(rank, meeting), keep_constant)
+        world = InProcessWorld(rank, meeting)
+        binding = _bind(model, shards[rank], world, keep_constant)
         counted = Counted(model)
         with graph_in_use(binding.context, this_thread_only=True):
             if not model.automatic_optimization:
@@ -354,7 +358,7 @@ def _steps(models: Sequence[pl.LightningModule], graph: Data, keep_constant: boo
             loss = output.get("loss") if isinstance(output, Mapping) else output
             if model.automatic_optimization and isinstance(loss, Tensor):
                 loss.backward()
-        found = footprint_of(counted, binding, shards[rank], model)
+        found = footprint_of(counted, binding, shards[rank], model, world)
         model.zero_grad()
         counted.release()
         binding.release()

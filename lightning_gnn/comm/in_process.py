@@ -89,6 +89,8 @@ class Meeting:
             PeerError: it will never be there, as `sender` has ended or all ranks wait.
         """
         mail = self._mail[sender, receiver]
+        if mail:
+            return mail.popleft()
         self._waits_for[receiver] = sender
         try:
             with kept_random_state():
@@ -108,13 +110,19 @@ class Meeting:
 
 
 class InProcessWire(Sends):
-    """:class:`~lightning_gnn.comm.wire.Wire` between the threads of a meeting."""
+    """:class:`~lightning_gnn.comm.wire.Wire` between the threads of a meeting.
+
+    Attributes:
+        most_bytes: that have gone out and come in at once. A wire between processes keeps about as much memory: each rank has two
+            buffers, for the most that it sends, be it rows in a forward or, in a backward, gradients of what it received.
+    """
 
     all_local = True
     receives_early = True
 
     def __init__(self, rank: int, meeting: Meeting) -> None:
         self._rank, self._meeting = rank, meeting
+        self.most_bytes = 0
 
     def scratch(self, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
         """Returns memory for rows to send."""
@@ -124,6 +132,7 @@ class InProcessWire(Sends):
     def start_each(
         self, sends: Sequence[tuple[int, Tensor]], receives: Sequence[tuple[int, Tensor]]
     ) -> Callable[[], None]:
+        self.most_bytes = max(self.most_bytes, sum(rows.nbytes for _, rows in (*sends, *receives)))
         for peer, rows in sends:
             self._meeting.post(self._rank, peer, rows.detach().clone())
 
