@@ -286,6 +286,8 @@ def _under_torchrun(trial: Trial) -> None:
 
 def _worker(trial: Trial) -> None:
     torch.set_num_threads(1)
+    if os.environ["TORCHELASTIC_RESTART_COUNT"] != "0":  # all of the first attempt have ended
+        (trial.folder / "anew").write_text(str(time.time()))
     train(trial)
 
 

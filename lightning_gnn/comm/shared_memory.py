@@ -24,6 +24,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from lightning_gnn.comm.neighbours import exit_status
+
 _SPINS = 200  # about 20 us: as long as two ranks in step are apart
 _YIELD_S = 2e-3  # then give the core away at every look, and after this long sleep between looks
 _SLEEP_S = 5e-5
@@ -177,7 +179,10 @@ class SharedMemory:
         buffer, generation, fd, offset, num_bytes = (int(value) for value in row[_BUFFER : _BYTES + 1])
         known = self._maps.get((peer, buffer))
         if known is None or known[0] != generation:
-            known = (generation, _Segment.open(self._pids[peer], fd))
+            try:
+                known = (generation, _Segment.open(self._pids[peer], fd))
+            except OSError as error:  # after it has announced the message
+                raise PeerError(peer, f"rank {peer} has ended") from error
             self._maps[peer, buffer] = known
         return known[1].bytes[offset : offset + num_bytes]
 
@@ -207,13 +212,7 @@ class SharedMemory:
         self.waited_s += time.perf_counter() - began
 
     def _is_gone(self, peer: int) -> bool:
-        if self._tables[peer][self.rank, _CLOSED]:
-            return True
-        try:
-            state = Path(f"/proc/{self._pids[peer]}/stat").read_text().rpartition(")")[2].split()[0]
-        except OSError:
-            return True
-        return state in "ZX"
+        return bool(self._tables[peer][self.rank, _CLOSED]) or exit_status(self._pids[peer]) is not None
 
     def close(self) -> None:
         """Says goodbye; waits shortly for messages that peers have not taken yet."""
