@@ -42,6 +42,7 @@ def launcher(monkeypatch: pytest.MonkeyPatch) -> ScriptLauncher:
     monkeypatch.setattr(script, "end_after", lambda seconds, code: None)
     environment = SimpleNamespace(validate_settings=lambda **_: None, creates_processes_externally=True)
     strategy: Any = SimpleNamespace(cluster_environment=environment, num_processes=3, num_nodes=1, global_rank=0)
+    strategy.scheme = SimpleNamespace(survives_lost_ranks=False)
     return ScriptLauncher(strategy)
 
 
@@ -74,8 +75,11 @@ def test_one_that_is_asked_to_end_names_the_rank_that_ended(other, launcher, cap
     assert not capfd.readouterr().err
     other.kill()
     other.wait()  # as torchrun does before it ends the others: nobody can tell how it ended any more
-    launcher.kill(signal.SIGTERM)
+    with pytest.raises(SystemExit):  # it does not ask the others whether all should end
+        launcher.kill(signal.SIGTERM)
     assert capfd.readouterr().err == "Rank 0 was asked to end by SIGTERM: rank 1 has ended.\n"
+    launcher._strategy.scheme.survives_lost_ranks = True
+    launcher.kill(signal.SIGTERM)
 
 
 def test_exit_status():

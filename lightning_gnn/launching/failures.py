@@ -76,18 +76,20 @@ class Failure:
         return RankFailedError(f"Rank {self.rank} failed.\n{self.text}")
 
 
-def say_who_ended(rank: int, what: str, wait_s: float = 0.0) -> None:
-    """Says on stderr which ranks of this machine have ended, and how, where whoever started them may not.
+def say_who_ended(rank: int, what: str, wait_s: float = 0.0) -> bool:
+    """Says on stderr which ranks of this machine have ended, and how, where whoever started them may not; returns whether any.
 
     Args:
         rank: this one.
         what: became of it.
         wait_s: for the first of them.
     """
-    for peer, status in neighbours.ended(wait_s).items():
+    ended = neighbours.ended(wait_s)
+    for peer, status in ended.items():
         how = f" {Failure.ended(peer, status).text}" if status else ""
         # Not print: a signal's handler may interrupt another.
         os.write(2, f"Rank {rank} {what}: rank {peer} has ended.{how}\n".encode())
+    return bool(ended)
 
 
 class Apart:

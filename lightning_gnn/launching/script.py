@@ -223,7 +223,9 @@ class ScriptLauncher(_Launcher):
             for child in _supervisor.running():
                 child.signal(signum)
         else:
-            say_who_ended(self._strategy.global_rank, f"was asked to end by {signal.Signals(signum).name}")
+            some_ended = say_who_ended(self._strategy.global_rank, f"was asked to end by {signal.Signals(signum).name}")
+            if some_ended and not self._strategy.scheme.survives_lost_ranks:
+                raise SystemExit(128 + signum)  # Lightning would go on to ask all ranks, and wait for these
 
     # A child ##################################################################
 
