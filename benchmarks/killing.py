@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import atexit
 import json
+import multiprocessing
 import os
 import signal
 import subprocess
@@ -19,6 +20,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
+from multiprocessing.synchronize import Barrier
 from pathlib import Path
 from typing import Any
 
@@ -281,11 +283,15 @@ def _under_torchrun(trial: Trial) -> None:
         start_method="fork",
         monitor_interval=0.1,
     )
-    elastic_launch(config, _worker)(trial)
+    elastic_launch(config, _worker)(trial, multiprocessing.get_context("fork").Barrier(config.nproc_per_node))
 
 
-def _worker(trial: Trial) -> None:
+def _worker(trial: Trial, all_there: Barrier) -> None:
+    # A thread of the process that forks them answers ranks that meet, and a rank forked meanwhile would find its locks taken.
+    all_there.wait()
     torch.set_num_threads(1)
+    if os.environ["TORCHELASTIC_RESTART_COUNT"] != "0":  # all of the first attempt have ended
+        (trial.folder / "anew").write_text(str(time.time()))
     train(trial)
 
 

@@ -204,8 +204,9 @@ class Campaign:
         shared_memory = set(os.listdir("/dev/shm"))
         ended = run(trial, self.patience)
         cell = self.cells.setdefault((strategy, phase), Cell())
-        when = folder / "when"
-        seconds = ended.at - float(when.read_text()) if when.exists() and ended.code else None  # None: it went on
+        when, anew = folder / "when", folder / "anew"
+        at = float(anew.read_text()) if anew.exists() else ended.at if ended.code else None  # None: it went on
+        seconds = at - float(when.read_text()) if when.exists() and at else None
         clear = is_clear(trial, ended)
         repeated, again = ended, None
         if not (folder / "result.pt").exists():

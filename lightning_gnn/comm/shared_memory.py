@@ -24,6 +24,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from lightning_gnn.comm.neighbours import exit_status
 from lightning_gnn.comm.watchdog import Watchdog
 
 _SPINS = 200  # about 20 us: as long as two ranks in step are apart
@@ -195,7 +196,10 @@ class SharedMemory:
             raise PeerError(peer, f"what rank {peer} has sent belongs to another operation", astray=True)
         known = self._maps.get((peer, buffer))
         if known is None or known[0] != generation:
-            known = (generation, _Segment.open(self._pids[peer], fd))
+            try:
+                known = (generation, _Segment.open(self._pids[peer], fd))
+            except OSError as error:  # after it has announced the message
+                raise PeerError(peer, f"rank {peer} has ended") from error
             self._maps[peer, buffer] = known
         return known[1].bytes[offset : offset + num_bytes]
 
@@ -227,13 +231,7 @@ class SharedMemory:
         self.waited_s += time.perf_counter() - began
 
     def _is_gone(self, peer: int) -> bool:
-        if self._tables[peer][self.rank, _CLOSED]:
-            return True
-        try:
-            state = Path(f"/proc/{self._pids[peer]}/stat").read_text().rpartition(")")[2].split()[0]
-        except OSError:
-            return True
-        return state in "ZX"
+        return bool(self._tables[peer][self.rank, _CLOSED]) or exit_status(self._pids[peer]) is not None
 
     def close(self) -> None:
         """Says goodbye; waits shortly for messages that peers have not taken yet."""

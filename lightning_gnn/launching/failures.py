@@ -15,6 +15,7 @@ from multiprocessing.connection import Connection
 from types import TracebackType
 from typing import Any
 
+from lightning_gnn.comm import neighbours
 from lightning_gnn.comm.group import is_about_peers
 
 PARENT, REPORT = "LIGHTNING_GNN_PARENT", "LIGHTNING_GNN_REPORT"
@@ -22,6 +23,9 @@ PARENT, REPORT = "LIGHTNING_GNN_PARENT", "LIGHTNING_GNN_REPORT"
 
 GRACE_S = 3.0
 """How long ranks may take to end by themselves once one has failed; then they are ended."""
+
+SETTLE_S = 1.0
+"""How long a rank that has lost another looks for one that has ended."""
 
 STOP_S = 60.0
 """How long ranks that were asked to end may take, for a checkpoint, say."""
@@ -70,6 +74,22 @@ class Failure:
     def error(self) -> RankFailedError:
         """Returns the error to raise in another process."""
         return RankFailedError(f"Rank {self.rank} failed.\n{self.text}")
+
+
+def say_who_ended(rank: int, what: str, wait_s: float = 0.0) -> bool:
+    """Says on stderr which ranks of this machine have ended, and how, where whoever started them may not; returns whether any.
+
+    Args:
+        rank: this one.
+        what: became of it.
+        wait_s: for the first of them.
+    """
+    ended = neighbours.ended(wait_s)
+    for peer, status in ended.items():
+        how = f" {Failure.ended(peer, status).text}" if status else ""
+        # Not print: a signal's handler may interrupt another.
+        os.write(2, f"Rank {rank} {what}: rank {peer} has ended.{how}\n".encode())
+    return bool(ended)
 
 
 class Apart:

@@ -30,6 +30,7 @@ from lightning_gnn.launching.failures import (
     GRACE_S,
     PARENT,
     REPORT,
+    SETTLE_S,
     STOP_S,
     Apart,
     Failure,
@@ -37,6 +38,7 @@ from lightning_gnn.launching.failures import (
     end_after,
     end_with_parent,
     mark_reported,
+    say_who_ended,
     show_once,
 )
 from lightning_gnn.launching.supervisor import Child, Supervisor
@@ -83,7 +85,8 @@ class ScriptLauncher(_Launcher):
     """Runs the script once per rank; or, where ranks are there already (torchrun, SLURM), nothing but the call.
 
     If a rank fails, the others end within :data:`~lightning_gnn.launching.failures.GRACE_S` seconds and a little, and
-    the traceback of that rank is shown once.
+    the traceback of that rank is shown once. Where ranks are there already, whoever started them ends them; those of the same
+    machine say which was gone.
 
     Args:
         strategy: whose ranks are started.
@@ -123,7 +126,7 @@ class ScriptLauncher(_Launcher):
             return self._as_child(_reporter, function, args, kwargs)
         if _supervisor is not None:
             return self._as_parent(_supervisor, function, args, kwargs)
-        return function(*args, **kwargs)
+        return self._as_guest(function, args, kwargs)
 
     # The parent ###############################################################
 
@@ -219,6 +222,10 @@ class ScriptLauncher(_Launcher):
             _supervisor.stopping = True
             for child in _supervisor.running():
                 child.signal(signum)
+        else:
+            some_ended = say_who_ended(self._strategy.global_rank, f"was asked to end by {signal.Signals(signum).name}")
+            if some_ended and not self._strategy.scheme.survives_lost_ranks:
+                raise SystemExit(128 + signum)  # Lightning would go on to ask all ranks, and wait for these
 
     # A child ##################################################################
 
@@ -228,6 +235,16 @@ class ScriptLauncher(_Launcher):
         except Exception as error:
             reporter.failed(error)
             mark_reported(error)
+            raise
+
+    # A rank that others have started ##########################################
+
+    def _as_guest(self, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        try:
+            return function(*args, **kwargs)
+        except Exception as error:
+            if is_about_peers(error):
+                say_who_ended(self._strategy.global_rank, "cannot go on", SETTLE_S)
             raise
 
 
