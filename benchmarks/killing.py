@@ -289,6 +289,7 @@ def _under_torchrun(trial: Trial) -> None:
 def _worker(trial: Trial, all_there: Barrier) -> None:
     # A thread of the process that forks them answers ranks that meet, and a rank forked meanwhile would find its locks taken.
     all_there.wait()
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)  # not torchrun's own, which a Python that it starts does not have
     torch.set_num_threads(1)
     if os.environ["TORCHELASTIC_RESTART_COUNT"] != "0":  # all of the first attempt have ended
         (trial.folder / "anew").write_text(str(time.time()))
