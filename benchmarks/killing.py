@@ -240,6 +240,24 @@ def module(dropout: float = 0.5) -> NodeClassifier:
     return NodeClassifier(GCN(8, 8, num_layers=2, out_channels=3, dropout=dropout), lr=0.05)
 
 
+def trainer_of(
+    kind: Kind, strategy: GNNStrategy, epochs: int, callbacks: list[L.Callback], **options: Any
+) -> L.Trainer:
+    """Returns a Trainer that says nothing."""
+    return L.Trainer(
+        strategy=strategy,
+        devices=kind.ranks,
+        accelerator="cpu",
+        max_epochs=epochs,
+        logger=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        num_sanity_val_steps=0,
+        callbacks=callbacks,
+        **options,
+    )
+
+
 def train(trial: Trial) -> None:
     """What the user's script does: trains, or goes on from the last checkpoint, and leaves the weights in a file."""
     kind = KINDS[trial.strategy]
@@ -254,17 +272,8 @@ def train(trial: Trial) -> None:
         environment()
 
     strategy.setup_environment = setup_environment  # type: ignore[method-assign]
-    trainer = L.Trainer(
-        strategy=strategy,
-        devices=kind.ranks,
-        accelerator="cpu",
-        max_epochs=EPOCHS,
-        logger=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        num_sanity_val_steps=0,
-        callbacks=[Phases(), Saver(trial.folder / "checkpoints", save_last=True, save_on_train_epoch_end=False)],
-    )
+    saver = Saver(trial.folder / "checkpoints", save_last=True, save_on_train_epoch_end=False)
+    trainer = trainer_of(kind, strategy, EPOCHS, [Phases(), saver])
     trainer.fit(model, datamodule=data, ckpt_path="last")
     if trainer.is_global_zero:
         torch.save(model.state_dict(), trial.folder / "result.pt")

@@ -32,7 +32,7 @@ import numpy as np
 import torch
 from common import report
 from killing import KINDS as OURS
-from killing import Kind, module, run_program
+from killing import Kind, module, run_program, trainer_of
 from lightning.pytorch.callbacks import ModelCheckpoint
 
 from lightning_gnn import GraphDataModule
@@ -73,17 +73,8 @@ def fit(name: str, start_method: str, epochs: int, folder: Path, *callbacks: L.C
     kind = KINDS[name]
     L.seed_everything(1, verbose=False)
     strategy = kind.make(start_method=start_method, self_check=False, **dict(kind.options))
-    trainer = L.Trainer(
-        strategy=strategy,
-        devices=kind.ranks,
-        accelerator="cpu",
-        max_epochs=epochs,
-        check_val_every_n_epoch=EVERY,
-        logger=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        callbacks=[ModelCheckpoint(folder / "checkpoints", save_last=True), *callbacks],
-    )
+    saver = ModelCheckpoint(folder / "checkpoints", save_last=True)
+    trainer = trainer_of(kind, strategy, epochs, [saver, *callbacks], check_val_every_n_epoch=EVERY)
     trainer.fit(module(), datamodule=GraphDataModule("killing.graph", store=folder / "store"))
 
 
