@@ -27,7 +27,7 @@ _MARK = "LIGHTNING_GNN_TEST_RUN"
 _OF_A_RANK = ("LOCAL_RANK", "NODE_RANK", "RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "PL_GLOBAL_SEED")
 
 # PyG leaves the functions that it generates in files, torch makes folders for those that it compiles and for torchrun's logs.
-_OF_OTHERS = re.compile(r".*_(propagate|edge_updater)_\w+\.py|torchinductor_|torchelastic_|netlab-")
+_OF_OTHERS = re.compile(r".*_(propagate|edge_updater)_\w+\.py|torchinductor_|torchelastic_|netlab-|__pycache__")
 
 ENVIRONMENT: dict[str, str] = {}
 """What every command finds as its environment: that of the session's beginning, for tests change this process's own."""

@@ -20,7 +20,7 @@ from torch_geometric.nn.models import GCN
 
 from lightning_gnn import DGCLStrategy, GossipStrategy, GraphDataModule, NodeClassifier, SamplingStrategy
 
-EPOCHS, ROUNDS = 10, 3
+EPOCHS, ROUNDS = 6, 3
 STRATEGIES: dict[str, Any] = {  # they have few threads, sockets and segments in common
     "dgcl": DGCLStrategy,
     "sampling": lambda **options: SamplingStrategy([2, 2], 8, **options),

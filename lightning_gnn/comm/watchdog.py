@@ -11,6 +11,7 @@ another has begun without that call.
 
 from __future__ import annotations
 
+import atexit
 import json
 import os
 import sys
@@ -225,9 +226,11 @@ class Watchdog:
         self._store, self._calls = store, calls
         self._thread = threading.Thread(target=self._watch, daemon=True, name="watchdog")
         self._thread.start()
+        atexit.register(self.stop)  # a thread that still talks to the store when Python ends could make it abort
 
     def stop(self) -> None:
         """Ends it."""
+        atexit.unregister(self.stop)
         self._end.set()
         self._raise.set()
         if self._thread is not None and self._thread is not threading.current_thread():
