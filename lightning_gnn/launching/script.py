@@ -176,8 +176,8 @@ class ScriptLauncher(_Launcher):
         try:
             return function(*args, **kwargs)
         except Exception as error:
+            inside.clear()  # this process knows; else the other ranks were asked to end, and said so as if it were why
             cause = self._cause(supervisor, error)
-            inside.clear()
             if cause is None:
                 raise
             raise cause from None
