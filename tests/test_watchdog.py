@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import re
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -159,13 +160,11 @@ def failed(ahead: tuple[Path, Finished]) -> str:
 
 @pytest.mark.slow
 @straying
-@pytest.mark.parametrize(("event", "memory", "timeout"), [("sleep", "shared", 5.0)])
+@pytest.mark.parametrize(("event", "memory", "timeout"), [("sleep", "shared", 10.0)])
 def test_deadline(ahead, event, memory, timeout):
     output = failed(ahead)
-    assert (
-        "rank 0: waits for rank 1, for 5." in output
-        and "in: Halo exchange (forward) of layer 'second', training step 3" in output
-    )
+    waits = r"rank 0: waits for rank 1, for \d+\.\d s now, in: Halo exchange \(forward\) of layer 'second', training step 3;"
+    assert re.search(waits, output), output
     assert "Missing: rank 1." in output
     assert "its code is in forward" in output and "time.sleep(600)" in output  # the stack of the one that sleeps
 
