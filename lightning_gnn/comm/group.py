@@ -56,14 +56,6 @@ class CommunicationError(RuntimeError):
     """Ranks could not exchange something: names the operation and, where known, the layer and the peer."""
 
 
-def unanswered(what: str, error: RuntimeError) -> CommunicationError:
-    """Returns the error to raise where `what`, an operation of all ranks, did not come to its end."""
-    return CommunicationError(
-        f"{what}: {error}. Look at the other ranks' output first: one may have stopped, or be slower than the deadline "
-        "(argument `timeout` of the strategy)."
-    )
-
-
 def is_about_peers(error: BaseException) -> bool:
     """Returns whether an error only says that other ranks are gone or late."""
     if isinstance(error, (CommunicationError, dist.DistBackendError, dist.DistNetworkError, dist.DistStoreError)):

@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_gnn.comm.group import CommunicationError, unanswered
+from lightning_gnn.comm.group import CommunicationError
 from lightning_gnn.comm.listening import gloo_beside
 
 ADDRESS = "LIGHTNING_GNN_MEETINGS"
@@ -241,7 +241,10 @@ class Everyone:
         try:
             yield
         except RuntimeError as error:
-            raise unanswered(f"Averaging over all workers on rank {self._me} of {self._size}", error) from error
+            raise CommunicationError(
+                f"Averaging over all workers on rank {self._me} of {self._size}: {error}. Look at the other ranks' output first: "
+                "one may have stopped, or be slower than the deadline (argument `timeout` of the strategy)."
+            ) from error
 
     def sum_(self, tensor: Tensor) -> None:
         """Sums `tensor`, on the CPU, over all workers, in place."""
