@@ -1,0 +1,53 @@
+"""The corpus: programs of strangers give the numbers of one device on ranks, or are refused by name (gloo ranks, float64)."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from importlib import import_module
+from pathlib import Path
+
+import pytest
+
+from idioms import broken
+from idioms.harness import IDIOMS, Idiom, complaints
+
+for path in sorted(Path(__file__).parent.glob("*.py")):
+    if path.stem not in ("__init__", "test_idioms"):
+        import_module(f"idioms.{path.stem}")
+
+
+def _parameter(one: Idiom) -> object:
+    marks = [pytest.mark.xfail(strict=True, reason=one.xfail)] if one.xfail else []
+    return pytest.param(one, id=one.name, marks=marks)
+
+
+@pytest.mark.parametrize("one", [_parameter(one) for one in IDIOMS.values()])
+def test_idiom(ranks, one):
+    found = complaints(ranks, one)
+    assert not found, "\n".join(found)
+
+
+ONE = Idiom(broken.intact, "", None, None, ("fit", "test"), ("dgcl",), 1e-7, False, None)
+
+
+def test_the_harness_sees_that_something_differs(ranks):
+    assert complaints(ranks, ONE) == []
+    [found] = complaints(ranks, replace(ONE, build=broken.without_halo))
+    assert found.startswith(
+        "without_halo under dgcl (sorted), rank 0: 'fit' 'values' epoch 0, on_validation_end 'train_loss'"
+    )
+    [found] = complaints(ranks, replace(ONE, build=broken.without_sums))
+    assert found.startswith(
+        "without_sums under dgcl (sorted), rank 0: 'fit' 'values' epoch 0, on_validation_end 'val_loss'"
+    )
+
+
+def test_the_harness_sees_what_is_not_refused_or_by_a_foreign_error(ranks):
+    [found] = complaints(ranks, replace(ONE, build=broken.not_refused, refused="mixes rows"))
+    assert "is not refused; it gives the numbers of one device" in found
+    [found] = complaints(ranks, replace(ONE, build=broken.without_halo, refused="mixes rows"))
+    assert "is not refused; 'fit' 'values'" in found
+    [found] = complaints(ranks, replace(ONE, build=broken.foreign_error, refused="index"))
+    assert "raises an error that is not ours: IndexError" in found
+    [found] = complaints(ranks, replace(ONE, build=broken.foreign_error))
+    assert "raises IndexError" in found
