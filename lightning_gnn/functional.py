@@ -349,8 +349,8 @@ def sum_gradients(parameters: torch.nn.Module | Iterable[Tensor]) -> None:
         RuntimeError: before :func:`init`.
     """
     world = _joined("sum_gradients").world
-    found = parameters.parameters() if isinstance(parameters, torch.nn.Module) else parameters
-    gradients = GradientSum(world, [parameter for parameter in found if parameter.requires_grad])
+    found = list(parameters.parameters() if isinstance(parameters, torch.nn.Module) else parameters)
+    gradients = GradientSum(world, lambda: found)
     try:
         gradients.after()
     finally:

@@ -43,7 +43,7 @@ def summed(rank: int, world_size: int, bucket_bytes: int, shared_memory: bool, c
     world = World(rank, world_size, torch.device("cpu"), timedelta(seconds=30), shared_memory)
     try:
         layers = make_layers()
-        total = GradientSum(world, parameters_of(layers))
+        total = GradientSum(world, lambda: parameters_of(layers))
         expected = make_layers()
         early = []
         for _ in range(2):  # the second adds to what the first left

@@ -16,6 +16,7 @@ from lightning_gnn.callbacks.loggers import log_files, log_values, uploads
 from lightning_gnn.callbacks.waiting import PartSize, explain_waiting
 from lightning_gnn.comm.coded import CodedWire
 from lightning_gnn.comm.group import World
+from lightning_gnn.comm.replicas import Replicas
 from lightning_gnn.comm.traffic import Meter, Traffic
 
 ByLayer = Mapping[tuple[str, str], Traffic]
@@ -44,14 +45,15 @@ class CommunicationMetrics(pl.Callback):
         meter: where the strategy counts.
         world: the ranks.
         parts: how much each rank has.
+        replicas: compares the ranks' models at each epoch's end.
 
     Attributes:
         by_layer: this rank's traffic of the last epoch by (layer, direction).
         epoch: its sum.
     """
 
-    def __init__(self, meter: Meter, world: World, parts: Sequence[PartSize]) -> None:
-        self._meter, self._world, self._parts = meter, world, parts
+    def __init__(self, meter: Meter, world: World, parts: Sequence[PartSize], replicas: Replicas) -> None:
+        self._meter, self._world, self._parts, self._replicas = meter, world, parts, replicas
         self.by_layer: ByLayer = {}
         self.epoch = Traffic()
         self._epochs, self._warned = 0, False
@@ -103,7 +105,10 @@ class CommunicationMetrics(pl.Callback):
         own = [float(self.epoch.bytes_sent), float(self.epoch.rows), self.epoch.seconds]
         own += [self._seconds, self._waited, float(self._nodes), float(self._edges), *self._codec_squares()]
         mine = torch.tensor(own, dtype=torch.float64, device=self._world.device)
-        everyone = self._world.all_gather(mine, "Communication metrics").cpu()
+        digest = self._replicas.digest()
+        everyone = self._world.all_gather(torch.cat([mine, digest]), "Communication metrics").cpu()
+        everyone, digests = everyone.split([len(mine), len(digest)], 1)
+        self._replicas.check(digests, f"After epoch {trainer.current_epoch}")
         total, longest = everyone.sum(0), everyone.amax(0)
         seconds = longest[3].clamp(min=1e-9)
         values = {

@@ -81,7 +81,7 @@ class EpochTimes(pl.Callback):
 
     @override
     def on_after_backward(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        # Lightning calls this before Strategy.post_backward, in which gradients are summed or averaged.
+        # Workers that train apart average after this; all others have summed gradients, which the strategy counts.
         self._backward_ended = self._now(pl_module), _world_seconds(trainer)[0]
 
     @override
@@ -137,7 +137,9 @@ class EpochTimes(pl.Callback):
     def _count(self, trainer: pl.Trainer, sign: int) -> None:
         """Adds what the ranks' connections count, at the end of a step, to what it was at its begin."""
         sums, waited = _world_seconds(trainer)
-        self._sums += sign * sums
+        gradients, of_sums = getattr(trainer.strategy, "gradient_seconds", (0.0, 0.0))
+        self._gradients += sign * gradients
+        self._sums += sign * (sums - of_sums)
         self._waited += sign * waited
 
     @staticmethod

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 from collections import Counter
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from datetime import timedelta
 from functools import partial
@@ -35,6 +35,7 @@ from lightning_gnn.checks.self_check import SelfCheck, self_check
 from lightning_gnn.comm.codec import CodecName, make_codec
 from lightning_gnn.comm.group import World
 from lightning_gnn.comm.owners import Owners
+from lightning_gnn.comm.replicas import Replicas
 from lightning_gnn.comm.traffic import Meter
 from lightning_gnn.datamodules.graph import GraphDataModule, OneBatch, check_fits
 from lightning_gnn.datamodules.hetero import NO_TYPES
@@ -44,7 +45,7 @@ from lightning_gnn.kernels import cache_folder
 from lightning_gnn.kernels.warm_up import warm_up
 from lightning_gnn.launching import StartMethod, make_launcher
 from lightning_gnn.nn.bind import Binding, check_module
-from lightning_gnn.nn.embedding import embeddings_of
+from lightning_gnn.nn.embedding import DistributedEmbedding, embeddings_of
 from lightning_gnn.nn.fused import kernel_groups
 from lightning_gnn.nn.helpers import graph_in_use
 from lightning_gnn.nn.loss import loss_scale
@@ -56,6 +57,7 @@ from lightning_gnn.strategies.heap import keeping_freed_memory
 from lightning_gnn.strategies.logs import GlobalLogs
 from lightning_gnn.strategies.memory import check_memory, check_own_memory
 from lightning_gnn.strategies.metrics import StandInMetrics
+from lightning_gnn.strategies.random_streams import RandomStreams
 from lightning_gnn.strategies.run_config import part_sizes, partition_report, run_config
 from lightning_gnn.strategies.scheme import Scheme
 from lightning_gnn.strategies.self_checks import judge, most_labelled
@@ -170,6 +172,8 @@ class GNNStrategy(ParallelStrategy):
         self._logs: GlobalLogs | None = None
         self._metrics: StandInMetrics | None = None
         self._gradients: GradientSum | None = None
+        self._replicas: Replicas | None = None
+        self._random: RandomStreams | None = None
         self._owners: Owners | None = None
         self._callbacks: list[pl.Callback] = []
         self._loss_scale = 1.0
@@ -246,6 +250,12 @@ class GNNStrategy(ParallelStrategy):
             raise RuntimeError("The strategy's ranks are connected during fit, validate, test and predict only.")
         return self._world
 
+    @property
+    def gradient_seconds(self) -> tuple[float, float]:
+        """Seconds spent after backwards on sums of gradients until now, and of these in collectives."""
+        total = self._gradients
+        return (0.0, 0.0) if total is None else (total.seconds, total.collective_seconds)
+
     # Set-up and teardown ######################################################
 
     def before_ranks_start(self, trainer: pl.Trainer | None, given: Sequence[Any], self_check: bool = True) -> None:
@@ -319,9 +329,8 @@ class GNNStrategy(ParallelStrategy):
             if isinstance(optimizer, torch.optim.LBFGS):
                 raise ValueError("LBFGS decides by the loss of one rank how far to step. Use Adam, AdamW or SGD.")
         self.world.broadcast_tensors_([*module.parameters(), *module.buffers()])
-        self._seed_ranks()
-        # torch's seed differs from rank to rank now, and is the same in every run of one seed.
-        codec = make_codec(self.codec, self.stochastic_rounding, torch.initial_seed())
+        self._random = RandomStreams(self.world)
+        codec = make_codec(self.codec, self.stochastic_rounding, self._random.seed)
         if codec is not None:
             self.world.use_codec(codec)
 
@@ -337,10 +346,11 @@ class GNNStrategy(ParallelStrategy):
             self._binding = self._bind(self.scheme, module, shard, self.world, self.meter)
             self._in_use.enter_context(graph_in_use(self._binding.context))
         self._steps = 0
-        self._gradients = GradientSum(self.world, [p for p in module.parameters() if p.requires_grad])
+        self._gradients = GradientSum(self.world, module.parameters)
+        self._replicas = Replicas(self.world, self._replicated)
         self._logs = GlobalLogs(module, self.world)
         self._metrics = StandInMetrics(module, self.world)
-        metrics = CommunicationMetrics(self.meter, self.world, part_sizes(shard))
+        metrics = CommunicationMetrics(self.meter, self.world, part_sizes(shard), self._replicas)
         self._callbacks = [metrics, *self.scheme.callbacks(self.world)]
         trainer.callbacks[:0] = self._callbacks  # type: ignore[attr-defined]
         self._log_plan(trainer, shard)
@@ -485,15 +495,18 @@ class GNNStrategy(ParallelStrategy):
         assert outcome is not None
         judge(outcome, self, module, stage)
 
-    def _seed_ranks(self) -> None:
-        """Gives every rank random numbers of its own, so that dropout differs from rank to rank, all from one seed.
-
-        Only torch's: python's and numpy's stay the same on all ranks, since code may branch on them.
-        """
-        if self.world_size == 1:
-            return
-        seed = self.world.broadcast_object(int(torch.randint(2**62, ()).item()))
-        torch.manual_seed(seed + self.global_rank)
+    def _replicated(self) -> Iterator[tuple[str, Tensor]]:
+        """Yields what must be the same on all ranks, by name."""
+        module = self.lightning_module
+        assert module is not None
+        own_rows = {
+            id(each)
+            for part in module.modules()
+            if isinstance(part, DistributedEmbedding)
+            for each in part.parameters()
+        }
+        yield from (named for named in module.named_parameters() if id(named[1]) not in own_rows)
+        yield from module.named_buffers()
 
     @override
     def model_to_device(self) -> None:
@@ -513,6 +526,7 @@ class GNNStrategy(ParallelStrategy):
                 part.release()
         self._callbacks = []
         self._metrics = self._logs = self._binding = self._gradients = self._shard = None
+        self._replicas = self._random = None
         self.scheme.unbind()
         super().teardown()
         if self._world is not None:
@@ -529,7 +543,7 @@ class GNNStrategy(ParallelStrategy):
             self._in_use.enter_context(keeping_freed_memory())
         counts = self._enter(batch, "train_mask", "training")
         self._loss_scale = self._scale_of(None, counts)  # for manual_backward, inside the step
-        with self._approximating(), self._offloading(batch):
+        with self._drawing(), self._approximating(), self._offloading(batch):
             output = super().training_step(batch, *args, **kwargs)
         assert self.lightning_module is not None
         if output is None and self.lightning_module.automatic_optimization:
@@ -541,22 +555,29 @@ class GNNStrategy(ParallelStrategy):
     @override
     def validation_step(self, batch: Any, *args: Any, **kwargs: Any) -> Any:
         self._enter(batch, "val_mask", "validation")
-        output = super().validation_step(batch, *args, **kwargs)
+        with self._drawing():
+            output = super().validation_step(batch, *args, **kwargs)
         self._leave()
         return output
 
     @override
     def test_step(self, batch: Any, *args: Any, **kwargs: Any) -> Any:
         self._enter(batch, "test_mask", "test")
-        output = super().test_step(batch, *args, **kwargs)
+        with self._drawing():
+            output = super().test_step(batch, *args, **kwargs)
         self._leave()
         return output
 
     @override
     def predict_step(self, *args: Any, **kwargs: Any) -> Any:
         self._begin_step("prediction")
-        output = super().predict_step(*args, **kwargs)
+        with self._drawing():
+            output = super().predict_step(*args, **kwargs)
         return self._own_rows(output) if self.predictions == "shards" else self._gather_rows(output)
+
+    def _drawing(self, step: bool = True) -> AbstractContextManager[None]:
+        """While open, random numbers are those of a step, or those of a hook within one."""
+        return nullcontext() if self._random is None else self._random.inside(step)
 
     def _enter(self, batch: Any, mask: str, stage: str) -> Sequence[int]:
         """Tells logs and metrics what this rank's values weigh in this step."""
@@ -648,15 +669,26 @@ class GNNStrategy(ParallelStrategy):
 
     @override
     def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
-        assert self._gradients is not None
-        self._gradients.before()
+        # As Lightning's, but gradients are summed before on_after_backward, which precision.post_backward calls, and
+        # on_before_backward is given the loss as the step returned it.
+        gradients, module, precision = self._gradients, self.lightning_module, self.precision_plugin
+        assert gradients is not None and module is not None
+        with self._drawing(False):  # hooks draw alike on all ranks, in manual optimisation too
+            self.pre_backward(closure_loss)
+            loss = precision.pre_backward(closure_loss, module)
+        gradients.before()
         with self._approximating():
-            return super().backward(closure_loss * self._loss_scale, optimizer, *args, **kwargs)
+            precision.backward(loss * self._loss_scale, module, optimizer, *args, **kwargs)
+        with self._drawing(False):
+            gradients.after()
+            loss = precision.post_backward(loss, module)
+            self.post_backward(loss)
+        return loss
 
     @override
-    def post_backward(self, closure_loss: Tensor) -> None:
-        assert self._gradients is not None
-        self._gradients.after()
+    def optimizer_step(self, *args: Any, **kwargs: Any) -> Any:
+        with self._drawing(False):
+            return super().optimizer_step(*args, **kwargs)
 
     @contextmanager
     @override
@@ -695,7 +727,9 @@ class GNNStrategy(ParallelStrategy):
         super().on_train_end()
         self.world.watch.place = "end of training"
         # Ranks that come here from another number of steps are told so, and do not wait for those that still train.
-        self.world.all_gather(torch.zeros(1, device=self.root_device), "End of training")
+        assert self._replicas is not None
+        digests = self.world.all_gather(self._replicas.digest(), "End of training")
+        self._replicas.check(digests, "At the end of training")
         if self._owners is not None:
             assert self.lightning_module is not None
             for each in embeddings_of(self.lightning_module, self._owners.num_nodes):
@@ -720,8 +754,9 @@ class GNNStrategy(ParallelStrategy):
     @override
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any | None = None) -> None:
         kept: dict[str, Any] = {"scheme": self.scheme.state_dict()}
-        if self._world is not None and self.world_size > 1:
-            kept["random_states"] = list(self.world.all_gather(torch.get_rng_state().to(self.root_device)).cpu())
+        if self._world is not None and self.world_size > 1 and self._random is not None:
+            kept["common_random_state"], own = self._random.state()
+            kept["random_states"] = list(self.world.all_gather(own.to(self.root_device)).cpu())
         checkpoint["lightning_gnn"] = kept
         super().save_checkpoint(checkpoint, filepath, storage_options)
 
@@ -738,9 +773,8 @@ class GNNStrategy(ParallelStrategy):
             return
         self.scheme.load_state_dict(state.get("scheme", {}))
         random_states = state.get("random_states", [])
-        if len(random_states) == self.world_size:
-            # A copy: set_rng_state reads beyond a tensor that shares its storage with others.
-            torch.set_rng_state(random_states[self.global_rank].cpu().clone())
+        if len(random_states) == self.world_size and "common_random_state" in state and self._random is not None:
+            self._random.load(state["common_random_state"], random_states[self.global_rank])
 
 
 def _how_to_start(environment: ClusterEnvironment | None, machines: int, ranks: int) -> str:

@@ -41,6 +41,7 @@ from lightning_gnn.partition.layout import LayoutSpec
 from lightning_gnn.strategies.base import GNNStrategy
 from lightning_gnn.strategies.dgcl import DGCLScheme
 from lightning_gnn.strategies.logs import GlobalLogs
+from lightning_gnn.strategies.random_streams import RandomStreams
 
 Assignment = Literal["random", "metis"]
 Average = Literal["gradients", "parameters"]
@@ -269,7 +270,7 @@ class ClusterStrategy(GNNStrategy):
                 "LBFGS evaluates a batch several times, between which averages fall. Use Adam, AdamW or SGD."
             )
         self.world.broadcast_tensors_([*module.parameters(), *module.buffers()])
-        self._seed_ranks()
+        torch.manual_seed(RandomStreams(self.world).seed)  # workers are apart, in hooks as in steps
         self._score = None
         self._worker = self._new_worker(trainer, self._clusters)
         # From here on each worker is alone: what Lightning, torchmetrics and loggers ask of all ranks, they ask of one.

@@ -5,15 +5,20 @@ Source: buckets and overlap as in PyTorch's DistributedDataParallel (Li et al., 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+import operator
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import groupby
 
 import torch
 from torch import Tensor
+from torch.utils.hooks import RemovableHandle
 
 from lightning_gnn.comm.group import World
+
+_Hook = Callable[[Tensor], Tensor | None]
 
 BUCKET_BYTES = 4 << 20
 """A bucket ends with the parameter that fills it."""
@@ -43,38 +48,61 @@ class GradientSum:
 
     Args:
         world: the ranks.
-        parameters: those that learn, in the same order on every rank.
+        parameters: returns the model's parameters, in the same order on every rank. It is asked before each backward, since
+            callbacks may freeze and unfreeze layers.
 
     Only what the backward adds is summed: what stood in ``grad`` before, as in manual optimisation with several
     backwards, has been summed already. While :meth:`blocked`, gradients stay local and are summed with the next
     backward that is not.
 
+    Hooks on parameters (``register_hook``, ``register_post_accumulate_grad_hook``) are called with the sum, as they would be with
+    the gradient on one device; parameters with such hooks are summed in every backward.
+
     A bucket is sent once all its gradients are there, in the same order on all ranks; the last one after the backward.
     Its message tells which parameters have a gradient on some rank, since one that has none keeps None, as on one
     device, where the optimizer then leaves it alone. It also tells which buckets got more after they were sent, as
     reentrant checkpointing does; these are sent again.
+
+    Attributes:
+        seconds, collective_seconds: spent after backwards until now, and of these in collectives.
     """
 
-    def __init__(self, world: World, parameters: Sequence[Tensor]) -> None:
-        self._world = world
-        self._buckets = list(_buckets(parameters))
+    def __init__(self, world: World, parameters: Callable[[], Iterable[Tensor]]) -> None:
+        self._world, self._parameters = world, parameters
+        self._learning: list[Tensor] = []
+        self._buckets: list[_Bucket] = []
         self._aside: dict[Tensor, Tensor] = {}
+        self._held: list[tuple[Tensor, dict[int, _Hook], dict[int, _Hook]]] = []
         self._blocked = False
         self._local = False
         self._working = False
         self._next = 0
-        self._hooks = []
-        if world.size > 1:
+        self._own_hooks: dict[int, RemovableHandle] = {}
+        self.seconds = self.collective_seconds = 0.0
+        self._follow()
+
+    def _follow(self) -> None:
+        """Makes buckets of the parameters that learn now, unless they are the same as before."""
+        learning = [parameter for parameter in self._parameters() if parameter.requires_grad]
+        if len(learning) == len(self._learning) and all(map(operator.is_, learning, self._learning)):
+            return
+        self._drop_own_hooks()
+        self._learning, self._buckets = learning, list(_buckets(learning))
+        if self._world.size > 1:
             for bucket in self._buckets[:-1]:
                 for parameter in bucket.parameters:
                     hook = parameter.register_post_accumulate_grad_hook(lambda _, bucket=bucket: self._arrived(bucket))
-                    self._hooks.append(hook)
+                    self._own_hooks[hook.id] = hook
 
     def release(self) -> None:
         """Takes the hooks off the parameters."""
-        for hook in self._hooks:
+        self._give_hooks_back()
+        self._drop_own_hooks()
+
+    def _drop_own_hooks(self) -> None:
+        for hook in self._own_hooks.values():
             hook.remove()
-        self._hooks = []
+        self._own_hooks = {}
 
     @contextmanager
     def blocked(self) -> Iterator[None]:
@@ -89,12 +117,42 @@ class GradientSum:
         """Sets gradients aside that are summed already; while :meth:`blocked`, until the next sum."""
         if self._world.size == 1:
             return
+        self._give_hooks_back()  # where a backward has raised
+        self._follow()
+        self._hold_hooks()
         for bucket in self._buckets:
             bucket.ready = 0
             for parameter in bucket.parameters:
                 if parameter.grad is not None and not self._local:
                     self._aside[parameter], parameter.grad = parameter.grad, None
-        self._working, self._next = not self._blocked, 0
+        self._working, self._next = self._sums, 0
+
+    @property
+    def _sums(self) -> bool:
+        """Whether this backward is summed."""
+        return not self._blocked or bool(self._held)
+
+    def _hold_hooks(self) -> None:
+        """Takes hooks off parameters that are not ours: they would see what this rank has added."""
+        for parameter in self._learning:
+            found = []
+            for hooks in (parameter._backward_hooks, parameter._post_accumulate_grad_hooks):  # type: ignore[attr-defined]
+                theirs = {key: hook for key, hook in (hooks or {}).items() if key not in self._own_hooks}
+                for key in theirs:
+                    del hooks[key]
+                found.append(theirs)
+            if any(found):
+                self._held.append((parameter, *found))  # type: ignore[arg-type]
+
+    def _give_hooks_back(self) -> None:
+        for parameter, on_grad, on_parameter in self._held:
+            for hooks, theirs in (
+                (parameter._backward_hooks, on_grad),
+                (parameter._post_accumulate_grad_hooks, on_parameter),  # type: ignore[attr-defined]
+            ):
+                if theirs:
+                    hooks.update(theirs)
+        self._held = []
 
     def _arrived(self, bucket: _Bucket) -> None:
         """Sends the buckets that are complete, in order."""
@@ -110,11 +168,31 @@ class GradientSum:
             self._next += 1
 
     def after(self) -> None:
-        """Sums what the backward has added, and adds what was set aside."""
-        self._local = self._blocked
+        """Sums what the backward has added, calls the parameters' hooks, and adds what was set aside."""
+        self._local = not self._sums
         self._working = False
-        if self._blocked or self._world.size == 1 or not self._buckets:
+        if self._local or self._world.size == 1 or not self._buckets:
             return
+        began, collectives = time.perf_counter(), self._world.collectives_s
+        self._sum()
+        held = self._held
+        self._give_hooks_back()
+        for parameter, on_grad, _ in held:
+            for hook in on_grad.values():
+                if parameter.grad is not None and (changed := hook(parameter.grad)) is not None:
+                    parameter.grad = changed
+        added = {parameter for parameter in self._learning if parameter.grad is not None}
+        for parameter, grad in self._aside.items():
+            parameter.grad = grad if parameter.grad is None else grad.add_(parameter.grad)
+        self._aside = {}
+        for parameter, _, on_parameter in held:
+            for hook in on_parameter.values():
+                if parameter in added:
+                    hook(parameter)
+        self.seconds += time.perf_counter() - began
+        self.collective_seconds += self._world.collectives_s - collectives
+
+    def _sum(self) -> None:
         *early, last = self._buckets
         for bucket in early[self._next :]:
             self._send(bucket)
@@ -134,9 +212,6 @@ class GradientSum:
                 bucket.wait()
         for bucket in self._buckets:
             self._receive(bucket, used)
-        for parameter, grad in self._aside.items():
-            parameter.grad = grad if parameter.grad is None else grad.add_(parameter.grad)
-        self._aside = {}
 
     def _send(self, bucket: _Bucket, tail: Sequence[float] = ()) -> None:
         first = bucket.parameters[0]

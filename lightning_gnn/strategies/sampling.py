@@ -6,7 +6,7 @@ seeds), III-C (feature store), III-D (samplers), III-E (trainer).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any, TypeVar
@@ -323,6 +323,12 @@ class SamplingStrategy(GNNStrategy):
                 f"fanouts={self.fanouts} sample {self.num_hops} hops, but the model propagates along edges {propagations} "
                 f"times: {outcome}. Give one fan-out per layer."
             )
+
+    @override
+    def _replicated(self) -> Iterator[tuple[str, Tensor]]:
+        # Not buffers: running statistics are those of a rank's own batches until training ends.
+        parameters = {name for name, _ in self.lightning_module.named_parameters()}  # type: ignore[union-attr]
+        yield from ((name, tensor) for name, tensor in super()._replicated() if name in parameters)
 
     @override
     def training_step(self, batch: Any, *args: Any, **kwargs: Any) -> Any:

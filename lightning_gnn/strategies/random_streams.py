@@ -1,0 +1,86 @@
+"""Which random numbers ranks share, and which are each rank's own."""
+
+from __future__ import annotations
+
+import hashlib
+import random
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from lightning_gnn.comm.group import World
+
+
+class RandomStreams:
+    """Gives torch one stream for all ranks outside steps, and one of each rank's own inside; runs on every rank.
+
+    What hooks draw, such as new weights in ``on_train_epoch_start``, is then the same on all ranks, and what one device draws if
+    its steps draw nothing: rank 0's stream goes on as it was. Inside a step, where rows are drawn for, ranks draw different
+    numbers. Python's and numpy's generators are those of rank 0 on all ranks, inside steps and outside, since code may branch
+    on them.
+
+    Args:
+        world: the ranks; all of them make this object at once.
+
+    Attributes:
+        seed: of the rank's own stream.
+    """
+
+    def __init__(self, world: World) -> None:
+        self._cuda = world.device if world.device.type == "cuda" else None
+        self._inside = False
+        self._other: list[Tensor] | None = None
+        self.seed = torch.initial_seed()
+        if world.size == 1:
+            return
+        states = random.getstate(), np.random.get_state(), self._state()  # noqa: NPY002 (what users draw from)
+        python, numpy, common = world.broadcast_object(states)
+        random.setstate(python)
+        np.random.set_state(numpy)  # noqa: NPY002
+        # Made of the state, since drawing a seed would leave the stream elsewhere than on one device.
+        digest = hashlib.blake2b(b"".join(each.numpy().tobytes() for each in common), digest_size=7)
+        self.seed = int.from_bytes(digest.digest(), "little") + world.rank
+        torch.manual_seed(self.seed)
+        self._other = self._state()
+        self._set(common)
+
+    def _state(self) -> list[Tensor]:
+        states = [torch.get_rng_state()]
+        return states if self._cuda is None else [*states, torch.cuda.get_rng_state(self._cuda)]
+
+    def _set(self, states: list[Tensor]) -> None:
+        torch.set_rng_state(states[0])
+        if self._cuda is not None and len(states) > 1:
+            torch.cuda.set_rng_state(states[1], self._cuda)
+
+    @contextmanager
+    def inside(self, step: bool = True) -> Iterator[None]:
+        """Draws from the rank's own stream while open; with ``step=False`` from the common one, as in hooks within a step."""
+        before = self._inside
+        self._change(step)
+        try:
+            yield
+        finally:
+            self._change(before)
+
+    def _change(self, inside: bool) -> None:
+        if inside != self._inside and self._other is not None:
+            self._inside, state = inside, self._state()
+            self._set(self._other)
+            self._other = state
+
+    def state(self) -> tuple[Tensor, Tensor]:
+        """Returns the states of the common stream and of the rank's own, of the CPU, uint8."""
+        now = self._state()[0]
+        other = now if self._other is None else self._other[0]
+        return (other, now) if self._inside else (now, other)
+
+    def load(self, common: Tensor, own: Tensor) -> None:
+        """Goes on with streams as :meth:`state` returned them; called outside steps."""
+        # Copies: set_rng_state reads beyond a tensor that shares its storage with others.
+        torch.set_rng_state(common.cpu().clone())
+        if self._other is not None:
+            self._other[0] = own.cpu().clone()
