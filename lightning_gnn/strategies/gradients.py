@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import groupby
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -135,23 +136,17 @@ class GradientSum:
     def _hold_hooks(self) -> None:
         """Takes hooks off parameters that are not ours: they would see what this rank has added."""
         for parameter in self._learning:
-            found = []
-            for hooks in (parameter._backward_hooks, parameter._post_accumulate_grad_hooks):  # type: ignore[attr-defined]
-                theirs = {key: hook for key, hook in (hooks or {}).items() if key not in self._own_hooks}
-                for key in theirs:
-                    del hooks[key]
-                found.append(theirs)
-            if any(found):
-                self._held.append((parameter, *found))  # type: ignore[arg-type]
+            on_grad, on_parameter = (
+                {key: hooks.pop(key) for key in [*hooks] if key not in self._own_hooks}
+                for hooks in _hooks_of(parameter)
+            )
+            if on_grad or on_parameter:
+                self._held.append((parameter, on_grad, on_parameter))
 
     def _give_hooks_back(self) -> None:
-        for parameter, on_grad, on_parameter in self._held:
-            for hooks, theirs in (
-                (parameter._backward_hooks, on_grad),
-                (parameter._post_accumulate_grad_hooks, on_parameter),  # type: ignore[attr-defined]
-            ):
-                if theirs:
-                    hooks.update(theirs)
+        for parameter, *theirs in self._held:
+            for hooks, held in zip(_hooks_of(parameter), theirs):
+                hooks.update(held)
         self._held = []
 
     def _arrived(self, bucket: _Bucket) -> None:
@@ -237,6 +232,13 @@ class GradientSum:
                 parameter.grad.copy_(bucket.flat[place : place + parameter.numel()].view_as(parameter))
             place += parameter.numel()
         bucket.flat = bucket.wait = None
+
+
+def _hooks_of(parameter: Any) -> tuple[dict[int, _Hook], dict[int, _Hook]]:
+    """Returns the hooks on a parameter by number, called with its gradient and with itself; torch reads these very dicts."""
+    found = parameter._backward_hooks, parameter._post_accumulate_grad_hooks
+    on_grad, on_parameter = ({} if hooks is None else hooks for hooks in found)
+    return on_grad, on_parameter
 
 
 def _versions(bucket: _Bucket) -> list[tuple[int, int] | None]:
