@@ -286,9 +286,9 @@ def draws(rank: int, world_size: int) -> tuple[float, list[float]]:
     return float(trainer.callback_metrics["train_loss"]), seen
 
 
-def test_ranks_draw_their_own_random_numbers_and_runs_repeat(ranks):
+def test_hooks_draw_alike_and_runs_repeat(ranks):
     first = ranks.run(2, draws)
-    assert first[0][1] != first[1][1]
+    assert first[0][1] == first[1][1]
     assert first == ranks.run(2, draws)
 
 
