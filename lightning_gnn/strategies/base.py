@@ -173,7 +173,7 @@ class GNNStrategy(ParallelStrategy):
         self._metrics: StandInMetrics | None = None
         self._gradients: GradientSum | None = None
         self._replicas: Replicas | None = None
-        self._random: RandomStreams | None = None
+        self.random: RandomStreams | None = None
         self._owners: Owners | None = None
         self._callbacks: list[pl.Callback] = []
         self._loss_scale = 1.0
@@ -329,8 +329,8 @@ class GNNStrategy(ParallelStrategy):
             if isinstance(optimizer, torch.optim.LBFGS):
                 raise ValueError("LBFGS decides by the loss of one rank how far to step. Use Adam, AdamW or SGD.")
         self.world.broadcast_tensors_([*module.parameters(), *module.buffers()])
-        self._random = RandomStreams(self.world)
-        codec = make_codec(self.codec, self.stochastic_rounding, self._random.seed)
+        self.random = self.random or RandomStreams(self.world)  # else those of the stage before
+        codec = make_codec(self.codec, self.stochastic_rounding, self.random.seed)
         if codec is not None:
             self.world.use_codec(codec)
 
@@ -384,11 +384,17 @@ class GNNStrategy(ParallelStrategy):
                 self._world = None
             self._checked = True
 
-    def take_over(self, other: GNNStrategy) -> None:
-        """Goes on with model, optimizers and schedulers of another strategy, which has been torn down, and its checkpoint."""
+    def take_over(self, other: GNNStrategy, random: RandomStreams | None) -> None:
+        """Goes on with model, optimizers and schedulers of another strategy, which has been torn down, and its checkpoint.
+
+        Args:
+            other: the strategy.
+            random: its random numbers.
+        """
         assert other.lightning_module is not None
         self.connect(other.lightning_module)
         self._saved, other._saved = other._saved, None
+        self.random = random
         self.optimizers, self.lr_scheduler_configs = other.optimizers, other.lr_scheduler_configs
         other.optimizers, other.lr_scheduler_configs = [], []
         self._goes_on = True
@@ -526,7 +532,7 @@ class GNNStrategy(ParallelStrategy):
                 part.release()
         self._callbacks = []
         self._metrics = self._logs = self._binding = self._gradients = self._shard = None
-        self._replicas = self._random = None
+        self._replicas = self.random = None
         self.scheme.unbind()
         super().teardown()
         if self._world is not None:
@@ -577,7 +583,7 @@ class GNNStrategy(ParallelStrategy):
 
     def _drawing(self, step: bool = True) -> AbstractContextManager[None]:
         """While open, random numbers are those of a step, or those of a hook within one."""
-        return nullcontext() if self._random is None else self._random.inside(step)
+        return nullcontext() if self.random is None else self.random.inside(step)
 
     def _enter(self, batch: Any, mask: str, stage: str) -> Sequence[int]:
         """Tells logs and metrics what this rank's values weigh in this step."""
@@ -754,8 +760,8 @@ class GNNStrategy(ParallelStrategy):
     @override
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any | None = None) -> None:
         kept: dict[str, Any] = {"scheme": self.scheme.state_dict()}
-        if self._world is not None and self.world_size > 1 and self._random is not None:
-            kept["common_random_state"], own = self._random.state()
+        if self._world is not None and self.world_size > 1 and self.random is not None:
+            kept["common_random_state"], own = self.random.state()
             kept["random_states"] = list(self.world.all_gather(own.to(self.root_device)).cpu())
         checkpoint["lightning_gnn"] = kept
         super().save_checkpoint(checkpoint, filepath, storage_options)
@@ -773,8 +779,8 @@ class GNNStrategy(ParallelStrategy):
             return
         self.scheme.load_state_dict(state.get("scheme", {}))
         random_states = state.get("random_states", [])
-        if len(random_states) == self.world_size and "common_random_state" in state and self._random is not None:
-            self._random.load(state["common_random_state"], random_states[self.global_rank])
+        if len(random_states) == self.world_size and "common_random_state" in state and self.random is not None:
+            self.random.load(state["common_random_state"], random_states[self.global_rank])
 
 
 def _how_to_start(environment: ClusterEnvironment | None, machines: int, ranks: int) -> str:

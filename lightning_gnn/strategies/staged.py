@@ -171,8 +171,9 @@ class StagedStrategy(GNNStrategy):
                 callback.on_train_end(trainer, module)
             before.on_train_end()
             _end_epoch_and_data(loop)
+            random = before.random  # teardown ends them
             before.teardown()
-            stage.take_over(before)
+            stage.take_over(before, random)
             self._current = stage
             stage.setup_environment()
             trainer._data_connector.prepare_data()
