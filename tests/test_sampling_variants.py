@@ -30,7 +30,14 @@ from test_sampling_strategy import SMALL, WHOLE, seeds_of, trained, watched
 from torch_geometric.data import Data
 from torch_geometric.utils import k_hop_subgraph, subgraph
 
-from lightning_gnn import DGCLStrategy, GraphDataModule, NodeClassifier, SamplingStrategy, planted_partition
+from lightning_gnn import (
+    DGCLStrategy,
+    GraphDataModule,
+    NodeClassifier,
+    SamplingStrategy,
+    labelled,
+    planted_partition,
+)
 from lightning_gnn.comm.graph_store import GraphStore
 from lightning_gnn.datamodules.shards import Cut, cut_graph
 from lightning_gnn.sampling.loader import SampledBatches
@@ -195,10 +202,10 @@ def test_ego_graphs_of_all_neighbours_are_the_full_graph(ranks):
 @pytest.mark.parametrize("fanouts", [[-1, -1], [3, 2]])
 def test_ego_graphs_are_those_of_pyg(ranks, fanouts):
     graph = awkward_graph()
-    labelled = (graph.train_mask & (graph.y >= 0)).nonzero().view(-1).tolist()
+    expected = (graph.train_mask & (graph.y >= 0)).nonzero().view(-1).tolist()
     everyone = ranks.run(2, watched, {"fanouts": fanouts, "batch_size": 4, "method": "shadow"}, max_epochs=1)
     seeds = [seed for found in everyone for [epoch] in [seeds_of(found)] for batch in epoch for seed in batch]
-    assert sorted(seeds) == labelled
+    assert sorted(seeds) == expected
     for found in everyone:
         for batch in found["batches"][0]:
             assert torch.equal(batch.x, graph.x[batch.n_id]) and torch.equal(batch.y, graph.y[batch.n_id])
@@ -302,7 +309,7 @@ def test_walks_that_meet_part_again(undirected):
 @pytest.mark.parametrize("method", SUBGRAPHS)
 def test_batches_are_all_edges_between_drawn_nodes(ranks, method):
     graph = awkward_graph()
-    labelled = graph.train_mask & (graph.y >= 0)
+    training = labelled(graph, "train_mask")
     options = {"method": method, "batch_size": 8, "clusters": 2}
     everyone = ranks.run(2, watched, options, max_epochs=2)
     for epochs in zip(*(found["batches"] for found in everyone)):
@@ -316,7 +323,7 @@ def test_batches_are_all_edges_between_drawn_nodes(ranks, method):
             check_induced(batch.n_id, batch.e_id, graph)
             for name in ("x", "y", "val_mask"):
                 assert torch.equal(batch[name], graph[name][batch.n_id])
-            assert torch.equal(batch.train_mask, labelled[batch.n_id])
+            assert torch.equal(batch.train_mask, training[batch.n_id])
     drawn = [[batch.n_id.tolist() for batch in epoch] for epoch in everyone[0]["batches"]]
     assert drawn[0] != drawn[1]
     if method == "cluster":  # each node once an epoch
@@ -343,9 +350,9 @@ def check_first_step(results: list[Any], counts: list[int]) -> None:
     """Its gradients are those of the mean over training nodes of all batches; a stand-in counts for nothing."""
     model, total = build("sage").double(), torch.zeros((), dtype=torch.float64)
     for (batch, _), count in zip(results, counts):
-        assert batch.seed_counts == tuple(counts)
+        assert list(batch.seed_counts) == counts
         out, y = model(batch.x, batch.edge_index)[batch.train_mask], batch.y[batch.train_mask]
-        assert len(y) == max(1, count)
+        assert len(y) == max(1, count) and int(labelled(batch, "train_mask").sum()) == count
         total = total + min(1, count) * F.cross_entropy(out, y, reduction="sum")
     expected = torch.autograd.grad(total / sum(counts), list(model.parameters()))
     for _, gradients in results:
@@ -366,6 +373,7 @@ def test_ranks_without_training_nodes_stand_by(ranks):
     results = ranks.run(4, stepped, options, graph, partition=part)
     assert [len(batch.n_id) for batch, _ in results] == [20, 1, 31, 11]
     check_first_step(results, [1, 0, 0, 0])
+    check_first_step(ranks.run(4, stepped, {"fanouts": [-1, -1]}, graph, partition=part), [1, 0, 0, 0])
 
 
 def test_one_batch_of_all_clusters_is_the_full_graph(ranks):

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch_geometric.data import Data, HeteroData
 from torch_geometric.typing import EdgeType, NodeType
 
-from lightning_gnn.datamodules.sources import EDGE_MASKS, MASKS, num_classes, num_labelled
+from lightning_gnn.datamodules.sources import EDGE_MASKS, MASKS, STAND_INS, num_classes, num_labelled
 from lightning_gnn.partition.layout import LayoutSpec, Replicas
 from lightning_gnn.partition.locality import local_relabelling
 from lightning_gnn.partition.replicas import hold
@@ -366,6 +366,7 @@ def _add_stand_in(batch: Data, mask: str) -> None:
     """Puts one row into a mask that this rank has no labelled node of: a mean over nothing would be nan.
 
     The rank's count stays 0, so the row weighs nothing in losses, gradients and logged values.
+    :func:`~lightning_gnn.labelled` leaves it out.
     """
     y = batch.get("y")
     row = 0
@@ -378,3 +379,4 @@ def _add_stand_in(batch: Data, mask: str) -> None:
             batch.y[row] = 0
     batch[mask] = batch[mask].clone()
     batch[mask][row] = True
+    batch[STAND_INS] = {**batch.get(STAND_INS, {}), mask: row}

@@ -25,6 +25,8 @@ Source: TypeAlias = str | Dataset | Data | HeteroData | Callable[..., Any]
 
 MASKS = ("train_mask", "val_mask", "test_mask")
 EDGE_MASKS = tuple(f"edge_{name}" for name in MASKS)
+STAND_INS = "stand_ins"
+"""The attribute of a batch that tells, by mask, which row is in it only because this rank has no labelled one."""
 _INDEX_SPLIT = {"train": "train_mask", "valid": "val_mask", "val": "val_mask", "test": "test_mask"}
 
 

@@ -5,7 +5,16 @@ from lightning_gnn.nn.bind import Binding
 from lightning_gnn.nn.commnet import CommNet, CommNetConv
 from lightning_gnn.nn.context import GraphContext, UnsupportedModelError
 from lightning_gnn.nn.embedding import DistributedEmbedding
-from lightning_gnn.nn.helpers import expand, fetch_rows, reduce, sum_over_ranks
+from lightning_gnn.nn.helpers import (
+    choose_edges,
+    expand,
+    fetch_rows,
+    labelled,
+    mean_over_ranks,
+    num_nodes,
+    reduce,
+    sum_over_ranks,
+)
 
 __all__ = [
     "Binding",
@@ -14,8 +23,12 @@ __all__ = [
     "DistributedEmbedding",
     "GraphContext",
     "UnsupportedModelError",
+    "choose_edges",
     "expand",
     "fetch_rows",
+    "labelled",
+    "mean_over_ranks",
+    "num_nodes",
     "reduce",
     "register_adapter",
     "substitute",

@@ -10,9 +10,11 @@ import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
+import torch
 from torch import Tensor
 from torch_geometric.data import Data
 
+from lightning_gnn.datamodules.sources import MASKS, STAND_INS, is_labelled
 from lightning_gnn.nn.context import GraphContext
 from lightning_gnn.nn.norms import SumOverRanks
 
@@ -119,6 +121,11 @@ def choose_edges(batch: Data, mask: str, names: Sequence[str] = ()) -> tuple[Ten
     """Returns the edges in a mask that stays the same, ``[2, E']``, and what the batch holds for them under each of `names`.
 
     They are chosen once, so that layers take them as they take all of the batch's edges: with what they have made of them before.
+
+    Args:
+        batch: of the step.
+        mask: name of a mask of edges, bool ``[E]``, such as ``"edge_train_mask"``.
+        names: of tensors with one row per edge, such as ``"edge_weight"``.
     """
 
     def choose() -> tuple[Tensor, ...]:
@@ -126,6 +133,27 @@ def choose_edges(batch: Data, mask: str, names: Sequence[str] = ()) -> tuple[Ten
 
     graph = _in_use.graph
     return choose() if graph is None else graph.chosen(f"{mask} {names}", batch.edge_index, choose)
+
+
+def labelled(batch: Data, mask: str) -> Tensor:
+    """Returns which nodes of a mask count in means: those with a label, bool ``[N]``.
+
+    A rank without any has one other node in its mask, so that a mean over it is a number; the rank weighs nothing then. What is
+    counted or summed otherwise must leave that node out, and labels of it are none of the mask's: take the mask from here.
+
+    Args:
+        batch: of the step.
+        mask: ``"train_mask"``, ``"val_mask"`` or ``"test_mask"``.
+    """
+    if mask not in MASKS:
+        raise ValueError(f"labelled takes the name of a mask of nodes, one of {', '.join(MASKS)} (got {mask!r}).")
+    chosen, y = batch[mask], batch.get("y")
+    if y is not None:
+        chosen = chosen & is_labelled(y)
+    row = batch.get(STAND_INS, {}).get(mask)
+    if row is not None and chosen[row] and chosen.sum() == 1:
+        chosen = torch.zeros_like(chosen)
+    return chosen
 
 
 def sum_over_ranks(x: Tensor) -> Tensor:
@@ -139,3 +167,26 @@ def sum_over_ranks(x: Tensor) -> Tensor:
     """
     graph = _in_use.graph
     return x if graph is None else SumOverRanks.apply(x, graph.exchange, "sum_over_ranks")
+
+
+def mean_over_ranks(x: Tensor) -> Tensor:
+    """Returns the mean over the rows of all ranks, on every rank; ``x.mean(0)`` on one device. Differentiable.
+
+    ``mean_over_ranks(F.cross_entropy(out[rows], y[rows], reduction="none"))`` is the loss of one device, whatever the rows. It
+    may be added to others of its kind, and to a mean over the stage's mask: strategies weigh the losses of all ranks by shares
+    that sum to 1, so that what is the same on all of them counts once.
+
+    Args:
+        x: ``[n, ...]``, any number of rows, which may be none and differ from rank to rank. Of one row per node, or edge, those
+            of replicas are left out.
+
+    Returns:
+        ``[...]``; 0 where no rank has a row.
+    """
+    graph = _in_use.graph
+    rows = x if graph is None else x[: graph.exchange.own_lengths.get(len(x), len(x))]
+    # In at least float32, and both in one message.
+    wide = rows.to(torch.promote_types(x.dtype, torch.float32))
+    total = sum_over_ranks(torch.cat([wide.sum(0).view(-1), wide.new_full((1,), len(rows))]))
+    mean = (total[:-1] / total[-1].detach().clamp(min=1)).view(x.shape[1:])
+    return mean.to(x.dtype) if x.is_floating_point() else mean

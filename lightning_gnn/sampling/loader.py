@@ -20,7 +20,7 @@ from torch_geometric.typing import EdgeType, NodeType
 from typing_extensions import override
 
 from lightning_gnn.comm.graph_store import GraphStore
-from lightning_gnn.datamodules.sources import MASKS
+from lightning_gnn.datamodules.sources import MASKS, STAND_INS
 from lightning_gnn.partition.types import ONE_TYPE
 from lightning_gnn.sampling.draws import draw_others
 from lightning_gnn.sampling.hops import sample_hops
@@ -235,6 +235,10 @@ class SampledBatches:
         counts = self.batches.counts(step)
         random_seeds = [_mixed(self._seed or 0, epoch, rank, step) for rank in range(len(counts))]
         batch = maker.make(seeds if len(seeds) else self._stand_in, random_seeds)
+        if not len(seeds):
+            nodes = _part_of(batch, maker.store.types.input_type)
+            chosen = {name: nodes[name].nonzero() for name in MASKS if name in nodes}
+            nodes[STAND_INS] = {name: int(rows) for name, rows in chosen.items() if len(rows) == 1}
         if "num_seeds" not in batch:  # else what other ranks have is not known before they have made theirs
             batch.seed_counts = counts
         return batch

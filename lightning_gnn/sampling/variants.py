@@ -20,7 +20,7 @@ from torch_geometric.typing import EdgeType
 from typing_extensions import override
 
 from lightning_gnn.comm.graph_store import GraphStore
-from lightning_gnn.datamodules.sources import MASKS
+from lightning_gnn.datamodules.sources import MASKS, STAND_INS
 from lightning_gnn.partition.metis import Adjacency, part_graph
 from lightning_gnn.partition.types import ONE_TYPE
 from lightning_gnn.sampling.hops import induced_subgraph, sample_hops
@@ -123,6 +123,8 @@ class SubgraphBatchMaker(BatchMaker):
         batch = self._batch(induced_subgraph({ONE_TYPE[0]: nodes}, [ONE_TYPE], hop, self._numberings))
         batch.train_mask = self._training[nodes]
         batch.num_seeds = 0 if idle else int(batch.train_mask.sum())
+        if idle:
+            batch[STAND_INS] = {"train_mask": len(nodes) - 1}
         return batch
 
 
