@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from typing import Any
 
 from lightning.pytorch.cli import LightningArgumentParser
-from rich.console import Console
 from rich.table import Table
 from typing_extensions import override
 
@@ -16,8 +15,9 @@ from lightning_gnn.advising.candidates import chosen
 from lightning_gnn.advising.extrapolate import extrapolate, smaller
 from lightning_gnn.advising.machine import Machine
 from lightning_gnn.checks.footprint import Peak
-from lightning_gnn.commands.graph_cli import GraphCLI, file_of, plain_width, working
+from lightning_gnn.commands.graph_cli import GraphCLI, file_of, working
 from lightning_gnn.commands.memory_table import memory_table
+from lightning_gnn.console import plain_width, text_console
 from lightning_gnn.planning.presets import PRESETS
 from lightning_gnn.planning.topology import MAX_DEVICES
 from lightning_gnn.strategies.scheme import Scheme
@@ -87,7 +87,7 @@ class AdviseCLI(GraphCLI):
 def run_advise(arguments: Sequence[str]) -> None:
     """Runs ``lightning-gnn advise`` with these arguments."""
     cli = AdviseCLI(arguments)
-    console = Console(highlight=False, markup=False, width=plain_width(WIDTH))
+    console = text_console(plain_width(WIDTH), highlight=False, markup=False)
     with working("Rehearsing training steps"):
         found = cli.advise()
     if cli.json is not None:

@@ -7,10 +7,10 @@ import sys
 from collections.abc import Sequence
 
 from lightning.pytorch.cli import LightningArgumentParser
-from rich.console import Console
 from typing_extensions import override
 
-from lightning_gnn.commands.graph_cli import GraphCLI, file_of, plain_width, working
+from lightning_gnn.commands.graph_cli import GraphCLI, file_of, working
+from lightning_gnn.console import plain_width, text_console
 from lightning_gnn.parity import ParityReport, check_parity
 from lightning_gnn.parity.check import make_strategies
 from lightning_gnn.strategies.scheme import Scheme
@@ -77,7 +77,7 @@ class CheckCLI(GraphCLI):
 def check(arguments: Sequence[str]) -> None:
     """Runs ``lightning-gnn check`` with these arguments."""
     cli = CheckCLI(arguments)
-    console = Console(highlight=False, markup=False, width=plain_width(WIDTH))
+    console = text_console(plain_width(WIDTH), highlight=False, markup=False)
     with working("Comparing with one device"):
         report = cli.check()
     console.print(report.table())

@@ -17,7 +17,6 @@ from typing import Literal
 import torch
 from filelock import FileLock
 from packaging.requirements import Requirement
-from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
@@ -27,6 +26,7 @@ from lightning_gnn.comm.shared_memory import machine_key
 from lightning_gnn.commands.exchange import time_exchange
 from lightning_gnn.commands.local_ranks import LAUNCHER_VARIABLES
 from lightning_gnn.commands.parser import Parser
+from lightning_gnn.console import text_console
 from lightning_gnn.datamodules.store import default_root
 from lightning_gnn.kernels import CSR, cache_folder
 
@@ -56,8 +56,8 @@ def doctor(arguments: Sequence[str]) -> None:
     parser.add_argument("--timeout", type=float, default=60.0, help="Seconds that the exchange may take.")
     options = parser.parse_args(list(arguments))
     store = Path(options.store) if options.store else default_root()
-    console = Console(highlight=False)
-    with Console(stderr=True).status("Checking"):
+    console = text_console(highlight=False)
+    with text_console(stderr=True).status("Checking"):
         checks = [
             *check_versions(),
             *check_devices(),

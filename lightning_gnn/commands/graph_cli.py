@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import sys
 import tempfile
 from collections.abc import Iterator, Sequence
@@ -13,11 +12,11 @@ from typing import Any
 import lightning as L
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
 from lightning.pytorch.strategies import StrategyRegistry
-from rich.console import Console
 from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 from typing_extensions import override
 
 from lightning_gnn.commands.parser import Parser, check_names
+from lightning_gnn.console import text_console
 from lightning_gnn.datamodules import GraphDataModule
 from lightning_gnn.partition.layout import LayoutSpec
 from lightning_gnn.strategies import DGCLStrategy, GNNStrategy
@@ -132,18 +131,16 @@ def num_ranks(devices: Any, num_nodes: int) -> int | None:
 @contextmanager
 def working(text: str) -> Iterator[None]:
     """Shows a spinner and the seconds so far, unless nobody watches; what goes wrong ends the command, with a line."""
-    columns, console = (SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn()), Console(stderr=True)
+    columns, console = (
+        (SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn()),
+        text_console(stderr=True),
+    )
     try:
         with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
             progress.add_task(text, total=None)
             yield
     except (ValueError, RuntimeError, OSError) as error:
         sys.exit(f"error: {error}")
-
-
-def plain_width(columns: int) -> int | None:
-    """Returns the width of a console: so many columns where nobody watches and rich would take 80 and cut tables short."""
-    return None if sys.stdout.isatty() or "COLUMNS" in os.environ else columns
 
 
 def file_of(option: str, name: str | None) -> Path | None:

@@ -9,10 +9,10 @@ from typing import Any
 
 import numpy as np
 from lightning.pytorch.cli import LightningArgumentParser
-from rich.console import Console
 from typing_extensions import override
 
 from lightning_gnn.commands.graph_cli import GraphCLI, working
+from lightning_gnn.console import text_console
 from lightning_gnn.datamodules.store import read_manifest
 from lightning_gnn.partition.locality import Locality
 from lightning_gnn.partition.metrics import EdgeCutReport
@@ -42,7 +42,7 @@ class PartitionCLI(GraphCLI):
 def partition(arguments: Sequence[str]) -> None:
     """Runs ``lightning-gnn partition`` with these arguments."""
     cli = PartitionCLI(arguments)
-    data, layout, console = cli.datamodule, cli.layout, Console(highlight=False, markup=False)
+    data, layout, console = cli.datamodule, cli.layout, text_console(highlight=False, markup=False)
     began = time.perf_counter()
     before = {manifest.parent.name for manifest in data.store.glob("*/manifest.json")}
     with working(f"Loading the graph and partitioning it into {layout.parts} parts"):

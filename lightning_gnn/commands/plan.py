@@ -12,15 +12,15 @@ from typing import Any
 
 import numpy as np
 from lightning.pytorch.cli import LightningArgumentParser
-from rich.console import Console
 from typing_extensions import override
 
 from lightning_gnn.advising.advice import quiet_trainer
 from lightning_gnn.checks.footprint import Peak, Predicted, Sizes
-from lightning_gnn.commands.graph_cli import GraphCLI, check_folder, file_of, plain_width, working
+from lightning_gnn.commands.graph_cli import GraphCLI, check_folder, file_of, working
 from lightning_gnn.commands.memory_table import memory_table
 from lightning_gnn.commands.plan_print import printed
 from lightning_gnn.commands.plan_report import PlanReport
+from lightning_gnn.console import plain_width, text_console
 from lightning_gnn.datamodules.shards import Cut
 from lightning_gnn.planning.predict import Workload
 from lightning_gnn.planning.presets import PRESETS, find_topology
@@ -161,7 +161,7 @@ def _of_model(config: Any, name: str) -> int | None:
 def plan(arguments: Sequence[str]) -> None:
     """Runs ``lightning-gnn plan`` with these arguments."""
     cli = PlanCLI(arguments)
-    data, console = cli.datamodule, Console(highlight=False, markup=False, width=plain_width(WIDTH))
+    data, console = cli.datamodule, text_console(plain_width(WIDTH), highlight=False, markup=False)
     with working(f"Loading the graph in {cli.layout.parts} parts, and planning"):
         data.prepare_for(cli.layout)
         cut = data.stored_cut()

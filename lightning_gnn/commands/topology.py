@@ -22,6 +22,7 @@ from lightning_gnn.comm.group import World
 from lightning_gnn.comm.measure import measure
 from lightning_gnn.commands.local_ranks import run_ranks
 from lightning_gnn.commands.parser import Parser, did_you_mean
+from lightning_gnn.console import text_console
 from lightning_gnn.datamodules.store import write_atomically
 from lightning_gnn.planning.infer import pairs_to_measure
 from lightning_gnn.planning.presets import find_topology
@@ -198,7 +199,7 @@ def _measure_as_rank(options: Any, size: int) -> None:
         )
         if rank == 0:
             write_atomically(path, json.dumps(topology_to_dict(found), indent=1) + "\n")
-            print_topology(found, Console(highlight=False))
+            print_topology(found, text_console(highlight=False))
             print(f"Written to {path}; use it as topology={str(path)!r} in a strategy.")
         world.barrier()
     finally:
@@ -221,7 +222,7 @@ def show_command(arguments: Sequence[str]) -> None:
     except (OSError, ValueError) as error:
         print(f"error: {error}", file=sys.stderr)
         sys.exit(2)
-    print_topology(found, Console(highlight=False))
+    print_topology(found, text_console(highlight=False))
 
 
 def print_topology(topology: Topology, console: Console) -> None:

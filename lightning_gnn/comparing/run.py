@@ -19,14 +19,14 @@ from typing import Any
 
 import torch
 from filelock import FileLock, Timeout
-from rich.console import Console
 from rich.live import Live
 
-from lightning_gnn.commands.graph_cli import check_folder, plain_width
+from lightning_gnn.commands.graph_cli import check_folder
 from lightning_gnn.commands.local_ranks import LAUNCHER_VARIABLES
 from lightning_gnn.comparing.cells import Again, Cell, Comparison, checked, make_cells, section_of
 from lightning_gnn.comparing.results import parity, summarise
 from lightning_gnn.comparing.table import comparison_table, number, parity_text
+from lightning_gnn.console import plain_width, text_console
 from lightning_gnn.datamodules.store import write_atomically
 
 LAST_LINES = 15
@@ -117,7 +117,7 @@ def run(comparison: Comparison) -> dict[str, Any]:
         raise RuntimeError(
             'compare was called by one of its own cells, which import this file. Call it under `if __name__ == "__main__":`.'
         )
-    console = Console(width=plain_width(WIDTH))
+    console = text_console(plain_width(WIDTH))
     output = comparison.output
     try:
         lock = FileLock(output / ".lock", timeout=0).acquire()

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import io
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from rich.console import Console
 from rich.table import Table
 
+from lightning_gnn.console import text_of
 from lightning_gnn.parity.causes import Cause
 
 GROUPS = ("outputs", "loss", "gradients", "metrics")
@@ -141,9 +140,4 @@ class ParityReport:
         return [*found, *self.notes, compared]
 
     def __str__(self) -> str:
-        console = Console(file=io.StringIO(), width=120)
-        console.print(self.table())
-        for line in self.lines():
-            console.print(line, markup=False, highlight=False, soft_wrap=True)
-        assert isinstance(console.file, io.StringIO)
-        return console.file.getvalue().rstrip()
+        return text_of(self.table(), *self.lines(), width=120).rstrip()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import json
 from collections.abc import Mapping
 from dataclasses import asdict, is_dataclass
@@ -13,9 +12,9 @@ from typing import TYPE_CHECKING, Any
 
 import lightning
 import torch
-from rich.console import Console
 
 from lightning_gnn.callbacks.waiting import PartSize
+from lightning_gnn.console import text_of
 from lightning_gnn.datamodules.shards import Shard
 from lightning_gnn.datamodules.sources import MASKS
 from lightning_gnn.partition.metrics import EdgeCutReport
@@ -104,11 +103,8 @@ def partition_report(shard: Shard, with_picture: bool) -> dict[str, Any]:
     report = {**counts, **{name: list(of) for name, of in shard.mask_counts.items()}, **shard.report}
     files: dict[str, Any] = {"partition.json": json.dumps(report, indent=1) + "\n"}
     if shard.report:
-        console = Console(file=io.StringIO(), width=140)
         kind = EdgeCutReport if shard.holders is None else VertexCutReport
-        console.print(kind.from_dict(shard.report).table())  # type: ignore[attr-defined]
-        assert isinstance(console.file, io.StringIO)
-        files["partition.txt"] = console.file.getvalue()
+        files["partition.txt"] = text_of(kind.from_dict(shard.report).table(), width=140)  # type: ignore[attr-defined]
     if with_picture:
         from lightning_gnn.callbacks.pictures import draw_parts
 
