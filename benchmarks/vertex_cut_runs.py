@@ -94,11 +94,13 @@ CELLS: dict[str, dict[str, Any]] = {
     "cache": {"cache": "adaptive"},
     "codec": {"codec": "int8"},
     "both": {"cache": "adaptive", "codec": "int8"},
+    "both, loss": {"cache": "adaptive", "codec": "int8", "monitor": None},
     "both, printed": {"cache": {"rule": "printed"}, "codec": "int8"},
     "largest": {"cache": "largest", "codec": "bfp4"},
     "stale": {"stale": (4, float("inf"))},
 }
-"""Arguments of the strategy: CDFGNN's ablation, equation 6 as printed, the largest changes, SANCUS-like."""
+"""Arguments of the strategy: CDFGNN's ablation, its threshold by accuracy or by the loss; equation 6 as printed; the largest
+changes; SANCUS-like."""
 
 
 def strategy_of(options: dict[str, Any], cluster: bool) -> GNNStrategy:
@@ -116,7 +118,7 @@ def strategy_of(options: dict[str, Any], cluster: bool) -> GNNStrategy:
         made = VertexCutStrategy(**hosts, **options)
         made.scheme = StaleScheme(made.scheme.partition, made.scheme.hosts, 0.1, stale, "train_acc", True)
         return made
-    return VertexCutStrategy(**hosts, **options)
+    return VertexCutStrategy(**hosts, **{"monitor": "train_acc", **options})
 
 
 class Watch(L.Callback):
@@ -184,7 +186,10 @@ def train_in_process(graph: str, root: str, options: dict[str, Any], seed: int, 
         with graph_in_use(context, this_thread_only=True):
             for epoch in range(epochs):
                 if isinstance(rule, AdaptiveThreshold) and epoch:
-                    rule.update(total(epoch - 1, "right") / total(epoch - 1, "of"))
+                    if scheme.monitor is None:
+                        rule.update_by_loss(total(epoch - 1, "loss"))
+                    else:
+                        rule.update(total(epoch - 1, "right") / total(epoch - 1, "of"))
                     cache.epsilon = rule.epsilon
                 elif isinstance(rule, LargestChanges):
                     cache.share = rule.share_in(epoch, epochs)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import numpy as np
@@ -247,6 +248,25 @@ def test_threshold_by_both_rules():
     for _ in range(400):
         text.update((text.mean or 0) - 1)
     assert 0.001 * 0.9 <= text.epsilon <= 0.001
+
+
+def test_threshold_by_the_loss():
+    """What stands for the accuracy is the share of the first loss that is gone."""
+    by_loss, by_accuracy = AdaptiveThreshold(), AdaptiveThreshold()
+    for loss in (2.0, 1.8, 1.2, 1.3, math.nan, 1.3, 5.0):
+        by_loss.update_by_loss(loss)
+        if not math.isnan(loss):
+            by_accuracy.update(1 - loss / 2.0)
+    assert by_loss.epsilon == pytest.approx(by_accuracy.epsilon) and by_loss.epsilon != 0.01
+    relaxed, tightened = AdaptiveThreshold(), AdaptiveThreshold()
+    for each, losses in ((relaxed, (-1.0, -1.1)), (tightened, (-1.0, -0.9))):  # of a loss below 0 as well, less is better
+        for loss in losses:
+            each.update_by_loss(loss)
+    assert tightened.epsilon < 0.01 < relaxed.epsilon
+    nothing = AdaptiveThreshold()
+    nothing.update_by_loss(0.0)
+    nothing.update_by_loss(1.0)
+    assert nothing.epsilon < 0.01
 
 
 def test_threshold_refuses_what_it_cannot_follow():

@@ -257,8 +257,9 @@ def test_a_prompt_worker_serves_between_its_intervals(tied, pairing, prompt):
         ({"assignment": "louvain"}, "assignment must be 'random' or 'metis' .got 'louvain'"),
         ({"pairing": "all"}, "pairing must be 'any', 'prompt' or 'active_passive' .got 'all'"),
         ({"average": "losses"}, "average must be 'gradients', 'parameters' or 'push_sum' .got 'losses'"),
-        ({"final": "last"}, "final must be 'best' or 'average' .got 'last'"),
-        ({"mode": "up"}, "mode must be 'min' or 'max'"),
+        ({"final": "last"}, "final must be 'auto', 'best' or 'average' .got 'last'"),
+        ({"mode": "up", "monitor": "val_acc"}, "mode must be 'min' or 'max'"),
+        ({"mode": "max"}, "mode='max' says which value of monitor is best: name that, too"),
         ({"patience": -1}, "patience is a number of seconds, at least 0"),
         ({"average": "push_sum", "pairing": "any"}, "pairing does not apply .got 'any'"),
         ({"lease": 1}, "lease is a number of seconds, at least 2"),
@@ -374,7 +375,7 @@ def trained(
     run.callbacks.append(kept)
     data = GraphDataModule(awkward_graph())
     run.fit(module, datamodule=data, ckpt_path=load, weights_only=False)
-    weights = copy.deepcopy(module.state_dict())
+    weights, logged = copy.deepcopy(module.state_dict()), {**run.callback_metrics}
     if save is not None:
         run.save_checkpoint(save)
     [tested] = run.test(module, datamodule=data, verbose=False)
@@ -384,6 +385,9 @@ def trained(
         "report": strategy.report,
         "consensus": strategy.consensus,
         "own": kept.own,
+        "result": torch.nn.utils.parameters_to_vector(module.parameters()).detach(),
+        "logged": {name: float(value) for name, value in logged.items()},
+        "training_loss": strategy._training_loss,
         "steps": run.global_step,
         "epoch": run.current_epoch,
         "groups": torch.distributed.is_initialized(),
@@ -426,6 +430,34 @@ def test_every_batch_is_done_once_and_there_is_one_result(ranks, tmp_path, world
     alone.load_state_dict(everyone[0]["weights"])
     [expected] = quiet_trainer("auto", 1).test(alone, datamodule=GraphDataModule(awkward_graph()), verbose=False)
     assert everyone[0]["tested"] == pytest.approx(expected, rel=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("options", "trainer", "chosen_by", "best"),
+    [
+        ({}, {}, "val_loss", min),
+        ({}, {"callbacks": [EarlyStopping("val_acc", mode="max", patience=99)]}, "val_acc", max),
+        ({}, {"callbacks": [EarlyStopping("train_loss", patience=99)]}, "val_loss", min),  # not of validation
+        ({"monitor": "val_f1", "mode": "max"}, {}, "val_f1", max),
+        ({}, {"limit_val_batches": 0}, "training_loss", min),
+        ({"final": "average"}, {}, "", None),
+    ],
+    ids=["val_loss", "monitored", "another is monitored", "named", "nothing logged", "average"],
+)
+def test_what_the_result_is(ranks, tmp_path, options, trainer, chosen_by, best):
+    """Of workers that hardly ever average, and so differ."""
+    trainer = {"max_epochs": 3, "num_sanity_val_steps": 0, **trainer}
+    everyone = ranks.run(3, trained, tmp_path, {"averaging_interval": 1000, **options}, **trainer)
+    if best is None:
+        expected = torch.stack([found["own"] for found in everyone]).mean(0)
+    else:
+        scores = [
+            found["training_loss"] if chosen_by == "training_loss" else found["logged"][chosen_by] for found in everyone
+        ]
+        assert len({*scores}) > 1 or chosen_by != "val_loss"
+        expected = everyone[scores.index(best(scores))]["own"]
+    for found in everyone:
+        torch.testing.assert_close(found["result"], expected, rtol=1e-12, atol=1e-12)
 
 
 def in_lockstep(
@@ -580,7 +612,7 @@ def refusing(rank: int, world_size: int, what: str) -> str:
     elif what == "monitor":
         options["monitor"] = "val_auc"
     elif what == "validation":
-        trainer["limit_val_batches"] = 0
+        trainer["limit_val_batches"], options["final"] = 0, "best"
     elif what == "partition":
         data = GraphDataModule(awkward_graph(), partition=[0, 1] * 30)
     elif what == "links":
@@ -602,7 +634,7 @@ def refusing(rank: int, world_size: int, what: str) -> str:
         ("batches", "make 1 batches of clusters_per_batch=3, fewer than the 2 workers"),
         ("accumulate", "accumulate_grad_batches must be 1 .got 2"),
         ("monitor", "monitor='val_auc', which validation_step has not logged .it logged .*val_loss"),
-        ("validation", 'there is none in this run.*final="average"'),
+        ("validation", 'there is none in this run.*final="auto" or "average"'),
         ("partition", "assigns nodes to clusters by itself"),
         ("links", "trains on nodes of clusters, and LinkPredictor on edges"),
         ("manual", "manual optimisation"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import cache
+from itertools import pairwise
 from typing import Any
 
 import lightning as L
@@ -189,15 +190,51 @@ class NoAccuracy(NodeClassifier):
 
 
 def without_accuracy(rank: int, world_size: int) -> str:
-    trainer = quiet_trainer(CachedVertexCutStrategy("adaptive", timeout=60, self_check=False), world_size)
+    strategy = CachedVertexCutStrategy("adaptive", monitor="train_acc", timeout=60, self_check=False)
+    trainer = quiet_trainer(strategy, world_size)
     with pytest.raises(ValueError, match="monitor=") as caught:
         trainer.fit(NoAccuracy(build("gcn"), num_classes=CLASSES).double(), datamodule=GraphDataModule(awkward_graph()))
     return str(caught.value)
 
 
-def test_an_accuracy_to_follow_is_asked_for(ranks):
+def test_an_accuracy_that_is_named_is_asked_for(ranks):
     for message in ranks.run(2, without_accuracy):
-        assert "'train_acc' was not logged (logged: " in message and "train_loss" in message
+        assert "monitor='train_acc', which was not logged (logged: " in message and "train_loss" in message
+
+
+class ByHand(NodeClassifier):
+    """Manual optimisation in steps that return nothing."""
+
+    automatic_optimization = False
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        optimizer: Any = self.optimizers()
+        optimizer.zero_grad()
+        self.manual_backward(super().training_step(batch, batch_idx))
+        optimizer.step()
+
+
+def following(rank: int, world_size: int, kind: type[NodeClassifier], monitor: str | None) -> Any:
+    strategy, watch = VertexCutStrategy(cache="adaptive", monitor=monitor, timeout=60, self_check=False), Watch()
+    trainer = quiet_trainer(strategy, world_size, max_epochs=12, callbacks=[watch])
+    module = kind(build("gcn"), num_classes=CLASSES, lr=0.05).double()
+    trainer.fit(module, datamodule=GraphDataModule(awkward_graph()))
+    return watch.epochs
+
+
+@pytest.mark.parametrize("kind", [NodeClassifier, ByHand])
+@pytest.mark.parametrize("monitor", [None, "train_acc"])
+def test_the_threshold_follows_the_loss_or_what_is_named(ranks, kind, monitor):
+    """By hand: from what was logged in an epoch comes the threshold of the next."""
+    for epochs in ranks.run(2, following, kind, monitor):
+        expected = AdaptiveThreshold()
+        for before, after in pairwise(epochs):
+            if monitor is None:
+                expected.update_by_loss(before["train_loss"])
+            else:
+                expected.update(before[monitor])
+            assert after["cache/epsilon"] == pytest.approx(expected.epsilon, rel=1e-12)
+        assert expected.epsilon != 0.01
 
 
 def poisoned(rank: int, world_size: int) -> str:

@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from statistics import median
 from typing import Any, TypeAlias
 
@@ -21,7 +22,7 @@ from torch_geometric.nn import MessagePassing
 from typing_extensions import override
 
 from lightning_gnn.checks.footprint import Counted, Footprint, footprint_of
-from lightning_gnn.checks.stand_ins import QuietTrainer, aside, quiet, run_step
+from lightning_gnn.checks.stand_ins import QuietTrainer, aside, quiet, run_step, without_optimizers
 from lightning_gnn.comm.group import CommunicationError, World
 from lightning_gnn.comm.in_process import InProcessWorld, Meeting
 from lightning_gnn.datamodules.shards import Shard
@@ -166,6 +167,10 @@ def rehearse(
                 pyg.clear_caches(child)
         binding = bind(model, shard, world)
         counted = Counted(model)
+        counts, total = shard.mask_counts[mask], world.all_reduce_
+        scale = partial(loss_scale, counts=counts, rank=rank, reduction=loss_reduction, total=total)
+        if not model.automatic_optimization:
+            without_optimizers(model, scale(None))
         parameters = [each for each in model.parameters() if each.requires_grad]
         optimizer = torch.optim.Adam(parameters, lr=0.0)  # whatever the module's: it takes about as long
         with graph_in_use(binding.context, this_thread_only=True):
@@ -174,9 +179,9 @@ def rehearse(
                 binding.context.begin_step()
                 with counted if step == 0 else nullcontext():
                     output = run_step(model, "training_step", copy.copy(shard.batch))
-                loss = output["loss"] if isinstance(output, dict) else output
-                counts = shard.mask_counts[mask]
-                (loss * loss_scale(output, counts, rank, loss_reduction, world.all_reduce_)).backward()
+                if model.automatic_optimization:
+                    loss = output["loss"] if isinstance(output, dict) else output
+                    (loss * scale(output)).backward()
                 _sum_gradients(parameters, world)
                 optimizer.step()
                 if step == 0:

@@ -1,7 +1,8 @@
-"""Caches in the course of a run: how a threshold follows the training accuracy, how a share grows, and what is logged."""
+"""Caches in the course of a run: how a threshold follows what the model learns, how a share grows, and what is logged."""
 
 from __future__ import annotations
 
+import math
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
@@ -53,6 +54,11 @@ class AdaptiveThreshold:
     Equation 6 relaxes epsilon while the accuracy falls and tightens it while it rises; the text beside it wants the opposite,
     and so does Figure 7. ``rule="text"`` is the default, ``rule="printed"`` is the equation.
 
+    The paper's rule is on accuracy, which rises from 0 towards 1. A loss falls, from a value that depends on the task, so what
+    stands for the accuracy is the share of its first value that it has lost, (l_0 - l) / abs(l_0): 0 in the first epoch, 1 where
+    nothing is left of it. So mu1 and mu2 are parts of the first loss: epsilon is relaxed in an epoch whose loss is lower than its
+    moving average by more than 2 % of the first loss, and tightened where it is higher by more than 0.1 % of it.
+
     Args:
         epsilon: at the start, not given in the paper; Figure 7 has it small there.
         rule: ``"text"`` or ``"printed"``.
@@ -62,7 +68,8 @@ class AdaptiveThreshold:
         lambda1, lambda2: its factors up and down.
 
     Attributes:
-        mean: moving average of the accuracy; None before the first epoch.
+        mean: moving average of the accuracy, or of what stands for it; None before the first epoch.
+        first: the first epoch's loss, where one is followed.
 
     Raises:
         ValueError: an unknown rule, or numbers out of their range.
@@ -78,11 +85,12 @@ class AdaptiveThreshold:
     lambda1: float = 1.05
     lambda2: float = 0.9
     mean: float | None = None
+    first: float | None = None
 
     def __post_init__(self) -> None:
         if self.rule is None or not is_one_of(self.rule, ("text", "printed")):
             raise ValueError(f"rule must be 'text' or 'printed' (got {shown(self.rule)}).")
-        numbers = {name: value for name, value in asdict(self).items() if name not in ("rule", "mean")}
+        numbers = {name: value for name, value in asdict(self).items() if name not in ("rule", "mean", "first")}
         check_numbers(**numbers)
         if not (0 <= self.nu2 <= self.epsilon <= self.nu1):
             raise ValueError(
@@ -104,6 +112,13 @@ class AdaptiveThreshold:
             self.epsilon = max(self.lambda2 * self.epsilon, self.epsilon - self.xi)
         self.mean = 0.8 * mean + 0.2 * accuracy
 
+    def update_by_loss(self, loss: float) -> None:
+        """Takes the loss of an epoch over the training nodes of all ranks; one that is not finite changes nothing."""
+        if not math.isfinite(loss):
+            return
+        self.first = loss if self.first is None else self.first
+        self.update((self.first - loss) / abs(self.first) if self.first else -loss)
+
 
 class CacheSchedule(pl.Callback):
     """Moves the threshold of a cache, or its share, and logs what it lets through.
@@ -114,7 +129,7 @@ class CacheSchedule(pl.Callback):
     Args:
         cache: of this rank.
         rule: how it moves; None keeps the cache's own threshold.
-        monitor: what the module logs its training accuracy as, which the threshold follows.
+        monitor: the logged value that the threshold follows, an accuracy; None for the training loss.
         world: the ranks.
 
     Raises:
@@ -122,17 +137,22 @@ class CacheSchedule(pl.Callback):
     """
 
     def __init__(
-        self, cache: MessageCache, rule: AdaptiveThreshold | LargestChanges | None, monitor: str, world: World
+        self, cache: MessageCache, rule: AdaptiveThreshold | LargestChanges | None, monitor: str | None, world: World
     ) -> None:
         self._cache, self._rule, self._monitor, self._world = cache, rule, monitor, world
         self._trained = False  # a run that goes on from a checkpoint may begin with the end of an epoch
+        self._loss = math.nan
         self._known: list[tuple[str, str]] = []
 
     @override
     def on_train_epoch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         if isinstance(self._rule, AdaptiveThreshold):
-            if self._trained:
-                self._rule.update(self._accuracy(trainer))
+            if not self._trained:
+                pass
+            elif self._monitor is None:
+                self._rule.update_by_loss(self._loss)
+            else:
+                self._rule.update(self._accuracy(trainer, self._monitor))
             self._cache.epsilon = self._rule.epsilon
         elif isinstance(self._cache, LargestChangesCache) and self._rule is not None:
             self._cache.share = self._rule.share_in(trainer.current_epoch, trainer.max_epochs or -1)
@@ -141,13 +161,13 @@ class CacheSchedule(pl.Callback):
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         self._trained = True
 
-    def _accuracy(self, trainer: pl.Trainer) -> float:
-        value = trainer.callback_metrics.get(self._monitor)
+    def _accuracy(self, trainer: pl.Trainer, monitor: str) -> float:
+        value = trainer.callback_metrics.get(monitor)
         if value is None:
             logged = ", ".join(sorted(trainer.callback_metrics)) or "nothing"
             raise ValueError(
-                f"cache='adaptive' follows the training accuracy, but '{self._monitor}' was not logged (logged: {logged}). "
-                "Log it in training_step, name another with monitor=, or keep the threshold: cache=0.01."
+                f"cache='adaptive' is to follow monitor='{monitor}', which was not logged (logged: {logged}). Log it in "
+                "training_step, name another, or leave monitor out: the cache then follows the loss."
             )
         # Of rank 0, so that no two ranks have different thresholds.
         return float(self._world.broadcast_object(float(value)))
@@ -155,7 +175,9 @@ class CacheSchedule(pl.Callback):
     @override
     def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         total = {key: Sent() for key in self._known}
-        for sent in self._world.all_gather_object(self._cache.take()):
+        told = self._world.all_gather_object((self._cache.take(), self._cache.take_loss()))
+        self._loss = sum(loss for _, loss in told)
+        for sent, _ in told:
             for key, value in sent.items():
                 kept = total.setdefault(key, Sent())
                 kept.rows, kept.of = kept.rows + value.rows, kept.of + value.of

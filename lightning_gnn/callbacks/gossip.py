@@ -7,11 +7,11 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import lightning.pytorch as pl
-from rich.console import Console
 from rich.table import Table
 from typing_extensions import override
 
 from lightning_gnn.callbacks.loggers import log_values
+from lightning_gnn.console import text_console
 from lightning_gnn.gossip.worker import Counts, Worker
 
 
@@ -77,7 +77,7 @@ def spread(everyone: Mapping[int, Counts]) -> int:
     return max(batches) - min(batches)
 
 
-def table(everyone: Mapping[int, Counts], lost: Sequence[int], undone: int, consensus: float) -> Table:
+def table(everyone: Mapping[int, Counts], lost: Sequence[int], undone: int, consensus: float, result: str) -> Table:
     """Returns what each worker has done, a row each (Tables 4.8 and 4.9 of the thesis, and what it took).
 
     Args:
@@ -85,8 +85,9 @@ def table(everyone: Mapping[int, Counts], lost: Sequence[int], undone: int, cons
         lost: workers that have not come to the end.
         undone: batches that nobody has done.
         consensus: how far the workers' parameters are from each other, relative to their mean.
+        result: of all of them, in words.
     """
-    title = f"Workers, {100 * consensus:.2g} % apart"
+    title = f"Workers, {100 * consensus:.2g} % apart; the result is {result}"
     title += f"; {undone} batches were left undone, by workers that ended last" if undone else ""
     found = Table(
         "worker", "batches", "averages", "waits", "in vain", "waited, s", "idle, %", "taken over", title=title
@@ -107,7 +108,7 @@ def table(everyone: Mapping[int, Counts], lost: Sequence[int], undone: int, cons
     return found
 
 
-def show(everyone: Mapping[int, Counts], lost: Sequence[int], undone: int, consensus: float) -> None:
+def show(everyone: Mapping[int, Counts], lost: Sequence[int], undone: int, consensus: float, result: str) -> None:
     """Prints :func:`table`, where there were several workers."""
     if len(everyone) > 1 or lost:
-        Console(file=sys.stderr, width=100).print(table(everyone, lost, undone, consensus))
+        text_console(100, sys.stderr).print(table(everyone, lost, undone, consensus, result))

@@ -52,6 +52,7 @@ class MessageCache:
     Attributes:
         step: number of the step: its messages of a layer are those of the others, in the same order.
         sent: by (layer, direction), since :meth:`take`.
+        loss: this rank's part of the loss since :meth:`take_loss`, a scalar; None before the first backward.
         guesses: both ends move the rows that they know by what a message says of all of them.
     """
 
@@ -60,6 +61,7 @@ class MessageCache:
     def __init__(self, epsilon: float) -> None:
         self.epsilon, self.step = epsilon, 0
         self.sent: dict[tuple[str, str], Sent] = {}
+        self.loss: Tensor | None = None
 
     def active(self, change: Tensor, size: Tensor) -> Tensor:
         """Returns which rows of a message to send, booleans ``[n]``; only their sender asks.
@@ -79,6 +81,11 @@ class MessageCache:
         """Returns what was sent since the last call and starts again."""
         taken, self.sent = self.sent, {}
         return taken
+
+    def take_loss(self) -> float:
+        """Returns this rank's part of the loss since the last call, nan without one, and starts again."""
+        taken, self.loss = self.loss, None
+        return math.nan if taken is None else float(taken)
 
     def exchange(self, plan: HaloPlan, world: World, meter: Meter) -> CachedExchange:
         """Returns an exchange whose messages are cached."""

@@ -7,7 +7,7 @@ import random
 import time
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import asdict, dataclass, field
-from typing import Any, TypeVar
+from typing import Any, TypeAlias, TypeVar
 
 import torch
 from torch import Tensor
@@ -31,6 +31,9 @@ from lightning_gnn.gossip.pairing import Meeting, Pairing
 from lightning_gnn.gossip.pool import Pool
 
 T = TypeVar("T")
+
+Scores: TypeAlias = tuple[float | None, ...]
+"""What workers are compared by, the first that any of them has a number in; the least is best."""
 
 _LOOK_S = 0.5
 """How often who waits for a partner looks whether it lives."""
@@ -268,28 +271,28 @@ class Worker:
         sketches = [torch.frombuffer(bytearray(each), dtype=torch.float64) for each in told if each is not None]
         return distance(sketches) if sketches else 0.0
 
-    def agree(self, score: float | None, weights: bytes, seconds: float) -> dict[int, float | None]:
-        """Returns the score of each worker that has come to the end, the same on all of them; waits for those that live.
+    def agree(self, scores: Scores, weights: bytes, seconds: float) -> dict[int, Scores]:
+        """Returns the scores of each worker that has come to the end, the same on all of them; waits for those that live.
 
         Args:
-            score, weights: this worker's; weights of the others are then there for :meth:`weights_of`.
+            scores, weights: this worker's; weights of the others are then there for :meth:`weights_of`.
             seconds: to wait at most.
         """
         if self.ties is None:
-            return {self.me: score}
+            return {self.me: scores}
         keys, deadline = self.ties.keys, time.monotonic() + seconds
         keys.put(f"weights/{self.me}", weights)
-        keys.put(f"score/{self.me}", json.dumps(score).encode())
+        keys.put(f"score/{self.me}", json.dumps(scores).encode())
         while not (agreed := keys.get("agreed")):
             found = {worker: keys.find(f"score/{worker}") for worker in range(self.size)}
             missing = [worker for worker, text in found.items() if text is None]
             if time.monotonic() > deadline or not any(self.ties.life.is_alive(worker) for worker in missing):
-                scores = {worker: json.loads(text) for worker, text in found.items() if text is not None}
+                told = {worker: json.loads(text) for worker, text in found.items() if text is not None}
                 # Who is first decides who has come to the end.
-                keys.swap("agreed", "", json.dumps(scores))
+                keys.swap("agreed", "", json.dumps(told))
             else:
                 time.sleep(_REST_S)
-        return {int(worker): score for worker, score in json.loads(agreed).items()}
+        return {int(worker): tuple(each) for worker, each in json.loads(agreed).items()}
 
     def weights_of(self, worker: int) -> bytes:
         """Returns the weights of a worker that has come to the end."""

@@ -683,6 +683,7 @@ class GNNStrategy(ParallelStrategy):
             self.pre_backward(closure_loss)
             loss = precision.pre_backward(closure_loss, module)
         gradients.before()
+        self.scheme.hear_loss(closure_loss.detach() * self._loss_scale)
         with self._approximating():
             precision.backward(loss * self._loss_scale, module, optimizer, *args, **kwargs)
         with self._drawing(False):

@@ -6,12 +6,13 @@ Source: Zhang, "Efficient Asynchronous GCN Training on a GPU Cluster" (2021); ba
 from __future__ import annotations
 
 import io
+import math
 import os
 import uuid
 import warnings
 from abc import abstractmethod
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, Literal, get_args
 
@@ -33,7 +34,7 @@ from lightning_gnn.datamodules.graph import GraphDataModule
 from lightning_gnn.datamodules.sources import EDGE_MASKS, counted_mask, num_labelled
 from lightning_gnn.gossip.clusters import Clusters
 from lightning_gnn.gossip.pool import Pool
-from lightning_gnn.gossip.worker import Counts, Ties, Worker
+from lightning_gnn.gossip.worker import Counts, Scores, Ties, Worker
 from lightning_gnn.nn.bind import check_module
 from lightning_gnn.nn.embedding import embeddings_of
 from lightning_gnn.nn.helpers import graph_in_use
@@ -45,7 +46,7 @@ from lightning_gnn.strategies.random_streams import RandomStreams
 
 Assignment = Literal["random", "metis"]
 Average = Literal["gradients", "parameters"]
-Final = Literal["best", "average"]
+Final = Literal["auto", "best", "average"]
 Mode = Literal["min", "max"]
 
 EXCHANGE_S = 30.0
@@ -75,8 +76,11 @@ class ClusterStrategy(GNNStrategy):
         clusters_per_batch: whose nodes, and all edges between them, make a batch.
         seed: of the order of clusters.
         final: the result: ``"best"``: the weights of the worker whose `monitor` was best when it validated last; ``"average"``:
-            the mean of all workers' weights.
-        monitor, mode: of ``final="best"``: a value that the module logs in validation; ``"min"`` or ``"max"`` is best.
+            the mean of all workers' weights; ``"auto"``: the best, and where validation logs nothing to compare workers by, the
+            worker whose training loss was least in the mean over its last epoch, for which nothing need be logged.
+        monitor, mode: what workers are compared by: a value that the module logs in validation, of which the least (``"min"``,
+            the default) or the largest (``"max"``) is best. None: what a ModelCheckpoint or EarlyStopping of the Trainer
+            monitors, with its mode, if validation logs that, else ``val_loss``.
         lease: seconds without a sign of life after which a worker counts as dead.
         **options: see :class:`~lightning_gnn.strategies.base.GNNStrategy`.
 
@@ -103,8 +107,8 @@ class ClusterStrategy(GNNStrategy):
         clusters_per_batch: int,
         seed: int,
         final: Final,
-        monitor: str,
-        mode: Mode,
+        monitor: str | None,
+        mode: Mode | None,
         lease: float,
         **options: Any,
     ) -> None:
@@ -115,7 +119,10 @@ class ClusterStrategy(GNNStrategy):
         }
         check_whole(**counts)
         check_seed(seed)
-        check_words(monitor=monitor)
+        if monitor is not None:
+            check_words(monitor=monitor)
+        elif mode is not None:
+            raise ValueError(f"mode={shown(mode)} says which value of monitor is best: name that, too.")
         for name, value in counts.items():
             if value < 1:
                 raise ValueError(f"{name} must be at least 1 (got {value}).")
@@ -123,7 +130,7 @@ class ClusterStrategy(GNNStrategy):
             ("average", average, self.averages),
             ("assignment", assignment, get_args(Assignment)),
             ("final", final, get_args(Final)),
-            ("mode", mode, get_args(Mode)),
+            ("mode", mode or "min", get_args(Mode)),
         ):
             if chosen is None or not is_one_of(chosen, known):
                 *others, last = map(repr, known)
@@ -141,6 +148,9 @@ class ClusterStrategy(GNNStrategy):
         self._server: StoreServer | None = None
         self._starting: TrainerFn | None = None
         self._score: float | None = None
+        self._chosen_by: tuple[str, str] | None = None
+        self._losses: list[Tensor] = []  # of the steps of an epoch
+        self._training_loss: float | None = None
         self._lost: list[int] = []
 
     @property
@@ -261,8 +271,8 @@ class ClusterStrategy(GNNStrategy):
         validates = trainer.enable_validation and any(shard.mask_counts["val_mask"])
         if self.final == "best" and self.world_size > 1 and not validates:
             raise ValueError(
-                f'final="best" compares workers by {self.monitor} in validation, and there is none in this run. Give '
-                'validation_step, nodes in val_mask and limit_val_batches, or use final="average".'
+                'final="best" compares workers by what validation logs, and there is none in this run. Give '
+                'validation_step, nodes in val_mask and limit_val_batches, or use final="auto" or "average".'
             )
         ParallelStrategy.setup(self, trainer)  # not GNNStrategy's: nothing is bound
         if any(isinstance(optimizer, torch.optim.LBFGS) for optimizer in self.optimizers):
@@ -271,7 +281,7 @@ class ClusterStrategy(GNNStrategy):
             )
         self.world.broadcast_tensors_([*module.parameters(), *module.buffers()])
         torch.manual_seed(RandomStreams(self.world).seed)  # workers are apart, in hooks as in steps
-        self._score = None
+        self._score = self._chosen_by = self._training_loss = None
         self._worker = self._new_worker(trainer, self._clusters)
         # From here on each worker is alone: what Lightning, torchmetrics and loggers ask of all ranks, they ask of one.
         if self.world_size > 1:
@@ -398,6 +408,7 @@ class ClusterStrategy(GNNStrategy):
 
     @override
     def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
+        self._losses.append(closure_loss.detach())
         return ParallelStrategy.backward(self, closure_loss, optimizer, *args, **kwargs)
 
     @override
@@ -452,17 +463,36 @@ class ClusterStrategy(GNNStrategy):
 
     def _validated(self, trainer: pl.Trainer) -> None:
         """Keeps what the result is chosen by."""
-        if self.final != "best" or self.world_size == 1:
+        if self.final == "average" or self.world_size == 1:
             return
-        found = trainer.callback_metrics.get(self.monitor)
-        if found is None:
-            logged = ", ".join(sorted(trainer.callback_metrics)) or "nothing"
+        asked = self._compared_by(trainer)
+        logged = {each.meta.name for each in (trainer._results or {}).values()}
+        self._chosen_by = next(((name, mode) for name, mode in asked if name in logged), None)
+        if self._chosen_by is not None:
+            name, mode = self._chosen_by
+            if not trainer.sanity_checking:
+                found = float(trainer.callback_metrics[name])
+                self._score = found if mode == "min" else -found
+        elif self.final == "best" or self.monitor is not None:
+            names = ", ".join(sorted(logged)) or "nothing"
             raise ValueError(
-                f'final="best" compares workers by monitor={self.monitor!r}, which validation_step has not logged (it logged '
-                f'{logged}). Name one of these, with its mode, or use final="average".'
+                f"final={self.final!r} compares workers by monitor={asked[0][0]!r}, which validation_step has not logged (it "
+                f'logged {names}). Name one of these, with its mode, or use final="average".'
             )
-        if not trainer.sanity_checking:
-            self._score = float(found) if self.mode == "min" else -float(found)
+
+    def _epoch_ended(self) -> None:
+        """Keeps the mean loss of the epoch's steps, if there were any."""
+        losses, self._losses = self._losses, []
+        if losses:
+            self._training_loss = float(torch.stack(losses).double().mean())
+
+    def _compared_by(self, trainer: pl.Trainer) -> list[tuple[str, str]]:
+        """Returns values that workers may be compared by, and which of each is best; the first that is logged counts."""
+        if self.monitor is not None:
+            return [(self.monitor, self.mode or "min")]
+        callbacks: list[Any] = [*trainer.checkpoint_callbacks, *trainer.early_stopping_callbacks]
+        monitored = [(each.monitor, each.mode) for each in callbacks if getattr(each, "monitor", None) is not None]
+        return [*monitored, ("val_loss", "min")]
 
     @override
     def on_train_end(self) -> None:
@@ -474,29 +504,36 @@ class ClusterStrategy(GNNStrategy):
         worker.tell(module.parameters())
         file = io.BytesIO()
         torch.save({name: value.cpu() for name, value in module.state_dict().items()}, file)
-        scores = worker.agree(self._score, file.getvalue(), self.timeout.total_seconds())
+        scores = worker.agree(self._scores(), file.getvalue(), self.timeout.total_seconds())
         self.report, self.consensus = worker.everyones(), worker.consensus(scores)
         self._lost = [rank for rank in range(self.world_size) if rank not in scores]
         undone = 0 if module.trainer.should_stop else worker.undone()
-        if worker.ties is not None:
-            states = [_load(worker.weights_of(rank)) for rank in self._result_of(scores)]
-            module.load_state_dict(_mean(states))
-            worker.part(list(scores), self._server is not None, EXCHANGE_S)
+        if worker.ties is None:
+            return
+        chosen, result = self._result_of(scores)
+        module.load_state_dict(_mean([_load(worker.weights_of(rank)) for rank in chosen]))
+        worker.part(list(scores), self._server is not None, EXCHANGE_S)
         if self.global_rank == min(scores):
-            show(self.report, self._lost, undone, self.consensus)
+            show(self.report, self._lost, undone, self.consensus, result)
 
-    def _result_of(self, scores: dict[int, float | None]) -> list[int]:
-        """Returns the workers whose weights make the result."""
-        # Neither those that have not validated, nor those that have diverged.
-        ranked = [rank for rank, score in scores.items() if score is not None and score == score]
-        if self.final == "best" and ranked:
-            return [min(ranked, key=lambda rank: (scores[rank], rank))]
-        if self.final == "best" and self.global_rank == min(scores):
-            warnings.warn(
-                f'No worker has a number in {self.monitor}, so final="best" has nothing to compare: the result is the average.',
-                stacklevel=2,
-            )
-        return sorted(scores)
+    def _scores(self) -> Scores:
+        """Returns what workers are compared by, the least being best; None for what this one has not."""
+        score, loss = self._score, self._training_loss
+        return (score, loss) if self.final == "auto" else (score if self.final == "best" else None,)
+
+    def _result_of(self, scores: Mapping[int, Scores]) -> tuple[list[int], str]:
+        """Returns the workers whose weights make the result, and what that is, in words."""
+        name, mode = self._chosen_by or ("what validation logs", "min")
+        for column, what in enumerate((name, "training loss")[: len(self._scores())]):
+            # Neither those that have not validated, nor those that have diverged.
+            ranked = [(score, rank) for rank, each in scores.items() if (score := each[column]) is not None]
+            score, best = min((each for each in ranked if math.isfinite(each[0])), default=(math.nan, -1))
+            if best >= 0:
+                value = -score if column == 0 and mode == "max" else score
+                return [best], f"worker {best}'s weights, of best {what} ({value:.4g})"
+        if self.final != "average" and self.global_rank == min(scores):
+            warnings.warn(f"No worker has a number in {name} to compare: the result is the average.", stacklevel=2)
+        return sorted(scores), "the average of all workers' weights"
 
     @override
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any | None = None) -> None:
@@ -611,6 +648,10 @@ class _Hooks(pl.Callback):
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         assert self._strategy._batches is not None
         self._strategy._batches.trained()
+
+    @override
+    def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self._strategy._epoch_ended()
 
     @override
     def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:

@@ -43,9 +43,7 @@ class GossipStrategy(ClusterStrategy):
             ``"push_sum"``: parameters, without pairs: a worker sends half of its mass to any other, takes in what has come for it
             after each batch, and waits for nobody (Stochastic Gradient Push); then `pairing` and `patience` do not apply.
         clusters, assignment, clusters_per_batch, seed: see :class:`~lightning_gnn.strategies.clusters.ClusterStrategy`.
-        final: the result: ``"best"``: the weights of the worker whose `monitor` was best when it validated last; ``"average"``:
-            the mean of all workers' weights.
-        monitor, mode: of ``final="best"``: a value that the module logs in validation; ``"min"`` or ``"max"`` is best.
+        final, monitor, mode: of the result: see :class:`~lightning_gnn.strategies.clusters.ClusterStrategy`.
         patience: seconds that a worker waits for a partner before it goes on without.
         lease: seconds without a sign of life after which a worker counts as dead, and others take over its batches.
         **options: see :class:`~lightning_gnn.strategies.base.GNNStrategy`.
@@ -70,9 +68,9 @@ class GossipStrategy(ClusterStrategy):
         assignment: Assignment = "random",
         clusters_per_batch: int = 1,
         seed: int = 0,
-        final: Final = "best",
-        monitor: str = "val_loss",
-        mode: Mode = "min",
+        final: Final = "auto",
+        monitor: str | None = None,
+        mode: Mode | None = None,
         patience: float = 60.0,
         lease: float = 10.0,
         **options: Any,
@@ -135,9 +133,9 @@ class ClusterAllReduceStrategy(ClusterStrategy):
         assignment: Assignment = "random",
         clusters_per_batch: int = 1,
         seed: int = 0,
-        final: Final = "best",
-        monitor: str = "val_loss",
-        mode: Mode = "min",
+        final: Final = "auto",
+        monitor: str | None = None,
+        mode: Mode | None = None,
         **options: Any,
     ) -> None:
         super().__init__(

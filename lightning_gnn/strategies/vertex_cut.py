@@ -75,7 +75,7 @@ class VertexCutScheme(Scheme):
         hosts: int | None,
         host_weight: float,
         cache: AdaptiveThreshold | LargestChanges | float | None,
-        monitor: str,
+        monitor: str | None,
         keep_constant: bool,
     ) -> None:
         self.partition, self.hosts, self.host_weight = partition, hosts, host_weight
@@ -150,6 +150,12 @@ class VertexCutScheme(Scheme):
         return MessageCache(self.cache if isinstance(self.cache, float) else self.cache.epsilon)
 
     @override
+    def hear_loss(self, part: torch.Tensor) -> None:
+        if self._messages is not None:
+            before = self._messages.loss
+            self._messages.loss = part if before is None else before + part
+
+    @override
     def callbacks(self, world: World) -> Sequence[pl.Callback]:
         if self._messages is None:
             return ()
@@ -163,8 +169,8 @@ class VertexCutScheme(Scheme):
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Takes the threshold up where it was; what is in caches is not kept, so the first epoch sends everything."""
         if isinstance(self._rule, AdaptiveThreshold) and "threshold" in state:
-            self._rule.epsilon = state["threshold"]["epsilon"]
-            self._rule.mean = state["threshold"]["mean"]
+            saved = state["threshold"]
+            self._rule.epsilon, self._rule.mean, self._rule.first = saved["epsilon"], saved["mean"], saved.get("first")
 
 
 class VertexCutStrategy(GNNStrategy):
@@ -181,11 +187,14 @@ class VertexCutStrategy(GNNStrategy):
             the Trainer's ``num_nodes``.
         host_weight: gamma of equation 24: what a replica on another machine costs against one in the same, 0 to 1.
         cache: None sends all rows, exactly. Otherwise a row is sent only when an entry has changed by more than a share of the
-            row's size: a number is that share; ``"adaptive"`` one that follows the training accuracy (CDFGNN section 4.1);
+            row's size: a number is that share; ``"adaptive"`` one that follows the training loss, or `monitor` (CDFGNN 4.1);
             an :class:`~lightning_gnn.callbacks.cache.AdaptiveThreshold` the same with other numbers. ``"largest"``, or a
             :class:`~lightning_gnn.callbacks.cache.LargestChanges`, sends a given share: the rows that have changed most. The
             last epoch, validation, test and predict are exact.
-        monitor: the training accuracy that ``"adaptive"`` follows, as the module logs it.
+        monitor: an accuracy that the module logs in training, ``"train_acc"`` say, for ``"adaptive"`` to follow in place of the
+            loss, as CDFGNN has it: something that rises from 0 to 1. None: the loss that ``training_step`` returns, or hands to
+            ``manual_backward``, for which nothing need be logged; see
+            :class:`~lightning_gnn.callbacks.cache.AdaptiveThreshold`.
         keep_constant: see :class:`~lightning_gnn.strategies.dgcl.DGCLStrategy`.
         **options: see :class:`~lightning_gnn.strategies.base.GNNStrategy`.
 
@@ -202,7 +211,7 @@ class VertexCutStrategy(GNNStrategy):
         hosts: int | None = None,
         host_weight: float = 0.1,
         cache: Literal["adaptive", "largest"] | float | AdaptiveThreshold | LargestChanges | None = None,
-        monitor: str = "train_acc",
+        monitor: str | None = None,
         keep_constant: bool = True,
         **options: Any,
     ) -> None:
@@ -211,7 +220,8 @@ class VertexCutStrategy(GNNStrategy):
         if hosts is not None:
             check_whole(hosts=hosts)
         check_numbers(host_weight=host_weight)
-        check_words(monitor=monitor)
+        if monitor is not None:
+            check_words(monitor=monitor)
         check_flags(keep_constant=keep_constant)
         if hosts is not None and hosts < 1:
             raise ValueError(f"hosts is a number of machines, at least 1 (got {hosts}).")
