@@ -13,7 +13,7 @@ from idioms.harness import CLASSES, FEATURES, Case, graph
 from idioms.steps import Classifier
 
 
-class _NoHalo(L.Callback):
+class NoHalo(L.Callback):
     """The rows of other ranks are zero."""
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
@@ -42,7 +42,7 @@ def _case(callback: L.Callback) -> Case:
 
 
 def without_halo() -> Case:
-    return _case(_NoHalo())
+    return _case(NoHalo())
 
 
 def without_sums() -> Case:

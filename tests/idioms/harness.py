@@ -7,6 +7,7 @@ it either gives the values, weights and predictions of one device, or is refused
 from __future__ import annotations
 
 import copy
+import linecache
 import re
 import warnings
 import zlib
@@ -24,6 +25,7 @@ from torch_geometric.data import Data, HeteroData
 
 import lightning_gnn
 from lightning_gnn import GraphDataModule
+from lightning_gnn.comm.group import CommunicationError
 
 CLASSES, FEATURES = 5, 8
 OURS = ("comm/", "cache/", "codec/", "sampling/", "throughput/", "check/")
@@ -281,7 +283,7 @@ def run(build: Build, strategy: Any, devices: int, partition: str, stages: Seque
                 **case.trainer,
             }
             options["callbacks"] = [*options.get("callbacks", ()), seen]
-            made = strategy if isinstance(strategy, str) else strategy(timeout=30, **case.strategy)
+            made = strategy if isinstance(strategy, str) else strategy(**{"timeout": 30, **case.strategy})
             trainer = L.Trainer(strategy=made, devices=devices, accelerator="cpu", **options)
             for stage in stages:
                 call: Any = getattr(trainer, stage)
@@ -309,8 +311,10 @@ def _is_ours(error: BaseException) -> bool:
     trace = error.__traceback__
     while trace is not None and trace.tb_next is not None:
         trace = trace.tb_next
-    here = trace is not None and trace.tb_frame.f_code.co_filename.startswith(_PACKAGE)
-    return here and isinstance(error, ValueError)
+    if trace is None or isinstance(error, CommunicationError):
+        return False
+    file = trace.tb_frame.f_code.co_filename
+    return file.startswith(_PACKAGE) and linecache.getline(file, trace.tb_lineno).lstrip().startswith("raise")
 
 
 def run_on_rank(

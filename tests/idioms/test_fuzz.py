@@ -1,0 +1,45 @@
+"""Programs of a grammar: each gives the numbers of one device on ranks, or is refused by name (two gloo ranks, float64).
+
+The campaign is ``python tests/idioms/fuzz.py --programs 10000``; ``--show SEED --shrink`` finds what of a program is to blame.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from idioms.fuzz import Fuzzer, shrink
+from idioms.grammar import Program, Statement
+
+
+def program(*statements: tuple[str, str]) -> Program:
+    """Returns a program with these lines, and a log that has nothing to do with them."""
+    said = [Statement("", (line,)) for line in statements]
+    log = Statement("log", (("training_step", "self.log('epoch', float(self.current_epoch))"),))
+    return Program(0, "dgcl", "sorted", ("fit",), "graph(48)", (LOSS, CONV, log, *said))
+
+
+LOSS = Statement("loss", (("training_step", "loss = F.cross_entropy(out[mask], y[mask])"),))
+CONV = Statement("conv", (("__init__", "self.conv = nn.SAGEConv(8, 8)"), ("forward", "x = self.conv(x, edge_index)")))
+
+
+def test_the_fuzzer_sees_what_is_wrong(ranks):
+    checked, unchecked = Fuzzer(ranks), Fuzzer(ranks, self_check=False)
+    mixing = program(("forward", "x = x - x.mean(0)"))
+    no_halo = program(
+        ("data", "from idioms.broken import NoHalo"), ("trainer", "'callbacks': [NoHalo()], 'limit_val_batches': 0")
+    )
+    raises = program(("on_train_epoch_end", "assert self.trainer.world_size == 1"))
+    raises_everywhere = program(("on_train_epoch_end", "assert self.trainer.world_size == 0"))
+    verdicts = checked.judge([program(), mixing, no_halo, raises, raises_everywhere])
+    assert [verdict.outcome for verdict in verdicts] == ["exact", "refused", "WRONG", "foreign", "discarded"]
+    assert [verdict.outcome for verdict in unchecked.judge([program(), mixing])] == ["exact", "WRONG"]
+
+
+def test_the_fuzzer_leaves_out_what_is_not_to_blame(ranks):
+    whole = program(
+        ("on_train_epoch_end", "self.log('grown', self.head.weight.norm())"), ("forward", "x = x - x.mean(0)")
+    )
+    small = shrink(Fuzzer(ranks), replace(whole, stages=("fit", "test"), graph="directed(64, 3)"), "refused")
+    # On one device a program without loss does not run.
+    assert [line for each in small.statements for line in each.lines] == [*LOSS.lines, ("forward", "x = x - x.mean(0)")]
+    assert (small.stages, small.graph) == (("fit",), "graph(48)")
