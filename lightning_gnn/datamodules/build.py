@@ -1,7 +1,8 @@
 """``python -m lightning_gnn.datamodules.build``: partitions one graph, described in JSON on standard input.
 
 A process of its own, so that the whole graph and the partitioner's memory are gone when training starts.
-Prints JSON as its last line: the name of the folder under the store, or the error, whose traceback goes to standard error.
+Prints JSON as its last line: the folder under the store and whether the source drew random numbers, or the error, whose
+traceback goes to standard error.
 Ends with the process that has started it: what it makes would be of no use to a run that is gone, and nobody would end it.
 """
 
@@ -22,7 +23,8 @@ def main() -> None:
     try:
         datamodule = GraphDataModule(**request["datamodule"])
         datamodule.predicting = request["predicting"]
-        answer = {"folder": datamodule.build(LayoutSpec.from_dict(request["layout"]))}
+        vars(datamodule).update(request["loaded"])
+        answer = {"folder": datamodule.build(LayoutSpec.from_dict(request["layout"])), "drew": datamodule._drew}
     except Exception as error:
         traceback.print_exc()
         answer = {"error": str(error)}

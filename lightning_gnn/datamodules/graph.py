@@ -24,7 +24,7 @@ import numpy as np
 import torch
 from filelock import FileLock, Timeout
 from lightning.pytorch.trainer.states import TrainerFn
-from lightning.pytorch.utilities.rank_zero import rank_zero_info
+from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from torch import Tensor
 from torch_geometric.data import Data, HeteroData
 from typing_extensions import override
@@ -32,19 +32,22 @@ from typing_extensions import override
 from lightning_gnn.arguments import shown
 from lightning_gnn.comm.group import World
 from lightning_gnn.datamodules.hetero import NO_TYPES, JoinedGraph, input_type_of, prepare_hetero
-from lightning_gnn.datamodules.shards import Cut, Shard, whole_graph, whole_graph_with_types
+from lightning_gnn.datamodules.shards import Cut, Shard, versions_of, whole_graph, whole_graph_with_types
 from lightning_gnn.datamodules.sources import (
     EDGE_MASKS,
     MASKS,
     Source,
+    check_same_graph,
     checked_fractions,
     counted_mask,
+    described,
     description_key,
-    graph_key,
+    graph_digests,
     is_labelled,
     load_source,
     num_labelled,
     prepare_graph,
+    seeded,
 )
 from lightning_gnn.datamodules.store import (
     FORMAT,
@@ -93,25 +96,31 @@ class GraphDataModule(L.LightningDataModule):
 
     Partitioned once per machine: the result is stored and memory-mapped by all ranks, and found again in later runs.
 
+    One datamodule has one graph, in all stages and on all ranks, also where its source draws at random, such as a dataset with
+    ``transform=T.RandomNodeSplit()``: what is drawn while it is loaded follows from torch's seed and `seed`, and takes nothing
+    from the random numbers of the run.
+
     Args:
         source: a PyG dataset with one graph, a ``Data`` or ``HeteroData``, a callable that returns one of these, or its dotted
             path, e.g. ``"torch_geometric.datasets.Planetoid"``. A dataset or ``Data`` is in the memory of every rank that builds
-            it; a dotted path is loaded only where it must be partitioned, in a process of its own.
+            it; a dotted path is loaded only where it must be partitioned, in a process of its own. Changes of a ``Data`` between
+            stages are followed; those of rank 0, where ranks are processes of their own.
         source_args: keyword arguments of a callable or dotted path; numbers, strings, lists and dicts.
         split: fractions of training, validation and test nodes, ``(0.6, 0.2, 0.2)``, for a random split of the labelled
             nodes. Without it, the graph's masks or the dataset's ``get_idx_split()`` (OGB) are used.
         split_column: which split, where masks have shape ``[N, splits]``.
         partition: ``"metis"``, ``"random"``, ``"contiguous"`` (ranges of the graph's own order), or the rank of every node,
             ``[N]``. By default what suits the strategy, in most cases METIS.
-        seed: of the random split and of the partitioner.
+        seed: of the random split and of the partitioner; added to torch's seed for what the source draws.
         input_type: of a ``HeteroData``, the node type whose nodes are predicted; by default the one that has a ``train_mask``.
         store: folder for partitioned graphs; default ``$LIGHTNING_GNN_STORE`` or ``~/.cache/lightning_gnn``.
         fanouts, batch_size: of mini-batches, for a strategy that trains on samples, see
             :class:`~lightning_gnn.SamplingStrategy`; by default what the strategy says.
 
     Raises:
-        ValueError: an argument, or the graph, is not as described, fan-outs or a batch size are given and the strategy trains on
-            no samples; from ``setup``, on all ranks.
+        ValueError: an argument, or the graph, is not as described; the source gave another graph when it was loaded once more, as
+            on another machine; fan-outs or a batch size are given and the strategy trains on no samples; from ``setup``, on all
+            ranks.
         StoreError: the store is full, cannot be written, or has been altered; from ``setup``, on all ranks.
 
     Labels of -1 mark nodes without a label. Every tensor of the graph with one row per node or edge goes with its node
@@ -156,6 +165,14 @@ class GraphDataModule(L.LightningDataModule):
         self._prepared: LayoutSpec | None = None
         self._failure: Exception | None = None
         self._shard: Shard | None = None
+        self._shard_of: tuple[str, LayoutSpec] | None = None  # the entry and layout that it was read for
+        self._versions: Mapping[str, int] = {}  # of its tensors, before the first step
+        # The graph, where this process has it whole; what it is known by, and its entries in the store by what they are.
+        self._graph: Data | HeteroData | None = None
+        self._digests: Mapping[str, str] | None = None
+        self._entries: dict[str, str] = {}
+        self._draw_seed: int | None = None
+        self._drew = False
 
     # Layout ###################################################################
 
@@ -217,15 +234,17 @@ class GraphDataModule(L.LightningDataModule):
         """Loads and partitions the graph for a layout, unless the store holds it; one process of each machine."""
         if layout.kind != "whole":
             self._folder = self.partition_for(layout).name
+            if self._shard_of is None:  # the whole graph, of an earlier run on one device
+                self._shard = None
         self._prepared = layout
 
     @override
     def setup(self, stage: str) -> None:
         if stage == "fit":
             self._check_sampled()
-        self._shard = None  # in the middle of a run, before the next one takes its memory
         layout = self._layout()
         if layout.kind == "whole":
+            self._shard = self._shard_of = None
             data = self.load()
             hetero = isinstance(data, HeteroData)
             self._shard = whole_graph_with_types(data, self._input_type(data)) if hetero else whole_graph(data)
@@ -267,14 +286,29 @@ class GraphDataModule(L.LightningDataModule):
         strategy: Any = self.trainer.strategy
         world = strategy.world
         _raise_together(world, self._failure, "The graph could not be loaded and partitioned")
-        self._folder = folder = world.all_gather_object(self._folder)[0]
+        # The first rank of each machine has prepared it; what others know of it is of the stage before.
+        loaded = self._digests if strategy.local_rank == 0 else None
+        told = world.all_gather_object((self._folder, loaded, self._draw_seed))
+        folder, digests, self._draw_seed = told[0]
+        for rank, (_, found, _) in enumerate(told):
+            if found is not None:
+                check_same_graph(found, digests, f"On rank {rank}, {described(self.source)}")
+        self._folder, self._digests = folder, digests
+        self._entries[self._entry_key(layout)] = folder
         shard = failure = None
         try:
-            shard = read_cut(self.store / folder, layout).shard(self.trainer.global_rank, layout.replicas)
+            if self._shard is not None and self._shard_of == (folder, layout):
+                shard = self._shard  # as the last stage has left it, like the whole graph on one device
+                shard.batch.cpu()
+            else:
+                self._tell_of_changes("the parts are other ones now")
+                self._shard = None  # in the middle of a run, before the next one takes its memory
+                shard = read_cut(self.store / folder, layout).shard(self.trainer.global_rank, layout.replicas)
         except Exception as error:
             failure = error
         _raise_together(world, failure, "The partitioned graph could not be read")
         assert shard is not None
+        self._shard_of = folder, layout
         return shard
 
     def train_dataloader(self) -> Any:
@@ -293,9 +327,30 @@ class GraphDataModule(L.LightningDataModule):
 
     def _batches(self, mask: str | None) -> Any:
         """Returns the strategy's loader of mini-batches whose seeds are in a mask, None for all nodes; else the one batch."""
+        if not self._versions:
+            self._versions = versions_of(self.shard.batch)
         batches = getattr(getattr(self.trainer, "strategy", None), "batches", None)
         found = None if batches is None else batches(self, mask)
         return OneBatch(self.shard.batch) if found is None else found
+
+    @override
+    def teardown(self, stage: str) -> None:
+        if getattr(getattr(self.trainer, "strategy", None), "_start_method", "popen") != "popen":
+            self._tell_of_changes("its process ends with this call")
+
+    def _tell_of_changes(self, why: str) -> None:
+        """Warns of changes of the batch in place, which are lost now; on one device they would have stayed."""
+        versions, self._versions = self._versions, {}
+        if self._shard is None or self._shard_of is None:
+            return
+        now = versions_of(self._shard.batch)
+        changed = [name for name, version in versions.items() if now.get(name, version) != version]
+        if changed:
+            rank_zero_warn(
+                f"batch.{', batch.'.join(changed)} changed in place during this stage, and the next one begins with the graph as "
+                f"it was loaded: {why}. On one device such a change stays. Make a new tensor in each step that needs it, such as "
+                f"batch.{changed[0]} = batch.{changed[0]} * 0.5, which changes nothing for later steps."
+            )
 
     # Loading and partitioning #################################################
 
@@ -303,8 +358,45 @@ class GraphDataModule(L.LightningDataModule):
         """Returns whether the graph is predicted on only, and may have neither masks nor labels."""
         return self.predicting or getattr(getattr(self.trainer, "state", None), "fn", None) == TrainerFn.PREDICTING
 
+    @property
+    def _is_given(self) -> bool:
+        """Whether the source is the graph itself, which gives no other when it is asked again unless the user has changed it."""
+        return isinstance(self.source, (Data, HeteroData))
+
     def load(self) -> Data | HeteroData:
-        """Returns the whole graph, checked, with boolean masks."""
+        """Returns the whole graph, checked, with boolean masks; the same in all stages.
+
+        Raises:
+            ValueError: it cannot be trained on, or is another than this datamodule has loaded before.
+        """
+        if self._graph is None or self._is_given:
+            self._graph = self._read_back() or self._load()
+        return self._graph
+
+    def _read_back(self) -> Data | HeteroData | None:
+        """Returns the graph from one of its entries in the store; None where there is none any more."""
+        known = None if self._is_given else self._digests
+        for folder in self._entries.values() if known else ():
+            if (self.store / folder / "manifest.json").exists() and read_manifest(self.store / folder)[
+                "graph"
+            ] == known:
+                return read_cut(self.store / folder).graph()
+        return None
+
+    def _load(self) -> Data | HeteroData:
+        if self._draw_seed is None:
+            self._draw_seed = self._new_draw_seed()
+        with seeded(self._draw_seed) as has_drawn:
+            graph = self._prepared_graph()
+            self._drew = has_drawn()
+        if self._digests is not None and not self._is_given:
+            check_same_graph(graph_digests(graph), self._digests, f"{described(self.source)}, loaded once more,")
+        return graph
+
+    def _new_draw_seed(self) -> int:
+        return (torch.initial_seed() + self.seed) % 2**63
+
+    def _prepared_graph(self) -> Data | HeteroData:
         data, index_split = load_source(self.source, self.source_args)
         needed = not self._predicts()
         if isinstance(data, HeteroData):
@@ -328,30 +420,43 @@ class GraphDataModule(L.LightningDataModule):
         return self.store / self._ensure_stored(layout)
 
     def _ensure_stored(self, layout: LayoutSpec) -> str:
-        """Returns the folder's name under the store, partitioning only if no earlier run has. Rank 0 of each machine."""
-        known = self._remembered(self._description_key(layout), layout)
-        if known is not None:
-            return known
-        if self._description_key(layout) is not None and isinstance(self._method(layout), str):
+        """Returns the folder's name under the store; loads and partitions only if nothing before has. Rank 0 of each machine."""
+        key = self._entry_key(layout)
+        if not self._is_given:
+            for folder in (self._entries.get(key), *map(self._noted, self._notes(layout))):
+                if folder is not None and self._is_entry(folder, layout):
+                    self._entries[key] = folder
+                    return folder
+        if self._graph is None and self._notes(layout) and isinstance(self._method(layout), str):
             folder = self._build_in_subprocess(layout)
         else:
             folder = self.build(layout)
+        self._entries[key] = folder
         # Made again: loading may have written processed files beside the raw ones.
-        key = self._description_key(layout)
-        if key is not None:
+        notes = self._notes(layout)
+        if notes:
             with writing(self.store):
-                write_atomically(self.store / f"{key}.known", _note(key, folder))
+                write_atomically(self.store / f"{notes[self._drew]}.known", _note(notes[self._drew], folder))
         return folder
 
     def _options(self, layout: LayoutSpec) -> list[Any]:
         """Returns what decides the stored form of a graph, beside the graph."""
         return [layout.stored.as_dict(), self._partition_key(layout), self.seed, self.input_type, FORMAT]
 
-    def _description_key(self, layout: LayoutSpec) -> str | None:
-        """Returns a key for a source given by its path, without loading it; None for other sources."""
+    def _entry_key(self, layout: LayoutSpec) -> str:
+        return json.dumps(self._options(layout))
+
+    def _notes(self, layout: LayoutSpec) -> list[str]:
+        """Returns the keys under which an entry of a source that is given by its path is found without loading it.
+
+        The first is of a source that draws no random numbers, the second of one that does. None for other sources.
+        """
         if not isinstance(self.source, str):
-            return None
-        return description_key(self.source, self.source_args, [self.split, self.split_column, self._options(layout)])
+            return []
+        told = [self.split, self.split_column, self._options(layout)]
+        seed = self._new_draw_seed() if self._draw_seed is None else self._draw_seed
+        keys = [description_key(self.source, self.source_args, each) for each in (told, [*told, seed])]
+        return [key for key in keys if key is not None]
 
     def build(self, layout: LayoutSpec) -> str:
         """Loads and partitions the graph in this process, unless the store holds it; returns the folder's name."""
@@ -359,11 +464,12 @@ class GraphDataModule(L.LightningDataModule):
         hetero = isinstance(data, HeteroData)
         if hetero and not layout.takes_types:
             raise ValueError(NO_TYPES)
-        digest = hashlib.blake2b(
-            json.dumps([graph_key(data), self._options(layout)]).encode(), digest_size=12
-        ).hexdigest()
+        digests = graph_digests(data)
+        digest = hashlib.blake2b(json.dumps([digests, self._options(layout)]).encode(), digest_size=12).hexdigest()
         name = f"{layout.kind}-{layout.parts}-{digest}"
         folder = self.store / name
+        # Not kept: what is read from now on is the entry.
+        self._graph, self._digests = None, digests
         with self._lock(name):
             if folder.exists():
                 read_manifest(folder, layout)
@@ -373,7 +479,8 @@ class GraphDataModule(L.LightningDataModule):
             part, holders, report = self.assigned(data, layout)
             seconds = time.perf_counter() - began
             input_type = self._input_type(data) if hetero else None
-            write_store(folder, data, part, layout.stored, {**report, "seconds": seconds}, holders, input_type)
+            report = {**report, "seconds": seconds}
+            write_store(folder, data, part, layout.stored, report, holders, input_type, digests)
             rank_zero_info(
                 f"Partitioned {data.num_nodes:,} nodes and {data.num_edges:,} edges into {layout.parts} parts "
                 f"({report['method']}) in {seconds:.1f} s; kept in {folder}"
@@ -413,6 +520,8 @@ class GraphDataModule(L.LightningDataModule):
 
     def _build_in_subprocess(self, layout: LayoutSpec) -> str:
         """Runs :meth:`build` in a process of its own, whose memory is given back when it is done."""
+        if self._draw_seed is None:
+            self._draw_seed = self._new_draw_seed()
         spec = {
             "source": self.source,
             "source_args": self.source_args,
@@ -430,6 +539,7 @@ class GraphDataModule(L.LightningDataModule):
                     "datamodule": spec,
                     "layout": layout.as_dict(),
                     "predicting": self._predicts(),
+                    "loaded": {"_draw_seed": self._draw_seed, "_digests": self._digests, "_entries": self._entries},
                     "parent": os.getpid(),
                 }
             ),
@@ -446,7 +556,9 @@ class GraphDataModule(L.LightningDataModule):
         answer = json.loads(done.stdout.splitlines()[-1]) if done.stdout else {"error": "see the error above."}
         if "error" in answer:
             raise RuntimeError(f"Loading or partitioning {self.source} failed: {answer['error']}")
-        return answer["folder"]
+        folder, self._drew = answer["folder"], answer["drew"]
+        self._digests = read_manifest(self.store / folder, layout)["graph"]
+        return folder
 
     def _method(self, layout: LayoutSpec) -> str | np.ndarray:
         return layout.method if self.partition is None else self.partition
@@ -458,17 +570,25 @@ class GraphDataModule(L.LightningDataModule):
         array = np.ascontiguousarray(method, dtype=np.int64)
         return hashlib.blake2b(array.data, digest_size=16).hexdigest()
 
-    def _remembered(self, key: str | None, layout: LayoutSpec) -> str | None:
-        """Returns the folder that an earlier run made from the same description, if it is still there."""
+    def _noted(self, key: str) -> str | None:
+        """Returns the folder that an earlier run made from the same description."""
         note = self.store / f"{key}.known"
-        if key is None or not note.is_file():
+        if not note.is_file():
             return None
         text = note.read_text(errors="replace")
         folder = text.partition(" ")[0]
-        if text != _note(key, folder) or not (self.store / folder / "manifest.json").exists():
-            return None
-        types = read_manifest(self.store / folder, layout)["types"]
-        return folder if types is None or layout.takes_types else None  # loaded again, and refused
+        return folder if text == _note(key, folder) else None
+
+    def _is_entry(self, folder: str, layout: LayoutSpec) -> bool:
+        """Returns whether the store still has a folder, with the graph that this datamodule has, if it has one already."""
+        if not (self.store / folder / "manifest.json").exists():
+            return False
+        manifest = read_manifest(self.store / folder, layout)
+        if manifest["types"] is not None and not layout.takes_types:
+            return False  # loaded again, and refused
+        if self._digests is None:
+            self._digests = manifest["graph"]
+        return self._digests == manifest["graph"]
 
     @contextmanager
     def _lock(self, name: str) -> Iterator[None]:

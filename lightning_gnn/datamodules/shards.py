@@ -135,6 +135,28 @@ class Cut:
             found[:, here] = ids
         return found
 
+    def graph(self) -> Data | HeteroData:
+        """Returns the graph that was cut, in its original order: equal to it in every attribute."""
+        types = self.types
+        whole: Any = HeteroData() if types.is_hetero else Data()
+        for kind in (*types.nodes, *types.edges):
+            into, ids = whole[kind] if types.is_hetero else whole, self.ids_of(kind)
+            for name, value in self.attributes[types.key(kind)].items():
+                into[name] = torch.empty_like(value).index_copy_(0, ids, value)
+            if isinstance(kind, str):
+                if "x" not in into:
+                    into.num_nodes = len(ids)
+                continue
+            columns = []
+            for rank, (begin, count) in enumerate(zip(types.begins(kind), types.edges[kind])):
+                columns.append(self.relabelled_edges(rank)[:, begin : begin + count])
+            rows = np.concatenate(columns, 1)
+            ends = [self.ids_of(end)[types.ids(of)] for end, of in zip((kind[0], kind[2]), rows)]
+            into.edge_index = torch.empty((2, len(ids)), dtype=torch.long).index_copy_(1, ids, torch.stack(ends))
+        for name, value in (*self.attributes.get("graph", {}).items(), *self.scalars.items()):
+            whole[name] = value
+        return whole
+
     def sizes(self, replicas: Replicas | None = None) -> list[tuple[int, int, int]]:
         """Returns rows, halo rows and edges of every rank's shard; with replicas, this reads all edges."""
         if replicas is None:
@@ -326,6 +348,13 @@ def whole_graph_with_types(data: HeteroData, input_type: NodeType) -> Shard:
         digest="",
         report={},
     )
+
+
+def versions_of(batch: Data | HeteroData) -> dict[str, int]:
+    """Returns by name how often each tensor of a batch has been changed in place; of types, nothing: steps get samples."""
+    if isinstance(batch, HeteroData):
+        return {}
+    return {name: value._version for name, value in batch.to_dict().items() if isinstance(value, Tensor)}
 
 
 def kind_of(data: Data, name: str) -> str:

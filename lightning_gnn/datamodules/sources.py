@@ -6,8 +6,10 @@ import hashlib
 import importlib
 import importlib.util
 import json
+import random
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from numbers import Real
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -19,6 +21,7 @@ from torch_geometric.data import Data, Dataset, HeteroData
 from torch_geometric.data.data import BaseData
 
 from lightning_gnn.arguments import shown
+from lightning_gnn.comm.in_process import kept_random_state
 
 Source: TypeAlias = str | Dataset | Data | HeteroData | Callable[..., Any]
 """A PyG dataset, a ``Data``, a ``HeteroData``, a callable that returns one of these, or the dotted path of one."""
@@ -52,11 +55,11 @@ def load_source(
     Raises:
         ValueError: the path cannot be imported, the callable raises, or the result is not a single PyG graph.
     """
-    described = _describe(source)
+    name = described(source)
     if isinstance(source, str):
-        module, _, name = source.rpartition(".")
+        module, _, function = source.rpartition(".")
         try:
-            source = getattr(importlib.import_module(module), name)
+            source = getattr(importlib.import_module(module), function)
         except Exception as error:  # the module is the user's: importing it may raise anything
             raise ValueError(
                 f"source={source!r} cannot be imported ({error}). Give the dotted path of a class or function, "
@@ -67,13 +70,13 @@ def load_source(
         try:
             loaded = source(**(args or {}))
         except Exception as error:
-            called = ", ".join(f"{name}={value!r}" for name, value in (args or {}).items())
+            called = ", ".join(f"{key}={value!r}" for key, value in (args or {}).items())
             raise ValueError(
-                f"Loading the graph failed: {described}({called}) raised {type(error).__name__}: {error}. Call it yourself to "
+                f"Loading the graph failed: {name}({called}) raised {type(error).__name__}: {error}. Call it yourself to "
                 "see where; its arguments are GraphDataModule's source_args."
             ) from error
     elif args:
-        raise ValueError(f"source_args={dict(args)} needs a callable or a dotted path as source (got {described}).")
+        raise ValueError(f"source_args={dict(args)} needs a callable or a dotted path as source (got {name}).")
     if isinstance(loaded, (Data, HeteroData)):
         return loaded, None
     is_dataset = hasattr(loaded, "__getitem__") and hasattr(loaded, "__len__")
@@ -83,23 +86,24 @@ def load_source(
         split = graphs.get_idx_split() if hasattr(graphs, "get_idx_split") else None
     except Exception as error:
         raise ValueError(
-            f"{described} cannot give its graph: {type(error).__name__}: {error}. Look at dataset[0] and "
+            f"{name} cannot give its graph: {type(error).__name__}: {error}. Look at dataset[0] and "
             "dataset.get_idx_split(), or give the graph itself, a torch_geometric.data.Data."
         ) from error
     if len(graphs) and not isinstance(first, (Data, HeteroData)):
         raise ValueError(
-            f"{described} gives a {type(first).__name__}; GraphDataModule takes PyG's graphs, torch_geometric.data.Data or "
+            f"{name} gives a {type(first).__name__}; GraphDataModule takes PyG's graphs, torch_geometric.data.Data or "
             "HeteroData."
         )
     if len(graphs) != 1:
         raise ValueError(
-            f"{described} holds {len(graphs)} graphs; GraphDataModule trains on one large graph. "
+            f"{name} holds {len(graphs)} graphs; GraphDataModule trains on one large graph. "
             "Pick one: GraphDataModule(dataset[0])."
         )
     return first, split
 
 
-def _describe(source: Source) -> str:
+def described(source: Source) -> str:
+    """Returns a name for a source, for messages."""
     if isinstance(source, str):
         return source
     return getattr(source, "__qualname__", None) or type(source).__name__
@@ -504,19 +508,58 @@ def num_classes(y: Tensor | None) -> int:
     return 0 if y.is_floating_point() else int(y.max()) + 1
 
 
-def graph_key(data: Data | HeteroData) -> str:
-    """Returns a digest of every tensor of the graph: another graph has another key."""
-    digest = hashlib.blake2b(digest_size=16)
+def graph_digests(data: Data | HeteroData) -> dict[str, str]:
+    """Returns a digest of every attribute of the graph, by its name: what tells two graphs apart, and says where they differ."""
+    digests = {}
     for store in data.stores:
-        digest.update(f"{store._key!r}".encode())
+        kind = store._key
+        of = "" if kind is None else f"{kind if isinstance(kind, str) else ' '.join(kind)}."
         for name, value in sorted(store.items()):
+            digest = hashlib.blake2b(digest_size=16)
             if isinstance(value, Tensor):
                 array = value.detach().cpu().contiguous()
-                digest.update(f"{name} {array.dtype} {tuple(array.shape)}".encode())
+                digest.update(f"{array.dtype} {tuple(array.shape)}".encode())
                 digest.update(array.view(-1).view(torch.uint8).numpy().data)
             else:
-                digest.update(f"{name} {value!r}".encode())
-    return digest.hexdigest()
+                digest.update(f"{value!r}".encode())
+            digests[f"{of}{name}"] = digest.hexdigest()
+    return digests
+
+
+def check_same_graph(found: Mapping[str, str], known: Mapping[str, str], where: str) -> None:
+    """Raises ValueError where two :func:`graph_digests` differ; names the attributes that do.
+
+    Args:
+        found, known: the digests.
+        where: which graph was found, in words.
+    """
+    differing = sorted(name for name in {*found, *known} if found.get(name) != known.get(name))
+    if differing:
+        raise ValueError(
+            f"{where} has another {', '.join(differing[:5])}{', ...' if len(differing) > 5 else ''} than the one that this run "
+            "began with, and all stages and ranks need one graph. What draws at random may draw from the global streams of "
+            "torch, numpy and python, which are seeded while the graph is loaded, or from a generator with a seed of its own; "
+            "a random split is best left to GraphDataModule(..., split=(0.6, 0.2, 0.2))."
+        )
+
+
+@contextmanager
+def seeded(seed: int) -> Iterator[Callable[[], bool]]:
+    """Begins the global streams of random numbers of python, numpy and torch with `seed`, and gives them back as they were.
+
+    Yields what tells whether anything has been drawn from them.
+    """
+
+    def states() -> tuple[Any, ...]:
+        name, keys, *place = np.random.get_state()  # noqa: NPY002 (what users draw from)
+        return random.getstate(), (name, bytes(keys), *place), bytes(torch.get_rng_state().numpy())  # type: ignore[arg-type]
+
+    with kept_random_state():
+        random.seed(seed)
+        np.random.seed(seed % 2**32)  # noqa: NPY002
+        torch.default_generator.manual_seed(seed)  # not torch.manual_seed, which seeds GPUs as well
+        began = states()
+        yield lambda: states() != began
 
 
 def description_key(source: str, args: Mapping[str, Any] | None, split: Any) -> str | None:
@@ -526,10 +569,10 @@ def description_key(source: str, args: Mapping[str, Any] | None, split: Any) -> 
     arguments are no JSON.
     """
     try:
-        described = json.dumps([source, dict(args or {}), split], sort_keys=True)
+        told = json.dumps([source, dict(args or {}), split], sort_keys=True)
     except TypeError:
         return None
-    digest = hashlib.blake2b(described.encode(), digest_size=16)
+    digest = hashlib.blake2b(told.encode(), digest_size=16)
     named = [value for value in (args or {}).values() if isinstance(value, str)]
     try:
         code = importlib.util.find_spec(source.rpartition(".")[0])

@@ -42,7 +42,7 @@ from torch_geometric.typing import EdgeType, NodeType
 
 from lightning_gnn.datamodules.hetero import JoinedGraph
 from lightning_gnn.datamodules.shards import Cut, kind_of, mask_counts
-from lightning_gnn.datamodules.sources import num_classes
+from lightning_gnn.datamodules.sources import graph_digests, num_classes
 from lightning_gnn.datamodules.store_check import (
     check_arrays,
     check_manifest,
@@ -56,7 +56,7 @@ from lightning_gnn.partition.locality import Locality, local_relabelling, recent
 from lightning_gnn.partition.shard import Ids, Relabelling, edge_cut_parts
 from lightning_gnn.partition.types import ONE_TYPE, Types
 
-FORMAT = 8
+FORMAT = 9
 
 _LARGEST_MANIFEST = 1 << 28
 """Bytes; those of thousands of parts have some millions."""
@@ -131,6 +131,7 @@ def write_store(
     report: Mapping[str, Any],
     holders: np.ndarray | None = None,
     input_type: NodeType | None = None,
+    digests: Mapping[str, str] | None = None,
 ) -> None:
     """Writes the cut of `data` under `part` to `folder`; the folder appears complete or not at all.
 
@@ -145,6 +146,7 @@ def write_store(
         report: of its quality, plain values.
         holders: of a vertex cut, the rank that computes each edge, ``[E]``.
         input_type: of a graph with types, the node type that is predicted.
+        digests: of the graph, see :func:`~lightning_gnn.datamodules.sources.graph_digests`, where they are known already.
 
     Raises:
         StoreError: the disk is full, or the folder cannot be written.
@@ -158,7 +160,9 @@ def write_store(
                 stale.unlink()
         scratch = Path(tempfile.mkdtemp(prefix=f".{folder.name}.", dir=folder.parent))
         try:
-            _write(scratch, folder.name, data, part, layout, report, holders, input_type)
+            _write(
+                scratch, folder.name, data, part, layout, report, holders, input_type, digests or graph_digests(data)
+            )
             sync(scratch)
             scratch.replace(folder)
             sync(folder.parent)
@@ -205,6 +209,7 @@ def _write(
     report: Mapping[str, Any],
     holders: np.ndarray | None,
     input_type: NodeType | None,
+    digests: Mapping[str, str],
 ) -> None:
     num_parts = layout.parts
     joined = JoinedGraph.of(data)
@@ -272,6 +277,7 @@ def _write(
         "mask_counts": mask_counts(predicted, predicted_rows, edge_orders),
         "num_classes": num_classes(predicted.get("y")),
         "digest": digest.hexdigest(),
+        "graph": dict(digests),
         "attributes": attributes,
         "scalars": scalars,
         "report": report,

@@ -141,6 +141,8 @@ def check_manifest(manifest: Mapping[str, Any]) -> None:
         _counts(manifest["mask_counts"], name, layout.parts)
     for name, kind in (("num_classes", int), ("digest", str), ("report", dict), ("locality", dict)):
         _get(manifest, name, kind)
+    for name, digest in _get(manifest, "graph", dict).items():
+        _require(isinstance(digest, str), f"graph has {shown(name)} = {shown(digest)}")
     files = _get(manifest, "files", dict)
     expected = _files(manifest, layout)
     _require(files.keys() == expected, f"files are not those of this graph: {sorted(files.keys() ^ expected)[:3]}")
