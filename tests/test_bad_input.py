@@ -448,16 +448,16 @@ def test_notes_are_not_believed_blindly(tmp_path, monkeypatch):
     monkeypatch.setattr(GraphDataModule, "_build_in_subprocess", GraphDataModule.build)
     module = GraphDataModule("test_bad_input.small", store=tmp_path)
     folder = module._ensure_stored(TWO)
-    key = module._description_key(TWO)
+    key, _ = module._notes(TWO)
     note = tmp_path / f"{key}.known"
-    assert module._remembered(key, TWO) == folder
+    assert module._noted(key) == folder
     (tmp_path / "other.known").write_text(note.read_text())
-    assert module._remembered("other", TWO) is None
+    assert module._noted("other") is None
     for content in ("", folder, f"{folder} 0", "../.. 0", "\0"):
         note.write_text(content)
-        assert module._remembered(key, TWO) is None
+        assert module._noted(key) is None
     note.write_bytes(b"\xff\xff")
-    assert module._remembered(key, TWO) is None
+    assert module._noted(key) is None
 
 
 def no_space(*_: Any, **__: Any) -> Any:
