@@ -3,6 +3,8 @@ models part are told (gloo ranks)."""
 
 from __future__ import annotations
 
+import re
+import time
 from typing import Any
 
 import lightning as L
@@ -125,6 +127,19 @@ class HearsTheLoss(Module):
         self.log("loss_before_backward", loss)
 
 
+class ReadsTheLoss(Module):
+    """Stops once the loss is low enough, as the step's outputs tell it."""
+
+    def on_train_batch_end(self, outputs: Any, batch: Data, batch_idx: int) -> None:
+        self.heard.append(float(outputs["loss"]))
+        self.trainer.should_stop = bool(outputs["loss"] < 1.59)
+
+
+class StopsAlone(Module):
+    def on_train_batch_end(self, *_: Any) -> None:
+        self.trainer.should_stop = self.global_rank == 1
+
+
 class DrawsInTheStep(Module):
     """Weights that each rank changes with numbers of its own."""
 
@@ -155,7 +170,17 @@ class LocalBuffer(Module):
         return super().training_step(batch, batch_idx)
 
 
-EXACT = [ClipsAfterBackward, ClampsInHooks, StepsInHooks, ResetsALayer, AddsNoise, AddsNoiseByHand, Unfreezes, HearsTheLoss]
+EXACT = [
+    ClipsAfterBackward,
+    ClampsInHooks,
+    StepsInHooks,
+    ResetsALayer,
+    AddsNoise,
+    AddsNoiseByHand,
+    Unfreezes,
+    HearsTheLoss,
+    ReadsTheLoss,
+]
 
 
 def fitted(rank: int, world_size: int, kind: type[Module], strategy: str, **options: Any) -> dict[str, Any]:
@@ -180,6 +205,8 @@ def fitted(rank: int, world_size: int, kind: type[Module], strategy: str, **opti
 @pytest.mark.parametrize("kind", EXACT)
 def test_hooks_see_what_one_device_has(ranks, kind):
     expected = fitted(0, 1, kind, "auto")
+    if kind is ReadsTheLoss:
+        assert len(expected["heard"]) == 2, "it stops in the middle"
     for found in ranks.run(2, fitted, kind, "dgcl"):
         torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-12)
 
@@ -197,10 +224,41 @@ def test_ranks_that_part_are_told(ranks, kind, named, cause):
         ranks.run(2, fitted, kind, "dgcl")
     for error in raised.value.errors.values():
         assert error.startswith("ReplicaError: ")
-    import re
-
     assert re.search(named, str(raised.value)), raised.value.errors
     assert re.search(cause, str(raised.value)), raised.value.errors
+
+
+def test_a_rank_that_stops_alone_is_told(ranks):
+    with pytest.raises(RankFailed, match=r"After epoch 0, trainer.should_stop is set on ranks \[1\] and not on \[0\]"):
+        ranks.run(2, fitted, StopsAlone, "dgcl")
+
+
+class Sparse(Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.rows = torch.nn.Embedding(60, FEATURES, sparse=True)
+
+
+def test_sparse_gradients_are_refused(ranks):
+    with pytest.raises(RankFailed, match=r"'rows' \(Embedding\) has sparse=True"):
+        ranks.run(2, fitted, Sparse, "dgcl")
+
+
+def saved_after_fit(rank: int, world_size: int, path: str) -> list[str]:
+    run = quiet_trainer("dgcl", world_size, max_epochs=1)
+    run.fit(Module(), datamodule=GraphDataModule(awkward_graph()))
+    if rank == 0:
+        time.sleep(1.0)
+    found = []
+    for number in range(2):
+        run.save_checkpoint(f"{path}-{number}")
+        found += torch.load(f"{path}-{number}", weights_only=False)["state_dict"]
+    return found
+
+
+def test_what_is_saved_after_fit_is_there_on_all_ranks(ranks, tmp_path):
+    for found in ranks.run(2, saved_after_fit, str(tmp_path / "saved")):
+        assert "model.convs.0.bias" in found
 
 
 def own_draws(rank: int, world_size: int) -> list[torch.Tensor]:

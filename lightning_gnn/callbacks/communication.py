@@ -105,10 +105,17 @@ class CommunicationMetrics(pl.Callback):
         own = [float(self.epoch.bytes_sent), float(self.epoch.rows), self.epoch.seconds]
         own += [self._seconds, self._waited, float(self._nodes), float(self._edges), *self._codec_squares()]
         mine = torch.tensor(own, dtype=torch.float64, device=self._world.device)
-        digest = self._replicas.digest()
+        digest = torch.cat([self._replicas.digest(), mine.new_tensor([trainer.should_stop])])
         everyone = self._world.all_gather(torch.cat([mine, digest]), "Communication metrics").cpu()
         everyone, digests = everyone.split([len(mine), len(digest)], 1)
-        self._replicas.check(digests, f"After epoch {trainer.current_epoch}")
+        self._replicas.check(digests[:, :2], f"After epoch {trainer.current_epoch}")
+        if (stop := digests[:, 2].bool()).any() and not stop.all():
+            those, others = (each.nonzero().view(-1).tolist() for each in (stop, ~stop))
+            raise RuntimeError(
+                f"After epoch {trainer.current_epoch}, trainer.should_stop is set on ranks {those} and not on {others}, which "
+                'would wait for them. Decide by what all ranks have, such as trainer.callback_metrics["train_loss"] in '
+                "on_train_epoch_end."
+            )
         total, longest = everyone.sum(0), everyone.amax(0)
         seconds = longest[3].clamp(min=1e-9)
         values = {

@@ -29,6 +29,7 @@ T = TypeVar("T")
 # a rank that is already in its next `fit` then never meets a store that rank 0 is about to close.
 _stores: dict[tuple[str, str, int], dist.Store] = {}
 _groups_made: Counter[tuple[str, str, int]] = Counter()
+_waits: Counter[tuple[str, str, int]] = Counter()
 
 
 @contextmanager
@@ -50,6 +51,32 @@ def available_backends() -> dict[str, bool]:
 def num_ranks() -> int:
     """Returns how many ranks torch knows of: 1 where no process group has been made."""
     return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
+
+
+def wait_for_all(rank: int, size: int, timeout: timedelta) -> None:
+    """Returns when all ranks have called it, where no process group is there any more: ranks of this process's last run.
+
+    Without effect in a process that was no rank, as one that has started ranks for a call.
+
+    Raises:
+        RuntimeError: not all have come in time, or rank 0, which keeps the store, has ended.
+    """
+    key = (os.environ.get("MASTER_ADDR", ""), os.environ.get("MASTER_PORT", ""), size)
+    if key not in _stores:
+        return
+    _waits[key] += 1
+    store = dist.PrefixStore(f"lightning_gnn/waits/{_waits[key]}", _stores[key])
+    try:
+        # Twice, so that rank 0 leaves with its store when no other asks for anything any more.
+        for name in ("come", "gone"):
+            if store.add(name, 1) == size:
+                store.set(f"all {name}", "")
+            if name == "come" or rank == 0:
+                store.wait([f"all {name}"], timeout)
+    except RuntimeError as error:
+        raise RuntimeError(
+            f"Rank {rank} waited for the other ranks of the last run, which did not all come: {error}"
+        ) from error
 
 
 class CommunicationError(RuntimeError):

@@ -176,6 +176,11 @@ def check_module(module: torch.nn.Module) -> None:
                 f"{where} takes statistics over all nodes, which are not on one rank. Use torch.nn.BatchNorm1d or one of PyG's "
                 "norms for nodes, whose statistics are taken over all ranks."
             )
+        elif isinstance(child, (torch.nn.Embedding, torch.nn.EmbeddingBag)) and child.sparse:
+            raise UnsupportedModelError(
+                f"{where} has sparse=True, and sparse gradients are not summed over ranks. Set it to False; or use "
+                "lightning_gnn.DistributedEmbedding, which has one row per node of the graph, each at its owner."
+            )
         elif isinstance(child, pyg_nn.norm.BatchNorm) and child.allow_single_element:
             raise UnsupportedModelError(
                 f"{where} has allow_single_element=True, and would treat a rank with one node differently. Set it to False."

@@ -29,11 +29,12 @@ from typing_extensions import override
 from lightning_gnn.arguments import check_flags, check_numbers, is_one_of, shown
 from lightning_gnn.callbacks.communication import CommunicationMetrics
 from lightning_gnn.callbacks.loggers import log_config, log_files, uploads
+from lightning_gnn.callbacks.loss import LossOfAllRanks
 from lightning_gnn.checkpoints import WholeCheckpointIO
 from lightning_gnn.checks.footprint import memory_of
 from lightning_gnn.checks.self_check import SelfCheck, self_check
 from lightning_gnn.comm.codec import CodecName, make_codec
-from lightning_gnn.comm.group import World
+from lightning_gnn.comm.group import World, wait_for_all
 from lightning_gnn.comm.owners import Owners
 from lightning_gnn.comm.replicas import Replicas
 from lightning_gnn.comm.traffic import Meter
@@ -174,6 +175,7 @@ class GNNStrategy(ParallelStrategy):
         self._gradients: GradientSum | None = None
         self._replicas: Replicas | None = None
         self.random: RandomStreams | None = None
+        self.loss: Tensor | None = None
         self._owners: Owners | None = None
         self._callbacks: list[pl.Callback] = []
         self._loss_scale = 1.0
@@ -351,7 +353,7 @@ class GNNStrategy(ParallelStrategy):
         self._logs = GlobalLogs(module, self.world)
         self._metrics = StandInMetrics(module, self.world)
         metrics = CommunicationMetrics(self.meter, self.world, part_sizes(shard), self._replicas)
-        self._callbacks = [metrics, *self.scheme.callbacks(self.world)]
+        self._callbacks = [LossOfAllRanks(), metrics, *self.scheme.callbacks(self.world)]
         trainer.callbacks[:0] = self._callbacks  # type: ignore[attr-defined]
         self._log_plan(trainer, shard)
 
@@ -532,7 +534,7 @@ class GNNStrategy(ParallelStrategy):
                 part.release()
         self._callbacks = []
         self._metrics = self._logs = self._binding = self._gradients = self._shard = None
-        self._replicas = self.random = None
+        self._replicas = self.random = self.loss = None
         self.scheme.unbind()
         super().teardown()
         if self._world is not None:
@@ -687,7 +689,7 @@ class GNNStrategy(ParallelStrategy):
         with self._approximating():
             precision.backward(loss * self._loss_scale, module, optimizer, *args, **kwargs)
         with self._drawing(False):
-            gradients.after()
+            self.loss = gradients.after(closure_loss.detach() * self._loss_scale)
             loss = precision.post_backward(loss, module)
             self.post_backward(loss)
         return loss
@@ -715,6 +717,8 @@ class GNNStrategy(ParallelStrategy):
     def barrier(self, name: str | None = None) -> None:
         if self._world is not None:
             self._world.barrier(f"Barrier {name}" if name else "Barrier")
+        elif self.world_size > 1:  # after fit: others read what rank 0 writes
+            wait_for_all(self.global_rank, self.world_size, self.timeout)
 
     @override
     def broadcast(self, obj: Any, src: int = 0) -> Any:

@@ -454,6 +454,11 @@ class ClusterStrategy(GNNStrategy):
                 each.copy_(mean)
 
     @override
+    def barrier(self, name: str | None = None) -> None:
+        if not self._lost:
+            super().barrier(name)
+
+    @override
     def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
         if self._worker is None:
             return super().reduce_boolean_decision(decision, all)

@@ -162,14 +162,21 @@ class GradientSum:
             self._send(waiting)
             self._next += 1
 
-    def after(self) -> None:
-        """Sums what the backward has added, calls the parameters' hooks, and adds what was set aside."""
+    def after(self, loss: Tensor | None = None) -> Tensor | None:
+        """Sums what the backward has added, calls the parameters' hooks, and adds what was set aside.
+
+        Args:
+            loss: this rank's, ``[]``; travels with the gradients.
+
+        Returns:
+            The sum of the losses over ranks; None where nothing was summed.
+        """
         self._local = not self._sums
         self._working = False
         if self._local or self._world.size == 1 or not self._buckets:
-            return
+            return None
         began, collectives = time.perf_counter(), self._world.collectives_s
-        self._sum()
+        total = self._sum(loss)
         held = self._held
         self._give_hooks_back()
         for parameter, on_grad, _ in held:
@@ -186,18 +193,27 @@ class GradientSum:
                     hook(parameter)
         self.seconds += time.perf_counter() - began
         self.collective_seconds += self._world.collectives_s - collectives
+        return total
 
-    def _sum(self) -> None:
+    def _sum(self, loss: Tensor | None) -> Tensor | None:
         *early, last = self._buckets
         for bucket in early[self._next :]:
             self._send(bucket)
         flags = [float(parameter.grad is not None) for bucket in self._buckets for parameter in bucket.parameters]
         flags += [float(bucket.versions != _versions(bucket)) for bucket in early]
-        self._send(last, flags)
+        fits = (
+            loss is not None and torch.promote_types(loss.dtype, last.parameters[0].dtype) == last.parameters[0].dtype
+        )
+        self._send(last, flags, loss if fits else None)
         for bucket in self._buckets:
             assert bucket.wait is not None
             bucket.wait()
         assert last.flat is not None
+        total: Tensor | None = None
+        if fits:
+            last.flat, total = last.flat[:-1], last.flat[-1].clone()
+        elif loss is not None:
+            total = self._world.all_reduce_(loss.clone(), "Loss")
         found = last.flat[len(last.flat) - len(flags) :].tolist()
         used, again = iter(found), found[len(found) - len(early) :]
         for bucket, late in zip(early, again):
@@ -207,17 +223,20 @@ class GradientSum:
                 bucket.wait()
         for bucket in self._buckets:
             self._receive(bucket, used)
+        return total
 
-    def _send(self, bucket: _Bucket, tail: Sequence[float] = ()) -> None:
+    def _send(self, bucket: _Bucket, tail: Sequence[float] = (), loss: Tensor | None = None) -> None:
         first = bucket.parameters[0]
         size = sum(parameter.numel() for parameter in bucket.parameters)
-        flat = torch.zeros(size + len(tail), dtype=first.dtype, device=first.device)
+        flat = torch.zeros(size + len(tail) + (loss is not None), dtype=first.dtype, device=first.device)
         place = 0
         for parameter in bucket.parameters:
             if parameter.grad is not None:
                 flat[place : place + parameter.numel()] = parameter.grad.detach().reshape(-1)
             place += parameter.numel()
-        flat[size:] = flat.new_tensor(tail)
+        flat[size : size + len(tail)] = flat.new_tensor(tail)
+        if loss is not None:
+            flat[-1] = loss
         bucket.flat, bucket.versions = flat, _versions(bucket)
         bucket.wait = self._world.start_all_reduce_(flat, "Sum of gradients")
 
