@@ -37,9 +37,7 @@ def test_the_harness_sees_that_something_differs(ranks):
         "without_halo under dgcl (sorted), rank 0: 'fit' 'values' epoch 0, on_validation_end 'train_loss'"
     )
     [found] = complaints(ranks, replace(ONE, build=broken.without_sums))
-    assert found.startswith(
-        "without_sums under dgcl (sorted), rank 0: 'fit' 'values' epoch 0, on_validation_end 'val_loss'"
-    )
+    assert found.startswith("without_sums under dgcl (sorted), rank 0: raises ReplicaError: After epoch 0")
 
 
 def test_the_harness_sees_what_is_not_refused_or_by_a_foreign_error(ranks):
