@@ -176,8 +176,8 @@ def of_draws(draws: Sequence[Draw]) -> Cause:
     return Cause(
         RANDOM,
         f"The step draws {names}, which differs from rank to rank. A number that all nodes share must be the same on all ranks: "
-        "draw it by Python's random or numpy, whose streams are, from a torch.Generator with a seed of its own, or in a hook such "
-        "as on_train_batch_start. Numbers for each node or edge, as in dropout, may differ.",
+        "draw it by Python's random or numpy, whose streams are, from a torch.Generator with a seed of its own, or in a hook "
+        "such as on_train_batch_start. Numbers for each node or edge, as in dropout, may differ.",
     )
 
 
@@ -271,12 +271,18 @@ def _size(values: Tensor) -> float:
     return float(finite.abs().max()) if finite.numel() else 0.0
 
 
+_ONE_VALUE = "one value that all ranks have"
+
+
 def of_loss(whole: Outcome, found: Outcome, shards: Sequence[Shard], mask: str | None) -> Cause:
     """Returns over what the loss is a mean, if one of the counts that a rank knows gives that of one device."""
     losses = [each.loss for each in found.ranks if each.loss is not None]
     if whole.loss is not None and len(losses) == len(shards):
         values = torch.stack([loss.detach().double() for loss in losses])
-        for what, say, weights in [*_weights(shards), *_rows_found(found.ranks)]:
+        ways = [*_weights(shards), *_rows_found(found.ranks)]
+        if relative_difference(values, values[:1], _size(values)) < FIT:
+            ways = [way for way in ways if way[0] == _ONE_VALUE]  # any weights would do
+        for what, say, weights in ways:
             total = 1.0 if say.startswith("loss_reduction") else float(weights.sum()) or 1.0
             if relative_difference((values * weights).sum() / total, whole.loss, _size(whole.loss)) < FIT:
                 return Cause(COUNT, f"All modules agree, and the loss is {what}: {say}.")
@@ -317,7 +323,7 @@ def _weights(shards: Sequence[Shard]) -> Iterator[tuple[str, str, Tensor]]:
     yield "a sum", "loss_reduction='sum' of the strategy", ones
     for what, count, weights in _counts(shards):
         yield f"a mean over {what}", returned.format(count), weights
-    yield "one value that all ranks have", returned.format("1"), ones
+    yield _ONE_VALUE, returned.format("1"), ones
 
 
 def _counts(shards: Sequence[Shard]) -> Iterator[tuple[str, str, Tensor]]:

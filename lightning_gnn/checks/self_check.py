@@ -19,7 +19,7 @@ from torch_geometric.data import Data
 from lightning_gnn.checks import causes
 from lightning_gnn.checks.causes import Finding
 from lightning_gnn.checks.differences import Difference, differences, first_difference
-from lightning_gnn.checks.small_graph import FORMS, SmallGraph, small_graph
+from lightning_gnn.checks.small_graph import FORMS, Form, SmallGraph, small_graph
 from lightning_gnn.checks.stand_ins import QuietTrainer, aside, uncompiled
 from lightning_gnn.checks.trial import STAGES, Bind, Outcome, Parted, Trial, in_one_line
 from lightning_gnn.datamodules.shards import Shard, split_graph
@@ -66,6 +66,7 @@ def self_check(
     layout: LayoutSpec = HALVES,
     without: Collection[str] = (),
     epochs: Sequence[int] = (),
+    forms: Sequence[Form] = FORMS,
     begins: bool = True,
 ) -> SelfCheck:
     """Runs the stage's step on small graphs, whole and on two ranks, and compares. `module` and random streams stay.
@@ -80,10 +81,11 @@ def self_check(
         layout: what the scheme's two ranks hold; all of their rows must be right in every layer.
         without: masks that some rank of the run has no labelled node of.
         epochs: to run it in as well, if the step asks for its epoch.
+        forms: of the small graphs.
         begins: whether the stage begins with it, else it has begun.
     """
     began = time.perf_counter()
-    check = _Check(module, batch, bind, stage, loss_reduction, trainer, layout, without, begins)
+    check = _Check(module, batch, bind, stage, loss_reduction, trainer, layout, without, forms, begins)
     finding = refused = None
     with ExitStack() as stack:
         stack.enter_context(aside())
@@ -116,9 +118,10 @@ class _Check:
         trainer: pl.Trainer | None,
         layout: LayoutSpec,
         without: Collection[str],
+        forms: Sequence[Form],
         begins: bool,
     ) -> None:
-        self._module, self._batch, self._bind, self._stage = module, batch, bind, stage
+        self._module, self._batch, self._bind, self._stage, self._forms = module, batch, bind, stage, forms
         self._loss_reduction, self._layout, self._without, self._begins = loss_reduction, layout, without, begins
         self._trainer = None if trainer is None else QuietTrainer(trainer)
         self._dtype: torch.dtype | None = torch.float64
@@ -131,7 +134,7 @@ class _Check:
 
     def run(self, epochs: Sequence[int]) -> Finding | None:
         """Returns what is found on all small graphs, in all epochs where the step asks for its epoch."""
-        for number in range(len(FORMS)):
+        for number in range(len(self._forms)):
             without = self._without if number == len(FORMS) - 1 else ()
             finding = self._on_small_graph(number, without)
             if finding is not None:
@@ -164,7 +167,7 @@ class _Check:
         # Where the user's constants are float32, float64 may not mix with them.
         for dtype in dict.fromkeys((self._dtype, None)):
             try:
-                small = small_graph(self._batch, masks, FORMS[number], number, without)
+                small = small_graph(self._batch, masks, self._forms[number], number, without)
                 trial = Trial(self._module, small.graph, self._stage, self._trainer, dtype, begins=self._begins)
                 whole = trial.on_whole()
             except UnsupportedModelError:

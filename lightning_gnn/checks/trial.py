@@ -11,6 +11,7 @@ from typing import Any
 import lightning.pytorch as pl
 import torch
 from torch import Tensor
+from torch.overrides import TorchFunctionMode
 from torch_geometric.data import Data
 from torch_geometric.nn import MessagePassing
 
@@ -128,7 +129,8 @@ class Trial:
         self.step, mask = STAGES[stage]
         self.mask = None if mask is None else counted_mask(mask, module)
         self._graph, self._trainer = copy.copy(graph), trainer
-        self._module = copy.deepcopy(module).cpu()
+        with _Detached():
+            self._module = copy.deepcopy(module).cpu()
         if dtype is not None:
             self._module.to(dtype)
             self._graph.apply(lambda tensor: tensor.to(dtype) if tensor.is_floating_point() else tensor)
@@ -324,6 +326,15 @@ class Trial:
     def _outcome(self, ranks: Sequence[OnRank], model: pl.LightningModule) -> Outcome:
         gradients = {name: parameter.grad for name, parameter in self._module.named_parameters()}
         return Outcome(ranks, gradients, dict(model.named_buffers()))
+
+
+class _Detached(TorchFunctionMode):
+    """While open, copies of what was computed, such as a pruned weight, are detached: torch refuses to copy these otherwise."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is Tensor.__deepcopy__ and not args[0].is_leaf:
+            return args[0].detach().clone()
+        return func(*args, **(kwargs or {}))
 
 
 def _learn(optimizer: torch.optim.Optimizer, world: World | None) -> None:
