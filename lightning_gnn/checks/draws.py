@@ -12,7 +12,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
-from typing_extensions import override
+
+Rows = Mapping[int, tuple[int, Tensor]]
 
 _DROPOUTS = {
     F.dropout, F.dropout1d, F.dropout2d, F.dropout3d, F.alpha_dropout, F.feature_alpha_dropout,
@@ -47,19 +48,22 @@ class SharedDraws(TorchFunctionMode):
 
     Args:
         rows: by a dimension that means nodes or edges here, the dimension of the whole graph and this rank's ids.
+        some_rows: the same by a dimension that means some of them, such as those in a mask, drawn where nothing is `constant`.
         seed: of all draws.
         own: seed of what the model's own code draws here, other than by dropout and PyG's augmentations; None shares that, too.
         share_rows: share such draws all the same where they are per node or edge.
         constant: what noted draws give instead, between 0 and 1: the share of numbers that are smaller; None draws them.
 
     Attributes:
+        sizes: dimensions that mean all nodes or all edges here.
         own_draws: what was drawn from `own`, in words.
         noted: draws that are not per node or edge.
     """
 
     def __init__(
         self,
-        rows: Mapping[int, tuple[int, Tensor]],
+        rows: Rows,
+        some_rows: Rows,
         seed: int = 0,
         own: int | None = None,
         share_rows: bool = False,
@@ -68,18 +72,14 @@ class SharedDraws(TorchFunctionMode):
         super().__init__()
         self.constant = constant
         self._share_rows = share_rows
-        self._rows, self._seed, self._own, self._count = rows, seed, own, 0
+        self.sizes = {*rows}
+        self._rows = {**some_rows, **rows} if constant is None else rows
+        self._seed, self._own, self._count = seed, own, 0
         self._function, self._is_own = "", False
         self._seeded = torch.initial_seed()
-        self._generators: dict[torch.Generator, Tensor] = {}
+        self._generators: dict[torch.Generator, torch.Generator] = {}
         self.own_draws: list[str] = []
         self.noted: list[Draw] = []
-
-    @override
-    def __exit__(self, *error: Any) -> None:
-        super().__exit__(*error)
-        for generator, state in self._generators.items():
-            generator.set_state(state)
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -92,18 +92,18 @@ class SharedDraws(TorchFunctionMode):
         self._function = getattr(func, "__name__", str(func))
         self._is_own = self._own is not None and caller not in ("torch", "torch_geometric")
         generator = kwargs.get("generator")
-        if generator is not None and generator not in self._generators:
-            self._generators[generator] = generator.get_state()
         if generator is not None or torch.initial_seed() != self._seeded:
-            result = func(*args, **kwargs)
+            result = func(*args, **(kwargs if generator is None else {**kwargs, "generator": self._copy(generator)}))
             if not any(size in self._rows for size in result.shape):
                 return result
         return drawn(self, *args, **kwargs)
 
-    @property
-    def sizes(self) -> set[int]:
-        """Numbers of nodes or edges here."""
-        return {*self._rows}
+    def _copy(self, generator: torch.Generator) -> torch.Generator:
+        """Returns one that goes on from the same state; the user's stays where it is, for all ranks."""
+        if generator not in self._generators:
+            self._generators[generator] = torch.Generator(generator.device)
+            self._generators[generator].set_state(generator.get_state())
+        return self._generators[generator]
 
     def note(self, shape: Sequence[int], chooses: bool = False) -> None:
         """Notes a draw of the function that is at work."""
@@ -186,6 +186,23 @@ def _exponential_(draws: SharedDraws, input: Tensor, lambd: float = 1.0, **optio
     return input.copy_(-(1 - draws.draw(input.shape)).log() / lambd)
 
 
+def _gamma(draws: SharedDraws, concentration: Tensor, *_: Any, **options: Any) -> Tensor:
+    # Of another form than the true one, which does not matter here.
+    return concentration * -(1 - draws.draw(concentration.shape)).log().to(concentration.dtype)
+
+
+def _dirichlet(draws: SharedDraws, concentration: Tensor, *_: Any, **options: Any) -> Tensor:
+    values = _gamma(draws, concentration)
+    if draws.constant is not None and values.size(-1) > 1:
+        values = torch.full_like(values, (1 - draws.constant) / (values.size(-1) - 1))
+        values[..., 0] = draws.constant
+    return values / values.sum(-1, keepdim=True)
+
+
+def _poisson(draws: SharedDraws, input: Tensor, *_: Any, **options: Any) -> Tensor:
+    return _gamma(draws, input).floor()
+
+
 def _gumbel_softmax(
     draws: SharedDraws, logits: Tensor, tau: float = 1, hard: bool = False, eps: float = 1e-10, dim: int = -1
 ) -> Tensor:
@@ -251,6 +268,9 @@ _DRAWS: dict[Any, Callable[..., Tensor]] = {
     torch.normal: _normal,
     Tensor.exponential_: _exponential_,
     F.gumbel_softmax: _gumbel_softmax,
+    torch._standard_gamma: _gamma,
+    torch._sample_dirichlet: _dirichlet,
+    torch.poisson: _poisson,
     torch.randint: _randint,
     torch.randint_like: _randint_like,
     torch.randperm: _randperm,

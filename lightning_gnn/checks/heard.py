@@ -41,13 +41,12 @@ class Heard:
         world: of this rank; None on one device.
 
     Attributes:
-        method: of the module, that is at work.
         values: by name, at the end of the epoch; the same on all ranks.
         calls: the last of each name, of this rank.
     """
 
     def __init__(self, model: pl.LightningModule, world: World | None) -> None:
-        self.method = ""
+        self._model = model
         self.values: dict[str, Tensor] = {}
         self.calls: dict[str, Logged] = {}
         self._metrics: dict[str, Metric] = {}
@@ -70,7 +69,7 @@ class Heard:
     def _note(self, name: str, value: Any, *args: Any, **options: Any) -> None:
         own = None if isinstance(value, Metric) else torch.as_tensor(value).detach().double()
         options.update(zip(("prog_bar", "logger", "on_step", "on_epoch", "reduce_fx"), args))
-        self.calls[name] = Logged(self.method, own, options)
+        self.calls[name] = Logged(self._model._current_fx_name or "", own, options)
         self._log(name, value, **options)
 
     def _hear(self, name: str, value: Any, **options: Any) -> None:

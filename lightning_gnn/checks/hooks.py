@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator
 from types import CodeType
 from typing import Any
 
@@ -31,28 +30,30 @@ class Hooks:
         self._before = (["on_fit_start"] if begins and stage == "fit" else []) + first + [f"on_{name}_epoch_start"]
         self._batch, self._epoch_end, self._skipped = f"on_{name}_batch", f"on_{name}_epoch_end", skipped
 
-    def before(self, model: pl.LightningModule, batch: Any, alone: bool) -> Iterator[str]:
-        """Calls those before a step, and yields the name of each beforehand; `alone` says that this is one device."""
+    def before(self, model: pl.LightningModule, batch: Any, alone: bool) -> None:
+        """Calls those before a step; `alone` says that this is one device."""
         for hook in self._before:
-            yield from self._call(model, hook, (), alone)
-        yield from self._call(model, f"{self._batch}_start", (batch, 0), alone)
+            self._call(model, hook, (), alone)
+        self._call(model, f"{self._batch}_start", (batch, 0), alone)
 
-    def after(self, model: pl.LightningModule, batch: Any, output: Any, alone: bool) -> Iterator[str]:
-        """Calls those after a step, and yields the name of each beforehand."""
+    def after(self, model: pl.LightningModule, batch: Any, output: Any, alone: bool) -> None:
+        """Calls those after a step."""
         for hook, args in ((f"{self._batch}_end", (output, batch, 0)), (self._epoch_end, ())):
             if logs(model, hook):
-                yield from self._call(model, hook, args, alone)
+                self._call(model, hook, args, alone)
 
-    def _call(self, model: pl.LightningModule, hook: str, args: tuple[Any, ...], alone: bool) -> Iterator[str]:
+    def _call(self, model: pl.LightningModule, hook: str, args: tuple[Any, ...], alone: bool) -> None:
         if hook in self._skipped or not is_overridden(hook, model, pl.LightningModule):
             return
-        yield hook
+        model._current_fx_name = hook
         try:
             getattr(model, hook)(*args)
         except Exception:
             if not alone:
                 raise
             self._skipped.add(hook)
+        finally:
+            model._current_fx_name = None
 
 
 def logs(model: pl.LightningModule, method: str) -> bool:

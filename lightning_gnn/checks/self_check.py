@@ -19,6 +19,7 @@ from torch_geometric.data import Data
 from lightning_gnn.checks import causes
 from lightning_gnn.checks.causes import Finding
 from lightning_gnn.checks.differences import Difference, differences, first_difference
+from lightning_gnn.checks.draws import Draw
 from lightning_gnn.checks.small_graph import FORMS, Form, SmallGraph, small_graph
 from lightning_gnn.checks.stand_ins import QuietTrainer, aside, uncompiled
 from lightning_gnn.checks.trial import STAGES, Bind, Outcome, Parted, Trial, in_one_line
@@ -198,10 +199,15 @@ class _Check:
         if difference is None:
             self.counts_rows = self.counts_rows and _follows(found)
             return self._shared_draws(trial, whole, found)
+        chooses = [draw for draw in drawn if draw.chooses]
         if drawn and self._agrees_without_draws(trial, shards):
-            # Rows of which nothing is known but their number, which each rank draws for: no difference.
-            shared = [draw for draw in drawn if draw.chooses] or _common(whole, found)
+            # Else rows of which nothing is known but their number, which each rank draws for: no difference.
+            shared = chooses or _common(whole, found)
             return _finding(trial, difference, causes.of_draws(shared)) if shared else None
+        if chooses:
+            matter = self._where_draws_matter(trial)
+            if matter is not None and matter.where == difference.where:
+                return _finding(trial, difference, causes.of_draws(chooses))
         return _finding(trial, difference, causes.of(difference, whole, found, shards, trial))
 
     def _first_difference(self, trial: Trial, whole: Outcome, found: Outcome) -> Difference | None:
@@ -245,8 +251,11 @@ class _Check:
     def _shared_draws(self, trial: Trial, whole: Outcome, found: Outcome) -> Finding | None:
         """Returns what numbers change that are the same for all nodes, and would differ from rank to rank."""
         common = _common(whole, found)
-        if not common:
-            return None
+        difference = self._where_draws_matter(trial) if common else None
+        return None if difference is None else _finding(trial, difference, causes.of_draws(common))
+
+    def _where_draws_matter(self, trial: Trial) -> Difference | None:
+        """Returns what is first changed by numbers that are not one per node or edge; None if nothing is."""
         outcomes = []
         try:
             for trial.constant in EXTREMES:
@@ -255,18 +264,17 @@ class _Check:
             return None
         finally:
             trial.constant = None
-        difference = first_difference(outcomes[0], outcomes[1], self._tolerance)
-        return None if difference is None else _finding(trial, difference, causes.of_draws(common))
+        return first_difference(outcomes[0], outcomes[1], self._tolerance)
 
 
 def _finding(trial: Trial, difference: Difference, cause: causes.Cause) -> Finding:
     return Finding(trial.step, difference.where, difference.size, cause)
 
 
-def _common(whole: Outcome, found: Outcome) -> list:
+def _common(whole: Outcome, found: Outcome) -> list[Draw]:
     """Returns the draws that are of one shape on the whole graph and on all parts: none of rows."""
     draws = [each.noted_draws for each in (*whole.ranks, *found.ranks)]
-    return [each[0] for each in zip(*draws) if len(set(each)) == 1 and not each[0].chooses]
+    return [each[0] for each in zip(*draws) if len(set(each)) == 1]
 
 
 def _follows(found: Outcome) -> bool:

@@ -33,7 +33,7 @@ class Form:
 FORMS = (
     Form((138, 43), (390, 97), (69, 37)),
     Form((29, 84), (19, 214), (1, 46)),  # few edges, and a part with one labelled row
-    Form((60, 37), (168, 71), (31, 2)),  # and one with none, where the user's graph has such
+    Form((60, 37), (168, 71), (31, 12)),  # and one with none, where the user's graph has such
 )
 _ISOLATED, _TWICE = 2, 9
 """Nodes of a part without edges, and edges that are there twice."""

@@ -246,7 +246,8 @@ class Trial:
         batch.n_id, batch.e_id = self._graph.n_id[rows.nodes], self._graph.e_id[rows.edges]
         counts = shard.mask_counts[self.mask] if self.mask else (1,) * len(shard.counts)
         stand_ins = int(batch[self.mask].sum()) if self.mask in MASKS and not counts[rank] else 0
-        draws = SharedDraws(self._drawn_rows(rows, batch), 0, own_draws, self._share_rows, self.constant)
+        known = {len(rows.edges): (rows.num_edges, rows.edges), len(rows.nodes): (rows.num_nodes, rows.nodes)}
+        draws = SharedDraws(known, _rows_of_masks(rows, batch), 0, own_draws, self._share_rows, self.constant)
         heard = Heard(model, world)
         outputs = OutputRows(model, len(rows.nodes)) if self._counts_rows(model) else None
 
@@ -257,14 +258,14 @@ class Trial:
             return own if world is None else world.all_reduce_(own)
 
         with draws, torch.set_grad_enabled(self.training):
-            for heard.method in self._hooks.before(model, batch, world is None):
-                pass
-            heard.method = self.step
+            self._hooks.before(model, batch, world is None)
+            model._current_fx_name = self.step
             heard.enter(counts, stand_ins)
             if self.training and not model.automatic_optimization:
                 without_optimizers(model, scale(None))
             output = run_step(model, self.step, batch)
             heard.leave()
+            model._current_fx_name = None
             if self.training:
                 loss = output.get("loss") if isinstance(output, Mapping) else output
                 if isinstance(loss, Tensor):
@@ -277,8 +278,7 @@ class Trial:
                 recorder.record(f"what {self.step} returns", (self.step,), output)
             if outputs is not None:
                 outputs.release()
-            for heard.method in self._hooks.after(model, batch, output, world is None):
-                pass
+            self._hooks.after(model, batch, output, world is None)
             heard.finish(self._skipped)
         ran.logged, ran.calls = heard.values, heard.calls
         ran.own_draws, ran.noted_draws = draws.own_draws, draws.noted
@@ -286,19 +286,6 @@ class Trial:
 
     def _counts_rows(self, model: pl.LightningModule) -> bool:
         return self.training and self.mask in MASKS and model.automatic_optimization and self._reduction == "mean"
-
-    def _drawn_rows(self, rows: Rows, batch: Data) -> dict[int, tuple[int, Tensor]]:
-        """Returns what dimensions mean that a draw may have: nodes, edges, and the nodes in each mask."""
-        known: dict[int, tuple[int, Tensor]] = {}
-        for value in batch.to_dict().values():
-            if isinstance(value, Tensor) and value.dtype == torch.bool and value.shape == rows.nodes.shape:
-                inside = rows.nodes[value]
-                known.setdefault(len(inside), (rows.num_nodes, inside))
-        known.pop(0, None)
-        known.pop(1, None)
-        known[len(rows.edges)] = rows.num_edges, rows.edges
-        known[len(rows.nodes)] = rows.num_nodes, rows.nodes
-        return known
 
     @contextmanager
     def _weights_kept(self) -> Iterator[None]:
@@ -326,6 +313,17 @@ class Trial:
     def _outcome(self, ranks: Sequence[OnRank], model: pl.LightningModule) -> Outcome:
         gradients = {name: parameter.grad for name, parameter in self._module.named_parameters()}
         return Outcome(ranks, gradients, dict(model.named_buffers()))
+
+
+def _rows_of_masks(rows: Rows, batch: Data) -> dict[int, tuple[int, Tensor]]:
+    """Returns of how many nodes of a mask there are which they are, where no other dimension is likely to be as large."""
+    known: dict[int, tuple[int, Tensor]] = {}
+    for value in batch.to_dict().values():
+        if isinstance(value, Tensor) and value.dtype == torch.bool and value.shape == rows.nodes.shape:
+            inside = rows.nodes[value]
+            if len(inside) > 8:
+                known.setdefault(len(inside), (rows.num_nodes, inside))
+    return known
 
 
 class _Detached(TorchFunctionMode):
