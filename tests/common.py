@@ -229,7 +229,7 @@ class Recorder(L.Callback):
             {
                 k: float(v)
                 for k, v in trainer.callback_metrics.items()
-                if not k.startswith(("comm/", "cache/", "codec/", "sampling/", "throughput/"))
+                if not k.startswith(("comm/", "cache/", "codec/", "sampling/", "throughput/", "check/"))
             }
         )
 

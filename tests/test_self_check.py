@@ -37,6 +37,11 @@ def check(module: Any, stage: str = "fit", loss_reduction: str = "mean", trainer
     return self_check(module, shard().batch, bind, stage, loss_reduction, trainer)
 
 
+def verdict(found: SelfCheck) -> tuple[str | None, str | None, str | None]:
+    """Nothing but None if the step is right."""
+    return found.problem, found.not_run, found.refused
+
+
 class Model(torch.nn.Module):
     """Two GCN layers; `between` is what goes wrong between them."""
 
@@ -164,8 +169,8 @@ WRONG = {
     CentredInline: r"what 'model' \(CentredInline\) gives to 'model.second' \(GCNConv\) differs by \d",
     OutDegree: r"what 'model.conv' \(DegreeConv\) gives to|what 'model.conv' \(DegreeConv\) returns differs by \d",
     SourceRows: r"on a part of the graph, 'model' \(SourceRows\) raises IndexError",
-    CountsCalls: r"run a second time on the same graph, it gives something else: what 'model' \(CountsCalls\) gives to",
-    Remembers: "run a second time on the same graph, it gives something else",
+    CountsCalls: r"what 'model' \(CountsCalls\) gives to .* Run a second time on the same graph",
+    Remembers: "Run a second time on the same graph with the same seeds, one device gives something else",
     RandomNegatives: r"what 'model' \(RandomNegatives\) gives to 'model.second' \(GCNConv\) differs",
     NumpyNoise: r"what 'model' \(NumpyNoise\) gives to 'model.second' \(GCNConv\) differs",
     KeepsTheBest: r"what 'model' \(KeepsTheBest\) gives to 'model.second' \(GCNConv\) differs",
@@ -226,10 +231,10 @@ def test_means_over_something_else_are_found_by_the_loss():
 
 
 class Augmented(Model):
-    """Drops edges, masks columns, drops out: draws per node and per edge may differ from rank to rank."""
+    """Drops edges, adds noise, drops out: draws per node and per edge may differ from rank to rank."""
 
     def between(self, x, edge_index):
-        x = F.dropout(x, 0.5, self.training) * (torch.rand(x.size(1)) > 0.2)
+        x = F.dropout(x, 0.5, self.training)
         x = x + 0.1 * torch.randn_like(x) + torch.empty_like(x).uniform_(-1, 1) + torch.empty_like(x).normal_()
         x = x * torch.bernoulli(torch.full_like(x, 0.7)) * torch.full_like(x, 0.5).bernoulli_(0.9)
         return self.second_of_two(x, dropout_edge(edge_index, 0.3, training=self.training)[0])
@@ -307,7 +312,7 @@ class Manual(UserModule):
 @pytest.mark.parametrize("kind", [Augmented, Helped, SelfLoops, Jumps, Float32Only])
 @pytest.mark.parametrize("stage", ["fit", "validate", "predict"])
 def test_right_models_pass(kind, stage):
-    assert check(UserModule(kind()), stage) == SelfCheck(pytest.approx(1, abs=1))
+    assert verdict(check(UserModule(kind()), stage)) == (None, None, None)
 
 
 @pytest.mark.parametrize(
@@ -398,7 +403,7 @@ def test_the_documented_adapter_makes_a_conv_exact():
         def between(self, x, edge_index):
             return self.spread(x, edge_index)
 
-    assert check(UserModule(Spread())) == SelfCheck(pytest.approx(1, abs=1))
+    assert verdict(check(UserModule(Spread()))) == (None, None, None)
     del ADAPTERS[names["SpreadConv"]]
     assert "'model.spread' (SpreadConv) raises RuntimeError" in (check(UserModule(Spread())).problem or "")
 

@@ -1,9 +1,11 @@
-"""Random numbers that a part of a graph and the whole of it share."""
+"""Random numbers that a part of a graph and the whole of it share, and those that ranks would not share."""
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -11,36 +13,73 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
+Rows = Mapping[int, tuple[int, Tensor]]
+
 _DROPOUTS = {
     F.dropout, F.dropout1d, F.dropout2d, F.dropout3d, F.alpha_dropout, F.feature_alpha_dropout,
     torch.dropout, torch.feature_dropout, torch.alpha_dropout, torch.feature_alpha_dropout,
 }  # fmt: skip
 
 
+@dataclass(frozen=True)
+class Draw:
+    """A draw that is none of one number per node or edge.
+
+    Attributes:
+        function: by name.
+        shape: that was drawn.
+        chooses: nodes or edges are chosen or shuffled by it.
+    """
+
+    function: str
+    shape: tuple[int, ...]
+    chooses: bool = False
+
+    def __str__(self) -> str:
+        return f"{self.function} {list(self.shape)}"
+
+
 class SharedDraws(TorchFunctionMode):
     """While open, in this thread: dropout does nothing, and a draw per node or edge is this rank's rows of a common one.
 
     The k-th draw is the same on all ranks and on the whole graph, so an augmentation such as ``dropout_edge`` drops the
-    same edges everywhere. Draws of other shapes are the same on all ranks.
+    same edges everywhere. Draws of other shapes are the same on all ranks here, though not in training, and noted. Draws of a
+    generator that is given, or after a seed that is set meanwhile, are left alone, unless they are per node or edge.
 
     Args:
-        rows: by a first dimension that means nodes or edges here, the dimension of the whole graph and this rank's ids.
+        rows: by a dimension that means nodes or edges here, the dimension of the whole graph and this rank's ids.
+        some_rows: the same by a dimension that means some of them, such as those in a mask, drawn where nothing is `constant`.
         seed: of all draws.
         own: seed of what the model's own code draws here, other than by dropout and PyG's augmentations; None shares that, too.
         share_rows: share such draws all the same where they are per node or edge.
+        constant: what noted draws give instead, between 0 and 1: the share of numbers that are smaller; None draws them.
 
     Attributes:
+        sizes: dimensions that mean all nodes or all edges here.
         own_draws: what was drawn from `own`, in words.
+        noted: draws that are not per node or edge.
     """
 
     def __init__(
-        self, rows: Mapping[int, tuple[int, Tensor]], seed: int = 0, own: int | None = None, share_rows: bool = False
+        self,
+        rows: Rows,
+        some_rows: Rows,
+        seed: int = 0,
+        own: int | None = None,
+        share_rows: bool = False,
+        constant: float | None = None,
     ) -> None:
         super().__init__()
+        self.constant = constant
         self._share_rows = share_rows
-        self._rows, self._seed, self._own, self._count = rows, seed, own, 0
-        self._drawing: str | None = None
+        self.sizes = {*rows}
+        self._rows = {**some_rows, **rows} if constant is None else rows
+        self._seed, self._own, self._count = seed, own, 0
+        self._function, self._is_own = "", False
+        self._seeded = torch.initial_seed()
+        self._generators: dict[torch.Generator, torch.Generator] = {}
         self.own_draws: list[str] = []
+        self.noted: list[Draw] = []
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -50,31 +89,63 @@ class SharedDraws(TorchFunctionMode):
         if drawn is None:
             return func(*args, **kwargs)
         caller = sys._getframe(1).f_globals.get("__name__", "").partition(".")[0]
-        self._drawing = None if self._own is None or caller in ("torch", "torch_geometric") else func.__name__
+        self._function = getattr(func, "__name__", str(func))
+        self._is_own = self._own is not None and caller not in ("torch", "torch_geometric")
+        generator = kwargs.get("generator")
+        if generator is not None or torch.initial_seed() != self._seeded:
+            result = func(*args, **(kwargs if generator is None else {**kwargs, "generator": self._copy(generator)}))
+            if not any(size in self._rows for size in result.shape):
+                return result
         return drawn(self, *args, **kwargs)
+
+    def _copy(self, generator: torch.Generator) -> torch.Generator:
+        """Returns one that goes on from the same state; the user's stays where it is, for all ranks."""
+        if generator not in self._generators:
+            self._generators[generator] = torch.Generator(generator.device)
+            self._generators[generator].set_state(generator.get_state())
+        return self._generators[generator]
+
+    def note(self, shape: Sequence[int], chooses: bool = False) -> None:
+        """Notes a draw of the function that is at work."""
+        self.noted.append(Draw(self._function, tuple(shape), chooses))
+
+    def generator(self, shape: Sequence[int], share: bool = False) -> torch.Generator:
+        """Returns one for the next draw: the same on all ranks and on the whole graph, or, if not to `share`, this rank's own."""
+        self._count += 1
+        if self._own is None or not self._is_own or share:
+            return torch.Generator().manual_seed(self._seed * 100_003 + self._count)
+        self.own_draws.append(f"{self._function} {list(shape)}")
+        return torch.Generator().manual_seed(self._own * 100_003 + self._count)
 
     def draw(self, shape: Sequence[int], normal: bool = False) -> Tensor:
         """Returns uniform or standard normal numbers of that shape, float64."""
-        self._count += 1
-        make = torch.randn if normal else torch.rand
-        of_rows = len(shape) > 0 and shape[0] in self._rows
-        if self._drawing is not None and not (of_rows and self._share_rows):
-            self.own_draws.append(f"{self._drawing} {list(shape)}")
-            generator = torch.Generator().manual_seed(self._own * 100_003 + self._count)  # type: ignore[operator]
-            return make(tuple(shape), generator=generator, dtype=torch.float64)
-        generator = torch.Generator().manual_seed(self._seed * 100_003 + self._count)
-        whole, ids = self._rows[shape[0]] if of_rows else (0, None)
-        shape = tuple(shape) if ids is None else (whole, *shape[1:])
-        values = make(shape, generator=generator, dtype=torch.float64)
-        return values if ids is None else values[ids]
+        shape = tuple(shape)
+        place = next((place for place, size in enumerate(shape) if size in self._rows), None)
+        of_rows = place is not None
+        if not of_rows:
+            self.note(shape)
+            if self.constant is not None:
+                value = torch.tensor(self.constant, dtype=torch.float64)
+                return (torch.special.ndtri(value) if normal else value).expand(shape).clone()
+        make = partial(torch.randn if normal else torch.rand, dtype=torch.float64)
+        generator = self.generator(shape, share=of_rows and self._share_rows)
+        if place is None or (self._is_own and not self._share_rows):
+            return make(shape, generator=generator)
+        whole, ids = self._rows[shape[place]]
+        values = make((*shape[:place], whole, *shape[place + 1 :]), generator=generator)
+        return values.index_select(place, ids)
 
 
 def _made(normal: bool) -> Callable[..., Tensor]:
     def make(draws: SharedDraws, *size: Any, dtype: torch.dtype | None = None, **options: Any) -> Tensor:
-        shape = options.get("size", size[0] if len(size) == 1 and not isinstance(size[0], int) else size)
-        return _finished(draws.draw(shape, normal).to(dtype or torch.get_default_dtype()), options)
+        values = draws.draw(_size(size, options), normal)
+        return _finished(values.to(dtype or torch.get_default_dtype()), options)
 
     return make
+
+
+def _size(given: Sequence[Any], options: Mapping[str, Any]) -> Sequence[int]:
+    return options.get("size", given[0] if len(given) == 1 and not isinstance(given[0], int) else given)
 
 
 def _made_like(normal: bool) -> Callable[..., Tensor]:
@@ -105,6 +176,85 @@ def _normal_(draws: SharedDraws, input: Tensor, mean: float = 0.0, std: float = 
     return input.copy_(mean + std * draws.draw(input.shape, normal=True))
 
 
+def _normal(draws: SharedDraws, mean: Any = 0.0, std: Any = 1.0, size: Any = None, **options: Any) -> Tensor:
+    shape = torch.broadcast_shapes(*(each.shape for each in (mean, std) if isinstance(each, Tensor)))
+    values = mean + std * draws.draw(shape if size is None else size, normal=True)
+    return values.to(next((each.dtype for each in (mean, std) if isinstance(each, Tensor)), torch.get_default_dtype()))
+
+
+def _exponential_(draws: SharedDraws, input: Tensor, lambd: float = 1.0, **options: Any) -> Tensor:
+    return input.copy_(-(1 - draws.draw(input.shape)).log() / lambd)
+
+
+def _gamma(draws: SharedDraws, concentration: Tensor, *_: Any, **options: Any) -> Tensor:
+    # Of another form than the true one, which does not matter here.
+    return concentration * -(1 - draws.draw(concentration.shape)).log().to(concentration.dtype)
+
+
+def _dirichlet(draws: SharedDraws, concentration: Tensor, *_: Any, **options: Any) -> Tensor:
+    values = _gamma(draws, concentration)
+    if draws.constant is not None and values.size(-1) > 1:
+        values = torch.full_like(values, (1 - draws.constant) / (values.size(-1) - 1))
+        values[..., 0] = draws.constant
+    return values / values.sum(-1, keepdim=True)
+
+
+def _poisson(draws: SharedDraws, input: Tensor, *_: Any, **options: Any) -> Tensor:
+    return _gamma(draws, input).floor()
+
+
+def _gumbel_softmax(
+    draws: SharedDraws, logits: Tensor, tau: float = 1, hard: bool = False, eps: float = 1e-10, dim: int = -1
+) -> Tensor:
+    noise = -(-(1 - draws.draw(logits.shape)).log()).log()
+    soft = ((logits + noise.to(logits.dtype)) / tau).softmax(dim)
+    if not hard:
+        return soft
+    chosen = torch.zeros_like(logits).scatter_(dim, soft.max(dim, keepdim=True)[1], 1.0)
+    return chosen - soft.detach() + soft
+
+
+def _integers(draws: SharedDraws, low: int, high: int, shape: Sequence[int]) -> Tensor:
+    """Returns integers from `low` to `high` - 1, float64; of nodes or edges where there are so many."""
+    if high - low in draws.sizes:
+        draws.note(shape, chooses=True)
+    return (low + (high - low) * draws.draw(shape)).floor()
+
+
+def _randint(draws: SharedDraws, *given: Any, dtype: torch.dtype | None = None, **options: Any) -> Tensor:
+    *bounds, size = (*given, options["size"]) if "size" in options else given
+    bounds += [options[name] for name in ("low", "high") if name in options]
+    low, high = bounds if len(bounds) == 2 else (0, bounds[0])
+    return _integers(draws, int(low), int(high), size).to(dtype or torch.int64)
+
+
+def _randint_like(draws: SharedDraws, input: Tensor, *bounds: Any, dtype: Any = None, **options: Any) -> Tensor:
+    bounds = (*bounds, *(options[name] for name in ("low", "high") if name in options))
+    low, high = bounds if len(bounds) == 2 else (0, bounds[0])
+    return _integers(draws, int(low), int(high), input.shape).to(dtype or input.dtype)
+
+
+def _randperm(draws: SharedDraws, n: int, *, dtype: torch.dtype = torch.int64, **options: Any) -> Tensor:
+    if n in draws.sizes:
+        draws.note((n,), chooses=True)
+    if draws.constant is None:
+        return torch.randperm(n, generator=draws.generator((n,))).to(dtype)
+    return torch.arange(n, dtype=dtype) if draws.constant <= 0.5 else torch.arange(n, dtype=dtype).flip(0)
+
+
+def _multinomial(
+    draws: SharedDraws, input: Tensor, num_samples: int, replacement: bool = False, **options: Any
+) -> Tensor:
+    if input.size(-1) in draws.sizes:
+        draws.note(input.shape, chooses=True)
+    if not replacement:
+        noise = -(-(1 - draws.draw(input.shape)).log()).log()
+        return (input.double().log() + noise).topk(num_samples, -1)[1]
+    below = input.double().cumsum(-1)
+    drawn = draws.draw((*input.shape[:-1], num_samples)) * below[..., -1:]
+    return torch.searchsorted(below, drawn, right=True).clamp(max=input.size(-1) - 1)
+
+
 _DRAWS: dict[Any, Callable[..., Tensor]] = {
     torch.rand: _made(False),
     torch.randn: _made(True),
@@ -115,4 +265,15 @@ _DRAWS: dict[Any, Callable[..., Tensor]] = {
     Tensor.bernoulli_: _bernoulli_,
     Tensor.uniform_: _uniform_,
     Tensor.normal_: _normal_,
+    torch.normal: _normal,
+    Tensor.exponential_: _exponential_,
+    F.gumbel_softmax: _gumbel_softmax,
+    torch._standard_gamma: _gamma,
+    torch._sample_dirichlet: _dirichlet,
+    torch.poisson: _poisson,
+    torch.randint: _randint,
+    torch.randint_like: _randint_like,
+    torch.randperm: _randperm,
+    torch.multinomial: _multinomial,
+    Tensor.multinomial: _multinomial,
 }

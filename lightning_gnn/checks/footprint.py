@@ -22,7 +22,7 @@ from torch_geometric.data import Data
 from torch_geometric.nn import MessagePassing
 from typing_extensions import override
 
-from lightning_gnn.checks.small_graph import small_graph
+from lightning_gnn.checks.small_graph import Form, SmallGraph, small_graph
 from lightning_gnn.checks.stand_ins import QuietTrainer, aside, quiet, run_step, without_optimizers
 from lightning_gnn.comm.exchange import HaloExchange
 from lightning_gnn.comm.group import CommunicationError, World
@@ -40,8 +40,11 @@ from lightning_gnn.partition.layout import LayoutSpec, Replicas
 SORTING_BYTES = 40
 """Of an edge while matrices are made of the list of edges: its ends once more, its place, and which part it goes to."""
 
-_GRAPHS = ((24, 60), (24, 180), (48, 120))
-"""Nodes and edges of the small graphs; a quarter of the nodes is one rank's, the rest the other's."""
+_FORMS = (
+    Form((6, 18), (15, 45), (3, 9)),
+    Form((6, 18), (45, 135), (3, 9)),
+    Form((12, 36), (30, 90), (6, 18)),
+)
 
 
 @dataclass(frozen=True)
@@ -303,9 +306,9 @@ class Predicted:
         mask = counted_mask("train_mask", module)
         sizes, found = [], []
         with aside():
-            for seed, (nodes, edges) in enumerate(_GRAPHS):
-                graph = small_graph(batch, [mask], seed, nodes, edges)
-                for shard, footprint in _steps(models, graph, keep_constant):
+            for seed, form in enumerate(_FORMS):
+                small = small_graph(batch, [mask], form, seed)
+                for shard, footprint in _steps(models, small, keep_constant):
                     sizes.append((*Sizes.of(shard, int(shard.batch[mask].sum())), 1))
                     found.append(footprint)
         self._pieces = found[0].pieces
@@ -339,11 +342,11 @@ def _bind(module: torch.nn.Module, shard: Shard, world: World, keep_constant: bo
     return Binding(module, GraphContext(exchange, batch.x, batch.edge_index, weight, kept_widths, rows=rows))
 
 
-def _steps(models: Sequence[pl.LightningModule], graph: Data, keep_constant: bool) -> list[tuple[Shard, Footprint]]:
+def _steps(
+    models: Sequence[pl.LightningModule], small: SmallGraph, keep_constant: bool
+) -> list[tuple[Shard, Footprint]]:
     """Returns what a step on two parts of a graph keeps on each; of each rank's model, nothing but buffers change."""
-    num_nodes = len(graph.x)
-    part = np.where(np.arange(num_nodes) < num_nodes // 4, 0, 1)
-    shards, meeting = split_graph(graph, part, LayoutSpec("edge_cut", 2)), Meeting(2)
+    shards, meeting = split_graph(small.graph, small.part, LayoutSpec("edge_cut", 2)), Meeting(2)
 
     def on_rank(rank: int) -> Footprint:
         model = models[rank]

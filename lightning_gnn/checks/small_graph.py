@@ -1,77 +1,213 @@
-"""A small random graph that looks like the user's: its rows are rows of theirs, its edges are random."""
+"""Small random graphs that look like the user's, in two unequal parts: their rows are rows of theirs, their edges are random."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import torch
 from torch import Tensor
 from torch_geometric.data import Data
 
-from lightning_gnn.datamodules.sources import EDGE_MASKS, MASKS, is_labelled
+from lightning_gnn.datamodules.sources import EDGE_MASKS, MASKS, STAND_INS
+from lightning_gnn.nn.helpers import labelled
 
-# No two of nodes, edges and their halves are equal, so that the first dimension of a tensor says what its rows are.
-NUM_NODES, NUM_EDGES = 31, 113
+
+@dataclass(frozen=True)
+class Form:
+    """How large a small graph is, and how it is cut in two.
+
+    Attributes:
+        nodes, edges: of either part; an edge is its target's.
+        labelled: rows of either part that count in the stage's mask, if there are as many others.
+    """
+
+    nodes: tuple[int, int]
+    edges: tuple[int, int]
+    labelled: tuple[int, int]
+
+
+# Within a graph, no two of nodes, edges, their parts and their sums are equal, so that a tensor's first dimension says what its
+# rows are. The labelled rows of two parts have no common divisor: whatever rows a loss leaves out, its shares are others.
+FORMS = (
+    Form((138, 43), (390, 97), (69, 37)),
+    Form((29, 84), (19, 214), (1, 46)),  # few edges, and a part with one labelled row
+    Form((60, 37), (168, 71), (31, 12)),  # and one with none, where the user's graph has such
+)
+_ISOLATED, _TWICE = 2, 9
+"""Nodes of a part without edges, and edges that are there twice."""
+_POOL = 8192
+"""Rows that are drawn from: of a larger graph, some."""
+_VALUES = 64
+"""An attribute with more values is none of classes."""
+
+
+@dataclass(frozen=True)
+class SmallGraph:
+    """A small graph and its parts.
+
+    Attributes:
+        graph: directed, with duplicate edges and isolated nodes, without self-loops.
+        part: owner of each node, 0 or 1.
+        holders: which of two ranks computes an edge, in a vertex cut.
+    """
+
+    graph: Data
+    part: np.ndarray
+    holders: np.ndarray
 
 
 def small_graph(
-    batch: Data,
-    masks: Sequence[str] = MASKS,
-    seed: int = 0,
-    num_nodes: int = NUM_NODES,
-    num_edges: int = NUM_EDGES,
-) -> Data:
-    """Returns a directed graph with duplicate edges, isolated nodes, and no self-loops.
+    batch: Data, masks: Collection[str], form: Form, seed: int = 0, without: Collection[str] = ()
+) -> SmallGraph:
+    """Returns a small graph whose node and edge attributes are rows of the user's; other attributes stay.
+
+    Each part has rows of each class, and of each value of whatever else has few, as far as there are any; beyond these, rows
+    are dealt in the order of their labels, so that the parts' classes and losses differ.
 
     Args:
-        batch: a rank's part of the user's graph. Node and edge attributes are drawn from its rows, half of them labelled
-            rows of `masks`, or edges in these; other attributes stay.
-        masks: the masks that the step uses.
+        batch: a rank's part of the user's graph, on the CPU.
+        masks: those of nodes or edges that the step's values are means over.
+        form: sizes.
         seed: of the draw.
-        num_nodes, num_edges: of the graph.
+        without: masks that the second part has no row of.
     """
     g = torch.Generator().manual_seed(seed)
-    own = int(batch.num_owned)
-    rows = torch.randint(own, (num_nodes,), generator=g)
+    owned, given = int(batch.num_owned), batch.edge_index.size(1)
+    nodes = {n: v[:owned] for n, v in batch.to_dict().items() if isinstance(v, Tensor) and batch.is_node_attr(n)}
+    edges = {
+        n: v for n, v in batch.to_dict().items() if isinstance(v, Tensor) and n not in nodes and batch.is_edge_attr(n)
+    }
+    edges.pop("edge_index", None)
+    counted = torch.zeros(owned, dtype=torch.bool)
     for mask in set(masks) & set(MASKS):
-        labelled = batch[mask].nonzero().view(-1)
-        if batch.get("y") is not None:
-            labelled = labelled[is_labelled(batch.y[labelled])]
-        if len(labelled):
-            half = num_nodes // 2
-            rows[:half] = labelled[torch.randint(len(labelled), (half,), generator=g)]
-    busy = num_nodes - 4
-    source = torch.randint(busy, (num_edges,), generator=g)
-    target = (source + torch.randint(1, busy, (num_edges,), generator=g)) % busy
-    target[-9:], source[-9:] = target[:9].clone(), source[:9].clone()
-    given = batch.edge_index.size(1)
-    edges = torch.randint(max(given, 1), (num_edges,), generator=g)
-    for mask in set(masks) & set(EDGE_MASKS):
-        counted = batch[mask].nonzero().view(-1)
-        if len(counted):
-            half = num_edges // 2
-            edges[:half] = counted[torch.randint(len(counted), (half,), generator=g)]
-    small = Data(edge_index=torch.stack([source, target]))
+        counted |= labelled(batch, mask)[:owned]
+    for mask, row in batch.get(STAND_INS, {}).items():
+        nodes[mask] = nodes[mask].clone()
+        nodes[mask][row] = False
+    rows = _rows(nodes, counted, form.nodes, form.labelled, without, g)
+    order = torch.randperm(sum(form.nodes), generator=g)  # an owner's ids are not in a row
+    small = Data(edge_index=order[_edges(form, g)])
+    shuffled = torch.randperm(sum(form.edges), generator=g)
+    small.edge_index = small.edge_index[:, shuffled]
+    place = order.argsort()
     for name, value in batch.to_dict().items():
-        if name in ("edge_index", "num_owned"):
-            continue
-        if isinstance(value, Tensor) and batch.is_node_attr(name):
-            small[name] = value[rows]
-        elif isinstance(value, Tensor) and batch.is_edge_attr(name):
-            small[name] = value[edges] if given else value.new_zeros((num_edges, *value.shape[1:]))
-        else:
-            small[name] = value
-    return small
+        if name not in ("edge_index", "num_owned", STAND_INS):
+            small[name] = nodes[name][rows[place]] if name in nodes else value
+    if given:
+        counted = torch.zeros(given, dtype=torch.bool)
+        for mask in set(masks) & set(EDGE_MASKS):
+            counted |= batch[mask]
+        quotas = [count * labels // size for count, labels, size in zip(form.edges, form.labelled, form.nodes)]
+        rows = _rows(edges, counted, form.edges, quotas, without, g)[shuffled]
+    for name, value in edges.items():
+        small[name] = value[rows] if given else value.new_zeros((sum(form.edges), *value.shape[1:]))
+    part = (place >= form.nodes[0]).long().numpy()
+    holders = (torch.rand(sum(form.edges), generator=g) < 0.3).long().numpy()
+    return SmallGraph(small, part, holders)
 
 
-def two_halves_of_edges(seed: int = 0) -> np.ndarray:
-    """Returns the rank of each edge of a small graph, 0 or 1."""
-    return np.random.default_rng(seed).permutation(np.arange(NUM_EDGES) % 2)
+def _edges(form: Form, g: torch.Generator) -> Tensor:
+    """Returns the edges of both parts, ``[2, E]``; the nodes of the first part come first."""
+    first, second = form.nodes
+    own = [torch.arange(_ISOLATED, first), torch.arange(first + _ISOLATED, first + second)]
+    busy, pieces = torch.cat(own), []
+    for into, count in zip(own, form.edges):
+        target = into[torch.randint(len(into), (count,), generator=g)]
+        there = torch.searchsorted(busy, target)
+        source = busy[(there + torch.randint(1, len(busy), (count,), generator=g)) % len(busy)]
+        twice = min(_TWICE, count // 4)
+        source[count - twice :], target[count - twice :] = source[:twice].clone(), target[:twice].clone()
+        pieces.append(torch.stack([source, target]))
+    return torch.cat(pieces, 1)
 
 
-def two_halves(seed: int = 0) -> np.ndarray:
-    """Returns the owner of each node of a small graph, 0 or 1; both own rows of the first half, which have labels."""
-    part = np.random.default_rng(seed).permutation(np.arange(NUM_NODES) % 2)
-    part[:2] = 0, 1
-    return part
+def _rows(
+    attributes: dict[str, Tensor],
+    counted: Tensor,
+    sizes: Sequence[int],
+    labelled: Sequence[int],
+    without: Collection[str],
+    g: torch.Generator,
+) -> Tensor:
+    """Returns which of the user's rows the parts have, the first part's first.
+
+    Args:
+        attributes: of nodes or edges, one row each.
+        counted: which rows count in the stage's mask, bool.
+        sizes: rows of either part.
+        labelled: of these, how many that count.
+        without: masks that the second part has no row of.
+        g: of the draw.
+    """
+    attributes = {name: value for name, value in attributes.items() if value.dim() == 1 or name == "y"}
+    allowed = torch.ones_like(counted)
+    for mask in set(without) & set(attributes):
+        allowed &= ~attributes[mask].bool()
+    others = [size - count for size, count in zip(sizes, labelled)]
+    if allowed.all() or not allowed.any():
+        parts = _of_both(attributes, counted, labelled, others, g)
+    else:  # each for itself
+        if not (counted & allowed).any():
+            labelled, others = (labelled[0], 0), [others[0], sizes[1]]
+        first = _of_both(attributes, counted, (labelled[0], 0), (others[0], 0), g)[0]
+        inside = allowed.nonzero().view(-1)
+        of_inside = {name: value[inside] for name, value in attributes.items()}
+        second = _of_both(of_inside, counted[inside], (0, labelled[1]), (0, others[1]), g)[1]
+        parts = [first, inside[second]]
+    return torch.cat(parts)
+
+
+def _of_both(
+    attributes: dict[str, Tensor],
+    counted: Tensor,
+    labelled: Sequence[int],
+    others: Sequence[int],
+    g: torch.Generator,
+) -> list[Tensor]:
+    """Returns the rows of either part; where all count, or none does, all are drawn from them."""
+    yes, no = counted.nonzero().view(-1), (~counted).nonzero().view(-1)
+    if not len(yes) or not len(no):
+        yes = no = torch.arange(len(counted))
+    dealt = [_dealt(attributes, yes, labelled, g), _dealt(attributes, no, others, g)]
+    return [torch.cat(rows) for rows in zip(*dealt)]
+
+
+def _dealt(attributes: dict[str, Tensor], rows: Tensor, quotas: Sequence[int], g: torch.Generator) -> list[Tensor]:
+    """Returns that many of `rows` for either part: each value of an attribute with few, then the others in order of labels."""
+    pool = rows[torch.randperm(len(rows), generator=g)[:_POOL]]
+    kinds = _kinds(attributes, pool)
+    free = torch.ones(len(pool), dtype=torch.bool)
+    taken: list[list[int]] = [[], []]
+    for kind in kinds:
+        for part, quota in enumerate(quotas):
+            if len(taken[part]) < quota and not kind[taken[part]].any():
+                found = (kind & free).nonzero()
+                row = int(found[0] if len(found) else kind.nonzero()[0])
+                taken[part].append(row)
+                free[row] = False
+    left = sum(quotas) - sum(map(len, taken))
+    rest = free.nonzero().view(-1)[:left]
+    if len(rest) < left:
+        rest = torch.cat([rest, torch.randint(len(pool), (left - len(rest),), generator=g)])
+    if "y" in attributes:
+        values = attributes["y"][pool[rest]].double()
+        rest = rest[(values if values.dim() == 1 else values.sum(1)).argsort()]
+    missing = quotas[0] - len(taken[0])
+    dealt = (rest[:missing], rest[missing:])
+    return [pool[torch.cat([torch.tensor(own, dtype=torch.long), more])] for own, more in zip(taken, dealt)]
+
+
+def _kinds(attributes: dict[str, Tensor], rows: Tensor) -> list[Tensor]:
+    """Returns for each value of attributes with few which rows have it, bool each; the rarest first."""
+    kinds: list[Tensor] = []
+    for value in attributes.values():
+        own = value[rows]
+        if own.dim() == 2 and not own.is_floating_point() and own.size(1) <= _VALUES:  # several labels
+            kinds += list((own > 0).unbind(1))
+        elif own.dim() == 1 and not own.is_complex():
+            found = own.unique()
+            if 1 < len(found) <= _VALUES:
+                kinds += [own == each for each in found]
+    return sorted((kind for kind in kinds if kind.any()), key=lambda kind: int(kind.sum()))

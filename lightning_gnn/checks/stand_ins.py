@@ -43,9 +43,16 @@ def _ignore(*_: Any, **__: Any) -> None:
 
 
 class QuietTrainer:
-    """The Trainer as a step may read it, without its loggers; with another datamodule, if one is given."""
+    """The Trainer as a step may read it, without its loggers; with another datamodule, if one is given.
+
+    Attributes:
+        epoch: that the step finds itself in; None for the Trainer's own.
+        reads_epoch: whether a step has asked for its epoch, or how many steps there were.
+    """
 
     logger, loggers = DummyLogger(), [DummyLogger()]
+    epoch: int | None = None
+    reads_epoch = False
 
     def __init__(self, trainer: pl.Trainer, datamodule: pl.LightningDataModule | None = None) -> None:
         self._trainer = trainer
@@ -54,6 +61,21 @@ class QuietTrainer:
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._trainer, name)
+
+    @property
+    def current_epoch(self) -> int:
+        """The number of epochs before this one."""
+        self.reads_epoch = True
+        return self._trainer.current_epoch if self.epoch is None else self.epoch
+
+    @property
+    def global_step(self) -> int:
+        """The number of steps before this one; an epoch is one."""
+        self.reads_epoch = True
+        return self._trainer.global_step if self.epoch is None else self.epoch
+
+    def save_checkpoint(self, *_: Any, **__: Any) -> None:
+        """Saves nothing."""
 
 
 class _IdleOptimizer:

@@ -11,16 +11,20 @@ from typing import Any
 import lightning.pytorch as pl
 import torch
 from torch import Tensor
+from torch.overrides import TorchFunctionMode
 from torch_geometric.data import Data
 from torch_geometric.nn import MessagePassing
 
-from lightning_gnn.checks.draws import SharedDraws
+from lightning_gnn.checks.draws import Draw, SharedDraws
+from lightning_gnn.checks.heard import Heard, Logged
+from lightning_gnn.checks.hooks import Hooks
+from lightning_gnn.checks.output_rows import OutputRows
 from lightning_gnn.checks.record import Event, Recorder, Rows
 from lightning_gnn.checks.stand_ins import QuietTrainer, quiet, run_step, without_optimizers
 from lightning_gnn.comm.group import CommunicationError, World
-from lightning_gnn.comm.in_process import InProcessWorld, Meeting
+from lightning_gnn.comm.in_process import InProcessWorld, Meeting, kept_random_state
 from lightning_gnn.datamodules.shards import Shard, whole_graph
-from lightning_gnn.datamodules.sources import counted_mask
+from lightning_gnn.datamodules.sources import MASKS, counted_mask
 from lightning_gnn.nn import pyg
 from lightning_gnn.nn.bind import Binding
 from lightning_gnn.nn.context import GraphContext
@@ -50,16 +54,23 @@ class OnRank:
         events: what its modules were given and returned, in order of time.
         loss: as the step has it.
         scale: what it weighs in the sum over ranks.
+        found_rows: rows of the output that the loss has a gradient in, without those that stand in; None where there are none to
+            look at.
         logged: values by name, at the end of the epoch.
-        draws: what the model's own code drew for itself, in words.
+        calls: of ``self.log``.
+        own_draws: what the model's own code drew for itself, in words.
+        noted_draws: what is drawn otherwise than per node or edge.
     """
 
     rows: Rows
     events: Sequence[Event]
     loss: Tensor | None = None
     scale: float = 1.0
+    found_rows: int | None = None
     logged: Mapping[str, Tensor] = field(default_factory=dict)
-    draws: Sequence[str] = ()
+    calls: Mapping[str, Logged] = field(default_factory=dict)
+    own_draws: Sequence[str] = ()
+    noted_draws: Sequence[Draw] = ()
 
 
 @dataclass
@@ -97,6 +108,7 @@ class Trial:
         trainer: what the step finds as ``self.trainer``.
         dtype: of all floating tensors; None leaves them as they are.
         share_rows: see :class:`~lightning_gnn.checks.draws.SharedDraws`.
+        begins: call the hooks of the stage's begin, too.
     """
 
     def __init__(
@@ -107,13 +119,18 @@ class Trial:
         trainer: QuietTrainer | None = None,
         dtype: torch.dtype | None = None,
         share_rows: bool = False,
+        begins: bool = True,
     ) -> None:
         self._share_rows = share_rows
+        self._skipped: set[str] = set()
+        self._hooks = Hooks(stage, self._skipped, begins)
+        self.constant: float | None = None
         self.stage, self.training, self._reduction = stage, stage == "fit", "mean"
         self.step, mask = STAGES[stage]
         self.mask = None if mask is None else counted_mask(mask, module)
         self._graph, self._trainer = copy.copy(graph), trainer
-        self._module = copy.deepcopy(module).cpu()
+        with _Detached():
+            self._module = copy.deepcopy(module).cpu()
         if dtype is not None:
             self._module.to(dtype)
             self._graph.apply(lambda tensor: tensor.to(dtype) if tensor.is_floating_point() else tensor)
@@ -122,6 +139,8 @@ class Trial:
         for child in self._module.modules():
             if isinstance(child, MessagePassing):
                 pyg.clear_caches(child)
+            if isinstance(child, (torch.nn.MultiheadAttention, torch.nn.RNNBase)):
+                child.dropout = 0.0  # drawn where no mode sees it
 
     @property
     def graph(self) -> Data:
@@ -136,7 +155,7 @@ class Trial:
             steps: of which the last one is recorded; between two of them Adam steps, with a learning rate of `LR`.
         """
         shard = whole_graph(self._graph)
-        with self._weights_kept():
+        with self._weights_kept(), kept_random_state():
             [model] = self._copies(1)
             return self._outcome([self._run(model, shard, None, Recorder(model), own_draws, None, steps)], model)
 
@@ -171,6 +190,7 @@ class Trial:
             if prepare is not None:
                 prepare(world)
             binding = bind(models[rank], shards[rank], world)
+            binding.context.columns_at_once = max(1, shards[rank].batch.x.size(1))  # of few rows
             recorders[rank] = Recorder(models[rank])
             own = None if own_draws is None else own_draws + rank
             with graph_in_use(binding.context, this_thread_only=True):
@@ -194,11 +214,6 @@ class Trial:
             raise Parted(text) from error
         done: Any = ran
         return self._outcome(done, model)
-
-    @contextmanager
-    def listening(self, model: pl.LightningModule, shard: Shard, world: World | None) -> Iterator[Mapping[str, Tensor]]:
-        """Yields what the step inside logs, filled when this closes: nothing here."""
-        yield {}
 
     def _run(
         self,
@@ -229,9 +244,12 @@ class Trial:
         ran = OnRank(rows, recorder.events)
         batch: Any = copy.copy(shard.batch)
         batch.n_id, batch.e_id = self._graph.n_id[rows.nodes], self._graph.e_id[rows.edges]
-        counts = shard.mask_counts[self.mask] if self.mask else (1,)
-        known = {len(rows.nodes): (rows.num_nodes, rows.nodes), len(rows.edges): (rows.num_edges, rows.edges)}
-        draws = SharedDraws(known, own=own_draws, share_rows=self._share_rows)
+        counts = shard.mask_counts[self.mask] if self.mask else (1,) * len(shard.counts)
+        stand_ins = int(batch[self.mask].sum()) if self.mask in MASKS and not counts[rank] else 0
+        known = {len(rows.edges): (rows.num_edges, rows.edges), len(rows.nodes): (rows.num_nodes, rows.nodes)}
+        draws = SharedDraws(known, _rows_of_masks(rows, batch), 0, own_draws, self._share_rows, self.constant)
+        heard = Heard(model, world)
+        outputs = OutputRows(model, len(rows.nodes)) if self._counts_rows(model) else None
 
         def scale(output: Any) -> float:
             return loss_scale(output, counts, rank, self._reduction, total)
@@ -239,20 +257,35 @@ class Trial:
         def total(own: Tensor) -> Tensor:
             return own if world is None else world.all_reduce_(own)
 
-        with draws, torch.set_grad_enabled(self.training), self.listening(model, shard, world) as ran.logged:
+        with draws, torch.set_grad_enabled(self.training):
+            self._hooks.before(model, batch, world is None)
+            model._current_fx_name = self.step
+            heard.enter(counts, stand_ins)
             if self.training and not model.automatic_optimization:
                 without_optimizers(model, scale(None))
             output = run_step(model, self.step, batch)
+            heard.leave()
+            model._current_fx_name = None
             if self.training:
                 loss = output.get("loss") if isinstance(output, Mapping) else output
                 if isinstance(loss, Tensor):
                     ran.loss, ran.scale = loss, scale(output)
                     if model.automatic_optimization and loss.requires_grad:
+                        found = None if outputs is None else outputs.of(loss)
+                        ran.found_rows = None if found is None else max(0, int(found.sum()) - stand_ins)
                         (loss * ran.scale).backward()
             else:
                 recorder.record(f"what {self.step} returns", (self.step,), output)
-        ran.draws = draws.own_draws
+            if outputs is not None:
+                outputs.release()
+            self._hooks.after(model, batch, output, world is None)
+            heard.finish(self._skipped)
+        ran.logged, ran.calls = heard.values, heard.calls
+        ran.own_draws, ran.noted_draws = draws.own_draws, draws.noted
         return ran
+
+    def _counts_rows(self, model: pl.LightningModule) -> bool:
+        return self.training and self.mask in MASKS and model.automatic_optimization and self._reduction == "mean"
 
     @contextmanager
     def _weights_kept(self) -> Iterator[None]:
@@ -280,6 +313,26 @@ class Trial:
     def _outcome(self, ranks: Sequence[OnRank], model: pl.LightningModule) -> Outcome:
         gradients = {name: parameter.grad for name, parameter in self._module.named_parameters()}
         return Outcome(ranks, gradients, dict(model.named_buffers()))
+
+
+def _rows_of_masks(rows: Rows, batch: Data) -> dict[int, tuple[int, Tensor]]:
+    """Returns of how many nodes of a mask there are which they are, where no other dimension is likely to be as large."""
+    known: dict[int, tuple[int, Tensor]] = {}
+    for value in batch.to_dict().values():
+        if isinstance(value, Tensor) and value.dtype == torch.bool and value.shape == rows.nodes.shape:
+            inside = rows.nodes[value]
+            if len(inside) > 8:
+                known.setdefault(len(inside), (rows.num_nodes, inside))
+    return known
+
+
+class _Detached(TorchFunctionMode):
+    """While open, copies of what was computed, such as a pruned weight, are detached: torch refuses to copy these otherwise."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is Tensor.__deepcopy__ and not args[0].is_leaf:
+            return args[0].detach().clone()
+        return func(*args, **(kwargs or {}))
 
 
 def _learn(optimizer: torch.optim.Optimizer, world: World | None) -> None:

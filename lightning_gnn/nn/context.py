@@ -28,8 +28,6 @@ class UnsupportedModelError(ValueError):
 
 T = TypeVar("T", bound=tuple[Tensor, ...])
 
-_COLUMNS_AT_ONCE = 16
-
 
 @dataclass(frozen=True)
 class Attended:
@@ -69,7 +67,10 @@ class GraphContext:
 
     Attributes:
         propagations: how often each layer has let rows travel along edges in this step, by its name.
+        columns_at_once: of constant input travel together: what travels stays small, like what later layers send.
     """
+
+    columns_at_once = 16
 
     def __init__(
         self,
@@ -437,10 +438,9 @@ class GraphContext:
             return (self._sum(x, fetch, what, layer),)
 
         def compute_once() -> tuple[Tensor]:
-            # A few columns at a time: what travels stays small, like what later layers send.
             out = x.new_empty((self.num_owned, x.size(1)))
-            for low in range(0, x.size(1), _COLUMNS_AT_ONCE):
-                columns = slice(low, low + _COLUMNS_AT_ONCE)
+            for low in range(0, x.size(1), self.columns_at_once):
+                columns = slice(low, low + self.columns_at_once)
                 part = x[:, columns].contiguous()
                 out[:, columns] = self._sum(part, self._fetch_anew, what, layer)
             return (out,)

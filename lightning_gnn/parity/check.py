@@ -9,8 +9,8 @@ from __future__ import annotations
 import copy
 import random
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import cached_property, partial
 from typing import Any
@@ -20,27 +20,24 @@ import numpy as np
 import torch
 from lightning.pytorch.strategies import StrategyRegistry
 from lightning.pytorch.utilities.model_helpers import is_overridden
-from torch import Tensor
 from torch_geometric.data import Data, HeteroData
-from typing_extensions import override
 
 from lightning_gnn.advising.advice import coding, quiet_trainer, quietly
 from lightning_gnn.advising.auto import AutoStrategy
-from lightning_gnn.checks.record import Compared, compared, differing
+from lightning_gnn.checks import causes
+from lightning_gnn.checks.causes import Cause, Finding
+from lightning_gnn.checks.differences import LOGGED_TOLERANCE, Difference, differences, first_difference
+from lightning_gnn.checks.record import compared, differing
 from lightning_gnn.checks.stand_ins import QuietTrainer, aside, quiet, uncompiled
 from lightning_gnn.checks.trial import STAGES, Outcome, Parted, Trial, in_one_line
-from lightning_gnn.comm.group import World
 from lightning_gnn.comm.traffic import Meter
 from lightning_gnn.comparing.measure import draws_random_numbers
 from lightning_gnn.datamodules.graph import GraphDataModule
 from lightning_gnn.datamodules.hetero import NO_TYPES
 from lightning_gnn.datamodules.shards import Shard, split_graph, whole_graph
-from lightning_gnn.datamodules.sources import MASKS, counted_mask
+from lightning_gnn.datamodules.sources import counted_mask
 from lightning_gnn.nn.context import UnsupportedModelError
-from lightning_gnn.parity import causes
-from lightning_gnn.parity.causes import Cause
-from lightning_gnn.parity.heard import Heard
-from lightning_gnn.parity.report import GROUPS, Finding, ParityReport, SchemeParity
+from lightning_gnn.parity.report import GROUPS, ParityReport, SchemeParity
 from lightning_gnn.parity.sample import some_of
 from lightning_gnn.strategies.base import GNNStrategy
 
@@ -48,8 +45,6 @@ TOLERANCES: dict[torch.dtype | None, float] = {torch.float64: 1e-7, None: 1e-3}
 """Up to which difference numbers are the same: in float64, one node too many of a million is more than that."""
 STEPS = 3
 """Training steps of approximate schemes: caches send everything in the first one."""
-LOGGED_TOLERANCE = 1e-5
-"""Of logged values: torchmetrics computes in float32."""
 
 
 def check_parity(
@@ -132,20 +127,6 @@ def make_strategies(names: Sequence[str] | None = None, **options: Any) -> list[
     if unknown:
         raise ValueError(f"There is no scheme {unknown[0]!r} to check. Known are {', '.join(known)}.")
     return [known[name](**options) for name in (known if names is None else names)]
-
-
-class _HeardTrial(Trial):
-    """A trial that knows what is logged."""
-
-    @override
-    @contextmanager
-    def listening(self, model: pl.LightningModule, shard: Shard, world: World | None) -> Iterator[Mapping[str, Tensor]]:
-        rank = 0 if world is None else world.rank
-        counts = shard.mask_counts[self.mask] if self.mask else (1,) * len(shard.counts)
-        empty = self.mask in MASKS and not counts[rank]
-        heard = Heard(model, self.stage, world, counts, int(shard.batch[self.mask].sum()) if empty else 0)
-        yield heard.values
-        heard.finish()
 
 
 @dataclass
@@ -274,9 +255,10 @@ class _Check:
         prepared = quiet(copy.deepcopy(module), self._trainer)
         prepared.configure_model()
         prepared.setup(stage)
-        trial = _HeardTrial(prepared, self.graph, stage, self._trainer, self._dtype, self._share_draws)
+        trial = Trial(prepared, self.graph, stage, self._trainer, self._dtype, self._share_draws)
         whole, again = self._on_whole(trial), self._on_whole(trial)
-        return _Reference(trial, whole, self._first(trial, whole, again, lambda _: causes.KEPT))
+        kept = first_difference(whole, again, self.tolerance)
+        return _Reference(trial, whole, None if kept is None else _finding(trial, kept, causes.KEPT))
 
     def _on_whole(self, trial: Trial, seed: int = 0) -> Outcome:
         self._seed_all(seed)
@@ -308,14 +290,9 @@ class _Check:
             return SchemeParity(
                 label, not_compared=f"on {self._ranks} ranks, {str(error)[:1].lower()}{str(error)[1:-1]}"
             )
-        source, target = self.graph.edge_index
-        owner = torch.from_numpy(np.asarray(part))
-        cut = torch.zeros(len(owner), dtype=torch.bool)
-        across = owner[source] != owner[target]
-        cut[source[across]] = cut[target[across]] = True
         differences: dict[str, float | None] = dict.fromkeys(GROUPS)
         finding: Finding | None = None
-        run = _Run(strategy, split_graph(self.graph, np.asarray(part), layout, holders), cut)
+        run = _Run(strategy, split_graph(self.graph, np.asarray(part), layout, holders))
         for reference in references:
             trial = reference.trial
             steps = STEPS if approximation and trial.training else 1
@@ -323,7 +300,7 @@ class _Check:
                 found = self._on_parts(trial, run, None if approximation else self._own_draws, steps)
             except Parted as error:
                 where = f"on a part of the graph, {error}"
-                finding = finding or Finding(trial.step, where, None, _cause_of_error(error))
+                finding = finding or Finding(trial.step, where, None, causes.of_error(error))
                 continue
             whole = reference.whole if steps == 1 else reference.later
             here = self._differences(whole, found)
@@ -352,83 +329,57 @@ class _Check:
             ],
             "loss": [value for _, value in differing({"": found.loss}, {"": whole.loss}, -1)],
             "gradients": [value for _, value in differing(found.gradients, whole.gradients, -1)],
-            "metrics": [value for _, value in _logged(found, whole, -1)],
+            "metrics": [each.size for each in differences(whole, found, -1) if each.group == "metrics"],
         }
         return {group: max(values) for group, values in each.items() if values}
 
     def _explained(self, reference: _Reference, found: Outcome, run: _Run) -> Finding | None:
         """Returns where a run parts from one device, and what makes it; None if it does not."""
         trial, whole = reference.trial, reference.whole
-        finding = self._first(trial, whole, found, lambda value: self._cause(value, whole, found, run))
-        if finding is None:
+        difference = first_difference(whole, found, self.tolerance)
+        if difference is None:
             return None
-        drawn = sorted({each for rank in found.ranks for each in rank.draws})
+        finding = _finding(trial, difference, causes.of(difference, whole, found, run.shards, trial))
+        drawn = sorted({each for rank in found.ranks for each in rank.own_draws})
         if drawn:
-            shared = self._on_parts(trial, run, None)
-            alone = trial.on_whole(None)
-            rest = self._first(trial, alone, shared, lambda value: self._cause(value, alone, shared, run))
-            if rest is None:
+            if self._agrees_when_shared(trial, run):
                 cause = Cause(causes.RANDOM, f"{', '.join(drawn)}. {causes.DRAWN.text}")
                 return Finding(finding.step, finding.where, finding.difference, cause)
-            return rest
-        other = self._on_whole(trial, seed=2)
-        if self._first(trial, whole, other, lambda _: causes.DRAWN_ELSEWHERE) is not None:
-            return Finding(finding.step, finding.where, finding.difference, causes.DRAWN_ELSEWHERE)
+            noted = [draw for rank in found.ranks for draw in rank.noted_draws]
+            if noted and self._agrees_when_shared(trial, run, 0.5):
+                return _finding(trial, difference, causes.of_draws(noted))
+            alone, shared = trial.on_whole(None), self._on_parts(trial, run, None)
+            rest = first_difference(alone, shared, self.tolerance)
+            if rest is not None:
+                return _finding(trial, rest, causes.of(rest, alone, shared, run.shards, trial))
+        if first_difference(whole, self._on_whole(trial, seed=2), self.tolerance) is not None:
+            return _finding(trial, difference, causes.DRAWN_ELSEWHERE)
         return finding
 
-    def _cause(self, differs: Compared | str, whole: Outcome, found: Outcome, run: _Run) -> Cause:
-        if isinstance(differs, Compared):
-            return causes.of_values(differs, run.cut)
-        if differs == "loss":
-            return causes.of_loss(whole, found, run.shards)
-        return {"gradients": causes.BACKWARD, "buffers": causes.BUFFER, "metrics": causes.LOGGED}[differs]
+    def _agrees_when_shared(self, trial: Trial, run: _Run, constant: float | None = None) -> bool:
+        """Returns whether nothing differs where all ranks draw the same; `constant` as of the trial."""
+        trial.constant = constant
+        try:
+            return first_difference(trial.on_whole(None), self._on_parts(trial, run, None), self.tolerance) is None
+        except Parted:
+            return False
+        finally:
+            trial.constant = None
 
-    def _first(
-        self, trial: Trial, whole: Outcome, found: Outcome, cause: Callable[[Compared | str], Cause]
-    ) -> Finding | None:
-        """Returns the first place where `found` parts from `whole`; None if there is none."""
-        [(_, events)] = whole.parts
-        for value in compared(events, found.parts):
-            if value.difference > self.tolerance:
-                return Finding(trial.step, value.event.where, value.difference, cause(value))
-        for _, difference in differing({"": found.loss}, {"": whole.loss}, self.tolerance):
-            return Finding(trial.step, "the loss", difference, cause("loss"))
-        for name, difference in list(differing(found.gradients, whole.gradients, self.tolerance))[::-1]:
-            return Finding(trial.step, f"the gradient of '{name}'", difference, cause("gradients"))
-        for name, difference in differing(found.buffers, whole.buffers, self.tolerance):
-            return Finding(trial.step, f"the buffer '{name}'", difference, cause("buffers"))
-        for name, difference in _logged(found, whole, self._tolerance_of("metrics")):
-            return Finding(trial.step, f"the logged '{name}'", difference, cause("metrics"))
-        return None
+
+def _finding(trial: Trial, difference: Difference, cause: Cause) -> Finding:
+    return Finding(trial.step, difference.where, difference.size, cause)
 
 
 @dataclass(frozen=True)
 class _Run:
-    """A scheme, what its ranks have, and the nodes that an edge joins to another rank's."""
+    """A scheme and what its ranks have."""
 
     strategy: GNNStrategy
     shards: Sequence[Shard]
-    cut: Tensor
 
 
 def _in_dtype(graph: Data, dtype: torch.dtype) -> Data:
     made = copy.copy(graph)
     made.apply(lambda tensor: tensor.to(dtype) if tensor.is_floating_point() else tensor)
     return made
-
-
-def _logged(found: Outcome, whole: Outcome, tolerance: float) -> Iterator[tuple[str, float]]:
-    """Yields names and differences of logged values; each is measured against itself."""
-    expected, values = whole.ranks[0].logged, found.ranks[0].logged
-    for name, value in expected.items():
-        if name in values and not (value.isnan().all() and values[name].isnan().all()):
-            yield from differing({name: values[name]}, {name: value}, tolerance)
-
-
-def _cause_of_error(error: Parted) -> Cause:
-    raised = error.__cause__
-    if isinstance(raised, UnsupportedModelError):
-        return Cause("a model that is refused", str(raised))
-    if isinstance(raised, IndexError):
-        return causes.NEIGHBOURS
-    return causes.ACROSS_NODES

@@ -8,31 +8,10 @@ from typing import Any
 
 from rich.table import Table
 
+from lightning_gnn.checks.causes import Finding
 from lightning_gnn.console import text_of
-from lightning_gnn.parity.causes import Cause
 
 GROUPS = ("outputs", "loss", "gradients", "metrics")
-
-
-@dataclass(frozen=True)
-class Finding:
-    """Where a run parts from that of one device.
-
-    Attributes:
-        step: the module's method.
-        where: what differs first, in words that name the layer.
-        difference: the largest, of the largest value; None where the run ended there.
-        cause: the likely one.
-    """
-
-    step: str
-    where: str
-    difference: float | None
-    cause: Cause
-
-    def __str__(self) -> str:
-        by = "" if self.difference is None else f" differs by {self.difference:.1e} of the largest value"
-        return f"{self.step}: {self.where}{by}. Likely cause: {self.cause.kind}. {self.cause.text}"
 
 
 @dataclass(frozen=True)

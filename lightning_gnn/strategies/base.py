@@ -8,7 +8,6 @@ from collections import Counter
 from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from datetime import timedelta
-from functools import partial
 from typing import Any, Literal, get_args
 
 import lightning.pytorch as pl
@@ -32,7 +31,6 @@ from lightning_gnn.callbacks.loggers import log_config, log_files, uploads
 from lightning_gnn.callbacks.loss import LossOfAllRanks
 from lightning_gnn.checkpoints import WholeCheckpointIO
 from lightning_gnn.checks.footprint import memory_of
-from lightning_gnn.checks.self_check import SelfCheck, self_check
 from lightning_gnn.comm.codec import CodecName, make_codec
 from lightning_gnn.comm.group import World, wait_for_all
 from lightning_gnn.comm.owners import Owners
@@ -61,7 +59,7 @@ from lightning_gnn.strategies.metrics import StandInMetrics
 from lightning_gnn.strategies.random_streams import RandomStreams
 from lightning_gnn.strategies.run_config import part_sizes, partition_report, run_config
 from lightning_gnn.strategies.scheme import Scheme
-from lightning_gnn.strategies.self_checks import judge, most_labelled
+from lightning_gnn.strategies.self_checks import SelfChecks
 
 Predictions = Literal["all", "rank0", "shards"]
 
@@ -181,7 +179,7 @@ class GNNStrategy(ParallelStrategy):
         self._loss_scale = 1.0
         self._in_use = ExitStack()
         self._steps = 0
-        self._checked = False
+        self._checks = SelfChecks(self)
         self._goes_on = False
         self._saved: Mapping[str, Any] | None = None
 
@@ -286,14 +284,8 @@ class GNNStrategy(ParallelStrategy):
             return
         self._warm_up(module, trainer)
         check_memory(self, data, module, trainer)
-        stage = self._checked_stage(module, trainer)
-        if self_check and self.self_check and stage is not None:
-            cut = data.stored_cut()
-            shard = cut.shard(most_labelled(cut.shard(0), stage, module))
-            outcome = self._check_itself(module, shard, trainer)
-            if outcome.not_run is None:  # else once more in setup(): the module's own setup() may still make its layers
-                judge(outcome, self, module, stage)
-                self._checked = True
+        if self_check:
+            self._checks.ahead(module, data.stored_cut(), trainer)
 
     def _warm_up(self, module: pl.LightningModule, trainer: pl.Trainer) -> None:
         if self.root_device.type != "cpu":
@@ -324,7 +316,7 @@ class GNNStrategy(ParallelStrategy):
             self.world.barrier()
             if self.local_rank != 0:
                 self._warm_up(module, trainer)
-            self._check_on_one_rank(trainer, shard)
+            self._checks.before_stage(module, shard, trainer)
             check_own_memory(self, trainer, shard)
         super().setup(trainer)
         for optimizer in self.optimizers:
@@ -345,7 +337,7 @@ class GNNStrategy(ParallelStrategy):
                     "already: nothing changes. recompute=True takes less."
                 )
             self._distribute_embeddings(module, shard)
-            self._binding = self._bind(self.scheme, module, shard, self.world, self.meter)
+            self._binding = self.bind(self.scheme, module, shard, self.world, self.meter)
             self._in_use.enter_context(graph_in_use(self._binding.context))
         self._steps = 0
         self._gradients = GradientSum(self.world, module.parameters)
@@ -353,7 +345,7 @@ class GNNStrategy(ParallelStrategy):
         self._logs = GlobalLogs(module, self.world)
         self._metrics = StandInMetrics(module, self.world)
         metrics = CommunicationMetrics(self.meter, self.world, part_sizes(shard), self._replicas)
-        self._callbacks = [LossOfAllRanks(), metrics, *self.scheme.callbacks(self.world)]
+        self._callbacks = [LossOfAllRanks(), metrics, self._checks, *self.scheme.callbacks(self.world)]
         trainer.callbacks[:0] = self._callbacks  # type: ignore[attr-defined]
         self._log_plan(trainer, shard)
 
@@ -381,10 +373,9 @@ class GNNStrategy(ParallelStrategy):
         if not types.is_hetero:
             self._world = before.world
             try:
-                self._check_on_one_rank(trainer, data.shard)
+                self._checks.ahead_of_stage(before.lightning_module, data.shard, trainer)
             finally:
                 self._world = None
-            self._checked = True
 
     def take_over(self, other: GNNStrategy, random: RandomStreams | None) -> None:
         """Goes on with model, optimizers and schedulers of another strategy, which has been torn down, and its checkpoint.
@@ -401,7 +392,7 @@ class GNNStrategy(ParallelStrategy):
         other.optimizers, other.lr_scheduler_configs = [], []
         self._goes_on = True
 
-    def _bind(self, scheme: Scheme, module: torch.nn.Module, shard: Shard, world: World, meter: Meter) -> Binding:
+    def bind(self, scheme: Scheme, module: torch.nn.Module, shard: Shard, world: World, meter: Meter) -> Binding:
         """Returns the module bound as this strategy has it."""
         binding = scheme.bind(module, shard, world, meter)
         if self.recompute:
@@ -477,31 +468,26 @@ class GNNStrategy(ParallelStrategy):
             )
         return data
 
-    def _checked_stage(self, module: pl.LightningModule, trainer: pl.Trainer) -> str | None:
-        """Returns the stage whose step the self-check runs; None for no check."""
+    def checked_stages(self, trainer: pl.Trainer) -> Sequence[str]:
+        """Returns the stages whose steps must give the numbers of one device in what the Trainer does now."""
         assert trainer.state.fn is not None
-        return trainer.state.fn.value
+        return ("fit", "validate") if trainer.state.fn == TrainerFn.FITTING else (trainer.state.fn.value,)
 
-    def _check_itself(self, module: pl.LightningModule, shard: Shard, trainer: pl.Trainer) -> SelfCheck:
-        scheme = self.scheme.for_self_check()
-        bind, layout = partial(self._bind, scheme, meter=Meter()), scheme.layout(2)
-        stage = self._checked_stage(module, trainer)
-        assert stage is not None
-        return self_check(module, shard.batch, bind, stage, self.loss_reduction, trainer, layout)
-
-    def _check_on_one_rank(self, trainer: pl.Trainer, shard: Shard) -> None:
-        """Runs the self-check on the rank with most rows to draw from, unless it ran before the ranks were started."""
-        done, self._checked = self._checked, False
+    @contextmanager
+    def unbound(self) -> Iterator[None]:
+        """While open, the module is as its user made it."""
         module = self.lightning_module
-        assert module is not None
-        stage = self._checked_stage(module, trainer)
-        if not self.self_check or stage is None or self.world_size == 1 or self.world.broadcast_object(done):
-            return
-        checker = most_labelled(shard, stage, module)
-        own = self._check_itself(module, shard, trainer) if self.global_rank == checker else None
-        outcome = self.world.broadcast_object(own, checker)
-        assert outcome is not None
-        judge(outcome, self, module, stage)
+        assert module is not None and self._logs is not None and self._metrics is not None
+        self._metrics.release()
+        self._logs.release()
+        if self._binding is not None:
+            self._binding.release()
+        try:
+            yield
+        finally:
+            if self._binding is not None:
+                self._binding.bind()
+            self._logs, self._metrics = GlobalLogs(module, self.world), StandInMetrics(module, self.world)
 
     def _replicated(self) -> Iterator[tuple[str, Tensor]]:
         """Yields what must be the same on all ranks, by name."""

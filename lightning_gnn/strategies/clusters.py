@@ -244,8 +244,8 @@ class ClusterStrategy(GNNStrategy):
             super()._warm_up(module, trainer)
 
     @override
-    def _checked_stage(self, module: pl.LightningModule, trainer: pl.Trainer) -> str | None:
-        return None if self._fits else super()._checked_stage(module, trainer)
+    def checked_stages(self, trainer: pl.Trainer) -> Sequence[str]:
+        return () if self._fits else super().checked_stages(trainer)
 
     # Set-up ###################################################################
 

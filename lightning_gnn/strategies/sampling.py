@@ -14,7 +14,6 @@ from typing import Any, TypeVar
 import lightning.pytorch as pl
 import numpy as np
 import torch
-from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor
 from torch_geometric.data import HeteroData
@@ -419,12 +418,9 @@ class SamplingStrategy(GNNStrategy):
         return gathered if self.predictions == "all" or self.is_global_zero else None
 
     @override
-    def _checked_stage(self, module: pl.LightningModule, trainer: pl.Trainer) -> str | None:
-        """Training on samples is not that of one device; what must be is the evaluation within it."""
-        stage = super()._checked_stage(module, trainer)
-        if stage != "fit":
-            return stage
-        return "validate" if is_overridden("validation_step", module) else None
+    def checked_stages(self, trainer: pl.Trainer) -> Sequence[str]:
+        # Training on samples is not that of one device; what must be is the evaluation within it.
+        return [stage for stage in super().checked_stages(trainer) if stage != "fit"]
 
     def _close(self, mask: str | None) -> None:
         """Ends the loader of a stage, if there is one; all ranks call it."""

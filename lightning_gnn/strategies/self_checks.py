@@ -1,48 +1,215 @@
-"""Who runs the self-check, and what follows from its outcome."""
+"""Who runs the self-check, when, and what follows from its outcome."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import copy
+import time
+from collections import Counter
+from collections.abc import Mapping
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
 import lightning.pytorch as pl
+from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
+from typing_extensions import override
 
-from lightning_gnn.checks.self_check import SelfCheck
+from lightning_gnn.callbacks.loggers import log_values
+from lightning_gnn.checks.self_check import SelfCheck, self_check
+from lightning_gnn.checks.small_graph import FORMS
 from lightning_gnn.checks.trial import STAGES
-from lightning_gnn.datamodules.shards import Shard
-from lightning_gnn.datamodules.sources import counted_mask
+from lightning_gnn.comm.traffic import Meter
+from lightning_gnn.datamodules.shards import Cut, Shard
+from lightning_gnn.datamodules.sources import MASKS, counted_mask
 from lightning_gnn.nn.context import UnsupportedModelError
 
 if TYPE_CHECKING:
     from lightning_gnn.strategies.base import GNNStrategy
 
+MOST_EPOCHS = 1 << 10
+"""Steps that ask for their epoch are tried in epochs up to here, where training has no end."""
+MOST_SHARE = 0.01
+"""Of a run's time, for checks after its begin."""
+SHORT_S, SHORT_CHECKS = 0.05, 3
+"""So many such checks are made in any case, if they are as short."""
 
-def most_labelled(shard: Shard, stage: str, module: pl.LightningModule) -> int:
-    """Returns the rank that has most of the rows that a stage's values count."""
-    mask = STAGES[stage][1]
-    counts = shard.mask_counts.get(counted_mask(mask, module), shard.counts) if mask else shard.counts
-    return max(range(len(counts)), key=lambda rank: (counts[rank], shard.counts[rank]))
+Outcomes = Mapping[str, SelfCheck]
 
 
-def judge(outcome: SelfCheck, strategy: GNNStrategy, module: pl.LightningModule, stage: str) -> None:
-    """Says what the self-check found, or raises :class:`UnsupportedModelError`."""
-    if outcome.refused is not None:
-        raise UnsupportedModelError(outcome.refused)
-    step = f"{type(module).__name__}.{STAGES[stage][0]}"
-    if outcome.not_run is not None:
-        rank_zero_warn(
-            f"The self-check could not run {step} on a small graph ({outcome.not_run}), so nothing is known about its "
-            f"numbers on {strategy.world_size} ranks. Compare a few epochs with devices=1."
+class SelfChecks(pl.Callback):
+    """Checks the steps of a strategy's module before a stage, and again in epochs 1, 2, 4, 8 and so on, as the module is then.
+
+    All ranks call it; one of them tries out a step, and tells the others. Logs ``check/seconds``: what checks have taken until
+    then.
+
+    Args:
+        strategy: whose module it is.
+    """
+
+    def __init__(self, strategy: GNNStrategy) -> None:
+        self._strategy = strategy
+        self._shard: Shard | None = None
+        self._outcomes: Outcomes = {}
+        self._done = False
+        self._seconds = self._began = 0.0
+        self._later = 0
+
+    # Before a stage ###########################################################
+
+    def ahead(self, module: pl.LightningModule, cut: Cut, trainer: pl.Trainer) -> None:
+        """Checks before ranks are started, in the process that starts them."""
+        outcomes = {}
+        for stage, checker in self._checkers(module, cut.shard(0), trainer).items():
+            outcomes[stage] = self._check(module, cut.shard(checker), trainer, stage)
+        # Else once more on the ranks: the module's own setup() may still make its layers.
+        if all(outcome.not_run is None for outcome in outcomes.values()):
+            self._judge(outcomes, module, trainer)
+            self._outcomes, self._done = outcomes, True
+
+    def before_stage(self, module: pl.LightningModule, shard: Shard, trainer: pl.Trainer) -> None:
+        """Checks on ranks, unless that has been done before they were started, or before another strategy went on with them."""
+        self._shard, self._later = shard, 0
+        done, self._done = self._done, False
+        if self._strategy.world_size == 1 or self._strategy.world.broadcast_object(done):
+            return
+        self._seconds = 0.0
+        self._outcomes = self._check_on_ranks(module, shard, trainer, self._checkers(module, shard, trainer))
+        self._judge(self._outcomes, module, trainer)
+
+    def ahead_of_stage(self, module: pl.LightningModule, shard: Shard, trainer: pl.Trainer) -> None:
+        """Checks on ranks that another strategy has, whose module this one goes on with later."""
+        self.before_stage(module, shard, trainer)
+        self._done = True
+
+    def _checkers(self, module: pl.LightningModule, shard: Shard, trainer: pl.Trainer) -> dict[str, int]:
+        """Returns the stages whose steps are tried out, and on which rank: one that has many rows to draw from."""
+        if not self._strategy.self_check:
+            return {}
+        stages = self._strategy.checked_stages(trainer)
+        if stages and trainer.state.fn == "fit":
+            stages = *stages, *(stage for stage in ("test", "predict") if stage not in stages)
+        found: dict[str, int] = {}
+        for stage in stages:
+            step, mask = STAGES[stage]
+            counts = shard.mask_counts.get(counted_mask(mask, module), shard.counts) if mask else shard.counts
+            unused = stage == "validate" and trainer.state.fn == "fit" and trainer.limit_val_batches == 0
+            if sum(counts) and not unused and is_overridden(step, module, pl.LightningModule):
+                # Ranks try out steps side by side.
+                enough = [rank for rank, count in enumerate(counts) if 2 * count >= max(counts)]
+                load = Counter(found.values())
+                found[stage] = min(enough, key=lambda rank: (load[rank], -counts[rank], -shard.counts[rank]))
+        return found
+
+    def _check_on_ranks(
+        self,
+        module: pl.LightningModule,
+        shard: Shard,
+        trainer: pl.Trainer,
+        checkers: Mapping[str, int],
+        later: bool = False,
+    ) -> Outcomes:
+        world = self._strategy.world
+        own = {
+            stage: self._check(module, shard, trainer, stage, later)
+            for stage, checker in checkers.items()
+            if checker == world.rank
+        }
+        found: dict[str, Any] = {s: world.broadcast_object(own.get(s), checker) for s, checker in checkers.items()}
+        return found
+
+    def _check(
+        self, module: pl.LightningModule, shard: Shard, trainer: pl.Trainer, stage: str, later: bool = False
+    ) -> SelfCheck:
+        strategy = self._strategy
+        scheme = strategy.scheme.for_self_check()
+        bind, layout = partial(strategy.bind, scheme, meter=Meter()), scheme.layout(2)
+        without = [mask for mask in MASKS if 0 in shard.mask_counts[mask] and any(shard.mask_counts[mask])]
+        last = trainer.max_epochs if trainer.max_epochs is not None and trainer.max_epochs > 0 else MOST_EPOCHS
+        epochs = sorted({*(1 << power for power in range(last.bit_length()) if 1 << power < last), last - 1} - {0})
+        required = stage in strategy.checked_stages(trainer)
+        return self_check(
+            module,
+            copy.copy(shard.batch).cpu(),
+            bind,
+            stage,
+            strategy.loss_reduction,
+            trainer,
+            layout,
+            without,
+            epochs if required and not later else (),
+            FORMS if required and not later else FORMS[:1],
+            begins=not later,
         )
-    elif outcome.problem is not None:
-        raise UnsupportedModelError(
-            f"{step} does not give the numbers of one device. The self-check ran it on a small random graph, whole and "
-            f"split in two: {outcome.problem}. Code that looks across nodes outside message passing does that, such as "
-            "x.mean(0), degree(...) or x[edge_index[0]]; expand, reduce and sum_over_ranks of lightning_gnn are made for "
-            f"it (docs/models.md). To train all the same: {type(strategy).__name__}(self_check=False)."
+
+    def _judge(self, outcomes: Outcomes, module: pl.LightningModule, trainer: pl.Trainer) -> None:
+        """Says what was found, or raises :class:`UnsupportedModelError`."""
+        self._seconds += sum(outcome.seconds for outcome in outcomes.values())
+        required, same = self._strategy.checked_stages(trainer), []
+        option = f"{type(self._strategy).__name__}(self_check=False)"
+        for stage, outcome in outcomes.items():
+            step = f"{type(module).__name__}.{STAGES[stage][0]}"
+            if outcome.refused is not None or outcome.finding is not None:
+                text = outcome.refused or self._text(step, outcome, option)
+                if stage in required:
+                    raise UnsupportedModelError(text)
+                rank_zero_warn(f"trainer.{stage} will refuse this module. {text}")
+            elif outcome.not_run is None:
+                same.append(STAGES[stage][0])
+            elif stage in required:
+                rank_zero_warn(
+                    f"The self-check could not run {step} on a small graph ({outcome.not_run}), so nothing is known about its "
+                    f"numbers on {self._strategy.world_size} ranks. Compare a few epochs with devices=1."
+                )
+        if same:
+            rank_zero_info(
+                f"Self-check: {', '.join(same)} of {type(module).__name__} give the same numbers on parts of small graphs as on "
+                f"the whole ({sum(outcome.seconds for outcome in outcomes.values()):.2f} s)"
+            )
+
+    @staticmethod
+    def _text(step: str, outcome: SelfCheck, option: str) -> str:
+        assert outcome.finding is not None
+        return (
+            f"{step} does not give the numbers of one device. The self-check ran it on small random graphs, whole and "
+            f"split in two: {outcome.finding.what}. To train all the same: {option}.\n{outcome.finding.cause.text}"
         )
-    else:
-        rank_zero_info(
-            f"Self-check: {step} gives the same numbers on two parts of a small graph as on the whole "
-            f"({outcome.seconds:.2f} s)"
-        )
+
+    # Later ####################################################################
+
+    @override
+    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self._began = time.perf_counter()
+
+    @override
+    def on_train_epoch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        epoch = trainer.current_epoch
+        if not self._outcomes or epoch < 1 or epoch & (epoch - 1):
+            return
+        stages = [stage for stage in self._strategy.checked_stages(trainer) if self._ran(stage)]
+        world, shard = self._strategy.world, self._shard
+        assert shard is not None
+        passed = time.perf_counter() - self._began
+        last = sum(self._outcomes[stage].seconds for stage in stages)
+        short = self._later < SHORT_CHECKS and last < SHORT_S
+        if not world.broadcast_object(bool(stages) and (short or self._seconds + last < MOST_SHARE * passed)):
+            return
+        self._later += 1
+        checkers = {s: rank for s, rank in self._checkers(pl_module, shard, trainer).items() if s in stages}
+        with self._strategy.unbound():
+            outcomes = self._check_on_ranks(pl_module, shard, trainer, checkers, later=True)
+        self._outcomes = {**self._outcomes, **outcomes}
+        self._seconds += sum(outcome.seconds for outcome in outcomes.values())
+        for stage, outcome in outcomes.items():
+            if outcome.finding is not None:
+                step = f"In epoch {epoch}, {type(pl_module).__name__}.{STAGES[stage][0]}"
+                raise UnsupportedModelError(
+                    self._text(step, outcome, f"{type(self._strategy).__name__}(self_check=False)")
+                )
+
+    def _ran(self, stage: str) -> bool:
+        return stage in self._outcomes and self._outcomes[stage].not_run is None
+
+    @override
+    def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        if self._outcomes:
+            log_values(trainer, {"check/seconds": self._seconds})

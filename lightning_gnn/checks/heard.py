@@ -1,0 +1,115 @@
+"""What a step and its hooks log, as the Trainer has it when the epoch ends; made global by the code that does so in training."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from torch import Tensor
+from torchmetrics import Metric
+
+from lightning_gnn.comm.group import World
+from lightning_gnn.strategies.logs import GlobalLogs
+from lightning_gnn.strategies.metrics import StandInMetrics
+
+_REDUCED: dict[str, Any] = {"mean": torch.mean, "sum": torch.sum, "max": torch.amax, "min": torch.amin}
+
+
+@dataclass(frozen=True)
+class Logged:
+    """A call of ``self.log`` on one rank.
+
+    Attributes:
+        method: of the module, that was at work.
+        value: the rank's own, float64; None of a metric object.
+        options: of the call.
+    """
+
+    method: str
+    value: Tensor | None
+    options: dict[str, Any]
+
+
+class Heard:
+    """Takes what a module logs.
+
+    Args:
+        model: its ``log`` is replaced.
+        world: of this rank; None on one device.
+
+    Attributes:
+        values: by name, at the end of the epoch; the same on all ranks.
+        calls: the last of each name, of this rank.
+    """
+
+    def __init__(self, model: pl.LightningModule, world: World | None) -> None:
+        self._model = model
+        self.values: dict[str, Tensor] = {}
+        self.calls: dict[str, Logged] = {}
+        self._metrics: dict[str, Metric] = {}
+        self._world = world
+        model.__dict__.pop("log_dict", None)  # which calls log
+        object.__setattr__(model, "log", self._hear)
+        self._logs = None if world is None else GlobalLogs(model, world)
+        self._stand_ins = None if world is None else StandInMetrics(model, world)
+        self._log = model.log
+        object.__setattr__(model, "log", self._note)
+        for metric in model.modules():
+            if isinstance(metric, Metric) and world is not None:
+                metric.distributed_available_fn = lambda: True
+                metric.dist_sync_fn = self._gather
+
+    def _gather(self, value: Tensor, group: Any = None) -> list[Tensor]:
+        assert self._world is not None
+        return [each.clone() for each in self._world.all_gather_object(value)]
+
+    def _note(self, name: str, value: Any, *args: Any, **options: Any) -> None:
+        own = None if isinstance(value, Metric) else torch.as_tensor(value).detach().double()
+        options.update(zip(("prog_bar", "logger", "on_step", "on_epoch", "reduce_fx"), args))
+        self.calls[name] = Logged(self._model._current_fx_name or "", own, options)
+        self._log(name, value, **options)
+
+    def _hear(self, name: str, value: Any, **options: Any) -> None:
+        if isinstance(value, Metric):
+            self._metrics[name] = value
+            return
+        value = torch.as_tensor(value).detach().double()
+        if self._world is not None and options.get("sync_dist"):  # Lightning's own way: of ranks, not of nodes
+            reduce = _REDUCED[str(options.get("reduce_fx", "mean"))]
+            value = reduce(torch.stack(self._world.all_gather_object(value)), 0)
+        self.values[name] = value
+
+    def enter(self, counts: Sequence[int], stand_ins: int) -> None:
+        """Begins a step.
+
+        Args:
+            counts: labelled rows of each rank, which values are weighted by.
+            stand_ins: rows that only stand in for an empty mask.
+        """
+        if self._logs is not None and self._stand_ins is not None:
+            self._logs.enter(counts)
+            self._stand_ins.enter(stand_ins)
+
+    def leave(self) -> None:
+        """Ends the step."""
+        if self._logs is not None and self._stand_ins is not None:
+            self._logs.leave()
+            self._stand_ins.leave()
+
+    def finish(self, skipped: set[str]) -> None:
+        """Ends the epoch; a metric that raises on one device is added to `skipped`, and left out if it is in there."""
+        for name, metric in self._metrics.items():
+            if name in skipped:
+                continue
+            try:
+                value = metric.compute()
+            except Exception:
+                if self._world is not None:
+                    raise
+                skipped.add(name)
+                continue
+            if isinstance(value, Tensor):
+                self.values[name] = value.detach().double()

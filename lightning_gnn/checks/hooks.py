@@ -1,0 +1,80 @@
+"""The hooks of a LightningModule around a step, in Lightning's order."""
+
+from __future__ import annotations
+
+import inspect
+from types import CodeType
+from typing import Any
+
+import lightning.pytorch as pl
+from lightning.pytorch.utilities.model_helpers import is_overridden
+
+_NAMES = {"fit": "train", "validate": "validation", "test": "test", "predict": "predict"}
+
+
+class Hooks:
+    """Calls the hooks that a module has of its own: before a step all, after it those that log.
+
+    Others than these may do anything, such as writing files, which trying out a step should not. One that raises on one device is
+    left out from then on.
+
+    Args:
+        stage: Lightning's name of it.
+        skipped: names of hooks that are left out; more are added.
+        begins: call those of the stage's begin, too.
+    """
+
+    def __init__(self, stage: str, skipped: set[str], begins: bool = True) -> None:
+        name = _NAMES[stage]
+        first = [f"on_{name}_start"] if begins else []
+        self._before = (["on_fit_start"] if begins and stage == "fit" else []) + first + [f"on_{name}_epoch_start"]
+        self._batch, self._epoch_end, self._skipped = f"on_{name}_batch", f"on_{name}_epoch_end", skipped
+
+    def before(self, model: pl.LightningModule, batch: Any, alone: bool) -> None:
+        """Calls those before a step; `alone` says that this is one device."""
+        for hook in self._before:
+            self._call(model, hook, (), alone)
+        self._call(model, f"{self._batch}_start", (batch, 0), alone)
+
+    def after(self, model: pl.LightningModule, batch: Any, output: Any, alone: bool) -> None:
+        """Calls those after a step."""
+        for hook, args in ((f"{self._batch}_end", (output, batch, 0)), (self._epoch_end, ())):
+            if logs(model, hook):
+                self._call(model, hook, args, alone)
+
+    def _call(self, model: pl.LightningModule, hook: str, args: tuple[Any, ...], alone: bool) -> None:
+        if hook in self._skipped or not is_overridden(hook, model, pl.LightningModule):
+            return
+        model._current_fx_name = hook
+        try:
+            getattr(model, hook)(*args)
+        except Exception:
+            if not alone:
+                raise
+            self._skipped.add(hook)
+        finally:
+            model._current_fx_name = None
+
+
+def logs(model: pl.LightningModule, method: str) -> bool:
+    """Returns whether a method's code, or that of methods of the module that it calls, names ``log`` or ``log_dict``."""
+    seen: set[CodeType] = set()
+    left = [_code(getattr(model, method, None))]
+    while left:
+        code = left.pop()
+        if code is None or code in seen:
+            continue
+        seen.add(code)
+        if {"log", "log_dict"} & {*code.co_names}:
+            return True
+        left += [each for each in code.co_consts if isinstance(each, CodeType)]
+        left += [_code(getattr(type(model), name, None)) for name in code.co_names]
+    return False
+
+
+def _code(method: Any) -> CodeType | None:
+    """Returns the code of a method of the user's, None of Lightning's and torch's."""
+    function = inspect.unwrap(method) if callable(method) else None
+    if str(getattr(function, "__module__", "")).partition(".")[0] in ("lightning", "torch", "pytorch_lightning"):
+        return None
+    return getattr(function, "__code__", None)

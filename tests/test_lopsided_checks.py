@@ -1,0 +1,433 @@
+"""The self-check on lopsided graphs: losses over other rows, logged values, draws, and what a step does later. No ranks."""
+
+from __future__ import annotations
+
+import random
+import re
+from functools import partial
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from common import CLASSES, UserModule, awkward_graph, build
+from test_self_check import Model, any_trainer, shard, verdict
+from torch import Tensor
+from torch_geometric.data import Data
+from torchmetrics.classification import MulticlassAUROC, MulticlassF1Score
+from torchmetrics.functional.classification import multiclass_auroc, multiclass_f1_score
+
+from lightning_gnn import mean_over_ranks
+from lightning_gnn.checks import SelfCheck, self_check
+from lightning_gnn.checks.small_graph import FORMS, small_graph
+from lightning_gnn.comm.traffic import Meter
+from lightning_gnn.datamodules.shards import split_graph
+from lightning_gnn.datamodules.sources import prepare_graph
+from lightning_gnn.partition.layout import LayoutSpec
+from lightning_gnn.strategies.dgcl import DGCLScheme
+
+BIND = partial(DGCLScheme().bind, meter=Meter())
+
+
+def part_of(seed: int, num_nodes: int = 400) -> Data:
+    """Half of a graph with five classes, a mask of two fifths of its nodes, and an attribute that one node in 20 has not."""
+    g = torch.Generator().manual_seed(seed)
+    graph = awkward_graph(num_nodes, seed)
+    graph.y[4] = -1
+    graph.keep = torch.rand(num_nodes, generator=g) > 0.05
+    return split_graph(prepare_graph(graph), np.arange(num_nodes) % 2, LayoutSpec("edge_cut", 2))[0].batch
+
+
+def check(module: Any, stage: str = "fit", batch: Data | None = None, **options: Any) -> SelfCheck:
+    return self_check(module, shard().batch if batch is None else batch, BIND, stage, **options)
+
+
+# Small graphs #################################################################
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_small_graphs_are_lopsided_and_have_every_class_on_both_sides(seed):
+    batch = part_of(seed)
+    for form in FORMS:
+        small = small_graph(batch, ["train_mask"], form, seed)
+        graph, part = small.graph, torch.from_numpy(small.part)
+        labelled = graph.train_mask & (graph.y >= 0)
+        assert tuple(torch.bincount(part).tolist()) == form.nodes
+        assert tuple(torch.bincount(part[graph.edge_index[1]]).tolist()) == form.edges
+        assert tuple(int((labelled & (part == rank)).sum()) for rank in (0, 1)) == form.labelled
+        assert not (graph.edge_index[0] == graph.edge_index[1]).any() and small.holders.any()
+        for rank in (0, 1):
+            wanted = min(form.labelled[rank], CLASSES)
+            assert len(graph.y[labelled & (part == rank)].unique()) >= min(wanted, 2)
+        sizes = [*form.nodes, *form.edges, sum(form.nodes), sum(form.edges)]
+        assert len(set(sizes)) == len(sizes)
+    classes = [torch.bincount(graph.y[labelled & (part == rank)], minlength=CLASSES) for rank in (0, 1)]
+    assert (small_graph(batch, ["train_mask"], FORMS[0]).graph.y == -1).any()
+    assert sum(classes[1]) == FORMS[-1].labelled[1]
+    empty = small_graph(batch, ["train_mask"], FORMS[-1], seed, ["train_mask"])
+    assert not (empty.graph.train_mask & torch.from_numpy(empty.part == 1)).any()
+
+
+# Losses over other rows #######################################################
+
+
+class OverSome(UserModule):
+    """A mean over some rows, or more than there are, and no word of it."""
+
+    def __init__(self, rows: str) -> None:
+        super().__init__(build("gcn"))
+        self.rows = rows
+
+    def training_step(self, batch, batch_idx):
+        out = self.model(batch.x, batch.edge_index)
+        chosen = batch.train_mask & (batch.y >= 0)
+        if self.rows == "without a class":
+            chosen &= batch.y != 2
+        elif self.rows == "of most ids":
+            chosen &= batch.n_id % 20 != 0
+        elif self.rows == "of an attribute":
+            chosen &= batch.keep
+        elif self.rows == "and pseudo-labels":
+            sure = ~batch.train_mask & (out.softmax(-1).amax(-1) > 0.3)
+            return F.cross_entropy(out[chosen | sure], torch.where(sure, out.argmax(-1), batch.y)[chosen | sure])
+        return F.cross_entropy(out[chosen], batch.y[chosen])
+
+
+@pytest.mark.parametrize("rows", ["without a class", "of most ids", "of an attribute", "and pseudo-labels"])
+def test_losses_over_other_rows_are_found_whatever_the_draw(rows):
+    for seed in range(10):
+        found = check(OverSome(rows), batch=part_of(seed))
+        assert "the loss differs" in str(found.problem), (seed, found)
+        assert "a mean over other rows" in str(found.problem) and "'loss_weight'" in str(found.problem)
+    assert verdict(check(OverSome("of the mask"), batch=part_of(0))) == (None, None, None)
+
+
+class ClassWeights(UserModule):
+    said = False
+
+    def training_step(self, batch, batch_idx):
+        out, weight = self.model(batch.x, batch.edge_index), torch.arange(1.0, CLASSES + 1).to(batch.x.dtype)
+        rows = batch.train_mask & (batch.y >= 0)
+        loss = F.cross_entropy(out[rows], batch.y[rows], weight=weight)
+        return {"loss": loss, "loss_weight": weight[batch.y[rows]].sum()} if self.said else loss
+
+
+class ClassWeightsSaid(ClassWeights):
+    said = True
+
+
+class TwoMeans(UserModule):
+    """Cross-entropy over the mask, and a divergence over all nodes."""
+
+    globally = False
+
+    def training_step(self, batch, batch_idx):
+        out = self.model(batch.x, batch.edge_index).log_softmax(-1)
+        apart = F.kl_div(out, out.detach().roll(1, -1), log_target=True, reduction="none").sum(-1)
+        rows = batch.train_mask & (batch.y >= 0)
+        return F.nll_loss(out[rows], batch.y[rows]) + (mean_over_ranks(apart) if self.globally else apart.mean())
+
+
+class TwoMeansOfAll(TwoMeans):
+    globally = True
+
+
+class HalfHinge(UserModule):
+    """Rows that are right have no gradient."""
+
+    def training_step(self, batch, batch_idx):
+        out, rows = self.model(batch.x, batch.edge_index), batch.train_mask & (batch.y >= 0)
+        return F.multi_margin_loss(out[rows], batch.y[rows], margin=0.01)
+
+
+def test_weights_and_several_means_must_be_said():
+    assert "weight[y].sum()" in str(check(ClassWeights(build("gcn"))).problem)
+    said = check(ClassWeightsSaid(build("gcn")))
+    assert verdict(said) == (None, None, None) and not said.counts_rows
+    assert "lightning_gnn.mean_over_ranks" in str(check(TwoMeans(build("gcn"))).problem)
+    assert verdict(check(TwoMeansOfAll(build("gcn")))) == (None, None, None)
+
+
+def test_rows_are_counted_where_they_tell_what_a_loss_weighs():
+    assert check(UserModule(build("gcn"))).counts_rows
+    hinge = check(HalfHinge(build("gcn")))
+    assert verdict(hinge) == (None, None, None) and not hinge.counts_rows
+
+
+# Logged values ################################################################
+
+
+class Logs(UserModule):
+    """Logs something in a step, or in the hook at its epoch's end."""
+
+    def __init__(self, what: str, stage: str = "val") -> None:
+        super().__init__(build("gcn"))
+        self.what, self.stage = what, stage
+        self.f1, self.auroc = MulticlassF1Score(CLASSES, average="macro"), MulticlassAUROC(CLASSES)
+        self.outputs: list[Any] = []
+        self.best = 0.0
+
+    def _log(self, batch: Any, mask: Tensor) -> None:
+        out = self.model(batch.x, batch.edge_index)
+        rows = mask & (batch.y >= 0)
+        out, y = out[rows], batch.y[rows]
+        values = {
+            "loss": lambda: F.cross_entropy(out, y),
+            "acc": lambda: (out.argmax(-1) == y).float().mean(),
+            "f1": lambda: multiclass_f1_score(out, y, CLASSES, average="macro"),
+            "auroc": lambda: multiclass_auroc(out, y, CLASSES),
+            "count": lambda: float(len(y)),
+            "norm": lambda: out.norm(),
+            "largest": lambda: out.max(),
+            "all_nodes": lambda: batch.x.mean(),
+            "constant": lambda: 3.0,
+            "lr": lambda: 0.1,
+        }
+        if self.what in values:
+            self.log(self.what, values[self.what]())
+        elif self.what == "count as a sum":
+            self.log("count", float(len(y)), reduce_fx="sum")
+        elif self.what == "largest as max":
+            self.log("largest", out.max(), reduce_fx="max")
+        elif self.what == "rank zero's":
+            self.log("loss", F.cross_entropy(out, y), rank_zero_only=True)
+        elif self.what == "f1 as a metric":
+            self.f1(out, y)
+            self.auroc.update(out, y)
+            self.log_dict({"f1": self.f1, "auroc": self.auroc})
+        elif self.what == "f1 of a metric's call":
+            self.log("f1", self.f1(out, y))
+        elif self.what == "best":
+            self.best = max(self.best, float(self.f1(out, y)))
+        else:
+            self.outputs.append((out.detach(), y))
+
+    def _end(self, name: str) -> None:
+        if self.outputs:
+            out, y = (torch.cat(each) for each in zip(*self.outputs))
+            self.log(name, multiclass_f1_score(out, y, CLASSES, average="macro"))
+            self.outputs.clear()
+
+    def training_step(self, batch, batch_idx):
+        if self.stage == "train":
+            self._log(batch, batch.train_mask)
+        return F.cross_entropy(
+            self.model(batch.x, batch.edge_index)[batch.train_mask], batch.y[batch.train_mask], ignore_index=-1
+        )
+
+    def validation_step(self, batch, batch_idx):
+        self._log(batch, batch.val_mask)
+
+    def test_step(self, batch, batch_idx):
+        self._log(batch, batch.test_mask)
+
+    def on_train_epoch_end(self):
+        self._end("train_f1")
+
+    def on_validation_epoch_end(self):
+        self._end("val_f1")
+
+    def on_test_epoch_end(self):
+        self._end("test_f1")
+
+
+WRONG = {
+    "f1": r"_step logs 'f1' as a mean over ranks, which is not the value of the whole graph .* Use torchmetrics.F1Score",
+    "auroc": r"_step logs 'auroc' as a mean over ranks, .* Use torchmetrics.AUROC",
+    "count": r"It is the sum of theirs: self.log\('count', ..., reduce_fx='sum'\)",
+    "norm": r"'norm' as a mean over ranks, .* a metric object of torchmetrics",
+    "largest": r"It is the max of theirs: self.log\('largest', ..., reduce_fx='max'\)",
+    "all_nodes": r"It is a mean over all nodes: self.log\('all_nodes', ..., batch_size=batch.num_owned\)",
+    "rank zero's": "rank_zero_only=True, which is the value of rank 0's nodes",
+    "f1 of a metric's call": r"log the object itself, self.log\('f1', self.metric\)",
+    "f1 of a list": r"on_\w+_epoch_end logs '\w+_f1' as a mean over ranks",
+}
+RIGHT = ("loss", "acc", "constant", "lr", "count as a sum", "largest as max", "f1 as a metric", "best")
+STAGE_OF = {"fit": "train", "validate": "val", "test": "test"}
+
+
+@pytest.mark.parametrize("stage", STAGE_OF)
+@pytest.mark.parametrize("what", WRONG)
+def test_values_that_no_rank_can_know_are_named(what, stage):
+    found = check(Logs(what, STAGE_OF[stage]), stage, part_of(1), trainer=any_trainer())
+    assert re.search(WRONG[what], str(found.problem)), found
+
+
+@pytest.mark.parametrize("stage", STAGE_OF)
+@pytest.mark.parametrize("what", RIGHT)
+def test_values_of_the_whole_graph_pass(what, stage):
+    assert verdict(check(Logs(what, STAGE_OF[stage]), stage, part_of(1), trainer=any_trainer())) == (None, None, None)
+
+
+class LogsAClock(UserModule):
+    """Nothing that a run repeats, nor what a hook raises that finds no Trainer, is held against a module."""
+
+    def on_train_epoch_start(self):
+        raise RuntimeError("no such value yet")
+
+    def training_step(self, batch, batch_idx):
+        self.log("random", random.SystemRandom().random())
+        return super().training_step(batch, batch_idx)
+
+    def on_train_epoch_end(self):
+        self.log("missing", self.trainer.callback_metrics["val_loss"])
+
+
+def test_what_differs_from_run_to_run_is_not_compared():
+    assert verdict(check(LogsAClock(build("gcn")), trainer=any_trainer())) == (None, None, None)
+
+
+class Ties(UserModule):
+    """Of nodes without edges and features, all scores are one number, up to rounding."""
+
+    def validation_step(self, batch, batch_idx):
+        out = self.model(batch.x * 0 + 1, batch.edge_index)
+        rows = batch.val_mask & (batch.y >= 0)
+        self.auroc.update(out[rows], batch.y[rows])
+        self.log("auroc", self.auroc)
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        super().__init__(model)
+        self.auroc = MulticlassAUROC(CLASSES)
+
+
+def test_ties_are_no_difference():
+    assert verdict(check(Ties(build("gcn")), "validate", part_of(2))) == (None, None, None)
+
+
+# Draws ########################################################################
+
+
+class Drops(Model):
+    """A layer is left out now and then."""
+
+    how = "torch"
+
+    def between(self, x, edge_index):
+        drawn = {
+            "torch": lambda: torch.rand(1),
+            "python": lambda: random.random(),
+            "numpy": lambda: np.random.rand(),  # noqa: NPY002
+            "generator": lambda: torch.rand(1, generator=GENERATOR),
+            "seeded": lambda: (torch.manual_seed(3), torch.rand(1))[1],
+            "beta": lambda: torch.distributions.Beta(2.0, 2.0).sample(),
+        }[self.how]()
+        return x if drawn < 0.5 else x.tanh()
+
+
+GENERATOR = torch.Generator().manual_seed(5)
+
+
+class NoisyWeights(Model):
+    def between(self, x, edge_index):
+        weight = self.second.lin.weight
+        return x @ (torch.eye(8).to(x) + 0.1 * torch.randn(8, 8).to(x)) + 0 * weight.sum()
+
+
+class MasksColumns(Model):
+    def between(self, x, edge_index):
+        return x * (torch.rand(x.size(1)) > 0.2)
+
+
+class Unused(Model):
+    def between(self, x, edge_index):
+        return x.tanh() if torch.rand(1) < 0 else x
+
+
+class Shuffled(Model):
+    def between(self, x, edge_index):
+        return x + 0.1 * x[torch.randperm(x.size(0))]
+
+
+class Chosen(Model):
+    def between(self, x, edge_index):
+        return x + 0.1 * x[torch.randint(0, x.size(0), (1,))]
+
+
+class PerRow(Model):
+    """One number per node, edge or labelled node, by whatever function."""
+
+    def between(self, x, edge_index):
+        x = x + torch.randint(0, 3, (x.size(0), 1)) + torch.normal(0.0, 1.0, (x.size(0), 8))
+        x = x * F.gumbel_softmax(x, hard=True) + torch.empty_like(x).exponential_()
+        return x + torch.multinomial(x.detach().softmax(-1), 1) + torch.rand(2, x.size(0)).t().sum(1, keepdim=True)
+
+
+class LabelsIn(UserModule):
+    """Label tricks: some training nodes are told their labels, the loss is over the others."""
+
+    def training_step(self, batch, batch_idx):
+        rows = (batch.train_mask & (batch.y >= 0)).nonzero().view(-1)
+        told = torch.rand(len(rows)) < 0.5
+        x = batch.x.clone()
+        x[rows[told], 0] = x[rows[told], 0] + 1.0 + batch.y[rows[told]]
+        out, left = self.model(x, batch.edge_index), rows[~told]
+        return {"loss": F.cross_entropy(out[left], batch.y[left]), "loss_weight": len(left)}
+
+
+def module_of(kind: type[Model], how: str = "torch") -> UserModule:
+    torch.manual_seed(0)
+    module = UserModule(kind())
+    module.model.how = how  # type: ignore[assignment]
+    return module
+
+
+@pytest.mark.parametrize(
+    ("kind", "how", "text"),
+    [
+        (Drops, "torch", r"draws torch.rand [1], which differs from rank to rank"),
+        (Drops, "beta", "which differs from rank to rank"),
+        (NoisyWeights, "", r"draws torch.randn [8, 8], which differs from rank to rank"),
+        (MasksColumns, "", r"draws torch.rand [8], which"),
+        (Shuffled, "", "shuffles, the rank's own nodes"),
+        (Chosen, "", "it chooses among"),
+    ],
+)
+def test_draws_that_ranks_would_not_share_are_named(kind, how, text):
+    found = check(module_of(kind, how))
+    assert text in str(found.problem), found
+    assert "fetch_rows" in str(found.problem) or "Python's random or numpy" in str(found.problem)
+
+
+@pytest.mark.parametrize("how", ["python", "numpy", "generator", "seeded"])
+def test_draws_that_ranks_share_pass(how):
+    before = GENERATOR.get_state()
+    for seed in range(4):
+        random.seed(seed)
+        np.random.seed(seed)  # noqa: NPY002
+        assert verdict(check(module_of(Drops, how))) == (None, None, None)
+    assert torch.equal(GENERATOR.get_state(), before)
+
+
+def test_draws_per_row_and_those_that_change_nothing_pass():
+    assert verdict(check(module_of(PerRow))) == (None, None, None)
+    assert verdict(check(module_of(Unused))) == (None, None, None)
+    assert verdict(check(LabelsIn(build("gcn")), batch=part_of(0))) == (None, None, None)
+
+
+# Epochs #######################################################################
+
+
+class CentredLater(Model):
+    since = 3
+    epoch = 0
+
+    def between(self, x, edge_index):
+        return x - x.mean(0) if self.epoch >= self.since else x
+
+
+class Later(UserModule):
+    def training_step(self, batch, batch_idx):
+        self.model.epoch = self.current_epoch
+        return super().training_step(batch, batch_idx)
+
+
+def test_what_a_step_does_in_later_epochs_is_tried_before_training():
+    module = Later(CentredLater())
+    found = check(module, trainer=any_trainer(), epochs=(1, 2, 4, 8))
+    assert str(found.problem).startswith(
+        "in epoch 4, what 'model' (CentredLater) gives to 'model.second' (GCNConv) differs"
+    )
+    assert verdict(check(module, trainer=any_trainer(), epochs=(1, 2))) == (None, None, None)
+    assert verdict(check(UserModule(CentredLater()), trainer=any_trainer(), epochs=(4,))) == (None, None, None)
