@@ -25,6 +25,7 @@ from lightning_gnn.datamodules.shards import Shard, split_graph
 from lightning_gnn.datamodules.sources import MASKS
 from lightning_gnn.nn import Binding, GraphContext, UnsupportedModelError
 from lightning_gnn.nn.adapters import ADAPTERS, REFUSED
+from lightning_gnn.nn.directed import context_of
 from lightning_gnn.partition.layout import LayoutSpec
 from lightning_gnn.strategies.scheme import Scheme
 from lightning_gnn.strategies.spmm import CubeScheme, SpMMScheme
@@ -198,6 +199,12 @@ RECIPES: dict[str, list[Recipe]] = {
     "WLConvContinuous": [(lambda: nn.WLConvContinuous(), weighted)],
     # Not MessagePassing themselves: the conv inside is bound.
     "AntiSymmetricConv": [(lambda: nn.AntiSymmetricConv(F, num_iters=2), plain)],
+    "DirGNNConv": [
+        (lambda: nn.DirGNNConv(nn.GCNConv(F, 5), alpha=0.3), plain),
+        (lambda: nn.DirGNNConv(nn.SAGEConv(F, 5), root_weight=False), moved),
+        (lambda: nn.DirGNNConv(nn.SAGEConv(F, 5, aggr="max")), moved),
+        (lambda: nn.DirGNNConv(nn.GATConv(F, 5, heads=2, concat=False)), plain),
+    ],
 }
 
 
@@ -210,9 +217,12 @@ Bind = Callable[[torch.nn.Module, Shard, World], Binding]
 
 def to_halo(module: torch.nn.Module, shard: Shard, world: World) -> Binding:
     """As under ``dgcl``: every conv reads the halo."""
-    batch = shard.batch
-    exchange = HaloExchange(shard.plan, world, Meter())
-    return Binding(module, GraphContext(exchange, batch.x, batch.edge_index, batch.edge_weight))
+
+    def context(shard: Shard) -> GraphContext:
+        exchange, batch = HaloExchange(shard.plan, world, Meter()), shard.batch
+        return GraphContext(exchange, batch.x, batch.edge_index, batch.get("edge_weight"))
+
+    return Binding(module, context_of(module, shard, world, context))
 
 
 def to_dealt(scheme: Scheme, module: torch.nn.Module, shard: Shard, world: World) -> Binding:

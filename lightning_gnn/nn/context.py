@@ -69,6 +69,7 @@ class GraphContext:
 
     Attributes:
         propagations: how often each layer has let rows travel along edges in this step, by its name.
+        reverse: of the same nodes in the graph whose edges go the other way; None where no layer reads out-edges.
     """
 
     def __init__(
@@ -82,6 +83,7 @@ class GraphContext:
         rows: AnyRows | None = None,
     ) -> None:
         self.rows = rows
+        self.reverse: GraphContext | None = None
         self._most_propagations, self.propagations = most_propagations, Counter[str]()
         self.exchange, self.kept_widths = exchange, kept_widths
         self.x, self.edge_index, self.edge_weight = x, edge_index, edge_weight
@@ -131,6 +133,8 @@ class GraphContext:
         """Starts another step: counts its propagations."""
         self.propagations.clear()
         self.exchange.begin_step()
+        if self.reverse is not None:
+            self.reverse.begin_step()
 
     def propagated(self, layer: str) -> None:
         """Counts that rows travel along edges once more; raises :class:`UnsupportedModelError` if that is too often."""
