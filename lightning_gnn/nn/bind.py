@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch_geometric import nn as pyg_nn
-from torch_geometric.nn import DirGNNConv, MessagePassing, aggr
+from torch_geometric.nn import DirGNNConv, GPSConv, MessagePassing, aggr
 
 from lightning_gnn.nn import pyg
 from lightning_gnn.nn.adapters import ADAPTERS, LINEAR_MESSAGES, REFUSED
@@ -23,6 +23,7 @@ from lightning_gnn.nn.context import GraphContext, UnsupportedModelError
 from lightning_gnn.nn.directed import both_ways
 from lightning_gnn.nn.fused import fused
 from lightning_gnn.nn.norms import NORMS, STATE, Statistics, global_forward
+from lightning_gnn.nn.over_all import dense_attention, over_all
 from lightning_gnn.nn.readout import readout
 from lightning_gnn.nn.recompute import recomputed
 from lightning_gnn.nn.several import several
@@ -103,6 +104,11 @@ class Binding:
                     self._patch(child, both_ways(child, context, name))
                 elif isinstance(child, MessagePassing):
                     self._bind(child, name, context.reverse if id(child) in out and context.reverse else context)
+                elif (methods := over_all(child)) is not None:
+                    object.__setattr__(child, STATE, Statistics(context.exchange, name))
+                    self._patch(child, {key: types.MethodType(method, child) for key, method in methods.items()})
+                elif isinstance(child, GPSConv) and isinstance(child.attn, torch.nn.MultiheadAttention):
+                    self._patch(child.attn, dense_attention(child, context, f"{name}.attn"))
                 elif isinstance(child, aggr.Aggregation) and id(child) not in in_convs:
                     object.__setattr__(child, STATE, Statistics(context.exchange, name))
                     self._patch(child, {"forward": types.MethodType(readout, child)})

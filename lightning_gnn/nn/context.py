@@ -255,20 +255,21 @@ class GraphContext:
         improved: bool,
         add_self_loops: bool,
         dtype: torch.dtype,
+        as_scales: bool = True,
     ) -> tuple[Tensor, Tensor]:
         """Returns edges with self-loops and symmetric normalisation by the degrees of the whole graph.
 
         All in-edges of an owned node are here, so its degree is local; that of a halo row is its owner's.
-        What it makes of the batch's own edges and weights is computed once.
+        What it makes of the batch's own edges and weights is computed once. Sums may scale rows instead, if `as_scales`.
         """
         self.check_rows(num_nodes, layer)
         edges, weight = self.once(
-            ("gcn_norm", improved, add_self_loops, dtype),
+            ("gcn_norm", improved, add_self_loops, dtype, as_scales),
             edge_index,
             edge_weight,
             lambda: self._gcn_norm(layer, edge_index, edge_weight, num_nodes, improved, add_self_loops, dtype),
         )
-        what = self.normalised(edge_index, edge_weight, improved, add_self_loops, dtype)
+        what = self.normalised(edge_index, edge_weight, improved, add_self_loops, dtype) if as_scales else None
         if what is not None:
             self._sums[id(edges), id(weight), False] = what
         return edges, weight
