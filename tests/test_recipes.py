@@ -51,6 +51,9 @@ OTHER_ARGUMENTS = {"LabelInputs", "Infomax"}
 OWN_DRAWS = {"Autoencoder"}
 """Each rank draws its own numbers: alike with one device if they are shared."""
 
+NOT_TRIED = {"LabelInputs", "Contrastive", "Propagated"}
+"""In one process: their draws have seeds of their own, which are replaced there; or no weights."""
+
 
 @cache
 def names() -> dict[str, Any]:
@@ -91,7 +94,7 @@ def check(name: str, graph: Data, strategies: list[Any], ranks: int, part: torch
     assert [each.verdict for each in report.schemes] == ["same"] * len(strategies), report
 
 
-@pytest.mark.parametrize("name", SIZES)
+@pytest.mark.parametrize("name", sorted(SIZES.keys() - NOT_TRIED))
 def test_is_exact_under_every_scheme(name):
     """On four ranks, with three training nodes; and on two, of which one has none."""
     check(name, few(), [*EXACT, "spmm_2d"], 4)
@@ -128,5 +131,7 @@ def test_the_page_is_tested_whole_and_its_modules_are_short():
     assert sorted(modules) == sorted(SIZES)
     for block in blocks:
         assert len([line for line in block.splitlines() if line.strip()]) <= 30, block
-    anchors = {re.sub(r"[^a-z -]", "", title.lower()).replace(" ", "-") for title in re.findall(r"^## (.*)$", PAGE, re.M)}
+    anchors = {
+        re.sub(r"[^a-z -]", "", title.lower()).replace(" ", "-") for title in re.findall(r"^## (.*)$", PAGE, re.M)
+    }
     assert set(re.findall(r"\]\(#([\w-]+)\)", PAGE)) <= anchors
