@@ -10,7 +10,6 @@ from torch_geometric.nn.models import GCN
 from lightning_gnn import GNNStrategy, GraphDataModule, NodeClassifier
 from lightning_gnn.comm.exchange import RowExchange
 from lightning_gnn.comm.rows import AnyRows
-from lightning_gnn.nn.bind import Binding
 from lightning_gnn.nn.context import GraphContext
 from lightning_gnn.partition.layout import LayoutSpec
 from lightning_gnn.strategies import Scheme, register
@@ -78,12 +77,11 @@ class RingScheme(Scheme):
     def layout(self, world_size, num_hosts=1):
         return LayoutSpec("edge_cut", world_size)
 
-    def bind(self, module, shard, world, meter):
+    def context(self, shard, world, meter):
         batch = shard.batch
         rows = AnyRows(shard.n_id, shard.counts, world, meter)  # for models that call fetch_rows
         weight = batch.get("edge_weight")
-        context = GraphContext(RingExchange(shard, world, meter), batch.x, batch.edge_index, weight, rows=rows)
-        return Binding(module, context)
+        return GraphContext(RingExchange(shard, world, meter), batch.x, batch.edge_index, weight, rows=rows)
 
 
 class RingStrategy(GNNStrategy):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 
+import numpy as np
 import pytest
 import torch
 import torch_geometric
@@ -11,8 +12,11 @@ from common import FEATURES, OwnConv, awkward_graph, build
 from torch_geometric import nn as pyg_nn
 from torch_geometric.nn import GATConv, GCNConv, MessagePassing
 
+from lightning_gnn.datamodules.shards import split_graph
 from lightning_gnn.nn import Binding, GraphContext, UnsupportedModelError
 from lightning_gnn.nn import pyg as internals
+from lightning_gnn.nn.directed import reversed_shard
+from lightning_gnn.partition.layout import LayoutSpec, Replicas
 
 
 def bound(module: torch.nn.Module, context: GraphContext) -> torch.nn.Module:
@@ -33,7 +37,7 @@ class BothWays(MessagePassing):
 
 REFUSED = {
     "refused conv": (lambda: pyg_nn.WLConv(), r"'layers.0' \(WLConv\) is not exact .* colours"),
-    "out-edges": (lambda: GCNConv(4, 4, flow="target_to_source"), "needs the out-edges"),
+    "out-edges": (lambda: GCNConv(4, 4, flow="target_to_source"), "needs the out-edges .* docs/recipes.md"),
     "aggregation": (lambda: OwnConv(4, 4, aggr=pyg_nn.LSTMAggregation(4, 4)), "supported are sum, mean, max, min"),
     "both": (lambda: BothWays(), "'x' in its message function both per node and per edge"),
     "lazy": (lambda: GCNConv(-1, 4), "does not know its input columns yet"),
@@ -142,3 +146,19 @@ def test_private_fields_of_this_torch_geometric():
     assert gcn._cached_edge_index is None
     gcn.register_message_forward_hook(lambda *_: None)
     assert not internals.is_plain(gcn)
+
+
+def test_both_directions_want_the_edges_of_the_batch(context):
+    conv = pyg_nn.DirGNNConv(GCNConv(FEATURES, 4)).double()
+    with pytest.raises(UnsupportedModelError, match=r"'layers.0' \(DirGNNConv\) reads out-edges, which this scheme"):
+        bound(Lookup(conv), context)
+    context.reverse = context
+    bound(Lookup(conv), context)
+    conv(context.x, context.edge_index)
+    with pytest.raises(UnsupportedModelError, match="was given other edges than batch.edge_index"):
+        conv(context.x, context.edge_index[:, ::2])
+    replicated = split_graph(
+        awkward_graph(), np.arange(60) % 2, LayoutSpec("edge_cut", 2, replicas=Replicas(1, ((0,), (1,))))
+    )
+    with pytest.raises(UnsupportedModelError, match="replicas of a node have its in-edges only"):
+        reversed_shard(replicated[0], context.exchange.world)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from datetime import timedelta
-from functools import partial
+from functools import partial, wraps
 from pathlib import Path
 from typing import Any
 
@@ -15,23 +15,34 @@ import torch_geometric.nn.conv
 from torch.nn import Linear, ReLU, Sequential
 from torch_geometric import nn
 from torch_geometric.data import Data
+from torch_geometric.nn.attention import PolynormerAttention, SGFormerAttention
+from torch_geometric.nn.models.linkx import SparseLinear
 
 from lightning_gnn import CommNetConv
 from lightning_gnn.comm.exchange import HaloExchange
 from lightning_gnn.comm.group import World
 from lightning_gnn.comm.matrix import SparseMatrix
+from lightning_gnn.comm.rows import AnyRows
 from lightning_gnn.comm.traffic import Meter
 from lightning_gnn.datamodules.shards import Shard, split_graph
 from lightning_gnn.datamodules.sources import MASKS
 from lightning_gnn.nn import Binding, GraphContext, UnsupportedModelError
 from lightning_gnn.nn.adapters import ADAPTERS, REFUSED
+from lightning_gnn.nn.directed import context_of
 from lightning_gnn.partition.layout import LayoutSpec
 from lightning_gnn.strategies.scheme import Scheme
 from lightning_gnn.strategies.spmm import CubeScheme, SpMMScheme
 from lightning_gnn.strategies.vertex_cut import VertexCutScheme
 
 N, F, A, R = 40, 8, 3, 4  # nodes, columns, columns of edge attributes, relations
-ABSTRACT = {"MessagePassing", "HeteroConv", "DirGNNConv", "AntiSymmetricConv"}  # the last three hold other convs
+ABSTRACT = {
+    "MessagePassing",
+    "HeteroConv",
+    "DirGNNConv",
+    "AntiSymmetricConv",
+    "GPSConv",
+}  # the last four hold other convs
+OVER_ALL = {"SGFormerAttention", "PolynormerAttention", "CorrectAndSmooth"}  # no convs
 
 
 def whole_graph() -> Data:
@@ -52,6 +63,7 @@ def whole_graph() -> Data:
         a=torch.randn(edges, A, generator=g, dtype=torch.float64),
         u=torch.rand(edges, A, generator=g, dtype=torch.float64),
         t=torch.randint(0, R, (edges,), generator=g),
+        t_of_node=torch.randint(0, F, (N,), generator=g),
         **{name: torch.ones(N, dtype=torch.bool) for name in MASKS},
     )
 
@@ -83,6 +95,35 @@ def moved(conv: Any, g: Data) -> Any:
 
 def moved_weighted(conv: Any, g: Data) -> Any:
     return conv(g.x * 1.5, g.edge_index, g.w)
+
+
+def in_float64(call: Callable[[Any, Data], Any]) -> Callable[[Any, Data], Any]:
+    """Where PyG makes tensors of the default dtype."""
+
+    @wraps(call)
+    def run(conv: Any, g: Data) -> Any:
+        torch.set_default_dtype(torch.float64)
+        try:
+            return call(conv, g)
+        finally:
+            torch.set_default_dtype(torch.float32)
+
+    return run
+
+
+@in_float64
+def propagated(conv: Any, g: Data) -> Any:
+    return conv(g.t_of_node, g.edge_index, g.train_mask, post_step=lambda y: y.clamp(0.0, 0.3))
+
+
+@in_float64
+def of_one_graph(attention: Any, g: Data) -> Any:
+    return attention(g.x.unsqueeze(0), torch.ones(1, len(g.x), dtype=torch.bool))[0]
+
+
+def smoothed(conv: Any, g: Data) -> Any:
+    known = g.node_type == 1
+    return conv(g.x.softmax(1), g.t_of_node[known], known, g.edge_index, g.w)
 
 
 def degrees() -> torch.Tensor:
@@ -151,6 +192,10 @@ RECIPES: dict[str, list[Recipe]] = {
         )
     ],
     "LEConv": [(lambda: nn.LEConv(F, 5), weighted)],
+    "LabelPropagation": [
+        (lambda: nn.LabelPropagation(3, 0.8), propagated),
+        (lambda: nn.LabelPropagation(2, 0.5), lambda c, g: c(g.x, g.edge_index, edge_weight=g.w)),
+    ],
     "LGConv": [(lambda: nn.LGConv(), weighted)],
     "MFConv": [(lambda: nn.MFConv(F, 5, max_degree=4), plain)],
     "MixHopConv": [(lambda: nn.MixHopConv(F, 5, powers=[0, 1, 2]), weighted)],
@@ -198,6 +243,25 @@ RECIPES: dict[str, list[Recipe]] = {
     "WLConvContinuous": [(lambda: nn.WLConvContinuous(), weighted)],
     # Not MessagePassing themselves: the conv inside is bound.
     "AntiSymmetricConv": [(lambda: nn.AntiSymmetricConv(F, num_iters=2), plain)],
+    "DirGNNConv": [
+        (lambda: nn.DirGNNConv(nn.GCNConv(F, 5), alpha=0.3), plain),
+        (lambda: nn.DirGNNConv(nn.SAGEConv(F, 5), root_weight=False), moved),
+        (lambda: nn.DirGNNConv(nn.SAGEConv(F, 5, aggr="max")), moved),
+        (lambda: nn.DirGNNConv(nn.GATConv(F, 5, heads=2, concat=False)), plain),
+    ],
+    "GPSConv": [
+        (lambda: nn.GPSConv(F, nn.GINConv(mlp(F)), heads=2), plain),
+        (lambda: nn.GPSConv(F, None, norm=None, attn_type="performer", attn_kwargs={"head_channels": 4}), plain),
+    ],
+    "SGFormerAttention": [(lambda: SGFormerAttention(F, heads=2, head_channels=4), of_one_graph)],
+    "PolynormerAttention": [
+        (lambda: PolynormerAttention(F, heads=2, head_channels=4), of_one_graph),
+        (lambda: PolynormerAttention(F, heads=1, head_channels=4, qk_shared=False), of_one_graph),
+    ],
+    "CorrectAndSmooth": [
+        (lambda: nn.CorrectAndSmooth(3, 0.7, 2, 0.6), smoothed),
+        (lambda: nn.CorrectAndSmooth(3, 0.7, 2, 0.6, autoscale=False, scale=0.9), smoothed),
+    ],
 }
 
 
@@ -210,9 +274,13 @@ Bind = Callable[[torch.nn.Module, Shard, World], Binding]
 
 def to_halo(module: torch.nn.Module, shard: Shard, world: World) -> Binding:
     """As under ``dgcl``: every conv reads the halo."""
-    batch = shard.batch
-    exchange = HaloExchange(shard.plan, world, Meter())
-    return Binding(module, GraphContext(exchange, batch.x, batch.edge_index, batch.edge_weight))
+
+    def context(shard: Shard) -> GraphContext:
+        exchange, batch = HaloExchange(shard.plan, world, Meter()), shard.batch
+        rows = AnyRows(shard.n_id, shard.counts, world, Meter())
+        return GraphContext(exchange, batch.x, batch.edge_index, batch.get("edge_weight"), rows=rows)
+
+    return Binding(module, context_of(module, shard, world, context))
 
 
 def to_dealt(scheme: Scheme, module: torch.nn.Module, shard: Shard, world: World) -> Binding:
@@ -309,7 +377,7 @@ def test_the_table_says_what_is_dealt(monkeypatch):
         whole_graph(), np.zeros(N, np.int64), LayoutSpec("vertex_cut", 1), np.zeros(whole_graph().edge_index.size(1))
     )
     shard.batch.edge_weight = shard.batch.w
-    for name in sorted(set(RECIPES) - ABSTRACT):
+    for name in sorted(set(RECIPES) - ABSTRACT - OVER_ALL):
         product = deals(monkeypatch, SpMMScheme(1, True, None), name, shard, world)
         mirrors = deals(monkeypatch, VertexCutScheme("random", None, 0.0, None, "", True), name, shard, world)
         row = f"| `{name}` | exact | {'product' if product else 'halo'} | {'mirrors' if mirrors else 'halo'} |"
@@ -320,7 +388,7 @@ def test_the_table_says_what_is_dealt(monkeypatch):
 @pytest.mark.parametrize("name", REFUSED)
 def test_refused_by_name(name, monkeypatch):
     """Most cannot be built here without their extras: a module of that class is enough to be recognised."""
-    kind = getattr(torch_geometric.nn.conv, name)
+    kind: Any = getattr(torch_geometric.nn.conv, name, SparseLinear)
     conv = kind.__new__(kind)
     torch.nn.Module.__init__(conv)
     from lightning_gnn.nn.bind import check_module

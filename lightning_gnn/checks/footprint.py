@@ -34,6 +34,7 @@ from lightning_gnn.datamodules.sources import counted_mask
 from lightning_gnn.nn import pyg
 from lightning_gnn.nn.bind import Binding
 from lightning_gnn.nn.context import GraphContext
+from lightning_gnn.nn.directed import context_of
 from lightning_gnn.nn.helpers import graph_in_use
 from lightning_gnn.partition.layout import LayoutSpec, Replicas
 
@@ -336,10 +337,14 @@ def _flags(piece: Piece) -> tuple[str, bool, bool]:
 
 def _bind(module: torch.nn.Module, shard: Shard, world: World, keep_constant: bool) -> Binding:
     """Binds a module as ``dgcl`` does: each rank holds the in-edges of its nodes."""
-    batch, meter = shard.batch, Meter()
-    exchange, rows = HaloExchange(shard.plan, world, meter), AnyRows(shard.n_id, shard.counts, world, meter)
-    weight, kept_widths = batch.get("edge_weight"), 4 if keep_constant else 0
-    return Binding(module, GraphContext(exchange, batch.x, batch.edge_index, weight, kept_widths, rows=rows))
+
+    def context(shard: Shard) -> GraphContext:
+        batch, meter = shard.batch, Meter()
+        exchange, rows = HaloExchange(shard.plan, world, meter), AnyRows(shard.n_id, shard.counts, world, meter)
+        weight, kept_widths = batch.get("edge_weight"), 4 if keep_constant else 0
+        return GraphContext(exchange, batch.x, batch.edge_index, weight, kept_widths, rows=rows)
+
+    return Binding(module, context_of(module, shard, world, context))
 
 
 def _steps(

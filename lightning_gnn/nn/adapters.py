@@ -130,6 +130,23 @@ def _supergat(conv: MessagePassing, context: GraphContext, layer: str) -> dict[s
     }
 
 
+def _label_propagation(conv: MessagePassing, context: GraphContext, layer: str) -> dict[str, Any]:
+    def one_hot(y: Tensor) -> Tensor:
+        own = y.max() if len(y) else y.new_tensor(0)
+        classes = int(context.exchange.max_over_ranks(own, f"Classes of '{layer}'")) + 1
+        return torch.nn.functional.one_hot(y, classes).to(torch.get_default_dtype())
+
+    def gcn_norm(edge_index: Tensor, num_nodes: int, add_self_loops: bool) -> tuple[Tensor, Tensor]:
+        dtype = (
+            torch.get_default_dtype()
+        )  # whatever the rows', as PyG has it: scales would be rounded otherwise than weights
+        return context.gcn_norm(layer, edge_index, None, num_nodes, False, add_self_loops, dtype, as_scales=False)
+
+    method = types.MethodType(conv.forward.__wrapped__, conv)  # inside torch.no_grad()
+    forward = substitute(method, gcn_norm=gcn_norm, one_hot=one_hot)
+    return {"forward": types.MethodType(torch.no_grad()(forward.__func__), conv)}  # type: ignore[attr-defined]
+
+
 # Convs that normalise by degrees through `gcn_norm`, which would need those of halo rows.
 _NORMALISED = "APPNP ARMAConv DNAConv EGConv FAConv GCN2Conv GCNConv LGConv MixHopConv PDNConv SGConv SSGConv TAGConv"
 
@@ -143,6 +160,7 @@ WLConvContinuous"""
 ADAPTERS: dict[type[MessagePassing], Adapter | None] = {
     CommNetConv: _commnet,
     pyg_nn.ChebConv: _cheb,
+    pyg_nn.LabelPropagation: _label_propagation,
     pyg_nn.SuperGATConv: _supergat,
     **{getattr(pyg_nn, name): _gcn for name in _NORMALISED.split()},
     **{getattr(pyg_nn, name): None for name in _AS_THEY_ARE.split()},
@@ -155,7 +173,6 @@ REFUSED: dict[str, str] = {
     "CuGraphSAGEConv": "it needs cuGraph's own graph; use SAGEConv",
     "DynamicEdgeConv": "it finds neighbours among all nodes; build the edges beforehand and use EdgeConv",
     "FusedGATConv": "it needs its own graph format; use GATConv",
-    "GPSConv": "its attention spans all nodes; use its local conv alone",
     "GravNetConv": "it finds neighbours among all nodes; build the edges beforehand and use GraphConv",
     "HANConv": "it takes several node types; use convs for one",
     "HGTConv": "it takes several node types; use TransformerConv on a graph with one",
@@ -164,6 +181,7 @@ REFUSED: dict[str, str] = {
     "PANConv": "it multiplies the whole graph's adjacency with itself",
     "SplineConv": "its kernel is in compiled extras; use GMMConv",
     "WLConv": "it hashes colours in an order that all nodes share",
+    "SparseLinear": "it has a row of weights for each node of the whole graph; docs/recipes.md, 'LINKX', picks those of a rank",
     "XConv": "it finds neighbours among all nodes",
 }
 """Names of PyG's convs that are not exact on a part of a graph, with the reason and what to use."""
@@ -175,6 +193,7 @@ LINEAR_MESSAGES: dict[Callable[..., Tensor], str | None] = {
     CommNetConv.message: None,
     pyg_nn.ChebConv.message: "norm",
     pyg_nn.GINConv.message: None,
+    pyg_nn.LabelPropagation.message: "edge_weight",
     pyg_nn.SAGEConv.message: None,
     **{
         getattr(pyg_nn, name).message: "edge_weight"

@@ -15,13 +15,15 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch_geometric import nn as pyg_nn
-from torch_geometric.nn import MessagePassing, aggr
+from torch_geometric.nn import DirGNNConv, GPSConv, MessagePassing, aggr
 
 from lightning_gnn.nn import pyg
 from lightning_gnn.nn.adapters import ADAPTERS, LINEAR_MESSAGES, REFUSED
 from lightning_gnn.nn.context import GraphContext, UnsupportedModelError
+from lightning_gnn.nn.directed import both_ways
 from lightning_gnn.nn.fused import fused
 from lightning_gnn.nn.norms import NORMS, STATE, Statistics, global_forward
+from lightning_gnn.nn.over_all import dense_attention, over_all
 from lightning_gnn.nn.readout import readout
 from lightning_gnn.nn.recompute import recomputed
 from lightning_gnn.nn.several import several
@@ -91,9 +93,22 @@ class Binding:
             in_convs = {
                 id(part) for conv in module.modules() if isinstance(conv, MessagePassing) for part in conv.modules()
             }
+            out = {
+                id(part)
+                for conv in module.modules()
+                if isinstance(conv, DirGNNConv)
+                for part in conv.conv_out.modules()
+            }
             for name, child in module.named_modules():
-                if isinstance(child, MessagePassing):
-                    self._bind(child, name, context)
+                if isinstance(child, DirGNNConv):
+                    self._patch(child, both_ways(child, context, name))
+                elif isinstance(child, MessagePassing):
+                    self._bind(child, name, context.reverse if id(child) in out and context.reverse else context)
+                elif (methods := over_all(child)) is not None:
+                    object.__setattr__(child, STATE, Statistics(context.exchange, name))
+                    self._patch(child, {key: types.MethodType(method, child) for key, method in methods.items()})
+                elif isinstance(child, GPSConv) and isinstance(child.attn, torch.nn.MultiheadAttention):
+                    self._patch(child.attn, dense_attention(child, context, f"{name}.attn"))
                 elif isinstance(child, aggr.Aggregation) and id(child) not in in_convs:
                     object.__setattr__(child, STATE, Statistics(context.exchange, name))
                     self._patch(child, {"forward": types.MethodType(readout, child)})
@@ -228,8 +243,8 @@ def _check_conv(where: str, conv: MessagePassing) -> None:
         _refuse(where, library)
     if conv.flow != "source_to_target":
         raise UnsupportedModelError(
-            f"{where} has flow='{conv.flow}' and needs the out-edges of its nodes, while a rank holds their in-edges. "
-            "Use flow='source_to_target' and pass the transposed edges, edge_index.flip(0)."
+            f"{where} has flow='{conv.flow}' and needs the out-edges of its nodes, while a rank holds their in-edges. Use "
+            "DirGNNConv, or put both directions of each edge into the graph: docs/recipes.md, 'Directed graphs'."
         )
     if not _is_per_node(conv.aggr_module):
         raise UnsupportedModelError(

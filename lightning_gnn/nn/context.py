@@ -68,6 +68,7 @@ class GraphContext:
     Attributes:
         propagations: how often each layer has let rows travel along edges in this step, by its name.
         columns_at_once: of constant input travel together: what travels stays small, like what later layers send.
+        reverse: of the same nodes in the graph whose edges go the other way; None where no layer reads out-edges.
     """
 
     columns_at_once = 16
@@ -83,6 +84,7 @@ class GraphContext:
         rows: AnyRows | None = None,
     ) -> None:
         self.rows = rows
+        self.reverse: GraphContext | None = None
         self._most_propagations, self.propagations = most_propagations, Counter[str]()
         self.exchange, self.kept_widths = exchange, kept_widths
         self.x, self.edge_index, self.edge_weight = x, edge_index, edge_weight
@@ -132,6 +134,8 @@ class GraphContext:
         """Starts another step: counts its propagations."""
         self.propagations.clear()
         self.exchange.begin_step()
+        if self.reverse is not None:
+            self.reverse.begin_step()
 
     def propagated(self, layer: str) -> None:
         """Counts that rows travel along edges once more; raises :class:`UnsupportedModelError` if that is too often."""
@@ -252,20 +256,21 @@ class GraphContext:
         improved: bool,
         add_self_loops: bool,
         dtype: torch.dtype,
+        as_scales: bool = True,
     ) -> tuple[Tensor, Tensor]:
         """Returns edges with self-loops and symmetric normalisation by the degrees of the whole graph.
 
         All in-edges of an owned node are here, so its degree is local; that of a halo row is its owner's.
-        What it makes of the batch's own edges and weights is computed once.
+        What it makes of the batch's own edges and weights is computed once. Sums may scale rows instead, if `as_scales`.
         """
         self.check_rows(num_nodes, layer)
         edges, weight = self.once(
-            ("gcn_norm", improved, add_self_loops, dtype),
+            ("gcn_norm", improved, add_self_loops, dtype, as_scales),
             edge_index,
             edge_weight,
             lambda: self._gcn_norm(layer, edge_index, edge_weight, num_nodes, improved, add_self_loops, dtype),
         )
-        what = self.normalised(edge_index, edge_weight, improved, add_self_loops, dtype)
+        what = self.normalised(edge_index, edge_weight, improved, add_self_loops, dtype) if as_scales else None
         if what is not None:
             self._sums[id(edges), id(weight), False] = what
         return edges, weight

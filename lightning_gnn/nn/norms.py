@@ -45,6 +45,11 @@ class Statistics:
     def __init__(self, exchange: Exchange, layer: str) -> None:
         self._exchange, self.layer = exchange, layer
 
+    @property
+    def num_rows(self) -> int:
+        """Of this rank's nodes, with those that count on another rank."""
+        return self._exchange.num_owned
+
     def own(self, x: Tensor, dim: int = 0) -> Tensor:
         """Returns `x` without the rows that count on another rank; nodes, or edges, lie along `dim`."""
         return x.narrow(dim, 0, self._exchange.own_lengths.get(x.size(dim), x.size(dim)))

@@ -11,7 +11,6 @@ from types import NoneType
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import numpy as np
-import torch
 from typing_extensions import override
 
 from lightning_gnn.arguments import check_flags, check_whole, is_one_of, shown
@@ -23,7 +22,6 @@ from lightning_gnn.comm.replicated import ReplicatedExchange
 from lightning_gnn.comm.rows import AnyRows
 from lightning_gnn.comm.traffic import Meter
 from lightning_gnn.datamodules.shards import Shard
-from lightning_gnn.nn.bind import Binding
 from lightning_gnn.nn.context import GraphContext
 from lightning_gnn.partition.hierarchical import alike
 from lightning_gnn.partition.layout import LayoutSpec, Replicas
@@ -120,7 +118,7 @@ class DGCLScheme(Scheme):
         return DGCLScheme(self.keep_constant, "replicate", topology=None, hops=_WHOLE_SMALL_GRAPH)
 
     @override
-    def bind(self, module: torch.nn.Module, shard: Shard, world: World, meter: Meter) -> Binding:
+    def context(self, shard: Shard, world: World, meter: Meter) -> GraphContext:
         batch, rank = shard.batch, world.rank
         offsets = np.cumsum([0, *shard.rows])
         plan = {"replicate": "p2p", "dgcl_r": "spst"}.get(self.plan, self.plan)
@@ -133,8 +131,7 @@ class DGCLScheme(Scheme):
         kept_widths = 4 if self.keep_constant else 0
         weight = batch.get("edge_weight")
         rows = AnyRows(shard.n_id, shard.counts, world, meter)
-        context = GraphContext(exchange, batch.x, batch.edge_index, weight, kept_widths, self.hops, rows)
-        return Binding(module, context)
+        return GraphContext(exchange, batch.x, batch.edge_index, weight, kept_widths, self.hops, rows)
 
     @override
     def unbind(self) -> None:

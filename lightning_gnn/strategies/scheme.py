@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import lightning.pytorch as pl
@@ -13,6 +14,8 @@ from lightning_gnn.comm.group import World
 from lightning_gnn.comm.traffic import Meter
 from lightning_gnn.datamodules.shards import Shard
 from lightning_gnn.nn.bind import Binding
+from lightning_gnn.nn.context import GraphContext
+from lightning_gnn.nn.directed import context_of
 from lightning_gnn.partition.layout import LayoutSpec
 
 if TYPE_CHECKING:
@@ -20,7 +23,7 @@ if TYPE_CHECKING:
 
 
 class Scheme(ABC):
-    """A communication scheme: the layout that it needs, and how it binds a model to a rank's shard.
+    """A communication scheme: the layout that it needs, and what layers know of a rank's shard.
 
     Attributes:
         survives_lost_ranks: the other ranks may go on when one has failed.
@@ -47,8 +50,15 @@ class Scheme(ABC):
         """
 
     @abstractmethod
+    def context(self, shard: Shard, world: World, meter: Meter) -> GraphContext:
+        """Returns what bound layers know of this rank's `shard`, whose tensors are on the rank's device; runs on every rank.
+
+        Of a module that reads out-edges it is asked twice, the first time for the graph whose edges go the other way.
+        """
+
     def bind(self, module: torch.nn.Module, shard: Shard, world: World, meter: Meter) -> Binding:
-        """Binds `module` to this rank's `shard`, whose tensors are on the rank's device; runs on every rank."""
+        """Binds `module` to this rank's `shard`; runs on every rank."""
+        return Binding(module, context_of(module, shard, world, partial(self.context, world=world, meter=meter)))
 
     def unbind(self) -> None:  # noqa: B027
         """Forgets what :meth:`bind` has kept; the model has been released, and the run is over or goes on without this scheme."""

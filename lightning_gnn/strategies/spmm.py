@@ -25,7 +25,7 @@ from lightning_gnn.comm.rows import AnyRows
 from lightning_gnn.comm.summa import SummaMatrix
 from lightning_gnn.comm.traffic import Meter
 from lightning_gnn.datamodules.shards import Shard
-from lightning_gnn.nn.bind import Binding
+from lightning_gnn.nn.context import GraphContext
 from lightning_gnn.nn.dealt import DealtContext, MakeMatrix, MakeSparse
 from lightning_gnn.partition.grid import ProcessCube, ProcessGrid, legal_replications
 from lightning_gnn.partition.layout import LayoutSpec
@@ -77,10 +77,10 @@ class ProductScheme(Scheme):
         return LayoutSpec("edge_cut", world_size, method=self.permute or "contiguous")
 
     @override
-    def bind(self, module: torch.nn.Module, shard: Shard, world: World, meter: Meter) -> Binding:
+    def context(self, shard: Shard, world: World, meter: Meter) -> GraphContext:
         batch = shard.batch
         node_ids = shard.node_ids(world.rank)
-        context = DealtContext(
+        return DealtContext(
             *self.make_matrix(shard, shard.offsets, node_ids, world, meter),
             torch.from_numpy(node_ids).to(world.device),
             HaloExchange(shard.plan, world, meter),
@@ -90,7 +90,6 @@ class ProductScheme(Scheme):
             4 if self.keep_constant else 0,
             rows=AnyRows(shard.n_id, shard.counts, world, meter),
         )
-        return Binding(module, context)
 
 
 class SpMMScheme(ProductScheme):

@@ -27,7 +27,7 @@ from lightning_gnn.comm.matrix import SparseMatrix, Triples
 from lightning_gnn.comm.rows import AnyRows
 from lightning_gnn.comm.traffic import Meter
 from lightning_gnn.datamodules.shards import Shard
-from lightning_gnn.nn.bind import Binding
+from lightning_gnn.nn.context import GraphContext
 from lightning_gnn.nn.dealt import DealtContext
 from lightning_gnn.partition.layout import Groups, LayoutSpec
 from lightning_gnn.partition.shard import Ids
@@ -82,6 +82,7 @@ class VertexCutScheme(Scheme):
         self.cache, self.monitor, self.keep_constant = cache, monitor, keep_constant
         self._rule: AdaptiveThreshold | LargestChanges | None = None
         self._messages: MessageCache | None = None
+        self._world: World | None = None
 
     @property
     @override
@@ -110,7 +111,7 @@ class VertexCutScheme(Scheme):
         return VertexCutScheme("random", None, 0.0, None, self.monitor, self.keep_constant)
 
     @override
-    def bind(self, module: torch.nn.Module, shard: Shard, world: World, meter: Meter) -> Binding:
+    def context(self, shard: Shard, world: World, meter: Meter) -> GraphContext:
         batch = shard.batch
         assert shard.holders is not None
         offsets, node_ids = shard.offsets, shard.node_ids(world.rank)
@@ -118,14 +119,15 @@ class VertexCutScheme(Scheme):
         holders = EdgeHolders(target, source, shard.holders.numpy().astype(np.int64), world.rank, int(offsets[-1]))
         make_exchange: Any = HaloExchange
         if self.cache is not None:
-            self._rule = None if isinstance(self.cache, float) else replace(self.cache)
-            self._messages = self._make_cache()
+            if self._messages is None or self._world is not world:  # one for both directions of edges
+                self._rule = None if isinstance(self.cache, float) else replace(self.cache)
+                self._messages, self._world = self._make_cache(), world
             make_exchange = self._messages.exchange
 
         def sparse(entries: Triples) -> SparseMatrix:
             return SparseMatrix(entries, holders, offsets, world, meter, make_exchange)
 
-        context = DealtContext(
+        return DealtContext(
             sparse,
             sparse,
             torch.from_numpy(node_ids).to(world.device),
@@ -136,11 +138,10 @@ class VertexCutScheme(Scheme):
             4 if self.keep_constant else 0,
             rows=AnyRows(shard.n_id, shard.counts, world, meter),
         )
-        return Binding(module, context)
 
     @override
     def unbind(self) -> None:
-        self._messages = None
+        self._messages = self._world = None
 
     def _make_cache(self) -> MessageCache:
         """Returns what this rank's messages have in common."""

@@ -1,0 +1,107 @@
+"""DirGNNConv, whose second conv reads the far ends of each node's out-edges, while a rank holds its nodes' in-edges.
+
+The out-edges are the in-edges of the graph whose edges all go the other way. So each rank is given its part of that one, too:
+nodes stay where they are, and every edge is told, once, to the owner of its source.
+"""
+
+from __future__ import annotations
+
+import types
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch_geometric.data import Data
+from torch_geometric.nn import DirGNNConv
+
+from lightning_gnn.comm.exchange import during_exchange
+from lightning_gnn.comm.group import World
+from lightning_gnn.datamodules.shards import Shard
+from lightning_gnn.nn.context import GraphContext, UnsupportedModelError
+from lightning_gnn.partition.shard import halo_plan, owners_of
+
+
+def reads_out_edges(module: torch.nn.Module) -> bool:
+    """Returns whether a part of the module needs :attr:`GraphContext.reverse`."""
+    return any(isinstance(part, DirGNNConv) for part in module.modules())
+
+
+def context_of(
+    module: torch.nn.Module, shard: Shard, world: World, make: Callable[[Shard], GraphContext]
+) -> GraphContext:
+    """Returns ``make(shard)``, with that of the reversed graph where the module reads it; runs on every rank."""
+    reverse = make(reversed_shard(shard, world)) if reads_out_edges(module) else None
+    context = make(shard)
+    context.reverse = reverse
+    return context
+
+
+def reversed_shard(shard: Shard, world: World) -> Shard:
+    """Returns this rank's shard of the reversed graph, with nothing but `x` for its nodes and edges; communicates.
+
+    Raises:
+        UnsupportedModelError: ranks hold replicas of neighbourhoods, which are those of in-edges.
+    """
+    if shard.rows != shard.counts:
+        raise UnsupportedModelError(
+            "DirGNNConv reads out-edges, and replicas of a node have its in-edges only. Let ranks communicate instead: "
+            'plan="p2p" or "spst".'
+        )
+    batch, rank, offsets = shard.batch, world.rank, shard.offsets
+    source, target = shard.node_ids(rank)[batch.edge_index.cpu().numpy()]
+    holders = np.zeros_like(source) if shard.holders is None else shard.holders.numpy().astype(np.int64)
+    of_owner = owners_of(offsets, source)
+    told = torch.from_numpy(np.stack([source, target, holders], 1))
+    parts = {peer: told[torch.from_numpy(of_owner == peer)] for peer in range(world.size)}
+    # Their number goes first, so that no message is empty.
+    sends = [
+        (peer, torch.cat([edges.new_tensor([len(edges)]), edges.view(-1)]).view(torch.uint8).to(world.device))
+        for peer, edges in parts.items()
+        if peer != rank
+    ]
+    with during_exchange(world, "DirGNNConv", "out-edges"):
+        world.watch.begins(joint=False)
+        arrived = world.wire.start_varied(sends, [peer for peer, _ in sends])()
+    for peer, message in arrived.items():
+        parts[peer] = message.cpu().view(torch.int64)[1:].view(-1, 3)
+    # In the order of their targets' rows, as a CSR has them.
+    to, at, held_by = torch.cat(list(parts.values())).numpy().T
+    order = np.lexsort((at, to))
+    to, at = to[order] - offsets[rank], at[order]
+    remote = owners_of(offsets, at) != rank
+    halo, position = np.unique(at[remote], return_inverse=True)
+    local = at - offsets[rank]
+    local[remote] = shard.counts[rank] + position
+    halos = tuple(world.all_gather_object(halo))
+    edge_index = torch.from_numpy(np.stack([local, to])).to(world.device)
+    return replace(
+        shard,
+        batch=Data(x=batch.x, edge_index=edge_index),
+        plan=halo_plan(rank, offsets, halos),
+        halos=halos,
+        holders=None if shard.holders is None else torch.from_numpy(held_by[order]),
+    )
+
+
+def both_ways(conv: DirGNNConv, context: GraphContext, layer: str) -> dict[str, Any]:
+    """Returns the forward of a bound DirGNNConv, as an adapter does."""
+    reverse = context.reverse
+    if reverse is None:
+        raise UnsupportedModelError(
+            f"'{layer}' (DirGNNConv) reads out-edges, which this scheme does not give its ranks: its bind() is older than "
+            "lightning_gnn.nn.directed.context_of."
+        )
+
+    def forward(self: DirGNNConv, x: Tensor, edge_index: Tensor) -> Tensor:
+        if edge_index is not context.edge_index:
+            raise UnsupportedModelError(
+                f"'{layer}' (DirGNNConv) was given other edges than batch.edge_index, and no rank has all out-edges of these. "
+                "Choose edges in the data; docs/recipes.md, 'Directed graphs', has both directions of each."
+            )
+        out = self.alpha * self.conv_out(x, reverse.edge_index) + (1 - self.alpha) * self.conv_in(x, edge_index)
+        return out if self.lin is None else out + self.lin(x)
+
+    return {"forward": types.MethodType(forward, conv)}
