@@ -27,7 +27,7 @@ from typing_extensions import override
 from lightning_gnn.advising.advice import coding, quiet_trainer, quietly
 from lightning_gnn.advising.auto import AutoStrategy
 from lightning_gnn.checks.record import Compared, compared, differing
-from lightning_gnn.checks.stand_ins import QuietTrainer, aside, quiet, uncompiled
+from lightning_gnn.checks.stand_ins import QuietTrainer, aside, copied, quiet, uncompiled
 from lightning_gnn.checks.trial import STAGES, Outcome, Parted, Trial, in_one_line
 from lightning_gnn.comm.group import World
 from lightning_gnn.comm.traffic import Meter
@@ -271,7 +271,7 @@ class _Check:
         return found, errors
 
     def _reference(self, module: pl.LightningModule, stage: str) -> _Reference:
-        prepared = quiet(copy.deepcopy(module), self._trainer)
+        prepared = quiet(copied(module), self._trainer)
         prepared.configure_model()
         prepared.setup(stage)
         trial = _HeardTrial(prepared, self.graph, stage, self._trainer, self._dtype, self._share_draws)
