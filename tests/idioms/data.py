@@ -42,7 +42,7 @@ def without_masks() -> Data:
 # Splits #######################################################################
 
 
-@idiom(source="PyG examples: RandomNodeSplit as transform", xfail="the split is drawn again in each stage")
+@idiom(source="PyG examples: RandomNodeSplit as transform")
 def random_split_as_transform() -> Case:
     return Case(gcn(), GraphDataModule(Dataset(without_masks(), T.RandomNodeSplit(num_val=0.2, num_test=0.3))))
 
@@ -231,7 +231,7 @@ def half_hop() -> Case:
     return Case(gcn(), data)
 
 
-@idiom(source="a random transform of the dataset: noise on features", xfail="drawn again in each stage")
+@idiom(source="a random transform of the dataset: noise on features")
 def noise_as_transform() -> Case:
     def noise(data: Data) -> Data:
         data.x = data.x + 0.1 * torch.randn(data.x.shape).double()
@@ -240,7 +240,7 @@ def noise_as_transform() -> Case:
     return transformed(noise)
 
 
-@idiom(source="a random transform of the dataset: edges dropped", xfail="drawn again in each stage")
+@idiom(source="a random transform of the dataset: edges dropped")
 def edges_dropped_as_transform() -> Case:
     def drop(data: Data) -> Data:
         data.edge_index = data.edge_index[:, torch.rand(data.edge_index.size(1)) < 0.8]

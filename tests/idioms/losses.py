@@ -269,7 +269,12 @@ def other_mask_with_loss_weight() -> Case:
     return case(mean_over(lambda b: b.my_mask), data)
 
 
-@idiom(source="pseudo-labels: nodes of which the model is sure", refused=OTHER_ROWS)
+@idiom(
+    source="pseudo-labels: nodes of which the model is sure",
+    refused=OTHER_ROWS,
+    late=True,
+    xfail="only the start of training is checked",
+)
 def pseudo_labels() -> Case:
     def loss(out: Tensor, batch: Any) -> Tensor:
         sure = (out.softmax(-1).max(-1).values > 0.3) & ~batch.train_mask
@@ -283,11 +288,22 @@ def pseudo_labels() -> Case:
 @idiom(source="ignore_index: labels of -1 are no labels")
 def ignore_index() -> Case:
     data = graph()
-    data.y[data.y == 1] = -1
+    data.y[data.train_mask & (data.y == 1)] = -1
     return case(over_mask(F.cross_entropy, ignore_index=-1), data)
 
 
-@idiom(source="index splits of a dict in the module", refused="loss|numbers|ids|raises")
+@idiom(
+    source="a mean over validation nodes with and without a label",
+    refused="val_norm",
+    xfail="weighted by labelled nodes",
+)
+def logged_mean_over_unlabelled_nodes() -> Case:
+    data = graph()
+    data.y[data.val_mask & (data.y == 1)] = -1
+    return case(over_mask(F.cross_entropy), data)
+
+
+@idiom(source="index splits of a dict in the module", refused="ids|rows", warns="could not run", xfail="IndexError")
 def rows_by_ids_of_the_module() -> Case:
     ids = graph().train_mask.nonzero().view(-1)
     return case(lambda out, b: F.cross_entropy(out[ids], b.y[ids]))
