@@ -22,7 +22,7 @@ from torch_geometric.nn import MessagePassing
 from typing_extensions import override
 
 from lightning_gnn.checks.footprint import Counted, Footprint, footprint_of
-from lightning_gnn.checks.stand_ins import QuietTrainer, aside, quiet, run_step, without_optimizers
+from lightning_gnn.checks.stand_ins import QuietTrainer, aside, copied, quiet, run_step, without_optimizers
 from lightning_gnn.comm.group import CommunicationError, World
 from lightning_gnn.comm.in_process import InProcessWorld, Meeting
 from lightning_gnn.datamodules.shards import Shard
@@ -161,7 +161,7 @@ def rehearse(
         world, shard = InProcessWorld(rank, recorder), shards[rank]
         if prepare is not None:
             prepare(world)
-        model = quiet(copy.deepcopy(module).cpu(), QuietTrainer(trainer))
+        model = quiet(copied(module).cpu(), QuietTrainer(trainer))
         for child in model.modules():
             if isinstance(child, MessagePassing):
                 pyg.clear_caches(child)

@@ -23,7 +23,7 @@ from torch_geometric.nn import MessagePassing
 from typing_extensions import override
 
 from lightning_gnn.checks.small_graph import Form, SmallGraph, small_graph
-from lightning_gnn.checks.stand_ins import QuietTrainer, aside, quiet, run_step, without_optimizers
+from lightning_gnn.checks.stand_ins import QuietTrainer, aside, copied, quiet, run_step, without_optimizers
 from lightning_gnn.comm.exchange import HaloExchange
 from lightning_gnn.comm.group import CommunicationError, World
 from lightning_gnn.comm.in_process import InProcessWorld, Meeting
@@ -300,7 +300,7 @@ class Predicted:
         self, module: pl.LightningModule, batch: Data, trainer: pl.Trainer | None = None, keep_constant: bool = True
     ) -> None:
         quiet_trainer = None if trainer is None else QuietTrainer(trainer)
-        models = [quiet(copy.deepcopy(module).cpu(), quiet_trainer) for _ in range(2)]
+        models = [quiet(copied(module).cpu(), quiet_trainer) for _ in range(2)]
         for child in (child for model in models for child in model.modules()):
             if isinstance(child, MessagePassing):
                 pyg.clear_caches(child)

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from typing import Any
+from typing import Any, TypeVar
 
 import lightning.pytorch as pl
 import torch
@@ -112,6 +113,23 @@ def without_optimizers(model: pl.LightningModule, scale: float) -> None:
     }
     for name, method in replaced.items():
         object.__setattr__(model, name, method)
+
+
+M = TypeVar("M", bound=torch.nn.Module)
+
+
+def copied(module: M, shared: Iterable[Tensor] = ()) -> M:
+    """Returns a copy of a module that has the `shared` tensors themselves, whatever its last step has left on it.
+
+    What pruning, weight norm and convs that keep their scores leave are tensors in the middle of a graph of autograd, which
+    ``copy.deepcopy`` refuses: the copy has their values.
+    """
+    memo: dict[int, Any] = {id(tensor): tensor for tensor in shared}
+    for part in module.modules():
+        for left in torch.utils._pytree.tree_leaves(part.__dict__):
+            if isinstance(left, Tensor) and not left.is_leaf:
+                memo[id(left)] = left.detach().clone()
+    return copy.deepcopy(module, memo)
 
 
 def quiet(model: pl.LightningModule, trainer: QuietTrainer | None) -> pl.LightningModule:

@@ -5,13 +5,12 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import lightning.pytorch as pl
 import torch
 from torch import Tensor
-from torch.overrides import TorchFunctionMode
 from torch_geometric.data import Data
 from torch_geometric.nn import MessagePassing
 
@@ -20,13 +19,13 @@ from lightning_gnn.checks.heard import Heard, Logged
 from lightning_gnn.checks.hooks import Hooks
 from lightning_gnn.checks.output_rows import OutputRows
 from lightning_gnn.checks.record import Event, Recorder, Rows
-from lightning_gnn.checks.stand_ins import QuietTrainer, quiet, run_step, without_optimizers
+from lightning_gnn.checks.stand_ins import QuietTrainer, copied, quiet, run_step, without_optimizers
 from lightning_gnn.comm.group import CommunicationError, World
 from lightning_gnn.comm.in_process import InProcessWorld, Meeting, kept_random_state
 from lightning_gnn.datamodules.shards import Shard, whole_graph
 from lightning_gnn.datamodules.sources import MASKS, counted_mask
 from lightning_gnn.nn import pyg
-from lightning_gnn.nn.bind import Binding
+from lightning_gnn.nn.bind import Binding, only_bound_convs
 from lightning_gnn.nn.context import GraphContext
 from lightning_gnn.nn.helpers import graph_in_use
 from lightning_gnn.nn.loss import loss_scale
@@ -129,8 +128,7 @@ class Trial:
         self.step, mask = STAGES[stage]
         self.mask = None if mask is None else counted_mask(mask, module)
         self._graph, self._trainer = copy.copy(graph), trainer
-        with _Detached():
-            self._module = copy.deepcopy(module).cpu()
+        self._module = copied(module).cpu()
         if dtype is not None:
             self._module.to(dtype)
             self._graph.apply(lambda tensor: tensor.to(dtype) if tensor.is_floating_point() else tensor)
@@ -154,7 +152,7 @@ class Trial:
             own_draws: see :class:`~lightning_gnn.checks.draws.SharedDraws`.
             steps: of which the last one is recorded; between two of them Adam steps, with a learning rate of `LR`.
         """
-        shard = whole_graph(self._graph)
+        shard = whole_graph(self._graph.clone())  # which the step may change in place
         with self._weights_kept(), kept_random_state():
             [model] = self._copies(1)
             return self._outcome([self._run(model, shard, None, Recorder(model), own_draws, None, steps)], model)
@@ -181,6 +179,8 @@ class Trial:
         Raises:
             Parted: a rank raised, or they did not exchange alike.
         """
+        # Copies: a step may change its batch in place, and slices of one tensor share its version.
+        shards = [replace(shard, batch=shard.batch.clone()) for shard in shards]
         meeting, models = Meeting(len(shards)), self._copies(len(shards))
         self._reduction = loss_reduction
         recorders = [Recorder(torch.nn.Module())] * len(shards)
@@ -196,7 +196,7 @@ class Trial:
             with graph_in_use(binding.context, this_thread_only=True):
                 return self._run(models[rank], shards[rank], world, recorders[rank], own, binding.context, steps)
 
-        with self._weights_kept():
+        with self._weights_kept(), only_bound_convs():
             return self._joined(meeting.run(on_rank), models[0], recorders)
 
     def _joined(
@@ -303,8 +303,8 @@ class Trial:
         """Returns copies that share parameters without gradients; buffers are each copy's own."""
         for parameter in self._module.parameters():
             parameter.grad = None
-        shared = {id(parameter): parameter for parameter in self._module.parameters()}
-        return [quiet(copy.deepcopy(self._module, dict(shared)), self._trainer) for _ in range(count)]
+        shared = list(self._module.parameters())
+        return [quiet(copied(self._module, shared), self._trainer) for _ in range(count)]
 
     def _rows(self, shard: Shard, rank: int) -> Rows:
         owned = shard.counts[rank], shard.edge_counts[rank]
@@ -324,15 +324,6 @@ def _rows_of_masks(rows: Rows, batch: Data) -> dict[int, tuple[int, Tensor]]:
             if len(inside) > 8:
                 known.setdefault(len(inside), (rows.num_nodes, inside))
     return known
-
-
-class _Detached(TorchFunctionMode):
-    """While open, copies of what was computed, such as a pruned weight, are detached: torch refuses to copy these otherwise."""
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is Tensor.__deepcopy__ and not args[0].is_leaf:
-            return args[0].detach().clone()
-        return func(*args, **(kwargs or {}))
 
 
 def _learn(optimizer: torch.optim.Optimizer, world: World | None) -> None:

@@ -47,8 +47,17 @@ def substitute(method: Callable[..., Any], **names: Any) -> Callable[..., Any]:
     """Returns a bound method with some global names of its function replaced, for this instance only.
 
     ``substitute(conv.forward, degree=mine)`` is ``conv.forward`` in which ``degree`` means ``mine``.
+
+    Raises:
+        UnsupportedModelError: a method of a subclass, which uses none of the names and calls ``super()``, whose function is out
+            of reach.
     """
     function = method.__func__  # type: ignore[attr-defined]
+    if "super" in function.__code__.co_names and not set(names) & set(function.__code__.co_names):
+        raise UnsupportedModelError(
+            f"{function.__qualname__} calls super().{function.__name__}(), which needs another {', '.join(names)} on a part of a "
+            "graph and cannot be given it. Do not derive from that class: have a conv of it as a part, and call that."
+        )
     replaced = types.FunctionType(
         function.__code__,
         {**function.__globals__, **names},

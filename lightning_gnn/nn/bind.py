@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import sys
 import types
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -135,7 +137,7 @@ class Binding:
         state.functions = {name: getattr(conv, name).__func__ for name in names}
         adapter = _adapter_of(conv)
         patched = adapter(conv, context, layer) if adapter is not None else {}
-        patched.update(fused(conv, context, layer))
+        patched.update(fused(conv, context, layer, patched.get("forward", conv.forward).__func__))
         patched["propagate"] = types.MethodType(_propagate, conv)
         if "edge_updater" in names:
             patched["edge_updater"] = types.MethodType(_edge_updater, conv)
@@ -169,6 +171,24 @@ def _left_eager(method: Any) -> Any:
     if "torch._dynamo" not in sys.modules:  # then nothing is compiled, and importing it takes seconds
         return method
     return types.MethodType(torch.compiler.disable(method.__func__), method.__self__)
+
+
+@contextmanager
+def only_bound_convs() -> Iterator[None]:
+    """While open, a conv that is not bound raises when it is called: it would take halo rows for rows that it has."""
+
+    def check(module: torch.nn.Module, _: Any) -> None:
+        if isinstance(module, MessagePassing) and STATE not in module.__dict__:
+            raise UnsupportedModelError(
+                f"{type(module).__name__} is no part of the LightningModule, and does not know of other ranks. Make it in "
+                "__init__, as an attribute of a module"
+            )
+
+    hook = torch.nn.modules.module.register_module_forward_pre_hook(check)
+    try:
+        yield
+    finally:
+        hook.remove()
 
 
 def _adapter_of(conv: MessagePassing) -> Any:
@@ -241,6 +261,11 @@ def _check_conv(where: str, conv: MessagePassing) -> None:
     library = next(kind for kind in type(conv).__mro__ if kind.__module__.startswith("torch_geometric."))
     if library is not MessagePassing and library is not known:
         _refuse(where, library)
+    if STATE not in conv.__dict__ and "forward" in conv.__dict__:
+        raise UnsupportedModelError(
+            f"{where} had its forward replaced, and a conv on a part of a graph may have another one than that calls. Call the "
+            "conv from a module of your own instead."
+        )
     if conv.flow != "source_to_target":
         raise UnsupportedModelError(
             f"{where} has flow='{conv.flow}' and needs the out-edges of its nodes, while a rank holds their in-edges. Use "
@@ -252,7 +277,7 @@ def _check_conv(where: str, conv: MessagePassing) -> None:
             "median, and several of these at once."
         )
     for sources, targets, plain in (pyg.lifted_arguments(conv), pyg.lifted_edge_arguments(conv)):
-        both = sorted((sources | targets) & plain)
+        both = sorted((sources | targets) & plain - pyg.read_by_update(conv))
         if both:
             raise UnsupportedModelError(
                 f"{where} reads '{both[0]}' in its message function both per node and per edge "
@@ -267,14 +292,32 @@ def _propagate(self: MessagePassing, edge_index: Tensor, size: Any = None, **kwa
     """`propagate` of a bound conv; kernels where messages are rows and edges last, else PyG's own over (S x, x)."""
     state: _BoundConv = self.__dict__[STATE]
     context = state.context
-    context.check_edges(edge_index, state.layer)
+    context.check_edges(edge_index, state.layer, kwargs.get("edge_weight"))
     out = _by_kernels(self, state, edge_index, kwargs)
     if out is not None:
         return out
     context.propagated(state.layer)
-    lifted = _with_halo(self, state, kwargs, *pyg.lifted_arguments(self)[:2])
+    sources, targets, _ = pyg.lifted_arguments(self)
+    lifted = _with_halo(self, state, kwargs, sources, targets)
     size = (context.num_owned + context.num_halo, context.num_owned)
-    return state.functions["propagate"](self, edge_index, size=size, **lifted)
+    given = {name: kwargs[name] for name in pyg.read_by_update(self) & (sources | targets) if name in kwargs}
+    with _update_of(self, given) if given else nullcontext():
+        return state.functions["propagate"](self, edge_index, size=size, **lifted)
+
+
+@contextmanager
+def _update_of(conv: MessagePassing, given: dict[str, Any]) -> Iterator[None]:
+    """While open, `update` gets what `propagate` was given under these names, of this rank's nodes only."""
+    update = conv.update
+
+    def of_owned(out: Any, **kwargs: Any) -> Any:
+        return update(out, **{**kwargs, **given})
+
+    object.__setattr__(conv, "update", of_owned)
+    try:
+        yield
+    finally:
+        conv.__dict__.pop("update")
 
 
 def _edge_updater(self: MessagePassing, edge_index: Tensor, size: Any = None, **kwargs: Any) -> Any:

@@ -101,10 +101,12 @@ class GraphContext:
         self._aggregates: dict[tuple[Any, ...], tuple[Tensor, ...]] = {}
         self._made_of_x: dict[int, tuple[Tensor, int]] = {}
         self._kept_columns = 0
+        self._given = {id(tensor): tensor for tensor in (edge_index, edge_weight) if tensor is not None}
+        self._versions = self._versions_of_edges()
         # The batch's own edges and weights, by id, and what :meth:`chosen` has made of them.
-        self._own = {id(tensor): tensor for tensor in (edge_index, edge_weight) if tensor is not None}
+        self._own = dict(self._given)
         # Tensors that stay the same between steps, by id; held here, so that an id is not used again.
-        self._lasting = {id(tensor): tensor for tensor in (edge_index, edge_weight) if tensor is not None}
+        self._lasting = dict(self._given)
 
     def check_rows(self, rows: int, layer: str) -> None:
         """Raises :class:`UnsupportedModelError` unless `layer` was given one row per owned node."""
@@ -127,6 +129,39 @@ class GraphContext:
         """Where something is made once, in a training step or in evaluation, for all that come: without autograd, and exactly."""
         with torch.inference_mode(False), torch.no_grad(), self.exchange.exactly():
             yield
+
+    def _versions_of_edges(self) -> list[int]:
+        return [tensor._version for tensor in self._given.values()]
+
+    def _is_own(self, tensor: Tensor) -> bool:
+        """Returns whether these are the batch's own edges or weights, or were chosen of them.
+
+        If one of them was changed in place, on every rank alike, all that was made of them is forgotten first.
+        """
+        self._look_for_changes()
+        return id(tensor) in self._own
+
+    def _lasts(self, tensor: Tensor) -> bool:
+        """Returns whether a tensor stays the same between steps, as :meth:`_is_own`."""
+        self._look_for_changes()
+        return id(tensor) in self._lasting
+
+    def _look_for_changes(self) -> None:
+        versions = self._versions_of_edges()
+        if versions != self._versions:
+            self._versions = versions
+            self._forget_edges()
+
+    def _forget_edges(self) -> None:
+        """Forgets what was made of edges and their weights."""
+        self._own, self._lasting = dict(self._given), dict(self._given)
+        for kept in (self._edges, self._weights, self._matrices, self._sums, self._once):
+            kept.clear()
+        self._forget_aggregates()
+
+    def _forget_aggregates(self) -> None:
+        """Forgets what was made of constant features."""
+        self._aggregates, self._made_of_x, self._kept_columns = {}, {}, 0
 
     # S ########################################################################
 
@@ -159,7 +194,7 @@ class GraphContext:
             return False
         if x._version != self._x_version:  # changed in place: what was made of it is stale, on every rank alike
             self._constant_halo = self._expanded_x = None
-            self._aggregates, self._made_of_x, self._kept_columns = {}, {}, 0
+            self._forget_aggregates()
             self._x_version = x._version
         return True
 
@@ -201,9 +236,9 @@ class GraphContext:
 
     def split_edges(self, edge_index: Tensor) -> SplitEdges | None:
         """Returns the CSR form of edges that stay the same between steps; None for others: they would not repay it."""
-        key = id(edge_index)
-        if key not in self._lasting:
+        if not self._lasts(edge_index):
             return None
+        key = id(edge_index)
         if key not in self._edges:
             with torch.inference_mode(False), torch.no_grad():
                 self._edges[key] = SplitEdges.from_edges(edge_index, self.num_owned, self.num_halo)
@@ -211,13 +246,14 @@ class GraphContext:
 
     def matrix(self, edge_index: Tensor) -> CSR:
         """Returns the edges as one matrix over owned and halo rows, ``[N, N + H]``; kept where edges last."""
+        lasts = self._lasts(edge_index)
         kept = self._matrices.get(id(edge_index))
         if kept is not None:
             return kept
         with torch.inference_mode(False), torch.no_grad():
             source, target = edge_index
             made = CSR.from_coo(target, source, self.num_owned, self.num_owned + self.num_halo)
-        if id(edge_index) in self._lasting:
+        if lasts:
             self._matrices[id(edge_index)] = made
         return made
 
@@ -239,7 +275,7 @@ class GraphContext:
     def split_weights(self, edge_index: Tensor, weight: Tensor) -> SplitWeights | None:
         """Returns weights that stay the same between steps in slot order; None for others."""
         edges = self.split_edges(edge_index)
-        if edges is None or id(weight) not in self._lasting or weight.requires_grad or weight.dim() != 1:
+        if edges is None or not self._lasts(weight) or weight.requires_grad or weight.dim() != 1:
             return None
         key = (id(edge_index), id(weight))
         if key not in self._weights:
@@ -284,9 +320,9 @@ class GraphContext:
         Numbers shorter than float32 would be rounded once more by a scale, and are weighted instead.
         """
         plain = edge_weight is None and not (improved and add_self_loops)
-        if id(edge_index) not in self._own or not plain or dtype not in (torch.float32, torch.float64):
+        if not self._is_own(edge_index) or not plain or dtype not in (torch.float32, torch.float64):
             return None
-        key = ("normalised", add_self_loops, dtype, id(edge_index), edge_index._version)
+        key = ("normalised", add_self_loops, dtype, id(edge_index))
         if key not in self._sums:
             with torch.inference_mode(False), torch.no_grad():
                 if add_self_loops:
@@ -306,12 +342,11 @@ class GraphContext:
             edge_index, edge_weight: what it is computed from.
             compute: may communicate, since all ranks decide alike.
         """
-        if id(edge_index) not in self._own or (edge_weight is not None and id(edge_weight) not in self._own):
+        if not self._is_own(edge_index) or (edge_weight is not None and not self._is_own(edge_weight)):
             return compute()
         if edge_weight is not None and edge_weight.requires_grad:
             return compute()
-        versions = (edge_index._version, None if edge_weight is None else edge_weight._version)
-        key = (*name, id(edge_index), None if edge_weight is None else id(edge_weight), versions)
+        key = (*name, id(edge_index), None if edge_weight is None else id(edge_weight))
         if key not in self._once:
             # Evaluation may come first, and an inference tensor could not take part in training later.
             with self._to_keep():
@@ -330,7 +365,7 @@ class GraphContext:
             choose: returns tensors, the edges first; all ranks choose alike.
         """
         found = self.once(("chosen", name), edge_index, None, choose)
-        if id(edge_index) in self._own:
+        if self._is_own(edge_index):
             self._own.update({id(tensor): tensor for tensor in found})
         return found
 
@@ -371,7 +406,7 @@ class GraphContext:
 
         def compute() -> tuple[Tensor]:
             left = without_self_loops(edge_index)
-            if id(edge_index) in self._own:
+            if self._is_own(edge_index):
                 removed = torch.tensor([left is not edge_index], dtype=torch.int32, device=edge_index.device)
                 if not self.exchange.max_over_ranks(removed, "Looking for self-loops"):
                     return (left,)
@@ -424,6 +459,7 @@ class GraphContext:
         return None if what is None else self.total(x, what, layer)
 
     def _sum_of(self, edge_index: Tensor, weight: Tensor | None, mean: bool) -> Sum | None:
+        self._look_for_changes()
         key = (id(edge_index), None if weight is None else id(weight), mean)
         if key not in self._sums:
             edges = self.split_edges(edge_index)
@@ -503,11 +539,16 @@ class GraphContext:
                 self._made_of_x.update({id(each): (each, each._version) for each in kept})
         return kept
 
-    def check_edges(self, edge_index: Any, layer: str) -> None:
-        """Raises :class:`UnsupportedModelError` unless edges are given as ``[2, E]``."""
+    def check_edges(self, edge_index: Any, layer: str, edge_weight: Any = None) -> None:
+        """Raises :class:`UnsupportedModelError` unless edges are given as ``[2, E]``, and weights of so many, if any."""
         if not isinstance(edge_index, Tensor) or edge_index.layout != torch.strided:
             raise UnsupportedModelError(
                 f"'{layer}' was called with a {type(edge_index).__name__} of sparse layout. Hand on batch.edge_index."
+            )
+        if isinstance(edge_weight, Tensor) and edge_weight.dim() and edge_weight.size(0) != edge_index.size(1):
+            raise UnsupportedModelError(
+                f"'{layer}' was given {edge_weight.size(0)} weights for {edge_index.size(1)} edges. A rank has a part of the "
+                "graph's edges: take the rows of what belongs to all of them by batch.e_id, weight[batch.e_id]."
             )
 
 

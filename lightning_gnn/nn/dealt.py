@@ -44,6 +44,12 @@ class DealtContext(GraphContext):
         self._products: dict[int, tuple[Sum, Matrix]] = {}  # by id of the sum, which is held so that it stays its own
 
     @override
+    def _forget_edges(self) -> None:
+        super()._forget_edges()
+        self._dealt.clear()
+        self._products.clear()
+
+    @override
     def _sum(self, x: Tensor, fetch: Fetch, what: Sum, layer: str) -> Tensor:
         if id(what) not in self._products:
             with torch.inference_mode(False), torch.no_grad():
@@ -52,7 +58,7 @@ class DealtContext(GraphContext):
 
     @override
     def attended(self, edge_index: Tensor, layer: str, in_list: bool) -> Attended:
-        if self._make_sparse is None or in_list or id(edge_index) not in self._lasting:
+        if self._make_sparse is None or in_list or not self._lasts(edge_index):
             return super().attended(edge_index, layer, in_list)
         self.propagated(layer)
         matrix = self._dealt_edges(edge_index)

@@ -20,12 +20,19 @@ _MAKERS: dict[type, Callable[[type, Any, GraphContext, str], Callable[..., Any] 
     **dict.fromkeys(several.KINDS, several.pna),
 }
 
+# By class: the linear maps whose weights the forward reads; the others call their maps.
+_MAPS: dict[type, Callable[[Any, Any], list[Any]]] = {
+    **dict.fromkeys(reorder.KINDS, reorder.maps_of),
+    **dict.fromkeys(several.KINDS, several.maps_of),
+}
+
 
 def _kind_of(conv: MessagePassing) -> type | None:
     """Returns the class whose forward, messages and edge updates a conv has unchanged."""
     kind = next((kind for kind in type(conv).__mro__ if kind in _MAKERS), None)
     same = ("forward", "message", "edge_update")
-    return kind if kind and all(getattr(type(conv), name) is getattr(kind, name) for name in same) else None
+    unchanged = kind and all(getattr(type(conv), name) is getattr(kind, name) for name in same)
+    return kind if unchanged else None
 
 
 def kernel_groups(module: torch.nn.Module) -> set[str]:
@@ -45,10 +52,30 @@ def may_be_fused(module: Any) -> bool:
     return isinstance(module, MessagePassing) and _kind_of(module) is not None
 
 
-def fused(conv: MessagePassing, context: GraphContext, layer: str) -> dict[str, Any]:
-    """Returns the forward, as an adapter does; nothing for a conv of another form, or one that is watched by hooks."""
+def fused(conv: MessagePassing, context: GraphContext, layer: str, own: Callable[..., Any]) -> dict[str, Any]:
+    """Returns the forward, as an adapter does; nothing for a conv of another form.
+
+    Args:
+        conv: to be bound.
+        context: its rank's graph.
+        layer: its name.
+        own: its forward otherwise, a function of the conv. It is what runs in calls that hooks watch, or whose linear maps are
+            more than their weights: those may change at any time, as pruning does.
+    """
     kind = _kind_of(conv)
-    if kind is None or not pyg.is_plain(conv):
+    forward = None if kind is None else _MAKERS[kind](kind, conv, context, layer)
+    if forward is None:
         return {}
-    forward = _MAKERS[kind](kind, conv, context, layer)
-    return {} if forward is None else {"forward": types.MethodType(forward, conv)}
+
+    def run(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return (forward if pyg.is_plain(self) and _may_read_weights(kind, self) else own)(self, *args, **kwargs)
+
+    return {"forward": types.MethodType(run, conv)}
+
+
+def _may_read_weights(kind: Any, conv: Any) -> bool:
+    """Returns whether the weights that a forward reads past the conv's maps are all that these maps do."""
+    if kind not in _MAPS:
+        return True
+    maps = _MAPS[kind](kind, conv)
+    return bool(maps) and all(map(pyg.is_plain_map, maps))

@@ -78,7 +78,7 @@ def _wide(x: Tensor) -> Tensor:
 
 
 def _only_graph(batch: Any, layer: str) -> None:
-    if batch is not None:
+    if batch is not None and bool(batch.any()):
         raise UnsupportedModelError(
             f"'{layer}' was given a batch vector: statistics per graph of a batch are not supported, only those of one graph."
         )

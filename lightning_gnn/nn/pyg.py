@@ -8,8 +8,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch import Tensor
-from torch_geometric.nn import MessagePassing, aggr
+from torch.nn.utils.parametrize import is_parametrized
+from torch_geometric.nn import Linear, MessagePassing, aggr
 
 # Results for one graph that convs keep between calls; on another rank's part, or the whole graph, they would be wrong.
 _CACHES = ("_cached_edge_index", "_cached_adj_t", "_cached_x", "_cached_h", "_alpha")
@@ -66,6 +68,31 @@ def is_plain(conv: MessagePassing) -> bool:
         and type(conv).aggregate is MessagePassing.aggregate
         and type(conv).update is MessagePassing.update
     )
+
+
+def is_plain_map(lin: Any) -> bool:
+    """Returns whether calling a module is ``x @ weight.T + bias`` and nothing else: no hooks, no forward of its own.
+
+    Pruning, weight norm and spectral norm make the weight in a hook, or each time that it is read; hooks also may look at what
+    goes in and out.
+    """
+    if is_parametrized(lin):
+        return False
+    own = type(lin).forward in (torch.nn.Linear.forward, Linear.forward) and "forward" not in lin.__dict__
+    return own and lin.weight.dim() == 2 and not is_watched(lin)  # [out, in]
+
+
+def is_watched(module: torch.nn.Module) -> bool:
+    """Returns whether a module has hooks, which must see what they see on one device."""
+    return bool(
+        module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks
+    )
+
+
+def read_by_update(conv: MessagePassing) -> set[str]:
+    """Returns the names of the arguments of `propagate` that `update` reads as they are, and neither message nor aggregation."""
+    others = conv.inspector.get_flat_param_names(["message", "aggregate", "edge_update"])
+    return set(conv.inspector.get_flat_param_names(["update"])) - set(others)
 
 
 _REDUCTIONS: dict[type, str] = {

@@ -48,7 +48,7 @@ def _hop(
     conv: Any, context: GraphContext, layer: str, x: Tensor, edge_index: Tensor, edge_weight: Tensor | None
 ) -> Aggregate:
     """Returns one propagation of rows over normalised edges, as the conv is set."""
-    context.check_edges(edge_index, layer)
+    context.check_edges(edge_index, layer, edge_weight)
     if getattr(conv, "normalize", True):
         improved, loops = getattr(conv, "improved", False), getattr(conv, "add_self_loops", False)
         what = context.normalised(edge_index, edge_weight, improved, loops, x.dtype)
@@ -139,9 +139,9 @@ def _gin(conv: Any, context: GraphContext, layer: str) -> Callable[..., Tensor]:
 def _first_of_nn(conv: Any) -> list[Any]:
     """Returns the linear map that a GINConv's network begins with; nothing where that is not known, or it is used again."""
     first = conv.nn
-    while type(first) is torch.nn.Sequential and len(first):
+    while type(first) is torch.nn.Sequential and len(first) and not pyg.is_watched(first):
         first = first[0]
-    if type(first) is pyg_nn.MLP:
+    if type(first) is pyg_nn.MLP and not pyg.is_watched(first):
         first = first.lins[0]
     uses = sum(part is first for _, part in conv.nn.named_modules(remove_duplicate=False))
     return [first] if isinstance(first, (torch.nn.Linear, pyg_nn.Linear)) and uses == 1 else []
@@ -193,16 +193,11 @@ KINDS = tuple(_FORWARDS)
 """The convs that aggregate on the narrower side."""
 
 
-def reordered(kind: type[MessagePassing], conv: MessagePassing, context: GraphContext, layer: str) -> Any:
-    """Returns the forward that chooses its side; None where the conv's settings do not allow it.
+def maps_of(kind: type[MessagePassing], conv: MessagePassing) -> list[Any]:
+    """Returns the linear maps that a conv of that kind may put on either side."""
+    return _FORWARDS[kind][1](conv)
 
-    Hooks on the linear map must see what they would see on one device, so with hooks it stays where it is.
-    """
-    if pyg.linear_aggregation(conv) is None:
-        return None
-    make, maps_of = _FORWARDS[kind]
-    maps = maps_of(conv)
-    plain = all(hasattr(lin, "weight") and lin.weight.dim() == 2 for lin in maps)  # [out, in]
-    if not maps or not plain or any(lin._forward_hooks or lin._forward_pre_hooks for lin in maps):
-        return None
-    return make(conv, context, layer)
+
+def reordered(kind: type[MessagePassing], conv: MessagePassing, context: GraphContext, layer: str) -> Any:
+    """Returns the forward that chooses its side; None where the conv's aggregation does not allow it."""
+    return None if pyg.linear_aggregation(conv) is None else _FORWARDS[kind][0](conv, context, layer)

@@ -82,9 +82,7 @@ def pna(kind: Any, conv: Any, context: GraphContext, layer: str) -> Callable[...
     A message is then A x_i + B x_j + b: what is taken over j shifts with the first and last term, and is taken of B x_j alone.
     """
     reductions = pyg.reductions(conv.aggr_module.aggr)
-    maps = [part for net in conv.pre_nns for part in net.modules()]
-    watched = any(part._forward_hooks or part._forward_pre_hooks for part in maps)
-    if reductions is None or watched or any(len(net) != 1 for net in conv.pre_nns):
+    if reductions is None or any(len(net) != 1 for net in conv.pre_nns):
         return None
 
     def forward(self: Any, x: Tensor, edge_index: Tensor, edge_attr: Tensor | None = None) -> Tensor:
@@ -127,6 +125,11 @@ def _scales(scaler: Any, degree: Tensor) -> list[Tensor | float]:
         "inverse_linear": lambda: scaler.avg_deg_lin / degree.clamp(min=1),
     }
     return [ways[name]() for name in scaler.scaler]
+
+
+def maps_of(kind: Any, conv: Any) -> list[Any]:
+    """Returns the layers before the aggregation, of which :func:`pna` takes the weights; none where they are wrapped."""
+    return [part for net in conv.pre_nns if not pyg.is_watched(net) for part in net]
 
 
 KINDS = (pyg_nn.PNAConv,)

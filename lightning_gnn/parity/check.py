@@ -28,7 +28,7 @@ from lightning_gnn.checks import causes
 from lightning_gnn.checks.causes import Cause, Finding
 from lightning_gnn.checks.differences import LOGGED_TOLERANCE, Difference, differences, first_difference
 from lightning_gnn.checks.record import compared, differing
-from lightning_gnn.checks.stand_ins import QuietTrainer, aside, quiet, uncompiled
+from lightning_gnn.checks.stand_ins import QuietTrainer, aside, copied, quiet, uncompiled
 from lightning_gnn.checks.trial import STAGES, Outcome, Parted, Trial, in_one_line
 from lightning_gnn.comm.traffic import Meter
 from lightning_gnn.comparing.measure import draws_random_numbers
@@ -252,7 +252,7 @@ class _Check:
         return found, errors
 
     def _reference(self, module: pl.LightningModule, stage: str) -> _Reference:
-        prepared = quiet(copy.deepcopy(module), self._trainer)
+        prepared = quiet(copied(module), self._trainer)
         prepared.configure_model()
         prepared.setup(stage)
         trial = Trial(prepared, self.graph, stage, self._trainer, self._dtype, self._share_draws)

@@ -27,15 +27,13 @@ def test_idiom(ranks, one):
     assert not found, "\n".join(found)
 
 
-ONE = Idiom(broken.intact, "", None, None, ("fit", "test"), ("dgcl",), 1e-7, False, None)
+ONE = Idiom("one", broken.intact, "", None, None, ("fit", "test"), ("dgcl",), 1e-7, False, None)
 
 
 def test_the_harness_sees_that_something_differs(ranks):
     assert complaints(ranks, ONE) == []
     [found] = complaints(ranks, replace(ONE, build=broken.without_halo))
-    assert found.startswith(
-        "without_halo under dgcl (sorted), rank 0: 'fit' 'values' epoch 0, on_validation_end 'train_loss'"
-    )
+    assert found.startswith("one under dgcl (sorted), rank 0: 'fit' 'values' epoch 0, on_validation_end 'train_loss'")
     [found] = complaints(ranks, replace(ONE, build=broken.without_sums))
     assert found.startswith("without_sums under dgcl (sorted), rank 0: raises ReplicaError: After epoch 0")
 
