@@ -13,7 +13,9 @@ import warnings
 import zlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import lightning as L
@@ -58,6 +60,8 @@ class Case:
         trainer: arguments of the Trainer.
         strategy: arguments of this package's strategies.
         also: called after each stage; what it returns is compared, too.
+        program: run in place of the stages, with a function that makes a Trainer of `trainer` and more arguments, the module and
+            the datamodule; what it returns is compared, too.
     """
 
     module: L.LightningModule
@@ -65,6 +69,7 @@ class Case:
     trainer: dict[str, Any] = field(default_factory=dict)
     strategy: dict[str, Any] = field(default_factory=dict)
     also: Callable[[], Any] | None = None
+    program: Callable[[Callable[..., L.Trainer], L.LightningModule, GraphDataModule], Any] | None = None
 
 
 Build = Callable[[], Case]
@@ -249,6 +254,15 @@ class _Log(Logger):
     def log_hyperparams(self, *_: Any, **__: Any) -> None: ...
 
 
+_DEFAULTS = {
+    "max_epochs": 3,
+    "enable_checkpointing": False,
+    "enable_progress_bar": False,
+    "enable_model_summary": False,
+    "log_every_n_steps": 1,
+}
+
+
 @dataclass
 class Result:
     """What a run has come to: what it has seen, or its error."""
@@ -263,7 +277,7 @@ class Result:
 def run(build: Build, strategy: Any, devices: int, partition: str, stages: Sequence[str]) -> Result:
     """Returns what a program gives; `strategy` is a name that Lightning knows, or makes a strategy of options."""
     result, seen, log = Result(), _Seen(), _Log()
-    with warnings.catch_warnings(record=True) as caught:
+    with warnings.catch_warnings(record=True) as caught, TemporaryDirectory() as folder:
         warnings.simplefilter("always")
         try:
             torch.manual_seed(0)
@@ -273,24 +287,25 @@ def run(build: Build, strategy: Any, devices: int, partition: str, stages: Seque
                 data.apply(lambda value: value.double() if value.is_floating_point() else value)
                 data = GraphDataModule(data)
             partition_lopsided(data, partition)
-            options = {
-                "max_epochs": 3,
-                "logger": log,
-                "enable_checkpointing": False,
-                "enable_progress_bar": False,
-                "enable_model_summary": False,
-                "log_every_n_steps": 1,
-                **case.trainer,
-            }
-            options["callbacks"] = [*options.get("callbacks", ()), seen]
-            made = strategy if isinstance(strategy, str) else strategy(**{"timeout": 30, **case.strategy})
-            trainer = L.Trainer(strategy=made, devices=devices, accelerator="cpu", **options)
-            for stage in stages:
-                call: Any = getattr(trainer, stage)
+
+            def make_trainer(**more: Any) -> L.Trainer:
+                options = {**_DEFAULTS, "logger": log, "default_root_dir": folder, **case.trainer, **more}
+                options["callbacks"] = [*options.get("callbacks", ()), seen]
+                made = strategy if isinstance(strategy, str) else strategy(**{"timeout": 30, **case.strategy})
+                return L.Trainer(strategy=made, devices=devices, accelerator="cpu", **options)
+
+            def call(stage: str) -> Any:
                 quiet = {"verbose": False} if stage in ("validate", "test") else {}
-                returned = copy.deepcopy(call(module, datamodule=data, **quiet))
-                found = {"values": seen.values, "logger": log.given, "returned": returned}
-                if stage == "fit":
+                return getattr(trainer, stage)(module, datamodule=data, **quiet)
+
+            if case.program is None:
+                trainer = make_trainer()
+                calls = {stage: partial(call, stage) for stage in stages}
+            else:
+                calls = {"program": partial(case.program, make_trainer, module, data)}
+            for stage, work in calls.items():
+                found = {"returned": copy.deepcopy(work()), "values": seen.values, "logger": log.given}
+                if stage in ("fit", "program"):
                     found["weights"] = copy.deepcopy(module.state_dict())
                 if case.also is not None:
                     found["also"] = copy.deepcopy(case.also())
