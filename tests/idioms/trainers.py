@@ -16,8 +16,8 @@ from torch_geometric.nn.models import GAT, GCN
 from torchmetrics import MaxMetric, MeanMetric
 from torchmetrics.classification import MulticlassAccuracy
 
-from idioms.harness import CLASSES, FEATURES, Case, graph, idiom
-from idioms.plain import Net
+from idioms.harness import CLASSES, FEATURES, Case, graph
+from idioms.plain import Net, idiom
 from lightning_gnn import GraphDataModule
 
 FIT = ("fit", "test")
@@ -109,6 +109,20 @@ def barebones() -> Case:
 # Precision ####################################################################
 
 
+class Single(Net):
+    """Stays float32, and makes the graph so."""
+
+    def double(self) -> Any:
+        return self
+
+    def on_before_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
+        batch.x = batch.x.float()
+        return batch
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.02)
+
+
 @idiom(source="Lightning docs: precision='64-true'", stages=FIT)
 def double_precision() -> Case:
     return _trained_with(precision="64-true")
@@ -116,28 +130,12 @@ def double_precision() -> Case:
 
 @idiom(source="Lightning docs: precision='bf16-mixed'", stages=("fit",), rtol=0.05)
 def bfloat16_mixed() -> Case:
-    class Module(Net):
-        def on_before_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
-            batch.x = batch.x.float()
-            return batch
-
-        def on_fit_start(self) -> None:
-            self.float()
-
-    return Case(Module(), graph(), {"precision": "bf16-mixed"})
+    return Case(Single(), graph(), {"precision": "bf16-mixed"})
 
 
 @idiom(source="Lightning docs: precision='32-true' and a float32 graph", stages=FIT)
 def single_precision() -> Case:
-    class Module(Net):
-        def double(self) -> Any:
-            return self
-
-        def on_before_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
-            batch.x = batch.x.float()
-            return batch
-
-    return Case(Module(), graph(), {"precision": "32-true"})
+    return Case(Single(), graph(), {"precision": "32-true"})
 
 
 # Several runs #################################################################
@@ -203,15 +201,22 @@ def cross_validation() -> Case:
 
 @idiom(source="Lightning docs: save_checkpoint by hand, load_from_checkpoint with hyperparameters")
 def loaded_from_a_checkpoint() -> Case:
-    def program(trainer_with: Callable[..., L.Trainer], module: Any, data: Any) -> Any:
-        trainer = trainer_with()
-        trainer.fit(module, datamodule=data)
-        path = trainer.strategy.broadcast(f"{trainer.default_root_dir}/by_hand.ckpt")
-        trainer.save_checkpoint(path)
-        kept = torch.load(path, weights_only=False)
-        loaded = Sized.load_from_checkpoint(path)
-        return kept["state_dict"], kept["hyper_parameters"], kept["epoch"], loaded.state_dict()
+    class Saves(L.Callback):
+        def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+            paths.append(trainer.strategy.broadcast(f"{trainer.default_root_dir}/by_hand.ckpt"))
+            trainer.save_checkpoint(paths[0])
 
+    def program(trainer_with: Callable[..., L.Trainer], module: Any, data: Any) -> Any:
+        trainer_with(callbacks=[Saves()]).fit(module, datamodule=data)
+        kept = torch.load(paths[0], weights_only=False)
+        return (
+            kept["state_dict"],
+            kept["hyper_parameters"],
+            kept["epoch"],
+            Sized.load_from_checkpoint(paths[0]).state_dict(),
+        )
+
+    paths: list[str] = []
     return Case(Sized(hidden=6), graph(), program=program)
 
 
@@ -242,7 +247,9 @@ def compiled_head() -> Case:
     class Module(Net):
         def __init__(self) -> None:
             super().__init__()
-            self.head = torch.compile(torch.nn.Sequential(torch.nn.Linear(CLASSES, CLASSES), torch.nn.Tanh()), backend="eager")
+            self.head = torch.compile(
+                torch.nn.Sequential(torch.nn.Linear(CLASSES, CLASSES), torch.nn.Tanh()), backend="eager"
+            )
 
         def forward(self, x: Tensor, edge_index: Tensor) -> Tensor:
             return self.head(super().forward(x, edge_index))
@@ -400,22 +407,33 @@ def _hydra(net: torch.nn.Module, compile: bool = False) -> Case:
     return Case(LitModule(net, adam, plateau, compile), graph(), {"max_epochs": 5, "min_epochs": 1})
 
 
-@idiom(source="lightning-hydra-template: src/models/mnist_module.py", stages=FIT)
+@idiom(
+    source="lightning-hydra-template: src/models/mnist_module.py", stages=FIT, xfail="ranks weigh alike in MeanMetric"
+)
 def hydra_template() -> Case:
     return _hydra(GCN(FEATURES, 8, 2, CLASSES))
 
 
-@idiom(source="lightning-hydra-template: src/models/mnist_module.py with compile: true", stages=FIT, schemes=("dgcl",))
+@idiom(
+    source="lightning-hydra-template: src/models/mnist_module.py with compile: true",
+    stages=FIT,
+    schemes=("dgcl",),
+    xfail="ranks weigh alike in MeanMetric",
+)
 def hydra_template_compiled() -> Case:
     return _hydra(GAT(FEATURES, 8, 2, CLASSES, heads=2), compile=True)
 
 
-@idiom(source="lightning-hydra-template: EarlyStopping and ModelCheckpoint on val/acc, best weights tested")
+@idiom(
+    source="lightning-hydra-template: EarlyStopping and ModelCheckpoint on val/acc, best weights tested",
+    xfail="ranks weigh alike in MeanMetric",
+)
 def hydra_template_with_callbacks() -> Case:
     def program(trainer_with: Callable[..., L.Trainer], module: Any, data: Any) -> Any:
         saver = ModelCheckpoint(monitor="val/acc", mode="max", save_last=True, auto_insert_metric_name=False)
         trainer = trainer_with(
-            callbacks=[saver, L.pytorch.callbacks.EarlyStopping("val/acc", mode="max", patience=3)], enable_checkpointing=True
+            callbacks=[saver, L.pytorch.callbacks.EarlyStopping("val/acc", mode="max", patience=3)],
+            enable_checkpointing=True,
         )
         trainer.fit(module, datamodule=data)
         return trainer.test(module, datamodule=data, ckpt_path=saver.best_model_path, weights_only=False, verbose=False)
