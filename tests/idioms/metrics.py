@@ -188,7 +188,7 @@ def tracker_over_epochs() -> Case:
 @idiom(source="torchmetrics docs: MinMaxMetric", stages=FIT)
 def least_and_largest_value() -> Case:
     def make() -> Any:
-        return tmw.MinMaxMetric(MulticlassAccuracy(CLASSES))  # noqa: E731
+        return tmw.MinMaxMetric(MulticlassAccuracy(CLASSES))
 
     return _computed(make, lambda found: {f"acc_{name}": value for name, value in found.items()})
 
@@ -414,9 +414,9 @@ def confusion_matrix() -> Case:
         matrix, scores = found["MulticlassConfusionMatrix"], found["MulticlassStatScores"]
         return {"right": matrix.diag().sum() / matrix.sum(), "rows": matrix.sum().float(), "false": scores[1].float()}
 
-    make = lambda: MetricCollection(
-        [MulticlassConfusionMatrix(CLASSES), MulticlassStatScores(CLASSES, average="micro")]
-    )  # noqa: E731
+    def make() -> MetricCollection:
+        return MetricCollection([MulticlassConfusionMatrix(CLASSES), MulticlassStatScores(CLASSES, average="micro")])
+
     return _computed(make, values)
 
 
@@ -439,9 +439,9 @@ def regression_metrics() -> Case:
     def prepare(out: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
         return out[:, 0].float(), y.float()
 
-    make = lambda: MetricCollection(
-        [MeanSquaredError(), MeanAbsoluteError(), R2Score(), ExplainedVariance(), PearsonCorrCoef(), SpearmanCorrCoef()]
-    )
+    def make() -> MetricCollection:
+        errors = MeanSquaredError(), MeanAbsoluteError(), R2Score(), ExplainedVariance()
+        return MetricCollection([*errors, PearsonCorrCoef(), SpearmanCorrCoef()])
 
     return _logged(make, prepare)
 
