@@ -101,7 +101,12 @@ class RankPool:
                 self.close()
                 failures[rank] = ("timeout", f"no answer within {timeout} s; the pool was restarted")
                 raise RankFailed(failures)
-            answer = connection.recv()
+            try:
+                answer = connection.recv()
+            except EOFError:
+                self.close()
+                failures[rank] = ("died", "its process has ended; the pool was restarted")
+                raise RankFailed(failures) from None
             if answer[0] == "failed":
                 failures[rank] = answer[1:]
             else:

@@ -13,7 +13,9 @@ import warnings
 import zlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import lightning as L
@@ -59,6 +61,9 @@ class Case:
         trainer: arguments of the Trainer.
         strategy: arguments of this package's strategies.
         also: called after each stage; what it returns is compared, too.
+        apart: begins of names of logged values that depend on time and are not compared.
+        program: run in place of the stages, with a function that makes a Trainer of `trainer` and more arguments, the module and
+            the datamodule; what it returns is compared, too.
     """
 
     module: L.LightningModule
@@ -66,6 +71,8 @@ class Case:
     trainer: dict[str, Any] = field(default_factory=dict)
     strategy: dict[str, Any] = field(default_factory=dict)
     also: Callable[[], Any] | None = None
+    apart: tuple[str, ...] = ()
+    program: Callable[[Callable[..., L.Trainer], L.LightningModule, GraphDataModule], Any] | None = None
 
 
 Build = Callable[[], Case]
@@ -93,7 +100,8 @@ class Idiom:
         for number, scheme in enumerate([*self.schemes, *more]):
             # Other stages than the first cost as much as it does, and depend little on the scheme.
             stages = self.stages if number == 0 else self.stages[:1]
-            found.append((scheme, "one without training nodes" if number == 2 else "sorted", stages))
+            empty = number > 0 and number == min(2, len(self.schemes) - 1)
+            found.append((scheme, "one without training nodes" if empty else "sorted", stages))
         return found
 
 
@@ -206,12 +214,13 @@ class _Seen(L.Callback):
     """Keeps what is logged, whenever an epoch or a stage ends, and counts the optimizers' steps."""
 
     def __init__(self) -> None:
+        self.apart = OURS
         self.values: list[tuple[str, dict[str, Any]]] = []
         self.steps = 0
 
     def _keep(self, trainer: L.Trainer, when: str) -> None:
         found = {**trainer.logged_metrics, **trainer.callback_metrics}
-        kept = {name: copy.deepcopy(value) for name, value in found.items() if not name.startswith(OURS)}
+        kept = {name: copy.deepcopy(value) for name, value in found.items() if not name.startswith(self.apart)}
         self.values.append((f"epoch {trainer.current_epoch}, {when}", kept))
 
     def on_before_optimizer_step(self, *_: Any) -> None:
@@ -240,14 +249,24 @@ class _Log(Logger):
 
     def __init__(self) -> None:
         super().__init__()
+        self.apart = OURS
         self.given: list[tuple[str, dict[str, Any]]] = []
 
     def log_metrics(self, metrics: Mapping[str, Any], step: int | None = None) -> None:
-        kept = {name: value for name, value in metrics.items() if not name.startswith(OURS)}
+        kept = {name: value for name, value in metrics.items() if not name.startswith(self.apart)}
         if kept.keys() - {"epoch"}:
             self.given.append((f"logged at step {step}", kept))
 
     def log_hyperparams(self, *_: Any, **__: Any) -> None: ...
+
+
+_DEFAULTS = {
+    "max_epochs": 3,
+    "enable_checkpointing": False,
+    "enable_progress_bar": False,
+    "enable_model_summary": False,
+    "log_every_n_steps": 1,
+}
 
 
 @dataclass
@@ -264,37 +283,38 @@ class Result:
 def run(build: Build, strategy: Any, devices: int, partition: str, stages: Sequence[str]) -> Result:
     """Returns what a program gives; `strategy` is a name that Lightning knows, or makes a strategy of options."""
     result, seen, log = Result(), _Seen(), _Log()
-    with warnings.catch_warnings(record=True) as caught:
+    with warnings.catch_warnings(record=True) as caught, TemporaryDirectory() as folder:
         warnings.simplefilter("always")
         try:
             torch.manual_seed(0)
             case = build()
             module, data = case.module.double(), case.data
+            seen.apart = log.apart = (*OURS, *case.apart)
             if isinstance(data, Data):
                 data.apply(lambda value: value.double() if value.is_floating_point() else value)
                 data = GraphDataModule(data)
             if isinstance(data, GraphDataModule):
                 partition_lopsided(data, partition)
-            options = {
-                "max_epochs": 3,
-                "logger": log,
-                "enable_checkpointing": False,
-                "enable_progress_bar": False,
-                "enable_model_summary": False,
-                "log_every_n_steps": 1,
-                **case.trainer,
-            }
-            options["callbacks"] = [*options.get("callbacks", ()), seen]
-            made = strategy if isinstance(strategy, str) else strategy(**{"timeout": 30, **case.strategy})
-            trainer = L.Trainer(strategy=made, devices=devices, accelerator="cpu", **options)
-            for stage in stages:
-                if stage == "test" and not is_overridden("test_step", module):
-                    continue
-                call: Any = getattr(trainer, stage)
+
+            def make_trainer(**more: Any) -> L.Trainer:
+                options = {**_DEFAULTS, "logger": log, "default_root_dir": folder, **case.trainer, **more}
+                options["callbacks"] = [*options.get("callbacks", ()), seen]
+                made = strategy if isinstance(strategy, str) else strategy(**{"timeout": 30, **case.strategy})
+                return L.Trainer(strategy=made, devices=devices, accelerator="cpu", **options)
+
+            def call(stage: str) -> Any:
                 quiet = {"verbose": False} if stage in ("validate", "test") else {}
-                returned = copy.deepcopy(call(module, datamodule=data, **quiet))
-                found = {"values": seen.values, "logger": log.given, "returned": returned}
-                if stage == "fit":
+                return getattr(trainer, stage)(module, datamodule=data, **quiet)
+
+            if case.program is None:
+                trainer = make_trainer()
+                left_out = () if is_overridden("test_step", module) else ("test",)
+                calls = {stage: partial(call, stage) for stage in stages if stage not in left_out}
+            else:
+                calls = {"program": partial(case.program, make_trainer, module, data)}
+            for stage, work in calls.items():
+                found = {"returned": copy.deepcopy(work()), "values": seen.values, "logger": log.given}
+                if stage in ("fit", "program"):
                     found["weights"] = copy.deepcopy(module.state_dict())
                 if case.also is not None:
                     found["also"] = copy.deepcopy(case.also())
