@@ -259,7 +259,10 @@ def test_threshold_by_the_loss():
             by_accuracy.update(1 - loss / 2.0)
     assert by_loss.epsilon == pytest.approx(by_accuracy.epsilon) and by_loss.epsilon != 0.01
     relaxed, tightened = AdaptiveThreshold(), AdaptiveThreshold()
-    for each, losses in ((relaxed, (-1.0, -1.1)), (tightened, (-1.0, -0.9))):  # of a loss below 0 as well, less is better
+    for each, losses in (
+        (relaxed, (-1.0, -1.1)),
+        (tightened, (-1.0, -0.9)),
+    ):  # of a loss below 0 as well, less is better
         for loss in losses:
             each.update_by_loss(loss)
     assert tightened.epsilon < 0.01 < relaxed.epsilon

@@ -553,7 +553,9 @@ class GraphDataModule(L.LightningDataModule):
                 "If that is 9, most likely this machine has too little memory for the graph and its partitioner."
             )
         # The user's own code may print, too; the answer is the last line.
-        answer: dict[str, Any] = json.loads(done.stdout.splitlines()[-1]) if done.stdout else {"error": "see the error above."}
+        answer: dict[str, Any] = (
+            json.loads(done.stdout.splitlines()[-1]) if done.stdout else {"error": "see the error above."}
+        )
         if "error" in answer:
             raise RuntimeError(f"Loading or partitioning {self.source} failed: {answer['error']}")
         folder, self._drew = answer["folder"], bool(answer["drew"])
