@@ -10,6 +10,7 @@ from lightning_gnn.callbacks.monitor import CommunicationMonitor
 from lightning_gnn.callbacks.trace import CommunicationTrace
 from lightning_gnn.comparing import compare
 from lightning_gnn.datamodules import GraphDataModule, planted_partition, split_edges
+from lightning_gnn.foreign import leave_out
 from lightning_gnn.modules import LinkPredictor, NodeClassifier
 from lightning_gnn.nn import (
     CommNet,
@@ -42,6 +43,8 @@ from lightning_gnn.strategies import (
     VertexCutStrategy,
 )
 from lightning_gnn.strategies.staged import StagedStrategy
+
+leave_out()
 
 __version__ = "0.1.0"
 

@@ -40,7 +40,6 @@ from lightning_gnn.datamodules.graph import GraphDataModule, OneBatch, check_fit
 from lightning_gnn.datamodules.hetero import NO_TYPES
 from lightning_gnn.datamodules.shards import Shard
 from lightning_gnn.datamodules.sources import MASKS, counted_mask, num_labelled
-from lightning_gnn.kernels import cache_folder
 from lightning_gnn.kernels.warm_up import warm_up
 from lightning_gnn.launching import StartMethod, make_launcher
 from lightning_gnn.nn.bind import Binding, check_module
@@ -296,7 +295,7 @@ class GNNStrategy(ParallelStrategy):
         groups = kernel_groups(module) | ({"codes"} if self.codec is not None else set())
         seconds = warm_up(groups, dtypes)
         if seconds:
-            rank_zero_info(f"Compiled kernels for this machine, once ({seconds:.1f} s); kept in {cache_folder()}")
+            rank_zero_info(f"Compiled in {seconds:.1f} s")
 
     @override
     def setup(self, trainer: pl.Trainer) -> None:
