@@ -20,7 +20,7 @@ from lightning_gnn.checks.stand_ins import QuietTrainer, quiet, run_step, withou
 from lightning_gnn.comm.group import CommunicationError, World
 from lightning_gnn.comm.in_process import InProcessWorld, Meeting
 from lightning_gnn.datamodules.shards import Shard, whole_graph
-from lightning_gnn.datamodules.sources import counted_mask
+from lightning_gnn.datamodules.sources import MASKS, counted_mask
 from lightning_gnn.nn import pyg
 from lightning_gnn.nn.bind import Binding
 from lightning_gnn.nn.context import GraphContext
@@ -234,10 +234,13 @@ class Trial:
         draws = SharedDraws(known, own=own_draws, share_rows=self._share_rows)
 
         def scale(output: Any) -> float:
-            return loss_scale(output, counts, rank, self._reduction, total)
+            empty = self.mask in MASKS and not counts[rank]
+            stand_ins = int(shard.batch[self.mask].sum()) if empty else 0
+            sizes = len(rows.nodes), len(rows.edges)
+            return loss_scale(output, counts, rank, self._reduction, gather, stand_ins, sizes)
 
-        def total(own: Tensor) -> Tensor:
-            return own if world is None else world.all_reduce_(own)
+        def gather(own: Tensor) -> Tensor:
+            return own.unsqueeze(0) if world is None else world.all_gather(own)
 
         with draws, torch.set_grad_enabled(self.training), self.listening(model, shard, world) as ran.logged:
             if self.training and not model.automatic_optimization:

@@ -12,9 +12,6 @@ from torchmetrics import Metric
 
 from lightning_gnn.comm.group import World
 from lightning_gnn.strategies.logs import GlobalLogs
-from lightning_gnn.strategies.metrics import StandInMetrics
-
-_REDUCED: dict[str, Any] = {"mean": torch.mean, "sum": torch.sum, "max": torch.amax, "min": torch.amin}
 
 
 class Heard:
@@ -33,38 +30,27 @@ class Heard:
     ) -> None:
         self.values: dict[str, Tensor] = {}
         self._metrics: dict[str, Metric] = {}
-        self._model, self._world, self._hook = model, world, _EPOCH_END[stage]
+        self._model, self._hook = model, _EPOCH_END[stage]
         model.__dict__.pop("log_dict", None)  # which calls log
         object.__setattr__(model, "log", self._hear)
         self._logs = None if world is None else GlobalLogs(model, world)
-        self._stand_ins = None if world is None else StandInMetrics(model, world)
-        if self._logs is not None and self._stand_ins is not None:
-            self._logs.enter(counts)
-            self._stand_ins.enter(stand_ins)
-        for metric in model.modules():
-            if isinstance(metric, Metric) and world is not None:
-                metric.distributed_available_fn = lambda: True
-                metric.dist_sync_fn = self._gather
+        if self._logs is not None:
+            self._logs.enter(counts, stand_ins)
 
-    def _gather(self, value: Tensor, group: Any = None) -> list[Tensor]:
-        assert self._world is not None
-        return [each.clone() for each in self._world.all_gather_object(value)]
-
-    def _hear(self, name: str, value: Any, **options: Any) -> None:
+    def _hear(self, name: str, value: Any, *_: Any, **__: Any) -> None:
         if isinstance(value, Metric):
             self._metrics[name] = value
             return
-        value = torch.as_tensor(value).detach().double()
-        if self._world is not None and options.get("sync_dist"):  # Lightning's own way: of ranks, not of nodes
-            reduce = _REDUCED[str(options.get("reduce_fx", "mean"))]
-            value = reduce(torch.stack(self._world.all_gather_object(value)), 0)
-        self.values[name] = value
+        self.values[name] = torch.as_tensor(value).detach().double()
 
-    def finish(self) -> None:
-        """Ends step and epoch."""
-        if self._logs is not None and self._stand_ins is not None:
-            self._logs.leave()
-            self._stand_ins.leave()
+    def finish(self, loss: Tensor | None = None, scale: float | None = None) -> None:
+        """Ends step and epoch.
+
+        Args:
+            loss, scale: see :meth:`~lightning_gnn.strategies.logs.GlobalLogs.leave`.
+        """
+        if self._logs is not None:
+            self._logs.leave(loss, scale)
         if self._hook:
             getattr(self._model, self._hook)()
         for name, metric in self._metrics.items():
