@@ -82,8 +82,8 @@ BACKWARD = Cause(
 LOGGED = Cause(
     COUNT,
     "Modules, loss and gradients agree, so the value is weighted by other counts than its mean is over. Say "
-    "self.log(..., batch_size=how many it is over); reduce_fx='sum' if it is a sum; and leave out sync_dist=True, which takes "
-    "the plain mean of the ranks.",
+    "self.log(..., batch_size=how many it is over); reduce_fx='sum' if it is a sum; and log a metric of torchmetrics in place of "
+    "what is no mean, such as F1 or AUROC.",
 )
 DRAWN = Cause(
     RANDOM,

@@ -43,14 +43,10 @@ class Heard:
             return
         self.values[name] = torch.as_tensor(value).detach().double()
 
-    def finish(self, loss: Tensor | None = None, scale: float | None = None) -> None:
-        """Ends step and epoch.
-
-        Args:
-            loss, scale: see :meth:`~lightning_gnn.strategies.logs.GlobalLogs.leave`.
-        """
+    def finish(self) -> None:
+        """Ends step and epoch."""
         if self._logs is not None:
-            self._logs.leave(loss, scale)
+            self._logs.leave()
         if self._hook:
             getattr(self._model, self._hook)()
         for name, metric in self._metrics.items():

@@ -70,9 +70,9 @@ class GlobalLogs:
         callbacks: whose metrics are wrapped, too.
 
     A mean is weighted by the ranks' labelled nodes of the stage's mask, or by ``batch_size`` where a call gives one that differs
-    from rank to rank; ``reduce_fx`` of ``"sum"``, ``"max"`` and ``"min"`` reduces over ranks likewise. What is the loss of a step
-    that says what it weighs, weighs that. ``sync_dist`` changes nothing. Calls with ``rank_zero_only`` log rank 0's own value. The
-    values of one step travel in one message.
+    from rank to rank; ``reduce_fx`` of ``"sum"``, ``"max"`` and ``"min"`` reduces over ranks likewise. What a step returns
+    as ``loss_weight``, its values weigh. ``sync_dist`` changes nothing. Calls with ``rank_zero_only`` log rank 0's own
+    value. The values of one step travel in one message.
 
     Attributes:
         weights: what ranks weigh.
@@ -98,27 +98,21 @@ class GlobalLogs:
         self._module.__dict__.pop("log", None)
         self.metrics.release()
 
-    def enter(self, counts: Sequence[int], stand_ins: int = 0) -> None:
-        """Starts a step; its calls are held until :meth:`leave`.
-
-        Args:
-            counts: labelled rows in its mask on each rank, which its values weigh.
-            stand_ins: rows in its mask on this rank that only stand in, 0 if it has labelled ones.
-        """
-        self.weights.enter(counts, stand_ins)
+    def enter(self, counts: Sequence[int], stand_ins: int = 0, sizes: Sequence[int] = ()) -> None:
+        """Starts a step; its calls are held until :meth:`leave`. See :meth:`RowWeights.enter`."""
+        self.weights.enter(counts, stand_ins, sizes)
         self.metrics.enter()
         self._held = []
 
-    def leave(self, loss: Tensor | None = None, scale: float | None = None) -> None:
+    def leave(self, summed: Tensor | None = None) -> None:
         """Ends the step: makes the held values global and logs them, in order.
 
         Args:
-            loss: what the step has returned, if it says what that weighs.
-            scale: this rank's part of it in the sum over ranks.
+            summed: what the step has returned, if it is a sum over rows.
         """
         held, self._held = self._held, None
-        self._flush(held or [], loss, scale)
-        self.metrics.leave(loss, scale)
+        self._flush(held or [], summed)
+        self.metrics.leave()
         self.weights.leave()
 
     def _wrapped(self, name: str, value: Any, *args: Any, **options: Any) -> None:
@@ -154,12 +148,12 @@ class GlobalLogs:
                 "graph, once."
             )
 
-    def _flush(self, calls: Sequence[_Call], loss: Tensor | None = None, scale: float | None = None) -> None:
+    def _flush(self, calls: Sequence[_Call], summed: Tensor | None = None) -> None:
         of_ranks = [call for call in calls if call.is_of_rank]
-        weights = self._reduce(of_ranks, loss, scale) if of_ranks and self._world.size > 1 else []
+        weights = self._reduce(of_ranks, summed) if of_ranks and self._world.size > 1 else []
         for call, weight in zip(of_ranks, weights or [self._own_size(call) for call in of_ranks]):
             # What the steps of an epoch weigh in its mean; of one batch, it only tells Lightning not to guess.
-            call.options["batch_size"] = weight or 1
+            call.options["batch_size"] = int(weight) or 1
         now = self._module._current_fx_name
         for call in calls:
             if isinstance(call.value, Metric) and self._world.size > 1:
@@ -168,44 +162,49 @@ class GlobalLogs:
             self._log(call.name, call.value, **call.options)
         self._module._current_fx_name = now
 
-    def _own_size(self, call: _Call) -> int:
+    def _own_size(self, call: _Call) -> float:
         given = call.options.get("batch_size")
         return sum(self.weights.counts) if given is None else given
 
-    def _reduce(self, calls: Sequence[_Call], loss: Tensor | None, scale: float | None) -> list[int]:
+    def _reduce(self, calls: Sequence[_Call], summed: Tensor | None) -> list[float]:
         """Makes the values of all ranks one each; returns what they weigh."""
         names = [call.name for call in calls]
-        own = torch.stack([self._channels(call, loss) for call in calls], 1)  # [3, calls]
-        found, scales = self._gather(own, names, scale)
-        values, sizes, is_loss = found.unbind(1)  # [P, calls] each
+        own = torch.stack([self._channels(call, summed) for call in calls], 1)  # [4, calls]
+        values, sizes, are_all, are_sums = self._gather(own, names).unbind(1)  # [P, calls] each
         counts = torch.tensor(self.weights.counts, dtype=torch.float64)
         real = counts > 0
-        # A size that all ranks give alike, such as batch_size=1, does not tell what their values are of.
-        alike = (sizes[real] == sizes[real][0]).all(0) | (sizes[real] < 0).any(0)
+        # A size that all ranks give alike, such as batch_size=1, does not tell what their values are of, unless all have as
+        # many nodes or edges.
+        alike = (sizes[real] == sizes[real][0]).all(0) & (are_all == 0).any(0) | (sizes[real] < 0).any(0)
         weights = torch.where(alike, counts.view(-1, 1), sizes)
         weights = torch.where((weights > 0).any(0), weights, 1.0)
         present = weights > 0
         means = (values.where(present, 0.0) * weights).sum(0) / weights.sum(0)
         means = torch.where((values == values[0]).all(0), values[0], means)
-        losses = (values.where(scales.view(-1, 1) > 0, 0.0) * scales.view(-1, 1)).sum(0)
+        has_rows = real.view(-1, 1)
         joined = {
-            "mean": torch.where((is_loss > 0).all(0), losses, means),
-            "sum": values.sum(0),
+            "mean": torch.where((are_sums > 0).all(0), values.where(has_rows, 0.0).sum(0), means),
+            "sum": values.where(has_rows | ~values.isnan(), 0.0).sum(0),
             "max": values.where(present, float("-inf")).amax(0),
             "min": values.where(present, float("inf")).amin(0),
         }
         totals = torch.where(alike & (sizes[real][0] >= 0), sizes[real].sum(0), weights.sum(0))
         for index, call in enumerate(calls):
             given = call.value
-            dtype = given.dtype if isinstance(given, Tensor) and given.is_floating_point() else torch.get_default_dtype()
-            device = given.device if isinstance(given, Tensor) else self._world.device
-            call.value = joined[call.reduction or "mean"][index].to(device, dtype)
-        return [int(total) for total in totals]
+            like = given if isinstance(given, Tensor) else torch.empty(0, device=self._world.device)
+            dtype = like.dtype if like.is_floating_point() else torch.get_default_dtype()
+            call.value = joined[call.reduction or "mean"][index].to(like.device, dtype)
+        return totals.tolist()
 
-    def _channels(self, call: _Call, loss: Tensor | None) -> Tensor:
-        """Returns a rank's value, what it says to weigh, -1 for nothing, and whether it is the loss, ``[3]``."""
+    def _channels(self, call: _Call, summed: Tensor | None) -> Tensor:
+        """Returns a rank's value, what it says to weigh, -1 for nothing, whether that is all its nodes or edges, and whether the
+        value is a sum, ``[4]``."""
         device, stand_ins = self._world.device, self.weights.stand_ins
-        value = call.value.detach() if isinstance(call.value, Tensor) else torch.tensor(float(call.value))
+        value = (
+            call.value.detach()
+            if isinstance(call.value, Tensor)
+            else torch.tensor(float(call.value), dtype=torch.float64)
+        )
         value = value.to(device, torch.float64).reshape(())
         given = call.options.get("batch_size")
         size = -1.0 if given is None else float(given)
@@ -213,17 +212,18 @@ class GlobalLogs:
             size = 0.0 if 0 <= size <= stand_ins else size
             if call.reduction == "sum" and _may_be_of(stand_ins, float(value)):
                 value = torch.zeros_like(value)
-        is_loss = torch.zeros_like(value)
-        if loss is not None and given is None and call.reduction == "mean":
-            is_loss = (value == loss.detach().to(value)).to(value)
-        return torch.stack([value, value.new_tensor(size), is_loss])
+        is_sum = torch.zeros_like(value)
+        if summed is not None and given is None and call.reduction == "mean":
+            is_sum = (value == summed.detach().to(value)).to(value)
+        of_all = float(size in self.weights.sizes)
+        return torch.stack([value, value.new_tensor(size), value.new_tensor(of_all), is_sum])
 
-    def _gather(self, own: Tensor, names: Sequence[str], scale: float | None) -> tuple[Tensor, Tensor]:
-        """Returns the values of all ranks, ``[P, 3, calls]``, and what their losses are scaled by, ``[P]``, on the CPU."""
+    def _gather(self, own: Tensor, names: Sequence[str]) -> Tensor:
+        """Returns the values of all ranks, ``[P, 4, calls]``, on the CPU."""
         digest = float(zlib.crc32("\0".join(names).encode()))
-        header = own.new_tensor([len(names), digest, 0.0 if scale is None else scale]).view(3, 1)
-        first = torch.cat([header, own[:, :_FIRST], own.new_zeros(3, max(0, _FIRST - len(names)))], 1)
-        operation = f"Logged values {list(names)}"
+        header = own.new_tensor([len(names), digest, 0.0, 0.0]).view(4, 1)
+        first = torch.cat([header, own[:, :_FIRST], own.new_zeros(4, max(0, _FIRST - len(names)))], 1)
+        operation = "Logged values"  # on all ranks alike, whatever they log
         found = self._world.all_gather(first, operation).cpu()
         if bool((found[:, :2, 0] != found[0, :2, 0]).any()):
             everyone = self._world.all_gather_object(list(names))
@@ -235,7 +235,7 @@ class GlobalLogs:
         values = found[:, :, 1 : 1 + len(names)]
         if len(names) > _FIRST:
             values = torch.cat([values, self._world.all_gather(own[:, _FIRST:], operation).cpu()], 2)
-        return values, found[:, 2, 0]
+        return values
 
 
 def _may_be_of(stand_ins: int, value: float) -> bool:

@@ -6,6 +6,7 @@ P ranks.
 from __future__ import annotations
 
 import threading
+import weakref
 import zlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -20,10 +21,10 @@ import lightning.pytorch as pl
 import torch
 from torch import Tensor
 from torchmetrics import CatMetric, MaxMetric, MeanMetric, Metric, MetricCollection, MinMetric, SumMetric
-from torchmetrics.metric import CompositionalMetric
+from torchmetrics.metric import CompositionalMetric, jit_distributed_available
 from torchmetrics.utilities import dim_zero_cat
 from torchmetrics.utilities.distributed import gather_all_tensors
-from torchmetrics.wrappers import BootStrapper
+from torchmetrics.wrappers import BootStrapper, Running
 from torchmetrics.wrappers.abstract import WrapperMetric
 
 from lightning_gnn.comm.group import World
@@ -31,8 +32,22 @@ from lightning_gnn.strategies.weights import RowWeights
 
 _Form = tuple[torch.dtype, tuple[int, ...]]
 
-_MOST_KEPT = 1000
-"""Entries of a list or dict that is looked through for metrics."""
+_MOST_KEPT = 100_000
+"""Objects that are looked through for metrics."""
+
+_LIBRARIES = {
+    "builtins",
+    "lightning",
+    "lightning_gnn",
+    "numpy",
+    "pytorch_lightning",
+    "torch",
+    "torch_geometric",
+    "weakref",
+}
+
+_NOT_KEPT = {"_trainer", "_defaults", *vars(torch.nn.Module())} - {"_modules"}
+"""What holds no metrics in a module."""
 
 
 class _Current(threading.local):
@@ -53,7 +68,7 @@ def _wrap_update_of_new(metric: Metric, update: Callable[..., Any]) -> Callable[
     # Lightning keeps what is logged in metrics of its own.
     if metrics is None or type(metric).__module__.startswith("lightning."):
         return wrapped
-    return metrics.wrap(metric, wrapped)
+    return metrics.wrap_new(metric, wrapped)
 
 
 @dataclass
@@ -62,13 +77,15 @@ class _Forward:
 
     Attributes:
         metric, args, options: the call.
-        leaves: the tensors in what it has returned.
+        value: what it has returned.
+        of_all_ranks: whether that is of all ranks' rows.
     """
 
     metric: Metric
     args: tuple[Any, ...]
     options: dict[str, Any]
-    leaves: list[Any]
+    value: Any
+    of_all_ranks: bool
 
 
 class StandInMetrics:
@@ -76,9 +93,9 @@ class StandInMetrics:
 
     - Many metrics raise on an empty update, so a rank without labelled nodes has a stand-in row in its mask; an update with no
       more rows is skipped there.
-    - A scalar that a ``MeanMetric`` (or ``RunningMean``) is given without a weight is taken for a mean over the rank's labelled rows
-      of the stage's mask. ``MaxMetric``, ``MinMetric`` and ``CatMetric`` take the mean over ranks of such scalars. ``SumMetric`` adds
-      them up.
+    - A scalar that a ``MeanMetric`` (or ``RunningMean``) is given without a weight is taken for a mean over the rank's labelled
+      rows of the stage's mask. ``MaxMetric``, ``MinMetric`` and ``CatMetric`` take the mean over ranks of such scalars.
+      ``SumMetric`` adds them up.
     - States of ranks that have seen nothing are left out where states are joined: they may have another form.
     - The value of a metric on a batch, where it is logged, is that of all ranks' rows. Others are of the rank's own.
 
@@ -97,55 +114,69 @@ class StandInMetrics:
     ) -> None:
         self._world, self._weights = world, weights
         self._before: list[tuple[Metric | MetricCollection, dict[str, Any]]] = []
+        self._new: list[weakref.ref[Metric]] = []
         self._synced: list[tuple[Metric, bool]] = []
-        self._forwards: dict[int, _Forward] = {}
+        self._forwards: dict[int, tuple[Tensor, _Forward, int]] = {}
         self._last: dict[int, _Forward] = {}
         self._means: list[tuple[MeanMetric, Tensor, float]] = []
+        self._too_early: tuple[str, list[float]] | None = None
+        self._running: dict[int, Running] = {}
         self._counts_all = False
         if world.size == 1:
             return
-        self._others, _current.metrics = _current.metrics, self
-        Metric._wrap_update = _wrap_update_of_new  # type: ignore[method-assign]
         for metric in _metrics_in([module, *callbacks]):
+            if isinstance(metric, BootStrapper) and metric.sampling_strategy == "multinomial":
+                self.release()
+                raise ValueError(
+                    "BootStrapper(sampling_strategy='multinomial') draws as many rows on each rank as the rank has, which is not "
+                    "a draw from all. Use sampling_strategy='poisson', which draws for each row by itself."
+                )
             self._before.append((metric, {name: vars(metric)[name] for name in _METHODS if name in vars(metric)}))
             if isinstance(metric, MetricCollection):
-                metric._equal_metric_states = _equal_states  # type: ignore[method-assign]
-                continue
-            update = MethodType(type(metric).update, metric)  # without what others have made of it, in a copy
-            metric.update = self.wrap(
-                metric, update if isinstance(metric, WrapperMetric) else _wrap_update(metric, update)
-            )
+                metric._equal_metric_states = _equal_states  # type: ignore[method-assign, assignment]
+            else:
+                metric.update = self.wrap(metric, _own_update(metric))
+        Metric._wrap_update = _wrap_update_of_new  # type: ignore[method-assign, assignment]
+        _current.metrics = self
 
     def release(self) -> None:
         """Gives the metrics their own methods back."""
-        if self._world.size == 1:
-            return
-        _current.metrics = self._others
+        if _current.metrics is self:
+            _current.metrics = None
         for metric, before in self._before:
             for name in _METHODS:
                 vars(metric).pop(name, None)
             vars(metric).update(before)
-        for metric, on_step in self._synced:
+        for new in (reference() for reference in self._new):
+            if new is not None:
+                for name in ("forward", "_sync_dist"):
+                    vars(new).pop(name, None)
+                new.distributed_available_fn = jit_distributed_available
+                new.update = _own_update(new)  # type: ignore[method-assign]
+        for metric, on_step in reversed(self._synced):
             metric.dist_sync_on_step = on_step
-        self._before, self._synced = [], []
+        self._before, self._synced, self._new = [], [], []
 
-    def leave(self, loss: Tensor | None = None, scale: float | None = None) -> None:
-        """Ends a step.
-
-        Args:
-            loss: what the step has returned, if it says what that weighs.
-            scale: this rank's part of it in the sum over ranks.
-        """
-        if loss is not None and scale is not None:
-            for metric, value, share in self._means:
-                if share != scale and bool(value == loss.detach().to(value)):
-                    with self._counting_all():
-                        metric.update(value, scale - share)
+    def leave(self) -> None:
+        """Ends a step."""
+        now = self._weights.share
+        if self._too_early is not None and self._too_early[1] != self._weights.shares:
+            raise ValueError(
+                f"{self._too_early[0]} was given a number in a step which returns loss_weight, before it was known what that "
+                "number weighs. Give it in on_train_batch_end, which has what the step returns."
+            )
+        for metric, value, share in self._means:
+            if share != now:  # the step has said what its values weigh
+                running = self._running.get(id(metric))
+                owner, place = (metric, "") if running is None else (running, f"_{_last_place(running)}")
+                for name, more in (("mean_value", value * (now - share)), ("weight", now - share)):
+                    setattr(owner, name + place, getattr(owner, name + place) + more)
         self.enter()
 
     def enter(self) -> None:
         """Starts a step."""
         self._forwards, self._last, self._means = {}, {}, []
+        self._too_early = None
 
     @property
     def _acts(self) -> bool:
@@ -163,6 +194,11 @@ class StandInMetrics:
 
     # Updates ##################################################################
 
+    def wrap_new(self, metric: Metric, update: Callable[..., Any]) -> Callable[..., Any]:
+        """Wraps the methods of a metric that has been made or copied since; returns its `update`, wrapped."""
+        self._new.append(weakref.ref(metric))
+        return self.wrap(metric, update)
+
     def wrap(self, metric: Metric, update: Callable[..., Any]) -> Callable[..., Any]:
         """Wraps the methods of a metric; returns its `update`, which torchmetrics leaves out of copies, wrapped."""
         # Bound to the metric: methods of a copy are the copy's.
@@ -176,14 +212,10 @@ class StandInMetrics:
             return self._acts or (available is not None and bool(available()))
 
         own["distributed_available_fn"] = ranks_are_there
-        if isinstance(metric, BootStrapper):
-            if metric.sampling_strategy == "multinomial":
-                raise ValueError(
-                    "BootStrapper(sampling_strategy='multinomial') draws as many rows on each rank as the rank has, which is not "
-                    "a draw from all. Use sampling_strategy='poisson', which draws for each row by itself."
-                )
-        elif isinstance(metric, (WrapperMetric, CompositionalMetric)):
-            return update  # whose metrics count
+        if isinstance(metric, Running):
+            self._running[id(metric.base_metric)] = metric
+        if isinstance(metric, (WrapperMetric, CompositionalMetric)) and not isinstance(metric, BootStrapper):
+            return update  # whose metrics count; what is given to those of a BootStrapper are draws
 
         @wraps(update)
         def counting(*args: Any, **options: Any) -> None:
@@ -209,7 +241,9 @@ class StandInMetrics:
                 _skip(metric)
             else:
                 update(value)
-        elif isinstance(metric, SumMetric) and self._weights.stand_ins and not _is_larger(value, self._weights.stand_ins):
+        elif (
+            isinstance(metric, SumMetric) and self._weights.stand_ins and not _is_larger(value, self._weights.stand_ins)
+        ):
             _skip(metric)
         else:
             update(*args, **options)
@@ -234,6 +268,8 @@ class StandInMetrics:
             _skip(metric)
 
     def _mean(self, metric: Metric, value: Any) -> Tensor:
+        if self._weights.in_step:
+            self._too_early = type(metric).__name__, self._weights.shares
         value = torch.as_tensor(value, dtype=torch.float64, device=self._world.device)
         return self._weights.mean(value, f"A value for {type(metric).__name__}")
 
@@ -251,46 +287,42 @@ class StandInMetrics:
         counts_itself = not isinstance(metric, (WrapperMetric, CompositionalMetric))
         if counts_itself and not metric.dist_sync_on_step and self._stands_in((*args, *options.values())):
             # Of the form that it has elsewhere; it weighs nothing.
-            with self._counting_all():
-                value = metric.clone().forward(*args, **options)
+            with self._counting_all(), _begun_anew([metric]):
+                value = forward(*args, **options)
             _skip(metric)
             metric._forward_cache = value
         else:
             value = forward(*args, **options)
-        leaves = torch.utils._pytree.tree_leaves(value)
-        self._last[id(metric)] = made = _Forward(metric, args, options, leaves)
-        self._forwards.update({id(leaf): made for leaf in leaves if isinstance(leaf, Tensor)})
+        of_all_ranks = all(each.dist_sync_on_step for each in _parts(metric))
+        self._last[id(metric)] = made = _Forward(metric, args, options, value, of_all_ranks)
+        for place, leaf in enumerate(torch.utils._pytree.tree_leaves(value)):
+            if isinstance(leaf, Tensor):
+                self._forwards[id(leaf)] = leaf, made, place
         return value
 
     def of_all_ranks(self, value: Any) -> Any:
         """Returns `value`; if a metric has returned it in this step, that of all ranks' rows. All ranks call it."""
-        made = self._forwards.get(id(value))
-        if made is None:
+        if id(value) not in self._forwards:
             return value
-        index = next(place for place, leaf in enumerate(made.leaves) if leaf is value)
-        again = self._again(made)
-        return value if again is None else torch.utils._pytree.tree_leaves(again)[index]
+        _, made, place = self._forwards[id(value)]
+        return torch.utils._pytree.tree_leaves(self._joined(made))[place]
 
     def forward_of_all_ranks(self, metric: Metric) -> None:
         """Makes the value on the batch that a metric keeps that of all ranks' rows. All ranks call it."""
         made = self._last.get(id(metric))
-        again = None if made is None else self._again(made)
-        if again is not None:
-            metric._forward_cache = again
+        if made is not None and metric._forward_cache is not None:
+            metric._forward_cache = self._joined(made)
 
-    def _again(self, made: _Forward) -> Any:
-        """Returns what a call returns if states are joined in it, as they are in later ones; None if they were."""
-        known = [each for each, _ in self._synced]
-        parts = [each for each in made.metric.modules() if isinstance(each, Metric)]
-        new = [each for each in parts if not any(each is other for other in known)]
-        if not new:
-            return None
-        self._synced += [(each, each.dist_sync_on_step) for each in new]
-        for each in new:
-            each.dist_sync_on_step = True
-        twin = made.metric.clone()
-        twin.reset()
-        return twin.forward(*made.args, **made.options)
+    def _joined(self, made: _Forward) -> Any:
+        """Returns what a call returns if states are joined in it, as they are in later calls."""
+        if not made.of_all_ranks:
+            parts = _parts(made.metric)
+            self._synced += [(each, each.dist_sync_on_step) for each in parts]
+            for each in parts:
+                each.dist_sync_on_step = True
+            with _begun_anew(parts):
+                made.value, made.of_all_ranks = made.metric(*made.args, **made.options), True
+        return made.value
 
     # States ###################################################################
 
@@ -347,6 +379,12 @@ def _num_bytes(form: _Form) -> int:
     return dtype.itemsize * torch.Size(shape).numel()
 
 
+def _own_update(metric: Metric) -> Callable[..., Any]:
+    """Returns a metric's `update` as torchmetrics has it."""
+    update = MethodType(type(metric).update, metric)
+    return update if isinstance(metric, WrapperMetric) else _wrap_update(metric, update)
+
+
 def _is_scalar(value: Any) -> bool:
     return isinstance(value, Number) or (isinstance(value, Tensor) and value.dim() == 0)
 
@@ -359,6 +397,32 @@ def _is_larger(value: Any, stand_ins: int) -> bool:
 def _skip(metric: Metric) -> None:
     metric._update_count += 1  # seen, so that compute() does not warn
     metric._computed = None
+
+
+def _last_place(running: Running) -> int:
+    """Returns where in its window a running metric keeps what it was given last."""
+    return (running._num_vals_seen - 1) % running.window
+
+
+def _parts(metric: Metric) -> list[Metric]:
+    return [each for each in metric.modules() if isinstance(each, Metric)]
+
+
+@contextmanager
+def _begun_anew(metrics: Sequence[Metric]) -> Iterator[None]:
+    """Inside, metrics have seen nothing; afterwards they are as before."""
+    # Not copies: states may be part of an autograd graph.
+    before = [dict(vars(metric)) for metric in metrics]
+    for metric in metrics:
+        for name, default in metric._defaults.items():
+            setattr(metric, name, [] if isinstance(default, list) else default.clone().to(metric.device))
+        metric._update_count, metric._computed = 0, None
+    try:
+        yield
+    finally:
+        for metric, known in zip(metrics, before):
+            vars(metric).clear()
+            vars(metric).update(known)
 
 
 def _is_new(metric: Metric) -> bool:
@@ -379,21 +443,26 @@ def _equal_states(first: Metric, second: Metric) -> bool:
 
 
 def _metrics_in(roots: Sequence[Any]) -> Iterator[Any]:
-    """Yields the metrics and collections of modules and callbacks, each once: parts, and what they keep in lists and dicts."""
+    """Yields the metrics and collections of modules and callbacks, each once: parts, and what they keep in lists and objects."""
     seen: set[int] = set()
-    waiting: list[Any] = [(root, True) for root in reversed(roots)]
-    while waiting:
-        value, is_owner = waiting.pop()
+    waiting = list(reversed(roots))
+    while waiting and len(seen) < _MOST_KEPT:
+        value = waiting.pop()
         if id(value) in seen:
             continue
         if isinstance(value, (list, tuple, dict)):
-            seen.add(id(value))
-            if len(value) <= _MOST_KEPT:
-                inside = list(value.values() if isinstance(value, dict) else value)
-                waiting += [(each, False) for each in reversed(inside)]
-        elif is_owner or isinstance(value, torch.nn.Module):
-            seen.add(id(value))
+            inside: Sequence[Any] = list(value.values() if isinstance(value, dict) else value)
+        elif isinstance(value, torch.nn.Module) or (hasattr(value, "__dict__") and _is_of_user(type(value))):
             if isinstance(value, (Metric, MetricCollection)):
                 yield value
-            kept = [each for name, each in vars(value).items() if name not in ("_trainer", "_defaults", "_groups")]
-            waiting += [(each, False) for each in reversed(kept)]
+            inside = [each for name, each in vars(value).items() if name not in _NOT_KEPT]
+        else:
+            continue
+        seen.add(id(value))
+        waiting += reversed(inside[:_MOST_KEPT])
+
+
+def _is_of_user(kind: type) -> bool:
+    """Returns whether a class is none of the libraries', whose objects keep no metrics."""
+    is_callback = issubclass(kind, pl.Callback)
+    return is_callback or (kind.__module__.partition(".")[0] not in _LIBRARIES and not issubclass(kind, type))
