@@ -167,8 +167,8 @@ def rehearse(
                 pyg.clear_caches(child)
         binding = bind(model, shard, world)
         counted = Counted(model)
-        counts, total = shard.mask_counts[mask], world.all_reduce_
-        scale = partial(loss_scale, counts=counts, rank=rank, reduction=loss_reduction, total=total)
+        counts, gather = shard.mask_counts[mask], world.all_gather
+        scale = partial(loss_scale, counts=counts, rank=rank, reduction=loss_reduction, gather=gather)
         if not model.automatic_optimization:
             without_optimizers(model, scale(None))
         parameters = [each for each in model.parameters() if each.requires_grad]

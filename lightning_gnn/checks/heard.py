@@ -13,9 +13,6 @@ from torchmetrics import Metric
 
 from lightning_gnn.comm.group import World
 from lightning_gnn.strategies.logs import GlobalLogs
-from lightning_gnn.strategies.metrics import StandInMetrics
-
-_REDUCED: dict[str, Any] = {"mean": torch.mean, "sum": torch.sum, "max": torch.amax, "min": torch.amin}
 
 
 @dataclass(frozen=True)
@@ -54,17 +51,8 @@ class Heard:
         model.__dict__.pop("log_dict", None)  # which calls log
         object.__setattr__(model, "log", self._hear)
         self._logs = None if world is None else GlobalLogs(model, world)
-        self._stand_ins = None if world is None else StandInMetrics(model, world)
         self._log = model.log
         object.__setattr__(model, "log", self._note)
-        for metric in model.modules():
-            if isinstance(metric, Metric) and world is not None:
-                metric.distributed_available_fn = lambda: True
-                metric.dist_sync_fn = self._gather
-
-    def _gather(self, value: Tensor, group: Any = None) -> list[Tensor]:
-        assert self._world is not None
-        return [each.clone() for each in self._world.all_gather_object(value)]
 
     def _note(self, name: str, value: Any, *args: Any, **options: Any) -> None:
         own = None if isinstance(value, Metric) else torch.as_tensor(value).detach().double()
@@ -72,15 +60,11 @@ class Heard:
         self.calls[name] = Logged(self._model._current_fx_name or "", own, options)
         self._log(name, value, **options)
 
-    def _hear(self, name: str, value: Any, **options: Any) -> None:
+    def _hear(self, name: str, value: Any, *_: Any, **__: Any) -> None:
         if isinstance(value, Metric):
             self._metrics[name] = value
             return
-        value = torch.as_tensor(value).detach().double()
-        if self._world is not None and options.get("sync_dist"):  # Lightning's own way: of ranks, not of nodes
-            reduce = _REDUCED[str(options.get("reduce_fx", "mean"))]
-            value = reduce(torch.stack(self._world.all_gather_object(value)), 0)
-        self.values[name] = value
+        self.values[name] = torch.as_tensor(value).detach().double()
 
     def enter(self, counts: Sequence[int], stand_ins: int) -> None:
         """Begins a step.
@@ -89,15 +73,20 @@ class Heard:
             counts: labelled rows of each rank, which values are weighted by.
             stand_ins: rows that only stand in for an empty mask.
         """
-        if self._logs is not None and self._stand_ins is not None:
-            self._logs.enter(counts)
-            self._stand_ins.enter(stand_ins)
+        if self._logs is not None:
+            self._logs.enter(counts, stand_ins)
 
-    def leave(self) -> None:
-        """Ends the step."""
-        if self._logs is not None and self._stand_ins is not None:
-            self._logs.leave()
-            self._stand_ins.leave()
+    def leave(self, said: Sequence[float] | None, summed: Tensor | None) -> None:
+        """Ends the step.
+
+        Args:
+            said: what ranks weigh, if the step has said it.
+            summed: its loss, if that is a sum over rows.
+        """
+        if self._logs is not None:
+            if said is not None:
+                self._logs.weights.say(said)
+            self._logs.leave(summed)
 
     def finish(self, skipped: set[str]) -> None:
         """Ends the epoch; a metric that raises on one device is added to `skipped`, and left out if it is in there."""

@@ -146,6 +146,16 @@ class World:
         self._waited_s = 0.0
         self.closed = False
 
+    @property
+    def connected(self) -> bool:
+        """Whether other ranks can be asked here: not inside :func:`no_process_group`."""
+        return dist.is_initialized()
+
+    @property
+    def everyone(self) -> Any:
+        """The process group of all ranks, as torch knows it."""
+        return dist.group.WORLD
+
     def ranks_here(self) -> list[int]:
         """Returns the ranks of this machine, this one among them; all ranks call it."""
         hosts = self.all_gather_object(machine_key() or socket.gethostname())

@@ -188,6 +188,16 @@ class InProcessWorld(World):
         self.wire: Any = InProcessWire(rank, meeting)
         self._meeting = meeting
 
+    @property
+    @override
+    def connected(self) -> bool:
+        return True
+
+    @override
+    def all_gather_rows(self, rows: Tensor, counts: Sequence[int]) -> Tensor:
+        """Returns the rows of all ranks in rank order."""
+        return torch.cat(self.all_gather_object(rows))
+
     def all_gather_object(self, value: T) -> list[T]:
         """Returns the values of all ranks in rank order."""
         for peer in range(self.size):

@@ -23,6 +23,7 @@ from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_only, rank_zero_warn
 from torch import Tensor
 from torch.optim import Optimizer
+from torch_geometric.data import Data
 from typing_extensions import override
 
 from lightning_gnn.arguments import check_flags, check_numbers, is_one_of, shown
@@ -46,21 +47,20 @@ from lightning_gnn.nn.bind import Binding, check_module
 from lightning_gnn.nn.embedding import DistributedEmbedding, embeddings_of
 from lightning_gnn.nn.fused import kernel_groups
 from lightning_gnn.nn.helpers import graph_in_use
-from lightning_gnn.nn.loss import loss_scale
+from lightning_gnn.nn.loss import scale_by, weights_of
 from lightning_gnn.nn.offload import Offloaded
 from lightning_gnn.partition.layout import LayoutSpec
 from lightning_gnn.partition.types import Types
+from lightning_gnn.strategies.gathering import gather_rows
 from lightning_gnn.strategies.gradients import GradientSum
 from lightning_gnn.strategies.heap import keeping_freed_memory
 from lightning_gnn.strategies.logs import GlobalLogs
 from lightning_gnn.strategies.memory import check_memory, check_own_memory
-from lightning_gnn.strategies.metrics import StandInMetrics
+from lightning_gnn.strategies.predictions import PredictedRows, Predictions
 from lightning_gnn.strategies.random_streams import RandomStreams
 from lightning_gnn.strategies.run_config import part_sizes, partition_report, run_config
 from lightning_gnn.strategies.scheme import Scheme
 from lightning_gnn.strategies.self_checks import SelfChecks
-
-Predictions = Literal["all", "rank0", "shards"]
 
 MOST_SECONDS = 10**8
 """Three years; torch counts deadlines in milliseconds, in 64 bits of nanoseconds in places."""
@@ -168,7 +168,6 @@ class GNNStrategy(ParallelStrategy):
         self._shard: Shard | None = None
         self._binding: Binding | None = None
         self._logs: GlobalLogs | None = None
-        self._metrics: StandInMetrics | None = None
         self._gradients: GradientSum | None = None
         self._replicas: Replicas | None = None
         self.random: RandomStreams | None = None
@@ -341,8 +340,7 @@ class GNNStrategy(ParallelStrategy):
         self._steps = 0
         self._gradients = GradientSum(self.world, module.parameters)
         self._replicas = Replicas(self.world, self._replicated)
-        self._logs = GlobalLogs(module, self.world)
-        self._metrics = StandInMetrics(module, self.world)
+        self._logs = GlobalLogs(module, self.world, trainer.callbacks)  # type: ignore[attr-defined]
         metrics = CommunicationMetrics(self.meter, self.world, part_sizes(shard), self._replicas)
         self._callbacks = [LossOfAllRanks(), metrics, self._checks, *self.scheme.callbacks(self.world)]
         trainer.callbacks[:0] = self._callbacks  # type: ignore[attr-defined]
@@ -476,8 +474,7 @@ class GNNStrategy(ParallelStrategy):
     def unbound(self) -> Iterator[None]:
         """While open, the module is as its user made it."""
         module = self.lightning_module
-        assert module is not None and self._logs is not None and self._metrics is not None
-        self._metrics.release()
+        assert module is not None and self._logs is not None
         self._logs.release()
         if self._binding is not None:
             self._binding.release()
@@ -486,7 +483,7 @@ class GNNStrategy(ParallelStrategy):
         finally:
             if self._binding is not None:
                 self._binding.bind()
-            self._logs, self._metrics = GlobalLogs(module, self.world), StandInMetrics(module, self.world)
+            self._logs = GlobalLogs(module, self.world, module.trainer.callbacks)  # type: ignore[attr-defined]
 
     def _replicated(self) -> Iterator[tuple[str, Tensor]]:
         """Yields what must be the same on all ranks, by name."""
@@ -514,11 +511,11 @@ class GNNStrategy(ParallelStrategy):
                 trainer.callbacks.remove(callback)
         self._in_use.close()
         self._release_embeddings()
-        for part in (self._metrics, self._logs, self._gradients, self._binding):
+        for part in (self._logs, self._gradients, self._binding):
             if part is not None:
                 part.release()
         self._callbacks = []
-        self._metrics = self._logs = self._binding = self._gradients = self._shard = None
+        self._logs = self._binding = self._gradients = self._shard = None
         self._replicas = self.random = self.loss = None
         self.scheme.unbind()
         super().teardown()
@@ -534,15 +531,14 @@ class GNNStrategy(ParallelStrategy):
         # From the second on: the first frees much that no later one needs.
         if self._steps == 2 and self.keep_memory and self.root_device.type == "cpu":
             self._in_use.enter_context(keeping_freed_memory())
-        counts = self._enter(batch, "train_mask", "training")
-        self._loss_scale = self._scale_of(None, counts)  # for manual_backward, inside the step
+        self._enter(batch, "train_mask", "training")
+        self._loss_scale = self._scale_by(None)  # for manual_backward, inside the step
         with self._drawing(), self._approximating(), self._offloading(batch):
             output = super().training_step(batch, *args, **kwargs)
         assert self.lightning_module is not None
         if output is None and self.lightning_module.automatic_optimization:
             raise ValueError("training_step returned None. To skip a step on all ranks alike, return a loss times 0.")
-        self._loss_scale = self._scale_of(output, counts)
-        self._leave()
+        self._loss_scale = self._scale_by(self._leave(output))
         return output
 
     @override
@@ -550,7 +546,7 @@ class GNNStrategy(ParallelStrategy):
         self._enter(batch, "val_mask", "validation")
         with self._drawing():
             output = super().validation_step(batch, *args, **kwargs)
-        self._leave()
+        self._leave(output)
         return output
 
     @override
@@ -558,30 +554,32 @@ class GNNStrategy(ParallelStrategy):
         self._enter(batch, "test_mask", "test")
         with self._drawing():
             output = super().test_step(batch, *args, **kwargs)
-        self._leave()
+        self._leave(output)
         return output
 
     @override
-    def predict_step(self, *args: Any, **kwargs: Any) -> Any:
+    def predict_step(self, batch: Any, *args: Any, **kwargs: Any) -> Any:
+        assert self._shard is not None
         self._begin_step("prediction")
         with self._drawing():
-            output = super().predict_step(*args, **kwargs)
-        return self._own_rows(output) if self.predictions == "shards" else self._gather_rows(output)
+            output = super().predict_step(batch, *args, **kwargs)
+        rows_of = batch if isinstance(batch, Data) else self._shard.batch
+        return PredictedRows(self.world, self._shard, rows_of, self.predictions)(output)
 
     def _drawing(self, step: bool = True) -> AbstractContextManager[None]:
         """While open, random numbers are those of a step, or those of a hook within one."""
         return nullcontext() if self.random is None else self.random.inside(step)
 
-    def _enter(self, batch: Any, mask: str, stage: str) -> Sequence[int]:
+    def _enter(self, batch: Any, mask: str, stage: str) -> None:
         """Tells logs and metrics what this rank's values weigh in this step."""
-        assert self._shard is not None and self._logs is not None and self._metrics is not None
+        assert self._shard is not None and self._logs is not None
         self._begin_step(stage)
         mask = counted_mask(mask, self.lightning_module)
         counts = self._counts(batch, mask)
-        self._logs.enter(counts)
-        stands_in = not counts[self.global_rank] and mask in MASKS
-        self._metrics.enter(self._stand_ins(batch, mask) if stands_in else 0)
-        return counts
+        empty = not counts[self.global_rank] and mask in MASKS
+        shard, rank = self._shard, self.global_rank
+        sizes = shard.counts[rank], shard.rows[rank], shard.edge_counts[rank], shard.edges[rank]
+        self._logs.enter(counts, self._stand_ins(batch, mask) if empty else 0, sizes)
 
     def _begin_step(self, stage: str) -> None:
         self._places[stage] += 1
@@ -602,48 +600,29 @@ class GNNStrategy(ParallelStrategy):
             counts = tuple(self.world.all_gather_object(own))
         return counts
 
-    def _scale_of(self, output: Any, counts: Sequence[int]) -> float:
-        return loss_scale(
+    def _leave(self, output: Any) -> Sequence[float] | None:
+        """Logs what a step that returned `output` has logged; returns what ranks weigh in it, if it says so."""
+        assert self._logs is not None
+        weights = self._logs.weights
+        said = weights_of(
             output,
-            counts,
-            self.global_rank,
-            self.loss_reduction,
-            lambda own: self.world.all_reduce_(own.to(self.root_device)),
+            weights.counts,
+            lambda own: self.world.all_gather(own.to(self.root_device), "Weights of losses"),
+            weights.stand_ins,
+            weights.sizes,
         )
+        if said is not None:
+            weights.say(said)
+        loss = output.get("loss") if isinstance(output, Mapping) else output
+        is_sum = isinstance(loss, Tensor) and said is None and self.loss_reduction == "sum"
+        self._logs.leave(loss if is_sum else None)
+        return said
 
-    def _leave(self) -> None:
-        assert self._logs is not None and self._metrics is not None
-        self._logs.leave()
-        self._metrics.leave()
-
-    def _own_rows(self, output: Any) -> Any:
-        """Returns `output` without rows of replicas."""
-        shard, rank = self._shard, self.global_rank
-        assert shard is not None
-        own = {shard.edges[rank]: shard.edge_counts[rank], shard.rows[rank]: shard.counts[rank]}
-
-        def cut(leaf: Any) -> Any:
-            return leaf[: own.get(len(leaf), len(leaf))] if isinstance(leaf, Tensor) and leaf.dim() > 0 else leaf
-
-        return output if shard.rows == shard.counts else torch.utils._pytree.tree_map(cut, output)
-
-    def _gather_rows(self, output: Any) -> Any:
-        """Returns `output` with node rows or edge rows of this rank replaced by those of all, in original order."""
-        assert self._shard is not None
-        shard, device = self._shard, self.root_device
-        leaves, spec = torch.utils._pytree.tree_flatten(output)
-        lengths = [leaf.size(0) if isinstance(leaf, Tensor) and leaf.dim() > 0 else -1 for leaf in leaves]
-        for index, found in enumerate(zip(*self.world.all_gather_object(lengths))):
-            ids, counts = {shard.edges: (shard.e_id, shard.edge_counts), shard.rows: (shard.n_id, shard.counts)}.get(
-                found, (None, ())
-            )
-            if ids is not None:
-                own = leaves[index][: counts[self.global_rank]]
-                rows = self.world.all_gather_rows(own.contiguous(), counts)
-                leaves[index] = torch.empty_like(rows).index_copy_(0, ids.to(device), rows)
-        if self.predictions == "rank0" and not self.is_global_zero:
-            return None
-        return torch.utils._pytree.tree_unflatten(leaves, spec)
+    def _scale_by(self, weights: Sequence[float] | None) -> float:
+        """Returns what this rank's loss is multiplied with."""
+        assert self._logs is not None
+        counts, stand_ins = self._logs.weights.counts, self._logs.weights.stand_ins
+        return scale_by(weights, counts, self.global_rank, self.loss_reduction, stand_ins)
 
     def _approximating(self) -> AbstractContextManager[None]:
         """Rows may travel approximately while this is open, except in the last epoch: what it learns is exact."""
@@ -696,7 +675,23 @@ class GNNStrategy(ParallelStrategy):
 
     @override
     def reduce(self, tensor: Any, group: Any | None = None, reduce_op: Any | None = "mean") -> Any:
-        return _sync_ddp_if_available(tensor, group, reduce_op=reduce_op) if isinstance(tensor, Tensor) else tensor
+        """Returns the mean over ranks, by the labelled rows of the stage's mask as in logs, or the sum, as `reduce_op` says."""
+        if not isinstance(tensor, Tensor):
+            return tensor
+        is_mean = isinstance(reduce_op, str) and reduce_op.lower() in ("mean", "avg")
+        if is_mean and self._logs is not None and self.world.size > 1 and group in (None, self.world.everyone):
+            return self._logs.weights.mean(tensor, "A mean over ranks")
+        return _sync_ddp_if_available(tensor, group, reduce_op=reduce_op)
+
+    @override
+    def all_gather(self, tensor: Tensor, group: Any | None = None, sync_grads: bool = False) -> Tensor:
+        """Returns the tensors of all ranks, which may have different numbers of rows; see
+        :func:`~lightning_gnn.strategies.gathering.gather_rows`."""
+        if self._world is None or self._world.size == 1:
+            return tensor
+        if group not in (None, self.world.everyone):
+            return super().all_gather(tensor, group, sync_grads)
+        return gather_rows(tensor, self.world, None if self._logs is None else self._logs.weights, sync_grads)
 
     @override
     def barrier(self, name: str | None = None) -> None:

@@ -1,110 +1,243 @@
-"""``self.log`` with global values: a plain call logs the value of one device, not that of a rank."""
+"""``self.log`` with global values: a call logs the value of one device, not that of a rank."""
 
 from __future__ import annotations
 
 import numbers
 import warnings
+import zlib
 from collections.abc import Sequence
+from dataclasses import dataclass
+from inspect import signature
 from typing import Any
 
 import lightning.pytorch as pl
 import torch
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor
+from torchmetrics import Metric
 
 from lightning_gnn.comm.group import World
+from lightning_gnn.strategies.metrics import StandInMetrics
+from lightning_gnn.strategies.weights import RowWeights
 
-_Call = tuple[str, Any, dict[str, Any]]  # name, value, options
-_REDUCTIONS = {"mean", "sum", "max", "min"}
+_OPTIONS = tuple(signature(pl.LightningModule.log).parameters)[3:]
+_REDUCTIONS: dict[Any, str] = {
+    **{name: name for name in ("mean", "sum", "max", "min")},
+    **{"avg": "mean", torch.mean: "mean", torch.sum: "sum", torch.max: "max", torch.min: "min"},
+    **{sum: "sum", max: "max", min: "min"},
+}
+
+_FIRST = 16
+"""Values that travel with the first message of a step; its size is the same on ranks that log different things."""
+
+
+@dataclass
+class _Call:
+    """A call of ``self.log``.
+
+    Attributes:
+        name, value, options: as it was called.
+        hook: where.
+        forward: of a metric, its value on the batch at that time.
+    """
+
+    name: str
+    value: Any
+    options: dict[str, Any]
+    hook: str | None
+    forward: Any = None
+
+    @property
+    def reduction(self) -> str | None:
+        """How values are joined over ranks; None for what Lightning refuses."""
+        given = self.options.get("reduce_fx", "mean")
+        given = given.lower() if isinstance(given, str) else given
+        return next((name for known, name in _REDUCTIONS.items() if given is known or given == known), None)
+
+    @property
+    def is_of_rank(self) -> bool:
+        """Whether it has a number of this rank that is to become one of all ranks."""
+        number = isinstance(self.value, numbers.Real) or (isinstance(self.value, Tensor) and self.value.numel() == 1)
+        return number and not self.options.get("rank_zero_only") and self.reduction is not None
 
 
 class GlobalLogs:
-    """Wraps ``module.log``: scalars become those of all ranks before they are logged.
+    """Wraps ``module.log``: scalars become those of all ranks before they are logged; and see :class:`StandInMetrics`.
 
     Args:
         module: its ``log`` is wrapped until :meth:`release`.
         world: the ranks.
+        callbacks: whose metrics are wrapped, too.
 
-    A mean is weighted by the ranks' labelled nodes of the stage's mask, or by ``batch_size`` where a call gives it;
-    ``reduce_fx`` of ``"sum"``, ``"max"`` and ``"min"`` reduces over ranks likewise. Calls with ``sync_dist``,
-    ``rank_zero_only`` or a metric object are Lightning's own affair. The values of one step travel in one message.
+    A mean is weighted by the ranks' labelled nodes of the stage's mask, or by ``batch_size`` where a call gives one that differs
+    from rank to rank; ``reduce_fx`` of ``"sum"``, ``"max"`` and ``"min"`` reduces over ranks likewise. What a step returns
+    as ``loss_weight``, its values weigh. ``sync_dist`` changes nothing. Calls with ``rank_zero_only`` log rank 0's own
+    value. The values of one step travel in one message.
+
+    Attributes:
+        weights: what ranks weigh.
+        metrics: of the module.
     """
 
-    def __init__(self, module: pl.LightningModule, world: World) -> None:
+    def __init__(self, module: pl.LightningModule, world: World, callbacks: Sequence[pl.Callback] = ()) -> None:
         self._module, self._world = module, world
         self._log = module.log
+        self.weights = RowWeights(module, world)
+        self.metrics = StandInMetrics(module, world, self.weights, callbacks)
         # Lightning would advise sync_dist=True for values that are global already.
         warnings.filterwarnings("ignore", message=".*It is recommended to use `self.log\\(.*sync_dist=True.*")
-        self._counts: Sequence[int] | None = None
         self._held: list[_Call] | None = None
-        self._in_step = False
+        self._warned: set[str] = set()
         object.__setattr__(module, "log", self._wrapped)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> GlobalLogs:
+        return self  # of a copy of the module
 
     def release(self) -> None:
         """Gives the module its own ``log`` back."""
         self._module.__dict__.pop("log", None)
+        self.metrics.release()
 
-    def enter(self, counts: Sequence[int]) -> None:
-        """Starts a step in which rank r's values weigh ``counts[r]``; its calls are held until :meth:`leave`."""
-        self._counts, self._held, self._in_step = counts, [], True
+    def enter(self, counts: Sequence[int], stand_ins: int = 0, sizes: Sequence[int] = ()) -> None:
+        """Starts a step; its calls are held until :meth:`leave`. See :meth:`RowWeights.enter`."""
+        self.weights.enter(counts, stand_ins, sizes)
+        self.metrics.enter()
+        self._held = []
 
-    def leave(self) -> None:
-        """Ends the step: makes the held values global and logs them, in order."""
+    def leave(self, summed: Tensor | None = None) -> None:
+        """Ends the step: makes the held values global and logs them, in order.
+
+        Args:
+            summed: what the step has returned, if it is a sum over rows.
+        """
         held, self._held = self._held, None
-        self._flush(held or [])
-        self._in_step = False
+        self._flush(held or [], summed)
+        self.metrics.leave()
+        self.weights.leave()
 
-    def _wrapped(self, name: str, value: Any, *args: Any, **kwargs: Any) -> None:
-        if args:  # positional prog_bar and so on
-            kwargs.update(zip(("prog_bar", "logger", "on_step", "on_epoch", "reduce_fx"), args))
+    def _wrapped(self, name: str, value: Any, *args: Any, **options: Any) -> None:
+        options.update(zip(_OPTIONS, args))  # positional prog_bar and so on
+        call = _Call(name, value, options, self._module._current_fx_name)
+        if self._world.size > 1:
+            self._prepare(call)
         if self._held is None:
-            self._flush([(name, value, kwargs)])
+            self._flush([call])
         else:
-            self._held.append((name, value, kwargs))
+            self._held.append(call)
 
-    def _flush(self, calls: Sequence[_Call]) -> None:
-        local = [index for index, call in enumerate(calls) if self._is_rank_local(call)]
-        reduced: dict[int, tuple[Tensor, int]] = {}
-        if local and self._world.size > 1:
-            reduced = dict(zip(local, self._reduce([calls[index] for index in local])))
-        total = sum(self._counts) if self._counts else None
-        for index, (name, value, kwargs) in enumerate(calls):
-            weight = kwargs.get("batch_size")
-            if index in reduced:
-                given = value.dtype if isinstance(value, Tensor) else torch.float32
-                value, weight = reduced[index]
-                value = value.to(given if given.is_floating_point else torch.float32)
-            if index in local:
-                # What the steps of an epoch weigh in its mean; of one batch, it only tells Lightning not to guess.
-                kwargs = {**kwargs, "batch_size": weight or total or 1}
-            self._log(name, value, **kwargs)
+    def _prepare(self, call: _Call) -> None:
+        name, options = call.name, call.options
+        options.pop("sync_dist", None)  # it is global already
+        if options.get("sync_dist_group") is not None:
+            raise ValueError(
+                f"self.log({name!r}, ..., sync_dist_group=...) joins ranks of a group, which together hold a part of the graph. "
+                "Leave sync_dist_group out."
+            )
+        if isinstance(call.value, Metric):
+            on_step = options.get("on_step")
+            if self.weights.in_step and (call.hook == "training_step" if on_step is None else on_step):
+                self.metrics.forward_of_all_ranks(call.value)
+            call.forward = call.value._forward_cache
+        elif not options.get("rank_zero_only"):
+            call.value = self.metrics.of_all_ranks(call.value)
+        elif name not in self._warned:
+            self._warned.add(name)
+            rank_zero_warn(
+                f"self.log({name!r}, ..., rank_zero_only=True) logs rank 0's value. Unless all ranks have the same, it is one of "
+                "rank 0's part of the graph: call self.log on all ranks, without rank_zero_only. It logs the value of the whole "
+                "graph, once."
+            )
 
-    def _reduce(self, calls: Sequence[_Call]) -> list[tuple[Tensor, int]]:
-        """Returns the values of all ranks as one each, and their weight; ranks of weight 0 have nothing to say."""
-        device = self._world.device
-        values = [value.detach().to(torch.float64) if isinstance(value, Tensor) else value for _, value, _ in calls]
-        own = torch.stack([torch.as_tensor(value, dtype=torch.float64, device=device).reshape(()) for value in values])
-        weights = [self._weight(self._world.rank, kwargs.get("batch_size")) for *_, kwargs in calls]
-        own = torch.stack([own, torch.tensor(weights, dtype=torch.float64, device=device)])
-        everyone, weight = self._world.all_gather(own, f"Logged values {[name for name, *_ in calls]}").unbind(
-            1
-        )  # [P, calls] each
-        present = (weight > 0) | (weight == 0).all(0)
-        means = everyone.where(present, 0.0).mul(weight).sum(0) / weight.sum(0)
-        hows = [kwargs.get("reduce_fx", "mean") for *_, kwargs in calls]
-        return [
-            (means[call] if how == "mean" else getattr(torch, how)(everyone[present[:, call], call]), int(total))
-            for call, (how, total) in enumerate(zip(hows, weight.sum(0)))
-        ]
+    def _flush(self, calls: Sequence[_Call], summed: Tensor | None = None) -> None:
+        of_ranks = [call for call in calls if call.is_of_rank]
+        weights = self._reduce(of_ranks, summed) if of_ranks and self._world.size > 1 else []
+        for call, weight in zip(of_ranks, weights or [self._own_size(call) for call in of_ranks]):
+            # What the steps of an epoch weigh in its mean; of one batch, it only tells Lightning not to guess.
+            call.options["batch_size"] = int(weight) or 1
+        now = self._module._current_fx_name
+        for call in calls:
+            if isinstance(call.value, Metric) and self._world.size > 1:
+                call.value._forward_cache = call.forward
+            self._module._current_fx_name = call.hook
+            self._log(call.name, call.value, **call.options)
+        self._module._current_fx_name = now
 
-    def _weight(self, rank: int, batch_size: int | None) -> int:
-        if self._counts is None:
-            return batch_size or 1
-        if self._in_step and self._counts[rank] == 0:
-            return 0  # its mask holds a stand-in row at most, whatever the call counts
-        return self._counts[rank] if batch_size is None else batch_size
+    def _own_size(self, call: _Call) -> float:
+        given = call.options.get("batch_size")
+        return sum(self.weights.counts) if given is None else given
 
-    def _is_rank_local(self, call: _Call) -> bool:
-        _, value, kwargs = call
-        scalar = isinstance(value, numbers.Number) or (isinstance(value, Tensor) and value.numel() == 1)
-        plain = not kwargs.get("sync_dist") and not kwargs.get("rank_zero_only")
-        return scalar and plain and kwargs.get("reduce_fx", "mean") in _REDUCTIONS
+    def _reduce(self, calls: Sequence[_Call], summed: Tensor | None) -> list[float]:
+        """Makes the values of all ranks one each; returns what they weigh."""
+        names = [call.name for call in calls]
+        own = torch.stack([self._channels(call, summed) for call in calls], 1)  # [4, calls]
+        values, sizes, are_all, are_sums = self._gather(own, names).unbind(1)  # [P, calls] each
+        counts = torch.tensor(self.weights.counts, dtype=torch.float64)
+        real = counts > 0
+        # A size that all ranks give alike, such as batch_size=1, does not tell what their values are of, unless all have as
+        # many nodes or edges.
+        alike = (sizes[real] == sizes[real][0]).all(0) & (are_all == 0).any(0) | (sizes[real] < 0).any(0)
+        weights = torch.where(alike, counts.view(-1, 1), sizes)
+        weights = torch.where((weights > 0).any(0), weights, 1.0)
+        present = weights > 0
+        means = (values.where(present, 0.0) * weights).sum(0) / weights.sum(0)
+        means = torch.where((values == values[0]).all(0), values[0], means)
+        has_rows = real.view(-1, 1)
+        joined = {
+            "mean": torch.where((are_sums > 0).all(0), values.where(has_rows, 0.0).sum(0), means),
+            "sum": values.where(has_rows | ~values.isnan(), 0.0).sum(0),
+            "max": values.where(present, float("-inf")).amax(0),
+            "min": values.where(present, float("inf")).amin(0),
+        }
+        totals = torch.where(alike & (sizes[real][0] >= 0), sizes[real].sum(0), weights.sum(0))
+        for index, call in enumerate(calls):
+            given = call.value
+            like = given if isinstance(given, Tensor) else torch.empty(0, device=self._world.device)
+            dtype = like.dtype if like.is_floating_point() else torch.get_default_dtype()
+            call.value = joined[call.reduction or "mean"][index].to(like.device, dtype)
+        return totals.tolist()
+
+    def _channels(self, call: _Call, summed: Tensor | None) -> Tensor:
+        """Returns a rank's value, what it says to weigh, -1 for nothing, whether that is all its nodes or edges, and whether the
+        value is a sum, ``[4]``."""
+        device, stand_ins = self._world.device, self.weights.stand_ins
+        value = (
+            call.value.detach()
+            if isinstance(call.value, Tensor)
+            else torch.tensor(float(call.value), dtype=torch.float64)
+        )
+        value = value.to(device, torch.float64).reshape(())
+        given = call.options.get("batch_size")
+        size = -1.0 if given is None else float(given)
+        if stand_ins:
+            size = 0.0 if 0 <= size <= stand_ins else size
+            if call.reduction == "sum" and _may_be_of(stand_ins, float(value)):
+                value = torch.zeros_like(value)
+        is_sum = torch.zeros_like(value)
+        if summed is not None and given is None and call.reduction == "mean":
+            is_sum = (value == summed.detach().to(value)).to(value)
+        of_all = float(size in self.weights.sizes)
+        return torch.stack([value, value.new_tensor(size), value.new_tensor(of_all), is_sum])
+
+    def _gather(self, own: Tensor, names: Sequence[str]) -> Tensor:
+        """Returns the values of all ranks, ``[P, 4, calls]``, on the CPU."""
+        digest = float(zlib.crc32("\0".join(names).encode()))
+        header = own.new_tensor([len(names), digest, 0.0, 0.0]).view(4, 1)
+        first = torch.cat([header, own[:, :_FIRST], own.new_zeros(4, max(0, _FIRST - len(names)))], 1)
+        operation = "Logged values"  # on all ranks alike, whatever they log
+        found = self._world.all_gather(first, operation).cpu()
+        if bool((found[:, :2, 0] != found[0, :2, 0]).any()):
+            everyone = self._world.all_gather_object(list(names))
+            logged = "; ".join(f"rank {rank}: {', '.join(map(repr, each))}" for rank, each in enumerate(everyone))
+            raise ValueError(
+                f"Ranks log different values ({logged}). Call self.log on all ranks alike: it logs the value of the whole graph, "
+                "once. What is rank 0's alone is logged with rank_zero_only=True."
+            )
+        values = found[:, :, 1 : 1 + len(names)]
+        if len(names) > _FIRST:
+            values = torch.cat([values, self._world.all_gather(own[:, _FIRST:], operation).cpu()], 2)
+        return values
+
+
+def _may_be_of(stand_ins: int, value: float) -> bool:
+    """Returns whether a sum may be one over rows that stand in: no count is, if it is larger."""
+    return not (value.is_integer() and abs(value) > stand_ins)

@@ -1,87 +1,468 @@
-"""torchmetrics over ranks that may have nothing to add."""
+"""torchmetrics over ranks: rows that stand in are not counted, scalars weigh what they stand for, states travel in one message.
+
+P ranks.
+"""
 
 from __future__ import annotations
 
+import threading
+import weakref
+import zlib
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import wraps
+from itertools import chain
+from numbers import Number
+from types import MethodType
 from typing import Any
 
 import lightning.pytorch as pl
 import torch
 from torch import Tensor
-from torchmetrics import Metric
+from torchmetrics import CatMetric, MaxMetric, MeanMetric, Metric, MetricCollection, MinMetric, SumMetric
+from torchmetrics.metric import CompositionalMetric, jit_distributed_available
 from torchmetrics.utilities import dim_zero_cat
+from torchmetrics.utilities.distributed import gather_all_tensors
+from torchmetrics.wrappers import BootStrapper, Running
+from torchmetrics.wrappers.abstract import WrapperMetric
 
 from lightning_gnn.comm.group import World
+from lightning_gnn.strategies.weights import RowWeights
+
+_Form = tuple[torch.dtype, tuple[int, ...]]
+
+_MOST_KEPT = 100_000
+"""Objects that are looked through for metrics."""
+
+_LIBRARIES = {
+    "builtins",
+    "lightning",
+    "lightning_gnn",
+    "numpy",
+    "pytorch_lightning",
+    "torch",
+    "torch_geometric",
+    "weakref",
+}
+
+_NOT_KEPT = {"_trainer", "_defaults", *vars(torch.nn.Module())} - {"_modules"}
+"""What holds no metrics in a module."""
+
+
+class _Current(threading.local):
+    """The object whose ranks the metrics of a thread belong to."""
+
+    metrics: StandInMetrics | None = None
+
+
+_current = _Current()
+_METHODS = ("update", "forward", "_sync_dist", "distributed_available_fn", "_equal_metric_states")
+_wrap_update = Metric._wrap_update
+
+
+def _wrap_update_of_new(metric: Metric, update: Callable[..., Any]) -> Callable[..., Any]:
+    """Torchmetrics' own, in whose place it stands: metrics that are made or copied during a run are wrapped, too."""
+    wrapped = _wrap_update(metric, update)
+    metrics = _current.metrics
+    # Lightning keeps what is logged in metrics of its own.
+    if metrics is None or type(metric).__module__.startswith("lightning."):
+        return wrapped
+    return metrics.wrap_new(metric, wrapped)
+
+
+@dataclass
+class _Forward:
+    """A call of a metric in this step.
+
+    Attributes:
+        metric, args, options: the call.
+        value: what it has returned.
+        of_all_ranks: whether that is of all ranks' rows.
+    """
+
+    metric: Metric
+    args: tuple[Any, ...]
+    options: dict[str, Any]
+    value: Any
+    of_all_ranks: bool
 
 
 class StandInMetrics:
-    """Wraps the metrics of a module: rows that only stand in for an empty mask are not counted.
+    """Wraps the metrics of a module, so that they are those of all ranks' rows.
 
-    Many metrics raise on an empty update, so a rank without labelled nodes has one stand-in row in its mask; an update
-    with as many rows is skipped there. And states that are lists of tensors (AUROC, average precision) must have one
-    dtype and shape on all ranks before they are gathered: a rank without data takes those of another.
+    - Many metrics raise on an empty update, so a rank without labelled nodes has a stand-in row in its mask; an update with no
+      more rows is skipped there.
+    - A scalar that a ``MeanMetric`` (or ``RunningMean``) is given without a weight is taken for a mean over the rank's labelled
+      rows of the stage's mask. ``MaxMetric``, ``MinMetric`` and ``CatMetric`` take the mean over ranks of such scalars.
+      ``SumMetric`` adds them up.
+    - States of ranks that have seen nothing are left out where states are joined: they may have another form.
+    - The value of a metric on a batch, where it is logged, is that of all ranks' rows. Others are of the rank's own.
 
     Args:
-        module: its metrics are wrapped until :meth:`release`.
+        module: its metrics are wrapped until :meth:`release`, also those in lists and dicts.
         world: the ranks.
+        weights: what ranks weigh.
+        callbacks: whose metrics are wrapped, too.
+
+    Raises:
+        ValueError: a ``BootStrapper`` draws as many rows as a rank has.
     """
 
-    def __init__(self, module: pl.LightningModule, world: World) -> None:
-        self._world = world
-        self._stand_ins = 0
-        self._wrapped: list[tuple[Metric, Any]] = []
+    def __init__(
+        self, module: pl.LightningModule, world: World, weights: RowWeights, callbacks: Sequence[pl.Callback] = ()
+    ) -> None:
+        self._world, self._weights = world, weights
+        self._before: list[tuple[Metric | MetricCollection, dict[str, Any]]] = []
+        self._new: list[weakref.ref[Metric]] = []
+        self._synced: list[tuple[Metric, bool]] = []
+        self._forwards: dict[int, tuple[Tensor, _Forward, int]] = {}
+        self._last: dict[int, _Forward] = {}
+        self._means: list[tuple[MeanMetric, Tensor, float]] = []
+        self._too_early: tuple[str, list[float]] | None = None
+        self._running: dict[int, Running] = {}
+        self._counts_all = False
         if world.size == 1:
             return
-        for metric in module.modules():
-            if isinstance(metric, Metric):
-                self._wrapped.append((metric, metric.update))
-                self._wrap(metric)
+        for metric in _metrics_in([module, *callbacks]):
+            if isinstance(metric, BootStrapper) and metric.sampling_strategy == "multinomial":
+                self.release()
+                raise ValueError(
+                    "BootStrapper(sampling_strategy='multinomial') draws as many rows on each rank as the rank has, which is not "
+                    "a draw from all. Use sampling_strategy='poisson', which draws for each row by itself."
+                )
+            self._before.append((metric, {name: vars(metric)[name] for name in _METHODS if name in vars(metric)}))
+            if isinstance(metric, MetricCollection):
+                metric._equal_metric_states = _equal_states  # type: ignore[method-assign, assignment]
+            else:
+                metric.update = self.wrap(metric, _own_update(metric))
+        Metric._wrap_update = _wrap_update_of_new  # type: ignore[method-assign, assignment]
+        _current.metrics = self
 
     def release(self) -> None:
         """Gives the metrics their own methods back."""
-        for metric, update in self._wrapped:
-            metric.update = update  # type: ignore[method-assign]
-            metric.__dict__.pop("_sync_dist", None)
-        self._wrapped = []
-
-    def enter(self, stand_ins: int) -> None:
-        """Starts a step; `stand_ins` is the number of stand-in rows in its mask on this rank, 0 if it has real ones."""
-        self._stand_ins = stand_ins
+        if _current.metrics is self:
+            _current.metrics = None
+        for metric, before in self._before:
+            for name in _METHODS:
+                vars(metric).pop(name, None)
+            vars(metric).update(before)
+        for new in (reference() for reference in self._new):
+            if new is not None:
+                for name in ("forward", "_sync_dist"):
+                    vars(new).pop(name, None)
+                new.distributed_available_fn = jit_distributed_available
+                new.update = _own_update(new)  # type: ignore[method-assign]
+        for metric, on_step in reversed(self._synced):
+            metric.dist_sync_on_step = on_step
+        self._before, self._synced, self._new = [], [], []
 
     def leave(self) -> None:
-        """Ends the step."""
-        self._stand_ins = 0
+        """Ends a step."""
+        now = self._weights.share
+        if self._too_early is not None and self._too_early[1] != self._weights.shares:
+            raise ValueError(
+                f"{self._too_early[0]} was given a number in a step which returns loss_weight, before it was known what that "
+                "number weighs. Give it in on_train_batch_end, which has what the step returns."
+            )
+        for metric, value, share in self._means:
+            if share != now:  # the step has said what its values weigh
+                running = self._running.get(id(metric))
+                owner, place = (metric, "") if running is None else (running, f"_{_last_place(running)}")
+                for name, more in (("mean_value", value * (now - share)), ("weight", now - share)):
+                    setattr(owner, name + place, getattr(owner, name + place) + more)
+        self.enter()
 
-    def _wrap(self, metric: Metric) -> None:
-        update, sync = metric.update, metric._sync_dist
+    def enter(self) -> None:
+        """Starts a step."""
+        self._forwards, self._last, self._means = {}, {}, []
+        self._too_early = None
 
-        def skip_stand_ins(*args: Any, **kwargs: Any) -> None:
-            rows = next((a.size(0) for a in (*args, *kwargs.values()) if isinstance(a, Tensor) and a.dim()), None)
-            if rows is not None and (rows == 0 or rows == self._stand_ins):
-                metric._update_count += 1  # seen, so that compute() does not warn
-                metric._computed = None
-                return
-            update(*args, **kwargs)
+    @property
+    def _acts(self) -> bool:
+        """Whether ranks can be asked here: not in copies that a check runs on."""
+        return _current.metrics is self and self._world.connected
 
-        def sync_lists_first(*args: Any, **kwargs: Any) -> None:
-            self._agree_on_lists(metric)
-            sync(*args, **kwargs)
+    @contextmanager
+    def _counting_all(self) -> Iterator[None]:
+        """Updates inside count whatever they are given, as on one device."""
+        self._counts_all = True
+        try:
+            yield
+        finally:
+            self._counts_all = False
 
-        metric.update = skip_stand_ins  # type: ignore[method-assign]
-        if any(isinstance(default, list) for default in metric._defaults.values()):
-            object.__setattr__(metric, "_sync_dist", sync_lists_first)
+    # Updates ##################################################################
 
-    def _agree_on_lists(self, metric: Metric) -> None:
-        lists = [name for name, default in metric._defaults.items() if isinstance(default, list)]
-        own: dict[str, tuple[torch.dtype, tuple[int, ...]]] = {}
-        for name in lists:
-            values = getattr(metric, name)
-            if values:
-                joined = dim_zero_cat(values)
-                setattr(metric, name, [joined])
-                own[name] = (joined.dtype, tuple(joined.shape[1:]))
-        everyone = self._world.all_gather_object(own)
-        for name in lists:
-            form = next((forms[name] for forms in everyone if name in forms), None)
-            if name not in own and form is not None:
-                dtype, shape = form
-                setattr(metric, name, [torch.empty((0, *shape), dtype=dtype, device=metric.device)])
+    def wrap_new(self, metric: Metric, update: Callable[..., Any]) -> Callable[..., Any]:
+        """Wraps the methods of a metric that has been made or copied since; returns its `update`, wrapped."""
+        self._new.append(weakref.ref(metric))
+        return self.wrap(metric, update)
+
+    def wrap(self, metric: Metric, update: Callable[..., Any]) -> Callable[..., Any]:
+        """Wraps the methods of a metric; returns its `update`, which torchmetrics leaves out of copies, wrapped."""
+        # Bound to the metric: methods of a copy are the copy's.
+        own = vars(metric)
+        own["forward"] = MethodType(lambda of, *args, **options: self._forward(of, args, options), metric)
+        if type(metric)._sync_dist is Metric._sync_dist:
+            own["_sync_dist"] = MethodType(lambda of, *args, **options: self._sync(of, *args, **options), metric)
+        available = own.get("distributed_available_fn")
+
+        def ranks_are_there() -> bool:
+            return self._acts or (available is not None and bool(available()))
+
+        own["distributed_available_fn"] = ranks_are_there
+        if isinstance(metric, Running):
+            self._running[id(metric.base_metric)] = metric
+        if isinstance(metric, (WrapperMetric, CompositionalMetric)) and not isinstance(metric, BootStrapper):
+            return update  # whose metrics count; what is given to those of a BootStrapper are draws
+
+        @wraps(update)
+        def counting(*args: Any, **options: Any) -> None:
+            if self._acts and not self._counts_all:
+                self._update(metric, update, args, options)
+            else:
+                update(*args, **options)
+
+        return counting
+
+    def _update(self, metric: Metric, update: Callable[..., Any], args: Any, options: Any) -> None:
+        value = args[0] if args else options.get("value")
+        if not _is_scalar(value):
+            if self._stands_in((*args, *options.values())):
+                _skip(metric)
+            else:
+                update(*args, **options)
+        elif isinstance(metric, MeanMetric):
+            self._update_mean(metric, update, value, args[1] if len(args) > 1 else options.get("weight"))
+        elif isinstance(metric, (MaxMetric, MinMetric, CatMetric)):
+            value = self._mean(metric, value)
+            if isinstance(metric, CatMetric) and self._world.rank:
+                _skip(metric)
+            else:
+                update(value)
+        elif (
+            isinstance(metric, SumMetric) and self._weights.stand_ins and not _is_larger(value, self._weights.stand_ins)
+        ):
+            _skip(metric)
+        else:
+            update(*args, **options)
+
+    def _update_mean(self, metric: MeanMetric, update: Callable[..., Any], value: Any, weight: Any = None) -> None:
+        share, stand_ins = self._weights.share, self._weights.stand_ins
+        if weight is not None:
+            if stand_ins and _is_scalar(weight) and float(weight) <= stand_ins:
+                _skip(metric)
+            else:
+                update(value, weight)
+            return
+        if metric.nan_strategy == "disable":
+            update(self._mean(metric, value))  # it leaves weights out of account
+            return
+        if self._weights.in_step:
+            self._means.append((metric, torch.as_tensor(value).detach(), share))
+        if share:
+            # So that all ranks' together weigh 1, as the value of one device does.
+            update(value, share)
+        else:
+            _skip(metric)
+
+    def _mean(self, metric: Metric, value: Any) -> Tensor:
+        if self._weights.in_step:
+            self._too_early = type(metric).__name__, self._weights.shares
+        value = torch.as_tensor(value, dtype=torch.float64, device=self._world.device)
+        return self._weights.mean(value, f"A value for {type(metric).__name__}")
+
+    def _stands_in(self, values: Sequence[Any]) -> bool:
+        """Returns whether what a metric is given has rows of a mask that have no label, or none."""
+        rows = next((each.size(0) for each in values if isinstance(each, Tensor) and each.dim()), None)
+        return rows is not None and rows <= self._weights.stand_ins
+
+    # Values on a batch ########################################################
+
+    def _forward(self, metric: Metric, args: tuple[Any, ...], options: dict[str, Any]) -> Any:
+        forward = MethodType(type(metric).forward, metric)
+        if not self._acts or self._counts_all:
+            return forward(*args, **options)
+        counts_itself = not isinstance(metric, (WrapperMetric, CompositionalMetric))
+        if counts_itself and not metric.dist_sync_on_step and self._stands_in((*args, *options.values())):
+            # Of the form that it has elsewhere; it weighs nothing.
+            with self._counting_all(), _begun_anew([metric]):
+                value = forward(*args, **options)
+            _skip(metric)
+            metric._forward_cache = value
+        else:
+            value = forward(*args, **options)
+        of_all_ranks = all(each.dist_sync_on_step for each in _parts(metric))
+        self._last[id(metric)] = made = _Forward(metric, args, options, value, of_all_ranks)
+        for place, leaf in enumerate(torch.utils._pytree.tree_leaves(value)):
+            if isinstance(leaf, Tensor):
+                self._forwards[id(leaf)] = leaf, made, place
+        return value
+
+    def of_all_ranks(self, value: Any) -> Any:
+        """Returns `value`; if a metric has returned it in this step, that of all ranks' rows. All ranks call it."""
+        if id(value) not in self._forwards:
+            return value
+        _, made, place = self._forwards[id(value)]
+        return torch.utils._pytree.tree_leaves(self._joined(made))[place]
+
+    def forward_of_all_ranks(self, metric: Metric) -> None:
+        """Makes the value on the batch that a metric keeps that of all ranks' rows. All ranks call it."""
+        made = self._last.get(id(metric))
+        if made is not None and metric._forward_cache is not None:
+            metric._forward_cache = self._joined(made)
+
+    def _joined(self, made: _Forward) -> Any:
+        """Returns what a call returns if states are joined in it, as they are in later calls."""
+        if not made.of_all_ranks:
+            parts = _parts(made.metric)
+            self._synced += [(each, each.dist_sync_on_step) for each in parts]
+            for each in parts:
+                each.dist_sync_on_step = True
+            with _begun_anew(parts):
+                made.value, made.of_all_ranks = made.metric(*made.args, **made.options), True
+        return made.value
+
+    # States ###################################################################
+
+    def _sync(
+        self, metric: Metric, dist_sync_fn: Callable[..., Any] = gather_all_tensors, process_group: Any = None
+    ) -> None:
+        """As torchmetrics' own, but in one message, and of ranks that have seen something."""
+        if not self._acts or dist_sync_fn is not gather_all_tensors or process_group or metric.process_group:
+            Metric._sync_dist(metric, dist_sync_fn, process_group)
+            return
+        ranks = self._states_of_ranks(metric)
+        for name, reduce in metric._reductions.items():
+            joined: Any = [states[name] for states in ranks]
+            joined = list(chain(*joined)) if isinstance(metric._defaults[name], list) else torch.stack(joined)
+            setattr(metric, name, reduce(joined) if callable(reduce) and len(joined) else joined)
+
+    def _states_of_ranks(self, metric: Metric) -> list[dict[str, Any]]:
+        """Returns the states of the ranks that have seen something, or of all if none has."""
+        states, world = {name: getattr(metric, name) for name in metric._reductions}, self._world
+        for name, reduce in metric._reductions.items():
+            if reduce is dim_zero_cat and isinstance(states[name], list) and states[name]:
+                states[name] = [dim_zero_cat(states[name])]
+        parts = {name: state if isinstance(state, list) else [state] for name, state in states.items()}
+        form = {name: [(each.dtype, tuple(each.shape)) for each in part] for name, part in parts.items()}
+        raw = [each.detach().to(world.device).reshape(-1).view(torch.uint8) for each in chain(*parts.values())]
+        packed = torch.cat([*raw, torch.empty(0, dtype=torch.uint8, device=world.device)])
+        operation = f"States of {type(metric).__name__}"
+        own = torch.tensor([zlib.crc32(repr(form).encode()), _is_new(metric)], dtype=torch.int64, device=world.device)
+        digests, new = world.all_gather(own, operation).cpu().unbind(1)
+        if bool((digests == digests[0]).all()):
+            forms = [form] * world.size
+            pieces: Sequence[Tensor] = world.all_gather(packed, operation).unbind(0)
+        else:
+            forms = world.all_gather_object(form)
+            sizes = [sum(_num_bytes(each) for each in chain(*of.values())) for of in forms]
+            pieces = world.all_gather_rows(packed, sizes).split(sizes)
+        found = [_unpacked(piece, form_of, metric) for piece, form_of in zip(pieces, forms)]
+        return [states for states, nothing in zip(found, new.tolist()) if not nothing] or found
+
+
+def _unpacked(packed: Tensor, form: dict[str, list[_Form]], metric: Metric) -> dict[str, Any]:
+    """Returns the states that were packed as bytes."""
+    raw = iter(packed.split([_num_bytes(each) for each in chain(*form.values())]))
+    states: dict[str, Any] = {}
+    for name, parts in form.items():
+        # Copies, which begin where their dtype may.
+        tensors = [next(raw).clone().view(dtype).view(shape).to(metric.device) for dtype, shape in parts]
+        states[name] = tensors if isinstance(metric._defaults[name], list) else tensors[0]
+    return states
+
+
+def _num_bytes(form: _Form) -> int:
+    dtype, shape = form
+    return dtype.itemsize * torch.Size(shape).numel()
+
+
+def _own_update(metric: Metric) -> Callable[..., Any]:
+    """Returns a metric's `update` as torchmetrics has it."""
+    update = MethodType(type(metric).update, metric)
+    return update if isinstance(metric, WrapperMetric) else _wrap_update(metric, update)
+
+
+def _is_scalar(value: Any) -> bool:
+    return isinstance(value, Number) or (isinstance(value, Tensor) and value.dim() == 0)
+
+
+def _is_larger(value: Any, stand_ins: int) -> bool:
+    """Returns whether a sum is a count of more rows than stand in."""
+    return float(value).is_integer() and abs(float(value)) > stand_ins
+
+
+def _skip(metric: Metric) -> None:
+    metric._update_count += 1  # seen, so that compute() does not warn
+    metric._computed = None
+
+
+def _last_place(running: Running) -> int:
+    """Returns where in its window a running metric keeps what it was given last."""
+    return (running._num_vals_seen - 1) % running.window
+
+
+def _parts(metric: Metric) -> list[Metric]:
+    return [each for each in metric.modules() if isinstance(each, Metric)]
+
+
+@contextmanager
+def _begun_anew(metrics: Sequence[Metric]) -> Iterator[None]:
+    """Inside, metrics have seen nothing; afterwards they are as before."""
+    # Not copies: states may be part of an autograd graph.
+    before = [dict(vars(metric)) for metric in metrics]
+    for metric in metrics:
+        for name, default in metric._defaults.items():
+            setattr(metric, name, [] if isinstance(default, list) else default.clone().to(metric.device))
+        metric._update_count, metric._computed = 0, None
+    try:
+        yield
+    finally:
+        for metric, known in zip(metrics, before):
+            vars(metric).clear()
+            vars(metric).update(known)
+
+
+def _is_new(metric: Metric) -> bool:
+    """Returns whether a metric's states are those that it began with."""
+    return all(
+        not getattr(metric, name) if isinstance(default, list) else _are_equal(getattr(metric, name), default)
+        for name, default in metric._defaults.items()
+    )
+
+
+def _are_equal(state: Any, default: Any) -> bool:
+    return isinstance(state, Tensor) and torch.equal(state, default.to(state))
+
+
+def _equal_states(first: Metric, second: Metric) -> bool:
+    """As torchmetrics' own, which joins metrics of a collection with equal states for good: not where no row has been seen."""
+    return not _is_new(first) and MetricCollection._equal_metric_states(first, second)
+
+
+def _metrics_in(roots: Sequence[Any]) -> Iterator[Any]:
+    """Yields the metrics and collections of modules and callbacks, each once: parts, and what they keep in lists and objects."""
+    seen: set[int] = set()
+    waiting = list(reversed(roots))
+    while waiting and len(seen) < _MOST_KEPT:
+        value = waiting.pop()
+        if id(value) in seen:
+            continue
+        if isinstance(value, (list, tuple, dict)):
+            inside: Sequence[Any] = list(value.values() if isinstance(value, dict) else value)
+        elif isinstance(value, torch.nn.Module) or (hasattr(value, "__dict__") and _is_of_user(type(value))):
+            if isinstance(value, (Metric, MetricCollection)):
+                yield value
+            inside = [each for name, each in vars(value).items() if name not in _NOT_KEPT]
+        else:
+            continue
+        seen.add(id(value))
+        waiting += reversed(inside[:_MOST_KEPT])
+
+
+def _is_of_user(kind: type) -> bool:
+    """Returns whether a class is none of the libraries', whose objects keep no metrics."""
+    is_callback = issubclass(kind, pl.Callback)
+    return is_callback or (kind.__module__.partition(".")[0] not in _LIBRARIES and not issubclass(kind, type))
