@@ -32,6 +32,32 @@ def aside() -> Iterator[None]:
         yield
 
 
+@contextmanager
+def kept_state(module: torch.nn.Module) -> Iterator[None]:
+    """Gives a module and those inside it their attributes, buffers and states of metrics back; parameters are not looked at."""
+    tensors: list[tuple[Tensor, Tensor]] = []
+    held: list[tuple[torch.nn.Module, dict[str, Any], list[tuple[Any, Any]]]] = []
+    for each in module.modules():
+        attributes = dict(vars(each))
+        found = [*attributes.values(), *each._buffers.values()]
+        tensors += [(value, value.detach().clone()) for value in found if isinstance(value, Tensor)]
+        holders = [(value, copy.copy(value)) for value in attributes.values() if isinstance(value, (list, dict, set))]
+        held.append((each, attributes, holders))
+    try:
+        yield
+    finally:
+        for each, attributes, holders in held:
+            vars(each).clear()
+            vars(each).update(attributes)
+            for holder, before in holders:
+                holder.clear()
+                (holder.extend if isinstance(holder, list) else holder.update)(before)
+        with torch.no_grad():
+            for value, values in tensors:
+                if not torch.equal(value, values):
+                    value.copy_(values)
+
+
 def uncompiled() -> AbstractContextManager[Any]:
     """Returns what leaves compiled models eager while it is open: compiling would take longer than a few steps."""
     return (
@@ -39,8 +65,8 @@ def uncompiled() -> AbstractContextManager[Any]:
     )  # torch 2.6
 
 
-def _ignore(*_: Any, **__: Any) -> None:
-    pass
+def ignore(*_: Any, **__: Any) -> None:
+    """Does nothing."""
 
 
 class QuietTrainer:
@@ -84,7 +110,7 @@ class _IdleOptimizer:
 
     def __init__(self, optimizer: Any) -> None:
         self._optimizer = optimizer
-        self.zero_grad = _ignore
+        self.zero_grad = ignore
 
     def step(self, closure: Callable[[], Any] | None = None, **_: Any) -> None:
         if closure is not None:
@@ -109,7 +135,7 @@ def without_optimizers(model: pl.LightningModule, scale: float) -> None:
         "optimizers": lambda *_, **__: idle[0] if len(idle) == 1 else idle,
         "lr_schedulers": lambda: None,
         "manual_backward": manual_backward,
-        **dict.fromkeys(("toggle_optimizer", "untoggle_optimizer", "clip_gradients"), _ignore),
+        **dict.fromkeys(("toggle_optimizer", "untoggle_optimizer", "clip_gradients"), ignore),
     }
     for name, method in replaced.items():
         object.__setattr__(model, name, method)
@@ -136,7 +162,7 @@ def quiet(model: pl.LightningModule, trainer: QuietTrainer | None) -> pl.Lightni
     """Returns the module, whose logs nobody hears from now on, with that trainer."""
     model._trainer = trainer  # type: ignore[assignment]
     for name in ("log", "log_dict", "print"):
-        object.__setattr__(model, name, _ignore)
+        object.__setattr__(model, name, ignore)
     return model
 
 

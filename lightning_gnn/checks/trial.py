@@ -108,6 +108,10 @@ class Trial:
         dtype: of all floating tensors; None leaves them as they are.
         share_rows: see :class:`~lightning_gnn.checks.draws.SharedDraws`.
         begins: call the hooks of the stage's begin, too.
+
+    Attributes:
+        constant: see :class:`~lightning_gnn.checks.draws.SharedDraws`.
+        noise: how much is added to features, of the largest; another sign is other noise.
     """
 
     def __init__(
@@ -124,6 +128,7 @@ class Trial:
         self._skipped: set[str] = set()
         self._hooks = Hooks(stage, self._skipped, begins)
         self.constant: float | None = None
+        self.noise = 0.0
         self.stage, self.training, self._reduction = stage, stage == "fit", "mean"
         self.step, mask = STAGES[stage]
         self.mask = None if mask is None else counted_mask(mask, module)
@@ -244,6 +249,12 @@ class Trial:
         ran = OnRank(rows, recorder.events)
         batch: Any = copy.copy(shard.batch)
         batch.n_id, batch.e_id = self._graph.n_id[rows.nodes], self._graph.e_id[rows.edges]
+        if self.noise:
+            g = torch.Generator().manual_seed(int(self.noise > 0))
+            size = batch.x.abs().max() * max(abs(self.noise), torch.finfo(batch.x.dtype).eps)
+            batch.x = batch.x + size * torch.rand(
+                batch.x.shape, generator=g, dtype=batch.x.dtype
+            )  # upwards: 3.0 stays 3
         counts = shard.mask_counts[self.mask] if self.mask else (1,) * len(shard.counts)
         stand_ins = int(batch[self.mask].sum()) if self.mask in MASKS and not counts[rank] else 0
         known = {len(rows.edges): (rows.num_edges, rows.edges), len(rows.nodes): (rows.num_nodes, rows.nodes)}
