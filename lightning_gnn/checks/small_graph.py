@@ -75,10 +75,10 @@ def small_graph(
     """
     g = torch.Generator().manual_seed(seed)
     owned, given = int(batch.num_owned), batch.edge_index.size(1)
-    nodes = {n: v[:owned] for n, v in batch.to_dict().items() if isinstance(v, Tensor) and batch.is_node_attr(n)}
-    edges = {
-        n: v for n, v in batch.to_dict().items() if isinstance(v, Tensor) and n not in nodes and batch.is_edge_attr(n)
-    }
+    tensors = {n: v for n, v in batch.to_dict().items() if isinstance(v, Tensor)}
+    # Where there are as many nodes as edges, PyG takes for one of edges what has "edge" in its name.
+    nodes = {n: v[:owned] for n, v in tensors.items() if batch.is_node_attr(n) and n != "e_id"}
+    edges = {n: v for n, v in tensors.items() if n not in nodes and (batch.is_edge_attr(n) or n == "e_id")}
     edges.pop("edge_index", None)
     counted = torch.zeros(owned, dtype=torch.bool)
     for mask in set(masks) & set(MASKS):

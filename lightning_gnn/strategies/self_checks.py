@@ -70,7 +70,12 @@ class SelfChecks(pl.Callback):
         """Checks on ranks, unless that has been done before they were started, or before another strategy went on with them."""
         self._shard, self._later = shard, 0
         done, self._done = self._done, False
-        if self._strategy.world_size == 1 or self._strategy.world.broadcast_object(done):
+        if self._strategy.world_size == 1:
+            return
+        world = self._strategy.world
+        if world.broadcast_object(done):
+            # Of the process that has started the others, perhaps: they check later with it.
+            self._outcomes = world.broadcast_object(self._outcomes)
             return
         self._seconds = 0.0
         self._outcomes = self._check_on_ranks(module, shard, trainer, self._checkers(module, shard, trainer))

@@ -252,7 +252,7 @@ def edges_dropped_as_transform() -> Case:
 # Edges ########################################################################
 
 
-@idiom(source="no edges at all")
+@idiom(source="no edges at all", schemes=("dgcl", "spmm_1d", "spmm_15d"))
 def no_edges() -> Case:
     data = graph()
     data.edge_index = data.edge_index[:, :0]

@@ -318,7 +318,7 @@ def run(build: Build, strategy: Any, devices: int, partition: str, stages: Seque
                     found["weights"] = copy.deepcopy(module.state_dict())
                 if case.also is not None:
                     found["also"] = copy.deepcopy(case.also())
-                result.seen[stage] = found
+                result.seen[stage if stage not in result.seen else f"{stage} again"] = found
                 seen.values, log.given = [], []
         except BaseException as error:
             result.error, result.is_ours = f"{type(error).__name__}: {error}", _is_ours(error)

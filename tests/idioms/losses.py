@@ -156,7 +156,7 @@ def sum_over_nodes_by_option() -> Case:
 
 
 @idiom(source="a penalty on weights beside the loss")
-def penalty_on_weights() -> Case:
+def penalty_beside_the_loss() -> Case:
     class Penalised(Trains):
         def training_step(self, batch: Any, batch_idx: int) -> Tensor:
             loss = super().training_step(batch, batch_idx) + 0.01 * sum(p.square().sum() for p in self.parameters())
@@ -185,7 +185,7 @@ def flooding() -> Case:
 
 
 @idiom(source="the root of a mean", refused="loss|numbers")
-def root_of_a_mean() -> Case:
+def square_root_of_the_loss() -> Case:
     return case(lambda out, b: F.cross_entropy(out[b.train_mask], b.y[b.train_mask]).sqrt())
 
 
@@ -411,7 +411,7 @@ def binary() -> Case:
 
 
 @idiom(source="several tasks: a label and a number of each node")
-def several_tasks() -> Case:
+def a_label_and_a_number() -> Case:
     data = graph()
     data.z = _numbers()
 
@@ -433,7 +433,7 @@ def reconstruction_with_loss_weight() -> Case:
 
 
 @idiom(source="regression, with a torchmetrics value", stages=("fit", "test"))
-def regression_metrics() -> Case:
+def a_number_of_each_node() -> Case:
     class Regresses(Classifier):
         def __init__(self) -> None:
             super().__init__(two(nn.GCNConv))

@@ -108,7 +108,7 @@ def pruned_and_made_permanent() -> Case:
 
 
 @idiom(source="lightning ModelPruning")
-def model_pruning() -> Case:
+def pruned_by_lightning() -> Case:
     callback = ModelPruning("l1_unstructured", amount=0.3, use_global_unstructured=True, verbose=0)
     return Case(Classifier(all_kinds()), graph(), {"callbacks": [callback]})
 
@@ -248,7 +248,7 @@ def functional_call() -> Case:
     refused="double|twice|once_differentiable|does not give",
     stages=("fit",),
 )
-def gradient_penalty() -> Case:
+def double_backward() -> Case:
     class Penalised(Classifier):
         def training_step(self, batch: Any, batch_idx: int) -> Tensor:
             loss = super().training_step(batch, batch_idx)
