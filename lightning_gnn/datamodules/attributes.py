@@ -358,7 +358,7 @@ def with_masks_of_ids(given: Mapping[str, Any], num_nodes: int, needed: bool) ->
             left_out[name] = "it is batch.val_mask"
     labelled = "y" in given or any(split_labels(name) for name in given)
     masks: dict[str, Tensor] = {}
-    lists: dict[str | None, Tensor] = {}
+    lists: dict[str, Tensor] = {}
     for name, value in given.items():
         parts = split_ids(name, value)
         found = {part: mask_of_ids(ids, num_nodes) if labelled else None for part, ids in parts.items()}
@@ -379,14 +379,14 @@ def with_masks_of_ids(given: Mapping[str, Any], num_nodes: int, needed: bool) ->
             masks[SPLITS[part]] = masks[SPLITS[part]] | mask if SPLITS[part] in masks else mask
         names = " and ".join(dict.fromkeys(SPLITS[part] for part in parts))
         left_out[name] = f"the batch has {names} for it, over its own rows: out[batch.{SPLITS[next(iter(parts))]}]"
-    labels_of = {name: part for name in given if (part := split_labels(name)) in lists}
-    for name, part in labels_of.items():
-        value, ids = rest[name], lists[part]
+    labels_of = {name: found_part for name in given if (found_part := split_labels(name)) and found_part in lists}
+    for name, of_part in labels_of.items():
+        value, ids = rest[name], lists[of_part]
         if ids.dtype == torch.bool or not isinstance(value, Tensor) or value.shape[:1] != ids.shape:
             continue
         del rest[name]
         if "y" not in given:
             unknown = float("nan") if value.is_floating_point() else -1
             rest.setdefault("y", value.new_full((num_nodes, *value.shape[1:]), unknown))[ids] = value
-        left_out[name] = f"labels of all parts of the split are in y: batch.y[batch.{SPLITS[part]}]"
+        left_out[name] = f"labels of all parts of the split are in y: batch.y[batch.{SPLITS[of_part]}]"
     return {**masks, **rest}, left_out
