@@ -73,7 +73,7 @@ def test_index_split_and_column_labels():
     data = GraphDataModule(OGBLike()).load()
     assert data.train_mask.nonzero().view(-1).tolist() == [0, 5]
     assert data.val_mask.nonzero().view(-1).tolist() == [1]
-    assert data.y.tolist() == small().y.tolist()
+    assert data.y.tolist() == small().y.view(-1, 1).tolist()
 
 
 def test_mask_columns():

@@ -23,6 +23,7 @@ from lightning_gnn.checks.draws import Draw
 from lightning_gnn.checks.small_graph import FORMS, Form, SmallGraph, small_graph
 from lightning_gnn.checks.stand_ins import QuietTrainer, aside, uncompiled
 from lightning_gnn.checks.trial import STAGES, Bind, Outcome, Parted, Trial, in_one_line
+from lightning_gnn.datamodules.attributes import LeftOutError
 from lightning_gnn.datamodules.shards import Shard, split_graph
 from lightning_gnn.datamodules.sources import counted_mask
 from lightning_gnn.nn.context import UnsupportedModelError
@@ -95,7 +96,7 @@ def self_check(
         stack.enter_context(uncompiled())
         try:
             finding = check.run(epochs)
-        except UnsupportedModelError as error:
+        except (UnsupportedModelError, LeftOutError) as error:
             refused = str(error)
     ran = finding is not None or refused is not None or check.compared
     not_run = None if ran else check.not_run
@@ -173,7 +174,7 @@ class _Check:
                 small = small_graph(self._batch, masks, self._forms[number], number, without)
                 trial = Trial(self._module, small.graph, self._stage, self._trainer, dtype, begins=self._begins)
                 whole = trial.on_whole()
-            except UnsupportedModelError:
+            except (UnsupportedModelError, LeftOutError):
                 raise
             except Exception as error:
                 self.not_run = self.not_run or in_one_line(error)

@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 from torch_geometric.data import Data
 
-from lightning_gnn.datamodules.sources import EDGE_MASKS, MASKS, STAND_INS
+from lightning_gnn.datamodules.attributes import OF_BATCHES, STAND_INS, GraphData, kinds_of, left_out_of
+from lightning_gnn.datamodules.sources import EDGE_MASKS, MASKS, class_labels
 from lightning_gnn.nn.helpers import labelled
 
 
@@ -75,11 +76,9 @@ def small_graph(
     """
     g = torch.Generator().manual_seed(seed)
     owned, given = int(batch.num_owned), batch.edge_index.size(1)
-    tensors = {n: v for n, v in batch.to_dict().items() if isinstance(v, Tensor)}
-    # Where there are as many nodes as edges, PyG takes for one of edges what has "edge" in its name.
-    nodes = {n: v[:owned] for n, v in tensors.items() if batch.is_node_attr(n) and n != "e_id"}
-    edges = {n: v for n, v in tensors.items() if n not in nodes and (batch.is_edge_attr(n) or n == "e_id")}
-    edges.pop("edge_index", None)
+    kinds = kinds_of(batch)
+    nodes = {name: batch[name][:owned] for name, kind in kinds.items() if kind == "node"}
+    edges = {name: batch[name] for name, kind in kinds.items() if kind == "edge"}
     counted = torch.zeros(owned, dtype=torch.bool)
     for mask in set(masks) & set(MASKS):
         counted |= labelled(batch, mask)[:owned]
@@ -88,7 +87,7 @@ def small_graph(
         nodes[mask][row] = False
     rows = _rows(nodes, counted, form.nodes, form.labelled, without, g)
     order = torch.randperm(sum(form.nodes), generator=g)  # an owner's ids are not in a row
-    small = Data(edge_index=order[_edges(form, g)])
+    small = GraphData(kinds, left_out_of(batch), edge_index=order[_edges(form, g)])
     shuffled = torch.randperm(sum(form.edges), generator=g)
     small.edge_index = small.edge_index[:, shuffled]
     place = order.argsort()
@@ -103,6 +102,9 @@ def small_graph(
         rows = _rows(edges, counted, form.edges, quotas, without, g)[shuffled]
     for name, value in edges.items():
         small[name] = value[rows] if given else value.new_zeros((sum(form.edges), *value.shape[1:]))
+    for name in kinds.keys() - set(OF_BATCHES):
+        if name.endswith("n_id"):  # ids of the whole graph, by which rows are fetched
+            small[name] = small[name] % sum(form.nodes)
     part = (place >= form.nodes[0]).long().numpy()
     holders = (torch.rand(sum(form.edges), generator=g) < 0.3).long().numpy()
     return SmallGraph(small, part, holders)
@@ -142,6 +144,8 @@ def _rows(
         g: of the draw.
     """
     attributes = {name: value for name, value in attributes.items() if value.dim() == 1 or name == "y"}
+    if "y" in attributes and (classes := class_labels(attributes["y"])) is not None:
+        attributes["y"] = classes
     allowed = torch.ones_like(counted)
     for mask in set(without) & set(attributes):
         allowed &= ~attributes[mask].bool()

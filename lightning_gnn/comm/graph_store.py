@@ -21,6 +21,7 @@ from torch_geometric.typing import EdgeType, NodeType
 
 from lightning_gnn.comm.group import World
 from lightning_gnn.comm.requests import Requests
+from lightning_gnn.datamodules.attributes import GraphData
 from lightning_gnn.kernels import CSR
 from lightning_gnn.partition.shard import owners_of
 from lightning_gnn.sampling.neighbors import Neighbors, sample_neighbors
@@ -120,6 +121,11 @@ class GraphStore:
         other.requests = None if self.requests is None else Requests(self._world)
         other.asked = other.hits = 0
         return other
+
+    def of_graph(self) -> GraphData:
+        """Returns a batch of a graph without types that has what belongs to the graph, and nothing else yet."""
+        cut = self._cut
+        return GraphData(cut.kinds, cut.left_out, **cut.attributes["graph"], **cut.scalars)
 
     def names(self, kind: NodeType | EdgeType) -> list[str]:
         """Returns the names of what has a row per node, or per edge, of a type."""

@@ -5,22 +5,22 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
 from torch_geometric.data import Data, HeteroData
 from torch_geometric.data.storage import BaseStorage
 from torch_geometric.typing import EdgeType, NodeType
 
 from lightning_gnn.arguments import check_whole
+from lightning_gnn.datamodules.attributes import rows_of_type, warn_of_left_out, with_masks_of_ids
 from lightning_gnn.datamodules.sources import (
     MASKS,
     check_tensor,
     checked_edges,
     edge_values,
     features,
-    is_kept,
     labels,
     masks_of,
 )
@@ -81,11 +81,17 @@ def prepare_hetero(
     chosen = input_type_of(data, input_type)
     result = HeteroData()
     sizes: dict[NodeType, int] = {}
+    rows_of_type(dict(data._global_store.items()), None, None, "the HeteroData itself")
     for name in data.node_types:
         with _told(f"Node type {name!r}"):
-            sizes[name] = _prepare_nodes(name, data[name], result)
+            attributes = dict(data[name].items())
+            if name == chosen:
+                size = _num_nodes(name, data[name])
+                attributes, replaced = with_masks_of_ids(attributes, size, masks_needed and fractions is None)
+                warn_of_left_out(replaced, f"node type {name!r}")
+                given = Data(**{mask: attributes.pop(mask).cpu() for mask in MASKS if mask in attributes})
+            sizes[name] = _prepare_nodes(name, data[name], attributes, result)
     with _told(f"Node type {chosen!r}"):
-        given = Data(**{name: data[chosen][name].cpu() for name in MASKS if name in data[chosen]})
         y = result[chosen].get("y")
         masks = masks_of(given, y, sizes[chosen], None, fractions, split_column, seed, masks_needed)
     result[chosen].update(masks)
@@ -104,8 +110,8 @@ def _told(of: str) -> Iterator[None]:
         raise ValueError(f"{of}: {error}") from error
 
 
-def _prepare_nodes(name: NodeType, store: BaseStorage, result: HeteroData) -> int:
-    """Copies what the nodes of a type have; returns how many they are."""
+def _num_nodes(name: NodeType, store: BaseStorage) -> int:
+    """Returns how many nodes a type has."""
     for attribute in ("x", "y", *MASKS):
         check_tensor(attribute, store.get(attribute))
         if store.get(attribute) is not None and not store[attribute].dim():
@@ -123,8 +129,13 @@ def _prepare_nodes(name: NodeType, store: BaseStorage, result: HeteroData) -> in
         raise ValueError(
             f"it has no nodes: x has no rows, or num_nodes is {size}. Remove it: del data['{name}'], and its edge types."
         )
-    into = result[name]
-    for attribute, value in _rows(store, size):
+    return int(size)
+
+
+def _prepare_nodes(name: NodeType, store: BaseStorage, attributes: Mapping[str, Any], result: HeteroData) -> int:
+    """Copies what the nodes of a type have; returns how many they are."""
+    size, into = _num_nodes(name, store), result[name]
+    for attribute, value in rows_of_type(attributes, size, None, f"node type {name!r}").items():
         into[attribute] = value
     if "x" in into:
         into.x = features(into.x)
@@ -132,7 +143,7 @@ def _prepare_nodes(name: NodeType, store: BaseStorage, result: HeteroData) -> in
         into.num_nodes = size
     if "y" in into:
         into.y = labels(into.y, size)
-    return int(size)
+    return size
 
 
 def _prepare_edges(kind: EdgeType, store: BaseStorage, sizes: Mapping[NodeType, int], result: HeteroData) -> None:
@@ -162,16 +173,9 @@ def _prepare_edges(kind: EdgeType, store: BaseStorage, sizes: Mapping[NodeType, 
             into[attribute] = edge_values(
                 attribute, store[attribute].cpu(), edge_index.size(1), torch.get_default_dtype()
             )
-    for attribute, value in _rows(store, edge_index.size(1)):
-        if attribute not in into:
-            into[attribute] = value
-
-
-def _rows(store: BaseStorage, size: int) -> Iterator[tuple[str, Tensor]]:
-    """Yields the tensors that have a row per node or edge of a type."""
-    for name, value in store.items():
-        if isinstance(value, Tensor) and is_kept(name, value) and value.dim() and value.size(0) == size:
-            yield name, value.detach().cpu()
+    attributes = {name: value for name, value in store.items() if name not in into}
+    for attribute, value in rows_of_type(attributes, None, edge_index.size(1), f"edge type {kind}").items():
+        into[attribute] = value
 
 
 @dataclass(frozen=True)

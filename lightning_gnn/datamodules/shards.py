@@ -16,7 +16,8 @@ from torch import Tensor
 from torch_geometric.data import Data, HeteroData
 from torch_geometric.typing import EdgeType, NodeType
 
-from lightning_gnn.datamodules.sources import EDGE_MASKS, MASKS, STAND_INS, num_classes, num_labelled
+from lightning_gnn.datamodules.attributes import STAND_INS, GraphData, Kind, kinds_of, left_out_of, of_full_graph
+from lightning_gnn.datamodules.sources import EDGE_MASKS, MASKS, class_labels, num_classes, num_labelled
 from lightning_gnn.partition.layout import LayoutSpec, Replicas
 from lightning_gnn.partition.locality import local_relabelling
 from lightning_gnn.partition.replicas import hold
@@ -89,6 +90,7 @@ class Cut:
         attributes: tensors by name; per ``"node"`` and ``"edge"`` in relabelled order, of the ``"graph"`` as they are. With
             types, by the keys of these, each in the order of its type's ids.
         scalars: what is no tensor.
+        left_out: by name, why the user's graph has more than this.
         mask_counts, num_classes, types, digest, report: see :class:`Shard`.
         holders: of a vertex cut, the rank that computes each edge, int16 ``[E]`` in relabelled order.
     """
@@ -101,6 +103,7 @@ class Cut:
     e_id: Tensor
     attributes: Mapping[str, Mapping[str, Tensor]]
     scalars: Mapping[str, Any]
+    left_out: Mapping[str, str]
     mask_counts: Mapping[str, tuple[int, ...]]
     num_classes: int
     types: Types
@@ -111,6 +114,12 @@ class Cut:
     def ids_of(self, kind: NodeType | EdgeType) -> Tensor:
         """Returns the original ids of a type's nodes, or edges, in relabelled order."""
         return (self.n_id if isinstance(kind, str) else self.e_id)[self.types.place(kind)]
+
+    @property
+    def kinds(self) -> dict[str, Kind]:
+        """By attribute of a graph without types, what it belongs to."""
+        kinds: tuple[Kind, ...] = ("node", "edge", "graph")
+        return {name: kind for kind in kinds for name in self.attributes[kind]}
 
     def edge_index(self) -> Ids:
         """Returns all edges in relabelled ids and order, int64 ``[2, E]``."""
@@ -138,7 +147,7 @@ class Cut:
     def graph(self) -> Data | HeteroData:
         """Returns the graph that was cut, in its original order: equal to it in every attribute."""
         types = self.types
-        whole: Any = HeteroData() if types.is_hetero else Data()
+        whole: Any = HeteroData() if types.is_hetero else GraphData(self.kinds, self.left_out)
         for kind in (*types.nodes, *types.edges):
             into, ids = whole[kind] if types.is_hetero else whole, self.ids_of(kind)
             for name, value in self.attributes[types.key(kind)].items():
@@ -184,7 +193,7 @@ class Cut:
             edge_index = found.edge_index
             nodes, edges = torch.from_numpy(held.rows[rank]), torch.from_numpy(found.edges)
             halos, offsets, num_edges = held.halos, held.offsets, held.num_edges
-        batch = Data(edge_index=torch.from_numpy(edge_index))
+        batch = GraphData(self.kinds, of_full_graph(self.left_out), edge_index=torch.from_numpy(edge_index))
         rows = {"node": nodes, "edge": edges, "graph": slice(None)}
         for kind, values in self.attributes.items():
             for name, value in values.items():
@@ -256,13 +265,9 @@ def cut_graph(data: Data, part: np.ndarray, num_parts: int, holders: np.ndarray 
     e_id = torch.from_numpy(np.concatenate([piece.edge_ids for piece in pieces]))
     order = {"node": n_id, "edge": e_id}
     attributes: dict[str, dict[str, Tensor]] = {"node": {}, "edge": {}, "graph": {}}
-    scalars = {}
-    for name, value in data.to_dict().items():
-        if not isinstance(value, Tensor):
-            scalars[name] = value
-        elif name != "edge_index":
-            kind = kind_of(data, name)
-            attributes[kind][name] = value[order[kind]] if kind in order else value
+    scalars = {name: value for name, value in data.to_dict().items() if not isinstance(value, Tensor)}
+    for name, kind in kinds_of(data).items():
+        attributes[kind][name] = data[name][order[kind]] if kind in order else data[name]
     return Cut(
         offsets=relabelling.offsets,
         edge_offsets=np.cumsum([0, *(len(piece.edge_ids) for piece in pieces)]),
@@ -272,6 +277,7 @@ def cut_graph(data: Data, part: np.ndarray, num_parts: int, holders: np.ndarray 
         e_id=e_id,
         attributes=attributes,
         scalars=scalars,
+        left_out=left_out_of(data),
         mask_counts={
             name: tuple(counts)
             for name, counts in mask_counts(data, relabelling, [piece.edge_ids for piece in pieces]).items()
@@ -292,7 +298,7 @@ def split_graph(data: Data, part: np.ndarray, layout: LayoutSpec, holders: np.nd
 
 def whole_graph(data: Data) -> Shard:
     """Returns the whole graph as the only rank's shard: the reference that every scheme is compared with."""
-    batch = Data(**data.to_dict())
+    batch = GraphData(kinds_of(data), of_full_graph(left_out_of(data)), **data.to_dict())
     num_nodes = data.x.size(0)
     batch.n_id, batch.e_id = torch.arange(num_nodes), torch.arange(data.edge_index.size(1))
     batch.num_owned = num_nodes
@@ -357,15 +363,6 @@ def versions_of(batch: Data | HeteroData) -> dict[str, int]:
     return {name: value._version for name, value in batch.to_dict().items() if isinstance(value, Tensor)}
 
 
-def kind_of(data: Data, name: str) -> str:
-    """Returns whether an attribute has one row per ``"node"``, per ``"edge"``, or belongs to the ``"graph"``."""
-    value, edges = data[name], data.edge_index.size(1)
-    rows = value.size(0) if value.dim() else None  # PyG counts the columns of what is called an index
-    if rows == data.num_nodes and data.is_node_attr(name):
-        return "node"
-    return "edge" if rows == edges and data.is_edge_attr(name) else "graph"
-
-
 def mask_counts(data: Data, relabelling: Relabelling, edge_ids: Sequence[Ids] = ()) -> dict[str, list[int]]:
     """Returns by mask how many labelled nodes of it each part owns; of masks of edges, if there are any, how many edges.
 
@@ -399,12 +396,13 @@ def _add_stand_in(batch: Data, mask: str) -> None:
     """
     y = batch.get("y")
     row = 0
-    if y is not None and y.dim() == 1 and not y.is_floating_point():
-        labelled = (y >= 0).nonzero()
+    classes = None if y is None else class_labels(y)
+    if classes is not None:
+        labelled = (classes >= 0).nonzero()
         if len(labelled):
             row = int(labelled[0])
         else:
-            batch.y = y.clone()
+            batch.y = batch.y.clone()
             batch.y[row] = 0
     batch[mask] = batch[mask].clone()
     batch[mask][row] = True

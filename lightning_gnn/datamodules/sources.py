@@ -7,7 +7,6 @@ import importlib
 import importlib.util
 import json
 import random
-import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from numbers import Real
@@ -22,15 +21,20 @@ from torch_geometric.data.data import BaseData
 
 from lightning_gnn.arguments import shown
 from lightning_gnn.comm.in_process import kept_random_state
+from lightning_gnn.datamodules.attributes import (
+    SPLITS,
+    TO_PREDICT_LINKS,
+    GraphData,
+    kept_attributes,
+    left_out_of,
+    with_masks_of_ids,
+)
 
 Source: TypeAlias = str | Dataset | Data | HeteroData | Callable[..., Any]
 """A PyG dataset, a ``Data``, a ``HeteroData``, a callable that returns one of these, or the dotted path of one."""
 
 MASKS = ("train_mask", "val_mask", "test_mask")
 EDGE_MASKS = tuple(f"edge_{name}" for name in MASKS)
-STAND_INS = "stand_ins"
-"""The attribute of a batch that tells, by mask, which row is in it only because this rank has no labelled one."""
-_INDEX_SPLIT = {"train": "train_mask", "valid": "val_mask", "val": "val_mask", "test": "test_mask"}
 
 
 def counted_mask(mask: str, module: object) -> str:
@@ -89,6 +93,12 @@ def load_source(
             f"{name} cannot give its graph: {type(error).__name__}: {error}. Look at dataset[0] and "
             "dataset.get_idx_split(), or give the graph itself, a torch_geometric.data.Data."
         ) from error
+    of_links = first if isinstance(first, (tuple, list)) else loaded if isinstance(loaded, (tuple, list)) else ()
+    if any(isinstance(each, BaseData) and "edge_label" in " ".join(each.keys()) for each in of_links):
+        raise ValueError(
+            f"{name} gives {len(of_links)} graphs with edge_label_index, as RandomLinkSplit makes them of one. Leave that "
+            f"transform out. {TO_PREDICT_LINKS}."
+        )
     if len(graphs) and not isinstance(first, (Data, HeteroData)):
         raise ValueError(
             f"{name} gives a {type(first).__name__}; GraphDataModule takes PyG's graphs, torch_geometric.data.Data or "
@@ -131,9 +141,11 @@ def prepare_graph(
         ValueError: says what is missing or wrong, and what to do.
     """
     if data.edge_index is None:
+        of_split = [name for name in data.to_dict() if "pos_edge" in name]
+        told = f" Its {of_split[0]} is of a split of edges. {TO_PREDICT_LINKS}." if of_split else ""
         raise ValueError(
             "The graph has no edge_index. If it holds an adjacency `adj_t`, convert it first: "
-            "row, col, _ = data.adj_t.t().coo(); data.edge_index = torch.stack([row, col])."
+            f"row, col, _ = data.adj_t.t().coo(); data.edge_index = torch.stack([row, col]).{told}"
         )
     if data.x is None:
         raise ValueError(
@@ -142,16 +154,20 @@ def prepare_graph(
         )
     for name in ("x", "edge_index", "y", "edge_weight", "edge_attr", *MASKS):
         check_tensor(name, data.get(name))
-    kept = {name: value for name, value in data.to_dict().items() if is_kept(name, value)}
-    result = Data(**kept).cpu()
-    result.x = features(result.x)
-    num_nodes = result.x.size(0)
-    if data.to_dict().get("num_nodes", num_nodes) != num_nodes:
+    given = {name: value for name, value in data.to_dict().items() if value is not None}
+    x = features(data.x.cpu())
+    num_nodes = x.size(0)
+    if given.pop("num_nodes", num_nodes) != num_nodes:
         raise ValueError(
             f"The graph says num_nodes={data.num_nodes}, but x has {num_nodes} rows. Give x one row per node, "
             "zeros where a node has no features."
         )
-    result.edge_index = checked_edges(result.edge_index, num_nodes)
+    edge_index = checked_edges(data.edge_index.cpu(), num_nodes)
+    replaced = fractions is not None or split is not None
+    given, left_out = with_masks_of_ids(given, num_nodes, masks_needed and not replaced)
+    kept, kinds, others = kept_attributes(given, num_nodes, edge_index.size(1), data)
+    result = GraphData(kinds, {**left_out_of(data), **others, **left_out}, **kept)
+    result.x, result.edge_index = x, edge_index
     for name in ("edge_weight", "edge_attr"):
         if result.get(name) is not None:
             result[name] = edge_values(name, result[name], result.edge_index.size(1), result.x.dtype)
@@ -164,34 +180,6 @@ def prepare_graph(
     for name, mask in masks_of(result, y, num_nodes, split, fractions, split_column, seed, masks_needed).items():
         result[name] = mask
     return result
-
-
-def is_name(name: Any) -> bool:
-    """Returns whether a file may be called after an attribute: no path, no control characters, not too long."""
-    return isinstance(name, str) and re.fullmatch(r"[\w .+-]+", name) is not None and len(name.encode()) <= 100
-
-
-def is_kept(name: str, value: Any) -> bool:
-    """Returns whether an attribute goes with the graph to its ranks; refuses what their files could not hold."""
-    if name == "num_nodes":  # the rows of x say it, on every rank its own
-        return False
-    if not isinstance(value, Tensor):
-        return isinstance(value, (int, float))
-    if value.layout != torch.strided:  # an adjacency beside edge_index
-        return False
-    if not is_name(name):
-        raise ValueError(
-            f"The graph has an attribute {name!r}, and files are called after attributes. Rename it: at most 100 letters, "
-            "digits, spaces, '_', '-', '+' and '.'."
-        )
-    try:
-        torch.empty(0, dtype=value.dtype).numpy()
-    except TypeError as error:
-        raise ValueError(
-            f"{name} is {_dtype(value)}, which the files of a partitioned graph cannot hold. "
-            f"Convert it: data.{name} = data.{name}.float()."
-        ) from error
-    return True
 
 
 def check_tensor(name: str, value: Any) -> None:
@@ -278,9 +266,8 @@ def edge_values(name: str, values: Tensor, num_edges: int, dtype: torch.dtype) -
 
 
 def labels(y: Tensor, num_nodes: int) -> Tensor:
-    """Returns class labels ``[N]`` as int64; targets ``[N]`` and ``[N, C]`` of other types as they are."""
-    if y.dim() == 2 and y.size(1) == 1:  # OGB's [N, 1]
-        y = y.view(-1)
+    """Returns class labels, ``[N]`` or OGB's ``[N, 1]``, as int64; targets ``[N]`` and ``[N, C]`` of other types as they are."""
+    of_classes = y.dim() == 1 or y.shape[1:] == (1,)
     if y.dim() not in (1, 2) or 0 in y.shape[1:]:
         raise ValueError(
             f"y must have shape [N] for classes or [N, C] for targets (got {list(y.shape)}). One row per node is needed."
@@ -301,12 +288,12 @@ def labels(y: Tensor, num_nodes: int) -> Tensor:
                 f"y holds labels down to {low}, first in row {first}. Labels are numbered from 0, and -1 marks a node without "
                 "one: data.y[data.y < 0] = -1."
             )
-        return y.long() if y.dim() == 1 else y
+        return y.long() if of_classes else y
     bad = _non_finite_rows(y)
     if not len(bad):
         return y
     unlabelled = y[bad].isnan()
-    if y.dim() == 1 and unlabelled.all() and torch.equal(y.nan_to_num().trunc(), y.nan_to_num()):
+    if of_classes and unlabelled.all() and torch.equal(y.nan_to_num().trunc(), y.nan_to_num()):
         return labels(torch.where(y.isnan(), -1, y).long(), num_nodes)  # OGB's nodes without a label
     raise ValueError(
         f"y holds NaN or infinite targets in {len(bad)} of {num_nodes} rows, first in row {bad[0]}. NaN marks a node without "
@@ -421,11 +408,9 @@ def _masks_of_ids(split: Mapping[str, Any], num_nodes: int) -> dict[str, Tensor]
         raise ValueError(
             f'The index split must be a dict, {{"train": ids, "valid": ids, "test": ids}} (got {type(split).__name__}).'
         )
-    unknown = sorted(map(str, set(split) - set(_INDEX_SPLIT)))
+    unknown = sorted(map(str, set(split) - set(SPLITS)))
     if unknown:
-        raise ValueError(
-            f"The index split has keys {unknown}; known are {sorted(_INDEX_SPLIT)}. Rename or remove them."
-        )
+        raise ValueError(f"The index split has keys {unknown}; known are {sorted(SPLITS)}. Rename or remove them.")
     if "train" not in split:
         raise ValueError(f"The index split has no 'train' (got {sorted(split)}). Add the ids of the training nodes.")
     masks = {name: torch.zeros(num_nodes, dtype=torch.bool) for name in MASKS}
@@ -455,7 +440,7 @@ def _masks_of_ids(split: Mapping[str, Any], num_nodes: int) -> dict[str, Tensor]
                 f"{where} lists {len(ids) - int(mask.sum())} node ids more than once, first id {first}. "
                 "Give each once: ids.unique()."
             )
-        masks[_INDEX_SPLIT[key]] |= mask
+        masks[SPLITS[key]] |= mask
     return masks
 
 
@@ -492,20 +477,27 @@ def num_labelled(y: Tensor | None, mask: Tensor) -> int:
     return int(mask.sum() if y is None else (mask & is_labelled(y)).sum())
 
 
+def class_labels(y: Tensor) -> Tensor | None:
+    """Returns integer labels, ``[N]`` or ``[N, 1]``, as ``[N]``, sharing memory; None for targets of other kinds."""
+    if y.is_floating_point() or not (y.dim() == 1 or y.shape[1:] == (1,)):
+        return None
+    return y.view(-1)
+
+
 def is_labelled(y: Tensor) -> Tensor:
     """Returns which rows have a label, bool ``[N]``: -1 marks a node without one."""
-    if y.is_floating_point() or y.dim() != 1:
-        return torch.ones(y.size(0), dtype=torch.bool, device=y.device)
-    return y >= 0
+    classes = class_labels(y)
+    return torch.ones(y.size(0), dtype=torch.bool, device=y.device) if classes is None else classes >= 0
 
 
 def num_classes(y: Tensor | None) -> int:
-    """Returns the number of classes of integer labels ``[N]``, or of columns of multi-label targets ``[N, C]``; else 0."""
+    """Returns the number of classes of integer labels ``[N]`` or ``[N, 1]``, or of columns of targets ``[N, C]``; else 0."""
     if y is None or y.numel() == 0:
         return 0
-    if y.dim() == 2:
-        return y.size(1)
-    return 0 if y.is_floating_point() else int(y.max()) + 1
+    classes = class_labels(y)
+    if classes is not None:
+        return int(classes.max()) + 1
+    return y.size(1) if y.dim() == 2 else 0
 
 
 def graph_digests(data: Data | HeteroData) -> dict[str, str]:

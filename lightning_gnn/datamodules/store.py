@@ -40,8 +40,9 @@ from torch import Tensor
 from torch_geometric.data import Data, HeteroData
 from torch_geometric.typing import EdgeType, NodeType
 
+from lightning_gnn.datamodules.attributes import kinds_of, left_out_of
 from lightning_gnn.datamodules.hetero import JoinedGraph
-from lightning_gnn.datamodules.shards import Cut, kind_of, mask_counts
+from lightning_gnn.datamodules.shards import Cut, mask_counts
 from lightning_gnn.datamodules.sources import graph_digests, num_classes
 from lightning_gnn.datamodules.store_check import (
     check_arrays,
@@ -56,7 +57,7 @@ from lightning_gnn.partition.locality import Locality, local_relabelling, recent
 from lightning_gnn.partition.shard import Ids, Relabelling, edge_cut_parts
 from lightning_gnn.partition.types import ONE_TYPE, Types
 
-FORMAT = 9
+FORMAT = 10
 
 _LARGEST_MANIFEST = 1 << 28
 """Bytes; those of thousands of parts have some millions."""
@@ -280,6 +281,7 @@ def _write(
         "graph": dict(digests),
         "attributes": attributes,
         "scalars": scalars,
+        "left_out": left_out_of(data) if isinstance(data, Data) else {},
         "report": report,
         "locality": locality.as_dict(),
         "files": files,
@@ -329,10 +331,7 @@ def _attributes(data: Data | HeteroData, kind: NodeType | EdgeType) -> dict[str,
 
 
 def _of_kind(data: Data, kind: str) -> dict[str, Tensor]:
-    found = {
-        name: value for name, value in data.to_dict().items() if isinstance(value, Tensor) and name != "edge_index"
-    }
-    return {name: value.detach().cpu() for name, value in found.items() if kind_of(data, name) == kind}
+    return {name: data[name].detach().cpu() for name, found in kinds_of(data).items() if found == kind}
 
 
 def _manifest_checksum(manifest: Mapping[str, Any]) -> int:
@@ -472,6 +471,7 @@ def read_cut(folder: Path, layout: LayoutSpec | None = None) -> Cut:
             kind: {name: tensor(f"{kind}.{name}") for name in names} for kind, names in manifest["attributes"].items()
         },
         scalars=manifest["scalars"],
+        left_out=manifest["left_out"],
         mask_counts={name: tuple(counts) for name, counts in manifest["mask_counts"].items()},
         num_classes=manifest["num_classes"],
         types=types_of(manifest),

@@ -24,8 +24,9 @@ from torch_geometric.data import Data
 from torch_geometric.typing import EdgeType, NodeType
 
 from lightning_gnn.arguments import shown
+from lightning_gnn.datamodules.attributes import is_name
 from lightning_gnn.datamodules.shards import mask_counts
-from lightning_gnn.datamodules.sources import EDGE_MASKS, MASKS, edge_values, features, is_name, labels, num_classes
+from lightning_gnn.datamodules.sources import EDGE_MASKS, MASKS, edge_values, features, labels, num_classes
 from lightning_gnn.partition.layout import LayoutSpec
 from lightning_gnn.partition.shard import Ids, Relabelling
 from lightning_gnn.partition.types import ONE_TYPE, Types
@@ -136,13 +137,14 @@ def check_manifest(manifest: Mapping[str, Any]) -> None:
     _require(not missing, f"attributes of nodes lack {sorted(missing)}")
     for name, value in _get(manifest, "scalars", dict).items():
         ok = name != "edge_index" and not any(name in names for names in attributes.values())
-        _require(ok and isinstance(value, (int, float)), f"scalars has {shown(name)} = {shown(value)}")
+        _require(ok and isinstance(value, (int, float, str)), f"scalars has {shown(name)} = {shown(value)}")
     for name in _get(manifest, "mask_counts", dict):
         _counts(manifest["mask_counts"], name, layout.parts)
     for name, kind in (("num_classes", int), ("digest", str), ("report", dict), ("locality", dict)):
         _get(manifest, name, kind)
-    for name, digest in _get(manifest, "graph", dict).items():
-        _require(isinstance(digest, str), f"graph has {shown(name)} = {shown(digest)}")
+    for what in ("graph", "left_out"):
+        for name, text in _get(manifest, what, dict).items():
+            _require(isinstance(text, str), f"{what} has {shown(name)} = {shown(text)}")
     files = _get(manifest, "files", dict)
     expected = _files(manifest, layout)
     _require(files.keys() == expected, f"files are not those of this graph: {sorted(files.keys() ^ expected)[:3]}")

@@ -12,6 +12,7 @@ import numpy as np
 import torch
 from torch_geometric.data import Data
 
+from lightning_gnn.datamodules.attributes import GraphData, of_full_graph
 from lightning_gnn.datamodules.shards import Cut
 
 
@@ -68,7 +69,8 @@ class Clusters:
             inside = np.flatnonzero(local >= 0)
             columns.append(np.stack([local[inside], begin[cluster] + target[inside]]))
             edges.append(inside + cut.edge_offsets[cluster])
-        batch = Data(edge_index=torch.from_numpy(np.concatenate(columns, 1)))
+        edge_index = torch.from_numpy(np.concatenate(columns, 1))
+        batch = GraphData(cut.kinds, of_full_graph(cut.left_out), edge_index=edge_index)
         rows_of = {"node": torch.from_numpy(nodes), "edge": torch.from_numpy(np.concatenate(edges))}
         for kind, ids in rows_of.items():
             for name, value in cut.attributes[kind].items():

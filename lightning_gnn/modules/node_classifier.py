@@ -34,7 +34,7 @@ class NodeClassifier(GraphModule):
         model: called as ``model(x, edge_index)``, with ``edge_weight`` and ``edge_attr`` where the graph has them and the
             model takes them; returns logits ``[N, C]``.
         num_classes: C; default ``model.out_channels``.
-        task: ``"multiclass"`` for labels ``y [N]``, ``"multilabel"`` for targets ``y [N, C]``.
+        task: ``"multiclass"`` for labels ``y [N]`` or ``[N, 1]``, ``"multilabel"`` for targets ``y [N, C]``.
         optimizer: makes the optimizer from the parameters; default Adam with `lr` and `weight_decay`.
         lr, weight_decay: of the default optimizer.
 
@@ -89,7 +89,7 @@ class NodeClassifier(GraphModule):
             raise ValueError("NodeClassifier needs labels, but the graph has no y. Set data.y, one row per node.")
         found = f"y is {str(y.dtype).removeprefix('torch.')} {['N', *y.shape[1:]]}".replace("'", "")
         if self.task == "multiclass":
-            if y.dim() != 1:
+            if y.dim() != 1 and y.shape[1:] != (1,):
                 raise ValueError(
                     f"task='multiclass' needs one integer label per node, but {found}. For targets of 0 and 1 per class, "
                     "say NodeClassifier(model, task='multilabel')."
@@ -138,12 +138,17 @@ class NodeClassifier(GraphModule):
             return F.binary_cross_entropy_with_logits(out, y.to(out.dtype))
         return F.cross_entropy(out, y, ignore_index=UNLABELLED)
 
+    def _labels(self, batch: Data, mask: str) -> Tensor:
+        """Returns the labels, ``[n]``, or targets, ``[n, C]``, of the nodes in a mask."""
+        y = batch.y[batch[mask]]
+        return y.view(-1) if self.task == "multiclass" else y  # OGB's are [n, 1]
+
     def _num_labelled(self, y: Tensor) -> int:
         return len(y) if self.task == "multilabel" else int((y >= 0).sum())
 
     @override
     def training_step(self, batch: Data, batch_idx: int) -> Tensor:
-        out, y = self(batch)[batch.train_mask], batch.y[batch.train_mask]
+        out, y = self(batch)[batch.train_mask], self._labels(batch, "train_mask")
         loss = self._loss(out, y)
         count = self._num_labelled(y)
         self.log("train_loss", loss, prog_bar=True, batch_size=count)
@@ -159,7 +164,7 @@ class NodeClassifier(GraphModule):
     @override
     def _evaluate(self, batch: Data, stage: str) -> None:
         mask = batch[f"{stage}_mask"]
-        out, y = self(batch)[mask], batch.y[mask]
+        out, y = self(batch)[mask], self._labels(batch, f"{stage}_mask")
         count = self._num_labelled(y)
         self.log(f"{stage}_loss", self._loss(out, y), prog_bar=True, batch_size=count)
         for name in ("acc", "f1"):

@@ -20,7 +20,8 @@ from torch_geometric.typing import EdgeType, NodeType
 from typing_extensions import override
 
 from lightning_gnn.comm.graph_store import GraphStore
-from lightning_gnn.datamodules.sources import MASKS, STAND_INS
+from lightning_gnn.datamodules.attributes import STAND_INS
+from lightning_gnn.datamodules.sources import MASKS
 from lightning_gnn.partition.types import ONE_TYPE
 from lightning_gnn.sampling.draws import draw_others
 from lightning_gnn.sampling.hops import sample_hops
@@ -71,7 +72,7 @@ class BatchMaker:
     def _batch(self, out: HeteroSamplerOutput) -> Data | HeteroData:
         """Returns a neighbourhood with what its nodes and edges have."""
         store = self.store
-        batch = HeteroData() if store.types.is_hetero else Data()
+        batch = HeteroData() if store.types.is_hetero else store.of_graph()
         for name in store.types.nodes:  # before edges: a batch has the types in the graph's order
             _part_of(batch, name).n_id = store.original(name, out.node[name])
         for kind in store.types.edges:

@@ -63,7 +63,7 @@ def several_splits() -> Case:
     return Case(gcn(), GraphDataModule(data, split_column=1))
 
 
-@idiom(source="PyG examples/dna.py, rgcn.py: data.train_idx", refused="train_idx", xfail="global ids as local rows")
+@idiom(source="PyG examples/dna.py, rgcn.py: data.train_idx", refused="train_idx")
 def index_splits() -> Case:
     class ByIds(Classifier):
         def training_step(self, batch: Any, batch_idx: int) -> Tensor:
@@ -79,7 +79,6 @@ def index_splits() -> Case:
     source="PyG examples/rgcn.py: train_idx, train_y",
     refused="train_idx",
     stages=("fit",),
-    xfail="global ids as local rows",
 )
 def index_splits_with_labels() -> Case:
     class ByIds(L.LightningModule):
@@ -259,10 +258,7 @@ def no_edges() -> Case:
     return Case(gcn(), data)
 
 
-@idiom(
-    source="self-loops only",
-    xfail="where a rank has as many edges as nodes, the small graph takes e_id for one of nodes",
-)
+@idiom(source="self-loops only")
 def self_loops_only() -> Case:
     data = graph()
     data.edge_index = torch.arange(80).repeat(2, 1)
@@ -409,7 +405,7 @@ def series_of_each_node() -> Case:
     return Case(OverTime(), data)
 
 
-@idiom(source="PyG examples/pytorch_lightning: batch.batch_size", xfail="no batch_size")
+@idiom(source="PyG examples/pytorch_lightning: batch.batch_size", refused="batch_size")
 def batch_size() -> Case:
     class OfSeeds(Classifier):
         def training_step(self, batch: Any, batch_idx: int) -> Tensor:

@@ -371,7 +371,7 @@ def l1_and_huber() -> Case:
     return case(over_mask(loss), with_targets(_numbers(2)), 2)
 
 
-@idiom(source="regression: y [N, 1] beside out [N, 1]", xfail="y [N, 1] is squeezed")
+@idiom(source="regression: y [N, 1] beside out [N, 1]")
 def mse_of_a_column() -> Case:
     def loss(out: Tensor, batch: Any) -> Tensor:
         assert out.shape == batch.y.shape, (out.shape, batch.y.shape)
@@ -380,7 +380,7 @@ def mse_of_a_column() -> Case:
     return case(loss, with_targets(_numbers(1)), 1)
 
 
-@idiom(source="OGB: y [N, 1], squeezed in the step", xfail="y [N, 1] is squeezed")
+@idiom(source="OGB: y [N, 1], squeezed in the step")
 def ogb_labels() -> Case:
     return case(
         lambda out, b: F.cross_entropy(out[b.train_mask], b.y.squeeze(1)[b.train_mask]),

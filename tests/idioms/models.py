@@ -427,13 +427,13 @@ def _link_split() -> Any:
     return train
 
 
-@idiom(source="PyG examples/autoencoder.py", refused="split_edges", stages=("fit",), xfail="an IndexError")
+@idiom(source="PyG examples/autoencoder.py", refused="split_edges", stages=("fit",))
 def autoencoder() -> Case:
     return Case(Autoencoder(), _link_split())
 
 
 @idiom(
-    source="PyG examples/autoencoder.py, --variational", refused="split_edges", stages=("fit",), xfail="an IndexError"
+    source="PyG examples/autoencoder.py, --variational", refused="split_edges", stages=("fit",)
 )
 def variational_autoencoder() -> Case:
     class Variational(Autoencoder):
@@ -457,7 +457,7 @@ class _Gaussian(torch.nn.Module):
         return self.mu(x, edge_index), self.std(x, edge_index)
 
 
-@idiom(source="PyG examples/link_pred.py", refused="split_edges", stages=("fit",), xfail="an IndexError")
+@idiom(source="PyG examples/link_pred.py", refused="split_edges", stages=("fit",))
 def link_prediction() -> Case:
     class Links(L.LightningModule):
         def __init__(self) -> None:
