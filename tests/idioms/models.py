@@ -432,9 +432,7 @@ def autoencoder() -> Case:
     return Case(Autoencoder(), _link_split())
 
 
-@idiom(
-    source="PyG examples/autoencoder.py, --variational", refused="split_edges", stages=("fit",)
-)
+@idiom(source="PyG examples/autoencoder.py, --variational", refused="split_edges", stages=("fit",))
 def variational_autoencoder() -> Case:
     class Variational(Autoencoder):
         def __init__(self) -> None:
