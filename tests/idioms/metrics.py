@@ -160,7 +160,11 @@ def collection_called_and_its_output_logged() -> Case:
     return Case(Module(), graph())
 
 
-@idiom(source="torchmetrics docs: MetricTracker of a collection over epochs, best_metric", stages=("fit",))
+@idiom(
+    source="torchmetrics docs: MetricTracker of a collection over epochs, best_metric",
+    stages=("fit",),
+    xfail="a stand-in row counts in copies of metrics",
+)
 def tracker_over_epochs() -> Case:
     class Module(Scored):
         def __init__(self) -> None:
@@ -224,7 +228,9 @@ def bootstrapped_accuracy() -> Case:
     return Case(Module(), graph())
 
 
-@idiom(source="torchmetrics docs: MultioutputWrapper(R2Score)", stages=FIT)
+@idiom(
+    source="torchmetrics docs: MultioutputWrapper(R2Score)", stages=FIT, xfail="states of other dtypes end the process"
+)
 def several_outputs() -> Case:
     return _computed(
         lambda: tmw.MultioutputWrapper(R2Score(), CLASSES),
@@ -310,7 +316,9 @@ def mean_metric_of_the_loss() -> Case:
     return Case(Module(), graph())
 
 
-@idiom(source="torchmetrics docs: MeanMetric with the batch's size as weight", stages=FIT)
+@idiom(
+    source="torchmetrics docs: MeanMetric with the batch's size as weight", stages=FIT, xfail="a stand-in row counts"
+)
 def mean_metric_with_weights() -> Case:
     class Module(Net):
         def __init__(self) -> None:
@@ -619,7 +627,11 @@ def accuracy_of_each_class_by_hand() -> Case:
     return Case(Module(), graph())
 
 
-@idiom(source="metrics kept in a plain dict, computed at the end of the epoch", stages=FIT)
+@idiom(
+    source="metrics kept in a plain dict, computed at the end of the epoch",
+    stages=FIT,
+    xfail="a stand-in row counts in metrics that are no submodules",
+)
 def metrics_in_a_dict() -> Case:
     class Module(Scored):
         def __init__(self) -> None:
@@ -643,7 +655,11 @@ def metrics_in_a_dict() -> Case:
     return Case(Module(), graph())
 
 
-@idiom(source="a callback with a metric of its own", stages=("fit",))
+@idiom(
+    source="a callback with a metric of its own",
+    stages=("fit",),
+    xfail="a stand-in row counts in metrics that are no submodules",
+)
 def metric_in_a_callback() -> Case:
     class Scores(L.Callback):
         def __init__(self) -> None:

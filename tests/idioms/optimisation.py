@@ -256,7 +256,6 @@ def accumulated_batches() -> Case:
 @idiom(
     source="PyTorch docs: nn.Embedding(sparse=True) with SparseAdam, rows of nodes looked up by id",
     stages=("fit",),
-    xfail="an error that is not ours",
 )
 def sparse_adam() -> Case:
     class Module(Net):

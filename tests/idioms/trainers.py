@@ -201,22 +201,14 @@ def cross_validation() -> Case:
 
 @idiom(source="Lightning docs: save_checkpoint by hand, load_from_checkpoint with hyperparameters")
 def loaded_from_a_checkpoint() -> Case:
-    class Saves(L.Callback):
-        def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-            paths.append(trainer.strategy.broadcast(f"{trainer.default_root_dir}/by_hand.ckpt"))
-            trainer.save_checkpoint(paths[0])
-
     def program(trainer_with: Callable[..., L.Trainer], module: Any, data: Any) -> Any:
-        trainer_with(callbacks=[Saves()]).fit(module, datamodule=data)
-        kept = torch.load(paths[0], weights_only=False)
-        return (
-            kept["state_dict"],
-            kept["hyper_parameters"],
-            kept["epoch"],
-            Sized.load_from_checkpoint(paths[0]).state_dict(),
-        )
+        trainer = trainer_with()
+        trainer.fit(module, datamodule=data)
+        path = data.store / "by_hand.ckpt"  # a folder that all ranks see
+        trainer.save_checkpoint(path)
+        kept = torch.load(path, weights_only=False)
+        return kept["state_dict"], kept["epoch"], Sized.load_from_checkpoint(path, weights_only=False).state_dict()
 
-    paths: list[str] = []
     return Case(Sized(hidden=6), graph(), program=program)
 
 
