@@ -137,7 +137,7 @@ def moving_average_of_weights() -> Case:
     stages=("fit", "test"),
     xfail="fused convs read weights past hooks that come during fit",
 )
-def model_pruning() -> Case:
+def pruning_callback() -> Case:
     return _with(plc.ModelPruning("l1_unstructured", amount=0.3, use_global_unstructured=True))
 
 

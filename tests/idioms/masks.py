@@ -66,7 +66,7 @@ def masked_by_a_product() -> Case:
 
 
 @idiom(source="focal loss, label smoothing and a margin, a mean over nodes each", stages=FIT)
-def focal_loss() -> Case:
+def focal_loss_with_margin() -> Case:
     def loss(module: Any, out: Tensor, batch: Any, mask: Tensor) -> Tensor:
         log = out[mask].log_softmax(-1).gather(1, batch.y[mask].view(-1, 1)).view(-1)
         smooth = F.cross_entropy(out[mask], batch.y[mask], label_smoothing=0.2)

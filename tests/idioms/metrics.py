@@ -240,7 +240,7 @@ def several_outputs() -> Case:
 
 
 @idiom(source="torchmetrics docs: MultitaskWrapper with a dict of predictions", stages=FIT)
-def several_tasks() -> Case:
+def several_tasks_of_a_wrapper() -> Case:
     def prepare(out: Tensor, y: Tensor) -> tuple[Any, Any]:
         return {"class": out, "size": out.sum(-1)}, {"class": y, "size": y.to(out.dtype)}
 

@@ -486,7 +486,7 @@ def weights_decayed_and_clipped() -> Case:
 
 
 @idiom(source="a penalty on the weights in the loss, beside the mean over the mask")
-def penalty_on_weights() -> Case:
+def penalty_on_all_weights() -> Case:
     class Module(Net):
         def training_step(self, batch: Any, batch_idx: int) -> Tensor:
             penalty = sum(p.abs().sum() for p in self.parameters())
