@@ -129,7 +129,7 @@ def _supergat(conv: MessagePassing, context: GraphContext, layer: str) -> dict[s
     def attention_loss(self: MessagePassing) -> Tensor:
         raise UnsupportedModelError(
             f"'{layer}' cannot take its attention loss over ranks, for which it samples pairs among all nodes. Leave "
-            "get_attention_loss() out."
+            "get_attention_loss() out; docs/recipes.md, 'Pairs of nodes', has losses of pairs."
         )
 
     return {
@@ -180,11 +180,11 @@ REFUSED: dict[str, str] = {
     "CuGraphGATConv": "it needs cuGraph's own graph; use GATConv",
     "CuGraphRGCNConv": "it needs cuGraph's own graph; use RGCNConv",
     "CuGraphSAGEConv": "it needs cuGraph's own graph; use SAGEConv",
-    "DynamicEdgeConv": "it finds neighbours among all nodes; build the edges beforehand and use EdgeConv",
+    "DynamicEdgeConv": "it finds neighbours among all nodes; build the edges beforehand, or see docs/recipes.md, 'All pairs'",
     "FusedGATConv": "it needs its own graph format; use GATConv",
     "GravNetConv": "it finds neighbours among all nodes; build the edges beforehand and use GraphConv",
-    "HANConv": "it takes several node types; use convs for one",
-    "HGTConv": "it takes several node types; use TransformerConv on a graph with one",
+    "HANConv": "it takes several node types; use strategy='sampling', or convs for one",
+    "HGTConv": "it takes several node types; use strategy='sampling', or TransformerConv on a graph with one",
     "HypergraphConv": "its second step runs against the direction of the edges",
     "MeshCNNConv": "it works on the edges of a mesh, not on nodes",
     "PANConv": "it multiplies the whole graph's adjacency with itself",

@@ -223,7 +223,10 @@ def check_module(module: torch.nn.Module) -> None:
         elif type(child).__name__ in REFUSED and type(child).__module__.startswith("torch_geometric.nn.conv"):
             _refuse(where, type(child))
         elif type(child).__module__.startswith("torch_geometric.nn.pool"):
-            raise UnsupportedModelError(f"{where} pools over nodes of several ranks, which is not supported.")
+            raise UnsupportedModelError(
+                f"{where} makes another graph of nodes of several ranks. MeanAggregation and MaxAggregation read out the "
+                "whole graph; docs/recipes.md, 'Clusters', has losses of dense pooling."
+            )
 
 
 def check_columns(module: torch.nn.Module) -> None:
