@@ -143,6 +143,23 @@ class Readout(torch.nn.Module):
         return self.decode(torch.cat([x, *(pool(x).expand(len(x), -1) for pool in self.pools)], -1))
 
 
+class GPS(torch.nn.Module):
+    """A local conv beside attention over all nodes."""
+
+    def __init__(self, attention: str) -> None:
+        super().__init__()
+        self.encode, self.decode = Linear(FEATURES, HIDDEN), Linear(HIDDEN, CLASSES)
+        self.layers = torch.nn.ModuleList(
+            nn.GPSConv(HIDDEN, nn.GCNConv(HIDDEN, HIDDEN), heads=2, attn_type=attention) for _ in range(2)
+        )
+
+    def forward(self, x: Tensor, edge_index: Tensor) -> Tensor:
+        x = self.encode(x)
+        for layer in self.layers:
+            x = layer(x, edge_index, torch.zeros(len(x), dtype=torch.long))
+        return self.decode(x)
+
+
 def compiled(model: torch.nn.Module) -> torch.nn.Module:
     return torch.compile(model, backend="aot_eager")  # type: ignore[return-value]
 
@@ -173,6 +190,10 @@ MODELS: dict[str, Any] = {
     "to_hetero": Hetero,
     "hetero conv": Relations,
     "readouts": Readout,
+    **{
+        f"gps, {attention}, batch norm": (lambda attention=attention: GPS(attention))
+        for attention in ("multihead", "performer")
+    },
     "compiled gcn": lambda: compiled(basic(models.GCN)()),
     "compiled own layers": lambda: compiled(SharedConv(nn.GATConv(HIDDEN, HIDDEN))),
     "lazily initialised": lazily_initialised,

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,7 @@ import pytest
 import torch
 from common import CLASSES, FEATURES, Recorder, awkward_graph, quiet_trainer
 from torch_geometric.data import Data
+from torch_geometric.nn.models import SGFormer
 
 from lightning_gnn import DGCLStrategy, GraphDataModule, check_parity
 
@@ -99,6 +100,24 @@ def test_is_exact_under_every_scheme(name):
     """On four ranks, with three training nodes; and on two, of which one has none."""
     check(name, few(), [*EXACT, "spmm_2d"], 4)
     check(name, awkward_graph(), [DGCLStrategy(plan="p2p")], 2, (~awkward_graph().train_mask).long())
+
+
+def test_sgformer_is_exact(monkeypatch):
+    monkeypatch.setattr(torch, "ones", partial(torch.ones, dtype=torch.float64))  # PyG makes some of the default dtype
+    torch.manual_seed(1)
+    model = SGFormer(FEATURES, 16, CLASSES, trans_num_heads=2, trans_dropout=0.0, gnn_dropout=0.0)
+
+    class Attentive(L.LightningModule):
+        def __init__(self) -> None:
+            super().__init__()
+            self.model = model
+
+        def training_step(self, batch: Data, batch_idx: int) -> torch.Tensor:
+            out = self.model(batch.x, batch.edge_index, torch.zeros(len(batch.x), dtype=torch.long))
+            return torch.nn.functional.nll_loss(out[batch.train_mask], batch.y[batch.train_mask], ignore_index=-1)
+
+    report = check_parity(Attentive().double(), GraphDataModule(awkward_graph()), EXACT)
+    assert [each.verdict for each in report.schemes] == ["same"] * len(EXACT), report
 
 
 def run(rank: int, world_size: int, name: str, strategy: Any = None) -> Any:
