@@ -131,11 +131,11 @@ def idiom(
         rtol: of floating values; those in float32 have `RTOL_OF_FLOAT32` at least.
         late: it is refused after an optimizer has stepped.
         xfail: why it fails today.
-        name: of the idiom; the function's by default.
+        name: of the idiom, after its file's; the function's by default.
     """
 
     def add(build: Build) -> Build:
-        known = name or build.__name__  # type: ignore[attr-defined]
+        known = f"{build.__module__.rpartition('.')[2]}.{name or build.__name__}"  # type: ignore[attr-defined]
         assert known not in IDIOMS, known
         IDIOMS[known] = Idiom(known, build, source, refused, warns, stages, schemes, rtol, late, xfail)
         return build
