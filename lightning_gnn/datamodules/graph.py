@@ -32,6 +32,7 @@ from typing_extensions import override
 
 from lightning_gnn.arguments import shown
 from lightning_gnn.comm.group import World
+from lightning_gnn.datamodules.attributes import left_out_of
 from lightning_gnn.datamodules.hetero import NO_TYPES, JoinedGraph, input_type_of, prepare_hetero
 from lightning_gnn.datamodules.shards import Cut, Shard, versions_of, whole_graph, whole_graph_with_types
 from lightning_gnn.datamodules.sources import (
@@ -471,7 +472,9 @@ class GraphDataModule(L.LightningDataModule):
         if hetero and not layout.takes_types:
             raise ValueError(NO_TYPES)
         digests = graph_digests(data)
-        digest = hashlib.blake2b(json.dumps([digests, self._options(layout)]).encode(), digest_size=12).hexdigest()
+        left_out = {} if hetero else left_out_of(data)
+        told = json.dumps([digests, left_out, self._options(layout)])
+        digest = hashlib.blake2b(told.encode(), digest_size=12).hexdigest()
         name = f"{layout.kind}-{layout.parts}-{digest}"
         folder = self.store / name
         # Not kept: what is read from now on is the entry.
