@@ -39,13 +39,13 @@ from lightning_gnn.comm.traffic import Meter
 from lightning_gnn.datamodules.graph import GraphDataModule, OneBatch, check_fits
 from lightning_gnn.datamodules.hetero import NO_TYPES
 from lightning_gnn.datamodules.shards import Shard
-from lightning_gnn.datamodules.sources import MASKS, counted_mask, num_labelled
+from lightning_gnn.datamodules.sources import MASKS, counted_mask
 from lightning_gnn.kernels.warm_up import warm_up
 from lightning_gnn.launching import StartMethod, make_launcher
 from lightning_gnn.nn.bind import Binding, check_module
 from lightning_gnn.nn.embedding import DistributedEmbedding, embeddings_of
 from lightning_gnn.nn.fused import kernel_groups
-from lightning_gnn.nn.helpers import graph_in_use
+from lightning_gnn.nn.helpers import graph_in_use, labelled
 from lightning_gnn.nn.loss import loss_scale
 from lightning_gnn.nn.offload import Offloaded
 from lightning_gnn.partition.layout import LayoutSpec
@@ -179,6 +179,7 @@ class GNNStrategy(ParallelStrategy):
         self._in_use = ExitStack()
         self._steps = 0
         self._checks = SelfChecks(self)
+        self._versions: dict[str, int] = {}
         self._goes_on = False
         self._saved: Mapping[str, Any] | None = None
 
@@ -338,6 +339,9 @@ class GNNStrategy(ParallelStrategy):
             self._distribute_embeddings(module, shard)
             self._binding = self.bind(self.scheme, module, shard, self.world, self.meter)
             self._in_use.enter_context(graph_in_use(self._binding.context))
+            self._versions = {
+                name: shard.batch[name]._version for name in ("y", *shard.mask_counts) if shard.batch.get(name) is not None
+            }
         self._steps = 0
         self._gradients = GradientSum(self.world, module.parameters)
         self._replicas = Replicas(self.world, self._replicated)
@@ -536,6 +540,7 @@ class GNNStrategy(ParallelStrategy):
             self._in_use.enter_context(keeping_freed_memory())
         counts = self._enter(batch, "train_mask", "training")
         self._loss_scale = self._scale_of(None, counts)  # for manual_backward, inside the step
+        rows = self._checks.rows_of_loss(batch, counted_mask("train_mask", self.lightning_module), counts)
         with self._drawing(), self._approximating(), self._offloading(batch):
             output = super().training_step(batch, *args, **kwargs)
         assert self.lightning_module is not None
@@ -543,6 +548,10 @@ class GNNStrategy(ParallelStrategy):
             raise ValueError("training_step returned None. To skip a step on all ranks alike, return a loss times 0.")
         self._loss_scale = self._scale_of(output, counts)
         self._leave()
+        if rows is not None:
+            again = super().training_step
+            with self._drawing(), self._approximating():
+                rows.check(output, self._loss_scale, lambda same: again(same, *args, **kwargs))
         return output
 
     @override
@@ -597,10 +606,20 @@ class GNNStrategy(ParallelStrategy):
         """Returns how many labelled nodes, or edges, of the mask each rank has in this step."""
         assert self._shard is not None
         counts = self._shard.mask_counts[mask]
-        if batch[mask] is not self._shard.batch[mask]:  # changed by the user, in a hook or a transform
-            own = num_labelled(batch.get("y") if mask in MASKS else None, batch[mask])
+        if not self._untouched(batch, mask):  # changed by the user, in a hook or a transform
+            own = int(labelled(batch, mask).sum() if mask in MASKS else batch[mask].sum())
             counts = tuple(self.world.all_gather_object(own))
         return counts
+
+    def _untouched(self, batch: Any, mask: str) -> bool:
+        """Returns whether a mask and the labels are those that were counted, neither replaced nor changed in place."""
+        assert self._shard is not None
+        own = self._shard.batch
+        labels = ("y",) if mask in MASKS and own.get("y") is not None else ()
+        return all(
+            batch[name] is own[name] and self._versions.get(name) in (None, own[name]._version)
+            for name in (mask, *labels)
+        )
 
     def _scale_of(self, output: Any, counts: Sequence[int]) -> float:
         return loss_scale(

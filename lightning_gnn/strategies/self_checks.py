@@ -22,6 +22,7 @@ from lightning_gnn.comm.traffic import Meter
 from lightning_gnn.datamodules.shards import Cut, Shard
 from lightning_gnn.datamodules.sources import MASKS, counted_mask
 from lightning_gnn.nn.context import UnsupportedModelError
+from lightning_gnn.strategies.loss_rows import LossRows
 
 if TYPE_CHECKING:
     from lightning_gnn.strategies.base import GNNStrategy
@@ -50,7 +51,7 @@ class SelfChecks(pl.Callback):
         self._strategy = strategy
         self._shard: Shard | None = None
         self._outcomes: Outcomes = {}
-        self._done = False
+        self._done = self._looks_at_rows = False
         self._seconds = self._began = 0.0
         self._later = 0
 
@@ -68,7 +69,7 @@ class SelfChecks(pl.Callback):
 
     def before_stage(self, module: pl.LightningModule, shard: Shard, trainer: pl.Trainer) -> None:
         """Checks on ranks, unless that has been done before they were started, or before another strategy went on with them."""
-        self._shard, self._later = shard, 0
+        self._shard, self._later, self._looks_at_rows = shard, 0, True
         done, self._done = self._done, False
         if self._strategy.world_size == 1:
             return
@@ -179,7 +180,26 @@ class SelfChecks(pl.Callback):
             f"split in two: {outcome.finding.what}. To train all the same: {option}.\n{outcome.finding.cause.text}"
         )
 
-    # Later ####################################################################
+    # While it trains ##########################################################
+
+    def rows_of_loss(self, batch: Any, mask: str, counts: Sequence[int]) -> LossRows | None:
+        """Returns what looks at the loss of this training step; None in most steps, on all ranks alike.
+
+        Args:
+            batch: of the step.
+            mask: that its loss is weighted by.
+            counts: the mask's labelled rows on each rank.
+        """
+        looks, self._looks_at_rows = self._looks_at_rows, False
+        outcome, module = self._outcomes.get("fit"), self._strategy.lightning_module
+        if not looks or outcome is None or self._shard is None or module is None or mask not in MASKS:
+            return None
+        # Where a step cannot be tried out, nothing says that its rows tell what its loss weighs.
+        unknown = outcome.not_run is not None
+        if not (outcome.counts_rows or unknown) or not module.automatic_optimization:
+            return None
+        world = self._strategy.world
+        return LossRows(module, world, mask, counts, batch, self._shard.rows[world.rank], warns=unknown)
 
     @override
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -202,7 +222,7 @@ class SelfChecks(pl.Callback):
         checkers = {s: rank for s, rank in self._checkers(pl_module, shard, trainer).items() if s in stages}
         with self._strategy.unbound():
             outcomes = self._check_on_ranks(pl_module, shard, trainer, checkers, later=True)
-        self._outcomes = {**self._outcomes, **outcomes}
+        self._outcomes, self._looks_at_rows = {**self._outcomes, **outcomes}, True
         self._seconds += sum(outcome.seconds for outcome in outcomes.values())
         for stage, outcome in outcomes.items():
             if outcome.finding is not None:
