@@ -340,7 +340,9 @@ class GNNStrategy(ParallelStrategy):
             self._binding = self.bind(self.scheme, module, shard, self.world, self.meter)
             self._in_use.enter_context(graph_in_use(self._binding.context))
             self._versions = {
-                name: shard.batch[name]._version for name in ("y", *shard.mask_counts) if shard.batch.get(name) is not None
+                name: shard.batch[name]._version
+                for name in ("y", *shard.mask_counts)
+                if shard.batch.get(name) is not None
             }
         self._steps = 0
         self._gradients = GradientSum(self.world, module.parameters)
