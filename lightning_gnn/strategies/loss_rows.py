@@ -17,8 +17,8 @@ from lightning_gnn.comm.group import World
 from lightning_gnn.comm.in_process import kept_random_state
 from lightning_gnn.nn.context import UnsupportedModelError
 
-TRIES = 4
-"""Further runs of a step, to see which rows have a gradient for other values of the output."""
+_TRIES = ((-1.0, 0.0), (-1000.0, 0.0), (1000.0, 0.0), (0.0, 1.0), (0.0, 1000.0), (0.0, -1000.0))
+"""What outputs are multiplied with, and the noise added, in further runs, to see which rows have a gradient for other values."""
 _EXACT, _FLOATING = 1e-12, 1e-6
 """What shares of rows may differ by: counts are exact, what a step returns as its weight may be float32."""
 
@@ -75,10 +75,10 @@ class LossRows:
         with kept_state(self._module), kept_random_state():
             for name in ("log", "log_dict"):
                 object.__setattr__(self._module, name, ignore)
-            for number in range(TRIES):
+            for times, noise in _TRIES:
 
-                def other(place: int, value: Tensor, number: int = number) -> Tensor:
-                    return _other(value, number) if place == last else value
+                def other(place: int, value: Tensor, times: float = times, noise: float = noise) -> Tensor:
+                    return _other(value, times, noise) if place == last else value
 
                 outputs = OutputRows(self._module, self._num_rows, other)
                 more = self._rows(outputs, run(copy.copy(self._batch)))
@@ -133,8 +133,11 @@ def _listed(values: Sequence[object], most: int = 8) -> str:
     return shown + (", ..." if len(values) > most else "")
 
 
-def _other(value: Tensor, number: int) -> Tensor:
-    """Returns other values with the gradient of some multiple of `value`: turned round, and noisy."""
+def _other(value: Tensor, times: float, noise: float) -> Tensor:
+    """Returns other values in place of an output's; gradients go through to it."""
     size = value.detach().abs().mean().clamp(min=1e-3)
-    noise = torch.randn(value.shape, device=value.device, dtype=value.dtype) * size
-    return noise - value * (0.0 if number % 2 else 3.0) if number else -3.0 * value
+    same = torch.Generator(value.device).manual_seed(
+        0
+    )  # so that noise of the other sign is of the other sign in each row
+    drawn = torch.randn(value.shape, generator=same, device=value.device, dtype=value.dtype)
+    return value + ((times - 1) * value + noise * size * drawn).detach()
