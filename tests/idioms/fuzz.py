@@ -61,7 +61,7 @@ class Verdict:
         outcome: a key of `OUTCOMES`.
         reason: the error, or what differs first.
         falsely: of a program that was refused, whether it gives the numbers of one device without the self-check.
-        seconds: that both ranks took, about.
+        seconds: of computing, on the busier rank.
     """
 
     seed: int
@@ -93,29 +93,44 @@ def one_device(rank: int, world_size: int, programs: Sequence[Program], off_by: 
     }
 
 
+@dataclass(frozen=True)
+class OnRank:
+    """What a program has come to on one rank.
+
+    Attributes:
+        result: without what it has seen; what is said are names of logged values that warnings speak of.
+        differs: what differs first from one device, in words.
+        rest: the same, without the values that warnings speak of.
+        seconds: of computing.
+    """
+
+    result: Result
+    differs: str | None
+    rest: str | None
+    seconds: float
+
+
 def on_ranks(
     rank: int, world_size: int, todo: Sequence[tuple[Program, Any]], port: int, **strategy: Any
-) -> list[tuple[Result, str | None, bool]]:
-    """Returns for each program its result on this rank without what it has seen, what differs, and whether a warning says so."""
+) -> list[OnRank]:
+    """Returns what each program has come to on this rank."""
     import lightning_gnn
 
     meeting = torch.distributed.TCPStore("127.0.0.1", port, timeout=timedelta(minutes=5))
     found = []
     for place, (program, expected) in enumerate(todo):
         name, _ = STRATEGIES[program.scheme]
-        case = partial(build, program.source, **strategy)
+        case, began = partial(build, program.source, **strategy), time.process_time()
         result = run(case, getattr(lightning_gnn, name), world_size, program.partition, program.stages)
-        differs = None if result.error else difference(result.seen, expected, RTOL)
-        warned = _warned_of(result)
-        said = (
-            differs is not None and difference(_without(result.seen, warned), _without(expected, warned), RTOL) is None
-        )
-        found.append((replace(result, seen={}, said=warned), differs, said))
+        seconds = time.process_time() - began
         if torch.distributed.is_initialized():
             torch.distributed.destroy_process_group()
-        # A rank that has raised may be ahead of another that still waits for it.
-        meeting.set(f"{place} {rank}", "")
-        meeting.wait([f"{place} {each}" for each in range(world_size)])
+        # Rank 0 alone is heard to warn. And a rank that has raised is ahead of one that still waits for it.
+        meeting.set(f"{place} {rank}", json.dumps(_warned_of(result)))
+        warned = [name for each in range(world_size) for name in json.loads(meeting.get(f"{place} {each}"))]
+        differs = None if result.error else difference(result.seen, expected, RTOL)
+        rest = differs and difference(_without(result.seen, warned), _without(expected, warned), RTOL)
+        found.append(OnRank(replace(result, seen={}, said=warned), differs, rest, seconds))
     return found
 
 
@@ -190,7 +205,6 @@ class Fuzzer:
         if not todo:
             return []
         meeting = torch.distributed.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-        began = time.perf_counter()
         try:
             ranks = self._pool.run(2, on_ranks, todo, meeting.port, timeout=2 * TIMEOUT + 5 * len(todo), **strategy)
         except (RankFailed, EOFError, OSError) as error:
@@ -198,26 +212,25 @@ class Fuzzer:
             if len(todo) > 1:
                 return [verdict for one in todo for verdict in self._on_ranks([one], **strategy)]
             return [Verdict(todo[0][0].seed, "hang", f"{type(error).__name__}: {error}")]
-        seconds = (time.perf_counter() - began) / len(todo)
-        return [
-            replace(_verdict(program, results), seconds=round(seconds, 3))
-            for (program, _), *results in zip(todo, *ranks)
-        ]
+        return [_verdict(program, results) for (program, _), *results in zip(todo, *ranks)]
 
 
-def _verdict(program: Program, ranks: Sequence[tuple[Result, str | None, bool]]) -> Verdict:
-    """Returns what the results of all ranks come to."""
-    errors = [result for result, *_ in ranks if result.error]
+def _verdict(program: Program, ranks: Sequence[OnRank]) -> Verdict:
+    """Returns what all ranks' results come to."""
+    seconds = round(max(each.seconds for each in ranks), 3)
+    errors = [each.result for each in ranks if each.result.error]
     if errors:
-        ours = all(result.is_ours for result, *_ in ranks)
-        outcome = ("refused late" if any(result.steps for result in errors) else "refused") if ours else "foreign"
         first = next((result for result in errors if not result.is_ours), errors[0])
-        return Verdict(program.seed, outcome, first.error)
-    differs = next((text for _, text, _ in ranks if text is not None), None)
-    if differs is None:
-        return Verdict(program.seed, "exact", f"warns of {ranks[0][0].said}" if ranks[0][0].said else "")
-    said = all(text is None or said for _, text, said in ranks)
-    return Verdict(program.seed, "warned" if said else "WRONG", differs)
+        is_late = any(each.result.steps for each in ranks)
+        outcome = (
+            ("refused late" if is_late else "refused") if all(each.result.is_ours for each in ranks) else "foreign"
+        )
+        return Verdict(program.seed, outcome, first.error, seconds=seconds)
+    for outcome, text in (*(("WRONG", each.rest) for each in ranks), *(("warned", each.differs) for each in ranks)):
+        if text is not None:
+            return Verdict(program.seed, outcome, text, seconds=seconds)
+    warned = ranks[0].result.said
+    return Verdict(program.seed, "exact", f"warns of {warned}" if warned else "", seconds=seconds)
 
 
 def shrink(fuzzer: Fuzzer, program: Program, outcome: str) -> Program:
