@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
-from functools import cache, partial
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -52,10 +52,6 @@ OTHER_ARGUMENTS = {"LabelInputs", "Infomax"}
 OWN_DRAWS = {"Autoencoder"}
 """Each rank draws its own numbers: alike with one device if they are shared."""
 
-NOT_TRIED = {"LabelInputs", "Contrastive", "Propagated"}
-"""In one process: their draws have seeds of their own, which are replaced there; or no weights."""
-
-
 @cache
 def names() -> dict[str, Any]:
     """Returns what the page defines."""
@@ -95,15 +91,14 @@ def check(name: str, graph: Data, strategies: list[Any], ranks: int, part: torch
     assert [each.verdict for each in report.schemes] == ["same"] * len(strategies), report
 
 
-@pytest.mark.parametrize("name", sorted(SIZES.keys() - NOT_TRIED))
+@pytest.mark.parametrize("name", SIZES)
 def test_is_exact_under_every_scheme(name):
     """On four ranks, with three training nodes; and on two, of which one has none."""
     check(name, few(), [*EXACT, "spmm_2d"], 4)
     check(name, awkward_graph(), [DGCLStrategy(plan="p2p")], 2, (~awkward_graph().train_mask).long())
 
 
-def test_sgformer_is_exact(monkeypatch):
-    monkeypatch.setattr(torch, "ones", partial(torch.ones, dtype=torch.float64))  # PyG makes some of the default dtype
+def test_sgformer_is_exact():
     torch.manual_seed(1)
     model = SGFormer(FEATURES, 16, CLASSES, trans_num_heads=2, trans_dropout=0.0, gnn_dropout=0.0)
 

@@ -44,7 +44,8 @@ class SharedDraws(TorchFunctionMode):
 
     The k-th draw is the same on all ranks and on the whole graph, so an augmentation such as ``dropout_edge`` drops the
     same edges everywhere. Draws of other shapes are the same on all ranks here, though not in training, and noted. Draws of a
-    generator that is given, or after a seed that is set meanwhile, are left alone, unless they are per node or edge.
+    generator that is given, or after a seed that is set meanwhile, are left alone, unless they are per node or edge; those for all
+    nodes, or edges, of the whole graph are common ones.
 
     Args:
         rows: by a dimension that means nodes or edges here, the dimension of the whole graph and this rank's ids.
@@ -74,6 +75,7 @@ class SharedDraws(TorchFunctionMode):
         self._share_rows = share_rows
         self.sizes = {*rows}
         self._rows = {**some_rows, **rows} if constant is None else rows
+        self._wholes = {whole: (whole, torch.arange(whole)) for whole, _ in rows.values()}
         self._seed, self._own, self._count = seed, own, 0
         self._function, self._is_own = "", False
         self._seeded = torch.initial_seed()
@@ -94,8 +96,19 @@ class SharedDraws(TorchFunctionMode):
         generator = kwargs.get("generator")
         if generator is not None or torch.initial_seed() != self._seeded:
             result = func(*args, **(kwargs if generator is None else {**kwargs, "generator": self._copy(generator)}))
-            if not any(size in self._rows for size in result.shape):
+            of_rows = any(size in self._rows for size in result.shape)
+            if self._is_own and not self._share_rows:  # as it will be on ranks
+                if of_rows and not any(size in self._wholes for size in result.shape):
+                    self.own_draws.append(f"{self._function} {list(result.shape)}")
                 return result
+            if not of_rows and not any(size in self._wholes for size in result.shape):
+                return result
+            self._is_own, before = False, self._rows
+            self._rows = {**self._wholes, **before}
+            try:
+                return drawn(self, *args, **kwargs)
+            finally:
+                self._rows = before
         return drawn(self, *args, **kwargs)
 
     def _copy(self, generator: torch.Generator) -> torch.Generator:

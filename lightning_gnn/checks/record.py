@@ -124,7 +124,8 @@ class Rows:
     def of(self, whole: Tensor, part: Tensor) -> tuple[Tensor, Tensor] | None:
         """Returns what `part` should be according to `whole`, and what it is; None where their shapes say nothing.
 
-        What has no dimension, or one that is not rows, may be a loss or the like: of a part's rows, and right so.
+        What has no dimension, or one that is not rows, may be a loss or the like: of a part's rows, and right so. What has as many
+        rows as on the whole may be a readout, which all parts have alike; :func:`compared` looks at those.
         """
         if whole.dim() == 0 or part.dim() == 0 or whole.shape[1:] != part.shape[1:]:
             return None
@@ -140,7 +141,7 @@ class Rows:
         ):  # self-loops at the end
             loops, own_loops = whole[self.num_edges :][nodes], part[len(self.edges) :][: len(nodes)]
             return torch.cat([whole[: self.num_edges][edges], loops]), torch.cat([part[: len(edges)], own_loops])
-        return (whole, part) if found == own and whole.dim() > 1 else None
+        return None
 
 
 @dataclass(frozen=True)
@@ -168,11 +169,14 @@ def compared(whole: Sequence[Event], parts: Sequence[tuple[Rows, Sequence[Event]
         copies = id(event.value), *(id(values.get(event.key)) for _, values in found)
         if copies not in known:
             size, matched = max(_size(event.value), floor), list[tuple[Rows, Tensor, Tensor]]()
-            for rows, values in found:
-                # A bound conv need not call what is inside it.
-                pair = rows.of(event.value, values[event.key]) if event.key in values else None
+            # A bound conv need not call what is inside it.
+            there = [(rows, values[event.key]) for rows, values in found if event.key in values]
+            for rows, value in there:
+                pair = rows.of(event.value, value)
                 if pair is not None:
                     matched.append((rows, *pair))
+            if not matched and event.value.dim() > 1 and all(value.shape == event.value.shape for _, value in there):
+                matched = [(rows, event.value, value) for rows, value in there]
             differences = [relative_difference(value, expected, size) for _, expected, value in matched]
             known[copies] = matched, max(differences, default=0.0)
         pairs, difference = known[copies]

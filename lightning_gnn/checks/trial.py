@@ -132,7 +132,7 @@ class Trial:
         self.stage, self.training, self._reduction = stage, stage == "fit", "mean"
         self.step, mask = STAGES[stage]
         self.mask = None if mask is None else counted_mask(mask, module)
-        self._graph, self._trainer = copy.copy(graph), trainer
+        self._graph, self._trainer, self._dtype = copy.copy(graph), trainer, dtype
         self._module = copied(module).cpu()
         if dtype is not None:
             self._module.to(dtype)
@@ -158,7 +158,7 @@ class Trial:
             steps: of which the last one is recorded; between two of them Adam steps, with a learning rate of `LR`.
         """
         shard = whole_graph(self._graph.clone())  # which the step may change in place
-        with self._weights_kept(), kept_random_state():
+        with self._weights_kept(), kept_random_state(), _default_dtype(self._dtype):
             [model] = self._copies(1)
             return self._outcome([self._run(model, shard, None, Recorder(model), own_draws, None, steps)], model)
 
@@ -201,7 +201,7 @@ class Trial:
             with graph_in_use(binding.context, this_thread_only=True):
                 return self._run(models[rank], shards[rank], world, recorders[rank], own, binding.context, steps)
 
-        with self._weights_kept(), only_bound_convs():
+        with self._weights_kept(), only_bound_convs(), _default_dtype(self._dtype):
             return self._joined(meeting.run(on_rank), models[0], recorders)
 
     def _joined(
@@ -231,9 +231,10 @@ class Trial:
         steps: int,
     ) -> OnRank:
         """Runs the step on one rank, or on the whole graph where there is no world."""
-        optimizer = torch.optim.Adam([each for each in self._module.parameters() if each.requires_grad], lr=LR)
+        parameters = [each for each in self._module.parameters() if each.requires_grad]
+        optimizer = torch.optim.Adam(parameters, lr=LR) if parameters else None
         for step in range(steps):
-            if step:
+            if step and optimizer is not None:
                 _learn(optimizer, world)
                 recorder.events.clear()
             if context is not None:
@@ -248,7 +249,11 @@ class Trial:
         rows = self._rows(shard, rank)
         ran = OnRank(rows, recorder.events)
         batch: Any = copy.copy(shard.batch)
-        batch.n_id, batch.e_id = self._graph.n_id[rows.nodes], self._graph.e_id[rows.edges]
+        # For fetch_rows, which knows this graph, and for tables with a row per node of the user's, which may be smaller.
+        batch.n_id, batch.e_id = (
+            ids % (int(known.max()) + 1) if len(known) else ids
+            for ids, known in ((rows.nodes, self._graph.n_id), (rows.edges, self._graph.e_id))
+        )
         if self.noise:
             g = torch.Generator().manual_seed(int(self.noise > 0))
             size = batch.x.abs().max() * max(abs(self.noise), torch.finfo(batch.x.dtype).eps)
@@ -334,6 +339,17 @@ def _rows_of_masks(rows: Rows, batch: Data) -> dict[int, tuple[int, Tensor]]:
             if len(inside) > 8:
                 known.setdefault(len(inside), (rows.num_nodes, inside))
     return known
+
+
+@contextmanager
+def _default_dtype(dtype: torch.dtype | None) -> Iterator[None]:
+    """Tensors that a step makes are of that type, too; None leaves them as they are."""
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype or before)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
 
 
 def _learn(optimizer: torch.optim.Optimizer, world: World | None) -> None:
