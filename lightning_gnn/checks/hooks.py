@@ -48,12 +48,21 @@ class Hooks:
         model._current_fx_name = hook
         try:
             getattr(model, hook)(*args)
-        except Exception:
-            if not alone:
+        except BaseException as error:
+            by_itself = isinstance(error, Exception) or _raised_in(error, getattr(model, hook))
+            if not alone or not by_itself:  # else somebody has interrupted the run
                 raise
             self._skipped.add(hook)
         finally:
             model._current_fx_name = None
+
+
+def _raised_in(error: BaseException, method: Any) -> bool:
+    """Returns whether a method's own code has raised an error."""
+    trace = error.__traceback__
+    while trace is not None and trace.tb_next is not None:
+        trace = trace.tb_next
+    return trace is not None and trace.tb_frame.f_code is _code(method)
 
 
 def logs(model: pl.LightningModule, method: str) -> bool:
