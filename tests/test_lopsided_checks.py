@@ -240,10 +240,19 @@ WRONG = {
     "largest": r"It is the max of theirs: self.log\('largest', ..., reduce_fx='max'\)",
     "all_nodes": r"It is a mean over all nodes: self.log\('all_nodes', ..., batch_size=batch.num_owned\)",
     "rank zero's": "rank_zero_only=True, which is the value of rank 0's nodes",
-    "f1 of a metric's call": r"log the object itself, self.log\('f1', self.metric\)",
     "f1 of a list": r"on_\w+_epoch_end logs '\w+_f1' as a mean over ranks",
 }
-RIGHT = ("loss", "acc", "constant", "lr", "count as a sum", "largest as max", "f1 as a metric", "best")
+RIGHT = (
+    "loss",
+    "acc",
+    "constant",
+    "lr",
+    "count as a sum",
+    "largest as max",
+    "f1 as a metric",
+    "f1 of a metric's call",
+    "best",
+)
 STAGE_OF = {"fit": "train", "validate": "val", "test": "test"}
 
 

@@ -102,8 +102,6 @@ class PredictedRows:
         Raises:
             ValueError: on all ranks: something is none of these, or may be several.
         """
-        if self._world.size == 1:
-            return output
         found, spec = tree_flatten_with_path(output, is_leaf=_is_list)
         leaves = [leaf for _, leaf in found]
         own = [self._described(keystr(path), leaf) for path, leaf in found]
@@ -149,7 +147,8 @@ class PredictedRows:
     ) -> _Rows | None:
         """Returns which rows a tensor has; None for what stays. All ranks decide alike."""
         lengths = [leaf.length for leaf in of_ranks]
-        alike = len({(leaf.shape, leaf.digest) for leaf in of_ranks}) == 1
+        alone = len(of_ranks) == 1  # its rows are in the order of the store, too
+        alike = not alone and len({(leaf.shape, leaf.digest) for leaf in of_ranks}) == 1
         if alike and (of_ranks[0].varied or lengths[0] <= 0):
             return None
         fitting = [name for name in self._rows if [of.get(name) for of in counts] == lengths]
@@ -167,7 +166,7 @@ class PredictedRows:
         ids = [leaf.inside or () for place in beside for leaf in by_leaf[place]]
         if len(fitting) == 1 and all(fitting[0] in masks for masks in ids):
             return self._rows[fitting[0]]
-        if alike:
+        if alike or alone:
             return None
         fitting += [f"the ids at {by_leaf[place][0].path}" for place in beside]
         first, problem = of_ranks[0], "has not the same value on all ranks"
