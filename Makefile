@@ -1,12 +1,13 @@
 # make demo   a PyG model on two processes, on a graph made on the spot
 # make test   linter, type checker and the test suite
+# make corpus programs as strangers write them, and the fuzzer; not part of `make test` yet
 # make docs   the site, in build/site; a broken link is an error
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: demo test test-only lint docs clean
+.PHONY: demo test test-only corpus lint docs clean
 
 demo: $(STAMP)
 	$(BIN)/python examples/demo.py
@@ -15,6 +16,9 @@ test: lint test-only
 
 test-only: $(STAMP)
 	$(BIN)/python -m pytest
+
+corpus: $(STAMP)
+	LIGHTNING_GNN_CORPUS=1 $(BIN)/python -m pytest tests/idioms
 
 lint: $(STAMP)
 	$(BIN)/ruff check .

@@ -136,8 +136,7 @@ def _listed(values: Sequence[object], most: int = 8) -> str:
 def _other(value: Tensor, times: float, noise: float) -> Tensor:
     """Returns other values in place of an output's; gradients go through to it."""
     size = value.detach().abs().mean().clamp(min=1e-3)
-    same = torch.Generator(value.device).manual_seed(
-        0
-    )  # so that noise of the other sign is of the other sign in each row
+    same = torch.Generator(value.device).manual_seed(0)  # noise of the other sign is of the other sign in each row
     drawn = torch.randn(value.shape, generator=same, device=value.device, dtype=value.dtype)
+    drawn = drawn + drawn.sign()  # nowhere near 0
     return value + ((times - 1) * value + noise * size * drawn).detach()
