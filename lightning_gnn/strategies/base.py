@@ -523,6 +523,7 @@ class GNNStrategy(ParallelStrategy):
         self._callbacks = []
         self._logs = self._binding = self._gradients = self._shard = None
         self._replicas = self.random = self.loss = None
+        self._checks.release()
         self.scheme.unbind()
         super().teardown()
         if self._world is not None:

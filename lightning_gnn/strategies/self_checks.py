@@ -180,6 +180,10 @@ class SelfChecks(pl.Callback):
             f"split in two: {outcome.finding.what}. To train all the same: {option}.\n{outcome.finding.cause.text}"
         )
 
+    def release(self) -> None:
+        """Lets go of the rank's part of the graph."""
+        self._shard = None
+
     # While it trains ##########################################################
 
     def rows_of_loss(self, batch: Any, mask: str, counts: Sequence[int]) -> LossRows | None:
