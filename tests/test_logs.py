@@ -41,7 +41,7 @@ from torchmetrics.wrappers import (
     Running,
 )
 
-from lightning_gnn import DGCLStrategy, GraphDataModule
+from lightning_gnn import DGCLStrategy, GraphDataModule, labelled
 
 
 def graph_and_parts(world_size: int) -> tuple[Data, torch.Tensor]:
@@ -522,6 +522,10 @@ class Odd(Logging):
         if self.kind == "early":
             self.highest.update(loss)
             return {"loss": loss, "loss_weight": len(batch.x)}
+        if self.kind == "labelled":  # the same without that one
+            chosen = labelled(batch, "train_mask") | (batch.x[:, 0] > 1)
+            out = self.model(batch.x, batch.edge_index)[chosen]
+            return {"loss": F.cross_entropy(out, batch.y[chosen]), "loss_weight": chosen.sum()}
         if self.kind == "mixed":  # of rank 2, two rows and one that stands in
             chosen = batch.train_mask | (batch.x[:, 0] > 1)
             out = self.model(batch.x, batch.edge_index)[chosen]
@@ -529,10 +533,13 @@ class Odd(Logging):
         return loss
 
 
-def refuse(rank: int, world_size: int, kind: str) -> None:
-    graph, part = graph_and_parts(world_size)
-    trainer = quiet_trainer(DGCLStrategy(timeout=30, self_check=False), world_size)
-    trainer.fit(Odd(kind).double(), datamodule=GraphDataModule(graph, partition=part))
+def fit_odd(rank: int, world_size: int, kind: str, strategy: str = "dgcl") -> Any:
+    graph, part = graph_and_parts(3)
+    module = Odd(kind).double()
+    chosen: Any = DGCLStrategy(timeout=30, self_check=False) if strategy == "dgcl" else strategy
+    trainer = quiet_trainer(chosen, world_size)
+    trainer.fit(module, datamodule=GraphDataModule(graph, partition=part if world_size > 1 else None))
+    return module.state_dict()
 
 
 @pytest.mark.parametrize(
@@ -547,9 +554,15 @@ def refuse(rank: int, world_size: int, kind: str) -> None:
 )
 def test_refused_by_name(ranks, kind, words):
     with pytest.raises(RankFailed) as caught:
-        ranks.run(3, refuse, kind)
+        ranks.run(3, fit_odd, kind)
     errors = caught.value.errors.values()
     assert all(line.startswith("ValueError") and words in line for line in errors), errors
+
+
+def test_masks_without_stand_ins_may_be_joined_with_others(ranks):
+    expected = fit_odd(0, 1, "labelled", "auto")
+    for found in ranks.run(3, fit_odd, "labelled"):
+        torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-11)
 
 
 def test_warned_of_values_of_rank_zero(ranks):

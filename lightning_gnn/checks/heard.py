@@ -12,7 +12,8 @@ from torch import Tensor
 from torchmetrics import Metric
 
 from lightning_gnn.comm.group import World
-from lightning_gnn.strategies.logs import GlobalLogs
+from lightning_gnn.nn.loss import loss_scale
+from lightning_gnn.strategies.logs import OPTIONS, GlobalLogs
 
 
 @dataclass(frozen=True)
@@ -56,7 +57,7 @@ class Heard:
 
     def _note(self, name: str, value: Any, *args: Any, **options: Any) -> None:
         own = None if isinstance(value, Metric) else torch.as_tensor(value).detach().double()
-        options.update(zip(("prog_bar", "logger", "on_step", "on_epoch", "reduce_fx"), args))
+        options.update(zip(OPTIONS, args))
         self.calls[name] = Logged(self._model._current_fx_name or "", own, options)
         self._log(name, value, **options)
 
@@ -66,27 +67,16 @@ class Heard:
             return
         self.values[name] = torch.as_tensor(value).detach().double()
 
-    def enter(self, counts: Sequence[int], stand_ins: int) -> None:
-        """Begins a step.
-
-        Args:
-            counts: labelled rows of each rank, which values are weighted by.
-            stand_ins: rows that only stand in for an empty mask.
-        """
+    def enter(self, counts: Sequence[int], stand_ins: int, sizes: Sequence[int]) -> None:
+        """Begins a step; see :meth:`~lightning_gnn.strategies.weights.RowWeights.enter`."""
         if self._logs is not None:
-            self._logs.enter(counts, stand_ins)
+            self._logs.enter(counts, stand_ins, sizes)
 
-    def leave(self, said: Sequence[float] | None, summed: Tensor | None) -> None:
-        """Ends the step.
-
-        Args:
-            said: what ranks weigh, if the step has said it.
-            summed: its loss, if that is a sum over rows.
-        """
-        if self._logs is not None:
-            if said is not None:
-                self._logs.weights.say(said)
-            self._logs.leave(summed)
+    def leave(self, output: Any, loss_reduction: str) -> float:
+        """Ends the step; returns what to multiply this rank's loss with, see :meth:`GlobalLogs.leave`."""
+        if self._logs is None:
+            return loss_scale(output, (1,), 0, loss_reduction, lambda own: own.unsqueeze(0))
+        return self._logs.leave(output, loss_reduction)
 
     def finish(self, skipped: set[str]) -> None:
         """Ends the epoch; a metric that raises on one device is added to `skipped`, and left out if it is in there."""

@@ -28,7 +28,7 @@ from lightning_gnn.nn import pyg
 from lightning_gnn.nn.bind import Binding, only_bound_convs
 from lightning_gnn.nn.context import GraphContext
 from lightning_gnn.nn.helpers import graph_in_use
-from lightning_gnn.nn.loss import scale_by, weights_of
+from lightning_gnn.nn.loss import scale_by
 
 Bind = Callable[[torch.nn.Module, Shard, World], Binding]
 
@@ -267,24 +267,19 @@ class Trial:
         heard = Heard(model, world)
         outputs = OutputRows(model, len(rows.nodes)) if self._counts_rows(model) else None
 
-        def gather(own: Tensor) -> Tensor:
-            return own.unsqueeze(0) if world is None else world.all_gather(own)
-
         with draws, torch.set_grad_enabled(self.training):
             self._hooks.before(model, batch, world is None)
             model._current_fx_name = self.step
-            heard.enter(counts, stand_ins)
+            heard.enter(counts, stand_ins, (len(rows.nodes), rows.owned_nodes, len(rows.edges), rows.owned_edges))
             if self.training and not model.automatic_optimization:
                 without_optimizers(model, scale_by(None, counts, rank, self._reduction, stand_ins))
             output = run_step(model, self.step, batch)
-            said = weights_of(output, counts, gather, stand_ins, (len(rows.nodes), len(rows.edges)))
+            ran.scale = heard.leave(output, self._reduction)
             loss = output.get("loss") if isinstance(output, Mapping) else output
-            is_sum = isinstance(loss, Tensor) and said is None and self._reduction == "sum"
-            heard.leave(said, loss if is_sum else None)
             model._current_fx_name = None
             if self.training:
                 if isinstance(loss, Tensor):
-                    ran.loss, ran.scale = loss, scale_by(said, counts, rank, self._reduction, stand_ins)
+                    ran.loss = loss
                     if model.automatic_optimization and loss.requires_grad:
                         found = None if outputs is None else outputs.of(loss)
                         ran.found_rows = None if found is None else max(0, int(found.sum()) - stand_ins)

@@ -24,6 +24,7 @@ class _InUse(threading.local):
     """The graph of each thread; the class's own attribute is that of threads which have none, such as autograd's."""
 
     graph: GraphContext | None = None
+    left_out = False
 
 
 _in_use = _InUse()
@@ -154,7 +155,14 @@ def labelled(batch: Data, mask: str) -> Tensor:
     row = batch.get(STAND_INS, {}).get(mask)
     if row is not None and chosen[row] and chosen.sum() == 1:
         chosen = torch.zeros_like(chosen)
+        _in_use.left_out = True
     return chosen
+
+
+def left_stand_in_out() -> bool:
+    """Returns whether this thread's code has left a row that stands in out since the last call, by :func:`labelled`."""
+    left_out, _in_use.left_out = _in_use.left_out, False
+    return left_out
 
 
 def sum_over_ranks(x: Tensor) -> Tensor:

@@ -8,6 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lightning_gnn.nn.helpers import left_stand_in_out
+
 
 def loss_scale(
     output: Any,
@@ -25,8 +27,10 @@ def loss_scale(
         counts: labelled nodes of the stage's mask on each rank: what it is over otherwise.
         rank: whose loss it is.
         reduction: ``"mean"`` or ``"sum"``.
-        gather, stand_ins, sizes: see :func:`weights_of`.
+        gather, sizes: see :func:`weights_of`.
+        stand_ins: rows that only stand in for this rank's empty mask, unless the step has left them out.
     """
+    stand_ins = 0 if left_stand_in_out() else stand_ins
     return scale_by(weights_of(output, counts, gather, stand_ins, sizes), counts, rank, reduction, stand_ins)
 
 
@@ -74,8 +78,9 @@ def weights_of(
         elif standing_in and not (alike or is_of_all):
             raise ValueError(
                 f"Rank {rank} has no labelled node of the mask. A row stands in there, which must weigh nothing, and whether it "
-                f"is among those that loss_weight={weight:g} counts cannot be told. Give each rank a node of each mask: "
-                'GraphDataModule(partition="metis_masks"), or a partition of your own that does.'
+                f"is among those that loss_weight={weight:g} counts cannot be told. Take the mask without it: "
+                'lightning_gnn.labelled(batch, "train_mask"); or give each rank a node of each mask, GraphDataModule(partition='
+                '"metis_masks").'
             )
         weights.append(weight)
     return weights

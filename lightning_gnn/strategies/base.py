@@ -47,7 +47,6 @@ from lightning_gnn.nn.bind import Binding, check_module
 from lightning_gnn.nn.embedding import DistributedEmbedding, embeddings_of
 from lightning_gnn.nn.fused import kernel_groups
 from lightning_gnn.nn.helpers import graph_in_use, labelled
-from lightning_gnn.nn.loss import scale_by, weights_of
 from lightning_gnn.nn.offload import Offloaded
 from lightning_gnn.partition.layout import LayoutSpec
 from lightning_gnn.partition.types import Types
@@ -539,14 +538,15 @@ class GNNStrategy(ParallelStrategy):
         if self._steps == 2 and self.keep_memory and self.root_device.type == "cpu":
             self._in_use.enter_context(keeping_freed_memory())
         counts = self._enter(batch, "train_mask", "training")
-        self._loss_scale = self._scale_by(None)  # for manual_backward, inside the step
+        assert self._logs is not None
+        self._loss_scale = self._logs.scale(self.loss_reduction)  # for manual_backward, inside the step
         rows = self._checks.rows_of_loss(batch, counted_mask("train_mask", self.lightning_module), counts)
         with self._drawing(), self._approximating(), self._offloading(batch):
             output = super().training_step(batch, *args, **kwargs)
         assert self.lightning_module is not None
         if output is None and self.lightning_module.automatic_optimization:
             raise ValueError("training_step returned None. To skip a step on all ranks alike, return a loss times 0.")
-        self._loss_scale = self._scale_by(self._leave(output))
+        self._loss_scale = self._logs.leave(output, self.loss_reduction)
         if rows is not None:
             again = super().training_step
             with self._drawing(), self._approximating():
@@ -594,6 +594,11 @@ class GNNStrategy(ParallelStrategy):
         self._logs.enter(counts, self._stand_ins(batch, mask) if empty else 0, sizes)
         return counts
 
+    def _leave(self, output: Any) -> None:
+        """Logs what a step that returned `output` has logged."""
+        assert self._logs is not None
+        self._logs.leave(output)
+
     def _begin_step(self, stage: str) -> None:
         self._places[stage] += 1
         self.world.watch.place = f"{stage} step {self._places[stage]}"
@@ -622,30 +627,6 @@ class GNNStrategy(ParallelStrategy):
             batch[name] is own[name] and self._versions.get(name) in (None, own[name]._version)
             for name in (mask, *labels)
         )
-
-    def _leave(self, output: Any) -> Sequence[float] | None:
-        """Logs what a step that returned `output` has logged; returns what ranks weigh in it, if it says so."""
-        assert self._logs is not None
-        weights = self._logs.weights
-        said = weights_of(
-            output,
-            weights.counts,
-            lambda own: self.world.all_gather(own.to(self.root_device), "Weights of losses"),
-            weights.stand_ins,
-            weights.sizes,
-        )
-        if said is not None:
-            weights.say(said)
-        loss = output.get("loss") if isinstance(output, Mapping) else output
-        is_sum = isinstance(loss, Tensor) and said is None and self.loss_reduction == "sum"
-        self._logs.leave(loss if is_sum else None)
-        return said
-
-    def _scale_by(self, weights: Sequence[float] | None) -> float:
-        """Returns what this rank's loss is multiplied with."""
-        assert self._logs is not None
-        counts, stand_ins = self._logs.weights.counts, self._logs.weights.stand_ins
-        return scale_by(weights, counts, self.global_rank, self.loss_reduction, stand_ins)
 
     def _approximating(self) -> AbstractContextManager[None]:
         """Rows may travel approximately while this is open, except in the last epoch: what it learns is exact."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numbers
 import warnings
 import zlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from inspect import signature
 from typing import Any
@@ -17,10 +17,14 @@ from torch import Tensor
 from torchmetrics import Metric
 
 from lightning_gnn.comm.group import World
+from lightning_gnn.nn.helpers import left_stand_in_out
+from lightning_gnn.nn.loss import scale_by, weights_of
 from lightning_gnn.strategies.metrics import StandInMetrics
 from lightning_gnn.strategies.weights import RowWeights
 
-_OPTIONS = tuple(signature(pl.LightningModule.log).parameters)[3:]
+OPTIONS = tuple(signature(pl.LightningModule.log).parameters)[3:]
+"""Of ``self.log``, in their order behind name and value."""
+
 _REDUCTIONS: dict[Any, str] = {
     **{name: name for name in ("mean", "sum", "max", "min")},
     **{"avg": "mean", torch.mean: "mean", torch.sum: "sum", torch.max: "max", torch.min: "min"},
@@ -100,23 +104,44 @@ class GlobalLogs:
 
     def enter(self, counts: Sequence[int], stand_ins: int = 0, sizes: Sequence[int] = ()) -> None:
         """Starts a step; its calls are held until :meth:`leave`. See :meth:`RowWeights.enter`."""
+        left_stand_in_out()  # what has been left out before counts for nothing
         self.weights.enter(counts, stand_ins, sizes)
         self.metrics.enter()
         self._held = []
 
-    def leave(self, summed: Tensor | None = None) -> None:
+    def scale(self, loss_reduction: str) -> float:
+        """Returns what to multiply this rank's loss with in a step that has not said what it weighs."""
+        counts, stand_ins = self.weights.counts, self.weights.stand_ins
+        return scale_by(None, counts, self._world.rank, loss_reduction, stand_ins)
+
+    def leave(self, output: Any = None, loss_reduction: str = "mean") -> float:
         """Ends the step: makes the held values global and logs them, in order.
 
         Args:
-            summed: what the step has returned, if it is a sum over rows.
+            output: what the step has returned; its ``loss_weight``, if it has one, is what its values weigh.
+            loss_reduction: ``"mean"`` or ``"sum"``, what its loss is.
+
+        Returns:
+            What to multiply this rank's loss with, see :func:`~lightning_gnn.nn.loss.loss_scale`.
         """
+        weights, rank = self.weights, self._world.rank
+        stand_ins = 0 if left_stand_in_out() else weights.stand_ins
+        said = weights_of(output, weights.counts, self._gather_weights, stand_ins, weights.sizes)
+        if said is not None:
+            weights.say(said)
+        loss = output.get("loss") if isinstance(output, Mapping) else output
+        is_sum = isinstance(loss, Tensor) and said is None and loss_reduction == "sum"
         held, self._held = self._held, None
-        self._flush(held or [], summed)
+        self._flush(held or [], loss if is_sum else None)
         self.metrics.leave()
-        self.weights.leave()
+        weights.leave()
+        return scale_by(said, weights.counts, rank, loss_reduction, stand_ins)
+
+    def _gather_weights(self, own: Tensor) -> Tensor:
+        return self._world.all_gather(own.to(self._world.device), "Weights of losses")
 
     def _wrapped(self, name: str, value: Any, *args: Any, **options: Any) -> None:
-        options.update(zip(_OPTIONS, args))  # positional prog_bar and so on
+        options.update(zip(OPTIONS, args))  # positional prog_bar and so on
         call = _Call(name, value, options, self._module._current_fx_name)
         if self._world.size > 1:
             self._prepare(call)

@@ -21,7 +21,7 @@ import lightning.pytorch as pl
 import torch
 from torch import Tensor
 from torchmetrics import CatMetric, MaxMetric, MeanMetric, Metric, MetricCollection, MinMetric, SumMetric
-from torchmetrics.metric import CompositionalMetric, jit_distributed_available
+from torchmetrics.metric import CompositionalMetric
 from torchmetrics.utilities import dim_zero_cat
 from torchmetrics.utilities.distributed import gather_all_tensors
 from torchmetrics.wrappers import BootStrapper, Running
@@ -71,6 +71,25 @@ def _wrap_update_of_new(metric: Metric, update: Callable[..., Any]) -> Callable[
     return metrics.wrap_new(metric, wrapped)
 
 
+class _RanksAreThere:
+    """Tells a metric whether there are others to join states with; `before` is what did so outside of runs."""
+
+    def __init__(self, metrics: StandInMetrics, before: Callable[[], bool]) -> None:
+        self._metrics, self.before = metrics, before
+
+    def __call__(self) -> bool:
+        return self._metrics.acts or self.before()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> _RanksAreThere:
+        return self
+
+
+def _available(metric: Metric) -> Callable[[], bool]:
+    """Returns what tells a metric outside of runs whether there are others."""
+    found = metric.distributed_available_fn
+    return found.before if isinstance(found, _RanksAreThere) else found
+
+
 @dataclass
 class _Forward:
     """A call of a metric in this step.
@@ -114,7 +133,7 @@ class StandInMetrics:
     ) -> None:
         self._world, self._weights = world, weights
         self._before: list[tuple[Metric | MetricCollection, dict[str, Any]]] = []
-        self._new: list[weakref.ref[Metric]] = []
+        self._new: list[tuple[weakref.ref[Metric], Any]] = []
         self._synced: list[tuple[Metric, bool]] = []
         self._forwards: dict[int, tuple[Tensor, _Forward, int]] = {}
         self._last: dict[int, _Forward] = {}
@@ -147,11 +166,12 @@ class StandInMetrics:
             for name in _METHODS:
                 vars(metric).pop(name, None)
             vars(metric).update(before)
-        for new in (reference() for reference in self._new):
+        for reference, available in self._new:
+            new = reference()
             if new is not None:
                 for name in ("forward", "_sync_dist"):
                     vars(new).pop(name, None)
-                new.distributed_available_fn = jit_distributed_available
+                new.distributed_available_fn = available
                 new.update = _own_update(new)  # type: ignore[method-assign]
         for metric, on_step in reversed(self._synced):
             metric.dist_sync_on_step = on_step
@@ -177,9 +197,10 @@ class StandInMetrics:
         """Starts a step."""
         self._forwards, self._last, self._means = {}, {}, []
         self._too_early = None
+        self._new = [(reference, available) for reference, available in self._new if reference() is not None]
 
     @property
-    def _acts(self) -> bool:
+    def acts(self) -> bool:
         """Whether ranks can be asked here: not in copies that a check runs on."""
         return _current.metrics is self and self._world.connected
 
@@ -196,7 +217,7 @@ class StandInMetrics:
 
     def wrap_new(self, metric: Metric, update: Callable[..., Any]) -> Callable[..., Any]:
         """Wraps the methods of a metric that has been made or copied since; returns its `update`, wrapped."""
-        self._new.append(weakref.ref(metric))
+        self._new.append((weakref.ref(metric), _available(metric)))
         return self.wrap(metric, update)
 
     def wrap(self, metric: Metric, update: Callable[..., Any]) -> Callable[..., Any]:
@@ -206,12 +227,7 @@ class StandInMetrics:
         own["forward"] = MethodType(lambda of, *args, **options: self._forward(of, args, options), metric)
         if type(metric)._sync_dist is Metric._sync_dist:
             own["_sync_dist"] = MethodType(lambda of, *args, **options: self._sync(of, *args, **options), metric)
-        available = own.get("distributed_available_fn")
-
-        def ranks_are_there() -> bool:
-            return self._acts or (available is not None and bool(available()))
-
-        own["distributed_available_fn"] = ranks_are_there
+        own["distributed_available_fn"] = _RanksAreThere(self, _available(metric))
         if isinstance(metric, Running):
             self._running[id(metric.base_metric)] = metric
         if isinstance(metric, (WrapperMetric, CompositionalMetric)) and not isinstance(metric, BootStrapper):
@@ -219,7 +235,7 @@ class StandInMetrics:
 
         @wraps(update)
         def counting(*args: Any, **options: Any) -> None:
-            if self._acts and not self._counts_all:
+            if self.acts and not self._counts_all:
                 self._update(metric, update, args, options)
             else:
                 update(*args, **options)
@@ -282,7 +298,7 @@ class StandInMetrics:
 
     def _forward(self, metric: Metric, args: tuple[Any, ...], options: dict[str, Any]) -> Any:
         forward = MethodType(type(metric).forward, metric)
-        if not self._acts or self._counts_all:
+        if not self.acts or self._counts_all:
             return forward(*args, **options)
         counts_itself = not isinstance(metric, (WrapperMetric, CompositionalMetric))
         if counts_itself and not metric.dist_sync_on_step and self._stands_in((*args, *options.values())):
@@ -330,7 +346,7 @@ class StandInMetrics:
         self, metric: Metric, dist_sync_fn: Callable[..., Any] = gather_all_tensors, process_group: Any = None
     ) -> None:
         """As torchmetrics' own, but in one message, and of ranks that have seen something."""
-        if not self._acts or dist_sync_fn is not gather_all_tensors or process_group or metric.process_group:
+        if not self.acts or dist_sync_fn is not gather_all_tensors or process_group or metric.process_group:
             Metric._sync_dist(metric, dist_sync_fn, process_group)
             return
         ranks = self._states_of_ranks(metric)

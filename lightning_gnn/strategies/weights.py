@@ -19,16 +19,16 @@ class _Stage:
     Attributes:
         counts: labelled rows of each rank in the last step, or what it says that its values weigh.
         stand_ins: rows that only stand in for this rank's empty mask.
-        epoch: of these steps.
-        sums: labelled rows of each rank in all steps of the epoch.
+        sums: these of all steps since a hook of an epoch has read them.
         sizes: nodes and edges of this rank.
+        read: whether one has read these.
     """
 
     counts: Sequence[float]
     stand_ins: int
-    epoch: int
     sums: Sequence[float]
     sizes: Sequence[int]
+    read: bool = False
 
 
 class RowWeights:
@@ -45,6 +45,7 @@ class RowWeights:
     def __init__(self, module: pl.LightningModule, world: World) -> None:
         self._module, self._world = module, world
         self._stages: dict[str, _Stage] = {}
+        self._last = ""
         self.in_step = False
 
     def enter(self, counts: Sequence[int], stand_ins: int = 0, sizes: Sequence[int] = ()) -> None:
@@ -55,11 +56,10 @@ class RowWeights:
             stand_ins: rows in its mask on this rank that only stand in; 0 where it has labelled ones.
             sizes: nodes and edges of this rank.
         """
-        trainer = self._module._trainer
-        epoch = 0 if trainer is None else trainer.current_epoch
+        self._last = self._name
         before = self._stages.get(self._name)
-        sums = before.sums if before is not None and before.epoch == epoch else [0] * len(counts)
-        self._stages[self._name] = _Stage(counts, stand_ins, epoch, [a + b for a, b in zip(sums, counts)], sizes)
+        sums = [0] * len(counts) if before is None or before.read else before.sums
+        self._stages[self._name] = _Stage(counts, stand_ins, [a + b for a, b in zip(sums, counts)], sizes)
         self.in_step = True
 
     def say(self, weights: Sequence[float]) -> None:
@@ -74,7 +74,9 @@ class RowWeights:
 
     @property
     def _name(self) -> str:
-        hook = self._module._current_fx_name or ""
+        hook = self._module._current_fx_name
+        if hook is None:
+            return self._last
         return next((stage for stage in ("validation", "test") if stage in hook), "training")
 
     @property
@@ -83,7 +85,9 @@ class RowWeights:
         stage = self._stages.get(self._name)
         if stage is None:
             return (1,) * self._world.size
-        counts = stage.sums if not self.in_step and "epoch" in (self._module._current_fx_name or "") else stage.counts
+        of_epoch = not self.in_step and "epoch" in (self._module._current_fx_name or "")
+        stage.read |= of_epoch
+        counts = stage.sums if of_epoch else stage.counts
         return counts if any(counts) else (1,) * self._world.size
 
     @property
