@@ -52,6 +52,7 @@ OTHER_ARGUMENTS = {"LabelInputs", "Infomax"}
 OWN_DRAWS = {"Autoencoder"}
 """Each rank draws its own numbers: alike with one device if they are shared."""
 
+
 @cache
 def names() -> dict[str, Any]:
     """Returns what the page defines."""

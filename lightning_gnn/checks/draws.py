@@ -44,8 +44,8 @@ class SharedDraws(TorchFunctionMode):
 
     The k-th draw is the same on all ranks and on the whole graph, so an augmentation such as ``dropout_edge`` drops the
     same edges everywhere. Draws of other shapes are the same on all ranks here, though not in training, and noted. Draws of a
-    generator that is given, or after a seed that is set meanwhile, are left alone, unless they are per node or edge; those for all
-    nodes, or edges, of the whole graph are common ones.
+    generator that is given, or after a seed that is set meanwhile, are left alone, unless they are per node or edge; those
+    for all nodes, or edges, of the whole graph are common ones.
 
     Args:
         rows: by a dimension that means nodes or edges here, the dimension of the whole graph and this rank's ids.

@@ -124,8 +124,8 @@ class Rows:
     def of(self, whole: Tensor, part: Tensor) -> tuple[Tensor, Tensor] | None:
         """Returns what `part` should be according to `whole`, and what it is; None where their shapes say nothing.
 
-        What has no dimension, or one that is not rows, may be a loss or the like: of a part's rows, and right so. What has as many
-        rows as on the whole may be a readout, which all parts have alike; :func:`compared` looks at those.
+        What has no dimension, or one that is not rows, may be a loss or the like: of a part's rows, and right so. What has as
+        many rows as on the whole may be a readout, which all parts have alike; :func:`compared` looks at those.
         """
         if whole.dim() == 0 or part.dim() == 0 or whole.shape[1:] != part.shape[1:]:
             return None
