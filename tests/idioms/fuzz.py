@@ -233,12 +233,12 @@ def _verdict(program: Program, ranks: Sequence[OnRank]) -> Verdict:
     return Verdict(program.seed, "exact", f"warns of {warned}" if warned else "", seconds=seconds)
 
 
-def shrink(fuzzer: Fuzzer, program: Program, outcome: str) -> Program:
-    """Returns a program with this outcome, too, that has no statement to spare."""
+def shrink(fuzzer: Fuzzer, program: Program, wanted: Verdict) -> Program:
+    """Returns a program with the same outcome, and as falsely refused, that has no statement to spare."""
 
     def or_simpler(simpler: Program) -> Program:
-        [verdict] = fuzzer.judge([simpler])
-        return simpler if verdict.outcome == outcome else program
+        [found] = fuzzer.judge([simpler], is_false=bool(wanted.falsely))
+        return simpler if (found.outcome, bool(found.falsely)) == (wanted.outcome, bool(wanted.falsely)) else program
 
     for name, value in (("stages", ("fit",)), ("graph", "graph(48)"), ("scheme", "dgcl"), ("partition", "sorted")):
         if getattr(program, name) != value:
@@ -314,7 +314,7 @@ def main() -> None:
         program = draw(options.show)
         [verdict] = fuzzer.judge([program], is_false=True)
         if options.shrink:
-            program = shrink(fuzzer, program, verdict.outcome)
+            program = shrink(fuzzer, program, verdict)
             [verdict] = fuzzer.judge([program], is_false=True)
     finally:
         fuzzer.close()

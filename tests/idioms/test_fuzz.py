@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from idioms.fuzz import Fuzzer, shrink
+from idioms.fuzz import Fuzzer, Verdict, shrink
 from idioms.grammar import Program, Statement
 
 
@@ -39,7 +39,9 @@ def test_the_fuzzer_leaves_out_what_is_not_to_blame(ranks):
     whole = program(
         ("on_train_epoch_end", "self.log('grown', self.head.weight.norm())"), ("forward", "x = x - x.mean(0)")
     )
-    small = shrink(Fuzzer(ranks), replace(whole, stages=("fit", "test"), graph="directed(64, 3)"), "refused")
+    small = shrink(
+        Fuzzer(ranks), replace(whole, stages=("fit", "test"), graph="directed(64, 3)"), Verdict(0, "refused")
+    )
     # On one device a program without loss does not run.
     assert [line for each in small.statements for line in each.lines] == [*LOSS.lines, ("forward", "x = x - x.mean(0)")]
     assert (small.stages, small.graph) == (("fit",), "graph(48)")
