@@ -14,7 +14,8 @@ from torch_geometric.data import Data
 from torchmetrics import MeanSquaredError
 
 from idioms.convs import HIDDEN, two
-from idioms.harness import CLASSES, FEATURES, Case, graph, idiom
+from idioms.harness import CLASSES, FEATURES, Case, graph
+from idioms.plain import idiom
 from idioms.steps import Classifier
 
 LossOf = Callable[[Tensor, Any], Any]
