@@ -292,6 +292,11 @@ def _gcn2() -> torch.nn.Module:
     return Between(*convs, with_first=True)
 
 
+def _gps() -> torch.nn.Module:
+    # Without biases in front of a norm, and of keys, which softmax takes away.
+    return Between(nn.GPSConv(HIDDEN, nn.GCNConv(HIDDEN, HIDDEN), heads=2, norm=None, attn_kwargs={"bias": False}))
+
+
 def _rgcn(width: int, out: int) -> torch.nn.Module:
     return nn.RGCNConv(width, out, num_relations=3, num_bases=2)
 
@@ -422,7 +427,7 @@ GRAPHS: dict[str, Row] = {
     "dir_gnn": ("examples/dir_gnn.py", lambda: two(lambda i, o: nn.DirGNNConv(nn.SAGEConv(i, o))), directed, ()),
     "gps": (
         "examples/graph_gps.py",
-        lambda: Between(nn.GPSConv(HIDDEN, nn.GCNConv(HIDDEN, HIDDEN), heads=2, norm=None)),
+        _gps,
         graph,
         (),
     ),
