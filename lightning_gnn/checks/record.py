@@ -57,11 +57,12 @@ class Recorder:
             id(part)
             for conv in convs
             for part in conv.modules()
-            if part is not conv and (may_be_fused(conv) or isinstance(part, Aggregation))
+            if part is not conv and (may_be_fused(conv) or _is_known(conv) or isinstance(part, Aggregation))
         }
         for name, child in module.named_modules():
-            # A metric's value is of the rows that it saw; what is inside a fused conv sees other rows, and what aggregates for a
-            # conv may see some of the edges (of one relation, say), which no length tells from others.
+            # A metric's value is of the rows that it saw; what is inside a fused conv sees other rows, and what is inside PyG's
+            # convs, or aggregates for a conv, may see some of the nodes or edges (those of one degree, or of one relation, say),
+            # which no length tells from others.
             if child is not module and not isinstance(child, Metric) and id(child) not in inside:
                 child.register_forward_pre_hook(self._before(name, child), with_kwargs=True)
                 child.register_forward_hook(self._after)
@@ -102,6 +103,11 @@ class Recorder:
         if known is None or known[0]() is not value or known[1] != value._version:
             known = self._kept[id(value)] = weakref.ref(value), value._version, value.detach().clone()
         return known[2]
+
+
+def _is_known(conv: MessagePassing) -> bool:
+    """Returns whether it is a conv of PyG's, and exact for all that is known."""
+    return type(conv).__module__.startswith("torch_geometric.nn.conv.")
 
 
 @dataclass(frozen=True)

@@ -292,6 +292,11 @@ def _gcn2() -> torch.nn.Module:
     return Between(*convs, with_first=True)
 
 
+def _gps() -> torch.nn.Module:
+    # Without biases in front of a norm, and of keys, which softmax takes away.
+    return Between(nn.GPSConv(HIDDEN, nn.GCNConv(HIDDEN, HIDDEN), heads=2, norm=None, attn_kwargs={"bias": False}))
+
+
 def _rgcn(width: int, out: int) -> torch.nn.Module:
     return nn.RGCNConv(width, out, num_relations=3, num_bases=2)
 
@@ -419,6 +424,13 @@ GRAPHS: dict[str, Row] = {
     "signed": ("examples/signed_gcn.py", Signed, types, TYPE),
     "wl_continuous": ("WLConvContinuous", lambda: Between(nn.WLConvContinuous()), directed, WEIGHT),
     "antisymmetric": ("AntiSymmetricConv", lambda: Between(nn.AntiSymmetricConv(HIDDEN, num_iters=2)), graph, ()),
+    "dir_gnn": ("examples/dir_gnn.py", lambda: two(lambda i, o: nn.DirGNNConv(nn.SAGEConv(i, o))), directed, ()),
+    "gps": (
+        "examples/graph_gps.py",
+        _gps,
+        graph,
+        (),
+    ),
     "own_attention": ("utils.softmax in a message", lambda: two(Attention), graph, ()),
     "own_aggregate_and_update": ("PyG's tutorial on message passing", lambda: two(OwnAggregate), graph, ()),
     "own_message_and_aggregate": ("PyG's tutorial on sparse tensors", lambda: two(Fused), directed, WEIGHT),
@@ -445,7 +457,7 @@ for _name, (_source, *_) in GRAPHS.items():
 # Refused ######################################################################
 
 
-@idiom(source="PyG examples/super_gat.py", refused="draws random numbers")
+@idiom(source="PyG examples/super_gat.py", refused="attention loss")
 def super_gat() -> Case:
     class WithAttention(Classifier):
         def training_step(self, batch: Any, batch_idx: int) -> Tensor:
@@ -461,18 +473,6 @@ def _refused(name: str, source: str, says: str, model: Callable[[], torch.nn.Mod
     idiom(source=f"PyG {source}", refused=says, name=name)(partial(_case, name))
 
 
-_refused(
-    "dir_gnn",
-    "examples/dir_gnn.py",
-    "flow|opposite|expand|reduce",
-    lambda: two(lambda i, o: nn.DirGNNConv(nn.SAGEConv(i, o))),
-)
-_refused(
-    "gps",
-    "examples/graph_gps.py",
-    "attention spans all nodes",
-    lambda: Between(nn.GPSConv(HIDDEN, nn.GCNConv(HIDDEN, HIDDEN), heads=2)),
-)
 _refused("hypergraph", "HypergraphConv", "against the direction", lambda: two(nn.HypergraphConv))
 _refused(
     "target_to_source",

@@ -15,7 +15,8 @@ from torch_geometric.data import Data, InMemoryDataset
 from torch_geometric.loader import DataLoader, RandomNodeLoader
 
 from idioms.convs import HIDDEN, Layers, two
-from idioms.harness import CLASSES, FEATURES, Case, directed, graph, idiom
+from idioms.harness import CLASSES, FEATURES, Case, directed, graph
+from idioms.plain import idiom
 from idioms.steps import Classifier
 from lightning_gnn import GraphDataModule
 

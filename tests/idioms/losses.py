@@ -14,7 +14,8 @@ from torch_geometric.data import Data
 from torchmetrics import MeanSquaredError
 
 from idioms.convs import HIDDEN, two
-from idioms.harness import CLASSES, FEATURES, Case, graph, idiom
+from idioms.harness import CLASSES, FEATURES, Case, graph
+from idioms.plain import idiom
 from idioms.steps import Classifier
 
 LossOf = Callable[[Tensor, Any], Any]
@@ -220,22 +221,22 @@ def hard_examples() -> Case:
 # Over other rows ##############################################################
 
 
-@idiom(source="a class left out", refused=OTHER_ROWS, xfail="the self-check passes by chance")
+@idiom(source="a class left out", refused=OTHER_ROWS)
 def class_left_out() -> Case:
     return case(plain(lambda b: b.train_mask & (b.y != 2)))
 
 
-@idiom(source="a class left out, by the README", xfail="a rank without training nodes trains on a stand-in row")
+@idiom(source="a class left out, by the README")
 def class_left_out_with_loss_weight() -> Case:
     return case(mean_over(lambda b: b.train_mask & (b.y != 2)))
 
 
-@idiom(source="a twentieth of the nodes left out", refused=OTHER_ROWS, xfail="the self-check passes by chance")
+@idiom(source="a twentieth of the nodes left out", refused=OTHER_ROWS)
 def few_nodes_left_out() -> Case:
     return case(plain(lambda b: b.train_mask & (b.n_id % 20 != 3)))
 
 
-@idiom(source="a twentieth of the nodes left out, by the README", xfail="a stand-in row")
+@idiom(source="a twentieth of the nodes left out, by the README")
 def few_nodes_left_out_with_loss_weight() -> Case:
     return case(mean_over(lambda b: b.train_mask & (b.n_id % 20 != 3)))
 
@@ -269,12 +270,7 @@ def other_mask_with_loss_weight() -> Case:
     return case(mean_over(lambda b: b.my_mask), data)
 
 
-@idiom(
-    source="pseudo-labels: nodes of which the model is sure",
-    refused=OTHER_ROWS,
-    late=True,
-    xfail="only the start of training is checked",
-)
+@idiom(source="pseudo-labels: nodes of which the model is sure", refused=OTHER_ROWS, late=True)
 def pseudo_labels() -> Case:
     def loss(out: Tensor, batch: Any) -> Tensor:
         sure = (out.softmax(-1).max(-1).values > 0.3) & ~batch.train_mask
@@ -292,18 +288,14 @@ def ignore_index() -> Case:
     return case(over_mask(F.cross_entropy, ignore_index=-1), data)
 
 
-@idiom(
-    source="a mean over validation nodes with and without a label",
-    refused="val_norm",
-    xfail="weighted by labelled nodes",
-)
+@idiom(source="a mean over validation nodes with and without a label", refused="val_norm")
 def logged_mean_over_unlabelled_nodes() -> Case:
     data = graph()
     data.y[data.val_mask & (data.y == 1)] = -1
     return case(over_mask(F.cross_entropy), data)
 
 
-@idiom(source="index splits of a dict in the module", refused="ids|rows", warns="could not run", xfail="IndexError")
+@idiom(source="index splits of a dict in the module", refused="ids|rows")
 def rows_by_ids_of_the_module() -> Case:
     ids = graph().train_mask.nonzero().view(-1)
     return case(lambda out, b: F.cross_entropy(out[ids], b.y[ids]))

@@ -15,7 +15,8 @@ from torch.nn.utils import parametrizations, parametrize, prune, spectral_norm, 
 from torch_geometric import nn
 
 from idioms.convs import HIDDEN, Layers, mlp, two
-from idioms.harness import CLASSES, FEATURES, Case, graph, idiom
+from idioms.harness import CLASSES, FEATURES, Case, graph
+from idioms.plain import idiom
 from idioms.steps import Classifier
 
 Change = Callable[[torch.nn.Module], Any]
