@@ -29,7 +29,6 @@ from typing_extensions import override
 from lightning_gnn.arguments import check_flags, check_numbers, is_one_of, shown
 from lightning_gnn.callbacks.communication import CommunicationMetrics
 from lightning_gnn.callbacks.loggers import log_config, log_files, uploads
-from lightning_gnn.callbacks.loss import LossOfAllRanks
 from lightning_gnn.checkpoints import WholeCheckpointIO
 from lightning_gnn.checks.footprint import memory_of
 from lightning_gnn.comm.codec import CodecName, make_codec
@@ -60,6 +59,7 @@ from lightning_gnn.strategies.random_streams import RandomStreams
 from lightning_gnn.strategies.run_config import part_sizes, partition_report, run_config
 from lightning_gnn.strategies.scheme import Scheme
 from lightning_gnn.strategies.self_checks import SelfChecks
+from lightning_gnn.strategies.step_loss import loss_in_outputs
 
 MOST_SECONDS = 10**8
 """Three years; torch counts deadlines in milliseconds, in 64 bits of nanoseconds in places."""
@@ -170,7 +170,7 @@ class GNNStrategy(ParallelStrategy):
         self._gradients: GradientSum | None = None
         self._replicas: Replicas | None = None
         self.random: RandomStreams | None = None
-        self.loss: Tensor | None = None
+        self.loss: Tensor | None = None  # of all ranks, after the step's backward
         self._owners: Owners | None = None
         self._callbacks: list[pl.Callback] = []
         self._loss_scale = 1.0
@@ -347,8 +347,9 @@ class GNNStrategy(ParallelStrategy):
         self._replicas = Replicas(self.world, self._replicated)
         self._logs = GlobalLogs(module, self.world, trainer.callbacks)  # type: ignore[attr-defined]
         metrics = CommunicationMetrics(self.meter, self.world, part_sizes(shard), self._replicas)
-        self._callbacks = [LossOfAllRanks(), metrics, self._checks, *self.scheme.callbacks(self.world)]
+        self._callbacks = [metrics, self._checks, *self.scheme.callbacks(self.world)]
         trainer.callbacks[:0] = self._callbacks  # type: ignore[attr-defined]
+        self._in_use.enter_context(loss_in_outputs(trainer, lambda: self.loss))
         self._log_plan(trainer, shard)
 
     @override
@@ -537,6 +538,7 @@ class GNNStrategy(ParallelStrategy):
         # From the second on: the first frees much that no later one needs.
         if self._steps == 2 and self.keep_memory and self.root_device.type == "cpu":
             self._in_use.enter_context(keeping_freed_memory())
+        self.loss = None
         counts = self._enter(batch, "train_mask", "training")
         assert self._logs is not None
         self._loss_scale = self._logs.scale(self.loss_reduction)  # for manual_backward, inside the step

@@ -505,3 +505,56 @@ def class_means_by_a_callback() -> Case:
                 pl_module.log(f"rows{c}", own.sum().double(), reduce_fx="sum")
 
     return _with(Means(), Module())
+
+
+@idiom(source="Lightning docs: hooks of a Callback around stages", stages=("fit", "validate", "test", "predict"))
+def hooks_around_stages() -> Case:
+    class Around(L.Callback):
+        def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
+            seen.append(stage)
+
+        def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
+            self.kept = [p.detach().clone() for p in pl_module.parameters()]
+
+        def on_sanity_check_start(self, trainer: Any, pl_module: Any) -> None:
+            pl_module.conv1.bias.data += 1
+
+        def on_sanity_check_end(self, trainer: Any, pl_module: Any) -> None:
+            pl_module.conv1.bias.data -= 1
+
+        def on_validation_start(self, trainer: Any, pl_module: Any) -> None:
+            self.scale(pl_module, 0.5)
+
+        def on_validation_end(self, trainer: Any, pl_module: Any) -> None:
+            self.scale(pl_module, 2.0)
+
+        def on_test_start(self, trainer: Any, pl_module: Any) -> None:
+            for p, kept in zip(pl_module.parameters(), self.kept):
+                p.data.lerp_(kept, 0.5)
+
+        def on_predict_start(self, trainer: Any, pl_module: Any) -> None:
+            pl_module.conv2.lin_l.bias.data += 1
+
+        def teardown(self, trainer: Any, pl_module: Any, stage: str) -> None:
+            seen.append(f"after {stage}")
+
+        def scale(self, pl_module: Any, by: float) -> None:
+            with torch.no_grad():
+                for p in pl_module.conv2.parameters():
+                    p.mul_(by)
+
+    seen: list[str] = []
+    return Case(Quick(), graph(), {"callbacks": [Around()]}, also=lambda: list(seen))
+
+
+@idiom(source="Lightning docs: AsyncCheckpointIO as a plugin, the last weights tested")
+def checkpoints_written_by_a_thread() -> Case:
+    from lightning.pytorch.plugins.io import AsyncCheckpointIO
+
+    def program(trainer_with: Callable[..., L.Trainer], module: Any, data: Any) -> Any:
+        saver = plc.ModelCheckpoint(monitor="val_loss")
+        trainer = trainer_with(callbacks=[saver], enable_checkpointing=True, plugins=[AsyncCheckpointIO()])
+        trainer.fit(module, datamodule=data)
+        return saver.best_model_score, trainer.test(module, datamodule=data, verbose=False)
+
+    return Case(Quick(), graph(), program=program)

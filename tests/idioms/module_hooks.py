@@ -69,7 +69,8 @@ def features_normalised_before_transfer() -> Case:
 
 
 @idiom(
-    source="Lightning docs: on_after_batch_transfer, features of the whole batch standardised", refused="x.mean\\(0\\)"
+    source="Lightning docs: on_after_batch_transfer, features of the whole batch standardised",
+    refused="gives to 'conv1'",
 )
 def features_standardised_over_the_batch() -> Case:
     class Module(Net):

@@ -655,3 +655,54 @@ def forward_hooks_on_layers() -> Case:
             self.conv2.register_forward_pre_hook(lambda module, args: (args[0] + 0.1, *args[1:]))
 
     return Case(Module(), graph())
+
+
+@idiom(source="gradients clamped between layers: full backward hooks of modules, hooks on tensors")
+def gradients_clamped_between_layers() -> Case:
+    class Module(Net):
+        def __init__(self) -> None:
+            super().__init__()
+            self.conv2.register_full_backward_hook(lambda module, given, out: (given[0].clamp(-0.01, 0.01), *given[1:]))
+
+        def forward(self, x: Tensor, edge_index: Tensor) -> Tensor:
+            out = super().forward(x, edge_index)
+            if out.requires_grad:
+                out.register_hook(lambda gradient: gradient * 2)
+            return out
+
+    return Case(Module(), graph())
+
+
+@idiom(source="a BatchNorm that stays as it is: train() overridden")
+def frozen_batch_norm() -> Case:
+    class Module(Net):
+        def __init__(self) -> None:
+            super().__init__()
+            self.norm = torch.nn.BatchNorm1d(HIDDEN)
+            self.norm.running_mean += 0.3
+
+        def train(self, mode: bool = True) -> Any:
+            super().train(mode)
+            self.norm.eval()
+            return self
+
+        def forward(self, x: Tensor, edge_index: Tensor) -> Tensor:
+            return self.conv2(self.norm(self.conv1(x, edge_index)).relu(), edge_index)
+
+    return Case(Module(), graph())
+
+
+@idiom(source="Lightning docs: toggled_optimizer in manual optimisation")
+def toggled_optimizers() -> Case:
+    class Module(Manual):
+        def training_step(self, batch: Any, batch_idx: int) -> None:
+            for optimizer in self.optimizers():
+                with self.toggled_optimizer(optimizer):
+                    optimizer.zero_grad()
+                    self.manual_backward(self.loss(batch))
+                    optimizer.step()
+
+        def configure_optimizers(self) -> Any:
+            return [torch.optim.SGD(conv.parameters(), lr=0.2) for conv in (self.conv1, self.conv2)]
+
+    return Case(Module(), graph())

@@ -138,6 +138,16 @@ def single_precision() -> Case:
     return Case(Single(), graph(), {"precision": "32-true"})
 
 
+@idiom(source="Lightning docs: precision='bf16-true', features converted by the module", stages=("fit",), rtol=0.1)
+def bfloat16_true() -> Case:
+    class Module(Single):
+        def on_before_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
+            batch.x = batch.x.bfloat16()
+            return batch
+
+    return Case(Module(), graph(), {"precision": "bf16-true"})
+
+
 # Several runs #################################################################
 
 
@@ -267,6 +277,12 @@ class OwnData(GraphDataModule):
     def on_after_batch_transfer(self, batch: Data, dataloader_idx: int) -> Data:
         batch.x = batch.x + 0.1
         return batch
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"stages": self.stages}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.stages = state_dict["stages"]
 
     def teardown(self, stage: str) -> None:
         super().teardown(stage)
