@@ -85,6 +85,11 @@ class QuietTrainer:
 
     epoch: int | None = None
     reads_epoch = False
+    world_size: int
+    num_devices: int
+    global_rank: int
+    is_global_zero: bool
+    strategy: Any
 
     def __init__(self, trainer: pl.Trainer, datamodule: pl.LightningDataModule | None = None) -> None:
         self._trainer = trainer
