@@ -56,7 +56,7 @@ class Centred(torch.nn.Module):
 
 class TooSmall(UserModule):
     def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
-        if self.trainer.world_size > 1 and len(batch.x) > 60:
+        if len(batch.x) > 60:
             raise ValueError("no such graph")
         return super().training_step(batch, batch_idx)
 

@@ -18,7 +18,7 @@ from torch_geometric.data import Data
 from torchmetrics.classification import MulticlassAUROC, MulticlassF1Score
 from torchmetrics.functional.classification import multiclass_auroc, multiclass_f1_score
 
-from lightning_gnn import mean_over_ranks
+from lightning_gnn import fetch_rows, mean_over_ranks, num_nodes
 from lightning_gnn.checks import SelfCheck, self_check
 from lightning_gnn.checks.small_graph import FORMS, small_graph
 from lightning_gnn.comm.traffic import Meter
@@ -269,6 +269,100 @@ def test_values_of_the_whole_graph_pass(what, stage):
     assert verdict(check(Logs(what, STAGE_OF[stage]), stage, part_of(1), trainer=any_trainer())) == (None, None, None)
 
 
+class Gathers(UserModule):
+    """The mean of what all ranks have, as DDP users write it, in a step or given to the logger."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__(build("gcn"))
+        self.how = how
+
+    def validation_step(self, batch, batch_idx):
+        rows = batch.val_mask & (batch.y >= 0)
+        loss = F.cross_entropy(self.model(batch.x, batch.edge_index)[rows], batch.y[rows])
+        if self.how == "all_gather":
+            self.log("loss", self.all_gather(loss).mean())
+        elif self.how == "reduce":
+            self.log("loss", self.trainer.strategy.reduce(loss))
+        elif self.how == "logger":
+            self.logger.log_metrics({"loss": float(loss)})
+        elif self.how == "experiment":
+            self.logger.experiment.add_scalar("loss", loss, 0)
+        elif self.how == "settings":
+            self.trainer.strategy.barrier()
+            self.logger.log_metrics({"rate": 0.1, "steps": self.trainer.estimated_stepping_batches})
+        elif self.how == "sum of all":
+            total = self.all_gather(torch.stack([loss * rows.sum(), rows.sum()])).reshape(-1, 2).sum(0)
+            self.log("loss", total[0] / total[1])
+
+
+@pytest.mark.parametrize(
+    ("how", "text"),
+    [
+        ("all_gather", "logs 'loss' as a mean over ranks, which is not the value of the whole graph"),
+        ("logger", "validation_step gives 'loss' to self.logger, which is the value of rank 0's nodes"),
+        ("experiment", "validation_step gives 'loss' to self.logger, which is the value of rank 0's nodes"),
+        ("reduce", None),
+        ("settings", None),
+        ("sum of all", None),
+    ],
+)
+def test_what_is_gathered_or_given_to_the_logger(how, text):
+    found = check(Gathers(how), "validate", part_of(3), trainer=any_trainer())
+    assert text in str(found.problem) if text else verdict(found) == (None, None, None), found
+
+
+class ByHand(UserModule):
+    """Manual optimisation that reads gradients and writes weights."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__(build("gcn"))
+        self.how, self.automatic_optimization = how, False
+
+    def configure_optimizers(self):
+        optimizer = torch.optim.SGD(self.parameters(), 0.1)
+        return [optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, 1)]
+
+    def _loss(self, batch):
+        rows = batch.train_mask & (batch.y >= 0)
+        return F.cross_entropy(self.model(batch.x, batch.edge_index)[rows], batch.y[rows])
+
+    def training_step(self, batch, batch_idx):
+        optimizer = self.optimizers()
+        if self.how == "by itself":
+            self._loss(batch).backward()
+            return
+        self.manual_backward(self._loss(batch))
+        gradients = [parameter.grad.clone() for parameter in self.parameters()]
+        if self.how == "sharpness":
+            length = torch.stack([gradient.norm() for gradient in gradients]).norm()
+            with torch.no_grad():
+                for parameter, gradient in zip(self.parameters(), gradients):
+                    parameter.add_(0.05 * gradient / length)
+        optimizer.zero_grad()
+        self.manual_backward(self._loss(batch) / torch.stack([gradient.norm() for gradient in gradients]).norm())
+        optimizer.step()
+        self.lr_schedulers().step()
+
+
+@pytest.mark.parametrize("how", ["sharpness", "balanced"])
+def test_manual_optimisation_may_read_gradients_and_write_weights(how):
+    assert verdict(check(ByHand(how), batch=part_of(0), trainer=any_trainer())) == (None, None, None)
+
+
+def test_a_backward_past_lightning_is_named():
+    found = check(ByHand("by itself"), batch=part_of(0), trainer=any_trainer())
+    assert "Write self.manual_backward(loss)" in str(found.problem), found
+
+
+class Interrupts(UserModule):
+    def on_train_epoch_start(self):
+        raise KeyboardInterrupt
+
+
+def test_a_hook_that_interrupts_is_left_out():
+    assert verdict(check(Interrupts(build("gcn")), trainer=any_trainer())) == (None, None, None)
+
+
 class LogsAClock(UserModule):
     """Nothing that a run repeats, nor what a hook raises that finds no Trainer, is held against a module."""
 
@@ -363,6 +457,24 @@ class PerRow(Model):
         return x + torch.multinomial(x.detach().softmax(-1), 1) + torch.rand(2, x.size(0)).t().sum(1, keepdim=True)
 
 
+class OfAllNodes(Model):
+    """An order, and noise, of all nodes of the graph, the same on all ranks."""
+
+    step = 0
+    n_id: Tensor
+
+    def between(self, x, edge_index):
+        g = torch.Generator().manual_seed(self.step)
+        order, noise = torch.randperm(num_nodes(x), generator=g), torch.rand(num_nodes(x), generator=g)
+        return fetch_rows(x, order[self.n_id]) + noise[self.n_id].view(-1, 1)
+
+
+class WithIds(UserModule):
+    def training_step(self, batch, batch_idx):
+        self.model.n_id = batch.n_id
+        return super().training_step(batch, batch_idx)
+
+
 class LabelsIn(UserModule):
     """Label tricks: some training nodes are told their labels, the loss is over the others."""
 
@@ -412,6 +524,7 @@ def test_draws_that_ranks_share_pass(how):
 def test_draws_per_row_and_those_that_change_nothing_pass():
     assert verdict(check(module_of(PerRow))) == (None, None, None)
     assert verdict(check(module_of(Unused))) == (None, None, None)
+    assert verdict(check(WithIds(OfAllNodes()))) == (None, None, None)
     assert verdict(check(LabelsIn(build("gcn")), batch=part_of(0))) == (None, None, None)
 
 

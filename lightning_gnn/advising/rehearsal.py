@@ -170,7 +170,7 @@ def rehearse(
         counts, gather = shard.mask_counts[mask], world.all_gather
         scale = partial(loss_scale, counts=counts, rank=rank, reduction=loss_reduction, gather=gather)
         if not model.automatic_optimization:
-            without_optimizers(model, scale(None))
+            without_optimizers(model, scale(None), None)
         parameters = [each for each in model.parameters() if each.requires_grad]
         optimizer = torch.optim.Adam(parameters, lr=0.0)  # whatever the module's: it takes about as long
         with graph_in_use(binding.context, this_thread_only=True):

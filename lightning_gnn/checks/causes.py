@@ -85,8 +85,8 @@ _COUNTED = Cause(
 )
 _OWN_MEAN = Cause(
     COUNT,
-    "It is the mean over the rank's own nodes. The mean over all is sum_over_ranks(x.sum(0)) / "
-    "sum_over_ranks(torch.tensor(float(len(x)))) of lightning_gnn, and torch_geometric.nn.MeanAggregation() as a module.",
+    "It is the mean over the rank's own nodes. The mean over all is lightning_gnn.mean_over_ranks(x), and "
+    "torch_geometric.nn.MeanAggregation() as a module.",
 )
 _OWN_SUM = Cause(
     ACROSS,
@@ -96,7 +96,7 @@ _OWN_SUM = Cause(
 _CENTRED = Cause(
     STATISTICS,
     "A rank's rows are those of one device but for a constant of that rank: what is subtracted is taken over its own nodes, as "
-    "by x - x.mean(0). Use torch.nn.BatchNorm1d or PyG's norms, or take the mean by lightning_gnn.sum_over_ranks.",
+    "by x - x.mean(0). Use torch.nn.BatchNorm1d or PyG's norms, or take the mean by lightning_gnn.mean_over_ranks(x).",
 )
 _NORMALISED = Cause(
     STATISTICS,
@@ -112,6 +112,10 @@ BACKWARD = Cause(
     ACROSS,
     "Outputs and loss agree, so it is something in the backward, such as a torch.autograd.Function or a hook of your own "
     "that looks at several rows, or a gradient inside of the step (torch.autograd.grad), which is a rank's own.",
+)
+BY_ITSELF = Cause(
+    ACROSS,
+    "The step calls loss.backward(), which leaves each rank the gradients of its own nodes. Write self.manual_backward(loss).",
 )
 KEPT = Cause(
     STATE,
@@ -152,7 +156,9 @@ def of(difference: Difference, whole: Outcome, found: Outcome, shards: Sequence[
         return of_loss(whole, found, shards, trial.mask)
     if difference.group == "metrics":
         return of_logged(difference.name, whole, found, shards)
-    return BUFFER if difference.group == "buffers" else BACKWARD
+    if difference.group == "buffers":
+        return BUFFER
+    return BY_ITSELF if found.ranks[0].backwards == 0 else BACKWARD
 
 
 def of_error(error: Parted) -> Cause:
@@ -352,6 +358,12 @@ def of_logged(name: str, whole: Outcome, found: Outcome, shards: Sequence[Shard]
     calls = [each.calls.get(name) for each in found.ranks]
     own = [call.value for call in calls if call is not None and call.value is not None and call.value.numel() == 1]
     call = calls[0]
+    if call is not None and call.options.get("to_logger"):
+        return Cause(
+            NOT_KNOWN,
+            f"{call.method} gives '{name.removesuffix(' of self.logger')}' to self.logger, which is the value of rank 0's nodes "
+            f"{numbers}. Log it by self.log, which gives the loggers that of the whole graph.",
+        )
     if call is None or len(own) < len(calls):
         return Cause(
             NOT_KNOWN,

@@ -44,8 +44,8 @@ class SharedDraws(TorchFunctionMode):
 
     The k-th draw is the same on all ranks and on the whole graph, so an augmentation such as ``dropout_edge`` drops the
     same edges everywhere. Draws of other shapes are the same on all ranks here, though not in training, and noted. Draws of a
-    generator that is given, or after a seed that is set meanwhile, are left alone, unless they are per node or edge; those for
-    all nodes, or edges, of the whole graph are common ones.
+    generator that is given, or after a seed that is set meanwhile, are the same in training, too: they are not noted, and
+    those for all nodes or edges of the whole graph are its on each part.
 
     Args:
         rows: by a dimension that means nodes or edges here, the dimension of the whole graph and this rank's ids.
@@ -73,11 +73,10 @@ class SharedDraws(TorchFunctionMode):
         super().__init__()
         self.constant = constant
         self._share_rows = share_rows
-        self.sizes = {*rows}
-        self._rows = {**some_rows, **rows} if constant is None else rows
-        self._wholes = {whole: (whole, torch.arange(whole)) for whole, _ in rows.values()}
+        self.sizes, self._of_whole = {*rows}, {whole: (whole, torch.arange(whole)) for whole, _ in rows.values()}
+        self._known = {**some_rows, **rows} if constant is None else rows
         self._seed, self._own, self._count = seed, own, 0
-        self._function, self._is_own = "", False
+        self._function, self._is_own, self._is_seeded = "", False, False
         self._seeded = torch.initial_seed()
         self._generators: dict[torch.Generator, torch.Generator] = {}
         self.own_draws: list[str] = []
@@ -94,22 +93,27 @@ class SharedDraws(TorchFunctionMode):
         self._function = getattr(func, "__name__", str(func))
         self._is_own = self._own is not None and caller not in ("torch", "torch_geometric")
         generator = kwargs.get("generator")
-        if generator is not None or torch.initial_seed() != self._seeded:
+        self._is_seeded = generator is not None or torch.initial_seed() != self._seeded
+        if self._is_seeded:
             result = func(*args, **(kwargs if generator is None else {**kwargs, "generator": self._copy(generator)}))
-            of_rows = any(size in self._rows for size in result.shape)
             if self._is_own and not self._share_rows:  # as it will be on ranks
-                if of_rows and not any(size in self._wholes for size in result.shape):
+                if any(size in self._known and size not in self._of_whole for size in result.shape):
                     self.own_draws.append(f"{self._function} {list(result.shape)}")
                 return result
-            if not of_rows and not any(size in self._wholes for size in result.shape):
+            self._is_own = False
+            if not any(size in self._rows for size in result.shape):
                 return result
-            self._is_own, before = False, self._rows
-            self._rows = {**self._wholes, **before}
-            try:
-                return drawn(self, *args, **kwargs)
-            finally:
-                self._rows = before
         return drawn(self, *args, **kwargs)
+
+    @property
+    def _rows(self) -> Rows:
+        """What dimensions mean in the draw that is at work."""
+        return {**self._of_whole, **self._known} if self._is_seeded else self._known
+
+    @property
+    def is_common(self) -> bool:
+        """Whether the draw that is at work may be for all nodes or edges of the whole graph, and the same on all ranks."""
+        return self._is_seeded and self.sizes == {*self._of_whole}
 
     def _copy(self, generator: torch.Generator) -> torch.Generator:
         """Returns one that goes on from the same state; the user's stays where it is, for all ranks."""
@@ -248,7 +252,7 @@ def _randint_like(draws: SharedDraws, input: Tensor, *bounds: Any, dtype: Any = 
 
 
 def _randperm(draws: SharedDraws, n: int, *, dtype: torch.dtype = torch.int64, **options: Any) -> Tensor:
-    if n in draws.sizes:
+    if n in draws.sizes and not draws.is_common:
         draws.note((n,), chooses=True)
     if draws.constant is None:
         return torch.randperm(n, generator=draws.generator((n,))).to(dtype)

@@ -360,7 +360,7 @@ def _steps(
         counted = Counted(model)
         with graph_in_use(binding.context, this_thread_only=True):
             if not model.automatic_optimization:
-                without_optimizers(model, 1.0)
+                without_optimizers(model, 1.0, None)
             with counted:
                 output = run_step(model, "training_step", copy.copy(shards[rank].batch))
             loss = output.get("loss") if isinstance(output, Mapping) else output

@@ -41,6 +41,7 @@ class Heard:
     Attributes:
         values: by name, at the end of the epoch; the same on all ranks.
         calls: the last of each name, of this rank.
+        weights: what ranks weigh; None on one device.
     """
 
     def __init__(self, model: pl.LightningModule, world: World | None) -> None:
@@ -52,6 +53,7 @@ class Heard:
         model.__dict__.pop("log_dict", None)  # which calls log
         object.__setattr__(model, "log", self._hear)
         self._logs = None if world is None else GlobalLogs(model, world)
+        self.weights = None if self._logs is None else self._logs.weights
         self._log = model.log
         object.__setattr__(model, "log", self._note)
 
@@ -66,6 +68,14 @@ class Heard:
             self._metrics[name] = value
             return
         self.values[name] = torch.as_tensor(value).detach().double()
+
+    def given_to_logger(self, name: str, value: Any) -> None:
+        """Hears a value that the module gives to its logger, past ``self.log``; of ranks, the logger is rank 0's."""
+        number = isinstance(value, (int, float)) or (isinstance(value, Tensor) and value.numel() == 1)
+        if number and (self._world is None or self._world.rank == 0):
+            name, own = f"{name} of self.logger", torch.as_tensor(value).detach().double()
+            self.values[name] = own
+            self.calls[name] = Logged(self._model._current_fx_name or "", own, {"to_logger": True})
 
     def enter(self, counts: Sequence[int], stand_ins: int, sizes: Sequence[int]) -> None:
         """Begins a step; see :meth:`~lightning_gnn.strategies.weights.RowWeights.enter`."""

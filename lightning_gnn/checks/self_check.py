@@ -129,6 +129,7 @@ class _Check:
         self._loss_reduction, self._layout, self._without, self._begins = loss_reduction, layout, without, begins
         self._trainer = None if trainer is None else QuietTrainer(trainer)
         self._dtype: torch.dtype | None = torch.float64
+        self._reads_epoch = False
         self.compared, self.counts_rows = False, True
         self.not_run: str | None = None
 
@@ -145,7 +146,7 @@ class _Check:
                 if without and self._on_small_graph(number, ()) is None:
                     return replace(finding, cause=causes.STANDS_IN)
                 return finding
-        if self._trainer is not None and self._trainer.reads_epoch:
+        if self._trainer is not None and self._reads_epoch:
             for self._trainer.epoch in epochs:
                 finding = self._on_small_graph(0, ())
                 if finding is not None:
@@ -180,6 +181,7 @@ class _Check:
                 self.not_run = self.not_run or in_one_line(error)
                 continue
             self._dtype = dtype
+            self._reads_epoch = self._reads_epoch or trial.reads_epoch
             return small, trial, whole
         return None
 

@@ -6,17 +6,23 @@ import copy
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import lightning.pytorch as pl
 import torch
-from lightning.pytorch.loggers.logger import DummyLogger
+from lightning.pytorch.loggers.logger import DummyLogger, Logger
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 from torch import Tensor
+from typing_extensions import override
 
-from lightning_gnn.comm.group import no_process_group
+from lightning_gnn.comm.group import World, no_process_group
 from lightning_gnn.comm.in_process import kept_random_state
 from lightning_gnn.nn.embedding import untrained_embeddings
+from lightning_gnn.strategies.gathering import gather_rows
+from lightning_gnn.strategies.gradients import GradientSum
+
+if TYPE_CHECKING:
+    from lightning_gnn.checks.heard import Heard
 
 
 @contextmanager
@@ -77,17 +83,38 @@ class QuietTrainer:
         reads_epoch: whether a step has asked for its epoch, or how many steps there were.
     """
 
-    logger, loggers = DummyLogger(), [DummyLogger()]
     epoch: int | None = None
     reads_epoch = False
+    world_size: int
+    num_devices: int
+    global_rank: int
+    is_global_zero: bool
+    strategy: Any
 
     def __init__(self, trainer: pl.Trainer, datamodule: pl.LightningDataModule | None = None) -> None:
         self._trainer = trainer
+        self.logger: Logger = DummyLogger()
         if datamodule is not None:
             self.datamodule = datamodule
 
     def __getattr__(self, name: str) -> Any:
+        if name == "_trainer":  # of a copy that is being made
+            raise AttributeError(name)
         return getattr(self._trainer, name)
+
+    def on_rank(self, world: World | None, heard: Heard) -> QuietTrainer:
+        """Returns the Trainer of one rank, None for one device; `heard` hears what its logger is given."""
+        mine = copy.copy(self)
+        mine.logger = _HeardLogger(heard)
+        size, rank = (1, 0) if world is None else (world.size, world.rank)
+        mine.world_size, mine.num_devices, mine.global_rank, mine.is_global_zero = size, size, rank, rank == 0
+        mine.strategy = _QuietStrategy(self._trainer.strategy, world, heard)
+        return mine
+
+    @property
+    def loggers(self) -> list[Logger]:
+        """The only logger."""
+        return [self.logger]
 
     @property
     def current_epoch(self) -> int:
@@ -101,44 +128,127 @@ class QuietTrainer:
         self.reads_epoch = True
         return self._trainer.global_step if self.epoch is None else self.epoch
 
+    @property
+    def estimated_stepping_batches(self) -> float:
+        """The number of steps in all, of one batch an epoch; the Trainer's own would load data."""
+        trainer = self._trainer
+        epochs = trainer.max_epochs if trainer.max_epochs is not None else 1
+        most = float("inf") if trainer.max_steps == -1 else trainer.max_steps
+        return most if epochs == -1 else min(max(epochs, 1), most)
+
     def save_checkpoint(self, *_: Any, **__: Any) -> None:
         """Saves nothing."""
 
 
-class _IdleOptimizer:
-    """Takes every call of manual optimisation, and leaves parameters and their gradients alone."""
+class _QuietStrategy:
+    """The Trainer's strategy as a step may call it, among ranks that are threads."""
 
-    def __init__(self, optimizer: Any) -> None:
-        self._optimizer = optimizer
+    def __init__(self, strategy: Any, world: World | None, heard: Heard) -> None:
+        self._strategy, self._world, self._heard = strategy, world, heard
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._strategy, name)
+
+    def all_gather(self, tensor: Tensor, group: Any = None, sync_grads: bool = False) -> Tensor:
+        return tensor if self._world is None else gather_rows(tensor, self._world, self._heard.weights, sync_grads)
+
+    def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
+        if self._world is None or not isinstance(tensor, Tensor):
+            return tensor
+        if str(reduce_op).lower() in ("mean", "avg") and self._heard.weights is not None:
+            return self._heard.weights.mean(tensor, "A mean over ranks")
+        return self._world.all_reduce_(tensor.detach().clone())
+
+    def broadcast(self, value: Any, src: int = 0) -> Any:
+        return value if self._world is None else self._world.broadcast_object(value, src)
+
+    def barrier(self, *_: Any, **__: Any) -> None:
+        """Ranks need not wait for each other."""
+
+
+class _HeardLogger(DummyLogger):
+    """A logger whose values are heard."""
+
+    def __init__(self, heard: Heard) -> None:
+        super().__init__()
+        self._heard = heard
+
+    @override
+    def log_metrics(self, metrics: Mapping[str, Any], step: int | None = None) -> None:
+        for name, value in metrics.items():
+            self._heard.given_to_logger(name, value)
+
+    @property
+    def experiment(self) -> Any:
+        """What takes calls of TensorBoard's and W&B's kind."""
+        return self
+
+    def add_scalar(self, tag: str, scalar_value: Any, *_: Any, **__: Any) -> None:
+        self._heard.given_to_logger(tag, scalar_value)
+
+    def log(self, values: Any, *_: Any, **__: Any) -> None:
+        if isinstance(values, Mapping):
+            self.log_metrics(values)
+
+    def __getattr__(self, name: str) -> Any:
+        return ignore
+
+
+class _Idle:
+    """An optimizer, or a scheduler, of manual optimisation whose steps do nothing."""
+
+    def __init__(self, given: Any) -> None:
+        self._given = given
         self.zero_grad = ignore
 
-    def step(self, closure: Callable[[], Any] | None = None, **_: Any) -> None:
+    def step(self, *args: Any, closure: Callable[[], Any] | None = None, **_: Any) -> None:
+        closure = next((each for each in (closure, *args) if callable(each)), None)
         if closure is not None:
             closure()
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self._optimizer, name)
+        return getattr(self._given, name)
 
 
-def without_optimizers(model: pl.LightningModule, scale: float) -> None:
-    """Lets a step with manual optimisation add to gradients only."""
+def without_optimizers(model: pl.LightningModule, scale: float, sums: GradientSum | None) -> Callable[[], int]:
+    """Lets a step with manual optimisation add to gradients only; returns what counts its calls of ``manual_backward``.
+
+    Args:
+        model: whose step it is.
+        scale: what this rank's losses weigh.
+        sums: sums gradients over ranks; None on one device.
+    """
+    calls = 0
     configured = model.configure_optimizers()
+    schedulers: Any = []
     if isinstance(configured, tuple) and len(configured) == 2 and isinstance(configured[0], Sequence):
-        configured = configured[0]  # the second are schedulers
+        configured, schedulers = configured
     given = list(configured) if isinstance(configured, Sequence) else [configured]
-    idle = [_IdleOptimizer(one["optimizer"] if isinstance(one, Mapping) else one) for one in given]
+    schedulers = [
+        *schedulers,
+        *(one["lr_scheduler"] for one in given if isinstance(one, Mapping) and "lr_scheduler" in one),
+    ]
+    optimizers = [_Idle(one["optimizer"] if isinstance(one, Mapping) else one) for one in given]
+    idle = [_Idle(one["scheduler"] if isinstance(one, Mapping) else one) for one in schedulers]
 
     def manual_backward(loss: Tensor, *args: Any, **kwargs: Any) -> None:
+        nonlocal calls
+        calls += 1
+        if sums is not None:
+            sums.before()
         (loss * scale).backward(*args, **kwargs)
+        if sums is not None:
+            sums.after()
 
     replaced: dict[str, Callable[..., Any]] = {
-        "optimizers": lambda *_, **__: idle[0] if len(idle) == 1 else idle,
-        "lr_schedulers": lambda: None,
+        "optimizers": lambda *_, **__: optimizers[0] if len(optimizers) == 1 else optimizers,
+        "lr_schedulers": lambda: (idle[0] if len(idle) == 1 else idle) if idle else None,
         "manual_backward": manual_backward,
         **dict.fromkeys(("toggle_optimizer", "untoggle_optimizer", "clip_gradients"), ignore),
     }
     for name, method in replaced.items():
         object.__setattr__(model, name, method)
+    return lambda: calls
 
 
 M = TypeVar("M", bound=torch.nn.Module)

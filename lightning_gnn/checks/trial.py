@@ -29,6 +29,7 @@ from lightning_gnn.nn.bind import Binding, only_bound_convs
 from lightning_gnn.nn.context import GraphContext
 from lightning_gnn.nn.helpers import graph_in_use
 from lightning_gnn.nn.loss import scale_by
+from lightning_gnn.strategies.gradients import GradientSum
 
 Bind = Callable[[torch.nn.Module, Shard, World], Binding]
 
@@ -55,6 +56,7 @@ class OnRank:
         scale: what it weighs in the sum over ranks.
         found_rows: rows of the output that the loss has a gradient in, without those that stand in; None where there are none to
             look at.
+        backwards: how often a step that optimises by hand has called ``manual_backward``.
         logged: values by name, at the end of the epoch.
         calls: of ``self.log``.
         own_draws: what the model's own code drew for itself, in words.
@@ -66,6 +68,7 @@ class OnRank:
     loss: Tensor | None = None
     scale: float = 1.0
     found_rows: int | None = None
+    backwards: int | None = None
     logged: Mapping[str, Tensor] = field(default_factory=dict)
     calls: Mapping[str, Logged] = field(default_factory=dict)
     own_draws: Sequence[str] = ()
@@ -97,7 +100,8 @@ class Parted(Exception):
 
 
 class Trial:
-    """Runs of copies of one module on one graph. The copies of a run share their parameters, so gradients add up.
+    """Runs of copies of one module on one graph. The copies of a run share their parameters, so gradients add up; unless the
+    step optimises by hand, and may read and write both: then each has its own, and gradients are summed as in training.
 
     Args:
         module: unbound; copies of it run on the CPU.
@@ -112,6 +116,7 @@ class Trial:
     Attributes:
         constant: see :class:`~lightning_gnn.checks.draws.SharedDraws`.
         noise: how much is added to features, of the largest; another sign is other noise.
+        reads_epoch: whether the step has asked for its epoch.
     """
 
     def __init__(
@@ -129,9 +134,11 @@ class Trial:
         self._hooks = Hooks(stage, self._skipped, begins)
         self.constant: float | None = None
         self.noise = 0.0
+        self.reads_epoch = False
         self.stage, self.training, self._reduction = stage, stage == "fit", "mean"
         self.step, mask = STAGES[stage]
         self.mask = None if mask is None else counted_mask(mask, module)
+        self._by_hand = self.training and not module.automatic_optimization
         self._graph, self._trainer, self._dtype = copy.copy(graph), trainer, dtype
         self._module = copied(module).cpu()
         if dtype is not None:
@@ -231,11 +238,12 @@ class Trial:
         steps: int,
     ) -> OnRank:
         """Runs the step on one rank, or on the whole graph where there is no world."""
-        parameters = [each for each in self._module.parameters() if each.requires_grad]
+        learning = (model if self._by_hand else self._module).parameters()
+        parameters = [each for each in learning if each.requires_grad]
         optimizer = torch.optim.Adam(parameters, lr=LR) if parameters else None
         for step in range(steps):
             if step and optimizer is not None:
-                _learn(optimizer, world)
+                _learn(optimizer, None if self._by_hand else world)
                 recorder.events.clear()
             if context is not None:
                 context.begin_step()
@@ -265,14 +273,17 @@ class Trial:
         known = {len(rows.edges): (rows.num_edges, rows.edges), len(rows.nodes): (rows.num_nodes, rows.nodes)}
         draws = SharedDraws(known, _rows_of_masks(rows, batch), 0, own_draws, self._share_rows, self.constant)
         heard = Heard(model, world)
+        if self._trainer is not None:
+            model._trainer = self._trainer.on_rank(world, heard)  # type: ignore[assignment]
         outputs = OutputRows(model, len(rows.nodes)) if self._counts_rows(model) else None
 
         with draws, torch.set_grad_enabled(self.training):
             self._hooks.before(model, batch, world is None)
             model._current_fx_name = self.step
             heard.enter(counts, stand_ins, (len(rows.nodes), rows.owned_nodes, len(rows.edges), rows.owned_edges))
-            if self.training and not model.automatic_optimization:
-                without_optimizers(model, scale_by(None, counts, rank, self._reduction, stand_ins))
+            if self._by_hand:
+                sums = None if world is None else GradientSum(world, model.parameters)
+                backwards = without_optimizers(model, scale_by(None, counts, rank, self._reduction, stand_ins), sums)
             output = run_step(model, self.step, batch)
             ran.scale = heard.leave(output, self._reduction)
             loss = output.get("loss") if isinstance(output, Mapping) else output
@@ -288,8 +299,11 @@ class Trial:
                 recorder.record(f"what {self.step} returns", (self.step,), output)
             if outputs is not None:
                 outputs.release()
+            if world is None and isinstance(model._trainer, QuietTrainer):
+                self.reads_epoch = self.reads_epoch or model._trainer.reads_epoch
             self._hooks.after(model, batch, output, world is None)
             heard.finish(self._skipped)
+        ran.backwards = backwards() if self._by_hand else None
         ran.logged, ran.calls = heard.values, heard.calls
         ran.own_draws, ran.noted_draws = draws.own_draws, draws.noted
         return ran
@@ -310,10 +324,10 @@ class Trial:
                         parameter.copy_(values)
 
     def _copies(self, count: int) -> list[pl.LightningModule]:
-        """Returns copies that share parameters without gradients; buffers are each copy's own."""
+        """Returns copies without gradients; buffers are each copy's own."""
         for parameter in self._module.parameters():
             parameter.grad = None
-        shared = list(self._module.parameters())
+        shared = [] if self._by_hand else list(self._module.parameters())
         return [quiet(copied(self._module, shared), self._trainer) for _ in range(count)]
 
     def _rows(self, shard: Shard, rank: int) -> Rows:
@@ -321,7 +335,8 @@ class Trial:
         return Rows(shard.batch.n_id, shard.batch.e_id, *owned, sum(shard.counts), sum(shard.edge_counts))
 
     def _outcome(self, ranks: Sequence[OnRank], model: pl.LightningModule) -> Outcome:
-        gradients = {name: parameter.grad for name, parameter in self._module.named_parameters()}
+        learning = model if self._by_hand else self._module
+        gradients = {name: parameter.grad for name, parameter in learning.named_parameters()}
         return Outcome(ranks, gradients, dict(model.named_buffers()))
 
 

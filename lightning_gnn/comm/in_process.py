@@ -186,6 +186,7 @@ class InProcessWorld(World):
         self.timeout = timedelta(seconds=0)  # waits end by themselves: see Meeting.take
         self.watch = Watchdog(rank, meeting.size, 0.0)  # is not started
         self.wire: Any = InProcessWire(rank, meeting)
+        self.gradient_group = None
         self._meeting = meeting
 
     @property
