@@ -201,6 +201,7 @@ def show_once() -> None:
 
     def hook(kind: type[BaseException], error: BaseException, where: TracebackType | None) -> None:
         line, text = getattr(error, _TOLD, ("", None))
+        tell(error, "", text)  # the line once, where such a hook stands before and behind torch's
         if text is None:
             before(kind, error, where)
         else:

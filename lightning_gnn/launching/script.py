@@ -26,7 +26,7 @@ from lightning.pytorch.strategies.launchers.launcher import _Launcher
 from typing_extensions import override
 
 from lightning_gnn.checkpoints import with_whole_last
-from lightning_gnn.comm.group import is_about_peers
+from lightning_gnn.comm.group import CommunicationError, is_about_peers
 from lightning_gnn.comm.progress import here
 from lightning_gnn.launching.door import Door, hear_interrupts, hears_interrupts, undisturbed
 from lightning_gnn.launching.failures import (
@@ -206,7 +206,7 @@ class ScriptLauncher(_Launcher):
             cause = self._cause(supervisor, error)
             show_once()
             if cause is None:
-                tell(error, str(own))
+                tell(error, str(own), _without_traceback(error))
                 raise
             raise cause from None
         except BaseException:  # Ctrl-C, or the end of the process
@@ -278,8 +278,14 @@ class ScriptLauncher(_Launcher):
             if ended:
                 told_elsewhere(error)
             else:
-                tell(error, str(own))
+                tell(error, str(own), _without_traceback(error))
             raise
+
+
+def _without_traceback(error: Exception) -> str | None:
+    """Returns an error as text, if it has been said where the code of all ranks is; None otherwise."""
+    explained = isinstance(error, CommunicationError) and error.explained
+    return f"{type(error).__name__}: {error}\n" if explained else None
 
 
 def _pass_the_door() -> None:
