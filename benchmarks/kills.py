@@ -125,10 +125,10 @@ def _is_used(name: str) -> bool:
 
 def is_clear(trial: Trial, ended: Ended) -> bool:
     """Returns whether the user is told which process was ended, and how, and the exit status says so."""
-    names = f"Rank {trial.rank} failed.\nIts process was ended by SIGKILL."
+    names = f"Rank {trial.rank} was ended by SIGKILL"
     if trial.start == "torchrun":  # tells by itself, and starts anew
         told = (
-            re.search(rf"exitcode: -9\) local_rank: {trial.rank} |rank {trial.rank} has ended", ended.output)
+            re.search(rf"exitcode: -9\) local_rank: {trial.rank} |rank {trial.rank} (has|was) ended", ended.output)
             is not None
         )
         if trial.phase == "partition" and trial.rank == 0:
@@ -141,8 +141,8 @@ def is_clear(trial: Trial, ended: Ended) -> bool:
         return failed and ended.code == 1 if trial.rank == 0 else ended.code == -signal.SIGKILL
     if trial.start == "script" and trial.rank == 0:  # the user's own process
         return ended.code == -signal.SIGKILL
-    going = f"Rank {trial.rank} failed; the others go on.\nIts process was ended by SIGKILL."
-    if KINDS[trial.strategy].goes_on and going in ended.output:
+    going = re.search(rf"{names}.*; the others go on\.", ended.output) is not None
+    if KINDS[trial.strategy].goes_on and going:
         return ended.code == 0
     if KINDS[trial.strategy].goes_on and trial.phase != "set-up":  # until ranks have met, they need each other
         return False

@@ -5,8 +5,10 @@ import signal
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import lightning as L
+import torch
 from torch_geometric.nn.models import GCN
 
 from lightning_gnn import GraphDataModule, NodeClassifier, planted_partition
@@ -23,6 +25,9 @@ class Happens(L.Callback):
 
     def on_train_epoch_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         if trainer.current_epoch != 3 or self.rank not in (str(trainer.global_rank), "main", "all"):
+            return
+        if self.what == "backward":
+            trainer.lightning_module.killed = True
             return
         if self.rank == "main" and trainer.global_rank:
             return
@@ -41,6 +46,40 @@ class Happens(L.Callback):
             os.kill(target, SIGNALS[self.what])
 
 
+class Kills(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+        folder = Path(sys.argv[3])
+        (folder / "when").write_text(str(time.time()))
+        os.kill(os.getpid(), signal.SIGKILL)
+        return gradient
+
+
+class Module(NodeClassifier):
+    killed = False  # in the next backward
+
+    def forward(self, batch: Any) -> torch.Tensor:
+        out = super().forward(batch)
+        if sys.argv[2] in ("refused", "goes on alone"):
+            out = out - out.mean(0)
+        return Kills.apply(out) if self.killed else out
+
+
+def graph() -> Any:
+    """Loaded by rank 0 while the others wait at the door."""
+    event, folder = sys.argv[2], Path(sys.argv[3])
+    if event.endswith("in the check"):
+        time.sleep(2)
+        (folder / "when").write_text(str(time.time()))
+        os.kill(os.getpid(), SIGNALS["kill" if event.startswith("kills") else "interrupt"])
+        time.sleep(60)
+    return planted_partition(2000)
+
+
 class Sleeps(L.Callback):
     def on_train_epoch_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         if trainer.current_epoch == 3 and trainer.global_rank == 0:
@@ -50,7 +89,7 @@ class Sleeps(L.Callback):
 def main() -> None:
     signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored in what a shell starts in the background
     strategy, event, folder = sys.argv[1], sys.argv[2], Path(sys.argv[3])
-    data, model = GraphDataModule(planted_partition(2000)), NodeClassifier(GCN(32, 16, 2, 8))
+    data, model = GraphDataModule(graph), Module(GCN(32, 16, 2, 8))
     callbacks = [Happens(event, folder)] + ([Sleeps()] if "unheard" in event else [])
     trainer = L.Trainer(
         strategy=strategy,
@@ -65,6 +104,10 @@ def main() -> None:
     try:
         trainer.fit(model, datamodule=data)
     except ValueError:
+        if event == "goes on alone":
+            L.Trainer(devices=1, accelerator="cpu", max_epochs=1, logger=False).fit(model, datamodule=data)
+            print("trained alone")
+            return
         if "all" not in event:
             raise
         # all ranks raise and go on alike

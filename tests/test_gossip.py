@@ -662,7 +662,8 @@ def test_the_others_live(ahead, event):
     """Of any worker that is killed, the first included: all batches are done, and there is a result."""
     folder, finished = ahead
     output = finished.succeeded().output
-    assert f"Rank {event[-1]} failed; the others go on." in output and output.count("tested") == 1
+    told = rf"Rank {event[-1]} was ended by SIGKILL in epoch \d, the optimizer's step: .*; the others go on\."
+    assert re.search(told, output) and output.count("tested") == 1
     assert f"{event[-1]} (lost)" in output and "left undone" not in output
     killed = int(event[-1])
     batches = done(folder)

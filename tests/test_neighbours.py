@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
@@ -17,6 +18,7 @@ import torch.distributed as dist
 
 from lightning_gnn.comm import neighbours
 from lightning_gnn.comm.group import World
+from lightning_gnn.comm.progress import Progress
 from lightning_gnn.launching import script
 from lightning_gnn.launching.script import ScriptLauncher
 
@@ -27,9 +29,12 @@ GLOO = RuntimeError("[gloo/transport/tcp/pair.cc:537] Read error [127.0.0.1]:140
 def other(monkeypatch: pytest.MonkeyPatch) -> Iterator[subprocess.Popen[bytes]]:
     """The process of rank 1, as this process, rank 0, has met it; rank 2 is on another machine."""
     monkeypatch.setattr(neighbours, "_pids", {})
+    monkeypatch.setattr(neighbours, "_progress", {})
     process, store = subprocess.Popen(["sleep", "60"]), dist.HashStore()
-    store.set("process/1", f"{process.pid} here")
-    store.set("process/2", f"{process.pid} there")
+    progress = Progress()
+    progress.at("backward", 3)
+    store.set("process/1", json.dumps([process.pid, "here", progress.address]))
+    store.set("process/2", json.dumps([process.pid, "there", ""]))
     neighbours.meet(store, 0, 3, "here")
     yield process
     process.kill()
@@ -40,6 +45,7 @@ def other(monkeypatch: pytest.MonkeyPatch) -> Iterator[subprocess.Popen[bytes]]:
 def launcher(monkeypatch: pytest.MonkeyPatch) -> ScriptLauncher:
     monkeypatch.setattr(script, "_set_num_threads_if_needed", lambda num_processes: None)
     monkeypatch.setattr(script, "end_after", lambda seconds, code: None)
+    monkeypatch.setattr(script, "show_once", lambda: None)
     environment = SimpleNamespace(validate_settings=lambda **_: None, creates_processes_externally=True)
     strategy: Any = SimpleNamespace(cluster_environment=environment, num_processes=3, num_nodes=1, global_rank=0)
     strategy.scheme = SimpleNamespace(survives_lost_ranks=False)
@@ -57,7 +63,25 @@ def test_a_lost_connection_names_the_rank_that_ended(other, launcher, capfd):
 
     with pytest.raises(RuntimeError, match="Connection reset"):
         launcher.launch(loses)
-    assert "Rank 0 cannot go on: rank 1 has ended. Its process was ended by SIGKILL." in capfd.readouterr().err
+    assert "Rank 0 cannot go on: rank 1 was ended by SIGKILL in epoch 3, backward: " in capfd.readouterr().err
+
+
+def test_torchrun_is_told_why(other, launcher, tmp_path, monkeypatch):
+    """And that a consequence is none of its first failures."""
+    file, began = tmp_path / "error.json", int(time.time())
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(file))
+    with pytest.raises(ValueError, match="spoilt"):
+        launcher.launch(lambda: fails(ValueError("spoilt\nin two lines")))
+    told = json.loads(file.read_text())
+    assert told["message"] == "Rank 0 failed: ValueError: spoilt"
+    other.kill()
+    with pytest.raises(RuntimeError, match="Connection reset"):
+        launcher.launch(lambda: fails(GLOO))
+    consequence = json.loads(file.read_text())
+    assert (
+        "rank 1 was ended by SIGKILL" in consequence["message"]
+        and began <= told["timestamp"] < consequence["timestamp"]
+    )
 
 
 def test_nobody_is_named_who_runs_nor_for_an_error_of_ones_own(other, launcher, capfd, monkeypatch):
@@ -67,7 +91,7 @@ def test_nobody_is_named_who_runs_nor_for_an_error_of_ones_own(other, launcher, 
     other.kill()
     with pytest.raises(ValueError, match="spoilt"):
         launcher.launch(lambda: fails(ValueError("spoilt")))
-    assert "has ended" not in capfd.readouterr().err
+    assert "ended" not in capfd.readouterr().err
 
 
 def test_one_that_is_asked_to_end_names_the_rank_that_ended(other, launcher, capfd):
@@ -77,7 +101,7 @@ def test_one_that_is_asked_to_end_names_the_rank_that_ended(other, launcher, cap
     other.wait()  # as torchrun does before it ends the others: nobody can tell how it ended any more
     with pytest.raises(SystemExit):  # it does not ask the others whether all should end
         launcher.kill(signal.SIGTERM)
-    assert capfd.readouterr().err == "Rank 0 was asked to end by SIGTERM: rank 1 has ended.\n"
+    assert capfd.readouterr().err == "Rank 0 was asked to end by SIGTERM: rank 1 has ended in epoch 3, backward\n"
     launcher._strategy.scheme.survives_lost_ranks = True
     launcher.kill(signal.SIGTERM)
 

@@ -5,12 +5,16 @@ from __future__ import annotations
 import subprocess
 import sys
 import time
-from multiprocessing import Pipe
+from concurrent.futures import ThreadPoolExecutor
+from multiprocessing import Pipe, get_context
 
 import pytest
+import torch
 
 from lightning_gnn.comm.group import CommunicationError
-from lightning_gnn.launching.failures import Apart, Failure, RankFailedError, Reporter
+from lightning_gnn.comm.progress import Progress
+from lightning_gnn.launching.door import Door
+from lightning_gnn.launching.failures import Apart, Arrived, Failure, RankFailedError, Reporter
 from lightning_gnn.launching.supervisor import Child, Supervisor
 
 IGNORES_SIGTERM = (
@@ -46,8 +50,8 @@ def test_the_cause_comes_before_its_consequences():
     assert supervisor.wait_for(supervisor.all_failed, 10)
     failures = supervisor.look()
     assert [(f.rank, f.about_peers) for f in failures] == [(2, False), (1, True)]
-    assert isinstance(failures[0].exception, ValueError) and "in test_the_cause" in failures[0].text
-    with pytest.raises(RankFailedError, match=r"(?s)Rank 2 failed\..*ValueError: spoilt"):
+    assert isinstance(failures[0].exception, ValueError) and "in test_the_cause" in failures[0].traceback
+    with pytest.raises(RankFailedError, match=r"(?s)ValueError: spoilt\n\nRank 2 failed: ValueError: spoilt$"):
         raise failures[0].error()
     supervisor.end()
 
@@ -56,7 +60,30 @@ def test_a_process_that_ends_without_a_word():
     silent, _ = child(4, "import os; os.kill(os.getpid(), 9)")
     supervisor = Supervisor([silent])
     assert supervisor.wait_for(supervisor.all_failed, 10)
-    assert supervisor.look()[0].text.startswith("Its process was ended by SIGKILL.")
+    assert str(supervisor.look()[0]).startswith("Rank 4 was ended by SIGKILL: ")
+
+
+def test_where_a_process_was_that_ends_without_a_word():
+    code = """
+import os
+from lightning_gnn.comm.progress import here
+here().at("backward", 3)
+print("ready", here().address, flush=True)
+input()
+os.kill(os.getpid(), 9)
+"""
+    process = subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    assert process.stdin is not None and process.stdout is not None
+    address = process.stdout.readline().partition(" ")[2]
+    reader, writer = Pipe(duplex=False)
+    supervisor = Supervisor([Child(1, process.pid, process.poll, reader)])
+    Reporter(1, writer).send(Arrived(address))
+    assert not supervisor.look()
+    process.stdin.write("\n")
+    process.stdin.flush()
+    assert supervisor.wait_for(supervisor.all_failed, 10)
+    assert str(supervisor.look()[0]).startswith("Rank 1 was ended by SIGKILL in epoch 3, backward: ")
+    assert Progress.of(address) is None  # too late, for others
 
 
 def test_ranks_that_may_be_lost_do_not_concern_the_others(capfd):
@@ -67,7 +94,8 @@ def test_ranks_that_may_be_lost_do_not_concern_the_others(capfd):
     assert [failure.rank for failure in supervisor.look()] == [1]  # the others would wait for it to meet them
     tells.send(Apart())
     assert supervisor.look() == [] and supervisor.look() == []
-    assert capfd.readouterr().err.count("Rank 1 failed; the others go on.") == 1
+    told = capfd.readouterr().err
+    assert told == "Rank 1 ended with exit status 3: its output says why; the others go on.\n"
     assert lives.exit_code() is None
     supervisor.begin(survives_lost_ranks=True)
     assert [failure.rank for failure in supervisor.look()] == [1]
@@ -79,4 +107,65 @@ def test_what_cannot_be_sent_is_told_in_words():
         pass
 
     failure = Failure.of(1, Local("inside"))
-    assert failure.exception is None and "inside" in failure.text
+    assert failure.exception is None and failure.reason == "Local: inside"
+
+
+AT_THE_DOOR = """
+import socket, sys
+from lightning_gnn.launching.door import Door
+print("ready", flush=True)
+print(Door(socket.socket(fileno=int(sys.argv[1]))).wait(), flush=True)
+"""
+
+
+def at_the_door(*arguments: str) -> tuple[Child, subprocess.Popen[bytes], Reporter]:
+    (reader, writer), (door, theirs) = Pipe(duplex=False), Door.pair()
+    command = [sys.executable, "-c", AT_THE_DOOR, str(theirs.fileno()), *arguments]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, pass_fds=[theirs.fileno()])
+    theirs.close()
+    return Child(1, process.pid, process.poll, reader, door), process, Reporter(1, writer)
+
+
+def test_who_waits_at_the_door_is_let_in_with_what_it_needs():
+    child, process, reporter = at_the_door()
+    reporter.send(Arrived(""))
+    Supervisor([child]).let_in({"rows": torch.arange(3)}, 30)
+    assert process.stdout is not None
+    assert process.stdout.read() == b"ready\n{'rows': tensor([0, 1, 2])}\n" and process.wait() == 0
+
+
+@pytest.mark.parametrize("how", ["closed", "ended"])
+def test_who_is_not_let_in_ends_without_a_word(how):
+    child, process, _ = at_the_door()
+    assert process.stdout is not None and process.stdout.readline() == b"ready\n" and child.door is not None
+    if how == "closed":  # as if this process had ended
+        child.door.close()
+    else:
+        Supervisor([child]).end(grace=0.0)
+    assert process.wait(10) != 0 and not process.stdout.read()
+
+
+def test_who_does_not_come_to_the_door_is_named():
+    late, process, _ = at_the_door()
+    with pytest.raises(RuntimeError, match=r"Rank.s. 1 have not come to this call of the Trainer within 1 s"):
+        Supervisor([late]).let_in(None, 1)
+    process.kill()
+    with pytest.raises(RankFailedError, match="Rank 1 was ended by SIGKILL"):
+        Supervisor([late]).let_in(None, 30)
+    gone, _ = child(2, "pass")
+    with pytest.raises(RankFailedError, match="Rank 2 ended: it has not come to this call of the Trainer"):
+        Supervisor([gone]).let_in(None, 30)
+
+
+def test_many_descriptors_go_through_the_door():
+    """More than a message takes; and locks, which only a process that is being started may be given."""
+    door, theirs = Door.pair()
+    given = {"tensors": [torch.full((2,), float(index)) for index in range(300)], "lock": get_context("spawn").Lock()}
+    with ThreadPoolExecutor(1) as pool:
+        opens = pool.submit(door.open, given)
+        found = Door(theirs).wait()
+        opens.result()
+    assert all(torch.equal(one, other) for one, other in zip(found["tensors"], given["tensors"]))
+    found["tensors"][7][0] = -1.0
+    assert given["tensors"][7][0] == -1.0  # the same memory
+    assert found["lock"].acquire(timeout=1) and not given["lock"].acquire(timeout=0.1)

@@ -80,7 +80,13 @@ def wait_for_all(rank: int, size: int, timeout: timedelta) -> None:
 
 
 class CommunicationError(RuntimeError):
-    """Ranks could not exchange something: names the operation and, where known, the layer and the peer."""
+    """Ranks could not exchange something: names the operation and, where known, the layer and the peer.
+
+    Attributes:
+        explained: the watchdog has said on stderr where the code of each rank is.
+    """
+
+    explained = False
 
 
 def is_about_peers(error: BaseException) -> bool:
@@ -223,17 +229,20 @@ class World:
             try:
                 yield
             except errors as error:
-                raise self._failed(operation, error) from error
+                raise self._failed(operation, error) from None
 
     def _failed(self, operation: str, error: RuntimeError) -> CommunicationError:
         peer = f"rank {error.peer}'s" if isinstance(error, PeerError) else "the other ranks'"
         astray = error.astray if isinstance(error, PeerError) else "timed out" in str(error).lower()
         known = self.watch.explained(f"{operation} on rank {self.rank}: {error}.") if astray or self.watch.alarm else ""
-        return CommunicationError(
-            f"{operation} on rank {self.rank}: {error}. The deadline is {self.timeout.total_seconds():.0f} s "
-            f"(argument `timeout` of the strategy). Look at {peer} output first: it may have stopped, be slower than the "
-            "deadline, or have taken another branch of the code." + (f"\n{known}" if known else "")
+        failed = CommunicationError(
+            f"{operation} on rank {self.rank}: {error}.{f' {self.watch.cause}' if known else ''}\n"
+            f"The deadline is {self.timeout.total_seconds():.0f} s (argument `timeout` of the strategy). Look at {peer} output "
+            "first: it may have stopped, be slower than the deadline, or have taken another branch of the code."
+            + (f"\n{known}" if known else "")
         )
+        failed.explained = bool(known)
+        return failed
 
     @contextmanager
     def _all_take_part(self, operation: str) -> Iterator[None]:

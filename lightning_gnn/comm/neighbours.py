@@ -6,17 +6,21 @@ others have failed of that before it looks, of any.
 
 from __future__ import annotations
 
+import json
 import os
 import time
 from pathlib import Path
 
 import torch.distributed as dist
 
+from lightning_gnn.comm.progress import Progress, here
+
 _EXIT_STATUS = 49  # its place in /proc/PID/stat, from the state on
 _STEP_S = 0.02
 
 # They stay known when ranks part after set-up, as workers of gossip do: one of them keeps what all need.
 _pids: dict[int, int] = {}
+_progress: dict[int, Progress] = {}
 
 
 def meet(store: dist.Store, rank: int, size: int, machine: str | None) -> None:
@@ -27,11 +31,20 @@ def meet(store: dist.Store, rank: int, size: int, machine: str | None) -> None:
         rank, size: of this process.
         machine: equal for processes that see each other; None where they cannot.
     """
-    store.set(f"process/{rank}", f"{os.getpid()} {machine}")
-    found = [value.decode().partition(" ") for value in store.multi_get([f"process/{r}" for r in range(size)])]
+    store.set(f"process/{rank}", json.dumps([os.getpid(), machine, here().address]))
+    found = [json.loads(value) for value in store.multi_get([f"process/{r}" for r in range(size)])]
     _pids.clear()
-    if machine is not None:
-        _pids.update({r: int(pid) for r, (pid, _, where) in enumerate(found) if where == machine and r != rank})
+    _progress.clear()
+    for peer, (pid, where, address) in enumerate(found):
+        if machine is not None and where == machine and peer != rank:
+            _pids[peer] = pid
+            if (progress := Progress.of(address)) is not None:
+                _progress[peer] = progress
+
+
+def place_of(rank: int) -> str:
+    """Returns where a rank of this machine is in its training, or was when it ended; empty where that is not known."""
+    return str(_progress.get(rank, ""))
 
 
 def ended(wait_s: float = 0.0) -> dict[int, int]:

@@ -41,7 +41,7 @@ _ANSWERS_S = 4.0  # how long ranks may take to say what they do
 _GRACE_S = 6.0  # for errors that come by themselves, once the alarm is raised
 _KEPT = 100  # operations that are remembered
 _SHOWN = 3  # of them in a report
-_FRAMES = 25
+_FRAMES = 100
 _LIBRARIES = (
     sysconfig.get_paths()["stdlib"],
     sysconfig.get_paths()["purelib"],
@@ -139,6 +139,18 @@ def difference(first: int, one: State, second: int, other: State) -> str:
     return ""
 
 
+def cause(alarm: str, answers: Mapping[int, State], size: int) -> str:
+    """Returns why ranks wait in vain, in a line: who waits for nobody, or else the alarm."""
+    found = []
+    for rank in range(size):
+        state = answers.get(rank)
+        if state is None:
+            found.append(f"Rank {rank} says nothing.")
+        elif not state.operation:
+            found.append(f"Rank {rank} waits for nobody{f', in {state.code}' if state.code else ''}.")
+    return " ".join(found) if len(found) < size else alarm
+
+
 def summary(alarm: str, answers: Mapping[int, State], size: int) -> str:
     """Returns what all ranks do, and who is missing.
 
@@ -165,11 +177,12 @@ class Watchdog:
         stage: of the current operation, where it has several.
         peer: the rank that is waited for; None for all.
         alarm: why the ranks are to end; empty while all is well.
+        cause: of it, in a line, once all have said what they do.
     """
 
     def __init__(self, rank: int, size: int, deadline_s: float) -> None:
         self.rank, self.size, self.deadline_s = rank, size, deadline_s
-        self.place = self.stage = self.alarm = ""
+        self.place = self.stage = self.alarm = self.cause = ""
         self.peer: int | None = None
         self._number = 0
         self._calls: Callable[[], int] = lambda: 0
@@ -306,8 +319,7 @@ class Watchdog:
         self._store.add("news", 1)
         self.alarm = self._heard("alarm")  # the first one, on all ranks
         self._tell("answers", self._state(0.0))
-        frame = self._frame()
-        stack = "".join(traceback.format_stack(frame)[-_FRAMES:]) if frame is not None else ""
+        stack = _stack(self._frame())
         before = "; ".join(each.name for each in list(self._passed)[-_SHOWN:]) or "none"
         print(
             f"Watchdog, rank {self.rank}: {self._state(0.0)}\nLast operations: {before}\n{stack}",
@@ -318,7 +330,7 @@ class Watchdog:
         deadline = time.monotonic() + _ANSWERS_S
         while len(answers := self._told("answers")) < self.size and time.monotonic() < deadline:
             time.sleep(0.05)
-        self._summary = summary(self.alarm, answers, self.size)
+        self._summary, self.cause = summary(self.alarm, answers, self.size), cause(self.alarm, answers, self.size)
         if self.rank == 0:
             print(self._summary, file=sys.stderr, flush=True)
         self._known.set()
@@ -351,6 +363,13 @@ class Watchdog:
         found = {rank: self._heard(f"{what}/{rank}") for rank in range(self.size)}
         states = {rank: State(**json.loads(text)) for rank, text in found.items() if text}
         return {rank: replace(state, passed=[Passed(*each) for each in state.passed]) for rank, state in states.items()}
+
+
+def _stack(frame: FrameType | None) -> str:
+    """Returns where code is, as in a traceback: what is no library's, and the innermost place."""
+    found = traceback.extract_stack(frame)[-_FRAMES:] if frame is not None else []
+    own = [each for each in found[:-1] if not each.filename.startswith(("<", *_LIBRARIES))]
+    return "".join(traceback.format_list([*own, *found[-1:]]))
 
 
 def _code(frame: FrameType | None) -> str:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import io
 import os
+import socket
 import sys
 from collections.abc import Callable
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from multiprocessing.connection import Connection, wait
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -23,7 +24,19 @@ from typing_extensions import override
 from lightning_gnn.callbacks.loggers import begin_runs
 from lightning_gnn.checkpoints import with_whole_last
 from lightning_gnn.comm.meetings import store_for_children
-from lightning_gnn.launching.failures import GRACE_S, Apart, Failure, Reporter, end_with_parent
+from lightning_gnn.comm.progress import here
+from lightning_gnn.launching.door import Door, hear_interrupts, hears_interrupts, undisturbed
+from lightning_gnn.launching.failures import (
+    GRACE_S,
+    IMPORT_S,
+    Apart,
+    Arrived,
+    Failure,
+    Reporter,
+    end_with_parent,
+    show_once,
+    tell,
+)
 from lightning_gnn.launching.supervisor import Child, Supervisor
 
 if TYPE_CHECKING:
@@ -66,25 +79,25 @@ class ProcessLauncher(_Launcher):
                 f"tensor before trainer.fit, or run a script with strategy='{strategy.strategy_name}'."
             )
         args = with_whole_last(trainer, args)
-        # Threads that the check starts do not come along in a fork, and waiting for them would hang.
-        strategy.before_ranks_start(trainer, (*args, *kwargs.values()), self_check=self._start_method == "spawn")
-        os.environ["MASTER_PORT"] = str(environment.main_port)  # chosen once, here
-        if trainer is not None:
-            begin_runs(trainer)
-        random_states = _collect_rng_states() if self._start_method == "spawn" else None
-        survives = strategy.scheme.survives_lost_ranks
-        supervisor, store = Supervisor([], survives), ExitStack()
+        supervisor, store, before = Supervisor([]), ExitStack(), dict(os.environ)
         try:
-            server = store.enter_context(store_for_children(survives))
-            context: Any = mp.get_context(self._start_method)
-            for rank in range(strategy.num_processes):
-                reader, writer = context.Pipe(duplex=False)
-                process = context.Process(
-                    target=self._run, args=(rank, os.getpid(), writer, random_states, trainer, function, args, kwargs)
-                )
-                process.start()
-                writer.close()
-                supervisor.children.append(Child(rank, process.pid, _exit_code(process), reader))
+            if self._start_method == "spawn":
+                # They import while this process looks for what is wrong.
+                self._start(supervisor, _enter)
+            # Threads that the check starts do not come along in a fork, and waiting for them would hang.
+            strategy.before_ranks_start(trainer, (*args, *kwargs.values()), self_check=self._start_method == "spawn")
+            os.environ["MASTER_PORT"] = str(environment.main_port)  # chosen once, here
+            if trainer is not None:
+                begin_runs(trainer)
+            supervisor.survives_lost_ranks = strategy.scheme.survives_lost_ranks
+            server = store.enter_context(store_for_children(supervisor.survives_lost_ranks))
+            if self._start_method == "spawn":
+                random_states = _collect_rng_states()
+                changed = {name: value for name, value in os.environ.items() if before.get(name) != value}
+                payload = changed, hears_interrupts(), self, (random_states, trainer, function, args, kwargs)
+                supervisor.let_in(payload, max(IMPORT_S, strategy.timeout.total_seconds()))
+            else:
+                self._start(supervisor, self._run, None, trainer, function, args, kwargs)
             if server is not None:
                 server.start()
             self._supervisor = supervisor
@@ -98,11 +111,24 @@ class ProcessLauncher(_Launcher):
             _restore(trainer, results)
         return results["output"]
 
+    def _start(self, supervisor: Supervisor, target: Callable[..., None], *given: Any) -> None:
+        """Starts the ranks, each with ``target(local rank, parent's process id, report pipe, door, *given)``."""
+        context: Any = mp.get_context(self._start_method)
+        for rank in range(self._strategy.num_processes):
+            (reader, writer), (door, theirs) = context.Pipe(duplex=False), Door.pair()
+            process = context.Process(target=target, args=(rank, os.getpid(), writer, theirs, *given))
+            with undisturbed() if self._start_method == "spawn" else nullcontext():
+                process.start()
+            writer.close()
+            theirs.close()
+            supervisor.children.append(Child(rank, process.pid, _exit_code(process), reader, door))
+
     def _run(
         self,
         local_rank: int,
         parent: int,
         connection: Connection,
+        door: socket.socket | None,
         random_states: dict[str, Any] | None,
         trainer: pl.Trainer | None,
         function: Callable[..., Any],
@@ -112,6 +138,7 @@ class ProcessLauncher(_Launcher):
         """Runs in each started process."""
         end_with_parent(parent)
         reporter = self._reporter = Reporter(local_rank, connection)
+        reporter.send(Arrived(here().address))
         try:
             self._prepare(local_rank, random_states, args, kwargs)
             output = function(*args, **kwargs)
@@ -121,7 +148,7 @@ class ProcessLauncher(_Launcher):
                 results = {"output": output} if trainer is None else {**_collect(trainer), "output": output}
                 torch.save(tree_map(_to_cpu, results), file)
             reporter.send(file.getvalue())
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             reporter.failed(error)
             sys.exit(1)
 
@@ -154,6 +181,17 @@ class ProcessLauncher(_Launcher):
         return {**self.__dict__, "_supervisor": None}
 
 
+def _enter(local_rank: int, parent: int, connection: Connection, end: socket.socket) -> None:
+    """Runs in each spawned process: waits at the door for what it is to run."""
+    end_with_parent(parent)
+    Reporter(local_rank, connection).send(Arrived(here().address))
+    variables, interruptible, launcher, given = Door(end).wait()
+    os.environ.update(variables)
+    if interruptible:
+        hear_interrupts()
+    launcher._run(local_rank, parent, connection, None, *given)
+
+
 def _exit_code(process: Any) -> Callable[[], int | None]:
     return lambda: process.exitcode
 
@@ -176,15 +214,18 @@ def _result_of(supervisor: Supervisor) -> bytes:
     supervisor.look()
     first = next((child for child in supervisor.children if child.result), supervisor.children[0])
     if first.result is None:
-        raise _to_raise(first.failures[0] if first.failures else Failure.ended(0, first.exit_code() or 0))
+        raise _to_raise(first.failures[0] if first.failures else Failure.ended(first.rank, first.exit_code() or 0))
     supervisor.wait_for(lambda: not supervisor.running(), GRACE_S)
     return first.result
 
 
 def _to_raise(failure: Failure) -> BaseException:
+    """Returns what the rank has raised, if that could be sent; in notebooks, its cause shows where."""
+    show_once()
     if failure.exception is None:
         return failure.error()
     failure.exception.__cause__ = failure.error()
+    tell(failure.exception, str(failure), failure.traceback)
     return failure.exception
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import os
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -25,21 +26,27 @@ from lightning.pytorch.strategies.launchers.launcher import _Launcher
 from typing_extensions import override
 
 from lightning_gnn.checkpoints import with_whole_last
-from lightning_gnn.comm.group import is_about_peers
+from lightning_gnn.comm.group import CommunicationError, is_about_peers
+from lightning_gnn.comm.progress import here
+from lightning_gnn.launching.door import Door, hear_interrupts, hears_interrupts, undisturbed
 from lightning_gnn.launching.failures import (
     GRACE_S,
+    IMPORT_S,
     PARENT,
     REPORT,
     SETTLE_S,
     STOP_S,
     Apart,
+    Arrived,
     Failure,
     Reporter,
     end_after,
     end_with_parent,
-    mark_reported,
     say_who_ended,
     show_once,
+    tell,
+    tell_torchrun,
+    told_elsewhere,
 )
 from lightning_gnn.launching.supervisor import Child, Supervisor
 
@@ -49,17 +56,19 @@ if TYPE_CHECKING:
 # The started ranks belong to the process, not to one Trainer: they follow it through the script.
 _supervisor: Supervisor | None = None
 _reporter: Reporter | None = None
+_door: Door | None = None  # of a started rank, until it is let in
 _size: int | None = None  # how many ranks there are, where this package has started them
 
 
 def join_parent() -> None:
     """In a process that :class:`ScriptLauncher` has started: ends with its parent, and tells it of failures."""
-    global _reporter, _size
+    global _reporter, _size, _door
     if REPORT not in os.environ:
         return
-    rank, _size, descriptor = map(int, os.environ.pop(REPORT).split())
-    os.set_inheritable(descriptor, False)
-    _reporter = Reporter(rank, Connection(descriptor, readable=False))
+    rank, _size, descriptor, door = map(int, os.environ.pop(REPORT).split())
+    for each in (descriptor, door):
+        os.set_inheritable(each, False)
+    _reporter, _door = Reporter(rank, Connection(descriptor, readable=False)), Door(socket.socket(fileno=door))
     end_with_parent(int(os.environ.pop(PARENT)))
     show_once()
 
@@ -84,9 +93,11 @@ class InPlaceLauncher(_Launcher):
 class ScriptLauncher(_Launcher):
     """Runs the script once per rank; or, where ranks are there already (torchrun, SLURM), nothing but the call.
 
+    The others begin to import while this process looks for what is wrong, and are ended if something is.
+
     If a rank fails, the others end within :data:`~lightning_gnn.launching.failures.GRACE_S` seconds and a little, and
-    the traceback of that rank is shown once. Where ranks are there already, whoever started them ends them; those of the same
-    machine say which was gone.
+    the traceback of that rank is shown once, with a line that says why and where. Where ranks are there already, whoever
+    started them ends them; those of the same machine say which was gone.
 
     Args:
         strategy: whose ranks are started.
@@ -109,10 +120,10 @@ class ScriptLauncher(_Launcher):
         assert environment is not None
         environment.validate_settings(num_devices=strategy.num_processes, num_nodes=strategy.num_nodes)
         ranks = strategy.num_processes * strategy.num_nodes
+        _pass_the_door()
         args = with_whole_last(trainer, args)
         if not environment.creates_processes_externally:
-            strategy.before_ranks_start(trainer, (*args, *kwargs.values()))
-            self._start()
+            self._start(lambda: strategy.before_ranks_start(trainer, (*args, *kwargs.values())))
         elif _size not in (None, ranks):
             raise RuntimeError(
                 f"This script runs on {_size} ranks since its first Trainer, and this one asks for {ranks}. "
@@ -130,43 +141,57 @@ class ScriptLauncher(_Launcher):
 
     # The parent ###############################################################
 
-    def _start(self) -> None:
+    def _start(self, check: Callable[[], None]) -> None:
+        """Starts the other ranks of this machine, and lets them in once `check` has found nothing wrong."""
         global _supervisor, _size
         strategy, environment = self._strategy, self._strategy.cluster_environment
         assert environment is not None
-        os.environ.update(
-            MASTER_ADDR=environment.main_address,
-            MASTER_PORT=str(environment.main_port),
-            NODE_RANK=str(environment.node_rank()),
-            LOCAL_RANK=str(environment.local_rank()),
-            WORLD_SIZE=str(strategy.num_processes * strategy.num_nodes),
-        )
-        _size = strategy.num_processes * strategy.num_nodes
-        children = []
-        for local_rank in range(1, strategy.num_processes):
-            command, folder = _command(local_rank)
-            rank = environment.node_rank() * strategy.num_processes + local_rank
-            reader, writer = Pipe(duplex=False)
-            process = subprocess.Popen(
-                command,
-                cwd=folder,
-                env={
-                    **os.environ,
-                    "LOCAL_RANK": str(local_rank),
-                    PARENT: str(os.getpid()),
-                    REPORT: f"{rank} {_size} {writer.fileno()}",
-                    # A script's own wandb.init() gives the sweep's choice here too, and makes no second run.
-                    "WANDB_MODE": "disabled",
-                },
-                pass_fds=(writer.fileno(),),
-            )
-            writer.close()
-            children.append(Child(rank, process.pid, process.poll, reader))
-        _supervisor = Supervisor(children, strategy.scheme.survives_lost_ranks)
+        size = strategy.num_processes * strategy.num_nodes
+        variables = {
+            "MASTER_ADDR": environment.main_address,
+            "MASTER_PORT": str(environment.main_port),
+            "NODE_RANK": str(environment.node_rank()),
+            "LOCAL_RANK": str(environment.local_rank()),
+            "WORLD_SIZE": str(size),
+        }
+        before, supervisor = dict(os.environ), Supervisor([])
+        try:
+            for local_rank in range(1, strategy.num_processes):
+                command, folder = _command(local_rank)
+                rank = environment.node_rank() * strategy.num_processes + local_rank
+                (reader, writer), (door, theirs) = Pipe(duplex=False), Door.pair()
+                with undisturbed():
+                    process = subprocess.Popen(
+                        command,
+                        cwd=folder,
+                        env={
+                            **os.environ,
+                            **variables,
+                            "LOCAL_RANK": str(local_rank),
+                            PARENT: str(os.getpid()),
+                            REPORT: f"{rank} {size} {writer.fileno()} {theirs.fileno()}",
+                            # A script's own wandb.init() gives the sweep's choice here too, and makes no second run.
+                            "WANDB_MODE": "disabled",
+                        },
+                        pass_fds=(writer.fileno(), theirs.fileno()),
+                    )
+                writer.close()
+                theirs.close()
+                supervisor.children.append(Child(rank, process.pid, process.poll, reader, door))
+            check()
+            supervisor.survives_lost_ranks = strategy.scheme.survives_lost_ranks
+            changed = {name: value for name, value in os.environ.items() if before.get(name) != value}
+            supervisor.let_in((changed, hears_interrupts()), max(IMPORT_S, strategy.timeout.total_seconds()))
+        except BaseException:
+            supervisor.end(grace=0.0)
+            raise
+        os.environ.update(variables)
+        _supervisor, _size = supervisor, size
         show_once()
         atexit.register(_see_off, _supervisor)
 
     def _as_parent(self, supervisor: Supervisor, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        show_once()
         failed_before = supervisor.look()
         if failed_before:
             raise failed_before[0].error()
@@ -177,8 +202,11 @@ class ScriptLauncher(_Launcher):
             return function(*args, **kwargs)
         except Exception as error:
             inside.clear()  # this process knows; else the other ranks were asked to end, and said so as if it were why
+            own = Failure.of(self._strategy.global_rank, error)
             cause = self._cause(supervisor, error)
+            show_once()
             if cause is None:
+                tell(error, str(own), _without_traceback(error))
                 raise
             raise cause from None
         except BaseException:  # Ctrl-C, or the end of the process
@@ -201,8 +229,7 @@ class ScriptLauncher(_Launcher):
         else:
             supervisor.end(grace=1.0)
         if is_about_peers(error) and failures and not failures[0].about_peers:
-            first = failures[0]
-            return Failure(first.rank, f"{first.text}\nThis process noticed so: {error}").error()
+            return failures[0].error()
         return None
 
     def ranks_are_apart(self) -> None:
@@ -217,7 +244,9 @@ class ScriptLauncher(_Launcher):
         """Passes a signal on to the other ranks; called by Lightning when this process is asked to end."""
         end_after(STOP_S, 128 + signum)
         if _reporter is not None:
-            _reporter.send(Failure(_reporter.rank, f"It was asked to end, by {signal.Signals(signum).name}."))
+            _reporter.send(
+                Failure(_reporter.rank, f"was asked to end by {signal.Signals(signum).name}", place=str(here()))
+            )
         elif _supervisor is not None:
             _supervisor.stopping = True
             for child in _supervisor.running():
@@ -232,9 +261,8 @@ class ScriptLauncher(_Launcher):
     def _as_child(self, reporter: Reporter, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         try:
             return function(*args, **kwargs)
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             reporter.failed(error)
-            mark_reported(error)
             raise
 
     # A rank that others have started ##########################################
@@ -243,9 +271,33 @@ class ScriptLauncher(_Launcher):
         try:
             return function(*args, **kwargs)
         except Exception as error:
-            if is_about_peers(error):
-                say_who_ended(self._strategy.global_rank, "cannot go on", SETTLE_S)
+            own = Failure.of(self._strategy.global_rank, error)
+            ended = say_who_ended(own.rank, "cannot go on", SETTLE_S) if own.about_peers else ""
+            show_once()
+            tell_torchrun(ended or str(own), own.about_peers)
+            if ended:
+                told_elsewhere(error)
+            else:
+                tell(error, str(own), _without_traceback(error))
             raise
+
+
+def _without_traceback(error: Exception) -> str | None:
+    """Returns an error as text, if it has been said where the code of all ranks is; None otherwise."""
+    explained = isinstance(error, CommunicationError) and error.explained
+    return f"{type(error).__name__}: {error}\n" if explained else None
+
+
+def _pass_the_door() -> None:
+    """In a started rank, at its first call of a Trainer: waits until the process that has started it lets it in."""
+    global _door
+    if _door is None or _reporter is None:
+        return
+    _reporter.send(Arrived(here().address))
+    (variables, interruptible), _door = _door.wait(), None
+    os.environ.update(variables)
+    if interruptible:
+        hear_interrupts()
 
 
 def _command(local_rank: int) -> tuple[Any, str | None]:
@@ -268,7 +320,11 @@ def _watch(supervisor: Supervisor, inside: threading.Event) -> None:
         if supervisor.wait_for(lambda: not inside.is_set(), GRACE_S):
             return
         supervisor.end(grace=0.0)
-        print(f"{failures[0].error()}\nThis process did not notice, and ends.", file=sys.stderr, flush=True)
+        print(
+            f"This process did not notice that another has failed, and ends.\n{failures[0].error()}",
+            file=sys.stderr,
+            flush=True,
+        )
         os._exit(1)
 
 

@@ -13,7 +13,9 @@ from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
 from typing import Any
 
-from lightning_gnn.launching.failures import GRACE_S, Apart, Failure
+from lightning_gnn.comm.progress import Progress
+from lightning_gnn.launching.door import Door
+from lightning_gnn.launching.failures import GRACE_S, Apart, Arrived, Failure
 
 
 @dataclass
@@ -24,16 +26,21 @@ class Child:
         rank: its rank.
         pid: its process.
         exit_code: returns its exit status, negative for a signal, None while it runs.
-        reports: what it sends: failures, :class:`~lightning_gnn.launching.failures.Apart`, and at most one result.
+        reports: what it sends: that it has arrived, failures, :class:`~lightning_gnn.launching.failures.Apart`, and at most
+            one result.
+        door: where it waits, if it was started early.
     """
 
     rank: int
     pid: int
     exit_code: Callable[[], int | None]
     reports: Connection
+    door: Door | None = None
+    progress: Progress | None = None
     failures: list[Failure] = field(default_factory=list)
     result: Any = None
     apart: bool = False
+    arrived: bool = False
 
     def listen(self) -> None:
         """Takes in what the child has sent."""
@@ -44,6 +51,8 @@ class Child:
                     self.failures.append(received)
                 elif isinstance(received, Apart):
                     self.apart = True
+                elif isinstance(received, Arrived):
+                    self.arrived, self.progress = True, Progress.of(received.progress)
                 else:
                     self.result = received
 
@@ -79,7 +88,7 @@ class Supervisor:
                 code = child.exit_code()  # before listening: what it sent last is then there
                 child.listen()
                 if code and not child.failures:
-                    child.failures.append(Failure.ended(child.rank, code))
+                    child.failures.append(Failure.ended(child.rank, code, str(child.progress or "")))
             found = [failure for child in self.children for failure in child.failures]
             self.apart = self.apart or any(child.apart for child in self.children)
         if self.survives_lost_ranks and self.apart:  # before, they would wait for it
@@ -99,7 +108,7 @@ class Supervisor:
         for failure in failures:
             if failure.rank not in self._told:
                 self._told.add(failure.rank)
-                print(f"Rank {failure.rank} failed; the others go on.\n{failure.text}", file=sys.stderr, flush=True)
+                print(f"{failure.traceback}{failure}; the others go on.", file=sys.stderr, flush=True)
 
     def running(self) -> list[Child]:
         """Returns the children that have not ended."""
@@ -109,6 +118,37 @@ class Supervisor:
         """Returns whether every child has failed."""
         self.look()
         return all(child.failures for child in self.children)
+
+    def let_in(self, payload: Any, seconds: float) -> None:
+        """Waits until all children are at the door, and opens it.
+
+        Args:
+            payload: what each of them gets.
+            seconds: to wait for them at most.
+
+        Raises:
+            RankFailedError: one of them has failed, or ended, before it came there.
+            RuntimeError: one has not come in time.
+        """
+        everyone = self.children
+        self.wait_for(
+            lambda: bool(self.look()) or all(c.arrived or c.exit_code() is not None for c in everyone), seconds
+        )
+        for failure in self.look():
+            raise failure.error()
+        for child in everyone:
+            if not child.arrived and child.exit_code() is not None:
+                raise Failure(child.rank, "ended", "it has not come to this call of the Trainer").error()
+        late = [child.rank for child in everyone if not child.arrived]
+        if late:
+            raise RuntimeError(
+                f"Rank(s) {', '.join(map(str, late))} have not come to this call of the Trainer within {seconds:.0f} s. Each "
+                "rank runs the whole script: look for what keeps one from it, a branch or a wait."
+            )
+        for child in everyone:
+            assert child.door is not None
+            with contextlib.suppress(OSError):  # it has ended: look() says so
+                child.door.open(payload)
 
     def forget_failures(self) -> None:
         """Starts to look anew: ranks that raised alike, and go on alike."""

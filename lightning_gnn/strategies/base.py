@@ -16,6 +16,7 @@ from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
 from lightning.fabric.utilities.distributed import _sync_ddp_if_available
 from lightning.fabric.utilities.rank_zero import rank_zero_only as fabric_rank_zero_only
 from lightning.pytorch.accelerators import Accelerator
+from lightning.pytorch.callbacks import LambdaCallback
 from lightning.pytorch.plugins import Precision
 from lightning.pytorch.plugins.io.wrapper import _WrappingCheckpointIO
 from lightning.pytorch.strategies import ParallelStrategy
@@ -34,6 +35,7 @@ from lightning_gnn.checks.footprint import memory_of
 from lightning_gnn.comm.codec import CodecName, make_codec
 from lightning_gnn.comm.group import World, wait_for_all
 from lightning_gnn.comm.owners import Owners
+from lightning_gnn.comm.progress import here
 from lightning_gnn.comm.replicas import Replicas
 from lightning_gnn.comm.traffic import Meter
 from lightning_gnn.datamodules.graph import GraphDataModule, OneBatch, check_fits
@@ -227,6 +229,7 @@ class GNNStrategy(ParallelStrategy):
 
     @override
     def setup_environment(self) -> None:
+        here().at("set-up")
         super().setup_environment()
         self.set_world_ranks()
         expected = self.num_nodes * self.num_processes
@@ -347,7 +350,7 @@ class GNNStrategy(ParallelStrategy):
         self._replicas = Replicas(self.world, self._replicated)
         self._logs = GlobalLogs(module, self.world, trainer.callbacks)  # type: ignore[attr-defined]
         metrics = CommunicationMetrics(self.meter, self.world, part_sizes(shard), self._replicas)
-        self._callbacks = [metrics, self._checks, *self.scheme.callbacks(self.world)]
+        self._callbacks = [metrics, self._noting(), self._checks, *self.scheme.callbacks(self.world)]
         trainer.callbacks[:0] = self._callbacks  # type: ignore[attr-defined]
         self._in_use.enter_context(loss_in_outputs(trainer, lambda: self.loss))
         self._log_plan(trainer, shard)
@@ -604,8 +607,23 @@ class GNNStrategy(ParallelStrategy):
     def _begin_step(self, stage: str) -> None:
         self._places[stage] += 1
         self.world.watch.place = f"{stage} step {self._places[stage]}"
+        self._now_in("forward" if stage == "training" else stage)
         if self._binding is not None:  # none where a step takes its batch as it is
             self._binding.context.begin_step()
+
+    def _now_in(self, phase: str) -> None:
+        """Notes where this rank is, for those that ask once it has ended."""
+        assert self.lightning_module is not None
+        trainer = self.lightning_module.trainer
+        phase = "the sanity check" if trainer.sanity_checking else phase
+        here().at(phase, trainer.current_epoch if trainer.state.fn == TrainerFn.FITTING else None)
+
+    def _noting(self) -> pl.Callback:
+        """Returns a callback that notes where this rank is between steps."""
+        return LambdaCallback(
+            on_train_epoch_start=lambda *_: self._now_in("the epoch's start"),
+            on_train_epoch_end=lambda *_: self._now_in("the epoch's end"),
+        )
 
     def _stand_ins(self, batch: Any, mask: str) -> int:
         """Returns the rows in the mask of a rank that has no labelled node of it."""
@@ -649,6 +667,7 @@ class GNNStrategy(ParallelStrategy):
     def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
         # As Lightning's, but gradients are summed before on_after_backward, which precision.post_backward calls, and
         # on_before_backward is given the loss as the step returned it.
+        self._now_in("backward")
         gradients, module, precision = self._gradients, self.lightning_module, self.precision_plugin
         assert gradients is not None and module is not None
         with self._drawing(False):  # hooks draw alike on all ranks, in manual optimisation too
@@ -662,6 +681,7 @@ class GNNStrategy(ParallelStrategy):
             self.loss = gradients.after(closure_loss.detach() * self._loss_scale)
             loss = precision.post_backward(loss, module)
             self.post_backward(loss)
+        self._now_in("the optimizer's step")
         return loss
 
     @override

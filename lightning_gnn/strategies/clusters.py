@@ -290,7 +290,7 @@ class ClusterStrategy(GNNStrategy):
         self.world.close()
         self._world = World(0, 1, self.root_device, self.timeout)
         self._logs = GlobalLogs(module, self._world)
-        ours = [GossipMetrics(self._worker), _Hooks(self)]
+        ours = [self._noting(), GossipMetrics(self._worker), _Hooks(self)]
         self._callbacks = [*ours]
         trainer.callbacks[:0] = ours  # type: ignore[attr-defined]
 
@@ -401,6 +401,7 @@ class ClusterStrategy(GNNStrategy):
     def _alone(self, batch: Any, mask: str) -> Iterator[None]:
         """What a step logs is of this worker's batch alone, and layers see nothing but the batch."""
         assert self._logs is not None
+        self._now_in("forward" if mask == "train_mask" else "validation")
         self._logs.enter([num_labelled(batch.get("y"), batch[mask])])
         with graph_in_use(None):
             yield
@@ -409,7 +410,10 @@ class ClusterStrategy(GNNStrategy):
     @override
     def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
         self._losses.append(closure_loss.detach())
-        return ParallelStrategy.backward(self, closure_loss, optimizer, *args, **kwargs)
+        self._now_in("backward")
+        loss = ParallelStrategy.backward(self, closure_loss, optimizer, *args, **kwargs)
+        self._now_in("the optimizer's step")
+        return loss
 
     @override
     def post_backward(self, closure_loss: Tensor) -> None:
