@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from typing import Any
 
 import lightning as L
@@ -84,10 +85,11 @@ def test_one_task_of_slurm_for_two_ranks(monkeypatch):
 
 
 class Refuses(ScriptLauncher):
-    """Would start ranks, which must not happen here."""
+    """Would let ranks in, which must not happen here."""
 
-    def _start(self) -> None:
-        raise AssertionError("ranks were started")
+    def _start(self, check: Callable[[], None]) -> None:
+        check()
+        raise AssertionError("ranks were let in")
 
 
 def fit(model: Any, data: Any, **options: Any) -> None:
@@ -141,7 +143,7 @@ def graph(**changes: Any) -> GraphDataModule:
         ),
     ],
 )
-def test_found_out_before_ranks_start(error, words, make):
+def test_found_out_before_ranks_are_let_in(error, words, make):
     model, data = make()
     with pytest.raises(error, match=words):
         fit(NodeClassifier(model, num_classes=5), data)
@@ -153,7 +155,7 @@ def test_too_little_memory(monkeypatch):
         fit(NodeClassifier(build("gcn")), {"datamodule": graph()})
 
 
-def test_memory_that_is_enough_starts_ranks(monkeypatch):
+def test_memory_that_is_enough_lets_ranks_in(monkeypatch):
     monkeypatch.setattr("lightning_gnn.strategies.memory.available_bytes", lambda: 10**9)
-    with pytest.raises(AssertionError, match="ranks were started"):
+    with pytest.raises(AssertionError, match="ranks were let in"):
         fit(NodeClassifier(build("gcn")), {"datamodule": graph()})

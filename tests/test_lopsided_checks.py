@@ -363,6 +363,42 @@ def test_a_hook_that_interrupts_is_left_out():
     assert verdict(check(Interrupts(build("gcn")), trainer=any_trainer())) == (None, None, None)
 
 
+class ResetsAnEpochsWeights(UserModule):
+    """Draws outside steps, which all ranks share in training."""
+
+    def __init__(self) -> None:
+        super().__init__(build("gcn"))
+        self.head = torch.nn.Linear(CLASSES, CLASSES)
+
+    def on_train_epoch_start(self):
+        self.head.reset_parameters()
+        self.rate = torch.rand(())
+
+    def training_step(self, batch, batch_idx):
+        rows = batch.train_mask & (batch.y >= 0)
+        return F.cross_entropy(self.head(self.model(batch.x, batch.edge_index) * self.rate)[rows], batch.y[rows])
+
+
+def test_hooks_of_epochs_draw_the_same_on_all_ranks():
+    assert verdict(check(ResetsAnEpochsWeights(), batch=part_of(0), trainer=any_trainer())) == (None, None, None)
+
+
+class Ranks(UserModule):
+    """Returns whole numbers for each node, of its own or of its place among all."""
+
+    def __init__(self, dim: int) -> None:
+        super().__init__(build("gcn"))
+        self.dim = dim
+
+    def predict_step(self, batch, batch_idx):
+        return self.model(batch.x, batch.edge_index).argsort(self.dim)
+
+
+def test_whole_numbers_that_a_step_returns_are_compared():
+    assert verdict(check(Ranks(1), "predict", part_of(0))) == (None, None, None)
+    assert "what predict_step returns differs" in str(check(Ranks(0), "predict", part_of(0)).problem)
+
+
 class LogsAClock(UserModule):
     """Nothing that a run repeats, nor what a hook raises that finds no Trainer, is held against a module."""
 

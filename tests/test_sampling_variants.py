@@ -24,6 +24,7 @@ from common import (
     ranks_apart,
     single,
 )
+from lightning.pytorch.callbacks import BatchSizeFinder
 from scipy.stats import chisquare
 from test_links import sampled as links_sampled
 from test_sampling_strategy import SMALL, WHOLE, seeds_of, trained, watched
@@ -97,6 +98,14 @@ def test_choices_that_contradict_or_would_be_ignored(strategy, data, message):
         made = SamplingStrategy(self_check=False, **strategy)
     with pytest.raises(ValueError, match=message):
         fit(made() if isinstance(made, type) else made, **data)
+
+
+def test_there_is_no_batch_size_to_find():
+    trainer = quiet_trainer("auto", 1, callbacks=[BatchSizeFinder()])
+    with pytest.raises(ValueError, match="BatchSizeFinder has nothing to find"):
+        trainer.fit(
+            NodeClassifier(build("gcn"), num_classes=CLASSES).double(), datamodule=GraphDataModule(awkward_graph())
+        )
 
 
 def test_a_test_on_the_whole_graph_needs_no_samples():

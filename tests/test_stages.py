@@ -361,7 +361,7 @@ def test_refuses_what_a_later_stage_does_not_take(ranks, stages, model, error):
 
 @pytest.mark.parametrize(("stages", "model", "error"), LATER)
 def test_refuses_it_before_ranks_start(monkeypatch, stages, model, error):
-    monkeypatch.setattr(ScriptLauncher, "_start", lambda launcher: pytest.fail("ranks were started"))
+    monkeypatch.setattr(ScriptLauncher, "_start", lambda launcher, check: [check(), pytest.fail("ranks were let in")])
     with pytest.raises((ValueError, UnsupportedModelError), match=error):
         fit(0, 2, stages, model)
 

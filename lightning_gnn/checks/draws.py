@@ -56,6 +56,7 @@ class SharedDraws(TorchFunctionMode):
         constant: what noted draws give instead, between 0 and 1: the share of numbers that are smaller; None draws them.
 
     Attributes:
+        outside: whether to give all draws to all ranks alike, as in hooks of epochs, where training does so, too.
         sizes: dimensions that mean all nodes or all edges here.
         own_draws: what was drawn from `own`, in words.
         noted: draws that are not per node or edge.
@@ -71,7 +72,7 @@ class SharedDraws(TorchFunctionMode):
         constant: float | None = None,
     ) -> None:
         super().__init__()
-        self.constant = constant
+        self.constant, self.outside = constant, False
         self._share_rows = share_rows
         self.sizes, self._of_whole = {*rows}, {whole: (whole, torch.arange(whole)) for whole, _ in rows.values()}
         self._known = {**some_rows, **rows} if constant is None else rows
@@ -91,7 +92,7 @@ class SharedDraws(TorchFunctionMode):
             return func(*args, **kwargs)
         caller = sys._getframe(1).f_globals.get("__name__", "").partition(".")[0]
         self._function = getattr(func, "__name__", str(func))
-        self._is_own = self._own is not None and caller not in ("torch", "torch_geometric")
+        self._is_own = self._own is not None and caller not in ("torch", "torch_geometric") and not self.outside
         generator = kwargs.get("generator")
         self._is_seeded = generator is not None or torch.initial_seed() != self._seeded
         if self._is_seeded:
@@ -108,6 +109,8 @@ class SharedDraws(TorchFunctionMode):
     @property
     def _rows(self) -> Rows:
         """What dimensions mean in the draw that is at work."""
+        if self.outside:
+            return {}
         return {**self._of_whole, **self._known} if self._is_seeded else self._known
 
     @property
@@ -124,7 +127,8 @@ class SharedDraws(TorchFunctionMode):
 
     def note(self, shape: Sequence[int], chooses: bool = False) -> None:
         """Notes a draw of the function that is at work."""
-        self.noted.append(Draw(self._function, tuple(shape), chooses))
+        if not self.outside:
+            self.noted.append(Draw(self._function, tuple(shape), chooses))
 
     def generator(self, shape: Sequence[int], share: bool = False) -> torch.Generator:
         """Returns one for the next draw: the same on all ranks and on the whole graph, or, if not to `share`, this rank's own."""
@@ -141,7 +145,7 @@ class SharedDraws(TorchFunctionMode):
         of_rows = place is not None
         if not of_rows:
             self.note(shape)
-            if self.constant is not None:
+            if self.constant is not None and not self.outside:
                 value = torch.tensor(self.constant, dtype=torch.float64)
                 return (torch.special.ndtri(value) if normal else value).expand(shape).clone()
         make = partial(torch.randn if normal else torch.rand, dtype=torch.float64)
@@ -199,6 +203,11 @@ def _normal(draws: SharedDraws, mean: Any = 0.0, std: Any = 1.0, size: Any = Non
     return values.to(next((each.dtype for each in (mean, std) if isinstance(each, Tensor)), torch.get_default_dtype()))
 
 
+def _kaiming_uniform_(draws: SharedDraws, tensor: Tensor, **options: Any) -> Tensor:
+    draws.note(tensor.shape)
+    return torch.nn.init.kaiming_uniform_(tensor, **{**options, "generator": draws.generator(tensor.shape)})
+
+
 def _exponential_(draws: SharedDraws, input: Tensor, lambd: float = 1.0, **options: Any) -> Tensor:
     return input.copy_(-(1 - draws.draw(input.shape)).log() / lambd)
 
@@ -254,7 +263,7 @@ def _randint_like(draws: SharedDraws, input: Tensor, *bounds: Any, dtype: Any = 
 def _randperm(draws: SharedDraws, n: int, *, dtype: torch.dtype = torch.int64, **options: Any) -> Tensor:
     if n in draws.sizes and not draws.is_common:
         draws.note((n,), chooses=True)
-    if draws.constant is None:
+    if draws.constant is None or draws.outside:
         return torch.randperm(n, generator=draws.generator((n,))).to(dtype)
     return torch.arange(n, dtype=dtype) if draws.constant <= 0.5 else torch.arange(n, dtype=dtype).flip(0)
 
@@ -282,6 +291,10 @@ _DRAWS: dict[Any, Callable[..., Tensor]] = {
     Tensor.bernoulli_: _bernoulli_,
     Tensor.uniform_: _uniform_,
     Tensor.normal_: _normal_,
+    # Which torch hands over whole, with what they draw inside.
+    torch.nn.init.uniform_: torch.no_grad()(lambda draws, tensor, a, b, **_: _uniform_(draws, tensor, a, b)),
+    torch.nn.init.normal_: torch.no_grad()(lambda draws, tensor, mean, std, **_: _normal_(draws, tensor, mean, std)),
+    torch.nn.init.kaiming_uniform_: _kaiming_uniform_,
     torch.normal: _normal,
     Tensor.exponential_: _exponential_,
     F.gumbel_softmax: _gumbel_softmax,

@@ -9,6 +9,8 @@ from typing import Any
 import lightning.pytorch as pl
 from lightning.pytorch.utilities.model_helpers import is_overridden
 
+from lightning_gnn.checks.draws import SharedDraws
+
 _NAMES = {"fit": "train", "validate": "validation", "test": "test", "predict": "predict"}
 
 
@@ -30,17 +32,21 @@ class Hooks:
         self._before = (["on_fit_start"] if begins and stage == "fit" else []) + first + [f"on_{name}_epoch_start"]
         self._batch, self._epoch_end, self._skipped = f"on_{name}_batch", f"on_{name}_epoch_end", skipped
 
-    def before(self, model: pl.LightningModule, batch: Any, alone: bool) -> None:
-        """Calls those before a step; `alone` says that this is one device."""
+    def before(self, model: pl.LightningModule, batch: Any, alone: bool, draws: SharedDraws) -> None:
+        """Calls those before a step; `alone` says that this is one device, `draws` is open."""
+        draws.outside = True
         for hook in self._before:
             self._call(model, hook, (), alone)
+        draws.outside = False
         self._call(model, f"{self._batch}_start", (batch, 0), alone)
 
-    def after(self, model: pl.LightningModule, batch: Any, output: Any, alone: bool) -> None:
+    def after(self, model: pl.LightningModule, batch: Any, output: Any, alone: bool, draws: SharedDraws) -> None:
         """Calls those after a step."""
         for hook, args in ((f"{self._batch}_end", (output, batch, 0)), (self._epoch_end, ())):
             if logs(model, hook):
+                draws.outside = not args
                 self._call(model, hook, args, alone)
+        draws.outside = False
 
     def _call(self, model: pl.LightningModule, hook: str, args: tuple[Any, ...], alone: bool) -> None:
         if hook in self._skipped or not is_overridden(hook, model, pl.LightningModule):

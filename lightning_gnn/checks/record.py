@@ -20,7 +20,7 @@ from lightning_gnn.nn.fused import may_be_fused
 
 @dataclass(frozen=True)
 class Event:
-    """A floating tensor that went into or came out of a module.
+    """A tensor that went into or came out of a module, or that a step has returned.
 
     Attributes:
         where: in words, with the module's name and class.
@@ -89,11 +89,15 @@ class Recorder:
         call = self._calls.pop()
         self.record(f"what {call.who} returns", (*call.key, "out"), [output])
 
-    def record(self, where: str, key: tuple[Any, ...], values: Any) -> None:
-        """Records the floating tensors in `values`."""
+    def record(self, where: str, key: tuple[Any, ...], values: Any, whole_numbers: bool = False) -> None:
+        """Records the floating tensors in `values`, and with `whole_numbers` those of integers and truth values, as float64."""
         for index, value in enumerate(torch.utils._pytree.tree_leaves(values)):
-            if isinstance(value, Tensor) and value.is_floating_point() and value.layout == torch.strided:
+            if not isinstance(value, Tensor) or value.layout != torch.strided or value.is_complex():
+                continue
+            if value.is_floating_point():
                 self.events.append(Event(where, (*key, index), self._copy(value)))
+            elif whole_numbers:
+                self.events.append(Event(where, (*key, index), value.double()))
 
     def _copy(self, value: Tensor) -> Tensor:
         """Returns a copy, the same one as long as nothing has changed: what a module returns, the next one is given."""

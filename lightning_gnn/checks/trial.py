@@ -220,7 +220,7 @@ class Trial:
             # A rank that waits for one that raised fails too, and has nothing to say.
             rank, error = next((f for f in failures if not isinstance(f[1], CommunicationError)), failures[0])
             if isinstance(error, CommunicationError):
-                text = f"its parts do not go the same way: {error.__cause__ or error}, in {recorders[rank].inside}"
+                text = f"its parts do not go the same way: {error.__context__ or error}, in {recorders[rank].inside}"
             else:
                 text = f"{recorders[rank].inside or self.step} raises {in_one_line(error)}"
             raise Parted(text) from error
@@ -278,7 +278,7 @@ class Trial:
         outputs = OutputRows(model, len(rows.nodes)) if self._counts_rows(model) else None
 
         with draws, torch.set_grad_enabled(self.training):
-            self._hooks.before(model, batch, world is None)
+            self._hooks.before(model, batch, world is None, draws)
             model._current_fx_name = self.step
             heard.enter(counts, stand_ins, (len(rows.nodes), rows.owned_nodes, len(rows.edges), rows.owned_edges))
             if self._by_hand:
@@ -296,12 +296,12 @@ class Trial:
                         ran.found_rows = None if found is None else max(0, int(found.sum()) - stand_ins)
                         (loss * ran.scale).backward()
             else:
-                recorder.record(f"what {self.step} returns", (self.step,), output)
+                recorder.record(f"what {self.step} returns", (self.step,), output, whole_numbers=True)
             if outputs is not None:
                 outputs.release()
             if world is None and isinstance(model._trainer, QuietTrainer):
                 self.reads_epoch = self.reads_epoch or model._trainer.reads_epoch
-            self._hooks.after(model, batch, output, world is None)
+            self._hooks.after(model, batch, output, world is None, draws)
             heard.finish(self._skipped)
         ran.backwards = backwards() if self._by_hand else None
         ran.logged, ran.calls = heard.values, heard.calls

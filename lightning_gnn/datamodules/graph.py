@@ -24,6 +24,7 @@ import lightning as L
 import numpy as np
 import torch
 from filelock import FileLock, Timeout
+from lightning.pytorch.callbacks import BatchSizeFinder
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from torch import Tensor
@@ -274,7 +275,13 @@ class GraphDataModule(L.LightningDataModule):
             )
 
     def _check_sampled(self) -> None:
-        """Refuses fan-outs and batch sizes that a strategy would ignore."""
+        """Refuses fan-outs and batch sizes that a strategy would ignore, and to look for one where a batch is the graph."""
+        callbacks = [] if self.trainer is None else self.trainer.callbacks  # type: ignore[attr-defined]
+        if self.batch_size is None and any(isinstance(callback, BatchSizeFinder) for callback in callbacks):
+            raise ValueError(
+                "BatchSizeFinder has nothing to find: GraphDataModule has no batch_size, so the whole graph is one batch. Leave "
+                "the callback out."
+            )
         given = {"fanouts": self.fanouts, "batch_size": self.batch_size}
         told = ", ".join(f"{name}={value}" for name, value in given.items() if value is not None)
         strategy = getattr(self.trainer, "strategy", None)

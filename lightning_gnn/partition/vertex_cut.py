@@ -166,7 +166,8 @@ def _check(
             )
     if num_parts > num_edges:
         raise ValueError(
-            f"A vertex cut deals out edges: {num_edges} do not suffice for {num_parts} parts. Use at most {num_edges}."
+            f"A vertex cut gives each part edges, and the graph has {num_edges} for {num_parts} parts. "
+            + (f"Use at most {num_edges} parts." if num_edges else "Use a strategy with an edge cut, such as 'dgcl'.")
         )
     low, high = edge_index.min(), edge_index.max()
     if low < 0 or high >= num_nodes:
