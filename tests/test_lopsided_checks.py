@@ -399,6 +399,39 @@ def test_whole_numbers_that_a_step_returns_are_compared():
     assert "what predict_step returns differs" in str(check(Ranks(0), "predict", part_of(0)).problem)
 
 
+class MixesWhere(UserModule):
+    """Mixes nodes in one stage only, which it asks its Trainer for."""
+
+    def __init__(self, stage: str) -> None:
+        super().__init__(build("gcn"))
+        self.stage = stage
+
+    def forward(self, batch):
+        x = batch.x - batch.x.mean(0) if getattr(self.trainer, self.stage) else batch.x
+        return self.model(x, batch.edge_index)
+
+    def training_step(self, batch, batch_idx):
+        rows = batch.train_mask & (batch.y >= 0)
+        return F.cross_entropy(self(batch)[rows], batch.y[rows])
+
+    def validation_step(self, batch, batch_idx):
+        self.log("mean", self(batch)[batch.val_mask & (batch.y >= 0)].mean())
+
+    def test_step(self, batch, batch_idx):
+        self.log("mean", self(batch)[batch.test_mask & (batch.y >= 0)].mean())
+
+    def predict_step(self, batch, batch_idx):
+        return self(batch)
+
+
+@pytest.mark.parametrize("mixes", ["training", "validating", "testing", "predicting"])
+def test_a_step_may_ask_which_stage_it_is_in(mixes):
+    stages = {"training": "fit", "validating": "validate", "testing": "test", "predicting": "predict"}
+    for name, stage in stages.items():
+        found = check(MixesWhere(mixes), stage, part_of(0), trainer=any_trainer())
+        assert (found.problem is not None) == (name == mixes), (name, found)
+
+
 class LogsAClock(UserModule):
     """Nothing that a run repeats, nor what a hook raises that finds no Trainer, is held against a module."""
 

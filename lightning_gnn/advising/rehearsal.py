@@ -161,7 +161,7 @@ def rehearse(
         world, shard = InProcessWorld(rank, recorder), shards[rank]
         if prepare is not None:
             prepare(world)
-        model = quiet(copied(module).cpu(), QuietTrainer(trainer))
+        model = quiet(copied(module).cpu(), QuietTrainer(trainer, "fit"))
         for child in model.modules():
             if isinstance(child, MessagePassing):
                 pyg.clear_caches(child)

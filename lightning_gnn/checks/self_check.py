@@ -127,7 +127,7 @@ class _Check:
     ) -> None:
         self._module, self._batch, self._bind, self._stage, self._forms = module, batch, bind, stage, forms
         self._loss_reduction, self._layout, self._without, self._begins = loss_reduction, layout, without, begins
-        self._trainer = None if trainer is None else QuietTrainer(trainer)
+        self._trainer = None if trainer is None else QuietTrainer(trainer, stage)
         self._dtype: torch.dtype | None = torch.float64
         self._reads_epoch = False
         self.compared, self.counts_rows = False, True

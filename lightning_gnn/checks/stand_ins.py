@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import lightning.pytorch as pl
 import torch
 from lightning.pytorch.loggers.logger import DummyLogger, Logger
+from lightning.pytorch.trainer.states import RunningStage, TrainerFn, TrainerState
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 from torch import Tensor
 from typing_extensions import override
@@ -76,7 +77,12 @@ def ignore(*_: Any, **__: Any) -> None:
 
 
 class QuietTrainer:
-    """The Trainer as a step may read it, without its loggers; with another datamodule, if one is given.
+    """The Trainer as a step may read it, without its loggers.
+
+    Args:
+        trainer: that it stands for.
+        stage: that it is in, such as ``"fit"``; the Trainer's own by default.
+        datamodule: another one than the Trainer's.
 
     Attributes:
         epoch: that the step finds itself in; None for the Trainer's own.
@@ -91,8 +97,15 @@ class QuietTrainer:
     is_global_zero: bool
     strategy: Any
 
-    def __init__(self, trainer: pl.Trainer, datamodule: pl.LightningDataModule | None = None) -> None:
+    def __init__(
+        self, trainer: pl.Trainer, stage: str | None = None, datamodule: pl.LightningDataModule | None = None
+    ) -> None:
         self._trainer = trainer
+        self.state: TrainerState = copy.copy(trainer.state)
+        if stage is not None:
+            self.state.stage = RunningStage("train" if stage == "fit" else stage)
+            inside_fit = stage == "validate" and trainer.state.fn == TrainerFn.FITTING
+            self.state.fn = TrainerFn.FITTING if inside_fit else TrainerFn(stage)
         self.logger: Logger = DummyLogger()
         if datamodule is not None:
             self.datamodule = datamodule
@@ -110,6 +123,13 @@ class QuietTrainer:
         mine.world_size, mine.num_devices, mine.global_rank, mine.is_global_zero = size, size, rank, rank == 0
         mine.strategy = _QuietStrategy(self._trainer.strategy, world, heard)
         return mine
+
+    training = property(lambda self: self.state.stage == RunningStage.TRAINING)
+    validating = property(lambda self: self.state.stage == RunningStage.VALIDATING)
+    testing = property(lambda self: self.state.stage == RunningStage.TESTING)
+    predicting = property(lambda self: self.state.stage == RunningStage.PREDICTING)
+    evaluating = property(lambda self: self.validating or self.testing or self.sanity_checking)
+    sanity_checking = property(lambda self: self.state.stage == RunningStage.SANITY_CHECKING)
 
     @property
     def loggers(self) -> list[Logger]:

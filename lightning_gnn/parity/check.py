@@ -175,7 +175,6 @@ class _Check:
         if datamodule.partition is not None and not isinstance(datamodule.partition, str):
             self._data.partition = np.asarray(datamodule.partition)[self.graph.n_id.numpy()]
         self._data.setup("check")
-        self._trainer = QuietTrainer(quiet_trainer(), self._data)
         if len(self.graph.n_id) < self.of_nodes:
             self.notes.append(
                 f"A sample of {len(self.graph.n_id):,} of {self.of_nodes:,} nodes was looked at: a ball around training nodes, "
@@ -252,10 +251,11 @@ class _Check:
         return found, errors
 
     def _reference(self, module: pl.LightningModule, stage: str) -> _Reference:
-        prepared = quiet(copied(module), self._trainer)
+        trainer = QuietTrainer(quiet_trainer(), stage, self._data)
+        prepared = quiet(copied(module), trainer)
         prepared.configure_model()
         prepared.setup(stage)
-        trial = Trial(prepared, self.graph, stage, self._trainer, self._dtype, self._share_draws)
+        trial = Trial(prepared, self.graph, stage, trainer, self._dtype, self._share_draws)
         whole, again = self._on_whole(trial), self._on_whole(trial)
         kept = first_difference(whole, again, self.tolerance)
         return _Reference(trial, whole, None if kept is None else _finding(trial, kept, causes.KEPT))
