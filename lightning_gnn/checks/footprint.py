@@ -41,10 +41,10 @@ from lightning_gnn.partition.layout import LayoutSpec, Replicas
 SORTING_BYTES = 40
 """Of an edge while matrices are made of the list of edges: its ends once more, its place, and which part it goes to."""
 
-_FORMS = (
-    Form((6, 18), (15, 45), (3, 9)),
-    Form((6, 18), (45, 135), (3, 9)),
-    Form((12, 36), (30, 90), (6, 18)),
+_FORMS = (  # no number of which follows from the others
+    Form((6, 18), (15, 45), (5, 6)),
+    Form((8, 16), (60, 100), (2, 12)),
+    Form((20, 30), (30, 90), (6, 24)),
 )
 
 

@@ -532,6 +532,7 @@ class GNNStrategy(ParallelStrategy):
         if self._world is not None:
             self._world.close()
             self._world = None
+        here().at("")
 
     # Steps ####################################################################
 
