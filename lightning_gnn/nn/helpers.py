@@ -9,6 +9,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -28,18 +29,22 @@ class _InUse(threading.local):
 
 
 _in_use = _InUse()
+_MISSING: Any = object()
 
 
 @contextmanager
 def graph_in_use(graph: GraphContext | None, this_thread_only: bool = False) -> Iterator[None]:
     """Makes `graph` the one that the helpers work on while open; None for none."""
     holder = _in_use if this_thread_only else _InUse
-    before = holder.graph
+    before = vars(holder).get("graph", _MISSING)
     holder.graph = graph
     try:
         yield
     finally:
-        holder.graph = before
+        if before is _MISSING:  # else this thread would no longer see what is in use on all
+            del holder.graph
+        else:
+            holder.graph = before
 
 
 def expand(x: Tensor) -> Tensor:
