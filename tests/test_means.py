@@ -6,6 +6,7 @@ Test tiers: without ranks; ranks of one process; gloo ranks in the pool.
 from __future__ import annotations
 
 import copy
+import gc
 from typing import Any
 
 import pytest
@@ -14,8 +15,17 @@ import torch.nn.functional as F
 from common import FEATURES, Recorder, UserModule, awkward_graph, build, quiet_trainer
 from torch_geometric.data import Data
 
-from lightning_gnn import DGCLStrategy, GraphDataModule, check_parity, expand, labelled, mean_over_ranks
+from lightning_gnn import (
+    DGCLStrategy,
+    GraphDataModule,
+    UnsupportedModelError,
+    check_parity,
+    expand,
+    labelled,
+    mean_over_ranks,
+)
 from lightning_gnn.datamodules.shards import split_graph
+from lightning_gnn.nn.helpers import graph_in_use
 from lightning_gnn.partition.layout import LayoutSpec
 
 PART = (~awkward_graph().train_mask).long()
@@ -100,3 +110,17 @@ def test_labelled_leaves_stand_ins_out():
     with pytest.raises(ValueError, match="one of train_mask, val_mask, test_mask"):
         labelled(graph, "edge_train_mask")
     assert labelled(Data(x=torch.ones(2, FEATURES), train_mask=torch.tensor([True, False])), "train_mask").sum() == 1
+
+
+def test_helpers_work_on_the_graph_of_the_run_that_is_going_on(context):
+    """Also when an earlier one, which has failed, is collected meanwhile; and after another has been tried out in this thread."""
+    failed = graph_in_use(None)
+    failed.__enter__()
+    with graph_in_use(context):
+        del failed
+        gc.collect()
+        with graph_in_use(None, this_thread_only=True):
+            assert expand(torch.ones(7, 1)).shape == (7, 1)
+        with pytest.raises(UnsupportedModelError, match="expand"):
+            expand(torch.ones(7, 1))
+    assert expand(torch.ones(7, 1)).shape == (7, 1)

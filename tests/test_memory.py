@@ -15,14 +15,13 @@ from common import CLASSES, FEATURES, OwnModel, assert_same, awkward_graph, buil
 from lightning.pytorch.trainer.states import TrainerFn
 from torch_geometric.nn.models import GAT, GCN
 
-from lightning_gnn import DGCLStrategy, GraphDataModule, NodeClassifier, UnsupportedModelError, expand, num_nodes
+from lightning_gnn import DGCLStrategy, GraphDataModule, NodeClassifier
 from lightning_gnn.advising.rehearsal import rehearse
 from lightning_gnn.checks.footprint import PHASES, Predicted, Sizes
 from lightning_gnn.comm.in_process import InProcessWire
 from lightning_gnn.comm.traffic import Meter
 from lightning_gnn.commands.plan import plan
 from lightning_gnn.datamodules.shards import whole_graph
-from lightning_gnn.nn.helpers import graph_in_use
 from lightning_gnn.nn.offload import Offloaded
 from lightning_gnn.strategies import (
     CachedVertexCutStrategy,
@@ -193,18 +192,6 @@ def test_layers_made_again_keep_their_arguments():
     assert found.saved_bytes > sum(inside)
     spared = found.peak().backward - found.peak(recompute=True).backward
     assert spared > min(inside)  # one of them is there at a time
-
-
-def test_helpers_work_on_the_strategys_graph_after_a_prediction(context):
-    """Which has run in this thread on graphs of its own."""
-    module = NodeClassifier(OwnModel(FEATURES, CLASSES), num_classes=CLASSES)
-    Predicted(module, whole_graph(awkward_graph(dtype=torch.float32)).batch)
-    assert num_nodes(torch.ones(7, 1)) == 7
-    with graph_in_use(context):
-        Predicted(module, whole_graph(awkward_graph(dtype=torch.float32)).batch)
-        with pytest.raises(UnsupportedModelError, match="expand"):
-            expand(torch.ones(7, 1))
-    assert expand(torch.ones(7, 1)).shape == (7, 1)
 
 
 def test_rows_on_their_way_are_counted(monkeypatch):

@@ -9,7 +9,6 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -21,30 +20,34 @@ from lightning_gnn.nn.context import GraphContext
 from lightning_gnn.nn.norms import SumOverRanks
 
 
-class _InUse(threading.local):
-    """The graph of each thread; the class's own attribute is that of threads which have none, such as autograd's."""
+class _Here(threading.local):
+    """What is in use in this thread alone."""
 
-    graph: GraphContext | None = None
-    left_out = False
+    def __init__(self) -> None:
+        self.graphs: list[list[GraphContext | None]] = []
+        self.left_out = False
 
 
-_in_use = _InUse()
-_MISSING: Any = object()
+_here = _Here()
+_everywhere: list[list[GraphContext | None]] = []  # in threads that have none of their own, such as autograd's
 
 
 @contextmanager
 def graph_in_use(graph: GraphContext | None, this_thread_only: bool = False) -> Iterator[None]:
     """Makes `graph` the one that the helpers work on while open; None for none."""
-    holder = _in_use if this_thread_only else _InUse
-    before = vars(holder).get("graph", _MISSING)
-    holder.graph = graph
+    graphs, own = _here.graphs if this_thread_only else _everywhere, [graph]
+    graphs.append(own)
     try:
         yield
     finally:
-        if before is _MISSING:  # else this thread would no longer see what is in use on all
-            del holder.graph
-        else:
-            holder.graph = before
+        # A run that has failed is closed when Python collects it, perhaps while another one has its graph in use.
+        graphs[:] = [each for each in graphs if each is not own]
+
+
+def _graph() -> GraphContext | None:
+    """Returns the graph that is in use; None on one device."""
+    graphs = _here.graphs or _everywhere
+    return graphs[-1][0] if graphs else None
 
 
 def expand(x: Tensor) -> Tensor:
@@ -62,7 +65,7 @@ def expand(x: Tensor) -> Tensor:
     Raises:
         UnsupportedModelError: `x` has another number of rows.
     """
-    graph = _in_use.graph
+    graph = _graph()
     if graph is None:
         return x
     graph.check_rows(x.size(0), "expand")
@@ -85,7 +88,7 @@ def reduce(x: Tensor) -> Tensor:
     Raises:
         UnsupportedModelError: `x` has another number of rows.
     """
-    graph = _in_use.graph
+    graph = _graph()
     if graph is None:
         return x
     graph.check_expanded_rows(x.size(0), "reduce")
@@ -110,7 +113,7 @@ def fetch_rows(x: Tensor, ids: Tensor) -> Tensor:
         UnsupportedModelError: `x` has another number of rows.
         ValueError: an id of no node.
     """
-    graph = _in_use.graph
+    graph = _graph()
     if graph is None:
         return x[ids]
     graph.check_rows(x.size(0), "fetch_rows")
@@ -120,7 +123,7 @@ def fetch_rows(x: Tensor, ids: Tensor) -> Tensor:
 
 def num_nodes(x: Tensor) -> int:
     """Returns the number of nodes of the whole graph; `x` has one row per node of the batch."""
-    graph = _in_use.graph
+    graph = _graph()
     return x.size(0) if graph is None or graph.rows is None else graph.rows.num_nodes
 
 
@@ -138,7 +141,7 @@ def choose_edges(batch: Data, mask: str, names: Sequence[str] = ()) -> tuple[Ten
     def choose() -> tuple[Tensor, ...]:
         return batch.edge_index[:, batch[mask]], *(batch[name][batch[mask]] for name in names)
 
-    graph = _in_use.graph
+    graph = _graph()
     return choose() if graph is None else graph.chosen(f"{mask} {names}", batch.edge_index, choose)
 
 
@@ -160,13 +163,13 @@ def labelled(batch: Data, mask: str) -> Tensor:
     row = batch.get(STAND_INS, {}).get(mask)
     if row is not None and chosen[row] and chosen.sum() == 1:
         chosen = torch.zeros_like(chosen)
-        _in_use.left_out = True
+        _here.left_out = True
     return chosen
 
 
 def left_stand_in_out() -> bool:
     """Returns whether this thread's code has left a row that stands in out since the last call, by :func:`labelled`."""
-    left_out, _in_use.left_out = _in_use.left_out, False
+    left_out, _here.left_out = _here.left_out, False
     return left_out
 
 
@@ -179,7 +182,7 @@ def sum_over_ranks(x: Tensor) -> Tensor:
     Returns:
         As `x`; `x` itself on one device.
     """
-    graph = _in_use.graph
+    graph = _graph()
     return x if graph is None else SumOverRanks.apply(x, graph.exchange, "sum_over_ranks")
 
 
@@ -197,7 +200,7 @@ def mean_over_ranks(x: Tensor) -> Tensor:
     Returns:
         ``[...]``; 0 where no rank has a row.
     """
-    graph = _in_use.graph
+    graph = _graph()
     rows = x if graph is None else x[: graph.exchange.own_lengths.get(len(x), len(x))]
     # In at least float32, and both in one message.
     wide = rows.to(torch.promote_types(x.dtype, torch.float32))
