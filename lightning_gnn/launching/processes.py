@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import os
 import socket
+import signal
 import sys
 from collections.abc import Callable
 from contextlib import ExitStack, nullcontext
@@ -150,6 +151,7 @@ class ProcessLauncher(_Launcher):
             reporter.send(file.getvalue())
         except (Exception, SystemExit) as error:
             reporter.failed(error)
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)  # Lightning's would raise while the process exits
             sys.exit(1)
 
     def _prepare(self, local_rank: int, random_states: dict[str, Any] | None, args: Any, kwargs: Any) -> None:
