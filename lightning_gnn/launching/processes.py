@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import io
 import os
-import socket
 import signal
+import socket
 import sys
 from collections.abc import Callable
 from contextlib import ExitStack, nullcontext
