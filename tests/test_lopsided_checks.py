@@ -383,6 +383,29 @@ def test_hooks_of_epochs_draw_the_same_on_all_ranks():
     assert verdict(check(ResetsAnEpochsWeights(), batch=part_of(0), trainer=any_trainer())) == (None, None, None)
 
 
+class WritesWeights(UserModule):
+    """In hooks, in place: once for each model, of which ranks have one each."""
+
+    def __init__(self) -> None:
+        super().__init__(build("gcn"))
+
+    def _halve(self) -> None:
+        with torch.no_grad():
+            for parameter in self.parameters():
+                parameter.mul_(0.5)
+
+    on_train_start = on_validation_epoch_start = _halve
+
+    def validation_step(self, batch, batch_idx):
+        rows = batch.val_mask & (batch.y >= 0)
+        self.log("loss", F.cross_entropy(self.model(batch.x, batch.edge_index)[rows], batch.y[rows]))
+
+
+@pytest.mark.parametrize("stage", ["fit", "validate"])
+def test_hooks_may_write_weights(stage):
+    assert verdict(check(WritesWeights(), stage, part_of(0), trainer=any_trainer())) == (None, None, None)
+
+
 class Ranks(UserModule):
     """Returns whole numbers for each node, of its own or of its place among all."""
 

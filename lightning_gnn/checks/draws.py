@@ -94,7 +94,8 @@ class SharedDraws(TorchFunctionMode):
         self._function = getattr(func, "__name__", str(func))
         self._is_own = self._own is not None and caller not in ("torch", "torch_geometric") and not self.outside
         generator = kwargs.get("generator")
-        self._is_seeded = generator is not None or torch.initial_seed() != self._seeded
+        # Outside steps all ranks draw the same numbers anyhow; and those that are threads share torch's stream.
+        self._is_seeded = generator is not None or (torch.initial_seed() != self._seeded and not self.outside)
         if self._is_seeded:
             result = func(*args, **(kwargs if generator is None else {**kwargs, "generator": self._copy(generator)}))
             if self._is_own and not self._share_rows:  # as it will be on ranks

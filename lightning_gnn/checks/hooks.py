@@ -32,6 +32,11 @@ class Hooks:
         self._before = (["on_fit_start"] if begins and stage == "fit" else []) + first + [f"on_{name}_epoch_start"]
         self._batch, self._epoch_end, self._skipped = f"on_{name}_batch", f"on_{name}_epoch_end", skipped
 
+    def come_before(self, model: pl.LightningModule) -> bool:
+        """Returns whether a module has hooks of its own that come before a step."""
+        names = *self._before, f"{self._batch}_start"
+        return any(is_overridden(hook, model, pl.LightningModule) for hook in names)
+
     def before(self, model: pl.LightningModule, batch: Any, alone: bool, draws: SharedDraws) -> None:
         """Calls those before a step; `alone` says that this is one device, `draws` is open."""
         draws.outside = True

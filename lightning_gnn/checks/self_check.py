@@ -72,6 +72,7 @@ def self_check(
     epochs: Sequence[int] = (),
     forms: Sequence[Form] = FORMS,
     begins: bool = True,
+    num_classes: int = 0,
 ) -> SelfCheck:
     """Runs the stage's step on small graphs, whole and on two ranks, and compares. `module` and random streams stay.
 
@@ -87,9 +88,10 @@ def self_check(
         epochs: to run it in as well, if the step asks for its epoch.
         forms: of the small graphs.
         begins: whether the stage begins with it, else it has begun.
+        num_classes: of the whole graph.
     """
     began = time.perf_counter()
-    check = _Check(module, batch, bind, stage, loss_reduction, trainer, layout, without, forms, begins)
+    check = _Check(module, batch, bind, stage, loss_reduction, trainer, layout, without, forms, begins, num_classes)
     finding = refused = None
     with ExitStack() as stack:
         stack.enter_context(aside())
@@ -124,9 +126,11 @@ class _Check:
         without: Collection[str],
         forms: Sequence[Form],
         begins: bool,
+        num_classes: int,
     ) -> None:
         self._module, self._batch, self._bind, self._stage, self._forms = module, batch, bind, stage, forms
         self._loss_reduction, self._layout, self._without, self._begins = loss_reduction, layout, without, begins
+        self._num_classes = num_classes
         self._trainer = None if trainer is None else QuietTrainer(trainer, stage)
         self._dtype: torch.dtype | None = torch.float64
         self._reads_epoch = False
@@ -172,7 +176,7 @@ class _Check:
         # Where the user's constants are float32, float64 may not mix with them.
         for dtype in dict.fromkeys((self._dtype, None)):
             try:
-                small = small_graph(self._batch, masks, self._forms[number], number, without)
+                small = small_graph(self._batch, masks, self._forms[number], number, without, self._num_classes)
                 trial = Trial(self._module, small.graph, self._stage, self._trainer, dtype, begins=self._begins)
                 whole = trial.on_whole()
             except (UnsupportedModelError, LeftOutError):

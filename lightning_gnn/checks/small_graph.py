@@ -60,12 +60,18 @@ class SmallGraph:
 
 
 def small_graph(
-    batch: Data, masks: Collection[str], form: Form, seed: int = 0, without: Collection[str] = ()
+    batch: Data,
+    masks: Collection[str],
+    form: Form,
+    seed: int = 0,
+    without: Collection[str] = (),
+    num_classes: int = 0,
 ) -> SmallGraph:
     """Returns a small graph whose node and edge attributes are rows of the user's; other attributes stay.
 
     Each part has rows of each class, and of each value of whatever else has few, as far as there are any; beyond these, rows
-    are dealt in the order of their labels, so that the parts' classes and losses differ.
+    are dealt in the order of their labels, so that the parts' classes and losses differ. Rows that are there twice are a little
+    smaller then, in attributes of real numbers: else the largest would be the same on both parts.
 
     Args:
         batch: a rank's part of the user's graph, on the CPU.
@@ -73,6 +79,7 @@ def small_graph(
         form: sizes.
         seed: of the draw.
         without: masks that the second part has no row of.
+        num_classes: of the whole graph; a node of each part has the last one, which all of this rank's may lack.
     """
     g = torch.Generator().manual_seed(seed)
     owned, given = int(batch.num_owned), batch.edge_index.size(1)
@@ -93,7 +100,10 @@ def small_graph(
     place = order.argsort()
     for name, value in batch.to_dict().items():
         if name not in ("edge_index", "num_owned", STAND_INS):
-            small[name] = nodes[name][rows[place]] if name in nodes else value
+            small[name] = _of_rows(nodes[name], rows)[place] if name in nodes else value
+    classes = class_labels(small.y) if isinstance(small.get("y"), Tensor) else None
+    if classes is not None and len(classes) == len(place) and int(classes.max()) < num_classes - 1:
+        small.y[order[[0, form.nodes[0]]]] = num_classes - 1
     if given:
         counted = torch.zeros(given, dtype=torch.bool)
         for mask in set(masks) & set(EDGE_MASKS):
@@ -101,13 +111,25 @@ def small_graph(
         quotas = [count * labels // size for count, labels, size in zip(form.edges, form.labelled, form.nodes)]
         rows = _rows(edges, counted, form.edges, quotas, without, g)[shuffled]
     for name, value in edges.items():
-        small[name] = value[rows] if given else value.new_zeros((sum(form.edges), *value.shape[1:]))
+        small[name] = _of_rows(value, rows) if given else value.new_zeros((sum(form.edges), *value.shape[1:]))
     for name in kinds.keys() - set(OF_BATCHES):
         if name.endswith("n_id"):  # ids of the whole graph, by which rows are fetched
             small[name] = small[name] % sum(form.nodes)
     part = (place >= form.nodes[0]).long().numpy()
     holders = (torch.rand(sum(form.edges), generator=g) < 0.3).long().numpy()
     return SmallGraph(small, part, holders)
+
+
+def _of_rows(values: Tensor, rows: Tensor) -> Tensor:
+    """Returns these rows; each time that one is there again it is smaller by a few percent, if its values are real numbers."""
+    found = values[rows]
+    if not values.is_floating_point() or len(values[:_POOL].unique()) <= _VALUES:
+        return found
+    order = rows.argsort(stable=True)
+    begins = torch.searchsorted(rows[order], rows[order])
+    times = torch.empty_like(rows)
+    times[order] = torch.arange(len(rows)) - begins
+    return found * (1 - 0.03 * times.clamp(max=10)).to(found.dtype).view(-1, *[1] * (found.dim() - 1))
 
 
 def _edges(form: Form, g: torch.Generator) -> Tensor:

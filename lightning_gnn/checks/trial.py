@@ -101,7 +101,8 @@ class Parted(Exception):
 
 class Trial:
     """Runs of copies of one module on one graph. The copies of a run share their parameters, so gradients add up; unless the
-    step optimises by hand, and may read and write both: then each has its own, and gradients are summed as in training.
+    step optimises by hand, or hooks come before it, which may read and write both: then each has its own, and gradients are
+    summed as in training.
 
     Args:
         module: unbound; copies of it run on the CPU.
@@ -139,6 +140,7 @@ class Trial:
         self.step, mask = STAGES[stage]
         self.mask = None if mask is None else counted_mask(mask, module)
         self._by_hand = self.training and not module.automatic_optimization
+        self._own_weights = self._by_hand or self._hooks.come_before(module)
         self._graph, self._trainer, self._dtype = copy.copy(graph), trainer, dtype
         self._module = copied(module).cpu()
         if dtype is not None:
@@ -238,12 +240,12 @@ class Trial:
         steps: int,
     ) -> OnRank:
         """Runs the step on one rank, or on the whole graph where there is no world."""
-        learning = (model if self._by_hand else self._module).parameters()
+        learning = (model if self._own_weights else self._module).parameters()
         parameters = [each for each in learning if each.requires_grad]
         optimizer = torch.optim.Adam(parameters, lr=LR) if parameters else None
         for step in range(steps):
             if step and optimizer is not None:
-                _learn(optimizer, None if self._by_hand else world)
+                _learn(optimizer, None if self._own_weights else world)
                 recorder.events.clear()
             if context is not None:
                 context.begin_step()
@@ -281,8 +283,8 @@ class Trial:
             self._hooks.before(model, batch, world is None, draws)
             model._current_fx_name = self.step
             heard.enter(counts, stand_ins, (len(rows.nodes), rows.owned_nodes, len(rows.edges), rows.owned_edges))
+            sums = GradientSum(world, model.parameters) if world is not None and self._own_weights else None
             if self._by_hand:
-                sums = None if world is None else GradientSum(world, model.parameters)
                 backwards = without_optimizers(model, scale_by(None, counts, rank, self._reduction, stand_ins), sums)
             output = run_step(model, self.step, batch)
             ran.scale = heard.leave(output, self._reduction)
@@ -294,7 +296,11 @@ class Trial:
                     if model.automatic_optimization and loss.requires_grad:
                         found = None if outputs is None else outputs.of(loss)
                         ran.found_rows = None if found is None else max(0, int(found.sum()) - stand_ins)
+                        if sums is not None:
+                            sums.before()
                         (loss * ran.scale).backward()
+                        if sums is not None:
+                            sums.after()
             else:
                 recorder.record(f"what {self.step} returns", (self.step,), output, whole_numbers=True)
             if outputs is not None:
@@ -327,7 +333,7 @@ class Trial:
         """Returns copies without gradients; buffers are each copy's own."""
         for parameter in self._module.parameters():
             parameter.grad = None
-        shared = [] if self._by_hand else list(self._module.parameters())
+        shared = [] if self._own_weights else list(self._module.parameters())
         return [quiet(copied(self._module, shared), self._trainer) for _ in range(count)]
 
     def _rows(self, shard: Shard, rank: int) -> Rows:
@@ -335,7 +341,7 @@ class Trial:
         return Rows(shard.batch.n_id, shard.batch.e_id, *owned, sum(shard.counts), sum(shard.edge_counts))
 
     def _outcome(self, ranks: Sequence[OnRank], model: pl.LightningModule) -> Outcome:
-        learning = model if self._by_hand else self._module
+        learning = model if self._own_weights else self._module
         gradients = {name: parameter.grad for name, parameter in learning.named_parameters()}
         return Outcome(ranks, gradients, dict(model.named_buffers()))
 

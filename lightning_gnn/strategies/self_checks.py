@@ -145,6 +145,7 @@ class SelfChecks(pl.Callback):
             epochs if required and not later else (),
             FORMS if required and not later else FORMS[:1],
             begins=not later,
+            num_classes=shard.num_classes,
         )
 
     def _judge(self, outcomes: Outcomes, module: pl.LightningModule, trainer: pl.Trainer) -> None:

@@ -135,7 +135,6 @@ def moving_average_of_weights() -> Case:
 @idiom(
     source="Lightning docs: ModelPruning('l1_unstructured', amount=0.3)",
     stages=("fit", "test"),
-    xfail="fused convs read weights past hooks that come during fit",
 )
 def pruning_callback() -> Case:
     return _with(plc.ModelPruning("l1_unstructured", amount=0.3, use_global_unstructured=True))
@@ -144,7 +143,6 @@ def pruning_callback() -> Case:
 @idiom(
     source="Lightning docs: ModelPruning of named layers, lottery ticket",
     stages=("fit", "test"),
-    xfail="fused convs read weights past hooks that come during fit",
 )
 def pruning_of_one_layer() -> Case:
     module = Quick()

@@ -474,12 +474,12 @@ def table_without_ids() -> Case:
     class Table(Classifier):
         def __init__(self) -> None:
             super().__init__(two(nn.GCNConv))
-            self.register_buffer("table", torch.linspace(-1, 1, 80 * FEATURES).view(80, FEATURES))
+            self.register_buffer("table", torch.linspace(-1, 1, 200 * FEATURES).view(200, FEATURES))
 
         def forward(self, batch: Any) -> Tensor:
             return self.model(batch.x + self.table[: len(batch.x)], batch.edge_index)
 
-    return Case(Table(), graph())
+    return Case(Table(), graph(200))
 
 
 # Loaders ######################################################################

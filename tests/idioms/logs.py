@@ -49,7 +49,7 @@ def on_step_and_on_epoch() -> Case:
     return _says(how)
 
 
-@idiom(source="every DDP tutorial: self.log(..., sync_dist=True)", stages=FIT, xfail="sync_dist is a mean over ranks")
+@idiom(source="every DDP tutorial: self.log(..., sync_dist=True)", stages=FIT)
 def sync_dist() -> Case:
     def how(module: Any, name: str, loss: Tensor, rows: int) -> None:
         module.log(f"{name}_loss", loss, sync_dist=True, on_step=True, on_epoch=True)
@@ -63,7 +63,6 @@ def sync_dist() -> Case:
 @idiom(
     source="Lightning docs: sync_dist=True with reduce_fx of sum, max and min",
     stages=FIT,
-    xfail="a stand-in row counts",
 )
 def sync_dist_with_other_reductions() -> Case:
     class Module(Net):
@@ -87,7 +86,6 @@ def sync_dist_with_other_reductions() -> Case:
 @idiom(
     source="Lightning docs: reduce_fx as a function, torch.sum and max",
     stages=FIT,
-    xfail="reduce_fx as a function is of a rank",
 )
 def reductions_as_functions() -> Case:
     class Module(Net):
@@ -102,7 +100,7 @@ def reductions_as_functions() -> Case:
     return Case(Module(), graph())
 
 
-@idiom(source="Lightning docs: batch_size given to self.log", stages=FIT, xfail="sync_dist is a mean over ranks")
+@idiom(source="Lightning docs: batch_size given to self.log", stages=FIT)
 def batch_size_of_the_mask() -> Case:
     def how(module: Any, name: str, loss: Tensor, rows: int) -> None:
         module.log(f"{name}_loss", loss, batch_size=rows)
@@ -114,7 +112,6 @@ def batch_size_of_the_mask() -> Case:
 @idiom(
     source="a mean over all nodes, logged with their number as batch_size",
     stages=FIT,
-    xfail="a rank without rows of the mask has no weight",
 )
 def batch_size_of_all_nodes() -> Case:
     class Module(Net):
@@ -130,7 +127,6 @@ def batch_size_of_all_nodes() -> Case:
     source="Lightning docs: rank_zero_only=True",
     refused="rank_zero_only",
     stages=FIT,
-    xfail="logged values are not compared",
 )
 def logged_on_rank_zero_only() -> Case:
     return _says(lambda module, name, loss, rows: module.log(f"{name}_loss", loss, rank_zero_only=True))
@@ -167,7 +163,6 @@ def kinds_of_values_and_names() -> Case:
     source="perplexity: exp of the loss logged",
     refused="perplexity",
     stages=FIT,
-    xfail="logged values are not compared",
 )
 def perplexity() -> Case:
     return _says(lambda module, name, loss, rows: module.log(f"{name}_perplexity", loss.exp()))

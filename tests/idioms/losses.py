@@ -31,7 +31,7 @@ class Trains(L.LightningModule):
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         loss = self.loss(self.model(batch.x, batch.edge_index), batch)
-        self.log("loss", loss["loss"] if isinstance(loss, dict) else loss, **weight_of(loss))
+        self.log("loss", loss["loss"] if isinstance(loss, dict) else loss)
         return loss
 
     def validation_step(self, batch: Any, batch_idx: int) -> None:
@@ -44,10 +44,6 @@ class Trains(L.LightningModule):
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         return torch.optim.Adam(self.parameters(), lr=0.01)
-
-
-def weight_of(loss: Any) -> dict[str, int]:
-    return {"batch_size": int(loss["loss_weight"])} if isinstance(loss, dict) else {}
 
 
 def case(loss: LossOf, data: Data | None = None, columns: int = CLASSES, **options: Any) -> Case:
@@ -96,7 +92,7 @@ def class_weights() -> Case:
     return case(over_mask(F.cross_entropy, weight))
 
 
-@idiom(source="cross_entropy with a weight of each class, and loss_weight")
+@idiom(source="cross_entropy with a weight of each class, and loss_weight", lopsided="cannot be told")
 def class_weights_with_loss_weight() -> Case:
     weight = torch.tensor([1.0, 2.0, 0.5, 3.0, 1.5]).double()
 
@@ -105,9 +101,7 @@ def class_weights_with_loss_weight() -> Case:
         total = weight[y].sum()
         return {"loss": F.cross_entropy(out[rows], y, weight, reduction="sum") / total, "loss_weight": total}
 
-    module = Trains(loss)
-    module.log = lambda *_, **__: None  # type: ignore[method-assign]
-    return Case(module, graph())
+    return case(loss)
 
 
 @idiom(source="weights of classes counted in the step: of this rank's nodes", refused="loss|numbers")
@@ -263,7 +257,7 @@ def other_mask() -> Case:
     return case(plain(lambda b: b.my_mask), data)
 
 
-@idiom(source="a mask of another name, with loss_weight")
+@idiom(source="a mask of another name, with loss_weight", lopsided="cannot be told")
 def other_mask_with_loss_weight() -> Case:
     data = graph()
     data.my_mask = torch.rand(80, generator=torch.Generator().manual_seed(3)) < 0.5

@@ -158,7 +158,7 @@ def best_weights_kept_in_memory() -> Case:
 # Other rows than those of the mask ############################################
 
 
-@idiom(source="README: loss_weight for a class left out", stages=FIT, xfail="a stand-in row is trained on")
+@idiom(source="README: loss_weight for a class left out", stages=FIT)
 def class_left_out_with_loss_weight() -> Case:
     class Module(Net):
         def training_step(self, batch: Any, batch_idx: int) -> dict[str, Tensor]:
@@ -189,7 +189,6 @@ def class_left_out() -> Case:
     refused="loss_weight",
     stages=("fit",),
     late=True,
-    xfail="steps of later epochs are not checked",
 )
 def class_left_out_later() -> Case:
     class Module(Net):
@@ -288,7 +287,6 @@ def batch_size_of_one_graph() -> Case:
     source="Lightning with PyG: batch_size=batch.num_nodes beside a loss over a mask",
     refused="train_loss",
     stages=FIT,
-    xfail="logged values are not compared",
 )
 def batch_size_of_all_nodes_beside_a_mask() -> Case:
     class Module(Net):
@@ -300,7 +298,7 @@ def batch_size_of_all_nodes_beside_a_mask() -> Case:
     return Case(Module(), graph())
 
 
-@idiom(source="the size of the batch logged", refused="nodes", stages=FIT, xfail="logged values are not compared")
+@idiom(source="the size of the batch logged", refused="nodes", stages=FIT)
 def number_of_nodes_logged() -> Case:
     class Module(Net):
         def training_step(self, batch: Any, batch_idx: int) -> Tensor:

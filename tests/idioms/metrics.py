@@ -163,7 +163,6 @@ def collection_called_and_its_output_logged() -> Case:
 @idiom(
     source="torchmetrics docs: MetricTracker of a collection over epochs, best_metric",
     stages=("fit",),
-    xfail="a stand-in row counts in copies of metrics",
 )
 def tracker_over_epochs() -> Case:
     class Module(Scored):
@@ -228,9 +227,7 @@ def bootstrapped_accuracy() -> Case:
     return Case(Module(), graph())
 
 
-@idiom(
-    source="torchmetrics docs: MultioutputWrapper(R2Score)", stages=FIT, xfail="states of other dtypes end the process"
-)
+@idiom(source="torchmetrics docs: MultioutputWrapper(R2Score)", stages=FIT)
 def several_outputs() -> Case:
     return _computed(
         lambda: tmw.MultioutputWrapper(R2Score(), CLASSES),
@@ -299,7 +296,7 @@ def transformed_inputs() -> Case:
 # Aggregations of losses #######################################################
 
 
-@idiom(source="lightning-hydra-template: MeanMetric of the loss", stages=FIT, xfail="ranks weigh alike in MeanMetric")
+@idiom(source="lightning-hydra-template: MeanMetric of the loss", stages=FIT)
 def mean_metric_of_the_loss() -> Case:
     class Module(Net):
         def __init__(self) -> None:
@@ -316,9 +313,7 @@ def mean_metric_of_the_loss() -> Case:
     return Case(Module(), graph())
 
 
-@idiom(
-    source="torchmetrics docs: MeanMetric with the batch's size as weight", stages=FIT, xfail="a stand-in row counts"
-)
+@idiom(source="torchmetrics docs: MeanMetric with the batch's size as weight", stages=FIT)
 def mean_metric_with_weights() -> Case:
     class Module(Net):
         def __init__(self) -> None:
@@ -509,7 +504,6 @@ def metric_called_and_logged() -> Case:
 @idiom(
     source="torchmetrics docs: a metric logged on each step, whose value is of the batch",
     stages=("fit",),
-    xfail="the value of a step is that of a rank",
 )
 def metric_logged_on_steps() -> Case:
     class Module(Scored):
@@ -538,7 +532,6 @@ def functional_accuracy() -> Case:
     source="functional F1 in self.log of the training step",
     refused="train_f1",
     stages=FIT,
-    xfail="logged values are not compared",
 )
 def functional_f1_in_training() -> Case:
     class Module(Scored):
@@ -553,7 +546,6 @@ def functional_f1_in_training() -> Case:
     source="functional AUROC in self.log of the validation step",
     refused="val_auroc",
     stages=FIT,
-    xfail="logged values are not compared",
 )
 def functional_auroc_in_validation() -> Case:
     class Module(Scored):
@@ -568,7 +560,6 @@ def functional_auroc_in_validation() -> Case:
     source="a count logged as it is, without reduce_fx='sum'",
     refused="right",
     stages=FIT,
-    xfail="logged values are not compared",
 )
 def count_logged_as_a_mean() -> Case:
     class Module(Scored):
@@ -601,7 +592,6 @@ def accuracy_by_hand() -> Case:
     source="root mean square error by hand, not a mean over rows",
     refused="rmse",
     stages=FIT,
-    xfail="logged values are not compared",
 )
 def root_of_a_mean() -> Case:
     class Module(Scored):
@@ -615,7 +605,6 @@ def root_of_a_mean() -> Case:
     source="accuracy of each class by hand, a mean over the rows of a class",
     refused="class",
     stages=FIT,
-    xfail="logged values are not compared",
 )
 def accuracy_of_each_class_by_hand() -> Case:
     class Module(Scored):
@@ -630,7 +619,6 @@ def accuracy_of_each_class_by_hand() -> Case:
 @idiom(
     source="metrics kept in a plain dict, computed at the end of the epoch",
     stages=FIT,
-    xfail="a stand-in row counts in metrics that are no submodules",
 )
 def metrics_in_a_dict() -> Case:
     class Module(Scored):
@@ -658,7 +646,6 @@ def metrics_in_a_dict() -> Case:
 @idiom(
     source="a callback with a metric of its own",
     stages=("fit",),
-    xfail="a stand-in row counts in metrics that are no submodules",
 )
 def metric_in_a_callback() -> Case:
     class Scores(L.Callback):
@@ -681,7 +668,6 @@ def metric_in_a_callback() -> Case:
     source="sklearn-style: numpy arrays of all batches in a list, macro F1 of them at the end",
     refused="val_f1",
     stages=FIT,
-    xfail="values logged at the end of an epoch are not compared",
 )
 def f1_of_collected_arrays() -> Case:
     class Module(Scored):

@@ -218,7 +218,7 @@ class LabelsAsInput(Classifier):
         return {"loss": loss, "loss_weight": asked.sum()}
 
 
-@idiom(source="PyG examples/unimp_arxiv.py, with a fixed choice of labels")
+@idiom(source="PyG examples/unimp_arxiv.py, with a fixed choice of labels", lopsided="labelled")
 def unimp() -> Case:
     data = graph()
     data.label_mask = data.train_mask & (torch.arange(80) % 3 != 0)
@@ -294,7 +294,7 @@ def correct_and_smooth() -> Case:
     return Case(Smoothed(nn.MLP([FEATURES, CLASSES])), graph())
 
 
-@idiom(source="PyG examples/label_prop.py", refused="LabelPropagation", stages=("test",))
+@idiom(source="PyG examples/label_prop.py", lopsided="labelled", stages=("test",))
 def label_propagation() -> Case:
     class Propagated(Classifier):
         def forward(self, batch: Any) -> Tensor:

@@ -224,7 +224,6 @@ def backward_by_hand() -> Case:
 
 @idiom(
     source="Lightning migration guide: training_epoch_end becomes on_train_epoch_end, list of outputs",
-    xfail="values logged when the training epoch ends weigh as in validation; the self-check runs no start hooks",
 )
 def outputs_of_training_steps_collected() -> Case:
     class Module(Net):
@@ -288,7 +287,6 @@ def accuracy_of_collected_predictions() -> Case:
 @idiom(
     source="Lightning docs: on_validation_epoch_end, F1 of all predictions by torchmetrics.functional",
     refused="val_f1",
-    xfail="values logged at the end of an epoch are not compared",
 )
 def f1_of_collected_predictions() -> Case:
     class Module(Net):
@@ -352,7 +350,7 @@ def test_hooks() -> Case:
     return Case(Module(), graph())
 
 
-@idiom(source="Lightning docs: on_predict_* hooks", xfail="the self-check runs no start hooks")
+@idiom(source="Lightning docs: on_predict_* hooks")
 def predict_hooks() -> Case:
     class Module(Net):
         def on_predict_start(self) -> None:
@@ -475,7 +473,6 @@ def callbacks_of_the_module() -> Case:
 
 @idiom(
     source="Lightning docs: self.print, self.trainer.num_training_batches, is_global_zero, estimated_stepping_batches",
-    xfail="the self-check knows no estimated_stepping_batches",
 )
 def numbers_of_the_trainer() -> Case:
     class Module(Net):
@@ -498,7 +495,6 @@ def numbers_of_the_trainer() -> Case:
 
 @idiom(
     source="Lightning docs: self.all_gather of predictions in on_validation_epoch_end",
-    xfail="all_gather of unequal rows ends the process",
 )
 def predictions_gathered_from_all_ranks() -> Case:
     class Module(Net):
@@ -518,7 +514,6 @@ def predictions_gathered_from_all_ranks() -> Case:
 @idiom(
     source="Lightning forum: loss averaged over ranks by self.all_gather(loss).mean()",
     refused="all_gather|mean_loss",
-    xfail="the self-check has no all_gather",
 )
 def mean_over_ranks_by_all_gather() -> Case:
     class Module(Net):

@@ -62,9 +62,7 @@ def accumulation_by_hand() -> Case:
     return Case(Module(), graph(), EPOCHS)
 
 
-@idiom(
-    source="Lightning docs: manual optimization, a scheduler stepped by hand", xfail="the self-check has no schedulers"
-)
+@idiom(source="Lightning docs: manual optimization, a scheduler stepped by hand")
 def scheduler_stepped_by_hand() -> Case:
     class Module(Manual):
         def training_step(self, batch: Any, batch_idx: int) -> None:
@@ -142,7 +140,6 @@ def optimizers_with_closures() -> Case:
 
 @idiom(
     source="SAM (Foret et al.): two forward and backward passes in one step",
-    xfail="the self-check's ranks share parameters",
 )
 def sharpness_aware_minimisation() -> Case:
     class Module(Manual):
@@ -169,7 +166,6 @@ def sharpness_aware_minimisation() -> Case:
 
 @idiom(
     source="multi-task learning: gradient norms of two losses balanced by hand",
-    xfail="the self-check's manual_backward does not sum gradients",
 )
 def two_losses_with_balanced_gradients() -> Case:
     class Module(Manual):
@@ -194,7 +190,6 @@ def two_losses_with_balanced_gradients() -> Case:
 @idiom(
     source="a plain PyTorch loop moved into training_step: loss.backward() in place of manual_backward",
     refused="manual_backward",
-    xfail="refused, but manual_backward is not named",
 )
 def backward_without_lightning() -> Case:
     class Module(Manual):
@@ -255,6 +250,7 @@ def accumulated_batches() -> Case:
 
 @idiom(
     source="PyTorch docs: nn.Embedding(sparse=True) with SparseAdam, rows of nodes looked up by id",
+    refused="'embedding' .* has sparse=True",
     stages=("fit",),
 )
 def sparse_adam() -> Case:
@@ -566,7 +562,6 @@ def weight_norm() -> Case:
 
 @idiom(
     source="PyTorch docs: torch.nn.utils.weight_norm, the older one, of GATConv's linear layer",
-    xfail="the self-check cannot copy the module",
 )
 def older_weight_norm() -> Case:
     module = Net()
@@ -576,7 +571,7 @@ def older_weight_norm() -> Case:
     return Case(module, graph())
 
 
-@idiom(source="PyTorch docs: parametrizations.spectral_norm", xfail="reading a weight's size computes it once more")
+@idiom(source="PyTorch docs: parametrizations.spectral_norm")
 def spectral_norm() -> Case:
     module = Net()
     parametrizations.spectral_norm(module.conv1.lin)
@@ -601,7 +596,7 @@ def own_parametrisation() -> Case:
     return Case(Module(), graph())
 
 
-@idiom(source="PyTorch docs: torch.nn.utils.prune before training", xfail="the self-check cannot copy the module")
+@idiom(source="PyTorch docs: torch.nn.utils.prune before training")
 def pruned_before_training() -> Case:
     module = Net()
     prune.l1_unstructured(module.conv1.lin, "weight", amount=0.3)
