@@ -95,15 +95,24 @@ class SelfChecks(pl.Callback):
         if stages and trainer.state.fn == "fit":
             stages = *stages, *(stage for stage in ("test", "predict") if stage not in stages)
         found: dict[str, int] = {}
+        of_masks = shard.mask_counts.values()
+        lacks = [sum(not each[rank] and any(each) for each in of_masks) for rank in range(len(shard.counts))]
         for stage in stages:
             step, mask = STAGES[stage]
             counts = shard.mask_counts.get(counted_mask(mask, module), shard.counts) if mask else shard.counts
             unused = stage == "validate" and trainer.state.fn == "fit" and trainer.limit_val_batches == 0
             if sum(counts) and not unused and is_overridden(step, module, pl.LightningModule):
-                # Ranks try out steps side by side.
-                enough = [rank for rank, count in enumerate(counts) if 2 * count >= max(counts)]
-                load = Counter(found.values())
-                found[stage] = min(enough, key=lambda rank: (load[rank], -counts[rank], -shard.counts[rank]))
+                # Ranks try out steps side by side; steps may read other masks than their own.
+                found[stage] = min(
+                    (rank for rank, count in enumerate(counts) if count),
+                    key=lambda rank: (
+                        lacks[rank],
+                        2 * counts[rank] < max(counts),
+                        Counter(found.values())[rank],
+                        -counts[rank],
+                        -shard.counts[rank],
+                    ),
+                )
         return found
 
     def _check_on_ranks(
