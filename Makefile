@@ -1,13 +1,13 @@
 # make demo   a PyG model on two processes, on a graph made on the spot
 # make test   linter, type checker and the test suite
-# make corpus programs as strangers write them, and the fuzzer; not part of `make test` yet
+# make test-all  the same, with all programs of strangers in tests/idioms
 # make docs   the site, in build/site; a broken link is an error
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: demo test test-only corpus lint docs clean
+.PHONY: demo test test-all test-only lint docs clean
 
 demo: $(STAMP)
 	$(BIN)/python examples/demo.py
@@ -17,8 +17,8 @@ test: lint test-only
 test-only: $(STAMP)
 	$(BIN)/python -m pytest
 
-corpus: $(STAMP)
-	LIGHTNING_GNN_CORPUS=1 $(BIN)/python -m pytest tests/idioms
+test-all: export LIGHTNING_GNN_TEST_ALL = 1
+test-all: test
 
 lint: $(STAMP)
 	$(BIN)/ruff check .

@@ -7,8 +7,10 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from idioms.fuzz import Fuzzer, Verdict, shrink
-from idioms.grammar import Program, Statement
+import pytest
+
+from idioms.fuzz import BAD, BATCH, Fuzzer, Verdict, shrink
+from idioms.grammar import Program, Statement, draw
 
 
 def program(*statements: tuple[str, str]) -> Program:
@@ -20,6 +22,12 @@ def program(*statements: tuple[str, str]) -> Program:
 
 LOSS = Statement("loss", (("training_step", "loss = F.cross_entropy(out[mask], y[mask])"),))
 CONV = Statement("conv", (("__init__", "self.conv = nn.SAGEConv(8, 8)"), ("forward", "x = self.conv(x, edge_index)")))
+
+
+@pytest.mark.parametrize("first", range(0, 200, BATCH))
+def test_programs_are_exact_or_refused(ranks, first):
+    found = Fuzzer(ranks).judge([draw(seed) for seed in range(first, first + BATCH)])
+    assert [verdict for verdict in found if verdict.outcome in BAD] == []
 
 
 def test_the_fuzzer_sees_what_is_wrong(ranks):
