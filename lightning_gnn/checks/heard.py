@@ -86,6 +86,7 @@ class Heard:
         """Ends the step; returns what to multiply this rank's loss with, see :meth:`GlobalLogs.leave`."""
         if self._logs is None:
             return loss_scale(output, (1,), 0, loss_reduction, lambda own: own.unsqueeze(0))
+        self._logs.check_names()
         return self._logs.leave(output, loss_reduction)
 
     def finish(self, skipped: set[str]) -> None:

@@ -296,8 +296,10 @@ def quiet(model: pl.LightningModule, trainer: QuietTrainer | None) -> pl.Lightni
     return model
 
 
-def run_step(model: pl.LightningModule, name: str, batch: Any) -> Any:
-    """Returns what a step of that name returns, after the module's own hooks on batches."""
-    batch = model.on_after_batch_transfer(model.on_before_batch_transfer(batch, 0), 0)
+def run_step(model: pl.LightningModule, name: str, batch: Any, loader: int = 0) -> Any:
+    """Returns what a step of that name returns, after the module's own hooks on batches; `loader` is its dataloader's number."""
+    batch = model.on_after_batch_transfer(model.on_before_batch_transfer(batch, loader), loader)
     step = getattr(model, name)
+    if loader:
+        return step(batch, 0, loader)
     return step(batch, 0) if is_param_in_hook_signature(step, "batch_idx", min_args=2) else step(batch)

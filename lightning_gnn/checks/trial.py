@@ -10,6 +10,7 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch
+from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 from torch import Tensor
 from torch_geometric.data import Data
 from torch_geometric.nn import MessagePassing
@@ -272,6 +273,7 @@ class Trial:
             )  # upwards: 3.0 stays 3
         counts = shard.mask_counts[self.mask] if self.mask else (1,) * len(shard.counts)
         stand_ins = int(batch[self.mask].sum()) if self.mask in MASKS and not counts[rank] else 0
+        sizes = len(rows.nodes), rows.owned_nodes, len(rows.edges), rows.owned_edges
         known = {len(rows.edges): (rows.num_edges, rows.edges), len(rows.nodes): (rows.num_nodes, rows.nodes)}
         draws = SharedDraws(known, _rows_of_masks(rows, batch), 0, own_draws, self._share_rows, self.constant)
         heard = Heard(model, world)
@@ -282,7 +284,7 @@ class Trial:
         with draws, torch.set_grad_enabled(self.training):
             self._hooks.before(model, batch, world is None, draws)
             model._current_fx_name = self.step
-            heard.enter(counts, stand_ins, (len(rows.nodes), rows.owned_nodes, len(rows.edges), rows.owned_edges))
+            heard.enter(counts, stand_ins, sizes)
             sums = GradientSum(world, model.parameters) if world is not None and self._own_weights else None
             if self._by_hand:
                 backwards = without_optimizers(model, scale_by(None, counts, rank, self._reduction, stand_ins), sums)
@@ -303,6 +305,7 @@ class Trial:
                             sums.after()
             else:
                 recorder.record(f"what {self.step} returns", (self.step,), output, whole_numbers=True)
+                self._run_on_second_loader(model, batch, heard, (counts, stand_ins, sizes), world is None)
             if outputs is not None:
                 outputs.release()
             if world is None and isinstance(model._trainer, QuietTrainer):
@@ -313,6 +316,27 @@ class Trial:
         ran.logged, ran.calls = heard.values, heard.calls
         ran.own_draws, ran.noted_draws = draws.own_draws, draws.noted
         return ran
+
+    def _run_on_second_loader(
+        self, model: pl.LightningModule, batch: Any, heard: Heard, counted: tuple[Any, ...], alone: bool
+    ) -> None:
+        """Runs a step that asks for its dataloader once more, as of the second one; not where that raises on one device."""
+        name = f"{self.step} of the second dataloader"
+        if name in self._skipped or not is_param_in_hook_signature(
+            getattr(model, self.step), "dataloader_idx", explicit=True
+        ):
+            return
+        heard.enter(*counted)
+        model._current_fx_name = self.step
+        try:
+            output = run_step(model, self.step, batch, 1)
+        except Exception:
+            if not alone:
+                raise
+            self._skipped.add(name)
+            output = None
+        heard.leave(output, self._reduction)
+        model._current_fx_name = None
 
     def _counts_rows(self, model: pl.LightningModule) -> bool:
         return self.training and self.mask in MASKS and model.automatic_optimization and self._reduction == "mean"

@@ -340,6 +340,8 @@ class GNNStrategy(ParallelStrategy):
             self._distribute_embeddings(module, shard)
             self._binding = self.bind(self.scheme, module, shard, self.world, self.meter)
             self._in_use.enter_context(graph_in_use(self._binding.context))
+            if self.world_size > 1:
+                self._in_use.enter_context(_without_example(module))
             self._versions = {
                 name: shard.batch[name]._version
                 for name in ("y", *shard.mask_counts)
@@ -793,6 +795,17 @@ class GNNStrategy(ParallelStrategy):
         random_states = state.get("random_states", [])
         if len(random_states) == self.world_size and "common_random_state" in state and self.random is not None:
             self.random.load(state["common_random_state"], random_states[self.global_rank])
+
+
+@contextmanager
+def _without_example(module: pl.LightningModule) -> Iterator[None]:
+    """While open, a module that is bound to its part of the graph has no ``example_input_array``, which is a graph of its own:
+    summaries leave sizes out."""
+    given, module._example_input_array = module._example_input_array, None
+    try:
+        yield
+    finally:
+        module._example_input_array = given
 
 
 def _how_to_start(environment: ClusterEnvironment | None, machines: int, ranks: int) -> str:

@@ -137,6 +137,19 @@ class GlobalLogs:
         weights.leave()
         return scale_by(said, weights.counts, rank, loss_reduction, stand_ins)
 
+    def check_names(self) -> None:
+        """Raises ValueError on all ranks where a step logs other values on some; :meth:`leave` sees it where all log any."""
+        self._check_alike([call.name for call in self._held or []])
+
+    def _check_alike(self, names: Sequence[str]) -> None:
+        everyone = self._world.all_gather_object(list(names))
+        if any(each != everyone[0] for each in everyone):
+            logged = "; ".join(f"rank {rank}: {', '.join(map(repr, each))}" for rank, each in enumerate(everyone))
+            raise ValueError(
+                f"Ranks log different values ({logged}). Call self.log on all ranks alike: it logs the value of the whole graph, "
+                "once. What is rank 0's alone is logged with rank_zero_only=True."
+            )
+
     def _gather_weights(self, own: Tensor) -> Tensor:
         return self._world.all_gather(own.to(self._world.device), "Weights of losses")
 
@@ -251,12 +264,7 @@ class GlobalLogs:
         operation = "Logged values"  # on all ranks alike, whatever they log
         found = self._world.all_gather(first, operation).cpu()
         if bool((found[:, :2, 0] != found[0, :2, 0]).any()):
-            everyone = self._world.all_gather_object(list(names))
-            logged = "; ".join(f"rank {rank}: {', '.join(map(repr, each))}" for rank, each in enumerate(everyone))
-            raise ValueError(
-                f"Ranks log different values ({logged}). Call self.log on all ranks alike: it logs the value of the whole graph, "
-                "once. What is rank 0's alone is logged with rank_zero_only=True."
-            )
+            self._check_alike(names)
         values = found[:, :, 1 : 1 + len(names)]
         if len(names) > _FIRST:
             values = torch.cat([values, self._world.all_gather(own[:, _FIRST:], operation).cpu()], 2)

@@ -112,9 +112,9 @@ class StandInMetrics:
 
     - Many metrics raise on an empty update, so a rank without labelled nodes has a stand-in row in its mask; an update with no
       more rows is skipped there.
-    - A scalar that a ``MeanMetric`` (or ``RunningMean``) is given without a weight is taken for a mean over the rank's labelled
-      rows of the stage's mask. ``MaxMetric``, ``MinMetric`` and ``CatMetric`` take the mean over ranks of such scalars.
-      ``SumMetric`` adds them up.
+    - A scalar that a ``MeanMetric`` or ``SumMetric`` (or a running one) is given without a weight is taken for a mean over the
+      rank's labelled rows of the stage's mask. ``MaxMetric``, ``MinMetric`` and ``CatMetric`` take the mean over ranks of such
+      scalars. Whole numbers are counts to ``SumMetric``, which adds them up.
     - States of ranks that have seen nothing are left out where states are joined: they may have another form.
     - The value of a metric on a batch, where it is logged, is that of all ranks' rows. Others are of the rank's own.
 
@@ -137,7 +137,7 @@ class StandInMetrics:
         self._synced: list[tuple[Metric, bool]] = []
         self._forwards: dict[int, tuple[Tensor, _Forward, int]] = {}
         self._last: dict[int, _Forward] = {}
-        self._means: list[tuple[MeanMetric, Tensor, float]] = []
+        self._means: list[tuple[MeanMetric | SumMetric, Tensor, float]] = []
         self._too_early: tuple[str, list[float]] | None = None
         self._running: dict[int, Running] = {}
         self._counts_all = False
@@ -189,7 +189,10 @@ class StandInMetrics:
             if share != now:  # the step has said what its values weigh
                 running = self._running.get(id(metric))
                 owner, place = (metric, "") if running is None else (running, f"_{_last_place(running)}")
-                for name, more in (("mean_value", value * (now - share)), ("weight", now - share)):
+                more_of = {"mean_value" if isinstance(metric, MeanMetric) else "sum_value": value * (now - share)}
+                if isinstance(metric, MeanMetric):
+                    more_of["weight"] = torch.tensor(now - share)
+                for name, more in more_of.items():
                     setattr(owner, name + place, getattr(owner, name + place) + more)
         self.enter()
 
@@ -257,9 +260,9 @@ class StandInMetrics:
                 _skip(metric)
             else:
                 update(value)
-        elif (
-            isinstance(metric, SumMetric) and self._weights.stand_ins and not _is_larger(value, self._weights.stand_ins)
-        ):
+        elif isinstance(metric, SumMetric) and not float(value).is_integer():
+            self._update_sum(metric, update, value)
+        elif isinstance(metric, SumMetric) and abs(float(value)) <= self._weights.stand_ins:
             _skip(metric)
         else:
             update(*args, **options)
@@ -280,6 +283,15 @@ class StandInMetrics:
         if share:
             # So that all ranks' together weigh 1, as the value of one device does.
             update(value, share)
+        else:
+            _skip(metric)
+
+    def _update_sum(self, metric: SumMetric, update: Callable[..., Any], value: Any) -> None:
+        share = self._weights.share
+        if self._weights.in_step:
+            self._means.append((metric, torch.as_tensor(value).detach(), share))
+        if share:
+            update(value * share)
         else:
             _skip(metric)
 
@@ -403,11 +415,6 @@ def _own_update(metric: Metric) -> Callable[..., Any]:
 
 def _is_scalar(value: Any) -> bool:
     return isinstance(value, Number) or (isinstance(value, Tensor) and value.dim() == 0)
-
-
-def _is_larger(value: Any, stand_ins: int) -> bool:
-    """Returns whether a sum is a count of more rows than stand in."""
-    return float(value).is_integer() and abs(float(value)) > stand_ins
 
 
 def _skip(metric: Metric) -> None:

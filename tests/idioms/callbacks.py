@@ -273,7 +273,6 @@ def tqdm_progress_bar() -> Case:
 @idiom(
     source="Lightning docs: RichProgressBar and RichModelSummary",
     stages=("fit",),
-    xfail="the summary runs the bound model",
 )
 def rich_progress_bar_and_summary() -> Case:
     class Module(Quick):

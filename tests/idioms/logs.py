@@ -136,7 +136,6 @@ def logged_on_rank_zero_only() -> Case:
     source="DDP habit: if self.trainer.is_global_zero: self.log(...)",
     refused="train_loss",
     stages=FIT,
-    xfail="ranks that log other values end the process",
 )
 def logged_if_global_zero() -> Case:
     def how(module: Any, name: str, loss: Tensor, rows: int) -> None:
@@ -193,7 +192,6 @@ def values_of_some_epochs() -> Case:
     source="a value logged under a condition that data decides, which may be so on one rank only",
     refused="loss_in_a_class",
     stages=FIT,
-    xfail="ranks that log other values are not told so",
 )
 def values_logged_where_data_say_so() -> Case:
     class Module(Net):
@@ -273,9 +271,8 @@ def logger_called_by_hand() -> Case:
 
 @idiom(
     source="TensorBoard habit: the step's own loss given to the logger",
-    refused="log_metrics",
+    refused="to self.logger",
     stages=("fit",),
-    xfail="values given to loggers are not compared",
 )
 def rank_values_given_to_the_logger() -> Case:
     class Module(Net):

@@ -243,7 +243,6 @@ def root_of_the_loss() -> Case:
     source="PyG examples: test() gives the accuracy of all three masks",
     refused="train_acc|val_acc",
     stages=("test",),
-    xfail="logged values are not compared",
 )
 def accuracy_of_all_masks() -> Case:
     class Module(Net):
@@ -269,9 +268,7 @@ def accuracy_of_all_masks_with_batch_size() -> Case:
 
 @idiom(
     source="Lightning with PyG: batch_size=1 given to self.log, one graph for each batch",
-    refused="train_loss",
     stages=FIT,
-    xfail="logged values are not compared",
 )
 def batch_size_of_one_graph() -> Case:
     class Module(Net):
@@ -317,7 +314,6 @@ class _TwoLoaders(GraphDataModule):
     source="Lightning docs: several validation loaders, dataloader_idx",
     refused="other",
     stages=("fit",),
-    xfail="logged values are not compared",
 )
 def two_validation_loaders() -> Case:
     class Module(Net):

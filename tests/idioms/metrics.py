@@ -144,9 +144,7 @@ def collection_of_metrics() -> Case:
 
 @idiom(
     source="torchmetrics docs: output = self.train_metrics(y_hat, y); self.log_dict(output), values of a batch",
-    refused="F1|ean over ranks",
     stages=FIT,
-    xfail="logged values are not compared",
 )
 def collection_called_and_its_output_logged() -> Case:
     class Module(Scored):
@@ -334,7 +332,6 @@ def mean_metric_with_weights() -> Case:
 @idiom(
     source="torchmetrics docs: Sum, Min, Max, RunningMean and RunningSum of the loss",
     stages=("fit",),
-    xfail="ranks add up in SumMetric",
 )
 def aggregations_of_the_loss() -> Case:
     class Module(Net):
