@@ -90,8 +90,8 @@ def _message(named: tuple[str, Tensor], rank: int, difference: float, count: int
         causes = (
             "A step may have drawn random numbers for it: inside a step, torch's random numbers are each rank's own. Draw them "
             "in a hook, such as on_train_batch_end, or with a torch.Generator that is seeded alike on all ranks. Or its gradient "
-            "was not summed: manual optimisation needs self.manual_backward(loss), not loss.backward(). Or a hook has used a value "
-            "of this rank's rows, such as its loss: on_train_batch_end has that of all ranks in outputs['loss']."
+            "was not summed: manual optimisation needs self.manual_backward(loss), not loss.backward(). Or a hook has used a "
+            "value of this rank's rows, such as its loss: on_train_batch_end has that of all ranks in outputs['loss']."
         )
     else:
         kind = "buffer"
