@@ -79,7 +79,7 @@ class SharedDraws(TorchFunctionMode):
         self._seed, self._own, self._count = seed, own, 0
         self._function, self._is_own, self._is_seeded = "", False, False
         self._seeded = torch.initial_seed()
-        self._generators: dict[torch.Generator, torch.Generator] = {}
+        self._generators: dict[torch.Generator | int, torch.Generator] = {}
         self.own_draws: list[str] = []
         self.noted: list[Draw] = []
 
@@ -97,7 +97,7 @@ class SharedDraws(TorchFunctionMode):
         # Outside steps all ranks draw the same numbers anyhow; and those that are threads share torch's stream.
         self._is_seeded = generator is not None or (torch.initial_seed() != self._seeded and not self.outside)
         if self._is_seeded:
-            result = func(*args, **(kwargs if generator is None else {**kwargs, "generator": self._copy(generator)}))
+            result = self._seeded_draw(func, args, kwargs, generator)
             if self._is_own and not self._share_rows:  # as it will be on ranks
                 if any(size in self._known and size not in self._of_whole for size in result.shape):
                     self.own_draws.append(f"{self._function} {list(result.shape)}")
@@ -119,12 +119,19 @@ class SharedDraws(TorchFunctionMode):
         """Whether the draw that is at work may be for all nodes or edges of the whole graph, and the same on all ranks."""
         return self._is_seeded and self.sizes == {*self._of_whole}
 
-    def _copy(self, generator: torch.Generator) -> torch.Generator:
-        """Returns one that goes on from the same state; the user's stays where it is, for all ranks."""
-        if generator not in self._generators:
-            self._generators[generator] = torch.Generator(generator.device)
-            self._generators[generator].set_state(generator.get_state())
-        return self._generators[generator]
+    def _seeded_draw(self, func: Any, args: Any, kwargs: Any, generator: torch.Generator | None) -> Any:
+        """Returns what a generator draws that goes on from the state of the user's, which stays where it is, for all ranks."""
+        key = torch.initial_seed() if generator is None else generator
+        if key not in self._generators:
+            self._generators[key] = torch.Generator("cpu" if generator is None else generator.device)
+            if generator is None:  # torch's own, which ranks that are threads share
+                self._generators[key].manual_seed(torch.initial_seed())
+            else:
+                self._generators[key].set_state(generator.get_state())
+        try:
+            return func(*args, **{**kwargs, "generator": self._generators[key]})
+        except TypeError:  # it takes none
+            return func(*args, **kwargs)
 
     def note(self, shape: Sequence[int], chooses: bool = False) -> None:
         """Notes a draw of the function that is at work."""

@@ -20,19 +20,19 @@ def known_edges(data: GraphDataModule, edges: Tensor, others: Tensor, typed: boo
 
     Args:
         data: the graph.
-        edges: original ids of edges into nodes that this rank owns, int64 ``[n]``.
+        edges: original ids of edges, int64 ``[n]``.
         others: original ids of nodes, int64 ``[n, K]``.
         typed: (s, t') is to have the same ``edge_type``.
     """
     num_nodes = sum(data.shard.counts)
-    order = edges.argsort()
-    source, kind = torch.zeros_like(edges), torch.zeros_like(edges)
+    asked, each = edges.unique(return_inverse=True)
+    source, kind = torch.zeros_like(asked), torch.zeros_like(asked)
     for e_id, ends, types in _parts(data, typed):
         # Each edge lies in one part.
-        place = torch.searchsorted(edges[order], e_id).clamp(max=max(0, len(edges) - 1))
-        found = edges[order][place] == e_id if len(edges) else torch.zeros_like(e_id, dtype=torch.bool)
-        source[order[place[found]]], kind[order[place[found]]] = ends[0, found], types[found]
-    wanted = _keys(source.unsqueeze(1), others, kind.unsqueeze(1), num_nodes)
+        place = torch.searchsorted(asked, e_id).clamp(max=max(0, len(asked) - 1))
+        found = asked[place] == e_id if len(asked) else torch.zeros_like(e_id, dtype=torch.bool)
+        source[place[found]], kind[place[found]] = ends[0, found], types[found]
+    wanted = _keys(source[each].unsqueeze(1), others, kind[each].unsqueeze(1), num_nodes)
     known = torch.zeros_like(others, dtype=torch.bool)
     for _, ends, types in _parts(data, typed):
         known |= torch.isin(wanted, _keys(ends[0], ends[1], types, num_nodes))
