@@ -19,6 +19,7 @@ from torchmetrics.classification import MulticlassAccuracy, MulticlassAUROC, Mul
 
 from lightning_gnn import CommNet, DGCLStrategy, GraphDataModule, NodeClassifier
 from lightning_gnn.comm.group import World
+from lightning_gnn.strategies import self_checks
 
 CLASSES, FEATURES = 5, 12
 
@@ -232,6 +233,16 @@ class Recorder(L.Callback):
                 if not k.startswith(("comm/", "cache/", "codec/", "sampling/", "throughput/", "check/"))
             }
         )
+
+
+@contextmanager
+def checked_later() -> Iterator[None]:
+    """Inside, steps are checked in later epochs as well, which else are checked only where that is quick."""
+    before, self_checks.SHORT_S = self_checks.SHORT_S, 60.0
+    try:
+        yield
+    finally:
+        self_checks.SHORT_S = before
 
 
 def quiet_trainer(strategy: Any, devices: int, **options: Any) -> L.Trainer:

@@ -10,13 +10,12 @@ import lightning as L
 import pytest
 import torch
 import torch.nn.functional as F
-from common import CLASSES, FEATURES, UserModule, awkward_graph, build, quiet_trainer
+from common import CLASSES, FEATURES, UserModule, awkward_graph, build, checked_later, quiet_trainer
 from conftest import RankFailed
 from torch_geometric.data import Data
 from torch_geometric.nn import GCNConv
 
 from lightning_gnn import DGCLStrategy, GraphDataModule
-from lightning_gnn.strategies import self_checks
 
 NUM_NODES = 300
 
@@ -44,7 +43,6 @@ def fit(
     **options: Any,
 ) -> dict[str, Any]:
     """Returns what a run logs and says; module and callbacks are made on the rank."""
-    self_checks.SHORT_S = 60.0  # checks of later epochs are few and short, on a busy machine too
     torch.manual_seed(0)
     module = kind(*args)
     trainer = quiet_trainer(
@@ -53,7 +51,8 @@ def fit(
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         part = partition() if world_size == 2 else "metis"
-        getattr(trainer, stage)(module, datamodule=GraphDataModule(graph(), partition=part))
+        with checked_later():
+            getattr(trainer, stage)(module, datamodule=GraphDataModule(graph(), partition=part))
     return {
         "logged": {name: float(value) for name, value in trainer.callback_metrics.items()},
         "said": [str(each.message) for each in caught],

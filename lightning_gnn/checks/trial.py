@@ -168,7 +168,9 @@ class Trial:
             steps: of which the last one is recorded; between two of them Adam steps, with a learning rate of `LR`.
         """
         shard = whole_graph(self._graph.clone())  # which the step may change in place
-        with self._weights_kept(), kept_random_state(), _default_dtype(self._dtype):
+        # Later in training the strategy's own graph is in use, in this thread, too.
+        alone = graph_in_use(None, this_thread_only=True)
+        with self._weights_kept(), kept_random_state(), _default_dtype(self._dtype), alone:
             [model] = self._copies(1)
             return self._outcome([self._run(model, shard, None, Recorder(model), own_draws, None, steps)], model)
 
