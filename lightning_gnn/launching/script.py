@@ -149,7 +149,6 @@ class ScriptLauncher(_Launcher):
         size = strategy.num_processes * strategy.num_nodes
         variables = {
             "MASTER_ADDR": environment.main_address,
-            "MASTER_PORT": str(environment.main_port),
             "NODE_RANK": str(environment.node_rank()),
             "LOCAL_RANK": str(environment.local_rank()),
             "WORLD_SIZE": str(size),
@@ -180,7 +179,9 @@ class ScriptLauncher(_Launcher):
                 supervisor.children.append(Child(rank, process.pid, process.poll, reader, door))
             check()
             supervisor.survives_lost_ranks = strategy.scheme.survives_lost_ranks
-            changed = {name: value for name, value in os.environ.items() if before.get(name) != value}
+            variables["MASTER_PORT"] = str(environment.main_port)  # no earlier: it is free until somebody takes it
+            now = {**os.environ, "MASTER_PORT": variables["MASTER_PORT"]}
+            changed = {name: value for name, value in now.items() if before.get(name) != value}
             supervisor.let_in((changed, hears_interrupts()), max(IMPORT_S, strategy.timeout.total_seconds()))
         except BaseException:
             supervisor.end(grace=0.0)
