@@ -122,13 +122,12 @@ def small_graph(
 
 def _of_rows(values: Tensor, rows: Tensor) -> Tensor:
     """Returns these rows; each time that one is there again it is smaller by a few percent, if its values are real numbers."""
-    found = values[rows]
-    if not values.is_floating_point() or len(values[:_POOL].unique()) <= _VALUES:
-        return found
-    order = rows.argsort(stable=True)
+    found, order = values[rows], rows.argsort(stable=True)
     begins = torch.searchsorted(rows[order], rows[order])
     times = torch.empty_like(rows)
     times[order] = torch.arange(len(rows)) - begins
+    if not values.is_floating_point() or not times.any() or len(found[:_VALUES].unique()) <= _VALUES:
+        return found
     return found * (1 - 0.03 * times.clamp(max=10)).to(found.dtype).view(-1, *[1] * (found.dim() - 1))
 
 
