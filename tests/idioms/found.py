@@ -1,0 +1,64 @@
+"""What the fuzzer has found to be silently wrong, or refused though it is exact."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from idioms.harness import Case, graph
+from idioms.plain import Net, idiom
+
+
+@idiom(source="fuzzer: nodes mixed only while the Trainer is validating", refused="differs", stages=("fit",))
+def mixes_while_validating() -> Case:
+    class Module(Net):
+        def forward(self, x: Tensor, edge_index: Tensor) -> Tensor:
+            return super().forward(x / len(x) if self.trainer.validating else x, edge_index)
+
+    return Case(Module(), graph())
+
+
+@idiom(source="fuzzer: places of nodes among all, predicted as integers", refused="predict_step", stages=("predict",))
+def order_of_nodes_predicted() -> Case:
+    class Module(Net):
+        def predict_step(self, batch: Any, batch_idx: int) -> Tensor:
+            return self(batch.x, batch.edge_index).argsort(0)
+
+    return Case(Module(), graph())
+
+
+@idiom(source="fuzzer: a layer made anew in an epoch hook, of random numbers")
+def layer_drawn_anew_in_a_hook() -> Case:
+    class Module(Net):
+        def __init__(self) -> None:
+            super().__init__()
+            self.head = torch.nn.Linear(5, 5)
+
+        def forward(self, x: Tensor, edge_index: Tensor) -> Tensor:
+            return self.head(super().forward(x, edge_index))
+
+        def on_train_epoch_start(self) -> None:
+            if self.current_epoch == 1:
+                self.head.reset_parameters()
+
+    return Case(Module(), graph())
+
+
+@idiom(
+    source="fuzzer: labels of training nodes as inputs from the second step on",
+    lopsided="does not give the numbers of one device",
+    stages=("fit",),
+)
+def labels_fed_later() -> Case:
+    class Module(Net):
+        def shared_step(self, batch: Any, mask: Tensor, stage: str) -> Tensor:
+            known = batch.train_mask if self.global_step else torch.zeros_like(batch.train_mask)
+            x = batch.x + F.one_hot(batch.y, batch.x.size(1)) * known.unsqueeze(1)
+            loss = F.cross_entropy(self(x, batch.edge_index)[mask], batch.y[mask])
+            self.log(f"{stage}_loss", loss)
+            return loss
+
+    return Case(Module(), graph())
