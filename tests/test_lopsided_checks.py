@@ -15,7 +15,7 @@ from common import CLASSES, UserModule, awkward_graph, build
 from test_self_check import Model, any_trainer, shard, verdict
 from torch import Tensor
 from torch_geometric.data import Data
-from torchmetrics.classification import MulticlassAUROC, MulticlassF1Score
+from torchmetrics.classification import MulticlassAccuracy, MulticlassAUROC, MulticlassF1Score
 from torchmetrics.functional.classification import multiclass_auroc, multiclass_f1_score
 
 from lightning_gnn import fetch_rows, mean_over_ranks, num_nodes
@@ -453,6 +453,30 @@ def test_a_step_may_ask_which_stage_it_is_in(mixes):
     for name, stage in stages.items():
         found = check(MixesWhere(mixes), stage, part_of(0), trainer=any_trainer())
         assert (found.problem is not None) == (name == mixes), (name, found)
+
+
+class Remembers(UserModule):
+    """Its metric is of several epochs."""
+
+    def __init__(self) -> None:
+        super().__init__(build("gcn"))
+        self.accuracy = MulticlassAccuracy(CLASSES, average="micro")
+
+    def training_step(self, batch, batch_idx):
+        rows = batch.train_mask & (batch.y >= 0)
+        out = self.model(batch.x, batch.edge_index)[rows]
+        self.accuracy.update(out, batch.y[rows])
+        return F.cross_entropy(out, batch.y[rows])
+
+    def on_train_epoch_end(self):
+        self.log("accuracy", self.accuracy.compute())
+
+
+def test_metrics_have_seen_nothing_in_the_check():
+    module = Remembers()
+    module.accuracy.update(torch.tensor([0, 1, 1]), torch.tensor([0, 1, 2]))
+    assert verdict(check(module, batch=part_of(0), trainer=any_trainer())) == (None, None, None)
+    assert module.accuracy.compute() == pytest.approx(2 / 3)
 
 
 class LogsAClock(UserModule):

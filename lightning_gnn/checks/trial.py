@@ -31,6 +31,7 @@ from lightning_gnn.nn.context import GraphContext
 from lightning_gnn.nn.helpers import graph_in_use
 from lightning_gnn.nn.loss import scale_by
 from lightning_gnn.strategies.gradients import GradientSum
+from lightning_gnn.strategies.metrics import metrics_in
 
 Bind = Callable[[torch.nn.Module, Shard, World], Binding]
 
@@ -147,6 +148,8 @@ class Trial:
         if dtype is not None:
             self._module.to(dtype)
             self._graph.apply(lambda tensor: tensor.to(dtype) if tensor.is_floating_point() else tensor)
+        for metric in metrics_in([self._module]):
+            metric.reset()  # of what it has seen in training, each rank has seen a part
         if not self.training:
             self._module.eval()
         for child in self._module.modules():

@@ -143,7 +143,7 @@ class StandInMetrics:
         self._counts_all = False
         if world.size == 1:
             return
-        for metric in _metrics_in([module, *callbacks]):
+        for metric in metrics_in([module, *callbacks]):
             if isinstance(metric, BootStrapper) and metric.sampling_strategy == "multinomial":
                 self.release()
                 raise ValueError(
@@ -465,7 +465,7 @@ def _equal_states(first: Metric, second: Metric) -> bool:
     return not _is_new(first) and MetricCollection._equal_metric_states(first, second)
 
 
-def _metrics_in(roots: Sequence[Any]) -> Iterator[Any]:
+def metrics_in(roots: Sequence[Any]) -> Iterator[Any]:
     """Yields the metrics and collections of modules and callbacks, each once: parts, and what they keep in lists and objects."""
     seen: set[int] = set()
     waiting = list(reversed(roots))
