@@ -230,6 +230,15 @@ class _Idle:
         return getattr(self._given, name)
 
 
+def backward(loss: Tensor, sums: GradientSum | None, *args: Any, **kwargs: Any) -> None:
+    """Runs a backward, and sums gradients over ranks if they are to be."""
+    if sums is not None:
+        sums.before()
+    loss.backward(*args, **kwargs)
+    if sums is not None:
+        sums.after()
+
+
 def without_optimizers(model: pl.LightningModule, scale: float, sums: GradientSum | None) -> Callable[[], int]:
     """Lets a step with manual optimisation add to gradients only; returns what counts its calls of ``manual_backward``.
 
@@ -254,11 +263,7 @@ def without_optimizers(model: pl.LightningModule, scale: float, sums: GradientSu
     def manual_backward(loss: Tensor, *args: Any, **kwargs: Any) -> None:
         nonlocal calls
         calls += 1
-        if sums is not None:
-            sums.before()
-        (loss * scale).backward(*args, **kwargs)
-        if sums is not None:
-            sums.after()
+        backward(loss * scale, sums, *args, **kwargs)
 
     replaced: dict[str, Callable[..., Any]] = {
         "optimizers": lambda *_, **__: optimizers[0] if len(optimizers) == 1 else optimizers,

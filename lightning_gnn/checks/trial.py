@@ -20,7 +20,7 @@ from lightning_gnn.checks.heard import Heard, Logged
 from lightning_gnn.checks.hooks import Hooks
 from lightning_gnn.checks.output_rows import OutputRows
 from lightning_gnn.checks.record import Event, Recorder, Rows
-from lightning_gnn.checks.stand_ins import QuietTrainer, copied, quiet, run_step, without_optimizers
+from lightning_gnn.checks.stand_ins import QuietTrainer, backward, copied, quiet, run_step, without_optimizers
 from lightning_gnn.comm.group import CommunicationError, World
 from lightning_gnn.comm.in_process import InProcessWorld, Meeting, kept_random_state
 from lightning_gnn.datamodules.shards import Shard, whole_graph
@@ -303,11 +303,7 @@ class Trial:
                     if model.automatic_optimization and loss.requires_grad:
                         found = None if outputs is None else outputs.of(loss)
                         ran.found_rows = None if found is None else max(0, int(found.sum()) - stand_ins)
-                        if sums is not None:
-                            sums.before()
-                        (loss * ran.scale).backward()
-                        if sums is not None:
-                            sums.after()
+                        backward(loss * ran.scale, sums)
             else:
                 recorder.record(f"what {self.step} returns", (self.step,), output, whole_numbers=True)
                 self._run_on_second_loader(model, batch, heard, (counts, stand_ins, sizes), world is None)

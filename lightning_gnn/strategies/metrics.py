@@ -189,10 +189,11 @@ class StandInMetrics:
             if share != now:  # the step has said what its values weigh
                 running = self._running.get(id(metric))
                 owner, place = (metric, "") if running is None else (running, f"_{_last_place(running)}")
-                more_of = {"mean_value" if isinstance(metric, MeanMetric) else "sum_value": value * (now - share)}
-                if isinstance(metric, MeanMetric):
-                    more_of["weight"] = torch.tensor(now - share)
-                for name, more in more_of.items():
+                # A number, not a tensor of the default dtype, for metrics in float64.
+                more_of = (("mean_value", value * (now - share)), ("weight", now - share))
+                for name, more in (
+                    more_of if isinstance(metric, MeanMetric) else (("sum_value", value * (now - share)),)
+                ):
                     setattr(owner, name + place, getattr(owner, name + place) + more)
         self.enter()
 
