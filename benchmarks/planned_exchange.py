@@ -33,7 +33,7 @@ import numpy as np
 import torch
 from common import SHARED, report
 
-from lightning_gnn.comm.exchange import HaloExchange, RowExchange
+from lightning_gnn.comm.exchange import HaloExchange, Exchange
 from lightning_gnn.comm.group import World
 from lightning_gnn.comm.planned import PlannedExchange
 from lightning_gnn.comm.traffic import Meter
@@ -215,7 +215,7 @@ class Rank:
         self.halo = torch.from_numpy(ids[self.halos[world.rank]]).float()[:, None]
         self.readers = torch.from_numpy(readers[own]).float()[:, None]
 
-    def forward(self, exchange: RowExchange, columns: int) -> float:
+    def forward(self, exchange: Exchange, columns: int) -> float:
         """Returns the seconds of one graph allgather."""
         x, halo = self.own.repeat(1, columns), torch.empty(len(self.halo), columns)
 
@@ -230,7 +230,7 @@ class Rank:
             lambda: bool((halo == self.halo).all()),
         )
 
-    def backward(self, exchange: RowExchange, columns: int) -> float:
+    def backward(self, exchange: Exchange, columns: int) -> float:
         """Returns the seconds of its transpose, which adds up gradients at home: here one for each reader."""
         grad, halo_grad = torch.empty(len(self.own), columns), torch.ones(len(self.halo), columns)
 

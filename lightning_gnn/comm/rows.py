@@ -18,8 +18,8 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from lightning_gnn.comm.exchange import during_exchange, start_counted
-from lightning_gnn.comm.group import World
+from lightning_gnn.comm.exchange import counted, during_exchange, starting
+from lightning_gnn.comm.group import Call, Direction, World
 from lightning_gnn.comm.traffic import Meter, Traffic
 
 
@@ -135,16 +135,17 @@ class AnyRows:
         return out
 
     def _start(
-        self, sends: list[tuple[int, Tensor]], receives: list[tuple[int, Tensor]], layer: str, direction: str
+        self, sends: list[tuple[int, Tensor]], receives: list[tuple[int, Tensor]], layer: str, direction: Direction
     ) -> Callable[[], None]:
         began, wire = time.perf_counter(), self._world.wire
         sends = [(peer, rows) for peer, rows in sends if rows.numel()]
         receives = [(peer, rows) for peer, rows in receives if rows.numel()]
         sent = ((peer, wire.message_bytes(rows)) for peer, rows in sends)
         traffic = Traffic.of(sent, sum(len(rows) for _, rows in sends))
-        return start_counted(
-            lambda: wire.start_each(sends, receives), traffic, began, self._world, self._meter, layer, direction
-        )
+        call = Call(layer, direction=direction)
+        with starting(self._world, self._meter, call, traffic, began):
+            wait = wire.start_each(sends, receives)
+        return counted(wait, self._world, self._meter, call, traffic)
 
 
 class _Fetch(torch.autograd.Function):

@@ -109,7 +109,7 @@ def _transformer(kind: Any, context: GraphContext, layer: str) -> Forward:
         products = pair_products(csr, keys, edges.targets(query))
         shares = edge_softmax(csr, products / math.sqrt(self.out_channels), edges.across)
         kept = F.dropout(shares, p=self.dropout, training=self.training)
-        out = edges.home(weighted_sums(csr, values, kept))
+        out = edges.reduce(weighted_sums(csr, values, kept))
         out = out.flatten(1) if self.concat else out.mean(dim=1)
         if self.root_weight:
             skipped = self.lin_skip(target)
@@ -162,7 +162,7 @@ def _finished(
 ) -> Any:
     """What both GATs do once they have scores."""
     shares = F.dropout(edge_softmax(edges.csr, scores, edges.across), p=conv.dropout, training=conv.training)
-    out = edges.home(weighted_sums(edges.csr, rows, shares))
+    out = edges.reduce(weighted_sums(edges.csr, rows, shares))
     out = out.flatten(1) if conv.concat else out.mean(dim=1)
     if getattr(conv, "res", None) is not None:
         out = out + conv.res(target)

@@ -33,7 +33,7 @@ from lightning_gnn.callbacks.loggers import log_config, log_files, uploads
 from lightning_gnn.checkpoints import WholeCheckpointIO
 from lightning_gnn.checks.footprint import memory_of
 from lightning_gnn.comm.codec import CodecName, make_codec
-from lightning_gnn.comm.group import World, wait_for_all
+from lightning_gnn.comm.group import Step, World, wait_for_all
 from lightning_gnn.comm.owners import Owners
 from lightning_gnn.comm.progress import here
 from lightning_gnn.comm.replicas import Replicas
@@ -612,7 +612,9 @@ class GNNStrategy(ParallelStrategy):
         self.world.watch.place = f"{stage} step {self._places[stage]}"
         self._now_in("forward" if stage == "training" else stage)
         if self._binding is not None:  # none where a step takes its batch as it is
-            self._binding.context.begin_step()
+            phase: Any = {"training": "train", "prediction": "predict"}.get(stage, stage)
+            epoch = self.lightning_module.trainer.current_epoch if self.lightning_module is not None else 0
+            self._binding.context.begin_step(Step(phase, epoch, self._places[stage] - 1))
 
     def _now_in(self, phase: str) -> None:
         """Notes where this rank is, for those that ask once it has ended."""
@@ -655,7 +657,7 @@ class GNNStrategy(ParallelStrategy):
         """Rows may travel approximately while this is open, except in the last epoch: what it learns is exact."""
         assert self.lightning_module is not None
         trainer = self.lightning_module.trainer
-        return self.world.wire.coding(trainer.current_epoch + 1 != trainer.max_epochs)
+        return self.world.wire.encoding(trainer.current_epoch + 1 != trainer.max_epochs)
 
     def _offloading(self, batch: Any) -> AbstractContextManager[Any]:
         """What layers leave for the backward lies on the host, where the strategy has it so."""

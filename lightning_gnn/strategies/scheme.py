@@ -10,7 +10,9 @@ from typing import TYPE_CHECKING, Any
 import lightning.pytorch as pl
 import torch
 
+from lightning_gnn.comm.exchange import Exchange
 from lightning_gnn.comm.group import World
+from lightning_gnn.comm.rows import AnyRows
 from lightning_gnn.comm.traffic import Meter
 from lightning_gnn.datamodules.shards import Shard
 from lightning_gnn.nn.bind import Binding
@@ -23,14 +25,16 @@ if TYPE_CHECKING:
 
 
 class Scheme(ABC):
-    """A communication scheme: the layout that it needs, and what layers know of a rank's shard.
+    """A communication scheme: who holds what, how rows get there, and what it is not exact in.
 
     Attributes:
+        keep_constant: keep what layers make of the graph's own features alone, which is the same in every step.
         survives_lost_ranks: the other ranks may go on when one has failed.
         takes_no_codec: why rows cannot be encoded; empty if they can.
         keeps_layers: why what layers keep is neither made again nor moved to the host; empty if it can be.
     """
 
+    keep_constant = True
     survives_lost_ranks = False
     takes_no_codec = ""
     keeps_layers = ""
@@ -50,11 +54,21 @@ class Scheme(ABC):
         """
 
     @abstractmethod
-    def context(self, shard: Shard, world: World, meter: Meter) -> GraphContext:
-        """Returns what bound layers know of this rank's `shard`, whose tensors are on the rank's device; runs on every rank.
+    def exchange(self, shard: Shard, world: World, meter: Meter) -> Exchange:
+        """Returns how rows get to and from this rank, whose `shard` has its tensors on the rank's device; runs on every rank.
 
         Of a module that reads out-edges it is asked twice, the first time for the graph whose edges go the other way.
         """
+
+    def context(self, shard: Shard, world: World, meter: Meter) -> GraphContext:
+        """Returns what bound layers know of this rank; runs on every rank."""
+        exchange, batch = self.exchange(shard, world, meter), shard.batch
+        node_ids = None
+        if exchange.make_matrix is not None:
+            node_ids = torch.from_numpy(shard.node_ids(world.rank)).to(world.device)
+        rows = AnyRows(shard.n_id, shard.counts, world, meter)
+        kept_widths = 4 if self.keep_constant else 0
+        return GraphContext(exchange, batch.x, batch.edge_index, batch.get("edge_weight"), kept_widths, rows, node_ids)
 
     def bind(self, module: torch.nn.Module, shard: Shard, world: World, meter: Meter) -> Binding:
         """Binds `module` to this rank's `shard`; runs on every rank."""
