@@ -105,7 +105,12 @@ class Exchange(ABC):
         make_matrix: makes the matrix by which a sum over edges is a product over ranks, of the entries of this rank's rows;
             communicates. None where a rank adds up its own nodes' edges.
         make_attended: the same for edges that are attended over, or whose extremes are taken.
+        present: which halo rows come in this step, bool ``[H]``; None for all. Layers leave the edges of the others out, whose
+            rows are 0, and multiply the sums of those that come by `scale`.
     """
+
+    present: Tensor | None = None
+    scale = 1.0
 
     def __init__(self, num_owned: int, num_halo: int, world: World, meter: Meter, idle: bool = False) -> None:
         self.num_owned, self.num_halo, self.idle = num_owned, num_halo, idle
@@ -142,6 +147,14 @@ class Exchange(ABC):
 
     def begin_step(self, step: Step) -> None:  # noqa: B027 (most need not know)
         """Is told which step begins, before anything of it travels."""
+
+    def drain(self) -> None:  # noqa: B027
+        """Waits for all that is under way: before evaluation and checkpoints, and at the end of a run."""
+
+    @property
+    def approximate(self) -> bool:
+        """Whether rows may be approximate now: in training, but not in its last epoch, nor for what is kept."""
+        return self.world.wire.encodes
 
     def state_dict(self) -> dict[str, Any]:
         """Returns what a checkpoint keeps of this rank's exchange: plain values and tensors."""

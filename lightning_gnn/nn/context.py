@@ -20,7 +20,7 @@ from lightning_gnn.comm.group import Step
 from lightning_gnn.comm.matrix import Matrix, SparseMatrix, Triples
 from lightning_gnn.comm.rows import AnyRows
 from lightning_gnn.kernels import CSR
-from lightning_gnn.kernels.attention import Across
+from lightning_gnn.kernels.attention import Across, edge_softmax
 from lightning_gnn.nn.commnet import without_self_loops
 from lightning_gnn.nn.edges import SplitEdges, SplitWeights, StatisticsOfRows, Sum, SumOfRows
 from lightning_gnn.nn.kept import Kept
@@ -40,6 +40,7 @@ class Attended:
 
     Attributes:
         csr: rows are targets, columns sources; of this rank.
+        missing: edges whose source does not come in this step, bool ``[E]`` in slot order; None for none.
         sources: from owned rows to those of the columns, differentiable; of several tensors, in the messages of one.
         targets: from owned rows to those of the rows, differentiable.
         reduce: from partial sums of the rows to sums of owned rows, differentiable.
@@ -51,6 +52,13 @@ class Attended:
     targets: Callable[[Tensor], Tensor]
     reduce: Callable[[Tensor], Tensor]
     across: Across | None = None
+    missing: Tensor | None = None
+
+    def softmax(self, scores: Tensor) -> Tensor:
+        """Returns the softmax of each row's scores, ``[E, H]``."""
+        if self.missing is not None:
+            scores = scores.masked_fill(self.missing.unsqueeze(1), torch.finfo(scores.dtype).min)
+        return edge_softmax(self.csr, scores, self.across)
 
 
 def _as_it_is(x: Tensor) -> Tensor:
@@ -132,6 +140,8 @@ class GraphContext:
             if context is not None:
                 context.propagations.clear()
                 for exchange in context.exchanges:
+                    if step.phase != "train":
+                        exchange.drain()
                     exchange.begin_step(step)
 
     @property
@@ -211,7 +221,11 @@ class GraphContext:
         self.propagated(layer)
         matrix = None if in_list else self._over_ranks(edge_index)
         if matrix is None:
-            return Attended(self.matrix(edge_index), lambda rows: self.expand_all(rows, layer), _as_it_is, _as_it_is)
+            csr, present = self.matrix(edge_index), self.exchange.present
+            missing = None
+            if present is not None:
+                missing = ~torch.cat([present.new_ones(self.num_owned), present])[csr.indices.long()]
+            return Attended(csr, lambda rows: self.expand_all(rows, layer), _as_it_is, _as_it_is, missing=missing)
 
         def across(partial: Tensor, operation: str) -> Tensor:
             # Exactly: a row's ranks must subtract and divide by the same, and minus infinity stands for no edges.
@@ -463,6 +477,10 @@ class GraphContext:
         self.propagated(layer)
         matrix = self._over_ranks(edge_index)
 
+        present = self.exchange.present
+        if present is not None and not self.is_constant(x):
+            return self._sampled_statistics(x, edges, edge_index, wanted, layer)
+
         def compute() -> tuple[Tensor, ...]:
             if matrix is not None:
                 return StatisticsOverRanks.apply(x, matrix, edges.without_edges, wanted, layer)
@@ -474,6 +492,24 @@ class GraphContext:
 
         kept = self.kept.of_x(("statistics", id(edge_index), *wanted), x, len(wanted), compute_once)
         return compute() if kept is None else kept
+
+    def _sampled_statistics(
+        self, x: Tensor, edges: SplitEdges, edge_index: Tensor, wanted: Sequence[str], layer: str
+    ) -> tuple[Tensor, ...]:
+        """As :meth:`statistics`, of the halo rows that are present: extremes of these alone, sums that are right on average."""
+        world, exchange = self.exchange.world, self.exchange
+        assert exchange.present is not None
+        of_all = Sum(edges)
+        found = {
+            name: SumOfRows.apply(rows, exchange, of_all, world.call(layer))
+            for name, rows in (("sum", x), ("squares", x.square()))
+            if name in wanted
+        }
+        extremes = [name for name in wanted if name not in found]
+        if extremes:
+            there = edges.only(exchange.present)
+            found.update(zip(extremes, StatisticsOfRows.apply(x, exchange, there, extremes, world.call(layer))))
+        return tuple(found[name] for name in wanted)
 
 
 def _inverse_power(degree: Tensor, exponent: float) -> Tensor:

@@ -49,6 +49,14 @@ class SplitEdges:
         is_halo = source >= num_owned
         return cls(part(~is_halo, 0, num_owned), part(is_halo, num_owned, num_halo), degree)
 
+    def only(self, present: Tensor) -> SplitEdges:
+        """Returns the edges without those from halo rows that are not `present`, bool ``[H]``, and without places in the list."""
+        row, col = self.halo.row_of_slot(), self.halo.indices.long()
+        kept = present[col]
+        halo = CSR.from_coo(row[kept], col[kept], self.halo.num_rows, self.halo.num_cols).of_slots()
+        degree = self.in_degree - torch.bincount(row[~kept], minlength=len(self.in_degree))
+        return SplitEdges(self.owned.of_slots(), halo, degree)
+
     def of_slots(self) -> SplitEdges:
         """Returns the same edges without their places in the list, which sums without weights do not need."""
         return SplitEdges(self.owned.of_slots(), self.halo.of_slots(), self.in_degree)
@@ -120,6 +128,8 @@ class SumOfRows(torch.autograd.Function):
         last = None if halo.numel() else what.after
         spmm(edges.owned, x, weights.owned if weights else None, out=out, scale=last)
         wait()
+        if exchange.present is not None:
+            halo.mul_(exchange.scale)
         if halo.numel():
             weight = weights.halo if weights else None
             spmm(edges.halo, halo, weight, out=out, accumulate=True, scale=what.after)
@@ -135,6 +145,8 @@ class SumOfRows(torch.autograd.Function):
         # What others wait for goes first.
         halo = exchange.buffers.take((edges.halo.num_cols, grad.size(1)), ctx.dtype)
         spmm(edges.halo.transpose(), grad, weights.halo_transposed if weights else None, out=halo)
+        if exchange.present is not None:
+            halo.mul_(exchange.scale)
         finish = exchange.start_reduce(halo, ctx.call.backward())
         own = grad.new_empty((exchange.num_owned, grad.size(1)), dtype=ctx.dtype)
         spmm(edges.owned.transpose(), grad, weights.owned_transposed if weights else None, out=own)

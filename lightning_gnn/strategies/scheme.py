@@ -28,21 +28,18 @@ class Scheme(ABC):
     """A communication scheme: who holds what, how rows get there, and what it is not exact in.
 
     Attributes:
+        approximation: what makes training differ from that of one device, in a few words; empty if nothing does.
         keep_constant: keep what layers make of the graph's own features alone, which is the same in every step.
         survives_lost_ranks: the other ranks may go on when one has failed.
         takes_no_codec: why rows cannot be encoded; empty if they can.
         keeps_layers: why what layers keep is neither made again nor moved to the host; empty if it can be.
     """
 
+    approximation: str = ""
     keep_constant = True
     survives_lost_ranks = False
     takes_no_codec = ""
     keeps_layers = ""
-
-    @property
-    def approximation(self) -> str:
-        """What makes training differ from that of one device, in a few words; empty if nothing does."""
-        return ""
 
     @abstractmethod
     def layout(self, world_size: int, num_hosts: int = 1) -> LayoutSpec:

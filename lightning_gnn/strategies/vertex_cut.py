@@ -78,14 +78,10 @@ class VertexCutScheme(Scheme):
     ) -> None:
         self.partition, self.hosts, self.host_weight = partition, hosts, host_weight
         self.cache, self.monitor, self.keep_constant = cache, monitor, keep_constant
+        self.approximation = "" if cache is None else "cached messages"
         self._rule: AdaptiveThreshold | LargestChanges | None = None
         self._messages: MessageCache | None = None
         self._world: World | None = None
-
-    @property
-    @override
-    def approximation(self) -> str:
-        return "" if self.cache is None else "cached messages"
 
     @override
     def layout(self, world_size: int, num_hosts: int = 1) -> LayoutSpec:
