@@ -51,7 +51,7 @@ class GossipMetrics(pl.Callback):
         self._worker.tell(pl_module.parameters())
         if not trainer.is_global_zero:
             return
-        everyone = self._worker.everyones()
+        everyone = self._worker.all_counts()
         values: dict[str, float] = {
             "gossip/staleness": spread(everyone),
             "gossip/consensus": self._worker.consensus(everyone),

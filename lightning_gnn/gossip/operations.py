@@ -55,15 +55,15 @@ class IsAlive:
 
 
 @dataclass(frozen=True)
-class Knock:
-    """Lets a worker know that it has been chosen; may get lost, then the worker sees it when it looks."""
+class Notify:
+    """Lets a worker know that it has been chosen; may get lost, then the worker sees it when it reads its key."""
 
     worker: int
 
 
 @dataclass(frozen=True)
-class Knocked:
-    """Answer: whether somebody has knocked since this was last asked; may be wrong. Unlike a look at a key, it costs nothing."""
+class Notified:
+    """Answer: whether any worker has notified this one since the last time; may be wrong. Costs nothing."""
 
 
 @dataclass(frozen=True)
@@ -87,7 +87,7 @@ class Visit:
     meeting: int
 
 
-Operation: TypeAlias = Get | Add | Swap | Pick | IsAlive | Knock | Knocked | Await | Visit
+Operation: TypeAlias = Get | Add | Swap | Pick | IsAlive | Notify | Notified | Await | Visit
 Steps: TypeAlias = Generator[Operation, Any, T]
 """Operations, and what they come to."""
 

@@ -19,11 +19,11 @@ from torch_geometric.sampler import HeteroSamplerOutput
 from torch_geometric.typing import EdgeType
 from typing_extensions import override
 
-from lightning_gnn.comm.graph_store import GraphStore
 from lightning_gnn.datamodules.attributes import STAND_INS
 from lightning_gnn.datamodules.sources import MASKS
 from lightning_gnn.partition.metis import Adjacency, part_graph
 from lightning_gnn.partition.types import ONE_TYPE
+from lightning_gnn.sampling.graph_store import GraphStore
 from lightning_gnn.sampling.hops import induced_subgraph, sample_hops
 from lightning_gnn.sampling.loader import BatchMaker
 from lightning_gnn.sampling.neighbors import Neighbors

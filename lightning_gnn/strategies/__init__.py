@@ -6,23 +6,19 @@ from lightning_gnn.launching import join_parent
 from lightning_gnn.strategies.base import GNNStrategy
 from lightning_gnn.strategies.dgcl import DGCLStrategy
 from lightning_gnn.strategies.gossip import ClusterAllReduceStrategy, GossipStrategy
-from lightning_gnn.strategies.other_lightning import refuse_other_lightning
 from lightning_gnn.strategies.sampling import SamplingStrategy
 from lightning_gnn.strategies.scheme import Scheme
 from lightning_gnn.strategies.spmm import SpMM1DStrategy, SpMM2DStrategy, SpMM3DStrategy, SpMM15DStrategy
 from lightning_gnn.strategies.vertex_cut import CachedVertexCutStrategy, VertexCutStrategy
 
-join_parent()  # as soon as may be: a started rank ends with its parent
+join_parent()  # before a process that this one starts could take itself for the rank
 
 
 def register(strategy: type[GNNStrategy]) -> None:
     """Makes the strategy's name, and those of other ways to start ranks, known to the Trainer."""
-    names = []
     for suffix, start_method in (("", "popen"), ("_spawn", "spawn"), ("_notebook", "fork")):
-        names.append(strategy.strategy_name + suffix)
-        description = f"{strategy.__name__}, ranks started by {start_method}"
-        StrategyRegistry.register(names[-1], strategy, description=description, start_method=start_method)
-    refuse_other_lightning(names)
+        name, description = strategy.strategy_name + suffix, f"{strategy.__name__}, ranks started by {start_method}"
+        StrategyRegistry.register(name, strategy, description=description, start_method=start_method)
 
 
 def registered() -> dict[str, type[GNNStrategy]]:

@@ -1,4 +1,4 @@
-"""Training apart on clusters of the graph: what ``gossip`` and ``cluster_allreduce`` share.
+"""Independent training on clusters of the graph: what ``gossip`` and ``cluster_allreduce`` share.
 
 Source: Zhang, "Efficient Asynchronous GCN Training on a GPU Cluster" (2021); batches: Cluster-GCN (Chiang et al., KDD 2019).
 """
@@ -29,12 +29,20 @@ from typing_extensions import override
 from lightning_gnn.arguments import check_seed, check_whole, check_words, is_one_of, shown
 from lightning_gnn.callbacks.gossip import GossipMetrics, show
 from lightning_gnn.comm.group import World
-from lightning_gnn.comm.meetings import ADDRESS, Door, Life, Place, SharedKeys, StoreServer, own_address
+from lightning_gnn.comm.peers import (
+    STORE_VARIABLE,
+    Heartbeat,
+    PeerServer,
+    SharedKeys,
+    StoreAddress,
+    StoreServer,
+    own_address,
+)
 from lightning_gnn.datamodules.graph import GraphDataModule
 from lightning_gnn.datamodules.sources import EDGE_MASKS, counted_mask, num_labelled
 from lightning_gnn.gossip.clusters import Clusters
 from lightning_gnn.gossip.pool import Pool
-from lightning_gnn.gossip.worker import Counts, Scores, Ties, Worker
+from lightning_gnn.gossip.worker import Counts, Peers, Scores, Worker
 from lightning_gnn.nn.bind import check_module
 from lightning_gnn.nn.embedding import embeddings_of
 from lightning_gnn.nn.helpers import graph_in_use
@@ -63,7 +71,7 @@ class ClusterScheme(DGCLScheme):
 
 
 class ClusterStrategy(GNNStrategy):
-    """What strategies have in common whose workers train apart, on clusters of the graph, and evaluate together on the whole.
+    """Workers train independently, on clusters of the graph, and evaluate together on the whole.
 
     In `fit`, each worker is alone for Lightning: no collective hides in its loop, callbacks or loggers. A subclass says what
     workers do together, by its :meth:`_make_worker`.
@@ -81,7 +89,7 @@ class ClusterStrategy(GNNStrategy):
         monitor, mode: what workers are compared by: a value that the module logs in validation, of which the least (``"min"``,
             the default) or the largest (``"max"``) is best. None: what a ModelCheckpoint or EarlyStopping of the Trainer
             monitors, with its mode, if validation logs that, else ``val_loss``.
-        lease: seconds without a sign of life after which a worker counts as dead.
+        lease: seconds without a heartbeat after which a worker counts as dead.
         **options: see :class:`~lightning_gnn.strategies.base.GNNStrategy`.
 
     Attributes:
@@ -93,7 +101,7 @@ class ClusterStrategy(GNNStrategy):
         ValueError: an argument is none of these, or a number below 1.
     """
 
-    no_stage_because = "Its workers train apart, each with an optimizer of its own."
+    no_stage_because = "Its workers train independently, each with an optimizer of its own."
     others_go_on = False
     """Whether workers do without one that fails in `fit`."""
     averages: tuple[str, ...] = get_args(Average)
@@ -159,8 +167,8 @@ class ClusterStrategy(GNNStrategy):
         return "clusters as mini-batches"
 
     @abstractmethod
-    def _make_worker(self, pool: Pool, ties: Ties | None) -> Worker:
-        """Returns this rank's worker; `ties` are None where it is the only one."""
+    def _make_worker(self, pool: Pool, peers: Peers | None) -> Worker:
+        """Returns this rank's worker; `peers` are None where it is the only one."""
 
     def _cluster_layout(self, data: GraphDataModule | None) -> LayoutSpec:
         """Returns a layout whose parts are the clusters."""
@@ -264,8 +272,8 @@ class ClusterStrategy(GNNStrategy):
         shard = self._shard = self._take_shard(trainer)
         if embeddings_of(module, sum(shard.counts)):
             raise ValueError(
-                "DistributedEmbedding leaves each node's row to one owner, and workers of gossip train on any node, apart. "
-                'Use strategy="sampling".'
+                "DistributedEmbedding leaves each node's row to one owner, and workers of gossip train independently, on any "
+                'node. Use strategy="sampling".'
             )
         self._clusters = self._make_clusters(data)
         validates = trainer.enable_validation and any(shard.mask_counts["val_mask"])
@@ -280,13 +288,13 @@ class ClusterStrategy(GNNStrategy):
                 "LBFGS evaluates a batch several times, between which averages fall. Use Adam, AdamW or SGD."
             )
         self.world.broadcast_tensors_([*module.parameters(), *module.buffers()])
-        torch.manual_seed(RandomStreams(self.world).seed)  # workers are apart, in hooks as in steps
+        torch.manual_seed(RandomStreams(self.world).seed)  # workers are independent, in hooks as in steps
         self._score = self._chosen_by = self._training_loss = None
         self._worker = self._new_worker(trainer, self._clusters)
         # From here on each worker is alone: what Lightning, torchmetrics and loggers ask of all ranks, they ask of one.
         if self.world_size > 1:
             launcher: Any = self._launcher
-            launcher.ranks_are_apart()
+            launcher.ranks_are_independent()
         self.world.close()
         self._world = World(0, 1, self.root_device, self.timeout)
         self._logs = GlobalLogs(module, self._world)
@@ -297,25 +305,25 @@ class ClusterStrategy(GNNStrategy):
     def _new_worker(self, trainer: pl.Trainer, clusters: Clusters) -> Worker:
         epochs = trainer.max_epochs
         pool = Pool(clusters.batches, None if epochs is None or epochs < 0 else epochs * clusters.batches)
-        ties = self._tie() if self.world_size > 1 else None
-        worker = self._make_worker(pool, ties)
+        peers = self._connect() if self.world_size > 1 else None
+        worker = self._make_worker(pool, peers)
         worker.enter()
         self.world.barrier()
         return worker
 
-    def _tie(self) -> Ties:
-        """Ties this worker to the others; runs on every rank."""
+    def _tie(self) -> Peers:
+        """Peers this worker to the others; runs on every rank."""
         world, host = self.world, own_address(os.environ["MASTER_ADDR"], self.num_nodes)
-        given = os.environ.get(ADDRESS)
+        given = os.environ.get(STORE_VARIABLE)
         if given is None and self.global_rank == 0:
             self._server = StoreServer(host)
             self._server.start()
             given = f"{host}:{self._server.port}"
         address, run = world.broadcast_object((given or "", uuid.uuid4().hex))
-        host_of_store, _, port = address.rpartition(":")
-        place = Place(host_of_store, int(port), run, EXCHANGE_S)
-        door, life = Door(host, EXCHANGE_S), Life(place, self.global_rank, self.lease)
-        return Ties(place, SharedKeys(place), life, door, world.all_gather_object(door.address))
+        store_host, _, port = address.rpartition(":")
+        store, server = StoreAddress(store_host, int(port), run, EXCHANGE_S), PeerServer(host, EXCHANGE_S)
+        heartbeat = Heartbeat(store, self.global_rank, self.lease)
+        return Peers(store, SharedKeys(store), heartbeat, server, world.all_gather_object(server.address))
 
     # Batches ##################################################################
 
@@ -514,10 +522,10 @@ class ClusterStrategy(GNNStrategy):
         file = io.BytesIO()
         torch.save({name: value.cpu() for name, value in module.state_dict().items()}, file)
         scores = worker.agree(self._scores(), file.getvalue(), self.timeout.total_seconds())
-        self.report, self.consensus = worker.everyones(), worker.consensus(scores)
+        self.report, self.consensus = worker.all_counts(), worker.consensus(scores)
         self._lost = [rank for rank in range(self.world_size) if rank not in scores]
         undone = 0 if module.trainer.should_stop else worker.undone()
-        if worker.ties is None:
+        if worker.peers is None:
             return
         chosen, result = self._result_of(scores)
         module.load_state_dict(_mean([_load(worker.weights_of(rank)) for rank in chosen]))

@@ -1,4 +1,4 @@
-"""``gossip``: workers train apart on clusters of the graph, and average in pairs; ``cluster_allreduce``: all at once.
+"""``gossip``: workers train independently on clusters of the graph, and average in pairs; ``cluster_allreduce``: all at once.
 
 Source: Zhang, "Efficient Asynchronous GCN Training on a GPU Cluster" (2021), Algorithms 3 to 6.
 """
@@ -10,12 +10,12 @@ from typing import Any, Literal, get_args
 from typing_extensions import override
 
 from lightning_gnn.arguments import check_numbers
-from lightning_gnn.comm.meetings import Everyone
+from lightning_gnn.comm.peers import WorkerGroup
 from lightning_gnn.gossip.lockstep import Lockstep
 from lightning_gnn.gossip.pairing import Pairing, Rule
 from lightning_gnn.gossip.pool import Pool
 from lightning_gnn.gossip.push_sum import PushSum
-from lightning_gnn.gossip.worker import Ties, Worker
+from lightning_gnn.gossip.worker import Peers, Worker
 from lightning_gnn.strategies.clusters import Assignment, Average, ClusterStrategy, Final, Mode
 
 GossipAverage = Literal["gradients", "parameters", "push_sum"]
@@ -45,7 +45,7 @@ class GossipStrategy(ClusterStrategy):
         clusters, assignment, clusters_per_batch, seed: see :class:`~lightning_gnn.strategies.clusters.ClusterStrategy`.
         final, monitor, mode: of the result: see :class:`~lightning_gnn.strategies.clusters.ClusterStrategy`.
         patience: seconds that a worker waits for a partner before it goes on without.
-        lease: seconds without a sign of life after which a worker counts as dead, and others take over its batches.
+        lease: seconds without a heartbeat after which a worker counts as dead, and others take over its batches.
         **options: see :class:`~lightning_gnn.strategies.base.GNNStrategy`.
 
     Attributes:
@@ -101,10 +101,10 @@ class GossipStrategy(ClusterStrategy):
         self.pairing, self.patience = pairing, patience
 
     @override
-    def _make_worker(self, pool: Pool, ties: Ties | None) -> Worker:
+    def _make_worker(self, pool: Pool, peers: Peers | None) -> Worker:
         pairing = Pairing(self.global_rank, self.world_size, self.pairing)
         kind = PushSum if self.average == "push_sum" else Worker
-        return kind(pool, pairing, self.averaging_interval, ties, self.patience, self.seed)
+        return kind(pool, pairing, self.averaging_interval, peers, self.patience, self.seed)
 
 
 class ClusterAllReduceStrategy(ClusterStrategy):
@@ -153,7 +153,7 @@ class ClusterAllReduceStrategy(ClusterStrategy):
         )
 
     @override
-    def _make_worker(self, pool: Pool, ties: Ties | None) -> Worker:
+    def _make_worker(self, pool: Pool, peers: Peers | None) -> Worker:
         rank, size = self.global_rank, self.world_size
-        everyone = None if ties is None else Everyone(ties.place, rank, size, self.timeout.total_seconds())
-        return Lockstep(pool, rank, size, self.averaging_interval, ties, everyone)
+        group = None if peers is None else WorkerGroup(peers.store, rank, size, self.timeout.total_seconds())
+        return Lockstep(pool, rank, size, self.averaging_interval, peers, group)

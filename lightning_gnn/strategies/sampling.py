@@ -21,9 +21,18 @@ from torch_geometric.nn.models.basic_gnn import BasicGNN
 from torch_geometric.typing import EdgeType, NodeType
 from typing_extensions import override
 
-from lightning_gnn.arguments import check_flags, check_numbers, check_seed, check_whole, is_one_of, shown
+from lightning_gnn.arguments import (
+    Fanouts,
+    check_flags,
+    check_numbers,
+    check_seed,
+    check_whole,
+    checked_batches,
+    fanouts_by_type,
+    is_one_of,
+    shown,
+)
 from lightning_gnn.callbacks.sampling import SamplingMetrics
-from lightning_gnn.comm.graph_store import GraphStore
 from lightning_gnn.datamodules.graph import GraphDataModule
 from lightning_gnn.datamodules.shards import Cut
 from lightning_gnn.datamodules.sources import EDGE_MASKS, counted_mask, is_labelled
@@ -31,9 +40,8 @@ from lightning_gnn.nn.bind import check_columns
 from lightning_gnn.nn.helpers import graph_in_use
 from lightning_gnn.partition.layout import LayoutSpec
 from lightning_gnn.partition.types import ONE_TYPE, Types
+from lightning_gnn.sampling.graph_store import GraphStore
 from lightning_gnn.sampling.loader import BatchMaker, EdgeBatchMaker, SampledBatches
-from lightning_gnn.sampling.neighbors import Fanouts, checked_batches
-from lightning_gnn.sampling.sampler import fanouts_by_type
 from lightning_gnn.sampling.seeds import SeedBatches, split_seeds
 from lightning_gnn.sampling.variants import (
     METHODS,
