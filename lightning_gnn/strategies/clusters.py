@@ -311,8 +311,8 @@ class ClusterStrategy(GNNStrategy):
         self.world.barrier()
         return worker
 
-    def _tie(self) -> Peers:
-        """Peers this worker to the others; runs on every rank."""
+    def _connect(self) -> Peers:
+        """Connects this worker to the others; runs on every rank."""
         world, host = self.world, own_address(os.environ["MASTER_ADDR"], self.num_nodes)
         given = os.environ.get(STORE_VARIABLE)
         if given is None and self.global_rank == 0:
