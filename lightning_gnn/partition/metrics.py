@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 from rich.table import Table
 
-from lightning_gnn.planning.cost import LayerCost
+from lightning_gnn.partition.cost import LayerCost
 
 Counts = NDArray[np.int64]
 
@@ -57,7 +57,7 @@ class EdgeCutReport:
 
     @property
     def predicted_seconds(self) -> float:
-        """Of one layer and direction; see :mod:`lightning_gnn.planning.cost`."""
+        """Of one layer and direction; see :mod:`lightning_gnn.partition.cost`."""
         return LayerCost.of(self.edges, self.halo_rows).seconds
 
     @classmethod
