@@ -6,9 +6,7 @@ import math
 from collections.abc import Mapping, Sequence
 from numbers import Integral, Real
 from types import NoneType
-from typing import Any
-
-from torch_geometric.typing import EdgeType
+from typing import Any, TypeAlias
 
 
 def shown(value: Any, most: int = 80) -> str:
@@ -63,7 +61,8 @@ def check_fanout(fanout: int, minimum: int = 1) -> None:
         raise ValueError(f"A fan-out is a number of edges from {minimum} on, or -1 for all (got {fanout}).")
 
 
-Fanouts = list[int] | dict[EdgeType, list[int]]
+EdgeType: TypeAlias = tuple[str, str, str]
+Fanouts: TypeAlias = list[int] | dict[EdgeType, list[int]]
 """In-edges drawn of each node, per hop: the same of all edge types, or by edge type."""
 
 

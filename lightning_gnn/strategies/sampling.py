@@ -33,9 +33,9 @@ from lightning_gnn.arguments import (
     shown,
 )
 from lightning_gnn.callbacks.sampling import SamplingMetrics
+from lightning_gnn.data.shards import Cut
+from lightning_gnn.data.sources import EDGE_MASKS, counted_mask, is_labelled
 from lightning_gnn.datamodules.graph import GraphDataModule
-from lightning_gnn.datamodules.shards import Cut
-from lightning_gnn.datamodules.sources import EDGE_MASKS, counted_mask, is_labelled
 from lightning_gnn.nn.bind import check_columns
 from lightning_gnn.nn.helpers import graph_in_use
 from lightning_gnn.partition.layout import LayoutSpec
