@@ -387,7 +387,7 @@ def trained(
         "own": kept.own,
         "result": torch.nn.utils.parameters_to_vector(module.parameters()).detach(),
         "logged": {name: float(value) for name, value in logged.items()},
-        "training_loss": strategy._training_loss,
+        "training_loss": strategy._comparison.training_loss,
         "steps": run.global_step,
         "epoch": run.current_epoch,
         "groups": torch.distributed.is_initialized(),

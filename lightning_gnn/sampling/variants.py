@@ -129,6 +129,22 @@ class SubgraphBatchMaker(BatchMaker):
         return batch
 
 
+def node_draw(
+    cut: Cut, rank: int, method: str, batch_size: int, walk_length: int, clusters: int, seed: int
+) -> tuple[Draw, int, int]:
+    """Returns how a method draws the nodes of a batch, how many draws an epoch has, and how many a step; on all ranks alike.
+
+    An epoch draws about as many nodes as the graph has. For the arguments see
+    :class:`~lightning_gnn.strategies.sampling.SamplingStrategy`.
+    """
+    most = int(np.diff(cut.offsets).max())
+    if method == "cluster":
+        count = clusters * max(1, -(-most // batch_size))
+        return cluster_draw(cut, rank, count, seed), count, clusters
+    draw, nodes = saint_draw(cut, method, batch_size, walk_length)
+    return draw, max(1, -(-most // nodes)), 1
+
+
 def saint_draw(cut: Cut, method: str, count: int, walk_length: int) -> tuple[Draw, int]:
     """Returns how GraphSAINT draws the nodes of a batch from the whole graph (section 3.4), and how many at most.
 

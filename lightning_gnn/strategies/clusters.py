@@ -5,14 +5,10 @@ Source: Zhang, "Efficient Asynchronous GCN Training on a GPU Cluster" (2021); ba
 
 from __future__ import annotations
 
-import io
-import math
 import os
 import uuid
-import warnings
 from abc import abstractmethod
-from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Literal, get_args
 
@@ -23,7 +19,6 @@ from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import Tensor
 from torch.optim import Optimizer
-from torch_geometric.data import Data
 from typing_extensions import override
 
 from lightning_gnn.arguments import check_seed, check_whole, check_words, is_one_of, shown
@@ -40,9 +35,10 @@ from lightning_gnn.comm.peers import (
 )
 from lightning_gnn.data.sources import EDGE_MASKS, counted_mask, num_labelled
 from lightning_gnn.datamodules.graph import GraphDataModule
-from lightning_gnn.gossip.clusters import Clusters
+from lightning_gnn.gossip.averaging import Averages, Comparison, Final, Mode, mean_of, weights_of
+from lightning_gnn.gossip.clusters import ClusterBatches, Clusters, LeftOver, PooledBatches
 from lightning_gnn.gossip.pool import Pool
-from lightning_gnn.gossip.worker import Counts, Peers, Scores, Worker
+from lightning_gnn.gossip.worker import Counts, Peers, Worker
 from lightning_gnn.nn.bind import check_module
 from lightning_gnn.nn.embedding import embeddings_of
 from lightning_gnn.nn.helpers import graph_in_use
@@ -54,8 +50,6 @@ from lightning_gnn.strategies.dgcl import DGCLScheme
 
 Assignment = Literal["random", "metis"]
 Average = Literal["gradients", "parameters"]
-Final = Literal["auto", "best", "average"]
-Mode = Literal["min", "max"]
 
 EXCHANGE_S = 30.0
 """Seconds that a worker may be silent in an exchange before the other goes on without."""
@@ -153,12 +147,10 @@ class ClusterStrategy(GNNStrategy):
         self._clusters: Clusters | None = None
         self._worker: Worker | None = None
         self._batches: PooledBatches | None = None
+        self._averages: Averages | None = None
+        self._comparison = Comparison(final, monitor, mode)
         self._server: StoreServer | None = None
         self._starting: TrainerFn | None = None
-        self._score: float | None = None
-        self._chosen_by: tuple[str, str] | None = None
-        self._losses: list[Tensor] = []  # of the steps of an epoch
-        self._training_loss: float | None = None
         self._lost: list[int] = []
 
     @property
@@ -289,7 +281,8 @@ class ClusterStrategy(GNNStrategy):
             )
         self.world.broadcast_tensors_([*module.parameters(), *module.buffers()])
         torch.manual_seed(RandomStreams(self.world).seed)  # workers are independent, in hooks as in steps
-        self._score = self._chosen_by = self._training_loss = None
+        self._averages = Averages(module, self.average == "gradients")
+        self._comparison = Comparison(self.final, self.monitor, self.mode)
         self._worker = self._new_worker(trainer, self._clusters)
         # From here on each worker is alone: what Lightning, torchmetrics and loggers ask of all ranks, they ask of one.
         if self.world_size > 1:
@@ -376,8 +369,8 @@ class ClusterStrategy(GNNStrategy):
     @override
     def batch_to_device(self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0) -> Any:
         if isinstance(batch, LeftOver):
-            assert self._batches is not None and self._worker is not None
-            self._worker.leave(self._vector)
+            assert self._batches is not None and self._worker is not None and self._averages is not None
+            self._worker.leave(self._averages.vector)
             batch = self._batches.left_over()
             if batch is None:
                 self._end_epoch()
@@ -417,7 +410,7 @@ class ClusterStrategy(GNNStrategy):
 
     @override
     def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
-        self._losses.append(closure_loss.detach())
+        self._comparison.add_loss(closure_loss.detach())
         self._now_in("backward")
         loss = ParallelStrategy.backward(self, closure_loss, optimizer, *args, **kwargs)
         self._now_in("the optimizer's step")
@@ -426,44 +419,10 @@ class ClusterStrategy(GNNStrategy):
     @override
     def post_backward(self, closure_loss: Tensor) -> None:
         """Averages with others, if it is time to; before gradients are clipped."""
-        assert self._worker is not None
-        total = self._worker.meet(self._vector)
+        assert self._worker is not None and self._averages is not None
+        total = self._worker.meet(self._averages.vector)
         if total is not None:
-            self._average(total)
-
-    def _tensors(self) -> list[Tensor]:
-        """Returns what is averaged."""
-        module = self.lightning_module
-        assert module is not None
-        parameters: list[Tensor] = [each for each in module.parameters() if each.requires_grad]
-        if self.average == "gradients":
-            return parameters
-        return parameters + [each for each in module.buffers() if each.is_floating_point()]
-
-    def _vector(self) -> Tensor:
-        """Returns what others get: the values, ``[n]``, 0 where there are none, and whether there are, ``[tensors]``."""
-        tensors = self._tensors()
-        found = [each.grad if self.average == "gradients" else each.detach() for each in tensors]
-        dtype = torch.float64 if any(each.dtype == torch.float64 for each in tensors) else torch.float32
-        pieces = [
-            torch.zeros(each.numel(), dtype=dtype) if value is None else value.reshape(-1).to("cpu", dtype)
-            for each, value in zip(tensors, found)
-        ]
-        return torch.cat([*pieces, torch.tensor([value is not None for value in found], dtype=dtype)])
-
-    @torch.no_grad()
-    def _average(self, total: Tensor) -> None:
-        """Replaces own values by the mean of those that met, given their sum; of each tensor, of those that have it."""
-        tensors = self._tensors()
-        *pieces, counts = total.split([*(each.numel() for each in tensors), len(tensors)])
-        for each, piece, count in zip(tensors, pieces, counts.tolist()):
-            if not count:
-                continue
-            mean = (piece / count).view(each.shape).to(each)
-            if self.average == "gradients":
-                each.grad = mean
-            else:
-                each.copy_(mean)
+            self._averages.take(total)
 
     @override
     def barrier(self, name: str | None = None) -> None:
@@ -478,79 +437,25 @@ class ClusterStrategy(GNNStrategy):
 
     # The end ##################################################################
 
-    def _validated(self, trainer: pl.Trainer) -> None:
-        """Keeps what the result is chosen by."""
-        if self.final == "average" or self.world_size == 1:
-            return
-        asked = self._compared_by(trainer)
-        logged = {each.meta.name for each in (trainer._results or {}).values()}
-        self._chosen_by = next(((name, mode) for name, mode in asked if name in logged), None)
-        if self._chosen_by is not None:
-            name, mode = self._chosen_by
-            if not trainer.sanity_checking:
-                found = float(trainer.callback_metrics[name])
-                self._score = found if mode == "min" else -found
-        elif self.final == "best" or self.monitor is not None:
-            names = ", ".join(sorted(logged)) or "nothing"
-            raise ValueError(
-                f"final={self.final!r} compares workers by monitor={asked[0][0]!r}, which validation_step has not logged (it "
-                f'logged {names}). Name one of these, with its mode, or use final="average".'
-            )
-
-    def _epoch_ended(self) -> None:
-        """Keeps the mean loss of the epoch's steps, if there were any."""
-        losses, self._losses = self._losses, []
-        if losses:
-            self._training_loss = float(torch.stack(losses).double().mean())
-
-    def _compared_by(self, trainer: pl.Trainer) -> list[tuple[str, str]]:
-        """Returns values that workers may be compared by, and which of each is best; the first that is logged counts."""
-        if self.monitor is not None:
-            return [(self.monitor, self.mode or "min")]
-        callbacks: list[Any] = [*trainer.checkpoint_callbacks, *trainer.early_stopping_callbacks]
-        monitored = [(each.monitor, each.mode) for each in callbacks if getattr(each, "monitor", None) is not None]
-        return [*monitored, ("val_loss", "min")]
-
     @override
     def on_train_end(self) -> None:
         """Comes to a result with the other workers; none of them waits for one that has died."""
         worker, module = self._worker, self.lightning_module
-        assert worker is not None and module is not None and self._batches is not None
-        worker.leave(self._vector)
+        assert worker is not None and module is not None and self._batches is not None and self._averages is not None
+        worker.leave(self._averages.vector)
         self._batches.give_back()
         worker.tell(module.parameters())
-        file = io.BytesIO()
-        torch.save({name: value.cpu() for name, value in module.state_dict().items()}, file)
-        scores = worker.agree(self._scores(), file.getvalue(), self.timeout.total_seconds())
+        scores = worker.agree(self._comparison.scores, weights_of(module), self.timeout.total_seconds())
         self.report, self.consensus = worker.all_counts(), worker.consensus(scores)
         self._lost = [rank for rank in range(self.world_size) if rank not in scores]
         undone = 0 if module.trainer.should_stop else worker.undone()
         if worker.peers is None:
             return
-        chosen, result = self._result_of(scores)
-        module.load_state_dict(_mean([_load(worker.weights_of(rank)) for rank in chosen]))
+        chosen, result = self._comparison.choose(scores, self.global_rank)
+        module.load_state_dict(mean_of([worker.weights_of(rank) for rank in chosen]))
         worker.part(list(scores), self._server is not None, EXCHANGE_S)
         if self.global_rank == min(scores):
             show(self.report, self._lost, undone, self.consensus, result)
-
-    def _scores(self) -> Scores:
-        """Returns what workers are compared by, the least being best; None for what this one has not."""
-        score, loss = self._score, self._training_loss
-        return (score, loss) if self.final == "auto" else (score if self.final == "best" else None,)
-
-    def _result_of(self, scores: Mapping[int, Scores]) -> tuple[list[int], str]:
-        """Returns the workers whose weights make the result, and what that is, in words."""
-        name, mode = self._chosen_by or ("what validation logs", "min")
-        for column, what in enumerate((name, "training loss")[: len(self._scores())]):
-            # Neither those that have not validated, nor those that have diverged.
-            ranked = [(score, rank) for rank, each in scores.items() if (score := each[column]) is not None]
-            score, best = min((each for each in ranked if math.isfinite(each[0])), default=(math.nan, -1))
-            if best >= 0:
-                value = -score if column == 0 and mode == "max" else score
-                return [best], f"worker {best}'s weights, of best {what} ({value:.4g})"
-        if self.final != "average" and self.global_rank == min(scores):
-            warnings.warn(f"No worker has a number in {name} to compare: the result is the average.", stacklevel=2)
-        return sorted(scores), "the average of all workers' weights"
 
     @override
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any | None = None) -> None:
@@ -569,82 +474,8 @@ class ClusterStrategy(GNNStrategy):
             self._worker.close()
         if self._server is not None:
             self._server.stop()
-        self._worker = self._batches = self._server = self._clusters = None
+        self._worker = self._batches = self._averages = self._server = self._clusters = None
         super().teardown()
-
-
-class ClusterBatches:
-    """Some clusters, one by one."""
-
-    def __init__(self, clusters: Clusters, chosen: Sequence[int]) -> None:
-        self._clusters, self._chosen = clusters, chosen
-
-    def __len__(self) -> int:
-        return len(self._chosen)
-
-    def __iter__(self) -> Iterator[Data]:
-        for cluster in self._chosen:
-            yield self._clusters.batch([cluster])
-
-
-class LeftOver(Data):
-    """Stands at the end of the last epoch for what others may leave undone, which is known only when its turn comes."""
-
-
-class PooledBatches:
-    """The training loader of a worker: of each epoch, the batches that it got.
-
-    It has no length: Lightning then asks for one batch ahead, to know which is an epoch's last.
-
-    Args:
-        worker: takes items from the pool.
-        clusters: makes them batches.
-        epoch: returns the number of the epoch that is asked for, and whether it is the last.
-    """
-
-    def __init__(self, worker: Worker, clusters: Clusters, epoch: Callable[[], tuple[int, bool]]) -> None:
-        self._worker, self._clusters, self._epoch = worker, clusters, epoch
-        self._held: list[int] = []
-        self._given: deque[list[int]] = deque()
-
-    def __iter__(self) -> Iterator[Data]:
-        epoch, last = self._epoch()
-        self._given.clear()
-        # Taken, and not trained on: they belong to a later epoch, or the last was left early.
-        waiting = deque(self._held)
-        while True:
-            if waiting:
-                item: int | None = waiting.popleft()
-            elif (item := self._worker.take()) is not None:
-                self._held.append(item)
-            if item is None:
-                break
-            if item // self._clusters.batches > epoch:
-                return
-            self._given.append([item])
-            yield self._clusters.batch(self._clusters.of_item(item))
-        if last and self._worker.size > 1:
-            yield LeftOver()
-
-    def left_over(self) -> Data | None:
-        """Returns a batch of all clusters that nobody will do else; None once all is done."""
-        self._held += (items := self._worker.left_over())
-        if not items:
-            return None
-        self._given.append(items)
-        return self._clusters.batch(sorted({cluster for item in items for cluster in self._clusters.of_item(item)}))
-
-    def trained(self) -> None:
-        """Says that the batch that was given first is done."""
-        for item in self._given.popleft():
-            self._worker.done(item)
-            self._held.remove(item)
-
-    def give_back(self) -> None:
-        """Leaves what was taken and not done to others."""
-        for item in self._held:
-            self._worker.give_back(item)
-        self._held.clear()
 
 
 class _Hooks(pl.Callback):
@@ -668,30 +499,17 @@ class _Hooks(pl.Callback):
 
     @override
     def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        self._strategy._epoch_ended()
+        self._strategy._comparison.end_epoch()
 
     @override
     def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        assert self._strategy._worker is not None
-        self._strategy._worker.leave(self._strategy._vector, for_good=False)  # nobody shall wait meanwhile
+        worker, averages = self._strategy._worker, self._strategy._averages
+        assert worker is not None and averages is not None
+        worker.leave(averages.vector, for_good=False)  # nobody shall wait meanwhile
 
     @override
     def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         assert self._strategy._worker is not None
         self._strategy._worker.come_back()
-        self._strategy._validated(trainer)
-
-
-def _load(weights: bytes) -> dict[str, Any]:
-    return torch.load(io.BytesIO(weights), weights_only=True)
-
-
-def _mean(states: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Returns the mean of weights; of what is no floating-point tensor, the first."""
-    first = states[0]
-    return {
-        name: torch.stack([state[name] for state in states]).mean(0)
-        if isinstance(value, Tensor) and value.is_floating_point()
-        else value
-        for name, value in first.items()
-    }
+        if self._strategy.world_size > 1:
+            self._strategy._comparison.end_validation(trainer)

@@ -11,12 +11,13 @@ from typing_extensions import override
 
 from lightning_gnn.arguments import check_numbers
 from lightning_gnn.comm.peers import WorkerGroup
+from lightning_gnn.gossip.averaging import Final, Mode
 from lightning_gnn.gossip.lockstep import Lockstep
 from lightning_gnn.gossip.pairing import Pairing, Rule
 from lightning_gnn.gossip.pool import Pool
 from lightning_gnn.gossip.push_sum import PushSum
 from lightning_gnn.gossip.worker import Peers, Worker
-from lightning_gnn.strategies.clusters import Assignment, Average, ClusterStrategy, Final, Mode
+from lightning_gnn.strategies.clusters import Assignment, Average, ClusterStrategy
 
 GossipAverage = Literal["gradients", "parameters", "push_sum"]
 
