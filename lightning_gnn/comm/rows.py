@@ -144,11 +144,11 @@ class Request:
 
     Attributes:
         counts: distinct rows that this rank wants of each rank; they lie in rank order.
-        asked: rows of this rank that each rank wants, itself included, local ids.
+        rows: of this rank that each rank wants, itself included, local ids.
     """
 
     counts: list[int]
-    asked: list[Tensor]
+    rows: list[Tensor]
 
 
 class OwnedRows:
@@ -170,17 +170,17 @@ class OwnedRows:
 
     def pull(self, request: Request, read: Callable[[Tensor], Tensor], layer: str = "") -> Tensor:
         """Returns the rows that this rank wants, ``[U, ...]``; `read` returns copies of rows of this rank."""
-        return torch.cat(self._channel.exchange([read(rows) for rows in request.asked], request.counts, layer))
+        return torch.cat(self._channel.exchange([read(rows) for rows in request.rows], request.counts, layer))
 
     def push(self, request: Request, values: Tensor, layer: str = "") -> list[Tensor]:
-        """Returns what each rank has for ``request.asked``: the transpose of :meth:`pull`.
+        """Returns what each rank has for ``request.rows``: the transpose of :meth:`pull`.
 
         Args:
             request: which rows.
             values: for those that this rank wants, ``[U, ...]``.
             layer: named in errors and counted under.
         """
-        counts = [len(rows) for rows in request.asked]
+        counts = [len(rows) for rows in request.rows]
         return self._channel.exchange(values.split(request.counts), counts, layer, "backward")
 
 
@@ -246,7 +246,7 @@ class _Pull(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
         out = grad.new_zeros((ctx.num_rows, *grad.shape[1:]))
         # In rank order; the rows of one rank are distinct.
-        for chosen, values in zip(ctx.request.asked, ctx.rows.push(ctx.request, grad, ctx.layer)):
+        for chosen, values in zip(ctx.request.rows, ctx.rows.push(ctx.request, grad, ctx.layer)):
             out.index_add_(0, chosen, values)
         return out, None, None, None
 
@@ -316,7 +316,7 @@ class EmbeddingRows(AnyRows):
         """
         places, sums = summed(self._places()[ids], values)
         request = self._changed.request(places)
-        return summed(torch.cat(request.asked), torch.cat(self._changed.push(request, sums)))
+        return summed(torch.cat(request.rows), torch.cat(self._changed.push(request, sums)))
 
     def gather(self, rows: Tensor) -> Tensor:
         """Returns the rows of all nodes in original order, ``[N, ...]``, on rank 0; on others nothing, ``[0, ...]``.

@@ -91,7 +91,7 @@ class Comparison:
         """Keeps what the result is chosen by.
 
         Raises:
-            ValueError: validation has not logged what was asked for.
+            ValueError: validation has not logged the value to compare by.
         """
         if self._final == "average":
             return

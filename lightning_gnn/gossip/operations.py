@@ -1,4 +1,4 @@
-"""What a worker asks of the world outside, one atomic operation at a time.
+"""What a worker does outside its own memory, one atomic operation at a time.
 
 The work pool and the pairing are generators that yield operations and are sent the answers. So what they do is written once:
 between processes a store carries the operations out, and tests try them in every order.
@@ -49,7 +49,7 @@ class Pick:
 
 @dataclass(frozen=True)
 class IsAlive:
-    """Answer: whether a worker has been heard of lately."""
+    """Answer: whether a worker has had a heartbeat lately."""
 
     worker: int
 

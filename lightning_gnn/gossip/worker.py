@@ -82,7 +82,7 @@ class Peers:
     Attributes:
         store: address of the store that all share.
         keys: a connection to it.
-        heartbeat: tells who is alive.
+        heartbeat: knows who is alive.
         server: where the others connect to this one.
         addresses: of the servers of all.
     """
@@ -245,7 +245,7 @@ class Worker:
 
     # Together #################################################################
 
-    def tell(self, parameters: Iterable[Tensor]) -> None:
+    def publish(self, parameters: Iterable[Tensor]) -> None:
         """Lets the others know what this worker has done so far, and where its parameters are."""
         self.counts.seconds = time.perf_counter() - self._began
         if self.peers is not None:
@@ -253,22 +253,22 @@ class Worker:
             self.peers.keys.put(f"counts/{self.me}", self.counts.as_json())
 
     def all_counts(self) -> dict[int, Counts]:
-        """Returns what each worker has told last, by worker."""
+        """Returns what each worker has published last, by worker."""
         if self.peers is None:
             return {self.me: self.counts}
-        told = {worker: self.peers.keys.find(f"counts/{worker}") for worker in range(self.size)}
-        return {worker: Counts.from_json(text) for worker, text in told.items() if text is not None}
+        found = {worker: self.peers.keys.find(f"counts/{worker}") for worker in range(self.size)}
+        return {worker: Counts.from_json(text) for worker, text in found.items() if text is not None}
 
     def consensus(self, workers: Collection[int]) -> float:
-        """Returns how far the parameters of some workers were from each other when each has told last.
+        """Returns how far the parameters of some workers were from each other when each has published last.
 
         It is the root mean square of their distances to their mean, relative to the norm of that, estimated from sketches: see
         :mod:`~lightning_gnn.gossip.consensus`.
         """
         if self.peers is None:
             return 0.0
-        told = [self.peers.keys.find(f"sketch/{worker}") for worker in workers]
-        sketches = [torch.frombuffer(bytearray(each), dtype=torch.float64) for each in told if each is not None]
+        found = [self.peers.keys.find(f"sketch/{worker}") for worker in workers]
+        sketches = [torch.frombuffer(bytearray(each), dtype=torch.float64) for each in found if each is not None]
         return distance(sketches) if sketches else 0.0
 
     def agree(self, scores: Scores, weights: bytes, seconds: float) -> dict[int, Scores]:
@@ -287,9 +287,9 @@ class Worker:
             found = {worker: keys.find(f"score/{worker}") for worker in range(self.size)}
             missing = [worker for worker, text in found.items() if text is None]
             if time.monotonic() > deadline or not any(self.peers.heartbeat.is_alive(worker) for worker in missing):
-                told = {worker: json.loads(text) for worker, text in found.items() if text is not None}
+                scores_of = {worker: json.loads(text) for worker, text in found.items() if text is not None}
                 # Who is first decides who has come to the end.
-                keys.swap("agreed", "", json.dumps(told))
+                keys.swap("agreed", "", json.dumps(scores_of))
             else:
                 time.sleep(_REST_S)
         return {int(worker): tuple(each) for worker, each in json.loads(agreed).items()}

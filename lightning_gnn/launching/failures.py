@@ -1,4 +1,4 @@
-"""What went wrong in a rank, told to the process that started it, so that it is shown once."""
+"""What went wrong in a rank, reported to the process that started it, so that it is shown once."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ IMPORT_S = 300.0
 SETTLE_S = 1.0
 """How long a rank that has lost another looks for one that has ended."""
 
-_TOLD = "_lightning_gnn_told"
+_REPORT = "_lightning_gnn_report"
 
 STOP_S = 60.0
 """How long ranks that were asked to end may take, for a checkpoint, say."""
@@ -94,11 +94,11 @@ class Failure:
     def error(self) -> RankFailedError:
         """Returns the error to raise in another process."""
         error = RankFailedError(f"{self.traceback}\n{self}" if self.traceback else str(self))
-        tell(error, str(self), self.traceback)
+        set_report(error, str(self), self.traceback)
         return error
 
 
-def say_who_ended(rank: int, what: str, wait_s: float = 0.0) -> str:
+def report_ended_ranks(rank: int, what: str, wait_s: float = 0.0) -> str:
     """Writes to stderr which ranks of this machine have ended, and how; returns what it wrote.
 
     Args:
@@ -106,18 +106,18 @@ def say_who_ended(rank: int, what: str, wait_s: float = 0.0) -> str:
         what: happened to it.
         wait_s: seconds to wait for the first of them.
     """
-    told = []
+    lines = []
     for peer, status in processes.ended(wait_s).items():
         place = processes.place_of(peer)
         failure = Failure.ended(peer, status, place) if status else Failure(peer, "has ended", place=place)
-        told.append(f"Rank {rank} {what}: {str(failure)[0].lower()}{str(failure)[1:]}")
-    if told:
+        lines.append(f"Rank {rank} {what}: {str(failure)[0].lower()}{str(failure)[1:]}")
+    if lines:
         # Not print: a signal handler may interrupt another.
-        os.write(2, "".join(f"{line}\n" for line in told).encode())
-    return "\n".join(told)
+        os.write(2, "".join(f"{line}\n" for line in lines).encode())
+    return "\n".join(lines)
 
 
-def tell_torchrun(line: str, consequence: bool) -> None:
+def report_to_torchrun(line: str, consequence: bool) -> None:
     """Leaves a line for the summary that torchrun prints at the end, where it has started this process.
 
     Args:
@@ -126,8 +126,8 @@ def tell_torchrun(line: str, consequence: bool) -> None:
     """
     file = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if file:
-        with contextlib.suppress(OSError), open(file, "w") as told:
-            json.dump({"message": line, "timestamp": int(time.time()) + consequence}, told)
+        with contextlib.suppress(OSError), open(file, "w") as opened:
+            json.dump({"message": line, "timestamp": int(time.time()) + consequence}, opened)
 
 
 def show_once() -> None:
@@ -140,8 +140,8 @@ def show_once() -> None:
         return
 
     def hook(kind: type[BaseException], error: BaseException, where: TracebackType | None) -> None:
-        line, text = getattr(error, _TOLD, ("", None))
-        tell(error, "", text)  # the line once, where such a hook stands before and behind torch's
+        line, text = getattr(error, _REPORT, ("", None))
+        set_report(error, "", text)  # the line once, where such a hook stands before and behind torch's
         if text is None:
             before(kind, error, where)
         else:
@@ -153,7 +153,7 @@ def show_once() -> None:
     sys.excepthook = hook
 
 
-def tell(error: BaseException, line: str, text: str | None = None) -> None:
+def set_report(error: BaseException, line: str, text: str | None = None) -> None:
     """Notes what :func:`show_once` prints of an error that nobody catches.
 
     Args:
@@ -161,4 +161,4 @@ def tell(error: BaseException, line: str, text: str | None = None) -> None:
         line: the last line; none if empty.
         text: printed before it in place of the error's traceback; empty if another process shows that.
     """
-    setattr(error, _TOLD, (line, text))
+    setattr(error, _REPORT, (line, text))

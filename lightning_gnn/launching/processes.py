@@ -26,7 +26,7 @@ from lightning_gnn.callbacks.loggers import begin_runs
 from lightning_gnn.checkpoints import with_whole_last
 from lightning_gnn.comm.peers import store_for_children
 from lightning_gnn.comm.processes import end_with_parent, here
-from lightning_gnn.launching.failures import GRACE_S, IMPORT_S, Failure, show_once, tell
+from lightning_gnn.launching.failures import GRACE_S, IMPORT_S, Failure, set_report, show_once
 from lightning_gnn.launching.supervisor import (
     Child,
     Event,
@@ -215,7 +215,7 @@ def _to_raise(failure: Failure) -> BaseException:
     if failure.exception is None:
         return failure.error()
     failure.exception.__cause__ = failure.error()
-    tell(failure.exception, str(failure), failure.traceback)
+    set_report(failure.exception, str(failure), failure.traceback)
     return failure.exception
 
 

@@ -33,10 +33,10 @@ from lightning_gnn.launching.failures import (
     SETTLE_S,
     STOP_S,
     Failure,
-    say_who_ended,
+    report_ended_ranks,
+    report_to_torchrun,
+    set_report,
     show_once,
-    tell,
-    tell_torchrun,
 )
 from lightning_gnn.launching.supervisor import (
     Child,
@@ -206,7 +206,7 @@ class ScriptLauncher(_Launcher):
             cause = self._cause(supervisor, error)
             show_once()
             if cause is None:
-                tell(error, str(own), _without_traceback(error))
+                set_report(error, str(own), _without_traceback(error))
                 raise
             raise cause from None
         except BaseException:  # Ctrl-C, or the end of the process
@@ -252,7 +252,9 @@ class ScriptLauncher(_Launcher):
             for child in _supervisor.running():
                 child.signal(signum)
         else:
-            some_ended = say_who_ended(self._strategy.global_rank, f"was asked to end by {signal.Signals(signum).name}")
+            some_ended = report_ended_ranks(
+                self._strategy.global_rank, f"was asked to end by {signal.Signals(signum).name}"
+            )
             if some_ended and not self._strategy.scheme.survives_lost_ranks:
                 raise SystemExit(128 + signum)  # Lightning would go on to ask all ranks, and wait for these
 
@@ -272,13 +274,13 @@ class ScriptLauncher(_Launcher):
             return function(*args, **kwargs)
         except Exception as error:
             own = Failure.of(self._strategy.global_rank, error)
-            ended = say_who_ended(own.rank, "cannot go on", SETTLE_S) if own.about_peers else ""
+            ended = report_ended_ranks(own.rank, "cannot go on", SETTLE_S) if own.about_peers else ""
             show_once()
-            tell_torchrun(ended or str(own), own.about_peers)
+            report_to_torchrun(ended or str(own), own.about_peers)
             if ended:
-                tell(error, "", "")
+                set_report(error, "", "")
             else:
-                tell(error, str(own), _without_traceback(error))
+                set_report(error, str(own), _without_traceback(error))
             raise
 
 

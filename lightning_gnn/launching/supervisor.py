@@ -26,7 +26,7 @@ import lightning.pytorch as pl
 from lightning.fabric.plugins import ClusterEnvironment
 
 from lightning_gnn.comm.processes import Progress, here
-from lightning_gnn.launching.failures import GRACE_S, Failure, tell
+from lightning_gnn.launching.failures import GRACE_S, Failure, set_report
 
 
 class LaunchedStrategy(Protocol):
@@ -84,7 +84,7 @@ class Reporter:
     def failed(self, error: BaseException) -> None:
         """Sends what this rank raised to the parent, which shows it."""
         self.send(Failure.of(self.rank, error))
-        tell(error, "", "")
+        set_report(error, "", "")
 
     def wait_for_start(self) -> Any:
         """Returns the argument of :meth:`Supervisor.start_all`; ends this process silently if the parent ends."""

@@ -2,7 +2,7 @@
 
 Source: DistDGL (2020) sections III-C (features: local rows through shared memory, remote ones in bulk) and III-D (samplers: the
 owner of a node draws its neighbours). Parts of this machine are read through the memory-mapped store, which all of its ranks
-share; for others their owners are asked, once for all nodes of a hop.
+share; the owners of others are asked, once for all nodes of a hop.
 
 N nodes, P ranks; ids are those of the partitioned graph, in which a rank's nodes of a type, and their in-edges of a type, are one
 range. A graph without types has one of each.
@@ -85,7 +85,7 @@ class GraphStore:
 
     Attributes:
         types: of the graph.
-        asked, hits: rows of features that lie on other machines: wanted, and found in the cache.
+        requested, hits: rows of features that lie on other machines, and those of them found in the cache.
     """
 
     def __init__(
@@ -102,7 +102,7 @@ class GraphStore:
             for kind in self.types.edges
         }
         self.channel = None if all(self._near) else GroupChannel(world)
-        self.asked = self.hits = 0
+        self.requested = self.hits = 0
         self._cached: dict[NodeType, tuple[Tensor, Tensor]] = {}
         if self.channel is not None and cache_bytes:
             self._fill_cache(cache_bytes)
@@ -116,7 +116,7 @@ class GraphStore:
         """Returns a store of the same parts for another thread, with counts and a way to ask of its own; all ranks call it."""
         other = copy.copy(self)
         other.channel = None if self.channel is None else GroupChannel(self._world)
-        other.asked = other.hits = 0
+        other.requested = other.hits = 0
         return other
 
     def of_graph(self) -> GraphData:
@@ -156,7 +156,7 @@ class GraphStore:
         for (name, all_of_it), chosen in zip(wanted.items(), kept.split([len(each) for each in wanted.values()])):
             cached = all_of_it[chosen].sort().values
             self._cached[name] = cached, self._fetch(name, "x", cached)
-        self.asked = 0
+        self.requested = 0
 
     def hops(self, seeds: Sequence[int], replace: bool) -> Callable[[EdgeType, Tensor, int], Neighbors]:
         """Returns what answers the hops of one batch, see :func:`~lightning_gnn.sampling.hops.sample_hops`.
@@ -214,7 +214,7 @@ class GraphStore:
         place = torch.searchsorted(cached, ids).clamp(max=len(cached) - 1)
         hit = cached[place] == ids
         self.hits += int(hit.sum())
-        self.asked += int(hit.sum())
+        self.requested += int(hit.sum())
         rows = self._fetch(kind, name, ids[~hit])
         out = rows.new_empty((len(ids), *rows.shape[1:]))
         out[~hit], out[hit] = rows, cache[place[hit]]
@@ -227,7 +227,7 @@ class GraphStore:
         owner = _owners(ids, self._offsets[kind])
         far = ~torch.tensor(self._near)[owner]
         if isinstance(kind, str) and name == "x":
-            self.asked += int(far.sum())
+            self.requested += int(far.sum())
         order = torch.argsort(torch.where(far, owner, self._world.size), stable=True)
         order, near = order.tensor_split([int(far.sum())])
         first = torch.from_numpy(self._offsets[kind])
@@ -238,10 +238,10 @@ class GraphStore:
         return out
 
     def take_counts(self) -> tuple[int, int, int]:
-        """Returns rows asked for, hits, and bytes received from other machines since the last call."""
+        """Returns rows requested, hits, and bytes received from other machines since the last call."""
         received = 0 if self.channel is None else self.channel.bytes_received
-        taken = self.asked, self.hits, received
-        self.asked = self.hits = 0
+        taken = self.requested, self.hits, received
+        self.requested = self.hits = 0
         if self.channel is not None:
             self.channel.bytes_received = 0
         return taken
@@ -262,7 +262,7 @@ def _owners(ids: Tensor, offsets: np.ndarray) -> Tensor:
 
 
 def _stitched(found: Sequence[Neighbors], order: Tensor) -> Neighbors:
-    """Returns the edges of targets that were asked for in groups, in the order in which they were wanted.
+    """Returns the edges of targets that were sampled in groups, in the order of the targets.
 
     Args:
         found: by group.

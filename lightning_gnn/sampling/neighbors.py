@@ -1,6 +1,6 @@
 """One hop of neighbour sampling, at the owner of the targets. Pure: no ranks, no state.
 
-R rows (targets), C columns (sources) and E slots of a CSR matrix of in-edges; T targets asked for, S edges drawn.
+R rows (targets), C columns (sources) and E slots of a CSR matrix of in-edges; T targets, S edges drawn.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class Neighbors:
         return self.offsets.diff()
 
     def targets(self, first: int = 0) -> Tensor:
-        """Returns each edge's target, int64 ``[S]``: its position among those asked for, plus `first`."""
+        """Returns each edge's target, int64 ``[S]``: its position among the targets, plus `first`."""
         targets = torch.empty(len(self.sources), dtype=torch.long)
         loops.repeat_numbers(self.offsets.numpy(), first, targets.numpy(), 0, len(self.offsets) - 1)
         return targets
@@ -94,7 +94,7 @@ def sample_neighbors(
         ("until", until, len(targets)),
     ):
         if value is not None and len(value) != size:
-            raise ValueError(f"{name} has {len(value)} entries, but there are {size} to tell of.")
+            raise ValueError(f"{name} has {len(value)} entries, but needs {size}.")
     targets = targets.contiguous()
     seed &= 2**63 - 1
     offsets = torch.empty(len(targets) + 1, dtype=torch.long)

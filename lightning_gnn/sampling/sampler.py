@@ -8,7 +8,6 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch_geometric.data import Data, HeteroData
-from torch_geometric.loader.utils import filter_data, filter_hetero_data
 from torch_geometric.sampler import (
     BaseSampler,
     EdgeSamplerInput,
@@ -233,33 +232,6 @@ class NeighborSampler(BaseSampler):
 
     def _sample(self, seeds: Any, seed_time: Any = None, **_: Any) -> SamplerOutput | HeteroSamplerOutput:
         return self.sample(seeds, int(torch.randint(2**62, ())), seed_time)
-
-
-def to_batch(
-    data: Data | HeteroData,
-    output: SamplerOutput | HeteroSamplerOutput,
-    input_id: Tensor,
-    input_type: NodeType | None = None,
-) -> Data | HeteroData:
-    """Returns the part of `data` that was sampled, as PyG's NeighborLoader does.
-
-    Its rows are those of the sampled nodes and edges; ``n_id``, ``e_id``, ``num_sampled_nodes``, ``num_sampled_edges``; seeds
-    are the first ``batch_size`` rows (of `input_type`), and ``input_id`` says which.
-    """
-    if isinstance(output, SamplerOutput):
-        batch = filter_data(data, output.node, output.row, output.col, output.edge)
-        batch.n_id, batch.e_id, batch.batch = output.node, output.edge, output.batch
-        batch.num_sampled_nodes, batch.num_sampled_edges = output.num_sampled_nodes, output.num_sampled_edges
-        batch.input_id, batch.batch_size = input_id, len(input_id)
-        return batch
-    batch = filter_hetero_data(data, output.node, output.row, output.col, output.edge)
-    for name, values in (("n_id", output.node), ("e_id", output.edge)):
-        for kind, ids in values.items():
-            batch[kind][name] = ids
-    for name in ("batch", "num_sampled_nodes", "num_sampled_edges"):
-        batch.set_value_dict(name, getattr(output, name))
-    batch[input_type].input_id, batch[input_type].batch_size = input_id, len(input_id)
-    return batch
 
 
 def output_of_one_type(out: HeteroSamplerOutput) -> SamplerOutput:

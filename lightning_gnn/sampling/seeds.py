@@ -30,7 +30,7 @@ def split_seeds(seeds: Ids, offsets: Ids, ranks_per_machine: int = 1) -> list[Id
 
     What a rank has too many of goes to those that have too few, of its machine first: seeds move, features stay where they
     are. DistDGL (section III-B) cuts the sorted ids into equal ranges instead, and gives each to the machine that owns most of
-    it; of unequal parts, fewer seeds are then at home.
+    it; of unequal parts, fewer seeds then stay with their owners.
 
     Args:
         seeds: ids in the partitioned graph, ascending.

@@ -1,7 +1,7 @@
 """Batches other than sampled neighbourhoods: ego graphs, GraphSAINT's subgraphs, clusters.
 
 Sources: ShaDow (Zeng et al., NeurIPS 2021), GraphSAINT (Zeng et al., ICLR 2020), Cluster-GCN (Chiang et al., KDD 2019). What
-lies on other machines is asked for in bulk and in step, as for neighbours.
+lies on other machines is requested in bulk and in step, as for neighbours.
 
 N nodes and E edges of the whole graph, all in ids of the partitioned graph.
 """
@@ -65,8 +65,8 @@ class EgoBatchMaker(BatchMaker):
         num, trees = self.store.types.total(node), len(seeds)
         drawn = self.store.hops(random_seeds, self._replace)
 
-        def hop(asked: EdgeType, targets: Tensor, fanout: int) -> Neighbors:
-            found = drawn(asked, targets, fanout)
+        def hop(edge_type: EdgeType, targets: Tensor, fanout: int) -> Neighbors:
+            found = drawn(edge_type, targets, fanout)
             tree = torch.repeat_interleave(targets // num, found.counts)
             return Neighbors(found.offsets, tree * num + found.sources, found.edges)
 

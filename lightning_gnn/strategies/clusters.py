@@ -187,7 +187,7 @@ class ClusterStrategy(GNNStrategy):
             )
         if not module.automatic_optimization:
             raise ValueError(
-                f"{name} averages what one backward of a batch has given, which manual optimisation does not tell apart. "
+                f"{name} averages what one backward of a batch has given, which manual optimisation does not separate. "
                 'Use "sampling" or "dgcl".'
             )
         if getattr(self.precision_plugin, "scaler", None) is not None:
@@ -321,7 +321,7 @@ class ClusterStrategy(GNNStrategy):
     # Batches ##################################################################
 
     def batches(self, data: GraphDataModule, mask: str | None) -> PooledBatches | ClusterBatches | None:
-        """Returns this worker's loader; asked for by the datamodule.
+        """Returns this worker's loader; called by the datamodule.
 
         Args:
             data: the graph.
@@ -444,7 +444,7 @@ class ClusterStrategy(GNNStrategy):
         assert worker is not None and module is not None and self._batches is not None and self._averages is not None
         worker.leave(self._averages.vector)
         self._batches.give_back()
-        worker.tell(module.parameters())
+        worker.publish(module.parameters())
         scores = worker.agree(self._comparison.scores, weights_of(module), self.timeout.total_seconds())
         self.report, self.consensus = worker.all_counts(), worker.consensus(scores)
         self._lost = [rank for rank in range(self.world_size) if rank not in scores]

@@ -102,7 +102,7 @@ class SamplingStrategy(GNNStrategy):
         walk_length: steps of a walk of ``"saint_walk"``.
         clusters: in a batch of ``"cluster"``.
         samplers: threads that make batches (DistDGL, section III-D); batches do not depend on how many.
-        prefetch: batches that are made ahead in the background; 0 for none. At least as many as samplers, if these are several.
+        prefetch: batches that are made ahead in the background; 0 for none. At least `samplers`, if that is above 1.
         cache_mb: memory for features of nodes on other machines that are read often, in MB.
         seed: of sampling and of the order of seeds.
         keep_constant: in evaluation, see :class:`~lightning_gnn.strategies.dgcl.DGCLStrategy`.
@@ -186,7 +186,7 @@ class SamplingStrategy(GNNStrategy):
         return data
 
     def batches(self, data: GraphDataModule, mask: str | None) -> SampledBatches | None:
-        """Returns this rank's loader; asked for by the datamodule, on all ranks.
+        """Returns this rank's loader; called by the datamodule, on all ranks.
 
         Args:
             data: the graph.
@@ -402,7 +402,7 @@ class SamplingStrategy(GNNStrategy):
         return torch.utils._pytree.tree_unflatten([torch.cat(each) for each in zip(*pieces)], spec)
 
     def _gather_predictions(self, output: Any) -> Any:
-        """Returns rows of all ranks in original order, as far as they were asked for; see ``predictions``."""
+        """Returns rows of all ranks in original order, on the ranks that ``predictions`` names."""
         if self.predictions == "shards":
             return output
         assert self._predicted is not None
