@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -17,11 +18,14 @@ from torch_geometric.nn import MessagePassing, RGCNConv
 from torch_geometric.nn.models import GAT, GCN, GIN, PNA, GraphSAGE
 from torchmetrics.classification import MulticlassAccuracy, MulticlassAUROC, MulticlassF1Score
 
-from lightning_gnn import CommNet, DGCLStrategy, GraphDataModule, NodeClassifier
+from lightning_gnn import CommNet, DGCLStrategy, GNNStrategy, GraphDataModule, NodeClassifier
 from lightning_gnn.comm.group import World
 from lightning_gnn.strategies import self_checks
 
 CLASSES, FEATURES = 5, 12
+
+CAMPAIGN = bool(os.environ.get("LIGHTNING_GNN_TEST_ALL"))
+"""Whether these tests are ``make test-all``, in which every training begins with the self-check, which is most of its time."""
 
 
 def awkward_graph(num_nodes: int = 60, seed: int = 0, dtype: torch.dtype = torch.float64) -> Data:
@@ -245,7 +249,8 @@ def checked_later() -> Iterator[None]:
         self_checks.SHORT_S = before
 
 
-def quiet_trainer(strategy: Any, devices: int, **options: Any) -> L.Trainer:
+def quiet_trainer(strategy: Any, devices: int, self_check: bool = CAMPAIGN, **options: Any) -> L.Trainer:
+    """Returns a Trainer that says and leaves nothing; `self_check` turns its strategy's off, not on."""
     defaults: dict[str, Any] = {
         "max_epochs": 3,
         "logger": False,
@@ -254,7 +259,11 @@ def quiet_trainer(strategy: Any, devices: int, **options: Any) -> L.Trainer:
         "enable_model_summary": False,
         "log_every_n_steps": 1,
     }
-    return L.Trainer(strategy=strategy, devices=devices, accelerator="cpu", **{**defaults, **options})
+    trainer = L.Trainer(strategy=strategy, devices=devices, accelerator="cpu", **{**defaults, **options})
+    for each in getattr(trainer.strategy, "stages", [trainer.strategy]):
+        if not self_check and isinstance(each, GNNStrategy):
+            each.self_check = False
+    return trainer
 
 
 def train(
@@ -270,7 +279,7 @@ def train(
     dtype: torch.dtype = torch.float64,
     data: dict[str, Any] | None = None,
     trainer: dict[str, Any] | None = None,
-    self_check: bool = True,
+    self_check: bool = CAMPAIGN,
 ) -> dict[str, Any]:
     """Trains, tests and predicts on one rank; returns everything that must equal one device.
 
@@ -288,8 +297,8 @@ def train(
     if strategy == "dgcl":
         strategy = DGCLStrategy
     if isinstance(strategy, type):
-        strategy = strategy(timeout=60, self_check=self_check, **(options or {}))
-    run = quiet_trainer(strategy, world_size, callbacks=[recorder], **(trainer or {}))
+        strategy = strategy(timeout=60, **(options or {}))
+    run = quiet_trainer(strategy, world_size, self_check, callbacks=[recorder], **(trainer or {}))
     run.fit(wrapped, datamodule=datamodule)
     weights = copy.deepcopy(wrapped.state_dict())
     [tested] = run.test(wrapped, datamodule=datamodule, verbose=False)
