@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import copy
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import any_models
 import lightning as L
+import pytest
 import torch
 import torch.nn.functional as F
 from torch_geometric.data import Data
@@ -26,6 +27,11 @@ CLASSES, FEATURES = 5, 12
 
 CAMPAIGN = bool(os.environ.get("LIGHTNING_GNN_TEST_ALL"))
 """Whether these tests are ``make test-all``, in which every training begins with the self-check, which is most of its time."""
+
+
+def campaign(*values: Any) -> list[Any]:
+    """Returns parameters that only ``make test-all`` tries."""
+    return [pytest.param(*(each if isinstance(each, tuple) else [each]), marks=pytest.mark.campaign) for each in values]
 
 
 def awkward_graph(num_nodes: int = 60, seed: int = 0, dtype: torch.dtype = torch.float64) -> Data:
@@ -218,6 +224,37 @@ class UserModule(L.LightningModule):
         return torch.optim.Adam(self.parameters(), lr=self.lr)
 
 
+class Together(L.LightningModule):
+    """Models beside each other, by name, which share nothing: a run of all costs little more than that of one."""
+
+    def __init__(self, names: Sequence[str], sizes: tuple[int, int]) -> None:
+        super().__init__()
+        self.names = list(names)
+        self.kinds = torch.nn.ModuleList(NodeClassifier(build(name, *sizes), num_classes=sizes[1]) for name in names)
+
+    def losses(self, batch: Data, stage: str) -> torch.Tensor:
+        mask, found = batch[f"{stage}_mask"], []
+        for name, kind in zip(self.names, self.kinds):
+            found.append(F.cross_entropy(kind(batch)[mask], batch.y[mask], ignore_index=-1))
+            self.log(f"{stage}_loss of {name}", found[-1])
+        return torch.stack(found).sum()
+
+    def training_step(self, batch: Data, batch_idx: int) -> torch.Tensor:
+        return self.losses(batch, "train")
+
+    def validation_step(self, batch: Data, batch_idx: int) -> None:
+        self.losses(batch, "val")
+
+    def test_step(self, batch: Data, batch_idx: int) -> None:
+        self.losses(batch, "test")
+
+    def predict_step(self, batch: Data, batch_idx: int) -> dict[str, torch.Tensor]:
+        return {name: kind(batch) for name, kind in zip(self.names, self.kinds)}
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.Adam(self.parameters(), lr=0.01)
+
+
 class Recorder(L.Callback):
     """Keeps the logged values of every epoch, and the gradients of the first step."""
 
@@ -270,7 +307,7 @@ def train(
     rank: int,
     world_size: int,
     source: Any,
-    model: str,
+    model: str | Sequence[str],
     *,
     strategy: Any = "dgcl",
     options: dict[str, Any] | None = None,
@@ -284,15 +321,17 @@ def train(
     """Trains, tests and predicts on one rank; returns everything that must equal one device.
 
     Args:
+        model: of `build`; several are trained together, see `Together`.
         strategy: its class, or a name that Lightning knows; "dgcl" for DGCLStrategy.
         options: of the strategy's class.
     """
     recorder = Recorder()
-    built = build(model, *sizes)
-    wrapped = {
-        "library": lambda: NodeClassifier(built, num_classes=sizes[1]),
-        "user": lambda: UserModule(built, sizes[1]),
-    }[module]().to(dtype)
+    wrapped: L.LightningModule
+    if not isinstance(model, str):
+        wrapped = Together(model, sizes).to(dtype)
+    else:
+        built = build(model, *sizes)
+        wrapped = (NodeClassifier(built, num_classes=sizes[1]) if module == "library" else UserModule(built, sizes[1])).to(dtype)
     datamodule = GraphDataModule(source, **(data or {}))
     if strategy == "dgcl":
         strategy = DGCLStrategy
@@ -365,7 +404,7 @@ def of_file(path: Path) -> Any:
     )
 
 
-def single(source: Any, model: str, **options: Any) -> dict[str, Any]:
+def single(source: Any, model: str | Sequence[str], **options: Any) -> dict[str, Any]:
     """The reference: the same run on one device with Lightning's own strategy."""
     return train(0, 1, source, model, strategy="auto", **options)
 
