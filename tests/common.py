@@ -331,7 +331,9 @@ def train(
         wrapped = Together(model, sizes).to(dtype)
     else:
         built = build(model, *sizes)
-        wrapped = (NodeClassifier(built, num_classes=sizes[1]) if module == "library" else UserModule(built, sizes[1])).to(dtype)
+        wrapped = (
+            NodeClassifier(built, num_classes=sizes[1]) if module == "library" else UserModule(built, sizes[1])
+        ).to(dtype)
     datamodule = GraphDataModule(source, **(data or {}))
     if strategy == "dgcl":
         strategy = DGCLStrategy

@@ -294,7 +294,9 @@ for _ in range(2):
 """
     environment = {**os.environ, "NUMBA_CACHE_DIR": str(tmp_path)}
     with cold():
-        done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=120)
+        done = subprocess.run(
+            [sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=120
+        )
     assert done.returncode == 0, done.stderr
     (first, folder), again = (line.split(maxsplit=1) for line in done.stdout.splitlines())
     assert float(first) > 0 and folder.startswith(str(tmp_path))

@@ -15,6 +15,7 @@ import gc
 import json
 import multiprocessing.util
 import os
+import pkgutil
 import random
 import runpy
 import signal
@@ -32,7 +33,8 @@ from typing import Any
 
 MARK = "LIGHTNING_GNN_TEST_RUN"
 """Of a run in the environment: its first letters are the name of the processes that are forked in it, see /proc/PID/comm."""
-_IMPORTED = ("lightning_gnn", "lightning.pytorch.cli", "torch.distributed.run", "torch.distributed.elastic.agent.server")
+_IMPORTED = ("lightning.pytorch.cli", "torch.distributed.run", "torch.distributed.elastic.agent.server")
+"""Beside all of this package, which imports most of its modules, and other packages, when they are needed."""
 _ARGUMENTS = {"-m", "-c"}
 _SUBREAPER, _NAME = 36, 15  # of prctl
 _FREE = 512  # numbers of open files from here on are wanted by nobody
@@ -138,7 +140,12 @@ def _fork(
     args: Sequence[Any], pass_fds: Sequence[int], cwd: Any, env: Any, standard: Sequence[int], new_session: bool
 ) -> int | None:
     executable, *arguments = [os.fsdecode(each) for each in args]
-    if _forker is None or executable != sys.executable or getattr(_thread, "cold", False) or max([0, *pass_fds]) >= _FREE:
+    if (
+        _forker is None
+        or executable != sys.executable
+        or getattr(_thread, "cold", False)
+        or max([0, *pass_fds]) >= _FREE
+    ):
         return None
     options = []  # of the interpreter: -u, -B
     while arguments and arguments[0].startswith("-") and arguments[0] not in _ARGUMENTS:
@@ -289,7 +296,10 @@ def _run(arguments: list[str], environment: Mapping[str, str]) -> None:
 
 
 def _main() -> None:
-    for module in _IMPORTED:
+    import lightning_gnn
+
+    ours = [module.name for module in pkgutil.walk_packages(lightning_gnn.__path__, "lightning_gnn.")]
+    for module in (*_IMPORTED, *ours):
         import_module(module)
     if len(os.listdir("/proc/self/task")) > 1:
         raise RuntimeError("imports have started threads, which a fork does not take along: set OMP_NUM_THREADS=1")
