@@ -3,6 +3,8 @@
 import subprocess
 import sys
 
+from warm import cold
+
 NOT_IN_A_RANK = (
     "jsonargparse",
     "lightning.pytorch.cli",
@@ -34,7 +36,10 @@ seconds = time.process_time() - began
 {script}
 print("LOADED", seconds, *sorted(set(sys.modules) - before))
 """
-    done = subprocess.run([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True, check=True, timeout=280)
+    with cold():
+        done = subprocess.run(
+            [sys.executable, "-c", program], stdout=subprocess.PIPE, text=True, check=True, timeout=280
+        )
     _, seconds, *modules = done.stdout[done.stdout.index("LOADED") :].split()
     return set(modules), float(seconds)
 
