@@ -55,6 +55,13 @@ def is_one_of(value: Any, known: Sequence[Any]) -> bool:
     return (value is None or isinstance(value, str)) and value in known
 
 
+def check_choice(name: str, value: Any, known: Sequence[str]) -> None:
+    """Raises ValueError for a value that is none of the known ones."""
+    if value is None or not is_one_of(value, known):
+        *others, last = map(repr, known)
+        raise ValueError(f"{name} must be {', '.join(others)} or {last} (got {shown(value)}).")
+
+
 def check_fanout(fanout: int, minimum: int = 1) -> None:
     """Raises ValueError for a fan-out that is neither -1 nor at least `minimum`."""
     if fanout != -1 and fanout < minimum:

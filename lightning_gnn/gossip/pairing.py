@@ -21,7 +21,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal, get_args
 
-from lightning_gnn.arguments import is_one_of, shown
+from lightning_gnn.arguments import check_choice
 from lightning_gnn.gossip.operations import Add, Await, Get, IsAlive, Notified, Notify, Pick, Steps, Swap, Visit
 
 Rule = Literal["any", "prompt", "active_passive"]
@@ -62,8 +62,7 @@ class Pairing:
     turns: int = 0
 
     def __post_init__(self) -> None:
-        if self.rule is None or not is_one_of(self.rule, get_args(Rule)):
-            raise ValueError(f"pairing must be 'any', 'prompt' or 'active_passive' (got {shown(self.rule)}).")
+        check_choice("pairing", self.rule, get_args(Rule))
 
     @property
     def chooses(self) -> bool:

@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_gnn.arguments import check_seed, check_whole, check_words, is_one_of, shown
+from lightning_gnn.arguments import check_choice, check_seed, check_whole, check_words, shown
 from lightning_gnn.callbacks.gossip import GossipMetrics, show
 from lightning_gnn.comm.group import World
 from lightning_gnn.comm.peers import (
@@ -73,6 +73,7 @@ class ClusterStrategy(GNNStrategy):
     Args:
         averaging_interval: batches that a worker trains on between two averages.
         average: what: one of :attr:`averages`, before the step.
+        lease: seconds without a heartbeat after which a worker counts as dead.
         clusters: how many the graph is split into.
         assignment: of nodes to clusters: ``"random"``, as in the thesis, or ``"metis"``, as in Cluster-GCN.
         clusters_per_batch: whose nodes, and all edges between them, make a batch.
@@ -83,7 +84,6 @@ class ClusterStrategy(GNNStrategy):
         monitor, mode: what workers are compared by: a value that the module logs in validation, of which the least (``"min"``,
             the default) or the largest (``"max"``) is best. None: what a ModelCheckpoint or EarlyStopping of the Trainer
             monitors, with its mode, if validation logs that, else ``val_loss``.
-        lease: seconds without a heartbeat after which a worker counts as dead.
         **options: see :class:`~lightning_gnn.strategies.base.GNNStrategy`.
 
     Attributes:
@@ -104,14 +104,14 @@ class ClusterStrategy(GNNStrategy):
         self,
         averaging_interval: int,
         average: str,
-        clusters: int,
-        assignment: Assignment,
-        clusters_per_batch: int,
-        seed: int,
-        final: Final,
-        monitor: str | None,
-        mode: Mode | None,
         lease: float,
+        clusters: int = 40,
+        assignment: Assignment = "random",
+        clusters_per_batch: int = 1,
+        seed: int = 0,
+        final: Final = "auto",
+        monitor: str | None = None,
+        mode: Mode | None = None,
         **options: Any,
     ) -> None:
         counts = {
@@ -134,9 +134,7 @@ class ClusterStrategy(GNNStrategy):
             ("final", final, get_args(Final)),
             ("mode", mode or "min", get_args(Mode)),
         ):
-            if chosen is None or not is_one_of(chosen, known):
-                *others, last = map(repr, known)
-                raise ValueError(f"{name} must be {', '.join(others)} or {last} (got {shown(chosen)}).")
+            check_choice(name, chosen, known)
         super().__init__(ClusterScheme(), **options)
         self.averaging_interval, self.average, self.lease = averaging_interval, average, lease
         self.num_clusters, self.assignment = clusters, assignment
