@@ -20,13 +20,13 @@ import numpy as np
 from common import machine, report
 from numpy.typing import NDArray
 
-from lightning_gnn.datamodules.synthetic import planted_partition
+from lightning_gnn.data.synthetic import planted_partition
+from lightning_gnn.partition.cost import BYTES_PER_ELEMENT, SECONDS_PER_EDGE_COLUMN
 from lightning_gnn.partition.grid import ProcessGrid, legal_replications
 from lightning_gnn.partition.hierarchical import assign_hierarchically
 from lightning_gnn.partition.metis import Adjacency, part_graph
 from lightning_gnn.partition.replicas import replication_factors
 from lightning_gnn.partition.shard import Ids, Relabelling
-from lightning_gnn.planning.cost import BYTES_PER_ELEMENT, SECONDS_PER_EDGE_COLUMN
 from lightning_gnn.planning.grid_traffic import published_traffic
 from lightning_gnn.planning.plan_cost import direct_cost
 from lightning_gnn.planning.predict import Prediction, Workload, balance, predict

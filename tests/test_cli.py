@@ -18,7 +18,7 @@ from lightning_gnn.commands.exchange import time_exchange
 from lightning_gnn.commands.graph_cli import num_ranks
 from lightning_gnn.commands.parser import explain, unknown_key
 from lightning_gnn.commands.partition import partition
-from lightning_gnn.datamodules.store import read_manifest
+from lightning_gnn.data.store import read_manifest
 
 CLI = ("-m", "lightning_gnn.cli")
 DGCL = f"--config={REPOSITORY / 'configs' / 'dgcl.yaml'}"

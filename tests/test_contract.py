@@ -25,7 +25,7 @@ from lightning_gnn.comm.group import Call, Step
 from lightning_gnn.comm.in_process import InProcessWire, InProcessWorld, Meeting
 from lightning_gnn.comm.traffic import Meter
 from lightning_gnn.comm.wire import rows_of
-from lightning_gnn.datamodules.shards import split_graph
+from lightning_gnn.data.shards import split_graph
 from lightning_gnn.partition.layout import LayoutSpec
 from lightning_gnn.strategies.dgcl import DGCLScheme
 

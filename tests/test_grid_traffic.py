@@ -17,9 +17,9 @@ from lightning_gnn.comm.in_process import InProcessWorld, Meeting
 from lightning_gnn.comm.matrix import Matrix, SparseMatrix, Triples, on_grid
 from lightning_gnn.comm.summa import SummaMatrix
 from lightning_gnn.comm.traffic import Meter
+from lightning_gnn.partition.cost import SECONDS_PER_EDGE_COLUMN
 from lightning_gnn.partition.grid import ProcessCube, ProcessGrid, legal_replications
 from lightning_gnn.partition.shard import Relabelling
-from lightning_gnn.planning.cost import SECONDS_PER_EDGE_COLUMN
 from lightning_gnn.planning.grid_cost import block_cost, sparse_cost
 from lightning_gnn.planning.grid_traffic import (
     block_traffic,

@@ -19,13 +19,13 @@ from lightning_gnn import GraphDataModule
 from lightning_gnn.commands.partition import partition
 from lightning_gnn.commands.plan import plan
 from lightning_gnn.commands.plan_report import PlanReport
-from lightning_gnn.datamodules.shards import cut_graph
-from lightning_gnn.datamodules.sources import prepare_graph
-from lightning_gnn.datamodules.synthetic import planted_partition
+from lightning_gnn.data.shards import cut_graph
+from lightning_gnn.data.sources import prepare_graph
+from lightning_gnn.data.synthetic import planted_partition
+from lightning_gnn.partition.cost import SECONDS_PER_EDGE_COLUMN
 from lightning_gnn.partition.layout import Replicas
 from lightning_gnn.partition.replicas import hold
 from lightning_gnn.partition.shard import Relabelling
-from lightning_gnn.planning.cost import SECONDS_PER_EDGE_COLUMN
 from lightning_gnn.planning.pictures import draw_links, draw_stages, save_picture
 from lightning_gnn.planning.plan import p2p
 from lightning_gnn.planning.plan_cost import plan_cost, swap_cost

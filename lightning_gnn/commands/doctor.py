@@ -27,7 +27,7 @@ from lightning_gnn.commands.exchange import time_exchange
 from lightning_gnn.commands.local_ranks import LAUNCHER_VARIABLES
 from lightning_gnn.commands.parser import Parser
 from lightning_gnn.console import text_console
-from lightning_gnn.datamodules.store import default_root
+from lightning_gnn.data.store import default_root
 from lightning_gnn.kernels import CSR, cache_folder
 
 PACKAGES = ("torch", "lightning", "torch_geometric", "torchmetrics", "numba", "pymetis")

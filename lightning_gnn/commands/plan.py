@@ -21,7 +21,7 @@ from lightning_gnn.commands.memory_table import memory_table
 from lightning_gnn.commands.plan_print import printed
 from lightning_gnn.commands.plan_report import PlanReport
 from lightning_gnn.console import plain_width, text_console
-from lightning_gnn.datamodules.shards import Cut
+from lightning_gnn.data.shards import Cut
 from lightning_gnn.planning.predict import Workload
 from lightning_gnn.planning.presets import PRESETS, find_topology
 from lightning_gnn.planning.relation import Relation

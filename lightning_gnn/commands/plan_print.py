@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from rich.table import Table
 
 from lightning_gnn.commands.plan_report import PlanDetails, PlanReport
-from lightning_gnn.planning.cost import SECONDS_PER_EDGE_COLUMN
+from lightning_gnn.partition.cost import SECONDS_PER_EDGE_COLUMN
 from lightning_gnn.planning.predict import LinkLoad
 from lightning_gnn.planning.predict_grid import Product
 

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from lightning_gnn.checks.memory import training_bytes
-from lightning_gnn.datamodules.shards import Cut
-from lightning_gnn.planning.cost import SECONDS_PER_EDGE_COLUMN
+from lightning_gnn.data.shards import Cut
+from lightning_gnn.partition.cost import SECONDS_PER_EDGE_COLUMN
 from lightning_gnn.planning.plan import Plan
 from lightning_gnn.planning.plan_cost import PlanCost, direct_is_as_fast
 from lightning_gnn.planning.predict import (

@@ -27,7 +27,7 @@ from lightning_gnn.comparing.cells import Again, Cell, Comparison, checked, make
 from lightning_gnn.comparing.results import parity, summarise
 from lightning_gnn.comparing.table import comparison_table, number, parity_text
 from lightning_gnn.console import plain_width, text_console
-from lightning_gnn.datamodules.store import write_atomically
+from lightning_gnn.data.store import write_atomically
 
 LAST_LINES = 15
 """So many of a failed cell's output are kept in the JSON and the report."""

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
-from rich.table import Table
 
-from lightning_gnn.planning.cost import LayerCost
+from lightning_gnn.partition.cost import LayerCost
+
+if TYPE_CHECKING:
+    from rich.table import Table
 
 Counts = NDArray[np.int64]
 
@@ -57,7 +59,7 @@ class EdgeCutReport:
 
     @property
     def predicted_seconds(self) -> float:
-        """Of one layer and direction; see :mod:`lightning_gnn.planning.cost`."""
+        """Of one layer and direction; see :mod:`lightning_gnn.partition.cost`."""
         return LayerCost.of(self.edges, self.halo_rows).seconds
 
     @classmethod
@@ -86,6 +88,8 @@ class EdgeCutReport:
 
     def table(self, row_bytes: int | None = None) -> Table:
         """Returns the report as a table, a row per part; with the bytes of a node's row, also what a part receives."""
+        from rich.table import Table
+
         masks = {f"{name.removesuffix('_mask')} nodes": counts for name, counts in self.masks.items()}
         table = Table("part", "nodes", *masks, "in-edges", "halo rows", title="Edge cut", title_justify="left")
         if row_bytes is not None:
@@ -104,6 +108,8 @@ class EdgeCutReport:
 
     def table_of_types(self) -> Table:
         """Returns the nodes and edges of each type in each part, a row per type."""
+        from rich.table import Table
+
         parts = [f"part {part}" for part in range(len(self.nodes))]
         table = Table("type", *parts, "heaviest / average", title="Types", title_justify="left")
         for column in table.columns[1:]:

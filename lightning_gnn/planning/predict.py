@@ -28,9 +28,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from lightning_gnn.partition.cost import BYTES_PER_ELEMENT, SECONDS_PER_EDGE_COLUMN
 from lightning_gnn.partition.layout import Replicas
 from lightning_gnn.partition.replicas import hold, replication_factors
-from lightning_gnn.planning.cost import BYTES_PER_ELEMENT, SECONDS_PER_EDGE_COLUMN
 from lightning_gnn.planning.plan import Plan, check_devices, p2p
 from lightning_gnn.planning.plan_cost import PlanCost, plan_cost, swap_cost
 from lightning_gnn.planning.relation import Ids, Relation

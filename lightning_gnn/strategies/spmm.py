@@ -24,7 +24,7 @@ from lightning_gnn.comm.group import World
 from lightning_gnn.comm.matrix import SparseMatrix, on_grid
 from lightning_gnn.comm.summa import SummaMatrix
 from lightning_gnn.comm.traffic import Meter
-from lightning_gnn.datamodules.shards import Shard
+from lightning_gnn.data.shards import Shard
 from lightning_gnn.partition.grid import ProcessCube, ProcessGrid, legal_replications
 from lightning_gnn.partition.layout import LayoutSpec
 from lightning_gnn.partition.shard import Ids

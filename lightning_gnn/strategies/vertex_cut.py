@@ -26,7 +26,7 @@ from lightning_gnn.comm.exchange import Exchange, HaloExchange
 from lightning_gnn.comm.group import World
 from lightning_gnn.comm.matrix import MakeExchange, SparseMatrix
 from lightning_gnn.comm.traffic import Meter
-from lightning_gnn.datamodules.shards import Shard
+from lightning_gnn.data.shards import Shard
 from lightning_gnn.partition.layout import Groups, LayoutSpec
 from lightning_gnn.partition.shard import Ids
 from lightning_gnn.partition.vertex_cut import METHODS
