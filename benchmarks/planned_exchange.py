@@ -33,8 +33,8 @@ import numpy as np
 import torch
 from common import SHARED, report
 
-from lightning_gnn.comm.exchange import HaloExchange, Exchange
-from lightning_gnn.comm.group import World
+from lightning_gnn.comm.exchange import Exchange, HaloExchange
+from lightning_gnn.comm.group import Call, World
 from lightning_gnn.comm.planned import PlannedExchange
 from lightning_gnn.comm.traffic import Meter
 from lightning_gnn.data.synthetic import planted_partition
@@ -226,7 +226,7 @@ class Rank:
             self.world,
             self.repeats,
             prepare,
-            lambda: exchange.start_fetch(x, halo, "forward")(),
+            lambda: exchange.start_expand(x, halo, Call("forward"))(),
             lambda: bool((halo == self.halo).all()),
         )
 
@@ -241,7 +241,7 @@ class Rank:
             self.world,
             self.repeats,
             prepare,
-            lambda: exchange.start_return(halo_grad, "backward")(grad),
+            lambda: exchange.start_reduce(halo_grad, Call("backward"))(grad),
             lambda: bool((grad == self.readers).all()),
         )
 

@@ -13,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lightning_gnn.comm.grid import BlockMatrix
+from lightning_gnn.comm.group import Call
 from lightning_gnn.comm.in_process import InProcessWorld, Meeting
 from lightning_gnn.comm.matrix import Matrix, SparseMatrix, Triples, on_grid
 from lightning_gnn.comm.summa import SummaMatrix
@@ -75,7 +76,7 @@ def sent_by(
         source, target = torch.from_numpy(edges[:, own])
         values = torch.ones(int(own.sum()), dtype=torch.float64) if weighted else None
         matrix = make(Triples(target, source, values), InProcessWorld(rank, meeting), meters[rank])
-        matrix.multiply(x[slice(*offsets[rank : rank + 2])], "layer", False)
+        matrix.multiply(x[slice(*offsets[rank : rank + 2])], Call("layer"))
 
     assert meeting.run(work) == [None] * num_ranks
     found = [meter.by_layer["layer", "forward"] if meter.by_layer else None for meter in meters]
