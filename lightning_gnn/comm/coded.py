@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from math import prod
 from typing import Any
 
@@ -11,7 +12,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from lightning_gnn.comm.codec import Codec
-from lightning_gnn.comm.wire import Rows, Sends, rows_of
+from lightning_gnn.comm.wire import Rows, Scratch, Sends, rows_of
 
 _ALIGNED = 16  # bytes; numbers must lie at multiples of their size
 
@@ -94,12 +95,13 @@ class CodedWire(Sends):
         sizes = [self.message_bytes(rows) for rows in distinct.values()]
         room = [-(-size // _ALIGNED) * _ALIGNED for size in sizes]
         scratch = self._wire.scratch((sum(room),), torch.uint8, next(iter(distinct.values())).device)
-        messages = {}
+        messages: dict[int, Rows] = {}
         for (key, rows), part, size in zip(distinct.items(), scratch.split(room), sizes):
-            messages[key], _ = part.split([size, len(rows_of(part)) - size])
-            into, width = rows_of(messages[key]), widths[key]
+            into, width = rows_of(part)[:size], widths[key]
             if width is None:
-                into.view(rows.dtype).copy_(rows.detach().view(-1))
+                into = into.view(rows.dtype).view(rows.shape).copy_(rows.detach())
             else:
-                self.codec.encode(rows.detach().reshape(len(rows), -1), into.view(len(rows), width))
+                into = into.view(len(rows), width)
+                self.codec.encode(rows.detach().reshape(len(rows), -1), into)
+            messages[key] = replace(part, rows=into) if isinstance(part, Scratch) else into
         return [(peer, messages[id(rows)]) for peer, rows in sends]
