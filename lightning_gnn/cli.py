@@ -15,11 +15,11 @@ from lightning_gnn.commands.advise import run_advise
 from lightning_gnn.commands.check import check
 from lightning_gnn.commands.compare import compare
 from lightning_gnn.commands.doctor import doctor
-from lightning_gnn.commands.parser import Parser, check_names, did_you_mean
 from lightning_gnn.commands.partition import partition
 from lightning_gnn.commands.plan import plan
 from lightning_gnn.commands.topology import topology
 from lightning_gnn.datamodules import GraphDataModule
+from lightning_gnn.parser import Parser, check_names, did_you_mean
 
 COMMANDS = {
     "fit": "train a model on a graph",
