@@ -43,9 +43,9 @@ from torch_geometric.data import Data, HeteroData
 import lightning_gnn
 from lightning_gnn import GraphDataModule, cli, strategies
 from lightning_gnn.callbacks.cache import AdaptiveThreshold, LargestChanges
-from lightning_gnn.datamodules import store
-from lightning_gnn.datamodules.shards import Cut
-from lightning_gnn.datamodules.store import StoreError, read_cut
+from lightning_gnn.data import store
+from lightning_gnn.data.shards import Cut
+from lightning_gnn.data.store import StoreError, read_cut
 from lightning_gnn.partition.layout import LayoutSpec
 from lightning_gnn.planning.topology import Topology
 from lightning_gnn.planning.topology_file import load_topology

@@ -20,7 +20,7 @@ import numpy as np
 from common import machine, report
 from numpy.typing import NDArray
 
-from lightning_gnn.datamodules.synthetic import planted_partition
+from lightning_gnn.data.synthetic import planted_partition
 from lightning_gnn.partition.grid import ProcessGrid, legal_replications
 from lightning_gnn.partition.hierarchical import assign_hierarchically
 from lightning_gnn.partition.metis import Adjacency, part_graph

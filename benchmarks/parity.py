@@ -34,7 +34,7 @@ from torch_geometric.nn.models import GAT, GCN, GIN, GraphSAGE
 from torchmetrics.classification import MulticlassAccuracy, MulticlassAUROC, MulticlassF1Score
 
 from lightning_gnn import CommNet, DGCLStrategy, GraphDataModule, NodeClassifier, SpMM15DStrategy
-from lightning_gnn.datamodules.sources import prepare_graph
+from lightning_gnn.data.sources import prepare_graph
 
 GRAPHS = {
     "cora": ("planetoid", lambda root: D.Planetoid(root, "Cora")),

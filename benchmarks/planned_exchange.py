@@ -37,7 +37,7 @@ from lightning_gnn.comm.exchange import HaloExchange, RowExchange
 from lightning_gnn.comm.group import World
 from lightning_gnn.comm.planned import PlannedExchange
 from lightning_gnn.comm.traffic import Meter
-from lightning_gnn.datamodules.synthetic import planted_partition
+from lightning_gnn.data.synthetic import planted_partition
 from lightning_gnn.partition.metis import Adjacency, part_graph
 from lightning_gnn.partition.shard import Relabelling, edge_cut_parts, halo_plan
 from lightning_gnn.planning import Plan, Relation, Topology, find_topology, p2p, plan_cost, rank_plan, spst

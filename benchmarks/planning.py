@@ -18,7 +18,7 @@ import numpy as np
 from common import SHARED, report
 from spst_reference import reference_cost
 
-from lightning_gnn.datamodules.synthetic import planted_partition
+from lightning_gnn.data.synthetic import planted_partition
 from lightning_gnn.partition.metis import Adjacency, part_graph
 from lightning_gnn.partition.shard import Relabelling
 from lightning_gnn.planning.bound import lower_bound

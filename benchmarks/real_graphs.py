@@ -24,7 +24,7 @@ from epoch_time import dgcl, plain_loop
 from parity import GRAPHS, build
 from torch_geometric.data import Data
 
-from lightning_gnn.datamodules.sources import prepare_graph
+from lightning_gnn.data.sources import prepare_graph
 
 SIZES = {"physics": (8415, 5), "github": (128, 2)}
 

@@ -44,8 +44,8 @@ from vertex_cut_runs import GRAPHS, SIZES, load_graph
 from lightning_gnn import DGCLStrategy, GraphDataModule, NodeClassifier, SamplingStrategy
 from lightning_gnn.comm import graph_store
 from lightning_gnn.comm.group import World
-from lightning_gnn.datamodules.shards import Cut, cut_graph
-from lightning_gnn.datamodules.sources import MASKS, prepare_graph
+from lightning_gnn.data.shards import Cut, cut_graph
+from lightning_gnn.data.sources import MASKS, prepare_graph
 from lightning_gnn.partition import assign_nodes
 from lightning_gnn.partition.types import ONE_TYPE
 from lightning_gnn.sampling import NeighborSampler

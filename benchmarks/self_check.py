@@ -19,8 +19,8 @@ from torch_geometric.datasets import Planetoid
 from lightning_gnn import NodeClassifier
 from lightning_gnn.checks import self_check
 from lightning_gnn.comm.traffic import Meter
-from lightning_gnn.datamodules.shards import split_graph, whole_graph
-from lightning_gnn.datamodules.sources import prepare_graph
+from lightning_gnn.data.shards import split_graph, whole_graph
+from lightning_gnn.data.sources import prepare_graph
 from lightning_gnn.partition.layout import LayoutSpec
 from lightning_gnn.strategies.dgcl import DGCLScheme
 

@@ -38,7 +38,7 @@ from torch_geometric.nn.models import GCN
 from torch_geometric.utils import contains_self_loops, remove_self_loops
 
 from lightning_gnn import DGCLStrategy, SpMM1DStrategy, SpMM2DStrategy, SpMM3DStrategy, SpMM15DStrategy
-from lightning_gnn.datamodules.sources import prepare_graph
+from lightning_gnn.data.sources import prepare_graph
 from lightning_gnn.partition.grid import ProcessCube, ProcessGrid
 from lightning_gnn.strategies.base import GNNStrategy
 

@@ -25,9 +25,9 @@ from lightning_gnn.comm.cache import MessageCache
 from lightning_gnn.comm.codec import make_codec
 from lightning_gnn.comm.in_process import InProcessWorld, Meeting
 from lightning_gnn.comm.traffic import Meter, Traffic
-from lightning_gnn.datamodules.sources import prepare_graph
-from lightning_gnn.datamodules.store import read_cut
-from lightning_gnn.datamodules.synthetic import planted_partition
+from lightning_gnn.data.sources import prepare_graph
+from lightning_gnn.data.store import read_cut
+from lightning_gnn.data.synthetic import planted_partition
 from lightning_gnn.nn.helpers import graph_in_use
 from lightning_gnn.strategies.base import GNNStrategy
 from lightning_gnn.strategies.vertex_cut import VertexCutScheme

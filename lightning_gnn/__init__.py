@@ -3,50 +3,86 @@
 Importing this package registers the strategies: ``Trainer(strategy="dgcl")``.
 """
 
-from lightning_gnn.advising.advice import advise
-from lightning_gnn.advising.auto import AutoStrategy
-from lightning_gnn.callbacks.cache import AdaptiveThreshold, LargestChanges
-from lightning_gnn.callbacks.monitor import CommunicationMonitor
-from lightning_gnn.callbacks.trace import CommunicationTrace
-from lightning_gnn.comparing import compare
-from lightning_gnn.datamodules import GraphDataModule, planted_partition, split_edges
-from lightning_gnn.foreign import leave_out
-from lightning_gnn.modules import LinkPredictor, NodeClassifier
-from lightning_gnn.nn import (
-    CommNet,
-    CommNetConv,
-    DistributedEmbedding,
-    UnsupportedModelError,
-    choose_edges,
-    expand,
-    fetch_rows,
-    labelled,
-    mean_over_ranks,
-    num_nodes,
-    reduce,
-    register_adapter,
-    substitute,
-    sum_over_ranks,
-)
-from lightning_gnn.parity import check_parity
-from lightning_gnn.strategies import (
-    CachedVertexCutStrategy,
-    ClusterAllReduceStrategy,
-    DGCLStrategy,
-    GNNStrategy,
-    GossipStrategy,
-    SamplingStrategy,
-    SpMM1DStrategy,
-    SpMM2DStrategy,
-    SpMM3DStrategy,
-    SpMM15DStrategy,
-    VertexCutStrategy,
-)
-from lightning_gnn.strategies.staged import StagedStrategy
+from __future__ import annotations
 
+from importlib import import_module
+from importlib.util import find_spec
+from typing import TYPE_CHECKING, Any
+
+import lightning_gnn.strategies  # noqa: F401  registers their names
+from lightning_gnn.foreign import leave_out
+from lightning_gnn.launching.script import join_parent
+
+if TYPE_CHECKING:
+    from lightning_gnn.advising.advice import advise
+    from lightning_gnn.advising.auto import AutoStrategy
+    from lightning_gnn.callbacks.cache import AdaptiveThreshold, LargestChanges
+    from lightning_gnn.callbacks.monitor import CommunicationMonitor
+    from lightning_gnn.callbacks.trace import CommunicationTrace
+    from lightning_gnn.comparing import compare
+    from lightning_gnn.datamodules import GraphDataModule, planted_partition, split_edges
+    from lightning_gnn.modules import LinkPredictor, NodeClassifier
+    from lightning_gnn.nn import (
+        CommNet,
+        CommNetConv,
+        DistributedEmbedding,
+        UnsupportedModelError,
+        choose_edges,
+        expand,
+        fetch_rows,
+        labelled,
+        mean_over_ranks,
+        num_nodes,
+        reduce,
+        register_adapter,
+        substitute,
+        sum_over_ranks,
+    )
+    from lightning_gnn.parity import check_parity
+    from lightning_gnn.strategies import (
+        CachedVertexCutStrategy,
+        ClusterAllReduceStrategy,
+        DGCLStrategy,
+        GNNStrategy,
+        GossipStrategy,
+        SamplingStrategy,
+        SpMM1DStrategy,
+        SpMM2DStrategy,
+        SpMM3DStrategy,
+        SpMM15DStrategy,
+        VertexCutStrategy,
+    )
+    from lightning_gnn.strategies.staged import StagedStrategy
+
+join_parent()  # as soon as may be: a started rank ends with its parent
 leave_out()
 
 __version__ = "0.1.0"
+
+_MODULES = {
+    "lightning_gnn.advising.advice": ["advise"],
+    "lightning_gnn.advising.auto": ["AutoStrategy"],
+    "lightning_gnn.callbacks.cache": ["AdaptiveThreshold", "LargestChanges"],
+    "lightning_gnn.callbacks.monitor": ["CommunicationMonitor"],
+    "lightning_gnn.callbacks.trace": ["CommunicationTrace"],
+    "lightning_gnn.comparing": ["compare"],
+    "lightning_gnn.datamodules": ["GraphDataModule", "planted_partition", "split_edges"],
+    "lightning_gnn.modules": ["LinkPredictor", "NodeClassifier"],
+    "lightning_gnn.parity": ["check_parity"],
+    "lightning_gnn.strategies.staged": ["StagedStrategy"],
+}
+"""Where names are that a rank may do without; each module is imported with the first of its names."""
+
+
+def __getattr__(name: str) -> Any:
+    if name in __all__:
+        home = "lightning_gnn.strategies" if name.endswith("Strategy") else "lightning_gnn.nn"
+        home = next((module for module, names in _MODULES.items() if name in names), home)
+        return getattr(import_module(home), name)
+    if not name.startswith("_") and find_spec(f"{__name__}.{name}") is not None:
+        return import_module(f"{__name__}.{name}")
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
 
 __all__ = [
     "AdaptiveThreshold",

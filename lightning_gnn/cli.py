@@ -9,7 +9,7 @@ import lightning as L
 from lightning.pytorch.cli import LightningCLI, SaveConfigCallback
 from typing_extensions import override
 
-import lightning_gnn  # noqa: F401  registers the strategies
+import lightning_gnn
 from lightning_gnn.callbacks.loggers import log_config
 from lightning_gnn.commands.advise import run_advise
 from lightning_gnn.commands.check import check
@@ -85,6 +85,8 @@ def main() -> None:
     if command in ("", "-h", "--help"):
         print(HELP, end="")
         sys.exit(0 if command else 2)
+    for name in lightning_gnn.__all__:
+        getattr(lightning_gnn, name)  # so that the parser knows these classes by their names alone
     own = {
         "partition": partition,
         "plan": plan,

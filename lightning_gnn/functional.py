@@ -41,13 +41,13 @@ from lightning_gnn.comm.exchange import RowExchange
 from lightning_gnn.comm.group import World
 from lightning_gnn.comm.plans import PlanName, check_plan, make_exchange
 from lightning_gnn.comm.traffic import Meter
-from lightning_gnn.datamodules.sources import checked_edges
+from lightning_gnn.data.sources import checked_edges
 from lightning_gnn.nn.norms import SumOverRanks
 from lightning_gnn.partition.edge_cut import assign_nodes
 from lightning_gnn.partition.locality import local_relabelling
 from lightning_gnn.partition.shard import Ids, edge_cut_parts, halo_plan
 from lightning_gnn.planning import Topology, find_topology
-from lightning_gnn.strategies.gradients import GradientSum
+from lightning_gnn.steps.gradients import GradientSum
 
 T = TypeVar("T")
 

@@ -144,7 +144,7 @@ def context() -> Iterator[Any]:
     from lightning_gnn.comm.exchange import HaloExchange
     from lightning_gnn.comm.group import World
     from lightning_gnn.comm.traffic import Meter
-    from lightning_gnn.datamodules.shards import whole_graph
+    from lightning_gnn.data.shards import whole_graph
     from lightning_gnn.nn import GraphContext
 
     shard = whole_graph(awkward_graph())

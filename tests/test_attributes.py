@@ -25,11 +25,11 @@ from torchmetrics.classification import MulticlassAccuracy
 
 from lightning_gnn import DGCLStrategy, GraphDataModule, NodeClassifier, SamplingStrategy, fetch_rows
 from lightning_gnn.checks.small_graph import FORMS, small_graph
-from lightning_gnn.datamodules.attributes import LeftOutError, kinds_of
-from lightning_gnn.datamodules.hetero import prepare_hetero
-from lightning_gnn.datamodules.shards import cut_graph, split_graph, whole_graph
-from lightning_gnn.datamodules.sources import load_source, prepare_graph
-from lightning_gnn.datamodules.store import read_cut, write_store
+from lightning_gnn.data.attributes import LeftOutError, kinds_of
+from lightning_gnn.data.hetero import prepare_hetero
+from lightning_gnn.data.shards import cut_graph, split_graph, whole_graph
+from lightning_gnn.data.sources import load_source, prepare_graph
+from lightning_gnn.data.store import read_cut, write_store
 from lightning_gnn.gossip.clusters import Clusters
 from lightning_gnn.partition.layout import LayoutSpec
 

@@ -28,9 +28,9 @@ from torch_geometric.nn.models import GCN
 
 import lightning_gnn
 from lightning_gnn import CommNet, DGCLStrategy, GraphDataModule, NodeClassifier
+from lightning_gnn.data import store
+from lightning_gnn.data.store import FORMAT, StoreError, read_cut, read_manifest
 from lightning_gnn.datamodules import graph as graph_module
-from lightning_gnn.datamodules import store
-from lightning_gnn.datamodules.store import FORMAT, StoreError, read_cut, read_manifest
 from lightning_gnn.partition.layout import LayoutSpec
 
 NAN, INF = float("nan"), float("inf")

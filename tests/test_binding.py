@@ -12,7 +12,7 @@ from common import FEATURES, OwnConv, awkward_graph, build
 from torch_geometric import nn as pyg_nn
 from torch_geometric.nn import GATConv, GCNConv, MessagePassing
 
-from lightning_gnn.datamodules.shards import split_graph
+from lightning_gnn.data.shards import split_graph
 from lightning_gnn.nn import Binding, GraphContext, UnsupportedModelError
 from lightning_gnn.nn import pyg as internals
 from lightning_gnn.nn.directed import reversed_shard

@@ -17,7 +17,7 @@ from lightning_gnn.commands.doctor import Check, check_launcher_variables, check
 from lightning_gnn.commands.exchange import time_exchange
 from lightning_gnn.commands.graph_cli import num_ranks
 from lightning_gnn.commands.partition import partition
-from lightning_gnn.datamodules.store import read_manifest
+from lightning_gnn.data.store import read_manifest
 from lightning_gnn.parser import Parser, unknown_key, unknown_word
 
 CLI = ("-m", "lightning_gnn.cli")

@@ -24,8 +24,8 @@ from lightning_gnn.comm.group import World
 from lightning_gnn.comm.matrix import SparseMatrix
 from lightning_gnn.comm.rows import AnyRows
 from lightning_gnn.comm.traffic import Meter
-from lightning_gnn.datamodules.shards import Shard, split_graph
-from lightning_gnn.datamodules.sources import MASKS
+from lightning_gnn.data.shards import Shard, split_graph
+from lightning_gnn.data.sources import MASKS
 from lightning_gnn.nn import Binding, GraphContext, UnsupportedModelError
 from lightning_gnn.nn.adapters import ADAPTERS, REFUSED
 from lightning_gnn.nn.directed import context_of

@@ -41,8 +41,8 @@ from lightning_gnn import (
 from lightning_gnn.callbacks.gossip import progress
 from lightning_gnn.comm.group import CommunicationError
 from lightning_gnn.comm.meetings import LOCAL, Door, Letters, Life, Place, SharedKeys, StoreServer
-from lightning_gnn.datamodules.shards import cut_graph
-from lightning_gnn.datamodules.sources import prepare_graph
+from lightning_gnn.data.shards import cut_graph
+from lightning_gnn.data.sources import prepare_graph
 from lightning_gnn.gossip.clusters import Clusters
 from lightning_gnn.gossip.consensus import distance, sketch
 from lightning_gnn.gossip.pairing import Pairing

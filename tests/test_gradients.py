@@ -11,8 +11,8 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 from lightning_gnn.comm.group import World
-from lightning_gnn.strategies import gradients
-from lightning_gnn.strategies.gradients import GradientSum
+from lightning_gnn.steps import gradients
+from lightning_gnn.steps.gradients import GradientSum
 
 
 def make_layers() -> list[torch.nn.Linear]:

@@ -30,7 +30,7 @@ from torchmetrics.classification import MulticlassAccuracy
 
 from lightning_gnn import DistributedEmbedding, GraphDataModule, NodeClassifier, SamplingStrategy, UnsupportedModelError
 from lightning_gnn.commands.partition import _report
-from lightning_gnn.datamodules.store import read_cut, read_manifest
+from lightning_gnn.data.store import read_cut, read_manifest
 from lightning_gnn.partition.types import Types
 from lightning_gnn.strategies.sampling import SamplingScheme
 

@@ -27,9 +27,9 @@ from processes import REPOSITORY
 from test_bad_input import TWO, built, flip, rewrite, small
 
 from lightning_gnn import GraphDataModule
-from lightning_gnn.datamodules import store
-from lightning_gnn.datamodules.store import StoreError, read_cut
-from lightning_gnn.datamodules.store_check import read_array
+from lightning_gnn.data import store
+from lightning_gnn.data.store import StoreError, read_cut
+from lightning_gnn.data.store_check import read_array
 from lightning_gnn.planning.topology_file import topology_from_dict
 
 

@@ -22,8 +22,8 @@ from lightning_gnn import fetch_rows, mean_over_ranks, num_nodes
 from lightning_gnn.checks import SelfCheck, self_check
 from lightning_gnn.checks.small_graph import FORMS, small_graph
 from lightning_gnn.comm.traffic import Meter
-from lightning_gnn.datamodules.shards import split_graph
-from lightning_gnn.datamodules.sources import prepare_graph
+from lightning_gnn.data.shards import split_graph
+from lightning_gnn.data.sources import prepare_graph
 from lightning_gnn.partition.layout import LayoutSpec
 from lightning_gnn.strategies.dgcl import DGCLScheme
 

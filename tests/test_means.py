@@ -24,7 +24,7 @@ from lightning_gnn import (
     labelled,
     mean_over_ranks,
 )
-from lightning_gnn.datamodules.shards import split_graph
+from lightning_gnn.data.shards import split_graph
 from lightning_gnn.nn.helpers import graph_in_use
 from lightning_gnn.partition.layout import LayoutSpec
 

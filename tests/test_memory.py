@@ -21,7 +21,7 @@ from lightning_gnn.checks.footprint import PHASES, Predicted, Sizes
 from lightning_gnn.comm.in_process import InProcessWire
 from lightning_gnn.comm.traffic import Meter
 from lightning_gnn.commands.plan import plan
-from lightning_gnn.datamodules.shards import whole_graph
+from lightning_gnn.data.shards import whole_graph
 from lightning_gnn.nn.offload import Offloaded
 from lightning_gnn.strategies import (
     CachedVertexCutStrategy,

@@ -23,9 +23,9 @@ from torch_geometric.nn import GCNConv
 from torch_geometric.transforms import RandomNodeSplit
 
 from lightning_gnn import ClusterAllReduceStrategy, DGCLStrategy, GraphDataModule, SamplingStrategy, StagedStrategy
-from lightning_gnn.datamodules.hetero import prepare_hetero
-from lightning_gnn.datamodules.sources import graph_digests, prepare_graph, seeded
-from lightning_gnn.datamodules.store import read_cut, write_store
+from lightning_gnn.data.hetero import prepare_hetero
+from lightning_gnn.data.sources import graph_digests, prepare_graph, seeded
+from lightning_gnn.data.store import read_cut, write_store
 from lightning_gnn.partition.layout import LayoutSpec
 
 MASKS = ("train_mask", "val_mask", "test_mask")

@@ -19,9 +19,9 @@ from processes import REPOSITORY
 from lightning_gnn import DGCLStrategy, GraphDataModule
 from lightning_gnn.commands.partition import partition
 from lightning_gnn.commands.plan import PlanReport, plan
-from lightning_gnn.datamodules.shards import cut_graph
-from lightning_gnn.datamodules.sources import prepare_graph
-from lightning_gnn.datamodules.synthetic import planted_partition
+from lightning_gnn.data.shards import cut_graph
+from lightning_gnn.data.sources import prepare_graph
+from lightning_gnn.data.synthetic import planted_partition
 from lightning_gnn.partition.layout import LayoutSpec, Replicas
 from lightning_gnn.partition.replicas import hold
 from lightning_gnn.partition.shard import Relabelling

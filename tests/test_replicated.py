@@ -23,8 +23,8 @@ from lightning_gnn.comm.exchange import HaloExchange
 from lightning_gnn.comm.group import World
 from lightning_gnn.comm.swap import SwapExchange
 from lightning_gnn.comm.traffic import Meter
-from lightning_gnn.datamodules.shards import cut_graph
-from lightning_gnn.datamodules.sources import prepare_graph
+from lightning_gnn.data.shards import cut_graph
+from lightning_gnn.data.sources import prepare_graph
 from lightning_gnn.partition.layout import Replicas
 from lightning_gnn.partition.replicas import hold
 from lightning_gnn.partition.shard import Relabelling, edge_cut_parts, halo_plan

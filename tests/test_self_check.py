@@ -20,8 +20,8 @@ from torch_geometric.utils import add_self_loops, degree, dropout_edge, negative
 import lightning_gnn
 from lightning_gnn.checks import SelfCheck, self_check
 from lightning_gnn.comm.traffic import Meter
-from lightning_gnn.datamodules.shards import Shard, split_graph, whole_graph
-from lightning_gnn.datamodules.sources import prepare_graph
+from lightning_gnn.data.shards import Shard, split_graph, whole_graph
+from lightning_gnn.data.sources import prepare_graph
 from lightning_gnn.partition.layout import LayoutSpec
 from lightning_gnn.strategies.dgcl import DGCLScheme
 
@@ -363,7 +363,7 @@ def test_nothing_is_left_behind():
 
 
 def test_shards_in_memory_are_those_of_the_store(tmp_path):
-    from lightning_gnn.datamodules.store import read_cut, write_store
+    from lightning_gnn.data.store import read_cut, write_store
 
     graph, part = prepare_graph(awkward_graph()), np.arange(60) % 3
     write_store(tmp_path / "store", graph, part, LayoutSpec("edge_cut", 3), {})

@@ -29,9 +29,9 @@ from lightning_gnn.checks.footprint import Peak
 from lightning_gnn.comm.codec import make_codec
 from lightning_gnn.comm.group import World
 from lightning_gnn.comm.traffic import Meter
+from lightning_gnn.data.shards import Cut
+from lightning_gnn.data.synthetic import planted_partition
 from lightning_gnn.datamodules.graph import GraphDataModule
-from lightning_gnn.datamodules.shards import Cut
-from lightning_gnn.datamodules.synthetic import planted_partition
 from lightning_gnn.modules import NodeClassifier
 from lightning_gnn.planning.topology import Topology
 from lightning_gnn.strategies.base import GNNStrategy

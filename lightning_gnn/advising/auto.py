@@ -12,7 +12,7 @@ from lightning_gnn.advising.advice import Advice, advise_on
 from lightning_gnn.advising.candidates import Candidate, candidates
 from lightning_gnn.advising.machine import Machine, available_cores
 from lightning_gnn.planning import Topology
-from lightning_gnn.strategies import GNNStrategy, register
+from lightning_gnn.strategies.base import GNNStrategy
 from lightning_gnn.strategies.dgcl import DGCLScheme
 
 
@@ -82,6 +82,3 @@ class AutoStrategy(GNNStrategy):
             f"auto_gnn chose {first.candidate}: {1e3 * first.seconds:.3g} ms an epoch predicted; {first.why} ({told})"
         )
         return first.candidate
-
-
-register(AutoStrategy)

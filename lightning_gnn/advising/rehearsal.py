@@ -25,12 +25,12 @@ from lightning_gnn.checks.footprint import Counted, Footprint, footprint_of
 from lightning_gnn.checks.stand_ins import QuietTrainer, aside, copied, quiet, run_step, without_optimizers
 from lightning_gnn.comm.group import CommunicationError, World
 from lightning_gnn.comm.in_process import InProcessWorld, Meeting
-from lightning_gnn.datamodules.shards import Shard
-from lightning_gnn.datamodules.sources import counted_mask
+from lightning_gnn.data.shards import Shard
+from lightning_gnn.data.sources import counted_mask
 from lightning_gnn.nn import pyg
 from lightning_gnn.nn.bind import Binding
 from lightning_gnn.nn.helpers import graph_in_use
-from lightning_gnn.nn.loss import loss_scale
+from lightning_gnn.steps.loss import loss_scale
 from lightning_gnn.strategies.heap import keeping_freed_memory
 
 Bind = Callable[[torch.nn.Module, Shard, World], Binding]

@@ -13,7 +13,7 @@ from lightning_gnn.checks.differences import Difference
 from lightning_gnn.checks.draws import Draw
 from lightning_gnn.checks.record import Compared, Rows, relative_difference
 from lightning_gnn.checks.trial import OnRank, Outcome, Parted, Trial
-from lightning_gnn.datamodules.shards import Shard
+from lightning_gnn.data.shards import Shard
 from lightning_gnn.nn.context import UnsupportedModelError
 
 FIT = 1e-6

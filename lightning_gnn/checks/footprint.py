@@ -29,8 +29,8 @@ from lightning_gnn.comm.group import CommunicationError, World
 from lightning_gnn.comm.in_process import InProcessWorld, Meeting
 from lightning_gnn.comm.rows import AnyRows
 from lightning_gnn.comm.traffic import Meter
-from lightning_gnn.datamodules.shards import Cut, Shard, split_graph
-from lightning_gnn.datamodules.sources import counted_mask
+from lightning_gnn.data.shards import Cut, Shard, split_graph
+from lightning_gnn.data.sources import counted_mask
 from lightning_gnn.nn import pyg
 from lightning_gnn.nn.bind import Binding
 from lightning_gnn.nn.context import GraphContext

@@ -12,8 +12,8 @@ from torch import Tensor
 from torchmetrics import Metric
 
 from lightning_gnn.comm.group import World
-from lightning_gnn.nn.loss import loss_scale
-from lightning_gnn.strategies.logs import OPTIONS, GlobalLogs
+from lightning_gnn.steps.logs import OPTIONS, GlobalLogs
+from lightning_gnn.steps.loss import loss_scale
 
 
 @dataclass(frozen=True)
@@ -78,7 +78,7 @@ class Heard:
             self.calls[name] = Logged(self._model._current_fx_name or "", own, {"to_logger": True})
 
     def enter(self, counts: Sequence[int], stand_ins: int, sizes: Sequence[int]) -> None:
-        """Begins a step; see :meth:`~lightning_gnn.strategies.weights.RowWeights.enter`."""
+        """Begins a step; see :meth:`~lightning_gnn.steps.weights.RowWeights.enter`."""
         if self._logs is not None:
             self._logs.enter(counts, stand_ins, sizes)
 

@@ -23,9 +23,9 @@ from lightning_gnn.checks.draws import Draw
 from lightning_gnn.checks.small_graph import FORMS, Form, SmallGraph, small_graph
 from lightning_gnn.checks.stand_ins import QuietTrainer, aside, uncompiled
 from lightning_gnn.checks.trial import STAGES, Bind, Outcome, Parted, Trial, in_one_line
-from lightning_gnn.datamodules.attributes import LeftOutError
-from lightning_gnn.datamodules.shards import Shard, split_graph
-from lightning_gnn.datamodules.sources import counted_mask
+from lightning_gnn.data.attributes import LeftOutError
+from lightning_gnn.data.shards import Shard, split_graph
+from lightning_gnn.data.sources import counted_mask
 from lightning_gnn.nn.context import UnsupportedModelError
 from lightning_gnn.partition.layout import LayoutSpec
 

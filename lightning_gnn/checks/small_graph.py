@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 from torch_geometric.data import Data
 
-from lightning_gnn.datamodules.attributes import OF_BATCHES, STAND_INS, GraphData, kinds_of, left_out_of
-from lightning_gnn.datamodules.sources import EDGE_MASKS, MASKS, class_labels
+from lightning_gnn.data.attributes import OF_BATCHES, STAND_INS, GraphData, kinds_of, left_out_of
+from lightning_gnn.data.sources import EDGE_MASKS, MASKS, class_labels
 from lightning_gnn.nn.helpers import labelled
 
 

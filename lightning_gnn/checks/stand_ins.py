@@ -19,8 +19,8 @@ from typing_extensions import override
 from lightning_gnn.comm.group import World, no_process_group
 from lightning_gnn.comm.in_process import kept_random_state
 from lightning_gnn.nn.embedding import untrained_embeddings
-from lightning_gnn.strategies.gathering import gather_rows
-from lightning_gnn.strategies.gradients import GradientSum
+from lightning_gnn.steps.gathering import gather_rows
+from lightning_gnn.steps.gradients import GradientSum
 
 if TYPE_CHECKING:
     from lightning_gnn.checks.heard import Heard

@@ -23,15 +23,15 @@ from lightning_gnn.checks.record import Event, Recorder, Rows
 from lightning_gnn.checks.stand_ins import QuietTrainer, backward, copied, quiet, run_step, without_optimizers
 from lightning_gnn.comm.group import CommunicationError, World
 from lightning_gnn.comm.in_process import InProcessWorld, Meeting, kept_random_state
-from lightning_gnn.datamodules.shards import Shard, whole_graph
-from lightning_gnn.datamodules.sources import MASKS, counted_mask
+from lightning_gnn.data.shards import Shard, whole_graph
+from lightning_gnn.data.sources import MASKS, counted_mask
 from lightning_gnn.nn import pyg
 from lightning_gnn.nn.bind import Binding, only_bound_convs
 from lightning_gnn.nn.context import GraphContext
 from lightning_gnn.nn.helpers import graph_in_use
-from lightning_gnn.nn.loss import scale_by
-from lightning_gnn.strategies.gradients import GradientSum
-from lightning_gnn.strategies.metrics import metrics_in
+from lightning_gnn.steps.gradients import GradientSum
+from lightning_gnn.steps.loss import scale_by
+from lightning_gnn.steps.metrics import metrics_in
 
 Bind = Callable[[torch.nn.Module, Shard, World], Binding]
 
@@ -108,7 +108,7 @@ class Trial:
 
     Args:
         module: unbound; copies of it run on the CPU.
-        graph: as :func:`~lightning_gnn.datamodules.sources.prepare_graph` returns it, with ``n_id`` and ``e_id``, the ids that
+        graph: as :func:`~lightning_gnn.data.sources.prepare_graph` returns it, with ``n_id`` and ``e_id``, the ids that
             the user's code may look things up by.
         stage: a key of `STAGES`.
         trainer: what the step finds as ``self.trainer``.

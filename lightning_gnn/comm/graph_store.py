@@ -21,14 +21,14 @@ from torch_geometric.typing import EdgeType, NodeType
 
 from lightning_gnn.comm.group import World
 from lightning_gnn.comm.requests import Requests
-from lightning_gnn.datamodules.attributes import GraphData
+from lightning_gnn.data.attributes import GraphData
 from lightning_gnn.kernels import CSR
 from lightning_gnn.partition.shard import owners_of
 from lightning_gnn.sampling.neighbors import Neighbors, sample_neighbors
 from lightning_gnn.sampling.sampler import seed_of_type
 
 if TYPE_CHECKING:
-    from lightning_gnn.datamodules.shards import Cut
+    from lightning_gnn.data.shards import Cut
 
 
 class _Part:

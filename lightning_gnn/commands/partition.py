@@ -13,7 +13,7 @@ from typing_extensions import override
 
 from lightning_gnn.commands.graph_cli import GraphCLI, working
 from lightning_gnn.console import text_console
-from lightning_gnn.datamodules.store import read_manifest
+from lightning_gnn.data.store import read_manifest
 from lightning_gnn.partition.locality import Locality
 from lightning_gnn.partition.metrics import EdgeCutReport
 from lightning_gnn.partition.vertex_report import VertexCutReport

@@ -19,7 +19,7 @@ from lightning_gnn.checks.memory import training_bytes
 from lightning_gnn.commands.graph_cli import GraphCLI, working
 from lightning_gnn.commands.plan_print import memory_table, printed
 from lightning_gnn.console import plain_width, text_console
-from lightning_gnn.datamodules.shards import Cut
+from lightning_gnn.data.shards import Cut
 from lightning_gnn.parser import check_folder, file_of
 from lightning_gnn.planning.exchanges import Exchange, Workload
 from lightning_gnn.planning.plan_cost import Balance, LinkLoad, balance, link_loads

@@ -21,7 +21,7 @@ from rich.table import Table
 from lightning_gnn.comm.group import World
 from lightning_gnn.comm.measure import measure
 from lightning_gnn.console import text_console
-from lightning_gnn.datamodules.store import write_atomically
+from lightning_gnn.data.store import write_atomically
 from lightning_gnn.launching.local_ranks import run_ranks
 from lightning_gnn.parser import Parser, did_you_mean
 from lightning_gnn.planning.infer import pairs_to_measure

@@ -18,7 +18,7 @@ from matplotlib.figure import Figure
 
 from lightning_gnn.comparing.results import PARTS
 from lightning_gnn.comparing.table import accuracy_name, number, parity_text
-from lightning_gnn.datamodules.store import write_atomically
+from lightning_gnn.data.store import write_atomically
 from lightning_gnn.planning.pictures import GREY, INK, KINDS
 
 Cells = Sequence[Mapping[str, Any]]

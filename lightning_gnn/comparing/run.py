@@ -25,7 +25,7 @@ from lightning_gnn.comparing.cells import Again, Cell, Comparison, checked, make
 from lightning_gnn.comparing.results import parity, summarise
 from lightning_gnn.comparing.table import comparison_table, number, parity_text
 from lightning_gnn.console import plain_width, text_console
-from lightning_gnn.datamodules.store import write_atomically
+from lightning_gnn.data.store import write_atomically
 from lightning_gnn.launching.local_ranks import LAUNCHER_VARIABLES
 from lightning_gnn.parser import check_folder
 

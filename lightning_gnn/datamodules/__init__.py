@@ -1,7 +1,7 @@
 """Graphs as Lightning data: :class:`GraphDataModule`, its store, and a generator of graphs."""
 
+from lightning_gnn.data.links import split_edges
+from lightning_gnn.data.synthetic import planted_partition
 from lightning_gnn.datamodules.graph import GraphDataModule
-from lightning_gnn.datamodules.links import split_edges
-from lightning_gnn.datamodules.synthetic import planted_partition
 
 __all__ = ["GraphDataModule", "planted_partition", "split_edges"]

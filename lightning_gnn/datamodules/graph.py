@@ -33,10 +33,10 @@ from typing_extensions import override
 
 from lightning_gnn.arguments import shown
 from lightning_gnn.comm.group import World
-from lightning_gnn.datamodules.attributes import left_out_of
-from lightning_gnn.datamodules.hetero import NO_TYPES, JoinedGraph, input_type_of, prepare_hetero
-from lightning_gnn.datamodules.shards import Cut, Shard, versions_of, whole_graph, whole_graph_with_types
-from lightning_gnn.datamodules.sources import (
+from lightning_gnn.data.attributes import left_out_of
+from lightning_gnn.data.hetero import NO_TYPES, JoinedGraph, input_type_of, prepare_hetero
+from lightning_gnn.data.shards import Cut, Shard, versions_of, whole_graph, whole_graph_with_types
+from lightning_gnn.data.sources import (
     EDGE_MASKS,
     MASKS,
     Source,
@@ -52,7 +52,7 @@ from lightning_gnn.datamodules.sources import (
     prepare_graph,
     seeded,
 )
-from lightning_gnn.datamodules.store import (
+from lightning_gnn.data.store import (
     FORMAT,
     check_space,
     default_root,

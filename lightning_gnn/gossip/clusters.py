@@ -12,8 +12,8 @@ import numpy as np
 import torch
 from torch_geometric.data import Data
 
-from lightning_gnn.datamodules.attributes import GraphData, of_full_graph
-from lightning_gnn.datamodules.shards import Cut
+from lightning_gnn.data.attributes import GraphData, of_full_graph
+from lightning_gnn.data.shards import Cut
 
 
 class Clusters:

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 from abc import abstractmethod
+from collections.abc import Callable, Iterable
 
 import lightning as L
 import torch
-from lightning.pytorch.cli import OptimizerCallable
 from torch import Tensor
+from torch.optim import Optimizer
 from torch_geometric.data import Data
 from typing_extensions import override
+
+OptimizerCallable = Callable[[Iterable], Optimizer]
+"""As in ``lightning.pytorch.cli``, which takes long to import."""
 
 
 class GraphModule(L.LightningModule):

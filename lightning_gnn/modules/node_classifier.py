@@ -6,7 +6,6 @@ from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
-from lightning.pytorch.cli import OptimizerCallable
 from torch import Tensor
 from torch_geometric.data import Data
 from torchmetrics.classification import (
@@ -18,7 +17,7 @@ from torchmetrics.classification import (
 from typing_extensions import override
 
 from lightning_gnn.datamodules import GraphDataModule
-from lightning_gnn.modules.base import GraphModule
+from lightning_gnn.modules.base import GraphModule, OptimizerCallable
 from lightning_gnn.modules.inputs import check_width, edge_inputs
 from lightning_gnn.nn.context import UnsupportedModelError
 

@@ -19,7 +19,7 @@ from torch_geometric.nn import DirGNNConv
 
 from lightning_gnn.comm.exchange import during_exchange
 from lightning_gnn.comm.group import World
-from lightning_gnn.datamodules.shards import Shard
+from lightning_gnn.data.shards import Shard
 from lightning_gnn.nn.context import GraphContext, UnsupportedModelError
 from lightning_gnn.partition.shard import halo_plan, owners_of
 

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 from torch_geometric.data import Data
 
-from lightning_gnn.datamodules.attributes import STAND_INS
-from lightning_gnn.datamodules.sources import MASKS, is_labelled
+from lightning_gnn.data.attributes import STAND_INS
+from lightning_gnn.data.sources import MASKS, is_labelled
 from lightning_gnn.nn.context import GraphContext
 from lightning_gnn.nn.norms import SumOverRanks
 

@@ -32,10 +32,10 @@ from lightning_gnn.checks.stand_ins import QuietTrainer, aside, copied, quiet, u
 from lightning_gnn.checks.trial import STAGES, Outcome, Parted, Trial, in_one_line
 from lightning_gnn.comm.traffic import Meter
 from lightning_gnn.comparing.measure import draws_random_numbers
+from lightning_gnn.data.hetero import NO_TYPES
+from lightning_gnn.data.shards import Shard, split_graph, whole_graph
+from lightning_gnn.data.sources import counted_mask
 from lightning_gnn.datamodules.graph import GraphDataModule
-from lightning_gnn.datamodules.hetero import NO_TYPES
-from lightning_gnn.datamodules.shards import Shard, split_graph, whole_graph
-from lightning_gnn.datamodules.sources import counted_mask
 from lightning_gnn.nn.context import UnsupportedModelError
 from lightning_gnn.parity.report import GROUPS, ParityReport, SchemeParity
 from lightning_gnn.parity.sample import some_of

@@ -16,7 +16,7 @@ def some_of(data: Data, num_nodes: int | None, seed: int = 0) -> Data:
     """Returns the graph, or a sample of it, with ``n_id`` and ``e_id``, the ids of its nodes and edges in the graph.
 
     Args:
-        data: checked, see :func:`~lightning_gnn.datamodules.sources.prepare_graph`.
+        data: checked, see :func:`~lightning_gnn.data.sources.prepare_graph`.
         num_nodes: of the sample; None for the whole graph if it has at most `MAX_VALUES` and `MAX_EDGES`, else for a sample that
             has.
         seed: of the sample.

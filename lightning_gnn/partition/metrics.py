@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
-from rich.table import Table
+
+if TYPE_CHECKING:
+    from rich.table import Table
 
 Counts = NDArray[np.int64]
 
@@ -94,6 +96,8 @@ class EdgeCutReport:
 
     def table(self, row_bytes: int | None = None) -> Table:
         """Returns the report as a table, a row per part; with the bytes of a node's row, also what a part receives."""
+        from rich.table import Table
+
         masks = {f"{name.removesuffix('_mask')} nodes": counts for name, counts in self.masks.items()}
         table = Table("part", "nodes", *masks, "in-edges", "halo rows", title="Edge cut", title_justify="left")
         if row_bytes is not None:
@@ -112,6 +116,8 @@ class EdgeCutReport:
 
     def table_of_types(self) -> Table:
         """Returns the nodes and edges of each type in each part, a row per type."""
+        from rich.table import Table
+
         parts = [f"part {part}" for part in range(len(self.nodes))]
         table = Table("type", *parts, "heaviest / average", title="Types", title_justify="left")
         for column in table.columns[1:]:

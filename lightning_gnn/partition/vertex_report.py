@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
-from rich.table import Table
 
 from lightning_gnn.partition.vertex_loops import ends, traffic
+
+if TYPE_CHECKING:
+    from rich.table import Table
 
 Counts = NDArray[np.int64]
 
@@ -92,6 +94,8 @@ class VertexCutReport:
 
     def table(self) -> Table:
         """Returns the report as a table, a row per rank."""
+        from rich.table import Table
+
         heads = (
             "masters",
             "rows held",

@@ -20,8 +20,8 @@ from torch_geometric.typing import EdgeType, NodeType
 from typing_extensions import override
 
 from lightning_gnn.comm.graph_store import GraphStore
-from lightning_gnn.datamodules.attributes import STAND_INS
-from lightning_gnn.datamodules.sources import MASKS
+from lightning_gnn.data.attributes import STAND_INS
+from lightning_gnn.data.sources import MASKS
 from lightning_gnn.partition.types import ONE_TYPE
 from lightning_gnn.sampling.draws import draw_others
 from lightning_gnn.sampling.hops import sample_hops

@@ -20,8 +20,8 @@ from torch_geometric.typing import EdgeType
 from typing_extensions import override
 
 from lightning_gnn.comm.graph_store import GraphStore
-from lightning_gnn.datamodules.attributes import STAND_INS
-from lightning_gnn.datamodules.sources import MASKS
+from lightning_gnn.data.attributes import STAND_INS
+from lightning_gnn.data.sources import MASKS
 from lightning_gnn.partition.metis import Adjacency, part_graph
 from lightning_gnn.partition.types import ONE_TYPE
 from lightning_gnn.sampling.hops import induced_subgraph, sample_hops
@@ -30,7 +30,7 @@ from lightning_gnn.sampling.neighbors import Neighbors
 from lightning_gnn.sampling.numbering import Numbering
 
 if TYPE_CHECKING:
-    from lightning_gnn.datamodules.shards import Cut
+    from lightning_gnn.data.shards import Cut
 
 Method = Literal["neighbor", "shadow", "saint_node", "saint_edge", "saint_walk", "cluster"]
 

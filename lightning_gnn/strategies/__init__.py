@@ -1,49 +1,93 @@
-"""Strategies; importing this package registers their names with Lightning's Trainer."""
+"""Strategies; importing this package registers their names with Lightning's Trainer.
+
+A strategy's own module is imported when the Trainer, or anybody else, first takes it.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
 
 from lightning.pytorch.strategies import StrategyRegistry
 
-from lightning_gnn.launching import join_parent
-from lightning_gnn.strategies.base import GNNStrategy
-from lightning_gnn.strategies.dgcl import DGCLStrategy
-from lightning_gnn.strategies.gossip import ClusterAllReduceStrategy, GossipStrategy
 from lightning_gnn.strategies.other_lightning import refuse_other_lightning
-from lightning_gnn.strategies.sampling import SamplingStrategy
-from lightning_gnn.strategies.scheme import Scheme
-from lightning_gnn.strategies.spmm import SpMM1DStrategy, SpMM2DStrategy, SpMM3DStrategy, SpMM15DStrategy
-from lightning_gnn.strategies.vertex_cut import CachedVertexCutStrategy, VertexCutStrategy
 
-join_parent()  # as soon as may be: a started rank ends with its parent
+if TYPE_CHECKING:
+    from lightning_gnn.strategies.base import GNNStrategy
+    from lightning_gnn.strategies.dgcl import DGCLStrategy
+    from lightning_gnn.strategies.gossip import ClusterAllReduceStrategy, GossipStrategy
+    from lightning_gnn.strategies.sampling import SamplingStrategy
+    from lightning_gnn.strategies.scheme import Scheme
+    from lightning_gnn.strategies.spmm import SpMM1DStrategy, SpMM2DStrategy, SpMM3DStrategy, SpMM15DStrategy
+    from lightning_gnn.strategies.vertex_cut import CachedVertexCutStrategy, VertexCutStrategy
+
+_STRATEGIES = {
+    "dgcl": ("dgcl", "DGCLStrategy"),
+    "spmm_1d": ("spmm", "SpMM1DStrategy"),
+    "spmm_15d": ("spmm", "SpMM15DStrategy"),
+    "spmm_2d": ("spmm", "SpMM2DStrategy"),
+    "spmm_3d": ("spmm", "SpMM3DStrategy"),
+    "vertex_cut": ("vertex_cut", "VertexCutStrategy"),
+    "vertex_cut_cached": ("vertex_cut", "CachedVertexCutStrategy"),
+    "sampling": ("sampling", "SamplingStrategy"),
+    "gossip": ("gossip", "GossipStrategy"),
+    "cluster_allreduce": ("gossip", "ClusterAllReduceStrategy"),
+}
+"""By name, the module and the class of each strategy."""
+
+_MODULES = {name: module for module, name in (*_STRATEGIES.values(), ("base", "GNNStrategy"), ("scheme", "Scheme"))}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _MODULES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(f"{__name__}.{_MODULES[name]}"), name)
+
+
+class _Lazy:
+    """Stands for a strategy in Lightning's registry, and imports it when it is called or taken.
+
+    Args:
+        module, name: where the class is.
+    """
+
+    def __init__(self, module: str, name: str) -> None:
+        self._module, self._name = module, name
+
+    def load(self) -> type[GNNStrategy]:
+        """Returns the class."""
+        return getattr(import_module(self._module), self._name)
+
+    def __call__(self, **arguments: Any) -> GNNStrategy:
+        return self.load()(**arguments)
 
 
 def register(strategy: type[GNNStrategy]) -> None:
     """Makes the strategy's name, and those of other ways to start ranks, known to the Trainer."""
+    _register(strategy.strategy_name, strategy.__name__, strategy)
+
+
+def _register(name: str, described: str, strategy: type[GNNStrategy] | _Lazy) -> None:
     names = []
     for suffix, start_method in (("", "popen"), ("_spawn", "spawn"), ("_notebook", "fork")):
-        names.append(strategy.strategy_name + suffix)
-        description = f"{strategy.__name__}, ranks started by {start_method}"
+        names.append(name + suffix)
+        description = f"{described}, ranks started by {start_method}"
         StrategyRegistry.register(names[-1], strategy, description=description, start_method=start_method)
     refuse_other_lightning(names)
 
 
 def registered() -> dict[str, type[GNNStrategy]]:
     """Returns this package's strategies, and those of users, by the names that they are registered by."""
+    from lightning_gnn.strategies.base import GNNStrategy
+
     kinds = {name: each["strategy"] for name, each in StrategyRegistry.items()}
+    kinds = {name: kind.load() if isinstance(kind, _Lazy) else kind for name, kind in kinds.items()}
     return {name: kind for name, kind in kinds.items() if isinstance(kind, type) and issubclass(kind, GNNStrategy)}
 
 
-for _strategy in (
-    DGCLStrategy,
-    SpMM1DStrategy,
-    SpMM15DStrategy,
-    SpMM2DStrategy,
-    SpMM3DStrategy,
-    VertexCutStrategy,
-    CachedVertexCutStrategy,
-    SamplingStrategy,
-    GossipStrategy,
-    ClusterAllReduceStrategy,
-):
-    register(_strategy)
+for _name, (_module, _class) in _STRATEGIES.items():
+    _register(_name, _class, _Lazy(f"{__name__}.{_module}", _class))
+_register("auto_gnn", "AutoStrategy", _Lazy("lightning_gnn.advising.auto", "AutoStrategy"))
 
 __all__ = [
     "CachedVertexCutStrategy",

@@ -38,10 +38,10 @@ from lightning_gnn.comm.owners import Owners
 from lightning_gnn.comm.progress import here
 from lightning_gnn.comm.replicas import Replicas
 from lightning_gnn.comm.traffic import Meter
+from lightning_gnn.data.hetero import NO_TYPES
+from lightning_gnn.data.shards import Shard
+from lightning_gnn.data.sources import MASKS, counted_mask
 from lightning_gnn.datamodules.graph import GraphDataModule, OneBatch, check_fits
-from lightning_gnn.datamodules.hetero import NO_TYPES
-from lightning_gnn.datamodules.shards import Shard
-from lightning_gnn.datamodules.sources import MASKS, counted_mask
 from lightning_gnn.kernels.warm_up import warm_up
 from lightning_gnn.launching import StartMethod, make_launcher
 from lightning_gnn.nn.bind import Binding, check_module
@@ -51,17 +51,17 @@ from lightning_gnn.nn.helpers import graph_in_use, labelled
 from lightning_gnn.nn.offload import Offloaded
 from lightning_gnn.partition.layout import LayoutSpec
 from lightning_gnn.partition.types import Types
-from lightning_gnn.strategies.gathering import gather_rows
-from lightning_gnn.strategies.gradients import GradientSum
+from lightning_gnn.steps.gathering import gather_rows
+from lightning_gnn.steps.gradients import GradientSum
+from lightning_gnn.steps.logs import GlobalLogs
+from lightning_gnn.steps.predictions import PredictedRows, Predictions
+from lightning_gnn.steps.random_streams import RandomStreams
+from lightning_gnn.steps.step_loss import loss_in_outputs
 from lightning_gnn.strategies.heap import keeping_freed_memory
-from lightning_gnn.strategies.logs import GlobalLogs
 from lightning_gnn.strategies.memory import check_memory, check_own_memory
-from lightning_gnn.strategies.predictions import PredictedRows, Predictions
-from lightning_gnn.strategies.random_streams import RandomStreams
 from lightning_gnn.strategies.run_config import part_sizes, partition_report, run_config
 from lightning_gnn.strategies.scheme import Scheme
 from lightning_gnn.strategies.self_checks import SelfChecks
-from lightning_gnn.strategies.step_loss import loss_in_outputs
 
 MOST_SECONDS = 10**8
 """Three years; torch counts deadlines in milliseconds, in 64 bits of nanoseconds in places."""
@@ -727,7 +727,7 @@ class GNNStrategy(ParallelStrategy):
     @override
     def all_gather(self, tensor: Tensor, group: Any | None = None, sync_grads: bool = False) -> Tensor:
         """Returns the tensors of all ranks, which may have different numbers of rows; see
-        :func:`~lightning_gnn.strategies.gathering.gather_rows`."""
+        :func:`~lightning_gnn.steps.gathering.gather_rows`."""
         if self._world is None or self._world.size == 1:
             return tensor
         if group not in (None, self.world.everyone):

@@ -30,8 +30,8 @@ from lightning_gnn.arguments import check_seed, check_whole, check_words, is_one
 from lightning_gnn.callbacks.gossip import GossipMetrics, show
 from lightning_gnn.comm.group import World
 from lightning_gnn.comm.meetings import ADDRESS, Door, Life, Place, SharedKeys, StoreServer, own_address
+from lightning_gnn.data.sources import EDGE_MASKS, counted_mask, num_labelled
 from lightning_gnn.datamodules.graph import GraphDataModule
-from lightning_gnn.datamodules.sources import EDGE_MASKS, counted_mask, num_labelled
 from lightning_gnn.gossip.clusters import Clusters
 from lightning_gnn.gossip.pool import Pool
 from lightning_gnn.gossip.worker import Counts, Scores, Ties, Worker
@@ -39,10 +39,10 @@ from lightning_gnn.nn.bind import check_module
 from lightning_gnn.nn.embedding import embeddings_of
 from lightning_gnn.nn.helpers import graph_in_use
 from lightning_gnn.partition.layout import LayoutSpec
+from lightning_gnn.steps.logs import GlobalLogs
+from lightning_gnn.steps.random_streams import RandomStreams
 from lightning_gnn.strategies.base import GNNStrategy
 from lightning_gnn.strategies.dgcl import DGCLScheme
-from lightning_gnn.strategies.logs import GlobalLogs
-from lightning_gnn.strategies.random_streams import RandomStreams
 
 Assignment = Literal["random", "metis"]
 Average = Literal["gradients", "parameters"]

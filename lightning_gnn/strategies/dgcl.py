@@ -23,7 +23,7 @@ from lightning_gnn.comm.plans import NO_TOPOLOGY, make_exchange
 from lightning_gnn.comm.replicated import ReplicatedExchange
 from lightning_gnn.comm.rows import AnyRows
 from lightning_gnn.comm.traffic import Meter
-from lightning_gnn.datamodules.shards import Shard
+from lightning_gnn.data.shards import Shard
 from lightning_gnn.nn.context import GraphContext
 from lightning_gnn.partition.hierarchical import alike
 from lightning_gnn.partition.layout import LayoutSpec, Replicas

@@ -13,9 +13,9 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 
 from lightning_gnn.checks.footprint import PHASES, Peak, Predicted, Sizes, memory_of
 from lightning_gnn.checks.memory import available_bytes, least_bytes
+from lightning_gnn.data.shards import Shard
+from lightning_gnn.data.sources import counted_mask
 from lightning_gnn.datamodules.graph import GraphDataModule
-from lightning_gnn.datamodules.shards import Shard
-from lightning_gnn.datamodules.sources import counted_mask
 from lightning_gnn.nn.embedding import embeddings_of
 
 if TYPE_CHECKING:

@@ -15,8 +15,8 @@ import torch
 
 from lightning_gnn.callbacks.waiting import PartSize
 from lightning_gnn.console import text_of
-from lightning_gnn.datamodules.shards import Shard
-from lightning_gnn.datamodules.sources import MASKS
+from lightning_gnn.data.shards import Shard
+from lightning_gnn.data.sources import MASKS
 from lightning_gnn.partition.metrics import EdgeCutReport
 from lightning_gnn.partition.vertex_report import VertexCutReport
 from lightning_gnn.planning import Topology

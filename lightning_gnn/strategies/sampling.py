@@ -24,9 +24,9 @@ from typing_extensions import override
 from lightning_gnn.arguments import check_flags, check_numbers, check_seed, check_whole, is_one_of, shown
 from lightning_gnn.callbacks.sampling import SamplingMetrics
 from lightning_gnn.comm.graph_store import GraphStore
+from lightning_gnn.data.shards import Cut
+from lightning_gnn.data.sources import EDGE_MASKS, counted_mask, is_labelled
 from lightning_gnn.datamodules.graph import GraphDataModule
-from lightning_gnn.datamodules.shards import Cut
-from lightning_gnn.datamodules.sources import EDGE_MASKS, counted_mask, is_labelled
 from lightning_gnn.nn.bind import check_columns
 from lightning_gnn.nn.helpers import graph_in_use
 from lightning_gnn.partition.layout import LayoutSpec

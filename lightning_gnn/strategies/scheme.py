@@ -12,7 +12,7 @@ import torch
 
 from lightning_gnn.comm.group import World
 from lightning_gnn.comm.traffic import Meter
-from lightning_gnn.datamodules.shards import Shard
+from lightning_gnn.data.shards import Shard
 from lightning_gnn.nn.bind import Binding
 from lightning_gnn.nn.context import GraphContext
 from lightning_gnn.nn.directed import context_of

@@ -15,14 +15,14 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from typing_extensions import override
 
 from lightning_gnn.callbacks.loggers import log_values
+from lightning_gnn.checks.loss_rows import LossRows
 from lightning_gnn.checks.self_check import SelfCheck, self_check
 from lightning_gnn.checks.small_graph import FORMS
 from lightning_gnn.checks.trial import STAGES
 from lightning_gnn.comm.traffic import Meter
-from lightning_gnn.datamodules.shards import Cut, Shard
-from lightning_gnn.datamodules.sources import MASKS, counted_mask
+from lightning_gnn.data.shards import Cut, Shard
+from lightning_gnn.data.sources import MASKS, counted_mask
 from lightning_gnn.nn.context import UnsupportedModelError
-from lightning_gnn.strategies.loss_rows import LossRows
 
 if TYPE_CHECKING:
     from lightning_gnn.strategies.base import GNNStrategy

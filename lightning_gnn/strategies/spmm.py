@@ -26,7 +26,7 @@ from lightning_gnn.comm.matrix import SparseMatrix, Triples, on_grid
 from lightning_gnn.comm.rows import AnyRows
 from lightning_gnn.comm.summa import SummaMatrix
 from lightning_gnn.comm.traffic import Meter
-from lightning_gnn.datamodules.shards import Shard
+from lightning_gnn.data.shards import Shard
 from lightning_gnn.nn.context import GraphContext
 from lightning_gnn.nn.dealt import DealtContext, MakeMatrix, MakeSparse
 from lightning_gnn.partition.grid import ProcessCube, ProcessGrid, legal_replications

@@ -26,7 +26,7 @@ from lightning_gnn.comm.group import World
 from lightning_gnn.comm.matrix import SparseMatrix, Triples
 from lightning_gnn.comm.rows import AnyRows
 from lightning_gnn.comm.traffic import Meter
-from lightning_gnn.datamodules.shards import Shard
+from lightning_gnn.data.shards import Shard
 from lightning_gnn.nn.context import GraphContext
 from lightning_gnn.nn.dealt import DealtContext
 from lightning_gnn.partition.layout import Groups, LayoutSpec

@@ -40,11 +40,11 @@ from torch import Tensor
 from torch_geometric.data import Data, HeteroData
 from torch_geometric.typing import EdgeType, NodeType
 
-from lightning_gnn.datamodules.attributes import kinds_of, left_out_of
-from lightning_gnn.datamodules.hetero import JoinedGraph
-from lightning_gnn.datamodules.shards import Cut, mask_counts
-from lightning_gnn.datamodules.sources import graph_digests, num_classes
-from lightning_gnn.datamodules.store_check import (
+from lightning_gnn.data.attributes import kinds_of, left_out_of
+from lightning_gnn.data.hetero import JoinedGraph
+from lightning_gnn.data.shards import Cut, mask_counts
+from lightning_gnn.data.sources import graph_digests, num_classes
+from lightning_gnn.data.store_check import (
     check_arrays,
     check_manifest,
     layout_of,
@@ -140,14 +140,14 @@ def write_store(
 
     Args:
         folder: must not exist; its parent is created.
-        data: as :func:`~lightning_gnn.datamodules.sources.prepare_graph` returns it, or
-            :func:`~lightning_gnn.datamodules.hetero.prepare_hetero`.
+        data: as :func:`~lightning_gnn.data.sources.prepare_graph` returns it, or
+            :func:`~lightning_gnn.data.hetero.prepare_hetero`.
         part: owner of each node, ``[N]``, values 0 to ``layout.parts`` - 1; with types, type after type.
         layout: what it holds.
         report: of its quality, plain values.
         holders: of a vertex cut, the rank that computes each edge, ``[E]``.
         input_type: of a graph with types, the node type that is predicted.
-        digests: of the graph, see :func:`~lightning_gnn.datamodules.sources.graph_digests`, where they are known already.
+        digests: of the graph, see :func:`~lightning_gnn.data.sources.graph_digests`, where they are known already.
 
     Raises:
         StoreError: the disk is full, or the folder cannot be written.

@@ -18,9 +18,9 @@ from torchmetrics import Metric
 
 from lightning_gnn.comm.group import World
 from lightning_gnn.nn.helpers import left_stand_in_out
-from lightning_gnn.nn.loss import scale_by, weights_of
-from lightning_gnn.strategies.metrics import StandInMetrics
-from lightning_gnn.strategies.weights import RowWeights
+from lightning_gnn.steps.loss import scale_by, weights_of
+from lightning_gnn.steps.metrics import StandInMetrics
+from lightning_gnn.steps.weights import RowWeights
 
 OPTIONS = tuple(signature(pl.LightningModule.log).parameters)[3:]
 """Of ``self.log``, in their order behind name and value."""
@@ -122,7 +122,7 @@ class GlobalLogs:
             loss_reduction: ``"mean"`` or ``"sum"``, what its loss is.
 
         Returns:
-            What to multiply this rank's loss with, see :func:`~lightning_gnn.nn.loss.loss_scale`.
+            What to multiply this rank's loss with, see :func:`~lightning_gnn.steps.loss.loss_scale`.
         """
         weights, rank = self.weights, self._world.rank
         stand_ins = 0 if left_stand_in_out() else weights.stand_ins

@@ -15,13 +15,13 @@ from typing import Any, TypeAlias
 
 import numpy as np
 import torch
+from lightning.pytorch.utilities.seed import isolate_rng
 from torch import Tensor
 from torch_geometric.data import Data, Dataset, HeteroData
 from torch_geometric.data.data import BaseData
 
 from lightning_gnn.arguments import shown
-from lightning_gnn.comm.in_process import kept_random_state
-from lightning_gnn.datamodules.attributes import (
+from lightning_gnn.data.attributes import (
     SPLITS,
     TO_PREDICT_LINKS,
     GraphData,
@@ -546,7 +546,7 @@ def seeded(seed: int) -> Iterator[Callable[[], bool]]:
         name, keys, *place = np.random.get_state()  # noqa: NPY002 (what users draw from)
         return random.getstate(), (name, bytes(keys), *place), bytes(torch.get_rng_state().numpy())  # type: ignore[arg-type]
 
-    with kept_random_state():
+    with isolate_rng(include_cuda=False):
         random.seed(seed)
         np.random.seed(seed % 2**32)  # noqa: NPY002
         torch.default_generator.manual_seed(seed)  # not torch.manual_seed, which seeds GPUs as well

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from lightning_gnn.comm.group import World
-from lightning_gnn.strategies.weights import RowWeights
+from lightning_gnn.steps.weights import RowWeights
 
 
 class _Gather(torch.autograd.Function):

@@ -14,8 +14,8 @@ from torch_geometric.data.storage import BaseStorage
 from torch_geometric.typing import EdgeType, NodeType
 
 from lightning_gnn.arguments import check_whole
-from lightning_gnn.datamodules.attributes import rows_of_type, warn_of_left_out, with_masks_of_ids
-from lightning_gnn.datamodules.sources import (
+from lightning_gnn.data.attributes import rows_of_type, warn_of_left_out, with_masks_of_ids
+from lightning_gnn.data.sources import (
     MASKS,
     check_tensor,
     checked_edges,
@@ -71,7 +71,7 @@ def prepare_hetero(
     Args:
         data: with ``edge_index`` per edge type; per node type ``x``, or ``num_nodes`` where there are no features.
         input_type: see :func:`input_type_of`.
-        fractions, split_column, seed, masks_needed: see :func:`~lightning_gnn.datamodules.sources.prepare_graph`.
+        fractions, split_column, seed, masks_needed: see :func:`~lightning_gnn.data.sources.prepare_graph`.
 
     Raises:
         ValueError: says what is missing or wrong, of which type, and what to do.

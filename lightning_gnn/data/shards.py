@@ -16,8 +16,8 @@ from torch import Tensor
 from torch_geometric.data import Data, HeteroData
 from torch_geometric.typing import EdgeType, NodeType
 
-from lightning_gnn.datamodules.attributes import STAND_INS, GraphData, Kind, kinds_of, left_out_of, of_full_graph
-from lightning_gnn.datamodules.sources import EDGE_MASKS, MASKS, class_labels, num_classes, num_labelled
+from lightning_gnn.data.attributes import STAND_INS, GraphData, Kind, kinds_of, left_out_of, of_full_graph
+from lightning_gnn.data.sources import EDGE_MASKS, MASKS, class_labels, num_classes, num_labelled
 from lightning_gnn.partition.layout import LayoutSpec, Replicas
 from lightning_gnn.partition.locality import local_relabelling
 from lightning_gnn.partition.replicas import hold
@@ -254,7 +254,7 @@ def cut_graph(data: Data, part: np.ndarray, num_parts: int, holders: np.ndarray 
     """Returns the cut of `data` in memory, as the store has it in files.
 
     Args:
-        data: as :func:`~lightning_gnn.datamodules.sources.prepare_graph` returns it.
+        data: as :func:`~lightning_gnn.data.sources.prepare_graph` returns it.
         part: owner of each node, ``[N]``, values 0 to `num_parts` - 1.
         holders: of a vertex cut, the rank that computes each edge, ``[E]``.
     """

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch_geometric.data import Data
 from torch_geometric.utils import is_undirected
 
-from lightning_gnn.datamodules.sources import checked_edges
+from lightning_gnn.data.sources import checked_edges
 
 
 def split_edges(

@@ -15,8 +15,8 @@ from torch.utils._pytree import keystr, tree_flatten_with_path, tree_unflatten
 from torch_geometric.data import Data
 
 from lightning_gnn.comm.group import World
-from lightning_gnn.datamodules.attributes import STAND_INS
-from lightning_gnn.datamodules.shards import Shard
+from lightning_gnn.data.attributes import STAND_INS
+from lightning_gnn.data.shards import Shard
 
 Predictions = Literal["all", "rank0", "shards"]
 

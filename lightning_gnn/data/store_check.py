@@ -1,4 +1,4 @@
-"""Whether an entry of the store is one that :func:`~lightning_gnn.datamodules.store.write_store` can have written.
+"""Whether an entry of the store is one that :func:`~lightning_gnn.data.store.write_store` can have written.
 
 Checksums find damage, not malice: whoever alters a file can work its checksum out again. So before an entry is used its manifest,
 the headers of its arrays and what is in them are looked at, too. Nothing is unpickled, nothing is allocated because a header asks
@@ -24,9 +24,9 @@ from torch_geometric.data import Data
 from torch_geometric.typing import EdgeType, NodeType
 
 from lightning_gnn.arguments import shown
-from lightning_gnn.datamodules.attributes import is_name
-from lightning_gnn.datamodules.shards import mask_counts
-from lightning_gnn.datamodules.sources import EDGE_MASKS, MASKS, edge_values, features, labels, num_classes
+from lightning_gnn.data.attributes import is_name
+from lightning_gnn.data.shards import mask_counts
+from lightning_gnn.data.sources import EDGE_MASKS, MASKS, edge_values, features, labels, num_classes
 from lightning_gnn.partition.layout import LayoutSpec
 from lightning_gnn.partition.shard import Ids, Relabelling
 from lightning_gnn.partition.types import ONE_TYPE, Types

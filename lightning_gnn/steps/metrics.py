@@ -28,7 +28,7 @@ from torchmetrics.wrappers import BootStrapper, Running
 from torchmetrics.wrappers.abstract import WrapperMetric
 
 from lightning_gnn.comm.group import World
-from lightning_gnn.strategies.weights import RowWeights
+from lightning_gnn.steps.weights import RowWeights
 
 _Form = tuple[torch.dtype, tuple[int, ...]]
 

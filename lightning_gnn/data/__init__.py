@@ -1,0 +1,1 @@
+"""A graph as data: checked, cut into parts, and stored."""

@@ -1,0 +1,62 @@
+"""What importing the package loads, and what a fit does."""
+
+import subprocess
+import sys
+
+NOT_IN_A_RANK = (
+    "jsonargparse",
+    "lightning.pytorch.cli",
+    "lightning_gnn.advising",
+    "lightning_gnn.cli",
+    "lightning_gnn.commands",
+    "lightning_gnn.comparing",
+    "lightning_gnn.parity",
+)
+FIT = """
+import lightning as L
+model = lightning_gnn.NodeClassifier(torch_geometric.nn.GCN(8, 8, 1, 2), lr=0.1)
+data = lightning_gnn.GraphDataModule(lightning_gnn.planted_partition(100, num_classes=2, num_features=8))
+strategy = lightning_gnn.DGCLStrategy()
+L.Trainer(accelerator="cpu", devices=1, strategy=strategy, max_epochs=1, logger=False, enable_checkpointing=False,
+          enable_progress_bar=False, enable_model_summary=False).fit(model, datamodule=data)
+"""
+
+
+def loaded(script: str = "") -> tuple[set[str], float]:
+    """Returns the modules that a fresh process has loaded since it has imported Lightning and PyG, and the CPU seconds that
+    importing this package took."""
+    program = f"""
+import sys, time
+import lightning.pytorch, torch_geometric.nn
+before, began = set(sys.modules), time.process_time()
+import lightning_gnn
+seconds = time.process_time() - began
+{script}
+print("LOADED", seconds, *sorted(set(sys.modules) - before))
+"""
+    done = subprocess.run([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True, check=True, timeout=280)
+    _, seconds, *modules = done.stdout[done.stdout.index("LOADED") :].split()
+    return set(modules), float(seconds)
+
+
+def test_the_package_is_imported_in_a_moment_and_loads_no_strategy():
+    modules, seconds = loaded()
+    assert seconds < 0.3
+    assert "lightning_gnn.strategies" in modules and "lightning_gnn.strategies.base" not in modules
+    assert not [name for name in modules if name.startswith((*NOT_IN_A_RANK, "lightning_gnn.nn", "lightning_gnn.checks"))]
+
+
+def test_a_fit_loads_no_command_line_no_reports_and_no_other_scheme():
+    modules, _ = loaded(FIT)
+    others = ("gossip", "sampling", "spmm", "vertex_cut", "staged")
+    unused = (*NOT_IN_A_RANK, *(f"lightning_gnn.strategies.{name}" for name in others), "lightning_gnn.gossip")
+    assert "lightning_gnn.strategies.dgcl" in modules
+    assert not [name for name in modules if name.startswith(unused)]
+
+
+def test_every_name_of_the_package_is_there():
+    import lightning_gnn
+
+    for name in lightning_gnn.__all__:
+        assert getattr(lightning_gnn, name).__name__.replace("_", "").lower() in (name.replace("_", "").lower(),)
+    assert lightning_gnn.nn.expand is lightning_gnn.expand  # as of packages that are imported with their parent
