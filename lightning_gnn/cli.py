@@ -27,7 +27,7 @@ COMMANDS = {
     "test": "evaluate a model on the test nodes",
     "predict": "compute a model's output for every node",
     "partition": "partition a graph ahead of time, and show the parts",
-    "plan": "show what a communication plan puts on each link, and what epochs would take",
+    "plan": "show what a communication plan puts on each link, and what one exchange takes",
     "advise": "predict what an epoch takes under every scheme, and say why",
     "check": "hold one step of your model under every scheme against one device",
     "compare": "train under several strategies, and compare what they took and gave",

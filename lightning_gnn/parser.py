@@ -11,7 +11,7 @@ import sys
 import tempfile
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NoReturn, get_args
 
 import yaml
 from jsonargparse import ArgumentParser
@@ -92,17 +92,18 @@ def _put(values: dict[str, Any], key: str, value: Any) -> None:
 
 def unknown_word(parser: argparse.ArgumentParser, values: Mapping[str, Any], parent: str = "") -> str | None:
     """Returns what is wrong with the first key, class or argument among `values` that there is not; None if all are there."""
-    actions = {action.dest: action for action in parser._actions if action.dest != "help"}
+    actions = {each.dest: each for each in parser._actions if each.dest.rpartition(".")[2] != "help"}
     for name, value in values.items():
         key, found = f"{parent}{name}", None
-        if key in actions:
-            kind = getattr(actions[key], "_typehint", None)
-            base = kind if inspect.isclass(kind) and not issubclass(kind, (str, int, float, list, dict)) else None
-            found = _unknown_in_class(value, base)
-        elif not any(each.startswith(f"{key}.") for each in actions):
+        if any(each.startswith(f"{key}.") for each in actions):
+            found = unknown_word(parser, value, f"{key}.") if isinstance(value, Mapping) else None
+        elif key in actions:
+            hint = getattr(actions[key], "_typehint", None)
+            kinds = [kind for kind in get_args(hint) or (hint,) if kind is not type(None)]
+            plain = any(not inspect.isclass(kind) or kind.__module__ == "builtins" for kind in kinds)
+            found = _unknown_in_class(value, None if plain else kinds[0])
+        else:
             found = unknown_key(key, actions)
-        elif isinstance(value, Mapping):
-            found = unknown_word(parser, value, f"{key}.")
         if found:
             return found
     return None
@@ -154,7 +155,8 @@ def _class_of(path: str) -> Any:
     except ModuleNotFoundError as error:
         raise LookupError(f"{path}: there is no module {error.name!r}{did_you_mean(error.name or '', sys.modules)}") from error
     if not hasattr(there, name):
-        raise LookupError(f"{module} has no {name!r}{did_you_mean(name, dir(there))}")
+        names = {*dir(there), *getattr(there, "__all__", ())}
+        raise LookupError(f"{module} has no {name!r}{did_you_mean(name, names)}")
     return getattr(there, name)
 
 
