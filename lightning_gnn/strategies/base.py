@@ -34,9 +34,9 @@ from lightning_gnn.checkpoints import WholeCheckpointIO
 from lightning_gnn.checks.footprint import memory_of
 from lightning_gnn.comm.codec import CodecName, make_codec
 from lightning_gnn.comm.group import World, wait_for_all
-from lightning_gnn.comm.owners import Owners
-from lightning_gnn.comm.progress import here
+from lightning_gnn.comm.processes import here
 from lightning_gnn.comm.replicas import Replicas
+from lightning_gnn.comm.rows import EmbeddingRows
 from lightning_gnn.comm.traffic import Meter
 from lightning_gnn.data.hetero import NO_TYPES
 from lightning_gnn.data.shards import Shard
@@ -185,7 +185,7 @@ class GNNStrategy(ParallelStrategy):
         self._replicas: Replicas | None = None
         self.random: RandomStreams | None = None
         self.loss: Tensor | None = None  # of all ranks, after the step's backward
-        self._owners: Owners | None = None
+        self._owners: EmbeddingRows | None = None
         self._callbacks: list[pl.Callback] = []
         self._loss_scale = 1.0
         self._in_use = ExitStack()
@@ -440,7 +440,7 @@ class GNNStrategy(ParallelStrategy):
             )
         if self.world_size > 1:
             batch_ids = shard.batch.n_id if shard.rows == shard.counts else None
-            self._owners = Owners(self.world, shard.n_id, shard.counts, batch_ids)
+            self._owners = EmbeddingRows(self.world, shard.n_id, shard.counts, batch_ids)
             for each in embeddings:
                 each.distribute(self._owners)
 
