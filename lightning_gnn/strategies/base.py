@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 from collections import Counter
-from collections.abc import Generator, Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from datetime import timedelta
 from typing import Any, Literal, get_args
@@ -105,6 +105,18 @@ class GNNStrategy(ParallelStrategy):
     strategy_name = "gnn"
     no_stage_because = ""
     """Why it cannot be a stage of :class:`~lightning_gnn.StagedStrategy`; empty if it can."""
+    trains_on_batches = False
+    """An epoch has many steps, on parts of the graph; else one step, on all of it."""
+
+    @classmethod
+    def variants(cls, ranks: int, links_alike: bool = True) -> Iterable[Mapping[str, Any]]:
+        """Returns arguments under which ``lightning-gnn advise`` compares the strategy with others, if it can run so.
+
+        Args:
+            ranks: how many.
+            links_alike: between all of them; else plans over relays may be worth a look.
+        """
+        return [{}]
 
     def __init__(
         self,

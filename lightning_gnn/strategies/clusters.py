@@ -97,6 +97,7 @@ class ClusterStrategy(GNNStrategy):
 
     no_stage_because = "Its workers train independently, each with an optimizer of its own."
     others_go_on = False
+    trains_on_batches = True
     """Whether workers do without one that fails in `fit`."""
     averages: tuple[str, ...] = get_args(Average)
 

@@ -115,6 +115,7 @@ class SamplingStrategy(GNNStrategy):
     """
 
     strategy_name = "sampling"
+    trains_on_batches = True
 
     def __init__(
         self,

@@ -19,6 +19,8 @@ from lightning_gnn.nn.bind import Binding
 from lightning_gnn.nn.context import GraphContext
 from lightning_gnn.nn.directed import context_of
 from lightning_gnn.partition.layout import LayoutSpec
+from lightning_gnn.planning.exchanges import ExchangeCost, Workload, edge_exchange
+from lightning_gnn.planning.topology import Topology
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -33,6 +35,7 @@ class Scheme(ABC):
         survives_lost_ranks: the other ranks may go on when one has failed.
         takes_no_codec: why rows cannot be encoded; empty if they can.
         keeps_layers: why what layers keep is neither made again nor moved to the host; empty if it can be.
+        follows_plan: rows follow a plan over a topology, the scheme's attribute ``topology``.
     """
 
     approximation: str = ""
@@ -40,6 +43,7 @@ class Scheme(ABC):
     survives_lost_ranks = False
     takes_no_codec = ""
     keeps_layers = ""
+    follows_plan = False
 
     @abstractmethod
     def layout(self, world_size: int, num_hosts: int = 1) -> LayoutSpec:
@@ -101,6 +105,13 @@ class Scheme(ABC):
     def picture(self, shard: Shard) -> Figure | None:
         """Returns a picture of what :meth:`followed` tells of; None for no picture. On one rank."""
         return None
+
+    def exchanges(self, work: Workload, topology: Topology | None) -> Sequence[ExchangeCost]:
+        """Returns the ways to exchange rows that ``lightning-gnn plan`` shows, one of them followed; no ranks are there.
+
+        By default one, without a name: rows go directly from their owners to the ranks whose edges read them.
+        """
+        return [edge_exchange("", work, topology, followed=True)]
 
     def state_dict(self) -> dict[str, Any]:
         """Returns what a checkpoint keeps, plain values."""
