@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 from collections import Counter
-from collections.abc import Generator, Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from datetime import timedelta
 from typing import Any, Literal, get_args
@@ -34,9 +34,9 @@ from lightning_gnn.checkpoints import WholeCheckpointIO
 from lightning_gnn.checks.footprint import memory_of
 from lightning_gnn.comm.codec import CodecName, make_codec
 from lightning_gnn.comm.group import World, wait_for_all
-from lightning_gnn.comm.owners import Owners
-from lightning_gnn.comm.progress import here
+from lightning_gnn.comm.processes import here
 from lightning_gnn.comm.replicas import Replicas
+from lightning_gnn.comm.rows import EmbeddingRows
 from lightning_gnn.comm.traffic import Meter
 from lightning_gnn.data.hetero import NO_TYPES
 from lightning_gnn.data.shards import Shard
@@ -105,6 +105,18 @@ class GNNStrategy(ParallelStrategy):
     strategy_name = "gnn"
     no_stage_because = ""
     """Why it cannot be a stage of :class:`~lightning_gnn.StagedStrategy`; empty if it can."""
+    trains_on_batches = False
+    """An epoch has many steps, on parts of the graph; else one step, on all of it."""
+
+    @classmethod
+    def variants(cls, ranks: int, links_alike: bool = True) -> Iterable[Mapping[str, Any]]:
+        """Returns arguments under which ``lightning-gnn advise`` compares the strategy with others, if it can run so.
+
+        Args:
+            ranks: how many.
+            links_alike: between all of them; else plans over relays may be worth a look.
+        """
+        return [{}]
 
     def __init__(
         self,
@@ -173,7 +185,7 @@ class GNNStrategy(ParallelStrategy):
         self._replicas: Replicas | None = None
         self.random: RandomStreams | None = None
         self.loss: Tensor | None = None  # of all ranks, after the step's backward
-        self._owners: Owners | None = None
+        self._owners: EmbeddingRows | None = None
         self._callbacks: list[pl.Callback] = []
         self._loss_scale = 1.0
         self._in_use = ExitStack()
@@ -428,7 +440,7 @@ class GNNStrategy(ParallelStrategy):
             )
         if self.world_size > 1:
             batch_ids = shard.batch.n_id if shard.rows == shard.counts else None
-            self._owners = Owners(self.world, shard.n_id, shard.counts, batch_ids)
+            self._owners = EmbeddingRows(self.world, shard.n_id, shard.counts, batch_ids)
             for each in embeddings:
                 each.distribute(self._owners)
 
