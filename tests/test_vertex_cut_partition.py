@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from common import examples
+from common import campaign, examples
 from conftest import SHARED
 from hypothesis import given
 from hypothesis import strategies as st
@@ -161,7 +161,7 @@ def test_hdrf_is_the_papers_score(graph):
 
 
 @pytest.mark.parametrize("method", METHODS)
-@pytest.mark.parametrize("parts", [65, 300])
+@pytest.mark.parametrize("parts", [65, *campaign(300)])
 def test_many_parts(method, parts):
     edge_index, nodes = power_law(20_000, 2000)
     found = assign_edges(edge_index, nodes, parts, method)
