@@ -52,3 +52,10 @@ def check_words(**arguments: Any) -> None:
 def is_one_of(value: Any, known: Sequence[Any]) -> bool:
     """Returns whether a value is a known one; any value may be asked for, a list or an array, too."""
     return (value is None or isinstance(value, str)) and value in known
+
+
+def check_choice(name: str, value: Any, known: Sequence[str]) -> None:
+    """Raises ValueError for a value that is none of the known ones."""
+    if value is None or not is_one_of(value, known):
+        *others, last = map(repr, known)
+        raise ValueError(f"{name} must be {', '.join(others)} or {last} (got {shown(value)}).")

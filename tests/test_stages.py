@@ -262,7 +262,7 @@ class Freed(L.Callback):
         strategy: Any = trainer.strategy
         if trainer.current_epoch == 0:
             context = strategy._binding.context
-            kept = [strategy._shard, strategy._shard.batch, context, strategy.world, strategy._gradients]
+            kept = [strategy._shard, strategy._shard.batch, context, strategy.world, strategy._shared]
             kept += [
                 each for each in vars(strategy.scheme).values() if type(each).__module__.startswith("lightning_gnn.")
             ]

@@ -274,7 +274,7 @@ class _Check:
     def scheme(self, strategy: GNNStrategy) -> SchemeParity:
         """Returns how far a scheme is from one device."""
         label = strategy.strategy_name
-        in_batches = hasattr(strategy, "batches")  # else a step looks at the whole graph
+        in_batches = strategy.trains_in_batches
         approximation = "" if in_batches else strategy.approximation
         not_compared = ""
         if in_batches:

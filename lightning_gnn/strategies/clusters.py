@@ -31,7 +31,7 @@ from lightning_gnn.callbacks.gossip import GossipMetrics, show
 from lightning_gnn.comm.group import World
 from lightning_gnn.comm.meetings import ADDRESS, Door, Life, Place, SharedKeys, StoreServer, own_address
 from lightning_gnn.data.sources import EDGE_MASKS, counted_mask, num_labelled
-from lightning_gnn.datamodules.graph import GraphDataModule
+from lightning_gnn.datamodules.graph import GraphDataModule, OneBatch
 from lightning_gnn.gossip.clusters import Clusters
 from lightning_gnn.gossip.pool import Pool
 from lightning_gnn.gossip.worker import Counts, Scores, Ties, Worker
@@ -39,8 +39,8 @@ from lightning_gnn.nn.bind import check_module
 from lightning_gnn.nn.embedding import embeddings_of
 from lightning_gnn.nn.helpers import graph_in_use
 from lightning_gnn.partition.layout import LayoutSpec
-from lightning_gnn.steps.logs import GlobalLogs
 from lightning_gnn.steps.random_streams import RandomStreams
+from lightning_gnn.steps.values import StepValues
 from lightning_gnn.strategies.base import GNNStrategy
 from lightning_gnn.strategies.dgcl import DGCLScheme
 
@@ -93,6 +93,7 @@ class ClusterStrategy(GNNStrategy):
         ValueError: an argument is none of these, or a number below 1.
     """
 
+    trains_in_batches = True
     no_stage_because = "Its workers train apart, each with an optimizer of its own."
     others_go_on = False
     """Whether workers do without one that fails in `fit`."""
@@ -239,11 +240,6 @@ class ClusterStrategy(GNNStrategy):
         super().setup_environment()
 
     @override
-    def _warm_up(self, module: pl.LightningModule, trainer: pl.Trainer) -> None:
-        if not self._fits:  # on clusters PyG's own code runs
-            super()._warm_up(module, trainer)
-
-    @override
     def checked_stages(self, trainer: pl.Trainer) -> Sequence[str]:
         return () if self._fits else super().checked_stages(trainer)
 
@@ -260,8 +256,8 @@ class ClusterStrategy(GNNStrategy):
             raise ValueError("sync_batchnorm=True averages over all workers at once. Set sync_batchnorm=False.")
         check_module(module)
         self._check_clusters(trainer, module)
-        data = self._check_data(getattr(trainer, "datamodule", None))
-        shard = self._shard = self._take_shard(trainer)
+        data = self.check_data(getattr(trainer, "datamodule", None))
+        shard = self._shard = self._checks.take_shard(trainer)
         if embeddings_of(module, sum(shard.counts)):
             raise ValueError(
                 "DistributedEmbedding leaves each node's row to one owner, and workers of gossip train on any node, apart. "
@@ -289,8 +285,8 @@ class ClusterStrategy(GNNStrategy):
             launcher.ranks_are_apart()
         self.world.close()
         self._world = World(0, 1, self.root_device, self.timeout)
-        self._logs = GlobalLogs(module, self._world)
-        ours = [self._noting(), GossipMetrics(self._worker), _Hooks(self)]
+        self._values = StepValues(module, self._world, shard)
+        ours = [self.progress, GossipMetrics(self._worker), _Hooks(self)]
         self._callbacks = [*ours]
         trainer.callbacks[:0] = ours  # type: ignore[attr-defined]
 
@@ -319,11 +315,10 @@ class ClusterStrategy(GNNStrategy):
 
     # Batches ##################################################################
 
-    def batches(self, data: GraphDataModule, mask: str | None) -> PooledBatches | ClusterBatches | None:
-        """Returns this worker's loader; asked for by the datamodule.
+    def _loader(self, mask: str | None) -> PooledBatches | ClusterBatches | None:
+        """Returns this worker's loader.
 
         Args:
-            data: the graph.
             mask: whose nodes count; None for all.
 
         Returns:
@@ -362,8 +357,9 @@ class ClusterStrategy(GNNStrategy):
 
     @override
     def process_dataloader(self, dataloader: object) -> object:
-        ours = isinstance(dataloader, (PooledBatches, ClusterBatches))
-        return dataloader if ours else super().process_dataloader(dataloader)
+        dataloader = super().process_dataloader(dataloader)
+        own = self._loader(dataloader.mask) if isinstance(dataloader, OneBatch) else None
+        return dataloader if own is None else own
 
     @override
     def batch_to_device(self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0) -> Any:
@@ -400,19 +396,19 @@ class ClusterStrategy(GNNStrategy):
     @contextmanager
     def _alone(self, batch: Any, mask: str) -> Iterator[None]:
         """What a step logs is of this worker's batch alone, and layers see nothing but the batch."""
-        assert self._logs is not None
-        self._now_in("forward" if mask == "train_mask" else "validation")
-        self._logs.enter([num_labelled(batch.get("y"), batch[mask])])
+        assert self._values is not None
+        self.progress.at("forward" if mask == "train_mask" else "validation", self._module.trainer)
+        self._values.logs.enter([num_labelled(batch.get("y"), batch[mask])])
         with graph_in_use(None):
             yield
-        self._logs.leave()
+        self._values.logs.leave()
 
     @override
     def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
         self._losses.append(closure_loss.detach())
-        self._now_in("backward")
+        self.progress.at("backward", self._module.trainer)
         loss = ParallelStrategy.backward(self, closure_loss, optimizer, *args, **kwargs)
-        self._now_in("the optimizer's step")
+        self.progress.at("the optimizer's step", self._module.trainer)
         return loss
 
     @override
