@@ -1,6 +1,6 @@
 # make demo   a PyG model on two processes, on a graph made on the spot
-# make test   linter, type checker and the test suite
-# make test-all  the same, with all programs of strangers in tests/idioms
+# make test   linter, type checker and the tests of every day, some minutes
+# make test-all  the same with the campaign: more cases, examples, programs of strangers and real graphs, hours
 # make docs   the site, in build/site; a broken link is an error
 PYTHON ?= python3
 VENV := .venv
@@ -15,10 +15,10 @@ demo: $(STAMP)
 test: lint test-only
 
 test-only: $(STAMP)
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -m "not campaign"
 
-test-all: export LIGHTNING_GNN_TEST_ALL = 1
-test-all: test
+test-all: lint
+	LIGHTNING_GNN_TEST_ALL=1 $(BIN)/python -m pytest
 
 lint: $(STAMP)
 	$(BIN)/ruff check .

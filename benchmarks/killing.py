@@ -51,7 +51,7 @@ class Kind:
         make: of the strategy, given `start_method` and other options.
         ranks: the least that it takes, of 2, 4 and 8.
         repeats: with the same seed it comes to the same digits, also by way of a checkpoint.
-        dropout: of the model; checkpoints of workers that train apart hold no random states.
+        dropout: of the model; checkpoints of independent workers hold no random states.
         goes_on: does without a rank that it loses in `fit`.
         options: of `make`.
     """

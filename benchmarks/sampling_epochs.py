@@ -42,13 +42,12 @@ from torch_geometric.nn.models import GraphSAGE
 from vertex_cut_runs import GRAPHS, SIZES, load_graph
 
 from lightning_gnn import DGCLStrategy, GraphDataModule, NodeClassifier, SamplingStrategy
-from lightning_gnn.comm import graph_store
 from lightning_gnn.comm.group import World
 from lightning_gnn.data.shards import Cut, cut_graph
 from lightning_gnn.data.sources import MASKS, prepare_graph
 from lightning_gnn.partition import assign_nodes
 from lightning_gnn.partition.types import ONE_TYPE
-from lightning_gnn.sampling import NeighborSampler
+from lightning_gnn.sampling import NeighborSampler, graph_store
 from lightning_gnn.sampling.loader import BatchMaker, SampledBatches
 from lightning_gnn.sampling.seeds import SeedBatches, split_seeds
 
@@ -217,24 +216,24 @@ def our_row(
 
 
 class Meeting:
-    """What threads exchange in place of ranks: see :class:`~lightning_gnn.comm.requests.Requests`."""
+    """What threads exchange in place of ranks: see :class:`~lightning_gnn.comm.rows.GroupChannel`."""
 
     def __init__(self, size: int) -> None:
         self.barrier, self.parts = Barrier(size), [[]] * size
 
     def of(self, world: Any) -> Any:
-        requests = SimpleNamespace(bytes_received=0)
+        channel = SimpleNamespace(bytes_received=0)
 
-        def exchange(parts: list[torch.Tensor]) -> list[torch.Tensor]:
+        def exchange(parts: list[torch.Tensor], *_: Any) -> list[torch.Tensor]:
             self.barrier.wait()
             self.parts[world.rank] = parts
             self.barrier.wait()
             found = [each[world.rank] for each in self.parts]
-            requests.bytes_received += sum(each.nbytes for peer, each in enumerate(found) if peer != world.rank)
+            channel.bytes_received += sum(each.nbytes for peer, each in enumerate(found) if peer != world.rank)
             return found
 
-        requests.exchange = exchange
-        return requests
+        channel.exchange = exchange
+        return channel
 
 
 def epoch_bytes(cut: Cut, seeds: list[np.ndarray], cache_bytes: int, most: int | None) -> tuple[float, float]:
@@ -243,7 +242,7 @@ def epoch_bytes(cut: Cut, seeds: list[np.ndarray], cache_bytes: int, most: int |
     All batches of an epoch are made, or the first `most`.
     """
     size = len(seeds)
-    graph_store.Requests = Meeting(size).of  # type: ignore[assignment,misc]
+    graph_store.GroupChannel = Meeting(size).of  # type: ignore[assignment,misc]
     batches = SeedBatches([len(each) for each in seeds], BATCH_SIZE)
 
     def rank_epoch(rank: int) -> tuple[int, int, int]:

@@ -54,7 +54,7 @@ if TYPE_CHECKING:
     )
     from lightning_gnn.strategies.staged import StagedStrategy
 
-join_parent()  # as soon as may be: a started rank ends with its parent
+join_parent()  # before a process that this one starts could take itself for the rank
 leave_out()
 
 __version__ = "0.1.0"

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
+import os
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import any_models
 import lightning as L
+import pytest
 import torch
 import torch.nn.functional as F
 from torch_geometric.data import Data
@@ -17,11 +19,19 @@ from torch_geometric.nn import MessagePassing, RGCNConv
 from torch_geometric.nn.models import GAT, GCN, GIN, PNA, GraphSAGE
 from torchmetrics.classification import MulticlassAccuracy, MulticlassAUROC, MulticlassF1Score
 
-from lightning_gnn import CommNet, DGCLStrategy, GraphDataModule, NodeClassifier
+from lightning_gnn import CommNet, DGCLStrategy, GNNStrategy, GraphDataModule, NodeClassifier
 from lightning_gnn.comm.group import World
 from lightning_gnn.strategies import self_checks
 
 CLASSES, FEATURES = 5, 12
+
+CAMPAIGN = bool(os.environ.get("LIGHTNING_GNN_TEST_ALL"))
+"""Whether these tests are ``make test-all``, in which every training begins with the self-check, which is most of its time."""
+
+
+def campaign(*values: Any) -> list[Any]:
+    """Returns parameters that only ``make test-all`` tries."""
+    return [pytest.param(*(each if isinstance(each, tuple) else [each]), marks=pytest.mark.campaign) for each in values]
 
 
 def awkward_graph(num_nodes: int = 60, seed: int = 0, dtype: torch.dtype = torch.float64) -> Data:
@@ -214,6 +224,37 @@ class UserModule(L.LightningModule):
         return torch.optim.Adam(self.parameters(), lr=self.lr)
 
 
+class Together(L.LightningModule):
+    """Models beside each other, by name, which share nothing: a run of all costs little more than that of one."""
+
+    def __init__(self, names: Sequence[str], sizes: tuple[int, int]) -> None:
+        super().__init__()
+        self.names = list(names)
+        self.kinds = torch.nn.ModuleList(NodeClassifier(build(name, *sizes), num_classes=sizes[1]) for name in names)
+
+    def losses(self, batch: Data, stage: str) -> torch.Tensor:
+        mask, found = batch[f"{stage}_mask"], []
+        for name, kind in zip(self.names, self.kinds):
+            found.append(F.cross_entropy(kind(batch)[mask], batch.y[mask], ignore_index=-1))
+            self.log(f"{stage}_loss of {name}", found[-1])
+        return torch.stack(found).sum()
+
+    def training_step(self, batch: Data, batch_idx: int) -> torch.Tensor:
+        return self.losses(batch, "train")
+
+    def validation_step(self, batch: Data, batch_idx: int) -> None:
+        self.losses(batch, "val")
+
+    def test_step(self, batch: Data, batch_idx: int) -> None:
+        self.losses(batch, "test")
+
+    def predict_step(self, batch: Data, batch_idx: int) -> dict[str, torch.Tensor]:
+        return {name: kind(batch) for name, kind in zip(self.names, self.kinds)}
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.Adam(self.parameters(), lr=0.01)
+
+
 class Recorder(L.Callback):
     """Keeps the logged values of every epoch, and the gradients of the first step."""
 
@@ -245,7 +286,8 @@ def checked_later() -> Iterator[None]:
         self_checks.SHORT_S = before
 
 
-def quiet_trainer(strategy: Any, devices: int, **options: Any) -> L.Trainer:
+def quiet_trainer(strategy: Any, devices: int, self_check: bool = CAMPAIGN, **options: Any) -> L.Trainer:
+    """Returns a Trainer that says and leaves nothing; `self_check` turns its strategy's off, not on."""
     defaults: dict[str, Any] = {
         "max_epochs": 3,
         "logger": False,
@@ -254,14 +296,18 @@ def quiet_trainer(strategy: Any, devices: int, **options: Any) -> L.Trainer:
         "enable_model_summary": False,
         "log_every_n_steps": 1,
     }
-    return L.Trainer(strategy=strategy, devices=devices, accelerator="cpu", **{**defaults, **options})
+    trainer = L.Trainer(strategy=strategy, devices=devices, accelerator="cpu", **{**defaults, **options})
+    for each in getattr(trainer.strategy, "stages", [trainer.strategy]):
+        if not self_check and isinstance(each, GNNStrategy):
+            each.self_check = False
+    return trainer
 
 
 def train(
     rank: int,
     world_size: int,
     source: Any,
-    model: str,
+    model: str | Sequence[str],
     *,
     strategy: Any = "dgcl",
     options: dict[str, Any] | None = None,
@@ -270,26 +316,30 @@ def train(
     dtype: torch.dtype = torch.float64,
     data: dict[str, Any] | None = None,
     trainer: dict[str, Any] | None = None,
-    self_check: bool = True,
+    self_check: bool = CAMPAIGN,
 ) -> dict[str, Any]:
     """Trains, tests and predicts on one rank; returns everything that must equal one device.
 
     Args:
+        model: of `build`; several are trained together, see `Together`.
         strategy: its class, or a name that Lightning knows; "dgcl" for DGCLStrategy.
         options: of the strategy's class.
     """
     recorder = Recorder()
-    built = build(model, *sizes)
-    wrapped = {
-        "library": lambda: NodeClassifier(built, num_classes=sizes[1]),
-        "user": lambda: UserModule(built, sizes[1]),
-    }[module]().to(dtype)
+    wrapped: L.LightningModule
+    if not isinstance(model, str):
+        wrapped = Together(model, sizes).to(dtype)
+    else:
+        built = build(model, *sizes)
+        wrapped = (
+            NodeClassifier(built, num_classes=sizes[1]) if module == "library" else UserModule(built, sizes[1])
+        ).to(dtype)
     datamodule = GraphDataModule(source, **(data or {}))
     if strategy == "dgcl":
         strategy = DGCLStrategy
     if isinstance(strategy, type):
-        strategy = strategy(timeout=60, self_check=self_check, **(options or {}))
-    run = quiet_trainer(strategy, world_size, callbacks=[recorder], **(trainer or {}))
+        strategy = strategy(timeout=60, **(options or {}))
+    run = quiet_trainer(strategy, world_size, self_check, callbacks=[recorder], **(trainer or {}))
     run.fit(wrapped, datamodule=datamodule)
     weights = copy.deepcopy(wrapped.state_dict())
     [tested] = run.test(wrapped, datamodule=datamodule, verbose=False)
@@ -356,7 +406,7 @@ def of_file(path: Path) -> Any:
     )
 
 
-def single(source: Any, model: str, **options: Any) -> dict[str, Any]:
+def single(source: Any, model: str | Sequence[str], **options: Any) -> dict[str, Any]:
     """The reference: the same run on one device with Lightning's own strategy."""
     return train(0, 1, source, model, strategy="auto", **options)
 

@@ -26,6 +26,7 @@ import pytest
 import torch.multiprocessing as mp
 
 TESTS = Path(__file__).parent
+sys.path.insert(0, str(TESTS))
 SHARED = Path(os.environ.get("LIGHTNING_GNN_SHARED", TESTS.parent.parent / "shared"))
 
 
@@ -75,9 +76,7 @@ class RankPool:
         self._ranks: list[tuple[Any, Any]] = []
 
     def _start(self, size: int) -> None:
-        # All are forked from one process that has imported everything, and has done nothing else.
-        context = mp.get_context("forkserver")
-        context.set_forkserver_preload(["lightning_gnn"])
+        context = mp.get_context("spawn")
         for rank in range(len(self._ranks), size):
             ours, theirs = context.Pipe()
             process = context.Process(target=_serve, args=(theirs, rank), daemon=True)
@@ -209,6 +208,13 @@ class Ahead:
         return folder, future.result()
 
 
+def pytest_configure(config: pytest.Config) -> None:
+    import warm
+    from processes import environment
+
+    warm.start(environment())
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Those that wait for processes come last."""
     items.sort(key=lambda item: item.get_closest_marker("ahead") is not None)
@@ -266,6 +272,3 @@ def shared(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for name in ("planetoid", "amazon/Computers"):
         shutil.copytree(SHARED / "data" / name, folder / name)
     return folder
-
-
-sys.path.insert(0, str(TESTS))

@@ -23,8 +23,8 @@ from lightning_gnn.gossip.operations import (
     Get,
     InProcess,
     IsAlive,
-    Knock,
-    Knocked,
+    Notified,
+    Notify,
     Pick,
     Swap,
     Visit,
@@ -173,7 +173,7 @@ class Model:
         self.chose = [0 for _ in everyone]  # meetings
 
     def copy(self) -> Model:
-        """Returns a model in the same state, which moves apart from this."""
+        """Returns a model in the same state, which moves independently of this."""
         found = copy.copy(self)
         found.store = InProcess()
         found.store.values = dict(self.store.values)
@@ -211,13 +211,13 @@ class Model:
             return not self._may_die(me)
         if isinstance(pending, (Get, Swap)) and self.store.get(pending.key) == "left":
             return True  # that stays for ever
-        return isinstance(pending, (Knock, Knocked, Pick)) or _is_new_meeting(pending)
+        return isinstance(pending, (Notify, Notified, Pick)) or _is_new_meeting(pending)
 
     def _moves_of(self, me: int, pending: Any) -> Iterable[Any]:
         if isinstance(pending, Pick):
             return pending.options
-        if isinstance(pending, Knocked):
-            return (True, False)  # a knock may be late, or of one that has gone
+        if isinstance(pending, Notified):
+            return (True, False)  # a notification may be late, or of one that has gone
         if isinstance(pending, IsAlive):
             return (True, False) if pending.worker == self.dead else (True,)
         if isinstance(pending, (Await, Visit)):
@@ -244,7 +244,7 @@ class Model:
             self.met.append((operation.meeting, operation.partner, me))
             self._send(operation.partner, True)
             self._send(me, True)
-        elif isinstance(operation, (Pick, IsAlive, Knock, Knocked, Await, Visit)):
+        elif isinstance(operation, (Pick, IsAlive, Notify, Notified, Await, Visit)):
             if isinstance(operation, IsAlive) and operation.worker == self.dead:
                 self.rested[me] = False  # that a worker is dead is noticed later, without anybody's doing
             self._send(me, what)

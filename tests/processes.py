@@ -12,24 +12,22 @@ import tempfile
 import time
 import uuid
 from collections.abc import Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass
-from functools import cache
 from pathlib import Path
 from tempfile import mkdtemp
-from threading import Lock
 
 import psutil
-from warm import Running, WarmPython
+from warm import MARK, cold
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
-_MARK = "LIGHTNING_GNN_TEST_RUN"
 _OF_A_RANK = ("LOCAL_RANK", "NODE_RANK", "RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "PL_GLOBAL_SEED")
 
 # PyG leaves the functions that it generates in files, torch makes folders for those that it compiles and for torchrun's logs.
 _OF_OTHERS = re.compile(r".*_(propagate|edge_updater)_\w+\.py|torchinductor_|torchelastic_|netlab-|__pycache__")
 
-ENVIRONMENT: dict[str, str] = {}
+ENVIRONMENT: dict[str, str] = dict(os.environ)
 """What every command finds as its environment: that of the session's beginning, for tests change this process's own."""
 
 
@@ -50,15 +48,7 @@ class Finished:
         return self
 
 
-@cache
-def _warm() -> WarmPython:
-    return WarmPython(["lightning_gnn"], _environment())
-
-
-_starting = Lock()  # tests and what runs ahead of them share one
-
-
-def _environment() -> dict[str, str]:
+def environment() -> dict[str, str]:
     env = {key: value for key, value in ENVIRONMENT.items() if key not in _OF_A_RANK}
     paths = [str(REPOSITORY), str(REPOSITORY / "tests"), ENVIRONMENT.get("PYTHONPATH", "")]
     return {**env, "PYTHONPATH": os.pathsep.join(filter(None, paths)), "COLUMNS": "200"}
@@ -68,8 +58,12 @@ def _of_run(mark: str, session: int) -> list[psutil.Process]:
     """Returns the processes of a run: of its session, or with its mark in the environment that they were started with."""
     found = []
     for process in psutil.process_iter():
-        with contextlib.suppress(psutil.Error, ProcessLookupError):
-            of_run = os.getsid(process.pid) == session or process.environ().get(_MARK) == mark
+        with contextlib.suppress(psutil.Error, OSError):
+            of_run = (
+                os.getsid(process.pid) == session
+                or process.environ().get(MARK) == mark
+                or Path(f"/proc/{process.pid}/comm").read_text().strip() == mark[:15]  # it was forked
+            )
             if of_run and process.status() != psutil.STATUS_ZOMBIE:
                 found.append(process)
     return found
@@ -106,20 +100,15 @@ def run(
         cwd: its folder.
         timeout: seconds after which it fails.
         variables: added to :data:`ENVIRONMENT`.
-        warm: its process has imported this package already, which saves seconds; not for scripts that do not import it, nor
-            with variables that are read on import.
+        warm: its processes have imported this package already, see ``warm.py``, which saves seconds; not with variables that are
+            read on import.
     """
     mark = uuid.uuid4().hex
-    env = {**_environment(), _MARK: mark, "TMPDIR": mkdtemp(), **(variables or {})}
+    env = {**environment(), MARK: mark, "TMPDIR": mkdtemp(), **(variables or {})}
     command = [*map(str, arguments)]
     shared_memory = set(os.listdir("/dev/shm"))
     with tempfile.TemporaryFile("w+") as output:  # a pipe would stay open as long as any rank lives
-        process: Running | subprocess.Popen[bytes]
-        if warm:
-            with _starting:
-                python = _warm()
-            process = python.start(command, cwd, env, output)
-        else:
+        with nullcontext() if warm else cold():
             process = subprocess.Popen(
                 [sys.executable, *command],
                 cwd=cwd,

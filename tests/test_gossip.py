@@ -1,4 +1,4 @@
-"""Training apart: every batch is done once an epoch, nobody waits for all, and whoever is left comes to one result.
+"""Independent training: every batch is done once an epoch, nobody waits for all, and whoever is left comes to one result.
 
 Test tiers: without ranks; gloo ranks in the pool; real processes, of which some are slow or die.
 """
@@ -40,7 +40,7 @@ from lightning_gnn import (
 )
 from lightning_gnn.callbacks.gossip import progress
 from lightning_gnn.comm.group import CommunicationError
-from lightning_gnn.comm.meetings import LOCAL, Door, Letters, Life, Place, SharedKeys, StoreServer
+from lightning_gnn.comm.peers import LOCAL, Heartbeat, Mailbox, PeerServer, SharedKeys, StoreAddress, StoreServer
 from lightning_gnn.data.shards import cut_graph
 from lightning_gnn.data.sources import prepare_graph
 from lightning_gnn.gossip.clusters import Clusters
@@ -48,7 +48,7 @@ from lightning_gnn.gossip.consensus import distance, sketch
 from lightning_gnn.gossip.pairing import Pairing
 from lightning_gnn.gossip.pool import Pool
 from lightning_gnn.gossip.push_sum import Mass, PushSum
-from lightning_gnn.gossip.worker import Ties, Worker
+from lightning_gnn.gossip.worker import Peers, Worker
 from lightning_gnn.partition import assign_nodes
 from lightning_gnn.partition.layout import LayoutSpec
 
@@ -93,18 +93,18 @@ def test_clusters_without_training_nodes_are_left_out():
     assert clusters.trained.tolist() == [0] and clusters.batches == 1
 
 
-def test_a_door_lets_in_only_whom_it_awaits():
-    door = Door("127.0.0.1", 0.5)
+def test_a_peer_server_answers_only_whom_it_awaits():
+    server = PeerServer("127.0.0.1", 0.5)
     own = torch.zeros(3)
-    assert door.wait(1, 7, own, 0.05) is None  # nobody comes
+    assert server.wait(1, 7, own, 0.05) is None  # nobody comes
     with ThreadPoolExecutor(2) as pool:
-        late = pool.submit(door.visit, door.address, 2, 6, torch.ones(3))
-        right = pool.submit(door.visit, door.address, 1, 7, torch.full((3,), 2.0))
-        assert door.wait(1, 7, own, 20.0).tolist() == [2.0, 2.0, 2.0]
+        late = pool.submit(server.visit, server.address, 2, 6, torch.ones(3))
+        right = pool.submit(server.visit, server.address, 1, 7, torch.full((3,), 2.0))
+        assert server.wait(1, 7, own, 20.0).tolist() == [2.0, 2.0, 2.0]
         assert right.result().tolist() == [0.0, 0.0, 0.0]
-        door.close()
+        server.close()
         assert late.result() is None
-    assert door.visit(door.address, 1, 8, own) is None  # nobody is there
+    assert server.visit(server.address, 1, 8, own) is None  # nobody is there
 
 
 def test_the_distance_of_replicas():
@@ -127,12 +127,12 @@ def tied() -> Iterator[Callable[..., list[Worker]]]:
     server.start()
     made: list[Worker] = []
 
-    def make(size: int, kind: Callable[[int, Ties], Worker]) -> list[Worker]:
-        place = Place(LOCAL, server.port, "test", 30.0)
-        doors = [Door(LOCAL, 30.0) for _ in range(size)]
-        addresses = [door.address for door in doors]
-        for me, door in enumerate(doors):
-            made.append(kind(me, Ties(place, SharedKeys(place), Life(place, me, 30.0), door, addresses)))
+    def make(size: int, kind: Callable[[int, Peers], Worker]) -> list[Worker]:
+        place = StoreAddress(LOCAL, server.port, "test", 30.0)
+        servers = [PeerServer(LOCAL, 30.0) for _ in range(size)]
+        addresses = [each.address for each in servers]
+        for me, own in enumerate(servers):
+            made.append(kind(me, Peers(place, SharedKeys(place), Heartbeat(place, me, 30.0), own, addresses)))
             made[-1].enter()
         return made
 
@@ -142,9 +142,9 @@ def tied() -> Iterator[Callable[..., list[Worker]]]:
     server.stop()
 
 
-def test_letters_are_summed_and_come_back_if_nobody_is_there():
-    one, other = Door(LOCAL, 5.0), Door(LOCAL, 5.0)
-    sends, takes = Letters(one, torch.zeros(2)), Letters(other, torch.zeros(2))
+def test_vectors_are_summed_and_come_back_if_nobody_is_there():
+    one, other = PeerServer(LOCAL, 5.0), PeerServer(LOCAL, 5.0)
+    sends, takes = Mailbox(one, torch.zeros(2)), Mailbox(other, torch.zeros(2))
 
     def send(number: float) -> None:
         sends.send(other.address, torch.full((2,), number))
@@ -154,7 +154,7 @@ def test_letters_are_summed_and_come_back_if_nobody_is_there():
     send(1.0)
     send(2.0)
     total = torch.zeros(2)
-    while total[0] < 3:  # a letter on its way is not lost
+    while total[0] < 3:  # a vector on its way is not lost
         total += found if (found := takes.take()) is not None else 0
         time.sleep(0.01)
     assert total.tolist() == [3.0, 3.0] and takes.take() is None and sends.take() is None
@@ -172,28 +172,28 @@ def test_push_sum_neither_makes_nor_loses_mass(workers, seed):
     """In any order of sending and taking in; what is on its way counts. And all tend to one mean."""
     rng = random.Random(seed)
     own = [torch.tensor([rng.gauss(0, 1), rng.gauss(0, 1), 1.0], dtype=torch.float64) for _ in range(workers)]
-    masses, letters = [Mass() for _ in range(workers)], [torch.zeros(3, dtype=torch.float64) for _ in range(workers)]
+    masses, arriving = [Mass() for _ in range(workers)], [torch.zeros(3, dtype=torch.float64) for _ in range(workers)]
     mean = torch.stack(own).mean(0)
 
     def check() -> None:
-        total = sum(letters) + sum(mass.weight * each for mass, each in zip(masses, own))
+        total = sum(arriving) + sum(mass.weight * each for mass, each in zip(masses, own))
         torch.testing.assert_close(total / workers, mean, rtol=1e-12, atol=1e-12)
 
     for _ in range(150 * workers):
         me, other = rng.sample(range(workers), 2)
         if rng.random() < 0.5:
-            letters[other] = letters[other] + masses[me].half(own[me])
+            arriving[other] = arriving[other] + masses[me].half(own[me])
         else:
-            total = masses[me].add(own[me], letters[me])
-            own[me], letters[me] = total / total[-1], torch.zeros_like(total)
+            total = masses[me].add(own[me], arriving[me])
+            own[me], arriving[me] = total / total[-1], torch.zeros_like(total)
         check()
     for each in own:
         torch.testing.assert_close(each, mean, rtol=0, atol=0.2)
 
 
 def test_push_sum_between_workers_keeps_the_mass(tied):
-    """Over doors, from threads: with three workers of different pace."""
-    everyone = tied(3, lambda me, ties: PushSum(Pool(1, 1), Pairing(me, 3), 1 + me, ties, 0.0, 0))
+    """Over peer servers, from threads: with three workers of different pace."""
+    everyone = tied(3, lambda me, peers: PushSum(Pool(1, 1), Pairing(me, 3), 1 + me, peers, 0.0, 0))
     values = [torch.tensor([float(me), 1.0], dtype=torch.float64) for me in range(3)]
 
     def batch(me: int) -> None:
@@ -217,7 +217,7 @@ def test_push_sum_between_workers_keeps_the_mass(tied):
 
 
 def test_progress_is_that_of_all_workers(tied):
-    one, other = tied(2, lambda me, ties: Worker(Pool(4, 8), Pairing(me, 2), 1, ties, 0.0, 0))
+    one, other = tied(2, lambda me, peers: Worker(Pool(4, 8), Pairing(me, 2), 1, peers, 0.0, 0))
     seen = []
     for worker in (one, other, other, other, one):
         worker.take()
@@ -230,10 +230,10 @@ def test_progress_is_that_of_all_workers(tied):
 @pytest.mark.parametrize(("pairing", "prompt"), [("any", False), ("prompt", True)])
 def test_a_prompt_worker_serves_between_its_intervals(tied, pairing, prompt):
     """Worker 0 chooses after its first batch; worker 1 is far from its own interval."""
-    one, other = tied(2, lambda me, ties: Worker(Pool(1, 1), Pairing(me, 2, pairing), 1 + 99 * me, ties, 20.0, 0))
+    one, other = tied(2, lambda me, peers: Worker(Pool(1, 1), Pairing(me, 2, pairing), 1 + 99 * me, peers, 20.0, 0))
     with ThreadPoolExecutor(1) as pool:
         chooses = pool.submit(one.meet, lambda: torch.ones(2))
-        while not other.ties.keys.get("worker/1").startswith("chosen"):
+        while not other.peers.keys.get("worker/1").startswith("chosen"):
             time.sleep(0.01)
         for _ in range(98):
             if (found := other.meet(lambda: torch.full((2,), 2.0))) is not None:
@@ -245,7 +245,7 @@ def test_a_prompt_worker_serves_between_its_intervals(tied, pairing, prompt):
                 found = other.meet(lambda: torch.full((2,), 2.0))
         assert found.tolist() == chooses.result().tolist() == [3.0, 3.0]
     assert (other.counts.batches < 99) == prompt
-    assert not other.ties.door.knocked()
+    assert not other.peers.server.notified()
 
 
 @pytest.mark.parametrize(
@@ -387,7 +387,7 @@ def trained(
         "own": kept.own,
         "result": torch.nn.utils.parameters_to_vector(module.parameters()).detach(),
         "logged": {name: float(value) for name, value in logged.items()},
-        "training_loss": strategy._training_loss,
+        "training_loss": strategy._comparison.training_loss,
         "steps": run.global_step,
         "epoch": run.current_epoch,
         "groups": torch.distributed.is_initialized(),

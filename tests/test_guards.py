@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -32,24 +31,11 @@ def test_mps():
         strategy._configure_launcher()
 
 
-@pytest.mark.parametrize("name", ["dgcl", "dgcl_notebook"])
-def test_pytorch_lightning(name):
-    """It is imported here after this package; a registry of its own."""
+def test_pytorch_lightning_does_not_know_the_names():
+    """A registry of its own: docs/errors.md has its message."""
     pl = pytest.importorskip("pytorch_lightning")
-    with pytest.raises(TypeError, match="`import lightning as L`.*in place of `import pytorch_lightning as pl`"):
-        pl.Trainer(strategy=name, devices=2, accelerator="cpu")
-
-
-def test_pytorch_lightning_first(monkeypatch):
-    pytest.importorskip("pytorch_lightning")
-    from pytorch_lightning.strategies import StrategyRegistry
-
-    from lightning_gnn.strategies.other_lightning import refuse_other_lightning
-
-    refuse_other_lightning(["some_scheme"])
-    assert "some_scheme" in StrategyRegistry
-    StrategyRegistry.pop("some_scheme")
-    assert not any(type(finder).__name__ == "_OnImport" for finder in sys.meta_path)
+    with pytest.raises(ValueError, match="You selected an invalid strategy name: `strategy='dgcl'`"):
+        pl.Trainer(strategy="dgcl", devices=2, accelerator="cpu")
 
 
 def test_spawned_ranks_on_several_machines():

@@ -18,6 +18,7 @@ from torch.autograd import gradcheck
 from torch_geometric import nn
 from torch_geometric.nn import aggr
 from torch_geometric.utils import softmax
+from warm import cold
 
 from lightning_gnn.kernels import CSR, add_rows, attention, spmm, sums, take_rows
 from lightning_gnn.nn.fused import kernel_groups
@@ -292,7 +293,10 @@ for _ in range(2):
     assert os.waitpid(child, 0)[1] == 0
 """
     environment = {**os.environ, "NUMBA_CACHE_DIR": str(tmp_path)}
-    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=120)
+    with cold():
+        done = subprocess.run(
+            [sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=120
+        )
     assert done.returncode == 0, done.stderr
     (first, folder), again = (line.split(maxsplit=1) for line in done.stdout.splitlines())
     assert float(first) > 0 and folder.startswith(str(tmp_path))

@@ -15,8 +15,10 @@ from scipy.stats import chi2, chisquare
 from torch import Tensor
 from torch_geometric.data import Data, HeteroData
 from torch_geometric.loader import LinkLoader, NodeLoader
+from torch_geometric.loader.utils import filter_data, filter_hetero_data
 from torch_geometric.nn import SAGEConv, to_hetero
 from torch_geometric.nn.models import GraphSAGE
+from torch_geometric.sampler import HeteroSamplerOutput, SamplerOutput
 from torch_geometric.utils import index_to_mask, k_hop_subgraph, subgraph, trim_to_layer
 
 from lightning_gnn.datamodules import planted_partition
@@ -31,8 +33,6 @@ from lightning_gnn.sampling import (
     saint_walks,
     sample_hops,
     sample_neighbors,
-    to_batch,
-    warm_up,
 )
 
 
@@ -48,6 +48,33 @@ def random_graph(nodes: int = 200, edges: int = 3_000, seed: int = 0) -> Data:
     edge_index[1, : edges // 10] = 3
     x = torch.randn(nodes, 4, generator=generator, dtype=torch.float64)
     return Data(x=x, edge_index=edge_index, edge_attr=torch.arange(edges).double().view(-1, 1))
+
+
+def to_batch(
+    data: Data | HeteroData,
+    output: SamplerOutput | HeteroSamplerOutput,
+    input_id: Tensor,
+    input_type: str | None = None,
+) -> Data | HeteroData:
+    """Returns the part of `data` that was sampled, as PyG's NeighborLoader does.
+
+    Its rows are those of the sampled nodes and edges; ``n_id``, ``e_id``, ``num_sampled_nodes``, ``num_sampled_edges``; seeds
+    are the first ``batch_size`` rows (of `input_type`), and ``input_id`` says which.
+    """
+    if isinstance(output, SamplerOutput):
+        batch = filter_data(data, output.node, output.row, output.col, output.edge)
+        batch.n_id, batch.e_id, batch.batch = output.node, output.edge, output.batch
+        batch.num_sampled_nodes, batch.num_sampled_edges = output.num_sampled_nodes, output.num_sampled_edges
+        batch.input_id, batch.batch_size = input_id, len(input_id)
+        return batch
+    batch = filter_hetero_data(data, output.node, output.row, output.col, output.edge)
+    for name, values in (("n_id", output.node), ("e_id", output.edge)):
+        for kind, ids in values.items():
+            batch[kind][name] = ids
+    for name in ("batch", "num_sampled_nodes", "num_sampled_edges"):
+        batch.set_value_dict(name, getattr(output, name))
+    batch[input_type].input_id, batch[input_type].batch_size = input_id, len(input_id)
+    return batch
 
 
 # One hop ######################################################################
@@ -200,12 +227,6 @@ def test_an_array_starts_over_before_numbers_run_out():
     for _ in range(4):
         numbering.start(torch.tensor([3, 1, 4]))
         assert numbering.add(torch.tensor([4, 9, 3])).tolist() == [2, 3, 0]
-
-
-def test_loops_are_compiled_ahead():
-    csr = star(3)
-    warm_up(csr)
-    assert warm_up(csr) == 0
 
 
 # Several hops #################################################################

@@ -39,8 +39,8 @@ from lightning_gnn import (
     labelled,
     planted_partition,
 )
-from lightning_gnn.comm.graph_store import GraphStore
 from lightning_gnn.data.shards import Cut, cut_graph
+from lightning_gnn.sampling.graph_store import GraphStore
 from lightning_gnn.sampling.loader import SampledBatches
 from lightning_gnn.sampling.seeds import SeedBatches
 from lightning_gnn.sampling.variants import METHODS, saint_draw

@@ -5,17 +5,16 @@ from __future__ import annotations
 import subprocess
 import sys
 import time
-from concurrent.futures import ThreadPoolExecutor
 from multiprocessing import Pipe, get_context
+from multiprocessing.connection import Connection
 
 import pytest
 import torch
 
 from lightning_gnn.comm.group import CommunicationError
-from lightning_gnn.comm.progress import Progress
-from lightning_gnn.launching.door import Door
-from lightning_gnn.launching.failures import Apart, Arrived, Failure, RankFailedError, Reporter
-from lightning_gnn.launching.supervisor import Child, Supervisor
+from lightning_gnn.comm.processes import Progress
+from lightning_gnn.launching.failures import Failure, RankFailedError
+from lightning_gnn.launching.supervisor import Child, Event, Reporter, Supervisor
 
 IGNORES_SIGTERM = (
     "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print('ready', flush=True); time.sleep(60)"
@@ -23,12 +22,12 @@ IGNORES_SIGTERM = (
 
 
 def child(rank: int, code: str) -> tuple[Child, Reporter]:
-    reader, writer = Pipe(duplex=False)
+    ours, theirs = Pipe()
     process = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE)
     if "ready" in code:
         assert process.stdout is not None
         process.stdout.readline()
-    return Child(rank, process.pid, process.poll, reader), Reporter(rank, writer)
+    return Child(rank, process.pid, process.poll, ours), Reporter(rank, theirs)
 
 
 def test_ends_within_bounds_even_what_ignores_sigterm():
@@ -66,7 +65,7 @@ def test_a_process_that_ends_without_a_word():
 def test_where_a_process_was_that_ends_without_a_word():
     code = """
 import os
-from lightning_gnn.comm.progress import here
+from lightning_gnn.comm.processes import here
 here().at("backward", 3)
 print("ready", here().address, flush=True)
 input()
@@ -75,9 +74,9 @@ os.kill(os.getpid(), 9)
     process = subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     assert process.stdin is not None and process.stdout is not None
     address = process.stdout.readline().partition(" ")[2]
-    reader, writer = Pipe(duplex=False)
-    supervisor = Supervisor([Child(1, process.pid, process.poll, reader)])
-    Reporter(1, writer).send(Arrived(address))
+    ours, theirs = Pipe()
+    supervisor = Supervisor([Child(1, process.pid, process.poll, ours)])
+    Reporter(1, theirs).send(Event("arrived", address))
     assert not supervisor.look()
     process.stdin.write("\n")
     process.stdin.flush()
@@ -92,7 +91,7 @@ def test_ranks_that_may_be_lost_do_not_concern_the_others(capfd):
     supervisor = Supervisor([lost, lives], survives_lost_ranks=True)
     assert supervisor.wait_for(lambda: lost.exit_code() is not None, 10)
     assert [failure.rank for failure in supervisor.look()] == [1]  # the others would wait for it to meet them
-    tells.send(Apart())
+    tells.send(Event("independent"))
     assert supervisor.look() == [] and supervisor.look() == []
     told = capfd.readouterr().err
     assert told == "Rank 1 ended with exit status 3: its output says why; the others go on.\n"
@@ -110,62 +109,75 @@ def test_what_cannot_be_sent_is_told_in_words():
     assert failure.exception is None and failure.reason == "Local: inside"
 
 
-AT_THE_DOOR = """
-import socket, sys
-from lightning_gnn.launching.door import Door
+WAITS = """
+import sys
+from multiprocessing.connection import Connection
+from lightning_gnn.launching.supervisor import Reporter
 print("ready", flush=True)
-print(Door(socket.socket(fileno=int(sys.argv[1]))).wait(), flush=True)
+if sys.argv[2:]:
+    input()
+print(Reporter(1, Connection(int(sys.argv[1]))).wait_for_start(), flush=True)
 """
 
 
-def at_the_door(*arguments: str) -> tuple[Child, subprocess.Popen[bytes], Reporter]:
-    (reader, writer), (door, theirs) = Pipe(duplex=False), Door.pair()
-    command = [sys.executable, "-c", AT_THE_DOOR, str(theirs.fileno()), *arguments]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, pass_fds=[theirs.fileno()])
+def waiting(*arguments: str) -> tuple[Child, subprocess.Popen[bytes]]:
+    ours, theirs = Pipe()
+    command = [sys.executable, "-c", WAITS, str(theirs.fileno()), *arguments]
+    process = subprocess.Popen(
+        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, pass_fds=[theirs.fileno()]
+    )
     theirs.close()
-    return Child(1, process.pid, process.poll, reader, door), process, Reporter(1, writer)
+    return Child(1, process.pid, process.poll, ours), process
 
 
-def test_who_waits_at_the_door_is_let_in_with_what_it_needs():
-    child, process, reporter = at_the_door()
-    reporter.send(Arrived(""))
-    Supervisor([child]).let_in({"rows": torch.arange(3)}, 30)
+def test_a_rank_that_waits_gets_what_it_runs_with():
+    child, process = waiting()
+    Supervisor([child]).start_all({"lines": [1, 2]}, 120)
     assert process.stdout is not None
-    assert process.stdout.read() == b"ready\n{'rows': tensor([0, 1, 2])}\n" and process.wait() == 0
+    assert process.stdout.read() == b"ready\n{'lines': [1, 2]}\n" and process.wait() == 0
 
 
 @pytest.mark.parametrize("how", ["closed", "ended"])
-def test_who_is_not_let_in_ends_without_a_word(how):
-    child, process, _ = at_the_door()
-    assert process.stdout is not None and process.stdout.readline() == b"ready\n" and child.door is not None
+def test_a_rank_that_is_not_started_ends_silently(how):
+    child, process = waiting()
+    assert process.stdout is not None and process.stdout.readline() == b"ready\n"
     if how == "closed":  # as if this process had ended
-        child.door.close()
+        child.connection.close()
     else:
         Supervisor([child]).end(grace=0.0)
     assert process.wait(10) != 0 and not process.stdout.read()
 
 
-def test_who_does_not_come_to_the_door_is_named():
-    late, process, _ = at_the_door()
+def test_a_rank_that_does_not_arrive_is_named():
+    late, process = waiting("later")
     with pytest.raises(RuntimeError, match=r"Rank.s. 1 have not come to this call of the Trainer within 1 s"):
-        Supervisor([late]).let_in(None, 1)
+        Supervisor([late]).start_all(None, 1)
     process.kill()
     with pytest.raises(RankFailedError, match="Rank 1 was ended by SIGKILL"):
-        Supervisor([late]).let_in(None, 30)
+        Supervisor([late]).start_all(None, 30)
     gone, _ = child(2, "pass")
     with pytest.raises(RankFailedError, match="Rank 2 ended: it has not come to this call of the Trainer"):
-        Supervisor([gone]).let_in(None, 30)
+        Supervisor([gone]).start_all(None, 30)
 
 
-def test_many_descriptors_go_through_the_door():
-    """More than a message takes; and locks, which only a process that is being started may be given."""
-    door, theirs = Door.pair()
-    given = {"tensors": [torch.full((2,), float(index)) for index in range(300)], "lock": get_context("spawn").Lock()}
-    with ThreadPoolExecutor(1) as pool:
-        opens = pool.submit(door.open, given)
-        found = Door(theirs).wait()
-        opens.result()
-    assert all(torch.equal(one, other) for one, other in zip(found["tensors"], given["tensors"]))
-    found["tensors"][7][0] = -1.0
-    assert given["tensors"][7][0] == -1.0  # the same memory
-    assert found["lock"].acquire(timeout=1) and not given["lock"].acquire(timeout=0.1)
+def receives(local_rank: int, connection: Connection) -> None:
+    reporter = Reporter(local_rank, connection)
+    given = reporter.wait_for_start()
+    given["tensors"][7][0] = -1.0
+    right = all(float(tensor[1]) == index for index, tensor in enumerate(given["tensors"]))
+    reporter.send(Event("result", right and given["lock"].acquire(timeout=1)))
+
+
+def test_many_tensors_are_shared_with_a_process_that_runs():
+    """And locks, which multiprocessing gives only to a process that is being started."""
+    context = get_context("spawn")
+    given = {"tensors": [torch.full((2,), float(index)) for index in range(300)], "lock": context.Lock()}
+    ours, theirs = context.Pipe()
+    process = context.Process(target=receives, args=(1, theirs))
+    process.start()
+    assert process.pid is not None
+    supervisor = Supervisor([Child(1, process.pid, lambda: process.exitcode, ours)])
+    supervisor.start_all(given, 200)
+    assert supervisor.wait_for(lambda: process.exitcode is not None, 200) and not supervisor.look()
+    assert supervisor.children[0].received["result"] is True
+    assert given["tensors"][7][0] == -1.0 and not given["lock"].acquire(timeout=0.1)  # the same memory, the same lock

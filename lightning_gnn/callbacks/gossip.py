@@ -48,10 +48,10 @@ class GossipMetrics(pl.Callback):
 
     @override
     def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        self._worker.tell(pl_module.parameters())
+        self._worker.publish(pl_module.parameters())
         if not trainer.is_global_zero:
             return
-        everyone = self._worker.everyones()
+        everyone = self._worker.all_counts()
         values: dict[str, float] = {
             "gossip/staleness": spread(everyone),
             "gossip/consensus": self._worker.consensus(everyone),

@@ -41,7 +41,7 @@ class SamplingMetrics(pl.Callback):
         everyone = self._world.all_gather(own, "Sampling metrics").cpu()
         longest, total = everyone.amax(0), everyone.sum(0)
         values = {"sampling/seconds": longest[0], "sampling/waited": longest[1]}
-        if stores[0].requests is not None:
+        if stores[0].channel is not None:
             values["sampling/remote_bytes"] = total[4]
             values["sampling/cache_hit_rate"] = total[3] / total[2].clamp(min=1)
         log_values(trainer, values)

@@ -18,7 +18,7 @@ from torch import Tensor
 from lightning_gnn.comm.codec import Codec
 from lightning_gnn.comm.coded import CodedWire
 from lightning_gnn.comm.listening import gloo_beside, meeting_store
-from lightning_gnn.comm.neighbours import meet
+from lightning_gnn.comm.processes import meet
 from lightning_gnn.comm.shared_memory import PeerError, SharedMemory, machine_key
 from lightning_gnn.comm.watchdog import GROUP_MARGIN_S, Watchdog
 from lightning_gnn.comm.wire import Wire

@@ -1,20 +1,24 @@
-"""Rows of any nodes, whoever owns them, where which ones are wanted changes from step to step: no plan lasts.
+"""Rows of any nodes, from their owners, where the rows that are wanted change from call to call and no plan lasts.
 
-P pulls the rows that a rank asks for, its transpose adds gradients at their owners. Source: DistDGL (2020) section III-C, the
-pull and push of its feature store, here for what layers compute. Owners are asked first, so a call costs a message more than a
-halo exchange, but each row travels to a rank once, however often the rank wants it.
+Source: DistDGL (2020) section III-C: a distributed key-value store with pull and push, to the owner of a row. Owners are asked
+first, so a call costs a message more than a halo exchange, but each row travels to a rank once, however often the rank wants it.
 
-N nodes of the whole graph, n of this rank, U distinct rows that a rank wants; ``...`` stands for any trailing dimensions.
+N nodes of the whole graph, P ranks, n ids or rows of a rank, U distinct rows that a rank wants; ``...`` stands for any trailing
+dimensions.
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass
-from typing import Any
+from queue import SimpleQueue
+from threading import Thread
+from typing import Any, Protocol
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
@@ -23,23 +27,165 @@ from lightning_gnn.comm.group import World
 from lightning_gnn.comm.traffic import Meter, Traffic
 
 
+class Channel(Protocol):
+    """Carries rows from every rank to every other, as many as each has for it. All ranks make its calls in the same order."""
+
+    def exchange(
+        self, parts: Sequence[Tensor], counts: Sequence[int] | None = None, layer: str = "", direction: str = "forward"
+    ) -> list[Tensor]:
+        """Returns what every rank has for this one.
+
+        Args:
+            parts: for each rank, this one included, ``[n, ...]``; dtype and trailing dimensions are equal everywhere.
+            counts: rows that each rank has for this one; None if they are not known yet, then rows are int64.
+            layer, direction: named in errors and counted under.
+
+        Raises:
+            CommunicationError: a rank does not answer.
+        """
+        ...
+
+
+class WireChannel:
+    """The transport of the halo exchange.
+
+    Args:
+        world: the ranks.
+        meter: where traffic is counted.
+    """
+
+    def __init__(self, world: World, meter: Meter) -> None:
+        self._world, self._meter = world, meter
+
+    def exchange(
+        self, parts: Sequence[Tensor], counts: Sequence[int] | None = None, layer: str = "", direction: str = "forward"
+    ) -> list[Tensor]:
+        """See :class:`Channel`."""
+        rank, size = self._world.rank, self._world.size
+        peers = [peer for peer in range(size) if peer != rank]
+        if not peers:
+            return list(parts)
+        if counts is None:
+            return self._questions(parts, peers, layer)
+        began, wire, own = time.perf_counter(), self._world.wire, parts[rank]
+        found = [own if peer == rank else own.new_empty((count, *own.shape[1:])) for peer, count in enumerate(counts)]
+        sends = [(peer, parts[peer].contiguous()) for peer in peers if parts[peer].numel()]
+        receives = [(peer, found[peer]) for peer in peers if found[peer].numel()]
+        traffic = Traffic.of(
+            ((peer, wire.message_bytes(rows)) for peer, rows in sends), sum(len(rows) for _, rows in sends)
+        )
+        start_counted(
+            lambda: wire.start_each(sends, receives), traffic, began, self._world, self._meter, layer, direction
+        )()
+        return found
+
+    def _questions(self, parts: Sequence[Tensor], peers: Sequence[int], layer: str) -> list[Tensor]:
+        began = time.perf_counter()
+        # Their number goes first, so that no message is empty.
+        sends = [(peer, torch.cat([parts[peer].new_tensor([len(parts[peer])]), parts[peer]])) for peer in peers]
+        traffic = Traffic.of((peer, each.nbytes) for peer, each in sends)
+        with during_exchange(self._world, layer, "question"):
+            self._world.watch.begins(joint=False)
+            found = self._world.wire.start_varied([(peer, each.view(torch.uint8)) for peer, each in sends], peers)()
+        traffic.seconds = self._meter.since(began, "wait", layer, "forward")
+        self._meter.record(layer, "forward", traffic)
+        found_of = {peer: found[peer].view(torch.int64)[1:] for peer in peers}
+        return [found_of.get(peer, part) for peer, part in enumerate(parts)]
+
+
+class GroupChannel:
+    """A process group of its own, for tensors on the CPU, beside everything else that ranks exchange.
+
+    Calls come from any one thread of each rank; making and closing it is a call, too.
+
+    Args:
+        world: the ranks.
+        purpose: named in errors.
+
+    Attributes:
+        bytes_received: from other ranks.
+    """
+
+    def __init__(self, world: World, purpose: str = "Sampling") -> None:
+        self._world, self._purpose = world, purpose
+        # Gloo, also beside GPUs: what is wanted lies in host memory, and must not wait for a stream.
+        self._group = dist.new_group(timeout=world.group_timeout, backend="gloo")
+        self.bytes_received = 0
+
+    def exchange(
+        self, parts: Sequence[Tensor], counts: Sequence[int] | None = None, layer: str = "", direction: str = "forward"
+    ) -> list[Tensor]:
+        """See :class:`Channel`; rows of unknown number may have any dtype."""
+        first = parts[0]
+        sizes = torch.tensor([len(part) for part in parts])
+        row_bytes = first.element_size() * first.shape[1:].numel()
+        with self._world.during(self._purpose, RuntimeError):
+            if counts is None:
+                arriving = torch.empty_like(sizes)
+                dist.all_to_all_single(arriving, sizes, group=self._group)
+            else:
+                arriving = torch.tensor(counts)
+            data = torch.cat([part.contiguous().view(-1).view(torch.uint8) for part in parts])
+            into = torch.empty(int(arriving.sum()) * row_bytes, dtype=torch.uint8)
+            in_bytes, out_bytes = ((each * row_bytes).tolist() for each in (arriving, sizes))
+            dist.all_to_all_single(into, data, in_bytes, out_bytes, group=self._group)
+        self.bytes_received += into.numel() - in_bytes[self._world.rank]
+        return list(into.view(first.dtype).view(-1, *first.shape[1:]).split(arriving.tolist()))
+
+    def close(self) -> None:
+        """Ends the group; all ranks call it."""
+        if dist.is_initialized():
+            dist.destroy_process_group(self._group)
+
+
 @dataclass(frozen=True)
-class _Wanted:
-    """What one call moves.
+class Request:
+    """What ranks want of each other in one call.
 
     Attributes:
         counts: distinct rows that this rank wants of each rank; they lie in rank order.
-        own: those of its own, local ids.
-        asked: rows of this rank that each other one wants, local ids.
+        rows: of this rank that each rank wants, itself included, local ids.
     """
 
     counts: list[int]
-    own: Tensor
-    asked: dict[int, Tensor]
+    rows: list[Tensor]
 
 
-class AnyRows:
-    """Fetches rows by the ids that their nodes have in the original graph. All ranks call it alike.
+class OwnedRows:
+    """Rows at the rank that owns them, where each rank owns a range of places. All ranks make its calls alike.
+
+    Args:
+        first: first place of each rank and the end, int64 ``[P + 1]``.
+        channel: how rows travel.
+    """
+
+    def __init__(self, first: Tensor, channel: Channel) -> None:
+        self._first, self._channel = first, channel
+
+    def request(self, places: Tensor, layer: str = "") -> Request:
+        """Tells each rank which of its rows this one wants; `places`, int64 ``[U]``, ascend from rank to rank."""
+        counts = torch.searchsorted(places, self._first).diff().tolist()
+        parts = [part - first for part, first in zip(places.split(counts), self._first)]
+        return Request(counts, self._channel.exchange(parts, None, layer))
+
+    def pull(self, request: Request, read: Callable[[Tensor], Tensor], layer: str = "") -> Tensor:
+        """Returns the rows that this rank wants, ``[U, ...]``; `read` returns copies of rows of this rank."""
+        return torch.cat(self._channel.exchange([read(rows) for rows in request.rows], request.counts, layer))
+
+    def push(self, request: Request, values: Tensor, layer: str = "") -> list[Tensor]:
+        """Returns what each rank has for ``request.rows``: the transpose of :meth:`pull`.
+
+        Args:
+            request: which rows.
+            values: for those that this rank wants, ``[U, ...]``.
+            layer: named in errors and counted under.
+        """
+        counts = [len(rows) for rows in request.rows]
+        return self._channel.exchange(values.split(request.counts), counts, layer, "backward")
+
+
+class AnyRows(OwnedRows):
+    """Rows by the ids that their nodes have in the original graph, for layers and losses.
 
     Args:
         n_id: original ids of all ranks' nodes in rank order, int64 ``[N]``.
@@ -49,9 +195,8 @@ class AnyRows:
     """
 
     def __init__(self, n_id: Tensor, counts: Sequence[int], world: World, meter: Meter) -> None:
-        self.num_nodes = len(n_id)
-        self._n_id, self._world, self._meter = n_id, world, meter
-        self._first = torch.tensor([0, *counts], device=world.device).cumsum(0)
+        super().__init__(torch.tensor([0, *counts], device=world.device).cumsum(0), WireChannel(world, meter))
+        self.num_nodes, self._n_id = len(n_id), n_id
         self._place: Tensor | None = None  # in rank order, of each original id
 
     def fetch(self, x: Tensor, ids: Tensor, layer: str) -> Tensor:
@@ -76,86 +221,166 @@ class AnyRows:
                 f"{self.num_nodes - 1}. They are ids in the original graph, as in batch.n_id, not rows of the batch."
             )
         places, inverse = self._places()[flat].unique(return_inverse=True)
-        rows = _Fetch.apply(x, self, self._ask(places, layer), layer)
+        rows = _Pull.apply(x, self, self.request(places, layer), layer)
         return rows.index_select(0, inverse).view(*ids.shape, *x.shape[1:])
 
     def _places(self) -> Tensor:
         if self._place is None:
             with torch.inference_mode(False):  # evaluation may come first, and training use it later
-                n_id = self._n_id.to(self._world.device)
+                n_id = self._n_id.to(self._first.device)
                 self._place = torch.empty_like(n_id)
                 self._place[n_id] = torch.arange(self.num_nodes, device=n_id.device)
         return self._place
 
-    def _ask(self, places: Tensor, layer: str) -> _Wanted:
-        """Tells each rank which of its rows this one wants; `places` ascend."""
-        rank, size = self._world.rank, self._world.size
-        counts = torch.searchsorted(places, self._first).diff().tolist()
-        wanted = [part - first for part, first in zip(places.split(counts), self._first)]
-        if size == 1:
-            return _Wanted(counts, wanted[0], {})
-        began, peers = time.perf_counter(), [peer for peer in range(size) if peer != rank]
-        # Their number goes first, so that no message is empty.
-        questions = [(peer, torch.cat([wanted[peer].new_tensor([counts[peer]]), wanted[peer]])) for peer in peers]
-        traffic = Traffic.of((peer, each.nbytes) for peer, each in questions)
-        with during_exchange(self._world, layer, "question"):
-            self._world.watch.begins(joint=False)
-            found = self._world.wire.start_varied([(peer, each.view(torch.uint8)) for peer, each in questions], peers)()
-        traffic.seconds = self._meter.since(began, "wait", layer, "forward")
-        self._meter.record(layer, "forward", traffic)
-        return _Wanted(counts, wanted[rank], {peer: found[peer].view(torch.int64)[1:] for peer in peers})
 
-    def pull(self, x: Tensor, wanted: _Wanted, layer: str) -> Tensor:
-        """Returns the rows that this rank wants, ``[U, ...]``; not differentiable."""
-        out = x.new_empty((sum(wanted.counts), *x.shape[1:]))
-        parts = out.split(wanted.counts)
-        sends = [(peer, x.index_select(0, rows)) for peer, rows in wanted.asked.items()]
-        wait = self._start(sends, [(peer, parts[peer]) for peer in wanted.asked], layer, "forward")
-        torch.index_select(x, 0, wanted.own, out=parts[self._world.rank])
-        wait()
-        return out
-
-    def push(self, grad: Tensor, wanted: _Wanted, num_rows: int, layer: str) -> Tensor:
-        """Returns for each row of this rank the sum of what all ranks have for it, ``[num_rows, ...]``: the transpose of pull.
-
-        Args:
-            grad: for the rows that this rank wants, ``[U, ...]``.
-            wanted: of the call to :meth:`pull`.
-            num_rows: of its argument.
-            layer: named in errors and counted under.
-        """
-        parts = grad.contiguous().split(wanted.counts)
-        arrived = {peer: grad.new_empty((len(rows), *grad.shape[1:])) for peer, rows in wanted.asked.items()}
-        wait = self._start([(peer, parts[peer]) for peer in wanted.asked], list(arrived.items()), layer, "backward")
-        out = grad.new_zeros((num_rows, *grad.shape[1:]))
-        out.index_add_(0, wanted.own, parts[self._world.rank])
-        wait()
-        for peer, rows in wanted.asked.items():  # in rank order; the rows of one peer are distinct
-            out.index_add_(0, rows, arrived[peer])
-        return out
-
-    def _start(
-        self, sends: list[tuple[int, Tensor]], receives: list[tuple[int, Tensor]], layer: str, direction: str
-    ) -> Callable[[], None]:
-        began, wire = time.perf_counter(), self._world.wire
-        sends = [(peer, rows) for peer, rows in sends if rows.numel()]
-        receives = [(peer, rows) for peer, rows in receives if rows.numel()]
-        sent = ((peer, wire.message_bytes(rows)) for peer, rows in sends)
-        traffic = Traffic.of(sent, sum(len(rows) for _, rows in sends))
-        return start_counted(
-            lambda: wire.start_each(sends, receives), traffic, began, self._world, self._meter, layer, direction
-        )
-
-
-class _Fetch(torch.autograd.Function):
-    """P; backward is its transpose. It communicates on every rank, also on one that wants nothing."""
+class _Pull(torch.autograd.Function):
+    """:meth:`OwnedRows.pull`; backward is its transpose. It communicates on every rank, also on one that wants nothing."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, rows: AnyRows, wanted: _Wanted, layer: str) -> Tensor:
-        ctx.rows, ctx.wanted, ctx.layer, ctx.num_rows = rows, wanted, layer, len(x)
-        return rows.pull(x, wanted, layer)
+    def forward(ctx: Any, x: Tensor, rows: OwnedRows, request: Request, layer: str) -> Tensor:
+        ctx.rows, ctx.request, ctx.layer, ctx.num_rows = rows, request, layer, len(x)
+        return rows.pull(request, lambda chosen: x.index_select(0, chosen), layer)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
-        return ctx.rows.push(grad, ctx.wanted, ctx.num_rows, ctx.layer), None, None, None
+        out = grad.new_zeros((ctx.num_rows, *grad.shape[1:]))
+        # In rank order; the rows of one rank are distinct.
+        for chosen, values in zip(ctx.request.rows, ctx.rows.push(ctx.request, grad, ctx.layer)):
+            out.index_add_(0, chosen, values)
+        return out, None, None, None
+
+
+class EmbeddingRows(AnyRows):
+    """Rows of embeddings, on the CPU: read and changed in the background, gathered and scattered over ranks.
+
+    Args:
+        n_id, counts, world: see :class:`AnyRows`.
+        batch_ids: the tensor that whole-graph steps have as ``batch.n_id``, if it is this rank's nodes in order.
+
+    Attributes:
+        own_ids: original ids of this rank's nodes, whose rows it holds in this order.
+        idle: this step's batch only stands in for one that other ranks have, and counts for nothing.
+        background: where gradients are sent to owners; in the same order on all ranks.
+    """
+
+    def __init__(self, world: World, n_id: Tensor, counts: Sequence[int], batch_ids: Tensor | None = None) -> None:
+        # Two groups, as rows of the next step are read while gradients of the last ones are on their way.
+        self._reads, self._changes = GroupChannel(world, "Reading rows"), GroupChannel(world, "Changing rows")
+        OwnedRows.__init__(self, torch.tensor([0, *counts]).cumsum(0), self._reads)
+        self._changed = OwnedRows(self._first, self._changes)
+        self._world, self._batch_ids, self._place = world, batch_ids, None
+        self.num_nodes, self._n_id, self.rank = len(n_id), n_id, world.rank
+        self.own_ids = n_id.split(list(counts))[world.rank]
+        self.idle = False
+        self.background = Background("lightning_gnn rows")
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> EmbeddingRows:
+        return self
+
+    def any(self, own: bool) -> bool:
+        """Returns whether it holds on any rank."""
+        return any(self._world.all_gather_object(own))
+
+    def number(self, value: int) -> int:
+        """Returns rank 0's."""
+        return self._world.broadcast_object(value)
+
+    @property
+    def bytes_received(self) -> int:
+        """From other ranks."""
+        return self._reads.bytes_received + self._changes.bytes_received
+
+    def are_own(self, ids: Tensor) -> bool:
+        """Returns whether ids are each rank's own nodes, on all ranks alike: nothing need travel then."""
+        return ids is self._batch_ids
+
+    def read(self, ids: Tensor, read: Callable[[Tensor], Tensor]) -> Tensor:
+        """Returns the rows of original ids, ``[n, D]``, each read once at its owner.
+
+        Args:
+            ids: original, ``[n]``.
+            read: returns copies of rows of this rank.
+        """
+        places, inverse = self._places()[ids].unique(return_inverse=True)
+        return self.pull(self.request(places), read)[inverse]
+
+    def sum(self, ids: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+        """Returns what all ranks have for rows of this one: which rows, ascending ``[m]``, and their sums, ``[m, D]``.
+
+        Sums are taken on each rank first, and then over ranks in their order.
+
+        Args:
+            ids: original, ``[n]``, with duplicates.
+            values: ``[n, D]``.
+        """
+        places, sums = summed(self._places()[ids], values)
+        request = self._changed.request(places)
+        return summed(torch.cat(request.rows), torch.cat(self._changed.push(request, sums)))
+
+    def gather(self, rows: Tensor) -> Tensor:
+        """Returns the rows of all nodes in original order, ``[N, ...]``, on rank 0; on others nothing, ``[0, ...]``.
+
+        Args:
+            rows: of this rank's nodes.
+        """
+        size = self._world.size
+        found = torch.cat(self._reads.exchange([rows if peer == 0 else rows[:0] for peer in range(size)]))
+        return found if self.rank else torch.empty_like(found).index_copy_(0, self._n_id, found)
+
+    def scatter(self, rows: Tensor) -> Tensor:
+        """Returns the rows of this rank's nodes: the transpose of :meth:`gather`.
+
+        Args:
+            rows: of all nodes in original order on rank 0; on others nothing, ``[0, ...]``.
+        """
+        parts = [rows] * self._world.size
+        if self.rank == 0:
+            parts = [rows[ids] for ids in self._n_id.split(self._first.diff().tolist())]
+        return self._reads.exchange(parts)[0]
+
+    def close(self) -> None:
+        """Ends its thread and groups."""
+        self.background.close()
+        self._reads.close()
+        self._changes.close()
+
+
+class Background:
+    """Runs functions in a thread, one after the other."""
+
+    def __init__(self, name: str) -> None:
+        self._work: SimpleQueue[tuple[Future[None], Callable[[], None]] | None] = SimpleQueue()
+        # A daemon, which an executor's thread is not: after a failure it may wait for ranks that are gone.
+        self._thread = Thread(target=self._run, name=name, daemon=True)
+        self._thread.start()
+
+    def _run(self) -> None:
+        while (item := self._work.get()) is not None:
+            future, work = item
+            try:
+                future.set_result(work())
+            except BaseException as error:
+                future.set_exception(error)
+
+    def start(self, work: Callable[[], None]) -> Future[None]:
+        """Returns the future of `work`, which raises what it raises."""
+        future: Future[None] = Future()
+        self._work.put((future, work))
+        return future
+
+    def close(self) -> None:
+        """Ends the thread after what was started."""
+        self._work.put(None)
+        self._thread.join(1.0)
+
+
+def summed(rows: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+    """Returns the distinct rows, ascending, and the sum of the values of each, in the order given.
+
+    Args:
+        rows: ``[n]``.
+        values: ``[n, D]``.
+    """
+    distinct, inverse = rows.unique(return_inverse=True)
+    return distinct, values.new_zeros((len(distinct), values.size(1))).index_add_(0, inverse, values)

@@ -24,7 +24,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lightning_gnn.comm.neighbours import exit_status
+from lightning_gnn.comm.processes import exit_status
 from lightning_gnn.comm.watchdog import Watchdog
 
 _SPINS = 200  # about 20 us: as long as two ranks in step are apart

@@ -1,4 +1,4 @@
-"""Watches what ranks wait for: each wait has a deadline, and ranks that have come to different operations are told at once.
+"""Watches what ranks wait for: each wait has a deadline, and ranks that have come to different operations are reported at once.
 
 Every process has a thread for it, which reads what its rank is doing and, where a rank waits long, tells the others through
 the ranks' store. Nothing else is sent but a look twice a second whether there is news.
@@ -35,7 +35,7 @@ GROUP_MARGIN_S = 3.0
 """How much longer than the deadline process groups wait, so that it is known by then what all ranks do."""
 
 _LOOK_S = 0.5
-_LONG_S = 1.0  # a wait that others are told of
+_LONG_S = 1.0  # a wait that is published
 _AGAIN_S = 30.0  # how often at the least they are, as long as it lasts
 _ANSWERS_S = 4.0  # how long ranks may take to say what they do
 _GRACE_S = 6.0  # for errors that come by themselves, once the alarm is raised

@@ -12,8 +12,8 @@ import json
 import sys
 import traceback
 
+from lightning_gnn.comm.processes import end_with_parent
 from lightning_gnn.datamodules.graph import GraphDataModule
-from lightning_gnn.launching.failures import end_with_parent
 from lightning_gnn.partition.layout import LayoutSpec
 
 

@@ -31,7 +31,7 @@ from torch import Tensor
 from torch_geometric.data import Data, HeteroData
 from typing_extensions import override
 
-from lightning_gnn.arguments import shown
+from lightning_gnn.arguments import checked_batches, shown
 from lightning_gnn.comm.group import World
 from lightning_gnn.data.attributes import left_out_of
 from lightning_gnn.data.hetero import NO_TYPES, JoinedGraph, input_type_of, prepare_hetero
@@ -69,7 +69,6 @@ from lightning_gnn.partition.edge_cut import checked_method
 from lightning_gnn.partition.layout import LayoutSpec
 from lightning_gnn.partition.types import Types
 from lightning_gnn.partition.vertex_cut import assign_edges
-from lightning_gnn.sampling.neighbors import checked_batches
 
 Partition: TypeAlias = str | Sequence[int] | np.ndarray | Tensor
 

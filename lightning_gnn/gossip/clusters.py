@@ -6,7 +6,8 @@ Source: Cluster-GCN (Chiang et al., KDD 2019), section 3; GossipGCN (Zhang 2021)
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 import torch
@@ -14,6 +15,7 @@ from torch_geometric.data import Data
 
 from lightning_gnn.data.attributes import GraphData, of_full_graph
 from lightning_gnn.data.shards import Cut
+from lightning_gnn.gossip.worker import Worker
 
 
 class Clusters:
@@ -80,3 +82,77 @@ class Clusters:
         batch.n_id, batch.e_id = cut.n_id[rows_of["node"]], cut.e_id[rows_of["edge"]]
         batch.num_owned = len(nodes)
         return batch
+
+
+class ClusterBatches:
+    """Some clusters, one by one."""
+
+    def __init__(self, clusters: Clusters, chosen: Sequence[int]) -> None:
+        self._clusters, self._chosen = clusters, chosen
+
+    def __len__(self) -> int:
+        return len(self._chosen)
+
+    def __iter__(self) -> Iterator[Data]:
+        for cluster in self._chosen:
+            yield self._clusters.batch([cluster])
+
+
+class LeftOver(Data):
+    """Stands at the end of the last epoch for what others may leave undone, which is known only when its turn comes."""
+
+
+class PooledBatches:
+    """The training loader of a worker: of each epoch, the batches that it got.
+
+    It has no length: Lightning then asks for one batch ahead, to know which is an epoch's last.
+
+    Args:
+        worker: takes items from the pool.
+        clusters: makes them batches.
+        epoch: returns the number of the epoch that is asked for, and whether it is the last.
+    """
+
+    def __init__(self, worker: Worker, clusters: Clusters, epoch: Callable[[], tuple[int, bool]]) -> None:
+        self._worker, self._clusters, self._epoch = worker, clusters, epoch
+        self._held: list[int] = []
+        self._given: deque[list[int]] = deque()
+
+    def __iter__(self) -> Iterator[Data]:
+        epoch, last = self._epoch()
+        self._given.clear()
+        # Taken, and not trained on: they belong to a later epoch, or the last was left early.
+        waiting = deque(self._held)
+        while True:
+            if waiting:
+                item: int | None = waiting.popleft()
+            elif (item := self._worker.take()) is not None:
+                self._held.append(item)
+            if item is None:
+                break
+            if item // self._clusters.batches > epoch:
+                return
+            self._given.append([item])
+            yield self._clusters.batch(self._clusters.of_item(item))
+        if last and self._worker.size > 1:
+            yield LeftOver()
+
+    def left_over(self) -> Data | None:
+        """Returns a batch of all clusters that nobody will do else; None once all is done."""
+        self._held += (items := self._worker.left_over())
+        if not items:
+            return None
+        self._given.append(items)
+        return self._clusters.batch(sorted({cluster for item in items for cluster in self._clusters.of_item(item)}))
+
+    def trained(self) -> None:
+        """Says that the batch that was given first is done."""
+        for item in self._given.popleft():
+            self._worker.done(item)
+            self._held.remove(item)
+
+    def give_back(self) -> None:
+        """Leaves what was taken and not done to others."""
+        for item in self._held:
+            self._worker.give_back(item)
+        self._held.clear()

@@ -29,6 +29,6 @@ def sketch(tensors: Iterable[Tensor]) -> Tensor:
 def distance(vectors: Sequence[Tensor]) -> float:
     """Returns how far vectors x_1..x_P are from their mean m, relative to it: sqrt(sum of ``|x_r - m|^2`` / P) / ``|m|``."""
     rows = torch.stack(list(vectors)).double()
-    apart = rows - rows[0]  # so that equal ones give 0, whatever is rounded
-    root = (apart - apart.mean(0)).square().sum(1).mean().sqrt()
+    offsets = rows - rows[0]  # so that equal ones give 0, whatever is rounded
+    root = (offsets - offsets.mean(0)).square().sum(1).mean().sqrt()
     return float(root / rows.mean(0).norm()) if root else 0.0

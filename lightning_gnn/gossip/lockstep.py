@@ -12,10 +12,10 @@ from collections.abc import Callable
 from torch import Tensor
 from typing_extensions import override
 
-from lightning_gnn.comm.meetings import Everyone
+from lightning_gnn.comm.peers import WorkerGroup
 from lightning_gnn.gossip.pairing import Pairing
 from lightning_gnn.gossip.pool import Pool
-from lightning_gnn.gossip.worker import Ties, Worker
+from lightning_gnn.gossip.worker import Peers, Worker
 
 
 class Lockstep(Worker):
@@ -28,14 +28,14 @@ class Lockstep(Worker):
         pool: whose items are shared out.
         me, size: this worker and how many there are.
         interval: batches between two averages.
-        ties, everyone: with the others; None if there are none.
+        peers, group: the other workers; None if there are none.
     """
 
     def __init__(
-        self, pool: Pool, me: int, size: int, interval: int, ties: Ties | None, everyone: Everyone | None
+        self, pool: Pool, me: int, size: int, interval: int, peers: Peers | None, group: WorkerGroup | None
     ) -> None:
-        super().__init__(pool, Pairing(me, size), interval, ties, 0.0, 0)
-        self._everyone = everyone
+        super().__init__(pool, Pairing(me, size), interval, peers, 0.0, 0)
+        self._group = group
         self._share = math.ceil(pool.size / size)
         self._taken = 0
 
@@ -81,10 +81,10 @@ class Lockstep(Worker):
     @override
     def meet(self, own: Callable[[], Tensor]) -> Tensor | None:
         self.counts.batches += 1
-        if self._everyone is None or self.counts.batches % self.interval:
+        if self._group is None or self.counts.batches % self.interval:
             return None
         total, began = own(), time.perf_counter()
-        self._everyone.sum_(total)
+        self._group.sum_(total)
         self.counts.waits += 1
         self.counts.averages += 1
         self.counts.waited += time.perf_counter() - began
@@ -100,4 +100,4 @@ class Lockstep(Worker):
 
     @override
     def agrees(self, decision: bool, all: bool) -> bool:
-        return decision if self._everyone is None else self._everyone.agree(decision, all)
+        return decision if self._group is None else self._group.agree(decision, all)

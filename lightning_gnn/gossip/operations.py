@@ -1,4 +1,4 @@
-"""What a worker asks of the world outside, one atomic operation at a time.
+"""What a worker does outside its own memory, one atomic operation at a time.
 
 The work pool and the pairing are generators that yield operations and are sent the answers. So what they do is written once:
 between processes a store carries the operations out, and tests try them in every order.
@@ -49,21 +49,21 @@ class Pick:
 
 @dataclass(frozen=True)
 class IsAlive:
-    """Answer: whether a worker has been heard of lately."""
+    """Answer: whether a worker has had a heartbeat lately."""
 
     worker: int
 
 
 @dataclass(frozen=True)
-class Knock:
-    """Lets a worker know that it has been chosen; may get lost, then the worker sees it when it looks."""
+class Notify:
+    """Lets a worker know that it has been chosen; may get lost, then the worker sees it when it reads its key."""
 
     worker: int
 
 
 @dataclass(frozen=True)
-class Knocked:
-    """Answer: whether somebody has knocked since this was last asked; may be wrong. Unlike a look at a key, it costs nothing."""
+class Notified:
+    """Answer: whether any worker has notified this one since the last time; may be wrong. Costs nothing."""
 
 
 @dataclass(frozen=True)
@@ -87,7 +87,7 @@ class Visit:
     meeting: int
 
 
-Operation: TypeAlias = Get | Add | Swap | Pick | IsAlive | Knock | Knocked | Await | Visit
+Operation: TypeAlias = Get | Add | Swap | Pick | IsAlive | Notify | Notified | Await | Visit
 Steps: TypeAlias = Generator[Operation, Any, T]
 """Operations, and what they come to."""
 

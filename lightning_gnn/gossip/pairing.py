@@ -13,7 +13,7 @@ A worker that waits is *off*, so nobody waits for it, and whom it waits for is c
 workers can close. A worker is chosen, or chooses, once at a time: no three meet.
 
 How long one waits depends on when the chosen one looks: at its own next interval (Algorithm 6), or after its next batch
-(Algorithm 5). Who chooses also knocks, so that nobody needs to read a key after each batch.
+(Algorithm 5). Who chooses also notifies, so that nobody needs to read a key after each batch.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal, get_args
 
-from lightning_gnn.arguments import is_one_of, shown
-from lightning_gnn.gossip.operations import Add, Await, Get, IsAlive, Knock, Knocked, Pick, Steps, Swap, Visit
+from lightning_gnn.arguments import check_choice
+from lightning_gnn.gossip.operations import Add, Await, Get, IsAlive, Notified, Notify, Pick, Steps, Swap, Visit
 
 Rule = Literal["any", "prompt", "active_passive"]
 
@@ -53,7 +53,7 @@ class Pairing:
         rule: ``"any"``: any two may meet, and each looks at its interval; ``"prompt"``: any two may meet, and each looks after
             every batch; ``"active_passive"``: workers of even number choose, those of odd number are chosen, and look after
             every batch.
-        turns: how often this worker has become free, which keeps the values of its key apart.
+        turns: how often this worker has become free, which makes the values of its key distinct.
     """
 
     me: int
@@ -62,8 +62,7 @@ class Pairing:
     turns: int = 0
 
     def __post_init__(self) -> None:
-        if self.rule is None or not is_one_of(self.rule, get_args(Rule)):
-            raise ValueError(f"pairing must be 'any', 'prompt' or 'active_passive' (got {shown(self.rule)}).")
+        check_choice("pairing", self.rule, get_args(Rule))
 
     @property
     def chooses(self) -> bool:
@@ -88,7 +87,7 @@ class Pairing:
         """After a batch: meets who has chosen this worker; else, if it is `due` to choose, chooses one that is free, waits for
         it, and meets it; else goes on alone.
         """
-        if self.size == 1 or not ((self.is_prompt and (yield Knocked())) or due):
+        if self.size == 1 or not ((self.is_prompt and (yield Notified())) or due):
             return Meeting()
         while self.is_chosen:
             state = yield Get(_key(self.me))
@@ -161,7 +160,7 @@ class Pairing:
             chosen = f"{_CHOSEN} by {self.me} in {meeting}"
             if (yield Swap(_key(worker), state, chosen)):
                 if self.rule != "any":
-                    yield Knock(worker)
+                    yield Notify(worker)
                 return worker, meeting, chosen
         return None
 

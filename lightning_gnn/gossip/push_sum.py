@@ -13,7 +13,7 @@ from typing import Any
 from torch import Tensor
 from typing_extensions import override
 
-from lightning_gnn.comm.meetings import Letters
+from lightning_gnn.comm.peers import Mailbox
 from lightning_gnn.gossip.worker import Worker
 
 _LEAST = 2.0**-10
@@ -24,7 +24,7 @@ class Mass:
     """How much the parameters of one worker weigh.
 
     A worker keeps ``x``, the parameters in use, and its weight ``w``; Assran's algorithm keeps ``w x`` and ``w``. So who gives
-    half of both away goes on with the same ``x``. What all workers and all letters on their way hold of ``w x`` and ``w`` is
+    half of both away goes on with the same ``x``. What all workers and all vectors on their way hold of ``w x`` and ``w`` is
     neither made nor lost by exchanges: ``x`` tends to the mean of all.
 
     Attributes:
@@ -69,7 +69,7 @@ class PushSum(Worker):
     def __init__(self, *options: Any) -> None:
         super().__init__(*options)
         self.mass = Mass()
-        self._letters: Letters | None = None
+        self._mailbox: Mailbox | None = None
 
     @override
     def meet(self, own: Callable[[], Tensor]) -> Tensor | None:
@@ -79,25 +79,25 @@ class PushSum(Worker):
             own: returns what is averaged; the last entry is 1.
         """
         self.counts.batches += 1
-        if self.left or self.ties is None:
+        if self.left or self.peers is None:
             return None
-        if self._letters is None:
-            self._letters = Letters(self.ties.door, own())
-        come, total = self._letters.take(), None
+        if self._mailbox is None:
+            self._mailbox = Mailbox(self.peers.server, own())
+        come, total = self._mailbox.take(), None
         if come is not None:
             total = self.mass.add(own(), come)
             self.counts.averages += 1
-        # Where the last letter is still on its way, whoever is to get it is slow: the mass stays here.
-        if self.counts.batches % self.interval == 0 and self.mass.is_enough and not self._letters.sending:
+        # Where the last vector is still on its way, its receiver is slow: the mass stays here.
+        if self.counts.batches % self.interval == 0 and self.mass.is_enough and not self._mailbox.sending:
             other = self._carry_out(self.pairing.somebody())
             if other is not None:
                 mean = own() if total is None else total / self.mass.weight
-                self._letters.send(self.ties.addresses[other], self.mass.half(mean))
+                self._mailbox.send(self.peers.addresses[other], self.mass.half(mean))
                 self.counts.partners[str(other)] = self.counts.partners.get(str(other), 0) + 1
         return total
 
     @override
     def close(self) -> None:
-        if self._letters is not None:
-            self._letters.close()
+        if self._mailbox is not None:
+            self._mailbox.close()
         super().close()

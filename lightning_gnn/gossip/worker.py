@@ -12,14 +12,14 @@ from typing import Any, TypeAlias, TypeVar
 import torch
 from torch import Tensor
 
-from lightning_gnn.comm.meetings import Door, Life, Place, SharedKeys
+from lightning_gnn.comm.peers import Heartbeat, PeerServer, SharedKeys, StoreAddress
 from lightning_gnn.gossip.consensus import distance, sketch
 from lightning_gnn.gossip.operations import (
     Await,
     InProcess,
     IsAlive,
-    Knock,
-    Knocked,
+    Notified,
+    Notify,
     Operation,
     Pick,
     Steps,
@@ -76,21 +76,21 @@ class Counts:
 
 
 @dataclass
-class Ties:
-    """What joins a worker to the others.
+class Peers:
+    """How a worker reaches the others.
 
     Attributes:
-        place: where the store is that all share.
-        keys: that store.
-        life: who is there.
-        door: where this one is visited.
-        addresses: where the others are.
+        store: address of the store that all share.
+        keys: a connection to it.
+        heartbeat: knows who is alive.
+        server: where the others connect to this one.
+        addresses: of the servers of all.
     """
 
-    place: Place
+    store: StoreAddress
     keys: SharedKeys
-    life: Life
-    door: Door
+    heartbeat: Heartbeat
+    server: PeerServer
     addresses: Sequence[str]
 
 
@@ -100,20 +100,20 @@ class Worker:
     Args:
         pool, pairing: its part in them.
         interval: batches between two meetings.
-        ties: with the others; None if there are none.
+        peers: with the others; None if there are none.
         patience: seconds that it waits for a partner.
         seed: of whom it chooses.
     """
 
     def __init__(
-        self, pool: Pool, pairing: Pairing, interval: int, ties: Ties | None, patience: float, seed: int
+        self, pool: Pool, pairing: Pairing, interval: int, peers: Peers | None, patience: float, seed: int
     ) -> None:
-        self.pool, self.pairing, self.interval, self.ties = pool, pairing, interval, ties
+        self.pool, self.pairing, self.interval, self.peers = pool, pairing, interval, peers
         self.me, self.size = pairing.me, pairing.size
         self.counts = Counts()
         self.left = False
         self.reached = 0  # items that had been taken, by all workers, when this one took its last
-        self._keys = InProcess() if ties is None else ties.keys
+        self._keys = InProcess() if peers is None else peers.keys
         self._patience = patience
         self._random = random.Random(seed * 1_000_003 + self.me)
         self._began = time.perf_counter()
@@ -188,11 +188,11 @@ class Worker:
         total: list[Tensor] = []
 
         def exchange(operation: Await | Visit) -> bool:
-            assert self.ties is not None
+            assert self.peers is not None
             mine = own()
             if isinstance(operation, Visit):
-                address = self.ties.addresses[operation.partner]
-                found = self.ties.door.visit(address, self.me, operation.meeting, mine)
+                address = self.peers.addresses[operation.partner]
+                found = self.peers.server.visit(address, self.me, operation.meeting, mine)
             else:
                 found = self._await(operation, mine)
             if found is not None:
@@ -210,12 +210,12 @@ class Worker:
         return total[0] if total else None
 
     def _await(self, operation: Await, own: Tensor) -> Tensor | None:
-        assert self.ties is not None
+        assert self.peers is not None
         began = time.perf_counter()
         try:
             while (left := began + self._patience - time.perf_counter()) > 0:
-                found = self.ties.door.wait(operation.partner, operation.meeting, own, min(left, _LOOK_S))
-                if found is not None or not self.ties.life.is_alive(operation.partner):
+                found = self.peers.server.wait(operation.partner, operation.meeting, own, min(left, _LOOK_S))
+                if found is not None or not self.peers.heartbeat.is_alive(operation.partner):
                     return found
             return None
         finally:
@@ -226,12 +226,12 @@ class Worker:
             if isinstance(operation, Pick):
                 return self._random.choice(operation.options)
             if isinstance(operation, IsAlive):
-                return self.ties is None or self.ties.life.is_alive(operation.worker)
-            if isinstance(operation, (Knock, Knocked)):
-                assert self.ties is not None
-                if isinstance(operation, Knocked):
-                    return self.ties.door.knocked()
-                return self.ties.door.knock(self.ties.addresses[operation.worker])
+                return self.peers is None or self.peers.heartbeat.is_alive(operation.worker)
+            if isinstance(operation, (Notify, Notified)):
+                assert self.peers is not None
+                if isinstance(operation, Notified):
+                    return self.peers.server.notified()
+                return self.peers.server.notify(self.peers.addresses[operation.worker])
             if isinstance(operation, (Await, Visit)):
                 assert exchange is not None
                 return exchange(operation)
@@ -245,30 +245,30 @@ class Worker:
 
     # Together #################################################################
 
-    def tell(self, parameters: Iterable[Tensor]) -> None:
+    def publish(self, parameters: Iterable[Tensor]) -> None:
         """Lets the others know what this worker has done so far, and where its parameters are."""
         self.counts.seconds = time.perf_counter() - self._began
-        if self.ties is not None:
-            self.ties.keys.put(f"sketch/{self.me}", sketch(parameters).numpy().tobytes())
-            self.ties.keys.put(f"counts/{self.me}", self.counts.as_json())
+        if self.peers is not None:
+            self.peers.keys.put(f"sketch/{self.me}", sketch(parameters).numpy().tobytes())
+            self.peers.keys.put(f"counts/{self.me}", self.counts.as_json())
 
-    def everyones(self) -> dict[int, Counts]:
-        """Returns what each worker has told last, by worker."""
-        if self.ties is None:
+    def all_counts(self) -> dict[int, Counts]:
+        """Returns what each worker has published last, by worker."""
+        if self.peers is None:
             return {self.me: self.counts}
-        told = {worker: self.ties.keys.find(f"counts/{worker}") for worker in range(self.size)}
-        return {worker: Counts.from_json(text) for worker, text in told.items() if text is not None}
+        found = {worker: self.peers.keys.find(f"counts/{worker}") for worker in range(self.size)}
+        return {worker: Counts.from_json(text) for worker, text in found.items() if text is not None}
 
     def consensus(self, workers: Collection[int]) -> float:
-        """Returns how far the parameters of some workers were from each other when each has told last.
+        """Returns how far the parameters of some workers were from each other when each has published last.
 
         It is the root mean square of their distances to their mean, relative to the norm of that, estimated from sketches: see
         :mod:`~lightning_gnn.gossip.consensus`.
         """
-        if self.ties is None:
+        if self.peers is None:
             return 0.0
-        told = [self.ties.keys.find(f"sketch/{worker}") for worker in workers]
-        sketches = [torch.frombuffer(bytearray(each), dtype=torch.float64) for each in told if each is not None]
+        found = [self.peers.keys.find(f"sketch/{worker}") for worker in workers]
+        sketches = [torch.frombuffer(bytearray(each), dtype=torch.float64) for each in found if each is not None]
         return distance(sketches) if sketches else 0.0
 
     def agree(self, scores: Scores, weights: bytes, seconds: float) -> dict[int, Scores]:
@@ -278,44 +278,44 @@ class Worker:
             scores, weights: this worker's; weights of the others are then there for :meth:`weights_of`.
             seconds: to wait at most.
         """
-        if self.ties is None:
+        if self.peers is None:
             return {self.me: scores}
-        keys, deadline = self.ties.keys, time.monotonic() + seconds
+        keys, deadline = self.peers.keys, time.monotonic() + seconds
         keys.put(f"weights/{self.me}", weights)
         keys.put(f"score/{self.me}", json.dumps(scores).encode())
         while not (agreed := keys.get("agreed")):
             found = {worker: keys.find(f"score/{worker}") for worker in range(self.size)}
             missing = [worker for worker, text in found.items() if text is None]
-            if time.monotonic() > deadline or not any(self.ties.life.is_alive(worker) for worker in missing):
-                told = {worker: json.loads(text) for worker, text in found.items() if text is not None}
+            if time.monotonic() > deadline or not any(self.peers.heartbeat.is_alive(worker) for worker in missing):
+                scores_of = {worker: json.loads(text) for worker, text in found.items() if text is not None}
                 # Who is first decides who has come to the end.
-                keys.swap("agreed", "", json.dumps(told))
+                keys.swap("agreed", "", json.dumps(scores_of))
             else:
                 time.sleep(_REST_S)
         return {int(worker): tuple(each) for worker, each in json.loads(agreed).items()}
 
     def weights_of(self, worker: int) -> bytes:
         """Returns the weights of a worker that has come to the end."""
-        assert self.ties is not None
-        found = self.ties.keys.find(f"weights/{worker}")
+        assert self.peers is not None
+        found = self.peers.keys.find(f"weights/{worker}")
         assert found is not None
         return found
 
     def part(self, workers: Sequence[int], stay: bool, seconds: float) -> None:
         """Parts from the others; who keeps the store stays until those of `workers` that live have gone."""
-        if self.ties is None:
+        if self.peers is None:
             return
-        self.ties.keys.add(f"gone/{self.me}", 1)
+        self.peers.keys.add(f"gone/{self.me}", 1)
         deadline = time.monotonic() + seconds
         while stay and time.monotonic() < deadline:
-            here = [worker for worker in workers if not self.ties.keys.add(f"gone/{worker}", 0)]
-            if not any(self.ties.life.is_alive(worker) for worker in here):
+            here = [worker for worker in workers if not self.peers.keys.add(f"gone/{worker}", 0)]
+            if not any(self.peers.heartbeat.is_alive(worker) for worker in here):
                 break
             time.sleep(_REST_S)
         self.close()
 
     def close(self) -> None:
-        """Gives no sign of life any more."""
-        if self.ties is not None:
-            self.ties.life.stop()
-            self.ties.door.close()
+        """Stops the heartbeat."""
+        if self.peers is not None:
+            self.peers.heartbeat.stop()
+            self.peers.server.close()

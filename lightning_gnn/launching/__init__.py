@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 from lightning.pytorch.strategies.launchers.launcher import _Launcher
 
 from lightning_gnn.launching.failures import RankFailedError
 from lightning_gnn.launching.processes import ProcessLauncher
 from lightning_gnn.launching.script import InPlaceLauncher, ScriptLauncher, join_parent
-
-if TYPE_CHECKING:
-    from lightning_gnn.strategies.base import GNNStrategy
+from lightning_gnn.launching.supervisor import LaunchedStrategy
 
 StartMethod = Literal["popen", "spawn", "fork"]
 
@@ -26,8 +24,8 @@ __all__ = [
 ]
 
 
-def make_launcher(strategy: GNNStrategy, start_method: StartMethod) -> _Launcher:
-    """Returns what starts the ranks, and carries the Trainer's calls out on them.
+def make_launcher(strategy: LaunchedStrategy, start_method: StartMethod) -> _Launcher:
+    """Returns the launcher, which starts the ranks and runs the Trainer's calls on them.
 
     Raises:
         ValueError: the ranks are there already, and would be started again.

@@ -5,12 +5,12 @@ from __future__ import annotations
 import io
 import os
 import signal
-import socket
 import sys
 from collections.abc import Callable
 from contextlib import ExitStack, nullcontext
+from functools import partial
 from multiprocessing.connection import Connection, wait
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import lightning.pytorch as pl
 import torch
@@ -24,24 +24,19 @@ from typing_extensions import override
 
 from lightning_gnn.callbacks.loggers import begin_runs
 from lightning_gnn.checkpoints import with_whole_last
-from lightning_gnn.comm.meetings import store_for_children
-from lightning_gnn.comm.progress import here
-from lightning_gnn.launching.door import Door, hear_interrupts, hears_interrupts, undisturbed
-from lightning_gnn.launching.failures import (
-    GRACE_S,
-    IMPORT_S,
-    Apart,
-    Arrived,
-    Failure,
+from lightning_gnn.comm.peers import store_for_children
+from lightning_gnn.comm.processes import end_with_parent, here
+from lightning_gnn.launching.failures import GRACE_S, IMPORT_S, Failure, set_report, show_once
+from lightning_gnn.launching.supervisor import (
+    Child,
+    Event,
+    LaunchedStrategy,
     Reporter,
-    end_with_parent,
-    show_once,
-    tell,
+    Supervisor,
+    handle_interrupts,
+    handles_interrupts,
+    ignoring_interrupts,
 )
-from lightning_gnn.launching.supervisor import Child, Supervisor
-
-if TYPE_CHECKING:
-    from lightning_gnn.strategies.base import GNNStrategy
 
 
 class ProcessLauncher(_Launcher):
@@ -55,7 +50,7 @@ class ProcessLauncher(_Launcher):
         start_method: ``"spawn"``, or ``"fork"``, the one that works in notebooks.
     """
 
-    def __init__(self, strategy: GNNStrategy, start_method: Literal["spawn", "fork"]) -> None:
+    def __init__(self, strategy: LaunchedStrategy, start_method: Literal["spawn", "fork"]) -> None:
         self._strategy, self._start_method = strategy, start_method
         self._supervisor: Supervisor | None = None
         self._reporter: Reporter | None = None  # in a rank
@@ -95,8 +90,8 @@ class ProcessLauncher(_Launcher):
             if self._start_method == "spawn":
                 random_states = _collect_rng_states()
                 changed = {name: value for name, value in os.environ.items() if before.get(name) != value}
-                payload = changed, hears_interrupts(), self, (random_states, trainer, function, args, kwargs)
-                supervisor.let_in(payload, max(IMPORT_S, strategy.timeout.total_seconds()))
+                payload = changed, handles_interrupts(), self, (random_states, trainer, function, args, kwargs)
+                supervisor.start_all(payload, max(IMPORT_S, strategy.timeout.total_seconds()))
             else:
                 self._start(supervisor, self._run, None, trainer, function, args, kwargs)
             if server is not None:
@@ -113,23 +108,21 @@ class ProcessLauncher(_Launcher):
         return results["output"]
 
     def _start(self, supervisor: Supervisor, target: Callable[..., None], *given: Any) -> None:
-        """Starts the ranks, each with ``target(local rank, parent's process id, report pipe, door, *given)``."""
+        """Starts the ranks, each with ``target(local rank, parent's process id, its end of a pipe, *given)``."""
         context: Any = mp.get_context(self._start_method)
         for rank in range(self._strategy.num_processes):
-            (reader, writer), (door, theirs) = context.Pipe(duplex=False), Door.pair()
-            process = context.Process(target=target, args=(rank, os.getpid(), writer, theirs, *given))
-            with undisturbed() if self._start_method == "spawn" else nullcontext():
+            ours, theirs = context.Pipe()
+            process = context.Process(target=target, args=(rank, os.getpid(), theirs, *given))
+            with ignoring_interrupts() if self._start_method == "spawn" else nullcontext():
                 process.start()
-            writer.close()
             theirs.close()
-            supervisor.children.append(Child(rank, process.pid, _exit_code(process), reader, door))
+            supervisor.children.append(Child(rank, process.pid, partial(getattr, process, "exitcode"), ours))
 
     def _run(
         self,
         local_rank: int,
         parent: int,
         connection: Connection,
-        door: socket.socket | None,
         random_states: dict[str, Any] | None,
         trainer: pl.Trainer | None,
         function: Callable[..., Any],
@@ -139,7 +132,7 @@ class ProcessLauncher(_Launcher):
         """Runs in each started process."""
         end_with_parent(parent)
         reporter = self._reporter = Reporter(local_rank, connection)
-        reporter.send(Arrived(here().address))
+        reporter.send(Event("arrived", here().address))
         try:
             self._prepare(local_rank, random_states, args, kwargs)
             output = function(*args, **kwargs)
@@ -148,7 +141,7 @@ class ProcessLauncher(_Launcher):
             if local_rank == 0 or self._strategy.scheme.survives_lost_ranks:
                 results = {"output": output} if trainer is None else {**_collect(trainer), "output": output}
                 torch.save(tree_map(_to_cpu, results), file)
-            reporter.send(file.getvalue())
+            reporter.send(Event("result", file.getvalue()))
         except (Exception, SystemExit) as error:
             reporter.failed(error)
             signal.signal(signal.SIGTERM, signal.SIG_DFL)  # Lightning's would raise while the process exits
@@ -167,10 +160,10 @@ class ProcessLauncher(_Launcher):
                 for tensor in (*module.parameters(), *module.buffers()):
                     tensor.data = tensor.data.clone()
 
-    def ranks_are_apart(self) -> None:
-        """Says, in a rank, that from here on none needs another."""
+    def ranks_are_independent(self) -> None:
+        """Reports, in a rank, that from now on none needs another."""
         assert self._reporter is not None
-        self._reporter.send(Apart())
+        self._reporter.send(Event("independent"))
 
     @override
     def kill(self, signum: Any) -> None:
@@ -183,19 +176,14 @@ class ProcessLauncher(_Launcher):
         return {**self.__dict__, "_supervisor": None}
 
 
-def _enter(local_rank: int, parent: int, connection: Connection, end: socket.socket) -> None:
-    """Runs in each spawned process: waits at the door for what it is to run."""
+def _enter(local_rank: int, parent: int, connection: Connection) -> None:
+    """Runs in each spawned process: waits for what it is to run."""
     end_with_parent(parent)
-    Reporter(local_rank, connection).send(Arrived(here().address))
-    variables, interruptible, launcher, given = Door(end).wait()
+    variables, interruptible, launcher, given = Reporter(local_rank, connection).wait_for_start()
     os.environ.update(variables)
     if interruptible:
-        hear_interrupts()
-    launcher._run(local_rank, parent, connection, None, *given)
-
-
-def _exit_code(process: Any) -> Callable[[], int | None]:
-    return lambda: process.exitcode
+        handle_interrupts()
+    launcher._run(local_rank, parent, connection, *given)
 
 
 def _result_of(supervisor: Supervisor) -> bytes:
@@ -211,14 +199,14 @@ def _result_of(supervisor: Supervisor) -> bytes:
         if failures:
             supervisor.wait_for(supervisor.all_failed, GRACE_S)
             raise _to_raise(supervisor.look()[0])
-        waiting = [child for child in waiting if child.result is None and child.exit_code() is None]
-        wait([child.reports for child in waiting], timeout=0.2)
+        waiting = [child for child in waiting if "result" not in child.received and child.exit_code() is None]
+        wait([child.connection for child in waiting], timeout=0.2)
     supervisor.look()
-    first = next((child for child in supervisor.children if child.result), supervisor.children[0])
-    if first.result is None:
+    first = next((child for child in supervisor.children if child.received.get("result")), supervisor.children[0])
+    if "result" not in first.received:
         raise _to_raise(first.failures[0] if first.failures else Failure.ended(first.rank, first.exit_code() or 0))
     supervisor.wait_for(lambda: not supervisor.running(), GRACE_S)
-    return first.result
+    return first.received["result"]
 
 
 def _to_raise(failure: Failure) -> BaseException:
@@ -227,7 +215,7 @@ def _to_raise(failure: Failure) -> BaseException:
     if failure.exception is None:
         return failure.error()
     failure.exception.__cause__ = failure.error()
-    tell(failure.exception, str(failure), failure.traceback)
+    set_report(failure.exception, str(failure), failure.traceback)
     return failure.exception
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import atexit
 import os
 import signal
-import socket
 import subprocess
 import sys
 import threading
@@ -13,7 +12,7 @@ import time
 from collections.abc import Callable
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import lightning.pytorch as pl
 from lightning.fabric.strategies.launchers.subprocess_script import (
@@ -27,50 +26,48 @@ from typing_extensions import override
 
 from lightning_gnn.checkpoints import with_whole_last
 from lightning_gnn.comm.group import CommunicationError, is_about_peers
-from lightning_gnn.comm.progress import here
-from lightning_gnn.launching.door import Door, hear_interrupts, hears_interrupts, undisturbed
+from lightning_gnn.comm.processes import end_after, end_with_parent, here
 from lightning_gnn.launching.failures import (
     GRACE_S,
     IMPORT_S,
-    PARENT,
-    REPORT,
     SETTLE_S,
     STOP_S,
-    Apart,
-    Arrived,
     Failure,
-    Reporter,
-    end_after,
-    end_with_parent,
-    say_who_ended,
+    report_ended_ranks,
+    report_to_torchrun,
+    set_report,
     show_once,
-    tell,
-    tell_torchrun,
-    told_elsewhere,
 )
-from lightning_gnn.launching.supervisor import Child, Supervisor
+from lightning_gnn.launching.supervisor import (
+    Child,
+    Event,
+    LaunchedStrategy,
+    Reporter,
+    Supervisor,
+    handle_interrupts,
+    handles_interrupts,
+    ignoring_interrupts,
+)
 
-if TYPE_CHECKING:
-    from lightning_gnn.strategies.base import GNNStrategy
+STARTED_BY = "LIGHTNING_GNN_STARTED_BY"
+"""Environment of a started rank: its parent's process id, its rank, the number of ranks, the descriptor of its pipe."""
 
 # The started ranks belong to the process, not to one Trainer: they follow it through the script.
 _supervisor: Supervisor | None = None
 _reporter: Reporter | None = None
-_door: Door | None = None  # of a started rank, until it is let in
-_size: int | None = None  # how many ranks there are, where this package has started them
+_parent: int | None = None  # of a started rank, until its first Trainer is made
+_waits = False  # in a started rank, until its first call of a Trainer
+_size: int | None = None  # the number of ranks, where this package has started them
 
 
 def join_parent() -> None:
-    """In a process that :class:`ScriptLauncher` has started: ends with its parent, and tells it of failures."""
-    global _reporter, _size, _door
-    if REPORT not in os.environ:
-        return
-    rank, _size, descriptor, door = map(int, os.environ.pop(REPORT).split())
-    for each in (descriptor, door):
-        os.set_inheritable(each, False)
-    _reporter, _door = Reporter(rank, Connection(descriptor, readable=False)), Door(socket.socket(fileno=door))
-    end_with_parent(int(os.environ.pop(PARENT)))
-    show_once()
+    """Takes up the pipe, in a process that :class:`ScriptLauncher` has started."""
+    global _reporter, _size, _parent, _waits
+    if STARTED_BY in os.environ:
+        _parent, rank, _size, descriptor = map(int, os.environ.pop(STARTED_BY).split())
+        os.set_inheritable(descriptor, False)
+        _reporter, _waits = Reporter(rank, Connection(descriptor)), True
+        show_once()
 
 
 class InPlaceLauncher(_Launcher):
@@ -103,8 +100,12 @@ class ScriptLauncher(_Launcher):
         strategy: whose ranks are started.
     """
 
-    def __init__(self, strategy: GNNStrategy) -> None:
+    def __init__(self, strategy: LaunchedStrategy) -> None:
+        global _parent
         self._strategy = strategy
+        if _parent is not None:
+            end_with_parent(_parent)
+            _parent = None
 
     @property
     @override
@@ -120,7 +121,7 @@ class ScriptLauncher(_Launcher):
         assert environment is not None
         environment.validate_settings(num_devices=strategy.num_processes, num_nodes=strategy.num_nodes)
         ranks = strategy.num_processes * strategy.num_nodes
-        _pass_the_door()
+        _wait_for_start()
         args = with_whole_last(trainer, args)
         if not environment.creates_processes_externally:
             self._start(lambda: strategy.before_ranks_start(trainer, (*args, *kwargs.values())))
@@ -142,7 +143,7 @@ class ScriptLauncher(_Launcher):
     # The parent ###############################################################
 
     def _start(self, check: Callable[[], None]) -> None:
-        """Starts the other ranks of this machine, and lets them in once `check` has found nothing wrong."""
+        """Starts the other ranks of this machine, which run once `check` has found nothing wrong."""
         global _supervisor, _size
         strategy, environment = self._strategy, self._strategy.cluster_environment
         assert environment is not None
@@ -158,8 +159,8 @@ class ScriptLauncher(_Launcher):
             for local_rank in range(1, strategy.num_processes):
                 command, folder = _command(local_rank)
                 rank = environment.node_rank() * strategy.num_processes + local_rank
-                (reader, writer), (door, theirs) = Pipe(duplex=False), Door.pair()
-                with undisturbed():
+                ours, theirs = Pipe()
+                with ignoring_interrupts():
                     process = subprocess.Popen(
                         command,
                         cwd=folder,
@@ -167,22 +168,20 @@ class ScriptLauncher(_Launcher):
                             **os.environ,
                             **variables,
                             "LOCAL_RANK": str(local_rank),
-                            PARENT: str(os.getpid()),
-                            REPORT: f"{rank} {size} {writer.fileno()} {theirs.fileno()}",
+                            STARTED_BY: f"{os.getpid()} {rank} {size} {theirs.fileno()}",
                             # A script's own wandb.init() gives the sweep's choice here too, and makes no second run.
                             "WANDB_MODE": "disabled",
                         },
-                        pass_fds=(writer.fileno(), theirs.fileno()),
+                        pass_fds=[theirs.fileno()],
                     )
-                writer.close()
                 theirs.close()
-                supervisor.children.append(Child(rank, process.pid, process.poll, reader, door))
+                supervisor.children.append(Child(rank, process.pid, process.poll, ours))
             check()
             supervisor.survives_lost_ranks = strategy.scheme.survives_lost_ranks
             variables["MASTER_PORT"] = str(environment.main_port)  # no earlier: it is free until somebody takes it
             now = {**os.environ, "MASTER_PORT": variables["MASTER_PORT"]}
             changed = {name: value for name, value in now.items() if before.get(name) != value}
-            supervisor.let_in((changed, hears_interrupts()), max(IMPORT_S, strategy.timeout.total_seconds()))
+            supervisor.start_all((changed, handles_interrupts()), max(IMPORT_S, strategy.timeout.total_seconds()))
         except BaseException:
             supervisor.end(grace=0.0)
             raise
@@ -207,7 +206,7 @@ class ScriptLauncher(_Launcher):
             cause = self._cause(supervisor, error)
             show_once()
             if cause is None:
-                tell(error, str(own), _without_traceback(error))
+                set_report(error, str(own), _without_traceback(error))
                 raise
             raise cause from None
         except BaseException:  # Ctrl-C, or the end of the process
@@ -233,12 +232,12 @@ class ScriptLauncher(_Launcher):
             return failures[0].error()
         return None
 
-    def ranks_are_apart(self) -> None:
-        """Says, in a rank, that from here on none needs another."""
+    def ranks_are_independent(self) -> None:
+        """Reports, in a rank, that from now on none needs another."""
         if _reporter is not None:
-            _reporter.send(Apart())
+            _reporter.send(Event("independent"))
         elif _supervisor is not None:
-            _supervisor.apart = True
+            _supervisor.independent = True
 
     @override
     def kill(self, signum: Any) -> None:
@@ -253,7 +252,9 @@ class ScriptLauncher(_Launcher):
             for child in _supervisor.running():
                 child.signal(signum)
         else:
-            some_ended = say_who_ended(self._strategy.global_rank, f"was asked to end by {signal.Signals(signum).name}")
+            some_ended = report_ended_ranks(
+                self._strategy.global_rank, f"was asked to end by {signal.Signals(signum).name}"
+            )
             if some_ended and not self._strategy.scheme.survives_lost_ranks:
                 raise SystemExit(128 + signum)  # Lightning would go on to ask all ranks, and wait for these
 
@@ -273,13 +274,13 @@ class ScriptLauncher(_Launcher):
             return function(*args, **kwargs)
         except Exception as error:
             own = Failure.of(self._strategy.global_rank, error)
-            ended = say_who_ended(own.rank, "cannot go on", SETTLE_S) if own.about_peers else ""
+            ended = report_ended_ranks(own.rank, "cannot go on", SETTLE_S) if own.about_peers else ""
             show_once()
-            tell_torchrun(ended or str(own), own.about_peers)
+            report_to_torchrun(ended or str(own), own.about_peers)
             if ended:
-                told_elsewhere(error)
+                set_report(error, "", "")
             else:
-                tell(error, str(own), _without_traceback(error))
+                set_report(error, str(own), _without_traceback(error))
             raise
 
 
@@ -289,16 +290,15 @@ def _without_traceback(error: Exception) -> str | None:
     return f"{type(error).__name__}: {error}\n" if explained else None
 
 
-def _pass_the_door() -> None:
-    """In a started rank, at its first call of a Trainer: waits until the process that has started it lets it in."""
-    global _door
-    if _door is None or _reporter is None:
-        return
-    _reporter.send(Arrived(here().address))
-    (variables, interruptible), _door = _door.wait(), None
-    os.environ.update(variables)
-    if interruptible:
-        hear_interrupts()
+def _wait_for_start() -> None:
+    """Waits, in a started rank at its first call of a Trainer, until its parent has found nothing wrong."""
+    global _waits
+    if _reporter is not None and _waits:
+        _waits = False
+        variables, interruptible = _reporter.wait_for_start()
+        os.environ.update(variables)
+        if interruptible:
+            handle_interrupts()
 
 
 def _command(local_rank: int) -> tuple[Any, str | None]:

@@ -1,4 +1,8 @@
-"""Watches started ranks: one that fails ends the others, in bounded time."""
+"""Watches started ranks: one that fails ends the others, in bounded time.
+
+Each started rank has a pipe to the process that started it: it reports arrival at the Trainer's call, failures and its result,
+and gets what it is to run with, tensors in shared memory included.
+"""
 
 from __future__ import annotations
 
@@ -8,14 +12,89 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
+from datetime import timedelta
+from multiprocessing import resource_sharer
 from multiprocessing.connection import Connection
-from typing import Any
+from multiprocessing.context import set_spawning_popen
+from multiprocessing.reduction import ForkingPickler
+from typing import Any, Literal, Protocol
 
-from lightning_gnn.comm.progress import Progress
-from lightning_gnn.launching.door import Door
-from lightning_gnn.launching.failures import GRACE_S, Apart, Arrived, Failure
+import lightning.pytorch as pl
+from lightning.fabric.plugins import ClusterEnvironment
+
+from lightning_gnn.comm.processes import Progress, here
+from lightning_gnn.launching.failures import GRACE_S, Failure, set_report
+
+
+class LaunchedStrategy(Protocol):
+    """What launchers know of a strategy."""
+
+    strategy_name: str
+    num_nodes: int
+    timeout: timedelta
+    scheme: Any
+    cluster_environment: ClusterEnvironment | None
+
+    @property
+    def num_processes(self) -> int: ...
+
+    @property
+    def global_rank(self) -> int: ...
+
+    def before_ranks_start(self, trainer: pl.Trainer | None, given: Sequence[Any], self_check: bool = True) -> None:
+        """Raises for what can be found wrong while there is one process only."""
+
+
+class _SharesDescriptors:
+    """Stands in for the process that is being started, so that locks and queues can be pickled for one that runs already."""
+
+    DupFd = staticmethod(resource_sharer.DupFd)
+
+    @staticmethod
+    def duplicate_for_child(descriptor: int) -> int:
+        return descriptor
+
+
+@dataclass
+class Event:
+    """Sent by a rank. ``"independent"``: from now on no rank needs another.
+
+    Attributes:
+        value: of ``"arrived"``, the address of its progress; of ``"result"``, bytes.
+    """
+
+    name: Literal["arrived", "started", "independent", "result"]
+    value: Any = None
+
+
+class Reporter:
+    """A started rank's end of the pipe."""
+
+    def __init__(self, rank: int, connection: Connection) -> None:
+        self.rank, self._connection = rank, connection
+
+    def send(self, value: Failure | Event) -> None:
+        """Sends to the parent, unless it is gone."""
+        with contextlib.suppress(OSError):
+            self._connection.send(value)
+
+    def failed(self, error: BaseException) -> None:
+        """Sends what this rank raised to the parent, which shows it."""
+        self.send(Failure.of(self.rank, error))
+        set_report(error, "", "")
+
+    def wait_for_start(self) -> Any:
+        """Returns the argument of :meth:`Supervisor.start_all`; ends this process silently if the parent ends."""
+        self.send(Event("arrived", here().address))
+        try:
+            payload = self._connection.recv()
+        except (EOFError, OSError):
+            os._exit(1)
+        self.send(Event("started"))
+        return payload
 
 
 @dataclass
@@ -26,35 +105,30 @@ class Child:
         rank: its rank.
         pid: its process.
         exit_code: returns its exit status, negative for a signal, None while it runs.
-        reports: what it sends: that it has arrived, failures, :class:`~lightning_gnn.launching.failures.Apart`, and at most
-            one result.
-        door: where it waits, if it was started early.
+        connection: the parent's end of the pipe.
+        failures: those that it has sent, or its end.
+        received: values of the events that it has sent, by name.
     """
 
     rank: int
     pid: int
     exit_code: Callable[[], int | None]
-    reports: Connection
-    door: Door | None = None
-    progress: Progress | None = None
+    connection: Connection
     failures: list[Failure] = field(default_factory=list)
-    result: Any = None
-    apart: bool = False
-    arrived: bool = False
+    received: dict[str, Any] = field(default_factory=dict)
+    progress: Progress | None = None
 
     def listen(self) -> None:
-        """Takes in what the child has sent."""
+        """Receives what the child has sent."""
         with contextlib.suppress(EOFError, OSError):
-            while self.reports.poll():
-                received = self.reports.recv()
-                if isinstance(received, Failure):
-                    self.failures.append(received)
-                elif isinstance(received, Apart):
-                    self.apart = True
-                elif isinstance(received, Arrived):
-                    self.arrived, self.progress = True, Progress.of(received.progress)
-                else:
-                    self.result = received
+            while self.connection.poll():
+                found = self.connection.recv()
+                if isinstance(found, Failure):
+                    self.failures.append(found)
+                    continue
+                self.received[found.name] = found.value
+                if found.name == "arrived":
+                    self.progress = Progress.of(found.value)
 
     def signal(self, number: int) -> None:
         """Sends its process a signal, if it still runs."""
@@ -68,18 +142,18 @@ class Supervisor:
 
     Args:
         children: started ranks.
-        survives_lost_ranks: a rank that fails does not concern the others, once they are apart.
+        survives_lost_ranks: a rank that fails does not concern the others once they are independent.
 
     Attributes:
-        apart: ranks have met, and need each other no more.
-        stopping: the ranks were asked to end, and take their time.
+        independent: no rank needs another any more.
+        stopping: the ranks were asked to end, and may take :data:`~lightning_gnn.launching.failures.STOP_S`.
     """
 
     def __init__(self, children: Sequence[Child], survives_lost_ranks: bool = False) -> None:
         self.children, self.survives_lost_ranks = list(children), survives_lost_ranks
-        self.apart = self.stopping = False
+        self.independent = self.stopping = False
         self._lock = threading.RLock()
-        self._told: set[int] = set()
+        self._shown: set[int] = set()
 
     def look(self) -> list[Failure]:
         """Returns the failures so far, those that are not about other ranks first."""
@@ -90,25 +164,22 @@ class Supervisor:
                 if code and not child.failures:
                     child.failures.append(Failure.ended(child.rank, code, str(child.progress or "")))
             found = [failure for child in self.children for failure in child.failures]
-            self.apart = self.apart or any(child.apart for child in self.children)
-        if self.survives_lost_ranks and self.apart:  # before, they would wait for it
-            self._tell(found)
-            return []
-        return sorted(found, key=lambda failure: failure.about_peers)
+            self.independent = self.independent or any("independent" in child.received for child in self.children)
+        if not (self.survives_lost_ranks and self.independent):  # else they would wait for each other
+            return sorted(found, key=lambda failure: failure.about_peers)
+        for failure in found:
+            if failure.rank not in self._shown:
+                self._shown.add(failure.rank)
+                print(f"{failure.traceback}{failure}; the others go on.", file=sys.stderr, flush=True)
+        return []
 
     def begin(self, survives_lost_ranks: bool) -> None:
         """Another call of a Trainer begins: ranks meet anew."""
         with self._lock:
-            self.look()  # takes in what was said of the call before
-            self.survives_lost_ranks, self.apart = survives_lost_ranks, False
+            self.look()  # receives what was sent in the call before
+            self.survives_lost_ranks, self.independent = survives_lost_ranks, False
             for child in self.children:
-                child.apart = False
-
-    def _tell(self, failures: Sequence[Failure]) -> None:
-        for failure in failures:
-            if failure.rank not in self._told:
-                self._told.add(failure.rank)
-                print(f"{failure.traceback}{failure}; the others go on.", file=sys.stderr, flush=True)
+                child.received.pop("independent", None)
 
     def running(self) -> list[Child]:
         """Returns the children that have not ended."""
@@ -119,39 +190,45 @@ class Supervisor:
         self.look()
         return all(child.failures for child in self.children)
 
-    def let_in(self, payload: Any, seconds: float) -> None:
-        """Waits until all children are at the door, and opens it.
+    def start_all(self, payload: Any, seconds: float) -> None:
+        """Waits until all children have arrived at the Trainer's call, and lets them run it.
 
         Args:
-            payload: what each of them gets.
+            payload: what :meth:`Reporter.wait_for_start` returns in each of them.
             seconds: to wait for them at most.
 
         Raises:
-            RankFailedError: one of them has failed, or ended, before it came there.
-            RuntimeError: one has not come in time.
+            RankFailedError: one of them has failed, or ended, before it arrived.
+            RuntimeError: one has not arrived in time.
         """
-        everyone = self.children
-        self.wait_for(
-            lambda: bool(self.look()) or all(c.arrived or c.exit_code() is not None for c in everyone), seconds
-        )
+
+        def missing() -> list[Child]:
+            return [child for child in self.children if "arrived" not in child.received]
+
+        self.wait_for(lambda: bool(self.look()) or all(c.exit_code() is not None for c in missing()), seconds)
         for failure in self.look():
             raise failure.error()
-        for child in everyone:
-            if not child.arrived and child.exit_code() is not None:
+        for child in missing():
+            if child.exit_code() is not None:
                 raise Failure(child.rank, "ended", "it has not come to this call of the Trainer").error()
-        late = [child.rank for child in everyone if not child.arrived]
-        if late:
+        if late := missing():
             raise RuntimeError(
-                f"Rank(s) {', '.join(map(str, late))} have not come to this call of the Trainer within {seconds:.0f} s. Each "
-                "rank runs the whole script: look for what keeps one from it, a branch or a wait."
+                f"Rank(s) {', '.join(str(child.rank) for child in late)} have not come to this call of the Trainer within "
+                f"{seconds:.0f} s. Each rank runs the whole script: look for what keeps one from it, a branch or a wait."
             )
-        for child in everyone:
-            assert child.door is not None
+        for child in self.children:
             with contextlib.suppress(OSError):  # it has ended: look() says so
-                child.door.open(payload)
+                set_spawning_popen(_SharesDescriptors)  # type: ignore[arg-type]
+                try:
+                    data = ForkingPickler.dumps(payload)
+                finally:
+                    set_spawning_popen(None)
+                child.connection.send_bytes(data)
+                # One after the other: until a child has them, descriptors are open here once more.
+                self.wait_for(lambda: bool(self.look()) or "started" in child.received, seconds)  # noqa: B023
 
     def forget_failures(self) -> None:
-        """Starts to look anew: ranks that raised alike, and go on alike."""
+        """Starts anew: all ranks raised alike, and go on alike."""
         with self._lock:
             for child in self.children:
                 child.failures = []
@@ -162,7 +239,7 @@ class Supervisor:
         while not condition():
             if time.monotonic() > deadline:
                 return False
-            time.sleep(0.05)
+            time.sleep(0.02)
         return True
 
     def end(self, grace: float = GRACE_S) -> None:
@@ -173,3 +250,29 @@ class Supervisor:
                     child.signal(number)
                 if self.wait_for(lambda: not self.running(), 1.5):
                     break
+
+
+@contextmanager
+def ignoring_interrupts() -> Iterator[None]:
+    """Processes that are started while this is open ignore Ctrl-C, until :func:`handle_interrupts`: it would end an import with a
+    traceback of their own."""
+    before = signal.getsignal(signal.SIGINT)
+    if threading.current_thread() is not threading.main_thread() or before is None:
+        yield
+        return
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+def handles_interrupts() -> bool:
+    """Returns whether Ctrl-C interrupts this process; not what a shell starts in the background."""
+    return signal.getsignal(signal.SIGINT) != signal.SIG_IGN
+
+
+def handle_interrupts() -> None:
+    """Lets Ctrl-C raise KeyboardInterrupt in this process again."""
+    if threading.current_thread() is threading.main_thread() and not handles_interrupts():
+        signal.signal(signal.SIGINT, signal.default_int_handler)

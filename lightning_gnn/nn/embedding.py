@@ -26,7 +26,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from typing_extensions import override
 
 from lightning_gnn.comm.group import num_ranks
-from lightning_gnn.comm.owners import Owners, summed
+from lightning_gnn.comm.rows import EmbeddingRows, summed
 
 SparseOptimizer = Literal["adam", "sgd"]
 
@@ -155,7 +155,7 @@ class DistributedEmbedding(torch.nn.Module):
         # All rows, where they have been changed or loaded; and in a run of several ranks those that this one owns.
         self._all: Rows | None = None
         self._own: Rows | None = None
-        self._owners: Owners | None = None
+        self._owners: EmbeddingRows | None = None
         self._elsewhere = ""
         self._changed = False  # in this run of several ranks
         self._reset()
@@ -221,7 +221,7 @@ class DistributedEmbedding(torch.nn.Module):
         if _trying_out:
             return self._initial(ids)
         if self._owners is not None:
-            return self._read_own() if owned else self._owners.pull(ids, self._read_own)
+            return self._read_own() if owned else self._owners.read(ids, self._read_own)
         self._check_here()
         return self._initial(ids) if self._all is None else self._all.weight[ids]
 
@@ -286,14 +286,14 @@ class DistributedEmbedding(torch.nn.Module):
         self._pushes.append(self._owners.background.start(work))
         self._wait(self.staleness)
 
-    def _push(self, owners: Owners, ids: Tensor, grads: Tensor, only_own: bool, lr: float) -> None:
+    def _push(self, owners: EmbeddingRows, ids: Tensor, grads: Tensor, only_own: bool, lr: float) -> None:
         """Sends gradients to owners, and applies those that come here."""
         assert self._own is not None
         if only_own:
             rows = torch.arange(len(self._own.weight))
             sums = grads.view(len(grads) // max(len(rows), 1), *self._own.weight.shape).sum(0)  # each call read all
         else:
-            rows, sums = owners.push(ids, grads)
+            rows, sums = owners.sum(ids, grads)
         with self._lock:
             self._own.update(rows, sums, lr)
 
@@ -307,7 +307,7 @@ class DistributedEmbedding(torch.nn.Module):
 
     # Ranks ####################################################################
 
-    def distribute(self, owners: Owners) -> None:
+    def distribute(self, owners: EmbeddingRows) -> None:
         """Leaves to each rank the rows of its nodes; a strategy calls it on all ranks, before steps."""
         if owners.any(bool(self._elsewhere)):
             if owners.any(owners.rank == 0 and bool(self._elsewhere)):
@@ -315,7 +315,7 @@ class DistributedEmbedding(torch.nn.Module):
             whole = self._all or self._begun(torch.arange(self.num_nodes if owners.rank == 0 else 0))
             if owners.rank:
                 whole = whole.each(lambda rows: rows[:0])
-            self._own = replace(whole.each(owners.deal), step=owners.number(whole.step))
+            self._own = replace(whole.each(owners.scatter), step=owners.number(whole.step))
         else:
             ids = owners.own_ids
             self._own = self._begun(ids) if self._all is None else self._all.each(lambda rows: rows[ids])

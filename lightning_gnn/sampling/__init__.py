@@ -1,14 +1,13 @@
 """Neighbour sampling for training in mini-batches: one hop, numbering, and what is composed of them. No ranks.
 
-Loops are compiled by numba at first use and kept on disk; nothing else needs compiling.
+Loops are compiled by numba at first use and kept on disk.
 """
 
 from lightning_gnn.sampling.hops import induced_subgraph, sample_hops
 from lightning_gnn.sampling.neighbors import Neighbors, random_walks, sample_neighbors
 from lightning_gnn.sampling.numbering import Numbering
 from lightning_gnn.sampling.saint import saint_edges, saint_nodes, saint_norms, saint_walks
-from lightning_gnn.sampling.sampler import NeighborSampler, to_batch
-from lightning_gnn.sampling.warm_up import warm_up
+from lightning_gnn.sampling.sampler import NeighborSampler
 
 __all__ = [
     "NeighborSampler",
@@ -22,6 +21,4 @@ __all__ = [
     "saint_walks",
     "sample_hops",
     "sample_neighbors",
-    "to_batch",
-    "warm_up",
 ]

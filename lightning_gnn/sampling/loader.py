@@ -19,11 +19,11 @@ from torch_geometric.sampler import HeteroSamplerOutput
 from torch_geometric.typing import EdgeType, NodeType
 from typing_extensions import override
 
-from lightning_gnn.comm.graph_store import GraphStore
 from lightning_gnn.data.attributes import STAND_INS
 from lightning_gnn.data.sources import MASKS
 from lightning_gnn.partition.types import ONE_TYPE
 from lightning_gnn.sampling.draws import draw_others
+from lightning_gnn.sampling.graph_store import GraphStore
 from lightning_gnn.sampling.hops import sample_hops
 from lightning_gnn.sampling.numbering import Numbering
 from lightning_gnn.sampling.seeds import SeedBatches
@@ -179,8 +179,8 @@ class SampledBatches:
         stand_in: a seed for batches in which this rank has none: a mean over nothing would be nan.
         rank: this one.
         seed: of all random numbers; None to leave the seeds in order.
-        ahead: batches that are made ahead; 0 makes each when it is asked for.
-        epoch: returns the number of the epoch whose batches are asked for.
+        ahead: batches that are made ahead; 0 makes each when it is needed.
+        epoch: returns the number of the epoch whose batches are made.
 
     Attributes:
         waited: seconds spent in waiting for batches, since :meth:`take_seconds`.
@@ -266,10 +266,10 @@ def _ahead_of(
 
     Step after step goes to the samplers in turn, so that each makes the same ones on all ranks, in the same order.
     """
-    ready, asked = [Queue[Any]() for _ in range(samplers)], [Queue[int | None]() for _ in range(samplers)]
+    ready, steps_of = [Queue[Any]() for _ in range(samplers)], [Queue[int | None]() for _ in range(samplers)]
 
     def run(sampler: int) -> None:
-        while (step := asked[sampler].get()) is not None:
+        while (step := steps_of[sampler].get()) is not None:
             try:
                 ready[sampler].put(make(step, sampler))
             except BaseException as error:
@@ -283,7 +283,7 @@ def _ahead_of(
     for thread in threads:
         thread.start()
     for step in range(min(ahead, steps)):
-        asked[step % samplers].put(step)
+        steps_of[step % samplers].put(step)
     try:
         for step in range(steps):
             began = time.perf_counter()
@@ -292,10 +292,10 @@ def _ahead_of(
             if isinstance(batch, BaseException):
                 raise batch
             if step + ahead < steps:
-                asked[(step + ahead) % samplers].put(step + ahead)
+                steps_of[(step + ahead) % samplers].put(step + ahead)
             yield batch
     finally:
-        for each in asked:
+        for each in steps_of:
             each.put(None)
         for thread in threads:
             thread.join()

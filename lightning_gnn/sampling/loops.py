@@ -4,7 +4,7 @@ Random numbers are counted, not carried along: a target's are those of (seed, ke
 it depends neither on threads nor on what else is drawn (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3",
 SC 2011; the mixing is splitmix64's: Steele et al., OOPSLA 2014).
 
-R rows (targets) and E slots of a CSR matrix of in-edges, T targets asked for, S edges drawn.
+R rows (targets) and E slots of a CSR matrix of in-edges, T targets, S edges drawn.
 """
 
 # mypy: disable-error-code="no-untyped-def,no-untyped-call,call-arg"
@@ -18,7 +18,7 @@ from lightning_gnn.kernels.loops import _prefetch as prefetch
 from lightning_gnn.kernels.loops import loop
 
 AHEAD = 64
-"""How many targets, slots or ids ahead memory is asked for: the fastest of 8, 16, 32 and 64 in each loop."""
+"""How many targets, slots or ids ahead memory is prefetched: the fastest of 8, 16, 32 and 64 in each loop."""
 
 FEW = 32
 """Up to so many draws, looking through those made is faster than a table of them."""

@@ -1,21 +1,17 @@
 """One hop of neighbour sampling, at the owner of the targets. Pure: no ranks, no state.
 
-R rows (targets), C columns (sources) and E slots of a CSR matrix of in-edges; T targets asked for, S edges drawn.
+R rows (targets), C columns (sources) and E slots of a CSR matrix of in-edges; T targets, S edges drawn.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from types import NoneType
-from typing import Any
 
 import torch
 from torch import Tensor
-from torch_geometric.typing import EdgeType
 
-from lightning_gnn.arguments import check_whole, shown
+from lightning_gnn.arguments import check_fanout
 from lightning_gnn.kernels.csr import CSR, even_ranges
 from lightning_gnn.kernels.run import over_range, over_ranges
 from lightning_gnn.sampling import loops
@@ -46,7 +42,7 @@ class Neighbors:
         return self.offsets.diff()
 
     def targets(self, first: int = 0) -> Tensor:
-        """Returns each edge's target, int64 ``[S]``: its position among those asked for, plus `first`."""
+        """Returns each edge's target, int64 ``[S]``: its position among the targets, plus `first`."""
         targets = torch.empty(len(self.sources), dtype=torch.long)
         loops.repeat_numbers(self.offsets.numpy(), first, targets.numpy(), 0, len(self.offsets) - 1)
         return targets
@@ -98,7 +94,7 @@ def sample_neighbors(
         ("until", until, len(targets)),
     ):
         if value is not None and len(value) != size:
-            raise ValueError(f"{name} has {len(value)} entries, but there are {size} to tell of.")
+            raise ValueError(f"{name} has {len(value)} entries, but needs {size}.")
     targets = targets.contiguous()
     seed &= 2**63 - 1
     offsets = torch.empty(len(targets) + 1, dtype=torch.long)
@@ -134,59 +130,6 @@ def sample_neighbors(
         work=_WORK * total,
     )
     return Neighbors(offsets, sources, edges)
-
-
-def check_fanout(fanout: int, minimum: int = 1) -> None:
-    """Raises ValueError for a fan-out that is neither -1 nor at least `minimum`."""
-    if fanout != -1 and fanout < minimum:
-        raise ValueError(f"A fan-out is a number of edges from {minimum} on, or -1 for all (got {fanout}).")
-
-
-Fanouts = list[int] | dict[EdgeType, list[int]]
-"""In-edges drawn of each node, per hop: the same of all edge types, or by edge type."""
-
-
-def checked_batches(
-    fanouts: Sequence[int] | Mapping[Any, Sequence[int]] | None, batch_size: int | None
-) -> Fanouts | None:
-    """Returns fan-outs; None is for what is not given.
-
-    Args:
-        fanouts: one per hop; by edge type, which may be written ``"author__writes__paper"``, also 0.
-        batch_size: at least 1.
-
-    Raises:
-        ValueError: fan-outs that are none, not as many for all edge types; a batch size below 1.
-    """
-    if batch_size is not None:
-        check_whole(batch_size=batch_size)
-    if not isinstance(fanouts, (Mapping, Sequence, NoneType)) or isinstance(fanouts, str):
-        raise ValueError(
-            f"fanouts must be a list of numbers of edges, one per layer, such as [15, 10] (got {shown(fanouts)})."
-        )
-    if fanouts is not None and not fanouts:
-        raise ValueError("fanouts are numbers of edges, one per layer of the model, such as [15, 10] (got none).")
-    typed = isinstance(fanouts, Mapping)
-    found: dict[Any, list[int]] = {None: [] if fanouts is None else list(fanouts)}
-    if isinstance(fanouts, Mapping):
-        found = {}
-        for kind, each in fanouts.items():
-            key = tuple(kind.split("__")) if isinstance(kind, str) else kind
-            if not isinstance(key, tuple) or len(key) != 3 or not isinstance(each, Sequence) or isinstance(each, str):
-                raise ValueError(
-                    "fanouts by edge type must be lists by three names, such as {('author', 'writes', 'paper'): [15, 10]} (got "
-                    f"{shown(kind)}: {shown(each)})."
-                )
-            found[key] = list(each)
-    if len({len(each) for each in found.values()}) != 1 or (typed and not all(found.values())):
-        raise ValueError(f"All edge types have fan-outs for equally many hops, at least one (got {fanouts}).")
-    for each in found.values():
-        for fanout in each:
-            check_whole(fanouts=fanout)
-            check_fanout(fanout, 0 if typed else 1)
-    if batch_size is not None and batch_size < 1:
-        raise ValueError(f"batch_size is a number of seeds, at least 1 (got {batch_size}).")
-    return None if fanouts is None else found if typed else found[None]
 
 
 def check_ids(ids: Tensor, size: int, name: str) -> None:

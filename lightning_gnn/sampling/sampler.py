@@ -8,7 +8,6 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch_geometric.data import Data, HeteroData
-from torch_geometric.loader.utils import filter_data, filter_hetero_data
 from torch_geometric.sampler import (
     BaseSampler,
     EdgeSamplerInput,
@@ -21,10 +20,11 @@ from torch_geometric.sampler.neighbor_sampler import edge_sample
 from torch_geometric.typing import EdgeType, NodeType
 from typing_extensions import override
 
+from lightning_gnn.arguments import fanouts_by_type
 from lightning_gnn.kernels.csr import CSR
 from lightning_gnn.partition.types import ONE_TYPE
 from lightning_gnn.sampling.hops import induced_subgraph, sample_hops
-from lightning_gnn.sampling.neighbors import Neighbors, check_choices, check_fanout, check_ids, sample_neighbors
+from lightning_gnn.sampling.neighbors import Neighbors, check_choices, check_ids, sample_neighbors
 from lightning_gnn.sampling.numbering import Numbering
 
 
@@ -234,33 +234,6 @@ class NeighborSampler(BaseSampler):
         return self.sample(seeds, int(torch.randint(2**62, ())), seed_time)
 
 
-def to_batch(
-    data: Data | HeteroData,
-    output: SamplerOutput | HeteroSamplerOutput,
-    input_id: Tensor,
-    input_type: NodeType | None = None,
-) -> Data | HeteroData:
-    """Returns the part of `data` that was sampled, as PyG's NeighborLoader does.
-
-    Its rows are those of the sampled nodes and edges; ``n_id``, ``e_id``, ``num_sampled_nodes``, ``num_sampled_edges``; seeds
-    are the first ``batch_size`` rows (of `input_type`), and ``input_id`` says which.
-    """
-    if isinstance(output, SamplerOutput):
-        batch = filter_data(data, output.node, output.row, output.col, output.edge)
-        batch.n_id, batch.e_id, batch.batch = output.node, output.edge, output.batch
-        batch.num_sampled_nodes, batch.num_sampled_edges = output.num_sampled_nodes, output.num_sampled_edges
-        batch.input_id, batch.batch_size = input_id, len(input_id)
-        return batch
-    batch = filter_hetero_data(data, output.node, output.row, output.col, output.edge)
-    for name, values in (("n_id", output.node), ("e_id", output.edge)):
-        for kind, ids in values.items():
-            batch[kind][name] = ids
-    for name in ("batch", "num_sampled_nodes", "num_sampled_edges"):
-        batch.set_value_dict(name, getattr(output, name))
-    batch[input_type].input_id, batch[input_type].batch_size = input_id, len(input_id)
-    return batch
-
-
 def output_of_one_type(out: HeteroSamplerOutput) -> SamplerOutput:
     """Returns the output of a graph without types, as PyG has it."""
     node, kind = ONE_TYPE[0], ONE_TYPE
@@ -284,33 +257,6 @@ def _by_type(values: Tensor | Mapping[EdgeType, Tensor] | None) -> dict[EdgeType
 def seed_of_type(seed: int, number: int) -> int:
     """Returns the seed of draws for an edge type: types share numbers of nodes, and what a node draws for each must differ."""
     return seed + 0x9E3779B9 * number
-
-
-def fanouts_by_type(
-    fanouts: Sequence[int] | Mapping[EdgeType, Sequence[int]], kinds: list[EdgeType], hetero: bool
-) -> dict[EdgeType, list[int]]:
-    """Returns the fan-outs of each edge type, per hop.
-
-    Args:
-        fanouts: by edge type, 0 leaves it out of a hop; or the same for all.
-        kinds: the edge types of the graph.
-        hetero: it has types.
-
-    Raises:
-        ValueError: no fan-outs, numbers that are none, other edge types, or not as many hops for all of them.
-    """
-    if isinstance(fanouts, Mapping):
-        by_type, minimum = {kind: list(each) for kind, each in fanouts.items()}, 0 if hetero else 1
-    else:
-        by_type, minimum = {kind: list(fanouts) for kind in kinds}, 1
-    if set(by_type) != set(kinds):
-        raise ValueError(f"Fan-outs are given for {sorted(by_type)}, but the edge types are {sorted(kinds)}.")
-    if len({len(each) for each in by_type.values()}) != 1 or not by_type[kinds[0]]:
-        raise ValueError(f"All edge types have fan-outs for equally many hops, at least one (got {fanouts}).")
-    for each in by_type.values():
-        for fanout in each:
-            check_fanout(fanout, minimum)
-    return {kind: by_type[kind] for kind in kinds}
 
 
 def _num_nodes(matrices: Mapping[EdgeType, CSR]) -> dict[NodeType, int]:

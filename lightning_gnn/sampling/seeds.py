@@ -8,8 +8,21 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
+from torch_geometric.typing import EdgeType, NodeType
+
+from lightning_gnn.data.shards import Cut
+from lightning_gnn.data.sources import is_labelled
 
 Ids = NDArray[np.int64]
+
+
+def seeds_in(cut: Cut, kind: NodeType | EdgeType, mask: str | None) -> Tensor:
+    """Returns the ids of the nodes of a type, or the edges, that are in a mask and not without a label; None takes all."""
+    if mask is None:
+        return torch.arange(cut.types.total(kind))
+    attributes = cut.attributes[cut.types.key(kind)]
+    chosen, y = attributes[mask], attributes.get("y") if isinstance(kind, str) else None
+    return (chosen if y is None else chosen & is_labelled(y)).nonzero().view(-1)
 
 
 def split_seeds(seeds: Ids, offsets: Ids, ranks_per_machine: int = 1) -> list[Ids]:
@@ -17,7 +30,7 @@ def split_seeds(seeds: Ids, offsets: Ids, ranks_per_machine: int = 1) -> list[Id
 
     What a rank has too many of goes to those that have too few, of its machine first: seeds move, features stay where they
     are. DistDGL (section III-B) cuts the sorted ids into equal ranges instead, and gives each to the machine that owns most of
-    it; of unequal parts, fewer seeds are then at home.
+    it; of unequal parts, fewer seeds then stay with their owners.
 
     Args:
         seeds: ids in the partitioned graph, ascending.

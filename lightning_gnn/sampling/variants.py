@@ -1,7 +1,7 @@
 """Batches other than sampled neighbourhoods: ego graphs, GraphSAINT's subgraphs, clusters.
 
 Sources: ShaDow (Zeng et al., NeurIPS 2021), GraphSAINT (Zeng et al., ICLR 2020), Cluster-GCN (Chiang et al., KDD 2019). What
-lies on other machines is asked for in bulk and in step, as for neighbours.
+lies on other machines is requested in bulk and in step, as for neighbours.
 
 N nodes and E edges of the whole graph, all in ids of the partitioned graph.
 """
@@ -19,11 +19,11 @@ from torch_geometric.sampler import HeteroSamplerOutput
 from torch_geometric.typing import EdgeType
 from typing_extensions import override
 
-from lightning_gnn.comm.graph_store import GraphStore
 from lightning_gnn.data.attributes import STAND_INS
 from lightning_gnn.data.sources import MASKS
 from lightning_gnn.partition.metis import Adjacency, part_graph
 from lightning_gnn.partition.types import ONE_TYPE
+from lightning_gnn.sampling.graph_store import GraphStore
 from lightning_gnn.sampling.hops import induced_subgraph, sample_hops
 from lightning_gnn.sampling.loader import BatchMaker
 from lightning_gnn.sampling.neighbors import Neighbors
@@ -65,8 +65,8 @@ class EgoBatchMaker(BatchMaker):
         num, trees = self.store.types.total(node), len(seeds)
         drawn = self.store.hops(random_seeds, self._replace)
 
-        def hop(asked: EdgeType, targets: Tensor, fanout: int) -> Neighbors:
-            found = drawn(asked, targets, fanout)
+        def hop(edge_type: EdgeType, targets: Tensor, fanout: int) -> Neighbors:
+            found = drawn(edge_type, targets, fanout)
             tree = torch.repeat_interleave(targets // num, found.counts)
             return Neighbors(found.offsets, tree * num + found.sources, found.edges)
 
@@ -127,6 +127,22 @@ class SubgraphBatchMaker(BatchMaker):
         if idle:
             batch[STAND_INS] = {"train_mask": len(nodes) - 1}
         return batch
+
+
+def node_draw(
+    cut: Cut, rank: int, method: str, batch_size: int, walk_length: int, clusters: int, seed: int
+) -> tuple[Draw, int, int]:
+    """Returns how a method draws the nodes of a batch, how many draws an epoch has, and how many a step; on all ranks alike.
+
+    An epoch draws about as many nodes as the graph has. For the arguments see
+    :class:`~lightning_gnn.strategies.sampling.SamplingStrategy`.
+    """
+    most = int(np.diff(cut.offsets).max())
+    if method == "cluster":
+        count = clusters * max(1, -(-most // batch_size))
+        return cluster_draw(cut, rank, count, seed), count, clusters
+    draw, nodes = saint_draw(cut, method, batch_size, walk_length)
+    return draw, max(1, -(-most // nodes)), 1
 
 
 def saint_draw(cut: Cut, method: str, count: int, walk_length: int) -> tuple[Draw, int]:

@@ -12,7 +12,7 @@ from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor
 
 from lightning_gnn.comm.group import World
-from lightning_gnn.comm.progress import here
+from lightning_gnn.comm.processes import here
 
 
 @contextmanager

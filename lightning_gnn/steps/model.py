@@ -9,8 +9,8 @@ from lightning.pytorch.plugins import Precision
 from torch import Tensor
 
 from lightning_gnn.comm.group import World
-from lightning_gnn.comm.owners import Owners
 from lightning_gnn.comm.replicas import Replicas
+from lightning_gnn.comm.rows import EmbeddingRows
 from lightning_gnn.data.shards import Shard
 from lightning_gnn.nn.embedding import DistributedEmbedding, embeddings_of
 from lightning_gnn.steps.gradients import GradientSum
@@ -46,7 +46,7 @@ class SharedModel:
     ) -> None:
         self._module, self._world, self._equal_buffers = module, world, equal_buffers
         world.broadcast_tensors_([*module.parameters(), *module.buffers()])
-        self.owners: Owners | None = None
+        self.owners: EmbeddingRows | None = None
         if shard is not None:
             self._distribute(shard, num_optimizers, precision)
         self.gradients = GradientSum(world, module.parameters)
@@ -66,7 +66,7 @@ class SharedModel:
             )
         if embeddings and self._world.size > 1:
             batch_ids = shard.batch.n_id if shard.rows == shard.counts else None
-            self.owners = Owners(self._world, shard.n_id, shard.counts, batch_ids)
+            self.owners = EmbeddingRows(self._world, shard.n_id, shard.counts, batch_ids)
             for each in embeddings:
                 each.distribute(self.owners)
 

@@ -10,8 +10,6 @@ from typing import TYPE_CHECKING, Any
 
 from lightning.pytorch.strategies import StrategyRegistry
 
-from lightning_gnn.strategies.other_lightning import refuse_other_lightning
-
 if TYPE_CHECKING:
     from lightning_gnn.strategies.base import GNNStrategy
     from lightning_gnn.strategies.dgcl import DGCLStrategy
@@ -68,12 +66,9 @@ def register(strategy: type[GNNStrategy]) -> None:
 
 
 def _register(name: str, described: str, strategy: type[GNNStrategy] | _Lazy) -> None:
-    names = []
     for suffix, start_method in (("", "popen"), ("_spawn", "spawn"), ("_notebook", "fork")):
-        names.append(name + suffix)
         description = f"{described}, ranks started by {start_method}"
-        StrategyRegistry.register(names[-1], strategy, description=description, start_method=start_method)
-    refuse_other_lightning(names)
+        StrategyRegistry.register(name + suffix, strategy, description=description, start_method=start_method)
 
 
 def registered() -> dict[str, type[GNNStrategy]]:

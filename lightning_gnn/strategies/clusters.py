@@ -1,18 +1,14 @@
-"""Training apart on clusters of the graph: what ``gossip`` and ``cluster_allreduce`` share.
+"""Independent training on clusters of the graph: what ``gossip`` and ``cluster_allreduce`` share.
 
 Source: Zhang, "Efficient Asynchronous GCN Training on a GPU Cluster" (2021); batches: Cluster-GCN (Chiang et al., KDD 2019).
 """
 
 from __future__ import annotations
 
-import io
-import math
 import os
 import uuid
-import warnings
 from abc import abstractmethod
-from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Literal, get_args
 
@@ -23,18 +19,26 @@ from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import Tensor
 from torch.optim import Optimizer
-from torch_geometric.data import Data
 from typing_extensions import override
 
-from lightning_gnn.arguments import check_seed, check_whole, check_words, is_one_of, shown
+from lightning_gnn.arguments import check_choice, check_seed, check_whole, check_words, shown
 from lightning_gnn.callbacks.gossip import GossipMetrics, show
 from lightning_gnn.comm.group import World
-from lightning_gnn.comm.meetings import ADDRESS, Door, Life, Place, SharedKeys, StoreServer, own_address
+from lightning_gnn.comm.peers import (
+    STORE_VARIABLE,
+    Heartbeat,
+    PeerServer,
+    SharedKeys,
+    StoreAddress,
+    StoreServer,
+    own_address,
+)
 from lightning_gnn.data.sources import EDGE_MASKS, counted_mask, num_labelled
 from lightning_gnn.datamodules.graph import GraphDataModule, OneBatch
-from lightning_gnn.gossip.clusters import Clusters
+from lightning_gnn.gossip.averaging import Averages, Comparison, Final, Mode, mean_of, weights_of
+from lightning_gnn.gossip.clusters import ClusterBatches, Clusters, LeftOver, PooledBatches
 from lightning_gnn.gossip.pool import Pool
-from lightning_gnn.gossip.worker import Counts, Scores, Ties, Worker
+from lightning_gnn.gossip.worker import Counts, Peers, Worker
 from lightning_gnn.nn.bind import check_module
 from lightning_gnn.nn.embedding import embeddings_of
 from lightning_gnn.nn.helpers import graph_in_use
@@ -46,8 +50,6 @@ from lightning_gnn.strategies.dgcl import DGCLScheme
 
 Assignment = Literal["random", "metis"]
 Average = Literal["gradients", "parameters"]
-Final = Literal["auto", "best", "average"]
-Mode = Literal["min", "max"]
 
 EXCHANGE_S = 30.0
 """Seconds that a worker may be silent in an exchange before the other goes on without."""
@@ -63,7 +65,7 @@ class ClusterScheme(DGCLScheme):
 
 
 class ClusterStrategy(GNNStrategy):
-    """What strategies have in common whose workers train apart, on clusters of the graph, and evaluate together on the whole.
+    """Workers train independently, on clusters of the graph, and evaluate together on the whole.
 
     In `fit`, each worker is alone for Lightning: no collective hides in its loop, callbacks or loggers. A subclass says what
     workers do together, by its :meth:`_make_worker`.
@@ -71,6 +73,7 @@ class ClusterStrategy(GNNStrategy):
     Args:
         averaging_interval: batches that a worker trains on between two averages.
         average: what: one of :attr:`averages`, before the step.
+        lease: seconds without a heartbeat after which a worker counts as dead.
         clusters: how many the graph is split into.
         assignment: of nodes to clusters: ``"random"``, as in the thesis, or ``"metis"``, as in Cluster-GCN.
         clusters_per_batch: whose nodes, and all edges between them, make a batch.
@@ -81,7 +84,6 @@ class ClusterStrategy(GNNStrategy):
         monitor, mode: what workers are compared by: a value that the module logs in validation, of which the least (``"min"``,
             the default) or the largest (``"max"``) is best. None: what a ModelCheckpoint or EarlyStopping of the Trainer
             monitors, with its mode, if validation logs that, else ``val_loss``.
-        lease: seconds without a sign of life after which a worker counts as dead.
         **options: see :class:`~lightning_gnn.strategies.base.GNNStrategy`.
 
     Attributes:
@@ -94,7 +96,7 @@ class ClusterStrategy(GNNStrategy):
     """
 
     trains_in_batches = True
-    no_stage_because = "Its workers train apart, each with an optimizer of its own."
+    no_stage_because = "Its workers train independently, each with an optimizer of its own."
     others_go_on = False
     """Whether workers do without one that fails in `fit`."""
     averages: tuple[str, ...] = get_args(Average)
@@ -103,14 +105,14 @@ class ClusterStrategy(GNNStrategy):
         self,
         averaging_interval: int,
         average: str,
-        clusters: int,
-        assignment: Assignment,
-        clusters_per_batch: int,
-        seed: int,
-        final: Final,
-        monitor: str | None,
-        mode: Mode | None,
         lease: float,
+        clusters: int = 40,
+        assignment: Assignment = "random",
+        clusters_per_batch: int = 1,
+        seed: int = 0,
+        final: Final = "auto",
+        monitor: str | None = None,
+        mode: Mode | None = None,
         **options: Any,
     ) -> None:
         counts = {
@@ -133,9 +135,7 @@ class ClusterStrategy(GNNStrategy):
             ("final", final, get_args(Final)),
             ("mode", mode or "min", get_args(Mode)),
         ):
-            if chosen is None or not is_one_of(chosen, known):
-                *others, last = map(repr, known)
-                raise ValueError(f"{name} must be {', '.join(others)} or {last} (got {shown(chosen)}).")
+            check_choice(name, chosen, known)
         super().__init__(ClusterScheme(), **options)
         self.averaging_interval, self.average, self.lease = averaging_interval, average, lease
         self.num_clusters, self.assignment = clusters, assignment
@@ -146,12 +146,10 @@ class ClusterStrategy(GNNStrategy):
         self._clusters: Clusters | None = None
         self._worker: Worker | None = None
         self._batches: PooledBatches | None = None
+        self._averages: Averages | None = None
+        self._comparison = Comparison(final, monitor, mode)
         self._server: StoreServer | None = None
         self._starting: TrainerFn | None = None
-        self._score: float | None = None
-        self._chosen_by: tuple[str, str] | None = None
-        self._losses: list[Tensor] = []  # of the steps of an epoch
-        self._training_loss: float | None = None
         self._lost: list[int] = []
 
     @property
@@ -160,8 +158,8 @@ class ClusterStrategy(GNNStrategy):
         return "clusters as mini-batches"
 
     @abstractmethod
-    def _make_worker(self, pool: Pool, ties: Ties | None) -> Worker:
-        """Returns this rank's worker; `ties` are None where it is the only one."""
+    def _make_worker(self, pool: Pool, peers: Peers | None) -> Worker:
+        """Returns this rank's worker; `peers` are None where it is the only one."""
 
     def _cluster_layout(self, data: GraphDataModule | None) -> LayoutSpec:
         """Returns a layout whose parts are the clusters."""
@@ -188,7 +186,7 @@ class ClusterStrategy(GNNStrategy):
             )
         if not module.automatic_optimization:
             raise ValueError(
-                f"{name} averages what one backward of a batch has given, which manual optimisation does not tell apart. "
+                f"{name} averages what one backward of a batch has given, which manual optimisation does not separate. "
                 'Use "sampling" or "dgcl".'
             )
         if getattr(self.precision_plugin, "scaler", None) is not None:
@@ -260,8 +258,8 @@ class ClusterStrategy(GNNStrategy):
         shard = self._shard = self._checks.take_shard(trainer)
         if embeddings_of(module, sum(shard.counts)):
             raise ValueError(
-                "DistributedEmbedding leaves each node's row to one owner, and workers of gossip train on any node, apart. "
-                'Use strategy="sampling".'
+                "DistributedEmbedding leaves each node's row to one owner, and workers of gossip train independently, on any "
+                'node. Use strategy="sampling".'
             )
         self._clusters = self._make_clusters(data)
         validates = trainer.enable_validation and any(shard.mask_counts["val_mask"])
@@ -276,13 +274,14 @@ class ClusterStrategy(GNNStrategy):
                 "LBFGS evaluates a batch several times, between which averages fall. Use Adam, AdamW or SGD."
             )
         self.world.broadcast_tensors_([*module.parameters(), *module.buffers()])
-        torch.manual_seed(RandomStreams(self.world).seed)  # workers are apart, in hooks as in steps
-        self._score = self._chosen_by = self._training_loss = None
+        torch.manual_seed(RandomStreams(self.world).seed)  # workers are independent, in hooks as in steps
+        self._averages = Averages(module, self.average == "gradients")
+        self._comparison = Comparison(self.final, self.monitor, self.mode)
         self._worker = self._new_worker(trainer, self._clusters)
         # From here on each worker is alone: what Lightning, torchmetrics and loggers ask of all ranks, they ask of one.
         if self.world_size > 1:
             launcher: Any = self._launcher
-            launcher.ranks_are_apart()
+            launcher.ranks_are_independent()
         self.world.close()
         self._world = World(0, 1, self.root_device, self.timeout)
         self._values = StepValues(module, self._world, shard)
@@ -293,25 +292,25 @@ class ClusterStrategy(GNNStrategy):
     def _new_worker(self, trainer: pl.Trainer, clusters: Clusters) -> Worker:
         epochs = trainer.max_epochs
         pool = Pool(clusters.batches, None if epochs is None or epochs < 0 else epochs * clusters.batches)
-        ties = self._tie() if self.world_size > 1 else None
-        worker = self._make_worker(pool, ties)
+        peers = self._connect() if self.world_size > 1 else None
+        worker = self._make_worker(pool, peers)
         worker.enter()
         self.world.barrier()
         return worker
 
-    def _tie(self) -> Ties:
-        """Ties this worker to the others; runs on every rank."""
+    def _connect(self) -> Peers:
+        """Connects this worker to the others; runs on every rank."""
         world, host = self.world, own_address(os.environ["MASTER_ADDR"], self.num_nodes)
-        given = os.environ.get(ADDRESS)
+        given = os.environ.get(STORE_VARIABLE)
         if given is None and self.global_rank == 0:
             self._server = StoreServer(host)
             self._server.start()
             given = f"{host}:{self._server.port}"
         address, run = world.broadcast_object((given or "", uuid.uuid4().hex))
-        host_of_store, _, port = address.rpartition(":")
-        place = Place(host_of_store, int(port), run, EXCHANGE_S)
-        door, life = Door(host, EXCHANGE_S), Life(place, self.global_rank, self.lease)
-        return Ties(place, SharedKeys(place), life, door, world.all_gather_object(door.address))
+        store_host, _, port = address.rpartition(":")
+        store, server = StoreAddress(store_host, int(port), run, EXCHANGE_S), PeerServer(host, EXCHANGE_S)
+        heartbeat = Heartbeat(store, self.global_rank, self.lease)
+        return Peers(store, SharedKeys(store), heartbeat, server, world.all_gather_object(server.address))
 
     # Batches ##################################################################
 
@@ -364,8 +363,8 @@ class ClusterStrategy(GNNStrategy):
     @override
     def batch_to_device(self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0) -> Any:
         if isinstance(batch, LeftOver):
-            assert self._batches is not None and self._worker is not None
-            self._worker.leave(self._vector)
+            assert self._batches is not None and self._worker is not None and self._averages is not None
+            self._worker.leave(self._averages.vector)
             batch = self._batches.left_over()
             if batch is None:
                 self._end_epoch()
@@ -405,7 +404,7 @@ class ClusterStrategy(GNNStrategy):
 
     @override
     def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
-        self._losses.append(closure_loss.detach())
+        self._comparison.add_loss(closure_loss.detach())
         self.progress.at("backward", self._module.trainer)
         loss = ParallelStrategy.backward(self, closure_loss, optimizer, *args, **kwargs)
         self.progress.at("the optimizer's step", self._module.trainer)
@@ -414,44 +413,10 @@ class ClusterStrategy(GNNStrategy):
     @override
     def post_backward(self, closure_loss: Tensor) -> None:
         """Averages with others, if it is time to; before gradients are clipped."""
-        assert self._worker is not None
-        total = self._worker.meet(self._vector)
+        assert self._worker is not None and self._averages is not None
+        total = self._worker.meet(self._averages.vector)
         if total is not None:
-            self._average(total)
-
-    def _tensors(self) -> list[Tensor]:
-        """Returns what is averaged."""
-        module = self.lightning_module
-        assert module is not None
-        parameters: list[Tensor] = [each for each in module.parameters() if each.requires_grad]
-        if self.average == "gradients":
-            return parameters
-        return parameters + [each for each in module.buffers() if each.is_floating_point()]
-
-    def _vector(self) -> Tensor:
-        """Returns what others get: the values, ``[n]``, 0 where there are none, and whether there are, ``[tensors]``."""
-        tensors = self._tensors()
-        found = [each.grad if self.average == "gradients" else each.detach() for each in tensors]
-        dtype = torch.float64 if any(each.dtype == torch.float64 for each in tensors) else torch.float32
-        pieces = [
-            torch.zeros(each.numel(), dtype=dtype) if value is None else value.reshape(-1).to("cpu", dtype)
-            for each, value in zip(tensors, found)
-        ]
-        return torch.cat([*pieces, torch.tensor([value is not None for value in found], dtype=dtype)])
-
-    @torch.no_grad()
-    def _average(self, total: Tensor) -> None:
-        """Replaces own values by the mean of those that met, given their sum; of each tensor, of those that have it."""
-        tensors = self._tensors()
-        *pieces, counts = total.split([*(each.numel() for each in tensors), len(tensors)])
-        for each, piece, count in zip(tensors, pieces, counts.tolist()):
-            if not count:
-                continue
-            mean = (piece / count).view(each.shape).to(each)
-            if self.average == "gradients":
-                each.grad = mean
-            else:
-                each.copy_(mean)
+            self._averages.take(total)
 
     @override
     def barrier(self, name: str | None = None) -> None:
@@ -466,79 +431,25 @@ class ClusterStrategy(GNNStrategy):
 
     # The end ##################################################################
 
-    def _validated(self, trainer: pl.Trainer) -> None:
-        """Keeps what the result is chosen by."""
-        if self.final == "average" or self.world_size == 1:
-            return
-        asked = self._compared_by(trainer)
-        logged = {each.meta.name for each in (trainer._results or {}).values()}
-        self._chosen_by = next(((name, mode) for name, mode in asked if name in logged), None)
-        if self._chosen_by is not None:
-            name, mode = self._chosen_by
-            if not trainer.sanity_checking:
-                found = float(trainer.callback_metrics[name])
-                self._score = found if mode == "min" else -found
-        elif self.final == "best" or self.monitor is not None:
-            names = ", ".join(sorted(logged)) or "nothing"
-            raise ValueError(
-                f"final={self.final!r} compares workers by monitor={asked[0][0]!r}, which validation_step has not logged (it "
-                f'logged {names}). Name one of these, with its mode, or use final="average".'
-            )
-
-    def _epoch_ended(self) -> None:
-        """Keeps the mean loss of the epoch's steps, if there were any."""
-        losses, self._losses = self._losses, []
-        if losses:
-            self._training_loss = float(torch.stack(losses).double().mean())
-
-    def _compared_by(self, trainer: pl.Trainer) -> list[tuple[str, str]]:
-        """Returns values that workers may be compared by, and which of each is best; the first that is logged counts."""
-        if self.monitor is not None:
-            return [(self.monitor, self.mode or "min")]
-        callbacks: list[Any] = [*trainer.checkpoint_callbacks, *trainer.early_stopping_callbacks]
-        monitored = [(each.monitor, each.mode) for each in callbacks if getattr(each, "monitor", None) is not None]
-        return [*monitored, ("val_loss", "min")]
-
     @override
     def on_train_end(self) -> None:
         """Comes to a result with the other workers; none of them waits for one that has died."""
         worker, module = self._worker, self.lightning_module
-        assert worker is not None and module is not None and self._batches is not None
-        worker.leave(self._vector)
+        assert worker is not None and module is not None and self._batches is not None and self._averages is not None
+        worker.leave(self._averages.vector)
         self._batches.give_back()
-        worker.tell(module.parameters())
-        file = io.BytesIO()
-        torch.save({name: value.cpu() for name, value in module.state_dict().items()}, file)
-        scores = worker.agree(self._scores(), file.getvalue(), self.timeout.total_seconds())
-        self.report, self.consensus = worker.everyones(), worker.consensus(scores)
+        worker.publish(module.parameters())
+        scores = worker.agree(self._comparison.scores, weights_of(module), self.timeout.total_seconds())
+        self.report, self.consensus = worker.all_counts(), worker.consensus(scores)
         self._lost = [rank for rank in range(self.world_size) if rank not in scores]
         undone = 0 if module.trainer.should_stop else worker.undone()
-        if worker.ties is None:
+        if worker.peers is None:
             return
-        chosen, result = self._result_of(scores)
-        module.load_state_dict(_mean([_load(worker.weights_of(rank)) for rank in chosen]))
+        chosen, result = self._comparison.choose(scores, self.global_rank)
+        module.load_state_dict(mean_of([worker.weights_of(rank) for rank in chosen]))
         worker.part(list(scores), self._server is not None, EXCHANGE_S)
         if self.global_rank == min(scores):
             show(self.report, self._lost, undone, self.consensus, result)
-
-    def _scores(self) -> Scores:
-        """Returns what workers are compared by, the least being best; None for what this one has not."""
-        score, loss = self._score, self._training_loss
-        return (score, loss) if self.final == "auto" else (score if self.final == "best" else None,)
-
-    def _result_of(self, scores: Mapping[int, Scores]) -> tuple[list[int], str]:
-        """Returns the workers whose weights make the result, and what that is, in words."""
-        name, mode = self._chosen_by or ("what validation logs", "min")
-        for column, what in enumerate((name, "training loss")[: len(self._scores())]):
-            # Neither those that have not validated, nor those that have diverged.
-            ranked = [(score, rank) for rank, each in scores.items() if (score := each[column]) is not None]
-            score, best = min((each for each in ranked if math.isfinite(each[0])), default=(math.nan, -1))
-            if best >= 0:
-                value = -score if column == 0 and mode == "max" else score
-                return [best], f"worker {best}'s weights, of best {what} ({value:.4g})"
-        if self.final != "average" and self.global_rank == min(scores):
-            warnings.warn(f"No worker has a number in {name} to compare: the result is the average.", stacklevel=2)
-        return sorted(scores), "the average of all workers' weights"
 
     @override
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any | None = None) -> None:
@@ -557,82 +468,8 @@ class ClusterStrategy(GNNStrategy):
             self._worker.close()
         if self._server is not None:
             self._server.stop()
-        self._worker = self._batches = self._server = self._clusters = None
+        self._worker = self._batches = self._averages = self._server = self._clusters = None
         super().teardown()
-
-
-class ClusterBatches:
-    """Some clusters, one by one."""
-
-    def __init__(self, clusters: Clusters, chosen: Sequence[int]) -> None:
-        self._clusters, self._chosen = clusters, chosen
-
-    def __len__(self) -> int:
-        return len(self._chosen)
-
-    def __iter__(self) -> Iterator[Data]:
-        for cluster in self._chosen:
-            yield self._clusters.batch([cluster])
-
-
-class LeftOver(Data):
-    """Stands at the end of the last epoch for what others may leave undone, which is known only when its turn comes."""
-
-
-class PooledBatches:
-    """The training loader of a worker: of each epoch, the batches that it got.
-
-    It has no length: Lightning then asks for one batch ahead, to know which is an epoch's last.
-
-    Args:
-        worker: takes items from the pool.
-        clusters: makes them batches.
-        epoch: returns the number of the epoch that is asked for, and whether it is the last.
-    """
-
-    def __init__(self, worker: Worker, clusters: Clusters, epoch: Callable[[], tuple[int, bool]]) -> None:
-        self._worker, self._clusters, self._epoch = worker, clusters, epoch
-        self._held: list[int] = []
-        self._given: deque[list[int]] = deque()
-
-    def __iter__(self) -> Iterator[Data]:
-        epoch, last = self._epoch()
-        self._given.clear()
-        # Taken, and not trained on: they belong to a later epoch, or the last was left early.
-        waiting = deque(self._held)
-        while True:
-            if waiting:
-                item: int | None = waiting.popleft()
-            elif (item := self._worker.take()) is not None:
-                self._held.append(item)
-            if item is None:
-                break
-            if item // self._clusters.batches > epoch:
-                return
-            self._given.append([item])
-            yield self._clusters.batch(self._clusters.of_item(item))
-        if last and self._worker.size > 1:
-            yield LeftOver()
-
-    def left_over(self) -> Data | None:
-        """Returns a batch of all clusters that nobody will do else; None once all is done."""
-        self._held += (items := self._worker.left_over())
-        if not items:
-            return None
-        self._given.append(items)
-        return self._clusters.batch(sorted({cluster for item in items for cluster in self._clusters.of_item(item)}))
-
-    def trained(self) -> None:
-        """Says that the batch that was given first is done."""
-        for item in self._given.popleft():
-            self._worker.done(item)
-            self._held.remove(item)
-
-    def give_back(self) -> None:
-        """Leaves what was taken and not done to others."""
-        for item in self._held:
-            self._worker.give_back(item)
-        self._held.clear()
 
 
 class _Hooks(pl.Callback):
@@ -656,30 +493,17 @@ class _Hooks(pl.Callback):
 
     @override
     def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        self._strategy._epoch_ended()
+        self._strategy._comparison.end_epoch()
 
     @override
     def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        assert self._strategy._worker is not None
-        self._strategy._worker.leave(self._strategy._vector, for_good=False)  # nobody shall wait meanwhile
+        worker, averages = self._strategy._worker, self._strategy._averages
+        assert worker is not None and averages is not None
+        worker.leave(averages.vector, for_good=False)  # nobody shall wait meanwhile
 
     @override
     def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         assert self._strategy._worker is not None
         self._strategy._worker.come_back()
-        self._strategy._validated(trainer)
-
-
-def _load(weights: bytes) -> dict[str, Any]:
-    return torch.load(io.BytesIO(weights), weights_only=True)
-
-
-def _mean(states: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Returns the mean of weights; of what is no floating-point tensor, the first."""
-    first = states[0]
-    return {
-        name: torch.stack([state[name] for state in states]).mean(0)
-        if isinstance(value, Tensor) and value.is_floating_point()
-        else value
-        for name, value in first.items()
-    }
+        if self._strategy.world_size > 1:
+            self._strategy._comparison.end_validation(trainer)

@@ -1,4 +1,4 @@
-"""``gossip``: workers train apart on clusters of the graph, and average in pairs; ``cluster_allreduce``: all at once.
+"""``gossip``: workers train independently on clusters of the graph, and average in pairs; ``cluster_allreduce``: all at once.
 
 Source: Zhang, "Efficient Asynchronous GCN Training on a GPU Cluster" (2021), Algorithms 3 to 6.
 """
@@ -10,13 +10,13 @@ from typing import Any, Literal, get_args
 from typing_extensions import override
 
 from lightning_gnn.arguments import check_numbers
-from lightning_gnn.comm.meetings import Everyone
+from lightning_gnn.comm.peers import WorkerGroup
 from lightning_gnn.gossip.lockstep import Lockstep
 from lightning_gnn.gossip.pairing import Pairing, Rule
 from lightning_gnn.gossip.pool import Pool
 from lightning_gnn.gossip.push_sum import PushSum
-from lightning_gnn.gossip.worker import Ties, Worker
-from lightning_gnn.strategies.clusters import Assignment, Average, ClusterStrategy, Final, Mode
+from lightning_gnn.gossip.worker import Peers, Worker
+from lightning_gnn.strategies.clusters import Average, ClusterStrategy
 
 GossipAverage = Literal["gradients", "parameters", "push_sum"]
 
@@ -42,11 +42,9 @@ class GossipStrategy(ClusterStrategy):
         average: ``"gradients"``, as in the thesis; ``"parameters"`` before the step, as in AD-PSGD, which keeps workers closer;
             ``"push_sum"``: parameters, without pairs: a worker sends half of its mass to any other, takes in what has come for it
             after each batch, and waits for nobody (Stochastic Gradient Push); then `pairing` and `patience` do not apply.
-        clusters, assignment, clusters_per_batch, seed: see :class:`~lightning_gnn.strategies.clusters.ClusterStrategy`.
-        final, monitor, mode: of the result: see :class:`~lightning_gnn.strategies.clusters.ClusterStrategy`.
         patience: seconds that a worker waits for a partner before it goes on without.
-        lease: seconds without a sign of life after which a worker counts as dead, and others take over its batches.
-        **options: see :class:`~lightning_gnn.strategies.base.GNNStrategy`.
+        lease: seconds without a heartbeat after which a worker counts as dead, and others take over its batches.
+        **options: see :class:`~lightning_gnn.strategies.clusters.ClusterStrategy`.
 
     Attributes:
         report, consensus: see :class:`~lightning_gnn.strategies.clusters.ClusterStrategy`.
@@ -64,13 +62,6 @@ class GossipStrategy(ClusterStrategy):
         averaging_interval: int = 20,
         pairing: Rule = "prompt",
         average: GossipAverage = "gradients",
-        clusters: int = 40,
-        assignment: Assignment = "random",
-        clusters_per_batch: int = 1,
-        seed: int = 0,
-        final: Final = "auto",
-        monitor: str | None = None,
-        mode: Mode | None = None,
         patience: float = 60.0,
         lease: float = 10.0,
         **options: Any,
@@ -85,26 +76,14 @@ class GossipStrategy(ClusterStrategy):
         for name, seconds, least in (("patience", patience, 0.0), ("lease", lease, 2.0)):
             if seconds < least:
                 raise ValueError(f"{name} is a number of seconds, at least {least:g} (got {seconds}).")
-        super().__init__(
-            averaging_interval,
-            average,
-            clusters,
-            assignment,
-            clusters_per_batch,
-            seed,
-            final,
-            monitor,
-            mode,
-            lease,
-            **options,
-        )
+        super().__init__(averaging_interval, average, lease, **options)
         self.pairing, self.patience = pairing, patience
 
     @override
-    def _make_worker(self, pool: Pool, ties: Ties | None) -> Worker:
+    def _make_worker(self, pool: Pool, peers: Peers | None) -> Worker:
         pairing = Pairing(self.global_rank, self.world_size, self.pairing)
         kind = PushSum if self.average == "push_sum" else Worker
-        return kind(pool, pairing, self.averaging_interval, ties, self.patience, self.seed)
+        return kind(pool, pairing, self.averaging_interval, peers, self.patience, self.seed)
 
 
 class ClusterAllReduceStrategy(ClusterStrategy):
@@ -115,9 +94,8 @@ class ClusterAllReduceStrategy(ClusterStrategy):
     :class:`GossipStrategy`.
 
     Args:
-        averaging_interval, average, clusters, assignment, clusters_per_batch, seed, final, monitor, mode: see
-            :class:`GossipStrategy`.
-        **options: see :class:`~lightning_gnn.strategies.base.GNNStrategy`; `timeout` bounds the wait for others in an average.
+        averaging_interval, average: see :class:`GossipStrategy`.
+        **options: see :class:`~lightning_gnn.strategies.clusters.ClusterStrategy`; `timeout` bounds waits for others.
 
     Raises:
         ValueError: an argument is none of these, or a number below 1.
@@ -125,35 +103,11 @@ class ClusterAllReduceStrategy(ClusterStrategy):
 
     strategy_name = "cluster_allreduce"
 
-    def __init__(
-        self,
-        averaging_interval: int = 1,
-        average: Average = "gradients",
-        clusters: int = 40,
-        assignment: Assignment = "random",
-        clusters_per_batch: int = 1,
-        seed: int = 0,
-        final: Final = "auto",
-        monitor: str | None = None,
-        mode: Mode | None = None,
-        **options: Any,
-    ) -> None:
-        super().__init__(
-            averaging_interval,
-            average,
-            clusters,
-            assignment,
-            clusters_per_batch,
-            seed,
-            final,
-            monitor,
-            mode,
-            lease=10.0,
-            **options,
-        )
+    def __init__(self, averaging_interval: int = 1, average: Average = "gradients", **options: Any) -> None:
+        super().__init__(averaging_interval, average, lease=10.0, **options)
 
     @override
-    def _make_worker(self, pool: Pool, ties: Ties | None) -> Worker:
+    def _make_worker(self, pool: Pool, peers: Peers | None) -> Worker:
         rank, size = self.global_rank, self.world_size
-        everyone = None if ties is None else Everyone(ties.place, rank, size, self.timeout.total_seconds())
-        return Lockstep(pool, rank, size, self.averaging_interval, ties, everyone)
+        group = None if peers is None else WorkerGroup(peers.store, rank, size, self.timeout.total_seconds())
+        return Lockstep(pool, rank, size, self.averaging_interval, peers, group)

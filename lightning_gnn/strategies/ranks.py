@@ -17,7 +17,7 @@ from typing_extensions import override
 from lightning_gnn.arguments import check_choice, check_flags, check_numbers
 from lightning_gnn.checkpoints import WholeCheckpointIO
 from lightning_gnn.comm.group import World, wait_for_all
-from lightning_gnn.comm.progress import here
+from lightning_gnn.comm.processes import here
 from lightning_gnn.launching import StartMethod
 
 MOST_SECONDS = 10**8

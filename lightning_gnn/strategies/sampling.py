@@ -12,37 +12,43 @@ from functools import partial
 from typing import Any, TypeVar
 
 import lightning.pytorch as pl
-import numpy as np
 import torch
+from lightning.pytorch.callbacks import LambdaCallback
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor
 from torch_geometric.data import HeteroData
 from torch_geometric.nn.models.basic_gnn import BasicGNN
-from torch_geometric.typing import EdgeType, NodeType
+from torch_geometric.typing import EdgeType
 from typing_extensions import override
 
-from lightning_gnn.arguments import check_flags, check_numbers, check_seed, check_whole, is_one_of, shown
+from lightning_gnn.arguments import (
+    Fanouts,
+    check_flags,
+    check_numbers,
+    check_seed,
+    check_whole,
+    checked_batches,
+    fanouts_by_type,
+    is_one_of,
+    shown,
+)
 from lightning_gnn.callbacks.sampling import SamplingMetrics
-from lightning_gnn.comm.graph_store import GraphStore
 from lightning_gnn.data.shards import Cut
-from lightning_gnn.data.sources import EDGE_MASKS, counted_mask, is_labelled
+from lightning_gnn.data.sources import EDGE_MASKS, counted_mask
 from lightning_gnn.datamodules.graph import GraphDataModule, OneBatch
 from lightning_gnn.nn.bind import check_columns
 from lightning_gnn.nn.helpers import graph_in_use
 from lightning_gnn.partition.layout import LayoutSpec
 from lightning_gnn.partition.types import ONE_TYPE, Types
+from lightning_gnn.sampling.graph_store import GraphStore
 from lightning_gnn.sampling.loader import BatchMaker, EdgeBatchMaker, SampledBatches
-from lightning_gnn.sampling.neighbors import Fanouts, checked_batches
-from lightning_gnn.sampling.sampler import fanouts_by_type
-from lightning_gnn.sampling.seeds import SeedBatches, split_seeds
+from lightning_gnn.sampling.seeds import SeedBatches, seeds_in, split_seeds
 from lightning_gnn.sampling.variants import (
     METHODS,
-    Draw,
     EgoBatchMaker,
     Method,
     SubgraphBatchMaker,
-    cluster_draw,
-    saint_draw,
+    node_draw,
 )
 from lightning_gnn.strategies.base import GNNStrategy
 from lightning_gnn.strategies.dgcl import DGCLScheme
@@ -96,7 +102,7 @@ class SamplingStrategy(GNNStrategy):
         walk_length: steps of a walk of ``"saint_walk"``.
         clusters: in a batch of ``"cluster"``.
         samplers: threads that make batches (DistDGL, section III-D); batches do not depend on how many.
-        prefetch: batches that are made ahead in the background; 0 for none. At least as many as samplers, if these are several.
+        prefetch: batches that are made ahead in the background; 0 for none. At least `samplers`, if that is above 1.
         cache_mb: memory for features of nodes on other machines that are read often, in MB.
         seed: of sampling and of the order of seeds.
         keep_constant: in evaluation, see :class:`~lightning_gnn.strategies.dgcl.DGCLStrategy`.
@@ -199,7 +205,7 @@ class SamplingStrategy(GNNStrategy):
         name = None if mask is None else counted_mask(mask, module)
         edges = name in EDGE_MASKS
         kind: Any = ONE_TYPE if edges else types.input_type
-        seeds = _seeds(cut, kind, name)
+        seeds = seeds_in(cut, kind, name)
         if self.method in _OF_NEIGHBORS:
             split = [
                 torch.from_numpy(ids) for ids in split_seeds(seeds.numpy(), types.offsets(kind), self.num_processes)
@@ -214,7 +220,10 @@ class SamplingStrategy(GNNStrategy):
             if not training:
                 how = (dict.fromkeys(types.edges, [-1] * self.num_hops),)
         else:
-            own, batches, draw = self._drawn(cut, rank)
+            draw, count, per_step = node_draw(
+                cut, rank, self.method, self.batch_size, self.walk_length, self.clusters, self.seed
+            )
+            own, batches = torch.arange(count), SeedBatches([count] * self.world_size, per_step)
             training_nodes = torch.zeros(types.total(kind), dtype=torch.bool).index_fill_(0, seeds, True)
             make, how = partial(SubgraphBatchMaker, draw, training_nodes, seeds[:1]), ()
         # What is learnt of edges must not be read off those that are held out.
@@ -264,20 +273,6 @@ class SamplingStrategy(GNNStrategy):
             )
         check_columns(module)  # layers see whole samples: none needs to be exact on a part
 
-    def _drawn(self, cut: Cut, rank: int) -> tuple[Tensor, SeedBatches, Draw]:
-        """Returns seeds and batches for a method that draws nodes, and how it does; on all ranks as many steps.
-
-        An epoch draws about as many nodes as the graph has.
-        """
-        most = int(np.diff(cut.offsets).max())
-        if self.method == "cluster":
-            count, per_step = self.clusters * max(1, -(-most // self.batch_size)), self.clusters
-            draw = cluster_draw(cut, rank, count, self.seed)
-        else:
-            draw, nodes = saint_draw(cut, self.method, self.batch_size, self.walk_length)
-            count, per_step = max(1, -(-most // nodes)), 1
-        return torch.arange(count), SeedBatches([count] * self.world_size, per_step), draw
-
     @override
     def process_dataloader(self, dataloader: object) -> object:
         dataloader = super().process_dataloader(dataloader)
@@ -298,7 +293,10 @@ class SamplingStrategy(GNNStrategy):
         self._depth_known = self._trained = False
         if len(depths) == 1:
             self._compare_depth(depths[0])
-        ours = [SamplingMetrics(lambda: self._loaders.get("train_mask"), self.world), _EpochEnd(self._end_training)]
+        ours = [
+            SamplingMetrics(lambda: self._loaders.get("train_mask"), self.world),
+            LambdaCallback(on_train_epoch_end=lambda *_: self._end_training()),
+        ]
         self._callbacks.extend(ours)
         trainer.callbacks[1:1] = ours  # type: ignore[attr-defined]
 
@@ -398,7 +396,7 @@ class SamplingStrategy(GNNStrategy):
         return torch.utils._pytree.tree_unflatten([torch.cat(each) for each in zip(*pieces)], spec)
 
     def _gather_predictions(self, output: Any) -> Any:
-        """Returns rows of all ranks in original order, as far as they were asked for; see ``predictions``."""
+        """Returns rows of all ranks in original order, on the ranks that ``predictions`` names."""
         if self.predictions == "shards":
             return output
         assert self._predicted is not None
@@ -431,15 +429,6 @@ class SamplingStrategy(GNNStrategy):
         super().teardown()
 
 
-def _seeds(cut: Cut, kind: NodeType | EdgeType, mask: str | None) -> Tensor:
-    """Returns the ids of the nodes of a type, or the edges, that are in a mask and not without a label; None takes all."""
-    if mask is None:
-        return torch.arange(cut.types.total(kind))
-    attributes = cut.attributes[cut.types.key(kind)]
-    chosen, y = attributes[mask], attributes.get("y") if isinstance(kind, str) else None
-    return (chosen if y is None else chosen & is_labelled(y)).nonzero().view(-1)
-
-
 def _one_of(name: str, own: T | None, of_data: T | None, default: T) -> T:
     """Returns what is given to the strategy or to the datamodule."""
     if own is None:
@@ -449,14 +438,3 @@ def _one_of(name: str, own: T | None, of_data: T | None, default: T) -> T:
             f"{name}={of_data} is given to GraphDataModule, but {name}={own} to SamplingStrategy. Give one of them."
         )
     return own
-
-
-class _EpochEnd(pl.Callback):
-    """Calls a function after each training epoch, before checkpoints are written."""
-
-    def __init__(self, function: Callable[[], None]) -> None:
-        self._function = function
-
-    @override
-    def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        self._function()

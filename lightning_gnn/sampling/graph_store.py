@@ -2,7 +2,7 @@
 
 Source: DistDGL (2020) sections III-C (features: local rows through shared memory, remote ones in bulk) and III-D (samplers: the
 owner of a node draws its neighbours). Parts of this machine are read through the memory-mapped store, which all of its ranks
-share; for others their owners are asked, once for all nodes of a hop.
+share; the owners of others are asked, once for all nodes of a hop.
 
 N nodes, P ranks; ids are those of the partitioned graph, in which a rank's nodes of a type, and their in-edges of a type, are one
 range. A graph without types has one of each.
@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -20,15 +19,13 @@ from torch import Tensor
 from torch_geometric.typing import EdgeType, NodeType
 
 from lightning_gnn.comm.group import World
-from lightning_gnn.comm.requests import Requests
+from lightning_gnn.comm.rows import GroupChannel, OwnedRows
 from lightning_gnn.data.attributes import GraphData
+from lightning_gnn.data.shards import Cut
 from lightning_gnn.kernels import CSR
 from lightning_gnn.partition.shard import owners_of
 from lightning_gnn.sampling.neighbors import Neighbors, sample_neighbors
 from lightning_gnn.sampling.sampler import seed_of_type
-
-if TYPE_CHECKING:
-    from lightning_gnn.data.shards import Cut
 
 
 class _Part:
@@ -88,7 +85,7 @@ class GraphStore:
 
     Attributes:
         types: of the graph.
-        asked, hits: rows of features that lie on other machines: wanted, and found in the cache.
+        requested, hits: rows of features that lie on other machines, and those of them found in the cache.
     """
 
     def __init__(
@@ -104,10 +101,10 @@ class GraphStore:
             kind: {rank: _Part(cut, rank, kind, torch.from_numpy(halo), messages) for rank, halo in halos.items()}
             for kind in self.types.edges
         }
-        self.requests = None if all(self._near) else Requests(world)
-        self.asked = self.hits = 0
+        self.channel = None if all(self._near) else GroupChannel(world)
+        self.requested = self.hits = 0
         self._cached: dict[NodeType, tuple[Tensor, Tensor]] = {}
-        if self.requests is not None and cache_bytes:
+        if self.channel is not None and cache_bytes:
             self._fill_cache(cache_bytes)
 
     @property
@@ -118,8 +115,8 @@ class GraphStore:
     def beside(self) -> GraphStore:
         """Returns a store of the same parts for another thread, with counts and a way to ask of its own; all ranks call it."""
         other = copy.copy(self)
-        other.requests = None if self.requests is None else Requests(self._world)
-        other.asked = other.hits = 0
+        other.channel = None if self.channel is None else GroupChannel(self._world)
+        other.requested = other.hits = 0
         return other
 
     def of_graph(self) -> GraphData:
@@ -159,7 +156,7 @@ class GraphStore:
         for (name, all_of_it), chosen in zip(wanted.items(), kept.split([len(each) for each in wanted.values()])):
             cached = all_of_it[chosen].sort().values
             self._cached[name] = cached, self._fetch(name, "x", cached)
-        self.asked = 0
+        self.requested = 0
 
     def hops(self, seeds: Sequence[int], replace: bool) -> Callable[[EdgeType, Tensor, int], Neighbors]:
         """Returns what answers the hops of one batch, see :func:`~lightning_gnn.sampling.hops.sample_hops`.
@@ -196,14 +193,14 @@ class GraphStore:
         self, kind: EdgeType, by_rank: Sequence[Tensor], fanout: int, seeds: Sequence[int], replace: bool
     ) -> dict[int, Neighbors]:
         """Asks the ranks of other machines, and answers theirs."""
-        if self.requests is None:
+        if self.channel is None:
             return {}
         nothing = by_rank[0][:0]
-        questions = self.requests.exchange([nothing if near else targets for near, targets in zip(self._near, by_rank)])
+        questions = self.channel.exchange([nothing if near else targets for near, targets in zip(self._near, by_rank)])
         own = self._parts[kind][self._world.rank]
         answers = [own.neighbors(targets, fanout, seeds[peer], replace) for peer, targets in enumerate(questions)]
-        counts = self.requests.exchange([answer.counts for answer in answers])
-        ends = self.requests.exchange([torch.stack([answer.sources, answer.edges], 1) for answer in answers])
+        counts = self.channel.exchange([answer.counts for answer in answers])
+        ends = self.channel.exchange([torch.stack([answer.sources, answer.edges], 1) for answer in answers])
         found = {}
         for peer, (count, edges) in enumerate(zip(counts, ends)):
             found[peer] = Neighbors(_bounds(count), edges[:, 0], edges[:, 1])
@@ -217,7 +214,7 @@ class GraphStore:
         place = torch.searchsorted(cached, ids).clamp(max=len(cached) - 1)
         hit = cached[place] == ids
         self.hits += int(hit.sum())
-        self.asked += int(hit.sum())
+        self.requested += int(hit.sum())
         rows = self._fetch(kind, name, ids[~hit])
         out = rows.new_empty((len(ids), *rows.shape[1:]))
         out[~hit], out[hit] = rows, cache[place[hit]]
@@ -225,35 +222,34 @@ class GraphStore:
 
     def _fetch(self, kind: NodeType | EdgeType, name: str, ids: Tensor) -> Tensor:
         values = self._cut.attributes[self.types.key(kind)][name]
-        if self.requests is None:
+        if self.channel is None:
             return torch.index_select(values, 0, ids)
         owner = _owners(ids, self._offsets[kind])
         far = ~torch.tensor(self._near)[owner]
         if isinstance(kind, str) and name == "x":
-            self.asked += int(far.sum())
+            self.requested += int(far.sum())
         order = torch.argsort(torch.where(far, owner, self._world.size), stable=True)
-        counts = torch.bincount(owner[far], minlength=self._world.size).tolist()
-        questions = self.requests.exchange(ids[order][: sum(counts)].split(counts))
-        arrived = self.requests.exchange([torch.index_select(values, 0, question) for question in questions])
+        order, near = order.tensor_split([int(far.sum())])
+        first = torch.from_numpy(self._offsets[kind])
+        rows, own = OwnedRows(first, self.channel), first[self._world.rank]
         out = values.new_empty((len(ids), *values.shape[1:]))
-        out[order[: sum(counts)]] = torch.cat(arrived)
-        here = order[sum(counts) :]
-        out[here] = torch.index_select(values, 0, ids[here])
+        out[order] = rows.pull(rows.request(ids[order]), lambda chosen: torch.index_select(values, 0, chosen + own))
+        out[near] = torch.index_select(values, 0, ids[near])
         return out
 
     def take_counts(self) -> tuple[int, int, int]:
-        """Returns rows asked for, hits, and bytes received from other machines since the last call."""
-        received = 0 if self.requests is None else self.requests.bytes_received
-        taken = self.asked, self.hits, received
-        self.asked = self.hits = 0
-        if self.requests is not None:
-            self.requests.bytes_received = 0
+        """Returns rows requested, hits, and bytes received from other machines since the last call."""
+        received = 0 if self.channel is None else self.channel.bytes_received
+        taken = self.requested, self.hits, received
+        self.requested = self.hits = 0
+        if self.channel is not None:
+            self.channel.bytes_received = 0
         return taken
 
     def close(self) -> None:
         """Ends what ranks ask each other through."""
-        if self.requests is not None:
-            self.requests.close()
+        if self.channel is not None:
+            self.channel.close()
 
 
 def _bounds(counts: Tensor) -> Tensor:
@@ -266,7 +262,7 @@ def _owners(ids: Tensor, offsets: np.ndarray) -> Tensor:
 
 
 def _stitched(found: Sequence[Neighbors], order: Tensor) -> Neighbors:
-    """Returns the edges of targets that were asked for in groups, in the order in which they were wanted.
+    """Returns the edges of targets that were sampled in groups, in the order of the targets.
 
     Args:
         found: by group.

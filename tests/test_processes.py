@@ -16,9 +16,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from lightning_gnn.comm import neighbours
+from lightning_gnn.comm import processes
 from lightning_gnn.comm.group import World
-from lightning_gnn.comm.progress import Progress
+from lightning_gnn.comm.processes import Progress
 from lightning_gnn.launching import script
 from lightning_gnn.launching.script import ScriptLauncher
 
@@ -28,14 +28,14 @@ GLOO = RuntimeError("[gloo/transport/tcp/pair.cc:537] Read error [127.0.0.1]:140
 @pytest.fixture
 def other(monkeypatch: pytest.MonkeyPatch) -> Iterator[subprocess.Popen[bytes]]:
     """The process of rank 1, as this process, rank 0, has met it; rank 2 is on another machine."""
-    monkeypatch.setattr(neighbours, "_pids", {})
-    monkeypatch.setattr(neighbours, "_progress", {})
+    monkeypatch.setattr(processes, "_pids", {})
+    monkeypatch.setattr(processes, "_progress", {})
     process, store = subprocess.Popen(["sleep", "60"]), dist.HashStore()
     progress = Progress()
     progress.at("backward", 3)
     store.set("process/1", json.dumps([process.pid, "here", progress.address]))
     store.set("process/2", json.dumps([process.pid, "there", ""]))
-    neighbours.meet(store, 0, 3, "here")
+    processes.meet(store, 0, 3, "here")
     yield process
     process.kill()
     process.wait()
@@ -107,19 +107,19 @@ def test_one_that_is_asked_to_end_names_the_rank_that_ended(other, launcher, cap
 
 
 def test_exit_status():
-    assert neighbours.exit_status(os.getpid()) is None
+    assert processes.exit_status(os.getpid()) is None
     failing = subprocess.Popen(["false"])
-    while (status := neighbours.exit_status(failing.pid)) is None:
+    while (status := processes.exit_status(failing.pid)) is None:
         time.sleep(0.01)
     assert status == 1
     failing.wait()
-    assert neighbours.exit_status(failing.pid) == 0
+    assert processes.exit_status(failing.pid) == 0
 
 
 def met(rank: int, world_size: int) -> tuple[int, dict[int, int]]:
     world = World(rank, world_size, torch.device("cpu"), timedelta(seconds=30))
     world.close()
-    return os.getpid(), dict(neighbours._pids)
+    return os.getpid(), dict(processes._pids)
 
 
 def test_ranks_that_have_met_know_the_processes(ranks):

@@ -1,7 +1,7 @@
-"""What workers share that train apart: a store of keys, signs of life, and exchanges between two. No collective anywhere.
+"""How workers that train independently reach each other: a store of keys, heartbeats, peer servers. No collective but one.
 
 The store is a TCPStore in the process that starts the ranks, where that is none of them: then any rank may die. Vectors travel
-over sockets, between two workers that have agreed to meet; every wait has a deadline.
+over sockets of our own: multiprocessing.connection has no deadlines for connecting, for its handshake or within a message.
 """
 
 from __future__ import annotations
@@ -25,20 +25,20 @@ from torch import Tensor
 from lightning_gnn.comm.group import CommunicationError
 from lightning_gnn.comm.listening import gloo_beside
 
-ADDRESS = "LIGHTNING_GNN_MEETINGS"
+STORE_VARIABLE = "LIGHTNING_GNN_WORKER_STORE"
 """Environment of a started rank: where the store is, ``host:port``, if its parent has one."""
 
 LOCAL = "127.0.0.1"
 
 BEAT_S = 0.5
-"""Seconds between two signs of life."""
+"""Seconds between two heartbeats."""
 
 _NOTHING = "-"
 _CHUNK = 4 << 20  # a TCPStore takes 8 MB at once
-_GREETING = struct.Struct("!qqq")  # who visits, in which meeting, how many bytes
+_HEADER = struct.Struct("!qqq")  # who connects, in which meeting, how many bytes
 _MOST_WAITING = 128
-_KNOCK_S = 1.0
-_LOOK_S = 0.2  # how often who receives letters looks whether it is over
+_NOTIFY_S = 1.0
+_LOOK_S = 0.2  # how often a mailbox looks whether it is closed
 
 
 class StoreServer:
@@ -55,7 +55,7 @@ class StoreServer:
         self._store: dist.TCPStore | None = None
 
     def start(self) -> None:
-        """Begins to answer; not before this process has forked, whose children would take half of a thread along."""
+        """Begins to answer; not before this process has forked: its threads are not there in the children."""
         self._store = dist.TCPStore(
             self._host, self.port, is_master=True, master_listen_fd=self._socket.detach(), wait_for_workers=False
         )
@@ -68,16 +68,16 @@ class StoreServer:
 
 @contextmanager
 def store_for_children(wanted: bool) -> Iterator[StoreServer | None]:
-    """Keeps a store for ranks that are started inside, if `wanted`; they find it by :data:`ADDRESS`."""
+    """Keeps a store for ranks that are started while it is open, if `wanted`; they find it by :data:`STORE_VARIABLE`."""
     if not wanted:
         yield None
         return
     server = StoreServer(LOCAL)
-    os.environ[ADDRESS] = f"{LOCAL}:{server.port}"
+    os.environ[STORE_VARIABLE] = f"{LOCAL}:{server.port}"
     try:
         yield server
     finally:
-        os.environ.pop(ADDRESS, None)
+        os.environ.pop(STORE_VARIABLE, None)
         server.stop()
 
 
@@ -91,7 +91,7 @@ def own_address(main: str, num_machines: int) -> str:
 
 
 @dataclass(frozen=True)
-class Place:
+class StoreAddress:
     """Where a store is.
 
     Attributes:
@@ -121,16 +121,16 @@ class SharedKeys:
     """A key-value store that processes share, see :class:`~lightning_gnn.gossip.operations.KeyValues`.
 
     Args:
-        place: where it is.
+        address: of the store.
 
     Raises:
         CommunicationError: also from all methods: the store is gone.
     """
 
-    def __init__(self, place: Place) -> None:
-        self._where = f"{place.host}:{place.port}"
+    def __init__(self, address: StoreAddress) -> None:
+        self._where = f"{address.host}:{address.port}"
         with self._naming():
-            self._store = place.connect()
+            self._store = address.connect()
 
     @contextmanager
     def _naming(self) -> Iterator[None]:
@@ -177,36 +177,32 @@ class SharedKeys:
             return b"".join(self._store.get(f"{key}/{place}") for place in range(0, int(length), _CHUNK))
 
 
-class Life:
-    """Signs of life: gives those of this worker, from a thread, and watches for those of others.
+class Heartbeat:
+    """Beats for this worker, from a thread, and watches those of others.
 
     Args:
-        place: of the store, which is asked over connections of their own.
+        address: of the store, which is asked over connections of their own.
         me: this worker.
-        patience: seconds without a sign after which a worker counts as dead.
+        patience: seconds without a beat after which a worker counts as dead.
     """
 
-    def __init__(self, place: Place, me: int, patience: float) -> None:
-        self._keys, self._beats = SharedKeys(place), SharedKeys(place)
+    def __init__(self, address: StoreAddress, me: int, patience: float) -> None:
+        self._keys, self._beats = SharedKeys(address), SharedKeys(address)
         self._me, self._patience = me, patience
         self._seen: dict[int, tuple[int, float]] = {}
         self._over = threading.Event()
-        self._beats.add(self._key(me), 1)
-        self._thread = threading.Thread(target=self._beat, daemon=True, name="gives signs of life")
+        self._beats.add(f"heartbeat/{me}", 1)
+        self._thread = threading.Thread(target=self._beat, daemon=True, name="heartbeat")
         self._thread.start()
 
-    @staticmethod
-    def _key(worker: int) -> str:
-        return f"life/{worker}"
-
     def _beat(self) -> None:
-        with contextlib.suppress(CommunicationError):  # whoever trains notices, too
+        with contextlib.suppress(CommunicationError):  # the training thread notices, too
             while not self._over.wait(BEAT_S):
-                self._beats.add(self._key(self._me), 1)
+                self._beats.add(f"heartbeat/{self._me}", 1)
 
     def is_alive(self, worker: int) -> bool:
-        """Returns whether a worker has given a sign of life lately."""
-        count, now = self._keys.add(self._key(worker), 0), time.monotonic()
+        """Returns whether a worker has beaten lately."""
+        count, now = self._keys.add(f"heartbeat/{worker}", 0), time.monotonic()
         before, since = self._seen.get(worker, (None, now))
         if count != before:
             since = now
@@ -214,16 +210,16 @@ class Life:
         return now - since < self._patience
 
     def stop(self) -> None:
-        """Gives no more signs."""
+        """Beats no more."""
         self._over.set()
         self._thread.join()
 
 
-class Everyone:
+class WorkerGroup:
     """All workers at once, beside torch's default process group; all make its calls in the same order.
 
     Args:
-        place: of the store by which they find each other.
+        address: of the store by which they find each other.
         me, size: this worker and how many there are.
         timeout: seconds to wait for the others.
 
@@ -231,10 +227,10 @@ class Everyone:
         CommunicationError: also from all methods: a worker does not answer.
     """
 
-    def __init__(self, place: Place, me: int, size: int, timeout: float) -> None:
+    def __init__(self, address: StoreAddress, me: int, size: int, timeout: float) -> None:
         self._me, self._size = me, size
-        with self._naming(), gloo_beside(place.host):
-            self._group: Any = dist.ProcessGroupGloo(place.connect(), me, size, timedelta(seconds=timeout))
+        with self._naming(), gloo_beside(address.host):
+            self._group: Any = dist.ProcessGroupGloo(address.connect(), me, size, timedelta(seconds=timeout))
 
     @contextmanager
     def _naming(self) -> Iterator[None]:
@@ -258,15 +254,15 @@ class Everyone:
         return int(count) >= (self._size if all else 1)
 
 
-class Door:
-    """Where a worker is visited by others, one at a time.
+class PeerServer:
+    """Where other workers connect to this one, one at a time.
 
     Args:
         host: of this machine, as the others know it.
-        timeout: seconds that a visit, once begun, may take without a byte.
+        timeout: seconds that a connection may take without a byte.
 
     Attributes:
-        address: where to, ``host:port``.
+        address: ``host:port``.
     """
 
     def __init__(self, host: str, timeout: float) -> None:
@@ -278,8 +274,10 @@ class Door:
         """Returns what the partner brings to a meeting, and gives it `own`; None if it does not come in time.
 
         Args:
+            partner: the worker that is waited for.
+            meeting: its number; who comes to another one is not answered.
             own: float, on the CPU, of the same shape and dtype for both.
-            seconds: to wait for the partner.
+            seconds: to wait.
         """
         deadline = time.monotonic() + seconds
         while True:
@@ -290,22 +288,19 @@ class Door:
                 return None
             with visitor, contextlib.suppress(OSError):
                 visitor.settimeout(self._timeout)
-                theirs = torch.empty_like(own)
-                greeting = bytearray(_GREETING.size)
-                _receive(visitor, memoryview(greeting))
-                # One that comes to a meeting that this worker no longer waits for is not let in.
-                if _GREETING.unpack(greeting) == (partner, meeting, own.nbytes):
+                header, theirs = bytearray(_HEADER.size), torch.empty_like(own)
+                _receive(visitor, memoryview(header))
+                if _HEADER.unpack(header) == (partner, meeting, own.nbytes):
                     _receive(visitor, _bytes(theirs))
                     visitor.sendall(_bytes(own))
                     return theirs
 
     def visit(self, address: str, me: int, meeting: int, own: Tensor) -> Tensor | None:
         """Returns what the worker at `address` has, and gives it `own`; None if it does not answer."""
-        host, _, port = address.rpartition(":")
         theirs = torch.empty_like(own)
         try:
-            with socket.create_connection((host, int(port)), self._timeout) as partner:
-                partner.sendall(_GREETING.pack(me, meeting, own.nbytes))
+            with _connect(address, self._timeout) as partner:
+                partner.sendall(_HEADER.pack(me, meeting, own.nbytes))
                 partner.sendall(_bytes(own))
                 _receive(partner, _bytes(theirs))
         except OSError:
@@ -313,14 +308,13 @@ class Door:
         return theirs
 
     @staticmethod
-    def knock(address: str) -> None:
-        """Lets the worker at `address` know that it is wanted; if it does not hear, nothing happens."""
-        host, _, port = address.rpartition(":")
+    def notify(address: str) -> None:
+        """Lets the worker at `address` know that it has been chosen, by a connection that is closed at once; it may get lost."""
         with contextlib.suppress(OSError):
-            socket.create_connection((host, int(port)), _KNOCK_S).close()
+            _connect(address, _NOTIFY_S).close()
 
-    def knocked(self) -> bool:
-        """Returns whether anybody has come since this was last asked, and sends them away; not while this worker waits."""
+    def notified(self) -> bool:
+        """Returns whether anybody has connected since this was last asked, and closes; not while this worker waits."""
         found = False
         self._socket.settimeout(0)
         with contextlib.suppress(BlockingIOError):
@@ -329,89 +323,89 @@ class Door:
                 found = True
         return found
 
-    def send(self, address: str, letter: Tensor) -> bool:
-        """Sends a vector to the worker at `address`, which need not wait; returns whether it is on its way, with all of it."""
-        host, _, port = address.rpartition(":")
+    def send(self, address: str, vector: Tensor) -> bool:
+        """Sends a vector to the worker at `address`, which need not wait; returns whether all of it is on its way."""
         try:
-            with socket.create_connection((host, int(port)), self._timeout) as partner:
-                partner.sendall(_bytes(letter))
+            with _connect(address, self._timeout) as partner:
+                partner.sendall(_bytes(vector))
         except OSError:
             return False
         return True
 
     def receive(self, like: Tensor, seconds: float) -> Tensor | None:
-        """Returns what somebody sends within some seconds; None for nothing, or not all of it.
-
-        Args:
-            like: a tensor of the same shape and dtype, on the CPU.
-        """
+        """Returns a vector of the shape and dtype of `like` that is sent within some seconds; None for nothing, or a part."""
         self._socket.settimeout(seconds)
         with contextlib.suppress(OSError), self._socket.accept()[0] as visitor:
             visitor.settimeout(self._timeout)
-            letter = torch.empty_like(like)
-            _receive(visitor, _bytes(letter))
-            return letter
+            vector = torch.empty_like(like)
+            _receive(visitor, _bytes(vector))
+            return vector
         return None
 
     def close(self) -> None:
-        """Lets nobody in any more."""
+        """Accepts no more connections."""
         self._socket.close()
 
 
-class Letters:
+class Mailbox:
     """Vectors that workers send each other whenever they like, from threads; nobody waits.
 
-    What comes is summed as it comes: however much it is, it takes the space of one. What cannot be delivered comes back.
+    Arriving vectors are summed, so that they take the space of one. What cannot be delivered comes back.
 
     Args:
-        door: where letters come; nothing else uses it meanwhile.
+        server: where vectors arrive; nothing else uses it meanwhile.
         like: a tensor of the shape and dtype of them all, on the CPU.
     """
 
-    def __init__(self, door: Door, like: Tensor) -> None:
-        self._door, self._like = door, torch.empty_like(like)
+    def __init__(self, server: PeerServer, like: Tensor) -> None:
+        self._server, self._like = server, torch.empty_like(like)
         self._lock = threading.Lock()
         self._sum: Tensor | None = None
         self._over = threading.Event()
-        self._receiver = threading.Thread(target=self._receive, daemon=True, name="receives letters")
+        self._receiver = threading.Thread(target=self._receive, daemon=True, name="mailbox receives")
         self._sender: threading.Thread | None = None
         self._receiver.start()
 
     @property
     def sending(self) -> bool:
-        """Whether a letter has not been delivered yet."""
+        """Whether a vector has not been delivered yet."""
         return self._sender is not None and self._sender.is_alive()
 
-    def send(self, address: str, letter: Tensor) -> None:
-        """Sends a letter; one at a time."""
+    def send(self, address: str, vector: Tensor) -> None:
+        """Sends a vector; one at a time."""
         assert not self.sending
-        self._sender = threading.Thread(target=self._send, args=(address, letter), daemon=True, name="sends a letter")
+        self._sender = threading.Thread(target=self._send, args=(address, vector), daemon=True, name="mailbox sends")
         self._sender.start()
 
     def take(self) -> Tensor | None:
-        """Returns the sum of what has come since this was last asked; None for nothing."""
+        """Returns the sum of what has arrived since the last call; None for nothing."""
         with self._lock:
             found, self._sum = self._sum, None
         return found
 
-    def _send(self, address: str, letter: Tensor) -> None:
-        if not self._door.send(address, letter):
-            self._add(letter)
+    def _send(self, address: str, vector: Tensor) -> None:
+        if not self._server.send(address, vector):
+            self._add(vector)
 
     def _receive(self) -> None:
         while not self._over.is_set():
-            letter = self._door.receive(self._like, _LOOK_S)
-            if letter is not None:
-                self._add(letter)
+            vector = self._server.receive(self._like, _LOOK_S)
+            if vector is not None:
+                self._add(vector)
 
-    def _add(self, letter: Tensor) -> None:
+    def _add(self, vector: Tensor) -> None:
         with self._lock:
-            self._sum = letter if self._sum is None else self._sum + letter
+            self._sum = vector if self._sum is None else self._sum + vector
 
     def close(self) -> None:
-        """Receives nothing any more."""
+        """Receives nothing more."""
         self._over.set()
         self._receiver.join()
+
+
+def _connect(address: str, timeout: float) -> socket.socket:
+    host, _, port = address.rpartition(":")
+    return socket.create_connection((host, int(port)), timeout)
 
 
 def _bytes(tensor: Tensor) -> memoryview:

@@ -1,0 +1,158 @@
+"""What workers average, and what their result is."""
+
+from __future__ import annotations
+
+import io
+import math
+import warnings
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal
+
+import lightning.pytorch as pl
+import torch
+from torch import Tensor
+
+from lightning_gnn.gossip.worker import Scores
+
+Final = Literal["auto", "best", "average"]
+Mode = Literal["min", "max"]
+
+
+class Averages:
+    """The values of a module that workers average.
+
+    Args:
+        module: this worker's.
+        gradients: average gradients; else parameters, and floating-point buffers.
+    """
+
+    def __init__(self, module: torch.nn.Module, gradients: bool) -> None:
+        self._module, self._gradients = module, gradients
+
+    def _tensors(self) -> list[Tensor]:
+        parameters: list[Tensor] = [each for each in self._module.parameters() if each.requires_grad]
+        if self._gradients:
+            return parameters
+        return parameters + [each for each in self._module.buffers() if each.is_floating_point()]
+
+    def vector(self) -> Tensor:
+        """Returns what others get: the values, ``[n]``, 0 where there are none, and whether there are, ``[tensors]``."""
+        tensors = self._tensors()
+        found = [each.grad if self._gradients else each.detach() for each in tensors]
+        dtype = torch.float64 if any(each.dtype == torch.float64 for each in tensors) else torch.float32
+        pieces = [
+            torch.zeros(each.numel(), dtype=dtype) if value is None else value.reshape(-1).to("cpu", dtype)
+            for each, value in zip(tensors, found)
+        ]
+        return torch.cat([*pieces, torch.tensor([value is not None for value in found], dtype=dtype)])
+
+    @torch.no_grad()
+    def take(self, total: Tensor) -> None:
+        """Replaces each tensor by its mean over those of the workers that have it, given the sum of their vectors."""
+        tensors = self._tensors()
+        *pieces, counts = total.split([*(each.numel() for each in tensors), len(tensors)])
+        for each, piece, count in zip(tensors, pieces, counts.tolist()):
+            if count:
+                mean = (piece / count).view(each.shape).to(each)
+                if self._gradients:
+                    each.grad = mean
+                else:
+                    each.copy_(mean)
+
+
+class Comparison:
+    """Chooses the workers whose weights are the result of a fit.
+
+    Args:
+        final, monitor, mode: see :class:`~lightning_gnn.strategies.clusters.ClusterStrategy`.
+
+    Attributes:
+        training_loss: the mean over the steps of the last epoch that had any.
+    """
+
+    def __init__(self, final: Final, monitor: str | None, mode: Mode | None) -> None:
+        self._final, self._monitor, self._mode = final, monitor, mode
+        self._score: float | None = None
+        self._chosen_by: tuple[str, str] | None = None
+        self._losses: list[Tensor] = []  # of the steps of an epoch
+        self.training_loss: float | None = None
+
+    def add_loss(self, loss: Tensor) -> None:
+        """Keeps the loss of a step."""
+        self._losses.append(loss)
+
+    def end_epoch(self) -> None:
+        """Keeps the mean loss of the epoch's steps, if there were any."""
+        losses, self._losses = self._losses, []
+        if losses:
+            self.training_loss = float(torch.stack(losses).double().mean())
+
+    def end_validation(self, trainer: pl.Trainer) -> None:
+        """Keeps what the result is chosen by.
+
+        Raises:
+            ValueError: validation has not logged the value to compare by.
+        """
+        if self._final == "average":
+            return
+        candidates = self._candidates(trainer)
+        logged = {each.meta.name for each in (trainer._results or {}).values()}
+        self._chosen_by = next(((name, mode) for name, mode in candidates if name in logged), None)
+        if self._chosen_by is not None:
+            name, mode = self._chosen_by
+            if not trainer.sanity_checking:
+                found = float(trainer.callback_metrics[name])
+                self._score = found if mode == "min" else -found
+        elif self._final == "best" or self._monitor is not None:
+            names = ", ".join(sorted(logged)) or "nothing"
+            raise ValueError(
+                f"final={self._final!r} compares workers by monitor={candidates[0][0]!r}, which validation_step has not logged "
+                f'(it logged {names}). Name one of these, with its mode, or use final="average".'
+            )
+
+    def _candidates(self, trainer: pl.Trainer) -> list[tuple[str, str]]:
+        """Returns values that workers may be compared by, and which of each is best; the first that is logged counts."""
+        if self._monitor is not None:
+            return [(self._monitor, self._mode or "min")]
+        callbacks: list[Any] = [*trainer.checkpoint_callbacks, *trainer.early_stopping_callbacks]
+        monitored = [(each.monitor, each.mode) for each in callbacks if getattr(each, "monitor", None) is not None]
+        return [*monitored, ("val_loss", "min")]
+
+    @property
+    def scores(self) -> Scores:
+        """What workers are compared by, the least being best; None for what this one has not."""
+        if self._final == "auto":
+            return self._score, self.training_loss
+        return (self._score if self._final == "best" else None,)
+
+    def choose(self, scores: Mapping[int, Scores], me: int) -> tuple[list[int], str]:
+        """Returns the workers whose weights make the result, and what that is, in words; worker `me` may warn."""
+        name, mode = self._chosen_by or ("what validation logs", "min")
+        for column, what in enumerate((name, "training loss")[: len(self.scores)]):
+            # Neither those that have not validated, nor those that have diverged.
+            ranked = [(score, rank) for rank, each in scores.items() if (score := each[column]) is not None]
+            score, best = min((each for each in ranked if math.isfinite(each[0])), default=(math.nan, -1))
+            if best >= 0:
+                value = -score if column == 0 and mode == "max" else score
+                return [best], f"worker {best}'s weights, of best {what} ({value:.4g})"
+        if self._final != "average" and me == min(scores):
+            warnings.warn(f"No worker has a number in {name} to compare: the result is the average.", stacklevel=2)
+        return sorted(scores), "the average of all workers' weights"
+
+
+def weights_of(module: torch.nn.Module) -> bytes:
+    """Returns the state of a module, to be sent."""
+    file = io.BytesIO()
+    torch.save({name: value.cpu() for name, value in module.state_dict().items()}, file)
+    return file.getvalue()
+
+
+def mean_of(weights: Sequence[bytes]) -> dict[str, Any]:
+    """Returns the mean of states that :func:`weights_of` gave; of what is no floating-point tensor, the first."""
+    states = [torch.load(io.BytesIO(each), weights_only=True) for each in weights]
+    return {
+        name: torch.stack([state[name] for state in states]).mean(0)
+        if isinstance(value, Tensor) and value.is_floating_point()
+        else value
+        for name, value in states[0].items()
+    }
