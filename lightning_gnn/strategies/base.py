@@ -205,12 +205,21 @@ class GNNStrategy(RankStrategy):
         for optimizer in self.optimizers:
             if isinstance(optimizer, torch.optim.LBFGS):
                 raise ValueError("LBFGS decides by the loss of one rank how far to step. Use Adam, AdamW or SGD.")
+        self.begin_stage(trainer, shard)
+
+    def binds(self, shard: Shard) -> bool:
+        """Returns whether layers see the rank's part of the graph; else steps see nothing but their batches."""
+        return not shard.types.is_hetero
+
+    def begin_stage(self, trainer: pl.Trainer, shard: Shard) -> None:
+        """Binds the model, which is on its device, and wraps what its steps give; on all ranks."""
+        module = self._module
         self.random = self.random or RandomStreams(self.world)  # else those of the stage before
         codec = make_codec(self.codec, self.stochastic_rounding, self.random.seed)
         if codec is not None:
             self.world.use_codec(codec)
 
-        in_parts = not shard.types.is_hetero  # else steps look at samples only
+        in_parts = self.binds(shard)
         self._in_use = ExitStack()
         if in_parts:
             shard.batch.to(self.root_device)
@@ -234,11 +243,17 @@ class GNNStrategy(RankStrategy):
                 self._in_use.enter_context(without_example(module))
         self._steps = 0
         self._values = StepValues(module, self.world, shard, self.loss_reduction)
-        metrics = CommunicationMetrics(self.meter, self.world, part_sizes(shard), self._shared.replicas)
-        self._callbacks = [metrics, self.progress, self._checks.self_checks, *self.scheme.callbacks(self.world)]
+        self._callbacks = self.stage_callbacks(shard)
         trainer.callbacks[:0] = self._callbacks  # type: ignore[attr-defined]
         self._in_use.enter_context(loss_in_outputs(trainer, lambda: self.loss))
-        log_plan(self.scheme, trainer, shard)
+        if in_parts or shard.types.is_hetero:
+            log_plan(self.scheme, trainer, shard)
+
+    def stage_callbacks(self, shard: Shard) -> list[pl.Callback]:
+        """Returns the callbacks that a stage adds to the user's."""
+        assert self._shared is not None
+        metrics = CommunicationMetrics(self.meter, self.world, part_sizes(shard), self._shared.replicas)
+        return [metrics, self.progress, self._checks.self_checks, *self.scheme.callbacks(self.world)]
 
     @override
     def setup_optimizers(self, trainer: pl.Trainer) -> None:
@@ -452,12 +467,16 @@ class GNNStrategy(RankStrategy):
 
     @override
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any | None = None) -> None:
+        checkpoint["lightning_gnn"] = self.kept_state()
+        super().save_checkpoint(checkpoint, filepath, storage_options)
+
+    def kept_state(self) -> dict[str, Any]:
+        """Returns what checkpoints keep beside Lightning's; on all ranks."""
         kept: dict[str, Any] = {"scheme": self.scheme.state_dict()}
-        if self._world is not None and self.world_size > 1 and self.random is not None:
+        if self._world is not None and self._world.size > 1 and self.random is not None:
             kept["common_random_state"], own = self.random.state()
             kept["random_states"] = list(self.world.all_gather(own.to(self.root_device)).cpu())
-        checkpoint["lightning_gnn"] = kept
-        super().save_checkpoint(checkpoint, filepath, storage_options)
+        return kept
 
     @override
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
