@@ -91,7 +91,7 @@ class ClusterStrategy(GNNStrategy):
         ValueError: an argument is none of these, or a number below 1.
     """
 
-    trains_in_batches = True
+    trains_on_batches = True
     no_stage_because = "Its workers train independently, each with an optimizer of its own."
     others_go_on = False
     """Whether workers do without one that fails in `fit`."""
