@@ -44,12 +44,11 @@ from lightning_gnn.comm.peers import LOCAL, Heartbeat, Mailbox, PeerServer, Shar
 from lightning_gnn.data.shards import cut_graph
 from lightning_gnn.data.sources import prepare_graph
 from lightning_gnn.gossip.clusters import Clusters
-from lightning_gnn.gossip.consensus import distance, sketch
 from lightning_gnn.gossip.fit import WorkerFit
 from lightning_gnn.gossip.pairing import Pairing
 from lightning_gnn.gossip.pool import Pool
 from lightning_gnn.gossip.push_sum import Mass, PushSum
-from lightning_gnn.gossip.worker import Peers, Worker
+from lightning_gnn.gossip.worker import Peers, Worker, distance, sketch
 from lightning_gnn.partition import assign_nodes
 from lightning_gnn.partition.layout import LayoutSpec
 
