@@ -21,18 +21,19 @@ from common import machine, report
 from numpy.typing import NDArray
 
 from lightning_gnn.data.synthetic import planted_partition
-from lightning_gnn.partition.cost import BYTES_PER_ELEMENT, SECONDS_PER_EDGE_COLUMN
 from lightning_gnn.partition.grid import ProcessGrid, legal_replications
 from lightning_gnn.partition.hierarchical import assign_hierarchically
 from lightning_gnn.partition.metis import Adjacency, part_graph
 from lightning_gnn.partition.replicas import replication_factors
 from lightning_gnn.partition.shard import Ids, Relabelling
-from lightning_gnn.planning.grid_traffic import published_traffic
-from lightning_gnn.planning.plan_cost import direct_cost
-from lightning_gnn.planning.predict import Prediction, Workload, balance, predict
-from lightning_gnn.planning.predict_grid import predict_products
+from lightning_gnn.planning.exchanges import Exchange, Workload, grid_exchanges, plan_exchanges
+from lightning_gnn.planning.grid import published_traffic
+from lightning_gnn.planning.plan_cost import balance, direct_cost
 from lightning_gnn.planning.presets import find_topology, summit
 from lightning_gnn.planning.relation import Relation
+
+BYTES_PER_ELEMENT = 4
+"""float32."""
 
 V100_SECONDS_PER_EDGE_COLUMN = BYTES_PER_ELEMENT / 900e9
 """Of SpMM in float32: the data sheet's memory bandwidth, at one number read per edge and column. Real kernels take longer."""
@@ -141,7 +142,7 @@ def cut(graph: Graph, name: str, ranks: int) -> Workload:
     return workload(graph, part, ranks, graph.outputs[0])
 
 
-def dealt(graph: Graph, parts: int) -> Workload:
+def in_random_parts(graph: Graph, parts: int) -> Workload:
     """Returns the graph in equal random parts, as CAGNET has them."""
     part = np.random.default_rng(0).permutation(np.arange(graph.made_nodes) * parts // graph.made_nodes)
     return workload(graph, part, parts, graph.outputs[0])
@@ -151,19 +152,20 @@ def dealt(graph: Graph, parts: int) -> Workload:
 class Epoch:
     """Seconds of an epoch at the paper's size.
 
-    The papers exchange the features in every epoch, so what :class:`Prediction` has in the first one only is in each.
+    With K layers, an epoch sums K times forward and K - 1 times backward, since features need no gradient, and exchanges K - 1
+    times each way; the papers exchange the features in every epoch, too.
     """
 
     communication: float
     sums: float
 
     @classmethod
-    def of(cls, graph: Graph, each: Prediction) -> Epoch:
-        more_edges = graph.edges / edges_of(graph).shape[1]
-        return cls(
-            (each.epoch_exchange_seconds + each.first_exchange_seconds) * graph.nodes / graph.made_nodes,
-            each.epoch_compute_seconds * V100_SECONDS_PER_EDGE_COLUMN / SECONDS_PER_EDGE_COLUMN * more_edges,
-        )
+    def of(cls, graph: Graph, work: Workload, each: Exchange) -> Epoch:
+        assert each.cost is not None
+        of_features = each.cost.seconds(work.feature_bytes)
+        exchanges = 2 * (work.num_layers - 1) * each.cost.seconds(work.row_bytes) + of_features
+        sums = (2 * work.num_layers - 1) * float(each.edges.max()) * work.columns * V100_SECONDS_PER_EDGE_COLUMN
+        return cls(exchanges * graph.nodes / graph.made_nodes, sums * graph.edges / edges_of(graph).shape[1])
 
     @property
     def seconds(self) -> float:
@@ -171,11 +173,11 @@ class Epoch:
 
 
 @cache
-def predictions(graph: Graph, name: str, ranks: int) -> dict[str, Prediction]:
-    return {each.scheme: each for each in predict(cut(graph, name, ranks), find_topology(name, ranks))}
+def predictions(graph: Graph, name: str, ranks: int) -> dict[str, Exchange]:
+    return {each.scheme: each for each in plan_exchanges(cut(graph, name, ranks), find_topology(name, ranks))}
 
 
-def milliseconds(graph: Graph, each: Prediction, columns: int) -> float:
+def milliseconds(graph: Graph, each: Exchange, columns: int) -> float:
     """Returns the time of one allgather at the paper's size."""
     assert each.cost is not None
     return 1e3 * each.cost.seconds(columns * BYTES_PER_ELEMENT) * graph.nodes / graph.made_nodes
@@ -206,7 +208,7 @@ def made(graphs: tuple[Graph, ...]) -> list[Row]:
 def one_machine(graph: Graph) -> Row:
     """Figure 7: communication of an epoch over DGCL's, and epochs."""
     found, work = predictions(graph, "dgx1", 8), cut(graph, "dgx1", 8)
-    epochs = {name: Epoch.of(graph, each) for name, each in found.items() if each.applies}
+    epochs = {name: Epoch.of(graph, work, each) for name, each in found.items() if each.cost is not None}
     ours = epochs["spst"]
     published = PUBLISHED["p2p_allgather_ms"].get(graph.name)
     row: Row = {
@@ -252,7 +254,7 @@ def without_nvlink(graph: Graph) -> Row:
 def two_machines(graph: Graph) -> Row:
     """Table 5, GCN, and section 7.1: epochs on 16 GPUs over DGCL's."""
     found, work = predictions(graph, "dgx1x2", 16), cut(graph, "dgx1x2", 16)
-    epochs = {name: Epoch.of(graph, each) for name, each in found.items() if each.applies}
+    epochs = {name: Epoch.of(graph, work, each) for name, each in found.items() if each.cost is not None}
     published = PUBLISHED["gcn_16_over_dgcl"][graph.name]
     row: Row = {"graph": graph.title, "DGCL ms": 1e3 * epochs["spst"].seconds, "published ms": published["ms"]}
     for name in ("p2p", "replicate", "dgcl_r"):
@@ -265,7 +267,7 @@ def few_gpus(graph: Graph) -> Row:
     row: Row = {"graph": graph.title}
     for count in (2, 4, 8):
         found = predictions(graph, "dgx1", count)
-        row[f"{count} GPUs"] = found["p2p"].exchange_seconds / found["spst"].exchange_seconds
+        row[f"{count} GPUs"] = found["p2p"].seconds / found["spst"].seconds
     return row
 
 
@@ -316,13 +318,13 @@ def all_rings(graph: Graph) -> list[Row]:
 
 def our_products(graph: Graph, ranks: int = 36) -> list[Row]:
     """What this project's products would take in the same place: direct messages, whole blocks or the rows that are read."""
-    work, topology = dealt(graph, ranks), summit(ranks)
-    products = predict_products(work, topology)
+    work, topology = in_random_parts(graph, ranks), summit(ranks)
+    products = grid_exchanges(work, topology)
     scale = graph.nodes / graph.made_nodes * epoch_columns(graph) / work.columns
     rows = []
-    for sparse, blocks in zip(products.sparse, products.blocks):
-        assert sparse.cost is not None and sparse.seconds is not None and blocks.seconds is not None
-        replication = sparse.cost.grid.replication
+    for sparse, blocks in zip(products[::2], products[1::2]):
+        assert sparse.choice is not None and sparse.seconds is not None and blocks.seconds is not None
+        replication = sparse.choice.grid.replication
         if replication in (1, 2, 4):
             ring = rings(graph, ranks, replication)
             rows.append(

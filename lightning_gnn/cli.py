@@ -15,11 +15,11 @@ from lightning_gnn.commands.advise import run_advise
 from lightning_gnn.commands.check import check
 from lightning_gnn.commands.compare import compare
 from lightning_gnn.commands.doctor import doctor
-from lightning_gnn.commands.parser import Parser, check_names, did_you_mean
 from lightning_gnn.commands.partition import partition
 from lightning_gnn.commands.plan import plan
 from lightning_gnn.commands.topology import topology
 from lightning_gnn.datamodules import GraphDataModule
+from lightning_gnn.parser import Parser, check_names, did_you_mean
 
 COMMANDS = {
     "fit": "train a model on a graph",
@@ -27,7 +27,7 @@ COMMANDS = {
     "test": "evaluate a model on the test nodes",
     "predict": "compute a model's output for every node",
     "partition": "partition a graph ahead of time, and show the parts",
-    "plan": "show what a communication plan puts on each link, and what epochs would take",
+    "plan": "show what a communication plan puts on each link, and what one exchange takes",
     "advise": "predict what an epoch takes under every scheme, and say why",
     "check": "hold one step of your model under every scheme against one device",
     "compare": "train under several strategies, and compare what they took and gave",

@@ -34,7 +34,7 @@ from lightning_gnn import DGCLStrategy, GraphDataModule, NodeClassifier, check_p
 from lightning_gnn.checks.causes import ACROSS, COUNT, NOT_KNOWN, RANDOM, STATE, STATISTICS
 from lightning_gnn.cli import main
 from lightning_gnn.data.sources import prepare_graph
-from lightning_gnn.parity.sample import ball, some_of
+from lightning_gnn.parity.check import ball, some_of
 
 EXACT = ("dgcl", "spmm_1d", "spmm_15d", "spmm_2d", "vertex_cut")
 

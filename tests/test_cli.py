@@ -16,9 +16,9 @@ from lightning_gnn.commands import doctor as doctor_command
 from lightning_gnn.commands.doctor import Check, check_launcher_variables, check_store, check_versions, doctor
 from lightning_gnn.commands.exchange import time_exchange
 from lightning_gnn.commands.graph_cli import num_ranks
-from lightning_gnn.commands.parser import explain, unknown_key
 from lightning_gnn.commands.partition import partition
 from lightning_gnn.data.store import read_manifest
+from lightning_gnn.parser import Parser, unknown_key, unknown_word
 
 CLI = ("-m", "lightning_gnn.cli")
 DGCL = f"--config={REPOSITORY / 'configs' / 'dgcl.yaml'}"
@@ -263,7 +263,9 @@ def test_partition_refuses(arguments, reason, monkeypatch, capsys):
 
 def test_nothing_near_is_not_guessed():
     assert unknown_key("zzz.yy", ["trainer.strategy"]) == "unknown key 'zzz'."
-    assert explain("Expected a number", ["trainer.strategy"]) is None
+    parser = Parser()
+    parser.add_argument("--number", type=int)
+    assert unknown_word(parser, {"number": "three"}) is None
 
 
 # Configs of papers ###########################################################

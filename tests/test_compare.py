@@ -22,9 +22,9 @@ from rich.console import Console
 
 import lightning_gnn
 from lightning_gnn import CachedVertexCutStrategy, DGCLStrategy, GossipStrategy, SamplingStrategy, VertexCutStrategy
+from lightning_gnn.checks.draws import draws_random_numbers
 from lightning_gnn.commands.compare import compare as command
 from lightning_gnn.comparing.cells import Cell, Comparison, checked, make_cells, section_of
-from lightning_gnn.comparing.measure import draws_random_numbers
 from lightning_gnn.comparing.report import report_html
 from lightning_gnn.comparing.results import PARTS, curve_distance, middle_half, parity, split_time, summarise
 from lightning_gnn.comparing.table import comparison_table, parity_text

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -17,22 +18,21 @@ from lightning_gnn.comm.in_process import InProcessWorld, Meeting
 from lightning_gnn.comm.matrix import Matrix, SparseMatrix, Triples, on_grid
 from lightning_gnn.comm.summa import SummaMatrix
 from lightning_gnn.comm.traffic import Meter
-from lightning_gnn.partition.cost import SECONDS_PER_EDGE_COLUMN
 from lightning_gnn.partition.grid import ProcessCube, ProcessGrid, legal_replications
 from lightning_gnn.partition.shard import Relabelling
-from lightning_gnn.planning.grid_cost import block_cost, sparse_cost
-from lightning_gnn.planning.grid_traffic import (
+from lightning_gnn.planning.exchanges import Exchange, Workload, cube_exchange, grid_exchanges, plan_exchanges
+from lightning_gnn.planning.grid import (
+    block_cost,
     block_traffic,
+    edge_traffic,
     matrix_traffic,
     published_traffic,
-    sparse_traffic,
+    sparse_cost,
     summa_entries,
     summa_traffic,
     summa_work,
 )
 from lightning_gnn.planning.plan_cost import direct_cost
-from lightning_gnn.planning.predict import Workload, predict
-from lightning_gnn.planning.predict_grid import predict_products
 from lightning_gnn.planning.presets import dgx1, uniform
 from lightning_gnn.planning.relation import Relation
 from lightning_gnn.planning.topology import Topology
@@ -97,7 +97,7 @@ def test_blocks(problem, weighted):
 @given(grids(), st.booleans())
 def test_sparse(problem, weighted):
     grid, edges, offsets = problem
-    traffic = sparse_traffic(grid, offsets, edges)
+    traffic = edge_traffic(grid.holders(offsets, edges[1], edges[0]), offsets, edges)
     rows, _ = sent_by(
         grid.num_ranks, edges, offsets, weighted, lambda e, w, m: SparseMatrix(e, on_grid(grid, offsets), offsets, w, m)
     )
@@ -134,7 +134,7 @@ def test_stages_by_hand():
     assert dict(flows(reduce)) == {(0, 1): 2, (1, 0): 1, (2, 3): 4, (3, 2): 3}
     edges = np.array([[0, 0, 9, 9, 4], [1, 5, 1, 9, 2]])  # to nodes 1, 5, 1, 9, 2 of ranks 1, 2, 1, 3, 1
     assert grid.holders(offsets, edges[1], edges[0]).tolist() == [0, 2, 1, 3, 1]
-    reads, sums = sparse_traffic(grid, offsets, edges)
+    reads, sums = edge_traffic(grid.holders(offsets, edges[1], edges[0]), offsets, edges)
     assert dict(flows(reads)) == {(0, 2): 1, (3, 1): 1, (2, 1): 1}
     assert dict(flows(sums)) == {(0, 1): 1}
     words = summa_traffic(ProcessCube.of(4, 2), offsets, 5)  # widths 2 and 3; rows 0 1 and 2 3 own the blocks
@@ -179,35 +179,29 @@ def workload(num_ranks: int, **options: Any) -> Workload:
     return Workload(Relation.from_edges(edge_index, order.offsets), edge_index, 3, columns=16, features=50, **options)
 
 
-@pytest.mark.parametrize("keep_constant", [True, False])
-def test_epochs_are_sums_of_products(keep_constant):
-    work, topology = workload(8, keep_constant=keep_constant), dgx1()
-    found = {each.scheme: each for each in predict_products(work, topology).all}
+def all_products(work: Workload, topology: Topology | None) -> dict[str, Exchange]:
+    found = [*grid_exchanges(work, topology), *(cube_exchange(work, topology, dimensions) for dimensions in (2, 3))]
+    return {each.scheme: each for each in found if each is not None}
+
+
+def test_products_are_priced_by_stage():
+    work, topology = workload(8), dgx1()
+    found = all_products(work, topology)
     factors = [f"spmm_15d c={c}{form}" for c in (2, 4, 8) for form in ("", " blocks")]
     assert list(found) == ["spmm_1d", "spmm_1d blocks", *factors, "spmm_3d"]
-    backward = 3 - keep_constant
-    traffic = {"spmm_15d c=2": sparse_traffic(ProcessGrid(8, 2), work.relation.offsets, work.edge_index)}
+    holder = ProcessGrid(8, 2).holders(work.relation.offsets, work.edge_index[1], work.edge_index[0])
+    traffic = {"spmm_15d c=2": edge_traffic(holder, work.relation.offsets, work.edge_index)}
     traffic["spmm_15d c=2 blocks"] = block_traffic(ProcessGrid(8, 2), work.relation.offsets)
-    edges = np.bincount(
-        ProcessGrid(8, 2).holders(work.relation.offsets, work.edge_index[1], work.edge_index[0]), minlength=8
-    )
+    edges = np.bincount(holder, minlength=8)
     for scheme, rows in traffic.items():
         by_hop = np.array([by_hand(stage, topology) for stage in rows])
-        seconds = by_hop.max(1).sum()
-        each = found[scheme].prediction
-        assert each is not None and each.rows == found[scheme].rows == rows.sum()
-        assert each.exchange_seconds == found[scheme].seconds == pytest.approx(seconds * 64)
-        assert each.epoch_exchange_seconds == pytest.approx(2 * backward * seconds * 64)
-        assert each.first_exchange_seconds == pytest.approx(seconds * 200 if keep_constant else 0)
-        sums = edges.max() * 16 * SECONDS_PER_EDGE_COLUMN
-        assert each.epoch_compute_seconds == pytest.approx((3 + backward) * sums)
-        assert each.edges == 1200 and found[scheme].edge_balance == pytest.approx(edges.max() / 150)
+        each = found[scheme]
+        assert each.rows == rows.sum() and each.seconds == pytest.approx(by_hop.max(1).sum() * 64)
+        assert np.array_equal(each.edges, edges) and each.edge_balance == pytest.approx(edges.max() / 150)
     # A halo exchange by another name.
-    direct = next(each for each in predict(work, topology) if each.scheme == "p2p")
-    one, of_one = found["spmm_1d"], found["spmm_1d"].prediction
-    assert of_one is not None and of_one.rows == direct.rows and of_one.replication == pytest.approx(direct.replication)
-    for name in ("exchange_seconds", "compute_seconds", "epoch_seconds", "first_exchange_seconds"):
-        assert getattr(of_one, name) == pytest.approx(getattr(direct, name))
+    direct, one = plan_exchanges(work, topology)[0], found["spmm_1d"]
+    assert direct.scheme == "p2p" and one.rows == direct.rows and one.seconds == pytest.approx(direct.seconds)
+    assert one.replication == pytest.approx(direct.replication) and np.array_equal(one.edges, direct.edges)
     assert one.paper_rows == found["spmm_1d blocks"].rows == 300 * 7
 
 
@@ -221,35 +215,32 @@ def by_hand(stage: np.ndarray, topology: Topology) -> list[float]:
 
 
 @pytest.mark.parametrize("value_bytes", [0, 4])
-def test_the_matrix_takes_time_too(value_bytes):
+@pytest.mark.parametrize("columns", [16, 50])
+def test_the_matrix_takes_time_too(value_bytes, columns):
     work, topology, cube = workload(4, value_bytes=value_bytes), uniform(4), ProcessCube.of(4, 2)
-    [found] = predict_products(work, topology).cubes
+    work = replace(work, columns=columns)
+    found = cube_exchange(work, topology, 2)
     offsets = work.relation.offsets
     matrix = matrix_traffic(cube, offsets, work.edge_index, value_bytes)
-    assert found.scheme == "spmm_2d" and found.matrix_bytes == matrix.sum() > 0 and found.prediction is not None
-    assert found.rows == round(cube.words(offsets, 16) / 16)
-    for columns, seconds in (
-        (16, found.seconds),
-        (50, found.prediction.first_exchange_seconds),
-    ):
-        sent = summa_traffic(cube, offsets, columns) * 4 + matrix
-        assert seconds == pytest.approx(np.array([by_hand(stage, topology) for stage in sent]).max(1).sum())
+    assert found is not None and found.scheme == "spmm_2d" and found.matrix_bytes == matrix.sum() > 0
+    assert found.rows == round(cube.words(offsets, columns) / columns)
+    sent = summa_traffic(cube, offsets, columns) * 4 + matrix
+    assert found.seconds == pytest.approx(np.array([by_hand(stage, topology) for stage in sent]).max(1).sum())
 
 
 def test_products_without_a_link_or_a_topology():
     links = [{"a": a, "b": a + 1, "gb_per_s": 1.0} for a in range(3)]
     line = topology_from_dict({"devices": 4, "links": links, "name": "line"})
-    found = {each.scheme: each for each in predict_products(workload(4), line).all}
+    found = all_products(workload(4), line)
     for each in found.values():
-        assert each.prediction is not None and each.seconds is None
-        assert "no link between them, and products on a process grid relay nothing" in each.prediction.reason
-        assert each.rows > 0
-    bare = predict_products(workload(4), None)
-    assert [each.rows for each in bare.all] == [each.rows for each in found.values()]
-    assert all(each.prediction is None and each.seconds is None for each in bare.all)
-    json.dumps(bare.as_dict())
-    assert [each.scheme for each in predict_products(workload(6), None).all][-1] == "spmm_15d c=6 blocks"  # no square
+        assert each.seconds is None and each.rows > 0
+        assert "no link between them, and products on a process grid relay nothing" in each.reason
+    bare = all_products(workload(4), None)
+    assert [each.rows for each in bare.values()] == [each.rows for each in found.values()]
+    assert all(each.seconds is None and not each.reason for each in bare.values())
+    json.dumps([each.as_dict() for each in bare.values()])
+    assert list(all_products(workload(6), None))[-1] == "spmm_15d c=6 blocks"  # no square
     with pytest.raises(ValueError, match="cut into 4 parts"):
-        predict_products(workload(4), dgx1())
+        grid_exchanges(workload(4), dgx1())
     with pytest.raises(ValueError, match="4 ranks exchange rows, but topology 'dgx1' has 8 devices"):
         direct_cost(np.zeros((1, 4, 4), np.int64), dgx1())

@@ -12,38 +12,32 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from launched import GRAPH
+from lightning.pytorch.strategies import StrategyRegistry
 from planning import problems, random_relation, random_topology
 from processes import REPOSITORY
 
-from lightning_gnn import GraphDataModule
+from lightning_gnn import DGCLStrategy, GraphDataModule
 from lightning_gnn.commands.partition import partition
-from lightning_gnn.commands.plan import plan
-from lightning_gnn.commands.plan_report import PlanReport
+from lightning_gnn.commands.plan import PlanReport, plan
 from lightning_gnn.data.shards import cut_graph
 from lightning_gnn.data.sources import prepare_graph
 from lightning_gnn.data.synthetic import planted_partition
-from lightning_gnn.partition.cost import SECONDS_PER_EDGE_COLUMN
-from lightning_gnn.partition.layout import Replicas
+from lightning_gnn.partition.layout import LayoutSpec, Replicas
 from lightning_gnn.partition.replicas import hold
 from lightning_gnn.partition.shard import Relabelling
+from lightning_gnn.planning.exchanges import Workload, plan_exchanges
 from lightning_gnn.planning.pictures import draw_links, draw_stages, save_picture
 from lightning_gnn.planning.plan import p2p
-from lightning_gnn.planning.plan_cost import plan_cost, swap_cost
-from lightning_gnn.planning.predict import (
-    SCHEMES,
-    Workload,
-    balance,
-    break_even_seconds,
-    hop_labels,
-    link_loads,
-    predict,
-)
+from lightning_gnn.planning.plan_cost import balance, hop_labels, link_loads, plan_cost, swap_cost
 from lightning_gnn.planning.presets import dgx1, find_topology, pcie8, uniform
 from lightning_gnn.planning.relation import Relation
 from lightning_gnn.planning.spst import spst
 from lightning_gnn.planning.tables import rank_plan
 from lightning_gnn.planning.topology import Topology
 from lightning_gnn.planning.topology_file import save_topology, topology_from_dict
+from lightning_gnn.strategies import GNNStrategy, Scheme, register
+
+PLANS = ("p2p", "spst", "swap", "replicate", "dgcl_r")
 
 DATA = ("--data.source=lightning_gnn.planted_partition", f"--data.source_args={json.dumps(GRAPH)}")
 
@@ -56,18 +50,15 @@ def workload(num_devices: int, num_layers: int = 3, seed: int = 0, **options: An
     return Workload(relation, edge_index, num_layers, columns=16, features=50, **options)
 
 
-# Predictions #################################################################
+# Exchanges ###################################################################
 
 
-@pytest.mark.parametrize("keep_constant", [True, False])
 @pytest.mark.parametrize("num_layers", [1, 2, 4])
-def test_epochs_are_sums_of_layers(num_layers, keep_constant):
-    work, topology = workload(8, num_layers, keep_constant=keep_constant), dgx1()
-    found = {each.scheme: each for each in predict(work, topology)}
-    assert tuple(found) == SCHEMES
-    backward = num_layers - keep_constant
+def test_exchanges_are_those_of_the_cost_model(num_layers):
+    work, topology = workload(8, num_layers), dgx1()
+    found = {each.scheme: each for each in plan_exchanges(work, topology)}
+    assert tuple(found) == PLANS
     per_part = np.bincount(work.owner[work.edge_index[1]], minlength=8)
-    sums = per_part.max() * 16 * SECONDS_PER_EDGE_COLUMN
     costs = {
         "p2p": plan_cost(p2p(work.relation, topology), topology),
         "spst": plan_cost(spst(work.relation, topology), topology),
@@ -75,50 +66,35 @@ def test_epochs_are_sums_of_layers(num_layers, keep_constant):
     }
     for scheme, cost in costs.items():
         each = found[scheme]
-        assert each.applies and each.exchange_seconds == pytest.approx(cost.seconds(64))
-        assert each.epoch_exchange_seconds == pytest.approx(2 * backward * cost.seconds(64))
-        assert each.epoch_compute_seconds == pytest.approx((num_layers + backward) * sums)
-        assert each.first_exchange_seconds == pytest.approx(cost.seconds(200) if keep_constant else 0)
-        assert each.epoch_seconds == each.epoch_exchange_seconds + each.epoch_compute_seconds
-        assert each.edges == 1500
+        assert not each.reason and each.seconds == pytest.approx(cost.seconds(64))
+        assert np.array_equal(each.edges, per_part) and each.edge_balance == pytest.approx(per_part.max() * 8 / 1500)
+        assert each.replication == pytest.approx(work.replication_factors[0])
     assert found["p2p"].rows == work.relation.pair_rows.sum() <= found["spst"].rows
     assert found["swap"].rows == 400 + work.relation.pair_rows.sum()
 
     alone = tuple((device,) for device in range(8))
     copies, expected = found["replicate"], hold(work.edge_index, work.relation.offsets, Replicas(num_layers, alone))
-    assert copies.rows == copies.epoch_exchange_seconds == copies.first_exchange_seconds == 0
+    assert copies.rows == copies.seconds == 0
     assert copies.replication == pytest.approx(work.replication_factors[-1])
-    assert copies.edges == expected.num_edges.sum()
-    time = expected.num_edges.max() * 16 * SECONDS_PER_EDGE_COLUMN
-    assert copies.epoch_compute_seconds == pytest.approx((num_layers + backward) * time)
+    assert np.array_equal(copies.edges, expected.num_edges)
     assert copies.replication == pytest.approx(expected.offsets[-1] / 400)
-
-    limit = break_even_seconds(found["spst"], copies)
-    if num_layers == 1 and keep_constant:  # a plan does not exchange anything more
-        assert limit is None
-    else:
-        assert limit is not None
-        scale = limit / SECONDS_PER_EDGE_COLUMN
-        assert scale * copies.epoch_compute_seconds == pytest.approx(
-            scale * found["spst"].epoch_compute_seconds + found["spst"].epoch_exchange_seconds
-        )
 
 
 def test_schemes_that_do_not_apply_say_why():
-    found = {each.scheme: each for each in predict(workload(16), find_topology("dgx1x2", 16))}
+    found = {each.scheme: each for each in plan_exchanges(workload(16), find_topology("dgx1x2", 16))}
     assert "memory of one machine" in found["swap"].reason
-    assert found["dgcl_r"].applies and found["dgcl_r"].exchange_seconds > 0
+    assert found["dgcl_r"].seconds > 0
     assert 1 < found["dgcl_r"].replication < found["replicate"].replication
-    assert found["dgcl_r"].epoch_compute_seconds < found["replicate"].epoch_compute_seconds
-    found = {each.scheme: each for each in predict(workload(4), uniform(4))}
+    assert found["dgcl_r"].edges.max() < found["replicate"].edges.max()
+    found = {each.scheme: each for each in plan_exchanges(workload(4), uniform(4))}
     assert "host memory" in found["swap"].reason and "one machine" in found["dgcl_r"].reason
     links = [{"a": a, "b": a + 1, "gb_per_s": 1.0} for a in range(3)]
     line = topology_from_dict({"devices": 4, "links": links, "name": "line"})
-    found = {each.scheme: each for each in predict(workload(4), line)}
-    assert "no link between them" in found["p2p"].reason and found["spst"].applies
-    assert found["p2p"].as_dict() == {"scheme": "p2p", "applies": False, "reason": found["p2p"].reason}
+    found = {each.scheme: each for each in plan_exchanges(workload(4), line)}
+    assert "no link between them" in found["p2p"].reason and found["spst"].seconds > 0
+    assert found["p2p"].as_dict()["seconds"] is None and found["p2p"].as_dict()["reason"] == found["p2p"].reason
     with pytest.raises(ValueError, match="cut into 4 parts"):
-        predict(workload(4), dgx1())
+        plan_exchanges(workload(4), dgx1())
     with pytest.raises(ValueError, match=r"num_layers is a number above 0 \(got 0\)"):
         workload(4, 0)
 
@@ -257,7 +233,7 @@ def test_json_has_all_and_the_print_has_its_numbers(store, tmp_path, capsys):
     new[n_id] = np.arange(len(n_id))
     work = Workload(relation, new[data.edge_index.numpy()], 3, 32, GRAPH["num_features"])
     topology = find_topology("dgx1", 4)
-    expected = PlanReport.of(work, topology, "spst", cut).as_dict()
+    expected = PlanReport.of("dgcl", DGCLStrategy(plan="spst").scheme, work, topology, cut).as_dict()
     assert found == json.loads(json.dumps(expected))
 
     planned = spst(relation, topology)
@@ -268,9 +244,10 @@ def test_json_has_all_and_the_print_has_its_numbers(store, tmp_path, capsys):
         traffic[:, load["sender"], load["receiver"]] = load["rows"]
         assert load["bytes"] == [128 * rows for rows in load["rows"]]
     assert np.array_equal(traffic, planned.traffic)
-    schemes = {each["scheme"]: each for each in found["predictions"]}
-    assert tuple(schemes)[:5] == SCHEMES and schemes["spst"]["exchange_seconds"] == pytest.approx(cost.seconds(128))
-    assert schemes["spst"]["epoch_exchange_seconds"] == pytest.approx(4 * cost.seconds(128))
+    schemes = {each["scheme"]: each for each in found["exchanges"]}
+    assert tuple(schemes)[:5] == PLANS and schemes["spst"]["seconds"] == pytest.approx(cost.seconds(128))
+    assert found["follows"] == "spst" and [name for name, each in schemes.items() if each["followed"]] == ["spst"]
+    assert {"spmm_1d", "spmm_15d c=2 blocks", "spmm_2d"} <= schemes.keys()
     assert found["stage_seconds"] == pytest.approx(cost.stage_seconds(128))
     tables = [rank_plan(planned, rank).table_bytes for rank in range(4)]
     assert found["tables"]["table_bytes"] == tables
@@ -280,7 +257,7 @@ def test_json_has_all_and_the_print_has_its_numbers(store, tmp_path, capsys):
     assert f"{work.replication_factors[2]:.2f} after 3" in output
     for count in (planned.traffic.sum(), relation.pair_rows.sum()):
         assert f"{count:,}" in output
-    assert "2 forward and 2 backward exchanges" in output and "3 forward and 2 backward sums" in output
+    assert "lightning-gnn advise" in output
     assert "dgcl_r does not apply: It replicates" in output
 
 
@@ -329,21 +306,22 @@ def test_products_are_followed(strategy, follows, store, tmp_path, capsys):
     arguments = [*DATA, "--parts=4", "--columns=32", option, f"--json={tmp_path / 'plan.json'}"]
     plan([*arguments, "--topology=dgx1"])
     output, found = capsys.readouterr().out, json.loads((tmp_path / "plan.json").read_text())
-    chosen = found["products"]["chosen"]["sparse"]
-    follows = follows or ("spmm_1d" if chosen == 1 else f"spmm_15d c={chosen}")
-    assert found["follows"] == follows and f"│ {follows} *" in output and f"as {follows}." in output
-    schemes = {each["scheme"]: each for each in found["predictions"]}
-    assert tuple(schemes)[:5] == SCHEMES and schemes[follows]["applies"] and "plan" not in found
-    assert "Products on a process grid" in output and "Plan" not in output
+    schemes = {each["scheme"]: each for each in found["exchanges"]}
+    if follows is None:
+        sparse = [each for name, each in schemes.items() if name in ("spmm_1d", "spmm_15d c=2")]
+        follows = min(sparse, key=lambda each: each["rows_to_choose_by"])["scheme"]
+    assert found["follows"] == follows and f"│ {follows} *" in output
+    assert {*PLANS, "spmm_1d", "spmm_2d"} <= schemes.keys() and schemes[follows]["seconds"] > 0
+    assert "plan" not in found and "Plan" not in output
     # Nobody names a topology: what moves stays, times go.
     plan(arguments)
     output, bare = capsys.readouterr().out, json.loads((tmp_path / "plan.json").read_text())
-    assert "No times, since there is no topology: give --topology" in output and "Predicted time" not in output
-    assert bare["topology"] is None and bare["predictions"] == [] and bare["follows"] == follows
-    for form in ("sparse", "blocks", "cubes"):
-        for one, other in zip(bare["products"][form], found["products"][form], strict=True):
-            assert one == other | {"seconds": None} and f"{one['rows']:,}" in output
-    assert other["scheme"] == "spmm_2d" and found["products"]["cubes"][0]["seconds"] > 0
+    assert "No times, since there is no topology: give --topology" in output
+    assert bare["topology"] is None and bare["follows"] == follows
+    for each in bare["exchanges"]:
+        if each["scheme"] != "p2p":
+            assert each == schemes[each["scheme"]] | {"seconds": None}
+        assert f"{each['rows']:,}" in output and each["seconds"] is None
 
 
 def test_products_that_lack_a_link_say_so(store, tmp_path, capsys):
@@ -361,9 +339,55 @@ def test_products_of_the_strategys_cut(store, capsys):
     rows = []
     for permute in ("metis", "random"):
         plan([*DATA, "--parts=4", strategy_of("SpMM1DStrategy", permute=permute)])
-        [line] = [line for line in capsys.readouterr().out.splitlines() if line.startswith("│ spmm_1d")]
+        [line] = [line for line in capsys.readouterr().out.splitlines() if line.startswith("│ spmm_1d *")]
         rows.append(int(line.split("│")[2].replace(",", "")))
     assert rows[0] < rows[1]
+
+
+class OwnScheme(Scheme):
+    """A scheme of a user's, in an edge cut."""
+
+    def layout(self, world_size: int, num_hosts: int = 1) -> LayoutSpec:
+        return LayoutSpec("edge_cut", world_size)
+
+    def context(self, shard: Any, world: Any, meter: Any) -> Any:
+        raise NotImplementedError
+
+
+class OwnStrategy(GNNStrategy):
+    strategy_name = "of_a_user"
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(OwnScheme(), **options)
+
+
+def test_a_registered_strategy_joins(store, tmp_path, capsys):
+    """The user's own is planned for, and stands beside the others when one of them is."""
+    register(OwnStrategy)
+    try:
+        for strategy in ("of_a_user", "spmm_1d"):
+            file = tmp_path / f"{strategy}.json"
+            arguments = [*DATA, "--parts=3", f"--trainer.strategy={strategy}", "--topology=uniform", f"--json={file}"]
+            plan(arguments)
+            found = json.loads(file.read_text())
+            exchanges = {each["scheme"]: each for each in found["exchanges"]}
+            assert found["follows"] == strategy and f"│ {strategy} *" in capsys.readouterr().out
+            assert exchanges["of_a_user"]["rows"] == exchanges["p2p"]["rows"] > 0
+            assert exchanges["of_a_user"]["seconds"] == pytest.approx(exchanges["p2p"]["seconds"])
+    finally:
+        for name in ("of_a_user", "of_a_user_spawn", "of_a_user_notebook"):
+            StrategyRegistry.remove(name)
+
+
+def test_edges_of_a_vertex_cut_lie_where_it_puts_them(store, tmp_path, capsys):
+    file = tmp_path / "plan.json"
+    arguments = ["--parts=3", "--trainer.strategy=vertex_cut", "--topology=uniform", f"--json={file}"]
+    plan([*DATA, *arguments])
+    [found] = json.loads(file.read_text())["exchanges"]
+    [entry] = store.glob("*/manifest.json")
+    report = json.loads(entry.read_text())["report"]
+    assert found["scheme"] == "vertex_cut" and found["followed"] and found["edge_balance"] == report["edge_balance"]
+    assert found["rows"] > 0 and found["seconds"] > 0
 
 
 def refusal(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> str:

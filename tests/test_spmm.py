@@ -38,7 +38,7 @@ from lightning_gnn.comm.matrix import Matrix, SparseMatrix, Triples, on_grid
 from lightning_gnn.comm.summa import SummaMatrix
 from lightning_gnn.comm.traffic import Meter
 from lightning_gnn.partition.grid import ProcessCube, ProcessGrid, legal_replications
-from lightning_gnn.planning.grid_cost import GridCost, block_cost, choose, sparse_cost
+from lightning_gnn.planning.grid import GridCost, block_cost, choose, sparse_cost
 from lightning_gnn.strategies.spmm import _partial_sums
 
 

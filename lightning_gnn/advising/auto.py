@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
@@ -38,6 +39,11 @@ class AutoStrategy(GNNStrategy):
     no_stage_because = (
         "It rehearses training to choose a scheme, in the middle of which it cannot; lightning-gnn advise tells."
     )
+
+    @classmethod
+    @override
+    def variants(cls, ranks: int, links_alike: bool = True) -> Iterable[Mapping[str, Any]]:
+        return []  # it is one of the others
 
     def __init__(self, topology: str | Topology | None = None, **options: Any) -> None:
         super().__init__(DGCLScheme(), **options)

@@ -1,34 +1,25 @@
-"""The schemes that are compared, each with the arguments that matter most, for a number of ranks."""
+"""The schemes that are compared: those of all registered strategies, with the arguments that each names for so many ranks."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from math import isqrt
 from typing import Any
 
-from lightning_gnn.partition.grid import legal_replications
-from lightning_gnn.strategies.base import GNNStrategy
-from lightning_gnn.strategies.dgcl import DGCLStrategy
-from lightning_gnn.strategies.gossip import ClusterAllReduceStrategy
-from lightning_gnn.strategies.sampling import SamplingStrategy
-from lightning_gnn.strategies.spmm import SpMM1DStrategy, SpMM2DStrategy, SpMM3DStrategy, SpMM15DStrategy
-from lightning_gnn.strategies.vertex_cut import VertexCutStrategy
+from lightning_gnn.strategies import GNNStrategy, registered
 
 
 @dataclass(frozen=True)
 class Candidate:
-    """A strategy and its arguments.
-
-    Attributes:
-        kind: the strategy's class.
-        arguments: of it; plain values.
-        full_graph: a step is an epoch; else epochs have many steps, and learn more.
-    """
+    """A strategy and its arguments, plain values."""
 
     kind: type[GNNStrategy]
     arguments: dict[str, Any] = field(default_factory=dict)
-    full_graph: bool = True
+
+    @property
+    def full_graph(self) -> bool:
+        """Whether a step is an epoch; else epochs have many steps, and learn more."""
+        return not self.kind.trains_on_batches
 
     @property
     def exact(self) -> bool:
@@ -49,24 +40,17 @@ class Candidate:
 
 
 def candidates(ranks: int, links_alike: bool = True) -> Iterator[Candidate]:
-    """Yields what can run on so many ranks; a plan over relays only where links are not alike."""
-    yield Candidate(DGCLStrategy, {"plan": "p2p"})
-    if not links_alike:
-        yield Candidate(DGCLStrategy, {"plan": "spst"})
-    yield Candidate(SpMM1DStrategy, {"sparsity_aware": False})
-    for c in legal_replications(ranks):
-        if 1 < c <= isqrt(ranks):
-            yield Candidate(SpMM15DStrategy, {"replication": c})
-            yield Candidate(SpMM15DStrategy, {"replication": c, "sparsity_aware": False})
-    if ranks > 1 and isqrt(ranks) ** 2 == ranks:
-        yield Candidate(SpMM2DStrategy)
-    if ranks > 1 and round(ranks ** (1 / 3)) ** 3 == ranks:
-        yield Candidate(SpMM3DStrategy)
-    yield Candidate(VertexCutStrategy)
-    # What vertex_cut_cached sends at most: how many rows have not changed is known only in training.
-    yield Candidate(VertexCutStrategy, {"codec": "int8"})
-    yield Candidate(SamplingStrategy, full_graph=False)
-    yield Candidate(ClusterAllReduceStrategy, {"averaging_interval": 1}, full_graph=False)
+    """Yields what can run on so many ranks, see :meth:`~lightning_gnn.strategies.base.GNNStrategy.variants`."""
+    for name, kind in registered().items():
+        if name != kind.strategy_name:  # another way to start its ranks
+            continue
+        for arguments in kind.variants(ranks, links_alike):
+            candidate = Candidate(kind, dict(arguments))
+            try:
+                candidate.strategy().scheme.layout(ranks)
+            except (TypeError, ValueError):  # it needs arguments, or another number of ranks
+                continue
+            yield candidate
 
 
 def chosen(names: Sequence[str] | None, ranks: int, links_alike: bool = True) -> list[Candidate]:

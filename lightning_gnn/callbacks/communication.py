@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import lightning.pytorch as pl
@@ -17,10 +17,7 @@ from lightning_gnn.callbacks.waiting import PartSize, explain_waiting
 from lightning_gnn.comm.coded import CodedWire
 from lightning_gnn.comm.group import World
 from lightning_gnn.comm.replicas import Replicas
-from lightning_gnn.comm.traffic import Meter, Traffic
-
-ByLayer = Mapping[tuple[str, str], Traffic]
-"""Traffic of one rank by (layer, direction)."""
+from lightning_gnn.comm.traffic import ByLayer, Meter, Traffic
 
 ENOUGH_S, ENOUGH_EPOCHS = 1.0, 2
 """So much of a run, after its first epoch, tells who waits."""

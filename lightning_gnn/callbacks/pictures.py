@@ -12,7 +12,7 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from numpy.typing import NDArray
 
-from lightning_gnn.callbacks.communication import ByLayer
+from lightning_gnn.comm.traffic import ByLayer
 from lightning_gnn.planning.pictures import INK, KINDS
 
 NUMBERED = 8

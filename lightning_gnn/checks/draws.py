@@ -315,3 +315,12 @@ _DRAWS: dict[Any, Callable[..., Tensor]] = {
     torch.multinomial: _multinomial,
     Tensor.multinomial: _multinomial,
 }
+
+
+def draws_random_numbers(module: torch.nn.Module) -> bool:
+    """Returns whether a model has dropout, which each rank draws for itself."""
+    for part in module.modules():
+        rate = getattr(part, "p", 0) if "Dropout" in type(part).__name__ else getattr(part, "dropout", 0)
+        if isinstance(rate, (int, float)) and rate > 0:
+            return True
+    return False

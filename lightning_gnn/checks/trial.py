@@ -148,10 +148,9 @@ class Trial:
         self._graph, self._trainer, self._dtype = copy.copy(graph), trainer, dtype
         if dtype is not None:
             self._graph.apply(lambda tensor: tensor.to(dtype) if tensor.is_floating_point() else tensor)
+        self._module: pl.LightningModule = copied(module).cpu() if like is None else like._module
         if like is not None:
-            self._module = like._module
             return
-        self._module = copied(module).cpu()
         if dtype is not None:
             self._module.to(dtype)
         for metric in metrics_in([self._module]):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from typing import TypeAlias
 
 
 @dataclass
@@ -40,6 +41,10 @@ class Traffic:
             self.seconds + other.seconds,
             {peer: self.to.get(peer, 0) + other.to.get(peer, 0) for peer in {**self.to, **other.to}},
         )
+
+
+ByLayer: TypeAlias = Mapping[tuple[str, str], Traffic]
+"""Traffic of one rank by (layer, direction)."""
 
 
 @dataclass(frozen=True)

@@ -15,9 +15,10 @@ from lightning_gnn.advising.candidates import chosen
 from lightning_gnn.advising.extrapolate import extrapolate, smaller
 from lightning_gnn.advising.machine import Machine
 from lightning_gnn.checks.footprint import Peak
-from lightning_gnn.commands.graph_cli import GraphCLI, file_of, working
-from lightning_gnn.commands.memory_table import memory_table
+from lightning_gnn.commands.graph_cli import GraphCLI, working
+from lightning_gnn.commands.plan_print import memory_table
 from lightning_gnn.console import plain_width, text_console
+from lightning_gnn.parser import file_of
 from lightning_gnn.planning.presets import PRESETS
 from lightning_gnn.planning.topology import MAX_DEVICES
 from lightning_gnn.strategies.scheme import Scheme

@@ -9,10 +9,11 @@ from collections.abc import Sequence
 from lightning.pytorch.cli import LightningArgumentParser
 from typing_extensions import override
 
-from lightning_gnn.commands.graph_cli import GraphCLI, file_of, working
+from lightning_gnn.commands.graph_cli import GraphCLI, working
 from lightning_gnn.console import plain_width, text_console
 from lightning_gnn.parity import ParityReport, check_parity
 from lightning_gnn.parity.check import make_strategies
+from lightning_gnn.parser import file_of
 from lightning_gnn.strategies.scheme import Scheme
 
 USAGE = """lightning-gnn check --config FILE [--parts N] [--nodes N] [--schemes NAMES] [--share_draws true] [--json FILE]

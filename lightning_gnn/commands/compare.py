@@ -10,9 +10,9 @@ from typing import Any
 
 from jsonargparse import ActionConfigFile
 
-from lightning_gnn.commands.parser import Parser
 from lightning_gnn.comparing.cells import Again, Comparison, add_task, make_cells
 from lightning_gnn.comparing.run import check, run
+from lightning_gnn.parser import Parser
 
 USAGE = "lightning-gnn compare --config FILE [--output FOLDER] [--again failed] [--KEY VALUE ...]"
 DESCRIPTION = (

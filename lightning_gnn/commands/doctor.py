@@ -24,11 +24,11 @@ import lightning_gnn
 from lightning_gnn.comm.group import available_backends
 from lightning_gnn.comm.shared_memory import machine_key
 from lightning_gnn.commands.exchange import time_exchange
-from lightning_gnn.commands.local_ranks import LAUNCHER_VARIABLES
-from lightning_gnn.commands.parser import Parser
 from lightning_gnn.console import text_console
 from lightning_gnn.data.store import default_root
 from lightning_gnn.kernels import CSR, cache_folder
+from lightning_gnn.launching.local_ranks import LAUNCHER_VARIABLES
+from lightning_gnn.parser import Parser
 
 PACKAGES = ("torch", "lightning", "torch_geometric", "torchmetrics", "numba", "pymetis")
 LITTLE_SPACE = 2e9

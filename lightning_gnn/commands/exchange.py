@@ -14,7 +14,7 @@ import torch
 from lightning_gnn.comm.exchange import HaloExchange
 from lightning_gnn.comm.group import World
 from lightning_gnn.comm.traffic import Meter
-from lightning_gnn.commands.local_ranks import run_ranks
+from lightning_gnn.launching.local_ranks import run_ranks
 from lightning_gnn.partition.shard import HaloPlan
 
 ROWS, COLUMNS, REPEATS = 65_536, 64, 7

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import sys
-import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 import lightning as L
@@ -15,9 +13,9 @@ from lightning.pytorch.strategies import StrategyRegistry
 from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 from typing_extensions import override
 
-from lightning_gnn.commands.parser import Parser, check_names
 from lightning_gnn.console import text_console
 from lightning_gnn.datamodules import GraphDataModule
+from lightning_gnn.parser import Parser, check_names
 from lightning_gnn.partition.layout import LayoutSpec
 from lightning_gnn.strategies import DGCLStrategy, GNNStrategy
 from lightning_gnn.strategies.scheme import Scheme
@@ -141,23 +139,3 @@ def working(text: str) -> Iterator[None]:
             yield
     except (ValueError, RuntimeError, OSError) as error:
         sys.exit(f"error: {error}")
-
-
-def file_of(option: str, name: str | None) -> Path | None:
-    """Returns the file that an option names, None if none; a ValueError says that it cannot be written."""
-    if name is None:
-        return None
-    check_folder(option, Path(name).parent)
-    if Path(name).is_dir():
-        raise ValueError(f"{option} {name} is a folder; name a file.")
-    return Path(name)
-
-
-def check_folder(option: str, folder: Path) -> None:
-    """Makes a folder and writes to it; a ValueError names the option that gave it."""
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=folder):
-            pass
-    except OSError as error:
-        raise ValueError(f"{option}: the folder {folder} cannot be written ({error}). Name another.") from error

@@ -1,12 +1,10 @@
-"""``lightning-gnn plan``: what a plan puts on each link, and what training would take under it and under other schemes.
-
-Found out in ``plan_report.py``, printed by ``plan_print.py``.
-"""
+"""``lightning-gnn plan``: what a plan puts on each link, and what one exchange of rows takes; printed by ``plan_print.py``."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -15,33 +13,140 @@ from lightning.pytorch.cli import LightningArgumentParser
 from typing_extensions import override
 
 from lightning_gnn.advising.advice import quiet_trainer
+from lightning_gnn.advising.candidates import candidates
 from lightning_gnn.checks.footprint import Peak, Predicted, Sizes
-from lightning_gnn.commands.graph_cli import GraphCLI, check_folder, file_of, working
-from lightning_gnn.commands.memory_table import memory_table
-from lightning_gnn.commands.plan_print import printed
-from lightning_gnn.commands.plan_report import PlanReport
+from lightning_gnn.checks.memory import training_bytes
+from lightning_gnn.commands.graph_cli import GraphCLI, working
+from lightning_gnn.commands.plan_print import memory_table, printed
 from lightning_gnn.console import plain_width, text_console
 from lightning_gnn.data.shards import Cut
-from lightning_gnn.planning.predict import Workload
+from lightning_gnn.parser import check_folder, file_of
+from lightning_gnn.planning.exchanges import Exchange, Workload
+from lightning_gnn.planning.plan_cost import Balance, LinkLoad, balance, link_loads
 from lightning_gnn.planning.presets import PRESETS, find_topology
 from lightning_gnn.planning.relation import Relation
+from lightning_gnn.planning.tables import rank_plan
 from lightning_gnn.planning.topology import MAX_DEVICES, Topology
-from lightning_gnn.strategies.dgcl import DGCLScheme
 from lightning_gnn.strategies.scheme import Scheme
-from lightning_gnn.strategies.spmm import ProductScheme
 
 USAGE = """lightning-gnn plan --config FILE [--topology NAME|FILE] [--parts N] [--columns N] [--layers K]
                           [--output FOLDER] [--json FILE] [--KEY VALUE ...]"""
 DESCRIPTION = (
-    "Say what a plan puts on each link, and what epochs would take under it and under other schemes, without starting "
+    "Say what a plan puts on each link, and what an exchange of rows takes under it and under other schemes, without starting "
     "ranks. Files and keys are those of fit; used are data, trainer.strategy, trainer.devices, trainer.num_nodes, and for "
-    "memory model."
+    "memory model. lightning-gnn advise predicts epochs."
 )
 WIDTH = 160
 """Columns of what is printed to a file."""
 
 PAPER_LAYERS = 2
 """DGCL section 7."""
+
+
+@dataclass(frozen=True)
+class PlanReport:
+    """All that ``plan`` tells.
+
+    Attributes:
+        work, topology: what is trained, on what; no topology if no times are asked for.
+        exchanges: of the strategy first, then of all others that are registered.
+        links: of the plan that is followed, the busiest first; empty if it is none, and so is what follows.
+        balance: between kinds of hops.
+        table_bytes: of the send and receive tables, of each rank.
+        training_bytes: a low estimate of each rank's peak, see :func:`~lightning_gnn.checks.memory.training_bytes`.
+    """
+
+    work: Workload
+    topology: Topology | None
+    exchanges: tuple[Exchange, ...]
+    links: tuple[LinkLoad, ...] = ()
+    balance: Balance | None = None
+    table_bytes: tuple[int, ...] = ()
+    training_bytes: tuple[int, ...] = ()
+
+    @classmethod
+    def of(cls, name: str, scheme: Scheme, work: Workload, topology: Topology | None, cut: Cut) -> PlanReport:
+        """Returns the report on a strategy's scheme.
+
+        Raises:
+            ValueError: its plan does not apply: two devices exchange rows but have no link.
+        """
+        own = [replace(each, scheme=each.scheme or name) for each in scheme.exchanges(work, topology)]
+        report = cls(work, topology, (*own, *_others(own, scheme, work, topology)))
+        followed = report.followed
+        if followed.plan is None or topology is None:
+            if scheme.follows_plan and followed.reason:
+                raise ValueError(followed.reason)
+            return report
+        ranks = [rank_plan(followed.plan, rank) for rank in range(topology.num_devices)]
+        peaks = (
+            training_bytes(*size, work.feature_bytes, work.row_bytes, work.num_layers, rank.num_relayed)
+            for size, rank in zip(cut.sizes(), ranks)
+        )
+        assert followed.cost is not None
+        return replace(
+            report,
+            links=tuple(link_loads(followed.plan, topology, work.row_bytes)),
+            balance=balance(followed.cost, work.row_bytes),
+            table_bytes=tuple(rank.table_bytes for rank in ranks),
+            training_bytes=tuple(peaks),
+        )
+
+    @property
+    def followed(self) -> Exchange:
+        """What ``fit`` would do."""
+        return next(each for each in self.exchanges if each.followed)
+
+    @property
+    def largest_share(self) -> float:
+        """Memory of tables over that of training (DGCL Figure 11) on the rank where it is most; the latter is too low."""
+        return max(tables / peak for tables, peak in zip(self.table_bytes, self.training_bytes))
+
+    def as_dict(self) -> dict[str, Any]:
+        """Returns plain numbers and lists, for JSON: seconds, bytes, rows; None for what is unknown."""
+        work, plan, cost = self.work, self.followed.plan, self.followed.cost
+        found = {
+            "topology": None if self.topology is None else self.topology.name,
+            "parts": work.relation.num_devices,
+            "nodes": int(work.relation.offsets[-1]),
+            "edges": int(work.edge_index.shape[1]),
+            "layers": work.num_layers,
+            "columns": work.columns,
+            "features": work.features,
+            "row_bytes": work.row_bytes,
+            "follows": self.followed.scheme,
+            "exchanges": [each.as_dict() for each in self.exchanges],
+            "replication_factors": list(work.replication_factors),
+        }
+        if plan is None or cost is None or self.balance is None:
+            return found
+        return found | {
+            "plan": plan.name,
+            "stages": plan.num_stages,
+            "stage_seconds": cost.stage_seconds(work.row_bytes).tolist(),
+            "links": [load.as_dict(work.row_bytes) for load in self.links],
+            "balance": self.balance.as_dict(),
+            "tables": {
+                "table_bytes": list(self.table_bytes),
+                "training_bytes": list(self.training_bytes),
+                "largest_share": self.largest_share,
+            },
+        }
+
+
+def _others(own: Sequence[Exchange], scheme: Scheme, work: Workload, topology: Topology | None) -> list[Exchange]:
+    """Returns the exchanges of the other registered full-graph strategies that can run on this cut."""
+    found, seen = {each.scheme: each for each in own}, {type(scheme)}
+    kind = scheme.layout(work.relation.num_devices).kind
+    for candidate in candidates(work.relation.num_devices):
+        other = candidate.strategy().scheme
+        if type(other) in seen or not candidate.full_graph or other.layout(work.relation.num_devices).kind != kind:
+            continue
+        seen.add(type(other))
+        for each in other.exchanges(work, topology):
+            name = each.scheme or candidate.name
+            found.setdefault(name, replace(each, scheme=name, followed=False))
+    return list(found.values())[len(own) :]
 
 
 class PlanCLI(GraphCLI):
@@ -74,11 +179,6 @@ class PlanCLI(GraphCLI):
     @override
     def prepare(self, scheme: Scheme, parts: int) -> None:
         config = self.config
-        if not isinstance(scheme, DGCLScheme | ProductScheme):
-            raise ValueError(
-                f"{type(scheme).__name__} follows no plan and makes no products. Use trainer.strategy=dgcl, or one of "
-                "products, such as spmm_15d; lightning-gnn partition tells what a vertex cut sends."
-            )
         if parts < 2:
             raise ValueError(f"plans are for several parts (got {parts}): give --parts.")
         if parts > MAX_DEVICES:
@@ -87,7 +187,6 @@ class PlanCLI(GraphCLI):
             if config[name] is not None and config[name] < 1:
                 raise ValueError(f"--{name} is a number above 0 (got {config[name]}).")
         self.topology = self._topology(scheme, parts)
-        self.keep_constant = scheme.keep_constant
         self.layers, self.layers_from = _first(
             (config.layers, "--layers"),
             (_of_model(config.model, "num_layers"), "the model's"),
@@ -100,18 +199,16 @@ class PlanCLI(GraphCLI):
         )
         self.output = None if config.output is None else Path(config.output)
         if self.output is not None:
-            if not isinstance(scheme, DGCLScheme):
-                raise ValueError("--output draws a plan, and products on a process grid follow none: leave it out.")
+            if not scheme.follows_plan:
+                raise ValueError(f"--output draws a plan, and {self.strategy.strategy_name} follows none: leave it out.")
             check_folder("--output", self.output)
         self.json = file_of("--json", config.json)
 
-    def _topology(self, scheme: DGCLScheme | ProductScheme, parts: int) -> Topology | None:
-        """Returns the topology asked for, of so many devices; None if products may do without."""
+    def _topology(self, scheme: Scheme, parts: int) -> Topology | None:
+        """Returns the topology asked for, of so many devices; None if a scheme that follows no plan does without."""
         asked = self.config.topology
-        if isinstance(scheme, DGCLScheme):
-            if asked is not None:
-                scheme.topology = asked
-            asked = scheme.topology
+        if scheme.follows_plan:
+            scheme.topology = asked = asked or scheme.topology  # type: ignore[attr-defined]
             if asked in (None, "auto"):
                 raise ValueError(
                     f"which topology? Give --topology, one of {', '.join(PRESETS)} or a JSON file (docs/planning.md), or name "
@@ -119,23 +216,14 @@ class PlanCLI(GraphCLI):
                 )
         return None if asked is None else find_topology(asked, parts)
 
-    def report(self, work: Workload, cut: Cut) -> PlanReport:
-        """Returns what the strategy would do with this cut.
-
-        Raises:
-            ValueError: its plan does not apply to the topology.
-        """
-        if isinstance(self.scheme, ProductScheme):
-            return PlanReport.of_product(work, self.topology, self.scheme)
-        assert isinstance(self.scheme, DGCLScheme) and self.topology is not None
-        return PlanReport.of(work, self.topology, self.scheme.plan, cut)
-
     def peaks(self, cut: Cut) -> tuple[list[tuple[str, Peak, Peak]], str]:
         """Returns each rank's peak memory, kept and with ``recompute=True``; or nothing, and why."""
         if self.module is None:
             return [], "give --model, or a file that names one, as for fit."
         try:
-            steps = Predicted(self.module, cut.shard(0).batch, quiet_trainer(), self.keep_constant)
+            steps = Predicted(
+                self.module, cut.shard(0).batch, quiet_trainer(), getattr(self.scheme, "keep_constant", True)
+            )
         except RuntimeError as error:
             return [], str(error)
         row_bytes = cut.attributes["node"]["x"][:1].nbytes
@@ -169,7 +257,7 @@ def plan(arguments: Sequence[str]) -> None:
             raise ValueError(
                 "plan tells what layers exchange; a graph with types is trained on samples (docs/sampling.md)."
             )
-        x = cut.attributes["node"]["x"]
+        x, weight = cut.attributes["node"]["x"], cut.attributes["edge"].get("edge_weight")
         work = Workload(
             Relation.from_halos(cut.halos, cut.offsets),
             cut.edge_index(),
@@ -177,10 +265,10 @@ def plan(arguments: Sequence[str]) -> None:
             cli.columns or x.size(1),
             x.size(1),
             x.element_size(),
-            cli.keep_constant,
-            _value_bytes(cut),
+            0 if weight is None else weight.element_size(),
+            None if cut.holders is None else cut.holders.numpy().astype(np.int64),
         )
-        report = cli.report(work, cut)
+        report = PlanReport.of(cli.strategy.strategy_name, cli.scheme, work, cli.topology, cut)
         peaks, unknown = cli.peaks(cut)
         if cli.json is not None:
             memory = [{**peak.as_dict(), "recompute": again.as_dict()} for _, peak, again in peaks]
@@ -195,22 +283,14 @@ def plan(arguments: Sequence[str]) -> None:
         console.print(f"Written: {file}", soft_wrap=True)
 
 
-def _value_bytes(cut: Cut) -> int:
-    """Returns the bytes of an edge's weight; 0 if edges have none."""
-    weight = cut.attributes["edge"].get("edge_weight")
-    return 0 if weight is None else weight.element_size()
-
-
 def _draw(report: PlanReport, folder: Path) -> list[Path]:
     # Here, since all commands import this file, and matplotlib takes its time.
     from lightning_gnn.planning.pictures import draw_links, draw_stages, save_picture
 
-    assert report.plan is not None and report.topology is not None
-    row_bytes, name = report.work.row_bytes, report.plan.plan.name
-    title = f"{name} over {report.topology.name}, rows of {row_bytes:,} bytes"
-    links = draw_links(report.plan.links, report.topology, title)
-    plans = {scheme: report.prediction(scheme) for scheme in ("p2p", "spst")}
-    stages = draw_stages(
-        {scheme: each.cost or each.reason for scheme, each in plans.items()}, report.topology, row_bytes
-    )
+    assert report.topology is not None
+    row_bytes, followed = report.work.row_bytes, report.followed
+    title = f"{followed.scheme} over {report.topology.name}, rows of {row_bytes:,} bytes"
+    links = draw_links(report.links, report.topology, title)
+    costs = {each.scheme: each.cost or each.reason for each in report.exchanges if each.scheme in ("p2p", "spst")}
+    stages = draw_stages(costs, report.topology, row_bytes)
     return [*save_picture(links, folder / "links"), *save_picture(stages, folder / "stages")]

@@ -1,19 +1,22 @@
-"""How ``lightning-gnn plan`` prints a report."""
+"""How ``lightning-gnn plan`` prints a report, and commands predicted memory."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from itertools import pairwise
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
 from rich.table import Table
 
-from lightning_gnn.commands.plan_report import PlanDetails, PlanReport
-from lightning_gnn.partition.cost import SECONDS_PER_EDGE_COLUMN
-from lightning_gnn.planning.predict import LinkLoad
-from lightning_gnn.planning.predict_grid import Product
+from lightning_gnn.checks.footprint import PHASES, Peak
+from lightning_gnn.planning.grid import choose
+from lightning_gnn.planning.plan import Plan
+from lightning_gnn.planning.plan_cost import Balance, LinkLoad, PlanCost
+
+if TYPE_CHECKING:
+    from lightning_gnn.commands.plan import PlanReport
 
 UNEVEN = 2.0
 """Edges of the busiest rank over the mean from which a default is worth a word."""
@@ -32,52 +35,46 @@ def printed(report: PlanReport, layers_from: str, columns_from: str) -> Iterator
         report: what to print.
         layers_from, columns_from: who said how many there are.
     """
-    work, topology, details = report.work, report.topology, report.plan
+    work, topology, followed = report.work, report.topology, report.followed
     yield (
         f"{work.relation.offsets[-1]:,} nodes and {work.edge_index.shape[1]:,} edges in {work.relation.num_devices} parts"
         f"{'' if topology is None else f' on {topology.name}'}; {work.num_layers} layers ({layers_from}), rows of "
         f"{work.columns:,} columns ({columns_from}), {work.row_bytes:,} bytes"
     )
-    if details is not None:
-        yield _link_table(details, work.row_bytes)
+    if followed.plan is not None and followed.cost is not None:
+        yield _link_table(followed.plan, followed.cost, report.links, work.row_bytes)
     if topology is None:
-        yield "No times, since there is no topology: give --topology, such as uniform, to see them and other schemes."
-    else:
-        yield _prediction_table(report)
-        reasons: dict[str, list[str]] = {}  # a link that is missing rules out many products
-        for each in report.predictions:
-            if not each.applies:
-                reasons.setdefault(each.reason, []).append(each.scheme)
-        for reason, schemes in reasons.items():
-            yield f"{', '.join(schemes)} {'does' if len(schemes) == 1 else 'do'} not apply: {reason}"
-        yield from _counted(report)
-    yield ""
-    yield _product_table(report)
-    yield from _chosen(report)
-    yield ""
-    if details is not None:
-        yield _balance_table(details)
+        yield "No times, since there is no topology: give --topology, such as uniform, to see them."
+    yield _exchange_table(report)
+    reasons: dict[str, list[str]] = {}  # a link that is missing rules out many products
+    for each in report.exchanges:
+        if each.reason:
+            reasons.setdefault(each.reason, []).append(each.scheme)
+    for reason, schemes in reasons.items():
+        yield f"{', '.join(schemes)} {'does' if len(schemes) == 1 else 'do'} not apply: {reason}"
+    yield from _notes(report)
+    if report.balance is not None:
+        yield _balance_table(followed.scheme, report.balance)
     factors = (f"{factor:.2f} after {hop}" for hop, factor in enumerate(work.replication_factors, 1))
     yield f"Replication factor by hops (DGCL Figure 4): {', '.join(factors)}"
-    if details is None:
+    if not report.table_bytes:
         return
-    tables = details.tables
     yield (
-        f"Send and receive tables: {_bytes(sum(tables.table_bytes))}, {_bytes(max(tables.table_bytes))} on the rank with most; "
-        f"at most {tables.largest_share:.4f} of a rank's memory in training (DGCL Figure 11: below 0.002). Counted as memory "
+        f"Send and receive tables: {_bytes(sum(report.table_bytes))}, {_bytes(max(report.table_bytes))} on the rank with most; "
+        f"at most {report.largest_share:.4f} of a rank's memory in training (DGCL Figure 11: below 0.002). Counted as memory "
         f"are features, halo, edges, {work.num_layers} outputs of {work.columns:,} columns and their gradients: "
-        f"{_bytes(sum(tables.training_bytes))}; weights and what a model keeps beside come on top."
+        f"{_bytes(sum(report.training_bytes))}; weights and what a model keeps beside come on top."
     )
 
 
-def _link_table(details: PlanDetails, row_bytes: int) -> Table:
-    count = details.plan.num_stages
+def _link_table(plan: Plan, cost: PlanCost, links: Sequence[LinkLoad], row_bytes: int) -> Table:
+    count = plan.num_stages
     # The last stages carry least: of many, they are printed together.
     bounds = [*range(min(count, STAGES - (count > STAGES))), *[STAGES - 1] * (count > STAGES), count]
     names = [str(low) if low + 1 == high else f"{low} to {high - 1}" for low, high in pairwise(bounds)]
     if names:
         names[0] = f"stage {names[0]}"
-    title = f"Plan {details.plan.name}: rows of {row_bytes:,} bytes by link and stage"
+    title = f"Plan {plan.name}: rows of {row_bytes:,} bytes by link and stage"
     table = Table("link", "over", *names, "all", "bytes", "busiest hop", "busy", title=title, title_justify="left")
     for column in table.columns:
         column.overflow = "fold"  # a number that is cut short is a wrong one
@@ -92,105 +89,52 @@ def _link_table(details: PlanDetails, row_bytes: int) -> Table:
         rows = (f"{rows:,}" if rows else "-" for rows in (*together(by_stage), by_stage.sum()))
         table.add_row(name, over, *rows, _bytes(by_stage.sum() * row_bytes), *end)
 
-    for load in details.links[:BUSIEST]:
+    for load in links[:BUSIEST]:
         end = load.busiest_hop, _seconds(load.hop_seconds)
         line(f"{load.sender}→{load.receiver}", [load], "+".join(load.kinds), *end)
-    rest = details.links[BUSIEST:]
+    rest = links[BUSIEST:]
     if rest:
         line(f"{len(rest)} others", rest, "", "", f"≤ {_seconds(rest[0].hop_seconds)}")
     table.add_section()
-    line("all", details.links, "", "", "")
-    by_stage = details.plan.traffic.sum((1, 2)) * row_bytes
+    line("all", links, "", "", "")
+    by_stage = plan.traffic.sum((1, 2)) * row_bytes
     table.add_row("bytes", "", *map(_bytes, together(by_stage)), _bytes(by_stage.sum()), "", "", "")
-    seconds = details.cost.stage_seconds(row_bytes)
+    seconds = cost.stage_seconds(row_bytes)
     table.add_row("time", "", *map(_seconds, together(seconds)), _seconds(seconds.sum()), "", "", "")
     table.caption = (
-        f"{len(details.links)} links are used. "
+        f"{len(links)} links are used. "
         + "busy: a link's busiest hop in all stages, with what other links send over it"
     )
     return table
 
 
-def _prediction_table(report: PlanReport) -> Table:
-    headings = (
-        *("scheme", "rows", "layer: exchange", "layer: sums", "epoch: exchange", "epoch: sums", "epoch", "first epoch"),
-        *("replication", "edges"),
-    )
-    title = "Predicted time by scheme; a layer in one direction"
-    table = Table(*headings, title=title, title_justify="left")
+def _exchange_table(report: PlanReport) -> Table:
+    headings = ("scheme", "rows", "paper's rows", "time", "edges", "most edges", "replication", "held")
+    table = Table(*headings, title="One exchange of rows by scheme, forward or backward", title_justify="left")
     for column in table.columns[1:]:
         column.justify = "right"
-    edges = report.work.edges.sum()
-    for each in report.predictions:
-        if not each.applies:
-            table.add_row(each.scheme, *["-"] * 9)
+    fewest = report.work.edge_index.shape[1]
+    for each in report.exchanges:
+        name, edges = each.scheme + " *" * each.followed, round(each.edges.sum())
+        if each.reason and not each.rows:
+            table.add_row(name, *["-"] * 7)
             continue
-        more = each.edges - edges
+        more = edges - fewest
         table.add_row(
-            each.scheme + " *" * (each.scheme == report.follows),
+            name,
             f"{each.rows:,}",
-            _seconds(each.exchange_seconds),
-            _seconds(each.compute_seconds),
-            _seconds(each.epoch_exchange_seconds),
-            _seconds(each.epoch_compute_seconds),
-            _seconds(each.epoch_seconds),
-            f"+ {_seconds(each.first_exchange_seconds)}",
-            f"{each.replication:.2f}" if each.replication else "-",
-            f"+ {more:,} ({more / max(1, edges):.0%})" if more else f"{edges:,}",
+            _or_dash(each.paper_rows, "{:,}".format),
+            _or_dash(each.seconds, _seconds),
+            f"+ {more:,} ({more / max(1, fewest):.0%})" if more else f"{edges:,}",
+            f"{each.edge_balance:.2f}",
+            _or_dash(each.replication, "{:.2f}".format),
+            _or_dash(each.choice and each.choice.bytes_held, _bytes),
         )
-    table.caption = "* followed by fit. The first epoch also exchanges the features, at their own width."
-    return table
-
-
-def _counted(report: PlanReport) -> Iterator[str]:
-    work = report.work
-    layers, backward = work.num_layers, work.num_layers - work.skipped
-    features = (
-        f"the {work.features:,} columns of features are exchanged once; models that attend, such as GAT: {layers} and {layers}"
-        if work.keep_constant
-        else "keep_constant is off: layers are taken to map before they exchange"
-    )
-    yield (
-        f"An epoch: {backward} forward and {backward} backward exchanges ({features}), {layers} forward and {backward} "
-        f"backward sums over edges at {SECONDS_PER_EDGE_COLUMN * 1e9:g} ns per edge and column (one CPU core); no overlap, no "
-        "maps with weights. Replication: rows of features held by all devices over the nodes of the graph."
-    )
-    limit = report.break_even_seconds
-    if limit is not None:
-        yield f"Replication is faster than {report.follows} where sums take less than {limit * 1e9:.2g} ns per edge and column."
-
-
-def _product_table(report: PlanReport) -> Table:
-    products, timed = report.products, report.topology is not None
-    forms = ("sparsity-aware", "whole blocks")
-    headings = ["product", *(f"rows, {form}" for form in forms), "paper's rows", "most edges"]
-    headings += [f"time, {form}" for form in forms] if timed else []
-    headings += [f"held, {form}" for form in forms]
-    table = Table(*headings, title="Products on a process grid: one product, forward or backward", title_justify="left")
-    for column in table.columns[1:]:
-        column.justify = "right"
-
-    def line(name: str, *pair: Product | None) -> None:
-        paper = next((each.paper_rows for each in pair if each is not None), None)
-        table.add_row(
-            name + " *" * (report.follows in [each.scheme for each in pair if each is not None]),
-            *(_or_dash(each and each.rows, "{:,}".format) for each in pair),
-            _or_dash(paper, "{:,}".format),
-            next(f"{each.edge_balance:.2f}" for each in pair if each is not None),
-            *(_or_dash(each and each.seconds, _seconds) for each in pair if timed),
-            *(_or_dash(each and each.cost and each.cost.bytes_held, _bytes) for each in pair),
-        )
-
-    for sparse, blocks in zip(products.sparse, products.blocks):
-        line(sparse.scheme, sparse, blocks)
-    for each in products.cubes:
-        line(each.scheme, None, each)
     table.caption = (
-        "paper's rows: n (P/c - 1) of broadcasts and 2 n (c - 1) of all-reduces. most edges: of a rank, over the mean. held: by "
-        f"the rank that holds most, beside its operands, for rows of {report.work.features:,} columns, the features'."
+        "* followed by fit. edges: that all ranks sum over; most edges: of a rank, over the mean. replication: rows held by all "
+        "ranks over the nodes. Of products, paper's rows: n (P/c - 1) of broadcasts and 2 n (c - 1) of all-reduces; held: by the "
+        f"rank that holds most, beside its operands, for rows of {report.work.features:,} columns, the features'."
     )
-    if report.plan is None:
-        table.caption = f"* followed by fit, as {report.follows}. {table.caption}"
     return table
 
 
@@ -198,33 +142,33 @@ def _or_dash(value: Any, text: Callable[[Any], str]) -> str:
     return "-" if value is None else text(value)
 
 
-def _chosen(report: PlanReport) -> Iterator[str]:
-    products = report.products
-    sparse, blocks = products.chosen
-    costs = [each.cost for each in products.sparse if each.cost is not None]
-    counts = ", ".join(f"{cost.rows:,} (c={cost.grid.replication})" for cost in costs)
-    yield (
-        f"spmm_15d by default: replication={sparse} if sparsity-aware, {blocks} with whole blocks: the fewest rows of those "
-        "that fit into memory (not looked at here) and let all ranks multiply, c <= sqrt(P). fit knows "
-        f"sparsity-aware rows by an upper bound: {counts}."
-    )
-    for product in (
-        products.sparse[products.replications.index(sparse)],
-        products.blocks[products.replications.index(blocks)],
-    ):
-        if product.edge_balance > UNEVEN:
-            yield (
-                f"{product.scheme} leaves the busiest rank {product.edge_balance:.3g} times its share of the edges: set "
-                "replication to another where that matters."
-            )
-    for each in products.cubes:
-        yield f"{each.scheme}: {_bytes(each.matrix_bytes)} of the matrix travel too in each product, and are in its time."
+def _notes(report: PlanReport) -> Iterator[str]:
+    products = [each for each in report.exchanges if each.choice is not None]
+    forms = [[each for each in products if each.scheme.endswith(" blocks") == blocks] for blocks in (False, True)]
+    if all(forms):
+        costs = [[each.choice for each in form if each.choice is not None] for form in forms]
+        sparse, blocks = (choose(each, None) for each in costs)
+        counts = ", ".join(f"{cost.rows:,} (c={cost.grid.replication})" for cost in costs[0])
+        yield (
+            f"spmm_15d by default: replication={sparse.grid.replication} if sparsity-aware, {blocks.grid.replication} with "
+            "whole blocks: the fewest rows of those that fit into memory (not looked at here) and let all ranks multiply, "
+            f"c <= sqrt(P). fit knows sparsity-aware rows by an upper bound: {counts}."
+        )
+        for each in products:
+            if each.choice in (sparse, blocks) and each.edge_balance > UNEVEN:
+                yield (
+                    f"{each.scheme} leaves the busiest rank {each.edge_balance:.3g} times its share of the edges: set "
+                    "replication to another where that matters."
+                )
+    for each in report.exchanges:
+        if each.matrix_bytes:
+            yield f"{each.scheme}: {_bytes(each.matrix_bytes)} of the matrix travel too in each product, and are in its time."
+    yield "What epochs would take: lightning-gnn advise."
 
 
-def _balance_table(details: PlanDetails) -> Table:
-    found = details.balance
+def _balance_table(plan: str, found: Balance) -> Table:
     table = Table("kind of hop", "time of an exchange if other kinds took none", title_justify="left")
-    table.title = f"Plan {details.plan.name}: balance between kinds"
+    table.title = f"Plan {plan}: balance between kinds"
     table.columns[1].justify = "right"
     for kind, seconds in found.kinds.items():
         table.add_row(kind, _seconds(seconds))
@@ -247,3 +191,18 @@ def _seconds(value: float) -> str:
 def _bytes(count: float) -> str:
     factor, unit = next(((f, u) for f, u in ((1e9, "GB"), (1e6, "MB"), (1e3, "kB")) if count >= f), (1, "B"))
     return f"{count / factor:,.3g} {unit}" if count < 1000 * factor else f"{count / factor:,.0f} {unit}"
+
+
+def memory_table(title: str, first: str, rows: Sequence[tuple[str, Peak, Peak]]) -> Table:
+    """Returns a row per name: the peak of each phase in MB, and the largest with ``recompute=True``."""
+    table = Table(first, *PHASES, "with recompute", title=title, title_justify="left")
+    for column in table.columns[1:]:
+        column.justify = "right"
+    for name, peak, recomputed in rows:
+        table.add_row(name, *(_megabytes(getattr(peak, phase)) for phase in PHASES), _megabytes(recomputed.most))
+    table.caption = "Of tensors, in MB; python and libraries come on top (docs/memory.md)."
+    return table
+
+
+def _megabytes(count: int) -> str:
+    return f"{count / 1e6:,.3g}" if count < 1e9 else f"{count / 1e6:,.0f}"

@@ -20,10 +20,10 @@ from rich.table import Table
 
 from lightning_gnn.comm.group import World
 from lightning_gnn.comm.measure import measure
-from lightning_gnn.commands.local_ranks import run_ranks
-from lightning_gnn.commands.parser import Parser, did_you_mean
 from lightning_gnn.console import text_console
 from lightning_gnn.data.store import write_atomically
+from lightning_gnn.launching.local_ranks import run_ranks
+from lightning_gnn.parser import Parser, did_you_mean
 from lightning_gnn.planning.infer import pairs_to_measure
 from lightning_gnn.planning.presets import find_topology
 from lightning_gnn.planning.topology import MAX_DEVICES, Topology

@@ -17,8 +17,8 @@ import torch
 import torch_geometric
 from lightning.pytorch.strategies import StrategyRegistry
 
-from lightning_gnn.commands.parser import Parser, did_you_mean, explain
 from lightning_gnn.datamodules import GraphDataModule
+from lightning_gnn.parser import Parser, did_you_mean, unknown_word
 from lightning_gnn.strategies import GNNStrategy, registered
 
 Again: TypeAlias = Literal["none", "failed", "all"]
@@ -278,11 +278,11 @@ def checked(sections: Mapping[str, Any]) -> dict[str, Any]:
     """
     parser = task_parser()
     try:
-        made = parser.parse_object({name: value for name, value in sections.items() if MAKES not in value})
+        given = {name: value for name, value in sections.items() if MAKES not in value}
+        made = parser.parse_object(given)
         plain = json.loads(parser.dump(made, format="json"))
     except Exception as error:  # jsonargparse's, or what an import of the user's raises
-        known = [action.dest for action in parser._actions]
-        raise ValueError(explain(str(error), known) or str(error)) from error
+        raise ValueError(unknown_word(parser, given) or str(error)) from error
     return {name: value if MAKES in value else plain[name] for name, value in sections.items()}
 
 

@@ -180,12 +180,3 @@ def peak_memory() -> int:
 
         peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
         return peak if sys.platform == "darwin" else peak * 1024
-
-
-def draws_random_numbers(module: torch.nn.Module) -> bool:
-    """Returns whether a model has dropout, which each rank draws for itself."""
-    for part in module.modules():
-        rate = getattr(part, "p", 0) if "Dropout" in type(part).__name__ else getattr(part, "dropout", 0)
-        if isinstance(rate, (int, float)) and rate > 0:
-            return True
-    return False

@@ -21,13 +21,13 @@ import torch
 from filelock import FileLock, Timeout
 from rich.live import Live
 
-from lightning_gnn.commands.graph_cli import check_folder
-from lightning_gnn.commands.local_ranks import LAUNCHER_VARIABLES
 from lightning_gnn.comparing.cells import Again, Cell, Comparison, checked, make_cells, section_of
 from lightning_gnn.comparing.results import parity, summarise
 from lightning_gnn.comparing.table import comparison_table, number, parity_text
 from lightning_gnn.console import plain_width, text_console
 from lightning_gnn.data.store import write_atomically
+from lightning_gnn.launching.local_ranks import LAUNCHER_VARIABLES
+from lightning_gnn.parser import check_folder
 
 LAST_LINES = 15
 """So many of a failed cell's output are kept in the JSON and the report."""

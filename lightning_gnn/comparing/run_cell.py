@@ -19,9 +19,10 @@ import lightning as L
 import torch
 from lightning.pytorch.utilities.model_helpers import is_overridden
 
+from lightning_gnn.checks.draws import draws_random_numbers
 from lightning_gnn.comm.processes import end_with_parent
 from lightning_gnn.comparing.cells import MAKES, task_parser
-from lightning_gnn.comparing.measure import EpochTimes, draws_random_numbers, peak_memory
+from lightning_gnn.comparing.measure import EpochTimes, peak_memory
 from lightning_gnn.data.sources import counted_mask
 from lightning_gnn.datamodules import GraphDataModule
 from lightning_gnn.strategies import GNNStrategy

@@ -1,71 +1,85 @@
-"""A comparison as a table, while it runs and at its end."""
+"""A comparison as a table, while it runs and at its end; the HTML report has the same columns."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
 
 from rich.markup import escape
 from rich.table import Table
 
+Cell = Mapping[str, Any]
+"""As the JSON has it, see docs/compare.md."""
+
 MARKS = {"exact": "", "approximate": "approx. ", "random": "dropout "}
 
 
-def comparison_table(cells: Sequence[Mapping[str, Any]], title: str) -> Table:
+class Column(NamedTuple):
+    """What a column shows of a cell that has finished: `title` is the report's, `head` that of a terminal."""
+
+    title: str
+    head: str
+    text: Callable[[Cell], str]
+
+
+def columns(cells: Sequence[Cell], loss: str = "loss") -> list[Column]:
+    """Returns the columns of a table of these cells; `loss` is the logged value whose curves are compared."""
+    accuracy = accuracy_name(cells) or "test"
+
+    def of_partition(cell: Cell, name: str) -> str:
+        value = (cell["partition"] or {}).get(name)
+        return f"{value:.1%}" if value is not None and name == "cut_fraction" else number(value)
+
+    def peak(cell: Cell) -> str:
+        return number(max(cell["memory_cuda_bytes"] or cell["memory_bytes"]) / 1e6)
+
+    made: list[tuple[str, str, Callable[[Cell], str]]] = [
+        ("cell", "cell", lambda cell: cell["name"]),
+        (f"parity, of {loss}", "parity", lambda cell: parity_text(cell["parity"])),
+        (accuracy, accuracy, lambda cell: number(cell["test"].get(accuracy), 4)),
+        (loss, "loss", lambda cell: number(cell["final_loss"], 4)),
+        ("weights off by", "", lambda cell: number(cell["parity"]["weights"])),
+        ("s per epoch", "epoch, s", lambda cell: number(cell["epoch_seconds"])),
+        ("compute, s", "compute", lambda cell: number(cell["seconds"]["compute"])),
+        ("communication, s", "commun.", lambda cell: number(cell["seconds"]["communication"])),
+        ("waiting, s", "waiting", lambda cell: number(cell["seconds"]["waiting"])),
+        ("rows, MB", "rows, MB", lambda cell: number(cell["row_bytes"] / 1e6)),
+        ("gradients, MB", "grads, MB", lambda cell: number(cell["gradient_bytes"] / 1e6)),
+        ("messages", "messages", lambda cell: number(cell["messages"])),
+        ("edges cut", "cut", lambda cell: of_partition(cell, "cut_fraction")),
+        ("replication", "replic.", lambda cell: of_partition(cell, "replication")),
+        ("edges, max / mean", "edges max/mean", lambda cell: of_partition(cell, "edge_balance")),
+        ("peak MB per rank", "peak MB", peak),
+        ("set-up, s", "set-up, s", lambda cell: number(cell["setup_seconds"])),
+    ]
+    return [Column(*each) for each in made]
+
+
+def comparison_table(cells: Sequence[Cell], title: str) -> Table:
     """Returns a row per cell; of those that have not finished, their state.
 
     Args:
-        cells: as the JSON has them, see docs/compare.md.
+        cells: in the order of the table.
         title: of the table.
     """
-    heads: tuple[str, ...] = (
-        "cell",
-        "parity",
-        accuracy_name(cells) or "test",
-        "loss",
-        "epoch, s",
-        "compute",
-        "commun.",
-        "waiting",
-    )
-    heads += ("rows, MB", "grads, MB", "messages", "cut", "replic.", "edges max/mean", "peak MB", "set-up, s")
-    table = Table(*heads, title=title, title_justify="left")
-    for column in table.columns:
+    shown = [column for column in columns(cells) if column.head]
+    table = Table(*(column.head for column in shown), title=title, title_justify="left")
+    for index, column in enumerate(table.columns):
         column.overflow = "fold"
-    for column in table.columns[2:]:
-        column.justify = "right"
+        column.justify = "right" if index > 1 else "left"
     for cell in cells:
-        table.add_row(escape(cell["name"]), *_row(cell, accuracy_name(cells)))
+        done = cell["status"] == "finished"
+        table.add_row(
+            *(escape(column.text(cell)) for column in (shown if done else shown[:1])), *[cell["status"]][done:]
+        )
     return table
 
 
-def accuracy_name(cells: Sequence[Mapping[str, Any]]) -> str | None:
+def accuracy_name(cells: Sequence[Cell]) -> str | None:
     """Returns the first test metric that is no loss; None if nothing was tested."""
     tested = (name for cell in cells if cell["status"] == "finished" for name in cell["test"])
     return next((name for name in tested if "loss" not in name), None)
-
-
-def _row(cell: Mapping[str, Any], accuracy: str | None) -> tuple[str, ...]:
-    if cell["status"] != "finished":
-        return (escape(cell["status"]),)
-    cut = cell["partition"] or {}
-    memory = cell["memory_cuda_bytes"] or cell["memory_bytes"]
-    return (
-        parity_text(cell["parity"]),
-        number(cell["test"].get(accuracy), 4),
-        number(cell["final_loss"], 4),
-        number(cell["epoch_seconds"]),
-        *(number(cell["seconds"][part]) for part in ("compute", "communication", "waiting")),
-        number(cell["row_bytes"] / 1e6),
-        number(cell["gradient_bytes"] / 1e6),
-        number(cell["messages"]),
-        "-" if cut.get("cut_fraction") is None else f"{cut['cut_fraction']:.1%}",
-        number(cut.get("replication")),
-        number(cut.get("edge_balance")),
-        number(max(memory) / 1e6),
-        number(cell["setup_seconds"]),
-    )
 
 
 def parity_text(found: Mapping[str, Any]) -> str:

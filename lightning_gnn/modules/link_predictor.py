@@ -168,7 +168,7 @@ class LinkPredictor(GraphModule):
             raise ValueError("The graph has one node, and so no pair of nodes that could be joined.")
         if self.relations is not None:
             _check_types(data.shard.batch.get("edge_type"), self.relations.num_embeddings)
-        in_batches = getattr(self.trainer.strategy, "trains_in_batches", False)
+        in_batches = getattr(self.trainer.strategy, "trains_on_batches", False)
         if stage == "fit" and self.negatives == "in_batch" and not in_batches:
             raise ValueError(
                 'negatives="in_batch" are the targets of other edges of a mini-batch, but this strategy trains on the whole '

@@ -18,33 +18,35 @@ from typing import Any
 import lightning.pytorch as pl
 import numpy as np
 import torch
-from lightning.pytorch.strategies import StrategyRegistry
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch_geometric.data import Data, HeteroData
 
 from lightning_gnn.advising.advice import coding, quiet_trainer, quietly
-from lightning_gnn.advising.auto import AutoStrategy
 from lightning_gnn.checks import causes
 from lightning_gnn.checks.causes import Cause, Finding
 from lightning_gnn.checks.differences import LOGGED_TOLERANCE, Difference, differences, first_difference
+from lightning_gnn.checks.draws import draws_random_numbers
 from lightning_gnn.checks.record import compared, differing
 from lightning_gnn.checks.stand_ins import QuietTrainer, aside, copied, quiet, uncompiled
 from lightning_gnn.checks.trial import STAGES, Outcome, Parted, Trial, in_one_line
 from lightning_gnn.comm.traffic import Meter
-from lightning_gnn.comparing.measure import draws_random_numbers
 from lightning_gnn.data.hetero import NO_TYPES
 from lightning_gnn.data.shards import Shard, split_graph, whole_graph
 from lightning_gnn.data.sources import counted_mask
 from lightning_gnn.datamodules.graph import GraphDataModule
 from lightning_gnn.nn.context import UnsupportedModelError
 from lightning_gnn.parity.report import GROUPS, ParityReport, SchemeParity
-from lightning_gnn.parity.sample import some_of
+from lightning_gnn.strategies import registered
 from lightning_gnn.strategies.base import GNNStrategy
 
 TOLERANCES: dict[torch.dtype | None, float] = {torch.float64: 1e-7, None: 1e-3}
 """Up to which difference numbers are the same: in float64, one node too many of a million is more than that."""
 STEPS = 3
 """Training steps of approximate schemes: caches send everything in the first one."""
+MAX_VALUES = 20_000_000
+"""Nodes times features of a graph that is looked at as a whole: 160 MB in float64, of which there are a few copies."""
+MAX_EDGES = 1_000_000
+"""Of such a graph: on one device, PyG makes a row for each."""
 
 
 def check_parity(
@@ -73,7 +75,7 @@ def check_parity(
         datamodule: the graph; its ``partition`` is used, if it has one.
         strategies: by name, or with arguments of their own; by default all that are registered and can run on so many ranks.
         devices, num_nodes: as of the Trainer: how many ranks.
-        nodes: take a sample of so many nodes, see :func:`~lightning_gnn.parity.sample.ball`. By default the whole graph, or a
+        nodes: take a sample of so many nodes, see :func:`~lightning_gnn.parity.check.ball`. By default the whole graph, or a
             sample of one that is too large for it.
         seed: of the sample, and of random numbers.
         share_draws: give all ranks the same random numbers for a node or an edge, and compare all else.
@@ -117,12 +119,7 @@ def make_strategies(names: Sequence[str] | None = None, **options: Any) -> list[
     Raises:
         ValueError: there is none of a name.
     """
-    kinds = {name: each["strategy"] for name, each in StrategyRegistry.items() if name != AutoStrategy.strategy_name}
-    known = {
-        name: kind
-        for name, kind in kinds.items()
-        if isinstance(kind, type) and issubclass(kind, GNNStrategy) and kind.strategy_name == name
-    }
+    known = {name: kind for name, kind in registered().items() if name == kind.strategy_name != "auto_gnn"}
     unknown = [name for name in names or () if name not in known]
     if unknown:
         raise ValueError(f"There is no scheme {unknown[0]!r} to check. Known are {', '.join(known)}.")
@@ -273,8 +270,7 @@ class _Check:
 
     def scheme(self, strategy: GNNStrategy) -> SchemeParity:
         """Returns how far a scheme is from one device."""
-        label = strategy.strategy_name
-        in_batches = strategy.trains_in_batches
+        label, in_batches = strategy.strategy_name, strategy.trains_on_batches
         approximation = "" if in_batches else strategy.approximation
         not_compared = ""
         if in_batches:
@@ -383,3 +379,56 @@ def _in_dtype(graph: Data, dtype: torch.dtype) -> Data:
     made = copy.copy(graph)
     made.apply(lambda tensor: tensor.to(dtype) if tensor.is_floating_point() else tensor)
     return made
+
+
+# A sample of a graph ##########################################################
+
+
+def some_of(data: Data, num_nodes: int | None, seed: int = 0) -> Data:
+    """Returns the graph, or a sample of it, with ``n_id`` and ``e_id``, the ids of its nodes and edges in the graph.
+
+    Args:
+        data: checked, see :func:`~lightning_gnn.data.sources.prepare_graph`.
+        num_nodes: of the sample; None for the whole graph if it has at most `MAX_VALUES` and `MAX_EDGES`, else for a sample that
+            has.
+        seed: of the sample.
+    """
+    data = data.clone()
+    data.n_id, data.e_id = torch.arange(data.x.size(0)), torch.arange(data.edge_index.size(1))
+    if num_nodes is not None:
+        return ball(data, num_nodes, seed)
+    nodes = max(1, min(data.x.size(0), MAX_VALUES // data.x.size(1)))
+    found = ball(data, nodes, seed)
+    while found.edge_index.size(1) > MAX_EDGES and nodes > 1:
+        nodes //= 2
+        found = ball(data, nodes, seed)
+    return found
+
+
+def ball(data: Data, num_nodes: int, seed: int = 0) -> Data:
+    """Returns the subgraph of so many nodes: a training node, its neighbours in either direction, theirs, and so on.
+
+    Of the last neighbours, some are drawn. Where no neighbours are left, other nodes begin balls of their own, training nodes
+    first: one, then two, then four.
+    """
+    total = data.x.size(0)
+    if num_nodes >= total:
+        return data
+    rng = np.random.default_rng(seed)
+    source, target = data.edge_index.numpy()
+    order = rng.permutation(total)
+    order = order[np.argsort(~data.train_mask.numpy()[order], kind="stable")]
+    taken, starts = np.zeros(total, dtype=bool), 1
+    new = np.empty(0, dtype=np.int64)
+    while (room := num_nodes - int(taken.sum())) > 0:
+        if len(new):
+            last = np.zeros(total, dtype=bool)
+            last[new] = True
+            reached = np.unique(np.concatenate([target[last[source]], source[last[target]]]))
+            new = reached[~taken[reached]]
+        else:
+            new = order[~taken[order]][:starts]
+            starts *= 2
+        new = new if len(new) <= room else rng.choice(new, room, replace=False)
+        taken[new] = True
+    return data.subgraph(torch.from_numpy(taken))

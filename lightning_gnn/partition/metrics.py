@@ -9,12 +9,19 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from lightning_gnn.partition.cost import LayerCost
-
 if TYPE_CHECKING:
     from rich.table import Table
 
 Counts = NDArray[np.int64]
+
+SECONDS_PER_EDGE_COLUMN = 0.4e-9
+"""Of SpMM in float32 on one core of a 2-core CPU machine: 0.2 s for 4.0 M edges x 128 columns (benchmarks/kernels.py)."""
+
+BYTES_PER_S = 1.0e9
+"""Between two ranks: gloo over loopback on that machine; also the order of a 10 Gbit/s network."""
+
+COLUMNS = 64
+"""A common hidden width; float32."""
 
 
 @dataclass(frozen=True)
@@ -59,8 +66,9 @@ class EdgeCutReport:
 
     @property
     def predicted_seconds(self) -> float:
-        """Of one layer and direction; see :mod:`lightning_gnn.partition.cost`."""
-        return LayerCost.of(self.edges, self.halo_rows).seconds
+        """Of one layer and direction on the slowest part, which sums over its edges and receives its halo rows."""
+        sums, halos = self.edges * SECONDS_PER_EDGE_COLUMN, self.halo_rows * 4 / BYTES_PER_S
+        return float(((sums + halos) * COLUMNS).max())
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> EdgeCutReport:

@@ -1,6 +1,5 @@
 """Who sends what when, and what it costs; runs without ranks."""
 
-from lightning_gnn.partition.cost import LayerCost
 from lightning_gnn.planning.plan import Plan, p2p
 from lightning_gnn.planning.plan_cost import PlanCost, direct_is_as_fast, plan_cost, swap_cost
 from lightning_gnn.planning.presets import find_topology
@@ -10,7 +9,6 @@ from lightning_gnn.planning.tables import RankPlan, Stage, rank_plan
 from lightning_gnn.planning.topology import Topology
 
 __all__ = [
-    "LayerCost",
     "Plan",
     "PlanCost",
     "RankPlan",

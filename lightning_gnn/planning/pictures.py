@@ -20,8 +20,7 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Circle, FancyArrowPatch, FancyBboxPatch, Patch, Wedge
 from numpy.typing import NDArray
 
-from lightning_gnn.planning.plan_cost import PlanCost
-from lightning_gnn.planning.predict import LinkLoad, hop_labels
+from lightning_gnn.planning.plan_cost import LinkLoad, PlanCost, hop_labels
 from lightning_gnn.planning.topology import Topology
 
 DEVICE = 0.24
@@ -59,7 +58,7 @@ def draw_links(loads: Sequence[LinkLoad], topology: Topology, title: str) -> Fig
     device's own rows.
 
     Args:
-        loads: links that rows cross, see :func:`~lightning_gnn.planning.predict.link_loads`.
+        loads: links that rows cross, see :func:`~lightning_gnn.planning.plan_cost.link_loads`.
         topology: whose links.
         title: of the picture.
     """

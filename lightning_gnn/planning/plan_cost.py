@@ -1,12 +1,17 @@
-"""The time that a plan takes, by the cost model of DGCL section 5.1: stages follow each other, hops work side by side.
+"""What a plan puts on hops and links, and the time that it takes, by the cost model of DGCL section 5.1.
+
+Stages follow each other, hops work side by side.
 
 K stages, H hops.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import re
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
 from functools import cached_property
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -111,3 +116,113 @@ def swap_cost(relation: Relation, topology: Topology) -> PlanCost:
         rows[0, list(via)] += relation.offsets[device + 1] - relation.offsets[device]
         rows[1, [hop ^ 1 for hop in via]] += relation.pair_rows[:, device].sum()
     return PlanCost(topology, rows)
+
+
+# Links and kinds of hops ######################################################
+
+
+@dataclass(frozen=True)
+class LinkLoad:
+    """What crosses a link, from one device to another, in one forward exchange.
+
+    Attributes:
+        sender, receiver: devices.
+        kinds: of the hops on the way, each once, in their order.
+        rows: in each stage, ``[S]``.
+        seconds: that its rows take on its slowest hop if nothing else moves.
+        busiest_hop: of the hops on the way; others' rows cross it too.
+        hop_seconds: that this hop is busy in all stages.
+    """
+
+    sender: int
+    receiver: int
+    kinds: tuple[str, ...]
+    rows: tuple[int, ...]
+    seconds: float
+    busiest_hop: str
+    hop_seconds: float
+
+    def as_dict(self, row_bytes: int) -> dict[str, Any]:
+        """Returns plain numbers and lists, for JSON."""
+        return asdict(self) | {"bytes": [rows * row_bytes for rows in self.rows]}
+
+
+def link_loads(plan: Plan, topology: Topology, row_bytes: float = 1) -> list[LinkLoad]:
+    """Returns the links that rows cross, those with the busiest hops first; seconds are for rows of `row_bytes`.
+
+    Raises:
+        ValueError: plan and topology are of different numbers of devices.
+    """
+    busy = plan_cost(plan, topology).hop_seconds.sum(0) * row_bytes
+    loads = []
+    for sender, receiver in np.argwhere(plan.traffic.any(0)).tolist():
+        via = topology.links[sender, receiver]
+        rows = plan.traffic[:, sender, receiver]
+        slowest = min(topology.hops[hop].gb_per_s for hop in via)
+        busiest = max(via, key=lambda hop: busy[hop])
+        loads.append(
+            LinkLoad(
+                sender,
+                receiver,
+                tuple(dict.fromkeys(topology.hops[hop].kind for hop in via)),
+                tuple(rows.tolist()),
+                float(rows.sum() * row_bytes / (slowest * 1e9)),
+                hop_labels(topology)[busiest],
+                float(busy[busiest]),
+            )
+        )
+    return sorted(loads, key=lambda load: (-load.hop_seconds, -load.seconds, load.sender, load.receiver))
+
+
+def hop_labels(topology: Topology) -> list[str]:
+    """Returns a name for each directed hop: ``0→3`` for one that a single link passes, else ``qpi0`` or ``qpi0 back``."""
+    passing: list[list[tuple[int, int]]] = [[] for _ in topology.hops]
+    for pair, via in topology.links.items():
+        for hop in via:
+            passing[hop].append(pair)
+    labels = []
+    for number, pairs in enumerate(passing):
+        name = topology.hops[number & ~1].name
+        own = len(pairs) == 1 and re.fullmatch(r"\d+-\d+", name)  # what a topology calls a link's own connection
+        labels.append(f"{pairs[0][0]}→{pairs[0][1]}" if own else name + " back" * (number & 1))
+    return labels
+
+
+@dataclass(frozen=True)
+class Balance:
+    """How evenly a plan uses the kinds of hops (DGCL Table 7).
+
+    Attributes:
+        kinds: seconds of an exchange if all other kinds took none, by kind.
+        others_seconds: the same for all kinds but NVLink together, as the paper has them; None without NVLink or others.
+    """
+
+    kinds: dict[str, float]
+    others_seconds: float | None
+
+    @property
+    def spread(self) -> float | None:
+        """How much longer the slowest kind takes than the fastest, as a share of the latter; None if a kind is idle."""
+        return _difference(list(self.kinds.values()))
+
+    @property
+    def paper_spread(self) -> float | None:
+        """The same for NVLink and all others together: the paper's relative difference."""
+        return None if self.others_seconds is None else _difference([self.kinds["nvlink"], self.others_seconds])
+
+    def as_dict(self) -> dict[str, Any]:
+        """Returns plain numbers, for JSON."""
+        return asdict(self) | {"spread": self.spread, "paper_spread": self.paper_spread}
+
+
+def balance(cost: PlanCost, row_bytes: float = 1) -> Balance:
+    """Returns the time of each kind of hops in an exchange of rows of `row_bytes`."""
+    kinds = cost.kind_seconds(row_bytes)
+    if "nvlink" not in kinds or len(kinds) == 1:
+        return Balance(kinds, None)
+    others = np.array([hop.kind != "nvlink" for hop in cost.topology.hops])
+    return Balance(kinds, float(cost.hop_seconds[:, others].max(1).sum() * row_bytes))
+
+
+def _difference(seconds: Sequence[float]) -> float | None:
+    return max(seconds) / min(seconds) - 1 if seconds and min(seconds) > 0 else None

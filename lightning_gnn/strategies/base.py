@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any, Literal, get_args
 
@@ -82,12 +82,22 @@ class GNNStrategy(RankStrategy):
     """
 
     strategy_name = "gnn"
-    trains_in_batches = False
-    """Whether a step of training looks at a part of what the rank has."""
     equal_buffers = True
     """Whether buffers are the same on all ranks while it trains, as parameters are."""
     no_stage_because = ""
     """Why it cannot be a stage of :class:`~lightning_gnn.StagedStrategy`; empty if it can."""
+    trains_on_batches = False
+    """An epoch has many steps, on parts of the graph; else one step, on all of it."""
+
+    @classmethod
+    def variants(cls, ranks: int, links_alike: bool = True) -> Iterable[Mapping[str, Any]]:
+        """Returns arguments under which ``lightning-gnn advise`` compares the strategy with others, if it can run so.
+
+        Args:
+            ranks: how many.
+            links_alike: between all of them; else plans over relays may be worth a look.
+        """
+        return [{}]
 
     def __init__(
         self,

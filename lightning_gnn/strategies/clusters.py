@@ -95,9 +95,9 @@ class ClusterStrategy(GNNStrategy):
         ValueError: an argument is none of these, or a number below 1.
     """
 
-    trains_in_batches = True
     no_stage_because = "Its workers train independently, each with an optimizer of its own."
     others_go_on = False
+    trains_on_batches = True
     """Whether workers do without one that fails in `fit`."""
     averages: tuple[str, ...] = get_args(Average)
 

@@ -6,6 +6,8 @@ is exchanged), 5 (plans), 6 (how ranks follow them) and 7.1 (swap, DGCL-R).
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from types import NoneType
 from typing import TYPE_CHECKING, Any, Literal, get_args
@@ -25,7 +27,8 @@ from lightning_gnn.data.shards import Shard
 from lightning_gnn.nn.context import GraphContext
 from lightning_gnn.partition.hierarchical import alike
 from lightning_gnn.partition.layout import LayoutSpec, Replicas
-from lightning_gnn.planning import Relation, Topology, find_topology, p2p
+from lightning_gnn.planning import Relation, Topology, direct_is_as_fast, find_topology, p2p
+from lightning_gnn.planning.exchanges import Exchange, Workload, edge_exchange, plan_exchanges
 from lightning_gnn.planning.presets import machines
 from lightning_gnn.strategies.base import GNNStrategy
 from lightning_gnn.strategies.scheme import Scheme
@@ -49,6 +52,8 @@ class DGCLScheme(Scheme):
     Raises:
         ValueError: an unknown plan or partition, a plan without its topology or hops.
     """
+
+    follows_plan = True
 
     def __init__(
         self,
@@ -146,12 +151,22 @@ class DGCLScheme(Scheme):
         return {"name": direct if route is None else "spst", **topology, **stages}
 
     @override
+    def exchanges(self, work: Workload, topology: Topology | None) -> Sequence[Exchange]:
+        if topology is None:
+            return [edge_exchange("p2p", work, None, followed=True)]
+        found = {each.scheme: each for each in plan_exchanges(work, topology)}
+        planned, name = found["spst"].plan, "spst" if self.plan == "auto" else self.plan
+        if self.plan == "auto" and planned is not None and direct_is_as_fast(planned, topology):
+            name = "p2p"
+        return [replace(each, followed=each.scheme == name) for each in found.values()]
+
+    @override
     def picture(self, shard: Shard) -> Figure | None:
         topology = self._between
         if topology is None or topology.num_devices == 1 or self.plan in ("swap", "replicate"):
             return None
         from lightning_gnn.planning.pictures import draw_links
-        from lightning_gnn.planning.predict import link_loads
+        from lightning_gnn.planning.plan_cost import link_loads
 
         route = getattr(self._exchange, "route", None)
         if route is None:
@@ -199,6 +214,13 @@ class DGCLStrategy(GNNStrategy):
     """
 
     strategy_name = "dgcl"
+
+    @classmethod
+    @override
+    def variants(cls, ranks: int, links_alike: bool = True) -> Iterator[Mapping[str, Any]]:
+        yield {"plan": "p2p"}
+        if not links_alike:
+            yield {"plan": "spst"}
 
     def __init__(
         self,

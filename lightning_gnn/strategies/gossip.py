@@ -5,6 +5,7 @@ Source: Zhang, "Efficient Asynchronous GCN Training on a GPU Cluster" (2021), Al
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping
 from typing import Any, Literal, get_args
 
 from typing_extensions import override
@@ -57,6 +58,11 @@ class GossipStrategy(ClusterStrategy):
     others_go_on = True
     averages = get_args(GossipAverage)
 
+    @classmethod
+    @override
+    def variants(cls, ranks: int, links_alike: bool = True) -> Iterator[Mapping[str, Any]]:
+        return iter(())  # as fast as cluster_allreduce where all workers are alike
+
     def __init__(
         self,
         averaging_interval: int = 20,
@@ -102,6 +108,11 @@ class ClusterAllReduceStrategy(ClusterStrategy):
     """
 
     strategy_name = "cluster_allreduce"
+
+    @classmethod
+    @override
+    def variants(cls, ranks: int, links_alike: bool = True) -> Iterator[Mapping[str, Any]]:
+        yield {"averaging_interval": 1}
 
     def __init__(self, averaging_interval: int = 1, average: Average = "gradients", **options: Any) -> None:
         super().__init__(averaging_interval, average, lease=10.0, **options)

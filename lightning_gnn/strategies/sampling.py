@@ -115,7 +115,7 @@ class SamplingStrategy(GNNStrategy):
     """
 
     strategy_name = "sampling"
-    trains_in_batches = True
+    trains_on_batches = True
     equal_buffers = False  # running statistics are those of a rank's own batches until training ends
 
     def __init__(

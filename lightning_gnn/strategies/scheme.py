@@ -17,6 +17,8 @@ from lightning_gnn.nn.bind import Binding
 from lightning_gnn.nn.context import GraphContext
 from lightning_gnn.nn.directed import context_of
 from lightning_gnn.partition.layout import LayoutSpec
+from lightning_gnn.planning.exchanges import Exchange, Workload, edge_exchange
+from lightning_gnn.planning.topology import Topology
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -29,11 +31,13 @@ class Scheme(ABC):
         survives_lost_ranks: the other ranks may go on when one has failed.
         takes_no_codec: why rows cannot be encoded; empty if they can.
         keeps_layers: why what layers keep is neither made again nor moved to the host; empty if it can be.
+        follows_plan: rows follow a plan over a topology, the scheme's attribute ``topology``.
     """
 
     survives_lost_ranks = False
     takes_no_codec = ""
     keeps_layers = ""
+    follows_plan = False
 
     @property
     def approximation(self) -> str:
@@ -90,6 +94,13 @@ class Scheme(ABC):
     def picture(self, shard: Shard) -> Figure | None:
         """Returns a picture of what :meth:`followed` tells of; None for no picture. On one rank."""
         return None
+
+    def exchanges(self, work: Workload, topology: Topology | None) -> Sequence[Exchange]:
+        """Returns the ways to exchange rows that ``lightning-gnn plan`` shows, one of them followed; no ranks are there.
+
+        By default one, without a name: rows go directly from their owners to the ranks whose edges read them.
+        """
+        return [edge_exchange("", work, topology, followed=True)]
 
     def state_dict(self) -> dict[str, Any]:
         """Returns what a checkpoint keeps, plain values."""

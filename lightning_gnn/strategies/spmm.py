@@ -7,7 +7,9 @@ Algorithm 1), 4.2 (1.5D, Algorithm 2), 4.3 (2D) and 4.4 (3D).
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from math import isqrt
 from typing import Any, Literal
 
 import numpy as np
@@ -30,7 +32,9 @@ from lightning_gnn.nn.dealt import DealtContext, MakeMatrix, MakeSparse
 from lightning_gnn.partition.grid import ProcessCube, ProcessGrid, legal_replications
 from lightning_gnn.partition.layout import LayoutSpec
 from lightning_gnn.partition.shard import Ids
-from lightning_gnn.planning.grid_cost import GridCost, block_cost, choose, sparse_cost
+from lightning_gnn.planning.exchanges import Exchange, Workload, cube_exchange, grid_exchanges, grid_name
+from lightning_gnn.planning.grid import GridCost, block_cost, choose, sparse_cost
+from lightning_gnn.planning.topology import Topology
 from lightning_gnn.strategies.base import GNNStrategy
 from lightning_gnn.strategies.scheme import Scheme
 
@@ -123,6 +127,13 @@ class SpMMScheme(ProductScheme):
         return {} if self._made is None else {"name": "products", "replication": self._made.replication}
 
     @override
+    def exchanges(self, work: Workload, topology: Topology | None) -> Sequence[Exchange]:
+        found = grid_exchanges(work, topology)
+        own = [each.choice for each in found[not self.sparsity_aware :: 2] if each.choice is not None]
+        name = grid_name(self.replication or choose(own, None).grid.replication, self.sparsity_aware)
+        return [replace(each, followed=each.scheme == name) for each in found]
+
+    @override
     def check_ranks(self, world_size: int) -> None:
         ProcessGrid(world_size, self.replication or 1)
 
@@ -204,6 +215,11 @@ class CubeScheme(ProductScheme):
         self.dimensions = dimensions
 
     @override
+    def exchanges(self, work: Workload, topology: Topology | None) -> Sequence[Exchange]:
+        found = cube_exchange(work, topology, self.dimensions)
+        return [] if found is None else [replace(found, followed=True)]
+
+    @override
     def check_ranks(self, world_size: int) -> None:
         ProcessCube.of(world_size, self.dimensions)
 
@@ -238,6 +254,14 @@ class SpMM15DStrategy(GNNStrategy):
 
     strategy_name = "spmm_15d"
 
+    @classmethod
+    @override
+    def variants(cls, ranks: int, links_alike: bool = True) -> Iterator[Mapping[str, Any]]:
+        for c in legal_replications(ranks):
+            if 1 < c <= isqrt(ranks):
+                yield {"replication": c}
+                yield {"replication": c, "sparsity_aware": False}
+
     def __init__(
         self,
         replication: int | None = None,
@@ -259,6 +283,11 @@ class SpMM1DStrategy(SpMM15DStrategy):
     """
 
     strategy_name = "spmm_1d"
+
+    @classmethod
+    @override
+    def variants(cls, ranks: int, links_alike: bool = True) -> Iterator[Mapping[str, Any]]:
+        yield {"sparsity_aware": False}  # with it, rows are those of dgcl
 
     def __init__(
         self,

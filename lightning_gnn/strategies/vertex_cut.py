@@ -7,7 +7,7 @@ messages) and 6 (hierarchical partition).
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
 from types import NoneType
 from typing import Any, Literal
@@ -206,6 +206,13 @@ class VertexCutStrategy(GNNStrategy):
 
     strategy_name = "vertex_cut"
 
+    @classmethod
+    @override
+    def variants(cls, ranks: int, links_alike: bool = True) -> Iterator[Mapping[str, Any]]:
+        yield {}
+        # What vertex_cut_cached sends at most: how many rows have not changed is known only in training.
+        yield {"codec": "int8"}
+
     def __init__(
         self,
         partition: EdgeMethod = "ne",
@@ -262,6 +269,11 @@ class CachedVertexCutStrategy(VertexCutStrategy):
     """
 
     strategy_name = "vertex_cut_cached"
+
+    @classmethod
+    @override
+    def variants(cls, ranks: int, links_alike: bool = True) -> Iterator[Mapping[str, Any]]:
+        return iter(())  # see VertexCutStrategy
 
     def __init__(
         self,

@@ -1,19 +1,85 @@
-"""Who sends how much to whom in one product on a process grid, stage by stage: what a topology then prices.
+"""What products on a process grid move (CAGNET): the choice of the replication factor, and who sends whom how much.
 
-Source: CAGNET (GNNSys'21) Algorithms 1 and 2, (SC'20) sections 4.3 and 4.4, in the forms of ``comm/grid.py`` and
+Source: CAGNET (GNNSys'21) Algorithms 1 and 2 and section 4.2, (SC'20) sections 4.3 and 4.4, in the forms of ``comm/grid.py`` and
 ``comm/summa.py``, whose messages are counted here without ranks. All are of a forward product. A backward one multiplies with
 the transpose: its rows go the other way round in the sparse form, and the same way in the others.
 
-n nodes, f columns, E edges, P ranks, S stages, R block rows, q the side of a square or cube and L its layers. Traffic is
-``[S, P, P]``: stage, sender, receiver.
+n nodes, f columns, E edges, P ranks, S stages, c the replication factor, R = P / c block rows, q the side of a square or cube and
+L its layers. Traffic is ``[S, P, P]``: stage, sender, receiver.
 """
 
 from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
 
 from lightning_gnn.partition.grid import ProcessCube, ProcessGrid
 from lightning_gnn.partition.shard import Ids
+
+
+@dataclass(frozen=True)
+class GridCost:
+    """One legal replication factor.
+
+    Attributes:
+        grid: with that factor.
+        rows: that all ranks together receive in one product.
+        bytes_held: of the rank that holds most: blocks and partial sums, beside the operands.
+    """
+
+    grid: ProcessGrid
+    rows: int
+    bytes_held: int
+
+
+def block_cost(grid: ProcessGrid, offsets: Ids, row_bytes: int) -> GridCost:
+    """Returns the cost if whole blocks travel: the one that a rank broadcasts, two that it receives, its row's partial sums."""
+    largest = int(np.diff(offsets[:: grid.replication]).max())
+    blocks = 4 if grid.num_ranks > 1 else 0
+    return GridCost(grid, grid.words(offsets, 1), blocks * largest * row_bytes)
+
+
+def sparse_cost(grid: ProcessGrid, offsets: Ids, halos: Sequence[Ids], partial_sums: int, row_bytes: int) -> GridCost:
+    """Returns the cost if only rows travel that a nonzero reads or adds to.
+
+    Args:
+        grid, offsets: who owns what.
+        halos: of each rank, the nodes that the in-edges of its own nodes read from others.
+        partial_sums: how often a node has in-edges from the chunk of another column than its owner's, over all nodes.
+        row_bytes: of a row.
+    """
+    c = grid.replication
+    expanded, most = 0, 0
+    for row in range(grid.num_rows):
+        own = np.arange(offsets[row * c], offsets[(row + 1) * c])  # which a block row reads, nearly all of them
+        nodes = np.unique(np.concatenate([own if c > 1 else own[:0], *(halos[rank] for rank in grid.in_row(row))]))
+        owner = np.searchsorted(offsets, nodes, side="right") - 1
+        reader = row * c + grid.columns[owner // c]
+        received = np.bincount((reader % c)[owner != reader], minlength=c)
+        expanded, most = expanded + int(received.sum()), max(most, int(received.max()))
+    return GridCost(grid, expanded + partial_sums, (most + int(np.diff(offsets[::c]).max()) * (c > 1)) * row_bytes)
+
+
+def choose(costs: Sequence[GridCost], available: int | None) -> GridCost:
+    """Returns the cost with the fewest rows of those that fit into memory and let all ranks multiply; among equals the largest c.
+
+    Raises:
+        ValueError: none fits.
+    """
+    costs = [cost for cost in costs if cost.grid.all_multiply]
+    fitting = [cost for cost in costs if available is None or cost.bytes_held <= available]
+    if not fitting:
+        least = min(costs, key=lambda cost: cost.bytes_held)
+        raise ValueError(
+            f"Blocks of rows need at least {least.bytes_held / 1e9:.3g} GB per rank (replication={least.grid.replication}), but "
+            f"{(available or 0) / 1e9:.3g} GB are available to each. Use more ranks or fewer columns."
+        )
+    return min(fitting, key=lambda cost: (cost.rows, -cost.grid.replication))
+
+
+# Traffic ######################################################################
 
 
 def block_traffic(grid: ProcessGrid, offsets: Ids) -> Ids:
@@ -66,18 +132,18 @@ def published_traffic(grid: ProcessGrid, offsets: Ids) -> Ids:
     return _without_own(traffic)
 
 
-def sparse_traffic(grid: ProcessGrid, offsets: Ids, edge_index: Ids) -> Ids:
-    """Returns the rows of :class:`~lightning_gnn.comm.grid.SparseMatrix`, int64 ``[2, P, P]``: those read, then partial sums.
+def edge_traffic(holder: Ids, offsets: Ids, edge_index: Ids) -> Ids:
+    """Returns the rows of a sparse exchange, int64 ``[2, P, P]``: those that are expanded, then partial sums that are reduced.
 
-    A rank reads each node that one of its edges leaves from its owner, once, and sends a partial sum home for each node that one
-    leads to. For c = 1 these are halos, and nothing.
+    A rank gets each node that one of its edges leaves from its owner, once, and sends its owner a partial sum of each node that
+    one leads to. Where edges lie with the owner of their target, these are halos, and nothing.
 
     Args:
-        grid: the ranks.
+        holder: the rank that computes each edge, ``[E]``.
         offsets: first node of each rank and the end, ``[P + 1]``.
         edge_index: relabelled ids, source and target, ``[2, E]``.
     """
-    holder, num_ranks = grid.holders(offsets, edge_index[1], edge_index[0]), grid.num_ranks
+    num_ranks = len(offsets) - 1
     traffic = np.zeros((2, num_ranks, num_ranks), np.int64)
     for stage, ends in enumerate(edge_index):
         # A flag per node and rank: less work than to sort all edges.

@@ -1,0 +1,211 @@
+"""The command line's parser: LightningCLI's, with errors of a few lines that name the nearest known word."""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+import importlib
+import inspect
+import os
+import sys
+import tempfile
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NoReturn, get_args
+
+import yaml
+from jsonargparse import ArgumentParser
+from lightning.pytorch.accelerators import AcceleratorRegistry
+from lightning.pytorch.cli import LightningArgumentParser
+from lightning.pytorch.strategies import StrategyRegistry
+from typing_extensions import override
+
+import lightning_gnn
+
+
+def did_you_mean(word: str, known: Iterable[str]) -> str:
+    """Returns ``", did you mean ...?"`` with the nearest of the `known` words, or ``"."`` if none is near."""
+    return _ask(difflib.get_close_matches(word, list(known), n=1))
+
+
+def _ask(near: Sequence[str]) -> str:
+    return f", did you mean {near[0]!r}?" if near else "."
+
+
+def unknown_key(key: str, known: Iterable[str]) -> str:
+    """Says where the dotted `key` leaves the `known` ones, and names the nearest."""
+    names = {".".join(parts[:end]) for parts in (k.split(".") for k in known) for end in range(1, len(parts) + 1)}
+    parts = key.split(".")
+    wrong = next((p for end in range(1, len(parts) + 1) if (p := ".".join(parts[:end])) not in names), key)
+    parent, _, last = wrong.rpartition(".")
+    # Among its siblings, or of the same name elsewhere: a key given without its group, such as --max_epochs.
+    siblings = {name.rpartition(".")[2]: name for name in names if name.rpartition(".")[0] == parent}
+    near = [siblings[name] for name in difflib.get_close_matches(last, siblings, n=1)]
+    near += sorted(name for name in names if name.endswith(f".{last}"))
+    return f"unknown key {wrong!r}{_ask(near)}"
+
+
+# What was given ###############################################################
+
+
+def given_values(arguments: Sequence[str]) -> dict[str, Any]:
+    """Returns what a command line and its files give, nested by key.
+
+    Raises:
+        ValueError: a file that it names is no YAML.
+    """
+    values: dict[str, Any] = {}
+    for index, word in enumerate(arguments):
+        if not word.startswith("-"):
+            continue
+        key, equals, text = word.lstrip("-").partition("=")
+        if not equals:
+            text = next((each for each in arguments[index + 1 : index + 2] if not each.startswith("--")), "")
+        if key in ("config", "c"):
+            try:
+                content = yaml.safe_load(Path(text).read_text())
+            except OSError:
+                continue
+            except yaml.YAMLError as error:
+                raise ValueError(f"{text}: {error}") from error
+            for name, value in (content if isinstance(content, dict) else {}).items():
+                _put(values, str(name), value)
+        else:
+            try:
+                _put(values, key, yaml.safe_load(text))
+            except yaml.YAMLError:
+                _put(values, key, text)
+    return values
+
+
+def _put(values: dict[str, Any], key: str, value: Any) -> None:
+    """Sets a dotted key; a class that was given by its name stays the class of what is set inside it."""
+    first, _, rest = key.partition(".")
+    before = values.get(first)
+    if not rest and not (isinstance(before, dict) and isinstance(value, dict)):
+        values[first] = value
+        return
+    inside = values[first] = before if isinstance(before, dict) else {"class_path": before} if before else {}
+    for name, each in ({rest: value} if rest else value).items():
+        _put(inside, str(name), each)
+
+
+def unknown_word(parser: argparse.ArgumentParser, values: Mapping[str, Any], parent: str = "") -> str | None:
+    """Returns what is wrong with the first key, class or argument among `values` that there is not; None if all are there."""
+    actions = {each.dest: each for each in parser._actions if each.dest.rpartition(".")[2] != "help"}
+    for name, value in values.items():
+        key, found = f"{parent}{name}", None
+        if any(each.startswith(f"{key}.") for each in actions):
+            found = unknown_word(parser, value, f"{key}.") if isinstance(value, Mapping) else None
+        elif key in actions:
+            hint = getattr(actions[key], "_typehint", None)
+            kinds = [kind for kind in get_args(hint) or (hint,) if kind is not type(None)]
+            plain = any(not inspect.isclass(kind) or kind.__module__ == "builtins" for kind in kinds)
+            found = _unknown_in_class(value, None if plain else kinds[0])
+        else:
+            found = unknown_key(key, actions)
+        if found:
+            return found
+    return None
+
+
+def _unknown_in_class(value: Any, base: type | None = None) -> str | None:
+    """Returns what is wrong with a class and its arguments, as YAML has them, or with one of several."""
+    if isinstance(value, list):
+        return next(filter(None, map(_unknown_in_class, value)), None)
+    if isinstance(value, str) and base is not None:
+        value = {"class_path": value}
+    if not isinstance(value, Mapping) or not ("class_path" in value or base):
+        return None
+    path = value.get("class_path", "")
+    try:
+        kind = _class_of(path) if isinstance(path, str) and path else base
+    except LookupError as error:
+        return str(error.args[0])
+    if not inspect.isclass(kind):
+        return None
+    given = {name: each for name, each in value.items() if name not in ("class_path", "init_args", "dict_kwargs")}
+    given |= value.get("init_args") or {}
+    try:
+        known = [name.removeprefix("x.") for name in ArgumentParser().add_class_arguments(kind, "x", fail_untyped=False)]
+    except Exception:  # jsonargparse does not understand the class, and will say so itself
+        return None
+    for name, each in given.items():
+        if name not in known:
+            message = f"{path or kind.__name__} has no argument {name!r}" + did_you_mean(name, known)
+            return message if message.endswith("?") or not known else f"{message} It has {', '.join(known)}."
+        if found := _unknown_in_class(each):
+            return found
+    return None
+
+
+def _class_of(path: str) -> Any:
+    """Returns what an import path names, or a name of this package.
+
+    Raises:
+        LookupError: there is none; names the nearest.
+    """
+    module, _, name = path.rpartition(".")
+    if not module:
+        if path not in lightning_gnn.__all__ and (near := did_you_mean(path, lightning_gnn.__all__)) != ".":
+            raise LookupError(f"there is no class {path!r}{near}")
+        return getattr(lightning_gnn, path, None)
+    try:
+        there = importlib.import_module(module)
+    except ModuleNotFoundError as error:
+        raise LookupError(f"{path}: there is no module {error.name!r}{did_you_mean(error.name or '', sys.modules)}") from error
+    if not hasattr(there, name):
+        names = {*dir(there), *getattr(there, "__all__", ())}
+        raise LookupError(f"{module} has no {name!r}{did_you_mean(name, names)}")
+    return getattr(there, name)
+
+
+class Parser(LightningArgumentParser):
+    """LightningCLI's parser; its errors leave out the list of all options and name the nearest known one."""
+
+    @override
+    def error(self, message: str, ex: Exception | None = None) -> NoReturn:
+        if not self.exit_on_error or "JSONARGPARSE_DEBUG" in os.environ:
+            super().error(message, ex)  # type: ignore[misc]
+        parser = getattr(ex, "subcommand_parser", None) or self
+        command = parser.prog.replace(" [options]", "")
+        arguments = self.args if getattr(self, "args", None) else sys.argv[1:]
+        try:
+            message = unknown_word(parser, given_values(arguments)) or message
+        except ValueError as error:
+            message = str(error)
+        self.exit(2, f"error: {message}\nAll options: {command} --help\n")
+
+
+def check_names(parser: LightningArgumentParser, strategy: object, accelerator: object) -> None:
+    """Ends with an error if the Trainer's strategy or accelerator is given by a name that Lightning does not know."""
+    for key, name, known in (
+        ("strategy", strategy, StrategyRegistry.available_strategies()),
+        ("accelerator", accelerator, [*AcceleratorRegistry.available_accelerators(), "gpu"]),
+    ):
+        if isinstance(name, str) and name.lower() not in (*known, "auto"):
+            message = f"unknown {key} {name!r}" + did_you_mean(name.lower(), known)
+            parser.error(message if message.endswith("?") else f"{message} There are {', '.join(known)}.")
+
+
+# Files ########################################################################
+
+
+def file_of(option: str, name: str | None) -> Path | None:
+    """Returns the file that an option names, None if none; a ValueError says that it cannot be written."""
+    if name is None:
+        return None
+    check_folder(option, Path(name).parent)
+    if Path(name).is_dir():
+        raise ValueError(f"{option} {name} is a folder; name a file.")
+    return Path(name)
+
+
+def check_folder(option: str, folder: Path) -> None:
+    """Makes a folder and writes to it; a ValueError names the option that gave it."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+    except OSError as error:
+        raise ValueError(f"{option}: the folder {folder} cannot be written ({error}). Name another.") from error
