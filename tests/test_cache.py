@@ -8,7 +8,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from common import examples
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -69,7 +70,7 @@ def agree(exchanges: list[Any]) -> None:
 
 
 @pytest.mark.parametrize("codec", [None, "int8", "int2", "bf16"])
-@settings(max_examples=15, deadline=None)
+@examples(15)
 @given(size=st.integers(2, 4), seed=st.integers(0, 2**20), dtype=st.sampled_from([torch.float32, torch.float64]))
 def test_both_ends_agree_and_nothing_is_lost(codec, size, seed, dtype):
     def work(exchange: Any, own: slice, halo: np.ndarray, cache: MessageCache) -> Any:
@@ -97,7 +98,7 @@ def test_both_ends_agree_and_nothing_is_lost(codec, size, seed, dtype):
         assert torch.equal(found, exact)
 
 
-@settings(max_examples=20, deadline=None)
+@examples(20)
 @given(seed=st.integers(0, 2**20), epsilon=st.floats(0, 1))
 def test_rows_are_off_by_no_more_than_the_threshold(seed, epsilon):
     def work(exchange: Any, own: slice, halo: np.ndarray, cache: MessageCache) -> Any:
@@ -117,7 +118,7 @@ def test_rows_are_off_by_no_more_than_the_threshold(seed, epsilon):
 
 
 @pytest.mark.parametrize("codec", [None, "bfp4", "int8"])
-@settings(max_examples=15, deadline=None)
+@examples(15)
 @given(size=st.integers(2, 4), seed=st.integers(0, 2**20), share=st.sampled_from([0.2, 0.5, 1.0]))
 def test_both_ends_guess_alike(codec, size, seed, share):
     """Whatever was sent and guessed, ends agree, and no more than the share is sent; a share of 1 is exact."""

@@ -9,8 +9,8 @@ import lightning as L
 import numpy as np
 import pytest
 import torch
-from common import CLASSES, FEATURES, awkward_graph, quiet_trainer, strategy_of_config
-from hypothesis import given, settings
+from common import CLASSES, FEATURES, awkward_graph, campaign, examples, quiet_trainer, strategy_of_config
+from hypothesis import given
 from hypothesis import strategies as st
 from torch_geometric.nn.models import GAT, GCN
 
@@ -70,7 +70,7 @@ def rows_of_any_kind(draw: Any) -> torch.Tensor:
     return torch.from_numpy(values).to(dtype)
 
 
-@settings(max_examples=150, deadline=None)
+@examples(150)
 @given(rows_of_any_kind(), st.sampled_from(NAMES), st.booleans())
 def test_there_and_back(rows, name, stochastic):
     codec = codec_of(name, stochastic)
@@ -102,7 +102,7 @@ def test_there_and_back(rows, name, stochastic):
     assert torch.equal(back[(extent == 0).view(-1)], rows[(extent == 0).view(-1)])
 
 
-@settings(max_examples=100, deadline=None)
+@examples(100)
 @given(st.sampled_from(NAMES), st.integers(1, 70), st.sampled_from(DTYPES))
 def test_bytes(name, width, dtype):
     if name in BLOCK_BITS:
@@ -186,7 +186,7 @@ def test_error_is_that_of_what_was_encoded(name, threads):
     assert codec.take_squares() == (0.0, 0.0)
 
 
-@settings(max_examples=100, deadline=None)
+@examples(100)
 @given(rows_of_any_kind(), st.sampled_from(tuple(BITS.values())))
 def test_other_devices_do_alike(rows, bits):
     """What CUDA ranks compute, here on the CPU: the same but for numbers that lie half way between two steps."""
@@ -377,13 +377,15 @@ def exact_and_coded(
 
 
 SCHEMES = [
-    (2, DGCLStrategy, {}, "int8"),
+    *campaign((2, DGCLStrategy, {}, "int8")),
     (3, DGCLStrategy, {"plan": "spst"}, "int8"),
     (3, DGCLStrategy, {"shared_memory": False}, "int4"),
-    (2, DGCLStrategy, {"keep_constant": False}, "bf16"),
+    *campaign((2, DGCLStrategy, {"keep_constant": False}, "bf16")),
     (3, SpMM15DStrategy, {"replication": 1, "sparsity_aware": False}, "int8"),
-    (2, SpMM15DStrategy, {"replication": 2}, "int8"),
-    (3, SpMM15DStrategy, {"replication": 1, "shared_memory": False}, "int8"),
+    *campaign(
+        (2, SpMM15DStrategy, {"replication": 2}, "int8"),
+        (3, SpMM15DStrategy, {"replication": 1, "shared_memory": False}, "int8"),
+    ),
 ]
 
 
@@ -419,7 +421,7 @@ def test_training(ranks, world_size, strategy, options, name):
             )
 
 
-@pytest.mark.parametrize("options", [{"replication": 2, "sparsity_aware": False}, {"replication": 1}])
+@pytest.mark.parametrize("options", [{"replication": 2, "sparsity_aware": False}, *campaign({"replication": 1})])
 def test_attention(ranks, options):
     """The softmax that is completed over ranks is that of the scores, whatever rows lose on the way."""
     for exact, coded in ranks.run(2, exact_and_coded, SpMM15DStrategy, options, "int8", "gat"):

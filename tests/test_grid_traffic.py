@@ -10,7 +10,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from common import examples
+from hypothesis import given
 from hypothesis import strategies as st
 
 from lightning_gnn.comm.grid import BlockMatrix
@@ -84,7 +85,7 @@ def sent_by(
     return rows, np.array([0 if each is None else each.bytes_sent for each in found])
 
 
-@settings(max_examples=40, deadline=None)
+@examples(40)
 @given(grids(), st.booleans())
 def test_blocks(problem, weighted):
     grid, edges, offsets = problem
@@ -94,7 +95,7 @@ def test_blocks(problem, weighted):
     assert np.array_equal(traffic.sum((0, 2)), rows)
 
 
-@settings(max_examples=40, deadline=None)
+@examples(40)
 @given(grids(), st.booleans())
 def test_sparse(problem, weighted):
     grid, edges, offsets = problem
@@ -112,7 +113,7 @@ def test_sparse(problem, weighted):
         assert traffic.sum() == counted and np.array_equal(traffic[0], relation.pair_rows) and not traffic[1].any()
 
 
-@settings(max_examples=40, deadline=None)
+@examples(40)
 @given(cubes(), st.booleans())
 def test_squares_and_cubes(problem, weighted):
     """Bytes of each rank: the matrix's blocks and all rows."""

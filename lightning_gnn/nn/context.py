@@ -6,7 +6,7 @@ N owned rows, H halo rows, E edges, F columns; ``...`` stands for any trailing d
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -136,19 +136,39 @@ class GraphContext:
         world = self.exchange.world
         step = step or Step(world.step.phase, world.step.epoch, world.step.number + 1)
         world.begin_step(step)
-        for context in (self, self.reverse):
-            if context is not None:
-                context.propagations.clear()
-                for exchange in context.exchanges:
-                    if step.phase != "train":
-                        exchange.drain()
-                    exchange.begin_step(step)
+        self.propagations.clear()
+        if self.reverse is not None:
+            self.reverse.propagations.clear()
+        if step.phase != "train":
+            self.drain()
+        for exchange in self.exchanges:
+            exchange.begin_step(step)
 
     @property
     def exchanges(self) -> list[Exchange]:
         """All by which rows of layers travel."""
         matrices = [made for made in self.kept.made_of_edges() if isinstance(made, Matrix)]
-        return [self.exchange, *(each for matrix in matrices for each in matrix.exchanges)]
+        own = [self.exchange, *(each for matrix in matrices for each in matrix.exchanges)]
+        return own if self.reverse is None else [*own, *self.reverse.exchanges]
+
+    def drain(self) -> None:
+        """Waits for all rows that are under way."""
+        for exchange in self.exchanges:
+            exchange.drain()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Returns what a checkpoint keeps of this rank's exchanges; nothing if they keep nothing."""
+        self.drain()
+        states = {"in": self.exchange.state_dict()}
+        if self.reverse is not None:
+            states["out"] = self.reverse.exchange.state_dict()
+        return states if any(states.values()) else {}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Takes what :meth:`state_dict` gave on this rank."""
+        self.exchange.load_state_dict(state.get("in", {}))
+        if self.reverse is not None:
+            self.reverse.exchange.load_state_dict(state.get("out", {}))
 
     def propagated(self, layer: str) -> None:
         """Counts that rows travel along edges once more; raises :class:`UnsupportedModelError` if that is too often."""
