@@ -241,9 +241,9 @@ class SamplingStrategy(GNNStrategy):
         self._close(mask)
         known = [maker.store for loader in self._loaders.values() for maker in loader.makers]
         if known:
-            return [known[0].beside() for _ in range(self.samplers)]
+            return [known[0].clone() for _ in range(self.samplers)]
         store = GraphStore(cut, self.world, self.world.ranks_here(), int(self.cache_mb * 1e6), messages)
-        return [store, *(store.beside() for _ in range(1, self.samplers))]
+        return [store, *(store.clone() for _ in range(1, self.samplers))]
 
     def _fanouts_of(self, types: Types) -> dict[EdgeType, list[int]]:
         """Returns the fan-outs of each edge type of the graph."""
