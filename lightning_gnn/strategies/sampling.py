@@ -184,7 +184,7 @@ class SamplingStrategy(GNNStrategy):
         data = super().check_data(data)
         self._choose(data.fanouts, data.batch_size)
         if isinstance(data.source, HeteroData):  # known before it is partitioned
-            fanouts_by_type(self.fanouts, data.source.edge_types, hetero=True)
+            fanouts_by_type(self.fanouts, data.source.edge_types)
         return data
 
     def _batches(self, data: GraphDataModule, mask: str | None) -> SampledBatches | None:
@@ -249,7 +249,7 @@ class SamplingStrategy(GNNStrategy):
         """Returns the fan-outs of each edge type of the graph."""
         if isinstance(self.fanouts, dict) and not types.is_hetero:
             raise ValueError("fanouts by edge type are for a HeteroData; the graph has no types: give one list.")
-        return fanouts_by_type(self.fanouts, list(types.edges), types.is_hetero)
+        return fanouts_by_type(self.fanouts, list(types.edges))
 
     @property
     def num_hops(self) -> int:
