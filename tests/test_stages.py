@@ -340,7 +340,7 @@ def test_refuses(stages, error):
 def fit(rank: int, world_size: int, stages: list[Any], model: torch.nn.Module, **data: Any) -> None:
     """Fits; what is refused is so before anything is trained."""
     watch = Watch()
-    trainer = quiet_trainer(StagedStrategy(stages), world_size, callbacks=[watch])
+    trainer = quiet_trainer(StagedStrategy(stages), world_size, self_check=True, callbacks=[watch])
     try:
         trainer.fit(UserModule(model).double(), datamodule=GraphDataModule(awkward_graph(), **data))
     finally:
