@@ -382,15 +382,15 @@ class GNNStrategy(RankStrategy):
 
     def _begin_step(self, stage: str) -> StepValues:
         assert self._values is not None
-        self.progress.begin_step(stage, self._module.trainer, self.world)
+        step = self.progress.begin_step(stage, self._module.trainer, self.world)
         if self._binding is not None:  # none where a step takes its batch as it is
-            self._binding.context.begin_step()
+            self._binding.context.begin_step(step)
         return self._values
 
     def _approximating(self) -> AbstractContextManager[None]:
         """Rows may travel approximately while this is open, except in the last epoch: what it learns is exact."""
         trainer = self._module.trainer
-        return self.world.wire.coding(trainer.current_epoch + 1 != trainer.max_epochs)
+        return self.world.wire.encoding(trainer.current_epoch + 1 != trainer.max_epochs)
 
     def _offloading(self, batch: Any) -> AbstractContextManager[Any]:
         """What layers leave for the backward lies on the host, where the strategy has it so."""
@@ -470,6 +470,8 @@ class GNNStrategy(RankStrategy):
     def on_train_end(self) -> None:
         super().on_train_end()
         self.world.watch.place = "end of training"
+        if self._binding is not None:
+            self._binding.context.drain()
         assert self._shared is not None
         self._shared.end_training()
 
@@ -486,6 +488,10 @@ class GNNStrategy(RankStrategy):
         if self._world is not None and self._world.size > 1 and self.random is not None:
             kept["common_random_state"], own = self.random.state()
             kept["random_states"] = list(self.world.all_gather(own.to(self.root_device)).cpu())
+        if self._binding is not None:
+            exchanges = self.world.all_gather_object(self._binding.context.state_dict())
+            if any(exchanges):
+                kept["exchanges"] = exchanges
         return kept
 
     @override
@@ -500,6 +506,9 @@ class GNNStrategy(RankStrategy):
         if state is None:
             return
         self.scheme.load_state_dict(state.get("scheme", {}))
+        exchanges = state.get("exchanges", [])
+        if len(exchanges) == self.world_size and self._binding is not None:
+            self._binding.context.load_state_dict(exchanges[self.global_rank])
         random_states = state.get("random_states", [])
         if len(random_states) == self.world_size and "common_random_state" in state and self.random is not None:
             self.random.load(state["common_random_state"], random_states[self.global_rank])

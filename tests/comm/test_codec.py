@@ -238,9 +238,9 @@ def three_ranks_over(world: Any, codec: Codec) -> None:
             assert torch.equal(plain[len(own) :], halo)
             before = meter.take()["layer", "forward"]
             assert before.bytes_sent == before.rows * plain_bytes
-            with wire.coding():
+            with wire.encoding():
                 coded = exchange.expand(own, "layer")
-                with exchange.exactly():
+                with wire.encoding(False):
                     assert torch.equal(exchange.expand(own, "layer"), plain)
                 assert torch.equal(exchange.expand(own[:, 0].contiguous(), "none"), plain[:, 0])
                 assert torch.equal(exchange.expand((10 * own).long(), "none"), (10 * plain).long())
@@ -250,11 +250,11 @@ def three_ranks_over(world: Any, codec: Codec) -> None:
             # Relays send on what they have decoded, and lose nothing more.
             assert torch.equal(coded[len(own) :], as_decoded) and torch.equal(coded[: len(own)], own)
             several = [own, own[:, :1].contiguous(), own.view(len(own), 1, width)]
-            with wire.coding():
+            with wire.encoding():
                 for got, expected in zip(exchange.expand_all(several, "layer"), [plain, plain[:, :1], plain]):
                     torch.testing.assert_close(got.flatten(1), expected.flatten(1), rtol=0, atol=tolerance)
             exact_sum = exchange.reduce(plain, "layer")
-            with wire.coding():
+            with wire.encoding():
                 close = exchange.reduce(plain, "layer")
             torch.testing.assert_close(close, exact_sum, rtol=0, atol=2 * tolerance)
             assert width < 3 or rank == 1 or not torch.equal(close, exact_sum)
@@ -303,7 +303,7 @@ def mixed(rank: int, world_size: int, shared_memory: bool) -> None:
         for _ in range(4):
             payload, narrow = torch.arange(7, dtype=torch.uint8) + rank, torch.full((3, 1), rank + 0.5)
             arrived = [(torch.empty(9, 33), torch.empty(7, dtype=torch.uint8), torch.empty(3, 1)) for _ in others]
-            with world.wire.coding():
+            with world.wire.encoding():
                 for kind in range(3):  # one message a pair in flight, as schemes have it
                     sent = (rows[rank], payload, narrow)
                     send = [(peer, sent[(kind + peer) % 3]) for peer in others]

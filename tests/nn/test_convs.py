@@ -369,7 +369,7 @@ def deals(monkeypatch: pytest.MonkeyPatch, scheme: Scheme, name: str, shard: Sha
     """Returns whether a conv deals edges over the ranks, under any of the options compared above."""
     seen = []
     init = SparseMatrix.__init__
-    monkeypatch.setattr(SparseMatrix, "__init__", lambda *args: [seen.append(1), init(*args)][1])
+    monkeypatch.setattr(SparseMatrix, "__init__", lambda *args, **options: [seen.append(1), init(*args, **options)][1])
     for make, call in RECIPES[name]:
         binding = to_dealt(scheme, torch.nn.Sequential(conv := make().double()), shard, world)
         call(conv, shard.batch)

@@ -34,7 +34,7 @@ from torch_geometric.nn.models import GCN
 
 from lightning_gnn import GraphDataModule, NodeClassifier, SpMM1DStrategy, SpMM2DStrategy, SpMM15DStrategy
 from lightning_gnn.comm.grid import BlockMatrix
-from lightning_gnn.comm.group import World
+from lightning_gnn.comm.group import DIRECTIONS, Call, World
 from lightning_gnn.comm.in_process import InProcessWorld, Meeting
 from lightning_gnn.comm.matrix import Matrix, SparseMatrix, Triples, on_grid
 from lightning_gnn.comm.summa import SummaMatrix
@@ -229,9 +229,9 @@ def test_products_and_words(problem, sparse):
         matrix = matrix_of(sparse, entries, grid, offsets, InProcessWorld(rank, meeting), meter)
         own = slice(*offsets[rank : rank + 2])
         for _ in range(2):  # buffers are used again
-            torch.testing.assert_close(matrix.multiply(x[own], "layer", False), (dense @ x)[own], rtol=1e-12, atol=1e-9)
+            torch.testing.assert_close(matrix.multiply(x[own], Call("layer")), (dense @ x)[own], rtol=1e-12, atol=1e-9)
             torch.testing.assert_close(
-                matrix.multiply(x[own], "layer", True), (dense.T @ x)[own], rtol=1e-12, atol=1e-9
+                matrix.multiply(x[own], Call("layer", direction="backward")), (dense.T @ x)[own], rtol=1e-12, atol=1e-9
             )
         sent[rank] = {direction: traffic.rows // 2 for (_, direction), traffic in meter.by_layer.items()}
 
@@ -292,7 +292,12 @@ def test_squares_and_cubes(size, seed, weighted):
         own = slice(*offsets[rank : rank + 2])
         for transposed in (False, True, False):
             expected = ((dense.T if transposed else dense) @ x)[own]
-            torch.testing.assert_close(matrix.multiply(x[own], "layer", transposed), expected, rtol=1e-12, atol=1e-9)
+            torch.testing.assert_close(
+                matrix.multiply(x[own], Call("layer", direction=DIRECTIONS[transposed])),
+                expected,
+                rtol=1e-12,
+                atol=1e-9,
+            )
 
     assert meeting.run(work) == [None] * num_ranks
     for direction, count in (("forward", 2), ("backward", 1)):
@@ -382,7 +387,7 @@ def products(rank: int, world_size: int, shared_memory: bool) -> None:
                     matrices.append(SummaMatrix(entries, ProcessCube.of(4, 2), offsets, world, Meter()))
                 for matrix in matrices:
                     for transposed in (False, True, False):
-                        product = matrix.multiply(x[own], "layer", transposed)
+                        product = matrix.multiply(x[own], Call("layer", direction=DIRECTIONS[transposed]))
                         expected = ((dense.T if transposed else dense) @ x)[own]
                         torch.testing.assert_close(product, expected, rtol=1e-12, atol=1e-12)
     finally:
@@ -441,7 +446,7 @@ def fails(rank: int, world_size: int) -> None:
         matrix = BlockMatrix(entries_of(edges, offsets, rank, False)[0], ProcessGrid(3), offsets, world, Meter())
         if rank == 1:
             raise KeyError("user code")
-        matrix.multiply(torch.ones(1, 2), "encoder.convs.1", False)
+        matrix.multiply(torch.ones(1, 2), Call("encoder.convs.1"))
     finally:
         world.close()
 
