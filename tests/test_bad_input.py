@@ -427,8 +427,8 @@ def test_renamed_and_moved_entries(tmp_path):
 
 def test_checksums_are_worked_out_once(tmp_path, monkeypatch):
     folder, read = built(tmp_path), []
-    checksum = store._checksum
-    monkeypatch.setattr(store, "_checksum", lambda file: read.append(file.name) or checksum(file))
+    checksum = store.checksum_of
+    monkeypatch.setattr(store, "checksum_of", lambda file: read.append(file.name) or checksum(file))
     read_cut(folder, TWO).shard(0)
     assert read == []  # known from writing
     os.utime(folder / "node.x.npy")

@@ -15,7 +15,8 @@ from torch_geometric.data import Data
 
 from lightning_gnn import GraphDataModule, planted_partition
 from lightning_gnn.data import store
-from lightning_gnn.data.sources import graph_digests, load_source, prepare_graph
+from lightning_gnn.data.loading import graph_digests, load_source
+from lightning_gnn.data.sources import prepare_graph
 from lightning_gnn.data.store import StoreError, read_cut, read_manifest, write_store
 from lightning_gnn.datamodules import graph as graph_module
 from lightning_gnn.partition.layout import LayoutSpec

@@ -110,14 +110,14 @@ def test_a_loss_of_power_at_any_byte_is_found(tmp_path, monkeypatch):
 @pytest.mark.parametrize("code", [errno.ENOSPC, None])
 def test_writing_that_ends_at_any_byte(tmp_path, monkeypatch, share, code):
     """The disk fills up, or the power goes (nothing is cleaned up), after a share of all bytes; the next run makes the entry."""
-    write, total = store._Summed.write, [0]
+    write, total = store.Summed.write, [0]
 
     def counted(file: Any, chunk: bytes) -> int:
         total[0] += len(chunk)
         return write(file, chunk)
 
     with monkeypatch.context() as patch:
-        patch.setattr(store._Summed, "write", counted)
+        patch.setattr(store.Summed, "write", counted)
         folder = built(tmp_path / "whole")
     left = [int(share * total[0])]
 
@@ -132,7 +132,7 @@ def test_writing_that_ends_at_any_byte(tmp_path, monkeypatch, share, code):
         return write(file, chunk)
 
     with monkeypatch.context() as patch:
-        patch.setattr(store._Summed, "write", ending)
+        patch.setattr(store.Summed, "write", ending)
         if code is None:
             patch.setattr(store.shutil, "rmtree", lambda *_, **__: None)
         with pytest.raises(StoreError if code else PowerLoss, match="is full.* bytes are free" if code else None):
@@ -167,8 +167,8 @@ def test_all_is_on_the_disk_before_it_has_its_name(tmp_path, monkeypatch):
 
 def test_a_store_that_cannot_be_written_is_read_once_by_each_process(tmp_path, monkeypatch):
     folder, read = shutil.copytree(built(tmp_path), tmp_path / "copy" / built(tmp_path).name), []
-    checksum = store._checksum
-    monkeypatch.setattr(store, "_checksum", lambda file: read.append(file.name) or checksum(file))
+    checksum = store.checksum_of
+    monkeypatch.setattr(store, "checksum_of", lambda file: read.append(file.name) or checksum(file))
 
     def read_only(*_: Any) -> None:
         raise PermissionError(errno.EROFS, "Read-only file system")
@@ -205,7 +205,7 @@ def test_nothing_outside_the_folder_is_read(tmp_path, name, monkeypatch):
         manifest["files"][f"node.{name}.npy"] = [0, 0]
 
     rewrite(folder, add, sign=True)
-    monkeypatch.setattr(store, "_checksum", opened.append)
+    monkeypatch.setattr(store, "checksum_of", opened.append)
     with pytest.raises(StoreError, match="names that no file can have"):
         read_cut(folder)
     assert opened == []
@@ -271,7 +271,7 @@ def test_topologies_of_any_content(value):
 
 def build_slowly(root: Path, dies: bool) -> None:
     """Partitions, which takes a while; may be killed in the middle, with the lock in hand."""
-    save = store._Summed.write
+    save = store.Summed.write
 
     def slow(file: Any, chunk: bytes) -> int:
         time.sleep(0.01)
@@ -279,7 +279,7 @@ def build_slowly(root: Path, dies: bool) -> None:
             os.kill(os.getpid(), signal.SIGKILL)
         return save(file, chunk)
 
-    store._Summed.write = slow  # type: ignore[method-assign]
+    store.Summed.write = slow  # type: ignore[method-assign]
     told: list[str] = []
     store_check_space = store.check_space
 

@@ -24,7 +24,8 @@ from torch_geometric.transforms import RandomNodeSplit
 
 from lightning_gnn import ClusterAllReduceStrategy, DGCLStrategy, GraphDataModule, SamplingStrategy, StagedStrategy
 from lightning_gnn.data.hetero import prepare_hetero
-from lightning_gnn.data.sources import graph_digests, prepare_graph, seeded
+from lightning_gnn.data.loading import graph_digests, seeded
+from lightning_gnn.data.sources import prepare_graph
 from lightning_gnn.data.store import read_cut, write_store
 from lightning_gnn.partition.layout import LayoutSpec
 

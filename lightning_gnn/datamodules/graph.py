@@ -35,22 +35,24 @@ from lightning_gnn.arguments import checked_batches, shown
 from lightning_gnn.comm.group import World
 from lightning_gnn.data.attributes import left_out_of
 from lightning_gnn.data.hetero import NO_TYPES, JoinedGraph, input_type_of, prepare_hetero
+from lightning_gnn.data.loading import (
+    Source,
+    check_same_graph,
+    described,
+    description_key,
+    graph_digests,
+    load_source,
+    seeded,
+)
 from lightning_gnn.data.shards import Cut, Shard, versions_of, whole_graph, whole_graph_with_types
 from lightning_gnn.data.sources import (
     EDGE_MASKS,
     MASKS,
-    Source,
-    check_same_graph,
     checked_fractions,
     counted_mask,
-    described,
-    description_key,
-    graph_digests,
     is_labelled,
-    load_source,
     num_labelled,
     prepare_graph,
-    seeded,
 )
 from lightning_gnn.data.store import (
     FORMAT,

@@ -33,12 +33,12 @@ from lightning_gnn.nn.helpers import graph_in_use
 from lightning_gnn.nn.offload import Offloaded
 from lightning_gnn.partition.layout import LayoutSpec
 from lightning_gnn.partition.types import Types
-from lightning_gnn.steps.gathering import gather_rows
 from lightning_gnn.steps.loop import Progress, loss_in_outputs, without_example
 from lightning_gnn.steps.model import SharedModel
 from lightning_gnn.steps.predictions import Predictions
 from lightning_gnn.steps.random_streams import RandomStreams
 from lightning_gnn.steps.values import StepValues
+from lightning_gnn.steps.weights import gather_rows
 from lightning_gnn.strategies.heap import keeping_freed_memory
 from lightning_gnn.strategies.ranks import RankStrategy
 from lightning_gnn.strategies.run_checks import RunChecks, check_options
@@ -435,7 +435,7 @@ class GNNStrategy(RankStrategy):
     @override
     def all_gather(self, tensor: Tensor, group: Any | None = None, sync_grads: bool = False) -> Tensor:
         """Returns the tensors of all ranks, which may have different numbers of rows; see
-        :func:`~lightning_gnn.steps.gathering.gather_rows`."""
+        :func:`~lightning_gnn.steps.weights.gather_rows`."""
         if self._world is None or self._world.size == 1:
             return tensor
         if group not in (None, self.world.everyone):
