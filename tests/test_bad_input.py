@@ -256,7 +256,7 @@ def raises(kind: str = "ValueError") -> Data:
 SOURCES: dict[str, tuple[Any, Any, str]] = {
     "unknown_module": ("no.such.module", None, "source='no.such.module' cannot be imported"),
     "unknown_name": ("test_bad_input.nothing", None, "cannot be imported .* has no attribute 'nothing'"),
-    "name_only": ("Planetoid", None, "cannot be imported.*Give the dotted path"),
+    "name_only": ("Planetoid", None, "cannot be imported.*Give the import path"),
     "relative": ("..graphs.make", None, "cannot be imported"),
     "empty_path": ("", None, "source='' cannot be imported"),
     "broken_module": ("broken_module.make", None, "cannot be imported .*division by zero"),
@@ -267,7 +267,7 @@ SOURCES: dict[str, tuple[Any, Any, str]] = {
     "unknown_argument": (small, 5, "source_args must be a dict of keyword arguments .got 5"),
     "wrong_argument": (raises, {"root": "x"}, r"raises\(root='x'\) raised TypeError.*unexpected keyword argument"),
     "number_as_argument": (raises, {1: 2}, "raised TypeError.*keywords must be strings"),
-    "arguments_of_a_graph": (small(), {"root": "x"}, "needs a callable or a dotted path as source .got Data"),
+    "arguments_of_a_graph": (small(), {"root": "x"}, "needs a callable or a import path as source .got Data"),
     "nothing": (None, None, "gives a NoneType"),
     "returns_nothing": (lambda: None, None, "gives a NoneType"),
     "number": (5, None, "gives a int"),
@@ -333,7 +333,7 @@ def test_arguments(case, tmp_path):
     def use() -> None:
         datamodule = GraphDataModule(graph, **options, store=tmp_path)
         datamodule.setup("fit")
-        datamodule.build(TWO)
+        datamodule._stored.build(TWO)
 
     refused(use, words)
     assert not [path for path in tmp_path.iterdir() if path.is_dir()]
@@ -448,7 +448,7 @@ def test_notes_are_not_believed_blindly(tmp_path, monkeypatch):
     monkeypatch.setattr(GraphDataModule, "_build_in_subprocess", GraphDataModule.build)
     module = GraphDataModule("test_bad_input.small", store=tmp_path)
     folder = module._ensure_stored(TWO)
-    key, _ = module._notes(TWO)
+    key, _ = module._stored._notes(TWO)
     note = tmp_path / f"{key}.known"
     assert module._noted(key) == folder
     (tmp_path / "other.known").write_text(note.read_text())

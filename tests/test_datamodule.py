@@ -37,7 +37,7 @@ def small(**changes: Any) -> Data:
 
 
 def make_small(scale: float = 1.0, file: str | None = None) -> Data:
-    """A source by its dotted path."""
+    """A source by its import path."""
     return small(x=scale * small().x + (len(Path(file).read_text()) if file else 0))
 
 
@@ -127,8 +127,8 @@ def test_bad_graphs_are_refused(changes, options, words):
     [
         ("no.such.module", None, "cannot be imported"),
         ("test_datamodule.nothing", None, "cannot be imported"),
-        ("Planetoid", None, "Give the dotted path"),
-        (small(), {"root": "x"}, "needs a callable or a dotted path"),
+        ("Planetoid", None, "Give the import path"),
+        (small(), {"root": "x"}, "needs a callable or a import path"),
         ([small(), small()], None, "holds 2 graphs"),
         ([1], None, "gives a int; GraphDataModule takes PyG's graphs"),
     ],
