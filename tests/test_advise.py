@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 import torch
-from common import CLASSES, assert_same, awkward_graph, build, quiet_trainer, single, train
-from hypothesis import given, settings
+from common import CLASSES, assert_same, awkward_graph, build, campaign, examples, quiet_trainer, single, train
+from hypothesis import given
 from hypothesis import strategies as st
 
 import lightning_gnn
@@ -58,7 +58,7 @@ def logged(rank: int, world_size: int, every: list[Candidate]) -> list[float]:
     return found
 
 
-@pytest.mark.parametrize("world_size", [2, 4])
+@pytest.mark.parametrize("world_size", [2, *campaign(4)])
 def test_a_rehearsal_sends_what_training_sends(ranks, world_size):
     exact = [each for each in tried(world_size) if each.exact]
     module = classifier()
@@ -138,7 +138,7 @@ def test_cores_that_share_caches_are_no_faster_together():
 
 
 @given(st.lists(st.tuples(st.integers(0, 2), st.integers(0, 2), st.integers(0, 10**6)), max_size=12), st.integers(1, 3))
-@settings(max_examples=50, deadline=None)
+@examples(50)
 def test_any_run_ends_and_takes_no_less_than_its_parts(messages, cores):
     events: list[list[Event]] = [[], [], []]
     for sender, receiver, size in messages:
@@ -189,6 +189,7 @@ def test_links_decide():
     assert found[0].exchange_seconds > 0.9 * found[0].seconds and "% of the time" in found[0].why
 
 
+@pytest.mark.campaign
 def test_more_ranks_are_continued_from_fewer():
     module, data = classifier(), GraphDataModule(awkward_graph(600))
     found = {
@@ -299,7 +300,7 @@ def test_command_without_a_model(monkeypatch, tmp_path, capsys):
     assert "which model?" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("world_size", [1, 3])
+@pytest.mark.parametrize("world_size", [3, *campaign(1)])
 def test_auto_trains_as_one_device(ranks, world_size):
     expected = single(awkward_graph(), "gcn")
     for found in ranks.run(world_size, train, awkward_graph(), "gcn", strategy="auto_gnn"):

@@ -9,14 +9,35 @@ from typing import Any
 import pytest
 import torch
 from any_models import MODELS
-from common import CLASSES, FEATURES, UserModule, assert_same, awkward_graph, build, quiet_trainer, single, train
+from common import (
+    CLASSES,
+    FEATURES,
+    UserModule,
+    assert_same,
+    awkward_graph,
+    build,
+    campaign,
+    quiet_trainer,
+    single,
+    train,
+)
 from conftest import RankFailed
 from torch_geometric.nn import GCNConv
 
 from lightning_gnn import DGCLStrategy, GraphDataModule, SpMM15DStrategy
 
 
-@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("normalised", [False, True])
+def test_together_they_equal_one_device(ranks, normalised):
+    """All but compiled ones beside each other."""
+    names = [name for name in MODELS if "compiled" not in name and ("norm" in name) == normalised]
+    expected = single(awkward_graph(), names)
+    tolerance = {"rtol": 1e-5, "atol": 1e-5} if normalised else {"rtol": 1e-8, "atol": 1e-10}
+    for found in ranks.run(3, train, awkward_graph(), names, timeout=280):
+        assert_same(found, expected, **tolerance)
+
+
+@pytest.mark.parametrize("model", ["compiled gcn", *campaign(*(name for name in MODELS if name != "compiled gcn"))])
 def test_equals_one_device(ranks, model):
     graph = awkward_graph()
     expected = single(graph, model)
@@ -68,7 +89,7 @@ def fit(rank: int, world_size: int, kind: Any, model: Any, **options: Any) -> li
     with warnings.catch_warnings(record=True) as caught, pytest.MonkeyPatch.context() as patched:
         warnings.simplefilter("always")
         patched.setattr("lightning_gnn.strategies.self_checks.rank_zero_info", said.append)
-        trainer = quiet_trainer(DGCLStrategy(timeout=60, **options), world_size)
+        trainer = quiet_trainer(DGCLStrategy(timeout=60, **options), world_size, self_check=True)
         trainer.fit(module, datamodule=GraphDataModule(awkward_graph(dtype=torch.float32)))
     return said + [str(warning.message) for warning in caught]
 

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from common import CLASSES, FEATURES, Recorder, awkward_graph, quiet_trainer
+from common import CLASSES, FEATURES, Recorder, awkward_graph, campaign, quiet_trainer
 from conftest import RankFailed
 from test_hetero_sampling import typed_graph
 from torch_geometric.data import Data
@@ -339,7 +339,7 @@ def train_ogb(
     recorder, built = Recorder(), module()
     built = (NodeClassifier(built, CLASSES) if not isinstance(built, L.LightningModule) else built).double()
     data = GraphDataModule(ogb_like(val), partition=HALVES if world_size > 1 and strategy == "dgcl" else None)
-    trainer = quiet_trainer(strategy, world_size, callbacks=[recorder])
+    trainer = quiet_trainer(strategy, world_size, self_check=True, callbacks=[recorder])
     trainer.fit(built, datamodule=data)
     [tested] = trainer.test(built, datamodule=data, verbose=False)
     return {"epochs": recorder.epochs, "tested": tested, "weights": built.state_dict()}
@@ -350,8 +350,14 @@ def gcn() -> Any:
     return GCN(FEATURES, 8, 2, CLASSES)
 
 
-@pytest.mark.parametrize("module", [OGBModule, gcn])
-@pytest.mark.parametrize("strategy", ["dgcl", "vertex_cut", "spmm_15d"])
+@pytest.mark.parametrize(
+    ("strategy", "module"),
+    [
+        ("dgcl", OGBModule),
+        ("vertex_cut", gcn),
+        *campaign(("dgcl", gcn), ("vertex_cut", OGBModule), ("spmm_15d", OGBModule), ("spmm_15d", gcn)),
+    ],
+)
 def test_labels_in_a_column_and_splits_by_ids_are_those_of_one_device(ranks, module, strategy):
     val = VAL[HALVES[VAL] == 0] if strategy == "dgcl" else VAL  # none on rank 1: a stand-in
     expected = train_ogb(0, 1, "auto", module, val)

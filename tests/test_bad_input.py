@@ -673,8 +673,8 @@ def fit_bad(rank: int, world_size: int, kind: str, root: str) -> None:
     model: torch.nn.Module = Returns(without_last) if kind in ("rows", "rows_unchecked") else GCN(2, 8, 2, 3)
     if kind == "classes":
         model = GCN(2, 8, 2, 2)
-    strategy = DGCLStrategy(timeout=20, self_check=kind != "rows_unchecked")
-    trainer = quiet_trainer(strategy, world_size, max_epochs=1)
+    checked = kind != "rows_unchecked"
+    trainer = quiet_trainer(DGCLStrategy(timeout=20), world_size, self_check=checked, max_epochs=1)
     with pytest.MonkeyPatch.context() as patch:
         if kind == "unreadable" and rank == 1:
             patch.setattr(graph_module, "read_cut", cannot_read)

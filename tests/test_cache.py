@@ -8,14 +8,15 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from common import examples
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
 from lightning_gnn.callbacks.cache import AdaptiveThreshold, LargestChanges
 from lightning_gnn.comm.cache import LargestChangesCache, MessageCache, NotFiniteError, _bits, _flags
 from lightning_gnn.comm.codec import make_codec
-from lightning_gnn.comm.group import CommunicationError
+from lightning_gnn.comm.group import Call, CommunicationError, Step
 from lightning_gnn.comm.in_process import InProcessWorld, Meeting
 from lightning_gnn.comm.traffic import Meter
 from lightning_gnn.partition.shard import halo_plan
@@ -51,9 +52,10 @@ def pair(exchange: Any, rows: Tensor, layer: str = "a", approximate: bool = True
     """Returns the halo rows that come of own rows, and what comes home of halo rows."""
     halo = rows.new_empty(exchange.num_halo, *rows.shape[1:])
     home = torch.zeros_like(rows)
-    with exchange.world.wire.coding(approximate):
-        exchange.start_fetch(rows, halo, layer)()
-        exchange.start_return(halo * 2, layer)(home)
+    with exchange.world.wire.encoding(approximate):
+        call = exchange.world.call(layer)
+        exchange.start_expand(rows, halo, call)()
+        exchange.start_reduce(halo * 2, call.backward())(home)
     return halo, home
 
 
@@ -68,7 +70,7 @@ def agree(exchanges: list[Any]) -> None:
 
 
 @pytest.mark.parametrize("codec", [None, "int8", "int2", "bf16"])
-@settings(max_examples=15, deadline=None)
+@examples(15)
 @given(size=st.integers(2, 4), seed=st.integers(0, 2**20), dtype=st.sampled_from([torch.float32, torch.float64]))
 def test_both_ends_agree_and_nothing_is_lost(codec, size, seed, dtype):
     def work(exchange: Any, own: slice, halo: np.ndarray, cache: MessageCache) -> Any:
@@ -84,7 +86,7 @@ def test_both_ends_agree_and_nothing_is_lost(codec, size, seed, dtype):
                 x = x + moved * torch.randn(NODES, WIDTH, generator=g) * 10.0 ** float(torch.randn((), generator=g))
             if step == 6:
                 exchange.world.wire = plain
-            exchange.begin_step()
+            exchange.world.begin_step(Step())
             found, home = pair(exchange, x[own].contiguous())
             if step == 0:
                 torch.testing.assert_close(found, x[halo], rtol=0, atol=0)
@@ -96,7 +98,7 @@ def test_both_ends_agree_and_nothing_is_lost(codec, size, seed, dtype):
         assert torch.equal(found, exact)
 
 
-@settings(max_examples=20, deadline=None)
+@examples(20)
 @given(seed=st.integers(0, 2**20), epsilon=st.floats(0, 1))
 def test_rows_are_off_by_no_more_than_the_threshold(seed, epsilon):
     def work(exchange: Any, own: slice, halo: np.ndarray, cache: MessageCache) -> Any:
@@ -104,7 +106,7 @@ def test_rows_are_off_by_no_more_than_the_threshold(seed, epsilon):
         cache.epsilon = epsilon
         for _ in range(4):
             x = torch.randn(NODES, WIDTH, generator=g)
-            exchange.begin_step()
+            exchange.world.begin_step(Step())
             found, _ = pair(exchange, x[own].contiguous())
             off = (found - x[halo]).abs().amax(1)
             assert (off <= epsilon * found.abs().amax(1) * (1 + 1e-6)).all()
@@ -116,7 +118,7 @@ def test_rows_are_off_by_no_more_than_the_threshold(seed, epsilon):
 
 
 @pytest.mark.parametrize("codec", [None, "bfp4", "int8"])
-@settings(max_examples=15, deadline=None)
+@examples(15)
 @given(size=st.integers(2, 4), seed=st.integers(0, 2**20), share=st.sampled_from([0.2, 0.5, 1.0]))
 def test_both_ends_guess_alike(codec, size, seed, share):
     """Whatever was sent and guessed, ends agree, and no more than the share is sent; a share of 1 is exact."""
@@ -128,7 +130,7 @@ def test_both_ends_guess_alike(codec, size, seed, share):
         g = torch.Generator().manual_seed(seed)
         for step in range(8):
             x = torch.randn(NODES, WIDTH, generator=g) * 10.0 ** float(torch.randn((), generator=g))
-            exchange.begin_step()
+            exchange.world.begin_step(Step())
             found, _ = pair(exchange, x[own].contiguous())
             for sent in cache.take().values():
                 assert step == 0 or sent.rows < share * sent.of + 1
@@ -146,7 +148,7 @@ def test_a_common_change_needs_no_rows():
         x = torch.randn(NODES, WIDTH, generator=torch.Generator().manual_seed(1)).double()
         found, moved = x[halo], x
         for step in range(3):
-            exchange.begin_step()
+            exchange.world.begin_step(Step())
             moved = x * (1 + step * torch.arange(WIDTH)) - step
             found, _ = pair(exchange, moved[own].contiguous())
         torch.testing.assert_close(found, moved[halo])
@@ -176,7 +178,7 @@ def test_layers_and_repeated_messages_are_told_apart():
         g = torch.Generator().manual_seed(0)
         tensors = [torch.randn(NODES, WIDTH, generator=g) for _ in range(3)]
         for step in range(3):
-            exchange.begin_step()
+            exchange.world.begin_step(Step())
             cache.epsilon = 1.0 if step else 0.0
             for layer, x in zip(("a", "b", "b"), tensors):
                 found, _ = pair(exchange, x[own].contiguous(), layer)
@@ -192,12 +194,12 @@ def test_off_outside_of_training_and_what_is_kept_then():
     def work(exchange: Any, own: slice, halo: np.ndarray, cache: MessageCache) -> Any:
         cache.epsilon = 10.0
         x = torch.ones(NODES, WIDTH)
-        exchange.begin_step()
+        exchange.world.begin_step(Step())
         pair(exchange, x[own].contiguous())
-        exchange.begin_step()
+        exchange.world.begin_step(Step())
         exact, _ = pair(exchange, 2 * x[own].contiguous(), approximate=False)
         assert torch.equal(exact, 2 * x[halo])
-        exchange.begin_step()
+        exchange.world.begin_step(Step())
         cached, _ = pair(exchange, 3 * x[own].contiguous())
         assert torch.equal(cached, x[halo])
 
@@ -208,14 +210,14 @@ def test_off_outside_of_training_and_what_is_kept_then():
 def test_what_is_not_finite_stops_the_run(bad):
     def work(exchange: Any, own: slice, halo: np.ndarray, cache: MessageCache) -> bool:
         x = torch.ones(NODES, WIDTH)
-        exchange.begin_step()
+        exchange.world.begin_step(Step())
         pair(exchange, x[own].contiguous(), "convs.1")
-        exchange.begin_step()
+        exchange.world.begin_step(Step())
         x[:, 2] = bad
         if not len(exchange.send_rows):
             return False
-        with pytest.raises(NotFiniteError, match=r"convs\.1.*forward.*rank"), exchange.world.wire.coding():
-            exchange.start_fetch(x[own].contiguous(), x[halo], "convs.1")
+        with pytest.raises(NotFiniteError, match=r"convs\.1.*forward.*rank"), exchange.world.wire.encoding():
+            exchange.start_expand(x[own].contiguous(), x[halo], Call("convs.1"))
         return all(bool(torch.isfinite(channel.sent).all()) for channel in exchange._channels.values())
 
     assert sum(on_ranks(3, 3, work)) >= 2

@@ -13,8 +13,8 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from common import CLASSES, FEATURES, UserModule, awkward_graph, build
-from hypothesis import given, settings
+from common import CLASSES, FEATURES, UserModule, awkward_graph, build, examples
+from hypothesis import given
 from hypothesis import strategies as st
 from test_self_check import (
     BranchesOnCounts,
@@ -337,7 +337,7 @@ def test_what_cannot_be_compared_is_said():
 # Samples ######################################################################
 
 
-@settings(max_examples=20, deadline=None)
+@examples(20)
 @given(num_nodes=st.integers(1, 60), seed=st.integers(0, 3))
 def test_samples_are_induced_and_have_training_nodes(num_nodes, seed):
     graph = some_of(prepare_graph(awkward_graph()), None)

@@ -9,8 +9,8 @@ import lightning as L
 import numpy as np
 import pytest
 import torch
-from common import CLASSES, FEATURES, awkward_graph, quiet_trainer, strategy_of_config
-from hypothesis import given, settings
+from common import CLASSES, FEATURES, awkward_graph, campaign, examples, quiet_trainer, strategy_of_config
+from hypothesis import given
 from hypothesis import strategies as st
 from torch_geometric.nn.models import GAT, GCN
 
@@ -70,7 +70,7 @@ def rows_of_any_kind(draw: Any) -> torch.Tensor:
     return torch.from_numpy(values).to(dtype)
 
 
-@settings(max_examples=150, deadline=None)
+@examples(150)
 @given(rows_of_any_kind(), st.sampled_from(NAMES), st.booleans())
 def test_there_and_back(rows, name, stochastic):
     codec = codec_of(name, stochastic)
@@ -102,7 +102,7 @@ def test_there_and_back(rows, name, stochastic):
     assert torch.equal(back[(extent == 0).view(-1)], rows[(extent == 0).view(-1)])
 
 
-@settings(max_examples=100, deadline=None)
+@examples(100)
 @given(st.sampled_from(NAMES), st.integers(1, 70), st.sampled_from(DTYPES))
 def test_bytes(name, width, dtype):
     if name in BLOCK_BITS:
@@ -186,7 +186,7 @@ def test_error_is_that_of_what_was_encoded(name, threads):
     assert codec.take_squares() == (0.0, 0.0)
 
 
-@settings(max_examples=100, deadline=None)
+@examples(100)
 @given(rows_of_any_kind(), st.sampled_from(tuple(BITS.values())))
 def test_other_devices_do_alike(rows, bits):
     """What CUDA ranks compute, here on the CPU: the same but for numbers that lie half way between two steps."""
@@ -238,9 +238,9 @@ def three_ranks_over(world: Any, codec: Codec) -> None:
             assert torch.equal(plain[len(own) :], halo)
             before = meter.take()["layer", "forward"]
             assert before.bytes_sent == before.rows * plain_bytes
-            with wire.coding():
+            with wire.encoding():
                 coded = exchange.expand(own, "layer")
-                with exchange.exactly():
+                with wire.encoding(False):
                     assert torch.equal(exchange.expand(own, "layer"), plain)
                 assert torch.equal(exchange.expand(own[:, 0].contiguous(), "none"), plain[:, 0])
                 assert torch.equal(exchange.expand((10 * own).long(), "none"), (10 * plain).long())
@@ -250,11 +250,11 @@ def three_ranks_over(world: Any, codec: Codec) -> None:
             # Relays send on what they have decoded, and lose nothing more.
             assert torch.equal(coded[len(own) :], as_decoded) and torch.equal(coded[: len(own)], own)
             several = [own, own[:, :1].contiguous(), own.view(len(own), 1, width)]
-            with wire.coding():
+            with wire.encoding():
                 for got, expected in zip(exchange.expand_all(several, "layer"), [plain, plain[:, :1], plain]):
                     torch.testing.assert_close(got.flatten(1), expected.flatten(1), rtol=0, atol=tolerance)
             exact_sum = exchange.reduce(plain, "layer")
-            with wire.coding():
+            with wire.encoding():
                 close = exchange.reduce(plain, "layer")
             torch.testing.assert_close(close, exact_sum, rtol=0, atol=2 * tolerance)
             assert width < 3 or rank == 1 or not torch.equal(close, exact_sum)
@@ -303,7 +303,7 @@ def mixed(rank: int, world_size: int, shared_memory: bool) -> None:
         for _ in range(4):
             payload, narrow = torch.arange(7, dtype=torch.uint8) + rank, torch.full((3, 1), rank + 0.5)
             arrived = [(torch.empty(9, 33), torch.empty(7, dtype=torch.uint8), torch.empty(3, 1)) for _ in others]
-            with world.wire.coding():
+            with world.wire.encoding():
                 for kind in range(3):  # one message a pair in flight, as schemes have it
                     sent = (rows[rank], payload, narrow)
                     send = [(peer, sent[(kind + peer) % 3]) for peer in others]
@@ -377,13 +377,15 @@ def exact_and_coded(
 
 
 SCHEMES = [
-    (2, DGCLStrategy, {}, "int8"),
+    *campaign((2, DGCLStrategy, {}, "int8")),
     (3, DGCLStrategy, {"plan": "spst"}, "int8"),
     (3, DGCLStrategy, {"shared_memory": False}, "int4"),
-    (2, DGCLStrategy, {"keep_constant": False}, "bf16"),
+    *campaign((2, DGCLStrategy, {"keep_constant": False}, "bf16")),
     (3, SpMM15DStrategy, {"replication": 1, "sparsity_aware": False}, "int8"),
-    (2, SpMM15DStrategy, {"replication": 2}, "int8"),
-    (3, SpMM15DStrategy, {"replication": 1, "shared_memory": False}, "int8"),
+    *campaign(
+        (2, SpMM15DStrategy, {"replication": 2}, "int8"),
+        (3, SpMM15DStrategy, {"replication": 1, "shared_memory": False}, "int8"),
+    ),
 ]
 
 
@@ -419,7 +421,7 @@ def test_training(ranks, world_size, strategy, options, name):
             )
 
 
-@pytest.mark.parametrize("options", [{"replication": 2, "sparsity_aware": False}, {"replication": 1}])
+@pytest.mark.parametrize("options", [{"replication": 2, "sparsity_aware": False}, *campaign({"replication": 1})])
 def test_attention(ranks, options):
     """The softmax that is completed over ranks is that of the scores, whatever rows lose on the way."""
     for exact, coded in ranks.run(2, exact_and_coded, SpMM15DStrategy, options, "int8", "gat"):

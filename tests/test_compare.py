@@ -15,7 +15,8 @@ from typing import Any
 import pytest
 import torch
 import yaml
-from hypothesis import given, settings
+from common import examples
+from hypothesis import given
 from hypothesis import strategies as st
 from processes import Finished, run
 from rich.console import Console
@@ -229,7 +230,7 @@ def test_summary_leaves_out_the_warm_up():
     assert found["memory_bytes"] == [500, 501] and found["setup_seconds"] == 3.0
 
 
-@settings(max_examples=30, deadline=None)
+@examples(30)
 @given(st.lists(st.tuples(*[st.floats(0, 10)] * 6), min_size=1, max_size=5))
 def test_parts_of_a_time_add_up(times):
     epochs = [epoch(sum(each[:5]), *each) for each in times]

@@ -129,7 +129,7 @@ def learned(
         "spmm_2d": lambda: SpMM2DStrategy(**of_all),
         "auto": lambda: "auto",
     }[strategy]()
-    trainer = quiet_trainer(chosen, world_size, max_epochs=epochs, accumulate_grad_batches=accumulate)
+    trainer = quiet_trainer(chosen, world_size, self_check, max_epochs=epochs, accumulate_grad_batches=accumulate)
     trainer.fit(module, datamodule=data, ckpt_path=load)
     if save is not None:
         trainer.save_checkpoint(save)

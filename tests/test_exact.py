@@ -6,7 +6,7 @@ from functools import cache
 from typing import Any
 
 import pytest
-from common import assert_same, awkward_graph, one_training_node, single, three_nodes, train
+from common import assert_same, awkward_graph, campaign, one_training_node, single, three_nodes, train
 
 MODELS = ["gcn", "gcn_cached", "sage", "sage_sum", "sage_max", "gin", "gat", "gatv2", "gat_edges", "transformer"]
 MODELS += ["transformer_edges", "sage_several", "pna", "commnet", "graphconv", "own", "own_mean", "own_sum"]
@@ -17,16 +17,26 @@ def on_one_device(model: str) -> dict[str, Any]:
     return single(awkward_graph(), model)
 
 
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_awkward_graph(ranks, world_size):
+    """All models beside each other."""
+    expected = single(awkward_graph(), MODELS)
+    for found in ranks.run(world_size, train, awkward_graph(), MODELS, timeout=280):
+        assert_same(found, expected, rtol=1e-9, atol=1e-11)
+
+
+@pytest.mark.campaign
 @pytest.mark.parametrize("model", MODELS)
 @pytest.mark.parametrize("world_size", [1, 2, 3])
-def test_awkward_graph(ranks, model, world_size):
+def test_awkward_graph_by_model(ranks, model, world_size):
     expected = on_one_device(model)
     for found in ranks.run(world_size, train, awkward_graph(), model, self_check=world_size == 2):
         assert_same(found, expected, rtol=1e-9, atol=1e-11)
 
 
-@pytest.mark.parametrize("world_size", [2, 4])
-@pytest.mark.parametrize("partition", ["random", "metis"])
+@pytest.mark.parametrize(
+    ("partition", "world_size"), [("random", 2), ("metis", 4), *campaign(("random", 4), ("metis", 2))]
+)
 def test_user_module(ranks, world_size, partition):
     graph = awkward_graph(seed=3)
     graph.y[graph.y < 0] = 0
@@ -61,7 +71,10 @@ def test_no_edges(ranks):
         assert_same(found, expected, rtol=1e-9, atol=1e-11)
 
 
-@pytest.mark.parametrize("model", ["gcn", "sage_max", "gat", "gatv2", "transformer", "pna"])
+ALIKE = ("gcn", "sage_max", "gat", "gatv2", "transformer", "pna")
+
+
+@pytest.mark.parametrize("model", [pytest.param(ALIKE, id="together"), *campaign(*ALIKE)])
 def test_the_same_run_gives_the_same_bits(ranks, model):
     first, again = (ranks.run(3, train, awkward_graph(), model, self_check=False) for _ in range(2))
     for found, expected in zip(again, first):

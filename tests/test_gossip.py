@@ -20,9 +20,18 @@ import lightning as L
 import pytest
 import torch
 import torch.nn.functional as F
-from common import CLASSES, awkward_graph, build, one_training_node, quiet_trainer, strategy_of_config
+from common import (
+    CLASSES,
+    awkward_graph,
+    build,
+    campaign,
+    examples,
+    one_training_node,
+    quiet_trainer,
+    strategy_of_config,
+)
 from gossiping import CLUSTERS, EPOCHS, WORKERS, done, new_trainer
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from lightning.pytorch.callbacks import EarlyStopping, RichProgressBar, TQDMProgressBar
 from lightning.pytorch.loggers import CSVLogger
@@ -44,11 +53,11 @@ from lightning_gnn.comm.peers import LOCAL, Heartbeat, Mailbox, PeerServer, Shar
 from lightning_gnn.data.shards import cut_graph
 from lightning_gnn.data.sources import prepare_graph
 from lightning_gnn.gossip.clusters import Clusters
-from lightning_gnn.gossip.consensus import distance, sketch
+from lightning_gnn.gossip.fit import WorkerFit
 from lightning_gnn.gossip.pairing import Pairing
 from lightning_gnn.gossip.pool import Pool
 from lightning_gnn.gossip.push_sum import Mass, PushSum
-from lightning_gnn.gossip.worker import Peers, Worker
+from lightning_gnn.gossip.worker import Peers, Worker, distance, sketch
 from lightning_gnn.partition import assign_nodes
 from lightning_gnn.partition.layout import LayoutSpec
 
@@ -166,7 +175,7 @@ def test_vectors_are_summed_and_come_back_if_nobody_is_there():
     one.close()
 
 
-@settings(max_examples=60, deadline=None)
+@examples(60)
 @given(st.integers(2, 5), st.integers(0, 2**32))
 def test_push_sum_neither_makes_nor_loses_mass(workers, seed):
     """In any order of sending and taking in; what is on its way counts. And all tend to one mean."""
@@ -285,9 +294,12 @@ class Kept(L.Callback):
     def __init__(self) -> None:
         self.batches: list[Data] = []
         self.own = torch.zeros(0)  # at the end, before workers come to one result
+        self.training_loss: float | None = None
 
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
         self.own = torch.nn.utils.parameters_to_vector(pl_module.parameters()).detach().clone()
+        [fit] = [each for each in trainer.callbacks if isinstance(each, WorkerFit)]
+        self.training_loss = fit.comparison.training_loss
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Data, batch_idx: int) -> None:
         self.batches.append(batch)
@@ -387,7 +399,7 @@ def trained(
         "own": kept.own,
         "result": torch.nn.utils.parameters_to_vector(module.parameters()).detach(),
         "logged": {name: float(value) for name, value in logged.items()},
-        "training_loss": strategy._comparison.training_loss,
+        "training_loss": kept.training_loss,
         "steps": run.global_step,
         "epoch": run.current_epoch,
         "groups": torch.distributed.is_initialized(),
@@ -402,9 +414,9 @@ def check_all_done(folder: Path, epochs: int = EPOCHS) -> None:
 @pytest.mark.parametrize(
     ("world_size", "options"),
     [
-        (2, {"averaging_interval": 1, "final": "average", "average": "parameters"}),
+        *campaign((2, {"averaging_interval": 1, "final": "average", "average": "parameters"})),
         (3, {"averaging_interval": 2}),
-        (3, {"averaging_interval": 1, "pairing": "active_passive", "monitor": "val_acc", "mode": "max"}),
+        *campaign((3, {"averaging_interval": 1, "pairing": "active_passive", "monitor": "val_acc", "mode": "max"})),
         (4, {"averaging_interval": 3, "pairing": "prompt", "assignment": "metis"}),
     ],
     ids=["parameters", "any", "active and passive", "prompt, metis"],
@@ -436,10 +448,12 @@ def test_every_batch_is_done_once_and_there_is_one_result(ranks, tmp_path, world
     ("options", "trainer", "chosen_by", "best"),
     [
         ({}, {}, "val_loss", min),
-        ({}, {"callbacks": [EarlyStopping("val_acc", mode="max", patience=99)]}, "val_acc", max),
-        ({}, {"callbacks": [EarlyStopping("train_loss", patience=99)]}, "val_loss", min),  # not of validation
-        ({"monitor": "val_f1", "mode": "max"}, {}, "val_f1", max),
-        ({}, {"limit_val_batches": 0}, "training_loss", min),
+        *campaign(
+            ({}, {"callbacks": [EarlyStopping("val_acc", mode="max", patience=99)]}, "val_acc", max),
+            ({}, {"callbacks": [EarlyStopping("train_loss", patience=99)]}, "val_loss", min),  # not of validation
+            ({"monitor": "val_f1", "mode": "max"}, {}, "val_f1", max),
+            ({}, {"limit_val_batches": 0}, "training_loss", min),
+        ),
         ({"final": "average"}, {}, "", None),
     ],
     ids=["val_loss", "monitored", "another is monitored", "named", "nothing logged", "average"],
@@ -486,7 +500,7 @@ class Weights(L.Callback):
         self.after.append(torch.nn.utils.parameters_to_vector(pl_module.parameters()).detach().clone())
 
 
-@pytest.mark.parametrize(("clusters", "interval"), [(8, 1), (7, 2)])
+@pytest.mark.parametrize(("clusters", "interval"), [(8, 1), *campaign((7, 2))])
 def test_in_lockstep_all_make_as_many_steps(ranks, tmp_path, clusters, interval):
     everyone = ranks.run(3, in_lockstep, tmp_path, clusters, interval)
     steps = 3 * -(-clusters // 3)
@@ -530,7 +544,7 @@ def test_one_that_stops_early_leaves_its_batches_to_the_others(ranks, tmp_path):
     assert everyone[1]["epoch"] < everyone[0]["epoch"] == EPOCHS
 
 
-@pytest.mark.parametrize("average", ["parameters", "push_sum"])
+@pytest.mark.parametrize("average", [*campaign("parameters"), "push_sum"])
 def test_workers_that_average_agree_more(ranks, tmp_path, average):
     """And how far they are from each other is estimated well, and logged."""
     apart = {}
@@ -572,6 +586,7 @@ def test_resumes_with_what_is_left_of_the_pool(ranks, tmp_path):
     assert sum(map(len, done(second).values())) == left
 
 
+@pytest.mark.campaign
 def test_resumes_with_other_clusters_at_the_epoch(ranks, tmp_path):
     path, first, second = tmp_path / "some.ckpt", tmp_path / "first", tmp_path / "second"
     first.mkdir()

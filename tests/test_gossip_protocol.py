@@ -10,8 +10,9 @@ from typing import get_args
 
 import gossip_model
 import pytest
+from common import campaign, examples
 from gossip_model import Case, Model, explore
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from lightning_gnn.gossip.operations import Add, Get, InProcess, Swap, answer, carry_out
@@ -25,17 +26,16 @@ EVERY_ORDER = [
     Case(2, 2, late=True, mortal=(1,)),
     Case(2, 2, rule="active_passive"),
     Case(2, 3, interval=2, rule="prompt"),
-    Case(2, 3, interval=2, rule="prompt", late=True, mortal=(0,)),
+    *campaign(Case(2, 3, interval=2, rule="prompt", late=True, mortal=(0,))),
     Case(2, 3, epochs=0, interval=2, rule="prompt", late=True),
     Case(2, 1, epochs=2, interval=2, mortal=(0,)),
     Case(3, 1),
-    Case(3, 1, late=True, mortal=(0,)),
+    *campaign(Case(3, 1, late=True, mortal=(0,))),
     Case(3, 1, epochs=0),
-    Case(3, 2, epochs=0, interval=2, rule="prompt"),
+    *campaign(Case(3, 2, epochs=0, interval=2, rule="prompt")),
     Case(3, 1, epochs=0, rule="active_passive", late=True, mortal=(1,)),
     Case(4, 1, interval=0),
-    Case(4, 1),
-    Case(4, 1, rule="prompt"),
+    *campaign(Case(4, 1), Case(4, 1, rule="prompt")),
     Case(4, 1, epochs=0, rule="active_passive"),
 ]
 
@@ -92,7 +92,7 @@ def test_the_exploration_finds_faults(monkeypatch, what, fault, case):
         explore(case)
 
 
-@settings(max_examples=150, deadline=None)
+@examples(150)
 @given(
     workers=st.integers(1, 5),
     size=st.integers(1, 6),
@@ -118,7 +118,7 @@ def test_random_orders(workers, size, epochs, interval, rule, late, dies, seed):
     model.check_end()
 
 
-@settings(max_examples=50, deadline=None)
+@examples(50)
 @given(st.integers(2, 5), st.integers(0, 2**32))
 def test_one_that_dies_delays_its_partner_by_one_wait(workers, seed):
     """Nobody waits for a worker twice for one meeting, once it is dead: it is withdrawn from, or known to be dead."""

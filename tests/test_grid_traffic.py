@@ -10,17 +10,19 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from common import examples
+from hypothesis import given
 from hypothesis import strategies as st
 
 from lightning_gnn.comm.grid import BlockMatrix
+from lightning_gnn.comm.group import Call
 from lightning_gnn.comm.in_process import InProcessWorld, Meeting
 from lightning_gnn.comm.matrix import Matrix, SparseMatrix, Triples, on_grid
 from lightning_gnn.comm.summa import SummaMatrix
 from lightning_gnn.comm.traffic import Meter
 from lightning_gnn.partition.grid import ProcessCube, ProcessGrid, legal_replications
 from lightning_gnn.partition.shard import Relabelling
-from lightning_gnn.planning.exchanges import Exchange, Workload, cube_exchange, grid_exchanges, plan_exchanges
+from lightning_gnn.planning.exchanges import ExchangeCost, Workload, cube_exchange, grid_exchanges, plan_exchanges
 from lightning_gnn.planning.grid import (
     block_cost,
     block_traffic,
@@ -75,7 +77,7 @@ def sent_by(
         source, target = torch.from_numpy(edges[:, own])
         values = torch.ones(int(own.sum()), dtype=torch.float64) if weighted else None
         matrix = make(Triples(target, source, values), InProcessWorld(rank, meeting), meters[rank])
-        matrix.multiply(x[slice(*offsets[rank : rank + 2])], "layer", False)
+        matrix.multiply(x[slice(*offsets[rank : rank + 2])], Call("layer"))
 
     assert meeting.run(work) == [None] * num_ranks
     found = [meter.by_layer["layer", "forward"] if meter.by_layer else None for meter in meters]
@@ -83,7 +85,7 @@ def sent_by(
     return rows, np.array([0 if each is None else each.bytes_sent for each in found])
 
 
-@settings(max_examples=40, deadline=None)
+@examples(40)
 @given(grids(), st.booleans())
 def test_blocks(problem, weighted):
     grid, edges, offsets = problem
@@ -93,7 +95,7 @@ def test_blocks(problem, weighted):
     assert np.array_equal(traffic.sum((0, 2)), rows)
 
 
-@settings(max_examples=40, deadline=None)
+@examples(40)
 @given(grids(), st.booleans())
 def test_sparse(problem, weighted):
     grid, edges, offsets = problem
@@ -111,7 +113,7 @@ def test_sparse(problem, weighted):
         assert traffic.sum() == counted and np.array_equal(traffic[0], relation.pair_rows) and not traffic[1].any()
 
 
-@settings(max_examples=40, deadline=None)
+@examples(40)
 @given(cubes(), st.booleans())
 def test_squares_and_cubes(problem, weighted):
     """Bytes of each rank: the matrix's blocks and all rows."""
@@ -179,7 +181,7 @@ def workload(num_ranks: int, **options: Any) -> Workload:
     return Workload(Relation.from_edges(edge_index, order.offsets), edge_index, 3, columns=16, features=50, **options)
 
 
-def all_products(work: Workload, topology: Topology | None) -> dict[str, Exchange]:
+def all_products(work: Workload, topology: Topology | None) -> dict[str, ExchangeCost]:
     found = [*grid_exchanges(work, topology), *(cube_exchange(work, topology, dimensions) for dimensions in (2, 3))]
     return {each.scheme: each for each in found if each is not None}
 

@@ -17,9 +17,9 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from common import Recorder, assert_same, quiet_trainer, ranks_apart, strategy_of_config
+from common import Recorder, assert_same, campaign, examples, quiet_trainer, ranks_apart, strategy_of_config
 from conftest import SHARED
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
 from torch_geometric.data import Data, HeteroData
@@ -191,7 +191,7 @@ def on_one_device() -> dict[str, Any]:
 # Without ranks ################################################################
 
 
-@settings(max_examples=100, deadline=None)
+@examples(100)
 @given(st.integers(0, 10_000), st.integers(1, 4), st.integers(1, 4))
 def test_rows_and_ids_of_types(seed, parts, kinds):
     """A part's rows are its nodes type after type; ids of a type count part after part."""
@@ -377,7 +377,7 @@ def homogeneous() -> Data:
 def test_refused_before_training(case, tmp_path):
     make, options, chosen, kind, words = REFUSED[case]
     source = homogeneous() if case == "homogeneous" else make()
-    trainer = quiet_trainer(SamplingStrategy(**options), 1)
+    trainer = quiet_trainer(SamplingStrategy(**options), 1, self_check=True)
     with pytest.raises(kind, match=words):
         trainer.fit(chosen(), datamodule=GraphDataModule(source, store=tmp_path))
 
@@ -385,7 +385,7 @@ def test_refused_before_training(case, tmp_path):
 # Ranks ########################################################################
 
 
-@pytest.mark.parametrize(("world_size", "apart", "prefetch"), [(1, False, 0), (2, True, 2), (3, False, 2)])
+@pytest.mark.parametrize(("world_size", "apart", "prefetch"), [(2, True, 2), *campaign((1, False, 0), (3, False, 2))])
 def test_whole_neighbourhoods_in_one_batch_are_one_device(ranks, world_size, apart, prefetch):
     options = {**WHOLE, "prefetch": prefetch}
     for found in ranks.run(world_size, trained, typed_graph(), module(), options, apart):
@@ -430,7 +430,7 @@ def check_conventions(batch: HeteroData, graph: HeteroData) -> None:
     assert torch.equal(batch[WRITES].edge_attr, graph[WRITES].edge_attr[batch[WRITES].e_id])
 
 
-@pytest.mark.parametrize("apart", [False, True])
+@pytest.mark.parametrize("apart", [*campaign(False), True])
 def test_small_batches_train_and_are_what_pyg_makes(ranks, apart):
     graph = typed_graph()
     everyone = ranks.run(2, trained, graph, module(), SMALL, apart, max_epochs=8)
@@ -582,7 +582,7 @@ def relations_of(graph: Data, kind: str) -> tuple[Any, L.LightningModule]:
     return graph, OfOneType(RGCN({"rgcn": RGCNConv, "fast": FastRGCNConv}[kind]), classes=11)
 
 
-@pytest.mark.parametrize(("kind", "apart"), [("types", True), ("rgcn", False), ("fast", False)])
+@pytest.mark.parametrize(("kind", "apart"), [("types", True), *campaign(("rgcn", False), ("fast", False))])
 def test_relations_of_wordnet_are_those_of_one_device(ranks, wordnet, kind, apart):
     graph, chosen = relations_of(wordnet, kind)
     expected = trained(0, 1, graph, chosen, None, max_epochs=1)
@@ -591,6 +591,7 @@ def test_relations_of_wordnet_are_those_of_one_device(ranks, wordnet, kind, apar
         assert_same(found, expected, rtol=1e-6, atol=1e-9)
 
 
+@pytest.mark.campaign
 def test_relations_of_wordnet_are_learnt_from_samples(ranks, wordnet):
     graph, chosen = relations_of(wordnet, "types")
     options = {"fanouts": [5, 5], "batch_size": 200}

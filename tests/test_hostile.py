@@ -21,7 +21,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from common import examples
+from hypothesis import given
 from hypothesis import strategies as st
 from processes import REPOSITORY
 from test_bad_input import TWO, built, flip, rewrite, small
@@ -217,7 +218,7 @@ DTYPES = st.sampled_from(["<f4", "<i8", "|b1", "|O", ">i8", "<U9", "|V4", "<f16"
 SHAPES = st.lists(st.one_of(st.integers(-2, 9), st.integers(2**40, 2**70)), max_size=4).map(tuple)
 
 
-@settings(max_examples=150, deadline=None)
+@examples(150)
 @given(
     DTYPES,
     SHAPES,
@@ -255,7 +256,7 @@ JSON = st.recursive(
 )
 
 
-@settings(max_examples=100, deadline=None)
+@examples(100)
 @given(JSON)
 def test_topologies_of_any_content(value):
     try:

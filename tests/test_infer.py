@@ -8,8 +8,9 @@ from datetime import timedelta
 import numpy as np
 import pytest
 import torch
+from common import examples
 from conftest import SHARED
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from lightning_gnn import cli
@@ -101,7 +102,7 @@ def random_tree(rng: np.random.Generator, num_devices: int) -> Topology:
     return topology_from_dict({"devices": num_devices, "hops": hops, "links": links})
 
 
-@settings(max_examples=40, deadline=None)
+@examples(40)
 @given(st.integers(0, 100_000), st.integers(2, 7))
 def test_trees_are_recovered(seed, num_devices):
     true = random_tree(np.random.default_rng(seed), num_devices)

@@ -12,7 +12,8 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from common import examples
+from hypothesis import given
 from hypothesis import strategies as st
 from torch.autograd import gradcheck
 from torch_geometric import nn
@@ -41,7 +42,7 @@ def edges(draw: Any) -> tuple[torch.Tensor, torch.Tensor, int, int, torch.Genera
     return row, col, rows, cols, generator
 
 
-@settings(max_examples=60, deadline=None)
+@examples(60)
 @given(edges(), st.sampled_from([(), (1,), (3,), (8,), (2, 3)]), st.booleans())
 def test_spmm_and_its_transpose(graph, shape, weighted):
     row, col, rows, cols, generator = graph
@@ -121,7 +122,7 @@ def test_errors_say_what_does_not_fit():
         spmm(csr, torch.ones(2, 1), torch.ones(2))
 
 
-@settings(max_examples=60, deadline=None)
+@examples(60)
 @given(edges(), st.integers(1, 3), st.integers(1, 5))
 def test_attention_against_gather_and_scatter(graph, heads, columns):
     """Values against PyG's way, gradients of the whole chain against those that torch finds for it."""
@@ -203,7 +204,7 @@ def test_softmax_over_edges_that_several_ranks_hold():
 REDUCTIONS = {"sum": aggr.SumAggregation, "max": aggr.MaxAggregation, "min": aggr.MinAggregation}
 
 
-@settings(max_examples=60, deadline=None)
+@examples(60)
 @given(edges(), st.sets(st.sampled_from(sums.STATISTICS), min_size=1), st.booleans())
 def test_statistics_in_one_pass(graph, wanted, few_values):
     """Against PyG's aggregations and torch's gradients, with ties and edges in two matrices."""

@@ -21,6 +21,7 @@ def kills(folder: Path) -> Finished:
     )
 
 
+@pytest.mark.campaign
 @pytest.mark.slow
 @pytest.mark.timeout(700)
 @pytest.mark.ahead(runs=kills)

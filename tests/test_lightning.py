@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from common import CLASSES, FEATURES, Recorder, UserModule, awkward_graph, build, quiet_trainer
+from common import CLASSES, FEATURES, Recorder, UserModule, awkward_graph, build, campaign, quiet_trainer
 from conftest import RankFailed
 from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
 from torch_geometric.nn.models import GAT
@@ -151,7 +151,7 @@ FEATURED = {
 @pytest.mark.parametrize(
     "kind",
     [
-        "plain",
+        *campaign("plain"),
         "clip",
         "accumulate",
         "plateau",
@@ -174,7 +174,7 @@ def test_feature(ranks, kind):
         assert expected["lr"] < 0.3
 
 
-@pytest.mark.parametrize("kind", ["accumulate", "manual", "two_optimizers", "changing_edges"])
+@pytest.mark.parametrize("kind", [*campaign("accumulate", "two_optimizers"), "manual", "changing_edges"])
 def test_feature_with_products(ranks, kind):
     expected = run(0, 1, kind, "auto")
     for found in ranks.run(4, run, kind, "spmm_15d"):
@@ -354,7 +354,7 @@ def refused(rank: int, world_size: int, kind: str) -> None:
         module.norm = torch.nn.BatchNorm2d(4)
     if kind == "overridden_loader":
         fit["datamodule"].train_dataloader = lambda: torch.utils.data.DataLoader([1, 2])
-    quiet_trainer(DGCLStrategy(**strategy), world_size, **trainer).fit(module, **fit)
+    quiet_trainer(DGCLStrategy(**strategy), world_size, self_check=True, **trainer).fit(module, **fit)
 
 
 @pytest.mark.parametrize(

@@ -13,8 +13,8 @@ import lightning as L
 import numpy as np
 import pytest
 import torch
-from common import FEATURES, Recorder, awkward_graph, build, quiet_trainer, ranks_apart
-from hypothesis import given, settings
+from common import FEATURES, Recorder, awkward_graph, build, campaign, examples, quiet_trainer, ranks_apart
+from hypothesis import given
 from hypothesis import strategies as st
 from torch_geometric.data import Data
 from torch_geometric.nn.models import GraphSAGE
@@ -50,7 +50,7 @@ def graph_with_links() -> Data:
 # Rows of any nodes ############################################################
 
 
-@settings(deadline=None, max_examples=25)
+@examples(25)
 @given(st.integers(1, 4), st.integers(1, 12), st.integers(0, 10_000))
 def test_push_is_the_transpose_of_pull(num_ranks, num_nodes, seed):
     rng = np.random.default_rng(seed)
@@ -197,12 +197,14 @@ BARE_RANK = {"partition": [min(node // 25, 2) for node in range(60)]}
 @pytest.mark.parametrize(
     ("world_size", "model", "strategy", "options", "data"),
     [
-        (1, "sage", DGCLStrategy, {}, None),
+        *campaign((1, "sage", DGCLStrategy, {}, None)),
         (2, "gat", DGCLStrategy, {}, None),
         (3, "gcn", DGCLStrategy, {"shared_memory": False}, BARE_RANK),
-        (2, "sage", DGCLStrategy, {"plan": "replicate", "hops": 3}, None),
-        (2, "gcn", SpMM15DStrategy, {}, None),
-        (3, "gat", VertexCutStrategy, {}, None),
+        *campaign(
+            (2, "sage", DGCLStrategy, {"plan": "replicate", "hops": 3}, None),
+            (2, "gcn", SpMM15DStrategy, {}, None),
+            (3, "gat", VertexCutStrategy, {}, None),
+        ),
         (4, "sage", SpMM2DStrategy, {}, None),
     ],
 )
@@ -239,9 +241,8 @@ def with_relations() -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("world_size", "strategy", "options", "data"),
     [
-        (1, DGCLStrategy, {}, None),
         (2, VertexCutStrategy, {}, None),
-        (3, DGCLStrategy, {"shared_memory": False}, BARE_RANK),
+        *campaign((1, DGCLStrategy, {}, None), (3, DGCLStrategy, {"shared_memory": False}, BARE_RANK)),
     ],
 )
 def test_relations_margin_and_filter_equal_one_device(ranks, world_size, strategy, options, data):

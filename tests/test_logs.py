@@ -10,7 +10,7 @@ import lightning as L
 import pytest
 import torch
 import torch.nn.functional as F
-from common import CLASSES, FEATURES, awkward_graph, build, quiet_trainer
+from common import CLASSES, FEATURES, awkward_graph, build, campaign, quiet_trainer
 from conftest import RankFailed
 from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
 from lightning.pytorch.loggers.logger import Logger
@@ -409,7 +409,7 @@ def assert_same(found: Any, expected: Any, rank: int, only: Callable[[str], bool
                 assert ours[name] == pytest.approx(theirs[name], rel=2e-6, abs=1e-7, nan_ok=True), f"{name} in a log"
 
 
-@pytest.mark.parametrize("world_size", [2, 3])
+@pytest.mark.parametrize("world_size", [2, *campaign(3)])
 @pytest.mark.parametrize("idiom", ["scalars", "aggregators", "of_rows", "lists"])
 def test_values_of_one_device(ranks, idiom, world_size):
     expected = run(0, 1, (idiom,), "auto", {"parts": world_size})
@@ -425,7 +425,7 @@ def test_values_that_rank_zero_logs_alone(ranks):
     assert_same({**second, **{k: {**expected[k], **second[k]} for k in ("fit", "test")}}, expected, 1)
 
 
-@pytest.mark.parametrize("world_size", [2, 3])
+@pytest.mark.parametrize("world_size", [2, *campaign(3)])
 def test_a_loss_over_other_rows_than_the_mask_s(ranks, world_size):
     """The step says what it weighs, which its values weigh, too; a row that stands in for the mask weighs nothing."""
     options = {"parts": world_size}
@@ -474,7 +474,7 @@ def decided(rank: int, world_size: int, parts: int, monitor: str, folder: str, s
     return trainer.current_epoch, lr, best, float(stopping.best_score)
 
 
-@pytest.mark.parametrize("monitor", ["val/mean", "val/value", "val/top1", "train/on_step"])
+@pytest.mark.parametrize("monitor", [*campaign("val/mean", "val/value", "val/top1"), "train/on_step"])
 def test_callbacks_and_schedulers_decide_alike(ranks, monitor, tmp_path):
     *expected, score = decided(0, 1, 3, monitor, str(tmp_path / "one"), "auto")
     for *found, best in ranks.run(3, decided, 3, monitor, str(tmp_path / "three"), "dgcl"):

@@ -11,7 +11,18 @@ from typing import Any
 import lightning as L
 import pytest
 import torch
-from common import CLASSES, FEATURES, OwnModel, assert_same, awkward_graph, build, quiet_trainer, single, train
+from common import (
+    CLASSES,
+    FEATURES,
+    OwnModel,
+    assert_same,
+    awkward_graph,
+    build,
+    campaign,
+    quiet_trainer,
+    single,
+    train,
+)
 from lightning.pytorch.trainer.states import TrainerFn
 from torch_geometric.nn.models import GAT, GCN
 
@@ -60,7 +71,17 @@ def trained(rank: int, world_size: int, models: list[str], strategy: Any, option
     return [train(rank, world_size, awkward_graph(), each, strategy=strategy, options=options) for each in models]
 
 
-@pytest.mark.parametrize("world_size", [2, 3, 4])
+@pytest.mark.parametrize("strategy", [DGCLStrategy, SpMM15DStrategy, SpMM2DStrategy, VertexCutStrategy])
+def test_recomputed_layers_of_models_together(ranks, strategy):
+    models = ["gcn", "sage", "gat", "gin", "sage_max", "own", "pna"]
+    expected = single(awkward_graph(), models)
+    world_size = 3 if strategy is DGCLStrategy else 4
+    for found in ranks.run(world_size, train, awkward_graph(), models, strategy=strategy, options=AGAIN, timeout=280):
+        assert_same(found, expected, rtol=1e-9, atol=1e-11)  # after three epochs
+        torch.testing.assert_close(found["gradients"], expected["gradients"], rtol=1e-11, atol=1e-11)
+
+
+@pytest.mark.parametrize("world_size", campaign(2, 3, 4))
 def test_recomputed_layers_give_the_numbers_of_one_device(ranks, world_size):
     models = ["gcn", "sage", "gat", "gin"] + (["gin_batch_norm", "sage_max", "own", "pna"] if world_size == 3 else [])
     for found in ranks.run(world_size, trained, models, DGCLStrategy, AGAIN):
@@ -70,6 +91,7 @@ def test_recomputed_layers_give_the_numbers_of_one_device(ranks, world_size):
             torch.testing.assert_close(result["gradients"], expected["gradients"], rtol=1e-12, atol=1e-12)
 
 
+@pytest.mark.campaign
 @pytest.mark.parametrize(
     "strategy", [SpMM15DStrategy, SpMM2DStrategy, VertexCutStrategy], ids=lambda kind: kind.strategy_name
 )

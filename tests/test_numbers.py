@@ -123,16 +123,15 @@ def twice(rank: int, world_size: int, names: list[str]) -> dict[str, list[list[t
     return found
 
 
-def test_the_same_seed_gives_the_same_bits(ranks):
-    """With Trainer(deterministic=True); all ranks end with one result."""
-    names = [
-        "dgcl",
-        "spmm_1d",
-        "vertex_cut",
-        "vertex_cut_cached",
-        "sampling",
-        "cluster_allreduce",
-    ]  # grids: test_spmm.py
+@pytest.mark.parametrize(
+    "names",
+    [
+        ["dgcl", "vertex_cut"],
+        pytest.param(["spmm_1d", "vertex_cut_cached", "sampling", "cluster_allreduce"], marks=pytest.mark.campaign),
+    ],
+)
+def test_the_same_seed_gives_the_same_bits(ranks, names):
+    """With Trainer(deterministic=True); all ranks end with one result. Grids: test_spmm.py."""
     results = ranks.run(4, twice, names)
     for name in names:
         first = results[0][name][0]

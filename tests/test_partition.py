@@ -6,8 +6,9 @@ from typing import Any
 
 import numpy as np
 import pytest
+from common import examples
 from conftest import SHARED
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from lightning_gnn.partition import assign_nodes, edge_cut_report, metis
@@ -23,7 +24,7 @@ def graphs(draw: Any) -> tuple[np.ndarray, int, int, np.random.Generator]:
     return rng.integers(0, nodes, (2, draw(st.integers(0, 120)))), nodes, parts, rng
 
 
-@settings(max_examples=60, deadline=None)
+@examples(60)
 @given(graphs(), st.sampled_from(["metis", "random"]))
 def test_every_part_gets_its_share_of_each_mask(graph, method):
     edge_index, nodes, parts, rng = graph
@@ -39,7 +40,7 @@ def test_every_part_gets_its_share_of_each_mask(graph, method):
             assert (np.bincount(found.part[mask], minlength=parts) > 0).all()
 
 
-@settings(max_examples=60, deadline=None)
+@examples(60)
 @given(graphs())
 def test_report_against_a_loop(graph):
     edge_index, nodes, parts, rng = graph
@@ -62,7 +63,7 @@ def original_order(edge_index: np.ndarray, part: np.ndarray, parts: int) -> Rela
     return Relabelling.from_assignment(part, parts)
 
 
-@settings(max_examples=100, deadline=None)
+@examples(100)
 @given(graphs(), st.sampled_from([original_order, local_relabelling]))
 def test_shards_hold_the_graph_and_agree_on_what_travels(graph, relabel):
     edge_index, nodes, parts, rng = graph
@@ -92,7 +93,7 @@ def test_shards_hold_the_graph_and_agree_on_what_travels(graph, relabel):
             assert len(set(rows.tolist())) == len(rows)  # distinct: the backward sum relies on it
 
 
-@settings(max_examples=60, deadline=None)
+@examples(60)
 @given(graphs())
 def test_the_order_of_rows_repeats_and_parts_do_not_matter_to_each_other(graph):
     edge_index, nodes, parts, rng = graph
@@ -103,7 +104,7 @@ def test_the_order_of_rows_repeats_and_parts_do_not_matter_to_each_other(graph):
     assert np.array_equal(order.n_id, local_relabelling(edge_index[:, ~crossing], part, parts).n_id)
 
 
-@settings(max_examples=60, deadline=None)
+@examples(60)
 @given(graphs(), st.integers(1, 10))
 def test_recent_reads_against_a_loop(graph, window):
     edge_index, nodes, parts, rng = graph

@@ -16,13 +16,15 @@ from common import (
     assert_same,
     awkward_graph,
     build,
+    campaign,
+    examples,
     quiet_trainer,
     single,
     strategy_of_config,
     train,
 )
 from conftest import RankFailed
-from hypothesis import given, settings
+from hypothesis import given
 from planning import problems, random_topology, rows_of
 
 from lightning_gnn import DGCLStrategy, GraphDataModule, NodeClassifier
@@ -158,7 +160,7 @@ def test_relays(ranks):
     ranks.run(3, around_a_slow_link)
 
 
-@settings(max_examples=40, deadline=None)
+@examples(40)
 @given(problems())
 def test_up_to_16_ranks(problem):
     """In one process: S and its transpose on random topologies, against rows and sums taken from the whole."""
@@ -205,16 +207,19 @@ def test_missing_relay_is_named(ranks, shared_memory):
 TOPOLOGIES = {"dgx1": "dgx1", "chain": chain(4), "slow pair": slow_pair(4)}
 
 
+MODELS = ("gcn", "gat", "transformer", "sage_max")
+
+
 @cache
-def on_one_device(model: str) -> dict[str, Any]:
+def on_one_device(model: Any) -> dict[str, Any]:
     return single(awkward_graph(), model)
 
 
 @pytest.mark.parametrize("topology", ["dgx1", "chain"])
-@pytest.mark.parametrize("model", ["gcn", "gat", "transformer", "sage_max"])
+@pytest.mark.parametrize("model", [pytest.param(MODELS, id="together"), *campaign(*MODELS)])
 def test_trained_as_on_one_device(ranks, model, topology):
     options = {"plan": "spst", "topology": TOPOLOGIES[topology]}
-    for found in ranks.run(4, train, awkward_graph(), model, options=options, self_check=topology == "chain"):
+    for found in ranks.run(4, train, awkward_graph(), model, options=options):
         assert_same(found, on_one_device(model), rtol=1e-9, atol=1e-11)
 
 

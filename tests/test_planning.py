@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from common import examples
+from hypothesis import given
 from hypothesis import strategies as st
 from planning import carry_out, problems, random_relation, rank_plans, rows_of
 
@@ -26,7 +27,7 @@ def plans(relation: Relation, topology: Topology) -> list[Plan]:
     return [*made, p2p(relation, topology)] if complete else made
 
 
-@settings(max_examples=40, deadline=None)
+@examples(40)
 @given(problems(), st.integers(0, 1000))
 def test_classes_against_a_loop(problem, seed):
     relation, _ = problem
@@ -55,7 +56,7 @@ def test_classes_against_a_loop(problem, seed):
         assert np.array_equal(getattr(again, name), getattr(found, name))
 
 
-@settings(max_examples=60, deadline=None)
+@examples(60)
 @given(problems())
 def test_trees_reach_each_destination_once(problem):
     relation, topology = problem
@@ -77,7 +78,7 @@ def test_trees_reach_each_destination_once(problem):
         assert (np.unique(plan.stage[plan.stage >= 0]) == np.arange(plan.num_stages)).all()
 
 
-@settings(max_examples=40, deadline=None)
+@examples(40)
 @given(problems())
 def test_one_pass_has_depth_as_stage(problem):
     plan = spst(*problem, passes=1)
@@ -86,7 +87,7 @@ def test_one_pass_has_depth_as_stage(problem):
     assert (plan.stage[group, device] == sender_stage + 1).all()
 
 
-@settings(max_examples=40, deadline=None)
+@examples(40)
 @given(problems(most=8))
 def test_cost_against_a_count(problem):
     relation, topology = problem
@@ -107,7 +108,7 @@ def test_cost_against_a_count(problem):
         assert max(cost.kind_seconds(12).values()) <= seconds * (1 + 1e-9)
 
 
-@settings(max_examples=60, deadline=None)
+@examples(60)
 @given(problems())
 def test_tables_deliver_the_rows_and_move_what_was_predicted(problem):
     relation, topology = problem
@@ -125,7 +126,7 @@ def test_tables_deliver_the_rows_and_move_what_was_predicted(problem):
             assert np.array_equal(np.sort(arriving), np.arange(rank.num_owned, rank.num_rows))  # each row once
 
 
-@settings(max_examples=60, deadline=None)
+@examples(60)
 @given(problems())
 def test_backward_is_the_adjoint(problem):
     """<S x, y> = <x, S^T y> for the rows of all ranks, with sub-stages and without; whole numbers, so exactly."""
@@ -150,7 +151,7 @@ def test_backward_is_the_adjoint(problem):
             assert len(np.unique(arriving)) == len(arriving)  # no row receives from two ranks at once
 
 
-@settings(max_examples=40, deadline=None)
+@examples(40)
 @given(problems(complete=True))
 def test_direct_tables_are_those_of_the_direct_exchange(problem):
     relation, topology = problem
@@ -165,7 +166,7 @@ def test_direct_tables_are_those_of_the_direct_exchange(problem):
             assert np.array_equal(np.concatenate(stage.receives), found.num_owned + np.arange(found.num_halo))
 
 
-@settings(max_examples=25, deadline=None)
+@examples(25)
 @given(problems(most=6))
 def test_no_plan_beats_the_bound_and_rerouting_does_no_harm(problem):
     relation, topology = problem

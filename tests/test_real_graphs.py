@@ -8,7 +8,7 @@ from typing import Any
 import lightning as L
 import pytest
 import torch
-from common import Recorder, assert_same, quiet_trainer, single, train
+from common import Recorder, assert_same, campaign, quiet_trainer, single, train
 from torch_geometric.datasets import Amazon, Planetoid
 from torch_geometric.nn.models import GCN
 
@@ -31,7 +31,7 @@ def dataset(shared: Any, name: str) -> tuple[Any, dict[str, Any]]:
 COLUMNS = 32  # of the features: more would take longer, and be no harder to get right
 
 
-@pytest.fixture(scope="module", params=["cora", "computers"])
+@pytest.fixture(scope="module", params=["cora", *campaign("computers")])
 def graph(request, shared) -> tuple[Any, dict[str, Any]]:
     source, options = dataset(shared, request.param)
     graph = source[0]
@@ -40,7 +40,7 @@ def graph(request, shared) -> tuple[Any, dict[str, Any]]:
     return graph, {"data": options, "sizes": sizes, "trainer": {"max_epochs": 2}}
 
 
-@pytest.fixture(scope="module", params=["gcn", "sage", "gat"])
+@pytest.fixture(scope="module", params=["gcn", *campaign("sage", "gat")])
 def trained(request, graph) -> tuple[str, dict[str, Any], dict[str, Any]]:
     """A model's name, how it is trained, and what comes out on one device."""
     run = {**graph[1], "module": "user" if request.param == "sage" else "library"}
@@ -55,10 +55,10 @@ def assert_equals_one_device(found: dict[str, Any], expected: dict[str, Any]) ->
     assert_same(_without_f1(found), _without_f1(reference), rtol=1e-8, atol=1e-9)
 
 
-@pytest.mark.parametrize("world_size", [2, 3])
+@pytest.mark.parametrize("world_size", [2, *campaign(3)])
 def test_equals_one_device(ranks, graph, trained, world_size):
     model, run, expected = trained
-    for found in ranks.run(world_size, train, graph[0], model, timeout=300, self_check=world_size == 2, **run):
+    for found in ranks.run(world_size, train, graph[0], model, timeout=300, **run):
         assert_equals_one_device(found, expected)
 
 
@@ -69,8 +69,8 @@ PRODUCTS = {
 }
 
 
-@pytest.mark.parametrize("products", PRODUCTS)
-@pytest.mark.parametrize("trained", ["gcn", "sage"], indirect=True)
+@pytest.mark.parametrize("products", [*campaign("1.5d", "1.5d in blocks"), "2d"])
+@pytest.mark.parametrize("trained", ["gcn", *campaign("sage")], indirect=True)
 def test_products_equal_one_device(ranks, graph, trained, products):
     model, run, expected = trained
     strategy, options = PRODUCTS[products]
@@ -101,6 +101,7 @@ def curves(rank: int, world_size: int, root: Path, strategies: list[Any]) -> lis
     return found
 
 
+@pytest.mark.campaign
 def test_loss_curves_of_1_2_4_and_8_ranks_agree(ranks, shared):
     """Epoch by epoch, in float64: rounding must not grow while the weights part."""
     Planetoid(shared / "planetoid", "Cora")  # processed once

@@ -46,7 +46,11 @@ def fit(
     torch.manual_seed(0)
     module = kind(*args)
     trainer = quiet_trainer(
-        DGCLStrategy(timeout=60, **(strategy or {})), world_size, callbacks=[make() for make in callbacks], **options
+        DGCLStrategy(timeout=60, **(strategy or {})),
+        world_size,
+        self_check=True,
+        callbacks=[make() for make in callbacks],
+        **options,
     )
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")

@@ -122,7 +122,9 @@ def run(rank: int, world_size: int, name: str, strategy: Any = None) -> Any:
     part = (~graph.train_mask).long()
     module, graph = recipe(name, graph)
     recorder, data = Recorder(), GraphDataModule(graph, partition=part)
-    trainer = quiet_trainer(strategy or DGCLStrategy(timeout=60), world_size, callbacks=[recorder], max_epochs=2)
+    trainer = quiet_trainer(
+        strategy or DGCLStrategy(timeout=60), world_size, self_check=True, callbacks=[recorder], max_epochs=2
+    )
     if name != "Propagated":
         with checked_later():
             trainer.fit(module, datamodule=data)

@@ -9,7 +9,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from common import examples
+from hypothesis import given
 from hypothesis import strategies as st
 from scipy.stats import chi2, chisquare
 from torch import Tensor
@@ -194,7 +195,7 @@ def test_all_neighbours():
 # Numbering ####################################################################
 
 
-@settings(max_examples=60, deadline=None)
+@examples(60)
 @given(st.lists(st.lists(st.integers(0, 40), max_size=30), min_size=1, max_size=6), st.booleans())
 def test_numbering_by_first_occurrence(batches, dense):
     numbering = Numbering(41, dense)
@@ -267,7 +268,7 @@ def check_batch(data: Data, seeds: Tensor, fanouts: list[int], out: Any, replace
         assert not len(row) or int(row.max()) < end
 
 
-@settings(max_examples=80, deadline=None)
+@examples(80)
 @given(awkward(), st.lists(st.sampled_from([-1, 1, 2, 3]), min_size=1, max_size=3), st.booleans(), st.integers(0, 99))
 def test_awkward_graphs(graph, fanouts, replace, seed):
     data, seeds = graph
@@ -281,7 +282,7 @@ def test_awkward_graphs(graph, fanouts, replace, seed):
     assert torch.equal(whole.node.unique(), nodes)
 
 
-@settings(max_examples=40, deadline=None)
+@examples(40)
 @given(awkward(), st.integers(0, 99))
 def test_all_edges_between_what_was_sampled(graph, seed):
     data, seeds = graph
@@ -311,7 +312,7 @@ def test_a_hop_is_asked_for_without_targets_too():
         asked.clear()
 
 
-@settings(max_examples=40, deadline=None)
+@examples(40)
 @given(awkward(), st.integers(0, 99))
 def test_disjoint_trees(graph, seed):
     data, seeds = graph
@@ -322,7 +323,7 @@ def test_disjoint_trees(graph, seed):
     assert torch.stack([out.batch, out.node]).unique(dim=1).size(1) == len(out.node)
 
 
-@settings(max_examples=30, deadline=None)
+@examples(30)
 @given(awkward(), st.integers(0, 99))
 def test_ego_graphs(graph, seed):
     """ShaDow: the trees of a sample with all edges between the nodes of each."""

@@ -23,6 +23,7 @@ from common import (
     assert_same,
     awkward_graph,
     build,
+    examples,
     one_training_node,
     quiet_trainer,
     ranks_apart,
@@ -30,7 +31,7 @@ from common import (
     strategy_of_config,
     train,
 )
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
 from processes import Finished, run
@@ -57,7 +58,7 @@ def seeds_and_offsets(draw: Any) -> tuple[np.ndarray, np.ndarray]:
     return seeds, np.array([0, *bounds, nodes])
 
 
-@settings(max_examples=200, deadline=None)
+@examples(200)
 @given(seeds_and_offsets(), st.integers(1, 3))
 def test_each_seed_has_one_rank_and_most_are_at_home(graph, ranks_per_machine):
     seeds, offsets = graph
@@ -84,7 +85,7 @@ def test_seeds_stay_on_their_machine_where_they_can():
     assert [each.tolist() for each in split] == [[0, 42], [10, 52], [20, 21], [22, 30], [40, 41], [50, 51]]
 
 
-@settings(max_examples=100, deadline=None)
+@examples(100)
 @given(st.lists(st.integers(0, 30), min_size=1, max_size=4), st.integers(1, 10), st.integers(0, 3))
 def test_batches_of_an_epoch(sizes, batch_size, seed):
     batches = SeedBatches(sizes, batch_size)

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import lightning as L
+import pytest
 import torch
 from common import CLASSES, FEATURES, awkward_graph, quiet_trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
@@ -85,6 +86,7 @@ def in_turn(rank: int, world_size: int, folder: Path) -> tuple[list[tuple[str, d
     return within, after
 
 
+@pytest.mark.campaign
 def test_epochs_and_fits_leave_nothing_behind(ranks, tmp_path):
     for rank, (within, after) in enumerate(ranks.run(2, in_turn, tmp_path, timeout=300)):
         assert len(within) == ROUNDS * len(STRATEGIES)

@@ -17,6 +17,8 @@ from common import (
     assert_same,
     awkward_graph,
     build,
+    campaign,
+    examples,
     one_training_node,
     quiet_trainer,
     single,
@@ -25,14 +27,14 @@ from common import (
     train,
 )
 from conftest import RankFailed
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch_geometric.data import Data
 from torch_geometric.nn.models import GCN
 
 from lightning_gnn import GraphDataModule, NodeClassifier, SpMM1DStrategy, SpMM2DStrategy, SpMM15DStrategy
 from lightning_gnn.comm.grid import BlockMatrix
-from lightning_gnn.comm.group import World
+from lightning_gnn.comm.group import DIRECTIONS, Call, World
 from lightning_gnn.comm.in_process import InProcessWorld, Meeting
 from lightning_gnn.comm.matrix import Matrix, SparseMatrix, Triples, on_grid
 from lightning_gnn.comm.summa import SummaMatrix
@@ -43,40 +45,49 @@ from lightning_gnn.strategies.spmm import _partial_sums
 
 
 @cache
-def on_one_device(model: str, module: str = "library") -> dict[str, Any]:
+def on_one_device(model: Any, module: str = "library") -> dict[str, Any]:
     return single(awkward_graph(), model, module=module)
 
 
-def trained(rank: int, world_size: int, model: str, options: dict[str, Any], **others: Any) -> dict[str, Any]:
+def trained(rank: int, world_size: int, model: Any, options: dict[str, Any], **others: Any) -> dict[str, Any]:
     return train(rank, world_size, awkward_graph(), model, strategy=SpMM15DStrategy, options=options, **others)
 
 
+PRODUCTS = ("gcn", "graphconv", "gin_batch_norm")
+EVERY_DAY = [(2, 1, True), (3, 1, False), (4, 2, True), (4, 2, False)]
 CASES = [(2, 1, True), (2, 2, False), (3, 1, False), (4, 2, True), (4, 2, False), (4, 4, True), (3, 3, False)]
 
 
 @pytest.mark.parametrize(
     ("model", "world_size", "replication", "sparsity_aware"),
     [
-        *(("gcn", *case) for case in CASES),
-        *((model, 4, 2, sparse) for model in ("graphconv", "gin_batch_norm") for sparse in (True, False)),
+        *((PRODUCTS, *case) for case in EVERY_DAY),
+        *campaign(*(("gcn", *case) for case in CASES)),
+        *campaign(*((model, 4, 2, sparse) for model in PRODUCTS[1:] for sparse in (True, False))),
     ],
 )
 def test_trained_as_on_one_device(ranks, model, world_size, replication, sparsity_aware):
     options = {"replication": replication, "sparsity_aware": sparsity_aware}
-    for found in ranks.run(world_size, trained, model, options, self_check=model == "gcn"):
+    for found in ranks.run(world_size, trained, model, options):
         assert_same(found, on_one_device(model), rtol=1e-8, atol=1e-10)
 
 
 @pytest.mark.parametrize(
     ("model", "world_size", "replication"),
-    [("gat", 2, 2), ("gat", 3, 3), ("gat", 4, 2), ("gatv2", 4, 2), ("transformer", 4, 2)],
+    [
+        (("gat", "gatv2", "transformer"), 4, 2),
+        *campaign(("gat", 2, 2), ("gat", 3, 3), ("gat", 4, 2), ("gatv2", 4, 2), ("transformer", 4, 2)),
+    ],
 )
 def test_attention_over_a_process_row(ranks, model, world_size, replication):
     for found in ranks.run(world_size, trained, model, {"replication": replication, "sparsity_aware": False}):
         assert_same(found, on_one_device(model), rtol=1e-8, atol=1e-10)
 
 
-@pytest.mark.parametrize("model", ["gat_edges", "sage_max", "transformer_edges", "own"])
+OTHERS = ("gat_edges", "sage_max", "transformer_edges", "own")
+
+
+@pytest.mark.parametrize("model", [pytest.param(OTHERS, id="together"), *campaign(*OTHERS)])
 def test_convs_that_are_no_products(ranks, model):
     for found in ranks.run(4, trained, model, {"replication": 2}):
         assert_same(found, on_one_device(model), rtol=1e-8, atol=1e-10)
@@ -89,7 +100,10 @@ def test_permutations_and_the_users_module(ranks, permute):
         assert_same(found, on_one_device("sage", "user"), rtol=1e-8, atol=1e-10)
 
 
-@pytest.mark.parametrize("model", ["gcn", "graphconv", "gat", "gin_batch_norm"])
+ON_A_GRID = (*PRODUCTS, "gat")
+
+
+@pytest.mark.parametrize("model", [pytest.param(ON_A_GRID, id="together"), *campaign(*ON_A_GRID)])
 def test_2d(ranks, model):
     for found in ranks.run(4, train, awkward_graph(), model, strategy="spmm_2d"):
         assert_same(found, on_one_device(model), rtol=1e-8, atol=1e-10)
@@ -110,14 +124,14 @@ ON_4_RANKS: dict[str, tuple[type, dict[str, Any]]] = {
 on_4_ranks = pytest.mark.parametrize("products", ON_4_RANKS)
 
 
-def run_on_4(ranks: Any, products: str, graph: Data, model: str, **others: Any) -> list[dict[str, Any]]:
+def run_on_4(ranks: Any, products: str, graph: Data, model: Any, **others: Any) -> list[dict[str, Any]]:
     strategy, options = ON_4_RANKS[products]
     options = {**options, **others.pop("options", {})}
     return ranks.run(4, train, graph, model, strategy=strategy, options=options, self_check=False, **others)
 
 
 @on_4_ranks
-@pytest.mark.parametrize("model", ["gcn", "sage"])
+@pytest.mark.parametrize("model", [pytest.param(("gcn", "sage"), id="together"), *campaign("gcn", "sage")])
 def test_parts_without_nodes_edges_or_labels(ranks, model, products):
     graph, part = one_training_node()
     expected = single(graph, model)
@@ -126,7 +140,7 @@ def test_parts_without_nodes_edges_or_labels(ranks, model, products):
 
 
 @on_4_ranks
-@pytest.mark.parametrize("model", ["gcn", "sage"])
+@pytest.mark.parametrize("model", [pytest.param(("gcn", "sage"), id="together"), *campaign("gcn", "sage")])
 def test_more_ranks_than_nodes(ranks, model, products):
     expected = single(three_nodes(), model)
     for found in run_on_4(ranks, products, three_nodes(), model):
@@ -197,7 +211,7 @@ def matrix_of(sparse: bool, entries: Triples, grid: ProcessGrid, offsets: Any, w
     return BlockMatrix(entries, grid, offsets, world, meter)
 
 
-@settings(max_examples=60, deadline=None)
+@examples(60)
 @given(problems(), st.booleans())
 def test_products_and_words(problem, sparse):
     """Against a dense product, forward and transposed; rows moved are those of the formula, or of the cost model."""
@@ -215,9 +229,9 @@ def test_products_and_words(problem, sparse):
         matrix = matrix_of(sparse, entries, grid, offsets, InProcessWorld(rank, meeting), meter)
         own = slice(*offsets[rank : rank + 2])
         for _ in range(2):  # buffers are used again
-            torch.testing.assert_close(matrix.multiply(x[own], "layer", False), (dense @ x)[own], rtol=1e-12, atol=1e-9)
+            torch.testing.assert_close(matrix.multiply(x[own], Call("layer")), (dense @ x)[own], rtol=1e-12, atol=1e-9)
             torch.testing.assert_close(
-                matrix.multiply(x[own], "layer", True), (dense.T @ x)[own], rtol=1e-12, atol=1e-9
+                matrix.multiply(x[own], Call("layer", direction="backward")), (dense.T @ x)[own], rtol=1e-12, atol=1e-9
             )
         sent[rank] = {direction: traffic.rows // 2 for (_, direction), traffic in meter.by_layer.items()}
 
@@ -230,7 +244,7 @@ def test_products_and_words(problem, sparse):
         assert total["forward"] == total["backward"] == words <= grid.paper_words(num_nodes, 1)
 
 
-@settings(max_examples=100, deadline=None)
+@examples(100)
 @given(problems())
 def test_predicted_rows_are_an_upper_bound(problem):
     """Of the sparse form; exact but for nodes of a block row that no node of it reads."""
@@ -254,7 +268,7 @@ def test_predicted_rows_are_an_upper_bound(problem):
         assert moved == predicted
 
 
-@settings(max_examples=40, deadline=None)
+@examples(40)
 @given(st.sampled_from([(1, 2), (4, 2), (9, 2), (16, 2), (8, 3), (27, 3)]), st.integers(0, 1000), st.booleans())
 def test_squares_and_cubes(size, seed, weighted):
     """Products of 2D and 3D against a dense one, and the rows that they move; few columns, at times fewer than the side."""
@@ -278,7 +292,12 @@ def test_squares_and_cubes(size, seed, weighted):
         own = slice(*offsets[rank : rank + 2])
         for transposed in (False, True, False):
             expected = ((dense.T if transposed else dense) @ x)[own]
-            torch.testing.assert_close(matrix.multiply(x[own], "layer", transposed), expected, rtol=1e-12, atol=1e-9)
+            torch.testing.assert_close(
+                matrix.multiply(x[own], Call("layer", direction=DIRECTIONS[transposed])),
+                expected,
+                rtol=1e-12,
+                atol=1e-9,
+            )
 
     assert meeting.run(work) == [None] * num_ranks
     for direction, count in (("forward", 2), ("backward", 1)):
@@ -368,7 +387,7 @@ def products(rank: int, world_size: int, shared_memory: bool) -> None:
                     matrices.append(SummaMatrix(entries, ProcessCube.of(4, 2), offsets, world, Meter()))
                 for matrix in matrices:
                     for transposed in (False, True, False):
-                        product = matrix.multiply(x[own], "layer", transposed)
+                        product = matrix.multiply(x[own], Call("layer", direction=DIRECTIONS[transposed]))
                         expected = ((dense.T if transposed else dense) @ x)[own]
                         torch.testing.assert_close(product, expected, rtol=1e-12, atol=1e-12)
     finally:
@@ -427,7 +446,7 @@ def fails(rank: int, world_size: int) -> None:
         matrix = BlockMatrix(entries_of(edges, offsets, rank, False)[0], ProcessGrid(3), offsets, world, Meter())
         if rank == 1:
             raise KeyError("user code")
-        matrix.multiply(torch.ones(1, 2), "encoder.convs.1", False)
+        matrix.multiply(torch.ones(1, 2), Call("encoder.convs.1"))
     finally:
         world.close()
 

@@ -323,8 +323,8 @@ def test_embeddings_and_their_optimizer_move_with_the_nodes(ranks):
         ([{"strategy": "dgcl", "epochs": 3, "devices": 4}, "dgcl"], "cannot have devices of its own"),
         ([{"strategy": "dgcl", "epochs": 3, "codex": "int8"}, "dgcl"], "Stage 1, dgcl, cannot be made: .*codex"),
         ([{"strategy": "sampling", "epochs": 3, "batch_size": 0}, "dgcl"], "Stage 1, sampling, cannot be made"),
-        ([{"strategy": "gossip", "epochs": 3}, "dgcl"], "cannot be a stage. Its workers train apart"),
-        (["cluster_allreduce"], "cannot be a stage. Its workers train apart"),
+        ([{"strategy": "gossip", "epochs": 3}, "dgcl"], "cannot be a stage. Its workers train independently"),
+        (["cluster_allreduce"], "cannot be a stage. Its workers train independently"),
         (["auto_gnn"], "cannot be a stage. It rehearses"),
         ([{"strategy": DGCLStrategy(), "epochs": 3, "codec": "int8"}, "dgcl"], "is made already"),
         ([{"strategy": StagedStrategy(["dgcl"]), "epochs": 3}, "dgcl"], "has stages itself"),
@@ -340,7 +340,7 @@ def test_refuses(stages, error):
 def fit(rank: int, world_size: int, stages: list[Any], model: torch.nn.Module, **data: Any) -> None:
     """Fits; what is refused is so before anything is trained."""
     watch = Watch()
-    trainer = quiet_trainer(StagedStrategy(stages), world_size, callbacks=[watch])
+    trainer = quiet_trainer(StagedStrategy(stages), world_size, self_check=True, callbacks=[watch])
     try:
         trainer.fit(UserModule(model).double(), datamodule=GraphDataModule(awkward_graph(), **data))
     finally:

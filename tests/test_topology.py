@@ -6,8 +6,9 @@ import json
 
 import numpy as np
 import pytest
+from common import examples
 from conftest import SHARED
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from planning import problems, random_relation
 
@@ -18,7 +19,7 @@ from lightning_gnn.planning.presets import dgx1, find_topology, pcie8, summit, u
 from lightning_gnn.planning.topology_file import load_topology, save_topology, topology_from_dict
 
 
-@settings(max_examples=30, deadline=None)
+@examples(30)
 @given(problem=problems())
 def test_files_keep_everything(problem, tmp_path_factory):
     path = tmp_path_factory.mktemp("topology") / "t.json"
@@ -141,7 +142,7 @@ def test_swap_writes_everything_and_reads_halos():
     assert cost.stage_seconds() == pytest.approx(expected)
 
 
-@settings(max_examples=40, deadline=None)
+@examples(40)
 @given(st.integers(0, 1000), st.integers(1, 5), st.integers(1, 4))
 def test_replication_factors_against_a_loop(seed, parts, hops):
     rng = np.random.default_rng(seed)

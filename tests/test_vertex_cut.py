@@ -14,6 +14,7 @@ from common import (
     assert_same,
     awkward_graph,
     build,
+    campaign,
     one_training_node,
     quiet_trainer,
     single,
@@ -26,21 +27,24 @@ from lightning_gnn import AdaptiveThreshold, CachedVertexCutStrategy, GraphDataM
 
 
 @cache
-def on_one_device(model: str, module: str = "library") -> dict[str, Any]:
+def on_one_device(model: Any, module: str = "library") -> dict[str, Any]:
     return single(awkward_graph(), model, module=module)
 
 
-def trained(rank: int, world_size: int, model: str, options: dict[str, Any], **others: Any) -> dict[str, Any]:
+def trained(rank: int, world_size: int, model: Any, options: dict[str, Any], **others: Any) -> dict[str, Any]:
     return train(rank, world_size, awkward_graph(), model, strategy=VertexCutStrategy, options=options, **others)
 
 
-@pytest.mark.parametrize("world_size", [2, 3, 4])
+@pytest.mark.parametrize("world_size", [2, *campaign(3), 4])
 def test_trained_as_on_one_device(ranks, world_size):
     for found in ranks.run(world_size, trained, "gcn", {}):
         assert_same(found, on_one_device("gcn"), rtol=1e-8, atol=1e-10)
 
 
-@pytest.mark.parametrize("model", ["graphconv", "gat", "gin_batch_norm", "own", "pna"])  # all convs: test_convs.py
+KINDS = ("graphconv", "gat", "gin_batch_norm", "own", "pna")  # all convs: test_convs.py
+
+
+@pytest.mark.parametrize("model", [pytest.param(KINDS, id="together"), *campaign(*KINDS)])
 def test_every_kind_of_conv(ranks, model):
     for found in ranks.run(3, trained, model, {"partition": "random"}, self_check=False):
         assert_same(found, on_one_device(model), rtol=1e-8, atol=1e-10)
@@ -68,7 +72,10 @@ def test_users_module_over_sockets_on_two_hosts(ranks):
 # Cache ########################################################################
 
 
-@pytest.mark.parametrize("model", ["gcn", "gat", "sage_max"])
+CACHED = ("gcn", "gat", "sage_max")
+
+
+@pytest.mark.parametrize("model", [pytest.param(CACHED, id="together"), *campaign(*CACHED)])
 def test_a_cache_that_lets_every_change_through_is_exact(ranks, model):
     for found in ranks.run(3, trained, model, {"cache": 0.0}, self_check=False):
         assert_same(found, on_one_device(model), rtol=1e-8, atol=1e-10)

@@ -6,8 +6,9 @@ from typing import Any
 
 import numpy as np
 import pytest
+from common import campaign, examples
 from conftest import SHARED
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from lightning_gnn.partition import VertexCutReport, assign_edges, vertex_cut_report
@@ -47,7 +48,7 @@ def hosts_of(parts: int) -> tuple[tuple[int, ...], ...]:
     return tuple(tuple(range(host, parts, number)) for host in range(number))
 
 
-@settings(max_examples=200, deadline=None)
+@examples(200)
 @given(graphs(), st.sampled_from(METHODS), st.booleans())
 def test_every_edge_has_a_rank_and_every_node_a_master_that_holds_it(graph, method, grouped):
     edge_index, nodes, parts, _ = graph
@@ -63,7 +64,7 @@ def test_every_edge_has_a_rank_and_every_node_a_master_that_holds_it(graph, meth
     assert np.array_equal(found.part, again.part) and np.array_equal(found.master, again.master)
 
 
-@settings(max_examples=100, deadline=None)
+@examples(100)
 @given(graphs())
 def test_report_against_a_loop(graph):
     edge_index, nodes, parts, rng = graph
@@ -122,7 +123,7 @@ def by_equation_24(edge_index: np.ndarray, nodes: int, groups: Any, weight: floa
     return part
 
 
-@settings(max_examples=100, deadline=None)
+@examples(100)
 @given(graphs(most_parts=1), st.sampled_from([(1, 5), (2, 4), (3, 2), (5, 3), (2, 9), (3, 12), (9, 1)]), st.booleans())
 def test_ebv_is_equation_24(graph, shape, plain):
     """Hosts that share a block of lanes, that leave gaps in one, and that fill several."""
@@ -137,7 +138,7 @@ def test_ebv_is_equation_24(graph, shape, plain):
     assert found.part.tolist() == expected
 
 
-@settings(max_examples=50, deadline=None)
+@examples(50)
 @given(graphs(most_parts=20))
 def test_hdrf_is_the_papers_score(graph):
     """Petroni et al., section 3.2 with lambda = 1, epsilon = 1 and known degrees, in the module's fixed point."""
@@ -160,7 +161,7 @@ def test_hdrf_is_the_papers_score(graph):
 
 
 @pytest.mark.parametrize("method", METHODS)
-@pytest.mark.parametrize("parts", [65, 300])
+@pytest.mark.parametrize("parts", [65, *campaign(300)])
 def test_many_parts(method, parts):
     edge_index, nodes = power_law(20_000, 2000)
     found = assign_edges(edge_index, nodes, parts, method)
@@ -205,7 +206,7 @@ def test_expansion_finds_structure_and_balances_rows(name):
     assert grown.edge_balance < 1.06 and grown.replica_balance < 1.2
 
 
-@settings(max_examples=60, deadline=None)
+@examples(60)
 @given(graphs(), st.sampled_from(METHODS))
 def test_every_rank_is_master_of_a_node_of_each_mask(graph, method):
     edge_index, nodes, parts, rng = graph

@@ -8,7 +8,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
+from common import examples
+from hypothesis import given
 from hypothesis import strategies as st
 from processes import REPOSITORY, Finished, run
 
@@ -82,7 +83,7 @@ steps = st.lists(
 )
 
 
-@settings(deadline=None, max_examples=200)
+@examples(200)
 @given(steps, st.integers(2, 4), st.integers(0, 10_000))
 def test_no_alarm_whatever_the_pace(program, size, seed):
     ranks, found = stuck([program] * size, seed)
@@ -90,7 +91,7 @@ def test_no_alarm_whatever_the_pace(program, size, seed):
     assert not found
 
 
-@settings(deadline=None, max_examples=200)
+@examples(200)
 @given(steps, steps, st.sampled_from([(ROWS, "c"), (JOINT, "other"), (CALL, "")]), st.integers(0, 10_000))
 def test_alarm_where_ranks_part(before, after, extra, seed):
     """One rank leaves something out; what follows it differs by its step, as in a training."""

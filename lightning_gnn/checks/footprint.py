@@ -342,7 +342,7 @@ def _bind(module: torch.nn.Module, shard: Shard, world: World, keep_constant: bo
         batch, meter = shard.batch, Meter()
         exchange, rows = HaloExchange(shard.plan, world, meter), AnyRows(shard.n_id, shard.counts, world, meter)
         weight, kept_widths = batch.get("edge_weight"), 4 if keep_constant else 0
-        return GraphContext(exchange, batch.x, batch.edge_index, weight, kept_widths, rows=rows)
+        return GraphContext(exchange, batch.x, batch.edge_index, weight, kept_widths, rows)
 
     return Binding(module, context_of(module, shard, world, context))
 

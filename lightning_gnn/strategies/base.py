@@ -215,12 +215,21 @@ class GNNStrategy(RankStrategy):
         for optimizer in self.optimizers:
             if isinstance(optimizer, torch.optim.LBFGS):
                 raise ValueError("LBFGS decides by the loss of one rank how far to step. Use Adam, AdamW or SGD.")
+        self.begin_stage(trainer, shard)
+
+    def binds(self, shard: Shard) -> bool:
+        """Returns whether layers see the rank's part of the graph; else steps see nothing but their batches."""
+        return not shard.types.is_hetero
+
+    def begin_stage(self, trainer: pl.Trainer, shard: Shard) -> None:
+        """Binds the model, which is on its device, and wraps what its steps give; on all ranks."""
+        module = self._module
         self.random = self.random or RandomStreams(self.world)  # else those of the stage before
         codec = make_codec(self.codec, self.stochastic_rounding, self.random.seed)
         if codec is not None:
             self.world.use_codec(codec)
 
-        in_parts = not shard.types.is_hetero  # else steps look at samples only
+        in_parts = self.binds(shard)
         self._in_use = ExitStack()
         if in_parts:
             shard.batch.to(self.root_device)
@@ -244,11 +253,17 @@ class GNNStrategy(RankStrategy):
                 self._in_use.enter_context(without_example(module))
         self._steps = 0
         self._values = StepValues(module, self.world, shard, self.loss_reduction)
-        metrics = CommunicationMetrics(self.meter, self.world, part_sizes(shard), self._shared.replicas)
-        self._callbacks = [metrics, self.progress, self._checks.self_checks, *self.scheme.callbacks(self.world)]
+        self._callbacks = self.stage_callbacks(shard)
         trainer.callbacks[:0] = self._callbacks  # type: ignore[attr-defined]
         self._in_use.enter_context(loss_in_outputs(trainer, lambda: self.loss))
-        log_plan(self.scheme, trainer, shard)
+        if in_parts or shard.types.is_hetero:
+            log_plan(self.scheme, trainer, shard)
+
+    def stage_callbacks(self, shard: Shard) -> list[pl.Callback]:
+        """Returns the callbacks that a stage adds to the user's."""
+        assert self._shared is not None
+        metrics = CommunicationMetrics(self.meter, self.world, part_sizes(shard), self._shared.replicas)
+        return [metrics, self.progress, self._checks.self_checks, *self.scheme.callbacks(self.world)]
 
     @override
     def setup_optimizers(self, trainer: pl.Trainer) -> None:
@@ -367,15 +382,15 @@ class GNNStrategy(RankStrategy):
 
     def _begin_step(self, stage: str) -> StepValues:
         assert self._values is not None
-        self.progress.begin_step(stage, self._module.trainer, self.world)
+        step = self.progress.begin_step(stage, self._module.trainer, self.world)
         if self._binding is not None:  # none where a step takes its batch as it is
-            self._binding.context.begin_step()
+            self._binding.context.begin_step(step)
         return self._values
 
     def _approximating(self) -> AbstractContextManager[None]:
         """Rows may travel approximately while this is open, except in the last epoch: what it learns is exact."""
         trainer = self._module.trainer
-        return self.world.wire.coding(trainer.current_epoch + 1 != trainer.max_epochs)
+        return self.world.wire.encoding(trainer.current_epoch + 1 != trainer.max_epochs)
 
     def _offloading(self, batch: Any) -> AbstractContextManager[Any]:
         """What layers leave for the backward lies on the host, where the strategy has it so."""
@@ -455,6 +470,8 @@ class GNNStrategy(RankStrategy):
     def on_train_end(self) -> None:
         super().on_train_end()
         self.world.watch.place = "end of training"
+        if self._binding is not None:
+            self._binding.context.drain()
         assert self._shared is not None
         self._shared.end_training()
 
@@ -462,12 +479,20 @@ class GNNStrategy(RankStrategy):
 
     @override
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any | None = None) -> None:
+        checkpoint["lightning_gnn"] = self.kept_state()
+        super().save_checkpoint(checkpoint, filepath, storage_options)
+
+    def kept_state(self) -> dict[str, Any]:
+        """Returns what checkpoints keep beside Lightning's; on all ranks."""
         kept: dict[str, Any] = {"scheme": self.scheme.state_dict()}
-        if self._world is not None and self.world_size > 1 and self.random is not None:
+        if self._world is not None and self._world.size > 1 and self.random is not None:
             kept["common_random_state"], own = self.random.state()
             kept["random_states"] = list(self.world.all_gather(own.to(self.root_device)).cpu())
-        checkpoint["lightning_gnn"] = kept
-        super().save_checkpoint(checkpoint, filepath, storage_options)
+        if self._binding is not None:
+            exchanges = self.world.all_gather_object(self._binding.context.state_dict())
+            if any(exchanges):
+                kept["exchanges"] = exchanges
+        return kept
 
     @override
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
@@ -481,6 +506,9 @@ class GNNStrategy(RankStrategy):
         if state is None:
             return
         self.scheme.load_state_dict(state.get("scheme", {}))
+        exchanges = state.get("exchanges", [])
+        if len(exchanges) == self.world_size and self._binding is not None:
+            self._binding.context.load_state_dict(exchanges[self.global_rank])
         random_states = state.get("random_states", [])
         if len(random_states) == self.world_size and "common_random_state" in state and self.random is not None:
             self.random.load(state["common_random_state"], random_states[self.global_rank])

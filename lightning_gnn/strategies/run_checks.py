@@ -81,7 +81,7 @@ class RunChecks:
         """Checks on ranks, whose parts of the graph are there."""
         strategy = self._strategy
         strategy.check_model(module, shard.types)
-        if shard.types.is_hetero:
+        if not strategy.binds(shard):
             return
         # One rank of a machine compiles, and the others load what it has kept.
         if strategy.local_rank == 0:
