@@ -212,7 +212,7 @@ def graph_case(rng: Rng) -> Case:
         loaded = module.load()
         shards = []
         if store_it:
-            cut = read_cut(module.store / module._stored.build(TWO))
+            cut = read_cut(module.store / module.build(TWO))
             shards = [cut.shard(rank) for rank in range(2)]
             shutil.rmtree(module.store)
         return loaded, shards
@@ -290,7 +290,7 @@ def hetero_case(rng: Rng) -> Case:
     def run() -> HeteroData:
         module = GraphDataModule(data, store=tempfile.mkdtemp(dir=_scratch()))
         module.setup("fit")
-        cut = read_cut(module.store / module._stored.build(LayoutSpec("edge_cut", 2, takes_types=True)))
+        cut = read_cut(module.store / module.build(LayoutSpec("edge_cut", 2, takes_types=True)))
         for rank in range(2):
             cut.shard(rank)
         return module.load()
@@ -771,7 +771,7 @@ def _entry() -> Path:
     """An entry of the store in which nothing is wrong."""
     if "entry" not in _made:
         module = GraphDataModule(graph(np.random.default_rng(7)), store=_scratch() / "good")
-        _made["entry"] = module.store / module._stored.build(TWO)
+        _made["entry"] = module.store / module.build(TWO)
     return _made["entry"]
 
 

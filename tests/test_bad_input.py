@@ -333,7 +333,7 @@ def test_arguments(case, tmp_path):
     def use() -> None:
         datamodule = GraphDataModule(graph, **options, store=tmp_path)
         datamodule.setup("fit")
-        datamodule._stored.build(TWO)
+        datamodule.build(TWO)
 
     refused(use, words)
     assert not [path for path in tmp_path.iterdir() if path.is_dir()]

@@ -338,6 +338,10 @@ class GraphDataModule(L.LightningDataModule):
         """Partitions the graph, unless the store holds it, and returns the folder of its entry; needs no Trainer."""
         return self._stored.partition_for(layout)
 
+    def build(self, layout: LayoutSpec) -> str:
+        """Partitions the graph in this process, unless the store holds it, and returns the name of its entry's folder."""
+        return self._stored.build(layout)
+
     def stored_cut(self) -> Cut:
         """Returns the graph as it has been cut; there after :meth:`prepare_for`."""
         return self._stored.cut()

@@ -8,10 +8,7 @@ from typing import Any, Literal, get_args
 
 import lightning.pytorch as pl
 import torch
-from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
 from lightning.fabric.utilities.distributed import _sync_ddp_if_available
-from lightning.pytorch.accelerators import Accelerator
-from lightning.pytorch.plugins import Precision
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor
@@ -27,7 +24,7 @@ from lightning_gnn.comm.traffic import Meter
 from lightning_gnn.data.shards import Shard
 from lightning_gnn.data.sources import counted_mask
 from lightning_gnn.datamodules.graph import GraphDataModule, OneBatch
-from lightning_gnn.launching import StartMethod, make_launcher
+from lightning_gnn.launching import StartMethod
 from lightning_gnn.nn.bind import Binding, check_module
 from lightning_gnn.nn.helpers import graph_in_use
 from lightning_gnn.nn.offload import Offloaded
@@ -113,31 +110,13 @@ class GNNStrategy(RankStrategy):
         stochastic_rounding: bool = False,
         recompute: bool = False,
         offload: bool = False,
-        accelerator: Accelerator | None = None,
-        parallel_devices: list[torch.device] | None = None,
-        cluster_environment: ClusterEnvironment | None = None,
-        checkpoint_io: CheckpointIO | None = None,
-        precision_plugin: Precision | None = None,
+        **plugins: Any,
     ) -> None:
-        super().__init__(
-            start_method,
-            shared_memory,
-            timeout,
-            accelerator=accelerator,
-            parallel_devices=parallel_devices,
-            cluster_environment=cluster_environment,
-            checkpoint_io=checkpoint_io,
-            precision_plugin=precision_plugin,
-        )
+        super().__init__(start_method, shared_memory, timeout, **plugins)
         check_choice("loss_reduction", loss_reduction, ("mean", "sum"))
         check_choice("predictions", predictions, get_args(Predictions))
-        check_flags(
-            self_check=self_check,
-            keep_memory=keep_memory,
-            stochastic_rounding=stochastic_rounding,
-            recompute=recompute,
-            offload=offload,
-        )
+        check_flags(self_check=self_check, keep_memory=keep_memory, recompute=recompute, offload=offload)
+        check_flags(stochastic_rounding=stochastic_rounding)
         check_options(scheme, codec, stochastic_rounding, recompute, offload)
         self.scheme = scheme
         self.codec, self.stochastic_rounding = codec, stochastic_rounding
@@ -156,13 +135,6 @@ class GNNStrategy(RankStrategy):
         self._callbacks: list[pl.Callback] = []
         self._in_use = ExitStack()
         self._steps = 0
-        self.has_optimizers = False  # of a strategy that has trained before
-        self._saved: Mapping[str, Any] | None = None
-
-    @property
-    def _module(self) -> pl.LightningModule:
-        assert self.lightning_module is not None
-        return self.lightning_module
 
     @property
     def approximation(self) -> str:
@@ -173,20 +145,12 @@ class GNNStrategy(RankStrategy):
         """Returns what the datamodule must give each rank."""
         return self.scheme.layout(self.world_size, self.num_nodes)
 
-    @override
-    def _configure_launcher(self) -> None:
-        if any(device.type == "mps" for device in self.parallel_devices or []):
-            raise ValueError(
-                f"{type(self).__name__} cannot use MPS devices, which exchange nothing among processes. "
-                'Use Trainer(accelerator="cpu").'
-            )
-        self._launcher = make_launcher(self, self._start_method)
-
     @property
     def gradient_seconds(self) -> tuple[float, float]:
         """Seconds spent after backwards on sums of gradients until now, and of these in collectives."""
-        total = None if self._shared is None else self._shared.gradients
-        return (0.0, 0.0) if total is None else (total.seconds, total.collective_seconds)
+        if self._shared is None:
+            return 0.0, 0.0
+        return self._shared.gradients.seconds, self._shared.gradients.collective_seconds
 
     # Set-up and teardown ######################################################
 
@@ -238,14 +202,8 @@ class GNNStrategy(RankStrategy):
                     "offload=True moves what layers leave for the backward to the host's memory, where CPU ranks have it "
                     "already: nothing changes. recompute=True takes less."
                 )
-        self._shared = SharedModel(
-            module,
-            self.world,
-            shard if in_parts else None,
-            len(self.optimizers),
-            self.precision_plugin,
-            self.equal_buffers,
-        )
+        of_run = len(self.optimizers), self.precision_plugin, self.equal_buffers
+        self._shared = SharedModel(module, self.world, shard if in_parts else None, *of_run)
         if in_parts:
             self._binding = self.bind(self.scheme, module, shard, self.world, self.meter)
             self._in_use.enter_context(graph_in_use(self._binding.context))
@@ -264,12 +222,6 @@ class GNNStrategy(RankStrategy):
         assert self._shared is not None
         metrics = CommunicationMetrics(self.meter, self.world, part_sizes(shard), self._shared.replicas)
         return [metrics, self.progress, self._checks.self_checks, *self.scheme.callbacks(self.world)]
-
-    @override
-    def setup_optimizers(self, trainer: pl.Trainer) -> None:
-        has_optimizers, self.has_optimizers = self.has_optimizers, False
-        if not has_optimizers:
-            super().setup_optimizers(trainer)
 
     def bind(self, scheme: Scheme, module: torch.nn.Module, shard: Shard, world: World, meter: Meter) -> Binding:
         """Returns the module bound as this strategy has it."""
@@ -475,15 +427,8 @@ class GNNStrategy(RankStrategy):
         assert self._shared is not None
         self._shared.end_training()
 
-    # Checkpoints ##############################################################
-
     @override
-    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any | None = None) -> None:
-        checkpoint["lightning_gnn"] = self.kept_state()
-        super().save_checkpoint(checkpoint, filepath, storage_options)
-
     def kept_state(self) -> dict[str, Any]:
-        """Returns what checkpoints keep beside Lightning's; on all ranks."""
         kept: dict[str, Any] = {"scheme": self.scheme.state_dict()}
         if self._world is not None and self._world.size > 1 and self.random is not None:
             kept["common_random_state"], own = self.random.state()
@@ -495,16 +440,7 @@ class GNNStrategy(RankStrategy):
         return kept
 
     @override
-    def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
-        checkpoint = super().load_checkpoint(checkpoint_path, weights_only)
-        self._saved = checkpoint.get("lightning_gnn")
-        return checkpoint
-
-    @override
-    def on_train_start(self) -> None:
-        state, self._saved = self._saved, None
-        if state is None:
-            return
+    def take_state(self, state: Mapping[str, Any]) -> None:
         self.scheme.load_state_dict(state.get("scheme", {}))
         exchanges = state.get("exchanges", [])
         if len(exchanges) == self.world_size and self._binding is not None:
