@@ -391,7 +391,7 @@ def test_the_documented_adapter_makes_a_conv_exact():
 
     from lightning_gnn.nn.adapters import ADAPTERS
 
-    text = (Path(__file__).parent.parent / "docs" / "models.md").read_text()
+    text = (Path(__file__).parents[2] / "docs" / "models.md").read_text()
     [example] = [block for block in re.findall(r"```python\n(.*?)```", text, re.S) if "register_adapter" in block]
     assert len([line for line in example.splitlines() if line.strip()]) <= 24
     names: dict[str, Any] = {}

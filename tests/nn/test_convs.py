@@ -380,7 +380,7 @@ def deals(monkeypatch: pytest.MonkeyPatch, scheme: Scheme, name: str, shard: Sha
 
 def test_the_table_says_what_is_dealt(monkeypatch):
     """The others are as exact, but read the halo."""
-    text = (Path(__file__).parent.parent / "docs" / "convs.md").read_text()
+    text = (Path(__file__).parents[2] / "docs" / "convs.md").read_text()
     world = World(0, 1, torch.device("cpu"), timedelta(seconds=5))
     [shard] = split_graph(
         whole_graph(), np.zeros(N, np.int64), LayoutSpec("vertex_cut", 1), np.zeros(whole_graph().edge_index.size(1))
@@ -407,7 +407,7 @@ def test_refused_by_name(name, monkeypatch):
 
 
 def test_the_published_table_is_current():
-    text = (Path(__file__).parent.parent / "docs" / "convs.md").read_text()
+    text = (Path(__file__).parents[2] / "docs" / "convs.md").read_text()
     for kind in ADAPTERS:
         assert f"| `{kind.__name__}` | exact |" in text, kind.__name__
     for name, reason in REFUSED.items():

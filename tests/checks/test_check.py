@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from common import CLASSES, FEATURES, UserModule, awkward_graph, build, examples
+from common import CLASSES, FEATURES, UserModule, awkward_graph, build, campaign, examples
 from hypothesis import given
 from hypothesis import strategies as st
 from test_self_check import (
@@ -42,7 +42,7 @@ EXACT = ("dgcl", "spmm_1d", "spmm_15d", "spmm_2d", "vertex_cut")
 # Right models #################################################################
 
 
-@pytest.mark.parametrize("kind", ["library", "user"])
+@pytest.mark.parametrize("kind", [*campaign("library"), "user"])
 def test_right_models_pass_on_cora(shared, kind):
     data = GraphDataModule(Planetoid(str(shared / "planetoid"), "Cora"))
     if kind == "library":

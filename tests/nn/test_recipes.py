@@ -20,7 +20,7 @@ from torch_geometric.nn.models import SGFormer
 
 from lightning_gnn import DGCLStrategy, GraphDataModule, check_parity
 
-PAGE = (Path(__file__).parent.parent / "docs" / "recipes.md").read_text()
+PAGE = (Path(__file__).parents[2] / "docs" / "recipes.md").read_text()
 NODES = 60
 EXACT = ["dgcl", "spmm_1d", "spmm_15d", "vertex_cut"]
 

@@ -1,4 +1,4 @@
-"""Convs that get a forward of their own: the same numbers as PyG's, by kernels. No ranks (tests/test_convs.py has those)."""
+"""Convs that get a forward of their own: the same numbers as PyG's, by kernels. No ranks (tests/nn/test_convs.py has those)."""
 
 from __future__ import annotations
 

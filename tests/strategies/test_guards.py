@@ -79,7 +79,7 @@ class Refuses(ScriptLauncher):
 
 
 def fit(model: Any, data: Any, **options: Any) -> None:
-    trainer = quiet_trainer(DGCLStrategy(), 2, **options)
+    trainer = quiet_trainer(DGCLStrategy(), 2, self_check=True, **options)
     trainer.strategy._launcher = Refuses(trainer.strategy)
     trainer.fit(model, **data)
 
