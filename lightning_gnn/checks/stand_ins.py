@@ -124,12 +124,10 @@ class QuietTrainer:
         mine.strategy = _QuietStrategy(self._trainer.strategy, world, logged)
         return mine
 
-    training = property(lambda self: self.state.stage == RunningStage.TRAINING)
-    validating = property(lambda self: self.state.stage == RunningStage.VALIDATING)
-    testing = property(lambda self: self.state.stage == RunningStage.TESTING)
-    predicting = property(lambda self: self.state.stage == RunningStage.PREDICTING)
-    evaluating = property(lambda self: self.validating or self.testing or self.sanity_checking)
-    sanity_checking = property(lambda self: self.state.stage == RunningStage.SANITY_CHECKING)
+    # By the state, as the Trainer's own.
+    training, validating, testing = pl.Trainer.training, pl.Trainer.validating, pl.Trainer.testing
+    predicting, evaluating = pl.Trainer.predicting, pl.Trainer.evaluating
+    sanity_checking = pl.Trainer.sanity_checking
 
     @property
     def loggers(self) -> list[Logger]:
