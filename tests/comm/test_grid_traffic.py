@@ -14,8 +14,8 @@ from common import examples
 from hypothesis import given
 from hypothesis import strategies as st
 
+from lightning_gnn.comm.call import Call
 from lightning_gnn.comm.grid import BlockMatrix
-from lightning_gnn.comm.group import Call
 from lightning_gnn.comm.in_process import InProcessWorld, Meeting
 from lightning_gnn.comm.matrix import Matrix, SparseMatrix, Triples, on_grid
 from lightning_gnn.comm.summa import SummaMatrix
