@@ -31,6 +31,8 @@ from lightning_gnn import CommNet, DGCLStrategy, GraphDataModule, NodeClassifier
 from lightning_gnn.data import store
 from lightning_gnn.data.store import FORMAT, StoreError, read_cut, read_manifest
 from lightning_gnn.datamodules import graph as graph_module
+from lightning_gnn.datamodules import stored_graph
+from lightning_gnn.datamodules.stored_graph import StoredGraph
 from lightning_gnn.partition.layout import LayoutSpec
 
 NAN, INF = float("nan"), float("inf")
@@ -445,9 +447,9 @@ def test_checksums_are_worked_out_once(tmp_path, monkeypatch):
 
 def test_notes_are_not_believed_blindly(tmp_path, monkeypatch):
     """What a description is known by is checked: copied to another description, or altered, it counts for nothing."""
-    monkeypatch.setattr(GraphDataModule, "_build_in_subprocess", GraphDataModule.build)
+    monkeypatch.setattr(StoredGraph, "_build_in_subprocess", StoredGraph.build)
     module = GraphDataModule("test_bad_input.small", store=tmp_path)
-    folder = module._ensure_stored(TWO)
+    folder = module._stored._ensure_stored(TWO)
     key, _ = module._stored._notes(TWO)
     note = tmp_path / f"{key}.known"
     assert module._noted(key) == folder
@@ -489,7 +491,7 @@ def test_disk_fills_up_while_writing(tmp_path, monkeypatch, after, code):
 
 
 def test_room_is_looked_for_before_partitioning(tmp_path, monkeypatch):
-    monkeypatch.setattr(graph_module, "assign_nodes", no_space)
+    monkeypatch.setattr(stored_graph, "assign_nodes", no_space)
     monkeypatch.setattr(store.shutil, "disk_usage", lambda path: shutil._ntuple_diskusage(10**9, 10**9, 100))
     refused(lambda: built(tmp_path), r"is full. .* needs at least \d\d\d bytes, 100 bytes are free", StoreError)
 
@@ -505,7 +507,7 @@ def test_stores_that_cannot_be_written(tmp_path, monkeypatch, what):
             store.os, "open", lambda *_, **__: (_ for _ in ()).throw(PermissionError(13, "denied", "x"))
         )
     else:
-        monkeypatch.setattr(graph_module, "write_atomically", no_space)
+        monkeypatch.setattr(stored_graph, "write_atomically", no_space)
         words = r"The disk of the store .* is full. [\d,]+ bytes are free"
     refused(lambda: GraphDataModule(small(), store=root).build(TWO), words, StoreError)
 
@@ -550,12 +552,12 @@ def test_a_killed_writer_leaves_nothing_that_is_trusted(tmp_path, where):
 def test_a_killed_or_failed_child_is_told(tmp_path, monkeypatch, capfd):
     module = GraphDataModule("test_bad_input.without_numbers", store=tmp_path)
     failed = "Loading or partitioning test_bad_input.without_numbers failed: "
-    refused(lambda: module._ensure_stored(TWO), f"{failed}x holds NaN or infinite values in 6 of 6", RuntimeError)
+    refused(lambda: module._stored._ensure_stored(TWO), f"{failed}x holds NaN or infinite values in 6 of 6", RuntimeError)
     assert "Traceback" in capfd.readouterr().err
     for code, said in ((-9, "its process was ended by signal 9.* too little memory"), (1, "see the error above")):
         done = subprocess.CompletedProcess([], code, stdout="")
-        monkeypatch.setattr(graph_module.subprocess, "run", lambda *_, done=done, **__: done)
-        refused(lambda: module._ensure_stored(TWO), failed + said, RuntimeError)
+        monkeypatch.setattr(stored_graph.subprocess, "run", lambda *_, done=done, **__: done)
+        refused(lambda: module._stored._ensure_stored(TWO), failed + said, RuntimeError)
 
 
 def without_numbers() -> Data:

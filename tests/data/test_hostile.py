@@ -31,6 +31,7 @@ from lightning_gnn import GraphDataModule
 from lightning_gnn.data import store
 from lightning_gnn.data.store import StoreError, read_cut
 from lightning_gnn.data.store_check import read_array
+from lightning_gnn.datamodules.stored_graph import StoredGraph
 from lightning_gnn.planning.topology_file import topology_from_dict
 
 
@@ -83,9 +84,9 @@ def same(folder: Path, was: Any) -> bool:
 
 def test_a_loss_of_power_at_any_byte_is_found(tmp_path, monkeypatch):
     """500 files that end early, or hold zeros from some byte on, which is what a disk has that was not told to keep them."""
-    monkeypatch.setattr(GraphDataModule, "_build_in_subprocess", GraphDataModule.build)
+    monkeypatch.setattr(StoredGraph, "_build_in_subprocess", StoredGraph.build)
     module = GraphDataModule("test_bad_input.small", store=tmp_path)
-    folder = tmp_path / module._ensure_stored(TWO)
+    folder = tmp_path / module._stored._ensure_stored(TWO)
     was = read_cut(shutil.copytree(folder, tmp_path / "elsewhere" / folder.name))
     files = [file for file in (*folder.iterdir(), *tmp_path.glob("*.known"))]
     rng, found = np.random.default_rng(0), 0
@@ -98,7 +99,7 @@ def test_a_loss_of_power_at_any_byte_is_found(tmp_path, monkeypatch):
             continue
         file.write_bytes(damaged)
         if file.name == "verified.json" or file.suffix == ".known":  # say nothing, so all is read, or built, again
-            assert tmp_path / module._ensure_stored(TWO) == folder and same(folder, was)
+            assert tmp_path / module._stored._ensure_stored(TWO) == folder and same(folder, was)
         else:
             with pytest.raises(StoreError, match=file.name.replace("manifest.json", "manifest")):
                 read_cut(folder)
@@ -290,10 +291,10 @@ def build_slowly(root: Path, dies: bool) -> None:
         while dies and not (root / "waits").exists():
             time.sleep(0.01)
 
-    from lightning_gnn.datamodules import graph
+    from lightning_gnn.datamodules import stored_graph
 
-    graph.check_space = noted  # type: ignore[assignment]
-    graph.rank_zero_info = told.append  # type: ignore[assignment]
+    stored_graph.check_space = noted  # type: ignore[assignment]
+    stored_graph.rank_zero_info = told.append  # type: ignore[assignment]
     folder = built(root)
     (root / f"done.{os.getpid()}").write_text(json.dumps([folder.name, told]))
 

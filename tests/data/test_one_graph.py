@@ -27,6 +27,7 @@ from lightning_gnn.data.hetero import prepare_hetero
 from lightning_gnn.data.loading import graph_digests, seeded
 from lightning_gnn.data.sources import prepare_graph
 from lightning_gnn.data.store import read_cut, write_store
+from lightning_gnn.datamodules.stored_graph import StoredGraph
 from lightning_gnn.partition.layout import LayoutSpec
 
 MASKS = ("train_mask", "val_mask", "test_mask")
@@ -179,7 +180,7 @@ def split_in_store(data: GraphDataModule) -> dict[str, set[int]]:
 
 
 def test_a_later_run_finds_what_was_drawn_with_its_seed(tmp_path, monkeypatch):
-    monkeypatch.setattr(GraphDataModule, "_build_in_subprocess", GraphDataModule.build)
+    monkeypatch.setattr(StoredGraph, "_build_in_subprocess", StoredGraph.build)
     torch.manual_seed(1)
     assert prepared(tmp_path, "test_one_graph.draw")[1] == split_of(1)
     assert prepared(tmp_path, "test_one_graph.draw", seed=4)[1] == split_of(5)
@@ -187,7 +188,7 @@ def test_a_later_run_finds_what_was_drawn_with_its_seed(tmp_path, monkeypatch):
     assert prepared(tmp_path, "test_one_graph.draw")[1] == split_of(2)
     prepared(tmp_path, "test_one_graph.nothing_drawn")
     with monkeypatch.context() as patched:
-        patched.setattr(GraphDataModule, "_build_in_subprocess", _refuse)
+        patched.setattr(StoredGraph, "_build_in_subprocess", _refuse)
         torch.manual_seed(1)
         assert prepared(tmp_path, "test_one_graph.draw")[1] == split_of(1)
         torch.manual_seed(3)
