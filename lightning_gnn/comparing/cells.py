@@ -35,7 +35,7 @@ FORMAT = 2
 """Of the files that ranks write; what has run with another one runs again."""
 
 MAKES = "make"
-"""Key of a model or datamodule that a function returns: the function's dotted path."""
+"""Key of a model or datamodule that a function returns: the function's import path."""
 
 
 @dataclass(frozen=True)
@@ -228,7 +228,7 @@ class Comparison:
 
 
 def _own_code(values: Any) -> dict[str, str]:
-    """Returns digests of the files that define what dotted paths in `values` name; those of installed packages have versions."""
+    """Returns digests of the files that define what import paths in `values` name; those of installed packages have versions."""
     found: dict[str, str] = {}
 
     def look(value: Any) -> None:
@@ -290,7 +290,7 @@ def section_of(value: Any, what: str) -> dict[str, Any]:
     """Returns a model or datamodule that a Python call gives as a section of a task.
 
     Args:
-        value: ``{"class_path": ..., "init_args": ...}``, the dotted path of a class or function, or such a class or function
+        value: ``{"class_path": ..., "init_args": ...}``, the import path of a class or function, or such a class or function
             itself, called without arguments; of data, also GraphDataModule's arguments.
         what: ``"model"`` or ``"data"``, for errors.
 
@@ -305,7 +305,7 @@ def section_of(value: Any, what: str) -> dict[str, Any]:
         return {MAKES: value}
     if not callable(value) or isinstance(value, torch.nn.Module):
         raise ValueError(
-            f"{what} is made anew in each cell's processes: pass a function of a module that returns it, its dotted path, or "
+            f"{what} is made anew in each cell's processes: pass a function of a module that returns it, its import path, or "
             f"{{'class_path': ..., 'init_args': ...}} (got a {type(value).__name__})."
         )
     return {MAKES: _path_of(value, what)}
