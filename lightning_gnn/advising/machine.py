@@ -36,7 +36,7 @@ _TINY = 8
 """Bytes of a message that needs no link of its own, and fills none."""
 
 _SMALL = 3
-"""Times in a step that all ranks tell each other something small: whether to go on, what to log, how long they have waited."""
+"""Times in a step that all ranks exchange a few bytes: whether to go on, what to log, how long they have waited."""
 
 _FEW, _MANY = 2, 6
 """Steps that are run one after the other: a step takes what more of them take longer."""
@@ -209,8 +209,8 @@ class Timing:
         return max(0.0, self.seconds - self.compute_seconds)
 
 
-def with_small_talk(events: Sequence[Sequence[Event]]) -> list[list[Event]]:
-    """Returns a step's events with what a Trainer has all ranks tell each other, round a ring: at its end they have met."""
+def with_trainer_messages(events: Sequence[Sequence[Event]]) -> list[list[Event]]:
+    """Returns a step's events with the small messages that a Trainer sends, round a ring: at its end they have met."""
 
     ranks = len(events)
 

@@ -103,8 +103,8 @@ class CommunicationMetrics(pl.Callback):
         own += [self._seconds, self._waited, float(self._nodes), float(self._edges), *self._codec_squares()]
         mine = torch.tensor(own, dtype=torch.float64, device=self._world.device)
         digest = torch.cat([self._replicas.digest(), mine.new_tensor([trainer.should_stop])])
-        everyone = self._world.all_gather(torch.cat([mine, digest]), "Communication metrics").cpu()
-        everyone, digests = everyone.split([len(mine), len(digest)], 1)
+        by_rank = self._world.all_gather(torch.cat([mine, digest]), "Communication metrics").cpu()
+        by_rank, digests = by_rank.split([len(mine), len(digest)], 1)
         self._replicas.check(digests[:, :2], f"After epoch {trainer.current_epoch}")
         if (stop := digests[:, 2].bool()).any() and not stop.all():
             those, others = (each.nonzero().view(-1).tolist() for each in (stop, ~stop))
@@ -113,7 +113,7 @@ class CommunicationMetrics(pl.Callback):
                 'would wait for them. Decide by what all ranks have, such as trainer.callback_metrics["train_loss"] in '
                 "on_train_epoch_end."
             )
-        total, longest = everyone.sum(0), everyone.amax(0)
+        total, longest = by_rank.sum(0), by_rank.amax(0)
         seconds = longest[3].clamp(min=1e-9)
         values = {
             "comm/bytes_sent": total[0],
@@ -124,7 +124,7 @@ class CommunicationMetrics(pl.Callback):
         }
         if self._world.waited_s is not None:
             values["comm/waited_share"] = longest[4] / seconds
-            self._watch(everyone[:, 4], float(seconds))
+            self._watch(by_rank[:, 4], float(seconds))
         if len(own) > 7:
             values["codec/error"] = (total[7] / total[8]).sqrt() if total[8] else torch.zeros_like(total[8])
         log_values(trainer, values)
@@ -143,7 +143,7 @@ class CommunicationMetrics(pl.Callback):
             self._warned = True
             rank_zero_warn(found)
 
-    def everyones(self) -> list[ByLayer]:
+    def of_all_ranks(self) -> list[ByLayer]:
         """Returns the traffic of all ranks in the last epoch, ``[P]``; all ranks call it."""
         return self._world.all_gather_object(self.by_layer)
 
@@ -151,23 +151,23 @@ class CommunicationMetrics(pl.Callback):
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         if not trainer.loggers or self._world.size == 1:
             return
-        everyone = self.everyones()
-        if trainer.is_global_zero and any(everyone):
-            files: dict[str, Any] = {"communication.json": json.dumps(traffic_table(everyone), indent=1) + "\n"}
+        by_rank = self.of_all_ranks()
+        if trainer.is_global_zero and any(by_rank):
+            files: dict[str, Any] = {"communication.json": json.dumps(traffic_table(by_rank), indent=1) + "\n"}
             if uploads(trainer):
                 from lightning_gnn.callbacks.pictures import draw_traffic
 
-                files["communication.png"] = draw_traffic(everyone, "Last epoch")
+                files["communication.png"] = draw_traffic(by_rank, "Last epoch")
             log_files(trainer, "communication", files)
 
 
-def traffic_table(everyone: Sequence[ByLayer]) -> list[dict[str, Any]]:
+def traffic_table(by_rank: Sequence[ByLayer]) -> list[dict[str, Any]]:
     """Returns the traffic of all ranks, plain values, a row for each layer, direction and rank.
 
     Args:
-        everyone: of each rank, ``[P]``.
+        by_rank: of each rank, ``[P]``.
     """
-    keys = dict.fromkeys(key for by_layer in everyone for key in by_layer)
+    keys = dict.fromkeys(key for by_layer in by_rank for key in by_layer)
     return [
         {
             "layer": layer,
@@ -180,6 +180,6 @@ def traffic_table(everyone: Sequence[ByLayer]) -> list[dict[str, Any]]:
             "bytes_to": {str(peer): count for peer, count in sorted(sent.to.items())},
         }
         for layer, direction in keys
-        for rank, by_layer in enumerate(everyone)
+        for rank, by_layer in enumerate(by_rank)
         if (sent := by_layer.get((layer, direction))) is not None
     ]

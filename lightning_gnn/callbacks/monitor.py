@@ -60,8 +60,8 @@ class CommunicationMonitor(pl.Callback):
         if epoch == self._drawn or not trainer.loggers:
             return
         self._drawn = epoch
-        everyone = metrics.everyones()
-        if trainer.is_global_zero and any(everyone):
+        by_rank = metrics.of_all_ranks()
+        if trainer.is_global_zero and any(by_rank):
             from lightning_gnn.callbacks.pictures import draw_traffic
 
-            log_picture(trainer, "communication/heat_map", draw_traffic(everyone, f"Epoch {epoch}"))
+            log_picture(trainer, "communication/heat_map", draw_traffic(by_rank, f"Epoch {epoch}"))

@@ -17,7 +17,7 @@ LIGHT = 1.1
 
 @dataclass(frozen=True)
 class PartSize:
-    """What a rank has to compute and to receive: its nodes, their in-edges, and the rows that it reads from others."""
+    """What a rank has to compute and to receive: its nodes, their in-edges, and its halo rows."""
 
     nodes: int
     edges: int

@@ -35,7 +35,7 @@ class EpochTimes(pl.Callback):
             - ``sums``: all else that is summed or gathered in steps: logged values, statistics of norms;
             - ``exchange``: by ``"LAYER DIRECTION"``, bytes, messages, rows and seconds of exchanging rows;
             - ``waited``: of gradients, sums and exchange, waiting for other ranks; 0 of CUDA ranks, whose devices wait, and of
-              workers that train apart, which count it themselves;
+              workers that train independently, which count it themselves;
             - ``steps``: how many there were;
             - ``logged``: values at its end, those of its validation among them.
     """
@@ -81,7 +81,7 @@ class EpochTimes(pl.Callback):
 
     @override
     def on_after_backward(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        # Workers that train apart average after this; all others have summed gradients, which the strategy counts.
+        # Workers that train independently average after this; all others have summed gradients, which the strategy counts.
         self._backward_ended = self._now(pl_module), _world_seconds(trainer)[0]
 
     @override

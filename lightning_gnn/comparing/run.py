@@ -66,7 +66,7 @@ def compare(
     finished is kept in `output` and found again. The folder gets ``comparison.json`` and ``comparison.html`` (docs/compare.md).
 
     Args:
-        model: LightningModule: a class or function of a module that returns it, called without arguments; its dotted path; or
+        model: LightningModule: a class or function of a module that returns it, called without arguments; its import path; or
             ``{"class_path": ..., "init_args": ...}`` as in YAML. It is made anew in each process.
         data: :class:`~lightning_gnn.GraphDataModule`, likewise, or its arguments: ``{"source": ..., "source_args": ...}``.
         cells: names of strategies, or ``{"strategy": "dgcl", "codec": "int8"}``: strategy, its arguments, and if they differ
@@ -279,7 +279,7 @@ def collect(comparison: Comparison, folders: Sequence[Path], states: Sequence[st
     """Returns what ``comparison.json`` holds, as far as cells have ended.
 
     Args:
-        comparison: what was asked for.
+        comparison: the settings.
         folders, states: of the cells; those of a state other than an end have not run yet.
     """
     cells: list[dict[str, Any]] = []

@@ -42,7 +42,7 @@ def block_cost(grid: ProcessGrid, offsets: Ids, row_bytes: int) -> GridCost:
 
 
 def sparse_cost(grid: ProcessGrid, offsets: Ids, halos: Sequence[Ids], partial_sums: int, row_bytes: int) -> GridCost:
-    """Returns the cost if only rows travel that a nonzero reads or adds to.
+    """Returns the cost if only rows travel that a nonzero multiplies or adds to.
 
     Args:
         grid, offsets: who owns what.
@@ -53,7 +53,7 @@ def sparse_cost(grid: ProcessGrid, offsets: Ids, halos: Sequence[Ids], partial_s
     c = grid.replication
     expanded, most = 0, 0
     for row in range(grid.num_rows):
-        own = np.arange(offsets[row * c], offsets[(row + 1) * c])  # which a block row reads, nearly all of them
+        own = np.arange(offsets[row * c], offsets[(row + 1) * c])  # which a block row needs, nearly all of them
         nodes = np.unique(np.concatenate([own if c > 1 else own[:0], *(halos[rank] for rank in grid.in_row(row))]))
         owner = np.searchsorted(offsets, nodes, side="right") - 1
         reader = row * c + grid.columns[owner // c]

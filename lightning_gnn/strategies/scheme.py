@@ -98,7 +98,7 @@ class Scheme(ABC):
     def exchanges(self, work: Workload, topology: Topology | None) -> Sequence[Exchange]:
         """Returns the ways to exchange rows that ``lightning-gnn plan`` shows, one of them followed; no ranks are there.
 
-        By default one, without a name: rows go directly from their owners to the ranks whose edges read them.
+        By default one, without a name: rows go directly from their owners to the ranks whose edges need them.
         """
         return [edge_exchange("", work, topology, followed=True)]
 
