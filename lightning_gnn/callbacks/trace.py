@@ -15,7 +15,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch_geometric.nn import MessagePassing
 from typing_extensions import override
 
-from lightning_gnn.callbacks.monitor import metrics_of
+from lightning_gnn.callbacks.communication import metrics_of
 from lightning_gnn.comm.traffic import Span
 
 COMPUTE, COMMUNICATION = 0, 1

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import lightning
 import torch
 
-from lightning_gnn.callbacks.waiting import PartSize
+from lightning_gnn.callbacks.communication import PartSize
 from lightning_gnn.console import text_of
 from lightning_gnn.data.shards import Shard
 from lightning_gnn.data.sources import MASKS
