@@ -205,15 +205,11 @@ class PlanCLI(GraphCLI):
         if self.module is None:
             return [], "give --model, or a file that names one, as for fit."
         try:
-            steps = Predicted(
-                self.module, cut.shard(0).batch, quiet_trainer(), getattr(self.scheme, "keep_constant", True)
-            )
+            steps = Predicted(self.module, cut.shard(0).batch, self.scheme.for_memory(), quiet_trainer())
         except RuntimeError as error:
             return [], str(error)
-        row_bytes = cut.attributes["node"]["x"][:1].nbytes
-        more = self.scheme.working_bytes(np.diff(cut.offsets).tolist(), row_bytes)
         sizes = Sizes.of_ranks(cut, self.module, self.layout.replicas)
-        footprints = [steps.footprint(each, more) for each in sizes]
+        footprints = [steps.footprint(each) for each in sizes]
         return [(str(rank), each.peak(), each.peak(recompute=True)) for rank, each in enumerate(footprints)], ""
 
 

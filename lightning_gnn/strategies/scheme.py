@@ -109,6 +109,10 @@ class Scheme(ABC):
     def load_state_dict(self, state: Mapping[str, Any]) -> None:  # noqa: B027
         """Takes what :meth:`state_dict` gave, perhaps of another scheme."""
 
+    def for_memory(self) -> Scheme:
+        """Returns the scheme whose steps on two ranks tell what each rank of this one keeps in memory."""
+        return self.for_self_check()
+
     def for_self_check(self) -> Scheme:
         """Returns the scheme for two ranks in one process, without what holds for the run's own ranks only."""
         return self

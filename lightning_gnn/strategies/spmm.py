@@ -150,6 +150,10 @@ class SpMMScheme(ProductScheme):
         return f"Set a smaller replication (legal: {legal}), or use more machines (num_nodes) or fewer columns."
 
     @override
+    def for_memory(self) -> SpMMScheme:
+        return SpMMScheme(1, self.sparsity_aware, self.permute, self.keep_constant)
+
+    @override
     def for_self_check(self) -> SpMMScheme:
         return SpMMScheme(1 if self.replication == 1 else 2, self.sparsity_aware, self.permute, self.keep_constant)
 
@@ -222,6 +226,10 @@ class CubeScheme(ProductScheme):
     @override
     def check_ranks(self, world_size: int) -> None:
         ProcessCube.of(world_size, self.dimensions)
+
+    @override
+    def for_memory(self) -> SpMMScheme:
+        return SpMMScheme(1, False, self.permute, self.keep_constant)
 
     @override
     def for_self_check(self) -> SpMMScheme:
