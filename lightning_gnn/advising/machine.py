@@ -12,6 +12,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cache, cached_property
 from pathlib import Path
@@ -172,23 +173,19 @@ def _contention(together: int) -> float:
 
 def _seconds_of_threads(count: int) -> float:
     """Returns what each of so many threads computes, in the mean, in seconds of a processor."""
-    start, seconds = threading.Barrier(count), [0.0] * count
+    start = threading.Barrier(count)
 
-    def work(thread: int) -> None:
+    def work(_: int) -> float:
         rows, weight = torch.ones(_ROWS, _WIDTH), torch.ones(_WIDTH, _WIDTH)
         edges = torch.randint(_ROWS, (_EDGES,), generator=torch.Generator().manual_seed(0))
         start.wait()
         began = time.thread_time()
         for _ in range(2):
             torch.zeros_like(rows).index_add_(0, edges, rows.index_select(0, edges)).mm(weight)
-        seconds[thread] = time.thread_time() - began
+        return time.thread_time() - began
 
-    threads = [threading.Thread(target=work, args=(thread,)) for thread in range(count)]
-    for each in threads:
-        each.start()
-    for each in threads:
-        each.join()
-    return sum(seconds) / count
+    with ThreadPoolExecutor(count) as pool:
+        return sum(pool.map(work, range(count))) / count
 
 
 @dataclass(frozen=True)

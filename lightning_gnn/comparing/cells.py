@@ -141,24 +141,14 @@ def _check_strategy(name: str, arguments: Any) -> None:
 
 @dataclass(frozen=True)
 class Comparison:
-    """The settings of a comparison. The first cell is the reference that the others are held against.
+    """The settings of :func:`~lightning_gnn.comparing.run.compare`. The first cell is the reference of the others.
 
     Attributes:
         model: LightningModule, as ``{"class_path": ..., "init_args": ...}``, or ``{"make": path of a function}``.
         data: datamodule, likewise.
-        cells: see :class:`Cell`.
-        epochs: of each cell.
-        warmup: of these, left out of times, bytes and messages.
-        seed: of weights and random numbers, the same in all cells.
-        output: folder for cells, JSON and report.
-        timeout: seconds that a cell may take.
-        again: which cells run although they have before: ``"none"``, ``"failed"`` or ``"all"``.
-        loss: the logged value of the loss curves.
-        tolerance: distance up to which an exact scheme matches the reference.
-        trainer: more arguments of the Trainer.
 
     Raises:
-        ValueError: one is not as described.
+        ValueError: one is not as described there.
     """
 
     model: Mapping[str, Any]

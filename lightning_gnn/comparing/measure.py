@@ -100,8 +100,7 @@ class EpochTimes(pl.Callback):
         self._count(trainer, 1)
         self._steps += 1
         for key, now in _meter(trainer).by_layer.items():
-            spent = _less(now, self._before.get(key, Traffic()))
-            self._traffic[key] = self._traffic.get(key, Traffic()) + spent
+            self._traffic[key] = self._traffic.get(key, Traffic()) + now - self._before.get(key, Traffic())
         if trainer.num_training_batches != 1 and self.loss in trainer.callback_metrics:
             self._losses.append(float(trainer.callback_metrics[self.loss]))
 
@@ -158,15 +157,6 @@ def _world_seconds(trainer: pl.Trainer) -> tuple[float, float]:
     """Returns the seconds until now of sums and gatherings, and of waiting; 0 where ranks have nothing to do with each other."""
     world: World | None = getattr(trainer.strategy, "world", None)
     return (0.0, 0.0) if world is None else (world.collectives_s, world.waited_s or 0.0)
-
-
-def _less(now: Traffic, before: Traffic) -> Traffic:
-    return Traffic(
-        now.bytes_sent - before.bytes_sent,
-        now.messages - before.messages,
-        now.rows - before.rows,
-        now.seconds - before.seconds,
-    )
 
 
 def peak_memory() -> int:
