@@ -70,7 +70,7 @@ class Module(NodeClassifier):
 
 
 def graph() -> Any:
-    """Loaded by rank 0 while the others wait at the door."""
+    """Loaded by rank 0 while the others wait to start."""
     event, folder = sys.argv[2], Path(sys.argv[3])
     if event.endswith("in the check"):
         time.sleep(2)

@@ -1,4 +1,4 @@
-"""A user's script in which workers train apart, started by test_gossip.py: FOLDER EVENT.
+"""A user's script in which workers train independently, started by test_gossip.py: FOLDER EVENT.
 
 Each worker notes the batches that it has done. ``kill R``: rank R kills itself after some batches. ``slow R``: it sleeps after
 each.

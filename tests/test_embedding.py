@@ -94,7 +94,7 @@ class Embedded(L.LightningModule):
         return self(batch)
 
     def on_train_end(self) -> None:
-        owners = getattr(self.trainer.strategy, "_owners", None)
+        owners = getattr(getattr(self.trainer.strategy, "_shared", None), "owners", None)
         self.received = 0 if owners is None else owners.bytes_received
 
     def configure_optimizers(self) -> torch.optim.Optimizer:

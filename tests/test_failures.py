@@ -133,7 +133,7 @@ def test_a_run_that_is_refused_ends_its_other_ranks_without_noise(ahead, strateg
 @pytest.mark.parametrize(
     ("strategy", "event"), [("dgcl", "kills itself in the check"), ("dgcl", "interrupted in the check")]
 )
-def test_ranks_at_the_door_end_with_the_process_that_started_them(ahead, strategy, event):
+def test_ranks_that_wait_to_start_end_with_the_process_that_started_them(ahead, strategy, event):
     folder, finished = ahead
     took = finished.ended - float((folder / "when").read_text())
     assert took < 10 and finished.code != 0 and not finished.left_over and not finished.files, (took, finished)

@@ -44,11 +44,11 @@ from lightning_gnn.comm.peers import LOCAL, Heartbeat, Mailbox, PeerServer, Shar
 from lightning_gnn.data.shards import cut_graph
 from lightning_gnn.data.sources import prepare_graph
 from lightning_gnn.gossip.clusters import Clusters
-from lightning_gnn.gossip.consensus import distance, sketch
+from lightning_gnn.gossip.fit import WorkerFit
 from lightning_gnn.gossip.pairing import Pairing
 from lightning_gnn.gossip.pool import Pool
 from lightning_gnn.gossip.push_sum import Mass, PushSum
-from lightning_gnn.gossip.worker import Peers, Worker
+from lightning_gnn.gossip.worker import Peers, Worker, distance, sketch
 from lightning_gnn.partition import assign_nodes
 from lightning_gnn.partition.layout import LayoutSpec
 
@@ -285,9 +285,12 @@ class Kept(L.Callback):
     def __init__(self) -> None:
         self.batches: list[Data] = []
         self.own = torch.zeros(0)  # at the end, before workers come to one result
+        self.training_loss: float | None = None
 
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
         self.own = torch.nn.utils.parameters_to_vector(pl_module.parameters()).detach().clone()
+        [fit] = [each for each in trainer.callbacks if isinstance(each, WorkerFit)]
+        self.training_loss = fit.comparison.training_loss
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Data, batch_idx: int) -> None:
         self.batches.append(batch)
@@ -387,7 +390,7 @@ def trained(
         "own": kept.own,
         "result": torch.nn.utils.parameters_to_vector(module.parameters()).detach(),
         "logged": {name: float(value) for name, value in logged.items()},
-        "training_loss": strategy._comparison.training_loss,
+        "training_loss": kept.training_loss,
         "steps": run.global_step,
         "epoch": run.current_epoch,
         "groups": torch.distributed.is_initialized(),

@@ -262,7 +262,7 @@ class Freed(L.Callback):
         strategy: Any = trainer.strategy
         if trainer.current_epoch == 0:
             context = strategy._binding.context
-            kept = [strategy._shard, strategy._shard.batch, context, strategy.world, strategy._gradients]
+            kept = [strategy._shard, strategy._shard.batch, context, strategy.world, strategy._shared]
             kept += [
                 each for each in vars(strategy.scheme).values() if type(each).__module__.startswith("lightning_gnn.")
             ]
@@ -323,8 +323,8 @@ def test_embeddings_and_their_optimizer_move_with_the_nodes(ranks):
         ([{"strategy": "dgcl", "epochs": 3, "devices": 4}, "dgcl"], "cannot have devices of its own"),
         ([{"strategy": "dgcl", "epochs": 3, "codex": "int8"}, "dgcl"], "Stage 1, dgcl, cannot be made: .*codex"),
         ([{"strategy": "sampling", "epochs": 3, "batch_size": 0}, "dgcl"], "Stage 1, sampling, cannot be made"),
-        ([{"strategy": "gossip", "epochs": 3}, "dgcl"], "cannot be a stage. Its workers train apart"),
-        (["cluster_allreduce"], "cannot be a stage. Its workers train apart"),
+        ([{"strategy": "gossip", "epochs": 3}, "dgcl"], "cannot be a stage. Its workers train independently"),
+        (["cluster_allreduce"], "cannot be a stage. Its workers train independently"),
         (["auto_gnn"], "cannot be a stage. It rehearses"),
         ([{"strategy": DGCLStrategy(), "epochs": 3, "codec": "int8"}, "dgcl"], "is made already"),
         ([{"strategy": StagedStrategy(["dgcl"]), "epochs": 3}, "dgcl"], "has stages itself"),

@@ -72,7 +72,7 @@ class AutoStrategy(GNNStrategy):
         assert module is not None
         machine = Machine.of(ranks, hosts, self.topology, available_cores())
         exact = [each for each in candidates(ranks) if each.exact]
-        data = self._check_data(getattr(module.trainer, "datamodule", None))
+        data = self.check_data(getattr(module.trainer, "datamodule", None))
         self.advice = advise_on(machine, module, data, module.trainer, exact, overhead=0.0)  # the same for all
         first, *others = self.advice
         if not first.applies:

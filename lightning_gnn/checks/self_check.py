@@ -133,6 +133,7 @@ class _Check:
         self._num_classes = num_classes
         self._trainer = None if trainer is None else QuietTrainer(trainer, stage)
         self._dtype: torch.dtype | None = torch.float64
+        self._trials: dict[torch.dtype | None, Trial] = {}
         self._reads_epoch = False
         self.compared, self.counts_rows = False, True
         self.not_run: str | None = None
@@ -177,7 +178,9 @@ class _Check:
         for dtype in dict.fromkeys((self._dtype, None)):
             try:
                 small = small_graph(self._batch, masks, self._forms[number], number, without, self._num_classes)
-                trial = Trial(self._module, small.graph, self._stage, self._trainer, dtype, begins=self._begins)
+                like = self._trials.get(dtype)
+                trial = Trial(self._module, small.graph, self._stage, self._trainer, dtype, begins=self._begins, like=like)
+                self._trials[dtype] = trial
                 whole = trial.on_whole()
             except (UnsupportedModelError, LeftOutError):
                 raise

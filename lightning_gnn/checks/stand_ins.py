@@ -287,9 +287,13 @@ def copied(module: M, shared: Iterable[Tensor] = ()) -> M:
     """
     memo: dict[int, Any] = {id(tensor): tensor for tensor in shared}
     for part in module.modules():
-        for left in torch.utils._pytree.tree_leaves(part.__dict__):
-            if isinstance(left, Tensor) and not left.is_leaf:
-                memo[id(left)] = left.detach().clone()
+        for held in part.__dict__.values():
+            if isinstance(held, dict) and not held:
+                memo[id(held)] = type(held)()  # of hooks, mostly: copying them took most of the time
+                continue
+            for left in torch.utils._pytree.tree_leaves(held):
+                if isinstance(left, Tensor) and not left.is_leaf:
+                    memo[id(left)] = left.detach().clone()
     return copy.deepcopy(module, memo)
 
 

@@ -115,6 +115,7 @@ class Trial:
         dtype: of all floating tensors; None leaves them as they are.
         share_rows: see :class:`~lightning_gnn.checks.draws.SharedDraws`.
         begins: call the hooks of the stage's begin, too.
+        like: a trial of the same module in the same stage and dtype, whose copy of it is used here, too.
 
     Attributes:
         constant: see :class:`~lightning_gnn.checks.draws.SharedDraws`.
@@ -131,6 +132,7 @@ class Trial:
         dtype: torch.dtype | None = None,
         share_rows: bool = False,
         begins: bool = True,
+        like: Trial | None = None,
     ) -> None:
         self._share_rows = share_rows
         self._skipped: set[str] = set()
@@ -144,10 +146,13 @@ class Trial:
         self._by_hand = self.training and not module.automatic_optimization
         self._own_weights = self._by_hand or self._hooks.come_before(module)
         self._graph, self._trainer, self._dtype = copy.copy(graph), trainer, dtype
-        self._module = copied(module).cpu()
+        if dtype is not None:
+            self._graph.apply(lambda tensor: tensor.to(dtype) if tensor.is_floating_point() else tensor)
+        self._module: pl.LightningModule = copied(module).cpu() if like is None else like._module
+        if like is not None:
+            return
         if dtype is not None:
             self._module.to(dtype)
-            self._graph.apply(lambda tensor: tensor.to(dtype) if tensor.is_floating_point() else tensor)
         for metric in metrics_in([self._module]):
             metric.reset()  # of what it has seen in training, each rank has seen a part
         if not self.training:

@@ -184,7 +184,9 @@ class PlanCLI(GraphCLI):
         self.output = None if config.output is None else Path(config.output)
         if self.output is not None:
             if not scheme.follows_plan:
-                raise ValueError(f"--output draws a plan, and {self.strategy.strategy_name} follows none: leave it out.")
+                raise ValueError(
+                    f"--output draws a plan, and {self.strategy.strategy_name} follows none: leave it out."
+                )
             check_folder("--output", self.output)
         self.json = file_of("--json", config.json)
 

@@ -84,10 +84,13 @@ class OneBatch:
 
     Args:
         batch: the part; in prediction with types, the loader whose batches are predicted one after the other.
+        data: that it is of. A strategy that trains on other batches takes it from here, and gives its own loader in place
+            of this one, by Lightning's ``process_dataloader``.
+        mask: whose nodes, or edges, count; None for all.
     """
 
-    def __init__(self, batch: Any) -> None:
-        self.batch = batch
+    def __init__(self, batch: Any, data: GraphDataModule, mask: str | None) -> None:
+        self.batch, self.data, self.mask = batch, data, mask
 
     def __len__(self) -> int:
         return 1
@@ -183,11 +186,15 @@ class GraphDataModule(L.LightningDataModule):
 
     # Layout ###################################################################
 
+    def _asked_for(self) -> LayoutSpec | None:
+        """Returns what a strategy of this package asks for; None for any other."""
+        return getattr(getattr(self.trainer, "strategy", None), "layout", lambda: None)()
+
     def _layout(self) -> LayoutSpec:
         """Returns what the Trainer's strategy wants; the whole graph for one device of any other strategy."""
-        strategy = getattr(self.trainer, "strategy", None)
-        if strategy is not None and hasattr(strategy, "layout"):
-            return strategy.layout()
+        layout, strategy = self._asked_for(), getattr(self.trainer, "strategy", None)
+        if layout is not None:
+            return layout
         size = getattr(strategy, "world_size", 1)
         if size > 1:
             raise ValueError(
@@ -225,12 +232,9 @@ class GraphDataModule(L.LightningDataModule):
     def prepare_data(self) -> None:
         # Runs on one rank of each machine while the others wait without a deadline: an error must reach them as well,
         # so it is raised in setup(), on all.
-        strategy = getattr(self.trainer, "strategy", None)
-        if strategy is None or not hasattr(strategy, "layout"):
-            return
         self._failure = None
-        layout, prepared, self._prepared = strategy.layout(), self._prepared, None
-        if layout == prepared:  # before the ranks were started, for this call
+        layout, prepared, self._prepared = self._asked_for(), self._prepared, None
+        if layout is None or layout == prepared:  # before the ranks were started, for this call
             return
         try:
             self.prepare_for(layout)
@@ -239,17 +243,16 @@ class GraphDataModule(L.LightningDataModule):
 
     def prepare_for(self, layout: LayoutSpec) -> None:
         """Loads and partitions the graph for a layout, unless the store holds it; one process of each machine."""
-        if layout.kind != "whole":
-            self._folder = self.partition_for(layout).name
-            if self._shard_of is None:  # the whole graph, of an earlier run on one device
-                self._shard = None
+        self._folder = self.partition_for(layout).name
+        if self._shard_of is None:  # the whole graph, of an earlier run on one device
+            self._shard = None
         self._prepared = layout
 
     @override
     def setup(self, stage: str) -> None:
-        if stage == "fit":
-            self._check_sampled()
         layout = self._layout()
+        if stage == "fit":
+            self._check_sampled(layout)
         if layout.kind == "whole":
             self._shard = self._shard_of = None
             data = self.load()
@@ -273,7 +276,7 @@ class GraphDataModule(L.LightningDataModule):
                 f"{mask} holds no labelled node. Give another split=(train, val, test), or set data.{mask}."
             )
 
-    def _check_sampled(self) -> None:
+    def _check_sampled(self, layout: LayoutSpec) -> None:
         """Refuses fan-outs and batch sizes that a strategy would ignore, and to look for one where a batch is the graph."""
         callbacks = [] if self.trainer is None else self.trainer.callbacks  # type: ignore[attr-defined]
         if self.batch_size is None and any(isinstance(callback, BatchSizeFinder) for callback in callbacks):
@@ -283,10 +286,10 @@ class GraphDataModule(L.LightningDataModule):
             )
         given = {"fanouts": self.fanouts, "batch_size": self.batch_size}
         told = ", ".join(f"{name}={value}" for name, value in given.items() if value is not None)
-        strategy = getattr(self.trainer, "strategy", None)
-        if told and strategy is not None and not hasattr(strategy, "fanouts"):
+        if told and self.trainer is not None and not layout.samples:
+            strategy = type(self.trainer.strategy).__name__
             raise ValueError(
-                f"GraphDataModule({told}) asks for batches of sampled neighbourhoods, and {type(strategy).__name__} makes none. "
+                f"GraphDataModule({told}) asks for batches of sampled neighbourhoods, and {strategy} makes none. "
                 'Use Trainer(strategy="sampling"), or leave it out.'
             )
 
@@ -314,7 +317,7 @@ class GraphDataModule(L.LightningDataModule):
                 shard = self._shard  # as the last stage has left it, like the whole graph on one device
                 shard.batch.cpu()
             else:
-                self._tell_of_changes("the parts are other ones now")
+                self.tell_of_changes("the parts are other ones now")
                 self._shard = None  # in the middle of a run, before the next one takes its memory
                 shard = read_cut(self.store / folder, layout).shard(self.trainer.global_rank, layout.replicas)
         except Exception as error:
@@ -335,23 +338,14 @@ class GraphDataModule(L.LightningDataModule):
         return self._batches("test_mask")
 
     def predict_dataloader(self) -> OneBatch:
-        batches = self._batches(None)
-        return batches if isinstance(batches, OneBatch) else OneBatch(batches)
+        return self._batches(None)
 
-    def _batches(self, mask: str | None) -> Any:
-        """Returns the strategy's loader of mini-batches whose seeds are in a mask, None for all nodes; else the one batch."""
+    def _batches(self, mask: str | None) -> OneBatch:
         if not self._versions:
             self._versions = versions_of(self.shard.batch)
-        batches = getattr(getattr(self.trainer, "strategy", None), "batches", None)
-        found = None if batches is None else batches(self, mask)
-        return OneBatch(self.shard.batch) if found is None else found
+        return OneBatch(self.shard.batch, self, mask)
 
-    @override
-    def teardown(self, stage: str) -> None:
-        if getattr(getattr(self.trainer, "strategy", None), "_start_method", "popen") != "popen":
-            self._tell_of_changes("its process ends with this call")
-
-    def _tell_of_changes(self, why: str) -> None:
+    def tell_of_changes(self, why: str) -> None:
         """Warns of changes of the batch in place, which are lost now; on one device they would have stayed."""
         versions, self._versions = self._versions, {}
         if self._shard is None or self._shard_of is None:

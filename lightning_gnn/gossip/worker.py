@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 
 from lightning_gnn.comm.peers import Heartbeat, PeerServer, SharedKeys, StoreAddress
-from lightning_gnn.gossip.consensus import distance, sketch
 from lightning_gnn.gossip.operations import (
     Await,
     InProcess,
@@ -40,6 +39,9 @@ _LOOK_S = 0.5
 
 _REST_S = 0.02
 """How often who has nothing left to do looks whether others need its help."""
+
+SKETCH_SIZE = 1024
+"""Numbers in a sketch. Squared distances are right in the mean; their standard deviation is at most sqrt(2 / 1024), 4.4 %."""
 
 
 @dataclass
@@ -263,7 +265,7 @@ class Worker:
         """Returns how far the parameters of some workers were from each other when each has published last.
 
         It is the root mean square of their distances to their mean, relative to the norm of that, estimated from sketches: see
-        :mod:`~lightning_gnn.gossip.consensus`.
+        :func:`sketch`.
         """
         if self.peers is None:
             return 0.0
@@ -319,3 +321,24 @@ class Worker:
         if self.peers is not None:
             self.peers.heartbeat.stop()
             self.peers.server.close()
+
+
+def sketch(tensors: Iterable[Tensor]) -> Tensor:
+    """Returns a projection ``[SKETCH_SIZE]``, float64, of all values of some tensors, which keeps distances.
+
+    Each value is added to one of the numbers, drawn at random, with a random sign; the same for all workers. Source: count
+    sketch, Charikar, Chen and Farach-Colton (2002); as a random projection, Weinberger et al., "Feature Hashing for Large Scale
+    Multitask Learning" (ICML 2009), Lemma 2.
+    """
+    values = torch.cat([torch.zeros(0), *(each.detach().reshape(-1).cpu() for each in tensors)]).double()
+    drawn = torch.randint(2 * SKETCH_SIZE, values.shape, generator=torch.Generator().manual_seed(0))
+    signs = 1.0 - 2.0 * (drawn % 2)
+    return torch.zeros(SKETCH_SIZE, dtype=torch.float64).index_add_(0, drawn // 2, values * signs)
+
+
+def distance(vectors: Sequence[Tensor]) -> float:
+    """Returns how far vectors x_1..x_P are from their mean m, relative to it: sqrt(sum of ``|x_r - m|^2`` / P) / ``|m|``."""
+    rows = torch.stack(list(vectors)).double()
+    offsets = rows - rows[0]  # so that equal ones give 0, whatever is rounded
+    root = (offsets - offsets.mean(0)).square().sum(1).mean().sqrt()
+    return float(root / rows.mean(0).norm()) if root else 0.0

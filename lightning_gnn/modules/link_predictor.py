@@ -14,8 +14,7 @@ from typing_extensions import override
 
 from lightning_gnn.datamodules import GraphDataModule
 from lightning_gnn.datamodules.known_edges import known_edges
-from lightning_gnn.modules.base import GraphModule, OptimizerCallable
-from lightning_gnn.modules.inputs import check_width, edge_inputs
+from lightning_gnn.modules.base import GraphModule, OptimizerCallable, check_width, edge_inputs
 from lightning_gnn.nn.context import UnsupportedModelError
 from lightning_gnn.nn.helpers import choose_edges, expand, fetch_rows, num_nodes
 from lightning_gnn.sampling.draws import draw_others
@@ -168,7 +167,8 @@ class LinkPredictor(GraphModule):
             raise ValueError("The graph has one node, and so no pair of nodes that could be joined.")
         if self.relations is not None:
             _check_types(data.shard.batch.get("edge_type"), self.relations.num_embeddings)
-        if stage == "fit" and self.negatives == "in_batch" and not hasattr(self.trainer.strategy, "batches"):
+        in_batches = getattr(self.trainer.strategy, "trains_on_batches", False)
+        if stage == "fit" and self.negatives == "in_batch" and not in_batches:
             raise ValueError(
                 'negatives="in_batch" are the targets of other edges of a mini-batch, but this strategy trains on the whole '
                 'graph at once. Use negatives="uniform", or Trainer(strategy="sampling").'

@@ -17,8 +17,7 @@ from torchmetrics.classification import (
 from typing_extensions import override
 
 from lightning_gnn.datamodules import GraphDataModule
-from lightning_gnn.modules.base import GraphModule, OptimizerCallable
-from lightning_gnn.modules.inputs import check_width, edge_inputs
+from lightning_gnn.modules.base import GraphModule, OptimizerCallable, check_width, edge_inputs
 from lightning_gnn.nn.context import UnsupportedModelError
 
 UNLABELLED = -1

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 Groups = tuple["int | Groups", ...]
@@ -39,6 +39,7 @@ class LayoutSpec:
         replicas: what ranks hold beside what they own; made when a rank reads its part, the stored cut is the same.
         host_weight: of a vertex cut, what a replica on another machine costs against one in the same, 0 to 1.
         takes_types: the graph may have node and edge types.
+        samples: steps of training look at sampled neighbourhoods, so fan-outs and a batch size are of use.
     """
 
     kind: Literal["whole", "edge_cut", "vertex_cut"]
@@ -48,6 +49,7 @@ class LayoutSpec:
     replicas: Replicas | None = None
     host_weight: float = 0.0
     takes_types: bool = False
+    samples: bool = field(default=False, compare=False)
 
     def __post_init__(self) -> None:
         if self.parts < 1:

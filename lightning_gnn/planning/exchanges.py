@@ -215,7 +215,9 @@ def _replicated(name: str, work: Workload, topology: Topology, groups: tuple[tup
     held = hold(work.edge_index, work.relation.offsets, Replicas(work.num_layers, groups))
     relation = Relation.from_halos(held.halos, held.offsets)
     factor = float((held.offsets[-1] + relation.pair_rows.sum()) / max(1, work.relation.offsets[-1]))
-    return _planned(name, spst(relation, topology), topology, work, Exchange(name, edges=held.num_edges, replication=factor))
+    return _planned(
+        name, spst(relation, topology), topology, work, Exchange(name, edges=held.num_edges, replication=factor)
+    )
 
 
 def grid_name(replication: int, sparsity_aware: bool) -> str:

@@ -8,15 +8,12 @@ from __future__ import annotations
 import os
 import uuid
 from abc import abstractmethod
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from typing import Any, Literal, get_args
 
 import lightning.pytorch as pl
 import torch
-from lightning.pytorch.strategies import ParallelStrategy
 from lightning.pytorch.trainer.states import TrainerFn
-from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import Tensor
 from torch.optim import Optimizer
 from typing_extensions import override
@@ -33,17 +30,16 @@ from lightning_gnn.comm.peers import (
     StoreServer,
     own_address,
 )
-from lightning_gnn.data.sources import EDGE_MASKS, counted_mask, num_labelled
-from lightning_gnn.datamodules.graph import GraphDataModule
-from lightning_gnn.gossip.averaging import Averages, Comparison, Final, Mode, mean_of, weights_of
-from lightning_gnn.gossip.clusters import ClusterBatches, Clusters, LeftOver, PooledBatches
+from lightning_gnn.data.shards import Shard
+from lightning_gnn.data.sources import EDGE_MASKS, counted_mask
+from lightning_gnn.datamodules.graph import GraphDataModule, OneBatch
+from lightning_gnn.gossip.averaging import Comparison, Final, Mode
+from lightning_gnn.gossip.clusters import Clusters, LeftOver
+from lightning_gnn.gossip.fit import WorkerFit
 from lightning_gnn.gossip.pool import Pool
 from lightning_gnn.gossip.worker import Counts, Peers, Worker
-from lightning_gnn.nn.bind import check_module
 from lightning_gnn.nn.embedding import embeddings_of
-from lightning_gnn.nn.helpers import graph_in_use
 from lightning_gnn.partition.layout import LayoutSpec
-from lightning_gnn.steps.logs import GlobalLogs
 from lightning_gnn.steps.random_streams import RandomStreams
 from lightning_gnn.strategies.base import GNNStrategy
 from lightning_gnn.strategies.dgcl import DGCLScheme
@@ -95,9 +91,9 @@ class ClusterStrategy(GNNStrategy):
         ValueError: an argument is none of these, or a number below 1.
     """
 
+    trains_on_batches = True
     no_stage_because = "Its workers train independently, each with an optimizer of its own."
     others_go_on = False
-    trains_on_batches = True
     """Whether workers do without one that fails in `fit`."""
     averages: tuple[str, ...] = get_args(Average)
 
@@ -143,11 +139,7 @@ class ClusterStrategy(GNNStrategy):
         self.final, self.monitor, self.mode = final, monitor, mode
         self.report: dict[int, Counts] = {}
         self.consensus = 0.0
-        self._clusters: Clusters | None = None
-        self._worker: Worker | None = None
-        self._batches: PooledBatches | None = None
-        self._averages: Averages | None = None
-        self._comparison = Comparison(final, monitor, mode)
+        self._fit: WorkerFit | None = None
         self._server: StoreServer | None = None
         self._starting: TrainerFn | None = None
         self._lost: list[int] = []
@@ -172,7 +164,7 @@ class ClusterStrategy(GNNStrategy):
             raise ValueError(f"{self.num_clusters} clusters are too few for {self.world_size} workers. Raise clusters.")
         return LayoutSpec("edge_cut", self.num_clusters, method=self.assignment)
 
-    def _check_clusters(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
+    def _check_fit(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
         """Refuses what cannot be trained on clusters."""
         name = type(self).__name__
         if counted_mask("train_mask", module) in EDGE_MASKS:
@@ -238,11 +230,6 @@ class ClusterStrategy(GNNStrategy):
         super().setup_environment()
 
     @override
-    def _warm_up(self, module: pl.LightningModule, trainer: pl.Trainer) -> None:
-        if not self._fits:  # on clusters PyG's own code runs
-            super()._warm_up(module, trainer)
-
-    @override
     def checked_stages(self, trainer: pl.Trainer) -> Sequence[str]:
         return () if self._fits else super().checked_stages(trainer)
 
@@ -250,58 +237,55 @@ class ClusterStrategy(GNNStrategy):
 
     @override
     def setup(self, trainer: pl.Trainer) -> None:
-        if not self._fits:
-            super().setup(trainer)
-            return
-        module = self.lightning_module
-        assert module is not None
-        if self._layer_sync is not None:
-            raise ValueError("sync_batchnorm=True averages over all workers at once. Set sync_batchnorm=False.")
-        check_module(module)
-        self._check_clusters(trainer, module)
-        data = self._check_data(getattr(trainer, "datamodule", None))
-        shard = self._shard = self._take_shard(trainer)
+        if self._fits:
+            self._check_fit(trainer, self._module)
+        super().setup(trainer)
+
+    @override
+    def binds(self, shard: Shard) -> bool:
+        return not self._fits and super().binds(shard)
+
+    @override
+    def begin_stage(self, trainer: pl.Trainer, shard: Shard) -> None:
+        if self._fits:
+            self._separate(trainer, shard)
+        super().begin_stage(trainer, shard)
+
+    def _separate(self, trainer: pl.Trainer, shard: Shard) -> None:
+        """Makes this rank a worker. To Lightning, torchmetrics and loggers it is a run of one rank from now on."""
+        module = self._module
         if embeddings_of(module, sum(shard.counts)):
             raise ValueError(
                 "DistributedEmbedding leaves each node's row to one owner, and workers of gossip train independently, on any "
                 'node. Use strategy="sampling".'
             )
-        self._clusters = self._make_clusters(data)
         validates = trainer.enable_validation and any(shard.mask_counts["val_mask"])
         if self.final == "best" and self.world_size > 1 and not validates:
             raise ValueError(
                 'final="best" compares workers by what validation logs, and there is none in this run. Give '
                 'validation_step, nodes in val_mask and limit_val_batches, or use final="auto" or "average".'
             )
-        ParallelStrategy.setup(self, trainer)  # not GNNStrategy's: nothing is bound
-        if any(isinstance(optimizer, torch.optim.LBFGS) for optimizer in self.optimizers):
-            raise ValueError(
-                "LBFGS evaluates a batch several times, between which averages fall. Use Adam, AdamW or SGD."
-            )
+        clusters = self._make_clusters(self.check_data(getattr(trainer, "datamodule", None)))
         self.world.broadcast_tensors_([*module.parameters(), *module.buffers()])
         torch.manual_seed(RandomStreams(self.world).seed)  # workers are independent, in hooks as in steps
-        self._averages = Averages(module, self.average == "gradients")
-        self._comparison = Comparison(self.final, self.monitor, self.mode)
-        self._worker = self._new_worker(trainer, self._clusters)
-        # From here on each worker is alone: what Lightning, torchmetrics and loggers ask of all ranks, they ask of one.
+        epochs = trainer.max_epochs
+        pool = Pool(clusters.batches, None if epochs is None or epochs < 0 else epochs * clusters.batches)
+        worker = self._make_worker(pool, self._connect() if self.world_size > 1 else None)
+        comparison = Comparison(self.final, self.monitor, self.mode)
+        self._fit = WorkerFit(module, worker, clusters, self.average == "gradients", comparison)
+        worker.enter()
+        self.world.barrier()
         if self.world_size > 1:
             launcher: Any = self._launcher
             launcher.ranks_are_independent()
         self.world.close()
         self._world = World(0, 1, self.root_device, self.timeout)
-        self._logs = GlobalLogs(module, self._world)
-        ours = [self._noting(), GossipMetrics(self._worker), _Hooks(self)]
-        self._callbacks = [*ours]
-        trainer.callbacks[:0] = ours  # type: ignore[attr-defined]
 
-    def _new_worker(self, trainer: pl.Trainer, clusters: Clusters) -> Worker:
-        epochs = trainer.max_epochs
-        pool = Pool(clusters.batches, None if epochs is None or epochs < 0 else epochs * clusters.batches)
-        peers = self._connect() if self.world_size > 1 else None
-        worker = self._make_worker(pool, peers)
-        worker.enter()
-        self.world.barrier()
-        return worker
+    @override
+    def stage_callbacks(self, shard: Shard) -> list[pl.Callback]:
+        if self._fit is None:
+            return super().stage_callbacks(shard)
+        return [self.progress, GossipMetrics(self._fit.worker), self._fit]
 
     def _connect(self) -> Peers:
         """Connects this worker to the others; runs on every rank."""
@@ -319,66 +303,26 @@ class ClusterStrategy(GNNStrategy):
 
     # Batches ##################################################################
 
-    def batches(self, data: GraphDataModule, mask: str | None) -> PooledBatches | ClusterBatches | None:
-        """Returns this worker's loader; called by the datamodule.
-
-        Args:
-            data: the graph.
-            mask: whose nodes count; None for all.
-
-        Returns:
-            In `fit` the pool's batches, or the clusters with validation nodes, one by one. Else None: its part of the graph.
-        """
-        if not self._fits or mask not in ("train_mask", "val_mask"):
-            return None
-        if mask == "train_mask":
-            return self._training_batches()
-        assert self._clusters is not None
-        return ClusterBatches(self._clusters, self._clusters.labelled("val_mask"))
-
-    def _training_batches(self) -> PooledBatches:
-        """Returns the same loader when Lightning asks again."""
-        assert self._worker is not None and self._clusters is not None and self.lightning_module is not None
-        if self._batches is not None:
-            return self._batches
-        trainer, pool = self.lightning_module.trainer, self._worker.pool
-
-        def epoch() -> int:
-            # trainer.current_epoch is one behind for a moment, when a run resumes with a checkpoint of an epoch's end.
-            progress: Any = trainer.fit_loop.epoch_progress.current
-            return progress.processed
-
-        # Only now is a checkpoint's epoch known.
-        saved = (self._saved or {}).get("pool", {})
-        pool.begin = epoch() * pool.size
-        if saved.get("size") == pool.size:
-            pool.begin, pool.done_before = saved["begin"], frozenset(saved["done"])
-        self._batches = PooledBatches(
-            self._worker,
-            self._clusters,
-            lambda: (epoch(), epoch() + 1 == trainer.max_epochs),
-        )
-        return self._batches
-
     @override
     def process_dataloader(self, dataloader: object) -> object:
-        ours = isinstance(dataloader, (PooledBatches, ClusterBatches))
-        return dataloader if ours else super().process_dataloader(dataloader)
+        dataloader = super().process_dataloader(dataloader)
+        if self._fit is None or not isinstance(dataloader, OneBatch):
+            return dataloader
+        batches = self._fit.batches(dataloader.mask, (self._saved or {}).get("pool", {}))
+        return dataloader if batches is None else batches
 
     @override
     def batch_to_device(self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0) -> Any:
         if isinstance(batch, LeftOver):
-            assert self._batches is not None and self._worker is not None and self._averages is not None
-            self._worker.leave(self._averages.vector)
-            batch = self._batches.left_over()
+            assert self._fit is not None
+            batch = self._fit.left_over()
             if batch is None:
                 self._end_epoch()
         return super().batch_to_device(batch, device, dataloader_idx)
 
     def _end_epoch(self) -> None:
         """Ends the epoch in place of a batch; what is due after the last batch is due now, validation above all."""
-        assert self.lightning_module is not None
-        loop = self.lightning_module.trainer.fit_loop
+        loop = self._module.trainer.fit_loop
         assert loop._data_fetcher is not None
         loop.epoch_loop.on_advance_end(loop._data_fetcher)
         raise StopIteration
@@ -386,42 +330,16 @@ class ClusterStrategy(GNNStrategy):
     # Steps ####################################################################
 
     @override
-    def training_step(self, batch: Any, *args: Any, **kwargs: Any) -> Any:
-        with self._alone(batch, "train_mask"):
-            return ParallelStrategy.training_step(self, batch, *args, **kwargs)
-
-    @override
-    def validation_step(self, batch: Any, *args: Any, **kwargs: Any) -> Any:
-        if self._worker is None:
-            return super().validation_step(batch, *args, **kwargs)
-        with self._alone(batch, "val_mask"):
-            return ParallelStrategy.validation_step(self, batch, *args, **kwargs)
-
-    @contextmanager
-    def _alone(self, batch: Any, mask: str) -> Iterator[None]:
-        """What a step logs is of this worker's batch alone, and layers see nothing but the batch."""
-        assert self._logs is not None
-        self._now_in("forward" if mask == "train_mask" else "validation")
-        self._logs.enter([num_labelled(batch.get("y"), batch[mask])])
-        with graph_in_use(None):
-            yield
-        self._logs.leave()
-
-    @override
     def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
-        self._comparison.add_loss(closure_loss.detach())
-        self._now_in("backward")
-        loss = ParallelStrategy.backward(self, closure_loss, optimizer, *args, **kwargs)
-        self._now_in("the optimizer's step")
-        return loss
+        assert self._fit is not None
+        self._fit.comparison.add_loss(closure_loss.detach())
+        return super().backward(closure_loss, optimizer, *args, **kwargs)
 
     @override
     def post_backward(self, closure_loss: Tensor) -> None:
-        """Averages with others, if it is time to; before gradients are clipped."""
-        assert self._worker is not None and self._averages is not None
-        total = self._worker.meet(self._averages.vector)
-        if total is not None:
-            self._averages.take(total)
+        """Averages with others, before gradients are clipped."""
+        assert self._fit is not None
+        self._fit.average()
 
     @override
     def barrier(self, name: str | None = None) -> None:
@@ -430,85 +348,37 @@ class ClusterStrategy(GNNStrategy):
 
     @override
     def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
-        if self._worker is None:
+        if self._fit is None:
             return super().reduce_boolean_decision(decision, all)
-        return self._worker.agrees(decision, all)
+        return self._fit.worker.agrees(decision, all)
 
     # The end ##################################################################
 
     @override
     def on_train_end(self) -> None:
         """Comes to a result with the other workers; none of them waits for one that has died."""
-        worker, module = self._worker, self.lightning_module
-        assert worker is not None and module is not None and self._batches is not None and self._averages is not None
-        worker.leave(self._averages.vector)
-        self._batches.give_back()
-        worker.publish(module.parameters())
-        scores = worker.agree(self._comparison.scores, weights_of(module), self.timeout.total_seconds())
+        super().on_train_end()
+        assert self._fit is not None
+        fit, worker = self._fit, self._fit.worker
+        scores = fit.end(self.timeout.total_seconds())
         self.report, self.consensus = worker.all_counts(), worker.consensus(scores)
         self._lost = [rank for rank in range(self.world_size) if rank not in scores]
-        undone = 0 if module.trainer.should_stop else worker.undone()
-        if worker.peers is None:
-            return
-        chosen, result = self._comparison.choose(scores, self.global_rank)
-        module.load_state_dict(mean_of([worker.weights_of(rank) for rank in chosen]))
-        worker.part(list(scores), self._server is not None, EXCHANGE_S)
-        if self.global_rank == min(scores):
-            show(self.report, self._lost, undone, self.consensus, result)
+        if worker.peers is not None:
+            undone = 0 if self._module.trainer.should_stop else worker.undone()
+            result = fit.load_result(scores)
+            worker.part(list(scores), self._server is not None, EXCHANGE_S)
+            if self.global_rank == min(scores):
+                show(self.report, self._lost, undone, self.consensus, result)
 
     @override
-    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any | None = None) -> None:
-        """Writes this worker's weights, on rank 0, and where the pool is; after fit, the result."""
-        if self._worker is None or self._batches is None:
-            super().save_checkpoint(checkpoint, filepath, storage_options)
-            return
-        begin, done = self._worker.position()
-        pool = {"size": self._worker.pool.size, "begin": begin, "done": done}
-        checkpoint["lightning_gnn"] = {"scheme": self.scheme.state_dict(), "pool": pool}
-        ParallelStrategy.save_checkpoint(self, checkpoint, filepath, storage_options)
+    def kept_state(self) -> dict[str, Any]:
+        return super().kept_state() | ({} if self._fit is None else {"pool": self._fit.position()})
 
     @override
     def teardown(self) -> None:
-        if self._worker is not None:
-            self._worker.close()
+        if self._fit is not None:
+            self._fit.worker.close()
         if self._server is not None:
             self._server.stop()
-        self._worker = self._batches = self._averages = self._server = self._clusters = None
+        self._fit = self._server = None
         super().teardown()
-
-
-class _Hooks(pl.Callback):
-    """Tells the strategy where the loop is."""
-
-    def __init__(self, strategy: ClusterStrategy) -> None:
-        self._strategy = strategy
-
-    @override
-    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        if trainer.enable_validation:
-            rank_zero_info(
-                "Validation during fit is approximate: each worker validates its own weights, on clusters without the edges "
-                "between them. trainer.validate and trainer.test, after fit, are exact."
-            )
-
-    @override
-    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-        assert self._strategy._batches is not None
-        self._strategy._batches.trained()
-
-    @override
-    def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        self._strategy._comparison.end_epoch()
-
-    @override
-    def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        worker, averages = self._strategy._worker, self._strategy._averages
-        assert worker is not None and averages is not None
-        worker.leave(averages.vector, for_good=False)  # nobody shall wait meanwhile
-
-    @override
-    def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        assert self._strategy._worker is not None
-        self._strategy._worker.come_back()
-        if self._strategy.world_size > 1:
-            self._strategy._comparison.end_validation(trainer)

@@ -11,9 +11,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import lightning
+import lightning.pytorch as pl
 import torch
+from lightning.pytorch.trainer.states import TrainerFn
 
 from lightning_gnn.callbacks.communication import PartSize
+from lightning_gnn.callbacks.loggers import log_config, log_files, uploads
 from lightning_gnn.console import text_of
 from lightning_gnn.data.shards import Shard
 from lightning_gnn.data.sources import MASKS
@@ -23,6 +26,7 @@ from lightning_gnn.planning import Topology
 
 if TYPE_CHECKING:
     from lightning_gnn.strategies.base import GNNStrategy
+    from lightning_gnn.strategies.scheme import Scheme
 
 _NOT_TOLD = (
     *("self", "scheme", "model", "optimizers", "lr_schedulers"),
@@ -112,3 +116,21 @@ def partition_report(shard: Shard, with_picture: bool) -> dict[str, Any]:
         named = {name.replace("_", " "): values for name, values in counts.items()}
         files["partition.png"] = draw_parts(named, f"{title}: the parts' sizes")
     return files
+
+
+def log_run(strategy: GNNStrategy, trainer: pl.Trainer, shard: Shard) -> None:
+    """Tells the loggers what is trained, on which parts of which graph."""
+    log_config(trainer, run_config(strategy, shard))
+    if trainer.is_global_zero and trainer.state.fn == TrainerFn.FITTING and strategy.world_size > 1:
+        log_files(trainer, "partition", partition_report(shard, uploads(trainer)))
+
+
+def log_plan(scheme: Scheme, trainer: pl.Trainer, shard: Shard) -> None:
+    """Tells the loggers what rows follow in this run."""
+    followed = scheme.followed()
+    if followed:
+        log_config(trainer, {"plan": followed})
+    if trainer.is_global_zero and trainer.state.fn == TrainerFn.FITTING and uploads(trainer):
+        picture = scheme.picture(shard)
+        if picture is not None:
+            log_files(trainer, "plan", {"plan.json": json.dumps(followed, indent=1) + "\n", "plan.png": picture})

@@ -6,7 +6,7 @@ seeds), III-C (feature store), III-D (samplers), III-E (trainer).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any, TypeVar
@@ -35,7 +35,7 @@ from lightning_gnn.arguments import (
 from lightning_gnn.callbacks.sampling import SamplingMetrics
 from lightning_gnn.data.shards import Cut
 from lightning_gnn.data.sources import EDGE_MASKS, counted_mask
-from lightning_gnn.datamodules.graph import GraphDataModule
+from lightning_gnn.datamodules.graph import GraphDataModule, OneBatch
 from lightning_gnn.nn.bind import check_columns
 from lightning_gnn.nn.helpers import graph_in_use
 from lightning_gnn.partition.layout import LayoutSpec
@@ -72,7 +72,7 @@ class SamplingScheme(DGCLScheme):
 
     @override
     def layout(self, world_size: int, num_hosts: int = 1) -> LayoutSpec:
-        return replace(super().layout(world_size, num_hosts), method="metis_masks", takes_types=True)
+        return replace(super().layout(world_size, num_hosts), method="metis_masks", takes_types=True, samples=True)
 
 
 class SamplingStrategy(GNNStrategy):
@@ -116,6 +116,7 @@ class SamplingStrategy(GNNStrategy):
 
     strategy_name = "sampling"
     trains_on_batches = True
+    equal_buffers = False  # running statistics are those of a rank's own batches until training ends
 
     def __init__(
         self,
@@ -179,15 +180,15 @@ class SamplingStrategy(GNNStrategy):
         self.batch_size = _one_of("batch_size", self._given[1], batch_size, 1024)
 
     @override
-    def _check_data(self, data: Any) -> GraphDataModule:
-        data = super()._check_data(data)
+    def check_data(self, data: Any) -> GraphDataModule:
+        data = super().check_data(data)
         self._choose(data.fanouts, data.batch_size)
         if isinstance(data.source, HeteroData):  # known before it is partitioned
             fanouts_by_type(self.fanouts, data.source.edge_types, hetero=True)
         return data
 
-    def batches(self, data: GraphDataModule, mask: str | None) -> SampledBatches | None:
-        """Returns this rank's loader; called by the datamodule, on all ranks.
+    def _batches(self, data: GraphDataModule, mask: str | None) -> SampledBatches | None:
+        """Returns this rank's loader; on all ranks.
 
         Args:
             data: the graph.
@@ -256,7 +257,7 @@ class SamplingStrategy(GNNStrategy):
         return len(next(iter(self.fanouts.values())) if isinstance(self.fanouts, dict) else self.fanouts)
 
     @override
-    def _check_model(self, module: torch.nn.Module, types: Types) -> None:
+    def check_model(self, module: torch.nn.Module, types: Types) -> None:
         self._fanouts_of(types)
         if self.method != "neighbor" and counted_mask("train_mask", module) in EDGE_MASKS:
             raise ValueError(
@@ -264,7 +265,7 @@ class SamplingStrategy(GNNStrategy):
                 'Use method="neighbor".'
             )
         if not types.is_hetero:
-            super()._check_model(module, types)
+            super().check_model(module, types)
             return
         if self.method != "neighbor":
             raise ValueError(
@@ -274,15 +275,13 @@ class SamplingStrategy(GNNStrategy):
 
     @override
     def process_dataloader(self, dataloader: object) -> object:
-        return dataloader if isinstance(dataloader, SampledBatches) else super().process_dataloader(dataloader)
-
-    @override
-    def _counts(self, batch: Any, mask: str) -> Sequence[int]:
-        return batch.seed_counts if "seed_counts" in batch else super()._counts(batch, mask)
-
-    @override
-    def _stand_ins(self, batch: Any, mask: str) -> int:
-        return 1 if "seed_counts" in batch else super()._stand_ins(batch, mask)
+        dataloader = super().process_dataloader(dataloader)
+        if not isinstance(dataloader, OneBatch):
+            return dataloader
+        batches = self._batches(dataloader.data, dataloader.mask)
+        if batches is None:
+            return dataloader
+        return batches if dataloader.mask is not None else OneBatch(batches, dataloader.data, None)
 
     # Steps ####################################################################
 
@@ -323,12 +322,6 @@ class SamplingStrategy(GNNStrategy):
             )
 
     @override
-    def _replicated(self) -> Iterator[tuple[str, Tensor]]:
-        # Not buffers: running statistics are those of a rank's own batches until training ends.
-        parameters = {name for name, _ in self.lightning_module.named_parameters()}  # type: ignore[union-attr]
-        yield from ((name, tensor) for name, tensor in super()._replicated() if name in parameters)
-
-    @override
     def training_step(self, batch: Any, *args: Any, **kwargs: Any) -> Any:
         self._trained = True
         if self._binding is not None:
@@ -336,8 +329,8 @@ class SamplingStrategy(GNNStrategy):
         if "num_seeds" in batch:
             own = torch.tensor([batch.num_seeds], device=self.root_device)
             batch.seed_counts = tuple(self.world.all_gather(own, "Counting training nodes").view(-1).tolist())
-        if self._owners is not None:
-            self._owners.idle = batch.seed_counts[self.global_rank] == 0
+        if self._shared is not None and self._shared.owners is not None:
+            self._shared.owners.idle = batch.seed_counts[self.global_rank] == 0
         with graph_in_use(None):
             return super().training_step(batch, *args, **kwargs)
 

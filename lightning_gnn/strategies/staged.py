@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import lightning.pytorch as pl
@@ -16,6 +17,8 @@ from lightning.pytorch.utilities.seed import isolate_rng
 from typing_extensions import override
 
 from lightning_gnn.callbacks.loggers import log_config
+from lightning_gnn.partition.layout import LayoutSpec
+from lightning_gnn.steps.random_streams import RandomStreams
 from lightning_gnn.strategies import registered
 from lightning_gnn.strategies.base import GNNStrategy
 from lightning_gnn.strategies.run_config import arguments_of
@@ -96,18 +99,16 @@ class StagedStrategy(GNNStrategy):
     def approximation(self) -> str:
         return ", ".join(filter(None, dict.fromkeys(strategy.approximation for strategy in self.stages)))
 
-    @property
-    def fanouts(self) -> Any:
-        """Of the first stage that samples; there is none otherwise. The datamodule asks whether it may give them."""
-        sampling = next((strategy for strategy in self.stages if hasattr(strategy, "fanouts")), self._current)
-        return sampling.fanouts  # type: ignore[attr-defined]
+    @override
+    def layout(self) -> LayoutSpec:
+        return replace(self._current.layout(), samples=any(each.layout().samples for each in self.stages))
 
     @override
     def _configure_launcher(self) -> None:
         super()._configure_launcher()
         for strategy in self.stages:
             if strategy is not self._current:
-                strategy.run_like(self._current)
+                _run_like(strategy, self._current)
 
     # Before training ##########################################################
 
@@ -126,7 +127,7 @@ class StagedStrategy(GNNStrategy):
     @override
     def setup(self, trainer: pl.Trainer) -> None:
         for strategy in self._others(trainer):
-            strategy.check_ahead(trainer, self._current)
+            _check_ahead(strategy, trainer, self._current)
         self._current.setup(trainer)
         if trainer.state.fn == TrainerFn.FITTING:
             last = self.first_epochs[-1]
@@ -173,7 +174,7 @@ class StagedStrategy(GNNStrategy):
             _end_epoch_and_data(loop)
             random = before.random  # teardown ends them
             before.teardown()
-            stage.take_over(before, random)
+            _take_over(stage, before, random)
             self._current = stage
             stage.setup_environment()
             trainer._data_connector.prepare_data()
@@ -189,6 +190,36 @@ class StagedStrategy(GNNStrategy):
 
 
 _OWN = frozenset(vars(StagedStrategy)) | {"stages", "first_epochs", "_current", "_switch"}
+
+
+def _run_like(strategy: GNNStrategy, other: GNNStrategy) -> None:
+    """Gives a strategy devices, processes and plugins, as a Trainer has given them to another one."""
+    for name in ("_accelerator", "_checkpoint_io", "_precision_plugin", "_launcher", "_layer_sync", "num_nodes"):
+        setattr(strategy, name, getattr(other, name))
+    strategy.parallel_devices, strategy.cluster_environment = other.parallel_devices, other.cluster_environment
+
+
+def _check_ahead(strategy: GNNStrategy, trainer: pl.Trainer, before: GNNStrategy) -> None:
+    """Refuses what a strategy's set-up would refuse later; on all ranks, while those of another one are connected."""
+    assert before.lightning_module is not None
+    strategy.connect(before.lightning_module)
+    shard = strategy.check_data(getattr(trainer, "datamodule", None)).shard
+    strategy._world = before.world
+    try:
+        strategy._checks.ahead_of_stage(before.lightning_module, shard, trainer)
+    finally:
+        strategy._world = None
+
+
+def _take_over(strategy: GNNStrategy, before: GNNStrategy, random: RandomStreams | None) -> None:
+    """Goes on with model, optimizers, schedulers, checkpoint and random numbers of a strategy that has been torn down."""
+    assert before.lightning_module is not None
+    strategy.connect(before.lightning_module)
+    strategy._saved, before._saved = before._saved, None
+    strategy.random = random
+    strategy.optimizers, strategy.lr_scheduler_configs = before.optimizers, before.lr_scheduler_configs
+    before.optimizers, before.lr_scheduler_configs = [], []
+    strategy.has_optimizers = True
 
 
 def _end_epoch_and_data(loop: _FitLoop) -> None:

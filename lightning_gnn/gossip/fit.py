@@ -1,0 +1,117 @@
+"""One worker's part of a fit: its batches, its averages with others, and the common result."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import lightning.pytorch as pl
+from lightning.pytorch.utilities.rank_zero import rank_zero_info
+from torch_geometric.data import Data
+from typing_extensions import override
+
+from lightning_gnn.gossip.averaging import Averages, Comparison, mean_of, weights_of
+from lightning_gnn.gossip.clusters import ClusterBatches, Clusters, PooledBatches
+from lightning_gnn.gossip.worker import Scores, Worker
+
+
+class WorkerFit(pl.Callback):
+    """Connects a worker with Lightning's loop.
+
+    Args:
+        module: this worker's.
+        worker: takes batches from the pool, and meets others.
+        clusters: of the graph.
+        gradients: average gradients; else parameters.
+        comparison: chooses the result.
+    """
+
+    def __init__(
+        self, module: pl.LightningModule, worker: Worker, clusters: Clusters, gradients: bool, comparison: Comparison
+    ) -> None:
+        self.worker, self.comparison = worker, comparison
+        self._module, self._clusters = module, clusters
+        self._averages = Averages(module, gradients)
+        self._pooled: PooledBatches | None = None
+
+    def batches(self, mask: str | None, saved: dict[str, Any]) -> PooledBatches | ClusterBatches | None:
+        """Returns the pool's batches for training, the clusters with validation nodes for validation; None for the rest.
+
+        Args:
+            mask: of the stage.
+            saved: :meth:`position` of the checkpoint that the run resumes with; empty without one.
+        """
+        if mask == "val_mask":
+            return ClusterBatches(self._clusters, self._clusters.labelled("val_mask"))
+        if mask != "train_mask" or self._pooled is not None:
+            return self._pooled if mask == "train_mask" else None
+        trainer, pool = self._module.trainer, self.worker.pool
+
+        def epoch() -> int:
+            # trainer.current_epoch is one behind for a moment, when a run resumes with a checkpoint of an epoch's end.
+            progress: Any = trainer.fit_loop.epoch_progress.current
+            return progress.processed
+
+        # Only now is a checkpoint's epoch known.
+        pool.begin = epoch() * pool.size
+        if saved.get("size") == pool.size:
+            pool.begin, pool.done_before = saved["begin"], frozenset(saved["done"])
+        self._pooled = PooledBatches(self.worker, self._clusters, lambda: (epoch(), epoch() + 1 == trainer.max_epochs))
+        return self._pooled
+
+    def position(self) -> dict[str, Any]:
+        """Returns where the pool is, for checkpoints."""
+        begin, done = self.worker.position()
+        return {"size": self.worker.pool.size, "begin": begin, "done": done}
+
+    def left_over(self) -> Data | None:
+        """Returns a batch of all that others have left undone at the end of the pool; None once all is done."""
+        assert self._pooled is not None
+        self.worker.leave(self._averages.vector)
+        return self._pooled.left_over()
+
+    def average(self) -> None:
+        """Averages with others, if it is time to."""
+        total = self.worker.meet(self._averages.vector)
+        if total is not None:
+            self._averages.take(total)
+
+    def end(self, seconds: float) -> dict[int, Scores]:
+        """Returns the scores of the workers that have come to the end; waits for those that live, for some seconds."""
+        self.worker.leave(self._averages.vector)
+        if self._pooled is not None:
+            self._pooled.give_back()
+        self.worker.publish(self._module.parameters())
+        return self.worker.agree(self.comparison.scores, weights_of(self._module), seconds)
+
+    def load_result(self, scores: dict[int, Scores]) -> str:
+        """Gives the module the result of the workers with these scores; returns what that is, in words."""
+        chosen, result = self.comparison.choose(scores, self.worker.me)
+        self._module.load_state_dict(mean_of([self.worker.weights_of(worker) for worker in chosen]))
+        return result
+
+    @override
+    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        if trainer.enable_validation:
+            rank_zero_info(
+                "Validation during fit is approximate: each worker validates its own weights, on clusters without the edges "
+                "between them. trainer.validate and trainer.test, after fit, are exact."
+            )
+
+    @override
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        assert self._pooled is not None
+        self._pooled.trained()
+
+    @override
+    def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self.comparison.end_epoch()
+
+    @override
+    def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self.worker.leave(self._averages.vector, for_good=False)  # nobody shall wait meanwhile
+
+    @override
+    def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self.worker.come_back()
+        if self.worker.size > 1:
+            self.comparison.end_validation(trainer)

@@ -1,0 +1,77 @@
+"""Lightning's loop around steps: what hooks are given, and where a rank is."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import lightning.pytorch as pl
+from lightning.pytorch.trainer.states import TrainerFn
+from torch import Tensor
+
+from lightning_gnn.comm.group import World
+from lightning_gnn.comm.processes import here
+
+
+@contextmanager
+def loss_in_outputs(trainer: pl.Trainer, loss: Callable[[], Tensor | None]) -> Iterator[None]:
+    """While open, ``on_train_batch_end`` gets the loss of all ranks in ``outputs["loss"]``, where Lightning puts this rank's own.
+
+    Callbacks and hooks decide by it. It is Lightning's loop that puts it there, and no callback, since the learning-rate finder
+    puts its own in place of all others. In manual optimisation, `outputs` is what the step returned, of this rank.
+
+    Args:
+        trainer: whose loop it is.
+        loss: returns the loss of all ranks in the step that has ended; None where it is not known.
+    """
+    loop = trainer.fit_loop.epoch_loop.automatic_optimization
+    run = loop.run
+
+    def with_loss_of_all(*args: Any, **kwargs: Any) -> dict[str, Any]:
+        outputs, found = run(*args, **kwargs), loss()
+        if found is not None and isinstance(outputs.get("loss"), Tensor):
+            outputs["loss"] = found.to(outputs["loss"])
+        return outputs
+
+    loop.run = with_loss_of_all  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        loop.__dict__.pop("run", None)
+
+
+@contextmanager
+def without_example(module: pl.LightningModule) -> Iterator[None]:
+    """While open, a module that is bound to its part of the graph has no ``example_input_array``, which is a graph of its own:
+    summaries leave sizes out."""
+    given, module._example_input_array = module._example_input_array, None
+    try:
+        yield
+    finally:
+        module._example_input_array = given
+
+
+class Progress(pl.Callback):
+    """Notes where this rank is, for those that ask once it has ended or hangs."""
+
+    def __init__(self) -> None:
+        self._steps: Counter[str] = Counter()
+
+    def begin_step(self, stage: str, trainer: pl.Trainer, world: World) -> None:
+        """Notes that a step of a stage begins, in messages of the watchdog, too."""
+        self._steps[stage] += 1
+        world.watch.place = f"{stage} step {self._steps[stage]}"
+        self.at("forward" if stage == "training" else stage, trainer)
+
+    def at(self, phase: str, trainer: pl.Trainer) -> None:
+        """Notes the phase that begins."""
+        phase = "the sanity check" if trainer.sanity_checking else phase
+        here().at(phase, trainer.current_epoch if trainer.state.fn == TrainerFn.FITTING else None)
+
+    def on_train_epoch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self.at("the epoch's start", trainer)
+
+    def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self.at("the epoch's end", trainer)

@@ -1,0 +1,98 @@
+"""The model that all ranks have alike: gradients are summed, copies compared, rows of embeddings left to their owners."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import lightning.pytorch as pl
+from lightning.pytorch.plugins import Precision
+from torch import Tensor
+
+from lightning_gnn.comm.group import World
+from lightning_gnn.comm.replicas import Replicas
+from lightning_gnn.comm.rows import EmbeddingRows
+from lightning_gnn.data.shards import Shard
+from lightning_gnn.nn.embedding import DistributedEmbedding, embeddings_of
+from lightning_gnn.steps.gradients import GradientSum
+
+
+class SharedModel:
+    """A module of which each rank has a copy; runs on every rank.
+
+    Args:
+        module: on the rank's device; all ranks get the parameters and buffers of rank 0.
+        world: the ranks.
+        shard: of this rank, whose embeddings' rows it owns; None leaves embeddings as they are.
+        num_optimizers, precision: of the run.
+        equal_buffers: buffers, too, must stay equal on all ranks.
+
+    Attributes:
+        gradients: sums them.
+        replicas: compares the copies.
+        owners: of embeddings' rows; None where there are none.
+
+    Raises:
+        ValueError: a distributed embedding with several optimizers, or with scaled gradients.
+    """
+
+    def __init__(
+        self,
+        module: pl.LightningModule,
+        world: World,
+        shard: Shard | None,
+        num_optimizers: int = 1,
+        precision: Precision | None = None,
+        equal_buffers: bool = True,
+    ) -> None:
+        self._module, self._world, self._equal_buffers = module, world, equal_buffers
+        world.broadcast_tensors_([*module.parameters(), *module.buffers()])
+        self.owners: EmbeddingRows | None = None
+        if shard is not None:
+            self._distribute(shard, num_optimizers, precision)
+        self.gradients = GradientSum(world, module.parameters)
+        self.replicas = Replicas(world, self._tensors)
+
+    def _distribute(self, shard: Shard, num_optimizers: int, precision: Precision | None) -> None:
+        embeddings = embeddings_of(self._module, sum(shard.counts))
+        if embeddings and num_optimizers > 1:
+            raise ValueError(
+                f"DistributedEmbedding steps when the optimizer has stepped, but there are {num_optimizers} optimizers. "
+                "Give one that has all parameters."
+            )
+        if embeddings and getattr(precision, "scaler", None) is not None:
+            raise ValueError(
+                "precision='16-mixed' scales the loss, and DistributedEmbedding would learn from scaled gradients. "
+                "Use precision='bf16-mixed' or 32."
+            )
+        if embeddings and self._world.size > 1:
+            batch_ids = shard.batch.n_id if shard.rows == shard.counts else None
+            self.owners = EmbeddingRows(self._world, shard.n_id, shard.counts, batch_ids)
+            for each in embeddings:
+                each.distribute(self.owners)
+
+    def _tensors(self) -> Iterator[tuple[str, Tensor]]:
+        """Yields what must be the same on all ranks, by name."""
+        modules = self._module.modules()
+        tables = [each for each in modules if isinstance(each, DistributedEmbedding)]
+        own_rows = {id(each) for table in tables for each in table.parameters()}
+        yield from (named for named in self._module.named_parameters() if id(named[1]) not in own_rows)
+        if self._equal_buffers:
+            yield from self._module.named_buffers()
+
+    def end_training(self) -> None:
+        """Compares the copies, and gives each embedding all of its rows back."""
+        # Ranks that come here from another number of steps are told so, and do not wait for those that still train.
+        digests = self._world.all_gather(self.replicas.digest(), "End of training")
+        self.replicas.check(digests, "At the end of training")
+        if self.owners is not None:
+            for each in embeddings_of(self._module, self.owners.num_nodes):
+                each.collect()
+
+    def release(self) -> None:
+        """Takes hooks off the parameters, and lets go of the embeddings."""
+        self.gradients.release()
+        if self.owners is not None:
+            self.owners.close()
+            for each in embeddings_of(self._module, self.owners.num_nodes):
+                each.release()
+            self.owners = None

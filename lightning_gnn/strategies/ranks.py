@@ -1,0 +1,149 @@
+"""RankStrategy: devices, processes, the world of ranks, whole checkpoints; it knows nothing of graphs."""
+
+from __future__ import annotations
+
+import os
+from datetime import timedelta
+from typing import Any, get_args
+
+import torch
+from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
+from lightning.fabric.utilities.rank_zero import rank_zero_only as fabric_rank_zero_only
+from lightning.pytorch.plugins.io.wrapper import _WrappingCheckpointIO
+from lightning.pytorch.strategies import ParallelStrategy
+from lightning.pytorch.utilities.rank_zero import rank_zero_only
+from typing_extensions import override
+
+from lightning_gnn.arguments import check_choice, check_flags, check_numbers
+from lightning_gnn.checkpoints import WholeCheckpointIO
+from lightning_gnn.comm.group import World, wait_for_all
+from lightning_gnn.comm.processes import here
+from lightning_gnn.launching import StartMethod
+
+MOST_SECONDS = 10**8
+"""Three years; torch counts deadlines in milliseconds, in 64 bits of nanoseconds in places."""
+
+
+class RankStrategy(ParallelStrategy):
+    """Ranks that are connected while the Trainer runs.
+
+    Args:
+        start_method, shared_memory, timeout: see :class:`~lightning_gnn.strategies.base.GNNStrategy`.
+        **plugins: of Lightning's strategies.
+
+    Raises:
+        ValueError: an argument is none of these.
+    """
+
+    def __init__(
+        self, start_method: StartMethod = "popen", shared_memory: bool = True, timeout: float = 1800.0, **plugins: Any
+    ) -> None:
+        super().__init__(**plugins)
+        check_choice("start_method", start_method, get_args(StartMethod))
+        check_numbers(timeout=timeout)
+        if not 0 < timeout <= MOST_SECONDS:
+            raise ValueError(f"timeout is a number of seconds above 0, at most {MOST_SECONDS:,} (got {timeout}).")
+        check_flags(shared_memory=shared_memory)
+        self.shared_memory, self.timeout = shared_memory, timedelta(seconds=timeout)
+        self.num_nodes = 1
+        self._start_method: StartMethod = start_method
+        self._world: World | None = None
+
+    @property
+    @override
+    def root_device(self) -> torch.device:
+        assert self.parallel_devices is not None
+        return self.parallel_devices[self.local_rank]
+
+    @property
+    def num_processes(self) -> int:
+        """Ranks on this machine."""
+        return len(self.parallel_devices) if self.parallel_devices is not None else 0
+
+    @property
+    def is_distributed(self) -> bool:
+        """Tells Lightning that ranks may differ in what they log."""
+        return True
+
+    @property
+    def world(self) -> World:
+        """All ranks; there between ``setup_environment`` and ``teardown``."""
+        if self._world is None:
+            raise RuntimeError("The strategy's ranks are connected during fit, validate, test and predict only.")
+        return self._world
+
+    def set_world_ranks(self) -> None:
+        """Tells the environment which rank this is; called by Lightning before and after ranks are started."""
+        if self.cluster_environment is not None:
+            self.cluster_environment.set_global_rank(self.node_rank * self.num_processes + self.local_rank)
+            self.cluster_environment.set_world_size(self.num_nodes * self.num_processes)
+        for decorator in (rank_zero_only, fabric_rank_zero_only):
+            decorator.rank = self.global_rank  # type: ignore[attr-defined]
+
+    @override
+    def setup_environment(self) -> None:
+        here().at("set-up")
+        super().setup_environment()
+        self.set_world_ranks()
+        expected = self.num_nodes * self.num_processes
+        if self.world_size != expected:
+            raise RuntimeError(
+                f"The Trainer asks for num_nodes={self.num_nodes} x devices={self.num_processes} = {expected} ranks, but "
+                f"{type(self.cluster_environment).__name__} says that there are {self.world_size}. "
+                f"{_how_to_start(self.cluster_environment, self.num_nodes, self.num_processes)}"
+            )
+        environment = self.cluster_environment
+        assert environment is not None
+        os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"] = environment.main_address, str(environment.main_port)
+        self._world = World(self.global_rank, self.world_size, self.root_device, self.timeout, self.shared_memory)
+
+    @override
+    def model_to_device(self) -> None:
+        assert self.model is not None
+        self.model.to(self.root_device)
+
+    @override
+    def barrier(self, name: str | None = None) -> None:
+        if self._world is not None:
+            self._world.barrier(f"Barrier {name}" if name else "Barrier")
+        elif self.world_size > 1:  # after fit: others read what rank 0 writes
+            wait_for_all(self.global_rank, self.world_size, self.timeout)
+
+    @override
+    def broadcast(self, obj: Any, src: int = 0) -> Any:
+        return obj if self._world is None else self._world.broadcast_object(obj, src)
+
+    @property
+    @override
+    def checkpoint_io(self) -> CheckpointIO:
+        """Ours, unless ``Trainer(plugins=...)`` names another; under a wrapper, such as AsyncCheckpointIO, too."""
+        if self._checkpoint_io is None:
+            self._checkpoint_io = WholeCheckpointIO()
+        elif isinstance(self._checkpoint_io, _WrappingCheckpointIO):
+            self._checkpoint_io.checkpoint_io = WholeCheckpointIO()
+        return self._checkpoint_io
+
+    @checkpoint_io.setter
+    def checkpoint_io(self, io: CheckpointIO) -> None:
+        self._checkpoint_io = io
+
+    @override
+    def teardown(self) -> None:
+        super().teardown()
+        if self._world is not None:
+            self._world.close()
+            self._world = None
+        here().at("")
+
+
+def _how_to_start(environment: ClusterEnvironment | None, machines: int, ranks: int) -> str:
+    """Returns what to type so that there are as many ranks as the Trainer asks for."""
+    kind = type(environment).__name__
+    if kind == "SLURMEnvironment":
+        return (
+            f"In the batch script write `#SBATCH --nodes={machines}` and `#SBATCH --ntasks-per-node={ranks}`, and start with "
+            "`srun python script.py`; or change devices and num_nodes."
+        )
+    if kind == "TorchElasticEnvironment":
+        return f"Start with `torchrun --nnodes {machines} --nproc-per-node {ranks} script.py`, or change devices and num_nodes."
+    return "Start as many processes, or change devices and num_nodes."
