@@ -24,6 +24,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+import numpy as np
 import torch
 from common import report, run_row
 from epoch_time import trained
@@ -76,8 +77,10 @@ def predicted_mb(kind: str, strategy: GNNStrategy, ranks: int, nodes: int) -> fl
     cut = data.stored_cut()
     module = NodeClassifier(make_model(kind))
     steps = Predicted(module, cut.shard(0).batch, strategy.scheme.for_memory())
+    row_bytes = cut.attributes["node"]["x"][:1].nbytes
+    working = strategy.scheme.working_bytes(np.diff(cut.offsets).tolist(), row_bytes)
     sizes = Sizes.of_ranks(cut, module, layout.replicas)
-    peaks = [steps.footprint(each).peak(strategy.recompute) for each in sizes]
+    peaks = [steps.footprint(each, working).peak(strategy.recompute) for each in sizes]
     return max(max(peak.forward, peak.backward) for peak in peaks) / 2**20
 
 

@@ -342,11 +342,16 @@ class Predicted:
         # Bytes of each piece per owned row, halo row and so on, and those that do not depend on the graph.
         self._per, *_ = np.linalg.lstsq(np.array(sizes, float), np.array(counted), rcond=None)
 
-    def footprint(self, sizes: Sizes) -> Footprint:
-        """Returns what a rank of these sizes keeps."""
+    def footprint(self, sizes: Sizes, working_bytes: int = 0) -> Footprint:
+        """Returns what a rank of these sizes keeps.
+
+        Args:
+            sizes: of the rank.
+            working_bytes: see :meth:`~lightning_gnn.strategies.scheme.Scheme.working_bytes`.
+        """
         held, *pieces = (np.array([*sizes, 1.0]) @ self._per).clip(0)
         kept = (Piece(size, *_flags(piece)) for piece, size in zip(self._pieces, pieces))
-        return Footprint(held, sizes.edges, tuple(kept))
+        return Footprint(held + working_bytes, sizes.edges, tuple(kept))
 
 
 def _flags(piece: Piece) -> tuple[str, bool, bool]:

@@ -210,8 +210,11 @@ class PlanCLI(GraphCLI):
             steps = Predicted(self.module, cut.shard(0).batch, self.scheme.for_memory(), quiet_trainer())
         except RuntimeError as error:
             return [], str(error)
-        sizes = Sizes.of_ranks(cut, self.module, self.layout.replicas)
-        footprints = [steps.footprint(each) for each in sizes]
+        row_bytes = cut.attributes["node"]["x"][:1].nbytes
+        working = self.scheme.working_bytes(np.diff(cut.offsets).tolist(), row_bytes)
+        footprints = [
+            steps.footprint(each, working) for each in Sizes.of_ranks(cut, self.module, self.layout.replicas)
+        ]
         return [(str(rank), each.peak(), each.peak(recompute=True)) for rank, each in enumerate(footprints)], ""
 
 

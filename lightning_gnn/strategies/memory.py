@@ -54,8 +54,9 @@ def check_memory(strategy: GNNStrategy, data: GraphDataModule, module: pl.Lightn
         )
     worth_a_look = trainer.state.fn == TrainerFn.FITTING and not strategy.scheme.keeps_layers
     if worth_a_look and available < _PLENTY * needed:
+        working = strategy.scheme.working_bytes(np.diff(cut.offsets).tolist(), row_bytes)
         of_ranks = Sizes.of_ranks(cut, module, replicas)[first : first + strategy.num_processes]
-        warn_of_memory(strategy, module, trainer, cut.shard(first), of_ranks, available)
+        warn_of_memory(strategy, module, trainer, cut.shard(first), of_ranks, available, working)
 
 
 def check_own_memory(strategy: GNNStrategy, trainer: pl.Trainer, shard: Shard) -> None:
@@ -82,6 +83,7 @@ def warn_of_memory(
     shard: Shard,
     sizes: Sequence[Sizes],
     available: int,
+    working_bytes: int = 0,
 ) -> None:
     """Warns if ranks that share memory will need more than there is; names what would fit.
 
@@ -91,6 +93,7 @@ def warn_of_memory(
         shard: of one of the ranks, on the CPU.
         sizes: of the ranks that share the memory.
         available: bytes of it.
+        working_bytes: that each rank needs beside, see :meth:`~lightning_gnn.strategies.scheme.Scheme.working_bytes`.
     """
     try:
         steps = Predicted(module, shard.batch, strategy.scheme.for_memory(), trainer)
@@ -100,7 +103,7 @@ def warn_of_memory(
     on_device = strategy.root_device.type != "cpu"
 
     def peaks(recompute: bool, offload: bool, times: int = 1) -> list[Peak]:
-        parts = (steps.footprint(each.among(times)) for each in sizes)
+        parts = (steps.footprint(each.among(times), working_bytes) for each in sizes)
         return [part.peak(recompute, offload and on_device) for part in parts]
 
     def needed(recompute: bool, offload: bool, times: int = 1) -> int:
