@@ -13,6 +13,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from benchmarks.rings import published_traffic
 from lightning_gnn.comm.grid import BlockMatrix
 from lightning_gnn.comm.in_process import InProcessWorld, Meeting
 from lightning_gnn.comm.matrix import Matrix, SparseMatrix, Triples, on_grid
@@ -26,7 +27,6 @@ from lightning_gnn.planning.grid import (
     block_traffic,
     edge_traffic,
     matrix_traffic,
-    published_traffic,
     sparse_cost,
     summa_entries,
     summa_traffic,
