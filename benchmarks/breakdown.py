@@ -71,33 +71,33 @@ def labelled() -> None:
             over_rows(loop, csr, *arguments, work=work)
 
     sums.over_rows = attention.over_rows = marked  # type: ignore[attr-defined]
-    take_rows, start = exchange.take_rows, exchange.HaloExchange._start
+    take_rows, send = exchange.take_rows, exchange.Exchange.send
 
     def taken(*arguments: Any) -> Any:
         with record_function(f"gather|{_layer[0]}"):
             return take_rows(*arguments)
 
-    def started(self: Any, out: Any, out_counts: Any, into: Any, into_counts: Any, layer: str, *rest: Any) -> Any:
+    def sent(self: Any, out: Any, out_counts: Any, into: Any, into_counts: Any, call: Any, began: float) -> Any:
         bytes_sent = self.world.wire.message_bytes(out)
-        with record_function(f"exchange|{layer}|{bytes_sent}"):
-            wait = start(self, out, out_counts, into, into_counts, layer, *rest)
+        with record_function(f"exchange|{call.layer}|{bytes_sent}"):
+            wait = send(self, out, out_counts, into, into_counts, call, began)
 
         def waited() -> None:
-            with record_function(f"exchange|{layer}|0"):
+            with record_function(f"exchange|{call.layer}|0"):
                 wait()
 
         return waited
 
-    exchange.take_rows, exchange.HaloExchange._start = taken, started  # type: ignore[attr-defined]
+    exchange.take_rows, exchange.Exchange.send = taken, sent  # type: ignore[method-assign]
     for function in (edges.SumOfRows, edges.StatisticsOfRows):
         forward, backward = function.forward, function.backward
 
         def named_forward(ctx: Any, *arguments: Any, forward: Any = forward) -> Any:
-            _layer[0] = f"{arguments[-1]} forward"
+            _layer[0] = f"{arguments[-1].layer} forward"
             return forward(ctx, *arguments)
 
         def named_backward(ctx: Any, *arguments: Any, backward: Any = backward) -> Any:
-            _layer[0] = f"{ctx.layer} backward"
+            _layer[0] = f"{ctx.call.layer} backward"
             return backward(ctx, *arguments)
 
         function.forward, function.backward = staticmethod(named_forward), staticmethod(named_backward)  # type: ignore

@@ -33,8 +33,8 @@ import numpy as np
 import torch
 from common import SHARED, report
 
-from lightning_gnn.comm.exchange import HaloExchange, RowExchange
-from lightning_gnn.comm.group import World
+from lightning_gnn.comm.exchange import Exchange, HaloExchange
+from lightning_gnn.comm.group import Call, World
 from lightning_gnn.comm.planned import PlannedExchange
 from lightning_gnn.comm.traffic import Meter
 from lightning_gnn.data.synthetic import planted_partition
@@ -215,7 +215,7 @@ class Rank:
         self.halo = torch.from_numpy(ids[self.halos[world.rank]]).float()[:, None]
         self.readers = torch.from_numpy(readers[own]).float()[:, None]
 
-    def forward(self, exchange: RowExchange, columns: int) -> float:
+    def forward(self, exchange: Exchange, columns: int) -> float:
         """Returns the seconds of one graph allgather."""
         x, halo = self.own.repeat(1, columns), torch.empty(len(self.halo), columns)
 
@@ -226,11 +226,11 @@ class Rank:
             self.world,
             self.repeats,
             prepare,
-            lambda: exchange.start_fetch(x, halo, "forward")(),
+            lambda: exchange.start_expand(x, halo, Call("forward"))(),
             lambda: bool((halo == self.halo).all()),
         )
 
-    def backward(self, exchange: RowExchange, columns: int) -> float:
+    def backward(self, exchange: Exchange, columns: int) -> float:
         """Returns the seconds of its transpose, which adds up gradients at home: here one for each reader."""
         grad, halo_grad = torch.empty(len(self.own), columns), torch.ones(len(self.halo), columns)
 
@@ -241,7 +241,7 @@ class Rank:
             self.world,
             self.repeats,
             prepare,
-            lambda: exchange.start_return(halo_grad, "backward")(grad),
+            lambda: exchange.start_reduce(halo_grad, Call("backward"))(grad),
             lambda: bool((grad == self.readers).all()),
         )
 

@@ -28,10 +28,11 @@ from typing_extensions import override
 
 from lightning_gnn.comm.exchange import HaloExchange
 from lightning_gnn.comm.grid import BlockMatrix
-from lightning_gnn.comm.group import World
+from lightning_gnn.comm.group import DIRECTIONS, Call, World
 from lightning_gnn.comm.matrix import Matrix, SparseMatrix, Triples, on_grid
 from lightning_gnn.comm.summa import SummaMatrix
 from lightning_gnn.comm.traffic import Meter
+from lightning_gnn.comm.wire import rows_of
 from lightning_gnn.nn.edges import SplitEdges, Sum, SumOfRows
 from lightning_gnn.partition.grid import ProcessCube, ProcessGrid, legal_replications
 from lightning_gnn.partition.metis import Adjacency, part_graph
@@ -58,18 +59,12 @@ class HaloProduct(Matrix):
         self.what = Sum(edges.of_slots())
 
     @override
-    def multiply(self, x: Tensor, layer: str, transposed: bool) -> Tensor:
-        if transposed:
-            found = SimpleNamespace(what=self.what, exchange=self.exchange, layer=layer, dtype=x.dtype)
-            with torch.no_grad():
-                return SumOfRows.backward(found, x)[0]
+    def multiply(self, x: Tensor, call: Call) -> Tensor:
         with torch.no_grad():
-            return SumOfRows.apply(x, self._fetch, self.exchange, self.what, layer)
-
-    def _fetch(self, x: Tensor, layer: str) -> tuple[Tensor, Any]:
-        shape = torch.Size((self.exchange.num_halo, *x.shape[1:]))
-        halo = self.exchange.buffer("halo", shape, x.dtype)
-        return halo, self.exchange.start_fetch(x, halo, layer)
+            if call.direction == "forward":
+                return SumOfRows.apply(x, self.exchange, self.what, call)
+            found = SimpleNamespace(what=self.what, exchange=self.exchange, call=call, dtype=x.dtype)
+            return SumOfRows.backward(found, x)[0]
 
 
 class Watched(World):
@@ -87,8 +82,8 @@ class Watched(World):
         start_each = world.wire.start_each
 
         def counted(sends: Any, receives: Any) -> Any:
-            self.bytes += sum(rows.nbytes for _, rows in sends)
-            self.out += sum(rows.nbytes for peer, rows in sends if peer not in near)
+            self.bytes += sum(rows_of(rows).nbytes for _, rows in sends)
+            self.out += sum(rows_of(rows).nbytes for peer, rows in sends if peer not in near)
             return start_each(sends, receives)
 
         self.wire.start_each = counted  # type: ignore[method-assign]
@@ -136,14 +131,14 @@ def measure(
     rows: list[dict[str, Any]] = []
     for name, matrix in matrices():
         row: dict[str, Any] = {"topology": topology.name, "graph": graph, "system": name, "columns": columns}
-        for transposed, direction in enumerate(("forward", "backward")):
+        for transposed, direction in enumerate(DIRECTIONS):
             found: list[Tensor] = []
             world.bytes = world.out = 0
             seconds = timed(
                 world,
                 repeats,
                 found.clear,
-                lambda: found.append(matrix.multiply(x, "layer", bool(transposed))),  # noqa: B023 (called at once)
+                lambda: found.append(matrix.multiply(x, Call("layer", direction=direction))),  # noqa: B023 (called at once)
                 lambda: bool((found[0] == expected[transposed]).all()),  # noqa: B023
             )
             row[f"{direction} ms"] = 1e3 * seconds

@@ -8,63 +8,56 @@ import torch
 from torch_geometric.nn.models import GCN
 
 from lightning_gnn import GNNStrategy, GraphDataModule, NodeClassifier
-from lightning_gnn.comm.exchange import RowExchange
-from lightning_gnn.comm.rows import AnyRows
-from lightning_gnn.nn.context import GraphContext
+from lightning_gnn.comm.exchange import Exchange
 from lightning_gnn.partition.layout import LayoutSpec
 from lightning_gnn.strategies import Scheme, register
 
 
 # --8<-- [start:exchange]
-class RingExchange(RowExchange):
+class RingExchange(Exchange):
     """In P - 1 steps every rank sees the block of rows of every other, and keeps the rows that its edges read."""
 
     def __init__(self, shard, world, meter):
         halo = shard.halos[world.rank]  # ascending ids, so the rows of one owner lie together
-        super().__init__(shard.plan.num_owned, len(halo), world.size == 1, world, meter)
+        super().__init__(shard.plan.num_owned, len(halo), world, meter, idle=world.size == 1)
         self.counts = shard.counts
         by_owner = np.split(halo, np.searchsorted(halo, shard.offsets[1:-1]))
-        self.reads = [torch.from_numpy(ids - first).to(world.device) for ids, first in zip(by_owner, shard.offsets)]
+        self.rows = [torch.from_numpy(ids - first).to(world.device) for ids, first in zip(by_owner, shard.offsets)]
+        # Step by step, whose block this rank has: first its own, then that of the rank before it, ...
+        self.whose = [(world.rank - step) % world.size for step in range(world.size)]
 
-    def pass_on(self, block, whose, layer, direction):
+    def pass_on(self, block, whose, call):
         """Starts to send `block` to the next rank, and to receive that of rank `whose` from the one before."""
         arriving = block.new_empty((self.counts[whose], *block.shape[1:]))
         send, receive = [0] * self.world.size, [0] * self.world.size  # rows for and from each rank
         send[(self.world.rank + 1) % self.world.size] = len(block)
         receive[self.world.rank - 1] = len(arriving)
-        return arriving, self.start(block, send, arriving, receive, layer, direction, time.perf_counter())
+        return arriving, self.send(block, send, arriving, receive, call, time.perf_counter())
 
-    def whose(self, step):
-        """Returns the rank that lies `step` ranks before this one."""
-        return (self.world.rank - step) % self.world.size
-
-    def start_fetch(self, x, halo, layer):
-        parts = halo.split([len(rows) for rows in self.reads])
-        arriving, wait = self.pass_on(x.contiguous(), self.whose(1), layer, "forward")
+    def start_expand(self, x, halo, call):
+        parts = halo.split([len(rows) for rows in self.rows])
+        arriving, wait = self.pass_on(x, self.whose[1], call)
 
         def finish():  # what does not depend on other ranks is computed before this is called
             block, ready = arriving, wait
-            for step in range(1, self.world.size):
+            for owner, following in zip(self.whose[1:], [*self.whose[2:], None]):
                 ready()
-                parts[self.whose(step)].copy_(block[self.reads[self.whose(step)]])
-                if step + 1 < self.world.size:
-                    block, ready = self.pass_on(block, self.whose(step + 1), layer, "forward")
+                parts[owner].copy_(block[self.rows[owner]])
+                if following is not None:
+                    block, ready = self.pass_on(block, following, call)
 
         return finish
 
-    def outgoing(self, shape, dtype):
-        return self.buffer("outgoing", shape, dtype)
+    def start_reduce(self, halo, call):
+        parts = halo.split([len(rows) for rows in self.rows])
 
-    def start_return(self, halo_grad, layer):
-        parts = halo_grad.split([len(rows) for rows in self.reads])
-
-        def finish(grad):  # each rank adds what it has for a block, which arrives at its owner after P - 1 steps
-            block = grad.new_zeros((self.counts[self.whose(1)], *grad.shape[1:]))
-            for step in range(1, self.world.size):
-                block.index_add_(0, self.reads[self.whose(step)], parts[self.whose(step)])
-                block, ready = self.pass_on(block, self.whose(step + 1), layer, "backward")
+        def finish(own):  # each rank adds what it has for a block, which arrives at its owner after P - 1 steps
+            block = own.new_zeros((self.counts[self.whose[1]], *own.shape[1:]))
+            for owner, following in zip(self.whose[1:], [*self.whose[2:], self.whose[0]]):
+                block.index_add_(0, self.rows[owner], parts[owner])
+                block, ready = self.pass_on(block, following, call)
                 ready()
-            grad += block
+            own += block
 
         return finish
 
@@ -72,16 +65,11 @@ class RingExchange(RowExchange):
 # --8<-- [end:exchange]
 # --8<-- [start:strategy]
 class RingScheme(Scheme):
-    takes_no_codec = "Around a ring a row would be encoded at every step."
-
     def layout(self, world_size, num_hosts=1):
-        return LayoutSpec("edge_cut", world_size)
+        return LayoutSpec("edge_cut", world_size)  # each rank has all in-edges of its nodes
 
-    def context(self, shard, world, meter):
-        batch = shard.batch
-        rows = AnyRows(shard.n_id, shard.counts, world, meter)  # for models that call fetch_rows
-        weight = batch.get("edge_weight")
-        return GraphContext(RingExchange(shard, world, meter), batch.x, batch.edge_index, weight, rows=rows)
+    def exchange(self, shard, world, meter):
+        return RingExchange(shard, world, meter)
 
 
 class RingStrategy(GNNStrategy):

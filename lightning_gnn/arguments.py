@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from numbers import Integral, Real
-from types import NoneType
 from typing import Any, TypeAlias
 
 
@@ -70,74 +69,55 @@ def check_fanout(fanout: int, minimum: int = 1) -> None:
 
 EdgeType: TypeAlias = tuple[str, str, str]
 Fanouts: TypeAlias = list[int] | dict[EdgeType, list[int]]
-"""In-edges drawn of each node, per hop: the same of all edge types, or by edge type."""
+"""In-edges drawn of each node, per hop: the same of all edge types, or by edge type, where 0 leaves a type out of a hop."""
 
 
-def checked_batches(
-    fanouts: Sequence[int] | Mapping[Any, Sequence[int]] | None, batch_size: int | None
-) -> Fanouts | None:
-    """Returns fan-outs; None is for what is not given.
-
-    Args:
-        fanouts: one per hop; by edge type, which may be written ``"author__writes__paper"``, also 0.
-        batch_size: at least 1.
-
-    Raises:
-        ValueError: fan-outs that are none, not as many for all edge types; a batch size below 1.
-    """
+def checked_batches(fanouts: Any, batch_size: int | None) -> Fanouts | None:
+    """Returns :func:`checked_fanouts`, and raises ValueError for a batch size below 1; None is for what is not given."""
     if batch_size is not None:
         check_whole(batch_size=batch_size)
-    if not isinstance(fanouts, (Mapping, Sequence, NoneType)) or isinstance(fanouts, str):
+        if batch_size < 1:
+            raise ValueError(f"batch_size is a number of seeds, at least 1 (got {batch_size}).")
+    return None if fanouts is None else checked_fanouts(fanouts)
+
+
+def checked_fanouts(fanouts: Any) -> Fanouts:
+    """Returns fan-outs; edge types may be written as ``"author__writes__paper"``.
+
+    Raises:
+        ValueError: they are none, or not as many for all edge types.
+    """
+    if not isinstance(fanouts, (Mapping, Sequence)) or isinstance(fanouts, str):
         raise ValueError(
             f"fanouts must be a list of numbers of edges, one per layer, such as [15, 10] (got {shown(fanouts)})."
         )
-    if fanouts is not None and not fanouts:
-        raise ValueError("fanouts are numbers of edges, one per layer of the model, such as [15, 10] (got none).")
-    typed = isinstance(fanouts, Mapping)
-    found: dict[Any, list[int]] = {None: [] if fanouts is None else list(fanouts)}
-    if isinstance(fanouts, Mapping):
-        found = {}
-        for kind, each in fanouts.items():
-            key = tuple(kind.split("__")) if isinstance(kind, str) else kind
-            if not isinstance(key, tuple) or len(key) != 3 or not isinstance(each, Sequence) or isinstance(each, str):
-                raise ValueError(
-                    "fanouts by edge type must be lists by three names, such as {('author', 'writes', 'paper'): [15, 10]} (got "
-                    f"{shown(kind)}: {shown(each)})."
-                )
-            found[key] = list(each)
-    if len({len(each) for each in found.values()}) != 1 or (typed and not all(found.values())):
-        raise ValueError(f"All edge types have fan-outs for equally many hops, at least one (got {fanouts}).")
+    typed, found = isinstance(fanouts, Mapping), dict[Any, list[int]]()
+    for kind, each in fanouts.items() if isinstance(fanouts, Mapping) else [(None, fanouts)]:
+        key = tuple(kind.split("__")) if isinstance(kind, str) else kind
+        is_list = isinstance(each, Sequence) and not isinstance(each, str)
+        if typed and not (isinstance(key, tuple) and len(key) == 3 and is_list):
+            raise ValueError(
+                "fanouts by edge type must be lists by three names, such as {('author', 'writes', 'paper'): [15, 10]} (got "
+                f"{shown(kind)}: {shown(each)})."
+            )
+        found[key] = list(each)
+    if not found or not all(found.values()):
+        raise ValueError(
+            f"fanouts are numbers of edges, one per layer of the model, such as [15, 10]: at least one (got {fanouts})."
+        )
+    if len({len(each) for each in found.values()}) != 1:
+        raise ValueError(f"All edge types have fan-outs for equally many hops (got {fanouts}).")
     for each in found.values():
         for fanout in each:
             check_whole(fanouts=fanout)
             check_fanout(fanout, 0 if typed else 1)
-    if batch_size is not None and batch_size < 1:
-        raise ValueError(f"batch_size is a number of seeds, at least 1 (got {batch_size}).")
-    return None if fanouts is None else found if typed else found[None]
+    return found if typed else found[None]
 
 
-def fanouts_by_type(
-    fanouts: Sequence[int] | Mapping[EdgeType, Sequence[int]], kinds: list[EdgeType], hetero: bool
-) -> dict[EdgeType, list[int]]:
-    """Returns the fan-outs of each edge type, per hop.
-
-    Args:
-        fanouts: by edge type, 0 leaves it out of a hop; or the same for all.
-        kinds: the edge types of the graph.
-        hetero: it has types.
-
-    Raises:
-        ValueError: no fan-outs, numbers that are none, other edge types, or not as many hops for all of them.
-    """
-    if isinstance(fanouts, Mapping):
-        by_type, minimum = {kind: list(each) for kind, each in fanouts.items()}, 0 if hetero else 1
-    else:
-        by_type, minimum = {kind: list(fanouts) for kind in kinds}, 1
+def fanouts_by_type(fanouts: Any, kinds: list[EdgeType]) -> dict[EdgeType, list[int]]:
+    """Returns :func:`checked_fanouts` of each edge type of a graph; raises ValueError for those of other types."""
+    checked = checked_fanouts(fanouts)
+    by_type = checked if isinstance(checked, dict) else dict.fromkeys(kinds, checked)
     if set(by_type) != set(kinds):
         raise ValueError(f"Fan-outs are given for {sorted(by_type)}, but the edge types are {sorted(kinds)}.")
-    if len({len(each) for each in by_type.values()}) != 1 or not by_type[kinds[0]]:
-        raise ValueError(f"All edge types have fan-outs for equally many hops, at least one (got {fanouts}).")
-    for each in by_type.values():
-        for fanout in each:
-            check_fanout(fanout, minimum)
     return {kind: by_type[kind] for kind in kinds}

@@ -37,7 +37,7 @@ import torch
 from torch import Tensor
 from torch_geometric.data import Data
 
-from lightning_gnn.comm.exchange import RowExchange
+from lightning_gnn.comm.exchange import Exchange
 from lightning_gnn.comm.group import World
 from lightning_gnn.comm.plans import PlanName, check_plan, make_exchange
 from lightning_gnn.comm.traffic import Meter
@@ -75,7 +75,7 @@ class CommInfo:
     order: Tensor
     counts: tuple[int, ...]
     report: Mapping[str, Any]
-    exchange: RowExchange
+    exchange: Exchange
 
     @property
     def num_nodes(self) -> int:

@@ -14,6 +14,7 @@ import lightning as L
 import pytest
 import torch
 import torch.nn.functional as F
+from hypothesis import settings
 from torch_geometric.data import Data
 from torch_geometric.nn import MessagePassing, RGCNConv
 from torch_geometric.nn.models import GAT, GCN, GIN, PNA, GraphSAGE
@@ -32,6 +33,11 @@ CAMPAIGN = bool(os.environ.get("LIGHTNING_GNN_TEST_ALL"))
 def campaign(*values: Any) -> list[Any]:
     """Returns parameters that only ``make test-all`` tries."""
     return [pytest.param(*(each if isinstance(each, tuple) else [each]), marks=pytest.mark.campaign) for each in values]
+
+
+def examples(count: int) -> settings:
+    """Has hypothesis try a quarter of so many examples, four times as many in ``make test-all``."""
+    return settings(max_examples=4 * count if CAMPAIGN else max(5, count // 4), deadline=None)
 
 
 def awkward_graph(num_nodes: int = 60, seed: int = 0, dtype: torch.dtype = torch.float64) -> Data:

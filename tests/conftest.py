@@ -26,7 +26,8 @@ import pytest
 import torch.multiprocessing as mp
 
 TESTS = Path(__file__).parent
-sys.path.insert(0, str(TESTS))
+_FOLDERS = sorted(each.parent for each in TESTS.glob("*/test_*.py") if not (each.parent / "__init__.py").exists())
+sys.path[:0] = dict.fromkeys(map(str, [TESTS, *_FOLDERS]))  # some tests share what is in those of other folders
 SHARED = Path(os.environ.get("LIGHTNING_GNN_SHARED", TESTS.parent.parent / "shared"))
 
 

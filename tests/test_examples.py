@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from common import assert_same, awkward_graph, single, train
+from common import assert_same, awkward_graph, campaign, single, train
 from conftest import SHARED
 from processes import REPOSITORY, TORCHRUN, Finished, run
 
@@ -106,7 +106,7 @@ def of_the_readme(folder: Path, how: str) -> Finished:
 
 
 @pytest.mark.ahead(runs=of_the_readme)
-@pytest.mark.parametrize("how", ["script", "auto", "command line"])
+@pytest.mark.parametrize("how", ["script", *campaign("auto", "command line")])
 def test_first_sight(shared, ahead, how):
     """Nothing foreign is said, and what takes long is said before it begins."""
     _, finished = ahead

@@ -179,7 +179,9 @@ class _Check:
             try:
                 small = small_graph(self._batch, masks, self._forms[number], number, without, self._num_classes)
                 like = self._trials.get(dtype)
-                trial = Trial(self._module, small.graph, self._stage, self._trainer, dtype, begins=self._begins, like=like)
+                trial = Trial(
+                    self._module, small.graph, self._stage, self._trainer, dtype, begins=self._begins, like=like
+                )
                 self._trials[dtype] = trial
                 whole = trial.on_whole()
             except (UnsupportedModelError, LeftOutError):

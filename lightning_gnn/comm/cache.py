@@ -12,7 +12,6 @@ mirrors (S), and partial sums that mirrors send home (R); likewise their gradien
 from __future__ import annotations
 
 import math
-from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -22,9 +21,10 @@ from torch import Tensor
 from typing_extensions import override
 
 from lightning_gnn.comm.codec import Codec
-from lightning_gnn.comm.exchange import HaloExchange, RowExchange, start_counted
-from lightning_gnn.comm.group import World
+from lightning_gnn.comm.exchange import HaloExchange, counted, starting
+from lightning_gnn.comm.group import Call, World
 from lightning_gnn.comm.traffic import Meter, Traffic
+from lightning_gnn.comm.wire import Rows, rows_of
 from lightning_gnn.partition.shard import HaloPlan
 
 _FLAGS = 64
@@ -50,7 +50,6 @@ class MessageCache:
         epsilon: a row is sent if an entry differs by more than this share of the largest entry that was sent before.
 
     Attributes:
-        step: number of the step: its messages of a layer are those of the others, in the same order.
         sent: by (layer, direction), since :meth:`take`.
         loss: this rank's part of the loss since :meth:`take_loss`, a scalar; None before the first backward.
         guesses: both ends move the rows that they know by what a message says of all of them.
@@ -59,7 +58,7 @@ class MessageCache:
     guesses = False
 
     def __init__(self, epsilon: float) -> None:
-        self.epsilon, self.step = epsilon, 0
+        self.epsilon = epsilon
         self.sent: dict[tuple[str, str], Sent] = {}
         self.loss: Tensor | None = None
 
@@ -127,69 +126,39 @@ class CachedExchange(HaloExchange):
         super().__init__(plan, world, meter)
         self._cache = cache
         self._channels: dict[tuple[Any, ...], _Channel] = {}
-        self._step, self._number = -1, Counter[tuple[Any, ...]]()
 
     @override
-    def begin_step(self) -> None:
-        self._cache.step += 1
-
-    @override
-    def expand_all(self, tensors: Sequence[Tensor], layer: str) -> list[Tensor]:
-        return RowExchange.expand_all(self, tensors, layer)  # side by side: what is kept of a message are its rows
-
-    @override
-    def start(
-        self,
-        out: Tensor,
-        out_counts: list[int],
-        into: Tensor,
-        into_counts: list[int],
-        layer: str,
-        direction: str,
-        began: float,
+    def send(
+        self, out: Rows, out_counts: Sequence[int], into: Tensor, into_counts: Sequence[int], call: Call, began: float
     ) -> Callable[[], None]:
-        if not self.world.wire.codes or not out.is_floating_point():
-            return super().start(out, out_counts, into, into_counts, layer, direction, began)
-        codec = self.world.wire.codec
-        channel = self._channel(out, into, out_counts, into_counts, layer, direction)
-        try:
-            messages = channel.messages(out.view(channel.sent.shape), self._cache, codec)
-        except NotFiniteError as error:
-            raise NotFiniteError(
-                f"What layer '{layer}' sends ({direction}) holds nan or infinity on rank {self.world.rank}. Look for a learning "
-                "rate that is too high, a division by zero, or features that are not finite."
-            ) from error
-        active, of = channel.num_active, len(out)
-        self._cache.record(layer, self.meter.direction(direction), active, of)
-        traffic = Traffic.of(((peer, data.numel()) for peer, data in messages), active)
-
-        def start() -> Callable[[], None]:
-            wait = self.world.wire.start_varied(messages, [peer for peer, count in enumerate(into_counts) if count])
-
-            def receive() -> None:
-                for peer, data in wait().items():
-                    channel.receive(peer, data, self._cache, codec)
-                into.copy_(channel.held.view(into.shape))
-                channel.fresh = False
-
-            return receive
-
-        return start_counted(start, traffic, began, self.world, self.meter, layer, direction)
-
-    def _channel(
-        self, out: Tensor, into: Tensor, out_counts: list[int], into_counts: list[int], layer: str, direction: str
-    ) -> _Channel:
-        """Returns the state of this message, of those of a step that look alike the same one in every step."""
-        if self._step != self._cache.step:
-            self._step = self._cache.step
-            self._number.clear()
-        kind = (layer, direction, out.shape[1:], out.dtype)
-        key = (*kind, self._number[kind])
-        self._number[kind] += 1
+        rows, wire = rows_of(out), self.world.wire
+        if not wire.encodes or not rows.is_floating_point():
+            return super().send(out, out_counts, into, into_counts, call, began)
+        # Of a call, that of the last step.
+        key = (call, rows.shape[1:], rows.dtype)
         if key not in self._channels:
             with torch.inference_mode(False):
-                self._channels[key] = _Channel(out, into, out_counts, into_counts)
-        return self._channels[key]
+                self._channels[key] = _Channel(rows, into, out_counts, into_counts)
+        channel, codec = self._channels[key], wire.codec
+        try:
+            messages = channel.messages(rows.view(channel.sent.shape), self._cache, codec)
+        except NotFiniteError as error:
+            raise NotFiniteError(
+                f"What layer '{call.layer}' sends ({call.direction}) holds nan or infinity on rank {self.world.rank}. Look for a "
+                "learning rate that is too high, a division by zero, or features that are not finite."
+            ) from error
+        self._cache.record(call.layer, call.direction, channel.num_active, len(rows))
+        traffic = Traffic.of(((peer, data.numel()) for peer, data in messages), channel.num_active)
+        with starting(self.world, self.meter, call, traffic, began):
+            wait = wire.start_varied(messages, [peer for peer, count in enumerate(into_counts) if count])
+
+        def receive() -> None:
+            for peer, data in wait().items():
+                channel.receive(peer, data, self._cache, codec)
+            into.copy_(channel.held.view(into.shape))
+            channel.fresh = False
+
+        return counted(receive, self.world, self.meter, call, traffic)
 
 
 class _Channel:
@@ -201,10 +170,10 @@ class _Channel:
         num_active: rows of the last :meth:`messages`.
     """
 
-    def __init__(self, out: Tensor, into: Tensor, out_counts: list[int], into_counts: list[int]) -> None:
+    def __init__(self, out: Tensor, into: Tensor, out_counts: Sequence[int], into_counts: Sequence[int]) -> None:
         width = out.shape[1:].numel()
         self.sent, self.held = out.new_zeros(len(out), width), into.new_zeros(len(into), width)
-        self._out_counts, self._into_counts = out_counts, into_counts
+        self._out_counts, self._into_counts = list(out_counts), list(into_counts)
         self._starts = torch.tensor([0, *into_counts]).cumsum(0).tolist()
         self.fresh, self.num_active = True, 0
 

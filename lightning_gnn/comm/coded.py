@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from math import prod
 from typing import Any
 
@@ -11,13 +12,13 @@ from torch import Tensor
 from typing_extensions import override
 
 from lightning_gnn.comm.codec import Codec
-from lightning_gnn.comm.wire import Sends
+from lightning_gnn.comm.wire import Rows, Scratch, Sends, rows_of
 
 _ALIGNED = 16  # bytes; numbers must lie at multiples of their size
 
 
 class CodedWire(Sends):
-    """A wire over another one that encodes rows while :meth:`coding` is open; all ranks must open it at the same points.
+    """A wire over another one that encodes rows while :meth:`encoding` is open; all ranks must open it at the same points.
 
     Rows are floating tensors of two or more dimensions, whose last ones count as one. Anything else travels as it is, and so do
     rows that would not get shorter. What is gathered or shown is the other wire's own, and exact.
@@ -42,19 +43,21 @@ class CodedWire(Sends):
 
     def _row_bytes(self, shape: Sequence[int], dtype: torch.dtype) -> int | None:
         """Returns the bytes of an encoded row of such a tensor; None where it travels as it is."""
-        if not (self.codes and dtype.is_floating_point and len(shape) > 1):
+        if not (self.encodes and dtype.is_floating_point and len(shape) > 1):
             return None
         width = prod(shape[1:])
         coded = self.codec.row_bytes(width, dtype)
         return coded if coded < width * dtype.itemsize else None
 
     @override
-    def message_bytes(self, rows: Tensor) -> int:
+    def message_bytes(self, rows: Rows) -> int:
+        rows = rows_of(rows)
         coded = self._row_bytes(rows.shape, rows.dtype)
         return super().message_bytes(rows) if coded is None else len(rows) * coded
 
-    def scratch(self, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
-        """Returns memory for rows that the next :meth:`start` sends; of the other wire only where it sends them as they are."""
+    @override
+    def scratch(self, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Rows:
+        """Returns memory for rows that the next :meth:`start_each` sends; the other wire's only where they travel as they are."""
         if self._row_bytes(shape, dtype) is None:
             return self._wire.scratch(shape, dtype, device)
         with torch.inference_mode(False):
@@ -62,9 +65,8 @@ class CodedWire(Sends):
 
     @override
     def start_each(
-        self, sends: Sequence[tuple[int, Tensor]], receives: Sequence[tuple[int, Tensor]]
+        self, sends: Sequence[tuple[int, Rows]], receives: Sequence[tuple[int, Tensor]]
     ) -> Callable[[], None]:
-        """As the other wire's; rows that travel as they are beside encoded ones must not lie in its scratch memory."""
         arriving: list[tuple[int, Tensor]] = []
         decodes: list[tuple[Tensor, Tensor]] = []
         for peer, into in receives:
@@ -84,19 +86,22 @@ class CodedWire(Sends):
 
         return finish
 
-    def _encoded(self, sends: Sequence[tuple[int, Tensor]]) -> Sequence[tuple[int, Tensor]]:
+    def _encoded(self, sends: Sequence[tuple[int, Rows]]) -> Sequence[tuple[int, Rows]]:
         """Returns what to send: all of it in the other wire's scratch memory if some is encoded; the same rows once."""
-        if all(self._row_bytes(rows.shape, rows.dtype) is None for _, rows in sends):
+        distinct = {id(rows): rows_of(rows) for _, rows in sends}
+        widths = {key: self._row_bytes(rows.shape, rows.dtype) for key, rows in distinct.items()}
+        if all(width is None for width in widths.values()):
             return sends
-        distinct = {(rows.data_ptr(), rows.shape, rows.dtype): rows for _, rows in sends}
-        room = [-(-self.message_bytes(rows) // _ALIGNED) * _ALIGNED for rows in distinct.values()]
-        parts = self._wire.scratch((sum(room),), torch.uint8, sends[0][1].device).split(room)
-        messages = {}
-        for (key, rows), part in zip(distinct.items(), parts):
-            part, coded = part[: self.message_bytes(rows)], self._row_bytes(rows.shape, rows.dtype)
-            if coded is None:
-                messages[key] = part.view(rows.dtype).view(rows.shape).copy_(rows.detach())
+        sizes = [self.message_bytes(rows) for rows in distinct.values()]
+        room = [-(-size // _ALIGNED) * _ALIGNED for size in sizes]
+        scratch = self._wire.scratch((sum(room),), torch.uint8, next(iter(distinct.values())).device)
+        messages: dict[int, Rows] = {}
+        for (key, rows), part, size in zip(distinct.items(), scratch.split(room), sizes):
+            into, width = rows_of(part)[:size], widths[key]
+            if width is None:
+                into = into.view(rows.dtype).view(rows.shape).copy_(rows.detach())
             else:
-                messages[key] = part.view(len(rows), coded)
-                self.codec.encode(rows.detach().reshape(len(rows), -1), messages[key])
-        return [(peer, messages[rows.data_ptr(), rows.shape, rows.dtype]) for peer, rows in sends]
+                into = into.view(len(rows), width)
+                self.codec.encode(rows.detach().reshape(len(rows), -1), into)
+            messages[key] = replace(part, rows=into) if isinstance(part, Scratch) else into
+        return [(peer, messages[id(rows)]) for peer, rows in sends]

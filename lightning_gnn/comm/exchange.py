@@ -1,7 +1,7 @@
-"""The halo exchange of an edge cut: S fetches the rows that a rank's edges read, its transpose sends gradients home.
+"""The exchange contract: S brings halo rows, its transpose adds what ranks hold for the rows of others at their owners.
 
-Source: DGCL (EuroSys'21), graph allgather (section 4.1) and its backward counterpart (section 6.2). :class:`HaloExchange`
-sends one direct message per pair of ranks, which is the paper's peer-to-peer baseline;
+Source: DGCL (EuroSys'21), graph allgather (section 4.1) and its backward counterpart (section 6.2). :class:`HaloExchange` sends
+one direct message per pair of ranks, which is the paper's peer-to-peer baseline;
 :class:`~lightning_gnn.comm.planned.PlannedExchange` follows a plan.
 
 N owned rows, H halo rows, P ranks; ``...`` stands for any trailing dimensions.
@@ -11,19 +11,24 @@ from __future__ import annotations
 
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
-from typing import Any, TypeVar
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 from typing_extensions import override
 
-from lightning_gnn.comm.group import World
+from lightning_gnn.comm.group import Call, Step, World
 from lightning_gnn.comm.traffic import Meter, Traffic
+from lightning_gnn.comm.wire import Rows, by_peer, rows_of
 from lightning_gnn.kernels import add_rows, take_rows
 from lightning_gnn.partition.shard import HaloPlan
+
+if TYPE_CHECKING:
+    from lightning_gnn.comm.matrix import Matrix, SparseMatrix, Triples
 
 T = TypeVar("T")
 
@@ -33,152 +38,132 @@ def during_exchange(world: World, layer: str, direction: str) -> AbstractContext
     return world.during(f"Halo exchange ({direction}) of layer '{layer}'")
 
 
-def start_counted(
-    start: Callable[[], Callable[[], T]],
-    traffic: Traffic,
-    began: float,
-    world: World,
-    meter: Meter,
-    layer: str,
-    direction: str,
-) -> Callable[[], T]:
-    """Starts messages; returns the function that waits for them, counts them, and returns what waiting gave.
+@contextmanager
+def starting(world: World, meter: Meter, call: Call, traffic: Traffic, began: float) -> Iterator[None]:
+    """While it is open, the messages of a call are started, whose packing began at `began` of ``time.perf_counter``."""
+    with during_exchange(world, call.layer, call.direction):
+        world.watch.begins(joint=False)
+        yield
+    traffic.seconds = meter.since(began, "send", call.layer, call.direction)
 
-    Args:
-        start: starts them and returns what waits.
-        traffic: bytes, messages and rows that they are.
-        began: when packing them began, by ``time.perf_counter``.
-        world, meter: the ranks, and where traffic is counted.
-        layer, direction: counted under, and named in errors.
+
+def counted(wait: Callable[[], T], world: World, meter: Meter, call: Call, traffic: Traffic) -> Callable[[], T]:
+    """Returns the function that waits for what has been started, counts it, and returns what `wait` returns.
 
     Raises:
-        CommunicationError: from here and from the returned function: a peer does not answer.
+        CommunicationError: from the returned function: a peer does not answer.
     """
-    with during_exchange(world, layer, direction):
-        world.watch.begins(joint=False)
-        wait = start()
-    traffic.seconds = meter.since(began, "send", layer, direction)
 
     def finish() -> T:
         began = time.perf_counter()
-        with during_exchange(world, layer, direction):
+        with during_exchange(world, call.layer, call.direction):
             result = wait()
-        traffic.seconds += meter.since(began, "wait", layer, direction)
-        meter.record(layer, direction, traffic)
+        traffic.seconds += meter.since(began, "wait", call.layer, call.direction)
+        meter.record(call.layer, call.direction, traffic)
         return result
 
     return finish
 
 
-class RowExchange(ABC):
-    """S and S^T of one rank; how the rows travel is the subclass's.
+class Buffers:
+    """Memory of an exchange that is used again: new memory costs more than what is written to it."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._free: defaultdict[tuple[torch.Size, torch.dtype], list[Tensor]] = defaultdict(list)
+
+    def take(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        """Returns memory that nobody else has until it is given back."""
+        free = self._free[torch.Size(shape), dtype]
+        if free:
+            return free.pop()
+        # An inference tensor could not take part in autograd later, and evaluation may well come first.
+        with torch.inference_mode(False):
+            return torch.empty(*shape, dtype=dtype, device=self._device)
+
+    def give_back(self, buffer: Tensor) -> None:
+        """Has memory used again that :meth:`take` has returned."""
+        self._free[buffer.shape, buffer.dtype].append(buffer)
+
+
+class Exchange(ABC):
+    """S and its transpose for one rank: all rows that layers read of other ranks come by it, whatever layers compute.
+
+    A scheme has two methods, :meth:`start_expand` and :meth:`start_reduce`. Any number of exchanges may be under way, and be
+    waited for in any order; all ranks start them in the same order.
 
     Args:
         num_owned, num_halo: N, H.
-        idle: whether this rank neither sends nor receives anything, on behalf of others included.
         world: the ranks.
         meter: where traffic is counted.
+        idle: this rank neither sends nor receives anything, on behalf of others included.
 
     Attributes:
         own_lengths: where a rank holds rows of others too: by the length of a tensor with one entry per row or edge, how many
             are this rank's own. These come first, and they alone count in sums over ranks.
+        most_propagations: how often rows may travel along edges in a step; None for any number.
+        make_matrix: makes the matrix by which a sum over edges is a product over ranks, of the entries of this rank's rows;
+            communicates. None where a rank adds up its own nodes' edges.
+        make_attended: the same for edges that are attended over, or whose extremes are taken.
+        present: which halo rows come in this step, bool ``[H]``; None for all. Layers leave the edges of the others out, whose
+            rows are 0, and multiply the sums of those that come by `scale`.
     """
 
-    def __init__(self, num_owned: int, num_halo: int, idle: bool, world: World, meter: Meter) -> None:
+    present: Tensor | None = None
+    scale = 1.0
+
+    def __init__(self, num_owned: int, num_halo: int, world: World, meter: Meter, idle: bool = False) -> None:
         self.num_owned, self.num_halo, self.idle = num_owned, num_halo, idle
-        self.world, self.meter = world, meter
+        self.world, self.meter, self.buffers = world, meter, Buffers(world.device)
         self.own_lengths: dict[int, int] = {}
-        self._buffers: dict[tuple[str, torch.Size, torch.dtype], Tensor] = {}
+        self.most_propagations: int | None = None
+        self.make_matrix: Callable[[Triples], Matrix] | None = None
+        self.make_attended: Callable[[Triples], SparseMatrix] | None = None
 
-    def buffer(self, use: str, shape: torch.Size, dtype: torch.dtype) -> Tensor:
-        """Returns scratch memory that lives as long as the exchange; valid until the next call for the same `use`."""
-        key = (use, shape, dtype)
-        if key not in self._buffers:
-            # An inference tensor could not take part in autograd later, and evaluation may well come first.
-            with torch.inference_mode(False):
-                self._buffers[key] = torch.empty(shape, dtype=dtype, device=self.world.device)
-        return self._buffers[key]
-
-    def begin_step(self) -> None:  # noqa: B027 (most need not know)
-        """Is told that a step begins, forward and backward."""
-
-    def exactly(self) -> AbstractContextManager[None]:
-        """Rows travel as they are while this is open, whatever the codec: for what is kept. All ranks must open it."""
-        return self.world.wire.coding(False)
+    # What a scheme is #########################################################
 
     @abstractmethod
-    def start_fetch(self, x: Tensor, halo: Tensor, layer: str) -> Callable[[], None]:
-        """Starts S: sends rows that others read and receives into `halo`; returns the function that waits.
+    def start_expand(self, x: Tensor, halo: Tensor, call: Call) -> Callable[[], None]:
+        """Starts S: sends rows that others read, and receives into `halo`; returns the function that waits.
 
         Args:
-            x: owned rows, ``[N, ...]``; unchanged until the returned function has returned.
+            x: owned rows, ``[N, ...]``, contiguous; unchanged until the returned function has returned.
             halo: receives the halo rows in place, ``[H, ...]``, contiguous.
-            layer: named in errors and counted under.
+            call: which exchange of the step this is.
         """
 
     @abstractmethod
-    def outgoing(self, shape: torch.Size, dtype: torch.dtype) -> Tensor:
-        """Returns memory for the halo rows' gradients that the next :meth:`start_return` sends: a copy less."""
-
-    @abstractmethod
-    def start_return(self, halo_grad: Tensor, layer: str) -> Callable[[Tensor], None]:
-        """Starts S^T: sends the halo rows' gradients home; the returned function waits and adds those that arrive.
+    def start_reduce(self, halo: Tensor, call: Call) -> Callable[[Tensor], None]:
+        """Starts S^T: sends what this rank has for halo rows to their owners; returns the function that waits.
 
         Args:
-            halo_grad: ``[H, ...]``, contiguous.
-            layer: named in errors and counted under.
+            halo: ``[H, ...]``, contiguous; unchanged until the returned function has returned.
+            call: which exchange of the step this is.
 
         Returns:
-            ``finish(grad)``: adds in place to ``grad`` ``[N, ...]``, in an order that does not depend on timing.
+            ``finish(own)``: adds what arrives to ``own`` ``[N, ...]`` in place, or takes the maximum, as ``call.operation``
+            has it; in an order that does not depend on timing.
         """
 
-    def expand_all(self, tensors: Sequence[Tensor], layer: str) -> list[Tensor]:
-        """Returns S x of several tensors of one dtype, as :meth:`expand` does, in the messages of one: side by side."""
-        if len(tensors) == 1 or self.idle:
-            return [self.expand(x, layer) for x in tensors]
-        widths = [x.shape[1:].numel() for x in tensors]
-        rows = self.expand(torch.cat([x.reshape(len(x), width) for x, width in zip(tensors, widths)], 1), layer)
-        return [part.contiguous().view(len(rows), *x.shape[1:]) for part, x in zip(rows.split(widths, dim=1), tensors)]
+    def begin_step(self, step: Step) -> None:  # noqa: B027 (most need not know)
+        """Is told which step begins, before anything of it travels."""
 
-    def start(
-        self,
-        out: Tensor,
-        out_counts: list[int],
-        into: Tensor,
-        into_counts: list[int],
-        layer: str,
-        direction: str,
-        began: float,
-    ) -> Callable[[], None]:
-        """Starts one message to and from every peer that has rows to exchange, and counts it; returns the function that waits.
+    def drain(self) -> None:  # noqa: B027
+        """Waits for all that is under way: before evaluation and checkpoints, and at the end of a run."""
 
-        Args:
-            out, into: what is sent and what is filled, contiguous, of one dtype, rows in rank order; ``out`` and ``into``
-                are left alone until the returned function has returned.
-            out_counts, into_counts: rows for and from each rank, ``[P]``.
-            layer, direction: counted under, and named in errors; ``"forward"`` or ``"backward"``.
-            began: when packing them began, by ``time.perf_counter``.
+    @property
+    def approximate(self) -> bool:
+        """Whether rows may be approximate now: in training, but not in its last epoch, nor for what is kept."""
+        return self.world.wire.encodes
 
-        Raises:
-            CommunicationError: from the returned function too: a peer does not answer.
-        """
-        rows = sum(out_counts)
-        row_bytes = self.world.wire.message_bytes(out) // max(rows, 1)
-        sent = ((peer, count * row_bytes) for peer, count in enumerate(out_counts) if count)
-        traffic = Traffic.of(sent, rows)
+    def state_dict(self) -> dict[str, Any]:
+        """Returns what a checkpoint keeps of this rank's exchange: plain values and tensors."""
+        return {}
 
-        def start() -> Callable[[], None]:
-            return self.world.wire.start(out, out_counts, into, into_counts)
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:  # noqa: B027
+        """Takes what :meth:`state_dict` gave on this rank of a run of as many ranks."""
 
-        return start_counted(start, traffic, began, self.world, self.meter, layer, direction)
-
-    def sum_over_ranks(self, x: Tensor, operation: str) -> Tensor:
-        """Returns the sum of equal-shaped tensors of all ranks, bit-identical on every rank; errors name `operation`."""
-        return self.world.all_reduce_(x.clone(), operation)
-
-    def max_over_ranks(self, x: Tensor, operation: str) -> Tensor:
-        """Returns the elementwise maximum of equal-shaped tensors of all ranks, on every rank; errors name `operation`."""
-        return self.world.all_gather(x, operation).amax(0)
+    # What layers use ##########################################################
 
     def expand(self, x: Tensor, layer: str, dim: int = 0) -> Tensor:
         """Returns S x, differentiable: owned rows first, halo rows after them.
@@ -190,11 +175,20 @@ class RowExchange(ABC):
         Returns:
             ``[N + H, ...]``, or longer along `dim`.
         """
+        call = self.world.call(layer)
         if self.idle:
             return x
         if dim % x.dim():
-            return self.expand(x.movedim(dim, 0).contiguous(), layer).movedim(0, dim)
-        return _Expand.apply(x, self, layer)
+            return _Expand.apply(x.movedim(dim, 0).contiguous(), self, call).movedim(0, dim)
+        return _Expand.apply(x, self, call)
+
+    def expand_all(self, tensors: Sequence[Tensor], layer: str) -> list[Tensor]:
+        """Returns S x of several tensors of one dtype, as :meth:`expand` does, in the messages of one: side by side."""
+        if len(tensors) == 1 or self.idle:
+            return [self.expand(x, layer) for x in tensors]
+        widths = [x.shape[1:].numel() for x in tensors]
+        rows = self.expand(torch.cat([x.reshape(len(x), width) for x, width in zip(tensors, widths)], 1), layer)
+        return [part.contiguous().view(len(rows), *x.shape[1:]) for part, x in zip(rows.split(widths, dim=1), tensors)]
 
     def reduce(self, x: Tensor, layer: str) -> Tensor:
         """Returns S^T x, differentiable: each owned row plus what other ranks hold for it in their halo rows.
@@ -206,12 +200,53 @@ class RowExchange(ABC):
         Returns:
             ``[N, ...]``.
         """
-        if self.idle:
-            return x
-        return _Reduce.apply(x, self, layer)
+        call = self.world.call(layer)
+        return x if self.idle else _Reduce.apply(x, self, call)
+
+    def reduce_max(self, x: Tensor, layer: str) -> Tensor:
+        """Returns the largest of each owned row and of what other ranks hold for it, ``[N, ...]``; not differentiable.
+
+        Args:
+            x: ``[N + H, ...]``, owned rows first; minus infinity for nothing.
+            layer: named in errors and counted under.
+        """
+        call = self.world.call(layer)
+        return x[: self.num_owned].clone() if self.idle else reduced(self, x, Call(layer, call.index, operation="max"))
+
+    def sum_over_ranks(self, x: Tensor, operation: str) -> Tensor:
+        """Returns the sum of equal-shaped tensors of all ranks, bit-identical on every rank; errors name `operation`."""
+        return self.world.all_reduce_(x.clone(), operation)
+
+    def max_over_ranks(self, x: Tensor, operation: str) -> Tensor:
+        """Returns the elementwise maximum of equal-shaped tensors of all ranks, on every rank; errors name `operation`."""
+        return self.world.all_gather(x, operation).amax(0)
+
+    # What schemes use #########################################################
+
+    def send(
+        self, out: Rows, out_counts: Sequence[int], into: Tensor, into_counts: Sequence[int], call: Call, began: float
+    ) -> Callable[[], None]:
+        """Starts one message to and from every peer that has rows to exchange, and counts it; returns the function that waits.
+
+        Args:
+            out, into: what is sent and what is filled, contiguous, of one dtype, rows in rank order; both are left alone until
+                the returned function has returned.
+            out_counts, into_counts: rows for and from each rank, ``[P]``.
+            call: counted under, and named in errors.
+            began: when packing them began, by ``time.perf_counter``.
+
+        Raises:
+            CommunicationError: from the returned function too: a peer does not answer.
+        """
+        wire = self.world.wire
+        sends, receives = by_peer(out, out_counts), by_peer(into, into_counts)
+        traffic = Traffic.of(((peer, wire.message_bytes(rows)) for peer, rows in sends), sum(out_counts))
+        with starting(self.world, self.meter, call, traffic, began):
+            wait = wire.start_each(sends, receives)
+        return counted(wait, self.world, self.meter, call, traffic)
 
 
-class HaloExchange(RowExchange):
+class HaloExchange(Exchange):
     """Moves rows directly between the owner of a node and the ranks whose edges read it.
 
     Args:
@@ -225,72 +260,47 @@ class HaloExchange(RowExchange):
         self.recv_counts = list(plan.recv_counts)
         self.send_counts = [len(rows) for rows in plan.send_rows]
         self.send_rows = torch.from_numpy(plan.all_send_rows()).to(world.device)
-        self._send_rows_by_peer = self.send_rows.split(self.send_counts)
         num_halo = sum(self.recv_counts)
-        super().__init__(plan.num_owned, num_halo, num_halo == 0 and len(self.send_rows) == 0, world, meter)
+        super().__init__(plan.num_owned, num_halo, world, meter, num_halo == 0 and len(self.send_rows) == 0)
 
     @override
-    def start_fetch(self, x: Tensor, halo: Tensor, layer: str) -> Callable[[], None]:
+    def start_expand(self, x: Tensor, halo: Tensor, call: Call) -> Callable[[], None]:
         began = time.perf_counter()
         packed = self.world.scratch((len(self.send_rows), *x.shape[1:]), x.dtype)
-        take_rows(x, self.send_rows, packed)
-        return self.start(packed, self.send_counts, halo, self.recv_counts, layer, "forward", began)
+        take_rows(x, self.send_rows, rows_of(packed))
+        return self.send(packed, self.send_counts, halo, self.recv_counts, call, began)
 
     @override
-    def outgoing(self, shape: torch.Size, dtype: torch.dtype) -> Tensor:
-        return self.world.scratch(shape, dtype)
-
-    @override
-    def start_return(self, halo_grad: Tensor, layer: str) -> Callable[[Tensor], None]:
+    def start_reduce(self, halo: Tensor, call: Call) -> Callable[[Tensor], None]:
         """Peer after peer: the rows of one are distinct, so no two additions meet, the paper's non-atomic backward."""
         began = time.perf_counter()
-        arrived = self.buffer("return", torch.Size((len(self.send_rows), *halo_grad.shape[1:])), halo_grad.dtype)
-        wait = self.start(halo_grad, self.recv_counts, arrived, self.send_counts, layer, "backward", began)
+        arrived = self.buffers.take((len(self.send_rows), *halo.shape[1:]), halo.dtype)
+        wait = self.send(halo, self.recv_counts, arrived, self.send_counts, call, began)
 
-        def finish(grad: Tensor) -> None:
+        def finish(own: Tensor) -> None:
             wait()
-            for rows, values in zip(self._send_rows_by_peer, arrived.split(self.send_counts)):
-                if len(rows):
-                    add_rows(grad, rows, values)
+            for rows, values in zip(self.send_rows.split(self.send_counts), arrived.split(self.send_counts)):
+                if len(rows) and call.operation == "sum":
+                    add_rows(own, rows, values)
+                elif len(rows):
+                    own[rows] = torch.maximum(own[rows], values)
+            self.buffers.give_back(arrived)
 
         return finish
 
-    def largest(self, x: Tensor, layer: str) -> Tensor:
-        """Returns the largest of each owned row and of what other ranks hold for it, ``[N, ...]``; not differentiable.
 
-        Args:
-            x: ``[N + H, ...]``, owned rows first; minus infinity for nothing.
-            layer: named in errors and counted under.
-        """
-        own = x[: self.num_owned].clone()
-        if not self.idle:
-            arrived = x.new_empty((len(self.send_rows), *x.shape[1:]))
-            halo, began = x[self.num_owned :].contiguous(), time.perf_counter()
-            self.start(halo, self.recv_counts, arrived, self.send_counts, layer, "backward", began)()
-            for rows, values in zip(self._send_rows_by_peer, arrived.split(self.send_counts)):
-                own[rows] = torch.maximum(own[rows], values)
-        return own
-
-    @override
-    def expand_all(self, tensors: Sequence[Tensor], layer: str) -> list[Tensor]:
-        """In the messages of one, but without a copy of all tensors side by side, unless a codec is to see whole rows."""
-        if len(tensors) == 1 or self.idle or (self.world.wire.codec is not None and self.world.wire.codes):
-            return super().expand_all(tensors, layer)
-        return list(_ExpandAll.apply(self, layer, *tensors))
-
-
-def _with_halo(exchange: RowExchange, x: Tensor, layer: str) -> Tensor:
+def expanded(exchange: Exchange, x: Tensor, call: Call) -> Tensor:
     """S: ``[N, ...]`` to ``[N + H, ...]``."""
     out = x.new_empty((exchange.num_owned + exchange.num_halo, *x.shape[1:]))
-    wait = exchange.start_fetch(x, out[exchange.num_owned :], layer)
+    wait = exchange.start_expand(x.contiguous(), out[exchange.num_owned :], call)
     out[: exchange.num_owned] = x
     wait()
     return out
 
 
-def _halo_sent_home(exchange: RowExchange, x: Tensor, layer: str) -> Tensor:
+def reduced(exchange: Exchange, x: Tensor, call: Call) -> Tensor:
     """S^T: ``[N + H, ...]`` to ``[N, ...]``."""
-    finish = exchange.start_return(x[exchange.num_owned :].contiguous(), layer)
+    finish = exchange.start_reduce(x[exchange.num_owned :].contiguous(), call)
     own = x[: exchange.num_owned].clone()
     finish(own)
     return own
@@ -300,84 +310,25 @@ class _Expand(torch.autograd.Function):
     """S as a concatenation, for code that indexes owned and halo rows alike; backward is S^T."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, exchange: RowExchange, layer: str) -> Tensor:
-        ctx.exchange, ctx.layer = exchange, layer
-        return _with_halo(exchange, x, layer)
+    def forward(ctx: Any, x: Tensor, exchange: Exchange, call: Call) -> Tensor:
+        ctx.exchange, ctx.call = exchange, call
+        return expanded(exchange, x, call)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        return _halo_sent_home(ctx.exchange, grad, ctx.layer), None, None
-
-
-def _blocks(packed: Tensor, counts: Sequence[int], widths: Sequence[int]) -> list[list[Tensor]]:
-    """Returns the part of each tensor in each peer's message, ``[rows of the peer, width]`` by tensor, then peer.
-
-    A peer's rows of all tensors, ``packed`` ``[rows, sum of widths]``, lie together: tensor after tensor.
-    """
-    by_peer = [
-        message.view(-1).split([len(message) * width for width in widths]) for message in packed.split(list(counts))
-    ]
-    return [[parts[i].view(-1, width) for parts in by_peer] for i, width in enumerate(widths)]
-
-
-class _ExpandAll(torch.autograd.Function):
-    """S of several tensors in one message per peer; backward is S^T of all."""
-
-    @staticmethod
-    def forward(ctx: Any, exchange: HaloExchange, layer: str, *tensors: Tensor) -> tuple[Tensor, ...]:
-        ctx.exchange, ctx.layer = exchange, layer
-        began = time.perf_counter()
-        first, owned = tensors[0], exchange.num_owned
-        widths = [x.shape[1:].numel() for x in tensors]
-        packed = exchange.world.scratch((len(exchange.send_rows), sum(widths)), first.dtype)
-        for x, parts in zip(tensors, _blocks(packed, exchange.send_counts, widths)):
-            for rows, part in zip(exchange._send_rows_by_peer, parts):
-                take_rows(x.reshape(owned, -1), rows, part)
-        halo = exchange.buffer("halo of all", torch.Size((exchange.num_halo, sum(widths))), first.dtype)
-        counts = exchange.recv_counts
-        wait = exchange.start(packed, exchange.send_counts, halo, counts, layer, "forward", began)
-        outs = [x.new_empty((owned + exchange.num_halo, *x.shape[1:])) for x in tensors]
-        for x, out in zip(tensors, outs):
-            out[:owned] = x
-        wait()
-        for out, parts in zip(outs, _blocks(halo, counts, widths)):
-            for part, rows in zip(parts, out[owned:].split(counts)):
-                rows.view(part.shape).copy_(part)
-        return tuple(outs)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
-        exchange, owned = ctx.exchange, ctx.exchange.num_owned
-        began = time.perf_counter()
-        widths = [grad.shape[1:].numel() for grad in grads]
-        first = grads[0]
-        packed = exchange.outgoing(torch.Size((exchange.num_halo, sum(widths))), first.dtype)
-        for grad, parts in zip(grads, _blocks(packed, exchange.recv_counts, widths)):
-            for part, rows in zip(parts, grad[owned:].split(exchange.recv_counts)):
-                part.copy_(rows.reshape(part.shape))
-        arrived = exchange.buffer("return of all", torch.Size((len(exchange.send_rows), sum(widths))), first.dtype)
-        counts = exchange.send_counts
-        wait = exchange.start(packed, exchange.recv_counts, arrived, counts, ctx.layer, "backward", began)
-        owns = [grad[:owned].clone() for grad in grads]
-        wait()
-        for own, parts in zip(owns, _blocks(arrived, counts, widths)):
-            for rows, part in zip(exchange._send_rows_by_peer, parts):
-                if len(rows):
-                    add_rows(own.view(owned, -1), rows, part)
-        return None, None, *owns
+        return reduced(ctx.exchange, grad, ctx.call.backward()), None, None
 
 
 class _Reduce(torch.autograd.Function):
     """S^T; backward is S."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, exchange: RowExchange, layer: str) -> Tensor:
-        ctx.exchange, ctx.layer = exchange, layer
-        return _halo_sent_home(exchange, x, layer)
+    def forward(ctx: Any, x: Tensor, exchange: Exchange, call: Call) -> Tensor:
+        ctx.exchange, ctx.call = exchange, call
+        return reduced(exchange, x, call)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        return _with_halo(ctx.exchange, grad, ctx.layer), None, None
+        return expanded(ctx.exchange, grad, ctx.call.backward()), None, None

@@ -10,17 +10,18 @@ n nodes, N of them owned by a rank, P ranks, c the replication factor, R = P / c
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import torch
 from torch import Tensor
 from typing_extensions import override
 
-from lightning_gnn.comm.exchange import during_exchange
-from lightning_gnn.comm.group import World
+from lightning_gnn.comm.exchange import counted, starting
+from lightning_gnn.comm.group import Call, World
 from lightning_gnn.comm.matrix import Matrix, Triples, deal, on_grid
 from lightning_gnn.comm.traffic import Meter, Traffic
+from lightning_gnn.comm.wire import Rows, rows_of
 from lightning_gnn.kernels import CSR, spmm
 from lightning_gnn.partition.grid import ProcessGrid
 from lightning_gnn.partition.shard import Ids
@@ -67,9 +68,8 @@ class BlockMatrix(Matrix):
         return stages
 
     @override
-    def multiply(self, x: Tensor, layer: str, transposed: bool) -> Tensor:
-        direction = "backward" if transposed else "forward"
-        talk = Talk(self.world, self.meter, layer, direction)
+    def multiply(self, x: Tensor, call: Call) -> Tensor:
+        talk = Talk(self.world, self.meter, call)
         chunk = self.grid.chunk(self.column)
         own_block = self._gathered(x, talk)
         rows = self.block(self.row)
@@ -82,14 +82,14 @@ class BlockMatrix(Matrix):
             if source == self.world.rank:
                 assert own_block is not None
                 readers = [rank for rank in self.grid.in_column(self.column) if rank != source]
-                talk.start([(rank, own_block) for rank in readers if own_block.numel()], [])
-                return own_block, _nothing
+                talk.start([(rank, own_block) for rank in readers if rows_of(own_block).numel()], [])
+                return rows_of(own_block), _nothing
             columns = self.block(number)
             into = self._buffer(stage % 2, torch.Size((columns.stop - columns.start, x.size(1))), x.dtype)
             return into, talk.start([], [(source, into)] if into.numel() else [])
 
         coming = [fetch(0)] if len(chunk) else []
-        for stage, (csr, values) in enumerate(self._blocks[transposed]):
+        for stage, (csr, values) in enumerate(self._blocks[call.direction == "backward"]):
             self.world.watch.stage = f"stage {stage + 1} of {len(chunk)}"
             rows_of_stage, wait = coming.pop()
             wait()
@@ -101,7 +101,7 @@ class BlockMatrix(Matrix):
         self.world.watch.stage = ""
         return out
 
-    def _gathered(self, x: Tensor, talk: Talk) -> Tensor | None:
+    def _gathered(self, x: Tensor, talk: Talk) -> Rows | None:
         """Brings the rows of this process row together at the rank that broadcasts them; None on the others."""
         source = self.grid.source(self.row)
         ranks = self.grid.in_row(self.row)
@@ -112,7 +112,7 @@ class BlockMatrix(Matrix):
         shape = (rows.stop - rows.start, x.size(1))
         # Memory to send from is the next one's until something is sent from it.
         block = self.world.scratch(shape, x.dtype) if self.grid.num_rows > 1 else x.new_empty(shape)
-        parts = block.split(np.diff(self.offsets[ranks.start : ranks.stop + 1]).tolist())
+        parts = rows_of(block).split(np.diff(self.offsets[ranks.start : ranks.stop + 1]).tolist())
         parts[self.column].copy_(x)
         others = [(rank, part) for rank, part in zip(ranks, parts) if rank != source and part.numel()]
         talk.start([], others)()
@@ -146,29 +146,23 @@ class BlockMatrix(Matrix):
 class Talk:
     """Messages of one product: counted, and named in errors."""
 
-    def __init__(self, world: World, meter: Meter, layer: str, direction: str) -> None:
-        self._world, self._meter, self._layer, self._direction = world, meter, layer, direction
+    def __init__(self, world: World, meter: Meter, call: Call) -> None:
+        self._world, self._meter, self._call = world, meter, call
         self._open: list[Callable[[], None]] = []
 
-    def start(self, sends: list[tuple[int, Tensor]], receives: list[tuple[int, Tensor]]) -> Callable[[], None]:
+    def start(self, sends: Sequence[tuple[int, Rows]], receives: Sequence[tuple[int, Tensor]]) -> Callable[[], None]:
         """Starts messages; returns the function that waits for them. Call :meth:`end` if it is not called."""
-        began = time.perf_counter()
-        sent = ((peer, self._world.wire.message_bytes(rows)) for peer, rows in sends)
-        traffic = Traffic.of(sent, sum(len(rows) for _, rows in sends))
-        with during_exchange(self._world, self._layer, self._direction):
-            self._world.watch.begins(joint=False)
-            wait = self._world.wire.start_each(sends, receives)
-        traffic.seconds = self._meter.since(began, "send", self._layer, self._direction)
-        self._meter.record(self._layer, self._direction, traffic)
+        began, wire = time.perf_counter(), self._world.wire
+        sent = ((peer, wire.message_bytes(rows)) for peer, rows in sends)
+        traffic = Traffic.of(sent, sum(len(rows_of(rows)) for _, rows in sends))
+        with starting(self._world, self._meter, self._call, traffic, began):
+            wait = wire.start_each(sends, receives)
+        waiting = counted(wait, self._world, self._meter, self._call, traffic)
 
         def finish() -> None:
             if finish in self._open:
                 self._open.remove(finish)
-            began = time.perf_counter()
-            with during_exchange(self._world, self._layer, self._direction):
-                wait()
-            seconds = self._meter.since(began, "wait", self._layer, self._direction)
-            self._meter.record(self._layer, self._direction, Traffic(seconds=seconds))
+                waiting()
 
         self._open.append(finish)
         return finish

@@ -8,8 +8,9 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass, replace
 from datetime import timedelta
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar, get_args
 
 import torch
 import torch.distributed as dist
@@ -21,7 +22,7 @@ from lightning_gnn.comm.listening import gloo_beside, meeting_store
 from lightning_gnn.comm.processes import meet
 from lightning_gnn.comm.shared_memory import PeerError, SharedMemory, machine_key
 from lightning_gnn.comm.watchdog import GROUP_MARGIN_S, Watchdog
-from lightning_gnn.comm.wire import Wire
+from lightning_gnn.comm.wire import Rows, Wire
 
 T = TypeVar("T")
 
@@ -96,6 +97,47 @@ def is_about_peers(error: BaseException) -> bool:
     return isinstance(error, RuntimeError) and any(word in str(error) for word in ("gloo", "NCCL", "TCPStore"))
 
 
+Phase = Literal["train", "validation", "test", "predict"]
+Direction = Literal["forward", "backward"]
+DIRECTIONS: tuple[Direction, ...] = get_args(Direction)
+
+
+@dataclass(frozen=True)
+class Step:
+    """Where a run is.
+
+    Attributes:
+        phase: what the step is for.
+        epoch: of the training, from 0.
+        number: steps of this phase before this one, since the run began.
+    """
+
+    phase: Phase = "train"
+    epoch: int = 0
+    number: int = 0
+
+
+@dataclass(frozen=True)
+class Call:
+    """One exchange of a step, the same on every rank and in every step that runs the same code.
+
+    Attributes:
+        layer: whose rows travel: its name in the module.
+        index: how many exchanges the layer has begun in the forward passes of this step before this one.
+        direction: the pass that it belongs to; that of the backward has the index of its forward.
+        operation: how rows that meet at their owner become one.
+    """
+
+    layer: str
+    index: int = 0
+    direction: Direction = "forward"
+    operation: Literal["sum", "max"] = "sum"
+
+    def backward(self) -> Call:
+        """Returns the exchange of the backward pass."""
+        return replace(self, direction="backward")
+
+
 class World:
     """All ranks of a run: the default process group (for Lightning and torchmetrics) and one of our own for graph traffic.
 
@@ -104,6 +146,10 @@ class World:
         device: where this rank computes; decides the backend (gloo for CPU, NCCL for CUDA).
         timeout: after this long, a wait for another rank is an error; process groups wait a little longer.
         shared_memory: let CPU ranks of one machine talk through shared memory.
+
+    Attributes:
+        step: where the run is.
+        calls: exchanges that each layer has begun in this step, by its name.
 
     Raises:
         RuntimeError: when a process group of another size exists already, or the ranks cannot meet in time.
@@ -116,6 +162,7 @@ class World:
         self, rank: int, size: int, device: torch.device, timeout: timedelta, shared_memory: bool = True
     ) -> None:
         self.rank, self.size, self.device, self.timeout = rank, size, device, timeout
+        self.step, self.calls = Step(), Counter[str]()
         self.watch = Watchdog(rank, size, timeout.total_seconds())
         self.backend = "nccl" if device.type == "cuda" else "gloo"
         self._owns_default = not dist.is_initialized()
@@ -152,6 +199,16 @@ class World:
         self._waited_s = 0.0
         self.closed = False
 
+    def begin_step(self, step: Step) -> None:
+        """Notes that another step begins; calls are numbered anew."""
+        self.step = step
+        self.calls.clear()
+
+    def call(self, layer: str) -> Call:
+        """Returns the next call of a layer in this step, of the forward pass."""
+        self.calls[layer] += 1
+        return Call(layer, self.calls[layer] - 1)
+
     @property
     def connected(self) -> bool:
         """Whether other ranks can be asked here: not inside :func:`no_process_group`."""
@@ -168,7 +225,7 @@ class World:
         return [rank for rank, host in enumerate(hosts) if host == hosts[self.rank]]
 
     def use_codec(self, codec: Codec) -> None:
-        """Has rows encoded while :meth:`~lightning_gnn.comm.coded.CodedWire.coding` of the wire is open."""
+        """Has rows encoded while :meth:`~lightning_gnn.comm.wire.Sends.encoding` of the wire is open."""
         self.wire = CodedWire(self.wire, codec)
 
     def _beside_others(self) -> AbstractContextManager[None]:
@@ -253,7 +310,7 @@ class World:
             yield
         self.collectives_s += time.perf_counter() - began
 
-    def scratch(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+    def scratch(self, shape: Sequence[int], dtype: torch.dtype) -> Rows:
         """Returns memory for rows that are sent next; waits until those who were sent what lay there have taken it."""
         with self.during("Waiting until what was sent before has been taken"):
             return self.wire.scratch(shape, dtype, self.device)
@@ -338,18 +395,15 @@ class World:
             CommunicationError: `source`, or a rank that it sends to, does not answer.
         """
         own = torch.empty(*shape, dtype=dtype, device=self.device)
-        nothing, nobody = own.new_empty(0), [0] * self.size
         with self._all_take_part(f"Sending node rows of rank {source}"):
             if pieces is None:
-                counts = [len(own) if rank == source else 0 for rank in range(self.size)]
-                self.wire.start(nothing, nobody, own, counts)()
+                self.wire.start_each([], [(source, own)] if own.numel() else [])()
                 return own
             for peer, piece in enumerate(pieces):
                 if peer == self.rank:
                     own.copy_(piece)
-                else:
-                    counts = [len(piece) if rank == peer else 0 for rank in range(self.size)]
-                    self.wire.start(piece.to(self.device).contiguous(), counts, nothing, nobody)()
+                elif piece.numel():
+                    self.wire.start_each([(peer, piece.to(self.device).contiguous())], [])()
         return own
 
     def all_gather_object(self, value: T) -> list[T]:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import random
 import threading
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
@@ -18,10 +18,10 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from lightning_gnn.comm.group import World
+from lightning_gnn.comm.group import Step, World
 from lightning_gnn.comm.shared_memory import PeerError
 from lightning_gnn.comm.watchdog import Watchdog
-from lightning_gnn.comm.wire import Sends
+from lightning_gnn.comm.wire import Rows, Sends, rows_of
 
 T = TypeVar("T")
 
@@ -118,27 +118,28 @@ class InProcessWire(Sends):
     """
 
     all_local = True
-    receives_early = True
 
     def __init__(self, rank: int, meeting: Meeting) -> None:
         self._rank, self._meeting = rank, meeting
+        self._expected: dict[int, deque[Callable[[], None]]] = {peer: deque() for peer in range(meeting.size)}
         self.most_bytes = 0
 
-    def scratch(self, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
-        """Returns memory for rows to send."""
+    @override
+    def scratch(self, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Rows:
         return torch.empty(*shape, dtype=dtype, device=device)
 
     @override
     def start_each(
-        self, sends: Sequence[tuple[int, Tensor]], receives: Sequence[tuple[int, Tensor]]
+        self, sends: Sequence[tuple[int, Rows]], receives: Sequence[tuple[int, Tensor]]
     ) -> Callable[[], None]:
-        self.most_bytes = max(self.most_bytes, sum(rows.nbytes for _, rows in (*sends, *receives)))
+        self.most_bytes = max(self.most_bytes, sum(rows_of(rows).nbytes for _, rows in (*sends, *receives)))
+        waits = [self._expect(peer, into) for peer, into in receives]
         for peer, rows in sends:
-            self._meeting.post(self._rank, peer, rows.detach().clone())
+            self._meeting.post(self._rank, peer, rows_of(rows).detach().clone())
 
         def wait() -> None:
-            for peer, rows in receives:
-                self._receive(peer, rows)
+            for each in waits:
+                each()
 
         return wait
 
@@ -146,31 +147,53 @@ class InProcessWire(Sends):
     def start_varied(
         self, sends: Sequence[tuple[int, Tensor]], senders: Sequence[int]
     ) -> Callable[[], dict[int, Tensor]]:
+        waits = {peer: self._expect(peer) for peer in senders}
         self.start_each(sends, [])
-        return lambda: {peer: self._meeting.take(self._rank, peer) for peer in senders}
+        return lambda: {peer: wait() for peer, wait in waits.items()}
 
-    def _receive(self, peer: int, into: Tensor) -> None:
-        found = self._meeting.take(self._rank, peer)
-        if not isinstance(found, Tensor) or found.shape != into.shape or found.dtype != into.dtype:
-            what = f"{tuple(found.shape)} of {found.dtype}" if isinstance(found, Tensor) else type(found).__name__
-            raise PeerError(
-                peer,
-                f"rank {peer} sent {what} where {tuple(into.shape)} of {into.dtype} was expected, and is elsewhere",
-            )
-        into.detach().copy_(found)
+    def _expect(self, peer: int, into: Tensor | None = None) -> Callable[[], Any]:
+        """Says where the next message of `peer` goes that is not expected yet; returns what waits for it and returns it."""
+        found: list[Any] = []
+
+        def accept() -> None:
+            message = self._meeting.take(self._rank, peer)
+            if into is not None:
+                _check(message, into, peer)
+                into.detach().copy_(message)
+            found.append(message)
+
+        self._expected[peer].append(accept)
+
+        def wait() -> Any:
+            while not found:  # messages of a peer come in the order in which they are expected
+                self._expected[peer].popleft()()
+            return found[0]
+
+        return wait
+
+    def take(self, peer: int) -> Any:
+        """Returns the next value of `peer` that is not expected yet."""
+        return self._expect(peer)()
 
     def gather(self, tensor: Tensor) -> list[Tensor]:
         """Returns the tensors of all ranks in rank order."""
+        peers = [peer for peer in range(self._meeting.size) if peer != self._rank]
         own = tensor.detach().clone()
-        ranks = range(self._meeting.size)
-        for peer in ranks:
-            if peer != self._rank:
-                self._meeting.post(self._rank, peer, own)
-        parts = [tensor if peer == self._rank else torch.empty_like(own) for peer in ranks]
-        for peer, part in enumerate(parts):
-            if peer != self._rank:
-                self._receive(peer, part)
-        return parts
+        parts = {peer: torch.empty_like(own) for peer in peers} | {self._rank: tensor}
+        waits = [self._expect(peer, parts[peer]) for peer in peers]
+        for peer in peers:
+            self._meeting.post(self._rank, peer, own)
+        for wait in waits:
+            wait()
+        return [parts[rank] for rank in sorted(parts)]
+
+
+def _check(found: Any, into: Tensor, peer: int) -> None:
+    """Raises PeerError unless `found` is what is expected."""
+    if not isinstance(found, Tensor) or found.shape != into.shape or found.dtype != into.dtype:
+        what = f"{tuple(found.shape)} of {found.dtype}" if isinstance(found, Tensor) else type(found).__name__
+        text = f"rank {peer} sent {what} where {tuple(into.shape)} of {into.dtype} was expected, and is elsewhere"
+        raise PeerError(peer, text)
 
 
 class InProcessWorld(World):
@@ -187,6 +210,7 @@ class InProcessWorld(World):
         self.watch = Watchdog(rank, meeting.size, 0.0)  # is not started
         self.wire: Any = InProcessWire(rank, meeting)
         self.gradient_group = None
+        self.step, self.calls = Step(), Counter()
         self._meeting = meeting
 
     @property
@@ -204,13 +228,13 @@ class InProcessWorld(World):
         for peer in range(self.size):
             if peer != self.rank:
                 self._meeting.post(self.rank, peer, value)
-        return [value if peer == self.rank else self._meeting.take(self.rank, peer) for peer in range(self.size)]
+        return [value if peer == self.rank else self.wire.take(peer) for peer in range(self.size)]
 
     @override
     def broadcast_object(self, value: Any, source: int = 0) -> Any:
         """Returns the source's value on every rank."""
         if self.rank != source:
-            return self._meeting.take(self.rank, source)
+            return self.wire.take(source)
         for peer in range(self.size):
             if peer != source:
                 self._meeting.post(source, peer, value)

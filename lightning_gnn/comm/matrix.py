@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from lightning_gnn.comm.exchange import HaloExchange
-from lightning_gnn.comm.group import World
-from lightning_gnn.comm.traffic import Meter, Traffic
+from lightning_gnn.comm.exchange import Exchange, HaloExchange
+from lightning_gnn.comm.group import Call, World
+from lightning_gnn.comm.traffic import Meter
 from lightning_gnn.kernels import CSR, spmm
 from lightning_gnn.partition.grid import ProcessCube, ProcessGrid
 from lightning_gnn.partition.shard import HaloPlan, Ids, halo_plan
@@ -86,14 +86,18 @@ class Matrix(ABC):
     """One rank's part of a matrix over all nodes, ``[n, n]``, and of its transpose."""
 
     @abstractmethod
-    def multiply(self, x: Tensor, layer: str, transposed: bool) -> Tensor:
+    def multiply(self, x: Tensor, call: Call) -> Tensor:
         """Returns this rank's rows of the product, ``[N, F]``, in at least float32.
 
         Args:
             x: this rank's rows, ``[N, F]``, contiguous.
-            layer: named in errors and counted under.
-            transposed: multiply with the transpose: the backward pass.
+            call: which one of the step; in the backward pass, it is multiplied with the transpose.
         """
+
+    @property
+    def exchanges(self) -> Sequence[Exchange]:
+        """Those by which rows travel."""
+        return ()
 
 
 class SparseMatrix(Matrix):
@@ -109,7 +113,8 @@ class SparseMatrix(Matrix):
         make_exchange: an exchange of rows by a plan.
 
     Attributes:
-        reads: brings rows of the columns. adds: takes partial sums of the rows home. targets: brings rows of the rows.
+        columns: expands rows of the columns.
+        rows: reduces partial results of the rows, and expands rows of the rows.
     """
 
     def __init__(
@@ -124,15 +129,19 @@ class SparseMatrix(Matrix):
         self.offsets, self.world, self._make_exchange = offsets, world, make_exchange
         self.num_owned = int(offsets[world.rank + 1] - offsets[world.rank])
         mine = deal(entries, holders, world)
-        self.reads, self._col = self._exchange(mine.col, meter)
-        self.adds, self._row = self._exchange(mine.row, _Reversed(meter))
-        self.targets = make_exchange(self.adds.plan, world, meter)
+        self.columns, self._col = self._exchange(mine.col, meter)
+        self.rows, self._row = self._exchange(mine.row, meter)
         self._value = mine.value
+
+    @property
+    @override
+    def exchanges(self) -> Sequence[Exchange]:
+        return self.columns, self.rows
 
     @cached_property
     def csr(self) -> CSR:
         """This rank's part as one matrix: owned rows and those that it adds to, by owned columns and those that it reads."""
-        shape = self.num_owned + self.adds.num_halo, self.num_owned + self.reads.num_halo
+        shape = self.num_owned + self.rows.num_halo, self.num_owned + self.columns.num_halo
         return CSR.from_coo(self._row, self._col, *shape).of_slots()
 
     @cached_property
@@ -149,8 +158,8 @@ class SparseMatrix(Matrix):
         csr = CSR.from_coo(
             row[ids] - (0 if own_row else owned),
             col[ids] - (0 if own_col else owned),
-            owned if own_row else self.adds.num_halo,
-            owned if own_col else self.reads.num_halo,
+            owned if own_row else self.rows.num_halo,
+            owned if own_col else self.columns.num_halo,
         )
         values = None if self._value is None else csr.permute(self._value[ids])
         csr = csr.of_slots()
@@ -168,11 +177,12 @@ class SparseMatrix(Matrix):
         return exchange, local
 
     @override
-    def multiply(self, x: Tensor, layer: str, transposed: bool) -> Tensor:
-        reads, adds = (self.adds, self.reads) if transposed else (self.reads, self.adds)
+    def multiply(self, x: Tensor, call: Call) -> Tensor:
+        transposed = call.direction == "backward"
+        sources, targets = (self.rows, self.columns) if transposed else (self.columns, self.rows)
         dtype = torch.promote_types(x.dtype, torch.float32)
-        arrived = reads.buffer("rows", torch.Size((reads.num_halo, x.size(1))), x.dtype)
-        wait = _nothing if reads.idle else reads.start_fetch(x, arrived, layer)
+        arrived = sources.buffers.take((sources.num_halo, x.size(1)), x.dtype)
+        wait = None if sources.idle else sources.start_expand(x, arrived, call)
 
         def add(own_row: bool, own_col: bool, out: Tensor) -> None:
             """Multiplies with own rows, which come first and overwrite, or with those that have arrived."""
@@ -182,21 +192,23 @@ class SparseMatrix(Matrix):
                 spmm(csr, x if own_col else arrived, values, out=out, accumulate=not own_col)
 
         own = x.new_empty((self.num_owned, x.size(1)), dtype=dtype)
-        partial = own[:0] if adds.idle else adds.outgoing(torch.Size((adds.num_halo, x.size(1))), dtype)
+        partial = targets.buffers.take((targets.num_halo, x.size(1)), dtype)
         if len(partial):
             add(False, True, partial)
         # Own rows while others travel: those that come in, or, where none do, the partial sums that go out.
-        if not reads.idle:
+        if wait is not None:
             add(True, True, own)
-        wait()
+            wait()
         if len(partial):
             add(False, False, partial)
-        finish = None if adds.idle else adds.start_return(partial, layer)
-        if reads.idle:
+        finish = None if targets.idle else targets.start_reduce(partial, call)
+        if wait is None:
             add(True, True, own)
         add(True, False, own)
         if finish is not None:
             finish(own)
+        sources.buffers.give_back(arrived)
+        targets.buffers.give_back(partial)
         return own
 
 
@@ -207,27 +219,3 @@ class _Part:
     csr: CSR
     values: Tensor | None
     values_transposed: Tensor | None
-
-
-class _Reversed(Meter):
-    """Counts for partial sums, which are sent home in the forward pass and fetched in the backward one."""
-
-    def __init__(self, meter: Meter) -> None:
-        super().__init__()
-        self._meter = meter
-
-    @override
-    def direction(self, direction: str) -> str:
-        return "forward" if direction == "backward" else "backward"
-
-    @override
-    def record(self, layer: str, direction: str, traffic: Traffic) -> None:
-        self._meter.record(layer, self.direction(direction), traffic)
-
-    @override
-    def since(self, began: float, what: str, layer: str, direction: str) -> float:
-        return self._meter.since(began, what, layer, self.direction(direction))
-
-
-def _nothing() -> None:
-    pass

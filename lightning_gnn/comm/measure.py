@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 
 from lightning_gnn.comm.group import CommunicationError, World
 from lightning_gnn.comm.shared_memory import PeerError
+from lightning_gnn.comm.wire import by_peer, rows_of
 from lightning_gnn.planning.infer import (
     SHARING,
     Flow,
@@ -46,13 +47,13 @@ def transfer_seconds(world: World, num_bytes: NDArray[np.int64]) -> float:
     """
     sent, received = num_bytes[world.rank].tolist(), num_bytes[:, world.rank].tolist()
     out = world.scratch((sum(sent),), torch.uint8)
-    out.fill_(world.rank)  # memory that nobody has touched is faster to read than rows are
+    rows_of(out).fill_(world.rank)  # memory that nobody has touched is faster to read than rows are
     into = torch.zeros(sum(received), dtype=torch.uint8, device=world.device)
     world.barrier()
     _synchronize(world.device)
     began = time.perf_counter()
     try:
-        world.wire.start(out, sent, into, received)()
+        world.wire.start_each(by_peer(out, sent), by_peer(into, received))()
     except PeerError as error:
         raise CommunicationError(
             f"Rank {world.rank} got nothing from, or could not send to, rank {error.peer}: {error}. Every two ranks must reach "

@@ -15,9 +15,10 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from lightning_gnn.comm.exchange import RowExchange
-from lightning_gnn.comm.group import World
+from lightning_gnn.comm.exchange import Exchange
+from lightning_gnn.comm.group import Call, World
 from lightning_gnn.comm.traffic import Meter
+from lightning_gnn.comm.wire import rows_of
 from lightning_gnn.kernels import add_rows, take_rows
 from lightning_gnn.planning.plan import Plan
 from lightning_gnn.planning.relation import Ids
@@ -78,7 +79,7 @@ def _counts(tables: Sequence[Ids]) -> list[int]:
     return [len(rows) for rows in tables]
 
 
-class PlannedExchange(RowExchange):
+class PlannedExchange(Exchange):
     """Moves rows along the trees of a plan: S and S^T of the direct exchange, over other ways.
 
     Forward, each row that is not owned arrives exactly once, so rows are received in place, one stage behind the other, and
@@ -90,8 +91,6 @@ class PlannedExchange(RowExchange):
     A rank waits for its own peers of each stage; there is neither a coordinator nor a barrier. That cannot lock up: whoever is
     waited for is in an earlier stage, or has still to send in this one, and some rank is the furthest behind.
 
-    One fetch or return at a time: both work in the same memory.
-
     Args:
         plan: this rank's part of a plan that all ranks follow.
         world: the ranks.
@@ -101,7 +100,7 @@ class PlannedExchange(RowExchange):
 
     def __init__(self, plan: RankPlan, world: World, meter: Meter, route: Plan | None = None) -> None:
         idle = all(stage.idle for stage in plan.forward)
-        super().__init__(plan.num_owned, plan.num_halo, idle, world, meter)
+        super().__init__(plan.num_owned, plan.num_halo, world, meter, idle)
         self.num_relayed, self.route = plan.num_relayed, route
         owned, device = plan.num_owned, world.device
         forward = [stage for stage in plan.forward if not stage.idle]
@@ -128,17 +127,16 @@ class PlannedExchange(RowExchange):
                 arrived = arrives.stop
         self._num_added = arrived
 
-    def _others(self, shape: torch.Size, dtype: torch.dtype) -> Tensor:
-        """Returns memory for the rows that are not owned, ``[H + R, ...]``, for halo rows of `shape`."""
-        return self.buffer("others", torch.Size((self.num_halo + self.num_relayed, *shape[1:])), dtype)
+    def _others(self, halo: Tensor) -> Tensor:
+        """Takes a buffer for the rows that are not owned, ``[H + R, ...]``, for halo rows like `halo`."""
+        return self.buffers.take((self.num_halo + self.num_relayed, *halo.shape[1:]), halo.dtype)
 
     def _go(
         self,
         stages: Sequence[_Stage],
         sources: Sequence[Tensor],
         arriving: Tensor,
-        layer: str,
-        direction: str,
+        call: Call,
         then: Callable[[_Stage], None],
     ) -> Callable[[], None]:
         """Starts the first of `stages`; returns the function that waits for it and goes through the others.
@@ -154,7 +152,7 @@ class PlannedExchange(RowExchange):
         def receive(stage: _Stage) -> Callable[[], None]:
             began = time.perf_counter()
             into = arriving[stage.arrives]
-            return self.start(none, nobody, into, stage.receive_counts, layer, direction, began)
+            return self.send(none, nobody, into, stage.receive_counts, call, began)
 
         early = self.world.wire.receives_early
         coming = [receive(stage) for stage in stages] if early else []
@@ -165,9 +163,9 @@ class PlannedExchange(RowExchange):
             shape = (sum(stage.send_counts), *arriving.shape[1:])
             packed = self.world.scratch(shape, arriving.dtype)
             for run in stage.sends:
-                take_rows(sources[run.owned], run.rows, packed[run.place])
+                take_rows(sources[run.owned], run.rows, rows_of(packed)[run.place])
             into, counts = (none, nobody) if early else (arriving[stage.arrives], stage.receive_counts)
-            return self.start(packed, stage.send_counts, into, counts, layer, direction, began)
+            return self.send(packed, stage.send_counts, into, counts, call, began)
 
         first = [start(stage) for stage in stages[:1]]
 
@@ -188,40 +186,39 @@ class PlannedExchange(RowExchange):
         return finish
 
     @override
-    def start_fetch(self, x: Tensor, halo: Tensor, layer: str) -> Callable[[], None]:
+    def start_expand(self, x: Tensor, halo: Tensor, call: Call) -> Callable[[], None]:
         """Sends the first stage; the others follow while waiting."""
-        others = self._others(halo.shape, x.dtype)
-        go_on = self._go(self._forward, (others, x), others, layer, "forward", lambda stage: None)
+        others = self._others(halo)
+        go_on = self._go(self._forward, (others, x), others, call, lambda stage: None)
 
         def finish() -> None:
             go_on()
             take_rows(others, self._halo_rows, halo)
+            self.buffers.give_back(others)
 
         return finish
 
     @override
-    def outgoing(self, shape: torch.Size, dtype: torch.dtype) -> Tensor:
-        return self._others(shape, dtype)[: self.num_halo]
-
-    @override
-    def start_return(self, halo_grad: Tensor, layer: str) -> Callable[[Tensor], None]:
-        """Sends the first stage; the others follow while finishing."""
-        others = self._others(halo_grad.shape, halo_grad.dtype)
-        if halo_grad.data_ptr() != others.data_ptr():
-            others[: self.num_halo] = halo_grad
+    def start_reduce(self, halo: Tensor, call: Call) -> Callable[[Tensor], None]:
+        """Sends the first stage; the others follow while finishing. Sums only: nothing else is asked of an edge cut."""
+        assert call.operation == "sum"
+        others = self._others(halo)
+        others[: self.num_halo] = halo
         others[self.num_halo :] = 0
-        arrived = self.buffer("return", torch.Size((self._num_added, *others.shape[1:])), others.dtype)
-        own: list[Tensor] = []
+        arrived = self.buffers.take((self._num_added, *halo.shape[1:]), halo.dtype)
+        owned: list[Tensor] = []
 
         def add(stage: _Stage) -> None:
             values = arrived[stage.arrives]
             for run in stage.adds:
-                add_rows((others, *own)[run.owned], run.rows, values[run.place])
+                add_rows((others, *owned)[run.owned], run.rows, values[run.place])
 
-        go_on = self._go(self._backward, (others,), arrived, layer, "backward", add)
+        go_on = self._go(self._backward, (others,), arrived, call, add)
 
-        def finish(grad: Tensor) -> None:
-            own.append(grad)
+        def finish(own: Tensor) -> None:
+            owned.append(own)
             go_on()
+            self.buffers.give_back(others)
+            self.buffers.give_back(arrived)
 
         return finish

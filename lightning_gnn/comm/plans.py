@@ -7,7 +7,7 @@ from typing import Literal, get_args
 
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 
-from lightning_gnn.comm.exchange import HaloExchange, RowExchange
+from lightning_gnn.comm.exchange import Exchange, HaloExchange
 from lightning_gnn.comm.group import World
 from lightning_gnn.comm.planned import PlannedExchange
 from lightning_gnn.comm.swap import SwapExchange
@@ -39,7 +39,7 @@ def make_exchange(
     offsets: Ids,
     world: World,
     meter: Meter,
-) -> RowExchange:
+) -> Exchange:
     """Returns this rank's exchange; all ranks must call it.
 
     Args:

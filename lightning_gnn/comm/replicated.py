@@ -2,41 +2,50 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from typing import Any
 
-import torch
 from torch import Tensor
 from typing_extensions import override
 
-from lightning_gnn.comm.exchange import RowExchange
+from lightning_gnn.comm.exchange import Exchange
+from lightning_gnn.comm.group import Call, Step
 
 
-class ReplicatedExchange(RowExchange):
+class ReplicatedExchange(Exchange):
     """S and S^T inside a group of ranks, and behind the halo rows one of zeros: the source of edges from beyond.
 
     Rows that read it are not right, and nothing that is right reads these (:mod:`lightning_gnn.partition.replicas`).
 
     Args:
         inner: between the ranks of the group; idle where each is alone.
-        own_lengths: see :class:`~lightning_gnn.comm.exchange.RowExchange`.
+        own_lengths, most_propagations: see :class:`~lightning_gnn.comm.exchange.Exchange`.
     """
 
-    def __init__(self, inner: RowExchange, own_lengths: dict[int, int]) -> None:
-        super().__init__(inner.num_owned, inner.num_halo + 1, False, inner.world, inner.meter)
-        self._inner, self.own_lengths = inner, own_lengths
+    def __init__(self, inner: Exchange, own_lengths: dict[int, int], most_propagations: int) -> None:
+        super().__init__(inner.num_owned, inner.num_halo + 1, inner.world, inner.meter)
+        self.inner, self.own_lengths, self.most_propagations = inner, own_lengths, most_propagations
 
     @override
-    def start_fetch(self, x: Tensor, halo: Tensor, layer: str) -> Callable[[], None]:
+    def begin_step(self, step: Step) -> None:
+        self.inner.begin_step(step)
+
+    @override
+    def state_dict(self) -> dict[str, Any]:
+        return self.inner.state_dict()
+
+    @override
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self.inner.load_state_dict(state)
+
+    @override
+    def start_expand(self, x: Tensor, halo: Tensor, call: Call) -> Callable[[], None]:
         halo[-1] = 0
-        return _nothing if self._inner.idle else self._inner.start_fetch(x, halo[:-1], layer)
+        return _nothing if self.inner.idle else self.inner.start_expand(x, halo[:-1], call)
 
     @override
-    def outgoing(self, shape: torch.Size, dtype: torch.dtype) -> Tensor:
-        return self.buffer("outgoing", shape, dtype)
-
-    @override
-    def start_return(self, halo_grad: Tensor, layer: str) -> Callable[[Tensor], None]:
-        return _nothing if self._inner.idle else self._inner.start_return(halo_grad[:-1], layer)
+    def start_reduce(self, halo: Tensor, call: Call) -> Callable[[Tensor], None]:
+        return _nothing if self.inner.idle else self.inner.start_reduce(halo[:-1], call)
 
     @override
     def reduce(self, x: Tensor, layer: str) -> Tensor:

@@ -22,8 +22,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from lightning_gnn.comm.exchange import during_exchange, start_counted
-from lightning_gnn.comm.group import World
+from lightning_gnn.comm.exchange import counted, during_exchange, starting
+from lightning_gnn.comm.group import Call, Direction, World
 from lightning_gnn.comm.traffic import Meter, Traffic
 
 
@@ -31,7 +31,11 @@ class Channel(Protocol):
     """Carries rows from every rank to every other, as many as each has for it. All ranks make its calls in the same order."""
 
     def exchange(
-        self, parts: Sequence[Tensor], counts: Sequence[int] | None = None, layer: str = "", direction: str = "forward"
+        self,
+        parts: Sequence[Tensor],
+        counts: Sequence[int] | None = None,
+        layer: str = "",
+        direction: Direction = "forward",
     ) -> list[Tensor]:
         """Returns what every rank has for this one.
 
@@ -58,7 +62,11 @@ class WireChannel:
         self._world, self._meter = world, meter
 
     def exchange(
-        self, parts: Sequence[Tensor], counts: Sequence[int] | None = None, layer: str = "", direction: str = "forward"
+        self,
+        parts: Sequence[Tensor],
+        counts: Sequence[int] | None = None,
+        layer: str = "",
+        direction: Direction = "forward",
     ) -> list[Tensor]:
         """See :class:`Channel`."""
         rank, size = self._world.rank, self._world.size
@@ -74,9 +82,10 @@ class WireChannel:
         traffic = Traffic.of(
             ((peer, wire.message_bytes(rows)) for peer, rows in sends), sum(len(rows) for _, rows in sends)
         )
-        start_counted(
-            lambda: wire.start_each(sends, receives), traffic, began, self._world, self._meter, layer, direction
-        )()
+        call = Call(layer, direction=direction)
+        with starting(self._world, self._meter, call, traffic, began):
+            wait = wire.start_each(sends, receives)
+        counted(wait, self._world, self._meter, call, traffic)()
         return found
 
     def _questions(self, parts: Sequence[Tensor], peers: Sequence[int], layer: str) -> list[Tensor]:
@@ -113,7 +122,11 @@ class GroupChannel:
         self.bytes_received = 0
 
     def exchange(
-        self, parts: Sequence[Tensor], counts: Sequence[int] | None = None, layer: str = "", direction: str = "forward"
+        self,
+        parts: Sequence[Tensor],
+        counts: Sequence[int] | None = None,
+        layer: str = "",
+        direction: Direction = "forward",
     ) -> list[Tensor]:
         """See :class:`Channel`; rows of unknown number may have any dtype."""
         first = parts[0]

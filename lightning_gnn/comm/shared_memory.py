@@ -16,6 +16,7 @@ import platform
 import socket
 import sys
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -34,6 +35,10 @@ _LIVENESS_S = 0.2  # how often a waiting rank looks whether its peer still runs
 
 # Columns of a control table's row for one peer.
 _POSTED, _BUFFER, _GENERATION, _FD, _OFFSET, _BYTES, _MARK, _TAKEN, _CLOSED = range(9)
+
+
+Accept = Callable[[Tensor], Any]
+"""Takes the bytes of a message, uint8 ``[B]``, which hold until it returns."""
 
 
 class PeerError(RuntimeError):
@@ -109,8 +114,10 @@ class SharedMemory:
         peers: the other ranks that are reachable, ascending.
         waited_s: seconds that this rank has waited for others until now.
 
-    Messages between two ranks arrive in the order in which they are posted. Data is written into :meth:`scratch` memory or
-    copied there, posted, and copied out by the receiver; scratch is taken again when its receivers have said so.
+    Data is written into :meth:`scratch` memory or copied there, posted, and copied out by the receiver; scratch is used again
+    when its receivers have said so. A rank says what it expects of a peer before that arrives (:meth:`expect`), in the order in
+    which the peer posts, and may wait for it in any order. Whenever it waits for anything, it takes in all that has arrived and
+    is expected: so any number of messages may be under way, though a mailbox holds one.
     """
 
     def __init__(self, rank: int, exchange_objects: Callable[[Any], list[Any]], watch: Watchdog) -> None:
@@ -143,6 +150,7 @@ class SharedMemory:
                 self._tables[r] = table.numpy()
         self._sent = dict.fromkeys(self.peers, 0)
         self._received = dict.fromkeys(self.peers, 0)
+        self._expected: dict[int, deque[tuple[int, Accept]]] = {peer: deque() for peer in self.peers}
         self._outboxes = (_Outbox(), _Outbox())
         self._current = 0
         self._maps: dict[tuple[int, int], tuple[int, _Segment]] = {}
@@ -181,19 +189,45 @@ class SharedMemory:
             box.waits_for[peer] = self._sent[peer]
         self._current = 1 - self._current
 
-    def receive(self, peer: int, mark: int) -> Tensor:
-        """Waits for `peer`'s next message and returns its bytes in place; call :meth:`taken` when done with them.
+    def expect(self, peer: int, mark: int, accept: Accept) -> int:
+        """Says what to do with the next message of `peer` that is not expected yet.
+
+        Args:
+            peer: its rank.
+            mark: of the operation that it belongs to.
+            accept: takes its bytes, uint8, which hold until it returns.
+
+        Returns:
+            Its number, for :meth:`receive`.
+        """
+        self._expected[peer].append((mark, accept))
+        return self._received[peer] + len(self._expected[peer])
+
+    def receive(self, peer: int, number: int) -> None:
+        """Returns when an expected message has been accepted.
 
         Raises:
-            PeerError: there is none in time, or it belongs to another operation than the one with `mark`.
+            PeerError: it has not come in time, or what has come belongs to another operation.
         """
-        number = self._received[peer] + 1
         row = self._tables[peer][self.rank]
-        self._wait(peer, lambda: row[_POSTED] >= number)
-        buffer, generation, fd, offset, num_bytes, marked = row[_BUFFER : _MARK + 1].tolist()
+        while self._received[peer] < number:
+            self._wait(peer, lambda: self._received[peer] >= number or row[_POSTED] > self._received[peer])
+            if self._received[peer] < number and not self._accept(peer):
+                self._watch.peer = peer
+                raise PeerError(peer, f"what rank {peer} has sent belongs to another operation", astray=True)
+
+    def _accept_arrived(self) -> None:
+        """Accepts the messages that have arrived and are expected."""
+        for peer, expected in self._expected.items():
+            if expected and self._tables[peer][self.rank][_POSTED] > self._received[peer]:
+                self._accept(peer)
+
+    def _accept(self, peer: int) -> bool:
+        """Accepts the message in a peer's mailbox; returns whether it is the expected one."""
+        mark, accept = self._expected[peer][0]
+        buffer, generation, fd, offset, num_bytes, marked = self._tables[peer][self.rank][_BUFFER : _MARK + 1].tolist()
         if marked != mark:
-            self._watch.peer = peer
-            raise PeerError(peer, f"what rank {peer} has sent belongs to another operation", astray=True)
+            return False
         known = self._maps.get((peer, buffer))
         if known is None or known[0] != generation:
             try:
@@ -201,12 +235,11 @@ class SharedMemory:
             except OSError as error:  # after it has announced the message
                 raise PeerError(peer, f"rank {peer} has ended") from error
             self._maps[peer, buffer] = known
-        return known[1].bytes[offset : offset + num_bytes]
-
-    def taken(self, peer: int) -> None:
-        """Tells `peer` that its last message has been read."""
+        accept(known[1].bytes[offset : offset + num_bytes])
+        self._expected[peer].popleft()
         self._received[peer] += 1
         self._tables[self.rank][peer, _TAKEN] = self._received[peer]
+        return True
 
     def _wait(self, peer: int, ready: Callable[[], Any]) -> None:
         for _ in range(_SPINS):
@@ -215,6 +248,7 @@ class SharedMemory:
         began = looked = time.perf_counter()
         self._watch.peer = peer
         while not ready():
+            self._accept_arrived()
             now = time.perf_counter()
             if now - began < _YIELD_S:
                 os.sched_yield()

@@ -15,7 +15,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from lightning_gnn.comm.grid import Talk
-from lightning_gnn.comm.group import World
+from lightning_gnn.comm.group import Call, World
 from lightning_gnn.comm.matrix import Matrix, Triples, deal, on_grid
 from lightning_gnn.comm.traffic import Meter
 from lightning_gnn.kernels import CSR, spmm
@@ -87,10 +87,10 @@ class SummaMatrix(Matrix):
         return _Block.of(csr, values), same_row
 
     @override
-    def multiply(self, x: Tensor, layer: str, transposed: bool) -> Tensor:
+    def multiply(self, x: Tensor, call: Call) -> Tensor:
         cube, rank = self.cube, self.world.rank
-        talk = Talk(self.world, self.meter, layer, "backward" if transposed else "forward")
-        own, counts = self._blocks[transposed]
+        talk = Talk(self.world, self.meter, call)
+        own, counts = self._blocks[call.direction == "backward"]
         columns = cube.widths(x.size(1))
         width = columns[self.column]
         rows = self._turned(x, columns, talk)

@@ -7,16 +7,18 @@ there likewise, and read by their owners.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 import numpy as np
 import torch
 from torch import Tensor
 from typing_extensions import override
 
-from lightning_gnn.comm.exchange import HaloExchange, RowExchange, during_exchange
-from lightning_gnn.comm.group import World
+from lightning_gnn.comm.exchange import HaloExchange, counted, starting
+from lightning_gnn.comm.group import Call, World
+from lightning_gnn.comm.shared_memory import Accept
 from lightning_gnn.comm.traffic import Meter, Traffic
+from lightning_gnn.comm.wire import rows_of
 from lightning_gnn.kernels import take_rows
 from lightning_gnn.partition.shard import HaloPlan, Ids
 
@@ -49,31 +51,21 @@ class SwapExchange(HaloExchange):
         self._readers = [peer for peer, count in enumerate(self.send_counts) if count]
 
     @override
-    def start_fetch(self, x: Tensor, halo: Tensor, layer: str) -> Callable[[], None]:
-        began = time.perf_counter()
-        wire = self.world.wire
-        traffic = Traffic()
-        with during_exchange(self.world, layer, "forward"):
-            self.world.watch.begins(joint=False)
+    def start_expand(self, x: Tensor, halo: Tensor, call: Call) -> Callable[[], None]:
+        began, traffic, block = time.perf_counter(), Traffic(), None
+
+        def look(rows: Tensor, part: Tensor) -> Accept:
+            return lambda block: take_rows(block.view(x.dtype).view(-1, *x.shape[1:]), rows, part)
+
+        looks = {
+            peer: look(rows, part)
+            for peer, (rows, part) in enumerate(zip(self._reads, halo.split(self.recv_counts)))
+            if len(rows)
+        }
+        with starting(self.world, self.meter, call, traffic, began):
             if self._readers:
                 block = self.world.scratch(x.shape, x.dtype)
-                block.copy_(x)
-                wire.show(block, self._readers)
-                traffic = Traffic(bytes_sent=x.numel() * x.element_size(), messages=1, rows=len(x))
-        traffic.seconds = self.meter.since(began, "send", layer, "forward")
-
-        def finish() -> None:
-            began = time.perf_counter()
-            with during_exchange(self.world, layer, "forward"):
-                for peer, (rows, part) in enumerate(zip(self._reads, halo.split(self.recv_counts))):
-                    if len(rows):
-                        with wire.shown(peer) as block:
-                            take_rows(block.view(x.dtype).view(-1, *x.shape[1:]), rows, part)
-            traffic.seconds += self.meter.since(began, "wait", layer, "forward")
-            self.meter.record(layer, "forward", traffic)
-
-        return finish
-
-    @override
-    def expand_all(self, tensors: Sequence[Tensor], layer: str) -> list[Tensor]:
-        return RowExchange.expand_all(self, tensors, layer)
+                rows_of(block).copy_(x)
+                traffic.bytes_sent, traffic.messages, traffic.rows = x.nbytes, 1, len(x)
+            wait = self.world.wire.show(block, self._readers, looks)
+        return counted(wait, self.world, self.meter, call, traffic)

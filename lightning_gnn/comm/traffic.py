@@ -81,10 +81,6 @@ class Meter:
     spans: list[Span] | None = None
     """Where stretches of time are kept, one by one; None while nobody wants them."""
 
-    def direction(self, direction: str) -> str:
-        """Returns the direction of the pass that messages in `direction` of an exchange belong to."""
-        return direction
-
     def record(self, layer: str, direction: str, traffic: Traffic) -> None:
         """Adds `traffic` to what this layer has sent in this direction."""
         self.by_layer[layer, direction] = self.by_layer.get((layer, direction), Traffic()) + traffic

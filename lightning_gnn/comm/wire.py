@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from datetime import timedelta
+from itertools import accumulate
+from math import prod
 from typing import Any
 
 import torch
@@ -15,52 +18,76 @@ from torch import Tensor
 from typing_extensions import override
 
 from lightning_gnn.comm.codec import Codec
-from lightning_gnn.comm.shared_memory import PeerError, SharedMemory
+from lightning_gnn.comm.shared_memory import Accept, PeerError, SharedMemory
 from lightning_gnn.comm.watchdog import Watchdog
+
+
+@dataclass(frozen=True)
+class Scratch:
+    """Rows in memory that a transport has lent for them, and sends from without a copy.
+
+    Attributes:
+        rows: contiguous.
+        offset: where they begin in that memory, in bytes.
+    """
+
+    rows: Tensor
+    offset: int = 0
+
+    def split(self, counts: Sequence[int]) -> list[Scratch]:
+        """Returns its rows in parts of so many each."""
+        parts = self.rows.split(list(counts))
+        ends = accumulate((part.nbytes for part in parts), initial=self.offset)
+        return [Scratch(part, offset) for part, offset in zip(parts, ends)]
+
+
+Rows = Tensor | Scratch
+
+
+def rows_of(rows: Rows) -> Tensor:
+    """Returns rows wherever they lie."""
+    return rows.rows if isinstance(rows, Scratch) else rows
+
+
+def by_peer(rows: Rows, counts: Sequence[int]) -> list[tuple[int, Any]]:
+    """Returns the messages that rows in the order of ranks are, so many for or from each, ``[P]``: none without rows."""
+    return [(peer, part) for peer, part in enumerate(rows.split(list(counts))) if rows_of(part).numel()]
 
 
 class Sends(ABC):
     """One message to and from every peer, whatever carries it.
 
+    Ranks that exchange anything start to do so in the same order, and may wait for it in any order.
+
     Attributes:
-        codes: whether rows may travel approximately now: encoded, by a :class:`~lightning_gnn.comm.coded.CodedWire`, or only
+        encodes: whether rows may travel approximately now: encoded, by a :class:`~lightning_gnn.comm.coded.CodedWire`, or only
             where they have changed, by a :class:`~lightning_gnn.comm.cache.CachedExchange`.
         codec: how rows are encoded; None for as they are.
+        receives_early: whether receiving may start before what must be sent first: NCCL does one thing after the other.
     """
 
-    codes = False
+    encodes = False
     codec: Codec | None = None
+    receives_early = True
+
+    @abstractmethod
+    def scratch(self, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Rows:
+        """Returns memory for rows that the next :meth:`start_each` sends."""
 
     @abstractmethod
     def start_each(
-        self, sends: Sequence[tuple[int, Tensor]], receives: Sequence[tuple[int, Tensor]]
+        self, sends: Sequence[tuple[int, Rows]], receives: Sequence[tuple[int, Tensor]]
     ) -> Callable[[], None]:
         """Starts to send rows to peers and to receive rows from them; returns the function that waits.
 
         Args:
-            sends, receives: a rank and contiguous rows for or from it, not none; the same rows may go to several. Memory of
-                ``scratch`` is sent without a copy.
+            sends: a rank and contiguous rows for it, not none; the same rows may go to several. Of the last :meth:`scratch`, or
+                of none.
+            receives: a rank and contiguous memory for its rows, not none.
 
         Raises:
             PeerError: from the returned function (and from here when a peer has not taken what it was sent before).
         """
-
-    def start(
-        self, out: Tensor, out_counts: Sequence[int], into: Tensor, into_counts: Sequence[int]
-    ) -> Callable[[], None]:
-        """Starts to send ``out``'s rows and to receive ``into``'s, in peer order; returns the function that waits.
-
-        Args:
-            out, into: contiguous, of one dtype.
-            out_counts, into_counts: rows for and from each rank.
-
-        Raises:
-            PeerError: as :meth:`start_each`.
-        """
-        return self.start_each(
-            [(peer, rows) for peer, rows in enumerate(out.split(list(out_counts))) if rows.numel()],
-            [(peer, rows) for peer, rows in enumerate(into.split(list(into_counts))) if rows.numel()],
-        )
 
     @abstractmethod
     def start_varied(
@@ -79,18 +106,18 @@ class Sends(ABC):
             PeerError: as :meth:`start_each`.
         """
 
-    def message_bytes(self, rows: Tensor) -> int:
+    def message_bytes(self, rows: Rows) -> int:
         """Returns how many bytes a message of these rows takes now, or several messages that they are split into by rows."""
-        return rows.numel() * rows.element_size()
+        return rows_of(rows).nbytes
 
     @contextmanager
-    def coding(self, on: bool = True) -> Iterator[None]:
+    def encoding(self, on: bool = True) -> Iterator[None]:
         """Rows may travel approximately while this is open, or may not; on every rank alike."""
-        before, self.codes = self.codes, on
+        before, self.encodes = self.encodes, on
         try:
             yield
         finally:
-            self.codes = before
+            self.encodes = before
 
 
 class Wire(Sends):
@@ -115,31 +142,28 @@ class Wire(Sends):
         self.all_local = len(self._local) == size - 1
         self._nccl = dist.get_backend(group) == "nccl"
         self.receives_early = not self._nccl
-        """Whether receiving may start before what must be sent first: NCCL does one thing after the other."""
-        self._scratch: Tensor | None = None
         self._leaving: list[_Request] = []  # sends that may not be done
 
-    def scratch(self, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
-        """Returns memory for rows that the next :meth:`start` sends, so that no copy is needed on the way."""
-        count = dtype.itemsize
-        for length in shape:
-            count *= length
+    def scratch(self, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Rows:
+        """Returns memory for rows that the next :meth:`start_each` sends, so that no copy is needed on the way."""
+        count = dtype.itemsize * prod(shape)
         if self._memory is None or not self._local or count == 0:
             with torch.inference_mode(False):
                 return torch.empty(*shape, dtype=dtype, device=device)
-        self._scratch = self._free_scratch(count).view(dtype).view(*shape)
-        return self._scratch
+        return Scratch(self._free_scratch(count).view(dtype).view(*shape))
 
     @override
     def start_each(
-        self, sends: Sequence[tuple[int, Tensor]], receives: Sequence[tuple[int, Tensor]]
+        self, sends: Sequence[tuple[int, Rows]], receives: Sequence[tuple[int, Tensor]]
     ) -> Callable[[], None]:
-        sends = [(peer, _as_bytes(rows)) for peer, rows in sends]
-        receives = [(peer, _as_bytes(rows)) for peer, rows in receives]
+        into = [(peer, _as_bytes(rows)) for peer, rows in receives]
         mark = self.watch.mark()
         remote = [
             dist.P2POp(kind, rows, peer, self._group, mark)  # NCCL knows no such tags
-            for kind, messages in ((dist.irecv, receives), (dist.isend, sends))
+            for kind, messages in (
+                (dist.irecv, into),
+                (dist.isend, [(peer, _as_bytes(rows_of(rows))) for peer, rows in sends]),
+            )
             for peer, rows in messages
             if peer not in self._local
         ]
@@ -148,16 +172,14 @@ class Wire(Sends):
         if self._memory is not None:
             self._leaving = [request for request in self._leaving if not request.done]
             self._leaving += [request for request, op in zip(requests, remote) if op.op is dist.isend]
+        # Expected before anything is posted: the peer may do the same, and each must be able to take the other's.
+        expected = [(peer, self._expect(peer, rows.copy_)) for peer, rows in into if peer in self._local]
         local = [(peer, rows) for peer, rows in sends if peer in self._local]
         if local:
             self._post(local)
 
         def wait() -> None:
-            for peer, rows in receives:
-                if peer in self._local:
-                    assert self._memory is not None
-                    rows.copy_(self._memory.receive(peer, mark))
-                    self._memory.taken(peer)
+            self._receive(expected)
             if self._nccl:
                 for work in works:
                     work.wait()  # orders the streams; NCCL's own watchdog keeps the deadline
@@ -174,7 +196,12 @@ class Wire(Sends):
         local = [(peer, data) for peer, data in sends if peer in self._local]
         remote = [(peer, data) for peer, data in sends if peer not in self._local]
         from_afar = [peer for peer in senders if peer not in self._local]
-        mark = self.watch.mark()
+        arrived: dict[int, Tensor] = {}
+
+        def keep(peer: int) -> Accept:
+            return lambda data: arrived.update({peer: data.clone()})
+
+        expected = [(peer, self._expect(peer, keep(peer))) for peer in senders if peer in self._local]
         lengths = {peer: torch.tensor([data.numel()], device=self._device) for peer, data in remote}
         into = {peer: torch.empty(1, dtype=torch.int64, device=self._device) for peer in from_afar}
         wait_lengths = self.start_each([*lengths.items()], [*into.items()])
@@ -182,12 +209,7 @@ class Wire(Sends):
         early = self.start_each([*local, *filled], []) if self.receives_early else None
 
         def wait() -> dict[int, Tensor]:
-            arrived = {}
-            for peer in senders:
-                if peer in self._local:
-                    assert self._memory is not None
-                    arrived[peer] = self._memory.receive(peer, mark).clone()
-                    self._memory.taken(peer)
+            self._receive(expected)
             wait_lengths()
             for peer in from_afar:
                 length = into[peer]
@@ -201,6 +223,15 @@ class Wire(Sends):
 
         return wait
 
+    def _expect(self, peer: int, accept: Callable[[Tensor], Any]) -> int:
+        assert self._memory is not None
+        return self._memory.expect(peer, self.watch.mark(), accept)
+
+    def _receive(self, expected: Sequence[tuple[int, int]]) -> None:
+        for peer, number in expected:
+            assert self._memory is not None
+            self._memory.receive(peer, number)
+
     def _free_scratch(self, num_bytes: int) -> Tensor:
         """Returns shared memory that nothing is sent from any more, to peers on other machines either."""
         assert self._memory is not None
@@ -209,52 +240,49 @@ class Wire(Sends):
         self._leaving = []
         return self._memory.scratch(num_bytes)
 
-    def _post(self, messages: Sequence[tuple[int, Tensor]]) -> None:
+    def _post(self, messages: Sequence[tuple[int, Rows]]) -> None:
         memory = self._memory
         assert memory is not None
-        base = -1 if self._scratch is None else self._scratch.data_ptr()
-        end = base if self._scratch is None else base + self._scratch.nbytes
-        if all(base <= rows.data_ptr() and rows.data_ptr() + rows.numel() <= end for _, rows in messages):
-            memory.post([(peer, rows.data_ptr() - base, rows.numel()) for peer, rows in messages], self.watch.mark())
-        else:
-            scratch = self._free_scratch(sum(rows.numel() for _, rows in messages))
-            posts, offset = [], 0
-            for peer, rows in messages:
-                scratch[offset : offset + rows.numel()] = rows
-                posts.append((peer, offset, rows.numel()))
-                offset += rows.numel()
-            memory.post(posts, self.watch.mark())
-        self._scratch = None
+        posts = [(peer, rows.offset, rows.rows.nbytes) for peer, rows in messages if isinstance(rows, Scratch)]
+        if not posts:
+            parts = {id(rows): _as_bytes(rows_of(rows)) for _, rows in messages}  # the same rows once
+            begins = accumulate((len(part) for part in parts.values()), initial=0)
+            scratch = self._free_scratch(sum(len(part) for part in parts.values()))
+            places = dict(zip(parts, begins))
+            for key, part in parts.items():
+                scratch[places[key] : places[key] + len(part)] = part
+            posts = [(peer, places[id(rows)], len(parts[id(rows)])) for peer, rows in messages]
+        assert len(posts) == len(messages), "rows of scratch memory and others in one call"
+        memory.post(posts, self.watch.mark())
 
     @property
     def shares_memory(self) -> bool:
-        """Whether all ranks can map each other's memory: what :meth:`show` and :meth:`shown` need."""
+        """Whether all ranks can map each other's memory: what :meth:`show` needs."""
         return self._memory is not None and self.all_local
 
-    def show(self, block: Tensor, readers: Sequence[int]) -> None:
-        """Lets each of `readers` look at all of `block`, which is the last :meth:`scratch`; it stays until all have looked."""
-        assert self._memory is not None
-        self._memory.post([(peer, 0, block.nbytes) for peer in readers], self.watch.mark())
-        self._scratch = None
+    def show(self, block: Rows | None, readers: Sequence[int], looks: Mapping[int, Accept]) -> Callable[[], None]:
+        """Lets each of `readers` look at all of `block`, and looks at the blocks that peers show; returns what waits for these.
 
-    @contextmanager
-    def shown(self, peer: int) -> Iterator[Tensor]:
-        """Waits for the next block that `peer` shows; its bytes, uint8, hold while this is open."""
+        Args:
+            block: the last :meth:`scratch`, which stays until all have looked; None if there are no readers.
+            readers: ranks that expect it.
+            looks: by peer, takes the bytes of its block.
+        """
         assert self._memory is not None
-        yield self._memory.receive(peer, self.watch.mark())
-        self._memory.taken(peer)
+        expected = [(peer, self._expect(peer, look)) for peer, look in looks.items()]
+        if block is not None:
+            self._memory.post([(peer, 0, rows_of(block).nbytes) for peer in readers], self.watch.mark())
+        return lambda: self._receive(expected)
 
     def gather(self, tensor: Tensor) -> list[Tensor]:
         """Returns the tensors of all ranks in rank order; all ranks are on this machine."""
         memory = self._memory
         assert memory is not None and self.all_local
-        own = _as_bytes(tensor.contiguous())
-        self._free_scratch(len(own)).copy_(own)
-        memory.post([(peer, 0, len(own)) for peer in memory.peers], self.watch.mark())
-        parts = {memory.rank: tensor}
-        for peer in memory.peers:
-            parts[peer] = memory.receive(peer, self.watch.mark()).clone().view(tensor.dtype).view(tensor.shape)
-            memory.taken(peer)
+        parts = {peer: torch.empty_like(tensor, memory_format=torch.contiguous_format) for peer in memory.peers}
+        expected = [(peer, self._expect(peer, _as_bytes(part).copy_)) for peer, part in parts.items()]
+        self._post([(peer, tensor.contiguous()) for peer in memory.peers])
+        self._receive(expected)
+        parts[memory.rank] = tensor
         return [parts[rank] for rank in sorted(parts)]
 
 

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from lightning_gnn.comm.exchange import HaloExchange
-from lightning_gnn.comm.group import World
+from lightning_gnn.comm.group import Call, World
 from lightning_gnn.comm.traffic import Meter
 from lightning_gnn.launching.local_ranks import run_ranks
 from lightning_gnn.partition.shard import HaloPlan
@@ -47,7 +47,7 @@ def _bytes_per_second(rank: int, shared_memory: bool) -> float | None:
         for _ in range(REPEATS):
             world.barrier()
             began = time.perf_counter()
-            exchange.start_fetch(own, halo, "doctor")()
+            exchange.start_expand(own, halo, Call("doctor"))()
             seconds.append(time.perf_counter() - began)
         if not bool((halo == 1 - rank).all()):
             raise RuntimeError(f"other rows arrived than were sent ({'memory' if shared_memory else 'sockets'})")

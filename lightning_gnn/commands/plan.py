@@ -20,7 +20,7 @@ from lightning_gnn.commands.plan_print import memory_table, printed
 from lightning_gnn.console import plain_width, text_console
 from lightning_gnn.data.shards import Cut
 from lightning_gnn.parser import check_folder, file_of
-from lightning_gnn.planning.exchanges import Exchange, Workload
+from lightning_gnn.planning.exchanges import ExchangeCost, Workload
 from lightning_gnn.planning.plan_cost import Balance, LinkLoad, balance, link_loads
 from lightning_gnn.planning.presets import PRESETS, find_topology
 from lightning_gnn.planning.relation import Relation
@@ -50,7 +50,7 @@ class PlanReport:
 
     work: Workload
     topology: Topology | None
-    exchanges: tuple[Exchange, ...]
+    exchanges: tuple[ExchangeCost, ...]
     links: tuple[LinkLoad, ...] = ()
     balance: Balance | None = None
     table_bytes: tuple[int, ...] = ()
@@ -85,7 +85,7 @@ class PlanReport:
         )
 
     @property
-    def followed(self) -> Exchange:
+    def followed(self) -> ExchangeCost:
         """What ``fit`` would do."""
         return next(each for each in self.exchanges if each.followed)
 
@@ -126,7 +126,9 @@ class PlanReport:
         }
 
 
-def _others(own: Sequence[Exchange], scheme: Scheme, work: Workload, topology: Topology | None) -> list[Exchange]:
+def _others(
+    own: Sequence[ExchangeCost], scheme: Scheme, work: Workload, topology: Topology | None
+) -> list[ExchangeCost]:
     """Returns the exchanges of the other registered full-graph strategies that can run on this cut."""
     found, seen = {each.scheme: each for each in own}, {type(scheme)}
     kind = scheme.layout(work.relation.num_devices).kind

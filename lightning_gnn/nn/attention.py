@@ -18,7 +18,7 @@ from torch import Tensor
 from torch_geometric import nn as pyg_nn
 from torch_geometric.utils import add_self_loops, remove_self_loops
 
-from lightning_gnn.kernels.attention import additive_scores, edge_softmax, pair_products, pair_sums, weighted_sums
+from lightning_gnn.kernels.attention import additive_scores, pair_products, pair_sums, weighted_sums
 from lightning_gnn.nn.context import Attended, GraphContext
 
 Forward = Callable[..., Any]
@@ -107,9 +107,9 @@ def _transformer(kind: Any, context: GraphContext, layer: str) -> Forward:
         keys, values = edges.sources([self.lin_key(source).view(shape), self.lin_value(source).view(shape)])
         csr = edges.csr
         products = pair_products(csr, keys, edges.targets(query))
-        shares = edge_softmax(csr, products / math.sqrt(self.out_channels), edges.across)
+        shares = edges.softmax(products / math.sqrt(self.out_channels))
         kept = F.dropout(shares, p=self.dropout, training=self.training)
-        out = edges.home(weighted_sums(csr, values, kept))
+        out = edges.reduce(weighted_sums(csr, values, kept))
         out = out.flatten(1) if self.concat else out.mean(dim=1)
         if self.root_weight:
             skipped = self.lin_skip(target)
@@ -161,8 +161,8 @@ def _finished(
     return_attention_weights: Any,
 ) -> Any:
     """What both GATs do once they have scores."""
-    shares = F.dropout(edge_softmax(edges.csr, scores, edges.across), p=conv.dropout, training=conv.training)
-    out = edges.home(weighted_sums(edges.csr, rows, shares))
+    shares = F.dropout(edges.softmax(scores), p=conv.dropout, training=conv.training)
+    out = edges.reduce(weighted_sums(edges.csr, rows, shares))
     out = out.flatten(1) if conv.concat else out.mean(dim=1)
     if getattr(conv, "res", None) is not None:
         out = out + conv.res(target)

@@ -299,6 +299,11 @@ def _propagate(self: MessagePassing, edge_index: Tensor, size: Any = None, **kwa
     out = _by_kernels(self, state, edge_index, kwargs)
     if out is not None:
         return out
+    if context.exchange.present is not None:
+        raise UnsupportedModelError(
+            f"'{state.layer}' computes messages of its own, and some halo rows do not come in this step. Only sums, extremes and "
+            "attention leave them out: docs/convs.md says which convs compute these by kernels."
+        )
     context.propagated(state.layer)
     sources, targets, _ = pyg.lifted_arguments(self)
     lifted = _with_halo(self, state, kwargs, sources, targets)

@@ -1,4 +1,4 @@
-"""What bound convs know of their rank: its edges, the exchange, and everything that is computed once.
+"""What bound convs know of their rank: its edges, the exchange, and what they compute over all ranks.
 
 N owned rows, H halo rows, E edges, F columns; ``...`` stands for any trailing dimensions.
 """
@@ -6,7 +6,7 @@ N owned rows, H halo rows, E edges, F columns; ``...`` stands for any trailing d
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -15,11 +15,16 @@ import torch
 from torch import Tensor
 from torch_geometric.utils import add_remaining_self_loops, add_self_loops, remove_self_loops, scatter
 
+from lightning_gnn.comm.exchange import Exchange
+from lightning_gnn.comm.group import Step
+from lightning_gnn.comm.matrix import Matrix, SparseMatrix, Triples
 from lightning_gnn.comm.rows import AnyRows
 from lightning_gnn.kernels import CSR
-from lightning_gnn.kernels.attention import Across
+from lightning_gnn.kernels.attention import Across, edge_softmax
 from lightning_gnn.nn.commnet import without_self_loops
-from lightning_gnn.nn.edges import Exchange, Fetch, SplitEdges, SplitWeights, StatisticsOfRows, Sum, SumOfRows
+from lightning_gnn.nn.edges import SplitEdges, SplitWeights, StatisticsOfRows, Sum, SumOfRows
+from lightning_gnn.nn.kept import Kept
+from lightning_gnn.nn.products import Product, StatisticsOverRanks
 
 
 class UnsupportedModelError(ValueError):
@@ -31,21 +36,29 @@ T = TypeVar("T", bound=tuple[Tensor, ...])
 
 @dataclass(frozen=True)
 class Attended:
-    """Edges whose numbers are shared out among those of each target, and what brings rows to their ends and results home.
+    """Edges for attention, and what brings rows to their ends and results to owners.
 
     Attributes:
         csr: rows are targets, columns sources; of this rank.
+        missing: edges whose source does not come in this step, bool ``[E]`` in slot order; None for none.
         sources: from owned rows to those of the columns, differentiable; of several tensors, in the messages of one.
         targets: from owned rows to those of the rows, differentiable.
-        home: from partial sums of the rows to sums of owned rows, differentiable.
+        reduce: from partial sums of the rows to sums of owned rows, differentiable.
         across: completes maxima and sums of a row whose edges lie on several ranks; None where they do not.
     """
 
     csr: CSR
     sources: Callable[[Sequence[Tensor]], list[Tensor]]
     targets: Callable[[Tensor], Tensor]
-    home: Callable[[Tensor], Tensor]
+    reduce: Callable[[Tensor], Tensor]
     across: Across | None = None
+    missing: Tensor | None = None
+
+    def softmax(self, scores: Tensor) -> Tensor:
+        """Returns the softmax of each row's scores, ``[E, H]``."""
+        if self.missing is not None:
+            scores = scores.masked_fill(self.missing.unsqueeze(1), torch.finfo(scores.dtype).min)
+        return edge_softmax(self.csr, scores, self.across)
 
 
 def _as_it_is(x: Tensor) -> Tensor:
@@ -53,17 +66,16 @@ def _as_it_is(x: Tensor) -> Tensor:
 
 
 class GraphContext:
-    """One rank's graph as bound convs see it, and what they share.
+    """One rank's graph as bound convs see it.
 
     Args:
-        exchange: S and S^T.
-        x: the batch's own features; what S makes of them is fetched once. Recognised by identity, which all ranks agree
-            on, not by storage: two empty tensors share theirs.
+        exchange: S and S^T, and where sums over edges are products, how these are spread over ranks.
+        x: the batch's own features; what layers make of them alone is made once.
         edge_index: the batch's own edges in local ids, int64 ``[2, E]``.
         edge_weight: the batch's own edge weights, ``[E]``, or None.
         kept_widths: what is kept of constant input takes at most as much memory as so many copies of it; 0 keeps nothing.
-        most_propagations: how often rows may travel along edges in a step; None for any number.
-        rows: fetches rows of any nodes; None where nothing does.
+        rows: rows of any nodes; None where nothing reads them.
+        node_ids: relabelled id of each owned and halo row, int64 ``[N + H]``; for products.
 
     Attributes:
         propagations: how often each layer has let rows travel along edges in this step, by its name.
@@ -80,33 +92,16 @@ class GraphContext:
         edge_index: Tensor,
         edge_weight: Tensor | None,
         kept_widths: int = 4,
-        most_propagations: int | None = None,
         rows: AnyRows | None = None,
+        node_ids: Tensor | None = None,
     ) -> None:
-        self.rows = rows
+        self.exchange, self.rows = exchange, rows
         self.reverse: GraphContext | None = None
-        self._most_propagations, self.propagations = most_propagations, Counter[str]()
-        self.exchange, self.kept_widths = exchange, kept_widths
+        self.propagations = Counter[str]()
         self.x, self.edge_index, self.edge_weight = x, edge_index, edge_weight
         self.num_owned, self.num_halo = exchange.num_owned, exchange.num_halo
-        self._edges: dict[int, SplitEdges] = {}
-        self._weights: dict[tuple[int, int], SplitWeights] = {}
-        self._matrices: dict[int, CSR] = {}
-        self._sums: dict[tuple[Any, ...], Sum] = {}
-        self._once: dict[tuple[Any, ...], tuple[Tensor, ...]] = {}
-        self._constant_halo: Tensor | None = None
-        self._expanded_x: Tensor | None = None
-        self._x_version = x._version
-        # What A S makes of constant x by what it is made of; these are constant themselves, by id, with their version.
-        self._aggregates: dict[tuple[Any, ...], tuple[Tensor, ...]] = {}
-        self._made_of_x: dict[int, tuple[Tensor, int]] = {}
-        self._kept_columns = 0
-        self._given = {id(tensor): tensor for tensor in (edge_index, edge_weight) if tensor is not None}
-        self._versions = self._versions_of_edges()
-        # The batch's own edges and weights, by id, and what :meth:`chosen` has made of them.
-        self._own = dict(self._given)
-        # Tensors that stay the same between steps, by id; held here, so that an id is not used again.
-        self._lasting = dict(self._given)
+        self.kept = Kept(x, [tensor for tensor in (edge_index, edge_weight) if tensor is not None], kept_widths)
+        self._node_ids = node_ids
 
     def check_rows(self, rows: int, layer: str) -> None:
         """Raises :class:`UnsupportedModelError` unless `layer` was given one row per owned node."""
@@ -124,138 +119,116 @@ class GraphContext:
                 "it takes one row for each, in the order of expand(x)."
             )
 
-    @contextmanager
-    def _to_keep(self) -> Iterator[None]:
-        """Where something is made once, in a training step or in evaluation, for all that come: without autograd, and exactly."""
-        with torch.inference_mode(False), torch.no_grad(), self.exchange.exactly():
-            yield
+    def check_edges(self, edge_index: Any, layer: str, edge_weight: Any = None) -> None:
+        """Raises :class:`UnsupportedModelError` unless edges are given as ``[2, E]``, and weights of so many, if any."""
+        if not isinstance(edge_index, Tensor) or edge_index.layout != torch.strided:
+            raise UnsupportedModelError(
+                f"'{layer}' was called with a {type(edge_index).__name__} of sparse layout. Hand on batch.edge_index."
+            )
+        if isinstance(edge_weight, Tensor) and edge_weight.dim() and edge_weight.size(0) != edge_index.size(1):
+            raise UnsupportedModelError(
+                f"'{layer}' was given {edge_weight.size(0)} weights for {edge_index.size(1)} edges. A rank has a part of the "
+                "graph's edges: take the rows of what belongs to all of them by batch.e_id, weight[batch.e_id]."
+            )
 
-    def _versions_of_edges(self) -> list[int]:
-        return [tensor._version for tensor in self._given.values()]
-
-    def _is_own(self, tensor: Tensor) -> bool:
-        """Returns whether these are the batch's own edges or weights, or were chosen of them.
-
-        If one of them was changed in place, on every rank alike, all that was made of them is forgotten first.
-        """
-        self._look_for_changes()
-        return id(tensor) in self._own
-
-    def _lasts(self, tensor: Tensor) -> bool:
-        """Returns whether a tensor stays the same between steps, as :meth:`_is_own`."""
-        self._look_for_changes()
-        return id(tensor) in self._lasting
-
-    def _look_for_changes(self) -> None:
-        versions = self._versions_of_edges()
-        if versions != self._versions:
-            self._versions = versions
-            self._forget_edges()
-
-    def _forget_edges(self) -> None:
-        """Forgets what was made of edges and their weights."""
-        self._own, self._lasting = dict(self._given), dict(self._given)
-        for kept in (self._edges, self._weights, self._matrices, self._sums, self._once):
-            kept.clear()
-        self._forget_aggregates()
-
-    def _forget_aggregates(self) -> None:
-        """Forgets what was made of constant features."""
-        self._aggregates, self._made_of_x, self._kept_columns = {}, {}, 0
-
-    # S ########################################################################
-
-    def begin_step(self) -> None:
-        """Starts another step: counts its propagations."""
+    def begin_step(self, step: Step | None = None) -> None:
+        """Starts a step; None for another of the same phase and epoch. Its propagations and calls are counted anew."""
+        world = self.exchange.world
+        step = step or Step(world.step.phase, world.step.epoch, world.step.number + 1)
+        world.begin_step(step)
         self.propagations.clear()
-        self.exchange.begin_step()
         if self.reverse is not None:
-            self.reverse.begin_step()
+            self.reverse.propagations.clear()
+        if step.phase != "train":
+            self.drain()
+        for exchange in self.exchanges:
+            exchange.begin_step(step)
+
+    @property
+    def exchanges(self) -> list[Exchange]:
+        """All by which rows of layers travel."""
+        matrices = [made for made in self.kept.made_of_edges() if isinstance(made, Matrix)]
+        own = [self.exchange, *(each for matrix in matrices for each in matrix.exchanges)]
+        return own if self.reverse is None else [*own, *self.reverse.exchanges]
+
+    def drain(self) -> None:
+        """Waits for all rows that are under way."""
+        for exchange in self.exchanges:
+            exchange.drain()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Returns what a checkpoint keeps of this rank's exchanges; nothing if they keep nothing."""
+        self.drain()
+        states = {"in": self.exchange.state_dict()}
+        if self.reverse is not None:
+            states["out"] = self.reverse.exchange.state_dict()
+        return states if any(states.values()) else {}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Takes what :meth:`state_dict` gave on this rank."""
+        self.exchange.load_state_dict(state.get("in", {}))
+        if self.reverse is not None:
+            self.reverse.exchange.load_state_dict(state.get("out", {}))
 
     def propagated(self, layer: str) -> None:
         """Counts that rows travel along edges once more; raises :class:`UnsupportedModelError` if that is too often."""
         self.propagations[layer] += 1
-        count = self.propagations.total()
-        if self._most_propagations is not None and count > self._most_propagations:
+        count, most = self.propagations.total(), self.exchange.most_propagations
+        if most is not None and count > most:
             raise UnsupportedModelError(
                 f"'{layer}' is propagation number {count} of a step, but neighbourhoods are replicated for "
-                f"hops={self._most_propagations}: rows would be missing. Set hops of the strategy to the number of propagations "
+                f"hops={most}: rows would be missing. Set hops of the strategy to the number of propagations "
                 "of your model, two for a GCN of two layers."
             )
 
+    @contextmanager
+    def _to_keep(self) -> Iterator[None]:
+        """Where something is made once, in a training step or in evaluation, for all that come: without autograd, and exactly.
+
+        It counts as no call of the step: other steps do not make it.
+        """
+        world = self.exchange.world
+        calls = world.calls.copy()
+        with torch.inference_mode(False), torch.no_grad(), world.wire.encoding(False):
+            yield
+        world.calls = calls
+
+    # S ########################################################################
+
     def is_constant(self, x: Tensor) -> bool:
         """Returns whether `x` is the batch's own features, or something kept that was made of them alone."""
-        if x.requires_grad:
-            return False
-        kept = self._made_of_x.get(id(x))
-        if kept is not None:
-            return x._version == kept[1]
-        if x is not self.x:
-            return False
-        if x._version != self._x_version:  # changed in place: what was made of it is stale, on every rank alike
-            self._constant_halo = self._expanded_x = None
-            self._forget_aggregates()
-            self._x_version = x._version
-        return True
+        return self.kept.is_constant(x)
 
     def expand(self, x: Tensor, layer: str, dim: int = 0) -> Tensor:
         """Returns owned and halo rows, ``[N + H, ...]``, differentiable."""
-        if x is not self.x or not self.is_constant(x):
-            return self.exchange.expand(x, layer, dim)
-        if self._expanded_x is None:
+
+        def compute() -> tuple[Tensor]:
             with self._to_keep():
-                self._expanded_x = self.exchange.expand(x, layer, dim)
-        return self._expanded_x
+                return (self.exchange.expand(x, layer),)
+
+        kept = self.kept.of_x("expanded", x, 0, compute) if x is self.x and dim % x.dim() == 0 else None
+        return self.exchange.expand(x, layer, dim) if kept is None else kept[0]
 
     def expand_all(self, tensors: Sequence[Tensor], layer: str) -> list[Tensor]:
         """Returns owned and halo rows of several tensors, in one message per peer; differentiable."""
-        return self.exchange.expand_all(tensors, layer)
-
-    def fetch(self, x: Tensor, layer: str) -> tuple[Tensor, Callable[[], None]]:
-        """Starts S; returns the halo rows ``[H, ...]`` and the function after which they are there."""
-        if x is not self.x or not self.is_constant(x):
-            return self._fetch_anew(x, layer)
-        shape = torch.Size((self.num_halo, *x.shape[1:]))
-        if self._constant_halo is None:
-            with self._to_keep():
-                self._constant_halo = x.new_empty(shape)
-                wait = self.exchange.start_fetch(x, self._constant_halo, layer)
-
-            def finish() -> None:
-                with self._to_keep():  # later stages of a plan are sent here
-                    wait()
-
-            return self._constant_halo, finish
-        return self._constant_halo, _nothing
-
-    def _fetch_anew(self, x: Tensor, layer: str) -> tuple[Tensor, Callable[[], None]]:
-        halo = self.exchange.buffer("halo", torch.Size((self.num_halo, *x.shape[1:])), x.dtype)
-        return halo, self.exchange.start_fetch(x, halo, layer)
+        return [self.expand(tensors[0], layer)] if len(tensors) == 1 else self.exchange.expand_all(tensors, layer)
 
     # A ########################################################################
 
     def split_edges(self, edge_index: Tensor) -> SplitEdges | None:
         """Returns the CSR form of edges that stay the same between steps; None for others: they would not repay it."""
-        if not self._lasts(edge_index):
-            return None
-        key = id(edge_index)
-        if key not in self._edges:
-            with torch.inference_mode(False), torch.no_grad():
-                self._edges[key] = SplitEdges.from_edges(edge_index, self.num_owned, self.num_halo)
-        return self._edges[key]
+        return self.kept.of_edges(
+            "split", [edge_index], lambda: SplitEdges.from_edges(edge_index, self.num_owned, self.num_halo)
+        )
 
     def matrix(self, edge_index: Tensor) -> CSR:
         """Returns the edges as one matrix over owned and halo rows, ``[N, N + H]``; kept where edges last."""
-        lasts = self._lasts(edge_index)
-        kept = self._matrices.get(id(edge_index))
-        if kept is not None:
-            return kept
-        with torch.inference_mode(False), torch.no_grad():
+
+        def make() -> CSR:
             source, target = edge_index
-            made = CSR.from_coo(target, source, self.num_owned, self.num_owned + self.num_halo)
-        if lasts:
-            self._matrices[id(edge_index)] = made
-        return made
+            return CSR.from_coo(target, source, self.num_owned, self.num_owned + self.num_halo)
+
+        return self.kept.of_edges("matrix", [edge_index], make) or make()
 
     def attended(self, edge_index: Tensor, layer: str, in_list: bool) -> Attended:
         """Returns the edges as attention takes them.
@@ -265,23 +238,45 @@ class GraphContext:
             layer: named in errors and counted under.
             in_list: keep the slots of the matrix in step with the list, for what belongs to its edges.
         """
-
-        def sources(tensors: Sequence[Tensor]) -> list[Tensor]:
-            return [self.expand(tensors[0], layer)] if len(tensors) == 1 else self.expand_all(tensors, layer)
-
         self.propagated(layer)
-        return Attended(self.matrix(edge_index), sources, _as_it_is, _as_it_is)
+        matrix = None if in_list else self._over_ranks(edge_index)
+        if matrix is None:
+            csr, present = self.matrix(edge_index), self.exchange.present
+            missing = None
+            if present is not None:
+                missing = ~torch.cat([present.new_ones(self.num_owned), present])[csr.indices.long()]
+            return Attended(csr, lambda rows: self.expand_all(rows, layer), _as_it_is, _as_it_is, missing=missing)
+
+        def across(partial: Tensor, operation: str) -> Tensor:
+            # Exactly: a row's ranks must subtract and divide by the same, and minus infinity stands for no edges.
+            with self.exchange.world.wire.encoding(False):
+                reduce = matrix.rows.reduce_max if operation == "max" else matrix.rows.reduce
+                return matrix.rows.expand(reduce(partial, layer), layer)
+
+        return Attended(
+            matrix.csr,
+            lambda rows: matrix.columns.expand_all(rows, layer),
+            lambda x: matrix.rows.expand(x, layer),
+            lambda x: matrix.rows.reduce(x, layer),
+            across,
+        )
+
+    def _over_ranks(self, edge_index: Tensor) -> SparseMatrix | None:
+        """Returns edges that last as they are spread over ranks; None where a rank holds all edges of its nodes."""
+
+        make, node_ids = self.exchange.make_attended, self._node_ids
+        if make is None or node_ids is None:
+            return None
+        source, target = edge_index
+        triples = Triples(node_ids[target], node_ids[source], None)
+        return self.kept.of_edges("attended", [edge_index], lambda: make(triples))
 
     def split_weights(self, edge_index: Tensor, weight: Tensor) -> SplitWeights | None:
         """Returns weights that stay the same between steps in slot order; None for others."""
         edges = self.split_edges(edge_index)
-        if edges is None or not self._lasts(weight) or weight.requires_grad or weight.dim() != 1:
+        if edges is None or weight.requires_grad or weight.dim() != 1:
             return None
-        key = (id(edge_index), id(weight))
-        if key not in self._weights:
-            with torch.inference_mode(False), torch.no_grad():
-                self._weights[key] = edges.weights(weight)
-        return self._weights[key]
+        return self.kept.of_edges("weights", [edge_index, weight], lambda: edges.weights(weight))
 
     def gcn_norm(
         self,
@@ -308,7 +303,7 @@ class GraphContext:
         )
         what = self.normalised(edge_index, edge_weight, improved, add_self_loops, dtype) if as_scales else None
         if what is not None:
-            self._sums[id(edges), id(weight), False] = what
+            self.kept.of_edges(("sum", False), [edges, weight], lambda: what)
         return edges, weight
 
     def normalised(
@@ -320,17 +315,16 @@ class GraphContext:
         Numbers shorter than float32 would be rounded once more by a scale, and are weighted instead.
         """
         plain = edge_weight is None and not (improved and add_self_loops)
-        if not self._is_own(edge_index) or not plain or dtype not in (torch.float32, torch.float64):
+        if not self.kept.is_own(edge_index) or not plain or dtype not in (torch.float32, torch.float64):
             return None
-        key = ("normalised", add_self_loops, dtype, id(edge_index))
-        if key not in self._sums:
-            with torch.inference_mode(False), torch.no_grad():
-                if add_self_loops:
-                    edge_index, _ = add_remaining_self_loops(edge_index, num_nodes=self.num_owned)
-                edges = SplitEdges.from_edges(edge_index, self.num_owned, self.num_halo).of_slots()
-                scale = _inverse_power(edges.in_degree.to(dtype), 0.5)
-                self._sums[key] = Sum(edges, before=scale, after=scale)
-        return self._sums[key]
+
+        def make() -> Sum:
+            looped = add_remaining_self_loops(edge_index, num_nodes=self.num_owned)[0] if add_self_loops else edge_index
+            edges = SplitEdges.from_edges(looped, self.num_owned, self.num_halo).of_slots()
+            scale = _inverse_power(edges.in_degree.to(dtype), 0.5)
+            return Sum(edges, before=scale, after=scale)
+
+        return self.kept.of_edges(("normalised", add_self_loops, dtype), [edge_index], make)
 
     def once(
         self, name: tuple[Any, ...], edge_index: Tensor, edge_weight: Tensor | None, compute: Callable[[], T]
@@ -342,17 +336,13 @@ class GraphContext:
             edge_index, edge_weight: what it is computed from.
             compute: may communicate, since all ranks decide alike.
         """
-        if not self._is_own(edge_index) or (edge_weight is not None and not self._is_own(edge_weight)):
-            return compute()
-        if edge_weight is not None and edge_weight.requires_grad:
-            return compute()
-        key = (*name, id(edge_index), None if edge_weight is None else id(edge_weight))
-        if key not in self._once:
-            # Evaluation may come first, and an inference tensor could not take part in training later.
+
+        def make() -> T:
             with self._to_keep():
-                self._once[key] = compute()
-            self._lasting.update({id(tensor): tensor for tensor in self._once[key]})
-        return self._once[key]  # type: ignore[return-value]
+                return compute()
+
+        made = self.kept.once(name, [edge_index, edge_weight], make)
+        return compute() if made is None else made
 
     def chosen(self, name: str, edge_index: Tensor, choose: Callable[[], T]) -> T:
         """Returns ``choose()``, a choice of the batch's own edges and of what belongs to them, made once.
@@ -365,8 +355,8 @@ class GraphContext:
             choose: returns tensors, the edges first; all ranks choose alike.
         """
         found = self.once(("chosen", name), edge_index, None, choose)
-        if self._is_own(edge_index):
-            self._own.update({id(tensor): tensor for tensor in found})
+        if self.kept.is_own(edge_index):
+            self.kept.choose(found)
         return found
 
     def _gcn_norm(
@@ -406,7 +396,7 @@ class GraphContext:
 
         def compute() -> tuple[Tensor]:
             left = without_self_loops(edge_index)
-            if self._is_own(edge_index):
+            if self.kept.is_own(edge_index):
                 removed = torch.tensor([left is not edge_index], dtype=torch.int32, device=edge_index.device)
                 if not self.exchange.max_over_ranks(removed, "Looking for self-loops"):
                     return (left,)
@@ -455,42 +445,42 @@ class GraphContext:
             mean: divide by the number of in-edges.
             layer: named in errors and counted under.
         """
-        what = self._sum_of(edge_index, weight, mean)
-        return None if what is None else self.total(x, what, layer)
 
-    def _sum_of(self, edge_index: Tensor, weight: Tensor | None, mean: bool) -> Sum | None:
-        self._look_for_changes()
-        key = (id(edge_index), None if weight is None else id(weight), mean)
-        if key not in self._sums:
+        def make() -> Sum | None:
             edges = self.split_edges(edge_index)
             weights = None if weight is None else self.split_weights(edge_index, weight)
             if edges is None or (weight is not None and weights is None):
                 return None
-            self._sums[key] = Sum(edges, weights, after=edges.inverse_degree if mean else None)
-        return self._sums[key]
+            return Sum(edges, weights, after=edges.inverse_degree if mean else None)
+
+        what = self.kept.of_edges(("sum", mean), [edge_index, weight], make)
+        return None if what is None else self.total(x, what, layer)
 
     def total(self, x: Tensor, what: Sum, layer: str) -> Tensor:
         """Returns a sum over edges of S x, ``[N, F]``; kept while x, ``[N, F]``, is constant."""
         self.propagated(layer)
-        # Scaled rows are not the constant ones, whose halo is kept.
-        fetch = self.fetch if what.before is None else self._fetch_anew
+        world, exchange = self.exchange.world, self.exchange
+        matrix, make, node_ids = None, exchange.make_matrix, self._node_ids
+        if make is not None and node_ids is not None:
+            matrix = self.kept.of_edges(("product", id(what)), [], lambda: make(what.entries(node_ids, self.num_owned)))
 
-        def compute() -> tuple[Tensor]:
-            return (self._sum(x, fetch, what, layer),)
+        def compute(rows: Tensor) -> Tensor:
+            if matrix is not None:
+                return Product.apply(rows, matrix, what, world.call(layer))
+            return SumOfRows.apply(rows, exchange, what, world.call(layer))
 
         def compute_once() -> tuple[Tensor]:
-            out = x.new_empty((self.num_owned, x.size(1)))
-            for low in range(0, x.size(1), self.columns_at_once):
-                columns = slice(low, low + self.columns_at_once)
-                part = x[:, columns].contiguous()
-                out[:, columns] = self._sum(part, self._fetch_anew, what, layer)
-            return (out,)
+            with self._to_keep():
+                if x.dtype not in (torch.float32, torch.float64):
+                    return (compute(x),)
+                out = x.new_empty((self.num_owned, x.size(1)))
+                for low in range(0, x.size(1), self.columns_at_once):
+                    columns = slice(low, low + self.columns_at_once)
+                    out[:, columns] = compute(x[:, columns].contiguous())
+                return (out,)
 
-        once = compute_once if x.dtype in (torch.float32, torch.float64) else compute
-        return self._kept(("sum", id(x), id(what)), x, 1, compute, once)[0]
-
-    def _sum(self, x: Tensor, fetch: Fetch, what: Sum, layer: str) -> Tensor:
-        return SumOfRows.apply(x, fetch, self.exchange, what, layer)
+        kept = self.kept.of_x(("sum", id(what)), x, 1, compute_once)
+        return compute(x) if kept is None else kept[0]
 
     def statistics(self, x: Tensor, edge_index: Tensor, wanted: Sequence[str], layer: str) -> tuple[Tensor, ...] | None:
         """Returns several statistics of S x over each owned row's edges, ``[N, F]`` each; None where edges do not last.
@@ -505,58 +495,44 @@ class GraphContext:
         if edges is None or x.device.type != "cpu":
             return None
         self.propagated(layer)
-        key = ("statistics", id(x), id(edge_index), *wanted)
+        matrix = self._over_ranks(edge_index)
+
+        present = self.exchange.present
+        if present is not None and not self.is_constant(x):
+            return self._sampled_statistics(x, edges, edge_index, wanted, layer)
 
         def compute() -> tuple[Tensor, ...]:
-            return StatisticsOfRows.apply(x, self.fetch, self.exchange, edges, wanted, layer)
+            if matrix is not None:
+                return StatisticsOverRanks.apply(x, matrix, edges.without_edges, wanted, layer)
+            return StatisticsOfRows.apply(x, self.exchange, edges, wanted, self.exchange.world.call(layer))
 
-        return self._kept(key, x, len(wanted), compute, compute)
-
-    def _kept(
-        self,
-        key: tuple[Any, ...],
-        x: Tensor,
-        count: int,
-        compute: Callable[[], tuple[Tensor, ...]],
-        compute_once: Callable[[], tuple[Tensor, ...]],
-    ) -> tuple[Tensor, ...]:
-        """Returns ``compute()``, `count` tensors as wide as x that are made of x and edges; kept while x is constant.
-
-        `compute_once` computes the same for what is kept.
-        """
-        if not self.kept_widths or not self.is_constant(x):
-            return compute()
-        kept = self._aggregates.get(key)
-        if kept is None or not all(self.is_constant(each) for each in kept):  # changed in place by who got it
+        def compute_once() -> tuple[Tensor, ...]:
             with self._to_keep():
-                kept = compute_once()
-            # Counted in columns, so that all ranks decide alike.
-            columns = count * x.size(1)
-            if self._kept_columns + columns <= self.kept_widths * self.x.size(1):
-                if key not in self._aggregates:
-                    self._kept_columns += columns
-                self._aggregates[key] = kept
-                self._made_of_x.update({id(each): (each, each._version) for each in kept})
-        return kept
+                return compute()
 
-    def check_edges(self, edge_index: Any, layer: str, edge_weight: Any = None) -> None:
-        """Raises :class:`UnsupportedModelError` unless edges are given as ``[2, E]``, and weights of so many, if any."""
-        if not isinstance(edge_index, Tensor) or edge_index.layout != torch.strided:
-            raise UnsupportedModelError(
-                f"'{layer}' was called with a {type(edge_index).__name__} of sparse layout. Hand on batch.edge_index."
-            )
-        if isinstance(edge_weight, Tensor) and edge_weight.dim() and edge_weight.size(0) != edge_index.size(1):
-            raise UnsupportedModelError(
-                f"'{layer}' was given {edge_weight.size(0)} weights for {edge_index.size(1)} edges. A rank has a part of the "
-                "graph's edges: take the rows of what belongs to all of them by batch.e_id, weight[batch.e_id]."
-            )
+        kept = self.kept.of_x(("statistics", id(edge_index), *wanted), x, len(wanted), compute_once)
+        return compute() if kept is None else kept
+
+    def _sampled_statistics(
+        self, x: Tensor, edges: SplitEdges, edge_index: Tensor, wanted: Sequence[str], layer: str
+    ) -> tuple[Tensor, ...]:
+        """As :meth:`statistics`, of the halo rows that are present: extremes of these alone, sums that are right on average."""
+        world, exchange = self.exchange.world, self.exchange
+        assert exchange.present is not None
+        of_all = Sum(edges)
+        found = {
+            name: SumOfRows.apply(rows, exchange, of_all, world.call(layer))
+            for name, rows in (("sum", x), ("squares", x.square()))
+            if name in wanted
+        }
+        extremes = [name for name in wanted if name not in found]
+        if extremes:
+            there = edges.only(exchange.present)
+            found.update(zip(extremes, StatisticsOfRows.apply(x, exchange, there, extremes, world.call(layer))))
+        return tuple(found[name] for name in wanted)
 
 
 def _inverse_power(degree: Tensor, exponent: float) -> Tensor:
     """Returns ``degree ** -exponent``, and 0 for degrees of 0."""
     scale = degree.pow(-exponent)
     return scale.masked_fill(scale == float("inf"), 0.0)
-
-
-def _nothing() -> None:
-    pass

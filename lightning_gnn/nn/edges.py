@@ -5,42 +5,20 @@ N owned rows, H halo rows, E edges, F columns.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from lightning_gnn.comm.exchange import Exchange
+from lightning_gnn.comm.group import Call
+from lightning_gnn.comm.matrix import Triples
 from lightning_gnn.kernels import CSR, spmm
 from lightning_gnn.kernels.sums import STATISTICS, RowStatistics, row_statistics_grad
-
-
-class Exchange(Protocol):
-    """S and its transpose; see :class:`lightning_gnn.comm.exchange.RowExchange`."""
-
-    num_owned: int
-    num_halo: int
-    own_lengths: dict[int, int]
-
-    def begin_step(self) -> None: ...
-    def exactly(self) -> AbstractContextManager[None]: ...
-    def buffer(self, use: str, shape: torch.Size, dtype: torch.dtype) -> Tensor: ...
-    def start_fetch(self, x: Tensor, halo: Tensor, layer: str) -> Callable[[], None]: ...
-    def outgoing(self, shape: torch.Size, dtype: torch.dtype) -> Tensor: ...
-    def start_return(self, halo_grad: Tensor, layer: str) -> Callable[[Tensor], None]: ...
-    def expand(self, x: Tensor, layer: str, dim: int = 0) -> Tensor: ...
-    def expand_all(self, tensors: Sequence[Tensor], layer: str) -> list[Tensor]: ...
-    def reduce(self, x: Tensor, layer: str) -> Tensor: ...
-    def sum_over_ranks(self, x: Tensor, operation: str) -> Tensor: ...
-    def max_over_ranks(self, x: Tensor, operation: str) -> Tensor: ...
-
-
-Fetch = Callable[[Tensor, str], tuple[Tensor, Callable[[], None]]]
-"""Starts S for a layer; returns the halo rows and the function after which they are there."""
 
 
 @dataclass(frozen=True)
@@ -70,6 +48,14 @@ class SplitEdges:
 
         is_halo = source >= num_owned
         return cls(part(~is_halo, 0, num_owned), part(is_halo, num_owned, num_halo), degree)
+
+    def only(self, present: Tensor) -> SplitEdges:
+        """Returns the edges without those from halo rows that are not `present`, bool ``[H]``, and without places in the list."""
+        row, col = self.halo.row_of_slot(), self.halo.indices.long()
+        kept = present[col]
+        halo = CSR.from_coo(row[kept], col[kept], self.halo.num_rows, self.halo.num_cols).of_slots()
+        degree = self.in_degree - torch.bincount(row[~kept], minlength=len(self.in_degree))
+        return SplitEdges(self.owned.of_slots(), halo, degree)
 
     def of_slots(self) -> SplitEdges:
         """Returns the same edges without their places in the list, which sums without weights do not need."""
@@ -117,41 +103,56 @@ class Sum:
     before: Tensor | None = None
     after: Tensor | None = None
 
+    def entries(self, node_ids: Tensor, num_owned: int) -> Triples:
+        """Returns the entries of the matrix, in the numbers that `node_ids` ``[N + H]`` gives owned and halo rows."""
+        edges, weights = self.edges, self.weights
+        rows = [node_ids[csr.row_of_slot()] for csr in (edges.owned, edges.halo)]
+        cols = [node_ids[edges.owned.indices.long()], node_ids[edges.halo.indices.long() + num_owned]]
+        values = None if weights is None else torch.cat([weights.owned, weights.halo])
+        return Triples(torch.cat(rows), torch.cat(cols), values)
+
 
 class SumOfRows(torch.autograd.Function):
     """A :class:`Sum`, ``[N, F]``: the owned part is multiplied while the halo rows travel."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, fetch: Fetch, exchange: Exchange, what: Sum, layer: str) -> Tensor:
-        ctx.exchange, ctx.what, ctx.layer, ctx.dtype = exchange, what, layer, x.dtype
+    def forward(ctx: Any, x: Tensor, exchange: Exchange, what: Sum, call: Call) -> Tensor:
+        ctx.exchange, ctx.what, ctx.call, ctx.dtype = exchange, what, call, x.dtype
         edges, weights = what.edges, what.weights
-        x = scaled(x, what.before)
-        halo, wait = fetch(x, layer)
+        x = scaled(x, what.before).contiguous()
+        halo = exchange.buffers.take((exchange.num_halo, x.size(1)), x.dtype)
+        wait = exchange.start_expand(x, halo, call)
         # As in PyG, a float32 weight makes messages of bfloat16 rows float32; the rows travel as they are.
         dtype = x.dtype if weights is None else torch.promote_types(x.dtype, weights.owned.dtype)
         out = x.new_empty((exchange.num_owned, x.size(1)), dtype=torch.promote_types(dtype, torch.float32))
         last = None if halo.numel() else what.after
         spmm(edges.owned, x, weights.owned if weights else None, out=out, scale=last)
         wait()
+        if exchange.present is not None:
+            halo.mul_(exchange.scale)
         if halo.numel():
             weight = weights.halo if weights else None
             spmm(edges.halo, halo, weight, out=out, accumulate=True, scale=what.after)
+        exchange.buffers.give_back(halo)
         return out.to(dtype)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None, None]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
         what, exchange = ctx.what, ctx.exchange
         edges, weights = what.edges, what.weights
         grad = scaled(grad.contiguous(), what.after)
-        # What others wait for goes first, straight into what is sent.
-        sent = exchange.outgoing(torch.Size((edges.halo.num_cols, grad.size(1))), ctx.dtype)
-        spmm(edges.halo.transpose(), grad, weights.halo_transposed if weights else None, out=sent)
-        finish = exchange.start_return(sent, ctx.layer)
+        # What others wait for goes first.
+        halo = exchange.buffers.take((edges.halo.num_cols, grad.size(1)), ctx.dtype)
+        spmm(edges.halo.transpose(), grad, weights.halo_transposed if weights else None, out=halo)
+        if exchange.present is not None:
+            halo.mul_(exchange.scale)
+        finish = exchange.start_reduce(halo, ctx.call.backward())
         own = grad.new_empty((exchange.num_owned, grad.size(1)), dtype=ctx.dtype)
         spmm(edges.owned.transpose(), grad, weights.owned_transposed if weights else None, out=own)
         finish(own)
-        return scale_(own, what.before), None, None, None, None
+        exchange.buffers.give_back(halo)
+        return scale_(own, what.before), None, None, None
 
 
 def _column(scale: Tensor, rows: Tensor) -> Tensor:
@@ -177,16 +178,16 @@ class StatisticsOfRows(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, fetch: Fetch, exchange: Exchange, edges: SplitEdges, wanted: Sequence[str], layer: str
+        ctx: Any, x: Tensor, exchange: Exchange, edges: SplitEdges, wanted: Sequence[str], call: Call
     ) -> tuple[Tensor, ...]:
-        ctx.exchange, ctx.edges, ctx.wanted, ctx.layer = exchange, edges, wanted, layer
-        halo, wait = fetch(x, layer)
+        ctx.exchange, ctx.edges, ctx.wanted, ctx.call = exchange, edges, wanted, call
+        halo = x.new_empty((exchange.num_halo, x.size(1)))
+        wait = exchange.start_expand(x.contiguous(), halo, call)
         rows = wide(x)
         found = RowStatistics.empty(edges.owned, rows, wanted)
         found.add(edges.owned, rows, accumulate=False)
         wait()
-        # The halo's memory is used again by other layers, while its rows are compared with the extremes in the backward.
-        halo_rows = wide(halo).clone() if {"max", "min", "squares"} & set(wanted) else wide(halo)
+        halo_rows = wide(halo)
         found.add(edges.halo, halo_rows, accumulate=True)
         for extreme in (found.max, found.min):
             if len(extreme):
@@ -212,12 +213,11 @@ class StatisticsOfRows(torch.autograd.Function):
             max=found.max if len(upstream["max"]) else none, min=found.min if len(upstream["min"]) else none,
         )  # fmt: skip
         wanted = RowStatistics(**upstream, num_max=none, num_min=none)
-        sent = exchange.outgoing(halo_rows.shape, none.dtype)
-        row_statistics_grad(edges.halo, halo_rows, wanted, extremes, out=sent)
-        finish = exchange.start_return(sent.to(x.dtype), ctx.layer)
+        halo = row_statistics_grad(edges.halo, halo_rows, wanted, extremes).to(x.dtype)
+        finish = exchange.start_reduce(halo, ctx.call.backward())
         own = row_statistics_grad(edges.owned, rows, wanted, extremes).to(x.dtype)
         finish(own)
-        return own, None, None, None, None, None
+        return own, None, None, None, None
 
 
 def wide(x: Tensor) -> Tensor:

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 from torch_geometric import nn as pyg_nn
 
+from lightning_gnn.comm.exchange import Exchange
 from lightning_gnn.nn.context import UnsupportedModelError
-from lightning_gnn.nn.edges import Exchange
 
 Forward = Callable[..., Tensor]
 

@@ -1,6 +1,6 @@
 """The private parts of torch_geometric that binding needs, read in this file only.
 
-Holds for torch_geometric 2.6 to 2.8; `tests/test_binding.py` checks that the fields are there.
+Holds for torch_geometric 2.6 to 2.8; `tests/nn/test_binding.py` checks that the fields are there.
 """
 
 from __future__ import annotations

@@ -55,13 +55,16 @@ class _Again:
     """Where a layer is made once more: it has been counted, and its running statistics have been updated."""
 
     def __init__(self, conv: MessagePassing, context: GraphContext) -> None:
-        self._conv, self._context = conv, context
+        self._conv, self._context, self._world = conv, context, context.exchange.world
+        self._first = self._world.calls.copy()
 
     def __enter__(self) -> None:
         self._propagations = self._context.propagations.copy()
+        self._calls, self._world.calls = self._world.calls, self._first.copy()
         self._buffers = [(buffer, buffer.clone()) for buffer in self._conv.buffers()]
 
     def __exit__(self, *_: object) -> None:
         self._context.propagations = self._propagations
+        self._world.calls = self._calls
         for buffer, before in self._buffers:
             buffer.data.copy_(before)  # leaves its version, too: it may be kept for the backward

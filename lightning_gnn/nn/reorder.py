@@ -24,7 +24,7 @@ Aggregate = Callable[[Tensor], Tensor]
 
 
 def _map_first(context: GraphContext, x: Tensor, lin: Any) -> bool:
-    kept = context.kept_widths > 0 and context.is_constant(x)
+    kept = context.kept.widths > 0 and context.is_constant(x)
     return not kept and lin.weight.size(0) < x.size(-1)
 
 

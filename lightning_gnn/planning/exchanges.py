@@ -90,7 +90,7 @@ class Workload:
 
 
 @dataclass(frozen=True)
-class Exchange:
+class ExchangeCost:
     """One exchange of a scheme; see the top of this file.
 
     Attributes:
@@ -141,29 +141,29 @@ class Exchange:
 
 def _sent_directly(
     scheme: str, traffic: NDArray[Any], work: Workload, topology: Topology | None, **more: Any
-) -> Exchange:
+) -> ExchangeCost:
     """Returns an exchange that sends each row from its owner to where it is needed, in the stages of `traffic`."""
     more.setdefault("rows", int(traffic.sum()))
     if topology is None:
-        return Exchange(scheme, **more)
+        return ExchangeCost(scheme, **more)
     check_devices(work.relation, topology)
     try:
         cost = direct_cost(traffic, topology)
     except ValueError as error:  # two ranks without a link
-        return Exchange(scheme, reason=str(error), **more)
-    return Exchange(scheme, seconds=cost.seconds(work.row_bytes), cost=cost, **more)
+        return ExchangeCost(scheme, reason=str(error), **more)
+    return ExchangeCost(scheme, seconds=cost.seconds(work.row_bytes), cost=cost, **more)
 
 
 def edge_exchange(
     scheme: str, work: Workload, topology: Topology | None, holder: Ids | None = None, **more: Any
-) -> Exchange:
+) -> ExchangeCost:
     """Returns the exchange of any scheme that sends only the rows that an edge needs, and partial sums that it adds to.
 
     Args:
         scheme: its name.
         work, topology: what is trained, and on what.
         holder: the rank that computes each edge, ``[E]``; by default as `work` has it.
-        **more: of :class:`Exchange`.
+        **more: of :class:`ExchangeCost`.
     """
     relation = work.relation
     if holder is None:
@@ -176,7 +176,7 @@ def edge_exchange(
     )
 
 
-def plan_exchanges(work: Workload, topology: Topology) -> list[Exchange]:
+def plan_exchanges(work: Workload, topology: Topology) -> list[ExchangeCost]:
     """Returns the exchanges of ``DGCLStrategy(plan=...)``: p2p, spst, swap, replicate and dgcl_r.
 
     Raises:
@@ -189,34 +189,34 @@ def plan_exchanges(work: Workload, topology: Topology) -> list[Exchange]:
         try:
             found.append(_planned(name, make(work.relation, topology), topology, work, parts))
         except ValueError as error:  # two devices without a link
-            found.append(Exchange(name, reason=str(error)))
+            found.append(ExchangeCost(name, reason=str(error)))
     try:
         cost = swap_cost(work.relation, topology)
         rows = int(work.relation.offsets[-1] + work.relation.pair_rows.sum())
         found.append(replace(parts, scheme="swap", rows=rows, seconds=cost.seconds(work.row_bytes), cost=cost))
     except ValueError as error:  # several machines, or nothing known of the memory
-        found.append(Exchange("swap", reason=str(error)))
+        found.append(ExchangeCost("swap", reason=str(error)))
     found.append(_replicated("replicate", work, topology, tuple((device,) for device in range(topology.num_devices))))
     if len(topology.hosts) > 1:
         found.append(_replicated("dgcl_r", work, topology, topology.hosts))
     else:
         reason = f"It replicates so that machines need not communicate, and topology {topology.name!r} is one machine."
-        found.append(Exchange("dgcl_r", reason=reason))
+        found.append(ExchangeCost("dgcl_r", reason=reason))
     return found
 
 
-def _planned(name: str, plan: Plan, topology: Topology, work: Workload, parts: Exchange) -> Exchange:
+def _planned(name: str, plan: Plan, topology: Topology, work: Workload, parts: ExchangeCost) -> ExchangeCost:
     cost, rows = plan_cost(plan, topology), int(plan.traffic.sum())
     return replace(parts, scheme=name, rows=rows, seconds=cost.seconds(work.row_bytes), plan=plan, cost=cost)
 
 
-def _replicated(name: str, work: Workload, topology: Topology, groups: tuple[tuple[int, ...], ...]) -> Exchange:
+def _replicated(name: str, work: Workload, topology: Topology, groups: tuple[tuple[int, ...], ...]) -> ExchangeCost:
     """Returns the exchange of neighbourhoods that each group of ranks holds together (DGCL-R, Table 5), as they are trained."""
     held = hold(work.edge_index, work.relation.offsets, Replicas(work.num_layers, groups))
     relation = Relation.from_halos(held.halos, held.offsets)
     factor = float((held.offsets[-1] + relation.pair_rows.sum()) / max(1, work.relation.offsets[-1]))
     return _planned(
-        name, spst(relation, topology), topology, work, Exchange(name, edges=held.num_edges, replication=factor)
+        name, spst(relation, topology), topology, work, ExchangeCost(name, edges=held.num_edges, replication=factor)
     )
 
 
@@ -226,7 +226,7 @@ def grid_name(replication: int, sparsity_aware: bool) -> str:
     return name if sparsity_aware else f"{name} blocks"
 
 
-def grid_exchanges(work: Workload, topology: Topology | None) -> list[Exchange]:
+def grid_exchanges(work: Workload, topology: Topology | None) -> list[ExchangeCost]:
     """Returns what the 1D and 1.5D products of CAGNET exchange, sparsity-aware and in blocks, by legal replication factor."""
     offsets, ranks = work.relation.offsets, work.relation.num_devices
     halos = [work.relation.halo(rank) for rank in range(ranks)]
@@ -251,7 +251,7 @@ def grid_exchanges(work: Workload, topology: Topology | None) -> list[Exchange]:
     return found
 
 
-def cube_exchange(work: Workload, topology: Topology | None, dimensions: int) -> Exchange | None:
+def cube_exchange(work: Workload, topology: Topology | None, dimensions: int) -> ExchangeCost | None:
     """Returns what the 2D or 3D product exchanges; None unless the ranks are a square or a cube."""
     offsets, ranks, columns = work.relation.offsets, work.relation.num_devices, work.columns
     try:

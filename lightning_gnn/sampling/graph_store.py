@@ -112,8 +112,8 @@ class GraphStore:
         """This process."""
         return self._world.rank
 
-    def beside(self) -> GraphStore:
-        """Returns a store of the same parts for another thread, with counts and a way to ask of its own; all ranks call it."""
+    def clone(self) -> GraphStore:
+        """Returns a store of the same parts for another thread, with counts and a channel of its own; all ranks call it."""
         other = copy.copy(self)
         other.channel = None if self.channel is None else GroupChannel(self._world)
         other.requested = other.hits = 0

@@ -66,7 +66,7 @@ class NeighborSampler(BaseSampler):
     ):
         self.is_hetero = not isinstance(csr, CSR)
         self.csr: dict[EdgeType, CSR] = {ONE_TYPE: csr} if isinstance(csr, CSR) else dict(csr)
-        self.fanouts = fanouts_by_type(fanouts, list(self.csr), self.is_hetero)
+        self.fanouts = fanouts_by_type(fanouts, list(self.csr))
         self.num_nodes = _num_nodes(self.csr)
         self.replace, self.directed, self.strategy = replace, directed, strategy
         self.weight, self.time = _by_type(weight), _by_type(time)

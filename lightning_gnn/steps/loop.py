@@ -11,7 +11,7 @@ import lightning.pytorch as pl
 from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor
 
-from lightning_gnn.comm.group import World
+from lightning_gnn.comm.group import Step, World
 from lightning_gnn.comm.processes import here
 
 
@@ -59,11 +59,14 @@ class Progress(pl.Callback):
     def __init__(self) -> None:
         self._steps: Counter[str] = Counter()
 
-    def begin_step(self, stage: str, trainer: pl.Trainer, world: World) -> None:
-        """Notes that a step of a stage begins, in messages of the watchdog, too."""
+    def begin_step(self, stage: str, trainer: pl.Trainer, world: World) -> Step:
+        """Notes that a step of a stage begins, in messages of the watchdog, too; returns which."""
+        phase: Any = {"training": "train", "prediction": "predict"}.get(stage, stage)
+        step = Step(phase, trainer.current_epoch, self._steps[stage])
         self._steps[stage] += 1
         world.watch.place = f"{stage} step {self._steps[stage]}"
         self.at("forward" if stage == "training" else stage, trainer)
+        return step
 
     def at(self, phase: str, trainer: pl.Trainer) -> None:
         """Notes the phase that begins."""

@@ -17,18 +17,16 @@ from typing_extensions import override
 
 from lightning_gnn.arguments import check_flags, check_whole, is_one_of, shown
 from lightning_gnn.comm.detect import detect
-from lightning_gnn.comm.exchange import RowExchange
+from lightning_gnn.comm.exchange import Exchange
 from lightning_gnn.comm.group import World
 from lightning_gnn.comm.plans import NO_TOPOLOGY, make_exchange
 from lightning_gnn.comm.replicated import ReplicatedExchange
-from lightning_gnn.comm.rows import AnyRows
 from lightning_gnn.comm.traffic import Meter
 from lightning_gnn.data.shards import Shard
-from lightning_gnn.nn.context import GraphContext
 from lightning_gnn.partition.hierarchical import alike
 from lightning_gnn.partition.layout import LayoutSpec, Replicas
 from lightning_gnn.planning import Relation, Topology, direct_is_as_fast, find_topology, p2p
-from lightning_gnn.planning.exchanges import Exchange, Workload, edge_exchange, plan_exchanges
+from lightning_gnn.planning.exchanges import ExchangeCost, Workload, edge_exchange, plan_exchanges
 from lightning_gnn.planning.presets import machines
 from lightning_gnn.strategies.base import GNNStrategy
 from lightning_gnn.strategies.scheme import Scheme
@@ -86,7 +84,7 @@ class DGCLScheme(Scheme):
             )
         self.keep_constant, self.plan, self.topology = keep_constant, plan, topology
         self.partition, self.hops = partition, hops
-        self._exchange: RowExchange | None = None
+        self._exchange: Exchange | None = None
         self._between: Topology | None = None
         if plan == "swap":
             self.takes_no_codec = "With plan='swap' they read each other's where these lie. Use plan='p2p' or 'spst'."
@@ -123,20 +121,16 @@ class DGCLScheme(Scheme):
         return DGCLScheme(self.keep_constant, "replicate", topology=None, hops=_WHOLE_SMALL_GRAPH)
 
     @override
-    def context(self, shard: Shard, world: World, meter: Meter) -> GraphContext:
-        batch, rank = shard.batch, world.rank
-        offsets = np.cumsum([0, *shard.rows])
+    def exchange(self, shard: Shard, world: World, meter: Meter) -> Exchange:
+        rank = world.rank
         plan = {"replicate": "p2p", "dgcl_r": "spst"}.get(self.plan, self.plan)
         topology = None if self.plan == "replicate" else self._topology(world)
-        exchange = make_exchange(plan, topology, shard.plan, shard.halos, offsets, world, meter)  # type: ignore[arg-type]
+        exchange = make_exchange(plan, topology, shard.plan, shard.halos, shard.offsets, world, meter)  # type: ignore[arg-type]
         self._exchange, self._between = exchange, topology
-        if self.hops is not None:
-            own = {shard.edges[rank]: shard.edge_counts[rank], shard.rows[rank]: shard.counts[rank]}
-            exchange = ReplicatedExchange(exchange, own)
-        kept_widths = 4 if self.keep_constant else 0
-        weight = batch.get("edge_weight")
-        rows = AnyRows(shard.n_id, shard.counts, world, meter)
-        return GraphContext(exchange, batch.x, batch.edge_index, weight, kept_widths, self.hops, rows)
+        if self.hops is None:
+            return exchange
+        own = {shard.edges[rank]: shard.edge_counts[rank], shard.rows[rank]: shard.counts[rank]}
+        return ReplicatedExchange(exchange, own, self.hops)
 
     @override
     def unbind(self) -> None:
@@ -151,7 +145,7 @@ class DGCLScheme(Scheme):
         return {"name": direct if route is None else "spst", **topology, **stages}
 
     @override
-    def exchanges(self, work: Workload, topology: Topology | None) -> Sequence[Exchange]:
+    def exchanges(self, work: Workload, topology: Topology | None) -> Sequence[ExchangeCost]:
         if topology is None:
             return [edge_exchange("p2p", work, None, followed=True)]
         found = {each.scheme: each for each in plan_exchanges(work, topology)}

@@ -184,7 +184,7 @@ class SamplingStrategy(GNNStrategy):
         data = super().check_data(data)
         self._choose(data.fanouts, data.batch_size)
         if isinstance(data.source, HeteroData):  # known before it is partitioned
-            fanouts_by_type(self.fanouts, data.source.edge_types, hetero=True)
+            fanouts_by_type(self.fanouts, data.source.edge_types)
         return data
 
     def _batches(self, data: GraphDataModule, mask: str | None) -> SampledBatches | None:
@@ -241,15 +241,15 @@ class SamplingStrategy(GNNStrategy):
         self._close(mask)
         known = [maker.store for loader in self._loaders.values() for maker in loader.makers]
         if known:
-            return [known[0].beside() for _ in range(self.samplers)]
+            return [known[0].clone() for _ in range(self.samplers)]
         store = GraphStore(cut, self.world, self.world.ranks_here(), int(self.cache_mb * 1e6), messages)
-        return [store, *(store.beside() for _ in range(1, self.samplers))]
+        return [store, *(store.clone() for _ in range(1, self.samplers))]
 
     def _fanouts_of(self, types: Types) -> dict[EdgeType, list[int]]:
         """Returns the fan-outs of each edge type of the graph."""
         if isinstance(self.fanouts, dict) and not types.is_hetero:
             raise ValueError("fanouts by edge type are for a HeteroData; the graph has no types: give one list.")
-        return fanouts_by_type(self.fanouts, list(types.edges), types.is_hetero)
+        return fanouts_by_type(self.fanouts, list(types.edges))
 
     @property
     def num_hops(self) -> int:

@@ -10,14 +10,16 @@ from typing import TYPE_CHECKING, Any
 import lightning.pytorch as pl
 import torch
 
+from lightning_gnn.comm.exchange import Exchange
 from lightning_gnn.comm.group import World
+from lightning_gnn.comm.rows import AnyRows
 from lightning_gnn.comm.traffic import Meter
 from lightning_gnn.data.shards import Shard
 from lightning_gnn.nn.bind import Binding
 from lightning_gnn.nn.context import GraphContext
 from lightning_gnn.nn.directed import context_of
 from lightning_gnn.partition.layout import LayoutSpec
-from lightning_gnn.planning.exchanges import Exchange, Workload, edge_exchange
+from lightning_gnn.planning.exchanges import ExchangeCost, Workload, edge_exchange
 from lightning_gnn.planning.topology import Topology
 
 if TYPE_CHECKING:
@@ -25,24 +27,23 @@ if TYPE_CHECKING:
 
 
 class Scheme(ABC):
-    """A communication scheme: the layout that it needs, and what layers know of a rank's shard.
+    """A communication scheme: who holds what, how rows get there, and what it is not exact in.
 
     Attributes:
+        approximation: what makes training differ from that of one device, in a few words; empty if nothing does.
+        keep_constant: keep what layers make of the graph's own features alone, which is the same in every step.
         survives_lost_ranks: the other ranks may go on when one has failed.
         takes_no_codec: why rows cannot be encoded; empty if they can.
         keeps_layers: why what layers keep is neither made again nor moved to the host; empty if it can be.
         follows_plan: rows follow a plan over a topology, the scheme's attribute ``topology``.
     """
 
+    approximation: str = ""
+    keep_constant = True
     survives_lost_ranks = False
     takes_no_codec = ""
     keeps_layers = ""
     follows_plan = False
-
-    @property
-    def approximation(self) -> str:
-        """What makes training differ from that of one device, in a few words; empty if nothing does."""
-        return ""
 
     @abstractmethod
     def layout(self, world_size: int, num_hosts: int = 1) -> LayoutSpec:
@@ -54,11 +55,21 @@ class Scheme(ABC):
         """
 
     @abstractmethod
-    def context(self, shard: Shard, world: World, meter: Meter) -> GraphContext:
-        """Returns what bound layers know of this rank's `shard`, whose tensors are on the rank's device; runs on every rank.
+    def exchange(self, shard: Shard, world: World, meter: Meter) -> Exchange:
+        """Returns how rows get to and from this rank, whose `shard` has its tensors on the rank's device; runs on every rank.
 
         Of a module that reads out-edges it is asked twice, the first time for the graph whose edges go the other way.
         """
+
+    def context(self, shard: Shard, world: World, meter: Meter) -> GraphContext:
+        """Returns what bound layers know of this rank; runs on every rank."""
+        exchange, batch = self.exchange(shard, world, meter), shard.batch
+        node_ids = None
+        if exchange.make_matrix is not None:
+            node_ids = torch.from_numpy(shard.node_ids(world.rank)).to(world.device)
+        rows = AnyRows(shard.n_id, shard.counts, world, meter)
+        kept_widths = 4 if self.keep_constant else 0
+        return GraphContext(exchange, batch.x, batch.edge_index, batch.get("edge_weight"), kept_widths, rows, node_ids)
 
     def bind(self, module: torch.nn.Module, shard: Shard, world: World, meter: Meter) -> Binding:
         """Binds `module` to this rank's `shard`; runs on every rank."""
@@ -95,7 +106,7 @@ class Scheme(ABC):
         """Returns a picture of what :meth:`followed` tells of; None for no picture. On one rank."""
         return None
 
-    def exchanges(self, work: Workload, topology: Topology | None) -> Sequence[Exchange]:
+    def exchanges(self, work: Workload, topology: Topology | None) -> Sequence[ExchangeCost]:
         """Returns the ways to exchange rows that ``lightning-gnn plan`` shows, one of them followed; no ranks are there.
 
         By default one, without a name: rows go directly from their owners to the ranks whose edges need them.

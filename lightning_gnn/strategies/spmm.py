@@ -9,6 +9,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from math import isqrt
 from typing import Any, Literal
 
@@ -19,20 +20,17 @@ from typing_extensions import override
 
 from lightning_gnn.arguments import check_flags, check_whole, is_one_of, shown
 from lightning_gnn.checks.memory import available_bytes
-from lightning_gnn.comm.exchange import HaloExchange
+from lightning_gnn.comm.exchange import Exchange, HaloExchange
 from lightning_gnn.comm.grid import BlockMatrix
 from lightning_gnn.comm.group import World
-from lightning_gnn.comm.matrix import SparseMatrix, Triples, on_grid
-from lightning_gnn.comm.rows import AnyRows
+from lightning_gnn.comm.matrix import SparseMatrix, on_grid
 from lightning_gnn.comm.summa import SummaMatrix
 from lightning_gnn.comm.traffic import Meter
 from lightning_gnn.data.shards import Shard
-from lightning_gnn.nn.context import GraphContext
-from lightning_gnn.nn.dealt import DealtContext, MakeMatrix, MakeSparse
 from lightning_gnn.partition.grid import ProcessCube, ProcessGrid, legal_replications
 from lightning_gnn.partition.layout import LayoutSpec
 from lightning_gnn.partition.shard import Ids
-from lightning_gnn.planning.exchanges import Exchange, Workload, cube_exchange, grid_exchanges, grid_name
+from lightning_gnn.planning.exchanges import ExchangeCost, Workload, cube_exchange, grid_exchanges, grid_name
 from lightning_gnn.planning.grid import GridCost, block_cost, choose, sparse_cost
 from lightning_gnn.planning.topology import Topology
 from lightning_gnn.strategies.base import GNNStrategy
@@ -62,38 +60,10 @@ class ProductScheme(Scheme):
     def check_ranks(self, world_size: int) -> None:
         """Raises ValueError unless the products can be made by so many ranks; names numbers that can."""
 
-    @abstractmethod
-    def make_matrix(
-        self, shard: Shard, offsets: Ids, node_ids: Ids, world: World, meter: Meter
-    ) -> tuple[MakeMatrix, MakeSparse | None]:
-        """Returns what deals the entries of this rank's rows over the ranks, and edges to attend over.
-
-        Args:
-            shard: of this rank.
-            offsets: first node of each rank and the end, ``[P + 1]``.
-            node_ids: of this rank's owned and halo rows.
-            world, meter: the ranks, and where traffic is counted.
-        """
-
     @override
     def layout(self, world_size: int, num_hosts: int = 1) -> LayoutSpec:
         self.check_ranks(world_size)
         return LayoutSpec("edge_cut", world_size, method=self.permute or "contiguous")
-
-    @override
-    def context(self, shard: Shard, world: World, meter: Meter) -> GraphContext:
-        batch = shard.batch
-        node_ids = shard.node_ids(world.rank)
-        return DealtContext(
-            *self.make_matrix(shard, shard.offsets, node_ids, world, meter),
-            torch.from_numpy(node_ids).to(world.device),
-            HaloExchange(shard.plan, world, meter),
-            batch.x,
-            batch.edge_index,
-            batch.get("edge_weight"),
-            4 if self.keep_constant else 0,
-            rows=AnyRows(shard.n_id, shard.counts, world, meter),
-        )
 
 
 class SpMMScheme(ProductScheme):
@@ -127,7 +97,7 @@ class SpMMScheme(ProductScheme):
         return {} if self._made is None else {"name": "products", "replication": self._made.replication}
 
     @override
-    def exchanges(self, work: Workload, topology: Topology | None) -> Sequence[Exchange]:
+    def exchanges(self, work: Workload, topology: Topology | None) -> Sequence[ExchangeCost]:
         found = grid_exchanges(work, topology)
         own = [each.choice for each in found[not self.sparsity_aware :: 2] if each.choice is not None]
         name = grid_name(self.replication or choose(own, None).grid.replication, self.sparsity_aware)
@@ -158,18 +128,14 @@ class SpMMScheme(ProductScheme):
         return SpMMScheme(1 if self.replication == 1 else 2, self.sparsity_aware, self.permute, self.keep_constant)
 
     @override
-    def make_matrix(
-        self, shard: Shard, offsets: Ids, node_ids: Ids, world: World, meter: Meter
-    ) -> tuple[MakeMatrix, MakeSparse | None]:
-        grid = self._made = self._grid(shard, offsets, node_ids, world)
-
-        def sparse(entries: Triples) -> SparseMatrix:
-            return SparseMatrix(entries, on_grid(grid, offsets), offsets, world, meter)
-
-        def blocks(entries: Triples) -> BlockMatrix:
-            return BlockMatrix(entries, grid, offsets, world, meter)
-
-        return sparse if self.sparsity_aware else blocks, sparse if grid.replication > 1 else None
+    def exchange(self, shard: Shard, world: World, meter: Meter) -> Exchange:
+        exchange, offsets = HaloExchange(shard.plan, world, meter), shard.offsets
+        grid = self._made = self._grid(shard, offsets, shard.node_ids(world.rank), world)
+        sparse = partial(SparseMatrix, holders=on_grid(grid, offsets), offsets=offsets, world=world, meter=meter)
+        blocks = partial(BlockMatrix, grid=grid, offsets=offsets, world=world, meter=meter)
+        exchange.make_matrix = sparse if self.sparsity_aware else blocks
+        exchange.make_attended = sparse if grid.replication > 1 else None
+        return exchange
 
     def _grid(self, shard: Shard, offsets: Ids, node_ids: Ids, world: World) -> ProcessGrid:
         """Returns the grid that is asked for, or that with the replication factor that moves least."""
@@ -219,7 +185,7 @@ class CubeScheme(ProductScheme):
         self.dimensions = dimensions
 
     @override
-    def exchanges(self, work: Workload, topology: Topology | None) -> Sequence[Exchange]:
+    def exchanges(self, work: Workload, topology: Topology | None) -> Sequence[ExchangeCost]:
         found = cube_exchange(work, topology, self.dimensions)
         return [] if found is None else [replace(found, followed=True)]
 
@@ -236,11 +202,10 @@ class CubeScheme(ProductScheme):
         return SpMMScheme(1, False, self.permute, self.keep_constant)  # there is no square of two ranks
 
     @override
-    def make_matrix(
-        self, shard: Shard, offsets: Ids, node_ids: Ids, world: World, meter: Meter
-    ) -> tuple[MakeMatrix, MakeSparse | None]:
-        cube = ProcessCube.of(world.size, self.dimensions)
-        return lambda entries: SummaMatrix(entries, cube, offsets, world, meter), None
+    def exchange(self, shard: Shard, world: World, meter: Meter) -> Exchange:
+        exchange, cube = HaloExchange(shard.plan, world, meter), ProcessCube.of(world.size, self.dimensions)
+        exchange.make_matrix = partial(SummaMatrix, cube=cube, offsets=shard.offsets, world=world, meter=meter)
+        return exchange
 
 
 class SpMM15DStrategy(GNNStrategy):

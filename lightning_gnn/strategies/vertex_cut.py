@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
+from functools import partial
 from types import NoneType
 from typing import Any, Literal
 
@@ -21,14 +22,11 @@ from lightning_gnn.arguments import check_flags, check_numbers, check_whole, che
 from lightning_gnn.callbacks.cache import AdaptiveThreshold, CacheSchedule, LargestChanges
 from lightning_gnn.comm.cache import LargestChangesCache, MessageCache
 from lightning_gnn.comm.codec import CodecName
-from lightning_gnn.comm.exchange import HaloExchange
+from lightning_gnn.comm.exchange import Exchange, HaloExchange
 from lightning_gnn.comm.group import World
-from lightning_gnn.comm.matrix import SparseMatrix, Triples
-from lightning_gnn.comm.rows import AnyRows
+from lightning_gnn.comm.matrix import MakeExchange, SparseMatrix
 from lightning_gnn.comm.traffic import Meter
 from lightning_gnn.data.shards import Shard
-from lightning_gnn.nn.context import GraphContext
-from lightning_gnn.nn.dealt import DealtContext
 from lightning_gnn.partition.layout import Groups, LayoutSpec
 from lightning_gnn.partition.shard import Ids
 from lightning_gnn.partition.vertex_cut import METHODS
@@ -80,14 +78,10 @@ class VertexCutScheme(Scheme):
     ) -> None:
         self.partition, self.hosts, self.host_weight = partition, hosts, host_weight
         self.cache, self.monitor, self.keep_constant = cache, monitor, keep_constant
+        self.approximation = "" if cache is None else "cached messages"
         self._rule: AdaptiveThreshold | LargestChanges | None = None
         self._messages: MessageCache | None = None
         self._world: World | None = None
-
-    @property
-    @override
-    def approximation(self) -> str:
-        return "" if self.cache is None else "cached messages"
 
     @override
     def layout(self, world_size: int, num_hosts: int = 1) -> LayoutSpec:
@@ -111,33 +105,22 @@ class VertexCutScheme(Scheme):
         return VertexCutScheme("random", None, 0.0, None, self.monitor, self.keep_constant)
 
     @override
-    def context(self, shard: Shard, world: World, meter: Meter) -> GraphContext:
-        batch = shard.batch
+    def exchange(self, shard: Shard, world: World, meter: Meter) -> Exchange:
         assert shard.holders is not None
         offsets, node_ids = shard.offsets, shard.node_ids(world.rank)
-        source, target = node_ids[batch.edge_index.cpu().numpy()]
+        source, target = node_ids[shard.batch.edge_index.cpu().numpy()]
         holders = EdgeHolders(target, source, shard.holders.numpy().astype(np.int64), world.rank, int(offsets[-1]))
-        make_exchange: Any = HaloExchange
+        make_exchange: MakeExchange = HaloExchange
         if self.cache is not None:
             if self._messages is None or self._world is not world:  # one for both directions of edges
                 self._rule = None if isinstance(self.cache, float) else replace(self.cache)
                 self._messages, self._world = self._make_cache(), world
             make_exchange = self._messages.exchange
-
-        def sparse(entries: Triples) -> SparseMatrix:
-            return SparseMatrix(entries, holders, offsets, world, meter, make_exchange)
-
-        return DealtContext(
-            sparse,
-            sparse,
-            torch.from_numpy(node_ids).to(world.device),
-            make_exchange(shard.plan, world, meter),
-            batch.x,
-            batch.edge_index,
-            batch.get("edge_weight"),
-            4 if self.keep_constant else 0,
-            rows=AnyRows(shard.n_id, shard.counts, world, meter),
+        exchange = make_exchange(shard.plan, world, meter)
+        exchange.make_matrix = exchange.make_attended = partial(
+            SparseMatrix, holders=holders, offsets=offsets, world=world, meter=meter, make_exchange=make_exchange
         )
+        return exchange
 
     @override
     def unbind(self) -> None:

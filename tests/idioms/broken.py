@@ -19,10 +19,10 @@ class NoHalo(L.Callback):
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         if trainer.world_size > 1:
             strategy: Any = trainer.strategy
-            strategy._binding.context.exchange.start_fetch = _fetch_nothing
+            strategy._binding.context.exchange.start_expand = _expand_to_zeros
 
 
-def _fetch_nothing(x: Tensor, halo: Tensor, layer: str) -> Any:
+def _expand_to_zeros(x: Tensor, halo: Tensor, call: Any) -> Any:
     halo.zero_()
     return lambda: None
 

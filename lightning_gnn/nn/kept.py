@@ -1,0 +1,112 @@
+"""What is made once of a batch's own features and edges, which stay the same between steps."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Iterable, Sequence
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+
+T = TypeVar("T")
+
+
+class Kept:
+    """Keeps what is made of tensors that stay, until one of them is changed in place.
+
+    They are recognised by identity, on which all ranks agree, and not by storage: two empty tensors share theirs.
+
+    Args:
+        x: the batch's own features, ``[N, F]``.
+        edges: its own edges and weights.
+        widths: what is kept of features takes at most as much memory as so many copies of them; 0 keeps nothing.
+    """
+
+    def __init__(self, x: Tensor, edges: Sequence[Tensor], widths: int) -> None:
+        self.x, self.widths, self._edges = x, widths, tuple(edges)
+        self._seen: list[int] = []
+        self._of_edges: dict[Hashable, Any] = {}
+        self._of_x: dict[Hashable, tuple[Tensor, ...]] = {}
+        self._own: dict[int, Tensor] = {}
+        self._lasting: dict[int, Tensor] = {}
+        self._look()
+
+    def _look(self) -> None:
+        """Forgets what was made of what has been changed in place, on every rank alike."""
+        seen = [tensor._version for tensor in (self.x, *self._edges)]
+        if seen == self._seen:
+            return
+        if seen[1:] != self._seen[1:]:
+            self._of_edges.clear()
+            # Held here, so that an id is not used again: the batch's own, what was chosen of them, and what was made of them.
+            self._own = {id(tensor): tensor for tensor in self._edges}
+            self._lasting = dict(self._own)
+        self._of_x.clear()
+        self._made_of_x: dict[int, tuple[Tensor, int]] = {}
+        self._columns, self._seen = 0, seen
+
+    def is_own(self, *tensors: Tensor | None) -> bool:
+        """Returns whether these are the batch's own edges or weights, or were chosen of them; None is."""
+        self._look()
+        return all(tensor is None or id(tensor) in self._own for tensor in tensors)
+
+    def lasts(self, *tensors: Tensor | None) -> bool:
+        """Returns whether these stay the same between steps."""
+        self._look()
+        return all(tensor is None or id(tensor) in self._lasting for tensor in tensors)
+
+    def choose(self, tensors: Sequence[Tensor]) -> None:
+        """Has tensors, which last, count as the batch's own."""
+        self._own.update({id(tensor): tensor for tensor in tensors})
+
+    def of_edges(self, name: Hashable, tensors: Sequence[Tensor | None], make: Callable[[], T]) -> T | None:
+        """Returns ``make()``, kept by its name and what it is made of; None if that does not last."""
+        if not self.lasts(*tensors):
+            return None
+        key = (name, *map(id, tensors))
+        if key not in self._of_edges:
+            # Evaluation may come first, and an inference tensor could not take part in training later.
+            with torch.inference_mode(False), torch.no_grad():
+                self._of_edges[key] = make()
+        return self._of_edges[key]
+
+    def made_of_edges(self) -> Iterable[Any]:
+        """Returns all that is kept by :meth:`of_edges`."""
+        return self._of_edges.values()
+
+    def once(self, name: Hashable, tensors: Sequence[Tensor | None], make: Callable[[], T]) -> T | None:
+        """Returns ``make()``, a tuple of tensors that last as well; None unless all that it is made of are the batch's own."""
+        if not self.is_own(*tensors) or any(tensor is not None and tensor.requires_grad for tensor in tensors):
+            return None
+        made: Any = self.of_edges(name, tensors, make)
+        self._lasting.update({id(tensor): tensor for tensor in made})
+        return made
+
+    def is_constant(self, x: Tensor) -> bool:
+        """Returns whether `x` is the batch's own features, or something kept that was made of them alone."""
+        if x.requires_grad:
+            return False
+        self._look()
+        _, version = self._made_of_x.get(id(x), (x, None))
+        return x is self.x if version is None else x._version == version
+
+    def of_x(
+        self, name: Hashable, x: Tensor, count: int, make: Callable[[], tuple[Tensor, ...]]
+    ) -> tuple[Tensor, ...] | None:
+        """Returns ``make()``, `count` tensors as wide as x that are made of x and edges; None unless x is constant.
+
+        They are kept where there is room.
+        """
+        if not self.widths or not self.is_constant(x):
+            return None
+        key = (name, id(x))
+        kept = self._of_x.get(key)
+        if kept is None or not all(map(self.is_constant, kept)):  # changed in place by who got it
+            kept = make()
+            # Counted in columns, so that all ranks decide alike.
+            columns = 0 if key in self._of_x else count * x.size(1)
+            if self._columns + columns <= self.widths * self.x.size(1):
+                self._columns += columns
+                self._of_x[key] = kept
+                self._made_of_x.update({id(each): (each, each._version) for each in kept})
+        return kept

@@ -1,0 +1,100 @@
+"""Sums and extremes over edges that are spread over ranks, on a process grid or by a vertex cut.
+
+Source: CAGNET sections 4.1 and 4.2, Z = A^T H W; CDFGNN section 3. What sums or averages messages that are rows, weighted or
+not, is a product with the graph's matrix. For extremes, what a node's edges have in common is completed at its owner.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from lightning_gnn.comm.group import Call
+from lightning_gnn.comm.matrix import Matrix, SparseMatrix
+from lightning_gnn.kernels.sums import STATISTICS, RowStatistics, row_statistics_grad
+from lightning_gnn.nn.edges import Sum, scale_, scaled, wide
+
+
+class Product(torch.autograd.Function):
+    """A :class:`Sum`, ``[N, F]``, as a product on the grid; backward multiplies with the transpose."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, matrix: Matrix, what: Sum, call: Call) -> Tensor:
+        ctx.matrix, ctx.what, ctx.call, ctx.dtype = matrix, what, call, x.dtype
+        out = matrix.multiply(scaled(x, what.before).contiguous(), call)
+        weight = None if what.weights is None else what.weights.owned
+        dtype = x.dtype if weight is None else torch.promote_types(x.dtype, weight.dtype)
+        return scale_(out, what.after).to(dtype)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
+        grad = scaled(grad, ctx.what.after).to(ctx.dtype).contiguous()
+        own = ctx.matrix.multiply(grad, ctx.call.backward())
+        return scale_(own, ctx.what.before).to(ctx.dtype), None, None, None
+
+
+class StatisticsOverRanks(torch.autograd.Function):
+    """Several of :data:`~lightning_gnn.kernels.sums.STATISTICS` over edges that lie on several ranks; CPU.
+
+    Each rank takes those of its own edges; sums are added up at the owner, and extremes compared there. All ranks then hear the
+    extremes, count who has them, and share gradients among all edges that do, as on one device.
+
+    Returns:
+        Those in `wanted`, in its order, ``[N, F]`` each; 0 for the rows `without` edges.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, matrix: SparseMatrix, without: Tensor, wanted: Sequence[str], layer: str
+    ) -> tuple[Tensor, ...]:
+        ctx.matrix, ctx.wanted, ctx.layer, ctx.dtype = matrix, list(wanted), layer, x.dtype
+        rows = wide(matrix.columns.expand(x, layer))
+        found = RowStatistics.empty(matrix.csr, rows, wanted)
+        found.add(matrix.csr, rows, accumulate=False)
+        out = {name: matrix.rows.reduce(getattr(found, name), layer) for name in ("sum", "squares") if name in wanted}
+        counts = {}
+        for name, sign in (("max", 1), ("min", -1)):
+            if name in wanted:
+                partial = getattr(found, name)
+                with matrix.rows.world.wire.encoding(False):  # an edge either has the extreme, on all ranks, or not
+                    whole = sign * matrix.rows.reduce_max(sign * partial, layer)
+                    whole[without] = 0
+                    everywhere = matrix.rows.expand(whole, layer)
+                    counts[f"num_{name}"] = _count(found, name, partial == everywhere, matrix, layer)
+                out[name] = whole
+                setattr(found, name, everywhere)
+        none = rows.new_empty((0, rows.size(1)))
+        owned = (out.get("max", none), out.get("min", none), counts.get("num_max", none), counts.get("num_min", none))
+        ctx.save_for_backward(rows, found.max, found.min, *owned)
+        return tuple(out[name].to(x.dtype) for name in wanted)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        matrix, layer = ctx.matrix, ctx.layer
+        rows, largest, least, *of_owned = ctx.saved_tensors
+        none = rows.new_empty((0, rows.size(1)))
+        found, owned = RowStatistics(none, none, largest, least, none, none), RowStatistics(none, none, *of_owned)
+        own = {}
+        for name in ctx.wanted:
+            grad = grads[ctx.wanted.index(name)]
+            shape = (matrix.num_owned, rows.size(1))
+            grad = rows.new_zeros(shape) if grad is None else grad.to(rows.dtype)
+            own[name] = (grad / owned.ties(name) if name in ("max", "min") else grad).contiguous()
+        everywhere = dict(zip(own, matrix.rows.expand_all([*own.values()], layer)))
+        upstream = RowStatistics(
+            **{name: everywhere.get(name, none) for name in STATISTICS}, num_max=none, num_min=none
+        )
+        at_sources = row_statistics_grad(matrix.csr, rows, upstream, found)
+        return matrix.columns.reduce(at_sources.to(ctx.dtype), layer), None, None, None, None
+
+
+def _count(found: RowStatistics, name: str, attained: Tensor, matrix: SparseMatrix, layer: str) -> Tensor:
+    """Returns how many edges of each owned row have its extreme value, ``[N, F]``."""
+    count = getattr(found, f"num_{name}").to(found.max.dtype if name == "max" else found.min.dtype)
+    return matrix.rows.reduce(torch.where(attained, count, 0), layer)

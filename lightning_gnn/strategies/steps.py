@@ -1,0 +1,197 @@
+"""StepStrategy: what a rank's steps, losses and gradients are to those of all ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from typing import Any
+
+import lightning.pytorch as pl
+from lightning.fabric.utilities.distributed import _sync_ddp_if_available
+from torch import Tensor
+from torch.optim import Optimizer
+from typing_extensions import override
+
+from lightning_gnn.checks.footprint import memory_of
+from lightning_gnn.data.sources import counted_mask
+from lightning_gnn.nn.bind import Binding
+from lightning_gnn.nn.offload import Offloaded
+from lightning_gnn.steps.gathering import gather_rows
+from lightning_gnn.steps.loop import Progress
+from lightning_gnn.steps.model import SharedModel
+from lightning_gnn.steps.predictions import Predictions
+from lightning_gnn.steps.random_streams import RandomStreams
+from lightning_gnn.steps.values import StepValues
+from lightning_gnn.strategies.heap import keeping_freed_memory
+from lightning_gnn.strategies.ranks import RankStrategy
+from lightning_gnn.strategies.run_checks import RunChecks
+from lightning_gnn.strategies.scheme import Scheme
+
+
+class StepStrategy(RankStrategy):
+    """Runs the module's steps, weighs their losses, and sums gradients over ranks; a subclass binds the module.
+
+    Args:
+        *options, **plugins: see :class:`~lightning_gnn.strategies.ranks.RankStrategy`.
+
+    Attributes:
+        progress: where this rank is.
+        random: streams of random numbers, between set-up and teardown.
+        loss: of all ranks, after the step's backward.
+    """
+
+    scheme: Scheme
+    keep_memory: bool
+    offload: bool
+    predictions: Predictions
+    _checks: RunChecks
+
+    def __init__(self, *options: Any, **plugins: Any) -> None:
+        super().__init__(*options, **plugins)
+        self.progress = Progress()
+        self.random: RandomStreams | None = None
+        self.loss: Tensor | None = None
+        self._binding: Binding | None = None
+        self._values: StepValues | None = None
+        self._shared: SharedModel | None = None
+        self._in_use = ExitStack()
+        self._steps = 0
+
+    @property
+    def _module(self) -> pl.LightningModule:
+        assert self.lightning_module is not None
+        return self.lightning_module
+
+    @property
+    def gradient_seconds(self) -> tuple[float, float]:
+        """Seconds spent after backwards on sums of gradients until now, and of these in collectives."""
+        total = None if self._shared is None else self._shared.gradients
+        return (0.0, 0.0) if total is None else (total.seconds, total.collective_seconds)
+
+    # Steps ####################################################################
+
+    @override
+    def training_step(self, batch: Any, *args: Any, **kwargs: Any) -> Any:
+        self._steps += 1
+        # From the second on: the first frees much that no later one needs.
+        if self._steps == 2 and self.keep_memory and self.root_device.type == "cpu":
+            self._in_use.enter_context(keeping_freed_memory())
+        self.loss = None
+        values = self._begin_step("training")
+        counts = values.enter(batch, "train_mask")
+        mask = counted_mask("train_mask", self.lightning_module)
+        rows = self._checks.self_checks.rows_of_loss(batch, mask, counts)
+        with self._drawing(), self._approximating(), self._offloading(batch):
+            output = super().training_step(batch, *args, **kwargs)
+        if output is None and self._module.automatic_optimization:
+            raise ValueError("training_step returned None. To skip a step on all ranks alike, return a loss times 0.")
+        values.leave(output, trains=True)
+        if rows is not None:
+            again = super().training_step
+            with self._drawing(), self._approximating():
+                rows.check(output, values.scale, lambda same: again(same, *args, **kwargs))
+        return output
+
+    @override
+    def validation_step(self, batch: Any, *args: Any, **kwargs: Any) -> Any:
+        return self._evaluate(super().validation_step, "validation", "val_mask", batch, *args, **kwargs)
+
+    @override
+    def test_step(self, batch: Any, *args: Any, **kwargs: Any) -> Any:
+        return self._evaluate(super().test_step, "test", "test_mask", batch, *args, **kwargs)
+
+    def _evaluate(self, step: Callable[..., Any], stage: str, mask: str, batch: Any, *args: Any, **kwargs: Any) -> Any:
+        values = self._begin_step(stage)
+        values.enter(batch, mask)
+        with self._drawing():
+            output = step(batch, *args, **kwargs)
+        values.leave(output)
+        return output
+
+    @override
+    def predict_step(self, batch: Any, *args: Any, **kwargs: Any) -> Any:
+        values = self._begin_step("prediction")
+        with self._drawing():
+            output = super().predict_step(batch, *args, **kwargs)
+        return values.predicted(output, batch, self.predictions)
+
+    def _drawing(self, step: bool = True) -> AbstractContextManager[None]:
+        """While open, random numbers are those of a step, or those of a hook within one."""
+        return nullcontext() if self.random is None else self.random.inside(step)
+
+    def _begin_step(self, stage: str) -> StepValues:
+        assert self._values is not None
+        step = self.progress.begin_step(stage, self._module.trainer, self.world)
+        if self._binding is not None:  # none where a step takes its batch as it is
+            self._binding.context.begin_step(step)
+        return self._values
+
+    def _approximating(self) -> AbstractContextManager[None]:
+        """Rows may travel approximately while this is open, except in the last epoch: what it learns is exact."""
+        trainer = self._module.trainer
+        return self.world.wire.encoding(trainer.current_epoch + 1 != trainer.max_epochs)
+
+    def _offloading(self, batch: Any) -> AbstractContextManager[Any]:
+        """What layers leave for the backward lies on the host, where the strategy has it so."""
+        if not self.offload or self.root_device.type == "cpu" or self._binding is None:
+            return nullcontext()
+        return Offloaded(memory_of(self._binding.context, batch, list(self._module.parameters())))
+
+    # Loss and gradients #######################################################
+
+    @override
+    def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
+        # As Lightning's, but gradients are summed before on_after_backward, which precision.post_backward calls, and
+        # on_before_backward is given the loss as the step returned it.
+        self.progress.at("backward", self._module.trainer)
+        assert self._shared is not None and self._values is not None
+        gradients, scale = self._shared.gradients, self._values.scale
+        module, precision = self._module, self.precision_plugin
+        with self._drawing(False):  # hooks draw alike on all ranks, in manual optimisation too
+            self.pre_backward(closure_loss)
+            loss = precision.pre_backward(closure_loss, module)
+        gradients.before()
+        self.scheme.hear_loss(closure_loss.detach() * scale)
+        with self._approximating():
+            precision.backward(loss * scale, module, optimizer, *args, **kwargs)
+        with self._drawing(False):
+            self.loss = gradients.after(closure_loss.detach() * scale)
+            loss = precision.post_backward(loss, module)
+            self.post_backward(loss)
+        self.progress.at("the optimizer's step", self._module.trainer)
+        return loss
+
+    @override
+    def optimizer_step(self, *args: Any, **kwargs: Any) -> Any:
+        with self._drawing(False):
+            return super().optimizer_step(*args, **kwargs)
+
+    @contextmanager
+    @override
+    def block_backward_sync(self) -> Generator:
+        """Leaves gradients unsummed while open: those of an accumulation are summed once, at its end."""
+        assert self._shared is not None
+        with self._shared.gradients.blocked():
+            yield None
+
+    # Collectives that Lightning asks for ######################################
+
+    @override
+    def reduce(self, tensor: Any, group: Any | None = None, reduce_op: Any | None = "mean") -> Any:
+        """Returns the mean over ranks, by the labelled rows of the stage's mask as in logs, or the sum, as `reduce_op` says."""
+        if not isinstance(tensor, Tensor):
+            return tensor
+        is_mean = isinstance(reduce_op, str) and reduce_op.lower() in ("mean", "avg")
+        if is_mean and self._values is not None and self.world.size > 1 and group in (None, self.world.everyone):
+            return self._values.mean(tensor)
+        return _sync_ddp_if_available(tensor, group, reduce_op=reduce_op)
+
+    @override
+    def all_gather(self, tensor: Tensor, group: Any | None = None, sync_grads: bool = False) -> Tensor:
+        """Returns the tensors of all ranks, which may have different numbers of rows; see
+        :func:`~lightning_gnn.steps.gathering.gather_rows`."""
+        if self._world is None or self._world.size == 1:
+            return tensor
+        if group not in (None, self.world.everyone):
+            return super().all_gather(tensor, group, sync_grads)
+        return gather_rows(tensor, self.world, None if self._values is None else self._values.logs.weights, sync_grads)

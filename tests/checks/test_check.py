@@ -1,0 +1,390 @@
+"""The parity check: right models pass under all schemes on Cora, wrong ones are caught with their layer and cause. No ranks."""
+
+from __future__ import annotations
+
+import copy
+import json
+import random
+import re
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from common import CLASSES, FEATURES, UserModule, awkward_graph, build, campaign, examples
+from hypothesis import given
+from hypothesis import strategies as st
+from test_self_check import (
+    BranchesOnCounts,
+    CentredInAModule,
+    CentredInline,
+    CountsCalls,
+    Float32Only,
+    Model,
+    OutDegree,
+    SourceRows,
+)
+from torch_geometric.datasets import Planetoid
+from torch_geometric.nn import GCNConv
+from torch_geometric.utils import dropout_edge
+
+from lightning_gnn import DGCLStrategy, GraphDataModule, NodeClassifier, check_parity
+from lightning_gnn.checks.causes import ACROSS, COUNT, NOT_KNOWN, RANDOM, STATE, STATISTICS
+from lightning_gnn.cli import main
+from lightning_gnn.data.sources import prepare_graph
+from lightning_gnn.parity.check import ball, some_of
+
+EXACT = ("dgcl", "spmm_1d", "spmm_15d", "spmm_2d", "vertex_cut")
+
+
+# Right models #################################################################
+
+
+@pytest.mark.parametrize("kind", [*campaign("library"), "user"])
+def test_right_models_pass_on_cora(shared, kind):
+    data = GraphDataModule(Planetoid(str(shared / "planetoid"), "Cora"))
+    if kind == "library":
+        module: Any = NodeClassifier(build("gcn_batch_norm", 1433, 7))
+        report = check_parity(module, data, EXACT, devices=4)
+    else:
+        module = UserModule(build("gat", 1433, 7), 7)
+        report = check_parity(module, data, ["dgcl", "spmm_15d", "vertex_cut"], devices=3, nodes=700)
+        assert "A sample of 700 of 2,708 nodes" in str(report)
+    assert report.ok, str(report)
+    assert {each.verdict for each in report.schemes} == {"same"} and report.dtype == "float64"
+    for each in report.schemes:
+        assert {"training_step", "validation_step", "test_step", "predict_step"} <= set(each.steps)
+        assert all(value is not None and value < 1e-6 for value in each.differences.values()), each
+
+
+class Augmented(Model):
+    """What is random as in PyG's own models: it is shared, and needs no option."""
+
+    def between(self, x, edge_index):
+        x = F.dropout(x, 0.5, self.training)
+        return self.third(x, dropout_edge(edge_index, 0.3, training=self.training)[0])
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.third = GCNConv(8, 8)
+
+
+class WeightedMean(UserModule):
+    def training_step(self, batch, batch_idx):
+        out = self.model(batch.x, batch.edge_index)
+        chosen = batch.train_mask & (batch.y > 0)
+        loss = F.cross_entropy(out[chosen], batch.y[chosen], reduction="sum") / chosen.sum().clamp(min=1)
+        return {"loss": loss, "loss_weight": chosen.sum()}
+
+
+@pytest.mark.parametrize(
+    "module", [UserModule(Augmented()), WeightedMean(build("sage")), UserModule(build("gin_batch_norm"))]
+)
+def test_right_models_pass(module):
+    report = check_parity(module, GraphDataModule(awkward_graph()), ["dgcl", "vertex_cut"])
+    assert report.ok, str(report)
+
+
+def test_every_scheme_is_told_of_and_nothing_is_left_behind():
+    module, data = NodeClassifier(build("gcn"), num_classes=CLASSES), GraphDataModule(awkward_graph())
+    before = copy.deepcopy(module.state_dict()), set(vars(module))
+    streams = torch.get_rng_state(), np.random.get_state()[1].tolist(), random.getstate()  # noqa: NPY002
+    report = check_parity(module, data)
+    after = torch.get_rng_state(), np.random.get_state()[1].tolist(), random.getstate()  # noqa: NPY002
+    verdicts = {each.scheme: each.verdict for each in report.schemes}
+    assert report.ok and {name for name, verdict in verdicts.items() if verdict == "same"} >= set(EXACT) - {"spmm_2d"}
+    assert verdicts["spmm_2d"] == "not compared" and "need a square number of ranks" in str(report)
+    for name in ("sampling", "gossip", "cluster_allreduce"):
+        assert verdicts[name] == "evaluation same"
+    [cached] = [each for each in report.schemes if each.scheme == "vertex_cut_cached"]
+    assert cached.verdict == "approximate" and 1e-5 < cached.differences["outputs"] < 1
+    assert "auto_gnn" not in verdicts and str(report).count("sampled mini-batches") == 1
+    assert torch.equal(after[0], streams[0]) and after[1:] == streams[1:]
+    torch.testing.assert_close(module.state_dict(), before[0], rtol=0, atol=0)
+    assert set(vars(module)) == before[1] and data.source is not None
+    json.dumps(report.as_dict())
+
+
+# Wrong models #################################################################
+
+
+class ByHand(torch.nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return F.batch_norm(x, None, None, training=True).relu()
+
+
+class NormalisedByHand(CentredInAModule):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = ByHand()
+
+
+class NotHandled(Model):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = torch.nn.InstanceNorm1d(8)
+
+    def between(self, x, edge_index):
+        return self.norm(x.t()[None])[0].t()
+
+
+class SoftmaxOverNodes(Model):
+    def between(self, x, edge_index):
+        return x.softmax(0)
+
+
+class AttendsToAll(Model):
+    """A weighted sum of all nodes' rows."""
+
+    def between(self, x, edge_index):
+        return x + x.sum(1).softmax(0) @ x
+
+
+class DividesByOwnCount(Model):
+    def between(self, x, edge_index):
+        return x / x.size(0)
+
+
+class ReadsOut(Model):
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = torch.nn.Linear(8, 8)
+
+    def between(self, x, edge_index):
+        return x + self.head(x.mean(0, keepdim=True))
+
+
+class Noise(Model):
+    def between(self, x, edge_index):
+        return x + 0.1 * torch.rand_like(x)
+
+
+class OneScale(Model):
+    def between(self, x, edge_index):
+        return x * torch.rand(1)
+
+
+class Shuffles(Model):
+    def between(self, x, edge_index):
+        return x + 0.1 * x[torch.randperm(x.size(0))]
+
+
+def module_of(kind: type[Model]) -> UserModule:
+    torch.manual_seed(0)
+    return UserModule(kind())
+
+
+class Step(UserModule):
+    """A loss that is a mean over something else than the mask's labelled nodes."""
+
+    def __init__(self, loss: str) -> None:
+        super().__init__(build("gcn"))
+        self.kind = loss
+
+    def training_step(self, batch, batch_idx):
+        out = self.model(batch.x, batch.edge_index)
+        if self.kind == "all nodes":
+            return out.square().mean()
+        chosen = batch.train_mask & (batch.y > 0)
+        how = "sum" if self.kind == "sum" else "mean"
+        return F.cross_entropy(out[chosen], batch.y[chosen], reduction=how)
+
+
+class NoMean(UserModule):
+    def validation_step(self, batch, batch_idx):
+        out = self.model(batch.x, batch.edge_index)[batch.val_mask]
+        self.log("val_std", out.std(), sync_dist=True)
+
+
+class OwnSeen(UserModule):
+    def __init__(self) -> None:
+        super().__init__(build("gcn"))
+        self.register_buffer("seen", torch.zeros(FEATURES))
+
+    def training_step(self, batch, batch_idx):
+        self.seen += batch.x.mean(0)
+        return super().training_step(batch, batch_idx)
+
+
+class Swapped(torch.autograd.Function):
+    """Gradients of rows in another order."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
+        return grad.flip(0)
+
+
+class WrongBackward(Model):
+    def between(self, x, edge_index):
+        return Swapped.apply(x)
+
+
+SECOND = r"what 'model' \(\w+\) gives to 'model.second' \(GCNConv\) differs by \d"
+WRONG: dict[str, tuple[Any, str, str, str]] = {
+    "centred": (
+        lambda: module_of(CentredInAModule),
+        r"what 'model.norm' \(Centred\) returns differs by",
+        STATISTICS,
+        "a constant of that rank",
+    ),
+    "centred inline": (lambda: module_of(CentredInline), SECOND, STATISTICS, "a constant of that rank"),
+    "batch norm by hand": (
+        lambda: module_of(NormalisedByHand),
+        r"what 'model.norm' \(ByHand\) returns differs by",
+        STATISTICS,
+        "mean and variance of its own nodes",
+    ),
+    "norm not handled": (
+        lambda: module_of(NotHandled),
+        r"raises UnsupportedModelError: 'model.norm' \(InstanceNorm1d\)",
+        "a model that is refused",
+        "takes statistics over all nodes",
+    ),
+    "softmax over nodes": (lambda: module_of(SoftmaxOverNodes), SECOND, ACROSS, "softmax"),
+    "attention to all nodes": (lambda: module_of(AttendsToAll), SECOND, STATISTICS, "a constant of that rank"),
+    "divided by own count": (lambda: module_of(DividesByOwnCount), SECOND, COUNT, "x.size"),
+    "own mean": (
+        lambda: module_of(ReadsOut),
+        r"what 'model' \(ReadsOut\) gives to 'model.head' \(Linear\) differs",
+        COUNT,
+        "the mean over the rank's own nodes",
+    ),
+    "noise": (lambda: module_of(Noise), SECOND, RANDOM, r"rand_like \[\d+, 8\]"),
+    "one scale": (lambda: module_of(OneScale), SECOND, RANDOM, r"rand \[1\]"),
+    "shuffles": (lambda: module_of(Shuffles), SECOND, RANDOM, r"randperm \[\d+\]"),
+    "counts calls": (lambda: module_of(CountsCalls), SECOND, STATE, "a second time"),
+    "source rows": (lambda: module_of(SourceRows), r"'model' \(SourceRows\) raises IndexError", ACROSS, "neighbours"),
+    "out-degrees": (lambda: module_of(OutDegree), r"'model.conv' \(DegreeConv\)", ACROSS, "docs/models.md"),
+    "branches on counts": (lambda: module_of(BranchesOnCounts), SECOND, ACROSS, "docs/models.md"),
+    "wrong backward": (lambda: module_of(WrongBackward), "the gradient of 'model.first", ACROSS, "backward"),
+    "mean over all nodes": (lambda: Step("all nodes"), "the loss differs", COUNT, r"'loss_weight': batch.num_owned"),
+    "sum": (lambda: Step("sum"), "the loss differs", COUNT, "loss_reduction='sum'"),
+    "mean over some": (lambda: Step("some"), "the loss differs", COUNT, "how many rows it is over"),
+    "no mean": (lambda: NoMean(build("gcn")), "the logged 'val_std' differs", NOT_KNOWN, "No rank can know it"),
+    "buffer": (OwnSeen, "the buffer 'seen' differs", STATISTICS, "the rank's own nodes"),
+}
+
+
+def uneven(dtype: torch.dtype = torch.float64) -> GraphDataModule:
+    """Parts of different sizes, so that no mean is right by luck."""
+    return GraphDataModule(awkward_graph(dtype=dtype), partition=np.repeat([0, 1], [17, 43]))
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_wrong_models_are_caught_with_layer_and_cause(name):
+    make, where, kind, text = WRONG[name]
+    report = check_parity(make(), uneven(), ["dgcl"])
+    assert not report.ok
+    finding = report.schemes[0].finding
+    assert finding is not None and finding.cause.kind == kind, str(report)
+    assert re.search(where, str(finding)) and re.search(text, finding.cause.text), str(finding)
+
+
+def test_random_numbers_may_be_shared():
+    assert check_parity(module_of(Noise), uneven(), ["dgcl"], share_draws=True).ok
+    assert not check_parity(module_of(OneScale), uneven(), ["dgcl"], share_draws=True).ok
+
+
+def test_a_module_for_float32_only_is_checked_as_it_is():
+    report = check_parity(module_of(Float32Only), uneven(torch.float32), ["dgcl"])
+    assert report.ok and report.dtype != "float64" and "does not run in float64" in str(report)
+
+
+def test_a_sum_is_right_where_it_is_said():
+    assert check_parity(Step("sum"), uneven(), [DGCLStrategy(loss_reduction="sum")]).ok
+
+
+def test_one_finding_for_all_schemes():
+    report = check_parity(module_of(CentredInline), GraphDataModule(awkward_graph()), ["dgcl", "spmm_1d"])
+    [schemes] = report.findings.values()
+    assert schemes == ["dgcl", "spmm_1d"] and "dgcl, spmm_1d: training_step: what 'model'" in str(report)
+
+
+class Broken(UserModule):
+    def training_step(self, batch, batch_idx):
+        raise KeyError("no such layer")
+
+    validation_step = test_step = predict_step = training_step
+
+
+class OneBroken(UserModule):
+    def test_step(self, batch, batch_idx):
+        raise KeyError("no such layer")
+
+
+def test_what_cannot_be_compared_is_said():
+    data = GraphDataModule(awkward_graph())
+    report = check_parity(OneBroken(build("gcn")), data, ["dgcl"])
+    assert report.ok and report.dtype == "float64"
+    assert "test_step was left out: on one device, it raises KeyError" in str(report)
+    with pytest.raises(RuntimeError, match="training_step does not run on one device: KeyError"):
+        check_parity(Broken(build("gcn")), data, ["dgcl"])
+    for options, message in (
+        ({"strategies": ["dgcl2"]}, "no scheme 'dgcl2'"),
+        ({"devices": 1}, "several ranks"),
+        ({"nodes": 0}, "at least 1"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            check_parity(UserModule(build("gcn")), data, **options)  # type: ignore[arg-type]
+
+
+# Samples ######################################################################
+
+
+@examples(20)
+@given(num_nodes=st.integers(1, 60), seed=st.integers(0, 3))
+def test_samples_are_induced_and_have_training_nodes(num_nodes, seed):
+    graph = some_of(prepare_graph(awkward_graph()), None)
+    found, again = ball(graph, num_nodes, seed), ball(graph, num_nodes, seed)
+    assert len(found.x) == num_nodes and found.train_mask.any() and torch.equal(found.n_id, again.n_id)
+    inside = torch.isin(graph.edge_index, found.n_id).all(0)
+    assert torch.equal(found.e_id, inside.nonzero().view(-1))
+    assert torch.equal(found.n_id[found.edge_index], graph.edge_index[:, inside])
+    assert torch.equal(found.x, graph.x[found.n_id]) and torch.equal(found.edge_attr, graph.edge_attr[inside])
+
+
+# The command ##################################################################
+
+CONFIG = """
+model:
+  class_path: {model}
+data:
+  class_path: lightning_gnn.GraphDataModule
+  init_args: {{source: lightning_gnn.planted_partition, source_args: {{num_nodes: 300}}}}
+trainer:
+  devices: 2
+  accelerator: cpu
+  strategy: {{class_path: lightning_gnn.DGCLStrategy, init_args: {{plan: p2p}}}}
+"""
+
+
+class Wrong(NodeClassifier):
+    """As a file names it."""
+
+    def __init__(self, wrong: bool = True) -> None:
+        super().__init__(build("gcn", 32, 8))
+        self.wrong = wrong
+
+    def forward(self, batch: Any) -> torch.Tensor:
+        out = super().forward(batch)
+        return out - out.mean(0) if self.wrong else out
+
+
+@pytest.mark.parametrize(("wrong", "status"), [("true", 1), ("false", 0)])
+def test_command(monkeypatch, tmp_path: Path, capsys, wrong, status):
+    (tmp_path / "run.yaml").write_text(CONFIG.format(model="test_check.Wrong"))
+    arguments = ["--config", str(tmp_path / "run.yaml"), "--model.wrong", wrong, "--json", str(tmp_path / "all.json")]
+    monkeypatch.setattr("sys.argv", ["lightning-gnn", "check", *arguments, "--schemes", "[dgcl,spmm_1d]"])
+    with pytest.raises(SystemExit) as ended:
+        main()
+    shown, found = capsys.readouterr().out, json.loads((tmp_path / "all.json").read_text())
+    assert int(ended.value.code or 0) == status == int(not found["ok"]), shown
+    assert "2 ranks against one device: 300 nodes" in shown
+    assert [each["verdict"] for each in found["schemes"]] == ["differs" if status else "same"] * 2
+    assert ("batch statistics" in shown or "across nodes" in shown or "wrong count" in shown) == bool(status)

@@ -1,0 +1,413 @@
+"""The self-check: models that are wrong on purpose are refused, where they go wrong is named, and right ones pass. No ranks."""
+
+from __future__ import annotations
+
+import copy
+import random
+import re
+from functools import partial
+from typing import Any
+
+import lightning as L
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from common import CLASSES, FEATURES, OwnConv, UserModule, awkward_graph, build
+from torch_geometric.nn import GCNConv, JumpingKnowledge, MessagePassing, global_mean_pool
+from torch_geometric.utils import add_self_loops, degree, dropout_edge, negative_sampling
+
+import lightning_gnn
+from lightning_gnn.checks import SelfCheck, self_check
+from lightning_gnn.comm.traffic import Meter
+from lightning_gnn.data.shards import Shard, split_graph, whole_graph
+from lightning_gnn.data.sources import prepare_graph
+from lightning_gnn.partition.layout import LayoutSpec
+from lightning_gnn.strategies.dgcl import DGCLScheme
+
+
+def shard(seed: int = 0) -> Shard:
+    """One of two parts of the awkward graph, as rank 0 has it when the check runs."""
+    graph = prepare_graph(awkward_graph(seed=seed, dtype=torch.float32))
+    return split_graph(graph, np.arange(60) % 2, LayoutSpec("edge_cut", 2))[0]
+
+
+def check(module: Any, stage: str = "fit", loss_reduction: str = "mean", trainer: Any = None) -> SelfCheck:
+    bind = partial(DGCLScheme().bind, meter=Meter())
+    return self_check(module, shard().batch, bind, stage, loss_reduction, trainer)
+
+
+def verdict(found: SelfCheck) -> tuple[str | None, str | None, str | None]:
+    """Nothing but None if the step is right."""
+    return found.problem, found.not_run, found.refused
+
+
+class Model(torch.nn.Module):
+    """Two GCN layers; `between` is what goes wrong between them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = GCNConv(FEATURES, 8), GCNConv(8, CLASSES)
+
+    def forward(self, x: torch.Tensor, edge_index: torch.Tensor) -> torch.Tensor:
+        return self.second(self.between(self.first(x, edge_index).relu(), edge_index), edge_index)
+
+    def between(self, x: torch.Tensor, edge_index: torch.Tensor) -> torch.Tensor:
+        return x
+
+
+class Centred(torch.nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x - x.mean(0)
+
+
+class CentredInAModule(Model):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = Centred()
+
+    def between(self, x, edge_index):
+        return self.norm(x)
+
+
+class CentredInline(Model):
+    def between(self, x, edge_index):
+        return x - x.mean(0)
+
+
+class DegreeConv(MessagePassing):
+    """Divides by the number of out-edges, which other ranks hold some of."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lin = torch.nn.Linear(8, 8)
+
+    def forward(self, x, edge_index):
+        rows = max(x.size(0), int(edge_index[0].max()) + 1)  # else it would raise, on the halo rows
+        out_degree = degree(edge_index[0], rows)[: x.size(0)].clamp(min=1)
+        return self.propagate(edge_index, x=self.lin(x) / out_degree.unsqueeze(1))
+
+
+class OutDegree(Model):
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = DegreeConv()
+
+    def between(self, x, edge_index):
+        return self.conv(x, edge_index)
+
+
+class SourceRows(Model):
+    """Reads rows by edge_index, which runs past the owned rows."""
+
+    def between(self, x, edge_index):
+        return x + torch.zeros_like(x).index_add(0, edge_index[1], x[edge_index[0]])
+
+
+CALLS: list[int] = []
+
+
+class CountsCalls(Model):
+    def between(self, x, edge_index):
+        CALLS.append(1)
+        return x / len(CALLS)
+
+
+MEMORY: dict[str, torch.Tensor] = {}
+
+
+class Remembers(Model):
+    def between(self, x, edge_index):
+        before = MEMORY.get("x", torch.zeros_like(x))
+        MEMORY["x"] = x.detach()
+        return x + before
+
+
+class RandomNegatives(Model):
+    def between(self, x, edge_index):
+        negative = negative_sampling(edge_index, x.size(0), 50)
+        return x - 0.1 * torch.zeros_like(x).index_add(0, negative[1], x[negative[0]])
+
+
+class NumpyNoise(Model):
+    def between(self, x, edge_index):
+        return x * torch.from_numpy(np.random.rand(x.size(0), 1)).to(x)  # noqa: NPY002
+
+
+class KeepsTheBest(Model):
+    """Shapes depend on data: convs see other rows than there are nodes."""
+
+    def between(self, x, edge_index):
+        return torch.cat([x[x[:, 0] > x[:, 0].median()], x])[: x.size(0)]
+
+
+class DropsRows(Model):
+    def forward(self, x, edge_index):
+        keep = x[:, 0] > x[:, 0].median()
+        kept = self.first(x[keep], edge_index % int(keep.sum()))
+        return self.second(kept.new_zeros(len(x), 8).index_put((keep,), kept), edge_index)
+
+
+class BranchesOnCounts(Model):
+    """One half takes another way than the other."""
+
+    def forward(self, x, edge_index):
+        if x.size(0) % 2:
+            x = self.first(x, edge_index).relu()
+        else:
+            x = F.pad(x, (0, 8 - FEATURES))
+        return self.second(x, edge_index)
+
+
+class Pools(Model):
+    def between(self, x, edge_index):
+        return x + global_mean_pool(x, None)
+
+
+WRONG = {
+    CentredInAModule: r"what 'model.norm' \(Centred\) returns differs by \d",
+    CentredInline: r"what 'model' \(CentredInline\) gives to 'model.second' \(GCNConv\) differs by \d",
+    OutDegree: r"what 'model.conv' \(DegreeConv\) gives to|what 'model.conv' \(DegreeConv\) returns differs by \d",
+    SourceRows: r"on a part of the graph, 'model' \(SourceRows\) raises IndexError",
+    CountsCalls: r"what 'model' \(CountsCalls\) gives to .* Run a second time on the same graph",
+    Remembers: "Run a second time on the same graph with the same seeds, one device gives something else",
+    RandomNegatives: r"what 'model' \(RandomNegatives\) gives to 'model.second' \(GCNConv\) differs",
+    NumpyNoise: r"what 'model' \(NumpyNoise\) gives to 'model.second' \(GCNConv\) differs",
+    KeepsTheBest: r"what 'model' \(KeepsTheBest\) gives to 'model.second' \(GCNConv\) differs",
+    DropsRows: r"'model.first' \(GCNConv\) raises UnsupportedModelError: 'model.first' was given \d+ node rows",
+    BranchesOnCounts: r"its parts do not go the same way: rank \d .*, in 'model",
+    Pools: r"what 'model' \(Pools\) gives to 'model.second' \(GCNConv\) differs",
+}
+
+
+@pytest.mark.parametrize("kind", WRONG)
+def test_wrong_models_are_refused_by_name(kind):
+    found = check(UserModule(kind()))
+    assert found.not_run is None
+    assert found.problem is not None
+    assert re.search(WRONG[kind], found.problem), found.problem
+
+
+class SumLoss(UserModule):
+    def training_step(self, batch, batch_idx):
+        out = self.model(batch.x, batch.edge_index)
+        return F.cross_entropy(out[batch.train_mask], batch.y[batch.train_mask], reduction="sum", ignore_index=-1)
+
+
+class OwnMean(UserModule):
+    """A mean over other nodes than those of the mask."""
+
+    weight = True
+
+    def training_step(self, batch, batch_idx):
+        out = self.model(batch.x, batch.edge_index)
+        chosen = batch.train_mask & (batch.y != 0) & (batch.y >= 0)
+        loss = F.cross_entropy(out[chosen], batch.y[chosen], reduction="sum") / chosen.sum().clamp(min=1)
+        return {"loss": loss, "loss_weight": chosen.sum()} if self.weight else loss
+
+
+class OwnMeanUnsaid(OwnMean):
+    weight = False
+
+
+class MeanOfTheBatch(UserModule):
+    """A buffer that follows one rank's rows."""
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        super().__init__(model)
+        self.register_buffer("seen", torch.zeros(FEATURES))
+
+    def training_step(self, batch, batch_idx):
+        self.seen += batch.x.mean(0)
+        return super().training_step(batch, batch_idx)
+
+
+def test_means_over_something_else_are_found_by_the_loss():
+    assert check(SumLoss(build("gcn")), loss_reduction="sum").problem is None
+    assert "the loss differs" in (check(SumLoss(build("gcn"))).problem or "")
+    assert check(OwnMean(build("gcn"))).problem is None
+    assert "return {'loss': loss, 'loss_weight'" in (check(OwnMeanUnsaid(build("gcn"))).problem or "")
+    assert "the buffer 'seen' differs" in (check(MeanOfTheBatch(build("gcn"))).problem or "")
+
+
+class Augmented(Model):
+    """Drops edges, adds noise, drops out: draws per node and per edge may differ from rank to rank."""
+
+    def between(self, x, edge_index):
+        x = F.dropout(x, 0.5, self.training)
+        x = x + 0.1 * torch.randn_like(x) + torch.empty_like(x).uniform_(-1, 1) + torch.empty_like(x).normal_()
+        x = x * torch.bernoulli(torch.full_like(x, 0.7)) * torch.full_like(x, 0.5).bernoulli_(0.9)
+        return self.second_of_two(x, dropout_edge(edge_index, 0.3, training=self.training)[0])
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.second_of_two = GCNConv(8, 8)
+
+
+class Helped(Model):
+    """What the helpers are for: means over all nodes, out-degrees, source rows."""
+
+    def between(self, x, edge_index):
+        total = lightning_gnn.sum_over_ranks(torch.cat([x.sum(0), x.new_tensor([len(x)])]))
+        rows = lightning_gnn.expand(x)
+        out_degree = lightning_gnn.reduce(degree(edge_index[0], len(rows), x.dtype))
+        x = (x - total[:-1] / total[-1]) / out_degree.clamp(min=1).unsqueeze(1)
+        return x + torch.zeros_like(x).index_add(0, edge_index[1], lightning_gnn.expand(x)[edge_index[0]])
+
+
+class SelfLoops(Model):
+    def between(self, x, edge_index):
+        return self.third(x, add_self_loops(edge_index, num_nodes=x.size(0))[0])
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.third = OwnConv(8, 8)
+
+
+class Jumps(Model):
+    def __init__(self) -> None:
+        super().__init__()
+        self.jump = JumpingKnowledge("lstm", 8, 2)
+
+    def between(self, x, edge_index):
+        return self.jump([x, x.tanh()])
+
+
+class Float32Only(Model):
+    def between(self, x, edge_index):
+        return x @ torch.eye(8, dtype=torch.float32)
+
+
+class ByNodeId(Model):
+    """An embedding of the user's own node ids, which reach to 59."""
+
+
+class ByNodeIdModule(UserModule):
+    def __init__(self) -> None:
+        super().__init__(Model())
+        self.table = torch.nn.Embedding(60, FEATURES)
+
+    def training_step(self, batch, batch_idx):
+        assert (batch.e_id >= 0).all() and len(batch.e_id) == batch.edge_index.size(1)
+        batch.x = batch.x + self.table(batch.n_id)
+        return super().training_step(batch, batch_idx)
+
+
+class Manual(UserModule):
+    def __init__(self) -> None:
+        super().__init__(build("gcn"))
+        self.automatic_optimization = False
+
+    def training_step(self, batch, batch_idx):
+        optimizer = self.optimizers()
+        optimizer.zero_grad()
+        loss = super().training_step(batch, batch_idx)
+        self.manual_backward(loss)
+        self.clip_gradients(optimizer, gradient_clip_val=1.0)
+        optimizer.step()
+        self.logger.experiment.add_scalar("rate", 0.1)
+        return loss
+
+
+@pytest.mark.parametrize("kind", [Augmented, Helped, SelfLoops, Jumps, Float32Only])
+@pytest.mark.parametrize("stage", ["fit", "validate", "predict"])
+def test_right_models_pass(kind, stage):
+    assert verdict(check(UserModule(kind()), stage)) == (None, None, None)
+
+
+@pytest.mark.parametrize(
+    "name", ["gcn_cached", "gcn_batch_norm", "sage_graph_norm", "gat", "transformer", "own", "commnet"]
+)
+@pytest.mark.parametrize("stage", ["fit", "test"])
+def test_known_models_pass(name, stage):
+    found = check(UserModule(build(name)), stage)
+    assert (found.problem, found.not_run) == (None, None)
+
+
+def test_user_ids_and_manual_optimisation_pass():
+    for found in (check(ByNodeIdModule()), check(Manual(), trainer=any_trainer())):
+        assert (found.problem, found.not_run) == (None, None)
+
+
+def any_trainer() -> L.Trainer:
+    return L.Trainer(logger=False, enable_progress_bar=False, accelerator="cpu", devices=1)
+
+
+def test_wrong_manual_optimisation_is_found():
+    module = Manual()
+    module.model = CentredInline()
+    assert "'model.second' (GCNConv) differs" in (check(module, trainer=any_trainer()).problem or "")
+
+
+def test_a_step_that_cannot_run_on_a_small_graph_is_said_so():
+    class NeedsTheWholeGraph(UserModule):
+        def training_step(self, batch, batch_idx):
+            raise ValueError("too small" if len(batch.x) < 1000 else "large enough")
+
+    found = check(NeedsTheWholeGraph(build("gcn")))
+    assert (found.problem, found.not_run) == (None, "ValueError: too small")
+
+
+def test_nothing_is_left_behind():
+    module = UserModule(build("gcn_batch_norm"))
+    batch = shard().batch
+    before = copy.deepcopy(module.state_dict()), batch.x.clone(), [set(vars(child)) for child in module.modules()]
+    draws = [(torch.get_rng_state(), np.random.get_state()[1].tolist(), random.getstate()) for _ in range(2)]  # noqa: NPY002
+    self_check(module, batch, partial(DGCLScheme().bind, meter=Meter()))
+    after = torch.get_rng_state(), np.random.get_state()[1].tolist(), random.getstate()  # noqa: NPY002
+    assert torch.equal(after[0], draws[0][0]) and after[1:] == draws[0][1:]
+    torch.testing.assert_close(module.state_dict(), before[0], rtol=0, atol=0)
+    assert torch.equal(batch.x, before[1]) and before[2] == [set(vars(child)) for child in module.modules()]
+    assert all(parameter.grad is None for parameter in module.parameters())
+    assert lightning_gnn.expand(batch.x) is batch.x
+
+
+def test_shards_in_memory_are_those_of_the_store(tmp_path):
+    from lightning_gnn.data.store import read_cut, write_store
+
+    graph, part = prepare_graph(awkward_graph()), np.arange(60) % 3
+    write_store(tmp_path / "store", graph, part, LayoutSpec("edge_cut", 3), {})
+    for rank, found in enumerate(split_graph(graph, part, LayoutSpec("edge_cut", 3))):
+        stored = read_cut(tmp_path / "store").shard(rank)
+        assert found.batch.keys() == stored.batch.keys() or set(found.batch.keys()) == set(stored.batch.keys())
+        for name, value in stored.batch.to_dict().items():
+            torch.testing.assert_close(found.batch[name], value, rtol=0, atol=0)
+        assert (found.counts, found.edge_counts, found.mask_counts) == (
+            stored.counts,
+            stored.edge_counts,
+            stored.mask_counts,
+        )
+        torch.testing.assert_close((found.n_id, found.e_id), (stored.n_id, stored.e_id), rtol=0, atol=0)
+        assert found.plan.recv_counts == stored.plan.recv_counts
+        assert all(np.array_equal(a, b) for a, b in zip(found.plan.send_rows, stored.plan.send_rows))
+    assert whole_graph(graph).edge_counts == (graph.edge_index.size(1),)
+
+
+def test_the_documented_adapter_makes_a_conv_exact():
+    """The example of docs/models.md, as it stands there, with and without its adapter."""
+    from pathlib import Path
+
+    from lightning_gnn.nn.adapters import ADAPTERS
+
+    text = (Path(__file__).parents[2] / "docs" / "models.md").read_text()
+    [example] = [block for block in re.findall(r"```python\n(.*?)```", text, re.S) if "register_adapter" in block]
+    assert len([line for line in example.splitlines() if line.strip()]) <= 24
+    names: dict[str, Any] = {}
+    exec(example, names)
+
+    class Spread(Model):
+        def __init__(self) -> None:
+            super().__init__()
+            self.spread = names["SpreadConv"](8, 8)
+
+        def between(self, x, edge_index):
+            return self.spread(x, edge_index)
+
+    assert verdict(check(UserModule(Spread()))) == (None, None, None)
+    del ADAPTERS[names["SpreadConv"]]
+    assert "'model.spread' (SpreadConv) raises RuntimeError" in (check(UserModule(Spread())).problem or "")
+
+
+def test_register_adapter_wants_a_class():
+    with pytest.raises(TypeError, match="takes a class that derives from MessagePassing"):
+        lightning_gnn.register_adapter(GCNConv(2, 2))

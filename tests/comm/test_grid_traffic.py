@@ -1,0 +1,248 @@
+"""Traffic of products on a process grid: what ranks in one process really send, and the formulas' words. No processes."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from common import examples
+from hypothesis import given
+from hypothesis import strategies as st
+
+from benchmarks.rings import published_traffic
+from lightning_gnn.comm.grid import BlockMatrix
+from lightning_gnn.comm.group import Call
+from lightning_gnn.comm.in_process import InProcessWorld, Meeting
+from lightning_gnn.comm.matrix import Matrix, SparseMatrix, Triples, on_grid
+from lightning_gnn.comm.summa import SummaMatrix
+from lightning_gnn.comm.traffic import Meter
+from lightning_gnn.partition.grid import ProcessCube, ProcessGrid, legal_replications
+from lightning_gnn.partition.shard import Relabelling
+from lightning_gnn.planning.exchanges import ExchangeCost, Workload, cube_exchange, grid_exchanges, plan_exchanges
+from lightning_gnn.planning.grid import (
+    block_cost,
+    block_traffic,
+    edge_traffic,
+    matrix_traffic,
+    sparse_cost,
+    summa_entries,
+    summa_traffic,
+    summa_work,
+)
+from lightning_gnn.planning.plan_cost import direct_cost
+from lightning_gnn.planning.presets import dgx1, uniform
+from lightning_gnn.planning.relation import Relation
+from lightning_gnn.planning.topology import Topology
+from lightning_gnn.planning.topology_file import topology_from_dict
+
+COLUMNS = 3
+
+
+@st.composite
+def graphs(draw: Any, num_ranks: int) -> tuple[np.ndarray, np.ndarray]:
+    """Edges over uneven, maybe empty parts, and the parts' offsets."""
+    rng = np.random.default_rng(draw(st.integers(0, 10_000)))
+    num_nodes = draw(st.sampled_from([1, 5, 40]))
+    offsets = np.sort(np.concatenate([[0, num_nodes], rng.integers(0, num_nodes + 1, num_ranks - 1)]))
+    return rng.integers(0, num_nodes, (2, draw(st.sampled_from([0, 10, 200])))), offsets
+
+
+@st.composite
+def grids(draw: Any) -> tuple[ProcessGrid, np.ndarray, np.ndarray]:
+    num_ranks = draw(st.integers(1, 12))
+    grid = ProcessGrid(num_ranks, draw(st.sampled_from(legal_replications(num_ranks))))
+    return grid, *draw(graphs(num_ranks))
+
+
+@st.composite
+def cubes(draw: Any) -> tuple[ProcessCube, np.ndarray, np.ndarray]:
+    cube = ProcessCube.of(*draw(st.sampled_from([(1, 2), (4, 2), (9, 2), (8, 3), (27, 3)])))
+    return cube, *draw(graphs(cube.num_ranks))
+
+
+def sent_by(
+    num_ranks: int, edges: np.ndarray, offsets: np.ndarray, weighted: bool, make: Callable[..., Matrix]
+) -> tuple[np.ndarray, np.ndarray]:
+    """Rows and bytes that each rank sends in one forward product of float64 rows, ``[P]`` each."""
+    meeting, meters = Meeting(num_ranks), [Meter() for _ in range(num_ranks)]
+    x = torch.ones(int(offsets[-1]), COLUMNS, dtype=torch.float64)
+
+    def work(rank: int) -> None:
+        own = (edges[1] >= offsets[rank]) & (edges[1] < offsets[rank + 1])
+        source, target = torch.from_numpy(edges[:, own])
+        values = torch.ones(int(own.sum()), dtype=torch.float64) if weighted else None
+        matrix = make(Triples(target, source, values), InProcessWorld(rank, meeting), meters[rank])
+        matrix.multiply(x[slice(*offsets[rank : rank + 2])], Call("layer"))
+
+    assert meeting.run(work) == [None] * num_ranks
+    found = [meter.by_layer["layer", "forward"] if meter.by_layer else None for meter in meters]
+    rows = np.array([0 if each is None else each.rows for each in found])
+    return rows, np.array([0 if each is None else each.bytes_sent for each in found])
+
+
+@examples(40)
+@given(grids(), st.booleans())
+def test_blocks(problem, weighted):
+    grid, edges, offsets = problem
+    traffic = block_traffic(grid, offsets)
+    assert traffic.sum() == grid.words(offsets, 1) == block_cost(grid, offsets, 4).rows
+    rows, _ = sent_by(grid.num_ranks, edges, offsets, weighted, lambda e, w, m: BlockMatrix(e, grid, offsets, w, m))
+    assert np.array_equal(traffic.sum((0, 2)), rows)
+
+
+@examples(40)
+@given(grids(), st.booleans())
+def test_sparse(problem, weighted):
+    grid, edges, offsets = problem
+    traffic = edge_traffic(grid.holders(offsets, edges[1], edges[0]), offsets, edges)
+    rows, _ = sent_by(
+        grid.num_ranks, edges, offsets, weighted, lambda e, w, m: SparseMatrix(e, on_grid(grid, offsets), offsets, w, m)
+    )
+    assert np.array_equal(traffic.sum((0, 2)), rows)
+    assert traffic.sum() <= grid.words(offsets, 1)
+    relation = Relation.from_edges(edges, offsets)
+    halos = [relation.halo(rank) for rank in range(grid.num_ranks)]
+    counted = sparse_cost(grid, offsets, halos, int(traffic[1].sum()), 4).rows
+    assert traffic.sum() <= counted
+    if grid.replication == 1:
+        assert traffic.sum() == counted and np.array_equal(traffic[0], relation.pair_rows) and not traffic[1].any()
+
+
+@examples(40)
+@given(cubes(), st.booleans())
+def test_squares_and_cubes(problem, weighted):
+    """Bytes of each rank: the matrix's blocks and all rows."""
+    cube, edges, offsets = problem
+    words = summa_traffic(cube, offsets, COLUMNS)
+    matrix = matrix_traffic(cube, offsets, edges, 8 if weighted else 0)
+    assert words.shape == matrix.shape and words.sum() == cube.words(offsets, COLUMNS)
+    _, sent = sent_by(cube.num_ranks, edges, offsets, weighted, lambda e, w, m: SummaMatrix(e, cube, offsets, w, m))
+    assert np.array_equal((words * 8 + matrix).sum((0, 2)), sent)
+    assert summa_entries(cube, offsets, edges).sum() == edges.shape[1]
+    assert summa_work(cube, offsets, edges, COLUMNS).sum() == edges.shape[1] * COLUMNS
+
+
+def test_stages_by_hand():
+    offsets = np.array([0, 1, 3, 6, 10])  # 1, 2, 3 and 4 nodes
+    grid = ProcessGrid(4, 2)  # rows 0 1, 2 3; column 0 reads block 0, column 1 block 1
+    gather, broadcast, reduce = block_traffic(grid, offsets)
+    assert dict(flows(gather)) == {(1, 0): 2, (2, 3): 3}
+    assert dict(flows(broadcast)) == {(0, 2): 3, (3, 1): 7}
+    assert dict(flows(reduce)) == {(0, 1): 2, (1, 0): 1, (2, 3): 4, (3, 2): 3}
+    edges = np.array([[0, 0, 9, 9, 4], [1, 5, 1, 9, 2]])  # to nodes 1, 5, 1, 9, 2 of ranks 1, 2, 1, 3, 1
+    assert grid.holders(offsets, edges[1], edges[0]).tolist() == [0, 2, 1, 3, 1]
+    reads, sums = edge_traffic(grid.holders(offsets, edges[1], edges[0]), offsets, edges)
+    assert dict(flows(reads)) == {(0, 2): 1, (3, 1): 1, (2, 1): 1}
+    assert dict(flows(sums)) == {(0, 1): 1}
+    words = summa_traffic(ProcessCube.of(4, 2), offsets, 5)  # widths 2 and 3; rows 0 1 and 2 3 own the blocks
+    assert dict(flows(words[0])) == {(0, 1): 3, (1, 0): 4, (2, 3): 9, (3, 2): 8}
+    assert dict(flows(words[1])) == {(0, 2): 6, (1, 3): 9}
+    assert dict(flows(words[2])) == {(2, 0): 14, (3, 1): 21}
+    assert not words[3].any() and np.array_equal(words[4], words[0].T)
+    matrix = matrix_traffic(ProcessCube.of(4, 2), offsets, edges, 0)
+    # Blocks of rank 0 (target and source below 3): 0→1; 1 (source above): 9→1, 4→2; 2: 0→5; 3: 9→9.
+    assert dict(flows(matrix[1])) == {(0, 1): 32 + 4, (2, 3): 64 + 4}
+    assert dict(flows(matrix[2])) == {(1, 0): 32 + 8, (3, 2): 64 + 4}
+
+
+@pytest.mark.parametrize(("num_ranks", "replication"), [(4, 1), (4, 2), (8, 2), (12, 4), (6, 6), (1, 1)])
+def test_published_products(num_ranks, replication):
+    grid = ProcessGrid(num_ranks, replication)
+    offsets = np.concatenate([[0], np.cumsum(np.arange(1, num_ranks + 1))])
+    *broadcasts, reduce = published_traffic(grid, offsets)
+    assert sum(stage.sum() for stage in (*broadcasts, reduce)) == grid.paper_words(int(offsets[-1]), 1)
+    assert len(broadcasts) == -(-grid.num_rows // replication)
+    for column in range(replication):
+        for stage, block in zip(broadcasts, grid.chunk(column)):
+            ranks = np.array(grid.in_column(column))
+            received, rows = stage[:, ranks].sum(0), offsets[(block + 1) * replication] - offsets[block * replication]
+            assert (
+                set(received[ranks != grid.source(block)]) <= {rows} and not received[ranks == grid.source(block)].any()
+            )
+            assert (stage[ranks] > 0).sum(1).max() <= 1  # passed on, not sent to each
+
+
+def flows(stage: np.ndarray) -> list[tuple[tuple[int, int], int]]:
+    return [((a, b), int(stage[a, b])) for a, b in np.argwhere(stage).tolist()]
+
+
+# Prices ######################################################################
+
+
+def workload(num_ranks: int, **options: Any) -> Workload:
+    rng = np.random.default_rng(0)
+    order = Relabelling.from_assignment(rng.integers(0, num_ranks, 300), num_ranks)
+    edge_index = order.new_ids()[rng.integers(0, 300, (2, 1200))]
+    return Workload(Relation.from_edges(edge_index, order.offsets), edge_index, 3, columns=16, features=50, **options)
+
+
+def all_products(work: Workload, topology: Topology | None) -> dict[str, ExchangeCost]:
+    found = [*grid_exchanges(work, topology), *(cube_exchange(work, topology, dimensions) for dimensions in (2, 3))]
+    return {each.scheme: each for each in found if each is not None}
+
+
+def test_products_are_priced_by_stage():
+    work, topology = workload(8), dgx1()
+    found = all_products(work, topology)
+    factors = [f"spmm_15d c={c}{form}" for c in (2, 4, 8) for form in ("", " blocks")]
+    assert list(found) == ["spmm_1d", "spmm_1d blocks", *factors, "spmm_3d"]
+    holder = ProcessGrid(8, 2).holders(work.relation.offsets, work.edge_index[1], work.edge_index[0])
+    traffic = {"spmm_15d c=2": edge_traffic(holder, work.relation.offsets, work.edge_index)}
+    traffic["spmm_15d c=2 blocks"] = block_traffic(ProcessGrid(8, 2), work.relation.offsets)
+    edges = np.bincount(holder, minlength=8)
+    for scheme, rows in traffic.items():
+        by_hop = np.array([by_hand(stage, topology) for stage in rows])
+        each = found[scheme]
+        assert each.rows == rows.sum() and each.seconds == pytest.approx(by_hop.max(1).sum() * 64)
+        assert np.array_equal(each.edges, edges) and each.edge_balance == pytest.approx(edges.max() / 150)
+    # A halo exchange by another name.
+    direct, one = plan_exchanges(work, topology)[0], found["spmm_1d"]
+    assert direct.scheme == "p2p" and one.rows == direct.rows and one.seconds == pytest.approx(direct.seconds)
+    assert one.replication == pytest.approx(direct.replication) and np.array_equal(one.edges, direct.edges)
+    assert one.paper_rows == found["spmm_1d blocks"].rows == 300 * 7
+
+
+def by_hand(stage: np.ndarray, topology: Topology) -> list[float]:
+    """Seconds of each hop for rows of one byte."""
+    busy = [0.0] * len(topology.hops)
+    for (a, b), rows in flows(stage):
+        for hop in topology.links[a, b]:
+            busy[hop] += rows / (topology.hops[hop].gb_per_s * 1e9)
+    return busy
+
+
+@pytest.mark.parametrize("value_bytes", [0, 4])
+@pytest.mark.parametrize("columns", [16, 50])
+def test_the_matrix_takes_time_too(value_bytes, columns):
+    work, topology, cube = workload(4, value_bytes=value_bytes), uniform(4), ProcessCube.of(4, 2)
+    work = replace(work, columns=columns)
+    found = cube_exchange(work, topology, 2)
+    offsets = work.relation.offsets
+    matrix = matrix_traffic(cube, offsets, work.edge_index, value_bytes)
+    assert found is not None and found.scheme == "spmm_2d" and found.matrix_bytes == matrix.sum() > 0
+    assert found.rows == round(cube.words(offsets, columns) / columns)
+    sent = summa_traffic(cube, offsets, columns) * 4 + matrix
+    assert found.seconds == pytest.approx(np.array([by_hand(stage, topology) for stage in sent]).max(1).sum())
+
+
+def test_products_without_a_link_or_a_topology():
+    links = [{"a": a, "b": a + 1, "gb_per_s": 1.0} for a in range(3)]
+    line = topology_from_dict({"devices": 4, "links": links, "name": "line"})
+    found = all_products(workload(4), line)
+    for each in found.values():
+        assert each.seconds is None and each.rows > 0
+        assert "no link between them, and products on a process grid relay nothing" in each.reason
+    bare = all_products(workload(4), None)
+    assert [each.rows for each in bare.values()] == [each.rows for each in found.values()]
+    assert all(each.seconds is None and not each.reason for each in bare.values())
+    json.dumps([each.as_dict() for each in bare.values()])
+    assert list(all_products(workload(6), None))[-1] == "spmm_15d c=6 blocks"  # no square
+    with pytest.raises(ValueError, match="cut into 4 parts"):
+        grid_exchanges(workload(4), dgx1())
+    with pytest.raises(ValueError, match="4 ranks exchange rows, but topology 'dgx1' has 8 devices"):
+        direct_cost(np.zeros((1, 4, 4), np.int64), dgx1())

@@ -1,0 +1,315 @@
+"""The planned exchange equals the direct one, over relays too, and moves exactly what its plan says (gloo ranks)."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+from functools import cache
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from common import (
+    CLASSES,
+    FEATURES,
+    Recorder,
+    assert_same,
+    awkward_graph,
+    build,
+    campaign,
+    examples,
+    quiet_trainer,
+    single,
+    strategy_of_config,
+    train,
+)
+from conftest import RankFailed
+from hypothesis import given
+from planning import problems, random_topology, rows_of
+
+from lightning_gnn import DGCLStrategy, GraphDataModule, NodeClassifier
+from lightning_gnn.comm.exchange import HaloExchange
+from lightning_gnn.comm.group import World
+from lightning_gnn.comm.in_process import InProcessWorld, Meeting
+from lightning_gnn.comm.planned import PlannedExchange
+from lightning_gnn.comm.traffic import Meter
+from lightning_gnn.partition.shard import Relabelling, edge_cut_parts, halo_plan
+from lightning_gnn.planning import Plan, Relation, Topology, find_topology, p2p, rank_plan, spst
+from lightning_gnn.planning.topology_file import topology_from_dict
+
+
+def slow_pair(num_devices: int) -> Topology:
+    """All pairs are joined; the link of 0 and 1 is 100 times as slow as those to the last device."""
+    links = [{"a": a, "b": b, "gb_per_s": 0.1 if b == 1 else 10.0} for b in range(1, num_devices) for a in range(b)]
+    return topology_from_dict({"name": "slow pair", "devices": num_devices, "links": links})
+
+
+def chain(num_devices: int) -> Topology:
+    """Only neighbours are joined."""
+    links = [{"a": a, "b": a + 1, "gb_per_s": 1.0} for a in range(num_devices - 1)]
+    return topology_from_dict({"name": "chain", "devices": num_devices, "links": links})
+
+
+def a_topology(world_size: int, seed: int) -> Topology:
+    if seed == 0:
+        return slow_pair(world_size)
+    return random_topology(np.random.default_rng(seed), world_size, [0.0, 0.3, 1.0][seed % 3])
+
+
+def connect(
+    rank: int, world_size: int, seed: int, topology: Topology, world: World
+) -> tuple[HaloExchange, PlannedExchange, Plan]:
+    """Returns this rank's exchanges over a random cut of a random graph, direct and planned."""
+    rng = np.random.default_rng(seed)
+    num_nodes = int(rng.integers(1, 40))
+    edge_index = rng.integers(0, num_nodes, (2, int(rng.integers(0, 150))))
+    part = rng.integers(0, world_size - (seed % 4 == 0), num_nodes)  # at times the last rank owns nothing
+    relabelling = Relabelling.from_assignment(part.astype(np.int32), world_size)
+    halos = [piece.halo for piece in edge_cut_parts(edge_index, relabelling)]
+    plan = spst(Relation.from_halos(halos, relabelling.offsets), topology)
+    direct = HaloExchange(halo_plan(rank, relabelling.offsets, halos), world, Meter())
+    return direct, PlannedExchange(rank_plan(plan, rank), world, Meter()), plan
+
+
+def both_ways(rank: int, world_size: int, seeds: range, shared_memory: bool) -> int:
+    """Compares the exchanges; returns how many rows this rank relayed without needing them."""
+    relayed = 0
+    world = World(rank, world_size, torch.device("cpu"), timedelta(seconds=30), shared_memory)
+    try:
+        for seed in seeds:
+            direct, planned, plan = connect(rank, world_size, seed, a_topology(world_size, seed), world)
+            relayed += planned.num_relayed
+            assert (planned.num_owned, planned.num_halo) == (direct.num_owned, direct.num_halo)
+            for shape, dtype in (
+                ((3,), torch.float64),
+                ((2, 5), torch.float32),
+                ((), torch.float64),
+                ((4,), torch.bfloat16),
+                ((2,), torch.int64),
+            ):
+                random = torch.Generator().manual_seed(seed + 100 * rank)
+                x = torch.randn(planned.num_owned, *shape, generator=random, dtype=torch.float64).mul(100).to(dtype)
+                planned.meter.take()
+                assert torch.equal(planned.expand(x, "layer"), direct.expand(x, "layer"))
+                row_bytes = dtype.itemsize * torch.Size(shape).numel()
+                assert planned.meter.total().bytes_sent == plan.traffic[:, rank].sum() * row_bytes
+                assert planned.meter.total().rows == plan.traffic[:, rank].sum()
+                if dtype not in (torch.float64, torch.float32):
+                    continue
+                close = {"rtol": 1e-12, "atol": 1e-12} if dtype == torch.float64 else {}
+                x.requires_grad_()
+                expanded = planned.expand(x, "layer")
+                y = torch.randn(expanded.shape, generator=random, dtype=torch.float64).to(dtype)
+                planned.meter.take()
+                [grad] = torch.autograd.grad(expanded, x, y)
+                assert planned.meter.total().rows == plan.traffic[:, :, rank].sum()
+                # <S x, y> = <x, S^T y>, summed over ranks
+                sides = torch.stack([(expanded * y).sum(), (x * grad).sum()]).double().detach()
+                left, right = world.all_reduce_(sides)
+                assert float(left) == pytest.approx(float(right), rel=1e-9 if dtype == torch.float64 else 1e-4, abs=0.1)
+                untouched = y.clone()
+                torch.testing.assert_close(planned.reduce(y, "layer"), direct.reduce(y, "layer"), **close)
+                torch.testing.assert_close(planned.reduce(y, "layer"), grad, rtol=0, atol=0)
+                assert torch.equal(y, untouched)
+                several = [x, x.flatten(), 2 * x] if x.dim() == 1 else [x, x[..., 0], x.unsqueeze(1)]
+                for ours, theirs in zip(planned.expand_all(several, "layer"), direct.expand_all(several, "layer")):
+                    assert torch.equal(ours, theirs)
+            wide = torch.randn(1, 4, planned.num_owned).transpose(0, 1)
+            assert torch.equal(planned.expand(wide, "layer", dim=-1), direct.expand(wide, "layer", dim=-1))
+            in_sub_stages = rank_plan(plan, rank, sub_stages=True)
+            y = torch.randn(planned.num_owned + planned.num_halo, 3, dtype=torch.float64)
+            expected = direct.reduce(y, "layer")
+            torch.testing.assert_close(
+                PlannedExchange(in_sub_stages, world, Meter()).reduce(y, "layer"), expected, rtol=1e-12, atol=1e-12
+            )
+    finally:
+        world.close()
+    return relayed
+
+
+@pytest.mark.parametrize("shared_memory", [True, False])
+@pytest.mark.parametrize("world_size", [2, 3, 4])
+def test_equals_the_direct_exchange(ranks, world_size, shared_memory):
+    relayed = ranks.run(world_size, both_ways, range(8), shared_memory)
+    assert sum(relayed) > 0 or world_size == 2
+
+
+def around_a_slow_link(rank: int, world_size: int) -> None:
+    """Ranks 0 and 1 read all of each other; rank 2 reads nothing, and carries nearly everything."""
+    offsets = np.array([0, 30, 50, 60])
+    halos = [np.arange(30, 50), np.arange(30), np.empty(0, np.int64)]
+    world = World(rank, world_size, torch.device("cpu"), timedelta(seconds=30))
+    try:
+        plan = spst(Relation.from_halos(halos, offsets), slow_pair(3))
+        exchange = PlannedExchange(rank_plan(plan, rank), world, Meter())
+        assert not exchange.idle
+        x = torch.arange(60.0).view(60, 1)[offsets[rank] : offsets[rank + 1]].requires_grad_()
+        expanded = exchange.expand(x, "layer")
+        assert expanded[exchange.num_owned :].flatten().tolist() == halos[rank].tolist()
+        expanded.sum().backward()
+        assert x.grad is not None and x.grad.unique().tolist() == [1.0 if rank == 2 else 2.0]
+        if rank == 2:
+            assert exchange.num_halo == 0 and exchange.num_relayed > 40
+            assert exchange.meter.by_layer["layer", "forward"].rows == exchange.num_relayed
+            assert exchange.meter.by_layer["layer", "backward"].rows == exchange.num_relayed
+    finally:
+        world.close()
+
+
+def test_relays(ranks):
+    ranks.run(3, around_a_slow_link)
+
+
+@examples(40)
+@given(problems())
+def test_up_to_16_ranks(problem):
+    """In one process: S and its transpose on random topologies, against rows and sums taken from the whole."""
+    relation, topology = problem
+    plan, offsets = spst(relation, topology), relation.offsets
+    meeting = Meeting(plan.num_devices)
+    everyone = torch.randn(int(offsets[-1]), 2, dtype=torch.float64)
+    gradients = [torch.randn(len(rows_of(plan, rank)), 2, dtype=torch.float64) for rank in range(meeting.size)]
+    total = torch.zeros_like(everyone)
+    for rank, gradient in enumerate(gradients):
+        total.index_add_(0, torch.from_numpy(rows_of(plan, rank)), gradient)
+
+    def work(rank: int) -> None:
+        exchange = PlannedExchange(rank_plan(plan, rank), InProcessWorld(rank, meeting), Meter())
+        own = slice(*offsets[rank : rank + 2])
+        for _ in range(2):  # buffers are used again
+            assert torch.equal(exchange.expand(everyone[own], "layer"), everyone[rows_of(plan, rank)])
+            torch.testing.assert_close(exchange.reduce(gradients[rank], "layer"), total[own], rtol=1e-12, atol=1e-12)
+
+    assert meeting.run(work) == [None] * meeting.size
+
+
+def late(rank: int, world_size: int, shared_memory: bool) -> None:
+    """Rank 1, over which all else goes, fails before the exchange."""
+    world = World(rank, world_size, torch.device("cpu"), timedelta(seconds=3), shared_memory)
+    try:
+        relation = Relation.from_halos([np.array([2]), np.empty(0, np.int64), np.array([0])], np.arange(4))
+        exchange = PlannedExchange(rank_plan(spst(relation, chain(3)), rank), world, Meter())
+        if rank == 1:
+            raise KeyError("user code")
+        exchange.expand(torch.randn(1, 4), "encoder.convs.1")
+    finally:
+        world.close()
+
+
+@pytest.mark.parametrize("shared_memory", [True, False])
+def test_missing_relay_is_named(ranks, shared_memory):
+    with pytest.raises(RankFailed) as caught:
+        ranks.run(3, late, shared_memory)
+    for words in ("Halo exchange (forward)", "layer 'encoder.convs.1'", "on rank 0", "rank 1"):
+        assert words in caught.value.errors[0]
+
+
+TOPOLOGIES = {"dgx1": "dgx1", "chain": chain(4), "slow pair": slow_pair(4)}
+
+
+MODELS = ("gcn", "gat", "transformer", "sage_max")
+
+
+@cache
+def on_one_device(model: Any) -> dict[str, Any]:
+    return single(awkward_graph(), model)
+
+
+@pytest.mark.parametrize("topology", ["dgx1", "chain"])
+@pytest.mark.parametrize("model", [pytest.param(MODELS, id="together"), *campaign(*MODELS)])
+def test_trained_as_on_one_device(ranks, model, topology):
+    options = {"plan": "spst", "topology": TOPOLOGIES[topology]}
+    for found in ranks.run(4, train, awkward_graph(), model, options=options):
+        assert_same(found, on_one_device(model), rtol=1e-9, atol=1e-11)
+
+
+def test_a_relay_without_nodes(ranks):
+    part = torch.arange(60) % 2
+    part[50:] = 2
+    for found in ranks.run(
+        4, train, awkward_graph(), "gcn", options={"topology": slow_pair(4)}, data={"partition": part}
+    ):
+        assert_same(found, on_one_device("gcn"), rtol=1e-9, atol=1e-11)
+
+
+def test_same_bits_in_every_run(ranks):
+    options = {"plan": "spst", "topology": chain(4)}
+    first, second = [ranks.run(4, train, awkward_graph(), "gat", options=options, self_check=False) for _ in range(2)]
+    for one, other in zip(first, second):
+        assert_same(one, other, rtol=0, atol=0)
+
+
+def counted(rank: int, world_size: int, strategy: dict[str, Any]) -> Any:
+    """Bytes of each epoch as logged, and by layer as counted on this rank; the shard."""
+    seen: list[tuple[float, Any]] = []
+
+    class Look(Recorder):
+        def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
+            by_layer = {key: traffic.bytes_sent for key, traffic in trainer.callbacks[0].by_layer.items()}
+            seen.append((float(trainer.callback_metrics["comm/bytes_sent"]), by_layer))
+
+    module = NodeClassifier(build("gcn"), num_classes=CLASSES).double()
+    trainer = quiet_trainer(DGCLStrategy(timeout=30, **strategy), world_size, callbacks=[Look()], limit_val_batches=0)
+    data = GraphDataModule(awkward_graph(), partition="random")
+    trainer.fit(module, datamodule=data)
+    return seen, data.shard.halos, data.shard.counts
+
+
+@pytest.mark.parametrize("name", ["dgx1", "chain", "direct"])
+def test_logged_bytes_are_the_planned_ones(ranks, name):
+    topology = TOPOLOGIES.get(name, "uniform")  # "auto" is direct then
+    results = ranks.run(4, counted, {"topology": topology})
+    _, halos, counts = results[0]
+    relation, make = Relation.from_halos(halos, np.cumsum([0, *counts])), p2p if name == "direct" else spst
+    traffic = make(relation, find_topology(topology, 4)).traffic.sum(0)
+    assert traffic.sum() > relation.pair_rows.sum() or name != "chain"
+    for rank, (seen, _, _) in enumerate(results):
+        logged = [total for total, _ in seen]
+        assert logged[1] == logged[2] == 2 * traffic.sum() * CLASSES * 8
+        assert logged[0] == logged[1] + traffic.sum() * (1 + FEATURES) * 8  # once: degrees and features
+        assert seen[-1][1]["model.convs.1", "forward"] == traffic[rank].sum() * CLASSES * 8
+        assert seen[-1][1]["model.convs.1", "backward"] == traffic[:, rank].sum() * CLASSES * 8
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"plan": "fastest"}, r"plan must be one of 'auto', 'p2p', .*'dgcl_r' \(got 'fastest'\)"),
+        ({"partition": "metis"}, r"partition must be one of 'auto', 'flat', 'hierarchical' \(got 'metis'\)"),
+        (
+            {"partition": "hierarchical", "topology": None},
+            'partition="hierarchical" looks at a topology, and none is given',
+        ),
+        ({"plan": "spst", "topology": None}, r'plan="spst" looks at a topology, and none is given.*topology="dgx1"'),
+    ],
+)
+def test_refused_at_once(options, message):
+    with pytest.raises(ValueError, match=message):
+        DGCLStrategy(**options)
+
+
+@pytest.mark.parametrize(
+    ("topology", "message"),
+    [
+        ("dgx2", "topology must be one of dgx1, .* or a JSON file .got 'dgx2'."),
+        (chain(2), "Topology 'chain' has 2 devices, but there are 4 ranks"),
+        (slow_pair(3), "has 3 devices, but there are 4 ranks"),
+    ],
+)
+def test_refused_before_ranks_start(topology, message):
+    module = NodeClassifier(build("gcn"), num_classes=CLASSES).double()
+    trainer = quiet_trainer(DGCLStrategy(topology=topology), 4)
+    with pytest.raises(ValueError, match=message):
+        trainer.fit(module, datamodule=GraphDataModule(awkward_graph()))
+
+
+def test_unconnected_first_devices():
+    star = topology_from_dict({"devices": 5, "links": [{"a": a, "b": 4, "gb_per_s": 1.0} for a in range(4)]})
+    with pytest.raises(ValueError, match="not connected"):
+        DGCLStrategy(topology=star).scheme.layout(4)
+
+
+def test_from_yaml(tmp_path):
+    asked = "{class_path: lightning_gnn.DGCLStrategy, init_args: {plan: spst, topology: dgx1}}"
+    scheme = strategy_of_config(tmp_path / "config.yaml", asked).scheme
+    assert (scheme.plan, scheme.topology) == ("spst", "dgx1")

@@ -1,0 +1,700 @@
+"""Independent training: every batch is done once an epoch, nobody waits for all, and whoever is left comes to one result.
+
+Test tiers: without ranks; gloo ranks in the pool; real processes, of which some are slow or die.
+"""
+
+from __future__ import annotations
+
+import copy
+import csv
+import random
+import re
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+import torch.nn.functional as F
+from common import (
+    CLASSES,
+    awkward_graph,
+    build,
+    campaign,
+    examples,
+    one_training_node,
+    quiet_trainer,
+    strategy_of_config,
+)
+from gossiping import CLUSTERS, EPOCHS, WORKERS, done, new_trainer
+from hypothesis import given
+from hypothesis import strategies as st
+from lightning.pytorch.callbacks import EarlyStopping, RichProgressBar, TQDMProgressBar
+from lightning.pytorch.loggers import CSVLogger
+from processes import REPOSITORY, Finished, run
+from torch_geometric.data import Data
+from torch_geometric.utils import subgraph
+
+from lightning_gnn import (
+    ClusterAllReduceStrategy,
+    GossipStrategy,
+    GraphDataModule,
+    LinkPredictor,
+    NodeClassifier,
+    split_edges,
+)
+from lightning_gnn.callbacks.gossip import progress
+from lightning_gnn.comm.group import CommunicationError
+from lightning_gnn.comm.peers import LOCAL, Heartbeat, Mailbox, PeerServer, SharedKeys, StoreAddress, StoreServer
+from lightning_gnn.data.shards import cut_graph
+from lightning_gnn.data.sources import prepare_graph
+from lightning_gnn.gossip.clusters import Clusters
+from lightning_gnn.gossip.fit import WorkerFit
+from lightning_gnn.gossip.pairing import Pairing
+from lightning_gnn.gossip.pool import Pool
+from lightning_gnn.gossip.push_sum import Mass, PushSum
+from lightning_gnn.gossip.worker import Peers, Worker, distance, sketch
+from lightning_gnn.partition import assign_nodes
+from lightning_gnn.partition.layout import LayoutSpec
+
+# Without ranks ################################################################
+
+
+@pytest.mark.parametrize("method", ["random", "metis"])
+@pytest.mark.parametrize("chosen", [[0], [3, 1], [0, 1, 2, 3]])
+def test_a_batch_is_the_induced_subgraph(method, chosen):
+    graph = prepare_graph(awkward_graph(), None, None, 0, 0)
+    part = assign_nodes(graph.edge_index.numpy(), 60, 4, method).part
+    batch = Clusters(cut_graph(graph, part, 4), 1, 0).batch(chosen)
+    nodes = torch.isin(torch.from_numpy(part), torch.tensor(chosen, dtype=torch.int32)).nonzero().view(-1)
+    assert torch.equal(batch.n_id.sort().values, nodes) and batch.num_owned == len(nodes)
+    _, _, kept = subgraph(nodes, graph.edge_index, num_nodes=60, return_edge_mask=True)
+    assert torch.equal(batch.e_id.sort().values, kept.nonzero().view(-1))
+    assert torch.equal(batch.n_id[batch.edge_index], graph.edge_index[:, batch.e_id])
+    for name in ("x", "y", "train_mask", "val_mask", "test_mask"):
+        assert torch.equal(batch[name], graph[name][batch.n_id])
+    for name in ("edge_weight", "edge_attr"):
+        assert torch.equal(batch[name], graph[name][batch.e_id])
+
+
+def test_an_epoch_has_every_cluster_once_in_an_order_of_its_own():
+    graph = prepare_graph(awkward_graph(), None, None, 0, 0)
+    cut = cut_graph(graph, assign_nodes(graph.edge_index.numpy(), 60, 7, "random").part, 7)
+    clusters = Clusters(cut, 3, 5)
+    assert clusters.batches == 3
+    epochs = [[clusters.of_item(epoch * 3 + batch) for batch in range(3)] for epoch in range(2)]
+    for epoch in epochs:
+        assert sorted(cluster for batch in epoch for cluster in batch) == list(range(7)) and list(map(len, epoch)) == [
+            3,
+            3,
+            1,
+        ]
+    assert epochs[0] != epochs[1] and epochs[0] != [Clusters(cut, 3, 6).of_item(batch) for batch in range(3)]
+
+
+def test_clusters_without_training_nodes_are_left_out():
+    graph, part = one_training_node()
+    clusters = Clusters(cut_graph(prepare_graph(graph, None, None, 0, 0), part.numpy(), 4), 1, 0)
+    assert clusters.trained.tolist() == [0] and clusters.batches == 1
+
+
+def test_a_peer_server_answers_only_whom_it_awaits():
+    server = PeerServer("127.0.0.1", 0.5)
+    own = torch.zeros(3)
+    assert server.wait(1, 7, own, 0.05) is None  # nobody comes
+    with ThreadPoolExecutor(2) as pool:
+        late = pool.submit(server.visit, server.address, 2, 6, torch.ones(3))
+        right = pool.submit(server.visit, server.address, 1, 7, torch.full((3,), 2.0))
+        assert server.wait(1, 7, own, 20.0).tolist() == [2.0, 2.0, 2.0]
+        assert right.result().tolist() == [0.0, 0.0, 0.0]
+        server.close()
+        assert late.result() is None
+    assert server.visit(server.address, 1, 8, own) is None  # nobody is there
+
+
+def test_the_distance_of_replicas():
+    torch.manual_seed(0)
+    layer = torch.nn.Linear(300, 100)
+    assert distance([sketch(layer.parameters())] * 3) == 0
+    mean = torch.cat([each.detach().reshape(-1) for each in layer.parameters()])
+    away = torch.randn_like(mean)
+    away *= 0.05 * mean.norm() / away.norm()  # each 5 % away from the mean
+    assert distance([mean + away, mean - away]) == pytest.approx(0.05, rel=1e-5)
+    sketches = [sketch([part[:7], part[7:]]) for part in (mean + away, mean - away)]
+    assert distance(sketches) == pytest.approx(0.05, rel=0.1)
+    assert sketches[0].norm() == pytest.approx(float((mean + away).norm()), rel=0.1)
+
+
+@pytest.fixture
+def tied() -> Iterator[Callable[..., list[Worker]]]:
+    """Makes workers of this process that share a store, and end with the test."""
+    server = StoreServer(LOCAL)
+    server.start()
+    made: list[Worker] = []
+
+    def make(size: int, kind: Callable[[int, Peers], Worker]) -> list[Worker]:
+        place = StoreAddress(LOCAL, server.port, "test", 30.0)
+        servers = [PeerServer(LOCAL, 30.0) for _ in range(size)]
+        addresses = [each.address for each in servers]
+        for me, own in enumerate(servers):
+            made.append(kind(me, Peers(place, SharedKeys(place), Heartbeat(place, me, 30.0), own, addresses)))
+            made[-1].enter()
+        return made
+
+    yield make
+    for worker in made:
+        worker.close()
+    server.stop()
+
+
+def test_vectors_are_summed_and_come_back_if_nobody_is_there():
+    one, other = PeerServer(LOCAL, 5.0), PeerServer(LOCAL, 5.0)
+    sends, takes = Mailbox(one, torch.zeros(2)), Mailbox(other, torch.zeros(2))
+
+    def send(number: float) -> None:
+        sends.send(other.address, torch.full((2,), number))
+        while sends.sending:
+            time.sleep(0.01)
+
+    send(1.0)
+    send(2.0)
+    total = torch.zeros(2)
+    while total[0] < 3:  # a vector on its way is not lost
+        total += found if (found := takes.take()) is not None else 0
+        time.sleep(0.01)
+    assert total.tolist() == [3.0, 3.0] and takes.take() is None and sends.take() is None
+    takes.close()
+    other.close()
+    send(4.0)
+    assert sends.take().tolist() == [4.0, 4.0]
+    sends.close()
+    one.close()
+
+
+@examples(60)
+@given(st.integers(2, 5), st.integers(0, 2**32))
+def test_push_sum_neither_makes_nor_loses_mass(workers, seed):
+    """In any order of sending and taking in; what is on its way counts. And all tend to one mean."""
+    rng = random.Random(seed)
+    own = [torch.tensor([rng.gauss(0, 1), rng.gauss(0, 1), 1.0], dtype=torch.float64) for _ in range(workers)]
+    masses, arriving = [Mass() for _ in range(workers)], [torch.zeros(3, dtype=torch.float64) for _ in range(workers)]
+    mean = torch.stack(own).mean(0)
+
+    def check() -> None:
+        total = sum(arriving) + sum(mass.weight * each for mass, each in zip(masses, own))
+        torch.testing.assert_close(total / workers, mean, rtol=1e-12, atol=1e-12)
+
+    for _ in range(150 * workers):
+        me, other = rng.sample(range(workers), 2)
+        if rng.random() < 0.5:
+            arriving[other] = arriving[other] + masses[me].half(own[me])
+        else:
+            total = masses[me].add(own[me], arriving[me])
+            own[me], arriving[me] = total / total[-1], torch.zeros_like(total)
+        check()
+    for each in own:
+        torch.testing.assert_close(each, mean, rtol=0, atol=0.2)
+
+
+def test_push_sum_between_workers_keeps_the_mass(tied):
+    """Over peer servers, from threads: with three workers of different pace."""
+    everyone = tied(3, lambda me, peers: PushSum(Pool(1, 1), Pairing(me, 3), 1 + me, peers, 0.0, 0))
+    values = [torch.tensor([float(me), 1.0], dtype=torch.float64) for me in range(3)]
+
+    def batch(me: int) -> None:
+        total = everyone[me].meet(lambda: values[me])
+        if total is not None:
+            values[me] = total / total[-1]
+
+    for turn in range(60):
+        batch(turn % 3)
+    for worker in everyone:
+        worker.interval = 10**9  # takes in, and sends nothing any more
+    deadline = time.monotonic() + 10
+    while sum(worker.mass.weight for worker in everyone) != 3 and time.monotonic() < deadline:
+        for me in range(3):
+            batch(me)
+        time.sleep(0.01)
+    assert sum(worker.mass.weight for worker in everyone) == 3
+    mean = sum(worker.mass.weight * each[0] for worker, each in zip(everyone, values)) / 3
+    assert float(mean) == pytest.approx(1.0, rel=1e-12)
+    assert all(sum(worker.counts.partners.values()) > 1 and worker.counts.waits == 0 for worker in everyone)
+
+
+def test_progress_is_that_of_all_workers(tied):
+    one, other = tied(2, lambda me, peers: Worker(Pool(4, 8), Pairing(me, 2), 1, peers, 0.0, 0))
+    seen = []
+    for worker in (one, other, other, other, one):
+        worker.take()
+        seen.append(progress(one))
+    assert seen == ["12 %", "12 %", "12 %", "12 %", "62 %"]
+    one.pool.end = None
+    assert progress(one) == "1.2 epochs"
+
+
+@pytest.mark.parametrize(("pairing", "prompt"), [("any", False), ("prompt", True)])
+def test_a_prompt_worker_serves_between_its_intervals(tied, pairing, prompt):
+    """Worker 0 chooses after its first batch; worker 1 is far from its own interval."""
+    one, other = tied(2, lambda me, peers: Worker(Pool(1, 1), Pairing(me, 2, pairing), 1 + 99 * me, peers, 20.0, 0))
+    with ThreadPoolExecutor(1) as pool:
+        chooses = pool.submit(one.meet, lambda: torch.ones(2))
+        while not other.peers.keys.get("worker/1").startswith("chosen"):
+            time.sleep(0.01)
+        for _ in range(98):
+            if (found := other.meet(lambda: torch.full((2,), 2.0))) is not None:
+                break
+            time.sleep(0.01)
+        if not prompt:
+            assert found is None and not chooses.done()
+            while found is None:  # to its own interval
+                found = other.meet(lambda: torch.full((2,), 2.0))
+        assert found.tolist() == chooses.result().tolist() == [3.0, 3.0]
+    assert (other.counts.batches < 99) == prompt
+    assert not other.peers.server.notified()
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"averaging_interval": 0}, "averaging_interval must be at least 1 .got 0"),
+        ({"clusters": 0}, "clusters must be at least 1"),
+        ({"clusters_per_batch": -1}, "clusters_per_batch must be at least 1"),
+        ({"assignment": "louvain"}, "assignment must be 'random' or 'metis' .got 'louvain'"),
+        ({"pairing": "all"}, "pairing must be 'any', 'prompt' or 'active_passive' .got 'all'"),
+        ({"average": "losses"}, "average must be 'gradients', 'parameters' or 'push_sum' .got 'losses'"),
+        ({"final": "last"}, "final must be 'auto', 'best' or 'average' .got 'last'"),
+        ({"mode": "up", "monitor": "val_acc"}, "mode must be 'min' or 'max'"),
+        ({"mode": "max"}, "mode='max' says which value of monitor is best: name that, too"),
+        ({"patience": -1}, "patience is a number of seconds, at least 0"),
+        ({"average": "push_sum", "pairing": "any"}, "pairing does not apply .got 'any'"),
+        ({"lease": 1}, "lease is a number of seconds, at least 2"),
+    ],
+)
+def test_refused_options(options, message):
+    with pytest.raises(ValueError, match=message):
+        GossipStrategy(**options)
+
+
+def test_yaml(tmp_path):
+    entry = "{class_path: lightning_gnn.GossipStrategy, init_args: {averaging_interval: 5, pairing: active_passive}}"
+    found = strategy_of_config(tmp_path / "config.yaml", entry)
+    assert (found.averaging_interval, found.pairing, found.num_clusters) == (5, "active_passive", 40)
+    for name in ("gossip", "gossip_spawn", "gossip_notebook"):
+        assert isinstance(strategy_of_config(tmp_path / "config.yaml", name), GossipStrategy)
+
+
+# One device ###################################################################
+
+
+class Kept(L.Callback):
+    def __init__(self) -> None:
+        self.batches: list[Data] = []
+        self.own = torch.zeros(0)  # at the end, before workers come to one result
+        self.training_loss: float | None = None
+
+    def on_train_end(self, trainer: Any, pl_module: Any) -> None:
+        self.own = torch.nn.utils.parameters_to_vector(pl_module.parameters()).detach().clone()
+        [fit] = [each for each in trainer.callbacks if isinstance(each, WorkerFit)]
+        self.training_loss = fit.comparison.training_loss
+
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Data, batch_idx: int) -> None:
+        self.batches.append(batch)
+
+
+def module_of(model: str = "sage", lr: float = 0.05) -> NodeClassifier:
+    return NodeClassifier(build(model), num_classes=CLASSES, lr=lr).double()
+
+
+def test_on_one_device_it_is_cluster_gcn(tmp_path, caplog):
+    """Algorithm 1: the same weights as a loop written by hand."""
+    kept, module, by_hand = Kept(), module_of(), module_of()
+    data = GraphDataModule(awkward_graph(), store=tmp_path)
+    strategy = GossipStrategy(clusters=5, clusters_per_batch=2, seed=3)
+    quiet_trainer(strategy, 1, callbacks=[kept], max_epochs=2).fit(module, datamodule=data)
+    graph = prepare_graph(awkward_graph(), None, None, 0, 0)
+    cut = Clusters(_cut(data, LayoutSpec("edge_cut", 5, method="random")), 2, 3)
+    optimizer = by_hand.configure_optimizers()
+    for item in range(6):
+        nodes = cut.batch(cut.of_item(item)).n_id
+        edge_index, edge_weight = subgraph(nodes, graph.edge_index, graph.edge_weight, num_nodes=60)
+        local = torch.full((60,), -1).index_copy_(0, nodes, torch.arange(len(nodes)))
+        del edge_weight
+        mask, y = graph.train_mask[nodes], graph.y[nodes]
+        loss = F.cross_entropy(by_hand.model(graph.x[nodes], local[edge_index])[mask], y[mask], ignore_index=-1)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    assert len(kept.batches) == 6
+    assert "Validation during fit is approximate" in caplog.text
+    torch.testing.assert_close(module.state_dict(), by_hand.state_dict(), rtol=1e-9, atol=1e-11)
+
+
+class BarMetrics(L.Callback):
+    """What the progress bar shows after each batch."""
+
+    def __init__(self) -> None:
+        self.shown: list[Any] = []
+
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.shown.append(trainer.progress_bar_callback.get_metrics(trainer, pl_module)["pool"])
+
+
+@pytest.mark.parametrize("bar", [TQDMProgressBar, RichProgressBar])
+def test_the_bar_shows_the_pool(bar, capfd):
+    kept, bar = BarMetrics(), bar()
+    trainer = L.Trainer(
+        strategy=GossipStrategy(clusters=5),
+        devices=1,
+        accelerator="cpu",
+        max_epochs=2,
+        logger=False,
+        enable_checkpointing=False,
+        callbacks=[kept, bar],
+    )
+    trainer.fit(module_of(), datamodule=GraphDataModule(awkward_graph()))
+    # Lightning asks for one batch ahead.
+    assert kept.shown[:4] == ["20 %", "30 %", "40 %", "50 %"] and kept.shown[-1] == "100 %"
+    assert "get_metrics" not in vars(bar)
+    assert ("pool=100 %" if isinstance(bar, TQDMProgressBar) else "pool: 100 %") in "".join(capfd.readouterr())
+
+
+def _cut(data: GraphDataModule, layout: LayoutSpec) -> Any:
+    data.prepare_for(layout)
+    return data.stored_cut()
+
+
+# Ranks ########################################################################
+
+
+def trained(
+    rank: int,
+    world_size: int,
+    folder: Path,
+    options: dict[str, Any],
+    model: str = "sage",
+    event: str = "",
+    save: Path | None = None,
+    load: Path | None = None,
+    **trainer: Any,
+) -> dict[str, Any]:
+    module, kept = module_of(model), Kept()
+    strategy = GossipStrategy(**{"clusters": CLUSTERS, "timeout": 60, "seed": 1, **options})
+    run = new_trainer(folder, event, strategy, world_size, **trainer)
+    run.callbacks.append(kept)
+    data = GraphDataModule(awkward_graph())
+    run.fit(module, datamodule=data, ckpt_path=load, weights_only=False)
+    weights, logged = copy.deepcopy(module.state_dict()), {**run.callback_metrics}
+    if save is not None:
+        run.save_checkpoint(save)
+    [tested] = run.test(module, datamodule=data, verbose=False)
+    return {
+        "weights": weights,
+        "tested": tested,
+        "report": strategy.report,
+        "consensus": strategy.consensus,
+        "own": kept.own,
+        "result": torch.nn.utils.parameters_to_vector(module.parameters()).detach(),
+        "logged": {name: float(value) for name, value in logged.items()},
+        "training_loss": kept.training_loss,
+        "steps": run.global_step,
+        "epoch": run.current_epoch,
+        "groups": torch.distributed.is_initialized(),
+    }
+
+
+def check_all_done(folder: Path, epochs: int = EPOCHS) -> None:
+    counts = Counter(cluster for batches in done(folder).values() for cluster in batches)
+    assert len(counts) == CLUSTERS and set(counts.values()) == {epochs}, counts
+
+
+@pytest.mark.parametrize(
+    ("world_size", "options"),
+    [
+        *campaign((2, {"averaging_interval": 1, "final": "average", "average": "parameters"})),
+        (3, {"averaging_interval": 2}),
+        *campaign((3, {"averaging_interval": 1, "pairing": "active_passive", "monitor": "val_acc", "mode": "max"})),
+        (4, {"averaging_interval": 3, "pairing": "prompt", "assignment": "metis"}),
+    ],
+    ids=["parameters", "any", "active and passive", "prompt, metis"],
+)
+def test_every_batch_is_done_once_and_there_is_one_result(ranks, tmp_path, world_size, options):
+    everyone = ranks.run(world_size, trained, tmp_path, options)
+    check_all_done(tmp_path)
+    batches = {rank: len(found) for rank, found in done(tmp_path).items()}
+    for rank, found in enumerate(everyone):
+        torch.testing.assert_close(found["weights"], everyone[0]["weights"], rtol=0, atol=0)
+        assert found["tested"] == everyone[0]["tested"]
+        assert {rank: counts.batches for rank, counts in found["report"].items()} == batches
+        assert found["steps"] == batches.get(rank, 0) and found["epoch"] == EPOCHS and not found["groups"]
+    report = everyone[0]["report"]
+    assert sum(counts.averages for counts in report.values()) > 0
+    pairs = {(min(me, int(you)), max(me, int(you))) for me, counts in report.items() for you in counts.partners}
+    for one, other in pairs:  # both know of it
+        assert report[one].partners[str(other)] == report[other].partners[str(one)]
+    if options.get("pairing") == "active_passive":
+        assert all((one + other) % 2 for one, other in pairs)
+    # The test is exact: that of one device with the same weights.
+    alone = module_of()
+    alone.load_state_dict(everyone[0]["weights"])
+    [expected] = quiet_trainer("auto", 1).test(alone, datamodule=GraphDataModule(awkward_graph()), verbose=False)
+    assert everyone[0]["tested"] == pytest.approx(expected, rel=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("options", "trainer", "chosen_by", "best"),
+    [
+        ({}, {}, "val_loss", min),
+        *campaign(
+            ({}, {"callbacks": [EarlyStopping("val_acc", mode="max", patience=99)]}, "val_acc", max),
+            ({}, {"callbacks": [EarlyStopping("train_loss", patience=99)]}, "val_loss", min),  # not of validation
+            ({"monitor": "val_f1", "mode": "max"}, {}, "val_f1", max),
+            ({}, {"limit_val_batches": 0}, "training_loss", min),
+        ),
+        ({"final": "average"}, {}, "", None),
+    ],
+    ids=["val_loss", "monitored", "another is monitored", "named", "nothing logged", "average"],
+)
+def test_what_the_result_is(ranks, tmp_path, options, trainer, chosen_by, best):
+    """Of workers that hardly ever average, and so differ."""
+    trainer = {"max_epochs": 3, "num_sanity_val_steps": 0, **trainer}
+    everyone = ranks.run(3, trained, tmp_path, {"averaging_interval": 1000, **options}, **trainer)
+    if best is None:
+        expected = torch.stack([found["own"] for found in everyone]).mean(0)
+    else:
+        scores = [
+            found["training_loss"] if chosen_by == "training_loss" else found["logged"][chosen_by] for found in everyone
+        ]
+        assert len({*scores}) > 1 or chosen_by != "val_loss"
+        expected = everyone[scores.index(best(scores))]["own"]
+    for found in everyone:
+        torch.testing.assert_close(found["result"], expected, rtol=1e-12, atol=1e-12)
+
+
+def in_lockstep(
+    rank: int, world_size: int, folder: Path, clusters: int, interval: int, **trainer: Any
+) -> dict[str, Any]:
+    module, weights = module_of(), Weights()
+    strategy = ClusterAllReduceStrategy(interval, clusters=clusters, timeout=60, seed=1)
+    run = new_trainer(folder, "", strategy, world_size, max_epochs=3, **trainer)
+    run.callbacks.append(weights)
+    run.fit(module, datamodule=GraphDataModule(awkward_graph()))
+    return {
+        "weights": module.state_dict(),
+        "after": weights.after,
+        "report": strategy.report,
+        "epoch": run.current_epoch,
+    }
+
+
+class Weights(L.Callback):
+    """Keeps the weights before the first batch and after each."""
+
+    def __init__(self) -> None:
+        self.after: list[torch.Tensor] = []
+
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.after.append(torch.nn.utils.parameters_to_vector(pl_module.parameters()).detach().clone())
+
+
+@pytest.mark.parametrize(("clusters", "interval"), [(8, 1), *campaign((7, 2))])
+def test_in_lockstep_all_make_as_many_steps(ranks, tmp_path, clusters, interval):
+    everyone = ranks.run(3, in_lockstep, tmp_path, clusters, interval)
+    steps = 3 * -(-clusters // 3)
+    assert [len(found) for found in done(tmp_path).values()] == [steps] * 3
+    for batches in zip(*(zip(*[iter(found)] * (steps // 3)) for found in done(tmp_path).values())):
+        assert len({cluster for share in batches for cluster in share}) == clusters  # each epoch has them all
+    first = everyone[0]
+    for found in everyone:
+        torch.testing.assert_close(found["weights"], first["weights"], rtol=0, atol=0)
+        assert {counts.averages for counts in found["report"].values()} == {steps // interval}
+        # Averaged gradients make equal steps, from equal weights.
+        same = [bool(torch.allclose(own, other)) for own, other in zip(found["after"], first["after"])]
+        assert all(same) if interval == 1 or found is first else not same[0]
+
+
+def test_in_lockstep_a_step_is_that_of_the_mean_gradient(ranks, tmp_path):
+    """Algorithm 4: the same first step as one device makes of the mean of the losses."""
+    everyone = ranks.run(2, in_lockstep, tmp_path, 4, 1, limit_train_batches=1)
+    data, module = GraphDataModule(awkward_graph()), module_of()
+    clusters = Clusters(_cut(data, LayoutSpec("edge_cut", 4, method="random")), 1, 1)
+    optimizer, losses = module.configure_optimizers(), []
+    for item in (0, 1):
+        batch = clusters.batch(clusters.of_item(item))
+        out = module.model(batch.x, batch.edge_index)[batch.train_mask]
+        losses.append(F.cross_entropy(out, batch.y[batch.train_mask], ignore_index=-1))
+    torch.stack(losses).mean().backward()
+    optimizer.step()
+    expected = torch.nn.utils.parameters_to_vector(module.parameters()).detach()
+    for found in everyone:
+        torch.testing.assert_close(found["after"][0], expected, rtol=1e-9, atol=1e-11)
+
+
+def test_in_lockstep_all_stop_together(ranks, tmp_path):
+    stop = EarlyStopping("val_loss", min_delta=100, patience=1)
+    assert {found["epoch"] for found in ranks.run(2, in_lockstep, tmp_path, 4, 1, callbacks=[stop])} == {2}
+
+
+def test_one_that_stops_early_leaves_its_batches_to_the_others(ranks, tmp_path):
+    everyone = ranks.run(3, trained, tmp_path, {"averaging_interval": 1}, event="early")
+    check_all_done(tmp_path)
+    assert everyone[1]["epoch"] < everyone[0]["epoch"] == EPOCHS
+
+
+@pytest.mark.parametrize("average", [*campaign("parameters"), "push_sum"])
+def test_workers_that_average_agree_more(ranks, tmp_path, average):
+    """And how far they are from each other is estimated well, and logged."""
+    apart = {}
+    for interval in (1, 1000):
+        folder = tmp_path / str(interval)
+        folder.mkdir()
+        logger = CSVLogger(folder, "", "")
+        options = {"averaging_interval": interval, "average": average, "final": "average"}
+        everyone = ranks.run(3, trained, folder, options, logger=logger)
+        check_all_done(folder)
+        apart[interval] = distance([found["own"] for found in everyone])
+        assert all(found["consensus"] == pytest.approx(apart[interval], rel=0.15) for found in everyone)
+        report = everyone[0]["report"]
+        assert (sum(counts.averages for counts in report.values()) > 0) == (interval == 1)
+        assert average == "parameters" or not any(counts.waits for counts in report.values())
+        rows = csv.DictReader((folder / "metrics.csv").open())
+        logged = [float(row["gossip/consensus"]) for row in rows if row["gossip/consensus"]]
+        assert len(logged) == EPOCHS and logged[-1] > 0
+    assert apart[1] < 0.7 * apart[1000]
+
+
+def test_batch_norm_is_averaged_with_the_weights(ranks, tmp_path):
+    options = {"averaging_interval": 1, "average": "parameters", "final": "average"}
+    one, other = ranks.run(2, trained, tmp_path, options, "gin_batch_norm")
+    assert any("running_mean" in name for name in one["weights"])
+    torch.testing.assert_close(one["weights"], other["weights"], rtol=0, atol=0)
+
+
+def test_resumes_with_what_is_left_of_the_pool(ranks, tmp_path):
+    """Rank 0 saves in the middle of an epoch; the resumed run, of more workers, does what had not been done then."""
+    path, first, second = tmp_path / "some.ckpt", tmp_path / "first", tmp_path / "second"
+    first.mkdir()
+    second.mkdir()
+    ranks.run(2, saving, first, path)
+    pool = torch.load(path, weights_only=True)["lightning_gnn"]["pool"]
+    assert 0 < pool["begin"] < CLUSTERS * EPOCHS
+    ranks.run(3, trained, second, {}, load=path)
+    left = CLUSTERS * EPOCHS - pool["begin"] - len(pool["done"])
+    assert sum(map(len, done(second).values())) == left
+
+
+@pytest.mark.campaign
+def test_resumes_with_other_clusters_at_the_epoch(ranks, tmp_path):
+    path, first, second = tmp_path / "some.ckpt", tmp_path / "first", tmp_path / "second"
+    first.mkdir()
+    second.mkdir()
+    ranks.run(2, saving, first, path)
+    ranks.run(2, trained, second, {"clusters": 5}, load=path)
+    counts = Counter(cluster for batches in done(second).values() for cluster in batches)
+    assert len(counts) == 5 and set(counts.values()) == {EPOCHS - 3}
+
+
+class Saves(L.Callback):
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def on_train_epoch_end(self, trainer: L.Trainer, pl_module: Any) -> None:
+        if trainer.current_epoch == 2:
+            trainer.save_checkpoint(self.path)
+
+
+def saving(rank: int, world_size: int, folder: Path, path: Path) -> None:
+    strategy = GossipStrategy(clusters=CLUSTERS, timeout=60, seed=1)
+    run = new_trainer(folder, "", strategy, world_size)
+    run.callbacks.append(Saves(path))
+    run.fit(module_of(), datamodule=GraphDataModule(awkward_graph()))
+
+
+def refusing(rank: int, world_size: int, what: str) -> str:
+    options: dict[str, Any] = {"clusters": 4, "timeout": 30}
+    module: Any = module_of()
+    data, trainer = GraphDataModule(awkward_graph()), {}
+    if what == "clusters":
+        options["clusters"] = 1
+    elif what == "batches":
+        options["clusters_per_batch"] = 3
+        options["clusters"] = 3
+    elif what == "accumulate":
+        trainer["accumulate_grad_batches"] = 2
+    elif what == "monitor":
+        options["monitor"] = "val_auc"
+    elif what == "validation":
+        trainer["limit_val_batches"], options["final"] = 0, "best"
+    elif what == "partition":
+        data = GraphDataModule(awkward_graph(), partition=[0, 1] * 30)
+    elif what == "links":
+        module = LinkPredictor(build("sage")).double()
+        data = GraphDataModule(split_edges(awkward_graph(), 0.2, 0.2))
+    elif what == "manual":
+        module.automatic_optimization = False
+    try:
+        quiet_trainer(GossipStrategy(**options), world_size, **trainer).fit(module, datamodule=data)
+    except (ValueError, CommunicationError) as error:
+        return str(error)
+    return "nothing was raised"
+
+
+@pytest.mark.parametrize(
+    ("what", "message"),
+    [
+        ("clusters", "1 clusters are too few for 2 workers"),
+        ("batches", "make 1 batches of clusters_per_batch=3, fewer than the 2 workers"),
+        ("accumulate", "accumulate_grad_batches must be 1 .got 2"),
+        ("monitor", "monitor='val_auc', which validation_step has not logged .it logged .*val_loss"),
+        ("validation", 'there is none in this run.*final="auto" or "average"'),
+        ("partition", "assigns nodes to clusters by itself"),
+        ("links", "trains on nodes of clusters, and LinkPredictor on edges"),
+        ("manual", "manual optimisation"),
+    ],
+)
+def test_refused_runs(ranks, what, message):
+    first, other = ranks.run(2, refusing, what)
+    assert re.search(message, first), first
+    # What is seen in a worker's own validation only, another may not come to see: rank 0 keeps the store here.
+    assert what == "monitor" or re.search(message, other), other
+
+
+# Real processes ###############################################################
+
+
+def gossip(folder: Path, event: str) -> Finished:
+    return run(REPOSITORY / "tests" / "gossiping.py", folder, event, cwd=folder, timeout=280)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(400)
+@pytest.mark.ahead(runs=gossip)
+@pytest.mark.parametrize("event", ["kill 0", "kill 2"])
+def test_the_others_live(ahead, event):
+    """Of any worker that is killed, the first included: all batches are done, and there is a result."""
+    folder, finished = ahead
+    output = finished.succeeded().output
+    told = rf"Rank {event[-1]} was ended by SIGKILL in epoch \d, the optimizer's step: .*; the others go on\."
+    assert re.search(told, output) and output.count("tested") == 1
+    assert f"{event[-1]} (lost)" in output and "left undone" not in output
+    killed = int(event[-1])
+    batches = done(folder)
+    assert len(batches[killed]) == 3
+    counts = Counter(cluster for found in batches.values() for cluster in found)
+    # Its last batch it had not said to be done; what it held and others took over, they did in one batch.
+    assert len(counts) == CLUSTERS and sum(counts.values()) >= CLUSTERS * EPOCHS - 2
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(400)
+@pytest.mark.ahead(runs=gossip)
+@pytest.mark.parametrize("event", ["slow 1"])
+def test_a_slow_worker_does_fewer_batches(ahead, event):
+    folder, finished = ahead
+    finished.succeeded()
+    check_all_done(folder)
+    batches = {rank: len(found) for rank, found in done(folder).items()}
+    assert len(batches) == WORKERS and batches[1] < min(batches[0], batches[2])

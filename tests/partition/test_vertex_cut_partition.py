@@ -1,0 +1,282 @@
+"""Vertex cuts: edges, masters, and the report of both. No ranks."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+from common import campaign, examples
+from conftest import SHARED
+from hypothesis import given
+from hypothesis import strategies as st
+
+from lightning_gnn.partition import VertexCutReport, assign_edges, vertex_cut_report
+from lightning_gnn.partition.vertex_cut import METHODS
+
+Graph = tuple[np.ndarray, int]
+TWO_HOSTS = ((0, 1, 2, 3), (4, 5, 6, 7))
+
+
+@st.composite
+def graphs(draw: Any, most_parts: int = 12) -> tuple[np.ndarray, int, int, np.random.Generator]:
+    """Directed, with self-loops, duplicates and nodes without edges; parts may be as many as edges."""
+    rng = np.random.default_rng(draw(st.integers(0, 10_000)))
+    nodes, parts = draw(st.integers(1, 40)), draw(st.integers(1, most_parts))
+    edges = draw(st.integers(parts, 150))
+    return rng.integers(0, draw(st.integers(1, nodes)), (2, edges)), nodes, parts, rng
+
+
+def power_law(num_edges: int, num_nodes: int) -> Graph:
+    """Ends drawn in proportion to Pareto weights: hubs, and no structure besides."""
+    rng = np.random.default_rng(0)
+    weight = np.cumsum(np.minimum(rng.random(num_nodes) ** (-1 / 1.8), 2000))
+    return np.searchsorted(weight, rng.random((2, num_edges)) * weight[-1]), num_nodes
+
+
+def edge_list(name: str) -> Graph:
+    path = SHARED / "data" / "edges" / f"{name}.npz"
+    if not path.exists():
+        pytest.skip(f"needs {path.name} in the data folder (set LIGHTNING_GNN_SHARED)")
+    arrays = np.load(path)
+    return np.stack([arrays["src"], arrays["dst"]]).astype(np.int64), int(arrays["num_nodes"])
+
+
+def hosts_of(parts: int) -> tuple[tuple[int, ...], ...]:
+    """Ranks dealt out over as many hosts as go, so that a host's ranks do not follow each other."""
+    number = next(number for number in (3, 2, 1) if parts % number == 0)
+    return tuple(tuple(range(host, parts, number)) for host in range(number))
+
+
+@examples(200)
+@given(graphs(), st.sampled_from(METHODS), st.booleans())
+def test_every_edge_has_a_rank_and_every_node_a_master_that_holds_it(graph, method, grouped):
+    edge_index, nodes, parts, _ = graph
+    options = {"groups": hosts_of(parts)} if grouped else {}
+    found = assign_edges(edge_index, nodes, parts, method, **options)
+    assert found.part.shape == edge_index.shape[1:] and found.part.dtype == np.uint8 and found.part.max() < parts
+    assert found.master.shape == (nodes,) and found.master.dtype == np.int32
+    assert found.master.min() >= 0 and found.master.max() < parts
+    for node in range(nodes):
+        holders = found.part[(edge_index == node).any(0)]
+        assert len(holders) == 0 or found.master[node] in holders
+    again = assign_edges(edge_index.copy(order="F"), nodes, parts, method, **options)
+    assert np.array_equal(found.part, again.part) and np.array_equal(found.master, again.master)
+
+
+@examples(100)
+@given(graphs())
+def test_report_against_a_loop(graph):
+    edge_index, nodes, parts, rng = graph
+    part, master = rng.integers(0, parts, edge_index.shape[1]), rng.integers(0, parts, nodes)
+    host = rng.integers(0, 3, parts)
+    report = vertex_cut_report(edge_index, part, master, parts, host)
+    expected = {name: [0] * parts for name in ("masters", "replicas", "edges", "copies", "partials", "inner", "outer")}
+    for rank in part:
+        expected["edges"][rank] += 1
+    for node in range(nodes):
+        owner = master[node]
+        expected["masters"][owner] += 1
+        readers, adders = ({int(rank) for rank in part[ends == node]} for ends in edge_index)
+        for rank in readers | adders | {owner}:
+            expected["replicas"][rank] += 1
+        for rank in readers - {owner}:
+            expected["copies"][rank] += 1
+            expected["inner" if host[rank] == host[owner] else "outer"][owner] += 1
+        for rank in adders - {owner}:
+            expected["partials"][rank] += 1
+            expected["inner" if host[rank] == host[owner] else "outer"][rank] += 1
+    values = report.as_dict()
+    assert {name: values[name] for name in expected} == expected
+    sent = report.inner.sum() + report.outer.sum()
+    assert sent == report.copies.sum() + report.partials.sum() <= 2 * (report.replicas.sum() - nodes)
+    assert report.replication_factor == sum(expected["replicas"]) / nodes
+    assert VertexCutReport.from_dict(values).as_dict() == values
+    assert report.table().row_count == parts
+
+
+def by_equation_24(edge_index: np.ndarray, nodes: int, groups: Any, weight: float) -> list[int]:
+    """CDFGNN section 6 as it stands, in the module's fixed point."""
+    one, (source, target) = 1 << 36, edge_index
+    hosts = [list(group) for group in groups]
+    ranks = [rank for host in hosts for rank in host]  # of equal scores, the first of these wins
+    host_of = {rank: number for number, host in enumerate(hosts) for rank in host}
+    degree = np.bincount(edge_index.ravel(), minlength=nodes)
+    on_rank, on_host = round((1 - weight) * one), round(weight * one)
+    per_edge, per_replica = round(one * len(ranks) / len(source)), round(one * len(ranks) / nodes)
+    held: list[set[int]] = [set() for _ in range(nodes)]
+    load, part = dict.fromkeys(ranks, 0), [0] * len(source)
+    for edge in np.argsort(degree[source] + degree[target], kind="stable"):
+        ends = [held[source[edge]], held[target[edge]]]
+
+        def score(rank: int, ends: list[set[int]] = ends) -> int:
+            new = sum(on_rank * (rank not in end) for end in ends)
+            return new + sum(on_host * (host_of[rank] not in {host_of[r] for r in end}) for end in ends) + load[rank]
+
+        best = min(ranks, key=score)
+        before = sum(map(len, {id(end): end for end in ends}.values()))
+        for end in ends:
+            end.add(best)
+        after = sum(map(len, {id(end): end for end in ends}.values()))
+        load[best] += per_edge + (after - before) * per_replica
+        part[edge] = best
+    return part
+
+
+@examples(100)
+@given(graphs(most_parts=1), st.sampled_from([(1, 5), (2, 4), (3, 2), (5, 3), (2, 9), (3, 12), (9, 1)]), st.booleans())
+def test_ebv_is_equation_24(graph, shape, plain):
+    """Hosts that share a block of lanes, that leave gaps in one, and that fill several."""
+    edge_index, nodes, _, rng = graph
+    number, size = shape
+    edge_index = np.concatenate([edge_index, rng.integers(0, nodes, (2, number * size))], 1)
+    groups = tuple(tuple(range(host, number * size, number)) for host in range(number))
+    weight = 0.0 if plain else 0.1
+    found = assign_edges(edge_index, nodes, number * size, groups=groups, host_weight=weight)
+    one_host = (tuple(range(number * size)),)
+    expected = by_equation_24(edge_index, nodes, one_host if plain or number == 1 else groups, weight * (number > 1))
+    assert found.part.tolist() == expected
+
+
+@examples(50)
+@given(graphs(most_parts=20))
+def test_hdrf_is_the_papers_score(graph):
+    """Petroni et al., section 3.2 with lambda = 1, epsilon = 1 and known degrees, in the module's fixed point."""
+    edge_index, nodes, parts, _ = graph
+    one, degree = 1 << 36, np.bincount(edge_index.ravel(), minlength=nodes).tolist()
+    held: list[set[int]] = [set() for _ in range(nodes)]
+    size = [0] * parts
+    found = assign_edges(edge_index, nodes, parts, "hdrf")
+    for (u, v), rank in zip(edge_index.T.tolist(), found.part):
+        share_u, share_v = one * degree[v] // (degree[u] + degree[v]), one - one * degree[v] // (degree[u] + degree[v])
+        unit = one // (1 + max(size) - min(size))
+        scores = [
+            (one + share_u) * (each in held[u]) + (one + share_v) * (each in held[v]) + (max(size) - size[each]) * unit
+            for each in range(parts)
+        ]
+        assert rank == scores.index(max(scores))
+        held[u].add(int(rank))
+        held[v].add(int(rank))
+        size[rank] += 1
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("parts", [65, *campaign(300)])
+def test_many_parts(method, parts):
+    edge_index, nodes = power_law(20_000, 2000)
+    found = assign_edges(edge_index, nodes, parts, method)
+    assert found.part.dtype == (np.uint8 if parts < 256 else np.uint16)
+    assert found.report.edges.sum() == 20_000
+    if method in ("ebv", "hdrf", "ne"):
+        assert found.report.edge_balance < (1.2 if parts == 65 else 1.5)  # of 308 and of 67 edges a part
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_balances_on_a_power_law_graph(method):
+    edge_index, nodes = power_law(200_000, 10_000)
+    report = assign_edges(edge_index, nodes, 8, method, groups=TWO_HOSTS).report
+    bounds = {"ebv": (1.05, 1.05), "hdrf": (1.05, 1.2), "ne": (1.06, 1.1)}.get(method, (1.15, 1.1))
+    assert report.edge_balance < bounds[0] and report.replica_balance < bounds[1]
+    assert report.master_balance < 1.1 and report.sent_balance < 1.1
+
+
+def test_methods_order_as_they_should():
+    edge_index, nodes = power_law(200_000, 10_000)
+    factor = {method: assign_edges(edge_index, nodes, 8, method).report.replication_factor for method in METHODS}
+    assert factor["ne"] < factor["ebv"] < factor["dbh"] < factor["random"]
+    assert factor["ne"] < 0.9 * factor["ebv"] and factor["grid"] < factor["random"]
+
+
+@pytest.mark.parametrize("name", ["power law", "ego-twitter", "cnr-2000"])
+def test_knowing_hosts_sends_fewer_rows_between_them(name):
+    edge_index, nodes = power_law(200_000, 10_000) if name == "power law" else edge_list(name)
+    flat, by_host = (
+        assign_edges(edge_index, nodes, 8, groups=TWO_HOSTS, host_weight=weight).report for weight in (0, 0.1)
+    )
+    assert by_host.most_outer < 0.9 * flat.most_outer and by_host.outer.sum() < 0.9 * flat.outer.sum()
+    assert by_host.replication_factor < 1.06 * flat.replication_factor
+    assert max(flat.edge_balance, by_host.edge_balance) < 1.05
+
+
+@pytest.mark.parametrize("name", ["ego-twitter", "cnr-2000"])
+def test_expansion_finds_structure_and_balances_rows(name):
+    edge_index, nodes = edge_list(name)
+    grown, streamed = (assign_edges(edge_index, nodes, 8, method).report for method in ("ne", "ebv"))
+    assert grown.replication_factor - 1 < 0.3 * (streamed.replication_factor - 1)
+    assert grown.edge_balance < 1.06 and grown.replica_balance < 1.2
+
+
+@examples(60)
+@given(graphs(), st.sampled_from(METHODS))
+def test_every_rank_is_master_of_a_node_of_each_mask(graph, method):
+    edge_index, nodes, parts, rng = graph
+    split = rng.integers(0, 3, nodes)
+    masks = {name: split == value for value, name in enumerate(("train", "val", "test"))}
+    found = assign_edges(edge_index, nodes, parts, method, masks=masks)
+    for mask in masks.values():
+        if mask.sum() >= parts:
+            assert (np.bincount(found.master[mask], minlength=parts) > 0).all()
+    expected = vertex_cut_report(edge_index, found.part, found.master, parts)
+    assert found.report.as_dict() == expected.as_dict()
+
+
+def test_nodes_without_edges_even_out_what_ranks_own():
+    edge_index = np.array([[0, 1, 2, 3], [1, 2, 3, 0]])
+    found = assign_edges(edge_index, 100, 4)
+    assert found.report.masters.tolist() == [25] * 4
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_one_part_holds_everything(method):
+    edge_index, nodes = power_law(1000, 100)
+    report = assign_edges(edge_index, nodes, 1, method).report
+    assert report.edges.tolist() == [1000] and report.replicas.tolist() == [100]
+    assert report.inner.sum() + report.outer.sum() == 0
+
+
+def test_hosts_that_leave_too_many_gaps_are_named():
+    edge_index, nodes = power_law(5000, 500)
+    groups = tuple(tuple(range(5 * host, 5 * host + 5)) for host in range(800))
+    with pytest.raises(ValueError, match="800 hosts of 5 parts are too many.*Use host_weight=0"):
+        assign_edges(edge_index, nodes, 4000, groups=groups)
+    assert assign_edges(edge_index, nodes, 4000, groups=groups, host_weight=0).report.edges.sum() == 5000
+
+
+RING = np.stack([np.arange(10), (np.arange(10) + 1) % 10])
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (
+            {"method": "metis"},
+            r"one of 'ebv', 'hdrf', 'dbh', 'grid', 'random', 'ne', or given .* \(got 'metis'\)",
+        ),
+        ({"num_parts": 0}, r"at least one part \(got 0\)"),
+        ({"num_parts": 5000}, r"at most 4096 parts \(got 5000\)"),
+        ({"num_parts": 11}, "the graph has 10 for 11 parts. Use at most 10 parts"),
+        ({"num_nodes": 9}, "nodes 0 to 9, but there are 9: 0 to 8"),
+        ({"edge_index": RING.T}, r"int64 of shape \[2, E\] \(got int64 of \[10, 2\]\)"),
+        ({"edge_index": RING.astype(np.int32)}, r"int64 of shape \[2, E\] \(got int32 of \[2, 10\]\)"),
+        ({"edge_index": RING[:, :0]}, "the graph has 0 for 4 parts. Use a strategy with an edge cut"),
+        ({"host_weight": 1.5}, r"from 0, which ignores hosts, to 1 \(got 1.5\)"),
+        ({"groups": ((0, 1), (2, 4))}, "name the parts 0 to 3, each once"),
+        ({"groups": ((0, 1), (1, 2, 3))}, "name the parts 0 to 3, each once"),
+        ({"groups": ((0,), (1, 2, 3))}, "equally many parts .* Take the same number of each machine"),
+    ],
+)
+def test_errors_say_what_to_do(options, words):
+    arguments = {"edge_index": RING, "num_nodes": 10, "num_parts": 4, **options}
+    with pytest.raises(ValueError, match=words):
+        assign_edges(**arguments)
+
+
+def test_a_given_cut():
+    edges = np.array([[0, 1, 2, 3, 0], [1, 2, 3, 0, 2]])
+    found = assign_edges(edges, 5, 3, np.array([0, 0, 1, 2, 2]))
+    assert found.method == "given" and found.part.tolist() == [0, 0, 1, 2, 2]
+    assert found.report.edges.tolist() == [2, 1, 2]
+    with pytest.raises(ValueError, match=r"each of 5 edges \(got shape \[4\]\); an edge cut gives one to each node"):
+        assign_edges(edges, 5, 3, np.zeros(4, np.int64))
+    with pytest.raises(ValueError, match="names ranks 0 to 3, but there are 3: 0 to 2"):
+        assign_edges(edges, 5, 3, np.array([0, 0, 1, 2, 3]))

@@ -1,0 +1,183 @@
+"""Topologies: files, presets, restriction, refusals; hierarchical cuts and the predictions that need no plan. No ranks."""
+
+from __future__ import annotations
+
+import json
+
+import numpy as np
+import pytest
+from common import examples
+from conftest import SHARED
+from hypothesis import given
+from hypothesis import strategies as st
+from planning import problems, random_relation
+
+from lightning_gnn.partition import assign_nodes, edge_cut_report
+from lightning_gnn.partition.replicas import replication_factors
+from lightning_gnn.planning.plan_cost import direct_cost, swap_cost
+from lightning_gnn.planning.presets import dgx1, find_topology, pcie8, summit, uniform
+from lightning_gnn.planning.topology_file import load_topology, save_topology, topology_from_dict
+
+
+@examples(30)
+@given(problem=problems())
+def test_files_keep_everything(problem, tmp_path_factory):
+    path = tmp_path_factory.mktemp("topology") / "t.json"
+    for topology in (problem[1], dgx1(2), pcie8(), summit(14)):
+        save_topology(topology, path)
+        assert load_topology(path) == topology
+        for (a, b), via in topology.links.items():
+            assert topology.links[b, a] == tuple(hop ^ 1 for hop in reversed(via))
+            assert [topology.hops[hop].gb_per_s for hop in via] == [topology.hops[hop ^ 1].gb_per_s for hop in via]
+
+
+def test_presets():
+    machine = dgx1()
+    nvlinks = np.zeros(8)
+    for (a, _), via in machine.links.items():
+        if machine.hops[via[0]].kind == "nvlink":
+            nvlinks[a] += round(machine.hops[via[0]].gb_per_s / 24.2)
+    assert (nvlinks == 6).all()  # of a V100
+    two = dgx1(2)
+    assert two.hosts == (tuple(range(8)), tuple(range(8, 16))) and len(two.links) == 16 * 15
+    names = [two.hops[hop].name for hop in two.links[6, 9]]
+    assert names == ["pcie3", "-qpi0", "-pcie0", "port0", "-port1"]
+    assert uniform(5).uniform and not machine.uniform and find_topology("dgx1", 2).uniform
+    assert find_topology("dgx1x2", 8).hops == dgx1().hops
+    assert find_topology(machine, 3).num_devices == 3
+
+
+def test_summit():
+    nodes = find_topology("summit", 14)  # the third is not full
+    assert nodes == summit(14) and len(nodes.links) == 14 * 13
+    assert nodes.sockets == ((0, 1, 2), (3, 4, 5), (6, 7, 8), (9, 10, 11), (12, 13))
+
+    def way(topology, a, b):
+        return [topology.hops[hop].name for hop in topology.links[a, b]]
+
+    assert [way(nodes, 0, 2), way(nodes, 0, 3)] == [["0-2"], ["cpu0", "xbus0", "-cpu3"]]
+    assert way(nodes, 5, 13) == ["cpu5", "port1", "-port4", "-cpu13"]
+    rows = np.zeros((14, 14))
+    rows[[3, 4, 5], [6, 7, 8]] = 1e9  # three of a socket, each to another GPU
+    assert direct_cost(rows[None], nodes).seconds() == pytest.approx(3 / 12.5)
+    assert find_topology("summit", 2).uniform and find_topology("summit", None) == summit()
+    apart = summit(16, per_host=1)
+    assert len(apart.hosts) == 16 and way(apart, 3, 15) == ["cpu3", "port6", "-port30", "-cpu15"]
+    with pytest.raises(ValueError, match="has 6 GPUs"):
+        summit(8, per_host=8)
+
+
+@pytest.mark.skipif(not (SHARED / "netlab").exists(), reason="needs the emulator's topologies")
+def test_files_of_the_emulator():
+    found = load_topology(SHARED / "netlab" / "topologies" / "dgx1_8.json")
+    assert found.hops[found.links[0, 3][0]].gb_per_s == pytest.approx(96.7 / 8000)
+    kinds = [[topology.hops[hop].kind for hop in topology.links[0, 5]] for topology in (found, dgx1())]
+    assert kinds == [
+        ["pcie", "qpi", "pcie", "pcie"],
+        ["pcie", "qpi", "pcie"],
+    ]  # the emulator's has a rate per link as well
+
+
+LINK = {"a": 0, "b": 1, "gb_per_s": 1.0}
+BAD = [
+    ([], "topology must be a JSON object"),
+    ({}, "'devices' must be int (it is missing)"),
+    ({"devices": "two", "links": []}, "'devices' must be int (got 'two')"),
+    ({"devices": 0, "links": []}, "1 to 64 devices (got 0)"),
+    ({"devices": 65, "links": []}, "1 to 64 devices (got 65)"),
+    ({"devices": 2}, "'links' must be list (it is missing)"),
+    ({"devices": 2, "links": []}, "not connected: no links lead from device 0 to 1"),
+    ({"devices": 4, "links": [LINK, {"a": 2, "b": 3, "gb_per_s": 1}]}, "from device 0 to 2"),
+    ({"devices": 2, "links": [{"a": 0, "b": 2, "gb_per_s": 1}]}, "must join two of the devices 0 to 1"),
+    ({"devices": 2, "links": [{"a": 0, "b": 0, "gb_per_s": 1}]}, "Link 0-0 must join two"),
+    ({"devices": 2, "links": [LINK, {"a": 1, "b": 0, "gb_per_s": 1}]}, "links[1]: there is another link"),
+    ({"devices": 2, "links": [{"a": 0, "b": 1}]}, "Link 0-1 passes no hop; give it gb_per_s or via"),
+    ({"devices": 2, "links": [{"a": 0, "b": 1, "gb_per_s": 0}]}, "needs a positive bandwidth in GB/s (got 0)"),
+    ({"devices": 2, "links": [{"a": 0, "b": 1, "gb_per_s": -1}]}, "positive bandwidth"),
+    ({"devices": 2, "links": [{"a": 0, "b": 1, "gb_per_s": float("nan")}]}, "positive bandwidth"),
+    ({"devices": 2, "links": [{"a": 0, "b": 1, "gb_per_s": "fast"}]}, "links[0]: 'gb_per_s' must be int or float"),
+    ({"devices": 2, "links": [{"a": 0, "b": 1, "via": ["bus"]}]}, "via names the hop 'bus'; the hops are none"),
+    ({"devices": 2, "links": [LINK], "hops": [{"name": "x"}]}, "hops[0]: 'gb_per_s' must be int or float (it is missing)"),
+    ({"devices": 2, "links": [LINK], "hops": [{"name": "x", "gb_per_s": 1}] * 2}, "hops[1]: the name 'x' is taken"),
+    ({"devices": 2, "links": [LINK], "hosts": [{"devices": [0]}]}, "hosts must name each device 0 to 1 once"),
+    ({"devices": 2, "links": [LINK], "hosts": [{"devices": [0, "1"]}]}, "'devices' must be a list of integers"),
+    ({"devices": 2, "links": [LINK], "hosts": [{"devices": [0]}, {"devices": [1], "sockets": [[0], [1]]}]}, "sockets"),
+    ({"devices": 2, "links": [LINK], "memory": [{"device": 0, "via": []}]}, "'memory' must name each device 0 to 1"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("description", "message"), BAD)
+def test_bad_descriptions_name_the_field(description, message, tmp_path):
+    with pytest.raises(ValueError) as caught:
+        topology_from_dict(description)
+    assert message in str(caught.value)
+    path = tmp_path / "bad.json"
+    path.write_text(json.dumps(description))
+    with pytest.raises(ValueError, match=r"bad\.json: "):
+        load_topology(path)
+
+
+def test_other_refusals(tmp_path):
+    with pytest.raises(ValueError, match=r"'dgx1' has 8 devices, but there are 9 ranks"):
+        find_topology("dgx1", 9)
+    with pytest.raises(ValueError, match=r"one of dgx1, dgx1x2, pcie8, summit, uniform or a JSON file \(got 'dgx2'\)"):
+        find_topology("dgx2", 2)
+    (tmp_path / "t.json").write_text("{")
+    with pytest.raises(ValueError, match=r"t\.json is not JSON"):
+        find_topology(tmp_path / "t.json", 2)
+    relation = random_relation(np.random.default_rng(0), 16, 10)
+    with pytest.raises(ValueError, match="memory of one machine"):
+        swap_cost(relation, dgx1(2))
+    with pytest.raises(ValueError, match="does not say how devices get to host memory"):
+        swap_cost(relation, uniform(16))
+
+
+def test_swap_writes_everything_and_reads_halos():
+    relation = random_relation(np.random.default_rng(0), 8, 4000)
+    cost = swap_cost(relation, dgx1())
+    owned, halo = np.diff(relation.offsets), relation.pair_rows.sum(0)
+    expected = [
+        max(rows[i] + rows[i + 1] for i in (0, 2, 4, 6)) / 11.13e9 for rows in (owned, halo)
+    ]  # two share a switch
+    assert cost.stage_seconds() == pytest.approx(expected)
+
+
+@examples(40)
+@given(st.integers(0, 1000), st.integers(1, 5), st.integers(1, 4))
+def test_replication_factors_against_a_loop(seed, parts, hops):
+    rng = np.random.default_rng(seed)
+    edge_index, part = rng.integers(0, 20, (2, 30)), rng.integers(0, parts, 20)
+    held = [set(np.flatnonzero(part == p).tolist()) for p in range(parts)]
+    for found in replication_factors(edge_index, part, parts, hops):
+        for nodes in held:
+            nodes |= {int(source) for source, target in edge_index.T if int(target) in nodes}
+        assert found == pytest.approx(sum(map(len, held)) / 20)
+
+
+def communities(rng: np.random.Generator, num_nodes: int = 1600) -> np.ndarray:
+    """Returns the edges of a graph of 16 groups, in pairs, in fours."""
+    source = rng.integers(0, num_nodes, 16_000)
+    size = num_nodes // rng.choice([16, 16, 8, 4, 2], len(source))
+    return np.stack([source, source // size * size + rng.integers(0, size)])
+
+
+def test_hierarchical_cuts_send_less_between_machines():
+    rng = np.random.default_rng(0)
+    edge_index = communities(rng)
+    topology = find_topology("dgx1x2", 16)
+    part = assign_nodes(edge_index, 1600, 16, groups=topology.groups).part
+    assert part.dtype == np.int32 and sorted(np.unique(part)) == list(range(16))
+    assert edge_cut_report(edge_index, part, 16).node_balance < 1.5
+    between = (part[edge_index] // 8)[0] != (part[edge_index] // 8)[1]
+    scattered = rng.permutation(16)[part]  # parts as good, on any devices
+    assert between.sum() < 0.7 * ((scattered[edge_index] // 8)[0] != (scattered[edge_index] // 8)[1]).sum()
+    assert np.array_equal(part, assign_nodes(edge_index, 1600, 16, groups=topology.groups).part)
+
+
+def test_hierarchical_cuts_refuse():
+    edges = np.zeros((2, 1), np.int64)
+    with pytest.raises(ValueError, match=r"equally many devices \(got \(\(0, 1\), \(2,\)\)"):
+        assign_nodes(edges, 9, 3, groups=((0, 1), (2,)))
+    with pytest.raises(ValueError, match="devices 0 to 1, each once"):
+        assign_nodes(edges, 9, 2, groups=((0,), (2,)))
+    assert assign_nodes(edges, 3, 2, groups=((0,), (1,))).part.max() <= 1

@@ -1,0 +1,394 @@
+"""Lightning's features under `dgcl` behave as on one device (gloo ranks)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from common import CLASSES, FEATURES, Recorder, UserModule, awkward_graph, build, campaign, quiet_trainer
+from conftest import RankFailed
+from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
+from torch_geometric.nn.models import GAT
+
+from lightning_gnn import DGCLStrategy, GraphDataModule, NodeClassifier
+
+
+def same_weights(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
+    torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-11)
+
+
+def run(rank: int, world_size: int, kind: str, strategy: str = "dgcl") -> dict[str, Any]:
+    """One training run with a feature of Lightning in it; returns the weights and what the feature decided."""
+    data = GraphDataModule(awkward_graph())
+    module: L.LightningModule = FEATURED.get(kind, Plain)(build("sage", FEATURES, CLASSES)).double()
+    recorder = Recorder()
+    callbacks: list[L.Callback] = [recorder]
+    options: dict[str, Any] = {"max_epochs": 6}
+    if kind == "early_stopping":
+        callbacks.append(EarlyStopping("val_loss", patience=1))
+        options["max_epochs"] = 60
+    if kind == "clip":
+        options["gradient_clip_val"] = 0.05
+    if kind == "accumulate":
+        options["accumulate_grad_batches"] = 4
+    if kind == "several_validations":
+        options["check_val_every_n_epoch"] = 2
+    trainer = quiet_trainer(
+        DGCLStrategy(timeout=60) if strategy == "dgcl" else strategy, world_size, callbacks=callbacks, **options
+    )
+    trainer.fit(module, datamodule=data)
+    return {
+        "weights": module.state_dict(),
+        "epoch": trainer.current_epoch,
+        "steps": trainer.global_step,
+        "lr": trainer.optimizers[0].param_groups[0]["lr"] if trainer.optimizers else None,
+        "losses": [epoch.get("val_loss") for epoch in recorder.epochs],
+    }
+
+
+class Plain(UserModule):
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.5, momentum=0.9)
+
+
+class Plateau(UserModule):
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.Adam(self.parameters(), lr=0.3)
+        plateau = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=0, factor=0.3)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": plateau, "monitor": "val_loss"}}
+
+
+class Eager(UserModule):
+    """Overfits at once, so that early stopping has something to stop."""
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.Adam(self.parameters(), lr=0.3)
+
+
+class Manual(UserModule):
+    """Two backward passes a step, and one of them twice: gradients must be summed over ranks once each."""
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        super().__init__(model)
+        self.automatic_optimization = False
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        optimizer: Any = self.optimizers()
+        optimizer.zero_grad()
+        out = self.model(batch.x, batch.edge_index)[batch.train_mask]
+        y = batch.y[batch.train_mask]
+        self.manual_backward(F.cross_entropy(out, y, ignore_index=-1), retain_graph=True)
+        self.manual_backward(0.5 * F.cross_entropy(2 * out, y, ignore_index=-1))
+        optimizer.step()
+
+
+class TwoOptimizers(UserModule):
+    """One for each layer, which take turns."""
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        super().__init__(model)
+        self.automatic_optimization = False
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        optimizers: Any = self.optimizers()
+        for optimizer in optimizers:
+            self.toggle_optimizer(optimizer)
+            optimizer.zero_grad()
+            out = self.model(batch.x, batch.edge_index)[batch.train_mask]
+            self.manual_backward(F.cross_entropy(out, batch.y[batch.train_mask], ignore_index=-1))
+            optimizer.step()
+            self.untoggle_optimizer(optimizer)
+
+    def configure_optimizers(self) -> Any:
+        return [torch.optim.SGD(conv.parameters(), lr=0.5) for conv in self.model.convs]
+
+
+class ChangingEdges(UserModule):
+    """All edges and some of them, turn by turn."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        edges = batch.edge_index
+        if self.current_epoch % 2:
+            edges = edges[:, batch.edge_weight > 0.4]
+        out = self.model(batch.x, edges)[batch.train_mask]
+        return F.cross_entropy(out, batch.y[batch.train_mask], ignore_index=-1)
+
+
+class OwnWeight(UserModule):
+    """A mean over something else than the mask: every owned node."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        out = self.model(batch.x, batch.edge_index)
+        return {"loss": out.square().mean(), "loss_weight": len(out)}
+
+
+class Unused(UserModule):
+    """A parameter without a gradient: weight decay must leave it alone, as on one device."""
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        super().__init__(model)
+        self.unused = torch.nn.Parameter(torch.ones(3))
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.AdamW(self.parameters(), lr=0.01, weight_decay=0.5)
+
+
+FEATURED = {
+    "plateau": Plateau,
+    "early_stopping": Eager,
+    "manual": Manual,
+    "two_optimizers": TwoOptimizers,
+    "changing_edges": ChangingEdges,
+    "own_weight": OwnWeight,
+    "unused": Unused,
+}
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [
+        *campaign("plain"),
+        "clip",
+        "accumulate",
+        "plateau",
+        "early_stopping",
+        "manual",
+        "two_optimizers",
+        "changing_edges",
+        "own_weight",
+        "unused",
+        "several_validations",
+    ],
+)
+def test_feature(ranks, kind):
+    expected = run(0, 1, kind, "auto")
+    for found in ranks.run(3, run, kind):
+        assert_same_run(found, expected)
+    if kind == "early_stopping":
+        assert expected["epoch"] < 60
+    if kind == "plateau":
+        assert expected["lr"] < 0.3
+
+
+@pytest.mark.parametrize("kind", [*campaign("accumulate", "two_optimizers"), "manual", "changing_edges"])
+def test_feature_with_products(ranks, kind):
+    expected = run(0, 1, kind, "auto")
+    for found in ranks.run(4, run, kind, "spmm_15d"):
+        assert_same_run(found, expected)
+
+
+def assert_same_run(found: dict[str, Any], expected: dict[str, Any]) -> None:
+    same_weights(found["weights"], expected["weights"])
+    for decided in ("epoch", "steps", "lr"):
+        assert found[decided] == expected[decided]
+    torch.testing.assert_close(found["losses"], expected["losses"], rtol=1e-9, atol=1e-11)
+
+
+def checkpointed(rank: int, world_size: int, folder: str, strategy: str, epochs: int, resume: str | None) -> Any:
+    torch.manual_seed(0)
+    data = GraphDataModule(awkward_graph())
+    module = NodeClassifier(build("gcn"), num_classes=CLASSES).double()
+    saver = ModelCheckpoint(folder, monitor="val_loss", save_last=True)
+    trainer = quiet_trainer(
+        DGCLStrategy(timeout=60) if strategy == "dgcl" else strategy,
+        world_size,
+        callbacks=[saver],
+        max_epochs=epochs,
+        enable_checkpointing=True,
+    )
+    trainer.fit(module, datamodule=data, ckpt_path=resume)
+    [tested] = trainer.test(module, datamodule=data, ckpt_path="best", verbose=False)
+    return {
+        "weights": module.state_dict(),
+        "test": tested,
+        "last": saver.last_model_path,
+        "best": saver.best_model_path,
+    }
+
+
+def test_checkpoint_of_one_world_size_resumes_in_another(ranks, tmp_path):
+    expected = checkpointed(0, 1, str(tmp_path / "whole"), "auto", 6, None)
+    half = ranks.run(3, checkpointed, str(tmp_path / "three"), "dgcl", 3, None)
+    assert len({result["last"] for result in half}) == 1
+    for world_size, strategy in ((2, "dgcl"), (4, "spmm_15d")):
+        for found in ranks.run(world_size, checkpointed, str(tmp_path / strategy), strategy, 6, half[0]["last"]):
+            same_weights(found["weights"], expected["weights"])
+            torch.testing.assert_close(found["test"], expected["test"], rtol=1e-6, atol=1e-7)
+    again = checkpointed(0, 1, str(tmp_path / "one"), "auto", 6, half[0]["last"])
+    same_weights(again["weights"], expected["weights"])
+    loaded = NodeClassifier.load_from_checkpoint(half[0]["best"], model=build("gcn"), weights_only=True)
+    saved = torch.load(half[0]["best"], weights_only=True)["state_dict"]
+    same_weights(loaded.state_dict(), {name: value.float() for name, value in saved.items()})
+
+
+def bf16(rank: int, world_size: int, strategy: str) -> float:
+    graph = awkward_graph(dtype=torch.float32)
+    module = NodeClassifier(build("gat"), num_classes=CLASSES)
+    trainer = quiet_trainer(
+        DGCLStrategy(timeout=60) if strategy == "dgcl" else strategy, world_size, precision="bf16-mixed"
+    )
+    trainer.fit(module, datamodule=GraphDataModule(graph))
+    return float(trainer.callback_metrics["train_loss"])
+
+
+def test_bf16_mixed(ranks):
+    expected = bf16(0, 1, "auto")
+    for found in ranks.run(2, bf16, "dgcl"):
+        assert found == pytest.approx(expected, rel=0.02)
+
+
+def aftermath(rank: int, world_size: int) -> dict[str, Any]:
+    graph = awkward_graph()
+    model = build("gat")
+    before = {name: set(vars(child)) for name, child in model.named_modules()}
+    module = UserModule(model).double()
+    own_log, own_update = module.log, module.acc.update
+    trainer = quiet_trainer(DGCLStrategy(timeout=60), world_size)
+    trainer.fit(module, datamodule=GraphDataModule(graph))
+    after = {name: set(vars(child)) for name, child in model.named_modules()}
+    one = quiet_trainer("auto", 1)
+    one.fit(module, datamodule=GraphDataModule(graph))
+    result = one.validate(module, datamodule=GraphDataModule(graph), verbose=False)
+    second = quiet_trainer(DGCLStrategy(timeout=60), world_size)
+    second.fit(module, datamodule=GraphDataModule(graph))
+    return {
+        "attributes": before == after,
+        "log": module.log == own_log,
+        "metric": module.acc.update == own_update,
+        "group": dist.is_initialized(),
+        "callbacks": [type(callback).__name__ for callback in trainer.callbacks],
+        "one_device": result[0]["val_acc"],
+    }
+
+
+def test_teardown_leaves_nothing(ranks):
+    for found in ranks.run(2, aftermath):
+        assert found["attributes"] and found["log"] and found["metric"]
+        assert not found["group"]
+        assert "CommunicationMetrics" not in found["callbacks"]
+
+
+def draws(rank: int, world_size: int) -> tuple[float, list[float]]:
+    seen: list[float] = []
+
+    class Look(L.Callback):
+        def on_train_batch_start(self, *args: Any) -> None:
+            seen.append(float(torch.rand(())))
+
+    L.seed_everything(1)
+    trainer = quiet_trainer(DGCLStrategy(timeout=60), world_size, callbacks=[Look()])
+    module = NodeClassifier(build("gcn"), num_classes=CLASSES).double()
+    trainer.fit(module, datamodule=GraphDataModule(awkward_graph()))
+    return float(trainer.callback_metrics["train_loss"]), seen
+
+
+def test_hooks_draw_alike_and_runs_repeat(ranks):
+    first = ranks.run(2, draws)
+    assert first[0][1] == first[1][1]
+    assert first == ranks.run(2, draws)
+
+
+def interrupted(rank: int, world_size: int, folder: str, epochs: int, resume: str | None) -> Any:
+    L.seed_everything(11 if resume is None else 12)
+    model = GAT(FEATURES, 16, num_layers=2, out_channels=CLASSES, heads=2, dropout=0.5)
+    saver = ModelCheckpoint(folder, save_last=True)
+    trainer = quiet_trainer(
+        DGCLStrategy(timeout=60), world_size, callbacks=[saver], max_epochs=epochs, enable_checkpointing=True
+    )
+    module = NodeClassifier(model, num_classes=CLASSES).double()
+    trainer.fit(module, datamodule=GraphDataModule(awkward_graph()), ckpt_path=resume)
+    return list(module.state_dict().values()), saver.last_model_path
+
+
+def test_resuming_goes_on_with_the_same_random_numbers(ranks, tmp_path):
+    """Dropout after a resume is that of the run that was not interrupted: every rank's generator is in the checkpoint."""
+    through = ranks.run(2, interrupted, str(tmp_path / "through"), 4, None)
+    half = ranks.run(2, interrupted, str(tmp_path / "half"), 2, None)
+    resumed = ranks.run(2, interrupted, str(tmp_path / "rest"), 4, half[0][1])
+    for (found, _), (expected, _) in zip(resumed, through):
+        assert all(torch.equal(a, b) for a, b in zip(found, expected))
+
+
+def predict_with(rank: int, world_size: int, predictions: Any) -> Any:
+    module = NodeClassifier(build("gcn"), num_classes=CLASSES).double()
+    data = GraphDataModule(awkward_graph())
+    trainer = quiet_trainer(DGCLStrategy(timeout=60, predictions=predictions), world_size)
+    [found] = trainer.predict(module, datamodule=data)
+    return found, data.shard.batch.n_id
+
+
+def test_predictions(ranks):
+    graph = awkward_graph()
+    model = build("gcn").double().eval()
+    expected = model(graph.x, graph.edge_index, edge_weight=graph.edge_weight).detach()
+    for found, _ in ranks.run(3, predict_with, "all"):
+        torch.testing.assert_close(found, expected)
+    on_rank0, *others = (found for found, _ in ranks.run(3, predict_with, "rank0"))
+    torch.testing.assert_close(on_rank0, expected)
+    assert others == [None, None]
+    for found, n_id in ranks.run(3, predict_with, "shards"):
+        torch.testing.assert_close(found, expected[n_id])
+
+
+# Refusals #####################################################################
+
+
+def refused(rank: int, world_size: int, kind: str) -> None:
+    module: Any = UserModule(build("sage")).double()
+    strategy: dict[str, Any] = {"timeout": 30}
+    trainer: dict[str, Any] = {}
+    fit: dict[str, Any] = {"datamodule": GraphDataModule(awkward_graph())}
+    if kind == "dataloader":
+        fit = {"train_dataloaders": torch.utils.data.DataLoader([1, 2])}
+    if kind == "lbfgs":
+        module.configure_optimizers = lambda: torch.optim.LBFGS(module.parameters())
+    if kind == "none":
+        module.training_step = lambda batch, batch_idx: None
+    if kind == "sync_batchnorm":
+        trainer["sync_batchnorm"] = True
+    if kind == "batchnorm":
+        module.norm = torch.nn.BatchNorm2d(4)
+    if kind == "overridden_loader":
+        fit["datamodule"].train_dataloader = lambda: torch.utils.data.DataLoader([1, 2])
+    quiet_trainer(DGCLStrategy(**strategy), world_size, self_check=True, **trainer).fit(module, **fit)
+
+
+@pytest.mark.parametrize(
+    ("kind", "words"),
+    [
+        ("dataloader", "Pass datamodule=GraphDataModule"),
+        ("overridden_loader", "cannot use a DataLoader"),
+        ("lbfgs", "LBFGS"),
+        ("none", "training_step returned None"),
+        ("sync_batchnorm", "sync_batchnorm=False"),
+        ("batchnorm", "'norm' (BatchNorm2d) takes statistics over all nodes"),
+    ],
+)
+def test_refused_with_a_way_out(ranks, kind, words):
+    with pytest.raises(RankFailed) as caught:
+        ranks.run(2, refused, kind)
+    assert all(words in line for line in caught.value.errors.values())
+    assert len(caught.value.errors) == 2
+
+
+def test_other_strategies_refuse_to_copy_the_graph(ranks):
+    with pytest.raises(RankFailed, match="copies of the whole graph"):
+        ranks.run(2, run, "plain", "ddp")
+
+
+def without_validation(rank: int, world_size: int, strategy: str) -> float:
+    graph = awkward_graph()
+    graph.val_mask[:] = False
+    trainer = quiet_trainer(strategy, world_size, max_epochs=2)
+    trainer.fit(NodeClassifier(build("gcn"), num_classes=CLASSES).double(), datamodule=GraphDataModule(graph))
+    return float(trainer.callback_metrics["train_loss"])
+
+
+@pytest.mark.parametrize("strategy", ["dgcl", "vertex_cut", "sampling"])
+def test_a_graph_without_validation_nodes_trains(ranks, strategy):
+    one, other = ranks.run(2, without_validation, strategy)
+    assert one == other > 0

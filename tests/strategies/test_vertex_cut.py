@@ -1,0 +1,288 @@
+"""Training over a vertex cut equals one device, and its caches agree about what was sent (gloo ranks, float64)."""
+
+from __future__ import annotations
+
+from functools import cache
+from itertools import pairwise
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+from common import (
+    CLASSES,
+    assert_same,
+    awkward_graph,
+    build,
+    campaign,
+    one_training_node,
+    quiet_trainer,
+    single,
+    strategy_of_config,
+    three_nodes,
+    train,
+)
+
+from lightning_gnn import AdaptiveThreshold, CachedVertexCutStrategy, GraphDataModule, NodeClassifier, VertexCutStrategy
+
+
+@cache
+def on_one_device(model: Any, module: str = "library") -> dict[str, Any]:
+    return single(awkward_graph(), model, module=module)
+
+
+def trained(rank: int, world_size: int, model: Any, options: dict[str, Any], **others: Any) -> dict[str, Any]:
+    return train(rank, world_size, awkward_graph(), model, strategy=VertexCutStrategy, options=options, **others)
+
+
+@pytest.mark.parametrize("world_size", [2, *campaign(3), 4])
+def test_trained_as_on_one_device(ranks, world_size):
+    for found in ranks.run(world_size, trained, "gcn", {}):
+        assert_same(found, on_one_device("gcn"), rtol=1e-8, atol=1e-10)
+
+
+KINDS = ("graphconv", "gat", "gin_batch_norm", "own", "pna")  # all convs: test_convs.py
+
+
+@pytest.mark.parametrize("model", [pytest.param(KINDS, id="together"), *campaign(*KINDS)])
+def test_every_kind_of_conv(ranks, model):
+    for found in ranks.run(3, trained, model, {"partition": "random"}, self_check=False):
+        assert_same(found, on_one_device(model), rtol=1e-8, atol=1e-10)
+
+
+def test_parts_without_nodes_or_edges(ranks):
+    graph, _ = one_training_node()
+    expected = single(graph, "sage")
+    for found in ranks.run(4, train, graph, "sage", strategy="vertex_cut"):
+        assert_same(found, expected, rtol=1e-8, atol=1e-10)
+
+
+def test_more_ranks_than_nodes(ranks):
+    expected = single(three_nodes(), "gcn")
+    for found in ranks.run(4, train, three_nodes(), "gcn", strategy="vertex_cut"):
+        assert_same(found, expected, rtol=1e-8, atol=1e-10)
+
+
+def test_users_module_over_sockets_on_two_hosts(ranks):
+    options = {"shared_memory": False, "hosts": 2}
+    for found in ranks.run(4, trained, "sage", options, module="user", self_check=False):
+        assert_same(found, on_one_device("sage", "user"), rtol=1e-8, atol=1e-10)
+
+
+# Cache ########################################################################
+
+
+CACHED = ("gcn", "gat", "sage_max")
+
+
+@pytest.mark.parametrize("model", [pytest.param(CACHED, id="together"), *campaign(*CACHED)])
+def test_a_cache_that_lets_every_change_through_is_exact(ranks, model):
+    for found in ranks.run(3, trained, model, {"cache": 0.0}, self_check=False):
+        assert_same(found, on_one_device(model), rtol=1e-8, atol=1e-10)
+
+
+class Watch(L.Callback):
+    """Keeps what is logged, and the weights before the last epoch; may save a checkpoint within validation."""
+
+    def __init__(self, save: str | None = None) -> None:
+        self.save = save
+        self.epochs: list[dict[str, float]] = []
+        self.before: dict[str, torch.Tensor] = {}
+
+    def on_train_epoch_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        self.before = {name: value.clone() for name, value in pl_module.state_dict().items()}
+
+    def on_train_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        self.epochs.append({name: float(value) for name, value in trainer.callback_metrics.items()})
+
+    def on_validation_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        if self.save is not None and trainer.current_epoch == 3:
+            trainer.save_checkpoint(self.save)
+
+
+def fit(
+    world_size: int,
+    strategy: Any,
+    epochs: int,
+    checkpoint: Any = None,
+    model: str = "gcn",
+    save: str | None = None,
+) -> tuple[Watch, Any]:
+    watch = Watch(save)
+    trainer = quiet_trainer(strategy, world_size, max_epochs=epochs, callbacks=[watch])
+    module = NodeClassifier(build(model), num_classes=CLASSES, lr=0.05).double()
+    trainer.fit(module, datamodule=GraphDataModule(awkward_graph()), ckpt_path=checkpoint)
+    return watch, trainer
+
+
+def cached_and_exact(rank: int, world_size: int, shared_memory: bool) -> Any:
+    options: dict[str, Any] = {"timeout": 60, "shared_memory": shared_memory}
+    cached, _ = fit(
+        world_size, CachedVertexCutStrategy(cache=AdaptiveThreshold(epsilon=0.1), codec="int8", **options), 12
+    )
+    exact, _ = fit(world_size, VertexCutStrategy(timeout=60), 12)
+    module = NodeClassifier(build("gcn"), num_classes=CLASSES).double()
+    module.load_state_dict(cached.before)
+    graph = awkward_graph()
+    mask = graph.train_mask & (graph.y >= 0)
+    out = module.model(graph.x, graph.edge_index, graph.edge_weight)
+    return cached.epochs, exact.epochs, float(torch.nn.functional.cross_entropy(out[mask], graph.y[mask]))
+
+
+@pytest.mark.parametrize("shared_memory", [True, False])
+def test_as_published(ranks, shared_memory):
+    """Fewer rows, in fewer bytes, close to exact training; and exact in the first epoch and in the last."""
+    found = ranks.run(3, cached_and_exact, shared_memory)
+    for each, _, _ in found:  # what is logged is of all ranks
+        for ours, first in zip(each, found[0][0]):
+            of_run = [name for name in first if name.startswith(("comm/", "cache/", "codec/"))]
+            assert of_run and all(ours[name] == first[name] for name in of_run)
+    cached, exact, last_loss = found[0]
+    assert cached[0]["train_loss"] == pytest.approx(exact[0]["train_loss"], rel=1e-12)
+    assert cached[-1]["train_loss"] == pytest.approx(last_loss, rel=1e-9)
+    assert [each["train_loss"] for each in cached] == pytest.approx([each["train_loss"] for each in exact], rel=0.1)
+    for key in ("comm/sent_fraction/model.convs.1/forward", "comm/sent_fraction/model.convs.1/backward"):
+        fractions = [each[key] for each in cached]
+        assert fractions[0] == fractions[-1] == 1 and 0 < min(fractions) < 1
+    assert sum(each["comm/halo_rows"] for each in cached) < sum(each["comm/halo_rows"] for each in exact)
+    middle = slice(1, -1)  # in the first epoch, flags come on top
+    for key in ("comm/bytes_sent", "comm/halo_rows"):
+        assert all(ours[key] <= theirs[key] for ours, theirs in zip(cached[middle], exact[middle]))
+    assert 0 < cached[5]["codec/error"] < 0.01
+    assert len({each["cache/epsilon"] for each in cached}) > 1
+
+
+def largest_changes(rank: int, world_size: int) -> Any:
+    cached, _ = fit(world_size, CachedVertexCutStrategy("largest", "bfp4", timeout=60, self_check=False), 12)
+    exact, _ = fit(world_size, VertexCutStrategy(timeout=60, self_check=False), 12)
+    return cached.epochs, exact.epochs
+
+
+def test_largest_changes_send_their_share(ranks):
+    cached, exact = ranks.run(3, largest_changes)[0]
+    for key in ("comm/sent_fraction/model.convs.1/forward", "comm/sent_fraction/model.convs.1/backward"):
+        fractions = [each[key] for each in cached]
+        middle = fractions[1:-1]
+        assert fractions[0] == fractions[-1] == 1 and middle == sorted(middle) and 0 < middle[0] < middle[-1] < 0.6
+    assert "cache/epsilon" not in cached[0]
+    assert cached[0]["train_loss"] == pytest.approx(exact[0]["train_loss"], rel=1e-12)
+    assert [each["train_loss"] for each in cached] == pytest.approx([each["train_loss"] for each in exact], rel=0.1)
+
+
+def resumed(rank: int, world_size: int, folder: str) -> Any:
+    def strategy() -> CachedVertexCutStrategy:
+        return CachedVertexCutStrategy(cache="adaptive", timeout=60, self_check=False, codec=None)
+
+    within = f"{folder}/within.ckpt"
+    watch, trainer = fit(world_size, strategy(), 6, save=within)
+    trainer.save_checkpoint(f"{folder}/six.ckpt")
+    threshold = trainer.strategy.scheme.state_dict()["threshold"]
+    again, trainer = fit(world_size, strategy(), 8, checkpoint=f"{folder}/six.ckpt")
+    # An epoch that was left in its validation ends first, without a batch.
+    ended, _ = fit(world_size, strategy(), 6, checkpoint=within)
+    return threshold, watch.epochs, again.epochs, ended.epochs
+
+
+def test_resume_takes_the_threshold_up_and_starts_exactly(ranks, tmp_path):
+    for threshold, before, after, ended in ranks.run(2, resumed, str(tmp_path)):
+        assert len(after) == 2 and len(ended) == 3 and "train_acc" not in ended[0] and "train_acc" in ended[2]
+        assert before[-1]["cache/epsilon"] == threshold["epsilon"] == after[0]["cache/epsilon"] != 0.01
+        assert after[0]["comm/sent_fraction/model.convs.1/forward"] == 1
+
+
+class NoAccuracy(NodeClassifier):
+    def log(self, name: str, *args: Any, **kwargs: Any) -> None:
+        if name != "train_acc":
+            super().log(name, *args, **kwargs)
+
+
+def without_accuracy(rank: int, world_size: int) -> str:
+    strategy = CachedVertexCutStrategy("adaptive", monitor="train_acc", timeout=60, self_check=False)
+    trainer = quiet_trainer(strategy, world_size)
+    with pytest.raises(ValueError, match="monitor=") as caught:
+        trainer.fit(NoAccuracy(build("gcn"), num_classes=CLASSES).double(), datamodule=GraphDataModule(awkward_graph()))
+    return str(caught.value)
+
+
+def test_an_accuracy_that_is_named_is_asked_for(ranks):
+    for message in ranks.run(2, without_accuracy):
+        assert "monitor='train_acc', which was not logged (logged: " in message and "train_loss" in message
+
+
+class ByHand(NodeClassifier):
+    """Manual optimisation in steps that return nothing."""
+
+    automatic_optimization = False
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        optimizer: Any = self.optimizers()
+        optimizer.zero_grad()
+        self.manual_backward(super().training_step(batch, batch_idx))
+        optimizer.step()
+
+
+def following(rank: int, world_size: int, kind: type[NodeClassifier], monitor: str | None) -> Any:
+    strategy, watch = VertexCutStrategy(cache="adaptive", monitor=monitor, timeout=60, self_check=False), Watch()
+    trainer = quiet_trainer(strategy, world_size, max_epochs=12, callbacks=[watch])
+    module = kind(build("gcn"), num_classes=CLASSES, lr=0.05).double()
+    trainer.fit(module, datamodule=GraphDataModule(awkward_graph()))
+    return watch.epochs
+
+
+@pytest.mark.parametrize("kind", [NodeClassifier, ByHand])
+@pytest.mark.parametrize("monitor", [None, "train_acc"])
+def test_the_threshold_follows_the_loss_or_what_is_named(ranks, kind, monitor):
+    """By hand: from what was logged in an epoch comes the threshold of the next."""
+    for epochs in ranks.run(2, following, kind, monitor):
+        expected = AdaptiveThreshold()
+        for before, after in pairwise(epochs):
+            if monitor is None:
+                expected.update_by_loss(before["train_loss"])
+            else:
+                expected.update(before[monitor])
+            assert after["cache/epsilon"] == pytest.approx(expected.epsilon, rel=1e-12)
+        assert expected.epsilon != 0.01
+
+
+def poisoned(rank: int, world_size: int) -> str:
+    module = NodeClassifier(build("gcn"), num_classes=CLASSES).double()
+    with torch.no_grad():
+        next(module.parameters())[0] = float("nan")
+    trainer = quiet_trainer(CachedVertexCutStrategy(timeout=60, self_check=False), world_size)
+    with pytest.raises(ValueError) as caught:
+        trainer.fit(module, datamodule=GraphDataModule(awkward_graph()))
+    return str(caught.value)
+
+
+def test_nan_stops_the_run_with_the_layers_name(ranks):
+    assert all("model.convs." in message and "nan" in message for message in ranks.run(2, poisoned))
+
+
+# Refusals #####################################################################
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"partition": "metis"}, r"partition must be one of 'ebv', .* \(got 'metis'\)"),
+        ({"cache": "always"}, "cache must be 'adaptive'"),
+        ({"cache": -0.5}, "cache must be 'adaptive'"),
+        ({"hosts": 0}, "hosts is a number of machines"),
+        ({"host_weight": 2}, "host_weight lies between 0 and 1"),
+        ({"codec": "int7"}, "codec must be one of 'int8'"),
+    ],
+)
+def test_refused_at_once(options, message):
+    with pytest.raises(ValueError, match=message):
+        VertexCutStrategy(**options)
+
+
+def test_hosts_that_do_not_divide_the_ranks():
+    with pytest.raises(ValueError, match=r"hosts=3 .* 4 ranks. Legal here: 1, 2, 4"):
+        VertexCutStrategy(hosts=3).scheme.layout(4)
+
+
+def test_from_yaml(tmp_path):
+    asked = "{class_path: lightning_gnn.VertexCutStrategy, init_args: {partition: ne, cache: 0.05, codec: int4}}"
+    strategy = strategy_of_config(tmp_path / "config.yaml", asked)
+    assert (strategy.scheme.partition, strategy.scheme.cache, strategy.codec) == ("ne", 0.05, "int4")
