@@ -38,6 +38,8 @@ def example(folder: Path, name: str, at_least: float) -> Finished:
         ("library.py", 0.8),
         ("own_module.py", 0.65),
         ("own_scheme.py", 0.9),
+        ("boundary_sampling.py", 0.9),
+        ("pipelined.py", 0.9),
         ("embeddings.py", 0.9),
     ],
 )

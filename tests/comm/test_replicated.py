@@ -58,8 +58,16 @@ def on_one_device(model: Any, module: str = "library") -> dict[str, Any]:
 MODELS = ("gcn", "gat_edges", "gin_batch_norm")
 
 
-@pytest.mark.parametrize("model", [pytest.param(MODELS, id="together"), *campaign(*MODELS, "pna")])
-@pytest.mark.parametrize("plan", PLANS)
+@pytest.mark.parametrize(
+    ("plan", "model"),
+    [
+        pytest.param("swap", MODELS, id="swap-together"),
+        pytest.param("hierarchical", MODELS, id="hierarchical-together"),
+        ("replicate", "gat_edges"),  # together they would be more layers than hops
+        ("dgcl_r", "gin_batch_norm"),
+        *campaign(*((plan, model) for plan in PLANS for model in (*MODELS, "pna"))),
+    ],
+)
 def test_trained_as_on_one_device(ranks, plan, model):
     options = dict(PLANS[plan])
     if model == "pna" and "hops" in options:

@@ -63,6 +63,7 @@ def accuracy(model: torch.nn.Module, *extra: torch.Tensor) -> float:
     return float((out.argmax(-1) == graph.y)[graph.test_mask].float().mean())
 
 
+@pytest.mark.campaign
 @pytest.mark.slow
 def test_the_graph_helps():
     torch.manual_seed(0)

@@ -20,7 +20,7 @@ for path in sorted(Path(__file__).parent.glob("*.py")):
         import_module(f"idioms.{path.stem}")
 
 
-EVERY = 18
+EVERY = 24
 
 
 def _parameter(one: Idiom) -> object:

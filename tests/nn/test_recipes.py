@@ -14,7 +14,7 @@ from typing import Any
 import lightning as L
 import pytest
 import torch
-from common import CLASSES, FEATURES, Recorder, awkward_graph, checked_later, quiet_trainer
+from common import CLASSES, FEATURES, Recorder, awkward_graph, campaign, checked_later, quiet_trainer
 from torch_geometric.data import Data
 from torch_geometric.nn.models import SGFormer
 
@@ -92,7 +92,10 @@ def check(name: str, graph: Data, strategies: list[Any], ranks: int, part: torch
     assert [each.verdict for each in report.schemes] == ["same"] * len(strategies), report
 
 
-@pytest.mark.parametrize("name", SIZES)
+EVERY_DAY = ("DirectedGAT", "LabelInputs", "SeveralMeans", "VirtualNode")
+
+
+@pytest.mark.parametrize("name", [*EVERY_DAY, *campaign(*(name for name in SIZES if name not in EVERY_DAY))])
 def test_is_exact_under_every_scheme(name):
     """On four ranks, with three training nodes; and on two, of which one has none."""
     check(name, few(), [*EXACT, "spmm_2d"], 4)

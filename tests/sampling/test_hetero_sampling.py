@@ -582,7 +582,7 @@ def relations_of(graph: Data, kind: str) -> tuple[Any, L.LightningModule]:
     return graph, OfOneType(RGCN({"rgcn": RGCNConv, "fast": FastRGCNConv}[kind]), classes=11)
 
 
-@pytest.mark.parametrize(("kind", "apart"), [("types", True), *campaign(("rgcn", False), ("fast", False))])
+@pytest.mark.parametrize(("kind", "apart"), campaign(("types", True), ("rgcn", False), ("fast", False)))
 def test_relations_of_wordnet_are_those_of_one_device(ranks, wordnet, kind, apart):
     graph, chosen = relations_of(wordnet, kind)
     expected = trained(0, 1, graph, chosen, None, max_epochs=1)

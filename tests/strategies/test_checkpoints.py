@@ -141,6 +141,7 @@ def quiet_fit(save: str, epochs: int) -> None:
 APPROXIMATE = ["vertex_cut_cached", "gossip", "cluster_allreduce"]
 
 
+@pytest.mark.campaign
 def test_approximate_schemes_hand_on_what_they_have_learnt(ranks, tmp_path):
     """What an exact scheme on four ranks makes of their checkpoints is what one device makes of them."""
     saved = {name: str(tmp_path / f"{name}.ckpt") for name in APPROXIMATE}

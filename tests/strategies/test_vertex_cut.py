@@ -35,7 +35,7 @@ def trained(rank: int, world_size: int, model: Any, options: dict[str, Any], **o
     return train(rank, world_size, awkward_graph(), model, strategy=VertexCutStrategy, options=options, **others)
 
 
-@pytest.mark.parametrize("world_size", [2, *campaign(3), 4])
+@pytest.mark.parametrize("world_size", [2, *campaign(3, 4)])
 def test_trained_as_on_one_device(ranks, world_size):
     for found in ranks.run(world_size, trained, "gcn", {}):
         assert_same(found, on_one_device("gcn"), rtol=1e-8, atol=1e-10)
@@ -129,7 +129,7 @@ def cached_and_exact(rank: int, world_size: int, shared_memory: bool) -> Any:
     return cached.epochs, exact.epochs, float(torch.nn.functional.cross_entropy(out[mask], graph.y[mask]))
 
 
-@pytest.mark.parametrize("shared_memory", [True, False])
+@pytest.mark.parametrize("shared_memory", [True, *campaign(False)])
 def test_as_published(ranks, shared_memory):
     """Fewer rows, in fewer bytes, close to exact training; and exact in the first epoch and in the last."""
     found = ranks.run(3, cached_and_exact, shared_memory)
