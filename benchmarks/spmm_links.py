@@ -26,9 +26,10 @@ from planned_exchange import add_cluster_arguments, join_cluster, load_graph, ru
 from torch import Tensor
 from typing_extensions import override
 
+from lightning_gnn.comm.call import DIRECTIONS, Call
 from lightning_gnn.comm.exchange import HaloExchange
 from lightning_gnn.comm.grid import BlockMatrix
-from lightning_gnn.comm.group import DIRECTIONS, Call, World
+from lightning_gnn.comm.group import World
 from lightning_gnn.comm.matrix import Matrix, SparseMatrix, Triples, on_grid
 from lightning_gnn.comm.summa import SummaMatrix
 from lightning_gnn.comm.traffic import Meter

@@ -11,8 +11,8 @@ import torch
 from torch_geometric.nn.models import GCN
 
 from lightning_gnn import GNNStrategy, GraphDataModule, NodeClassifier
+from lightning_gnn.comm.call import Call
 from lightning_gnn.comm.exchange import HaloExchange
-from lightning_gnn.comm.group import Call
 from lightning_gnn.partition.layout import LayoutSpec
 from lightning_gnn.strategies import Scheme, register
 

@@ -15,7 +15,7 @@ from test_contract import N, on_ranks, shards, whole_graph
 from torch_geometric import nn
 
 from lightning_gnn import DGCLStrategy, GraphDataModule, NodeClassifier
-from lightning_gnn.comm.group import Step
+from lightning_gnn.comm.call import Step
 from lightning_gnn.comm.in_process import InProcessWorld
 from lightning_gnn.comm.traffic import Meter
 

@@ -14,7 +14,7 @@ from lightning_gnn.checks.draws import Draw
 from lightning_gnn.checks.record import Compared, Rows, relative_difference
 from lightning_gnn.checks.trial import OnRank, Outcome, Parted, Trial
 from lightning_gnn.data.shards import Shard
-from lightning_gnn.nn.context import UnsupportedModelError
+from lightning_gnn.nn.rank_graph import UnsupportedModelError
 
 FIT = 1e-6
 """Up to this part of the largest value, one thing is taken to be another: rounding is far smaller in float64."""

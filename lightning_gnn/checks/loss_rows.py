@@ -15,7 +15,7 @@ from lightning_gnn.checks.output_rows import OutputRows
 from lightning_gnn.checks.stand_ins import ignore, kept_state
 from lightning_gnn.comm.group import World
 from lightning_gnn.comm.in_process import kept_random_state
-from lightning_gnn.nn.context import UnsupportedModelError
+from lightning_gnn.nn.rank_graph import UnsupportedModelError
 
 _TRIES = ((-1.0, 0.0), (-1000.0, 0.0), (1000.0, 0.0), (0.0, 1.0), (0.0, 1000.0), (0.0, -1000.0))
 """What outputs are multiplied with, and the noise added, in further runs, to see which rows have a gradient for other values."""

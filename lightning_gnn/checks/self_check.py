@@ -26,7 +26,7 @@ from lightning_gnn.checks.trial import STAGES, Bind, Outcome, Parted, Trial, in_
 from lightning_gnn.data.attributes import LeftOutError
 from lightning_gnn.data.shards import Shard, split_graph
 from lightning_gnn.data.sources import counted_mask
-from lightning_gnn.nn.context import UnsupportedModelError
+from lightning_gnn.nn.rank_graph import UnsupportedModelError
 from lightning_gnn.partition.layout import LayoutSpec
 
 HALVES = LayoutSpec("edge_cut", 2)

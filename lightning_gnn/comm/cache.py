@@ -20,9 +20,10 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
+from lightning_gnn.comm.call import Call
 from lightning_gnn.comm.codec import Codec
 from lightning_gnn.comm.exchange import HaloExchange, counted, starting
-from lightning_gnn.comm.group import Call, World
+from lightning_gnn.comm.group import World
 from lightning_gnn.comm.traffic import Meter, Traffic
 from lightning_gnn.comm.wire import Rows, rows_of
 from lightning_gnn.partition.shard import HaloPlan

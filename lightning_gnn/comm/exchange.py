@@ -21,7 +21,8 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from typing_extensions import override
 
-from lightning_gnn.comm.group import Call, Step, World
+from lightning_gnn.comm.call import Call, Step
+from lightning_gnn.comm.group import World
 from lightning_gnn.comm.traffic import Meter, Traffic
 from lightning_gnn.comm.wire import Rows, by_peer, rows_of
 from lightning_gnn.kernels import add_rows, take_rows

@@ -17,8 +17,9 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
+from lightning_gnn.comm.call import Call
 from lightning_gnn.comm.exchange import counted, starting
-from lightning_gnn.comm.group import Call, World
+from lightning_gnn.comm.group import World
 from lightning_gnn.comm.matrix import Matrix, Triples, deal, on_grid
 from lightning_gnn.comm.traffic import Meter, Traffic
 from lightning_gnn.comm.wire import Rows, rows_of

@@ -8,14 +8,14 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass, replace
 from datetime import timedelta
-from typing import Any, Literal, TypeVar, get_args
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from lightning_gnn.comm.call import Call, Step
 from lightning_gnn.comm.codec import Codec
 from lightning_gnn.comm.coded import CodedWire
 from lightning_gnn.comm.listening import gloo_beside, meeting_store
@@ -95,47 +95,6 @@ def is_about_peers(error: BaseException) -> bool:
     if isinstance(error, (CommunicationError, dist.DistBackendError, dist.DistNetworkError, dist.DistStoreError)):
         return True
     return isinstance(error, RuntimeError) and any(word in str(error) for word in ("gloo", "NCCL", "TCPStore"))
-
-
-Phase = Literal["train", "validation", "test", "predict"]
-Direction = Literal["forward", "backward"]
-DIRECTIONS: tuple[Direction, ...] = get_args(Direction)
-
-
-@dataclass(frozen=True)
-class Step:
-    """Where a run is.
-
-    Attributes:
-        phase: what the step is for.
-        epoch: of the training, from 0.
-        number: steps of this phase before this one, since the run began.
-    """
-
-    phase: Phase = "train"
-    epoch: int = 0
-    number: int = 0
-
-
-@dataclass(frozen=True)
-class Call:
-    """One exchange of a step, the same on every rank and in every step that runs the same code.
-
-    Attributes:
-        layer: whose rows travel: its name in the module.
-        index: how many exchanges the layer has begun in the forward passes of this step before this one.
-        direction: the pass that it belongs to; that of the backward has the index of its forward.
-        operation: how rows that meet at their owner become one.
-    """
-
-    layer: str
-    index: int = 0
-    direction: Direction = "forward"
-    operation: Literal["sum", "max"] = "sum"
-
-    def backward(self) -> Call:
-        """Returns the exchange of the backward pass."""
-        return replace(self, direction="backward")
 
 
 class World:

@@ -18,7 +18,8 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from lightning_gnn.comm.group import Step, World
+from lightning_gnn.comm.call import Step
+from lightning_gnn.comm.group import World
 from lightning_gnn.comm.shared_memory import PeerError
 from lightning_gnn.comm.watchdog import Watchdog
 from lightning_gnn.comm.wire import Rows, Sends, rows_of

@@ -14,8 +14,9 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
+from lightning_gnn.comm.call import Call
 from lightning_gnn.comm.exchange import Exchange, HaloExchange
-from lightning_gnn.comm.group import Call, World
+from lightning_gnn.comm.group import World
 from lightning_gnn.comm.traffic import Meter
 from lightning_gnn.kernels import CSR, spmm
 from lightning_gnn.partition.grid import ProcessCube, ProcessGrid

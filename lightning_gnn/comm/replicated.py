@@ -8,8 +8,8 @@ from typing import Any
 from torch import Tensor
 from typing_extensions import override
 
+from lightning_gnn.comm.call import Call, Step
 from lightning_gnn.comm.exchange import Exchange
-from lightning_gnn.comm.group import Call, Step
 
 
 class ReplicatedExchange(Exchange):

@@ -22,8 +22,9 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from lightning_gnn.comm.call import Call, Direction
 from lightning_gnn.comm.exchange import counted, during_exchange, starting
-from lightning_gnn.comm.group import Call, Direction, World
+from lightning_gnn.comm.group import World
 from lightning_gnn.comm.traffic import Meter, Traffic
 
 

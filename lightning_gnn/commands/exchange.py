@@ -11,8 +11,9 @@ from datetime import timedelta
 import numpy as np
 import torch
 
+from lightning_gnn.comm.call import Call
 from lightning_gnn.comm.exchange import HaloExchange
-from lightning_gnn.comm.group import Call, World
+from lightning_gnn.comm.group import World
 from lightning_gnn.comm.traffic import Meter
 from lightning_gnn.launching.local_ranks import run_ranks
 from lightning_gnn.partition.shard import HaloPlan

@@ -15,8 +15,8 @@ from typing_extensions import override
 from lightning_gnn.datamodules import GraphDataModule
 from lightning_gnn.datamodules.known_edges import known_edges
 from lightning_gnn.modules.base import GraphModule, OptimizerCallable, check_width, edge_inputs
-from lightning_gnn.nn.context import UnsupportedModelError
 from lightning_gnn.nn.helpers import choose_edges, expand, fetch_rows, num_nodes
+from lightning_gnn.nn.rank_graph import UnsupportedModelError
 from lightning_gnn.sampling.draws import draw_others
 
 _SCORED_AT_ONCE = 1 << 16

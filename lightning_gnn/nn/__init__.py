@@ -3,7 +3,7 @@
 from lightning_gnn.nn.adapters import register_adapter, substitute
 from lightning_gnn.nn.bind import Binding
 from lightning_gnn.nn.commnet import CommNet, CommNetConv
-from lightning_gnn.nn.context import GraphContext, UnsupportedModelError
+from lightning_gnn.nn.context import GraphContext
 from lightning_gnn.nn.embedding import DistributedEmbedding
 from lightning_gnn.nn.helpers import (
     choose_edges,
@@ -15,6 +15,7 @@ from lightning_gnn.nn.helpers import (
     reduce,
     sum_over_ranks,
 )
+from lightning_gnn.nn.rank_graph import UnsupportedModelError
 
 __all__ = [
     "Binding",

@@ -12,7 +12,8 @@ from torch_geometric import nn as pyg_nn
 from torch_geometric.nn import MessagePassing
 
 from lightning_gnn.nn.commnet import CommNetConv
-from lightning_gnn.nn.context import GraphContext, UnsupportedModelError
+from lightning_gnn.nn.context import GraphContext
+from lightning_gnn.nn.rank_graph import UnsupportedModelError
 
 Adapter = Callable[[MessagePassing, GraphContext, str], dict[str, Any]]
 """Returns the methods to put on a conv while it is bound, by name; gets the conv, its rank's graph and its layer's name."""

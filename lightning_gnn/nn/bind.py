@@ -21,11 +21,12 @@ from torch_geometric.nn import DirGNNConv, GPSConv, MessagePassing, aggr
 
 from lightning_gnn.nn import pyg
 from lightning_gnn.nn.adapters import ADAPTERS, LINEAR_MESSAGES, REFUSED
-from lightning_gnn.nn.context import GraphContext, UnsupportedModelError
+from lightning_gnn.nn.context import GraphContext
 from lightning_gnn.nn.directed import both_ways
 from lightning_gnn.nn.fused import fused
 from lightning_gnn.nn.norms import NORMS, STATE, Statistics, global_forward
 from lightning_gnn.nn.over_all import dense_attention, over_all
+from lightning_gnn.nn.rank_graph import UnsupportedModelError
 from lightning_gnn.nn.readout import readout
 from lightning_gnn.nn.recompute import recomputed
 from lightning_gnn.nn.several import several

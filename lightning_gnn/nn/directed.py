@@ -20,7 +20,8 @@ from torch_geometric.nn import DirGNNConv
 from lightning_gnn.comm.exchange import during_exchange
 from lightning_gnn.comm.group import World
 from lightning_gnn.data.shards import Shard
-from lightning_gnn.nn.context import GraphContext, UnsupportedModelError
+from lightning_gnn.nn.context import GraphContext
+from lightning_gnn.nn.rank_graph import UnsupportedModelError
 from lightning_gnn.partition.shard import halo_plan, owners_of
 
 

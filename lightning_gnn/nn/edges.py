@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from lightning_gnn.comm.call import Call
 from lightning_gnn.comm.exchange import Exchange
-from lightning_gnn.comm.group import Call
 from lightning_gnn.comm.matrix import Triples
 from lightning_gnn.kernels import CSR, spmm
 from lightning_gnn.kernels.sums import STATISTICS, RowStatistics, row_statistics_grad

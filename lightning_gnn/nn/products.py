@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from lightning_gnn.comm.group import Call
+from lightning_gnn.comm.call import Call
 from lightning_gnn.comm.matrix import Matrix, SparseMatrix
 from lightning_gnn.kernels.sums import STATISTICS, RowStatistics, row_statistics_grad
 from lightning_gnn.nn.edges import Sum, scale_, scaled, wide

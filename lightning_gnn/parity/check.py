@@ -34,7 +34,7 @@ from lightning_gnn.data.hetero import NO_TYPES
 from lightning_gnn.data.shards import Shard, split_graph, whole_graph
 from lightning_gnn.data.sources import counted_mask
 from lightning_gnn.datamodules.graph import GraphDataModule
-from lightning_gnn.nn.context import UnsupportedModelError
+from lightning_gnn.nn.rank_graph import UnsupportedModelError
 from lightning_gnn.parity.report import GROUPS, ParityReport, SchemeParity
 from lightning_gnn.strategies import registered
 from lightning_gnn.strategies.base import GNNStrategy

@@ -11,7 +11,8 @@ import lightning.pytorch as pl
 from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor
 
-from lightning_gnn.comm.group import Step, World
+from lightning_gnn.comm.call import Step
+from lightning_gnn.comm.group import World
 from lightning_gnn.comm.processes import here
 
 

@@ -22,7 +22,7 @@ from lightning_gnn.checks.trial import STAGES
 from lightning_gnn.comm.traffic import Meter
 from lightning_gnn.data.shards import Cut, Shard
 from lightning_gnn.data.sources import MASKS, counted_mask
-from lightning_gnn.nn.context import UnsupportedModelError
+from lightning_gnn.nn.rank_graph import UnsupportedModelError
 
 if TYPE_CHECKING:
     from lightning_gnn.strategies.base import GNNStrategy

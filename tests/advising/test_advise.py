@@ -25,6 +25,7 @@ from lightning_gnn.advising.machine import Machine, measured_contention, timing,
 from lightning_gnn.advising.rehearsal import Compute, Event, Rehearsal, Send, Take, rehearse
 from lightning_gnn.cli import main
 from lightning_gnn.comm.traffic import Meter
+from lightning_gnn.datamodules.stored_graph import StoredGraph
 from lightning_gnn.planning.presets import dgx1, machines, uniform
 from lightning_gnn.strategies import register
 
@@ -278,7 +279,7 @@ def run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, *arguments: str) -> Non
 
 
 def test_command(monkeypatch, tmp_path, capsys):
-    monkeypatch.setattr(GraphDataModule, "_build_in_subprocess", GraphDataModule.build)
+    monkeypatch.setattr(StoredGraph, "_build_in_subprocess", StoredGraph.build)
     run(
         monkeypatch,
         tmp_path,

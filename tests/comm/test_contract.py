@@ -20,8 +20,8 @@ from torch import Tensor
 from torch_geometric import nn
 
 import lightning_gnn
+from lightning_gnn.comm.call import Call, Step
 from lightning_gnn.comm.exchange import HaloExchange
-from lightning_gnn.comm.group import Call, Step
 from lightning_gnn.comm.in_process import InProcessWire, InProcessWorld, Meeting
 from lightning_gnn.comm.traffic import Meter
 from lightning_gnn.comm.wire import rows_of

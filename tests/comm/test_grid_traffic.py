@@ -15,8 +15,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from benchmarks.rings import published_traffic
+from lightning_gnn.comm.call import Call
 from lightning_gnn.comm.grid import BlockMatrix
-from lightning_gnn.comm.group import Call
 from lightning_gnn.comm.in_process import InProcessWorld, Meeting
 from lightning_gnn.comm.matrix import Matrix, SparseMatrix, Triples, on_grid
 from lightning_gnn.comm.summa import SummaMatrix

@@ -33,8 +33,9 @@ from torch_geometric.data import Data
 from torch_geometric.nn.models import GCN
 
 from lightning_gnn import GraphDataModule, NodeClassifier, SpMM1DStrategy, SpMM2DStrategy, SpMM15DStrategy
+from lightning_gnn.comm.call import DIRECTIONS, Call
 from lightning_gnn.comm.grid import BlockMatrix
-from lightning_gnn.comm.group import DIRECTIONS, Call, World
+from lightning_gnn.comm.group import World
 from lightning_gnn.comm.in_process import InProcessWorld, Meeting
 from lightning_gnn.comm.matrix import Matrix, SparseMatrix, Triples, on_grid
 from lightning_gnn.comm.summa import SummaMatrix

@@ -1,0 +1,246 @@
+"""A rank's graph as layers see it: its edges, the exchange, and what is made of them once.
+
+N owned rows, H halo rows, E edges, F columns; ``...`` stands for any trailing dimensions.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+from typing_extensions import Self
+
+from lightning_gnn.comm.call import Step
+from lightning_gnn.comm.exchange import Exchange
+from lightning_gnn.comm.matrix import Matrix, SparseMatrix, Triples
+from lightning_gnn.comm.rows import AnyRows
+from lightning_gnn.kernels import CSR
+from lightning_gnn.nn.edges import SplitEdges, SplitWeights
+from lightning_gnn.nn.kept import Kept
+
+
+class UnsupportedModelError(ValueError):
+    """A model that cannot be trained, or not exactly on a part of the graph: says which module, why, and what to use."""
+
+
+T = TypeVar("T", bound=tuple[Tensor, ...])
+
+
+class RankGraph:
+    """One rank's graph: its edges, the exchange, and what is made of them once.
+
+    Args:
+        exchange: S and S^T, and where sums over edges are products, how these are spread over ranks.
+        x: the batch's own features; what layers make of them alone is made once.
+        edge_index: the batch's own edges in local ids, int64 ``[2, E]``.
+        edge_weight: the batch's own edge weights, ``[E]``, or None.
+        kept_widths: what is kept of constant input takes at most as much memory as so many copies of it; 0 keeps nothing.
+        rows: rows of any nodes; None where nothing reads them.
+        node_ids: relabelled id of each owned and halo row, int64 ``[N + H]``; for products.
+
+    Attributes:
+        propagations: how often each layer has let rows travel along edges in this step, by its name.
+        columns_at_once: of constant input travel together: what travels stays small, like what later layers send.
+        reverse: of the same nodes in the graph whose edges go the other way; None where no layer reads out-edges.
+    """
+
+    columns_at_once = 16
+
+    def __init__(
+        self,
+        exchange: Exchange,
+        x: Tensor,
+        edge_index: Tensor,
+        edge_weight: Tensor | None,
+        kept_widths: int = 4,
+        rows: AnyRows | None = None,
+        node_ids: Tensor | None = None,
+    ) -> None:
+        self.exchange, self.rows = exchange, rows
+        self.reverse: Self | None = None
+        self.propagations = Counter[str]()
+        self.x, self.edge_index, self.edge_weight = x, edge_index, edge_weight
+        self.num_owned, self.num_halo = exchange.num_owned, exchange.num_halo
+        self.kept = Kept(x, [tensor for tensor in (edge_index, edge_weight) if tensor is not None], kept_widths)
+        self._node_ids = node_ids
+
+    def check_rows(self, rows: int, layer: str) -> None:
+        """Raises :class:`UnsupportedModelError` unless `layer` was given one row per owned node."""
+        if rows != self.num_owned:
+            raise UnsupportedModelError(
+                f"'{layer}' was given {rows} node rows, but this rank owns {self.num_owned}. Convs must be called with one "
+                "row per node of the batch, in its order."
+            )
+
+    def check_expanded_rows(self, rows: int, layer: str) -> None:
+        """Raises :class:`UnsupportedModelError` unless `layer` was given one row per owned and halo node."""
+        if rows != self.num_owned + self.num_halo:
+            raise UnsupportedModelError(
+                f"'{layer}' was given {rows} rows, but this rank has {self.num_owned} owned and {self.num_halo} halo nodes: "
+                "it takes one row for each, in the order of expand(x)."
+            )
+
+    def check_edges(self, edge_index: Any, layer: str, edge_weight: Any = None) -> None:
+        """Raises :class:`UnsupportedModelError` unless edges are given as ``[2, E]``, and weights of so many, if any."""
+        if not isinstance(edge_index, Tensor) or edge_index.layout != torch.strided:
+            raise UnsupportedModelError(
+                f"'{layer}' was called with a {type(edge_index).__name__} of sparse layout. Hand on batch.edge_index."
+            )
+        if isinstance(edge_weight, Tensor) and edge_weight.dim() and edge_weight.size(0) != edge_index.size(1):
+            raise UnsupportedModelError(
+                f"'{layer}' was given {edge_weight.size(0)} weights for {edge_index.size(1)} edges. A rank has a part of the "
+                "graph's edges: take the rows of what belongs to all of them by batch.e_id, weight[batch.e_id]."
+            )
+
+    def begin_step(self, step: Step | None = None) -> None:
+        """Starts a step; None for another of the same phase and epoch. Its propagations and calls are counted anew."""
+        world = self.exchange.world
+        step = step or Step(world.step.phase, world.step.epoch, world.step.number + 1)
+        world.begin_step(step)
+        self.propagations.clear()
+        if self.reverse is not None:
+            self.reverse.propagations.clear()
+        if step.phase != "train":
+            self.drain()
+        for exchange in self.exchanges:
+            exchange.begin_step(step)
+
+    @property
+    def exchanges(self) -> list[Exchange]:
+        """All by which rows of layers travel."""
+        matrices = [made for made in self.kept.made_of_edges() if isinstance(made, Matrix)]
+        own = [self.exchange, *(each for matrix in matrices for each in matrix.exchanges)]
+        return own if self.reverse is None else [*own, *self.reverse.exchanges]
+
+    def drain(self) -> None:
+        """Waits for all rows that are under way."""
+        for exchange in self.exchanges:
+            exchange.drain()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Returns what a checkpoint keeps of this rank's exchanges; nothing if they keep nothing."""
+        self.drain()
+        states = {"in": self.exchange.state_dict()}
+        if self.reverse is not None:
+            states["out"] = self.reverse.exchange.state_dict()
+        return states if any(states.values()) else {}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Takes what :meth:`state_dict` gave on this rank."""
+        self.exchange.load_state_dict(state.get("in", {}))
+        if self.reverse is not None:
+            self.reverse.exchange.load_state_dict(state.get("out", {}))
+
+    def propagated(self, layer: str) -> None:
+        """Counts that rows travel along edges once more; raises :class:`UnsupportedModelError` if that is too often."""
+        self.propagations[layer] += 1
+        count, most = self.propagations.total(), self.exchange.most_propagations
+        if most is not None and count > most:
+            raise UnsupportedModelError(
+                f"'{layer}' is propagation number {count} of a step, but neighbourhoods are replicated for "
+                f"hops={most}: rows would be missing. Set hops of the strategy to the number of propagations "
+                "of your model, two for a GCN of two layers."
+            )
+
+    @contextmanager
+    def _to_keep(self) -> Iterator[None]:
+        """Where something is made once, in a training step or in evaluation, for all that come: without autograd, and exactly.
+
+        It counts as no call of the step: other steps do not make it.
+        """
+        world = self.exchange.world
+        calls = world.calls.copy()
+        with torch.inference_mode(False), torch.no_grad(), world.wire.encoding(False):
+            yield
+        world.calls = calls
+
+    # S ########################################################################
+
+    def is_constant(self, x: Tensor) -> bool:
+        """Returns whether `x` is the batch's own features, or something kept that was made of them alone."""
+        return self.kept.is_constant(x)
+
+    def expand(self, x: Tensor, layer: str, dim: int = 0) -> Tensor:
+        """Returns owned and halo rows, ``[N + H, ...]``, differentiable."""
+
+        def compute() -> tuple[Tensor]:
+            with self._to_keep():
+                return (self.exchange.expand(x, layer),)
+
+        kept = self.kept.of_x("expanded", x, 0, compute) if x is self.x and dim % x.dim() == 0 else None
+        return self.exchange.expand(x, layer, dim) if kept is None else kept[0]
+
+    def expand_all(self, tensors: Sequence[Tensor], layer: str) -> list[Tensor]:
+        """Returns owned and halo rows of several tensors, in one message per peer; differentiable."""
+        return [self.expand(tensors[0], layer)] if len(tensors) == 1 else self.exchange.expand_all(tensors, layer)
+
+    # What is made once ########################################################
+
+    def once(
+        self, name: tuple[Any, ...], edge_index: Tensor, edge_weight: Tensor | None, compute: Callable[[], T]
+    ) -> T:
+        """Returns ``compute()``, a tuple of tensors made of edges and weights alone; kept if both are the batch's own.
+
+        Args:
+            name: what is computed, with its options.
+            edge_index, edge_weight: what it is computed from.
+            compute: may communicate, since all ranks decide alike.
+        """
+
+        def make() -> T:
+            with self._to_keep():
+                return compute()
+
+        made = self.kept.once(name, [edge_index, edge_weight], make)
+        return compute() if made is None else made
+
+    def chosen(self, name: str, edge_index: Tensor, choose: Callable[[], T]) -> T:
+        """Returns ``choose()``, a choice of the batch's own edges and of what belongs to them, made once.
+
+        What is made of it is kept as what is made of all edges.
+
+        Args:
+            name: of the choice.
+            edge_index: all edges.
+            choose: returns tensors, the edges first; all ranks choose alike.
+        """
+        found = self.once(("chosen", name), edge_index, None, choose)
+        if self.kept.is_own(edge_index):
+            self.kept.choose(found)
+        return found
+
+    def split_edges(self, edge_index: Tensor) -> SplitEdges | None:
+        """Returns the CSR form of edges that stay the same between steps; None for others: they would not repay it."""
+        return self.kept.of_edges(
+            "split", [edge_index], lambda: SplitEdges.from_edges(edge_index, self.num_owned, self.num_halo)
+        )
+
+    def matrix(self, edge_index: Tensor) -> CSR:
+        """Returns the edges as one matrix over owned and halo rows, ``[N, N + H]``; kept where edges last."""
+
+        def make() -> CSR:
+            source, target = edge_index
+            return CSR.from_coo(target, source, self.num_owned, self.num_owned + self.num_halo)
+
+        return self.kept.of_edges("matrix", [edge_index], make) or make()
+
+    def split_weights(self, edge_index: Tensor, weight: Tensor) -> SplitWeights | None:
+        """Returns weights that stay the same between steps in slot order; None for others."""
+        edges = self.split_edges(edge_index)
+        if edges is None or weight.requires_grad or weight.dim() != 1:
+            return None
+        return self.kept.of_edges("weights", [edge_index, weight], lambda: edges.weights(weight))
+
+    def _over_ranks(self, edge_index: Tensor) -> SparseMatrix | None:
+        """Returns edges that last as they are spread over ranks; None where a rank holds all edges of its nodes."""
+
+        make, node_ids = self.exchange.make_attended, self._node_ids
+        if make is None or node_ids is None:
+            return None
+        source, target = edge_index
+        triples = Triples(node_ids[target], node_ids[source], None)
+        return self.kept.of_edges("attended", [edge_index], lambda: make(triples))
