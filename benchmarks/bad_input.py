@@ -727,7 +727,7 @@ def sign(folder: Path) -> None:
         for name in files if isinstance(files, dict) else ():
             file = folder / name
             if len(name) < 200 and "\0" not in name and file.is_file():
-                files[name] = [file.stat().st_size, store._checksum(file)]
+                files[name] = [file.stat().st_size, store.checksum_of(file)]
         manifest["checksum"] = store._manifest_checksum(manifest)
     path.write_text(json.dumps(manifest))
 

@@ -30,7 +30,7 @@ from lightning_gnn.data.sources import counted_mask
 from lightning_gnn.nn import pyg
 from lightning_gnn.nn.bind import Binding
 from lightning_gnn.nn.helpers import graph_in_use
-from lightning_gnn.steps.loss import loss_scale
+from lightning_gnn.steps.weights import loss_scale
 from lightning_gnn.strategies.heap import keeping_freed_memory
 
 Bind = Callable[[torch.nn.Module, Shard, World], Binding]
@@ -170,7 +170,7 @@ def rehearse(
         counts, gather = shard.mask_counts[mask], world.all_gather
         scale = partial(loss_scale, counts=counts, rank=rank, reduction=loss_reduction, gather=gather)
         if not model.automatic_optimization:
-            without_optimizers(model, scale(None), None)
+            without_optimizers(model, scale(None)[0], None)
         parameters = [each for each in model.parameters() if each.requires_grad]
         optimizer = torch.optim.Adam(parameters, lr=0.0)  # whatever the module's: it takes about as long
         with graph_in_use(binding.context, this_thread_only=True):
@@ -181,7 +181,7 @@ def rehearse(
                     output = run_step(model, "training_step", copy.copy(shard.batch))
                 if model.automatic_optimization:
                     loss = output["loss"] if isinstance(output, dict) else output
-                    (loss * scale(output)).backward()
+                    (loss * scale(output)[0]).backward()
                 _sum_gradients(parameters, world)
                 optimizer.step()
                 if step == 0:

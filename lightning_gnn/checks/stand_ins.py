@@ -19,11 +19,11 @@ from typing_extensions import override
 from lightning_gnn.comm.group import World, no_process_group
 from lightning_gnn.comm.in_process import kept_random_state
 from lightning_gnn.nn.embedding import untrained_embeddings
-from lightning_gnn.steps.gathering import gather_rows
 from lightning_gnn.steps.gradients import GradientSum
+from lightning_gnn.steps.weights import gather_rows
 
 if TYPE_CHECKING:
-    from lightning_gnn.checks.heard import Heard
+    from lightning_gnn.checks.logged_values import LoggedValues
 
 
 @contextmanager
@@ -115,21 +115,19 @@ class QuietTrainer:
             raise AttributeError(name)
         return getattr(self._trainer, name)
 
-    def on_rank(self, world: World | None, heard: Heard) -> QuietTrainer:
-        """Returns the Trainer of one rank, None for one device; `heard` hears what its logger is given."""
+    def on_rank(self, world: World | None, logged: LoggedValues) -> QuietTrainer:
+        """Returns the Trainer of one rank, None for one device; `logged` keeps what its logger is given."""
         mine = copy.copy(self)
-        mine.logger = _HeardLogger(heard)
+        mine.logger = _KeptLogger(logged)
         size, rank = (1, 0) if world is None else (world.size, world.rank)
         mine.world_size, mine.num_devices, mine.global_rank, mine.is_global_zero = size, size, rank, rank == 0
-        mine.strategy = _QuietStrategy(self._trainer.strategy, world, heard)
+        mine.strategy = _QuietStrategy(self._trainer.strategy, world, logged)
         return mine
 
-    training = property(lambda self: self.state.stage == RunningStage.TRAINING)
-    validating = property(lambda self: self.state.stage == RunningStage.VALIDATING)
-    testing = property(lambda self: self.state.stage == RunningStage.TESTING)
-    predicting = property(lambda self: self.state.stage == RunningStage.PREDICTING)
-    evaluating = property(lambda self: self.validating or self.testing or self.sanity_checking)
-    sanity_checking = property(lambda self: self.state.stage == RunningStage.SANITY_CHECKING)
+    # By the state, as the Trainer's own.
+    training, validating, testing = pl.Trainer.training, pl.Trainer.validating, pl.Trainer.testing
+    predicting, evaluating = pl.Trainer.predicting, pl.Trainer.evaluating
+    sanity_checking = pl.Trainer.sanity_checking
 
     @property
     def loggers(self) -> list[Logger]:
@@ -163,20 +161,20 @@ class QuietTrainer:
 class _QuietStrategy:
     """The Trainer's strategy as a step may call it, among ranks that are threads."""
 
-    def __init__(self, strategy: Any, world: World | None, heard: Heard) -> None:
-        self._strategy, self._world, self._heard = strategy, world, heard
+    def __init__(self, strategy: Any, world: World | None, logged: LoggedValues) -> None:
+        self._strategy, self._world, self._logged = strategy, world, logged
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._strategy, name)
 
     def all_gather(self, tensor: Tensor, group: Any = None, sync_grads: bool = False) -> Tensor:
-        return tensor if self._world is None else gather_rows(tensor, self._world, self._heard.weights, sync_grads)
+        return tensor if self._world is None else gather_rows(tensor, self._world, self._logged.weights, sync_grads)
 
     def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
         if self._world is None or not isinstance(tensor, Tensor):
             return tensor
-        if str(reduce_op).lower() in ("mean", "avg") and self._heard.weights is not None:
-            return self._heard.weights.mean(tensor, "A mean over ranks")
+        if str(reduce_op).lower() in ("mean", "avg") and self._logged.weights is not None:
+            return self._logged.weights.mean(tensor, "A mean over ranks")
         return self._world.all_reduce_(tensor.detach().clone())
 
     def broadcast(self, value: Any, src: int = 0) -> Any:
@@ -186,17 +184,17 @@ class _QuietStrategy:
         """Ranks need not wait for each other."""
 
 
-class _HeardLogger(DummyLogger):
-    """A logger whose values are heard."""
+class _KeptLogger(DummyLogger):
+    """A logger whose values are kept."""
 
-    def __init__(self, heard: Heard) -> None:
+    def __init__(self, logged: LoggedValues) -> None:
         super().__init__()
-        self._heard = heard
+        self._logged = logged
 
     @override
     def log_metrics(self, metrics: Mapping[str, Any], step: int | None = None) -> None:
         for name, value in metrics.items():
-            self._heard.given_to_logger(name, value)
+            self._logged.given_to_logger(name, value)
 
     @property
     def experiment(self) -> Any:
@@ -204,7 +202,7 @@ class _HeardLogger(DummyLogger):
         return self
 
     def add_scalar(self, tag: str, scalar_value: Any, *_: Any, **__: Any) -> None:
-        self._heard.given_to_logger(tag, scalar_value)
+        self._logged.given_to_logger(tag, scalar_value)
 
     def log(self, values: Any, *_: Any, **__: Any) -> None:
         if isinstance(values, Mapping):

@@ -16,8 +16,8 @@ from torch_geometric.data import Data
 from torch_geometric.nn import MessagePassing
 
 from lightning_gnn.checks.draws import Draw, SharedDraws
-from lightning_gnn.checks.heard import Heard, Logged
 from lightning_gnn.checks.hooks import Hooks
+from lightning_gnn.checks.logged_values import Logged, LoggedValues
 from lightning_gnn.checks.output_rows import OutputRows
 from lightning_gnn.checks.record import Event, Recorder, Rows
 from lightning_gnn.checks.stand_ins import QuietTrainer, backward, copied, quiet, run_step, without_optimizers
@@ -30,8 +30,8 @@ from lightning_gnn.nn.bind import Binding, only_bound_convs
 from lightning_gnn.nn.context import GraphContext
 from lightning_gnn.nn.helpers import graph_in_use
 from lightning_gnn.steps.gradients import GradientSum
-from lightning_gnn.steps.loss import scale_by
-from lightning_gnn.steps.metrics import metrics_in
+from lightning_gnn.steps.metric_states import metrics_in
+from lightning_gnn.steps.weights import scale_by
 
 Bind = Callable[[torch.nn.Module, Shard, World], Binding]
 
@@ -286,20 +286,20 @@ class Trial:
         sizes = len(rows.nodes), rows.owned_nodes, len(rows.edges), rows.owned_edges
         known = {len(rows.edges): (rows.num_edges, rows.edges), len(rows.nodes): (rows.num_nodes, rows.nodes)}
         draws = SharedDraws(known, _rows_of_masks(rows, batch), 0, own_draws, self._share_rows, self.constant)
-        heard = Heard(model, world)
+        logged = LoggedValues(model, world)
         if self._trainer is not None:
-            model._trainer = self._trainer.on_rank(world, heard)  # type: ignore[assignment]
+            model._trainer = self._trainer.on_rank(world, logged)  # type: ignore[assignment]
         outputs = OutputRows(model, len(rows.nodes)) if self._counts_rows(model) else None
 
         with draws, torch.set_grad_enabled(self.training):
             self._hooks.before(model, batch, world is None, draws)
             model._current_fx_name = self.step
-            heard.enter(counts, stand_ins, sizes)
+            logged.enter(counts, stand_ins, sizes)
             sums = GradientSum(world, model.parameters) if world is not None and self._own_weights else None
             if self._by_hand:
                 backwards = without_optimizers(model, scale_by(None, counts, rank, self._reduction, stand_ins), sums)
             output = run_step(model, self.step, batch)
-            ran.scale = heard.leave(output, self._reduction)
+            ran.scale = logged.leave(output, self._reduction)
             loss = output.get("loss") if isinstance(output, Mapping) else output
             model._current_fx_name = None
             if self.training:
@@ -311,20 +311,20 @@ class Trial:
                         backward(loss * ran.scale, sums)
             else:
                 recorder.record(f"what {self.step} returns", (self.step,), output, whole_numbers=True)
-                self._run_on_second_loader(model, batch, heard, (counts, stand_ins, sizes), world is None)
+                self._run_on_second_loader(model, batch, logged, (counts, stand_ins, sizes), world is None)
             if outputs is not None:
                 outputs.release()
             if world is None and isinstance(model._trainer, QuietTrainer):
                 self.reads_epoch = self.reads_epoch or model._trainer.reads_epoch
             self._hooks.after(model, batch, output, world is None, draws)
-            heard.finish(self._skipped)
+            logged.finish(self._skipped)
         ran.backwards = backwards() if self._by_hand else None
-        ran.logged, ran.calls = heard.values, heard.calls
+        ran.logged, ran.calls = logged.values, logged.calls
         ran.own_draws, ran.noted_draws = draws.own_draws, draws.noted
         return ran
 
     def _run_on_second_loader(
-        self, model: pl.LightningModule, batch: Any, heard: Heard, counted: tuple[Any, ...], alone: bool
+        self, model: pl.LightningModule, batch: Any, logged: LoggedValues, counted: tuple[Any, ...], alone: bool
     ) -> None:
         """Runs a step that asks for its dataloader once more, as of the second one; not where that raises on one device."""
         name = f"{self.step} of the second dataloader"
@@ -332,7 +332,7 @@ class Trial:
             getattr(model, self.step), "dataloader_idx", explicit=True
         ):
             return
-        heard.enter(*counted)
+        logged.enter(*counted)
         model._current_fx_name = self.step
         try:
             output = run_step(model, self.step, batch, 1)
@@ -341,7 +341,7 @@ class Trial:
                 raise
             self._skipped.add(name)
             output = None
-        heard.leave(output, self._reduction)
+        logged.leave(output, self._reduction)
         model._current_fx_name = None
 
     def _counts_rows(self, model: pl.LightningModule) -> bool:

@@ -35,7 +35,7 @@ FORMAT = 2
 """Of the files that ranks write; what has run with another one runs again."""
 
 MAKES = "make"
-"""Key of a model or datamodule that a function returns: the function's dotted path."""
+"""Key of a model or datamodule that a function returns: the function's import path."""
 
 
 @dataclass(frozen=True)
@@ -108,8 +108,8 @@ def make_cells(cells: Sequence[str | Mapping[str, Any]], devices: int | Sequence
                 raise ValueError(
                     f"devices of {strategy!r} is a number of ranks, at least 1, or a list (got {counts!r})."
                 )
-            several = label and isinstance(counts, (list, tuple))
-            made.append(Cell(strategy, count, options, f"{label} x {count}" if several else label))
+            numbered = label and isinstance(counts, (list, tuple))
+            made.append(Cell(strategy, count, options, f"{label} x {count}" if numbered else label))
     names = [cell.name for cell in made]
     twice = next((name for name in names if names.count(name) > 1), None)
     if twice is not None:
@@ -141,24 +141,14 @@ def _check_strategy(name: str, arguments: Any) -> None:
 
 @dataclass(frozen=True)
 class Comparison:
-    """All that is asked for. The first cell is the reference that the others are held against.
+    """The settings of :func:`~lightning_gnn.comparing.run.compare`. The first cell is the reference of the others.
 
     Attributes:
         model: LightningModule, as ``{"class_path": ..., "init_args": ...}``, or ``{"make": path of a function}``.
         data: datamodule, likewise.
-        cells: see :class:`Cell`.
-        epochs: of each cell.
-        warmup: of these, left out of times, bytes and messages.
-        seed: of weights and random numbers, the same in all cells.
-        output: folder for cells, JSON and report.
-        timeout: seconds that a cell may take.
-        again: which cells run although they have before: ``"none"``, ``"failed"`` or ``"all"``.
-        loss: the logged value of the loss curves.
-        tolerance: distance up to which an exact scheme matches the reference.
-        trainer: more arguments of the Trainer.
 
     Raises:
-        ValueError: one is not as described.
+        ValueError: one is not as described there.
     """
 
     model: Mapping[str, Any]
@@ -228,7 +218,7 @@ class Comparison:
 
 
 def _own_code(values: Any) -> dict[str, str]:
-    """Returns digests of the files that define what dotted paths in `values` name; those of installed packages have versions."""
+    """Returns digests of the files that define what import paths in `values` name; those of installed packages have versions."""
     found: dict[str, str] = {}
 
     def look(value: Any) -> None:
@@ -290,7 +280,7 @@ def section_of(value: Any, what: str) -> dict[str, Any]:
     """Returns a model or datamodule that a Python call gives as a section of a task.
 
     Args:
-        value: ``{"class_path": ..., "init_args": ...}``, the dotted path of a class or function, or such a class or function
+        value: ``{"class_path": ..., "init_args": ...}``, the import path of a class or function, or such a class or function
             itself, called without arguments; of data, also GraphDataModule's arguments.
         what: ``"model"`` or ``"data"``, for errors.
 
@@ -305,7 +295,7 @@ def section_of(value: Any, what: str) -> dict[str, Any]:
         return {MAKES: value}
     if not callable(value) or isinstance(value, torch.nn.Module):
         raise ValueError(
-            f"{what} is made anew in each cell's processes: pass a function of a module that returns it, its dotted path, or "
+            f"{what} is made anew in each cell's processes: pass a function of a module that returns it, its import path, or "
             f"{{'class_path': ..., 'init_args': ...}} (got a {type(value).__name__})."
         )
     return {MAKES: _path_of(value, what)}

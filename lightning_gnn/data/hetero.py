@@ -24,7 +24,8 @@ from lightning_gnn.data.sources import (
     labels,
     masks_of,
 )
-from lightning_gnn.partition.shard import Ids
+from lightning_gnn.partition.shard import Ids, Relabelling
+from lightning_gnn.partition.types import ONE_TYPE, Types
 
 NO_TYPES = (
     'GraphDataModule trains a HeteroData on sampled neighbourhoods only: Trainer(strategy="sampling"), or '
@@ -232,3 +233,34 @@ class JoinedGraph:
         for number, kind in enumerate(self.edge_firsts):
             counts[" ".join(kind)] = np.bincount(owner[self.edge_type == number], minlength=num_parts)
         return counts
+
+
+def orders_of(
+    joined: JoinedGraph, relabelling: Relabelling, edge_ids: list[Ids], part: np.ndarray, input_type: NodeType | None
+) -> tuple[Types, dict[NodeType | EdgeType, Ids]]:
+    """Returns the types of a graph as it is cut, and by type the original ids of its nodes and edges in relabelled order.
+
+    Args:
+        joined: the graph.
+        relabelling: the order of its nodes.
+        edge_ids: of each part, in order.
+        part: owner of each node.
+        input_type: None for a graph without types.
+    """
+    num_parts, edge_order = len(edge_ids), np.concatenate(edge_ids)
+    if input_type is None:
+        edge_counts = np.array([len(each) for each in edge_ids])
+        types = Types.none(np.diff(relabelling.offsets), edge_counts)
+        return types, {ONE_TYPE[0]: relabelling.n_id, ONE_TYPE: edge_order}
+    assert joined.node_firsts is not None and joined.edge_firsts is not None
+    assert joined.node_type is not None and joined.edge_type is not None
+    owner = np.repeat(np.arange(num_parts), [len(each) for each in edge_ids])
+    orders: dict[NodeType | EdgeType, Ids] = {}
+    nodes, edges = {}, {}
+    for number, (name, first) in enumerate(joined.node_firsts.items()):
+        rows = relabelling.n_id[joined.node_type[relabelling.n_id] == number]
+        orders[name], nodes[name] = rows - first, np.bincount(part[rows], minlength=num_parts)
+    for number, (kind, first) in enumerate(joined.edge_firsts.items()):
+        here = joined.edge_type[edge_order] == number
+        orders[kind], edges[kind] = edge_order[here] - first, np.bincount(owner[here], minlength=num_parts)
+    return Types(nodes, edges, input_type), orders

@@ -32,7 +32,7 @@ import zlib
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import numpy as np
 import torch
@@ -41,12 +41,15 @@ from torch_geometric.data import Data, HeteroData
 from torch_geometric.typing import EdgeType, NodeType
 
 from lightning_gnn.data.attributes import kinds_of, left_out_of
-from lightning_gnn.data.hetero import JoinedGraph
+from lightning_gnn.data.hetero import JoinedGraph, orders_of
+from lightning_gnn.data.loading import graph_digests
 from lightning_gnn.data.shards import Cut, mask_counts
-from lightning_gnn.data.sources import graph_digests, num_classes
+from lightning_gnn.data.sources import num_classes
 from lightning_gnn.data.store_check import (
+    Summed,
     check_arrays,
     check_manifest,
+    checksum_of,
     layout_of,
     plain_size,
     read_array,
@@ -54,8 +57,7 @@ from lightning_gnn.data.store_check import (
 )
 from lightning_gnn.partition.layout import LayoutSpec
 from lightning_gnn.partition.locality import Locality, local_relabelling, recent_reads
-from lightning_gnn.partition.shard import Ids, Relabelling, edge_cut_parts
-from lightning_gnn.partition.types import ONE_TYPE, Types
+from lightning_gnn.partition.shard import Relabelling, edge_cut_parts
 
 FORMAT = 10
 
@@ -147,7 +149,7 @@ def write_store(
         report: of its quality, plain values.
         holders: of a vertex cut, the rank that computes each edge, ``[E]``.
         input_type: of a graph with types, the node type that is predicted.
-        digests: of the graph, see :func:`~lightning_gnn.data.sources.graph_digests`, where they are known already.
+        digests: of the graph, see :func:`~lightning_gnn.data.loading.graph_digests`, where they are known already.
 
     Raises:
         StoreError: the disk is full, or the folder cannot be written.
@@ -181,26 +183,6 @@ def sync(path: Path) -> None:
         os.close(descriptor)
 
 
-class _Summed:
-    """A file that works out the checksum of what is written to it, so that nothing is read again."""
-
-    def __init__(self, file: BinaryIO) -> None:
-        self._file, self.size, self.checksum = file, 0, 0
-
-    def write(self, chunk: bytes) -> int:
-        self.size += len(chunk)
-        self.checksum = zlib.crc32(chunk, self.checksum)
-        return self._file.write(chunk)
-
-
-def _checksum(file: Path) -> int:
-    checksum = 0
-    with file.open("rb") as opened:
-        while chunk := opened.read(1 << 20):
-            checksum = zlib.crc32(chunk, checksum)
-    return checksum
-
-
 def _write(
     folder: Path,
     entry: str,
@@ -228,7 +210,7 @@ def _write(
 
     def save(name: str, array: np.ndarray) -> None:
         with (folder / f"{name}.npy").open("wb") as file:
-            summed = _Summed(file)
+            summed = Summed(file)
             np.save(summed, array, allow_pickle=False)  # type: ignore[call-overload]
             file.flush()
             os.fsync(file.fileno())
@@ -243,7 +225,7 @@ def _write(
         edge_orders.append(piece.edge_ids[order])
 
     edge_order = np.concatenate(edge_orders)
-    types, orders = _orders(joined, relabelling, edge_orders, part, input_type)
+    types, orders = orders_of(joined, relabelling, edge_orders, part, input_type)
     save("n_id", np.concatenate([orders[kind] for kind in types.nodes]))
     save("e_id", np.concatenate([orders[kind] for kind in types.edges]))
     attributes: dict[str, list[str]] = {}
@@ -290,37 +272,6 @@ def _write(
     (folder / "manifest.json").write_text(json.dumps(manifest, indent=1))
     sync(folder / "manifest.json")
     _remember(folder, _seen(folder, manifest))
-
-
-def _orders(
-    joined: JoinedGraph, relabelling: Relabelling, edge_ids: list[Ids], part: np.ndarray, input_type: NodeType | None
-) -> tuple[Types, dict[NodeType | EdgeType, Ids]]:
-    """Returns the types of a graph as it is cut, and by type the original ids of its nodes and edges in relabelled order.
-
-    Args:
-        joined: the graph.
-        relabelling: the order of its nodes.
-        edge_ids: of each part, in order.
-        part: owner of each node.
-        input_type: None for a graph without types.
-    """
-    num_parts, edge_order = len(edge_ids), np.concatenate(edge_ids)
-    if input_type is None:
-        edge_counts = np.array([len(each) for each in edge_ids])
-        types = Types.none(np.diff(relabelling.offsets), edge_counts)
-        return types, {ONE_TYPE[0]: relabelling.n_id, ONE_TYPE: edge_order}
-    assert joined.node_firsts is not None and joined.edge_firsts is not None
-    assert joined.node_type is not None and joined.edge_type is not None
-    owner = np.repeat(np.arange(num_parts), [len(each) for each in edge_ids])
-    orders: dict[NodeType | EdgeType, Ids] = {}
-    nodes, edges = {}, {}
-    for number, (name, first) in enumerate(joined.node_firsts.items()):
-        rows = relabelling.n_id[joined.node_type[relabelling.n_id] == number]
-        orders[name], nodes[name] = rows - first, np.bincount(part[rows], minlength=num_parts)
-    for number, (kind, first) in enumerate(joined.edge_firsts.items()):
-        here = joined.edge_type[edge_order] == number
-        orders[kind], edges[kind] = edge_order[here] - first, np.bincount(owner[here], minlength=num_parts)
-    return Types(nodes, edges, input_type), orders
 
 
 def _attributes(data: Data | HeteroData, kind: NodeType | EdgeType) -> dict[str, Tensor]:
@@ -411,7 +362,7 @@ def _check_files(folder: Path, manifest: Mapping[str, Any]) -> None:
     if seen in (known, _read_here.get(folder)):
         return
     for name, (_, checksum) in files.items():
-        if known.get(name) != seen[name] and _checksum(folder / name) != checksum:
+        if known.get(name) != seen[name] and checksum_of(folder / name) != checksum:
             raise ValueError(f"{folder / name} has been altered or damaged: its checksum is another")
     check_arrays(folder, manifest)
     try:

@@ -13,10 +13,11 @@ import math
 import os
 import re
 import stat
+import zlib
 from collections.abc import Iterator, Mapping
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import numpy as np
 import torch
@@ -39,6 +40,26 @@ _MAGIC = b"\x93NUMPY\x01\x00"
 _HEADER = re.compile(
     r"\{'descr': '([<>|][biufc]\d{1,2})', 'fortran_order': (?:True|False), 'shape': \(((?:\d{1,18}, )*(?:\d{1,18},?)?)\), \} *\n"
 )
+
+
+class Summed:
+    """A file that works out the checksum of what is written to it, so that nothing is read again."""
+
+    def __init__(self, file: BinaryIO) -> None:
+        self._file, self.size, self.checksum = file, 0, 0
+
+    def write(self, chunk: bytes) -> int:
+        self.size += len(chunk)
+        self.checksum = zlib.crc32(chunk, self.checksum)
+        return self._file.write(chunk)
+
+
+def checksum_of(file: Path) -> int:
+    checksum = 0
+    with file.open("rb") as opened:
+        while chunk := opened.read(1 << 20):
+            checksum = zlib.crc32(chunk, checksum)
+    return checksum
 
 
 def plain_size(file: Path) -> int | None:

@@ -14,6 +14,7 @@ import traceback
 
 from lightning_gnn.comm.processes import end_with_parent
 from lightning_gnn.datamodules.graph import GraphDataModule
+from lightning_gnn.datamodules.stored_graph import StoredGraph
 from lightning_gnn.partition.layout import LayoutSpec
 
 
@@ -23,8 +24,9 @@ def main() -> None:
     try:
         datamodule = GraphDataModule(**request["datamodule"])
         datamodule.predicting = request["predicting"]
-        vars(datamodule).update(request["loaded"])
-        answer = {"folder": datamodule.build(LayoutSpec.from_dict(request["layout"])), "drew": datamodule._drew}
+        stored = StoredGraph(datamodule)
+        stored.know(request["loaded"])
+        answer = {"folder": stored.build(LayoutSpec.from_dict(request["layout"])), "drew": stored.drew}
     except Exception as error:
         traceback.print_exc()
         answer = {"error": str(error)}

@@ -18,9 +18,8 @@ from torchmetrics import Metric
 
 from lightning_gnn.comm.group import World
 from lightning_gnn.nn.helpers import left_stand_in_out
-from lightning_gnn.steps.loss import scale_by, weights_of
 from lightning_gnn.steps.metrics import StandInMetrics
-from lightning_gnn.steps.weights import RowWeights
+from lightning_gnn.steps.weights import RowWeights, loss_scale, scale_by
 
 OPTIONS = tuple(signature(pl.LightningModule.log).parameters)[3:]
 """Of ``self.log``, in their order behind name and value."""
@@ -122,11 +121,12 @@ class GlobalLogs:
             loss_reduction: ``"mean"`` or ``"sum"``, what its loss is.
 
         Returns:
-            What to multiply this rank's loss with, see :func:`~lightning_gnn.steps.loss.loss_scale`.
+            What to multiply this rank's loss with, see :func:`~lightning_gnn.steps.weights.loss_scale`.
         """
         weights, rank = self.weights, self._world.rank
-        stand_ins = 0 if left_stand_in_out() else weights.stand_ins
-        said = weights_of(output, weights.counts, self._gather_weights, stand_ins, weights.sizes)
+        scale, said = loss_scale(
+            output, weights.counts, rank, loss_reduction, self._gather_weights, weights.stand_ins, weights.sizes
+        )
         if said is not None:
             weights.say(said)
         loss = output.get("loss") if isinstance(output, Mapping) else output
@@ -135,7 +135,7 @@ class GlobalLogs:
         self._flush(held or [], loss if is_sum else None)
         self.metrics.leave()
         weights.leave()
-        return scale_by(said, weights.counts, rank, loss_reduction, stand_ins)
+        return scale
 
     def check_names(self) -> None:
         """Raises ValueError on all ranks where a step logs other values on some; :meth:`leave` sees it where all log any."""

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import threading
 import weakref
-import zlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -22,32 +21,13 @@ import torch
 from torch import Tensor
 from torchmetrics import CatMetric, MaxMetric, MeanMetric, Metric, MetricCollection, MinMetric, SumMetric
 from torchmetrics.metric import CompositionalMetric
-from torchmetrics.utilities import dim_zero_cat
 from torchmetrics.utilities.distributed import gather_all_tensors
 from torchmetrics.wrappers import BootStrapper, Running
 from torchmetrics.wrappers.abstract import WrapperMetric
 
 from lightning_gnn.comm.group import World
+from lightning_gnn.steps.metric_states import begun_anew, is_new, metrics_in, states_of_ranks
 from lightning_gnn.steps.weights import RowWeights
-
-_Form = tuple[torch.dtype, tuple[int, ...]]
-
-_MOST_KEPT = 100_000
-"""Objects that are looked through for metrics."""
-
-_LIBRARIES = {
-    "builtins",
-    "lightning",
-    "lightning_gnn",
-    "numpy",
-    "pytorch_lightning",
-    "torch",
-    "torch_geometric",
-    "weakref",
-}
-
-_NOT_KEPT = {"_trainer", "_defaults", *vars(torch.nn.Module())} - {"_modules"}
-"""What holds no metrics in a module."""
 
 
 class _Current(threading.local):
@@ -316,7 +296,7 @@ class StandInMetrics:
         counts_itself = not isinstance(metric, (WrapperMetric, CompositionalMetric))
         if counts_itself and not metric.dist_sync_on_step and self._stands_in((*args, *options.values())):
             # Of the form that it has elsewhere; it weighs nothing.
-            with self._counting_all(), _begun_anew([metric]):
+            with self._counting_all(), begun_anew([metric]):
                 value = forward(*args, **options)
             _skip(metric)
             metric._forward_cache = value
@@ -349,7 +329,7 @@ class StandInMetrics:
             self._synced += [(each, each.dist_sync_on_step) for each in parts]
             for each in parts:
                 each.dist_sync_on_step = True
-            with _begun_anew(parts):
+            with begun_anew(parts):
                 made.value, made.of_all_ranks = made.metric(*made.args, **made.options), True
         return made.value
 
@@ -362,51 +342,11 @@ class StandInMetrics:
         if not self.acts or dist_sync_fn is not gather_all_tensors or process_group or metric.process_group:
             Metric._sync_dist(metric, dist_sync_fn, process_group)
             return
-        ranks = self._states_of_ranks(metric)
+        ranks = states_of_ranks(metric, self._world)
         for name, reduce in metric._reductions.items():
             joined: Any = [states[name] for states in ranks]
             joined = list(chain(*joined)) if isinstance(metric._defaults[name], list) else torch.stack(joined)
             setattr(metric, name, reduce(joined) if callable(reduce) and len(joined) else joined)
-
-    def _states_of_ranks(self, metric: Metric) -> list[dict[str, Any]]:
-        """Returns the states of the ranks that have seen something, or of all if none has."""
-        states, world = {name: getattr(metric, name) for name in metric._reductions}, self._world
-        for name, reduce in metric._reductions.items():
-            if reduce is dim_zero_cat and isinstance(states[name], list) and states[name]:
-                states[name] = [dim_zero_cat(states[name])]
-        parts = {name: state if isinstance(state, list) else [state] for name, state in states.items()}
-        form = {name: [(each.dtype, tuple(each.shape)) for each in part] for name, part in parts.items()}
-        raw = [each.detach().to(world.device).reshape(-1).view(torch.uint8) for each in chain(*parts.values())]
-        packed = torch.cat([*raw, torch.empty(0, dtype=torch.uint8, device=world.device)])
-        operation = f"States of {type(metric).__name__}"
-        own = torch.tensor([zlib.crc32(repr(form).encode()), _is_new(metric)], dtype=torch.int64, device=world.device)
-        digests, new = world.all_gather(own, operation).cpu().unbind(1)
-        if bool((digests == digests[0]).all()):
-            forms = [form] * world.size
-            pieces: Sequence[Tensor] = world.all_gather(packed, operation).unbind(0)
-        else:
-            forms = world.all_gather_object(form)
-            sizes = [sum(_num_bytes(each) for each in chain(*of.values())) for of in forms]
-            pieces = world.all_gather_rows(packed, sizes).split(sizes)
-        found = [_unpacked(piece, form_of, metric) for piece, form_of in zip(pieces, forms)]
-        return [states for states, nothing in zip(found, new.tolist()) if not nothing] or found
-
-
-def _unpacked(packed: Tensor, form: dict[str, list[_Form]], metric: Metric) -> dict[str, Any]:
-    """Returns the states that were packed as bytes."""
-    raw = iter(packed.split([_num_bytes(each) for each in chain(*form.values())]))
-    states: dict[str, Any] = {}
-    for name, parts in form.items():
-        # Copies, which begin where their dtype may.
-        tensors = [next(raw).clone().view(dtype).view(shape).to(metric.device) for dtype, shape in parts]
-        states[name] = tensors if isinstance(metric._defaults[name], list) else tensors[0]
-    return states
-
-
-def _num_bytes(form: _Form) -> int:
-    dtype, shape = form
-    return dtype.itemsize * torch.Size(shape).numel()
-
 
 def _own_update(metric: Metric) -> Callable[..., Any]:
     """Returns a metric's `update` as torchmetrics has it."""
@@ -432,61 +372,6 @@ def _parts(metric: Metric) -> list[Metric]:
     return [each for each in metric.modules() if isinstance(each, Metric)]
 
 
-@contextmanager
-def _begun_anew(metrics: Sequence[Metric]) -> Iterator[None]:
-    """Inside, metrics have seen nothing; afterwards they are as before."""
-    # Not copies: states may be part of an autograd graph.
-    before = [dict(vars(metric)) for metric in metrics]
-    for metric in metrics:
-        for name, default in metric._defaults.items():
-            setattr(metric, name, [] if isinstance(default, list) else default.clone().to(metric.device))
-        metric._update_count, metric._computed = 0, None
-    try:
-        yield
-    finally:
-        for metric, known in zip(metrics, before):
-            vars(metric).clear()
-            vars(metric).update(known)
-
-
-def _is_new(metric: Metric) -> bool:
-    """Returns whether a metric's states are those that it began with."""
-    return all(
-        not getattr(metric, name) if isinstance(default, list) else _are_equal(getattr(metric, name), default)
-        for name, default in metric._defaults.items()
-    )
-
-
-def _are_equal(state: Any, default: Any) -> bool:
-    return isinstance(state, Tensor) and torch.equal(state, default.to(state))
-
-
 def _equal_states(first: Metric, second: Metric) -> bool:
     """As torchmetrics' own, which joins metrics of a collection with equal states for good: not where no row has been seen."""
-    return not _is_new(first) and MetricCollection._equal_metric_states(first, second)
-
-
-def metrics_in(roots: Sequence[Any]) -> Iterator[Any]:
-    """Yields the metrics and collections of modules and callbacks, each once: parts, and what they keep in lists and objects."""
-    seen: set[int] = set()
-    waiting = list(reversed(roots))
-    while waiting and len(seen) < _MOST_KEPT:
-        value = waiting.pop()
-        if id(value) in seen:
-            continue
-        if isinstance(value, (list, tuple, dict)):
-            inside: Sequence[Any] = list(value.values() if isinstance(value, dict) else value)
-        elif isinstance(value, torch.nn.Module) or (hasattr(value, "__dict__") and _is_of_user(type(value))):
-            if isinstance(value, (Metric, MetricCollection)):
-                yield value
-            inside = [each for name, each in vars(value).items() if name not in _NOT_KEPT]
-        else:
-            continue
-        seen.add(id(value))
-        waiting += reversed(inside[:_MOST_KEPT])
-
-
-def _is_of_user(kind: type) -> bool:
-    """Returns whether a class is none of the libraries', whose objects keep no metrics."""
-    is_callback = issubclass(kind, pl.Callback)
-    return is_callback or (kind.__module__.partition(".")[0] not in _LIBRARIES and not issubclass(kind, type))
+    return not is_new(first) and MetricCollection._equal_metric_states(first, second)

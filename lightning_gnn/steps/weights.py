@@ -1,15 +1,19 @@
-"""What the values of each rank weigh in those of one device, in steps and in the hooks of their stage."""
+"""What the values of each rank weigh in those of one device: in steps, in the hooks of their stage, and in losses."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import reduce
+from typing import Any
 
 import lightning.pytorch as pl
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from lightning_gnn.comm.group import World
+from lightning_gnn.nn.helpers import left_stand_in_out
 
 
 @dataclass
@@ -128,3 +132,142 @@ class RowWeights:
         some = counts > 0
         parts = counts[some].view(-1, *[1] * value.dim()) / counts.sum()
         return (everyone[some].double() * parts).sum(0).to(value.dtype)
+
+
+# Losses #######################################################################
+
+
+def loss_scale(
+    output: Any,
+    counts: Sequence[float],
+    rank: int,
+    reduction: str,
+    gather: Callable[[Tensor], Tensor],
+    stand_ins: int = 0,
+    sizes: Sequence[int] = (),
+) -> tuple[float, list[float] | None]:
+    """Returns what to multiply a rank's loss with, so that the sum over ranks is the loss of one device, and what the values of
+    each rank weigh if the step says it.
+
+    Args:
+        output: of ``training_step``; a mapping with ``loss_weight`` says what its mean is over.
+        counts: labelled nodes of the stage's mask on each rank: what it is over otherwise.
+        rank: whose loss it is.
+        reduction: ``"mean"`` or ``"sum"``.
+        gather, sizes: see :func:`weights_of`.
+        stand_ins: rows that only stand in for this rank's empty mask, unless the step has left them out.
+    """
+    stand_ins = 0 if left_stand_in_out() else stand_ins
+    said = weights_of(output, counts, gather, stand_ins, sizes)
+    return scale_by(said, counts, rank, reduction, stand_ins), said
+
+
+def scale_by(
+    weights: Sequence[float] | None, counts: Sequence[float], rank: int, reduction: str, stand_ins: int = 0
+) -> float:
+    """Returns what to multiply a rank's loss with, by what the step says that ranks weigh, if it does; see :func:`loss_scale`."""
+    if weights is not None:
+        return weights[rank] / sum(weights) if any(weights) else 0.0
+    if reduction == "sum":
+        return 0.0 if stand_ins else 1.0
+    return counts[rank] / sum(counts) if any(counts) else 1 / len(counts)
+
+
+def weights_of(
+    output: Any,
+    counts: Sequence[float],
+    gather: Callable[[Tensor], Tensor],
+    stand_ins: int = 0,
+    sizes: Sequence[int] = (),
+) -> list[float] | None:
+    """Returns what the values of each rank weigh in a step whose output says it by ``loss_weight``; None where it does not.
+
+    Args:
+        output: of a step.
+        counts: labelled nodes of the stage's mask on each rank.
+        gather: returns the tensors of all ranks, ``[P, ...]``.
+        stand_ins: rows that only stand in for this rank's empty mask, which weigh nothing.
+        sizes: nodes and edges of this rank. A weight of all of them, or of several columns of each, is none of the mask.
+
+    Raises:
+        ValueError: on all ranks: a weight may count rows that stand in, and others.
+    """
+    if not isinstance(output, Mapping) or "loss_weight" not in output:
+        return None
+    own = float(output["loss_weight"])
+    of_all = any(size and own % size == 0 for size in sizes)
+    everyone = gather(torch.tensor([own, stand_ins, of_all], dtype=torch.float64)).tolist()
+    per_row = {weight / count for (weight, *_), count in zip(everyone, counts) if count}
+    alike = len({weight for weight, *_ in everyone}) == 1
+    weights = []
+    for rank, (weight, standing_in, is_of_all) in enumerate(everyone):
+        if standing_in and (weight <= standing_in or per_row == {weight / standing_in}):
+            weight = 0.0
+        elif standing_in and not (alike or is_of_all):
+            raise ValueError(
+                f"Rank {rank} has no labelled node of the mask. A row stands in there, which must weigh nothing, and whether it "
+                f"is among those that loss_weight={weight:g} counts cannot be told. Take the mask without it: "
+                'lightning_gnn.labelled(batch, "train_mask"); or give each rank a node of each mask, GraphDataModule(partition='
+                '"metis_masks").'
+            )
+        weights.append(weight)
+    return weights
+
+
+# Rows of all ranks ############################################################
+
+
+class _Gather(torch.autograd.Function):
+    """The rows of all ranks; its transpose sums over ranks what each has for a row."""
+
+    @staticmethod
+    def forward(ctx: Any, own: Tensor, world: World, counts: Sequence[int]) -> Tensor:
+        ctx.world, ctx.counts = world, counts
+        return world.all_gather_rows(own.detach().contiguous(), counts)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        total = ctx.world.all_reduce_(grad.contiguous().clone(), "Gradient of all_gather")
+        return total.split(list(ctx.counts))[ctx.world.rank], None, None
+
+
+def gather_rows(tensor: Tensor, world: World, weights: RowWeights | None, sync_grads: bool) -> Tensor:
+    """Returns the tensors of all ranks: ``[P, *shape]`` where all have one shape, else their rows as ``[1, sum of n, ...]``.
+
+    So ``.flatten(0, 1)``, ``.view(-1, C)`` and ``torch.cat(list(...))`` give all rows, those of rank 0 first. All ranks call it.
+
+    Args:
+        tensor: ``[n, ...]``, or without dimensions.
+        world: the ranks.
+        weights: know which rows only stand in; these are left out.
+        sync_grads: let gradients flow back to all ranks.
+
+    Raises:
+        ValueError: on all ranks: shapes differ in other dimensions than the first.
+    """
+    stand_ins = 0 if weights is None else weights.stand_ins
+    may_stand_in = tensor.dim() > 0 and 0 < len(tensor) <= stand_ins
+    everyone = world.all_gather_object((tuple(tensor.shape), tensor.dtype, may_stand_in))
+    shapes = [shape for shape, *_ in everyone]
+    some = [each for each in everyone if each[0] != () and 0 not in each[0][:1]] or everyone
+    dtype = reduce(torch.promote_types, (dtype for _, dtype, _ in some))
+    if any(stands_in for *_, stands_in in everyone):
+        assert weights is not None
+        # Of one shape on all ranks, they may be no rows at all, such as losses: unless that is what masks have.
+        of_mask = all(not count or shape[0] == count for shape, count in zip(shapes, weights.counts))
+        if len(set(shapes)) == 1 and not of_mask:
+            may_stand_in = False
+        else:
+            shapes = [(0, *shape[1:]) if stands_in else shape for shape, _, stands_in in everyone]
+            some = [each for each in everyone if not each[2]]
+    forms = {shape[1:] for shape, *_ in some}
+    if len(forms) > 1 or (len(set(shapes)) > 1 and () in shapes):
+        found = ", ".join(f"{list(shape)} on rank {rank}" for rank, (shape, *_) in enumerate(everyone))
+        raise ValueError(f"all_gather joins rows: shapes may differ in their first dimension only (got {found}).")
+    alike = len(set(shapes)) == 1
+    own = (tensor[:0] if may_stand_in else tensor).to(world.device, dtype)
+    own = own.unsqueeze(0) if alike else own.reshape(len(own), *forms.pop())
+    with torch.set_grad_enabled(sync_grads and torch.is_grad_enabled()):
+        joined = _Gather.apply(own, world, [1] * world.size if alike else [shape[0] for shape in shapes])
+    return joined if alike else joined.unsqueeze(0)

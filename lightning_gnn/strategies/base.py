@@ -8,9 +8,6 @@ from typing import Any, Literal, get_args
 
 import lightning.pytorch as pl
 import torch
-from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
-from lightning.pytorch.accelerators import Accelerator
-from lightning.pytorch.plugins import Precision
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from typing_extensions import override
@@ -22,7 +19,7 @@ from lightning_gnn.comm.group import World
 from lightning_gnn.comm.traffic import Meter
 from lightning_gnn.data.shards import Shard
 from lightning_gnn.datamodules.graph import GraphDataModule, OneBatch
-from lightning_gnn.launching import StartMethod, make_launcher
+from lightning_gnn.launching import StartMethod
 from lightning_gnn.nn.bind import Binding, check_module
 from lightning_gnn.nn.helpers import graph_in_use
 from lightning_gnn.partition.layout import LayoutSpec
@@ -105,31 +102,13 @@ class GNNStrategy(StepStrategy):
         stochastic_rounding: bool = False,
         recompute: bool = False,
         offload: bool = False,
-        accelerator: Accelerator | None = None,
-        parallel_devices: list[torch.device] | None = None,
-        cluster_environment: ClusterEnvironment | None = None,
-        checkpoint_io: CheckpointIO | None = None,
-        precision_plugin: Precision | None = None,
+        **plugins: Any,
     ) -> None:
-        super().__init__(
-            start_method,
-            shared_memory,
-            timeout,
-            accelerator=accelerator,
-            parallel_devices=parallel_devices,
-            cluster_environment=cluster_environment,
-            checkpoint_io=checkpoint_io,
-            precision_plugin=precision_plugin,
-        )
+        super().__init__(start_method, shared_memory, timeout, **plugins)
         check_choice("loss_reduction", loss_reduction, ("mean", "sum"))
         check_choice("predictions", predictions, get_args(Predictions))
-        check_flags(
-            self_check=self_check,
-            keep_memory=keep_memory,
-            stochastic_rounding=stochastic_rounding,
-            recompute=recompute,
-            offload=offload,
-        )
+        check_flags(self_check=self_check, keep_memory=keep_memory, recompute=recompute, offload=offload)
+        check_flags(stochastic_rounding=stochastic_rounding)
         check_options(scheme, codec, stochastic_rounding, recompute, offload)
         self.scheme = scheme
         self.codec, self.stochastic_rounding = codec, stochastic_rounding
@@ -140,8 +119,6 @@ class GNNStrategy(StepStrategy):
         self._shard: Shard | None = None
         self._checks = RunChecks(self)
         self._callbacks: list[pl.Callback] = []
-        self.has_optimizers = False  # of a strategy that has trained before
-        self._saved: Mapping[str, Any] | None = None
 
     @property
     def approximation(self) -> str:
@@ -151,15 +128,6 @@ class GNNStrategy(StepStrategy):
     def layout(self) -> LayoutSpec:
         """Returns what the datamodule must give each rank."""
         return self.scheme.layout(self.world_size, self.num_nodes)
-
-    @override
-    def _configure_launcher(self) -> None:
-        if any(device.type == "mps" for device in self.parallel_devices or []):
-            raise ValueError(
-                f"{type(self).__name__} cannot use MPS devices, which exchange nothing among processes. "
-                'Use Trainer(accelerator="cpu").'
-            )
-        self._launcher = make_launcher(self, self._start_method)
 
     # Set-up and teardown ######################################################
 
@@ -211,14 +179,8 @@ class GNNStrategy(StepStrategy):
                     "offload=True moves what layers leave for the backward to the host's memory, where CPU ranks have it "
                     "already: nothing changes. recompute=True takes less."
                 )
-        self._shared = SharedModel(
-            module,
-            self.world,
-            shard if in_parts else None,
-            len(self.optimizers),
-            self.precision_plugin,
-            self.equal_buffers,
-        )
+        of_run = len(self.optimizers), self.precision_plugin, self.equal_buffers
+        self._shared = SharedModel(module, self.world, shard if in_parts else None, *of_run)
         if in_parts:
             self._binding = self.bind(self.scheme, module, shard, self.world, self.meter)
             self._in_use.enter_context(graph_in_use(self._binding.context))
@@ -237,12 +199,6 @@ class GNNStrategy(StepStrategy):
         assert self._shared is not None
         metrics = CommunicationMetrics(self.meter, self.world, part_sizes(shard), self._shared.replicas)
         return [metrics, self.progress, self._checks.self_checks, *self.scheme.callbacks(self.world)]
-
-    @override
-    def setup_optimizers(self, trainer: pl.Trainer) -> None:
-        has_optimizers, self.has_optimizers = self.has_optimizers, False
-        if not has_optimizers:
-            super().setup_optimizers(trainer)
 
     def bind(self, scheme: Scheme, module: torch.nn.Module, shard: Shard, world: World, meter: Meter) -> Binding:
         """Returns the module bound as this strategy has it."""
@@ -320,15 +276,8 @@ class GNNStrategy(StepStrategy):
         assert self._shared is not None
         self._shared.end_training()
 
-    # Checkpoints ##############################################################
-
     @override
-    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any | None = None) -> None:
-        checkpoint["lightning_gnn"] = self.kept_state()
-        super().save_checkpoint(checkpoint, filepath, storage_options)
-
     def kept_state(self) -> dict[str, Any]:
-        """Returns what checkpoints keep beside Lightning's; on all ranks."""
         kept: dict[str, Any] = {"scheme": self.scheme.state_dict()}
         if self._world is not None and self._world.size > 1 and self.random is not None:
             kept["common_random_state"], own = self.random.state()
@@ -340,16 +289,7 @@ class GNNStrategy(StepStrategy):
         return kept
 
     @override
-    def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
-        checkpoint = super().load_checkpoint(checkpoint_path, weights_only)
-        self._saved = checkpoint.get("lightning_gnn")
-        return checkpoint
-
-    @override
-    def on_train_start(self) -> None:
-        state, self._saved = self._saved, None
-        if state is None:
-            return
+    def take_state(self, state: Mapping[str, Any]) -> None:
         self.scheme.load_state_dict(state.get("scheme", {}))
         exchanges = state.get("exchanges", [])
         if len(exchanges) == self.world_size and self._binding is not None:

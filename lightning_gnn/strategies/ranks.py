@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from datetime import timedelta
 from typing import Any, get_args
 
+import lightning.pytorch as pl
 import torch
 from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
 from lightning.fabric.utilities.rank_zero import rank_zero_only as fabric_rank_zero_only
@@ -18,7 +20,7 @@ from lightning_gnn.arguments import check_choice, check_flags, check_numbers
 from lightning_gnn.checkpoints import WholeCheckpointIO
 from lightning_gnn.comm.group import World, wait_for_all
 from lightning_gnn.comm.processes import here
-from lightning_gnn.launching import StartMethod
+from lightning_gnn.launching import StartMethod, make_launcher
 
 MOST_SECONDS = 10**8
 """Three years; torch counts deadlines in milliseconds, in 64 bits of nanoseconds in places."""
@@ -48,6 +50,22 @@ class RankStrategy(ParallelStrategy):
         self.num_nodes = 1
         self._start_method: StartMethod = start_method
         self._world: World | None = None
+        self.has_optimizers = False  # of a strategy that has trained before
+        self._saved: Mapping[str, Any] | None = None
+
+    @property
+    def _module(self) -> pl.LightningModule:
+        assert self.lightning_module is not None
+        return self.lightning_module
+
+    @override
+    def _configure_launcher(self) -> None:
+        if any(device.type == "mps" for device in self.parallel_devices or []):
+            raise ValueError(
+                f"{type(self).__name__} cannot use MPS devices, which exchange nothing among processes. "
+                'Use Trainer(accelerator="cpu").'
+            )
+        self._launcher = make_launcher(self, self._start_method)  # type: ignore[arg-type]
 
     @property
     @override
@@ -126,6 +144,36 @@ class RankStrategy(ParallelStrategy):
     @checkpoint_io.setter
     def checkpoint_io(self, io: CheckpointIO) -> None:
         self._checkpoint_io = io
+
+    @override
+    def setup_optimizers(self, trainer: pl.Trainer) -> None:
+        has_optimizers, self.has_optimizers = self.has_optimizers, False
+        if not has_optimizers:
+            super().setup_optimizers(trainer)
+
+    @override
+    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any | None = None) -> None:
+        checkpoint["lightning_gnn"] = self.kept_state()
+        super().save_checkpoint(checkpoint, filepath, storage_options)
+
+    def kept_state(self) -> dict[str, Any]:
+        """Returns what checkpoints keep beside Lightning's; on all ranks."""
+        return {}
+
+    def take_state(self, state: Mapping[str, Any]) -> None:
+        """Takes what :meth:`kept_state` gave, perhaps on other ranks."""
+
+    @override
+    def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
+        checkpoint = super().load_checkpoint(checkpoint_path, weights_only)
+        self._saved = checkpoint.get("lightning_gnn")
+        return checkpoint
+
+    @override
+    def on_train_start(self) -> None:
+        state, self._saved = self._saved, None
+        if state is not None:
+            self.take_state(state)
 
     @override
     def teardown(self) -> None:

@@ -120,6 +120,10 @@ class SpMMScheme(ProductScheme):
         return f"Set a smaller replication (legal: {legal}), or use more machines (num_nodes) or fewer columns."
 
     @override
+    def for_memory(self) -> SpMMScheme:
+        return SpMMScheme(1, self.sparsity_aware, self.permute, self.keep_constant)
+
+    @override
     def for_self_check(self) -> SpMMScheme:
         return SpMMScheme(1 if self.replication == 1 else 2, self.sparsity_aware, self.permute, self.keep_constant)
 
@@ -178,7 +182,7 @@ class CubeScheme(ProductScheme):
 
     def __init__(self, dimensions: int, permute: Permute | None, keep_constant: bool = True) -> None:
         super().__init__(permute, keep_constant)
-        self.dimensions = dimensions
+        self.dimensions, self._is_column = dimensions, False
 
     @override
     def exchanges(self, work: Workload, topology: Topology | None) -> Sequence[ExchangeCost]:
@@ -187,15 +191,24 @@ class CubeScheme(ProductScheme):
 
     @override
     def check_ranks(self, world_size: int) -> None:
-        ProcessCube.of(world_size, self.dimensions)
+        self._cube(world_size)
+
+    def _cube(self, ranks: int) -> ProcessCube:
+        return ProcessCube(1, ranks) if self._is_column else ProcessCube.of(ranks, self.dimensions)
 
     @override
-    def for_self_check(self) -> SpMMScheme:
-        return SpMMScheme(1, False, self.permute, self.keep_constant)  # there is no square of two ranks
+    def for_memory(self) -> SpMMScheme:
+        return SpMMScheme(1, False, self.permute, self.keep_constant)
+
+    @override
+    def for_self_check(self) -> CubeScheme:
+        scheme = CubeScheme(self.dimensions, self.permute, self.keep_constant)
+        scheme._is_column = True  # there is no square of two ranks: 1 x 1 x 2, by the same products
+        return scheme
 
     @override
     def exchange(self, shard: Shard, world: World, meter: Meter) -> Exchange:
-        exchange, cube = HaloExchange(shard.plan, world, meter), ProcessCube.of(world.size, self.dimensions)
+        exchange, cube = HaloExchange(shard.plan, world, meter), self._cube(world.size)
         exchange.make_matrix = partial(SummaMatrix, cube=cube, offsets=shard.offsets, world=world, meter=meter)
         return exchange
 

@@ -6,7 +6,6 @@ from collections.abc import Callable, Generator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any
 
-import lightning.pytorch as pl
 from lightning.fabric.utilities.distributed import _sync_ddp_if_available
 from torch import Tensor
 from torch.optim import Optimizer
@@ -16,12 +15,12 @@ from lightning_gnn.checks.footprint import memory_of
 from lightning_gnn.data.sources import counted_mask
 from lightning_gnn.nn.bind import Binding
 from lightning_gnn.nn.offload import Offloaded
-from lightning_gnn.steps.gathering import gather_rows
 from lightning_gnn.steps.loop import Progress
 from lightning_gnn.steps.model import SharedModel
 from lightning_gnn.steps.predictions import Predictions
 from lightning_gnn.steps.random_streams import RandomStreams
 from lightning_gnn.steps.values import StepValues
+from lightning_gnn.steps.weights import gather_rows
 from lightning_gnn.strategies.heap import keeping_freed_memory
 from lightning_gnn.strategies.ranks import RankStrategy
 from lightning_gnn.strategies.run_checks import RunChecks
@@ -56,11 +55,6 @@ class StepStrategy(RankStrategy):
         self._shared: SharedModel | None = None
         self._in_use = ExitStack()
         self._steps = 0
-
-    @property
-    def _module(self) -> pl.LightningModule:
-        assert self.lightning_module is not None
-        return self.lightning_module
 
     @property
     def gradient_seconds(self) -> tuple[float, float]:
@@ -189,7 +183,7 @@ class StepStrategy(RankStrategy):
     @override
     def all_gather(self, tensor: Tensor, group: Any | None = None, sync_grads: bool = False) -> Tensor:
         """Returns the tensors of all ranks, which may have different numbers of rows; see
-        :func:`~lightning_gnn.steps.gathering.gather_rows`."""
+        :func:`~lightning_gnn.steps.weights.gather_rows`."""
         if self._world is None or self._world.size == 1:
             return tensor
         if group not in (None, self.world.everyone):

@@ -19,11 +19,13 @@ from torch_geometric.utils import add_self_loops, degree, dropout_edge, negative
 
 import lightning_gnn
 from lightning_gnn.checks import SelfCheck, self_check
+from lightning_gnn.comm.summa import SummaMatrix
 from lightning_gnn.comm.traffic import Meter
 from lightning_gnn.data.shards import Shard, split_graph, whole_graph
 from lightning_gnn.data.sources import prepare_graph
 from lightning_gnn.partition.layout import LayoutSpec
 from lightning_gnn.strategies.dgcl import DGCLScheme
+from lightning_gnn.strategies.spmm import CubeScheme
 
 
 def shard(seed: int = 0) -> Shard:
@@ -411,3 +413,16 @@ def test_the_documented_adapter_makes_a_conv_exact():
 def test_register_adapter_wants_a_class():
     with pytest.raises(TypeError, match="takes a class that derives from MessagePassing"):
         lightning_gnn.register_adapter(GCNConv(2, 2))
+
+
+@pytest.mark.parametrize("dimensions", [2, 3])
+def test_products_on_a_cube_are_those_that_training_uses(monkeypatch, dimensions):
+    """A product that is wrong is seen; the strategy's own, on a cube that two ranks can make, is right."""
+    module = lightning_gnn.NodeClassifier(build("gcn"))
+    scheme = CubeScheme(dimensions, "random").for_self_check()
+    bind, layout = partial(scheme.bind, meter=Meter()), scheme.layout(2)
+    found = self_check(module, shard().batch, bind, layout=layout)
+    assert verdict(found) == (None, None, None)
+    multiply = SummaMatrix.multiply
+    monkeypatch.setattr(SummaMatrix, "multiply", lambda *args: torch.zeros_like(multiply(*args)))
+    assert self_check(module, shard().batch, bind, layout=layout).problem is not None

@@ -18,6 +18,7 @@ from lightning_gnn.commands.exchange import time_exchange
 from lightning_gnn.commands.graph_cli import num_ranks
 from lightning_gnn.commands.partition import partition
 from lightning_gnn.data.store import read_manifest
+from lightning_gnn.datamodules.stored_graph import StoredGraph
 from lightning_gnn.parser import Parser, unknown_key, unknown_word
 
 CLI = ("-m", "lightning_gnn.cli")
@@ -44,7 +45,7 @@ def entries(store: Path) -> list[Path]:
 
 
 def test_partition_of_a_vertex_cut(store, monkeypatch, capsys):
-    monkeypatch.setattr(GraphDataModule, "_build_in_subprocess", GraphDataModule.build)
+    monkeypatch.setattr(StoredGraph, "_build_in_subprocess", StoredGraph.build)
     partition([*DATA, "--parts=4", "--trainer.strategy=vertex_cut", "--columns=16"])
     output = capsys.readouterr().out
     [folder] = entries(store)
@@ -81,7 +82,7 @@ def test_fit_finds_what_partition_kept(store, tmp_path, monkeypatch, capsys):
 
 
 def test_partition_without_a_config(store, monkeypatch, capsys):
-    monkeypatch.setattr(GraphDataModule, "_build_in_subprocess", GraphDataModule.build)
+    monkeypatch.setattr(StoredGraph, "_build_in_subprocess", StoredGraph.build)
     partition([*DATA, "--parts=3", "--columns=250"])
     output = capsys.readouterr().out
     [folder] = entries(store)

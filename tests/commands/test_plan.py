@@ -23,6 +23,7 @@ from lightning_gnn.commands.plan import PlanReport, plan
 from lightning_gnn.data.shards import cut_graph
 from lightning_gnn.data.sources import prepare_graph
 from lightning_gnn.data.synthetic import planted_partition
+from lightning_gnn.datamodules.stored_graph import StoredGraph
 from lightning_gnn.partition.layout import LayoutSpec, Replicas
 from lightning_gnn.partition.replicas import hold
 from lightning_gnn.partition.shard import Relabelling
@@ -210,7 +211,7 @@ def test_pictures_of_nothing(tmp_path):
 def store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("LIGHTNING_GNN_STORE", str(tmp_path / "store"))
     monkeypatch.setenv("COLUMNS", "220")
-    monkeypatch.setattr(GraphDataModule, "_build_in_subprocess", GraphDataModule.build)
+    monkeypatch.setattr(StoredGraph, "_build_in_subprocess", StoredGraph.build)
     return tmp_path / "store"
 
 
@@ -351,7 +352,7 @@ class OwnScheme(Scheme):
     def layout(self, world_size: int, num_hosts: int = 1) -> LayoutSpec:
         return LayoutSpec("edge_cut", world_size)
 
-    def context(self, shard: Any, world: Any, meter: Any) -> Any:
+    def exchange(self, shard: Any, world: Any, meter: Any) -> Any:
         raise NotImplementedError
 
 

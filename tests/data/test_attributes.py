@@ -27,8 +27,9 @@ from lightning_gnn import DGCLStrategy, GraphDataModule, NodeClassifier, Samplin
 from lightning_gnn.checks.small_graph import FORMS, small_graph
 from lightning_gnn.data.attributes import LeftOutError, kinds_of
 from lightning_gnn.data.hetero import prepare_hetero
+from lightning_gnn.data.loading import load_source
 from lightning_gnn.data.shards import cut_graph, split_graph, whole_graph
-from lightning_gnn.data.sources import load_source, prepare_graph
+from lightning_gnn.data.sources import prepare_graph
 from lightning_gnn.data.store import read_cut, write_store
 from lightning_gnn.gossip.clusters import Clusters
 from lightning_gnn.partition.layout import LayoutSpec

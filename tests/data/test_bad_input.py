@@ -31,6 +31,8 @@ from lightning_gnn import CommNet, DGCLStrategy, GraphDataModule, NodeClassifier
 from lightning_gnn.data import store
 from lightning_gnn.data.store import FORMAT, StoreError, read_cut, read_manifest
 from lightning_gnn.datamodules import graph as graph_module
+from lightning_gnn.datamodules import stored_graph
+from lightning_gnn.datamodules.stored_graph import StoredGraph
 from lightning_gnn.partition.layout import LayoutSpec
 
 NAN, INF = float("nan"), float("inf")
@@ -256,7 +258,7 @@ def raises(kind: str = "ValueError") -> Data:
 SOURCES: dict[str, tuple[Any, Any, str]] = {
     "unknown_module": ("no.such.module", None, "source='no.such.module' cannot be imported"),
     "unknown_name": ("test_bad_input.nothing", None, "cannot be imported .* has no attribute 'nothing'"),
-    "name_only": ("Planetoid", None, "cannot be imported.*Give the dotted path"),
+    "name_only": ("Planetoid", None, "cannot be imported.*Give the import path"),
     "relative": ("..graphs.make", None, "cannot be imported"),
     "empty_path": ("", None, "source='' cannot be imported"),
     "broken_module": ("broken_module.make", None, "cannot be imported .*division by zero"),
@@ -267,7 +269,7 @@ SOURCES: dict[str, tuple[Any, Any, str]] = {
     "unknown_argument": (small, 5, "source_args must be a dict of keyword arguments .got 5"),
     "wrong_argument": (raises, {"root": "x"}, r"raises\(root='x'\) raised TypeError.*unexpected keyword argument"),
     "number_as_argument": (raises, {1: 2}, "raised TypeError.*keywords must be strings"),
-    "arguments_of_a_graph": (small(), {"root": "x"}, "needs a callable or a dotted path as source .got Data"),
+    "arguments_of_a_graph": (small(), {"root": "x"}, "needs a callable or a import path as source .got Data"),
     "nothing": (None, None, "gives a NoneType"),
     "returns_nothing": (lambda: None, None, "gives a NoneType"),
     "number": (5, None, "gives a int"),
@@ -427,8 +429,8 @@ def test_renamed_and_moved_entries(tmp_path):
 
 def test_checksums_are_worked_out_once(tmp_path, monkeypatch):
     folder, read = built(tmp_path), []
-    checksum = store._checksum
-    monkeypatch.setattr(store, "_checksum", lambda file: read.append(file.name) or checksum(file))
+    checksum = store.checksum_of
+    monkeypatch.setattr(store, "checksum_of", lambda file: read.append(file.name) or checksum(file))
     read_cut(folder, TWO).shard(0)
     assert read == []  # known from writing
     os.utime(folder / "node.x.npy")
@@ -445,10 +447,10 @@ def test_checksums_are_worked_out_once(tmp_path, monkeypatch):
 
 def test_notes_are_not_believed_blindly(tmp_path, monkeypatch):
     """What a description is known by is checked: copied to another description, or altered, it counts for nothing."""
-    monkeypatch.setattr(GraphDataModule, "_build_in_subprocess", GraphDataModule.build)
+    monkeypatch.setattr(StoredGraph, "_build_in_subprocess", StoredGraph.build)
     module = GraphDataModule("test_bad_input.small", store=tmp_path)
-    folder = module._ensure_stored(TWO)
-    key, _ = module._notes(TWO)
+    folder = module._stored._ensure_stored(TWO)
+    key, _ = module._stored._notes(TWO)
     note = tmp_path / f"{key}.known"
     assert module._noted(key) == folder
     (tmp_path / "other.known").write_text(note.read_text())
@@ -489,7 +491,7 @@ def test_disk_fills_up_while_writing(tmp_path, monkeypatch, after, code):
 
 
 def test_room_is_looked_for_before_partitioning(tmp_path, monkeypatch):
-    monkeypatch.setattr(graph_module, "assign_nodes", no_space)
+    monkeypatch.setattr(stored_graph, "assign_nodes", no_space)
     monkeypatch.setattr(store.shutil, "disk_usage", lambda path: shutil._ntuple_diskusage(10**9, 10**9, 100))
     refused(lambda: built(tmp_path), r"is full. .* needs at least \d\d\d bytes, 100 bytes are free", StoreError)
 
@@ -505,7 +507,7 @@ def test_stores_that_cannot_be_written(tmp_path, monkeypatch, what):
             store.os, "open", lambda *_, **__: (_ for _ in ()).throw(PermissionError(13, "denied", "x"))
         )
     else:
-        monkeypatch.setattr(graph_module, "write_atomically", no_space)
+        monkeypatch.setattr(stored_graph, "write_atomically", no_space)
         words = r"The disk of the store .* is full. [\d,]+ bytes are free"
     refused(lambda: GraphDataModule(small(), store=root).build(TWO), words, StoreError)
 
@@ -550,12 +552,12 @@ def test_a_killed_writer_leaves_nothing_that_is_trusted(tmp_path, where):
 def test_a_killed_or_failed_child_is_told(tmp_path, monkeypatch, capfd):
     module = GraphDataModule("test_bad_input.without_numbers", store=tmp_path)
     failed = "Loading or partitioning test_bad_input.without_numbers failed: "
-    refused(lambda: module._ensure_stored(TWO), f"{failed}x holds NaN or infinite values in 6 of 6", RuntimeError)
+    refused(lambda: module._stored._ensure_stored(TWO), f"{failed}x holds NaN or infinite values in 6 of 6", RuntimeError)
     assert "Traceback" in capfd.readouterr().err
     for code, said in ((-9, "its process was ended by signal 9.* too little memory"), (1, "see the error above")):
         done = subprocess.CompletedProcess([], code, stdout="")
-        monkeypatch.setattr(graph_module.subprocess, "run", lambda *_, done=done, **__: done)
-        refused(lambda: module._ensure_stored(TWO), failed + said, RuntimeError)
+        monkeypatch.setattr(stored_graph.subprocess, "run", lambda *_, done=done, **__: done)
+        refused(lambda: module._stored._ensure_stored(TWO), failed + said, RuntimeError)
 
 
 def without_numbers() -> Data:

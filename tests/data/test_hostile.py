@@ -31,6 +31,7 @@ from lightning_gnn import GraphDataModule
 from lightning_gnn.data import store
 from lightning_gnn.data.store import StoreError, read_cut
 from lightning_gnn.data.store_check import read_array
+from lightning_gnn.datamodules.stored_graph import StoredGraph
 from lightning_gnn.planning.topology_file import topology_from_dict
 
 
@@ -83,9 +84,9 @@ def same(folder: Path, was: Any) -> bool:
 
 def test_a_loss_of_power_at_any_byte_is_found(tmp_path, monkeypatch):
     """500 files that end early, or hold zeros from some byte on, which is what a disk has that was not told to keep them."""
-    monkeypatch.setattr(GraphDataModule, "_build_in_subprocess", GraphDataModule.build)
+    monkeypatch.setattr(StoredGraph, "_build_in_subprocess", StoredGraph.build)
     module = GraphDataModule("test_bad_input.small", store=tmp_path)
-    folder = tmp_path / module._ensure_stored(TWO)
+    folder = tmp_path / module._stored._ensure_stored(TWO)
     was = read_cut(shutil.copytree(folder, tmp_path / "elsewhere" / folder.name))
     files = [file for file in (*folder.iterdir(), *tmp_path.glob("*.known"))]
     rng, found = np.random.default_rng(0), 0
@@ -98,7 +99,7 @@ def test_a_loss_of_power_at_any_byte_is_found(tmp_path, monkeypatch):
             continue
         file.write_bytes(damaged)
         if file.name == "verified.json" or file.suffix == ".known":  # say nothing, so all is read, or built, again
-            assert tmp_path / module._ensure_stored(TWO) == folder and same(folder, was)
+            assert tmp_path / module._stored._ensure_stored(TWO) == folder and same(folder, was)
         else:
             with pytest.raises(StoreError, match=file.name.replace("manifest.json", "manifest")):
                 read_cut(folder)
@@ -111,14 +112,14 @@ def test_a_loss_of_power_at_any_byte_is_found(tmp_path, monkeypatch):
 @pytest.mark.parametrize("code", [errno.ENOSPC, None])
 def test_writing_that_ends_at_any_byte(tmp_path, monkeypatch, share, code):
     """The disk fills up, or the power goes (nothing is cleaned up), after a share of all bytes; the next run makes the entry."""
-    write, total = store._Summed.write, [0]
+    write, total = store.Summed.write, [0]
 
     def counted(file: Any, chunk: bytes) -> int:
         total[0] += len(chunk)
         return write(file, chunk)
 
     with monkeypatch.context() as patch:
-        patch.setattr(store._Summed, "write", counted)
+        patch.setattr(store.Summed, "write", counted)
         folder = built(tmp_path / "whole")
     left = [int(share * total[0])]
 
@@ -133,7 +134,7 @@ def test_writing_that_ends_at_any_byte(tmp_path, monkeypatch, share, code):
         return write(file, chunk)
 
     with monkeypatch.context() as patch:
-        patch.setattr(store._Summed, "write", ending)
+        patch.setattr(store.Summed, "write", ending)
         if code is None:
             patch.setattr(store.shutil, "rmtree", lambda *_, **__: None)
         with pytest.raises(StoreError if code else PowerLoss, match="is full.* bytes are free" if code else None):
@@ -168,8 +169,8 @@ def test_all_is_on_the_disk_before_it_has_its_name(tmp_path, monkeypatch):
 
 def test_a_store_that_cannot_be_written_is_read_once_by_each_process(tmp_path, monkeypatch):
     folder, read = shutil.copytree(built(tmp_path), tmp_path / "copy" / built(tmp_path).name), []
-    checksum = store._checksum
-    monkeypatch.setattr(store, "_checksum", lambda file: read.append(file.name) or checksum(file))
+    checksum = store.checksum_of
+    monkeypatch.setattr(store, "checksum_of", lambda file: read.append(file.name) or checksum(file))
 
     def read_only(*_: Any) -> None:
         raise PermissionError(errno.EROFS, "Read-only file system")
@@ -206,7 +207,7 @@ def test_nothing_outside_the_folder_is_read(tmp_path, name, monkeypatch):
         manifest["files"][f"node.{name}.npy"] = [0, 0]
 
     rewrite(folder, add, sign=True)
-    monkeypatch.setattr(store, "_checksum", opened.append)
+    monkeypatch.setattr(store, "checksum_of", opened.append)
     with pytest.raises(StoreError, match="names that no file can have"):
         read_cut(folder)
     assert opened == []
@@ -272,7 +273,7 @@ def test_topologies_of_any_content(value):
 
 def build_slowly(root: Path, dies: bool) -> None:
     """Partitions, which takes a while; may be killed in the middle, with the lock in hand."""
-    save = store._Summed.write
+    save = store.Summed.write
 
     def slow(file: Any, chunk: bytes) -> int:
         time.sleep(0.01)
@@ -280,7 +281,7 @@ def build_slowly(root: Path, dies: bool) -> None:
             os.kill(os.getpid(), signal.SIGKILL)
         return save(file, chunk)
 
-    store._Summed.write = slow  # type: ignore[method-assign]
+    store.Summed.write = slow  # type: ignore[method-assign]
     told: list[str] = []
     store_check_space = store.check_space
 
@@ -290,10 +291,10 @@ def build_slowly(root: Path, dies: bool) -> None:
         while dies and not (root / "waits").exists():
             time.sleep(0.01)
 
-    from lightning_gnn.datamodules import graph
+    from lightning_gnn.datamodules import stored_graph
 
-    graph.check_space = noted  # type: ignore[assignment]
-    graph.rank_zero_info = told.append  # type: ignore[assignment]
+    stored_graph.check_space = noted  # type: ignore[assignment]
+    stored_graph.rank_zero_info = told.append  # type: ignore[assignment]
     folder = built(root)
     (root / f"done.{os.getpid()}").write_text(json.dumps([folder.name, told]))
 

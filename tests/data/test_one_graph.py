@@ -24,8 +24,10 @@ from torch_geometric.transforms import RandomNodeSplit
 
 from lightning_gnn import ClusterAllReduceStrategy, DGCLStrategy, GraphDataModule, SamplingStrategy, StagedStrategy
 from lightning_gnn.data.hetero import prepare_hetero
-from lightning_gnn.data.sources import graph_digests, prepare_graph, seeded
+from lightning_gnn.data.loading import graph_digests, seeded
+from lightning_gnn.data.sources import prepare_graph
 from lightning_gnn.data.store import read_cut, write_store
+from lightning_gnn.datamodules.stored_graph import StoredGraph
 from lightning_gnn.partition.layout import LayoutSpec
 
 MASKS = ("train_mask", "val_mask", "test_mask")
@@ -178,7 +180,7 @@ def split_in_store(data: GraphDataModule) -> dict[str, set[int]]:
 
 
 def test_a_later_run_finds_what_was_drawn_with_its_seed(tmp_path, monkeypatch):
-    monkeypatch.setattr(GraphDataModule, "_build_in_subprocess", GraphDataModule.build)
+    monkeypatch.setattr(StoredGraph, "_build_in_subprocess", StoredGraph.build)
     torch.manual_seed(1)
     assert prepared(tmp_path, "test_one_graph.draw")[1] == split_of(1)
     assert prepared(tmp_path, "test_one_graph.draw", seed=4)[1] == split_of(5)
@@ -186,7 +188,7 @@ def test_a_later_run_finds_what_was_drawn_with_its_seed(tmp_path, monkeypatch):
     assert prepared(tmp_path, "test_one_graph.draw")[1] == split_of(2)
     prepared(tmp_path, "test_one_graph.nothing_drawn")
     with monkeypatch.context() as patched:
-        patched.setattr(GraphDataModule, "_build_in_subprocess", _refuse)
+        patched.setattr(StoredGraph, "_build_in_subprocess", _refuse)
         torch.manual_seed(1)
         assert prepared(tmp_path, "test_one_graph.draw")[1] == split_of(1)
         torch.manual_seed(3)
@@ -209,11 +211,11 @@ def test_loading_takes_no_random_numbers_from_the_run():
 
 def test_what_no_seed_reaches_is_read_back(tmp_path):
     data, split = prepared(tmp_path, drawn_from_entropy)
-    digests = data._digests
+    digests = data._stored._digests
     again, _ = prepared(tmp_path, data)  # the same layout
     assert again is data and split_in_store(data) == split
     prepared(tmp_path, data, devices=3)
-    assert data._digests == digests and split_in_store(data) == split
+    assert data._stored._digests == digests and split_in_store(data) == split
     graph = data.load()  # on one device
     assert graph_digests(graph) == digests
     assert {name: set(graph[name].nonzero().view(-1).tolist()) for name in MASKS} == split

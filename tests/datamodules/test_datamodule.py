@@ -15,9 +15,11 @@ from torch_geometric.data import Data
 
 from lightning_gnn import GraphDataModule, planted_partition
 from lightning_gnn.data import store
-from lightning_gnn.data.sources import graph_digests, load_source, prepare_graph
+from lightning_gnn.data.loading import graph_digests, load_source
+from lightning_gnn.data.sources import prepare_graph
 from lightning_gnn.data.store import StoreError, read_cut, read_manifest, write_store
-from lightning_gnn.datamodules import graph as graph_module
+from lightning_gnn.datamodules import stored_graph
+from lightning_gnn.datamodules.stored_graph import StoredGraph
 from lightning_gnn.partition.layout import LayoutSpec
 
 
@@ -36,7 +38,7 @@ def small(**changes: Any) -> Data:
 
 
 def make_small(scale: float = 1.0, file: str | None = None) -> Data:
-    """A source by its dotted path."""
+    """A source by its import path."""
     return small(x=scale * small().x + (len(Path(file).read_text()) if file else 0))
 
 
@@ -126,8 +128,8 @@ def test_bad_graphs_are_refused(changes, options, words):
     [
         ("no.such.module", None, "cannot be imported"),
         ("test_datamodule.nothing", None, "cannot be imported"),
-        ("Planetoid", None, "Give the dotted path"),
-        (small(), {"root": "x"}, "needs a callable or a dotted path"),
+        ("Planetoid", None, "Give the import path"),
+        (small(), {"root": "x"}, "needs a callable or a import path"),
         ([small(), small()], None, "holds 2 graphs"),
         ([1], None, "gives a int; GraphDataModule takes PyG's graphs"),
     ],
@@ -247,7 +249,7 @@ def refuse(*args: Any, **options: Any) -> Any:
 
 def test_second_build_does_not_partition(tmp_path, monkeypatch):
     first = GraphDataModule(small(), store=tmp_path).build(LayoutSpec("edge_cut", 2))
-    monkeypatch.setattr(graph_module, "assign_nodes", refuse)
+    monkeypatch.setattr(stored_graph, "assign_nodes", refuse)
     assert GraphDataModule(small(), store=tmp_path).build(LayoutSpec("edge_cut", 2)) == first
     for other in (
         {"source": small(x=small().x + 1)},
@@ -270,28 +272,28 @@ def test_dotted_path_is_not_even_loaded_again(tmp_path, monkeypatch):
 
     layout = LayoutSpec("edge_cut", 2)
     with monkeypatch.context() as patched:
-        patched.setattr(GraphDataModule, "_build_in_subprocess", GraphDataModule.build)
-        first = module()._ensure_stored(layout)
+        patched.setattr(StoredGraph, "_build_in_subprocess", StoredGraph.build)
+        first = module()._stored._ensure_stored(layout)
     assert float(read_cut(tmp_path / "store" / first).shard(0).batch.x.min()) >= 2.0
     with monkeypatch.context() as patched:
-        patched.setattr(GraphDataModule, "_build_in_subprocess", refuse)
-        assert module()._ensure_stored(layout) == first
+        patched.setattr(StoredGraph, "_build_in_subprocess", refuse)
+        assert module()._stored._ensure_stored(layout) == first
         file.write_text("abc")  # what the arguments name has changed
         with pytest.raises(AssertionError, match="partitioned again"):
-            module()._ensure_stored(layout)
-        patched.setattr(GraphDataModule, "_build_in_subprocess", GraphDataModule.build)
-        assert module()._ensure_stored(layout) != first
+            module()._stored._ensure_stored(layout)
+        patched.setattr(StoredGraph, "_build_in_subprocess", StoredGraph.build)
+        assert module()._stored._ensure_stored(layout) != first
 
 
 def test_a_path_that_cannot_be_imported_says_so(tmp_path):
     with pytest.raises(ValueError, match="cannot be imported"):
-        GraphDataModule("no.such.module", store=tmp_path)._ensure_stored(LayoutSpec("edge_cut", 2))
+        GraphDataModule("no.such.module", store=tmp_path)._stored._ensure_stored(LayoutSpec("edge_cut", 2))
 
 
 def _build(rank: int, world_size: int, folder: Path) -> tuple[str, bool]:
     told: list[str] = []
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(graph_module, "rank_zero_info", told.append)
+        patched.setattr(stored_graph, "rank_zero_info", told.append)
         graph = planted_partition(3000)
         (folder / f"ready{rank}").touch()
         while len(list(folder.glob("ready*"))) < world_size:

@@ -13,7 +13,7 @@ from torchmetrics import Metric
 
 from lightning_gnn.comm.group import World
 from lightning_gnn.steps.logs import OPTIONS, GlobalLogs
-from lightning_gnn.steps.loss import loss_scale
+from lightning_gnn.steps.weights import loss_scale
 
 
 @dataclass(frozen=True)
@@ -31,7 +31,7 @@ class Logged:
     options: dict[str, Any]
 
 
-class Heard:
+class LoggedValues:
     """Takes what a module logs.
 
     Args:
@@ -51,7 +51,7 @@ class Heard:
         self._metrics: dict[str, Metric] = {}
         self._world = world
         model.__dict__.pop("log_dict", None)  # which calls log
-        object.__setattr__(model, "log", self._hear)
+        object.__setattr__(model, "log", self._keep)
         self._logs = None if world is None else GlobalLogs(model, world)
         self.weights = None if self._logs is None else self._logs.weights
         self._log = model.log
@@ -63,14 +63,14 @@ class Heard:
         self.calls[name] = Logged(self._model._current_fx_name or "", own, options)
         self._log(name, value, **options)
 
-    def _hear(self, name: str, value: Any, *_: Any, **__: Any) -> None:
+    def _keep(self, name: str, value: Any, *_: Any, **__: Any) -> None:
         if isinstance(value, Metric):
             self._metrics[name] = value
             return
         self.values[name] = torch.as_tensor(value).detach().double()
 
     def given_to_logger(self, name: str, value: Any) -> None:
-        """Hears a value that the module gives to its logger, past ``self.log``; of ranks, the logger is rank 0's."""
+        """Keeps a value that the module gives to its logger, past ``self.log``; of ranks, the logger is rank 0's."""
         number = isinstance(value, (int, float)) or (isinstance(value, Tensor) and value.numel() == 1)
         if number and (self._world is None or self._world.rank == 0):
             name, own = f"{name} of self.logger", torch.as_tensor(value).detach().double()
@@ -85,7 +85,7 @@ class Heard:
     def leave(self, output: Any, loss_reduction: str) -> float:
         """Ends the step; returns what to multiply this rank's loss with, see :meth:`GlobalLogs.leave`."""
         if self._logs is None:
-            return loss_scale(output, (1,), 0, loss_reduction, lambda own: own.unsqueeze(0))
+            return loss_scale(output, (1,), 0, loss_reduction, lambda own: own.unsqueeze(0))[0]
         self._logs.check_names()
         return self._logs.leave(output, loss_reduction)
 

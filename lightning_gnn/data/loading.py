@@ -1,0 +1,175 @@
+"""From whatever describes a graph to a PyG graph; and what tells two graphs, or descriptions, apart."""
+
+from __future__ import annotations
+
+import hashlib
+import importlib
+import importlib.util
+import json
+import random
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, TypeAlias
+
+import numpy as np
+import torch
+from lightning.pytorch.utilities.seed import isolate_rng
+from torch import Tensor
+from torch_geometric.data import Data, Dataset, HeteroData
+from torch_geometric.data.data import BaseData
+
+from lightning_gnn.data.attributes import TO_PREDICT_LINKS
+
+Source: TypeAlias = str | Dataset | Data | HeteroData | Callable[..., Any]
+"""A PyG dataset, a ``Data``, a ``HeteroData``, a callable that returns one of these, or the import path of one."""
+
+
+def load_source(
+    source: Source, args: Mapping[str, Any] | None = None
+) -> tuple[Data | HeteroData, Mapping[str, Any] | None]:
+    """Returns the graph of `source` and its index split, if it has one.
+
+    Args:
+        source: see :data:`Source`.
+        args: keyword arguments of a callable or a import path.
+
+    Raises:
+        ValueError: the path cannot be imported, the callable raises, or the result is not a single PyG graph.
+    """
+    name = described(source)
+    if isinstance(source, str):
+        module, _, function = source.rpartition(".")
+        try:
+            source = getattr(importlib.import_module(module), function)
+        except Exception as error:  # the module is the user's: importing it may raise anything
+            raise ValueError(
+                f"source={source!r} cannot be imported ({error}). Give the import path of a class or function, "
+                "such as 'torch_geometric.datasets.Planetoid'."
+            ) from error
+    loaded: Any = source
+    if callable(source) and not isinstance(source, (BaseData, Dataset)):
+        try:
+            loaded = source(**(args or {}))
+        except Exception as error:
+            called = ", ".join(f"{key}={value!r}" for key, value in (args or {}).items())
+            raise ValueError(
+                f"Loading the graph failed: {name}({called}) raised {type(error).__name__}: {error}. Call it yourself to "
+                "see where; its arguments are GraphDataModule's source_args."
+            ) from error
+    elif args:
+        raise ValueError(f"source_args={dict(args)} needs a callable or a import path as source (got {name}).")
+    if isinstance(loaded, (Data, HeteroData)):
+        return loaded, None
+    is_dataset = hasattr(loaded, "__getitem__") and hasattr(loaded, "__len__")
+    graphs = loaded if is_dataset and not isinstance(loaded, (BaseData, Mapping, str)) else [loaded]
+    try:
+        first = graphs[0] if len(graphs) else None
+        split = graphs.get_idx_split() if hasattr(graphs, "get_idx_split") else None
+    except Exception as error:
+        raise ValueError(
+            f"{name} cannot give its graph: {type(error).__name__}: {error}. Look at dataset[0] and "
+            "dataset.get_idx_split(), or give the graph itself, a torch_geometric.data.Data."
+        ) from error
+    of_links = first if isinstance(first, (tuple, list)) else loaded if isinstance(loaded, (tuple, list)) else ()
+    if any(isinstance(each, BaseData) and "edge_label" in " ".join(each.keys()) for each in of_links):
+        raise ValueError(
+            f"{name} gives {len(of_links)} graphs with edge_label_index, as RandomLinkSplit makes them of one. Leave that "
+            f"transform out. {TO_PREDICT_LINKS}."
+        )
+    if len(graphs) and not isinstance(first, (Data, HeteroData)):
+        raise ValueError(
+            f"{name} gives a {type(first).__name__}; GraphDataModule takes PyG's graphs, torch_geometric.data.Data or "
+            "HeteroData."
+        )
+    if len(graphs) != 1:
+        raise ValueError(
+            f"{name} holds {len(graphs)} graphs; GraphDataModule trains on one large graph. "
+            "Pick one: GraphDataModule(dataset[0])."
+        )
+    return first, split
+
+
+def described(source: Source) -> str:
+    """Returns a name for a source, for messages."""
+    if isinstance(source, str):
+        return source
+    return getattr(source, "__qualname__", None) or type(source).__name__
+
+
+def graph_digests(data: Data | HeteroData) -> dict[str, str]:
+    """Returns a digest of every attribute of the graph, by its name: what tells two graphs apart, and says where they differ."""
+    digests = {}
+    for store in data.stores:
+        kind = store._key
+        of = "" if kind is None else f"{kind if isinstance(kind, str) else ' '.join(kind)}."
+        for name, value in sorted(store.items()):
+            digest = hashlib.blake2b(digest_size=16)
+            if isinstance(value, Tensor):
+                array = value.detach().cpu().contiguous()
+                digest.update(f"{array.dtype} {tuple(array.shape)}".encode())
+                digest.update(array.view(-1).view(torch.uint8).numpy().data)
+            else:
+                digest.update(f"{value!r}".encode())
+            digests[f"{of}{name}"] = digest.hexdigest()
+    return digests
+
+
+def check_same_graph(found: Mapping[str, str], known: Mapping[str, str], where: str) -> None:
+    """Raises ValueError where two :func:`graph_digests` differ; names the attributes that do.
+
+    Args:
+        found, known: the digests.
+        where: which graph was found, in words.
+    """
+    differing = sorted(name for name in {*found, *known} if found.get(name) != known.get(name))
+    if differing:
+        raise ValueError(
+            f"{where} has another {', '.join(differing[:5])}{', ...' if len(differing) > 5 else ''} than the one that this run "
+            "began with, and all stages and ranks need one graph. What draws at random may draw from the global streams of "
+            "torch, numpy and python, which are seeded while the graph is loaded, or from a generator with a seed of its own; "
+            "a random split is best left to GraphDataModule(..., split=(0.6, 0.2, 0.2))."
+        )
+
+
+@contextmanager
+def seeded(seed: int) -> Iterator[Callable[[], bool]]:
+    """Begins the global streams of random numbers of python, numpy and torch with `seed`, and gives them back as they were.
+
+    Yields what tells whether anything has been drawn from them.
+    """
+
+    def states() -> tuple[Any, ...]:
+        name, keys, *place = np.random.get_state()  # noqa: NPY002 (what users draw from)
+        return random.getstate(), (name, bytes(keys), *place), bytes(torch.get_rng_state().numpy())  # type: ignore[arg-type]
+
+    with isolate_rng(include_cuda=False):
+        random.seed(seed)
+        np.random.seed(seed % 2**32)  # noqa: NPY002
+        torch.default_generator.manual_seed(seed)  # not torch.manual_seed, which seeds GPUs as well
+        began = states()
+        yield lambda: states() != began
+
+
+def description_key(source: str, args: Mapping[str, Any] | None, split: Any) -> str | None:
+    """Returns a digest of a source given by its path, of the file that defines it and of the files that its arguments name.
+
+    It stands for the graph without loading it. Files are told apart by name, size and time of change. None if the
+    arguments are no JSON.
+    """
+    try:
+        told = json.dumps([source, dict(args or {}), split], sort_keys=True)
+    except TypeError:
+        return None
+    digest = hashlib.blake2b(told.encode(), digest_size=16)
+    named = [value for value in (args or {}).values() if isinstance(value, str)]
+    try:
+        code = importlib.util.find_spec(source.rpartition(".")[0])
+    except Exception:
+        return None  # load_source says what is wrong with it
+    for path in map(Path, [*named, *([code.origin] if code is not None and code.origin else [])]):
+        for file in sorted([path, *path.rglob("*")]) if path.exists() else []:
+            if file.is_file():
+                stat = file.stat()
+                digest.update(f"{file} {stat.st_size} {stat.st_mtime_ns}".encode())
+    return digest.hexdigest()
