@@ -125,7 +125,8 @@ class DGCLScheme(Scheme):
         rank = world.rank
         plan = {"replicate": "p2p", "dgcl_r": "spst"}.get(self.plan, self.plan)
         topology = None if self.plan == "replicate" else self._topology(world)
-        exchange = make_exchange(plan, topology, shard.plan, shard.halos, shard.offsets, world, meter)  # type: ignore[arg-type]
+        offsets = np.cumsum([0, *shard.rows])  # copies of others' rows included
+        exchange = make_exchange(plan, topology, shard.plan, shard.halos, offsets, world, meter)  # type: ignore[arg-type]
         self._exchange, self._between = exchange, topology
         if self.hops is None:
             return exchange

@@ -300,7 +300,7 @@ def test_refused_at_once(options, message):
 
 
 def fit_from_here(module: Any, **options: Any) -> None:
-    trainer = quiet_trainer(DGCLStrategy(timeout=30, **options), 2)
+    trainer = quiet_trainer(DGCLStrategy(timeout=30, **options), 2, self_check=True)
     trainer.fit(module.double(), datamodule=GraphDataModule(awkward_graph()))
 
 
