@@ -76,7 +76,7 @@ def predicted_mb(kind: str, strategy: GNNStrategy, ranks: int, nodes: int) -> fl
     data.prepare_for(layout)
     cut = data.stored_cut()
     module = NodeClassifier(make_model(kind))
-    steps = Predicted(module, cut.shard(0).batch)
+    steps = Predicted(module, cut.shard(0).batch, strategy.scheme.for_memory())
     row_bytes = cut.attributes["node"]["x"][:1].nbytes
     working = strategy.scheme.working_bytes(np.diff(cut.offsets).tolist(), row_bytes)
     sizes = Sizes.of_ranks(cut, module, layout.replicas)

@@ -19,6 +19,7 @@ from typing import Any
 import numpy as np
 from common import machine, report
 from numpy.typing import NDArray
+from rings import published_traffic
 
 from lightning_gnn.data.synthetic import planted_partition
 from lightning_gnn.partition.grid import ProcessGrid, legal_replications
@@ -27,7 +28,6 @@ from lightning_gnn.partition.metis import Adjacency, part_graph
 from lightning_gnn.partition.replicas import replication_factors
 from lightning_gnn.partition.shard import Ids, Relabelling
 from lightning_gnn.planning.exchanges import Exchange, Workload, grid_exchanges, plan_exchanges
-from lightning_gnn.planning.grid import published_traffic
 from lightning_gnn.planning.plan_cost import balance, direct_cost
 from lightning_gnn.planning.presets import find_topology, summit
 from lightning_gnn.planning.relation import Relation

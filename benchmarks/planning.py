@@ -15,13 +15,13 @@ from functools import cache
 from typing import Any, TypeVar
 
 import numpy as np
+from bound import lower_bound
 from common import SHARED, report
 from spst_reference import reference_cost
 
 from lightning_gnn.data.synthetic import planted_partition
 from lightning_gnn.partition.metis import Adjacency, part_graph
 from lightning_gnn.partition.shard import Relabelling
-from lightning_gnn.planning.bound import lower_bound
 from lightning_gnn.planning.plan import p2p
 from lightning_gnn.planning.plan_cost import plan_cost
 from lightning_gnn.planning.presets import find_topology

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from lightning_gnn.advising.advice import advise
     from lightning_gnn.advising.auto import AutoStrategy
     from lightning_gnn.callbacks.cache import AdaptiveThreshold, LargestChanges
-    from lightning_gnn.callbacks.monitor import CommunicationMonitor
+    from lightning_gnn.callbacks.communication import CommunicationMonitor
     from lightning_gnn.callbacks.trace import CommunicationTrace
     from lightning_gnn.comparing import compare
     from lightning_gnn.datamodules import GraphDataModule, planted_partition, split_edges
@@ -63,7 +63,7 @@ _MODULES = {
     "lightning_gnn.advising.advice": ["advise"],
     "lightning_gnn.advising.auto": ["AutoStrategy"],
     "lightning_gnn.callbacks.cache": ["AdaptiveThreshold", "LargestChanges"],
-    "lightning_gnn.callbacks.monitor": ["CommunicationMonitor"],
+    "lightning_gnn.callbacks.communication": ["CommunicationMonitor"],
     "lightning_gnn.callbacks.trace": ["CommunicationTrace"],
     "lightning_gnn.comparing": ["compare"],
     "lightning_gnn.datamodules": ["GraphDataModule", "planted_partition", "split_edges"],

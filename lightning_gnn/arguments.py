@@ -50,7 +50,7 @@ def check_words(**arguments: Any) -> None:
 
 
 def is_one_of(value: Any, known: Sequence[Any]) -> bool:
-    """Returns whether a value is a known one; any value may be asked for, a list or an array, too."""
+    """Returns whether a value is a known one; any value may be given, a list or an array, too."""
     return (value is None or isinstance(value, str)) and value in known
 
 

@@ -33,7 +33,7 @@ def _ask(near: Sequence[str]) -> str:
 
 
 def unknown_key(key: str, known: Iterable[str]) -> str:
-    """Says where the dotted `key` leaves the `known` ones, and names the nearest."""
+    """Says where the `key`, with dots, leaves the `known` ones, and names the nearest."""
     names = {".".join(parts[:end]) for parts in (k.split(".") for k in known) for end in range(1, len(parts) + 1)}
     parts = key.split(".")
     wrong = next((p for end in range(1, len(parts) + 1) if (p := ".".join(parts[:end])) not in names), key)
@@ -79,7 +79,7 @@ def given_values(arguments: Sequence[str]) -> dict[str, Any]:
 
 
 def _put(values: dict[str, Any], key: str, value: Any) -> None:
-    """Sets a dotted key; a class that was given by its name stays the class of what is set inside it."""
+    """Sets a key with dots; a class that was given by its name stays the class of what is set inside it."""
     first, _, rest = key.partition(".")
     before = values.get(first)
     if not rest and not (isinstance(before, dict) and isinstance(value, dict)):
@@ -110,7 +110,7 @@ def unknown_word(parser: argparse.ArgumentParser, values: Mapping[str, Any], par
 
 
 def _unknown_in_class(value: Any, base: type | None = None) -> str | None:
-    """Returns what is wrong with a class and its arguments, as YAML has them, or with one of several."""
+    """Returns what is wrong with a class and its arguments, as YAML has them, or with one of a list."""
     if isinstance(value, list):
         return next(filter(None, map(_unknown_in_class, value)), None)
     if isinstance(value, str) and base is not None:

@@ -23,7 +23,7 @@ import numpy as np
 from torch_geometric.nn.models import GCN
 
 from lightning_gnn.advising.candidates import Candidate, candidates
-from lightning_gnn.advising.machine import Machine, timing, with_small_talk
+from lightning_gnn.advising.machine import Machine, timing, with_trainer_messages
 from lightning_gnn.advising.rehearsal import Rehearsal, rehearse
 from lightning_gnn.checks.footprint import Peak
 from lightning_gnn.comm.codec import make_codec
@@ -197,7 +197,7 @@ def coding(strategy: GNNStrategy) -> Callable[[World], None]:
 
 
 def _priced(candidate: Candidate, cut: Cut, rehearsal: Rehearsal, job: _Job) -> Advice:
-    step, busy = timing(with_small_talk(rehearsal.events), job.machine), rehearsal.compute_seconds
+    step, busy = timing(with_trainer_messages(rehearsal.events), job.machine), rehearsal.compute_seconds
     overhead = job.overhead * job.machine.crowding
     of_vertex_cut = cut.report.get("replication_factor")
     rows = sum(owned + halo for owned, halo, _ in cut.sizes())
@@ -224,7 +224,7 @@ class _Clock(pl.Callback):
 
     @property
     def seconds(self) -> float:
-        """Of a batch, the first one apart."""
+        """Of a batch, without the first."""
         return float(median(np.diff(self.times)))
 
 
@@ -302,7 +302,7 @@ def _why(advice: Advice, usual: Advice | None) -> str:
     reasons = []
     if usual is advice:
         reasons.append(
-            f"each layer fetches {100 * (advice.replication - 1):.0f} % of the graph's rows from other ranks"
+            f"each layer receives {100 * (advice.replication - 1):.0f} % of the graph's rows from other ranks"
         )
     elif usual is not None and usual.bytes_sent and advice.bytes_sent is not None:
         reasons.append(f"sends {advice.bytes_sent / usual.bytes_sent:.2g} times the bytes of dgcl")

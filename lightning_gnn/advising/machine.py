@@ -12,6 +12,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cache, cached_property
 from pathlib import Path
@@ -36,7 +37,7 @@ _TINY = 8
 """Bytes of a message that needs no link of its own, and fills none."""
 
 _SMALL = 3
-"""Times in a step that all ranks tell each other something small: whether to go on, what to log, how long they have waited."""
+"""Times in a step that all ranks exchange a few bytes: whether to go on, what to log, how long they have waited."""
 
 _FEW, _MANY = 2, 6
 """Steps that are run one after the other: a step takes what more of them take longer."""
@@ -172,23 +173,19 @@ def _contention(together: int) -> float:
 
 def _seconds_of_threads(count: int) -> float:
     """Returns what each of so many threads computes, in the mean, in seconds of a processor."""
-    start, seconds = threading.Barrier(count), [0.0] * count
+    start = threading.Barrier(count)
 
-    def work(thread: int) -> None:
+    def work(_: int) -> float:
         rows, weight = torch.ones(_ROWS, _WIDTH), torch.ones(_WIDTH, _WIDTH)
         edges = torch.randint(_ROWS, (_EDGES,), generator=torch.Generator().manual_seed(0))
         start.wait()
         began = time.thread_time()
         for _ in range(2):
             torch.zeros_like(rows).index_add_(0, edges, rows.index_select(0, edges)).mm(weight)
-        seconds[thread] = time.thread_time() - began
+        return time.thread_time() - began
 
-    threads = [threading.Thread(target=work, args=(thread,)) for thread in range(count)]
-    for each in threads:
-        each.start()
-    for each in threads:
-        each.join()
-    return sum(seconds) / count
+    with ThreadPoolExecutor(count) as pool:
+        return sum(pool.map(work, range(count))) / count
 
 
 @dataclass(frozen=True)
@@ -209,8 +206,8 @@ class Timing:
         return max(0.0, self.seconds - self.compute_seconds)
 
 
-def with_small_talk(events: Sequence[Sequence[Event]]) -> list[list[Event]]:
-    """Returns a step's events with what a Trainer has all ranks tell each other, round a ring: at its end they have met."""
+def with_trainer_messages(events: Sequence[Sequence[Event]]) -> list[list[Event]]:
+    """Returns a step's events with the small messages that a Trainer sends, round a ring: at its end they have met."""
 
     ranks = len(events)
 

@@ -1,10 +1,14 @@
-"""Communication, throughput and waiting as logged metrics."""
+"""Communication, throughput and waiting as logged metrics, and who sends how much to whom as pictures.
+
+P ranks.
+"""
 
 from __future__ import annotations
 
 import json
 import time
 from collections.abc import Sequence
+from dataclasses import astuple, dataclass
 from typing import Any
 
 import lightning.pytorch as pl
@@ -12,8 +16,7 @@ import torch
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from typing_extensions import override
 
-from lightning_gnn.callbacks.loggers import log_files, log_values, uploads
-from lightning_gnn.callbacks.waiting import PartSize, explain_waiting
+from lightning_gnn.callbacks.loggers import log_files, log_picture, log_values, uploads
 from lightning_gnn.comm.coded import CodedWire
 from lightning_gnn.comm.group import World
 from lightning_gnn.comm.replicas import Replicas
@@ -21,6 +24,21 @@ from lightning_gnn.comm.traffic import ByLayer, Meter, Traffic
 
 ENOUGH_S, ENOUGH_EPOCHS = 1.0, 2
 """So much of a run, after its first epoch, tells who waits."""
+
+TOO_MUCH = 0.3
+"""Share of the time that a rank may wait before a warning."""
+
+LIGHT = 1.1
+"""A part no larger than this, of the average, is not what makes its rank slow."""
+
+
+@dataclass(frozen=True)
+class PartSize:
+    """What a rank has to compute and to receive: its nodes, their in-edges, and its halo rows."""
+
+    nodes: int
+    edges: int
+    halo_rows: int
 
 
 class CommunicationMetrics(pl.Callback):
@@ -103,8 +121,8 @@ class CommunicationMetrics(pl.Callback):
         own += [self._seconds, self._waited, float(self._nodes), float(self._edges), *self._codec_squares()]
         mine = torch.tensor(own, dtype=torch.float64, device=self._world.device)
         digest = torch.cat([self._replicas.digest(), mine.new_tensor([trainer.should_stop])])
-        everyone = self._world.all_gather(torch.cat([mine, digest]), "Communication metrics").cpu()
-        everyone, digests = everyone.split([len(mine), len(digest)], 1)
+        by_rank = self._world.all_gather(torch.cat([mine, digest]), "Communication metrics").cpu()
+        by_rank, digests = by_rank.split([len(mine), len(digest)], 1)
         self._replicas.check(digests[:, :2], f"After epoch {trainer.current_epoch}")
         if (stop := digests[:, 2].bool()).any() and not stop.all():
             those, others = (each.nonzero().view(-1).tolist() for each in (stop, ~stop))
@@ -113,7 +131,7 @@ class CommunicationMetrics(pl.Callback):
                 'would wait for them. Decide by what all ranks have, such as trainer.callback_metrics["train_loss"] in '
                 "on_train_epoch_end."
             )
-        total, longest = everyone.sum(0), everyone.amax(0)
+        total, longest = by_rank.sum(0), by_rank.amax(0)
         seconds = longest[3].clamp(min=1e-9)
         values = {
             "comm/bytes_sent": total[0],
@@ -124,7 +142,7 @@ class CommunicationMetrics(pl.Callback):
         }
         if self._world.waited_s is not None:
             values["comm/waited_share"] = longest[4] / seconds
-            self._watch(everyone[:, 4], float(seconds))
+            self._watch(by_rank[:, 4], float(seconds))
         if len(own) > 7:
             values["codec/error"] = (total[7] / total[8]).sqrt() if total[8] else torch.zeros_like(total[8])
         log_values(trainer, values)
@@ -143,7 +161,7 @@ class CommunicationMetrics(pl.Callback):
             self._warned = True
             rank_zero_warn(found)
 
-    def everyones(self) -> list[ByLayer]:
+    def of_all_ranks(self) -> list[ByLayer]:
         """Returns the traffic of all ranks in the last epoch, ``[P]``; all ranks call it."""
         return self._world.all_gather_object(self.by_layer)
 
@@ -151,23 +169,23 @@ class CommunicationMetrics(pl.Callback):
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         if not trainer.loggers or self._world.size == 1:
             return
-        everyone = self.everyones()
-        if trainer.is_global_zero and any(everyone):
-            files: dict[str, Any] = {"communication.json": json.dumps(traffic_table(everyone), indent=1) + "\n"}
+        by_rank = self.of_all_ranks()
+        if trainer.is_global_zero and any(by_rank):
+            files: dict[str, Any] = {"communication.json": json.dumps(traffic_table(by_rank), indent=1) + "\n"}
             if uploads(trainer):
                 from lightning_gnn.callbacks.pictures import draw_traffic
 
-                files["communication.png"] = draw_traffic(everyone, "Last epoch")
+                files["communication.png"] = draw_traffic(by_rank, "Last epoch")
             log_files(trainer, "communication", files)
 
 
-def traffic_table(everyone: Sequence[ByLayer]) -> list[dict[str, Any]]:
+def traffic_table(by_rank: Sequence[ByLayer]) -> list[dict[str, Any]]:
     """Returns the traffic of all ranks, plain values, a row for each layer, direction and rank.
 
     Args:
-        everyone: of each rank, ``[P]``.
+        by_rank: of each rank, ``[P]``.
     """
-    keys = dict.fromkeys(key for by_layer in everyone for key in by_layer)
+    keys = dict.fromkeys(key for by_layer in by_rank for key in by_layer)
     return [
         {
             "layer": layer,
@@ -180,6 +198,102 @@ def traffic_table(everyone: Sequence[ByLayer]) -> list[dict[str, Any]]:
             "bytes_to": {str(peer): count for peer, count in sorted(sent.to.items())},
         }
         for layer, direction in keys
-        for rank, by_layer in enumerate(everyone)
+        for rank, by_layer in enumerate(by_rank)
         if (sent := by_layer.get((layer, direction))) is not None
     ]
+
+
+def explain_waiting(waited: Sequence[float], seconds: float, parts: Sequence[PartSize]) -> str | None:
+    """Returns what to tell of ranks that wait too much; None if none does.
+
+    The straggler is the rank that waits least while another waits much. Where all wait alike, it is for messages.
+
+    Args:
+        waited: seconds that each rank has waited for others, ``[P]``.
+        seconds: the time in which they did.
+        parts: of each rank.
+    """
+    slowest, most = min(range(len(waited)), key=lambda r: waited[r]), max(range(len(waited)), key=lambda r: waited[r])
+    if waited[most] <= TOO_MUCH * seconds:
+        return None
+    found = (
+        f"Rank {most} waited for others in {waited[most] / seconds:.0%} of the time ({waited[most]:.1f} of {seconds:.1f} s "
+        "of training steps)"
+    )
+    if waited[slowest] > waited[most] / 2:
+        return (
+            f"{found}, and no rank waited less than {waited[slowest] / seconds:.0%}: what holds all up are the messages. Use "
+            "fewer ranks, or send less: another strategy, or codec (docs/codecs.md)."
+        )
+    shares = [own * len(parts) / max(1, sum(of)) for own, of in zip(astuple(parts[slowest]), zip(*map(astuple, parts)))]
+    size = ", ".join(
+        f"{count:,} {name} ({share:.2f} of the average)"
+        for count, share, name in zip(astuple(parts[slowest]), shares, ("nodes", "in-edges", "halo rows"))
+    )
+    advice = (
+        "That is no more than others have, so look at its machine: other processes, a slower core, fewer threads."
+        if max(shares) <= LIGHT
+        else "Balance the parts: another `partition` of GraphDataModule, or the strategy vertex_cut for graphs with hubs."
+    )
+    return (
+        f"{found}: rank {slowest} keeps the others waiting; it waited {waited[slowest] / seconds:.0%}. Its part: {size}. "
+        f"{advice}"
+    )
+
+
+def metrics_of(trainer: pl.Trainer, asker: object) -> CommunicationMetrics:
+    """Returns the strategy's own callback.
+
+    Raises:
+        ValueError: the strategy has none: its ranks exchange no rows.
+    """
+    found = next((each for each in trainer.callbacks if isinstance(each, CommunicationMetrics)), None)  # type: ignore[attr-defined]
+    if found is None:
+        raise ValueError(
+            f"{type(asker).__name__} tells what ranks exchange in layers, and under {type(trainer.strategy).__name__} they "
+            "exchange nothing in training steps. Leave it out, or use a strategy such as dgcl or sampling."
+        )
+    return found
+
+
+class CommunicationMonitor(pl.Callback):
+    """Draws a heat map per layer and direction, bytes from rank to rank, in W&B and TensorBoard; beside CSV logs as a file.
+
+    Args:
+        every_n_epochs: epochs from one picture to the next; each is of one epoch. The last epoch is always drawn.
+
+    Raises:
+        ValueError: a number below 1; from ``fit``, a strategy whose ranks exchange no rows.
+    """
+
+    def __init__(self, every_n_epochs: int = 50) -> None:
+        if every_n_epochs < 1:
+            raise ValueError(f"every_n_epochs is at least 1 (got {every_n_epochs}).")
+        self.every_n_epochs = every_n_epochs
+        self._drawn = -1
+
+    @override
+    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        metrics_of(trainer, self)
+        self._drawn = -1
+
+    @override
+    def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        if trainer.current_epoch % self.every_n_epochs == 0:
+            self._draw(trainer, trainer.current_epoch)
+
+    @override
+    def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        # By now the epoch has been counted.
+        self._draw(trainer, trainer.current_epoch - 1)
+
+    def _draw(self, trainer: pl.Trainer, epoch: int) -> None:
+        metrics = metrics_of(trainer, self)
+        if epoch == self._drawn or not trainer.loggers:
+            return
+        self._drawn = epoch
+        by_rank = metrics.of_all_ranks()
+        if trainer.is_global_zero and any(by_rank):
+            from lightning_gnn.callbacks.pictures import draw_traffic
+
+            log_picture(trainer, "communication/heat_map", draw_traffic(by_rank, f"Epoch {epoch}"))

@@ -51,12 +51,12 @@ class GossipMetrics(pl.Callback):
         self._worker.publish(pl_module.parameters())
         if not trainer.is_global_zero:
             return
-        everyone = self._worker.all_counts()
+        counts_of = self._worker.all_counts()
         values: dict[str, float] = {
-            "gossip/staleness": spread(everyone),
-            "gossip/consensus": self._worker.consensus(everyone),
+            "gossip/staleness": spread(counts_of),
+            "gossip/consensus": self._worker.consensus(counts_of),
         }
-        for worker, counts in everyone.items():
+        for worker, counts in counts_of.items():
             values[f"gossip/batches/{worker}"] = counts.batches
             values[f"gossip/averages/{worker}"] = counts.averages
             values[f"gossip/waited/{worker}"] = counts.waited
@@ -71,29 +71,29 @@ def progress(worker: Worker) -> str:
     )
 
 
-def spread(everyone: Mapping[int, Counts]) -> int:
+def spread(counts_of: Mapping[int, Counts]) -> int:
     """Returns how many batches the worker with most has more than the one with fewest."""
-    batches = [counts.batches for counts in everyone.values()]
+    batches = [counts.batches for counts in counts_of.values()]
     return max(batches) - min(batches)
 
 
-def table(everyone: Mapping[int, Counts], lost: Sequence[int], undone: int, consensus: float, result: str) -> Table:
+def table(counts_of: Mapping[int, Counts], lost: Sequence[int], undone: int, consensus: float, result: str) -> Table:
     """Returns what each worker has done, a row each (Tables 4.8 and 4.9 of the thesis, and what it took).
 
     Args:
-        everyone: by worker, as far as it has told.
+        counts_of: by worker, as far as it has reported.
         lost: workers that have not come to the end.
         undone: batches that nobody has done.
         consensus: how far the workers' parameters are from each other, relative to their mean.
         result: of all of them, in words.
     """
-    title = f"Workers, {100 * consensus:.2g} % apart; the result is {result}"
+    title = f"Workers, {100 * consensus:.2g} % from each other; the result is {result}"
     title += f"; {undone} batches were left undone, by workers that ended last" if undone else ""
     found = Table(
         "worker", "batches", "averages", "waits", "in vain", "waited, s", "idle, %", "taken over", title=title
     )
-    for worker in sorted({*everyone, *lost}):
-        name, counts = f"{worker}{' (lost)' if worker in lost else ''}", everyone.get(worker)
+    for worker in sorted({*counts_of, *lost}):
+        name, counts = f"{worker}{' (lost)' if worker in lost else ''}", counts_of.get(worker)
         if counts is None:  # before its first epoch had ended
             found.add_row(name, *["-"] * 7)
             continue
@@ -108,7 +108,7 @@ def table(everyone: Mapping[int, Counts], lost: Sequence[int], undone: int, cons
     return found
 
 
-def show(everyone: Mapping[int, Counts], lost: Sequence[int], undone: int, consensus: float, result: str) -> None:
-    """Prints :func:`table`, where there were several workers."""
-    if len(everyone) > 1 or lost:
-        text_console(100, sys.stderr).print(table(everyone, lost, undone, consensus, result))
+def show(counts_of: Mapping[int, Counts], lost: Sequence[int], undone: int, consensus: float, result: str) -> None:
+    """Prints :func:`table`, where there was more than one worker."""
+    if len(counts_of) > 1 or lost:
+        text_console(100, sys.stderr).print(table(counts_of, lost, undone, consensus, result))

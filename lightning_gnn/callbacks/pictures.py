@@ -19,31 +19,31 @@ NUMBERED = 8
 """Up to so many ranks, each cell says its bytes."""
 
 
-def traffic_matrices(everyone: Sequence[ByLayer]) -> dict[tuple[str, str], NDArray[np.int64]]:
+def traffic_matrices(by_rank: Sequence[ByLayer]) -> dict[tuple[str, str], NDArray[np.int64]]:
     """Returns by (layer, direction) the bytes that rank i sent to rank j, ``[P, P]``.
 
     Args:
-        everyone: of each rank, ``[P]``.
+        by_rank: of each rank, ``[P]``.
     """
     found: dict[tuple[str, str], NDArray[np.int64]] = {}
-    for rank, by_layer in enumerate(everyone):
+    for rank, by_layer in enumerate(by_rank):
         for key, sent in by_layer.items():
-            matrix = found.setdefault(key, np.zeros((len(everyone), len(everyone)), np.int64))
+            matrix = found.setdefault(key, np.zeros((len(by_rank), len(by_rank)), np.int64))
             for peer, count in sent.to.items():
                 matrix[rank, peer] += count
     return found
 
 
-def draw_traffic(everyone: Sequence[ByLayer], title: str) -> Figure:
+def draw_traffic(by_rank: Sequence[ByLayer], title: str) -> Figure:
     """Returns a heat map for each layer and direction: who sent how many bytes to whom, all on one scale.
 
     Args:
-        everyone: traffic of each rank, ``[P]``.
+        by_rank: traffic of each rank, ``[P]``.
         title: of the picture.
     """
-    matrices = traffic_matrices(everyone)
+    matrices = traffic_matrices(by_rank)
     layers, directions = list(dict.fromkeys(key[0] for key in matrices)), ["forward", "backward"]
-    size = max(2.6, 0.28 * len(everyone))
+    size = max(2.6, 0.28 * len(by_rank))
     figure = Figure(figsize=(2 * size + 2, max(1, len(layers)) * size + 0.8), layout="constrained")
     FigureCanvasAgg(figure)
     figure.suptitle(f"{title}: bytes sent", fontsize=13, color=INK)
@@ -60,11 +60,11 @@ def draw_traffic(everyone: Sequence[ByLayer], title: str) -> Figure:
             axes.set_title(f"{layer}, {direction}", fontsize=9, color=INK)
             axes.set_xlabel("to rank", fontsize=8)
             axes.set_ylabel("from rank", fontsize=8)
-            ticks = range(len(everyone)) if len(everyone) <= 2 * NUMBERED else range(0, len(everyone), 8)
+            ticks = range(len(by_rank)) if len(by_rank) <= 2 * NUMBERED else range(0, len(by_rank), 8)
             axes.set_xticks(ticks)
             axes.set_yticks(ticks)
             axes.tick_params(labelsize=7)
-            if len(everyone) <= NUMBERED:
+            if len(by_rank) <= NUMBERED:
                 for (i, j), count in np.ndenumerate(matrix):
                     colour = "white" if count > 0.6 * most else INK
                     axes.text(j, i, f"{count / factor:.3g}", ha="center", va="center", fontsize=7, color=colour)

@@ -17,9 +17,9 @@ class SamplingMetrics(pl.Callback):
     """Logs after each training epoch what mini-batches took; ``sampling`` brings it.
 
     ``sampling/seconds``: the longest time that a rank's samplers, added up, spent in making its batches; ``sampling/waited``:
-    that a rank spent in waiting for them, so that ``1 - waited / seconds`` was hidden behind training. Where ranks lie on several
-    machines, ``sampling/remote_bytes``: what all received from others; ``sampling/cache_hit_rate``: of the rows of features that
-    lie on other machines, the share that was kept here.
+    that a rank spent in waiting for them, so that ``1 - waited / seconds`` was hidden behind training. Where ranks are on more
+    than one machine, ``sampling/remote_bytes``: what all received from others; ``sampling/cache_hit_rate``: of the rows of
+    features that lie on other machines, the share that was kept here.
 
     Args:
         batches: returns this rank's loader.
@@ -38,8 +38,8 @@ class SamplingMetrics(pl.Callback):
         stores = [maker.store for maker in batches.makers]
         asked, hits, received = map(sum, zip(*(store.take_counts() for store in stores)))
         own = torch.tensor([seconds, waited, asked, hits, received], dtype=torch.float64, device=self._world.device)
-        everyone = self._world.all_gather(own, "Sampling metrics").cpu()
-        longest, total = everyone.amax(0), everyone.sum(0)
+        by_rank = self._world.all_gather(own, "Sampling metrics").cpu()
+        longest, total = by_rank.amax(0), by_rank.sum(0)
         values = {"sampling/seconds": longest[0], "sampling/waited": longest[1]}
         if stores[0].channel is not None:
             values["sampling/remote_bytes"] = total[4]

@@ -15,7 +15,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch_geometric.nn import MessagePassing
 from typing_extensions import override
 
-from lightning_gnn.callbacks.monitor import metrics_of
+from lightning_gnn.callbacks.communication import metrics_of
 from lightning_gnn.comm.traffic import Span
 
 COMPUTE, COMMUNICATION = 0, 1
@@ -133,32 +133,32 @@ class CommunicationTrace(pl.Callback):
 
     @override
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        folder = trainer.log_dir or trainer.default_root_dir  # asked for by all ranks
+        folder = trainer.log_dir or trainer.default_root_dir  # all ranks take part
         path = Path(folder) / "trace.json" if self.path is None else Path(self.path)
         world = trainer.strategy.world  # type: ignore[attr-defined]
-        # Ranks of several machines agree on the time of day only, whose seconds are too many for fractions of a microsecond.
+        # Ranks of different machines agree on the time of day only, whose seconds are too many for fractions of a microsecond.
         ahead = time.time() - time.perf_counter()
         ahead -= world.broadcast_object(ahead)
         own = [
             (track, replace(span, began=span.began + ahead, ended=span.ended + ahead)) for track, span in self._spans
         ]
         self._spans = []
-        everyone = world.all_gather_object(own)
-        if trainer.is_global_zero and any(everyone):
+        by_rank = world.all_gather_object(own)
+        if trainer.is_global_zero and any(by_rank):
             path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_text(json.dumps(chrome_trace(everyone)))
+            path.write_text(json.dumps(chrome_trace(by_rank)))
             rank_zero_info(f"Trace of {self.epochs} epochs: {path}, for https://ui.perfetto.dev")
 
 
-def chrome_trace(everyone: Sequence[Sequence[tuple[int, Span]]]) -> dict[str, Any]:
+def chrome_trace(by_rank: Sequence[Sequence[tuple[int, Span]]]) -> dict[str, Any]:
     """Returns the spans of all ranks in the Trace Event Format: microseconds, a process per rank, a thread per track.
 
     Args:
-        everyone: by rank, a track and a span each, seconds by one clock.
+        by_rank: by rank, a track and a span each, seconds by one clock.
     """
-    zero = min((span.began for spans in everyone for _, span in spans), default=0.0)
+    zero = min((span.began for spans in by_rank for _, span in spans), default=0.0)
     events: list[dict[str, Any]] = []
-    for rank, spans in enumerate(everyone):
+    for rank, spans in enumerate(by_rank):
         events.append({"ph": "M", "pid": rank, "name": "process_name", "args": {"name": f"rank {rank}"}})
         for track, name in ((COMPUTE, "compute"), (COMMUNICATION, "communication")):
             events.append({"ph": "M", "pid": rank, "tid": track, "name": "thread_name", "args": {"name": name}})

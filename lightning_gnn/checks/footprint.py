@@ -12,7 +12,7 @@ import copy
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from types import ModuleType
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import lightning.pytorch as pl
 import numpy as np
@@ -24,17 +24,13 @@ from typing_extensions import override
 
 from lightning_gnn.checks.small_graph import Form, SmallGraph, small_graph
 from lightning_gnn.checks.stand_ins import QuietTrainer, aside, copied, quiet, run_step, without_optimizers
-from lightning_gnn.comm.exchange import HaloExchange
 from lightning_gnn.comm.group import CommunicationError, World
 from lightning_gnn.comm.in_process import InProcessWorld, Meeting
-from lightning_gnn.comm.rows import AnyRows
 from lightning_gnn.comm.traffic import Meter
 from lightning_gnn.data.shards import Cut, Shard, split_graph
 from lightning_gnn.data.sources import counted_mask
 from lightning_gnn.nn import pyg
 from lightning_gnn.nn.bind import Binding
-from lightning_gnn.nn.context import GraphContext
-from lightning_gnn.nn.directed import context_of
 from lightning_gnn.nn.helpers import graph_in_use
 from lightning_gnn.partition.layout import LayoutSpec, Replicas
 
@@ -45,6 +41,9 @@ _FORMS = (  # no number of which follows from the others
     Form((6, 18), (15, 45), (5, 6)),
     Form((8, 16), (60, 100), (2, 12)),
     Form((20, 30), (30, 90), (6, 24)),
+    Form((10, 25), (40, 20), (8, 16)),
+    Form((25, 12), (50, 120), (10, 9)),
+    Form((40, 30), (200, 90), (20, 14)),
 )
 
 
@@ -77,6 +76,7 @@ class Sizes(NamedTuple):
         sent_rows: that other ranks read.
         edges: E.
         targets: labelled nodes, or edges, of the training mask.
+        held_edges: that the rank computes: in a vertex cut not those of its own nodes.
     """
 
     rows: int
@@ -84,27 +84,37 @@ class Sizes(NamedTuple):
     sent_rows: int
     edges: int
     targets: int
+    held_edges: int
 
     @classmethod
-    def of(cls, shard: Shard, targets: int) -> Sizes:
-        """Returns those of a rank that has its part."""
+    def of(cls, shard: Shard, targets: int, held_edges: int | None = None) -> Sizes:
+        """Returns those of a rank that has its part; by default it computes the edges of its own nodes."""
         plan = shard.plan
         edges = shard.batch.edge_index.size(1)
-        return cls(plan.num_owned, sum(plan.recv_counts), sum(map(len, plan.send_rows)), edges, targets)
+        sent, held = sum(map(len, plan.send_rows)), edges if held_edges is None else held_edges
+        return cls(plan.num_owned, sum(plan.recv_counts), sent, edges, targets, held)
 
     @classmethod
     def of_ranks(cls, cut: Cut, module: torch.nn.Module, replicas: Replicas | None = None) -> list[Sizes]:
         """Returns those of every rank of a cut graph; with replicas, as many rows are taken to be sent as read."""
         targets = cut.mask_counts[counted_mask("train_mask", module)]
         sent = sum(np.diff(np.searchsorted(halo, cut.offsets)) for halo in cut.halos)
+        sizes = cut.sizes(replicas)
+        held = [edges for *_, edges in sizes] if cut.holders is None else _held_edges([cut.holders], len(sizes))
         return [
-            cls(rows, halo_rows, int(sent_rows) if replicas is None else halo_rows, edges, count)
-            for (rows, halo_rows, edges), sent_rows, count in zip(cut.sizes(replicas), np.atleast_1d(sent), targets)
+            cls(rows, halo_rows, int(sent_rows) if replicas is None else halo_rows, edges, count, held_edges)
+            for (rows, halo_rows, edges), sent_rows, count, held_edges in zip(sizes, np.atleast_1d(sent), targets, held)
         ]
 
     def among(self, ranks: int) -> Sizes:
         """Returns those of one of so many ranks that share what this one has; as many halo rows, which is too many."""
-        return Sizes(self.rows // ranks, self.halo_rows, self.sent_rows, self.edges // ranks, self.targets // ranks)
+        rows, halo_rows, sent_rows, *others = self
+        return Sizes(rows // ranks, halo_rows, sent_rows, *(each // ranks for each in others))
+
+
+def _held_edges(holders: Sequence[Tensor], ranks: int) -> list[int]:
+    """Returns how many edges each rank computes."""
+    return torch.bincount(torch.cat(list(holders)).long(), minlength=ranks).tolist()
 
 
 @dataclass(frozen=True)
@@ -283,21 +293,30 @@ def footprint_of(
 # Predicting ###################################################################
 
 
+class TwoRanks(Protocol):
+    """What is asked of a scheme, see :class:`~lightning_gnn.strategies.scheme.Scheme`."""
+
+    def layout(self, world_size: int, num_hosts: int = 1) -> LayoutSpec: ...
+
+    def bind(self, module: torch.nn.Module, shard: Shard, world: World, meter: Meter) -> Binding: ...
+
+
 class Predicted:
     """What steps on small graphs keep, for a rank of any size.
 
     Args:
         module: unbound; copies of it run on the CPU.
         batch: a rank's part of the graph, on the CPU; the small graphs' attributes are drawn from its rows.
-        trainer: what the step finds as ``self.trainer``; its loggers hear nothing.
-        keep_constant: whether what layers make of the features alone is kept.
+        scheme: what ranks hold and exchange, for two ranks, see
+            :meth:`~lightning_gnn.strategies.scheme.Scheme.for_memory`.
+        trainer: what the step finds as ``self.trainer``; its loggers record nothing.
 
     Raises:
         RuntimeError: the step does not run on a small graph, or keeps other things on each.
     """
 
     def __init__(
-        self, module: pl.LightningModule, batch: Data, trainer: pl.Trainer | None = None, keep_constant: bool = True
+        self, module: pl.LightningModule, batch: Data, scheme: TwoRanks, trainer: pl.Trainer | None = None
     ) -> None:
         quiet_trainer = None if trainer is None else QuietTrainer(trainer)
         models = [quiet(copied(module).cpu(), quiet_trainer) for _ in range(2)]
@@ -309,22 +328,26 @@ class Predicted:
         with aside():
             for seed, form in enumerate(_FORMS):
                 small = small_graph(batch, [mask], form, seed)
-                for shard, footprint in _steps(models, small, keep_constant):
-                    sizes.append((*Sizes.of(shard, int(shard.batch[mask].sum())), 1))
+                steps = _steps(models, small, scheme)
+                held: Sequence[int | None] = (None, None)
+                if steps[0][0].holders is not None:
+                    held = _held_edges([shard.holders for shard, _ in steps if shard.holders is not None], 2)
+                for (shard, footprint), held_edges in zip(steps, held):
+                    sizes.append((*Sizes.of(shard, int(shard.batch[mask].sum()), held_edges), 1))
                     found.append(footprint)
         self._pieces = found[0].pieces
         if any(len(each.pieces) != len(self._pieces) for each in found):
             raise RuntimeError("steps on small graphs do not all keep as many tensors")
-        held = [[each.held_bytes, *(piece.bytes for piece in each.pieces)] for each in found]
+        counted = [[each.held_bytes, *(piece.bytes for piece in each.pieces)] for each in found]
         # Bytes of each piece per owned row, halo row and so on, and those that do not depend on the graph.
-        self._per, *_ = np.linalg.lstsq(np.array(sizes, float), np.array(held), rcond=None)
+        self._per, *_ = np.linalg.lstsq(np.array(sizes, float), np.array(counted), rcond=None)
 
     def footprint(self, sizes: Sizes, working_bytes: int = 0) -> Footprint:
         """Returns what a rank of these sizes keeps.
 
         Args:
             sizes: of the rank.
-            working_bytes: that its scheme holds beside what ``dgcl`` does.
+            working_bytes: see :meth:`~lightning_gnn.strategies.scheme.Scheme.working_bytes`.
         """
         held, *pieces = (np.array([*sizes, 1.0]) @ self._per).clip(0)
         kept = (Piece(size, *_flags(piece)) for piece, size in zip(self._pieces, pieces))
@@ -335,28 +358,18 @@ def _flags(piece: Piece) -> tuple[str, bool, bool]:
     return piece.conv, piece.saved, piece.argument
 
 
-def _bind(module: torch.nn.Module, shard: Shard, world: World, keep_constant: bool) -> Binding:
-    """Binds a module as ``dgcl`` does: each rank holds the in-edges of its nodes."""
-
-    def context(shard: Shard) -> GraphContext:
-        batch, meter = shard.batch, Meter()
-        exchange, rows = HaloExchange(shard.plan, world, meter), AnyRows(shard.n_id, shard.counts, world, meter)
-        weight, kept_widths = batch.get("edge_weight"), 4 if keep_constant else 0
-        return GraphContext(exchange, batch.x, batch.edge_index, weight, kept_widths, rows)
-
-    return Binding(module, context_of(module, shard, world, context))
-
-
 def _steps(
-    models: Sequence[pl.LightningModule], small: SmallGraph, keep_constant: bool
+    models: Sequence[pl.LightningModule], small: SmallGraph, scheme: TwoRanks
 ) -> list[tuple[Shard, Footprint]]:
     """Returns what a step on two parts of a graph keeps on each; of each rank's model, nothing but buffers change."""
-    shards, meeting = split_graph(small.graph, small.part, LayoutSpec("edge_cut", 2)), Meeting(2)
+    layout, meeting = scheme.layout(2), Meeting(2)
+    holders = small.holders if layout.kind == "vertex_cut" else None
+    shards = split_graph(small.graph, small.part, layout, holders)
 
     def on_rank(rank: int) -> Footprint:
         model = models[rank]
         world = InProcessWorld(rank, meeting)
-        binding = _bind(model, shards[rank], world, keep_constant)
+        binding = scheme.bind(model, shards[rank], world, Meter())
         counted = Counted(model)
         with graph_in_use(binding.context, this_thread_only=True):
             if not model.automatic_optimization:

@@ -42,6 +42,15 @@ class Traffic:
             {peer: self.to.get(peer, 0) + other.to.get(peer, 0) for peer in {**self.to, **other.to}},
         )
 
+    def __sub__(self, other: Traffic) -> Traffic:
+        return self + Traffic(
+            -other.bytes_sent,
+            -other.messages,
+            -other.rows,
+            -other.seconds,
+            {peer: -count for peer, count in other.to.items()},
+        )
+
 
 ByLayer: TypeAlias = Mapping[tuple[str, str], Traffic]
 """Traffic of one rank by (layer, direction)."""

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, ClassVar
 
-from lightning.pytorch.cli import LightningArgumentParser
 from rich.table import Table
 from typing_extensions import override
 
@@ -15,7 +14,7 @@ from lightning_gnn.advising.candidates import chosen
 from lightning_gnn.advising.extrapolate import extrapolate, smaller
 from lightning_gnn.advising.machine import Machine
 from lightning_gnn.checks.footprint import Peak
-from lightning_gnn.commands.graph_cli import GraphCLI, working
+from lightning_gnn.commands.graph_cli import GraphCLI, Option, working
 from lightning_gnn.commands.plan_print import memory_table
 from lightning_gnn.console import plain_width, text_console
 from lightning_gnn.parser import file_of
@@ -23,12 +22,6 @@ from lightning_gnn.planning.presets import PRESETS
 from lightning_gnn.planning.topology import MAX_DEVICES
 from lightning_gnn.strategies.scheme import Scheme
 
-USAGE = """lightning-gnn advise --config FILE [--parts N] [--topology NAME|FILE] [--cores N] [--speed X] [--json FILE]
-                            [--KEY VALUE ...]"""
-DESCRIPTION = (
-    "Say what an epoch would take under every scheme, and why, without starting ranks: a few steps of the model are rehearsed in "
-    "this process. Files and keys are those of fit; used are model, data, trainer.devices and trainer.num_nodes."
-)
 WIDTH = 150
 """Columns of what is printed to a file."""
 
@@ -36,36 +29,25 @@ WIDTH = 150
 class AdviseCLI(GraphCLI):
     """The options of ``advise``, checked before anything is loaded."""
 
-    wants_module = needs_module = True
-
-    def __init__(self, arguments: Sequence[str]) -> None:
-        super().__init__("advise", arguments, USAGE, DESCRIPTION)
-
-    @override
-    def add_options(self, parser: LightningArgumentParser) -> None:
-        parser.add_argument(
-            "--topology",
-            type=str,
-            help=f"{', '.join(PRESETS)}, or a JSON file (docs/planning.md). (default: CPU ranks of this machine, or of "
+    name = "advise"
+    usage = """lightning-gnn advise --config FILE [--parts N] [--topology NAME|FILE] [--cores N] [--speed X] [--json FILE]
+                            [--KEY VALUE ...]"""
+    description = (
+        "Say what an epoch would take under every scheme, and why, without starting ranks: a few steps of the model are "
+        "rehearsed in this process. Files and keys are those of fit; used are model, data, trainer.devices and trainer.num_nodes."
+    )
+    options: ClassVar = {
+        "topology": Option(
+            str,
+            f"{', '.join(PRESETS)}, or a JSON file (docs/planning.md). (default: CPU ranks of this machine, or of "
             "trainer.num_nodes like it)",
-        )
-        parser.add_argument(
-            "--cores",
-            type=int,
-            help="That the ranks of a host share. (default: this machine's; with --topology, one each)",
-        )
-        parser.add_argument(
-            "--speed",
-            type=float,
-            default=1.0,
-            help="How many times faster a device computes than a core here. (default: 1)",
-        )
-        parser.add_argument(
-            "--schemes",
-            type=list[str],
-            help="Only these, such as [dgcl,spmm_15d]. (default: all that so many ranks can run)",
-        )
-        parser.add_argument("--json", type=str, help="File for all numbers. (default: none is written)")
+        ),
+        "cores": Option(int, "That the ranks of a host share. (default: this machine's; with --topology, one each)"),
+        "speed": Option(float, "How many times faster a device computes than a core here. (default: 1)", 1.0),
+        "schemes": Option(list[str], "Only these, such as [dgcl,spmm_15d]. (default: all that so many ranks can run)"),
+        "json": Option(str, "File for all numbers. (default: none is written)"),
+    }
+    wants_module = needs_module = True
 
     @override
     def prepare(self, scheme: Scheme, parts: int) -> None:

@@ -5,24 +5,17 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Sequence
+from typing import ClassVar
 
-from lightning.pytorch.cli import LightningArgumentParser
 from typing_extensions import override
 
-from lightning_gnn.commands.graph_cli import GraphCLI, working
+from lightning_gnn.commands.graph_cli import GraphCLI, Option, working
 from lightning_gnn.console import plain_width, text_console
-from lightning_gnn.parity import ParityReport, check_parity
+from lightning_gnn.parity import check_parity
 from lightning_gnn.parity.check import make_strategies
 from lightning_gnn.parser import file_of
 from lightning_gnn.strategies.scheme import Scheme
 
-USAGE = """lightning-gnn check --config FILE [--parts N] [--nodes N] [--schemes NAMES] [--share_draws true] [--json FILE]
-                            [--KEY VALUE ...]"""
-DESCRIPTION = (
-    "Run each step of the model once under every scheme and once on one device, compare outputs, loss, gradients and metrics, "
-    "and say where they part and why. Nothing is trained. Files and keys are those of fit; used are model, data, "
-    "trainer.strategy, trainer.devices and trainer.num_nodes. The exit status is 0 if all is the same."
-)
 WIDTH = 130
 """Columns of what is printed to a file."""
 
@@ -30,25 +23,22 @@ WIDTH = 130
 class CheckCLI(GraphCLI):
     """The options of ``check``, looked at before anything is loaded."""
 
+    name = "check"
+    usage = """lightning-gnn check --config FILE [--parts N] [--nodes N] [--schemes NAMES] [--share_draws true] [--json FILE]
+                            [--KEY VALUE ...]"""
+    description = (
+        "Run each step of the model once under every scheme and once on one device, compare outputs, loss, gradients and "
+        "metrics, and say where they differ and why. Nothing is trained. Files and keys are those of fit; used are model, data, "
+        "trainer.strategy, trainer.devices and trainer.num_nodes. The exit status is 0 if all is the same."
+    )
+    options: ClassVar = {
+        "nodes": Option(int, "Of a sample of the graph. (default: the whole graph, if it is not too large)"),
+        "seed": Option(int, "Of the sample and of random numbers. (default: 0)", 0),
+        "schemes": Option(list[str], "Only these, such as [dgcl,spmm_15d]. (default: all)"),
+        "share_draws": Option(bool, "Give all ranks the same numbers for each node and edge. (default: false)", False),
+        "json": Option(str, "File for all numbers. (default: none is written)"),
+    }
     wants_module = True
-
-    def __init__(self, arguments: Sequence[str]) -> None:
-        super().__init__("check", arguments, USAGE, DESCRIPTION)
-
-    @override
-    def add_options(self, parser: LightningArgumentParser) -> None:
-        parser.add_argument(
-            "--nodes", type=int, help="Of a sample of the graph. (default: the whole graph, if it is not too large)"
-        )
-        parser.add_argument("--seed", type=int, default=0, help="Of the sample and of random numbers. (default: 0)")
-        parser.add_argument("--schemes", type=list[str], help="Only these, such as [dgcl,spmm_15d]. (default: all)")
-        parser.add_argument(
-            "--share_draws",
-            type=bool,
-            default=False,
-            help="Give all ranks the same random numbers for a node or an edge. (default: false)",
-        )
-        parser.add_argument("--json", type=str, help="File for all numbers. (default: none is written)")
 
     @override
     def prepare(self, scheme: Scheme, parts: int) -> None:
@@ -59,28 +49,22 @@ class CheckCLI(GraphCLI):
         self.strategies = [configured if each.strategy_name == configured.strategy_name else each for each in made]
         self.json = file_of("--json", self.config.json)
 
-    def check(self) -> ParityReport:
-        """Returns what is found."""
-        config = self.config
-        devices = self.ranks // self.hosts
-        return check_parity(
-            self.module,
-            self.datamodule,
-            self.strategies,
-            devices,
-            self.hosts,
-            config.nodes,
-            config.seed,
-            config.share_draws,
-        )
-
 
 def check(arguments: Sequence[str]) -> None:
     """Runs ``lightning-gnn check`` with these arguments."""
     cli = CheckCLI(arguments)
     console = text_console(plain_width(WIDTH), highlight=False, markup=False)
     with working("Comparing with one device"):
-        report = cli.check()
+        report = check_parity(
+            cli.module,
+            cli.datamodule,
+            cli.strategies,
+            cli.ranks // cli.hosts,
+            cli.hosts,
+            cli.config.nodes,
+            cli.config.seed,
+            cli.config.share_draws,
+        )
     console.print(report.table())
     for line in report.lines():
         console.print(line, soft_wrap=True)

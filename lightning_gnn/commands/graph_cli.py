@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, ClassVar, NamedTuple
 
 import lightning as L
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
@@ -21,15 +21,23 @@ from lightning_gnn.strategies import DGCLStrategy, GNNStrategy
 from lightning_gnn.strategies.scheme import Scheme
 
 
+class Option(NamedTuple):
+    """An option of a command beside the keys of ``fit``."""
+
+    kind: Any
+    help: str
+    default: Any = None
+
+
 class GraphCLI(LightningCLI):
     """Parses what ``fit`` takes, so that its files and overrides serve here too; makes data and strategy, and no Trainer.
 
     Args:
-        name: of the command.
-        arguments: that follow it.
-        usage, description: for its help.
+        arguments: that follow the command's name.
 
     Attributes:
+        name, usage, description, options: of the command, set by each.
+        wants_module, needs_module: whether it makes a module if one is given, and refuses to do without.
         datamodule: as configured.
         module: the same, where the command wants it; None where it need not be given, and is not.
         strategy: as configured.
@@ -37,10 +45,12 @@ class GraphCLI(LightningCLI):
         layout: what the scheme needs in so many parts.
     """
 
+    name = usage = description = ""
+    options: ClassVar[Mapping[str, Option]] = {}
     wants_module = False
     needs_module = False
 
-    def __init__(self, name: str, arguments: Sequence[str], usage: str, description: str) -> None:
+    def __init__(self, arguments: Sequence[str]) -> None:
         self._arguments = list(arguments)
         super().__init__(
             L.LightningModule,
@@ -49,12 +59,13 @@ class GraphCLI(LightningCLI):
             subclass_mode_data=True,
             seed_everything_default=False,
             parser_class=Parser,
-            parser_kwargs={"prog": f"lightning-gnn {name}", "usage": usage, "description": description},
+            parser_kwargs={
+                "prog": f"lightning-gnn {self.name}",
+                "usage": self.usage,
+                "description": self.description,
+            },
             run=False,
         )
-
-    def add_options(self, parser: LightningArgumentParser) -> None:
-        """Adds the command's own options."""
 
     def prepare(self, scheme: Scheme, parts: int) -> None:
         """Checks the command's own options, and may change the scheme; a ValueError ends the command with its message."""
@@ -66,7 +77,8 @@ class GraphCLI(LightningCLI):
     @override
     def add_core_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
         parser.add_argument("--parts", type=int, help="Number of parts. (default: trainer.devices x trainer.num_nodes)")
-        self.add_options(parser)
+        for name, option in self.options.items():
+            parser.add_argument(f"--{name}", type=option.kind, default=option.default, help=option.help)
         parser.add_lightning_class_args(L.Trainer, "trainer")
         parser.add_lightning_class_args(L.LightningModule, "model", subclass_mode=True, required=False)
         parser.add_lightning_class_args(GraphDataModule, "data", subclass_mode=True)

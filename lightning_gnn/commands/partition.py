@@ -5,38 +5,29 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
-from lightning.pytorch.cli import LightningArgumentParser
-from typing_extensions import override
 
-from lightning_gnn.commands.graph_cli import GraphCLI, working
+from lightning_gnn.commands.graph_cli import GraphCLI, Option, working
 from lightning_gnn.console import text_console
 from lightning_gnn.data.store import read_manifest
 from lightning_gnn.partition.locality import Locality
 from lightning_gnn.partition.metrics import EdgeCutReport
 from lightning_gnn.partition.vertex_report import VertexCutReport
 
-USAGE = """lightning-gnn partition --config FILE [--parts N] [--columns N] [--KEY VALUE ...]
-       lightning-gnn partition --data.source PATH --data.source_args JSON --parts N [--columns N]"""
-DESCRIPTION = (
-    "Partition a graph ahead of time, and print what came out. Files and keys are those of fit, which then finds the "
-    "parts in the store; used are data, trainer.strategy, trainer.devices and trainer.num_nodes."
-)
-
 
 class PartitionCLI(GraphCLI):
     """The options of ``partition``."""
 
-    def __init__(self, arguments: Sequence[str]) -> None:
-        super().__init__("partition", arguments, USAGE, DESCRIPTION)
-
-    @override
-    def add_options(self, parser: LightningArgumentParser) -> None:
-        parser.add_argument(
-            "--columns", type=int, help="Width of the rows whose bytes are told. (default: the graph's features)"
-        )
+    name = "partition"
+    usage = """lightning-gnn partition --config FILE [--parts N] [--columns N] [--KEY VALUE ...]
+       lightning-gnn partition --data.source PATH --data.source_args JSON --parts N [--columns N]"""
+    description = (
+        "Partition a graph ahead of time, and print what came out. Files and keys are those of fit, which then finds the "
+        "parts in the store; used are data, trainer.strategy, trainer.devices and trainer.num_nodes."
+    )
+    options: ClassVar = {"columns": Option(int, "Width of the rows whose bytes are told. (default: the graph's features)")}
 
 
 def partition(arguments: Sequence[str]) -> None:

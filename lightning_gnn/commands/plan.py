@@ -6,17 +6,16 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
-from lightning.pytorch.cli import LightningArgumentParser
 from typing_extensions import override
 
 from lightning_gnn.advising.advice import quiet_trainer
 from lightning_gnn.advising.candidates import candidates
 from lightning_gnn.checks.footprint import Peak, Predicted, Sizes
 from lightning_gnn.checks.memory import training_bytes
-from lightning_gnn.commands.graph_cli import GraphCLI, working
+from lightning_gnn.commands.graph_cli import GraphCLI, Option, working
 from lightning_gnn.commands.plan_print import memory_table, printed
 from lightning_gnn.console import plain_width, text_console
 from lightning_gnn.data.shards import Cut
@@ -29,13 +28,6 @@ from lightning_gnn.planning.tables import rank_plan
 from lightning_gnn.planning.topology import MAX_DEVICES, Topology
 from lightning_gnn.strategies.scheme import Scheme
 
-USAGE = """lightning-gnn plan --config FILE [--topology NAME|FILE] [--parts N] [--columns N] [--layers K]
-                          [--output FOLDER] [--json FILE] [--KEY VALUE ...]"""
-DESCRIPTION = (
-    "Say what a plan puts on each link, and what an exchange of rows takes under it and under other schemes, without starting "
-    "ranks. Files and keys are those of fit; used are data, trainer.strategy, trainer.devices, trainer.num_nodes, and for "
-    "memory model. lightning-gnn advise predicts epochs."
-)
 WIDTH = 160
 """Columns of what is printed to a file."""
 
@@ -48,7 +40,7 @@ class PlanReport:
     """All that ``plan`` tells.
 
     Attributes:
-        work, topology: what is trained, on what; no topology if no times are asked for.
+        work, topology: what is trained, on what; no topology for no times.
         exchanges: of the strategy first, then of all others that are registered.
         links: of the plan that is followed, the busiest first; empty if it is none, and so is what follows.
         balance: between kinds of hops.
@@ -154,29 +146,26 @@ def _others(
 class PlanCLI(GraphCLI):
     """The options of ``plan``, checked before anything is loaded."""
 
+    name = "plan"
+    usage = """lightning-gnn plan --config FILE [--topology NAME|FILE] [--parts N] [--columns N] [--layers K]
+                          [--output FOLDER] [--json FILE] [--KEY VALUE ...]"""
+    description = (
+        "Say what a plan puts on each link, and what an exchange of rows takes under it and under other schemes, without "
+        "starting ranks. Files and keys are those of fit; used are data, trainer.strategy, trainer.devices, trainer.num_nodes, "
+        "and for memory model. lightning-gnn advise predicts epochs."
+    )
+    options: ClassVar = {
+        "topology": Option(
+            str,
+            f"{', '.join(PRESETS)}, or a JSON file (docs/planning.md). (default: the strategy's; strategies that follow no plan: "
+            "none, and no times)",
+        ),
+        "columns": Option(int, "Width of the rows that layers exchange. (default: the model's hidden_channels, or features)"),
+        "layers": Option(int, f"Propagations of the model. (default: the model's num_layers, or {PAPER_LAYERS})"),
+        "output": Option(str, "Folder for pictures, PNG and SVG. (default: none are drawn)"),
+        "json": Option(str, "File for all numbers. (default: none is written)"),
+    }
     wants_module = True
-
-    def __init__(self, arguments: Sequence[str]) -> None:
-        super().__init__("plan", arguments, USAGE, DESCRIPTION)
-
-    @override
-    def add_options(self, parser: LightningArgumentParser) -> None:
-        options = {
-            "topology": (
-                str,
-                f"{', '.join(PRESETS)}, or a JSON file (docs/planning.md). (default: the strategy's; spmm_ strategies: none, and "
-                "no times)",
-            ),
-            "columns": (
-                int,
-                "Width of the rows that layers exchange. (default: the model's hidden_channels, or features)",
-            ),
-            "layers": (int, f"Propagations of the model. (default: the model's num_layers, or {PAPER_LAYERS})"),
-            "output": (str, "Folder for pictures, PNG and SVG. (default: none are drawn)"),
-            "json": (str, "File for all numbers. (default: none is written)"),
-        }
-        for name, (kind, text) in options.items():
-            parser.add_argument(f"--{name}", type=kind, help=text)
 
     @override
     def prepare(self, scheme: Scheme, parts: int) -> None:
@@ -189,16 +178,11 @@ class PlanCLI(GraphCLI):
             if config[name] is not None and config[name] < 1:
                 raise ValueError(f"--{name} is a number above 0 (got {config[name]}).")
         self.topology = self._topology(scheme, parts)
-        self.layers, self.layers_from = _first(
-            (config.layers, "--layers"),
-            (_of_model(config.model, "num_layers"), "the model's"),
-            (PAPER_LAYERS, "DGCL's"),
-        )
-        self.columns, self.columns_from = _first(
-            (config.columns, "--columns"),
-            (_of_model(config.model, "hidden_channels"), "the model's"),
-            (0, "the features'"),
-        )
+        layers, columns = (_of_model(config.model, name) for name in ("num_layers", "hidden_channels"))
+        self.layers = config.layers or layers or PAPER_LAYERS
+        self.layers_from = "--layers" if config.layers else "the model's" if layers else "DGCL's"
+        self.columns = config.columns or columns or 0
+        self.columns_from = "--columns" if config.columns else "the model's" if columns else "the features'"
         self.output = None if config.output is None else Path(config.output)
         if self.output is not None:
             if not scheme.follows_plan:
@@ -209,7 +193,7 @@ class PlanCLI(GraphCLI):
         self.json = file_of("--json", config.json)
 
     def _topology(self, scheme: Scheme, parts: int) -> Topology | None:
-        """Returns the topology asked for, of so many devices; None if a scheme that follows no plan does without."""
+        """Returns the topology, of so many devices; None if a scheme that follows no plan does without."""
         asked = self.config.topology
         if scheme.follows_plan:
             scheme.topology = asked = asked or scheme.topology  # type: ignore[attr-defined]
@@ -225,20 +209,15 @@ class PlanCLI(GraphCLI):
         if self.module is None:
             return [], "give --model, or a file that names one, as for fit."
         try:
-            steps = Predicted(
-                self.module, cut.shard(0).batch, quiet_trainer(), getattr(self.scheme, "keep_constant", True)
-            )
+            steps = Predicted(self.module, cut.shard(0).batch, self.scheme.for_memory(), quiet_trainer())
         except RuntimeError as error:
             return [], str(error)
         row_bytes = cut.attributes["node"]["x"][:1].nbytes
-        more = self.scheme.working_bytes(np.diff(cut.offsets).tolist(), row_bytes)
-        sizes = Sizes.of_ranks(cut, self.module, self.layout.replicas)
-        footprints = [steps.footprint(each, more) for each in sizes]
+        working = self.scheme.working_bytes(np.diff(cut.offsets).tolist(), row_bytes)
+        footprints = [
+            steps.footprint(each, working) for each in Sizes.of_ranks(cut, self.module, self.layout.replicas)
+        ]
         return [(str(rank), each.peak(), each.peak(recompute=True)) for rank, each in enumerate(footprints)], ""
-
-
-def _first(*choices: tuple[int | None, str]) -> tuple[int, str]:
-    return next((value, source) for value, source in choices if value is not None)
 
 
 def _of_model(config: Any, name: str) -> int | None:

@@ -108,8 +108,8 @@ def make_cells(cells: Sequence[str | Mapping[str, Any]], devices: int | Sequence
                 raise ValueError(
                     f"devices of {strategy!r} is a number of ranks, at least 1, or a list (got {counts!r})."
                 )
-            several = label and isinstance(counts, (list, tuple))
-            made.append(Cell(strategy, count, options, f"{label} x {count}" if several else label))
+            numbered = label and isinstance(counts, (list, tuple))
+            made.append(Cell(strategy, count, options, f"{label} x {count}" if numbered else label))
     names = [cell.name for cell in made]
     twice = next((name for name in names if names.count(name) > 1), None)
     if twice is not None:
@@ -141,24 +141,14 @@ def _check_strategy(name: str, arguments: Any) -> None:
 
 @dataclass(frozen=True)
 class Comparison:
-    """All that is asked for. The first cell is the reference that the others are held against.
+    """The settings of :func:`~lightning_gnn.comparing.run.compare`. The first cell is the reference of the others.
 
     Attributes:
         model: LightningModule, as ``{"class_path": ..., "init_args": ...}``, or ``{"make": path of a function}``.
         data: datamodule, likewise.
-        cells: see :class:`Cell`.
-        epochs: of each cell.
-        warmup: of these, left out of times, bytes and messages.
-        seed: of weights and random numbers, the same in all cells.
-        output: folder for cells, JSON and report.
-        timeout: seconds that a cell may take.
-        again: which cells run although they have before: ``"none"``, ``"failed"`` or ``"all"``.
-        loss: the logged value of the loss curves.
-        tolerance: distance up to which an exact scheme matches the reference.
-        trainer: more arguments of the Trainer.
 
     Raises:
-        ValueError: one is not as described.
+        ValueError: one is not as described there.
     """
 
     model: Mapping[str, Any]

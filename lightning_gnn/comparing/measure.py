@@ -35,7 +35,7 @@ class EpochTimes(pl.Callback):
             - ``sums``: all else that is summed or gathered in steps: logged values, statistics of norms;
             - ``exchange``: by ``"LAYER DIRECTION"``, bytes, messages, rows and seconds of exchanging rows;
             - ``waited``: of gradients, sums and exchange, waiting for other ranks; 0 of CUDA ranks, whose devices wait, and of
-              workers that train apart, which count it themselves;
+              workers that train independently, which count it themselves;
             - ``steps``: how many there were;
             - ``logged``: values at its end, those of its validation among them.
     """
@@ -81,7 +81,7 @@ class EpochTimes(pl.Callback):
 
     @override
     def on_after_backward(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        # Workers that train apart average after this; all others have summed gradients, which the strategy counts.
+        # Workers that train independently average after this; all others have summed gradients, which the strategy counts.
         self._backward_ended = self._now(pl_module), _world_seconds(trainer)[0]
 
     @override
@@ -100,8 +100,7 @@ class EpochTimes(pl.Callback):
         self._count(trainer, 1)
         self._steps += 1
         for key, now in _meter(trainer).by_layer.items():
-            spent = _less(now, self._before.get(key, Traffic()))
-            self._traffic[key] = self._traffic.get(key, Traffic()) + spent
+            self._traffic[key] = self._traffic.get(key, Traffic()) + now - self._before.get(key, Traffic())
         if trainer.num_training_batches != 1 and self.loss in trainer.callback_metrics:
             self._losses.append(float(trainer.callback_metrics[self.loss]))
 
@@ -158,15 +157,6 @@ def _world_seconds(trainer: pl.Trainer) -> tuple[float, float]:
     """Returns the seconds until now of sums and gatherings, and of waiting; 0 where ranks have nothing to do with each other."""
     world: World | None = getattr(trainer.strategy, "world", None)
     return (0.0, 0.0) if world is None else (world.collectives_s, world.waited_s or 0.0)
-
-
-def _less(now: Traffic, before: Traffic) -> Traffic:
-    return Traffic(
-        now.bytes_sent - before.bytes_sent,
-        now.messages - before.messages,
-        now.rows - before.rows,
-        now.seconds - before.seconds,
-    )
 
 
 def peak_memory() -> int:

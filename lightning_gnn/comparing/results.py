@@ -69,7 +69,7 @@ def split_time(epoch: Sequence[Mapping[str, Any]], ranks: Sequence[Mapping[str, 
 
     Args:
         epoch: of each rank, see :class:`~lightning_gnn.comparing.measure.EpochTimes`.
-        ranks: whose ``workers`` tell of ranks that train apart.
+        ranks: whose ``workers`` report on ranks that train independently.
     """
     found: dict[str, list[float]] = {part: [] for part in PARTS}
     for rank, own in zip(ranks, epoch):
@@ -84,8 +84,8 @@ def split_time(epoch: Sequence[Mapping[str, Any]], ranks: Sequence[Mapping[str, 
 
 def _traffic(epoch: Sequence[Mapping[str, Any]], ranks: Sequence[Mapping[str, Any]]) -> dict[str, float]:
     exchanges = [each for rank in epoch for each in rank["exchange"].values()]
-    several, workers = len(epoch) > 1, ranks[0]["workers"]
-    sums = sum(rank["steps"] for rank in epoch) * several
+    summed, workers = len(epoch) > 1, ranks[0]["workers"]
+    sums = sum(rank["steps"] for rank in epoch) * summed
     if workers:  # that average with each other, not in each step
         sums = sum(each["averages"] for each in workers.values()) / len(ranks[0]["epochs"])
     return {

@@ -90,19 +90,19 @@ def compare(
         ValueError: an argument is not as described, a strategy or an argument is unknown, `output` cannot be written.
         BlockingIOError: another comparison is writing to `output`.
     """
-    sections = {"model": section_of(model, "model"), "data": section_of(data, "data")}
     comparison = Comparison(
-        **sections,
-        cells=make_cells(cells, devices),
-        epochs=epochs,
-        warmup=warmup,
-        seed=seed,
-        output=Path(output),
-        timeout=timeout,
-        again=again,
-        loss=loss,
-        tolerance=tolerance,
-        trainer=trainer or {},
+        section_of(model, "model"),
+        section_of(data, "data"),
+        make_cells(cells, devices),
+        epochs,
+        warmup,
+        seed,
+        Path(output),
+        timeout,
+        again,
+        loss,
+        tolerance,
+        trainer or {},
     )
     return run(check(comparison))
 
@@ -279,18 +279,13 @@ def collect(comparison: Comparison, folders: Sequence[Path], states: Sequence[st
     """Returns what ``comparison.json`` holds, as far as cells have ended.
 
     Args:
-        comparison: what was asked for.
+        comparison: the settings.
         folders, states: of the cells; those of a state other than an end have not run yet.
     """
     cells: list[dict[str, Any]] = []
     for cell, folder, state in zip(comparison.cells, folders, states):
         status = _status(folder)
-        told: dict[str, Any] = {
-            "name": cell.name,
-            "strategy": cell.strategy,
-            "devices": cell.devices,
-            "key": folder.name,
-        }
+        told: dict[str, Any] = {"name": cell.name, "strategy": cell.strategy, "devices": cell.devices, "key": folder.name}
         told |= {"arguments": dict(cell.arguments), "status": state, "error": [], "seconds_in_all": None}
         if status.get("status") == state:
             told |= {"error": status["error"], "seconds_in_all": status["seconds"]}
@@ -303,19 +298,9 @@ def collect(comparison: Comparison, folders: Sequence[Path], states: Sequence[st
         cells.append(told)
     _hold_against_first(comparison, folders, cells)
     first = comparison.task(comparison.cells[0])
-    return {
-        "epochs": comparison.epochs,
-        "warmup": comparison.warmup,
-        "seed": comparison.seed,
-        "loss": comparison.loss,
-        "tolerance": comparison.tolerance,
-        "trainer": dict(comparison.trainer),
-        "model": dict(comparison.model),
-        "data": dict(comparison.data),
-        "versions": first["versions"],
-        "machine": first["machine"],
-        "cells": cells,
-    }
+    names = ("epochs", "warmup", "seed", "loss", "tolerance", "trainer", "model", "data")
+    settings = {name: getattr(comparison, name) for name in names}
+    return {**settings, "versions": first["versions"], "machine": first["machine"], "cells": cells}
 
 
 def _hold_against_first(comparison: Comparison, folders: Sequence[Path], cells: Sequence[dict[str, Any]]) -> None:

@@ -49,7 +49,7 @@ class ParityReport:
     """What was compared, and what was found.
 
     Attributes:
-        schemes: in the order asked for.
+        schemes: in the order given.
         ranks: that the graph was split over.
         nodes, edges: looked at.
         of_nodes: that the graph has.

@@ -157,7 +157,7 @@ def _sent_directly(
 def edge_exchange(
     scheme: str, work: Workload, topology: Topology | None, holder: Ids | None = None, **more: Any
 ) -> ExchangeCost:
-    """Returns the exchange of any scheme that sends only the rows that an edge reads, and partial sums that it adds to.
+    """Returns the exchange of any scheme that sends only the rows that an edge needs, and partial sums that it adds to.
 
     Args:
         scheme: its name.

@@ -42,7 +42,7 @@ def block_cost(grid: ProcessGrid, offsets: Ids, row_bytes: int) -> GridCost:
 
 
 def sparse_cost(grid: ProcessGrid, offsets: Ids, halos: Sequence[Ids], partial_sums: int, row_bytes: int) -> GridCost:
-    """Returns the cost if only rows travel that a nonzero reads or adds to.
+    """Returns the cost if only rows travel that a nonzero multiplies or adds to.
 
     Args:
         grid, offsets: who owns what.
@@ -53,7 +53,7 @@ def sparse_cost(grid: ProcessGrid, offsets: Ids, halos: Sequence[Ids], partial_s
     c = grid.replication
     expanded, most = 0, 0
     for row in range(grid.num_rows):
-        own = np.arange(offsets[row * c], offsets[(row + 1) * c])  # which a block row reads, nearly all of them
+        own = np.arange(offsets[row * c], offsets[(row + 1) * c])  # which a block row needs, nearly all of them
         nodes = np.unique(np.concatenate([own if c > 1 else own[:0], *(halos[rank] for rank in grid.in_row(row))]))
         owner = np.searchsorted(offsets, nodes, side="right") - 1
         reader = row * c + grid.columns[owner // c]
@@ -103,32 +103,6 @@ def block_traffic(grid: ProcessGrid, offsets: Ids) -> Ids:
         for stage, block in enumerate(grid.chunk(column)):
             readers = np.array(grid.in_column(column))
             traffic[stage + 1, grid.source(block), readers] = own[np.array(grid.in_row(block))].sum()
-    return _without_own(traffic)
-
-
-def published_traffic(grid: ProcessGrid, offsets: Ids) -> Ids:
-    """Returns the rows of CAGNET's own product over NCCL, int64 ``[S, P, P]``: rings down the columns, then rings in the rows.
-
-    Each block row lies on all ranks of its process row. Stage k broadcasts the k-th block of each process column along its
-    ranks, which pass it on while they receive it, so each link carries it once (GNNSys'21, section 6.1). The last stage
-    all-reduces partial sums in process rows: each rank sends each sub-block twice, but for one each time.
-
-    Args:
-        grid: the ranks.
-        offsets: first node of each rank and the end, ``[P + 1]``.
-    """
-    own = np.diff(offsets)
-    stages = max(len(grid.chunk(column)) for column in range(grid.replication))
-    traffic = np.zeros((stages + 1, grid.num_ranks, grid.num_ranks), np.int64)
-    for column in range(grid.replication):
-        ring = np.array(grid.in_column(column))
-        for stage, block in enumerate(grid.chunk(column)):
-            way = np.roll(ring, -block)  # the source stands in process row `block`
-            traffic[stage, way[:-1], way[1:]] = own[np.array(grid.in_row(block))].sum()
-    for row in range(grid.num_rows):
-        ring = np.array(grid.in_row(row))
-        after = np.roll(ring, -1)
-        traffic[-1, ring, after] = 2 * own[ring].sum() - own[after] - own[np.roll(ring, -2)]
     return _without_own(traffic)
 
 

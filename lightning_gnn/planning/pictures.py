@@ -29,7 +29,7 @@ DEVICE = 0.24
 SPACING, MARGIN = 1.25, 0.5
 """Between the devices of a host along their circle; between it and the host's frame."""
 
-GATE, APART, LEAST = 0.1, 1.9, 4.2
+GATE, BETWEEN, LEAST = 0.1, 1.9, 4.2
 """Half the width of the gate of a host, the way between two hosts' frames, and the least width of a picture."""
 
 HOPS = 18
@@ -144,7 +144,7 @@ def _arrows(
 ) -> list[Arrow]:
     """Returns an arrow for each link inside a host; links between hosts are gathered at the hosts' gates.
 
-    There are too many of these to be told apart, and they share hops: from a device to its gate and back there is an arrow for
+    There are too many of these to distinguish, and they share hops: from a device to its gate and back there is an arrow for
     the time that its own rows take, and from gate to gate one for the busiest hop. A host with one device has no gate.
     """
     host = np.empty(topology.num_devices, np.int64)
@@ -236,8 +236,8 @@ def _places(topology: Topology) -> tuple[NDArray[np.float64], NDArray[np.float64
         slots = sum(map(len, sockets)) + 0.6 * len(sockets) * (len(sockets) > 1)
         radii.append(0.0 if slots == 1 else max(0.5, slots * SPACING / (2 * math.pi)))
     hosts = len(topology.hosts)
-    apart = 2 * (max(radii) + DEVICE + MARGIN) + APART
-    around = 0.0 if hosts == 1 else apart / 2 if hosts == 2 else math.sqrt(2) * apart / 2 / math.sin(math.pi / hosts)
+    distance = 2 * (max(radii) + DEVICE + MARGIN) + BETWEEN
+    around = 0.0 if hosts == 1 else distance / 2 if hosts == 2 else math.sqrt(2) * distance / 2 / math.sin(math.pi / hosts)
     turns = math.pi - 2 * math.pi * np.arange(hosts) / hosts
     centres = around * np.stack([np.cos(turns), np.sin(turns)], 1)
     places = np.zeros((topology.num_devices, 2))

@@ -47,7 +47,7 @@ class Relation:
         """Returns the relation of nodes that are each needed by a set of devices.
 
         Args:
-            needed_by: bit d is set if device d reads the node, uint64 ``[N]``; the owner's bit does not count.
+            needed_by: bit d is set if device d needs the node, uint64 ``[N]``; the owner's bit does not count.
             offsets: int64 ``[P + 1]``.
         """
         num_devices = len(offsets) - 1
@@ -75,7 +75,7 @@ class Relation:
         if len(offsets) - 1 > MAX_DEVICES:
             raise ValueError(f"Plans are made for at most {MAX_DEVICES} devices (got {len(offsets) - 1}).")
         owner = np.repeat(np.arange(len(offsets) - 1), np.diff(offsets)).astype(np.uint8)
-        return cls.from_masks(_readers(edge_index[0], edge_index[1], owner), offsets)
+        return cls.from_masks(_needed_by(edge_index[0], edge_index[1], owner), offsets)
 
     @classmethod
     def from_halos(cls, halos: Sequence[Ids], offsets: Ids) -> Relation:
@@ -114,7 +114,7 @@ class Relation:
 
 
 @numba.njit(cache=True)
-def _readers(source: Ids, target: Ids, owner: NDArray[np.uint8]) -> Masks:
+def _needed_by(source: Ids, target: Ids, owner: NDArray[np.uint8]) -> Masks:
     masks = np.zeros(len(owner), np.uint64)
     for edge in range(len(source)):
         masks[source[edge]] |= np.uint64(1) << np.uint64(owner[target[edge]])

@@ -15,8 +15,8 @@ import lightning.pytorch as pl
 import torch
 from lightning.pytorch.trainer.states import TrainerFn
 
+from lightning_gnn.callbacks.communication import PartSize
 from lightning_gnn.callbacks.loggers import log_config, log_files, uploads
-from lightning_gnn.callbacks.waiting import PartSize
 from lightning_gnn.console import text_of
 from lightning_gnn.data.shards import Shard
 from lightning_gnn.data.sources import MASKS

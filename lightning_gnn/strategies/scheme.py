@@ -109,7 +109,7 @@ class Scheme(ABC):
     def exchanges(self, work: Workload, topology: Topology | None) -> Sequence[ExchangeCost]:
         """Returns the ways to exchange rows that ``lightning-gnn plan`` shows, one of them followed; no ranks are there.
 
-        By default one, without a name: rows go directly from their owners to the ranks whose edges read them.
+        By default one, without a name: rows go directly from their owners to the ranks whose edges need them.
         """
         return [edge_exchange("", work, topology, followed=True)]
 
@@ -119,6 +119,10 @@ class Scheme(ABC):
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:  # noqa: B027
         """Takes what :meth:`state_dict` gave, perhaps of another scheme."""
+
+    def for_memory(self) -> Scheme:
+        """Returns the scheme whose steps on two ranks tell what each rank of this one keeps in memory."""
+        return self.for_self_check()
 
     def for_self_check(self) -> Scheme:
         """Returns the scheme for two ranks in one process, without what holds for the run's own ranks only."""

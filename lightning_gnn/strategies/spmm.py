@@ -120,6 +120,10 @@ class SpMMScheme(ProductScheme):
         return f"Set a smaller replication (legal: {legal}), or use more machines (num_nodes) or fewer columns."
 
     @override
+    def for_memory(self) -> SpMMScheme:
+        return SpMMScheme(1, self.sparsity_aware, self.permute, self.keep_constant)
+
+    @override
     def for_self_check(self) -> SpMMScheme:
         return SpMMScheme(1 if self.replication == 1 else 2, self.sparsity_aware, self.permute, self.keep_constant)
 
@@ -191,6 +195,10 @@ class CubeScheme(ProductScheme):
 
     def _cube(self, ranks: int) -> ProcessCube:
         return ProcessCube(1, ranks) if self._is_column else ProcessCube.of(ranks, self.dimensions)
+
+    @override
+    def for_memory(self) -> SpMMScheme:
+        return SpMMScheme(1, False, self.permute, self.keep_constant)
 
     @override
     def for_self_check(self) -> CubeScheme:

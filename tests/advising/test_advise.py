@@ -14,18 +14,20 @@ import torch
 from common import CLASSES, assert_same, awkward_graph, build, campaign, examples, quiet_trainer, single, train
 from hypothesis import given
 from hypothesis import strategies as st
+from lightning.pytorch.strategies import StrategyRegistry
 
 import lightning_gnn
-from lightning_gnn import GraphDataModule, NodeClassifier
+from lightning_gnn import DGCLStrategy, GraphDataModule, NodeClassifier
 from lightning_gnn.advising.advice import Advice, advise_on, explained
 from lightning_gnn.advising.candidates import Candidate, candidates, chosen
 from lightning_gnn.advising.extrapolate import extrapolate, smaller
-from lightning_gnn.advising.machine import Machine, measured_contention, timing, with_small_talk
+from lightning_gnn.advising.machine import Machine, measured_contention, timing, with_trainer_messages
 from lightning_gnn.advising.rehearsal import Compute, Event, Rehearsal, Send, Take, rehearse
 from lightning_gnn.cli import main
 from lightning_gnn.comm.traffic import Meter
 from lightning_gnn.datamodules.stored_graph import StoredGraph
 from lightning_gnn.planning.presets import dgx1, machines, uniform
+from lightning_gnn.strategies import register
 
 
 def classifier(model: str = "gcn") -> NodeClassifier:
@@ -81,6 +83,27 @@ def test_a_rehearsal_changes_nothing_and_counts_what_is_kept():
     assert all(each.saved_bytes > owned * 8 * 4 for each in found.footprints)
 
 
+class OfAUser(DGCLStrategy):
+    strategy_name = "of_a_user"
+
+    @classmethod
+    def variants(cls, ranks: int, links_alike: bool = True) -> list[dict[str, Any]]:
+        return [{"keep_constant": False}, {"plan": "replicate"}]  # the second wants hops
+
+
+def test_a_registered_strategy_is_advised_on():
+    register(OfAUser)
+    try:
+        [own] = chosen(["of_a_user"], 2)
+        assert str(own) == "of_a_user keep_constant=False" and own.exact and own.full_graph
+        [found] = advise_on(Machine.of(2, cores=1), classifier(), GraphDataModule(awkward_graph()), only=[own], overhead=0.0)
+        assert found.applies and found.bytes_sent and found.peak_bytes > 0
+    finally:
+        for suffix in ("", "_spawn", "_notebook"):
+            StrategyRegistry.remove(f"of_a_user{suffix}")
+    assert "of_a_user" not in {each.name for each in candidates(2)}
+
+
 # Machines #####################################################################
 
 
@@ -129,7 +152,7 @@ def test_sockets_take_time_of_cores_and_shared_memory_does_not():
 
 def test_ranks_talk_once_a_step_whatever_the_scheme():
     alone: list[list[Event]] = [[Compute(1.0)], [Compute(2.0)], []]
-    found = timing(with_small_talk(alone), machine(3, latency=0.01))
+    found = timing(with_trainer_messages(alone), machine(3, latency=0.01))
     # Three times round a ring of three.
     assert found.compute_seconds == pytest.approx(2.0) and found.seconds == pytest.approx(2.06)
 

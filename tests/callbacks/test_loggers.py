@@ -25,7 +25,7 @@ from offline_runs import offline_runs
 from processes import REPOSITORY, Finished, run
 
 from lightning_gnn import CommunicationMonitor, CommunicationTrace, GraphDataModule, NodeClassifier, cli
-from lightning_gnn.callbacks.waiting import PartSize, explain_waiting
+from lightning_gnn.callbacks.communication import PartSize, explain_waiting
 
 SWEEPS = REPOSITORY / "configs" / "sweeps"
 TENSORBOARD = bool(RequirementCache("tensorboard"))

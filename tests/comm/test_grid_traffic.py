@@ -14,6 +14,7 @@ from common import examples
 from hypothesis import given
 from hypothesis import strategies as st
 
+from benchmarks.rings import published_traffic
 from lightning_gnn.comm.call import Call
 from lightning_gnn.comm.grid import BlockMatrix
 from lightning_gnn.comm.in_process import InProcessWorld, Meeting
@@ -28,7 +29,6 @@ from lightning_gnn.planning.grid import (
     block_traffic,
     edge_traffic,
     matrix_traffic,
-    published_traffic,
     sparse_cost,
     summa_entries,
     summa_traffic,

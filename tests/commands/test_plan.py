@@ -352,7 +352,7 @@ class OwnScheme(Scheme):
     def layout(self, world_size: int, num_hosts: int = 1) -> LayoutSpec:
         return LayoutSpec("edge_cut", world_size)
 
-    def context(self, shard: Any, world: Any, meter: Any) -> Any:
+    def exchange(self, shard: Any, world: Any, meter: Any) -> Any:
         raise NotImplementedError
 
 

@@ -9,8 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from planning import carry_out, problems, random_relation, rank_plans, rows_of
 
+from benchmarks.bound import lower_bound
 from lightning_gnn.partition.shard import Relabelling, edge_cut_parts, halo_plan
-from lightning_gnn.planning.bound import lower_bound
 from lightning_gnn.planning.plan import Plan, p2p
 from lightning_gnn.planning.plan_cost import plan_cost
 from lightning_gnn.planning.presets import dgx1, pcie8, uniform
