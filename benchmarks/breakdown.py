@@ -78,7 +78,7 @@ def labelled() -> None:
             return take_rows(*arguments)
 
     def sent(self: Any, out: Any, out_counts: Any, into: Any, into_counts: Any, call: Any, began: float) -> Any:
-        bytes_sent = self.world.wire.message_bytes(out)
+        bytes_sent = self.world.transport.message_bytes(out)
         with record_function(f"exchange|{call.layer}|{bytes_sent}"):
             wait = send(self, out, out_counts, into, into_counts, call, began)
 

@@ -33,7 +33,7 @@ from lightning_gnn.comm.group import World
 from lightning_gnn.comm.matrix import Matrix, SparseMatrix, Triples, on_grid
 from lightning_gnn.comm.summa import SummaMatrix
 from lightning_gnn.comm.traffic import Meter
-from lightning_gnn.comm.wire import rows_of
+from lightning_gnn.comm.transport import rows_of
 from lightning_gnn.nn.edges import SplitEdges, Sum, SumOfRows
 from lightning_gnn.partition.grid import ProcessCube, ProcessGrid, legal_replications
 from lightning_gnn.partition.metis import Adjacency, part_graph
@@ -80,14 +80,14 @@ class Watched(World):
         self.__dict__.update(world.__dict__)
         self.out = self.bytes = 0
         near = next(host for host in hosts if world.rank in host)
-        start_each = world.wire.start_each
+        start_each = world.transport.start_each
 
         def counted(sends: Any, receives: Any) -> Any:
             self.bytes += sum(rows_of(rows).nbytes for _, rows in sends)
             self.out += sum(rows_of(rows).nbytes for peer, rows in sends if peer not in near)
             return start_each(sends, receives)
 
-        self.wire.start_each = counted  # type: ignore[method-assign]
+        self.transport.start_each = counted  # type: ignore[method-assign]
 
 
 def write_cut(path: Path, graph: str, ranks: int) -> None:

@@ -194,7 +194,7 @@ def train_in_process(graph: str, root: str, options: dict[str, Any], seed: int, 
                 elif isinstance(rule, LargestChanges):
                     cache.share = rule.share_in(epoch, epochs)
                 context.begin_step()
-                with world.wire.encoding(epoch + 1 < epochs):
+                with world.transport.encoding(epoch + 1 < epochs):
                     out = model(batch.x, batch.edge_index)[mask]
                     loss = F.cross_entropy(out, batch.y[mask], reduction="sum") / sum(shard.mask_counts["train_mask"])
                     optimizer.zero_grad()

@@ -19,7 +19,7 @@ from lightning_gnn.strategies import Scheme, register
 
 # --8<-- [start:exchange]
 class SampledExchange(HaloExchange):
-    """Sends each halo row with probability `share`; owner and reader draw alike, so nothing is said about which."""
+    """Transport each halo row with probability `share`; owner and reader draw alike, so nothing is said about which."""
 
     def __init__(self, plan, world, meter, share, seed):
         super().__init__(plan, world, meter)

@@ -191,7 +191,7 @@ def coding(strategy: GNNStrategy) -> Callable[[World], None]:
     def prepare(world: World) -> None:
         if codec is not None:
             world.use_codec(codec)
-        world.wire.encodes = True
+        world.transport.encodes = True
 
     return prepare
 

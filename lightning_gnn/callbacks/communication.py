@@ -17,7 +17,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from typing_extensions import override
 
 from lightning_gnn.callbacks.loggers import log_files, log_picture, log_values, uploads
-from lightning_gnn.comm.coded import CodedWire
+from lightning_gnn.comm.encoding import EncodingTransport
 from lightning_gnn.comm.group import World
 from lightning_gnn.comm.replicas import Replicas
 from lightning_gnn.comm.traffic import ByLayer, Meter, Traffic
@@ -86,8 +86,8 @@ class CommunicationMetrics(pl.Callback):
 
     def _codec_squares(self) -> tuple[float, ...]:
         """Returns the sums of squares of errors and numbers since the last call; nothing without a codec."""
-        wire = self._world.wire
-        return wire.codec.take_squares() if isinstance(wire, CodedWire) else ()
+        transport = self._world.transport
+        return transport.codec.take_squares() if isinstance(transport, EncodingTransport) else ()
 
     @override
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:

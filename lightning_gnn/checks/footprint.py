@@ -287,7 +287,7 @@ def footprint_of(
     held = memory_of(binding.context, shard.batch, weights, [*module.buffers()])
     of_optimizer = 2 * sum(each.nbytes for each in weights if each.requires_grad)
     edges = shard.batch.edge_index.size(1)
-    return Footprint(sum(held.values()) + of_optimizer + world.wire.most_bytes, edges, counted.take(held))
+    return Footprint(sum(held.values()) + of_optimizer + world.transport.most_bytes, edges, counted.take(held))
 
 
 # Predicting ###################################################################
@@ -358,9 +358,7 @@ def _flags(piece: Piece) -> tuple[str, bool, bool]:
     return piece.conv, piece.saved, piece.argument
 
 
-def _steps(
-    models: Sequence[pl.LightningModule], small: SmallGraph, scheme: TwoRanks
-) -> list[tuple[Shard, Footprint]]:
+def _steps(models: Sequence[pl.LightningModule], small: SmallGraph, scheme: TwoRanks) -> list[tuple[Shard, Footprint]]:
     """Returns what a step on two parts of a graph keeps on each; of each rank's model, nothing but buffers change."""
     layout, meeting = scheme.layout(2), Meeting(2)
     holders = small.holders if layout.kind == "vertex_cut" else None

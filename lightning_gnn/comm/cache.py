@@ -25,7 +25,7 @@ from lightning_gnn.comm.codec import Codec
 from lightning_gnn.comm.exchange import HaloExchange, counted, starting
 from lightning_gnn.comm.group import World
 from lightning_gnn.comm.traffic import Meter, Traffic
-from lightning_gnn.comm.wire import Rows, rows_of
+from lightning_gnn.comm.transport import Rows, rows_of
 from lightning_gnn.partition.shard import HaloPlan
 
 _FLAGS = 64
@@ -93,7 +93,7 @@ class MessageCache:
 
 
 class LargestChangesCache(MessageCache):
-    """Sends a given share of each message: the rows that are furthest from what their receivers would guess.
+    """Transport a given share of each message: the rows that are furthest from what their receivers would guess.
 
     The guess, which both ends make: each column of the rows as they were last sent, times a factor and plus a shift that go with
     the message. It takes up what all rows have in common from one epoch to the next, as weights move; without it, rows that wait
@@ -118,9 +118,9 @@ class LargestChangesCache(MessageCache):
 
 
 class CachedExchange(HaloExchange):
-    """A :class:`HaloExchange` that sends active rows only, while its wire may be approximate.
+    """A :class:`HaloExchange` that sends active rows only, while its transport may be approximate.
 
-    By the wire's codec, if it has one. The first time that a message is sent, it goes whole and exact.
+    By the transport's codec, if it has one. The first time that a message is sent, it goes whole and exact.
     """
 
     def __init__(self, plan: HaloPlan, world: World, meter: Meter, cache: MessageCache) -> None:
@@ -132,15 +132,15 @@ class CachedExchange(HaloExchange):
     def send(
         self, out: Rows, out_counts: Sequence[int], into: Tensor, into_counts: Sequence[int], call: Call, began: float
     ) -> Callable[[], None]:
-        rows, wire = rows_of(out), self.world.wire
-        if not wire.encodes or not rows.is_floating_point():
+        rows, transport = rows_of(out), self.world.transport
+        if not transport.encodes or not rows.is_floating_point():
             return super().send(out, out_counts, into, into_counts, call, began)
         # Of a call, that of the last step.
         key = (call, rows.shape[1:], rows.dtype)
         if key not in self._channels:
             with torch.inference_mode(False):
                 self._channels[key] = _Channel(rows, into, out_counts, into_counts)
-        channel, codec = self._channels[key], wire.codec
+        channel, codec = self._channels[key], transport.codec
         try:
             messages = channel.messages(rows.view(channel.sent.shape), self._cache, codec)
         except NotFiniteError as error:
@@ -151,7 +151,7 @@ class CachedExchange(HaloExchange):
         self._cache.record(call.layer, call.direction, channel.num_active, len(rows))
         traffic = Traffic.of(((peer, data.numel()) for peer, data in messages), channel.num_active)
         with starting(self.world, self.meter, call, traffic, began):
-            wait = wire.start_varied(messages, [peer for peer, count in enumerate(into_counts) if count])
+            wait = transport.start_varied(messages, [peer for peer, count in enumerate(into_counts) if count])
 
         def receive() -> None:
             for peer, data in wait().items():

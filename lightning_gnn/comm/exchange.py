@@ -24,7 +24,7 @@ from typing_extensions import override
 from lightning_gnn.comm.call import Call, Step
 from lightning_gnn.comm.group import World
 from lightning_gnn.comm.traffic import Meter, Traffic
-from lightning_gnn.comm.wire import Rows, by_peer, rows_of
+from lightning_gnn.comm.transport import Rows, by_peer, rows_of
 from lightning_gnn.kernels import add_rows, take_rows
 from lightning_gnn.partition.shard import HaloPlan
 
@@ -155,7 +155,7 @@ class Exchange(ABC):
     @property
     def approximate(self) -> bool:
         """Whether rows may be approximate now: in training, but not in its last epoch, nor for what is kept."""
-        return self.world.wire.encodes
+        return self.world.transport.encodes
 
     def state_dict(self) -> dict[str, Any]:
         """Returns what a checkpoint keeps of this rank's exchange: plain values and tensors."""
@@ -239,11 +239,11 @@ class Exchange(ABC):
         Raises:
             CommunicationError: from the returned function too: a peer does not answer.
         """
-        wire = self.world.wire
+        transport = self.world.transport
         sends, receives = by_peer(out, out_counts), by_peer(into, into_counts)
-        traffic = Traffic.of(((peer, wire.message_bytes(rows)) for peer, rows in sends), sum(out_counts))
+        traffic = Traffic.of(((peer, transport.message_bytes(rows)) for peer, rows in sends), sum(out_counts))
         with starting(self.world, self.meter, call, traffic, began):
-            wait = wire.start_each(sends, receives)
+            wait = transport.start_each(sends, receives)
         return counted(wait, self.world, self.meter, call, traffic)
 
 

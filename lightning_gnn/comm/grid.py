@@ -20,9 +20,9 @@ from typing_extensions import override
 from lightning_gnn.comm.call import Call
 from lightning_gnn.comm.exchange import counted, starting
 from lightning_gnn.comm.group import World
-from lightning_gnn.comm.matrix import Matrix, Triples, deal, on_grid
+from lightning_gnn.comm.matrix import Matrix, Triples, distribute, on_grid
 from lightning_gnn.comm.traffic import Meter, Traffic
-from lightning_gnn.comm.wire import Rows, rows_of
+from lightning_gnn.comm.transport import Rows, rows_of
 from lightning_gnn.kernels import CSR, spmm
 from lightning_gnn.partition.grid import ProcessGrid
 from lightning_gnn.partition.shard import Ids
@@ -46,7 +46,7 @@ class BlockMatrix(Matrix):
     def __init__(self, entries: Triples, grid: ProcessGrid, offsets: Ids, world: World, meter: Meter) -> None:
         self.grid, self.offsets, self.world, self.meter = grid, offsets, world, meter
         self.row, self.column = grid.row(world.rank), grid.column(world.rank)
-        self._blocks = [self._deal(entries), self._deal(entries.transpose())]
+        self._blocks = [self._distribute(entries), self._distribute(entries.transpose())]
         self._buffers: dict[tuple[int, torch.Size, torch.dtype], Tensor] = {}
 
     def block(self, number: int) -> slice:
@@ -54,9 +54,9 @@ class BlockMatrix(Matrix):
         ranks = self.grid.in_row(number)
         return slice(int(self.offsets[ranks.start]), int(self.offsets[ranks.stop]))
 
-    def _deal(self, entries: Triples) -> list[tuple[CSR, Tensor | None]]:
+    def _distribute(self, entries: Triples) -> list[tuple[CSR, Tensor | None]]:
         """Returns by stage the block of this rank, and its values in slot order."""
-        mine = deal(entries, on_grid(self.grid, self.offsets), self.world)
+        mine = distribute(entries, on_grid(self.grid, self.offsets), self.world)
         rows = self.block(self.row)
         stages = []
         for number in self.grid.chunk(self.column):
@@ -70,9 +70,9 @@ class BlockMatrix(Matrix):
 
     @override
     def multiply(self, x: Tensor, call: Call) -> Tensor:
-        talk = Talk(self.world, self.meter, call)
+        messages = ProductMessages(self.world, self.meter, call)
         chunk = self.grid.chunk(self.column)
-        own_block = self._gathered(x, talk)
+        own_block = self._gathered(x, messages)
         rows = self.block(self.row)
         shape, dtype = (rows.stop - rows.start, x.size(1)), torch.promote_types(x.dtype, torch.float32)
         total = x.new_empty(shape, dtype=dtype) if len(chunk) else x.new_zeros(shape, dtype=dtype)
@@ -83,11 +83,11 @@ class BlockMatrix(Matrix):
             if source == self.world.rank:
                 assert own_block is not None
                 readers = [rank for rank in self.grid.in_column(self.column) if rank != source]
-                talk.start([(rank, own_block) for rank in readers if rows_of(own_block).numel()], [])
+                messages.start([(rank, own_block) for rank in readers if rows_of(own_block).numel()], [])
                 return rows_of(own_block), _nothing
             columns = self.block(number)
             into = self._buffer(stage % 2, torch.Size((columns.stop - columns.start, x.size(1))), x.dtype)
-            return into, talk.start([], [(source, into)] if into.numel() else [])
+            return into, messages.start([], [(source, into)] if into.numel() else [])
 
         coming = [fetch(0)] if len(chunk) else []
         for stage, (csr, values) in enumerate(self._blocks[call.direction == "backward"]):
@@ -97,17 +97,17 @@ class BlockMatrix(Matrix):
             if stage + 1 < len(chunk):
                 coming.append(fetch(stage + 1))
             spmm(csr, rows_of_stage, values, out=total, accumulate=stage > 0)
-        out = self._reduced(total, talk)
-        talk.end()
+        out = self._reduced(total, messages)
+        messages.end()
         self.world.watch.stage = ""
         return out
 
-    def _gathered(self, x: Tensor, talk: Talk) -> Rows | None:
+    def _gathered(self, x: Tensor, messages: ProductMessages) -> Rows | None:
         """Brings the rows of this process row together at the rank that broadcasts them; None on the others."""
         source = self.grid.source(self.row)
         ranks = self.grid.in_row(self.row)
         if source != self.world.rank:
-            talk.start([(source, x.contiguous())] if x.numel() else [], [])
+            messages.start([(source, x.contiguous())] if x.numel() else [], [])
             return None
         rows = self.block(self.row)
         shape = (rows.stop - rows.start, x.size(1))
@@ -116,10 +116,10 @@ class BlockMatrix(Matrix):
         parts = rows_of(block).split(np.diff(self.offsets[ranks.start : ranks.stop + 1]).tolist())
         parts[self.column].copy_(x)
         others = [(rank, part) for rank, part in zip(ranks, parts) if rank != source and part.numel()]
-        talk.start([], others)()
+        messages.start([], others)()
         return block
 
-    def _reduced(self, total: Tensor, talk: Talk) -> Tensor:
+    def _reduced(self, total: Tensor, messages: ProductMessages) -> Tensor:
         """Sums a process row's partial sums at the owners, in the order of ranks."""
         ranks = self.grid.in_row(self.row)
         if len(ranks) == 1:
@@ -129,7 +129,7 @@ class BlockMatrix(Matrix):
         arrived = own.new_empty((len(ranks) - 1, *own.shape))
         peers = [rank for rank in ranks if rank != self.world.rank]
         sends = [(rank, part) for rank, part in zip(ranks, parts) if rank != self.world.rank and part.numel()]
-        talk.start(sends, [(rank, into) for rank, into in zip(peers, arrived) if own.numel()])()
+        messages.start(sends, [(rank, into) for rank, into in zip(peers, arrived) if own.numel()])()
         addends = [*arrived[: self.column], own, *arrived[self.column :]]
         out = addends[0] + addends[1]
         for part in addends[2:]:
@@ -144,7 +144,7 @@ class BlockMatrix(Matrix):
         return self._buffers[key]
 
 
-class Talk:
+class ProductMessages:
     """Messages of one product: counted, and named in errors."""
 
     def __init__(self, world: World, meter: Meter, call: Call) -> None:
@@ -153,11 +153,11 @@ class Talk:
 
     def start(self, sends: Sequence[tuple[int, Rows]], receives: Sequence[tuple[int, Tensor]]) -> Callable[[], None]:
         """Starts messages; returns the function that waits for them. Call :meth:`end` if it is not called."""
-        began, wire = time.perf_counter(), self._world.wire
-        sent = ((peer, wire.message_bytes(rows)) for peer, rows in sends)
+        began, transport = time.perf_counter(), self._world.transport
+        sent = ((peer, transport.message_bytes(rows)) for peer, rows in sends)
         traffic = Traffic.of(sent, sum(len(rows_of(rows)) for _, rows in sends))
         with starting(self._world, self._meter, self._call, traffic, began):
-            wait = wire.start_each(sends, receives)
+            wait = transport.start_each(sends, receives)
         waiting = counted(wait, self._world, self._meter, self._call, traffic)
 
         def finish() -> None:

@@ -17,12 +17,12 @@ from torch import Tensor
 
 from lightning_gnn.comm.call import Call, Step
 from lightning_gnn.comm.codec import Codec
-from lightning_gnn.comm.coded import CodedWire
+from lightning_gnn.comm.encoding import EncodingTransport
 from lightning_gnn.comm.listening import gloo_beside, meeting_store
 from lightning_gnn.comm.processes import meet
 from lightning_gnn.comm.shared_memory import PeerError, SharedMemory, machine_key
+from lightning_gnn.comm.transport import ProcessTransport, Rows
 from lightning_gnn.comm.watchdog import GROUP_MARGIN_S, Watchdog
-from lightning_gnn.comm.wire import Rows, Wire
 
 T = TypeVar("T")
 
@@ -152,8 +152,10 @@ class World:
         self._memory: SharedMemory | None = None
         if shared_memory and size > 1 and device.type == "cpu":
             self._memory = SharedMemory(rank, self.all_gather_object, self.watch)
-        self.wire: Wire | CodedWire = Wire(size, self.graph_group, self._memory, self.watch, device)
-        apart = size > 1 and not self.wire.all_local
+        self.transport: ProcessTransport | EncodingTransport = ProcessTransport(
+            size, self.graph_group, self._memory, self.watch, device
+        )
+        apart = size > 1 and not self.transport.all_local
         self.gradient_group = self._new_group() if apart else None
         self._waited_s = 0.0
         self.closed = False
@@ -184,8 +186,8 @@ class World:
         return [rank for rank, host in enumerate(hosts) if host == hosts[self.rank]]
 
     def use_codec(self, codec: Codec) -> None:
-        """Has rows encoded while :meth:`~lightning_gnn.comm.wire.Sends.encoding` of the wire is open."""
-        self.wire = CodedWire(self.wire, codec)
+        """Has rows encoded while :meth:`~lightning_gnn.comm.transport.Transport.encoding` of the transport is open."""
+        self.transport = EncodingTransport(self.transport, codec)
 
     def _beside_others(self) -> AbstractContextManager[None]:
         return gloo_beside("localhost" if self.size == 1 else os.environ.get("MASTER_ADDR", ""))
@@ -221,7 +223,7 @@ class World:
         """Seconds that this rank has waited for others until now; None for CUDA ranks, where queues on the device wait."""
         if self.backend == "nccl":
             return None
-        return self._waited_s + self.wire.waited_s + (0.0 if self._memory is None else self._memory.waited_s)
+        return self._waited_s + self.transport.waited_s + (0.0 if self._memory is None else self._memory.waited_s)
 
     @contextmanager
     def _waiting(self) -> Iterator[None]:
@@ -272,7 +274,7 @@ class World:
     def scratch(self, shape: Sequence[int], dtype: torch.dtype) -> Rows:
         """Returns memory for rows that are sent next; waits until those who were sent what lay there have taken it."""
         with self.during("Waiting until what was sent before has been taken"):
-            return self.wire.scratch(shape, dtype, self.device)
+            return self.transport.scratch(shape, dtype, self.device)
 
     def all_reduce_(self, tensor: Tensor, operation: str = "Sum over ranks") -> Tensor:
         """Sums `tensor` over all ranks in place; the result is bit-identical on every rank. Errors name `operation`."""
@@ -282,9 +284,9 @@ class World:
         return tensor
 
     def _all_reduce_(self, tensor: Tensor) -> None:
-        if self.wire.all_local:
+        if self.transport.all_local:
             # In rank order, so that all ranks round alike.
-            parts = self.wire.gather(tensor)
+            parts = self.transport.gather(tensor)
             total = parts[0].clone()
             for part in parts[1:]:
                 total += part
@@ -319,8 +321,8 @@ class World:
         if self.size == 1:
             return tensor.unsqueeze(0)
         with self._all_take_part(operation):
-            if self.wire.all_local:
-                return torch.stack(self.wire.gather(tensor))
+            if self.transport.all_local:
+                return torch.stack(self.transport.gather(tensor))
             out = tensor.new_empty((self.size, *tensor.shape))
             with self._waiting():
                 dist.all_gather(list(out.unbind(0)), tensor.contiguous())
@@ -356,13 +358,13 @@ class World:
         own = torch.empty(*shape, dtype=dtype, device=self.device)
         with self._all_take_part(f"Sending node rows of rank {source}"):
             if pieces is None:
-                self.wire.start_each([], [(source, own)] if own.numel() else [])()
+                self.transport.start_each([], [(source, own)] if own.numel() else [])()
                 return own
             for peer, piece in enumerate(pieces):
                 if peer == self.rank:
                     own.copy_(piece)
                 elif piece.numel():
-                    self.wire.start_each([(peer, piece.to(self.device).contiguous())], [])()
+                    self.transport.start_each([(peer, piece.to(self.device).contiguous())], [])()
         return own
 
     def all_gather_object(self, value: T) -> list[T]:

@@ -21,8 +21,8 @@ from typing_extensions import override
 from lightning_gnn.comm.call import Step
 from lightning_gnn.comm.group import World
 from lightning_gnn.comm.shared_memory import PeerError
+from lightning_gnn.comm.transport import Rows, Transport, rows_of
 from lightning_gnn.comm.watchdog import Watchdog
-from lightning_gnn.comm.wire import Rows, Sends, rows_of
 
 T = TypeVar("T")
 
@@ -110,12 +110,12 @@ class Meeting:
         return all(rank in self._waits_for and not self._mail[self._waits_for[rank], rank] for rank in self._alive)
 
 
-class InProcessWire(Sends):
-    """:class:`~lightning_gnn.comm.wire.Wire` between the threads of a meeting.
+class InProcessTransport(Transport):
+    """:class:`~lightning_gnn.comm.transport.ProcessTransport` between the threads of a meeting.
 
     Attributes:
-        most_bytes: that have gone out and come in at once. A wire between processes keeps about as much memory: each rank has two
-            buffers, for the most that it sends, be it rows in a forward or, in a backward, gradients of what it received.
+        most_bytes: that have gone out and come in at once. A transport between processes keeps about as much memory: each
+            rank has two buffers, for the most that it sends, be it rows or gradients of what it received.
     """
 
     all_local = True
@@ -209,7 +209,7 @@ class InProcessWorld(World):
         self.rank, self.size, self.device = rank, meeting.size, torch.device("cpu")
         self.timeout = timedelta(seconds=0)  # waits end by themselves: see Meeting.take
         self.watch = Watchdog(rank, meeting.size, 0.0)  # is not started
-        self.wire: Any = InProcessWire(rank, meeting)
+        self.transport: Any = InProcessTransport(rank, meeting)
         self.gradient_group = None
         self.step, self.calls = Step(), Counter()
         self._meeting = meeting
@@ -229,13 +229,13 @@ class InProcessWorld(World):
         for peer in range(self.size):
             if peer != self.rank:
                 self._meeting.post(self.rank, peer, value)
-        return [value if peer == self.rank else self.wire.take(peer) for peer in range(self.size)]
+        return [value if peer == self.rank else self.transport.take(peer) for peer in range(self.size)]
 
     @override
     def broadcast_object(self, value: Any, source: int = 0) -> Any:
         """Returns the source's value on every rank."""
         if self.rank != source:
-            return self.wire.take(source)
+            return self.transport.take(source)
         for peer in range(self.size):
             if peer != source:
                 self._meeting.post(source, peer, value)

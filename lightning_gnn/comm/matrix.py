@@ -52,8 +52,8 @@ def on_grid(grid: ProcessGrid | ProcessCube, offsets: Ids) -> Holders:
     return partial(grid.holders, offsets)
 
 
-def deal(entries: Triples, holders: Holders, world: World) -> Triples:
-    """Sends each entry to the rank that multiplies it; returns those of this rank, in rank order. All ranks must call it.
+def distribute(entries: Triples, holders: Holders, world: World) -> Triples:
+    """Transport each entry to the rank that multiplies it; returns those of this rank, in rank order. All ranks must call it.
 
     Args:
         entries: on the rank's device.
@@ -62,7 +62,7 @@ def deal(entries: Triples, holders: Holders, world: World) -> Triples:
     """
     holder = torch.from_numpy(holders(entries.row.cpu().numpy(), entries.col.cpu().numpy()))
     counts = torch.bincount(holder, minlength=world.size)
-    arriving = world.all_gather(counts.to(world.device), "Dealing a matrix over the ranks").cpu()[:, world.rank]
+    arriving = world.all_gather(counts.to(world.device), "Distributing a matrix over the ranks").cpu()[:, world.rank]
     sorted_entries = entries[torch.argsort(holder, stable=True).to(entries.row.device)]
 
     def exchanged(values: Tensor) -> Tensor:
@@ -71,7 +71,7 @@ def deal(entries: Triples, holders: Holders, world: World) -> Triples:
         there = slice(int(arriving[: world.rank].sum()), int(arriving[: world.rank + 1].sum()))
         into[there] = values[here]
         sends = _messages(values, counts.tolist(), world.rank)
-        world.wire.start_each(sends, _messages(into, arriving.tolist(), world.rank))()
+        world.transport.start_each(sends, _messages(into, arriving.tolist(), world.rank))()
         return into
 
     value = None if sorted_entries.value is None else exchanged(sorted_entries.value)
@@ -129,7 +129,7 @@ class SparseMatrix(Matrix):
     ) -> None:
         self.offsets, self.world, self._make_exchange = offsets, world, make_exchange
         self.num_owned = int(offsets[world.rank + 1] - offsets[world.rank])
-        mine = deal(entries, holders, world)
+        mine = distribute(entries, holders, world)
         self.columns, self._col = self._exchange(mine.col, meter)
         self.rows, self._row = self._exchange(mine.row, meter)
         self._value = mine.value

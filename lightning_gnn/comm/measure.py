@@ -1,4 +1,4 @@
-"""How fast messages between the running ranks are, alone and together, over the same wire as in training.
+"""How fast messages between the running ranks are, alone and together, over the same transport as in training.
 
 Every timing starts at a barrier, sends one message per flow and ends when the last one has arrived, as a stage of a plan does
 (DGCL section 5.1). Messages that run together are as long as would make them end together if nothing unknown slowed them.
@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from lightning_gnn.comm.group import CommunicationError, World
 from lightning_gnn.comm.shared_memory import PeerError
-from lightning_gnn.comm.wire import by_peer, rows_of
+from lightning_gnn.comm.transport import by_peer, rows_of
 from lightning_gnn.planning.infer import (
     SHARING,
     Flow,
@@ -53,7 +53,7 @@ def transfer_seconds(world: World, num_bytes: NDArray[np.int64]) -> float:
     _synchronize(world.device)
     began = time.perf_counter()
     try:
-        world.wire.start_each(by_peer(out, sent), by_peer(into, received))()
+        world.transport.start_each(by_peer(out, sent), by_peer(into, received))()
     except PeerError as error:
         raise CommunicationError(
             f"Rank {world.rank} got nothing from, or could not send to, rank {error.peer}: {error}. Every two ranks must reach "

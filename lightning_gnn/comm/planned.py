@@ -19,7 +19,7 @@ from lightning_gnn.comm.call import Call
 from lightning_gnn.comm.exchange import Exchange
 from lightning_gnn.comm.group import World
 from lightning_gnn.comm.traffic import Meter
-from lightning_gnn.comm.wire import rows_of
+from lightning_gnn.comm.transport import rows_of
 from lightning_gnn.kernels import add_rows, take_rows
 from lightning_gnn.planning.plan import Plan
 from lightning_gnn.planning.relation import Ids
@@ -155,7 +155,7 @@ class PlannedExchange(Exchange):
             into = arriving[stage.arrives]
             return self.send(none, nobody, into, stage.receive_counts, call, began)
 
-        early = self.world.wire.receives_early
+        early = self.world.transport.receives_early
         coming = [receive(stage) for stage in stages] if early else []
         sent: list[Callable[[], None]] = []
 
@@ -188,7 +188,7 @@ class PlannedExchange(Exchange):
 
     @override
     def start_expand(self, x: Tensor, halo: Tensor, call: Call) -> Callable[[], None]:
-        """Sends the first stage; the others follow while waiting."""
+        """Transport the first stage; the others follow while waiting."""
         others = self._others(halo)
         go_on = self._go(self._forward, (others, x), others, call, lambda stage: None)
 
@@ -201,7 +201,7 @@ class PlannedExchange(Exchange):
 
     @override
     def start_reduce(self, halo: Tensor, call: Call) -> Callable[[Tensor], None]:
-        """Sends the first stage; the others follow while finishing. Sums only: nothing else is asked of an edge cut."""
+        """Transport the first stage; the others follow while finishing. Sums only: nothing else is asked of an edge cut."""
         assert call.operation == "sum"
         others = self._others(halo)
         others[: self.num_halo] = halo

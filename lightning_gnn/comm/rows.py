@@ -51,7 +51,7 @@ class Channel(Protocol):
         ...
 
 
-class WireChannel:
+class TransportChannel:
     """The transport of the halo exchange.
 
     Args:
@@ -76,16 +76,16 @@ class WireChannel:
             return list(parts)
         if counts is None:
             return self._questions(parts, peers, layer)
-        began, wire, own = time.perf_counter(), self._world.wire, parts[rank]
+        began, transport, own = time.perf_counter(), self._world.transport, parts[rank]
         found = [own if peer == rank else own.new_empty((count, *own.shape[1:])) for peer, count in enumerate(counts)]
         sends = [(peer, parts[peer].contiguous()) for peer in peers if parts[peer].numel()]
         receives = [(peer, found[peer]) for peer in peers if found[peer].numel()]
         traffic = Traffic.of(
-            ((peer, wire.message_bytes(rows)) for peer, rows in sends), sum(len(rows) for _, rows in sends)
+            ((peer, transport.message_bytes(rows)) for peer, rows in sends), sum(len(rows) for _, rows in sends)
         )
         call = Call(layer, direction=direction)
         with starting(self._world, self._meter, call, traffic, began):
-            wait = wire.start_each(sends, receives)
+            wait = transport.start_each(sends, receives)
         counted(wait, self._world, self._meter, call, traffic)()
         return found
 
@@ -96,7 +96,9 @@ class WireChannel:
         traffic = Traffic.of((peer, each.nbytes) for peer, each in sends)
         with during_exchange(self._world, layer, "question"):
             self._world.watch.begins(joint=False)
-            found = self._world.wire.start_varied([(peer, each.view(torch.uint8)) for peer, each in sends], peers)()
+            found = self._world.transport.start_varied(
+                [(peer, each.view(torch.uint8)) for peer, each in sends], peers
+            )()
         traffic.seconds = self._meter.since(began, "wait", layer, "forward")
         self._meter.record(layer, "forward", traffic)
         found_of = {peer: found[peer].view(torch.int64)[1:] for peer in peers}
@@ -209,7 +211,7 @@ class AnyRows(OwnedRows):
     """
 
     def __init__(self, n_id: Tensor, counts: Sequence[int], world: World, meter: Meter) -> None:
-        super().__init__(torch.tensor([0, *counts], device=world.device).cumsum(0), WireChannel(world, meter))
+        super().__init__(torch.tensor([0, *counts], device=world.device).cumsum(0), TransportChannel(world, meter))
         self.num_nodes, self._n_id = len(n_id), n_id
         self._place: Tensor | None = None  # in rank order, of each original id
 

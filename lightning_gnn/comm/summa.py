@@ -15,9 +15,9 @@ from torch import Tensor
 from typing_extensions import override
 
 from lightning_gnn.comm.call import Call
-from lightning_gnn.comm.grid import Talk
+from lightning_gnn.comm.grid import ProductMessages
 from lightning_gnn.comm.group import World
-from lightning_gnn.comm.matrix import Matrix, Triples, deal, on_grid
+from lightning_gnn.comm.matrix import Matrix, Triples, distribute, on_grid
 from lightning_gnn.comm.traffic import Meter
 from lightning_gnn.kernels import CSR, spmm
 from lightning_gnn.partition.grid import ProcessCube
@@ -65,13 +65,13 @@ class SummaMatrix(Matrix):
         self.row, self.column, self.layer = cube.place(world.rank)
         self._sizes = np.diff(offsets[:: cube.side]).tolist()  # of each block
         self._dtype = None if entries.value is None else entries.value.dtype
-        self._blocks = [self._deal(entries), self._deal(entries.transpose())]
+        self._blocks = [self._distribute(entries), self._distribute(entries.transpose())]
 
-    def _deal(self, entries: Triples) -> tuple[_Block, list[int]]:
+    def _distribute(self, entries: Triples) -> tuple[_Block, list[int]]:
         """Returns this rank's block, and how many entries those of its row and layer have."""
         cube = self.cube
         starts = torch.from_numpy(np.ascontiguousarray(self.offsets[:: cube.side]))
-        mine = deal(entries, on_grid(cube, self.offsets), self.world)
+        mine = distribute(entries, on_grid(cube, self.offsets), self.world)
         # From ids to rows of the block row, which is blocks of several layers, and to columns of the block.
         shift = torch.zeros(cube.num_blocks, dtype=torch.int64)
         total = 0
@@ -83,18 +83,18 @@ class SummaMatrix(Matrix):
         here = self.layer * cube.side + self.column
         csr = CSR.from_coo(rows, mine.col - int(starts[here]), total, self._sizes[here])
         values = None if mine.value is None else csr.permute(mine.value)
-        counts = self.world.all_gather(torch.tensor([csr.num_edges], device=self.world.device), "Dealing a matrix")
+        counts = self.world.all_gather(torch.tensor([csr.num_edges], device=self.world.device), "Distributing a matrix")
         same_row = [int(counts[cube.rank(self.row, stage, self.layer)]) for stage in range(cube.side)]
         return _Block.of(csr, values), same_row
 
     @override
     def multiply(self, x: Tensor, call: Call) -> Tensor:
         cube, rank = self.cube, self.world.rank
-        talk = Talk(self.world, self.meter, call)
+        messages = ProductMessages(self.world, self.meter, call)
         own, counts = self._blocks[call.direction == "backward"]
         columns = cube.widths(x.size(1))
         width = columns[self.column]
-        rows = self._turned(x, columns, talk)
+        rows = self._turned(x, columns, messages)
         in_row = [cube.rank(self.row, stage, self.layer) for stage in range(cube.side)]
         in_column = [cube.rank(stage, self.column, self.layer) for stage in range(cube.side)]
         packed = own.packed
@@ -122,7 +122,7 @@ class SummaMatrix(Matrix):
                     return own, into
                 return _Block(block, own.csr.num_rows, size, counts[stage], self._dtype), into
 
-            return talk.start(sends, receives), take
+            return messages.start(sends, receives), take
 
         coming = fetch(0)
         for stage in range(cube.side):
@@ -132,11 +132,11 @@ class SummaMatrix(Matrix):
                 coming = fetch(stage + 1)
             block, into = take()
             spmm(block.csr, into, block.values, out=total, accumulate=True)
-        out = self._turned_back(self._summed(total, talk), columns, talk)
-        talk.end()
+        out = self._turned_back(self._summed(total, messages), columns, messages)
+        messages.end()
         return out
 
-    def _turned(self, x: Tensor, columns: list[int], talk: Talk) -> Tensor:
+    def _turned(self, x: Tensor, columns: list[int], messages: ProductMessages) -> Tensor:
         """Returns this rank's columns of all rows of its block, of whole rows ``[N, f]``."""
         ranks = self.cube.owners(self.layer * self.cube.side + self.row)
         counts = np.diff(self.offsets[ranks.start : ranks.stop + 1]).tolist()
@@ -145,13 +145,13 @@ class SummaMatrix(Matrix):
         pieces = block.split(counts)
         pieces[self.column].copy_(parts[self.column])
         others = [index for index in range(len(ranks)) if index != self.column]
-        talk.start(
+        messages.start(
             [(ranks[i], parts[i]) for i in others if parts[i].numel()],
             [(ranks[i], pieces[i]) for i in others if pieces[i].numel()],
         )()
         return block
 
-    def _turned_back(self, block: Tensor, columns: list[int], talk: Talk) -> Tensor:
+    def _turned_back(self, block: Tensor, columns: list[int], messages: ProductMessages) -> Tensor:
         """Returns this rank's whole rows, ``[N, f]``, of its columns of all rows of its block."""
         ranks = self.cube.owners(self.layer * self.cube.side + self.row)
         counts = np.diff(self.offsets[ranks.start : ranks.stop + 1]).tolist()
@@ -159,13 +159,13 @@ class SummaMatrix(Matrix):
         parts = [block.new_empty((counts[self.column], width)) for width in columns]
         parts[self.column] = pieces[self.column]
         others = [index for index in range(len(ranks)) if index != self.column]
-        talk.start(
+        messages.start(
             [(ranks[i], pieces[i]) for i in others if pieces[i].numel()],
             [(ranks[i], parts[i]) for i in others if parts[i].numel()],
         )()
         return torch.cat(parts, 1)
 
-    def _summed(self, total: Tensor, talk: Talk) -> Tensor:
+    def _summed(self, total: Tensor, messages: ProductMessages) -> Tensor:
         """Returns the sum over layers of the rows of this rank's block, in the order of layers."""
         cube = self.cube
         if cube.layers == 1:
@@ -176,7 +176,7 @@ class SummaMatrix(Matrix):
         parts = [torch.empty_like(own) for _ in peers]
         parts[self.layer] = own
         others = [index for index in range(cube.layers) if index != self.layer]
-        talk.start(
+        messages.start(
             [(peers[i], pieces[i]) for i in others if pieces[i].numel()],
             [(peers[i], parts[i]) for i in others if parts[i].numel()],
         )()

@@ -19,7 +19,7 @@ from lightning_gnn.comm.exchange import HaloExchange, counted, starting
 from lightning_gnn.comm.group import World
 from lightning_gnn.comm.shared_memory import Accept
 from lightning_gnn.comm.traffic import Meter, Traffic
-from lightning_gnn.comm.wire import rows_of
+from lightning_gnn.comm.transport import rows_of
 from lightning_gnn.kernels import take_rows
 from lightning_gnn.partition.shard import HaloPlan, Ids
 
@@ -39,7 +39,7 @@ class SwapExchange(HaloExchange):
     """
 
     def __init__(self, plan: HaloPlan, halo: Ids, offsets: Ids, world: World, meter: Meter) -> None:
-        if world.size > 1 and not world.wire.shares_memory:
+        if world.size > 1 and not world.transport.shares_memory:
             raise ValueError(
                 'plan="swap" exchanges through the memory of one machine: it takes CPU ranks, all on one machine, and '
                 'shared_memory=True. Use plan="p2p" or "spst" here.'
@@ -68,5 +68,5 @@ class SwapExchange(HaloExchange):
                 block = self.world.scratch(x.shape, x.dtype)
                 rows_of(block).copy_(x)
                 traffic.bytes_sent, traffic.messages, traffic.rows = x.nbytes, 1, len(x)
-            wait = self.world.wire.show(block, self._readers, looks)
+            wait = self.world.transport.show(block, self._readers, looks)
         return counted(wait, self.world, self.meter, call, traffic)

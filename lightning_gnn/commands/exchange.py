@@ -38,7 +38,7 @@ def time_exchange(deadline: float) -> dict[str, float | None]:
 def _bytes_per_second(rank: int, shared_memory: bool) -> float | None:
     world = World(rank, 2, torch.device("cpu"), timedelta(seconds=30), shared_memory)
     try:
-        if shared_memory and not world.wire.all_local:
+        if shared_memory and not world.transport.all_local:
             return None
         none, every = np.empty(0, np.int64), np.arange(ROWS)
         plan = HaloPlan(ROWS, (0, ROWS) if rank == 0 else (ROWS, 0), (none, every) if rank == 0 else (every, none))

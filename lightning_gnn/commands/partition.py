@@ -27,7 +27,9 @@ class PartitionCLI(GraphCLI):
         "Partition a graph ahead of time, and print what came out. Files and keys are those of fit, which then finds the "
         "parts in the store; used are data, trainer.strategy, trainer.devices and trainer.num_nodes."
     )
-    options: ClassVar = {"columns": Option(int, "Width of the rows whose bytes are told. (default: the graph's features)")}
+    options: ClassVar = {
+        "columns": Option(int, "Width of the rows whose bytes are told. (default: the graph's features)")
+    }
 
 
 def partition(arguments: Sequence[str]) -> None:

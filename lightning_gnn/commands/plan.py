@@ -160,7 +160,9 @@ class PlanCLI(GraphCLI):
             f"{', '.join(PRESETS)}, or a JSON file (docs/planning.md). (default: the strategy's; strategies that follow no plan: "
             "none, and no times)",
         ),
-        "columns": Option(int, "Width of the rows that layers exchange. (default: the model's hidden_channels, or features)"),
+        "columns": Option(
+            int, "Width of the rows that layers exchange. (default: the model's hidden_channels, or features)"
+        ),
         "layers": Option(int, f"Propagations of the model. (default: the model's num_layers, or {PAPER_LAYERS})"),
         "output": Option(str, "Folder for pictures, PNG and SVG. (default: none are drawn)"),
         "json": Option(str, "File for all numbers. (default: none is written)"),
@@ -214,9 +216,7 @@ class PlanCLI(GraphCLI):
             return [], str(error)
         row_bytes = cut.attributes["node"]["x"][:1].nbytes
         working = self.scheme.working_bytes(np.diff(cut.offsets).tolist(), row_bytes)
-        footprints = [
-            steps.footprint(each, working) for each in Sizes.of_ranks(cut, self.module, self.layout.replicas)
-        ]
+        footprints = [steps.footprint(each, working) for each in Sizes.of_ranks(cut, self.module, self.layout.replicas)]
         return [(str(rank), each.peak(), each.peak(recompute=True)) for rank, each in enumerate(footprints)], ""
 
 

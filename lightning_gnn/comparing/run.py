@@ -285,7 +285,12 @@ def collect(comparison: Comparison, folders: Sequence[Path], states: Sequence[st
     cells: list[dict[str, Any]] = []
     for cell, folder, state in zip(comparison.cells, folders, states):
         status = _status(folder)
-        told: dict[str, Any] = {"name": cell.name, "strategy": cell.strategy, "devices": cell.devices, "key": folder.name}
+        told: dict[str, Any] = {
+            "name": cell.name,
+            "strategy": cell.strategy,
+            "devices": cell.devices,
+            "key": folder.name,
+        }
         told |= {"arguments": dict(cell.arguments), "status": state, "error": [], "seconds_in_all": None}
         if status.get("status") == state:
             told |= {"error": status["error"], "seconds_in_all": status["seconds"]}

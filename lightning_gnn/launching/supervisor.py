@@ -77,12 +77,12 @@ class Reporter:
         self.rank, self._connection = rank, connection
 
     def send(self, value: Failure | Event) -> None:
-        """Sends to the parent, unless it is gone."""
+        """Transport to the parent, unless it is gone."""
         with contextlib.suppress(OSError):
             self._connection.send(value)
 
     def failed(self, error: BaseException) -> None:
-        """Sends what this rank raised to the parent, which shows it."""
+        """Transport what this rank raised to the parent, which shows it."""
         self.send(Failure.of(self.rank, error))
         set_report(error, "", "")
 
@@ -131,7 +131,7 @@ class Child:
                     self.progress = Progress.of(found.value)
 
     def signal(self, number: int) -> None:
-        """Sends its process a signal, if it still runs."""
+        """Transport its process a signal, if it still runs."""
         if self.exit_code() is None:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(self.pid, number)

@@ -21,6 +21,7 @@ from torch_geometric.nn import DirGNNConv, GPSConv, MessagePassing, aggr
 
 from lightning_gnn.nn import pyg
 from lightning_gnn.nn.adapters import ADAPTERS, LINEAR_MESSAGES, REFUSED
+from lightning_gnn.nn.aggregations import aggregations
 from lightning_gnn.nn.context import GraphContext
 from lightning_gnn.nn.directed import both_ways
 from lightning_gnn.nn.fused import fused
@@ -29,7 +30,6 @@ from lightning_gnn.nn.over_all import dense_attention, over_all
 from lightning_gnn.nn.rank_graph import UnsupportedModelError
 from lightning_gnn.nn.readout import readout
 from lightning_gnn.nn.recompute import recomputed
-from lightning_gnn.nn.several import several
 
 # Aggregations over the edges of one node, all of which its owner holds.
 _AGGREGATIONS = (
@@ -354,7 +354,7 @@ def _by_kernels(conv: MessagePassing, state: _BoundConv, edge_index: Tensor, kwa
         return state.context.aggregate(source, edge_index, weight, reductions == ["mean"], state.layer)
     if weight is not None:
         return None
-    parts = several(state.context, source, edge_index, reductions, state.layer)
+    parts = aggregations(state.context, source, edge_index, reductions, state.layer)
     if parts is None:
         return None
     return conv.aggr_module.combine(parts) if isinstance(conv.aggr_module, aggr.MultiAggregation) else parts[0]

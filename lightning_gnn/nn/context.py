@@ -73,7 +73,7 @@ class GraphContext(RankGraph):
 
         def across(partial: Tensor, operation: str) -> Tensor:
             # Exactly: a row's ranks must subtract and divide by the same, and minus infinity stands for no edges.
-            with self.exchange.world.wire.encoding(False):
+            with self.exchange.world.transport.encoding(False):
                 reduce = matrix.rows.reduce_max if operation == "max" else matrix.rows.reduce
                 return matrix.rows.expand(reduce(partial, layer), layer)
 
@@ -165,7 +165,7 @@ class GraphContext(RankGraph):
     def without_self_loops(self, edge_index: Tensor) -> Tensor:
         """Returns the edges between different nodes; the same tensor if there are no others on any rank.
 
-        What is kept or dealt is known by its edges, so ranks must agree on whether these are the batch's own.
+        What is kept or distributed is known by its edges, so ranks must agree on whether these are the batch's own.
         """
 
         def compute() -> tuple[Tensor]:

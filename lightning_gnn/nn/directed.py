@@ -65,7 +65,7 @@ def reversed_shard(shard: Shard, world: World) -> Shard:
     ]
     with during_exchange(world, "DirGNNConv", "out-edges"):
         world.watch.begins(joint=False)
-        arrived = world.wire.start_varied(sends, [peer for peer, _ in sends])()
+        arrived = world.transport.start_varied(sends, [peer for peer, _ in sends])()
     for peer, message in arrived.items():
         parts[peer] = message.cpu().view(torch.int64)[1:].view(-1, 3)
     # In the order of their targets' rows, as a CSR has them.

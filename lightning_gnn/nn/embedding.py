@@ -287,7 +287,7 @@ class DistributedEmbedding(torch.nn.Module):
         self._wait(self.staleness)
 
     def _push(self, owners: EmbeddingRows, ids: Tensor, grads: Tensor, only_own: bool, lr: float) -> None:
-        """Sends gradients to owners, and applies those that come here."""
+        """Transport gradients to owners, and applies those that come here."""
         assert self._own is not None
         if only_own:
             rows = torch.arange(len(self._own.weight))

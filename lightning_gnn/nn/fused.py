@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch_geometric.nn import MessagePassing
 
-from lightning_gnn.nn import attention, pyg, reorder, several
+from lightning_gnn.nn import aggregations, attention, pyg, reorder
 from lightning_gnn.nn.adapters import LINEAR_MESSAGES
 from lightning_gnn.nn.context import GraphContext
 
@@ -17,13 +17,13 @@ from lightning_gnn.nn.context import GraphContext
 _MAKERS: dict[type, Callable[[type, Any, GraphContext, str], Callable[..., Any] | None]] = {
     **dict.fromkeys(reorder.KINDS, reorder.reordered),
     **dict.fromkeys(attention.KINDS, attention.attention),
-    **dict.fromkeys(several.KINDS, several.pna),
+    **dict.fromkeys(aggregations.KINDS, aggregations.pna),
 }
 
 # By class: the linear maps whose weights the forward reads; the others call their maps.
 _MAPS: dict[type, Callable[[Any, Any], list[Any]]] = {
     **dict.fromkeys(reorder.KINDS, reorder.maps_of),
-    **dict.fromkeys(several.KINDS, several.maps_of),
+    **dict.fromkeys(aggregations.KINDS, aggregations.maps_of),
 }
 
 
@@ -41,7 +41,7 @@ def kernel_groups(module: torch.nn.Module) -> set[str]:
     for conv in module.modules():
         if isinstance(conv, MessagePassing):
             groups.add("attention" if isinstance(conv, attention.KINDS) else "sums")
-            of_rows = pyg.message_of(conv) in LINEAR_MESSAGES or isinstance(conv, several.KINDS)
+            of_rows = pyg.message_of(conv) in LINEAR_MESSAGES or isinstance(conv, aggregations.KINDS)
             if of_rows and pyg.linear_aggregation(conv) is None:
                 groups.add("statistics")
     return groups

@@ -61,7 +61,9 @@ class StatisticsOverRanks(torch.autograd.Function):
         for name, sign in (("max", 1), ("min", -1)):
             if name in wanted:
                 partial = getattr(found, name)
-                with matrix.rows.world.wire.encoding(False):  # an edge either has the extreme, on all ranks, or not
+                with matrix.rows.world.transport.encoding(
+                    False
+                ):  # an edge either has the extreme, on all ranks, or not
                     whole = sign * matrix.rows.reduce_max(sign * partial, layer)
                     whole[without] = 0
                     everywhere = matrix.rows.expand(whole, layer)

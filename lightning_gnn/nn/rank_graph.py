@@ -154,7 +154,7 @@ class RankGraph:
         """
         world = self.exchange.world
         calls = world.calls.copy()
-        with torch.inference_mode(False), torch.no_grad(), world.wire.encoding(False):
+        with torch.inference_mode(False), torch.no_grad(), world.transport.encoding(False):
             yield
         world.calls = calls
 

@@ -237,7 +237,9 @@ def _places(topology: Topology) -> tuple[NDArray[np.float64], NDArray[np.float64
         radii.append(0.0 if slots == 1 else max(0.5, slots * SPACING / (2 * math.pi)))
     hosts = len(topology.hosts)
     distance = 2 * (max(radii) + DEVICE + MARGIN) + BETWEEN
-    around = 0.0 if hosts == 1 else distance / 2 if hosts == 2 else math.sqrt(2) * distance / 2 / math.sin(math.pi / hosts)
+    around = (
+        0.0 if hosts == 1 else distance / 2 if hosts == 2 else math.sqrt(2) * distance / 2 / math.sin(math.pi / hosts)
+    )
     turns = math.pi - 2 * math.pi * np.arange(hosts) / hosts
     centres = around * np.stack([np.cos(turns), np.sin(turns)], 1)
     places = np.zeros((topology.num_devices, 2))

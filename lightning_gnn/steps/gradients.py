@@ -150,7 +150,7 @@ class GradientSum:
         self._held = []
 
     def _arrived(self, bucket: _Bucket) -> None:
-        """Sends the buckets that are complete, in order."""
+        """Transport the buckets that are complete, in order."""
         if not self._working:
             return
         bucket.ready += 1

@@ -348,6 +348,7 @@ class StandInMetrics:
             joined = list(chain(*joined)) if isinstance(metric._defaults[name], list) else torch.stack(joined)
             setattr(metric, name, reduce(joined) if callable(reduce) and len(joined) else joined)
 
+
 def _own_update(metric: Metric) -> Callable[..., Any]:
     """Returns a metric's `update` as torchmetrics has it."""
     update = MethodType(type(metric).update, metric)

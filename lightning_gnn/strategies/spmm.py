@@ -110,7 +110,7 @@ class SpMMScheme(ProductScheme):
     @override
     def working_bytes(self, counts: Sequence[int], row_bytes: int) -> int:
         if self.sparsity_aware or self.replication is None:
-            return 0  # what is read is known when nonzeros are dealt; a factor that is left open is chosen to fit
+            return 0  # what is read is known when nonzeros are distributed; a factor that is left open is chosen to fit
         offsets = np.cumsum([0, *counts])
         return block_cost(ProcessGrid(len(counts), self.replication), offsets, row_bytes).bytes_held
 

@@ -123,7 +123,7 @@ class StepStrategy(RankStrategy):
     def _approximating(self) -> AbstractContextManager[None]:
         """Rows may travel approximately while this is open, except in the last epoch: what it learns is exact."""
         trainer = self._module.trainer
-        return self.world.wire.encoding(trainer.current_epoch + 1 != trainer.max_epochs)
+        return self.world.transport.encoding(trainer.current_epoch + 1 != trainer.max_epochs)
 
     def _offloading(self, batch: Any) -> AbstractContextManager[Any]:
         """What layers leave for the backward lies on the host, where the strategy has it so."""

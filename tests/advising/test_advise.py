@@ -96,7 +96,9 @@ def test_a_registered_strategy_is_advised_on():
     try:
         [own] = chosen(["of_a_user"], 2)
         assert str(own) == "of_a_user keep_constant=False" and own.exact and own.full_graph
-        [found] = advise_on(Machine.of(2, cores=1), classifier(), GraphDataModule(awkward_graph()), only=[own], overhead=0.0)
+        [found] = advise_on(
+            Machine.of(2, cores=1), classifier(), GraphDataModule(awkward_graph()), only=[own], overhead=0.0
+        )
         assert found.applies and found.bytes_sent and found.peak_bytes > 0
     finally:
         for suffix in ("", "_spawn", "_notebook"):

@@ -53,7 +53,7 @@ def pair(exchange: Any, rows: Tensor, layer: str = "a", approximate: bool = True
     """Returns the halo rows that come of own rows, and what comes home of halo rows."""
     halo = rows.new_empty(exchange.num_halo, *rows.shape[1:])
     home = torch.zeros_like(rows)
-    with exchange.world.wire.encoding(approximate):
+    with exchange.world.transport.encoding(approximate):
         call = exchange.world.call(layer)
         exchange.start_expand(rows, halo, call)()
         exchange.start_reduce(halo * 2, call.backward())(home)
@@ -75,7 +75,7 @@ def agree(exchanges: list[Any]) -> None:
 @given(size=st.integers(2, 4), seed=st.integers(0, 2**20), dtype=st.sampled_from([torch.float32, torch.float64]))
 def test_both_ends_agree_and_nothing_is_lost(codec, size, seed, dtype):
     def work(exchange: Any, own: slice, halo: np.ndarray, cache: MessageCache) -> Any:
-        plain, coder = exchange.world.wire, make_codec(codec)
+        plain, coder = exchange.world.transport, make_codec(codec)
         if coder is not None:
             exchange.world.use_codec(coder)
         g = torch.Generator().manual_seed(seed)
@@ -86,7 +86,7 @@ def test_both_ends_agree_and_nothing_is_lost(codec, size, seed, dtype):
                 moved = torch.rand(NODES, 1, generator=g) < 0.5
                 x = x + moved * torch.randn(NODES, WIDTH, generator=g) * 10.0 ** float(torch.randn((), generator=g))
             if step == 6:
-                exchange.world.wire = plain
+                exchange.world.transport = plain
             exchange.world.begin_step(Step())
             found, home = pair(exchange, x[own].contiguous())
             if step == 0:
@@ -217,7 +217,7 @@ def test_what_is_not_finite_stops_the_run(bad):
         x[:, 2] = bad
         if not len(exchange.send_rows):
             return False
-        with pytest.raises(NotFiniteError, match=r"convs\.1.*forward.*rank"), exchange.world.wire.encoding():
+        with pytest.raises(NotFiniteError, match=r"convs\.1.*forward.*rank"), exchange.world.transport.encoding():
             exchange.start_expand(x[own].contiguous(), x[halo], Call("convs.1"))
         return all(bool(torch.isfinite(channel.sent).all()) for channel in exchange._channels.values())
 

@@ -221,7 +221,7 @@ HALOS = [np.arange(15, 60)[5:], np.r_[np.arange(10), np.arange(50, 60)], np.aran
 
 def three_ranks_over(world: Any, codec: Codec) -> None:
     """Rows that are read by all ranks, on rank 2 over rank 1, as a coded message; and what travels as it is."""
-    rank, wire = world.rank, world.wire
+    rank, transport = world.rank, world.transport
     relation, meter = Relation.from_halos(HALOS, OFFSETS), Meter()
     direct = HaloExchange(halo_plan(rank, OFFSETS, HALOS), world, meter)
     planned = PlannedExchange(rank_plan(spst(relation, chain(3)), rank), world, meter)
@@ -238,9 +238,9 @@ def three_ranks_over(world: Any, codec: Codec) -> None:
             assert torch.equal(plain[len(own) :], halo)
             before = meter.take()["layer", "forward"]
             assert before.bytes_sent == before.rows * plain_bytes
-            with wire.encoding():
+            with transport.encoding():
                 coded = exchange.expand(own, "layer")
-                with wire.encoding(False):
+                with transport.encoding(False):
                     assert torch.equal(exchange.expand(own, "layer"), plain)
                 assert torch.equal(exchange.expand(own[:, 0].contiguous(), "none"), plain[:, 0])
                 assert torch.equal(exchange.expand((10 * own).long(), "none"), (10 * plain).long())
@@ -250,11 +250,11 @@ def three_ranks_over(world: Any, codec: Codec) -> None:
             # Relays send on what they have decoded, and lose nothing more.
             assert torch.equal(coded[len(own) :], as_decoded) and torch.equal(coded[: len(own)], own)
             several = [own, own[:, :1].contiguous(), own.view(len(own), 1, width)]
-            with wire.encoding():
+            with transport.encoding():
                 for got, expected in zip(exchange.expand_all(several, "layer"), [plain, plain[:, :1], plain]):
                     torch.testing.assert_close(got.flatten(1), expected.flatten(1), rtol=0, atol=tolerance)
             exact_sum = exchange.reduce(plain, "layer")
-            with wire.encoding():
+            with transport.encoding():
                 close = exchange.reduce(plain, "layer")
             torch.testing.assert_close(close, exact_sum, rtol=0, atol=2 * tolerance)
             assert width < 3 or rank == 1 or not torch.equal(close, exact_sum)
@@ -303,12 +303,12 @@ def mixed(rank: int, world_size: int, shared_memory: bool) -> None:
         for _ in range(4):
             payload, narrow = torch.arange(7, dtype=torch.uint8) + rank, torch.full((3, 1), rank + 0.5)
             arrived = [(torch.empty(9, 33), torch.empty(7, dtype=torch.uint8), torch.empty(3, 1)) for _ in others]
-            with world.wire.encoding():
+            with world.transport.encoding():
                 for kind in range(3):  # one message a pair in flight, as schemes have it
                     sent = (rows[rank], payload, narrow)
                     send = [(peer, sent[(kind + peer) % 3]) for peer in others]
                     receive = [(peer, parts[(kind + rank) % 3]) for peer, parts in zip(others, arrived)]
-                    world.wire.start_each(send, receive)()
+                    world.transport.start_each(send, receive)()
             for peer, (coded, as_it_is, thin) in zip(others, arrived):
                 assert torch.equal(coded, there_and_back(codec, rows[peer]))
                 assert torch.equal(as_it_is, torch.arange(7, dtype=torch.uint8) + peer) and (thin == peer + 0.5).all()
@@ -452,7 +452,7 @@ def plain_wire(rank: int, world_size: int) -> str:
 
     class Look(L.Callback):
         def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
-            seen.append(type(trainer.strategy.world.wire).__name__)
+            seen.append(type(trainer.strategy.world.transport).__name__)
 
     trainer = quiet_trainer(DGCLStrategy(timeout=30), world_size, max_epochs=1, callbacks=[Look()])
     module = NodeClassifier(GCN(FEATURES, 8, 2, CLASSES), num_classes=CLASSES)
@@ -461,7 +461,7 @@ def plain_wire(rank: int, world_size: int) -> str:
 
 
 def test_without_a_codec_nothing_is_in_between(ranks):
-    assert ranks.run(2, plain_wire) == ["Wire", "Wire"]
+    assert ranks.run(2, plain_wire) == ["ProcessTransport", "ProcessTransport"]
 
 
 # Refusals #####################################################################

@@ -22,9 +22,9 @@ from torch_geometric import nn
 import lightning_gnn
 from lightning_gnn.comm.call import Call, Step
 from lightning_gnn.comm.exchange import HaloExchange
-from lightning_gnn.comm.in_process import InProcessWire, InProcessWorld, Meeting
+from lightning_gnn.comm.in_process import InProcessTransport, InProcessWorld, Meeting
 from lightning_gnn.comm.traffic import Meter
-from lightning_gnn.comm.wire import rows_of
+from lightning_gnn.comm.transport import rows_of
 from lightning_gnn.data.shards import split_graph
 from lightning_gnn.partition.layout import LayoutSpec
 from lightning_gnn.strategies.dgcl import DGCLScheme
@@ -95,7 +95,7 @@ def shards(size: int) -> list[Any]:
 
 
 def outputs_of(name: str, kind: type[HaloExchange], moved: bool) -> list[Any]:
-    """Returns each rank's outputs and input gradients of all recipes of a conv, its exchange, and what the wire has sent.
+    """Returns each rank's outputs and input gradients of all recipes of a conv, its exchange, and what the transport has sent.
 
     Args:
         moved: other rows on rank 1.
@@ -136,13 +136,13 @@ def test_without_its_rows_no_conv_sees_another_rank(name):
 @pytest.mark.parametrize("name", IN_PROCESS)
 def test_an_exchange_sees_every_byte(monkeypatch, name):
     sent = Counter[int]()
-    start_each = InProcessWire.start_each
+    start_each = InProcessTransport.start_each
 
-    def counting(self: InProcessWire, sends: Any, receives: Any) -> Any:
+    def counting(self: InProcessTransport, sends: Any, receives: Any) -> Any:
         sent[self._rank] += sum(rows_of(rows).nbytes for _, rows in sends)
         return start_each(self, sends, receives)
 
-    monkeypatch.setattr(InProcessWire, "start_each", counting)
+    monkeypatch.setattr(InProcessTransport, "start_each", counting)
     for rank, (_, exchange, meter) in enumerate(outputs_of(name, Seen, False)):
         by_direction = Counter[str]()
         for (_, direction), traffic in meter.by_layer.items():
@@ -212,17 +212,17 @@ class Own(nn.MessagePassing):
 
 @pytest.mark.parametrize("make", [lambda: nn.GraphConv(8, 8), lambda: nn.GINConv(torch.nn.Linear(8, 8)), Own])
 def test_the_way_of_a_row_is_short(monkeypatch, make):
-    """From propagate to the wire, and back in the backward."""
+    """From propagate to the transport, and back in the backward."""
     seen: dict[str, list[Any]] = {}
-    start_each = InProcessWire.start_each
+    start_each = InProcessTransport.start_each
 
-    def looking(self: InProcessWire, sends: Any, receives: Any) -> Any:
+    def looking(self: InProcessTransport, sends: Any, receives: Any) -> Any:
         frames = frames_of_ours()
         if frames:
             seen[frames[-1][1]] = frames
         return start_each(self, sends, receives)
 
-    monkeypatch.setattr(InProcessWire, "start_each", looking)
+    monkeypatch.setattr(InProcessTransport, "start_each", looking)
 
     def work(rank: int, world: InProcessWorld) -> None:
         shard = shards(2)[rank]

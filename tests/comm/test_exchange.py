@@ -74,7 +74,7 @@ def test_adjoint_and_exact_rows(ranks, world_size, shared_memory):
 def collectives(rank: int, world_size: int, shared_memory: bool) -> None:
     world = World(rank, world_size, torch.device("cpu"), timedelta(seconds=30), shared_memory)
     try:
-        assert world.wire.all_local == shared_memory
+        assert world.transport.all_local == shared_memory
         big = torch.full((300_000,), float(rank))
         assert torch.equal(world.all_reduce_(big), torch.full((300_000,), float(sum(range(world_size)))))
         for size in (1, 5, 100_000, 2):  # buffers grow, and small messages follow large ones

@@ -552,7 +552,9 @@ def test_a_killed_writer_leaves_nothing_that_is_trusted(tmp_path, where):
 def test_a_killed_or_failed_child_is_told(tmp_path, monkeypatch, capfd):
     module = GraphDataModule("test_bad_input.without_numbers", store=tmp_path)
     failed = "Loading or partitioning test_bad_input.without_numbers failed: "
-    refused(lambda: module._stored._ensure_stored(TWO), f"{failed}x holds NaN or infinite values in 6 of 6", RuntimeError)
+    refused(
+        lambda: module._stored._ensure_stored(TWO), f"{failed}x holds NaN or infinite values in 6 of 6", RuntimeError
+    )
     assert "Traceback" in capfd.readouterr().err
     for code, said in ((-9, "its process was ended by signal 9.* too little memory"), (1, "see the error above")):
         done = subprocess.CompletedProcess([], code, stdout="")

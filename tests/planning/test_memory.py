@@ -29,7 +29,7 @@ from torch_geometric.nn.models import GAT, GCN
 from lightning_gnn import DGCLStrategy, GraphDataModule, NodeClassifier
 from lightning_gnn.advising.rehearsal import rehearse
 from lightning_gnn.checks.footprint import PHASES, Predicted, Sizes
-from lightning_gnn.comm.in_process import InProcessWire
+from lightning_gnn.comm.in_process import InProcessTransport
 from lightning_gnn.comm.traffic import Meter
 from lightning_gnn.commands.plan import plan
 from lightning_gnn.data.shards import whole_graph
@@ -246,7 +246,9 @@ def test_rows_on_their_way_are_counted(monkeypatch):
     batch = whole_graph(awkward_graph(dtype=torch.float32)).batch
     sizes = Sizes(rows=1000, halo_rows=300, sent_rows=500, edges=5000, targets=0, held_edges=5000)
     counted = Predicted(module, batch, SCHEME).footprint(sizes).held_bytes
-    monkeypatch.setattr(InProcessWire, "most_bytes", property(lambda wire: 0, lambda wire, count: None), raising=False)
+    monkeypatch.setattr(
+        InProcessTransport, "most_bytes", property(lambda transport: 0, lambda transport, count: None), raising=False
+    )
     without = Predicted(module, batch, SCHEME).footprint(sizes).held_bytes
     assert counted - without == pytest.approx((300 + 500) * FEATURES * 4)  # the widest rows, both ways
 

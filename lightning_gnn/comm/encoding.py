@@ -1,4 +1,4 @@
-"""Rows between ranks in fewer bytes: a wire that encodes what it sends and decodes what arrives, whatever the scheme."""
+"""Rows between ranks in fewer bytes: a transport that encodes what it sends and decodes what arrives, whatever the scheme."""
 
 from __future__ import annotations
 
@@ -12,34 +12,34 @@ from torch import Tensor
 from typing_extensions import override
 
 from lightning_gnn.comm.codec import Codec
-from lightning_gnn.comm.wire import Rows, Scratch, Sends, rows_of
+from lightning_gnn.comm.transport import Rows, Scratch, Transport, rows_of
 
 _ALIGNED = 16  # bytes; numbers must lie at multiples of their size
 
 
-class CodedWire(Sends):
-    """A wire over another one that encodes rows while :meth:`encoding` is open; all ranks must open it at the same points.
+class EncodingTransport(Transport):
+    """A transport over another one that encodes rows while :meth:`encoding` is open; all ranks must open it at the same points.
 
     Rows are floating tensors of two or more dimensions, whose last ones count as one. Anything else travels as it is, and so do
-    rows that would not get shorter. What is gathered or shown is the other wire's own, and exact.
+    rows that would not get shorter. What is gathered or shown is the other transport's own, and exact.
 
     Args:
-        wire: what carries the bytes.
+        transport: what carries the bytes.
         codec: how rows are encoded.
     """
 
-    def __init__(self, wire: Any, codec: Codec) -> None:
-        self._wire = wire
+    def __init__(self, transport: Any, codec: Codec) -> None:
+        self._transport = transport
         self.codec: Codec = codec
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self._wire, name)
+        return getattr(self._transport, name)
 
     @override
     def start_varied(
         self, sends: Sequence[tuple[int, Tensor]], senders: Sequence[int]
     ) -> Callable[[], dict[int, Tensor]]:
-        return self._wire.start_varied(sends, senders)
+        return self._transport.start_varied(sends, senders)
 
     def _row_bytes(self, shape: Sequence[int], dtype: torch.dtype) -> int | None:
         """Returns the bytes of an encoded row of such a tensor; None where it travels as it is."""
@@ -57,9 +57,9 @@ class CodedWire(Sends):
 
     @override
     def scratch(self, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Rows:
-        """Returns memory for rows that the next :meth:`start_each` sends; the other wire's only where they travel as they are."""
+        """Returns memory for the rows of the next :meth:`start_each`; the other transport's only where they go as they are."""
         if self._row_bytes(shape, dtype) is None:
-            return self._wire.scratch(shape, dtype, device)
+            return self._transport.scratch(shape, dtype, device)
         with torch.inference_mode(False):
             return torch.empty(*shape, dtype=dtype, device=device)
 
@@ -75,7 +75,7 @@ class CodedWire(Sends):
                 rows, into = into.detach().view(len(into), -1), into.new_empty((len(into), coded), dtype=torch.uint8)
                 decodes.append((into, rows))
             arriving.append((peer, into))
-        wait = self._wire.start_each(self._encoded(sends), arriving)
+        wait = self._transport.start_each(self._encoded(sends), arriving)
         if not decodes:
             return wait
 
@@ -87,14 +87,14 @@ class CodedWire(Sends):
         return finish
 
     def _encoded(self, sends: Sequence[tuple[int, Rows]]) -> Sequence[tuple[int, Rows]]:
-        """Returns what to send: all of it in the other wire's scratch memory if some is encoded; the same rows once."""
+        """Returns what to send: all of it in the other transport's scratch memory if some is encoded; the same rows once."""
         distinct = {id(rows): rows_of(rows) for _, rows in sends}
         widths = {key: self._row_bytes(rows.shape, rows.dtype) for key, rows in distinct.items()}
         if all(width is None for width in widths.values()):
             return sends
         sizes = [self.message_bytes(rows) for rows in distinct.values()]
         room = [-(-size // _ALIGNED) * _ALIGNED for size in sizes]
-        scratch = self._wire.scratch((sum(room),), torch.uint8, next(iter(distinct.values())).device)
+        scratch = self._transport.scratch((sum(room),), torch.uint8, next(iter(distinct.values())).device)
         messages: dict[int, Rows] = {}
         for (key, rows), part, size in zip(distinct.items(), scratch.split(room), sizes):
             into, width = rows_of(part)[:size], widths[key]

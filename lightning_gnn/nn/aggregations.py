@@ -29,7 +29,7 @@ _NEEDS = {
 }
 
 
-def several(
+def aggregations(
     context: GraphContext, x: Tensor, edge_index: Tensor, reductions: Sequence[str], layer: str
 ) -> list[Tensor] | None:
     """Returns each of :func:`pyg.reductions` of S x over each owned row's edges, ``[N, F]``; None where edges do not last.
@@ -98,7 +98,7 @@ def pna(kind: Any, conv: Any, context: GraphContext, layer: str) -> Callable[...
             own.append(F.linear(rows[:, tower], at_target, net[0].bias))
             sent.append(F.linear(rows[:, tower], at_source))
         shift = torch.stack(own, 1)
-        parts = several(context, torch.cat(sent, 1), edge_index, reductions, layer)
+        parts = aggregations(context, torch.cat(sent, 1), edge_index, reductions, layer)
         assert parts is not None
         degree = edges.in_degree.to(x.dtype).view(-1, 1, 1)
         has_edges = degree.clamp(max=1)

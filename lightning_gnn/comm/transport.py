@@ -54,14 +54,15 @@ def by_peer(rows: Rows, counts: Sequence[int]) -> list[tuple[int, Any]]:
     return [(peer, part) for peer, part in enumerate(rows.split(list(counts))) if rows_of(part).numel()]
 
 
-class Sends(ABC):
+class Transport(ABC):
     """One message to and from every peer, whatever carries it.
 
     Ranks that exchange anything start to do so in the same order, and may wait for it in any order.
 
     Attributes:
-        encodes: whether rows may travel approximately now: encoded, by a :class:`~lightning_gnn.comm.coded.CodedWire`, or only
-            where they have changed, by a :class:`~lightning_gnn.comm.cache.CachedExchange`.
+        encodes: whether rows may travel approximately now: encoded, by an
+            :class:`~lightning_gnn.comm.encoding.EncodingTransport`, or only where they have changed, by a
+            :class:`~lightning_gnn.comm.cache.CachedExchange`.
         codec: how rows are encoded; None for as they are.
         receives_early: whether receiving may start before what must be sent first: NCCL does one thing after the other.
     """
@@ -120,8 +121,8 @@ class Sends(ABC):
             self.encodes = before
 
 
-class Wire(Sends):
-    """Sends one message to, and receives one from, every peer that there is something for.
+class ProcessTransport(Transport):
+    """Transport one message to, and receives one from, every peer that there is something for.
 
     Args:
         size: number of ranks.
@@ -289,8 +290,8 @@ class Wire(Sends):
 class _Request:
     """A message of gloo that is waited for once, whoever asks first."""
 
-    def __init__(self, work: Any, peer: int, wire: Wire) -> None:
-        self._work, self._peer, self._wire = work, peer, wire
+    def __init__(self, work: Any, peer: int, transport: ProcessTransport) -> None:
+        self._work, self._peer, self._transport = work, peer, transport
         self.done = False
 
     def wait(self) -> None:
@@ -298,7 +299,7 @@ class _Request:
         if self.done:
             return
         self.done, began = True, time.perf_counter()
-        watch = self._wire.watch
+        watch = self._transport.watch
         watch.peer = self._peer
         try:
             self._work.wait(timedelta(seconds=watch.deadline_s))
@@ -307,7 +308,7 @@ class _Request:
             reason = f"nothing to or from rank {self._peer} for {waited:.1f} s ({error})"
             raise PeerError(self._peer, reason, astray=waited >= watch.deadline_s) from error
         watch.peer = None
-        self._wire.waited_s += time.perf_counter() - began
+        self._transport.waited_s += time.perf_counter() - began
 
 
 def _as_bytes(rows: Tensor) -> Tensor:
