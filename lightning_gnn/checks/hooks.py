@@ -15,7 +15,7 @@ _NAMES = {"fit": "train", "validate": "validation", "test": "test", "predict": "
 
 
 class Hooks:
-    """Calls the hooks that a module has of its own: before a step all, after it those that log.
+    """Calls the hooks that a module has of its own: before a step all, after it those that log, or have what another one logs.
 
     Others than these may do anything, such as writing files, which trying out a step should not. One that raises on one device is
     left out from then on.
@@ -47,8 +47,10 @@ class Hooks:
 
     def after(self, model: pl.LightningModule, batch: Any, output: Any, alone: bool, draws: SharedDraws) -> None:
         """Calls those after a step."""
-        for hook, args in ((f"{self._batch}_end", (output, batch, 0)), (self._epoch_end, ())):
-            if logs(model, hook):
+        batch_end, epoch_end = f"{self._batch}_end", self._epoch_end
+        kept = logs(model, epoch_end) and bool(_names(model, batch_end) & _names(model, epoch_end))
+        for hook, args in ((batch_end, (output, batch, 0)), (epoch_end, ())):
+            if logs(model, hook) or (args and kept):
                 draws.outside = not args
                 self._call(model, hook, args, alone)
         draws.outside = False
@@ -90,6 +92,12 @@ def logs(model: pl.LightningModule, method: str) -> bool:
         left += [each for each in code.co_consts if isinstance(each, CodeType)]
         left += [_code(getattr(type(model), name, None)) for name in code.co_names]
     return False
+
+
+def _names(model: pl.LightningModule, hook: str) -> set[str]:
+    """Returns the names in a hook's code that may be attributes of the user's."""
+    code = _code(getattr(model, hook, None))
+    return set() if code is None else {name for name in code.co_names if not hasattr(pl.LightningModule, name)}
 
 
 def _code(method: Any) -> CodeType | None:

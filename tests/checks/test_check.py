@@ -42,7 +42,7 @@ EXACT = ("dgcl", "spmm_1d", "spmm_15d", "spmm_2d", "vertex_cut")
 # Right models #################################################################
 
 
-@pytest.mark.parametrize("kind", [*campaign("library"), "user"])
+@pytest.mark.parametrize("kind", campaign("library", "user"))
 def test_right_models_pass_on_cora(shared, kind):
     data = GraphDataModule(Planetoid(str(shared / "planetoid"), "Cora"))
     if kind == "library":

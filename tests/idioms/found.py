@@ -62,3 +62,15 @@ def labels_fed_later() -> Case:
             return loss
 
     return Case(Module(), graph())
+
+
+@idiom(source="fuzzer: rows counted in a hook after the step, logged in one after the epoch", refused="rows", stages=("fit",))
+def counted_in_one_hook_logged_in_another() -> Case:
+    class Module(Net):
+        def on_validation_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+            self.rows = float(batch.val_mask.sum())
+
+        def on_validation_epoch_end(self) -> None:
+            self.log("rows", self.rows)
+
+    return Case(Module(), graph())

@@ -11,7 +11,7 @@ import torch
 from common import awkward_graph, build, quiet_trainer
 
 from lightning_gnn import DGCLStrategy, GraphDataModule, NodeClassifier
-from lightning_gnn.strategies import base
+from lightning_gnn.strategies import steps
 from lightning_gnn.strategies.heap import keeping_freed_memory
 
 PAGES = 4096  # of 4 KB: 16 MB
@@ -51,7 +51,7 @@ def test_from_the_second_step_until_teardown(monkeypatch, keep):
         def on_train_batch_end(self, *_: Any) -> None:
             events.append("step")
 
-    monkeypatch.setattr(base, "keeping_freed_memory", Kept)
+    monkeypatch.setattr(steps, "keeping_freed_memory", Kept)
     trainer = quiet_trainer(DGCLStrategy(keep_memory=keep, self_check=False), 1, callbacks=[Steps()])
     trainer.fit(NodeClassifier(build("gcn").double()), datamodule=GraphDataModule(awkward_graph()))
     kept = ["step", "kept", "step", "step", "given back"]
