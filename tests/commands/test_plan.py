@@ -446,7 +446,7 @@ def test_on_cora(store, shared, tmp_path, capsys):
     assert "2,708 nodes and 10,556 edges in 8 parts on dgx1" in capsys.readouterr().out
     check_pictures(tmp_path, 8)
     found = json.loads((tmp_path / "cora.json").read_text())
-    schemes = {each["scheme"]: each for each in found["predictions"]}
-    assert schemes["spst"]["epoch_exchange_seconds"] < schemes["p2p"]["epoch_exchange_seconds"] / 3
+    schemes = {each["scheme"]: each for each in found["exchanges"]}
+    assert schemes["spst"]["seconds"] < schemes["p2p"]["seconds"] / 3
     assert 1 < found["replication_factors"][0] < found["replication_factors"][1] < 8
     assert sum(sum(load["rows"]) for load in found["links"]) == schemes["spst"]["rows"]
