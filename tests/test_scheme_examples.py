@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import sys
+from importlib import import_module
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
 import torch
 from common import CLASSES, FEATURES, awkward_graph, build, quiet_trainer, train
 from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.strategies import StrategyRegistry
 from processes import REPOSITORY
 from test_contract import N, on_ranks, shards, whole_graph
 from torch_geometric import nn
@@ -19,10 +22,18 @@ from lightning_gnn.comm.call import Step
 from lightning_gnn.comm.in_process import InProcessWorld
 from lightning_gnn.comm.traffic import Meter
 
-sys.path.insert(0, str(REPOSITORY / "examples"))
 
-from boundary_sampling import BoundarySampling, BoundarySamplingStrategy
-from pipelined import Pipelined, PipelinedStrategy
+def imported(name: str) -> ModuleType:
+    """Returns a module of examples/; its strategies are not left registered, since other tests ask for all that are."""
+    sys.path.insert(0, str(REPOSITORY / "examples"))
+    known = set(StrategyRegistry)
+    module = import_module(name)
+    for each in set(StrategyRegistry) - known:
+        StrategyRegistry.remove(each)
+    return module
+
+
+sampling, pipelining = imported("boundary_sampling"), imported("pipelined")
 
 
 def trained(rank: int, world_size: int, strategy: type, options: dict[str, Any], model: str) -> dict[str, Any]:
@@ -41,7 +52,7 @@ def same_bits(one: Any, other: Any) -> bool:
 
 @pytest.mark.parametrize("model", ["gcn", "gat"])
 def test_all_of_the_boundary_is_dgcl(ranks, model):
-    sampled = ranks.run(2, trained, BoundarySamplingStrategy, {"share": 1.0}, model)
+    sampled = ranks.run(2, trained, sampling.BoundarySamplingStrategy, {"share": 1.0}, model)
     for found, expected in zip(sampled, ranks.run(2, trained, DGCLStrategy, {"topology": None}, model)):
         assert same_bits(found, expected)
 
@@ -62,7 +73,7 @@ def draws(name: str, count: int, share: float = 0.5) -> Any:
         shard = shards(2)[rank]
         torch.manual_seed(7)
         conv, meter = CONVS[name]().double(), Meter()
-        binding = BoundarySampling(share, 0).bind(torch.nn.Sequential(conv), shard, world, meter)
+        binding = sampling.BoundarySampling(share, 0).bind(torch.nn.Sequential(conv), shard, world, meter)
         exchange: Any = binding.context.exchange
         x = torch.randn(N, 8, generator=torch.Generator().manual_seed(1), dtype=torch.float64)[shard.batch.n_id]
         outs, present, rows = [], [], []
@@ -133,7 +144,7 @@ def test_own_messages_are_refused():
 def test_rows_and_gradients_of_the_last_step():
     def work(rank: int, world: InProcessWorld) -> None:
         shard, meter = shards(2)[rank], Meter()
-        exchange: Any = Pipelined().exchange(shard, world, meter)
+        exchange: Any = pipelining.Pipelined().exchange(shard, world, meter)
         own, halo = exchange.num_owned, exchange.num_halo
         seen = []
         for step in range(4):
@@ -170,9 +181,14 @@ def pipelined(rank: int, world_size: int, folder: str) -> Any:
         trainer.fit(module, datamodule=GraphDataModule(awkward_graph()), ckpt_path=resume)
         return {name: value.clone() for name, value in module.state_dict().items()}
 
-    at_once = fit(PipelinedStrategy(timeout=60), 4)
-    resumed = fit(PipelinedStrategy(timeout=60), 4, f"{folder}/step=2.ckpt")
-    return at_once, resumed, fit(DGCLStrategy(timeout=60, topology=None), 1), fit(PipelinedStrategy(timeout=60), 1)
+    at_once = fit(pipelining.PipelinedStrategy(timeout=60), 4)
+    resumed = fit(pipelining.PipelinedStrategy(timeout=60), 4, f"{folder}/step=2.ckpt")
+    return (
+        at_once,
+        resumed,
+        fit(DGCLStrategy(timeout=60, topology=None), 1),
+        fit(pipelining.PipelinedStrategy(timeout=60), 1),
+    )
 
 
 def test_a_pipelined_run_goes_on_as_if_it_had_not_stopped(ranks, tmp_path: Path):
