@@ -52,6 +52,7 @@ from lightning_gnn.sampling.variants import (
 )
 from lightning_gnn.strategies.base import GNNStrategy
 from lightning_gnn.strategies.dgcl import DGCLScheme
+from lightning_gnn.strategies.steps import StepStrategy
 
 T = TypeVar("T")
 
@@ -376,7 +377,7 @@ class SamplingStrategy(GNNStrategy):
         spec: Any = None
         for batch in batches:
             batch = self.batch_to_device(self.precision_plugin.convert_input(batch), self.root_device)
-            output = super(GNNStrategy, self).predict_step(batch, *args, **kwargs)
+            output = super(StepStrategy, self).predict_step(batch, *args, **kwargs)
             leaves, spec = torch.utils._pytree.tree_flatten(output)
             nodes = batch[batch_type := self._shard.types.input_type]
             for leaf in leaves:
