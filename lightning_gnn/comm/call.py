@@ -17,7 +17,7 @@ class Step:
     Attributes:
         phase: what the step is for.
         epoch: of the training, from 0.
-        number: steps of this phase before this one, since the run began.
+        number: steps of this phase before this one, since `fit`, `validate`, `test` or `predict` was called.
     """
 
     phase: Phase = "train"

@@ -60,6 +60,10 @@ class Progress(pl.Callback):
     def __init__(self) -> None:
         self._steps: Counter[str] = Counter()
 
+    def begin_stage(self) -> None:
+        """Counts steps anew: workers that trained apart may have made different numbers of them."""
+        self._steps.clear()
+
     def begin_step(self, stage: str, trainer: pl.Trainer, world: World) -> Step:
         """Notes that a step of a stage begins, in messages of the watchdog, too; returns which."""
         phase: Any = {"training": "train", "prediction": "predict"}.get(stage, stage)

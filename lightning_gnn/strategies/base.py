@@ -165,6 +165,7 @@ class GNNStrategy(StepStrategy):
     def begin_stage(self, trainer: pl.Trainer, shard: Shard) -> None:
         """Binds the model, which is on its device, and wraps what its steps give; on all ranks."""
         module = self._module
+        self.progress.begin_stage()
         self.random = self.random or RandomStreams(self.world)  # else those of the stage before
         codec = make_codec(self.codec, self.stochastic_rounding, self.random.seed)
         if codec is not None:
