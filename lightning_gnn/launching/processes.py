@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import io
 import os
 import signal
@@ -110,6 +111,9 @@ class ProcessLauncher(_Launcher):
     def _start(self, supervisor: Supervisor, target: Callable[..., None], *given: Any) -> None:
         """Starts the ranks, each with ``target(local rank, parent's process id, its end of a pipe, *given)``."""
         context: Any = mp.get_context(self._start_method)
+        # A process group of an earlier run ends its threads when Python collects it; a forked rank has none to end, and would
+        # wait for them forever. So what is garbage is collected here, and ranks leave alone what was there before them.
+        gc.collect()
         for rank in range(self._strategy.num_processes):
             ours, theirs = context.Pipe()
             process = context.Process(target=target, args=(rank, os.getpid(), theirs, *given))
@@ -130,6 +134,7 @@ class ProcessLauncher(_Launcher):
         kwargs: Any,
     ) -> None:
         """Runs in each started process."""
+        gc.freeze()
         end_with_parent(parent)
         reporter = self._reporter = Reporter(local_rank, connection)
         reporter.send(Event("arrived", here().address))
