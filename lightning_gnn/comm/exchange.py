@@ -241,7 +241,7 @@ class Exchange(ABC):
         """
         transport = self.world.transport
         sends, receives = by_peer(out, out_counts), by_peer(into, into_counts)
-        traffic = Traffic.of(((peer, transport.message_bytes(rows)) for peer, rows in sends), sum(out_counts))
+        traffic = transport.traffic(sends)
         with starting(self.world, self.meter, call, traffic, began):
             wait = transport.start_each(sends, receives)
         return counted(wait, self.world, self.meter, call, traffic)

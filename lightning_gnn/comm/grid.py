@@ -21,7 +21,7 @@ from lightning_gnn.comm.call import Call
 from lightning_gnn.comm.exchange import counted, starting
 from lightning_gnn.comm.group import World
 from lightning_gnn.comm.matrix import Matrix, Triples, distribute, on_grid
-from lightning_gnn.comm.traffic import Meter, Traffic
+from lightning_gnn.comm.traffic import Meter
 from lightning_gnn.comm.transport import Rows, rows_of
 from lightning_gnn.kernels import CSR, spmm
 from lightning_gnn.partition.grid import ProcessGrid
@@ -154,8 +154,7 @@ class ProductMessages:
     def start(self, sends: Sequence[tuple[int, Rows]], receives: Sequence[tuple[int, Tensor]]) -> Callable[[], None]:
         """Starts messages; returns the function that waits for them. Call :meth:`end` if it is not called."""
         began, transport = time.perf_counter(), self._world.transport
-        sent = ((peer, transport.message_bytes(rows)) for peer, rows in sends)
-        traffic = Traffic.of(sent, sum(len(rows_of(rows)) for _, rows in sends))
+        traffic = transport.traffic(sends)
         with starting(self._world, self._meter, self._call, traffic, began):
             wait = transport.start_each(sends, receives)
         waiting = counted(wait, self._world, self._meter, self._call, traffic)

@@ -31,6 +31,10 @@ class ReplicatedExchange(Exchange):
         self.inner.begin_step(step)
 
     @override
+    def drain(self) -> None:
+        self.inner.drain()
+
+    @override
     def state_dict(self) -> dict[str, Any]:
         return self.inner.state_dict()
 

@@ -80,9 +80,7 @@ class TransportChannel:
         found = [own if peer == rank else own.new_empty((count, *own.shape[1:])) for peer, count in enumerate(counts)]
         sends = [(peer, parts[peer].contiguous()) for peer in peers if parts[peer].numel()]
         receives = [(peer, found[peer]) for peer in peers if found[peer].numel()]
-        traffic = Traffic.of(
-            ((peer, transport.message_bytes(rows)) for peer, rows in sends), sum(len(rows) for _, rows in sends)
-        )
+        traffic = transport.traffic(sends)
         call = Call(layer, direction=direction)
         with starting(self._world, self._meter, call, traffic, began):
             wait = transport.start_each(sends, receives)

@@ -19,6 +19,7 @@ from typing_extensions import override
 
 from lightning_gnn.comm.codec import Codec
 from lightning_gnn.comm.shared_memory import Accept, PeerError, SharedMemory
+from lightning_gnn.comm.traffic import Traffic
 from lightning_gnn.comm.watchdog import Watchdog
 
 
@@ -106,6 +107,11 @@ class Transport(ABC):
         Raises:
             PeerError: as :meth:`start_each`.
         """
+
+    def traffic(self, sends: Sequence[tuple[int, Rows]]) -> Traffic:
+        """Returns what :meth:`start_each` would send now."""
+        sent = ((peer, self.message_bytes(rows)) for peer, rows in sends)
+        return Traffic.of(sent, sum(len(rows_of(rows)) for _, rows in sends))
 
     def message_bytes(self, rows: Rows) -> int:
         """Returns how many bytes a message of these rows takes now, or several messages that they are split into by rows."""

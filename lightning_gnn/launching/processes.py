@@ -113,7 +113,8 @@ class ProcessLauncher(_Launcher):
         context: Any = mp.get_context(self._start_method)
         # A process group of an earlier run ends its threads when Python collects it; a forked rank has none to end, and would
         # wait for them forever. So what is garbage is collected here, and ranks leave alone what was there before them.
-        gc.collect()
+        if self._start_method == "fork":
+            gc.collect()
         for rank in range(self._strategy.num_processes):
             ours, theirs = context.Pipe()
             process = context.Process(target=target, args=(rank, os.getpid(), theirs, *given))

@@ -83,10 +83,6 @@ class Binding:
         self._bound: list[tuple[torch.nn.Module, dict[str, Any]]] = []
         self.bind()
 
-    @property
-    def is_bound(self) -> bool:
-        return bool(self._bound)
-
     def bind(self) -> None:
         """Binds what is not bound; what the graph's context keeps has stayed."""
         if self._bound:

@@ -271,11 +271,9 @@ class GraphContext(RankGraph):
         self.propagated(layer)
         matrix = self._over_ranks(edge_index)
 
-        present = self.exchange.present
-        if present is not None and not self.is_constant(x):
-            return self._sampled_statistics(x, edges, edge_index, wanted, layer)
-
         def compute() -> tuple[Tensor, ...]:
+            if self.exchange.present is not None:
+                return self._sampled_statistics(x, edges, self.exchange.present, wanted, layer)
             if matrix is not None:
                 return StatisticsOverRanks.apply(x, matrix, edges.without_edges, wanted, layer)
             return StatisticsOfRows.apply(x, self.exchange, edges, wanted, self.exchange.world.call(layer))
@@ -288,11 +286,10 @@ class GraphContext(RankGraph):
         return compute() if kept is None else kept
 
     def _sampled_statistics(
-        self, x: Tensor, edges: SplitEdges, edge_index: Tensor, wanted: Sequence[str], layer: str
+        self, x: Tensor, edges: SplitEdges, present: Tensor, wanted: Sequence[str], layer: str
     ) -> tuple[Tensor, ...]:
         """As :meth:`statistics`, of the halo rows that are present: extremes of these alone, sums that are right on average."""
         world, exchange = self.exchange.world, self.exchange
-        assert exchange.present is not None
         of_all = Sum(edges)
         found = {
             name: SumOfRows.apply(rows, exchange, of_all, world.call(layer))
@@ -301,7 +298,7 @@ class GraphContext(RankGraph):
         }
         extremes = [name for name in wanted if name not in found]
         if extremes:
-            there = edges.only(exchange.present)
+            there = edges.only(present)
             found.update(zip(extremes, StatisticsOfRows.apply(x, exchange, there, extremes, world.call(layer))))
         return tuple(found[name] for name in wanted)
 

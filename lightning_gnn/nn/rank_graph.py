@@ -237,10 +237,12 @@ class RankGraph:
 
     def _over_ranks(self, edge_index: Tensor) -> SparseMatrix | None:
         """Returns edges that last as they are spread over ranks; None where a rank holds all edges of its nodes."""
-
         make, node_ids = self.exchange.make_attended, self._node_ids
         if make is None or node_ids is None:
             return None
-        source, target = edge_index
-        triples = Triples(node_ids[target], node_ids[source], None)
-        return self.kept.of_edges("attended", [edge_index], lambda: make(triples))
+
+        def spread() -> SparseMatrix:
+            source, target = edge_index
+            return make(Triples(node_ids[target], node_ids[source], None))
+
+        return self.kept.of_edges("attended", [edge_index], spread)
