@@ -10,8 +10,10 @@ import lightning.pytorch as pl
 from lightning.pytorch.utilities.model_helpers import is_overridden
 
 from lightning_gnn.checks.draws import SharedDraws
+from lightning_gnn.comm.call import Phase
 
-_NAMES = {"fit": "train", "validate": "validation", "test": "test", "predict": "predict"}
+PHASES: dict[str, Phase] = {"fit": "train", "validate": "validation", "test": "test", "predict": "predict"}
+"""Of Lightning's stages, as exchanges are told and hooks are named."""
 
 
 class Hooks:
@@ -27,7 +29,7 @@ class Hooks:
     """
 
     def __init__(self, stage: str, skipped: set[str], begins: bool = True) -> None:
-        name = _NAMES[stage]
+        name = PHASES[stage]
         first = [f"on_{name}_start"] if begins else []
         self._before = (["on_fit_start"] if begins and stage == "fit" else []) + first + [f"on_{name}_epoch_start"]
         self._batch, self._epoch_end, self._skipped = f"on_{name}_batch", f"on_{name}_epoch_end", skipped

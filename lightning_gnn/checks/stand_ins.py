@@ -138,6 +138,11 @@ class QuietTrainer:
     def current_epoch(self) -> int:
         """The number of epochs before this one."""
         self.reads_epoch = True
+        return self.epochs_before
+
+    @property
+    def epochs_before(self) -> int:
+        """``current_epoch``, for those that are not the step."""
         return self._trainer.current_epoch if self.epoch is None else self.epoch
 
     @property

@@ -16,11 +16,12 @@ from torch_geometric.data import Data
 from torch_geometric.nn import MessagePassing
 
 from lightning_gnn.checks.draws import Draw, SharedDraws
-from lightning_gnn.checks.hooks import Hooks
+from lightning_gnn.checks.hooks import PHASES, Hooks
 from lightning_gnn.checks.logged_values import Logged, LoggedValues
 from lightning_gnn.checks.output_rows import OutputRows
 from lightning_gnn.checks.record import Event, Recorder, Rows
 from lightning_gnn.checks.stand_ins import QuietTrainer, backward, copied, quiet, run_step, without_optimizers
+from lightning_gnn.comm.call import Step
 from lightning_gnn.comm.group import CommunicationError, World
 from lightning_gnn.comm.in_process import InProcessWorld, Meeting, kept_random_state
 from lightning_gnn.data.shards import Shard, whole_graph
@@ -259,7 +260,8 @@ class Trial:
                 _learn(optimizer, None if self._own_weights else world)
                 recorder.events.clear()
             if context is not None:
-                context.begin_step()
+                epoch = 0 if self._trainer is None else self._trainer.epochs_before
+                context.begin_step(Step(PHASES[self.stage], epoch, step))
             ran = self._run_once(model, shard, world, recorder, own_draws)
         return ran
 
@@ -276,11 +278,7 @@ class Trial:
             for ids, known in ((rows.nodes, self._graph.n_id), (rows.edges, self._graph.e_id))
         )
         if self.noise:
-            g = torch.Generator().manual_seed(int(self.noise > 0))
-            size = batch.x.abs().max() * max(abs(self.noise), torch.finfo(batch.x.dtype).eps)
-            batch.x = batch.x + size * torch.rand(
-                batch.x.shape, generator=g, dtype=batch.x.dtype
-            )  # upwards: 3.0 stays 3
+            batch.x = batch.x + self._noise(batch.x)[rows.nodes]
         counts = shard.mask_counts[self.mask] if self.mask else (1,) * len(shard.counts)
         stand_ins = int(batch[self.mask].sum()) if self.mask in MASKS and not counts[rank] else 0
         sizes = len(rows.nodes), rows.owned_nodes, len(rows.edges), rows.owned_edges
@@ -322,6 +320,12 @@ class Trial:
         ran.logged, ran.calls = logged.values, logged.calls
         ran.own_draws, ran.noted_draws = draws.own_draws, draws.noted
         return ran
+
+    def _noise(self, x: Tensor) -> Tensor:
+        """Returns noise for features of all nodes, the same on each rank; upwards: 3.0 stays 3."""
+        g = torch.Generator().manual_seed(int(self.noise > 0))
+        size = self._graph.x.abs().max() * max(abs(self.noise), torch.finfo(x.dtype).eps)
+        return size * torch.rand((self._graph.x.size(0), *x.shape[1:]), generator=g, dtype=x.dtype)
 
     def _run_on_second_loader(
         self, model: pl.LightningModule, batch: Any, logged: LoggedValues, counted: tuple[Any, ...], alone: bool

@@ -51,9 +51,9 @@ class Kept:
         return all(tensor is None or id(tensor) in self._own for tensor in tensors)
 
     def lasts(self, *tensors: Tensor | None) -> bool:
-        """Returns whether these stay the same between steps."""
+        """Returns whether these stay the same between steps; not what an optimizer may change."""
         self._look()
-        return all(tensor is None or id(tensor) in self._lasting for tensor in tensors)
+        return all(tensor is None or (id(tensor) in self._lasting and not tensor.requires_grad) for tensor in tensors)
 
     def choose(self, tensors: Sequence[Tensor]) -> None:
         """Has tensors, which last, count as the batch's own."""
@@ -76,7 +76,7 @@ class Kept:
 
     def once(self, name: Hashable, tensors: Sequence[Tensor | None], make: Callable[[], T]) -> T | None:
         """Returns ``make()``, a tuple of tensors that last as well; None unless all that it is made of are the batch's own."""
-        if not self.is_own(*tensors) or any(tensor is not None and tensor.requires_grad for tensor in tensors):
+        if not self.is_own(*tensors) or not self.lasts(*tensors):
             return None
         made: Any = self.of_edges(name, tensors, make)
         self._lasting.update({id(tensor): tensor for tensor in made})

@@ -231,7 +231,7 @@ class RankGraph:
     def split_weights(self, edge_index: Tensor, weight: Tensor) -> SplitWeights | None:
         """Returns weights that stay the same between steps in slot order; None for others."""
         edges = self.split_edges(edge_index)
-        if edges is None or weight.requires_grad or weight.dim() != 1:
+        if edges is None or weight.dim() != 1:
             return None
         return self.kept.of_edges("weights", [edge_index, weight], lambda: edges.weights(weight))
 

@@ -19,6 +19,8 @@ from torch_geometric.utils import add_self_loops, degree, dropout_edge, negative
 
 import lightning_gnn
 from lightning_gnn.checks import SelfCheck, self_check
+from lightning_gnn.comm.call import Step
+from lightning_gnn.comm.exchange import HaloExchange
 from lightning_gnn.comm.summa import SummaMatrix
 from lightning_gnn.comm.traffic import Meter
 from lightning_gnn.data.shards import Shard, split_graph, whole_graph
@@ -324,6 +326,15 @@ def test_right_models_pass(kind, stage):
 def test_known_models_pass(name, stage):
     found = check(UserModule(build(name)), stage)
     assert (found.problem, found.not_run) == (None, None)
+
+
+@pytest.mark.parametrize(("stage", "phase"), [("fit", "train"), ("validate", "validation"), ("predict", "predict")])
+def test_exchanges_are_told_the_phase_that_is_tried_out(monkeypatch, stage, phase):
+    told = set()
+    begin = HaloExchange.begin_step
+    monkeypatch.setattr(HaloExchange, "begin_step", lambda self, step: (told.add(step), begin(self, step))[1])
+    assert verdict(check(UserModule(build("gcn")), stage)) == (None, None, None)
+    assert told == {Step(phase)}
 
 
 def test_user_ids_and_manual_optimisation_pass():

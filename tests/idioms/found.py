@@ -7,8 +7,9 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torchmetrics.functional.classification import multiclass_auroc
 
-from idioms.harness import Case, graph
+from idioms.harness import CLASSES, FEATURES, Case, graph
 from idioms.plain import Net, idiom
 
 
@@ -78,3 +79,24 @@ def counted_in_one_hook_logged_in_another() -> Case:
             self.log("rows", self.rows)
 
     return Case(Module(), graph())
+
+
+@idiom(
+    source="fuzzer: a score of ranks' rows, many of which tie",
+    refused="logs 'auroc' as a mean over ranks",
+    stages=("fit",),
+)
+def score_of_rows_that_tie() -> Case:
+    class Module(Net):
+        def __init__(self) -> None:
+            super().__init__()
+            self.lin = torch.nn.Linear(FEATURES, CLASSES)
+
+        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+            out, y, mask = self.lin(batch.x), batch.y, batch.train_mask
+            self.log("auroc", multiclass_auroc(out[mask].softmax(-1), y[mask], CLASSES))
+            return F.cross_entropy(out[mask], y[mask])
+
+    data = graph()
+    data.x[data.y == 1] = 0.0
+    return Case(Module(), data)

@@ -45,7 +45,7 @@ OUTCOMES = {
     "WRONG": "differs, and nobody says so",
 }
 BAD = ("foreign", "hang", "WRONG")
-TIMEOUT = 30.0
+TIMEOUT = 60.0
 """Seconds that a rank waits for another."""
 BATCH = 20
 """Programs of one job; the ranks start anew after `FRESH` of them."""

@@ -130,6 +130,20 @@ def test_features_changed_in_place_are_fetched_again(context):
     assert not torch.allclose(first, second)
 
 
+@pytest.mark.parametrize("conv", [pyg_nn.GraphConv, GCNConv])
+def test_weights_that_are_learnt_later_are_not_kept(context, conv):
+    weight = torch.rand(context.edge_index.size(1), dtype=context.x.dtype)
+    weighted = GraphContext(context.exchange, context.x, context.edge_index, weight)
+    layer = conv(FEATURES, 4).double()
+    twin = copy.deepcopy(layer)
+    bound(layer, weighted)(context.x, context.edge_index, weight)
+    learnt = weight.clone().requires_grad_()
+    twin(context.x, context.edge_index, learnt).square().sum().backward()
+    weight.requires_grad_()
+    layer(context.x, context.edge_index, weight).square().sum().backward()
+    torch.testing.assert_close(weight.grad, learnt.grad)
+
+
 def test_private_fields_of_this_torch_geometric():
     """If this fails, read `lightning_gnn/nn/pyg.py` against the installed version."""
     assert tuple(map(int, torch_geometric.__version__.split(".")[:2])) >= (2, 6)
