@@ -170,7 +170,8 @@ def rehearse(
         counts, gather = shard.mask_counts[mask], world.all_gather
         scale = partial(loss_scale, counts=counts, rank=rank, reduction=loss_reduction, gather=gather)
         if not model.automatic_optimization:
-            without_optimizers(model, scale(None)[0], None)
+            share = scale(None)[0]
+            without_optimizers(model, lambda loss, *args, **kwargs: (loss * share).backward(*args, **kwargs))
         parameters = [each for each in model.parameters() if each.requires_grad]
         optimizer = torch.optim.Adam(parameters, lr=0.0)  # whatever the module's: it takes about as long
         with graph_in_use(binding.context, this_thread_only=True):

@@ -371,7 +371,7 @@ def _steps(models: Sequence[pl.LightningModule], small: SmallGraph, scheme: TwoR
         counted = Counted(model)
         with graph_in_use(binding.context, this_thread_only=True):
             if not model.automatic_optimization:
-                without_optimizers(model, 1.0, None)
+                without_optimizers(model, torch.Tensor.backward)
             with counted:
                 output = run_step(model, "training_step", copy.copy(shards[rank].batch))
             loss = output.get("loss") if isinstance(output, Mapping) else output

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import inspect
+from collections.abc import Iterator
+from contextlib import contextmanager
 from types import CodeType
 from typing import Any
 
@@ -39,6 +41,10 @@ class Hooks:
         names = *self._before, f"{self._batch}_start"
         return any(is_overridden(hook, model, pl.LightningModule) for hook in names)
 
+    def see_gradients(self, model: pl.LightningModule) -> bool:
+        """Returns whether a module logs in hooks after a backward."""
+        return any(logs(model, hook) for hook in ("on_after_backward", "on_before_optimizer_step"))
+
     def before(self, model: pl.LightningModule, batch: Any, alone: bool, draws: SharedDraws) -> None:
         """Calls those before a step; `alone` says that this is one device, `draws` is open."""
         draws.outside = True
@@ -46,6 +52,25 @@ class Hooks:
             self._call(model, hook, (), alone)
         draws.outside = False
         self._call(model, f"{self._batch}_start", (batch, 0), alone)
+
+    @contextmanager
+    def around_backward(
+        self, model: pl.LightningModule, loss: Any, optimizer: Any, alone: bool, draws: SharedDraws
+    ) -> Iterator[None]:
+        """Calls those before and after a backward that log; in manual optimisation, not those about the optimizer."""
+        automatic = model.automatic_optimization
+        first: list[tuple[str, tuple[Any, ...]]] = [("on_before_zero_grad", (optimizer,))] * automatic
+        first.append(("on_before_backward", (loss,)))
+        then = [("on_after_backward", ()), *[("on_before_optimizer_step", (optimizer,))] * automatic]
+        was_outside = draws.outside
+        for number, hooks in enumerate((first, then)):
+            draws.outside = True
+            for hook, args in hooks:
+                if logs(model, hook):
+                    self._call(model, hook, args, alone)
+            draws.outside = was_outside
+            if not number:
+                yield
 
     def after(self, model: pl.LightningModule, batch: Any, output: Any, alone: bool, draws: SharedDraws) -> None:
         """Calls those after a step."""
@@ -60,7 +85,7 @@ class Hooks:
     def _call(self, model: pl.LightningModule, hook: str, args: tuple[Any, ...], alone: bool) -> None:
         if hook in self._skipped or not is_overridden(hook, model, pl.LightningModule):
             return
-        model._current_fx_name = hook
+        before, model._current_fx_name = model._current_fx_name, hook
         try:
             getattr(model, hook)(*args)
         except BaseException as error:
@@ -69,7 +94,7 @@ class Hooks:
                 raise
             self._skipped.add(hook)
         finally:
-            model._current_fx_name = None
+            model._current_fx_name = before
 
 
 def _raised_in(error: BaseException, method: Any) -> bool:

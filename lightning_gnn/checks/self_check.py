@@ -35,6 +35,9 @@ EXTREMES = (0.001, 0.999)
 NOISE = 1e-9
 """Of features: values that it changes by more than rounding are those of ties."""
 
+OTHER = 10.0
+"""Noise by which outputs become others."""
+
 
 @dataclass(frozen=True)
 class SelfCheck:
@@ -212,7 +215,7 @@ class _Check:
         drawn = [draw for each in (*found.ranks, *whole.ranks) for draw in each.noted_draws]
         if difference is None:
             self.counts_rows = self.counts_rows and _follows(found)
-            return self._shared_draws(trial, whole, found)
+            return self._shared_draws(trial, whole, found) or self._of_other_features(trial, shards, whole)
         chooses = [draw for draw in drawn if draw.chooses]
         if drawn and self._agrees_without_draws(trial, shards):
             # Else rows of which nothing is known but their number, which each rank draws for: no difference.
@@ -252,6 +255,23 @@ class _Check:
             )
             if differs_without_ties or _is_beyond(each, found, whole, again):
                 return each
+        return None
+
+    def _of_other_features(self, trial: Trial, shards: Sequence[Shard], whole: Outcome) -> Finding | None:
+        """Returns which logged counts and shares differ where outputs are others: on the graph as it is, all may be 0."""
+        names = {name for name, value in whole.ranks[0].logged.items() if bool((value == value.round()).all())}
+        if not names or trial.graph.x.size(0) != sum(FORMS[0].nodes):
+            return None
+        try:
+            for trial.noise in (OTHER, -OTHER):
+                other, found = trial.on_whole(), trial.on_parts(shards, self._bind, self._loss_reduction)
+                for each in differences(other, found, self._tolerance):
+                    if each.group == "metrics" and each.name in names:
+                        return _finding(trial, each, causes.of(each, other, found, shards, trial))
+        except Exception:  # features may be something else than numbers, such as places in a table
+            return None
+        finally:
+            trial.noise = 0.0
         return None
 
     def _on_one_part(self, trial: Trial) -> Outcome | None:

@@ -79,7 +79,7 @@ def small_graph(
         form: sizes.
         seed: of the draw.
         without: masks that the second part has no row of.
-        num_classes: of the whole graph; a node of each part has the last one, which all of this rank's may lack.
+        num_classes: of the whole graph; labelled nodes of each part have those that this rank's lack, as far as there is room.
     """
     g = torch.Generator().manual_seed(seed)
     owned, given = int(batch.num_owned), batch.edge_index.size(1)
@@ -102,8 +102,15 @@ def small_graph(
         if name not in ("edge_index", "num_owned", STAND_INS):
             small[name] = _of_rows(nodes[name], rows)[place] if name in nodes else value
     classes = class_labels(small.y) if isinstance(small.get("y"), Tensor) else None
-    if classes is not None and len(classes) == len(place) and int(classes.max()) < num_classes - 1:
-        small.y[order[[0, form.nodes[0]]]] = num_classes - 1
+    if classes is not None and len(classes) == len(place):
+        # Classes that this rank's labelled nodes lack, on the last ones of each part: the last class, and some others.
+        ranges = [(begin, begin + count) for begin, count in zip((0, form.nodes[0]), form.labelled)]
+        found = torch.cat([classes[order[begin:end]] for begin, end in ranges])
+        absent = sorted({*range(num_classes)} - {*found.tolist()}, reverse=True)
+        absent = absent[:1] + absent[1 + seed :] + absent[1 : 1 + seed]
+        for begin, end in ranges:
+            for number, label in enumerate(absent[: max(1, (end - begin) // 4)]):
+                small.y[order[end - 1 - number]] = label
     if given:
         counted = torch.zeros(given, dtype=torch.bool)
         for mask in set(masks) & set(EDGE_MASKS):

@@ -242,13 +242,12 @@ def backward(loss: Tensor, sums: GradientSum | None, *args: Any, **kwargs: Any) 
         sums.after()
 
 
-def without_optimizers(model: pl.LightningModule, scale: float, sums: GradientSum | None) -> Callable[[], int]:
+def without_optimizers(model: pl.LightningModule, run_backward: Callable[..., None]) -> Callable[[], int]:
     """Lets a step with manual optimisation add to gradients only; returns what counts its calls of ``manual_backward``.
 
     Args:
         model: whose step it is.
-        scale: what this rank's losses weigh.
-        sums: sums gradients over ranks; None on one device.
+        run_backward: called in place of its ``manual_backward``.
     """
     calls = 0
     configured = model.configure_optimizers()
@@ -266,7 +265,7 @@ def without_optimizers(model: pl.LightningModule, scale: float, sums: GradientSu
     def manual_backward(loss: Tensor, *args: Any, **kwargs: Any) -> None:
         nonlocal calls
         calls += 1
-        backward(loss * scale, sums, *args, **kwargs)
+        run_backward(loss, *args, **kwargs)
 
     replaced: dict[str, Callable[..., Any]] = {
         "optimizers": lambda *_, **__: optimizers[0] if len(optimizers) == 1 else optimizers,

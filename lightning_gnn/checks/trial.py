@@ -6,6 +6,7 @@ import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import lightning.pytorch as pl
@@ -104,8 +105,8 @@ class Parted(Exception):
 
 class Trial:
     """Runs of copies of one module on one graph. The copies of a run share their parameters, so gradients add up; unless the
-    step optimises by hand, or hooks come before it, which may read and write both: then each has its own, and gradients are
-    summed as in training.
+    step optimises by hand, or hooks come before it or log after its backward, which may read and write both: then each has its
+    own, and gradients are summed as in training.
 
     Args:
         module: unbound; copies of it run on the CPU.
@@ -145,7 +146,7 @@ class Trial:
         self.step, mask = STAGES[stage]
         self.mask = None if mask is None else counted_mask(mask, module)
         self._by_hand = self.training and not module.automatic_optimization
-        self._own_weights = self._by_hand or self._hooks.come_before(module)
+        self._own_weights = self._by_hand or self._hooks.come_before(module) or self._hooks.see_gradients(module)
         self._graph, self._trainer, self._dtype = copy.copy(graph), trainer, dtype
         if dtype is not None:
             self._graph.apply(lambda tensor: tensor.to(dtype) if tensor.is_floating_point() else tensor)
@@ -262,11 +263,17 @@ class Trial:
             if context is not None:
                 epoch = 0 if self._trainer is None else self._trainer.epochs_before
                 context.begin_step(Step(PHASES[self.stage], epoch, step))
-            ran = self._run_once(model, shard, world, recorder, own_draws)
+            ran = self._run_once(model, shard, world, recorder, own_draws, optimizer)
         return ran
 
     def _run_once(
-        self, model: pl.LightningModule, shard: Shard, world: World | None, recorder: Recorder, own_draws: int | None
+        self,
+        model: pl.LightningModule,
+        shard: Shard,
+        world: World | None,
+        recorder: Recorder,
+        own_draws: int | None,
+        optimizer: torch.optim.Optimizer | None,
     ) -> OnRank:
         rank = 0 if world is None else world.rank
         rows = self._rows(shard, rank)
@@ -294,8 +301,14 @@ class Trial:
             model._current_fx_name = self.step
             logged.enter(counts, stand_ins, sizes)
             sums = GradientSum(world, model.parameters) if world is not None and self._own_weights else None
+
+            def run_backward(loss: Tensor, scale: float, *args: Any, **kwargs: Any) -> None:
+                with self._hooks.around_backward(model, loss, optimizer, world is None, draws):
+                    backward(loss * scale, sums, *args, **kwargs)
+
             if self._by_hand:
-                backwards = without_optimizers(model, scale_by(None, counts, rank, self._reduction, stand_ins), sums)
+                scale = scale_by(None, counts, rank, self._reduction, stand_ins)
+                backwards = without_optimizers(model, partial(run_backward, scale=scale))
             output = run_step(model, self.step, batch)
             ran.scale = logged.leave(output, self._reduction)
             loss = output.get("loss") if isinstance(output, Mapping) else output
@@ -306,7 +319,7 @@ class Trial:
                     if model.automatic_optimization and loss.requires_grad:
                         found = None if outputs is None else outputs.of(loss)
                         ran.found_rows = None if found is None else max(0, int(found.sum()) - stand_ins)
-                        backward(loss * ran.scale, sums)
+                        run_backward(loss, ran.scale)
             else:
                 recorder.record(f"what {self.step} returns", (self.step,), output, whole_numbers=True)
                 self._run_on_second_loader(model, batch, logged, (counts, stand_ins, sizes), world is None)
@@ -322,10 +335,11 @@ class Trial:
         return ran
 
     def _noise(self, x: Tensor) -> Tensor:
-        """Returns noise for features of all nodes, the same on each rank; upwards: 3.0 stays 3."""
+        """Returns noise for features of all nodes, the same on each rank; if it is small, upwards: 3.0 stays 3."""
         g = torch.Generator().manual_seed(int(self.noise > 0))
         size = self._graph.x.abs().max() * max(abs(self.noise), torch.finfo(x.dtype).eps)
-        return size * torch.rand((self._graph.x.size(0), *x.shape[1:]), generator=g, dtype=x.dtype)
+        draw = torch.rand if abs(self.noise) < 1 else torch.randn
+        return size * draw((self._graph.x.size(0), *x.shape[1:]), generator=g, dtype=x.dtype)
 
     def _run_on_second_loader(
         self, model: pl.LightningModule, batch: Any, logged: LoggedValues, counted: tuple[Any, ...], alone: bool

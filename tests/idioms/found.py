@@ -6,10 +6,11 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from lightning.pytorch.utilities import grad_norm
 from torch import Tensor
 from torchmetrics.functional.classification import multiclass_auroc
 
-from idioms.harness import CLASSES, FEATURES, Case, graph
+from idioms.harness import CLASSES, FEATURES, Case, directed, graph
 from idioms.plain import Net, idiom
 
 
@@ -100,3 +101,133 @@ def score_of_rows_that_tie() -> Case:
     data = graph()
     data.x[data.y == 1] = 0.0
     return Case(Module(), data)
+
+
+@idiom(
+    source="fuzzer: a class that one rank has all of, left out of a loss that is weighed by hand",
+    refused="the gradient of",
+    schemes=("vertex_cut",),
+    stages=("fit",),
+)
+def class_of_one_rank_left_out_by_hand() -> Case:
+    class Module(Net):
+        def __init__(self) -> None:
+            super().__init__()
+            self.automatic_optimization = False
+
+        def training_step(self, batch: Any, batch_idx: int) -> dict[str, Any]:
+            rows = batch.train_mask & (batch.y != 1)
+            loss = F.cross_entropy(self(batch.x, batch.edge_index)[rows], batch.y[rows], reduction="sum")
+            loss = loss / rows.sum().clamp(min=1)
+            self.optimizers().zero_grad()
+            self.manual_backward(loss)
+            self.optimizers().step()
+            return {"loss": loss, "loss_weight": rows.sum()}
+
+    return Case(Module(), directed(80))
+
+
+@idiom(
+    source="fuzzer: what is no mean over rows, logged around the backward",
+    refused="before_backward' as a mean over ranks",
+    stages=("fit",),
+)
+def logged_before_the_backward() -> Case:
+    class Module(Net):
+        def on_before_backward(self, loss: Tensor) -> None:
+            self.log("before_backward", loss.exp())
+
+    return Case(Module(), graph())
+
+
+@idiom(
+    source="as the one above, of rows that the step has left, before the optimizer's step",
+    refused="largest",
+    stages=("fit",),
+)
+def logged_before_the_optimizer_steps() -> Case:
+    class Module(Net):
+        def forward(self, x: Tensor, edge_index: Tensor) -> Tensor:
+            self.out = super().forward(x, edge_index)
+            return self.out
+
+        def on_before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
+            self.log("largest", self.out.detach().max())
+
+    return Case(Module(), graph())
+
+
+@idiom(source="Lightning's documentation: norms of gradients, logged before the optimizer's step", stages=("fit",))
+def norms_of_gradients_logged() -> Case:
+    class Module(Net):
+        def on_after_backward(self) -> None:
+            self.log("norm", torch.stack([each.grad.norm() for each in self.parameters()]).norm())
+
+        def on_before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
+            self.log_dict(grad_norm(self.conv1, norm_type=2))
+
+    return Case(Module(), graph())
+
+
+@idiom(source="as above, in manual optimisation", refused="before_backward' as a mean over ranks", stages=("fit",))
+def logged_before_the_backward_by_hand() -> Case:
+    class Module(Net):
+        def __init__(self) -> None:
+            super().__init__()
+            self.automatic_optimization = False
+
+        def training_step(self, batch: Any, batch_idx: int) -> None:
+            self.optimizers().zero_grad()
+            self.manual_backward(self.shared_step(batch, batch.train_mask, "train"))
+            self.optimizers().step()
+
+        def on_before_backward(self, loss: Tensor) -> None:
+            self.log("before_backward", loss.exp())
+
+    return Case(Module(), graph())
+
+
+@idiom(
+    source="fuzzer: a count that is 0 before anything has been learnt",
+    refused="logs 'right' as a mean over ranks",
+    stages=("fit",),
+)
+def count_that_begins_with_nothing() -> Case:
+    class Module(Net):
+        def __init__(self) -> None:
+            super().__init__()
+            self.lin = torch.nn.Linear(FEATURES, CLASSES)
+
+        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+            out, y, mask = self.lin(batch.x), batch.y, batch.train_mask
+            self.log("right", (out[mask].argmax(-1) == 0)[y[mask] == 0].double().sum())
+            return F.cross_entropy(out[mask], y[mask])
+
+    return Case(Module(), graph(48))
+
+
+@idiom(
+    source="fuzzer: a share of the mask's rows, gathered until the epoch's end, beside a loss over others",
+    refused="the logged 'right' differs",
+    lopsided="cannot be told",
+    stages=("fit",),
+)
+def share_gathered_beside_a_loss_over_others() -> Case:
+    class Module(Net):
+        def __init__(self) -> None:
+            super().__init__()
+            self.right: list[Tensor] = []
+            with torch.no_grad():
+                self.conv2.lin_l.bias.copy_(torch.tensor([0.0, 0.0, 0.0, 0.0, -9.0]))
+
+        def training_step(self, batch: Any, batch_idx: int) -> dict[str, Any]:
+            out, y, mask = self(batch.x, batch.edge_index), batch.y, batch.train_mask
+            rows = batch.n_id % 3 == 0
+            self.right.append((out[mask].argmax(-1) == y[mask]).double() * (y[mask] == 4))
+            return {"loss": F.cross_entropy(out[rows], y[rows]), "loss_weight": rows.sum()}
+
+        def on_train_epoch_end(self) -> None:
+            self.log("right", torch.cat(self.right).mean())
+            self.right.clear()
+
+    return Case(Module(), graph())
