@@ -188,25 +188,6 @@ def logged_before_the_backward_by_hand() -> Case:
 
 
 @idiom(
-    source="fuzzer: a count that is 0 before anything has been learnt",
-    refused="logs 'right' as a mean over ranks",
-    stages=("fit",),
-)
-def count_that_begins_with_nothing() -> Case:
-    class Module(Net):
-        def __init__(self) -> None:
-            super().__init__()
-            self.lin = torch.nn.Linear(FEATURES, CLASSES)
-
-        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-            out, y, mask = self.lin(batch.x), batch.y, batch.train_mask
-            self.log("right", (out[mask].argmax(-1) == 0)[y[mask] == 0].double().sum())
-            return F.cross_entropy(out[mask], y[mask])
-
-    return Case(Module(), graph(48))
-
-
-@idiom(
     source="fuzzer: a share of the mask's rows, gathered until the epoch's end, beside a loss over others",
     refused="the logged 'right' differs",
     lopsided="cannot be told",
