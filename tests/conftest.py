@@ -216,8 +216,16 @@ def pytest_configure(config: pytest.Config) -> None:
     warm.start(environment())
 
 
+@pytest.hookimpl(tryfirst=True)  # before -m looks at marks
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Those that wait for processes come last."""
+    """Of more than two cases of a test over ranks, every second is of the campaign. Those that wait for processes come last."""
+    cases: dict[str, list[pytest.Item]] = {}
+    for item in items:
+        if "ranks" in getattr(item, "fixturenames", ()) and item.get_closest_marker("campaign") is None:
+            cases.setdefault(item.nodeid.partition("[")[0], []).append(item)
+    for alike in cases.values():
+        for item in alike[1::2] if len(alike) > 2 else ():
+            item.add_marker(pytest.mark.campaign)
     items.sort(key=lambda item: item.get_closest_marker("ahead") is not None)
 
 
