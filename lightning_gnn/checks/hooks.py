@@ -32,8 +32,8 @@ class Hooks:
 
     def __init__(self, stage: str, skipped: set[str], begins: bool = True) -> None:
         name = PHASES[stage]
-        first = [f"on_{name}_start"] if begins else []
-        self._before = (["on_fit_start"] if begins and stage == "fit" else []) + first + [f"on_{name}_epoch_start"]
+        self._begins = (["on_fit_start"] if stage == "fit" else []) + [f"on_{name}_start"] if begins else []
+        self._before = [*self._begins, f"on_{name}_epoch_start"]
         self._batch, self._epoch_end, self._skipped = f"on_{name}_batch", f"on_{name}_epoch_end", skipped
 
     def come_before(self, model: pl.LightningModule) -> bool:
@@ -45,10 +45,19 @@ class Hooks:
         """Returns whether a module logs in hooks after a backward."""
         return any(logs(model, hook) for hook in ("on_after_backward", "on_before_optimizer_step"))
 
-    def before(self, model: pl.LightningModule, batch: Any, alone: bool, draws: SharedDraws) -> None:
-        """Calls those before a step; `alone` says that this is one device, `draws` is open."""
+    def gather(self, model: pl.LightningModule, step: str) -> bool:
+        """Returns whether the hook at an epoch's end logs, and shares attributes with what comes before it."""
+        names = _names(model, self._epoch_end)
+        return logs(model, self._epoch_end) and bool(
+            names & (_names(model, step) | _names(model, f"{self._batch}_end"))
+        )
+
+    def before(
+        self, model: pl.LightningModule, batch: Any, alone: bool, draws: SharedDraws, again: bool = False
+    ) -> None:
+        """Calls those before a step; `alone` says that this is one device, `draws` is open, and `again` that training goes on."""
         draws.outside = True
-        for hook in self._before:
+        for hook in self._before[len(self._begins) :] if again and self._batch == "on_train_batch" else self._before:
             self._call(model, hook, (), alone)
         draws.outside = False
         self._call(model, f"{self._batch}_start", (batch, 0), alone)

@@ -22,7 +22,7 @@ from lightning_gnn.checks.differences import Difference, differences, first_diff
 from lightning_gnn.checks.draws import Draw
 from lightning_gnn.checks.small_graph import FORMS, Form, SmallGraph, small_graph
 from lightning_gnn.checks.stand_ins import QuietTrainer, aside, uncompiled
-from lightning_gnn.checks.trial import STAGES, Bind, Outcome, Parted, Trial, in_one_line
+from lightning_gnn.checks.trial import NOISE, STAGES, Bind, Outcome, Parted, Trial, in_one_line
 from lightning_gnn.data.attributes import LeftOutError
 from lightning_gnn.data.shards import Shard, split_graph
 from lightning_gnn.data.sources import counted_mask
@@ -32,8 +32,6 @@ from lightning_gnn.partition.layout import LayoutSpec
 HALVES = LayoutSpec("edge_cut", 2)
 EXTREMES = (0.001, 0.999)
 """What numbers that ranks would not share are set to, to see whether they matter."""
-NOISE = 1e-9
-"""Of features: values that it changes by more than rounding are those of ties."""
 
 OTHER = 10.0
 """Noise by which outputs become others."""
@@ -258,20 +256,27 @@ class _Check:
         return None
 
     def _of_other_features(self, trial: Trial, shards: Sequence[Shard], whole: Outcome) -> Finding | None:
-        """Returns which logged counts and shares differ where outputs are others: on the graph as it is, all may be 0."""
+        """Returns which logged values differ where outputs are others: as the graph is, counts and shares may all be 0, and what
+        a module has gathered over epochs, such as its best loss, is that of this one.
+        """
         names = {name for name, value in whole.ranks[0].logged.items() if bool((value == value.round()).all())}
-        if not names or trial.graph.x.size(0) != sum(FORMS[0].nodes):
+        runs: list[tuple[float, ...]] = [(OTHER,), (-OTHER,)] if names else []
+        if trial.gathers:
+            names.update(whole.ranks[0].logged)
+            runs.append((OTHER, -OTHER, OTHER + 1, -OTHER - 1, OTHER + 2, -OTHER - 2))
+        if trial.graph.x.size(0) != sum(FORMS[0].nodes):
             return None
         try:
-            for trial.noise in (OTHER, -OTHER):
-                other, found = trial.on_whole(), trial.on_parts(shards, self._bind, self._loss_reduction)
+            for trial.noises in runs:
+                other, again = trial.on_whole(), trial.on_whole()
+                found = trial.on_parts(shards, self._bind, self._loss_reduction)
                 for each in differences(other, found, self._tolerance):
-                    if each.group == "metrics" and each.name in names:
+                    if each.group == "metrics" and each.name in names and _is_beyond(each, found, other, [again]):
                         return _finding(trial, each, causes.of(each, other, found, shards, trial))
         except Exception:  # features may be something else than numbers, such as places in a table
             return None
         finally:
-            trial.noise = 0.0
+            trial.noises = ()
         return None
 
     def _on_one_part(self, trial: Trial) -> Outcome | None:

@@ -47,6 +47,8 @@ STAGES: dict[str, tuple[str, str | None]] = {
 
 LR = 0.01
 """Of runs of several steps."""
+NOISE = 1e-9
+"""Of features: values that it changes by more than rounding are those of ties."""
 
 
 @dataclass
@@ -121,7 +123,8 @@ class Trial:
 
     Attributes:
         constant: see :class:`~lightning_gnn.checks.draws.SharedDraws`.
-        noise: how much is added to features, of the largest; another sign is other noise.
+        noise: how much is added to features, of the largest; another number is other noise.
+        noises: of the steps of a run, in place of `noise`; nothing is learnt between them.
         reads_epoch: whether the step has asked for its epoch.
     """
 
@@ -141,6 +144,7 @@ class Trial:
         self._hooks = Hooks(stage, self._skipped, begins)
         self.constant: float | None = None
         self.noise = 0.0
+        self.noises: Sequence[float] = ()
         self.reads_epoch = False
         self.stage, self.training, self._reduction = stage, stage == "fit", "mean"
         self.step, mask = STAGES[stage]
@@ -164,6 +168,11 @@ class Trial:
                 pyg.clear_caches(child)
             if isinstance(child, (torch.nn.MultiheadAttention, torch.nn.RNNBase)):
                 child.dropout = 0.0  # drawn where no mode sees it
+
+    @property
+    def gathers(self) -> bool:
+        """Whether what an epoch's end logs may be of earlier steps."""
+        return self._hooks.gather(self._module, self.step)
 
     @property
     def graph(self) -> Data:
@@ -256,14 +265,14 @@ class Trial:
         learning = (model if self._own_weights else self._module).parameters()
         parameters = [each for each in learning if each.requires_grad]
         optimizer = torch.optim.Adam(parameters, lr=LR) if parameters else None
-        for step in range(steps):
-            if step and optimizer is not None:
+        for step in range(len(self.noises) or steps):
+            if step and optimizer is not None and not self.noises:
                 _learn(optimizer, None if self._own_weights else world)
                 recorder.events.clear()
             if context is not None:
                 epoch = 0 if self._trainer is None else self._trainer.epochs_before
                 context.begin_step(Step(PHASES[self.stage], epoch, step))
-            ran = self._run_once(model, shard, world, recorder, own_draws, optimizer)
+            ran = self._run_once(model, shard, world, recorder, own_draws, optimizer, step)
         return ran
 
     def _run_once(
@@ -274,6 +283,7 @@ class Trial:
         recorder: Recorder,
         own_draws: int | None,
         optimizer: torch.optim.Optimizer | None,
+        step: int,
     ) -> OnRank:
         rank = 0 if world is None else world.rank
         rows = self._rows(shard, rank)
@@ -284,8 +294,9 @@ class Trial:
             ids % (int(known.max()) + 1) if len(known) else ids
             for ids, known in ((rows.nodes, self._graph.n_id), (rows.edges, self._graph.e_id))
         )
-        if self.noise:
-            batch.x = batch.x + self._noise(batch.x)[rows.nodes]
+        noise = self.noises[step] if self.noises else self.noise
+        if noise:
+            batch.x = batch.x + self._noise(noise, batch.x)[rows.nodes]
         counts = shard.mask_counts[self.mask] if self.mask else (1,) * len(shard.counts)
         stand_ins = int(batch[self.mask].sum()) if self.mask in MASKS and not counts[rank] else 0
         sizes = len(rows.nodes), rows.owned_nodes, len(rows.edges), rows.owned_edges
@@ -297,7 +308,7 @@ class Trial:
         outputs = OutputRows(model, len(rows.nodes)) if self._counts_rows(model) else None
 
         with draws, torch.set_grad_enabled(self.training):
-            self._hooks.before(model, batch, world is None, draws)
+            self._hooks.before(model, batch, world is None, draws, again=step > 0)
             model._current_fx_name = self.step
             logged.enter(counts, stand_ins, sizes)
             sums = GradientSum(world, model.parameters) if world is not None and self._own_weights else None
@@ -334,12 +345,12 @@ class Trial:
         ran.own_draws, ran.noted_draws = draws.own_draws, draws.noted
         return ran
 
-    def _noise(self, x: Tensor) -> Tensor:
+    def _noise(self, size: float, x: Tensor) -> Tensor:
         """Returns noise for features of all nodes, the same on each rank; if it is small, upwards: 3.0 stays 3."""
-        g = torch.Generator().manual_seed(int(self.noise > 0))
-        size = self._graph.x.abs().max() * max(abs(self.noise), torch.finfo(x.dtype).eps)
-        draw = torch.rand if abs(self.noise) < 1 else torch.randn
-        return size * draw((self._graph.x.size(0), *x.shape[1:]), generator=g, dtype=x.dtype)
+        g = torch.Generator().manual_seed(round(size / NOISE) % 2**31)
+        draw = torch.rand if abs(size) < 1 else torch.randn
+        largest = self._graph.x.abs().max() * max(abs(size), torch.finfo(x.dtype).eps)
+        return largest * draw((self._graph.x.size(0), *x.shape[1:]), generator=g, dtype=x.dtype)
 
     def _run_on_second_loader(
         self, model: pl.LightningModule, batch: Any, logged: LoggedValues, counted: tuple[Any, ...], alone: bool

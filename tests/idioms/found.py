@@ -190,7 +190,7 @@ def logged_before_the_backward_by_hand() -> Case:
 @idiom(
     source="fuzzer: a share of the mask's rows, gathered until the epoch's end, beside a loss over others",
     refused="the logged 'right' differs",
-    lopsided="cannot be told",
+    schemes=("dgcl",),
     stages=("fit",),
 )
 def share_gathered_beside_a_loss_over_others() -> Case:
@@ -199,16 +199,51 @@ def share_gathered_beside_a_loss_over_others() -> Case:
             super().__init__()
             self.right: list[Tensor] = []
             with torch.no_grad():
-                self.conv2.lin_l.bias.copy_(torch.tensor([0.0, 0.0, 0.0, 0.0, -9.0]))
+                self.conv2.lin_l.bias.copy_(torch.tensor([0.0, -9.0, 0.0, 0.0, 0.0]))
 
         def training_step(self, batch: Any, batch_idx: int) -> dict[str, Any]:
             out, y, mask = self(batch.x, batch.edge_index), batch.y, batch.train_mask
             rows = batch.n_id % 3 == 0
-            self.right.append((out[mask].argmax(-1) == y[mask]).double() * (y[mask] == 4))
+            self.right.append((out[mask].argmax(-1) == y[mask]).double() * (y[mask] == 1))
             return {"loss": F.cross_entropy(out[rows], y[rows]), "loss_weight": rows.sum()}
 
         def on_train_epoch_end(self) -> None:
             self.log("right", torch.cat(self.right).mean())
             self.right.clear()
+
+    return Case(Module(), graph())
+
+
+@idiom(
+    source="fuzzer: the best loss of all epochs, kept by the step and logged at the epoch's end",
+    refused="the logged 'best' differs",
+    stages=("fit",),
+)
+def best_loss_kept() -> Case:
+    class Module(Net):
+        best = float("inf")
+
+        def validation_step(self, batch: Any, batch_idx: int) -> None:
+            self.best = min(self.best, float(self.shared_step(batch, batch.val_mask, "val")))
+
+        def on_validation_epoch_end(self) -> None:
+            self.log("best", self.best)
+
+    return Case(Module(), graph())
+
+
+@idiom(source="the mean loss of an epoch, gathered and logged at its end", stages=("fit",))
+def losses_gathered() -> Case:
+    class Module(Net):
+        def __init__(self) -> None:
+            super().__init__()
+            self.losses: list[Tensor] = []
+
+        def validation_step(self, batch: Any, batch_idx: int) -> None:
+            self.losses.append(self.shared_step(batch, batch.val_mask, "val"))
+
+        def on_validation_epoch_end(self) -> None:
+            self.log("mean", torch.stack(self.losses).mean())
+            self.losses.clear()
 
     return Case(Module(), graph())
