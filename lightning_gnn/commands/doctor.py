@@ -24,7 +24,7 @@ import lightning_gnn
 from lightning_gnn.comm.group import available_backends
 from lightning_gnn.comm.shared_memory import machine_key
 from lightning_gnn.commands.exchange import time_exchange
-from lightning_gnn.console import text_console
+from lightning_gnn.console import text_console, text_table
 from lightning_gnn.data.store import default_root
 from lightning_gnn.kernels import CSR, cache_folder
 from lightning_gnn.launching.local_ranks import LAUNCHER_VARIABLES
@@ -77,9 +77,7 @@ def doctor(arguments: Sequence[str]) -> None:
 
 
 def _table(checks: Sequence[Check]) -> Table:
-    table = Table("check", "result", "what to do", title="lightning-gnn doctor", title_justify="left")
-    for column in table.columns:
-        column.overflow = "fold"  # a path that is cut short helps nobody
+    table = text_table("check", "result", "what to do", title="lightning-gnn doctor", left=3)
     marks = {"ok": "[green]ok[/]", "warning": "[yellow]warning[/]", "failed": "[red]failed[/]"}
     for check in checks:
         table.add_row(check.name, f"{marks[check.status]}  {escape(check.result)}", escape(check.advice))

@@ -16,11 +16,10 @@ from typing import Any
 import torch
 from rich.console import Console
 from rich.markup import escape
-from rich.table import Table
 
 from lightning_gnn.comm.group import World
 from lightning_gnn.comm.measure import measure
-from lightning_gnn.console import text_console
+from lightning_gnn.console import text_console, text_table
 from lightning_gnn.data.store import write_atomically
 from lightning_gnn.launching.local_ranks import run_ranks
 from lightning_gnn.parser import Parser, did_you_mean
@@ -227,25 +226,18 @@ def show_command(arguments: Sequence[str]) -> None:
 
 def print_topology(topology: Topology, console: Console) -> None:
     """Prints hosts, hops and links."""
-    for table in topology_tables(topology):
-        console.print(table)
-
-
-def topology_tables(topology: Topology) -> list[Table]:
-    """Returns hosts, hops and links as tables."""
-    hosts = Table("host", "devices by socket", title=escape(topology.name), title_justify="left")
+    hosts = text_table("host", "devices by socket", title=escape(topology.name), left=2)
     for index, sockets in enumerate(topology.groups):
         hosts.add_row(str(index), escape(" | ".join(", ".join(map(str, socket)) for socket in sockets)))
     users = topology.passes.sum((0, 1))
-    hops = Table("hop", "kind", "GB/s each way", "links, forward")
+    hops = text_table("hop", "kind", "GB/s each way", "links, forward", left=4)
     for hop, count in list(zip(topology.hops, users))[::2]:
         hops.add_row(escape(hop.name), escape(hop.kind), f"{hop.gb_per_s:.4g}", str(count))
-    links = Table("link", "via", "GB/s")
+    links = text_table("link", "via", "GB/s", left=3)
     for (a, b), via in sorted(topology.links.items()):
         if a < b:
             names = ", ".join(topology.hops[hop].name for hop in via)
             links.add_row(f"{a}-{b}", escape(names), f"{min(topology.hops[hop].gb_per_s for hop in via):.4g}")
-    for table in (hosts, hops, links):
-        for column in table.columns:
-            column.overflow = "fold"
-    return [hosts, hops, links]
+    console.print(hosts)
+    console.print(hops)
+    console.print(links)

@@ -189,14 +189,10 @@ class Comparison:
     def task(self, cell: Cell) -> dict[str, Any]:
         """Returns what decides a cell's results, and all that its processes need to know; plain values."""
         return {
-            "model": dict(self.model),
-            "data": dict(self.data),
+            **{name: dict(getattr(self, name)) for name in ("model", "data", "trainer")},
+            **{name: getattr(self, name) for name in ("epochs", "seed", "loss")},
             "strategy": cell.configured(),
             "devices": cell.devices,
-            "epochs": self.epochs,
-            "seed": self.seed,
-            "loss": self.loss,
-            "trainer": dict(self.trainer),
             "versions": {
                 "lightning_gnn": importlib.import_module("lightning_gnn").__version__,
                 "lightning": L.__version__,
@@ -258,10 +254,7 @@ def add_task(parser: Parser) -> None:
 
 
 def checked(sections: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns sections of a task as plain values, with defaults filled in, their classes and arguments checked.
-
-    Args:
-        sections: ``model``, ``data`` and ``strategy``, or some of them.
+    """Returns sections of a task as plain values, with defaults filled in.
 
     Raises:
         ValueError: a class or an argument is unknown, or of another type.

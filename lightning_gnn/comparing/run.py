@@ -90,21 +90,9 @@ def compare(
         ValueError: an argument is not as described, a strategy or an argument is unknown, `output` cannot be written.
         BlockingIOError: another comparison is writing to `output`.
     """
-    comparison = Comparison(
-        section_of(model, "model"),
-        section_of(data, "data"),
-        make_cells(cells, devices),
-        epochs,
-        warmup,
-        seed,
-        Path(output),
-        timeout,
-        again,
-        loss,
-        tolerance,
-        trainer or {},
-    )
-    return run(check(comparison))
+    task = section_of(model, "model"), section_of(data, "data"), make_cells(cells, devices)
+    options: Any = (epochs, warmup, seed, Path(output), timeout, again, loss, tolerance, trainer or {})
+    return run(check(Comparison(*task, *options)))
 
 
 def run(comparison: Comparison) -> dict[str, Any]:
@@ -154,9 +142,9 @@ def run(comparison: Comparison) -> dict[str, Any]:
         result = found()
         write_json(output, result)
         # Here, since importing matplotlib takes its time.
-        from lightning_gnn.comparing.report import write_report
+        from lightning_gnn.comparing.report import report_html
 
-        write_report(output / "comparison.html", result)
+        write_atomically(output / "comparison.html", report_html(result))
     console.print(comparison_table(result["cells"], title))
     for cell in result["cells"]:
         if cell["status"] != "finished":
@@ -276,22 +264,13 @@ def _last_lines(file: Path) -> list[str]:
 
 
 def collect(comparison: Comparison, folders: Sequence[Path], states: Sequence[str]) -> dict[str, Any]:
-    """Returns what ``comparison.json`` holds, as far as cells have ended.
-
-    Args:
-        comparison: the settings.
-        folders, states: of the cells; those of a state other than an end have not run yet.
-    """
+    """Returns what ``comparison.json`` holds, as far as cells have ended; by their `states`, others have not run yet."""
     cells: list[dict[str, Any]] = []
     for cell, folder, state in zip(comparison.cells, folders, states):
         status = _status(folder)
-        told: dict[str, Any] = {
-            "name": cell.name,
-            "strategy": cell.strategy,
-            "devices": cell.devices,
-            "key": folder.name,
-        }
-        told |= {"arguments": dict(cell.arguments), "status": state, "error": [], "seconds_in_all": None}
+        told: dict[str, Any] = {name: getattr(cell, name) for name in ("name", "strategy", "devices")}
+        told |= {"key": folder.name, "arguments": dict(cell.arguments)}
+        told |= {"status": state, "error": [], "seconds_in_all": None}
         if status.get("status") == state:
             told |= {"error": status["error"], "seconds_in_all": status["seconds"]}
         if state == "finished":
@@ -310,12 +289,13 @@ def collect(comparison: Comparison, folders: Sequence[Path], states: Sequence[st
 
 def _hold_against_first(comparison: Comparison, folders: Sequence[Path], cells: Sequence[dict[str, Any]]) -> None:
     reference = cells[0] if cells[0]["status"] == "finished" else None
-    weights = None if reference is None else _weights(folders[0])
-    for index, (cell, folder) in enumerate(zip(cells, folders)):
+    weights = reference and _weights(folders[0])
+    for cell, folder in zip(cells, folders):
         if cell["status"] == "finished":
-            cell["parity"] = parity(
-                cell, reference, _weights(folder), weights, comparison.loss, comparison.tolerance
-            ) | ({"kind": "reference"} if index == 0 else {})
+            own, options = _weights(folder), (comparison.loss, comparison.tolerance)
+            cell["parity"] = parity(cell, reference, own, weights, *options)
+    if reference is not None:
+        reference["parity"]["kind"] = "reference"
 
 
 def _weights(folder: Path) -> dict[str, torch.Tensor]:

@@ -25,7 +25,6 @@ from lightning_gnn.comparing.cells import MAKES, task_parser
 from lightning_gnn.comparing.measure import EpochTimes, peak_memory
 from lightning_gnn.data.sources import counted_mask
 from lightning_gnn.datamodules import GraphDataModule
-from lightning_gnn.strategies import GNNStrategy
 
 
 def main() -> None:
@@ -69,7 +68,7 @@ def main() -> None:
         "seconds_to_set_up": times.began - started,
         "partition": dict(data.shard.report),
         "counts": {"nodes": sum(data.shard.counts), "edges": sum(data.shard.edge_counts), "ranks": trainer.world_size},
-        "approximation": _approximation(trainer),
+        "approximation": getattr(trainer.strategy, "approximation", ""),
         "dropout": draws_random_numbers(model),
         "initial_weights": initial,
         "gradient_bytes": sum(each.numel() * each.element_size() for each in model.parameters() if each.requires_grad),
@@ -94,10 +93,6 @@ def _made(task: dict[str, Any], what: str) -> Any:
         return parser.instantiate_classes(parser.parse_object({what: section}))[what]
     module, _, name = section[MAKES].rpartition(".")
     return getattr(importlib.import_module(module), name)()
-
-
-def _approximation(trainer: L.Trainer) -> str:
-    return trainer.strategy.approximation if isinstance(trainer.strategy, GNNStrategy) else ""
 
 
 def _digest(model: torch.nn.Module) -> str:

@@ -23,13 +23,7 @@ Kind = Literal["node", "edge", "graph"]
 STAND_INS = "stand_ins"
 """The attribute of a batch that tells, by mask, which row is in it only because this rank has no labelled one."""
 
-SPLITS = {
-    "train": "train_mask",
-    "val": "val_mask",
-    "valid": "val_mask",
-    "validation": "val_mask",
-    "test": "test_mask",
-}
+SPLITS = {"train": "train_mask", "val": "val_mask", "valid": "val_mask", "validation": "val_mask", "test": "test_mask"}
 """By the name of a part of a split, the mask."""
 
 OF_BATCHES = ("n_id", "e_id", "num_owned", "batch_size", STAND_INS)

@@ -15,15 +15,7 @@ from torch_geometric.typing import EdgeType, NodeType
 
 from lightning_gnn.arguments import check_whole
 from lightning_gnn.data.attributes import rows_of_type, warn_of_left_out, with_masks_of_ids
-from lightning_gnn.data.sources import (
-    MASKS,
-    check_tensor,
-    checked_edges,
-    edge_values,
-    features,
-    labels,
-    masks_of,
-)
+from lightning_gnn.data.sources import MASKS, check_tensor, checked_edges, edge_values, features, labels, masks_of
 from lightning_gnn.partition.shard import Ids, Relabelling
 from lightning_gnn.partition.types import ONE_TYPE, Types
 

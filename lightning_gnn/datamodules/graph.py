@@ -22,19 +22,10 @@ from typing_extensions import override
 
 from lightning_gnn.arguments import checked_batches, shown
 from lightning_gnn.comm.group import World
-from lightning_gnn.data.loading import (
-    Source,
-)
+from lightning_gnn.data.loading import Source
 from lightning_gnn.data.shards import Cut, Shard, versions_of, whole_graph, whole_graph_with_types
-from lightning_gnn.data.sources import (
-    EDGE_MASKS,
-    checked_fractions,
-    counted_mask,
-)
-from lightning_gnn.data.store import (
-    default_root,
-    read_cut,
-)
+from lightning_gnn.data.sources import EDGE_MASKS, checked_fractions, counted_mask
+from lightning_gnn.data.store import default_root, read_cut
 from lightning_gnn.datamodules.stored_graph import StoredGraph
 from lightning_gnn.foreign import leave_out_missing_validation
 from lightning_gnn.nn.embedding import DistributedEmbedding, embeddings_of

@@ -26,14 +26,7 @@ from torch_geometric.data import Data, HeteroData
 from lightning_gnn.comm.group import World
 from lightning_gnn.data.attributes import left_out_of
 from lightning_gnn.data.hetero import NO_TYPES, JoinedGraph, input_type_of, prepare_hetero
-from lightning_gnn.data.loading import (
-    check_same_graph,
-    described,
-    description_key,
-    graph_digests,
-    load_source,
-    seeded,
-)
+from lightning_gnn.data.loading import check_same_graph, described, description_key, graph_digests, load_source, seeded
 from lightning_gnn.data.shards import Cut
 from lightning_gnn.data.sources import MASKS, is_labelled, num_labelled, prepare_graph
 from lightning_gnn.data.store import (

@@ -134,11 +134,7 @@ def cut_edges(
 
 
 def _check(
-    edge_index: NDArray[np.int64],
-    num_nodes: int,
-    num_parts: int,
-    method: str | NDArray[np.integer],
-    host_weight: float,
+    edge_index: NDArray[np.int64], num_nodes: int, num_parts: int, method: str | NDArray[np.integer], host_weight: float
 ) -> None:
     if isinstance(method, str) and method not in METHODS:
         raise ValueError(

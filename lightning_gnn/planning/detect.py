@@ -13,21 +13,12 @@ from dataclasses import dataclass
 from itertools import combinations
 from typing import Any
 
-from lightning_gnn.planning.presets import (
-    ETHERNET,
-    NVLINK,
-    NVLINK_PAIR,
-    PCIE,
-    QPI,
-    SHARED_MEMORY,
-    ports,
-)
+from lightning_gnn.planning.presets import ETHERNET, NVLINK, NVLINK_PAIR, PCIE, QPI, SHARED_MEMORY, ports
 from lightning_gnn.planning.topology import Topology
 from lightning_gnn.planning.topology_file import topology_from_dict
 
 ONE_SWITCH, HOST_BRIDGE, NUMA_NODE, SYSTEM = 10, 30, 40, 50
-"""What two GPUs have in common, in NVML's numbers: a PCIe switch; the host bridge (20: several
-switches below it); the NUMA node; only the system."""
+"""What two GPUs have in common, by NVML: a PCIe switch; the host bridge (20: switches below it); the NUMA node; the system."""
 
 
 @dataclass(frozen=True)
@@ -59,7 +50,7 @@ class Machine:
 
 
 def nvlink_gb_per_s(count: int) -> float:
-    """Returns the bandwidth of so many NVLinks side by side: one and two as DGCL's Table 1 has them, else 24.2 GB/s each."""
+    """Returns the bandwidth of so many NVLinks side by side: of one and two as in DGCL's Table 1, else 24.2 GB/s each."""
     return {1: NVLINK, 2: NVLINK_PAIR}.get(count, 24.2 * count)
 
 
@@ -129,6 +120,11 @@ def _add_gpus(
             hops.append({"name": name, "kind": kind, "gb_per_s": gb_per_s})
         return name
 
+    def between(name: str, one: int, other: int) -> str:
+        """Returns the step over the connection of two sockets or bridges, which goes forward from the first to the second."""
+        low, high = sorted((one, other))
+        return ("" if one < other else "-") + add(f"{name}{number}.{low}-{high}", "qpi", QPI)
+
     slot = [[add(f"slot{rank}", "pcie", PCIE)] if slots else [] for rank in ranks]
     switch = [add(f"pcie{number}.{place}", "pcie", PCIE) for place in range(len(switches))]
     for i, j in combinations(range(n), 2):
@@ -142,29 +138,19 @@ def _add_gpus(
         else:
             middle = [] if switch_of[i] == switch_of[j] else [switch[switch_of[i]], f"-{switch[switch_of[j]]}"]
             if node_of[i] != node_of[j]:
-                middle.insert(1, _between(add, f"qpi{number}", node_of[i], node_of[j]))
+                middle.insert(1, between("qpi", node_of[i], node_of[j]))
             elif bridge_of[i] != bridge_of[j]:
-                middle.insert(1, _between(add, f"bridge{number}", bridge_of[i], bridge_of[j]))
+                middle.insert(1, between("bridge", bridge_of[i], bridge_of[j]))
             link.update(via=[*slot[i], *middle, *(f"-{name}" for name in slot[j])])
         links.append(link)
     memory += [{"device": rank, "via": [*slot[i], switch[switch_of[i]]]} for i, rank in enumerate(ranks)]
     return {"devices": list(ranks), "sockets": [[ranks[i] for i in node] for node in nodes]}
 
 
-def _between(add: Any, name: str, one: int, other: int) -> str:
-    """Returns the step over the connection of two sockets or host bridges, which goes forward from the first to the second."""
-    low, high = sorted((one, other))
-    return ("" if one < other else "-") + add(f"{name}.{low}-{high}", "qpi", QPI)
-
-
 def _groups(gpus: LocalGPUs, level: int) -> list[list[int]]:
     """Returns the GPUs that have something up to `level` in common, by their first one, ``[groups][members]``."""
-    groups: list[list[int]] = []
+    groups: dict[int, list[int]] = {}
     for i in range(len(gpus.ancestors)):
-        for group in groups:
-            if gpus.ancestors[group[0]][i] <= level:
-                group.append(i)
-                break
-        else:
-            groups.append([i])
-    return groups
+        first = next((first for first in groups if gpus.ancestors[first][i] <= level), i)
+        groups.setdefault(first, []).append(i)
+    return list(groups.values())

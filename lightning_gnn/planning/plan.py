@@ -74,7 +74,6 @@ class Plan:
 
     @cached_property
     def edges(self) -> TreeEdges:
-        """The edges of all trees."""
         group, receiver = np.nonzero(self.parent >= 0)
         stage = self.stage[group, receiver].astype(np.int64)
         sender = self.parent[group, receiver].astype(np.int64)

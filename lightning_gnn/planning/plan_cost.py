@@ -55,11 +55,7 @@ class PlanCost:
 
 
 def plan_cost(plan: Plan, topology: Topology) -> PlanCost:
-    """Returns the cost of `plan` on `topology`.
-
-    Raises:
-        ValueError: they are of different numbers of devices.
-    """
+    """Returns the cost of `plan` on `topology`, a ValueError if they are of different numbers of devices."""
     check_devices(plan.relation, topology)
     return PlanCost(topology, np.einsum("kab,abh->kh", plan.traffic, topology.passes))
 
@@ -148,13 +144,9 @@ class LinkLoad:
 
 
 def link_loads(plan: Plan, topology: Topology, row_bytes: float = 1) -> list[LinkLoad]:
-    """Returns the links that rows cross, those with the busiest hops first; seconds are for rows of `row_bytes`.
-
-    Raises:
-        ValueError: plan and topology are of different numbers of devices.
-    """
+    """Returns the links that rows cross, those with the busiest hops first; seconds are for rows of `row_bytes`."""
     busy = plan_cost(plan, topology).hop_seconds.sum(0) * row_bytes
-    loads = []
+    labels, loads = hop_labels(topology), []
     for sender, receiver in np.argwhere(plan.traffic.any(0)).tolist():
         via = topology.links[sender, receiver]
         rows = plan.traffic[:, sender, receiver]
@@ -167,7 +159,7 @@ def link_loads(plan: Plan, topology: Topology, row_bytes: float = 1) -> list[Lin
                 tuple(dict.fromkeys(topology.hops[hop].kind for hop in via)),
                 tuple(rows.tolist()),
                 float(rows.sum() * row_bytes / (slowest * 1e9)),
-                hop_labels(topology)[busiest],
+                labels[busiest],
                 float(busy[busiest]),
             )
         )

@@ -118,7 +118,10 @@ def topology_from_dict(description: Any, name: str = "topology") -> Topology:
 
 def topology_to_dict(topology: Topology) -> dict[str, Any]:
     """Returns `topology` in the JSON format; connections of one link's own are listed as hops too."""
-    names = [hop.name for hop in topology.hops]
+
+    def via(way: tuple[int, ...]) -> list[str]:
+        return [topology.hops[hop].name for hop in way]
+
     return {
         "name": topology.name,
         "devices": topology.num_devices,
@@ -127,12 +130,8 @@ def topology_to_dict(topology: Topology) -> dict[str, Any]:
             for host, sockets in zip(topology.hosts, topology.groups)
         ],
         "hops": [{"name": h.name, "kind": h.kind, "gb_per_s": h.gb_per_s} for h in topology.hops[::2]],
-        "links": [
-            {"a": a, "b": b, "via": [names[hop] for hop in via]} for (a, b), via in topology.links.items() if a < b
-        ],
-        "memory": [
-            {"device": device, "via": [names[hop] for hop in via]} for device, via in enumerate(topology.memory)
-        ],
+        "links": [{"a": a, "b": b, "via": via(way)} for (a, b), way in topology.links.items() if a < b],
+        "memory": [{"device": device, "via": via(way)} for device, way in enumerate(topology.memory)],
     }
 
 

@@ -77,10 +77,7 @@ def sample_hops(
 
 
 def induced_subgraph(
-    nodes: Mapping[NodeType, Tensor],
-    kinds: Sequence[EdgeType],
-    hop: Hop,
-    numberings: Mapping[NodeType, Numbering],
+    nodes: Mapping[NodeType, Tensor], kinds: Sequence[EdgeType], hop: Hop, numberings: Mapping[NodeType, Numbering]
 ) -> HeteroSamplerOutput:
     """Returns all edges of these `kinds` between `nodes`, ids by node type, in local numbers: positions in `nodes`.
 

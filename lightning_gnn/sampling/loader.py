@@ -39,11 +39,7 @@ class BatchMaker:
     """
 
     def __init__(
-        self,
-        store: GraphStore,
-        fanouts: Mapping[EdgeType, Sequence[int]],
-        replace: bool = False,
-        directed: bool = True,
+        self, store: GraphStore, fanouts: Mapping[EdgeType, Sequence[int]], replace: bool = False, directed: bool = True
     ) -> None:
         self.store, self._fanouts = store, fanouts
         self._replace, self._directed = replace, directed
@@ -133,10 +129,7 @@ class EdgeBatchMaker(BatchMaker):
         rank, num_nodes = self.store.rank, self.store.types.total(ONE_TYPE[0])
         others = draw_others(seeds, target, self._num_negatives, num_nodes, random_seeds[rank])
         pairs = torch.stack(
-            [
-                torch.cat([source, source.repeat_interleave(self._num_negatives)]),
-                torch.cat([target, others.view(-1)]),
-            ]
+            [torch.cat([source, source.repeat_interleave(self._num_negatives)]), torch.cat([target, others.view(-1)])]
         )
         nodes, local = pairs.unique(return_inverse=True)
         batch = self._batch(_without_pairs(self._sample(nodes, random_seeds), local[:, : len(seeds)]))

@@ -118,17 +118,7 @@ def sample_neighbors(
         latest = strategy == "last"
         run(loops.draw_best, csr.indptr, weights, times, limits, latest, targets, key, seed, offsets, slots)
     edge = _NONE if csr.edge is None else csr.edge
-    over_range(
-        loops.take,
-        total,
-        csr.indices,
-        edge,
-        csr.edge is not None,
-        slots,
-        sources,
-        edges,
-        work=_WORK * total,
-    )
+    over_range(loops.take, total, csr.indices, edge, csr.edge is not None, slots, sources, edges, work=_WORK * total)
     return Neighbors(offsets, sources, edges)
 
 
