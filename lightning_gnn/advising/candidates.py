@@ -54,11 +54,7 @@ def candidates(ranks: int, links_alike: bool = True) -> Iterator[Candidate]:
 
 
 def chosen(names: Sequence[str] | None, ranks: int, links_alike: bool = True) -> list[Candidate]:
-    """Returns those :func:`candidates` whose strategies have these names; None for all.
-
-    Raises:
-        ValueError: there is none.
-    """
+    """Returns those :func:`candidates` whose strategies have these names, all for None; a ValueError if there is none."""
     every = list(candidates(ranks, links_alike))
     found = [each for each in every if names is None or each.name in names]
     if not found:

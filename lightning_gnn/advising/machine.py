@@ -74,7 +74,6 @@ class Machine:
     socket_s_per_byte: float = SOCKET_S_PER_BYTE
 
     def is_socket(self, sender: int, receiver: int) -> bool:
-        """Returns whether messages cost cores something."""
         return self.cores is not None and not (self.shared_memory and self.host_of[sender] == self.host_of[receiver])
 
     def seconds_at_ends(self, sender: int, receiver: int, num_bytes: int) -> float:
@@ -83,13 +82,11 @@ class Machine:
 
     @cached_property
     def host_of(self) -> tuple[int, ...]:
-        """The number of each rank's host."""
-        numbers = {rank: number for number, host in enumerate(self.topology.hosts) for rank in host}
-        return tuple(numbers[rank] for rank in range(self.ranks))
+        hosts = self.topology.hosts
+        return tuple(next(number for number, host in enumerate(hosts) if rank in host) for rank in range(self.ranks))
 
     @property
     def ranks(self) -> int:
-        """One per device."""
         return self.topology.num_devices
 
     @property
@@ -116,11 +113,11 @@ class Machine:
         cores: int | None = None,
         speed: float = 1.0,
     ) -> Machine:
-        """Returns this machine, or so many like it; or one of a topology, with a device for each rank.
+        """Returns this machine, or so many hosts like it; or one of a topology, with a device for each rank.
 
         Args:
-            ranks: of all hosts.
-            hosts: machines like this one, with equally many ranks each; of no meaning with a topology.
+            ranks: of all hosts, which have equally many each.
+            hosts: of no meaning with a topology.
             topology: a name, a JSON file, or a topology (docs/planning.md).
             cores: that the ranks of a host share; by default this machine's, or one each with a topology.
             speed: see :class:`Machine`.
@@ -148,19 +145,13 @@ _ROUNDS, _ROWS, _EDGES, _WIDTH = 7, 8_000, 60_000, 64
 """Of the measurement: a layer of a small graph, whose messages fill the caches that cores have to themselves."""
 
 
+@cache
 def measured_contention(ranks: int) -> float:
     """Returns how much longer a thread of this process computes, at least 1, when so many do the same at once.
 
     What is timed is what layers do: to take rows by edges, to add them up, and a product. A quarter of a second for few ranks.
-
-    Args:
-        ranks: of this machine; more than four times its cores count as that.
     """
-    return _contention(min(ranks, 4 * available_cores()))
-
-
-@cache
-def _contention(together: int) -> float:
+    together = min(ranks, 4 * available_cores())
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
@@ -208,7 +199,6 @@ class Timing:
 
 def with_trainer_messages(events: Sequence[Sequence[Event]]) -> list[list[Event]]:
     """Returns a step's events with the small messages that a Trainer sends, round a ring: at its end they have met."""
-
     ranks = len(events)
 
     def once_round(rank: int) -> list[Event]:
@@ -219,10 +209,6 @@ def with_trainer_messages(events: Sequence[Sequence[Event]]) -> list[list[Event]
 
 def timing(events: Sequence[Sequence[Event]], machine: Machine) -> Timing:
     """Returns how long a step takes, once others went before: ranks wait for each other as `events` say, not between steps.
-
-    Args:
-        events: of each rank, as rehearsed.
-        machine: with a device for each.
 
     Raises:
         ValueError: two ranks exchange rows and have no link.

@@ -102,15 +102,11 @@ class _Recorder(Meeting):
         self._since = [0.0] * size
 
     def begin(self, rank: int) -> None:
-        """Begins another step of a rank."""
         self.steps[rank].append([])
         self._since[rank] = self._clock()
 
-    def end(self, rank: int) -> None:
-        """Ends it."""
-        self._note(rank)
-
-    def _note(self, rank: int, event: Event | None = None) -> None:
+    def note(self, rank: int, event: Event | None = None) -> None:
+        """Adds what a rank has computed since its last event, and this one."""
         if self.steps[rank]:
             self.steps[rank][-1].append(Compute(self._clock() - self._since[rank]))
             if event is not None:
@@ -118,13 +114,13 @@ class _Recorder(Meeting):
 
     @override
     def post(self, sender: int, receiver: int, value: Any) -> None:
-        self._note(sender, Send(receiver, value.nbytes if isinstance(value, Tensor) else 0))
+        self.note(sender, Send(receiver, value.nbytes if isinstance(value, Tensor) else 0))
         super().post(sender, receiver, value)
         self._since[sender] = self._clock()
 
     @override
     def take(self, receiver: int, sender: int) -> Any:
-        self._note(receiver, Take(sender))
+        self.note(receiver, Take(sender))
         value = super().take(receiver, sender)
         self._since[receiver] = self._clock()
         return value
@@ -187,15 +183,12 @@ def rehearse(
                 if step == 0:
                     footprint = footprint_of(counted, binding, shard, model, world)
                 optimizer.zero_grad()
-                recorder.end(rank)
+                recorder.note(rank)
         return footprint
 
-    with ExitStack() as stack:
-        stack.enter_context(aside())
-        stack.enter_context(keeping_freed_memory())
-        before = torch.get_num_threads()
+    with aside(), keeping_freed_memory(), ExitStack() as stack:
+        stack.callback(torch.set_num_threads, torch.get_num_threads())
         torch.set_num_threads(threads)
-        stack.callback(torch.set_num_threads, before)
         ran = recorder.run(on_rank)
     failures = [error for error in ran if isinstance(error, BaseException)]
     if failures:

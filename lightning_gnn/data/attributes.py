@@ -111,7 +111,6 @@ def why_left_out(name: str, value: Any, num_nodes: int | None, num_edges: int | 
     """Returns why an attribute is no part of a prepared graph; None if it is.
 
     Args:
-        name, value: the attribute.
         num_nodes, num_edges: of the graph; of a type, None for what it has not.
     """
     if isinstance(value, (str, int, float, np.generic)):
@@ -184,12 +183,7 @@ def kept_attributes(
 ) -> tuple[dict[str, Any], dict[str, Kind], dict[str, str]]:
     """Returns what is kept of a graph, on the CPU, what its tensors belong to, and why others are left out.
 
-    Warns of what is left out, and of what may be meant otherwise.
-
-    Args:
-        given: its attributes.
-        num_nodes, num_edges: of the graph.
-        data: where they are from; a graph that was prepared before has been told about.
+    Warns of what is left out, and of what may be meant otherwise, but not of `data` that was prepared before.
 
     Raises:
         ValueError: a tensor that the files of a partitioned graph could not hold.
@@ -239,13 +233,7 @@ def kept_attributes(
 def rows_of_type(given: Mapping[str, Any], num_nodes: int | None, num_edges: int | None, of: str) -> dict[str, Tensor]:
     """Returns the tensors that have a row per node or edge of a type, on the CPU; warns of others, which batches lack.
 
-    Args:
-        given: what the type has.
-        num_nodes, num_edges: of the type; None for what it has not.
-        of: the type, in words.
-
-    Raises:
-        ValueError: see :func:`kept_attributes`.
+    `num_nodes` and `num_edges` are those of the type, None for what it has not; `of` is the type, in words.
     """
     kept, left_out = {}, {}
     for name, value in given.items():

@@ -28,11 +28,7 @@ Source: TypeAlias = str | Dataset | Data | HeteroData | Callable[..., Any]
 def load_source(
     source: Source, args: Mapping[str, Any] | None = None
 ) -> tuple[Data | HeteroData, Mapping[str, Any] | None]:
-    """Returns the graph of `source` and its index split, if it has one.
-
-    Args:
-        source: see :data:`Source`.
-        args: keyword arguments of a callable or a import path.
+    """Returns the graph of `source` and its index split, if it has one; `args` are those of a callable or an import path.
 
     Raises:
         ValueError: the path cannot be imported, the callable raises, or the result is not a single PyG graph.
@@ -58,7 +54,7 @@ def load_source(
                 "see where; its arguments are GraphDataModule's source_args."
             ) from error
     elif args:
-        raise ValueError(f"source_args={dict(args)} needs a callable or a import path as source (got {name}).")
+        raise ValueError(f"source_args={dict(args)} needs a callable or an import path as source (got {name}).")
     if isinstance(loaded, (Data, HeteroData)):
         return loaded, None
     is_dataset = hasattr(loaded, "__getitem__") and hasattr(loaded, "__len__")
@@ -116,12 +112,7 @@ def graph_digests(data: Data | HeteroData) -> dict[str, str]:
 
 
 def check_same_graph(found: Mapping[str, str], known: Mapping[str, str], where: str) -> None:
-    """Raises ValueError where two :func:`graph_digests` differ; names the attributes that do.
-
-    Args:
-        found, known: the digests.
-        where: which graph was found, in words.
-    """
+    """Raises ValueError where two :func:`graph_digests` differ; `where` is which graph was found, in words."""
     differing = sorted(name for name in {*found, *known} if found.get(name) != known.get(name))
     if differing:
         raise ValueError(

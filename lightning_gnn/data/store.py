@@ -31,6 +31,7 @@ import time
 import zlib
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -82,15 +83,7 @@ def default_root() -> Path:
 
 @contextmanager
 def writing(root: Path, num_bytes: int | None = None) -> Iterator[None]:
-    """Says what to do when files of the store cannot be written.
-
-    Args:
-        root: the store.
-        num_bytes: what is being written, for the message of a full disk.
-
-    Raises:
-        StoreError: in place of an ``OSError`` of the body.
-    """
+    """Raises a `StoreError` that says what to do, in place of an ``OSError`` of the body; `num_bytes` are being written."""
     try:
         yield
     except OSError as error:
@@ -145,8 +138,6 @@ def write_store(
         data: as :func:`~lightning_gnn.data.sources.prepare_graph` returns it, or
             :func:`~lightning_gnn.data.hetero.prepare_hetero`.
         part: owner of each node, ``[N]``, values 0 to ``layout.parts`` - 1; with types, type after type.
-        layout: what it holds.
-        report: of its quality, plain values.
         holders: of a vertex cut, the rank that computes each edge, ``[E]``.
         input_type: of a graph with types, the node type that is predicted.
         digests: of the graph, see :func:`~lightning_gnn.data.loading.graph_digests`, where they are known already.
@@ -194,17 +185,16 @@ def _write(
     input_type: NodeType | None,
     digests: Mapping[str, str],
 ) -> None:
-    num_parts = layout.parts
     joined = JoinedGraph.of(data)
     edge_index = joined.edge_index
     began = time.perf_counter()
-    relabelling = local_relabelling(edge_index, part, num_parts)
+    relabelling = local_relabelling(edge_index, part, layout.parts)
     if joined.node_type is not None:  # type after type in each part, else as they are
         rows = relabelling.n_id
         rows = rows[np.lexsort((joined.node_type[rows], part[rows]))]
         relabelling = Relabelling(rows, relabelling.offsets)
     seconds = time.perf_counter() - began
-    before = recent_reads(edge_index, Relabelling.from_assignment(part, num_parts))
+    before = recent_reads(edge_index, Relabelling.from_assignment(part, layout.parts))
     locality = Locality(before, recent_reads(edge_index, relabelling), seconds)
     files: dict[str, list[int]] = {}
 
@@ -265,7 +255,7 @@ def _write(
         "scalars": scalars,
         "left_out": left_out_of(data) if isinstance(data, Data) else {},
         "report": report,
-        "locality": locality.as_dict(),
+        "locality": asdict(locality),
         "files": files,
     }
     manifest = {**manifest, "checksum": _manifest_checksum(manifest)}
@@ -290,11 +280,7 @@ def _manifest_checksum(manifest: Mapping[str, Any]) -> int:
 
 
 def read_manifest(folder: Path, layout: LayoutSpec | None = None) -> dict[str, Any]:
-    """Returns the manifest of a complete store whose files are those that were written.
-
-    Args:
-        folder: the entry.
-        layout: what it must hold; None takes any.
+    """Returns the manifest of a complete entry whose files are those that were written; `layout` None takes any.
 
     Raises:
         StoreError: no, an unreadable or an altered manifest; another format, layout or number of parts; a renamed folder; a
@@ -410,10 +396,9 @@ def read_cut(folder: Path, layout: LayoutSpec | None = None) -> Cut:
         array = load(name)
         return torch.from_numpy(array if array.ndim else np.array(array))
 
-    offsets, edge_offsets = np.asarray(manifest["offsets"]), np.asarray(manifest["edge_offsets"])
     return Cut(
-        offsets=offsets,
-        edge_offsets=edge_offsets,
+        offsets=np.asarray(manifest["offsets"]),
+        edge_offsets=np.asarray(manifest["edge_offsets"]),
         edge_index_of=lambda rank: load(f"part{rank}.edge_index"),
         halos=tuple(load(f"part{part}.halo") for part in range(manifest["layout"]["parts"])),
         n_id=tensor("n_id"),

@@ -107,21 +107,13 @@ def array_size(file: Path) -> tuple[tuple[int, ...], np.dtype[Any]]:
 
 
 def read_array(file: Path) -> np.ndarray:
-    """Returns a ``.npy`` file, memory-mapped (copy on write: changes stay in this process).
-
-    Raises:
-        ValueError: see :func:`array_size`.
-    """
+    """Returns a ``.npy`` file, memory-mapped (copy on write); raises as :func:`array_size` does."""
     array_size(file)
     return np.load(file, mmap_mode="c", allow_pickle=False)
 
 
 def layout_of(manifest: Mapping[str, Any]) -> LayoutSpec:
-    """Returns the layout that a manifest names.
-
-    Raises:
-        ValueError: names the field that is wrong.
-    """
+    """Returns the layout that a manifest names, or raises a ValueError that names the field that is wrong."""
     values = _get(manifest, "layout", dict)
     _require(values.keys() == _KEYS, f"layout must have {', '.join(sorted(_KEYS))} (got {shown(sorted(values))})")
     _get(values, "kind", str), _get(values, "method", str)
@@ -133,11 +125,7 @@ def layout_of(manifest: Mapping[str, Any]) -> LayoutSpec:
 
 
 def check_manifest(manifest: Mapping[str, Any]) -> None:
-    """Checks what a manifest says by itself.
-
-    Raises:
-        ValueError: names the field that is wrong.
-    """
+    """Checks what a manifest says by itself; a ValueError names the field that is wrong."""
     layout = layout_of(manifest)
     _require(
         layout.kind in ("edge_cut", "vertex_cut"), f"kind must be edge_cut or vertex_cut (got {shown(layout.kind)})"
@@ -174,11 +162,7 @@ def check_manifest(manifest: Mapping[str, Any]) -> None:
 
 
 def types_of(manifest: Mapping[str, Any]) -> Types:
-    """Returns the types of a manifest whose layout and offsets have been looked at.
-
-    Raises:
-        ValueError: names the field that is wrong.
-    """
+    """Returns the types of a manifest whose layout and offsets have been looked at; a ValueError names what is wrong."""
     counts, edge_counts = np.diff(manifest["offsets"]), np.diff(manifest["edge_offsets"])
     if manifest.get("types") is None:
         return Types.none(counts, edge_counts)
@@ -202,11 +186,7 @@ def types_of(manifest: Mapping[str, Any]) -> Types:
 
 
 def check_arrays(folder: Path, manifest: Mapping[str, Any]) -> None:
-    """Reads all files of an entry, whose manifest is in order, and checks what is in them.
-
-    Raises:
-        ValueError: names the file that is wrong.
-    """
+    """Reads all files of an entry, whose manifest is in order, and checks what is in them; a ValueError names the file."""
     types, layout = types_of(manifest), layout_of(manifest)
     offsets, edge_offsets = np.asarray(manifest["offsets"]), np.asarray(manifest["edge_offsets"])
     num_nodes, num_edges = int(offsets[-1]), int(edge_offsets[-1])
@@ -304,15 +284,10 @@ def _ends_fit(types: Types, part: int, source: Ids, target: Ids) -> bool:
     """Returns whether the edges of a part, type after type, join nodes of the types that theirs name; ids are relabelled."""
     per_part = np.stack(list(types.nodes.values()), 1)  # [P, types]
     numbers = np.tile(np.arange(len(types.nodes)), len(per_part))
-    kind_of_row = np.repeat(numbers, per_part.ravel())
-    order, first = list(types.nodes), 0
-    for (a, _, b), counts in types.edges.items():
-        edges = slice(first, first + int(counts[part]))
-        first = edges.stop
-        for ids, kind in ((source[edges], a), (target[edges], b)):
-            if (kind_of_row[ids] != order.index(kind)).any():
-                return False
-    return True
+    kind_of_row, order = np.repeat(numbers, per_part.ravel()), list(types.nodes)
+    counts = [of[part] for of in types.edges.values()]
+    wanted = (np.repeat([order.index(kind[end]) for kind in types.edges], counts) for end in (0, 2))
+    return all((kind_of_row[ids] == kinds).all() for ids, kinds in zip((source, target), wanted))
 
 
 def _is_permutation(ids: np.ndarray) -> bool:

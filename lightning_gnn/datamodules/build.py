@@ -25,7 +25,7 @@ def main() -> None:
         datamodule = GraphDataModule(**request["datamodule"])
         datamodule.predicting = request["predicting"]
         stored = StoredGraph(datamodule)
-        stored.know(request["loaded"])
+        vars(stored).update(request["loaded"])
         answer = {"folder": stored.build(LayoutSpec.from_dict(request["layout"])), "drew": stored.drew}
     except Exception as error:
         traceback.print_exc()

@@ -72,7 +72,7 @@ class GraphDataModule(L.LightningDataModule):
     Args:
         source: a PyG dataset with one graph, a ``Data`` or ``HeteroData``, a callable that returns one of these, or its dotted
             path, e.g. ``"torch_geometric.datasets.Planetoid"``. A dataset or ``Data`` is in the memory of every rank that builds
-            it; a import path is loaded only where it must be partitioned, in a process of its own. Changes of a ``Data`` between
+            it; an import path is loaded only where it must be partitioned, in a process of its own. Changes of a ``Data`` between
             stages are followed; those of rank 0, where ranks are processes of their own.
         source_args: keyword arguments of a callable or import path; numbers, strings, lists and dicts.
         split: fractions of training, validation and test nodes, ``(0.6, 0.2, 0.2)``, for a random split of the labelled

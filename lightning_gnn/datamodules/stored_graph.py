@@ -67,20 +67,13 @@ class StoredGraph:
         self.drew = False
 
     def known(self) -> dict[str, Any]:
-        """Returns what another process needs to know, to load the same graph; see :meth:`know`."""
+        """Returns the attributes by which another process loads the same graph."""
         return {"_draw_seed": self._draw_seed, "_digests": self._digests, "_entries": self._entries}
-
-    def know(self, known: Mapping[str, Any]) -> None:
-        """Takes what :meth:`known` gave."""
-        vars(self).update(known)
 
     def agree(self, world: World, layout: LayoutSpec, has_prepared: bool) -> str:
         """Takes the entry and the seed of rank 0 on all ranks, and returns the entry's folder.
 
-        Args:
-            world: the ranks.
-            layout: of the entry.
-            has_prepared: this rank has prepared it; what others know of it is of the stage before.
+        Only what a rank that `has_prepared` it knows of the graph is compared: others know that of the stage before.
 
         Raises:
             ValueError: a rank has loaded another graph than rank 0.
@@ -113,15 +106,13 @@ class StoredGraph:
         """Returns the graph from one of its entries in the store; None where there is none any more."""
         known = None if self.is_given else self._digests
         for folder in self._entries.values() if known else ():
-            if (self.of.store / folder / "manifest.json").exists() and read_manifest(self.of.store / folder)[
-                "graph"
-            ] == known:
-                return read_cut(self.of.store / folder).graph()
+            entry = self.of.store / folder
+            if (entry / "manifest.json").exists() and read_manifest(entry)["graph"] == known:
+                return read_cut(entry).graph()
         return None
 
     def _load(self) -> Data | HeteroData:
-        if self._draw_seed is None:
-            self._draw_seed = self._new_draw_seed()
+        self._draw_seed = self._seed_of_draws()
         with seeded(self._draw_seed) as has_drawn:
             graph = self._prepared_graph()
             self.drew = has_drawn()
@@ -129,8 +120,8 @@ class StoredGraph:
             check_same_graph(graph_digests(graph), self._digests, f"{described(self.of.source)}, loaded once more,")
         return graph
 
-    def _new_draw_seed(self) -> int:
-        return (torch.initial_seed() + self.of.seed) % 2**63
+    def _seed_of_draws(self) -> int:
+        return (torch.initial_seed() + self.of.seed) % 2**63 if self._draw_seed is None else self._draw_seed
 
     def _prepared_graph(self) -> Data | HeteroData:
         data, index_split = load_source(self.of.source, self.of.source_args)
@@ -191,8 +182,8 @@ class StoredGraph:
         if not isinstance(self.of.source, str):
             return []
         told = [self.of.split, self.of.split_column, self._options(layout)]
-        seed = self._new_draw_seed() if self._draw_seed is None else self._draw_seed
-        keys = [description_key(self.of.source, self.of.source_args, each) for each in (told, [*told, seed])]
+        each_told = (told, [*told, self._seed_of_draws()])
+        keys = [description_key(self.of.source, self.of.source_args, each) for each in each_told]
         return [key for key in keys if key is not None]
 
     def build(self, layout: LayoutSpec) -> str:
@@ -204,8 +195,7 @@ class StoredGraph:
         digests = graph_digests(data)
         left_out = {} if hetero else left_out_of(data)
         told = json.dumps([digests, left_out, self._options(layout)])
-        digest = hashlib.blake2b(told.encode(), digest_size=12).hexdigest()
-        name = f"{layout.kind}-{layout.parts}-{digest}"
+        name = f"{layout.kind}-{layout.parts}-{hashlib.blake2b(told.encode(), digest_size=12).hexdigest()}"
         folder = self.of.store / name
         # Not kept: what is read from now on is the entry.
         self._graph, self._digests = None, digests
@@ -221,9 +211,8 @@ class StoredGraph:
             )
             began = time.perf_counter()
             part, holders, report = self.of.assigned(data, layout)
-            seconds = time.perf_counter() - began
+            report["seconds"] = seconds = time.perf_counter() - began
             input_type = self.input_type(data) if hetero else None
-            report = {**report, "seconds": seconds}
             write_store(folder, data, part, layout.stored, report, holders, input_type, digests)
             rank_zero_info(f"Partitioned in {seconds:.1f} s; kept in {folder}")
         return name
@@ -234,57 +223,39 @@ class StoredGraph:
         """Returns the owner of each node, the rank of each edge in a vertex cut, and a report."""
         method = self._method(layout)
         joined = JoinedGraph.of(data)
-        edge_index, num_nodes = joined.edge_index, joined.num_nodes
         predicted: Any = data[self.input_type(data)] if isinstance(data, HeteroData) else data
+        y = predicted.get("y")
         masks = {
-            mask: _labelled_mask(predicted, mask) for mask in MASKS if num_labelled(predicted.get("y"), predicted[mask])
+            name: (predicted[name] if y is None else predicted[name] & is_labelled(y)).numpy()
+            for name in MASKS
+            if num_labelled(y, predicted[name])
         }
         if isinstance(data, HeteroData):
             masks = {name: joined.among_nodes(mask, self.input_type(data)) for name, mask in masks.items()}
+        cut: Any = (joined.edge_index, joined.num_nodes, layout.parts, method)
+        options: dict[str, Any] = {"seed": self.of.seed, "masks": masks, "groups": layout.groups}
         if layout.kind == "vertex_cut":
-            edges = assign_edges(
-                edge_index,
-                num_nodes,
-                layout.parts,
-                method,
-                groups=layout.groups,
-                host_weight=layout.host_weight,
-                seed=self.of.seed,
-                masks=masks,
-            )
+            edges = assign_edges(*cut, host_weight=layout.host_weight, **options)
             return edges.master, edges.part, {**edges.report.as_dict(), "method": edges.method}
-        nodes = assign_nodes(
-            edge_index, num_nodes, layout.parts, method, seed=self.of.seed, masks=masks, groups=layout.groups
-        )
+        nodes = assign_nodes(*cut, **options)
         report = replace(nodes.report, types=joined.types_per_part(nodes.part, layout.parts))
         return nodes.part, None, {**report.as_dict(), "method": nodes.method, "balance": nodes.balance}
 
     def _build_in_subprocess(self, layout: LayoutSpec) -> str:
         """Runs :meth:`build` in a process of its own, whose memory is given back when it is done."""
-        if self._draw_seed is None:
-            self._draw_seed = self._new_draw_seed()
+        self._draw_seed = self._seed_of_draws()
         rank_zero_info(f"Loading {self.of.source}, in a process of its own, to partition it")
-        spec = {
-            "source": self.of.source,
-            "source_args": self.of.source_args,
-            "split": self.of.split,
-            "split_column": self.of.split_column,
-            "partition": self.of.partition,
-            "seed": self.of.seed,
-            "store": str(self.of.store),
-            "input_type": self.of.input_type,
+        names = ("source", "source_args", "split", "split_column", "partition", "seed", "input_type")
+        request = {
+            "datamodule": {name: getattr(self.of, name) for name in names} | {"store": str(self.of.store)},
+            "layout": layout.as_dict(),
+            "predicting": self.of.predicts(),
+            "loaded": self.known(),
+            "parent": os.getpid(),
         }
         done = subprocess.run(
             [sys.executable, "-m", "lightning_gnn.datamodules.build"],
-            input=json.dumps(
-                {
-                    "datamodule": spec,
-                    "layout": layout.as_dict(),
-                    "predicting": self.of.predicts(),
-                    "loaded": self.known(),
-                    "parent": os.getpid(),
-                }
-            ),
+            input=json.dumps(request),
             env={**os.environ, "PYTHONPATH": os.pathsep.join(p or os.getcwd() for p in sys.path)},
             stdout=subprocess.PIPE,
             text=True,
@@ -295,9 +266,8 @@ class StoredGraph:
                 "If that is 9, most likely this machine has too little memory for the graph and its partitioner."
             )
         # The user's own code may print, too; the answer is the last line.
-        answer: dict[str, Any] = (
-            json.loads(done.stdout.splitlines()[-1]) if done.stdout else {"error": "see the error above."}
-        )
+        lines = done.stdout.splitlines() or ['{"error": "see the error above."}']
+        answer = json.loads(lines[-1])
         if "error" in answer:
             raise RuntimeError(f"Loading or partitioning {self.of.source} failed: {answer['error']}")
         folder, self.drew = answer["folder"], bool(answer["drew"])
@@ -365,9 +335,3 @@ def _held_by(owner: Path) -> str:
 def _note(key: str, folder: str) -> str:
     """Returns what is written under `key` of the entry that it stands for; a copied or altered note is another."""
     return f"{folder} {hashlib.blake2b(f'{key} {folder}'.encode(), digest_size=8).hexdigest()}"
-
-
-def _labelled_mask(data: Any, name: str) -> np.ndarray:
-    y = data.get("y")
-    mask = data[name]
-    return (mask if y is None else mask & is_labelled(y)).numpy()

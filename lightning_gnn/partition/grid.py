@@ -57,11 +57,9 @@ class ProcessGrid:
         return self.replication <= self.num_rows
 
     def row(self, rank: int) -> int:
-        """Returns i."""
         return rank // self.replication
 
     def column(self, rank: int) -> int:
-        """Returns j."""
         return rank % self.replication
 
     def in_row(self, row: int) -> range:
@@ -89,9 +87,7 @@ class ProcessGrid:
     def holders(self, offsets: Ids, row: Ids, col: Ids) -> Ids:
         """Returns the rank that multiplies each entry: the process row of `row`, the column whose chunk holds `col`; ``[E]``.
 
-        Args:
-            offsets: first node of each rank and the end, ``[P + 1]``.
-            row, col: of each entry, relabelled ids, ``[E]``.
+        `row` and `col` are relabelled ids ``[E]``; `offsets` the first node of each rank and the end, ``[P + 1]``.
         """
         c = self.replication
         return owners_of(offsets, row) // c * c + self.columns[owners_of(offsets, col) // c]
@@ -101,10 +97,6 @@ class ProcessGrid:
 
         Broadcasts n f (R - 1); before these, the c owners of a block bring it together, n f (c - 1) / c if they own equally
         many; after them, partial sums are reduced and scattered in process rows, n f (c - 1).
-
-        Args:
-            offsets: first node of each rank and the end, ``[P + 1]``.
-            columns: f.
         """
         nodes, c = int(offsets[-1]), self.replication
         there = sum(int(offsets[source + 1] - offsets[source]) for source in map(self.source, range(self.num_rows)))
@@ -196,10 +188,6 @@ class ProcessCube:
         """Returns the words of rows that all ranks together receive in one product; entries of the matrix come on top.
 
         SUMMA n f (q - 1), the sum over layers n f (L - 1), and the way from rows to columns of blocks and back.
-
-        Args:
-            offsets: first node of each rank and the end, ``[P + 1]``.
-            columns: f; columns j are as even as can be.
         """
         nodes, q = int(offsets[-1]), self.side
         widths = self.widths(columns)

@@ -9,8 +9,7 @@ N nodes, E edges, P parts.
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
-from typing import Any
+from dataclasses import dataclass
 
 import numba
 import numpy as np
@@ -43,10 +42,6 @@ class Locality:
     after: float
     seconds: float
 
-    def as_dict(self) -> dict[str, Any]:
-        """Returns plain numbers, for JSON."""
-        return asdict(self)
-
     def __str__(self) -> str:
         return (
             f"Rows renumbered in {self.seconds:.2g} s: of the rows that edges read, {self.after:.1%} were read shortly before "
@@ -65,7 +60,6 @@ def local_relabelling(edge_index: Ids, part: NDArray[np.integer], num_parts: int
     Args:
         edge_index: original ids, int64 ``[2, E]``, source and target.
         part: owner of each node, ``[N]``, values 0 to `num_parts` - 1.
-        num_parts: P.
     """
     num_nodes = len(part)
     inside = edge_index[:, part[edge_index[0]] == part[edge_index[1]]]  # so that no community leaves its part

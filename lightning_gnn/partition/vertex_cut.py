@@ -80,7 +80,6 @@ def assign_edges(
 
     Args:
         edge_index: int64 ``[2, E]``, source and target; self-loops and duplicates may be among them.
-        num_nodes, num_parts: N and P.
         method: one of `METHODS`, see the head of this module; or the rank of every edge, ``[E]``, taken as it is.
         groups: ranks by host, the outermost level: ``((0, 1), (2, 3))``; None for one host.
         host_weight: what a replica on a new host counts beside one on a new rank, the paper's gamma; from 0, which ignores hosts,
@@ -111,11 +110,7 @@ def assign_edges(
 def cut_edges(
     edge_index: Ids, num_nodes: int, hosts: list[list[int]], method: str, host_weight: float = 0.1, seed: int = 0
 ) -> Parts:
-    """Returns a rank for every edge; see :func:`assign_edges`, which checks what this is given, and elects masters.
-
-    Args:
-        hosts: ranks of each host.
-    """
+    """Returns a rank for every edge, from the ranks of each host; :func:`assign_edges` checks arguments and elects masters."""
     num_parts = sum(map(len, hosts))
     source, target = (np.ascontiguousarray(ends) for ends in edge_index)
     part: Parts = np.empty(len(source), _smallest_ranks(num_parts))

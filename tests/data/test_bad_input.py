@@ -269,7 +269,7 @@ SOURCES: dict[str, tuple[Any, Any, str]] = {
     "unknown_argument": (small, 5, "source_args must be a dict of keyword arguments .got 5"),
     "wrong_argument": (raises, {"root": "x"}, r"raises\(root='x'\) raised TypeError.*unexpected keyword argument"),
     "number_as_argument": (raises, {1: 2}, "raised TypeError.*keywords must be strings"),
-    "arguments_of_a_graph": (small(), {"root": "x"}, "needs a callable or a import path as source .got Data"),
+    "arguments_of_a_graph": (small(), {"root": "x"}, "needs a callable or an import path as source .got Data"),
     "nothing": (None, None, "gives a NoneType"),
     "returns_nothing": (lambda: None, None, "gives a NoneType"),
     "number": (5, None, "gives a int"),

@@ -129,7 +129,7 @@ def test_bad_graphs_are_refused(changes, options, words):
         ("no.such.module", None, "cannot be imported"),
         ("test_datamodule.nothing", None, "cannot be imported"),
         ("Planetoid", None, "Give the import path"),
-        (small(), {"root": "x"}, "needs a callable or a import path"),
+        (small(), {"root": "x"}, "needs a callable or an import path"),
         ([small(), small()], None, "holds 2 graphs"),
         ([1], None, "gives a int; GraphDataModule takes PyG's graphs"),
     ],
