@@ -250,7 +250,6 @@ def quiet_trainer(**options: Any) -> pl.Trainer:
 
 @contextmanager
 def quietly() -> Iterator[None]:
-    """Silences runs of our own."""
     before = logging.root.manager.disable
     logging.disable(logging.WARNING)
     try:
@@ -268,9 +267,6 @@ def overhead_seconds() -> float:
         runner = quiet_trainer(max_epochs=30, strategy=DGCLStrategy(self_check=False), callbacks=[clock])
         runner.fit(NodeClassifier(GCN(4, 2, num_layers=1)), datamodule=GraphDataModule(data))
     return float(np.diff(clock.times).min())
-
-
-# In words #####################################################################
 
 
 def explained(found: Sequence[Advice]) -> list[Advice]:

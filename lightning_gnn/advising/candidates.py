@@ -28,7 +28,6 @@ class Candidate:
 
     @property
     def name(self) -> str:
-        """The word for the Trainer."""
         return self.kind.strategy_name
 
     def strategy(self, **options: Any) -> GNNStrategy:

@@ -121,9 +121,6 @@ class Machine:
             topology: a name, a JSON file, or a topology (docs/planning.md).
             cores: that the ranks of a host share; by default this machine's, or one each with a topology.
             speed: see :class:`Machine`.
-
-        Raises:
-            ValueError: a number that is none, an unknown topology, ranks that hosts do not share evenly.
         """
         if ranks < 2:
             raise ValueError(f"advice is for several ranks (got {ranks}).")
@@ -193,7 +190,6 @@ class Timing:
 
     @property
     def exchange_seconds(self) -> float:
-        """What messages add."""
         return max(0.0, self.seconds - self.compute_seconds)
 
 
@@ -208,11 +204,7 @@ def with_trainer_messages(events: Sequence[Sequence[Event]]) -> list[list[Event]
 
 
 def timing(events: Sequence[Sequence[Event]], machine: Machine) -> Timing:
-    """Returns how long a step takes, once others went before: ranks wait for each other as `events` say, not between steps.
-
-    Raises:
-        ValueError: two ranks exchange rows and have no link.
-    """
+    """Returns how long a step takes, once others went before: ranks wait for each other as `events` say, not between steps."""
 
     def of_one(free: bool) -> float:
         few, many = (_run([list(each) * steps for each in events], machine, free) for steps in (_FEW, _MANY))

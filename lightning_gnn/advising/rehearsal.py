@@ -83,7 +83,6 @@ class Rehearsal:
 
     @property
     def messages(self) -> int:
-        """Of all ranks."""
         return sum(isinstance(event, Send) for each in self.events for event in each)
 
     @property

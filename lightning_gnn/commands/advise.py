@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
+from operator import attrgetter
 from typing import Any, ClassVar
 
 from rich.table import Table
@@ -12,7 +14,6 @@ from lightning_gnn.advising.advice import Advice, advise_on
 from lightning_gnn.advising.candidates import chosen
 from lightning_gnn.advising.extrapolate import extrapolate, smaller
 from lightning_gnn.advising.machine import Machine
-from lightning_gnn.checks.footprint import Peak
 from lightning_gnn.commands.graph_cli import JSON, GraphCLI, Option, working
 from lightning_gnn.commands.plan_print import memory_table
 from lightning_gnn.console import text_table
@@ -55,23 +56,20 @@ class AdviseCLI(GraphCLI):
             self.machines = [Machine.of(parts, hosts, config.topology, config.cores, config.speed)]
         self.chosen = chosen(config.schemes, parts, self.machines[0].topology.uniform)
 
-    def advise(self) -> list[Advice]:
-        """Returns what is predicted."""
+    def found(self) -> list[Advice]:
         if self.machines[-1].ranks < self.ranks:
             return extrapolate(self.ranks, self.machines, self.module, self.datamodule, self.config.schemes)
         return advise_on(self.machines[0], self.module, self.datamodule, only=self.chosen)
 
 
-def run_advise(arguments: Sequence[str]) -> None:
-    """Runs ``lightning-gnn advise`` with these arguments."""
+def advise(arguments: Sequence[str]) -> None:
     cli = AdviseCLI(arguments)
     console = cli.console
     with working("Rehearsing training steps"):
-        found = cli.advise()
+        found = cli.found()
     console.print(table(found, cli.ranks, cli.machines))
-    peaks = [
-        (str(each.candidate), _of_most(each.peaks), _of_most(each.peaks_recomputed)) for each in found if each.peaks
-    ]
+    most = partial(max, key=attrgetter("most"))
+    peaks = [(str(each.candidate), most(each.peaks), most(each.peaks_recomputed)) for each in found if each.peaks]
     if peaks:
         console.print(memory_table("Predicted peak memory of the rank that holds most, by phase", "scheme", peaks))
     for each in found:
@@ -93,10 +91,6 @@ def table(found: Sequence[Advice], ranks: int, machines: Sequence[Machine]) -> T
     for each in found:
         made.add_row(str(each.candidate), "yes" if each.candidate.exact else "no", *_cells(each))
     return made
-
-
-def _of_most(peaks: Sequence[Peak]) -> Peak:
-    return max(peaks, key=lambda peak: peak.most)
 
 
 def _cells(advice: Advice) -> Sequence[Any]:

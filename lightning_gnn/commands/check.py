@@ -45,7 +45,6 @@ class CheckCLI(GraphCLI):
 
 
 def check(arguments: Sequence[str]) -> None:
-    """Runs ``lightning-gnn check`` with these arguments."""
     cli = CheckCLI(arguments)
     with working("Comparing with one device"):
         report = check_parity(

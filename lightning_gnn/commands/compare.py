@@ -22,7 +22,6 @@ DESCRIPTION = (
 
 
 def compare(arguments: Sequence[str]) -> None:
-    """Runs ``lightning-gnn compare`` with these arguments."""
     parser = compare_parser()
     config = parser.parse_args(list(arguments))
     given = json.loads(parser.dump(config, format="json"))

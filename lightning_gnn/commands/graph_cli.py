@@ -36,9 +36,6 @@ JSON = Option(str, "File for all numbers. (default: none is written)")
 class GraphCLI(LightningCLI):
     """Parses what ``fit`` takes, so that its files and overrides serve here too; makes data and strategy, and no Trainer.
 
-    Args:
-        arguments: that follow the command's name.
-
     Attributes:
         name, usage, description, options: of the command, set by each.
         width: columns of what is printed to a file; None for rich's own.

@@ -32,7 +32,6 @@ class PartitionCLI(GraphCLI):
 
 
 def partition(arguments: Sequence[str]) -> None:
-    """Runs ``lightning-gnn partition`` with these arguments."""
     cli = PartitionCLI(arguments)
     data, layout, console = cli.datamodule, cli.layout, cli.console
     began = time.perf_counter()

@@ -53,11 +53,7 @@ class PlanReport:
 
     @classmethod
     def of(cls, name: str, scheme: Scheme, work: Workload, topology: Topology | None, cut: Cut) -> PlanReport:
-        """Returns the report on a strategy's scheme.
-
-        Raises:
-            ValueError: its plan does not apply: two devices exchange rows but have no link.
-        """
+        """Returns the report on a strategy's scheme."""
         own = [replace(each, scheme=each.scheme or name) for each in scheme.exchanges(work, topology)]
         report = cls(work, topology, (*own, *_others(own, scheme, work, topology)))
         followed = report.followed
@@ -81,7 +77,6 @@ class PlanReport:
 
     @property
     def followed(self) -> ExchangeCost:
-        """What ``fit`` would do."""
         return next(each for each in self.exchanges if each.followed)
 
     @property
@@ -225,7 +220,6 @@ def _of_model(config: Any, name: str) -> int | None:
 
 
 def plan(arguments: Sequence[str]) -> None:
-    """Runs ``lightning-gnn plan`` with these arguments."""
     cli = PlanCLI(arguments)
     data, console = cli.datamodule, cli.console
     with working(f"Loading the graph in {cli.layout.parts} parts, and planning"):

@@ -8,7 +8,7 @@ import socket
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -44,7 +44,6 @@ LAUNCHED = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
 def topology(arguments: Sequence[str]) -> None:
-    """Runs ``lightning-gnn topology`` with these arguments."""
     commands = {"measure": measure_command, "show": show_command}
     command, *rest = arguments or [""]
     if command in commands:
@@ -56,9 +55,6 @@ def topology(arguments: Sequence[str]) -> None:
     print(f"error: unknown command {f'topology {command}'!r}{did_you_mean(command, commands)}\n", file=sys.stderr)
     print(HELP, end="", file=sys.stderr)
     sys.exit(2)
-
-
-# measure #####################################################################
 
 
 def measure_command(arguments: Sequence[str]) -> None:
@@ -109,11 +105,7 @@ def measure_command(arguments: Sequence[str]) -> None:
 
 
 def _num_ranks(asked: int | None) -> int:
-    """Returns the number of ranks, from the launcher or as `asked` for.
-
-    Raises:
-        ValueError: neither says, or they contradict each other.
-    """
+    """Returns the number of ranks, from the launcher or as `asked` for."""
     there = [name for name in LAUNCHED if name in os.environ]
     if not there:
         if asked is None:
@@ -132,11 +124,7 @@ def _num_ranks(asked: int | None) -> int:
 
 
 def check_writable(path: Path) -> None:
-    """Makes sure that a file can be written later.
-
-    Raises:
-        ValueError: it cannot; says why.
-    """
+    """Makes sure that a file can be written later."""
     if path.is_dir():
         raise ValueError(f"--output {path} is a folder: name a file in it")
     if not path.parent.is_dir():
@@ -147,21 +135,20 @@ def check_writable(path: Path) -> None:
         raise ValueError(f"--output {path}: cannot write to {path.parent.absolute()} ({error.strerror})") from error
 
 
-class _Reporter:
-    """Tells on standard error, in rank 0, how far the measurement is."""
+def _reporter() -> Callable[[str, int, int], None]:
+    """Returns what tells on standard error how far the measurement is."""
+    began = told = time.monotonic()
 
-    def __init__(self) -> None:
-        self._began = self._told = time.monotonic()
-
-    def __call__(self, phase: str, done: int, total: int) -> None:
+    def report(phase: str, done: int, total: int) -> None:
+        nonlocal began, told
         now = time.monotonic()
-        if done == 1:
-            self._began = now
-        if done in (1, total) or now - self._told > 10:
-            self._told = now
-            left = (now - self._began) / max(done - 1, 1) * (total - done)
+        began = now if done == 1 else began
+        if done in (1, total) or now - told > 10:
+            told, left = now, (now - began) / max(done - 1, 1) * (total - done)
             soon = f", about {left:.0f} s left" if 1 < done < total else ""
             print(f"{phase}: {done} of {total}{soon}", file=sys.stderr, flush=True)
+
+    return report
 
 
 def _measure_as_rank(options: Any, size: int) -> None:
@@ -170,8 +157,7 @@ def _measure_as_rank(options: Any, size: int) -> None:
     if options.device == "cuda" or (options.device == "auto" and torch.cuda.is_available()):
         device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", rank)) % torch.cuda.device_count())
         torch.cuda.set_device(device)
-    shared = not options.no_shared_memory
-    world = World(rank, size, device, timedelta(seconds=options.timeout), shared)
+    world = World(rank, size, device, timedelta(seconds=options.timeout), not options.no_shared_memory)
     try:
         wrong = None
         if rank == 0:
@@ -193,7 +179,7 @@ def _measure_as_rank(options: Any, size: int) -> None:
             int(options.megabytes * 1e6),
             # Host names that are all different say nothing: containers have them, and so have machines of one rank.
             hosts if len(hosts) < size else None,
-            _Reporter() if rank == 0 else lambda phase, done, total: None,
+            _reporter() if rank == 0 else lambda phase, done, total: None,
             path.stem,
         )
         if rank == 0:
@@ -205,11 +191,7 @@ def _measure_as_rank(options: Any, size: int) -> None:
         world.close()
 
 
-# show ########################################################################
-
-
 def show_command(arguments: Sequence[str]) -> None:
-    """Runs ``lightning-gnn topology show``."""
     parser = Parser(prog="lightning-gnn topology show", description="Show hosts, hops and links of a topology.")
     parser.add_argument(
         "topology", type=str, help="A JSON file, or the name of a preset: dgx1, dgx1x2, pcie8, summit, uniform."
@@ -225,7 +207,6 @@ def show_command(arguments: Sequence[str]) -> None:
 
 
 def print_topology(topology: Topology, console: Console) -> None:
-    """Prints hosts, hops and links."""
     hosts = text_table("host", "devices by socket", title=escape(topology.name), left=2)
     for index, sockets in enumerate(topology.groups):
         hosts.add_row(str(index), escape(" | ".join(", ".join(map(str, socket)) for socket in sockets)))

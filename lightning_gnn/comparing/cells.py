@@ -84,10 +84,6 @@ def make_cells(cells: Sequence[str | Mapping[str, Any]], devices: int | Sequence
     Args:
         cells: names of strategies, or ``{"strategy": ..., "devices": ..., "label": ...}`` with the strategy's arguments beside.
         devices: of cells that do not say how many ranks they have.
-
-    Raises:
-        ValueError: there are none, two are the same, a strategy is unknown or one that cannot be started here, or `devices`
-            holds something else than numbers above 0.
     """
     made = []
     if isinstance(cells, (str, Mapping)) or not cells:
@@ -146,9 +142,6 @@ class Comparison:
     Attributes:
         model: LightningModule, as ``{"class_path": ..., "init_args": ...}``, or ``{"make": path of a function}``.
         data: datamodule, likewise.
-
-    Raises:
-        ValueError: one is not as described there.
     """
 
     model: Mapping[str, Any]
@@ -209,7 +202,6 @@ class Comparison:
         }
 
     def key(self, cell: Cell) -> str:
-        """Returns a digest of :meth:`task`."""
         return hashlib.blake2b(json.dumps(self.task(cell), sort_keys=True).encode(), digest_size=8).hexdigest()
 
 
@@ -236,9 +228,6 @@ def _own_code(values: Any) -> dict[str, str]:
     return found
 
 
-# Models and datamodules #######################################################
-
-
 def task_parser() -> Parser:
     """Returns what parses model, data and strategy of a task; errors are raised."""
     parser = Parser(exit_on_error=False)
@@ -254,11 +243,7 @@ def add_task(parser: Parser) -> None:
 
 
 def checked(sections: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns sections of a task as plain values, with defaults filled in.
-
-    Raises:
-        ValueError: a class or an argument is unknown, or of another type.
-    """
+    """Returns sections of a task as plain values, with defaults filled in."""
     parser = task_parser()
     try:
         given = {name: value for name, value in sections.items() if MAKES not in value}
@@ -276,9 +261,6 @@ def section_of(value: Any, what: str) -> dict[str, Any]:
         value: ``{"class_path": ..., "init_args": ...}``, the import path of a class or function, or such a class or function
             itself, called without arguments; of data, also GraphDataModule's arguments.
         what: ``"model"`` or ``"data"``, for errors.
-
-    Raises:
-        ValueError: it is something else, or could not be imported in another process.
     """
     if isinstance(value, Mapping):
         if "class_path" in value or what == "model":

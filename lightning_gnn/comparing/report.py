@@ -47,9 +47,6 @@ def _svg(figure: Figure, title: str) -> str:
     return base64.b64encode(file.getvalue()).decode()
 
 
-# Pictures #####################################################################
-
-
 def plots(cells: Cells, found: Mapping[str, Any]) -> Iterator[tuple[str, str, Figure]]:
     """Yields title, note and figure of each plot of the cells that have finished."""
     yield (
@@ -121,7 +118,6 @@ def _memory(cell: Mapping[str, Any]) -> Sequence[int]:
 
 
 def draw_memory(cells: Cells) -> Figure:
-    """Draws a bar per rank."""
     figure, axes = _bars(cells, "peak MB of each rank")
     for place, cell in enumerate(cells):
         memory = np.array(_memory(cell)) / 1e6
@@ -137,7 +133,6 @@ def draw_memory(cells: Cells) -> Figure:
 
 
 def draw_partition(cells: Cells) -> Figure:
-    """Draws balances and replication of each partition."""
     figure, axes = _bars(cells, "1 is even, or nothing cut")
     names = (("node_balance", "nodes, max / mean", "o"), ("edge_balance", "edges, max / mean", "s"))
     for index, (name, label, marker) in enumerate((*names, ("replication", "replication", "D"))):

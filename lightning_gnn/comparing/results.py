@@ -122,9 +122,6 @@ def partition_quality(report: Mapping[str, Any], counts: Mapping[str, int]) -> d
     }
 
 
-# Parity #######################################################################
-
-
 def parity(
     found: Mapping[str, Any],
     reference: Mapping[str, Any] | None,

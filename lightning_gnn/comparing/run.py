@@ -96,11 +96,7 @@ def compare(
 
 
 def run(comparison: Comparison) -> dict[str, Any]:
-    """Runs the cells of a checked comparison that have not run, prints the table, and returns what ``comparison.json`` holds.
-
-    Raises:
-        BlockingIOError: another comparison is writing to the same folder.
-    """
+    """Runs the cells of a checked comparison that have not run, prints the table, and returns what ``comparison.json`` holds."""
     if IN_CELL in os.environ:
         raise RuntimeError(
             'compare was called by one of its own cells, which import this file. Call it under `if __name__ == "__main__":`.'
@@ -115,7 +111,9 @@ def run(comparison: Comparison) -> dict[str, Any]:
         ) from error
     with lock:
         folders = [output / "cells" / comparison.key(cell) for cell in comparison.cells]
-        states = ["has to run" if _runs(folder, comparison.again) else _status(folder)["status"] for folder in folders]
+        states = [_status(folder).get("status", "has to run") for folder in folders]
+        if comparison.again != "none":
+            states = ["has to run" if comparison.again == "all" or state != "finished" else state for state in states]
         title = f"{len(folders)} cells, {comparison.epochs} epochs each ({comparison.warmup} of warm-up), seed {comparison.seed}"
 
         def found() -> dict[str, Any]:
@@ -155,11 +153,7 @@ def run(comparison: Comparison) -> dict[str, Any]:
 
 
 def check(comparison: Comparison) -> Comparison:
-    """Returns the comparison with all defaults of model and data filled in, so that keys do not depend on who left them out.
-
-    Raises:
-        ValueError: a section or a strategy's arguments cannot be, or the output cannot be written.
-    """
+    """Returns the comparison with all defaults of model and data filled in, so that keys do not depend on who left them out."""
     comparison = replace(comparison, **checked({"model": comparison.model, "data": comparison.data}))
     for cell in comparison.cells:
         configured = cell.configured()
@@ -177,20 +171,12 @@ def check(comparison: Comparison) -> Comparison:
     return comparison
 
 
-# A cell #######################################################################
-
-
 def _status(folder: Path) -> dict[str, Any]:
     """Returns how a cell has ended; ``{}`` if it has not."""
     try:
         return json.loads((folder / "status.json").read_text())
     except (OSError, ValueError):
         return {}
-
-
-def _runs(folder: Path, again: Again) -> bool:
-    status = _status(folder)
-    return not status or again == "all" or (again == "failed" and status["status"] != "finished")
 
 
 def _run_cell(comparison: Comparison, cell: Cell, folder: Path, tell: Progress) -> dict[str, Any]:
@@ -217,7 +203,8 @@ def _run_cell(comparison: Comparison, cell: Cell, folder: Path, tell: Progress) 
             late = _watch(process, began + comparison.timeout, folder, comparison.epochs, tell)
         finally:
             _end(process)
-    lines = _last_lines(folder / "output.txt")
+    text = re.sub(r"\x1b\[[0-9;]*[A-Za-z]", "", (folder / "output.txt").read_text(errors="replace"))
+    lines = [line.rstrip() for line in text.splitlines() if line.strip()][-LAST_LINES:]
     status: dict[str, Any] = {"status": "finished", "error": [], "seconds": time.monotonic() - began}
     if late:
         error = f"TimeoutError: not done within timeout={comparison.timeout:g} s"
@@ -253,14 +240,6 @@ def _end(process: subprocess.Popen[bytes]) -> None:
                 process.wait(seconds)
     with suppress(ProcessLookupError, PermissionError):
         os.killpg(process.pid, signal.SIGKILL)  # ranks that outlived the first
-
-
-def _last_lines(file: Path) -> list[str]:
-    text = re.sub(r"\x1b\[[0-9;]*[A-Za-z]", "", file.read_text(errors="replace"))
-    return [line.rstrip() for line in text.splitlines() if line.strip()][-LAST_LINES:]
-
-
-# All cells ####################################################################
 
 
 def collect(comparison: Comparison, folders: Sequence[Path], states: Sequence[str]) -> dict[str, Any]:
@@ -316,7 +295,6 @@ def _finite(value: Any) -> Any:
 
 
 def _in_a_line(cell: Mapping[str, Any]) -> str:
-    """Returns how a cell went."""
     if cell["status"] == "finished":
         return f"{number(cell['epoch_seconds'])} s per epoch, parity {parity_text(cell['parity'])}"
     errors = [line for line in cell["error"] if re.match(r"[\w.]*(Error|Exception|Interrupt)\b", line)]

@@ -28,7 +28,6 @@ from lightning_gnn.datamodules import GraphDataModule
 
 
 def main() -> None:
-    """Runs in each rank."""
     folder, started = Path(sys.argv[1]), time.time()
     at_start = peak_memory()
     task = json.loads((folder / "task.json").read_text())

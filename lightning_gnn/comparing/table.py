@@ -87,7 +87,6 @@ def parity_text(found: Mapping[str, Any]) -> str:
 
 
 def number(value: float | None, digits: int = 3) -> str:
-    """Returns a number in a few digits."""
     if value is None or math.isnan(value):
         return "-" if value is None else "nan"
     return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.{digits}g}"

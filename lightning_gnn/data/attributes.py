@@ -104,9 +104,6 @@ def kind_by_rows(name: str, value: Tensor, num_nodes: int | None, num_edges: int
     return "node" if rows == num_nodes else "edge"
 
 
-# What is left out #############################################################
-
-
 def why_left_out(name: str, value: Any, num_nodes: int | None, num_edges: int | None) -> str | None:
     """Returns why an attribute is no part of a prepared graph; None if it is.
 
@@ -184,9 +181,6 @@ def kept_attributes(
     """Returns what is kept of a graph, on the CPU, what its tensors belong to, and why others are left out.
 
     Warns of what is left out, and of what may be meant otherwise, but not of `data` that was prepared before.
-
-    Raises:
-        ValueError: a tensor that the files of a partitioned graph could not hold.
     """
     kept: dict[str, Any] = {}
     kinds = kinds_of(data) if isinstance(data, GraphData) else {}
@@ -328,9 +322,6 @@ def with_masks_of_ids(given: Mapping[str, Any], num_nodes: int, needed: bool) ->
         given: the attributes.
         num_nodes: of the graph, or of the type.
         needed: a split that cannot be read is an error if there are no masks.
-
-    Raises:
-        ValueError: see `needed`.
     """
     rest = dict(given)
     left_out: dict[str, str] = {}

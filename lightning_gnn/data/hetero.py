@@ -61,9 +61,6 @@ def prepare_hetero(
         data: with ``edge_index`` per edge type; per node type ``x``, or ``num_nodes`` where there are no features.
         input_type: see :func:`input_type_of`.
         fractions, split_column, seed, masks_needed: see :func:`~lightning_gnn.data.sources.prepare_graph`.
-
-    Raises:
-        ValueError: says what is missing or wrong, of which type, and what to do.
     """
     if not data.edge_types:
         raise ValueError("The HeteroData has no edge types. Set data['author', 'writes', 'paper'].edge_index, say.")
@@ -92,7 +89,6 @@ def prepare_hetero(
 
 @contextmanager
 def _told(of: str) -> Iterator[None]:
-    """Says which type a ``ValueError`` is about."""
     try:
         yield
     except ValueError as error:
@@ -183,7 +179,6 @@ class JoinedGraph:
 
     @classmethod
     def of(cls, data: Data | HeteroData) -> JoinedGraph:
-        """Returns the lists of a checked graph."""
         if isinstance(data, Data):
             return cls(data.edge_index.numpy(), data.x.size(0))
         nodes = {name: data[name].num_nodes for name in data.node_types}

@@ -87,7 +87,6 @@ def load_source(
 
 
 def described(source: Source) -> str:
-    """Returns a name for a source, for messages."""
     if isinstance(source, str):
         return source
     return getattr(source, "__qualname__", None) or type(source).__name__

@@ -314,7 +314,6 @@ def whole_graph_with_types(data: HeteroData, input_type: NodeType) -> Shard:
 
 
 def _only_shard(batch: Data | HeteroData, predicted: Any, n_id: Tensor, e_id: Tensor, types: Types) -> Shard:
-    """Returns the shard of the only rank; `predicted` has labels and masks."""
     counts, edge_counts, nothing = (len(n_id),), (len(e_id),), np.empty(0, np.int64)
     y = predicted.get("y")
     masks = {name: (num_labelled(y, predicted[name]),) for name in MASKS}

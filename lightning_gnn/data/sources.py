@@ -105,7 +105,6 @@ def check_tensor(name: str, value: Any) -> None:
 
 
 def features(x: Tensor) -> Tensor:
-    """Returns ``x`` floating, ``[N, F]``."""
     if x.dim() != 2 or x.size(1) == 0:
         hint = " A single feature is a column: data.x = data.x.view(-1, 1)." if x.dim() == 1 else ""
         raise ValueError(f"x must have shape [N, F], one row of features per node (got {list(x.shape)}).{hint}")
@@ -279,7 +278,6 @@ def _set_edge_masks(data: Data) -> None:
 
 
 def _mask(name: str, mask: Tensor, num_nodes: int, column: int) -> Tensor:
-    """Returns one mask as bool ``[N]``."""
     from_ids = f"mask = torch.zeros({num_nodes}, dtype=torch.bool); mask[ids] = True"
     if mask.dim() not in (1, 2):
         raise ValueError(f"{name} must have shape [N] or [N, splits] (got {list(mask.shape)}).")

@@ -265,7 +265,6 @@ def _write(
 
 
 def _attributes(data: Data | HeteroData, kind: NodeType | EdgeType) -> dict[str, Tensor]:
-    """Returns what the nodes, or the edges, of a type have: of all where there are no types."""
     if isinstance(data, Data):
         return _of_kind(data, "node" if isinstance(kind, str) else "edge")
     return {name: value for name, value in data[kind].items() if isinstance(value, Tensor) and name != "edge_index"}
@@ -379,11 +378,7 @@ def write_atomically(path: Path, text: str) -> None:
 
 
 def read_cut(folder: Path, layout: LayoutSpec | None = None) -> Cut:
-    """Returns the cut in `folder`, memory-mapped (copy on write: changes stay in this process).
-
-    Raises:
-        StoreError: see :func:`read_manifest`.
-    """
+    """Returns the cut in `folder`, memory-mapped (copy on write: changes stay in this process)."""
     manifest = read_manifest(folder, layout)
 
     def load(name: str) -> np.ndarray:

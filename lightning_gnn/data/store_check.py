@@ -63,11 +63,7 @@ def checksum_of(file: Path) -> int:
 
 
 def plain_size(file: Path) -> int | None:
-    """Returns the size of a file in bytes; None if there is none.
-
-    Raises:
-        ValueError: it is a link, a folder, a pipe or a device: an entry has files of its own only.
-    """
+    """Returns the size of a file in bytes; None if there is none."""
     try:
         found = os.lstat(file)
     except (FileNotFoundError, NotADirectoryError):
@@ -78,11 +74,7 @@ def plain_size(file: Path) -> int | None:
 
 
 def array_size(file: Path) -> tuple[tuple[int, ...], np.dtype[Any]]:
-    """Returns shape and dtype that the header of a ``.npy`` file gives.
-
-    Raises:
-        ValueError: it is no such file, holds objects, or is not as long as its header says.
-    """
+    """Returns shape and dtype that the header of a ``.npy`` file gives."""
     with file.open("rb") as opened:
         start = opened.read(len(_MAGIC) + 2)
         text = opened.read(int.from_bytes(start[len(_MAGIC) :], "little")).decode("latin1")  # 64 KB at most
@@ -273,7 +265,6 @@ def _check_counts(
 
 
 def _files(manifest: Mapping[str, Any], layout: LayoutSpec) -> set[str]:
-    """Returns the names of the files that an entry of this manifest has."""
     names = ["n_id", "e_id", *(["holders"] if layout.kind == "vertex_cut" else [])]
     names += [f"part{part}.{what}" for part in range(layout.parts) for what in ("edge_index", "halo")]
     names += [f"{kind}.{name}" for kind, each in manifest["attributes"].items() for name in each]
@@ -303,7 +294,6 @@ def _within(ids: np.ndarray, size: int) -> bool:
 
 
 def _flat(groups: Any) -> Iterator[int]:
-    """Yields the numbers of nested lists."""
     if not isinstance(groups, list):
         _require(type(groups) is int, f"groups must be nested lists of parts (got {shown(groups)})")
         yield groups
@@ -313,7 +303,6 @@ def _flat(groups: Any) -> Iterator[int]:
 
 
 def _counts(values: Mapping[str, Any], name: str, length: int) -> list[int]:
-    """Returns a list of so many numbers of at least 0."""
     found = _get(values, name, list)
     ok = len(found) == length and all(type(each) is int and 0 <= each < _MOST for each in found)
     _require(ok, f"{name} must be {length} numbers of at least 0 (got {shown(found)})")

@@ -16,13 +16,9 @@ from lightning_gnn.datamodules.graph import GraphDataModule
 def known_edges(data: GraphDataModule, edges: Tensor, others: Tensor, typed: bool = False) -> Tensor:
     """Returns for some edges (s, t) and other nodes t' which (s, t') are edges as well, bool ``[n, K]``.
 
-    Reads the stored graph part by part, so it takes memory for the edges of one. On any rank, without others; after `setup`.
+    Ids are original ones, of `edges` int64 ``[n]`` and of `others` ``[n, K]``; if `typed`, (s, t') has the same ``edge_type``.
 
-    Args:
-        data: the graph.
-        edges: original ids of edges, int64 ``[n]``.
-        others: original ids of nodes, int64 ``[n, K]``.
-        typed: (s, t') is to have the same ``edge_type``.
+    Reads the stored graph part by part, so it takes memory for the edges of one. On any rank, without others; after `setup`.
     """
     num_nodes = sum(data.shard.counts)
     asked, each = edges.unique(return_inverse=True)

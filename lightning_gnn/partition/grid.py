@@ -30,9 +30,6 @@ class ProcessGrid:
     Attributes:
         num_ranks: P.
         replication: c.
-
-    Raises:
-        ValueError: c does not divide P.
     """
 
     num_ranks: int
@@ -67,7 +64,6 @@ class ProcessGrid:
         return range(row * self.replication, (row + 1) * self.replication)
 
     def in_column(self, column: int) -> range:
-        """Returns the ranks of a process column."""
         return range(column, self.num_ranks, self.replication)
 
     def chunk(self, column: int) -> range:
@@ -133,11 +129,7 @@ class ProcessCube:
 
     @classmethod
     def of(cls, num_ranks: int, dimensions: int) -> ProcessCube:
-        """Returns the square or cube of that many ranks.
-
-        Raises:
-            ValueError: there is none; names the nearest numbers of ranks that have one.
-        """
+        """Returns the square or cube of that many ranks."""
         root = round(num_ranks ** (1 / dimensions))
         if root**dimensions != num_ranks:
             below, above = (max(1, int(num_ranks ** (1 / dimensions)) + more) ** dimensions for more in (0, 1))
@@ -163,11 +155,9 @@ class ProcessCube:
         return block % self.side, column, block // self.side
 
     def rank(self, row: int, column: int, layer: int) -> int:
-        """Returns the rank at a place."""
         return (layer * self.side + row) * self.side + column
 
     def owners(self, block: int) -> range:
-        """Returns the ranks that own a block."""
         return range(block * self.side, (block + 1) * self.side)
 
     def blocks_of_row(self, row: int) -> list[int]:

@@ -55,5 +55,4 @@ def _assign(
 
 
 def devices(group: Groups | int) -> list[int]:
-    """Returns the devices of a group, in its order."""
     return [group] if isinstance(group, int) else [device for each in group for device in devices(each)]

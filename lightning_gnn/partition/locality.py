@@ -55,11 +55,7 @@ def local_relabelling(edge_index: Ids, part: NDArray[np.integer], num_parts: int
     Communities are those of one level of Louvain's method (Blondel et al. 2008, section 2), of at most `COMMUNITY` nodes:
     each node in turn joins that community of its sources that raises the modularity most. Edges into the node alone are
     looked at: the same where edges come in both directions, and half the work. Communities come in the order of their
-    first nodes, so that a good order of the user's is kept roughly. The same input gives the same order.
-
-    Args:
-        edge_index: original ids, int64 ``[2, E]``, source and target.
-        part: owner of each node, ``[N]``, values 0 to `num_parts` - 1.
+    first nodes, so that a good order of the user's is kept roughly. The same input gives the same order. Ids are original ones.
     """
     num_nodes = len(part)
     inside = edge_index[:, part[edge_index[0]] == part[edge_index[1]]]  # so that no community leaves its part

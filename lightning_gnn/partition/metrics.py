@@ -81,7 +81,6 @@ class EdgeCutReport:
         return cls(nodes, edges, halo_rows, values["cut_edges"], masks, types)
 
     def as_dict(self) -> dict[str, Any]:
-        """Returns plain numbers and lists, for JSON."""
         derived = ("node_balance", "edge_balance", "predicted_seconds")
         return {
             **{name: getattr(self, name).tolist() for name in ("nodes", "edges", "halo_rows")},
@@ -120,7 +119,6 @@ def _bytes(count: int) -> str:
 
 
 def balance(counts: Counts) -> float:
-    """Returns the heaviest part over the average."""
     return float(counts.max() / counts.mean()) if counts.sum() else 1.0
 
 

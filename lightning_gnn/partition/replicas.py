@@ -67,12 +67,6 @@ def hold(edge_index: Ids, offsets: Ids, replicas: Replicas) -> Held:
     """Returns what every rank holds if neighbourhoods are replicated.
 
     A replica belongs to that rank of its group which reads it most, counting from the group's own nodes outwards.
-
-    Args:
-        offsets: first node of each rank and the end, int64 ``[P + 1]``.
-
-    Raises:
-        ValueError: more than 64 groups.
     """
     num_ranks = len(offsets) - 1
     group = np.empty(num_ranks, np.int64)
@@ -118,9 +112,6 @@ def within_hops(edge_index: Ids, group: NDArray[np.integer], num_groups: int, ho
 
     Returns:
         For 0 to K hops, uint64 ``[N]`` each.
-
-    Raises:
-        ValueError: more than 64 groups.
     """
     if num_groups > _MOST_GROUPS:
         raise ValueError(
@@ -173,7 +164,6 @@ def _nodes(held: Held, ids: Ids) -> Ids:
 
 @numba.njit(cache=True, nogil=True)
 def _grown(source, target, reached):  # type: ignore[no-untyped-def]
-    """Returns the sets of groups after one more hop."""
     grown = reached.copy()
     for edge in range(len(source)):
         grown[source[edge]] |= reached[target[edge]]

@@ -82,12 +82,7 @@ class EdgeCutPart:
 
 
 def edge_cut_parts(edge_index: Ids, relabelling: Relabelling) -> Iterator[EdgeCutPart]:
-    """Yields the parts in order; edges in the order of their targets' rows, as a CSR has them.
-
-    Args:
-        edge_index: original ids, int64 ``[2, E]``, source and target.
-        relabelling: the node order.
-    """
+    """Yields the parts of edges in original ids, ``[2, E]``; edges come in the order of their targets' rows, as in a CSR."""
     offsets, new = relabelling.offsets, relabelling.new_ids()
     source, target = torch.from_numpy(new[edge_index])
     edges = CSR.from_coo(target, source, len(new), len(new))

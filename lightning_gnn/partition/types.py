@@ -46,7 +46,6 @@ class Types:
         return self.nodes if isinstance(kind, str) else self.edges
 
     def total(self, kind: NodeType | EdgeType) -> int:
-        """Returns the number of nodes, or edges, of a type."""
         return int(self._of(kind)[kind].sum())
 
     def offsets(self, kind: NodeType | EdgeType) -> Counts:
@@ -81,7 +80,6 @@ class Types:
         return rows - starts[block] + firsts[block]
 
     def as_dict(self) -> dict[str, Any]:
-        """Returns plain values, for JSON."""
         return {
             "nodes": [[name, counts.tolist()] for name, counts in self.nodes.items()],
             "edges": [[list(kind), counts.tolist()] for kind, counts in self.edges.items()],
@@ -90,7 +88,6 @@ class Types:
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> Types:
-        """Returns what :meth:`as_dict` gave of a graph with types."""
         nodes = {name: np.asarray(counts, np.int64) for name, counts in values["nodes"]}
         edges: dict[EdgeType, Counts] = {tuple(kind): np.asarray(counts, np.int64) for kind, counts in values["edges"]}
         return cls(nodes, edges, values["input_type"])

@@ -168,7 +168,6 @@ def _check(
 
 
 def _hosts(groups: Groups | None, num_parts: int) -> list[list[int]]:
-    """Returns the ranks of each host."""
     if groups is None:
         return [list(range(num_parts))]
     hosts = [devices(group) for group in groups]

@@ -76,11 +76,9 @@ class VertexCutReport:
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> VertexCutReport:
-        """Returns the report that :meth:`as_dict` gave, with or without more keys beside."""
         return cls(**{field.name: np.asarray(values[field.name], np.int64) for field in fields(cls)})
 
     def as_dict(self) -> dict[str, Any]:
-        """Returns plain numbers and lists, for JSON."""
         derived = ("replication_factor", "edge_balance", "replica_balance", "master_balance", "sent_balance")
         counts = {field.name: getattr(self, field.name).tolist() for field in fields(self)}
         return counts | {name: getattr(self, name) for name in derived}

@@ -66,9 +66,6 @@ def detected(
         machines: with all ranks.
         alike_gb_per_s: bandwidth between two ranks of a machine without a table.
         between_gb_per_s: bandwidth of a machine's port; by default Ethernet (DGCL Table 1).
-
-    Raises:
-        ValueError: ranks are missing or named twice.
     """
     hops: list[dict[str, Any]] = []
     links: list[dict[str, Any]] = []

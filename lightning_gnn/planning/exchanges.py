@@ -48,9 +48,6 @@ class Workload:
         element_bytes: of one number.
         value_bytes: of an edge's weight, which travels where blocks of the matrix do; 0 if all are one.
         holder: of a vertex cut, the rank that computes each edge, ``[E]``; None where its target's owner does.
-
-    Raises:
-        ValueError: a number below 1.
     """
 
     relation: Relation
@@ -69,7 +66,6 @@ class Workload:
 
     @property
     def row_bytes(self) -> int:
-        """Bytes of a row that a layer exchanges."""
         return self.columns * self.element_bytes
 
     @property
@@ -126,7 +122,6 @@ class ExchangeCost:
         return float(self.edges.max() / self.edges.mean()) if self.edges.any() else 1.0
 
     def as_dict(self) -> dict[str, Any]:
-        """Returns plain numbers, for JSON; None for what is unknown."""
         names = ("scheme", "followed", "reason", "rows", "seconds", "replication", "matrix_bytes", "paper_rows")
         return {name: getattr(self, name) for name in (*names, "edge_balance")} | {
             "edges": round(self.edges.sum()),
@@ -169,11 +164,7 @@ def edge_exchange(
 
 
 def plan_exchanges(work: Workload, topology: Topology) -> list[ExchangeCost]:
-    """Returns the exchanges of ``DGCLStrategy(plan=...)``: p2p, spst, swap, replicate and dgcl_r.
-
-    Raises:
-        ValueError: the topology is of another number of devices than the workload.
-    """
+    """Returns the exchanges of ``DGCLStrategy(plan=...)``: p2p, spst, swap, replicate and dgcl_r."""
     check_devices(work.relation, topology)
     parts = edge_exchange("", work, None)  # what each rank holds and computes under plans that replicate nothing
     found = []

@@ -62,11 +62,7 @@ def sparse_cost(grid: ProcessGrid, offsets: Ids, halos: Sequence[Ids], partial_s
 
 
 def choose(costs: Sequence[GridCost], available: int | None) -> GridCost:
-    """Returns the cost with the fewest rows of those that fit into memory and let all ranks multiply; among equals the largest c.
-
-    Raises:
-        ValueError: none fits.
-    """
+    """Returns the cost with the fewest rows of those that fit into memory and let all ranks multiply; of equals the largest c."""
     costs = [cost for cost in costs if cost.grid.all_multiply]
     fitting = [cost for cost in costs if available is None or cost.bytes_held <= available]
     if not fitting:
@@ -76,9 +72,6 @@ def choose(costs: Sequence[GridCost], available: int | None) -> GridCost:
             f"{(available or 0) / 1e9:.3g} GB are available to each. Use more ranks or fewer columns."
         )
     return min(fitting, key=lambda cost: (cost.rows, -cost.grid.replication))
-
-
-# Traffic ######################################################################
 
 
 def block_traffic(grid: ProcessGrid, offsets: Ids) -> Ids:
@@ -105,10 +98,7 @@ def edge_traffic(holder: Ids, offsets: Ids, edge_index: Ids) -> Ids:
     """Returns the rows of a sparse exchange, int64 ``[2, P, P]``: those that are expanded, then partial sums that are reduced.
 
     A rank gets each node that one of its edges leaves from its owner, once, and sends its owner a partial sum of each node that
-    one leads to. Where edges lie with the owner of their target, these are halos, and nothing.
-
-    Args:
-        holder: the rank that computes each edge, ``[E]``.
+    one leads to; `holder` is each edge's rank, ``[E]``. Where that is the target's owner, these are halos, and nothing.
     """
     num_ranks = len(offsets) - 1
     traffic = np.zeros((2, num_ranks, num_ranks), np.int64)
@@ -150,10 +140,7 @@ def summa_entries(cube: ProcessCube, offsets: Ids, edge_index: Ids) -> Ids:
 def matrix_traffic(cube: ProcessCube, offsets: Ids, edge_index: Ids, value_bytes: int) -> Ids:
     """Returns the bytes of the matrix that travel in the same stages as :func:`summa_traffic`'s words, ``[q + 3, P, P]``.
 
-    Of a block these are a column (4 bytes) and a value per entry, and where each of its rows begins (8 bytes).
-
-    Args:
-        value_bytes: of an edge's weight; 0 if all are one.
+    Of a block these are a column (4 bytes) and a value per entry (0 bytes if all are one), and where each row begins (8 bytes).
     """
     q, sizes = cube.side, np.diff(offsets[:: cube.side])
     entries = summa_entries(cube, offsets, edge_index)

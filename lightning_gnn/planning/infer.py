@@ -43,7 +43,6 @@ ALIKE = 1.08
 
 
 def all_flows(num_devices: int) -> list[Flow]:
-    """Returns the ordered pairs of devices."""
     return list(permutations(range(num_devices), 2))
 
 
@@ -118,9 +117,6 @@ def infer(
             taken not to share) and, in a second round, crowds (see :func:`crowds_to_measure`).
         hosts: the devices of each host; by default found by speed, see :func:`hosts_by_speed`.
         name: of the topology.
-
-    Raises:
-        ValueError: a pair has no bandwidth.
     """
     num_devices = len(alone)
     off_diagonal = ~np.eye(num_devices, dtype=bool)

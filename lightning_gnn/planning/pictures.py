@@ -56,9 +56,6 @@ def new_figure(width: float, height: float) -> Figure:
     return figure
 
 
-# Links #######################################################################
-
-
 def draw_links(loads: Sequence[LinkLoad], topology: Topology, title: str) -> Figure:
     """Returns a picture of the devices by host and socket, and the links, coloured by the time of their busiest hop.
 
@@ -235,9 +232,6 @@ def _draw_busiest(axes: Axes, loads: Sequence[LinkLoad], topology: Topology, lon
     )
     axes.set_xlabel(f"busy in one exchange, {unit}", fontsize=9)
     _plain(axes)
-
-
-# Stages ######################################################################
 
 
 def draw_stages(costs: Mapping[str, PlanCost | str], topology: Topology, row_bytes: float) -> Figure:

@@ -61,11 +61,7 @@ def plan_cost(plan: Plan, topology: Topology) -> PlanCost:
 
 
 def direct_cost(traffic: NDArray[np.int64] | NDArray[np.float64], topology: Topology) -> PlanCost:
-    """Returns the cost of rows that each device sends to each other one directly, in stages, ``[K, P, P]``.
-
-    Raises:
-        ValueError: the topology has another number of devices, or two devices that exchange rows have no link.
-    """
+    """Returns the cost of rows that each device sends to each other one directly, in stages, ``[K, P, P]``."""
     if traffic.shape[1] != topology.num_devices:
         raise ValueError(
             f"{traffic.shape[1]} ranks exchange rows, but topology {topology.name!r} has {topology.num_devices} devices. "
@@ -98,9 +94,6 @@ def swap_cost(relation: Relation, topology: Topology) -> PlanCost:
 
     A device reads over the hops to the memory of its own socket: rows that lie in another socket's take longer, so this is a
     lower estimate.
-
-    Raises:
-        ValueError: several machines, or a topology that does not say how devices get to the memory.
     """
     check_devices(relation, topology)
     if len(topology.hosts) > 1:
@@ -112,9 +105,6 @@ def swap_cost(relation: Relation, topology: Topology) -> PlanCost:
         rows[0, list(via)] += relation.offsets[device + 1] - relation.offsets[device]
         rows[1, [hop ^ 1 for hop in via]] += relation.pair_rows[:, device].sum()
     return PlanCost(topology, rows)
-
-
-# Links and kinds of hops ######################################################
 
 
 @dataclass(frozen=True)
@@ -139,7 +129,6 @@ class LinkLoad:
     hop_seconds: float
 
     def as_dict(self, row_bytes: int) -> dict[str, Any]:
-        """Returns plain numbers and lists, for JSON."""
         return asdict(self) | {"bytes": [rows * row_bytes for rows in self.rows]}
 
 
@@ -203,7 +192,6 @@ class Balance:
         return None if self.others_seconds is None else _difference([self.kinds["nvlink"], self.others_seconds])
 
     def as_dict(self) -> dict[str, Any]:
-        """Returns plain numbers, for JSON."""
         return asdict(self) | {"spread": self.spread, "paper_spread": self.paper_spread}
 
 

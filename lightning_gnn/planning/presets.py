@@ -101,9 +101,6 @@ def summit(num_devices: int = 6, per_host: int = 6) -> Topology:
         per_host: GPUs that are used of each node, the first ones.
 
     Source: CAGNET (GNNSys'21) section 5.2 has all bandwidths.
-
-    Raises:
-        ValueError: a node has no such number of GPUs, or there are more devices than a topology can have.
     """
     if not 1 <= per_host <= 6:
         raise ValueError(f"A node of Summit has 6 GPUs (got per_host={per_host}).")
@@ -154,9 +151,6 @@ def machines(
         inside_gb_per_s: bandwidth of the link that each two ranks of a machine have for themselves, of all machines or each.
         between_gb_per_s: bandwidth of a port, which all traffic of its machine with others shares; by default Ethernet as
             DGCL measured it (Table 1).
-
-    Raises:
-        ValueError: there is no machine, one without ranks, or not one bandwidth inside for each.
     """
     counts = list(ranks_per_host)
     inside = [inside_gb_per_s] * len(counts) if isinstance(inside_gb_per_s, (int, float)) else list(inside_gb_per_s)

@@ -66,12 +66,7 @@ class Relation:
 
     @classmethod
     def from_edges(cls, edge_index: Ids, offsets: Ids) -> Relation:
-        """Returns the relation of an edge cut: the owner of an edge's target needs its source.
-
-        Args:
-            edge_index: relabelled ids, source and target, int64 ``[2, E]``.
-            offsets: int64 ``[P + 1]``.
-        """
+        """Returns the relation of an edge cut: the owner of an edge's target needs its source; ids are relabelled."""
         if len(offsets) - 1 > MAX_DEVICES:
             raise ValueError(f"Plans are made for at most {MAX_DEVICES} devices (got {len(offsets) - 1}).")
         owner = np.repeat(np.arange(len(offsets) - 1), np.diff(offsets)).astype(np.uint8)

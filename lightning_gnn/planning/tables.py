@@ -56,7 +56,6 @@ class RankPlan:
 
     @property
     def num_rows(self) -> int:
-        """Rows of the buffer."""
         return self.num_owned + self.num_halo + self.num_relayed
 
     @property

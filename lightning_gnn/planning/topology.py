@@ -101,7 +101,6 @@ class Topology:
 
     @cached_property
     def gb_per_s(self) -> NDArray[np.float64]:
-        """Bandwidth of each hop, ``[H]``."""
         return np.array([hop.gb_per_s for hop in self.hops])
 
     @cached_property

@@ -49,16 +49,11 @@ def load_topology(path: str | Path) -> Topology:
 
 
 def save_topology(topology: Topology, path: str | Path) -> None:
-    """Writes `topology` to a JSON file that :func:`load_topology` reads."""
     Path(path).write_text(json.dumps(topology_to_dict(topology), indent=1) + "\n")
 
 
 def topology_from_dict(description: Any, name: str = "topology") -> Topology:
-    """Returns the topology of a description in the JSON format.
-
-    Raises:
-        ValueError: names the field that is wrong.
-    """
+    """Returns the topology of a description in the JSON format."""
     num_devices = _get(description, "devices", int, "topology", instead="ranks")
     check_devices(num_devices)
     hops: list[Hop] = []
@@ -136,7 +131,6 @@ def topology_to_dict(topology: Topology) -> dict[str, Any]:
 
 
 def _duplex(title: str, entry: Mapping[str, Any], where: str) -> list[Hop]:
-    """Returns the two directions of a connection."""
     gb_per_s = _get(entry, "gb_per_s", (int, float), where, instead="bandwidth_mbit")
     if not 0 < gb_per_s < 1e300:  # Python's integers may be larger than any float; NaN is neither
         raise ValueError(f"{where}: {title} needs a positive bandwidth in GB/s (got {shown(gb_per_s)}).")

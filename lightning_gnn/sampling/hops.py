@@ -38,8 +38,6 @@ def sample_hops(
     Args:
         seeds: ids by node type, int64 ``[n]``; a type that is not there has none.
         fanouts: by edge type, one per hop; 0 leaves it out of that hop.
-        hop: answers a hop.
-        numberings: by node type; all types that an edge type names.
         directed: keep the edges that were drawn; else all edges between sampled nodes, which cannot be trimmed to a layer.
     """
     for name, numbering in numberings.items():

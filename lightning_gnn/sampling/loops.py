@@ -27,9 +27,6 @@ FIND, ADD, APPEND = 0, 1, 2
 """How ids are numbered: unknown ones get -1; or the next number; or each id takes a number, even if it is known."""
 
 
-# Random numbers ###############################################################
-
-
 @numba.njit(inline="always")
 def _mixed(word):
     """Returns a word, uint64, all of whose bits depend on all of the given one's."""
@@ -52,9 +49,6 @@ def _uniform(state, draw):
     return np.int64(word >> np.uint64(11)) * (1.0 / (1 << 53))
 
 
-# One hop ######################################################################
-
-
 @loop
 def offsets_of_all(indptr, targets, fanout, replace, offsets):
     """Where each target's edges begin and end, ``offsets[t]`` to ``offsets[t + 1]``; int64 ``[T + 1]``."""
@@ -69,25 +63,21 @@ def offsets_of_all(indptr, targets, fanout, replace, offsets):
         offsets[t + 1] = offsets[t] + degree
 
 
-@loop
-def offsets_until(indptr, time, until, targets, fanout, offsets):
-    """As `offsets_of_all`, for the edges whose time ``[E]`` is at most that of their target, ``[T]``."""
-    offsets[0] = 0
-    for t in range(len(targets)):
-        row, found = targets[t], 0
-        for slot in range(indptr[row], indptr[row + 1]):
-            found += time[slot] <= until[t]
-        offsets[t + 1] = offsets[t] + (found if fanout < 0 else min(found, fanout))
+@numba.njit(inline="always")
+def _allowed(slot, weight, time, latest):
+    """Whether an edge may be drawn: by its weight and its time, if there are any."""
+    return (len(time) == 0 or time[slot] <= latest) and (len(weight) == 0 or weight[slot] > 0)
 
 
 @loop
-def offsets_weighted(indptr, weight, targets, fanout, offsets):
-    """As `offsets_of_all`, for the edges whose weight ``[E]`` is above 0."""
+def offsets_of_allowed(indptr, weight, time, until, targets, fanout, offsets):
+    """As `offsets_of_all`, for the edges of a weight ``[E]`` above 0, and a time ``[E]`` at most their target's ``[T]``."""
     offsets[0] = 0
     for t in range(len(targets)):
         row, found = targets[t], 0
+        limit = until[t] if len(until) > 0 else 0
         for slot in range(indptr[row], indptr[row + 1]):
-            found += weight[slot] > 0
+            found += _allowed(slot, weight, time, limit)
         offsets[t + 1] = offsets[t] + (found if fanout < 0 else min(found, fanout))
 
 
@@ -166,9 +156,10 @@ def draw_best(indptr, weight, time, until, latest, targets, keys, seed, offsets,
         row = targets[t]
         start, end = indptr[row], indptr[row + 1]
         state = _stream(seed, keys[t] if len(keys) > 0 else t)
+        limit = until[t] if len(until) > 0 else 0
         found, worst = 0, 0
         for slot in range(start, end):
-            if (len(time) > 0 and time[slot] > until[t]) or (len(weight) > 0 and not weight[slot] > 0):
+            if not _allowed(slot, weight, time, limit):
                 continue
             if latest:
                 score = -np.float64(time[slot])
@@ -198,9 +189,6 @@ def take(indices, edge, listed, slots, sources, edges, low, high):
         slot = slots[s]
         sources[s] = indices[slot]
         edges[s] = edge[slot] if listed else slot
-
-
-# Numbering ####################################################################
 
 
 @loop
@@ -252,9 +240,6 @@ def repeat_numbers(offsets, first, out, low, high):
     for t in range(low, high):
         for s in range(offsets[t], offsets[t + 1]):
             out[s] = first + t
-
-
-# Walks ########################################################################
 
 
 @loop

@@ -235,7 +235,6 @@ class NeighborSampler(BaseSampler):
 
 
 def output_of_one_type(out: HeteroSamplerOutput) -> SamplerOutput:
-    """Returns the output of a graph without types, as PyG has it."""
     node, kind = ONE_TYPE[0], ONE_TYPE
     return SamplerOutput(
         node=out.node[node],
