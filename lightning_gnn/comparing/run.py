@@ -245,36 +245,32 @@ def _end(process: subprocess.Popen[bytes]) -> None:
 def collect(comparison: Comparison, folders: Sequence[Path], states: Sequence[str]) -> dict[str, Any]:
     """Returns what ``comparison.json`` holds, as far as cells have ended; by their `states`, others have not run yet."""
     cells: list[dict[str, Any]] = []
-    for cell, folder, state in zip(comparison.cells, folders, states):
+    for each, folder, state in zip(comparison.cells, folders, states):
         status = _status(folder)
-        told: dict[str, Any] = {name: getattr(cell, name) for name in ("name", "strategy", "devices")}
-        told |= {"key": folder.name, "arguments": dict(cell.arguments)}
+        told: dict[str, Any] = {name: getattr(each, name) for name in ("name", "strategy", "devices")}
+        told |= {"key": folder.name, "arguments": dict(each.arguments)}
         told |= {"status": state, "error": [], "seconds_in_all": None}
         if status.get("status") == state:
             told |= {"error": status["error"], "seconds_in_all": status["seconds"]}
         if state == "finished":
-            files = (folder / f"rank-{rank}.json" for rank in range(cell.devices))
+            files = (folder / f"rank-{rank}.json" for rank in range(each.devices))
             # Workers of gossip may be lost on the way.
             ranks = [json.loads(file.read_text()) for file in files if file.exists()]
             numbers = summarise(ranks, comparison.warmup)
             told |= {**numbers, "final_loss": numbers["curves"][comparison.loss][-1]}
         cells.append(told)
-    _hold_against_first(comparison, folders, cells)
-    first = comparison.task(comparison.cells[0])
-    names = ("epochs", "warmup", "seed", "loss", "tolerance", "trainer", "model", "data")
-    settings = {name: getattr(comparison, name) for name in names}
-    return {**settings, "versions": first["versions"], "machine": first["machine"], "cells": cells}
-
-
-def _hold_against_first(comparison: Comparison, folders: Sequence[Path], cells: Sequence[dict[str, Any]]) -> None:
     reference = cells[0] if cells[0]["status"] == "finished" else None
     weights = reference and _weights(folders[0])
     for cell, folder in zip(cells, folders):
         if cell["status"] == "finished":
-            own, options = _weights(folder), (comparison.loss, comparison.tolerance)
-            cell["parity"] = parity(cell, reference, own, weights, *options)
+            options = comparison.loss, comparison.tolerance
+            cell["parity"] = parity(cell, reference, _weights(folder), weights, *options)
     if reference is not None:
         reference["parity"]["kind"] = "reference"
+    first = comparison.task(comparison.cells[0])
+    names = ("epochs", "warmup", "seed", "loss", "tolerance", "trainer", "model", "data")
+    settings = {name: getattr(comparison, name) for name in names}
+    return {**settings, "versions": first["versions"], "machine": first["machine"], "cells": cells}
 
 
 def _weights(folder: Path) -> dict[str, torch.Tensor]:

@@ -77,7 +77,12 @@ def main() -> None:
     if is_overridden("test_step", model) and any(data.shard.mask_counts[counted_mask("test_mask", model)]):
         found["test"] = trainer.test(model, datamodule=data, verbose=False)[0]
     if trainer.is_global_zero:
-        _check_loss(task["loss"], times)
+        for epoch in times.epochs:
+            if task["loss"] not in epoch["logged"]:
+                logged = ", ".join(sorted(epoch["logged"]))
+                raise ValueError(
+                    f"loss: {task['loss']!r} is not among what the module logs: {logged}. Name one of these."
+                )
     (folder / f"rank-{trainer.global_rank}.json").write_text(json.dumps(found))
     if trainer.is_global_zero:
         torch.save({name: value.cpu() for name, value in model.state_dict().items()}, folder / "weights.pt")
@@ -99,13 +104,6 @@ def _digest(model: torch.nn.Module) -> str:
     for name, value in model.state_dict().items():
         digest.update(name.encode() + value.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes())
     return digest.hexdigest()
-
-
-def _check_loss(loss: str, times: EpochTimes) -> None:
-    for epoch in times.epochs:
-        if loss not in epoch["logged"]:
-            logged = ", ".join(sorted(epoch["logged"]))
-            raise ValueError(f"loss: {loss!r} is not among what the module logs: {logged}. Name one of these.")
 
 
 if __name__ == "__main__":

@@ -47,7 +47,7 @@ from lightning_gnn.data.store import (
     write_store,
     writing,
 )
-from lightning_gnn.partition import assign_nodes
+from lightning_gnn.partition.edge_cut import assign_nodes
 from lightning_gnn.partition.layout import LayoutSpec
 from lightning_gnn.partition.vertex_cut import assign_edges
 

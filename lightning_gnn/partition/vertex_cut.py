@@ -116,7 +116,11 @@ def cut_edges(
     part: Parts = np.empty(len(source), _smallest_ranks(num_parts))
     if method in ("ebv", "ne"):
         lanes = Lanes.of(hosts if host_weight > 0 else [list(range(num_parts))], num_nodes, len(source), host_weight)
-        (_ebv if method == "ebv" else _expansion)(source, target, num_nodes, lanes, part)
+        if method == "ebv":
+            degree, everything = loops.degrees(source, target, num_nodes), np.empty(0, np.bool_)
+            stream(source, target, degree, everything, lanes, lanes.no_load(), lanes.no_holders(num_nodes), part)
+        else:
+            _expansion(source, target, num_nodes, lanes, part)
     elif method == "hdrf":
         loops.hdrf(source, target, loops.degrees(source, target, num_nodes), num_parts, part)
     else:
@@ -179,12 +183,6 @@ def _hosts(groups: Groups | None, num_parts: int) -> list[list[int]]:
             "Take the same number of each machine, or cut without groups."
         )
     return hosts
-
-
-def _ebv(source: Ids, target: Ids, num_nodes: int, lanes: Lanes, part: Parts) -> None:
-    degree = loops.degrees(source, target, num_nodes)
-    everything = np.empty(0, np.bool_)
-    stream(source, target, degree, everything, lanes, lanes.no_load(), lanes.no_holders(num_nodes), part)
 
 
 def _expansion(source: Ids, target: Ids, num_nodes: int, lanes: Lanes, part: Parts) -> None:

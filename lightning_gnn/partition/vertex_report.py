@@ -28,7 +28,7 @@ class VertexCutReport:
         edges: edges that it holds.
         copies: rows that it receives, as it reads them.
         partials: rows that it sends, as it adds to them.
-        inner, outer: rows that it sends to ranks of its host and of others, copies and partial sums.
+        inner, outer: rows that it sends to ranks of its host and of others, copies and partial sums (CDFGNN Table 3: the most).
     """
 
     masters: Counts
@@ -63,16 +63,6 @@ class VertexCutReport:
     def sent_balance(self) -> float:
         """Largest rank's sent rows over the average."""
         return balance(self.inner + self.outer)
-
-    @property
-    def most_inner(self) -> int:
-        """Most rows that a rank sends inside its host (CDFGNN Table 3)."""
-        return int(self.inner.max())
-
-    @property
-    def most_outer(self) -> int:
-        """Most rows that a rank sends to other hosts (CDFGNN Table 3)."""
-        return int(self.outer.max())
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> VertexCutReport:

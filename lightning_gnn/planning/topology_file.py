@@ -48,10 +48,6 @@ def load_topology(path: str | Path) -> Topology:
         raise ValueError(f"{path}: {error}") from error
 
 
-def save_topology(topology: Topology, path: str | Path) -> None:
-    Path(path).write_text(json.dumps(topology_to_dict(topology), indent=1) + "\n")
-
-
 def topology_from_dict(description: Any, name: str = "topology") -> Topology:
     """Returns the topology of a description in the JSON format."""
     num_devices = _get(description, "devices", int, "topology", instead="ranks")

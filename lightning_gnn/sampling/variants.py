@@ -9,7 +9,7 @@ N nodes and E edges of the whole graph, all in ids of the partitioned graph.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Literal, get_args
+from typing import Literal, get_args
 
 import numpy as np
 import torch
@@ -20,6 +20,7 @@ from torch_geometric.typing import EdgeType
 from typing_extensions import override
 
 from lightning_gnn.data.attributes import STAND_INS
+from lightning_gnn.data.shards import Cut
 from lightning_gnn.data.sources import MASKS
 from lightning_gnn.partition.metis import Adjacency, part_graph
 from lightning_gnn.partition.types import ONE_TYPE
@@ -28,9 +29,6 @@ from lightning_gnn.sampling.hops import induced_subgraph, sample_hops
 from lightning_gnn.sampling.loader import BatchMaker
 from lightning_gnn.sampling.neighbors import Neighbors
 from lightning_gnn.sampling.numbering import Numbering
-
-if TYPE_CHECKING:
-    from lightning_gnn.data.shards import Cut
 
 Method = Literal["neighbor", "shadow", "saint_node", "saint_edge", "saint_walk", "cluster"]
 
