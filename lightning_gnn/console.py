@@ -35,5 +35,5 @@ def text_of(*parts: RenderableType, width: int) -> str:
 
 
 def plain_width(columns: int | None) -> int | None:
-    """Returns the width of a console: so many columns where nobody watches and rich would take 80 and cut tables short."""
+    """Returns the width of a console: so many columns where the output is no terminal: rich would take 80."""
     return None if sys.stdout.isatty() or "COLUMNS" in os.environ else columns

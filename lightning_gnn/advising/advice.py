@@ -272,7 +272,7 @@ def overhead_seconds() -> float:
 def explained(found: Sequence[Advice]) -> list[Advice]:
     """Returns advice in order, with reasons: what gives the numbers of one device first, the fastest first.
 
-    The usual scheme goes before those that are less than `CLOSE` faster: so near to each other, predictions do not tell.
+    The usual scheme goes before those that are less than `CLOSE` faster: predictions are not that exact.
     """
     usual = next((each for each in found if each.applies and each.candidate.name == "dgcl"), None)
 

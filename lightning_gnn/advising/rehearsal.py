@@ -140,7 +140,7 @@ def rehearse(
         module: unbound; copies of it run.
         shards: what each rank holds, on the CPU.
         bind: how the scheme binds a module to a rank's shard.
-        trainer: what the step finds as ``self.trainer``; its loggers hear nothing.
+        trainer: what the step finds as ``self.trainer``; its loggers get nothing.
         loss_reduction: of the strategy.
         threads: that each rank computes with. With one, the processor's time is taken, which others on the machine do not
             change; else that of the clock on the wall.

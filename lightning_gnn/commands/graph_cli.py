@@ -145,7 +145,7 @@ def num_ranks(devices: Any, num_nodes: int) -> int | None:
 
 @contextmanager
 def working(text: str) -> Iterator[None]:
-    """Shows a spinner and the seconds so far, unless nobody watches; what goes wrong ends the command, with a line."""
+    """Shows a spinner and the seconds so far, on a terminal; what goes wrong ends the command, with a line."""
     columns = SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn()
     console = text_console(stderr=True)
     try:

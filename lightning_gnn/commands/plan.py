@@ -32,7 +32,7 @@ PAPER_LAYERS = 2
 
 @dataclass(frozen=True)
 class PlanReport:
-    """All that ``plan`` tells.
+    """All that ``plan`` prints.
 
     Attributes:
         work, topology: what is trained, on what; no topology for no times.
@@ -186,15 +186,15 @@ class PlanCLI(GraphCLI):
 
     def _topology(self, scheme: Scheme, parts: int) -> Topology | None:
         """Returns the topology, of so many devices; None if a scheme that follows no plan does without."""
-        asked = self.config.topology
+        source = self.config.topology
         if scheme.follows_plan:
-            scheme.topology = asked = asked or scheme.topology  # type: ignore[attr-defined]
-            if asked in (None, "auto"):
+            scheme.topology = source = source or scheme.topology  # type: ignore[attr-defined]
+            if source in (None, "auto"):
                 raise ValueError(
                     f"which topology? Give --topology, one of {', '.join(PRESETS)} or a JSON file (docs/planning.md), or name "
                     "one in the strategy: DGCLStrategy(topology=...)."
                 )
-        return None if asked is None else find_topology(asked, parts)
+        return None if source is None else find_topology(source, parts)
 
     def peaks(self, cut: Cut) -> tuple[list[tuple[str, Peak, Peak]], str]:
         """Returns each rank's peak memory, kept and with ``recompute=True``; or nothing, and why."""

@@ -104,13 +104,13 @@ def measure_command(arguments: Sequence[str]) -> None:
         sys.exit(2 if isinstance(error, ValueError) else 1)
 
 
-def _num_ranks(asked: int | None) -> int:
-    """Returns the number of ranks, from the launcher or as `asked` for."""
+def _num_ranks(given: int | None) -> int:
+    """Returns the number of ranks, from the launcher or as `given`."""
     there = [name for name in LAUNCHED if name in os.environ]
     if not there:
-        if asked is None:
+        if given is None:
             raise ValueError("how many ranks? give --ranks N, or start this under the launcher that training will use")
-        return asked
+        return given
     missing = [name for name in LAUNCHED if name not in os.environ]
     if missing:
         raise ValueError(
@@ -118,8 +118,8 @@ def _num_ranks(asked: int | None) -> int:
             "start ranks on this machine with --ranks N"
         )
     size = int(os.environ["WORLD_SIZE"])
-    if asked not in (None, size):
-        raise ValueError(f"--ranks {asked}, but the launcher has started {size}: leave --ranks out under a launcher")
+    if given not in (None, size):
+        raise ValueError(f"--ranks {given}, but the launcher has started {size}: leave --ranks out under a launcher")
     return size
 
 
@@ -136,15 +136,15 @@ def check_writable(path: Path) -> None:
 
 
 def _reporter() -> Callable[[str, int, int], None]:
-    """Returns what tells on standard error how far the measurement is."""
-    began = told = time.monotonic()
+    """Returns what says on standard error how far the measurement is."""
+    began = reported = time.monotonic()
 
     def report(phase: str, done: int, total: int) -> None:
-        nonlocal began, told
+        nonlocal began, reported
         now = time.monotonic()
         began = now if done == 1 else began
-        if done in (1, total) or now - told > 10:
-            told, left = now, (now - began) / max(done - 1, 1) * (total - done)
+        if done in (1, total) or now - reported > 10:
+            reported, left = now, (now - began) / max(done - 1, 1) * (total - done)
             soon = f", about {left:.0f} s left" if 1 < done < total else ""
             print(f"{phase}: {done} of {total}{soon}", file=sys.stderr, flush=True)
 

@@ -63,7 +63,7 @@ def split_time(epoch: Sequence[Mapping[str, Any]], ranks: Sequence[Mapping[str, 
     """Returns how long each rank computed, communicated and waited in an epoch, seconds; they add up to its epoch.
 
     Waiting is what ranks have measured of it, for others and for mini-batches; communication the rest of what exchanges and sums
-    took. The rest of an epoch is computing, and all that nobody has timed.
+    took. The rest of an epoch is computing, and all that is not timed.
 
     Args:
         epoch: of each rank, see :class:`~lightning_gnn.comparing.measure.EpochTimes`.

@@ -125,13 +125,13 @@ def run(comparison: Comparison) -> dict[str, Any]:
                     continue
                 shown = found()["cells"]
 
-                def tell(state: str, row: dict[str, Any] = shown[index], shown: Any = shown) -> None:
+                def report(state: str, row: dict[str, Any] = shown[index], shown: Any = shown) -> None:
                     row["status"] = state
                     if console.is_terminal:
                         live.update(comparison_table(shown, title), refresh=True)
 
-                tell("starts")
-                states[index] = _run_cell(comparison, cell, folder, tell)["status"]
+                report("starts")
+                states[index] = _run_cell(comparison, cell, folder, report)["status"]
                 result = found()
                 write_json(output, result)
                 if not console.is_terminal:
@@ -179,7 +179,7 @@ def _status(folder: Path) -> dict[str, Any]:
         return {}
 
 
-def _run_cell(comparison: Comparison, cell: Cell, folder: Path, tell: Progress) -> dict[str, Any]:
+def _run_cell(comparison: Comparison, cell: Cell, folder: Path, report: Progress) -> dict[str, Any]:
     """Runs a cell to its end and returns its status, which is written last."""
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
@@ -200,7 +200,7 @@ def _run_cell(comparison: Comparison, cell: Cell, folder: Path, tell: Progress) 
             start_new_session=True,
         )
         try:
-            late = _watch(process, began + comparison.timeout, folder, comparison.epochs, tell)
+            late = _watch(process, began + comparison.timeout, folder, comparison.epochs, report)
         finally:
             _end(process)
     text = re.sub(r"\x1b\[[0-9;]*[A-Za-z]", "", (folder / "output.txt").read_text(errors="replace"))
@@ -215,17 +215,17 @@ def _run_cell(comparison: Comparison, cell: Cell, folder: Path, tell: Progress) 
     return status
 
 
-def _watch(process: subprocess.Popen[bytes], deadline: float, folder: Path, epochs: int, tell: Progress) -> bool:
-    """Waits for a cell, telling its epochs; returns whether it was still running at the deadline."""
-    told = 0
+def _watch(process: subprocess.Popen[bytes], deadline: float, folder: Path, epochs: int, report: Progress) -> bool:
+    """Waits for a cell, reporting its epochs; returns whether it was still running at the deadline."""
+    reported = 0
     while process.poll() is None:
         if time.monotonic() > deadline:
             return True
         with suppress(OSError):
             done = (folder / "epochs.jsonl").read_text().count("\n")
-            if done > told:
-                told = done
-                tell(f"epoch {done} of {epochs}")
+            if done > reported:
+                reported = done
+                report(f"epoch {done} of {epochs}")
         time.sleep(0.1)
     return False
 
@@ -247,18 +247,18 @@ def collect(comparison: Comparison, folders: Sequence[Path], states: Sequence[st
     cells: list[dict[str, Any]] = []
     for each, folder, state in zip(comparison.cells, folders, states):
         status = _status(folder)
-        told: dict[str, Any] = {name: getattr(each, name) for name in ("name", "strategy", "devices")}
-        told |= {"key": folder.name, "arguments": dict(each.arguments)}
-        told |= {"status": state, "error": [], "seconds_in_all": None}
+        row: dict[str, Any] = {name: getattr(each, name) for name in ("name", "strategy", "devices")}
+        row |= {"key": folder.name, "arguments": dict(each.arguments)}
+        row |= {"status": state, "error": [], "seconds_in_all": None}
         if status.get("status") == state:
-            told |= {"error": status["error"], "seconds_in_all": status["seconds"]}
+            row |= {"error": status["error"], "seconds_in_all": status["seconds"]}
         if state == "finished":
             files = (folder / f"rank-{rank}.json" for rank in range(each.devices))
             # Workers of gossip may be lost on the way.
             ranks = [json.loads(file.read_text()) for file in files if file.exists()]
             numbers = summarise(ranks, comparison.warmup)
-            told |= {**numbers, "final_loss": numbers["curves"][comparison.loss][-1]}
-        cells.append(told)
+            row |= {**numbers, "final_loss": numbers["curves"][comparison.loss][-1]}
+        cells.append(row)
     reference = cells[0] if cells[0]["status"] == "finished" else None
     weights = reference and _weights(folders[0])
     for cell, folder in zip(cells, folders):

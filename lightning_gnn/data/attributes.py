@@ -21,7 +21,7 @@ from typing_extensions import override
 Kind = Literal["node", "edge", "graph"]
 
 STAND_INS = "stand_ins"
-"""The attribute of a batch that tells, by mask, which row is in it only because this rank has no labelled one."""
+"""The attribute of a batch that says, by mask, which row is in it only because this rank has no labelled one."""
 
 SPLITS = {"train": "train_mask", "val": "val_mask", "valid": "val_mask", "validation": "val_mask", "test": "test_mask"}
 """By the name of a part of a split, the mask."""
@@ -37,7 +37,7 @@ _NO_SEEDS = (
 
 
 class LeftOutError(ValueError, AttributeError):
-    """A batch was asked for something of the user's graph that no part of it can have: says why, and what to write."""
+    """Something of the user's graph was read from a batch, and no part of the graph can have it: says why, and what to write."""
 
 
 class GraphData(Data):
@@ -185,10 +185,10 @@ def kept_attributes(
     kept: dict[str, Any] = {}
     kinds = kinds_of(data) if isinstance(data, GraphData) else {}
     left_out: dict[str, str] = {}
-    told = []
+    warnings = []
     for name, value in given.items():
         if name in OF_BATCHES and isinstance(value, Tensor):
-            told.append(
+            warnings.append(
                 f"{name} is what a batch calls ids of its own, in the graph that it is part of: rename it to keep it"
             )
             continue
@@ -208,17 +208,17 @@ def kept_attributes(
             continue
         kind = kinds[name] = kind_by_rows(name, value, num_nodes, num_edges)
         if kind == "graph" and looks_like_ids(name, kept[name], max(num_nodes, num_edges)):
-            told.append(
+            warnings.append(
                 f"{name} {list(value.shape)} has a row neither per node nor per edge, so every rank gets all of it: if it holds "
                 "ids of nodes or edges, these are ids in the whole graph, and no rows of a batch (docs/models.md)"
             )
         elif num_nodes == num_edges and kind == "node" and name not in ("x", "y", "pos", "batch", *SPLITS.values()):
-            told.append(
+            warnings.append(
                 f"{name} has {num_nodes} rows, and there are as many nodes as edges: it is taken to be of nodes. If it is of "
                 f"edges, call it edge_{name}"
             )
     if not isinstance(data, GraphData):
-        for text in told:
+        for text in warnings:
             rank_zero_warn(f"{text}.")
         warn_of_left_out(left_out, "the graph")
     return kept, kinds, left_out

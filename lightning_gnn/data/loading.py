@@ -1,4 +1,4 @@
-"""From whatever describes a graph to a PyG graph; and what tells two graphs, or descriptions, apart."""
+"""From whatever describes a graph to a PyG graph; and by what two graphs, or descriptions, differ."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ def described(source: Source) -> str:
 
 
 def graph_digests(data: Data | HeteroData) -> dict[str, str]:
-    """Returns a digest of every attribute of the graph, by its name: what tells two graphs apart, and says where they differ."""
+    """Returns a digest of every attribute of the graph, by its name: two graphs are the same if these are."""
     digests = {}
     for store in data.stores:
         kind = store._key
@@ -126,7 +126,7 @@ def check_same_graph(found: Mapping[str, str], known: Mapping[str, str], where: 
 def seeded(seed: int) -> Iterator[Callable[[], bool]]:
     """Begins the global streams of random numbers of python, numpy and torch with `seed`, and gives them back as they were.
 
-    Yields what tells whether anything has been drawn from them.
+    Yields what says whether anything has been drawn from them.
     """
 
     def states() -> tuple[Any, ...]:
@@ -144,14 +144,14 @@ def seeded(seed: int) -> Iterator[Callable[[], bool]]:
 def description_key(source: str, args: Mapping[str, Any] | None, split: Any) -> str | None:
     """Returns a digest of a source given by its path, of the file that defines it and of the files that its arguments name.
 
-    It stands for the graph without loading it. Files are told apart by name, size and time of change. None if the
+    It stands for the graph without loading it. Files differ by name, size and time of change. None if the
     arguments are no JSON.
     """
     try:
-        told = json.dumps([source, dict(args or {}), split], sort_keys=True)
+        text = json.dumps([source, dict(args or {}), split], sort_keys=True)
     except TypeError:
         return None
-    digest = hashlib.blake2b(told.encode(), digest_size=16)
+    digest = hashlib.blake2b(text.encode(), digest_size=16)
     named = [value for value in (args or {}).values() if isinstance(value, str)]
     try:
         code = importlib.util.find_spec(source.rpartition(".")[0])

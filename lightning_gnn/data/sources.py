@@ -53,10 +53,10 @@ def prepare_graph(
     """
     if data.edge_index is None:
         of_split = [name for name in data.to_dict() if "pos_edge" in name]
-        told = f" Its {of_split[0]} is of a split of edges. {TO_PREDICT_LINKS}." if of_split else ""
+        hint = f" Its {of_split[0]} is of a split of edges. {TO_PREDICT_LINKS}." if of_split else ""
         raise ValueError(
             "The graph has no edge_index. If it holds an adjacency `adj_t`, convert it first: "
-            f"row, col, _ = data.adj_t.t().coo(); data.edge_index = torch.stack([row, col]).{told}"
+            f"row, col, _ = data.adj_t.t().coo(); data.edge_index = torch.stack([row, col]).{hint}"
         )
     if data.x is None:
         raise ValueError(

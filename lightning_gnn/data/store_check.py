@@ -202,8 +202,8 @@ def check_arrays(folder: Path, manifest: Mapping[str, Any]) -> None:
     for part, (low, high) in enumerate(pairwise(offsets.tolist())):
         halo = array(f"part{part}.halo", "int64", None)
         inside = len(halo) == 0 or (halo[0] >= 0 and halo[-1] < num_nodes and (np.diff(halo) > 0).all())
-        apart = inside and np.searchsorted(halo, low) == np.searchsorted(halo, high)
-        _require(apart, f"{folder}/part{part}.halo.npy must hold ascending rows of other parts")
+        remote = inside and np.searchsorted(halo, low) == np.searchsorted(halo, high)
+        _require(remote, f"{folder}/part{part}.halo.npy must hold ascending rows of other parts")
         count = int(edge_offsets[part + 1] - edge_offsets[part])
         source, target = array(f"part{part}.edge_index", "int64", 2, count)
         ok = _within(source, high - low + len(halo)) and _within(target, high - low)

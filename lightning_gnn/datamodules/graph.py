@@ -236,11 +236,11 @@ class GraphDataModule(StoredGraph, L.LightningDataModule):
                 "the callback out."
             )
         given = {"fanouts": self.fanouts, "batch_size": self.batch_size}
-        told = ", ".join(f"{name}={value}" for name, value in given.items() if value is not None)
-        if told and self.trainer is not None and not layout.samples:
+        options = ", ".join(f"{name}={value}" for name, value in given.items() if value is not None)
+        if options and self.trainer is not None and not layout.samples:
             strategy = type(self.trainer.strategy).__name__
             raise ValueError(
-                f"GraphDataModule({told}) asks for batches of sampled neighbourhoods, and {strategy} makes none. "
+                f"GraphDataModule({options}) asks for batches of sampled neighbourhoods, and {strategy} makes none. "
                 'Use Trainer(strategy="sampling"), or leave it out.'
             )
 

@@ -21,12 +21,12 @@ def known_edges(data: GraphDataModule, edges: Tensor, others: Tensor, typed: boo
     Reads the stored graph part by part, so it takes memory for the edges of one. On any rank, without others; after `setup`.
     """
     num_nodes = sum(data.shard.counts)
-    asked, each = edges.unique(return_inverse=True)
-    source, kind = torch.zeros_like(asked), torch.zeros_like(asked)
+    distinct, each = edges.unique(return_inverse=True)
+    source, kind = torch.zeros_like(distinct), torch.zeros_like(distinct)
     for e_id, ends, types in _parts(data, typed):
         # Each edge lies in one part.
-        place = torch.searchsorted(asked, e_id).clamp(max=max(0, len(asked) - 1))
-        found = asked[place] == e_id if len(asked) else torch.zeros_like(e_id, dtype=torch.bool)
+        place = torch.searchsorted(distinct, e_id).clamp(max=max(0, len(distinct) - 1))
+        found = distinct[place] == e_id if len(distinct) else torch.zeros_like(e_id, dtype=torch.bool)
         source[place[found]], kind[place[found]] = ends[0, found], types[found]
     wanted = _keys(source[each].unsqueeze(1), others, kind[each].unsqueeze(1), num_nodes)
     known = torch.zeros_like(others, dtype=torch.bool)

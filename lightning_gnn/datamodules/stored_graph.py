@@ -87,9 +87,9 @@ class StoredGraph:
 
         Only what a rank that `has_prepared` it knows of the graph is compared: others know that of the stage before.
         """
-        told = world.all_gather_object((self._folder, self._digests if has_prepared else None, self._draw_seed))
-        self._folder, self._digests, self._draw_seed = told[0]
-        for rank, (_, found, _) in enumerate(told):
+        gathered = world.all_gather_object((self._folder, self._digests if has_prepared else None, self._draw_seed))
+        self._folder, self._digests, self._draw_seed = gathered[0]
+        for rank, (_, found, _) in enumerate(gathered):
             if found is not None:
                 check_same_graph(found, self._digests or {}, f"On rank {rank}, {described(self.source)}")
         assert self._folder is not None
@@ -98,7 +98,7 @@ class StoredGraph:
 
     @property
     def is_given(self) -> bool:
-        """Whether the source is the graph itself, which gives no other when it is asked again unless the user has changed it."""
+        """Whether the source is the graph itself, which stays the same unless the user changes it."""
         return isinstance(self.source, (Data, HeteroData))
 
     def load(self) -> Data | HeteroData:
@@ -191,9 +191,9 @@ class StoredGraph:
         """
         if not isinstance(self.source, str):
             return []
-        told = [self.split, self.split_column, self._options(layout)]
-        each_told = (told, [*told, self._seed_of_draws()])
-        keys = [description_key(self.source, self.source_args, each) for each in each_told]
+        options = [self.split, self.split_column, self._options(layout)]
+        each_way = options, [*options, self._seed_of_draws()]
+        keys = [description_key(self.source, self.source_args, each) for each in each_way]
         return [key for key in keys if key is not None]
 
     def build(self, layout: LayoutSpec) -> str:
@@ -204,8 +204,8 @@ class StoredGraph:
             raise ValueError(NO_TYPES)
         digests = graph_digests(data)
         left_out = {} if hetero else left_out_of(data)
-        told = json.dumps([digests, left_out, self._options(layout)])
-        name = f"{layout.kind}-{layout.parts}-{hashlib.blake2b(told.encode(), digest_size=12).hexdigest()}"
+        described_as = json.dumps([digests, left_out, self._options(layout)])
+        name = f"{layout.kind}-{layout.parts}-{hashlib.blake2b(described_as.encode(), digest_size=12).hexdigest()}"
         folder = self.store / name
         # Not kept: what is read from now on is the entry.
         self._graph, self._digests = None, digests
@@ -318,7 +318,7 @@ class StoredGraph:
 
     @contextmanager
     def _lock(self, name: str) -> Iterator[None]:
-        """Lets one process partition; others are told whom they wait for. Freed by the system if its owner dies."""
+        """Lets one process partition; others log whom they wait for. Freed by the system if its owner dies."""
         owner = self.store / f"{name}.owner"
         lock = FileLock(self.store / f"{name}.lock")
         with writing(self.store):

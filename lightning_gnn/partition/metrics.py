@@ -33,7 +33,7 @@ class EdgeCutReport:
         edges: in-edges of owned nodes: the edges that the part computes.
         halo_rows: distinct nodes of other parts that have an edge into this one: the rows it receives per layer.
         cut_edges: edges between parts, in all.
-        masks: labelled nodes of each mask, by its name; empty if none were told of.
+        masks: labelled nodes of each mask, by its name; empty if there are none.
         types: nodes and edges of each type, by its name, of a graph that has types.
     """
 

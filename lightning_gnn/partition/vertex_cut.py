@@ -1,6 +1,7 @@
 """Vertex cuts: who holds which edge, and who of those that hold a node's edges is its master.
 
-Edges are cut apart rather than nodes, so that graphs with hubs balance too: a node has a replica wherever an edge of it is.
+Edges are divided among ranks, and nodes are not, so that graphs with hubs balance too: a node has a replica wherever it has an
+edge.
 Every method is deterministic, and so are masters. Methods:
 
 ``"ebv"``: Zhang et al., *An efficient and balanced graph partition algorithm for the subgraph-centric programming model* (EBV):

@@ -1,4 +1,4 @@
-"""What the driver tells of a machine's GPUs, as a topology with the bandwidths that DGCL measured (section 5.1, Tables 1 and 3).
+"""What the driver says of a machine's GPUs, as a topology with the bandwidths that DGCL measured (section 5.1, Tables 1 and 3).
 
 A :class:`LocalGPUs` is a small table; :func:`detected` makes the topology of several machines of it. Who reads the table from
 NVML is ``comm/detect.py``.
@@ -57,7 +57,7 @@ def nvlink_gb_per_s(count: int) -> float:
 def detected(
     machines: Sequence[Machine], alike_gb_per_s: float = SHARED_MEMORY, between_gb_per_s: float = ETHERNET
 ) -> Topology:
-    """Returns the topology of machines: their GPUs as told, other ranks with a link for each two, a network port per machine.
+    """Returns the topology of machines: their GPUs as reported, other ranks with a link for each two, a network port per machine.
 
     Two GPUs use their NVLinks, direct or over NVSwitches, if they have any, else PCIe: the switch above each group of GPUs, and
     QPI where a host bridge or socket lies between. A GPU has a slot of its own where two under one switch talk over it.

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from lightning_gnn.planning.plan import Plan, check_devices, p2p
+from lightning_gnn.planning.plan import Plan, check_devices, check_links, p2p
 from lightning_gnn.planning.relation import Relation
 from lightning_gnn.planning.topology import Topology
 
@@ -67,12 +67,8 @@ def direct_cost(traffic: NDArray[np.int64] | NDArray[np.float64], topology: Topo
             f"{traffic.shape[1]} ranks exchange rows, but topology {topology.name!r} has {topology.num_devices} devices. "
             f"Take topology.for_ranks({traffic.shape[1]}), or one that is large enough."
         )
-    for sender, receiver in np.argwhere(traffic.any(0)).tolist():
-        if (sender, receiver) not in topology.links:
-            raise ValueError(
-                f"Device {sender} has rows for device {receiver}, but topology {topology.name!r} has no link between them, and "
-                'products on a process grid relay nothing. Let a plan relay: strategy="dgcl".'
-            )
+    advice = ', and products on a process grid relay nothing. Let a plan relay: strategy="dgcl".'
+    check_links(traffic.sum(0), topology, advice)
     return PlanCost(topology, np.einsum("kab,abh->kh", traffic, topology.passes))
 
 

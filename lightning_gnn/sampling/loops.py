@@ -87,7 +87,7 @@ def draw_uniform(indptr, targets, keys, seed, offsets, replace, slots, low, high
 
     Without replacement by Floyd's algorithm (Bentley and Floyd, CACM 30(9), 1987): draws are as many as what is kept.
     """
-    # A table of what was drawn for one target: how it is told from another's is by their number.
+    # A table of what was drawn for one target, whose number marks its entries.
     widest = 0
     for t in range(low, high):
         widest = max(widest, offsets[t + 1] - offsets[t])

@@ -40,7 +40,7 @@ class NeighborSampler(BaseSampler):
             leaves a type out of a hop.
         replace: draw with replacement.
         directed: keep the edges that were drawn; False for all edges between the sampled nodes.
-        disjoint: every seed has a tree of its own, no node is shared; ``batch`` tells the trees apart. So it is with times. With
+        disjoint: every seed has a tree of its own, no node is shared; ``batch`` has each node's tree. So it is with times. With
             ``directed=False`` these are the ego graphs of ShaDow (Zeng et al., NeurIPS 2021), each root in its seed's row.
         weight: of each slot, floating ``[E]``, by edge type for a heterogeneous graph: odds, see :func:`sample_neighbors`; edges
             of weight 0 are as if they were not there.
