@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from functools import cache, cached_property
 from pathlib import Path
 from statistics import median
+from typing import NamedTuple
 
 import torch
 
@@ -176,14 +177,8 @@ def _seconds_of_threads(count: int) -> float:
         return sum(pool.map(work, range(count))) / count
 
 
-@dataclass(frozen=True)
-class Timing:
-    """Of a step.
-
-    Attributes:
-        seconds: until the last rank has ended.
-        compute_seconds: the same if messages took no time.
-    """
+class Timing(NamedTuple):
+    """How long a step takes until the last rank has ended, and if messages took no time."""
 
     seconds: float
     compute_seconds: float

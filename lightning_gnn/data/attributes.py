@@ -308,8 +308,7 @@ def mask_of_ids(ids: Any, num_nodes: int) -> Tensor | None:
         return None  # one entry for each node is no list of some
     if len(found) and (int(found.min()) < 0 or int(found.max()) >= num_nodes):
         return None
-    mask = torch.zeros(num_nodes, dtype=torch.bool)
-    mask[found.long()] = True
+    mask = torch.zeros(num_nodes, dtype=torch.bool).index_fill_(0, found.long(), True)
     return mask if int(mask.sum()) == len(found) else None
 
 

@@ -73,8 +73,7 @@ class Shard:
 
     def node_ids(self, rank: int) -> Ids:
         """Returns the relabelled id of each owned and halo row of `rank`, whose shard this is, ``[N + H]``."""
-        first, end = self.offsets[rank : rank + 2]
-        return np.concatenate([np.arange(first, end), self.halos[rank]])
+        return np.concatenate([np.arange(*self.offsets[rank : rank + 2]), self.halos[rank]])
 
 
 @dataclass(frozen=True)
@@ -127,9 +126,8 @@ class Cut:
 
     def relabelled_edges(self, rank: int) -> Ids:
         """Returns the edges of a rank in relabelled ids, int64 ``[2, E_r]``."""
-        low, high = self.offsets[rank : rank + 2]
-        ids = np.concatenate([np.arange(low, high), self.halos[rank]])
-        return ids[self.edge_index_of(rank)]
+        owned = np.arange(*self.offsets[rank : rank + 2])
+        return np.concatenate([owned, self.halos[rank]])[self.edge_index_of(rank)]
 
     def ends(self, edges: Tensor) -> Tensor:
         """Returns source and target of some edges, ``[2, n]``; ids of edges, int64 ``[n]``, and of nodes are relabelled ones."""
@@ -156,10 +154,8 @@ class Cut:
                 if "x" not in into:
                     into.num_nodes = len(ids)
                 continue
-            columns = []
-            for rank, (begin, count) in enumerate(zip(types.begins(kind), types.edges[kind])):
-                columns.append(self.relabelled_edges(rank)[:, begin : begin + count])
-            rows = np.concatenate(columns, 1)
+            places = enumerate(zip(types.begins(kind), types.edges[kind]))
+            rows = np.concatenate([self.relabelled_edges(rank)[:, low : low + size] for rank, (low, size) in places], 1)
             ends = [self.ids_of(end)[types.ids(of)] for end, of in zip((kind[0], kind[2]), rows)]
             into.edge_index = torch.empty((2, len(ids)), dtype=torch.long).index_copy_(1, ids, torch.stack(ends))
         for name, value in (*self.attributes.get("graph", {}).items(), *self.scalars.items()):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from itertools import pairwise
 from numbers import Real
 from typing import Any
 
@@ -333,8 +334,7 @@ def _masks_of_ids(split: Mapping[str, Any], num_nodes: int) -> dict[str, Tensor]
                 f"{where} holds node ids from {low} to {high}, but there are {num_nodes} nodes: 0 to {num_nodes - 1}. "
                 "Is it the split of another graph?"
             )
-        mask = torch.zeros(num_nodes, dtype=torch.bool)
-        mask[ids] = True
+        mask = torch.zeros(num_nodes, dtype=torch.bool).index_fill_(0, ids, True)
         if int(mask.sum()) != len(ids):
             first = int(ids.bincount().gt(1).nonzero()[0])
             raise ValueError(
@@ -361,11 +361,8 @@ def _random_masks(y: Tensor | None, num_nodes: int, fractions: Sequence[float], 
     ids = labelled.nonzero().view(-1)
     ids = ids[torch.from_numpy(np.random.default_rng(seed).permutation(len(ids)))]
     ends = [round(len(ids) * share) for share in np.cumsum([0.0, *checked_fractions(fractions)])]
-    masks = {}
-    for name, low, high in zip(MASKS, ends[:-1], ends[1:]):
-        masks[name] = torch.zeros(num_nodes, dtype=torch.bool)
-        masks[name][ids[low:high]] = True
-    return masks
+    none = torch.zeros(num_nodes, dtype=torch.bool)
+    return {name: none.index_fill(0, ids[low:high], True) for name, (low, high) in zip(MASKS, pairwise(ends))}
 
 
 def num_labelled(y: Tensor | None, mask: Tensor) -> int:

@@ -282,11 +282,7 @@ def _ends_fit(types: Types, part: int, source: Ids, target: Ids) -> bool:
 
 
 def _is_permutation(ids: np.ndarray) -> bool:
-    if not _within(ids, len(ids)):
-        return False
-    seen = np.zeros(len(ids), np.bool_)
-    seen[ids] = True
-    return bool(seen.all())
+    return _within(ids, len(ids)) and bool(np.bincount(ids, minlength=len(ids)).all())
 
 
 def _within(ids: np.ndarray, size: int) -> bool:

@@ -74,10 +74,8 @@ class EdgeCutReport:
     def from_dict(cls, values: Mapping[str, Any]) -> EdgeCutReport:
         """Returns the report that :meth:`as_dict` gave, with or without more keys beside."""
         nodes, edges, halo_rows = (np.asarray(values[name], np.int64) for name in ("nodes", "edges", "halo_rows"))
-        masks, types = (
-            {name: np.asarray(counts, np.int64) for name, counts in values.get(key, {}).items()}
-            for key in ("masks", "types")
-        )
+        named = (values.get(key, {}).items() for key in ("masks", "types"))
+        masks, types = ({name: np.asarray(counts, np.int64) for name, counts in each} for each in named)
         return cls(nodes, edges, halo_rows, values["cut_edges"], masks, types)
 
     def as_dict(self) -> dict[str, Any]:

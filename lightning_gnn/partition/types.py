@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from itertools import takewhile
 from typing import Any
 
 import numpy as np
@@ -54,12 +55,9 @@ class Types:
 
     def begins(self, kind: NodeType | EdgeType) -> Counts:
         """Returns where a type begins among the rows, or the edges, of each part, ``[P]``."""
-        before = np.zeros_like(self._of(kind)[kind])
-        for name, counts in self._of(kind).items():
-            if name == kind:
-                break
-            before = before + counts
-        return before
+        of = self._of(kind)
+        before = takewhile(lambda name: name != kind, of)
+        return sum((of[name] for name in before), np.zeros_like(of[kind]))
 
     def place(self, kind: NodeType | EdgeType) -> slice:
         """Returns where a type lies in a list of all nodes, or edges, that has type after type."""
