@@ -135,7 +135,6 @@ def _unknown_in_class(value: Any, base: type | None = None) -> str | None:
 
 
 def _class_of(path: str) -> Any:
-    """Returns what an import path names, or a name of this package."""
     module, _, name = path.rpartition(".")
     if not module:
         if path not in lightning_gnn.__all__ and (near := did_you_mean(path, lightning_gnn.__all__)) != ".":

@@ -67,7 +67,6 @@ class AutoStrategy(GNNStrategy):
             self.scheme = chosen.strategy().scheme
 
     def _choose(self) -> Candidate | str:
-        """Returns the scheme that comes first, or why there is none."""
         module, ranks, hosts = self.lightning_module, self.world_size, self.num_nodes
         assert module is not None
         machine = Machine.of(ranks, hosts, self.topology, available_cores())

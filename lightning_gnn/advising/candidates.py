@@ -31,7 +31,6 @@ class Candidate:
         return self.kind.strategy_name
 
     def strategy(self, **options: Any) -> GNNStrategy:
-        """Returns it for a Trainer, with further arguments of the class."""
         return self.kind(**self.arguments, **options)
 
     def __str__(self) -> str:

@@ -83,5 +83,4 @@ def extrapolate(
 
 
 def _largest(kind: str, phase: str) -> Callable[[Advice], float]:
-    """Returns what gives the peak of the rank that holds most."""
     return lambda advice: max((getattr(peak, phase) for peak in getattr(advice, kind)), default=0)

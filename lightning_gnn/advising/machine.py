@@ -45,7 +45,6 @@ _FEW, _MANY = 2, 6
 
 
 def available_cores() -> int:
-    """Returns how many cores this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
@@ -92,7 +91,6 @@ class Machine:
 
     @property
     def threads(self) -> int:
-        """That a rank computes with, as strategies have it."""
         return 1 if self.cores is None else max(1, self.cores // len(self.topology.hosts[0]))
 
     @property

@@ -79,7 +79,6 @@ def advise(arguments: Sequence[str]) -> None:
 
 
 def table(found: Sequence[Advice], ranks: int, machines: Sequence[Machine]) -> Table:
-    """Returns a row per scheme: exact ones first, the fastest first."""
     machine = machines[-1]
     cores = "one core each" if machine.cores is None else f"{machine.cores} cores a host"
     on = f"{ranks} ranks, {machine.topology.name}"

@@ -119,7 +119,6 @@ def _version(package: str) -> str | None:
 
 
 def check_devices() -> Iterator[Check]:
-    """Lists cores, memory and CUDA devices."""
     cores, threads = available_cores(), torch.get_num_threads()
     few = "" if threads <= cores else "more threads than cores: set OMP_NUM_THREADS lower"
     yield Check("CPU", "warning" if few else "ok", f"{cores} cores, {threads} threads per process by default", few)
@@ -164,7 +163,6 @@ def check_store(folder: Path) -> Check:
 
 
 def check_numba_cache() -> Check:
-    """Compiles or loads a kernel, and looks whether compiled kernels can be kept."""
     try:
         CSR.from_coo(torch.tensor([0]), torch.tensor([0]), 1, 1)
     except Exception as error:  # whatever numba and LLVM raise

@@ -119,7 +119,6 @@ class PlanReport:
 def _others(
     own: Sequence[ExchangeCost], scheme: Scheme, work: Workload, topology: Topology | None
 ) -> list[ExchangeCost]:
-    """Returns the exchanges of the other registered full-graph strategies that can run on this cut."""
     found, seen = {each.scheme: each for each in own}, {type(scheme)}
     kind = scheme.layout(work.relation.num_devices).kind
     for candidate in candidates(work.relation.num_devices):

@@ -71,7 +71,6 @@ class Cell:
 
 
 def _short(value: Any) -> str:
-    """Returns a value as a label has it: of a class its name and arguments."""
     if isinstance(value, Mapping) and "class_path" in value:
         given = ", ".join(f"{name}={_short(each)}" for name, each in (value.get("init_args") or {}).items())
         return f"{value['class_path'].rpartition('.')[2]}({given})"
@@ -237,7 +236,6 @@ def task_parser() -> Parser:
 
 
 def add_task(parser: Parser) -> None:
-    """Adds the sections that `fit` has too."""
     parser.add_lightning_class_args(L.LightningModule, "model", subclass_mode=True, required=False)
     parser.add_lightning_class_args(GraphDataModule, "data", subclass_mode=True, required=False)
 

@@ -150,7 +150,6 @@ class EpochTimes(pl.Callback):
 
 
 def _meter(trainer: pl.Trainer) -> Meter:
-    """Returns where the strategy counts; an empty one for a strategy that sends no rows."""
     return getattr(trainer.strategy, "meter", None) or Meter()
 
 
@@ -161,7 +160,6 @@ def _world_seconds(trainer: pl.Trainer) -> tuple[float, float]:
 
 
 def peak_memory() -> int:
-    """Returns the most bytes that this process has had in memory."""
     try:
         # Not ru_maxrss, which a process inherits from the one that started it.
         status = Path("/proc/self/status").read_text()

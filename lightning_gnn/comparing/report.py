@@ -152,7 +152,6 @@ def draw_partition(cells: Cells) -> Figure:
 
 
 def _bars(cells: Cells, label: str) -> tuple[Figure, Axes]:
-    """Returns a picture with a line for each cell, from top to bottom."""
     figure = new_figure(11, 1.3 + BAR * len(cells))
     axes = figure.subplots()
     axes.set_yticks(range(len(cells)), [cell["name"] for cell in cells])

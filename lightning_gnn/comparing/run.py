@@ -180,7 +180,6 @@ def _status(folder: Path) -> dict[str, Any]:
 
 
 def _run_cell(comparison: Comparison, cell: Cell, folder: Path, report: Progress) -> dict[str, Any]:
-    """Runs a cell to its end and returns its status, which is written last."""
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
     task = {**comparison.task(cell), "parent": os.getpid(), "started": time.time()}
@@ -231,7 +230,6 @@ def _watch(process: subprocess.Popen[bytes], deadline: float, folder: Path, epoc
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
-    """Ends all processes of a cell: its session."""
     for signal_number, seconds in ((signal.SIGTERM, GRACE_S), (signal.SIGKILL, None)):
         if process.poll() is None:
             with suppress(ProcessLookupError):

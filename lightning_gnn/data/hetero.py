@@ -117,7 +117,6 @@ def _num_nodes(name: NodeType, store: BaseStorage) -> int:
 
 
 def _prepare_nodes(name: NodeType, store: BaseStorage, attributes: Mapping[str, Any], result: HeteroData) -> int:
-    """Copies what the nodes of a type have; returns how many they are."""
     size, into = _num_nodes(name, store), result[name]
     into.update(rows_of_type(attributes, size, None, f"node type {name!r}"))
     if "x" in into:

@@ -116,7 +116,6 @@ class Cut:
 
     @property
     def kinds(self) -> dict[str, Kind]:
-        """By attribute of a graph without types, what it belongs to."""
         kinds: tuple[Kind, ...] = ("node", "edge", "graph")
         return {name: kind for kind in kinds for name in self.attributes[kind]}
 

@@ -256,7 +256,6 @@ def masks_of(
 
 
 def _set_edge_masks(data: Data) -> None:
-    """Gives `data` all three masks of edges, bool ``[E]``."""
     num_edges = data.edge_index.size(1)
     advice = "split_edges(data) of lightning_gnn makes all three"
     for name in EDGE_MASKS:

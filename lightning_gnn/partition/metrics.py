@@ -46,12 +46,10 @@ class EdgeCutReport:
 
     @property
     def node_balance(self) -> float:
-        """Largest part's nodes over the average."""
         return balance(self.nodes)
 
     @property
     def edge_balance(self) -> float:
-        """Largest part's in-edges over the average."""
         return balance(self.edges)
 
     @property

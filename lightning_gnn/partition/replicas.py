@@ -153,7 +153,6 @@ def _holders(
 
 
 def _nodes(held: Held, ids: Ids) -> Ids:
-    """Returns the nodes that ids of held rows stand for."""
     rank = owners_of(held.offsets, ids)
     nodes = np.empty(len(ids), np.int64)
     for each in np.unique(rank):

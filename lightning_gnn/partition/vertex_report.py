@@ -74,7 +74,6 @@ class VertexCutReport:
         return counts | {name: getattr(self, name) for name in derived}
 
     def table(self) -> Table:
-        """Returns the report as a table, a row per rank."""
         heads = (
             "part",
             "masters",

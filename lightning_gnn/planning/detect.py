@@ -99,7 +99,6 @@ def _add_gpus(
     links: list[dict[str, Any]],
     memory: list[dict[str, Any]],
 ) -> dict[str, Any]:
-    """Adds the hops and links of one machine, and returns its entry among the hosts."""
     n = len(ranks)
     switches, bridges, nodes = (_groups(gpus, level) for level in (ONE_SWITCH, HOST_BRIDGE, NUMA_NODE))
     switch_of, bridge_of, node_of = (

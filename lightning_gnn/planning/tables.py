@@ -117,7 +117,6 @@ def rank_plan(plan: Plan, rank: int, sub_stages: bool = False) -> RankPlan:
 
 
 def _nodes(plan: Plan, groups: Ids) -> Ids:
-    """Returns the nodes of `groups` one after the other."""
     counts = plan.counts[groups]
     ends = np.cumsum(counts)
     position = np.arange(ends[-1] if len(ends) else 0) - np.repeat(ends - counts, counts)

@@ -120,7 +120,6 @@ class GraphStore:
         return sorted(self._cut.attributes[self.types.key(kind)])
 
     def original(self, kind: NodeType | EdgeType, ids: Tensor) -> Tensor:
-        """Returns the ids that nodes, or edges, of a type have in the user's graph."""
         return self._cut.ids_of(kind)[ids]
 
     def _fill_cache(self, cache_bytes: int) -> None:

@@ -64,7 +64,6 @@ class BatchMaker:
         return sample_hops(seeds, self._fanouts, hop, self._numberings, self._directed)
 
     def _batch(self, out: HeteroSamplerOutput) -> Data | HeteroData:
-        """Returns a neighbourhood with what its nodes and edges have."""
         store = self.store
         batch = HeteroData() if store.types.is_hetero else store.of_graph()
         for name in store.types.nodes:  # before edges: a batch has the types in the graph's order
@@ -274,5 +273,4 @@ class SampledBatches:
 
 
 def _mixed(*numbers: int) -> int:
-    """Returns one random number that depends on all of these."""
     return int(np.random.SeedSequence(numbers).generate_state(1, np.uint64)[0] >> 1)

@@ -29,7 +29,6 @@ FIND, ADD, APPEND = 0, 1, 2
 
 @numba.njit(inline="always")
 def _mixed(word):
-    """Returns a word, uint64, all of whose bits depend on all of the given one's."""
     word = (word ^ (word >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     word = (word ^ (word >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     return word ^ (word >> np.uint64(31))
