@@ -15,7 +15,7 @@ from common import SHARED, load_planted, planted_file, report
 from scipy.sparse import csr_matrix
 
 from lightning_gnn.kernels import CSR, spmm
-from lightning_gnn.partition import assign_nodes
+from lightning_gnn.partition.edge_cut import assign_nodes
 from lightning_gnn.partition.locality import local_relabelling, recent_reads
 from lightning_gnn.partition.shard import Relabelling, edge_cut_parts
 

@@ -45,7 +45,7 @@ from lightning_gnn import DGCLStrategy, GraphDataModule, NodeClassifier, Samplin
 from lightning_gnn.comm.group import World
 from lightning_gnn.data.shards import Cut, cut_graph
 from lightning_gnn.data.sources import MASKS, prepare_graph
-from lightning_gnn.partition import assign_nodes
+from lightning_gnn.partition.edge_cut import assign_nodes
 from lightning_gnn.partition.types import ONE_TYPE
 from lightning_gnn.sampling import NeighborSampler, graph_store
 from lightning_gnn.sampling.loader import BatchMaker, SampledBatches

@@ -14,8 +14,7 @@ from typing import Any
 import numpy as np
 from common import SHARED, PeakMemory, report
 
-from lightning_gnn.partition import assign_edges
-from lightning_gnn.partition.vertex_cut import METHODS, cut_edges
+from lightning_gnn.partition.vertex_cut import METHODS, assign_edges, cut_edges
 
 Graph = tuple[np.ndarray, int]
 HOSTS = [[0, 1, 2, 3], [4, 5, 6, 7]]
@@ -67,8 +66,8 @@ def measured(name: str, graph: Graph, method: str, weight: float) -> dict[str, A
         "row balance": cut.replica_balance,
         "masters": cut.master_balance,
         "sent": cut.sent_balance,
-        "most inner": cut.most_inner,
-        "most outer": cut.most_outer,
+        "most inner": int(cut.inner.max()),
+        "most outer": int(cut.outer.max()),
         "all outer": int(cut.outer.sum()),
     }
 

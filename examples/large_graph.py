@@ -25,7 +25,7 @@ if __name__ == "__main__":
     options = parser.parse_args()
 
     L.seed_everything(0)
-    # A import path: one process makes the graph, cuts it and ends. The next run finds the parts in the store.
+    # An import path: one process makes the graph, cuts it and ends. The next run finds the parts in the store.
     data = GraphDataModule(
         "lightning_gnn.planted_partition",
         {

@@ -82,11 +82,7 @@ def checked_batches(fanouts: Any, batch_size: int | None) -> Fanouts | None:
 
 
 def checked_fanouts(fanouts: Any) -> Fanouts:
-    """Returns fan-outs; edge types may be written as ``"author__writes__paper"``.
-
-    Raises:
-        ValueError: they are none, or not as many for all edge types.
-    """
+    """Returns fan-outs; edge types may be written as ``"author__writes__paper"``."""
     if not isinstance(fanouts, (Mapping, Sequence)) or isinstance(fanouts, str):
         raise ValueError(
             f"fanouts must be a list of numbers of edges, one per layer, such as [15, 10] (got {shown(fanouts)})."

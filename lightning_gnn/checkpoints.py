@@ -76,9 +76,8 @@ class WholeCheckpointIO(TorchCheckpointIO):
 def _remove_parts_of_the_dead(target: Path) -> None:
     """Removes what processes of this machine have left of a file when they were killed while they wrote it."""
     begin = f".{target.name}.{platform.node()}."
-    for name in os.listdir(
-        target.parent
-    ):  # no glob, which keeps a regular expression of every name that it was asked for
+    # No glob, which caches a regular expression of every pattern.
+    for name in os.listdir(target.parent):
         if not (name.startswith(begin) and name.endswith(".part")):
             continue
         part, writer = target.with_name(name), name.split(".")[-3]
@@ -125,8 +124,8 @@ def with_whole_last(trainer: pl.Trainer | None, args: tuple[Any, ...]) -> tuple[
     Raises:
         DamagedCheckpointError: none in its folder is whole.
     """
-    asked = [index for index, each in enumerate(args) if isinstance(each, str) and each == "last"]
-    if trainer is None or not asked:
+    places = [index for index, each in enumerate(args) if isinstance(each, str) and each == "last"]
+    if trainer is None or not places:
         return args
     assert trainer.state.fn is not None
     found = trainer._checkpoint_connector._parse_ckpt_path(trainer.state.fn, "last", True, True)
@@ -142,7 +141,7 @@ def with_whole_last(trainer: pl.Trainer | None, args: tuple[Any, ...]) -> tuple[
     rank_zero_warn(
         f'ckpt_path="last" is {file}, which is damaged: {damage}. Taken instead, the newest whole one: {other}'
     )
-    return tuple(str(other) if index in asked else each for index, each in enumerate(args))
+    return tuple(str(other) if index in places else each for index, each in enumerate(args))
 
 
 def _local(path: Any) -> Path | None:

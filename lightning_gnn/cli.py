@@ -11,7 +11,7 @@ from typing_extensions import override
 
 import lightning_gnn
 from lightning_gnn.callbacks.loggers import log_config
-from lightning_gnn.commands.advise import run_advise
+from lightning_gnn.commands.advise import advise
 from lightning_gnn.commands.check import check
 from lightning_gnn.commands.compare import compare
 from lightning_gnn.commands.doctor import doctor
@@ -80,22 +80,13 @@ class TrainerCLI(LightningCLI):
 
 
 def main() -> None:
-    """Runs the command line; see ``lightning-gnn --help``."""
     command, *arguments = sys.argv[1:] or [""]
     if command in ("", "-h", "--help"):
         print(HELP, end="")
         sys.exit(0 if command else 2)
     for name in lightning_gnn.__all__:
         getattr(lightning_gnn, name)  # so that the parser knows these classes by their names alone
-    own = {
-        "partition": partition,
-        "plan": plan,
-        "advise": run_advise,
-        "check": check,
-        "compare": compare,
-        "doctor": doctor,
-        "topology": topology,
-    }
+    own = {each.__name__: each for each in (partition, plan, advise, check, compare, doctor, topology)}
     if command in own:
         own[command](arguments)
     elif command in COMMANDS or command.startswith("-"):

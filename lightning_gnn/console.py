@@ -8,17 +8,20 @@ import sys
 from typing import IO, Any
 
 from rich.console import Console, RenderableType
+from rich.table import Table
 
 
 def text_console(width: int | None = None, file: IO[str] | None = None, **options: Any) -> Console:
-    """Returns a console that writes text; in Jupyter, rich's own would show HTML beside the cell and write nothing to `file`.
-
-    Args:
-        width: in columns; None for that of the terminal.
-        file: where to; None for stdout.
-        **options: see ``rich.console.Console``.
-    """
+    """Returns a console that writes text; in Jupyter, rich's own would show HTML beside the cell and write nothing to `file`."""
     return Console(force_jupyter=False, width=width, file=file, **options)
+
+
+def text_table(*heads: str, title: str | None = None, left: int = 1) -> Table:
+    """Returns a table of numbers but for the `left` first columns; cells are folded, since a number cut short is a wrong one."""
+    table = Table(title=title, title_justify="left")
+    for place, head in enumerate(heads):
+        table.add_column(head, justify="left" if place < left else "right", overflow="fold")
+    return table
 
 
 def text_of(*parts: RenderableType, width: int) -> str:
@@ -31,6 +34,6 @@ def text_of(*parts: RenderableType, width: int) -> str:
     return file.getvalue()
 
 
-def plain_width(columns: int) -> int | None:
-    """Returns the width of a console: so many columns where nobody watches and rich would take 80 and cut tables short."""
+def plain_width(columns: int | None) -> int | None:
+    """Returns the width of a console: so many columns where the output is no terminal: rich would take 80."""
     return None if sys.stdout.isatty() or "COLUMNS" in os.environ else columns

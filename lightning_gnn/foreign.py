@@ -29,7 +29,6 @@ _TIPS = (
 
 
 def leave_out() -> None:
-    """Leaves them out in this process."""
     for text, category, module in _WARNINGS:
         _ignore(text, category, module)
     logging.getLogger(f"{_LIGHTNING}.utilities.rank_zero").addFilter(_no_tip)

@@ -45,15 +45,8 @@ def unknown_key(key: str, known: Iterable[str]) -> str:
     return f"unknown key {wrong!r}{_ask(near)}"
 
 
-# What was given ###############################################################
-
-
 def given_values(arguments: Sequence[str]) -> dict[str, Any]:
-    """Returns what a command line and its files give, nested by key.
-
-    Raises:
-        ValueError: a file that it names is no YAML.
-    """
+    """Returns what a command line and its files give, nested by key."""
     values: dict[str, Any] = {}
     for index, word in enumerate(arguments):
         if not word.startswith("-"):
@@ -142,11 +135,6 @@ def _unknown_in_class(value: Any, base: type | None = None) -> str | None:
 
 
 def _class_of(path: str) -> Any:
-    """Returns what an import path names, or a name of this package.
-
-    Raises:
-        LookupError: there is none; names the nearest.
-    """
     module, _, name = path.rpartition(".")
     if not module:
         if path not in lightning_gnn.__all__ and (near := did_you_mean(path, lightning_gnn.__all__)) != ".":
@@ -190,9 +178,6 @@ def check_names(parser: LightningArgumentParser, strategy: object, accelerator: 
         if isinstance(name, str) and name.lower() not in (*known, "auto"):
             message = f"unknown {key} {name!r}" + did_you_mean(name.lower(), known)
             parser.error(message if message.endswith("?") else f"{message} There are {', '.join(known)}.")
-
-
-# Files ########################################################################
 
 
 def file_of(option: str, name: str | None) -> Path | None:

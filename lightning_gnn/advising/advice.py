@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import Any, NamedTuple
 
 import lightning.pytorch as pl
 import numpy as np
@@ -142,7 +142,6 @@ def advise_on(
     """Returns what :func:`advise` does, for a machine with one device per rank.
 
     Args:
-        machine, module, data: see there.
         trainer: what steps find as ``self.trainer``; by default one of one device.
         only: these schemes; by default all that so many ranks can run.
         overhead: seconds of an epoch beside the model's; None to measure them, by a Trainer of one device.
@@ -154,14 +153,11 @@ def advise_on(
         try:
             found.append((_full_graph if candidate.full_graph else _in_batches)(candidate, job))
         except (ValueError, RuntimeError) as error:
-            found.append(Advice(candidate, reason=_in_short(error)))
+            found.append(Advice(candidate, reason=(str(error).splitlines() or [type(error).__name__])[0]))
     return explained(found)
 
 
-@dataclass(frozen=True)
-class _Job:
-    """What is trained, on what; see :func:`advise_on`."""
-
+class _Job(NamedTuple):
     module: pl.LightningModule
     data: GraphDataModule
     machine: Machine
@@ -254,7 +250,6 @@ def quiet_trainer(**options: Any) -> pl.Trainer:
 
 @contextmanager
 def quietly() -> Iterator[None]:
-    """Lets runs of our own say nothing."""
     before = logging.root.manager.disable
     logging.disable(logging.WARNING)
     try:
@@ -263,11 +258,6 @@ def quietly() -> Iterator[None]:
             yield
     finally:
         logging.disable(before)
-
-
-def _in_short(error: Exception) -> str:
-    first, *_ = str(error).splitlines() or [type(error).__name__]
-    return first
 
 
 def overhead_seconds() -> float:
@@ -279,13 +269,10 @@ def overhead_seconds() -> float:
     return float(np.diff(clock.times).min())
 
 
-# In words #####################################################################
-
-
 def explained(found: Sequence[Advice]) -> list[Advice]:
     """Returns advice in order, with reasons: what gives the numbers of one device first, the fastest first.
 
-    The usual scheme goes before those that are less than `CLOSE` faster: so near to each other, predictions do not tell.
+    The usual scheme goes before those that are less than `CLOSE` faster: predictions are not that exact.
     """
     usual = next((each for each in found if each.applies and each.candidate.name == "dgcl"), None)
 

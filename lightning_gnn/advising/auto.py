@@ -67,7 +67,6 @@ class AutoStrategy(GNNStrategy):
             self.scheme = chosen.strategy().scheme
 
     def _choose(self) -> Candidate | str:
-        """Returns the scheme that comes first, or why there is none."""
         module, ranks, hosts = self.lightning_module, self.world_size, self.num_nodes
         assert module is not None
         machine = Machine.of(ranks, hosts, self.topology, available_cores())
@@ -77,8 +76,8 @@ class AutoStrategy(GNNStrategy):
         first, *others = self.advice
         if not first.applies:
             return f"auto_gnn could not rehearse the model under any scheme. {first.candidate}: {first.reason}"
-        told = ", ".join(f"{each.candidate} {1e3 * each.seconds:.3g}" for each in others if each.applies)
+        rest = ", ".join(f"{each.candidate} {1e3 * each.seconds:.3g}" for each in others if each.applies)
         rank_zero_info(
-            f"auto_gnn chose {first.candidate}: {1e3 * first.seconds:.3g} ms an epoch predicted; {first.why} ({told})"
+            f"auto_gnn chose {first.candidate}: {1e3 * first.seconds:.3g} ms an epoch predicted; {first.why} ({rest})"
         )
         return first.candidate

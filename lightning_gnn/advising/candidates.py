@@ -28,11 +28,9 @@ class Candidate:
 
     @property
     def name(self) -> str:
-        """The word for the Trainer."""
         return self.kind.strategy_name
 
     def strategy(self, **options: Any) -> GNNStrategy:
-        """Returns it for a Trainer, with further arguments of the class."""
         return self.kind(**self.arguments, **options)
 
     def __str__(self) -> str:
@@ -54,11 +52,7 @@ def candidates(ranks: int, links_alike: bool = True) -> Iterator[Candidate]:
 
 
 def chosen(names: Sequence[str] | None, ranks: int, links_alike: bool = True) -> list[Candidate]:
-    """Returns those :func:`candidates` whose strategies have these names; None for all.
-
-    Raises:
-        ValueError: there is none.
-    """
+    """Returns those :func:`candidates` whose strategies have these names, all for None; a ValueError if there is none."""
     every = list(candidates(ranks, links_alike))
     found = [each for each in every if names is None or each.name in names]
     if not found:

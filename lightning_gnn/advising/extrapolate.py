@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from operator import attrgetter
+from typing import Any
 
 import lightning.pytorch as pl
 import numpy as np
@@ -20,11 +21,7 @@ SIZES = (16, 32, 64)
 
 
 def smaller(ranks: int, hosts: int, cores: int | None, speed: float, sizes: Sequence[int] = SIZES) -> list[Machine]:
-    """Returns machines of `sizes` ranks with as many of them on a host, or all on one.
-
-    Raises:
-        ValueError: see :meth:`Machine.of`; ranks that hosts do not share evenly, or not so that they divide `sizes`.
-    """
+    """Returns machines of `sizes` ranks with as many of them on a host, or all on one."""
     on_each = ranks // hosts
     if ranks % hosts or any(size % on_each and on_each % size for size in sizes):
         raise ValueError(
@@ -43,11 +40,7 @@ def extrapolate(
 ) -> list[Advice]:
     """Returns what is predicted for so many ranks: seconds, bytes and messages are each ``a * ranks ** b``, fitted to `machines`.
 
-    Args:
-        ranks: more than the machines have.
-        machines: two or more, of ascending numbers of ranks.
-        module, data: see :func:`~lightning_gnn.advising.advice.advise`.
-        schemes: names of strategies; by default all that can run.
+    These are two or more, of ascending numbers of ranks. For other arguments see :func:`~lightning_gnn.advising.advice.advise`.
     """
     wanted, rehearsed = set(map(str, chosen(schemes, ranks, machines[-1].topology.uniform))), []
     overhead = overhead_seconds()
@@ -74,31 +67,20 @@ def extrapolate(
             slope, begin = np.polyfit(sizes, np.log(values), 1)
             return float(np.exp(begin + slope * np.log(ranks)))
 
-        compute, exchange = at(attrgetter("compute_seconds")), at(attrgetter("exchange_seconds"))
-
-        def peaks(kind: str, last: Advice = last, at: Callable[..., float] = at) -> tuple[Peak, ...]:
-            return tuple(
-                Peak(**{phase: round(at(_largest(kind, phase))) for phase in PHASES}) for _ in getattr(last, kind)[:1]
-            )
-
-        found.append(
-            replace(
-                last,
-                seconds=compute + exchange,
-                compute_seconds=compute,
-                exchange_seconds=exchange,
-                steps=max(1, round(at(attrgetter("steps")))),
-                bytes_sent=None if last.bytes_sent is None else round(at(attrgetter("bytes_sent"))),
-                messages=round(at(attrgetter("messages"))),
-                replication=at(attrgetter("replication")),
-                peaks=peaks("peaks"),
-                peaks_recomputed=peaks("peaks_recomputed"),
-                extrapolated_from=tuple(size for size, _ in known),
-            )
-        )
+        values: dict[str, Any] = {
+            name: at(attrgetter(name)) for name in ("compute_seconds", "exchange_seconds", "replication")
+        }
+        values |= {name: round(at(attrgetter(name))) for name in ("steps", "bytes_sent", "messages")}
+        values["seconds"] = values["compute_seconds"] + values["exchange_seconds"]
+        values["steps"] = max(1, values["steps"])
+        if last.bytes_sent is None:
+            values["bytes_sent"] = None
+        for kind in ("peaks", "peaks_recomputed"):
+            if getattr(last, kind):
+                values[kind] = (Peak(**{phase: round(at(_largest(kind, phase))) for phase in PHASES}),)
+        found.append(replace(last, **values, extrapolated_from=tuple(size for size, _ in known)))
     return explained(found)
 
 
 def _largest(kind: str, phase: str) -> Callable[[Advice], float]:
-    """Returns what gives the peak of the rank that holds most."""
     return lambda advice: max((getattr(peak, phase) for peak in getattr(advice, kind)), default=0)

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from functools import cache, cached_property
 from pathlib import Path
 from statistics import median
+from typing import NamedTuple
 
 import torch
 
@@ -44,7 +45,6 @@ _FEW, _MANY = 2, 6
 
 
 def available_cores() -> int:
-    """Returns how many cores this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
@@ -74,7 +74,6 @@ class Machine:
     socket_s_per_byte: float = SOCKET_S_PER_BYTE
 
     def is_socket(self, sender: int, receiver: int) -> bool:
-        """Returns whether messages cost cores something."""
         return self.cores is not None and not (self.shared_memory and self.host_of[sender] == self.host_of[receiver])
 
     def seconds_at_ends(self, sender: int, receiver: int, num_bytes: int) -> float:
@@ -83,18 +82,15 @@ class Machine:
 
     @cached_property
     def host_of(self) -> tuple[int, ...]:
-        """The number of each rank's host."""
-        numbers = {rank: number for number, host in enumerate(self.topology.hosts) for rank in host}
-        return tuple(numbers[rank] for rank in range(self.ranks))
+        hosts = self.topology.hosts
+        return tuple(next(number for number, host in enumerate(hosts) if rank in host) for rank in range(self.ranks))
 
     @property
     def ranks(self) -> int:
-        """One per device."""
         return self.topology.num_devices
 
     @property
     def threads(self) -> int:
-        """That a rank computes with, as strategies have it."""
         return 1 if self.cores is None else max(1, self.cores // len(self.topology.hosts[0]))
 
     @property
@@ -116,17 +112,14 @@ class Machine:
         cores: int | None = None,
         speed: float = 1.0,
     ) -> Machine:
-        """Returns this machine, or so many like it; or one of a topology, with a device for each rank.
+        """Returns this machine, or so many hosts like it; or one of a topology, with a device for each rank.
 
         Args:
-            ranks: of all hosts.
-            hosts: machines like this one, with equally many ranks each; of no meaning with a topology.
+            ranks: of all hosts, which have equally many each.
+            hosts: of no meaning with a topology.
             topology: a name, a JSON file, or a topology (docs/planning.md).
             cores: that the ranks of a host share; by default this machine's, or one each with a topology.
             speed: see :class:`Machine`.
-
-        Raises:
-            ValueError: a number that is none, an unknown topology, ranks that hosts do not share evenly.
         """
         if ranks < 2:
             raise ValueError(f"advice is for several ranks (got {ranks}).")
@@ -148,19 +141,13 @@ _ROUNDS, _ROWS, _EDGES, _WIDTH = 7, 8_000, 60_000, 64
 """Of the measurement: a layer of a small graph, whose messages fill the caches that cores have to themselves."""
 
 
+@cache
 def measured_contention(ranks: int) -> float:
     """Returns how much longer a thread of this process computes, at least 1, when so many do the same at once.
 
     What is timed is what layers do: to take rows by edges, to add them up, and a product. A quarter of a second for few ranks.
-
-    Args:
-        ranks: of this machine; more than four times its cores count as that.
     """
-    return _contention(min(ranks, 4 * available_cores()))
-
-
-@cache
-def _contention(together: int) -> float:
+    together = min(ranks, 4 * available_cores())
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
@@ -188,27 +175,19 @@ def _seconds_of_threads(count: int) -> float:
         return sum(pool.map(work, range(count))) / count
 
 
-@dataclass(frozen=True)
-class Timing:
-    """Of a step.
-
-    Attributes:
-        seconds: until the last rank has ended.
-        compute_seconds: the same if messages took no time.
-    """
+class Timing(NamedTuple):
+    """How long a step takes until the last rank has ended, and if messages took no time."""
 
     seconds: float
     compute_seconds: float
 
     @property
     def exchange_seconds(self) -> float:
-        """What messages add."""
         return max(0.0, self.seconds - self.compute_seconds)
 
 
 def with_trainer_messages(events: Sequence[Sequence[Event]]) -> list[list[Event]]:
     """Returns a step's events with the small messages that a Trainer sends, round a ring: at its end they have met."""
-
     ranks = len(events)
 
     def once_round(rank: int) -> list[Event]:
@@ -218,15 +197,7 @@ def with_trainer_messages(events: Sequence[Sequence[Event]]) -> list[list[Event]
 
 
 def timing(events: Sequence[Sequence[Event]], machine: Machine) -> Timing:
-    """Returns how long a step takes, once others went before: ranks wait for each other as `events` say, not between steps.
-
-    Args:
-        events: of each rank, as rehearsed.
-        machine: with a device for each.
-
-    Raises:
-        ValueError: two ranks exchange rows and have no link.
-    """
+    """Returns how long a step takes, once others went before: ranks wait for each other as `events` say, not between steps."""
 
     def of_one(free: bool) -> float:
         few, many = (_run([list(each) * steps for each in events], machine, free) for steps in (_FEW, _MANY))

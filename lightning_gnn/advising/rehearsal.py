@@ -83,7 +83,6 @@ class Rehearsal:
 
     @property
     def messages(self) -> int:
-        """Of all ranks."""
         return sum(isinstance(event, Send) for each in self.events for event in each)
 
     @property
@@ -102,15 +101,11 @@ class _Recorder(Meeting):
         self._since = [0.0] * size
 
     def begin(self, rank: int) -> None:
-        """Begins another step of a rank."""
         self.steps[rank].append([])
         self._since[rank] = self._clock()
 
-    def end(self, rank: int) -> None:
-        """Ends it."""
-        self._note(rank)
-
-    def _note(self, rank: int, event: Event | None = None) -> None:
+    def note(self, rank: int, event: Event | None = None) -> None:
+        """Adds what a rank has computed since its last event, and this one."""
         if self.steps[rank]:
             self.steps[rank][-1].append(Compute(self._clock() - self._since[rank]))
             if event is not None:
@@ -118,13 +113,13 @@ class _Recorder(Meeting):
 
     @override
     def post(self, sender: int, receiver: int, value: Any) -> None:
-        self._note(sender, Send(receiver, value.nbytes if isinstance(value, Tensor) else 0))
+        self.note(sender, Send(receiver, value.nbytes if isinstance(value, Tensor) else 0))
         super().post(sender, receiver, value)
         self._since[sender] = self._clock()
 
     @override
     def take(self, receiver: int, sender: int) -> Any:
-        self._note(receiver, Take(sender))
+        self.note(receiver, Take(sender))
         value = super().take(receiver, sender)
         self._since[receiver] = self._clock()
         return value
@@ -145,7 +140,7 @@ def rehearse(
         module: unbound; copies of it run.
         shards: what each rank holds, on the CPU.
         bind: how the scheme binds a module to a rank's shard.
-        trainer: what the step finds as ``self.trainer``; its loggers hear nothing.
+        trainer: what the step finds as ``self.trainer``; its loggers get nothing.
         loss_reduction: of the strategy.
         threads: that each rank computes with. With one, the processor's time is taken, which others on the machine do not
             change; else that of the clock on the wall.
@@ -188,15 +183,12 @@ def rehearse(
                 if step == 0:
                     footprint = footprint_of(counted, binding, shard, model, world)
                 optimizer.zero_grad()
-                recorder.end(rank)
+                recorder.note(rank)
         return footprint
 
-    with ExitStack() as stack:
-        stack.enter_context(aside())
-        stack.enter_context(keeping_freed_memory())
-        before = torch.get_num_threads()
+    with aside(), keeping_freed_memory(), ExitStack() as stack:
+        stack.callback(torch.set_num_threads, torch.get_num_threads())
         torch.set_num_threads(threads)
-        stack.callback(torch.set_num_threads, before)
         ran = recorder.run(on_rank)
     failures = [error for error in ran if isinstance(error, BaseException)]
     if failures:

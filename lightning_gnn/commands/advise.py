@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
+from functools import partial
+from operator import attrgetter
 from typing import Any, ClassVar
 
 from rich.table import Table
@@ -13,17 +14,12 @@ from lightning_gnn.advising.advice import Advice, advise_on
 from lightning_gnn.advising.candidates import chosen
 from lightning_gnn.advising.extrapolate import extrapolate, smaller
 from lightning_gnn.advising.machine import Machine
-from lightning_gnn.checks.footprint import Peak
-from lightning_gnn.commands.graph_cli import GraphCLI, Option, working
+from lightning_gnn.commands.graph_cli import JSON, GraphCLI, Option, working
 from lightning_gnn.commands.plan_print import memory_table
-from lightning_gnn.console import plain_width, text_console
-from lightning_gnn.parser import file_of
+from lightning_gnn.console import text_table
 from lightning_gnn.planning.presets import PRESETS
 from lightning_gnn.planning.topology import MAX_DEVICES
 from lightning_gnn.strategies.scheme import Scheme
-
-WIDTH = 150
-"""Columns of what is printed to a file."""
 
 
 class AdviseCLI(GraphCLI):
@@ -45,8 +41,9 @@ class AdviseCLI(GraphCLI):
         "cores": Option(int, "That the ranks of a host share. (default: this machine's; with --topology, one each)"),
         "speed": Option(float, "How many times faster a device computes than a core here. (default: 1)", 1.0),
         "schemes": Option(list[str], "Only these, such as [dgcl,spmm_15d]. (default: all that so many ranks can run)"),
-        "json": Option(str, "File for all numbers. (default: none is written)"),
+        "json": JSON,
     }
+    width = 150
     wants_module = needs_module = True
 
     @override
@@ -58,65 +55,41 @@ class AdviseCLI(GraphCLI):
         else:
             self.machines = [Machine.of(parts, hosts, config.topology, config.cores, config.speed)]
         self.chosen = chosen(config.schemes, parts, self.machines[0].topology.uniform)
-        self.json = file_of("--json", config.json)
 
-    def advise(self) -> list[Advice]:
-        """Returns what is predicted."""
+    def found(self) -> list[Advice]:
         if self.machines[-1].ranks < self.ranks:
             return extrapolate(self.ranks, self.machines, self.module, self.datamodule, self.config.schemes)
         return advise_on(self.machines[0], self.module, self.datamodule, only=self.chosen)
 
 
-def run_advise(arguments: Sequence[str]) -> None:
-    """Runs ``lightning-gnn advise`` with these arguments."""
+def advise(arguments: Sequence[str]) -> None:
     cli = AdviseCLI(arguments)
-    console = text_console(plain_width(WIDTH), highlight=False, markup=False)
+    console = cli.console
     with working("Rehearsing training steps"):
-        found = cli.advise()
-    if cli.json is not None:
-        cli.json.write_text(json.dumps([each.as_dict() for each in found], indent=1) + "\n")
+        found = cli.found()
     console.print(table(found, cli.ranks, cli.machines))
-    peaks = [
-        (str(each.candidate), _of_most(each.peaks), _of_most(each.peaks_recomputed)) for each in found if each.peaks
-    ]
+    most = partial(max, key=attrgetter("most"))
+    peaks = [(str(each.candidate), most(each.peaks), most(each.peaks_recomputed)) for each in found if each.peaks]
     if peaks:
         console.print(memory_table("Predicted peak memory of the rank that holds most, by phase", "scheme", peaks))
     for each in found:
         why = f"{each.why}." if each.applies else f"does not apply. {each.reason}"
         console.print(f"{each.candidate}: {why}", soft_wrap=True)
-    if cli.json is not None:
-        console.print(f"Written: {cli.json}", soft_wrap=True)
+    cli.write_json([each.as_dict() for each in found])
 
 
 def table(found: Sequence[Advice], ranks: int, machines: Sequence[Machine]) -> Table:
-    """Returns a row per scheme: exact ones first, the fastest first."""
     machine = machines[-1]
     cores = "one core each" if machine.cores is None else f"{machine.cores} cores a host"
     on = f"{ranks} ranks, {machine.topology.name}"
     if machine.ranks < ranks:
         on = f"{ranks} ranks, extrapolated from {', '.join(str(each.ranks) for each in machines)}"
     title = f"An epoch on {on}, {cores}; predicted"
-    columns = (
-        "scheme",
-        "exact",
-        "s/epoch",
-        "computing",
-        "messages take",
-        "steps",
-        "MB/epoch",
-        "messages",
-        "peak MB/rank",
-    )
-    made = Table(title=title)
-    for column in columns:
-        made.add_column(column, justify="left" if column == "scheme" else "right")
+    heads = ("exact", "s/epoch", "computing", "messages take", "steps", "MB/epoch", "messages", "peak MB/rank")
+    made = text_table("scheme", *heads, title=title)
     for each in found:
         made.add_row(str(each.candidate), "yes" if each.candidate.exact else "no", *_cells(each))
     return made
-
-
-def _of_most(peaks: Sequence[Peak]) -> Peak:
-    return max(peaks, key=lambda peak: peak.most)
 
 
 def _cells(advice: Advice) -> Sequence[Any]:

@@ -2,22 +2,16 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from collections.abc import Sequence
 from typing import ClassVar
 
 from typing_extensions import override
 
-from lightning_gnn.commands.graph_cli import GraphCLI, Option, working
-from lightning_gnn.console import plain_width, text_console
+from lightning_gnn.commands.graph_cli import JSON, GraphCLI, Option, working
 from lightning_gnn.parity import check_parity
 from lightning_gnn.parity.check import make_strategies
-from lightning_gnn.parser import file_of
 from lightning_gnn.strategies.scheme import Scheme
-
-WIDTH = 130
-"""Columns of what is printed to a file."""
 
 
 class CheckCLI(GraphCLI):
@@ -36,8 +30,9 @@ class CheckCLI(GraphCLI):
         "seed": Option(int, "Of the sample and of random numbers. (default: 0)", 0),
         "schemes": Option(list[str], "Only these, such as [dgcl,spmm_15d]. (default: all)"),
         "share_draws": Option(bool, "Give all ranks the same numbers for each node and edge. (default: false)", False),
-        "json": Option(str, "File for all numbers. (default: none is written)"),
+        "json": JSON,
     }
+    width = 130
     wants_module = True
 
     @override
@@ -47,13 +42,10 @@ class CheckCLI(GraphCLI):
         configured = self.strategy
         made = make_strategies(self.config.schemes, loss_reduction=configured.loss_reduction)
         self.strategies = [configured if each.strategy_name == configured.strategy_name else each for each in made]
-        self.json = file_of("--json", self.config.json)
 
 
 def check(arguments: Sequence[str]) -> None:
-    """Runs ``lightning-gnn check`` with these arguments."""
     cli = CheckCLI(arguments)
-    console = text_console(plain_width(WIDTH), highlight=False, markup=False)
     with working("Comparing with one device"):
         report = check_parity(
             cli.module,
@@ -65,10 +57,8 @@ def check(arguments: Sequence[str]) -> None:
             cli.config.seed,
             cli.config.share_draws,
         )
-    console.print(report.table())
+    cli.console.print(report.table())
     for line in report.lines():
-        console.print(line, soft_wrap=True)
-    if cli.json is not None:
-        cli.json.write_text(json.dumps(report.as_dict(), indent=1) + "\n")
-        console.print(f"Written: {cli.json}", soft_wrap=True)
+        cli.console.print(line, soft_wrap=True)
+    cli.write_json(report.as_dict())
     sys.exit(not report.ok)

@@ -10,7 +10,8 @@ from typing import Any
 
 from jsonargparse import ActionConfigFile
 
-from lightning_gnn.comparing.cells import Again, Comparison, add_task, make_cells
+from lightning_gnn import comparing
+from lightning_gnn.comparing.cells import Comparison, add_task, make_cells
 from lightning_gnn.comparing.run import check, run
 from lightning_gnn.parser import Parser
 
@@ -22,7 +23,6 @@ DESCRIPTION = (
 
 
 def compare(arguments: Sequence[str]) -> None:
-    """Runs ``lightning-gnn compare`` with these arguments."""
     parser = compare_parser()
     config = parser.parse_args(list(arguments))
     given = json.loads(parser.dump(config, format="json"))
@@ -44,20 +44,10 @@ def compare(arguments: Sequence[str]) -> None:
 
 
 def compare_parser() -> Parser:
-    """Returns the parser of the command's options, whose defaults are those of :class:`Comparison`."""
+    """Returns the parser of the command's options; most are arguments of :func:`~lightning_gnn.compare`."""
     parser = Parser(prog="lightning-gnn compare", usage=USAGE, description=DESCRIPTION)
     parser.add_argument("-c", "--config", action=ActionConfigFile, help="YAML file with any of these keys.")
     add_task(parser)
-    defaults = {name: each.default for name, each in Comparison.__dataclass_fields__.items()}
-    options: dict[str, tuple[Any, str]] = {
-        "epochs": (int, "Epochs of each cell."),
-        "warmup": (int, "Of these, the first ones, left out of times, bytes and messages."),
-        "seed": (int, "Of weights and random numbers."),
-        "timeout": (float, "Seconds that a cell may take."),
-        "again": (Again, "Cells that run although they have before: none, failed or all."),
-        "loss": (str, "Logged value of the loss curves."),
-        "tolerance": (float, "Relative difference of losses up to which an exact scheme matches the first cell."),
-    }
     parser.add_argument(
         "--cells", type=list[str | dict[str, Any]], help="What to compare, the reference first: docs/compare.md."
     )
@@ -65,7 +55,7 @@ def compare_parser() -> Parser:
         "--devices", type=int | list[int], default=2, help="Ranks of cells that do not say; each of a list."
     )
     parser.add_argument("--output", type=str, default="comparison", help="Folder for results; those there are used.")
-    for name, (kind, text) in options.items():
-        parser.add_argument(f"--{name}", type=kind, default=defaults[name], help=text)
+    own: set[str | int] = {"model", "data", "cells", "devices", "output", "trainer"}
+    parser.add_function_arguments(comparing.compare, as_group=False, skip=own)
     parser.add_argument("--trainer", type=dict[str, Any], default={}, help="More arguments of the Trainer.")
     return parser

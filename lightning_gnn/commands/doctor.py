@@ -21,10 +21,11 @@ from rich.markup import escape
 from rich.table import Table
 
 import lightning_gnn
+from lightning_gnn.advising.machine import available_cores
 from lightning_gnn.comm.group import available_backends
 from lightning_gnn.comm.shared_memory import machine_key
 from lightning_gnn.commands.exchange import time_exchange
-from lightning_gnn.console import text_console
+from lightning_gnn.console import text_console, text_table
 from lightning_gnn.data.store import default_root
 from lightning_gnn.kernels import CSR, cache_folder
 from lightning_gnn.launching.local_ranks import LAUNCHER_VARIABLES
@@ -47,10 +48,8 @@ class Check:
 
 def doctor(arguments: Sequence[str]) -> None:
     """Runs ``lightning-gnn doctor`` with these arguments; the exit status is 1 if something needed does not work."""
-    parser = Parser(
-        prog="lightning-gnn doctor",
-        description="Check that this machine can train: versions, devices, exchange between two processes, store.",
-    )
+    about = "Check that this machine can train: versions, devices, exchange between two processes, store."
+    parser = Parser(prog="lightning-gnn doctor", description=about)
     parser.add_argument("--json", action="store_true", help="Print JSON instead of a table.")
     parser.add_argument("--store", type=str, help="Folder for partitioned graphs, if not the default one.")
     parser.add_argument("--timeout", type=float, default=60.0, help="Seconds that the exchange may take.")
@@ -77,9 +76,7 @@ def doctor(arguments: Sequence[str]) -> None:
 
 
 def _table(checks: Sequence[Check]) -> Table:
-    table = Table("check", "result", "what to do", title="lightning-gnn doctor", title_justify="left")
-    for column in table.columns:
-        column.overflow = "fold"  # a path that is cut short helps nobody
+    table = text_table("check", "result", "what to do", title="lightning-gnn doctor", left=3)
     marks = {"ok": "[green]ok[/]", "warning": "[yellow]warning[/]", "failed": "[red]failed[/]"}
     for check in checks:
         table.add_row(check.name, f"{marks[check.status]}  {escape(check.result)}", escape(check.advice))
@@ -96,37 +93,34 @@ def check_versions() -> Iterator[Check]:
         wanted = []
     specifiers = {need.name.lower().replace("-", "_"): need.specifier for need in wanted if need.marker is None}
     for package in PACKAGES:
-        try:
-            version = importlib.metadata.version(package)
-        except importlib.metadata.PackageNotFoundError:
+        version, specifier = _version(package), specifiers.get(package)
+        if version is None:
             yield Check(package, "failed", "not installed", f"pip install {package}")
-            continue
-        specifier = specifiers.get(package)
-        if specifier is None or specifier.contains(version, prereleases=True):
+        elif specifier is None or specifier.contains(version, prereleases=True):
             yield Check(package, "ok", version)
         else:
             yield Check(package, "failed", f"{version} is not supported", f'pip install "{package}{specifier}"')
-    yield _check_pytorch_lightning()
-
-
-def _check_pytorch_lightning() -> Check:
     # Some releases of `lightning` bring it along, so that it is there is no reason to worry; to import it is.
-    name = "pytorch_lightning"
-    try:
-        version = importlib.metadata.version(name)
-    except importlib.metadata.PackageNotFoundError:
-        return Check(name, "ok", "not installed")
+    name, version = "pytorch_lightning", _version("pytorch_lightning")
+    if version is None:
+        yield Check(name, "ok", "not installed")
+        return
     needs = importlib.metadata.requires("lightning") or ()
     brought = any(Requirement(text).name.replace("-", "_") == name for text in needs)
     advice = "write `import lightning`, not `import pytorch_lightning`: its registry does not know the strategies"
-    return Check(name, "ok" if brought else "warning", f"{version}{', comes with lightning' * brought}", advice)
+    yield Check(name, "ok" if brought else "warning", f"{version}{', comes with lightning' * brought}", advice)
+
+
+def _version(package: str) -> str | None:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
 
 
 def check_devices() -> Iterator[Check]:
-    """Lists cores, memory and CUDA devices."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    threads = torch.get_num_threads()
-    few = "" if cores is None or threads <= cores else "more threads than cores: set OMP_NUM_THREADS lower"
+    cores, threads = available_cores(), torch.get_num_threads()
+    few = "" if threads <= cores else "more threads than cores: set OMP_NUM_THREADS lower"
     yield Check("CPU", "warning" if few else "ok", f"{cores} cores, {threads} threads per process by default", few)
     if "SC_AVPHYS_PAGES" in os.sysconf_names:
         page = os.sysconf("SC_PAGE_SIZE")
@@ -169,7 +163,6 @@ def check_store(folder: Path) -> Check:
 
 
 def check_numba_cache() -> Check:
-    """Compiles or loads a kernel, and looks whether compiled kernels can be kept."""
     try:
         CSR.from_coo(torch.tensor([0]), torch.tensor([0]), 1, 1)
     except Exception as error:  # whatever numba and LLVM raise
@@ -186,12 +179,9 @@ def check_launcher_variables() -> Check:
     found = sorted(n for n in os.environ if n in LAUNCHER_VARIABLES or n in ("SLURM_NTASKS", "SLURM_PROCID"))
     if not found:
         return Check("launcher", "ok", "no variables of torchrun or SLURM are set")
-    return Check(
-        "launcher",
-        "warning",
-        f"set: {', '.join(f'{name}={os.environ[name]}' for name in found)}",
-        "right under torchrun or srun only; otherwise ranks wait for others that nobody starts: unset them",
-    )
+    result = f"set: {', '.join(f'{name}={os.environ[name]}' for name in found)}"
+    advice = "right under torchrun or srun only; otherwise ranks wait for others that nobody starts: unset them"
+    return Check("launcher", "warning", result, advice)
 
 
 def check_exchange(timeout: float) -> Iterator[Check]:

@@ -24,10 +24,7 @@ ROWS, COLUMNS, REPEATS = 65_536, 64, 7
 def time_exchange(deadline: float) -> dict[str, float | None]:
     """Starts both processes and returns bytes per second from each to the other, ``{"shared_memory", "sockets"}``.
 
-    Without shared memory between the processes, its entry is None.
-
-    Args:
-        deadline: seconds after which both are ended.
+    Without shared memory between the processes, its entry is None. After `deadline` seconds both are ended.
 
     Raises:
         RuntimeError: one has failed, or the deadline has passed; with what they wrote last.
@@ -59,7 +56,6 @@ def _bytes_per_second(rank: int, shared_memory: bool) -> float | None:
 
 
 def main() -> None:
-    """Runs in each of the two processes; rank 0 prints."""
     rank = int(os.environ["RANK"])
     print(json.dumps({name: _bytes_per_second(rank, name == "shared_memory") for name in ("shared_memory", "sockets")}))
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -13,9 +14,9 @@ from lightning.pytorch.strategies import StrategyRegistry
 from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 from typing_extensions import override
 
-from lightning_gnn.console import text_console
+from lightning_gnn.console import plain_width, text_console
 from lightning_gnn.datamodules import GraphDataModule
-from lightning_gnn.parser import Parser, check_names
+from lightning_gnn.parser import Parser, check_names, file_of
 from lightning_gnn.partition.layout import LayoutSpec
 from lightning_gnn.strategies import DGCLStrategy, GNNStrategy
 from lightning_gnn.strategies.scheme import Scheme
@@ -29,29 +30,30 @@ class Option(NamedTuple):
     default: Any = None
 
 
+JSON = Option(str, "File for all numbers. (default: none is written)")
+
+
 class GraphCLI(LightningCLI):
     """Parses what ``fit`` takes, so that its files and overrides serve here too; makes data and strategy, and no Trainer.
 
-    Args:
-        arguments: that follow the command's name.
-
     Attributes:
         name, usage, description, options: of the command, set by each.
+        width: columns of what is printed to a file; None for rich's own.
         wants_module, needs_module: whether it makes a module if one is given, and refuses to do without.
-        datamodule: as configured.
-        module: the same, where the command wants it; None where it need not be given, and is not.
-        strategy: as configured.
-        scheme: of the strategy.
-        layout: what the scheme needs in so many parts.
+        datamodule, module, strategy: as configured; no module where none is wanted or given.
+        scheme, layout: of the strategy, and what it needs in so many parts.
+        console: where the command prints.
     """
 
     name = usage = description = ""
     options: ClassVar[Mapping[str, Option]] = {}
+    width: int | None = None
     wants_module = False
     needs_module = False
 
     def __init__(self, arguments: Sequence[str]) -> None:
         self._arguments = list(arguments)
+        self.console = text_console(plain_width(self.width), highlight=False, markup=False)
         super().__init__(
             L.LightningModule,
             GraphDataModule,
@@ -59,11 +61,7 @@ class GraphCLI(LightningCLI):
             subclass_mode_data=True,
             seed_everything_default=False,
             parser_class=Parser,
-            parser_kwargs={
-                "prog": f"lightning-gnn {self.name}",
-                "usage": self.usage,
-                "description": self.description,
-            },
+            parser_kwargs={"prog": f"lightning-gnn {self.name}", "usage": self.usage, "description": self.description},
             run=False,
         )
 
@@ -103,10 +101,17 @@ class GraphCLI(LightningCLI):
         try:
             parts = self._parts()
             self.prepare(self.scheme, parts)
+            self._json = file_of("--json", self.config.get("json"))
             hosts = self.config.trainer.num_nodes
             self.layout: LayoutSpec = self.scheme.layout(parts, hosts if parts % hosts == 0 else 1)
         except ValueError as error:
             self.parser.error(str(error))
+
+    def write_json(self, found: Any) -> None:
+        """Writes what ``--json`` asks for, if it is given, and says so."""
+        if self._json is not None:
+            self._json.write_text(json.dumps(found, indent=1) + "\n")
+            self.console.print(f"Written: {self._json}", soft_wrap=True)
 
     def _strategy(self, strategy: Any) -> GNNStrategy:
         if isinstance(strategy, str):
@@ -140,11 +145,9 @@ def num_ranks(devices: Any, num_nodes: int) -> int | None:
 
 @contextmanager
 def working(text: str) -> Iterator[None]:
-    """Shows a spinner and the seconds so far, unless nobody watches; what goes wrong ends the command, with a line."""
-    columns, console = (
-        (SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn()),
-        text_console(stderr=True),
-    )
+    """Shows a spinner and the seconds so far, on a terminal; what goes wrong ends the command, with a line."""
+    columns = SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn()
+    console = text_console(stderr=True)
     try:
         with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
             progress.add_task(text, total=None)

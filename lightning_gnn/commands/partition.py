@@ -10,7 +10,6 @@ from typing import Any, ClassVar
 import numpy as np
 
 from lightning_gnn.commands.graph_cli import GraphCLI, Option, working
-from lightning_gnn.console import text_console
 from lightning_gnn.data.store import read_manifest
 from lightning_gnn.partition.locality import Locality
 from lightning_gnn.partition.metrics import EdgeCutReport
@@ -33,9 +32,8 @@ class PartitionCLI(GraphCLI):
 
 
 def partition(arguments: Sequence[str]) -> None:
-    """Runs ``lightning-gnn partition`` with these arguments."""
     cli = PartitionCLI(arguments)
-    data, layout, console = cli.datamodule, cli.layout, text_console(highlight=False, markup=False)
+    data, layout, console = cli.datamodule, cli.layout, cli.console
     began = time.perf_counter()
     before = {manifest.parent.name for manifest in data.store.glob("*/manifest.json")}
     with working(f"Loading the graph and partitioning it into {layout.parts} parts"):
@@ -54,17 +52,14 @@ def _report(folder: Path, columns: int | None) -> Iterator[Any]:
     report = manifest["report"]
     if manifest["types"] is not None:
         cut = EdgeCutReport.from_dict(report)
-        yield cut.table()
-        yield cut.table_of_types()
-        yield f"{report['method']}, balance: {report['balance']}"
-        yield str(Locality(**manifest["locality"]))
-        return
-    x = np.load(folder / "node.x.npy", mmap_mode="r")
-    width = columns or x.shape[1]
-    if manifest["layout"]["kind"] == "vertex_cut":
-        yield VertexCutReport.from_dict(report).table()
-        yield f"{report['method']}; a row of {width:,} columns, {x.dtype}, has {width * x.itemsize:,} bytes"
+        yield from (cut.table(), cut.table_of_types(), f"{report['method']}, balance: {report['balance']}")
     else:
-        yield EdgeCutReport.from_dict(report).table(width * x.itemsize)
-        yield f"Rows of {width:,} columns, {x.dtype}; {report['method']}, balance: {report['balance']}"
+        x = np.load(folder / "node.x.npy", mmap_mode="r")
+        width = columns or x.shape[1]
+        if manifest["layout"]["kind"] == "vertex_cut":
+            yield VertexCutReport.from_dict(report).table()
+            yield f"{report['method']}; a row of {width:,} columns, {x.dtype}, has {width * x.itemsize:,} bytes"
+        else:
+            yield EdgeCutReport.from_dict(report).table(width * x.itemsize)
+            yield f"Rows of {width:,} columns, {x.dtype}; {report['method']}, balance: {report['balance']}"
     yield str(Locality(**manifest["locality"]))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -15,11 +14,10 @@ from lightning_gnn.advising.advice import quiet_trainer
 from lightning_gnn.advising.candidates import candidates
 from lightning_gnn.checks.footprint import Peak, Predicted, Sizes
 from lightning_gnn.checks.memory import training_bytes
-from lightning_gnn.commands.graph_cli import GraphCLI, Option, working
+from lightning_gnn.commands.graph_cli import JSON, GraphCLI, Option, working
 from lightning_gnn.commands.plan_print import memory_table, printed
-from lightning_gnn.console import plain_width, text_console
 from lightning_gnn.data.shards import Cut
-from lightning_gnn.parser import check_folder, file_of
+from lightning_gnn.parser import check_folder
 from lightning_gnn.planning.exchanges import ExchangeCost, Workload
 from lightning_gnn.planning.plan_cost import Balance, LinkLoad, balance, link_loads
 from lightning_gnn.planning.presets import PRESETS, find_topology
@@ -28,16 +26,13 @@ from lightning_gnn.planning.tables import rank_plan
 from lightning_gnn.planning.topology import MAX_DEVICES, Topology
 from lightning_gnn.strategies.scheme import Scheme
 
-WIDTH = 160
-"""Columns of what is printed to a file."""
-
 PAPER_LAYERS = 2
 """DGCL section 7."""
 
 
 @dataclass(frozen=True)
 class PlanReport:
-    """All that ``plan`` tells.
+    """All that ``plan`` prints.
 
     Attributes:
         work, topology: what is trained, on what; no topology for no times.
@@ -58,11 +53,7 @@ class PlanReport:
 
     @classmethod
     def of(cls, name: str, scheme: Scheme, work: Workload, topology: Topology | None, cut: Cut) -> PlanReport:
-        """Returns the report on a strategy's scheme.
-
-        Raises:
-            ValueError: its plan does not apply: two devices exchange rows but have no link.
-        """
+        """Returns the report on a strategy's scheme."""
         own = [replace(each, scheme=each.scheme or name) for each in scheme.exchanges(work, topology)]
         report = cls(work, topology, (*own, *_others(own, scheme, work, topology)))
         followed = report.followed
@@ -86,7 +77,6 @@ class PlanReport:
 
     @property
     def followed(self) -> ExchangeCost:
-        """What ``fit`` would do."""
         return next(each for each in self.exchanges if each.followed)
 
     @property
@@ -98,7 +88,7 @@ class PlanReport:
         """Returns plain numbers and lists, for JSON: seconds, bytes, rows; None for what is unknown."""
         work, plan, cost = self.work, self.followed.plan, self.followed.cost
         found = {
-            "topology": None if self.topology is None else self.topology.name,
+            "topology": self.topology and self.topology.name,
             "parts": work.relation.num_devices,
             "nodes": int(work.relation.offsets[-1]),
             "edges": int(work.edge_index.shape[1]),
@@ -129,7 +119,6 @@ class PlanReport:
 def _others(
     own: Sequence[ExchangeCost], scheme: Scheme, work: Workload, topology: Topology | None
 ) -> list[ExchangeCost]:
-    """Returns the exchanges of the other registered full-graph strategies that can run on this cut."""
     found, seen = {each.scheme: each for each in own}, {type(scheme)}
     kind = scheme.layout(work.relation.num_devices).kind
     for candidate in candidates(work.relation.num_devices):
@@ -165,8 +154,9 @@ class PlanCLI(GraphCLI):
         ),
         "layers": Option(int, f"Propagations of the model. (default: the model's num_layers, or {PAPER_LAYERS})"),
         "output": Option(str, "Folder for pictures, PNG and SVG. (default: none are drawn)"),
-        "json": Option(str, "File for all numbers. (default: none is written)"),
+        "json": JSON,
     }
+    width = 160
     wants_module = True
 
     @override
@@ -192,19 +182,18 @@ class PlanCLI(GraphCLI):
                     f"--output draws a plan, and {self.strategy.strategy_name} follows none: leave it out."
                 )
             check_folder("--output", self.output)
-        self.json = file_of("--json", config.json)
 
     def _topology(self, scheme: Scheme, parts: int) -> Topology | None:
         """Returns the topology, of so many devices; None if a scheme that follows no plan does without."""
-        asked = self.config.topology
+        source = self.config.topology
         if scheme.follows_plan:
-            scheme.topology = asked = asked or scheme.topology  # type: ignore[attr-defined]
-            if asked in (None, "auto"):
+            scheme.topology = source = source or scheme.topology  # type: ignore[attr-defined]
+            if source in (None, "auto"):
                 raise ValueError(
                     f"which topology? Give --topology, one of {', '.join(PRESETS)} or a JSON file (docs/planning.md), or name "
                     "one in the strategy: DGCLStrategy(topology=...)."
                 )
-        return None if asked is None else find_topology(asked, parts)
+        return None if source is None else find_topology(source, parts)
 
     def peaks(self, cut: Cut) -> tuple[list[tuple[str, Peak, Peak]], str]:
         """Returns each rank's peak memory, kept and with ``recompute=True``; or nothing, and why."""
@@ -230,9 +219,8 @@ def _of_model(config: Any, name: str) -> int | None:
 
 
 def plan(arguments: Sequence[str]) -> None:
-    """Runs ``lightning-gnn plan`` with these arguments."""
     cli = PlanCLI(arguments)
-    data, console = cli.datamodule, text_console(plain_width(WIDTH), highlight=False, markup=False)
+    data, console = cli.datamodule, cli.console
     with working(f"Loading the graph in {cli.layout.parts} parts, and planning"):
         data.prepare_for(cli.layout)
         cut = data.stored_cut()
@@ -253,16 +241,15 @@ def plan(arguments: Sequence[str]) -> None:
         )
         report = PlanReport.of(cli.strategy.strategy_name, cli.scheme, work, cli.topology, cut)
         peaks, unknown = cli.peaks(cut)
-        if cli.json is not None:
-            memory = [{**peak.as_dict(), "recompute": again.as_dict()} for _, peak, again in peaks]
-            cli.json.write_text(json.dumps({**report.as_dict(), "memory": memory}, indent=1) + "\n")
         drawn = [] if cli.output is None else _draw(report, cli.output)
     console.print(*printed(report, cli.layers_from, cli.columns_from), sep="\n")
     if peaks:
         console.print("", memory_table("Predicted peak memory of a rank, by phase", "rank", peaks), sep="\n")
     else:
         console.print(f"Memory in training is not predicted: {unknown}", soft_wrap=True)
-    for file in (*([] if cli.json is None else [cli.json]), *drawn):
+    memory = [{**peak.as_dict(), "recompute": again.as_dict()} for _, peak, again in peaks]
+    cli.write_json({**report.as_dict(), "memory": memory})
+    for file in drawn:
         console.print(f"Written: {file}", soft_wrap=True)
 
 

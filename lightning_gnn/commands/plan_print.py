@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 from rich.table import Table
 
 from lightning_gnn.checks.footprint import PHASES, Peak
+from lightning_gnn.console import text_table
 from lightning_gnn.planning.grid import choose
 from lightning_gnn.planning.plan import Plan
 from lightning_gnn.planning.plan_cost import Balance, LinkLoad, PlanCost
@@ -29,12 +30,7 @@ BUSIEST = 20
 
 
 def printed(report: PlanReport, layers_from: str, columns_from: str) -> Iterator[Any]:
-    """Returns tables and lines.
-
-    Args:
-        report: what to print.
-        layers_from, columns_from: who said how many there are.
-    """
+    """Yields tables and lines; `layers_from` and `columns_from` are who said how many there are."""
     work, topology, followed = report.work, report.topology, report.followed
     yield (
         f"{work.relation.offsets[-1]:,} nodes and {work.edge_index.shape[1]:,} edges in {work.relation.num_devices} parts"
@@ -75,11 +71,8 @@ def _link_table(plan: Plan, cost: PlanCost, links: Sequence[LinkLoad], row_bytes
     if names:
         names[0] = f"stage {names[0]}"
     title = f"Plan {plan.name}: rows of {row_bytes:,} bytes by link and stage"
-    table = Table("link", "over", *names, "all", "bytes", "busiest hop", "busy", title=title, title_justify="left")
-    for column in table.columns:
-        column.overflow = "fold"  # a number that is cut short is a wrong one
-    for column in (*table.columns[2:-2], table.columns[-1]):
-        column.justify = "right"
+    table = text_table("link", "over", *names, "all", "bytes", "busiest hop", "busy", title=title, left=2)
+    table.columns[-2].justify = "left"
 
     def together(by_stage: NDArray[Any]) -> list[Any]:
         return [by_stage[low:high].sum() for low, high in pairwise(bounds)]
@@ -102,17 +95,14 @@ def _link_table(plan: Plan, cost: PlanCost, links: Sequence[LinkLoad], row_bytes
     seconds = cost.stage_seconds(row_bytes)
     table.add_row("time", "", *map(_seconds, together(seconds)), _seconds(seconds.sum()), "", "", "")
     table.caption = (
-        f"{len(links)} links are used. "
-        + "busy: a link's busiest hop in all stages, with what other links send over it"
+        f"{len(links)} links are used. busy: a link's busiest hop in all stages, with what other links send over it"
     )
     return table
 
 
 def _exchange_table(report: PlanReport) -> Table:
     headings = ("scheme", "rows", "paper's rows", "time", "edges", "most edges", "replication", "held")
-    table = Table(*headings, title="One exchange of rows by scheme, forward or backward", title_justify="left")
-    for column in table.columns[1:]:
-        column.justify = "right"
+    table = text_table(*headings, title="One exchange of rows by scheme, forward or backward")
     fewest = report.work.edge_index.shape[1]
     for each in report.exchanges:
         name, edges = each.scheme + " *" * each.followed, round(each.edges.sum())
@@ -167,9 +157,8 @@ def _notes(report: PlanReport) -> Iterator[str]:
 
 
 def _balance_table(plan: str, found: Balance) -> Table:
-    table = Table("kind of hop", "time of an exchange if other kinds took none", title_justify="left")
-    table.title = f"Plan {plan}: balance between kinds"
-    table.columns[1].justify = "right"
+    heads = ("kind of hop", "time of an exchange if other kinds took none")
+    table = text_table(*heads, title=f"Plan {plan}: balance between kinds")
     for kind, seconds in found.kinds.items():
         table.add_row(kind, _seconds(seconds))
     if found.others_seconds is not None:
@@ -195,9 +184,7 @@ def _bytes(count: float) -> str:
 
 def memory_table(title: str, first: str, rows: Sequence[tuple[str, Peak, Peak]]) -> Table:
     """Returns a row per name: the peak of each phase in MB, and the largest with ``recompute=True``."""
-    table = Table(first, *PHASES, "with recompute", title=title, title_justify="left")
-    for column in table.columns[1:]:
-        column.justify = "right"
+    table = text_table(first, *PHASES, "with recompute", title=title)
     for name, peak, recomputed in rows:
         table.add_row(name, *(_megabytes(getattr(peak, phase)) for phase in PHASES), _megabytes(recomputed.most))
     table.caption = "Of tensors, in MB; python and libraries come on top (docs/memory.md)."

@@ -8,7 +8,7 @@ import socket
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -16,11 +16,10 @@ from typing import Any
 import torch
 from rich.console import Console
 from rich.markup import escape
-from rich.table import Table
 
 from lightning_gnn.comm.group import World
 from lightning_gnn.comm.measure import measure
-from lightning_gnn.console import text_console
+from lightning_gnn.console import text_console, text_table
 from lightning_gnn.data.store import write_atomically
 from lightning_gnn.launching.local_ranks import run_ranks
 from lightning_gnn.parser import Parser, did_you_mean
@@ -45,7 +44,6 @@ LAUNCHED = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
 def topology(arguments: Sequence[str]) -> None:
-    """Runs ``lightning-gnn topology`` with these arguments."""
     commands = {"measure": measure_command, "show": show_command}
     command, *rest = arguments or [""]
     if command in commands:
@@ -57,9 +55,6 @@ def topology(arguments: Sequence[str]) -> None:
     print(f"error: unknown command {f'topology {command}'!r}{did_you_mean(command, commands)}\n", file=sys.stderr)
     print(HELP, end="", file=sys.stderr)
     sys.exit(2)
-
-
-# measure #####################################################################
 
 
 def measure_command(arguments: Sequence[str]) -> None:
@@ -109,17 +104,13 @@ def measure_command(arguments: Sequence[str]) -> None:
         sys.exit(2 if isinstance(error, ValueError) else 1)
 
 
-def _num_ranks(asked: int | None) -> int:
-    """Returns the number of ranks, from the launcher or as `asked` for.
-
-    Raises:
-        ValueError: neither says, or they contradict each other.
-    """
+def _num_ranks(given: int | None) -> int:
+    """Returns the number of ranks, from the launcher or as `given`."""
     there = [name for name in LAUNCHED if name in os.environ]
     if not there:
-        if asked is None:
+        if given is None:
             raise ValueError("how many ranks? give --ranks N, or start this under the launcher that training will use")
-        return asked
+        return given
     missing = [name for name in LAUNCHED if name not in os.environ]
     if missing:
         raise ValueError(
@@ -127,17 +118,13 @@ def _num_ranks(asked: int | None) -> int:
             "start ranks on this machine with --ranks N"
         )
     size = int(os.environ["WORLD_SIZE"])
-    if asked not in (None, size):
-        raise ValueError(f"--ranks {asked}, but the launcher has started {size}: leave --ranks out under a launcher")
+    if given not in (None, size):
+        raise ValueError(f"--ranks {given}, but the launcher has started {size}: leave --ranks out under a launcher")
     return size
 
 
 def check_writable(path: Path) -> None:
-    """Makes sure that a file can be written later.
-
-    Raises:
-        ValueError: it cannot; says why.
-    """
+    """Makes sure that a file can be written later."""
     if path.is_dir():
         raise ValueError(f"--output {path} is a folder: name a file in it")
     if not path.parent.is_dir():
@@ -148,21 +135,20 @@ def check_writable(path: Path) -> None:
         raise ValueError(f"--output {path}: cannot write to {path.parent.absolute()} ({error.strerror})") from error
 
 
-class _Reporter:
-    """Tells on standard error, in rank 0, how far the measurement is."""
+def _reporter() -> Callable[[str, int, int], None]:
+    """Returns what says on standard error how far the measurement is."""
+    began = reported = time.monotonic()
 
-    def __init__(self) -> None:
-        self._began = self._told = time.monotonic()
-
-    def __call__(self, phase: str, done: int, total: int) -> None:
+    def report(phase: str, done: int, total: int) -> None:
+        nonlocal began, reported
         now = time.monotonic()
-        if done == 1:
-            self._began = now
-        if done in (1, total) or now - self._told > 10:
-            self._told = now
-            left = (now - self._began) / max(done - 1, 1) * (total - done)
+        began = now if done == 1 else began
+        if done in (1, total) or now - reported > 10:
+            reported, left = now, (now - began) / max(done - 1, 1) * (total - done)
             soon = f", about {left:.0f} s left" if 1 < done < total else ""
             print(f"{phase}: {done} of {total}{soon}", file=sys.stderr, flush=True)
+
+    return report
 
 
 def _measure_as_rank(options: Any, size: int) -> None:
@@ -171,8 +157,7 @@ def _measure_as_rank(options: Any, size: int) -> None:
     if options.device == "cuda" or (options.device == "auto" and torch.cuda.is_available()):
         device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", rank)) % torch.cuda.device_count())
         torch.cuda.set_device(device)
-    shared = not options.no_shared_memory
-    world = World(rank, size, device, timedelta(seconds=options.timeout), shared)
+    world = World(rank, size, device, timedelta(seconds=options.timeout), not options.no_shared_memory)
     try:
         wrong = None
         if rank == 0:
@@ -194,7 +179,7 @@ def _measure_as_rank(options: Any, size: int) -> None:
             int(options.megabytes * 1e6),
             # Host names that are all different say nothing: containers have them, and so have machines of one rank.
             hosts if len(hosts) < size else None,
-            _Reporter() if rank == 0 else lambda phase, done, total: None,
+            _reporter() if rank == 0 else lambda phase, done, total: None,
             path.stem,
         )
         if rank == 0:
@@ -206,11 +191,7 @@ def _measure_as_rank(options: Any, size: int) -> None:
         world.close()
 
 
-# show ########################################################################
-
-
 def show_command(arguments: Sequence[str]) -> None:
-    """Runs ``lightning-gnn topology show``."""
     parser = Parser(prog="lightning-gnn topology show", description="Show hosts, hops and links of a topology.")
     parser.add_argument(
         "topology", type=str, help="A JSON file, or the name of a preset: dgx1, dgx1x2, pcie8, summit, uniform."
@@ -226,26 +207,18 @@ def show_command(arguments: Sequence[str]) -> None:
 
 
 def print_topology(topology: Topology, console: Console) -> None:
-    """Prints hosts, hops and links."""
-    for table in topology_tables(topology):
-        console.print(table)
-
-
-def topology_tables(topology: Topology) -> list[Table]:
-    """Returns hosts, hops and links as tables."""
-    hosts = Table("host", "devices by socket", title=escape(topology.name), title_justify="left")
+    hosts = text_table("host", "devices by socket", title=escape(topology.name), left=2)
     for index, sockets in enumerate(topology.groups):
         hosts.add_row(str(index), escape(" | ".join(", ".join(map(str, socket)) for socket in sockets)))
     users = topology.passes.sum((0, 1))
-    hops = Table("hop", "kind", "GB/s each way", "links, forward")
+    hops = text_table("hop", "kind", "GB/s each way", "links, forward", left=4)
     for hop, count in list(zip(topology.hops, users))[::2]:
         hops.add_row(escape(hop.name), escape(hop.kind), f"{hop.gb_per_s:.4g}", str(count))
-    links = Table("link", "via", "GB/s")
+    links = text_table("link", "via", "GB/s", left=3)
     for (a, b), via in sorted(topology.links.items()):
         if a < b:
             names = ", ".join(topology.hops[hop].name for hop in via)
             links.add_row(f"{a}-{b}", escape(names), f"{min(topology.hops[hop].gb_per_s for hop in via):.4g}")
-    for table in (hosts, hops, links):
-        for column in table.columns:
-            column.overflow = "fold"
-    return [hosts, hops, links]
+    console.print(hosts)
+    console.print(hops)
+    console.print(links)

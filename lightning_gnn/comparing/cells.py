@@ -71,7 +71,6 @@ class Cell:
 
 
 def _short(value: Any) -> str:
-    """Returns a value as a label has it: of a class its name and arguments."""
     if isinstance(value, Mapping) and "class_path" in value:
         given = ", ".join(f"{name}={_short(each)}" for name, each in (value.get("init_args") or {}).items())
         return f"{value['class_path'].rpartition('.')[2]}({given})"
@@ -84,10 +83,6 @@ def make_cells(cells: Sequence[str | Mapping[str, Any]], devices: int | Sequence
     Args:
         cells: names of strategies, or ``{"strategy": ..., "devices": ..., "label": ...}`` with the strategy's arguments beside.
         devices: of cells that do not say how many ranks they have.
-
-    Raises:
-        ValueError: there are none, two are the same, a strategy is unknown or one that cannot be started here, or `devices`
-            holds something else than numbers above 0.
     """
     made = []
     if isinstance(cells, (str, Mapping)) or not cells:
@@ -146,9 +141,6 @@ class Comparison:
     Attributes:
         model: LightningModule, as ``{"class_path": ..., "init_args": ...}``, or ``{"make": path of a function}``.
         data: datamodule, likewise.
-
-    Raises:
-        ValueError: one is not as described there.
     """
 
     model: Mapping[str, Any]
@@ -189,14 +181,10 @@ class Comparison:
     def task(self, cell: Cell) -> dict[str, Any]:
         """Returns what decides a cell's results, and all that its processes need to know; plain values."""
         return {
-            "model": dict(self.model),
-            "data": dict(self.data),
+            **{name: dict(getattr(self, name)) for name in ("model", "data", "trainer")},
+            **{name: getattr(self, name) for name in ("epochs", "seed", "loss")},
             "strategy": cell.configured(),
             "devices": cell.devices,
-            "epochs": self.epochs,
-            "seed": self.seed,
-            "loss": self.loss,
-            "trainer": dict(self.trainer),
             "versions": {
                 "lightning_gnn": importlib.import_module("lightning_gnn").__version__,
                 "lightning": L.__version__,
@@ -213,7 +201,6 @@ class Comparison:
         }
 
     def key(self, cell: Cell) -> str:
-        """Returns a digest of :meth:`task`."""
         return hashlib.blake2b(json.dumps(self.task(cell), sort_keys=True).encode(), digest_size=8).hexdigest()
 
 
@@ -240,9 +227,6 @@ def _own_code(values: Any) -> dict[str, str]:
     return found
 
 
-# Models and datamodules #######################################################
-
-
 def task_parser() -> Parser:
     """Returns what parses model, data and strategy of a task; errors are raised."""
     parser = Parser(exit_on_error=False)
@@ -252,20 +236,12 @@ def task_parser() -> Parser:
 
 
 def add_task(parser: Parser) -> None:
-    """Adds the sections that `fit` has too."""
     parser.add_lightning_class_args(L.LightningModule, "model", subclass_mode=True, required=False)
     parser.add_lightning_class_args(GraphDataModule, "data", subclass_mode=True, required=False)
 
 
 def checked(sections: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns sections of a task as plain values, with defaults filled in, their classes and arguments checked.
-
-    Args:
-        sections: ``model``, ``data`` and ``strategy``, or some of them.
-
-    Raises:
-        ValueError: a class or an argument is unknown, or of another type.
-    """
+    """Returns sections of a task as plain values, with defaults filled in."""
     parser = task_parser()
     try:
         given = {name: value for name, value in sections.items() if MAKES not in value}
@@ -283,9 +259,6 @@ def section_of(value: Any, what: str) -> dict[str, Any]:
         value: ``{"class_path": ..., "init_args": ...}``, the import path of a class or function, or such a class or function
             itself, called without arguments; of data, also GraphDataModule's arguments.
         what: ``"model"`` or ``"data"``, for errors.
-
-    Raises:
-        ValueError: it is something else, or could not be imported in another process.
     """
     if isinstance(value, Mapping):
         if "class_path" in value or what == "model":

@@ -45,18 +45,19 @@ class EpochTimes(pl.Callback):
         self.epochs: list[dict[str, Any]] = []
         self._file = lines
         self._before: Mapping[tuple[str, str], Traffic] = {}
+        self._start = self._ended = self._paused = 0.0
+        self._clear()
+
+    def _clear(self) -> None:
         self._traffic: dict[tuple[str, str], Traffic] = {}
         self._losses: list[float] = []
         self._backward_ended: tuple[float, float] | None = None  # when, and the seconds of sums until then
-        self._start = self._ended = self._paused = self._batches = self._gradients = self._outside = 0.0
-        self._sums = self._waited = 0.0
+        self._batches = self._gradients = self._outside = self._sums = self._waited = 0.0
         self._steps = 0
 
     @override
     def on_train_epoch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        self._traffic, self._losses, self._backward_ended = {}, [], None
-        self._batches = self._gradients = self._outside = self._sums = self._waited = 0.0
-        self._steps = 0
+        self._clear()
         self._start = self._ended = self._now(pl_module)
         self.began = self.began or time.time()
 
@@ -149,7 +150,6 @@ class EpochTimes(pl.Callback):
 
 
 def _meter(trainer: pl.Trainer) -> Meter:
-    """Returns where the strategy counts; an empty one for a strategy that sends no rows."""
     return getattr(trainer.strategy, "meter", None) or Meter()
 
 
@@ -160,7 +160,6 @@ def _world_seconds(trainer: pl.Trainer) -> tuple[float, float]:
 
 
 def peak_memory() -> int:
-    """Returns the most bytes that this process has had in memory."""
     try:
         # Not ru_maxrss, which a process inherits from the one that started it.
         status = Path("/proc/self/status").read_text()

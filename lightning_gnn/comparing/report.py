@@ -6,20 +6,17 @@ import base64
 import io
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import matplotlib as mpl
 import numpy as np
 from jinja2 import Environment, PackageLoader
 from matplotlib.axes import Axes
-from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
 from lightning_gnn.comparing.results import PARTS
 from lightning_gnn.comparing.table import columns, number
-from lightning_gnn.data.store import write_atomically
-from lightning_gnn.planning.pictures import GREY, INK, KINDS
+from lightning_gnn.planning.pictures import GREY, INK, KINDS, new_figure
 
 Cells = Sequence[Mapping[str, Any]]
 
@@ -27,11 +24,6 @@ PART_COLOURS = dict(zip(PARTS, ("#2f6fb5", "#e07b39", "#c9ccd1")))
 STYLES = ("-", "--", ":", "-.")
 BAR = 0.36
 """Inches of a cell in a plot of bars."""
-
-
-def write_report(path: Path, found: Mapping[str, Any]) -> None:
-    """Writes the report of what ``comparison.json`` holds to `path`."""
-    write_atomically(path, report_html(found))
 
 
 def report_html(found: Mapping[str, Any]) -> str:
@@ -55,9 +47,6 @@ def _svg(figure: Figure, title: str) -> str:
     return base64.b64encode(file.getvalue()).decode()
 
 
-# Pictures #####################################################################
-
-
 def plots(cells: Cells, found: Mapping[str, Any]) -> Iterator[tuple[str, str, Figure]]:
     """Yields title, note and figure of each plot of the cells that have finished."""
     yield (
@@ -72,14 +61,11 @@ def plots(cells: Cells, found: Mapping[str, Any]) -> Iterator[tuple[str, str, Fi
         "sums of gradients took, compute all else. Communication that is hidden behind computation is not seen.",
         _stacked(cells, ((part, [cell["seconds"][part] for cell in cells], PART_COLOURS[part]) for part in PARTS), "s"),
     )
-    of_bytes = (
-        (name, [cell[f"{key}_bytes"] / 1e6 for cell in cells])
-        for name, key in (("rows", "row"), ("gradients", "gradient"))
-    )
+    rows, gradients = ([cell[name] / 1e6 for cell in cells] for name in ("row_bytes", "gradient_bytes"))
     yield (
         "Bytes per epoch",
         "Sent by all ranks: rows of nodes, and gradients handed to their sum.",
-        _stacked(cells, ((*each, KINDS[2 * index]) for index, each in enumerate(of_bytes)), "MB"),
+        _stacked(cells, (("rows", rows, KINDS[0]), ("gradients", gradients, KINDS[2])), "MB"),
     )
     yield (
         "Memory per rank",
@@ -95,7 +81,7 @@ def plots(cells: Cells, found: Mapping[str, Any]) -> Iterator[tuple[str, str, Fi
 
 def draw_loss(cells: Cells, loss: str, warmup: int) -> Figure:
     """Draws the curves of the logged value `loss` against epochs and against seconds, a warm-up epoch being as long as others."""
-    figure = _figure(11, 4.2)
+    figure = new_figure(11, 4.2)
     by_epoch, by_time = figure.subplots(1, 2, sharey=True)
     for index, cell in enumerate(cells):
         curve = np.array(cell["curves"][loss], float)
@@ -132,7 +118,6 @@ def _memory(cell: Mapping[str, Any]) -> Sequence[int]:
 
 
 def draw_memory(cells: Cells) -> Figure:
-    """Draws a bar per rank."""
     figure, axes = _bars(cells, "peak MB of each rank")
     for place, cell in enumerate(cells):
         memory = np.array(_memory(cell)) / 1e6
@@ -148,7 +133,6 @@ def draw_memory(cells: Cells) -> Figure:
 
 
 def draw_partition(cells: Cells) -> Figure:
-    """Draws balances and replication of each partition."""
     figure, axes = _bars(cells, "1 is even, or nothing cut")
     names = (("node_balance", "nodes, max / mean", "o"), ("edge_balance", "edges, max / mean", "s"))
     for index, (name, label, marker) in enumerate((*names, ("replication", "replication", "D"))):
@@ -167,16 +151,8 @@ def draw_partition(cells: Cells) -> Figure:
     return figure
 
 
-def _figure(width: float, height: float) -> Figure:
-    figure = Figure(figsize=(width, height))
-    FigureCanvasAgg(figure)
-    figure.set_layout_engine("constrained", h_pad=0.08, w_pad=0.08)
-    return figure
-
-
 def _bars(cells: Cells, label: str) -> tuple[Figure, Axes]:
-    """Returns a picture with a line for each cell, from top to bottom."""
-    figure = _figure(11, 1.3 + BAR * len(cells))
+    figure = new_figure(11, 1.3 + BAR * len(cells))
     axes = figure.subplots()
     axes.set_yticks(range(len(cells)), [cell["name"] for cell in cells])
     axes.set_ylim(len(cells) - 0.4, -0.6)

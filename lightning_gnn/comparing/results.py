@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from statistics import fmean
 from typing import Any
 
 import torch
@@ -35,22 +36,19 @@ def summarise(ranks: Sequence[Mapping[str, Any]], warmup: int) -> dict[str, Any]
             name: [epoch[0]["logged"].get(name, math.nan) for epoch in by_epoch]
             for name in first["epochs"][epochs - 1]["logged"]
         },
-        "epoch_seconds": _mean([seconds[epoch] for epoch in measured]),
+        "epoch_seconds": fmean(seconds[epoch] for epoch in measured),
         "epoch_seconds_by_epoch": seconds,
-        "seconds": {part: _mean([_mean(each[part]) for each in split]) for part in PARTS},
-        "seconds_by_rank": {part: [_mean(values) for values in zip(*(each[part] for each in split))] for part in PARTS},
-        **{name: _mean([each[name] for each in traffic]) for name in traffic[0]},
+        "seconds": {part: fmean(fmean(each[part]) for each in split) for part in PARTS},
+        "seconds_by_rank": {part: [fmean(values) for values in zip(*(each[part] for each in split))] for part in PARTS},
+        **{name: fmean(each[name] for each in traffic) for name in traffic[0]},
         "partition": partition_quality(first["partition"], first["counts"]),
         "memory_bytes": [rank["memory"] for rank in ranks],
         "memory_at_start_bytes": [rank["memory_at_start"] for rank in ranks],
         "memory_cuda_bytes": None if first["memory_cuda"] is None else [rank["memory_cuda"] for rank in ranks],
         "setup_seconds": max(rank["seconds_to_set_up"] for rank in ranks),
         "start_seconds": first["seconds_to_start"],
-        "nodes": first["counts"]["nodes"],
-        "edges": first["counts"]["edges"],
-        "approximation": first["approximation"],
-        "dropout": first["dropout"],
-        "initial_weights": first["initial_weights"],
+        **{name: first["counts"][name] for name in ("nodes", "edges")},
+        **{name: first[name] for name in ("approximation", "dropout", "initial_weights")},
     }
 
 
@@ -65,7 +63,7 @@ def split_time(epoch: Sequence[Mapping[str, Any]], ranks: Sequence[Mapping[str, 
     """Returns how long each rank computed, communicated and waited in an epoch, seconds; they add up to its epoch.
 
     Waiting is what ranks have measured of it, for others and for mini-batches; communication the rest of what exchanges and sums
-    took. The rest of an epoch is computing, and all that nobody has timed.
+    took. The rest of an epoch is computing, and all that is not timed.
 
     Args:
         epoch: of each rank, see :class:`~lightning_gnn.comparing.measure.EpochTimes`.
@@ -105,33 +103,23 @@ def partition_quality(report: Mapping[str, Any], counts: Mapping[str, int]) -> d
     """
     if not report:
         return None
-    if "cut_edges" in report:
-        nodes, clusters = max(1, counts["nodes"]), len(report["nodes"]) != counts["ranks"]
-        return {
-            "kind": "clusters" if clusters else "edge cut",
-            "parts": len(report["nodes"]),
-            "cut_fraction": report["cut_edges"] / max(1, counts["edges"]),
-            "replication": None if clusters else 1 + sum(report["halo_rows"]) / nodes,
-            "node_balance": report["node_balance"],
-            "edge_balance": report["edge_balance"],
-            "seconds": report.get("seconds"),
+    found = {"edge_balance": report["edge_balance"], "seconds": report.get("seconds")}
+    if "cut_edges" not in report:
+        return found | {
+            "kind": "vertex cut",
+            "parts": len(report["masters"]),
+            "cut_fraction": None,
+            "replication": report["replication_factor"],
+            "node_balance": report["master_balance"],
         }
-    return {
-        "kind": "vertex cut",
-        "parts": len(report["masters"]),
-        "cut_fraction": None,
-        "replication": report["replication_factor"],
-        "node_balance": report["master_balance"],
-        "edge_balance": report["edge_balance"],
-        "seconds": report.get("seconds"),
+    clusters = len(report["nodes"]) != counts["ranks"]
+    return found | {
+        "kind": "clusters" if clusters else "edge cut",
+        "parts": len(report["nodes"]),
+        "cut_fraction": report["cut_edges"] / max(1, counts["edges"]),
+        "replication": None if clusters else 1 + sum(report["halo_rows"]) / max(1, counts["nodes"]),
+        "node_balance": report["node_balance"],
     }
-
-
-def _mean(values: Sequence[float]) -> float:
-    return sum(values) / len(values)
-
-
-# Parity #######################################################################
 
 
 def parity(
@@ -163,28 +151,17 @@ def parity(
     if found["initial_weights"] != reference["initial_weights"]:
         return {"kind": "unknown", "why": "it began with other weights than the reference", **none}
     distance = curve_distance(found["curves"][loss], reference["curves"][loss])
-    metrics = {
-        name: value - reference["test"][name] for name, value in found["test"].items() if name in reference["test"]
-    }
+    test = reference["test"]
+    metrics = {name: value - test[name] for name, value in found["test"].items() if name in test}
     kind = "approximate" if why else "random" if found["dropout"] else "exact"
     ok = None
     if kind == "exact":
-        tested = [
-            abs(value) / max(abs(reference["test"][name]), 1e-12) for name, value in metrics.items() if "loss" in name
-        ]
-        ok = all(each <= tolerance for each in [distance, *tested])  # nan is not
+        losses = [abs(each) / max(abs(test[name]), 1e-12) for name, each in metrics.items() if "loss" in name]
+        ok = all(each <= tolerance for each in [distance, *losses])  # nan is not
     if kind == "random":
         why = "dropout, which each rank draws for itself"
-    return {
-        "kind": kind,
-        "why": why,
-        "ok": ok,
-        "loss": distance,
-        "weights": None
-        if weights is None or reference_weights is None
-        else weight_distance(weights, reference_weights),
-        "metrics": metrics,
-    }
+    of_weights = None if not (weights and reference_weights) else weight_distance(weights, reference_weights)
+    return {"kind": kind, "why": why, "ok": ok, "loss": distance, "weights": of_weights, "metrics": metrics}
 
 
 def curve_distance(curve: Sequence[float], reference: Sequence[float]) -> float:

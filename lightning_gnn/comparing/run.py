@@ -90,29 +90,13 @@ def compare(
         ValueError: an argument is not as described, a strategy or an argument is unknown, `output` cannot be written.
         BlockingIOError: another comparison is writing to `output`.
     """
-    comparison = Comparison(
-        section_of(model, "model"),
-        section_of(data, "data"),
-        make_cells(cells, devices),
-        epochs,
-        warmup,
-        seed,
-        Path(output),
-        timeout,
-        again,
-        loss,
-        tolerance,
-        trainer or {},
-    )
-    return run(check(comparison))
+    task = section_of(model, "model"), section_of(data, "data"), make_cells(cells, devices)
+    options: Any = (epochs, warmup, seed, Path(output), timeout, again, loss, tolerance, trainer or {})
+    return run(check(Comparison(*task, *options)))
 
 
 def run(comparison: Comparison) -> dict[str, Any]:
-    """Runs the cells of a checked comparison that have not run, prints the table, and returns what ``comparison.json`` holds.
-
-    Raises:
-        BlockingIOError: another comparison is writing to the same folder.
-    """
+    """Runs the cells of a checked comparison that have not run, prints the table, and returns what ``comparison.json`` holds."""
     if IN_CELL in os.environ:
         raise RuntimeError(
             'compare was called by one of its own cells, which import this file. Call it under `if __name__ == "__main__":`.'
@@ -127,7 +111,9 @@ def run(comparison: Comparison) -> dict[str, Any]:
         ) from error
     with lock:
         folders = [output / "cells" / comparison.key(cell) for cell in comparison.cells]
-        states = ["has to run" if _runs(folder, comparison.again) else _status(folder)["status"] for folder in folders]
+        states = [_status(folder).get("status", "has to run") for folder in folders]
+        if comparison.again != "none":
+            states = ["has to run" if comparison.again == "all" or state != "finished" else state for state in states]
         title = f"{len(folders)} cells, {comparison.epochs} epochs each ({comparison.warmup} of warm-up), seed {comparison.seed}"
 
         def found() -> dict[str, Any]:
@@ -139,13 +125,13 @@ def run(comparison: Comparison) -> dict[str, Any]:
                     continue
                 shown = found()["cells"]
 
-                def tell(state: str, row: dict[str, Any] = shown[index], shown: Any = shown) -> None:
+                def report(state: str, row: dict[str, Any] = shown[index], shown: Any = shown) -> None:
                     row["status"] = state
                     if console.is_terminal:
                         live.update(comparison_table(shown, title), refresh=True)
 
-                tell("starts")
-                states[index] = _run_cell(comparison, cell, folder, tell)["status"]
+                report("starts")
+                states[index] = _run_cell(comparison, cell, folder, report)["status"]
                 result = found()
                 write_json(output, result)
                 if not console.is_terminal:
@@ -154,9 +140,9 @@ def run(comparison: Comparison) -> dict[str, Any]:
         result = found()
         write_json(output, result)
         # Here, since importing matplotlib takes its time.
-        from lightning_gnn.comparing.report import write_report
+        from lightning_gnn.comparing.report import report_html
 
-        write_report(output / "comparison.html", result)
+        write_atomically(output / "comparison.html", report_html(result))
     console.print(comparison_table(result["cells"], title))
     for cell in result["cells"]:
         if cell["status"] != "finished":
@@ -167,11 +153,7 @@ def run(comparison: Comparison) -> dict[str, Any]:
 
 
 def check(comparison: Comparison) -> Comparison:
-    """Returns the comparison with all defaults of model and data filled in, so that keys do not depend on who left them out.
-
-    Raises:
-        ValueError: a section or a strategy's arguments cannot be, or the output cannot be written.
-    """
+    """Returns the comparison with all defaults of model and data filled in, so that keys do not depend on who left them out."""
     comparison = replace(comparison, **checked({"model": comparison.model, "data": comparison.data}))
     for cell in comparison.cells:
         configured = cell.configured()
@@ -189,9 +171,6 @@ def check(comparison: Comparison) -> Comparison:
     return comparison
 
 
-# A cell #######################################################################
-
-
 def _status(folder: Path) -> dict[str, Any]:
     """Returns how a cell has ended; ``{}`` if it has not."""
     try:
@@ -200,13 +179,7 @@ def _status(folder: Path) -> dict[str, Any]:
         return {}
 
 
-def _runs(folder: Path, again: Again) -> bool:
-    status = _status(folder)
-    return not status or again == "all" or (again == "failed" and status["status"] != "finished")
-
-
-def _run_cell(comparison: Comparison, cell: Cell, folder: Path, tell: Progress) -> dict[str, Any]:
-    """Runs a cell to its end and returns its status, which is written last."""
+def _run_cell(comparison: Comparison, cell: Cell, folder: Path, report: Progress) -> dict[str, Any]:
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
     task = {**comparison.task(cell), "parent": os.getpid(), "started": time.time()}
@@ -226,10 +199,11 @@ def _run_cell(comparison: Comparison, cell: Cell, folder: Path, tell: Progress) 
             start_new_session=True,
         )
         try:
-            late = _watch(process, began + comparison.timeout, folder, comparison.epochs, tell)
+            late = _watch(process, began + comparison.timeout, folder, comparison.epochs, report)
         finally:
             _end(process)
-    lines = _last_lines(folder / "output.txt")
+    text = re.sub(r"\x1b\[[0-9;]*[A-Za-z]", "", (folder / "output.txt").read_text(errors="replace"))
+    lines = [line.rstrip() for line in text.splitlines() if line.strip()][-LAST_LINES:]
     status: dict[str, Any] = {"status": "finished", "error": [], "seconds": time.monotonic() - began}
     if late:
         error = f"TimeoutError: not done within timeout={comparison.timeout:g} s"
@@ -240,23 +214,22 @@ def _run_cell(comparison: Comparison, cell: Cell, folder: Path, tell: Progress) 
     return status
 
 
-def _watch(process: subprocess.Popen[bytes], deadline: float, folder: Path, epochs: int, tell: Progress) -> bool:
-    """Waits for a cell, telling its epochs; returns whether it was still running at the deadline."""
-    told = 0
+def _watch(process: subprocess.Popen[bytes], deadline: float, folder: Path, epochs: int, report: Progress) -> bool:
+    """Waits for a cell, reporting its epochs; returns whether it was still running at the deadline."""
+    reported = 0
     while process.poll() is None:
         if time.monotonic() > deadline:
             return True
         with suppress(OSError):
             done = (folder / "epochs.jsonl").read_text().count("\n")
-            if done > told:
-                told = done
-                tell(f"epoch {done} of {epochs}")
+            if done > reported:
+                reported = done
+                report(f"epoch {done} of {epochs}")
         time.sleep(0.1)
     return False
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
-    """Ends all processes of a cell: its session."""
     for signal_number, seconds in ((signal.SIGTERM, GRACE_S), (signal.SIGKILL, None)):
         if process.poll() is None:
             with suppress(ProcessLookupError):
@@ -267,55 +240,35 @@ def _end(process: subprocess.Popen[bytes]) -> None:
         os.killpg(process.pid, signal.SIGKILL)  # ranks that outlived the first
 
 
-def _last_lines(file: Path) -> list[str]:
-    text = re.sub(r"\x1b\[[0-9;]*[A-Za-z]", "", file.read_text(errors="replace"))
-    return [line.rstrip() for line in text.splitlines() if line.strip()][-LAST_LINES:]
-
-
-# All cells ####################################################################
-
-
 def collect(comparison: Comparison, folders: Sequence[Path], states: Sequence[str]) -> dict[str, Any]:
-    """Returns what ``comparison.json`` holds, as far as cells have ended.
-
-    Args:
-        comparison: the settings.
-        folders, states: of the cells; those of a state other than an end have not run yet.
-    """
+    """Returns what ``comparison.json`` holds, as far as cells have ended; by their `states`, others have not run yet."""
     cells: list[dict[str, Any]] = []
-    for cell, folder, state in zip(comparison.cells, folders, states):
+    for each, folder, state in zip(comparison.cells, folders, states):
         status = _status(folder)
-        told: dict[str, Any] = {
-            "name": cell.name,
-            "strategy": cell.strategy,
-            "devices": cell.devices,
-            "key": folder.name,
-        }
-        told |= {"arguments": dict(cell.arguments), "status": state, "error": [], "seconds_in_all": None}
+        row: dict[str, Any] = {name: getattr(each, name) for name in ("name", "strategy", "devices")}
+        row |= {"key": folder.name, "arguments": dict(each.arguments)}
+        row |= {"status": state, "error": [], "seconds_in_all": None}
         if status.get("status") == state:
-            told |= {"error": status["error"], "seconds_in_all": status["seconds"]}
+            row |= {"error": status["error"], "seconds_in_all": status["seconds"]}
         if state == "finished":
-            files = (folder / f"rank-{rank}.json" for rank in range(cell.devices))
+            files = (folder / f"rank-{rank}.json" for rank in range(each.devices))
             # Workers of gossip may be lost on the way.
             ranks = [json.loads(file.read_text()) for file in files if file.exists()]
             numbers = summarise(ranks, comparison.warmup)
-            told |= {**numbers, "final_loss": numbers["curves"][comparison.loss][-1]}
-        cells.append(told)
-    _hold_against_first(comparison, folders, cells)
+            row |= {**numbers, "final_loss": numbers["curves"][comparison.loss][-1]}
+        cells.append(row)
+    reference = cells[0] if cells[0]["status"] == "finished" else None
+    weights = reference and _weights(folders[0])
+    for cell, folder in zip(cells, folders):
+        if cell["status"] == "finished":
+            options = comparison.loss, comparison.tolerance
+            cell["parity"] = parity(cell, reference, _weights(folder), weights, *options)
+    if reference is not None:
+        reference["parity"]["kind"] = "reference"
     first = comparison.task(comparison.cells[0])
     names = ("epochs", "warmup", "seed", "loss", "tolerance", "trainer", "model", "data")
     settings = {name: getattr(comparison, name) for name in names}
     return {**settings, "versions": first["versions"], "machine": first["machine"], "cells": cells}
-
-
-def _hold_against_first(comparison: Comparison, folders: Sequence[Path], cells: Sequence[dict[str, Any]]) -> None:
-    reference = cells[0] if cells[0]["status"] == "finished" else None
-    weights = None if reference is None else _weights(folders[0])
-    for index, (cell, folder) in enumerate(zip(cells, folders)):
-        if cell["status"] == "finished":
-            cell["parity"] = parity(
-                cell, reference, _weights(folder), weights, comparison.loss, comparison.tolerance
-            ) | ({"kind": "reference"} if index == 0 else {})
 
 
 def _weights(folder: Path) -> dict[str, torch.Tensor]:
@@ -336,7 +289,6 @@ def _finite(value: Any) -> Any:
 
 
 def _in_a_line(cell: Mapping[str, Any]) -> str:
-    """Returns how a cell went."""
     if cell["status"] == "finished":
         return f"{number(cell['epoch_seconds'])} s per epoch, parity {parity_text(cell['parity'])}"
     errors = [line for line in cell["error"] if re.match(r"[\w.]*(Error|Exception|Interrupt)\b", line)]

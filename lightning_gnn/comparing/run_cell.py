@@ -25,11 +25,9 @@ from lightning_gnn.comparing.cells import MAKES, task_parser
 from lightning_gnn.comparing.measure import EpochTimes, peak_memory
 from lightning_gnn.data.sources import counted_mask
 from lightning_gnn.datamodules import GraphDataModule
-from lightning_gnn.strategies import GNNStrategy
 
 
 def main() -> None:
-    """Runs in each rank."""
     folder, started = Path(sys.argv[1]), time.time()
     at_start = peak_memory()
     task = json.loads((folder / "task.json").read_text())
@@ -69,7 +67,7 @@ def main() -> None:
         "seconds_to_set_up": times.began - started,
         "partition": dict(data.shard.report),
         "counts": {"nodes": sum(data.shard.counts), "edges": sum(data.shard.edge_counts), "ranks": trainer.world_size},
-        "approximation": _approximation(trainer),
+        "approximation": getattr(trainer.strategy, "approximation", ""),
         "dropout": draws_random_numbers(model),
         "initial_weights": initial,
         "gradient_bytes": sum(each.numel() * each.element_size() for each in model.parameters() if each.requires_grad),
@@ -79,7 +77,12 @@ def main() -> None:
     if is_overridden("test_step", model) and any(data.shard.mask_counts[counted_mask("test_mask", model)]):
         found["test"] = trainer.test(model, datamodule=data, verbose=False)[0]
     if trainer.is_global_zero:
-        _check_loss(task["loss"], times)
+        for epoch in times.epochs:
+            if task["loss"] not in epoch["logged"]:
+                logged = ", ".join(sorted(epoch["logged"]))
+                raise ValueError(
+                    f"loss: {task['loss']!r} is not among what the module logs: {logged}. Name one of these."
+                )
     (folder / f"rank-{trainer.global_rank}.json").write_text(json.dumps(found))
     if trainer.is_global_zero:
         torch.save({name: value.cpu() for name, value in model.state_dict().items()}, folder / "weights.pt")
@@ -96,22 +99,11 @@ def _made(task: dict[str, Any], what: str) -> Any:
     return getattr(importlib.import_module(module), name)()
 
 
-def _approximation(trainer: L.Trainer) -> str:
-    return trainer.strategy.approximation if isinstance(trainer.strategy, GNNStrategy) else ""
-
-
 def _digest(model: torch.nn.Module) -> str:
     digest = hashlib.blake2b(digest_size=8)
     for name, value in model.state_dict().items():
         digest.update(name.encode() + value.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes())
     return digest.hexdigest()
-
-
-def _check_loss(loss: str, times: EpochTimes) -> None:
-    for epoch in times.epochs:
-        if loss not in epoch["logged"]:
-            logged = ", ".join(sorted(epoch["logged"]))
-            raise ValueError(f"loss: {loss!r} is not among what the module logs: {logged}. Name one of these.")
 
 
 if __name__ == "__main__":

@@ -9,6 +9,8 @@ from typing import Any, NamedTuple
 from rich.markup import escape
 from rich.table import Table
 
+from lightning_gnn.console import text_table
+
 Cell = Mapping[str, Any]
 """As the JSON has it, see docs/compare.md."""
 
@@ -57,17 +59,9 @@ def columns(cells: Sequence[Cell], loss: str = "loss") -> list[Column]:
 
 
 def comparison_table(cells: Sequence[Cell], title: str) -> Table:
-    """Returns a row per cell; of those that have not finished, their state.
-
-    Args:
-        cells: in the order of the table.
-        title: of the table.
-    """
+    """Returns a row per cell; of those that have not finished, their state."""
     shown = [column for column in columns(cells) if column.head]
-    table = Table(*(column.head for column in shown), title=title, title_justify="left")
-    for index, column in enumerate(table.columns):
-        column.overflow = "fold"
-        column.justify = "right" if index > 1 else "left"
+    table = text_table(*(column.head for column in shown), title=title, left=2)
     for cell in cells:
         done = cell["status"] == "finished"
         table.add_row(
@@ -93,7 +87,6 @@ def parity_text(found: Mapping[str, Any]) -> str:
 
 
 def number(value: float | None, digits: int = 3) -> str:
-    """Returns a number in a few digits."""
     if value is None or math.isnan(value):
         return "-" if value is None else "nan"
     return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.{digits}g}"

@@ -21,15 +21,9 @@ from typing_extensions import override
 Kind = Literal["node", "edge", "graph"]
 
 STAND_INS = "stand_ins"
-"""The attribute of a batch that tells, by mask, which row is in it only because this rank has no labelled one."""
+"""The attribute of a batch that says, by mask, which row is in it only because this rank has no labelled one."""
 
-SPLITS = {
-    "train": "train_mask",
-    "val": "val_mask",
-    "valid": "val_mask",
-    "validation": "val_mask",
-    "test": "test_mask",
-}
+SPLITS = {"train": "train_mask", "val": "val_mask", "valid": "val_mask", "validation": "val_mask", "test": "test_mask"}
 """By the name of a part of a split, the mask."""
 
 OF_BATCHES = ("n_id", "e_id", "num_owned", "batch_size", STAND_INS)
@@ -43,7 +37,7 @@ _NO_SEEDS = (
 
 
 class LeftOutError(ValueError, AttributeError):
-    """A batch was asked for something of the user's graph that no part of it can have: says why, and what to write."""
+    """Something of the user's graph was read from a batch, and no part of the graph can have it: says why, and what to write."""
 
 
 class GraphData(Data):
@@ -110,14 +104,10 @@ def kind_by_rows(name: str, value: Tensor, num_nodes: int | None, num_edges: int
     return "node" if rows == num_nodes else "edge"
 
 
-# What is left out #############################################################
-
-
 def why_left_out(name: str, value: Any, num_nodes: int | None, num_edges: int | None) -> str | None:
     """Returns why an attribute is no part of a prepared graph; None if it is.
 
     Args:
-        name, value: the attribute.
         num_nodes, num_edges: of the graph; of a type, None for what it has not.
     """
     if isinstance(value, (str, int, float, np.generic)):
@@ -190,23 +180,15 @@ def kept_attributes(
 ) -> tuple[dict[str, Any], dict[str, Kind], dict[str, str]]:
     """Returns what is kept of a graph, on the CPU, what its tensors belong to, and why others are left out.
 
-    Warns of what is left out, and of what may be meant otherwise.
-
-    Args:
-        given: its attributes.
-        num_nodes, num_edges: of the graph.
-        data: where they are from; a graph that was prepared before has been told about.
-
-    Raises:
-        ValueError: a tensor that the files of a partitioned graph could not hold.
+    Warns of what is left out, and of what may be meant otherwise, but not of `data` that was prepared before.
     """
     kept: dict[str, Any] = {}
     kinds = kinds_of(data) if isinstance(data, GraphData) else {}
     left_out: dict[str, str] = {}
-    told = []
+    warnings = []
     for name, value in given.items():
         if name in OF_BATCHES and isinstance(value, Tensor):
-            told.append(
+            warnings.append(
                 f"{name} is what a batch calls ids of its own, in the graph that it is part of: rename it to keep it"
             )
             continue
@@ -226,17 +208,17 @@ def kept_attributes(
             continue
         kind = kinds[name] = kind_by_rows(name, value, num_nodes, num_edges)
         if kind == "graph" and looks_like_ids(name, kept[name], max(num_nodes, num_edges)):
-            told.append(
+            warnings.append(
                 f"{name} {list(value.shape)} has a row neither per node nor per edge, so every rank gets all of it: if it holds "
                 "ids of nodes or edges, these are ids in the whole graph, and no rows of a batch (docs/models.md)"
             )
         elif num_nodes == num_edges and kind == "node" and name not in ("x", "y", "pos", "batch", *SPLITS.values()):
-            told.append(
+            warnings.append(
                 f"{name} has {num_nodes} rows, and there are as many nodes as edges: it is taken to be of nodes. If it is of "
                 f"edges, call it edge_{name}"
             )
     if not isinstance(data, GraphData):
-        for text in told:
+        for text in warnings:
             rank_zero_warn(f"{text}.")
         warn_of_left_out(left_out, "the graph")
     return kept, kinds, left_out
@@ -245,13 +227,7 @@ def kept_attributes(
 def rows_of_type(given: Mapping[str, Any], num_nodes: int | None, num_edges: int | None, of: str) -> dict[str, Tensor]:
     """Returns the tensors that have a row per node or edge of a type, on the CPU; warns of others, which batches lack.
 
-    Args:
-        given: what the type has.
-        num_nodes, num_edges: of the type; None for what it has not.
-        of: the type, in words.
-
-    Raises:
-        ValueError: see :func:`kept_attributes`.
+    `num_nodes` and `num_edges` are those of the type, None for what it has not; `of` is the type, in words.
     """
     kept, left_out = {}, {}
     for name, value in given.items():
@@ -332,8 +308,7 @@ def mask_of_ids(ids: Any, num_nodes: int) -> Tensor | None:
         return None  # one entry for each node is no list of some
     if len(found) and (int(found.min()) < 0 or int(found.max()) >= num_nodes):
         return None
-    mask = torch.zeros(num_nodes, dtype=torch.bool)
-    mask[found.long()] = True
+    mask = torch.zeros(num_nodes, dtype=torch.bool).index_fill_(0, found.long(), True)
     return mask if int(mask.sum()) == len(found) else None
 
 
@@ -346,9 +321,6 @@ def with_masks_of_ids(given: Mapping[str, Any], num_nodes: int, needed: bool) ->
         given: the attributes.
         num_nodes: of the graph, or of the type.
         needed: a split that cannot be read is an error if there are no masks.
-
-    Raises:
-        ValueError: see `needed`.
     """
     rest = dict(given)
     left_out: dict[str, str] = {}

@@ -15,15 +15,7 @@ from torch_geometric.typing import EdgeType, NodeType
 
 from lightning_gnn.arguments import check_whole
 from lightning_gnn.data.attributes import rows_of_type, warn_of_left_out, with_masks_of_ids
-from lightning_gnn.data.sources import (
-    MASKS,
-    check_tensor,
-    checked_edges,
-    edge_values,
-    features,
-    labels,
-    masks_of,
-)
+from lightning_gnn.data.sources import MASKS, check_tensor, checked_edges, edge_values, features, labels, masks_of
 from lightning_gnn.partition.shard import Ids, Relabelling
 from lightning_gnn.partition.types import ONE_TYPE, Types
 
@@ -34,11 +26,7 @@ NO_TYPES = (
 
 
 def input_type_of(data: HeteroData, given: NodeType | None) -> NodeType:
-    """Returns the node type whose nodes are predicted: the given one, else the only one with a train_mask, else with labels.
-
-    Raises:
-        ValueError: no such type, or several.
-    """
+    """Returns the node type whose nodes are predicted: the given one, else the only one with a train_mask, else with labels."""
     types = data.node_types
     if given is not None:
         if given not in types:
@@ -73,9 +61,6 @@ def prepare_hetero(
         data: with ``edge_index`` per edge type; per node type ``x``, or ``num_nodes`` where there are no features.
         input_type: see :func:`input_type_of`.
         fractions, split_column, seed, masks_needed: see :func:`~lightning_gnn.data.sources.prepare_graph`.
-
-    Raises:
-        ValueError: says what is missing or wrong, of which type, and what to do.
     """
     if not data.edge_types:
         raise ValueError("The HeteroData has no edge types. Set data['author', 'writes', 'paper'].edge_index, say.")
@@ -104,7 +89,6 @@ def prepare_hetero(
 
 @contextmanager
 def _told(of: str) -> Iterator[None]:
-    """Says which type a ``ValueError`` is about."""
     try:
         yield
     except ValueError as error:
@@ -112,7 +96,6 @@ def _told(of: str) -> Iterator[None]:
 
 
 def _num_nodes(name: NodeType, store: BaseStorage) -> int:
-    """Returns how many nodes a type has."""
     for attribute in ("x", "y", *MASKS):
         check_tensor(attribute, store.get(attribute))
         if store.get(attribute) is not None and not store[attribute].dim():
@@ -134,10 +117,8 @@ def _num_nodes(name: NodeType, store: BaseStorage) -> int:
 
 
 def _prepare_nodes(name: NodeType, store: BaseStorage, attributes: Mapping[str, Any], result: HeteroData) -> int:
-    """Copies what the nodes of a type have; returns how many they are."""
     size, into = _num_nodes(name, store), result[name]
-    for attribute, value in rows_of_type(attributes, size, None, f"node type {name!r}").items():
-        into[attribute] = value
+    into.update(rows_of_type(attributes, size, None, f"node type {name!r}"))
     if "x" in into:
         into.x = features(into.x)
     else:
@@ -148,7 +129,6 @@ def _prepare_nodes(name: NodeType, store: BaseStorage, attributes: Mapping[str, 
 
 
 def _prepare_edges(kind: EdgeType, store: BaseStorage, sizes: Mapping[NodeType, int], result: HeteroData) -> None:
-    """Copies what the edges of a type have."""
     source, _, target = kind
     for end in (source, target):
         if end not in sizes:
@@ -175,8 +155,7 @@ def _prepare_edges(kind: EdgeType, store: BaseStorage, sizes: Mapping[NodeType, 
                 attribute, store[attribute].cpu(), edge_index.size(1), torch.get_default_dtype()
             )
     attributes = {name: value for name, value in store.items() if name not in into}
-    for attribute, value in rows_of_type(attributes, None, edge_index.size(1), f"edge type {kind}").items():
-        into[attribute] = value
+    into.update(rows_of_type(attributes, None, edge_index.size(1), f"edge type {kind}"))
 
 
 @dataclass(frozen=True)
@@ -199,7 +178,6 @@ class JoinedGraph:
 
     @classmethod
     def of(cls, data: Data | HeteroData) -> JoinedGraph:
-        """Returns the lists of a checked graph."""
         if isinstance(data, Data):
             return cls(data.edge_index.numpy(), data.x.size(0))
         nodes = {name: data[name].num_nodes for name in data.node_types}
@@ -224,10 +202,9 @@ class JoinedGraph:
 
     def types_per_part(self, part: np.ndarray, num_parts: int) -> dict[str, np.ndarray]:
         """Returns the nodes and the edges of each type in each part, int64 ``[P]``, by its name; none without types."""
-        if self.node_type is None or self.edge_type is None or self.node_firsts is None or self.edge_firsts is None:
+        if self.node_firsts is None or self.edge_firsts is None:
             return {}
-        owner = part[self.edge_index[1]]
-        counts = {}
+        owner, counts = part[self.edge_index[1]], {}
         for number, name in enumerate(self.node_firsts):
             counts[f"{name} nodes"] = np.bincount(part[self.node_type == number], minlength=num_parts)
         for number, kind in enumerate(self.edge_firsts):
@@ -241,10 +218,7 @@ def orders_of(
     """Returns the types of a graph as it is cut, and by type the original ids of its nodes and edges in relabelled order.
 
     Args:
-        joined: the graph.
-        relabelling: the order of its nodes.
         edge_ids: of each part, in order.
-        part: owner of each node.
         input_type: None for a graph without types.
     """
     num_parts, edge_order = len(edge_ids), np.concatenate(edge_ids)

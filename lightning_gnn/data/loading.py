@@ -1,4 +1,4 @@
-"""From whatever describes a graph to a PyG graph; and what tells two graphs, or descriptions, apart."""
+"""From whatever describes a graph to a PyG graph; and by what two graphs, or descriptions, differ."""
 
 from __future__ import annotations
 
@@ -28,11 +28,7 @@ Source: TypeAlias = str | Dataset | Data | HeteroData | Callable[..., Any]
 def load_source(
     source: Source, args: Mapping[str, Any] | None = None
 ) -> tuple[Data | HeteroData, Mapping[str, Any] | None]:
-    """Returns the graph of `source` and its index split, if it has one.
-
-    Args:
-        source: see :data:`Source`.
-        args: keyword arguments of a callable or a import path.
+    """Returns the graph of `source` and its index split, if it has one; `args` are those of a callable or an import path.
 
     Raises:
         ValueError: the path cannot be imported, the callable raises, or the result is not a single PyG graph.
@@ -58,7 +54,7 @@ def load_source(
                 "see where; its arguments are GraphDataModule's source_args."
             ) from error
     elif args:
-        raise ValueError(f"source_args={dict(args)} needs a callable or a import path as source (got {name}).")
+        raise ValueError(f"source_args={dict(args)} needs a callable or an import path as source (got {name}).")
     if isinstance(loaded, (Data, HeteroData)):
         return loaded, None
     is_dataset = hasattr(loaded, "__getitem__") and hasattr(loaded, "__len__")
@@ -91,14 +87,13 @@ def load_source(
 
 
 def described(source: Source) -> str:
-    """Returns a name for a source, for messages."""
     if isinstance(source, str):
         return source
     return getattr(source, "__qualname__", None) or type(source).__name__
 
 
 def graph_digests(data: Data | HeteroData) -> dict[str, str]:
-    """Returns a digest of every attribute of the graph, by its name: what tells two graphs apart, and says where they differ."""
+    """Returns a digest of every attribute of the graph, by its name: two graphs are the same if these are."""
     digests = {}
     for store in data.stores:
         kind = store._key
@@ -116,12 +111,7 @@ def graph_digests(data: Data | HeteroData) -> dict[str, str]:
 
 
 def check_same_graph(found: Mapping[str, str], known: Mapping[str, str], where: str) -> None:
-    """Raises ValueError where two :func:`graph_digests` differ; names the attributes that do.
-
-    Args:
-        found, known: the digests.
-        where: which graph was found, in words.
-    """
+    """Raises ValueError where two :func:`graph_digests` differ; `where` is which graph was found, in words."""
     differing = sorted(name for name in {*found, *known} if found.get(name) != known.get(name))
     if differing:
         raise ValueError(
@@ -136,7 +126,7 @@ def check_same_graph(found: Mapping[str, str], known: Mapping[str, str], where: 
 def seeded(seed: int) -> Iterator[Callable[[], bool]]:
     """Begins the global streams of random numbers of python, numpy and torch with `seed`, and gives them back as they were.
 
-    Yields what tells whether anything has been drawn from them.
+    Yields what says whether anything has been drawn from them.
     """
 
     def states() -> tuple[Any, ...]:
@@ -154,14 +144,14 @@ def seeded(seed: int) -> Iterator[Callable[[], bool]]:
 def description_key(source: str, args: Mapping[str, Any] | None, split: Any) -> str | None:
     """Returns a digest of a source given by its path, of the file that defines it and of the files that its arguments name.
 
-    It stands for the graph without loading it. Files are told apart by name, size and time of change. None if the
+    It stands for the graph without loading it. Files differ by name, size and time of change. None if the
     arguments are no JSON.
     """
     try:
-        told = json.dumps([source, dict(args or {}), split], sort_keys=True)
+        text = json.dumps([source, dict(args or {}), split], sort_keys=True)
     except TypeError:
         return None
-    digest = hashlib.blake2b(told.encode(), digest_size=16)
+    digest = hashlib.blake2b(text.encode(), digest_size=16)
     named = [value for value in (args or {}).values() if isinstance(value, str)]
     try:
         code = importlib.util.find_spec(source.rpartition(".")[0])

@@ -73,8 +73,7 @@ class Shard:
 
     def node_ids(self, rank: int) -> Ids:
         """Returns the relabelled id of each owned and halo row of `rank`, whose shard this is, ``[N + H]``."""
-        first, end = self.offsets[rank : rank + 2]
-        return np.concatenate([np.arange(first, end), self.halos[rank]])
+        return np.concatenate([np.arange(*self.offsets[rank : rank + 2]), self.halos[rank]])
 
 
 @dataclass(frozen=True)
@@ -117,7 +116,6 @@ class Cut:
 
     @property
     def kinds(self) -> dict[str, Kind]:
-        """By attribute of a graph without types, what it belongs to."""
         kinds: tuple[Kind, ...] = ("node", "edge", "graph")
         return {name: kind for kind in kinds for name in self.attributes[kind]}
 
@@ -127,9 +125,8 @@ class Cut:
 
     def relabelled_edges(self, rank: int) -> Ids:
         """Returns the edges of a rank in relabelled ids, int64 ``[2, E_r]``."""
-        low, high = self.offsets[rank : rank + 2]
-        ids = np.concatenate([np.arange(low, high), self.halos[rank]])
-        return ids[self.edge_index_of(rank)]
+        owned = np.arange(*self.offsets[rank : rank + 2])
+        return np.concatenate([owned, self.halos[rank]])[self.edge_index_of(rank)]
 
     def ends(self, edges: Tensor) -> Tensor:
         """Returns source and target of some edges, ``[2, n]``; ids of edges, int64 ``[n]``, and of nodes are relabelled ones."""
@@ -156,10 +153,8 @@ class Cut:
                 if "x" not in into:
                     into.num_nodes = len(ids)
                 continue
-            columns = []
-            for rank, (begin, count) in enumerate(zip(types.begins(kind), types.edges[kind])):
-                columns.append(self.relabelled_edges(rank)[:, begin : begin + count])
-            rows = np.concatenate(columns, 1)
+            places = enumerate(zip(types.begins(kind), types.edges[kind]))
+            rows = np.concatenate([self.relabelled_edges(rank)[:, low : low + size] for rank, (low, size) in places], 1)
             ends = [self.ids_of(end)[types.ids(of)] for end, of in zip((kind[0], kind[2]), rows)]
             into.edge_index = torch.empty((2, len(ids)), dtype=torch.long).index_copy_(1, ids, torch.stack(ends))
         for name, value in (*self.attributes.get("graph", {}).items(), *self.scalars.items()):
@@ -189,9 +184,8 @@ class Cut:
         else:
             everything = self.edge_index()
             held = hold(everything, offsets, replicas)
-            found = held.edges_of(rank, everything)
-            edge_index = found.edge_index
-            nodes, edges = torch.from_numpy(held.rows[rank]), torch.from_numpy(found.edges)
+            edge_index, chosen = held.edges_of(rank, everything)
+            nodes, edges = torch.from_numpy(held.rows[rank]), torch.from_numpy(chosen)
             halos, offsets, num_edges = held.halos, held.offsets, held.num_edges
         batch = GraphData(self.kinds, of_full_graph(self.left_out), edge_index=torch.from_numpy(edge_index))
         rows = {"node": nodes, "edge": edges, "graph": slice(None)}
@@ -205,6 +199,19 @@ class Cut:
             for name in MASKS:
                 batch[name][batch.num_owned :] = False
         _add_stand_ins(batch, rank, self.mask_counts)
+        holders = None if self.holders is None else self.holders[edges]
+        return self._shard_of(rank, batch, halos, offsets, num_edges, holders)
+
+    def _shard_of(
+        self,
+        rank: int,
+        batch: Data | HeteroData,
+        halos: tuple[Ids, ...],
+        offsets: Ids,
+        num_edges: Ids,
+        holders: Tensor | None,
+    ) -> Shard:
+        """Returns the shard of this batch; `offsets` ``[P + 1]`` and `num_edges` ``[P]`` count replicas, too."""
         return Shard(
             batch=batch,
             plan=halo_plan(rank, offsets, halos),
@@ -220,7 +227,7 @@ class Cut:
             types=self.types,
             digest=self.digest,
             report=self.report,
-            holders=None if self.holders is None else self.holders[edges],
+            holders=holders,
         )
 
     def _shard_with_types(self, rank: int) -> Shard:
@@ -231,23 +238,7 @@ class Cut:
             for name, value in self.attributes[types.key(kind)].items():
                 into[name] = value[rows]
             into["n_id" if isinstance(kind, str) else "e_id"] = self.ids_of(kind)[rows]
-        counts, edge_counts = (tuple(np.diff(each).tolist()) for each in (self.offsets, self.edge_offsets))
-        return Shard(
-            batch=batch,
-            plan=halo_plan(rank, self.offsets, self.halos),
-            halos=self.halos,
-            n_id=self.n_id,
-            e_id=self.e_id,
-            counts=counts,
-            edge_counts=edge_counts,
-            rows=counts,
-            edges=edge_counts,
-            mask_counts=self.mask_counts,
-            num_classes=self.num_classes,
-            types=types,
-            digest=self.digest,
-            report=self.report,
-        )
+        return self._shard_of(rank, batch, self.halos, self.offsets, np.diff(self.edge_offsets), None)
 
 
 def cut_graph(data: Data, part: np.ndarray, num_parts: int, holders: np.ndarray | None = None) -> Cut:
@@ -262,7 +253,8 @@ def cut_graph(data: Data, part: np.ndarray, num_parts: int, holders: np.ndarray 
     relabelling = local_relabelling(edge_index, part, num_parts)
     pieces = list(edge_cut_parts(edge_index, relabelling))
     n_id = torch.from_numpy(relabelling.n_id)
-    e_id = torch.from_numpy(np.concatenate([piece.edge_ids for piece in pieces]))
+    edge_ids = [piece.edge_ids for piece in pieces]
+    e_id = torch.from_numpy(np.concatenate(edge_ids))
     order = {"node": n_id, "edge": e_id}
     attributes: dict[str, dict[str, Tensor]] = {"node": {}, "edge": {}, "graph": {}}
     scalars = {name: value for name, value in data.to_dict().items() if not isinstance(value, Tensor)}
@@ -270,7 +262,7 @@ def cut_graph(data: Data, part: np.ndarray, num_parts: int, holders: np.ndarray 
         attributes[kind][name] = data[name][order[kind]] if kind in order else data[name]
     return Cut(
         offsets=relabelling.offsets,
-        edge_offsets=np.cumsum([0, *(len(piece.edge_ids) for piece in pieces)]),
+        edge_offsets=np.cumsum([0, *map(len, edge_ids)]),
         edge_index_of=lambda rank: pieces[rank].edge_index,
         halos=tuple(piece.halo for piece in pieces),
         n_id=n_id,
@@ -278,12 +270,9 @@ def cut_graph(data: Data, part: np.ndarray, num_parts: int, holders: np.ndarray 
         attributes=attributes,
         scalars=scalars,
         left_out=left_out_of(data),
-        mask_counts={
-            name: tuple(counts)
-            for name, counts in mask_counts(data, relabelling, [piece.edge_ids for piece in pieces]).items()
-        },
+        mask_counts={name: tuple(counts) for name, counts in mask_counts(data, relabelling, edge_ids).items()},
         num_classes=num_classes(data.get("y")),
-        types=Types.none(np.diff(relabelling.offsets), np.array([len(piece.edge_ids) for piece in pieces])),
+        types=Types.none(np.diff(relabelling.offsets), np.array([*map(len, edge_ids)])),
         digest="",
         report={},
         holders=None if holders is None else torch.from_numpy(holders.astype(np.int16))[e_id],
@@ -299,29 +288,10 @@ def split_graph(data: Data, part: np.ndarray, layout: LayoutSpec, holders: np.nd
 def whole_graph(data: Data) -> Shard:
     """Returns the whole graph as the only rank's shard: the reference that every scheme is compared with."""
     batch = GraphData(kinds_of(data), of_full_graph(left_out_of(data)), **data.to_dict())
-    num_nodes = data.x.size(0)
-    batch.n_id, batch.e_id = torch.arange(num_nodes), torch.arange(data.edge_index.size(1))
-    batch.num_owned = num_nodes
-    counts, edge_counts = (num_nodes,), (len(batch.e_id),)
-    return Shard(
-        batch=batch,
-        plan=HaloPlan(num_nodes, (0,), (np.empty(0, np.int64),)),
-        halos=(np.empty(0, np.int64),),
-        n_id=batch.n_id,
-        e_id=batch.e_id,
-        counts=counts,
-        edge_counts=edge_counts,
-        rows=counts,
-        edges=edge_counts,
-        mask_counts={
-            **{name: (num_labelled(batch.get("y"), batch[name]),) for name in MASKS},
-            **{name: (int(batch[name].sum()),) for name in EDGE_MASKS if name in batch},
-        },
-        num_classes=num_classes(batch.get("y")),
-        types=Types.none(np.array(counts), np.array(edge_counts)),
-        digest="",
-        report={},
-    )
+    batch.num_owned = data.x.size(0)
+    batch.n_id, batch.e_id = torch.arange(batch.num_owned), torch.arange(data.edge_index.size(1))
+    types = Types.none(np.array([len(batch.n_id)]), np.array([len(batch.e_id)]))
+    return _only_shard(batch, batch, batch.n_id, batch.e_id, types)
 
 
 def whole_graph_with_types(data: HeteroData, input_type: NodeType) -> Shard:
@@ -331,24 +301,29 @@ def whole_graph_with_types(data: HeteroData, input_type: NodeType) -> Shard:
         batch[name].n_id = torch.arange(batch[name].num_nodes)
     for kind in batch.edge_types:
         batch[kind].e_id = torch.arange(batch[kind].edge_index.size(1))
-    types = Types(
-        {name: np.array([len(batch[name].n_id)]) for name in batch.node_types},
-        {kind: np.array([len(batch[kind].e_id)]) for kind in batch.edge_types},
-        input_type,
-    )
-    counts, edge_counts = ((sum(int(each[0]) for each in of.values()),) for of in (types.nodes, types.edges))
-    y = data[input_type].get("y")
+    n_ids = {name: batch[name].n_id for name in batch.node_types}
+    e_ids = {kind: batch[kind].e_id for kind in batch.edge_types}
+    nodes, edges = ({kind: np.array([len(ids)]) for kind, ids in of.items()} for of in (n_ids, e_ids))
+    types = Types(nodes, edges, input_type)
+    return _only_shard(batch, data[input_type], torch.cat([*n_ids.values()]), torch.cat([*e_ids.values()]), types)
+
+
+def _only_shard(batch: Data | HeteroData, predicted: Any, n_id: Tensor, e_id: Tensor, types: Types) -> Shard:
+    counts, edge_counts, nothing = (len(n_id),), (len(e_id),), np.empty(0, np.int64)
+    y = predicted.get("y")
+    masks = {name: (num_labelled(y, predicted[name]),) for name in MASKS}
+    masks |= {name: (int(predicted[name].sum()),) for name in EDGE_MASKS if name in predicted}
     return Shard(
         batch=batch,
-        plan=HaloPlan(*counts, (0,), (np.empty(0, np.int64),)),
-        halos=(np.empty(0, np.int64),),
-        n_id=torch.cat([batch[name].n_id for name in batch.node_types]),
-        e_id=torch.cat([batch[kind].e_id for kind in batch.edge_types]),
+        plan=HaloPlan(len(n_id), (0,), (nothing,)),
+        halos=(nothing,),
+        n_id=n_id,
+        e_id=e_id,
         counts=counts,
         edge_counts=edge_counts,
         rows=counts,
         edges=edge_counts,
-        mask_counts={name: (num_labelled(y, data[input_type][name]),) for name in MASKS},
+        mask_counts=masks,
         num_classes=num_classes(y),
         types=types,
         digest="",
@@ -364,13 +339,7 @@ def versions_of(batch: Data | HeteroData) -> dict[str, int]:
 
 
 def mask_counts(data: Data, relabelling: Relabelling, edge_ids: Sequence[Ids] = ()) -> dict[str, list[int]]:
-    """Returns by mask how many labelled nodes of it each part owns; of masks of edges, if there are any, how many edges.
-
-    Args:
-        data: the graph.
-        relabelling: who owns which nodes.
-        edge_ids: edges of each part.
-    """
+    """Returns by mask how many labelled nodes of it each part owns; of masks of edges, if there are any, how many edges."""
     y = data.get("y")
     parts = torch.from_numpy(relabelling.n_id).split(np.diff(relabelling.offsets).tolist())
     edges = [torch.from_numpy(ids) for ids in edge_ids]
@@ -381,29 +350,21 @@ def mask_counts(data: Data, relabelling: Relabelling, edge_ids: Sequence[Ids] = 
 
 
 def _add_stand_ins(batch: Data, rank: int, mask_counts: Mapping[str, tuple[int, ...]]) -> None:
-    """Puts a row into each mask that others have labelled nodes in, but this rank has none."""
-    for name in MASKS:
-        per_rank = mask_counts[name]
-        if sum(per_rank) > 0 and per_rank[rank] == 0 and batch.num_owned:
-            _add_stand_in(batch, name)
-
-
-def _add_stand_in(batch: Data, mask: str) -> None:
-    """Puts one row into a mask that this rank has no labelled node of: a mean over nothing would be nan.
+    """Puts a row into each mask of which others have labelled nodes, and this rank none: a mean over nothing would be nan.
 
     The rank's count stays 0, so the row weighs nothing in losses, gradients and logged values.
     :func:`~lightning_gnn.labelled` leaves it out.
     """
-    y = batch.get("y")
-    row = 0
-    classes = None if y is None else class_labels(y)
-    if classes is not None:
-        labelled = (classes >= 0).nonzero()
-        if len(labelled):
-            row = int(labelled[0])
-        else:
+    for mask in MASKS:
+        if not any(mask_counts[mask]) or mask_counts[mask][rank] or not batch.num_owned:
+            continue
+        y, row = batch.get("y"), 0
+        classes = None if y is None else class_labels(y)
+        if classes is not None and (classes >= 0).any():
+            row = int((classes >= 0).nonzero()[0])
+        elif classes is not None:
             batch.y = batch.y.clone()
             batch.y[row] = 0
-    batch[mask] = batch[mask].clone()
-    batch[mask][row] = True
-    batch[STAND_INS] = {**batch.get(STAND_INS, {}), mask: row}
+        batch[mask] = batch[mask].clone()
+        batch[mask][row] = True
+        batch[STAND_INS] = {**batch.get(STAND_INS, {}), mask: row}

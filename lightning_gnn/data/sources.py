@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from itertools import pairwise
 from numbers import Real
 from typing import Any
 
@@ -26,12 +27,7 @@ EDGE_MASKS = tuple(f"edge_{name}" for name in MASKS)
 
 
 def counted_mask(mask: str, module: object) -> str:
-    """Returns the mask whose entries a module's losses and values are means over: that of edges where it predicts these.
-
-    Args:
-        mask: one of :data:`MASKS`.
-        module: a LightningModule; its attribute ``predicts_edges`` tells.
-    """
+    """Returns the mask whose entries a module's losses and values are means over: that of edges if it ``predicts_edges``."""
     return f"edge_{mask}" if getattr(module, "predicts_edges", False) else mask
 
 
@@ -58,10 +54,10 @@ def prepare_graph(
     """
     if data.edge_index is None:
         of_split = [name for name in data.to_dict() if "pos_edge" in name]
-        told = f" Its {of_split[0]} is of a split of edges. {TO_PREDICT_LINKS}." if of_split else ""
+        hint = f" Its {of_split[0]} is of a split of edges. {TO_PREDICT_LINKS}." if of_split else ""
         raise ValueError(
             "The graph has no edge_index. If it holds an adjacency `adj_t`, convert it first: "
-            f"row, col, _ = data.adj_t.t().coo(); data.edge_index = torch.stack([row, col]).{told}"
+            f"row, col, _ = data.adj_t.t().coo(); data.edge_index = torch.stack([row, col]).{hint}"
         )
     if data.x is None:
         raise ValueError(
@@ -110,7 +106,6 @@ def check_tensor(name: str, value: Any) -> None:
 
 
 def features(x: Tensor) -> Tensor:
-    """Returns ``x`` floating, ``[N, F]``."""
     if x.dim() != 2 or x.size(1) == 0:
         hint = " A single feature is a column: data.x = data.x.view(-1, 1)." if x.dim() == 1 else ""
         raise ValueError(f"x must have shape [N, F], one row of features per node (got {list(x.shape)}).{hint}")
@@ -132,11 +127,7 @@ def features(x: Tensor) -> Tensor:
 
 
 def checked_edges(edge_index: Tensor, num_nodes: int) -> Tensor:
-    """Returns ``edge_index`` int64 ``[2, E]``.
-
-    Raises:
-        ValueError: another shape or dtype, or ids of no node.
-    """
+    """Returns ``edge_index`` int64 ``[2, E]``."""
     if edge_index.dim() != 2 or edge_index.size(0) != 2:
         hint = " Transpose it: data.edge_index = data.edge_index.t()." if edge_index.shape[1:] == (2,) else ""
         raise ValueError(f"edge_index must have shape [2, E] (got {list(edge_index.shape)}).{hint}")
@@ -145,7 +136,7 @@ def checked_edges(edge_index: Tensor, num_nodes: int) -> Tensor:
             f"edge_index must hold integers (got {_dtype(edge_index)}). Convert it: data.edge_index = data.edge_index.long()."
         )
     edge_index = edge_index.long()
-    low, high = _range(edge_index, 0)
+    low, high = _range(edge_index)
     if low < 0 or high >= num_nodes:
         wrong = ((edge_index < 0) | (edge_index >= num_nodes)).any(0).nonzero().view(-1)
         raise ValueError(
@@ -197,7 +188,7 @@ def labels(y: Tensor, num_nodes: int) -> Tensor:
     if y.is_complex():
         raise ValueError(f"y is {_dtype(y)}; labels are integers, targets real numbers. Convert it first.")
     if not y.is_floating_point():
-        low, _ = _range(y, 0) if y.dtype != torch.bool else (0, 1)
+        low, _ = _range(y) if y.dtype != torch.bool else (0, 1)
         if low < -1:
             first = (y < -1).view(num_nodes, -1).any(1).nonzero()[0].item()
             raise ValueError(
@@ -225,9 +216,9 @@ def _dtype(values: Tensor) -> str:
     return str(values.dtype).removeprefix("torch.")
 
 
-def _range(values: Tensor, empty: int) -> tuple[int, int]:
-    """Returns the smallest and the largest value of an integer tensor; `empty` for both if there is none."""
-    low, high = values.aminmax() if values.numel() else (empty, empty)
+def _range(values: Tensor) -> tuple[int, int]:
+    """Returns the smallest and the largest value of an integer tensor; 0 for both if there is none."""
+    low, high = values.aminmax() if values.numel() else (0, 0)
     return int(low), int(high)
 
 
@@ -265,11 +256,6 @@ def masks_of(
 
 
 def _set_edge_masks(data: Data) -> None:
-    """Gives `data` all three masks of edges, bool ``[E]``.
-
-    Raises:
-        ValueError: one of another shape or dtype, or an edge in two of them.
-    """
     num_edges = data.edge_index.size(1)
     advice = "split_edges(data) of lightning_gnn makes all three"
     for name in EDGE_MASKS:
@@ -292,7 +278,6 @@ def _set_edge_masks(data: Data) -> None:
 
 
 def _mask(name: str, mask: Tensor, num_nodes: int, column: int) -> Tensor:
-    """Returns one mask as bool ``[N]``."""
     from_ids = f"mask = torch.zeros({num_nodes}, dtype=torch.bool); mask[ids] = True"
     if mask.dim() not in (1, 2):
         raise ValueError(f"{name} must have shape [N] or [N, splits] (got {list(mask.shape)}).")
@@ -310,7 +295,7 @@ def _mask(name: str, mask: Tensor, num_nodes: int, column: int) -> Tensor:
     if mask.dtype != torch.bool:
         if not _is_whole(mask):
             raise ValueError(f"{name} must be bool (got {_dtype(mask)}). Convert it: data.{name} = data.{name} > 0.")
-        low, high = _range(mask, 0)
+        low, high = _range(mask)
         if low < 0 or high > 1:
             raise ValueError(
                 f"{name} must be bool or hold 0 and 1 (got values from {low} to {high}). If it lists node ids, "
@@ -342,14 +327,13 @@ def _masks_of_ids(split: Mapping[str, Any], num_nodes: int) -> dict[str, Tensor]
                 "Ids of a mask are mask.nonzero().view(-1)."
             )
         ids = ids.long()
-        low, high = _range(ids, 0)
+        low, high = _range(ids)
         if low < 0 or high >= num_nodes:
             raise ValueError(
                 f"{where} holds node ids from {low} to {high}, but there are {num_nodes} nodes: 0 to {num_nodes - 1}. "
                 "Is it the split of another graph?"
             )
-        mask = torch.zeros(num_nodes, dtype=torch.bool)
-        mask[ids] = True
+        mask = torch.zeros(num_nodes, dtype=torch.bool).index_fill_(0, ids, True)
         if int(mask.sum()) != len(ids):
             first = int(ids.bincount().gt(1).nonzero()[0])
             raise ValueError(
@@ -361,19 +345,14 @@ def _masks_of_ids(split: Mapping[str, Any], num_nodes: int) -> dict[str, Tensor]
 
 
 def checked_fractions(fractions: Any) -> tuple[float, float, float]:
-    """Returns the fractions of training, validation and test nodes.
-
-    Raises:
-        ValueError: they are not three numbers of at least 0 whose sum is above 0 and at most 1.
-    """
+    """Returns the fractions of training, validation and test nodes."""
     given = tuple(fractions) if isinstance(fractions, Sequence) else (fractions,)
     numbers = [float(value) for value in given if isinstance(value, Real) and not isinstance(value, bool)]
     if len(given) != 3 or len(numbers) != 3 or not min(numbers) >= 0 or not 0 < sum(numbers) <= 1 + 1e-9:
         raise ValueError(
             f"split needs three fractions that sum to at most 1, such as (0.6, 0.2, 0.2) (got {shown(fractions)})."
         )
-    train, val, test = numbers
-    return train, val, test
+    return numbers[0], numbers[1], numbers[2]
 
 
 def _random_masks(y: Tensor | None, num_nodes: int, fractions: Sequence[float], seed: int) -> dict[str, Tensor]:
@@ -381,11 +360,8 @@ def _random_masks(y: Tensor | None, num_nodes: int, fractions: Sequence[float], 
     ids = labelled.nonzero().view(-1)
     ids = ids[torch.from_numpy(np.random.default_rng(seed).permutation(len(ids)))]
     ends = [round(len(ids) * share) for share in np.cumsum([0.0, *checked_fractions(fractions)])]
-    masks = {}
-    for name, low, high in zip(MASKS, ends[:-1], ends[1:]):
-        masks[name] = torch.zeros(num_nodes, dtype=torch.bool)
-        masks[name][ids[low:high]] = True
-    return masks
+    none = torch.zeros(num_nodes, dtype=torch.bool)
+    return {name: none.index_fill(0, ids[low:high], True) for name, (low, high) in zip(MASKS, pairwise(ends))}
 
 
 def num_labelled(y: Tensor | None, mask: Tensor) -> int:
@@ -411,6 +387,4 @@ def num_classes(y: Tensor | None) -> int:
     if y is None or y.numel() == 0:
         return 0
     classes = class_labels(y)
-    if classes is not None:
-        return int(classes.max()) + 1
-    return y.size(1) if y.dim() == 2 else 0
+    return int(classes.max()) + 1 if classes is not None else y.size(1) if y.dim() == 2 else 0

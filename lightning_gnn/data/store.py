@@ -31,6 +31,7 @@ import time
 import zlib
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -82,15 +83,7 @@ def default_root() -> Path:
 
 @contextmanager
 def writing(root: Path, num_bytes: int | None = None) -> Iterator[None]:
-    """Says what to do when files of the store cannot be written.
-
-    Args:
-        root: the store.
-        num_bytes: what is being written, for the message of a full disk.
-
-    Raises:
-        StoreError: in place of an ``OSError`` of the body.
-    """
+    """Raises a `StoreError` that says what to do, in place of an ``OSError`` of the body; `num_bytes` are being written."""
     try:
         yield
     except OSError as error:
@@ -145,8 +138,6 @@ def write_store(
         data: as :func:`~lightning_gnn.data.sources.prepare_graph` returns it, or
             :func:`~lightning_gnn.data.hetero.prepare_hetero`.
         part: owner of each node, ``[N]``, values 0 to ``layout.parts`` - 1; with types, type after type.
-        layout: what it holds.
-        report: of its quality, plain values.
         holders: of a vertex cut, the rank that computes each edge, ``[E]``.
         input_type: of a graph with types, the node type that is predicted.
         digests: of the graph, see :func:`~lightning_gnn.data.loading.graph_digests`, where they are known already.
@@ -154,24 +145,104 @@ def write_store(
     Raises:
         StoreError: the disk is full, or the folder cannot be written.
     """
-    with writing(folder.parent, stored_bytes(data)):
-        folder.parent.mkdir(parents=True, exist_ok=True)
-        for stale in folder.parent.glob(f".{folder.name}.*"):
-            if stale.is_dir():
-                shutil.rmtree(stale)
-            else:  # of `write_atomically`
-                stale.unlink()
-        scratch = Path(tempfile.mkdtemp(prefix=f".{folder.name}.", dir=folder.parent))
-        try:
-            _write(
-                scratch, folder.name, data, part, layout, report, holders, input_type, digests or graph_digests(data)
-            )
-            sync(scratch)
-            scratch.replace(folder)
-            sync(folder.parent)
-        except BaseException:
-            shutil.rmtree(scratch, ignore_errors=True)
-            raise
+    with writing(folder.parent, stored_bytes(data)), _appearing(folder) as scratch:
+        joined = JoinedGraph.of(data)
+        edge_index = joined.edge_index
+        began = time.perf_counter()
+        relabelling = local_relabelling(edge_index, part, layout.parts)
+        if joined.node_type is not None:  # type after type in each part, else as they are
+            rows = relabelling.n_id
+            rows = rows[np.lexsort((joined.node_type[rows], part[rows]))]
+            relabelling = Relabelling(rows, relabelling.offsets)
+        seconds = time.perf_counter() - began
+        before = recent_reads(edge_index, Relabelling.from_assignment(part, layout.parts))
+        locality = Locality(before, recent_reads(edge_index, relabelling), seconds)
+        files: dict[str, list[int]] = {}
+
+        def save(name: str, array: np.ndarray) -> None:
+            with (scratch / f"{name}.npy").open("wb") as file:
+                summed = Summed(file)
+                np.save(summed, array, allow_pickle=False)  # type: ignore[call-overload]
+                file.flush()
+                os.fsync(file.fileno())
+            files[f"{name}.npy"] = [summed.size, summed.checksum]
+
+        edge_orders = []
+        for number, piece in enumerate(edge_cut_parts(edge_index, relabelling)):
+            kinds = None if joined.edge_type is None else joined.edge_type[piece.edge_ids]
+            order = slice(None) if kinds is None else np.argsort(kinds, kind="stable")
+            save(f"part{number}.edge_index", piece.edge_index[:, order])
+            save(f"part{number}.halo", piece.halo)
+            edge_orders.append(piece.edge_ids[order])
+
+        edge_order = np.concatenate(edge_orders)
+        types, orders = orders_of(joined, relabelling, edge_orders, part, input_type)
+        save("n_id", np.concatenate([orders[kind] for kind in types.nodes]))
+        save("e_id", np.concatenate([orders[kind] for kind in types.edges]))
+        attributes: dict[str, list[str]] = {}
+        for kind, order in orders.items():
+            key = types.key(kind)
+            rows_of_kind = _attributes(data, kind)
+            attributes[key] = list(rows_of_kind)
+            for name, value in rows_of_kind.items():
+                save(f"{key}.{name}", value.numpy()[order])
+        scalars = {}
+        if isinstance(data, Data):
+            scalars = {name: value for name, value in data.to_dict().items() if not isinstance(value, Tensor)}
+            of_graph = _of_kind(data, "graph")
+            attributes["graph"] = list(of_graph)
+            for name, value in of_graph.items():
+                save(f"graph.{name}", value.numpy())
+        digest = hashlib.blake2b(np.ascontiguousarray(part, dtype=np.int32).data, digest_size=16)
+        if holders is not None:
+            in_order = holders.astype(np.int16)[edge_order]
+            save("holders", in_order)
+            digest.update(in_order.data)
+
+        predicted: Any = data if input_type is None else Data(**dict(data[input_type].items()))
+        predicted_rows = Relabelling(orders[types.input_type], types.offsets(types.input_type))
+        manifest = {
+            "format": FORMAT,
+            "name": folder.name,
+            "layout": layout.as_dict(),
+            "offsets": relabelling.offsets.tolist(),
+            "edge_offsets": np.cumsum([0, *map(len, edge_orders)]).tolist(),
+            "types": types.as_dict() if types.is_hetero else None,
+            "mask_counts": mask_counts(predicted, predicted_rows, edge_orders),
+            "num_classes": num_classes(predicted.get("y")),
+            "digest": digest.hexdigest(),
+            "graph": dict(digests or graph_digests(data)),
+            "attributes": attributes,
+            "scalars": scalars,
+            "left_out": left_out_of(data) if isinstance(data, Data) else {},
+            "report": report,
+            "locality": asdict(locality),
+            "files": files,
+        }
+        manifest = {**manifest, "checksum": _manifest_checksum(manifest)}
+        (scratch / "manifest.json").write_text(json.dumps(manifest, indent=1))
+        sync(scratch / "manifest.json")
+        _remember(scratch, _seen(scratch, manifest))
+
+
+@contextmanager
+def _appearing(folder: Path) -> Iterator[Path]:
+    """Yields a folder that takes the name of `folder` at the end, whole and on the disk, or is removed."""
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    for stale in folder.parent.glob(f".{folder.name}.*"):
+        if stale.is_dir():
+            shutil.rmtree(stale)
+        else:  # of `write_atomically`
+            stale.unlink()
+    scratch = Path(tempfile.mkdtemp(prefix=f".{folder.name}.", dir=folder.parent))
+    try:
+        yield scratch
+        sync(scratch)
+        scratch.replace(folder)
+        sync(folder.parent)
+    except BaseException:
+        shutil.rmtree(scratch, ignore_errors=True)
+        raise
 
 
 def sync(path: Path) -> None:
@@ -183,99 +254,7 @@ def sync(path: Path) -> None:
         os.close(descriptor)
 
 
-def _write(
-    folder: Path,
-    entry: str,
-    data: Data | HeteroData,
-    part: np.ndarray,
-    layout: LayoutSpec,
-    report: Mapping[str, Any],
-    holders: np.ndarray | None,
-    input_type: NodeType | None,
-    digests: Mapping[str, str],
-) -> None:
-    num_parts = layout.parts
-    joined = JoinedGraph.of(data)
-    edge_index = joined.edge_index
-    began = time.perf_counter()
-    relabelling = local_relabelling(edge_index, part, num_parts)
-    if joined.node_type is not None:  # type after type in each part, else as they are
-        rows = relabelling.n_id
-        rows = rows[np.lexsort((joined.node_type[rows], part[rows]))]
-        relabelling = Relabelling(rows, relabelling.offsets)
-    seconds = time.perf_counter() - began
-    before = recent_reads(edge_index, Relabelling.from_assignment(part, num_parts))
-    locality = Locality(before, recent_reads(edge_index, relabelling), seconds)
-    files: dict[str, list[int]] = {}
-
-    def save(name: str, array: np.ndarray) -> None:
-        with (folder / f"{name}.npy").open("wb") as file:
-            summed = Summed(file)
-            np.save(summed, array, allow_pickle=False)  # type: ignore[call-overload]
-            file.flush()
-            os.fsync(file.fileno())
-        files[f"{name}.npy"] = [summed.size, summed.checksum]
-
-    edge_orders = []
-    for number, piece in enumerate(edge_cut_parts(edge_index, relabelling)):
-        kinds = None if joined.edge_type is None else joined.edge_type[piece.edge_ids]
-        order = slice(None) if kinds is None else np.argsort(kinds, kind="stable")
-        save(f"part{number}.edge_index", piece.edge_index[:, order])
-        save(f"part{number}.halo", piece.halo)
-        edge_orders.append(piece.edge_ids[order])
-
-    edge_order = np.concatenate(edge_orders)
-    types, orders = orders_of(joined, relabelling, edge_orders, part, input_type)
-    save("n_id", np.concatenate([orders[kind] for kind in types.nodes]))
-    save("e_id", np.concatenate([orders[kind] for kind in types.edges]))
-    attributes: dict[str, list[str]] = {}
-    for kind, order in orders.items():
-        key = types.key(kind)
-        rows_of_kind = _attributes(data, kind)
-        attributes[key] = list(rows_of_kind)
-        for name, value in rows_of_kind.items():
-            save(f"{key}.{name}", value.numpy()[order])
-    scalars = {}
-    if isinstance(data, Data):
-        scalars = {name: value for name, value in data.to_dict().items() if not isinstance(value, Tensor)}
-        of_graph = _of_kind(data, "graph")
-        attributes["graph"] = list(of_graph)
-        for name, value in of_graph.items():
-            save(f"graph.{name}", value.numpy())
-    digest = hashlib.blake2b(np.ascontiguousarray(part, dtype=np.int32).data, digest_size=16)
-    if holders is not None:
-        in_order = holders.astype(np.int16)[edge_order]
-        save("holders", in_order)
-        digest.update(in_order.data)
-
-    predicted: Any = data if input_type is None else Data(**dict(data[input_type].items()))
-    predicted_rows = Relabelling(orders[types.input_type], types.offsets(types.input_type))
-    manifest = {
-        "format": FORMAT,
-        "name": entry,
-        "layout": layout.as_dict(),
-        "offsets": relabelling.offsets.tolist(),
-        "edge_offsets": np.cumsum([0, *map(len, edge_orders)]).tolist(),
-        "types": types.as_dict() if types.is_hetero else None,
-        "mask_counts": mask_counts(predicted, predicted_rows, edge_orders),
-        "num_classes": num_classes(predicted.get("y")),
-        "digest": digest.hexdigest(),
-        "graph": dict(digests),
-        "attributes": attributes,
-        "scalars": scalars,
-        "left_out": left_out_of(data) if isinstance(data, Data) else {},
-        "report": report,
-        "locality": locality.as_dict(),
-        "files": files,
-    }
-    manifest = {**manifest, "checksum": _manifest_checksum(manifest)}
-    (folder / "manifest.json").write_text(json.dumps(manifest, indent=1))
-    sync(folder / "manifest.json")
-    _remember(folder, _seen(folder, manifest))
-
-
 def _attributes(data: Data | HeteroData, kind: NodeType | EdgeType) -> dict[str, Tensor]:
-    """Returns what the nodes, or the edges, of a type have: of all where there are no types."""
     if isinstance(data, Data):
         return _of_kind(data, "node" if isinstance(kind, str) else "edge")
     return {name: value for name, value in data[kind].items() if isinstance(value, Tensor) and name != "edge_index"}
@@ -290,11 +269,7 @@ def _manifest_checksum(manifest: Mapping[str, Any]) -> int:
 
 
 def read_manifest(folder: Path, layout: LayoutSpec | None = None) -> dict[str, Any]:
-    """Returns the manifest of a complete store whose files are those that were written.
-
-    Args:
-        folder: the entry.
-        layout: what it must hold; None takes any.
+    """Returns the manifest of a complete entry whose files are those that were written; `layout` None takes any.
 
     Raises:
         StoreError: no, an unreadable or an altered manifest; another format, layout or number of parts; a renamed folder; a
@@ -393,11 +368,7 @@ def write_atomically(path: Path, text: str) -> None:
 
 
 def read_cut(folder: Path, layout: LayoutSpec | None = None) -> Cut:
-    """Returns the cut in `folder`, memory-mapped (copy on write: changes stay in this process).
-
-    Raises:
-        StoreError: see :func:`read_manifest`.
-    """
+    """Returns the cut in `folder`, memory-mapped (copy on write: changes stay in this process)."""
     manifest = read_manifest(folder, layout)
 
     def load(name: str) -> np.ndarray:
@@ -410,10 +381,9 @@ def read_cut(folder: Path, layout: LayoutSpec | None = None) -> Cut:
         array = load(name)
         return torch.from_numpy(array if array.ndim else np.array(array))
 
-    offsets, edge_offsets = np.asarray(manifest["offsets"]), np.asarray(manifest["edge_offsets"])
     return Cut(
-        offsets=offsets,
-        edge_offsets=edge_offsets,
+        offsets=np.asarray(manifest["offsets"]),
+        edge_offsets=np.asarray(manifest["edge_offsets"]),
         edge_index_of=lambda rank: load(f"part{rank}.edge_index"),
         halos=tuple(load(f"part{part}.halo") for part in range(manifest["layout"]["parts"])),
         n_id=tensor("n_id"),

@@ -63,11 +63,7 @@ def checksum_of(file: Path) -> int:
 
 
 def plain_size(file: Path) -> int | None:
-    """Returns the size of a file in bytes; None if there is none.
-
-    Raises:
-        ValueError: it is a link, a folder, a pipe or a device: an entry has files of its own only.
-    """
+    """Returns the size of a file in bytes; None if there is none."""
     try:
         found = os.lstat(file)
     except (FileNotFoundError, NotADirectoryError):
@@ -78,11 +74,7 @@ def plain_size(file: Path) -> int | None:
 
 
 def array_size(file: Path) -> tuple[tuple[int, ...], np.dtype[Any]]:
-    """Returns shape and dtype that the header of a ``.npy`` file gives.
-
-    Raises:
-        ValueError: it is no such file, holds objects, or is not as long as its header says.
-    """
+    """Returns shape and dtype that the header of a ``.npy`` file gives."""
     with file.open("rb") as opened:
         start = opened.read(len(_MAGIC) + 2)
         text = opened.read(int.from_bytes(start[len(_MAGIC) :], "little")).decode("latin1")  # 64 KB at most
@@ -107,21 +99,13 @@ def array_size(file: Path) -> tuple[tuple[int, ...], np.dtype[Any]]:
 
 
 def read_array(file: Path) -> np.ndarray:
-    """Returns a ``.npy`` file, memory-mapped (copy on write: changes stay in this process).
-
-    Raises:
-        ValueError: see :func:`array_size`.
-    """
+    """Returns a ``.npy`` file, memory-mapped (copy on write); raises as :func:`array_size` does."""
     array_size(file)
     return np.load(file, mmap_mode="c", allow_pickle=False)
 
 
 def layout_of(manifest: Mapping[str, Any]) -> LayoutSpec:
-    """Returns the layout that a manifest names.
-
-    Raises:
-        ValueError: names the field that is wrong.
-    """
+    """Returns the layout that a manifest names, or raises a ValueError that names the field that is wrong."""
     values = _get(manifest, "layout", dict)
     _require(values.keys() == _KEYS, f"layout must have {', '.join(sorted(_KEYS))} (got {shown(sorted(values))})")
     _get(values, "kind", str), _get(values, "method", str)
@@ -133,11 +117,7 @@ def layout_of(manifest: Mapping[str, Any]) -> LayoutSpec:
 
 
 def check_manifest(manifest: Mapping[str, Any]) -> None:
-    """Checks what a manifest says by itself.
-
-    Raises:
-        ValueError: names the field that is wrong.
-    """
+    """Checks what a manifest says by itself; a ValueError names the field that is wrong."""
     layout = layout_of(manifest)
     _require(
         layout.kind in ("edge_cut", "vertex_cut"), f"kind must be edge_cut or vertex_cut (got {shown(layout.kind)})"
@@ -174,11 +154,7 @@ def check_manifest(manifest: Mapping[str, Any]) -> None:
 
 
 def types_of(manifest: Mapping[str, Any]) -> Types:
-    """Returns the types of a manifest whose layout and offsets have been looked at.
-
-    Raises:
-        ValueError: names the field that is wrong.
-    """
+    """Returns the types of a manifest whose layout and offsets have been looked at; a ValueError names what is wrong."""
     counts, edge_counts = np.diff(manifest["offsets"]), np.diff(manifest["edge_offsets"])
     if manifest.get("types") is None:
         return Types.none(counts, edge_counts)
@@ -202,11 +178,7 @@ def types_of(manifest: Mapping[str, Any]) -> Types:
 
 
 def check_arrays(folder: Path, manifest: Mapping[str, Any]) -> None:
-    """Reads all files of an entry, whose manifest is in order, and checks what is in them.
-
-    Raises:
-        ValueError: names the file that is wrong.
-    """
+    """Reads all files of an entry, whose manifest is in order, and checks what is in them; a ValueError names the file."""
     types, layout = types_of(manifest), layout_of(manifest)
     offsets, edge_offsets = np.asarray(manifest["offsets"]), np.asarray(manifest["edge_offsets"])
     num_nodes, num_edges = int(offsets[-1]), int(edge_offsets[-1])
@@ -230,8 +202,8 @@ def check_arrays(folder: Path, manifest: Mapping[str, Any]) -> None:
     for part, (low, high) in enumerate(pairwise(offsets.tolist())):
         halo = array(f"part{part}.halo", "int64", None)
         inside = len(halo) == 0 or (halo[0] >= 0 and halo[-1] < num_nodes and (np.diff(halo) > 0).all())
-        apart = inside and np.searchsorted(halo, low) == np.searchsorted(halo, high)
-        _require(apart, f"{folder}/part{part}.halo.npy must hold ascending rows of other parts")
+        remote = inside and np.searchsorted(halo, low) == np.searchsorted(halo, high)
+        _require(remote, f"{folder}/part{part}.halo.npy must hold ascending rows of other parts")
         count = int(edge_offsets[part + 1] - edge_offsets[part])
         source, target = array(f"part{part}.edge_index", "int64", 2, count)
         ok = _within(source, high - low + len(halo)) and _within(target, high - low)
@@ -293,7 +265,6 @@ def _check_counts(
 
 
 def _files(manifest: Mapping[str, Any], layout: LayoutSpec) -> set[str]:
-    """Returns the names of the files that an entry of this manifest has."""
     names = ["n_id", "e_id", *(["holders"] if layout.kind == "vertex_cut" else [])]
     names += [f"part{part}.{what}" for part in range(layout.parts) for what in ("edge_index", "halo")]
     names += [f"{kind}.{name}" for kind, each in manifest["attributes"].items() for name in each]
@@ -304,23 +275,14 @@ def _ends_fit(types: Types, part: int, source: Ids, target: Ids) -> bool:
     """Returns whether the edges of a part, type after type, join nodes of the types that theirs name; ids are relabelled."""
     per_part = np.stack(list(types.nodes.values()), 1)  # [P, types]
     numbers = np.tile(np.arange(len(types.nodes)), len(per_part))
-    kind_of_row = np.repeat(numbers, per_part.ravel())
-    order, first = list(types.nodes), 0
-    for (a, _, b), counts in types.edges.items():
-        edges = slice(first, first + int(counts[part]))
-        first = edges.stop
-        for ids, kind in ((source[edges], a), (target[edges], b)):
-            if (kind_of_row[ids] != order.index(kind)).any():
-                return False
-    return True
+    kind_of_row, order = np.repeat(numbers, per_part.ravel()), list(types.nodes)
+    counts = [of[part] for of in types.edges.values()]
+    wanted = (np.repeat([order.index(kind[end]) for kind in types.edges], counts) for end in (0, 2))
+    return all((kind_of_row[ids] == kinds).all() for ids, kinds in zip((source, target), wanted))
 
 
 def _is_permutation(ids: np.ndarray) -> bool:
-    if not _within(ids, len(ids)):
-        return False
-    seen = np.zeros(len(ids), np.bool_)
-    seen[ids] = True
-    return bool(seen.all())
+    return _within(ids, len(ids)) and bool(np.bincount(ids, minlength=len(ids)).all())
 
 
 def _within(ids: np.ndarray, size: int) -> bool:
@@ -328,7 +290,6 @@ def _within(ids: np.ndarray, size: int) -> bool:
 
 
 def _flat(groups: Any) -> Iterator[int]:
-    """Yields the numbers of nested lists."""
     if not isinstance(groups, list):
         _require(type(groups) is int, f"groups must be nested lists of parts (got {shown(groups)})")
         yield groups
@@ -338,7 +299,6 @@ def _flat(groups: Any) -> Iterator[int]:
 
 
 def _counts(values: Mapping[str, Any], name: str, length: int) -> list[int]:
-    """Returns a list of so many numbers of at least 0."""
     found = _get(values, name, list)
     ok = len(found) == length and all(type(each) is int and 0 <= each < _MOST for each in found)
     _require(ok, f"{name} must be {length} numbers of at least 0 (got {shown(found)})")

@@ -63,8 +63,8 @@ def planted_partition(
         position = np.where(inside, low[y[u]] + position * (high - low)[y[u]], position * heap[-1])
         order = np.argsort(position)
         u, v = u[order], by_class[_find(heap, position[order])]
-        apart = u != v
-        return np.minimum(u, v)[apart] * num_nodes + np.maximum(u, v)[apart]
+        distinct = u != v
+        return np.minimum(u, v)[distinct] * num_nodes + np.maximum(u, v)[distinct]
 
     wanted = round(average_degree * num_nodes / 2)
     edges = np.unique(draw(wanted))

@@ -14,7 +14,6 @@ import traceback
 
 from lightning_gnn.comm.processes import end_with_parent
 from lightning_gnn.datamodules.graph import GraphDataModule
-from lightning_gnn.datamodules.stored_graph import StoredGraph
 from lightning_gnn.partition.layout import LayoutSpec
 
 
@@ -24,9 +23,8 @@ def main() -> None:
     try:
         datamodule = GraphDataModule(**request["datamodule"])
         datamodule.predicting = request["predicting"]
-        stored = StoredGraph(datamodule)
-        stored.know(request["loaded"])
-        answer = {"folder": stored.build(LayoutSpec.from_dict(request["layout"])), "drew": stored.drew}
+        vars(datamodule).update(request["loaded"])
+        answer = {"folder": datamodule.build(LayoutSpec.from_dict(request["layout"])), "drew": datamodule.drew}
     except Exception as error:
         traceback.print_exc()
         answer = {"error": str(error)}

@@ -14,27 +14,18 @@ import lightning as L
 import numpy as np
 import torch
 from lightning.pytorch.callbacks import BatchSizeFinder
-from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor
-from torch_geometric.data import Data, HeteroData
+from torch_geometric.data import HeteroData
 from typing_extensions import override
 
 from lightning_gnn.arguments import checked_batches, shown
 from lightning_gnn.comm.group import World
-from lightning_gnn.data.loading import (
-    Source,
-)
-from lightning_gnn.data.shards import Cut, Shard, versions_of, whole_graph, whole_graph_with_types
-from lightning_gnn.data.sources import (
-    EDGE_MASKS,
-    checked_fractions,
-    counted_mask,
-)
-from lightning_gnn.data.store import (
-    default_root,
-    read_cut,
-)
+from lightning_gnn.data.hetero import input_type_of
+from lightning_gnn.data.loading import Source
+from lightning_gnn.data.shards import Shard, versions_of, whole_graph, whole_graph_with_types
+from lightning_gnn.data.sources import EDGE_MASKS, checked_fractions, counted_mask
+from lightning_gnn.data.store import default_root, read_cut
 from lightning_gnn.datamodules.stored_graph import StoredGraph
 from lightning_gnn.foreign import leave_out_missing_validation
 from lightning_gnn.nn.embedding import DistributedEmbedding, embeddings_of
@@ -69,7 +60,7 @@ class OneBatch:
         yield copy.copy(self.batch)
 
 
-class GraphDataModule(L.LightningDataModule):
+class GraphDataModule(StoredGraph, L.LightningDataModule):
     """One graph for any strategy: whole on one device, partitioned over the ranks of a `lightning_gnn` strategy.
 
     Partitioned once per machine: the result is stored and memory-mapped by all ranks, and found again in later runs.
@@ -81,7 +72,7 @@ class GraphDataModule(L.LightningDataModule):
     Args:
         source: a PyG dataset with one graph, a ``Data`` or ``HeteroData``, a callable that returns one of these, or its dotted
             path, e.g. ``"torch_geometric.datasets.Planetoid"``. A dataset or ``Data`` is in the memory of every rank that builds
-            it; a import path is loaded only where it must be partitioned, in a process of its own. Changes of a ``Data`` between
+            it; an import path is loaded only where it must be partitioned, in a process of its own. Changes of a ``Data`` between
             stages are followed; those of rank 0, where ranks are processes of their own.
         source_args: keyword arguments of a callable or import path; numbers, strings, lists and dicts.
         split: fractions of training, validation and test nodes, ``(0.6, 0.2, 0.2)``, for a random split of the labelled
@@ -122,7 +113,8 @@ class GraphDataModule(L.LightningDataModule):
         batch_size: int | None = None,
         input_type: str | None = None,
     ) -> None:
-        super().__init__()
+        L.LightningDataModule.__init__(self)
+        StoredGraph.__init__(self)
         leave_out_missing_validation()
         self.fanouts, self.batch_size = checked_batches(fanouts, batch_size), batch_size
         if not isinstance(source_args, (Mapping, NoneType)):
@@ -139,21 +131,11 @@ class GraphDataModule(L.LightningDataModule):
         self.split_column, self.seed, self.input_type = int(split_column), int(seed), input_type
         self.partition = None if partition is None else checked_method(partition)
         self.store = Path(store) if store is not None else default_root()
-        self.predicting = False
         self._prepared: LayoutSpec | None = None
         self._failure: Exception | None = None
         self._shard: Shard | None = None
         self._shard_of: tuple[str, LayoutSpec] | None = None  # the entry and layout that it was read for
         self._versions: Mapping[str, int] = {}  # of its tensors, before the first step
-        self._stored = StoredGraph(self)
-
-    def __copy__(self) -> GraphDataModule:
-        copied = object.__new__(type(self))
-        vars(copied).update(vars(self), _stored=copy.copy(self._stored))
-        copied._stored.of = copied
-        return copied
-
-    # Layout ###################################################################
 
     def _asked_for(self) -> LayoutSpec | None:
         """Returns what a strategy of this package asks for; None for any other."""
@@ -195,8 +177,6 @@ class GraphDataModule(L.LightningDataModule):
         types, batch = self.shard.types, self.shard.batch
         return (batch[types.input_type] if types.is_hetero else batch).x.size(1)
 
-    # Lightning's hooks ########################################################
-
     @override
     def prepare_data(self) -> None:
         # Runs on one rank of each machine while the others wait without a deadline: an error must reach them as well,
@@ -212,7 +192,7 @@ class GraphDataModule(L.LightningDataModule):
 
     def prepare_for(self, layout: LayoutSpec) -> None:
         """Loads and partitions the graph for a layout, unless the store holds it; one process of each machine."""
-        self._stored.partition_for(layout)
+        self.partition_for(layout)
         if self._shard_of is None:  # the whole graph, of an earlier run on one device
             self._shard = None
         self._prepared = layout
@@ -225,8 +205,10 @@ class GraphDataModule(L.LightningDataModule):
         if layout.kind == "whole":
             self._shard = self._shard_of = None
             data = self.load()
-            hetero = isinstance(data, HeteroData)
-            self._shard = whole_graph_with_types(data, self._stored.input_type(data)) if hetero else whole_graph(data)
+            if isinstance(data, HeteroData):
+                self._shard = whole_graph_with_types(data, input_type_of(data, self.input_type))
+            else:
+                self._shard = whole_graph(data)
         else:
             self._shard = self._read_shard(layout)
         if self.trainer is not None and self.trainer.lightning_module is not None:
@@ -254,11 +236,11 @@ class GraphDataModule(L.LightningDataModule):
                 "the callback out."
             )
         given = {"fanouts": self.fanouts, "batch_size": self.batch_size}
-        told = ", ".join(f"{name}={value}" for name, value in given.items() if value is not None)
-        if told and self.trainer is not None and not layout.samples:
+        options = ", ".join(f"{name}={value}" for name, value in given.items() if value is not None)
+        if options and self.trainer is not None and not layout.samples:
             strategy = type(self.trainer.strategy).__name__
             raise ValueError(
-                f"GraphDataModule({told}) asks for batches of sampled neighbourhoods, and {strategy} makes none. "
+                f"GraphDataModule({options}) asks for batches of sampled neighbourhoods, and {strategy} makes none. "
                 'Use Trainer(strategy="sampling"), or leave it out.'
             )
 
@@ -271,7 +253,7 @@ class GraphDataModule(L.LightningDataModule):
         strategy: Any = self.trainer.strategy
         world = strategy.world
         _raise_together(world, self._failure, "The graph could not be loaded and partitioned")
-        folder = self._stored.agree(world, layout, has_prepared=strategy.local_rank == 0)
+        folder = self.agree(world, layout, has_prepared=strategy.local_rank == 0)
         shard = failure = None
         try:
             if self._shard is not None and self._shard_of == (folder, layout):
@@ -319,38 +301,6 @@ class GraphDataModule(L.LightningDataModule):
                 f"it was loaded: {why}. On one device such a change stays. Make a new tensor in each step that needs it, such as "
                 f"batch.{changed[0]} = batch.{changed[0]} * 0.5, which changes nothing for later steps."
             )
-
-    # Loading and partitioning #################################################
-
-    def predicts(self) -> bool:
-        """Returns whether the graph is predicted on only, and may have neither masks nor labels."""
-        return self.predicting or getattr(getattr(self.trainer, "state", None), "fn", None) == TrainerFn.PREDICTING
-
-    def load(self) -> Data | HeteroData:
-        """Returns the whole graph, checked, with boolean masks; the same in all stages.
-
-        Raises:
-            ValueError: it cannot be trained on, or is another than this datamodule has loaded before.
-        """
-        return self._stored.load()
-
-    def partition_for(self, layout: LayoutSpec) -> Path:
-        """Partitions the graph, unless the store holds it, and returns the folder of its entry; needs no Trainer."""
-        return self._stored.partition_for(layout)
-
-    def build(self, layout: LayoutSpec) -> str:
-        """Partitions the graph in this process, unless the store holds it, and returns the name of its entry's folder."""
-        return self._stored.build(layout)
-
-    def stored_cut(self) -> Cut:
-        """Returns the graph as it has been cut; there after :meth:`prepare_for`."""
-        return self._stored.cut()
-
-    def assigned(
-        self, data: Data | HeteroData, layout: LayoutSpec
-    ) -> tuple[np.ndarray, np.ndarray | None, dict[str, Any]]:
-        """Returns the owner of each node, the rank of each edge in a vertex cut, and a report."""
-        return self._stored.assigned(data, layout)
 
 
 def check_fits(module: torch.nn.Module, types: Types) -> None:

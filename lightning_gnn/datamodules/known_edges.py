@@ -16,21 +16,17 @@ from lightning_gnn.datamodules.graph import GraphDataModule
 def known_edges(data: GraphDataModule, edges: Tensor, others: Tensor, typed: bool = False) -> Tensor:
     """Returns for some edges (s, t) and other nodes t' which (s, t') are edges as well, bool ``[n, K]``.
 
-    Reads the stored graph part by part, so it takes memory for the edges of one. On any rank, without others; after `setup`.
+    Ids are original ones, of `edges` int64 ``[n]`` and of `others` ``[n, K]``; if `typed`, (s, t') has the same ``edge_type``.
 
-    Args:
-        data: the graph.
-        edges: original ids of edges, int64 ``[n]``.
-        others: original ids of nodes, int64 ``[n, K]``.
-        typed: (s, t') is to have the same ``edge_type``.
+    Reads the stored graph part by part, so it takes memory for the edges of one. On any rank, without others; after `setup`.
     """
     num_nodes = sum(data.shard.counts)
-    asked, each = edges.unique(return_inverse=True)
-    source, kind = torch.zeros_like(asked), torch.zeros_like(asked)
+    distinct, each = edges.unique(return_inverse=True)
+    source, kind = torch.zeros_like(distinct), torch.zeros_like(distinct)
     for e_id, ends, types in _parts(data, typed):
         # Each edge lies in one part.
-        place = torch.searchsorted(asked, e_id).clamp(max=max(0, len(asked) - 1))
-        found = asked[place] == e_id if len(asked) else torch.zeros_like(e_id, dtype=torch.bool)
+        place = torch.searchsorted(distinct, e_id).clamp(max=max(0, len(distinct) - 1))
+        found = distinct[place] == e_id if len(distinct) else torch.zeros_like(e_id, dtype=torch.bool)
         source[place[found]], kind[place[found]] = ends[0, found], types[found]
     wanted = _keys(source[each].unsqueeze(1), others, kind[each].unsqueeze(1), num_nodes)
     known = torch.zeros_like(others, dtype=torch.bool)

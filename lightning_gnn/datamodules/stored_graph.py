@@ -15,11 +15,12 @@ from contextlib import contextmanager, suppress
 from dataclasses import replace
 from itertools import chain, repeat
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
 from filelock import FileLock, Timeout
+from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch_geometric.data import Data, HeteroData
 
@@ -27,6 +28,7 @@ from lightning_gnn.comm.group import World
 from lightning_gnn.data.attributes import left_out_of
 from lightning_gnn.data.hetero import NO_TYPES, JoinedGraph, input_type_of, prepare_hetero
 from lightning_gnn.data.loading import (
+    Source,
     check_same_graph,
     described,
     description_key,
@@ -45,26 +47,29 @@ from lightning_gnn.data.store import (
     write_store,
     writing,
 )
-from lightning_gnn.partition import assign_nodes
+from lightning_gnn.partition.edge_cut import assign_nodes
 from lightning_gnn.partition.layout import LayoutSpec
 from lightning_gnn.partition.vertex_cut import assign_edges
-
-if TYPE_CHECKING:
-    from lightning_gnn.datamodules.graph import GraphDataModule
 
 EDGE_S = 1.5e-6
 """Seconds that partitioning takes for an edge, about: METIS takes 0.5e-6 to 2e-6, and others less."""
 
 
 class StoredGraph:
-    """Loads the graph of a datamodule, and keeps it partitioned in its store.
+    """The part of a datamodule that loads its graph and keeps it partitioned in its store; attributes are its arguments."""
 
-    Args:
-        of: the datamodule, whose arguments say which graph it is.
-    """
+    source: Source
+    source_args: Mapping[str, Any] | None
+    split: tuple[float, float, float] | None
+    split_column: int
+    partition: str | np.ndarray | None
+    seed: int
+    input_type: str | None
+    store: Path
+    trainer: Any
 
-    def __init__(self, of: GraphDataModule) -> None:
-        self.of = of
+    def __init__(self) -> None:
+        self.predicting = False
         self._folder: str | None = None
         # The graph, where this process has it whole; what it is known by, and its entries in the store by what they are.
         self._graph: Data | HeteroData | None = None
@@ -74,37 +79,27 @@ class StoredGraph:
         self.drew = False
 
     def known(self) -> dict[str, Any]:
-        """Returns what another process needs to know, to load the same graph; see :meth:`know`."""
+        """Returns the attributes by which another process loads the same graph."""
         return {"_draw_seed": self._draw_seed, "_digests": self._digests, "_entries": self._entries}
-
-    def know(self, known: Mapping[str, Any]) -> None:
-        """Takes what :meth:`known` gave."""
-        vars(self).update(known)
 
     def agree(self, world: World, layout: LayoutSpec, has_prepared: bool) -> str:
         """Takes the entry and the seed of rank 0 on all ranks, and returns the entry's folder.
 
-        Args:
-            world: the ranks.
-            layout: of the entry.
-            has_prepared: this rank has prepared it; what others know of it is of the stage before.
-
-        Raises:
-            ValueError: a rank has loaded another graph than rank 0.
+        Only what a rank that `has_prepared` it knows of the graph is compared: others know that of the stage before.
         """
-        told = world.all_gather_object((self._folder, self._digests if has_prepared else None, self._draw_seed))
-        self._folder, self._digests, self._draw_seed = told[0]
-        for rank, (_, found, _) in enumerate(told):
+        gathered = world.all_gather_object((self._folder, self._digests if has_prepared else None, self._draw_seed))
+        self._folder, self._digests, self._draw_seed = gathered[0]
+        for rank, (_, found, _) in enumerate(gathered):
             if found is not None:
-                check_same_graph(found, self._digests or {}, f"On rank {rank}, {described(self.of.source)}")
+                check_same_graph(found, self._digests or {}, f"On rank {rank}, {described(self.source)}")
         assert self._folder is not None
         self._entries[self._entry_key(layout)] = self._folder
         return self._folder
 
     @property
     def is_given(self) -> bool:
-        """Whether the source is the graph itself, which gives no other when it is asked again unless the user has changed it."""
-        return isinstance(self.of.source, (Data, HeteroData))
+        """Whether the source is the graph itself, which stays the same unless the user changes it."""
+        return isinstance(self.source, (Data, HeteroData))
 
     def load(self) -> Data | HeteroData:
         """Returns the whole graph, checked, with boolean masks; the same in all stages.
@@ -120,48 +115,47 @@ class StoredGraph:
         """Returns the graph from one of its entries in the store; None where there is none any more."""
         known = None if self.is_given else self._digests
         for folder in self._entries.values() if known else ():
-            if (self.of.store / folder / "manifest.json").exists() and read_manifest(self.of.store / folder)[
-                "graph"
-            ] == known:
-                return read_cut(self.of.store / folder).graph()
+            entry = self.store / folder
+            if (entry / "manifest.json").exists() and read_manifest(entry)["graph"] == known:
+                return read_cut(entry).graph()
         return None
 
     def _load(self) -> Data | HeteroData:
-        if self._draw_seed is None:
-            self._draw_seed = self._new_draw_seed()
+        self._draw_seed = self._seed_of_draws()
         with seeded(self._draw_seed) as has_drawn:
             graph = self._prepared_graph()
             self.drew = has_drawn()
         if self._digests is not None and not self.is_given:
-            check_same_graph(graph_digests(graph), self._digests, f"{described(self.of.source)}, loaded once more,")
+            check_same_graph(graph_digests(graph), self._digests, f"{described(self.source)}, loaded once more,")
         return graph
 
-    def _new_draw_seed(self) -> int:
-        return (torch.initial_seed() + self.of.seed) % 2**63
+    def _seed_of_draws(self) -> int:
+        return (torch.initial_seed() + self.seed) % 2**63 if self._draw_seed is None else self._draw_seed
 
     def _prepared_graph(self) -> Data | HeteroData:
-        data, index_split = load_source(self.of.source, self.of.source_args)
-        needed = not self.of.predicts()
+        data, index_split = load_source(self.source, self.source_args)
+        needed = not self.predicts()
         if isinstance(data, HeteroData):
-            return prepare_hetero(data, self.of.input_type, self.of.split, self.of.split_column, self.of.seed, needed)
-        if self.of.input_type is not None:
+            return prepare_hetero(data, self.input_type, self.split, self.split_column, self.seed, needed)
+        if self.input_type is not None:
             raise ValueError(
-                f"input_type={self.of.input_type!r} is of a HeteroData, but the graph has no types. Leave it out."
+                f"input_type={self.input_type!r} is of a HeteroData, but the graph has no types. Leave it out."
             )
-        return prepare_graph(data, index_split, self.of.split, self.of.split_column, self.of.seed, masks_needed=needed)
+        return prepare_graph(data, index_split, self.split, self.split_column, self.seed, masks_needed=needed)
 
-    def input_type(self, data: HeteroData) -> str:
-        return input_type_of(data, self.of.input_type)
+    def predicts(self) -> bool:
+        """Returns whether the graph is predicted on only, and may have neither masks nor labels."""
+        return self.predicting or getattr(getattr(self.trainer, "state", None), "fn", None) == TrainerFn.PREDICTING
 
-    def cut(self) -> Cut:
+    def stored_cut(self) -> Cut:
         """Returns the graph as it has been cut; there after :meth:`prepare_for`."""
         assert self._folder is not None
-        return read_cut(self.of.store / self._folder)
+        return read_cut(self.store / self._folder)
 
     def partition_for(self, layout: LayoutSpec) -> Path:
         """Partitions the graph, unless the store holds it, and returns the folder of its entry; needs no Trainer."""
         self._folder = self._ensure_stored(layout)
-        return self.of.store / self._folder
+        return self.store / self._folder
 
     def _ensure_stored(self, layout: LayoutSpec) -> str:
         """Returns the folder's name under the store; loads and partitions only if nothing before has. Rank 0 of each machine."""
@@ -179,13 +173,13 @@ class StoredGraph:
         # Made again: loading may have written processed files beside the raw ones.
         notes = self._notes(layout)
         if notes:
-            with writing(self.of.store):
-                write_atomically(self.of.store / f"{notes[self.drew]}.known", _note(notes[self.drew], folder))
+            with writing(self.store):
+                write_atomically(self.store / f"{notes[self.drew]}.known", _note(notes[self.drew], folder))
         return folder
 
     def _options(self, layout: LayoutSpec) -> list[Any]:
         """Returns what decides the stored form of a graph, beside the graph."""
-        return [layout.stored.as_dict(), self._partition_key(layout), self.of.seed, self.of.input_type, FORMAT]
+        return [layout.stored.as_dict(), self._partition_key(layout), self.seed, self.input_type, FORMAT]
 
     def _entry_key(self, layout: LayoutSpec) -> str:
         return json.dumps(self._options(layout))
@@ -195,11 +189,11 @@ class StoredGraph:
 
         The first is of a source that draws no random numbers, the second of one that does. None for other sources.
         """
-        if not isinstance(self.of.source, str):
+        if not isinstance(self.source, str):
             return []
-        told = [self.of.split, self.of.split_column, self._options(layout)]
-        seed = self._new_draw_seed() if self._draw_seed is None else self._draw_seed
-        keys = [description_key(self.of.source, self.of.source_args, each) for each in (told, [*told, seed])]
+        options = [self.split, self.split_column, self._options(layout)]
+        each_way = options, [*options, self._seed_of_draws()]
+        keys = [description_key(self.source, self.source_args, each) for each in each_way]
         return [key for key in keys if key is not None]
 
     def build(self, layout: LayoutSpec) -> str:
@@ -210,27 +204,25 @@ class StoredGraph:
             raise ValueError(NO_TYPES)
         digests = graph_digests(data)
         left_out = {} if hetero else left_out_of(data)
-        told = json.dumps([digests, left_out, self._options(layout)])
-        digest = hashlib.blake2b(told.encode(), digest_size=12).hexdigest()
-        name = f"{layout.kind}-{layout.parts}-{digest}"
-        folder = self.of.store / name
+        described_as = json.dumps([digests, left_out, self._options(layout)])
+        name = f"{layout.kind}-{layout.parts}-{hashlib.blake2b(described_as.encode(), digest_size=12).hexdigest()}"
+        folder = self.store / name
         # Not kept: what is read from now on is the entry.
         self._graph, self._digests = None, digests
         with self._lock(name):
             if folder.exists():
                 read_manifest(folder, layout)
                 return name
-            check_space(self.of.store, data)
+            check_space(self.store, data)
             method = self._method(layout)
             rank_zero_info(
                 f"Partitioning {data.num_nodes:,} nodes and {data.num_edges:,} edges into {layout.parts} parts "
                 f"({method if isinstance(method, str) else 'as given'}): about {math.ceil(EDGE_S * data.num_edges)} s"
             )
             began = time.perf_counter()
-            part, holders, report = self.of.assigned(data, layout)
-            seconds = time.perf_counter() - began
-            input_type = self.input_type(data) if hetero else None
-            report = {**report, "seconds": seconds}
+            part, holders, report = self.assigned(data, layout)
+            report["seconds"] = seconds = time.perf_counter() - began
+            input_type = input_type_of(data, self.input_type) if hetero else None
             write_store(folder, data, part, layout.stored, report, holders, input_type, digests)
             rank_zero_info(f"Partitioned in {seconds:.1f} s; kept in {folder}")
         return name
@@ -241,78 +233,61 @@ class StoredGraph:
         """Returns the owner of each node, the rank of each edge in a vertex cut, and a report."""
         method = self._method(layout)
         joined = JoinedGraph.of(data)
-        edge_index, num_nodes = joined.edge_index, joined.num_nodes
-        predicted: Any = data[self.input_type(data)] if isinstance(data, HeteroData) else data
+        predicted: Any = data[input_type_of(data, self.input_type)] if isinstance(data, HeteroData) else data
+        y = predicted.get("y")
         masks = {
-            mask: _labelled_mask(predicted, mask) for mask in MASKS if num_labelled(predicted.get("y"), predicted[mask])
+            name: (predicted[name] if y is None else predicted[name] & is_labelled(y)).numpy()
+            for name in MASKS
+            if num_labelled(y, predicted[name])
         }
         if isinstance(data, HeteroData):
-            masks = {name: joined.among_nodes(mask, self.input_type(data)) for name, mask in masks.items()}
+            masks = {
+                name: joined.among_nodes(mask, input_type_of(data, self.input_type)) for name, mask in masks.items()
+            }
+        cut: Any = (joined.edge_index, joined.num_nodes, layout.parts, method)
+        options: dict[str, Any] = {"seed": self.seed, "masks": masks, "groups": layout.groups}
         if layout.kind == "vertex_cut":
-            edges = assign_edges(
-                edge_index,
-                num_nodes,
-                layout.parts,
-                method,
-                groups=layout.groups,
-                host_weight=layout.host_weight,
-                seed=self.of.seed,
-                masks=masks,
-            )
+            edges = assign_edges(*cut, host_weight=layout.host_weight, **options)
             return edges.master, edges.part, {**edges.report.as_dict(), "method": edges.method}
-        nodes = assign_nodes(
-            edge_index, num_nodes, layout.parts, method, seed=self.of.seed, masks=masks, groups=layout.groups
-        )
+        nodes = assign_nodes(*cut, **options)
         report = replace(nodes.report, types=joined.types_per_part(nodes.part, layout.parts))
         return nodes.part, None, {**report.as_dict(), "method": nodes.method, "balance": nodes.balance}
 
     def _build_in_subprocess(self, layout: LayoutSpec) -> str:
         """Runs :meth:`build` in a process of its own, whose memory is given back when it is done."""
-        if self._draw_seed is None:
-            self._draw_seed = self._new_draw_seed()
-        rank_zero_info(f"Loading {self.of.source}, in a process of its own, to partition it")
-        spec = {
-            "source": self.of.source,
-            "source_args": self.of.source_args,
-            "split": self.of.split,
-            "split_column": self.of.split_column,
-            "partition": self.of.partition,
-            "seed": self.of.seed,
-            "store": str(self.of.store),
-            "input_type": self.of.input_type,
+        self._draw_seed = self._seed_of_draws()
+        rank_zero_info(f"Loading {self.source}, in a process of its own, to partition it")
+        names = ("source", "source_args", "split", "split_column", "partition", "seed", "input_type")
+        request = {
+            "datamodule": {name: getattr(self, name) for name in names} | {"store": str(self.store)},
+            "layout": layout.as_dict(),
+            "predicting": self.predicts(),
+            "loaded": self.known(),
+            "parent": os.getpid(),
         }
         done = subprocess.run(
             [sys.executable, "-m", "lightning_gnn.datamodules.build"],
-            input=json.dumps(
-                {
-                    "datamodule": spec,
-                    "layout": layout.as_dict(),
-                    "predicting": self.of.predicts(),
-                    "loaded": self.known(),
-                    "parent": os.getpid(),
-                }
-            ),
+            input=json.dumps(request),
             env={**os.environ, "PYTHONPATH": os.pathsep.join(p or os.getcwd() for p in sys.path)},
             stdout=subprocess.PIPE,
             text=True,
         )
         if done.returncode < 0:
             raise RuntimeError(
-                f"Loading or partitioning {self.of.source} failed: its process was ended by signal {-done.returncode}. "
+                f"Loading or partitioning {self.source} failed: its process was ended by signal {-done.returncode}. "
                 "If that is 9, most likely this machine has too little memory for the graph and its partitioner."
             )
         # The user's own code may print, too; the answer is the last line.
-        answer: dict[str, Any] = (
-            json.loads(done.stdout.splitlines()[-1]) if done.stdout else {"error": "see the error above."}
-        )
+        lines = done.stdout.splitlines() or ['{"error": "see the error above."}']
+        answer = json.loads(lines[-1])
         if "error" in answer:
-            raise RuntimeError(f"Loading or partitioning {self.of.source} failed: {answer['error']}")
+            raise RuntimeError(f"Loading or partitioning {self.source} failed: {answer['error']}")
         folder, self.drew = answer["folder"], bool(answer["drew"])
-        self._digests = read_manifest(self.of.store / folder, layout)["graph"]
+        self._digests = read_manifest(self.store / folder, layout)["graph"]
         return folder
 
     def _method(self, layout: LayoutSpec) -> str | np.ndarray:
-        return layout.method if self.of.partition is None else self.of.partition
+        return layout.method if self.partition is None else self.partition
 
     def _partition_key(self, layout: LayoutSpec) -> str:
         method = self._method(layout)
@@ -323,7 +298,7 @@ class StoredGraph:
 
     def _noted(self, key: str) -> str | None:
         """Returns the folder that an earlier run made from the same description."""
-        note = self.of.store / f"{key}.known"
+        note = self.store / f"{key}.known"
         if not note.is_file():
             return None
         text = note.read_text(errors="replace")
@@ -332,9 +307,9 @@ class StoredGraph:
 
     def _is_entry(self, folder: str, layout: LayoutSpec) -> bool:
         """Returns whether the store still has a folder, with the graph that this datamodule has, if it has one already."""
-        if not (self.of.store / folder / "manifest.json").exists():
+        if not (self.store / folder / "manifest.json").exists():
             return False
-        manifest = read_manifest(self.of.store / folder, layout)
+        manifest = read_manifest(self.store / folder, layout)
         if manifest["types"] is not None and not layout.takes_types:
             return False  # loaded again, and refused
         if self._digests is None:
@@ -343,18 +318,18 @@ class StoredGraph:
 
     @contextmanager
     def _lock(self, name: str) -> Iterator[None]:
-        """Lets one process partition; others are told whom they wait for. Freed by the system if its owner dies."""
-        owner = self.of.store / f"{name}.owner"
-        lock = FileLock(self.of.store / f"{name}.lock")
-        with writing(self.of.store):
-            self.of.store.mkdir(parents=True, exist_ok=True)
+        """Lets one process partition; others log whom they wait for. Freed by the system if its owner dies."""
+        owner = self.store / f"{name}.owner"
+        lock = FileLock(self.store / f"{name}.lock")
+        with writing(self.store):
+            self.store.mkdir(parents=True, exist_ok=True)
             for seconds in chain([2], repeat(300)):
                 with suppress(Timeout):
                     lock.acquire(timeout=seconds)
                     break
                 rank_zero_info(f"Waiting for {_held_by(owner)}, which partitions the same graph.")
         try:
-            with writing(self.of.store):
+            with writing(self.store):
                 write_atomically(owner, f"process {os.getpid()} on {platform.node()}")
             yield
         finally:
@@ -363,7 +338,6 @@ class StoredGraph:
 
 
 def _held_by(owner: Path) -> str:
-    """Returns in words who holds a lock, and for how long."""
     with suppress(OSError):  # gone in between: it has finished, or has not written it yet
         return f"{owner.read_text(errors='replace')[:200]} (for {time.time() - owner.stat().st_mtime:.0f} s)"
     return "another process"
@@ -372,9 +346,3 @@ def _held_by(owner: Path) -> str:
 def _note(key: str, folder: str) -> str:
     """Returns what is written under `key` of the entry that it stands for; a copied or altered note is another."""
     return f"{folder} {hashlib.blake2b(f'{key} {folder}'.encode(), digest_size=8).hexdigest()}"
-
-
-def _labelled_mask(data: Any, name: str) -> np.ndarray:
-    y = data.get("y")
-    mask = data[name]
-    return (mask if y is None else mask & is_labelled(y)).numpy()

@@ -57,7 +57,6 @@ def assign_nodes(
 
     Args:
         edge_index: int64 ``[2, E]``; the owner of a target computes the edge.
-        num_nodes, num_parts: N and P.
         method: ``"metis"``: of several balance settings the one with the lowest predicted epoch time; ``"metis_masks"``: the
             same, of settings that balance nodes, edges and the nodes of each mask at once (DistDGL, section III-B);
             ``"random"``: equal parts; ``"contiguous"``: equal ranges; or the part of every node, int ``[N]``, taken as it is.
@@ -102,14 +101,7 @@ def assign_nodes(
 
 
 def checked_method(method: Any) -> str | NDArray[np.integer]:
-    """Returns a partition as it is asked for: a name, or the part of every node, int ``[N]``.
-
-    Args:
-        method: one of `METHODS`; the parts as a sequence, an array or a tensor.
-
-    Raises:
-        ValueError: another name, or no list of integers. Whether it fits a graph is seen when nodes are assigned.
-    """
+    """Returns one of `METHODS`, or the part of every node, int ``[N]``; whether it fits is seen when nodes are assigned."""
     if isinstance(method, str) and method in METHODS:
         return method
     wanted = f"partition must be {', '.join(map(repr, METHODS))} or the rank of every node"
@@ -150,11 +142,8 @@ def metis_candidates(
     """Yields METIS assignments under balance settings, the cheapest first.
 
     Full-batch time follows edges, and METIS with balanced nodes may leave a part up to four times too many on skewed
-    graphs; balancing edges tightly may cost far more cut edges. So several are made, for the caller to choose.
-
-    Args:
-        edge_index, num_nodes, num_parts, seed: see :func:`assign_nodes`.
-        masks: bool ``[N]`` each, whose nodes are balanced as well, in all assignments.
+    graphs; balancing edges tightly may cost far more cut edges. So several are made, for the caller to choose. The nodes of
+    `masks`, bool ``[N]`` each, are balanced as well in all of them.
     """
     if num_nodes <= num_parts or edge_index.shape[1] == 0:
         yield "nodes", (np.arange(num_nodes) % num_parts).astype(np.int32)

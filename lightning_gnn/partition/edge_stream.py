@@ -94,19 +94,9 @@ def stream(
     pairs = np.empty((number, 2), smallest_integers(len(degree)))
     order = np.empty(number, smallest_integers(len(source)))
     loops.by_degree_sum(source, target, degree, chosen, pairs, order)
-    loops.ebv(
-        pairs,
-        order,
-        lanes.penalty,
-        lanes.blocks_per_host,
-        lanes.host_penalty,
-        load,
-        lanes.edge_step,
-        lanes.replica_step,
-        lanes.rank,
-        held,
-        part,
-    )
+    steps = lanes.edge_step, lanes.replica_step
+    penalties = lanes.penalty, lanes.blocks_per_host, lanes.host_penalty
+    loops.ebv(pairs, order, *penalties, load, *steps, lanes.rank, held, part)
 
 
 def smallest_integers(number: int) -> type[np.signedinteger]:

@@ -30,9 +30,6 @@ class ProcessGrid:
     Attributes:
         num_ranks: P.
         replication: c.
-
-    Raises:
-        ValueError: c does not divide P.
     """
 
     num_ranks: int
@@ -57,11 +54,9 @@ class ProcessGrid:
         return self.replication <= self.num_rows
 
     def row(self, rank: int) -> int:
-        """Returns i."""
         return rank // self.replication
 
     def column(self, rank: int) -> int:
-        """Returns j."""
         return rank % self.replication
 
     def in_row(self, row: int) -> range:
@@ -69,7 +64,6 @@ class ProcessGrid:
         return range(row * self.replication, (row + 1) * self.replication)
 
     def in_column(self, column: int) -> range:
-        """Returns the ranks of a process column."""
         return range(column, self.num_ranks, self.replication)
 
     def chunk(self, column: int) -> range:
@@ -89,9 +83,7 @@ class ProcessGrid:
     def holders(self, offsets: Ids, row: Ids, col: Ids) -> Ids:
         """Returns the rank that multiplies each entry: the process row of `row`, the column whose chunk holds `col`; ``[E]``.
 
-        Args:
-            offsets: first node of each rank and the end, ``[P + 1]``.
-            row, col: of each entry, relabelled ids, ``[E]``.
+        `row` and `col` are relabelled ids ``[E]``; `offsets` the first node of each rank and the end, ``[P + 1]``.
         """
         c = self.replication
         return owners_of(offsets, row) // c * c + self.columns[owners_of(offsets, col) // c]
@@ -101,10 +93,6 @@ class ProcessGrid:
 
         Broadcasts n f (R - 1); before these, the c owners of a block bring it together, n f (c - 1) / c if they own equally
         many; after them, partial sums are reduced and scattered in process rows, n f (c - 1).
-
-        Args:
-            offsets: first node of each rank and the end, ``[P + 1]``.
-            columns: f.
         """
         nodes, c = int(offsets[-1]), self.replication
         there = sum(int(offsets[source + 1] - offsets[source]) for source in map(self.source, range(self.num_rows)))
@@ -141,11 +129,7 @@ class ProcessCube:
 
     @classmethod
     def of(cls, num_ranks: int, dimensions: int) -> ProcessCube:
-        """Returns the square or cube of that many ranks.
-
-        Raises:
-            ValueError: there is none; names the nearest numbers of ranks that have one.
-        """
+        """Returns the square or cube of that many ranks."""
         root = round(num_ranks ** (1 / dimensions))
         if root**dimensions != num_ranks:
             below, above = (max(1, int(num_ranks ** (1 / dimensions)) + more) ** dimensions for more in (0, 1))
@@ -171,11 +155,9 @@ class ProcessCube:
         return block % self.side, column, block // self.side
 
     def rank(self, row: int, column: int, layer: int) -> int:
-        """Returns the rank at a place."""
         return (layer * self.side + row) * self.side + column
 
     def owners(self, block: int) -> range:
-        """Returns the ranks that own a block."""
         return range(block * self.side, (block + 1) * self.side)
 
     def blocks_of_row(self, row: int) -> list[int]:
@@ -196,10 +178,6 @@ class ProcessCube:
         """Returns the words of rows that all ranks together receive in one product; entries of the matrix come on top.
 
         SUMMA n f (q - 1), the sum over layers n f (L - 1), and the way from rows to columns of blocks and back.
-
-        Args:
-            offsets: first node of each rank and the end, ``[P + 1]``.
-            columns: f; columns j are as even as can be.
         """
         nodes, q = int(offsets[-1]), self.side
         widths = self.widths(columns)

@@ -16,14 +16,8 @@ Cut = Callable[[NDArray[np.int64], int, int], NDArray[np.int32]]
 def assign_hierarchically(edge_index: NDArray[np.int64], num_nodes: int, groups: Groups, cut: Cut) -> NDArray[np.int32]:
     """Returns an owner for every node, int32 ``[N]``: cut over the outer groups, then inside each over the inner ones.
 
-    Args:
-        edge_index: int64 ``[2, E]``.
-        num_nodes: N.
-        groups: the devices 0 to P - 1, each once; groups side by side hold equally many.
-        cut: a partitioner.
-
     Raises:
-        ValueError: groups of unequal size, or other devices than 0 to P - 1.
+        ValueError: groups side by side that do not hold equally many devices, or other devices than 0 to P - 1, each once.
     """
     named = devices(groups)
     if sorted(named) != list(range(len(named))):
@@ -61,5 +55,4 @@ def _assign(
 
 
 def devices(group: Groups | int) -> list[int]:
-    """Returns the devices of a group, in its order."""
     return [group] if isinstance(group, int) else [device for each in group for device in devices(each)]

@@ -61,7 +61,6 @@ class LayoutSpec:
         return LayoutSpec(self.kind, self.parts, self.groups, host_weight=self.host_weight)
 
     def as_dict(self) -> dict[str, Any]:
-        """Returns all but replicas as plain values, for JSON."""
         names = ("kind", "parts", "groups", "method", "host_weight", "takes_types")
         return {name: getattr(self, name) for name in names}
 

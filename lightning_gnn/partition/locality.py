@@ -9,8 +9,7 @@ N nodes, E edges, P parts.
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
-from typing import Any
+from dataclasses import dataclass
 
 import numba
 import numpy as np
@@ -43,10 +42,6 @@ class Locality:
     after: float
     seconds: float
 
-    def as_dict(self) -> dict[str, Any]:
-        """Returns plain numbers, for JSON."""
-        return asdict(self)
-
     def __str__(self) -> str:
         return (
             f"Rows renumbered in {self.seconds:.2g} s: of the rows that edges read, {self.after:.1%} were read shortly before "
@@ -60,12 +55,7 @@ def local_relabelling(edge_index: Ids, part: NDArray[np.integer], num_parts: int
     Communities are those of one level of Louvain's method (Blondel et al. 2008, section 2), of at most `COMMUNITY` nodes:
     each node in turn joins that community of its sources that raises the modularity most. Edges into the node alone are
     looked at: the same where edges come in both directions, and half the work. Communities come in the order of their
-    first nodes, so that a good order of the user's is kept roughly. The same input gives the same order.
-
-    Args:
-        edge_index: original ids, int64 ``[2, E]``, source and target.
-        part: owner of each node, ``[N]``, values 0 to `num_parts` - 1.
-        num_parts: P.
+    first nodes, so that a good order of the user's is kept roughly. The same input gives the same order. Ids are original ones.
     """
     num_nodes = len(part)
     inside = edge_index[:, part[edge_index[0]] == part[edge_index[1]]]  # so that no community leaves its part

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
+from rich.table import Table
 
-if TYPE_CHECKING:
-    from rich.table import Table
+from lightning_gnn.console import text_table
 
 Counts = NDArray[np.int64]
 
@@ -33,7 +33,7 @@ class EdgeCutReport:
         edges: in-edges of owned nodes: the edges that the part computes.
         halo_rows: distinct nodes of other parts that have an edge into this one: the rows it receives per layer.
         cut_edges: edges between parts, in all.
-        masks: labelled nodes of each mask, by its name; empty if none were told of.
+        masks: labelled nodes of each mask, by its name; empty if there are none.
         types: nodes and edges of each type, by its name, of a graph that has types.
     """
 
@@ -46,13 +46,11 @@ class EdgeCutReport:
 
     @property
     def node_balance(self) -> float:
-        """Largest part's nodes over the average."""
-        return _balance(self.nodes)
+        return balance(self.nodes)
 
     @property
     def edge_balance(self) -> float:
-        """Largest part's in-edges over the average."""
-        return _balance(self.edges)
+        return balance(self.edges)
 
     @property
     def cut_fraction(self) -> float:
@@ -74,56 +72,41 @@ class EdgeCutReport:
     def from_dict(cls, values: Mapping[str, Any]) -> EdgeCutReport:
         """Returns the report that :meth:`as_dict` gave, with or without more keys beside."""
         nodes, edges, halo_rows = (np.asarray(values[name], np.int64) for name in ("nodes", "edges", "halo_rows"))
-        masks, types = (
-            {name: np.asarray(counts, np.int64) for name, counts in values.get(key, {}).items()}
-            for key in ("masks", "types")
-        )
+        named = (values.get(key, {}).items() for key in ("masks", "types"))
+        masks, types = ({name: np.asarray(counts, np.int64) for name, counts in each} for each in named)
         return cls(nodes, edges, halo_rows, values["cut_edges"], masks, types)
 
     def as_dict(self) -> dict[str, Any]:
-        """Returns plain numbers and lists, for JSON."""
+        derived = ("node_balance", "edge_balance", "predicted_seconds")
         return {
-            "nodes": self.nodes.tolist(),
-            "edges": self.edges.tolist(),
-            "halo_rows": self.halo_rows.tolist(),
+            **{name: getattr(self, name).tolist() for name in ("nodes", "edges", "halo_rows")},
             "cut_edges": self.cut_edges,
             "masks": {name: counts.tolist() for name, counts in self.masks.items()},
             "types": {name: counts.tolist() for name, counts in self.types.items()},
-            "node_balance": self.node_balance,
-            "edge_balance": self.edge_balance,
-            "predicted_seconds": self.predicted_seconds,
+            **{name: getattr(self, name) for name in derived},
         }
 
     def table(self, row_bytes: int | None = None) -> Table:
         """Returns the report as a table, a row per part; with the bytes of a node's row, also what a part receives."""
-        from rich.table import Table
-
         masks = {f"{name.removesuffix('_mask')} nodes": counts for name, counts in self.masks.items()}
-        table = Table("part", "nodes", *masks, "in-edges", "halo rows", title="Edge cut", title_justify="left")
-        if row_bytes is not None:
-            table.add_column("received per layer and direction")
-        for column in table.columns:
-            column.justify = "right"
+        last = [] if row_bytes is None else ["received per layer and direction"]
+        table = text_table("part", "nodes", *masks, "in-edges", "halo rows", *last, title="Edge cut", left=0)
         for part, row in enumerate(zip(self.nodes, *masks.values(), self.edges, self.halo_rows)):
             received = [] if row_bytes is None else [_bytes(int(row[-1]) * row_bytes)]
             table.add_row(str(part), *(f"{value:,}" for value in row), *received)
         balances = {"nodes": self.nodes, **masks, "edges": self.edges}
         table.caption = (
             f"edges between parts {self.cut_edges:,} ({self.cut_fraction:.1%}), replication {self.replication:.2f}, "
-            f"heaviest part / average: {', '.join(f'{name} {_balance(each):.2f}' for name, each in balances.items())}"
+            f"heaviest part / average: {', '.join(f'{name} {balance(each):.2f}' for name, each in balances.items())}"
         )
         return table
 
     def table_of_types(self) -> Table:
         """Returns the nodes and edges of each type in each part, a row per type."""
-        from rich.table import Table
-
         parts = [f"part {part}" for part in range(len(self.nodes))]
-        table = Table("type", *parts, "heaviest / average", title="Types", title_justify="left")
-        for column in table.columns[1:]:
-            column.justify = "right"
+        table = text_table("type", *parts, "heaviest / average", title="Types")
         for name, counts in self.types.items():
-            table.add_row(name, *(f"{count:,}" for count in counts), f"{_balance(counts):.2f}")
+            table.add_row(name, *(f"{count:,}" for count in counts), f"{balance(counts):.2f}")
         return table
 
 
@@ -131,7 +114,7 @@ def _bytes(count: int) -> str:
     return f"{count / 1e6:,.1f} MB" if count >= 1e6 else f"{count / 1e3:,.1f} kB"
 
 
-def _balance(counts: Counts) -> float:
+def balance(counts: Counts) -> float:
     return float(counts.max() / counts.mean()) if counts.sum() else 1.0
 
 
@@ -146,7 +129,6 @@ def edge_cut_report(
     Args:
         edge_index: int64 ``[2, E]``, source and target.
         part: owner of each node, ``[N]``.
-        num_parts: P.
         masks: bool ``[N]`` each, whose nodes are counted per part.
     """
     source, target = edge_index

@@ -26,20 +26,6 @@ _MOST_GROUPS = 64  # a set of groups is the bits of one word
 
 
 @dataclass(frozen=True)
-class HeldEdges:
-    """The in-edges of one rank's rows.
-
-    Attributes:
-        edge_index: int64 ``[2, E_r]``, local: own rows, replicas, rows of the group's other ranks, and at last the row that
-            stands for all beyond. Targets ascend.
-        edges: which they are, as positions in the list that they were taken from, ``[E_r]``.
-    """
-
-    edge_index: Ids
-    edges: Ids
-
-
-@dataclass(frozen=True)
 class Held:
     """What every rank holds.
 
@@ -59,8 +45,12 @@ class Held:
     _holder: tuple[NDArray[np.int16], ...]  # by group, of each node the rank that holds it, -1 for none
     _group: NDArray[np.int64]  # of each rank
 
-    def edges_of(self, rank: int, edge_index: Ids) -> HeldEdges:
-        """Returns the edges of `rank`, from the list that this was made of."""
+    def edges_of(self, rank: int, edge_index: Ids) -> tuple[Ids, Ids]:
+        """Returns the in-edges of a rank's rows in local ids, int64 ``[2, E_r]``, and which of `edge_index` they are, ``[E_r]``.
+
+        Local ids number own rows, replicas, rows of the group's other ranks, and at last the row that stands for all beyond.
+        Targets ascend.
+        """
         holder = self._holder[self._group[rank]]
         rows, halo = self.rows[rank], self.halos[rank]
         chosen = np.flatnonzero(holder[edge_index[1]] == rank)
@@ -70,21 +60,13 @@ class Held:
         local[rows] = np.arange(len(rows))
         local[_nodes(self, halo)] = len(rows) + np.arange(len(halo))
         order = np.argsort(local[target], kind="stable")
-        return HeldEdges(np.stack([local[source], local[target]])[:, order], chosen[order])
+        return np.stack([local[source], local[target]])[:, order], chosen[order]
 
 
 def hold(edge_index: Ids, offsets: Ids, replicas: Replicas) -> Held:
     """Returns what every rank holds if neighbourhoods are replicated.
 
     A replica belongs to that rank of its group which reads it most, counting from the group's own nodes outwards.
-
-    Args:
-        edge_index: relabelled ids, source and target, int64 ``[2, E]``.
-        offsets: first node of each rank and the end, int64 ``[P + 1]``.
-        replicas: hops and groups.
-
-    Raises:
-        ValueError: more than 64 groups.
     """
     num_ranks = len(offsets) - 1
     group = np.empty(num_ranks, np.int64)
@@ -125,16 +107,11 @@ def within_hops(edge_index: Ids, group: NDArray[np.integer], num_groups: int, ho
     """Returns which groups of nodes each node has a way of at most so many edges into: bit g for group g.
 
     Args:
-        edge_index: int64 ``[2, E]``.
         group: of each node, ``[N]``.
         num_groups: at most 64.
-        hops: K.
 
     Returns:
         For 0 to K hops, uint64 ``[N]`` each.
-
-    Raises:
-        ValueError: more than 64 groups.
     """
     if num_groups > _MOST_GROUPS:
         raise ValueError(
@@ -176,7 +153,6 @@ def _holders(
 
 
 def _nodes(held: Held, ids: Ids) -> Ids:
-    """Returns the nodes that ids of held rows stand for."""
     rank = owners_of(held.offsets, ids)
     nodes = np.empty(len(ids), np.int64)
     for each in np.unique(rank):
@@ -187,7 +163,6 @@ def _nodes(held: Held, ids: Ids) -> Ids:
 
 @numba.njit(cache=True, nogil=True)
 def _grown(source, target, reached):  # type: ignore[no-untyped-def]
-    """Returns the sets of groups after one more hop."""
     grown = reached.copy()
     for edge in range(len(source)):
         grown[source[edge]] |= reached[target[edge]]

@@ -53,10 +53,8 @@ class Relabelling:
     @classmethod
     def from_assignment(cls, part: NDArray[np.integer], num_parts: int) -> Relabelling:
         """Returns the relabelling for ``part`` ``[N]``, values 0 to `num_parts` - 1; original order within a part."""
-        return cls(
-            n_id=np.argsort(part, kind="stable").astype(np.int64),
-            offsets=np.concatenate([[0], np.cumsum(np.bincount(part, minlength=num_parts))]).astype(np.int64),
-        )
+        counts = np.bincount(part, minlength=num_parts)
+        return cls(np.argsort(part, kind="stable").astype(np.int64), np.cumsum([0, *counts], dtype=np.int64))
 
     def new_ids(self) -> Ids:
         """Returns the row of each original id, int64 ``[N]``."""
@@ -82,12 +80,7 @@ class EdgeCutPart:
 
 
 def edge_cut_parts(edge_index: Ids, relabelling: Relabelling) -> Iterator[EdgeCutPart]:
-    """Yields the parts in order; edges in the order of their targets' rows, as a CSR has them.
-
-    Args:
-        edge_index: original ids, int64 ``[2, E]``, source and target.
-        relabelling: the node order.
-    """
+    """Yields the parts of edges in original ids, ``[2, E]``; edges come in the order of their targets' rows, as in a CSR."""
     offsets, new = relabelling.offsets, relabelling.new_ids()
     source, target = torch.from_numpy(new[edge_index])
     edges = CSR.from_coo(target, source, len(new), len(new))

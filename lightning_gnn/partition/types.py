@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from itertools import takewhile
 from typing import Any
 
 import numpy as np
@@ -46,7 +47,6 @@ class Types:
         return self.nodes if isinstance(kind, str) else self.edges
 
     def total(self, kind: NodeType | EdgeType) -> int:
-        """Returns the number of nodes, or edges, of a type."""
         return int(self._of(kind)[kind].sum())
 
     def offsets(self, kind: NodeType | EdgeType) -> Counts:
@@ -55,12 +55,9 @@ class Types:
 
     def begins(self, kind: NodeType | EdgeType) -> Counts:
         """Returns where a type begins among the rows, or the edges, of each part, ``[P]``."""
-        before = np.zeros_like(self._of(kind)[kind])
-        for name, counts in self._of(kind).items():
-            if name == kind:
-                break
-            before = before + counts
-        return before
+        of = self._of(kind)
+        before = takewhile(lambda name: name != kind, of)
+        return sum((of[name] for name in before), np.zeros_like(of[kind]))
 
     def place(self, kind: NodeType | EdgeType) -> slice:
         """Returns where a type lies in a list of all nodes, or edges, that has type after type."""
@@ -81,7 +78,6 @@ class Types:
         return rows - starts[block] + firsts[block]
 
     def as_dict(self) -> dict[str, Any]:
-        """Returns plain values, for JSON."""
         return {
             "nodes": [[name, counts.tolist()] for name, counts in self.nodes.items()],
             "edges": [[list(kind), counts.tolist()] for kind, counts in self.edges.items()],
@@ -90,7 +86,6 @@ class Types:
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> Types:
-        """Returns what :meth:`as_dict` gave of a graph with types."""
         nodes = {name: np.asarray(counts, np.int64) for name, counts in values["nodes"]}
         edges: dict[EdgeType, Counts] = {tuple(kind): np.asarray(counts, np.int64) for kind, counts in values["edges"]}
         return cls(nodes, edges, values["input_type"])

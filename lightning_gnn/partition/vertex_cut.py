@@ -1,6 +1,7 @@
 """Vertex cuts: who holds which edge, and who of those that hold a node's edges is its master.
 
-Edges are cut apart rather than nodes, so that graphs with hubs balance too: a node has a replica wherever an edge of it is.
+Edges are divided among ranks, and nodes are not, so that graphs with hubs balance too: a node has a replica wherever it has an
+edge.
 Every method is deterministic, and so are masters. Methods:
 
 ``"ebv"``: Zhang et al., *An efficient and balanced graph partition algorithm for the subgraph-centric programming model* (EBV):
@@ -80,7 +81,6 @@ def assign_edges(
 
     Args:
         edge_index: int64 ``[2, E]``, source and target; self-loops and duplicates may be among them.
-        num_nodes, num_parts: N and P.
         method: one of `METHODS`, see the head of this module; or the rank of every edge, ``[E]``, taken as it is.
         groups: ranks by host, the outermost level: ``((0, 1), (2, 3))``; None for one host.
         host_weight: what a replica on a new host counts beside one on a new rank, the paper's gamma; from 0, which ignores hosts,
@@ -111,17 +111,17 @@ def assign_edges(
 def cut_edges(
     edge_index: Ids, num_nodes: int, hosts: list[list[int]], method: str, host_weight: float = 0.1, seed: int = 0
 ) -> Parts:
-    """Returns a rank for every edge; see :func:`assign_edges`, which checks what this is given, and elects masters.
-
-    Args:
-        hosts: ranks of each host.
-    """
+    """Returns a rank for every edge, from the ranks of each host; :func:`assign_edges` checks arguments and elects masters."""
     num_parts = sum(map(len, hosts))
     source, target = (np.ascontiguousarray(ends) for ends in edge_index)
     part: Parts = np.empty(len(source), _smallest_ranks(num_parts))
     if method in ("ebv", "ne"):
         lanes = Lanes.of(hosts if host_weight > 0 else [list(range(num_parts))], num_nodes, len(source), host_weight)
-        (_ebv if method == "ebv" else _expansion)(source, target, num_nodes, lanes, part)
+        if method == "ebv":
+            degree, everything = loops.degrees(source, target, num_nodes), np.empty(0, np.bool_)
+            stream(source, target, degree, everything, lanes, lanes.no_load(), lanes.no_holders(num_nodes), part)
+        else:
+            _expansion(source, target, num_nodes, lanes, part)
     elif method == "hdrf":
         loops.hdrf(source, target, loops.degrees(source, target, num_nodes), num_parts, part)
     else:
@@ -134,11 +134,7 @@ def cut_edges(
 
 
 def _check(
-    edge_index: NDArray[np.int64],
-    num_nodes: int,
-    num_parts: int,
-    method: str | NDArray[np.integer],
-    host_weight: float,
+    edge_index: NDArray[np.int64], num_nodes: int, num_parts: int, method: str | NDArray[np.integer], host_weight: float
 ) -> None:
     if isinstance(method, str) and method not in METHODS:
         raise ValueError(
@@ -177,7 +173,6 @@ def _check(
 
 
 def _hosts(groups: Groups | None, num_parts: int) -> list[list[int]]:
-    """Returns the ranks of each host."""
     if groups is None:
         return [list(range(num_parts))]
     hosts = [devices(group) for group in groups]
@@ -189,12 +184,6 @@ def _hosts(groups: Groups | None, num_parts: int) -> list[list[int]]:
             "Take the same number of each machine, or cut without groups."
         )
     return hosts
-
-
-def _ebv(source: Ids, target: Ids, num_nodes: int, lanes: Lanes, part: Parts) -> None:
-    degree = loops.degrees(source, target, num_nodes)
-    everything = np.empty(0, np.bool_)
-    stream(source, target, degree, everything, lanes, lanes.no_load(), lanes.no_holders(num_nodes), part)
 
 
 def _expansion(source: Ids, target: Ids, num_nodes: int, lanes: Lanes, part: Parts) -> None:

@@ -29,9 +29,6 @@ _LANES = (1 << LANE_BITS) - 1
 compiled = numba.njit(cache=True, nogil=True)
 
 
-# The order of edges ###########################################################
-
-
 @compiled
 def degrees(source, target, num_nodes):
     """Returns how many edges begin or end at each node, int32 ``[N]``; a self-loop does both."""
@@ -66,9 +63,6 @@ def by_degree_sum(source, target, degree, chosen, pairs, order):
             pairs[position, 0] = u
             pairs[position, 1] = v
             order[position] = edge
-
-
-# Streaming ####################################################################
 
 
 @compiled
@@ -149,9 +143,6 @@ def hdrf(source, target, degree, num_parts, part):
         most = max(most, count[chosen])
         per_edge = ONE // (1 + most - least)
         part[edge] = chosen
-
-
-# Masters and counts ###########################################################
 
 
 @compiled

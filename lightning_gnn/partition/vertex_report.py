@@ -4,17 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
+from rich.table import Table
 
+from lightning_gnn.console import text_table
+from lightning_gnn.partition.metrics import Counts, balance
 from lightning_gnn.partition.vertex_loops import ends, traffic
-
-if TYPE_CHECKING:
-    from rich.table import Table
-
-Counts = NDArray[np.int64]
 
 
 @dataclass(frozen=True)
@@ -30,7 +28,7 @@ class VertexCutReport:
         edges: edges that it holds.
         copies: rows that it receives, as it reads them.
         partials: rows that it sends, as it adds to them.
-        inner, outer: rows that it sends to ranks of its host and of others, copies and partial sums.
+        inner, outer: rows that it sends to ranks of its host and of others, copies and partial sums (CDFGNN Table 3: the most).
     """
 
     masters: Counts
@@ -49,54 +47,35 @@ class VertexCutReport:
     @property
     def edge_balance(self) -> float:
         """Largest rank's edges over the average (CDFGNN section 6: edge imbalance factor)."""
-        return _balance(self.edges)
+        return balance(self.edges)
 
     @property
     def replica_balance(self) -> float:
         """Largest rank's rows over the average (CDFGNN section 6: vertex imbalance factor)."""
-        return _balance(self.replicas)
+        return balance(self.replicas)
 
     @property
     def master_balance(self) -> float:
         """Largest rank's masters over the average: of the dense work."""
-        return _balance(self.masters)
+        return balance(self.masters)
 
     @property
     def sent_balance(self) -> float:
         """Largest rank's sent rows over the average."""
-        return _balance(self.inner + self.outer)
-
-    @property
-    def most_inner(self) -> int:
-        """Most rows that a rank sends inside its host (CDFGNN Table 3)."""
-        return int(self.inner.max())
-
-    @property
-    def most_outer(self) -> int:
-        """Most rows that a rank sends to other hosts (CDFGNN Table 3)."""
-        return int(self.outer.max())
+        return balance(self.inner + self.outer)
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> VertexCutReport:
-        """Returns the report that :meth:`as_dict` gave, with or without more keys beside."""
         return cls(**{field.name: np.asarray(values[field.name], np.int64) for field in fields(cls)})
 
     def as_dict(self) -> dict[str, Any]:
-        """Returns plain numbers and lists, for JSON."""
-        return {
-            **{field.name: getattr(self, field.name).tolist() for field in fields(self)},
-            "replication_factor": self.replication_factor,
-            "edge_balance": self.edge_balance,
-            "replica_balance": self.replica_balance,
-            "master_balance": self.master_balance,
-            "sent_balance": self.sent_balance,
-        }
+        derived = ("replication_factor", "edge_balance", "replica_balance", "master_balance", "sent_balance")
+        counts = {field.name: getattr(self, field.name).tolist() for field in fields(self)}
+        return counts | {name: getattr(self, name) for name in derived}
 
     def table(self) -> Table:
-        """Returns the report as a table, a row per rank."""
-        from rich.table import Table
-
         heads = (
+            "part",
             "masters",
             "rows held",
             "edges",
@@ -105,9 +84,7 @@ class VertexCutReport:
             "sent inside",
             "between hosts",
         )
-        table = Table("part", *heads, title="Vertex cut", title_justify="left")
-        for column in table.columns:
-            column.justify = "right"
+        table = text_table(*heads, title="Vertex cut", left=0)
         for part, row in enumerate(zip(*(getattr(self, field.name) for field in fields(self)))):
             table.add_row(str(part), *(f"{value:,}" for value in row))
         table.caption = (
@@ -115,10 +92,6 @@ class VertexCutReport:
             f"rows held {self.replica_balance:.2f}, masters {self.master_balance:.2f}, sent {self.sent_balance:.2f}"
         )
         return table
-
-
-def _balance(counts: Counts) -> float:
-    return float(counts.max() / counts.mean()) if counts.sum() else 1.0
 
 
 @dataclass(frozen=True)
@@ -151,7 +124,6 @@ def vertex_cut_report(
         edge_index: int64 ``[2, E]``, source and target.
         part: rank of each edge, ``[E]``.
         master: rank of each node, ``[N]``.
-        num_parts: P.
         host: of each rank, ``[P]``; None if all ranks share one.
         ends: those of this assignment, where they are known.
     """

@@ -1,19 +1,16 @@
 """Who sends what when, and what it costs; runs without ranks."""
 
 from lightning_gnn.planning.plan import Plan, p2p
-from lightning_gnn.planning.plan_cost import PlanCost, direct_is_as_fast, plan_cost, swap_cost
+from lightning_gnn.planning.plan_cost import direct_is_as_fast, plan_cost
 from lightning_gnn.planning.presets import find_topology
 from lightning_gnn.planning.relation import Relation
 from lightning_gnn.planning.spst import spst
-from lightning_gnn.planning.tables import RankPlan, Stage, rank_plan
+from lightning_gnn.planning.tables import rank_plan
 from lightning_gnn.planning.topology import Topology
 
 __all__ = [
     "Plan",
-    "PlanCost",
-    "RankPlan",
     "Relation",
-    "Stage",
     "Topology",
     "direct_is_as_fast",
     "find_topology",
@@ -21,5 +18,4 @@ __all__ = [
     "plan_cost",
     "rank_plan",
     "spst",
-    "swap_cost",
 ]

@@ -1,4 +1,4 @@
-"""What the driver tells of a machine's GPUs, as a topology with the bandwidths that DGCL measured (section 5.1, Tables 1 and 3).
+"""What the driver says of a machine's GPUs, as a topology with the bandwidths that DGCL measured (section 5.1, Tables 1 and 3).
 
 A :class:`LocalGPUs` is a small table; :func:`detected` makes the topology of several machines of it. Who reads the table from
 NVML is ``comm/detect.py``.
@@ -13,21 +13,12 @@ from dataclasses import dataclass
 from itertools import combinations
 from typing import Any
 
-from lightning_gnn.planning.presets import (
-    ETHERNET,
-    NVLINK,
-    NVLINK_PAIR,
-    PCIE,
-    QPI,
-    SHARED_MEMORY,
-    ports,
-)
+from lightning_gnn.planning.presets import ETHERNET, NVLINK, NVLINK_PAIR, PCIE, QPI, SHARED_MEMORY, ports
 from lightning_gnn.planning.topology import Topology
 from lightning_gnn.planning.topology_file import topology_from_dict
 
 ONE_SWITCH, HOST_BRIDGE, NUMA_NODE, SYSTEM = 10, 30, 40, 50
-"""What two GPUs have in common, in NVML's numbers: a PCIe switch; the host bridge (20: several
-switches below it); the NUMA node; only the system."""
+"""What two GPUs have in common, by NVML: a PCIe switch; the host bridge (20: switches below it); the NUMA node; the system."""
 
 
 @dataclass(frozen=True)
@@ -59,14 +50,14 @@ class Machine:
 
 
 def nvlink_gb_per_s(count: int) -> float:
-    """Returns the bandwidth of so many NVLinks side by side: one and two as DGCL's Table 1 has them, else 24.2 GB/s each."""
+    """Returns the bandwidth of so many NVLinks side by side: of one and two as in DGCL's Table 1, else 24.2 GB/s each."""
     return {1: NVLINK, 2: NVLINK_PAIR}.get(count, 24.2 * count)
 
 
 def detected(
     machines: Sequence[Machine], alike_gb_per_s: float = SHARED_MEMORY, between_gb_per_s: float = ETHERNET
 ) -> Topology:
-    """Returns the topology of machines: their GPUs as told, other ranks with a link for each two, a network port per machine.
+    """Returns the topology of machines: their GPUs as reported, other ranks with a link for each two, a network port per machine.
 
     Two GPUs use their NVLinks, direct or over NVSwitches, if they have any, else PCIe: the switch above each group of GPUs, and
     QPI where a host bridge or socket lies between. A GPU has a slot of its own where two under one switch talk over it.
@@ -75,9 +66,6 @@ def detected(
         machines: with all ranks.
         alike_gb_per_s: bandwidth between two ranks of a machine without a table.
         between_gb_per_s: bandwidth of a machine's port; by default Ethernet (DGCL Table 1).
-
-    Raises:
-        ValueError: ranks are missing or named twice.
     """
     hops: list[dict[str, Any]] = []
     links: list[dict[str, Any]] = []
@@ -111,7 +99,6 @@ def _add_gpus(
     links: list[dict[str, Any]],
     memory: list[dict[str, Any]],
 ) -> dict[str, Any]:
-    """Adds the hops and links of one machine, and returns its entry among the hosts."""
     n = len(ranks)
     switches, bridges, nodes = (_groups(gpus, level) for level in (ONE_SWITCH, HOST_BRIDGE, NUMA_NODE))
     switch_of, bridge_of, node_of = (
@@ -129,6 +116,11 @@ def _add_gpus(
             hops.append({"name": name, "kind": kind, "gb_per_s": gb_per_s})
         return name
 
+    def between(name: str, one: int, other: int) -> str:
+        """Returns the step over the connection of two sockets or bridges, which goes forward from the first to the second."""
+        low, high = sorted((one, other))
+        return ("" if one < other else "-") + add(f"{name}{number}.{low}-{high}", "qpi", QPI)
+
     slot = [[add(f"slot{rank}", "pcie", PCIE)] if slots else [] for rank in ranks]
     switch = [add(f"pcie{number}.{place}", "pcie", PCIE) for place in range(len(switches))]
     for i, j in combinations(range(n), 2):
@@ -142,29 +134,19 @@ def _add_gpus(
         else:
             middle = [] if switch_of[i] == switch_of[j] else [switch[switch_of[i]], f"-{switch[switch_of[j]]}"]
             if node_of[i] != node_of[j]:
-                middle.insert(1, _between(add, f"qpi{number}", node_of[i], node_of[j]))
+                middle.insert(1, between("qpi", node_of[i], node_of[j]))
             elif bridge_of[i] != bridge_of[j]:
-                middle.insert(1, _between(add, f"bridge{number}", bridge_of[i], bridge_of[j]))
+                middle.insert(1, between("bridge", bridge_of[i], bridge_of[j]))
             link.update(via=[*slot[i], *middle, *(f"-{name}" for name in slot[j])])
         links.append(link)
     memory += [{"device": rank, "via": [*slot[i], switch[switch_of[i]]]} for i, rank in enumerate(ranks)]
     return {"devices": list(ranks), "sockets": [[ranks[i] for i in node] for node in nodes]}
 
 
-def _between(add: Any, name: str, one: int, other: int) -> str:
-    """Returns the step over the connection of two sockets or host bridges, which goes forward from the first to the second."""
-    low, high = sorted((one, other))
-    return ("" if one < other else "-") + add(f"{name}.{low}-{high}", "qpi", QPI)
-
-
 def _groups(gpus: LocalGPUs, level: int) -> list[list[int]]:
     """Returns the GPUs that have something up to `level` in common, by their first one, ``[groups][members]``."""
-    groups: list[list[int]] = []
+    groups: dict[int, list[int]] = {}
     for i in range(len(gpus.ancestors)):
-        for group in groups:
-            if gpus.ancestors[group[0]][i] <= level:
-                group.append(i)
-                break
-        else:
-            groups.append([i])
-    return groups
+        first = next((first for first in groups if gpus.ancestors[first][i] <= level), i)
+        groups.setdefault(first, []).append(i)
+    return list(groups.values())

@@ -48,9 +48,6 @@ class Workload:
         element_bytes: of one number.
         value_bytes: of an edge's weight, which travels where blocks of the matrix do; 0 if all are one.
         holder: of a vertex cut, the rank that computes each edge, ``[E]``; None where its target's owner does.
-
-    Raises:
-        ValueError: a number below 1.
     """
 
     relation: Relation
@@ -69,19 +66,16 @@ class Workload:
 
     @property
     def row_bytes(self) -> int:
-        """Bytes of a row that a layer exchanges."""
         return self.columns * self.element_bytes
 
     @property
     def feature_bytes(self) -> int:
-        """Bytes of a node's features."""
         return self.features * self.element_bytes
 
     @cached_property
     def owner(self) -> Ids:
         """The rank of each node, int64 ``[N]``."""
-        offsets = self.relation.offsets
-        return np.repeat(np.arange(len(offsets) - 1), np.diff(offsets))
+        return np.repeat(np.arange(self.relation.num_devices), np.diff(self.relation.offsets))
 
     @cached_property
     def replication_factors(self) -> tuple[float, ...]:
@@ -128,14 +122,11 @@ class ExchangeCost:
         return float(self.edges.max() / self.edges.mean()) if self.edges.any() else 1.0
 
     def as_dict(self) -> dict[str, Any]:
-        """Returns plain numbers, for JSON; None for what is unknown."""
         names = ("scheme", "followed", "reason", "rows", "seconds", "replication", "matrix_bytes", "paper_rows")
-        choice = self.choice
-        return {name: getattr(self, name) for name in names} | {
+        return {name: getattr(self, name) for name in (*names, "edge_balance")} | {
             "edges": round(self.edges.sum()),
-            "edge_balance": self.edge_balance,
-            "rows_to_choose_by": None if choice is None else choice.rows,
-            "bytes_held": None if choice is None else choice.bytes_held,
+            "rows_to_choose_by": self.choice and self.choice.rows,
+            "bytes_held": self.choice and self.choice.bytes_held,
         }
 
 
@@ -159,11 +150,7 @@ def edge_exchange(
 ) -> ExchangeCost:
     """Returns the exchange of any scheme that sends only the rows that an edge needs, and partial sums that it adds to.
 
-    Args:
-        scheme: its name.
-        work, topology: what is trained, and on what.
-        holder: the rank that computes each edge, ``[E]``; by default as `work` has it.
-        **more: of :class:`ExchangeCost`.
+    `holder` is the rank that computes each edge, ``[E]``, by default as `work` has it; `more` are of :class:`ExchangeCost`.
     """
     relation = work.relation
     if holder is None:
@@ -177,11 +164,7 @@ def edge_exchange(
 
 
 def plan_exchanges(work: Workload, topology: Topology) -> list[ExchangeCost]:
-    """Returns the exchanges of ``DGCLStrategy(plan=...)``: p2p, spst, swap, replicate and dgcl_r.
-
-    Raises:
-        ValueError: the topology is of another number of devices than the workload.
-    """
+    """Returns the exchanges of ``DGCLStrategy(plan=...)``: p2p, spst, swap, replicate and dgcl_r."""
     check_devices(work.relation, topology)
     parts = edge_exchange("", work, None)  # what each rank holds and computes under plans that replicate nothing
     found = []
@@ -198,11 +181,9 @@ def plan_exchanges(work: Workload, topology: Topology) -> list[ExchangeCost]:
         found.append(ExchangeCost("swap", reason=str(error)))
     found.append(_replicated("replicate", work, topology, tuple((device,) for device in range(topology.num_devices))))
     if len(topology.hosts) > 1:
-        found.append(_replicated("dgcl_r", work, topology, topology.hosts))
-    else:
-        reason = f"It replicates so that machines need not communicate, and topology {topology.name!r} is one machine."
-        found.append(ExchangeCost("dgcl_r", reason=reason))
-    return found
+        return [*found, _replicated("dgcl_r", work, topology, topology.hosts)]
+    reason = f"It replicates so that machines need not communicate, and topology {topology.name!r} is one machine."
+    return [*found, ExchangeCost("dgcl_r", reason=reason)]
 
 
 def _planned(name: str, plan: Plan, topology: Topology, work: Workload, parts: ExchangeCost) -> ExchangeCost:
@@ -221,7 +202,6 @@ def _replicated(name: str, work: Workload, topology: Topology, groups: tuple[tup
 
 
 def grid_name(replication: int, sparsity_aware: bool) -> str:
-    """Returns what a product of 1D or 1.5D is called."""
     name = "spmm_1d" if replication == 1 else f"spmm_15d c={replication}"
     return name if sparsity_aware else f"{name} blocks"
 

@@ -5,7 +5,8 @@ Source: CAGNET (GNNSys'21) Algorithms 1 and 2 and section 4.2, (SC'20) sections 
 the transpose: its rows go the other way round in the sparse form, and the same way in the others.
 
 n nodes, f columns, E edges, P ranks, S stages, c the replication factor, R = P / c block rows, q the side of a square or cube and
-L its layers. Traffic is ``[S, P, P]``: stage, sender, receiver.
+L its layers. Traffic is ``[S, P, P]``: stage, sender, receiver. `offsets` are the first node of each rank and the end,
+``[P + 1]``; `edge_index` has relabelled ids, source and target, ``[2, E]``.
 """
 
 from __future__ import annotations
@@ -45,10 +46,8 @@ def sparse_cost(grid: ProcessGrid, offsets: Ids, halos: Sequence[Ids], partial_s
     """Returns the cost if only rows travel that a nonzero multiplies or adds to.
 
     Args:
-        grid, offsets: who owns what.
         halos: of each rank, the nodes that the in-edges of its own nodes read from others.
         partial_sums: how often a node has in-edges from the chunk of another column than its owner's, over all nodes.
-        row_bytes: of a row.
     """
     c = grid.replication
     expanded, most = 0, 0
@@ -63,11 +62,7 @@ def sparse_cost(grid: ProcessGrid, offsets: Ids, halos: Sequence[Ids], partial_s
 
 
 def choose(costs: Sequence[GridCost], available: int | None) -> GridCost:
-    """Returns the cost with the fewest rows of those that fit into memory and let all ranks multiply; among equals the largest c.
-
-    Raises:
-        ValueError: none fits.
-    """
+    """Returns the cost with the fewest rows of those that fit into memory and let all ranks multiply; of equals the largest c."""
     costs = [cost for cost in costs if cost.grid.all_multiply]
     fitting = [cost for cost in costs if available is None or cost.bytes_held <= available]
     if not fitting:
@@ -79,18 +74,11 @@ def choose(costs: Sequence[GridCost], available: int | None) -> GridCost:
     return min(fitting, key=lambda cost: (cost.rows, -cost.grid.replication))
 
 
-# Traffic ######################################################################
-
-
 def block_traffic(grid: ProcessGrid, offsets: Ids) -> Ids:
     """Returns the rows of :class:`~lightning_gnn.comm.grid.BlockMatrix`, int64 ``[S, P, P]``.
 
     The first stage brings each block together at the rank that broadcasts it, the last one reduces partial sums to owners; both
     are empty for c = 1. Between them, stage k is the k-th block of each process column, from its source to the others directly.
-
-    Args:
-        grid: the ranks.
-        offsets: first node of each rank and the end, ``[P + 1]``.
     """
     own = np.diff(offsets)
     stages = max(len(grid.chunk(column)) for column in range(grid.replication))
@@ -110,12 +98,7 @@ def edge_traffic(holder: Ids, offsets: Ids, edge_index: Ids) -> Ids:
     """Returns the rows of a sparse exchange, int64 ``[2, P, P]``: those that are expanded, then partial sums that are reduced.
 
     A rank gets each node that one of its edges leaves from its owner, once, and sends its owner a partial sum of each node that
-    one leads to. Where edges lie with the owner of their target, these are halos, and nothing.
-
-    Args:
-        holder: the rank that computes each edge, ``[E]``.
-        offsets: first node of each rank and the end, ``[P + 1]``.
-        edge_index: relabelled ids, source and target, ``[2, E]``.
+    one leads to; `holder` is each edge's rank, ``[E]``. Where that is the target's owner, these are halos, and nothing.
     """
     num_ranks = len(offsets) - 1
     traffic = np.zeros((2, num_ranks, num_ranks), np.int64)
@@ -133,11 +116,6 @@ def summa_traffic(cube: ProcessCube, offsets: Ids, columns: int) -> Ids:
     """Returns the words of rows of :class:`~lightning_gnn.comm.summa.SummaMatrix`, int64 ``[q + 3, P, P]``.
 
     Stages: rows are turned into columns of blocks; q of SUMMA; the sum over layers (empty in 2D); columns are turned back.
-
-    Args:
-        cube: the ranks.
-        offsets: first node of each rank and the end, ``[P + 1]``.
-        columns: f.
     """
     q, ranks = cube.side, range(cube.num_ranks)
     own, sizes = np.diff(offsets), np.diff(offsets[::q])
@@ -155,20 +133,14 @@ def summa_traffic(cube: ProcessCube, offsets: Ids, columns: int) -> Ids:
 
 
 def summa_entries(cube: ProcessCube, offsets: Ids, edge_index: Ids) -> Ids:
-    """Returns how many entries of the matrix each rank's block has, int64 ``[P]``; arguments as for :func:`matrix_traffic`."""
+    """Returns how many entries of the matrix each rank's block has, int64 ``[P]``."""
     return np.bincount(cube.holders(offsets, edge_index[1], edge_index[0]), minlength=cube.num_ranks)
 
 
 def matrix_traffic(cube: ProcessCube, offsets: Ids, edge_index: Ids, value_bytes: int) -> Ids:
     """Returns the bytes of the matrix that travel in the same stages as :func:`summa_traffic`'s words, ``[q + 3, P, P]``.
 
-    Of a block these are a column (4 bytes) and a value per entry, and where each of its rows begins (8 bytes).
-
-    Args:
-        cube: the ranks.
-        offsets: first node of each rank and the end, ``[P + 1]``.
-        edge_index: relabelled ids, source and target, ``[2, E]``.
-        value_bytes: of an edge's weight; 0 if all are one.
+    Of a block these are a column (4 bytes) and a value per entry (0 bytes if all are one), and where each row begins (8 bytes).
     """
     q, sizes = cube.side, np.diff(offsets[:: cube.side])
     entries = summa_entries(cube, offsets, edge_index)

@@ -25,6 +25,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import combinations, permutations
 
 import numpy as np
 from numpy.typing import NDArray
@@ -42,31 +43,25 @@ ALIKE = 1.08
 
 
 def all_flows(num_devices: int) -> list[Flow]:
-    """Returns the ordered pairs of devices."""
-    return [(a, b) for a in range(num_devices) for b in range(num_devices) if a != b]
+    return list(permutations(range(num_devices), 2))
 
 
 def pairs_to_measure(num_devices: int) -> list[tuple[Flow, Flow]]:
     """Returns the pairs of flows to time together: one of two that mirror each other, none of a flow and its own mirror."""
-    flows = all_flows(num_devices)
-    found = []
-    for index, f in enumerate(flows):
-        for g in flows[index + 1 :]:
-            mirrored = tuple(sorted((f[::-1], g[::-1])))
-            if g != f[::-1] and (f, g) <= mirrored:
-                found.append((f, g))
-    return found
+    return [
+        (f, g)
+        for f, g in combinations(all_flows(num_devices), 2)
+        if g != f[::-1] and (f, g) <= tuple(sorted((f[::-1], g[::-1])))
+    ]
 
 
 def crowds_to_measure(topology: Topology) -> list[tuple[Flow, ...]]:
     """Returns sets of three or more flows to time together: of each hop (a bus both ways), out of each device and host."""
     flows = all_flows(topology.num_devices)
-    of_hops = ([f for f in flows if hop in topology.links[f]] for hop in range(0, len(topology.hops), 2))
-    of_buses = (
-        [f for f in flows if hop in topology.links[f] or hop + 1 in topology.links[f]]
-        for hop in range(0, len(topology.hops), 2)
-        if topology.hops[hop].kind == "bus"
-    )
+    hops = range(0, len(topology.hops), 2)
+    of_hops = ([f for f in flows if hop in topology.links[f]] for hop in hops)
+    buses = [hop for hop in hops if topology.hops[hop].kind == "bus"]
+    of_buses = ([f for f in flows if {hop, hop + 1} & {*topology.links[f]}] for hop in buses)
     places = [*((device,) for device in range(topology.num_devices)), *topology.hosts]
     leaving = ([f for f in flows if f[0] in place and f[1] not in place] for place in places)
     found: dict[tuple[Flow, ...], None] = {}
@@ -77,11 +72,7 @@ def crowds_to_measure(topology: Topology) -> list[tuple[Flow, ...]]:
 
 
 def fair_rates(topology: Topology, flows: Sequence[Flow]) -> NDArray[np.float64]:
-    """Returns the GB/s of each of the `flows` when all run at once and share hops max-min fairly, ``[F]``.
-
-    Raises:
-        KeyError: there is no link for a flow.
-    """
+    """Returns the GB/s of each of the `flows` when all run at once and share hops max-min fairly, ``[F]``."""
     passes = np.zeros((len(flows), len(topology.hops)), bool)
     for row, flow in zip(passes, flows):
         row[list(topology.links[flow])] = True
@@ -106,9 +97,6 @@ class _Shared:
     gb_per_s: float
     bus: bool = False
 
-    def __contains__(self, flow: Flow) -> bool:
-        return flow in self.flows
-
     @property
     def crowd(self) -> frozenset[Flow]:
         """The flows that share what the hop carries, and those of a bus its other direction's too."""
@@ -129,9 +117,6 @@ def infer(
             taken not to share) and, in a second round, crowds (see :func:`crowds_to_measure`).
         hosts: the devices of each host; by default found by speed, see :func:`hosts_by_speed`.
         name: of the topology.
-
-    Raises:
-        ValueError: a pair has no bandwidth.
     """
     num_devices = len(alone)
     off_diagonal = ~np.eye(num_devices, dtype=bool)
@@ -143,15 +128,14 @@ def infer(
     buses = _buses(totals, num_devices)
     shared = [*buses, *_cliques(totals)]
     crowds = sorted((crowd for crowd in together if len(crowd) > 2), key=len)
-    of_hops: list[tuple[Flow, ...]] = []
-    others: list[tuple[Flow, ...]] = []
-    for crowd in crowds:
-        members = frozenset(crowd)
-        (of_hops if any(each.crowd in (members, _mirrored(members)) for each in shared) else others).append(crowd)
+    of_hops = {flows for each in shared for flows in (each.crowd, _mirrored(each.crowd))}
     topology = _topology(rate, shared, hosts, name)
-    for crowd in of_hops:
-        shared = _corrected(shared, frozenset(crowd), together[crowd], topology, totals)
-    for crowd in others:
+    for crowd in crowds:
+        if frozenset(crowd) in of_hops:
+            shared = _corrected(shared, frozenset(crowd), together[crowd], topology, totals)
+    for crowd in crowds:
+        if frozenset(crowd) in of_hops:
+            continue
         topology = _topology(rate, shared, hosts, name)
         if together[crowd] < SHARING * fair_rates(topology, crowd).sum():
             shared.append(_Shared(frozenset(crowd), together[crowd]))
@@ -237,11 +221,7 @@ def _visible(shared: Sequence[_Shared]) -> list[_Shared]:
 
 
 def _corrected(
-    shared: Sequence[_Shared],
-    crowd: frozenset[Flow],
-    carried: float,
-    topology: Topology,
-    totals: NDArray[np.float64],
+    shared: Sequence[_Shared], crowd: frozenset[Flow], carried: float, topology: Topology, totals: NDArray[np.float64]
 ) -> list[_Shared]:
     """Returns the hops after all flows of one have run at once and `carried` so many GB/s."""
     expected = fair_rates(topology, sorted(crowd)).sum()
@@ -253,10 +233,8 @@ def _corrected(
         elif each.bus:
             corrected.append(replace(each, gb_per_s=carried / 2))
         elif carried > expected / SHARING:
-            members = sorted(each.flows)
-            for index, f in enumerate(members):
-                for g in members[index + 1 :]:
-                    corrected.append(_Shared(frozenset((f, g)), float(totals[position[f], position[g]])))
+            for f, g in combinations(sorted(each.flows), 2):
+                corrected.append(_Shared(frozenset((f, g)), float(totals[position[f], position[g]])))
         elif each.gb_per_s <= ALIKE * expected:  # else another hop limits the crowd, and it says nothing about this one
             corrected.append(replace(each, gb_per_s=carried))
         else:
@@ -267,8 +245,7 @@ def _corrected(
 def hosts_by_speed(rate: NDArray[np.float64]) -> list[list[int]]:
     """Returns groups of devices that links at least half as fast as the fastest one hold together.
 
-    Args:
-        rate: GB/s between each two devices, ``[P, P]``, symmetric; the diagonal is ignored.
+    `rate` is GB/s between each two devices, ``[P, P]``, symmetric; the diagonal is ignored.
     """
     off_diagonal = ~np.eye(len(rate), dtype=bool)
     reach = ((rate >= rate[off_diagonal].max(initial=0) / 2) & off_diagonal) | ~off_diagonal
@@ -310,11 +287,9 @@ def _topology(
     own = _levels(np.array([rate[pair] for pair in pairs]))
     links = []
     for (a, b), gb_per_s in zip(pairs, own):
-        via = [title for title, each in zip(titles, shared) if (a, b) in each]
-        via += [f"-{title}" for title, each in zip(titles, shared) if (b, a) in each]
-        narrowest = min(
-            (width for width, each in zip(widths, shared) if (a, b) in each or (b, a) in each), default=np.inf
-        )
+        via = [title for title, each in zip(titles, shared) if (a, b) in each.flows]
+        via += [f"-{title}" for title, each in zip(titles, shared) if (b, a) in each.flows]
+        narrowest = min((width for width, each in zip(widths, shared) if {(a, b), (b, a)} & each.flows), default=np.inf)
         alone = {"kind": "link", "gb_per_s": float(gb_per_s)} if gb_per_s * ALIKE < narrowest else {}
         links.append({"a": a, "b": b, "via": via, **alone})
     return topology_from_dict(

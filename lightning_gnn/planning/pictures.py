@@ -48,7 +48,12 @@ def save_picture(figure: Figure, path: Path) -> list[Path]:
     return files
 
 
-# Links #######################################################################
+def new_figure(width: float, height: float) -> Figure:
+    """Returns an empty figure of so many inches that is drawn without a display."""
+    figure = Figure(figsize=(width, height))
+    FigureCanvasAgg(figure)
+    figure.set_layout_engine("constrained", h_pad=0.1, w_pad=0.1)
+    return figure
 
 
 def draw_links(loads: Sequence[LinkLoad], topology: Topology, title: str) -> Figure:
@@ -56,16 +61,9 @@ def draw_links(loads: Sequence[LinkLoad], topology: Topology, title: str) -> Fig
 
     Links between hosts are gathered at a gate of each host (a grey square): between devices and gates arrows show the time of a
     device's own rows.
-
-    Args:
-        loads: links that rows cross, see :func:`~lightning_gnn.planning.plan_cost.link_loads`.
-        topology: whose links.
-        title: of the picture.
     """
-    figure = Figure(figsize=(12, 6.8))
-    FigureCanvasAgg(figure)
+    figure = new_figure(12, 6.8)
     figure.suptitle(title, fontsize=13, color=INK)
-    figure.set_layout_engine("constrained", h_pad=0.1, w_pad=0.1)
     map_axes, bar_axes = figure.subplots(1, 2, width_ratios=(3.2, 1))
     longest = max((load.hop_seconds for load in loads), default=0.0) or 1.0
     colours = ListedColormap(mpl.colormaps["plasma_r"](np.linspace(0.12, 0.95, 256)))
@@ -80,16 +78,14 @@ def _draw_map(axes: Axes, loads: Sequence[LinkLoad], topology: Topology, longest
     low, high = (centres - reach[:, None]).min(0), (centres + reach[:, None]).max(0)
     spare = np.maximum(0, LEAST - (high - low)) / 2
     low, high = low - spare, high + spare
-    axes.set_xlim(low[0], high[0])
-    axes.set_ylim(low[1] - 0.25, high[1] + 0.25)
-    axes.set_aspect("equal")
+    axes.set(xlim=(low[0], high[0]), ylim=(low[1] - 0.25, high[1] + 0.25), aspect="equal")
     axes.axis("off")
     points = 72 * min(8.6 / (high[0] - low[0]), 6.0 / (high[1] - low[1]))  # of one unit
     for number, (centre, size) in enumerate(zip(centres, reach)):
         _draw_host(axes, topology, number, centre, radii[number], size, places, points)
-    used = {(load.sender, load.receiver) for load in loads}
+    used = {frozenset((load.sender, load.receiver)) for load in loads}
     for (a, b), via in topology.links.items():
-        if a < b and len(via) == 1 and not used & {(a, b), (b, a)}:
+        if a < b and len(via) == 1 and frozenset((a, b)) not in used:
             axes.plot(*zip(places[a], places[b]), color="#d5d9df", lw=0.7, zorder=1)
     gates = centres.copy()
     gated = len(centres) > 1 and any(radii)
@@ -119,28 +115,17 @@ def _draw_map(axes: Axes, loads: Sequence[LinkLoad], topology: Topology, longest
         )
     for device, place in enumerate(places):
         axes.add_patch(Circle(tuple(place), DEVICE, facecolor="white", edgecolor=INK, lw=1.3, zorder=4))
-        axes.text(
-            place[0],
-            place[1],
-            str(device),
-            ha="center",
-            va="center_baseline",
-            fontsize=points * 0.2,
-            color=INK,
-            zorder=5,
-        )
+        centred: dict[str, Any] = {"ha": "center", "va": "center_baseline", "color": INK, "zorder": 5}
+        axes.text(place[0], place[1], str(device), fontsize=points * 0.2, **centred)
 
 
-Arrow: TypeAlias = tuple[float, NDArray[np.float64], NDArray[np.float64], tuple[float, float]]
+Point: TypeAlias = NDArray[np.float64]
+Arrow: TypeAlias = tuple[float, Point, Point, tuple[float, float]]
 """Seconds, where it begins and ends, and the radii of what is there."""
 
 
 def _arrows(
-    loads: Sequence[LinkLoad],
-    topology: Topology,
-    places: NDArray[np.float64],
-    gates: NDArray[np.float64],
-    alone: NDArray[np.bool_],
+    loads: Sequence[LinkLoad], topology: Topology, places: Point, gates: Point, alone: NDArray[np.bool_]
 ) -> list[Arrow]:
     """Returns an arrow for each link inside a host; links between hosts are gathered at the hosts' gates.
 
@@ -160,41 +145,24 @@ def _arrows(
             continue
         pair = int(host[a]), int(host[b])
         between[pair] = max(between.get(pair, 0.0), load.hop_seconds)
-        own[:, [a, b]] += np.diag([load.seconds, load.seconds])
+        own[0, a] += load.seconds
+        own[1, b] += load.seconds
     for device in np.flatnonzero(~alone[host]):
         gate, place = gates[host[device]], places[device]
         if own[0, device]:
             arrows.append((own[0, device], place, gate, (DEVICE, GATE)))
         if own[1, device]:
             arrows.append((own[1, device], gate, place, (GATE, DEVICE)))
-    for (i, j), seconds in between.items():
-        rounds = tuple(DEVICE if alone[each] else GATE for each in (i, j))
-        arrows.append((seconds, gates[i], gates[j], (rounds[0], rounds[1])))
-    return arrows
+    rounds = np.where(alone, DEVICE, GATE).tolist()
+    return arrows + [(seconds, gates[i], gates[j], (rounds[i], rounds[j])) for (i, j), seconds in between.items()]
 
 
 def _draw_host(
-    axes: Axes,
-    topology: Topology,
-    number: int,
-    centre: NDArray[np.float64],
-    radius: float,
-    size: float,
-    places: NDArray[np.float64],
-    points: float,
+    axes: Axes, topology: Topology, number: int, centre: Point, radius: float, size: float, places: Point, points: float
 ) -> None:
-    corner = centre - size + 0.1
-    frame = FancyBboxPatch(
-        tuple(corner),
-        2 * size - 0.2,
-        2 * size - 0.2,
-        boxstyle="round,pad=0,rounding_size=0.25",
-        facecolor="white",
-        edgecolor=GREY,
-        lw=1,
-        zorder=0,
-    )
-    axes.add_patch(frame)
+    frame: dict[str, Any] = {"boxstyle": "round,pad=0,rounding_size=0.25", "facecolor": "white", "edgecolor": GREY}
+    side = 2 * size - 0.2
+    axes.add_patch(FancyBboxPatch(tuple(centre - side / 2), side, side, lw=1, zorder=0, **frame))
     font = min(11.0, points * 0.16)
     if len(topology.hosts) > 1:
         axes.text(centre[0], centre[1] + size + 0.02, f"host {number}", ha="center", fontsize=font, color=INK)
@@ -203,8 +171,7 @@ def _draw_host(
         return
     for index, socket in enumerate(sockets):
         offsets = places[list(socket)] - centre
-        middle = offsets.mean(0) if len(socket) > 1 else offsets[0]
-        turn = math.atan2(middle[1], middle[0])
+        turn = math.atan2(*offsets.mean(0)[::-1])
         angles = np.degrees((np.arctan2(offsets[:, 1], offsets[:, 0]) - turn + math.pi) % (2 * math.pi) - math.pi)
         side = math.degrees(1.5 * DEVICE / radius)
         begin, end = math.degrees(turn) + angles.min() - side, math.degrees(turn) + angles.max() + side
@@ -213,20 +180,11 @@ def _draw_host(
         away = radius + 1.5 * DEVICE + 0.17
         place = centre + away * np.array([math.cos(turn), math.sin(turn)])
         upright = (math.degrees(turn) + 90 + 90) % 180 - 90  # along the ring, not upside down
-        axes.text(
-            place[0],
-            place[1],
-            f"socket {index}",
-            ha="center",
-            va="center",
-            rotation=upright,
-            fontsize=0.9 * font,
-            color=GREY,
-            zorder=3.5,
-        )
+        centred: dict[str, Any] = {"ha": "center", "va": "center", "color": GREY, "zorder": 3.5}
+        axes.text(place[0], place[1], f"socket {index}", rotation=upright, fontsize=0.9 * font, **centred)
 
 
-def _places(topology: Topology) -> tuple[NDArray[np.float64], NDArray[np.float64], list[float]]:
+def _places(topology: Topology) -> tuple[Point, Point, list[float]]:
     """Returns where devices are, ``[P, 2]``, the centres of hosts, ``[hosts, 2]``, and the radii of their circles.
 
     Devices of a host stand on a circle, so that no three are in a line; so do hosts.
@@ -237,9 +195,9 @@ def _places(topology: Topology) -> tuple[NDArray[np.float64], NDArray[np.float64
         radii.append(0.0 if slots == 1 else max(0.5, slots * SPACING / (2 * math.pi)))
     hosts = len(topology.hosts)
     distance = 2 * (max(radii) + DEVICE + MARGIN) + BETWEEN
-    around = (
-        0.0 if hosts == 1 else distance / 2 if hosts == 2 else math.sqrt(2) * distance / 2 / math.sin(math.pi / hosts)
-    )
+    around = distance / 2 * (hosts > 1)
+    if hosts > 2:
+        around *= math.sqrt(2) / math.sin(math.pi / hosts)
     turns = math.pi - 2 * math.pi * np.arange(hosts) / hosts
     centres = around * np.stack([np.cos(turns), np.sin(turns)], 1)
     places = np.zeros((topology.num_devices, 2))
@@ -267,17 +225,13 @@ def _draw_busiest(axes: Axes, loads: Sequence[LinkLoad], topology: Topology, lon
     factor, unit = _unit(longest)
     axes.barh(range(len(shown)), [value * factor for _, value in shown], color=[colours(v / longest) for _, v in shown])
     axes.set_yticks(range(len(shown)), [f"{name} ({kind[name]})" for name, _ in shown], fontsize=8, color=INK)
-    axes.set_ylim(HOPS - 0.4, -0.6)
-    axes.set_xlim(0, longest * factor * 1.02)
+    axes.set(ylim=(HOPS - 0.4, -0.6), xlim=(0, longest * factor * 1.02))
     more = len(seconds) - len(shown)
     axes.set_title(
         "Busiest hops of the links" + f",\n{len(shown)} of {len(seconds)}" * (more > 0), fontsize=10, color=INK
     )
     axes.set_xlabel(f"busy in one exchange, {unit}", fontsize=9)
     _plain(axes)
-
-
-# Stages ######################################################################
 
 
 def draw_stages(costs: Mapping[str, PlanCost | str], topology: Topology, row_bytes: float) -> Figure:
@@ -287,8 +241,6 @@ def draw_stages(costs: Mapping[str, PlanCost | str], topology: Topology, row_byt
 
     Args:
         costs: by the plan's name; in place of a cost, why the plan does not apply.
-        topology: whose hops.
-        row_bytes: of the rows.
     """
     made = {name: cost for name, cost in costs.items() if isinstance(cost, PlanCost)}
     shown = _chosen_hops(list(made.values()), topology)
@@ -298,9 +250,7 @@ def draw_stages(costs: Mapping[str, PlanCost | str], topology: Topology, row_byt
         if 0 < short.seconds(row_bytes) < 0.35 * longest:
             panels.append((f"{name}, enlarged", short, _chosen_hops([short], topology), short.seconds(row_bytes)))
     heights = [1.1 + 0.19 * len(hops) if isinstance(cost, PlanCost) else 1.2 for _, cost, hops, _ in panels]
-    figure = Figure(figsize=(11, sum(heights) + 1.1))
-    FigureCanvasAgg(figure)
-    figure.set_layout_engine("constrained", h_pad=0.1, w_pad=0.1)
+    figure = new_figure(11, sum(heights) + 1.1)
     figure.suptitle(
         f"One exchange over {topology.name}, rows of {row_bytes:,} bytes: when hops are busy", fontsize=13, color=INK
     )
@@ -316,15 +266,8 @@ def draw_stages(costs: Mapping[str, PlanCost | str], topology: Topology, row_byt
             axes.text(0, 0.8, textwrap.fill(f"does not apply: {cost}", 110), va="top", fontsize=9, color=INK)
     handles: list[Any] = [Patch(color=colour[kind], label=kind) for kind in kinds]
     note = "the busiest hops of each kind" if len(shown) < len(topology.hops) else None
-    figure.legend(
-        handles=handles,
-        loc="outside lower center",
-        ncols=len(kinds),
-        frameon=False,
-        title=note,
-        title_fontsize=9,
-        fontsize=9,
-    )
+    style: dict[str, Any] = {"loc": "outside lower center", "frameon": False, "title_fontsize": 9, "fontsize": 9}
+    figure.legend(handles=handles, ncols=len(kinds), title=note, **style)
     return figure
 
 
@@ -345,16 +288,13 @@ def _draw_panel(
         axes.axvspan(start, start + length, color=PALE if stage % 2 == 0 else "white", lw=0, zorder=0)
         axes.axvline(start + length, color=GREY, lw=0.8, ls=":", zorder=1)
         if length > 0.06 * until * factor:
-            axes.text(
-                start + length / 2, 1.01, f"stage {stage}", transform=axes.get_xaxis_transform(), ha="center",
-                va="bottom", fontsize=8, color=GREY,
-            )  # fmt: skip
+            style: dict[str, Any] = {"ha": "center", "va": "bottom", "fontsize": 8, "color": GREY}
+            axes.text(start + length / 2, 1.01, f"stage {stage}", transform=axes.get_xaxis_transform(), **style)
         busy = cost.hop_seconds[stage, list(shown)] * row_bytes * factor
         colours = [colour[cost.topology.hops[hop].kind] for hop in shown]
         axes.barh(range(len(shown)), busy, left=start, height=0.72, color=colours, zorder=2)
     axes.set_yticks(range(len(shown)), [labels[hop] for hop in shown], fontsize=8, color=INK)
-    axes.set_ylim(len(shown) - 0.4, -0.6)
-    axes.set_xlim(0, until * factor * 1.005 or 1)
+    axes.set(ylim=(len(shown) - 0.4, -0.6), xlim=(0, until * factor * 1.005 or 1))
     stages = f"{len(lengths)} stage{'' if len(lengths) == 1 else 's'}"
     axes.set_title(f"{name}: {lengths.sum():,.3g} {unit} in {stages}", loc="left", fontsize=11, color=INK, pad=14)
     axes.set_xlabel(unit, fontsize=9)
@@ -380,10 +320,8 @@ def _plain(axes: Axes) -> None:
     axes.tick_params(length=0, labelsize=8)
     axes.grid(axis="x", color="#dddddd", lw=0.6, zorder=0)
     axes.set_axisbelow(True)
-    for side in ("top", "right", "left"):
-        axes.spines[side].set_visible(False)
+    axes.spines[["top", "right", "left"]].set_visible(False)
 
 
 def _unit(seconds: float) -> tuple[float, str]:
-    """Returns the factor and name of the unit in which `seconds` reads well."""
     return next(((f, u) for f, u in ((1.0, "s"), (1e3, "ms")) if seconds * f >= 1), (1e6, "µs"))

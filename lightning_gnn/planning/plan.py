@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -44,7 +44,7 @@ class Plan:
         name: how it was made, such as ``"spst"``.
         relation: which rows are needed where.
         bounds: where each group begins in ``relation.nodes``, and the end; no group spans two classes; int64 ``[G + 1]``.
-        parent: who sends the group's rows to each device, -1 for nobody, int8 ``[G, P]``.
+        parent: who sends the group's rows to each device, -1 for none, int8 ``[G, P]``.
         stage: when they arrive, -1 for never, int8 ``[G, P]``; the owner has them before stage 0, and -1.
     """
 
@@ -74,7 +74,6 @@ class Plan:
 
     @cached_property
     def edges(self) -> TreeEdges:
-        """The edges of all trees."""
         group, receiver = np.nonzero(self.parent >= 0)
         stage = self.stage[group, receiver].astype(np.int64)
         sender = self.parent[group, receiver].astype(np.int64)
@@ -105,12 +104,7 @@ def p2p(relation: Relation, topology: Topology) -> Plan:
         ValueError: a pair of devices that exchange rows has no link, or the topology is for another number of devices.
     """
     check_devices(relation, topology)
-    for pair in np.argwhere(relation.pair_rows):
-        if tuple(pair) not in topology.links:
-            raise ValueError(
-                f"Device {pair[0]} has rows for device {pair[1]}, but topology {topology.name!r} has no link between them. "
-                'Let a plan relay them: plan="spst".'
-            )
+    check_links(relation.pair_rows, topology, '. Let a plan relay them: plan="spst".')
     parent = np.where(relation.needs, relation.owner[:, None], -1).astype(np.int8)
     return Plan("p2p", relation, relation.bounds, parent, np.where(relation.needs, 0, -1).astype(np.int8))
 
@@ -122,3 +116,13 @@ def check_devices(relation: Relation, topology: Topology) -> None:
             f"The graph is cut into {relation.num_devices} parts, but topology {topology.name!r} has "
             f"{topology.num_devices} devices. Take topology.for_ranks({relation.num_devices}), or one that is large enough."
         )
+
+
+def check_links(rows: NDArray[Any], topology: Topology, advice: str) -> None:
+    """Raises ValueError if a device has rows ``[P, P]`` for one to which it has no link."""
+    for sender, receiver in np.argwhere(rows).tolist():
+        if (sender, receiver) not in topology.links:
+            raise ValueError(
+                f"Device {sender} has rows for device {receiver}, but topology {topology.name!r} has no link between "
+                f"them{advice}"
+            )

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from lightning_gnn.planning.plan import Plan, check_devices, p2p
+from lightning_gnn.planning.plan import Plan, check_devices, check_links, p2p
 from lightning_gnn.planning.relation import Relation
 from lightning_gnn.planning.topology import Topology
 
@@ -55,32 +55,20 @@ class PlanCost:
 
 
 def plan_cost(plan: Plan, topology: Topology) -> PlanCost:
-    """Returns the cost of `plan` on `topology`.
-
-    Raises:
-        ValueError: they are of different numbers of devices.
-    """
+    """Returns the cost of `plan` on `topology`, a ValueError if they are of different numbers of devices."""
     check_devices(plan.relation, topology)
     return PlanCost(topology, np.einsum("kab,abh->kh", plan.traffic, topology.passes))
 
 
 def direct_cost(traffic: NDArray[np.int64] | NDArray[np.float64], topology: Topology) -> PlanCost:
-    """Returns the cost of rows that each device sends to each other one directly, in stages, ``[K, P, P]``.
-
-    Raises:
-        ValueError: the topology has another number of devices, or two devices that exchange rows have no link.
-    """
+    """Returns the cost of rows that each device sends to each other one directly, in stages, ``[K, P, P]``."""
     if traffic.shape[1] != topology.num_devices:
         raise ValueError(
             f"{traffic.shape[1]} ranks exchange rows, but topology {topology.name!r} has {topology.num_devices} devices. "
             f"Take topology.for_ranks({traffic.shape[1]}), or one that is large enough."
         )
-    for sender, receiver in np.argwhere(traffic.any(0)).tolist():
-        if (sender, receiver) not in topology.links:
-            raise ValueError(
-                f"Device {sender} has rows for device {receiver}, but topology {topology.name!r} has no link between them, and "
-                'products on a process grid relay nothing. Let a plan relay: strategy="dgcl".'
-            )
+    advice = ', and products on a process grid relay nothing. Let a plan relay: strategy="dgcl".'
+    check_links(traffic.sum(0), topology, advice)
     return PlanCost(topology, np.einsum("kab,abh->kh", traffic, topology.passes))
 
 
@@ -102,9 +90,6 @@ def swap_cost(relation: Relation, topology: Topology) -> PlanCost:
 
     A device reads over the hops to the memory of its own socket: rows that lie in another socket's take longer, so this is a
     lower estimate.
-
-    Raises:
-        ValueError: several machines, or a topology that does not say how devices get to the memory.
     """
     check_devices(relation, topology)
     if len(topology.hosts) > 1:
@@ -116,9 +101,6 @@ def swap_cost(relation: Relation, topology: Topology) -> PlanCost:
         rows[0, list(via)] += relation.offsets[device + 1] - relation.offsets[device]
         rows[1, [hop ^ 1 for hop in via]] += relation.pair_rows[:, device].sum()
     return PlanCost(topology, rows)
-
-
-# Links and kinds of hops ######################################################
 
 
 @dataclass(frozen=True)
@@ -143,18 +125,13 @@ class LinkLoad:
     hop_seconds: float
 
     def as_dict(self, row_bytes: int) -> dict[str, Any]:
-        """Returns plain numbers and lists, for JSON."""
         return asdict(self) | {"bytes": [rows * row_bytes for rows in self.rows]}
 
 
 def link_loads(plan: Plan, topology: Topology, row_bytes: float = 1) -> list[LinkLoad]:
-    """Returns the links that rows cross, those with the busiest hops first; seconds are for rows of `row_bytes`.
-
-    Raises:
-        ValueError: plan and topology are of different numbers of devices.
-    """
+    """Returns the links that rows cross, those with the busiest hops first; seconds are for rows of `row_bytes`."""
     busy = plan_cost(plan, topology).hop_seconds.sum(0) * row_bytes
-    loads = []
+    labels, loads = hop_labels(topology), []
     for sender, receiver in np.argwhere(plan.traffic.any(0)).tolist():
         via = topology.links[sender, receiver]
         rows = plan.traffic[:, sender, receiver]
@@ -167,7 +144,7 @@ def link_loads(plan: Plan, topology: Topology, row_bytes: float = 1) -> list[Lin
                 tuple(dict.fromkeys(topology.hops[hop].kind for hop in via)),
                 tuple(rows.tolist()),
                 float(rows.sum() * row_bytes / (slowest * 1e9)),
-                hop_labels(topology)[busiest],
+                labels[busiest],
                 float(busy[busiest]),
             )
         )
@@ -211,7 +188,6 @@ class Balance:
         return None if self.others_seconds is None else _difference([self.kinds["nvlink"], self.others_seconds])
 
     def as_dict(self) -> dict[str, Any]:
-        """Returns plain numbers, for JSON."""
         return asdict(self) | {"spread": self.spread, "paper_spread": self.paper_spread}
 
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Sequence
-from itertools import combinations
+from itertools import accumulate, combinations, product
 from pathlib import Path
 from typing import Any
 
@@ -41,21 +42,25 @@ def dgx1(num_hosts: int = 1) -> Topology:
         nvlinked = {pair for pairs in _CUBE_MESH.values() for pair in pairs}
         for rate, pairs in _CUBE_MESH.items():
             links += [{"a": first + a, "b": first + b, "kind": "nvlink", "gb_per_s": rate} for a, b in pairs]
-        for a in range(4):
-            for b in range(4, 8):
-                if (a, b) not in nvlinked:
-                    via = [switch[a // 2], f"qpi{host}", f"-{switch[b // 2]}"]
-                    links.append({"a": first + a, "b": first + b, "via": via})
+        for a, b in product(range(4), range(4, 8)):
+            if (a, b) not in nvlinked:
+                via = [switch[a // 2], f"qpi{host}", f"-{switch[b // 2]}"]
+                links.append({"a": first + a, "b": first + b, "via": via})
         for device in range(8):
             across = [f"-qpi{host}"] if device >= 4 else []
             up = [] if device < 2 else [switch[device // 2], *across, f"-{switch[0]}"]
             to_port.append([*up, f"port{host}"] if num_hosts > 1 else [])
             memory.append({"device": first + device, "via": [switch[device // 2]]})
-        hosts.append({"devices": list(range(first, first + 8)), "sockets": [_range(first, 4), _range(first + 4, 4)]})
+        hosts.append(
+            {
+                "devices": [*range(first, first + 8)],
+                "sockets": [[*range(first, first + 4)], [*range(first + 4, first + 8)]],
+            }
+        )
     if num_hosts > 1:
         hops += [{"name": f"port{host}", "kind": "ib", "gb_per_s": INFINIBAND} for host in range(num_hosts)]
-    for a in range(8 * num_hosts):
-        for b in range(8 * (a // 8 + 1), 8 * num_hosts):
+    for a, b in combinations(range(8 * num_hosts), 2):
+        if a // 8 != b // 8:
             links.append({"a": a, "b": b, "via": to_port[a] + _reverse(to_port[b])})
     name = "dgx1" if num_hosts == 1 else f"dgx1x{num_hosts}"
     return topology_from_dict(
@@ -69,14 +74,13 @@ def pcie8() -> Topology:
     hops = [{"name": name, "kind": "pcie", "gb_per_s": PCIE} for name in (*slot, *switch)]
     hops.append({"name": "qpi", "kind": "qpi", "gb_per_s": QPI})
     links = []
-    for a in range(8):
-        for b in range(a + 1, 8):
-            between = [] if a // 2 == b // 2 else [switch[a // 2], f"-{switch[b // 2]}"]
-            if a // 4 != b // 4:
-                between.insert(1, "qpi")
-            links.append({"a": a, "b": b, "via": [slot[a], *between, f"-{slot[b]}"]})
+    for a, b in combinations(range(8), 2):
+        between = [] if a // 2 == b // 2 else [switch[a // 2], f"-{switch[b // 2]}"]
+        if a // 4 != b // 4:
+            between.insert(1, "qpi")
+        links.append({"a": a, "b": b, "via": [slot[a], *between, f"-{slot[b]}"]})
     memory = [{"device": device, "via": [slot[device], switch[device // 2]]} for device in range(8)]
-    hosts = [{"devices": _range(0, 8), "sockets": [_range(0, 4), _range(4, 4)]}]
+    hosts = [{"devices": [*range(8)], "sockets": [[0, 1, 2, 3], [4, 5, 6, 7]]}]
     return topology_from_dict(
         {"name": "pcie8", "devices": 8, "hosts": hosts, "hops": hops, "links": links, "memory": memory}
     )
@@ -97,9 +101,6 @@ def summit(num_devices: int = 6, per_host: int = 6) -> Topology:
         per_host: GPUs that are used of each node, the first ones.
 
     Source: CAGNET (GNNSys'21) section 5.2 has all bandwidths.
-
-    Raises:
-        ValueError: a node has no such number of GPUs, or there are more devices than a topology can have.
     """
     if not 1 <= per_host <= 6:
         raise ValueError(f"A node of Summit has 6 GPUs (got per_host={per_host}).")
@@ -133,7 +134,7 @@ def summit(num_devices: int = 6, per_host: int = 6) -> Topology:
 
 def uniform(num_devices: int, gb_per_s: float = 1.0) -> Topology:
     """Returns devices that are all joined to each other by links of their own, of one bandwidth in GB/s."""
-    links = [{"a": a, "b": b, "gb_per_s": gb_per_s} for a in range(num_devices) for b in range(a + 1, num_devices)]
+    links = [{"a": a, "b": b, "gb_per_s": gb_per_s} for a, b in combinations(range(num_devices), 2)]
     return topology_from_dict({"name": "uniform", "devices": num_devices, "links": links})
 
 
@@ -150,9 +151,6 @@ def machines(
         inside_gb_per_s: bandwidth of the link that each two ranks of a machine have for themselves, of all machines or each.
         between_gb_per_s: bandwidth of a port, which all traffic of its machine with others shares; by default Ethernet as
             DGCL measured it (Table 1).
-
-    Raises:
-        ValueError: there is no machine, one without ranks, or not one bandwidth inside for each.
     """
     counts = list(ranks_per_host)
     inside = [inside_gb_per_s] * len(counts) if isinstance(inside_gb_per_s, (int, float)) else list(inside_gb_per_s)
@@ -162,7 +160,7 @@ def machines(
         )
     if len(counts) == 1:
         return uniform(counts[0], inside[0])
-    hosts = [_range(sum(counts[:host]), count) for host, count in enumerate(counts)]
+    hosts = [list(range(end - count, end)) for count, end in zip(counts, accumulate(counts))]
     hops, links = ports(hosts, between_gb_per_s)
     for host, gb_per_s in zip(hosts, inside):
         links += [{"a": a, "b": b, "gb_per_s": gb_per_s} for a, b in combinations(host, 2)]
@@ -181,13 +179,12 @@ def ports(hosts: Sequence[Sequence[int]], gb_per_s: float) -> tuple[list[dict[st
     """Returns one network port per host, and the links between devices of different hosts over both ports, as in a file."""
     if len(hosts) == 1:
         return [], []
-    hops: list[dict[str, Any]] = [
-        {"name": f"port{i}", "kind": "network", "gb_per_s": gb_per_s} for i in range(len(hosts))
+    hops = [{"name": f"port{i}", "kind": "network", "gb_per_s": gb_per_s} for i in range(len(hosts))]
+    return hops, [
+        {"a": a, "b": b, "via": [f"port{i}", f"-port{j}"]}
+        for (i, one), (j, other) in combinations(enumerate(hosts), 2)
+        for a, b in product(one, other)
     ]
-    links: list[dict[str, Any]] = []
-    for (i, one), (j, other) in combinations(enumerate(hosts), 2):
-        links += [{"a": a, "b": b, "via": [f"port{i}", f"-port{j}"]} for a in one for b in other]
-    return hops, links
 
 
 PRESETS: dict[str, Callable[[int], Topology]] = {
@@ -215,21 +212,10 @@ def find_topology(source: str | Path | Topology, num_ranks: int | None) -> Topol
             raise ValueError("uniform has as many devices as there are ranks: say how many.")
         source = PRESETS[source](num_ranks or 0)
     elif not isinstance(source, Topology):
-        if not isinstance(source, (str, Path)) or not _is_file(source):
+        if not isinstance(source, (str, Path)) or not os.path.isfile(source):
             raise ValueError(f"topology must be one of {', '.join(PRESETS)} or a JSON file (got {shown(str(source))}).")
         source = load_topology(source)
     return source if num_ranks is None else source.for_ranks(num_ranks)
-
-
-def _is_file(path: str | Path) -> bool:
-    try:
-        return Path(path).is_file()
-    except OSError:  # a name that is too long, say
-        return False
-
-
-def _range(first: int, count: int) -> list[int]:
-    return list(range(first, first + count))
 
 
 def _reverse(via: list[str]) -> list[str]:

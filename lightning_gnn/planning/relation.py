@@ -12,10 +12,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-import numba
 import numpy as np
 from numpy.typing import NDArray
 
+from lightning_gnn.partition.replicas import within_hops
 from lightning_gnn.planning.topology import MAX_DEVICES
 
 Ids = NDArray[np.int64]
@@ -66,16 +66,12 @@ class Relation:
 
     @classmethod
     def from_edges(cls, edge_index: Ids, offsets: Ids) -> Relation:
-        """Returns the relation of an edge cut: the owner of an edge's target needs its source.
-
-        Args:
-            edge_index: relabelled ids, source and target, int64 ``[2, E]``.
-            offsets: int64 ``[P + 1]``.
-        """
-        if len(offsets) - 1 > MAX_DEVICES:
-            raise ValueError(f"Plans are made for at most {MAX_DEVICES} devices (got {len(offsets) - 1}).")
-        owner = np.repeat(np.arange(len(offsets) - 1), np.diff(offsets)).astype(np.uint8)
-        return cls.from_masks(_needed_by(edge_index[0], edge_index[1], owner), offsets)
+        """Returns the relation of an edge cut: the owner of an edge's target needs its source; ids are relabelled."""
+        num_devices = len(offsets) - 1
+        if num_devices > MAX_DEVICES:
+            raise ValueError(f"Plans are made for at most {MAX_DEVICES} devices (got {num_devices}).")
+        owner = np.repeat(np.arange(num_devices), np.diff(offsets))
+        return cls.from_masks(within_hops(edge_index, owner, num_devices, 1)[1], offsets)
 
     @classmethod
     def from_halos(cls, halos: Sequence[Ids], offsets: Ids) -> Relation:
@@ -111,11 +107,3 @@ class Relation:
         """Returns the nodes that `device` needs from others, ascending: its halo."""
         classes = np.repeat(self.needs[:, device], self.counts)
         return np.sort(self.nodes[classes])
-
-
-@numba.njit(cache=True)
-def _needed_by(source: Ids, target: Ids, owner: NDArray[np.uint8]) -> Masks:
-    masks = np.zeros(len(owner), np.uint64)
-    for edge in range(len(source)):
-        masks[source[edge]] |= np.uint64(1) << np.uint64(owner[target[edge]])
-    return masks

@@ -34,14 +34,9 @@ def spst(relation: Relation, topology: Topology, *, passes: int = 4, chunks: int
     """Returns a plan by shortest path spanning trees; the same for the same arguments.
 
     Args:
-        relation: which rows are needed where.
-        topology: of as many devices.
         passes: 1 for the paper's algorithm, in which rows cross the edges at depth k of their tree in stage k; more to reroute.
         chunks: into about how many the rows are divided: more are slower and up to a point better.
         seed: of the order of the chunks.
-
-    Raises:
-        ValueError: relation and topology are of different numbers of devices.
     """
     check_devices(relation, topology)
     bounds = _split(relation, max(1, -(-len(relation.nodes) // max(1, chunks))))
@@ -125,12 +120,7 @@ def _links(topology: Topology) -> _Links:
 
 @numba.njit(cache=True)
 def _plan(owner, destinations, counts, order, links, passes):  # type: ignore[no-untyped-def]
-    """Returns each chunk's parents and arrivals, int8 ``[G, P]``; arrival k + 1 is after stage k, 0 at the owner, -1 never.
-
-    Args:
-        owner, destinations, counts: of the chunks, ``[G]``.
-        order: of planning, ``[G]``.
-    """
+    """Returns each chunk's parents and arrivals, int8 ``[G, P]``; arrival k + 1 is after stage k, 0 at the owner, -1 never."""
     num_devices = len(links.own)
     num_stages = max(1, num_devices - 1)
     load = _Load(np.zeros((num_stages, len(links.seconds))), np.zeros(num_stages))
@@ -140,7 +130,8 @@ def _plan(owner, destinations, counts, order, links, passes):  # type: ignore[no
     arrivals = np.full((len(owner), num_devices), -1, np.int8)
     old_parent, old_arrival = np.empty(num_devices, np.int8), np.empty(num_devices, np.int8)
     for number in range(passes):
-        if number and _busiest(load) >= SATURATED * load.stage.sum():
+        # The hop that is busy longest over all stages.
+        if number and load.hop.shape[1] and load.hop.sum(0).max() >= SATURATED * load.stage.sum():
             break
         for chunk in order:
             rows = float(counts[chunk])
@@ -166,13 +157,8 @@ def _plan(owner, destinations, counts, order, links, passes):  # type: ignore[no
 def _reach_nearest(left, parent, arrival, rows, may_wait, links, load, search):  # type: ignore[no-untyped-def]
     """Adds the cheapest path from reached devices to one of `left` to the tree; returns what is left, and whether there was one.
 
-    A path ends at the first destination, so what lies between are relays: devices that do not need the rows.
-
-    Args:
-        left: destinations not reached yet, as bits.
-        parent, arrival: the tree, ``[P]``; changed.
-        may_wait: whether rows may be sent on later than in the stage after their arrival.
-        load: changed.
+    A path ends at the first destination, so what lies between are relays: devices that do not need the rows. `left` are bits;
+    with `may_wait`, rows may be sent on later than in the stage after their arrival. Changes the tree and the load.
     """
     cost, via, near = search
     num_stages, num_devices = len(load.stage), len(parent)
@@ -218,9 +204,8 @@ def _reach_nearest(left, parent, arrival, rows, may_wait, links, load, search): 
                             bound, goal, goal_via, goal_stage = added, d, a, stage
             for b in range(num_devices):
                 best = min(bound - near[b], cost[stage + 1, b])
-                if (
-                    so_far >= best or not links.num_hops[a, b]
-                ):  # near is infinite, and best negative, unless b is a relay
+                # near is infinite, and best negative, unless b is a relay.
+                if so_far >= best or not links.num_hops[a, b]:
                     continue
                 added = so_far + _added(a, b, stage, rows, best - so_far, links, load)
                 if added < best and not _passed(a, stage, b, arrival, via):
@@ -286,9 +271,3 @@ def _carry(parent, arrival, rows, links, load):  # type: ignore[no-untyped-def]
         for b in range(len(parent)):
             if parent[b] >= 0:
                 load.stage[arrival[b] - 1] = load.hop[arrival[b] - 1].max()
-
-
-@numba.njit(cache=True)
-def _busiest(load):  # type: ignore[no-untyped-def]
-    """Returns the time of the hop that is busy longest over all stages."""
-    return load.hop.sum(0).max() if load.hop.shape[1] else 0.0

@@ -35,7 +35,6 @@ class Stage:
 
     @property
     def idle(self) -> bool:
-        """Whether the rank has nothing to do in this stage."""
         return not any(map(len, (*self.sends, *self.receives)))
 
 
@@ -57,7 +56,6 @@ class RankPlan:
 
     @property
     def num_rows(self) -> int:
-        """Rows of the buffer."""
         return self.num_owned + self.num_halo + self.num_relayed
 
     @property
@@ -74,8 +72,6 @@ def rank_plan(plan: Plan, rank: int, sub_stages: bool = False) -> RankPlan:
     Rows of one message are in the order of their ids, whichever groups they belong to.
 
     Args:
-        plan: of all ranks.
-        rank: which.
         sub_stages: split the stages of the backward pass as in section 6.2, to compare with.
     """
     relation, edges = plan.relation, plan.edges
@@ -95,9 +91,9 @@ def rank_plan(plan: Plan, rank: int, sub_stages: bool = False) -> RankPlan:
     def tables(own_end: Ids, other_end: Ids, slots: Ids, num_slots: int) -> list[tuple[Ids, ...]]:
         """Returns per slot (a stage or sub-stage) and peer the rows of this rank's edges."""
         chosen = np.flatnonzero(own_end == rank)
-        message = slots[chosen] * plan.num_devices + other_end[chosen]
-        nodes = _nodes(plan, edges.group[chosen])
-        message = np.repeat(message, plan.counts[edges.group[chosen]])
+        groups = edges.group[chosen]
+        nodes = _nodes(plan, groups)
+        message = np.repeat(slots[chosen] * plan.num_devices + other_end[chosen], plan.counts[groups])
         order = np.lexsort((nodes, message))
         bounds = np.searchsorted(message[order], np.arange(num_slots * plan.num_devices + 1))
         rows = positions(nodes[order])
@@ -121,7 +117,6 @@ def rank_plan(plan: Plan, rank: int, sub_stages: bool = False) -> RankPlan:
 
 
 def _nodes(plan: Plan, groups: Ids) -> Ids:
-    """Returns the nodes of `groups` one after the other."""
     counts = plan.counts[groups]
     ends = np.cumsum(counts)
     position = np.arange(ends[-1] if len(ends) else 0) - np.repeat(ends - counts, counts)

@@ -91,23 +91,16 @@ class Topology:
         for socket in self.sockets:
             if not any(set(socket) <= set(host) for host in self.hosts):
                 raise ValueError(f"The devices {shown(socket)} of a socket belong to several hosts.")
-        for a in devices:
-            unreached = set(devices) - self._reachable(a)
-            if unreached:
-                raise ValueError(f"The topology is not connected: no links lead from device {a} to {min(unreached)}.")
-
-    def _reachable(self, start: int) -> set[int]:
-        reached, todo = {start}, [start]
-        while todo:
-            a = todo.pop()
-            fresh = {b for b in range(self.num_devices) if (a, b) in self.links} - reached
-            reached |= fresh
-            todo.extend(fresh)
-        return reached
+        joined = np.eye(self.num_devices, dtype=bool)
+        for pair in self.links:
+            joined[pair] = True
+        for relay in devices:
+            joined |= joined[:, [relay]] & joined[relay]
+        for a, b in np.argwhere(~joined)[:1]:
+            raise ValueError(f"The topology is not connected: no links lead from device {a} to {b}.")
 
     @cached_property
     def gb_per_s(self) -> NDArray[np.float64]:
-        """Bandwidth of each hop, ``[H]``."""
         return np.array([hop.gb_per_s for hop in self.hops])
 
     @cached_property
@@ -134,11 +127,7 @@ class Topology:
         )
 
     def for_ranks(self, num_ranks: int) -> Topology:
-        """Returns the topology of the first `num_ranks` devices.
-
-        Raises:
-            ValueError: there are not so many, or they are not connected among themselves.
-        """
+        """Returns the topology of the first `num_ranks` devices, a ValueError if there are too few or they are not connected."""
         if num_ranks == self.num_devices:
             return self
         if not 1 <= num_ranks < self.num_devices:
@@ -146,15 +135,10 @@ class Topology:
                 f"Topology {self.name!r} has {self.num_devices} devices, but there are {num_ranks} ranks. "
                 "Name a topology with at least one device per rank."
             )
-
         return self.among(tuple(range(num_ranks)))
 
     def among(self, devices: tuple[int, ...]) -> Topology:
-        """Returns the topology of some of the devices, renumbered in the order given, with the links between them.
-
-        Raises:
-            ValueError: they are not connected among themselves.
-        """
+        """Returns the topology of some of the devices, renumbered in the order given, with the links between them."""
         new_device = {old: new for new, old in enumerate(devices)}
 
         def kept(groups: tuple[tuple[int, ...], ...]) -> tuple[tuple[int, ...], ...]:

@@ -48,17 +48,8 @@ def load_topology(path: str | Path) -> Topology:
         raise ValueError(f"{path}: {error}") from error
 
 
-def save_topology(topology: Topology, path: str | Path) -> None:
-    """Writes `topology` to a JSON file that :func:`load_topology` reads."""
-    Path(path).write_text(json.dumps(topology_to_dict(topology), indent=1) + "\n")
-
-
 def topology_from_dict(description: Any, name: str = "topology") -> Topology:
-    """Returns the topology of a description in the JSON format.
-
-    Raises:
-        ValueError: names the field that is wrong.
-    """
+    """Returns the topology of a description in the JSON format."""
     num_devices = _get(description, "devices", int, "topology", instead="ranks")
     check_devices(num_devices)
     hops: list[Hop] = []
@@ -118,7 +109,10 @@ def topology_from_dict(description: Any, name: str = "topology") -> Topology:
 
 def topology_to_dict(topology: Topology) -> dict[str, Any]:
     """Returns `topology` in the JSON format; connections of one link's own are listed as hops too."""
-    names = [hop.name for hop in topology.hops]
+
+    def via(way: tuple[int, ...]) -> list[str]:
+        return [topology.hops[hop].name for hop in way]
+
     return {
         "name": topology.name,
         "devices": topology.num_devices,
@@ -127,17 +121,12 @@ def topology_to_dict(topology: Topology) -> dict[str, Any]:
             for host, sockets in zip(topology.hosts, topology.groups)
         ],
         "hops": [{"name": h.name, "kind": h.kind, "gb_per_s": h.gb_per_s} for h in topology.hops[::2]],
-        "links": [
-            {"a": a, "b": b, "via": [names[hop] for hop in via]} for (a, b), via in topology.links.items() if a < b
-        ],
-        "memory": [
-            {"device": device, "via": [names[hop] for hop in via]} for device, via in enumerate(topology.memory)
-        ],
+        "links": [{"a": a, "b": b, "via": via(way)} for (a, b), way in topology.links.items() if a < b],
+        "memory": [{"device": device, "via": via(way)} for device, way in enumerate(topology.memory)],
     }
 
 
 def _duplex(title: str, entry: Mapping[str, Any], where: str) -> list[Hop]:
-    """Returns the two directions of a connection."""
     gb_per_s = _get(entry, "gb_per_s", (int, float), where, instead="bandwidth_mbit")
     if not 0 < gb_per_s < 1e300:  # Python's integers may be larger than any float; NaN is neither
         raise ValueError(f"{where}: {title} needs a positive bandwidth in GB/s (got {shown(gb_per_s)}).")

@@ -27,29 +27,21 @@ def _mix(x: Tensor) -> Tensor:
     return x
 
 
-def keyed_draws(keys: Tensor, count: int, high: int, *seeds: int) -> Tensor:
-    """Returns uniform whole numbers from 0 to `high` - 1, int64 ``[n, count]``: the same for a key wherever it is drawn.
+def draw_others(keys: Tensor, nodes: Tensor, count: int, num_nodes: int, *seeds: int) -> Tensor:
+    """Returns for each key random nodes other than its own one, int64 ``[n, count]``, uniform and with replacement.
+
+    They are the same for a key wherever it is drawn.
 
     Args:
         keys: int64 ``[n]``; equal keys draw equal numbers.
-        count: numbers for each key.
-        high: at least 1.
-        seeds: other numbers that they depend on.
+        nodes: of each key, the node that is not drawn, int64 ``[n]``.
+        count: nodes for each key.
+        num_nodes: of the whole graph, at least 2.
+        seeds: other numbers that draws depend on.
     """
     x = keys.view(-1, 1)
     for seed in seeds:
         x = _mix(x + _signed((seed + 1) * _STEP))
     x = _mix(_mix(x) + torch.arange(1, count + 1, device=keys.device) * _signed(_STEP))
-    return ((x >> 1) & (_BITS >> 1)) % high
-
-
-def draw_others(keys: Tensor, nodes: Tensor, count: int, num_nodes: int, *seeds: int) -> Tensor:
-    """Returns for each key random nodes other than its own one, int64 ``[n, count]``, with replacement.
-
-    Args:
-        keys, count, seeds: see :func:`keyed_draws`.
-        nodes: of each key, the node that is not drawn, int64 ``[n]``.
-        num_nodes: of the whole graph, at least 2.
-    """
-    drawn = keyed_draws(keys, count, num_nodes - 1, *seeds)
+    drawn = ((x >> 1) & (_BITS >> 1)) % (num_nodes - 1)
     return drawn + (drawn >= nodes.view(-1, 1)).long()

@@ -29,15 +29,7 @@ from lightning_gnn.sampling.sampler import seed_of_type
 
 
 class _Part:
-    """In-edges of one type of a rank's nodes, memory-mapped.
-
-    Args:
-        cut: the partitioned graph.
-        rank: whose part.
-        kind: the edge type.
-        halo: of the rank, each row's id within its type.
-        messages: see :class:`GraphStore`.
-    """
+    """In-edges of one type of a rank's nodes, memory-mapped; `halo` has each halo row's id within its type."""
 
     def __init__(self, cut: Cut, rank: int, kind: EdgeType, halo: Tensor, messages: str | None) -> None:
         types, (source_type, _, target_type) = cut.types, kind
@@ -109,7 +101,6 @@ class GraphStore:
 
     @property
     def rank(self) -> int:
-        """This process."""
         return self._world.rank
 
     def clone(self) -> GraphStore:
@@ -129,7 +120,6 @@ class GraphStore:
         return sorted(self._cut.attributes[self.types.key(kind)])
 
     def original(self, kind: NodeType | EdgeType, ids: Tensor) -> Tensor:
-        """Returns the ids that nodes, or edges, of a type have in the user's graph."""
         return self._cut.ids_of(kind)[ids]
 
     def _fill_cache(self, cache_bytes: int) -> None:
@@ -161,38 +151,27 @@ class GraphStore:
     def hops(self, seeds: Sequence[int], replace: bool) -> Callable[[EdgeType, Tensor, int], Neighbors]:
         """Returns what answers the hops of one batch, see :func:`~lightning_gnn.sampling.hops.sample_hops`.
 
-        Of a node i, ids i + N, i + 2 N, ... are copies, each with draws of its own. Sources are nodes, not copies.
-
-        Args:
-            seeds: of the random numbers for the batch of each rank: who answers draws what the asking rank would.
-            replace: draw with replacement.
+        Of a node i, ids i + N, i + 2 N, ... are copies, each with draws of its own. Sources are nodes, not copies. `seeds` are
+        those of the random numbers for the batch of each rank: who answers draws what the asking rank would.
         """
         numbers = {kind: number for number, kind in enumerate(self.types.edges)}
 
         def hop(kind: EdgeType, targets: Tensor, fanout: int) -> Neighbors:
-            return self._neighbors(
-                kind, targets, fanout, [seed_of_type(seed, numbers[kind]) for seed in seeds], replace
-            )
+            of_type = [seed_of_type(seed, numbers[kind]) for seed in seeds]
+            offsets = self._offsets[kind[2]]
+            owner = _owners(targets % int(offsets[-1]), offsets)
+            order = torch.argsort(owner, stable=True)
+            by_rank = targets[order].split(torch.bincount(owner, minlength=self._world.size).tolist())
+            found = self._answers(kind, by_rank, fanout, of_type, replace)
+            for rank, part in self._parts[kind].items():
+                found[rank] = part.neighbors(by_rank[rank], fanout, of_type[self.rank], replace)
+            return _stitched([found[rank] for rank in range(self._world.size)], order)
 
         return hop
-
-    def _neighbors(
-        self, kind: EdgeType, targets: Tensor, fanout: int, seeds: Sequence[int], replace: bool
-    ) -> Neighbors:
-        seed = seeds[self._world.rank]
-        offsets = self._offsets[kind[2]]
-        owner = _owners(targets % int(offsets[-1]), offsets)
-        order = torch.argsort(owner, stable=True)
-        by_rank = targets[order].split(torch.bincount(owner, minlength=self._world.size).tolist())
-        found = self._answers(kind, by_rank, fanout, seeds, replace)
-        for rank, part in self._parts[kind].items():
-            found[rank] = part.neighbors(by_rank[rank], fanout, seed, replace)
-        return _stitched([found[rank] for rank in range(self._world.size)], order)
 
     def _answers(
         self, kind: EdgeType, by_rank: Sequence[Tensor], fanout: int, seeds: Sequence[int], replace: bool
     ) -> dict[int, Neighbors]:
-        """Asks the ranks of other machines, and answers theirs."""
         if self.channel is None:
             return {}
         nothing = by_rank[0][:0]
@@ -201,10 +180,7 @@ class GraphStore:
         answers = [own.neighbors(targets, fanout, seeds[peer], replace) for peer, targets in enumerate(questions)]
         counts = self.channel.exchange([answer.counts for answer in answers])
         ends = self.channel.exchange([torch.stack([answer.sources, answer.edges], 1) for answer in answers])
-        found = {}
-        for peer, (count, edges) in enumerate(zip(counts, ends)):
-            found[peer] = Neighbors(_bounds(count), edges[:, 0], edges[:, 1])
-        return found
+        return {peer: Neighbors(_bounds(count), *edges.T) for peer, (count, edges) in enumerate(zip(counts, ends))}
 
     def rows(self, kind: NodeType | EdgeType, name: str, ids: Tensor) -> Tensor:
         """Returns the rows of nodes, or edges, of a type, ``[n, ...]``, of one of its :meth:`names`."""
@@ -247,13 +223,12 @@ class GraphStore:
         return taken
 
     def close(self) -> None:
-        """Ends what ranks ask each other through."""
         if self.channel is not None:
             self.channel.close()
 
 
 def _bounds(counts: Tensor) -> Tensor:
-    """Returns where each of several groups of so many begins, and the end, ``[n + 1]``."""
+    """Returns where each of the groups of so many begins, and the end, ``[n + 1]``."""
     return torch.cat([counts.new_zeros(1), counts.cumsum(0)])
 
 
@@ -262,12 +237,7 @@ def _owners(ids: Tensor, offsets: np.ndarray) -> Tensor:
 
 
 def _stitched(found: Sequence[Neighbors], order: Tensor) -> Neighbors:
-    """Returns the edges of targets that were sampled in groups, in the order of the targets.
-
-    Args:
-        found: by group.
-        order: position of each target, group after group, among those wanted.
-    """
+    """Returns the edges of targets that were sampled in groups; `order` is the position of each target, group after group."""
     counts = torch.cat([each.counts for each in found])
     wanted = torch.empty_like(counts)
     wanted[order] = counts

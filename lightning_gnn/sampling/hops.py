@@ -38,8 +38,6 @@ def sample_hops(
     Args:
         seeds: ids by node type, int64 ``[n]``; a type that is not there has none.
         fanouts: by edge type, one per hop; 0 leaves it out of that hop.
-        hop: answers a hop.
-        numberings: by node type; all types that an edge type names.
         directed: keep the edges that were drawn; else all edges between sampled nodes, which cannot be trimmed to a layer.
     """
     for name, numbering in numberings.items():
@@ -77,10 +75,7 @@ def sample_hops(
 
 
 def induced_subgraph(
-    nodes: Mapping[NodeType, Tensor],
-    kinds: Sequence[EdgeType],
-    hop: Hop,
-    numberings: Mapping[NodeType, Numbering],
+    nodes: Mapping[NodeType, Tensor], kinds: Sequence[EdgeType], hop: Hop, numberings: Mapping[NodeType, Numbering]
 ) -> HeteroSamplerOutput:
     """Returns all edges of these `kinds` between `nodes`, ids by node type, in local numbers: positions in `nodes`.
 

@@ -39,11 +39,7 @@ class BatchMaker:
     """
 
     def __init__(
-        self,
-        store: GraphStore,
-        fanouts: Mapping[EdgeType, Sequence[int]],
-        replace: bool = False,
-        directed: bool = True,
+        self, store: GraphStore, fanouts: Mapping[EdgeType, Sequence[int]], replace: bool = False, directed: bool = True
     ) -> None:
         self.store, self._fanouts = store, fanouts
         self._replace, self._directed = replace, directed
@@ -52,9 +48,7 @@ class BatchMaker:
     def make(self, seeds: Tensor, random_seeds: list[int]) -> Data | HeteroData:
         """Returns the batch, as PyG's NeighborLoader gives it, with masks that are true for seeds only.
 
-        Args:
-            seeds: ids in the partitioned graph, of the input type where there are types.
-            random_seeds: of each rank's batch.
+        `seeds` are ids in the partitioned graph, of the input type where there are types; `random_seeds` of each rank's batch.
         """
         batch = self._batch(self._sample(seeds, random_seeds))
         nodes = _part_of(batch, self.store.types.input_type)
@@ -70,7 +64,6 @@ class BatchMaker:
         return sample_hops(seeds, self._fanouts, hop, self._numberings, self._directed)
 
     def _batch(self, out: HeteroSamplerOutput) -> Data | HeteroData:
-        """Returns a neighbourhood with what its nodes and edges have."""
         store = self.store
         batch = HeteroData() if store.types.is_hetero else store.of_graph()
         for name in store.types.nodes:  # before edges: a batch has the types in the graph's order
@@ -119,25 +112,17 @@ class EdgeBatchMaker(BatchMaker):
 
     @override
     def make(self, seeds: Tensor, random_seeds: list[int]) -> Data:
-        """Returns the batch, as PyG's LinkNeighborLoader gives it.
+        """Returns the batch of these edges, as PyG's LinkNeighborLoader gives it.
 
         ``edge_label_index [2, n + n K]`` has the edges in local numbers and then K negatives of the first, K of the second and so
         on; ``edge_label`` is 1 or 0; ``input_id`` has the edges' original ids; ``edge_label_type [n]`` their types, if the graph
         has ``edge_type``.
-
-        Args:
-            seeds: ids of edges in the partitioned graph.
-            random_seeds: of each rank's batch.
         """
         source, target = self._ends(seeds)
         rank, num_nodes = self.store.rank, self.store.types.total(ONE_TYPE[0])
         others = draw_others(seeds, target, self._num_negatives, num_nodes, random_seeds[rank])
-        pairs = torch.stack(
-            [
-                torch.cat([source, source.repeat_interleave(self._num_negatives)]),
-                torch.cat([target, others.view(-1)]),
-            ]
-        )
+        sources = torch.cat([source, source.repeat_interleave(self._num_negatives)])
+        pairs = torch.stack([sources, torch.cat([target, others.view(-1)])])
         nodes, local = pairs.unique(return_inverse=True)
         batch = self._batch(_without_pairs(self._sample(nodes, random_seeds), local[:, : len(seeds)]))
         batch.edge_label_index = local
@@ -220,10 +205,7 @@ class SampledBatches:
             finally:
                 self._seconds[sampler] += time.perf_counter() - began
 
-        if self._ahead:
-            self._running = _ahead_of(make, len(self), self._ahead, len(self.makers), self._count_wait)
-        else:
-            self._running = (make(step, 0) for step in range(len(self)))
+        self._running = self._ahead_of(make) if self._ahead else (make(step, 0) for step in range(len(self)))
         return self._running
 
     def close(self) -> None:
@@ -244,8 +226,43 @@ class SampledBatches:
             batch.seed_counts = counts
         return batch
 
-    def _count_wait(self, seconds: float) -> None:
-        self.waited += seconds
+    def _ahead_of(self, make: Callable[[int, int], Data | HeteroData]) -> Generator[Data | HeteroData, None, None]:
+        """Yields ``make(step, sampler)`` of all steps in order, made in threads that are so many ahead of who takes them.
+
+        Step after step goes to the samplers in turn, so that each makes the same ones on all ranks, in the same order.
+        """
+        steps, ahead, samplers = len(self), self._ahead, len(self.makers)
+        ready, steps_of = [Queue[Any]() for _ in range(samplers)], [Queue[int | None]() for _ in range(samplers)]
+
+        def run(sampler: int) -> None:
+            while (step := steps_of[sampler].get()) is not None:
+                try:
+                    ready[sampler].put(make(step, sampler))
+                except BaseException as error:
+                    ready[sampler].put(error)
+                    return
+
+        names = [f"lightning_gnn sampler {sampler}" for sampler in range(samplers)]
+        threads = [Thread(target=run, args=(n,), name=name, daemon=True) for n, name in enumerate(names)]
+        for thread in threads:
+            thread.start()
+        for step in range(min(ahead, steps)):
+            steps_of[step % samplers].put(step)
+        try:
+            for step in range(steps):
+                began = time.perf_counter()
+                batch = ready[step % samplers].get()
+                self.waited += time.perf_counter() - began
+                if isinstance(batch, BaseException):
+                    raise batch
+                if step + ahead < steps:
+                    steps_of[(step + ahead) % samplers].put(step + ahead)
+                yield batch
+        finally:
+            for each in steps_of:
+                each.put(None)
+            for thread in threads:
+                thread.join()
 
     def take_seconds(self) -> tuple[float, float]:
         """Returns the seconds that samplers, added up, made batches and training waited for them, since the last call."""
@@ -255,52 +272,5 @@ class SampledBatches:
         return taken
 
 
-def _ahead_of(
-    make: Callable[[int, int], Data | HeteroData],
-    steps: int,
-    ahead: int,
-    samplers: int,
-    waited: Callable[[float], None],
-) -> Generator[Data | HeteroData, None, None]:
-    """Yields ``make(step, sampler)`` of all steps in order, made in threads that are `ahead` of who takes them, never more.
-
-    Step after step goes to the samplers in turn, so that each makes the same ones on all ranks, in the same order.
-    """
-    ready, steps_of = [Queue[Any]() for _ in range(samplers)], [Queue[int | None]() for _ in range(samplers)]
-
-    def run(sampler: int) -> None:
-        while (step := steps_of[sampler].get()) is not None:
-            try:
-                ready[sampler].put(make(step, sampler))
-            except BaseException as error:
-                ready[sampler].put(error)
-                return
-
-    threads = [
-        Thread(target=run, args=(sampler,), name=f"lightning_gnn sampler {sampler}", daemon=True)
-        for sampler in range(samplers)
-    ]
-    for thread in threads:
-        thread.start()
-    for step in range(min(ahead, steps)):
-        steps_of[step % samplers].put(step)
-    try:
-        for step in range(steps):
-            began = time.perf_counter()
-            batch = ready[step % samplers].get()
-            waited(time.perf_counter() - began)
-            if isinstance(batch, BaseException):
-                raise batch
-            if step + ahead < steps:
-                steps_of[(step + ahead) % samplers].put(step + ahead)
-            yield batch
-    finally:
-        for each in steps_of:
-            each.put(None)
-        for thread in threads:
-            thread.join()
-
-
 def _mixed(*numbers: int) -> int:
-    """Returns one random number that depends on all of these."""
     return int(np.random.SeedSequence(numbers).generate_state(1, np.uint64)[0] >> 1)

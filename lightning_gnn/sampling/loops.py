@@ -27,12 +27,8 @@ FIND, ADD, APPEND = 0, 1, 2
 """How ids are numbered: unknown ones get -1; or the next number; or each id takes a number, even if it is known."""
 
 
-# Random numbers ###############################################################
-
-
 @numba.njit(inline="always")
 def _mixed(word):
-    """Returns a word, uint64, all of whose bits depend on all of the given one's."""
     word = (word ^ (word >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     word = (word ^ (word >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     return word ^ (word >> np.uint64(31))
@@ -52,9 +48,6 @@ def _uniform(state, draw):
     return np.int64(word >> np.uint64(11)) * (1.0 / (1 << 53))
 
 
-# One hop ######################################################################
-
-
 @loop
 def offsets_of_all(indptr, targets, fanout, replace, offsets):
     """Where each target's edges begin and end, ``offsets[t]`` to ``offsets[t + 1]``; int64 ``[T + 1]``."""
@@ -69,25 +62,21 @@ def offsets_of_all(indptr, targets, fanout, replace, offsets):
         offsets[t + 1] = offsets[t] + degree
 
 
-@loop
-def offsets_until(indptr, time, until, targets, fanout, offsets):
-    """As `offsets_of_all`, for the edges whose time ``[E]`` is at most that of their target, ``[T]``."""
-    offsets[0] = 0
-    for t in range(len(targets)):
-        row, found = targets[t], 0
-        for slot in range(indptr[row], indptr[row + 1]):
-            found += time[slot] <= until[t]
-        offsets[t + 1] = offsets[t] + (found if fanout < 0 else min(found, fanout))
+@numba.njit(inline="always")
+def _allowed(slot, weight, time, latest):
+    """Whether an edge may be drawn: by its weight and its time, if there are any."""
+    return (len(time) == 0 or time[slot] <= latest) and (len(weight) == 0 or weight[slot] > 0)
 
 
 @loop
-def offsets_weighted(indptr, weight, targets, fanout, offsets):
-    """As `offsets_of_all`, for the edges whose weight ``[E]`` is above 0."""
+def offsets_of_allowed(indptr, weight, time, until, targets, fanout, offsets):
+    """As `offsets_of_all`, for the edges of a weight ``[E]`` above 0, and a time ``[E]`` at most their target's ``[T]``."""
     offsets[0] = 0
     for t in range(len(targets)):
         row, found = targets[t], 0
+        limit = until[t] if len(until) > 0 else 0
         for slot in range(indptr[row], indptr[row + 1]):
-            found += weight[slot] > 0
+            found += _allowed(slot, weight, time, limit)
         offsets[t + 1] = offsets[t] + (found if fanout < 0 else min(found, fanout))
 
 
@@ -97,7 +86,7 @@ def draw_uniform(indptr, targets, keys, seed, offsets, replace, slots, low, high
 
     Without replacement by Floyd's algorithm (Bentley and Floyd, CACM 30(9), 1987): draws are as many as what is kept.
     """
-    # A table of what was drawn for one target: how it is told from another's is by their number.
+    # A table of what was drawn for one target, whose number marks its entries.
     widest = 0
     for t in range(low, high):
         widest = max(widest, offsets[t + 1] - offsets[t])
@@ -166,9 +155,10 @@ def draw_best(indptr, weight, time, until, latest, targets, keys, seed, offsets,
         row = targets[t]
         start, end = indptr[row], indptr[row + 1]
         state = _stream(seed, keys[t] if len(keys) > 0 else t)
+        limit = until[t] if len(until) > 0 else 0
         found, worst = 0, 0
         for slot in range(start, end):
-            if (len(time) > 0 and time[slot] > until[t]) or (len(weight) > 0 and not weight[slot] > 0):
+            if not _allowed(slot, weight, time, limit):
                 continue
             if latest:
                 score = -np.float64(time[slot])
@@ -198,9 +188,6 @@ def take(indices, edge, listed, slots, sources, edges, low, high):
         slot = slots[s]
         sources[s] = indices[slot]
         edges[s] = edge[slot] if listed else slot
-
-
-# Numbering ####################################################################
 
 
 @loop
@@ -252,9 +239,6 @@ def repeat_numbers(offsets, first, out, low, high):
     for t in range(low, high):
         for s in range(offsets[t], offsets[t + 1]):
             out[s] = first + t
-
-
-# Walks ########################################################################
 
 
 @loop

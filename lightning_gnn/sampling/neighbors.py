@@ -87,48 +87,31 @@ def sample_neighbors(
     check_choices(replace, weight is not None, time is not None, strategy)
     if (time is None) != (until is None):
         raise ValueError("time of edges and until of targets are given together, or neither.")
-    for name, value, size in (
-        ("keys", keys, len(targets)),
-        ("weight", weight, csr.num_edges),
-        ("time", time, csr.num_edges),
-        ("until", until, len(targets)),
-    ):
+    sizes = len(targets), csr.num_edges, csr.num_edges, len(targets)
+    for name, value, size in zip(("keys", "weight", "time", "until"), (keys, weight, time, until), sizes):
         if value is not None and len(value) != size:
             raise ValueError(f"{name} has {len(value)} entries, but needs {size}.")
     targets = targets.contiguous()
     seed &= 2**63 - 1
     offsets = torch.empty(len(targets) + 1, dtype=torch.long)
-    rows, places = (csr.indptr.numpy(), targets.numpy()), offsets.numpy()
-    if time is not None and until is not None:
-        held = time if weight is None else torch.where(weight > 0, time, torch.iinfo(time.dtype).max)
-        loops.offsets_until(rows[0], held.numpy(), until.numpy(), rows[1], fanout, places)
-    elif weight is not None:
-        loops.offsets_weighted(rows[0], weight.numpy(), rows[1], fanout, places)
+    key, times, limits = (_NONE if value is None else value.contiguous() for value in (keys, time, until))
+    weights = torch.empty(0) if weight is None else weight.contiguous()
+    uniform, again = weight is None and time is None, replace and fanout >= 0
+    if uniform:
+        loops.offsets_of_all(csr.indptr.numpy(), targets.numpy(), fanout, again, offsets.numpy())
     else:
-        loops.offsets_of_all(*rows, fanout, replace and fanout >= 0, places)
-    total = int(places[-1])
-    slots, sources, edges = (torch.empty(total, dtype=torch.long) for _ in range(3))
-    key = _NONE if keys is None else keys.contiguous()
-    run = partial(over_ranges, size=len(targets), ranges=partial(even_ranges, offsets), work=_WORK * total)
-    if weight is None and time is None:
-        run(loops.draw_uniform, csr.indptr, targets, key, seed, offsets, replace and fanout >= 0, slots)
+        arrays = (each.numpy() for each in (csr.indptr, weights, times, limits, targets))
+        loops.offsets_of_allowed(*arrays, fanout, offsets.numpy())
+    slots, sources, edges = (torch.empty(int(offsets[-1]), dtype=torch.long) for _ in range(3))
+    work = _WORK * len(slots)
+    run = partial(over_ranges, size=len(targets), ranges=partial(even_ranges, offsets), work=work)
+    if uniform:
+        run(loops.draw_uniform, csr.indptr, targets, key, seed, offsets, again, slots)
     else:
-        weights = torch.empty(0) if weight is None else weight.contiguous()
-        times, limits = (_NONE if value is None else value.contiguous() for value in (time, until))
         latest = strategy == "last"
         run(loops.draw_best, csr.indptr, weights, times, limits, latest, targets, key, seed, offsets, slots)
     edge = _NONE if csr.edge is None else csr.edge
-    over_range(
-        loops.take,
-        total,
-        csr.indices,
-        edge,
-        csr.edge is not None,
-        slots,
-        sources,
-        edges,
-        work=_WORK * total,
-    )
+    over_range(loops.take, len(slots), csr.indices, edge, csr.edge is not None, slots, sources, edges, work=work)
     return Neighbors(offsets, sources, edges)
 
 
@@ -141,7 +124,6 @@ def check_ids(ids: Tensor, size: int, name: str) -> None:
 
 
 def check_choices(replace: bool, weighted: bool, timed: bool, strategy: str) -> None:
-    """Raises ValueError for choices that exclude each other."""
     if strategy not in ("uniform", "last"):
         raise ValueError(f'strategy is "uniform" or "last" (got {strategy!r}).')
     if replace and (weighted or timed):

@@ -36,7 +36,6 @@ class Numbering:
         self._table = _empty_table(0 if self.dense else 2048)
 
     def __len__(self) -> int:
-        """Returns how many ids have a number."""
         return self._count
 
     @property
@@ -49,7 +48,6 @@ class Numbering:
         return self._known[first : self._count].clone()
 
     def clear(self) -> None:
-        """Forgets all numbers."""
         self._base += self._count
         self._count = 0
         if self.dense and self._base > _LARGEST_BASE:
@@ -79,7 +77,6 @@ class Numbering:
         return numbers
 
     def _reserve(self, size: int) -> None:
-        """Makes room for so many numbers."""
         if size > len(self._known):
             known = torch.empty(2 * size, dtype=torch.long)
             known[: self._count] = self._known[: self._count]

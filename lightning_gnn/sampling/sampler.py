@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -40,7 +41,7 @@ class NeighborSampler(BaseSampler):
             leaves a type out of a hop.
         replace: draw with replacement.
         directed: keep the edges that were drawn; False for all edges between the sampled nodes.
-        disjoint: every seed has a tree of its own, no node is shared; ``batch`` tells the trees apart. So it is with times. With
+        disjoint: every seed has a tree of its own, no node is shared; ``batch`` has each node's tree. So it is with times. With
             ``directed=False`` these are the ego graphs of ShaDow (Zeng et al., NeurIPS 2021), each root in its seed's row.
         weight: of each slot, floating ``[E]``, by edge type for a heterogeneous graph: odds, see :func:`sample_neighbors`; edges
             of weight 0 are as if they were not there.
@@ -147,9 +148,7 @@ class NeighborSampler(BaseSampler):
                 trees += len(ids)
         limit = torch.cat([until[name] for name in by_type]) if self.time else None
 
-        def hop(kind: EdgeType, targets: Tensor, fanout: int) -> Neighbors:
-            return self._hop(kind, targets, fanout, seed, limit)
-
+        hop = partial(self._hop, seed=seed, limit=limit)
         out = sample_hops(by_type, self.fanouts, hop, self._numberings_for(trees), self.directed)
         if self.disjoint:
             out.batch = {name: ids // self.num_nodes[name] for name, ids in out.node.items()}
@@ -169,14 +168,12 @@ class NeighborSampler(BaseSampler):
             raise ValueError("disjoint=True and times tell of seeds, of which an induced subgraph has none.")
         by_type = dict(nodes) if isinstance(nodes, Mapping) else {ONE_TYPE[0]: nodes}
         self._check_seeds(by_type, {})
-
-        def hop(kind: EdgeType, targets: Tensor, fanout: int) -> Neighbors:
-            return self._hop(kind, targets, fanout, 0, None)
-
-        out = induced_subgraph(by_type, list(self.csr), hop, self._numberings_for(0))
+        out = induced_subgraph(by_type, list(self.csr), self._hop, self._numberings_for(0))
         return out if self.is_hetero else output_of_one_type(out)
 
-    def _hop(self, kind: EdgeType, targets: Tensor, fanout: int, seed: int, limit: Tensor | None) -> Neighbors:
+    def _hop(
+        self, kind: EdgeType, targets: Tensor, fanout: int, seed: int = 0, limit: Tensor | None = None
+    ) -> Neighbors:
         source, _, target = kind
         choices: dict[str, Any] = {"seed": seed_of_type(seed, list(self.csr).index(kind)), "keys": targets}
         if fanout != -1:
@@ -235,7 +232,6 @@ class NeighborSampler(BaseSampler):
 
 
 def output_of_one_type(out: HeteroSamplerOutput) -> SamplerOutput:
-    """Returns the output of a graph without types, as PyG has it."""
     node, kind = ONE_TYPE[0], ONE_TYPE
     return SamplerOutput(
         node=out.node[node],

@@ -31,11 +31,6 @@ def split_seeds(seeds: Ids, offsets: Ids, ranks_per_machine: int = 1) -> list[Id
     What a rank has too many of goes to those that have too few, of its machine first: seeds move, features stay where they
     are. DistDGL (section III-B) cuts the sorted ids into equal ranges instead, and gives each to the machine that owns most of
     it; of unequal parts, fewer seeds then stay with their owners.
-
-    Args:
-        seeds: ids in the partitioned graph, ascending.
-        offsets: first node of each rank and the end, ``[P + 1]``.
-        ranks_per_machine: ranks lie on machines in order, so many on each.
     """
     num_ranks = len(offsets) - 1
     owned = np.split(seeds, np.searchsorted(seeds, offsets[1:-1]))
@@ -58,10 +53,6 @@ def split_seeds(seeds: Ids, offsets: Ids, ranks_per_machine: int = 1) -> list[Id
 class SeedBatches:
     """Batches of one rank's seeds: as many on all ranks, so that none waits for another in vain.
 
-    Args:
-        sizes: number of seeds of each rank.
-        batch_size: seeds of a batch, at most.
-
     Attributes:
         steps: batches of an epoch.
     """
@@ -71,7 +62,6 @@ class SeedBatches:
         self.steps = max(1, -(-max(sizes) // batch_size))
 
     def counts(self, step: int) -> tuple[int, ...]:
-        """Returns how many seeds each rank has in a step."""
         return tuple((step + 1) * size // self.steps - step * size // self.steps for size in self.sizes)
 
     def of_epoch(self, seeds: Tensor, rank: int, seed: int | None) -> list[Tensor]:

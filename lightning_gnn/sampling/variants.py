@@ -9,7 +9,7 @@ N nodes and E edges of the whole graph, all in ids of the partitioned graph.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Literal, get_args
+from typing import Literal, get_args
 
 import numpy as np
 import torch
@@ -20,6 +20,7 @@ from torch_geometric.typing import EdgeType
 from typing_extensions import override
 
 from lightning_gnn.data.attributes import STAND_INS
+from lightning_gnn.data.shards import Cut
 from lightning_gnn.data.sources import MASKS
 from lightning_gnn.partition.metis import Adjacency, part_graph
 from lightning_gnn.partition.types import ONE_TYPE
@@ -28,9 +29,6 @@ from lightning_gnn.sampling.hops import induced_subgraph, sample_hops
 from lightning_gnn.sampling.loader import BatchMaker
 from lightning_gnn.sampling.neighbors import Neighbors
 from lightning_gnn.sampling.numbering import Numbering
-
-if TYPE_CHECKING:
-    from lightning_gnn.data.shards import Cut
 
 Method = Literal["neighbor", "shadow", "saint_node", "saint_edge", "saint_walk", "cluster"]
 
@@ -44,9 +42,6 @@ _STEP = 0x9E3779B97F4A7C15
 """Between the random seeds of a walk's steps: a walk that comes to a node again goes on afresh."""
 
 
-# ShaDow #######################################################################
-
-
 class EgoBatchMaker(BatchMaker):
     """Makes a batch of ego graphs, one per seed, that share no nodes; see :class:`BatchMaker` for arguments."""
 
@@ -56,10 +51,6 @@ class EgoBatchMaker(BatchMaker):
 
         All edges between the nodes that were drawn around a seed. Ego graph after ego graph: ``batch [n]``, which one a node
         belongs to, ``ptr``, and ``root_n_id``, the rows of the seeds, for which masks are true.
-
-        Args:
-            seeds: ids in the partitioned graph.
-            random_seeds: of each rank's batch.
         """
         node, kind = ONE_TYPE[0], ONE_TYPE
         num, trees = self.store.types.total(node), len(seeds)
@@ -88,9 +79,6 @@ class EgoBatchMaker(BatchMaker):
         return batch
 
 
-# Subgraphs of drawn nodes #####################################################
-
-
 class SubgraphBatchMaker(BatchMaker):
     """Makes a batch of some nodes and all edges between them.
 
@@ -111,10 +99,6 @@ class SubgraphBatchMaker(BatchMaker):
 
         ``train_mask`` is true for labelled training nodes, other masks are the graph's; ``num_seeds`` counts the former, and
         is 0 where a stand-in is the only one.
-
-        Args:
-            seeds: what the draw goes by; of GraphSAINT, not at all.
-            random_seeds: of each rank's batch.
         """
         nodes = self._draw(self.store, seeds, random_seeds)
         idle = not bool(self._training[nodes].any())
@@ -149,15 +133,10 @@ def saint_draw(cut: Cut, method: str, count: int, walk_length: int) -> tuple[Dra
     """Returns how GraphSAINT draws the nodes of a batch from the whole graph (section 3.4), and how many at most.
 
     Args:
-        cut: the graph.
         method: ``"saint_node"``: sources of edges drawn uniformly, so nodes in proportion to their degree; ``"saint_edge"``: both
             ends of an in-edge of each of some uniform nodes, which are, of edges that go both ways, edges in proportion to the
             sum of one over the degrees of their ends; ``"saint_walk"``: walks to in-neighbours from uniform nodes.
         count: draws: nodes, edges or walks; what is drawn twice is there once.
-        walk_length: steps of a walk.
-
-    Raises:
-        ValueError: the graph has no edges.
     """
     num_nodes, num_edges = len(cut.n_id), len(cut.e_id)
     if not num_edges:
@@ -195,12 +174,6 @@ def cluster_draw(cut: Cut, rank: int, num_clusters: int, seed: int) -> Draw:
     """Returns how Cluster-GCN's batches are made of clusters of a rank's own nodes: METIS's, of the edges among them.
 
     A batch's seeds are ids of clusters; of a part with fewer nodes than clusters, the last clusters are empty.
-
-    Args:
-        cut: the graph.
-        rank: whose part it is.
-        num_clusters: of that part.
-        seed: of METIS.
     """
     first, owned = int(cut.offsets[rank]), int(cut.offsets[rank + 1] - cut.offsets[rank])
     inside = np.asarray(cut.edge_index_of(rank))

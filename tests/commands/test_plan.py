@@ -35,7 +35,7 @@ from lightning_gnn.planning.presets import dgx1, find_topology, pcie8, uniform
 from lightning_gnn.planning.relation import Relation
 from lightning_gnn.planning.spst import spst
 from lightning_gnn.planning.tables import rank_plan
-from lightning_gnn.planning.topology_file import save_topology, topology_from_dict
+from lightning_gnn.planning.topology_file import topology_from_dict, topology_to_dict
 from lightning_gnn.strategies import GNNStrategy, Scheme, register
 
 PLANS = ("p2p", "spst", "swap", "replicate", "dgcl_r")
@@ -264,7 +264,7 @@ def test_json_has_all_and_the_print_has_its_numbers(store, tmp_path, capsys):
 
 
 def test_a_later_fit_finds_the_parts_and_a_config_gives_the_rest(store, tmp_path, capsys):
-    save_topology(dgx1(), tmp_path / "machine.json")
+    (tmp_path / "machine.json").write_text(json.dumps(topology_to_dict(dgx1())))
     strategy = {"class_path": "lightning_gnn.DGCLStrategy", "init_args": {"topology": str(tmp_path / "machine.json")}}
     arguments = [f"--config={REPOSITORY / 'configs' / 'dgcl.yaml'}", *DATA, "--trainer.devices=8"]
     arguments.append(f"--trainer.strategy={json.dumps(strategy)}")
@@ -328,7 +328,9 @@ def test_products_are_followed(strategy, follows, store, tmp_path, capsys):
 
 def test_products_that_lack_a_link_say_so(store, tmp_path, capsys):
     links = [{"a": a, "b": a + 1, "gb_per_s": 1.0} for a in range(3)]
-    save_topology(topology_from_dict({"devices": 4, "links": links}), tmp_path / "line.json")
+    (tmp_path / "line.json").write_text(
+        json.dumps(topology_to_dict(topology_from_dict({"devices": 4, "links": links})))
+    )
     topology = f"--topology={tmp_path / 'line.json'}"
     for strategy in ("dgcl", "spmm_2d"):
         plan([*DATA, "--parts=4", topology, f"--trainer.strategy={strategy}"])
@@ -433,7 +435,9 @@ def test_output_that_cannot_be_written(store, tmp_path, monkeypatch, capsys):
 
 def test_a_plan_that_does_not_apply(store, tmp_path):
     links = [{"a": a, "b": a + 1, "gb_per_s": 1.0} for a in range(3)]
-    save_topology(topology_from_dict({"devices": 4, "links": links}), tmp_path / "line.json")
+    (tmp_path / "line.json").write_text(
+        json.dumps(topology_to_dict(topology_from_dict({"devices": 4, "links": links})))
+    )
     strategy = {"class_path": "lightning_gnn.DGCLStrategy", "init_args": {"plan": "p2p"}}
     with pytest.raises(SystemExit, match="error: Device . has rows for device ., but topology"):
         plan([*DATA, "--parts=4", f"--topology={tmp_path / 'line.json'}", f"--trainer.strategy={json.dumps(strategy)}"])

@@ -269,7 +269,7 @@ SOURCES: dict[str, tuple[Any, Any, str]] = {
     "unknown_argument": (small, 5, "source_args must be a dict of keyword arguments .got 5"),
     "wrong_argument": (raises, {"root": "x"}, r"raises\(root='x'\) raised TypeError.*unexpected keyword argument"),
     "number_as_argument": (raises, {1: 2}, "raised TypeError.*keywords must be strings"),
-    "arguments_of_a_graph": (small(), {"root": "x"}, "needs a callable or a import path as source .got Data"),
+    "arguments_of_a_graph": (small(), {"root": "x"}, "needs a callable or an import path as source .got Data"),
     "nothing": (None, None, "gives a NoneType"),
     "returns_nothing": (lambda: None, None, "gives a NoneType"),
     "number": (5, None, "gives a int"),
@@ -449,17 +449,17 @@ def test_notes_are_not_believed_blindly(tmp_path, monkeypatch):
     """What a description is known by is checked: copied to another description, or altered, it counts for nothing."""
     monkeypatch.setattr(StoredGraph, "_build_in_subprocess", StoredGraph.build)
     module = GraphDataModule("test_bad_input.small", store=tmp_path)
-    folder = module._stored._ensure_stored(TWO)
-    key, _ = module._stored._notes(TWO)
+    folder = module._ensure_stored(TWO)
+    key, _ = module._notes(TWO)
     note = tmp_path / f"{key}.known"
-    assert module._stored._noted(key) == folder
+    assert module._noted(key) == folder
     (tmp_path / "other.known").write_text(note.read_text())
-    assert module._stored._noted("other") is None
+    assert module._noted("other") is None
     for content in ("", folder, f"{folder} 0", "../.. 0", "\0"):
         note.write_text(content)
-        assert module._stored._noted(key) is None
+        assert module._noted(key) is None
     note.write_bytes(b"\xff\xff")
-    assert module._stored._noted(key) is None
+    assert module._noted(key) is None
 
 
 def no_space(*_: Any, **__: Any) -> Any:
@@ -552,14 +552,12 @@ def test_a_killed_writer_leaves_nothing_that_is_trusted(tmp_path, where):
 def test_a_killed_or_failed_child_is_told(tmp_path, monkeypatch, capfd):
     module = GraphDataModule("test_bad_input.without_numbers", store=tmp_path)
     failed = "Loading or partitioning test_bad_input.without_numbers failed: "
-    refused(
-        lambda: module._stored._ensure_stored(TWO), f"{failed}x holds NaN or infinite values in 6 of 6", RuntimeError
-    )
+    refused(lambda: module._ensure_stored(TWO), f"{failed}x holds NaN or infinite values in 6 of 6", RuntimeError)
     assert "Traceback" in capfd.readouterr().err
     for code, said in ((-9, "its process was ended by signal 9.* too little memory"), (1, "see the error above")):
         done = subprocess.CompletedProcess([], code, stdout="")
         monkeypatch.setattr(stored_graph.subprocess, "run", lambda *_, done=done, **__: done)
-        refused(lambda: module._stored._ensure_stored(TWO), failed + said, RuntimeError)
+        refused(lambda: module._ensure_stored(TWO), failed + said, RuntimeError)
 
 
 def without_numbers() -> Data:

@@ -86,7 +86,7 @@ def test_a_loss_of_power_at_any_byte_is_found(tmp_path, monkeypatch):
     """500 files that end early, or hold zeros from some byte on, which is what a disk has that was not told to keep them."""
     monkeypatch.setattr(StoredGraph, "_build_in_subprocess", StoredGraph.build)
     module = GraphDataModule("test_bad_input.small", store=tmp_path)
-    folder = tmp_path / module._stored._ensure_stored(TWO)
+    folder = tmp_path / module._ensure_stored(TWO)
     was = read_cut(shutil.copytree(folder, tmp_path / "elsewhere" / folder.name))
     files = [file for file in (*folder.iterdir(), *tmp_path.glob("*.known"))]
     rng, found = np.random.default_rng(0), 0
@@ -99,7 +99,7 @@ def test_a_loss_of_power_at_any_byte_is_found(tmp_path, monkeypatch):
             continue
         file.write_bytes(damaged)
         if file.name == "verified.json" or file.suffix == ".known":  # say nothing, so all is read, or built, again
-            assert tmp_path / module._stored._ensure_stored(TWO) == folder and same(folder, was)
+            assert tmp_path / module._ensure_stored(TWO) == folder and same(folder, was)
         else:
             with pytest.raises(StoreError, match=file.name.replace("manifest.json", "manifest")):
                 read_cut(folder)

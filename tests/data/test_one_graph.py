@@ -211,11 +211,11 @@ def test_loading_takes_no_random_numbers_from_the_run():
 
 def test_what_no_seed_reaches_is_read_back(tmp_path):
     data, split = prepared(tmp_path, drawn_from_entropy)
-    digests = data._stored._digests
+    digests = data._digests
     again, _ = prepared(tmp_path, data)  # the same layout
     assert again is data and split_in_store(data) == split
     prepared(tmp_path, data, devices=3)
-    assert data._stored._digests == digests and split_in_store(data) == split
+    assert data._digests == digests and split_in_store(data) == split
     graph = data.load()  # on one device
     assert graph_digests(graph) == digests
     assert {name: set(graph[name].nonzero().view(-1).tolist()) for name in MASKS} == split

@@ -129,7 +129,7 @@ def test_bad_graphs_are_refused(changes, options, words):
         ("no.such.module", None, "cannot be imported"),
         ("test_datamodule.nothing", None, "cannot be imported"),
         ("Planetoid", None, "Give the import path"),
-        (small(), {"root": "x"}, "needs a callable or a import path"),
+        (small(), {"root": "x"}, "needs a callable or an import path"),
         ([small(), small()], None, "holds 2 graphs"),
         ([1], None, "gives a int; GraphDataModule takes PyG's graphs"),
     ],
@@ -273,21 +273,21 @@ def test_dotted_path_is_not_even_loaded_again(tmp_path, monkeypatch):
     layout = LayoutSpec("edge_cut", 2)
     with monkeypatch.context() as patched:
         patched.setattr(StoredGraph, "_build_in_subprocess", StoredGraph.build)
-        first = module()._stored._ensure_stored(layout)
+        first = module()._ensure_stored(layout)
     assert float(read_cut(tmp_path / "store" / first).shard(0).batch.x.min()) >= 2.0
     with monkeypatch.context() as patched:
         patched.setattr(StoredGraph, "_build_in_subprocess", refuse)
-        assert module()._stored._ensure_stored(layout) == first
+        assert module()._ensure_stored(layout) == first
         file.write_text("abc")  # what the arguments name has changed
         with pytest.raises(AssertionError, match="partitioned again"):
-            module()._stored._ensure_stored(layout)
+            module()._ensure_stored(layout)
         patched.setattr(StoredGraph, "_build_in_subprocess", StoredGraph.build)
-        assert module()._stored._ensure_stored(layout) != first
+        assert module()._ensure_stored(layout) != first
 
 
 def test_a_path_that_cannot_be_imported_says_so(tmp_path):
     with pytest.raises(ValueError, match="cannot be imported"):
-        GraphDataModule("no.such.module", store=tmp_path)._stored._ensure_stored(LayoutSpec("edge_cut", 2))
+        GraphDataModule("no.such.module", store=tmp_path)._ensure_stored(LayoutSpec("edge_cut", 2))
 
 
 def _build(rank: int, world_size: int, folder: Path) -> tuple[str, bool]:

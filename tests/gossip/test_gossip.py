@@ -58,7 +58,7 @@ from lightning_gnn.gossip.pairing import Pairing
 from lightning_gnn.gossip.pool import Pool
 from lightning_gnn.gossip.push_sum import Mass, PushSum
 from lightning_gnn.gossip.worker import Peers, Worker, distance, sketch
-from lightning_gnn.partition import assign_nodes
+from lightning_gnn.partition.edge_cut import assign_nodes
 from lightning_gnn.partition.layout import LayoutSpec
 
 # Without ranks ################################################################

@@ -11,9 +11,10 @@ from conftest import SHARED
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lightning_gnn.partition import assign_nodes, edge_cut_report, metis
-from lightning_gnn.partition.edge_cut import metis_candidates
+from lightning_gnn.partition import metis
+from lightning_gnn.partition.edge_cut import assign_nodes, metis_candidates
 from lightning_gnn.partition.locality import local_relabelling, recent_reads
+from lightning_gnn.partition.metrics import edge_cut_report
 from lightning_gnn.partition.shard import Relabelling, edge_cut_parts, halo_plan
 
 

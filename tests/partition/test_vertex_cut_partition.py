@@ -11,8 +11,8 @@ from conftest import SHARED
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lightning_gnn.partition import VertexCutReport, assign_edges, vertex_cut_report
-from lightning_gnn.partition.vertex_cut import METHODS
+from lightning_gnn.partition.vertex_cut import METHODS, assign_edges
+from lightning_gnn.partition.vertex_report import VertexCutReport, vertex_cut_report
 
 Graph = tuple[np.ndarray, int]
 TWO_HOSTS = ((0, 1, 2, 3), (4, 5, 6, 7))
@@ -193,7 +193,7 @@ def test_knowing_hosts_sends_fewer_rows_between_them(name):
     flat, by_host = (
         assign_edges(edge_index, nodes, 8, groups=TWO_HOSTS, host_weight=weight).report for weight in (0, 0.1)
     )
-    assert by_host.most_outer < 0.9 * flat.most_outer and by_host.outer.sum() < 0.9 * flat.outer.sum()
+    assert by_host.outer.max() < 0.9 * flat.outer.max() and by_host.outer.sum() < 0.9 * flat.outer.sum()
     assert by_host.replication_factor < 1.06 * flat.replication_factor
     assert max(flat.edge_balance, by_host.edge_balance) < 1.05
 
