@@ -15,15 +15,7 @@ from lightning_gnn.gossip.worker import Scores, Worker
 
 
 class WorkerFit(pl.Callback):
-    """Connects a worker with Lightning's loop.
-
-    Args:
-        module: this worker's.
-        worker: takes batches from the pool, and meets others.
-        clusters: of the graph.
-        gradients: average gradients; else parameters.
-        comparison: chooses the result.
-    """
+    """Connects a worker with Lightning's loop; it averages gradients or else parameters."""
 
     def __init__(
         self, module: pl.LightningModule, worker: Worker, clusters: Clusters, gradients: bool, comparison: Comparison
@@ -34,12 +26,8 @@ class WorkerFit(pl.Callback):
         self._pooled: PooledBatches | None = None
 
     def batches(self, mask: str | None, saved: dict[str, Any]) -> PooledBatches | ClusterBatches | None:
-        """Returns the pool's batches for training, the clusters with validation nodes for validation; None for the rest.
-
-        Args:
-            mask: of the stage.
-            saved: :meth:`position` of the checkpoint that the run resumes with; empty without one.
-        """
+        """Returns the pool's batches for training, the clusters with validation nodes for validation, None for the rest. `saved`
+        is the :meth:`position` of the checkpoint that the run resumes with; empty without one."""
         if mask == "val_mask":
             return ClusterBatches(self._clusters, self._clusters.labelled("val_mask"))
         if mask != "train_mask" or self._pooled is not None:
@@ -70,7 +58,6 @@ class WorkerFit(pl.Callback):
         return self._pooled.left_over()
 
     def average(self) -> None:
-        """Averages with others, if it is time to."""
         total = self.worker.meet(self._averages.vector)
         if total is not None:
             self._averages.take(total)
