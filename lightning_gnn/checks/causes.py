@@ -12,7 +12,7 @@ from torch_geometric.data import Data
 from lightning_gnn.checks.differences import Difference
 from lightning_gnn.checks.draws import Draw
 from lightning_gnn.checks.record import Compared, Rows, relative_difference
-from lightning_gnn.checks.trial import OnRank, Outcome, Parted, Trial
+from lightning_gnn.checks.trial import Outcome, Parted, Trial
 from lightning_gnn.data.shards import Shard
 from lightning_gnn.nn.rank_graph import UnsupportedModelError
 
@@ -24,12 +24,7 @@ _COLUMNS = 64
 
 @dataclass(frozen=True)
 class Cause:
-    """What makes numbers differ.
-
-    Attributes:
-        kind: in a few words.
-        text: what was seen, and what to do.
-    """
+    """What makes numbers differ: its kind in a few words; what was seen, and what to do."""
 
     kind: str
     text: str
@@ -51,12 +46,26 @@ class Finding:
     difference: float | None
     cause: Cause
 
+    @classmethod
+    def at(cls, difference: Difference, trial: Trial, cause: Cause) -> Finding:
+        """Returns the finding of a trial whose runs differ."""
+        return cls(trial.step, difference.where, difference.size, cause)
+
+    @classmethod
+    def of_error(cls, error: Parted, trial: Trial) -> Finding:
+        """Returns the finding of a run on parts that ended before its time."""
+        raised = error.__cause__
+        cause = NEIGHBOURS if isinstance(raised, IndexError) else ACROSS_NODES
+        if isinstance(raised, UnsupportedModelError):
+            cause = Cause("a model that is refused", str(raised))
+        return cls(trial.step, f"on a part of the graph, {error}", None, cause)
+
     @property
     def what(self) -> str:
         """What differs, and by how much."""
-        return self.where + (
-            "" if self.difference is None else f" differs by {self.difference:.1e} of the largest value"
-        )
+        if self.difference is None:
+            return self.where
+        return f"{self.where} differs by {self.difference:.1e} of the largest value"
 
     def __str__(self) -> str:
         return f"{self.step}: {self.what}. Likely cause: {self.cause.kind}. {self.cause.text}"
@@ -142,14 +151,7 @@ STANDS_IN = Cause(
 
 
 def of(difference: Difference, whole: Outcome, found: Outcome, shards: Sequence[Shard], trial: Trial) -> Cause:
-    """Returns what may have made a run on parts differ from that of one device.
-
-    Args:
-        difference: the first.
-        whole, found: the runs.
-        shards: of the parts.
-        trial: that ran.
-    """
+    """Returns what may have made a run on parts differ from that of one device, first in `difference`."""
     if difference.values is not None:
         return of_values(difference.values, at_cut_edges(trial.graph, shards[0]))
     if difference.group == "loss":
@@ -159,14 +161,6 @@ def of(difference: Difference, whole: Outcome, found: Outcome, shards: Sequence[
     if difference.group == "buffers":
         return BUFFER
     return BY_ITSELF if found.ranks[0].backwards == 0 else BACKWARD
-
-
-def of_error(error: Parted) -> Cause:
-    """Returns what may have made a run on parts end before its time."""
-    raised = error.__cause__
-    if isinstance(raised, UnsupportedModelError):
-        return Cause("a model that is refused", str(raised))
-    return NEIGHBOURS if isinstance(raised, IndexError) else ACROSS_NODES
 
 
 def of_draws(draws: Sequence[Draw]) -> Cause:
@@ -199,18 +193,13 @@ def at_cut_edges(graph: Data, shard: Shard) -> Tensor:
 
 
 def of_values(found: Compared, cut: Tensor) -> Cause:
-    """Returns what may have made values differ whose inputs agree.
-
-    Args:
-        found: the first values that differ.
-        cut: the nodes that an edge joins to another rank's, bool ``[N]``.
-    """
+    """Returns what may have made values differ whose inputs agree; `cut` as :func:`at_cut_edges` returns it."""
     first, expected, _ = found.parts[0]
     if len(expected) not in (first.owned_nodes, first.owned_edges):
         return _of_readout(found)
     if len(expected) == first.owned_nodes and _only_cut(found, cut):
         return NEIGHBOURS
-    return next((cause for cause in _of_rows(found.parts)), ACROSS_NODES)
+    return next(_of_rows(found.parts), ACROSS_NODES)
 
 
 def _only_cut(found: Compared, cut: Tensor) -> bool:
@@ -285,20 +274,22 @@ def of_loss(whole: Outcome, found: Outcome, shards: Sequence[Shard], mask: str |
     losses = [each.loss for each in found.ranks if each.loss is not None]
     if whole.loss is not None and len(losses) == len(shards):
         values = torch.stack([loss.detach().double() for loss in losses])
-        ways = [*_weights(shards), *_rows_found(found.ranks)]
+        ways = [*_weights(shards)]
+        counts = [each.found_rows for each in found.ranks]
+        if None not in counts:
+            what = f"a mean over other rows ({_listed(counts)} on the two parts)"
+            say = "return {'loss': loss, 'loss_weight': how many rows it is over}"
+            ways.append((what, say, torch.tensor(counts, dtype=torch.float64)))
         if relative_difference(values, values[:1], _size(values)) < FIT:
             ways = [way for way in ways if way[0] == _ONE_VALUE]  # any weights would do
         for what, say, weights in ways:
             total = 1.0 if say.startswith("loss_reduction") else float(weights.sum()) or 1.0
             if relative_difference((values * weights).sum() / total, whole.loss, _size(whole.loss)) < FIT:
                 return Cause(COUNT, f"All modules agree, and the loss is {what}: {say}.")
-    counts = [each.found_rows for each in found.ranks]
-    rows = ""
-    if mask is not None and all(count is not None for count in counts):
-        labelled = shards[0].mask_counts[mask]
-        rows = (
-            f" It is over {_listed(counts)} rows on the two parts, whose {mask} has {_listed(labelled)} labelled nodes."
-        )
+    counts, rows = [each.found_rows for each in found.ranks], ""
+    if mask is not None and None not in counts:
+        of_mask = _listed(shards[0].mask_counts[mask])
+        rows = f" It is over {_listed(counts)} rows on the two parts, whose {mask} has {of_mask} labelled nodes."
     return Cause(
         COUNT,
         f"All modules agree, and the loss is no mean over the labelled nodes of the mask.{rows} Return {{'loss': loss, "
@@ -310,17 +301,6 @@ def of_loss(whole: Outcome, found: Outcome, shards: Sequence[Shard], mask: str |
 
 def _listed(values: Sequence[object]) -> str:
     return " and ".join(map(str, values))
-
-
-def _rows_found(ranks: Sequence[OnRank]) -> Iterator[tuple[str, str, Tensor]]:
-    """Yields the rows that the losses have gradients in, as :func:`_weights` does."""
-    counts = [each.found_rows for each in ranks]
-    if all(count is not None for count in counts):
-        yield (
-            f"a mean over other rows ({_listed(counts)} on the two parts)",
-            "return {'loss': loss, 'loss_weight': how many rows it is over}",
-            torch.tensor(counts, dtype=torch.float64),
-        )
 
 
 def _weights(shards: Sequence[Shard]) -> Iterator[tuple[str, str, Tensor]]:

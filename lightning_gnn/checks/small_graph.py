@@ -60,12 +60,7 @@ class SmallGraph:
 
 
 def small_graph(
-    batch: Data,
-    masks: Collection[str],
-    form: Form,
-    seed: int = 0,
-    without: Collection[str] = (),
-    num_classes: int = 0,
+    batch: Data, masks: Collection[str], form: Form, seed: int = 0, without: Collection[str] = (), num_classes: int = 0
 ) -> SmallGraph:
     """Returns a small graph whose node and edge attributes are rows of the user's; other attributes stay.
 
@@ -74,10 +69,7 @@ def small_graph(
     smaller then, in attributes of real numbers: else the largest would be the same on both parts.
 
     Args:
-        batch: a rank's part of the user's graph, on the CPU.
         masks: those of nodes or edges that the step's values are means over.
-        form: sizes.
-        seed: of the draw.
         without: masks that the second part has no row of.
         num_classes: of the whole graph; a node of each part has the last one, which all of this rank's may lack.
     """
@@ -154,16 +146,8 @@ def _rows(
     without: Collection[str],
     g: torch.Generator,
 ) -> Tensor:
-    """Returns which of the user's rows the parts have, the first part's first.
-
-    Args:
-        attributes: of nodes or edges, one row each.
-        counted: which rows count in the stage's mask, bool.
-        sizes: rows of either part.
-        labelled: of these, how many that count.
-        without: masks that the second part has no row of.
-        g: of the draw.
-    """
+    """Returns which of the user's rows the parts have, the first part's first; the second has no row of the masks in
+    `without`."""
     attributes = {name: value for name, value in attributes.items() if value.dim() == 1 or name == "y"}
     if "y" in attributes and (classes := class_labels(attributes["y"])) is not None:
         attributes["y"] = classes
@@ -185,11 +169,7 @@ def _rows(
 
 
 def _of_both(
-    attributes: dict[str, Tensor],
-    counted: Tensor,
-    labelled: Sequence[int],
-    others: Sequence[int],
-    g: torch.Generator,
+    attributes: dict[str, Tensor], counted: Tensor, labelled: Sequence[int], others: Sequence[int], g: torch.Generator
 ) -> list[Tensor]:
     """Returns the rows of either part; where all count, or none does, all are drawn from them."""
     yes, no = counted.nonzero().view(-1), (~counted).nonzero().view(-1)

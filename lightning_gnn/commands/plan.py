@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -254,7 +254,7 @@ def plan(arguments: Sequence[str]) -> None:
         report = PlanReport.of(cli.strategy.strategy_name, cli.scheme, work, cli.topology, cut)
         peaks, unknown = cli.peaks(cut)
         if cli.json is not None:
-            memory = [{**peak.as_dict(), "recompute": again.as_dict()} for _, peak, again in peaks]
+            memory = [{**asdict(peak), "recompute": asdict(again)} for _, peak, again in peaks]
             cli.json.write_text(json.dumps({**report.as_dict(), "memory": memory}, indent=1) + "\n")
         drawn = [] if cli.output is None else _draw(report, cli.output)
     console.print(*printed(report, cli.layers_from, cli.columns_from), sep="\n")
