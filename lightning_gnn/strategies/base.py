@@ -107,9 +107,9 @@ class GNNStrategy(StepStrategy):
         super().__init__(start_method, shared_memory, timeout, **plugins)
         check_choice("loss_reduction", loss_reduction, ("mean", "sum"))
         check_choice("predictions", predictions, get_args(Predictions))
-        check_flags(self_check=self_check, keep_memory=keep_memory, recompute=recompute, offload=offload)
-        check_flags(stochastic_rounding=stochastic_rounding)
-        check_options(scheme, codec, stochastic_rounding, recompute, offload)
+        flags = {"recompute": recompute, "offload": offload, "stochastic_rounding": stochastic_rounding}
+        check_flags(self_check=self_check, keep_memory=keep_memory, **flags)
+        check_options(scheme, codec, **flags)
         self.scheme = scheme
         self.codec, self.stochastic_rounding = codec, stochastic_rounding
         self.recompute, self.offload = recompute, offload
@@ -129,14 +129,11 @@ class GNNStrategy(StepStrategy):
         """Returns what the datamodule must give each rank."""
         return self.scheme.layout(self.world_size, self.num_nodes)
 
-    # Set-up and teardown ######################################################
-
     def before_ranks_start(self, trainer: pl.Trainer | None, given: Sequence[Any], self_check: bool = True) -> None:
         """Finds what is wrong while there is one process only; called by launchers in the process that starts the ranks.
 
         Args:
-            trainer: whose call it is.
-            given: the arguments of the call.
+            trainer, given: whose call it is, and its arguments.
             self_check: whether the self-check may run here.
         """
         if trainer is not None and self.world_size > 1:
@@ -197,7 +194,6 @@ class GNNStrategy(StepStrategy):
 
     def stage_callbacks(self, shard: Shard) -> list[pl.Callback]:
         """Returns the callbacks that a stage adds to the user's."""
-        assert self._shared is not None
         metrics = CommunicationMetrics(self.meter, self.world, part_sizes(shard), self._shared.replicas)
         return [metrics, self.progress, self._checks.self_checks, *self.scheme.callbacks(self.world)]
 
@@ -230,19 +226,15 @@ class GNNStrategy(StepStrategy):
     @contextmanager
     def unbound(self) -> Iterator[None]:
         """While open, the module is as its user made it."""
-        assert self._values is not None
-        with self._values.released():
+        with self._values.released(), ExitStack() as stack:
             if self._binding is not None:
                 self._binding.release()
-            try:
-                yield
-            finally:
-                if self._binding is not None:
-                    self._binding.bind()
+                stack.callback(self._binding.bind)
+            yield
 
     @override
     def teardown(self) -> None:
-        trainer = getattr(self.lightning_module, "_trainer", None)
+        trainer = self._trainer
         if trainer is not None:
             for callback in self._callbacks:
                 trainer.callbacks.remove(callback)
@@ -254,8 +246,8 @@ class GNNStrategy(StepStrategy):
             if part is not None:
                 part.release()
         self._callbacks = []
-        self._values = self._shared = self._binding = self._shard = self.random = self.loss = None
-        self._checks.self_checks.release()
+        self._values = self._shared = None  # type: ignore[assignment]
+        self._binding = self._shard = self.random = self.loss = self._checks.self_checks.shard = None
         self.scheme.unbind()
         super().teardown()
 
@@ -274,7 +266,6 @@ class GNNStrategy(StepStrategy):
         self.world.watch.place = "end of training"
         if self._binding is not None:
             self._binding.context.drain()
-        assert self._shared is not None
         self._shared.end_training()
 
     @override

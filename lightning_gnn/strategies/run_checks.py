@@ -42,14 +42,7 @@ def check_options(
 
 
 class RunChecks:
-    """Checks a run of a strategy.
-
-    Args:
-        strategy: whose run it is.
-
-    Attributes:
-        self_checks: of the module's steps.
-    """
+    """Checks a run of a strategy."""
 
     def __init__(self, strategy: GNNStrategy) -> None:
         self._strategy = strategy
@@ -112,7 +105,8 @@ class RunChecks:
             raise ValueError(NO_TYPES)
         strategy.check_model(module, shard.types)
         if not shard.types.is_hetero:
-            self.self_checks.ahead_of_stage(module, shard, trainer)
+            self.self_checks.before_stage(module, shard, trainer)
+            self.self_checks.done = True
 
     def _warm_up(self, module: pl.LightningModule, trainer: pl.Trainer) -> None:
         """Compiles what layers run, unless PyG's own code runs in all steps: then there is none to check either."""

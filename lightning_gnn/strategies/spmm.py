@@ -40,15 +40,8 @@ Permute = Literal["metis", "random"]
 
 
 class ProductScheme(Scheme):
-    """Each rank owns a range of nodes and their in-edges; sums over neighbours are products with a matrix that all hold.
-
-    Args:
-        permute: who owns which node, unless the datamodule says so.
-        keep_constant: see :class:`~lightning_gnn.strategies.dgcl.DGCLStrategy`.
-
-    Raises:
-        ValueError: an unknown permutation.
-    """
+    """Each rank owns a range of nodes and their in-edges; sums over neighbours are products with a matrix that all hold. See
+    :class:`SpMM15DStrategy`."""
 
     def __init__(self, permute: Permute | None, keep_constant: bool) -> None:
         if not is_one_of(permute, ("metis", "random", None)):
@@ -67,21 +60,10 @@ class ProductScheme(Scheme):
 
 
 class SpMMScheme(ProductScheme):
-    """1D and 1.5D products.
-
-    Args:
-        replication, sparsity_aware, permute, keep_constant: see :class:`SpMM15DStrategy`.
-
-    Raises:
-        ValueError: a replication factor below 1, an unknown permutation.
-    """
+    """1D and 1.5D products; see :class:`SpMM15DStrategy`."""
 
     def __init__(
-        self,
-        replication: int | None,
-        sparsity_aware: bool,
-        permute: Permute | None,
-        keep_constant: bool = True,
+        self, replication: int | None, sparsity_aware: bool, permute: Permute | None, keep_constant: bool = True
     ) -> None:
         if replication is not None:
             check_whole(replication=replication)
@@ -173,12 +155,7 @@ def _partial_sums(source: Ids, target: Ids, grid: ProcessGrid, offsets: Ids, ran
 
 
 class CubeScheme(ProductScheme):
-    """2D and 3D products.
-
-    Args:
-        dimensions: 2 or 3.
-        permute, keep_constant: see :class:`SpMM2DStrategy`.
-    """
+    """2D and 3D products; see :class:`SpMM2DStrategy`."""
 
     def __init__(self, dimensions: int, permute: Permute | None, keep_constant: bool = True) -> None:
         super().__init__(permute, keep_constant)
