@@ -269,7 +269,7 @@ def _as_imported_now() -> None:
     """Does what imports do that depends on the environment."""
     from lightning.fabric.utilities.rank_zero import _get_rank, rank_zero_only
 
-    from lightning_gnn.launching.script import join_parent
+    from lightning_gnn.launching import join_parent
 
     rank_zero_only.rank = _get_rank() or 0
     join_parent()

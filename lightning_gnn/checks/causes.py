@@ -1,4 +1,4 @@
-"""What makes numbers differ, told by how they differ, and what to write instead."""
+"""What makes numbers differ, found by how they differ, and what to write instead."""
 
 from __future__ import annotations
 
@@ -251,14 +251,14 @@ def _line(expected: Tensor, value: Tensor) -> tuple[Tensor, Tensor] | None:
     x, y, count = x.where(used, 0.0), y.where(used, 0.0), used.sum(0).clamp(min=1)
     centred = (x - x.sum(0) / count).where(used, 0.0)
     spread = centred.square().sum(0)
-    told = (used.sum(0) > 3) & (spread > (FIT * _size(x)) ** 2)
-    if not told.any():
+    known = (used.sum(0) > 3) & (spread > (FIT * _size(x)) ** 2)
+    if not known.any():
         return None
     slope = (centred * y).sum(0) / spread.clamp(min=1e-300)
     offset = (y.sum(0) - slope * x.sum(0)) / count
     size = _size(y)
-    off = (y - slope * x - offset).where(used, 0.0)[:, told]
-    return None if float(off.abs().max()) > FIT * size else (slope[told], offset[told] / size)
+    off = (y - slope * x - offset).where(used, 0.0)[:, known]
+    return None if float(off.abs().max()) > FIT * size else (slope[known], offset[known] / size)
 
 
 def _size(values: Tensor) -> float:

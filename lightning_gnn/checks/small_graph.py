@@ -65,7 +65,7 @@ def small_graph(
     """Returns a small graph whose node and edge attributes are rows of the user's; other attributes stay.
 
     Each part has rows of each class, and of each value of whatever else has few, as far as there are any; beyond these, rows
-    are dealt in the order of their labels, so that the parts' classes and losses differ. Rows that are there twice are a little
+    are taken in the order of their labels, so that the parts' classes and losses differ. Rows that are there twice are a little
     smaller then, in attributes of real numbers: else the largest would be the same on both parts.
 
     Args:
@@ -175,11 +175,11 @@ def _of_both(
     yes, no = counted.nonzero().view(-1), (~counted).nonzero().view(-1)
     if not len(yes) or not len(no):
         yes = no = torch.arange(len(counted))
-    dealt = [_dealt(attributes, yes, labelled, g), _dealt(attributes, no, others, g)]
-    return [torch.cat(rows) for rows in zip(*dealt)]
+    drawn = [_drawn(attributes, yes, labelled, g), _drawn(attributes, no, others, g)]
+    return [torch.cat(rows) for rows in zip(*drawn)]
 
 
-def _dealt(attributes: dict[str, Tensor], rows: Tensor, quotas: Sequence[int], g: torch.Generator) -> list[Tensor]:
+def _drawn(attributes: dict[str, Tensor], rows: Tensor, quotas: Sequence[int], g: torch.Generator) -> list[Tensor]:
     """Returns that many of `rows` for either part: each value of an attribute with few, then the others in order of labels."""
     pool = rows[torch.randperm(len(rows), generator=g)[:_POOL]]
     kinds = _kinds(attributes, pool)
@@ -200,8 +200,8 @@ def _dealt(attributes: dict[str, Tensor], rows: Tensor, quotas: Sequence[int], g
         values = attributes["y"][pool[rest]].double()
         rest = rest[(values if values.dim() == 1 else values.sum(1)).argsort()]
     missing = quotas[0] - len(taken[0])
-    dealt = (rest[:missing], rest[missing:])
-    return [pool[torch.cat([torch.tensor(own, dtype=torch.long), more])] for own, more in zip(taken, dealt)]
+    rests = (rest[:missing], rest[missing:])
+    return [pool[torch.cat([torch.tensor(own, dtype=torch.long), more])] for own, more in zip(taken, rests)]
 
 
 def _kinds(attributes: dict[str, Tensor], rows: Tensor) -> list[Tensor]:

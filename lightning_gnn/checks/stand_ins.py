@@ -99,11 +99,6 @@ class QuietTrainer:
 
     epoch: int | None = None
     reads_epoch = False
-    world_size: int
-    num_devices: int
-    global_rank: int
-    is_global_zero: bool
-    strategy: Any
 
     def __init__(
         self, trainer: pl.Trainer, stage: str | None = None, datamodule: pl.LightningDataModule | None = None
@@ -125,7 +120,7 @@ class QuietTrainer:
 
     def on_rank(self, world: World | None, logged: LoggedValues) -> QuietTrainer:
         """Returns the Trainer of one rank, None for one device; `logged` keeps what its logger is given."""
-        mine = copy.copy(self)
+        mine: Any = copy.copy(self)
         mine.logger = _KeptLogger(logged)
         size, rank = (1, 0) if world is None else (world.size, world.rank)
         mine.world_size, mine.num_devices, mine.global_rank, mine.is_global_zero = size, size, rank, rank == 0

@@ -2,7 +2,7 @@
 
 Source: Zhang, "Efficient Asynchronous GCN Training on a GPU Cluster" (2021): Algorithm 6, any pair of workers, and Algorithm 5,
 active workers choose passive ones (Lian et al., AD-PSGD, 2018). There two arrays under two locks say who is available and who was
-chosen by whom; a worker that dies with a lock, or while its partner waits, stops everybody, and the clean-up averages while it
+chosen by whom; a worker that dies with a lock, or while its partner waits, stops all, and the clean-up averages while it
 holds both. Here each worker has one key, which changes by compare-and-swap only, and nobody holds anything while it waits:
 
     free --(others: chosen by c)--> chosen --(self: accepts)--> met --(self: has exchanged)--> free
@@ -123,7 +123,7 @@ class Pairing:
         if self.is_chosen:
             yield Swap(_key(self.me), _OFF, self._free())
 
-    def somebody(self) -> Steps[int | None]:
+    def any_other(self) -> Steps[int | None]:
         """Returns one that takes part, at random, and asks no more of it; None if nobody else does."""
         found = yield from self._one_of([worker for worker in range(self.size) if worker != self.me])
         return None if found is None else found[0]

@@ -71,7 +71,7 @@ class PushSum(Worker):
             self.counts.averages += 1
         # Where the last vector is still on its way, its receiver is slow: the mass stays here.
         if self.counts.batches % self.interval == 0 and self.mass.is_enough and not self._mailbox.sending:
-            other = self._carry_out(self.pairing.somebody())
+            other = self._carry_out(self.pairing.any_other())
             if other is not None:
                 mean = own() if total is None else total / self.mass.weight
                 self._mailbox.send(self.peers.addresses[other], self.mass.half(mean))

@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 import random
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
 from typing import Any
@@ -256,12 +256,13 @@ class _Check:
             )
         differences: dict[str, float | None] = dict.fromkeys(GROUPS)
         finding: Finding | None = None
-        run = _Run(strategy, split_graph(self.graph, np.asarray(part), layout, holders))
+        shards = split_graph(self.graph, np.asarray(part), layout, holders)
+        run = partial(self._on_parts, strategy, shards)
         for reference in references:
             trial = reference.trial
             steps = STEPS if approximation and trial.training else 1
             try:
-                found = self._on_parts(trial, run, None if approximation else self._own_draws, steps)
+                found = run(trial, None if approximation else self._own_draws, steps)
             except Parted as error:
                 finding = finding or Finding.of_error(error, trial)
                 continue
@@ -272,18 +273,19 @@ class _Check:
             if not approximation:
                 least = {"metrics": max(self.tolerance, LOGGED_TOLERANCE)}
                 differs = any(difference > least.get(group, self.tolerance) for group, difference in here.items())
-                finding = finding or reference.finding or (self._explained(reference, found, run) if differs else None)
+                finding = finding or reference.finding
+                finding = finding or (self._explained(reference, found, shards, run) if differs else None)
         compared_steps = [each.trial.step for each in references]
         return SchemeParity(label, approximation, not_compared, compared_steps, differences, finding)
 
     def _on_parts(
-        self, trial: Trial, run: _Run, own_draws: int | None, steps: int = 1, constant: float | None = None
+        self, strategy: GNNStrategy, shards: Sequence[Shard], trial: Trial, own_draws: int | None, *how: Any
     ) -> Outcome:
         self._seed_all(1)
-        bind = partial(run.strategy.scheme.bind, meter=Meter())
+        bind = partial(strategy.scheme.bind, meter=Meter())
         own = None if own_draws is None else own_draws + 1  # else rank 0 would draw what one device does
-        prepare = coding(run.strategy) if trial.training else None
-        return trial.on_parts(run.shards, bind, run.strategy.loss_reduction, prepare, own, steps, constant)
+        prepare = coding(strategy) if trial.training else None
+        return trial.on_parts(shards, bind, strategy.loss_reduction, prepare, own, *how)
 
     def _differences(self, whole: Outcome, found: Outcome) -> dict[str, float]:
         """Returns the largest difference of each group, where there is something to compare."""
@@ -299,7 +301,9 @@ class _Check:
         }
         return {group: max(values) for group, values in each.items() if values}
 
-    def _explained(self, reference: _Reference, found: Outcome, run: _Run) -> Finding | None:
+    def _explained(
+        self, reference: _Reference, found: Outcome, shards: Sequence[Shard], run: Callable[..., Outcome]
+    ) -> Finding | None:
         """Returns where a run parts from one device, and what makes it; None if it does not."""
         trial, whole = reference.trial, reference.whole
         difference = first_difference(whole, found, self.tolerance)
@@ -313,29 +317,21 @@ class _Check:
             noted = [draw for rank in found.ranks for draw in rank.noted_draws]
             if noted and self._agrees_when_shared(trial, run, 0.5):
                 return Finding.at(difference, trial, causes.of_draws(noted))
-            alone, shared = trial.on_whole(), self._on_parts(trial, run, None)
+            alone, shared = trial.on_whole(), run(trial, None)
             rest = first_difference(alone, shared, self.tolerance)
             if rest is not None:
-                return Finding.at(rest, trial, causes.of(rest, alone, shared, run.shards, trial))
+                return Finding.at(rest, trial, causes.of(rest, alone, shared, shards, trial))
         if first_difference(whole, self._on_whole(trial, seed=2), self.tolerance) is not None:
             return Finding.at(difference, trial, causes.DRAWN_ELSEWHERE)
-        return Finding.at(difference, trial, causes.of(difference, whole, found, run.shards, trial))
+        return Finding.at(difference, trial, causes.of(difference, whole, found, shards, trial))
 
-    def _agrees_when_shared(self, trial: Trial, run: _Run, constant: float | None = None) -> bool:
+    def _agrees_when_shared(self, trial: Trial, run: Callable[..., Outcome], constant: float | None = None) -> bool:
         """Returns whether nothing differs where all ranks draw the same; `constant` as of the trial."""
         try:
-            alone, shared = trial.on_whole(constant=constant), self._on_parts(trial, run, None, constant=constant)
+            alone, shared = trial.on_whole(constant=constant), run(trial, None, 1, constant)
         except Parted:
             return False
         return first_difference(alone, shared, self.tolerance) is None
-
-
-@dataclass(frozen=True)
-class _Run:
-    """A scheme and what its ranks have."""
-
-    strategy: GNNStrategy
-    shards: Sequence[Shard]
 
 
 def some_of(data: Data, num_nodes: int | None, seed: int = 0) -> Data:

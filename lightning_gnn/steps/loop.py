@@ -58,7 +58,7 @@ class Progress(pl.Callback):
         self._steps: Counter[str] = Counter()
 
     def begin_stage(self) -> None:
-        """Counts steps anew: workers that trained apart may have made different numbers of them."""
+        """Counts steps anew: workers that trained independently may have made different numbers of them."""
         self._steps.clear()
 
     def begin_step(self, stage: str, trainer: pl.Trainer, world: World) -> Step:

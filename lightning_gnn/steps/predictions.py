@@ -26,7 +26,7 @@ _LOOKED_AT = 1 << 20
 
 @dataclass(frozen=True)
 class _Leaf:
-    """What other ranks are told of a tensor, or of a value, that a rank returns.
+    """What other ranks get to know of a tensor, or of a value, that a rank returns.
 
     Attributes:
         path: where it is in what was returned.

@@ -1,6 +1,6 @@
 """Strategies; importing this package registers their names with Lightning's Trainer.
 
-A strategy's own module is imported when the Trainer, or anybody else, first takes it.
+A strategy's own module is imported when the Trainer, or other code, first takes it.
 """
 
 from __future__ import annotations

@@ -29,7 +29,7 @@ from lightning_gnn.steps.model import SharedModel
 from lightning_gnn.steps.predictions import Predictions
 from lightning_gnn.steps.random_streams import RandomStreams
 from lightning_gnn.steps.values import StepValues
-from lightning_gnn.strategies.run_checks import RunChecks, check_options
+from lightning_gnn.strategies.run_checks import RunChecks
 from lightning_gnn.strategies.run_config import log_plan, part_sizes
 from lightning_gnn.strategies.scheme import Scheme
 from lightning_gnn.strategies.steps import StepStrategy
@@ -107,9 +107,18 @@ class GNNStrategy(StepStrategy):
         super().__init__(start_method, shared_memory, timeout, **plugins)
         check_choice("loss_reduction", loss_reduction, ("mean", "sum"))
         check_choice("predictions", predictions, get_args(Predictions))
-        flags = {"recompute": recompute, "offload": offload, "stochastic_rounding": stochastic_rounding}
-        check_flags(self_check=self_check, keep_memory=keep_memory, **flags)
-        check_options(scheme, codec, **flags)
+        check_flags(self_check=self_check, keep_memory=keep_memory, recompute=recompute, offload=offload)
+        check_flags(stochastic_rounding=stochastic_rounding)
+        make_codec(codec, stochastic_rounding)
+        if codec is not None and scheme.takes_no_codec:
+            raise ValueError(f"codec={codec!r} encodes the rows that ranks send each other. {scheme.takes_no_codec}")
+        if (recompute or offload) and scheme.keeps_layers:
+            raise ValueError(f"{'recompute' if recompute else 'offload'}=True is of no use. {scheme.keeps_layers}")
+        if recompute and stochastic_rounding:
+            raise ValueError(
+                "recompute=True fetches rows again in the backward, and stochastic_rounding=True would round them otherwise than "
+                "in the forward. Leave one of them out."
+            )
         self.scheme = scheme
         self.codec, self.stochastic_rounding = codec, stochastic_rounding
         self.recompute, self.offload = recompute, offload

@@ -309,8 +309,7 @@ class ClusterStrategy(GNNStrategy):
 
     def _end_epoch(self) -> None:
         """Ends the epoch in place of a batch; what is due after the last batch is due now, validation above all."""
-        loop = self._module.trainer.fit_loop
-        assert loop._data_fetcher is not None
+        loop: Any = self._module.trainer.fit_loop
         loop.epoch_loop.on_advance_end(loop._data_fetcher)
         raise StopIteration
 

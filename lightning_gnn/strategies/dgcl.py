@@ -89,8 +89,8 @@ class DGCLScheme(Scheme):
         topology = self._topology(world_size, num_hosts)
         groups = replicas = None
         if topology is not None:
-            apart = len(topology.hosts) > 1 and alike(topology.groups)
-            if self.partition == "hierarchical" or (self.partition == "auto" and apart):
+            several = len(topology.hosts) > 1 and alike(topology.groups)
+            if self.partition == "hierarchical" or (self.partition == "auto" and several):
                 groups = topology.groups
         if self.hops is not None:
             alone = tuple((rank,) for rank in range(world_size))

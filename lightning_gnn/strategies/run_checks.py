@@ -9,7 +9,6 @@ import lightning.pytorch as pl
 import torch
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 
-from lightning_gnn.comm.codec import CodecName, make_codec
 from lightning_gnn.data.hetero import NO_TYPES
 from lightning_gnn.data.shards import Shard
 from lightning_gnn.datamodules.graph import check_fits
@@ -18,27 +17,10 @@ from lightning_gnn.nn.bind import check_module
 from lightning_gnn.nn.fused import kernel_groups
 from lightning_gnn.strategies.memory import check_memory, check_own_memory
 from lightning_gnn.strategies.run_config import log_run
-from lightning_gnn.strategies.scheme import Scheme
 from lightning_gnn.strategies.self_checks import SelfChecks
 
 if TYPE_CHECKING:
     from lightning_gnn.strategies.base import GNNStrategy
-
-
-def check_options(
-    scheme: Scheme, codec: CodecName | None, stochastic_rounding: bool, recompute: bool, offload: bool
-) -> None:
-    """Raises ValueError for options of a strategy that do not go with its scheme or with each other."""
-    make_codec(codec, stochastic_rounding)
-    if codec is not None and scheme.takes_no_codec:
-        raise ValueError(f"codec={codec!r} encodes the rows that ranks send each other. {scheme.takes_no_codec}")
-    if (recompute or offload) and scheme.keeps_layers:
-        raise ValueError(f"{'recompute' if recompute else 'offload'}=True is of no use. {scheme.keeps_layers}")
-    if recompute and stochastic_rounding:
-        raise ValueError(
-            "recompute=True fetches rows again in the backward, and stochastic_rounding=True would round them otherwise than "
-            "in the forward. Leave one of them out."
-        )
 
 
 class RunChecks:

@@ -152,7 +152,7 @@ class SamplingStrategy(GNNStrategy):
         self.prefetch, self.cache_mb, self.seed = prefetch, cache_mb, seed
         self._choose(None, None)
         self._loaders: dict[str | None, SampledBatches] = {}
-        self._predicted: tuple[Tensor, list[int]] | None = None
+        self._predicted: Any = None
         self._depth_known = self._trained = False
 
     @property
@@ -345,14 +345,14 @@ class SamplingStrategy(GNNStrategy):
         return self._gather_predictions(self._predict_batches(batch, *args, **kwargs))
 
     def _predict_batches(self, batches: SampledBatches, *args: Any, **kwargs: Any) -> Any:
-        assert self._shard is not None
+        shard: Any = self._shard
         pieces: list[list[Tensor]] = []
         spec: Any = None
         for batch in batches:
             batch = self.batch_to_device(self.precision_plugin.convert_input(batch), self.root_device)
             output = super(StepStrategy, self).predict_step(batch, *args, **kwargs)
             leaves, spec = torch.utils._pytree.tree_flatten(output)
-            nodes = batch[batch_type := self._shard.types.input_type]
+            nodes = batch[batch_type := shard.types.input_type]
             for leaf in leaves:
                 found: Any = list(leaf.shape) if isinstance(leaf, Tensor) else type(leaf).__name__
                 if not isinstance(leaf, Tensor) or found[:1] not in ([len(nodes.n_id)], [nodes.batch_size]):
@@ -367,7 +367,6 @@ class SamplingStrategy(GNNStrategy):
         """Returns rows of all ranks in original order, on the ranks that ``predictions`` names."""
         if self.predictions == "shards":
             return output
-        assert self._predicted is not None
         ids, counts = self._predicted[0].to(self.root_device), self._predicted[1]
 
         def gather(leaf: Tensor) -> Tensor:

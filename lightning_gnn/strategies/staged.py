@@ -32,7 +32,7 @@ class StagedStrategy(GNNStrategy):
     checkpoints. A checkpoint resumes under the strategy of the next epoch. ``trainer.validate``, ``test`` and ``predict`` are
     exact, as under each of them.
 
-    To everybody else it is the strategy of its current stage.
+    To all other code it is the strategy of its current stage.
 
     Args:
         stages: names of strategies, or ``{"strategy": name, "epochs": number}`` with the strategy's arguments beside; in Python,
@@ -133,8 +133,10 @@ class StagedStrategy(GNNStrategy):
                     "it will not be reached."
                 )
             stages = zip(self.first_epochs, self.stages)
-            told = [{"first_epoch": epoch, "name": each.strategy_name, **arguments_of(each)} for epoch, each in stages]
-            log_config(trainer, {"stages": told})
+            config = [
+                {"first_epoch": epoch, "name": each.strategy_name, **arguments_of(each)} for epoch, each in stages
+            ]
+            log_config(trainer, {"stages": config})
             self._switch = LambdaCallback(on_train_epoch_start=lambda trainer, _: self._go_on(trainer))
             trainer.callbacks.insert(0, self._switch)  # type: ignore[attr-defined]
 

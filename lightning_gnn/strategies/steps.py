@@ -136,7 +136,7 @@ class StepStrategy(RankStrategy):
             self.pre_backward(closure_loss)
             loss = precision.pre_backward(closure_loss, module)
         gradients.before()
-        self.scheme.hear_loss(closure_loss.detach() * scale)
+        self.scheme.take_loss(closure_loss.detach() * scale)
         with self._approximating():
             precision.backward(loss * scale, module, optimizer, *args, **kwargs)
         with self._drawing(False):

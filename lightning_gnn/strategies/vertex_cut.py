@@ -106,11 +106,8 @@ class VertexCutScheme(Scheme):
         make_exchange: MakeExchange = HaloExchange
         if self.cache is not None:
             if self._messages is None or self._world is not world:  # one for both directions of edges
-                self._rule, self._world = None if isinstance(self.cache, float) else replace(self.cache), world
-                if isinstance(self.cache, LargestChanges):
-                    self._messages = LargestChangesCache(self.cache.share)
-                else:
-                    self._messages = MessageCache(self.cache if isinstance(self.cache, float) else self.cache.epsilon)
+                self._rule = None if isinstance(self.cache, float) else replace(self.cache)
+                self._messages, self._world = self._make_cache(), world
             make_exchange = self._messages.exchange
         exchange = make_exchange(shard.plan, world, meter)
         exchange.make_matrix = exchange.make_attended = partial(
@@ -122,8 +119,14 @@ class VertexCutScheme(Scheme):
     def unbind(self) -> None:
         self._messages = self._world = None
 
+    def _make_cache(self) -> MessageCache:
+        cache: Any = self.cache
+        if isinstance(cache, LargestChanges):
+            return LargestChangesCache(cache.share)
+        return MessageCache(cache if isinstance(cache, float) else cache.epsilon)
+
     @override
-    def hear_loss(self, part: torch.Tensor) -> None:
+    def take_loss(self, part: torch.Tensor) -> None:
         if self._messages is not None:
             before = self._messages.loss
             self._messages.loss = part if before is None else before + part
