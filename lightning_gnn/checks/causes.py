@@ -11,7 +11,7 @@ from torch_geometric.data import Data
 
 from lightning_gnn.checks.differences import Difference
 from lightning_gnn.checks.draws import Draw
-from lightning_gnn.checks.record import Compared, Rows, relative_difference
+from lightning_gnn.checks.record import Compared, Rows, largest, relative_difference
 from lightning_gnn.checks.trial import Outcome, Parted, Trial
 from lightning_gnn.data.shards import Shard
 from lightning_gnn.nn.rank_graph import UnsupportedModelError
@@ -208,7 +208,7 @@ def _only_cut(found: Compared, cut: Tensor) -> bool:
     for rows, expected, value in found.parts:
         inside = ~cut[rows.nodes[: rows.owned_nodes]]
         others += int(inside.sum())
-        if inside.any() and relative_difference(value[inside], expected[inside], _size(expected)) > FIT:
+        if inside.any() and relative_difference(value[inside], expected[inside], largest(expected)) > FIT:
             return False
     return others > 0
 
@@ -220,7 +220,7 @@ def _of_readout(found: Compared) -> Cause:
     nodes = values.new_tensor([rows.owned_nodes for rows, _, _ in found.parts])
     weights = (nodes / nodes.sum()).view(-1, *[1] * expected.dim())
     for combined, cause in (((values * weights).sum(0), _OWN_MEAN), (values.sum(0), _OWN_SUM)):
-        if relative_difference(combined, expected, _size(expected)) < FIT:
+        if relative_difference(combined, expected, largest(expected)) < FIT:
             return cause
     return ACROSS_NODES
 
@@ -251,19 +251,14 @@ def _line(expected: Tensor, value: Tensor) -> tuple[Tensor, Tensor] | None:
     x, y, count = x.where(used, 0.0), y.where(used, 0.0), used.sum(0).clamp(min=1)
     centred = (x - x.sum(0) / count).where(used, 0.0)
     spread = centred.square().sum(0)
-    known = (used.sum(0) > 3) & (spread > (FIT * _size(x)) ** 2)
+    known = (used.sum(0) > 3) & (spread > (FIT * largest(x)) ** 2)
     if not known.any():
         return None
     slope = (centred * y).sum(0) / spread.clamp(min=1e-300)
     offset = (y.sum(0) - slope * x.sum(0)) / count
-    size = _size(y)
+    size = largest(y)
     off = (y - slope * x - offset).where(used, 0.0)[:, known]
     return None if float(off.abs().max()) > FIT * size else (slope[known], offset[known] / size)
-
-
-def _size(values: Tensor) -> float:
-    finite = values[values.isfinite()]
-    return float(finite.abs().max()) if finite.numel() else 0.0
 
 
 _ONE_VALUE = "one value that all ranks have"
@@ -280,11 +275,11 @@ def of_loss(whole: Outcome, found: Outcome, shards: Sequence[Shard], mask: str |
             what = f"a mean over other rows ({_listed(counts)} on the two parts)"
             say = "return {'loss': loss, 'loss_weight': how many rows it is over}"
             ways.append((what, say, torch.tensor(counts, dtype=torch.float64)))
-        if relative_difference(values, values[:1], _size(values)) < FIT:
+        if relative_difference(values, values[:1], largest(values)) < FIT:
             ways = [way for way in ways if way[0] == _ONE_VALUE]  # any weights would do
         for what, say, weights in ways:
             total = 1.0 if say.startswith("loss_reduction") else float(weights.sum()) or 1.0
-            if relative_difference((values * weights).sum() / total, whole.loss, _size(whole.loss)) < FIT:
+            if relative_difference((values * weights).sum() / total, whole.loss, largest(whole.loss)) < FIT:
                 return Cause(COUNT, f"All modules agree, and the loss is {what}: {say}.")
     counts, rows = [each.found_rows for each in found.ranks], ""
     if mask is not None and None not in counts:
@@ -360,10 +355,10 @@ def of_logged(name: str, whole: Outcome, found: Outcome, shards: Sequence[Shard]
     is_now = f"{method} logs '{name}' as a {how} over ranks, which is not the value of the whole graph {numbers}."
     near = 1e-4  # torchmetrics and others compute in float32
     for what, count, weights in _counts(shards):
-        if relative_difference((values * weights).sum() / weights.sum(), expected, _size(expected)) < near:
+        if relative_difference((values * weights).sum() / weights.sum(), expected, largest(expected)) < near:
             return Cause(COUNT, f"{is_now} It is a mean over {what}: self.log('{name}', ..., batch_size={count}).")
     for other, combined in (("sum", values.sum()), ("max", values.max()), ("min", values.min())):
-        if other != how and relative_difference(combined, expected, _size(expected)) < near:
+        if other != how and relative_difference(combined, expected, largest(expected)) < near:
             return Cause(COUNT, f"{is_now} It is the {other} of theirs: self.log('{name}', ..., reduce_fx='{other}').")
     kind = next((kind for part, kind in _METRICS.items() if part in name.lower()), None)
     use = f"torchmetrics.{kind}" if kind else "a metric object of torchmetrics, such as torchmetrics.F1Score"

@@ -154,26 +154,15 @@ class SharedDraws(TorchFunctionMode):
         return values.index_select(place, ids)
 
 
-def _made(normal: bool) -> Callable[..., Tensor]:
-    def make(draws: SharedDraws, *size: Any, dtype: torch.dtype | None = None, **options: Any) -> Tensor:
-        values = draws.draw(_size(size, options), normal)
-        return _finished(values.to(dtype or torch.get_default_dtype()), options)
-
-    return make
+def _made(draws: SharedDraws, *size: Any, normal: bool = False, **options: Any) -> Tensor:
+    shape = options.get("size", size[0] if len(size) == 1 and not isinstance(size[0], int) else size)
+    return _made_like(draws, torch.empty(0), shape, normal=normal, **options)
 
 
-def _size(given: Sequence[Any], options: Mapping[str, Any]) -> Sequence[int]:
-    return options.get("size", given[0] if len(given) == 1 and not isinstance(given[0], int) else given)
-
-
-def _made_like(normal: bool) -> Callable[..., Tensor]:
-    def make(draws: SharedDraws, input: Tensor, dtype: torch.dtype | None = None, **options: Any) -> Tensor:
-        return _finished(draws.draw(input.shape, normal).to(dtype or input.dtype), options)
-
-    return make
-
-
-def _finished(values: Tensor, options: Mapping[str, Any]) -> Tensor:
+def _made_like(
+    draws: SharedDraws, input: Tensor, shape: Sequence[int] | None = None, normal: bool = False, **options: Any
+) -> Tensor:
+    values = draws.draw(input.shape if shape is None else shape, normal).to(options.get("dtype") or input.dtype)
     return values.requires_grad_() if options.get("requires_grad") else values
 
 
@@ -264,10 +253,10 @@ def _multinomial(
 
 
 _DRAWS: dict[Any, Callable[..., Tensor]] = {
-    torch.rand: _made(False),
-    torch.randn: _made(True),
-    torch.rand_like: _made_like(False),
-    torch.randn_like: _made_like(True),
+    torch.rand: _made,
+    torch.randn: partial(_made, normal=True),
+    torch.rand_like: _made_like,
+    torch.randn_like: partial(_made_like, normal=True),
     torch.bernoulli: _bernoulli,
     Tensor.bernoulli: _bernoulli,
     Tensor.bernoulli_: lambda draws, input, p=0.5, **_: input.copy_(draws.draw(input.shape) < p),

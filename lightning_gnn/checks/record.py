@@ -147,13 +147,13 @@ class Compared:
 def compared(whole: Sequence[Event], parts: Sequence[tuple[Rows, Sequence[Event]]]) -> Iterator[Compared]:
     """Yields what can be compared of the events of the whole run, in their order."""
     found = [(rows, {event.key: event.value for event in events}) for rows, events in parts]
-    floor = _FLOOR * max((_size(event.value) for event in whole), default=0.0)
+    floor = _FLOOR * max((largest(event.value) for event in whole), default=0.0)
     # A value is often recorded several times, as the same copy.
     known: dict[tuple[int, ...], tuple[Sequence[tuple[Rows, Tensor, Tensor]], float]] = {}
     for event in whole:
         copies = id(event.value), *(id(values.get(event.key)) for _, values in found)
         if copies not in known:
-            size, matched = max(_size(event.value), floor), list[tuple[Rows, Tensor, Tensor]]()
+            size, matched = max(largest(event.value), floor), list[tuple[Rows, Tensor, Tensor]]()
             # A bound conv need not call what is inside it.
             there = [(rows, values[event.key]) for rows, values in found if event.key in values]
             for rows, value in there:
@@ -174,10 +174,11 @@ def compared(whole: Sequence[Event], parts: Sequence[tuple[Rows, Sequence[Event]
 _FLOOR = 1e-6
 
 
-def _size(values: Tensor) -> float:
-    largest = float(values.abs().max()) if values.numel() else 0.0
-    if math.isfinite(largest):
-        return largest
+def largest(values: Tensor) -> float:
+    """Returns the largest finite magnitude, 0 if there is none."""
+    found = float(values.abs().max()) if values.numel() else 0.0
+    if math.isfinite(found):
+        return found
     finite = values[values.isfinite()]
     return float(finite.abs().max()) if finite.numel() else 0.0
 
@@ -189,7 +190,7 @@ def relative_difference(found: Tensor, expected: Tensor, size: float) -> float:
         finite = expected.isfinite()
         if not torch.equal(finite, found.isfinite()):
             return float("inf")
-        difference = _size(found[finite] - expected[finite])
+        difference = largest(found[finite] - expected[finite])
     return difference / (size or 1.0)
 
 
@@ -197,7 +198,7 @@ def differing(
     found: Mapping[str, Tensor | None], expected: Mapping[str, Tensor | None], tolerance: float
 ) -> Iterator[tuple[str, float]]:
     """Yields names and differences of floating tensors that differ; None counts as zeros."""
-    floor = _FLOOR * max((_size(value) for value in expected.values() if value is not None), default=0.0)
+    floor = _FLOOR * max((largest(value) for value in expected.values() if value is not None), default=0.0)
     for name, wanted in expected.items():
         value = found.get(name)
         if wanted is None and value is None:
@@ -205,6 +206,6 @@ def differing(
         value = torch.zeros_like(wanted) if value is None else value  # type: ignore[arg-type]
         wanted = torch.zeros_like(value) if wanted is None else wanted
         if value.shape == wanted.shape and value.is_floating_point():
-            difference = relative_difference(value, wanted, max(_size(wanted), floor))
+            difference = relative_difference(value, wanted, max(largest(wanted), floor))
             if difference > tolerance:
                 yield name, difference

@@ -363,13 +363,9 @@ class Trial:
 
 def _rows_of_masks(rows: Rows, batch: Data) -> dict[int, tuple[int, Tensor]]:
     """Returns of how many nodes of a mask there are which they are, where no other dimension is likely to be as large."""
-    known: dict[int, tuple[int, Tensor]] = {}
-    for value in batch.to_dict().values():
-        if isinstance(value, Tensor) and value.dtype == torch.bool and value.shape == rows.nodes.shape:
-            inside = rows.nodes[value]
-            if len(inside) > 8:
-                known.setdefault(len(inside), (rows.num_nodes, inside))
-    return known
+    tensors = [value for value in batch.to_dict().values() if isinstance(value, Tensor)]
+    masks = [rows.nodes[each] for each in tensors if each.dtype == torch.bool and each.shape == rows.nodes.shape]
+    return {len(inside): (rows.num_nodes, inside) for inside in reversed(masks) if len(inside) > 8}
 
 
 def _learn(optimizer: torch.optim.Optimizer, world: World | None) -> None:

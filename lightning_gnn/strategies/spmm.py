@@ -31,7 +31,7 @@ from lightning_gnn.partition.grid import ProcessCube, ProcessGrid, legal_replica
 from lightning_gnn.partition.layout import LayoutSpec
 from lightning_gnn.partition.shard import Ids
 from lightning_gnn.planning.exchanges import ExchangeCost, Workload, cube_exchange, grid_exchanges, grid_name
-from lightning_gnn.planning.grid import GridCost, block_cost, choose, sparse_cost
+from lightning_gnn.planning.grid import block_cost, choose, sparse_cost
 from lightning_gnn.planning.topology import Topology
 from lightning_gnn.strategies.base import GNNStrategy
 from lightning_gnn.strategies.scheme import Scheme
@@ -125,13 +125,12 @@ class SpMMScheme(ProductScheme):
             return ProcessGrid(world.size, self.replication or 1)
         grids = [ProcessGrid(world.size, c) for c in legal_replications(world.size)]
         row_bytes = shard.batch.x[:1].nbytes
-        costs: list[GridCost] = []
         if self.sparsity_aware:
             source, target = node_ids[shard.batch.edge_index.cpu().numpy()]
             own = torch.tensor([_partial_sums(source, target, grid, offsets, world.rank) for grid in grids])
             partial_sums = world.all_reduce_(own.to(world.device), "Choosing the replication factor").tolist()
-            for grid, partial in zip(grids, partial_sums):
-                costs.append(sparse_cost(grid, offsets, shard.halos, int(partial), row_bytes))
+            sums_of = zip(grids, map(int, partial_sums))
+            costs = [sparse_cost(grid, offsets, shard.halos, sums, row_bytes) for grid, sums in sums_of]
         else:
             costs = [block_cost(grid, offsets, row_bytes) for grid in grids]
         # Of the rank that has least, so that all choose alike.
