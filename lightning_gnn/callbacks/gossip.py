@@ -66,13 +66,9 @@ def progress(worker: Worker) -> str:
 
 
 def show(counts_of: Mapping[int, Counts], lost: Sequence[int], undone: int, consensus: float, result: str) -> None:
-    """Prints what each worker has done, a row each (Tables 4.8 and 4.9 of the thesis, and what it took), if there are several.
-
-    Args:
-        lost: workers that have not come to the end.
-        undone: batches that nobody has done.
-        consensus: how far the workers' parameters are from each other, relative to their mean.
-    """
+    """Prints what each worker has done, a row each (Tables 4.8 and 4.9 of the thesis, and what it took), if there are several:
+    the workers that have not come to the end, how many batches were left undone, how far the workers' parameters are from each
+    other, relative to their mean, and the result."""
     if len(counts_of) < 2 and not lost:
         return
     title = f"Workers, {100 * consensus:.2g} % from each other; the result is {result}"

@@ -26,13 +26,8 @@ class Logged:
 
 
 class LoggedValues:
-    """Takes what a module logs, whose ``log`` it replaces; without a world, on one device.
-
-    Attributes:
-        values: by name, at the end of the epoch; the same on all ranks.
-        calls: the last of each name, of this rank.
-        weights: what ranks weigh; None on one device.
-    """
+    """Takes what a module logs, whose ``log`` it replaces; without a world, on one device. Values by name are those of all ranks
+    at the end of the epoch, calls the last of each name, of this rank; `weights` what ranks weigh, None on one device."""
 
     def __init__(self, model: pl.LightningModule, world: World | None) -> None:
         self._model = model

@@ -28,11 +28,7 @@ class LossRows:
 
     A loss is a mean over the rows that it has a gradient in. Where it is over other rows than those that it is weighted by, the
     ranks' losses do not add up to that of one device. A loss may leave out rows that are right already, as a hinge does: before a
-    model is refused, its step runs again with other values in place of the output, and the rows of all runs count.
-
-    Args:
-        mask, counts: that the losses are weighted by, and its labelled rows on each rank.
-    """
+    model is refused, its step runs again with other values in place of the output, and the rows of all runs count."""
 
     def __init__(
         self,

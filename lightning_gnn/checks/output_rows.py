@@ -11,15 +11,9 @@ from torch_geometric.nn import MessagePassing
 
 
 class OutputRows:
-    """Looks, from its making to :meth:`release`, at what a module and those inside it return.
-
-    Args:
-        num_rows: tensors with so many rows have one per node.
-        changed: what is returned in place of such a tensor, which is given with its number; None for the tensor itself.
-
-    Attributes:
-        last: the number of the output that :meth:`of` took; None for none.
-    """
+    """Looks, from its making to :meth:`release`, at what a module and those inside it return. Tensors with `num_rows` rows have
+    one per node; `changed`, given the number of such a tensor and the tensor, returns what takes its place. `last` is the number
+    of the output that :meth:`of` took; None for none."""
 
     def __init__(
         self, module: torch.nn.Module, num_rows: int, changed: Callable[[int, Tensor], Tensor] | None = None

@@ -46,13 +46,8 @@ _VALUES = 64
 
 @dataclass(frozen=True)
 class SmallGraph:
-    """A small graph and its parts.
-
-    Attributes:
-        graph: directed, with duplicate edges and isolated nodes, without self-loops.
-        part: owner of each node, 0 or 1.
-        holders: which of two ranks computes an edge, in a vertex cut.
-    """
+    """A small graph: directed, with duplicate edges and isolated nodes, without self-loops. Which of two ranks, 0 or 1, owns each
+    node, and in a vertex cut computes each edge."""
 
     graph: Data
     part: np.ndarray

@@ -56,15 +56,9 @@ class Averages:
 
 
 class Comparison:
-    """Chooses the workers whose weights are the result of a fit.
-
-    Args:
-        final, monitor, mode: see :class:`~lightning_gnn.strategies.clusters.ClusterStrategy`.
-
-    Attributes:
-        losses: of the steps of this epoch.
-        training_loss: the mean over the steps of the last epoch that had any.
-    """
+    """Chooses the workers whose weights are the result of a fit, by the arguments of
+    :class:`~lightning_gnn.strategies.clusters.ClusterStrategy`. `losses` are those of the steps of this epoch, `training_loss`
+    their mean in the last epoch that had any."""
 
     def __init__(self, final: Final, monitor: str | None, mode: Mode | None) -> None:
         self._final, self._monitor, self._mode = final, monitor, mode

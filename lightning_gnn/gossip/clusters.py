@@ -19,16 +19,9 @@ from lightning_gnn.gossip.worker import Worker
 
 
 class Clusters:
-    """The clusters of a graph, and batches of them.
-
-    Args:
-        cut: the graph, cut into one part per cluster; memory-mapped, only what a batch holds is read.
-
-    Attributes:
-        count: how many clusters there are.
-        trained: those that have labelled training nodes; of the others, nothing can be learnt.
-        batches: how many batches an epoch has; the last one may have fewer clusters.
-    """
+    """The clusters of a graph that is cut into one part per cluster, and batches of them. The graph is memory-mapped: only what a
+    batch holds is read. `trained` are those that have labelled training nodes; of the others, nothing can be learnt. An epoch has
+    so many `batches`, of which the last one may have fewer clusters."""
 
     def __init__(self, cut: Cut, per_batch: int, seed: int) -> None:
         self._cut, self._per_batch, self._seed = cut, per_batch, seed

@@ -140,10 +140,6 @@ def show_once() -> None:
 
 
 def set_report(error: BaseException, line: str, text: str | None = None) -> None:
-    """Notes what :func:`show_once` prints of an error that nobody catches.
-
-    Args:
-        line: the last line; none if empty.
-        text: printed before it in place of the error's traceback; empty if another process shows that.
-    """
+    """Notes what :func:`show_once` prints of an error that nobody catches: a last line, unless it is empty, and before it a text
+    in place of the error's traceback, empty if another process shows that."""
     setattr(error, _REPORT, (line, text))

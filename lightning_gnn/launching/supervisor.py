@@ -75,14 +75,8 @@ class Reporter:
 
 @dataclass
 class Child:
-    """A started rank.
-
-    Attributes:
-        exit_code: returns its exit status, negative for a signal, None while it runs.
-        connection: the parent's end of the pipe.
-        failures: those that it has sent, or its end.
-        received: values of the events that it has sent, by name.
-    """
+    """A started rank; `exit_code` returns its exit status, negative for a signal, None while it runs. `connection` is the
+    parent's end of the pipe, `failures` those that it has sent, or its end, and `received` values of its events, by name."""
 
     rank: int
     pid: int

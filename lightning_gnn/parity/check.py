@@ -335,13 +335,8 @@ class _Check:
 
 
 def some_of(data: Data, num_nodes: int | None, seed: int = 0) -> Data:
-    """Returns the graph, or a sample of it, with ``n_id`` and ``e_id``, the ids of its nodes and edges in the graph.
-
-    Args:
-        data: checked, see :func:`~lightning_gnn.data.sources.prepare_graph`.
-        num_nodes: of the sample; None for the whole graph if it has at most `MAX_VALUES` and `MAX_EDGES`, else for a sample that
-            has.
-    """
+    """Returns the graph, or a sample of it, with ``n_id`` and ``e_id``, the ids of its nodes and edges in the graph. Without a
+    number of nodes, it is the whole graph if that has at most `MAX_VALUES` and `MAX_EDGES`, else a sample that has."""
     data = data.clone()
     data.n_id, data.e_id = torch.arange(data.x.size(0)), torch.arange(data.edge_index.size(1))
     if num_nodes is not None:

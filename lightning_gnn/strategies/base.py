@@ -29,9 +29,10 @@ from lightning_gnn.steps.model import SharedModel
 from lightning_gnn.steps.predictions import Predictions
 from lightning_gnn.steps.random_streams import RandomStreams
 from lightning_gnn.steps.values import StepValues
-from lightning_gnn.strategies.run_checks import RunChecks
+from lightning_gnn.strategies import run_checks
 from lightning_gnn.strategies.run_config import log_plan, part_sizes
 from lightning_gnn.strategies.scheme import Scheme
+from lightning_gnn.strategies.self_checks import SelfChecks
 from lightning_gnn.strategies.steps import StepStrategy
 
 
@@ -126,7 +127,7 @@ class GNNStrategy(StepStrategy):
         self.self_check, self.keep_memory = self_check, keep_memory
         self.meter = Meter()
         self._shard: Shard | None = None
-        self._checks = RunChecks(self)
+        self._checks = SelfChecks(self)
         self._callbacks: list[pl.Callback] = []
 
     @property
@@ -146,7 +147,7 @@ class GNNStrategy(StepStrategy):
             self_check: whether the self-check may run here.
         """
         if trainer is not None and self.world_size > 1:
-            self._checks.before_ranks_start(trainer, given, self_check)
+            run_checks.before_ranks_start(self, trainer, given, self_check)
 
     @override
     def setup(self, trainer: pl.Trainer) -> None:
@@ -156,8 +157,8 @@ class GNNStrategy(StepStrategy):
                 "sync_batchnorm=True converts BatchNorm to a layer that averages over ranks, not over nodes. "
                 "Set sync_batchnorm=False."
             )
-        shard = self._shard = self._checks.take_shard(trainer)
-        self._checks.before_stage(module, shard, trainer)
+        shard = self._shard = run_checks.take_shard(self, trainer)
+        run_checks.before_stage(self, module, shard, trainer)
         super().setup(trainer)
         for optimizer in self.optimizers:
             if isinstance(optimizer, torch.optim.LBFGS):
@@ -204,7 +205,7 @@ class GNNStrategy(StepStrategy):
     def stage_callbacks(self, shard: Shard) -> list[pl.Callback]:
         """Returns the callbacks that a stage adds to the user's."""
         metrics = CommunicationMetrics(self.meter, self.world, part_sizes(shard), self._shared.replicas)
-        return [metrics, self.progress, self._checks.self_checks, *self.scheme.callbacks(self.world)]
+        return [metrics, self.progress, self._checks, *self.scheme.callbacks(self.world)]
 
     def bind(self, scheme: Scheme, module: torch.nn.Module, shard: Shard, world: World, meter: Meter) -> Binding:
         """Returns the module bound as this strategy has it."""
@@ -256,7 +257,7 @@ class GNNStrategy(StepStrategy):
                 part.release()
         self._callbacks = []
         self._values = self._shared = None  # type: ignore[assignment]
-        self._binding = self._shard = self.random = self.loss = self._checks.self_checks.shard = None
+        self._binding = self._shard = self.random = self.loss = self._checks.shard = None
         self.scheme.unbind()
         super().teardown()
 

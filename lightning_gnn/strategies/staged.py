@@ -19,7 +19,7 @@ from typing_extensions import override
 from lightning_gnn.callbacks.loggers import log_config
 from lightning_gnn.partition.layout import LayoutSpec
 from lightning_gnn.steps.random_streams import RandomStreams
-from lightning_gnn.strategies import registered
+from lightning_gnn.strategies import registered, run_checks
 from lightning_gnn.strategies.base import GNNStrategy
 from lightning_gnn.strategies.run_config import arguments_of
 
@@ -199,7 +199,7 @@ def _check_ahead(strategy: GNNStrategy, trainer: pl.Trainer, before: GNNStrategy
     shard = strategy.check_data(getattr(trainer, "datamodule", None)).shard
     strategy._world = before.world
     try:
-        strategy._checks.ahead_of_stage(before._module, shard, trainer)
+        run_checks.ahead_of_stage(strategy, before._module, shard, trainer)
     finally:
         strategy._world = None
 

@@ -23,23 +23,19 @@ from lightning_gnn.steps.values import StepValues
 from lightning_gnn.steps.weights import gather_rows
 from lightning_gnn.strategies.heap import keeping_freed_memory
 from lightning_gnn.strategies.ranks import RankStrategy
-from lightning_gnn.strategies.run_checks import RunChecks
 from lightning_gnn.strategies.scheme import Scheme
+from lightning_gnn.strategies.self_checks import SelfChecks
 
 
 class StepStrategy(RankStrategy):
-    """Runs the module's steps, weighs their losses, and sums gradients over ranks; a subclass binds the module.
-
-    Attributes:
-        random: streams of random numbers, between set-up and teardown.
-        loss: of all ranks, after the step's backward.
-    """
+    """Runs the module's steps, weighs their losses, and sums gradients over ranks; a subclass binds the module. Between set-up
+    and teardown, `random` are its streams of random numbers; after a step's backward, `loss` is that of all ranks."""
 
     scheme: Scheme
     keep_memory: bool
     offload: bool
     predictions: Predictions
-    _checks: RunChecks
+    _checks: SelfChecks
 
     def __init__(self, *options: Any, **plugins: Any) -> None:
         super().__init__(*options, **plugins)
@@ -69,7 +65,7 @@ class StepStrategy(RankStrategy):
         values = self._begin_step("training")
         counts = values.enter(batch, "train_mask")
         mask = counted_mask("train_mask", self.lightning_module)
-        rows = self._checks.self_checks.rows_of_loss(batch, mask, counts)
+        rows = self._checks.rows_of_loss(batch, mask, counts)
         with self._drawing(), self._approximating(), self._offloading(batch):
             output = super().training_step(batch, *args, **kwargs)
         if output is None and self._module.automatic_optimization:
