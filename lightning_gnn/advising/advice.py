@@ -12,7 +12,7 @@ import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 from statistics import median
@@ -96,7 +96,7 @@ class Advice:
         names = ("seconds", "compute_seconds", "exchange_seconds", "steps", "bytes_sent", "messages", "peak_bytes")
         numbers = {name: getattr(self, name) for name in (*names, "balance", "replication", "why", "extrapolated_from")}
         for name in ("peaks", "peaks_recomputed"):
-            numbers[name] = [peak.as_dict() for peak in getattr(self, name)]
+            numbers[name] = [asdict(peak) for peak in getattr(self, name)]
         chosen = {"strategy": self.candidate.name, "arguments": self.candidate.arguments, "exact": self.candidate.exact}
         return {**chosen, "applies": self.applies, **(numbers if self.applies else {"reason": self.reason})}
 

@@ -18,16 +18,14 @@ from typing import Any, TypeAlias
 import lightning.pytorch as pl
 import torch
 from torch import Tensor
-from torch_geometric.nn import MessagePassing
 from typing_extensions import override
 
 from lightning_gnn.checks.footprint import Counted, Footprint, footprint_of
-from lightning_gnn.checks.stand_ins import QuietTrainer, aside, copied, quiet, run_step, without_optimizers
-from lightning_gnn.comm.group import CommunicationError, World
+from lightning_gnn.checks.stand_ins import QuietTrainer, aside, copied, of_ranks, quiet, run_step, without_optimizers
+from lightning_gnn.comm.group import World
 from lightning_gnn.comm.in_process import InProcessWorld, Meeting
 from lightning_gnn.data.shards import Shard
 from lightning_gnn.data.sources import counted_mask
-from lightning_gnn.nn import pyg
 from lightning_gnn.nn.bind import Binding
 from lightning_gnn.nn.helpers import graph_in_use
 from lightning_gnn.steps.weights import loss_scale
@@ -157,9 +155,6 @@ def rehearse(
         if prepare is not None:
             prepare(world)
         model = quiet(copied(module).cpu(), QuietTrainer(trainer, "fit"))
-        for child in model.modules():
-            if isinstance(child, MessagePassing):
-                pyg.clear_caches(child)
         binding = bind(model, shard, world)
         counted = Counted(model)
         counts, gather = shard.mask_counts[mask], world.all_gather
@@ -190,12 +185,8 @@ def rehearse(
         stack.callback(torch.set_num_threads, torch.get_num_threads())
         torch.set_num_threads(threads)
         ran = recorder.run(on_rank)
-    failures = [error for error in ran if isinstance(error, BaseException)]
-    if failures:
-        first = next((error for error in failures if not isinstance(error, CommunicationError)), failures[0])
-        raise RuntimeError(f"{type(first).__name__}: {first}") from first
-    done: Any = ran
-    return Rehearsal(tuple(_median(steps[1:]) for steps in recorder.steps), tuple(done))
+    footprints = of_ranks(ran)
+    return Rehearsal(tuple(_median(steps[1:]) for steps in recorder.steps), tuple(footprints))
 
 
 def _sum_gradients(parameters: Sequence[Tensor], world: World) -> None:

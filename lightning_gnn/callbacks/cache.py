@@ -127,10 +127,8 @@ class CacheSchedule(pl.Callback):
     were sent of those that an exact run sends, over all ranks.
 
     Args:
-        cache: of this rank.
         rule: how it moves; None keeps the cache's own threshold.
         monitor: the logged value that the threshold follows, an accuracy; None for the training loss.
-        world: the ranks.
 
     Raises:
         ValueError: from the second epoch, if nothing was logged under `monitor`.
@@ -147,12 +145,10 @@ class CacheSchedule(pl.Callback):
     @override
     def on_train_epoch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         if isinstance(self._rule, AdaptiveThreshold):
-            if not self._trained:
-                pass
-            elif self._monitor is None:
+            if self._trained and self._monitor is None:
                 self._rule.update_by_loss(self._loss)
-            else:
-                self._rule.update(self._accuracy(trainer, self._monitor))
+            elif self._trained:
+                self._rule.update(self._accuracy(trainer))
             self._cache.epsilon = self._rule.epsilon
         elif isinstance(self._cache, LargestChangesCache) and self._rule is not None:
             self._cache.share = self._rule.share_in(trainer.current_epoch, trainer.max_epochs or -1)
@@ -161,12 +157,12 @@ class CacheSchedule(pl.Callback):
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         self._trained = True
 
-    def _accuracy(self, trainer: pl.Trainer, monitor: str) -> float:
-        value = trainer.callback_metrics.get(monitor)
+    def _accuracy(self, trainer: pl.Trainer) -> float:
+        value = trainer.callback_metrics.get(str(self._monitor))
         if value is None:
             logged = ", ".join(sorted(trainer.callback_metrics)) or "nothing"
             raise ValueError(
-                f"cache='adaptive' is to follow monitor='{monitor}', which was not logged (logged: {logged}). Log it in "
+                f"cache='adaptive' is to follow monitor='{self._monitor}', which was not logged (logged: {logged}). Log it in "
                 "training_step, name another, or leave monitor out: the cache then follows the loss."
             )
         # Of rank 0, so that no two ranks have different thresholds.
@@ -175,16 +171,15 @@ class CacheSchedule(pl.Callback):
     @override
     def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         total = {key: Sent() for key in self._known}
-        told = self._world.all_gather_object((self._cache.take(), self._cache.take_loss()))
-        self._loss = sum(loss for _, loss in told)
-        for sent, _ in told:
+        by_rank = self._world.all_gather_object((self._cache.take(), self._cache.take_loss()))
+        self._loss = sum(loss for _, loss in by_rank)
+        for sent, _ in by_rank:
             for key, value in sent.items():
-                kept = total.setdefault(key, Sent())
-                kept.rows, kept.of = kept.rows + value.rows, kept.of + value.of
+                of_all = total.setdefault(key, Sent())
+                of_all.rows, of_all.of = of_all.rows + value.rows, of_all.of + value.of
         self._known = [*total]
         values = {} if self._cache.guesses else {"cache/epsilon": self._cache.epsilon}
-        for (layer, direction), kept in sorted(total.items()):
-            values[f"comm/sent_fraction/{layer}/{direction}"] = (
-                kept.rows / kept.of if kept.of else 1.0
-            )  # an exact epoch
+        for (layer, direction), sent_rows in sorted(total.items()):  # none in an exact epoch
+            fraction = sent_rows.rows / sent_rows.of if sent_rows.of else 1.0
+            values[f"comm/sent_fraction/{layer}/{direction}"] = fraction
         log_values(trainer, values)

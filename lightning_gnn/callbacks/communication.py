@@ -1,7 +1,4 @@
-"""Communication, throughput and waiting as logged metrics, and who sends how much to whom as pictures.
-
-P ranks.
-"""
+"""Communication, throughput and waiting as logged metrics, and who sends how much to whom as pictures."""
 
 from __future__ import annotations
 
@@ -58,8 +55,7 @@ class CommunicationMetrics(pl.Callback):
 
     Args:
         meter: where the strategy counts.
-        world: the ranks.
-        parts: how much each rank has.
+        parts: of each rank.
         replicas: compares the ranks' models at each epoch's end.
 
     Attributes:
@@ -75,17 +71,19 @@ class CommunicationMetrics(pl.Callback):
         self._all_waited, self._all_seconds = torch.zeros(world.size, dtype=torch.float64), 0.0
         self._begin_epoch()
 
-    def _begin_epoch(self) -> None:
+    def _begin_epoch(self, *_: Any) -> None:
         self._nodes = self._edges = 0
         self._seconds = self._waited = 0.0
         self._pause()
 
-    def _pause(self) -> None:
+    def _pause(self, *_: Any) -> None:
         """Leaves out what has passed since the last batch."""
         self._since, self._waited_since = time.perf_counter(), self._world.waited_s or 0.0
 
+    on_train_epoch_start, on_validation_end = _begin_epoch, _pause  # type: ignore[assignment]
+
     def _codec_squares(self) -> tuple[float, ...]:
-        """Returns the sums of squares of errors and numbers since the last call; nothing without a codec."""
+        """Sums of squares of errors and numbers since the last call; nothing without a codec."""
         transport = self._world.transport
         return transport.codec.take_squares() if isinstance(transport, EncodingTransport) else ()
 
@@ -93,14 +91,6 @@ class CommunicationMetrics(pl.Callback):
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self._codec_squares()
         self._meter.take()  # what the sanity check sent belongs to no epoch
-
-    @override
-    def on_train_epoch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        self._begin_epoch()
-
-    @override
-    def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        self._pause()
 
     @override
     def on_train_batch_end(
@@ -156,8 +146,7 @@ class CommunicationMetrics(pl.Callback):
         self._all_seconds += seconds
         if self._all_seconds < ENOUGH_S or self._epochs <= ENOUGH_EPOCHS:
             return
-        found = explain_waiting(self._all_waited.tolist(), self._all_seconds, self._parts)
-        if found is not None:
+        if (found := explain_waiting(self._all_waited.tolist(), self._all_seconds, self._parts)) is not None:
             self._warned = True
             rank_zero_warn(found)
 
@@ -180,11 +169,7 @@ class CommunicationMetrics(pl.Callback):
 
 
 def traffic_table(by_rank: Sequence[ByLayer]) -> list[dict[str, Any]]:
-    """Returns the traffic of all ranks, plain values, a row for each layer, direction and rank.
-
-    Args:
-        by_rank: of each rank, ``[P]``.
-    """
+    """Returns the traffic of each rank as plain values, a row for each layer, direction and rank."""
     keys = dict.fromkeys(key for by_layer in by_rank for key in by_layer)
     return [
         {
@@ -210,10 +195,9 @@ def explain_waiting(waited: Sequence[float], seconds: float, parts: Sequence[Par
 
     Args:
         waited: seconds that each rank has waited for others, ``[P]``.
-        seconds: the time in which they did.
-        parts: of each rank.
     """
-    slowest, most = min(range(len(waited)), key=lambda r: waited[r]), max(range(len(waited)), key=lambda r: waited[r])
+    ranks = range(len(waited))
+    slowest, most = min(ranks, key=waited.__getitem__), max(ranks, key=waited.__getitem__)
     if waited[most] <= TOO_MUCH * seconds:
         return None
     found = (
@@ -242,11 +226,7 @@ def explain_waiting(waited: Sequence[float], seconds: float, parts: Sequence[Par
 
 
 def metrics_of(trainer: pl.Trainer, asker: object) -> CommunicationMetrics:
-    """Returns the strategy's own callback.
-
-    Raises:
-        ValueError: the strategy has none: its ranks exchange no rows.
-    """
+    """Returns the strategy's own callback; raises ValueError if it has none, since its ranks exchange no rows."""
     found = next((each for each in trainer.callbacks if isinstance(each, CommunicationMetrics)), None)  # type: ignore[attr-defined]
     if found is None:
         raise ValueError(

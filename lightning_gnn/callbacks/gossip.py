@@ -22,9 +22,6 @@ class GossipMetrics(pl.Callback):
     ``gossip/waited/R`` (seconds of waiting for partners); and ``gossip/staleness``: the most batches of a worker less the fewest;
     ``gossip/consensus``: how far their parameters were from each other, see
     :meth:`~lightning_gnn.gossip.worker.Worker.consensus`.
-
-    Args:
-        worker: of this process.
     """
 
     def __init__(self, worker: Worker) -> None:
@@ -39,12 +36,10 @@ class GossipMetrics(pl.Callback):
             bar.get_metrics = lambda *of: {**plain(*of), "pool": progress(self._worker)}
 
     @override
-    def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+    def on_train_end(self, trainer: pl.Trainer, *_: Any) -> None:
         vars(trainer.progress_bar_callback or self).pop("get_metrics", None)
 
-    @override
-    def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
-        self.on_train_end(trainer, pl_module)
+    on_exception = on_train_end  # type: ignore[assignment]
 
     @override
     def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -52,50 +47,38 @@ class GossipMetrics(pl.Callback):
         if not trainer.is_global_zero:
             return
         counts_of = self._worker.all_counts()
+        batches = [counts.batches for counts in counts_of.values()]
         values: dict[str, float] = {
-            "gossip/staleness": spread(counts_of),
+            "gossip/staleness": max(batches) - min(batches),
             "gossip/consensus": self._worker.consensus(counts_of),
         }
         for worker, counts in counts_of.items():
-            values[f"gossip/batches/{worker}"] = counts.batches
-            values[f"gossip/averages/{worker}"] = counts.averages
-            values[f"gossip/waited/{worker}"] = counts.waited
+            values |= {f"gossip/{name}/{worker}": getattr(counts, name) for name in ("batches", "averages", "waited")}
         log_values(trainer, values)
 
 
 def progress(worker: Worker) -> str:
     """Returns how much of all epochs workers have taken from the pool; of epochs without end, how many these were."""
     pool = worker.pool
-    return (
-        f"{worker.reached / pool.size:.1f} epochs" if pool.end is None else f"{100 * worker.reached / pool.end:.0f} %"
-    )
+    if pool.end is None:
+        return f"{worker.reached / pool.size:.1f} epochs"
+    return f"{100 * worker.reached / pool.end:.0f} %"
 
 
-def spread(counts_of: Mapping[int, Counts]) -> int:
-    """Returns how many batches the worker with most has more than the one with fewest."""
-    batches = [counts.batches for counts in counts_of.values()]
-    return max(batches) - min(batches)
-
-
-def table(counts_of: Mapping[int, Counts], lost: Sequence[int], undone: int, consensus: float, result: str) -> Table:
-    """Returns what each worker has done, a row each (Tables 4.8 and 4.9 of the thesis, and what it took).
-
-    Args:
-        counts_of: by worker, as far as it has reported.
-        lost: workers that have not come to the end.
-        undone: batches that nobody has done.
-        consensus: how far the workers' parameters are from each other, relative to their mean.
-        result: of all of them, in words.
-    """
+def show(counts_of: Mapping[int, Counts], lost: Sequence[int], undone: int, consensus: float, result: str) -> None:
+    """Prints what each worker has done, a row each (Tables 4.8 and 4.9 of the thesis, and what it took), if there are several:
+    the workers that have not come to the end, how many batches were left undone, how far the workers' parameters are from each
+    other, relative to their mean, and the result."""
+    if len(counts_of) < 2 and not lost:
+        return
     title = f"Workers, {100 * consensus:.2g} % from each other; the result is {result}"
     title += f"; {undone} batches were left undone, by workers that ended last" if undone else ""
-    found = Table(
-        "worker", "batches", "averages", "waits", "in vain", "waited, s", "idle, %", "taken over", title=title
-    )
+    columns = ("batches", "averages", "waits", "in vain", "waited, s", "idle, %", "taken over")
+    found = Table("worker", *columns, title=title)
     for worker in sorted({*counts_of, *lost}):
         name, counts = f"{worker}{' (lost)' if worker in lost else ''}", counts_of.get(worker)
         if counts is None:  # before its first epoch had ended
-            found.add_row(name, *["-"] * 7)
+            found.add_row(name, *["-"] * len(columns))
             continue
         seconds = max(counts.seconds, 1e-9)
         found.add_row(
@@ -105,10 +88,4 @@ def table(counts_of: Mapping[int, Counts], lost: Sequence[int], undone: int, con
             f"{100 * (counts.waited + counts.idle) / seconds:.1f}",
             str(counts.taken_over),
         )
-    return found
-
-
-def show(counts_of: Mapping[int, Counts], lost: Sequence[int], undone: int, consensus: float, result: str) -> None:
-    """Prints :func:`table`, where there was more than one worker."""
-    if len(counts_of) > 1 or lost:
-        text_console(100, sys.stderr).print(table(counts_of, lost, undone, consensus, result))
+    text_console(100, sys.stderr).print(found)

@@ -25,9 +25,8 @@ def log_values(trainer: pl.Trainer, values: Mapping[str, float | Tensor]) -> Non
 
     Past ``self.log``, which would reduce over ranks what is global, at a millisecond an epoch.
     """
-    trainer.callback_metrics.update(
-        {name: torch.as_tensor(value, dtype=torch.float64) for name, value in values.items()}
-    )
+    for name, value in values.items():
+        trainer.callback_metrics[name] = torch.as_tensor(value, dtype=torch.float64)
     for logger in trainer.loggers:
         logger.log_metrics({name: float(value) for name, value in values.items()}, step=trainer.global_step)
 

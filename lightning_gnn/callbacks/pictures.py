@@ -1,7 +1,4 @@
-"""Pictures of parts and of what ranks sent each other. Drawn without a display.
-
-P ranks.
-"""
+"""Pictures of parts and of what ranks sent each other. Drawn without a display."""
 
 from __future__ import annotations
 
@@ -20,11 +17,7 @@ NUMBERED = 8
 
 
 def traffic_matrices(by_rank: Sequence[ByLayer]) -> dict[tuple[str, str], NDArray[np.int64]]:
-    """Returns by (layer, direction) the bytes that rank i sent to rank j, ``[P, P]``.
-
-    Args:
-        by_rank: of each rank, ``[P]``.
-    """
+    """Returns by (layer, direction) the bytes that rank i sent to rank j, ``[P, P]``."""
     found: dict[tuple[str, str], NDArray[np.int64]] = {}
     for rank, by_layer in enumerate(by_rank):
         for key, sent in by_layer.items():
@@ -35,12 +28,7 @@ def traffic_matrices(by_rank: Sequence[ByLayer]) -> dict[tuple[str, str], NDArra
 
 
 def draw_traffic(by_rank: Sequence[ByLayer], title: str) -> Figure:
-    """Returns a heat map for each layer and direction: who sent how many bytes to whom, all on one scale.
-
-    Args:
-        by_rank: traffic of each rank, ``[P]``.
-        title: of the picture.
-    """
+    """Returns a heat map for each layer and direction: which rank sent how many bytes to which, all on one scale."""
     matrices = traffic_matrices(by_rank)
     layers, directions = list(dict.fromkeys(key[0] for key in matrices)), ["forward", "backward"]
     size = max(2.6, 0.28 * len(by_rank))
@@ -74,12 +62,7 @@ def draw_traffic(by_rank: Sequence[ByLayer], title: str) -> Figure:
 
 
 def draw_parts(counts: Mapping[str, Sequence[int]], title: str) -> Figure:
-    """Returns a picture of the parts' sizes beside each other, over their averages.
-
-    Args:
-        counts: of each rank, ``[P]``, by what is counted.
-        title: of the picture.
-    """
+    """Returns a picture of the parts' sizes beside each other, over their averages; counts of each rank, by what is counted."""
     num_parts = len(next(iter(counts.values())))
     figure = Figure(figsize=(min(16.0, 3 + 0.5 * num_parts * len(counts)), 3.6), layout="constrained")
     FigureCanvasAgg(figure)

@@ -20,10 +20,6 @@ class SamplingMetrics(pl.Callback):
     that a rank spent in waiting for them, so that ``1 - waited / seconds`` was hidden behind training. Where ranks are on more
     than one machine, ``sampling/remote_bytes``: what all received from others; ``sampling/cache_hit_rate``: of the rows of
     features that lie on other machines, the share that was kept here.
-
-    Args:
-        batches: returns this rank's loader.
-        world: the ranks.
     """
 
     def __init__(self, batches: Callable[[], SampledBatches | None], world: World) -> None:

@@ -6,7 +6,7 @@ import json
 import time
 from collections.abc import Sequence
 from dataclasses import replace
-from functools import partial
+from functools import partial, partialmethod
 from pathlib import Path
 from typing import Any
 
@@ -48,9 +48,6 @@ class CommunicationTrace(pl.Callback):
         self._hooks: list[Any] = []
         self._calls: dict[str, float] = {}
 
-    def _traced(self, trainer: pl.Trainer) -> bool:
-        return 0 <= trainer.current_epoch - self.first_epoch < self.epochs
-
     @override
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         metrics_of(trainer, self)
@@ -58,7 +55,7 @@ class CommunicationTrace(pl.Callback):
 
     @override
     def on_train_epoch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        if not self._traced(trainer):
+        if not 0 <= trainer.current_epoch - self.first_epoch < self.epochs:
             return
         trainer.strategy.meter.spans = []  # type: ignore[attr-defined]
         for name, module in pl_module.named_modules():
@@ -74,7 +71,7 @@ class CommunicationTrace(pl.Callback):
     def _leave(self, name: str, *_: Any) -> None:
         self._spans.append((COMPUTE, Span("", name, "forward", self._calls.pop(name), time.perf_counter())))
 
-    def _next(self, trainer: pl.Trainer, stage: str | None) -> None:
+    def _next(self, stage: str | None, trainer: pl.Trainer, *_: Any) -> None:
         """Ends the stage of a step, and begins another, or none."""
         if trainer.strategy.meter.spans is None:  # type: ignore[attr-defined]
             return
@@ -85,43 +82,15 @@ class CommunicationTrace(pl.Callback):
             self._spans.append((track, Span(name, "", "", began, now)))
         self._stage = None if stage is None else (stage, now)
 
-    @override
-    def on_train_batch_start(self, trainer: pl.Trainer, *_: Any) -> None:
-        self._next(trainer, "forward")
+    on_train_batch_start: Any = partialmethod(_next, "forward")
+    on_before_backward: Any = partialmethod(_next, "backward")
+    on_after_backward: Any = partialmethod(_next, "sum of gradients")
+    on_before_optimizer_step: Any = partialmethod(_next, "optimizer")
+    on_validation_batch_start: Any = partialmethod(_next, "validation")
+    on_train_batch_end = on_validation_batch_end = partialmethod(_next, None)  # type: ignore[assignment]
 
     @override
-    def on_before_backward(self, trainer: pl.Trainer, *_: Any) -> None:
-        self._next(trainer, "backward")
-
-    @override
-    def on_after_backward(self, trainer: pl.Trainer, *_: Any) -> None:
-        self._next(trainer, "sum of gradients")
-
-    @override
-    def on_before_optimizer_step(self, trainer: pl.Trainer, *_: Any) -> None:
-        self._next(trainer, "optimizer")
-
-    @override
-    def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
-        self._next(trainer, None)
-
-    @override
-    def on_validation_batch_start(self, trainer: pl.Trainer, *_: Any) -> None:
-        self._next(trainer, "validation")
-
-    @override
-    def on_validation_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
-        self._next(trainer, None)
-
-    @override
-    def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        self._end_epoch(trainer)
-
-    @override
-    def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
-        self._end_epoch(trainer)
-
-    def _end_epoch(self, trainer: pl.Trainer) -> None:
+    def on_train_epoch_end(self, trainer: pl.Trainer, *_: Any) -> None:
         meter = getattr(trainer.strategy, "meter", None)
         if meter is None or meter.spans is None:
             return
@@ -130,6 +99,8 @@ class CommunicationTrace(pl.Callback):
         for hook in self._hooks:
             hook.remove()
         self._hooks = []
+
+    on_exception = on_train_epoch_end  # type: ignore[assignment]
 
     @override
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -151,11 +122,7 @@ class CommunicationTrace(pl.Callback):
 
 
 def chrome_trace(by_rank: Sequence[Sequence[tuple[int, Span]]]) -> dict[str, Any]:
-    """Returns the spans of all ranks in the Trace Event Format: microseconds, a process per rank, a thread per track.
-
-    Args:
-        by_rank: by rank, a track and a span each, seconds by one clock.
-    """
+    """Returns the spans of each rank in the Trace Event Format: microseconds, a process per rank, a thread per track."""
     zero = min((span.began for spans in by_rank for _, span in spans), default=0.0)
     events: list[dict[str, Any]] = []
     for rank, spans in enumerate(by_rank):

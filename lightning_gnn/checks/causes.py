@@ -1,4 +1,4 @@
-"""What makes numbers differ, told by how they differ, and what to write instead."""
+"""What makes numbers differ, found by how they differ, and what to write instead."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from torch_geometric.data import Data
 
 from lightning_gnn.checks.differences import Difference
 from lightning_gnn.checks.draws import Draw
-from lightning_gnn.checks.record import Compared, Rows, relative_difference
-from lightning_gnn.checks.trial import OnRank, Outcome, Parted, Trial
+from lightning_gnn.checks.record import Compared, Rows, largest, relative_difference
+from lightning_gnn.checks.trial import Outcome, Parted, Trial
 from lightning_gnn.data.shards import Shard
 from lightning_gnn.nn.rank_graph import UnsupportedModelError
 
@@ -24,12 +24,7 @@ _COLUMNS = 64
 
 @dataclass(frozen=True)
 class Cause:
-    """What makes numbers differ.
-
-    Attributes:
-        kind: in a few words.
-        text: what was seen, and what to do.
-    """
+    """What makes numbers differ: its kind in a few words; what was seen, and what to do."""
 
     kind: str
     text: str
@@ -51,12 +46,26 @@ class Finding:
     difference: float | None
     cause: Cause
 
+    @classmethod
+    def at(cls, difference: Difference, trial: Trial, cause: Cause) -> Finding:
+        """Returns the finding of a trial whose runs differ."""
+        return cls(trial.step, difference.where, difference.size, cause)
+
+    @classmethod
+    def of_error(cls, error: Parted, trial: Trial) -> Finding:
+        """Returns the finding of a run on parts that ended before its time."""
+        raised = error.__cause__
+        cause = NEIGHBOURS if isinstance(raised, IndexError) else ACROSS_NODES
+        if isinstance(raised, UnsupportedModelError):
+            cause = Cause("a model that is refused", str(raised))
+        return cls(trial.step, f"on a part of the graph, {error}", None, cause)
+
     @property
     def what(self) -> str:
         """What differs, and by how much."""
-        return self.where + (
-            "" if self.difference is None else f" differs by {self.difference:.1e} of the largest value"
-        )
+        if self.difference is None:
+            return self.where
+        return f"{self.where} differs by {self.difference:.1e} of the largest value"
 
     def __str__(self) -> str:
         return f"{self.step}: {self.what}. Likely cause: {self.cause.kind}. {self.cause.text}"
@@ -142,14 +151,7 @@ STANDS_IN = Cause(
 
 
 def of(difference: Difference, whole: Outcome, found: Outcome, shards: Sequence[Shard], trial: Trial) -> Cause:
-    """Returns what may have made a run on parts differ from that of one device.
-
-    Args:
-        difference: the first.
-        whole, found: the runs.
-        shards: of the parts.
-        trial: that ran.
-    """
+    """Returns what may have made a run on parts differ from that of one device, first in `difference`."""
     if difference.values is not None:
         return of_values(difference.values, at_cut_edges(trial.graph, shards[0]))
     if difference.group == "loss":
@@ -159,14 +161,6 @@ def of(difference: Difference, whole: Outcome, found: Outcome, shards: Sequence[
     if difference.group == "buffers":
         return BUFFER
     return BY_ITSELF if found.ranks[0].backwards == 0 else BACKWARD
-
-
-def of_error(error: Parted) -> Cause:
-    """Returns what may have made a run on parts end before its time."""
-    raised = error.__cause__
-    if isinstance(raised, UnsupportedModelError):
-        return Cause("a model that is refused", str(raised))
-    return NEIGHBOURS if isinstance(raised, IndexError) else ACROSS_NODES
 
 
 def of_draws(draws: Sequence[Draw]) -> Cause:
@@ -199,18 +193,13 @@ def at_cut_edges(graph: Data, shard: Shard) -> Tensor:
 
 
 def of_values(found: Compared, cut: Tensor) -> Cause:
-    """Returns what may have made values differ whose inputs agree.
-
-    Args:
-        found: the first values that differ.
-        cut: the nodes that an edge joins to another rank's, bool ``[N]``.
-    """
+    """Returns what may have made values differ whose inputs agree; `cut` as :func:`at_cut_edges` returns it."""
     first, expected, _ = found.parts[0]
     if len(expected) not in (first.owned_nodes, first.owned_edges):
         return _of_readout(found)
     if len(expected) == first.owned_nodes and _only_cut(found, cut):
         return NEIGHBOURS
-    return next((cause for cause in _of_rows(found.parts)), ACROSS_NODES)
+    return next(_of_rows(found.parts), ACROSS_NODES)
 
 
 def _only_cut(found: Compared, cut: Tensor) -> bool:
@@ -219,7 +208,7 @@ def _only_cut(found: Compared, cut: Tensor) -> bool:
     for rows, expected, value in found.parts:
         inside = ~cut[rows.nodes[: rows.owned_nodes]]
         others += int(inside.sum())
-        if inside.any() and relative_difference(value[inside], expected[inside], _size(expected)) > FIT:
+        if inside.any() and relative_difference(value[inside], expected[inside], largest(expected)) > FIT:
             return False
     return others > 0
 
@@ -231,7 +220,7 @@ def _of_readout(found: Compared) -> Cause:
     nodes = values.new_tensor([rows.owned_nodes for rows, _, _ in found.parts])
     weights = (nodes / nodes.sum()).view(-1, *[1] * expected.dim())
     for combined, cause in (((values * weights).sum(0), _OWN_MEAN), (values.sum(0), _OWN_SUM)):
-        if relative_difference(combined, expected, _size(expected)) < FIT:
+        if relative_difference(combined, expected, largest(expected)) < FIT:
             return cause
     return ACROSS_NODES
 
@@ -262,19 +251,14 @@ def _line(expected: Tensor, value: Tensor) -> tuple[Tensor, Tensor] | None:
     x, y, count = x.where(used, 0.0), y.where(used, 0.0), used.sum(0).clamp(min=1)
     centred = (x - x.sum(0) / count).where(used, 0.0)
     spread = centred.square().sum(0)
-    told = (used.sum(0) > 3) & (spread > (FIT * _size(x)) ** 2)
-    if not told.any():
+    known = (used.sum(0) > 3) & (spread > (FIT * largest(x)) ** 2)
+    if not known.any():
         return None
     slope = (centred * y).sum(0) / spread.clamp(min=1e-300)
     offset = (y.sum(0) - slope * x.sum(0)) / count
-    size = _size(y)
-    off = (y - slope * x - offset).where(used, 0.0)[:, told]
-    return None if float(off.abs().max()) > FIT * size else (slope[told], offset[told] / size)
-
-
-def _size(values: Tensor) -> float:
-    finite = values[values.isfinite()]
-    return float(finite.abs().max()) if finite.numel() else 0.0
+    size = largest(y)
+    off = (y - slope * x - offset).where(used, 0.0)[:, known]
+    return None if float(off.abs().max()) > FIT * size else (slope[known], offset[known] / size)
 
 
 _ONE_VALUE = "one value that all ranks have"
@@ -285,20 +269,22 @@ def of_loss(whole: Outcome, found: Outcome, shards: Sequence[Shard], mask: str |
     losses = [each.loss for each in found.ranks if each.loss is not None]
     if whole.loss is not None and len(losses) == len(shards):
         values = torch.stack([loss.detach().double() for loss in losses])
-        ways = [*_weights(shards), *_rows_found(found.ranks)]
-        if relative_difference(values, values[:1], _size(values)) < FIT:
+        ways = [*_weights(shards)]
+        counts = [each.found_rows for each in found.ranks]
+        if None not in counts:
+            what = f"a mean over other rows ({_listed(counts)} on the two parts)"
+            say = "return {'loss': loss, 'loss_weight': how many rows it is over}"
+            ways.append((what, say, torch.tensor(counts, dtype=torch.float64)))
+        if relative_difference(values, values[:1], largest(values)) < FIT:
             ways = [way for way in ways if way[0] == _ONE_VALUE]  # any weights would do
         for what, say, weights in ways:
             total = 1.0 if say.startswith("loss_reduction") else float(weights.sum()) or 1.0
-            if relative_difference((values * weights).sum() / total, whole.loss, _size(whole.loss)) < FIT:
+            if relative_difference((values * weights).sum() / total, whole.loss, largest(whole.loss)) < FIT:
                 return Cause(COUNT, f"All modules agree, and the loss is {what}: {say}.")
-    counts = [each.found_rows for each in found.ranks]
-    rows = ""
-    if mask is not None and all(count is not None for count in counts):
-        labelled = shards[0].mask_counts[mask]
-        rows = (
-            f" It is over {_listed(counts)} rows on the two parts, whose {mask} has {_listed(labelled)} labelled nodes."
-        )
+    counts, rows = [each.found_rows for each in found.ranks], ""
+    if mask is not None and None not in counts:
+        of_mask = _listed(shards[0].mask_counts[mask])
+        rows = f" It is over {_listed(counts)} rows on the two parts, whose {mask} has {of_mask} labelled nodes."
     return Cause(
         COUNT,
         f"All modules agree, and the loss is no mean over the labelled nodes of the mask.{rows} Return {{'loss': loss, "
@@ -310,17 +296,6 @@ def of_loss(whole: Outcome, found: Outcome, shards: Sequence[Shard], mask: str |
 
 def _listed(values: Sequence[object]) -> str:
     return " and ".join(map(str, values))
-
-
-def _rows_found(ranks: Sequence[OnRank]) -> Iterator[tuple[str, str, Tensor]]:
-    """Yields the rows that the losses have gradients in, as :func:`_weights` does."""
-    counts = [each.found_rows for each in ranks]
-    if all(count is not None for count in counts):
-        yield (
-            f"a mean over other rows ({_listed(counts)} on the two parts)",
-            "return {'loss': loss, 'loss_weight': how many rows it is over}",
-            torch.tensor(counts, dtype=torch.float64),
-        )
 
 
 def _weights(shards: Sequence[Shard]) -> Iterator[tuple[str, str, Tensor]]:
@@ -380,10 +355,10 @@ def of_logged(name: str, whole: Outcome, found: Outcome, shards: Sequence[Shard]
     is_now = f"{method} logs '{name}' as a {how} over ranks, which is not the value of the whole graph {numbers}."
     near = 1e-4  # torchmetrics and others compute in float32
     for what, count, weights in _counts(shards):
-        if relative_difference((values * weights).sum() / weights.sum(), expected, _size(expected)) < near:
+        if relative_difference((values * weights).sum() / weights.sum(), expected, largest(expected)) < near:
             return Cause(COUNT, f"{is_now} It is a mean over {what}: self.log('{name}', ..., batch_size={count}).")
     for other, combined in (("sum", values.sum()), ("max", values.max()), ("min", values.min())):
-        if other != how and relative_difference(combined, expected, _size(expected)) < near:
+        if other != how and relative_difference(combined, expected, largest(expected)) < near:
             return Cause(COUNT, f"{is_now} It is the {other} of theirs: self.log('{name}', ..., reduce_fx='{other}').")
     kind = next((kind for part, kind in _METRICS.items() if part in name.lower()), None)
     use = f"torchmetrics.{kind}" if kind else "a metric object of torchmetrics, such as torchmetrics.F1Score"

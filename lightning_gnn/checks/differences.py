@@ -5,9 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+import torch
+
 from lightning_gnn.checks.record import Compared, compared, differing
 from lightning_gnn.checks.trial import Outcome
 
+TOLERANCES: dict[torch.dtype | None, float] = {torch.float64: 1e-7, None: 1e-3}
+"""Up to which difference numbers are the same: in float64, one node too many of a million is more than that. The dtypes are tried
+in this order, None being those of the user: where the user's constants are float32, float64 may not mix with them."""
 LOGGED_TOLERANCE = 1e-5
 """Of logged values: torchmetrics computes in float32."""
 
@@ -29,11 +34,6 @@ class Difference:
     size: float
     name: str = ""
     values: Compared | None = None
-
-    @property
-    def text(self) -> str:
-        """What differs, and by how much."""
-        return f"{self.where} differs by {self.size:.1e} of its largest value"
 
 
 def first_difference(whole: Outcome, found: Outcome, tolerance: float) -> Difference | None:

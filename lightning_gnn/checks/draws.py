@@ -23,20 +23,11 @@ _DROPOUTS = {
 
 @dataclass(frozen=True)
 class Draw:
-    """A draw that is none of one number per node or edge.
-
-    Attributes:
-        function: by name.
-        shape: that was drawn.
-        chooses: nodes or edges are chosen or shuffled by it.
-    """
+    """A draw that is none of one number per node or edge; nodes or edges may be chosen or shuffled by it."""
 
     function: str
     shape: tuple[int, ...]
     chooses: bool = False
-
-    def __str__(self) -> str:
-        return f"{self.function} {list(self.shape)}"
 
 
 class SharedDraws(TorchFunctionMode):
@@ -50,7 +41,6 @@ class SharedDraws(TorchFunctionMode):
     Args:
         rows: by a dimension that means nodes or edges here, the dimension of the whole graph and this rank's ids.
         some_rows: the same by a dimension that means some of them, such as those in a mask, drawn where nothing is `constant`.
-        seed: of all draws.
         own: seed of what the model's own code draws here, other than by dropout and PyG's augmentations; None shares that, too.
         share_rows: share such draws all the same where they are per node or edge.
         constant: what noted draws give instead, between 0 and 1: the share of numbers that are smaller; None draws them.
@@ -134,7 +124,6 @@ class SharedDraws(TorchFunctionMode):
             return func(*args, **kwargs)
 
     def note(self, shape: Sequence[int], chooses: bool = False) -> None:
-        """Notes a draw of the function that is at work."""
         if not self.outside:
             self.noted.append(Draw(self._function, tuple(shape), chooses))
 
@@ -165,35 +154,20 @@ class SharedDraws(TorchFunctionMode):
         return values.index_select(place, ids)
 
 
-def _made(normal: bool) -> Callable[..., Tensor]:
-    def make(draws: SharedDraws, *size: Any, dtype: torch.dtype | None = None, **options: Any) -> Tensor:
-        values = draws.draw(_size(size, options), normal)
-        return _finished(values.to(dtype or torch.get_default_dtype()), options)
-
-    return make
+def _made(draws: SharedDraws, *size: Any, normal: bool = False, **options: Any) -> Tensor:
+    shape = options.get("size", size[0] if len(size) == 1 and not isinstance(size[0], int) else size)
+    return _made_like(draws, torch.empty(0), shape, normal=normal, **options)
 
 
-def _size(given: Sequence[Any], options: Mapping[str, Any]) -> Sequence[int]:
-    return options.get("size", given[0] if len(given) == 1 and not isinstance(given[0], int) else given)
-
-
-def _made_like(normal: bool) -> Callable[..., Tensor]:
-    def make(draws: SharedDraws, input: Tensor, dtype: torch.dtype | None = None, **options: Any) -> Tensor:
-        return _finished(draws.draw(input.shape, normal).to(dtype or input.dtype), options)
-
-    return make
-
-
-def _finished(values: Tensor, options: Mapping[str, Any]) -> Tensor:
+def _made_like(
+    draws: SharedDraws, input: Tensor, shape: Sequence[int] | None = None, normal: bool = False, **options: Any
+) -> Tensor:
+    values = draws.draw(input.shape if shape is None else shape, normal).to(options.get("dtype") or input.dtype)
     return values.requires_grad_() if options.get("requires_grad") else values
 
 
 def _bernoulli(draws: SharedDraws, input: Tensor, p: float | Tensor | None = None, **options: Any) -> Tensor:
     return (draws.draw(input.shape) < (input if p is None else p)).to(input.dtype)
-
-
-def _bernoulli_(draws: SharedDraws, input: Tensor, p: float | Tensor = 0.5, **options: Any) -> Tensor:
-    return input.copy_(draws.draw(input.shape) < p)
 
 
 def _uniform_(draws: SharedDraws, input: Tensor, low: float = 0.0, high: float = 1.0, **options: Any) -> Tensor:
@@ -216,10 +190,6 @@ def _kaiming_uniform_(draws: SharedDraws, tensor: Tensor, **options: Any) -> Ten
     return torch.nn.init.kaiming_uniform_(tensor, **{**options, "generator": draws.generator(tensor.shape)})
 
 
-def _exponential_(draws: SharedDraws, input: Tensor, lambd: float = 1.0, **options: Any) -> Tensor:
-    return input.copy_(-(1 - draws.draw(input.shape)).log() / lambd)
-
-
 def _gamma(draws: SharedDraws, concentration: Tensor, *_: Any, **options: Any) -> Tensor:
     # Of another form than the true one, which does not matter here.
     return concentration * -(1 - draws.draw(concentration.shape)).log().to(concentration.dtype)
@@ -233,10 +203,6 @@ def _dirichlet(draws: SharedDraws, concentration: Tensor, *_: Any, **options: An
     return values / values.sum(-1, keepdim=True)
 
 
-def _poisson(draws: SharedDraws, input: Tensor, *_: Any, **options: Any) -> Tensor:
-    return _gamma(draws, input).floor()
-
-
 def _gumbel_softmax(
     draws: SharedDraws, logits: Tensor, tau: float = 1, hard: bool = False, eps: float = 1e-10, dim: int = -1
 ) -> Tensor:
@@ -248,8 +214,9 @@ def _gumbel_softmax(
     return chosen - soft.detach() + soft
 
 
-def _integers(draws: SharedDraws, low: int, high: int, shape: Sequence[int]) -> Tensor:
-    """Returns integers from `low` to `high` - 1, float64; of nodes or edges where there are so many."""
+def _integers(draws: SharedDraws, bounds: Sequence[Any], options: Mapping[str, Any], shape: Sequence[int]) -> Tensor:
+    """Returns integers from the first bound, or 0, to the last one - 1, float64; of nodes or edges where there are so many."""
+    low, high = map(int, [0, *bounds, *(options[name] for name in ("low", "high") if name in options)][-2:])
     if high - low in draws.sizes:
         draws.note(shape, chooses=True)
     return (low + (high - low) * draws.draw(shape)).floor()
@@ -257,15 +224,11 @@ def _integers(draws: SharedDraws, low: int, high: int, shape: Sequence[int]) -> 
 
 def _randint(draws: SharedDraws, *given: Any, dtype: torch.dtype | None = None, **options: Any) -> Tensor:
     *bounds, size = (*given, options["size"]) if "size" in options else given
-    bounds += [options[name] for name in ("low", "high") if name in options]
-    low, high = bounds if len(bounds) == 2 else (0, bounds[0])
-    return _integers(draws, int(low), int(high), size).to(dtype or torch.int64)
+    return _integers(draws, bounds, options, size).to(dtype or torch.int64)
 
 
 def _randint_like(draws: SharedDraws, input: Tensor, *bounds: Any, dtype: Any = None, **options: Any) -> Tensor:
-    bounds = (*bounds, *(options[name] for name in ("low", "high") if name in options))
-    low, high = bounds if len(bounds) == 2 else (0, bounds[0])
-    return _integers(draws, int(low), int(high), input.shape).to(dtype or input.dtype)
+    return _integers(draws, bounds, options, input.shape).to(dtype or input.dtype)
 
 
 def _randperm(draws: SharedDraws, n: int, *, dtype: torch.dtype = torch.int64, **options: Any) -> Tensor:
@@ -290,13 +253,13 @@ def _multinomial(
 
 
 _DRAWS: dict[Any, Callable[..., Tensor]] = {
-    torch.rand: _made(False),
-    torch.randn: _made(True),
-    torch.rand_like: _made_like(False),
-    torch.randn_like: _made_like(True),
+    torch.rand: _made,
+    torch.randn: partial(_made, normal=True),
+    torch.rand_like: _made_like,
+    torch.randn_like: partial(_made_like, normal=True),
     torch.bernoulli: _bernoulli,
     Tensor.bernoulli: _bernoulli,
-    Tensor.bernoulli_: _bernoulli_,
+    Tensor.bernoulli_: lambda draws, input, p=0.5, **_: input.copy_(draws.draw(input.shape) < p),
     Tensor.uniform_: _uniform_,
     Tensor.normal_: _normal_,
     # Which torch hands over whole, with what they draw inside.
@@ -304,11 +267,11 @@ _DRAWS: dict[Any, Callable[..., Tensor]] = {
     torch.nn.init.normal_: torch.no_grad()(lambda draws, tensor, mean, std, **_: _normal_(draws, tensor, mean, std)),
     torch.nn.init.kaiming_uniform_: _kaiming_uniform_,
     torch.normal: _normal,
-    Tensor.exponential_: _exponential_,
+    Tensor.exponential_: lambda draws, input, lambd=1.0, **_: input.copy_(-(1 - draws.draw(input.shape)).log() / lambd),
     F.gumbel_softmax: _gumbel_softmax,
     torch._standard_gamma: _gamma,
     torch._sample_dirichlet: _dirichlet,
-    torch.poisson: _poisson,
+    torch.poisson: lambda draws, input, *_, **__: _gamma(draws, input).floor(),
     torch.randint: _randint,
     torch.randint_like: _randint_like,
     torch.randperm: _randperm,

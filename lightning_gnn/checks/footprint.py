@@ -9,10 +9,11 @@ N owned rows, H halo rows, E edges of a rank.
 from __future__ import annotations
 
 import copy
+from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass, replace
 from types import ModuleType
-from typing import Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import lightning.pytorch as pl
 import numpy as np
@@ -23,16 +24,18 @@ from torch_geometric.nn import MessagePassing
 from typing_extensions import override
 
 from lightning_gnn.checks.small_graph import Form, SmallGraph, small_graph
-from lightning_gnn.checks.stand_ins import QuietTrainer, aside, copied, quiet, run_step, without_optimizers
-from lightning_gnn.comm.group import CommunicationError, World
+from lightning_gnn.checks.stand_ins import QuietTrainer, aside, copied, of_ranks, quiet, run_step, without_optimizers
+from lightning_gnn.comm.group import World
 from lightning_gnn.comm.in_process import InProcessWorld, Meeting
 from lightning_gnn.comm.traffic import Meter
 from lightning_gnn.data.shards import Cut, Shard, split_graph
 from lightning_gnn.data.sources import counted_mask
-from lightning_gnn.nn import pyg
 from lightning_gnn.nn.bind import Binding
 from lightning_gnn.nn.helpers import graph_in_use
-from lightning_gnn.partition.layout import LayoutSpec, Replicas
+from lightning_gnn.partition.layout import Replicas
+
+if TYPE_CHECKING:
+    from lightning_gnn.strategies.scheme import Scheme
 
 SORTING_BYTES = 40
 """Of an edge while matrices are made of the list of edges: its ends once more, its place, and which part it goes to."""
@@ -58,11 +61,7 @@ class Peak:
 
     @property
     def most(self) -> int:
-        return max(self.setup, self.forward, self.backward, self.evaluation)
-
-    def as_dict(self) -> dict[str, int]:
-        """Returns the phases, for JSON."""
-        return {phase: getattr(self, phase) for phase in PHASES}
+        return max(astuple(self))
 
 
 PHASES = ("setup", "forward", "backward", "evaluation")
@@ -72,9 +71,7 @@ class Sizes(NamedTuple):
     """What a rank's memory depends on.
 
     Attributes:
-        rows, halo_rows: N, H.
         sent_rows: that other ranks read.
-        edges: E.
         targets: labelled nodes, or edges, of the training mask.
         held_edges: that the rank computes: in a vertex cut not those of its own nodes.
     """
@@ -101,9 +98,10 @@ class Sizes(NamedTuple):
         sent = sum(np.diff(np.searchsorted(halo, cut.offsets)) for halo in cut.halos)
         sizes = cut.sizes(replicas)
         held = [edges for *_, edges in sizes] if cut.holders is None else _held_edges([cut.holders], len(sizes))
+        read = zip(sizes, np.atleast_1d(sent), targets, held)
         return [
             cls(rows, halo_rows, int(sent_rows) if replicas is None else halo_rows, edges, count, held_edges)
-            for (rows, halo_rows, edges), sent_rows, count, held_edges in zip(sizes, np.atleast_1d(sent), targets, held)
+            for (rows, halo_rows, edges), sent_rows, count, held_edges in read
         ]
 
     def among(self, ranks: int) -> Sizes:
@@ -113,20 +111,14 @@ class Sizes(NamedTuple):
 
 
 def _held_edges(holders: Sequence[Tensor], ranks: int) -> list[int]:
-    """Returns how many edges each rank computes."""
     return torch.bincount(torch.cat(list(holders)).long(), minlength=ranks).tolist()
 
 
 @dataclass(frozen=True)
 class Piece:
-    """Memory that a forward made and that was there at its end, or that a conv was given.
-
-    Attributes:
-        bytes: of it.
-        conv: the one inside which it was first kept; empty for none.
-        saved: kept for the backward.
-        argument: given to a conv, which keeps it where all else is made again.
-    """
+    """Memory that a forward made and that was there at its end, or that a conv was given: the conv inside which it was first
+    kept, empty for none; whether the backward needs it; whether it is an argument of a conv, which keeps it where all else is
+    made again."""
 
     bytes: float
     conv: str
@@ -141,7 +133,6 @@ class Footprint:
     Attributes:
         held_bytes: that stays from step to step: its part of the graph, matrices, buffers, messages, weights, gradients, two
             numbers a weight for the optimizer.
-        edges: E.
         pieces: of a forward; what is held is not among them.
     """
 
@@ -149,28 +140,20 @@ class Footprint:
     edges: int
     pieces: tuple[Piece, ...]
 
-    @property
-    def saved_bytes(self) -> int:
-        """What the forward leaves for the backward."""
-        return int(sum(piece.bytes for piece in self.pieces if piece.saved))
-
     def peak(self, recompute: bool = False, offload: bool = False) -> Peak:
-        """Returns the peak of each phase.
+        """Returns the peak of each phase, under the strategy's options.
 
         Beside what is kept, an operation holds what it reads and what it makes: in the forward one more piece as large as the
         largest, in the backward its gradient and that of what it was made of, in evaluation all three.
-
-        Args:
-            recompute, offload: as of the strategy.
         """
         kept = [piece.bytes for piece in self.pieces if piece.saved]
         largest, again = max(kept, default=0.0), 0.0
         if recompute:
             kept = [piece.bytes for piece in self.pieces if piece.argument or (piece.saved and not piece.conv)]
-            inside: dict[str, float] = {}
+            inside: dict[str, float] = defaultdict(float)
             for piece in self.pieces:
                 if piece.saved and piece.conv and not piece.argument:
-                    inside[piece.conv] = inside.get(piece.conv, 0.0) + piece.bytes
+                    inside[piece.conv] += piece.bytes
             again = max(inside.values(), default=0.0)
         base = self.held_bytes + (0.0 if offload else sum(kept))
         return Peak(
@@ -181,15 +164,9 @@ class Footprint:
         )
 
 
-# Counting #####################################################################
-
-
 class Counted(torch.autograd.graph.saved_tensors_hooks):
-    """While open, in this thread: counts what a forward keeps, each memory once, and inside which conv.
-
-    Args:
-        module: bound; its convs are watched until :meth:`release`.
-    """
+    """While open, in this thread: counts what a forward keeps, each memory once, and inside which conv of a bound module. Convs
+    are watched until :meth:`release`."""
 
     def __init__(self, module: torch.nn.Module) -> None:
         # The storages themselves, so that no address is used twice.
@@ -228,7 +205,6 @@ class Counted(torch.autograd.graph.saved_tensors_hooks):
         return run
 
     def release(self) -> None:
-        """Gives convs their forwards back."""
         for conv, before in self._convs:
             conv.__dict__.pop("forward")
             if before is not None:
@@ -290,17 +266,6 @@ def footprint_of(
     return Footprint(sum(held.values()) + of_optimizer + world.transport.most_bytes, edges, counted.take(held))
 
 
-# Predicting ###################################################################
-
-
-class TwoRanks(Protocol):
-    """What is asked of a scheme, see :class:`~lightning_gnn.strategies.scheme.Scheme`."""
-
-    def layout(self, world_size: int, num_hosts: int = 1) -> LayoutSpec: ...
-
-    def bind(self, module: torch.nn.Module, shard: Shard, world: World, meter: Meter) -> Binding: ...
-
-
 class Predicted:
     """What steps on small graphs keep, for a rank of any size.
 
@@ -316,13 +281,10 @@ class Predicted:
     """
 
     def __init__(
-        self, module: pl.LightningModule, batch: Data, scheme: TwoRanks, trainer: pl.Trainer | None = None
+        self, module: pl.LightningModule, batch: Data, scheme: Scheme, trainer: pl.Trainer | None = None
     ) -> None:
         quiet_trainer = None if trainer is None else QuietTrainer(trainer)
         models = [quiet(copied(module).cpu(), quiet_trainer) for _ in range(2)]
-        for child in (child for model in models for child in model.modules()):
-            if isinstance(child, MessagePassing):
-                pyg.clear_caches(child)
         mask = counted_mask("train_mask", module)
         sizes, found = [], []
         with aside():
@@ -343,22 +305,13 @@ class Predicted:
         self._per, *_ = np.linalg.lstsq(np.array(sizes, float), np.array(counted), rcond=None)
 
     def footprint(self, sizes: Sizes, working_bytes: int = 0) -> Footprint:
-        """Returns what a rank of these sizes keeps.
-
-        Args:
-            sizes: of the rank.
-            working_bytes: see :meth:`~lightning_gnn.strategies.scheme.Scheme.working_bytes`.
-        """
+        """Returns what a rank of these sizes keeps; see :meth:`~lightning_gnn.strategies.scheme.Scheme.working_bytes`, too."""
         held, *pieces = (np.array([*sizes, 1.0]) @ self._per).clip(0)
-        kept = (Piece(size, *_flags(piece)) for piece, size in zip(self._pieces, pieces))
+        kept = (replace(piece, bytes=size) for piece, size in zip(self._pieces, pieces))
         return Footprint(held + working_bytes, sizes.edges, tuple(kept))
 
 
-def _flags(piece: Piece) -> tuple[str, bool, bool]:
-    return piece.conv, piece.saved, piece.argument
-
-
-def _steps(models: Sequence[pl.LightningModule], small: SmallGraph, scheme: TwoRanks) -> list[tuple[Shard, Footprint]]:
+def _steps(models: Sequence[pl.LightningModule], small: SmallGraph, scheme: Scheme) -> list[tuple[Shard, Footprint]]:
     """Returns what a step on two parts of a graph keeps on each; of each rank's model, nothing but buffers change."""
     layout, meeting = scheme.layout(2), Meeting(2)
     holders = small.holders if layout.kind == "vertex_cut" else None
@@ -383,10 +336,4 @@ def _steps(models: Sequence[pl.LightningModule], small: SmallGraph, scheme: TwoR
         binding.release()
         return found
 
-    ran = meeting.run(on_rank)
-    failures = [each for each in ran if isinstance(each, BaseException)]
-    if failures:
-        first = next((each for each in failures if not isinstance(each, CommunicationError)), failures[0])
-        raise RuntimeError(f"{type(first).__name__}: {first}") from first
-    done: Any = ran
-    return list(zip(shards, done))
+    return list(zip(shards, of_ranks(meeting.run(on_rank))))

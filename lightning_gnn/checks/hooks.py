@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Iterator
 from contextlib import contextmanager
+from traceback import walk_tb
 from types import CodeType
 from typing import Any
 
@@ -22,12 +23,7 @@ class Hooks:
     """Calls the hooks that a module has of its own: before a step all, after it those that log, or have what another one logs.
 
     Others than these may do anything, such as writing files, which trying out a step should not. One that raises on one device is
-    left out from then on.
-
-    Args:
-        stage: Lightning's name of it.
-        skipped: names of hooks that are left out; more are added.
-        begins: call those of the stage's begin, too.
+    left out from then on: its name is added to `skipped`. Those of the stage's begin are called if it `begins`.
     """
 
     def __init__(self, stage: str, skipped: set[str], begins: bool = True) -> None:
@@ -38,8 +34,7 @@ class Hooks:
 
     def come_before(self, model: pl.LightningModule) -> bool:
         """Returns whether a module has hooks of its own that come before a step."""
-        names = *self._before, f"{self._batch}_start"
-        return any(is_overridden(hook, model, pl.LightningModule) for hook in names)
+        return any(is_overridden(hook, model, pl.LightningModule) for hook in (*self._before, f"{self._batch}_start"))
 
     def see_gradients(self, model: pl.LightningModule) -> bool:
         """Returns whether a module logs in hooks after a backward."""
@@ -82,7 +77,6 @@ class Hooks:
                 yield
 
     def after(self, model: pl.LightningModule, batch: Any, output: Any, alone: bool, draws: SharedDraws) -> None:
-        """Calls those after a step."""
         batch_end, epoch_end = f"{self._batch}_end", self._epoch_end
         kept = logs(model, epoch_end) and bool(_names(model, batch_end) & _names(model, epoch_end))
         for hook, args in ((batch_end, (output, batch, 0)), (epoch_end, ())):
@@ -98,20 +92,13 @@ class Hooks:
         try:
             getattr(model, hook)(*args)
         except BaseException as error:
-            by_itself = isinstance(error, Exception) or _raised_in(error, getattr(model, hook))
+            *_, (raised_in, _) = walk_tb(error.__traceback__)
+            by_itself = isinstance(error, Exception) or raised_in.f_code is _code(getattr(model, hook))
             if not alone or not by_itself:  # else somebody has interrupted the run
                 raise
             self._skipped.add(hook)
         finally:
             model._current_fx_name = before
-
-
-def _raised_in(error: BaseException, method: Any) -> bool:
-    """Returns whether a method's own code has raised an error."""
-    trace = error.__traceback__
-    while trace is not None and trace.tb_next is not None:
-        trace = trace.tb_next
-    return trace is not None and trace.tb_frame.f_code is _code(method)
 
 
 def logs(model: pl.LightningModule, method: str) -> bool:

@@ -18,13 +18,7 @@ from lightning_gnn.steps.weights import loss_scale
 
 @dataclass(frozen=True)
 class Logged:
-    """A call of ``self.log`` on one rank.
-
-    Attributes:
-        method: of the module, that was at work.
-        value: the rank's own, float64; None of a metric object.
-        options: of the call.
-    """
+    """A call of ``self.log`` on one rank, in a method of the module; `value` is the rank's own, float64, None of a metric."""
 
     method: str
     value: Tensor | None
@@ -32,17 +26,8 @@ class Logged:
 
 
 class LoggedValues:
-    """Takes what a module logs.
-
-    Args:
-        model: its ``log`` is replaced.
-        world: of this rank; None on one device.
-
-    Attributes:
-        values: by name, at the end of the epoch; the same on all ranks.
-        calls: the last of each name, of this rank.
-        weights: what ranks weigh; None on one device.
-    """
+    """Takes what a module logs, whose ``log`` it replaces; without a world, on one device. Values by name are those of all ranks
+    at the end of the epoch, calls the last of each name, of this rank; `weights` what ranks weigh, None on one device."""
 
     def __init__(self, model: pl.LightningModule, world: World | None) -> None:
         self._model = model
@@ -66,8 +51,8 @@ class LoggedValues:
     def _keep(self, name: str, value: Any, *_: Any, **__: Any) -> None:
         if isinstance(value, Metric):
             self._metrics[name] = value
-            return
-        self.values[name] = torch.as_tensor(value).detach().double()
+        else:
+            self.values[name] = torch.as_tensor(value).detach().double()
 
     def given_to_logger(self, name: str, value: Any) -> None:
         """Keeps a value that the module gives to its logger, past ``self.log``; of ranks, the logger is rank 0's."""
@@ -78,7 +63,6 @@ class LoggedValues:
             self.calls[name] = Logged(self._model._current_fx_name or "", own, {"to_logger": True})
 
     def enter(self, counts: Sequence[int], stand_ins: int, sizes: Sequence[int]) -> None:
-        """Begins a step; see :meth:`~lightning_gnn.steps.weights.RowWeights.enter`."""
         if self._logs is not None:
             self._logs.enter(counts, stand_ins, sizes)
 

@@ -28,17 +28,7 @@ class LossRows:
 
     A loss is a mean over the rows that it has a gradient in. Where it is over other rows than those that it is weighted by, the
     ranks' losses do not add up to that of one device. A loss may leave out rows that are right already, as a hinge does: before a
-    model is refused, its step runs again with other values in place of the output, and the rows of all runs count.
-
-    Args:
-        module: bound.
-        world: the ranks.
-        mask: that the losses are weighted by.
-        counts: its labelled rows on each rank.
-        batch: of the step.
-        num_rows: nodes of this rank.
-        warns: say what is found in a warning.
-    """
+    model is refused, its step runs again with other values in place of the output, and the rows of all runs count."""
 
     def __init__(
         self,
@@ -57,16 +47,8 @@ class LossRows:
         self._outputs = OutputRows(module, num_rows)
 
     def check(self, output: Any, scale: float, run: Callable[[Any], Any]) -> None:
-        """Ends the count.
-
-        Args:
-            output: of the step.
-            scale: what this rank's loss weighs, of 1.
-            run: runs the step again, on a batch.
-
-        Raises:
-            UnsupportedModelError: on all ranks alike.
-        """
+        """Ends the count in a step that has returned `output`, whose loss weighs `scale`, of 1; `run` runs it again on a batch.
+        Raises UnsupportedModelError on all ranks alike."""
         rows, last = self._rows(self._outputs, output), self._outputs.last
         self._outputs.release()
         found = self._gather(rows, scale)
@@ -100,10 +82,10 @@ class LossRows:
         """Returns rows and share of each rank; None where some rank has none to look at."""
         own = [-1.0 if rows is None else float(rows.sum()), scale]
         mine = torch.tensor(own, dtype=torch.float64, device=self._world.device)
-        everyone = self._world.all_gather(mine, "Rows of losses").tolist()
-        if any(count < 0 for count, _ in everyone) or not sum(count for count, _ in everyone):
+        by_rank = self._world.all_gather(mine, "Rows of losses").tolist()
+        if any(count < 0 for count, _ in by_rank) or not sum(count for count, _ in by_rank):
             return None
-        return [(int(count), share) for count, share in everyone]
+        return [(int(count), share) for count, share in by_rank]
 
     @staticmethod
     def _fits(found: Sequence[tuple[int, float]], output: Any) -> bool:
@@ -113,13 +95,11 @@ class LossRows:
 
     def _text(self, found: Sequence[tuple[int, float]], output: Any) -> str:
         counts = [count for count, _ in found]
-        said = isinstance(output, Mapping) and "loss_weight" in output
-        by = (
-            f"its loss_weight gives the ranks' losses shares of {_listed([f'{share:.4g}' for _, share in found])}"
-            if said
-            else f"{self._mask}, by which the ranks' losses are weighted, has {sum(self._counts):,} labelled nodes "
-            f"({_listed(self._counts)})"
-        )
+        of_mask = f"{sum(self._counts):,} labelled nodes ({_listed(self._counts)})"
+        by = f"{self._mask}, by which the ranks' losses are weighted, has {of_mask}"
+        if isinstance(output, Mapping) and "loss_weight" in output:
+            shares = [f"{share:.4g}" for _, share in found]
+            by = f"its loss_weight gives the ranks' losses shares of {_listed(shares)}"
         return (
             f"{type(self._module).__name__}.training_step takes its loss over {sum(counts):,} rows of the output "
             f"({_listed(counts)} on the ranks), while {by}: it is not the loss of one device. Return {{'loss': loss, "

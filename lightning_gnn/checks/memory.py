@@ -10,12 +10,7 @@ import torch
 def least_bytes(rows: int, halo_rows: int, edges: int, row_bytes: int, module: torch.nn.Module) -> int:
     """Returns what a rank holds whatever its model: rows, halo rows, edges in CSR both ways, weights and their gradients.
 
-    Activations come on top.
-
-    Args:
-        rows, halo_rows, edges: of the rank, replicas included.
-        row_bytes: of a node's features.
-        module: whose weights.
+    Activations come on top. Rows and edges are those of the rank, replicas included; `row_bytes` are those of a node's features.
     """
     columns = edges * (4 + 4 + 8)  # and slots of edge weights, for A and its transpose
     parameters = sum(2 * parameter.nbytes for parameter in module.parameters())
@@ -30,10 +25,7 @@ def training_bytes(
     These are each layer's output and its gradient, and one buffer of halo and relayed rows and its gradient, which layers share.
 
     Args:
-        rows, halo_rows, edges: of the rank.
-        feature_bytes: of a node's features.
-        row_bytes: of a row of a layer's output.
-        num_layers: K.
+        feature_bytes, row_bytes: of a node's features, and of a row of a layer's output.
         relayed: rows that the rank only passes on.
     """
     least = least_bytes(rows, halo_rows, edges, feature_bytes, torch.nn.Module())

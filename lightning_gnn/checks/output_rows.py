@@ -3,24 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_map_only
 from torch_geometric.nn import MessagePassing
 
 
 class OutputRows:
-    """Looks, from its making to :meth:`release`, at what a module and those inside it return.
-
-    Args:
-        module: a LightningModule.
-        num_rows: tensors with so many rows have one per node.
-        changed: what is returned in place of such a tensor, which is given with its number; None for the tensor itself.
-
-    Attributes:
-        last: the number of the output that :meth:`of` took; None for none.
-    """
+    """Looks, from its making to :meth:`release`, at what a module and those inside it return. Tensors with `num_rows` rows have
+    one per node; `changed`, given the number of such a tensor and the tensor, returns what takes its place. `last` is the number
+    of the output that :meth:`of` took; None for none."""
 
     def __init__(
         self, module: torch.nn.Module, num_rows: int, changed: Callable[[int, Tensor], Tensor] | None = None
@@ -36,15 +29,13 @@ class OutputRows:
             for part in each.modules()
             if part is not each
         }
+        parts = [part for part in module.modules() if id(part) not in inside]
         self._hooks = [
-            part.register_forward_hook(self._returned) for part in module.modules() if id(part) not in inside
+            part.register_forward_hook(lambda *of: tree_map_only(Tensor, self._seen, of[-1])) for part in parts
         ]
 
-    def _returned(self, module: Any, args: Any, output: Any) -> Any:
-        return torch.utils._pytree.tree_map(self._seen, output)
-
-    def _seen(self, value: Any) -> Any:
-        if not isinstance(value, Tensor) or not value.requires_grad or not value.dim() or len(value) != self._num_rows:
+    def _seen(self, value: Tensor) -> Tensor:
+        if not value.requires_grad or not value.dim() or len(value) != self._num_rows:
             return value
         if self._outputs and self._outputs[-1] is value:  # a module that returns what one inside it has returned
             return value
@@ -63,7 +54,6 @@ class OutputRows:
         return None
 
     def release(self) -> None:
-        """Takes the hooks off."""
         for hook in self._hooks:
             hook.remove()
         self._hooks, self._outputs = [], []

@@ -6,7 +6,7 @@ import math
 import weakref
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -17,47 +17,35 @@ from torchmetrics import Metric
 
 from lightning_gnn.nn.fused import may_be_fused
 
+_CONVS = "torch_geometric.nn.conv."
+
 
 @dataclass(frozen=True)
 class Event:
-    """A tensor that went into or came out of a module, or that a step has returned.
-
-    Attributes:
-        where: in words, with the module's name and class.
-        key: which event of which module this is; equal in runs of copies of one model.
-    """
+    """A tensor that went into or came out of a module, or that a step has returned; where, in words, and a key that is equal in
+    runs of copies of one model."""
 
     where: str
     key: tuple[Any, ...]
     value: Tensor
 
 
-@dataclass
-class _Call:
-    """A call that is going on: of whom, which it is, and how often it has called others by name."""
-
-    who: str
-    key: tuple[Any, ...]
-    made: Counter[str] = field(default_factory=Counter)
-
-
 class Recorder:
-    """Records the floating tensors that go into and come out of every module of a model, in order of time.
-
-    Args:
-        module: hooks stay on it, so give a copy.
-    """
+    """Records the floating tensors that go into and come out of every module of a model, in order of time. Its hooks stay."""
 
     def __init__(self, module: torch.nn.Module) -> None:
         self.events: list[Event] = []
         self._kept: dict[int, tuple[weakref.ref[Tensor], int, Tensor]] = {}
-        self._calls = [_Call("", ())]
+        # Calls that are going on: of which module, in words; which one it is; how often it has called others by name.
+        self._calls: list[tuple[str, tuple[Any, ...], Counter[str]]] = [("", (), Counter())]
         convs = [conv for conv in module.modules() if isinstance(conv, MessagePassing)]
         inside = {
             id(part)
             for conv in convs
             for part in conv.modules()
-            if part is not conv and (may_be_fused(conv) or _is_known(conv) or isinstance(part, Aggregation))
+            # A conv of PyG's is exact for all that is known.
+            if part is not conv
+            and (may_be_fused(conv) or type(conv).__module__.startswith(_CONVS) or isinstance(part, Aggregation))
         }
         for name, child in module.named_modules():
             # A metric's value is of the rows that it saw; what is inside a fused conv sees other rows, and what is inside PyG's
@@ -70,24 +58,24 @@ class Recorder:
     @property
     def inside(self) -> str | None:
         """The innermost module that is at work, in words; None outside all."""
-        return self._calls[-1].who or None
+        return self._calls[-1][0] or None
 
     def _before(self, name: str, child: torch.nn.Module) -> Any:
         who = f"'{name}' ({type(child).__name__})"
 
         def hook(_: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            caller = self._calls[-1]
-            caller.made[name] += 1
+            caller, call, made = self._calls[-1]
+            made[name] += 1
             # Numbered within the caller's call: a bound conv need not call what is inside it each time.
-            key = (*caller.key, name, caller.made[name])
-            self.record(f"what {caller.who or 'the step'} gives to {who}", (*key, "in"), [*args, *kwargs.values()])
-            self._calls.append(_Call(who, key))
+            key = (*call, name, made[name])
+            self.record(f"what {caller or 'the step'} gives to {who}", (*key, "in"), [*args, *kwargs.values()])
+            self._calls.append((who, key, Counter()))
 
         return hook
 
     def _after(self, _: Any, args: Any, output: Any) -> None:
-        call = self._calls.pop()
-        self.record(f"what {call.who} returns", (*call.key, "out"), [output])
+        who, key, _ = self._calls.pop()
+        self.record(f"what {who} returns", (*key, "out"), [output])
 
     def record(self, where: str, key: tuple[Any, ...], values: Any, whole_numbers: bool = False) -> None:
         """Records the floating tensors in `values`, and with `whole_numbers` those of integers and truth values, as float64."""
@@ -109,11 +97,6 @@ class Recorder:
         return known[2]
 
 
-def _is_known(conv: MessagePassing) -> bool:
-    """Returns whether it is a conv of PyG's, and exact for all that is known."""
-    return type(conv).__module__.startswith("torch_geometric.nn.conv.")
-
-
 @dataclass(frozen=True)
 class Rows:
     """Which nodes and edges of the whole graph a part has, by their ids, and how many the whole has.
@@ -121,7 +104,6 @@ class Rows:
     Attributes:
         nodes, edges: ids, owned ones first and replicas behind them.
         owned_nodes, owned_edges: how many are no replicas, whose rows need not be right in every layer.
-        num_nodes, num_edges: of the whole.
     """
 
     nodes: Tensor
@@ -145,10 +127,8 @@ class Rows:
             return whole[nodes], part[: len(nodes)]
         if (found, own) == (self.num_edges, len(self.edges)):
             return whole[edges], part[: len(edges)]
-        if (found, own) == (
-            self.num_edges + self.num_nodes,
-            len(self.edges) + len(self.nodes),
-        ):  # self-loops at the end
+        both = self.num_edges + self.num_nodes, len(self.edges) + len(self.nodes)
+        if (found, own) == both:  # self-loops at the end
             loops, own_loops = whole[self.num_edges :][nodes], part[len(self.edges) :][: len(nodes)]
             return torch.cat([whole[: self.num_edges][edges], loops]), torch.cat([part[: len(edges)], own_loops])
         return None
@@ -156,13 +136,8 @@ class Rows:
 
 @dataclass(frozen=True)
 class Compared:
-    """A value of the whole run, and what parts have in its place.
-
-    Attributes:
-        event: of the whole run.
-        parts: which part, what it should have, and what it has.
-        difference: the largest of any part, of the largest value.
-    """
+    """A value of the whole run; which part should have what in its place, and has what; the largest difference, of the largest
+    value."""
 
     event: Event
     parts: Sequence[tuple[Rows, Tensor, Tensor]]
@@ -172,13 +147,13 @@ class Compared:
 def compared(whole: Sequence[Event], parts: Sequence[tuple[Rows, Sequence[Event]]]) -> Iterator[Compared]:
     """Yields what can be compared of the events of the whole run, in their order."""
     found = [(rows, {event.key: event.value for event in events}) for rows, events in parts]
-    floor = _FLOOR * max((_size(event.value) for event in whole), default=0.0)
+    floor = _FLOOR * max((largest(event.value) for event in whole), default=0.0)
     # A value is often recorded several times, as the same copy.
     known: dict[tuple[int, ...], tuple[Sequence[tuple[Rows, Tensor, Tensor]], float]] = {}
     for event in whole:
         copies = id(event.value), *(id(values.get(event.key)) for _, values in found)
         if copies not in known:
-            size, matched = max(_size(event.value), floor), list[tuple[Rows, Tensor, Tensor]]()
+            size, matched = max(largest(event.value), floor), list[tuple[Rows, Tensor, Tensor]]()
             # A bound conv need not call what is inside it.
             there = [(rows, values[event.key]) for rows, values in found if event.key in values]
             for rows, value in there:
@@ -199,10 +174,11 @@ def compared(whole: Sequence[Event], parts: Sequence[tuple[Rows, Sequence[Event]
 _FLOOR = 1e-6
 
 
-def _size(values: Tensor) -> float:
-    largest = float(values.abs().max()) if values.numel() else 0.0
-    if math.isfinite(largest):
-        return largest
+def largest(values: Tensor) -> float:
+    """Returns the largest finite magnitude, 0 if there is none."""
+    found = float(values.abs().max()) if values.numel() else 0.0
+    if math.isfinite(found):
+        return found
     finite = values[values.isfinite()]
     return float(finite.abs().max()) if finite.numel() else 0.0
 
@@ -214,7 +190,7 @@ def relative_difference(found: Tensor, expected: Tensor, size: float) -> float:
         finite = expected.isfinite()
         if not torch.equal(finite, found.isfinite()):
             return float("inf")
-        difference = _size(found[finite] - expected[finite])
+        difference = largest(found[finite] - expected[finite])
     return difference / (size or 1.0)
 
 
@@ -222,7 +198,7 @@ def differing(
     found: Mapping[str, Tensor | None], expected: Mapping[str, Tensor | None], tolerance: float
 ) -> Iterator[tuple[str, float]]:
     """Yields names and differences of floating tensors that differ; None counts as zeros."""
-    floor = _FLOOR * max((_size(value) for value in expected.values() if value is not None), default=0.0)
+    floor = _FLOOR * max((largest(value) for value in expected.values() if value is not None), default=0.0)
     for name, wanted in expected.items():
         value = found.get(name)
         if wanted is None and value is None:
@@ -230,6 +206,6 @@ def differing(
         value = torch.zeros_like(wanted) if value is None else value  # type: ignore[arg-type]
         wanted = torch.zeros_like(value) if wanted is None else wanted
         if value.shape == wanted.shape and value.is_floating_point():
-            difference = relative_difference(value, wanted, max(_size(wanted), floor))
+            difference = relative_difference(value, wanted, max(largest(wanted), floor))
             if difference > tolerance:
                 yield name, difference

@@ -46,13 +46,8 @@ _VALUES = 64
 
 @dataclass(frozen=True)
 class SmallGraph:
-    """A small graph and its parts.
-
-    Attributes:
-        graph: directed, with duplicate edges and isolated nodes, without self-loops.
-        part: owner of each node, 0 or 1.
-        holders: which of two ranks computes an edge, in a vertex cut.
-    """
+    """A small graph: directed, with duplicate edges and isolated nodes, without self-loops. Which of two ranks, 0 or 1, owns each
+    node, and in a vertex cut computes each edge."""
 
     graph: Data
     part: np.ndarray
@@ -60,24 +55,16 @@ class SmallGraph:
 
 
 def small_graph(
-    batch: Data,
-    masks: Collection[str],
-    form: Form,
-    seed: int = 0,
-    without: Collection[str] = (),
-    num_classes: int = 0,
+    batch: Data, masks: Collection[str], form: Form, seed: int = 0, without: Collection[str] = (), num_classes: int = 0
 ) -> SmallGraph:
     """Returns a small graph whose node and edge attributes are rows of the user's; other attributes stay.
 
     Each part has rows of each class, and of each value of whatever else has few, as far as there are any; beyond these, rows
-    are dealt in the order of their labels, so that the parts' classes and losses differ. Rows that are there twice are a little
+    are taken in the order of their labels, so that the parts' classes and losses differ. Rows that are there twice are a little
     smaller then, in attributes of real numbers: else the largest would be the same on both parts.
 
     Args:
-        batch: a rank's part of the user's graph, on the CPU.
         masks: those of nodes or edges that the step's values are means over.
-        form: sizes.
-        seed: of the draw.
         without: masks that the second part has no row of.
         num_classes: of the whole graph; labelled nodes of each part have those that this rank's lack, as far as there is room.
     """
@@ -161,16 +148,8 @@ def _rows(
     without: Collection[str],
     g: torch.Generator,
 ) -> Tensor:
-    """Returns which of the user's rows the parts have, the first part's first.
-
-    Args:
-        attributes: of nodes or edges, one row each.
-        counted: which rows count in the stage's mask, bool.
-        sizes: rows of either part.
-        labelled: of these, how many that count.
-        without: masks that the second part has no row of.
-        g: of the draw.
-    """
+    """Returns which of the user's rows the parts have, the first part's first; the second has no row of the masks in
+    `without`."""
     attributes = {name: value for name, value in attributes.items() if value.dim() == 1 or name == "y"}
     if "y" in attributes and (classes := class_labels(attributes["y"])) is not None:
         attributes["y"] = classes
@@ -192,21 +171,17 @@ def _rows(
 
 
 def _of_both(
-    attributes: dict[str, Tensor],
-    counted: Tensor,
-    labelled: Sequence[int],
-    others: Sequence[int],
-    g: torch.Generator,
+    attributes: dict[str, Tensor], counted: Tensor, labelled: Sequence[int], others: Sequence[int], g: torch.Generator
 ) -> list[Tensor]:
     """Returns the rows of either part; where all count, or none does, all are drawn from them."""
     yes, no = counted.nonzero().view(-1), (~counted).nonzero().view(-1)
     if not len(yes) or not len(no):
         yes = no = torch.arange(len(counted))
-    dealt = [_dealt(attributes, yes, labelled, g), _dealt(attributes, no, others, g)]
-    return [torch.cat(rows) for rows in zip(*dealt)]
+    drawn = [_drawn(attributes, yes, labelled, g), _drawn(attributes, no, others, g)]
+    return [torch.cat(rows) for rows in zip(*drawn)]
 
 
-def _dealt(attributes: dict[str, Tensor], rows: Tensor, quotas: Sequence[int], g: torch.Generator) -> list[Tensor]:
+def _drawn(attributes: dict[str, Tensor], rows: Tensor, quotas: Sequence[int], g: torch.Generator) -> list[Tensor]:
     """Returns that many of `rows` for either part: each value of an attribute with few, then the others in order of labels."""
     pool = rows[torch.randperm(len(rows), generator=g)[:_POOL]]
     kinds = _kinds(attributes, pool)
@@ -227,8 +202,8 @@ def _dealt(attributes: dict[str, Tensor], rows: Tensor, quotas: Sequence[int], g
         values = attributes["y"][pool[rest]].double()
         rest = rest[(values if values.dim() == 1 else values.sum(1)).argsort()]
     missing = quotas[0] - len(taken[0])
-    dealt = (rest[:missing], rest[missing:])
-    return [pool[torch.cat([torch.tensor(own, dtype=torch.long), more])] for own, more in zip(taken, dealt)]
+    rests = (rest[:missing], rest[missing:])
+    return [pool[torch.cat([torch.tensor(own, dtype=torch.long), more])] for own, more in zip(taken, rests)]
 
 
 def _kinds(attributes: dict[str, Tensor], rows: Tensor) -> list[Tensor]:

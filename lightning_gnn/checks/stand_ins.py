@@ -14,27 +14,30 @@ from lightning.pytorch.loggers.logger import DummyLogger, Logger
 from lightning.pytorch.trainer.states import RunningStage, TrainerFn, TrainerState
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 from torch import Tensor
+from torch_geometric.nn import MessagePassing
 from typing_extensions import override
 
-from lightning_gnn.comm.group import World, no_process_group
+from lightning_gnn.comm.group import CommunicationError, World, no_process_group
 from lightning_gnn.comm.in_process import kept_random_state
 from lightning_gnn.nn.embedding import untrained_embeddings
+from lightning_gnn.nn.pyg import clear_caches
 from lightning_gnn.steps.gradients import GradientSum
 from lightning_gnn.steps.weights import gather_rows
 
 if TYPE_CHECKING:
     from lightning_gnn.checks.logged_values import LoggedValues
 
+M = TypeVar("M", bound=torch.nn.Module)
+T = TypeVar("T")
+
 
 @contextmanager
 def aside() -> Iterator[None]:
-    """Steps inside leave no trace: no rank is asked, random streams and embeddings stay as they are, warnings are not heard."""
+    """Steps inside leave no trace: no rank is asked, random streams and embeddings stay as they are, nothing is warned of."""
+    alone = no_process_group(), kept_random_state(), untrained_embeddings(), torch.inference_mode(False)
     with ExitStack() as stack:
-        stack.enter_context(no_process_group())
-        stack.enter_context(kept_random_state())
-        stack.enter_context(untrained_embeddings())
-        stack.enter_context(torch.inference_mode(False))
-        stack.enter_context(warnings.catch_warnings())
+        for each in (*alone, warnings.catch_warnings()):
+            stack.enter_context(each)
         warnings.simplefilter("ignore")
         yield
 
@@ -67,22 +70,27 @@ def kept_state(module: torch.nn.Module) -> Iterator[None]:
 
 def uncompiled() -> AbstractContextManager[Any]:
     """Returns what leaves compiled models eager while it is open: compiling would take longer than a few steps."""
-    return (
-        torch.compiler.set_stance("force_eager") if hasattr(torch.compiler, "set_stance") else nullcontext()
-    )  # torch 2.6
+    since_2_6 = hasattr(torch.compiler, "set_stance")
+    return torch.compiler.set_stance("force_eager") if since_2_6 else nullcontext()
 
 
 def ignore(*_: Any, **__: Any) -> None:
     """Does nothing."""
 
 
-class QuietTrainer:
-    """The Trainer as a step may read it, without its loggers.
+def of_ranks(ran: Sequence[T | BaseException]) -> list[T]:
+    """Returns what all ranks of a meeting have returned; raises RuntimeError if one has failed, from the first failure that does
+    not follow from another."""
+    failures = [each for each in ran if isinstance(each, BaseException)]
+    if failures:
+        first = next((each for each in failures if not isinstance(each, CommunicationError)), failures[0])
+        raise RuntimeError(f"{type(first).__name__}: {first}") from first
+    done: Any = ran
+    return done
 
-    Args:
-        trainer: that it stands for.
-        stage: that it is in, such as ``"fit"``; the Trainer's own by default.
-        datamodule: another one than the Trainer's.
+
+class QuietTrainer:
+    """The Trainer as a step may read it, without its loggers; in a stage and with a datamodule of its own, if these are given.
 
     Attributes:
         epoch: that the step finds itself in; None for the Trainer's own.
@@ -91,11 +99,6 @@ class QuietTrainer:
 
     epoch: int | None = None
     reads_epoch = False
-    world_size: int
-    num_devices: int
-    global_rank: int
-    is_global_zero: bool
-    strategy: Any
 
     def __init__(
         self, trainer: pl.Trainer, stage: str | None = None, datamodule: pl.LightningDataModule | None = None
@@ -117,7 +120,7 @@ class QuietTrainer:
 
     def on_rank(self, world: World | None, logged: LoggedValues) -> QuietTrainer:
         """Returns the Trainer of one rank, None for one device; `logged` keeps what its logger is given."""
-        mine = copy.copy(self)
+        mine: Any = copy.copy(self)
         mine.logger = _KeptLogger(logged)
         size, rank = (1, 0) if world is None else (world.size, world.rank)
         mine.world_size, mine.num_devices, mine.global_rank, mine.is_global_zero = size, size, rank, rank == 0
@@ -131,12 +134,10 @@ class QuietTrainer:
 
     @property
     def loggers(self) -> list[Logger]:
-        """The only logger."""
         return [self.logger]
 
     @property
     def current_epoch(self) -> int:
-        """The number of epochs before this one."""
         self.reads_epoch = True
         return self.epochs_before
 
@@ -147,7 +148,7 @@ class QuietTrainer:
 
     @property
     def global_step(self) -> int:
-        """The number of steps before this one; an epoch is one."""
+        """An epoch is one step."""
         self.reads_epoch = True
         return self._trainer.global_step if self.epoch is None else self.epoch
 
@@ -159,8 +160,7 @@ class QuietTrainer:
         most = float("inf") if trainer.max_steps == -1 else trainer.max_steps
         return most if epochs == -1 else min(max(epochs, 1), most)
 
-    def save_checkpoint(self, *_: Any, **__: Any) -> None:
-        """Saves nothing."""
+    save_checkpoint = ignore
 
 
 class _QuietStrategy:
@@ -185,12 +185,11 @@ class _QuietStrategy:
     def broadcast(self, value: Any, src: int = 0) -> Any:
         return value if self._world is None else self._world.broadcast_object(value, src)
 
-    def barrier(self, *_: Any, **__: Any) -> None:
-        """Ranks need not wait for each other."""
+    barrier = ignore  # ranks need not wait for each other
 
 
 class _KeptLogger(DummyLogger):
-    """A logger whose values are kept."""
+    """A logger whose values are kept; its experiment takes calls of TensorBoard's and W&B's kind."""
 
     def __init__(self, logged: LoggedValues) -> None:
         super().__init__()
@@ -203,7 +202,6 @@ class _KeptLogger(DummyLogger):
 
     @property
     def experiment(self) -> Any:
-        """What takes calls of TensorBoard's and W&B's kind."""
         return self
 
     def add_scalar(self, tag: str, scalar_value: Any, *_: Any, **__: Any) -> None:
@@ -243,22 +241,16 @@ def backward(loss: Tensor, sums: GradientSum | None, *args: Any, **kwargs: Any) 
 
 
 def without_optimizers(model: pl.LightningModule, run_backward: Callable[..., None]) -> Callable[[], int]:
-    """Lets a step with manual optimisation add to gradients only; returns what counts its calls of ``manual_backward``.
-
-    Args:
-        model: whose step it is.
-        run_backward: called in place of its ``manual_backward``.
-    """
+    """Lets a step with manual optimisation add to gradients only, by `run_backward` in place of its ``manual_backward``; returns
+    what counts these calls."""
     calls = 0
-    configured = model.configure_optimizers()
-    schedulers: Any = []
+    configured: Any = model.configure_optimizers()
+    schedulers: Any = ()
     if isinstance(configured, tuple) and len(configured) == 2 and isinstance(configured[0], Sequence):
         configured, schedulers = configured
     given = list(configured) if isinstance(configured, Sequence) else [configured]
-    schedulers = [
-        *schedulers,
-        *(one["lr_scheduler"] for one in given if isinstance(one, Mapping) and "lr_scheduler" in one),
-    ]
+    of_optimizers = [one["lr_scheduler"] for one in given if isinstance(one, Mapping) and "lr_scheduler" in one]
+    schedulers = [*schedulers, *of_optimizers]
     optimizers = [_Idle(one["optimizer"] if isinstance(one, Mapping) else one) for one in given]
     idle = [_Idle(one["scheduler"] if isinstance(one, Mapping) else one) for one in schedulers]
 
@@ -278,14 +270,11 @@ def without_optimizers(model: pl.LightningModule, run_backward: Callable[..., No
     return lambda: calls
 
 
-M = TypeVar("M", bound=torch.nn.Module)
-
-
 def copied(module: M, shared: Iterable[Tensor] = ()) -> M:
     """Returns a copy of a module that has the `shared` tensors themselves, whatever its last step has left on it.
 
     What pruning, weight norm and convs that keep their scores leave are tensors in the middle of a graph of autograd, which
-    ``copy.deepcopy`` refuses: the copy has their values.
+    ``copy.deepcopy`` refuses: the copy has their values. What convs have kept of a graph, the copy has not.
     """
     memo: dict[int, Any] = {id(tensor): tensor for tensor in shared}
     for part in module.modules():
@@ -296,11 +285,15 @@ def copied(module: M, shared: Iterable[Tensor] = ()) -> M:
             for left in torch.utils._pytree.tree_leaves(held):
                 if isinstance(left, Tensor) and not left.is_leaf:
                     memo[id(left)] = left.detach().clone()
-    return copy.deepcopy(module, memo)
+    found = copy.deepcopy(module, memo)
+    for part in found.modules():
+        if isinstance(part, MessagePassing):
+            clear_caches(part)
+    return found
 
 
 def quiet(model: pl.LightningModule, trainer: QuietTrainer | None) -> pl.LightningModule:
-    """Returns the module, whose logs nobody hears from now on, with that trainer."""
+    """Returns the module, which logs and prints nothing from now on, with that trainer."""
     model._trainer = trainer  # type: ignore[assignment]
     for name in ("log", "log_dict", "print"):
         object.__setattr__(model, name, ignore)

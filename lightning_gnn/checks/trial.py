@@ -11,10 +11,10 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch
+from lightning.fabric.plugins.precision.utils import _DtypeContextManager
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 from torch import Tensor
 from torch_geometric.data import Data
-from torch_geometric.nn import MessagePassing
 
 from lightning_gnn.checks.draws import Draw, SharedDraws
 from lightning_gnn.checks.hooks import PHASES, Hooks
@@ -27,7 +27,6 @@ from lightning_gnn.comm.group import CommunicationError, World
 from lightning_gnn.comm.in_process import InProcessWorld, Meeting, kept_random_state
 from lightning_gnn.data.shards import Shard, whole_graph
 from lightning_gnn.data.sources import MASKS, counted_mask
-from lightning_gnn.nn import pyg
 from lightning_gnn.nn.bind import Binding, only_bound_convs
 from lightning_gnn.nn.context import GraphContext
 from lightning_gnn.nn.helpers import graph_in_use
@@ -56,17 +55,15 @@ class OnRank:
     """A run of the step on one rank.
 
     Attributes:
-        rows: what the rank has.
         events: what its modules were given and returned, in order of time.
-        loss: as the step has it.
-        scale: what it weighs in the sum over ranks.
+        scale: what the loss weighs in the sum over ranks.
         found_rows: rows of the output that the loss has a gradient in, without those that stand in; None where there are none to
             look at.
         backwards: how often a step that optimises by hand has called ``manual_backward``.
         logged: values by name, at the end of the epoch.
         calls: of ``self.log``.
         own_draws: what the model's own code drew for itself, in words.
-        noted_draws: what is drawn otherwise than per node or edge.
+        noted_draws: draws other than per node or edge.
     """
 
     rows: Rows
@@ -91,7 +88,6 @@ class Outcome:
 
     @property
     def parts(self) -> list[tuple[Rows, Sequence[Event]]]:
-        """What each rank has, and its events."""
         return [(each.rows, each.events) for each in self.ranks]
 
     @property
@@ -118,13 +114,10 @@ class Trial:
         trainer: what the step finds as ``self.trainer``.
         dtype: of all floating tensors; None leaves them as they are.
         share_rows: see :class:`~lightning_gnn.checks.draws.SharedDraws`.
-        begins: call the hooks of the stage's begin, too.
         like: a trial of the same module in the same stage and dtype, whose copy of it is used here, too.
 
     Attributes:
-        constant: see :class:`~lightning_gnn.checks.draws.SharedDraws`.
-        noise: how much is added to features, of the largest; another number is other noise.
-        noises: of the steps of a run, in place of `noise`; nothing is learnt between them.
+        graph: in the dtype of the trial: what is to be split for :meth:`on_parts`.
         reads_epoch: whether the step has asked for its epoch.
     """
 
@@ -142,18 +135,15 @@ class Trial:
         self._share_rows = share_rows
         self._skipped: set[str] = set()
         self._hooks = Hooks(stage, self._skipped, begins)
-        self.constant: float | None = None
-        self.noise = 0.0
-        self.noises: Sequence[float] = ()
+        self._constant: float | None = None
+        self._noises: Sequence[float] = ()
         self.reads_epoch = False
         self.stage, self.training, self._reduction = stage, stage == "fit", "mean"
         self.step, mask = STAGES[stage]
         self.mask = None if mask is None else counted_mask(mask, module)
         self._by_hand = self.training and not module.automatic_optimization
         self._own_weights = self._by_hand or self._hooks.come_before(module) or self._hooks.see_gradients(module)
-        self._graph, self._trainer, self._dtype = copy.copy(graph), trainer, dtype
-        if dtype is not None:
-            self._graph.apply(lambda tensor: tensor.to(dtype) if tensor.is_floating_point() else tensor)
+        self.graph, self._trainer, self._dtype = in_dtype(graph, dtype), trainer, dtype
         self._module: pl.LightningModule = copied(module).cpu() if like is None else like._module
         if like is not None:
             return
@@ -164,8 +154,6 @@ class Trial:
         if not self.training:
             self._module.eval()
         for child in self._module.modules():
-            if isinstance(child, MessagePassing):
-                pyg.clear_caches(child)
             if isinstance(child, (torch.nn.MultiheadAttention, torch.nn.RNNBase)):
                 child.dropout = 0.0  # drawn where no mode sees it
 
@@ -174,22 +162,26 @@ class Trial:
         """Whether what an epoch's end logs may be of earlier steps."""
         return self._hooks.gather(self._module, self.step)
 
-    @property
-    def graph(self) -> Data:
-        """The graph, in the dtype of the trial: what is to be split for :meth:`on_parts`."""
-        return self._graph
-
-    def on_whole(self, own_draws: int | None = None, steps: int = 1) -> Outcome:
+    def on_whole(
+        self,
+        own_draws: int | None = None,
+        steps: int = 1,
+        constant: float | None = None,
+        noises: Sequence[float] = (),
+    ) -> Outcome:
         """Returns a run on the whole graph, as on one device.
 
         Args:
-            own_draws: see :class:`~lightning_gnn.checks.draws.SharedDraws`.
+            own_draws, constant: see :class:`~lightning_gnn.checks.draws.SharedDraws`.
             steps: of which the last one is recorded; between two of them Adam steps, with a learning rate of `LR`.
+            noises: how much is added to features in each of so many steps, of the largest, and nothing is learnt between them;
+                another number is other noise.
         """
-        shard = whole_graph(self._graph.clone())  # which the step may change in place
+        shard = whole_graph(self.graph.clone())  # which the step may change in place
+        self._constant, self._noises = constant, noises
         # Later in training the strategy's own graph is in use, in this thread, too.
         alone = graph_in_use(None, this_thread_only=True)
-        with self._weights_kept(), kept_random_state(), _default_dtype(self._dtype), alone:
+        with self._weights_kept(), kept_random_state(), self._in_dtype(), alone:
             [model] = self._copies(1)
             return self._outcome([self._run(model, shard, None, Recorder(model), own_draws, None, steps)], model)
 
@@ -201,16 +193,16 @@ class Trial:
         prepare: Callable[[World], None] | None = None,
         own_draws: int | None = None,
         steps: int = 1,
+        constant: float | None = None,
+        noises: Sequence[float] = (),
     ) -> Outcome:
         """Returns a run on parts of it, each on a rank that is a thread.
 
         Args:
-            shards: of all ranks.
-            bind: how a scheme binds a module to a rank's shard.
             loss_reduction: ``"mean"`` or ``"sum"``.
             prepare: called with each rank's world before the module is bound.
             own_draws: of rank 0, of each other rank one more; see :class:`~lightning_gnn.checks.draws.SharedDraws`.
-            steps: see :meth:`on_whole`.
+            steps, constant, noises: see :meth:`on_whole`.
 
         Raises:
             Parted: a rank raised, or they did not exchange alike.
@@ -218,7 +210,7 @@ class Trial:
         # Copies: a step may change its batch in place, and slices of one tensor share its version.
         shards = [replace(shard, batch=shard.batch.clone()) for shard in shards]
         meeting, models = Meeting(len(shards)), self._copies(len(shards))
-        self._reduction = loss_reduction
+        self._reduction, self._constant, self._noises = loss_reduction, constant, noises
         recorders = [Recorder(torch.nn.Module())] * len(shards)
 
         def on_rank(rank: int) -> OnRank:
@@ -232,24 +224,17 @@ class Trial:
             with graph_in_use(binding.context, this_thread_only=True):
                 return self._run(models[rank], shards[rank], world, recorders[rank], own, binding.context, steps)
 
-        with self._weights_kept(), only_bound_convs(), _default_dtype(self._dtype):
-            return self._joined(meeting.run(on_rank), models[0], recorders)
-
-    def _joined(
-        self, ran: Sequence[OnRank | BaseException], model: pl.LightningModule, recorders: Sequence[Recorder]
-    ) -> Outcome:
-        """Returns what all ranks have run; raises :class:`Parted` if one has not."""
-        failures = [(rank, error) for rank, error in enumerate(ran) if isinstance(error, BaseException)]
-        if failures:
-            # A rank that waits for one that raised fails too, and has nothing to say.
-            rank, error = next((f for f in failures if not isinstance(f[1], CommunicationError)), failures[0])
-            if isinstance(error, CommunicationError):
-                text = f"its parts do not go the same way: {error.__context__ or error}, in {recorders[rank].inside}"
-            else:
-                text = f"{recorders[rank].inside or self.step} raises {in_one_line(error)}"
-            raise Parted(text) from error
-        done: Any = ran
-        return self._outcome(done, model)
+        with self._weights_kept(), only_bound_convs(), self._in_dtype():
+            ran: Any = meeting.run(on_rank)
+            failures = [(rank, error) for rank, error in enumerate(ran) if isinstance(error, BaseException)]
+            if not failures:
+                return self._outcome(ran, models[0])
+        # A rank that waits for one that raised fails too, and has nothing to say.
+        rank, error = next((f for f in failures if not isinstance(f[1], CommunicationError)), failures[0])
+        text = f"{recorders[rank].inside or self.step} raises {in_one_line(error)}"
+        if isinstance(error, CommunicationError):
+            text = f"its parts do not go the same way: {error.__context__ or error}, in {recorders[rank].inside}"
+        raise Parted(text) from error
 
     def _run(
         self,
@@ -265,8 +250,8 @@ class Trial:
         learning = (model if self._own_weights else self._module).parameters()
         parameters = [each for each in learning if each.requires_grad]
         optimizer = torch.optim.Adam(parameters, lr=LR) if parameters else None
-        for step in range(len(self.noises) or steps):
-            if step and optimizer is not None and not self.noises:
+        for step in range(len(self._noises) or steps):
+            if step and optimizer is not None and not self._noises:
                 _learn(optimizer, None if self._own_weights else world)
                 recorder.events.clear()
             if context is not None:
@@ -286,26 +271,29 @@ class Trial:
         step: int,
     ) -> OnRank:
         rank = 0 if world is None else world.rank
-        rows = self._rows(shard, rank)
+        owned = shard.counts[rank], shard.edge_counts[rank]
+        rows = Rows(shard.batch.n_id, shard.batch.e_id, *owned, sum(shard.counts), sum(shard.edge_counts))
         ran = OnRank(rows, recorder.events)
         batch: Any = copy.copy(shard.batch)
         # For fetch_rows, which knows this graph, and for tables with a row per node of the user's, which may be smaller.
         batch.n_id, batch.e_id = (
             ids % (int(known.max()) + 1) if len(known) else ids
-            for ids, known in ((rows.nodes, self._graph.n_id), (rows.edges, self._graph.e_id))
+            for ids, known in ((rows.nodes, self.graph.n_id), (rows.edges, self.graph.e_id))
         )
-        noise = self.noises[step] if self.noises else self.noise
-        if noise:
-            batch.x = batch.x + self._noise(noise, batch.x)[rows.nodes]
+        if self._noises and self._noises[step]:
+            batch.x = batch.x + self._noise_like(self._noises[step], batch.x)[rows.nodes]
         counts = shard.mask_counts[self.mask] if self.mask else (1,) * len(shard.counts)
         stand_ins = int(batch[self.mask].sum()) if self.mask in MASKS and not counts[rank] else 0
         sizes = len(rows.nodes), rows.owned_nodes, len(rows.edges), rows.owned_edges
         known = {len(rows.edges): (rows.num_edges, rows.edges), len(rows.nodes): (rows.num_nodes, rows.nodes)}
-        draws = SharedDraws(known, _rows_of_masks(rows, batch), 0, own_draws, self._share_rows, self.constant)
+        draws = SharedDraws(known, _rows_of_masks(rows, batch), 0, own_draws, self._share_rows, self._constant)
         logged = LoggedValues(model, world)
         if self._trainer is not None:
             model._trainer = self._trainer.on_rank(world, logged)  # type: ignore[assignment]
-        outputs = OutputRows(model, len(rows.nodes)) if self._counts_rows(model) else None
+        counts_rows = (
+            self.training and self.mask in MASKS and model.automatic_optimization and self._reduction == "mean"
+        )
+        outputs = OutputRows(model, len(rows.nodes)) if counts_rows else None
 
         with draws, torch.set_grad_enabled(self.training):
             self._hooks.before(model, batch, world is None, draws, again=step > 0)
@@ -345,21 +333,19 @@ class Trial:
         ran.own_draws, ran.noted_draws = draws.own_draws, draws.noted
         return ran
 
-    def _noise(self, size: float, x: Tensor) -> Tensor:
+    def _noise_like(self, size: float, x: Tensor) -> Tensor:
         """Returns noise for features of all nodes, the same on each rank; if it is small, upwards: 3.0 stays 3."""
         g = torch.Generator().manual_seed(round(size / NOISE) % 2**31)
         draw = torch.rand if abs(size) < 1 else torch.randn
-        largest = self._graph.x.abs().max() * max(abs(size), torch.finfo(x.dtype).eps)
-        return largest * draw((self._graph.x.size(0), *x.shape[1:]), generator=g, dtype=x.dtype)
+        largest = self.graph.x.abs().max() * max(abs(size), torch.finfo(x.dtype).eps)
+        return largest * draw((self.graph.x.size(0), *x.shape[1:]), generator=g, dtype=x.dtype)
 
     def _run_on_second_loader(
         self, model: pl.LightningModule, batch: Any, logged: LoggedValues, counted: tuple[Any, ...], alone: bool
     ) -> None:
         """Runs a step that asks for its dataloader once more, as of the second one; not where that raises on one device."""
-        name = f"{self.step} of the second dataloader"
-        if name in self._skipped or not is_param_in_hook_signature(
-            getattr(model, self.step), "dataloader_idx", explicit=True
-        ):
+        name, step = f"{self.step} of the second dataloader", getattr(model, self.step)
+        if name in self._skipped or not is_param_in_hook_signature(step, "dataloader_idx", explicit=True):
             return
         logged.enter(*counted)
         model._current_fx_name = self.step
@@ -373,8 +359,9 @@ class Trial:
         logged.leave(output, self._reduction)
         model._current_fx_name = None
 
-    def _counts_rows(self, model: pl.LightningModule) -> bool:
-        return self.training and self.mask in MASKS and model.automatic_optimization and self._reduction == "mean"
+    def _in_dtype(self) -> _DtypeContextManager:
+        """Tensors that a step makes are of the trial's type, too."""
+        return _DtypeContextManager(self._dtype or torch.get_default_dtype())
 
     @contextmanager
     def _weights_kept(self) -> Iterator[None]:
@@ -395,10 +382,6 @@ class Trial:
         shared = [] if self._own_weights else list(self._module.parameters())
         return [quiet(copied(self._module, shared), self._trainer) for _ in range(count)]
 
-    def _rows(self, shard: Shard, rank: int) -> Rows:
-        owned = shard.counts[rank], shard.edge_counts[rank]
-        return Rows(shard.batch.n_id, shard.batch.e_id, *owned, sum(shard.counts), sum(shard.edge_counts))
-
     def _outcome(self, ranks: Sequence[OnRank], model: pl.LightningModule) -> Outcome:
         learning = model if self._own_weights else self._module
         gradients = {name: parameter.grad for name, parameter in learning.named_parameters()}
@@ -407,24 +390,9 @@ class Trial:
 
 def _rows_of_masks(rows: Rows, batch: Data) -> dict[int, tuple[int, Tensor]]:
     """Returns of how many nodes of a mask there are which they are, where no other dimension is likely to be as large."""
-    known: dict[int, tuple[int, Tensor]] = {}
-    for value in batch.to_dict().values():
-        if isinstance(value, Tensor) and value.dtype == torch.bool and value.shape == rows.nodes.shape:
-            inside = rows.nodes[value]
-            if len(inside) > 8:
-                known.setdefault(len(inside), (rows.num_nodes, inside))
-    return known
-
-
-@contextmanager
-def _default_dtype(dtype: torch.dtype | None) -> Iterator[None]:
-    """Tensors that a step makes are of that type, too; None leaves them as they are."""
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(dtype or before)
-    try:
-        yield
-    finally:
-        torch.set_default_dtype(before)
+    tensors = [value for value in batch.to_dict().values() if isinstance(value, Tensor)]
+    masks = [rows.nodes[each] for each in tensors if each.dtype == torch.bool and each.shape == rows.nodes.shape]
+    return {len(inside): (rows.num_nodes, inside) for inside in reversed(masks) if len(inside) > 8}
 
 
 def _learn(optimizer: torch.optim.Optimizer, world: World | None) -> None:
@@ -436,6 +404,11 @@ def _learn(optimizer: torch.optim.Optimizer, world: World | None) -> None:
         optimizer.zero_grad()
     if world is not None:
         world.all_gather_object(None)
+
+
+def in_dtype(graph: Data, dtype: torch.dtype | None) -> Data:
+    """Returns a graph whose floating tensors are of that type; None leaves them as they are."""
+    return copy.copy(graph).apply(lambda each: each.to(dtype) if dtype and each.is_floating_point() else each)
 
 
 def in_one_line(error: BaseException) -> str:

@@ -118,7 +118,7 @@ class StoreAddress:
 
 
 class SharedKeys:
-    """A key-value store that processes share, see :class:`~lightning_gnn.gossip.operations.KeyValues`.
+    """A key-value store that processes share; each call is atomic.
 
     Args:
         address: of the store.

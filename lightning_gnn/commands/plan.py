@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -247,7 +247,7 @@ def plan(arguments: Sequence[str]) -> None:
         console.print("", memory_table("Predicted peak memory of a rank, by phase", "rank", peaks), sep="\n")
     else:
         console.print(f"Memory in training is not predicted: {unknown}", soft_wrap=True)
-    memory = [{**peak.as_dict(), "recompute": again.as_dict()} for _, peak, again in peaks]
+    memory = [{**asdict(peak), "recompute": asdict(again)} for _, peak, again in peaks]
     cli.write_json({**report.as_dict(), "memory": memory})
     for file in drawn:
         console.print(f"Written: {file}", soft_wrap=True)

@@ -19,12 +19,7 @@ Mode = Literal["min", "max"]
 
 
 class Averages:
-    """The values of a module that workers average.
-
-    Args:
-        module: this worker's.
-        gradients: average gradients; else parameters, and floating-point buffers.
-    """
+    """The values of a worker's module that are averaged: gradients; or parameters, and floating-point buffers."""
 
     def __init__(self, module: torch.nn.Module, gradients: bool) -> None:
         self._module, self._gradients = module, gradients
@@ -61,38 +56,25 @@ class Averages:
 
 
 class Comparison:
-    """Chooses the workers whose weights are the result of a fit.
-
-    Args:
-        final, monitor, mode: see :class:`~lightning_gnn.strategies.clusters.ClusterStrategy`.
-
-    Attributes:
-        training_loss: the mean over the steps of the last epoch that had any.
-    """
+    """Chooses the workers whose weights are the result of a fit, by the arguments of
+    :class:`~lightning_gnn.strategies.clusters.ClusterStrategy`. `losses` are those of the steps of this epoch, `training_loss`
+    their mean in the last epoch that had any."""
 
     def __init__(self, final: Final, monitor: str | None, mode: Mode | None) -> None:
         self._final, self._monitor, self._mode = final, monitor, mode
         self._score: float | None = None
         self._chosen_by: tuple[str, str] | None = None
-        self._losses: list[Tensor] = []  # of the steps of an epoch
+        self.losses: list[Tensor] = []
         self.training_loss: float | None = None
-
-    def add_loss(self, loss: Tensor) -> None:
-        """Keeps the loss of a step."""
-        self._losses.append(loss)
 
     def end_epoch(self) -> None:
         """Keeps the mean loss of the epoch's steps, if there were any."""
-        losses, self._losses = self._losses, []
+        losses, self.losses = self.losses, []
         if losses:
             self.training_loss = float(torch.stack(losses).double().mean())
 
     def end_validation(self, trainer: pl.Trainer) -> None:
-        """Keeps what the result is chosen by.
-
-        Raises:
-            ValueError: validation has not logged the value to compare by.
-        """
+        """Keeps what the result is chosen by; raises ValueError if validation has not logged it."""
         if self._final == "average":
             return
         candidates = self._candidates(trainer)
@@ -141,7 +123,6 @@ class Comparison:
 
 
 def weights_of(module: torch.nn.Module) -> bytes:
-    """Returns the state of a module, to be sent."""
     file = io.BytesIO()
     torch.save({name: value.cpu() for name, value in module.state_dict().items()}, file)
     return file.getvalue()

@@ -19,18 +19,9 @@ from lightning_gnn.gossip.worker import Worker
 
 
 class Clusters:
-    """The clusters of a graph, and batches of them.
-
-    Args:
-        cut: the graph, cut into one part per cluster; memory-mapped, only what a batch holds is read.
-        per_batch: clusters of a batch.
-        seed: of the order of clusters.
-
-    Attributes:
-        count: how many clusters there are.
-        trained: those that have labelled training nodes; of the others, nothing can be learnt.
-        batches: how many batches an epoch has; the last one may have fewer clusters.
-    """
+    """The clusters of a graph that is cut into one part per cluster, and batches of them. The graph is memory-mapped: only what a
+    batch holds is read. `trained` are those that have labelled training nodes; of the others, nothing can be learnt. An epoch has
+    so many `batches`, of which the last one may have fewer clusters."""
 
     def __init__(self, cut: Cut, per_batch: int, seed: int) -> None:
         self._cut, self._per_batch, self._seed = cut, per_batch, seed
@@ -45,7 +36,6 @@ class Clusters:
         return order[batch * self._per_batch : (batch + 1) * self._per_batch].tolist()
 
     def labelled(self, mask: str) -> list[int]:
-        """Returns the clusters that have labelled nodes in a mask."""
         return np.flatnonzero(self._cut.mask_counts[mask]).tolist()
 
     def batch(self, clusters: Sequence[int]) -> Data:
@@ -63,11 +53,9 @@ class Clusters:
         for cluster, first, end in zip(chosen, low, high):
             source, target = cut.edge_index_of(cluster)
             # Halo rows lie behind the cluster's own; those of other chosen clusters are in the batch.
-            rows = np.arange(begin[cluster], begin[cluster] + end - first)
-            halo = cut.halos[cluster]
-            owner = np.searchsorted(cut.offsets, halo, side="right") - 1
-            rows = np.concatenate([rows, np.where(begin[owner] < 0, -1, begin[owner] + halo - cut.offsets[owner])])
-            local = rows[source]
+            rows = np.concatenate([np.arange(first, end), cut.halos[cluster]])
+            owner = np.searchsorted(cut.offsets, rows, side="right") - 1
+            local = np.where(begin[owner] < 0, -1, begin[owner] + rows - cut.offsets[owner])[source]
             inside = np.flatnonzero(local >= 0)
             columns.append(np.stack([local[inside], begin[cluster] + target[inside]]))
             edges.append(inside + cut.edge_offsets[cluster])
@@ -85,7 +73,7 @@ class Clusters:
 
 
 class ClusterBatches:
-    """Some clusters, one by one."""
+    """Batches of one cluster each."""
 
     def __init__(self, clusters: Clusters, chosen: Sequence[int]) -> None:
         self._clusters, self._chosen = clusters, chosen
@@ -105,12 +93,8 @@ class LeftOver(Data):
 class PooledBatches:
     """The training loader of a worker: of each epoch, the batches that it got.
 
-    It has no length: Lightning then asks for one batch ahead, to know which is an epoch's last.
-
-    Args:
-        worker: takes items from the pool.
-        clusters: makes them batches.
-        epoch: returns the number of the epoch that is asked for, and whether it is the last.
+    It has no length: Lightning then asks for one batch ahead, to know which is an epoch's last. `epoch` returns the number of the
+    epoch that is asked for, and whether it is the last.
     """
 
     def __init__(self, worker: Worker, clusters: Clusters, epoch: Callable[[], tuple[int, bool]]) -> None:
@@ -123,13 +107,9 @@ class PooledBatches:
         self._given.clear()
         # Taken, and not trained on: they belong to a later epoch, or the last was left early.
         waiting = deque(self._held)
-        while True:
-            if waiting:
-                item: int | None = waiting.popleft()
-            elif (item := self._worker.take()) is not None:
+        while (item := waiting.popleft() if waiting else self._worker.take()) is not None:
+            if item not in self._held:
                 self._held.append(item)
-            if item is None:
-                break
             if item // self._clusters.batches > epoch:
                 return
             self._given.append([item])
@@ -152,7 +132,6 @@ class PooledBatches:
             self._held.remove(item)
 
     def give_back(self) -> None:
-        """Leaves what was taken and not done to others."""
         for item in self._held:
             self._worker.give_back(item)
         self._held.clear()

@@ -15,15 +15,7 @@ from lightning_gnn.gossip.worker import Scores, Worker
 
 
 class WorkerFit(pl.Callback):
-    """Connects a worker with Lightning's loop.
-
-    Args:
-        module: this worker's.
-        worker: takes batches from the pool, and meets others.
-        clusters: of the graph.
-        gradients: average gradients; else parameters.
-        comparison: chooses the result.
-    """
+    """Connects a worker with Lightning's loop; it averages gradients or else parameters."""
 
     def __init__(
         self, module: pl.LightningModule, worker: Worker, clusters: Clusters, gradients: bool, comparison: Comparison
@@ -31,15 +23,11 @@ class WorkerFit(pl.Callback):
         self.worker, self.comparison = worker, comparison
         self._module, self._clusters = module, clusters
         self._averages = Averages(module, gradients)
-        self._pooled: PooledBatches | None = None
+        self._pooled: PooledBatches = None  # type: ignore[assignment]  # before training
 
     def batches(self, mask: str | None, saved: dict[str, Any]) -> PooledBatches | ClusterBatches | None:
-        """Returns the pool's batches for training, the clusters with validation nodes for validation; None for the rest.
-
-        Args:
-            mask: of the stage.
-            saved: :meth:`position` of the checkpoint that the run resumes with; empty without one.
-        """
+        """Returns the pool's batches for training, the clusters with validation nodes for validation, None for the rest. `saved`
+        is the :meth:`position` of the checkpoint that the run resumes with; empty without one."""
         if mask == "val_mask":
             return ClusterBatches(self._clusters, self._clusters.labelled("val_mask"))
         if mask != "train_mask" or self._pooled is not None:
@@ -65,12 +53,10 @@ class WorkerFit(pl.Callback):
 
     def left_over(self) -> Data | None:
         """Returns a batch of all that others have left undone at the end of the pool; None once all is done."""
-        assert self._pooled is not None
         self.worker.leave(self._averages.vector)
         return self._pooled.left_over()
 
     def average(self) -> None:
-        """Averages with others, if it is time to."""
         total = self.worker.meet(self._averages.vector)
         if total is not None:
             self._averages.take(total)
@@ -99,7 +85,6 @@ class WorkerFit(pl.Callback):
 
     @override
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-        assert self._pooled is not None
         self._pooled.trained()
 
     @override

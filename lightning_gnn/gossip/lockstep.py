@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable
+from typing import Any
 
 from torch import Tensor
 from typing_extensions import override
@@ -22,13 +23,8 @@ class Lockstep(Worker):
     """A worker that has an equal share of every epoch, and averages with all others at once.
 
     In the thesis a worker that has a batch less than another would never come to the last average. Here all make as many: where
-    they do not divide an epoch's batches, some of these are done twice.
-
-    Args:
-        pool: whose items are shared out.
-        me, size: this worker and how many there are.
-        interval: batches between two averages.
-        peers, group: the other workers; None if there are none.
+    they do not divide an epoch's batches, some of these are done twice. Of the pool, only the items are used: no worker asks what
+    others have taken or done.
     """
 
     def __init__(
@@ -53,13 +49,10 @@ class Lockstep(Worker):
         self.reached = self._first_epoch * self.pool.size + self._taken * self.pool.size // self._share
         return item
 
-    @override
-    def done(self, item: int) -> None:
-        pass  # nobody asks
+    def _nothing(self, *_: Any, **__: Any) -> None:
+        """What workers in lockstep need not do."""
 
-    @override
-    def give_back(self, item: int) -> None:
-        pass
+    done = give_back = enter = leave = come_back = _nothing  # type: ignore[assignment]
 
     @override
     def left_over(self) -> list[int]:
@@ -75,10 +68,6 @@ class Lockstep(Worker):
         return (self._first_epoch + self.counts.batches // self._share) * self.pool.size, []
 
     @override
-    def enter(self) -> None:
-        pass
-
-    @override
     def meet(self, own: Callable[[], Tensor]) -> Tensor | None:
         self.counts.batches += 1
         if self._group is None or self.counts.batches % self.interval:
@@ -89,14 +78,6 @@ class Lockstep(Worker):
         self.counts.averages += 1
         self.counts.waited += time.perf_counter() - began
         return total
-
-    @override
-    def leave(self, own: Callable[[], Tensor], for_good: bool = True) -> None:
-        pass
-
-    @override
-    def come_back(self) -> None:
-        pass
 
     @override
     def agrees(self, decision: bool, all: bool) -> bool:

@@ -8,7 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator
 from dataclasses import dataclass
-from typing import Any, Protocol, TypeAlias, TypeVar
+from typing import Any, TypeAlias, TypeVar
+
+from lightning_gnn.comm.peers import SharedKeys
 
 T = TypeVar("T")
 
@@ -68,11 +70,8 @@ class Notified:
 
 @dataclass(frozen=True)
 class Await:
-    """Waits, for a bounded time, until `partner` visits; answer: whether something was exchanged.
-
-    Attributes:
-        accepted: the partner is known to be on its way.
-    """
+    """Waits, for a bounded time, until `partner`, who may be known to be on its way, visits; answer: whether something was
+    exchanged."""
 
     partner: int
     meeting: int
@@ -92,46 +91,26 @@ Steps: TypeAlias = Generator[Operation, Any, T]
 """Operations, and what they come to."""
 
 
-class KeyValues(Protocol):
-    """A key-value store that all workers share; each call is atomic."""
-
-    def get(self, key: str) -> str:
-        """Returns what is under a key, ``""`` for nothing."""
-        ...
-
-    def add(self, key: str, amount: int) -> int:
-        """Adds to a number and returns the sum."""
-        ...
-
-    def swap(self, key: str, expected: str, new: str) -> bool:
-        """Replaces `expected` by `new`; returns whether `new` is there now."""
-        ...
-
-
 class InProcess:
-    """A key-value store for the only worker there is, and for tests."""
+    """A key-value store as :class:`~lightning_gnn.comm.peers.SharedKeys`, for the only worker there is, and for tests."""
 
     def __init__(self) -> None:
         self.values: dict[str, Any] = {}
 
     def get(self, key: str) -> str:
-        """Returns what is under a key, ``""`` for nothing."""
         return str(self.values.get(key, ""))
 
     def add(self, key: str, amount: int) -> int:
-        """Adds to a number and returns the sum."""
         self.values[key] = int(self.values.get(key, 0)) + amount
         return self.values[key]
 
     def swap(self, key: str, expected: str, new: str) -> bool:
-        """Replaces `expected` by `new`; returns whether `new` is there now."""
         if self.get(key) == expected:
             self.values[key] = new
         return self.get(key) == new
 
 
-def answer(store: KeyValues, operation: Operation) -> Any:
-    """Returns a store's answer to an operation on keys."""
+def answer(store: SharedKeys | InProcess, operation: Operation) -> Any:
     if isinstance(operation, Get):
         return store.get(operation.key)
     if isinstance(operation, Add):

@@ -2,7 +2,7 @@
 
 Source: Zhang, "Efficient Asynchronous GCN Training on a GPU Cluster" (2021): Algorithm 6, any pair of workers, and Algorithm 5,
 active workers choose passive ones (Lian et al., AD-PSGD, 2018). There two arrays under two locks say who is available and who was
-chosen by whom; a worker that dies with a lock, or while its partner waits, stops everybody, and the clean-up averages while it
+chosen by whom; a worker that dies with a lock, or while its partner waits, stops all, and the clean-up averages while it
 holds both. Here each worker has one key, which changes by compare-and-swap only, and nobody holds anything while it waits:
 
     free --(others: chosen by c)--> chosen --(self: accepts)--> met --(self: has exchanged)--> free
@@ -31,13 +31,7 @@ _FREE, _CHOSEN, _MET, _OFF, _LEFT = "free", "chosen", "met", "off", "left"
 
 @dataclass
 class Meeting:
-    """What came of trying to meet.
-
-    Attributes:
-        partner: whom this worker met or waited for; None if it went on alone.
-        exchanged: something was exchanged.
-        waited: this worker chose the other, and waited for it.
-    """
+    """What came of trying to meet a partner, None if there was none; whether this worker chose it, and waited for it."""
 
     partner: int | None = None
     exchanged: bool = False
@@ -66,12 +60,10 @@ class Pairing:
 
     @property
     def chooses(self) -> bool:
-        """Whether this worker chooses others."""
         return self.rule != "active_passive" or self.me % 2 == 0
 
     @property
     def is_chosen(self) -> bool:
-        """Whether others choose this worker."""
         return self.rule != "active_passive" or self.me % 2 == 1
 
     @property
@@ -115,11 +107,8 @@ class Pairing:
         return Meeting(partner, exchanged)
 
     def leave(self, for_good: bool = True) -> Steps[Meeting | None]:
-        """Is not chosen from now on; meets who waits for this worker at that moment (the clean-up of Algorithms 5 and 6).
-
-        Args:
-            for_good: False to come back later, by :meth:`come_back`.
-        """
+        """Is not chosen from now on, or until :meth:`come_back`; meets who waits for this worker at that moment (the clean-up of
+        Algorithms 5 and 6)."""
         to = _LEFT if for_good else _OFF
         while True:
             state = yield Get(_key(self.me))
@@ -131,11 +120,10 @@ class Pairing:
                 return None
 
     def come_back(self) -> Steps[None]:
-        """May be chosen again."""
         if self.is_chosen:
             yield Swap(_key(self.me), _OFF, self._free())
 
-    def somebody(self) -> Steps[int | None]:
+    def any_other(self) -> Steps[int | None]:
         """Returns one that takes part, at random, and asks no more of it; None if nobody else does."""
         found = yield from self._one_of([worker for worker in range(self.size) if worker != self.me])
         return None if found is None else found[0]

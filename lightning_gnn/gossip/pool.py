@@ -23,7 +23,6 @@ class Pool:
     An item's key holds nothing, then the worker that has it, then who has done it.
 
     Attributes:
-        size: batches of an epoch.
         end: the first item that is none; None if epochs have no end.
         begin: the first item; above 0 after a resume.
         done_before: items from `begin` on that were done before a resume.
@@ -35,7 +34,6 @@ class Pool:
     done_before: Collection[int] = field(default_factory=frozenset)
 
     def take(self, me: int) -> Steps[int | None]:
-        """Takes the next item; None if all are taken."""
         while True:
             item = self.begin + (yield Add("pool/taken")) - 1
             if self.end is not None and item >= self.end:
@@ -50,7 +48,6 @@ class Pool:
             yield Add(f"pool/done/{item // self.size}")
 
     def give_back(self, me: int, item: int) -> Steps[None]:
-        """Leaves an item to others."""
         yield Swap(_key(item), str(me), "")
 
     def take_over(self, me: int) -> Steps[tuple[list[int], list[int]]]:

@@ -26,9 +26,6 @@ class Mass:
     A worker keeps ``x``, the parameters in use, and its weight ``w``; Assran's algorithm keeps ``w x`` and ``w``. So who gives
     half of both away goes on with the same ``x``. What all workers and all vectors on their way hold of ``w x`` and ``w`` is
     neither made nor lost by exchanges: ``x`` tends to the mean of all.
-
-    Attributes:
-        weight: 1 at first.
     """
 
     weight: float = 1.0
@@ -39,32 +36,20 @@ class Mass:
         return self.weight > _LEAST
 
     def half(self, own: Tensor) -> Tensor:
-        """Gives half away, and returns it: ``(w x, w)``.
-
-        Args:
-            own: ``(x, 1)``.
-        """
+        """Gives half away, and returns it: ``(w x, w)``; `own` is ``(x, 1)``."""
         self.weight /= 2
         return own * self.weight
 
     def add(self, own: Tensor, come: Tensor) -> Tensor:
-        """Returns the sum of own and what has come, ``(w x, w)``, which is this worker's from now on.
-
-        Args:
-            own: ``(x, 1)``.
-            come: sum of what others have given away.
-        """
+        """Returns the sum of `own`, ``(x, 1)``, and what has come: ``(w x, w)``, which is this worker's from now on."""
         total = own * self.weight + come
         self.weight = float(total[-1])
         return total
 
 
 class PushSum(Worker):
-    """A worker that sends half of its mass to another now and then, takes in what has come after each batch, and never waits.
-
-    Args:
-        *options: as of :class:`~lightning_gnn.gossip.worker.Worker`; the pairing tells who takes part.
-    """
+    """A worker that sends half of its mass to another now and then, takes in what has come after each batch, and never waits; the
+    pairing tells who takes part."""
 
     def __init__(self, *options: Any) -> None:
         super().__init__(*options)
@@ -73,11 +58,8 @@ class PushSum(Worker):
 
     @override
     def meet(self, own: Callable[[], Tensor]) -> Tensor | None:
-        """After a batch: sends half away, if it is time to; returns the sum of own and what has come, None for nothing.
-
-        Args:
-            own: returns what is averaged; the last entry is 1.
-        """
+        """After a batch: sends half away, if it is time to; returns the sum of own and what has come, None for nothing. The last
+        entry of what `own` returns is 1."""
         self.counts.batches += 1
         if self.left or self.peers is None:
             return None
@@ -89,11 +71,11 @@ class PushSum(Worker):
             self.counts.averages += 1
         # Where the last vector is still on its way, its receiver is slow: the mass stays here.
         if self.counts.batches % self.interval == 0 and self.mass.is_enough and not self._mailbox.sending:
-            other = self._carry_out(self.pairing.somebody())
+            other = self._carry_out(self.pairing.any_other())
             if other is not None:
                 mean = own() if total is None else total / self.mass.weight
                 self._mailbox.send(self.peers.addresses[other], self.mass.half(mean))
-                self.counts.partners[str(other)] = self.counts.partners.get(str(other), 0) + 1
+                self.counts.add_partner(other)
         return total
 
     @override

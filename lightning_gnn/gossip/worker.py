@@ -49,7 +49,6 @@ class Counts:
     """What a worker has done (Tables 4.8 and 4.9 of the thesis, and what it took).
 
     Attributes:
-        batches: that it trained on.
         averages: exchanges with others; with push-sum, how often it took in what had come.
         partners: how often with whom; with push-sum, to whom it has sent.
         waits: partners that it waited for; in vain: those that did not come in time.
@@ -67,27 +66,13 @@ class Counts:
     seconds: float = 0.0
     taken_over: int = 0
 
-    def as_json(self) -> bytes:
-        """Returns it as text."""
-        return json.dumps(asdict(self)).encode()
-
-    @classmethod
-    def from_json(cls, text: bytes) -> Counts:
-        """Returns what :meth:`as_json` gave."""
-        return cls(**json.loads(text))
+    def add_partner(self, partner: int) -> None:
+        self.partners[str(partner)] = self.partners.get(str(partner), 0) + 1
 
 
 @dataclass
 class Peers:
-    """How a worker reaches the others.
-
-    Attributes:
-        store: address of the store that all share.
-        keys: a connection to it.
-        heartbeat: knows who is alive.
-        server: where the others connect to this one.
-        addresses: of the servers of all.
-    """
+    """How a worker reaches the others: the store that all share, and the servers where they connect to each other."""
 
     store: StoreAddress
     keys: SharedKeys
@@ -97,20 +82,13 @@ class Peers:
 
 
 class Worker:
-    """One worker of a run.
-
-    Args:
-        pool, pairing: its part in them.
-        interval: batches between two meetings.
-        peers: with the others; None if there are none.
-        patience: seconds that it waits for a partner.
-        seed: of whom it chooses.
-    """
+    """One worker of a run; `patience` is in seconds that it waits for a partner."""
 
     def __init__(
         self, pool: Pool, pairing: Pairing, interval: int, peers: Peers | None, patience: float, seed: int
     ) -> None:
-        self.pool, self.pairing, self.interval, self.peers = pool, pairing, interval, peers
+        self.pool, self.pairing, self.interval = pool, pairing, interval
+        self.peers: Peers = peers  # type: ignore[assignment]  # of several workers, which alone meet
         self.me, self.size = pairing.me, pairing.size
         self.counts = Counts()
         self.left = False
@@ -120,20 +98,15 @@ class Worker:
         self._random = random.Random(seed * 1_000_003 + self.me)
         self._began = time.perf_counter()
 
-    # The pool #################################################################
-
     def take(self) -> int | None:
-        """Returns the next item of the pool, None if all are taken."""
         item = self._carry_out(self.pool.take(self.me))
         self.reached = item + 1 if item is not None else self.pool.end or 0
         return item
 
     def done(self, item: int) -> None:
-        """Says that an item is done."""
         self._carry_out(self.pool.done(self.me, item))
 
     def give_back(self, item: int) -> None:
-        """Leaves an item to others."""
         self._carry_out(self.pool.give_back(self.me, item))
 
     def left_over(self) -> list[int]:
@@ -158,18 +131,12 @@ class Worker:
         begin, done = self.position()
         return self.pool.end - begin - len(done)
 
-    # Meetings #################################################################
-
     def enter(self) -> None:
-        """Takes part from now on."""
         self._carry_out(self.pairing.enter())
 
     def meet(self, own: Callable[[], Tensor]) -> Tensor | None:
         """After a batch: returns the sum of what those have that met, if it is time to and another is found; None otherwise.
-
-        Args:
-            own: returns what the partner gets, float, on the CPU.
-        """
+        `own` returns what the partner gets, float, on the CPU."""
         self.counts.batches += 1
         if self.left:
             return None
@@ -182,7 +149,6 @@ class Worker:
         self.left = self.left or for_good
 
     def come_back(self) -> None:
-        """May be chosen again, after a leave that was not for good."""
         if not self.left and self.size > 1:
             self._carry_out(self.pairing.come_back())
 
@@ -190,7 +156,6 @@ class Worker:
         total: list[Tensor] = []
 
         def exchange(operation: Await | Visit) -> bool:
-            assert self.peers is not None
             mine = own()
             if isinstance(operation, Visit):
                 address = self.peers.addresses[operation.partner]
@@ -207,12 +172,10 @@ class Worker:
             self.counts.waits += meeting.waited
             self.counts.in_vain += meeting.waited and not meeting.exchanged
             if meeting.exchanged:
-                name = str(meeting.partner)
-                self.counts.partners[name] = self.counts.partners.get(name, 0) + 1
+                self.counts.add_partner(meeting.partner)
         return total[0] if total else None
 
     def _await(self, operation: Await, own: Tensor) -> Tensor | None:
-        assert self.peers is not None
         began = time.perf_counter()
         try:
             while (left := began + self._patience - time.perf_counter()) > 0:
@@ -223,19 +186,17 @@ class Worker:
         finally:
             self.counts.waited += time.perf_counter() - began
 
-    def _carry_out(self, steps: Steps[T], exchange: Callable[[Any], bool] | None = None) -> T:
+    def _carry_out(self, steps: Steps[T], exchange: Any = None) -> T:
         def how(operation: Operation) -> Any:
             if isinstance(operation, Pick):
                 return self._random.choice(operation.options)
             if isinstance(operation, IsAlive):
                 return self.peers is None or self.peers.heartbeat.is_alive(operation.worker)
             if isinstance(operation, (Notify, Notified)):
-                assert self.peers is not None
                 if isinstance(operation, Notified):
                     return self.peers.server.notified()
                 return self.peers.server.notify(self.peers.addresses[operation.worker])
             if isinstance(operation, (Await, Visit)):
-                assert exchange is not None
                 return exchange(operation)
             return answer(self._keys, operation)
 
@@ -245,28 +206,23 @@ class Worker:
         """Returns what comes of a decision that Lightning asks all ranks for: each worker decides for itself."""
         return decision
 
-    # Together #################################################################
-
     def publish(self, parameters: Iterable[Tensor]) -> None:
         """Lets the others know what this worker has done so far, and where its parameters are."""
         self.counts.seconds = time.perf_counter() - self._began
         if self.peers is not None:
             self.peers.keys.put(f"sketch/{self.me}", sketch(parameters).numpy().tobytes())
-            self.peers.keys.put(f"counts/{self.me}", self.counts.as_json())
+            self.peers.keys.put(f"counts/{self.me}", json.dumps(asdict(self.counts)).encode())
 
     def all_counts(self) -> dict[int, Counts]:
         """Returns what each worker has published last, by worker."""
         if self.peers is None:
             return {self.me: self.counts}
         found = {worker: self.peers.keys.find(f"counts/{worker}") for worker in range(self.size)}
-        return {worker: Counts.from_json(text) for worker, text in found.items() if text is not None}
+        return {worker: Counts(**json.loads(text)) for worker, text in found.items() if text is not None}
 
     def consensus(self, workers: Collection[int]) -> float:
-        """Returns how far the parameters of some workers were from each other when each has published last.
-
-        It is the root mean square of their distances to their mean, relative to the norm of that, estimated from sketches: see
-        :func:`sketch`.
-        """
+        """Returns how far the parameters of some workers were from each other when each has published last: :func:`distance`,
+        estimated from sketches (:func:`sketch`)."""
         if self.peers is None:
             return 0.0
         found = [self.peers.keys.find(f"sketch/{worker}") for worker in workers]
@@ -274,12 +230,8 @@ class Worker:
         return distance(sketches) if sketches else 0.0
 
     def agree(self, scores: Scores, weights: bytes, seconds: float) -> dict[int, Scores]:
-        """Returns the scores of each worker that has come to the end, the same on all of them; waits for those that live.
-
-        Args:
-            scores, weights: this worker's; weights of the others are then there for :meth:`weights_of`.
-            seconds: to wait at most.
-        """
+        """Returns the scores of each worker that has come to the end, the same on all of them; waits for those that live, for
+        some seconds. Their weights are then there for :meth:`weights_of`."""
         if self.peers is None:
             return {self.me: scores}
         keys, deadline = self.peers.keys, time.monotonic() + seconds
@@ -297,10 +249,7 @@ class Worker:
         return {int(worker): tuple(each) for worker, each in json.loads(agreed).items()}
 
     def weights_of(self, worker: int) -> bytes:
-        """Returns the weights of a worker that has come to the end."""
-        assert self.peers is not None
-        found = self.peers.keys.find(f"weights/{worker}")
-        assert found is not None
+        found: Any = self.peers.keys.find(f"weights/{worker}")
         return found
 
     def part(self, workers: Sequence[int], stay: bool, seconds: float) -> None:
@@ -317,7 +266,6 @@ class Worker:
         self.close()
 
     def close(self) -> None:
-        """Stops the heartbeat."""
         if self.peers is not None:
             self.peers.heartbeat.stop()
             self.peers.server.close()

@@ -2,38 +2,26 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from lightning.pytorch.strategies.launchers.launcher import _Launcher
 
 from lightning_gnn.launching.failures import RankFailedError
 from lightning_gnn.launching.processes import ProcessLauncher
 from lightning_gnn.launching.script import InPlaceLauncher, ScriptLauncher, join_parent
-from lightning_gnn.launching.supervisor import LaunchedStrategy
+
+if TYPE_CHECKING:
+    from lightning_gnn.strategies.base import GNNStrategy
 
 StartMethod = Literal["popen", "spawn", "fork"]
 
-__all__ = [
-    "InPlaceLauncher",
-    "ProcessLauncher",
-    "RankFailedError",
-    "ScriptLauncher",
-    "StartMethod",
-    "join_parent",
-    "make_launcher",
-]
+__all__ = ["RankFailedError", "ScriptLauncher", "StartMethod", "join_parent", "make_launcher"]
 
 
-def make_launcher(strategy: LaunchedStrategy, start_method: StartMethod) -> _Launcher:
-    """Returns the launcher, which starts the ranks and runs the Trainer's calls on them.
-
-    Raises:
-        ValueError: the ranks are there already, and would be started again.
-    """
-    environment = strategy.cluster_environment
-    assert environment is not None
-    if start_method not in ("popen", "spawn", "fork"):
-        raise ValueError(f"start_method must be 'popen', 'spawn' or 'fork' (got {start_method!r}).")
+def make_launcher(strategy: GNNStrategy, start_method: StartMethod) -> _Launcher:
+    """Returns the launcher, which starts the ranks and runs the Trainer's calls on them; raises ValueError if they are there
+    already, and would be started again."""
+    environment: Any = strategy.cluster_environment
     ranks = strategy.num_processes * strategy.num_nodes
     if ranks == 1 and not environment.creates_processes_externally:
         return InPlaceLauncher()

@@ -42,11 +42,9 @@ class Failure:
     """Why a rank failed; ``str()`` of it is one line.
 
     Attributes:
-        rank: the rank.
         what: ``"failed"``, or how its process ended.
         reason: what it raised, or a possible cause; one line.
         place: where it was in its training, as far as that is known.
-        traceback: of what it raised.
         about_peers: it only says that other ranks are gone or late, so another failure is likely the cause.
         exception: what it raised, where that can be pickled.
     """
@@ -79,10 +77,8 @@ class Failure:
     def ended(cls, rank: int, code: int, place: str = "") -> Failure:
         """Returns the failure of a process that ended without reporting one."""
         if code >= 0:
-            # The watchdog's status: its ranks wait for each other in vain.
-            return cls(
-                rank, f"ended with exit status {code}", "its output says why", place, about_peers=code == EXIT_STATUS
-            )
+            about_peers = code == EXIT_STATUS  # the watchdog's: its ranks wait for each other in vain
+            return cls(rank, f"ended with exit status {code}", "its output says why", place, about_peers=about_peers)
         name = signal.Signals(-code).name
         hint = "if nobody did that on purpose, the machine may have run out of memory" if name == "SIGKILL" else ""
         return cls(rank, f"was ended by {name}", hint, place)
@@ -92,20 +88,14 @@ class Failure:
         return f"Rank {self.rank} {self.what}{place}{': ' if self.reason else ''}{self.reason}"
 
     def error(self) -> RankFailedError:
-        """Returns the error to raise in another process."""
         error = RankFailedError(f"{self.traceback}\n{self}" if self.traceback else str(self))
         set_report(error, str(self), self.traceback)
         return error
 
 
 def report_ended_ranks(rank: int, what: str, wait_s: float = 0.0) -> str:
-    """Writes to stderr which ranks of this machine have ended, and how; returns what it wrote.
-
-    Args:
-        rank: this one.
-        what: happened to it.
-        wait_s: seconds to wait for the first of them.
-    """
+    """Writes to stderr which ranks of this machine have ended, and how, after waiting some seconds for the first; returns what it
+    wrote."""
     lines = []
     for peer, status in processes.ended(wait_s).items():
         place = processes.place_of(peer)
@@ -118,12 +108,8 @@ def report_ended_ranks(rank: int, what: str, wait_s: float = 0.0) -> str:
 
 
 def report_to_torchrun(line: str, consequence: bool) -> None:
-    """Leaves a line for the summary that torchrun prints at the end, where it has started this process.
-
-    Args:
-        line: why this rank has failed.
-        consequence: of another's failure, which torchrun shall take for the first.
-    """
+    """Leaves a line for the summary that torchrun prints at the end, where it has started this process; it is to take another
+    failure, of which this one is a `consequence`, for the first."""
     file = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if file:
         with contextlib.suppress(OSError), open(file, "w") as opened:
@@ -154,11 +140,6 @@ def show_once() -> None:
 
 
 def set_report(error: BaseException, line: str, text: str | None = None) -> None:
-    """Notes what :func:`show_once` prints of an error that nobody catches.
-
-    Args:
-        error: the error.
-        line: the last line; none if empty.
-        text: printed before it in place of the error's traceback; empty if another process shows that.
-    """
+    """Notes what :func:`show_once` prints of an error that nobody catches: a last line, unless it is empty, and before it a text
+    in place of the error's traceback, empty if another process shows that."""
     setattr(error, _REPORT, (line, text))

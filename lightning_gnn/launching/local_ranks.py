@@ -24,7 +24,6 @@ def run_ranks(
 
     Args:
         arguments: such as ``["-m", "package.module"]``.
-        num_ranks: how many processes.
         deadline: seconds after which all are ended; None waits as long as they run.
         show_errors: let rank 0 write to this process's standard error, for progress.
 
@@ -52,7 +51,8 @@ def run_ranks(
                 )
             while any(rank.poll() is None for rank in ranks) and not any(rank.poll() for rank in ranks):
                 if time.monotonic() > end:
-                    raise RuntimeError(f"{_count(num_ranks)} were not done within {deadline:.0f} s")
+                    count = "two" if num_ranks == 2 else num_ranks
+                    raise RuntimeError(f"{count} processes were not done within {deadline:.0f} s")
                 time.sleep(0.05)
         finally:
             for process in ranks:
@@ -65,7 +65,3 @@ def run_ranks(
             raise RuntimeError(lines[-1].removeprefix("error: ") if lines else f"they ended with status {codes}")
         output.seek(0)
         return output.read()
-
-
-def _count(num_ranks: int) -> str:
-    return "two processes" if num_ranks == 2 else f"{num_ranks} processes"

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from contextlib import ExitStack, nullcontext
 from functools import partial
 from multiprocessing.connection import Connection, wait
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import lightning.pytorch as pl
 import torch
@@ -20,7 +20,7 @@ from lightning.fabric.utilities.distributed import _set_num_threads_if_needed
 from lightning.fabric.utilities.seed import _collect_rng_states, _set_rng_states
 from lightning.pytorch.strategies.launchers.launcher import _Launcher
 from lightning.pytorch.trainer.states import TrainerFn
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_map_only
 from typing_extensions import override
 
 from lightning_gnn.callbacks.loggers import begin_runs
@@ -28,33 +28,24 @@ from lightning_gnn.checkpoints import with_whole_last
 from lightning_gnn.comm.peers import store_for_children
 from lightning_gnn.comm.processes import end_with_parent, here
 from lightning_gnn.launching.failures import GRACE_S, IMPORT_S, Failure, set_report, show_once
-from lightning_gnn.launching.supervisor import (
-    Child,
-    Event,
-    LaunchedStrategy,
-    Reporter,
-    Supervisor,
-    handle_interrupts,
-    handles_interrupts,
-    ignoring_interrupts,
-)
+from lightning_gnn.launching.supervisor import Child, Reporter, Supervisor, ignoring_interrupts
+
+if TYPE_CHECKING:
+    from lightning_gnn.strategies.base import GNNStrategy
 
 
 class ProcessLauncher(_Launcher):
     """Starts processes that each run one call of the Trainer, and brings rank 0's results back to the caller.
 
     The caller's model gets the trained weights; metrics, the best checkpoint's path, the loop's progress and
-    predictions come back as well. What a rank raises is raised in the caller, with that rank's traceback.
-
-    Args:
-        strategy: whose ranks are started.
-        start_method: ``"spawn"``, or ``"fork"``, the one that works in notebooks.
+    predictions come back as well. What a rank raises is raised in the caller, with that rank's traceback. ``"fork"`` is the
+    start method that works in notebooks.
     """
 
-    def __init__(self, strategy: LaunchedStrategy, start_method: Literal["spawn", "fork"]) -> None:
+    def __init__(self, strategy: GNNStrategy, start_method: Literal["spawn", "fork"]) -> None:
         self._strategy, self._start_method = strategy, start_method
         self._supervisor: Supervisor | None = None
-        self._reporter: Reporter | None = None  # in a rank
+        self._reporter: Reporter = None  # type: ignore[assignment]  # in a rank
 
     @property
     @override
@@ -76,7 +67,7 @@ class ProcessLauncher(_Launcher):
                 f"tensor before trainer.fit, or run a script with strategy='{strategy.strategy_name}'."
             )
         args = with_whole_last(trainer, args)
-        supervisor, store, before = Supervisor([]), ExitStack(), dict(os.environ)
+        supervisor, store = Supervisor(), ExitStack()
         try:
             if self._start_method == "spawn":
                 # They import while this process looks for what is wrong.
@@ -89,10 +80,8 @@ class ProcessLauncher(_Launcher):
             supervisor.survives_lost_ranks = strategy.scheme.survives_lost_ranks
             server = store.enter_context(store_for_children(supervisor.survives_lost_ranks))
             if self._start_method == "spawn":
-                random_states = _collect_rng_states()
-                changed = {name: value for name, value in os.environ.items() if before.get(name) != value}
-                payload = changed, handles_interrupts(), self, (random_states, trainer, function, args, kwargs)
-                supervisor.start_all(payload, max(IMPORT_S, strategy.timeout.total_seconds()))
+                given = _collect_rng_states(), trainer, function, args, kwargs
+                supervisor.start_all((self, given), max(IMPORT_S, strategy.timeout.total_seconds()))
             else:
                 self._start(supervisor, self._run, None, trainer, function, args, kwargs)
             if server is not None:
@@ -138,38 +127,34 @@ class ProcessLauncher(_Launcher):
         gc.freeze()
         end_with_parent(parent)
         reporter = self._reporter = Reporter(local_rank, connection)
-        reporter.send(Event("arrived", here().address))
+        reporter.send("arrived", here().address)
         try:
-            self._prepare(local_rank, random_states, args, kwargs)
+            if random_states is not None:
+                _set_rng_states(random_states)
+            if self._start_method == "fork":
+                torch.set_num_threads(1)  # OpenMP's threads did not come along, and waiting for them would hang
+            else:
+                _set_num_threads_if_needed(num_processes=self._strategy.num_processes)
+            os.environ["LOCAL_RANK"] = str(local_rank)
+            if self._start_method == "spawn":  # parameters arrive in shared memory: each rank needs its own
+                for module in (a for a in (*args, *kwargs.values()) if isinstance(a, torch.nn.Module)):
+                    for tensor in (*module.parameters(), *module.buffers()):
+                        tensor.data = tensor.data.clone()
             output = function(*args, **kwargs)
             file = io.BytesIO()
             # Of ranks that need not all survive, the first that has does it.
             if local_rank == 0 or self._strategy.scheme.survives_lost_ranks:
                 results = {"output": output} if trainer is None else {**_collect(trainer), "output": output}
-                torch.save(tree_map(_to_cpu, results), file)
-            reporter.send(Event("result", file.getvalue()))
+                torch.save(tree_map_only(torch.Tensor, torch.Tensor.cpu, results), file)
+            reporter.send("result", file.getvalue())
         except (Exception, SystemExit) as error:
             reporter.failed(error)
             signal.signal(signal.SIGTERM, signal.SIG_DFL)  # Lightning's would raise while the process exits
             sys.exit(1)
 
-    def _prepare(self, local_rank: int, random_states: dict[str, Any] | None, args: Any, kwargs: Any) -> None:
-        if random_states is not None:
-            _set_rng_states(random_states)
-        if self._start_method == "fork":
-            torch.set_num_threads(1)  # OpenMP's threads did not come along, and waiting for them would hang
-        else:
-            _set_num_threads_if_needed(num_processes=self._strategy.num_processes)
-        os.environ["LOCAL_RANK"] = str(local_rank)
-        if self._start_method == "spawn":  # parameters arrive in shared memory: each rank needs its own
-            for module in (a for a in (*args, *kwargs.values()) if isinstance(a, torch.nn.Module)):
-                for tensor in (*module.parameters(), *module.buffers()):
-                    tensor.data = tensor.data.clone()
-
     def ranks_are_independent(self) -> None:
         """Reports, in a rank, that from now on none needs another."""
-        assert self._reporter is not None
-        self._reporter.send(Event("independent"))
+        self._reporter.send("independent")
 
     @override
     def kill(self, signum: Any) -> None:
@@ -185,20 +170,12 @@ class ProcessLauncher(_Launcher):
 def _enter(local_rank: int, parent: int, connection: Connection) -> None:
     """Runs in each spawned process: waits for what it is to run."""
     end_with_parent(parent)
-    variables, interruptible, launcher, given = Reporter(local_rank, connection).wait_for_start()
-    os.environ.update(variables)
-    if interruptible:
-        handle_interrupts()
+    launcher, given = Reporter(local_rank, connection).wait_for_start()
     launcher._run(local_rank, parent, connection, *given)
 
 
 def _result_of(supervisor: Supervisor) -> bytes:
-    """Returns what rank 0 has sent, or the first that has survived, once all ranks are done.
-
-    Raises:
-        RankFailedError: a rank's process ended without a word.
-        Exception: what a rank raised.
-    """
+    """Returns what rank 0 has sent, or the first that has survived, once all ranks are done; raises what a rank raised."""
     waiting = list(supervisor.children)
     while waiting:
         failures = supervisor.look()
@@ -223,10 +200,6 @@ def _to_raise(failure: Failure) -> BaseException:
     failure.exception.__cause__ = failure.error()
     set_report(failure.exception, str(failure), failure.traceback)
     return failure.exception
-
-
-def _to_cpu(value: Any) -> Any:
-    return value.cpu() if isinstance(value, torch.Tensor) else value
 
 
 def _collect(trainer: pl.Trainer) -> dict[str, Any]:

@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import lightning.pytorch as pl
 from lightning.fabric.strategies.launchers.subprocess_script import (
@@ -38,16 +38,10 @@ from lightning_gnn.launching.failures import (
     set_report,
     show_once,
 )
-from lightning_gnn.launching.supervisor import (
-    Child,
-    Event,
-    LaunchedStrategy,
-    Reporter,
-    Supervisor,
-    handle_interrupts,
-    handles_interrupts,
-    ignoring_interrupts,
-)
+from lightning_gnn.launching.supervisor import Child, Reporter, Supervisor, ignoring_interrupts
+
+if TYPE_CHECKING:
+    from lightning_gnn.strategies.base import GNNStrategy
 
 STARTED_BY = "LIGHTNING_GNN_STARTED_BY"
 """Environment of a started rank: its parent's process id, its rank, the number of ranks, the descriptor of its pipe."""
@@ -95,12 +89,9 @@ class ScriptLauncher(_Launcher):
     If a rank fails, the others end within :data:`~lightning_gnn.launching.failures.GRACE_S` seconds and a little, and
     the traceback of that rank is shown once, with a line that says why and where. Where ranks are there already, whoever
     started them ends them; those of the same machine say which was gone.
-
-    Args:
-        strategy: whose ranks are started.
     """
 
-    def __init__(self, strategy: LaunchedStrategy) -> None:
+    def __init__(self, strategy: GNNStrategy) -> None:
         global _parent
         self._strategy = strategy
         if _parent is not None:
@@ -117,11 +108,14 @@ class ScriptLauncher(_Launcher):
 
     @override
     def launch(self, function: Callable[..., Any], *args: Any, trainer: pl.Trainer | None = None, **kwargs: Any) -> Any:
+        global _waits
         environment, strategy = self._strategy.cluster_environment, self._strategy
         assert environment is not None
         environment.validate_settings(num_devices=strategy.num_processes, num_nodes=strategy.num_nodes)
         ranks = strategy.num_processes * strategy.num_nodes
-        _wait_for_start()
+        if _reporter is not None and _waits:  # in a started rank, at its first call of a Trainer
+            _waits = False
+            _reporter.wait_for_start()
         args = with_whole_last(trainer, args)
         if not environment.creates_processes_externally:
             self._start(lambda: strategy.before_ranks_start(trainer, (*args, *kwargs.values())))
@@ -134,13 +128,16 @@ class ScriptLauncher(_Launcher):
         _set_num_threads_if_needed(num_processes=strategy.num_processes)
         if _supervisor is not None:
             _supervisor.begin(strategy.scheme.survives_lost_ranks)
-        if _reporter is not None:
-            return self._as_child(_reporter, function, args, kwargs)
-        if _supervisor is not None:
+        if _supervisor is not None and _reporter is None:
             return self._as_parent(_supervisor, function, args, kwargs)
-        return self._as_guest(function, args, kwargs)
-
-    # The parent ###############################################################
+        try:
+            return function(*args, **kwargs)
+        except (Exception, SystemExit) as error:
+            if _reporter is not None:
+                _reporter.failed(error)
+            elif isinstance(error, Exception):
+                self._report_guest(error)
+            raise
 
     def _start(self, check: Callable[[], None]) -> None:
         """Starts the other ranks of this machine, which run once `check` has found nothing wrong."""
@@ -154,7 +151,7 @@ class ScriptLauncher(_Launcher):
             "LOCAL_RANK": str(environment.local_rank()),
             "WORLD_SIZE": str(size),
         }
-        before, supervisor = dict(os.environ), Supervisor([])
+        supervisor = Supervisor()
         try:
             for local_rank in range(1, strategy.num_processes):
                 command, folder = _command(local_rank)
@@ -178,10 +175,9 @@ class ScriptLauncher(_Launcher):
                 supervisor.children.append(Child(rank, process.pid, process.poll, ours))
             check()
             supervisor.survives_lost_ranks = strategy.scheme.survives_lost_ranks
-            variables["MASTER_PORT"] = str(environment.main_port)  # no earlier: it is free until somebody takes it
-            now = {**os.environ, "MASTER_PORT": variables["MASTER_PORT"]}
-            changed = {name: value for name, value in now.items() if before.get(name) != value}
-            supervisor.start_all((changed, handles_interrupts()), max(IMPORT_S, strategy.timeout.total_seconds()))
+            # No earlier: it is free until somebody takes it.
+            variables["MASTER_PORT"] = port = str(environment.main_port)
+            supervisor.start_all(None, max(IMPORT_S, strategy.timeout.total_seconds()), MASTER_PORT=port)
         except BaseException:
             supervisor.end(grace=0.0)
             raise
@@ -235,7 +231,7 @@ class ScriptLauncher(_Launcher):
     def ranks_are_independent(self) -> None:
         """Reports, in a rank, that from now on none needs another."""
         if _reporter is not None:
-            _reporter.send(Event("independent"))
+            _reporter.send("independent")
         elif _supervisor is not None:
             _supervisor.independent = True
 
@@ -243,62 +239,29 @@ class ScriptLauncher(_Launcher):
     def kill(self, signum: Any) -> None:
         """Passes a signal on to the other ranks; called by Lightning when this process is asked to end."""
         end_after(STOP_S, 128 + signum)
+        what = f"was asked to end by {signal.Signals(signum).name}"
         if _reporter is not None:
-            _reporter.send(
-                Failure(_reporter.rank, f"was asked to end by {signal.Signals(signum).name}", place=str(here()))
-            )
+            _reporter.send("failed", Failure(_reporter.rank, what, place=str(here())))
         elif _supervisor is not None:
             _supervisor.stopping = True
             for child in _supervisor.running():
                 child.signal(signum)
-        else:
-            some_ended = report_ended_ranks(
-                self._strategy.global_rank, f"was asked to end by {signal.Signals(signum).name}"
-            )
-            if some_ended and not self._strategy.scheme.survives_lost_ranks:
-                raise SystemExit(128 + signum)  # Lightning would go on to ask all ranks, and wait for these
+        elif report_ended_ranks(self._strategy.global_rank, what) and not self._strategy.scheme.survives_lost_ranks:
+            raise SystemExit(128 + signum)  # Lightning would go on to ask all ranks, and wait for these
 
-    # A child ##################################################################
-
-    def _as_child(self, reporter: Reporter, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        try:
-            return function(*args, **kwargs)
-        except (Exception, SystemExit) as error:
-            reporter.failed(error)
-            raise
-
-    # A rank that others have started ##########################################
-
-    def _as_guest(self, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        try:
-            return function(*args, **kwargs)
-        except Exception as error:
-            own = Failure.of(self._strategy.global_rank, error)
-            ended = report_ended_ranks(own.rank, "cannot go on", SETTLE_S) if own.about_peers else ""
-            show_once()
-            report_to_torchrun(ended or str(own), own.about_peers)
-            if ended:
-                set_report(error, "", "")
-            else:
-                set_report(error, str(own), _without_traceback(error))
-            raise
+    def _report_guest(self, error: Exception) -> None:
+        """Reports what a rank has raised that neither started others nor was started by this package."""
+        own = Failure.of(self._strategy.global_rank, error)
+        ended = report_ended_ranks(own.rank, "cannot go on", SETTLE_S) if own.about_peers else ""
+        show_once()
+        report_to_torchrun(ended or str(own), own.about_peers)
+        set_report(error, "" if ended else str(own), "" if ended else _without_traceback(error))
 
 
 def _without_traceback(error: Exception) -> str | None:
     """Returns an error as text, if it has been said where the code of all ranks is; None otherwise."""
     explained = isinstance(error, CommunicationError) and error.explained
     return f"{type(error).__name__}: {error}\n" if explained else None
-
-
-def _wait_for_start() -> None:
-    """Waits, in a started rank at its first call of a Trainer, until its parent has found nothing wrong."""
-    global _waits
-    if _reporter is not None and _waits:
-        _waits = False
-        variables, interruptible = _reporter.wait_for_start()
-        os.environ.update(variables)
-        if interruptible:
-            handle_interrupts()
 
 
 def _command(local_rank: int) -> tuple[Any, str | None]:
@@ -321,11 +284,8 @@ def _watch(supervisor: Supervisor, inside: threading.Event) -> None:
         if supervisor.wait_for(lambda: not inside.is_set(), GRACE_S):
             return
         supervisor.end(grace=0.0)
-        print(
-            f"This process did not notice that another has failed, and ends.\n{failures[0].error()}",
-            file=sys.stderr,
-            flush=True,
-        )
+        said = f"This process did not notice that another has failed, and ends.\n{failures[0].error()}"
+        print(said, file=sys.stderr, flush=True)
         os._exit(1)
 
 

@@ -12,40 +12,17 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from datetime import timedelta
 from multiprocessing import resource_sharer
 from multiprocessing.connection import Connection
 from multiprocessing.context import set_spawning_popen
 from multiprocessing.reduction import ForkingPickler
-from typing import Any, Literal, Protocol
-
-import lightning.pytorch as pl
-from lightning.fabric.plugins import ClusterEnvironment
+from typing import Any, Literal
 
 from lightning_gnn.comm.processes import Progress, here
 from lightning_gnn.launching.failures import GRACE_S, Failure, set_report
-
-
-class LaunchedStrategy(Protocol):
-    """What launchers know of a strategy."""
-
-    strategy_name: str
-    num_nodes: int
-    timeout: timedelta
-    scheme: Any
-    cluster_environment: ClusterEnvironment | None
-
-    @property
-    def num_processes(self) -> int: ...
-
-    @property
-    def global_rank(self) -> int: ...
-
-    def before_ranks_start(self, trainer: pl.Trainer | None, given: Sequence[Any], self_check: bool = True) -> None:
-        """Raises for what can be found wrong while there is one process only."""
 
 
 class _SharesDescriptors:
@@ -58,16 +35,9 @@ class _SharesDescriptors:
         return descriptor
 
 
-@dataclass
-class Event:
-    """Sent by a rank. ``"independent"``: from now on no rank needs another.
-
-    Attributes:
-        value: of ``"arrived"``, the address of its progress; of ``"result"``, bytes.
-    """
-
-    name: Literal["arrived", "started", "independent", "result"]
-    value: Any = None
+Event = Literal["arrived", "started", "independent", "result", "failed"]
+"""What a rank sends: that it has arrived, with the address of its progress; that from now on no rank needs another; bytes; a
+failure."""
 
 
 class Reporter:
@@ -76,39 +46,37 @@ class Reporter:
     def __init__(self, rank: int, connection: Connection) -> None:
         self.rank, self._connection = rank, connection
 
-    def send(self, value: Failure | Event) -> None:
-        """Transport to the parent, unless it is gone."""
+    def send(self, event: Event, value: Any = None) -> None:
+        """Sends to the parent, unless it is gone."""
         with contextlib.suppress(OSError):
-            self._connection.send(value)
+            self._connection.send((event, value))
 
     def failed(self, error: BaseException) -> None:
-        """Transport what this rank raised to the parent, which shows it."""
-        self.send(Failure.of(self.rank, error))
+        """Sends what this rank raised to the parent, which shows it."""
+        self.send("failed", Failure.of(self.rank, error))
         set_report(error, "", "")
 
     def wait_for_start(self) -> Any:
-        """Returns the argument of :meth:`Supervisor.start_all`; ends this process silently if the parent ends."""
-        self.send(Event("arrived", here().address))
+        """Waits until the parent has found nothing wrong; returns the argument of :meth:`Supervisor.start_all`.
+
+        Takes the parent's environment, and whether Ctrl-C interrupts it. Ends this process silently if the parent ends.
+        """
+        self.send("arrived", here().address)
         try:
-            payload = self._connection.recv()
+            variables, interruptible, given = self._connection.recv()
         except (EOFError, OSError):
             os._exit(1)
-        self.send(Event("started"))
-        return payload
+        self.send("started")
+        os.environ.update(variables)
+        if interruptible and threading.current_thread() is threading.main_thread() and not _handles_interrupts():
+            signal.signal(signal.SIGINT, signal.default_int_handler)  # raises KeyboardInterrupt again
+        return given
 
 
 @dataclass
 class Child:
-    """A started rank.
-
-    Attributes:
-        rank: its rank.
-        pid: its process.
-        exit_code: returns its exit status, negative for a signal, None while it runs.
-        connection: the parent's end of the pipe.
-        failures: those that it has sent, or its end.
-        received: values of the events that it has sent, by name.
-    """
+    """A started rank; `exit_code` returns its exit status, negative for a signal, None while it runs. `connection` is the
+    parent's end of the pipe, `failures` those that it has sent, or its end, and `received` values of its events, by name."""
 
     rank: int
     pid: int
@@ -119,19 +87,18 @@ class Child:
     progress: Progress | None = None
 
     def listen(self) -> None:
-        """Receives what the child has sent."""
         with contextlib.suppress(EOFError, OSError):
             while self.connection.poll():
-                found = self.connection.recv()
-                if isinstance(found, Failure):
-                    self.failures.append(found)
+                event, value = self.connection.recv()
+                if event == "failed":
+                    self.failures.append(value)
                     continue
-                self.received[found.name] = found.value
-                if found.name == "arrived":
-                    self.progress = Progress.of(found.value)
+                self.received[event] = value
+                if event == "arrived":
+                    self.progress = Progress.of(value)
 
     def signal(self, number: int) -> None:
-        """Transport its process a signal, if it still runs."""
+        """Sends its process a signal, if it still runs."""
         if self.exit_code() is None:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(self.pid, number)
@@ -140,18 +107,16 @@ class Child:
 class Supervisor:
     """The children of this process.
 
-    Args:
-        children: started ranks.
-        survives_lost_ranks: a rank that fails does not concern the others once they are independent.
-
     Attributes:
+        survives_lost_ranks: a rank that fails does not concern the others once they are independent.
         independent: no rank needs another any more.
         stopping: the ranks were asked to end, and may take :data:`~lightning_gnn.launching.failures.STOP_S`.
     """
 
-    def __init__(self, children: Sequence[Child], survives_lost_ranks: bool = False) -> None:
+    def __init__(self, children: Iterable[Child] = (), survives_lost_ranks: bool = False) -> None:
         self.children, self.survives_lost_ranks = list(children), survives_lost_ranks
         self.independent = self.stopping = False
+        self._environment = dict(os.environ)
         self._lock = threading.RLock()
         self._shown: set[int] = set()
 
@@ -182,20 +147,18 @@ class Supervisor:
                 child.received.pop("independent", None)
 
     def running(self) -> list[Child]:
-        """Returns the children that have not ended."""
         return [child for child in self.children if child.exit_code() is None]
 
     def all_failed(self) -> bool:
-        """Returns whether every child has failed."""
         self.look()
         return all(child.failures for child in self.children)
 
-    def start_all(self, payload: Any, seconds: float) -> None:
+    def start_all(self, given: Any, seconds: float, **variables: str) -> None:
         """Waits until all children have arrived at the Trainer's call, and lets them run it.
 
         Args:
-            payload: what :meth:`Reporter.wait_for_start` returns in each of them.
-            seconds: to wait for them at most.
+            given: what :meth:`Reporter.wait_for_start` returns in each of them.
+            **variables: of their environment, beside those that have changed here since they were started.
 
         Raises:
             RankFailedError: one of them has failed, or ended, before it arrived.
@@ -216,11 +179,12 @@ class Supervisor:
                 f"Rank(s) {', '.join(str(child.rank) for child in late)} have not come to this call of the Trainer within "
                 f"{seconds:.0f} s. Each rank runs the whole script: look for what keeps one from it, a branch or a wait."
             )
+        variables |= {name: value for name, value in os.environ.items() if self._environment.get(name) != value}
         for child in self.children:
             with contextlib.suppress(OSError):  # it has ended: look() says so
                 set_spawning_popen(_SharesDescriptors)  # type: ignore[arg-type]
                 try:
-                    data = ForkingPickler.dumps(payload)
+                    data = ForkingPickler.dumps((variables, _handles_interrupts(), given))
                 finally:
                     set_spawning_popen(None)
                 child.connection.send_bytes(data)
@@ -254,8 +218,8 @@ class Supervisor:
 
 @contextmanager
 def ignoring_interrupts() -> Iterator[None]:
-    """Processes that are started while this is open ignore Ctrl-C, until :func:`handle_interrupts`: it would end an import with a
-    traceback of their own."""
+    """Processes that are started while this is open ignore Ctrl-C, until :meth:`Reporter.wait_for_start` has returned: it would
+    end an import with a traceback of their own."""
     before = signal.getsignal(signal.SIGINT)
     if threading.current_thread() is not threading.main_thread() or before is None:
         yield
@@ -267,12 +231,6 @@ def ignoring_interrupts() -> Iterator[None]:
         signal.signal(signal.SIGINT, before)
 
 
-def handles_interrupts() -> bool:
+def _handles_interrupts() -> bool:
     """Returns whether Ctrl-C interrupts this process; not what a shell starts in the background."""
     return signal.getsignal(signal.SIGINT) != signal.SIG_IGN
-
-
-def handle_interrupts() -> None:
-    """Lets Ctrl-C raise KeyboardInterrupt in this process again."""
-    if threading.current_thread() is threading.main_thread() and not handles_interrupts():
-        signal.signal(signal.SIGINT, signal.default_int_handler)

@@ -9,8 +9,7 @@ from __future__ import annotations
 import copy
 import random
 import time
-from collections.abc import Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
 from typing import Any
@@ -24,11 +23,11 @@ from torch_geometric.data import Data, HeteroData
 from lightning_gnn.advising.advice import coding, quiet_trainer, quietly
 from lightning_gnn.checks import causes
 from lightning_gnn.checks.causes import Cause, Finding
-from lightning_gnn.checks.differences import LOGGED_TOLERANCE, Difference, differences, first_difference
+from lightning_gnn.checks.differences import LOGGED_TOLERANCE, TOLERANCES, differences, first_difference
 from lightning_gnn.checks.draws import draws_random_numbers
 from lightning_gnn.checks.record import compared, differing
 from lightning_gnn.checks.stand_ins import QuietTrainer, aside, copied, quiet, uncompiled
-from lightning_gnn.checks.trial import STAGES, Outcome, Parted, Trial, in_one_line
+from lightning_gnn.checks.trial import STAGES, Outcome, Parted, Trial, in_dtype, in_one_line
 from lightning_gnn.comm.traffic import Meter
 from lightning_gnn.data.hetero import NO_TYPES
 from lightning_gnn.data.shards import Shard, split_graph, whole_graph
@@ -39,8 +38,6 @@ from lightning_gnn.parity.report import GROUPS, ParityReport, SchemeParity
 from lightning_gnn.strategies import registered
 from lightning_gnn.strategies.base import GNNStrategy
 
-TOLERANCES: dict[torch.dtype | None, float] = {torch.float64: 1e-7, None: 1e-3}
-"""Up to which difference numbers are the same: in float64, one node too many of a million is more than that."""
 STEPS = 3
 """Training steps of approximate schemes: caches send everything in the first one."""
 MAX_VALUES = 20_000_000
@@ -95,30 +92,18 @@ def check_parity(
         if strategies is None
         else [each if isinstance(each, GNNStrategy) else make_strategies([each])[0] for each in strategies]
     )
-    with ExitStack() as stack:
-        for context in (aside(), uncompiled(), quietly()):
-            stack.enter_context(context)
+    with aside(), uncompiled(), quietly():
         check = _Check(module, datamodule, devices, num_nodes, nodes, seed, share_draws)
         schemes = [check.scheme(strategy) for strategy in chosen]
-    return ParityReport(
-        schemes,
-        devices * num_nodes,
-        len(check.graph.n_id),
-        len(check.graph.e_id),
-        check.of_nodes,
-        check.dtype,
-        check.tolerance,
-        time.perf_counter() - began,
-        check.notes,
-    )
+    graph, dtype = check.graph, "float64" if check.dtype is not None else "dtypes as they are"
+    sizes = len(graph.n_id), len(graph.e_id), check.of_nodes
+    seconds = time.perf_counter() - began
+    return ParityReport(schemes, devices * num_nodes, *sizes, dtype, check.tolerance, seconds, check.notes)
 
 
 def make_strategies(names: Sequence[str] | None = None, **options: Any) -> list[GNNStrategy]:
-    """Returns strategies with these names; by default all that are registered and name a scheme.
-
-    Raises:
-        ValueError: there is none of a name.
-    """
+    """Returns strategies with these names, by default all that are registered and name a scheme; raises ValueError for another
+    name."""
     known = {name: kind for name, kind in registered().items() if name == kind.strategy_name != "auto_gnn"}
     unknown = [name for name in names or () if name not in known]
     if unknown:
@@ -128,12 +113,7 @@ def make_strategies(names: Sequence[str] | None = None, **options: Any) -> list[
 
 @dataclass
 class _Reference:
-    """A step as one device runs it.
-
-    Attributes:
-        whole: the run.
-        finding: what is wrong with it already.
-    """
+    """A step as one device runs it, and what is wrong with it already."""
 
     trial: Trial
     whole: Outcome
@@ -181,21 +161,12 @@ class _Check:
             self.notes.append(
                 "Dropout was off: each rank draws its own, so training is alike, but not to the same digits."
             )
-        self._dtype: torch.dtype | None = torch.float64
+        self.dtype: torch.dtype | None = torch.float64
         self._references = self._run_references(module)
 
     @property
-    def dtype(self) -> str:
-        return "float64" if self._dtype is not None else "dtypes as they are"
-
-    @property
     def tolerance(self) -> float:
-        return TOLERANCES[self._dtype]
-
-    def _tolerance_of(self, group: str) -> float:
-        return max(self.tolerance, LOGGED_TOLERANCE) if group == "metrics" else self.tolerance
-
-    # On one device ############################################################
+        return TOLERANCES[self.dtype]
 
     def _run_references(self, module: pl.LightningModule) -> list[_Reference]:
         stages: list[str] = []
@@ -207,21 +178,20 @@ class _Check:
                 self.notes.append(f"{step} was left out: {counted_mask(mask, module)} is empty in what was looked at.")
             else:
                 stages.append(stage)
-        # Where the user's constants are float32, float64 may not mix with them.
         tried: list[tuple[torch.dtype | None, Data, list[_Reference], dict[str, Exception]]] = []
         given = self.graph
-        for self._dtype in TOLERANCES:
-            self.graph = given if self._dtype is None else _in_dtype(given, self._dtype)
-            tried.append((self._dtype, self.graph, *self._references_of(module, stages)))
+        for self.dtype in TOLERANCES:
+            self.graph = in_dtype(given, self.dtype)
+            tried.append((self.dtype, self.graph, *self._references_of(module, stages)))
             if not tried[-1][-1]:
                 break
-        self._dtype, self.graph, found, errors = min(tried, key=lambda each: len(each[-1]))
+        self.dtype, self.graph, found, errors = min(tried, key=lambda each: len(each[-1]))
         if not found:
             if not errors:
                 raise ValueError("There is no step to compare: the module has none, or no node is in a mask.")
             stage, error = next(iter(errors.items()))
             raise RuntimeError(f"{STAGES[stage][0]} does not run on one device: {in_one_line(error)}") from error
-        if self._dtype is None:
+        if self.dtype is None:
             self.notes.append(
                 "The module does not run in float64, so float32 rounding may hide small differences: make constants "
                 "of the dtype of what they are combined with."
@@ -252,10 +222,10 @@ class _Check:
         prepared = quiet(copied(module), trainer)
         prepared.configure_model()
         prepared.setup(stage)
-        trial = Trial(prepared, self.graph, stage, trainer, self._dtype, self._share_draws)
+        trial = Trial(prepared, self.graph, stage, trainer, self.dtype, self._share_draws)
         whole, again = self._on_whole(trial), self._on_whole(trial)
         kept = first_difference(whole, again, self.tolerance)
-        return _Reference(trial, whole, None if kept is None else _finding(trial, kept, causes.KEPT))
+        return _Reference(trial, whole, None if kept is None else Finding.at(kept, trial, causes.KEPT))
 
     def _on_whole(self, trial: Trial, seed: int = 0) -> Outcome:
         self._seed_all(seed)
@@ -266,18 +236,16 @@ class _Check:
         np.random.seed(self._seed + seed)  # noqa: NPY002 (what users draw from)
         random.seed(self._seed + seed)
 
-    # Under a scheme ###########################################################
-
     def scheme(self, strategy: GNNStrategy) -> SchemeParity:
         """Returns how far a scheme is from one device."""
         label, in_batches = strategy.strategy_name, strategy.trains_on_batches
-        approximation = "" if in_batches else strategy.approximation
-        not_compared = ""
+        approximation, not_compared = strategy.approximation, ""
         if in_batches:
             not_compared = (
-                f"training on {strategy.approximation} takes other steps than one device does on the whole graph, so none is "
+                f"training on {approximation} takes other steps than one device does on the whole graph, so none is "
                 "like another; lightning-gnn compare holds what they learn against each other. Evaluation was compared"
             )
+            approximation = ""
         references = [each for each in self._references if not (in_batches and each.trial.training)]
         try:
             layout = strategy.scheme.layout(self._ranks, self._hosts)
@@ -288,32 +256,36 @@ class _Check:
             )
         differences: dict[str, float | None] = dict.fromkeys(GROUPS)
         finding: Finding | None = None
-        run = _Run(strategy, split_graph(self.graph, np.asarray(part), layout, holders))
+        shards = split_graph(self.graph, np.asarray(part), layout, holders)
+        run = partial(self._on_parts, strategy, shards)
         for reference in references:
             trial = reference.trial
             steps = STEPS if approximation and trial.training else 1
             try:
-                found = self._on_parts(trial, run, None if approximation else self._own_draws, steps)
+                found = run(trial, None if approximation else self._own_draws, steps)
             except Parted as error:
-                where = f"on a part of the graph, {error}"
-                finding = finding or Finding(trial.step, where, None, causes.of_error(error))
+                finding = finding or Finding.of_error(error, trial)
                 continue
             whole = reference.whole if steps == 1 else reference.later
             here = self._differences(whole, found)
             for group, difference in here.items():
                 differences[group] = max(differences[group] or 0.0, difference)
             if not approximation:
-                differs = any(difference > self._tolerance_of(group) for group, difference in here.items())
-                finding = finding or reference.finding or (self._explained(reference, found, run) if differs else None)
+                least = {"metrics": max(self.tolerance, LOGGED_TOLERANCE)}
+                differs = any(difference > least.get(group, self.tolerance) for group, difference in here.items())
+                finding = finding or reference.finding
+                finding = finding or (self._explained(reference, found, shards, run) if differs else None)
         compared_steps = [each.trial.step for each in references]
         return SchemeParity(label, approximation, not_compared, compared_steps, differences, finding)
 
-    def _on_parts(self, trial: Trial, run: _Run, own_draws: int | None, steps: int = 1) -> Outcome:
+    def _on_parts(
+        self, strategy: GNNStrategy, shards: Sequence[Shard], trial: Trial, own_draws: int | None, *how: Any
+    ) -> Outcome:
         self._seed_all(1)
-        bind = partial(run.strategy.scheme.bind, meter=Meter())
+        bind = partial(strategy.scheme.bind, meter=Meter())
         own = None if own_draws is None else own_draws + 1  # else rank 0 would draw what one device does
-        prepare = coding(run.strategy) if trial.training else None
-        return trial.on_parts(run.shards, bind, run.strategy.loss_reduction, prepare, own, steps)
+        prepare = coding(strategy) if trial.training else None
+        return trial.on_parts(shards, bind, strategy.loss_reduction, prepare, own, *how)
 
     def _differences(self, whole: Outcome, found: Outcome) -> dict[str, float]:
         """Returns the largest difference of each group, where there is something to compare."""
@@ -329,70 +301,42 @@ class _Check:
         }
         return {group: max(values) for group, values in each.items() if values}
 
-    def _explained(self, reference: _Reference, found: Outcome, run: _Run) -> Finding | None:
+    def _explained(
+        self, reference: _Reference, found: Outcome, shards: Sequence[Shard], run: Callable[..., Outcome]
+    ) -> Finding | None:
         """Returns where a run parts from one device, and what makes it; None if it does not."""
         trial, whole = reference.trial, reference.whole
         difference = first_difference(whole, found, self.tolerance)
         if difference is None:
             return None
-        finding = _finding(trial, difference, causes.of(difference, whole, found, run.shards, trial))
         drawn = sorted({each for rank in found.ranks for each in rank.own_draws})
         if drawn:
             if self._agrees_when_shared(trial, run):
                 cause = Cause(causes.RANDOM, f"{', '.join(drawn)}. {causes.DRAWN.text}")
-                return Finding(finding.step, finding.where, finding.difference, cause)
+                return Finding.at(difference, trial, cause)
             noted = [draw for rank in found.ranks for draw in rank.noted_draws]
             if noted and self._agrees_when_shared(trial, run, 0.5):
-                return _finding(trial, difference, causes.of_draws(noted))
-            alone, shared = trial.on_whole(None), self._on_parts(trial, run, None)
+                return Finding.at(difference, trial, causes.of_draws(noted))
+            alone, shared = trial.on_whole(), run(trial, None)
             rest = first_difference(alone, shared, self.tolerance)
             if rest is not None:
-                return _finding(trial, rest, causes.of(rest, alone, shared, run.shards, trial))
+                return Finding.at(rest, trial, causes.of(rest, alone, shared, shards, trial))
         if first_difference(whole, self._on_whole(trial, seed=2), self.tolerance) is not None:
-            return _finding(trial, difference, causes.DRAWN_ELSEWHERE)
-        return finding
+            return Finding.at(difference, trial, causes.DRAWN_ELSEWHERE)
+        return Finding.at(difference, trial, causes.of(difference, whole, found, shards, trial))
 
-    def _agrees_when_shared(self, trial: Trial, run: _Run, constant: float | None = None) -> bool:
+    def _agrees_when_shared(self, trial: Trial, run: Callable[..., Outcome], constant: float | None = None) -> bool:
         """Returns whether nothing differs where all ranks draw the same; `constant` as of the trial."""
-        trial.constant = constant
         try:
-            return first_difference(trial.on_whole(None), self._on_parts(trial, run, None), self.tolerance) is None
+            alone, shared = trial.on_whole(constant=constant), run(trial, None, 1, constant)
         except Parted:
             return False
-        finally:
-            trial.constant = None
-
-
-def _finding(trial: Trial, difference: Difference, cause: Cause) -> Finding:
-    return Finding(trial.step, difference.where, difference.size, cause)
-
-
-@dataclass(frozen=True)
-class _Run:
-    """A scheme and what its ranks have."""
-
-    strategy: GNNStrategy
-    shards: Sequence[Shard]
-
-
-def _in_dtype(graph: Data, dtype: torch.dtype) -> Data:
-    made = copy.copy(graph)
-    made.apply(lambda tensor: tensor.to(dtype) if tensor.is_floating_point() else tensor)
-    return made
-
-
-# A sample of a graph ##########################################################
+        return first_difference(alone, shared, self.tolerance) is None
 
 
 def some_of(data: Data, num_nodes: int | None, seed: int = 0) -> Data:
-    """Returns the graph, or a sample of it, with ``n_id`` and ``e_id``, the ids of its nodes and edges in the graph.
-
-    Args:
-        data: checked, see :func:`~lightning_gnn.data.sources.prepare_graph`.
-        num_nodes: of the sample; None for the whole graph if it has at most `MAX_VALUES` and `MAX_EDGES`, else for a sample that
-            has.
-        seed: of the sample.
-    """
+    """Returns the graph, or a sample of it, with ``n_id`` and ``e_id``, the ids of its nodes and edges in the graph. Without a
+    number of nodes, it is the whole graph if that has at most `MAX_VALUES` and `MAX_EDGES`, else a sample that has."""
     data = data.clone()
     data.n_id, data.e_id = torch.arange(data.x.size(0)), torch.arange(data.edge_index.size(1))
     if num_nodes is not None:

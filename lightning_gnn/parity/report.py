@@ -106,12 +106,12 @@ class ParityReport:
         """Returns what the table has no room for: what differs and why, what was left out."""
         found = [f"{', '.join(schemes)}: {text}" for text, schemes in self.findings.items()]
         for kind in ("approximation", "not_compared"):
-            told: dict[str, list[str]] = {}
+            by_text: dict[str, list[str]] = {}
             for each in self.schemes:
                 if getattr(each, kind):
-                    told.setdefault(getattr(each, kind), []).append(each.scheme)
+                    by_text.setdefault(getattr(each, kind), []).append(each.scheme)
             how = "" if kind == "not_compared" else "approximate by design, after a few training steps; "
-            found += [f"{', '.join(schemes)}: {how}{text}." for text, schemes in told.items()]
+            found += [f"{', '.join(schemes)}: {how}{text}." for text, schemes in by_text.items()]
         steps = dict.fromkeys(step for each in self.schemes for step in each.steps)
         compared = (
             f"Compared: {', '.join(steps) or 'nothing'}; the same up to {self.tolerance:.0e}. Took {self.seconds:.1f} s"

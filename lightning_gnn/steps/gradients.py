@@ -39,18 +39,16 @@ class _Bucket:
 
     parameters: list[Tensor]
     ready: int = 0
-    flat: Tensor | None = None
+    flat: Any = None
     versions: list[tuple[int, int] | None] = field(default_factory=list)
-    wait: Callable[[], None] | None = None
+    wait: Any = None
 
 
 class GradientSum:
     """Adds to each parameter's ``grad`` the sum over ranks of what one backward pass added; runs on every rank.
 
-    Args:
-        world: the ranks.
-        parameters: returns the model's parameters, in the same order on every rank. It is asked before each backward, since
-            callbacks may freeze and unfreeze layers.
+    `parameters` returns the model's parameters, in the same order on every rank. It is called before each backward, since
+    callbacks may freeze and unfreeze layers.
 
     Only what the backward adds is summed: what stood in ``grad`` before, as in manual optimisation with several
     backwards, has been summed already. While :meth:`blocked`, gradients stay local and are summed with the next
@@ -74,9 +72,7 @@ class GradientSum:
         self._buckets: list[_Bucket] = []
         self._aside: dict[Tensor, Tensor] = {}
         self._held: list[tuple[Tensor, dict[int, _Hook], dict[int, _Hook]]] = []
-        self._blocked = False
-        self._local = False
-        self._working = False
+        self._blocked = self._local = self._working = False
         self._next = 0
         self._own_hooks: dict[int, RemovableHandle] = {}
         self.seconds = self.collective_seconds = 0.0
@@ -96,7 +92,6 @@ class GradientSum:
                     self._own_hooks[hook.id] = hook
 
     def release(self) -> None:
-        """Takes the hooks off the parameters."""
         self._give_hooks_back()
         self._drop_own_hooks()
 
@@ -150,7 +145,7 @@ class GradientSum:
         self._held = []
 
     def _arrived(self, bucket: _Bucket) -> None:
-        """Transport the buckets that are complete, in order."""
+        """Sends the buckets that are complete, in order."""
         if not self._working:
             return
         bucket.ready += 1
@@ -163,14 +158,8 @@ class GradientSum:
             self._next += 1
 
     def after(self, loss: Tensor | None = None) -> Tensor | None:
-        """Sums what the backward has added, calls the parameters' hooks, and adds what was set aside.
-
-        Args:
-            loss: this rank's, ``[]``; travels with the gradients.
-
-        Returns:
-            The sum of the losses over ranks; None where nothing was summed.
-        """
+        """Sums what the backward has added, calls the parameters' hooks, and adds what was set aside. Returns the sum over ranks
+        of `loss`, ``[]``, which travels with the gradients; None where nothing was summed."""
         self._local = not self._sums
         self._working = False
         if self._local or self._world.size == 1 or not self._buckets:
@@ -201,14 +190,11 @@ class GradientSum:
             self._send(bucket)
         flags = [float(parameter.grad is not None) for bucket in self._buckets for parameter in bucket.parameters]
         flags += [float(bucket.versions != _versions(bucket)) for bucket in early]
-        fits = (
-            loss is not None and torch.promote_types(loss.dtype, last.parameters[0].dtype) == last.parameters[0].dtype
-        )
+        dtype = last.parameters[0].dtype
+        fits = loss is not None and torch.promote_types(loss.dtype, dtype) == dtype
         self._send(last, flags, loss if fits else None)
         for bucket in self._buckets:
-            assert bucket.wait is not None
             bucket.wait()
-        assert last.flat is not None
         total: Tensor | None = None
         if fits:
             last.flat, total = last.flat[:-1], last.flat[-1].clone()
@@ -219,7 +205,6 @@ class GradientSum:
         for bucket, late in zip(early, again):
             if late:
                 self._send(bucket)
-                assert bucket.wait is not None
                 bucket.wait()
         for bucket in self._buckets:
             self._receive(bucket, used)
@@ -242,7 +227,6 @@ class GradientSum:
 
     @staticmethod
     def _receive(bucket: _Bucket, used: Iterator[float]) -> None:
-        assert bucket.flat is not None
         place = 0
         for parameter in bucket.parameters:
             if next(used):
@@ -265,9 +249,12 @@ def _versions(bucket: _Bucket) -> list[tuple[int, int] | None]:
 
 
 def _buckets(parameters: Sequence[Tensor]) -> Iterator[_Bucket]:
-    """Yields parameters of one kind until they fill a bucket, the last first."""
-    backwards = list(reversed(parameters))
-    for _, group in groupby(sorted(backwards, key=_kind), key=_kind):
+    """Yields parameters of one dtype and device until they fill a bucket, the last first."""
+
+    def kind(parameter: Tensor) -> tuple[str, str]:
+        return str(parameter.dtype), str(parameter.device)
+
+    for _, group in groupby(sorted(reversed(parameters), key=kind), key=kind):
         filling: list[Tensor] = []
         for parameter in group:
             filling.append(parameter)
@@ -276,7 +263,3 @@ def _buckets(parameters: Sequence[Tensor]) -> Iterator[_Bucket]:
                 filling = []
         if filling:
             yield _Bucket(filling)
-
-
-def _kind(parameter: Tensor) -> tuple[str, str]:
-    return str(parameter.dtype), str(parameter.device)

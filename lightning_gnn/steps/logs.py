@@ -19,7 +19,7 @@ from torchmetrics import Metric
 from lightning_gnn.comm.group import World
 from lightning_gnn.nn.helpers import left_stand_in_out
 from lightning_gnn.steps.metrics import StandInMetrics
-from lightning_gnn.steps.weights import RowWeights, loss_scale, scale_by
+from lightning_gnn.steps.weights import RowWeights, loss_scale
 
 OPTIONS = tuple(signature(pl.LightningModule.log).parameters)[3:]
 """Of ``self.log``, in their order behind name and value."""
@@ -36,13 +36,7 @@ _FIRST = 16
 
 @dataclass
 class _Call:
-    """A call of ``self.log``.
-
-    Attributes:
-        name, value, options: as it was called.
-        hook: where.
-        forward: of a metric, its value on the batch at that time.
-    """
+    """A call of ``self.log`` in a hook; of a metric also its value on the batch at that time, `forward`."""
 
     name: str
     value: Any
@@ -65,21 +59,13 @@ class _Call:
 
 
 class GlobalLogs:
-    """Wraps ``module.log``: scalars become those of all ranks before they are logged; and see :class:`StandInMetrics`.
-
-    Args:
-        module: its ``log`` is wrapped until :meth:`release`.
-        world: the ranks.
-        callbacks: whose metrics are wrapped, too.
+    """Wraps ``module.log`` until :meth:`release`: scalars become those of all ranks before they are logged; and see
+    :class:`StandInMetrics`.
 
     A mean is weighted by the ranks' labelled nodes of the stage's mask, or by ``batch_size`` where a call gives one that differs
     from rank to rank; ``reduce_fx`` of ``"sum"``, ``"max"`` and ``"min"`` reduces over ranks likewise. What a step returns
     as ``loss_weight``, its values weigh. ``sync_dist`` changes nothing. Calls with ``rank_zero_only`` log rank 0's own
     value. The values of one step travel in one message.
-
-    Attributes:
-        weights: what ranks weigh.
-        metrics: of the module.
     """
 
     def __init__(self, module: pl.LightningModule, world: World, callbacks: Sequence[pl.Callback] = ()) -> None:
@@ -108,24 +94,18 @@ class GlobalLogs:
         self.metrics.enter()
         self._held = []
 
-    def scale(self, loss_reduction: str) -> float:
-        """Returns what to multiply this rank's loss with in a step that has not said what it weighs."""
-        counts, stand_ins = self.weights.counts, self.weights.stand_ins
-        return scale_by(None, counts, self._world.rank, loss_reduction, stand_ins)
-
     def leave(self, output: Any = None, loss_reduction: str = "mean") -> float:
-        """Ends the step: makes the held values global and logs them, in order.
+        """Ends the step, which has returned `output`: makes the held values global and logs them, in order.
 
-        Args:
-            output: what the step has returned; its ``loss_weight``, if it has one, is what its values weigh.
-            loss_reduction: ``"mean"`` or ``"sum"``, what its loss is.
-
-        Returns:
-            What to multiply this rank's loss with, see :func:`~lightning_gnn.steps.weights.loss_scale`.
+        Returns what to multiply this rank's loss with, see :func:`~lightning_gnn.steps.weights.loss_scale`.
         """
-        weights, rank = self.weights, self._world.rank
+        weights, world = self.weights, self._world
+
+        def gather(own: Tensor) -> Tensor:
+            return world.all_gather(own.to(world.device), "Weights of losses")
+
         scale, said = loss_scale(
-            output, weights.counts, rank, loss_reduction, self._gather_weights, weights.stand_ins, weights.sizes
+            output, weights.counts, world.rank, loss_reduction, gather, weights.stand_ins, weights.sizes
         )
         if said is not None:
             weights.say(said)
@@ -134,7 +114,7 @@ class GlobalLogs:
         held, self._held = self._held, None
         self._flush(held or [], loss if is_sum else None)
         self.metrics.leave()
-        weights.leave()
+        weights.in_step = False
         return scale
 
     def check_names(self) -> None:
@@ -142,16 +122,13 @@ class GlobalLogs:
         self._check_alike([call.name for call in self._held or []])
 
     def _check_alike(self, names: Sequence[str]) -> None:
-        everyone = self._world.all_gather_object(list(names))
-        if any(each != everyone[0] for each in everyone):
-            logged = "; ".join(f"rank {rank}: {', '.join(map(repr, each))}" for rank, each in enumerate(everyone))
+        by_rank = self._world.all_gather_object(list(names))
+        if any(each != by_rank[0] for each in by_rank):
+            logged = "; ".join(f"rank {rank}: {', '.join(map(repr, each))}" for rank, each in enumerate(by_rank))
             raise ValueError(
                 f"Ranks log different values ({logged}). Call self.log on all ranks alike: it logs the value of the whole graph, "
                 "once. What is rank 0's alone is logged with rank_zero_only=True."
             )
-
-    def _gather_weights(self, own: Tensor) -> Tensor:
-        return self._world.all_gather(own.to(self._world.device), "Weights of losses")
 
     def _wrapped(self, name: str, value: Any, *args: Any, **options: Any) -> None:
         options.update(zip(OPTIONS, args))  # positional prog_bar and so on
@@ -238,12 +215,8 @@ class GlobalLogs:
         """Returns a rank's value, what it says to weigh, -1 for nothing, whether that is all its nodes or edges, and whether the
         value is a sum, ``[4]``."""
         device, stand_ins = self._world.device, self.weights.stand_ins
-        value = (
-            call.value.detach()
-            if isinstance(call.value, Tensor)
-            else torch.tensor(float(call.value), dtype=torch.float64)
-        )
-        value = value.to(device, torch.float64).reshape(())
+        own = call.value if isinstance(call.value, Tensor) else float(call.value)
+        value = torch.as_tensor(own, dtype=torch.float64).detach().to(device).reshape(())
         given = call.options.get("batch_size")
         size = -1.0 if given is None else float(given)
         if stand_ins:

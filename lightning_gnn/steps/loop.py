@@ -21,11 +21,8 @@ def loss_in_outputs(trainer: pl.Trainer, loss: Callable[[], Tensor | None]) -> I
     """While open, ``on_train_batch_end`` gets the loss of all ranks in ``outputs["loss"]``, where Lightning puts this rank's own.
 
     Callbacks and hooks decide by it. It is Lightning's loop that puts it there, and no callback, since the learning-rate finder
-    puts its own in place of all others. In manual optimisation, `outputs` is what the step returned, of this rank.
-
-    Args:
-        trainer: whose loop it is.
-        loss: returns the loss of all ranks in the step that has ended; None where it is not known.
+    puts its own in place of all others. In manual optimisation, `outputs` is what the step returned, of this rank. `loss` returns
+    None where it is not known.
     """
     loop = trainer.fit_loop.epoch_loop.automatic_optimization
     run = loop.run
@@ -61,7 +58,7 @@ class Progress(pl.Callback):
         self._steps: Counter[str] = Counter()
 
     def begin_stage(self) -> None:
-        """Counts steps anew: workers that trained apart may have made different numbers of them."""
+        """Counts steps anew: workers that trained independently may have made different numbers of them."""
         self._steps.clear()
 
     def begin_step(self, stage: str, trainer: pl.Trainer, world: World) -> Step:
@@ -74,7 +71,6 @@ class Progress(pl.Callback):
         return step
 
     def at(self, phase: str, trainer: pl.Trainer) -> None:
-        """Notes the phase that begins."""
         phase = "the sanity check" if trainer.sanity_checking else phase
         here().at(phase, trainer.current_epoch if trainer.state.fn == TrainerFn.FITTING else None)
 

@@ -95,14 +95,11 @@ def begun_anew(metrics: Sequence[Metric]) -> Iterator[None]:
 
 def is_new(metric: Metric) -> bool:
     """Returns whether a metric's states are those that it began with."""
+    states = [(getattr(metric, name), default) for name, default in metric._defaults.items()]
     return all(
-        not getattr(metric, name) if isinstance(default, list) else _are_equal(getattr(metric, name), default)
-        for name, default in metric._defaults.items()
+        not state if isinstance(default, list) else isinstance(state, Tensor) and torch.equal(state, default.to(state))
+        for state, default in states
     )
-
-
-def _are_equal(state: Any, default: Any) -> bool:
-    return isinstance(state, Tensor) and torch.equal(state, default.to(state))
 
 
 def metrics_in(roots: Sequence[Any]) -> Iterator[Any]:

@@ -1,7 +1,4 @@
-"""torchmetrics over ranks: rows that stand in are not counted, scalars weigh what they stand for, states travel in one message.
-
-P ranks.
-"""
+"""torchmetrics over ranks: stand-in rows are not counted, scalars weigh what they stand for, states travel in one message."""
 
 from __future__ import annotations
 
@@ -72,13 +69,7 @@ def _available(metric: Metric) -> Callable[[], bool]:
 
 @dataclass
 class _Forward:
-    """A call of a metric in this step.
-
-    Attributes:
-        metric, args, options: the call.
-        value: what it has returned.
-        of_all_ranks: whether that is of all ranks' rows.
-    """
+    """A call of a metric in this step; what it has returned, and whether that is of all ranks' rows."""
 
     metric: Metric
     args: tuple[Any, ...]
@@ -98,11 +89,7 @@ class StandInMetrics:
     - States of ranks that have seen nothing are left out where states are joined: they may have another form.
     - The value of a metric on a batch, where it is logged, is that of all ranks' rows. Others are of the rank's own.
 
-    Args:
-        module: its metrics are wrapped until :meth:`release`, also those in lists and dicts.
-        world: the ranks.
-        weights: what ranks weigh.
-        callbacks: whose metrics are wrapped, too.
+    The metrics of the module and of callbacks are wrapped until :meth:`release`, also those in lists and dicts.
 
     Raises:
         ValueError: a ``BootStrapper`` draws as many rows as a rank has.
@@ -139,7 +126,6 @@ class StandInMetrics:
         _current.metrics = self
 
     def release(self) -> None:
-        """Gives the metrics their own methods back."""
         if _current.metrics is self:
             _current.metrics = None
         for metric, before in self._before:
@@ -158,7 +144,6 @@ class StandInMetrics:
         self._before, self._synced, self._new = [], [], []
 
     def leave(self) -> None:
-        """Ends a step."""
         now = self._weights.share
         if self._too_early is not None and self._too_early[1] != self._weights.shares:
             raise ValueError(
@@ -167,18 +152,17 @@ class StandInMetrics:
             )
         for metric, value, share in self._means:
             if share != now:  # the step has said what its values weigh
-                running = self._running.get(id(metric))
-                owner, place = (metric, "") if running is None else (running, f"_{_last_place(running)}")
+                owner, place = self._running.get(id(metric), metric), ""
+                if isinstance(owner, Running):  # where in its window it keeps what it was given last
+                    place = f"_{(owner._num_vals_seen - 1) % owner.window}"
                 # A number, not a tensor of the default dtype, for metrics in float64.
-                more_of = (("mean_value", value * (now - share)), ("weight", now - share))
-                for name, more in (
-                    more_of if isinstance(metric, MeanMetric) else (("sum_value", value * (now - share)),)
-                ):
-                    setattr(owner, name + place, getattr(owner, name + place) + more)
+                more, is_mean = now - share, isinstance(metric, MeanMetric)
+                added = {"mean_value": value * more, "weight": more} if is_mean else {"sum_value": value * more}
+                for name in added:
+                    setattr(owner, name + place, getattr(owner, name + place) + added[name])
         self.enter()
 
     def enter(self) -> None:
-        """Starts a step."""
         self._forwards, self._last, self._means = {}, {}, []
         self._too_early = None
         self._new = [(reference, available) for reference, available in self._new if reference() is not None]
@@ -196,8 +180,6 @@ class StandInMetrics:
             yield
         finally:
             self._counts_all = False
-
-    # Updates ##################################################################
 
     def wrap_new(self, metric: Metric, update: Callable[..., Any]) -> Callable[..., Any]:
         """Wraps the methods of a metric that has been made or copied since; returns its `update`, wrapped."""
@@ -242,39 +224,34 @@ class StandInMetrics:
             else:
                 update(value)
         elif isinstance(metric, SumMetric) and not float(value).is_integer():
-            self._update_sum(metric, update, value)
+            self._update_share(metric, update, value)
         elif isinstance(metric, SumMetric) and abs(float(value)) <= self._weights.stand_ins:
             _skip(metric)
         else:
             update(*args, **options)
 
-    def _update_mean(self, metric: MeanMetric, update: Callable[..., Any], value: Any, weight: Any = None) -> None:
-        share, stand_ins = self._weights.share, self._weights.stand_ins
-        if weight is not None:
-            if stand_ins and _is_scalar(weight) and float(weight) <= stand_ins:
-                _skip(metric)
-            else:
-                update(value, weight)
-            return
-        if metric.nan_strategy == "disable":
-            update(self._mean(metric, value))  # it leaves weights out of account
-            return
-        if self._weights.in_step:
-            self._means.append((metric, torch.as_tensor(value).detach(), share))
-        if share:
-            # So that all ranks' together weigh 1, as the value of one device does.
-            update(value, share)
-        else:
+    def _update_mean(self, metric: MeanMetric, update: Callable[..., Any], value: Any, weight: Any) -> None:
+        stand_ins = self._weights.stand_ins
+        if weight is not None and stand_ins and _is_scalar(weight) and float(weight) <= stand_ins:
             _skip(metric)
+        elif weight is not None:
+            update(value, weight)
+        elif metric.nan_strategy == "disable":
+            update(self._mean(metric, value))  # it leaves weights out of account
+        else:
+            self._update_share(metric, update, value)
 
-    def _update_sum(self, metric: SumMetric, update: Callable[..., Any], value: Any) -> None:
+    def _update_share(self, metric: MeanMetric | SumMetric, update: Callable[..., Any], value: Any) -> None:
+        """Has a value weigh this rank's share, so that all ranks' together weigh 1, as the value of one device does."""
         share = self._weights.share
         if self._weights.in_step:
             self._means.append((metric, torch.as_tensor(value).detach(), share))
-        if share:
-            update(value * share)
-        else:
+        if not share:
             _skip(metric)
+        elif isinstance(metric, MeanMetric):
+            update(value, share)
+        else:
+            update(value * share)
 
     def _mean(self, metric: Metric, value: Any) -> Tensor:
         if self._weights.in_step:
@@ -286,8 +263,6 @@ class StandInMetrics:
         """Returns whether what a metric is given has rows of a mask that have no label, or none."""
         rows = next((each.size(0) for each in values if isinstance(each, Tensor) and each.dim()), None)
         return rows is not None and rows <= self._weights.stand_ins
-
-    # Values on a batch ########################################################
 
     def _forward(self, metric: Metric, args: tuple[Any, ...], options: dict[str, Any]) -> Any:
         forward = MethodType(type(metric).forward, metric)
@@ -333,8 +308,6 @@ class StandInMetrics:
                 made.value, made.of_all_ranks = made.metric(*made.args, **made.options), True
         return made.value
 
-    # States ###################################################################
-
     def _sync(
         self, metric: Metric, dist_sync_fn: Callable[..., Any] = gather_all_tensors, process_group: Any = None
     ) -> None:
@@ -362,11 +335,6 @@ def _is_scalar(value: Any) -> bool:
 def _skip(metric: Metric) -> None:
     metric._update_count += 1  # seen, so that compute() does not warn
     metric._computed = None
-
-
-def _last_place(running: Running) -> int:
-    """Returns where in its window a running metric keeps what it was given last."""
-    return (running._num_vals_seen - 1) % running.window
 
 
 def _parts(metric: Metric) -> list[Metric]:

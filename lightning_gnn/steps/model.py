@@ -21,14 +21,10 @@ class SharedModel:
 
     Args:
         module: on the rank's device; all ranks get the parameters and buffers of rank 0.
-        world: the ranks.
         shard: of this rank, whose embeddings' rows it owns; None leaves embeddings as they are.
-        num_optimizers, precision: of the run.
         equal_buffers: buffers, too, must stay equal on all ranks.
 
     Attributes:
-        gradients: sums them.
-        replicas: compares the copies.
         owners: of embeddings' rows; None where there are none.
 
     Raises:
@@ -89,7 +85,6 @@ class SharedModel:
                 each.collect()
 
     def release(self) -> None:
-        """Takes hooks off the parameters, and lets go of the embeddings."""
         self.gradients.release()
         if self.owners is not None:
             self.owners.close()

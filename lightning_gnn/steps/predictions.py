@@ -26,7 +26,7 @@ _LOOKED_AT = 1 << 20
 
 @dataclass(frozen=True)
 class _Leaf:
-    """What other ranks are told of a tensor, or of a value, that a rank returns.
+    """What other ranks get to know of a tensor, or of a value, that a rank returns.
 
     Attributes:
         path: where it is in what was returned.
@@ -68,14 +68,7 @@ class _Rows:
 
 
 class PredictedRows:
-    """Puts together what ranks predict in one step.
-
-    Args:
-        world: the ranks.
-        shard: of this rank.
-        batch: of the step, with its masks.
-        mode: ``"all"``, ``"rank0"`` or ``"shards"``.
-    """
+    """Puts together what ranks predict in one step on a batch."""
 
     def __init__(self, world: World, shard: Shard, batch: Data, mode: Predictions) -> None:
         self._world, self._mode = world, mode
@@ -106,12 +99,11 @@ class PredictedRows:
         leaves = [leaf for _, leaf in found]
         own = [self._described(keystr(path), leaf) for path, leaf in found]
         counts = {name: len(rows.ids) for name, rows in self._rows.items()}
-        everyone = self._world.all_gather_object((own, counts))
-        of_ranks = [described for described, _ in everyone]
+        by_rank = self._world.all_gather_object((own, counts))
+        of_ranks = [described for described, _ in by_rank]
         if len({tuple(leaf.path for leaf in described) for described in of_ranks}) > 1:
-            shown = "; ".join(
-                ", ".join(f"{leaf.path} {leaf}" for leaf in described) or "nothing" for described in of_ranks
-            )
+            each_of = [", ".join(f"{leaf.path} {leaf}" for leaf in described) or "nothing" for described in of_ranks]
+            shown = "; ".join(each_of)
             raise ValueError(
                 f"predict_step returned other things on each rank ({shown}). Return the same tensors on all, with a row for each "
                 "node or edge."
@@ -119,7 +111,7 @@ class PredictedRows:
         by_leaf = list(zip(*of_ranks))
         joined = []
         for leaf, described in zip(leaves, by_leaf):
-            rows = self._rows_of(described, by_leaf, leaves, [counts for _, counts in everyone])
+            rows = self._rows_of(described, by_leaf, leaves, [counts for _, counts in by_rank])
             joined.append(leaf if rows is None else self._join(leaf, rows, described))
         return None if self._mode == "rank0" and self._world.rank else tree_unflatten(joined, spec)
 
@@ -155,7 +147,11 @@ class PredictedRows:
         whole = [name for name in fitting if name in ("nodes", "edges")]
         if len(whole) == 1:
             return self._rows[whole[0]]
-        beside = [place for place, each in enumerate(by_leaf) if _are_ids(each, lengths)]
+        beside = [  # what may be the ids of these rows
+            place
+            for place, each in enumerate(by_leaf)
+            if [leaf.length for leaf in each] == lengths and all(leaf.inside is not None for leaf in each)
+        ]
         named = [place for place in beside if by_leaf[place][0].named]
         if named or (beside and len(fitting) != 1):
             return self._by_id((named or beside)[0], by_leaf, leaves)
@@ -171,9 +167,7 @@ class PredictedRows:
         fitting += [f"the ids at {by_leaf[place][0].path}" for place in beside]
         first, problem = of_ranks[0], "has not the same value on all ranks"
         if first.length >= 0:
-            problem = (
-                f"may be of the rows of {' or '.join(fitting)}" if fitting else "has rows of nobody knows which nodes"
-            )
+            problem = f"may be of the rows of {' or '.join(fitting)}" if fitting else "has rows of unknown nodes"
         shapes = ", ".join(f"{leaf} on rank {rank}" for rank, leaf in enumerate(of_ranks))
         raise ValueError(
             f"What predict_step returned{f' at {first.path}' if first.path else ''} {problem} ({shapes}). Return a row for each "
@@ -182,10 +176,7 @@ class PredictedRows:
         )
 
     def _by_id(self, place: int, by_leaf: Sequence[Sequence[_Leaf]], leaves: Sequence[Any]) -> _Rows:
-        """Returns the rows whose ids are at a place."""
-        ids = _as_tensor(leaves[place])
-        assert ids is not None
-        ids = ids.cpu()
+        ids = _as_tensor(leaves[place]).cpu()
         masks = frozenset.intersection(*(leaf.inside or frozenset() for leaf in by_leaf[place]))
         kept = torch.ones(len(ids), dtype=torch.bool)
         for rows in (self._rows[mask] for mask in masks):  # what stands in for a mask was chosen by the mask
@@ -194,7 +185,6 @@ class PredictedRows:
 
     def _join(self, leaf: Any, rows: _Rows, of_ranks: Sequence[_Leaf]) -> Any:
         found = _as_tensor(leaf)
-        assert found is not None
         # Ranks without rows may have them of another form.
         some = [each for each in of_ranks if each.length] or of_ranks
         forms = {each.shape[1:] for each in some if each.shape is not None}
@@ -216,17 +206,11 @@ class PredictedRows:
         return own.tolist() if isinstance(leaf, list) else own
 
 
-def _are_ids(of_ranks: Sequence[_Leaf], lengths: Sequence[int]) -> bool:
-    """Returns whether they may be the ids of rows of these lengths."""
-    return [leaf.length for leaf in of_ranks] == list(lengths) and all(leaf.inside is not None for leaf in of_ranks)
-
-
 def _is_list(value: Any) -> bool:
-    """Returns whether it is a list of numbers, which is as a tensor."""
     return isinstance(value, list) and all(isinstance(each, (bool, int, float)) for each in value)
 
 
-def _as_tensor(leaf: Any) -> Tensor | None:
+def _as_tensor(leaf: Any) -> Any:
     """Returns rows as a tensor; None for a value."""
     if isinstance(leaf, np.ndarray) and leaf.dtype.kind in "biufc":
         return torch.from_numpy(leaf)

@@ -21,12 +21,6 @@ class RandomStreams:
     its steps draw nothing: rank 0's stream goes on as it was. Inside a step, where rows are drawn for, ranks draw different
     numbers. Python's and numpy's generators are those of rank 0 on all ranks, inside steps and outside, since code may branch
     on them.
-
-    Args:
-        world: the ranks; all of them make this object at once.
-
-    Attributes:
-        seed: of the rank's own stream.
     """
 
     def __init__(self, world: World) -> None:

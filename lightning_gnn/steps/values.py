@@ -7,7 +7,6 @@ from contextlib import contextmanager
 from typing import Any
 
 import lightning.pytorch as pl
-from torch import Tensor
 from torch_geometric.data import Data
 
 from lightning_gnn.comm.group import World
@@ -16,19 +15,15 @@ from lightning_gnn.data.sources import MASKS, counted_mask
 from lightning_gnn.nn.helpers import labelled
 from lightning_gnn.steps.logs import GlobalLogs
 from lightning_gnn.steps.predictions import PredictedRows, Predictions
+from lightning_gnn.steps.weights import scale_by
 
 
 class StepValues:
     """Weighs what steps give by the labelled nodes, or edges, of the stage's mask that each rank has; runs on every rank.
 
-    Args:
-        module: its ``log`` and its metrics are wrapped until :meth:`release`.
-        world: the ranks.
-        shard: of this rank, on its device.
-        loss_reduction: ``"mean"`` or ``"sum"``, of the training step's loss.
+    The ``log`` of the module, and its metrics, are wrapped until :meth:`release`.
 
     Attributes:
-        logs: of the module.
         scale: what to multiply this rank's loss with; in a step, as long as it has not said what its loss weighs.
     """
 
@@ -43,7 +38,6 @@ class StepValues:
         return GlobalLogs(self._module, self._world, self._module.trainer.callbacks)  # type: ignore[attr-defined]
 
     def release(self) -> None:
-        """Gives the module its own ``log`` and metrics back."""
         self.logs.release()
 
     @contextmanager
@@ -65,7 +59,8 @@ class StepValues:
             stand_ins = 1 if sampled else int(batch[mask].sum())
         sizes = shard.counts[rank], shard.rows[rank], shard.edge_counts[rank], shard.edges[rank]
         self.logs.enter(counts, stand_ins, sizes)
-        self.scale = self.logs.scale(self._loss_reduction)  # for manual_backward, inside the step
+        # For manual_backward, inside the step, which has not said what its loss weighs.
+        self.scale = scale_by(None, self.logs.weights.counts, rank, self._loss_reduction, stand_ins)
         return counts
 
     def leave(self, output: Any, trains: bool = False) -> None:
@@ -74,23 +69,16 @@ class StepValues:
 
     def _counts(self, batch: Any, mask: str) -> Sequence[int]:
         """Returns how many labelled nodes, or edges, of the mask each rank has in this step."""
-        if self._is_untouched(batch, mask):
+        given = self._shard.batch
+        labels = ("y",) if mask in MASKS and given.get("y") is not None else ()
+        # The user may have replaced or changed them.
+        if all(
+            batch[name] is given[name] and self._versions.get(name) in (None, given[name]._version)
+            for name in (mask, *labels)
+        ):
             return self._shard.mask_counts[mask]
         own = int(labelled(batch, mask).sum() if mask in MASKS else batch[mask].sum())
         return tuple(self._world.all_gather_object(own))
-
-    def _is_untouched(self, batch: Any, mask: str) -> bool:
-        """Returns whether a mask and the labels are those of the shard: the user has neither replaced nor changed them."""
-        own = self._shard.batch
-        labels = ("y",) if mask in MASKS and own.get("y") is not None else ()
-        return all(
-            batch[name] is own[name] and self._versions.get(name) in (None, own[name]._version)
-            for name in (mask, *labels)
-        )
-
-    def mean(self, tensor: Tensor) -> Tensor:
-        """Returns the mean over ranks, weighted as logged values are."""
-        return self.logs.weights.mean(tensor, "A mean over ranks")
 
     def predicted(self, output: Any, batch: Any, mode: Predictions) -> Any:
         """Returns what one device predicts in a step; see :class:`~lightning_gnn.steps.predictions.PredictedRows`."""

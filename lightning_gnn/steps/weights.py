@@ -23,28 +23,20 @@ class _Stage:
     Attributes:
         counts: labelled rows of each rank in the last step, or what it says that its values weigh.
         stand_ins: rows that only stand in for this rank's empty mask.
-        sums: these of all steps since a hook of an epoch has read them.
+        sums: counts of all steps since a hook of an epoch has read them.
         sizes: nodes and edges of this rank.
-        read: whether one has read these.
+        read: whether a hook has read the sums.
     """
 
-    counts: Sequence[float]
-    stand_ins: int
-    sums: Sequence[float]
-    sizes: Sequence[int]
+    counts: Sequence[float] = ()
+    stand_ins: int = 0
+    sums: Sequence[float] = ()
+    sizes: Sequence[int] = ()
     read: bool = False
 
 
 class RowWeights:
-    """Knows how many labelled rows of the stage's mask each rank has; of a hook, by the stage that its name tells.
-
-    Args:
-        module: knows which step or hook is running.
-        world: the ranks.
-
-    Attributes:
-        in_step: whether a step is running.
-    """
+    """Knows how many labelled rows of the stage's mask each rank has, in a step; in a hook, by the stage that its name tells."""
 
     def __init__(self, module: pl.LightningModule, world: World) -> None:
         self._module, self._world = module, world
@@ -53,13 +45,7 @@ class RowWeights:
         self.in_step = False
 
     def enter(self, counts: Sequence[int], stand_ins: int = 0, sizes: Sequence[int] = ()) -> None:
-        """Starts a step.
-
-        Args:
-            counts: labelled rows in its mask on each rank.
-            stand_ins: rows in its mask on this rank that only stand in; 0 where it has labelled ones.
-            sizes: nodes and edges of this rank.
-        """
+        """Starts a step; `stand_ins` are rows in its mask on this rank that only stand in, 0 where it has labelled ones."""
         self._last = self._name
         before = self._stages.get(self._name)
         sums = [0] * len(counts) if before is None or before.read else before.sums
@@ -72,10 +58,6 @@ class RowWeights:
         stage.sums = [total + weight - count for total, weight, count in zip(stage.sums, weights, stage.counts)]
         stage.counts = weights
 
-    def leave(self) -> None:
-        """Ends the step."""
-        self.in_step = False
-
     @property
     def _name(self) -> str:
         hook = self._module._current_fx_name
@@ -84,11 +66,13 @@ class RowWeights:
         return next((stage for stage in ("validation", "test") if stage in hook), "training")
 
     @property
+    def _stage(self) -> _Stage:
+        return self._stages.get(self._name, _Stage())
+
+    @property
     def counts(self) -> Sequence[float]:
         """What ranks weigh: in the step, or in the epoch in its hooks; all alike where there is nothing to go by."""
-        stage = self._stages.get(self._name)
-        if stage is None:
-            return (1,) * self._world.size
+        stage = self._stage
         of_epoch = not self.in_step and "epoch" in (self._module._current_fx_name or "")
         stage.read |= of_epoch
         counts = stage.sums if of_epoch else stage.counts
@@ -96,45 +80,35 @@ class RowWeights:
 
     @property
     def shares(self) -> list[float]:
-        """Each rank's part of the whole."""
         counts = self.counts
         return [count / sum(counts) for count in counts]
 
     @property
     def share(self) -> float:
-        """This rank's part of the whole."""
         return self.shares[self._world.rank]
 
     @property
     def stand_ins(self) -> int:
         """Rows that only stand in for this rank's empty mask; 0 where it has labelled ones."""
-        stage = self._stages.get(self._name)
-        return 0 if stage is None else stage.stand_ins
+        return self._stage.stand_ins
 
     @property
     def sizes(self) -> Sequence[int]:
-        """Nodes and edges of this rank."""
-        stage = self._stages.get(self._name)
-        return () if stage is None else stage.sizes
+        return self._stage.sizes
 
     def mean(self, value: Tensor, operation: str) -> Tensor:
         """Returns the mean of the ranks' values by their labelled rows, on every rank; what all ranks have alike, as it is.
 
-        Args:
-            value: of one shape on all ranks.
-            operation: named in errors.
+        Values are of one shape on all ranks; errors name the operation.
         """
         value = value.detach() if value.is_floating_point() else value.float()
-        everyone = self._world.all_gather(value, operation)
-        if bool((everyone == everyone[0]).all()):
-            return everyone[0]
-        counts = torch.tensor(self.counts, dtype=torch.float64, device=everyone.device)
+        by_rank = self._world.all_gather(value, operation)
+        if bool((by_rank == by_rank[0]).all()):
+            return by_rank[0]
+        counts = torch.tensor(self.counts, dtype=torch.float64, device=by_rank.device)
         some = counts > 0
         parts = counts[some].view(-1, *[1] * value.dim()) / counts.sum()
-        return (everyone[some].double() * parts).sum(0).to(value.dtype)
-
-
-# Losses #######################################################################
+        return (by_rank[some].double() * parts).sum(0).to(value.dtype)
 
 
 def loss_scale(
@@ -152,13 +126,16 @@ def loss_scale(
     Args:
         output: of ``training_step``; a mapping with ``loss_weight`` says what its mean is over.
         counts: labelled nodes of the stage's mask on each rank: what it is over otherwise.
-        rank: whose loss it is.
         reduction: ``"mean"`` or ``"sum"``.
-        gather, sizes: see :func:`weights_of`.
-        stand_ins: rows that only stand in for this rank's empty mask, unless the step has left them out.
+        gather: returns the tensors of all ranks, ``[P, ...]``.
+        stand_ins: rows that only stand in for this rank's empty mask, which weigh nothing, unless the step has left them out.
+        sizes: nodes and edges of this rank. A weight of all of them, or of several columns of each, is none of the mask.
+
+    Raises:
+        ValueError: on all ranks: a weight may count rows that stand in, and others.
     """
     stand_ins = 0 if left_stand_in_out() else stand_ins
-    said = weights_of(output, counts, gather, stand_ins, sizes)
+    said = _weights_of(output, counts, gather, stand_ins, sizes)
     return scale_by(said, counts, rank, reduction, stand_ins), said
 
 
@@ -173,34 +150,18 @@ def scale_by(
     return counts[rank] / sum(counts) if any(counts) else 1 / len(counts)
 
 
-def weights_of(
-    output: Any,
-    counts: Sequence[float],
-    gather: Callable[[Tensor], Tensor],
-    stand_ins: int = 0,
-    sizes: Sequence[int] = (),
+def _weights_of(
+    output: Any, counts: Sequence[float], gather: Callable[[Tensor], Tensor], stand_ins: int, sizes: Sequence[int]
 ) -> list[float] | None:
-    """Returns what the values of each rank weigh in a step whose output says it by ``loss_weight``; None where it does not.
-
-    Args:
-        output: of a step.
-        counts: labelled nodes of the stage's mask on each rank.
-        gather: returns the tensors of all ranks, ``[P, ...]``.
-        stand_ins: rows that only stand in for this rank's empty mask, which weigh nothing.
-        sizes: nodes and edges of this rank. A weight of all of them, or of several columns of each, is none of the mask.
-
-    Raises:
-        ValueError: on all ranks: a weight may count rows that stand in, and others.
-    """
     if not isinstance(output, Mapping) or "loss_weight" not in output:
         return None
     own = float(output["loss_weight"])
     of_all = any(size and own % size == 0 for size in sizes)
-    everyone = gather(torch.tensor([own, stand_ins, of_all], dtype=torch.float64)).tolist()
-    per_row = {weight / count for (weight, *_), count in zip(everyone, counts) if count}
-    alike = len({weight for weight, *_ in everyone}) == 1
+    by_rank = gather(torch.tensor([own, stand_ins, of_all], dtype=torch.float64)).tolist()
+    per_row = {weight / count for (weight, *_), count in zip(by_rank, counts) if count}
+    alike = len({weight for weight, *_ in by_rank}) == 1
     weights = []
-    for rank, (weight, standing_in, is_of_all) in enumerate(everyone):
+    for rank, (weight, standing_in, is_of_all) in enumerate(by_rank):
         if standing_in and (weight <= standing_in or per_row == {weight / standing_in}):
             weight = 0.0
         elif standing_in and not (alike or is_of_all):
@@ -212,9 +173,6 @@ def weights_of(
             )
         weights.append(weight)
     return weights
-
-
-# Rows of all ranks ############################################################
 
 
 class _Gather(torch.autograd.Function):
@@ -239,7 +197,6 @@ def gather_rows(tensor: Tensor, world: World, weights: RowWeights | None, sync_g
 
     Args:
         tensor: ``[n, ...]``, or without dimensions.
-        world: the ranks.
         weights: know which rows only stand in; these are left out.
         sync_grads: let gradients flow back to all ranks.
 
@@ -248,22 +205,22 @@ def gather_rows(tensor: Tensor, world: World, weights: RowWeights | None, sync_g
     """
     stand_ins = 0 if weights is None else weights.stand_ins
     may_stand_in = tensor.dim() > 0 and 0 < len(tensor) <= stand_ins
-    everyone = world.all_gather_object((tuple(tensor.shape), tensor.dtype, may_stand_in))
-    shapes = [shape for shape, *_ in everyone]
-    some = [each for each in everyone if each[0] != () and 0 not in each[0][:1]] or everyone
+    by_rank = world.all_gather_object((tuple(tensor.shape), tensor.dtype, may_stand_in))
+    shapes = [shape for shape, *_ in by_rank]
+    some = [each for each in by_rank if each[0] != () and 0 not in each[0][:1]] or by_rank
     dtype = reduce(torch.promote_types, (dtype for _, dtype, _ in some))
-    if any(stands_in for *_, stands_in in everyone):
+    if any(stands_in for *_, stands_in in by_rank):
         assert weights is not None
         # Of one shape on all ranks, they may be no rows at all, such as losses: unless that is what masks have.
         of_mask = all(not count or shape[0] == count for shape, count in zip(shapes, weights.counts))
         if len(set(shapes)) == 1 and not of_mask:
             may_stand_in = False
         else:
-            shapes = [(0, *shape[1:]) if stands_in else shape for shape, _, stands_in in everyone]
-            some = [each for each in everyone if not each[2]]
+            shapes = [(0, *shape[1:]) if stands_in else shape for shape, _, stands_in in by_rank]
+            some = [each for each in by_rank if not each[2]]
     forms = {shape[1:] for shape, *_ in some}
     if len(forms) > 1 or (len(set(shapes)) > 1 and () in shapes):
-        found = ", ".join(f"{list(shape)} on rank {rank}" for rank, (shape, *_) in enumerate(everyone))
+        found = ", ".join(f"{list(shape)} on rank {rank}" for rank, (shape, *_) in enumerate(by_rank))
         raise ValueError(f"all_gather joins rows: shapes may differ in their first dimension only (got {found}).")
     alike = len(set(shapes)) == 1
     own = (tensor[:0] if may_stand_in else tensor).to(world.device, dtype)

@@ -1,6 +1,6 @@
 """Strategies; importing this package registers their names with Lightning's Trainer.
 
-A strategy's own module is imported when the Trainer, or anybody else, first takes it.
+A strategy's own module is imported when the Trainer, or other code, first takes it.
 """
 
 from __future__ import annotations
@@ -43,17 +43,12 @@ def __getattr__(name: str) -> Any:
 
 
 class _Lazy:
-    """Stands for a strategy in Lightning's registry, and imports it when it is called or taken.
-
-    Args:
-        module, name: where the class is.
-    """
+    """Stands for a strategy in Lightning's registry, and imports it when it is called or taken."""
 
     def __init__(self, module: str, name: str) -> None:
         self._module, self._name = module, name
 
     def load(self) -> type[GNNStrategy]:
-        """Returns the class."""
         return getattr(import_module(self._module), self._name)
 
     def __call__(self, **arguments: Any) -> GNNStrategy:

@@ -29,9 +29,10 @@ from lightning_gnn.steps.model import SharedModel
 from lightning_gnn.steps.predictions import Predictions
 from lightning_gnn.steps.random_streams import RandomStreams
 from lightning_gnn.steps.values import StepValues
-from lightning_gnn.strategies.run_checks import RunChecks, check_options
+from lightning_gnn.strategies import run_checks
 from lightning_gnn.strategies.run_config import log_plan, part_sizes
 from lightning_gnn.strategies.scheme import Scheme
+from lightning_gnn.strategies.self_checks import SelfChecks
 from lightning_gnn.strategies.steps import StepStrategy
 
 
@@ -109,7 +110,16 @@ class GNNStrategy(StepStrategy):
         check_choice("predictions", predictions, get_args(Predictions))
         check_flags(self_check=self_check, keep_memory=keep_memory, recompute=recompute, offload=offload)
         check_flags(stochastic_rounding=stochastic_rounding)
-        check_options(scheme, codec, stochastic_rounding, recompute, offload)
+        make_codec(codec, stochastic_rounding)
+        if codec is not None and scheme.takes_no_codec:
+            raise ValueError(f"codec={codec!r} encodes the rows that ranks send each other. {scheme.takes_no_codec}")
+        if (recompute or offload) and scheme.keeps_layers:
+            raise ValueError(f"{'recompute' if recompute else 'offload'}=True is of no use. {scheme.keeps_layers}")
+        if recompute and stochastic_rounding:
+            raise ValueError(
+                "recompute=True fetches rows again in the backward, and stochastic_rounding=True would round them otherwise than "
+                "in the forward. Leave one of them out."
+            )
         self.scheme = scheme
         self.codec, self.stochastic_rounding = codec, stochastic_rounding
         self.recompute, self.offload = recompute, offload
@@ -117,7 +127,7 @@ class GNNStrategy(StepStrategy):
         self.self_check, self.keep_memory = self_check, keep_memory
         self.meter = Meter()
         self._shard: Shard | None = None
-        self._checks = RunChecks(self)
+        self._checks = SelfChecks(self)
         self._callbacks: list[pl.Callback] = []
 
     @property
@@ -129,18 +139,15 @@ class GNNStrategy(StepStrategy):
         """Returns what the datamodule must give each rank."""
         return self.scheme.layout(self.world_size, self.num_nodes)
 
-    # Set-up and teardown ######################################################
-
     def before_ranks_start(self, trainer: pl.Trainer | None, given: Sequence[Any], self_check: bool = True) -> None:
         """Finds what is wrong while there is one process only; called by launchers in the process that starts the ranks.
 
         Args:
-            trainer: whose call it is.
-            given: the arguments of the call.
+            trainer, given: whose call it is, and its arguments.
             self_check: whether the self-check may run here.
         """
         if trainer is not None and self.world_size > 1:
-            self._checks.before_ranks_start(trainer, given, self_check)
+            run_checks.before_ranks_start(self, trainer, given, self_check)
 
     @override
     def setup(self, trainer: pl.Trainer) -> None:
@@ -150,8 +157,8 @@ class GNNStrategy(StepStrategy):
                 "sync_batchnorm=True converts BatchNorm to a layer that averages over ranks, not over nodes. "
                 "Set sync_batchnorm=False."
             )
-        shard = self._shard = self._checks.take_shard(trainer)
-        self._checks.before_stage(module, shard, trainer)
+        shard = self._shard = run_checks.take_shard(self, trainer)
+        run_checks.before_stage(self, module, shard, trainer)
         super().setup(trainer)
         for optimizer in self.optimizers:
             if isinstance(optimizer, torch.optim.LBFGS):
@@ -197,9 +204,8 @@ class GNNStrategy(StepStrategy):
 
     def stage_callbacks(self, shard: Shard) -> list[pl.Callback]:
         """Returns the callbacks that a stage adds to the user's."""
-        assert self._shared is not None
         metrics = CommunicationMetrics(self.meter, self.world, part_sizes(shard), self._shared.replicas)
-        return [metrics, self.progress, self._checks.self_checks, *self.scheme.callbacks(self.world)]
+        return [metrics, self.progress, self._checks, *self.scheme.callbacks(self.world)]
 
     def bind(self, scheme: Scheme, module: torch.nn.Module, shard: Shard, world: World, meter: Meter) -> Binding:
         """Returns the module bound as this strategy has it."""
@@ -230,19 +236,15 @@ class GNNStrategy(StepStrategy):
     @contextmanager
     def unbound(self) -> Iterator[None]:
         """While open, the module is as its user made it."""
-        assert self._values is not None
-        with self._values.released():
+        with self._values.released(), ExitStack() as stack:
             if self._binding is not None:
                 self._binding.release()
-            try:
-                yield
-            finally:
-                if self._binding is not None:
-                    self._binding.bind()
+                stack.callback(self._binding.bind)
+            yield
 
     @override
     def teardown(self) -> None:
-        trainer = getattr(self.lightning_module, "_trainer", None)
+        trainer = self._trainer
         if trainer is not None:
             for callback in self._callbacks:
                 trainer.callbacks.remove(callback)
@@ -254,8 +256,8 @@ class GNNStrategy(StepStrategy):
             if part is not None:
                 part.release()
         self._callbacks = []
-        self._values = self._shared = self._binding = self._shard = self.random = self.loss = None
-        self._checks.self_checks.release()
+        self._values = self._shared = None  # type: ignore[assignment]
+        self._binding = self._shard = self.random = self.loss = self._checks.shard = None
         self.scheme.unbind()
         super().teardown()
 
@@ -274,7 +276,6 @@ class GNNStrategy(StepStrategy):
         self.world.watch.place = "end of training"
         if self._binding is not None:
             self._binding.context.drain()
-        assert self._shared is not None
         self._shared.end_training()
 
     @override

@@ -32,7 +32,7 @@ from lightning_gnn.comm.peers import (
 )
 from lightning_gnn.data.shards import Shard
 from lightning_gnn.data.sources import EDGE_MASKS, counted_mask
-from lightning_gnn.datamodules.graph import GraphDataModule, OneBatch
+from lightning_gnn.datamodules.graph import OneBatch
 from lightning_gnn.gossip.averaging import Comparison, Final, Mode
 from lightning_gnn.gossip.clusters import Clusters, LeftOver
 from lightning_gnn.gossip.fit import WorkerFit
@@ -111,11 +111,8 @@ class ClusterStrategy(GNNStrategy):
         mode: Mode | None = None,
         **options: Any,
     ) -> None:
-        counts = {
-            "averaging_interval": averaging_interval,
-            "clusters": clusters,
-            "clusters_per_batch": clusters_per_batch,
-        }
+        of_clusters = {"clusters": clusters, "clusters_per_batch": clusters_per_batch}
+        counts = {"averaging_interval": averaging_interval, **of_clusters}
         check_whole(**counts)
         check_seed(seed)
         if monitor is not None:
@@ -125,13 +122,10 @@ class ClusterStrategy(GNNStrategy):
         for name, value in counts.items():
             if value < 1:
                 raise ValueError(f"{name} must be at least 1 (got {value}).")
-        for name, chosen, known in (
-            ("average", average, self.averages),
-            ("assignment", assignment, get_args(Assignment)),
-            ("final", final, get_args(Final)),
-            ("mode", mode or "min", get_args(Mode)),
-        ):
-            check_choice(name, chosen, known)
+        check_choice("average", average, self.averages)
+        check_choice("assignment", assignment, get_args(Assignment))
+        check_choice("final", final, get_args(Final))
+        check_choice("mode", mode or "min", get_args(Mode))
         super().__init__(ClusterScheme(), **options)
         self.averaging_interval, self.average, self.lease = averaging_interval, average, lease
         self.num_clusters, self.assignment = clusters, assignment
@@ -139,7 +133,7 @@ class ClusterStrategy(GNNStrategy):
         self.final, self.monitor, self.mode = final, monitor, mode
         self.report: dict[int, Counts] = {}
         self.consensus = 0.0
-        self._fit: WorkerFit | None = None
+        self._fit: WorkerFit = None  # type: ignore[assignment]  # in fit only
         self._server: StoreServer | None = None
         self._starting: TrainerFn | None = None
         self._lost: list[int] = []
@@ -152,17 +146,6 @@ class ClusterStrategy(GNNStrategy):
     @abstractmethod
     def _make_worker(self, pool: Pool, peers: Peers | None) -> Worker:
         """Returns this rank's worker; `peers` are None where it is the only one."""
-
-    def _cluster_layout(self, data: GraphDataModule | None) -> LayoutSpec:
-        """Returns a layout whose parts are the clusters."""
-        if data is not None and data.partition is not None and not isinstance(data.partition, str):
-            raise ValueError(
-                f"{type(self).__name__} assigns nodes to clusters by itself, and GraphDataModule(partition=...) gives a rank for "
-                f'every node. Leave it out, or pass assignment="metis" or "random" to {type(self).__name__}.'
-            )
-        if self.num_clusters < self.world_size:
-            raise ValueError(f"{self.num_clusters} clusters are too few for {self.world_size} workers. Raise clusters.")
-        return LayoutSpec("edge_cut", self.num_clusters, method=self.assignment)
 
     def _check_fit(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
         """Refuses what cannot be trained on clusters."""
@@ -186,28 +169,27 @@ class ClusterStrategy(GNNStrategy):
                 "precision='16-mixed' scales each worker's gradients differently. Use precision='bf16-mixed' or 32."
             )
 
-    def _make_clusters(self, data: GraphDataModule) -> Clusters:
-        clusters = Clusters(data.stored_cut(), self.clusters_per_batch, self.seed)
-        if clusters.batches < self.world_size:
-            raise ValueError(
-                f"{len(clusters.trained)} clusters with training nodes make {clusters.batches} batches of "
-                f"clusters_per_batch={self.clusters_per_batch}, fewer than the {self.world_size} workers. Raise clusters."
-            )
-        return clusters
-
     # What differs between fit and the rest ####################################
 
     @property
     def _fits(self) -> bool:
-        trainer = getattr(self.lightning_module, "_trainer", None)
-        return (self._starting or getattr(getattr(trainer, "state", None), "fn", None)) == TrainerFn.FITTING
+        state = getattr(self._trainer, "state", None)
+        return (self._starting or getattr(state, "fn", None)) == TrainerFn.FITTING
 
     @override
     def layout(self) -> LayoutSpec:
+        """Returns, in a fit, a layout whose parts are the clusters."""
         if not self._fits:
             return super().layout()
-        trainer = getattr(self.lightning_module, "_trainer", None)
-        return self._cluster_layout(getattr(trainer, "datamodule", None))
+        data = getattr(self._trainer, "datamodule", None)
+        if data is not None and data.partition is not None and not isinstance(data.partition, str):
+            raise ValueError(
+                f"{type(self).__name__} assigns nodes to clusters by itself, and GraphDataModule(partition=...) gives a rank for "
+                f'every node. Leave it out, or pass assignment="metis" or "random" to {type(self).__name__}.'
+            )
+        if self.num_clusters < self.world_size:
+            raise ValueError(f"{self.num_clusters} clusters are too few for {self.world_size} workers. Raise clusters.")
+        return LayoutSpec("edge_cut", self.num_clusters, method=self.assignment)
 
     @override
     def before_ranks_start(self, trainer: pl.Trainer | None, given: Sequence[Any], self_check: bool = True) -> None:
@@ -265,7 +247,13 @@ class ClusterStrategy(GNNStrategy):
                 'final="best" compares workers by what validation logs, and there is none in this run. Give '
                 'validation_step, nodes in val_mask and limit_val_batches, or use final="auto" or "average".'
             )
-        clusters = self._make_clusters(self.check_data(getattr(trainer, "datamodule", None)))
+        data = self.check_data(getattr(trainer, "datamodule", None))
+        clusters = Clusters(data.stored_cut(), self.clusters_per_batch, self.seed)
+        if clusters.batches < self.world_size:
+            raise ValueError(
+                f"{len(clusters.trained)} clusters with training nodes make {clusters.batches} batches of "
+                f"clusters_per_batch={self.clusters_per_batch}, fewer than the {self.world_size} workers. Raise clusters."
+            )
         self.world.broadcast_tensors_([*module.parameters(), *module.buffers()])
         torch.manual_seed(RandomStreams(self.world).seed)  # workers are independent, in hooks as in steps
         epochs = trainer.max_epochs
@@ -314,7 +302,6 @@ class ClusterStrategy(GNNStrategy):
     @override
     def batch_to_device(self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0) -> Any:
         if isinstance(batch, LeftOver):
-            assert self._fit is not None
             batch = self._fit.left_over()
             if batch is None:
                 self._end_epoch()
@@ -322,8 +309,7 @@ class ClusterStrategy(GNNStrategy):
 
     def _end_epoch(self) -> None:
         """Ends the epoch in place of a batch; what is due after the last batch is due now, validation above all."""
-        loop = self._module.trainer.fit_loop
-        assert loop._data_fetcher is not None
+        loop: Any = self._module.trainer.fit_loop
         loop.epoch_loop.on_advance_end(loop._data_fetcher)
         raise StopIteration
 
@@ -331,14 +317,12 @@ class ClusterStrategy(GNNStrategy):
 
     @override
     def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
-        assert self._fit is not None
-        self._fit.comparison.add_loss(closure_loss.detach())
+        self._fit.comparison.losses.append(closure_loss.detach())
         return super().backward(closure_loss, optimizer, *args, **kwargs)
 
     @override
     def post_backward(self, closure_loss: Tensor) -> None:
         """Averages with others, before gradients are clipped."""
-        assert self._fit is not None
         self._fit.average()
 
     @override
@@ -358,7 +342,6 @@ class ClusterStrategy(GNNStrategy):
     def on_train_end(self) -> None:
         """Comes to a result with the other workers; none of them waits for one that has died."""
         super().on_train_end()
-        assert self._fit is not None
         fit, worker = self._fit, self._fit.worker
         scores = fit.end(self.timeout.total_seconds())
         self.report, self.consensus = worker.all_counts(), worker.consensus(scores)
@@ -380,5 +363,5 @@ class ClusterStrategy(GNNStrategy):
             self._fit.worker.close()
         if self._server is not None:
             self._server.stop()
-        self._fit = self._server = None
+        self._fit = self._server = None  # type: ignore[assignment]
         super().teardown()

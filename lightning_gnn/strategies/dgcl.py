@@ -42,14 +42,7 @@ _WHOLE_SMALL_GRAPH = 1000
 
 
 class DGCLScheme(Scheme):
-    """Each rank holds all in-edges of its nodes; S fetches the halo rows, R is the identity.
-
-    Args:
-        keep_constant, plan, topology, partition, hops: see :class:`DGCLStrategy`.
-
-    Raises:
-        ValueError: an unknown plan or partition, a plan without its topology or hops.
-    """
+    """Each rank holds all in-edges of its nodes; S fetches the halo rows, R is the identity. See :class:`DGCLStrategy`."""
 
     follows_plan = True
 
@@ -91,17 +84,13 @@ class DGCLScheme(Scheme):
 
     @override
     def layout(self, world_size: int, num_hosts: int = 1) -> LayoutSpec:
-        """Returns what each rank must hold.
-
-        Raises:
-            ValueError: there is no such topology, or it is not for so many ranks. Here, since this is asked for before
-                anything is partitioned or started.
-        """
+        """Returns what each rank must hold; raises ValueError for a topology that is not there or not for so many ranks, before
+        anything is partitioned or started."""
         topology = self._topology(world_size, num_hosts)
         groups = replicas = None
         if topology is not None:
-            apart = len(topology.hosts) > 1 and alike(topology.groups)
-            if self.partition == "hierarchical" or (self.partition == "auto" and apart):
+            several = len(topology.hosts) > 1 and alike(topology.groups)
+            if self.partition == "hierarchical" or (self.partition == "auto" and several):
                 groups = topology.groups
         if self.hops is not None:
             alone = tuple((rank,) for rank in range(world_size))

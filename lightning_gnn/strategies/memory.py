@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import lightning.pytorch as pl
 import numpy as np
@@ -39,8 +39,8 @@ def check_memory(strategy: GNNStrategy, data: GraphDataModule, module: pl.Lightn
     first = strategy.node_rank * strategy.num_processes
     row_bytes = cut.attributes["node"]["x"][:1].nbytes
     sizes = cut.sizes(replicas)[first : first + strategy.num_processes]
-    needed = sum(least_bytes(*size, row_bytes, module) for size in sizes)
-    needed += len(sizes) * strategy.scheme.working_bytes(np.diff(cut.offsets).tolist(), row_bytes)
+    working = strategy.scheme.working_bytes(np.diff(cut.offsets).tolist(), row_bytes)
+    needed = sum(least_bytes(*size, row_bytes, module) + working for size in sizes)
     rows = sum(owned for owned, _, _ in sizes)
     needed += rows * sum(each.row_bytes for each in embeddings_of(module, len(cut.n_id)))
     if needed > available:
@@ -54,7 +54,6 @@ def check_memory(strategy: GNNStrategy, data: GraphDataModule, module: pl.Lightn
         )
     worth_a_look = trainer.state.fn == TrainerFn.FITTING and not strategy.scheme.keeps_layers
     if worth_a_look and available < _PLENTY * needed:
-        working = strategy.scheme.working_bytes(np.diff(cut.offsets).tolist(), row_bytes)
         of_ranks = Sizes.of_ranks(cut, module, replicas)[first : first + strategy.num_processes]
         warn_of_memory(strategy, module, trainer, cut.shard(first), of_ranks, available, working)
 
@@ -64,10 +63,9 @@ def check_own_memory(strategy: GNNStrategy, trainer: pl.Trainer, shard: Shard) -
     on_cpu = strategy.root_device.type == "cpu"
     if (on_cpu and strategy.world_size > 1) or trainer.state.fn != TrainerFn.FITTING or strategy.scheme.keeps_layers:
         return
-    module = strategy.lightning_module
-    assert module is not None
+    module = strategy._module
     own = Sizes.of(shard, shard.mask_counts[counted_mask("train_mask", module)][strategy.global_rank])
-    free = available_bytes() if on_cpu else free_bytes(strategy.root_device)
+    free = available_bytes() if on_cpu else torch.cuda.mem_get_info(strategy.root_device)[0]
     here = sum(memory_of(shard.batch).values())  # of the graph; on a device it is not there yet
     found = [(free + here * on_cpu, own)] if free is not None and free < _PLENTY * here else []
     found = [each for of_rank in strategy.world.all_gather_object(found) for each in of_rank]
@@ -88,8 +86,6 @@ def warn_of_memory(
     """Warns if ranks that share memory will need more than there is; names what would fit.
 
     Args:
-        strategy: as it will train.
-        module, trainer: of the run.
         shard: of one of the ranks, on the CPU.
         sizes: of the ranks that share the memory.
         available: bytes of it.
@@ -106,29 +102,22 @@ def warn_of_memory(
         parts = (steps.footprint(each.among(times), working_bytes) for each in sizes)
         return [part.peak(recompute, offload and on_device) for part in parts]
 
-    def needed(recompute: bool, offload: bool, times: int = 1) -> int:
-        return sum(each.most for each in peaks(recompute, offload, times))
+    def needed(*options: Any) -> int:
+        return sum(each.most for each in peaks(*options))
 
     total = needed(strategy.recompute, strategy.offload)
     if total <= available:
         return
     largest = max(peaks(strategy.recompute, strategy.offload), key=lambda peak: peak.most)
     phase = max(PHASES, key=lambda name: getattr(largest, name))
+    when = {"setup": "before the first step", "evaluation": "in evaluation"}.get(phase, f"in the {phase}")
     who = f"The {len(sizes)} ranks on this machine are" if len(sizes) > 1 else "A rank is"
     of_one = f", {_gb(largest.most)} of them on one," if len(sizes) > 1 else ""
     less = "; ".join(_ways(strategy, needed, available))
     rank_zero_warn(
-        f"{who} predicted to need {_gb(total)}{of_one} ({_PHASE_NAMES[phase]}), but {_gb(available)} are available. Training may "
+        f"{who} predicted to need {_gb(total)}{of_one} ({when}), but {_gb(available)} are available. Training may "
         f"become very slow, or be ended. What takes less: {less}. docs/memory.md has more."
     )
-
-
-_PHASE_NAMES = {
-    "setup": "before the first step",
-    "forward": "in the forward",
-    "backward": "in the backward",
-    "evaluation": "in evaluation",
-}
 
 
 def _ways(strategy: GNNStrategy, needed: Callable[..., int], available: int) -> Iterator[str]:
@@ -139,9 +128,7 @@ def _ways(strategy: GNNStrategy, needed: Callable[..., int], available: int) -> 
         recompute, offload = recompute or strategy.recompute, offload or strategy.offload
         least = needed(recompute, offload)
         if least < now and least <= available:
-            set_to = ", ".join(
-                f"{option}=True" for option, on in (("recompute", recompute), ("offload", offload)) if on
-            )
+            set_to = ", ".join(["recompute=True"] * recompute + ["offload=True"] * offload)
             yield f"{name}({set_to}), about {_gb(least)}"
             break
     replication = getattr(strategy.scheme, "replication", None)
@@ -151,18 +138,13 @@ def _ways(strategy: GNNStrategy, needed: Callable[..., int], available: int) -> 
         # As many halo rows for each as now, which is more than there will be.
         least = needed(strategy.recompute, strategy.offload, times)
         if least <= available:
-            more = (
-                f"devices={times * strategy.num_processes}" if on_device else f"num_nodes={times * strategy.num_nodes}"
-            )
-            yield f"{more}, at most {_gb(least)} on {'a device' if on_device else 'a machine'}"
+            more, each = f"num_nodes={times * strategy.num_nodes}", "a machine"
+            if on_device:
+                more, each = f"devices={times * strategy.num_processes}", "a device"
+            yield f"{more}, at most {_gb(least)} on {each}"
             break
     yield 'strategy="sampling", which trains on batches'
 
 
 def _gb(count: float) -> str:
     return f"{count / 1e9:.3g} GB" if count >= 1e8 else f"{count / 1e6:.3g} MB"
-
-
-def free_bytes(device: torch.device) -> int:
-    """Returns how much memory a CUDA device can still give."""
-    return int(torch.cuda.mem_get_info(device)[0])

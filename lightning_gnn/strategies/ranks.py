@@ -27,15 +27,7 @@ MOST_SECONDS = 10**8
 
 
 class RankStrategy(ParallelStrategy):
-    """Ranks that are connected while the Trainer runs.
-
-    Args:
-        start_method, shared_memory, timeout: see :class:`~lightning_gnn.strategies.base.GNNStrategy`.
-        **plugins: of Lightning's strategies.
-
-    Raises:
-        ValueError: an argument is none of these.
-    """
+    """Ranks that are connected while the Trainer runs; see :class:`~lightning_gnn.strategies.base.GNNStrategy`."""
 
     def __init__(
         self, start_method: StartMethod = "popen", shared_memory: bool = True, timeout: float = 1800.0, **plugins: Any
@@ -57,6 +49,10 @@ class RankStrategy(ParallelStrategy):
     def _module(self) -> pl.LightningModule:
         assert self.lightning_module is not None
         return self.lightning_module
+
+    @property
+    def _trainer(self) -> Any:
+        return getattr(self.lightning_module, "_trainer", None)
 
     @override
     def _configure_launcher(self) -> None:

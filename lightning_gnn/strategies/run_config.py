@@ -79,7 +79,6 @@ def run_config(strategy: GNNStrategy, shard: Shard) -> dict[str, Any]:
 
 
 def _plain(value: Any) -> Any:
-    """Returns an argument as loggers and JSON take it."""
     if isinstance(value, Topology):
         return value.name
     if isinstance(value, timedelta):
@@ -94,10 +93,7 @@ def _plain(value: Any) -> Any:
 
 
 def part_sizes(shard: Shard) -> list[PartSize]:
-    """Returns how much each rank has."""
-    return [
-        PartSize(nodes, edges, len(halo)) for nodes, edges, halo in zip(shard.counts, shard.edge_counts, shard.halos)
-    ]
+    return [PartSize(*of) for of in zip(shard.counts, shard.edge_counts, map(len, shard.halos))]
 
 
 def partition_report(shard: Shard, with_picture: bool) -> dict[str, Any]:

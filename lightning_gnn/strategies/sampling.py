@@ -43,13 +43,7 @@ from lightning_gnn.partition.types import ONE_TYPE, Types
 from lightning_gnn.sampling.graph_store import GraphStore
 from lightning_gnn.sampling.loader import BatchMaker, EdgeBatchMaker, SampledBatches
 from lightning_gnn.sampling.seeds import SeedBatches, seeds_in, split_seeds
-from lightning_gnn.sampling.variants import (
-    METHODS,
-    EgoBatchMaker,
-    Method,
-    SubgraphBatchMaker,
-    node_draw,
-)
+from lightning_gnn.sampling.variants import METHODS, EgoBatchMaker, Method, SubgraphBatchMaker, node_draw
 from lightning_gnn.strategies.base import GNNStrategy
 from lightning_gnn.strategies.dgcl import DGCLScheme
 from lightning_gnn.strategies.steps import StepStrategy
@@ -60,11 +54,7 @@ _OF_NEIGHBORS = METHODS[:2]
 
 
 class SamplingScheme(DGCLScheme):
-    """The edge cut of ``dgcl``, whose parts also have their share of the training, validation and test nodes.
-
-    Args:
-        keep_constant: see :class:`SamplingStrategy`.
-    """
+    """The edge cut of ``dgcl``, whose parts also have their share of the training, validation and test nodes."""
 
     keeps_layers = "Layers see a batch of sampled neighbourhoods: set a smaller batch_size, or fewer fanouts."
 
@@ -162,15 +152,13 @@ class SamplingStrategy(GNNStrategy):
         self.prefetch, self.cache_mb, self.seed = prefetch, cache_mb, seed
         self._choose(None, None)
         self._loaders: dict[str | None, SampledBatches] = {}
-        self._predicted: tuple[Tensor, list[int]] | None = None
+        self._predicted: Any = None
         self._depth_known = self._trained = False
 
     @property
     @override
     def approximation(self) -> str:
         return "sampled mini-batches"
-
-    # Batches ##################################################################
 
     def _choose(self, fanouts: Fanouts | None, batch_size: int | None) -> None:
         """Takes fan-outs and batch size from the datamodule where they are not given here."""
@@ -189,18 +177,10 @@ class SamplingStrategy(GNNStrategy):
         return data
 
     def _batches(self, data: GraphDataModule, mask: str | None) -> SampledBatches | None:
-        """Returns this rank's loader; on all ranks.
-
-        Args:
-            data: the graph.
-            mask: the seeds; None for all nodes.
-
-        Returns:
-            Samples for training. For the rest, all neighbours where the graph has types; else None: layers exchange.
-        """
-        cut, module, rank = data.stored_cut(), self.lightning_module, self.global_rank
+        """Returns this rank's loader of a mask's nodes, None for all; on all ranks. It samples for training; for the rest it
+        takes all neighbours where the graph has types; else it is None: layers exchange."""
+        cut, module, rank = data.stored_cut(), self._module, self.global_rank
         types, training = cut.types, mask == "train_mask"
-        assert module is not None
         if not training and not types.is_hetero:
             return None
         name = None if mask is None else counted_mask(mask, module)
@@ -208,9 +188,8 @@ class SamplingStrategy(GNNStrategy):
         kind: Any = ONE_TYPE if edges else types.input_type
         seeds = seeds_in(cut, kind, name)
         if self.method in _OF_NEIGHBORS:
-            split = [
-                torch.from_numpy(ids) for ids in split_seeds(seeds.numpy(), types.offsets(kind), self.num_processes)
-            ]
+            of_ranks = split_seeds(seeds.numpy(), types.offsets(kind), self.num_processes)
+            split = [torch.from_numpy(ids) for ids in of_ranks]
             own, batches = split[rank], SeedBatches([len(each) for each in split], self.batch_size)
             if mask is None:
                 self._predicted = cut.ids_of(kind)[torch.cat(split)], batches.sizes
@@ -284,13 +263,10 @@ class SamplingStrategy(GNNStrategy):
             return dataloader
         return batches if dataloader.mask is not None else OneBatch(batches, dataloader.data, None)
 
-    # Steps ####################################################################
-
     @override
     def setup(self, trainer: pl.Trainer) -> None:
         super().setup(trainer)
-        assert self.lightning_module is not None
-        depths = [part.num_layers for part in self.lightning_module.modules() if isinstance(part, BasicGNN)]
+        depths = [part.num_layers for part in self._module.modules() if isinstance(part, BasicGNN)]
         self._depth_known = self._trained = False
         if len(depths) == 1:
             self._compare_depth(depths[0])
@@ -303,8 +279,7 @@ class SamplingStrategy(GNNStrategy):
 
     def _depth(self, propagations: Mapping[str, int]) -> int:
         """Returns how far rows have travelled, of how often each layer let them; once per relation is side by side."""
-        assert self.lightning_module is not None
-        layers = dict(self.lightning_module.named_modules())
+        layers = dict(self._module.named_modules())
         relations = {name: getattr(layers.get(name), "num_relations", 1) for name in propagations}
         return sum(max(1, count // relations[name]) for name, count in propagations.items())
 
@@ -340,11 +315,10 @@ class SamplingStrategy(GNNStrategy):
 
         Running statistics, which each rank has taken of its own batches, are averaged.
         """
-        assert self.lightning_module is not None
         if not self._trained:
             return
         self._trained = False
-        for buffer in self.lightning_module.buffers():
+        for buffer in self._module.buffers():
             if buffer.is_floating_point():
                 self.world.all_reduce_(buffer, "Averaging running statistics").div_(self.world_size)
         if self._binding is not None:
@@ -371,27 +345,20 @@ class SamplingStrategy(GNNStrategy):
         return self._gather_predictions(self._predict_batches(batch, *args, **kwargs))
 
     def _predict_batches(self, batches: SampledBatches, *args: Any, **kwargs: Any) -> Any:
-        """Returns what the module predicts for this rank's nodes, batch after batch."""
-        assert self._shard is not None
+        shard: Any = self._shard
         pieces: list[list[Tensor]] = []
         spec: Any = None
         for batch in batches:
             batch = self.batch_to_device(self.precision_plugin.convert_input(batch), self.root_device)
             output = super(StepStrategy, self).predict_step(batch, *args, **kwargs)
             leaves, spec = torch.utils._pytree.tree_flatten(output)
-            nodes = batch[batch_type := self._shard.types.input_type]
+            nodes = batch[batch_type := shard.types.input_type]
             for leaf in leaves:
-                if (
-                    not isinstance(leaf, Tensor)
-                    or not leaf.dim()
-                    or len(leaf) not in (len(nodes.n_id), nodes.batch_size)
-                ):
-                    found = list(leaf.shape) if isinstance(leaf, Tensor) else type(leaf).__name__
+                found: Any = list(leaf.shape) if isinstance(leaf, Tensor) else type(leaf).__name__
+                if not isinstance(leaf, Tensor) or found[:1] not in ([len(nodes.n_id)], [nodes.batch_size]):
                     raise ValueError(
                         f"predict_step returned {found} for a batch of {len(nodes.n_id)} nodes of type {batch_type!r}. Return "
-                        "tensors with a row for each of them, such as out['"
-                        + batch_type
-                        + "'], or for the first batch_size."
+                        f"tensors with a row for each of them, such as out['{batch_type}'], or for the first batch_size."
                     )
             pieces.append([leaf[: batch.seed_counts[self.global_rank]] for leaf in leaves])
         return torch.utils._pytree.tree_unflatten([torch.cat(each) for each in zip(*pieces)], spec)
@@ -400,7 +367,6 @@ class SamplingStrategy(GNNStrategy):
         """Returns rows of all ranks in original order, on the ranks that ``predictions`` names."""
         if self.predictions == "shards":
             return output
-        assert self._predicted is not None
         ids, counts = self._predicted[0].to(self.root_device), self._predicted[1]
 
         def gather(leaf: Tensor) -> Tensor:
@@ -431,7 +397,6 @@ class SamplingStrategy(GNNStrategy):
 
 
 def _one_of(name: str, own: T | None, of_data: T | None, default: T) -> T:
-    """Returns what is given to the strategy or to the datamodule."""
     if own is None:
         return default if of_data is None else of_data
     if of_data is not None and own != of_data:

@@ -91,7 +91,7 @@ class Scheme(ABC):
         """Says how a run takes less memory."""
         return "Use more machines (num_nodes), fewer columns, or float16 features."
 
-    def hear_loss(self, part: torch.Tensor) -> None:  # noqa: B027
+    def take_loss(self, part: torch.Tensor) -> None:  # noqa: B027
         """Takes this rank's part of a loss before its backward, a scalar; those of all ranks sum to one device's loss."""
 
     def callbacks(self, world: World) -> Sequence[pl.Callback]:

@@ -42,20 +42,15 @@ class SelfChecks(pl.Callback):
 
     All ranks call it; one of them tries out a step, and tells the others. Logs ``check/seconds``: what checks have taken until
     then.
-
-    Args:
-        strategy: whose module it is.
     """
 
     def __init__(self, strategy: GNNStrategy) -> None:
         self._strategy = strategy
-        self._shard: Shard | None = None
+        self.shard: Shard | None = None
         self._outcomes: Outcomes = {}
-        self._done = self._looks_at_rows = False
+        self.done = self._looks_at_rows = False  # done before the stage
         self._seconds = self._began = 0.0
         self._later = 0
-
-    # Before a stage ###########################################################
 
     def ahead(self, module: pl.LightningModule, cut: Cut, trainer: pl.Trainer) -> None:
         """Checks before ranks are started, in the process that starts them."""
@@ -65,12 +60,12 @@ class SelfChecks(pl.Callback):
         # Else once more on the ranks: the module's own setup() may still make its layers.
         if all(outcome.not_run is None for outcome in outcomes.values()):
             self._judge(outcomes, module, trainer)
-            self._outcomes, self._done = outcomes, True
+            self._outcomes, self.done = outcomes, True
 
     def before_stage(self, module: pl.LightningModule, shard: Shard, trainer: pl.Trainer) -> None:
         """Checks on ranks, unless that has been done before they were started, or before another strategy went on with them."""
-        self._shard, self._later, self._looks_at_rows = shard, 0, True
-        done, self._done = self._done, False
+        self.shard, self._later, self._looks_at_rows = shard, 0, True
+        done, self.done = self.done, False
         if self._strategy.world_size == 1:
             return
         world = self._strategy.world
@@ -79,13 +74,8 @@ class SelfChecks(pl.Callback):
             self._outcomes = world.broadcast_object(self._outcomes)
             return
         self._seconds = 0.0
-        self._outcomes = self._check_on_ranks(module, shard, trainer, self._checkers(module, shard, trainer))
+        self._outcomes = self._check_on_ranks(module, shard, trainer)
         self._judge(self._outcomes, module, trainer)
-
-    def ahead_of_stage(self, module: pl.LightningModule, shard: Shard, trainer: pl.Trainer) -> None:
-        """Checks on ranks that another strategy has, whose module this one goes on with later."""
-        self.before_stage(module, shard, trainer)
-        self._done = True
 
     def _checkers(self, module: pl.LightningModule, shard: Shard, trainer: pl.Trainer) -> dict[str, int]:
         """Returns the stages whose steps are tried out, and on which rank: one that has many rows to draw from."""
@@ -103,32 +93,22 @@ class SelfChecks(pl.Callback):
             unused = stage == "validate" and trainer.state.fn == "fit" and trainer.limit_val_batches == 0
             if sum(counts) and not unused and is_overridden(step, module, pl.LightningModule):
                 # Ranks try out steps side by side; steps may read other masks than their own.
+                busy, most = Counter(found.values()), max(counts)
                 found[stage] = min(
-                    (rank for rank, count in enumerate(counts) if count),
-                    key=lambda rank: (
-                        lacks[rank],
-                        2 * counts[rank] < max(counts),
-                        Counter(found.values())[rank],
-                        -counts[rank],
-                        -shard.counts[rank],
-                    ),
-                )
+                    (lacks[rank], 2 * count < most, busy[rank], -count, -shard.counts[rank], rank)
+                    for rank, count in enumerate(counts)
+                    if count
+                )[-1]
         return found
 
     def _check_on_ranks(
-        self,
-        module: pl.LightningModule,
-        shard: Shard,
-        trainer: pl.Trainer,
-        checkers: Mapping[str, int],
-        later: bool = False,
+        self, module: pl.LightningModule, shard: Shard, trainer: pl.Trainer, later: Sequence[str] = ()
     ) -> Outcomes:
-        world = self._strategy.world
-        own = {
-            stage: self._check(module, shard, trainer, stage, later)
-            for stage, checker in checkers.items()
-            if checker == world.rank
-        }
+        """Returns the outcomes of all stages; in a `later` epoch of those only."""
+        world, checkers = self._strategy.world, self._checkers(module, shard, trainer)
+        checkers = {stage: rank for stage, rank in checkers.items() if stage in (later or checkers)}
+        mine = [stage for stage, checker in checkers.items() if checker == world.rank]
+        own: dict[str, Any] = {stage: self._check(module, shard, trainer, stage, bool(later)) for stage in mine}
         found: dict[str, Any] = {s: world.broadcast_object(own.get(s), checker) for s, checker in checkers.items()}
         return found
 
@@ -159,13 +139,13 @@ class SelfChecks(pl.Callback):
 
     def _judge(self, outcomes: Outcomes, module: pl.LightningModule, trainer: pl.Trainer) -> None:
         """Says what was found, or raises :class:`UnsupportedModelError`."""
-        self._seconds += sum(outcome.seconds for outcome in outcomes.values())
+        seconds = sum(outcome.seconds for outcome in outcomes.values())
+        self._seconds += seconds
         required, same = self._strategy.checked_stages(trainer), []
-        option = f"{type(self._strategy).__name__}(self_check=False)"
         for stage, outcome in outcomes.items():
             step = f"{type(module).__name__}.{STAGES[stage][0]}"
-            if outcome.refused is not None or outcome.finding is not None:
-                text = outcome.refused or self._text(step, outcome, option)
+            text = outcome.refused or self._text(step, outcome)
+            if text is not None:
                 if stage in required:
                     raise UnsupportedModelError(text)
                 rank_zero_warn(f"trainer.{stage} will refuse this module. {text}")
@@ -179,41 +159,31 @@ class SelfChecks(pl.Callback):
         if same:
             rank_zero_info(
                 f"Self-check: {', '.join(same)} of {type(module).__name__} give the same numbers on parts of small graphs as on "
-                f"the whole ({sum(outcome.seconds for outcome in outcomes.values()):.2f} s)"
+                f"the whole ({seconds:.2f} s)"
             )
 
-    @staticmethod
-    def _text(step: str, outcome: SelfCheck, option: str) -> str:
-        assert outcome.finding is not None
+    def _text(self, step: str, outcome: SelfCheck) -> str | None:
+        if outcome.finding is None:
+            return None
         return (
             f"{step} does not give the numbers of one device. The self-check ran it on small random graphs, whole and "
-            f"split in two: {outcome.finding.what}. To train all the same: {option}.\n{outcome.finding.cause.text}"
+            f"split in two: {outcome.finding.what}. To train all the same: "
+            f"{type(self._strategy).__name__}(self_check=False).\n{outcome.finding.cause.text}"
         )
 
-    def release(self) -> None:
-        """Lets go of the rank's part of the graph."""
-        self._shard = None
-
-    # While it trains ##########################################################
-
     def rows_of_loss(self, batch: Any, mask: str, counts: Sequence[int]) -> LossRows | None:
-        """Returns what looks at the loss of this training step; None in most steps, on all ranks alike.
-
-        Args:
-            batch: of the step.
-            mask: that its loss is weighted by.
-            counts: the mask's labelled rows on each rank.
-        """
+        """Returns what looks at the loss of this training step, which is weighted by the labelled rows of a mask on each rank;
+        None in most steps, on all ranks alike."""
         looks, self._looks_at_rows = self._looks_at_rows, False
         outcome, module = self._outcomes.get("fit"), self._strategy.lightning_module
-        if not looks or outcome is None or self._shard is None or module is None or mask not in MASKS:
+        if not looks or outcome is None or self.shard is None or module is None or mask not in MASKS:
             return None
         # Where a step cannot be tried out, nothing says that its rows tell what its loss weighs.
         unknown = outcome.not_run is not None
         if not (outcome.counts_rows or unknown) or not module.automatic_optimization:
             return None
         world = self._strategy.world
-        return LossRows(module, world, mask, counts, batch, self._shard.rows[world.rank], warns=unknown)
+        return LossRows(module, world, mask, counts, batch, self.shard.rows[world.rank], warns=unknown)
 
     @override
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -222,31 +192,25 @@ class SelfChecks(pl.Callback):
     @override
     def on_train_epoch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         epoch = trainer.current_epoch
-        if not self._outcomes or epoch < 1 or epoch & (epoch - 1):
+        if not self._outcomes or self.shard is None or epoch < 1 or epoch & (epoch - 1):
             return
-        stages = [stage for stage in self._strategy.checked_stages(trainer) if self._ran(stage)]
-        world, shard = self._strategy.world, self._shard
-        assert shard is not None
+        ran = {stage: outcome for stage, outcome in self._outcomes.items() if outcome.not_run is None}
+        stages = [stage for stage in self._strategy.checked_stages(trainer) if stage in ran]
         passed = time.perf_counter() - self._began
-        last = sum(self._outcomes[stage].seconds for stage in stages)
+        last = sum(ran[stage].seconds for stage in stages)
         short = self._later < SHORT_CHECKS and last < SHORT_S
-        if not world.broadcast_object(bool(stages) and (short or self._seconds + last < MOST_SHARE * passed)):
+        again = bool(stages) and (short or self._seconds + last < MOST_SHARE * passed)
+        if not self._strategy.world.broadcast_object(again):
             return
         self._later += 1
-        checkers = {s: rank for s, rank in self._checkers(pl_module, shard, trainer).items() if s in stages}
         with self._strategy.unbound():
-            outcomes = self._check_on_ranks(pl_module, shard, trainer, checkers, later=True)
+            outcomes = self._check_on_ranks(pl_module, self.shard, trainer, stages)
         self._outcomes, self._looks_at_rows = {**self._outcomes, **outcomes}, True
         self._seconds += sum(outcome.seconds for outcome in outcomes.values())
         for stage, outcome in outcomes.items():
-            if outcome.finding is not None:
-                step = f"In epoch {epoch}, {type(pl_module).__name__}.{STAGES[stage][0]}"
-                raise UnsupportedModelError(
-                    self._text(step, outcome, f"{type(self._strategy).__name__}(self_check=False)")
-                )
-
-    def _ran(self, stage: str) -> bool:
-        return stage in self._outcomes and self._outcomes[stage].not_run is None
+            text = self._text(f"In epoch {epoch}, {type(pl_module).__name__}.{STAGES[stage][0]}", outcome)
+            if text is not None:
+                raise UnsupportedModelError(text)
 
     @override
     def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:

@@ -31,7 +31,7 @@ from lightning_gnn.partition.grid import ProcessCube, ProcessGrid, legal_replica
 from lightning_gnn.partition.layout import LayoutSpec
 from lightning_gnn.partition.shard import Ids
 from lightning_gnn.planning.exchanges import ExchangeCost, Workload, cube_exchange, grid_exchanges, grid_name
-from lightning_gnn.planning.grid import GridCost, block_cost, choose, sparse_cost
+from lightning_gnn.planning.grid import block_cost, choose, sparse_cost
 from lightning_gnn.planning.topology import Topology
 from lightning_gnn.strategies.base import GNNStrategy
 from lightning_gnn.strategies.scheme import Scheme
@@ -40,15 +40,8 @@ Permute = Literal["metis", "random"]
 
 
 class ProductScheme(Scheme):
-    """Each rank owns a range of nodes and their in-edges; sums over neighbours are products with a matrix that all hold.
-
-    Args:
-        permute: who owns which node, unless the datamodule says so.
-        keep_constant: see :class:`~lightning_gnn.strategies.dgcl.DGCLStrategy`.
-
-    Raises:
-        ValueError: an unknown permutation.
-    """
+    """Each rank owns a range of nodes and their in-edges; sums over neighbours are products with a matrix that all hold. See
+    :class:`SpMM15DStrategy`."""
 
     def __init__(self, permute: Permute | None, keep_constant: bool) -> None:
         if not is_one_of(permute, ("metis", "random", None)):
@@ -67,21 +60,10 @@ class ProductScheme(Scheme):
 
 
 class SpMMScheme(ProductScheme):
-    """1D and 1.5D products.
-
-    Args:
-        replication, sparsity_aware, permute, keep_constant: see :class:`SpMM15DStrategy`.
-
-    Raises:
-        ValueError: a replication factor below 1, an unknown permutation.
-    """
+    """1D and 1.5D products; see :class:`SpMM15DStrategy`."""
 
     def __init__(
-        self,
-        replication: int | None,
-        sparsity_aware: bool,
-        permute: Permute | None,
-        keep_constant: bool = True,
+        self, replication: int | None, sparsity_aware: bool, permute: Permute | None, keep_constant: bool = True
     ) -> None:
         if replication is not None:
             check_whole(replication=replication)
@@ -143,13 +125,12 @@ class SpMMScheme(ProductScheme):
             return ProcessGrid(world.size, self.replication or 1)
         grids = [ProcessGrid(world.size, c) for c in legal_replications(world.size)]
         row_bytes = shard.batch.x[:1].nbytes
-        costs: list[GridCost] = []
         if self.sparsity_aware:
             source, target = node_ids[shard.batch.edge_index.cpu().numpy()]
             own = torch.tensor([_partial_sums(source, target, grid, offsets, world.rank) for grid in grids])
             partial_sums = world.all_reduce_(own.to(world.device), "Choosing the replication factor").tolist()
-            for grid, partial in zip(grids, partial_sums):
-                costs.append(sparse_cost(grid, offsets, shard.halos, int(partial), row_bytes))
+            sums_of = zip(grids, map(int, partial_sums))
+            costs = [sparse_cost(grid, offsets, shard.halos, sums, row_bytes) for grid, sums in sums_of]
         else:
             costs = [block_cost(grid, offsets, row_bytes) for grid in grids]
         # Of the rank that has least, so that all choose alike.
@@ -173,12 +154,7 @@ def _partial_sums(source: Ids, target: Ids, grid: ProcessGrid, offsets: Ids, ran
 
 
 class CubeScheme(ProductScheme):
-    """2D and 3D products.
-
-    Args:
-        dimensions: 2 or 3.
-        permute, keep_constant: see :class:`SpMM2DStrategy`.
-    """
+    """2D and 3D products; see :class:`SpMM2DStrategy`."""
 
     def __init__(self, dimensions: int, permute: Permute | None, keep_constant: bool = True) -> None:
         super().__init__(permute, keep_constant)

@@ -19,7 +19,7 @@ from typing_extensions import override
 from lightning_gnn.callbacks.loggers import log_config
 from lightning_gnn.partition.layout import LayoutSpec
 from lightning_gnn.steps.random_streams import RandomStreams
-from lightning_gnn.strategies import registered
+from lightning_gnn.strategies import registered, run_checks
 from lightning_gnn.strategies.base import GNNStrategy
 from lightning_gnn.strategies.run_config import arguments_of
 
@@ -32,7 +32,7 @@ class StagedStrategy(GNNStrategy):
     checkpoints. A checkpoint resumes under the strategy of the next epoch. ``trainer.validate``, ``test`` and ``predict`` are
     exact, as under each of them.
 
-    To everybody else it is the strategy of its current stage.
+    To all other code it is the strategy of its current stage.
 
     Args:
         stages: names of strategies, or ``{"strategy": name, "epochs": number}`` with the strategy's arguments beside; in Python,
@@ -92,8 +92,6 @@ class StagedStrategy(GNNStrategy):
         fitting = trainer.state.fn == TrainerFn.FITTING
         return [strategy for strategy in self.stages if fitting and strategy is not self._current]
 
-    # What is of all stages ####################################################
-
     @property
     @override
     def approximation(self) -> str:
@@ -109,8 +107,6 @@ class StagedStrategy(GNNStrategy):
         for strategy in self.stages:
             if strategy is not self._current:
                 _run_like(strategy, self._current)
-
-    # Before training ##########################################################
 
     @override
     def before_ranks_start(self, trainer: pl.Trainer | None, given: Sequence[Any], self_check: bool = True) -> None:
@@ -137,26 +133,24 @@ class StagedStrategy(GNNStrategy):
                     "it will not be reached."
                 )
             stages = zip(self.first_epochs, self.stages)
-            told = [{"first_epoch": epoch, "name": each.strategy_name, **arguments_of(each)} for epoch, each in stages]
-            log_config(trainer, {"stages": told})
+            config = [
+                {"first_epoch": epoch, "name": each.strategy_name, **arguments_of(each)} for epoch, each in stages
+            ]
+            log_config(trainer, {"stages": config})
             self._switch = LambdaCallback(on_train_epoch_start=lambda trainer, _: self._go_on(trainer))
             trainer.callbacks.insert(0, self._switch)  # type: ignore[attr-defined]
 
     @override
     def teardown(self) -> None:
-        trainer = getattr(self._current.lightning_module, "_trainer", None)
+        trainer = self._current._trainer
         if trainer is not None and self._switch in trainer.callbacks:
             trainer.callbacks.remove(self._switch)
         self._switch = None
         self._current.teardown()
 
-    # The switch ###############################################################
-
     @override
     def on_train_start(self) -> None:
-        module = self._current.lightning_module
-        assert module is not None
-        self._go_on(module.trainer)  # a checkpoint may be of any stage
+        self._go_on(self._current._module.trainer)  # a checkpoint may be of any stage
         self._current.on_train_start()
 
     def _go_on(self, trainer: pl.Trainer) -> None:
@@ -201,20 +195,18 @@ def _run_like(strategy: GNNStrategy, other: GNNStrategy) -> None:
 
 def _check_ahead(strategy: GNNStrategy, trainer: pl.Trainer, before: GNNStrategy) -> None:
     """Refuses what a strategy's set-up would refuse later; on all ranks, while those of another one are connected."""
-    assert before.lightning_module is not None
-    strategy.connect(before.lightning_module)
+    strategy.connect(before._module)
     shard = strategy.check_data(getattr(trainer, "datamodule", None)).shard
     strategy._world = before.world
     try:
-        strategy._checks.ahead_of_stage(before.lightning_module, shard, trainer)
+        run_checks.ahead_of_stage(strategy, before._module, shard, trainer)
     finally:
         strategy._world = None
 
 
 def _take_over(strategy: GNNStrategy, before: GNNStrategy, random: RandomStreams | None) -> None:
     """Goes on with model, optimizers, schedulers, checkpoint and random numbers of a strategy that has been torn down."""
-    assert before.lightning_module is not None
-    strategy.connect(before.lightning_module)
+    strategy.connect(before._module)
     strategy._saved, before._saved = before._saved, None
     strategy.random = random
     strategy.optimizers, strategy.lr_scheduler_configs = before.optimizers, before.lr_scheduler_configs
@@ -255,26 +247,19 @@ def _stage(given: str | Mapping[str, Any], number: int, last: bool) -> tuple[GNN
         raise ValueError(f"{what} is the last and trains until the Trainer's max_epochs. Leave epochs={epochs!r} out.")
     if not last and (not isinstance(epochs, int) or isinstance(epochs, bool) or epochs < 1):
         raise ValueError(f"{what} needs epochs, an integer of at least 1: others follow (got {epochs!r}).")
-    made = _made(strategy, options, what)
-    if made.no_stage_because:
-        raise ValueError(f"{what} cannot be a stage. {made.no_stage_because}")
-    return made, epochs or 0
-
-
-def _made(strategy: Any, arguments: dict[str, Any], what: str) -> GNNStrategy:
     if isinstance(strategy, StagedStrategy):
         raise ValueError(f"{what} has stages itself. Put them into this list.")
-    if isinstance(strategy, GNNStrategy):
-        if arguments:
-            raise ValueError(f"{what} is made already: give {', '.join(arguments)} to it.")
-        return strategy
+    if isinstance(strategy, GNNStrategy) and options:
+        raise ValueError(f"{what} is made already: give {', '.join(options)} to it.")
     known, name = registered(), strategy.lower() if isinstance(strategy, str) else ""
-    if name not in known:
-        names = dict.fromkeys(kind.strategy_name for kind in known.values())
-        raise ValueError(
-            f"{what} is none of this package's strategies (got {strategy!r}). There are {', '.join(names)}."
-        )
-    try:
-        return known[name](**{**StrategyRegistry[name]["init_params"], **arguments})
-    except (TypeError, ValueError) as error:
-        raise ValueError(f"{what} cannot be made: {error}") from error
+    if not isinstance(strategy, GNNStrategy):
+        if name not in known:
+            names = ", ".join(dict.fromkeys(kind.strategy_name for kind in known.values()))
+            raise ValueError(f"{what} is none of this package's strategies (got {strategy!r}). There are {names}.")
+        try:
+            strategy = known[name](**{**StrategyRegistry[name]["init_params"], **options})
+        except (TypeError, ValueError) as error:
+            raise ValueError(f"{what} cannot be made: {error}") from error
+    if strategy.no_stage_because:
+        raise ValueError(f"{what} cannot be a stage. {strategy.no_stage_because}")
+    return strategy, epochs or 0

@@ -23,27 +23,19 @@ from lightning_gnn.steps.values import StepValues
 from lightning_gnn.steps.weights import gather_rows
 from lightning_gnn.strategies.heap import keeping_freed_memory
 from lightning_gnn.strategies.ranks import RankStrategy
-from lightning_gnn.strategies.run_checks import RunChecks
 from lightning_gnn.strategies.scheme import Scheme
+from lightning_gnn.strategies.self_checks import SelfChecks
 
 
 class StepStrategy(RankStrategy):
-    """Runs the module's steps, weighs their losses, and sums gradients over ranks; a subclass binds the module.
-
-    Args:
-        *options, **plugins: see :class:`~lightning_gnn.strategies.ranks.RankStrategy`.
-
-    Attributes:
-        progress: where this rank is.
-        random: streams of random numbers, between set-up and teardown.
-        loss: of all ranks, after the step's backward.
-    """
+    """Runs the module's steps, weighs their losses, and sums gradients over ranks; a subclass binds the module. Between set-up
+    and teardown, `random` are its streams of random numbers; after a step's backward, `loss` is that of all ranks."""
 
     scheme: Scheme
     keep_memory: bool
     offload: bool
     predictions: Predictions
-    _checks: RunChecks
+    _checks: SelfChecks
 
     def __init__(self, *options: Any, **plugins: Any) -> None:
         super().__init__(*options, **plugins)
@@ -51,8 +43,9 @@ class StepStrategy(RankStrategy):
         self.random: RandomStreams | None = None
         self.loss: Tensor | None = None
         self._binding: Binding | None = None
-        self._values: StepValues | None = None
-        self._shared: SharedModel | None = None
+        # Of a stage, between set-up and teardown.
+        self._values: StepValues = None  # type: ignore[assignment]
+        self._shared: SharedModel = None  # type: ignore[assignment]
         self._in_use = ExitStack()
         self._steps = 0
 
@@ -61,8 +54,6 @@ class StepStrategy(RankStrategy):
         """Seconds spent after backwards on sums of gradients until now, and of these in collectives."""
         total = None if self._shared is None else self._shared.gradients
         return (0.0, 0.0) if total is None else (total.seconds, total.collective_seconds)
-
-    # Steps ####################################################################
 
     @override
     def training_step(self, batch: Any, *args: Any, **kwargs: Any) -> Any:
@@ -74,7 +65,7 @@ class StepStrategy(RankStrategy):
         values = self._begin_step("training")
         counts = values.enter(batch, "train_mask")
         mask = counted_mask("train_mask", self.lightning_module)
-        rows = self._checks.self_checks.rows_of_loss(batch, mask, counts)
+        rows = self._checks.rows_of_loss(batch, mask, counts)
         with self._drawing(), self._approximating(), self._offloading(batch):
             output = super().training_step(batch, *args, **kwargs)
         if output is None and self._module.automatic_optimization:
@@ -114,7 +105,6 @@ class StepStrategy(RankStrategy):
         return nullcontext() if self.random is None else self.random.inside(step)
 
     def _begin_step(self, stage: str) -> StepValues:
-        assert self._values is not None
         step = self.progress.begin_step(stage, self._module.trainer, self.world)
         if self._binding is not None:  # none where a step takes its batch as it is
             self._binding.context.begin_step(step)
@@ -131,21 +121,18 @@ class StepStrategy(RankStrategy):
             return nullcontext()
         return Offloaded(memory_of(self._binding.context, batch, list(self._module.parameters())))
 
-    # Loss and gradients #######################################################
-
     @override
     def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
         # As Lightning's, but gradients are summed before on_after_backward, which precision.post_backward calls, and
         # on_before_backward is given the loss as the step returned it.
         self.progress.at("backward", self._module.trainer)
-        assert self._shared is not None and self._values is not None
         gradients, scale = self._shared.gradients, self._values.scale
         module, precision = self._module, self.precision_plugin
         with self._drawing(False):  # hooks draw alike on all ranks, in manual optimisation too
             self.pre_backward(closure_loss)
             loss = precision.pre_backward(closure_loss, module)
         gradients.before()
-        self.scheme.hear_loss(closure_loss.detach() * scale)
+        self.scheme.take_loss(closure_loss.detach() * scale)
         with self._approximating():
             precision.backward(loss * scale, module, optimizer, *args, **kwargs)
         with self._drawing(False):
@@ -164,11 +151,8 @@ class StepStrategy(RankStrategy):
     @override
     def block_backward_sync(self) -> Generator:
         """Leaves gradients unsummed while open: those of an accumulation are summed once, at its end."""
-        assert self._shared is not None
         with self._shared.gradients.blocked():
             yield None
-
-    # Collectives that Lightning asks for ######################################
 
     @override
     def reduce(self, tensor: Any, group: Any | None = None, reduce_op: Any | None = "mean") -> Any:
@@ -177,7 +161,7 @@ class StepStrategy(RankStrategy):
             return tensor
         is_mean = isinstance(reduce_op, str) and reduce_op.lower() in ("mean", "avg")
         if is_mean and self._values is not None and self.world.size > 1 and group in (None, self.world.everyone):
-            return self._values.mean(tensor)
+            return self._values.logs.weights.mean(tensor, "A mean over ranks")
         return _sync_ddp_if_available(tensor, group, reduce_op=reduce_op)
 
     @override

@@ -37,13 +37,11 @@ EdgeMethod = Literal["ebv", "hdrf", "dbh", "random", "grid", "ne"]
 
 
 class EdgeHolders:
-    """Who computes which edge, by its ends.
+    """Which rank computes which edge, by its ends; this rank computes the self-loops that layers add.
 
     Args:
         target, source: relabelled ids of this rank's in-edges, ``[E_r]``.
         holders: the rank of each, ``[E_r]``; of parallel edges, all go with one of them.
-        rank: of this process; it computes the self-loops that layers add.
-        num_nodes: of the whole graph.
     """
 
     def __init__(self, target: Ids, source: Ids, holders: Ids, rank: int, num_nodes: int) -> None:
@@ -53,19 +51,16 @@ class EdgeHolders:
         self._rank, self._num_nodes = rank, num_nodes
 
     def __call__(self, row: Ids, col: Ids) -> Ids:
-        keys = row * self._num_nodes + col
-        places = np.minimum(np.searchsorted(self._keys, keys), max(len(self._keys) - 1, 0))
         if not len(self._keys):
-            return np.full(len(keys), self._rank)
+            return np.full(len(row), self._rank)
+        keys = row * self._num_nodes + col
+        places = np.searchsorted(self._keys, keys).clip(max=len(self._keys) - 1)
         return np.where(self._keys[places] == keys, self._holders[places], self._rank)
 
 
 class VertexCutScheme(Scheme):
-    """S copies rows from masters to the mirrors that read them, R sums partial results at masters.
-
-    Args:
-        partition, hosts, host_weight, cache, monitor, keep_constant: see :class:`VertexCutStrategy`.
-    """
+    """S copies rows from masters to the mirrors that read them, R sums partial results at masters. See
+    :class:`VertexCutStrategy`."""
 
     def __init__(
         self,
@@ -94,9 +89,7 @@ class VertexCutScheme(Scheme):
             )
         groups: Groups | None = None
         if hosts > 1:
-            ranks = range(world_size)
-            on_each = world_size // hosts
-            groups = tuple(tuple(ranks[first : first + on_each]) for first in range(0, world_size, on_each))
+            groups = tuple(map(tuple, np.arange(world_size).reshape(hosts, -1).tolist()))
         weight = self.host_weight if groups else 0.0
         return LayoutSpec("vertex_cut", world_size, groups, self.partition, host_weight=weight)
 
@@ -127,14 +120,13 @@ class VertexCutScheme(Scheme):
         self._messages = self._world = None
 
     def _make_cache(self) -> MessageCache:
-        """Returns what this rank's messages have in common."""
-        assert self.cache is not None
-        if isinstance(self.cache, LargestChanges):
-            return LargestChangesCache(self.cache.share)
-        return MessageCache(self.cache if isinstance(self.cache, float) else self.cache.epsilon)
+        cache: Any = self.cache
+        if isinstance(cache, LargestChanges):
+            return LargestChangesCache(cache.share)
+        return MessageCache(cache if isinstance(cache, float) else cache.epsilon)
 
     @override
-    def hear_loss(self, part: torch.Tensor) -> None:
+    def take_loss(self, part: torch.Tensor) -> None:
         if self._messages is not None:
             before = self._messages.loss
             self._messages.loss = part if before is None else before + part
@@ -222,22 +214,18 @@ class VertexCutStrategy(GNNStrategy):
             cache = AdaptiveThreshold()
         elif isinstance(cache, str) and cache == "largest":
             cache = LargestChanges()
-        elif not isinstance(cache, (AdaptiveThreshold, LargestChanges, NoneType)) and not _is_threshold(cache):
-            raise ValueError(
-                f"cache must be 'adaptive', 'largest', a threshold of at least 0, or None (got {shown(cache)})."
-            )
+        elif isinstance(cache, (int, float)) and not isinstance(cache, bool) and 0 <= cache < math.inf:
+            cache = float(cache)
+        elif not isinstance(cache, (AdaptiveThreshold, LargestChanges, NoneType)):
+            what = "'adaptive', 'largest', a threshold of at least 0, or None"
+            raise ValueError(f"cache must be {what} (got {shown(cache)}).")
         if cache is not None and options.get("recompute") is True:
             raise ValueError(
                 "recompute=True fetches rows again in the backward, and a cache would send other ones than in the forward. Use "
                 "VertexCutStrategy(recompute=True) without cache, or leave recompute out."
             )
-        cache = float(cache) if isinstance(cache, int) else cache
         scheme = VertexCutScheme(partition, hosts, host_weight, cache, monitor, keep_constant)
         super().__init__(scheme, **options)
-
-
-def _is_threshold(cache: object) -> bool:
-    return isinstance(cache, (int, float)) and not isinstance(cache, bool) and 0 <= cache < math.inf
 
 
 class CachedVertexCutStrategy(VertexCutStrategy):

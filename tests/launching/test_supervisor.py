@@ -14,7 +14,7 @@ import torch
 from lightning_gnn.comm.group import CommunicationError
 from lightning_gnn.comm.processes import Progress
 from lightning_gnn.launching.failures import Failure, RankFailedError
-from lightning_gnn.launching.supervisor import Child, Event, Reporter, Supervisor
+from lightning_gnn.launching.supervisor import Child, Reporter, Supervisor
 
 IGNORES_SIGTERM = (
     "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print('ready', flush=True); time.sleep(60)"
@@ -76,7 +76,7 @@ os.kill(os.getpid(), 9)
     address = process.stdout.readline().partition(" ")[2]
     ours, theirs = Pipe()
     supervisor = Supervisor([Child(1, process.pid, process.poll, ours)])
-    Reporter(1, theirs).send(Event("arrived", address))
+    Reporter(1, theirs).send("arrived", address)
     assert not supervisor.look()
     process.stdin.write("\n")
     process.stdin.flush()
@@ -91,7 +91,7 @@ def test_ranks_that_may_be_lost_do_not_concern_the_others(capfd):
     supervisor = Supervisor([lost, lives], survives_lost_ranks=True)
     assert supervisor.wait_for(lambda: lost.exit_code() is not None, 10)
     assert [failure.rank for failure in supervisor.look()] == [1]  # the others would wait for it to meet them
-    tells.send(Event("independent"))
+    tells.send("independent")
     assert supervisor.look() == [] and supervisor.look() == []
     told = capfd.readouterr().err
     assert told == "Rank 1 ended with exit status 3: its output says why; the others go on.\n"
@@ -165,7 +165,7 @@ def receives(local_rank: int, connection: Connection) -> None:
     given = reporter.wait_for_start()
     given["tensors"][7][0] = -1.0
     right = all(float(tensor[1]) == index for index, tensor in enumerate(given["tensors"]))
-    reporter.send(Event("result", right and given["lock"].acquire(timeout=1)))
+    reporter.send("result", right and given["lock"].acquire(timeout=1))
 
 
 def test_many_tensors_are_shared_with_a_process_that_runs():

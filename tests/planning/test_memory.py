@@ -28,7 +28,7 @@ from torch_geometric.nn.models import GAT, GCN
 
 from lightning_gnn import DGCLStrategy, GraphDataModule, NodeClassifier
 from lightning_gnn.advising.rehearsal import rehearse
-from lightning_gnn.checks.footprint import PHASES, Predicted, Sizes
+from lightning_gnn.checks.footprint import PHASES, Footprint, Predicted, Sizes
 from lightning_gnn.comm.in_process import InProcessTransport
 from lightning_gnn.comm.traffic import Meter
 from lightning_gnn.commands.plan import plan
@@ -58,6 +58,11 @@ data:
   class_path: lightning_gnn.GraphDataModule
   init_args: {source: lightning_gnn.planted_partition, source_args: {num_nodes: 500}}
 """
+
+
+def saved_bytes(footprint: Footprint) -> float:
+    """Returns what a forward leaves for its backward."""
+    return sum(piece.bytes for piece in footprint.pieces if piece.saved)
 
 
 @cache
@@ -196,11 +201,11 @@ def test_small_graphs_predict_what_large_ones_keep(model):
     rehearsed = rehearse(module, [cut.shard(rank) for rank in range(3)], bind, quiet_trainer("dgcl", 1))
     for sizes, found in zip(Sizes.of_ranks(cut, module), rehearsed.footprints, strict=True):
         expected = steps.footprint(sizes)
-        assert expected.saved_bytes == pytest.approx(found.saved_bytes, rel=0.05)
+        assert saved_bytes(expected) == pytest.approx(saved_bytes(found), rel=0.05)
         assert expected.held_bytes == pytest.approx(found.held_bytes, rel=0.1)
         assert expected.peak().backward == pytest.approx(found.peak().backward, rel=0.1)
         # What is there in the backward is what is kept and two more; layers made again never take more.
-        assert found.peak().backward > found.held_bytes + found.saved_bytes
+        assert found.peak().backward > found.held_bytes + saved_bytes(found)
         assert found.peak(recompute=True).most <= found.peak().most
 
 
@@ -236,7 +241,7 @@ def test_layers_made_again_keep_their_arguments():
     )
     # By hand: messages of both layers, their inputs and tanh's outputs, on each edge; between the layers, a row of each node.
     inside = [edges * 4 * (2 * FEATURES + columns), edges * 4 * (2 * columns + CLASSES)]
-    assert found.saved_bytes > sum(inside)
+    assert saved_bytes(found) > sum(inside)
     spared = found.peak().backward - found.peak(recompute=True).backward
     assert spared > min(inside)  # one of them is there at a time
 

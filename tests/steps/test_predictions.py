@@ -182,7 +182,7 @@ def test_writers_get_predictions_that_are_not_returned(ranks):
         ("number", "What predict_step returned at ['loss'] has not the same value on all ranks"),
         (
             "some rows",
-            "What predict_step returned at [0] has rows of nobody knows which nodes ([12, 5] on rank 0, [8, 5] on rank 1)",
+            "What predict_step returned at [0] has rows of unknown nodes ([12, 5] on rank 0, [8, 5] on rank 1)",
         ),
         ("two masks", "may be of the rows of twin or other"),
         ("other things", "predict_step returned other things on each rank"),
