@@ -169,8 +169,6 @@ class ClusterStrategy(GNNStrategy):
                 "precision='16-mixed' scales each worker's gradients differently. Use precision='bf16-mixed' or 32."
             )
 
-    # What differs between fit and the rest ####################################
-
     @property
     def _fits(self) -> bool:
         state = getattr(self._trainer, "state", None)
@@ -214,8 +212,6 @@ class ClusterStrategy(GNNStrategy):
     @override
     def checked_stages(self, trainer: pl.Trainer) -> Sequence[str]:
         return () if self._fits else super().checked_stages(trainer)
-
-    # Set-up ###################################################################
 
     @override
     def setup(self, trainer: pl.Trainer) -> None:
@@ -289,8 +285,6 @@ class ClusterStrategy(GNNStrategy):
         heartbeat = Heartbeat(store, self.global_rank, self.lease)
         return Peers(store, SharedKeys(store), heartbeat, server, world.all_gather_object(server.address))
 
-    # Batches ##################################################################
-
     @override
     def process_dataloader(self, dataloader: object) -> object:
         dataloader = super().process_dataloader(dataloader)
@@ -313,8 +307,6 @@ class ClusterStrategy(GNNStrategy):
         loop.epoch_loop.on_advance_end(loop._data_fetcher)
         raise StopIteration
 
-    # Steps ####################################################################
-
     @override
     def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
         self._fit.comparison.losses.append(closure_loss.detach())
@@ -335,8 +327,6 @@ class ClusterStrategy(GNNStrategy):
         if self._fit is None:
             return super().reduce_boolean_decision(decision, all)
         return self._fit.worker.agrees(decision, all)
-
-    # The end ##################################################################
 
     @override
     def on_train_end(self) -> None:
