@@ -122,20 +122,23 @@ class _Check:
     reads_epoch: bool = False
     not_run: str | None = None
 
-    def run(self, without_masks: Collection[str], epochs: Sequence[int]) -> Finding | None:
+    def run(self, without: Collection[str], epochs: Sequence[int]) -> Finding | None:
         """Returns what is found on all small graphs, in all epochs where the step asks for its epoch."""
-        for number in range(len(self.forms)):
-            without = without_masks if number == len(FORMS) - 1 else ()
-            finding = self._on_small_graph(number, without)
-            if finding is not None:
-                if without and self._on_small_graph(number, ()) is None:
-                    return replace(finding, cause=causes.STANDS_IN)
-                return finding
-        if self.trainer is not None and self.reads_epoch:
+        graphs = [(number, without if number == len(FORMS) - 1 else ()) for number in range(len(self.forms))]
+        finding = self._on_small_graphs(graphs)
+        if finding is None and self.trainer is not None and self.reads_epoch:
             for self.trainer.epoch in epochs:
-                finding = self._on_small_graph(0, ())
+                finding = self._on_small_graphs([each for each in graphs if not each[0] or each[1]])
                 if finding is not None:
                     return replace(finding, where=f"in epoch {self.trainer.epoch}, {finding.where}")
+        return finding
+
+    def _on_small_graphs(self, graphs: Sequence[tuple[int, Collection[str]]]) -> Finding | None:
+        for number, without in graphs:
+            finding = self._on_small_graph(number, without)
+            if finding is not None:
+                stands_in = bool(without) and self._on_small_graph(number, ()) is None
+                return replace(finding, cause=causes.STANDS_IN) if stands_in else finding
         return None
 
     def _on_small_graph(self, number: int, without: Collection[str]) -> Finding | None:
@@ -226,19 +229,18 @@ class _Check:
         a module has gathered over epochs, such as its best loss, is that of this one.
         """
         names = {name for name, value in whole.ranks[0].logged.items() if bool((value == value.round()).all())}
-        runs: list[tuple[float, ...]] = [(_OTHER,), (-_OTHER,)] if names else []
+        is_first = trial.graph.x.size(0) == sum(FORMS[0].nodes)
+        runs: list[tuple[float, ...]] = [(_OTHER,), (-_OTHER,)] if names and is_first else []
         if trial.gathers:
             names.update(whole.ranks[0].logged)
-            runs.append((_OTHER, -_OTHER, _OTHER + 1, -_OTHER - 1, _OTHER + 2, -_OTHER - 2))
-        if trial.graph.x.size(0) != sum(FORMS[0].nodes):
-            return None
+            runs.append(tuple(sign * (_OTHER + number) for number in range(3) for sign in (1, -1)))
         try:
             for noises in runs:
-                other, again = trial.on_whole(noises=noises), trial.on_whole(noises=noises)
-                found = self._on_parts(trial, shards, noises=noises)
+                other, found = trial.on_whole(noises=noises), self._on_parts(trial, shards, noises=noises)
                 for each in differences(other, found, TOLERANCES[self.dtype]):
-                    if each.group == "metrics" and each.name in names and _is_beyond(each, found, other, [again]):
-                        return Finding.at(each, trial, causes.of(each, other, found, shards, trial))
+                    if each.group == "metrics" and each.name in names:
+                        if _is_beyond(each, found, other, [trial.on_whole(noises=noises)]):
+                            return Finding.at(each, trial, causes.of(each, other, found, shards, trial))
         except Exception:  # features may be something else than numbers, such as places in a table
             pass
         return None

@@ -247,3 +247,22 @@ def losses_gathered() -> Case:
             self.losses.clear()
 
     return Case(Module(), graph())
+
+
+@idiom(
+    source="fuzzer: nodes of the training mask changed from epoch 1 on, where a rank has none",
+    lopsided="no labelled node",
+    stages=("fit",),
+)
+def changed_by_a_mask_later() -> Case:
+    class Module(Net):
+        def forward(self, x: Tensor, edge_index: Tensor) -> Tensor:
+            if self.current_epoch == 1:
+                x = torch.where(self.mask.unsqueeze(1), 2 * x, x)
+            return super().forward(x, edge_index)
+
+        def shared_step(self, batch: Any, mask: Tensor, stage: str) -> Tensor:
+            self.mask = batch.train_mask
+            return super().shared_step(batch, mask, stage)
+
+    return Case(Module(), graph())
