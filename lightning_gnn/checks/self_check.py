@@ -238,9 +238,10 @@ class _Check:
             for noises in runs:
                 other, found = trial.on_whole(noises=noises), self._on_parts(trial, shards, noises=noises)
                 for each in differences(other, found, TOLERANCES[self.dtype]):
-                    if each.group == "metrics" and each.name in names:
-                        if _is_beyond(each, found, other, [trial.on_whole(noises=noises)]):
-                            return Finding.at(each, trial, causes.of(each, other, found, shards, trial))
+                    if each.group != "metrics" or each.name not in names:
+                        continue
+                    if _is_beyond(each, found, other, [trial.on_whole(noises=noises)]):
+                        return Finding.at(each, trial, causes.of(each, other, found, shards, trial))
         except Exception:  # features may be something else than numbers, such as places in a table
             pass
         return None
