@@ -93,7 +93,7 @@ class MessageCache:
 
 
 class LargestChangesCache(MessageCache):
-    """Transport a given share of each message: the rows that are furthest from what their receivers would guess.
+    """Sends a given share of each message: the rows that are furthest from what their receivers would guess.
 
     The guess, which both ends make: each column of the rows as they were last sent, times a factor and plus a shift that go with
     the message. It takes up what all rows have in common from one epoch to the next, as weights move; without it, rows that wait

@@ -66,6 +66,21 @@ def counted(wait: Callable[[], T], world: World, meter: Meter, call: Call, traff
     return finish
 
 
+def start_messages(
+    world: World,
+    meter: Meter,
+    call: Call,
+    sends: Sequence[tuple[int, Rows]],
+    receives: Sequence[tuple[int, Tensor]],
+    began: float,
+) -> Callable[[], None]:
+    """Starts the messages of a call, see :func:`starting`, and counts them; returns the function that waits for them."""
+    traffic = world.transport.traffic(sends)
+    with starting(world, meter, call, traffic, began):
+        wait = world.transport.start_each(sends, receives)
+    return counted(wait, world, meter, call, traffic)
+
+
 class Buffers:
     """Memory of an exchange that is used again: new memory costs more than what is written to it."""
 
@@ -180,8 +195,8 @@ class Exchange(ABC):
         if self.idle:
             return x
         if dim % x.dim():
-            return _Expand.apply(x.movedim(dim, 0).contiguous(), self, call).movedim(0, dim)
-        return _Expand.apply(x, self, call)
+            return _Moved.apply(x.movedim(dim, 0).contiguous(), self, call, expanded, reduced).movedim(0, dim)
+        return _Moved.apply(x, self, call, expanded, reduced)
 
     def expand_all(self, tensors: Sequence[Tensor], layer: str) -> list[Tensor]:
         """Returns S x of several tensors of one dtype, as :meth:`expand` does, in the messages of one: side by side."""
@@ -202,7 +217,7 @@ class Exchange(ABC):
             ``[N, ...]``.
         """
         call = self.world.call(layer)
-        return x if self.idle else _Reduce.apply(x, self, call)
+        return x if self.idle else _Moved.apply(x, self, call, reduced, expanded)
 
     def reduce_max(self, x: Tensor, layer: str) -> Tensor:
         """Returns the largest of each owned row and of what other ranks hold for it, ``[N, ...]``; not differentiable.
@@ -239,11 +254,10 @@ class Exchange(ABC):
         Raises:
             CommunicationError: from the returned function too: a peer does not answer.
         """
-        transport = self.world.transport
         sends, receives = by_peer(out, out_counts), by_peer(into, into_counts)
-        traffic = transport.traffic(sends)
+        traffic = self.world.transport.traffic(sends)
         with starting(self.world, self.meter, call, traffic, began):
-            wait = transport.start_each(sends, receives)
+            wait = self.world.transport.start_each(sends, receives)
         return counted(wait, self.world, self.meter, call, traffic)
 
 
@@ -307,29 +321,18 @@ def reduced(exchange: Exchange, x: Tensor, call: Call) -> Tensor:
     return own
 
 
-class _Expand(torch.autograd.Function):
-    """S as a concatenation, for code that indexes owned and halo rows alike; backward is S^T."""
+class _Moved(torch.autograd.Function):
+    """S as a concatenation, for code that indexes owned and halo rows alike, or S^T; `back` is the other one."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, exchange: Exchange, call: Call) -> Tensor:
-        ctx.exchange, ctx.call = exchange, call
-        return expanded(exchange, x, call)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        return reduced(ctx.exchange, grad, ctx.call.backward()), None, None
-
-
-class _Reduce(torch.autograd.Function):
-    """S^T; backward is S."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, exchange: Exchange, call: Call) -> Tensor:
-        ctx.exchange, ctx.call = exchange, call
-        return reduced(exchange, x, call)
+    def forward(ctx: Any, x: Tensor, exchange: Exchange, call: Call, move: _Move, back: _Move) -> Tensor:
+        ctx.exchange, ctx.call, ctx.back = exchange, call, back
+        return move(exchange, x, call)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        return expanded(ctx.exchange, grad, ctx.call.backward()), None, None
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None, None]:
+        return ctx.back(ctx.exchange, grad, ctx.call.backward()), None, None, None, None
+
+
+_Move = Callable[[Exchange, Tensor, Call], Tensor]

@@ -18,7 +18,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from lightning_gnn.comm.call import Call
-from lightning_gnn.comm.exchange import counted, starting
+from lightning_gnn.comm.exchange import start_messages
 from lightning_gnn.comm.group import World
 from lightning_gnn.comm.matrix import Matrix, Triples, distribute, on_grid
 from lightning_gnn.comm.traffic import Meter
@@ -83,11 +83,11 @@ class BlockMatrix(Matrix):
             if source == self.world.rank:
                 assert own_block is not None
                 readers = [rank for rank in self.grid.in_column(self.column) if rank != source]
-                messages.start([(rank, own_block) for rank in readers if rows_of(own_block).numel()], [])
-                return rows_of(own_block), _nothing
+                messages.start([(rank, own_block) for rank in readers], [])
+                return rows_of(own_block), lambda: None
             columns = self.block(number)
             into = self._buffer(stage % 2, torch.Size((columns.stop - columns.start, x.size(1))), x.dtype)
-            return into, messages.start([], [(source, into)] if into.numel() else [])
+            return into, messages.start([], [(source, into)])
 
         coming = [fetch(0)] if len(chunk) else []
         for stage, (csr, values) in enumerate(self._blocks[call.direction == "backward"]):
@@ -107,7 +107,7 @@ class BlockMatrix(Matrix):
         source = self.grid.source(self.row)
         ranks = self.grid.in_row(self.row)
         if source != self.world.rank:
-            messages.start([(source, x.contiguous())] if x.numel() else [], [])
+            messages.start([(source, x.contiguous())], [])
             return None
         rows = self.block(self.row)
         shape = (rows.stop - rows.start, x.size(1))
@@ -115,8 +115,7 @@ class BlockMatrix(Matrix):
         block = self.world.scratch(shape, x.dtype) if self.grid.num_rows > 1 else x.new_empty(shape)
         parts = rows_of(block).split(np.diff(self.offsets[ranks.start : ranks.stop + 1]).tolist())
         parts[self.column].copy_(x)
-        others = [(rank, part) for rank, part in zip(ranks, parts) if rank != source and part.numel()]
-        messages.start([], others)()
+        messages.start([], [(rank, part) for rank, part in zip(ranks, parts) if rank != source])()
         return block
 
     def _reduced(self, total: Tensor, messages: ProductMessages) -> Tensor:
@@ -125,16 +124,7 @@ class BlockMatrix(Matrix):
         if len(ranks) == 1:
             return total
         parts = total.split(np.diff(self.offsets[ranks.start : ranks.stop + 1]).tolist())
-        own = parts[self.column]
-        arrived = own.new_empty((len(ranks) - 1, *own.shape))
-        peers = [rank for rank in ranks if rank != self.world.rank]
-        sends = [(rank, part) for rank, part in zip(ranks, parts) if rank != self.world.rank and part.numel()]
-        messages.start(sends, [(rank, into) for rank, into in zip(peers, arrived) if own.numel()])()
-        addends = [*arrived[: self.column], own, *arrived[self.column :]]
-        out = addends[0] + addends[1]
-        for part in addends[2:]:
-            out += part
-        return out
+        return messages.sum(ranks, parts)
 
     def _buffer(self, number: int, shape: torch.Size, dtype: torch.dtype) -> Tensor:
         key = (number, shape, dtype)
@@ -152,12 +142,11 @@ class ProductMessages:
         self._open: list[Callable[[], None]] = []
 
     def start(self, sends: Sequence[tuple[int, Rows]], receives: Sequence[tuple[int, Tensor]]) -> Callable[[], None]:
-        """Starts messages; returns the function that waits for them. Call :meth:`end` if it is not called."""
-        began, transport = time.perf_counter(), self._world.transport
-        traffic = transport.traffic(sends)
-        with starting(self._world, self._meter, self._call, traffic, began):
-            wait = transport.start_each(sends, receives)
-        waiting = counted(wait, self._world, self._meter, self._call, traffic)
+        """Starts messages, empty ones left out; returns the function that waits. Call :meth:`end` if it is not called."""
+        began = time.perf_counter()
+        sends = [(peer, rows) for peer, rows in sends if rows_of(rows).numel()]
+        receives = [(peer, into) for peer, into in receives if into.numel()]
+        waiting = start_messages(self._world, self._meter, self._call, sends, receives, began)
 
         def finish() -> None:
             if finish in self._open:
@@ -167,11 +156,22 @@ class ProductMessages:
         self._open.append(finish)
         return finish
 
+    def swap(self, ranks: Sequence[int], out: Sequence[Tensor], into: Sequence[Tensor]) -> None:
+        """Sends ``out[i]`` to ``ranks[i]`` and receives ``into[i]`` from it, except for this rank itself; waits."""
+        others = [index for index, rank in enumerate(ranks) if rank != self._world.rank]
+        self.start([(ranks[i], out[i]) for i in others], [(ranks[i], into[i]) for i in others])()
+
+    def sum(self, ranks: Sequence[int], parts: Sequence[Tensor]) -> Tensor:
+        """Returns the sum of what two or more `ranks` have for this one, in their order, as each has ``parts[i]`` for rank i."""
+        own = parts[ranks.index(self._world.rank)]
+        addends = [own if rank == self._world.rank else torch.empty_like(own) for rank in ranks]
+        self.swap(ranks, parts, addends)
+        out = addends[0] + addends[1]
+        for part in addends[2:]:
+            out += part
+        return out
+
     def end(self) -> None:
         """Waits until all that has been started is done."""
         for finish in list(self._open):
             finish()
-
-
-def _nothing() -> None:
-    pass

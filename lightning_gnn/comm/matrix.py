@@ -18,6 +18,7 @@ from lightning_gnn.comm.call import Call
 from lightning_gnn.comm.exchange import Exchange, HaloExchange
 from lightning_gnn.comm.group import World
 from lightning_gnn.comm.traffic import Meter
+from lightning_gnn.comm.transport import by_peer
 from lightning_gnn.kernels import CSR, spmm
 from lightning_gnn.partition.grid import ProcessCube, ProcessGrid
 from lightning_gnn.partition.shard import HaloPlan, Ids, halo_plan
@@ -53,7 +54,7 @@ def on_grid(grid: ProcessGrid | ProcessCube, offsets: Ids) -> Holders:
 
 
 def distribute(entries: Triples, holders: Holders, world: World) -> Triples:
-    """Transport each entry to the rank that multiplies it; returns those of this rank, in rank order. All ranks must call it.
+    """Sends each entry to the rank that multiplies it; returns those of this rank, in rank order. All ranks must call it.
 
     Args:
         entries: on the rank's device.
@@ -79,8 +80,7 @@ def distribute(entries: Triples, holders: Holders, world: World) -> Triples:
 
 
 def _messages(values: Tensor, counts: Sequence[int], rank: int) -> list[tuple[int, Tensor]]:
-    parts = values.split(list(counts))
-    return [(peer, part) for peer, part in enumerate(parts) if peer != rank and len(part)]
+    return [(peer, part) for peer, part in by_peer(values, counts) if peer != rank]
 
 
 class Matrix(ABC):

@@ -324,7 +324,7 @@ class PeerServer:
         return found
 
     def send(self, address: str, vector: Tensor) -> bool:
-        """Transport a vector to the worker at `address`, which need not wait; returns whether all of it is on its way."""
+        """Sends a vector to the worker at `address`, which need not wait; returns whether all of it is on its way."""
         try:
             with _connect(address, self._timeout) as partner:
                 partner.sendall(_bytes(vector))
@@ -372,7 +372,7 @@ class Mailbox:
         return self._sender is not None and self._sender.is_alive()
 
     def send(self, address: str, vector: Tensor) -> None:
-        """Transport a vector; one at a time."""
+        """Sends a vector; one at a time."""
         assert not self.sending
         self._sender = threading.Thread(target=self._send, args=(address, vector), daemon=True, name="mailbox sends")
         self._sender.start()

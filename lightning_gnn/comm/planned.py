@@ -23,7 +23,7 @@ from lightning_gnn.comm.transport import rows_of
 from lightning_gnn.kernels import add_rows, take_rows
 from lightning_gnn.planning.plan import Plan
 from lightning_gnn.planning.relation import Ids
-from lightning_gnn.planning.tables import RankPlan
+from lightning_gnn.planning.tables import RankPlan, Stage
 
 
 @dataclass(frozen=True)
@@ -76,8 +76,20 @@ class _Stage:
     adds: list[_Run]
 
 
-def _counts(tables: Sequence[Ids]) -> list[int]:
-    return [len(rows) for rows in tables]
+def _stages(
+    stages: Sequence[Stage], position: Ids, num_owned: int, device: torch.device, adds: bool
+) -> tuple[list[_Stage], int]:
+    """Returns the stages that are not idle, sent rows renumbered by `position`, and how many rows arrive in all of them."""
+    found, arrived = [], 0
+    for stage in stages:
+        if not stage.idle:
+            receive_counts = [len(rows) for rows in stage.receives]
+            arrives = slice(arrived, arrived + sum(receive_counts))
+            sends = _runs([position[np.concatenate(stage.sends)]], num_owned, device)
+            added = _runs(stage.receives, num_owned, device) if adds else []
+            found.append(_Stage([len(rows) for rows in stage.sends], receive_counts, sends, arrives, added))
+            arrived = arrives.stop
+    return found, arrived
 
 
 class PlannedExchange(Exchange):
@@ -111,22 +123,8 @@ class PlannedExchange(Exchange):
         position[arriving] = np.arange(owned, plan.num_rows)
         self._halo_rows = torch.from_numpy(position[owned : owned + plan.num_halo] - owned).to(device)
 
-        self._forward, arrived = [], 0
-        for stage in forward:
-            sends = _runs([position[np.concatenate(stage.sends)]], owned, device)
-            receive_counts = _counts(stage.receives)
-            arrives = slice(arrived, arrived + sum(receive_counts))
-            self._forward.append(_Stage(_counts(stage.sends), receive_counts, sends, arrives, []))
-            arrived = arrives.stop
-        self._backward, arrived = [], 0
-        for stage in plan.backward:
-            if not stage.idle:
-                sends, adds = _runs([np.concatenate(stage.sends)], owned, device), _runs(stage.receives, owned, device)
-                receive_counts = _counts(stage.receives)
-                arrives = slice(arrived, arrived + sum(receive_counts))
-                self._backward.append(_Stage(_counts(stage.sends), receive_counts, sends, arrives, adds))
-                arrived = arrives.stop
-        self._num_added = arrived
+        self._forward, _ = _stages(forward, position, owned, device, adds=False)
+        self._backward, self._num_added = _stages(plan.backward, np.arange(plan.num_rows), owned, device, adds=True)
 
     def _others(self, halo: Tensor) -> Tensor:
         """Takes a buffer for the rows that are not owned, ``[H + R, ...]``, for halo rows like `halo`."""
@@ -188,7 +186,7 @@ class PlannedExchange(Exchange):
 
     @override
     def start_expand(self, x: Tensor, halo: Tensor, call: Call) -> Callable[[], None]:
-        """Transport the first stage; the others follow while waiting."""
+        """Sends the first stage; the others follow while waiting."""
         others = self._others(halo)
         go_on = self._go(self._forward, (others, x), others, call, lambda stage: None)
 
@@ -201,7 +199,7 @@ class PlannedExchange(Exchange):
 
     @override
     def start_reduce(self, halo: Tensor, call: Call) -> Callable[[Tensor], None]:
-        """Transport the first stage; the others follow while finishing. Sums only: nothing else is asked of an edge cut."""
+        """Sends the first stage; the others follow while finishing. Sums only: nothing else is asked of an edge cut."""
         assert call.operation == "sum"
         others = self._others(halo)
         others[: self.num_halo] = halo

@@ -15,7 +15,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from queue import SimpleQueue
 from threading import Thread
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -23,13 +23,23 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from lightning_gnn.comm.call import Call, Direction
-from lightning_gnn.comm.exchange import counted, during_exchange, starting
+from lightning_gnn.comm.exchange import during_exchange, start_messages
 from lightning_gnn.comm.group import World
 from lightning_gnn.comm.traffic import Meter, Traffic
 
 
-class Channel(Protocol):
-    """Carries rows from every rank to every other, as many as each has for it. All ranks make its calls in the same order."""
+class TransportChannel:
+    """Carries rows from every rank to every other, as many as each has for it, over the transport of the halo exchange.
+
+    All ranks make its calls in the same order.
+
+    Args:
+        world: the ranks.
+        meter: where traffic is counted.
+    """
+
+    def __init__(self, world: World, meter: Meter) -> None:
+        self._world, self._meter = world, meter
 
     def exchange(
         self,
@@ -48,43 +58,17 @@ class Channel(Protocol):
         Raises:
             CommunicationError: a rank does not answer.
         """
-        ...
-
-
-class TransportChannel:
-    """The transport of the halo exchange.
-
-    Args:
-        world: the ranks.
-        meter: where traffic is counted.
-    """
-
-    def __init__(self, world: World, meter: Meter) -> None:
-        self._world, self._meter = world, meter
-
-    def exchange(
-        self,
-        parts: Sequence[Tensor],
-        counts: Sequence[int] | None = None,
-        layer: str = "",
-        direction: Direction = "forward",
-    ) -> list[Tensor]:
-        """See :class:`Channel`."""
         rank, size = self._world.rank, self._world.size
         peers = [peer for peer in range(size) if peer != rank]
         if not peers:
             return list(parts)
         if counts is None:
             return self._questions(parts, peers, layer)
-        began, transport, own = time.perf_counter(), self._world.transport, parts[rank]
+        began, own = time.perf_counter(), parts[rank]
         found = [own if peer == rank else own.new_empty((count, *own.shape[1:])) for peer, count in enumerate(counts)]
         sends = [(peer, parts[peer].contiguous()) for peer in peers if parts[peer].numel()]
         receives = [(peer, found[peer]) for peer in peers if found[peer].numel()]
-        traffic = transport.traffic(sends)
-        call = Call(layer, direction=direction)
-        with starting(self._world, self._meter, call, traffic, began):
-            wait = transport.start_each(sends, receives)
-        counted(wait, self._world, self._meter, call, traffic)()
+        start_messages(self._world, self._meter, Call(layer, direction=direction), sends, receives, began)()
         return found
 
     def _questions(self, parts: Sequence[Tensor], peers: Sequence[int], layer: str) -> list[Tensor]:
@@ -129,7 +113,7 @@ class GroupChannel:
         layer: str = "",
         direction: Direction = "forward",
     ) -> list[Tensor]:
-        """See :class:`Channel`; rows of unknown number may have any dtype."""
+        """See :meth:`TransportChannel.exchange`; rows of unknown number may have any dtype."""
         first = parts[0]
         sizes = torch.tensor([len(part) for part in parts])
         row_bytes = first.element_size() * first.shape[1:].numel()
@@ -173,7 +157,7 @@ class OwnedRows:
         channel: how rows travel.
     """
 
-    def __init__(self, first: Tensor, channel: Channel) -> None:
+    def __init__(self, first: Tensor, channel: TransportChannel | GroupChannel) -> None:
         self._first, self._channel = first, channel
 
     def request(self, places: Tensor, layer: str = "") -> Request:

@@ -111,11 +111,10 @@ class SummaMatrix(Matrix):
                 block = packed.new_empty(8 * (own.csr.num_rows + 1) + (4 + item) * counts[stage])
                 receives.append((in_row[stage], block))
             if stage == self.row:
-                sends += [(peer, rows) for peer in in_column if peer != rank and rows.numel()]
+                sends += [(peer, rows) for peer in in_column if peer != rank]
             else:
                 into = x.new_empty((size, width))
-                if into.numel():
-                    receives.append((in_column[stage], into))
+                receives.append((in_column[stage], into))
 
             def take() -> tuple[_Block, Tensor]:
                 if stage == self.column:
@@ -144,11 +143,7 @@ class SummaMatrix(Matrix):
         block = x.new_empty((sum(counts), columns[self.column]))
         pieces = block.split(counts)
         pieces[self.column].copy_(parts[self.column])
-        others = [index for index in range(len(ranks)) if index != self.column]
-        messages.start(
-            [(ranks[i], parts[i]) for i in others if parts[i].numel()],
-            [(ranks[i], pieces[i]) for i in others if pieces[i].numel()],
-        )()
+        messages.swap(ranks, parts, pieces)
         return block
 
     def _turned_back(self, block: Tensor, columns: list[int], messages: ProductMessages) -> Tensor:
@@ -158,11 +153,7 @@ class SummaMatrix(Matrix):
         pieces = block.split(counts)
         parts = [block.new_empty((counts[self.column], width)) for width in columns]
         parts[self.column] = pieces[self.column]
-        others = [index for index in range(len(ranks)) if index != self.column]
-        messages.start(
-            [(ranks[i], pieces[i]) for i in others if pieces[i].numel()],
-            [(ranks[i], parts[i]) for i in others if parts[i].numel()],
-        )()
+        messages.swap(ranks, pieces, parts)
         return torch.cat(parts, 1)
 
     def _summed(self, total: Tensor, messages: ProductMessages) -> Tensor:
@@ -171,16 +162,4 @@ class SummaMatrix(Matrix):
         if cube.layers == 1:
             return total
         pieces = total.split([self._sizes[block] for block in cube.blocks_of_row(self.row)])
-        own = pieces[self.layer]
-        peers = [cube.rank(self.row, self.column, layer) for layer in range(cube.layers)]
-        parts = [torch.empty_like(own) for _ in peers]
-        parts[self.layer] = own
-        others = [index for index in range(cube.layers) if index != self.layer]
-        messages.start(
-            [(peers[i], pieces[i]) for i in others if pieces[i].numel()],
-            [(peers[i], parts[i]) for i in others if parts[i].numel()],
-        )()
-        out = parts[0].clone()
-        for part in parts[1:]:
-            out += part
-        return out
+        return messages.sum([cube.rank(self.row, self.column, layer) for layer in range(cube.layers)], pieces)

@@ -128,7 +128,7 @@ class Transport(ABC):
 
 
 class ProcessTransport(Transport):
-    """Transport one message to, and receives one from, every peer that there is something for.
+    """Sends one message to, and receives one from, every peer that there is something for.
 
     Args:
         size: number of ranks.

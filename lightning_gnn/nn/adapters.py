@@ -147,9 +147,8 @@ def _label_propagation(conv: MessagePassing, context: GraphContext, layer: str) 
         return torch.nn.functional.one_hot(y, classes).to(torch.get_default_dtype())
 
     def gcn_norm(edge_index: Tensor, num_nodes: int, add_self_loops: bool) -> tuple[Tensor, Tensor]:
-        dtype = (
-            torch.get_default_dtype()
-        )  # whatever the rows', as PyG has it: scales would be rounded otherwise than weights
+        # Whatever the rows' dtype, as in PyG; weights, as scales are rounded differently.
+        dtype = torch.get_default_dtype()
         return context.gcn_norm(layer, edge_index, None, num_nodes, False, add_self_loops, dtype, as_scales=False)
 
     method = types.MethodType(conv.forward.__wrapped__, conv)  # inside torch.no_grad()
@@ -196,6 +195,9 @@ REFUSED: dict[str, str] = {
 }
 """Names of PyG's convs that are not exact on a part of a graph, with the reason and what to use."""
 
+# Convs whose messages are a source row times `edge_weight`.
+_WEIGHTED = "APPNP GCN2Conv GCNConv GraphConv LGConv MixHopConv SGConv SSGConv SimpleConv TAGConv"
+
 # Convs whose messages are a source row, or a source row times an edge weight: these aggregate by SpMM.
 # The value names the weight among the arguments of `propagate`.
 LINEAR_MESSAGES: dict[Callable[..., Tensor], str | None] = {
@@ -205,19 +207,5 @@ LINEAR_MESSAGES: dict[Callable[..., Tensor], str | None] = {
     pyg_nn.GINConv.message: None,
     pyg_nn.LabelPropagation.message: "edge_weight",
     pyg_nn.SAGEConv.message: None,
-    **{
-        getattr(pyg_nn, name).message: "edge_weight"
-        for name in [
-            "APPNP",
-            "GCN2Conv",
-            "GCNConv",
-            "GraphConv",
-            "LGConv",
-            "MixHopConv",
-            "SGConv",
-            "SSGConv",
-            "SimpleConv",
-            "TAGConv",
-        ]
-    },
+    **{getattr(pyg_nn, name).message: "edge_weight" for name in _WEIGHTED.split()},
 }

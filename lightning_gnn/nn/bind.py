@@ -103,17 +103,14 @@ class Binding:
                     self._patch(child, both_ways(child, context, name))
                 elif isinstance(child, MessagePassing):
                     self._bind(child, name, context.reverse if id(child) in out and context.reverse else context)
-                elif (methods := over_all(child)) is not None:
-                    object.__setattr__(child, STATE, Statistics(context.exchange, name))
-                    self._patch(child, {key: types.MethodType(method, child) for key, method in methods.items()})
                 elif isinstance(child, GPSConv) and isinstance(child.attn, torch.nn.MultiheadAttention):
                     self._patch(child.attn, dense_attention(child, context, f"{name}.attn"))
-                elif isinstance(child, aggr.Aggregation) and id(child) not in in_convs:
-                    object.__setattr__(child, STATE, Statistics(context.exchange, name))
-                    self._patch(child, {"forward": types.MethodType(readout, child)})
-                elif (forward := global_forward(child)) is not None:
-                    object.__setattr__(child, STATE, Statistics(context.exchange, name))
-                    self._patch(child, {"forward": types.MethodType(forward, child)})
+                else:
+                    reads_out = isinstance(child, aggr.Aggregation) and id(child) not in in_convs
+                    forward = readout if reads_out else global_forward(child)
+                    if methods := over_all(child) or ({} if forward is None else {"forward": forward}):
+                        object.__setattr__(child, STATE, Statistics(context.exchange, name))
+                        self._patch(child, {key: types.MethodType(method, child) for key, method in methods.items()})
         except BaseException:
             self.release()
             raise
@@ -132,7 +129,7 @@ class Binding:
         state = _BoundConv(context, layer)
         names = ["propagate"] + (["edge_updater"] if pyg.implements_edge_update(conv) else [])
         state.functions = {name: getattr(conv, name).__func__ for name in names}
-        adapter = _adapter_of(conv)
+        adapter = ADAPTERS.get(_known_kind(conv))
         patched = adapter(conv, context, layer) if adapter is not None else {}
         patched.update(fused(conv, context, layer, patched.get("forward", conv.forward).__func__))
         patched["propagate"] = types.MethodType(_propagate, conv)
@@ -188,9 +185,9 @@ def only_bound_convs() -> Iterator[None]:
         hook.remove()
 
 
-def _adapter_of(conv: MessagePassing) -> Any:
-    """Returns the adapter of the nearest class that has one; a user's own conv needs none."""
-    return next((ADAPTERS[kind] for kind in type(conv).__mro__ if kind in ADAPTERS), None)
+def _known_kind(conv: MessagePassing) -> Any:
+    """Returns the nearest class in :data:`ADAPTERS`; None for a user's own conv, which needs no adapter."""
+    return next((kind for kind in type(conv).__mro__ if kind in ADAPTERS), None)
 
 
 # Checks #######################################################################
@@ -257,9 +254,8 @@ def _is_per_node(aggregation: Any) -> bool:
 
 
 def _check_conv(where: str, conv: MessagePassing) -> None:
-    known = next((kind for kind in type(conv).__mro__ if kind in ADAPTERS), None)
     library = next(kind for kind in type(conv).__mro__ if kind.__module__.startswith("torch_geometric."))
-    if library is not MessagePassing and library is not known:
+    if library is not MessagePassing and library is not _known_kind(conv):
         _refuse(where, library)
     if STATE not in conv.__dict__ and "forward" in conv.__dict__:
         raise UnsupportedModelError(

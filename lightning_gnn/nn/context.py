@@ -102,12 +102,19 @@ class GraphContext(RankGraph):
         What it makes of the batch's own edges and weights is computed once. Sums may scale rows instead, if `as_scales`.
         """
         self.check_rows(num_nodes, layer)
-        edges, weight = self.once(
-            ("gcn_norm", improved, add_self_loops, dtype, as_scales),
-            edge_index,
-            edge_weight,
-            lambda: self._gcn_norm(layer, edge_index, edge_weight, num_nodes, improved, add_self_loops, dtype),
-        )
+
+        def compute() -> tuple[Tensor, Tensor]:
+            edges, weight = edge_index, edge_weight
+            if add_self_loops:
+                edges, weight = add_remaining_self_loops(edges, weight, 2.0 if improved else 1.0, num_nodes)
+            if weight is None:
+                weight = torch.ones(edges.size(1), dtype=dtype, device=edges.device)
+            source, target = edges
+            scale = _inverse_power(scatter(weight, target, 0, dim_size=num_nodes, reduce="sum"), 0.5)
+            return edges, self.exchange.expand(scale, layer)[source] * weight * scale[target]
+
+        name = ("gcn_norm", improved, add_self_loops, dtype, as_scales)
+        edges, weight = self.once(name, edge_index, edge_weight, compute)
         what = self.normalised(edge_index, edge_weight, improved, add_self_loops, dtype) if as_scales else None
         if what is not None:
             self.kept.of_edges(("sum", False), [edges, weight], lambda: what)
@@ -117,7 +124,6 @@ class GraphContext(RankGraph):
         self, edge_index: Tensor, edge_weight: Tensor | None, improved: bool, add_self_loops: bool, dtype: torch.dtype
     ) -> Sum | None:
         """Returns the sum that :meth:`gcn_norm` weighs edges for, as scales of rows; None where its weights do not factor.
-
         They do for the batch's own edges without weights. No weight is read per edge then, nor are edges listed once more.
         Numbers shorter than float32 would be rounded once more by a scale, and are weighted instead.
         """
@@ -132,27 +138,6 @@ class GraphContext(RankGraph):
             return Sum(edges, before=scale, after=scale)
 
         return self.kept.of_edges(("normalised", add_self_loops, dtype), [edge_index], make)
-
-    def _gcn_norm(
-        self,
-        layer: str,
-        edge_index: Tensor,
-        edge_weight: Tensor | None,
-        num_nodes: int,
-        improved: bool,
-        add_self_loops: bool,
-        dtype: torch.dtype,
-    ) -> tuple[Tensor, Tensor]:
-        if add_self_loops:
-            edge_index, edge_weight = add_remaining_self_loops(
-                edge_index, edge_weight, 2.0 if improved else 1.0, num_nodes
-            )
-        if edge_weight is None:
-            edge_weight = torch.ones(edge_index.size(1), dtype=dtype, device=edge_index.device)
-        source, target = edge_index
-        degree = scatter(edge_weight, target, 0, dim_size=num_nodes, reduce="sum")
-        scale = _inverse_power(degree, 0.5)
-        return edge_index, self.exchange.expand(scale, layer)[source] * edge_weight * scale[target]
 
     def with_self_loops(self, edge_index: Tensor) -> Tensor:
         """Returns the edges without self-loops, then one self-loop for each owned node, as PyG orders them."""

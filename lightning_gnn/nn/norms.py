@@ -77,11 +77,15 @@ def _wide(x: Tensor) -> Tensor:
     return x if x.dtype in (torch.float32, torch.float64) else x.float()
 
 
-def _only_graph(batch: Any, layer: str) -> None:
+def _statistics(norm: Any, batch: Any) -> Statistics:
+    """Returns what takes the statistics of a bound norm; raises where it was given several graphs."""
+    take: Statistics = norm.__dict__[STATE]
     if batch is not None and bool(batch.any()):
         raise UnsupportedModelError(
-            f"'{layer}' was given a batch vector: statistics per graph of a batch are not supported, only those of one graph."
+            f"'{take.layer}' was given a batch vector: statistics per graph of a batch are not supported, only those of one "
+            "graph."
         )
+    return take
 
 
 def _batch_norm(norm: Any, x: Tensor) -> Tensor:
@@ -110,8 +114,7 @@ def _batch_norm(norm: Any, x: Tensor) -> Tensor:
 
 
 def _instance_norm(norm: Any, x: Tensor, batch: Tensor | None = None, batch_size: int | None = None) -> Tensor:
-    take: Statistics = norm.__dict__[STATE]
-    _only_graph(batch, take.layer)
+    take = _statistics(norm, batch)
     if not norm.training and norm.track_running_stats:
         return type(norm).forward(norm, x)
     mean, count = take.mean(x, (0,))
@@ -126,8 +129,7 @@ def _instance_norm(norm: Any, x: Tensor, batch: Tensor | None = None, batch_size
 
 
 def _graph_norm(norm: Any, x: Tensor, batch: Tensor | None = None, batch_size: int | None = None) -> Tensor:
-    take: Statistics = norm.__dict__[STATE]
-    _only_graph(batch, take.layer)
+    take = _statistics(norm, batch)
     mean, _ = take.mean(x, (0,))
     out = x - mean * norm.mean_scale
     variance, _ = take.mean(out.square(), (0,))
@@ -135,8 +137,7 @@ def _graph_norm(norm: Any, x: Tensor, batch: Tensor | None = None, batch_size: i
 
 
 def _pair_norm(norm: Any, x: Tensor, batch: Tensor | None = None, batch_size: int | None = None) -> Tensor:
-    take: Statistics = norm.__dict__[STATE]
-    _only_graph(batch, take.layer)
+    take = _statistics(norm, batch)
     mean, _ = take.mean(x, (0,))
     x = x - mean
     if norm.scale_individually:
@@ -146,14 +147,12 @@ def _pair_norm(norm: Any, x: Tensor, batch: Tensor | None = None, batch_size: in
 
 
 def _mean_subtraction(norm: Any, x: Tensor, batch: Tensor | None = None, dim_size: int | None = None) -> Tensor:
-    take: Statistics = norm.__dict__[STATE]
-    _only_graph(batch, take.layer)
+    take = _statistics(norm, batch)
     return x - take.mean(x, (0,))[0]
 
 
 def _layer_norm(norm: Any, x: Tensor, batch: Tensor | None = None, batch_size: int | None = None) -> Tensor:
-    take: Statistics = norm.__dict__[STATE]
-    _only_graph(batch, take.layer)
+    take = _statistics(norm, batch)
     mean, _ = take.mean(x, (0, 1))
     x = x - mean
     variance, _ = take.mean(x.square(), (0, 1))
@@ -162,8 +161,7 @@ def _layer_norm(norm: Any, x: Tensor, batch: Tensor | None = None, batch_size: i
 
 
 def _graph_size(norm: Any, x: Tensor, batch: Tensor | None = None, batch_size: int | None = None) -> Tensor:
-    take: Statistics = norm.__dict__[STATE]
-    _only_graph(batch, take.layer)
+    take = _statistics(norm, batch)
     return x * take.total(x.new_full((1,), len(take.own(x)))).rsqrt()
 
 

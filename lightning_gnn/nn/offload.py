@@ -30,7 +30,7 @@ class Offloaded(torch.autograd.graph.saved_tensors_hooks):
                 return tensor
             pinned = (
                 tensor.is_cuda and tensor.layout == torch.strided
-            )  # else the copy goes through pinned memory of CUDA's
+            )  # else CUDA copies by way of its own pinned memory
             host = torch.empty(tensor.size(), dtype=tensor.dtype, layout=tensor.layout, pin_memory=pinned)
             return tensor.device, host.copy_(tensor)
 

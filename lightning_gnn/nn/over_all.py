@@ -131,8 +131,8 @@ def dense_attention(conv: GPSConv, context: GraphContext, layer: str) -> dict[st
                 f"'{layer}' was given {list(query.shape[:2])} graphs and nodes; a graph over ranks is one graph, and batch None."
             )
         assert context.rows is not None
-        everyone = torch.arange(context.rows.num_nodes, device=query.device)
-        rows = context.rows.fetch(key[0], everyone, layer).unsqueeze(0)
+        all_nodes = torch.arange(context.rows.num_nodes, device=query.device)
+        rows = context.rows.fetch(key[0], all_nodes, layer).unsqueeze(0)
         return type(self).forward(self, query, rows, rows, need_weights=False)
 
     return {"forward": types.MethodType(forward, conv.attn)}

@@ -41,7 +41,7 @@ class Product(torch.autograd.Function):
 class StatisticsOverRanks(torch.autograd.Function):
     """Several of :data:`~lightning_gnn.kernels.sums.STATISTICS` over edges that lie on several ranks; CPU.
 
-    Each rank takes those of its own edges; sums are added up at the owner, and extremes compared there. All ranks then hear the
+    Each rank takes those of its own edges; sums are added up at the owner, and extremes compared there. All ranks then get the
     extremes, count who has them, and share gradients among all edges that do, as on one device.
 
     Returns:
@@ -61,13 +61,13 @@ class StatisticsOverRanks(torch.autograd.Function):
         for name, sign in (("max", 1), ("min", -1)):
             if name in wanted:
                 partial = getattr(found, name)
-                with matrix.rows.world.transport.encoding(
-                    False
-                ):  # an edge either has the extreme, on all ranks, or not
+                # Exactly: an edge either has the extreme, on all ranks, or not.
+                with matrix.rows.world.transport.encoding(False):
                     whole = sign * matrix.rows.reduce_max(sign * partial, layer)
                     whole[without] = 0
                     everywhere = matrix.rows.expand(whole, layer)
-                    counts[f"num_{name}"] = _count(found, name, partial == everywhere, matrix, layer)
+                    attaining = torch.where(partial == everywhere, getattr(found, f"num_{name}").to(partial.dtype), 0)
+                    counts[f"num_{name}"] = matrix.rows.reduce(attaining, layer)
                 out[name] = whole
                 setattr(found, name, everywhere)
         none = rows.new_empty((0, rows.size(1)))
@@ -94,9 +94,3 @@ class StatisticsOverRanks(torch.autograd.Function):
         )
         at_sources = row_statistics_grad(matrix.csr, rows, upstream, found)
         return matrix.columns.reduce(at_sources.to(ctx.dtype), layer), None, None, None, None
-
-
-def _count(found: RowStatistics, name: str, attained: Tensor, matrix: SparseMatrix, layer: str) -> Tensor:
-    """Returns how many edges of each owned row have its extreme value, ``[N, F]``."""
-    count = getattr(found, f"num_{name}").to(found.max.dtype if name == "max" else found.min.dtype)
-    return matrix.rows.reduce(torch.where(attained, count, 0), layer)
