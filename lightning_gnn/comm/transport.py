@@ -174,7 +174,7 @@ class ProcessTransport(Transport):
             for peer, rows in messages
             if peer not in self._local
         ]
-        works: list[Any] = dist.batch_isend_irecv(remote) if remote else []
+        works: list[Any] = self._start(remote) if remote else []
         requests = [_Request(work, op.peer, self) for work, op in zip(works, remote)]
         if self._memory is not None:
             self._leaving = [request for request in self._leaving if not request.done]
@@ -195,6 +195,17 @@ class ProcessTransport(Transport):
                 request.wait()
 
         return wait
+
+    def _start(self, messages: list[dist.P2POp]) -> list[Any]:
+        if self._nccl:
+            return dist.batch_isend_irecv(messages)
+        works = []
+        for each in messages:
+            try:
+                works += dist.batch_isend_irecv([each])
+            except RuntimeError as error:  # the peer has closed the connection before this rank came to it
+                raise PeerError(each.peer, f"nothing to or from rank {each.peer} ({error})") from error
+        return works
 
     @override
     def start_varied(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from datetime import timedelta
 from functools import cache
 from typing import Any
@@ -183,25 +184,31 @@ def test_up_to_16_ranks(problem):
     assert meeting.run(work) == [None] * meeting.size
 
 
-def late(rank: int, world_size: int, shared_memory: bool) -> None:
-    """Rank 1, over which all else goes, fails before the exchange."""
+def late(rank: int, world_size: int, shared_memory: bool, seconds: float = 0.0) -> None:
+    """Rank 1, over which all else goes, fails before the exchange, to which the others come later."""
     world = World(rank, world_size, torch.device("cpu"), timedelta(seconds=3), shared_memory)
     try:
         relation = Relation.from_halos([np.array([2]), np.empty(0, np.int64), np.array([0])], np.arange(4))
         exchange = PlannedExchange(rank_plan(spst(relation, chain(3)), rank), world, Meter())
         if rank == 1:
             raise KeyError("user code")
+        time.sleep(seconds)
         exchange.expand(torch.randn(1, 4), "encoder.convs.1")
     finally:
         world.close()
 
 
 @pytest.mark.parametrize("shared_memory", [True, False])
-def test_missing_relay_is_named(ranks, shared_memory):
+def test_missing_relay_is_named(ranks, shared_memory, seconds=0.0):
     with pytest.raises(RankFailed) as caught:
-        ranks.run(3, late, shared_memory)
+        ranks.run(3, late, shared_memory, seconds)
     for words in ("Halo exchange (forward)", "layer 'encoder.convs.1'", "on rank 0", "rank 1"):
         assert words in caught.value.errors[0]
+
+
+def test_relay_that_is_gone_before_is_named(ranks):
+    """Then gloo raises where a message is started, not where it is waited for."""
+    test_missing_relay_is_named(ranks, False, 1.0)
 
 
 TOPOLOGIES = {"dgx1": "dgx1", "chain": chain(4), "slow pair": slow_pair(4)}
