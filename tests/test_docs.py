@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import re
-from importlib import import_module
 from pathlib import Path
+from pkgutil import resolve_name
 
 import pytest
 from processes import REPOSITORY
@@ -15,18 +15,11 @@ FOLDERS = ("", "lightning_gnn", "docs", "benchmarks", "tests", "examples")
 
 def exists(name: str) -> bool:
     """Returns whether a dotted name is a module, or an attribute of one."""
-    parts = name.split(".")
-    for count in range(len(parts), 0, -1):
-        try:
-            found = import_module(".".join(parts[:count]))
-        except ModuleNotFoundError:
-            continue
-        for attribute in parts[count:]:
-            if not hasattr(found, attribute):
-                return False
-            found = getattr(found, attribute)
-        return True
-    return False
+    try:
+        resolve_name(name)
+    except (ImportError, AttributeError):
+        return False
+    return True
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)

@@ -42,10 +42,11 @@ class Hooks:
 
     def gather(self, model: pl.LightningModule, step: str) -> bool:
         """Returns whether the hook at an epoch's end logs, and shares attributes with what comes before it."""
-        names = _names(model, self._epoch_end)
-        return logs(model, self._epoch_end) and bool(
-            names & (_names(model, step) | _names(model, f"{self._batch}_end"))
-        )
+        return self._ends_with(model, step, f"{self._batch}_end")
+
+    def _ends_with(self, model: pl.LightningModule, *methods: str) -> bool:
+        shared = _names(model, self._epoch_end) & set().union(*(_names(model, each) for each in methods))
+        return logs(model, self._epoch_end) and bool(shared)
 
     def before(
         self, model: pl.LightningModule, batch: Any, alone: bool, draws: SharedDraws, again: bool = False
@@ -63,22 +64,25 @@ class Hooks:
     ) -> Iterator[None]:
         """Calls those before and after a backward that log; in manual optimisation, not those about the optimizer."""
         automatic = model.automatic_optimization
-        first: list[tuple[str, tuple[Any, ...]]] = [("on_before_zero_grad", (optimizer,))] * automatic
-        first.append(("on_before_backward", (loss,)))
-        then = [("on_after_backward", ()), *[("on_before_optimizer_step", (optimizer,))] * automatic]
-        was_outside = draws.outside
-        for number, hooks in enumerate((first, then)):
-            draws.outside = True
-            for hook, args in hooks:
-                if logs(model, hook):
-                    self._call(model, hook, args, alone)
-            draws.outside = was_outside
-            if not number:
-                yield
+        if automatic:
+            self._call_outside(model, "on_before_zero_grad", (optimizer,), alone, draws)
+        self._call_outside(model, "on_before_backward", (loss,), alone, draws)
+        yield
+        self._call_outside(model, "on_after_backward", (), alone, draws)
+        if automatic:
+            self._call_outside(model, "on_before_optimizer_step", (optimizer,), alone, draws)
+
+    def _call_outside(
+        self, model: pl.LightningModule, hook: str, args: tuple[Any, ...], alone: bool, draws: SharedDraws
+    ) -> None:
+        if logs(model, hook):
+            before, draws.outside = draws.outside, True
+            self._call(model, hook, args, alone)
+            draws.outside = before
 
     def after(self, model: pl.LightningModule, batch: Any, output: Any, alone: bool, draws: SharedDraws) -> None:
         batch_end, epoch_end = f"{self._batch}_end", self._epoch_end
-        kept = logs(model, epoch_end) and bool(_names(model, batch_end) & _names(model, epoch_end))
+        kept = self._ends_with(model, batch_end)
         for hook, args in ((batch_end, (output, batch, 0)), (epoch_end, ())):
             if logs(model, hook) or (args and kept):
                 draws.outside = not args

@@ -166,12 +166,13 @@ class _Check:
                 return Finding.at(kept, trial, causes.KEPT)
         self.compared = True
         holders = small.holders if self.layout.kind == "vertex_cut" else None
-        return self._compare(trial, whole, split_graph(trial.graph, small.part, self.layout, holders))
+        shards = split_graph(trial.graph, small.part, self.layout, holders)
+        return self._compare(trial, whole, shards, is_first=number == 0)
 
     def _on_parts(self, trial: Trial, shards: Sequence[Shard], **options: Any) -> Outcome:
         return trial.on_parts(shards, self.bind, self.loss_reduction, **options)
 
-    def _compare(self, trial: Trial, whole: Outcome, shards: Sequence[Shard]) -> Finding | None:
+    def _compare(self, trial: Trial, whole: Outcome, shards: Sequence[Shard], is_first: bool) -> Finding | None:
         try:
             found = self._on_parts(trial, shards)
         except Parted as error:
@@ -185,7 +186,7 @@ class _Check:
             difference = self._where_draws_matter(trial) if common else None
             if difference is not None:
                 return Finding.at(difference, trial, causes.of_draws(common))
-            return self._of_other_features(trial, shards, whole)
+            return self._of_other_features(trial, shards, whole, is_first)
         chooses = [draw for draw in drawn if draw.chooses]
         if drawn and self._agrees_without_draws(trial, shards):
             # Else rows of which nothing is known but their number, which each rank draws for: no difference.
@@ -224,12 +225,13 @@ class _Check:
                 return each
         return None
 
-    def _of_other_features(self, trial: Trial, shards: Sequence[Shard], whole: Outcome) -> Finding | None:
+    def _of_other_features(
+        self, trial: Trial, shards: Sequence[Shard], whole: Outcome, is_first: bool
+    ) -> Finding | None:
         """Returns which logged values differ where outputs are others: as the graph is, counts and shares may all be 0, and what
         a module has gathered over epochs, such as its best loss, is that of this one.
         """
         names = {name for name, value in whole.ranks[0].logged.items() if bool((value == value.round()).all())}
-        is_first = trial.graph.x.size(0) == sum(FORMS[0].nodes)
         runs: list[tuple[float, ...]] = [(_OTHER,), (-_OTHER,)] if names and is_first else []
         if trial.gathers:
             names.update(whole.ranks[0].logged)

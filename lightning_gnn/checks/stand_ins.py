@@ -78,13 +78,18 @@ def ignore(*_: Any, **__: Any) -> None:
     """Does nothing."""
 
 
+def first_failure(ran: Sequence[Any]) -> tuple[int, BaseException] | None:
+    """Returns the rank of a meeting that has failed, and its error; not one that follows from another's, if it can be told."""
+    failures = [(rank, each) for rank, each in enumerate(ran) if isinstance(each, BaseException)]
+    first = failures[0] if failures else None
+    return next((each for each in failures if not isinstance(each[1], CommunicationError)), first)
+
+
 def of_ranks(ran: Sequence[T | BaseException]) -> list[T]:
-    """Returns what all ranks of a meeting have returned; raises RuntimeError if one has failed, from the first failure that does
-    not follow from another."""
-    failures = [each for each in ran if isinstance(each, BaseException)]
-    if failures:
-        first = next((each for each in failures if not isinstance(each, CommunicationError)), failures[0])
-        raise RuntimeError(f"{type(first).__name__}: {first}") from first
+    """Returns what all ranks of a meeting have returned; raises RuntimeError if one has failed."""
+    failure = first_failure(ran)
+    if failure is not None:
+        raise RuntimeError(f"{type(failure[1]).__name__}: {failure[1]}") from failure[1]
     done: Any = ran
     return done
 

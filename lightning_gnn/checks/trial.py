@@ -21,7 +21,15 @@ from lightning_gnn.checks.hooks import PHASES, Hooks
 from lightning_gnn.checks.logged_values import Logged, LoggedValues
 from lightning_gnn.checks.output_rows import OutputRows
 from lightning_gnn.checks.record import Event, Recorder, Rows
-from lightning_gnn.checks.stand_ins import QuietTrainer, backward, copied, quiet, run_step, without_optimizers
+from lightning_gnn.checks.stand_ins import (
+    QuietTrainer,
+    backward,
+    copied,
+    first_failure,
+    quiet,
+    run_step,
+    without_optimizers,
+)
 from lightning_gnn.comm.call import Step
 from lightning_gnn.comm.group import CommunicationError, World
 from lightning_gnn.comm.in_process import InProcessWorld, Meeting, kept_random_state
@@ -226,11 +234,10 @@ class Trial:
 
         with self._weights_kept(), only_bound_convs(), self._in_dtype():
             ran: Any = meeting.run(on_rank)
-            failures = [(rank, error) for rank, error in enumerate(ran) if isinstance(error, BaseException)]
-            if not failures:
+            failure = first_failure(ran)
+            if failure is None:
                 return self._outcome(ran, models[0])
-        # A rank that waits for one that raised fails too, and has nothing to say.
-        rank, error = next((f for f in failures if not isinstance(f[1], CommunicationError)), failures[0])
+        rank, error = failure
         text = f"{recorders[rank].inside or self.step} raises {in_one_line(error)}"
         if isinstance(error, CommunicationError):
             text = f"its parts do not go the same way: {error.__context__ or error}, in {recorders[rank].inside}"

@@ -147,7 +147,7 @@ def _label_propagation(conv: MessagePassing, context: GraphContext, layer: str) 
         return torch.nn.functional.one_hot(y, classes).to(torch.get_default_dtype())
 
     def gcn_norm(edge_index: Tensor, num_nodes: int, add_self_loops: bool) -> tuple[Tensor, Tensor]:
-        # Whatever the rows' dtype, as in PyG; weights, as scales are rounded differently.
+        # Whatever the rows', as in PyG: scales would be rounded otherwise than weights.
         dtype = torch.get_default_dtype()
         return context.gcn_norm(layer, edge_index, None, num_nodes, False, add_self_loops, dtype, as_scales=False)
 

@@ -76,10 +76,9 @@ class Kept:
 
     def once(self, name: Hashable, tensors: Sequence[Tensor | None], make: Callable[[], T]) -> T | None:
         """Returns ``make()``, a tuple of tensors that last as well; None unless all that it is made of are the batch's own."""
-        if not self.is_own(*tensors) or not self.lasts(*tensors):
-            return None
-        made: Any = self.of_edges(name, tensors, make)
-        self._lasting.update({id(tensor): tensor for tensor in made})
+        made: Any = self.of_edges(name, tensors, make) if self.is_own(*tensors) else None
+        if made is not None:
+            self._lasting.update({id(tensor): tensor for tensor in made})
         return made
 
     def is_constant(self, x: Tensor) -> bool:

@@ -49,8 +49,9 @@ TIMEOUT = 60.0
 """Seconds that a rank waits for another."""
 BATCH = 20
 """Programs of one job; the ranks start anew after `FRESH` of them."""
-ALL = "all"
 FRESH = 1000
+ALL = "all"
+"""In place of the names of values that warnings speak of: one says that nothing is known of any."""
 
 
 @dataclass(frozen=True)
