@@ -71,16 +71,14 @@ class CommunicationMetrics(pl.Callback):
         self._all_waited, self._all_seconds = torch.zeros(world.size, dtype=torch.float64), 0.0
         self._begin_epoch()
 
-    def _begin_epoch(self, *_: Any) -> None:
+    def _begin_epoch(self) -> None:
         self._nodes = self._edges = 0
         self._seconds = self._waited = 0.0
         self._pause()
 
-    def _pause(self, *_: Any) -> None:
+    def _pause(self) -> None:
         """Leaves out what has passed since the last batch."""
         self._since, self._waited_since = time.perf_counter(), self._world.waited_s or 0.0
-
-    on_train_epoch_start, on_validation_end = _begin_epoch, _pause  # type: ignore[assignment]
 
     def _codec_squares(self) -> tuple[float, ...]:
         """Sums of squares of errors and numbers since the last call; nothing without a codec."""
@@ -91,6 +89,14 @@ class CommunicationMetrics(pl.Callback):
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self._codec_squares()
         self._meter.take()  # what the sanity check sent belongs to no epoch
+
+    @override
+    def on_train_epoch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self._begin_epoch()
+
+    @override
+    def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self._pause()
 
     @override
     def on_train_batch_end(

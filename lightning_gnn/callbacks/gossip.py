@@ -39,7 +39,9 @@ class GossipMetrics(pl.Callback):
     def on_train_end(self, trainer: pl.Trainer, *_: Any) -> None:
         vars(trainer.progress_bar_callback or self).pop("get_metrics", None)
 
-    on_exception = on_train_end  # type: ignore[assignment]
+    @override
+    def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
+        self.on_train_end(trainer)
 
     @override
     def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:

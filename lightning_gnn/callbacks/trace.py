@@ -6,7 +6,7 @@ import json
 import time
 from collections.abc import Sequence
 from dataclasses import replace
-from functools import partial, partialmethod
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -71,7 +71,7 @@ class CommunicationTrace(pl.Callback):
     def _leave(self, name: str, *_: Any) -> None:
         self._spans.append((COMPUTE, Span("", name, "forward", self._calls.pop(name), time.perf_counter())))
 
-    def _next(self, stage: str | None, trainer: pl.Trainer, *_: Any) -> None:
+    def _next(self, trainer: pl.Trainer, stage: str | None) -> None:
         """Ends the stage of a step, and begins another, or none."""
         if trainer.strategy.meter.spans is None:  # type: ignore[attr-defined]
             return
@@ -82,12 +82,33 @@ class CommunicationTrace(pl.Callback):
             self._spans.append((track, Span(name, "", "", began, now)))
         self._stage = None if stage is None else (stage, now)
 
-    on_train_batch_start: Any = partialmethod(_next, "forward")
-    on_before_backward: Any = partialmethod(_next, "backward")
-    on_after_backward: Any = partialmethod(_next, "sum of gradients")
-    on_before_optimizer_step: Any = partialmethod(_next, "optimizer")
-    on_validation_batch_start: Any = partialmethod(_next, "validation")
-    on_train_batch_end = on_validation_batch_end = partialmethod(_next, None)  # type: ignore[assignment]
+    @override
+    def on_train_batch_start(self, trainer: pl.Trainer, *_: Any) -> None:
+        self._next(trainer, "forward")
+
+    @override
+    def on_before_backward(self, trainer: pl.Trainer, *_: Any) -> None:
+        self._next(trainer, "backward")
+
+    @override
+    def on_after_backward(self, trainer: pl.Trainer, *_: Any) -> None:
+        self._next(trainer, "sum of gradients")
+
+    @override
+    def on_before_optimizer_step(self, trainer: pl.Trainer, *_: Any) -> None:
+        self._next(trainer, "optimizer")
+
+    @override
+    def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
+        self._next(trainer, None)
+
+    @override
+    def on_validation_batch_start(self, trainer: pl.Trainer, *_: Any) -> None:
+        self._next(trainer, "validation")
+
+    @override
+    def on_validation_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
+        self._next(trainer, None)
 
     @override
     def on_train_epoch_end(self, trainer: pl.Trainer, *_: Any) -> None:
@@ -100,7 +121,9 @@ class CommunicationTrace(pl.Callback):
             hook.remove()
         self._hooks = []
 
-    on_exception = on_train_epoch_end  # type: ignore[assignment]
+    @override
+    def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
+        self.on_train_epoch_end(trainer)
 
     @override
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:

@@ -23,7 +23,7 @@ class WorkerFit(pl.Callback):
         self.worker, self.comparison = worker, comparison
         self._module, self._clusters = module, clusters
         self._averages = Averages(module, gradients)
-        self._pooled: PooledBatches = None  # type: ignore[assignment]  # before training
+        self._pooled: PooledBatches | None = None
 
     def batches(self, mask: str | None, saved: dict[str, Any]) -> PooledBatches | ClusterBatches | None:
         """Returns the pool's batches for training, the clusters with validation nodes for validation, None for the rest. `saved`
@@ -53,6 +53,7 @@ class WorkerFit(pl.Callback):
 
     def left_over(self) -> Data | None:
         """Returns a batch of all that others have left undone at the end of the pool; None once all is done."""
+        assert self._pooled is not None
         self.worker.leave(self._averages.vector)
         return self._pooled.left_over()
 
@@ -85,6 +86,7 @@ class WorkerFit(pl.Callback):
 
     @override
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        assert self._pooled is not None
         self._pooled.trained()
 
     @override

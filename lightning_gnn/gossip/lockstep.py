@@ -8,7 +8,6 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable
-from typing import Any
 
 from torch import Tensor
 from typing_extensions import override
@@ -49,10 +48,25 @@ class Lockstep(Worker):
         self.reached = self._first_epoch * self.pool.size + self._taken * self.pool.size // self._share
         return item
 
-    def _nothing(self, *_: Any, **__: Any) -> None:
-        """What workers in lockstep need not do."""
+    @override
+    def done(self, item: int) -> None:
+        pass  # no other worker takes it
 
-    done = give_back = enter = leave = come_back = _nothing  # type: ignore[assignment]
+    @override
+    def give_back(self, item: int) -> None:
+        pass
+
+    @override
+    def enter(self) -> None:
+        pass
+
+    @override
+    def leave(self, own: Callable[[], Tensor], for_good: bool = True) -> None:
+        pass
+
+    @override
+    def come_back(self) -> None:
+        pass
 
     @override
     def left_over(self) -> list[int]:

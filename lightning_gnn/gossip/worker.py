@@ -88,7 +88,7 @@ class Worker:
         self, pool: Pool, pairing: Pairing, interval: int, peers: Peers | None, patience: float, seed: int
     ) -> None:
         self.pool, self.pairing, self.interval = pool, pairing, interval
-        self.peers: Peers = peers  # type: ignore[assignment]  # of several workers, which alone meet
+        self.peers = peers
         self.me, self.size = pairing.me, pairing.size
         self.counts = Counts()
         self.left = False
@@ -156,6 +156,7 @@ class Worker:
         total: list[Tensor] = []
 
         def exchange(operation: Await | Visit) -> bool:
+            assert self.peers is not None
             mine = own()
             if isinstance(operation, Visit):
                 address = self.peers.addresses[operation.partner]
@@ -176,6 +177,7 @@ class Worker:
         return total[0] if total else None
 
     def _await(self, operation: Await, own: Tensor) -> Tensor | None:
+        assert self.peers is not None
         began = time.perf_counter()
         try:
             while (left := began + self._patience - time.perf_counter()) > 0:
@@ -186,17 +188,19 @@ class Worker:
         finally:
             self.counts.waited += time.perf_counter() - began
 
-    def _carry_out(self, steps: Steps[T], exchange: Any = None) -> T:
+    def _carry_out(self, steps: Steps[T], exchange: Callable[[Any], bool] | None = None) -> T:
         def how(operation: Operation) -> Any:
             if isinstance(operation, Pick):
                 return self._random.choice(operation.options)
             if isinstance(operation, IsAlive):
                 return self.peers is None or self.peers.heartbeat.is_alive(operation.worker)
             if isinstance(operation, (Notify, Notified)):
+                assert self.peers is not None
                 if isinstance(operation, Notified):
                     return self.peers.server.notified()
                 return self.peers.server.notify(self.peers.addresses[operation.worker])
             if isinstance(operation, (Await, Visit)):
+                assert exchange is not None
                 return exchange(operation)
             return answer(self._keys, operation)
 
@@ -249,7 +253,9 @@ class Worker:
         return {int(worker): tuple(each) for worker, each in json.loads(agreed).items()}
 
     def weights_of(self, worker: int) -> bytes:
-        found: Any = self.peers.keys.find(f"weights/{worker}")
+        assert self.peers is not None
+        found = self.peers.keys.find(f"weights/{worker}")
+        assert found is not None
         return found
 
     def part(self, workers: Sequence[int], stay: bool, seconds: float) -> None:

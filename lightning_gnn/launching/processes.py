@@ -45,7 +45,7 @@ class ProcessLauncher(_Launcher):
     def __init__(self, strategy: GNNStrategy, start_method: Literal["spawn", "fork"]) -> None:
         self._strategy, self._start_method = strategy, start_method
         self._supervisor: Supervisor | None = None
-        self._reporter: Reporter = None  # type: ignore[assignment]  # in a rank
+        self._reporter: Reporter | None = None  # in a rank
 
     @property
     @override
@@ -154,6 +154,7 @@ class ProcessLauncher(_Launcher):
 
     def ranks_are_independent(self) -> None:
         """Reports, in a rank, that from now on none needs another."""
+        assert self._reporter is not None
         self._reporter.send("independent")
 
     @override

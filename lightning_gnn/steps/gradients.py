@@ -39,9 +39,9 @@ class _Bucket:
 
     parameters: list[Tensor]
     ready: int = 0
-    flat: Any = None
+    flat: Tensor | None = None
     versions: list[tuple[int, int] | None] = field(default_factory=list)
-    wait: Any = None
+    wait: Callable[[], None] | None = None
 
 
 class GradientSum:
@@ -194,7 +194,9 @@ class GradientSum:
         fits = loss is not None and torch.promote_types(loss.dtype, dtype) == dtype
         self._send(last, flags, loss if fits else None)
         for bucket in self._buckets:
+            assert bucket.wait is not None
             bucket.wait()
+        assert last.flat is not None
         total: Tensor | None = None
         if fits:
             last.flat, total = last.flat[:-1], last.flat[-1].clone()
@@ -205,6 +207,7 @@ class GradientSum:
         for bucket, late in zip(early, again):
             if late:
                 self._send(bucket)
+                assert bucket.wait is not None
                 bucket.wait()
         for bucket in self._buckets:
             self._receive(bucket, used)
@@ -227,6 +230,7 @@ class GradientSum:
 
     @staticmethod
     def _receive(bucket: _Bucket, used: Iterator[float]) -> None:
+        assert bucket.flat is not None
         place = 0
         for parameter in bucket.parameters:
             if next(used):

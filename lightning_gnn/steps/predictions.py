@@ -176,7 +176,9 @@ class PredictedRows:
         )
 
     def _by_id(self, place: int, by_leaf: Sequence[Sequence[_Leaf]], leaves: Sequence[Any]) -> _Rows:
-        ids = _as_tensor(leaves[place]).cpu()
+        ids = _as_tensor(leaves[place])
+        assert ids is not None
+        ids = ids.cpu()
         masks = frozenset.intersection(*(leaf.inside or frozenset() for leaf in by_leaf[place]))
         kept = torch.ones(len(ids), dtype=torch.bool)
         for rows in (self._rows[mask] for mask in masks):  # what stands in for a mask was chosen by the mask
@@ -185,6 +187,7 @@ class PredictedRows:
 
     def _join(self, leaf: Any, rows: _Rows, of_ranks: Sequence[_Leaf]) -> Any:
         found = _as_tensor(leaf)
+        assert found is not None
         # Ranks without rows may have them of another form.
         some = [each for each in of_ranks if each.length] or of_ranks
         forms = {each.shape[1:] for each in some if each.shape is not None}
@@ -210,7 +213,7 @@ def _is_list(value: Any) -> bool:
     return isinstance(value, list) and all(isinstance(each, (bool, int, float)) for each in value)
 
 
-def _as_tensor(leaf: Any) -> Any:
+def _as_tensor(leaf: Any) -> Tensor | None:
     """Returns rows as a tensor; None for a value."""
     if isinstance(leaf, np.ndarray) and leaf.dtype.kind in "biufc":
         return torch.from_numpy(leaf)

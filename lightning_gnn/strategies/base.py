@@ -204,6 +204,7 @@ class GNNStrategy(StepStrategy):
 
     def stage_callbacks(self, shard: Shard) -> list[pl.Callback]:
         """Returns the callbacks that a stage adds to the user's."""
+        assert self._shared is not None
         metrics = CommunicationMetrics(self.meter, self.world, part_sizes(shard), self._shared.replicas)
         return [metrics, self.progress, self._checks, *self.scheme.callbacks(self.world)]
 
@@ -236,6 +237,7 @@ class GNNStrategy(StepStrategy):
     @contextmanager
     def unbound(self) -> Iterator[None]:
         """While open, the module is as its user made it."""
+        assert self._values is not None
         with self._values.released(), ExitStack() as stack:
             if self._binding is not None:
                 self._binding.release()
@@ -256,8 +258,7 @@ class GNNStrategy(StepStrategy):
             if part is not None:
                 part.release()
         self._callbacks = []
-        self._values = self._shared = None  # type: ignore[assignment]
-        self._binding = self._shard = self.random = self.loss = self._checks.shard = None
+        self._values = self._shared = self._binding = self._shard = self.random = self.loss = self._checks.shard = None
         self.scheme.unbind()
         super().teardown()
 
@@ -276,6 +277,7 @@ class GNNStrategy(StepStrategy):
         self.world.watch.place = "end of training"
         if self._binding is not None:
             self._binding.context.drain()
+        assert self._shared is not None
         self._shared.end_training()
 
     @override

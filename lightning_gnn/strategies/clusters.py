@@ -133,7 +133,7 @@ class ClusterStrategy(GNNStrategy):
         self.final, self.monitor, self.mode = final, monitor, mode
         self.report: dict[int, Counts] = {}
         self.consensus = 0.0
-        self._fit: WorkerFit = None  # type: ignore[assignment]  # in fit only
+        self._fit: WorkerFit | None = None  # in fit only
         self._server: StoreServer | None = None
         self._starting: TrainerFn | None = None
         self._lost: list[int] = []
@@ -296,6 +296,7 @@ class ClusterStrategy(GNNStrategy):
     @override
     def batch_to_device(self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0) -> Any:
         if isinstance(batch, LeftOver):
+            assert self._fit is not None
             batch = self._fit.left_over()
             if batch is None:
                 self._end_epoch()
@@ -309,12 +310,14 @@ class ClusterStrategy(GNNStrategy):
 
     @override
     def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
+        assert self._fit is not None
         self._fit.comparison.losses.append(closure_loss.detach())
         return super().backward(closure_loss, optimizer, *args, **kwargs)
 
     @override
     def post_backward(self, closure_loss: Tensor) -> None:
         """Averages with others, before gradients are clipped."""
+        assert self._fit is not None
         self._fit.average()
 
     @override
@@ -332,6 +335,7 @@ class ClusterStrategy(GNNStrategy):
     def on_train_end(self) -> None:
         """Comes to a result with the other workers; none of them waits for one that has died."""
         super().on_train_end()
+        assert self._fit is not None
         fit, worker = self._fit, self._fit.worker
         scores = fit.end(self.timeout.total_seconds())
         self.report, self.consensus = worker.all_counts(), worker.consensus(scores)
@@ -353,5 +357,5 @@ class ClusterStrategy(GNNStrategy):
             self._fit.worker.close()
         if self._server is not None:
             self._server.stop()
-        self._fit = self._server = None  # type: ignore[assignment]
+        self._fit = self._server = None
         super().teardown()

@@ -152,7 +152,7 @@ class SamplingStrategy(GNNStrategy):
         self.prefetch, self.cache_mb, self.seed = prefetch, cache_mb, seed
         self._choose(None, None)
         self._loaders: dict[str | None, SampledBatches] = {}
-        self._predicted: Any = None
+        self._predicted: tuple[Tensor, list[int]] | None = None
         self._depth_known = self._trained = False
 
     @property
@@ -367,6 +367,7 @@ class SamplingStrategy(GNNStrategy):
         """Returns rows of all ranks in original order, on the ranks that ``predictions`` names."""
         if self.predictions == "shards":
             return output
+        assert self._predicted is not None
         ids, counts = self._predicted[0].to(self.root_device), self._predicted[1]
 
         def gather(leaf: Tensor) -> Tensor:

@@ -44,8 +44,8 @@ class StepStrategy(RankStrategy):
         self.loss: Tensor | None = None
         self._binding: Binding | None = None
         # Of a stage, between set-up and teardown.
-        self._values: StepValues = None  # type: ignore[assignment]
-        self._shared: SharedModel = None  # type: ignore[assignment]
+        self._values: StepValues | None = None
+        self._shared: SharedModel | None = None
         self._in_use = ExitStack()
         self._steps = 0
 
@@ -105,6 +105,7 @@ class StepStrategy(RankStrategy):
         return nullcontext() if self.random is None else self.random.inside(step)
 
     def _begin_step(self, stage: str) -> StepValues:
+        assert self._values is not None
         step = self.progress.begin_step(stage, self._module.trainer, self.world)
         if self._binding is not None:  # none where a step takes its batch as it is
             self._binding.context.begin_step(step)
@@ -126,6 +127,7 @@ class StepStrategy(RankStrategy):
         # As Lightning's, but gradients are summed before on_after_backward, which precision.post_backward calls, and
         # on_before_backward is given the loss as the step returned it.
         self.progress.at("backward", self._module.trainer)
+        assert self._shared is not None and self._values is not None
         gradients, scale = self._shared.gradients, self._values.scale
         module, precision = self._module, self.precision_plugin
         with self._drawing(False):  # hooks draw alike on all ranks, in manual optimisation too
@@ -151,6 +153,7 @@ class StepStrategy(RankStrategy):
     @override
     def block_backward_sync(self) -> Generator:
         """Leaves gradients unsummed while open: those of an accumulation are summed once, at its end."""
+        assert self._shared is not None
         with self._shared.gradients.blocked():
             yield None
 
