@@ -15,6 +15,7 @@ from lightning_gnn.checks.record import Compared, Rows, largest, relative_differ
 from lightning_gnn.checks.trial import Outcome, Parted, Trial
 from lightning_gnn.data.shards import Shard
 from lightning_gnn.nn.rank_graph import UnsupportedModelError
+from lightning_gnn.steps.predictions import UnknownRows
 
 FIT = 1e-6
 """Up to this part of the largest value, one thing is taken to be another: rounding is far smaller in float64."""
@@ -56,6 +57,8 @@ class Finding:
         """Returns the finding of a run on parts that ended before its time."""
         raised = error.__cause__
         cause = NEIGHBOURS if isinstance(raised, IndexError) else ACROSS_NODES
+        if isinstance(raised, UnknownRows):
+            return cls(trial.step, "on parts of the graph", None, Cause(OF_UNKNOWN, str(raised)))
         if isinstance(raised, UnsupportedModelError):
             cause = Cause("a model that is refused", str(raised))
         return cls(trial.step, f"on a part of the graph, {error}", None, cause)
@@ -73,7 +76,7 @@ class Finding:
 
 COUNT, STATISTICS = "mean over the wrong count", "batch statistics"
 ACROSS, RANDOM, STATE = "an op that looks across nodes outside message passing", "random numbers", "state between steps"
-NOT_KNOWN = "a value that no rank can know"
+NOT_KNOWN, OF_UNKNOWN = "a value that no rank can know", "rows of unknown nodes"
 
 _HELP = "expand, reduce, fetch_rows and sum_over_ranks of lightning_gnn are made for such code (docs/models.md)"
 ACROSS_NODES = Cause(ACROSS, f"A rank has some of the nodes only, and this code sees no others; {_HELP}.")
@@ -148,6 +151,11 @@ STANDS_IN = Cause(
     "it weighs nothing in losses, metrics and logged values, but the step uses the mask for something else. Give every rank "
     'nodes of each mask: GraphDataModule(..., partition="metis_masks").',
 )
+CHOSEN = Cause(
+    OF_UNKNOWN,
+    "It has as many rows as there are nodes or edges, or as a mask has, but they are others, or in another order. Return "
+    'their ids, too: {"n_id": batch.n_id[rows], "out": out[rows]}, or "e_id" of edges.',
+)
 
 
 def of(difference: Difference, whole: Outcome, found: Outcome, shards: Sequence[Shard], trial: Trial) -> Cause:
@@ -160,6 +168,8 @@ def of(difference: Difference, whole: Outcome, found: Outcome, shards: Sequence[
         return of_logged(difference.name, whole, found, shards)
     if difference.group == "buffers":
         return BUFFER
+    if difference.group == "predictions":
+        return CHOSEN
     return BY_ITSELF if found.ranks[0].backwards == 0 else BACKWARD
 
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from lightning_gnn.checks.record import Compared, compared, differing
+from lightning_gnn.checks.record import Compared, compared, differing, largest, relative_difference
 from lightning_gnn.checks.trial import Outcome
 
 TOLERANCES: dict[torch.dtype | None, float] = {torch.float64: 1e-7, None: 1e-3}
@@ -22,7 +22,7 @@ class Difference:
     """A place where a run differs from that of one device.
 
     Attributes:
-        group: ``"outputs"``, ``"loss"``, ``"gradients"``, ``"buffers"`` or ``"metrics"``.
+        group: ``"outputs"``, ``"predictions"``, ``"loss"``, ``"gradients"``, ``"buffers"`` or ``"metrics"``.
         where: what differs, in words that name the layer.
         size: the largest difference, of the largest value.
         name: of the parameter, the buffer or the logged value.
@@ -47,6 +47,11 @@ def differences(whole: Outcome, found: Outcome, tolerance: float) -> Iterator[Di
     for each in compared(events, found.parts):
         if each.difference > tolerance:
             yield Difference("outputs", each.event.where, each.difference, values=each)
+    for expected, value in zip(whole.ranks[0].predicted, found.ranks[0].predicted):
+        alike = value.shape == expected.shape
+        size = relative_difference(value, expected, largest(expected)) if alike else float("inf")
+        if size > tolerance:
+            yield Difference("predictions", "what predict_step returns", size)
     for _, size in differing({"": found.loss}, {"": whole.loss}, tolerance):
         yield Difference("loss", "the loss", size)
     for name, size in list(differing(found.gradients, whole.gradients, tolerance))[::-1]:
@@ -54,8 +59,8 @@ def differences(whole: Outcome, found: Outcome, tolerance: float) -> Iterator[Di
     for name, size in differing(found.buffers, whole.buffers, tolerance):
         yield Difference("buffers", f"the buffer '{name}'", size, name)
     least = tolerance if tolerance < 0 else max(tolerance, LOGGED_TOLERANCE)
-    expected, values = whole.ranks[0].logged, found.ranks[0].logged
-    for name, value in expected.items():
+    values = found.ranks[0].logged
+    for name, value in whole.ranks[0].logged.items():
         if name in values and not (value.isnan().all() and values[name].isnan().all()):
             for _, size in differing({name: values[name]}, {name: value}, least):  # each is measured against itself
                 yield Difference("metrics", f"the logged '{name}'", size, name)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -40,6 +40,7 @@ from lightning_gnn.nn.context import GraphContext
 from lightning_gnn.nn.helpers import graph_in_use
 from lightning_gnn.steps.gradients import GradientSum
 from lightning_gnn.steps.metric_states import metrics_in
+from lightning_gnn.steps.predictions import AmbiguousRows, PredictedRows, tensors_in
 from lightning_gnn.steps.weights import scale_by
 
 Bind = Callable[[torch.nn.Module, Shard, World], Binding]
@@ -70,6 +71,7 @@ class OnRank:
         backwards: how often a step that optimises by hand has called ``manual_backward``.
         logged: values by name, at the end of the epoch.
         calls: of ``self.log``.
+        predicted: what ``predict_step`` returns, put together; empty where that is not known.
         own_draws: what the model's own code drew for itself, in words.
         noted_draws: draws other than per node or edge.
     """
@@ -82,6 +84,7 @@ class OnRank:
     backwards: int | None = None
     logged: Mapping[str, Tensor] = field(default_factory=dict)
     calls: Mapping[str, Logged] = field(default_factory=dict)
+    predicted: Sequence[Tensor] = ()
     own_draws: Sequence[str] = ()
     noted_draws: Sequence[Draw] = ()
 
@@ -328,17 +331,28 @@ class Trial:
                         run_backward(loss, ran.scale)
             else:
                 recorder.record(f"what {self.step} returns", (self.step,), output, whole_numbers=True)
+                if self.stage == "predict" and not self._has_other_ids(output, rows):
+                    with suppress(AmbiguousRows):  # among so few
+                        joined = output if world is None else PredictedRows(world, shard, batch, "all")(output)
+                        ran.predicted = [each.double() for each in tensors_in(joined)]
                 self._run_on_second_loader(model, batch, logged, (counts, stand_ins, sizes), world is None)
             if outputs is not None:
                 outputs.release()
             if world is None and isinstance(model._trainer, QuietTrainer):
                 self.reads_epoch = self.reads_epoch or model._trainer.reads_epoch
-            self._hooks.after(model, batch, output, world is None, draws)
+            given = _given_to_hooks(output) if self.training else output
+            self._hooks.after(model, batch, given, world is None, draws)
             logged.finish(self._skipped)
         ran.backwards = backwards() if self._by_hand else None
         ran.logged, ran.calls = logged.values, logged.calls
         ran.own_draws, ran.noted_draws = draws.own_draws, draws.noted
         return ran
+
+    def _has_other_ids(self, output: Any, rows: Rows) -> bool:
+        """Returns whether there may be ids in what a step returns, and the user's are fewer than those of this graph."""
+        counts = ((self.graph.n_id, rows.num_nodes), (self.graph.e_id, rows.num_edges))
+        fewer = any(len(ids) and int(ids.max()) + 1 < count for ids, count in counts)
+        return fewer and any(each.dtype == torch.int64 and each.dim() == 1 for each in tensors_in(output))
 
     def _noise_like(self, size: float, x: Tensor) -> Tensor:
         """Returns noise for features of all nodes, the same on each rank; if it is small, upwards: 3.0 stays 3."""
@@ -400,6 +414,12 @@ def _rows_of_masks(rows: Rows, batch: Data) -> dict[int, tuple[int, Tensor]]:
     tensors = [value for value in batch.to_dict().values() if isinstance(value, Tensor)]
     masks = [rows.nodes[each] for each in tensors if each.dtype == torch.bool and each.shape == rows.nodes.shape]
     return {len(inside): (rows.num_nodes, inside) for inside in reversed(masks) if len(inside) > 8}
+
+
+def _given_to_hooks(output: Any) -> dict[str, Any]:
+    """Returns what Lightning makes of what a training step returns."""
+    given = dict(output) if isinstance(output, Mapping) else {"loss": output}
+    return given | {"loss": loss.detach()} if isinstance(loss := given.get("loss"), Tensor) else given
 
 
 def _learn(optimizer: torch.optim.Optimizer, world: World | None) -> None:

@@ -76,6 +76,7 @@ class GlobalLogs:
         # Lightning would advise sync_dist=True for values that are global already.
         warnings.filterwarnings("ignore", message=".*It is recommended to use `self.log\\(.*sync_dist=True.*")
         self._held: list[_Call] | None = None
+        self._sum: Tensor | None = None  # what the last step has returned, if it is a sum over this rank's rows
         self._warned: set[str] = set()
         object.__setattr__(module, "log", self._wrapped)
 
@@ -92,7 +93,7 @@ class GlobalLogs:
         left_stand_in_out()  # what has been left out before counts for nothing
         self.weights.enter(counts, stand_ins, sizes)
         self.metrics.enter()
-        self._held = []
+        self._held, self._sum = [], None
 
     def leave(self, output: Any = None, loss_reduction: str = "mean") -> float:
         """Ends the step, which has returned `output`: makes the held values global and logs them, in order.
@@ -110,9 +111,10 @@ class GlobalLogs:
         if said is not None:
             weights.say(said)
         loss = output.get("loss") if isinstance(output, Mapping) else output
-        is_sum = isinstance(loss, Tensor) and said is None and loss_reduction == "sum"
+        if isinstance(loss, Tensor) and said is None and loss_reduction == "sum":
+            self._sum = loss.detach()
         held, self._held = self._held, None
-        self._flush(held or [], loss if is_sum else None)
+        self._flush(held or [])
         self.metrics.leave()
         weights.in_step = False
         return scale
@@ -163,9 +165,9 @@ class GlobalLogs:
                 "graph, once."
             )
 
-    def _flush(self, calls: Sequence[_Call], summed: Tensor | None = None) -> None:
+    def _flush(self, calls: Sequence[_Call]) -> None:
         of_ranks = [call for call in calls if call.is_of_rank]
-        weights = self._reduce(of_ranks, summed) if of_ranks and self._world.size > 1 else []
+        weights = self._reduce(of_ranks) if of_ranks and self._world.size > 1 else []
         for call, weight in zip(of_ranks, weights or [self._own_size(call) for call in of_ranks]):
             # What the steps of an epoch weigh in its mean; of one batch, it only tells Lightning not to guess.
             call.options["batch_size"] = int(weight) or 1
@@ -181,10 +183,10 @@ class GlobalLogs:
         given = call.options.get("batch_size")
         return sum(self.weights.counts) if given is None else given
 
-    def _reduce(self, calls: Sequence[_Call], summed: Tensor | None) -> list[float]:
+    def _reduce(self, calls: Sequence[_Call]) -> list[float]:
         """Makes the values of all ranks one each; returns what they weigh."""
         names = [call.name for call in calls]
-        own = torch.stack([self._channels(call, summed) for call in calls], 1)  # [4, calls]
+        own = torch.stack([self._channels(call) for call in calls], 1)  # [4, calls]
         values, sizes, are_all, are_sums = self._gather(own, names).unbind(1)  # [P, calls] each
         counts = torch.tensor(self.weights.counts, dtype=torch.float64)
         real = counts > 0
@@ -211,7 +213,7 @@ class GlobalLogs:
             call.value = joined[call.reduction or "mean"][index].to(like.device, dtype)
         return totals.tolist()
 
-    def _channels(self, call: _Call, summed: Tensor | None) -> Tensor:
+    def _channels(self, call: _Call) -> Tensor:
         """Returns a rank's value, what it says to weigh, -1 for nothing, whether that is all its nodes or edges, and whether the
         value is a sum, ``[4]``."""
         device, stand_ins = self._world.device, self.weights.stand_ins
@@ -224,8 +226,8 @@ class GlobalLogs:
             if call.reduction == "sum" and _may_be_of(stand_ins, float(value)):
                 value = torch.zeros_like(value)
         is_sum = torch.zeros_like(value)
-        if summed is not None and given is None and call.reduction == "mean":
-            is_sum = (value == summed.detach().to(value)).to(value)
+        if self._sum is not None and given is None and call.reduction == "mean":
+            is_sum = (value == self._sum.to(value)).to(value)
         of_all = float(size in self.weights.sizes)
         return torch.stack([value, value.new_tensor(size), value.new_tensor(of_all), is_sum])
 

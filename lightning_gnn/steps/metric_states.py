@@ -36,8 +36,18 @@ _NOT_KEPT = {"_trainer", "_defaults", *vars(torch.nn.Module())} - {"_modules"}
 """What holds no metrics in a module."""
 
 
+_GUESSED = (
+    "{0} takes the scores that it is given for logits if one of a call lies outside 0 to 1, and ranks {1} have taken theirs for "
+    "probabilities, others for logits. Give it probabilities: metric.update(out[mask].softmax(-1), y[mask]), or sigmoid()."
+)
+
+
 def states_of_ranks(metric: Metric, world: World) -> list[dict[str, Any]]:
-    """Returns the states of the ranks that have seen something, or of all if none has."""
+    """Returns the states of the ranks that have seen something, or of all if none has.
+
+    Raises:
+        ValueError: ranks have taken scores for logits and for probabilities, in the same calls.
+    """
     states = {name: getattr(metric, name) for name in metric._reductions}
     for name, reduce in metric._reductions.items():
         if reduce is dim_zero_cat and isinstance(states[name], list) and states[name]:
@@ -47,8 +57,11 @@ def states_of_ranks(metric: Metric, world: World) -> list[dict[str, Any]]:
     raw = [each.detach().to(world.device).reshape(-1).view(torch.uint8) for each in chain(*parts.values())]
     packed = torch.cat([*raw, torch.empty(0, dtype=torch.uint8, device=world.device)])
     operation = f"States of {type(metric).__name__}"
-    own = torch.tensor([zlib.crc32(repr(form).encode()), is_new(metric)], dtype=torch.int64, device=world.device)
-    digests, new = world.all_gather(own, operation).cpu().unbind(1)
+    own = torch.tensor([zlib.crc32(repr(form).encode()), is_new(metric), 0, 0], dtype=torch.int64, device=world.device)
+    own[2:] += getattr(metric, "_guesses", 0)
+    digests, new, logits, probabilities = world.all_gather(own, operation).cpu().unbind(1)
+    if probabilities.any() and (logits[(logits + probabilities) > 0].unique().numel()) > 1:
+        raise ValueError(_GUESSED.format(type(metric).__name__, probabilities.nonzero().view(-1).tolist()))
     if bool((digests == digests[0]).all()):
         forms = [form] * world.size
         pieces: Sequence[Tensor] = world.all_gather(packed, operation).unbind(0)

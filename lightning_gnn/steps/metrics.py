@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
@@ -18,6 +19,7 @@ import torch
 from torch import Tensor
 from torchmetrics import CatMetric, MaxMetric, MeanMetric, Metric, MetricCollection, MinMetric, SumMetric
 from torchmetrics.metric import CompositionalMetric
+from torchmetrics.utilities.compute import normalize_logits_if_needed
 from torchmetrics.utilities.distributed import gather_all_tensors
 from torchmetrics.wrappers import BootStrapper, Running
 from torchmetrics.wrappers.abstract import WrapperMetric
@@ -31,10 +33,11 @@ class _Current(threading.local):
     """The object whose ranks the metrics of a thread belong to."""
 
     metrics: StandInMetrics | None = None
+    updated: Metric | None = None
 
 
 _current = _Current()
-_METHODS = ("update", "forward", "_sync_dist", "distributed_available_fn", "_equal_metric_states")
+_KEPT = ("update", "forward", "_sync_dist", "distributed_available_fn", "_equal_metric_states", "_guesses")
 _wrap_update = Metric._wrap_update
 
 
@@ -46,6 +49,15 @@ def _wrap_update_of_new(metric: Metric, update: Callable[..., Any]) -> Callable[
     if metrics is None or type(metric).__module__.startswith("lightning."):
         return wrapped
     return metrics.wrap_new(metric, wrapped)
+
+
+def _normalize(scores: Tensor, normalization: Any) -> Tensor:
+    """Torchmetrics' own, in whose place it stands: it takes scores for logits if one of a call lies outside 0 to 1."""
+    if normalization and scores.numel() and _current.updated is not None:
+        are_logits = ((scores < 0) | (scores > 1)).any()
+        kept = vars(_current.updated)
+        kept["_guesses"] = kept["_guesses"] + torch.stack([are_logits, ~are_logits]).long()
+    return normalize_logits_if_needed(scores, normalization)
 
 
 class _RanksAreThere:
@@ -117,25 +129,28 @@ class StandInMetrics:
                     "BootStrapper(sampling_strategy='multinomial') draws as many rows on each rank as the rank has, which is not "
                     "a draw from all. Use sampling_strategy='poisson', which draws for each row by itself."
                 )
-            self._before.append((metric, {name: vars(metric)[name] for name in _METHODS if name in vars(metric)}))
+            self._before.append((metric, {name: vars(metric)[name] for name in _KEPT if name in vars(metric)}))
             if isinstance(metric, MetricCollection):
                 metric._equal_metric_states = _equal_states  # type: ignore[method-assign, assignment]
             else:
                 metric.update = self.wrap(metric, _own_update(metric))
         Metric._wrap_update = _wrap_update_of_new  # type: ignore[method-assign, assignment]
+        for name, namespace in list(sys.modules.items()):
+            if name.startswith("torchmetrics.functional.") and hasattr(namespace, normalize_logits_if_needed.__name__):
+                setattr(namespace, normalize_logits_if_needed.__name__, _normalize)
         _current.metrics = self
 
     def release(self) -> None:
         if _current.metrics is self:
             _current.metrics = None
         for metric, before in self._before:
-            for name in _METHODS:
+            for name in _KEPT:
                 vars(metric).pop(name, None)
             vars(metric).update(before)
         for reference, available in self._new:
             new = reference()
             if new is not None:
-                for name in ("forward", "_sync_dist"):
+                for name in ("forward", "_sync_dist", "_guesses"):
                     vars(new).pop(name, None)
                 new.distributed_available_fn = available
                 new.update = _own_update(new)  # type: ignore[method-assign]
@@ -194,6 +209,7 @@ class StandInMetrics:
         if type(metric)._sync_dist is Metric._sync_dist:
             own["_sync_dist"] = MethodType(lambda of, *args, **options: self._sync(of, *args, **options), metric)
         own["distributed_available_fn"] = _RanksAreThere(self, _available(metric))
+        own.setdefault("_guesses", 0)
         if isinstance(metric, Running):
             self._running[id(metric.base_metric)] = metric
         if isinstance(metric, (WrapperMetric, CompositionalMetric)) and not isinstance(metric, BootStrapper):
@@ -202,7 +218,13 @@ class StandInMetrics:
         @wraps(update)
         def counting(*args: Any, **options: Any) -> None:
             if self.acts and not self._counts_all:
-                self._update(metric, update, args, options)
+                if not metric._update_count:
+                    own["_guesses"] = 0
+                before, _current.updated = _current.updated, metric
+                try:
+                    self._update(metric, update, args, options)
+                finally:
+                    _current.updated = before
             else:
                 update(*args, **options)
 
@@ -276,7 +298,10 @@ class StandInMetrics:
             _skip(metric)
             metric._forward_cache = value
         else:
+            kept = vars(metric)
+            guesses = kept["_guesses"] if metric._update_count else 0
             value = forward(*args, **options)
+            kept["_guesses"] = kept["_guesses"] + guesses  # forward begins the metric anew, then adds what was before
         of_all_ranks = all(each.dist_sync_on_step for each in _parts(metric))
         self._last[id(metric)] = made = _Forward(metric, args, options, value, of_all_ranks)
         for place, leaf in enumerate(torch.utils._pytree.tree_leaves(value)):

@@ -67,6 +67,14 @@ class _Rows:
     kept: Tensor
 
 
+class UnknownRows(ValueError):
+    """What is returned has rows of which nothing says what nodes or edges they are of."""
+
+
+class AmbiguousRows(UnknownRows):
+    """They may be of several."""
+
+
 class PredictedRows:
     """Puts together what ranks predict in one step on a batch."""
 
@@ -93,7 +101,8 @@ class PredictedRows:
         numbers are as tensors. What all ranks have alike stays. All ranks call it.
 
         Raises:
-            ValueError: on all ranks: something is none of these, or may be several.
+            UnknownRows: on all ranks: something is none of these, or may be several.
+            ValueError: on all ranks: ranks returned other things.
         """
         found, spec = tree_flatten_with_path(output, is_leaf=_is_list)
         leaves = [leaf for _, leaf in found]
@@ -169,7 +178,7 @@ class PredictedRows:
         if first.length >= 0:
             problem = f"may be of the rows of {' or '.join(fitting)}" if fitting else "has rows of unknown nodes"
         shapes = ", ".join(f"{leaf} on rank {rank}" for rank, leaf in enumerate(of_ranks))
-        raise ValueError(
+        raise (AmbiguousRows if fitting else UnknownRows)(
             f"What predict_step returned{f' at {first.path}' if first.path else ''} {problem} ({shapes}). Return a row for each "
             "node or edge of the batch, or for each in one of its masks, or the ids of the rows with them: "
             '{"n_id": batch.n_id[rows], "out": out[rows]}, or "e_id". What is of the whole graph must be the same on all ranks.'
@@ -211,6 +220,12 @@ class PredictedRows:
 
 def _is_list(value: Any) -> bool:
     return isinstance(value, list) and all(isinstance(each, (bool, int, float)) for each in value)
+
+
+def tensors_in(output: Any) -> list[Tensor]:
+    """Returns the tensors in what a step returns, arrays of numpy and lists of numbers among them."""
+    found = [_as_tensor(leaf) for _, leaf in tree_flatten_with_path(output, is_leaf=_is_list)[0]]
+    return [each.detach() for each in found if each is not None]
 
 
 def _as_tensor(leaf: Any) -> Tensor | None:

@@ -8,10 +8,12 @@ import torch
 import torch.nn.functional as F
 from lightning.pytorch.utilities import grad_norm
 from torch import Tensor
+from torchmetrics.classification import BinaryAccuracy
 from torchmetrics.functional.classification import multiclass_auroc
 
 from idioms.harness import CLASSES, FEATURES, Case, directed, graph
 from idioms.plain import Net, idiom
+from lightning_gnn import GraphDataModule
 
 
 @idiom(source="fuzzer: nodes mixed only while the Trainer is validating", refused="differs", stages=("fit",))
@@ -266,3 +268,81 @@ def changed_by_a_mask_later() -> Case:
             return super().shared_step(batch, mask, stage)
 
     return Case(Module(), graph())
+
+
+@idiom(
+    source="fuzzer: scores that torchmetrics takes for probabilities on one rank, and for logits on the other",
+    refused="for logits if one of a call lies outside 0 to 1",
+    late=True,
+    stages=("fit",),
+)
+def logits_that_look_like_probabilities() -> Case:
+    class Module(Net):
+        def __init__(self) -> None:
+            super().__init__()
+            self.accuracy = BinaryAccuracy()
+
+        def validation_step(self, batch: Any, batch_idx: int) -> None:
+            self.accuracy(batch.score[batch.val_mask], batch.y[batch.val_mask] % 2)
+            self.log("val_acc", self.accuracy, on_step=False, on_epoch=True)
+
+    data = graph()
+    first = torch.arange(80) < 50
+    data.score = torch.where(first, torch.linspace(-3, 3, 80), 0.4).double()
+    return Case(Module(), GraphDataModule(data, partition=(~first).long().numpy()))
+
+
+@idiom(
+    source="fuzzer: rows chosen by what the model says of them, whose number may be that of a mask's",
+    refused="rows of unknown nodes",
+    stages=("predict",),
+)
+def chosen_rows_predicted() -> Case:
+    class Module(Net):
+        def predict_step(self, batch: Any, batch_idx: int) -> Tensor:
+            out = self(batch.x, batch.edge_index)
+            return out[out[:, 0] > out[:, 1]]
+
+    return Case(Module(), graph())
+
+
+@idiom(
+    source="fuzzer: as many rows as a mask has, but others",
+    refused="but they are others",
+    stages=("predict",),
+)
+def as_many_rows_as_a_mask_predicted() -> Case:
+    class Module(Net):
+        def predict_step(self, batch: Any, batch_idx: int) -> Tensor:
+            out = self(batch.x, batch.edge_index)
+            return out[out[:, 0].topk(int(batch.val_mask.sum())).indices]
+
+    return Case(Module(), graph())
+
+
+@idiom(source="fuzzer: a sum over rows that a hook logs once more, automatic optimisation", stages=("fit",))
+def sum_logged_by_a_hook() -> Case:
+    class Module(Net):
+        def shared_step(self, batch: Any, mask: Tensor, stage: str) -> Tensor:
+            return F.cross_entropy(self(batch.x, batch.edge_index)[mask], batch.y[mask], reduction="sum")
+
+        def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+            self.log("again", outputs["loss"])
+
+    return Case(Module(), graph(), strategy={"loss_reduction": "sum"})
+
+
+@idiom(
+    source="fuzzer: what the step returns is not a mean over rows, and a hook logs half of it",
+    refused="the logged 'half' differs",
+    stages=("fit",),
+)
+def half_a_sum_logged_by_a_hook() -> Case:
+    class Module(Net):
+        def shared_step(self, batch: Any, mask: Tensor, stage: str) -> Tensor:
+            return F.cross_entropy(self(batch.x, batch.edge_index)[mask], batch.y[mask], reduction="sum")
+
+        def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+            self.log("half", outputs["loss"] / 2)
+
+    return Case(Module(), graph(), strategy={"loss_reduction": "sum"})
