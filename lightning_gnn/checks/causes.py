@@ -15,7 +15,7 @@ from lightning_gnn.checks.record import Compared, Rows, largest, relative_differ
 from lightning_gnn.checks.trial import Outcome, Parted, Trial
 from lightning_gnn.data.shards import Shard
 from lightning_gnn.nn.rank_graph import UnsupportedModelError
-from lightning_gnn.steps.predictions import UnknownRows
+from lightning_gnn.steps.predictions import UnknownRowsError
 
 FIT = 1e-6
 """Up to this part of the largest value, one thing is taken to be another: rounding is far smaller in float64."""
@@ -57,7 +57,7 @@ class Finding:
         """Returns the finding of a run on parts that ended before its time."""
         raised = error.__cause__
         cause = NEIGHBOURS if isinstance(raised, IndexError) else ACROSS_NODES
-        if isinstance(raised, UnknownRows):
+        if isinstance(raised, UnknownRowsError):
             return cls(trial.step, "on parts of the graph", None, Cause(OF_UNKNOWN, str(raised)))
         if isinstance(raised, UnsupportedModelError):
             cause = Cause("a model that is refused", str(raised))

@@ -40,7 +40,7 @@ from lightning_gnn.nn.context import GraphContext
 from lightning_gnn.nn.helpers import graph_in_use
 from lightning_gnn.steps.gradients import GradientSum
 from lightning_gnn.steps.metric_states import metrics_in
-from lightning_gnn.steps.predictions import AmbiguousRows, PredictedRows, tensors_in
+from lightning_gnn.steps.predictions import AmbiguousRowsError, PredictedRows, tensors_in
 from lightning_gnn.steps.weights import scale_by
 
 Bind = Callable[[torch.nn.Module, Shard, World], Binding]
@@ -332,7 +332,7 @@ class Trial:
             else:
                 recorder.record(f"what {self.step} returns", (self.step,), output, whole_numbers=True)
                 if self.stage == "predict" and not self._has_other_ids(output, rows):
-                    with suppress(AmbiguousRows):  # among so few
+                    with suppress(AmbiguousRowsError):  # among so few
                         joined = output if world is None else PredictedRows(world, shard, batch, "all")(output)
                         ran.predicted = [each.double() for each in tensors_in(joined)]
                 self._run_on_second_loader(model, batch, logged, (counts, stand_ins, sizes), world is None)

@@ -67,11 +67,11 @@ class _Rows:
     kept: Tensor
 
 
-class UnknownRows(ValueError):
+class UnknownRowsError(ValueError):
     """What is returned has rows of which nothing says what nodes or edges they are of."""
 
 
-class AmbiguousRows(UnknownRows):
+class AmbiguousRowsError(UnknownRowsError):
     """They may be of several."""
 
 
@@ -101,7 +101,7 @@ class PredictedRows:
         numbers are as tensors. What all ranks have alike stays. All ranks call it.
 
         Raises:
-            UnknownRows: on all ranks: something is none of these, or may be several.
+            UnknownRowsError: on all ranks: something is none of these, or may be several.
             ValueError: on all ranks: ranks returned other things.
         """
         found, spec = tree_flatten_with_path(output, is_leaf=_is_list)
@@ -178,7 +178,7 @@ class PredictedRows:
         if first.length >= 0:
             problem = f"may be of the rows of {' or '.join(fitting)}" if fitting else "has rows of unknown nodes"
         shapes = ", ".join(f"{leaf} on rank {rank}" for rank, leaf in enumerate(of_ranks))
-        raise (AmbiguousRows if fitting else UnknownRows)(
+        raise (AmbiguousRowsError if fitting else UnknownRowsError)(
             f"What predict_step returned{f' at {first.path}' if first.path else ''} {problem} ({shapes}). Return a row for each "
             "node or edge of the batch, or for each in one of its masks, or the ids of the rows with them: "
             '{"n_id": batch.n_id[rows], "out": out[rows]}, or "e_id". What is of the whole graph must be the same on all ranks.'
