@@ -24,6 +24,9 @@ class Hooks:
 
     Others than these may do anything, such as writing files, which trying out a step should not. One that raises on one device is
     left out from then on: its name is added to `skipped`. Those of the stage's begin are called if it `begins`.
+
+    Attributes:
+        not_run: of hooks that log and are left out, what they raised.
     """
 
     def __init__(self, stage: str, skipped: set[str], begins: bool = True) -> None:
@@ -31,14 +34,15 @@ class Hooks:
         self._begins = (["on_fit_start"] if stage == "fit" else []) + [f"on_{name}_start"] if begins else []
         self._before = [*self._begins, f"on_{name}_epoch_start"]
         self._batch, self._epoch_end, self._skipped = f"on_{name}_batch", f"on_{name}_epoch_end", skipped
+        self.not_run: dict[str, BaseException] = {}
 
     def come_before(self, model: pl.LightningModule) -> bool:
         """Returns whether a module has hooks of its own that come before a step."""
         return any(is_overridden(hook, model, pl.LightningModule) for hook in (*self._before, f"{self._batch}_start"))
 
     def see_gradients(self, model: pl.LightningModule) -> bool:
-        """Returns whether a module logs in hooks after a backward."""
-        return any(logs(model, hook) for hook in ("on_after_backward", "on_before_optimizer_step"))
+        """Returns whether hooks after a backward are called."""
+        return any(self._matters(model, hook) for hook in ("on_after_backward", "on_before_optimizer_step"))
 
     def gather(self, model: pl.LightningModule, step: str) -> bool:
         """Returns whether the hook at an epoch's end logs, and shares attributes with what comes before it."""
@@ -47,6 +51,9 @@ class Hooks:
     def _ends_with(self, model: pl.LightningModule, *methods: str) -> bool:
         shared = _names(model, self._epoch_end) & set().union(*(_names(model, each) for each in methods))
         return logs(model, self._epoch_end) and bool(shared)
+
+    def _matters(self, model: pl.LightningModule, hook: str) -> bool:
+        return logs(model, hook) or (hook != self._epoch_end and self._ends_with(model, hook))
 
     def before(
         self, model: pl.LightningModule, batch: Any, alone: bool, draws: SharedDraws, again: bool = False
@@ -62,7 +69,7 @@ class Hooks:
     def around_backward(
         self, model: pl.LightningModule, loss: Any, optimizer: Any, alone: bool, draws: SharedDraws
     ) -> Iterator[None]:
-        """Calls those before and after a backward that log; in manual optimisation, not those about the optimizer."""
+        """Calls those before and after a backward that matter; in manual optimisation, not those about the optimizer."""
         automatic = model.automatic_optimization
         if automatic:
             self._call_outside(model, "on_before_zero_grad", (optimizer,), alone, draws)
@@ -75,16 +82,14 @@ class Hooks:
     def _call_outside(
         self, model: pl.LightningModule, hook: str, args: tuple[Any, ...], alone: bool, draws: SharedDraws
     ) -> None:
-        if logs(model, hook):
+        if self._matters(model, hook):
             before, draws.outside = draws.outside, True
             self._call(model, hook, args, alone)
             draws.outside = before
 
     def after(self, model: pl.LightningModule, batch: Any, output: Any, alone: bool, draws: SharedDraws) -> None:
-        batch_end, epoch_end = f"{self._batch}_end", self._epoch_end
-        kept = self._ends_with(model, batch_end)
-        for hook, args in ((batch_end, (output, batch, 0)), (epoch_end, ())):
-            if logs(model, hook) or (args and kept):
+        for hook, args in ((f"{self._batch}_end", (output, batch, 0)), (self._epoch_end, ())):
+            if self._matters(model, hook):
                 draws.outside = not args
                 self._call(model, hook, args, alone)
         draws.outside = False
@@ -101,6 +106,8 @@ class Hooks:
             if not alone or not by_itself:  # else somebody has interrupted the run
                 raise
             self._skipped.add(hook)
+            if logs(model, hook):
+                self.not_run[hook] = error
         finally:
             model._current_fx_name = before
 

@@ -7,7 +7,7 @@ runs both ways, and what goes in and out of every module is compared, then loss,
 from __future__ import annotations
 
 import time
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -45,6 +45,7 @@ class SelfCheck:
         finding: where the step first differs from that of one device, and why; None if nowhere.
         not_run: why the step could not run on a small graph at all; None if it could.
         refused: what is wrong with the model on any graph, be it whole; None if nothing is known.
+        hooks_not_run: hooks that log and could not run on a small graph, and why.
         counts_rows: whether the rows that the losses have gradients in tell what the losses must weigh.
     """
 
@@ -52,6 +53,7 @@ class SelfCheck:
     finding: Finding | None = None
     not_run: str | None = None
     refused: str | None = None
+    hooks_not_run: Mapping[str, str] = field(default_factory=dict)
     counts_rows: bool = False
 
     @property
@@ -98,7 +100,8 @@ def self_check(
             refused = str(error)
     ran = finding is not None or refused is not None or check.compared
     not_run = None if ran else check.not_run
-    return SelfCheck(time.perf_counter() - began, finding, not_run, refused, check.counts_rows and check.compared)
+    counts_rows = check.counts_rows and check.compared
+    return SelfCheck(time.perf_counter() - began, finding, not_run, refused, check.hooks_not_run, counts_rows)
 
 
 @dataclass
@@ -121,6 +124,7 @@ class _Check:
     counts_rows: bool = True
     reads_epoch: bool = False
     not_run: str | None = None
+    hooks_not_run: dict[str, str] = field(default_factory=dict)
 
     def run(self, without: Collection[str], epochs: Sequence[int]) -> Finding | None:
         """Returns what is found on all small graphs, in all epochs where the step asks for its epoch."""
@@ -159,6 +163,7 @@ class _Check:
         else:
             return None
         self.dtype, self.reads_epoch = dtype, self.reads_epoch or trial.reads_epoch
+        self.hooks_not_run |= trial.hooks_not_run
         if not self.compared:
             again = differences(whole, trial.on_whole(), TOLERANCES[dtype])
             kept = next((each for each in again if each.group != "metrics"), None)  # a time may be logged, or the like

@@ -55,6 +55,8 @@ STAGES: dict[str, tuple[str, str | None]] = {
 
 LR = 0.01
 """Of runs of several steps."""
+_MOST_CHANGED = 1 << 20
+"""Entries of a parameter that noise is added to."""
 NOISE = 1e-9
 """Of features: values that it changes by more than rounding are those of ties."""
 
@@ -169,6 +171,11 @@ class Trial:
                 child.dropout = 0.0  # drawn where no mode sees it
 
     @property
+    def hooks_not_run(self) -> dict[str, str]:
+        """Hooks that log, and what they have raised on one device."""
+        return {hook: in_one_line(error) for hook, error in self._hooks.not_run.items()}
+
+    @property
     def gathers(self) -> bool:
         """Whether what an epoch's end logs may be of earlier steps."""
         return self._hooks.gather(self._module, self.step)
@@ -186,13 +193,13 @@ class Trial:
             own_draws, constant: see :class:`~lightning_gnn.checks.draws.SharedDraws`.
             steps: of which the last one is recorded; between two of them Adam steps, with a learning rate of `LR`.
             noises: how much is added to features in each of so many steps, of the largest, and nothing is learnt between them;
-                another number is other noise.
+                another number is other noise. If the first is 1 or more, weights are others, too, and biases one number.
         """
         shard = whole_graph(self.graph.clone())  # which the step may change in place
         self._constant, self._noises = constant, noises
         # Later in training the strategy's own graph is in use, in this thread, too.
         alone = graph_in_use(None, this_thread_only=True)
-        with self._weights_kept(), kept_random_state(), self._in_dtype(), alone:
+        with self._weights_kept(noises), kept_random_state(), self._in_dtype(), alone:
             [model] = self._copies(1)
             return self._outcome([self._run(model, shard, None, Recorder(model), own_draws, None, steps)], model)
 
@@ -220,7 +227,7 @@ class Trial:
         """
         # Copies: a step may change its batch in place, and slices of one tensor share its version.
         shards = [replace(shard, batch=shard.batch.clone()) for shard in shards]
-        meeting, models = Meeting(len(shards)), self._copies(len(shards))
+        meeting = Meeting(len(shards))
         self._reduction, self._constant, self._noises = loss_reduction, constant, noises
         recorders = [Recorder(torch.nn.Module())] * len(shards)
 
@@ -235,7 +242,8 @@ class Trial:
             with graph_in_use(binding.context, this_thread_only=True):
                 return self._run(models[rank], shards[rank], world, recorders[rank], own, binding.context, steps)
 
-        with self._weights_kept(), only_bound_convs(), self._in_dtype():
+        with self._weights_kept(noises), only_bound_convs(), self._in_dtype():
+            models = self._copies(len(shards))
             ran: Any = meeting.run(on_rank)
             failure = first_failure(ran)
             if failure is None:
@@ -385,10 +393,20 @@ class Trial:
         return _DtypeContextManager(self._dtype or torch.get_default_dtype())
 
     @contextmanager
-    def _weights_kept(self) -> Iterator[None]:
-        """Gives the parameters that all runs share their values back."""
+    def _weights_kept(self, noises: Sequence[float]) -> Iterator[None]:
+        """Gives the parameters that all runs share their values back; inside, noise of 1 or more changes them."""
         before = [parameter.detach().clone() for parameter in self._module.parameters()]
         try:
+            if noises and abs(noises[0]) >= 1:
+                g = torch.Generator().manual_seed(round(noises[0]) % 2**31)
+                with torch.no_grad():
+                    for each in self._module.parameters():
+                        if each.is_floating_point() and 0 < each.numel() <= _MOST_CHANGED:
+                            if each.dim() < 2:  # a bias may make one class of all
+                                each.fill_(each.mean())
+                            else:
+                                noise = torch.randn(each.shape, generator=g, dtype=each.dtype)
+                                each.add_(noise * each.abs().max().clamp(min=0.1))
             yield
         finally:
             with torch.no_grad():

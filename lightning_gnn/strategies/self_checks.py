@@ -151,6 +151,11 @@ class SelfChecks(pl.Callback):
                 rank_zero_warn(f"trainer.{stage} will refuse this module. {text}")
             elif outcome.not_run is None:
                 same.append(STAGES[stage][0])
+                for hook, error in outcome.hooks_not_run.items() if stage in required else ():
+                    rank_zero_warn(
+                        f"The self-check could not run {type(module).__name__}.{hook} on a small graph ({error}), so nothing is "
+                        f"known about what it logs on {self._strategy.world_size} ranks."
+                    )
             elif stage in required:
                 rank_zero_warn(
                     f"The self-check could not run {step} on a small graph ({outcome.not_run}), so nothing is known about its "

@@ -13,7 +13,7 @@ from torchmetrics.functional.classification import multiclass_auroc
 
 from idioms.harness import CLASSES, FEATURES, Case, directed, graph
 from idioms.plain import Net, idiom
-from lightning_gnn import GraphDataModule
+from lightning_gnn import GraphDataModule, sum_over_ranks
 
 
 @idiom(source="fuzzer: nodes mixed only while the Trainer is validating", refused="differs", stages=("fit",))
@@ -346,3 +346,78 @@ def half_a_sum_logged_by_a_hook() -> Case:
             self.log("half", outputs["loss"] / 2)
 
     return Case(Module(), graph(), strategy={"loss_reduction": "sum"})
+
+
+@idiom(
+    source="fuzzer: a count that is 0 whatever the features are, as a norm undoes them",
+    refused="the logged 'right' differs",
+    stages=("fit",),
+)
+def count_behind_a_norm() -> Case:
+    class Module(Net):
+        def __init__(self) -> None:
+            super().__init__()
+            self.norm = torch.nn.BatchNorm1d(CLASSES, affine=False)
+            self.bias = torch.nn.Parameter(100.0 * torch.arange(CLASSES))
+
+        def forward(self, x: Tensor, edge_index: Tensor) -> Tensor:
+            return self.norm(super().forward(x, edge_index)) + self.bias
+
+        def validation_step(self, batch: Any, batch_idx: int) -> None:
+            is_first = batch.val_mask & (batch.y == 0)
+            self.log("right", (self(batch.x, batch.edge_index)[is_first].argmax(-1) == 0).double().sum())
+
+    return Case(Module(), graph())
+
+
+class Keeping(Net):
+    """Keeps rows of steps and norms of gradients, and logs both at the epoch's end."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.right: list[Tensor] = []
+        self.norms: list[Tensor] = []
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        out = self(batch.x, batch.edge_index)
+        self.right.append((out.argmax(-1) == batch.y)[batch.train_mask].double())
+        return {"loss": out.pow(2).mean(), "loss_weight": len(out)}
+
+    def on_after_backward(self) -> None:
+        self.norms.append(torch.stack([each.grad.norm() for each in self.parameters() if each.grad is not None]).sum())
+
+    def on_train_epoch_end(self) -> None:
+        self.log("right", torch.cat(self.right).mean())
+        self.log("norm", torch.stack(self.norms).mean())
+        self.right.clear()
+        self.norms.clear()
+
+
+@idiom(
+    source="fuzzer: a hook at the epoch's end logs what another one has kept after the backward, and rows of a mask",
+    refused="the logged 'right' differs",
+    stages=("fit",),
+)
+def norms_of_gradients_kept() -> Case:
+    return Case(Keeping(), graph())
+
+
+@idiom(
+    source="a hook at the epoch's end logs what is there in training only",
+    warns="could not run Module.on_train_epoch_end on a small graph .* nothing is known about what it logs",
+    stages=("fit",),
+)
+def hook_that_cannot_be_tried_out() -> Case:
+    class Module(Net):
+        def on_train_epoch_end(self) -> None:
+            assert len(self.mask) == len(self.places)  # of the run, not of the small graphs
+            self.log("half", 0.5)
+
+        def setup(self, stage: str) -> None:
+            self.mask = torch.ones(80)
+
+        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+            self.places = torch.ones(int(sum_over_ranks(torch.tensor(float(batch.num_owned)))))
+            return super().training_step(batch, batch_idx)
+
+    return Case(Module(), graph())
