@@ -15,10 +15,10 @@ demo: $(STAMP)
 test: lint test-only
 
 test-only: $(STAMP)
-	$(BIN)/python -m pytest -m "not campaign"
+	$(BIN)/python -m pytest -n 2 -m "not campaign"
 
 test-all: lint
-	LIGHTNING_GNN_TEST_ALL=1 $(BIN)/python -m pytest
+	LIGHTNING_GNN_TEST_ALL=1 $(BIN)/python -m pytest -n 2
 
 lint: $(STAMP)
 	$(BIN)/ruff check .

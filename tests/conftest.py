@@ -10,12 +10,7 @@ import socket
 import sys
 import traceback
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future
-from contextlib import suppress
-from functools import partial
 from pathlib import Path
-from queue import Empty, SimpleQueue
-from threading import Thread
 from typing import Any
 
 # Before numba and torch are imported, here and in every rank.
@@ -161,64 +156,17 @@ def _own_store(tmp_path_factory: pytest.TempPathFactory) -> None:
     ENVIRONMENT.update(os.environ)
 
 
-class Ahead:
-    """Runs the functions in marks ``ahead`` while other tests run, one at a time, and two once a test waits for one.
-
-    They start processes, which spend their time on importing, one after the other, and on waiting.
-    """
-
-    def __init__(self) -> None:
-        self.runs: dict[str, tuple[Path, Future[Any]]] = {}
-        self._left: SimpleQueue[Callable[[], None]] = SimpleQueue()
-        self._workers = 0
-
-    def add(self, item: pytest.Item, folder: Path) -> None:
-        mark = item.get_closest_marker("ahead")
-        assert mark is not None
-        parameters = item.callspec.params if hasattr(item, "callspec") else {}
-        work, future = partial(mark.kwargs["runs"], folder, **parameters), Future[Any]()
-
-        def run() -> None:
-            try:
-                future.set_result(work())
-            except BaseException as error:
-                future.set_exception(error)
-
-        self.runs[item.nodeid] = folder, future
-        self._left.put(run)
-
-    def start_worker(self) -> None:
-        self._workers += 1
-        Thread(target=self._work, daemon=True).start()
-
-    def _work(self) -> None:
-        with suppress(Empty):
-            while True:
-                self._left.get_nowait()()
-
-    def drop(self) -> None:
-        """Forgets those that have not begun."""
-        with suppress(Empty):
-            while True:
-                self._left.get_nowait()
-
-    def result(self, nodeid: str) -> tuple[Path, Any]:
-        folder, future = self.runs[nodeid]
-        if not future.done() and self._workers < 2:
-            self.start_worker()
-        return folder, future.result()
-
-
 def pytest_configure(config: pytest.Config) -> None:
     import warm
     from processes import environment
 
-    warm.start(environment())
+    if hasattr(config, "workerinput") or not getattr(config.option, "numprocesses", None):  # runs tests itself
+        warm.start(environment())
 
 
 @pytest.hookimpl(tryfirst=True)  # before -m looks at marks
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Of more than two cases of a test over ranks, every second is of the campaign. Those that wait for processes come last."""
+    """Of more than two cases of a test over ranks, every second is of the campaign."""
     cases: dict[str, list[pytest.Item]] = {}
     for item in items:
         if "ranks" in getattr(item, "fixturenames", ()) and item.get_closest_marker("campaign") is None:
@@ -226,26 +174,14 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for alike in cases.values():
         for item in alike[1::2] if len(alike) > 2 else ():
             item.add_marker(pytest.mark.campaign)
-    items.sort(key=lambda item: item.get_closest_marker("ahead") is not None)
-
-
-@pytest.fixture(scope="session", autouse=True)
-def _started(
-    request: pytest.FixtureRequest, _own_store: None, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[Ahead]:
-    started = Ahead()
-    for item in request.session.items:
-        if item.get_closest_marker("ahead") is not None:
-            started.add(item, tmp_path_factory.mktemp("ahead"))
-    started.start_worker()
-    yield started
-    started.drop()
 
 
 @pytest.fixture
-def ahead(request: pytest.FixtureRequest, _started: Ahead) -> tuple[Path, Any]:
-    """The folder that the function in this test's mark ``ahead`` was given, beside the test's parameters, and its result."""
-    return _started.result(request.node.nodeid)
+def ran(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any]:
+    """The folder that the function in this test's mark ``program`` was given, beside the test's parameters, and its result."""
+    mark, folder = request.node.get_closest_marker("program"), tmp_path_factory.mktemp("ran")
+    parameters = request.node.callspec.params if hasattr(request.node, "callspec") else {}
+    return folder, mark.kwargs["runs"](folder, **parameters)
 
 
 @pytest.fixture(autouse=True)

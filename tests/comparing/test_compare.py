@@ -321,9 +321,9 @@ def compared(folder: Path) -> Finished:
 
 @pytest.mark.slow
 @pytest.mark.timeout(500)
-@pytest.mark.ahead(runs=compared)
-def test_compare(ahead):
-    folder, finished = ahead
+@pytest.mark.program(runs=compared)
+def test_compare(ran):
+    folder, finished = ran
     assert finished.code == 1 and not finished.left_over, finished.output  # one has failed
     output = folder / "comparison"
     found = json.loads((output / "comparison.json").read_text())

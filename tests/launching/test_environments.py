@@ -41,9 +41,9 @@ def restarted(folder: Path) -> Finished:
     return run(*TORCHRUN, "--max-restarts", "1", folder / "restarted.py", cwd=folder)
 
 
-@pytest.mark.ahead(runs=restarted)
-def test_torchrun_restarts(ahead):
-    _, finished = ahead
+@pytest.mark.program(runs=restarted)
+def test_torchrun_restarts(ran):
+    _, finished = ran
     assert finished.succeeded().output.count("epochs 4 in attempt 1") == 2
     assert "ValueError: the first time" in finished.output
 
@@ -63,9 +63,9 @@ def slurm(folder: Path) -> Finished:
     return run(folder / "srun.py", SCRIPT, "dgcl", 2, folder, cwd=folder, variables=variables, warm=False)
 
 
-@pytest.mark.ahead(runs=slurm)
-def test_slurm(one_device, ahead):
-    folder, finished = ahead
+@pytest.mark.program(runs=slurm)
+def test_slurm(one_device, ran):
+    folder, finished = ran
     assert finished.succeeded().output.count("finished") == 1
     torch.testing.assert_close(results(folder), one_device, rtol=1e-9, atol=1e-9)
 
@@ -89,11 +89,11 @@ def two_machines(folder: Path, how: str, store: str) -> Finished:
     return run(*lab, cwd=folder, timeout=170, variables=variables, warm=False)
 
 
-@pytest.mark.ahead(runs=two_machines)
+@pytest.mark.program(runs=two_machines)
 @pytest.mark.parametrize(("how", "store"), [("lightning", "own"), ("torchrun", "shared")])
-def test_two_machines(_namespaces, one_device, ahead, how, store):
+def test_two_machines(_namespaces, one_device, ran, how, store):
     """Two network namespaces with two ranks each; the store on a file system of both, or of each."""
-    folder, finished = ahead
+    folder, finished = ran
     assert finished.succeeded().output.count("finished") == 1
     torch.testing.assert_close(results(folder), one_device, rtol=1e-9, atol=1e-9)
     stores = sorted(path.name for path in folder.glob("store*"))

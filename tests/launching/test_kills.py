@@ -24,9 +24,9 @@ def kills(folder: Path) -> Finished:
 @pytest.mark.campaign
 @pytest.mark.slow
 @pytest.mark.timeout(700)
-@pytest.mark.ahead(runs=kills)
-def test_kills(ahead):
-    folder, finished = ahead
+@pytest.mark.program(runs=kills)
+def test_kills(ran):
+    folder, finished = ran
     finished.succeeded()
     tally = json.loads((folder / "kills.json").read_text())
     assert len(tally["trials"]) == 6 and not any(trial["wrong"] for trial in tally["trials"])

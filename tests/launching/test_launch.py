@@ -20,7 +20,7 @@ def launch(folder: Path, command: tuple[str, ...], strategy: str) -> Finished:
     return run(*command, SCRIPT, strategy, 2, folder, cwd=folder)
 
 
-@pytest.mark.ahead(runs=launch)
+@pytest.mark.program(runs=launch)
 @pytest.mark.parametrize(
     ("command", "strategy"),
     [
@@ -31,8 +31,8 @@ def launch(folder: Path, command: tuple[str, ...], strategy: str) -> Finished:
         pytest.param(TORCHRUN, "dgcl", id="torchrun"),
     ],
 )
-def test_equals_one_device(one_device, ahead, command, strategy):
-    folder, finished = ahead
+def test_equals_one_device(one_device, ran, command, strategy):
+    folder, finished = ran
     assert finished.succeeded().output.count("finished") == 1
     found = results(folder)
     # One line per epoch: no second rank wrote, and the second fit went on where the first had stopped.
@@ -62,9 +62,9 @@ def after_threads(folder: Path) -> Finished:
     return run(folder / "cells.py", cwd=folder, variables={"OMP_NUM_THREADS": "2"}, warm=False)
 
 
-@pytest.mark.ahead(runs=after_threads)
-def test_notebook_after_threads_were_used(ahead):
-    _, finished = ahead
+@pytest.mark.program(runs=after_threads)
+def test_notebook_after_threads_were_used(ran):
+    _, finished = ran
     assert "predicted 20000 8" in finished.succeeded().output
 
 
@@ -116,10 +116,10 @@ def several(folder: Path, suffix: str, ddp: str) -> Finished:
     return run(folder / "several.py", suffix, ddp, cwd=folder)
 
 
-@pytest.mark.ahead(runs=several)
+@pytest.mark.program(runs=several)
 @pytest.mark.parametrize(("suffix", "ddp"), [("", "ddp"), ("_notebook", "ddp_notebook")])
-def test_several_strategies_in_one_script(ahead, suffix, ddp):
-    _, finished = ahead
+def test_several_strategies_in_one_script(ran, suffix, ddp):
+    _, finished = ran
     finished.files = []  # DDP leaves some
     output = finished.succeeded().output
     said = "three ranks" if suffix else "This script runs on 2 ranks since its first Trainer, and this one asks for 3"
@@ -156,7 +156,7 @@ def logged(folder: Path, *names: str) -> list[list[float]]:
     return [[float(row[name]) for row in rows if row[name]] for name in names]
 
 
-@pytest.mark.ahead(runs=command_line)
+@pytest.mark.program(runs=command_line)
 @pytest.mark.parametrize(
     ("config", "options"),
     [
@@ -164,8 +164,8 @@ def logged(folder: Path, *names: str) -> list[list[float]]:
         pytest.param("dgcl.yaml", ("--trainer.strategy=dgcl_spawn",), id="spawn"),
     ],
 )
-def test_yaml_by_name(one_device, ahead, config, options):
-    folder, finished = ahead
+def test_yaml_by_name(one_device, ran, config, options):
+    folder, finished = ran
     finished.succeeded()
     train, val, sent = logged(folder, "train_loss", "val_loss", "comm/bytes_sent")
     expected = one_device["losses"][:EPOCHS]
@@ -182,9 +182,9 @@ def one_and_two_devices(folder: Path) -> list[Finished]:
     return finished
 
 
-@pytest.mark.ahead(runs=one_and_two_devices)
-def test_yaml_by_class_path(ahead):
-    folder, both = ahead
+@pytest.mark.program(runs=one_and_two_devices)
+def test_yaml_by_class_path(ran):
+    folder, both = ran
     for finished in both:
         finished.succeeded()
     names = ("train_loss", "val_loss", "val_acc")
