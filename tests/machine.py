@@ -4,7 +4,10 @@ HOW is ``torchrun`` or ``lightning``, and ``shared`` or ``own``: whether machine
 """
 
 import os
+import subprocess
 import sys
+
+import warm
 
 how, stores, *command = sys.argv[1:]
 node, address = os.environ["RANK"], os.environ["MASTER_ADDR"]
@@ -17,4 +20,5 @@ prefix = [sys.executable]
 if how == "torchrun":
     prefix += ["-m", "torch.distributed.run", "--nnodes", "2", "--nproc-per-node", "2", "--node-rank", node]
     prefix += ["--master-addr", address, "--master-port", "29511"]
-os.execv(sys.executable, [*prefix, *command])
+warm.start(os.environ)  # in this namespace
+sys.exit(subprocess.call([*prefix, *command]))

@@ -30,7 +30,7 @@ def example(folder: Path, name: str, at_least: float) -> Finished:
     return run(REPOSITORY / "examples" / name, cwd=folder)
 
 
-@pytest.mark.ahead(runs=example)
+@pytest.mark.program(runs=example)
 @pytest.mark.parametrize(
     ("name", "at_least"),
     [
@@ -43,8 +43,8 @@ def example(folder: Path, name: str, at_least: float) -> Finished:
         ("embeddings.py", 0.9),
     ],
 )
-def test_example(ahead, name, at_least):
-    _, finished = ahead
+def test_example(ran, name, at_least):
+    _, finished = ran
     assert accuracy(finished.succeeded().output) >= at_least
     assert not foreign(finished.output)
 
@@ -71,9 +71,9 @@ def by_hand(folder: Path) -> Finished:
     return run(*TORCHRUN, REPOSITORY / "examples" / "by_hand.py", cwd=folder)
 
 
-@pytest.mark.ahead(runs=by_hand)
-def test_by_hand(ahead):
-    _, finished = ahead
+@pytest.mark.program(runs=by_hand)
+def test_by_hand(ran):
+    _, finished = ran
     assert accuracy(finished.succeeded().output) >= 0.85
 
 
@@ -82,9 +82,9 @@ def on_cora(folder: Path) -> Finished:
     return run(REPOSITORY / "examples" / "library.py", "--root", "planetoid", "--epochs", 10, cwd=folder)
 
 
-@pytest.mark.ahead(runs=on_cora)
-def test_library_on_cora(shared, ahead):
-    _, finished = ahead
+@pytest.mark.program(runs=on_cora)
+def test_library_on_cora(shared, ran):
+    _, finished = ran
     assert accuracy(finished.succeeded().output) >= 0.7
     assert not foreign(finished.output)
 
@@ -107,11 +107,11 @@ def of_the_readme(folder: Path, how: str) -> Finished:
     return run(*command, cwd=folder, variables=fresh, warm=False)
 
 
-@pytest.mark.ahead(runs=of_the_readme)
+@pytest.mark.program(runs=of_the_readme)
 @pytest.mark.parametrize("how", ["script", *campaign("auto", "command line")])
-def test_first_sight(shared, ahead, how):
+def test_first_sight(shared, ran, how):
     """Nothing foreign is said, and what takes long is said before it begins."""
-    _, finished = ahead
+    _, finished = ran
     output = finished.succeeded().output
     assert not foreign(output)
     if how != "auto":  # one device compiles and partitions nothing

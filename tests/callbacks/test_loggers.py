@@ -88,9 +88,9 @@ def trial(folder: Path) -> Finished:
 
 
 @pytest.mark.slow
-@pytest.mark.ahead(runs=trial)
-def test_a_trial_of_a_sweep_is_one_run_in_all_loggers(ahead):
-    folder, finished = ahead
+@pytest.mark.program(runs=trial)
+def test_a_trial_of_a_sweep_is_one_run_in_all_loggers(ran):
+    folder, finished = ran
     finished.succeeded()
     [found] = offline_runs(folder)
     assert (found.id, found.sweep) == ("trial7", "sweep3")
@@ -140,9 +140,9 @@ def script(folder: Path) -> Finished:
 
 
 @pytest.mark.slow
-@pytest.mark.ahead(runs=script)
-def test_a_script_that_asks_for_the_choice_itself(ahead):
-    folder, finished = ahead
+@pytest.mark.program(runs=script)
+def test_a_script_that_asks_for_the_choice_itself(ran):
+    folder, finished = ran
     output = finished.succeeded().output
     assert "rank 0 trained 24 columns" in output and "rank 1 trained 24 columns" in output
     [found] = offline_runs(folder)

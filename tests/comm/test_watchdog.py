@@ -149,11 +149,11 @@ def stray(folder: Path, event: str, memory: str, timeout: float) -> Finished:
     return run(SCRIPT, event, memory, timeout, cwd=folder, timeout=120)
 
 
-straying = pytest.mark.ahead(runs=stray)
+straying = pytest.mark.program(runs=stray)
 
 
-def failed(ahead: tuple[Path, Finished]) -> str:
-    finished = ahead[1]
+def failed(ran: tuple[Path, Finished]) -> str:
+    finished = ran[1]
     assert finished.code != 0, finished.output
     assert not finished.left_over and not finished.files, (finished.left_over, finished.files)
     return finished.output
@@ -162,8 +162,8 @@ def failed(ahead: tuple[Path, Finished]) -> str:
 @pytest.mark.slow
 @straying
 @pytest.mark.parametrize(("event", "memory", "timeout"), [("sleep", "shared", 10.0)])
-def test_deadline(ahead, event, memory, timeout):
-    output = failed(ahead)
+def test_deadline(ran, event, memory, timeout):
+    output = failed(ran)
     waits = r"rank 0: waits for rank 1, for \d+\.\d s now, in: Halo exchange \(forward\) of layer 'second', training step 3;"
     assert re.search(waits, output), output
     assert "Missing: rank 1." in output
@@ -177,8 +177,8 @@ def test_deadline(ahead, event, memory, timeout):
     ("event", "memory", "timeout"),
     [("swap", "shared", 100.0), ("swap", "sockets", 100.0), ("skip", "sockets", 100.0)],
 )
-def test_another_branch(ahead, event, memory, timeout):
-    output = failed(ahead)
+def test_another_branch(ran, event, memory, timeout):
+    output = failed(ran)
     # The first layer exchanges nothing: what it makes of the features is kept.
     first, second = ("second", "first") if event == "swap" else ("second", "last")
     layers = "in: Halo exchange (forward) of layer '{}', training step 3; its code is in forward"
@@ -190,6 +190,6 @@ def test_another_branch(ahead, event, memory, timeout):
 @pytest.mark.slow
 @straying
 @pytest.mark.parametrize(("event", "memory", "timeout"), [("uneven", "shared", 100.0), ("uneven", "sockets", 100.0)])
-def test_uneven_steps(ahead, event, memory, timeout):
-    output = failed(ahead)
+def test_uneven_steps(ran, event, memory, timeout):
+    output = failed(ran)
     assert "  rank 1: waits for" in output and "in: End of training, end of training" in output

@@ -356,7 +356,7 @@ def test_the_bar_shows_the_pool(bar, capfd):
         callbacks=[kept, bar],
     )
     trainer.fit(module_of(), datamodule=GraphDataModule(awkward_graph()))
-    # Lightning asks for one batch ahead.
+    # Lightning asks for one batch ran.
     assert kept.shown[:4] == ["20 %", "30 %", "40 %", "50 %"] and kept.shown[-1] == "100 %"
     assert "get_metrics" not in vars(bar)
     assert ("pool=100 %" if isinstance(bar, TQDMProgressBar) else "pool: 100 %") in "".join(capfd.readouterr())
@@ -671,11 +671,11 @@ def gossip(folder: Path, event: str) -> Finished:
 
 @pytest.mark.slow
 @pytest.mark.timeout(400)
-@pytest.mark.ahead(runs=gossip)
+@pytest.mark.program(runs=gossip)
 @pytest.mark.parametrize("event", ["kill 0", "kill 2"])
-def test_the_others_live(ahead, event):
+def test_the_others_live(ran, event):
     """Of any worker that is killed, the first included: all batches are done, and there is a result."""
-    folder, finished = ahead
+    folder, finished = ran
     output = finished.succeeded().output
     told = rf"Rank {event[-1]} was ended by SIGKILL in epoch \d, the optimizer's step: .*; the others go on\."
     assert re.search(told, output) and output.count("tested") == 1
@@ -690,10 +690,10 @@ def test_the_others_live(ahead, event):
 
 @pytest.mark.slow
 @pytest.mark.timeout(400)
-@pytest.mark.ahead(runs=gossip)
+@pytest.mark.program(runs=gossip)
 @pytest.mark.parametrize("event", ["slow 1"])
-def test_a_slow_worker_does_fewer_batches(ahead, event):
-    folder, finished = ahead
+def test_a_slow_worker_does_fewer_batches(ran, event):
+    folder, finished = ran
     finished.succeeded()
     check_all_done(folder)
     batches = {rank: len(found) for rank, found in done(folder).items()}

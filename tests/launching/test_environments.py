@@ -60,7 +60,7 @@ def slurm(folder: Path) -> Finished:
     (folder / "srun.py").write_text(TASKS)
     values = {"JOB_ID": "4711", "JOB_NAME": "train", "NTASKS": "2", "NTASKS_PER_NODE": "2", "NODELIST": "localhost"}
     variables = {f"SLURM_{name}": value for name, value in {**values, "NODEID": "0"}.items()}
-    return run(folder / "srun.py", SCRIPT, "dgcl", 2, folder, cwd=folder, variables=variables, warm=False)
+    return run(folder / "srun.py", SCRIPT, "dgcl", 2, folder, cwd=folder, variables=variables)
 
 
 @pytest.mark.program(runs=slurm)

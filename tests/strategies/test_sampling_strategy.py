@@ -383,7 +383,7 @@ def spawned(folder: Path) -> Finished:
 
 @pytest.mark.slow
 @pytest.mark.timeout(300)
-@pytest.mark.ahead(runs=spawned)
-def test_spawned_ranks(ahead):
-    _, finished = ahead
+@pytest.mark.program(runs=spawned)
+def test_spawned_ranks(ran):
+    _, finished = ran
     assert "trained" in finished.succeeded().output
