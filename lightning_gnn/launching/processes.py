@@ -148,8 +148,10 @@ class ProcessLauncher(_Launcher):
                 torch.save(tree_map_only(torch.Tensor, torch.Tensor.cpu, results), file)
             reporter.send("result", file.getvalue())
         except (Exception, SystemExit) as error:
+            signal.signal(
+                signal.SIGTERM, signal.SIG_DFL
+            )  # Lightning's would raise while the process says why, and exits
             reporter.failed(error)
-            signal.signal(signal.SIGTERM, signal.SIG_DFL)  # Lightning's would raise while the process exits
             sys.exit(1)
 
     def ranks_are_independent(self) -> None:

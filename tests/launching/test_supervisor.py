@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import subprocess
 import sys
 import time
@@ -11,9 +13,11 @@ from multiprocessing.connection import Connection
 import pytest
 import torch
 
+from lightning_gnn import DGCLStrategy
 from lightning_gnn.comm.group import CommunicationError
 from lightning_gnn.comm.processes import Progress
 from lightning_gnn.launching.failures import Failure, RankFailedError
+from lightning_gnn.launching.processes import ProcessLauncher
 from lightning_gnn.launching.supervisor import Child, Reporter, Supervisor
 
 IGNORES_SIGTERM = (
@@ -53,6 +57,24 @@ def test_the_cause_comes_before_its_consequences():
     with pytest.raises(RankFailedError, match=r"(?s)ValueError: spoilt\n\nRank 2 failed: ValueError: spoilt$"):
         raise failures[0].error()
     supervisor.end()
+
+
+def _fails_as_it_is_asked_to_end(connection: Connection) -> None:
+    def fail() -> None:
+        signal.signal(signal.SIGTERM, signal.default_int_handler)  # raises, as Lightning's does
+        raise ValueError("spoilt")
+
+    Reporter.failed = lambda *_: os.kill(os.getpid(), signal.SIGTERM)  # type: ignore[method-assign]
+    launcher = ProcessLauncher(DGCLStrategy(), "fork")
+    launcher._run(0, os.getppid(), connection, None, None, fail, (), {})
+
+
+def test_a_rank_that_is_ended_while_it_says_why_it_failed_is_quiet(capfd):
+    process = get_context("fork").Process(target=_fails_as_it_is_asked_to_end, args=(Pipe()[1],))
+    process.start()
+    process.join(20)
+    assert process.exitcode == -signal.SIGTERM
+    assert "Traceback" not in capfd.readouterr().err
 
 
 def test_a_process_that_ends_without_a_word():
