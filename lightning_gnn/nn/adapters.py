@@ -177,9 +177,7 @@ ADAPTERS: dict[type[MessagePassing], Adapter | None] = {
 """By conv class, its adapter; None for convs that need none. Subclasses are taken like the nearest class in here."""
 
 REFUSED: dict[str, str] = {
-    "CuGraphGATConv": "it needs cuGraph's own graph; use GATConv",
-    "CuGraphRGCNConv": "it needs cuGraph's own graph; use RGCNConv",
-    "CuGraphSAGEConv": "it needs cuGraph's own graph; use SAGEConv",
+    **{f"CuGraph{name}": f"it needs cuGraph's own graph; use {name}" for name in ("GATConv", "RGCNConv", "SAGEConv")},
     "DynamicEdgeConv": "it finds neighbours among all nodes; build the edges beforehand, or see docs/recipes.md, 'All pairs'",
     "FusedGATConv": "it needs its own graph format; use GATConv",
     "GravNetConv": "it finds neighbours among all nodes; build the edges beforehand and use GraphConv",

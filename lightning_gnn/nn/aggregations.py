@@ -34,20 +34,16 @@ def aggregations(
         layer: named in errors and counted under.
     """
     wanted = sorted({need for name in reductions for need in _NEEDS.get(name, (name,))})
-    found = context.statistics(x, edge_index, wanted, layer)
+    statistics = context.statistics(x, edge_index, wanted, layer)
     edges = context.split_edges(edge_index)
-    if found is None or edges is None:
+    if statistics is None or edges is None:
         return None
-    return _finished(dict(zip(wanted, found)), reductions, edges.inverse_degree)
-
-
-def _finished(found: dict[str, Tensor], reductions: Sequence[str], inverse_degree: Tensor) -> list[Tensor]:
-    """Returns the reductions, as PyG's aggregations compute them, from sums, squares and extremes."""
+    found, inverse_degree = dict(zip(wanted, statistics)), edges.inverse_degree
 
     def over_degree(name: str) -> Tensor:
         return found[name] * inverse_degree.to(found[name].dtype).unsqueeze(1)
 
-    def finished(name: str) -> Tensor:
+    def finished(name: str) -> Tensor:  # as PyG's aggregations compute it
         if name == "mean":
             return over_degree("sum")
         if name not in ("var", "std"):

@@ -155,18 +155,14 @@ class SumOfRows(torch.autograd.Function):
         return scale_(own, what.before), None, None, None
 
 
-def _column(scale: Tensor, rows: Tensor) -> Tensor:
-    return scale.to(rows.dtype).unsqueeze(1)
-
-
 def scaled(rows: Tensor, scale: Tensor | None) -> Tensor:
     """Returns rows times a scale of each, None for ones."""
-    return rows if scale is None else rows * _column(scale, rows)
+    return rows if scale is None else rows * scale.to(rows.dtype).unsqueeze(1)
 
 
 def scale_(rows: Tensor, scale: Tensor | None) -> Tensor:
     """Returns `rows`, scaled in place: memory that is there is faster than new."""
-    return rows if scale is None else rows.mul_(_column(scale, rows))
+    return rows if scale is None else rows.mul_(scale.to(rows.dtype).unsqueeze(1))
 
 
 class StatisticsOfRows(torch.autograd.Function):
@@ -222,4 +218,4 @@ class StatisticsOfRows(torch.autograd.Function):
 
 def wide(x: Tensor) -> Tensor:
     """Returns rows as statistics take them: contiguous, float32 or float64."""
-    return (x if x.dtype in (torch.float32, torch.float64) else x.float()).contiguous()
+    return x.to(torch.promote_types(x.dtype, torch.float32)).contiguous()
