@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -54,20 +55,25 @@ def substitute(method: Callable[..., Any], **names: Any) -> Callable[..., Any]:
             of reach.
     """
     function = method.__func__  # type: ignore[attr-defined]
-    if "super" in function.__code__.co_names and not set(names) & set(function.__code__.co_names):
+    code, known = function.__code__, {**function.__globals__, **names}
+    if "super" in code.co_names and not set(names) & set(code.co_names):
         raise UnsupportedModelError(
             f"{function.__qualname__} calls super().{function.__name__}(), which needs another {', '.join(names)} on a part of a "
             "graph and cannot be given it. Do not derive from that class: have a conv of it as a part, and call that."
         )
-    replaced = types.FunctionType(
-        function.__code__,
-        {**function.__globals__, **names},
-        function.__name__,
-        function.__defaults__,
-        function.__closure__,
-    )
+    replaced = types.FunctionType(code, known, function.__name__, function.__defaults__, function.__closure__)
     replaced.__kwdefaults__ = function.__kwdefaults__
     return types.MethodType(replaced, method.__self__)  # type: ignore[attr-defined]
+
+
+@contextmanager
+def overridden(module: torch.nn.Module, name: str, method: Callable[..., Any]) -> Iterator[None]:
+    """While open, one instance has another method."""
+    object.__setattr__(module, name, method)
+    try:
+        yield
+    finally:
+        module.__dict__.pop(name)
 
 
 def _gcn(conv: MessagePassing, context: GraphContext, layer: str) -> dict[str, Any]:

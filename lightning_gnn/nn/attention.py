@@ -46,10 +46,14 @@ def _gat(
     if target is None or not _by_kernels(context, layer, source, edge_index):
         return kind.forward(self, x, edge_index, edge_attr, size, return_attention_weights)
     heads, columns = self.heads, self.out_channels
-    own = _mapped(self.lin, self.lin_src, source)
-    own_target = own if target is source and self.lin is not None else _mapped(self.lin, self.lin_dst, target)
+    of_source, of_target = (self.lin_src, self.lin_dst) if self.lin is None else (self.lin, self.lin)
+    own = of_source(source)
+    own_target = own if target is source and self.lin is not None else of_target(target)
     if self.add_self_loops:
-        edge_index, edge_attr = _with_self_loops(context, edge_index, edge_attr, self.fill_value)
+        if edge_attr is not None:
+            without, edge_attr = remove_self_loops(edge_index, edge_attr)
+            _, edge_attr = add_self_loops(without, edge_attr, fill_value=self.fill_value, num_nodes=context.num_owned)
+        edge_index = context.with_self_loops(edge_index)
     edges = context.attended(edge_index, layer, edge_attr is not None or bool(return_attention_weights))
     [rows] = edges.sources([own.view(-1, heads, columns)])
     csr = edges.csr
@@ -82,7 +86,7 @@ def _gatv2(
     own = self.lin_l(source).view(shape)
     own_target = own if self.share_weights and target is source else self.lin_r(target).view(shape)
     if self.add_self_loops:
-        edge_index, _ = _with_self_loops(context, edge_index, None, self.fill_value)
+        edge_index = context.with_self_loops(edge_index)
     edges = context.attended(edge_index, layer, bool(return_attention_weights))
     [rows] = edges.sources([own])
     at_target = edges.targets(own_target)
@@ -132,24 +136,11 @@ def _by_kernels(context: GraphContext, layer: str, source: Tensor, edge_index: A
     return source.device.type == "cpu" and source.dim() == 2 and source.dtype in (torch.float32, torch.float64)
 
 
-def _mapped(shared: Any, own: Any, rows: Tensor) -> Tensor:
-    return (own if shared is None else shared)(rows)
-
-
 def _per_head(rows: Tensor, attention: Tensor) -> Tensor:
     """Returns ``<rows[n, h], attention[h]>``, ``[N, K]``, of rows ``[N, K * C]`` and ``[1, K, C]``, as one matrix product."""
     _, heads, columns = attention.shape
     spread = torch.eye(heads, dtype=attention.dtype).unsqueeze(2) * attention
     return F.linear(rows, spread.view(heads, heads * columns))
-
-
-def _with_self_loops(
-    context: GraphContext, edge_index: Tensor, edge_attr: Tensor | None, fill_value: Any
-) -> tuple[Tensor, Tensor | None]:
-    if edge_attr is not None:
-        without, edge_attr = remove_self_loops(edge_index, edge_attr)
-        _, edge_attr = add_self_loops(without, edge_attr, fill_value=fill_value, num_nodes=context.num_owned)
-    return context.with_self_loops(edge_index), edge_attr
 
 
 def _finished(

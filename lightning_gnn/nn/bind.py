@@ -20,7 +20,7 @@ from torch_geometric import nn as pyg_nn
 from torch_geometric.nn import DirGNNConv, GPSConv, MessagePassing, aggr
 
 from lightning_gnn.nn import pyg
-from lightning_gnn.nn.adapters import ADAPTERS, LINEAR_MESSAGES, REFUSED
+from lightning_gnn.nn.adapters import ADAPTERS, LINEAR_MESSAGES, REFUSED, overridden
 from lightning_gnn.nn.aggregations import aggregations
 from lightning_gnn.nn.context import GraphContext
 from lightning_gnn.nn.directed import both_ways
@@ -79,15 +79,9 @@ class Binding:
             return
         module, context = self._module, self.context
         try:
-            in_convs = {
-                id(part) for conv in module.modules() if isinstance(conv, MessagePassing) for part in conv.modules()
-            }
-            out = {
-                id(part)
-                for conv in module.modules()
-                if isinstance(conv, DirGNNConv)
-                for part in conv.conv_out.modules()
-            }
+            convs = [child for child in module.modules() if isinstance(child, MessagePassing)]
+            reversed_convs = [child.conv_out for child in module.modules() if isinstance(child, DirGNNConv)]
+            in_convs, out = ({id(part) for conv in of for part in conv.modules()} for of in (convs, reversed_convs))
             for name, child in module.named_modules():
                 if isinstance(child, DirGNNConv):
                     self._patch(child, both_ways(child, context, name))
@@ -291,23 +285,13 @@ def _propagate(self: MessagePassing, edge_index: Tensor, size: Any = None, **kwa
     lifted = _with_halo(self, state, kwargs, sources, targets)
     size = (context.num_owned + context.num_halo, context.num_owned)
     given = {name: kwargs[name] for name in pyg.read_by_update(self) & (sources | targets) if name in kwargs}
-    with _update_of(self, given) if given else nullcontext():
-        return state.functions["propagate"](self, edge_index, size=size, **lifted)
-
-
-@contextmanager
-def _update_of(conv: MessagePassing, given: dict[str, Any]) -> Iterator[None]:
-    """While open, `update` gets what `propagate` was given under these names, of this rank's nodes only."""
-    update = conv.update
+    update = self.update
 
     def of_owned(out: Any, **kwargs: Any) -> Any:
         return update(out, **{**kwargs, **given})
 
-    object.__setattr__(conv, "update", of_owned)
-    try:
-        yield
-    finally:
-        conv.__dict__.pop("update")
+    with overridden(self, "update", of_owned) if given else nullcontext():
+        return state.functions["propagate"](self, edge_index, size=size, **lifted)
 
 
 def _edge_updater(self: MessagePassing, edge_index: Tensor, size: Any = None, **kwargs: Any) -> Any:

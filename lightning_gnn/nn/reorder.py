@@ -6,8 +6,7 @@ layer costs neither communication nor SpMM after its first call. Both sides are 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -18,6 +17,7 @@ from torch_geometric import nn as pyg_nn
 from torch_geometric.nn import MessagePassing
 
 from lightning_gnn.nn import pyg
+from lightning_gnn.nn.adapters import overridden
 from lightning_gnn.nn.commnet import CommNetConv
 from lightning_gnn.nn.context import GraphContext
 
@@ -124,7 +124,7 @@ def _gin(context: GraphContext, layer: str, self: Any, x: Any, edge_index: Tenso
     rows = F.linear(source, lin.weight)
     own = rows if target is source else F.linear(target, lin.weight)
     out = self.propagate(edge_index, x=(rows, own), size=size) + (1 + self.eps) * own
-    with _mapped_already(lin):
+    with overridden(lin, "forward", lambda rows: rows if lin.bias is None else rows + lin.bias):  # mapped already
         return self.nn(out)
 
 
@@ -137,20 +137,6 @@ def _first_of_nn(conv: Any) -> list[Any]:
         first = first.lins[0]
     uses = sum(part is first for _, part in conv.nn.named_modules(remove_duplicate=False))
     return [first] if isinstance(first, (torch.nn.Linear, pyg_nn.Linear)) and uses == 1 else []
-
-
-@contextmanager
-def _mapped_already(lin: Any) -> Iterator[None]:
-    """While open, the map only adds its bias."""
-
-    def forward(rows: Tensor) -> Tensor:
-        return rows if lin.bias is None else rows + lin.bias
-
-    object.__setattr__(lin, "forward", forward)
-    try:
-        yield
-    finally:
-        lin.__dict__.pop("forward")
 
 
 def _commnet(context: GraphContext, layer: str, self: Any, x: Tensor, edge_index: Tensor) -> Tensor:
