@@ -288,6 +288,7 @@ def _propagate(self: MessagePassing, edge_index: Tensor, size: Any = None, **kwa
     update = self.update
 
     def of_owned(out: Any, **kwargs: Any) -> Any:
+        """`update` with what `propagate` was given, of this rank's nodes only."""
         return update(out, **{**kwargs, **given})
 
     with overridden(self, "update", of_owned) if given else nullcontext():

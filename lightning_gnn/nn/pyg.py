@@ -15,14 +15,9 @@ from torch_geometric.nn import Linear, MessagePassing, aggr
 # Results for one graph that convs keep between calls; on another rank's part, or the whole graph, they would be wrong.
 _CACHES = ("_cached_edge_index", "_cached_adj_t", "_cached_x", "_cached_h", "_alpha")
 
-
-_hooks = attrgetter(
-    *(
-        f"_{name}_forward_{kind}"
-        for name in ("propagate", "message", "aggregate", "edge_update")
-        for kind in ("pre_hooks", "hooks")
-    )
-)
+# What hooks of a conv may watch.
+_CALLS = ("propagate", "message", "aggregate", "edge_update")
+_hooks = attrgetter(*(f"_{name}_forward_{when}hooks" for name in _CALLS for when in ("pre_", "")))
 
 
 def lifted_arguments(conv: MessagePassing, edge_update: bool = False) -> tuple[set[str], set[str], set[str]]:
