@@ -29,7 +29,6 @@ from dataclasses import dataclass
 from datetime import timedelta
 from itertools import pairwise
 from pathlib import Path
-from types import TracebackType
 from typing import Any, TypeVar
 
 import numpy as np
@@ -41,7 +40,7 @@ from lightning_gnn.comm.exchange import Exchange
 from lightning_gnn.comm.group import World
 from lightning_gnn.comm.plans import PlanName, make_exchange
 from lightning_gnn.comm.traffic import Meter
-from lightning_gnn.functional.cut import Header, checked_graph, cut_graph
+from lightning_gnn.functional.cut import checked_graph, cut_graph
 from lightning_gnn.nn.norms import SumOverRanks
 from lightning_gnn.partition.shard import halo_plan
 from lightning_gnn.planning import Topology
@@ -163,6 +162,7 @@ class CommInfo:
             )
 
 
+@dataclass(eq=False)
 class Session:
     """What :func:`init` has set up in this process; ends with the ``with`` block that it opens, or with :func:`shutdown`.
 
@@ -171,9 +171,8 @@ class Session:
         info: of the last :func:`build_comm_info`, or None.
     """
 
-    def __init__(self, world: World) -> None:
-        self.world = world
-        self.info: CommInfo | None = None
+    world: World
+    info: CommInfo | None = None
 
     @property
     def rank(self) -> int:
@@ -193,9 +192,7 @@ class Session:
     def __enter__(self) -> Session:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         if _session is self:
             shutdown()
 
@@ -234,8 +231,7 @@ def init(device: str | torch.device | None = None, *, timeout: float = 1800.0, s
         )
     else:
         rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    chosen = _device(device)
-    _session = Session(World(rank, size, chosen, timedelta(seconds=timeout), shared_memory))
+    _session = Session(World(rank, size, _device(device), timedelta(seconds=timeout), shared_memory))
     return _session
 
 
@@ -284,31 +280,23 @@ def build_comm_info(
     sizes = world.all_gather_object(None if own is None else (own[1], own[0].size(1)))
     source, _ = _holder(sizes, "build_comm_info", "graph")
 
-    def cut() -> tuple[Header, list[Tensor]] | None:
-        return None if world.rank != source else cut_graph(own, world.size, topology, plan, partition, seed)  # type: ignore[arg-type]
-
-    made = _together(world, cut)
-    header = world.broadcast_object(None if made is None else made[0], source)
+    mine = own if world.rank == source else None
+    made = _together(world, lambda: mine and cut_graph(mine, world.size, topology, plan, partition, seed))
+    cut, parts = made or (None, None)
+    header = world.broadcast_object(cut, source)
     assert header is not None
-    num_edges = header.edge_counts[world.rank]
-    edges = world.scatter_rows(None if made is None else made[1], (num_edges, 3), torch.int64, source)
+    edges = world.scatter_rows(parts, (header.edge_counts[world.rank], 3), torch.int64, source)
     order = torch.from_numpy(header.order).to(world.device)
-    counts = tuple(np.diff(header.offsets).tolist())
+    plan_of_rank = halo_plan(world.rank, header.offsets, header.halos)
     session.info = CommInfo(
         edge_index=edges[:, :2].t().contiguous(),
         n_id=order[header.offsets[world.rank] : header.offsets[world.rank + 1]],
         e_id=edges[:, 2].contiguous(),
         order=order,
-        counts=counts,
+        counts=tuple(np.diff(header.offsets).tolist()),
         report=header.report,
         exchange=make_exchange(
-            header.plan,
-            header.topology,
-            halo_plan(world.rank, header.offsets, header.halos),
-            header.halos,
-            header.offsets,
-            world,
-            Meter(),
+            header.plan, header.topology, plan_of_rank, header.halos, header.offsets, world, Meter()
         ),
     )
     return session.info
@@ -369,12 +357,11 @@ def broadcast_parameters(module: torch.nn.Module, source: int = 0) -> None:
 
 def _device(device: str | torch.device | None) -> torch.device:
     if device is None:
-        device = f"cuda:{os.environ.get('LOCAL_RANK', 0)}" if torch.cuda.is_available() else "cpu"
+        device = "cuda" if torch.cuda.is_available() else "cpu"
     chosen = torch.device(device)
     if chosen.type == "cuda":
-        chosen = torch.device(
-            "cuda", chosen.index if chosen.index is not None else int(os.environ.get("LOCAL_RANK", 0))
-        )
+        index = int(os.environ.get("LOCAL_RANK", 0)) if chosen.index is None else chosen.index
+        chosen = torch.device("cuda", index)
         if chosen.index >= torch.cuda.device_count():
             raise ValueError(
                 f"init() was to use {chosen}, but there are {torch.cuda.device_count()} CUDA devices. Start fewer ranks per "

@@ -126,14 +126,10 @@ class LinkPredictor(GraphModule):
             )
         if negatives not in ("uniform", "in_batch"):
             raise ValueError(f"negatives must be 'uniform' or 'in_batch' (got {negatives!r}).")
-        for name, least in (
-            ("num_negatives", num_negatives),
-            ("eval_negatives", eval_negatives),
-            *(("hits", k) for k in hits),
-            *([] if num_relations is None else [("num_relations", num_relations)]),
-        ):
-            if least < 1:
-                raise ValueError(f"{name} must be at least 1 (got {least}).")
+        counts = [("num_negatives", num_negatives), ("eval_negatives", eval_negatives), *(("hits", k) for k in hits)]
+        for name, count in [*counts, ("num_relations", 1 if num_relations is None else num_relations)]:
+            if count < 1:
+                raise ValueError(f"{name} must be at least 1 (got {count}).")
         # A module among the hyperparameters could not be loaded with weights_only.
         self.save_hyperparameters(ignore=["model", "decoder", "optimizer"])
         self.model, self.decoder, self.negatives, self.optimizer = model, decoder, negatives, optimizer

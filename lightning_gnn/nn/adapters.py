@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -54,20 +55,25 @@ def substitute(method: Callable[..., Any], **names: Any) -> Callable[..., Any]:
             of reach.
     """
     function = method.__func__  # type: ignore[attr-defined]
-    if "super" in function.__code__.co_names and not set(names) & set(function.__code__.co_names):
+    code, known = function.__code__, {**function.__globals__, **names}
+    if "super" in code.co_names and not set(names) & set(code.co_names):
         raise UnsupportedModelError(
             f"{function.__qualname__} calls super().{function.__name__}(), which needs another {', '.join(names)} on a part of a "
             "graph and cannot be given it. Do not derive from that class: have a conv of it as a part, and call that."
         )
-    replaced = types.FunctionType(
-        function.__code__,
-        {**function.__globals__, **names},
-        function.__name__,
-        function.__defaults__,
-        function.__closure__,
-    )
+    replaced = types.FunctionType(code, known, function.__name__, function.__defaults__, function.__closure__)
     replaced.__kwdefaults__ = function.__kwdefaults__
     return types.MethodType(replaced, method.__self__)  # type: ignore[attr-defined]
+
+
+@contextmanager
+def overridden(module: torch.nn.Module, name: str, method: Callable[..., Any]) -> Iterator[None]:
+    """While open, one instance has another method."""
+    object.__setattr__(module, name, method)
+    try:
+        yield
+    finally:
+        module.__dict__.pop(name)
 
 
 def _gcn(conv: MessagePassing, context: GraphContext, layer: str) -> dict[str, Any]:
@@ -177,9 +183,7 @@ ADAPTERS: dict[type[MessagePassing], Adapter | None] = {
 """By conv class, its adapter; None for convs that need none. Subclasses are taken like the nearest class in here."""
 
 REFUSED: dict[str, str] = {
-    "CuGraphGATConv": "it needs cuGraph's own graph; use GATConv",
-    "CuGraphRGCNConv": "it needs cuGraph's own graph; use RGCNConv",
-    "CuGraphSAGEConv": "it needs cuGraph's own graph; use SAGEConv",
+    **{f"CuGraph{name}": f"it needs cuGraph's own graph; use {name}" for name in ("GATConv", "RGCNConv", "SAGEConv")},
     "DynamicEdgeConv": "it finds neighbours among all nodes; build the edges beforehand, or see docs/recipes.md, 'All pairs'",
     "FusedGATConv": "it needs its own graph format; use GATConv",
     "GravNetConv": "it finds neighbours among all nodes; build the edges beforehand and use GraphConv",

@@ -13,20 +13,12 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch_geometric import nn as pyg_nn
 
 from lightning_gnn.nn import pyg
 from lightning_gnn.nn.context import GraphContext
 
-# What is taken in the one pass for each of `pyg.reductions`.
-_NEEDS = {
-    "sum": ("sum",),
-    "mean": ("sum",),
-    "max": ("max",),
-    "min": ("min",),
-    "var": ("sum", "squares"),
-    "std": ("sum", "squares"),
-}
+# What is taken in the one pass for those of `pyg.reductions` that are not taken themselves.
+_NEEDS = {"mean": ("sum",), "var": ("sum", "squares"), "std": ("sum", "squares")}
 
 
 def aggregations(
@@ -41,36 +33,28 @@ def aggregations(
         reductions: their names.
         layer: named in errors and counted under.
     """
-    wanted = sorted({need for name in reductions for need in _NEEDS[name]})
-    found = context.statistics(x, edge_index, wanted, layer)
+    wanted = sorted({need for name in reductions for need in _NEEDS.get(name, (name,))})
+    statistics = context.statistics(x, edge_index, wanted, layer)
     edges = context.split_edges(edge_index)
-    if found is None or edges is None:
+    if statistics is None or edges is None:
         return None
-    return _finished(dict(zip(wanted, found)), reductions, edges.inverse_degree)
+    found, inverse_degree = dict(zip(wanted, statistics)), edges.inverse_degree
 
+    def over_degree(name: str) -> Tensor:
+        return found[name] * inverse_degree.to(found[name].dtype).unsqueeze(1)
 
-def _finished(found: dict[str, Tensor], reductions: Sequence[str], inverse_degree: Tensor) -> list[Tensor]:
-    """Returns the reductions, as PyG's aggregations compute them, from sums, squares and extremes."""
-
-    def over_degree(total: Tensor) -> Tensor:
-        return total * inverse_degree.to(total.dtype).unsqueeze(1)
-
-    def variance() -> Tensor:
-        return over_degree(found["squares"]) - over_degree(found["sum"]).square()
-
-    def deviation() -> Tensor:
-        root = variance().clamp(min=1e-5).sqrt()
+    def finished(name: str) -> Tensor:  # as PyG's aggregations compute it
+        if name == "mean":
+            return over_degree("sum")
+        if name not in ("var", "std"):
+            return found[name]
+        variance = over_degree("squares") - over_degree("sum").square()
+        if name == "var":
+            return variance
+        root = variance.clamp(min=1e-5).sqrt()
         return root.masked_fill(root <= math.sqrt(1e-5), 0.0)
 
-    ways: dict[str, Callable[[], Tensor]] = {
-        "sum": lambda: found["sum"],
-        "mean": lambda: over_degree(found["sum"]),
-        "max": lambda: found["max"],
-        "min": lambda: found["min"],
-        "var": variance,
-        "std": deviation,
-    }
-    return [ways[name]() for name in reductions]
+    return [finished(name) for name in reductions]
 
 
 # PNA ##########################################################################
@@ -127,10 +111,6 @@ def _scales(scaler: Any, degree: Tensor) -> list[Tensor | float]:
     return [ways[name]() for name in scaler.scaler]
 
 
-def maps_of(kind: Any, conv: Any) -> list[Any]:
+def maps_of(conv: Any) -> list[Any]:
     """Returns the layers before the aggregation, of which :func:`pna` takes the weights; none where they are wrapped."""
     return [part for net in conv.pre_nns if not pyg.is_watched(net) for part in net]
-
-
-KINDS = (pyg_nn.PNAConv,)
-"""The convs with a forward here."""

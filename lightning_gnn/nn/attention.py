@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -26,103 +27,107 @@ Forward = Callable[..., Any]
 
 def attention(kind: type, conv: Any, context: GraphContext, layer: str) -> Forward | None:
     """Returns the forward of one of :data:`KINDS` for a rank's graph."""
-    make = _FORWARDS[kind]
-    return make(kind, context, layer) if type(conv.aggr_module) is pyg_nn.aggr.SumAggregation else None
+    sums = type(conv.aggr_module) is pyg_nn.aggr.SumAggregation
+    return partial(_FORWARDS[kind], kind, context, layer) if sums else None
 
 
-def _gat(kind: Any, context: GraphContext, layer: str) -> Forward:
-    def forward(
-        self: Any,
-        x: Any,
-        edge_index: Tensor,
-        edge_attr: Tensor | None = None,
-        size: Any = None,
-        return_attention_weights: bool | None = None,
-    ) -> Any:
-        source, target = (x, x) if isinstance(x, Tensor) else x
-        if target is None or not _by_kernels(context, layer, source, edge_index):
-            return kind.forward(self, x, edge_index, edge_attr, size, return_attention_weights)
-        heads, columns = self.heads, self.out_channels
-        own = _mapped(self.lin, self.lin_src, source)
-        own_target = own if target is source and self.lin is not None else _mapped(self.lin, self.lin_dst, target)
-        if self.add_self_loops:
-            edge_index, edge_attr = _with_self_loops(context, edge_index, edge_attr, self.fill_value)
-        edges = context.attended(edge_index, layer, edge_attr is not None or bool(return_attention_weights))
-        [rows] = edges.sources([own.view(-1, heads, columns)])
-        csr = edges.csr
-        scores = pair_sums(
-            csr,
-            _per_head(rows.view(-1, heads * columns), self.att_src),
-            edges.targets(_per_head(own_target, self.att_dst)),
-        )
-        if edge_attr is not None and self.lin_edge is not None:
-            mapped = self.lin_edge(edge_attr.view(-1, 1) if edge_attr.dim() == 1 else edge_attr)
-            scores = scores + csr.permute(_per_head(mapped, self.att_edge))
-        scores = F.leaky_relu(scores, self.negative_slope)
-        return _finished(self, edges, rows, scores, target, edge_index, return_attention_weights)
-
-    return forward
-
-
-def _gatv2(kind: Any, context: GraphContext, layer: str) -> Forward:
-    def forward(
-        self: Any,
-        x: Any,
-        edge_index: Tensor,
-        edge_attr: Tensor | None = None,
-        return_attention_weights: bool | None = None,
-    ) -> Any:
-        source, target = (x, x) if isinstance(x, Tensor) else x
-        if edge_attr is not None or target is None or not _by_kernels(context, layer, source, edge_index):
-            return kind.forward(self, x, edge_index, edge_attr, return_attention_weights)
-        shape = (-1, self.heads, self.out_channels)
-        own = self.lin_l(source).view(shape)
-        own_target = own if self.share_weights and target is source else self.lin_r(target).view(shape)
-        if self.add_self_loops:
-            edge_index, _ = _with_self_loops(context, edge_index, None, self.fill_value)
-        edges = context.attended(edge_index, layer, bool(return_attention_weights))
-        [rows] = edges.sources([own])
-        at_target = edges.targets(own_target)
-        scores = additive_scores(edges.csr, rows, at_target, self.att.view(shape[1:]), self.negative_slope)
-        return _finished(self, edges, rows, scores, target, edge_index, return_attention_weights)
-
-    return forward
+def _gat(
+    kind: Any,
+    context: GraphContext,
+    layer: str,
+    self: Any,
+    x: Any,
+    edge_index: Tensor,
+    edge_attr: Tensor | None = None,
+    size: Any = None,
+    return_attention_weights: bool | None = None,
+) -> Any:
+    source, target = (x, x) if isinstance(x, Tensor) else x
+    if target is None or not _by_kernels(context, layer, source, edge_index):
+        return kind.forward(self, x, edge_index, edge_attr, size, return_attention_weights)
+    heads, columns = self.heads, self.out_channels
+    of_source, of_target = (self.lin_src, self.lin_dst) if self.lin is None else (self.lin, self.lin)
+    own = of_source(source)
+    own_target = own if target is source and self.lin is not None else of_target(target)
+    if self.add_self_loops:
+        if edge_attr is not None:
+            without, edge_attr = remove_self_loops(edge_index, edge_attr)
+            _, edge_attr = add_self_loops(without, edge_attr, fill_value=self.fill_value, num_nodes=context.num_owned)
+        edge_index = context.with_self_loops(edge_index)
+    edges = context.attended(edge_index, layer, edge_attr is not None or bool(return_attention_weights))
+    [rows] = edges.sources([own.view(-1, heads, columns)])
+    csr = edges.csr
+    scores = pair_sums(
+        csr,
+        _per_head(rows.view(-1, heads * columns), self.att_src),
+        edges.targets(_per_head(own_target, self.att_dst)),
+    )
+    if edge_attr is not None and self.lin_edge is not None:
+        mapped = self.lin_edge(edge_attr.view(-1, 1) if edge_attr.dim() == 1 else edge_attr)
+        scores = scores + csr.permute(_per_head(mapped, self.att_edge))
+    scores = F.leaky_relu(scores, self.negative_slope)
+    return _finished(self, edges, rows, scores, target, edge_index, return_attention_weights)
 
 
-def _transformer(kind: Any, context: GraphContext, layer: str) -> Forward:
-    def forward(
-        self: Any,
-        x: Any,
-        edge_index: Tensor,
-        edge_attr: Tensor | None = None,
-        return_attention_weights: bool | None = None,
-    ) -> Any:
-        source, target = (x, x) if isinstance(x, Tensor) else x
-        plain = edge_attr is None and self.lin_edge is None
-        if not plain or not _by_kernels(context, layer, source, edge_index):
-            return kind.forward(self, x, edge_index, edge_attr, return_attention_weights)
-        shape = (-1, self.heads, self.out_channels)
-        query = self.lin_query(target).view(shape)
-        edges = context.attended(edge_index, layer, isinstance(return_attention_weights, bool))
-        keys, values = edges.sources([self.lin_key(source).view(shape), self.lin_value(source).view(shape)])
-        csr = edges.csr
-        products = pair_products(csr, keys, edges.targets(query))
-        shares = edges.softmax(products / math.sqrt(self.out_channels))
-        kept = F.dropout(shares, p=self.dropout, training=self.training)
-        out = edges.reduce(weighted_sums(csr, values, kept))
-        out = out.flatten(1) if self.concat else out.mean(dim=1)
-        if self.root_weight:
-            skipped = self.lin_skip(target)
-            if self.lin_beta is None:
-                out = out + skipped
-            else:
-                beta = self.lin_beta(torch.cat([out, skipped, out - skipped], dim=-1)).sigmoid()
-                out = beta * skipped + (1 - beta) * out
-        if isinstance(return_attention_weights, bool):
-            return out, (edge_index, csr.unpermute(shares))
-        return out
+def _gatv2(
+    kind: Any,
+    context: GraphContext,
+    layer: str,
+    self: Any,
+    x: Any,
+    edge_index: Tensor,
+    edge_attr: Tensor | None = None,
+    return_attention_weights: bool | None = None,
+) -> Any:
+    source, target = (x, x) if isinstance(x, Tensor) else x
+    if edge_attr is not None or target is None or not _by_kernels(context, layer, source, edge_index):
+        return kind.forward(self, x, edge_index, edge_attr, return_attention_weights)
+    shape = (-1, self.heads, self.out_channels)
+    own = self.lin_l(source).view(shape)
+    own_target = own if self.share_weights and target is source else self.lin_r(target).view(shape)
+    if self.add_self_loops:
+        edge_index = context.with_self_loops(edge_index)
+    edges = context.attended(edge_index, layer, bool(return_attention_weights))
+    [rows] = edges.sources([own])
+    at_target = edges.targets(own_target)
+    scores = additive_scores(edges.csr, rows, at_target, self.att.view(shape[1:]), self.negative_slope)
+    return _finished(self, edges, rows, scores, target, edge_index, return_attention_weights)
 
-    return forward
+
+def _transformer(
+    kind: Any,
+    context: GraphContext,
+    layer: str,
+    self: Any,
+    x: Any,
+    edge_index: Tensor,
+    edge_attr: Tensor | None = None,
+    return_attention_weights: bool | None = None,
+) -> Any:
+    source, target = (x, x) if isinstance(x, Tensor) else x
+    plain = edge_attr is None and self.lin_edge is None
+    if not plain or not _by_kernels(context, layer, source, edge_index):
+        return kind.forward(self, x, edge_index, edge_attr, return_attention_weights)
+    shape = (-1, self.heads, self.out_channels)
+    query = self.lin_query(target).view(shape)
+    edges = context.attended(edge_index, layer, isinstance(return_attention_weights, bool))
+    keys, values = edges.sources([self.lin_key(source).view(shape), self.lin_value(source).view(shape)])
+    csr = edges.csr
+    products = pair_products(csr, keys, edges.targets(query))
+    shares = edges.softmax(products / math.sqrt(self.out_channels))
+    kept = F.dropout(shares, p=self.dropout, training=self.training)
+    out = edges.reduce(weighted_sums(csr, values, kept))
+    out = out.flatten(1) if self.concat else out.mean(dim=1)
+    if self.root_weight:
+        skipped = self.lin_skip(target)
+        if self.lin_beta is None:
+            out = out + skipped
+        else:
+            beta = self.lin_beta(torch.cat([out, skipped, out - skipped], dim=-1)).sigmoid()
+            out = beta * skipped + (1 - beta) * out
+    if isinstance(return_attention_weights, bool):
+        return out, (edge_index, csr.unpermute(shares))
+    return out
 
 
 def _by_kernels(context: GraphContext, layer: str, source: Tensor, edge_index: Any) -> bool:
@@ -131,24 +136,11 @@ def _by_kernels(context: GraphContext, layer: str, source: Tensor, edge_index: A
     return source.device.type == "cpu" and source.dim() == 2 and source.dtype in (torch.float32, torch.float64)
 
 
-def _mapped(shared: Any, own: Any, rows: Tensor) -> Tensor:
-    return (own if shared is None else shared)(rows)
-
-
 def _per_head(rows: Tensor, attention: Tensor) -> Tensor:
     """Returns ``<rows[n, h], attention[h]>``, ``[N, K]``, of rows ``[N, K * C]`` and ``[1, K, C]``, as one matrix product."""
     _, heads, columns = attention.shape
     spread = torch.eye(heads, dtype=attention.dtype).unsqueeze(2) * attention
     return F.linear(rows, spread.view(heads, heads * columns))
-
-
-def _with_self_loops(
-    context: GraphContext, edge_index: Tensor, edge_attr: Tensor | None, fill_value: Any
-) -> tuple[Tensor, Tensor | None]:
-    if edge_attr is not None:
-        without, edge_attr = remove_self_loops(edge_index, edge_attr)
-        _, edge_attr = add_self_loops(without, edge_attr, fill_value=fill_value, num_nodes=context.num_owned)
-    return context.with_self_loops(edge_index), edge_attr
 
 
 def _finished(
@@ -171,7 +163,7 @@ def _finished(
     return (out, (edge_index, edges.csr.unpermute(shares))) if return_attention_weights else out
 
 
-_FORWARDS: dict[type, Callable[[type, GraphContext, str], Forward]] = {
+_FORWARDS: dict[type, Forward] = {
     pyg_nn.GATConv: _gat,
     pyg_nn.GATv2Conv: _gatv2,
     pyg_nn.TransformerConv: _transformer,

@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import sys
 import types
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -20,7 +20,7 @@ from torch_geometric import nn as pyg_nn
 from torch_geometric.nn import DirGNNConv, GPSConv, MessagePassing, aggr
 
 from lightning_gnn.nn import pyg
-from lightning_gnn.nn.adapters import ADAPTERS, LINEAR_MESSAGES, REFUSED
+from lightning_gnn.nn.adapters import ADAPTERS, LINEAR_MESSAGES, REFUSED, overridden
 from lightning_gnn.nn.aggregations import aggregations
 from lightning_gnn.nn.context import GraphContext
 from lightning_gnn.nn.directed import both_ways
@@ -32,18 +32,8 @@ from lightning_gnn.nn.readout import readout
 from lightning_gnn.nn.recompute import recomputed
 
 # Aggregations over the edges of one node, all of which its owner holds.
-_AGGREGATIONS = (
-    aggr.SumAggregation,
-    aggr.MeanAggregation,
-    aggr.MaxAggregation,
-    aggr.MinAggregation,
-    aggr.MulAggregation,
-    aggr.VarAggregation,
-    aggr.StdAggregation,
-    aggr.SoftmaxAggregation,
-    aggr.PowerMeanAggregation,
-    aggr.MedianAggregation,
-)
+_PER_NODE = "Sum Mean Max Min Mul Var Std Softmax PowerMean Median"
+_AGGREGATIONS = tuple(getattr(aggr, f"{name}Aggregation") for name in _PER_NODE.split())
 
 # Modules that look at all nodes at once and have no form over ranks, unlike those in `norms.NORMS`.
 _ACROSS_NODES = (
@@ -59,7 +49,7 @@ class _BoundConv:
 
     context: GraphContext
     layer: str
-    functions: dict[str, Any] = field(default_factory=dict)
+    functions: dict[str, Any]
     """The conv's own methods before wrapping, as functions of the conv: a copy of it calls them on itself."""
 
     def __deepcopy__(self, memo: dict[int, Any]) -> _BoundConv:
@@ -89,15 +79,9 @@ class Binding:
             return
         module, context = self._module, self.context
         try:
-            in_convs = {
-                id(part) for conv in module.modules() if isinstance(conv, MessagePassing) for part in conv.modules()
-            }
-            out = {
-                id(part)
-                for conv in module.modules()
-                if isinstance(conv, DirGNNConv)
-                for part in conv.conv_out.modules()
-            }
+            convs = [child for child in module.modules() if isinstance(child, MessagePassing)]
+            reversed_convs = [child.conv_out for child in module.modules() if isinstance(child, DirGNNConv)]
+            in_convs, out = ({id(part) for conv in of for part in conv.modules()} for of in (convs, reversed_convs))
             for name, child in module.named_modules():
                 if isinstance(child, DirGNNConv):
                     self._patch(child, both_ways(child, context, name))
@@ -126,15 +110,14 @@ class Binding:
             raise RuntimeError(
                 f"'{layer}' is bound to a graph already: is the model in another Trainer that still runs?"
             )
-        state = _BoundConv(context, layer)
-        names = ["propagate"] + (["edge_updater"] if pyg.implements_edge_update(conv) else [])
-        state.functions = {name: getattr(conv, name).__func__ for name in names}
+        wrapped: dict[str, Callable[..., Any]] = {"propagate": _propagate}
+        if pyg.implements_edge_update(conv):
+            wrapped["edge_updater"] = _edge_updater
+        state = _BoundConv(context, layer, {name: getattr(conv, name).__func__ for name in wrapped})
         adapter = ADAPTERS.get(_known_kind(conv))
         patched = adapter(conv, context, layer) if adapter is not None else {}
         patched.update(fused(conv, context, layer, patched.get("forward", conv.forward).__func__))
-        patched["propagate"] = types.MethodType(_propagate, conv)
-        if "edge_updater" in names:
-            patched["edge_updater"] = types.MethodType(_edge_updater, conv)
+        patched.update({name: types.MethodType(method, conv) for name, method in wrapped.items()})
         if self._recompute:
             forward = patched.get("forward", conv.forward)
             patched["forward"] = types.MethodType(recomputed(forward.__func__, context), conv)
@@ -272,7 +255,7 @@ def _check_conv(where: str, conv: MessagePassing) -> None:
             f"{where} aggregates by {conv.aggr_module}; supported are sum, mean, max, min, mul, var, std, softmax, powermean, "
             "median, and several of these at once."
         )
-    for sources, targets, plain in (pyg.lifted_arguments(conv), pyg.lifted_edge_arguments(conv)):
+    for sources, targets, plain in (pyg.lifted_arguments(conv), pyg.lifted_arguments(conv, edge_update=True)):
         both = sorted((sources | targets) & plain - pyg.read_by_update(conv))
         if both:
             raise UnsupportedModelError(
@@ -302,35 +285,26 @@ def _propagate(self: MessagePassing, edge_index: Tensor, size: Any = None, **kwa
     lifted = _with_halo(self, state, kwargs, sources, targets)
     size = (context.num_owned + context.num_halo, context.num_owned)
     given = {name: kwargs[name] for name in pyg.read_by_update(self) & (sources | targets) if name in kwargs}
-    with _update_of(self, given) if given else nullcontext():
-        return state.functions["propagate"](self, edge_index, size=size, **lifted)
-
-
-@contextmanager
-def _update_of(conv: MessagePassing, given: dict[str, Any]) -> Iterator[None]:
-    """While open, `update` gets what `propagate` was given under these names, of this rank's nodes only."""
-    update = conv.update
+    update = self.update
 
     def of_owned(out: Any, **kwargs: Any) -> Any:
+        """`update` with what `propagate` was given, of this rank's nodes only."""
         return update(out, **{**kwargs, **given})
 
-    object.__setattr__(conv, "update", of_owned)
-    try:
-        yield
-    finally:
-        conv.__dict__.pop("update")
+    with overridden(self, "update", of_owned) if given else nullcontext():
+        return state.functions["propagate"](self, edge_index, size=size, **lifted)
 
 
 def _edge_updater(self: MessagePassing, edge_index: Tensor, size: Any = None, **kwargs: Any) -> Any:
     """`edge_updater` of a bound conv: PyG's own over (S x, x)."""
     state: _BoundConv = self.__dict__[STATE]
-    lifted = _with_halo(self, state, kwargs, *pyg.lifted_edge_arguments(self)[:2])
+    lifted = _with_halo(self, state, kwargs, *pyg.lifted_arguments(self, edge_update=True)[:2])
     return state.functions["edge_updater"](self, edge_index, size=size, **lifted)
 
 
 def _by_kernels(conv: MessagePassing, state: _BoundConv, edge_index: Tensor, kwargs: dict[str, Any]) -> Tensor | None:
     """Returns the aggregate of a conv whose messages are source rows; None where that does not apply, on all ranks alike."""
-    message, reductions = pyg.message_of(conv), pyg.reductions(conv.aggr_module)
+    message, reductions = type(conv).message, pyg.reductions(conv.aggr_module)
     if message not in LINEAR_MESSAGES or reductions is None or not pyg.is_plain(conv):
         return None
     x = kwargs["x"]

@@ -64,6 +64,3 @@ class CommNet(BasicGNN):
     def init_conv(self, in_channels: int | tuple[int, int], out_channels: int, **kwargs: Any) -> MessagePassing:
         assert isinstance(in_channels, int)
         return CommNetConv(in_channels, out_channels, **kwargs)
-
-
-__all__ = ["CommNet", "CommNetConv"]

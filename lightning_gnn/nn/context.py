@@ -228,17 +228,16 @@ class GraphContext(RankGraph):
                 return Product.apply(rows, matrix, what, world.call(layer))
             return SumOfRows.apply(rows, exchange, what, world.call(layer))
 
-        def compute_once() -> tuple[Tensor]:
-            with self._to_keep():
-                if x.dtype not in (torch.float32, torch.float64):
-                    return (compute(x),)
-                out = x.new_empty((self.num_owned, x.size(1)))
-                for low in range(0, x.size(1), self.columns_at_once):
-                    columns = slice(low, low + self.columns_at_once)
-                    out[:, columns] = compute(x[:, columns].contiguous())
-                return (out,)
+        def by_columns() -> tuple[Tensor]:
+            if x.dtype not in (torch.float32, torch.float64):
+                return (compute(x),)
+            out = x.new_empty((self.num_owned, x.size(1)))
+            for low in range(0, x.size(1), self.columns_at_once):
+                columns = slice(low, low + self.columns_at_once)
+                out[:, columns] = compute(x[:, columns].contiguous())
+            return (out,)
 
-        kept = self.kept.of_x(("sum", id(what)), x, 1, compute_once)
+        kept = self.kept.of_x(("sum", id(what)), x, 1, lambda: self._to_keep(by_columns))
         return compute(x) if kept is None else kept[0]
 
     def statistics(self, x: Tensor, edge_index: Tensor, wanted: Sequence[str], layer: str) -> tuple[Tensor, ...] | None:
@@ -263,11 +262,8 @@ class GraphContext(RankGraph):
                 return StatisticsOverRanks.apply(x, matrix, edges.without_edges, wanted, layer)
             return StatisticsOfRows.apply(x, self.exchange, edges, wanted, self.exchange.world.call(layer))
 
-        def compute_once() -> tuple[Tensor, ...]:
-            with self._to_keep():
-                return compute()
-
-        kept = self.kept.of_x(("statistics", id(edge_index), *wanted), x, len(wanted), compute_once)
+        name = ("statistics", id(edge_index), *wanted)
+        kept = self.kept.of_x(name, x, len(wanted), lambda: self._to_keep(compute))
         return compute() if kept is None else kept
 
     def _sampled_statistics(

@@ -25,16 +25,12 @@ from lightning_gnn.nn.rank_graph import UnsupportedModelError
 from lightning_gnn.partition.shard import halo_plan, owners_of
 
 
-def reads_out_edges(module: torch.nn.Module) -> bool:
-    """Returns whether a part of the module needs :attr:`GraphContext.reverse`."""
-    return any(isinstance(part, DirGNNConv) for part in module.modules())
-
-
 def context_of(
     module: torch.nn.Module, shard: Shard, world: World, make: Callable[[Shard], GraphContext]
 ) -> GraphContext:
     """Returns ``make(shard)``, with that of the reversed graph where the module reads it; runs on every rank."""
-    reverse = make(reversed_shard(shard, world)) if reads_out_edges(module) else None
+    reads_out_edges = any(isinstance(part, DirGNNConv) for part in module.modules())
+    reverse = make(reversed_shard(shard, world)) if reads_out_edges else None
     context = make(shard)
     context.reverse = reverse
     return context

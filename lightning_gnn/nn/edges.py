@@ -5,7 +5,7 @@ N owned rows, H halo rows, E edges, F columns.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -155,18 +155,14 @@ class SumOfRows(torch.autograd.Function):
         return scale_(own, what.before), None, None, None
 
 
-def _column(scale: Tensor, rows: Tensor) -> Tensor:
-    return scale.to(rows.dtype).unsqueeze(1)
-
-
 def scaled(rows: Tensor, scale: Tensor | None) -> Tensor:
     """Returns rows times a scale of each, None for ones."""
-    return rows if scale is None else rows * _column(scale, rows)
+    return rows if scale is None else rows * scale.to(rows.dtype).unsqueeze(1)
 
 
 def scale_(rows: Tensor, scale: Tensor | None) -> Tensor:
     """Returns `rows`, scaled in place: memory that is there is faster than new."""
-    return rows if scale is None else rows.mul_(_column(scale, rows))
+    return rows if scale is None else rows.mul_(scale.to(rows.dtype).unsqueeze(1))
 
 
 class StatisticsOfRows(torch.autograd.Function):
@@ -197,29 +193,32 @@ class StatisticsOfRows(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         edges, exchange = ctx.edges, ctx.exchange
-        x, halo_rows, largest, least, num_max, num_min = ctx.saved_tensors
+        x, halo_rows, *of_extremes = ctx.saved_tensors
         rows = wide(x)
         none = rows.new_empty((0, rows.size(1)))
-        found = RowStatistics(none, none, largest, least, num_max, num_min)
-        upstream = dict.fromkeys(STATISTICS, none)
-        for name, grad in zip(ctx.wanted, grads):
-            if grad is not None:
-                grad = grad.to(none.dtype)
-                upstream[name] = (grad / found.ties(name) if name in ("max", "min") else grad).contiguous()
-        extremes = RowStatistics(
-            sum=none, squares=none, num_max=none, num_min=none,
-            max=found.max if len(upstream["max"]) else none, min=found.min if len(upstream["min"]) else none,
-        )  # fmt: skip
-        wanted = RowStatistics(**upstream, num_max=none, num_min=none)
-        halo = row_statistics_grad(edges.halo, halo_rows, wanted, extremes).to(x.dtype)
+        found = RowStatistics(none, none, *of_extremes)
+        upstream = upstream_of(shared(dict(zip(ctx.wanted, grads)), found), none)
+        halo = row_statistics_grad(edges.halo, halo_rows, upstream, found).to(x.dtype)
         finish = exchange.start_reduce(halo, ctx.call.backward())
-        own = row_statistics_grad(edges.owned, rows, wanted, extremes).to(x.dtype)
+        own = row_statistics_grad(edges.owned, rows, upstream, found).to(x.dtype)
         finish(own)
         return own, None, None, None, None
 
 
+def shared(grads: Mapping[str, Tensor], found: RowStatistics) -> dict[str, Tensor]:
+    """Returns the gradients of statistics in the dtype of `found`, those of extremes divided among the ties that it counts."""
+    of_edges = {name: grad.to(found.sum.dtype) for name, grad in grads.items()}
+    extremes = {name: of_edges[name] / found.ties(name) for name in ("max", "min") if name in of_edges}
+    return {name: grad.contiguous() for name, grad in (of_edges | extremes).items()}
+
+
+def upstream_of(grads: Mapping[str, Tensor], none: Tensor) -> RowStatistics:
+    """Returns gradients of statistics as the kernel takes them, with `none` for those that are not wanted."""
+    return RowStatistics(**{name: grads.get(name, none) for name in STATISTICS}, num_max=none, num_min=none)
+
+
 def wide(x: Tensor) -> Tensor:
     """Returns rows as statistics take them: contiguous, float32 or float64."""
-    return (x if x.dtype in (torch.float32, torch.float64) else x.float()).contiguous()
+    return x.to(torch.promote_types(x.dtype, torch.float32)).contiguous()

@@ -284,10 +284,10 @@ class DistributedEmbedding(torch.nn.Module):
         only_own = all(owned for _, _, owned in gradients)  # on all ranks alike
         work = partial(self._push, self._owners, ids, grads, only_own, self.lr)
         self._pushes.append(self._owners.background.start(work))
-        self._wait(self.staleness)
+        self.flush(self.staleness)
 
     def _push(self, owners: EmbeddingRows, ids: Tensor, grads: Tensor, only_own: bool, lr: float) -> None:
-        """Transport gradients to owners, and applies those that come here."""
+        """Brings gradients to owners, and applies those that come here."""
         assert self._own is not None
         if only_own:
             rows = torch.arange(len(self._own.weight))
@@ -297,13 +297,10 @@ class DistributedEmbedding(torch.nn.Module):
         with self._lock:
             self._own.update(rows, sums, lr)
 
-    def _wait(self, at_most: int) -> None:
-        while len(self._pushes) > at_most:
+    def flush(self, under_way: int = 0) -> None:
+        """Returns when every push of this rank has been applied, and every one to it; but for so many that are `under_way`."""
+        while len(self._pushes) > under_way:
             self._pushes.popleft().result()
-
-    def flush(self) -> None:
-        """Returns when every push of this rank has been applied, and every one to it."""
-        self._wait(0)
 
     # Ranks ####################################################################
 

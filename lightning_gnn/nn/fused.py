@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch_geometric.nn import MessagePassing
+from torch_geometric.nn import MessagePassing, PNAConv
 
 from lightning_gnn.nn import aggregations, attention, pyg, reorder
 from lightning_gnn.nn.adapters import LINEAR_MESSAGES
@@ -15,15 +15,15 @@ from lightning_gnn.nn.context import GraphContext
 
 # By class: returns the forward for a conv, or None where its settings do not allow it.
 _MAKERS: dict[type, Callable[[type, Any, GraphContext, str], Callable[..., Any] | None]] = {
-    **dict.fromkeys(reorder.KINDS, reorder.reordered),
+    **dict.fromkeys(reorder.FORWARDS, reorder.reordered),
     **dict.fromkeys(attention.KINDS, attention.attention),
-    **dict.fromkeys(aggregations.KINDS, aggregations.pna),
+    PNAConv: aggregations.pna,
 }
 
 # By class: the linear maps whose weights the forward reads; the others call their maps.
-_MAPS: dict[type, Callable[[Any, Any], list[Any]]] = {
-    **dict.fromkeys(reorder.KINDS, reorder.maps_of),
-    **dict.fromkeys(aggregations.KINDS, aggregations.maps_of),
+_MAPS: dict[type, Callable[[Any], list[Any]]] = {
+    **{kind: maps for kind, (_, maps) in reorder.FORWARDS.items()},
+    PNAConv: aggregations.maps_of,
 }
 
 
@@ -41,7 +41,7 @@ def kernel_groups(module: torch.nn.Module) -> set[str]:
     for conv in module.modules():
         if isinstance(conv, MessagePassing):
             groups.add("attention" if isinstance(conv, attention.KINDS) else "sums")
-            of_rows = pyg.message_of(conv) in LINEAR_MESSAGES or isinstance(conv, aggregations.KINDS)
+            of_rows = type(conv).message in LINEAR_MESSAGES or isinstance(conv, PNAConv)
             if of_rows and pyg.linear_aggregation(conv) is None:
                 groups.add("statistics")
     return groups
@@ -77,5 +77,5 @@ def _may_read_weights(kind: Any, conv: Any) -> bool:
     """Returns whether the weights that a forward reads past the conv's maps are all that these maps do."""
     if kind not in _MAPS:
         return True
-    maps = _MAPS[kind](kind, conv)
+    maps = _MAPS[kind](conv)
     return bool(maps) and all(map(pyg.is_plain_map, maps))

@@ -72,11 +72,6 @@ class Statistics:
         return (summed[:-1] / count.clamp(min=1)).view(own.shape), count
 
 
-def _wide(x: Tensor) -> Tensor:
-    """Returns `x` in at least float32, in which statistics are taken."""
-    return x if x.dtype in (torch.float32, torch.float64) else x.float()
-
-
 def _statistics(norm: Any, batch: Any) -> Statistics:
     """Returns what takes the statistics of a bound norm; raises where it was given several graphs."""
     take: Statistics = norm.__dict__[STATE]
@@ -93,7 +88,7 @@ def _batch_norm(norm: Any, x: Tensor) -> Tensor:
     if not norm.training and norm.running_mean is not None:
         return type(norm).forward(norm, x)
     norm._check_input_dim(x)
-    wide = _wide(x)
+    wide = x.to(torch.promote_types(x.dtype, torch.float32))
     dims = tuple(dim for dim in range(x.dim()) if dim != 1)
     mean, count = take.mean(wide, dims)
     if norm.training and count <= 1:

@@ -28,9 +28,7 @@ class Offloaded(torch.autograd.graph.saved_tensors_hooks):
         def pack(tensor: Tensor) -> Packed:
             if tensor.untyped_storage().data_ptr() in held or not moves(tensor):
                 return tensor
-            pinned = (
-                tensor.is_cuda and tensor.layout == torch.strided
-            )  # else CUDA copies by way of its own pinned memory
+            pinned = tensor.is_cuda and tensor.layout == torch.strided  # else CUDA copies by its own pinned memory
             host = torch.empty(tensor.size(), dtype=tensor.dtype, layout=tensor.layout, pin_memory=pinned)
             return tensor.device, host.copy_(tensor)
 

@@ -15,8 +15,8 @@ from torch.autograd.function import once_differentiable
 
 from lightning_gnn.comm.call import Call
 from lightning_gnn.comm.matrix import Matrix, SparseMatrix
-from lightning_gnn.kernels.sums import STATISTICS, RowStatistics, row_statistics_grad
-from lightning_gnn.nn.edges import Sum, scale_, scaled, wide
+from lightning_gnn.kernels.sums import RowStatistics, row_statistics_grad
+from lightning_gnn.nn.edges import Sum, scale_, scaled, shared, upstream_of, wide
 
 
 class Product(torch.autograd.Function):
@@ -52,7 +52,7 @@ class StatisticsOverRanks(torch.autograd.Function):
     def forward(
         ctx: Any, x: Tensor, matrix: SparseMatrix, without: Tensor, wanted: Sequence[str], layer: str
     ) -> tuple[Tensor, ...]:
-        ctx.matrix, ctx.wanted, ctx.layer, ctx.dtype = matrix, list(wanted), layer, x.dtype
+        ctx.matrix, ctx.wanted, ctx.layer, ctx.dtype = matrix, wanted, layer, x.dtype
         rows = wide(matrix.columns.expand(x, layer))
         found = RowStatistics.empty(matrix.csr, rows, wanted)
         found.add(matrix.csr, rows, accumulate=False)
@@ -77,20 +77,12 @@ class StatisticsOverRanks(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         matrix, layer = ctx.matrix, ctx.layer
         rows, largest, least, *of_owned = ctx.saved_tensors
         none = rows.new_empty((0, rows.size(1)))
         found, owned = RowStatistics(none, none, largest, least, none, none), RowStatistics(none, none, *of_owned)
-        own = {}
-        for name in ctx.wanted:
-            grad = grads[ctx.wanted.index(name)]
-            shape = (matrix.num_owned, rows.size(1))
-            grad = rows.new_zeros(shape) if grad is None else grad.to(rows.dtype)
-            own[name] = (grad / owned.ties(name) if name in ("max", "min") else grad).contiguous()
+        own = shared(dict(zip(ctx.wanted, grads)), owned)
         everywhere = dict(zip(own, matrix.rows.expand_all([*own.values()], layer)))
-        upstream = RowStatistics(
-            **{name: everywhere.get(name, none) for name in STATISTICS}, num_max=none, num_min=none
-        )
-        at_sources = row_statistics_grad(matrix.csr, rows, upstream, found)
+        at_sources = row_statistics_grad(matrix.csr, rows, upstream_of(everywhere, none), found)
         return matrix.columns.reduce(at_sources.to(ctx.dtype), layer), None, None, None, None

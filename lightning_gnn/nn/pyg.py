@@ -5,33 +5,28 @@ Holds for torch_geometric 2.6 to 2.8; `tests/nn/test_binding.py` checks that the
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from operator import attrgetter
 from typing import Any
 
 import torch
-from torch import Tensor
 from torch.nn.utils.parametrize import is_parametrized
 from torch_geometric.nn import Linear, MessagePassing, aggr
 
 # Results for one graph that convs keep between calls; on another rank's part, or the whole graph, they would be wrong.
 _CACHES = ("_cached_edge_index", "_cached_adj_t", "_cached_x", "_cached_h", "_alpha")
 
+# What hooks of a conv may watch.
+_CALLS = ("propagate", "message", "aggregate", "edge_update")
+_hooks = attrgetter(*(f"_{name}_forward_{when}hooks" for name in _CALLS for when in ("pre_", "")))
 
-def lifted_arguments(conv: MessagePassing) -> tuple[set[str], set[str], set[str]]:
-    """Returns the names of the arguments of `propagate` that `message` and its kin read.
+
+def lifted_arguments(conv: MessagePassing, edge_update: bool = False) -> tuple[set[str], set[str], set[str]]:
+    """Returns the names of the arguments of `propagate` that `message` and its kin read, or of `edge_updater`.
 
     Returns:
         Those read at edge sources (``x`` for ``x_j``), those read at edge targets, and those handed over as they are.
     """
-    return _split_names(conv._user_args)
-
-
-def lifted_edge_arguments(conv: MessagePassing) -> tuple[set[str], set[str], set[str]]:
-    """Returns the same of `edge_updater` and `edge_update`."""
-    return _split_names(conv._edge_user_args)
-
-
-def _split_names(names: list[str]) -> tuple[set[str], set[str], set[str]]:
+    names = conv._edge_user_args if edge_update else conv._user_args
     sources = {name[:-2] for name in names if name.endswith("_j")}
     targets = {name[:-2] for name in names if name.endswith("_i")}
     return sources, targets, {name for name in names if name[-2:] not in ("_i", "_j")}
@@ -51,18 +46,8 @@ def clear_caches(conv: MessagePassing) -> None:
 
 def is_plain(conv: MessagePassing) -> bool:
     """Returns whether nothing but `message` and the aggregation happens in `propagate`: no hooks, no explanation."""
-    hooks = (
-        conv._propagate_forward_pre_hooks,
-        conv._propagate_forward_hooks,
-        conv._message_forward_pre_hooks,
-        conv._message_forward_hooks,
-        conv._aggregate_forward_pre_hooks,
-        conv._aggregate_forward_hooks,
-        conv._edge_update_forward_pre_hooks,
-        conv._edge_update_forward_hooks,
-    )
     return (
-        not any(hooks)
+        not any(_hooks(conv))
         and not conv.explain
         and conv.decomposed_layers == 1
         and type(conv).aggregate is MessagePassing.aggregate
@@ -119,8 +104,3 @@ def reductions(aggregation: Any) -> list[str] | None:
 def linear_aggregation(conv: MessagePassing) -> str | None:
     """Returns ``"sum"`` or ``"mean"`` where the conv aggregates so, else None."""
     return {aggr.SumAggregation: "sum", aggr.MeanAggregation: "mean"}.get(type(conv.aggr_module))
-
-
-def message_of(conv: MessagePassing) -> Callable[..., Tensor]:
-    """Returns the function that computes messages."""
-    return type(conv).message

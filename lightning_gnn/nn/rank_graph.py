@@ -6,8 +6,7 @@ N owned rows, H halo rows, E edges, F columns; ``...`` stands for any trailing d
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -146,32 +145,25 @@ class RankGraph:
                 "of your model, two for a GCN of two layers."
             )
 
-    @contextmanager
-    def _to_keep(self) -> Iterator[None]:
-        """Where something is made once, in a training step or in evaluation, for all that come: without autograd, and exactly.
+    def _to_keep(self, make: Callable[[], T]) -> T:
+        """Returns ``make()``, made once, in a training step or in evaluation, for all that come: without autograd, and exactly.
 
         It counts as no call of the step: other steps do not make it.
         """
         world = self.exchange.world
         calls = world.calls.copy()
         with torch.inference_mode(False), torch.no_grad(), world.transport.encoding(False):
-            yield
+            made = make()
         world.calls = calls
+        return made
 
     # S ########################################################################
 
-    def is_constant(self, x: Tensor) -> bool:
-        """Returns whether `x` is the batch's own features, or something kept that was made of them alone."""
-        return self.kept.is_constant(x)
-
     def expand(self, x: Tensor, layer: str, dim: int = 0) -> Tensor:
         """Returns owned and halo rows, ``[N + H, ...]``, differentiable."""
-
-        def compute() -> tuple[Tensor]:
-            with self._to_keep():
-                return (self.exchange.expand(x, layer),)
-
-        kept = self.kept.of_x("expanded", x, 0, compute) if x is self.x and dim % x.dim() == 0 else None
+        kept = None
+        if x is self.x and dim % x.dim() == 0:
+            kept = self.kept.of_x("expanded", x, 0, lambda: self._to_keep(lambda: (self.exchange.expand(x, layer),)))
         return self.exchange.expand(x, layer, dim) if kept is None else kept[0]
 
     def expand_all(self, tensors: Sequence[Tensor], layer: str) -> list[Tensor]:
@@ -191,11 +183,7 @@ class RankGraph:
             compute: may communicate, since all ranks decide alike.
         """
 
-        def make() -> T:
-            with self._to_keep():
-                return compute()
-
-        made = self.kept.once(name, [edge_index, edge_weight], make)
+        made = self.kept.once(name, [edge_index, edge_weight], lambda: self._to_keep(compute))
         return compute() if made is None else made
 
     def chosen(self, name: str, edge_index: Tensor, choose: Callable[[], T]) -> T:

@@ -36,15 +36,11 @@ def _max(take: Statistics, x: Tensor) -> Tensor:
     return take.total((x * share).sum(-2, keepdim=True))
 
 
-def _min(take: Statistics, x: Tensor) -> Tensor:
-    return -_max(take, -x)
-
-
 READOUTS: dict[type[aggr.Aggregation], Callable[[Statistics, Tensor], Tensor]] = {
     aggr.SumAggregation: _sum,
     aggr.MeanAggregation: _mean,
     aggr.MaxAggregation: _max,
-    aggr.MinAggregation: _min,
+    aggr.MinAggregation: lambda take, x: -_max(take, -x),
 }
 """By class, the readout over ranks."""
 

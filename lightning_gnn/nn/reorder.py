@@ -6,8 +6,8 @@ layer costs neither communication nor SpMM after its first call. Both sides are 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -17,6 +17,7 @@ from torch_geometric import nn as pyg_nn
 from torch_geometric.nn import MessagePassing
 
 from lightning_gnn.nn import pyg
+from lightning_gnn.nn.adapters import overridden
 from lightning_gnn.nn.commnet import CommNetConv
 from lightning_gnn.nn.context import GraphContext
 
@@ -24,7 +25,7 @@ Aggregate = Callable[[Tensor], Tensor]
 
 
 def _map_first(context: GraphContext, x: Tensor, lin: Any) -> bool:
-    kept = context.kept.widths > 0 and context.is_constant(x)
+    kept = context.kept.widths > 0 and context.kept.is_constant(x)
     return not kept and lin.weight.size(0) < x.size(-1)
 
 
@@ -36,12 +37,11 @@ def _aggregate_and_map(context: GraphContext, x: Tensor, lin: Any, aggregate: Ag
     return out if lin.bias is None else out + lin.bias
 
 
-def _gcn(conv: Any, context: GraphContext, layer: str) -> Callable[..., Tensor]:
-    def forward(self: Any, x: Tensor, edge_index: Tensor, edge_weight: Tensor | None = None) -> Tensor:
-        out = _aggregate_and_map(context, x, self.lin, _hop(self, context, layer, x, edge_index, edge_weight))
-        return out if self.bias is None else out + self.bias
-
-    return forward
+def _gcn(
+    context: GraphContext, layer: str, self: Any, x: Tensor, edge_index: Tensor, edge_weight: Tensor | None = None
+) -> Tensor:
+    out = _aggregate_and_map(context, x, self.lin, _hop(self, context, layer, x, edge_index, edge_weight))
+    return out if self.bias is None else out + self.bias
 
 
 def _hop(
@@ -59,81 +59,73 @@ def _hop(
     return lambda rows: conv.propagate(edge_index, x=rows, edge_weight=edge_weight)
 
 
-def _sage(conv: Any, context: GraphContext, layer: str) -> Callable[..., Tensor]:
-    def forward(self: Any, x: Any, edge_index: Tensor, size: Any = None) -> Tensor:
-        source, target = (x, x) if isinstance(x, Tensor) else x
-        if self.project:
-            source = self.lin(source).relu()
-        out = _aggregate_and_map(
-            context, source, self.lin_l, lambda rows: self.propagate(edge_index, x=(rows, target), size=size)
-        )
-        if self.root_weight and target is not None:
-            out = out + self.lin_r(target)
-        return F.normalize(out, p=2.0, dim=-1) if self.normalize else out
-
-    return forward
+def _sage(context: GraphContext, layer: str, self: Any, x: Any, edge_index: Tensor, size: Any = None) -> Tensor:
+    source, target = (x, x) if isinstance(x, Tensor) else x
+    if self.project:
+        source = self.lin(source).relu()
+    propagate = partial(self.propagate, edge_index, size=size)
+    out = _aggregate_and_map(context, source, self.lin_l, lambda rows: propagate(x=(rows, target)))
+    if self.root_weight and target is not None:
+        out = out + self.lin_r(target)
+    return F.normalize(out, p=2.0, dim=-1) if self.normalize else out
 
 
-def _graph_conv(conv: Any, context: GraphContext, layer: str) -> Callable[..., Tensor]:
-    def forward(self: Any, x: Any, edge_index: Tensor, edge_weight: Tensor | None = None, size: Any = None) -> Tensor:
-        source, target = (x, x) if isinstance(x, Tensor) else x
-        out = _aggregate_and_map(
-            context,
-            source,
-            self.lin_rel,
-            lambda rows: self.propagate(edge_index, x=(rows, target), edge_weight=edge_weight, size=size),
-        )
-        return out if target is None else out + self.lin_root(target)
-
-    return forward
-
-
-def _sg(conv: Any, context: GraphContext, layer: str) -> Callable[..., Tensor]:
-    def forward(self: Any, x: Tensor, edge_index: Tensor, edge_weight: Tensor | None = None) -> Tensor:
-        hop = _hop(self, context, layer, x, edge_index, edge_weight)
-
-        def hops(rows: Tensor) -> Tensor:
-            for _ in range(self.K):
-                rows = hop(rows)
-            return rows
-
-        return _aggregate_and_map(context, x, self.lin, hops)
-
-    return forward
+def _graph_conv(
+    context: GraphContext,
+    layer: str,
+    self: Any,
+    x: Any,
+    edge_index: Tensor,
+    edge_weight: Tensor | None = None,
+    size: Any = None,
+) -> Tensor:
+    source, target = (x, x) if isinstance(x, Tensor) else x
+    propagate = partial(self.propagate, edge_index, edge_weight=edge_weight, size=size)
+    out = _aggregate_and_map(context, source, self.lin_rel, lambda rows: propagate(x=(rows, target)))
+    return out if target is None else out + self.lin_root(target)
 
 
-def _tag(conv: Any, context: GraphContext, layer: str) -> Callable[..., Tensor]:
-    def forward(self: Any, x: Tensor, edge_index: Tensor, edge_weight: Tensor | None = None) -> Tensor:
-        hop = _hop(self, context, layer, x, edge_index, edge_weight)
-        first, *others = self.lins
-        if _map_first(context, x, first):
-            # x W_0 + A (x W_1 + A (x W_2 + ...))
-            out = self.lins[-1](x)
-            for lin in [*self.lins][-2::-1]:
-                out = lin(x) + hop(out)
-        else:
-            out, rows = first(x), x
-            for lin in others:
-                rows = hop(rows)
-                out = out + lin(rows)
-        return out if self.bias is None else out + self.bias
+def _sg(
+    context: GraphContext, layer: str, self: Any, x: Tensor, edge_index: Tensor, edge_weight: Tensor | None = None
+) -> Tensor:
+    hop = _hop(self, context, layer, x, edge_index, edge_weight)
 
-    return forward
+    def hops(rows: Tensor) -> Tensor:
+        for _ in range(self.K):
+            rows = hop(rows)
+        return rows
+
+    return _aggregate_and_map(context, x, self.lin, hops)
 
 
-def _gin(conv: Any, context: GraphContext, layer: str) -> Callable[..., Tensor]:
-    def forward(self: Any, x: Any, edge_index: Tensor, size: Any = None) -> Tensor:
-        source, target = (x, x) if isinstance(x, Tensor) else x
-        [lin] = _first_of_nn(self)
-        if target is None or not _map_first(context, source, lin):
-            return pyg_nn.GINConv.forward(self, x, edge_index, size)
-        rows = F.linear(source, lin.weight)
-        own = rows if target is source else F.linear(target, lin.weight)
-        out = self.propagate(edge_index, x=(rows, own), size=size) + (1 + self.eps) * own
-        with _mapped_already(lin):
-            return self.nn(out)
+def _tag(
+    context: GraphContext, layer: str, self: Any, x: Tensor, edge_index: Tensor, edge_weight: Tensor | None = None
+) -> Tensor:
+    hop = _hop(self, context, layer, x, edge_index, edge_weight)
+    first, *others = self.lins
+    if _map_first(context, x, first):
+        # x W_0 + A (x W_1 + A (x W_2 + ...))
+        out = self.lins[-1](x)
+        for lin in [*self.lins][-2::-1]:
+            out = lin(x) + hop(out)
+    else:
+        out, rows = first(x), x
+        for lin in others:
+            rows = hop(rows)
+            out = out + lin(rows)
+    return out if self.bias is None else out + self.bias
 
-    return forward
+
+def _gin(context: GraphContext, layer: str, self: Any, x: Any, edge_index: Tensor, size: Any = None) -> Tensor:
+    source, target = (x, x) if isinstance(x, Tensor) else x
+    [lin] = _first_of_nn(self)
+    if target is None or not _map_first(context, source, lin):
+        return pyg_nn.GINConv.forward(self, x, edge_index, size)
+    rows = F.linear(source, lin.weight)
+    own = rows if target is source else F.linear(target, lin.weight)
+    out = self.propagate(edge_index, x=(rows, own), size=size) + (1 + self.eps) * own
+    with overridden(lin, "forward", lambda rows: rows if lin.bias is None else rows + lin.bias):  # mapped already
+        return self.nn(out)
 
 
 def _first_of_nn(conv: Any) -> list[Any]:
@@ -147,57 +139,24 @@ def _first_of_nn(conv: Any) -> list[Any]:
     return [first] if isinstance(first, (torch.nn.Linear, pyg_nn.Linear)) and uses == 1 else []
 
 
-@contextmanager
-def _mapped_already(lin: Any) -> Iterator[None]:
-    """While open, the map only adds its bias."""
-
-    def forward(rows: Tensor) -> Tensor:
-        return rows if lin.bias is None else rows + lin.bias
-
-    object.__setattr__(lin, "forward", forward)
-    try:
-        yield
-    finally:
-        lin.__dict__.pop("forward")
+def _commnet(context: GraphContext, layer: str, self: Any, x: Tensor, edge_index: Tensor) -> Tensor:
+    edges = context.without_self_loops(edge_index)
+    heard = _aggregate_and_map(context, x, self.lin_heard, lambda rows: self.propagate(edges, x=rows))
+    return self.lin_self(x) + heard
 
 
-def _commnet(conv: Any, context: GraphContext, layer: str) -> Callable[..., Tensor]:
-    def forward(self: Any, x: Tensor, edge_index: Tensor) -> Tensor:
-        edges = context.without_self_loops(edge_index)
-        heard = _aggregate_and_map(context, x, self.lin_heard, lambda rows: self.propagate(edges, x=rows))
-        return self.lin_self(x) + heard
-
-    return forward
-
-
-def _named(name: str) -> Callable[[Any], list[Any]]:
-    def maps(conv: Any) -> list[Any]:
-        found = getattr(conv, name)
-        return list(found) if isinstance(found, torch.nn.ModuleList) else [found]
-
-    return maps
-
-
-# By class: the forward, and the linear maps that it may put on either side.
-_FORWARDS: dict[type[MessagePassing], tuple[Callable[..., Callable[..., Tensor]], Callable[[Any], list[Any]]]] = {
-    CommNetConv: (_commnet, _named("lin_heard")),
-    pyg_nn.GCNConv: (_gcn, _named("lin")),
+FORWARDS: dict[type[MessagePassing], tuple[Callable[..., Tensor], Callable[[Any], list[Any]]]] = {
+    CommNetConv: (_commnet, lambda conv: [conv.lin_heard]),
+    pyg_nn.GCNConv: (_gcn, lambda conv: [conv.lin]),
     pyg_nn.GINConv: (_gin, _first_of_nn),
-    pyg_nn.SAGEConv: (_sage, _named("lin_l")),
-    pyg_nn.GraphConv: (_graph_conv, _named("lin_rel")),
-    pyg_nn.SGConv: (_sg, _named("lin")),
-    pyg_nn.TAGConv: (_tag, _named("lins")),
+    pyg_nn.SAGEConv: (_sage, lambda conv: [conv.lin_l]),
+    pyg_nn.GraphConv: (_graph_conv, lambda conv: [conv.lin_rel]),
+    pyg_nn.SGConv: (_sg, lambda conv: [conv.lin]),
+    pyg_nn.TAGConv: (_tag, lambda conv: list(conv.lins)),
 }
-
-KINDS = tuple(_FORWARDS)
-"""The convs that aggregate on the narrower side."""
-
-
-def maps_of(kind: type[MessagePassing], conv: MessagePassing) -> list[Any]:
-    """Returns the linear maps that a conv of that kind may put on either side."""
-    return _FORWARDS[kind][1](conv)
+"""By class, the forward and the linear maps that it may put on either side."""
 
 
 def reordered(kind: type[MessagePassing], conv: MessagePassing, context: GraphContext, layer: str) -> Any:
     """Returns the forward that chooses its side; None where the conv's aggregation does not allow it."""
-    return None if pyg.linear_aggregation(conv) is None else _FORWARDS[kind][0](conv, context, layer)
+    return None if pyg.linear_aggregation(conv) is None else partial(FORWARDS[kind][0], context, layer)

@@ -87,11 +87,8 @@ def check_parity(
         raise ValueError(f"nodes is a number of nodes, at least 1 (got {nodes}).")
     if devices * num_nodes < 2:
         raise ValueError(f"A check compares several ranks with one device (got {devices * num_nodes}).")
-    chosen = (
-        make_strategies()
-        if strategies is None
-        else [each if isinstance(each, GNNStrategy) else make_strategies([each])[0] for each in strategies]
-    )
+    given = make_strategies() if strategies is None else strategies
+    chosen = [each if isinstance(each, GNNStrategy) else make_strategies([each])[0] for each in given]
     with aside(), uncompiled(), quietly():
         check = _Check(module, datamodule, devices, num_nodes, nodes, seed, share_draws)
         schemes = [check.scheme(strategy) for strategy in chosen]
@@ -182,8 +179,17 @@ class _Check:
         given = self.graph
         for self.dtype in TOLERANCES:
             self.graph = in_dtype(given, self.dtype)
-            tried.append((self.dtype, self.graph, *self._references_of(module, stages)))
-            if not tried[-1][-1]:
+            found: list[_Reference] = []
+            errors: dict[str, Exception] = {}
+            for stage in stages:
+                try:
+                    found.append(self._reference(module, stage))
+                except UnsupportedModelError:
+                    raise
+                except Exception as problem:
+                    errors[stage] = problem
+            tried.append((self.dtype, self.graph, found, errors))
+            if not errors:
                 break
         self.dtype, self.graph, found, errors = min(tried, key=lambda each: len(each[-1]))
         if not found:
@@ -201,21 +207,6 @@ class _Check:
             for stage, error in errors.items()
         ]
         return found
-
-    def _references_of(
-        self, module: pl.LightningModule, stages: Sequence[str]
-    ) -> tuple[list[_Reference], dict[str, Exception]]:
-        """Returns the runs of these stages, and the errors of those that raise."""
-        found: list[_Reference] = []
-        errors: dict[str, Exception] = {}
-        for stage in stages:
-            try:
-                found.append(self._reference(module, stage))
-            except UnsupportedModelError:
-                raise
-            except Exception as error:
-                errors[stage] = error
-        return found, errors
 
     def _reference(self, module: pl.LightningModule, stage: str) -> _Reference:
         trainer = QuietTrainer(quiet_trainer(), stage, self._data)

@@ -150,7 +150,7 @@ def test_private_fields_of_this_torch_geometric():
     gat, gcn, own = GATConv(4, 4), GCNConv(4, 4, cached=True), OwnConv(4, 4)
     assert internals.lifted_arguments(own)[:2] == ({"x"}, {"x"})
     assert internals.lifted_arguments(gcn) == ({"x"}, set(), {"edge_weight"})
-    assert internals.lifted_edge_arguments(gat)[:2] == ({"alpha"}, {"alpha"})
+    assert internals.lifted_arguments(gat, edge_update=True)[:2] == ({"alpha"}, {"alpha"})
     assert internals.implements_edge_update(gat) and not internals.implements_edge_update(gcn)
     assert internals.is_plain(gcn) and internals.linear_aggregation(gcn) == "sum"
     assert internals.linear_aggregation(own) is None
