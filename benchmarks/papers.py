@@ -22,8 +22,8 @@ from numpy.typing import NDArray
 from rings import published_traffic
 
 from lightning_gnn.data.synthetic import planted_partition
+from lightning_gnn.partition.edge_cut import assign_hierarchically
 from lightning_gnn.partition.grid import ProcessGrid, legal_replications
-from lightning_gnn.partition.hierarchical import assign_hierarchically
 from lightning_gnn.partition.metis import Adjacency, part_graph
 from lightning_gnn.partition.replicas import replication_factors
 from lightning_gnn.partition.shard import Ids, Relabelling

@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import TYPE_CHECKING, Any, TypeVar
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
@@ -275,7 +276,7 @@ class HaloExchange(Exchange):
         self.plan = plan
         self.recv_counts = list(plan.recv_counts)
         self.send_counts = [len(rows) for rows in plan.send_rows]
-        self.send_rows = torch.from_numpy(plan.all_send_rows()).to(world.device)
+        self.send_rows = torch.from_numpy(np.concatenate(plan.send_rows)).to(world.device)
         num_halo = sum(self.recv_counts)
         super().__init__(plan.num_owned, num_halo, world, meter, num_halo == 0 and len(self.send_rows) == 0)
 

@@ -12,8 +12,7 @@ import numpy as np
 from lightning_gnn.commands.graph_cli import GraphCLI, Option, working
 from lightning_gnn.data.store import read_manifest
 from lightning_gnn.partition.locality import Locality
-from lightning_gnn.partition.metrics import EdgeCutReport
-from lightning_gnn.partition.vertex_report import VertexCutReport
+from lightning_gnn.partition.metrics import EdgeCutReport, VertexCutReport
 
 
 class PartitionCLI(GraphCLI):

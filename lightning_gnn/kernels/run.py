@@ -1,8 +1,9 @@
-"""Runs compiled loops over the rows of a matrix, in as many threads as torch would use."""
+"""Runs compiled loops over the rows of a matrix, in as many threads as torch would use; says when they are compiled."""
 
 from __future__ import annotations
 
 import os
+import sys
 import time
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
@@ -12,12 +13,18 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from lightning.pytorch.utilities.rank_zero import rank_zero_info
+from numba.core import event
+from numba.core.dispatcher import Dispatcher
+from typing_extensions import override
 
 from lightning_gnn.kernels.csr import CSR
 from lightning_gnn.kernels.loops import LOOPS
 
 _SMALL = 1 << 17
 """Below so many multiplications another thread costs more than it saves."""
+
+_PACKAGE = __name__.partition(".")[0]
 
 _pools: dict[tuple[int, int], ThreadPoolExecutor] = {}
 
@@ -54,11 +61,11 @@ def over_ranges(
 
 def over_range(loop: Any, num_rows: int, *arguments: Any, work: int) -> None:
     """Runs ``loop(*arguments, low, high)`` over all of `num_rows` rows that take equally long; see :func:`over_rows`."""
-    over_ranges(loop, *arguments, size=num_rows, ranges=partial(_equal_ranges, num_rows), work=work)
 
+    def ranges(count: int) -> Iterable[tuple[int, int]]:
+        return pairwise([num_rows * part // count for part in range(count + 1)])
 
-def _equal_ranges(size: int, count: int) -> Iterable[tuple[int, int]]:
-    return pairwise([size * part // count for part in range(count + 1)])
+    over_ranges(loop, *arguments, size=num_rows, ranges=ranges, work=work)
 
 
 def _array(tensor: torch.Tensor) -> Any:
@@ -87,3 +94,33 @@ def _compiled() -> int:
 def cache_folder() -> Path:
     """Returns where compiled loops are kept; there once one was compiled."""
     return Path(str(LOOPS[0].stats.cache_path))
+
+
+class _Announcer(event.Listener):
+    """Says on rank 0 that a module's loops are compiled before the first one is: a first run stands still meanwhile.
+
+    It hears of each loop that numba compiles; of those that it finds on disk, it does not.
+    """
+
+    def __init__(self) -> None:
+        self._told: set[str] = set()
+
+    @override
+    def on_start(self, event: Any) -> None:
+        loop = event.data["dispatcher"]
+        module = loop.py_func.__module__
+        if module in self._told or module.partition(".")[0] != _PACKAGE:
+            return
+        self._told.add(module)
+        count = sum(isinstance(each, Dispatcher) for each in vars(sys.modules[module]).values())
+        rank_zero_info(
+            f"Compiling loops of {module} for this machine, once: up to {count}, about half a second each on an idle core; "
+            f"kept in {loop.stats.cache_path}"
+        )
+
+    @override
+    def on_end(self, event: Any) -> None:
+        """Nothing is said then."""
+
+
+event.register("numba:compile", _Announcer())

@@ -33,10 +33,6 @@ class HaloPlan:
     recv_counts: tuple[int, ...]
     send_rows: tuple[Ids, ...]
 
-    def all_send_rows(self) -> Ids:
-        """Returns the rows to send in peer order, ``[sum of send counts]``."""
-        return np.concatenate(self.send_rows) if self.send_rows else np.empty(0, np.int64)
-
 
 @dataclass(frozen=True)
 class Relabelling:

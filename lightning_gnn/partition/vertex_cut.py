@@ -15,26 +15,30 @@ Every method is deterministic, and so are masters. Methods:
     streamed afterwards as by EBV. Parts grow in turns, the one of the least load next. The fewest replicas by far where a graph
     has any structure, for more time and memory.
 
-N nodes, E edges, P ranks.
+N nodes, E edges, P ranks, B blocks of eight lanes.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from itertools import chain
 
 import numpy as np
 from numpy.typing import NDArray
 
 from lightning_gnn.partition import vertex_loops as loops
-from lightning_gnn.partition.edge_cut import spread_masks
-from lightning_gnn.partition.edge_stream import MOST_PARTS, Ids, Lanes, Parts, smallest_integers, stream
-from lightning_gnn.partition.expansion_loops import expand, incidence
-from lightning_gnn.partition.hierarchical import devices
+from lightning_gnn.partition.edge_cut import devices, spread_masks
 from lightning_gnn.partition.layout import Groups
-from lightning_gnn.partition.vertex_report import Ends, VertexCutReport, vertex_cut_report
+from lightning_gnn.partition.metrics import Ends, VertexCutReport, vertex_cut_report
+from lightning_gnn.partition.shard import Ids
+
+Parts = NDArray[np.unsignedinteger]
 
 METHODS = ("ebv", "hdrf", "dbh", "grid", "random", "ne")
+
+MOST_PARTS = 1 << loops.LANE_BITS
+"""A score's last bits name one of so many."""
 
 EDGE_BOUND = 1.05
 """Of neighbourhood expansion: the most edges of a part over the average. With 1 all parts get as many, whatever their rows."""
@@ -96,7 +100,7 @@ def assign_edges(
     if isinstance(method, str):
         part = cut_edges(edge_index, num_nodes, hosts, method, host_weight, seed)
     else:
-        part, method = method.astype(_smallest_ranks(num_parts)), "given"
+        part, method = method.astype(np.min_scalar_type(num_parts - 1)), "given"
     ends = Ends.of(edge_index, part, num_nodes, num_parts)
     host = np.empty(num_parts, np.int64)
     for number, ranks in enumerate(hosts):
@@ -114,12 +118,12 @@ def cut_edges(
     """Returns a rank for every edge, from the ranks of each host; :func:`assign_edges` checks arguments and elects masters."""
     num_parts = sum(map(len, hosts))
     source, target = (np.ascontiguousarray(ends) for ends in edge_index)
-    part: Parts = np.empty(len(source), _smallest_ranks(num_parts))
+    part: Parts = np.empty(len(source), np.min_scalar_type(num_parts - 1))
     if method in ("ebv", "ne"):
         lanes = Lanes.of(hosts if host_weight > 0 else [list(range(num_parts))], num_nodes, len(source), host_weight)
         if method == "ebv":
             degree, everything = loops.degrees(source, target, num_nodes), np.empty(0, np.bool_)
-            stream(source, target, degree, everything, lanes, lanes.no_load(), lanes.no_holders(num_nodes), part)
+            _stream(source, target, degree, everything, lanes, lanes.no_load(), lanes.no_holders(num_nodes), part)
         else:
             _expansion(source, target, num_nodes, lanes, part)
     elif method == "hdrf":
@@ -186,15 +190,94 @@ def _hosts(groups: Groups | None, num_parts: int) -> list[list[int]]:
     return hosts
 
 
+@dataclass(frozen=True)
+class Lanes:
+    """How ranks lie in blocks of eight lanes, and what equation 24 charges there, in fixed point.
+
+    Hosts of up to eight ranks share blocks, and a table for the sets of eight lanes knows them; larger ones fill several.
+
+    Attributes:
+        rank: of each lane, -1 for none, ``[8 B]``.
+        blocks_per_host: 1, or more for hosts of more than eight ranks.
+        penalty: int64 ``[256, 8]``, see :func:`~lightning_gnn.partition.vertex_loops.ebv`.
+        host_penalty: that of a host of several blocks.
+        edge_step, replica_step: what an edge and a replica add to the load of their rank.
+    """
+
+    rank: NDArray[np.int64]
+    blocks_per_host: int
+    penalty: NDArray[np.int64]
+    host_penalty: int
+    edge_step: int
+    replica_step: int
+
+    @classmethod
+    def of(cls, hosts: list[list[int]], num_nodes: int, num_edges: int, host_weight: float) -> Lanes:
+        size, num_parts = len(hosts[0]), len(hosts) * len(hosts[0])
+        share = max(1, 8 // size)  # hosts of a block
+        blocks_per_host = -(-size // 8)
+        rows = [list(chain(*hosts[first : first + share])) for first in range(0, len(hosts), share)]
+        rank = np.full((len(rows), 8 * blocks_per_host), -1)
+        for row, ranks in zip(rank, rows):
+            row[: len(ranks)] = ranks
+        if rank.size > MOST_PARTS:  # with gaps
+            raise ValueError(
+                f"{len(hosts)} hosts of {size} parts are too many: those of up to 8 share eights, others take a multiple of 8, "
+                f"and there are {MOST_PARTS} in all. Use host_weight=0."
+            )
+        if len(hosts) == 1:
+            host_weight = 0.0
+        sets = np.arange(256)[:, None] >> np.arange(8) & 1 == 1
+        host = np.arange(8) // size
+        host_has = (sets[:, :, None] & (host[:, None] == host)).any(1)
+        on_rank, on_host = (round(weight * loops.ONE) << loops.LANE_BITS for weight in (1 - host_weight, host_weight))
+        return cls(
+            rank=rank.ravel(),
+            blocks_per_host=blocks_per_host,
+            penalty=~sets * np.int64(on_rank) + ~host_has * np.int64(on_host if blocks_per_host == 1 else 0),
+            host_penalty=on_host,
+            edge_step=round(loops.ONE * num_parts / num_edges) << loops.LANE_BITS,
+            replica_step=round(loops.ONE * num_parts / num_nodes) << loops.LANE_BITS,
+        )
+
+    def no_holders(self, num_nodes: int) -> NDArray[np.uint8]:
+        """Returns empty sets of lanes, uint8 ``[N, B]``."""
+        return np.zeros((num_nodes, len(self.rank) // 8), np.uint8)
+
+    def no_load(self) -> NDArray[np.int64]:
+        """Returns the loads of lanes before the first edge, int64 ``[8 B]``."""
+        return np.where(self.rank < 0, loops.NEVER, 0) + np.arange(len(self.rank))
+
+
+def _stream(
+    source: Ids,
+    target: Ids,
+    degree: NDArray[np.int32],
+    chosen: NDArray[np.bool_],
+    lanes: Lanes,
+    load: NDArray[np.int64],
+    held: NDArray[np.uint8],
+    part: Parts,
+) -> None:
+    """Writes the ranks of the chosen edges, to parts that have these loads and hold these nodes already."""
+    number = int(chosen.sum()) if len(chosen) else len(source)
+    pairs = np.empty((number, 2), _smallest_integers(len(degree)))
+    order = np.empty(number, _smallest_integers(len(source)))
+    loops.by_degree_sum(source, target, degree, chosen, pairs, order)
+    steps = lanes.edge_step, lanes.replica_step
+    penalties = lanes.penalty, lanes.blocks_per_host, lanes.host_penalty
+    loops.ebv(pairs, order, *penalties, load, *steps, lanes.rank, held, part)
+
+
 def _expansion(source: Ids, target: Ids, num_nodes: int, lanes: Lanes, part: Parts) -> None:
-    num_edges, numbers = len(source), smallest_integers(max(len(source), num_nodes))
+    num_edges, numbers = len(source), _smallest_integers(max(len(source), num_nodes))
     degree = loops.degrees(source, target, num_nodes)
     num_free = degree.copy()
     np.subtract.at(num_free, source[source == target], 1)
     indptr = np.concatenate([[0], np.cumsum(num_free, dtype=np.int64)])
     end = indptr[1:].copy()
     neighbour, edge_of = (np.empty(indptr[-1], numbers) for _ in range(2))
-    incidence(source, target, indptr, neighbour, edge_of)
+    loops.incidence(source, target, indptr, neighbour, edge_of)
     hub = degree > HUB * degree.mean()
     free, held = np.ones(num_edges, np.bool_), lanes.no_holders(num_nodes)
     ranks = [(lane, rank) for lane, rank in enumerate(lanes.rank.tolist()) if rank >= 0]
@@ -205,7 +288,7 @@ def _expansion(source: Ids, target: Ids, num_nodes: int, lanes: Lanes, part: Par
     while growing:
         chosen = min(growing, key=lambda each: edges[each] * num_nodes + nodes[each] * num_edges)  # EBV's balance terms
         budget = min(slice_of_edges, most - edges[chosen])
-        more = expand(indptr, end, neighbour, edge_of, hub, num_free, budget, *chosen, free, part, held)
+        more = loops.expand(indptr, end, neighbour, edge_of, hub, num_free, budget, *chosen, free, part, held)
         edges[chosen] += more[0]
         nodes[chosen] += more[1]
         if more[0] < budget:
@@ -216,7 +299,7 @@ def _expansion(source: Ids, target: Ids, num_nodes: int, lanes: Lanes, part: Par
     load = lanes.no_load()
     for each in ranks:
         load[each[0]] += edges[each] * lanes.edge_step + nodes[each] * lanes.replica_step
-    stream(source, target, degree, free, lanes, load, held, part)
+    _stream(source, target, degree, free, lanes, load, held, part)
 
 
 def _hashed(method: str, source: Ids, target: Ids, home: Ids, num_parts: int, part: Parts) -> None:
@@ -232,5 +315,6 @@ def _hashed(method: str, source: Ids, target: Ids, home: Ids, num_parts: int, pa
         part[:] = (home // columns)[source] * columns + (home % columns)[target]
 
 
-def _smallest_ranks(num_parts: int) -> type[np.unsignedinteger]:
-    return np.uint8 if num_parts <= 256 else np.uint16
+def _smallest_integers(number: int) -> type[np.signedinteger]:
+    """Returns the type of ids below `number`: half the memory where 32 bits do."""
+    return np.int32 if number <= np.iinfo(np.int32).max else np.int64

@@ -23,7 +23,7 @@ from lightning_gnn.comm.plans import NO_TOPOLOGY, make_exchange
 from lightning_gnn.comm.replicated import ReplicatedExchange
 from lightning_gnn.comm.traffic import Meter
 from lightning_gnn.data.shards import Shard
-from lightning_gnn.partition.hierarchical import alike
+from lightning_gnn.partition.edge_cut import alike
 from lightning_gnn.partition.layout import LayoutSpec, Replicas
 from lightning_gnn.planning import Relation, Topology, direct_is_as_fast, find_topology, p2p
 from lightning_gnn.planning.exchanges import ExchangeCost, Workload, edge_exchange, plan_exchanges

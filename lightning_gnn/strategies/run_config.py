@@ -20,8 +20,7 @@ from lightning_gnn.callbacks.loggers import log_config, log_files, uploads
 from lightning_gnn.console import text_of
 from lightning_gnn.data.shards import Shard
 from lightning_gnn.data.sources import MASKS
-from lightning_gnn.partition.metrics import EdgeCutReport
-from lightning_gnn.partition.vertex_report import VertexCutReport
+from lightning_gnn.partition.metrics import EdgeCutReport, VertexCutReport
 from lightning_gnn.planning import Topology
 
 if TYPE_CHECKING:

@@ -157,7 +157,7 @@ def test_bytes_equal_the_lower_bound(ranks, world_size):
         # Once: the degrees, which both layers' normalisation shares, and the features.
         assert logged[0] == bound + halo * (1 + FEATURES) * 8
         assert ("model.convs.0", "forward") not in seen[-1][1]
-        assert seen[-1][1]["model.convs.1", "forward"] == len(plan.all_send_rows()) * CLASSES * 8
+        assert seen[-1][1]["model.convs.1", "forward"] == sum(map(len, plan.send_rows)) * CLASSES * 8
         assert seen[-1][1]["model.convs.1", "backward"] == sum(plan.recv_counts) * CLASSES * 8
 
 

@@ -11,8 +11,8 @@ from conftest import SHARED
 from hypothesis import given
 from hypothesis import strategies as st
 
+from lightning_gnn.partition.metrics import VertexCutReport, vertex_cut_report
 from lightning_gnn.partition.vertex_cut import METHODS, assign_edges
-from lightning_gnn.partition.vertex_report import VertexCutReport, vertex_cut_report
 
 Graph = tuple[np.ndarray, int]
 TWO_HOSTS = ((0, 1, 2, 3), (4, 5, 6, 7))
