@@ -175,7 +175,6 @@ class _Channel:
         width = out.shape[1:].numel()
         self.sent, self.held = out.new_zeros(len(out), width), into.new_zeros(len(into), width)
         self._out_counts, self._into_counts = list(out_counts), list(into_counts)
-        self._starts = torch.tensor([0, *into_counts]).cumsum(0).tolist()
         self.fresh, self.num_active = True, 0
 
     def messages(self, rows: Tensor, cache: MessageCache, codec: Codec | None) -> list[tuple[int, Tensor]]:
@@ -222,24 +221,23 @@ class _Channel:
 
     def receive(self, peer: int, data: Tensor, cache: MessageCache, codec: Codec | None) -> None:
         """Brings the rows that `peer` sends up to date with its message."""
-        count, first = self._into_counts[peer], self._starts[peer]
+        held = self.held.split(self._into_counts)[peer]
         if cache.guesses and not self.fresh:
-            num_bytes = 2 * self.held.size(1) * self.held.element_size()
-            _move(self.held[first : first + count], data[:num_bytes].clone().view(self.held.dtype))
+            num_bytes = 2 * held.size(1) * held.element_size()
+            _move(held, data[:num_bytes].clone().view(held.dtype))
             data = data[num_bytes:]
-        num_bytes = -(-count // _FLAGS) * _FLAGS // 8
-        ids = _flags(data[:num_bytes], count).nonzero().view(-1) + first
-        codec, payload = _used(codec, self.held, self.fresh), data[num_bytes:]
+        num_bytes = -(-len(held) // _FLAGS) * _FLAGS // 8
+        ids = _flags(data[:num_bytes], len(held)).nonzero().view(-1)
         if not len(ids):
             return
-        decoded = self.held.new_empty(len(ids), self.held.size(1))
-        payload = payload.view(len(ids), -1)
+        codec, payload = _used(codec, held, self.fresh), data[num_bytes:].view(len(ids), -1)
+        decoded = held.new_empty(len(ids), held.size(1))
         if codec is None:
             decoded.view(torch.uint8).copy_(payload)
-            self.held[ids] = decoded
+            held[ids] = decoded
         else:
             codec.decode(payload, decoded)
-            self.held[ids] += decoded
+            held[ids] += decoded
 
 
 def _fit(old: Tensor, new: Tensor) -> Tensor:

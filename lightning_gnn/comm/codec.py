@@ -21,8 +21,7 @@ from lightning_gnn.kernels.codes import Noise, dequantise, packed_bytes, quantis
 
 CodecName = Literal["int8", "int4", "int2", "bfp8", "bfp4", "bf16"]
 
-_BITS = {"int8": 8, "int4": 4, "int2": 2}
-_BLOCK_BITS = {"bfp8": 8, "bfp4": 4}
+_BITS = {"int8": 8, "int4": 4, "int2": 2, "bfp8": 8, "bfp4": 4, "bf16": 16}
 _MIDDLE, _STRANGE = 127, 255
 """A block's exponent as a byte: what is added to it, and the byte of rows that have none."""
 
@@ -39,7 +38,7 @@ class Codec(ABC):
     """
 
     def __init__(self, name: str, stochastic: bool, seed: int) -> None:
-        self.name, self.stochastic, self._seed = name, stochastic, seed
+        self.name, self.stochastic, self._seed, self._bits = name, stochastic, seed, _BITS[name]
         self._generators: dict[torch.device, torch.Generator] = {}
         self._squares: Tensor | None = None
 
@@ -89,10 +88,6 @@ class Quantiser(Codec):
     Both come back exactly, and so do rows that are constant. A row with an entry that is not finite comes back as NaN.
     """
 
-    def __init__(self, name: str, stochastic: bool, seed: int) -> None:
-        super().__init__(name, stochastic, seed)
-        self._bits = _BITS[name]
-
     @override
     def row_bytes(self, width: int, dtype: torch.dtype) -> int:
         return 2 * dtype.itemsize + packed_bytes(width, self._bits)
@@ -124,10 +119,9 @@ class BlockFloats(Codec):
     is not finite, or of 2^120 and more, come back as NaN; less than 2^-120 as 0.
     """
 
-    def __init__(self, name: str, stochastic: bool, seed: int) -> None:
-        super().__init__(name, stochastic, seed)
-        self._bits = _BLOCK_BITS[name]
-        self._most = 2 ** (self._bits - 1) - 1
+    @property
+    def _most(self) -> int:
+        return 2 ** (self._bits - 1) - 1
 
     @override
     def row_bytes(self, width: int, dtype: torch.dtype) -> int:
@@ -147,26 +141,24 @@ class BlockFloats(Codec):
         exponent = exponent.masked_fill(strange, _STRANGE - _MIDDLE).clamp(min=1 - _MIDDLE)
         places = torch.ldexp(values.masked_fill(strange, 0), -exponent.clamp(max=119))
         if self.stochastic:
-            codes = (places + self._draws(places)).floor()
+            noise = self._noise(places.device)
+            generator = torch.Generator().manual_seed(noise) if isinstance(noise, int) else noise
+            draws = torch.rand(places.shape, generator=generator, dtype=places.dtype, device=places.device)
+            codes = (places + draws).floor()
         else:
             codes = places.round()
         codes.clamp_(-self._most, self._most)
-        self._count_off(values, torch.ldexp(codes, exponent.clamp(max=119)), strange)
+        decoded, values = (
+            torch.ldexp(codes, exponent.clamp(max=119)),
+            values.masked_fill(strange, float("nan")).double(),
+        )
+        self._count(torch.stack([(decoded - values).square().sum(), values.square().sum()]))
         out[:, :1] = exponent + _MIDDLE
         per_byte, num_bytes = 8 // self._bits, out.size(1) - 1
         padded = torch.zeros(len(rows), num_bytes * per_byte, dtype=torch.uint8, device=rows.device)
         padded[:, : rows.size(1)] = codes + self._most
         parts = padded.view(len(rows), per_byte, num_bytes)
         out[:, 1:] = parts[:, 0] if per_byte == 1 else parts[:, 0] | parts[:, 1] << 4
-
-    def _draws(self, places: Tensor) -> Tensor:
-        noise = self._noise(places.device)
-        generator = torch.Generator().manual_seed(noise) if isinstance(noise, int) else noise
-        return torch.rand(places.shape, generator=generator, dtype=places.dtype, device=places.device)
-
-    def _count_off(self, values: Tensor, decoded: Tensor, strange: Tensor) -> None:
-        values = values.masked_fill(strange, float("nan")).double()
-        self._count(torch.stack([(decoded - values).square().sum(), values.square().sum()]))
 
     @override
     def decode(self, data: Tensor, out: Tensor) -> None:
@@ -216,5 +208,5 @@ def make_codec(name: CodecName | None, stochastic: bool = False, seed: int = 0) 
         raise ValueError(
             f"codec must be one of {', '.join(map(repr, get_args(CodecName)))} or None (got {shown(name)})."
         )
-    kind = Quantiser if name in _BITS else BlockFloats if name in _BLOCK_BITS else ShortFloats
+    kind = {"int": Quantiser, "bfp": BlockFloats}.get(name[:3], ShortFloats)
     return kind(name, stochastic, seed)

@@ -256,11 +256,7 @@ class Exchange(ABC):
             CommunicationError: from the returned function too: a peer does not answer.
         """
         sends, receives = by_peer(out, out_counts), by_peer(into, into_counts)
-        # As start_messages does, without a frame of its own: all rows of layers come this way.
-        traffic = self.world.transport.traffic(sends)
-        with starting(self.world, self.meter, call, traffic, began):
-            wait = self.world.transport.start_each(sends, receives)
-        return counted(wait, self.world, self.meter, call, traffic)
+        return start_messages(self.world, self.meter, call, sends, receives, began)
 
 
 class HaloExchange(Exchange):
@@ -268,8 +264,7 @@ class HaloExchange(Exchange):
 
     Args:
         plan: which rows go to whom.
-        world: the ranks.
-        meter: where traffic is counted.
+        world, meter: see :class:`Exchange`.
     """
 
     def __init__(self, plan: HaloPlan, world: World, meter: Meter) -> None:

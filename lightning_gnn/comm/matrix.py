@@ -59,20 +59,20 @@ def distribute(entries: Triples, holders: Holders, world: World) -> Triples:
     Args:
         entries: on the rank's device.
         holders: says which rank that is.
-        world: the ranks.
     """
     holder = torch.from_numpy(holders(entries.row.cpu().numpy(), entries.col.cpu().numpy()))
-    counts = torch.bincount(holder, minlength=world.size)
-    arriving = world.all_gather(counts.to(world.device), "Distributing a matrix over the ranks").cpu()[:, world.rank]
+    sent = torch.bincount(holder, minlength=world.size).to(world.device)
+    counts, arriving = (
+        sent.tolist(),
+        world.all_gather(sent, "Distributing a matrix over the ranks")[:, world.rank].tolist(),
+    )
     sorted_entries = entries[torch.argsort(holder, stable=True).to(entries.row.device)]
 
     def exchanged(values: Tensor) -> Tensor:
-        into = values.new_empty(int(arriving.sum()))
-        here = slice(int(counts[: world.rank].sum()), int(counts[: world.rank + 1].sum()))
-        there = slice(int(arriving[: world.rank].sum()), int(arriving[: world.rank + 1].sum()))
-        into[there] = values[here]
-        sends = _messages(values, counts.tolist(), world.rank)
-        world.transport.start_each(sends, _messages(into, arriving.tolist(), world.rank))()
+        into = values.new_empty(sum(arriving))
+        into.split(arriving)[world.rank].copy_(values.split(counts)[world.rank])
+        sends, receives = (_messages(*each, world.rank) for each in ((values, counts), (into, arriving)))
+        world.transport.start_each(sends, receives)()
         return into
 
     value = None if sorted_entries.value is None else exchanged(sorted_entries.value)
@@ -109,7 +109,7 @@ class SparseMatrix(Matrix):
     owner and each rank that reads or adds to them.
 
     Args:
-        entries, offsets, world, meter: see :class:`BlockMatrix`.
+        entries, offsets: see :class:`~lightning_gnn.comm.grid.BlockMatrix`.
         holders: who multiplies which entry.
         make_exchange: an exchange of rows by a plan.
 

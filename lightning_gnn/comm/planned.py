@@ -106,8 +106,7 @@ class PlannedExchange(Exchange):
 
     Args:
         plan: this rank's part of a plan that all ranks follow.
-        world: the ranks.
-        meter: where traffic is counted, relayed rows included.
+        world, meter: see :class:`~lightning_gnn.comm.exchange.Exchange`; relayed rows are counted, too.
         route: the plan of all ranks, where it is kept to be shown.
     """
 
@@ -116,14 +115,13 @@ class PlannedExchange(Exchange):
         super().__init__(plan.num_owned, plan.num_halo, world, meter, idle)
         self.num_relayed, self.route = plan.num_relayed, route
         owned, device = plan.num_owned, world.device
-        forward = [stage for stage in plan.forward if not stage.idle]
-        arriving = np.concatenate([np.empty(0, np.int64), *(rows for stage in forward for rows in stage.receives)])
+        arriving = np.concatenate([np.empty(0, np.int64), *(rows for stage in plan.forward for rows in stage.receives)])
         # From the plan's order of rows to one in which those that are not owned lie as they arrive.
         position = np.arange(plan.num_rows)
         position[arriving] = np.arange(owned, plan.num_rows)
         self._halo_rows = torch.from_numpy(position[owned : owned + plan.num_halo] - owned).to(device)
 
-        self._forward, _ = _stages(forward, position, owned, device, adds=False)
+        self._forward, _ = _stages(plan.forward, position, owned, device, adds=False)
         self._backward, self._num_added = _stages(plan.backward, np.arange(plan.num_rows), owned, device, adds=True)
 
     def _others(self, halo: Tensor) -> Tensor:

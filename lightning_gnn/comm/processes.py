@@ -78,7 +78,7 @@ class Progress:
 _here: tuple[int, Progress] | None = None
 # Kept when ranks separate after set-up, as workers of gossip do.
 _pids: dict[int, int] = {}
-_progress: dict[int, Progress] = {}
+_progress: dict[int, Progress | None] = {}
 
 
 def here() -> Progress:
@@ -103,14 +103,12 @@ def meet(store: dist.Store, rank: int, size: int, machine: str | None) -> None:
     _progress.clear()
     for peer, (pid, where, address) in enumerate(found):
         if machine is not None and where == machine and peer != rank:
-            _pids[peer] = pid
-            if (progress := Progress.of(address)) is not None:
-                _progress[peer] = progress
+            _pids[peer], _progress[peer] = pid, Progress.of(address)
 
 
 def place_of(rank: int) -> str:
     """Returns where a rank of this machine is in its training, or was when it ended; empty where that is not known."""
-    return str(_progress.get(rank, ""))
+    return str(_progress.get(rank) or "")
 
 
 def ended(wait_s: float = 0.0) -> dict[int, int]:

@@ -21,7 +21,6 @@ class Replicas:
     """Compares the parameters and buffers of all ranks, which must stay equal; runs on every rank.
 
     Args:
-        world: the ranks.
         tensors: returns what must be equal, by name, in the same order on all ranks.
     """
 

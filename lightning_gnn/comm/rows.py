@@ -32,10 +32,6 @@ class TransportChannel:
     """Carries rows from every rank to every other, as many as each has for it, over the transport of the halo exchange.
 
     All ranks make its calls in the same order.
-
-    Args:
-        world: the ranks.
-        meter: where traffic is counted.
     """
 
     def __init__(self, world: World, meter: Meter) -> None:
@@ -93,7 +89,6 @@ class GroupChannel:
     Calls come from any one thread of each rank; making and closing it is a call, too.
 
     Args:
-        world: the ranks.
         purpose: named in errors.
 
     Attributes:
@@ -188,8 +183,6 @@ class AnyRows(OwnedRows):
     Args:
         n_id: original ids of all ranks' nodes in rank order, int64 ``[N]``.
         counts: nodes of each rank.
-        world: the ranks.
-        meter: where traffic is counted.
     """
 
     def __init__(self, n_id: Tensor, counts: Sequence[int], world: World, meter: Meter) -> None:

@@ -66,7 +66,7 @@ def edge_softmax(csr: CSR, scores: Tensor, across: Across | None = None) -> Tens
         scores: ``[E, H]``.
         across: see :data:`Across`; None where this rank holds all edges of its rows.
     """
-    return _EdgeSoftmax.apply(csr.of_slots(), scores, across or _here)
+    return _EdgeSoftmax.apply(csr.of_slots(), scores, across or (lambda partial, operation: partial))
 
 
 def weighted_sums(csr: CSR, x: Tensor, weight: Tensor) -> Tensor:
@@ -78,10 +78,6 @@ def weighted_sums(csr: CSR, x: Tensor, weight: Tensor) -> Tensor:
         weight: ``[E, H]``.
     """
     return _WeightedSums.apply(csr.of_slots(), x, weight)
-
-
-def _here(partial: Tensor, operation: str) -> Tensor:
-    return partial
 
 
 # Loops as functions ###########################################################

@@ -20,7 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lightning_gnn.partition.layout import Replicas
-from lightning_gnn.partition.shard import Ids, owners_of
+from lightning_gnn.partition.shard import Ids
 
 _MOST_GROUPS = 64  # a set of groups is the bits of one word
 
@@ -58,7 +58,7 @@ class Held:
         beyond = len(rows) + len(halo)
         local = np.full(len(holder), beyond)
         local[rows] = np.arange(len(rows))
-        local[_nodes(self, halo)] = len(rows) + np.arange(len(halo))
+        local[np.concatenate(self.rows)[halo]] = len(rows) + np.arange(len(halo))
         order = np.argsort(local[target], kind="stable")
         return np.stack([local[source], local[target]])[:, order], chosen[order]
 
@@ -150,15 +150,6 @@ def _holders(
         np.add.at(votes, (np.searchsorted(new, source), position[holder[target]]), 1)
         holder[new] = ranks[votes.argmax(1)]
     return holder
-
-
-def _nodes(held: Held, ids: Ids) -> Ids:
-    rank = owners_of(held.offsets, ids)
-    nodes = np.empty(len(ids), np.int64)
-    for each in np.unique(rank):
-        chosen = rank == each
-        nodes[chosen] = held.rows[each][ids[chosen] - held.offsets[each]]
-    return nodes
 
 
 @numba.njit(cache=True, nogil=True)

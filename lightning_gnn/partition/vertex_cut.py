@@ -122,12 +122,12 @@ def cut_edges(
     if method in ("ebv", "ne"):
         lanes = Lanes.of(hosts if host_weight > 0 else [list(range(num_parts))], num_nodes, len(source), host_weight)
         if method == "ebv":
-            degree, everything = loops.degrees(source, target, num_nodes), np.empty(0, np.bool_)
+            degree, everything = _degrees(source, target, num_nodes), np.empty(0, np.bool_)
             _stream(source, target, degree, everything, lanes, lanes.no_load(), lanes.no_holders(num_nodes), part)
         else:
             _expansion(source, target, num_nodes, lanes, part)
     elif method == "hdrf":
-        loops.hdrf(source, target, loops.degrees(source, target, num_nodes), num_parts, part)
+        loops.hdrf(source, target, _degrees(source, target, num_nodes), num_parts, part)
     else:
         rng = np.random.default_rng(seed)
         if method == "random":
@@ -271,7 +271,7 @@ def _stream(
 
 def _expansion(source: Ids, target: Ids, num_nodes: int, lanes: Lanes, part: Parts) -> None:
     num_edges, numbers = len(source), _smallest_integers(max(len(source), num_nodes))
-    degree = loops.degrees(source, target, num_nodes)
+    degree = _degrees(source, target, num_nodes)
     num_free = degree.copy()
     np.subtract.at(num_free, source[source == target], 1)
     indptr = np.concatenate([[0], np.cumsum(num_free, dtype=np.int64)])
@@ -306,7 +306,7 @@ def _hashed(method: str, source: Ids, target: Ids, home: Ids, num_parts: int, pa
     """Writes the ranks of edges by those that nodes are hashed to, `home` ``[N]``."""
     home = home.astype(part.dtype)
     if method == "dbh":
-        degree = loops.degrees(source, target, len(home))
+        degree = _degrees(source, target, len(home))
         lower_is_source = degree[source] <= degree[target]
         part[:] = np.where(lower_is_source, home[source], home[target])
     else:
@@ -318,3 +318,8 @@ def _hashed(method: str, source: Ids, target: Ids, home: Ids, num_parts: int, pa
 def _smallest_integers(number: int) -> type[np.signedinteger]:
     """Returns the type of ids below `number`: half the memory where 32 bits do."""
     return np.int32 if number <= np.iinfo(np.int32).max else np.int64
+
+
+def _degrees(source: Ids, target: Ids, num_nodes: int) -> NDArray[np.int32]:
+    """Returns how many edges begin or end at each node, int32 ``[N]``; a self-loop does both."""
+    return (np.bincount(source, minlength=num_nodes) + np.bincount(target, minlength=num_nodes)).astype(np.int32)

@@ -30,16 +30,6 @@ compiled = numba.njit(cache=True, nogil=True)
 
 
 @compiled
-def degrees(source, target, num_nodes):
-    """Returns how many edges begin or end at each node, int32 ``[N]``; a self-loop does both."""
-    degree = np.zeros(num_nodes, np.int32)
-    for edge in range(len(source)):
-        degree[source[edge]] += 1
-        degree[target[edge]] += 1
-    return degree
-
-
-@compiled
 def by_degree_sum(source, target, degree, chosen, pairs, order):
     """Sorts edges by the sum of their ends' degrees, stable: their ends to `pairs` ``[C, 2]``, which they are to `order` ``[C]``.
 
