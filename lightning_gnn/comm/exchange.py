@@ -256,7 +256,11 @@ class Exchange(ABC):
             CommunicationError: from the returned function too: a peer does not answer.
         """
         sends, receives = by_peer(out, out_counts), by_peer(into, into_counts)
-        return start_messages(self.world, self.meter, call, sends, receives, began)
+        # As start_messages does, without a frame of its own: all rows of layers come this way.
+        traffic = self.world.transport.traffic(sends)
+        with starting(self.world, self.meter, call, traffic, began):
+            wait = self.world.transport.start_each(sends, receives)
+        return counted(wait, self.world, self.meter, call, traffic)
 
 
 class HaloExchange(Exchange):

@@ -216,12 +216,6 @@ class SharedMemory:
                 self._watch.peer = peer
                 raise PeerError(peer, f"what rank {peer} has sent belongs to another operation", astray=True)
 
-    def _accept_arrived(self) -> None:
-        """Accepts the messages that have arrived and are expected."""
-        for peer, expected in self._expected.items():
-            if expected and self._tables[peer][self.rank][_POSTED] > self._received[peer]:
-                self._accept(peer)
-
     def _accept(self, peer: int) -> bool:
         """Accepts the message in a peer's mailbox; returns whether it is the expected one."""
         mark, accept = self._expected[peer][0]
@@ -248,7 +242,9 @@ class SharedMemory:
         began = looked = time.perf_counter()
         self._watch.peer = peer
         while not ready():
-            self._accept_arrived()
+            for sender, expected in self._expected.items():
+                if expected and self._tables[sender][self.rank][_POSTED] > self._received[sender]:
+                    self._accept(sender)
             now = time.perf_counter()
             if now - began < _YIELD_S:
                 os.sched_yield()

@@ -153,9 +153,7 @@ def _zero_is_a_tie() -> bool:
         return float(torch.autograd.grad(result, source)[0]) < 1
 
 
-def row_statistics_grad(
-    csr: CSR, x: Tensor, grads: RowStatistics, extremes: RowStatistics, out: Tensor | None = None
-) -> Tensor:
+def row_statistics_grad(csr: CSR, x: Tensor, grads: RowStatistics, extremes: RowStatistics) -> Tensor:
     """Returns the gradient of :meth:`RowStatistics.add` with respect to x, ``[C, F]``; ties share it evenly, as in torch.
 
     Args:
@@ -164,10 +162,8 @@ def row_statistics_grad(
         grads: the gradient of each aggregate, ``[R, F]``, those of extremes divided by their :meth:`~RowStatistics.ties`;
             ``[0, F]`` where there is none.
         extremes: the aggregates.
-        out: where the result goes; a new tensor by default.
     """
-    out = torch.empty_like(x) if out is None else out
-    flipped = csr.transpose()
+    out, flipped = torch.empty_like(x), csr.transpose()
     parts = (grads.sum, grads.squares, extremes.max, grads.max, extremes.min, grads.min)
     work = csr.num_edges * x.size(1) * 4
     over_rows(loops.statistics_grad, flipped, flipped.indices, x.detach(), *parts, out, work=work)

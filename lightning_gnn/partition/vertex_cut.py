@@ -128,12 +128,19 @@ def cut_edges(
             _expansion(source, target, num_nodes, lanes, part)
     elif method == "hdrf":
         loops.hdrf(source, target, _degrees(source, target, num_nodes), num_parts, part)
+    elif method == "random":
+        part[:] = np.random.default_rng(seed).integers(0, num_parts, len(source), part.dtype)
     else:
-        rng = np.random.default_rng(seed)
-        if method == "random":
-            part[:] = rng.integers(0, num_parts, len(source), part.dtype)
+        home = (
+            np.random.default_rng(seed).integers(0, num_parts, num_nodes).astype(part.dtype)
+        )  # what nodes are hashed to
+        if method == "dbh":
+            degree = _degrees(source, target, num_nodes)
+            part[:] = np.where(degree[source] <= degree[target], home[source], home[target])
         else:
-            _hashed(method, source, target, rng.integers(0, num_parts, num_nodes), num_parts, part)
+            rows = max(rows for rows in range(1, num_parts + 1) if num_parts % rows == 0 and rows * rows <= num_parts)
+            columns = num_parts // rows
+            part[:] = (home // columns)[source] * columns + (home % columns)[target]
     return part
 
 
@@ -300,19 +307,6 @@ def _expansion(source: Ids, target: Ids, num_nodes: int, lanes: Lanes, part: Par
     for each in ranks:
         load[each[0]] += edges[each] * lanes.edge_step + nodes[each] * lanes.replica_step
     _stream(source, target, degree, free, lanes, load, held, part)
-
-
-def _hashed(method: str, source: Ids, target: Ids, home: Ids, num_parts: int, part: Parts) -> None:
-    """Writes the ranks of edges by those that nodes are hashed to, `home` ``[N]``."""
-    home = home.astype(part.dtype)
-    if method == "dbh":
-        degree = _degrees(source, target, len(home))
-        lower_is_source = degree[source] <= degree[target]
-        part[:] = np.where(lower_is_source, home[source], home[target])
-    else:
-        rows = max(rows for rows in range(1, num_parts + 1) if num_parts % rows == 0 and rows * rows <= num_parts)
-        columns = num_parts // rows
-        part[:] = (home // columns)[source] * columns + (home % columns)[target]
 
 
 def _smallest_integers(number: int) -> type[np.signedinteger]:
