@@ -166,10 +166,10 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.hookimpl(tryfirst=True)  # before -m looks at marks
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Of more than two cases of a test over ranks, every second is of the campaign."""
+    """Of more than two cases of a test over ranks, or of programs, every second is of the campaign."""
     cases: dict[str, list[pytest.Item]] = {}
     for item in items:
-        if "ranks" in getattr(item, "fixturenames", ()) and item.get_closest_marker("campaign") is None:
+        if {"ranks", "ran"} & {*getattr(item, "fixturenames", ())} and item.get_closest_marker("campaign") is None:
             cases.setdefault(item.nodeid.partition("[")[0], []).append(item)
     for alike in cases.values():
         for item in alike[1::2] if len(alike) > 2 else ():
