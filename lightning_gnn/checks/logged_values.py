@@ -73,6 +73,10 @@ class LoggedValues:
         self._logs.check_names()
         return self._logs.leave(output, loss_reduction)
 
+    def so_far(self) -> dict[str, Tensor]:
+        """Returns values by name, those of metrics included."""
+        return {**self.values, **{name: metric.compute() for name, metric in self._metrics.items()}}
+
     def finish(self, skipped: set[str]) -> None:
         """Ends the epoch; a metric that raises on one device is added to `skipped`, and left out if it is in there."""
         for name, metric in self._metrics.items():

@@ -6,6 +6,7 @@ import copy
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from functools import cache, partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import lightning.pytorch as pl
@@ -104,6 +105,7 @@ class QuietTrainer:
 
     epoch: int | None = None
     reads_epoch = False
+    _logged: LoggedValues | None = None
 
     def __init__(
         self, trainer: pl.Trainer, stage: str | None = None, datamodule: pl.LightningDataModule | None = None
@@ -126,7 +128,7 @@ class QuietTrainer:
     def on_rank(self, world: World | None, logged: LoggedValues) -> QuietTrainer:
         """Returns the Trainer of one rank, None for one device; `logged` keeps what its logger is given."""
         mine: Any = copy.copy(self)
-        mine.logger = _KeptLogger(logged)
+        mine.logger, mine._logged = _KeptLogger(logged), logged
         size, rank = (1, 0) if world is None else (world.size, world.rank)
         mine.world_size, mine.num_devices, mine.global_rank, mine.is_global_zero = size, size, rank, rank == 0
         mine.strategy = _QuietStrategy(self._trainer.strategy, world, logged)
@@ -140,6 +142,14 @@ class QuietTrainer:
     @property
     def loggers(self) -> list[Logger]:
         return [self.logger]
+
+    @property
+    def callback_metrics(self) -> dict[str, Tensor]:
+        """What has been logged; the Trainer's own would ask other ranks, which are not here."""
+        before = self._trainer._logger_connector._callback_metrics
+        return {**before, **({} if self._logged is None else self._logged.so_far())}
+
+    logged_metrics = callback_metrics
 
     @property
     def current_epoch(self) -> int:
@@ -221,7 +231,7 @@ class _KeptLogger(DummyLogger):
 
 
 class _Idle:
-    """An optimizer, or a scheduler, of manual optimisation whose steps do nothing."""
+    """An optimizer, or a scheduler, whose steps do nothing."""
 
     def __init__(self, given: Any) -> None:
         self._given = given
@@ -249,30 +259,34 @@ def without_optimizers(model: pl.LightningModule, run_backward: Callable[..., No
     """Lets a step with manual optimisation add to gradients only, by `run_backward` in place of its ``manual_backward``; returns
     what counts these calls."""
     calls = 0
-    configured: Any = model.configure_optimizers()
-    schedulers: Any = ()
-    if isinstance(configured, tuple) and len(configured) == 2 and isinstance(configured[0], Sequence):
-        configured, schedulers = configured
-    given = list(configured) if isinstance(configured, Sequence) else [configured]
-    of_optimizers = [one["lr_scheduler"] for one in given if isinstance(one, Mapping) and "lr_scheduler" in one]
-    schedulers = [*schedulers, *of_optimizers]
-    optimizers = [_Idle(one["optimizer"] if isinstance(one, Mapping) else one) for one in given]
-    idle = [_Idle(one["scheduler"] if isinstance(one, Mapping) else one) for one in schedulers]
 
     def manual_backward(loss: Tensor, *args: Any, **kwargs: Any) -> None:
         nonlocal calls
         calls += 1
         run_backward(loss, *args, **kwargs)
 
-    replaced: dict[str, Callable[..., Any]] = {
-        "optimizers": lambda *_, **__: optimizers[0] if len(optimizers) == 1 else optimizers,
-        "lr_schedulers": lambda: (idle[0] if len(idle) == 1 else idle) if idle else None,
-        "manual_backward": manual_backward,
-        **dict.fromkeys(("toggle_optimizer", "untoggle_optimizer", "clip_gradients"), ignore),
-    }
-    for name, method in replaced.items():
-        object.__setattr__(model, name, method)
+    _replace(model, manual_backward=manual_backward)
+    _replace(model, **dict.fromkeys(("toggle_optimizer", "untoggle_optimizer", "clip_gradients"), ignore))
     return lambda: calls
+
+
+def _replace(model: pl.LightningModule, **methods: Callable[..., Any]) -> None:
+    for name, method in methods.items():
+        object.__setattr__(model, name, method)
+
+
+def _idle(model: pl.LightningModule) -> tuple[list[_Idle], list[_Idle]]:
+    """Returns the optimizers and schedulers that a module configures, whose steps do nothing."""
+    configured: Any = model.configure_optimizers()
+    schedulers: Any = ()
+    if isinstance(configured, tuple) and len(configured) == 2 and isinstance(configured[0], Sequence):
+        configured, schedulers = configured
+    given = list(configured) if isinstance(configured, Sequence) else [configured]
+    of_optimizers = [one["lr_scheduler"] for one in given if isinstance(one, Mapping) and "lr_scheduler" in one]
+    return (
+        [_Idle(one["optimizer"] if isinstance(one, Mapping) else one) for one in given],
+        [_Idle(one["scheduler"] if isinstance(one, Mapping) else one) for one in (*schedulers, *of_optimizers)],
+    )
 
 
 def copied(module: M, shared: Iterable[Tensor] = ()) -> M:
@@ -298,10 +312,17 @@ def copied(module: M, shared: Iterable[Tensor] = ()) -> M:
 
 
 def quiet(model: pl.LightningModule, trainer: QuietTrainer | None) -> pl.LightningModule:
-    """Returns the module, which logs and prints nothing from now on, with that trainer."""
+    """Returns the module, which logs and prints nothing from now on, with that trainer; its optimizers do nothing."""
     model._trainer = trainer  # type: ignore[assignment]
-    for name in ("log", "log_dict", "print"):
-        object.__setattr__(model, name, ignore)
+    idle = cache(partial(_idle, model))  # only if they are asked for
+
+    def one_or_all(found: list[_Idle]) -> Any:
+        return found[0] if len(found) == 1 else found
+
+    _replace(
+        model, optimizers=lambda *_, **__: one_or_all(idle()[0]), lr_schedulers=lambda: one_or_all(idle()[1]) or None
+    )
+    _replace(model, **dict.fromkeys(("log", "log_dict", "print"), ignore))
     return model
 
 

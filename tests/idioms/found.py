@@ -421,3 +421,27 @@ def hook_that_cannot_be_tried_out() -> Case:
             return super().training_step(batch, batch_idx)
 
     return Case(Module(), graph())
+
+
+@idiom(
+    source="a hook at the epoch's end reads the learning rate and what is logged, then logs a mean of its own",
+    refused="the logged 'exp' differs",
+    stages=("fit",),
+)
+def hook_that_reads_optimizers_and_metrics() -> Case:
+    class Module(Net):
+        def on_train_epoch_end(self) -> None:
+            self.log("lr", self.optimizers().param_groups[0]["lr"])
+            self.log("next_lr", self.lr_schedulers().get_last_lr()[0])
+            self.log("again", self.trainer.callback_metrics["train_loss"])
+            self.log("exp", self.last.exp())
+
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            self.last = super().training_step(batch, batch_idx)
+            return self.last
+
+        def configure_optimizers(self) -> Any:
+            optimizer = torch.optim.Adam(self.parameters(), lr=0.01)
+            return [optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, 2)]
+
+    return Case(Module(), graph())
