@@ -147,7 +147,7 @@ class QuietTrainer:
     def callback_metrics(self) -> dict[str, Tensor]:
         """What has been logged; the Trainer's own would ask other ranks, which are not here."""
         before = self._trainer._logger_connector._callback_metrics
-        return {**before, **({} if self._logged is None else self._logged.so_far())}
+        return _Metrics({**before, **({} if self._logged is None else self._logged.so_far())})
 
     logged_metrics = callback_metrics
 
@@ -176,6 +176,13 @@ class QuietTrainer:
         return most if epochs == -1 else min(max(epochs, 1), most)
 
     save_checkpoint = ignore
+
+
+class _Metrics(dict[str, Tensor]):
+    """Logged values by name; what another stage logs, which is not run here, is 1 on all ranks."""
+
+    def __missing__(self, name: str) -> Tensor:
+        return torch.tensor(1.0)
 
 
 class _QuietStrategy:
