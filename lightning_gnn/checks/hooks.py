@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from traceback import walk_tb
 from types import CodeType
@@ -11,6 +11,7 @@ from typing import Any
 
 import lightning.pytorch as pl
 from lightning.pytorch.utilities.model_helpers import is_overridden
+from torch import Tensor
 
 from lightning_gnn.checks.draws import SharedDraws
 from lightning_gnn.comm.call import Phase
@@ -88,7 +89,8 @@ class Hooks:
             draws.outside = before
 
     def after(self, model: pl.LightningModule, batch: Any, output: Any, alone: bool, draws: SharedDraws) -> None:
-        for hook, args in ((f"{self._batch}_end", (output, batch, 0)), (self._epoch_end, ())):
+        given = _given(output) if self._batch == "on_train_batch" else output
+        for hook, args in ((f"{self._batch}_end", (given, batch, 0)), (self._epoch_end, ())):
             if self._matters(model, hook):
                 draws.outside = not args
                 self._call(model, hook, args, alone)
@@ -110,6 +112,12 @@ class Hooks:
                 self.not_run[hook] = error
         finally:
             model._current_fx_name = before
+
+
+def _given(output: Any) -> dict[str, Any]:
+    """Returns what Lightning makes of what a training step returns."""
+    given = dict(output) if isinstance(output, Mapping) else {"loss": output}
+    return given | {"loss": loss.detach()} if isinstance(loss := given.get("loss"), Tensor) else given
 
 
 def logs(model: pl.LightningModule, method: str) -> bool:

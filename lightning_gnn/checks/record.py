@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch_geometric.data import Data
 from torch_geometric.nn import MessagePassing
 from torch_geometric.nn.aggr import Aggregation
 from torchmetrics import Metric
@@ -132,6 +133,12 @@ class Rows:
             loops, own_loops = whole[self.num_edges :][nodes], part[len(self.edges) :][: len(nodes)]
             return torch.cat([whole[: self.num_edges][edges], loops]), torch.cat([part[: len(edges)], own_loops])
         return None
+
+    def of_masks(self, batch: Data) -> dict[int, tuple[int, Tensor]]:
+        """Returns of how many nodes of a mask there are which they are, where no other dimension is likely to be as large."""
+        tensors = [value for value in batch.to_dict().values() if isinstance(value, Tensor)]
+        masks = [self.nodes[each] for each in tensors if each.dtype == torch.bool and each.shape == self.nodes.shape]
+        return {len(inside): (self.num_nodes, inside) for inside in reversed(masks) if len(inside) > 8}
 
 
 @dataclass(frozen=True)

@@ -304,7 +304,7 @@ class Trial:
         stand_ins = int(batch[self.mask].sum()) if self.mask in MASKS and not counts[rank] else 0
         sizes = len(rows.nodes), rows.owned_nodes, len(rows.edges), rows.owned_edges
         known = {len(rows.edges): (rows.num_edges, rows.edges), len(rows.nodes): (rows.num_nodes, rows.nodes)}
-        draws = SharedDraws(known, _rows_of_masks(rows, batch), 0, own_draws, self._share_rows, self._constant)
+        draws = SharedDraws(known, rows.of_masks(batch), 0, own_draws, self._share_rows, self._constant)
         logged = LoggedValues(model, world)
         if self._trainer is not None:
             model._trainer = self._trainer.on_rank(world, logged)  # type: ignore[assignment]
@@ -348,8 +348,7 @@ class Trial:
                 outputs.release()
             if world is None and isinstance(model._trainer, QuietTrainer):
                 self.reads_epoch = self.reads_epoch or model._trainer.reads_epoch
-            given = _given_to_hooks(output) if self.training else output
-            self._hooks.after(model, batch, given, world is None, draws)
+            self._hooks.after(model, batch, output, world is None, draws)
             logged.finish(self._skipped)
         ran.backwards = backwards() if self._by_hand else None
         ran.logged, ran.calls = logged.values, logged.calls
@@ -425,19 +424,6 @@ class Trial:
         learning = model if self._own_weights else self._module
         gradients = {name: parameter.grad for name, parameter in learning.named_parameters()}
         return Outcome(ranks, gradients, dict(model.named_buffers()))
-
-
-def _rows_of_masks(rows: Rows, batch: Data) -> dict[int, tuple[int, Tensor]]:
-    """Returns of how many nodes of a mask there are which they are, where no other dimension is likely to be as large."""
-    tensors = [value for value in batch.to_dict().values() if isinstance(value, Tensor)]
-    masks = [rows.nodes[each] for each in tensors if each.dtype == torch.bool and each.shape == rows.nodes.shape]
-    return {len(inside): (rows.num_nodes, inside) for inside in reversed(masks) if len(inside) > 8}
-
-
-def _given_to_hooks(output: Any) -> dict[str, Any]:
-    """Returns what Lightning makes of what a training step returns."""
-    given = dict(output) if isinstance(output, Mapping) else {"loss": output}
-    return given | {"loss": loss.detach()} if isinstance(loss := given.get("loss"), Tensor) else given
 
 
 def _learn(optimizer: torch.optim.Optimizer, world: World | None) -> None:
