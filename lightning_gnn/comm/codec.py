@@ -148,10 +148,8 @@ class BlockFloats(Codec):
         else:
             codes = places.round()
         codes.clamp_(-self._most, self._most)
-        decoded, values = (
-            torch.ldexp(codes, exponent.clamp(max=119)),
-            values.masked_fill(strange, float("nan")).double(),
-        )
+        decoded = torch.ldexp(codes, exponent.clamp(max=119))
+        values = values.masked_fill(strange, float("nan")).double()
         self._count(torch.stack([(decoded - values).square().sum(), values.square().sum()]))
         out[:, :1] = exponent + _MIDDLE
         per_byte, num_bytes = 8 // self._bits, out.size(1) - 1
@@ -208,5 +206,5 @@ def make_codec(name: CodecName | None, stochastic: bool = False, seed: int = 0) 
         raise ValueError(
             f"codec must be one of {', '.join(map(repr, get_args(CodecName)))} or None (got {shown(name)})."
         )
-    kind = {"int": Quantiser, "bfp": BlockFloats}.get(name[:3], ShortFloats)
+    kind = Quantiser if name.startswith("int") else BlockFloats if name.startswith("bfp") else ShortFloats
     return kind(name, stochastic, seed)

@@ -62,10 +62,8 @@ def distribute(entries: Triples, holders: Holders, world: World) -> Triples:
     """
     holder = torch.from_numpy(holders(entries.row.cpu().numpy(), entries.col.cpu().numpy()))
     sent = torch.bincount(holder, minlength=world.size).to(world.device)
-    counts, arriving = (
-        sent.tolist(),
-        world.all_gather(sent, "Distributing a matrix over the ranks")[:, world.rank].tolist(),
-    )
+    counts = sent.tolist()
+    arriving = world.all_gather(sent, "Distributing a matrix over the ranks")[:, world.rank].tolist()
     sorted_entries = entries[torch.argsort(holder, stable=True).to(entries.row.device)]
 
     def exchanged(values: Tensor) -> Tensor:

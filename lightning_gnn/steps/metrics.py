@@ -8,7 +8,7 @@ import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import wraps
+from functools import cache, wraps
 from itertools import chain
 from numbers import Number
 from types import MethodType
@@ -58,6 +58,15 @@ def _normalize(scores: Tensor, normalization: Any) -> Tensor:
         kept = vars(_current.updated)
         kept["_guesses"] = kept["_guesses"] + torch.stack([are_logits, ~are_logits]).long()
     return normalize_logits_if_needed(scores, normalization)
+
+
+@cache
+def _count_guesses() -> None:
+    """Puts :func:`_normalize` in its place wherever torchmetrics has imported it, once."""
+    name = normalize_logits_if_needed.__name__
+    for module, namespace in list(sys.modules.items()):
+        if module.startswith("torchmetrics.functional.") and hasattr(namespace, name):
+            setattr(namespace, name, _normalize)
 
 
 class _RanksAreThere:
@@ -135,9 +144,7 @@ class StandInMetrics:
             else:
                 metric.update = self.wrap(metric, _own_update(metric))
         Metric._wrap_update = _wrap_update_of_new  # type: ignore[method-assign, assignment]
-        for name, namespace in list(sys.modules.items()):
-            if name.startswith("torchmetrics.functional.") and hasattr(namespace, normalize_logits_if_needed.__name__):
-                setattr(namespace, normalize_logits_if_needed.__name__, _normalize)
+        _count_guesses()
         _current.metrics = self
 
     def release(self) -> None:

@@ -356,7 +356,7 @@ def test_the_bar_shows_the_pool(bar, capfd):
         callbacks=[kept, bar],
     )
     trainer.fit(module_of(), datamodule=GraphDataModule(awkward_graph()))
-    # Lightning asks for one batch ran.
+    # Lightning asks for one batch ahead.
     assert kept.shown[:4] == ["20 %", "30 %", "40 %", "50 %"] and kept.shown[-1] == "100 %"
     assert "get_metrics" not in vars(bar)
     assert ("pool=100 %" if isinstance(bar, TQDMProgressBar) else "pool: 100 %") in "".join(capfd.readouterr())
