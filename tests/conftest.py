@@ -26,7 +26,7 @@ sys.path[:0] = dict.fromkeys(map(str, [TESTS, *_FOLDERS]))  # some tests share w
 SHARED = Path(os.environ.get("LIGHTNING_GNN_SHARED", TESTS.parent.parent / "shared"))
 
 
-def _serve(connection: Any, rank: int) -> None:
+def _serve(connection: Any, rank: int, begin: Callable[[], None] | None) -> None:
     """One rank of the pool: runs the functions that it is sent."""
     import warnings
 
@@ -34,6 +34,8 @@ def _serve(connection: Any, rank: int) -> None:
 
     torch.set_num_threads(1)
     warnings.filterwarnings("ignore")
+    if begin is not None:
+        begin()
     while True:
         job = connection.recv()
         if job is None:
@@ -66,16 +68,20 @@ class RankPool:
     """Processes that have imported torch, Lightning and PyG, and run functions ``f(rank, world_size, ...)`` together.
 
     There are as many as any test has asked for until now.
+
+    Args:
+        begin: what each runs first.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, begin: Callable[[], None] | None = None) -> None:
+        self._begin = begin
         self._ranks: list[tuple[Any, Any]] = []
 
     def _start(self, size: int) -> None:
         context = mp.get_context("spawn")
         for rank in range(len(self._ranks), size):
             ours, theirs = context.Pipe()
-            process = context.Process(target=_serve, args=(theirs, rank), daemon=True)
+            process = context.Process(target=_serve, args=(theirs, rank, self._begin), daemon=True)
             process.start()
             self._ranks.append((process, ours))
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import torch
 
 
@@ -30,18 +28,3 @@ def training_bytes(
     """
     least = least_bytes(rows, halo_rows, edges, feature_bytes, torch.nn.Module())
     return least + 2 * (num_layers * rows + halo_rows + relayed) * row_bytes
-
-
-def available_bytes() -> int | None:
-    """Returns how much memory this machine, or this container, can still give; None where that cannot be known."""
-    try:
-        lines = Path("/proc/meminfo").read_text().splitlines()
-        free = next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:"))
-    except (OSError, StopIteration):
-        return None
-    try:
-        limit = Path("/sys/fs/cgroup/memory.max").read_text().strip()
-        used = int(Path("/sys/fs/cgroup/memory.current").read_text())
-    except (OSError, ValueError):
-        return free
-    return free if limit == "max" else min(free, max(int(limit) - used, 0))

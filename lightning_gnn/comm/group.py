@@ -23,6 +23,7 @@ from lightning_gnn.comm.processes import meet
 from lightning_gnn.comm.shared_memory import PeerError, SharedMemory, machine_key
 from lightning_gnn.comm.transport import ProcessTransport, Rows
 from lightning_gnn.comm.watchdog import GROUP_MARGIN_S, Watchdog
+from lightning_gnn.devices import backend_of
 
 T = TypeVar("T")
 
@@ -102,7 +103,7 @@ class World:
 
     Args:
         rank, size: this process's global rank and the number of ranks.
-        device: where this rank computes; decides the backend (gloo for CPU, NCCL for CUDA).
+        device: where this rank computes; decides the backend, see :func:`~lightning_gnn.devices.backend_of`.
         timeout: after this long, a wait for another rank is an error; process groups wait a little longer.
         shared_memory: let CPU ranks of one machine talk through shared memory.
 
@@ -123,7 +124,7 @@ class World:
         self.rank, self.size, self.device, self.timeout = rank, size, device, timeout
         self.step, self.calls = Step(), Counter[str]()
         self.watch = Watchdog(rank, size, timeout.total_seconds())
-        self.backend = "nccl" if device.type == "cuda" else "gloo"
+        self.backend = backend_of(device)
         self._owns_default = not dist.is_initialized()
         if not self._owns_default and dist.get_world_size() != size:
             raise RuntimeError(
@@ -141,9 +142,13 @@ class World:
                     rank=rank,
                     world_size=size,
                     timeout=self.group_timeout,
-                    device_id=device if self.backend == "nccl" else None,
+                    device_id=device if self.backend != "gloo" else None,
                 )
         self.graph_group = self._new_group()
+        if size > 1 and self.backend != "gloo":
+            # Connected by an operation of all ranks: the first exchange may have none for some. A default group of the user's
+            # was perhaps made without a device_id, and then NCCL connects when something is sent.
+            dist.all_reduce(torch.zeros(1, device=device), group=self.graph_group)
         if size > 1:
             shared: Any = dist.distributed_c10d._get_default_store()
             name = f"lightning_gnn/watchdog/{self.graph_group.group_name}"
@@ -220,8 +225,8 @@ class World:
 
     @property
     def waited_s(self) -> float | None:
-        """Seconds that this rank has waited for others until now; None for CUDA ranks, where queues on the device wait."""
-        if self.backend == "nccl":
+        """Seconds that this rank has waited for others until now; None on devices, whose queues wait."""
+        if self.backend != "gloo":
             return None
         return self._waited_s + self.transport.waited_s + (0.0 if self._memory is None else self._memory.waited_s)
 
@@ -280,7 +285,10 @@ class World:
         """Sums `tensor` over all ranks in place; the result is bit-identical on every rank. Errors name `operation`."""
         if self.size > 1:
             with self._all_take_part(operation):
-                self._all_reduce_(tensor)
+                on_device = tensor.to(self.device)  # users sum tensors of the CPU, too
+                self._all_reduce_(on_device)
+                if on_device is not tensor:
+                    tensor.copy_(on_device)
         return tensor
 
     def _all_reduce_(self, tensor: Tensor) -> None:
@@ -323,10 +331,10 @@ class World:
         with self._all_take_part(operation):
             if self.transport.all_local:
                 return torch.stack(self.transport.gather(tensor))
-            out = tensor.new_empty((self.size, *tensor.shape))
+            out = tensor.new_empty((self.size, *tensor.shape), device=self.device)
             with self._waiting():
-                dist.all_gather(list(out.unbind(0)), tensor.contiguous())
-            return out
+                dist.all_gather(list(out.unbind(0)), tensor.to(self.device).contiguous())
+            return out.to(tensor.device)
 
     def all_gather_rows(self, rows: Tensor, counts: Sequence[int]) -> Tensor:
         """Returns ``[sum(counts), ...]``: the rows of all ranks in rank order, on every rank; rank r brings ``counts[r]``."""
@@ -401,7 +409,7 @@ class World:
         """Returns when every rank has called it."""
         if self.size > 1:
             with self._all_take_part(name):
-                dist.barrier(device_ids=[self.device.index] if self.backend == "nccl" else None)
+                dist.barrier(device_ids=None if self.backend == "gloo" else [self.device.index])
 
     def close(self) -> None:
         """Ends the groups that this object made; a default group that was there before stays."""

@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 from lightning_gnn.comm.group import CommunicationError, World
 from lightning_gnn.comm.shared_memory import PeerError
 from lightning_gnn.comm.transport import by_peer, rows_of
+from lightning_gnn.devices import synchronize
 from lightning_gnn.planning.infer import (
     SHARING,
     Flow,
@@ -50,7 +51,7 @@ def transfer_seconds(world: World, num_bytes: NDArray[np.int64]) -> float:
     rows_of(out).fill_(world.rank)  # memory that nobody has touched is faster to read than rows are
     into = torch.zeros(sum(received), dtype=torch.uint8, device=world.device)
     world.barrier()
-    _synchronize(world.device)
+    synchronize(world.device)
     began = time.perf_counter()
     try:
         world.transport.start_each(by_peer(out, sent), by_peer(into, received))()
@@ -59,14 +60,9 @@ def transfer_seconds(world: World, num_bytes: NDArray[np.int64]) -> float:
             f"Rank {world.rank} got nothing from, or could not send to, rank {error.peer}: {error}. Every two ranks must reach "
             "each other: look for a firewall between them, or name the interface with GLOO_SOCKET_IFNAME or NCCL_SOCKET_IFNAME."
         ) from error
-    _synchronize(world.device)
+    synchronize(world.device)
     seconds = torch.tensor([time.perf_counter() - began], dtype=torch.float64, device=world.device)
     return float(world.all_gather(seconds, "Timing of messages").max())
-
-
-def _synchronize(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
 
 
 class Stopwatch:

@@ -147,8 +147,8 @@ class ProcessTransport(Transport):
         """Seconds that this rank has waited for messages from other machines until now, and for what it sent there."""
         self._local = set(memory.peers) if memory is not None else set()
         self.all_local = len(self._local) == size - 1
-        self._nccl = dist.get_backend(group) == "nccl"
-        self.receives_early = not self._nccl
+        self._queued = dist.get_backend(group) != "gloo"
+        self.receives_early = not self._queued
         self._leaving: list[_Request] = []  # sends that may not be done
 
     def scratch(self, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Rows:
@@ -187,7 +187,7 @@ class ProcessTransport(Transport):
 
         def wait() -> None:
             self._receive(expected)
-            if self._nccl:
+            if self._queued:
                 for work in works:
                     work.wait()  # orders the streams; NCCL's own watchdog keeps the deadline
                 return
@@ -197,7 +197,7 @@ class ProcessTransport(Transport):
         return wait
 
     def _start(self, messages: list[dist.P2POp]) -> list[Any]:
-        if self._nccl:
+        if self._queued:
             return dist.batch_isend_irecv(messages)
         works = []
         for each in messages:

@@ -10,12 +10,12 @@ from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
-import torch
 from torch import Tensor
 from typing_extensions import override
 
 from lightning_gnn.comm.group import World
 from lightning_gnn.comm.traffic import Meter, Traffic
+from lightning_gnn.devices import synchronize
 
 
 class EpochTimes(pl.Callback):
@@ -144,8 +144,7 @@ class EpochTimes(pl.Callback):
 
     @staticmethod
     def _now(module: pl.LightningModule) -> float:
-        if module.device.type == "cuda":
-            torch.cuda.synchronize(module.device)
+        synchronize(module.device)
         return time.perf_counter()
 
 

@@ -145,7 +145,7 @@ class LinkPredictor(GraphModule):
                 )
             self.relations = torch.nn.Embedding(num_relations, width)
             torch.nn.init.xavier_uniform_(self.relations.weight)
-        self._known: dict[int, tuple[Tensor, Tensor]] = {}
+        self._known: dict[tuple[int, torch.device], tuple[Tensor, Tensor]] = {}
         self.hits = sorted(set(hits))
         names = ["mrr", *(f"hits@{k}" for k in self.hits)]
         self.metrics = torch.nn.ModuleDict(
@@ -229,11 +229,13 @@ class LinkPredictor(GraphModule):
     def _known_of(self, edges: Tensor, others: Tensor) -> Tensor:
         """Returns which negatives of evaluation are edges: looked up once, since they are the same each time."""
         # By number of edges: validation and test take turns. In the self-check they are of another graph, and found like any.
-        kept, known = self._known.get(len(edges), (None, None))
+        # And by device: the next trainer may have another.
+        key = len(edges), edges.device
+        kept, known = self._known.get(key, (None, None))
         if kept is None or known is None or not torch.equal(kept, edges):
             data: Any = self.trainer.datamodule  # type: ignore[attr-defined]
             known = known_edges(data, edges.cpu(), others.cpu(), self.relations is not None).to(edges.device)
-            self._known[len(edges)] = edges, known
+            self._known[key] = edges, known
         return known
 
     def _sampled_scores(self, batch: Data) -> tuple[Tensor, Tensor]:

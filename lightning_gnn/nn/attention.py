@@ -139,7 +139,7 @@ def _by_kernels(context: GraphContext, layer: str, source: Tensor, edge_index: A
 def _per_head(rows: Tensor, attention: Tensor) -> Tensor:
     """Returns ``<rows[n, h], attention[h]>``, ``[N, K]``, of rows ``[N, K * C]`` and ``[1, K, C]``, as one matrix product."""
     _, heads, columns = attention.shape
-    spread = torch.eye(heads, dtype=attention.dtype).unsqueeze(2) * attention
+    spread = torch.eye(heads, dtype=attention.dtype, device=attention.device).unsqueeze(2) * attention
     return F.linear(rows, spread.view(heads, heads * columns))
 
 

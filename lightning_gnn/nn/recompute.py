@@ -40,13 +40,16 @@ def recomputed(forward: Callable[..., Any], context: GraphContext) -> Callable[.
         places = [list(learnt).index(id(leaf)) if id(leaf) in learnt else None for leaf in leaves]
         others = [leaf if place is None else None for leaf, place in zip(leaves, places)]
 
-        def make(*given: Tensor) -> Any:
+        # Checkpoints keep the random state of the devices that arguments are on: of rows that need no gradient none are given.
+        anchor = torch.empty(0, device=context.exchange.world.device)
+
+        def make(_: Tensor, *given: Tensor) -> Any:
             found = [other if place is None else given[place] for other, place in zip(others, places)]
             args, kwargs = tree_unflatten(found, spec)
             return forward(self, *args, **kwargs)
 
         contexts = nullcontext(), _Again(self, context)
-        return checkpoint(make, *learnt.values(), use_reentrant=False, context_fn=lambda: contexts)
+        return checkpoint(make, anchor, *learnt.values(), use_reentrant=False, context_fn=lambda: contexts)
 
     return run
 

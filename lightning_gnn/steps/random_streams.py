@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from lightning_gnn.comm.group import World
+from lightning_gnn.devices import random_states, set_random_states
 
 
 class RandomStreams:
@@ -24,13 +25,13 @@ class RandomStreams:
     """
 
     def __init__(self, world: World) -> None:
-        self._cuda = world.device if world.device.type == "cuda" else None
+        self._device = world.device
         self._inside = False
         self._other: list[Tensor] | None = None
         self.seed = torch.initial_seed()
         if world.size == 1:
             return
-        states = random.getstate(), np.random.get_state(), self._state()  # noqa: NPY002 (what users draw from)
+        states = random.getstate(), np.random.get_state(), random_states(world.device)  # noqa: NPY002 (what users draw from)
         python, numpy, common = world.broadcast_object(states)
         random.setstate(python)
         np.random.set_state(numpy)  # noqa: NPY002
@@ -38,17 +39,8 @@ class RandomStreams:
         digest = hashlib.blake2b(b"".join(each.numpy().tobytes() for each in common), digest_size=7)
         self.seed = int.from_bytes(digest.digest(), "little") + world.rank
         torch.manual_seed(self.seed)
-        self._other = self._state()
-        self._set(common)
-
-    def _state(self) -> list[Tensor]:
-        states = [torch.get_rng_state()]
-        return states if self._cuda is None else [*states, torch.cuda.get_rng_state(self._cuda)]
-
-    def _set(self, states: list[Tensor]) -> None:
-        torch.set_rng_state(states[0])
-        if self._cuda is not None and len(states) > 1:
-            torch.cuda.set_rng_state(states[1], self._cuda)
+        self._other = random_states(world.device)
+        set_random_states(world.device, common)
 
     @contextmanager
     def inside(self, step: bool = True) -> Iterator[None]:
@@ -62,19 +54,18 @@ class RandomStreams:
 
     def _change(self, inside: bool) -> None:
         if inside != self._inside and self._other is not None:
-            self._inside, state = inside, self._state()
-            self._set(self._other)
+            self._inside, state = inside, random_states(self._device)
+            set_random_states(self._device, self._other)
             self._other = state
 
-    def state(self) -> tuple[Tensor, Tensor]:
-        """Returns the states of the common stream and of the rank's own, of the CPU, uint8."""
-        now = self._state()[0]
-        other = now if self._other is None else self._other[0]
+    def state(self) -> tuple[list[Tensor], list[Tensor]]:
+        """Returns the common stream and the rank's own, see :func:`~lightning_gnn.devices.random_states`."""
+        now = random_states(self._device)
+        other = now if self._other is None else self._other
         return (other, now) if self._inside else (now, other)
 
-    def load(self, common: Tensor, own: Tensor) -> None:
+    def load(self, common: list[Tensor], own: list[Tensor]) -> None:
         """Goes on with streams as :meth:`state` returned them; called outside steps."""
-        # Copies: set_rng_state reads beyond a tensor that shares its storage with others.
-        torch.set_rng_state(common.cpu().clone())
+        set_random_states(self._device, common)
         if self._other is not None:
-            self._other[0] = own.cpu().clone()
+            self._other = own

@@ -284,8 +284,8 @@ class GNNStrategy(StepStrategy):
     def kept_state(self) -> dict[str, Any]:
         kept: dict[str, Any] = {"scheme": self.scheme.state_dict()}
         if self._world is not None and self._world.size > 1 and self.random is not None:
-            kept["common_random_state"], own = self.random.state()
-            kept["random_states"] = list(self.world.all_gather(own.to(self.root_device)).cpu())
+            common, own = self.random.state()
+            kept["random_streams"] = {"common": common, "own": self.world.all_gather_object(own)}
         if self._binding is not None:
             exchanges = self.world.all_gather_object(self._binding.context.state_dict())
             if any(exchanges):
@@ -298,6 +298,6 @@ class GNNStrategy(StepStrategy):
         exchanges = state.get("exchanges", [])
         if len(exchanges) == self.world_size and self._binding is not None:
             self._binding.context.load_state_dict(exchanges[self.global_rank])
-        random_states = state.get("random_states", [])
-        if len(random_states) == self.world_size and "common_random_state" in state and self.random is not None:
-            self.random.load(state["common_random_state"], random_states[self.global_rank])
+        streams = state.get("random_streams", {"own": []})
+        if len(streams["own"]) == self.world_size and self.random is not None:
+            self.random.load(streams["common"], streams["own"][self.global_rank])

@@ -7,15 +7,15 @@ from typing import TYPE_CHECKING, Any
 
 import lightning.pytorch as pl
 import numpy as np
-import torch
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 
 from lightning_gnn.checks.footprint import PHASES, Peak, Predicted, Sizes, memory_of
-from lightning_gnn.checks.memory import available_bytes, least_bytes
+from lightning_gnn.checks.memory import least_bytes
 from lightning_gnn.data.shards import Shard
 from lightning_gnn.data.sources import counted_mask
 from lightning_gnn.datamodules.graph import GraphDataModule
+from lightning_gnn.devices import available_bytes, free_bytes
 from lightning_gnn.nn.embedding import embeddings_of
 
 if TYPE_CHECKING:
@@ -65,7 +65,7 @@ def check_own_memory(strategy: GNNStrategy, trainer: pl.Trainer, shard: Shard) -
         return
     module = strategy._module
     own = Sizes.of(shard, shard.mask_counts[counted_mask("train_mask", module)][strategy.global_rank])
-    free = available_bytes() if on_cpu else torch.cuda.mem_get_info(strategy.root_device)[0]
+    free = available_bytes() if on_cpu else free_bytes(strategy.root_device)
     here = sum(memory_of(shard.batch).values())  # of the graph; on a device it is not there yet
     found = [(free + here * on_cpu, own)] if free is not None and free < _PLENTY * here else []
     found = [each for of_rank in strategy.world.all_gather_object(found) for each in of_rank]

@@ -20,6 +20,7 @@ from lightning_gnn.arguments import check_choice, check_flags, check_numbers
 from lightning_gnn.checkpoints import WholeCheckpointIO
 from lightning_gnn.comm.group import World, wait_for_all
 from lightning_gnn.comm.processes import here
+from lightning_gnn.devices import backend_of
 from lightning_gnn.launching import StartMethod, make_launcher
 
 MOST_SECONDS = 10**8
@@ -56,11 +57,8 @@ class RankStrategy(ParallelStrategy):
 
     @override
     def _configure_launcher(self) -> None:
-        if any(device.type == "mps" for device in self.parallel_devices or []):
-            raise ValueError(
-                f"{type(self).__name__} cannot use MPS devices, which exchange nothing among processes. "
-                'Use Trainer(accelerator="cpu").'
-            )
+        for device in self.parallel_devices or []:
+            backend_of(device)
         self._launcher = make_launcher(self, self._start_method)  # type: ignore[arg-type]
 
     @property

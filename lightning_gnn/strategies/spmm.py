@@ -19,7 +19,6 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from typing_extensions import override
 
 from lightning_gnn.arguments import check_flags, check_whole, is_one_of, shown
-from lightning_gnn.checks.memory import available_bytes
 from lightning_gnn.comm.exchange import Exchange, HaloExchange
 from lightning_gnn.comm.grid import BlockMatrix
 from lightning_gnn.comm.group import World
@@ -27,6 +26,7 @@ from lightning_gnn.comm.matrix import SparseMatrix, on_grid
 from lightning_gnn.comm.summa import SummaMatrix
 from lightning_gnn.comm.traffic import Meter
 from lightning_gnn.data.shards import Shard
+from lightning_gnn.devices import available_bytes
 from lightning_gnn.partition.grid import ProcessCube, ProcessGrid, legal_replications
 from lightning_gnn.partition.layout import LayoutSpec
 from lightning_gnn.partition.shard import Ids

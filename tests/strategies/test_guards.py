@@ -27,7 +27,7 @@ def test_interactive_sessions_are_told_of_the_notebook_strategy(monkeypatch, nam
 def test_mps():
     strategy = DGCLStrategy()
     strategy.parallel_devices = [torch.device("mps", 0)]
-    with pytest.raises(ValueError, match=r'cannot use MPS devices.*Trainer\(accelerator="cpu"\)'):
+    with pytest.raises(ValueError, match=r'Ranks on mps devices cannot exchange tensors.*Trainer\(accelerator="cpu"\)'):
         strategy._configure_launcher()
 
 

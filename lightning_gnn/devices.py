@@ -1,0 +1,74 @@
+"""What is asked of a rank's device, whatever its kind: ``torch.cuda`` and its likes have the same functions."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+
+def backend_of(device: torch.device) -> str:
+    """Returns the backend of process groups that carry tensors of this device: "gloo" for CPU, "nccl" for CUDA.
+
+    Raises:
+        ValueError: torch has none for such devices, or one that carries tensors of the CPU only.
+    """
+    backend = dist.Backend.default_device_backend_map.get(device.type)
+    if backend is None or (backend == "gloo" and device.type != "cpu"):
+        raise ValueError(
+            f"Ranks on {device.type} devices cannot exchange tensors: torch {torch.__version__} has no communication backend "
+            'for them. Use Trainer(accelerator="cpu").'
+        )
+    return str(backend)
+
+
+def functions_of(device: torch.device) -> Any:
+    """Returns the module with the functions of such devices, ``torch.cuda`` for CUDA; none for the CPU."""
+    return getattr(torch, device.type)
+
+
+def synchronize(device: torch.device) -> None:
+    """Returns when the device has done what it was told to do."""
+    if device.type != "cpu":
+        functions_of(device).synchronize(device)
+
+
+def free_bytes(device: torch.device) -> int | None:
+    """Returns the memory that new tensors can have, in bytes; what torch's allocator keeps for them is free. None if unknown."""
+    if device.type == "cpu":
+        return available_bytes()
+    functions = functions_of(device)
+    free, _ = functions.mem_get_info(device)
+    return int(free + functions.memory_reserved(device) - functions.memory_allocated(device))
+
+
+def available_bytes() -> int | None:
+    """Returns how much memory this machine, or this container, can still give; None where that cannot be known."""
+    try:
+        lines = Path("/proc/meminfo").read_text().splitlines()
+        free = next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:"))
+    except (OSError, StopIteration):
+        return None
+    try:
+        limit = Path("/sys/fs/cgroup/memory.max").read_text().strip()
+        used = int(Path("/sys/fs/cgroup/memory.current").read_text())
+    except (OSError, ValueError):
+        return free
+    return free if limit == "max" else min(free, max(int(limit) - used, 0))
+
+
+def random_states(device: torch.device) -> list[Tensor]:
+    """Returns the states of torch's generators that a rank on this device draws from, uint8: the CPU's, and the device's."""
+    states = [torch.get_rng_state()]
+    return states if device.type == "cpu" else [*states, functions_of(device).get_rng_state(device).cpu()]
+
+
+def set_random_states(device: torch.device, states: list[Tensor]) -> None:
+    """Sets what :func:`random_states` returns; states of a rank on another kind of device may lack the device's."""
+    # Copies: set_rng_state reads beyond a tensor that shares its storage with others.
+    torch.set_rng_state(states[0].cpu().clone())
+    if device.type != "cpu" and len(states) > 1:
+        functions_of(device).set_rng_state(states[1].cpu().clone(), device)

@@ -1,0 +1,345 @@
+"""A second device in Python alone, "emulated", for tests of what differs from the CPU; and Lightning's accelerator for it.
+
+Its tensors hold CPU memory, but mixing them with tensors of the CPU raises, as does reading them as numpy arrays; it draws
+random numbers from a generator of its own. What a program that runs on CUDA would wait for (:data:`syncs`) and the largest
+tensor that an operation made (:data:`made`) are recorded.
+"""
+
+from __future__ import annotations
+
+import traceback
+import types
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from typing import Any
+
+import torch
+import torch.utils.checkpoint
+from lightning.pytorch.accelerators import Accelerator, AcceleratorRegistry
+from torch.utils._python_dispatch import return_and_correct_aliasing
+from torch.utils._pytree import tree_flatten, tree_map
+
+NAME = "emulated"
+
+MEMORY = 10**10
+"""Bytes of the device; all are free."""
+
+recording = False
+syncs: Counter[tuple[str, str]] = Counter()
+"""How often the host would have waited for the device while recording: by what, and where in our code or the user's."""
+
+made = {"largest": 0}
+"""Bytes of the largest tensor that an operation made."""
+
+_MIXES = {
+    "copy_",
+    "_to_copy",
+    "_copy_from",
+    "index",
+    "_unsafe_index",
+    "index_put_",
+    "_index_put_impl_",
+    "set_",
+    "is_same_size",
+}
+_WAITS = {
+    "_local_scalar_dense",
+    "nonzero",
+    "is_nonzero",
+    "_unique2",
+    "unique_dim",
+    "unique_consecutive",
+    "masked_select",
+    "equal",
+}
+
+
+@contextmanager
+def recorded() -> Iterator[Counter[tuple[str, str]]]:
+    """Counts while open."""
+    global recording
+    syncs.clear()
+    recording = True
+    try:
+        yield syncs
+    finally:
+        recording = False
+
+
+def _where() -> str:
+    frames = [frame for frame in traceback.extract_stack() if "/device/" not in frame.filename]
+    for package in ("/lightning_gnn/", "/site-packages/torch_geometric/", "/site-packages/"):
+        for frame in reversed(frames):
+            if package in frame.filename and "/site-packages/torch/" not in frame.filename:
+                return f"{frame.filename.rpartition(package)[2]}:{frame.lineno}"
+    return "elsewhere"
+
+
+class DeviceTensor(torch.Tensor):
+    """A tensor of the device; `raw` is its memory."""
+
+    raw: torch.Tensor
+    __torch_function__ = torch._C._disabled_torch_function_impl
+
+    @staticmethod
+    def __new__(cls, raw: torch.Tensor) -> DeviceTensor:
+        strided = raw.layout == torch.strided
+        places: Any = {"strides": raw.stride(), "storage_offset": raw.storage_offset()} if strided else {}
+        made = torch.Tensor._make_wrapper_subclass(
+            cls, raw.size(), dtype=raw.dtype, device=torch.device(NAME, 0), **places
+        )
+        made.raw = raw
+        return made
+
+    def __repr__(self, **_: Any) -> str:  # type: ignore[override]
+        return f"DeviceTensor({self.raw})"
+
+    def __format__(self, spec: str) -> str:
+        return format(self.raw.item() if self.dim() == 0 else self.raw, spec)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:  # arrives as a tensor of the CPU
+        return self.raw.clone().__reduce_ex__(protocol)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        if id(self) not in memo:
+            with torch.no_grad():
+                copied = DeviceTensor(self.raw.clone())
+            copied.requires_grad_(self.requires_grad)
+            is_parameter = isinstance(self, torch.nn.Parameter) or getattr(self, "_is_param", False)
+            memo[id(self)] = torch.nn.Parameter(copied, self.requires_grad) if is_parameter else copied
+        return memo[id(self)]
+
+    def data_ptr(self) -> int:
+        return self.raw.data_ptr()
+
+    def tolist(self) -> Any:
+        _record("tolist")
+        return self.raw.tolist()
+
+    def untyped_storage(self) -> Any:
+        return self.raw.untyped_storage()
+
+    @classmethod
+    def __torch_dispatch__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return _run(function, args, kwargs or {})
+
+
+def _record(what: str) -> None:
+    if recording:
+        syncs[what, _where()] += 1
+
+
+_state: list[Any] = [None]
+
+
+def _seed(seed: int) -> None:
+    generator = torch.Generator()
+    generator.manual_seed((int(seed) + 12345) % (1 << 63))
+    _state[0] = generator.get_state()
+
+
+@contextmanager
+def _own_numbers() -> Iterator[None]:
+    if _state[0] is None:
+        _seed(0)
+    before = torch.get_rng_state()
+    torch.set_rng_state(_state[0])
+    try:
+        yield
+    finally:
+        _state[0] = torch.get_rng_state()
+        torch.set_rng_state(before)
+
+
+def _numbers(function: Any, kwargs: dict[str, Any]) -> Any:
+    drawn = torch.Tag.nondeterministic_seeded in function.tags and kwargs.get("generator") is None
+    return _own_numbers() if drawn else nullcontext()
+
+
+def raw_of(tensor: Any) -> Any:
+    return tensor.raw if isinstance(tensor, DeviceTensor) else tensor
+
+
+def _waits(name: str, args: Any, kwargs: dict[str, Any], to_device: bool) -> bool:
+    if name in _WAITS or (name == "_to_copy" and kwargs.get("device") is not None and not to_device):
+        return True
+    if name == "repeat_interleave":
+        return kwargs.get("output_size") is None
+    if name in ("index", "index_put_", "_index_put_impl_"):
+        return any(isinstance(each, torch.Tensor) and each.dtype == torch.bool for each in args[1])
+    return False
+
+
+def _run(function: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    name = function._schema.name.split("::")[1]
+    if (
+        torch.is_inference_mode_enabled()
+        and name not in ("matmul", "einsum", "linear")
+        and function._can_decompose()
+        and (found := function.decompose(*args, **kwargs)) is not NotImplemented
+    ):
+        return found
+    tensors = [each for each in tree_flatten((args, kwargs))[0] if isinstance(each, torch.Tensor)]
+    ours = [each for each in tensors if isinstance(each, DeviceTensor)]
+    others = [each for each in tensors if not isinstance(each, DeviceTensor) and each.dim() > 0]
+    if ours and others and name not in _MIXES:
+        raise RuntimeError(
+            f"Expected all tensors to be on the same device, but found at least two devices, {NAME}:0 and cpu! ({function})"
+        )
+    device = kwargs.get("device")
+    to_device = torch.device(device).type == NAME if device is not None else bool(ours)
+    if name in ("copy_", "_copy_from"):
+        into, source = args[:2] if name == "copy_" else args[1::-1]
+        if isinstance(source, DeviceTensor) and not isinstance(into, DeviceTensor) and source.numel():
+            _record("copy to the host")
+        raw_of(into).copy_(raw_of(source))
+        return args[0] if name == "copy_" else args[1]
+    if ours and _waits(name, args, kwargs, to_device):
+        _record(name)
+    raw_args, raw_kwargs = tree_map(raw_of, args), tree_map(raw_of, _on_cpu(kwargs))
+    with _numbers(function, raw_kwargs) if to_device else nullcontext():
+        out = function(*raw_args, **raw_kwargs)
+    if not to_device or name == "_local_scalar_dense":
+        return out
+
+    def wrap(tensor: Any) -> Any:
+        if not isinstance(tensor, torch.Tensor) or isinstance(tensor, DeviceTensor):
+            return tensor
+        if tensor.layout == torch.strided and not function._schema.is_mutable and not tensor._is_view():
+            made["largest"] = max(made["largest"], tensor.nbytes)
+        return DeviceTensor(tensor)
+
+    out = tree_map(wrap, out)
+    everything = [raw_of(each) for each in tree_flatten((out, args))[0] if isinstance(each, DeviceTensor)]
+    if any(each.layout != torch.strided for each in everything):
+        return out
+    try:
+        return return_and_correct_aliasing(function, args, kwargs, out)
+    except Exception:
+        if function._schema.is_mutable:
+            return args[0]
+        return out
+
+
+def _on_cpu(kwargs: dict[str, Any]) -> dict[str, Any]:
+    moved = {key: value for key, value in kwargs.items() if key != "pin_memory"}
+    if moved.get("device") is not None:
+        moved["device"] = torch.device("cpu")
+    return moved
+
+
+def _get_state(device: Any = None) -> torch.Tensor:
+    if _state[0] is None:
+        _seed(0)
+    return _state[0].clone()
+
+
+def _module() -> Any:
+    """Returns what is at ``torch.cuda`` for CUDA."""
+    module = types.ModuleType(f"torch.{NAME}")
+    functions: dict[str, Any] = {
+        "is_available": lambda: True,
+        "is_initialized": lambda: True,
+        "_is_in_bad_fork": lambda: False,
+        "device_count": lambda: 1,
+        "current_device": lambda: 0,
+        "set_device": lambda device: None,
+        "synchronize": lambda device=None: _record("synchronize"),
+        "manual_seed": _seed,
+        "manual_seed_all": _seed,
+        "get_rng_state": _get_state,
+        "set_rng_state": lambda state, device=None: _state.__setitem__(0, state.clone()),
+        "get_amp_supported_dtype": lambda: [torch.float16, torch.bfloat16],
+        "mem_get_info": lambda device=None: (MEMORY, MEMORY),
+        "memory_reserved": lambda device=None: 0,
+        "memory_allocated": lambda device=None: 0,
+        "max_memory_allocated": lambda device=None: 0,
+        "empty_cache": lambda: None,
+        "device": lambda device: nullcontext(),
+    }
+    vars(module).update(functions, _initialized=True)
+    return module
+
+
+def _factories() -> Iterator[tuple[str, Any]]:
+    skipped = ("sparse", "quantized", "cudnn", "mkldnn", "nested", "_make_dep_token", "from_file")
+    for full in torch._C._dispatch_get_all_op_names():
+        if not full.startswith("aten::") or any(each in full for each in skipped):
+            continue
+        name, _, overload = full.removeprefix("aten::").partition(".")
+        try:
+            operator = getattr(getattr(torch.ops.aten, name), overload or "default")
+        except (AttributeError, RuntimeError):
+            continue
+        arguments, returns = operator._schema.arguments, operator._schema.returns
+        makes = len(returns) == 1 and "Tensor" in str(returns[0].type)
+        on_device = any(each.name == "device" for each in arguments)
+        if makes and on_device and not any("Tensor" in str(each.type) for each in arguments):
+            yield full.removeprefix("aten::"), operator
+
+
+class EmulatedAccelerator(Accelerator):
+    """``Trainer(accelerator="emulated")``; each rank has the device for itself."""
+
+    def setup_device(self, device: torch.device) -> None:
+        pass
+
+    def teardown(self) -> None:
+        pass
+
+    def get_device_stats(self, device: Any) -> dict[str, Any]:
+        return {}
+
+    @staticmethod
+    def parse_devices(devices: Any) -> Any:
+        return list(range(int(devices))) if isinstance(devices, (int, str)) else devices
+
+    @staticmethod
+    def get_parallel_devices(devices: Any) -> list[torch.device]:
+        return [torch.device(NAME, 0) for _ in devices]
+
+    @staticmethod
+    def auto_device_count() -> int:
+        return 1
+
+    @staticmethod
+    def is_available() -> bool:
+        return True
+
+    @staticmethod
+    def name() -> str:
+        return NAME
+
+
+_library: list[Any] = []
+
+
+def install() -> None:
+    """Makes the device known to torch and Lightning in this process, for good."""
+    if _library:
+        return
+    torch.utils.backend_registration._setup_privateuseone_for_python_backend(NAME, backend_module=_module())
+    library = torch.library.Library("aten", "IMPL")
+    for name, operator in _factories():
+
+        def make(*args: Any, operator: Any = operator, **kwargs: Any) -> DeviceTensor:
+            moved = _on_cpu({**kwargs, "device": "cpu"})
+            with _numbers(operator, moved):
+                tensor = operator(*args, **moved)
+            made["largest"] = max(made["largest"], tensor.nbytes)
+            return DeviceTensor(tensor)
+
+        try:
+            library.impl(name, make, "PrivateUse1")
+        except RuntimeError:  # there is one already
+            continue
+
+    def copy_from(source: Any, into: Any, non_blocking: bool = False) -> Any:
+        raw_of(into).copy_(raw_of(source))
+        return into
+
+    library.impl("_copy_from", copy_from, "PrivateUse1")
+    _library.append(library)
+    torch.__future__.set_swap_module_params_on_conversion(True)
+    AcceleratorRegistry.register(NAME, EmulatedAccelerator, override=True)

@@ -1,0 +1,62 @@
+"""Tests of ranks on the CPU once more, on the emulated device."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import types
+from typing import Any
+
+import on_device
+import pytest
+
+ranks = on_device.ranks
+
+MODULES = (
+    "strategies.test_exact",
+    "strategies.test_spmm",
+    "strategies.test_vertex_cut",
+    "strategies.test_checkpoints",
+    "strategies.test_lightning",
+    "strategies.test_stages",
+    "strategies.test_sampling_strategy",
+    "strategies.test_real_graphs",
+    "comm.test_exchange",
+    "comm.test_contract",
+    "comm.test_planned",
+    "comm.test_replicated",
+    "comm.test_cache",
+    "comm.test_codec",
+    "nn.test_norms",
+    "nn.test_convs",
+    "nn.test_recipes",
+    "nn.test_any_model",
+    "nn.test_any_module",
+    "nn.test_embedding",
+    "steps.test_gradients",
+    "steps.test_logs",
+    "steps.test_replicas",
+    "steps.test_predictions",
+    "sampling.test_sampling",
+    "sampling.test_hetero_sampling",
+    "sampling.test_sampling_variants",
+    "modules.test_heads",
+    "modules.test_links",
+    "gossip.test_gossip",
+)
+
+
+def _again(function: Any) -> Any:
+    """Returns a copy of a test, of ``make test-all``."""
+    copied = types.FunctionType(
+        function.__code__, function.__globals__, function.__name__, function.__defaults__, function.__closure__
+    )
+    copied.__dict__.update(function.__dict__)
+    copied.pytestmark = [*getattr(function, "pytestmark", []), pytest.mark.campaign]  # type: ignore[attr-defined]
+    return copied
+
+
+for _module in MODULES:
+    for _name, _test in vars(importlib.import_module(_module.rpartition(".")[2])).items():
+        if _name.startswith("test_") and inspect.isfunction(_test) and "ranks" in inspect.signature(_test).parameters:
+            globals()[f"{_name}_of_{_module.partition('.test_')[2]}"] = _again(_test)
