@@ -78,7 +78,8 @@ class RankPool:
         self._ranks: list[tuple[Any, Any]] = []
 
     def _start(self, size: int) -> None:
-        context = mp.get_context("spawn")
+        context = mp.get_context("forkserver")
+        context.set_forkserver_preload(["common"])  # imported once for all
         for rank in range(len(self._ranks), size):
             ours, theirs = context.Pipe()
             process = context.Process(target=_serve, args=(theirs, rank, self._begin), daemon=True)
@@ -172,13 +173,13 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.hookimpl(tryfirst=True)  # before -m looks at marks
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Of more than two cases of a test over ranks, or of programs, every second is of the campaign."""
+    """Of more than two cases of a test over ranks, or of programs, those between the first and the last are of the campaign."""
     cases: dict[str, list[pytest.Item]] = {}
     for item in items:
         if {"ranks", "ran"} & {*getattr(item, "fixturenames", ())} and item.get_closest_marker("campaign") is None:
             cases.setdefault(item.nodeid.partition("[")[0], []).append(item)
     for alike in cases.values():
-        for item in alike[1::2] if len(alike) > 2 else ():
+        for item in alike[1:-1]:
             item.add_marker(pytest.mark.campaign)
 
 

@@ -35,12 +35,14 @@ def example(folder: Path, name: str, at_least: float) -> Finished:
     ("name", "at_least"),
     [
         ("demo.py", 0.9),
-        ("library.py", 0.8),
-        ("own_module.py", 0.65),
         ("own_scheme.py", 0.9),
-        ("boundary_sampling.py", 0.9),
-        ("pipelined.py", 0.9),
-        ("embeddings.py", 0.9),
+        *campaign(
+            ("library.py", 0.8),
+            ("own_module.py", 0.65),
+            ("boundary_sampling.py", 0.9),
+            ("pipelined.py", 0.9),
+            ("embeddings.py", 0.9),
+        ),
     ],
 )
 def test_example(ran, name, at_least):

@@ -166,7 +166,7 @@ class _Channel:
     """Both ends of one message of a rank: rows as they were last sent to peers, and rows as peers last sent them.
 
     Attributes:
-        sent: ``[rows out, F]``. held: ``[rows in, F]``.
+        sent: ``[rows out, F]``. held: ``[rows in, F]``; held_of: its parts, by peer.
         fresh: nothing was sent yet.
         num_active: rows of the last :meth:`messages`.
     """
@@ -174,7 +174,7 @@ class _Channel:
     def __init__(self, out: Tensor, into: Tensor, out_counts: Sequence[int], into_counts: Sequence[int]) -> None:
         width = out.shape[1:].numel()
         self.sent, self.held = out.new_zeros(len(out), width), into.new_zeros(len(into), width)
-        self._out_counts, self._into_counts = list(out_counts), list(into_counts)
+        self._out_counts, self.held_of = list(out_counts), self.held.split(list(into_counts))
         self.fresh, self.num_active = True, 0
 
     def messages(self, rows: Tensor, cache: MessageCache, codec: Codec | None) -> list[tuple[int, Tensor]]:
@@ -221,7 +221,7 @@ class _Channel:
 
     def receive(self, peer: int, data: Tensor, cache: MessageCache, codec: Codec | None) -> None:
         """Brings the rows that `peer` sends up to date with its message."""
-        held = self.held.split(self._into_counts)[peer]
+        held = self.held_of[peer]
         if cache.guesses and not self.fresh:
             num_bytes = 2 * held.size(1) * held.element_size()
             _move(held, data[:num_bytes].clone().view(held.dtype))

@@ -87,7 +87,7 @@ def trial(folder: Path) -> Finished:
     )
 
 
-@pytest.mark.slow
+@pytest.mark.campaign
 @pytest.mark.program(runs=trial)
 def test_a_trial_of_a_sweep_is_one_run_in_all_loggers(ran):
     folder, finished = ran

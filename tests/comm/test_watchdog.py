@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
-from common import examples
+from common import campaign, examples
 from hypothesis import given
 from hypothesis import strategies as st
 from processes import REPOSITORY, Finished, run
@@ -189,7 +189,9 @@ def test_another_branch(ran, event, memory, timeout):
 
 @pytest.mark.slow
 @straying
-@pytest.mark.parametrize(("event", "memory", "timeout"), [("uneven", "shared", 100.0), ("uneven", "sockets", 100.0)])
+@pytest.mark.parametrize(
+    ("event", "memory", "timeout"), [("uneven", "shared", 100.0), *campaign(("uneven", "sockets", 100.0))]
+)
 def test_uneven_steps(ran, event, memory, timeout):
     output = failed(ran)
     assert "  rank 1: waits for" in output and "in: End of training, end of training" in output

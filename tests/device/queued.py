@@ -35,14 +35,12 @@ counts: Counter[str] = Counter()
 
 class _Queue:
     def __init__(self) -> None:
-        self.jobs: queue.SimpleQueue[tuple[Callable[[], None], Callable[[BaseException | None], None]]] = (
-            queue.SimpleQueue()
-        )
+        self.jobs: queue.SimpleQueue[Any] = queue.SimpleQueue()  # None ends it
         threading.Thread(target=self._run, daemon=True, name="queued").start()
 
     def _run(self) -> None:
-        while True:
-            job, done = self.jobs.get()
+        while (task := self.jobs.get()) is not None:
+            job, done = task
             try:
                 time.sleep(DELAY_S)
                 job()
@@ -112,10 +110,11 @@ class QueuedGroup(dist.ProcessGroup):
     def _get_sequence_number_for_group(self) -> int:
         return self._calls
 
-    def shutdown(self) -> None:
-        pass
-
-    abort = shutdown
+    def close(self) -> None:
+        """Ends its threads."""
+        if self._queue not in _shared:
+            self._queue.jobs.put(None)
+        self.gloo = None  # type: ignore[assignment]
 
     def connect(self) -> None:
         """Makes the communicator: every rank must come."""
@@ -242,9 +241,8 @@ def install() -> None:
         return
     dist.Backend.register_backend(NAME, QueuedGroup, devices=[emulated.NAME])
     module: Any = dist.distributed_c10d
-    batch, object_device, init, new = (
-        dist.batch_isend_irecv, module._get_object_coll_device, dist.init_process_group, dist.new_group
-    )  # fmt: skip
+    batch, object_device = dist.batch_isend_irecv, module._get_object_coll_device
+    init, new, destroy = dist.init_process_group, dist.new_group, dist.destroy_process_group
 
     def batched(operations: Any) -> Any:
         group = operations[0].group
@@ -268,5 +266,12 @@ def install() -> None:
             group.connect()  # split from a connected communicator
         return group
 
+    def destroyed(group: Any = None) -> None:
+        before = [*module._world.pg_map]
+        destroy(group)
+        for each in before:
+            if isinstance(each, QueuedGroup) and each not in module._world.pg_map:
+                each.close()
+
     dist.batch_isend_irecv, module._get_object_coll_device = batched, device_of_objects
-    dist.init_process_group, dist.new_group = initialised, made
+    dist.init_process_group, dist.new_group, dist.destroy_process_group = initialised, made, destroyed

@@ -25,3 +25,15 @@ def test_gcn(ranks, size):
     expected = single(awkward_graph(), "gcn")
     for each in found:
         assert_same(each, expected, 1e-9, 1e-11)
+
+
+def fits_and_threads(rank: int, size: int) -> int:
+    import threading
+
+    for _ in range(3):
+        train(rank, size, awkward_graph(), "gcn")
+    return sum(thread.name == "queued" for thread in threading.enumerate())
+
+
+def test_groups_end(ranks):
+    assert max(ranks.run(2, fits_and_threads)) <= 3

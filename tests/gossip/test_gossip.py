@@ -672,7 +672,7 @@ def gossip(folder: Path, event: str) -> Finished:
 @pytest.mark.slow
 @pytest.mark.timeout(400)
 @pytest.mark.program(runs=gossip)
-@pytest.mark.parametrize("event", ["kill 0", "kill 2"])
+@pytest.mark.parametrize("event", ["kill 0", *campaign("kill 2")])
 def test_the_others_live(ran, event):
     """Of any worker that is killed, the first included: all batches are done, and there is a result."""
     folder, finished = ran
@@ -691,7 +691,7 @@ def test_the_others_live(ran, event):
 @pytest.mark.slow
 @pytest.mark.timeout(400)
 @pytest.mark.program(runs=gossip)
-@pytest.mark.parametrize("event", ["slow 1"])
+@pytest.mark.parametrize("event", campaign("slow 1"))
 def test_a_slow_worker_does_fewer_batches(ran, event):
     folder, finished = ran
     finished.succeeded()

@@ -20,7 +20,7 @@ for path in sorted(Path(__file__).parent.glob("*.py")):
         import_module(f"idioms.{path.stem}")
 
 
-EVERY = 24
+EVERY = 48
 
 
 def _parameter(one: Idiom) -> object:

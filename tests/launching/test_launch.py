@@ -62,6 +62,7 @@ def after_threads(folder: Path) -> Finished:
     return run(folder / "cells.py", cwd=folder, variables={"OMP_NUM_THREADS": "2"}, warm=False)
 
 
+@pytest.mark.campaign
 @pytest.mark.program(runs=after_threads)
 def test_notebook_after_threads_were_used(ran):
     _, finished = ran

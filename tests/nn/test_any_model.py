@@ -37,7 +37,7 @@ def test_together_they_equal_one_device(ranks, normalised):
         assert_same(found, expected, **tolerance)
 
 
-@pytest.mark.parametrize("model", ["compiled gcn", *campaign(*(name for name in MODELS if name != "compiled gcn"))])
+@pytest.mark.parametrize("model", campaign(*MODELS))
 def test_equals_one_device(ranks, model):
     graph = awkward_graph()
     expected = single(graph, model)
