@@ -165,7 +165,7 @@ class StepStrategy(RankStrategy):
         is_mean = isinstance(reduce_op, str) and reduce_op.lower() in ("mean", "avg")
         if is_mean and self._values is not None and self.world.size > 1 and group in (None, self.world.everyone):
             return self._values.logs.weights.mean(tensor, "A mean over ranks")
-        return _sync_ddp_if_available(tensor, group, reduce_op=reduce_op)
+        return _sync_ddp_if_available(tensor.to(self.root_device), group, reduce_op=reduce_op)
 
     @override
     def all_gather(self, tensor: Tensor, group: Any | None = None, sync_grads: bool = False) -> Tensor:

@@ -1,0 +1,147 @@
+"""What goes wrong on a device and not on the CPU."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import on_device
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from common import FEATURES, assert_same, awkward_graph, build, quiet_trainer, single, three_nodes, train
+from lightning.pytorch.callbacks import ModelCheckpoint
+from torch_geometric.data import Data
+from torch_geometric.nn import GCNConv
+
+from lightning_gnn import DGCLStrategy, GraphDataModule, sum_over_ranks
+from lightning_gnn.devices import backend_of, free_bytes
+
+ranks = on_device.ranks
+
+
+class Dropped(torch.nn.Module):
+    """Dropout inside the first layer, whose input needs no gradient."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = DroppedConv(FEATURES, 8), GCNConv(8, 5)
+
+    def forward(self, x: torch.Tensor, edge_index: torch.Tensor) -> torch.Tensor:
+        return self.second(self.first(x, edge_index).relu(), edge_index)
+
+
+class DroppedConv(GCNConv):
+    def message(self, x_j: torch.Tensor, edge_weight: Any) -> torch.Tensor:
+        return F.dropout(super().message(x_j, edge_weight), 0.5)
+
+
+class Module(L.LightningModule):
+    def __init__(self, model: torch.nn.Module) -> None:
+        super().__init__()
+        self.model, self.found = model, []
+
+    def training_step(self, batch: Data, batch_idx: int) -> torch.Tensor:
+        out = self.model(batch.x, batch.edge_index)
+        return F.cross_entropy(out[batch.train_mask], batch.y[batch.train_mask], ignore_index=-1)
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        self.found.append([each.grad.cpu().clone() for each in self.parameters()])
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.Adam(self.parameters(), lr=0.01)
+
+
+def gradients(rank: int, size: int, recompute: bool) -> list[torch.Tensor]:
+    torch.manual_seed(3)
+    module = Module(Dropped()).double()
+    trainer = quiet_trainer(DGCLStrategy(timeout=60, recompute=recompute), size, max_epochs=2)
+    trainer.fit(module, datamodule=GraphDataModule(awkward_graph()))
+    return [each for step in module.found for each in step]
+
+
+def test_recomputed_layers_draw_what_they_drew(ranks):
+    plain, recomputed = (ranks.run(2, gradients, recompute)[0] for recompute in (False, True))
+    torch.testing.assert_close(recomputed, plain, rtol=0, atol=0)
+
+
+class Summed(Module):
+    def training_step(self, batch: Data, batch_idx: int) -> torch.Tensor:
+        self.count = sum_over_ranks(torch.tensor([float(batch.num_owned)]))
+        self.reduced = self.trainer.strategy.reduce(torch.tensor(2.0), reduce_op="sum")
+        self.gathered = self.all_gather(torch.tensor([1.0]))
+        return super().training_step(batch, batch_idx)
+
+
+def sums(rank: int, size: int) -> Any:
+    module = Summed(build("gcn")).double()
+    trainer = quiet_trainer("dgcl", size, max_epochs=1)
+    trainer.fit(module, datamodule=GraphDataModule(awkward_graph()))
+    return module.count, module.reduced, module.gathered
+
+
+def test_tensors_of_the_cpu_are_summed(ranks):
+    for count, reduced, gathered in ranks.run(2, sums):
+        assert count.tolist() == [60.0] and float(reduced) == 4 and gathered.flatten().tolist() == [1.0, 1.0]
+
+
+def resumed(rank: int, size: int, folder: Path) -> Any:
+    weights = []
+    for stop in (False, True):
+        torch.manual_seed(3)
+        module, data = Module(Dropped()).double(), GraphDataModule(awkward_graph())
+        if stop:
+            keep = ModelCheckpoint(folder, "half", save_weights_only=False)
+            trainer = quiet_trainer("dgcl", size, max_epochs=2, enable_checkpointing=True, callbacks=[keep])
+            trainer.fit(module, datamodule=data)
+            torch.manual_seed(8)  # another process starts elsewhere
+        trainer = quiet_trainer("dgcl", size, max_epochs=4)
+        trainer.fit(module, datamodule=data, ckpt_path=folder / "half.ckpt" if stop else None)
+        weights.append([each.detach().cpu().clone() for each in module.parameters()])
+    return weights
+
+
+def test_resumed_runs_draw_what_would_have_been_drawn(ranks, tmp_path):
+    for through, again in ranks.run(2, resumed, tmp_path):
+        torch.testing.assert_close(again, through, rtol=0, atol=0)
+
+
+def in_a_group_of_the_users(rank: int, size: int) -> Any:
+    import queued
+
+    queued.LIMIT_S, queued.counts["lazy connections"] = 10.0, 0
+    store = dist.TCPStore("127.0.0.1", int(os.environ["MASTER_PORT"]), size, rank == 0)
+    dist.init_process_group("queued", store=store, rank=rank, world_size=size)  # no device_id
+    found = train(rank, size, three_nodes(), "gcn")
+    assert queued.counts["lazy connections"]
+    return found
+
+
+def test_a_group_made_without_a_device_and_a_rank_without_rows(ranks):
+    """NCCL connects in the first operation, to which all ranks must come: the first exchange has nothing for some."""
+    for each in ranks.run(4, in_a_group_of_the_users):
+        assert_same(each, single(three_nodes(), "gcn"), 1e-9, 1e-11)
+
+
+def memory(rank: int, size: int) -> None:
+    import emulated
+
+    device = torch.device("emulated", 0)
+    torch.emulated.memory_reserved = lambda device=None: 500
+    torch.emulated.memory_allocated = lambda device=None: 200
+    assert free_bytes(device) == emulated.MEMORY + 300
+    torch.emulated.memory_reserved = torch.emulated.memory_allocated = lambda device=None: 0
+
+
+def test_what_the_allocator_keeps_is_free(ranks):
+    ranks.run(1, memory)
+
+
+def test_backends():
+    assert backend_of(torch.device("cpu")) == "gloo" and backend_of(torch.device("cuda", 1)) == "nccl"
+    for kind in ("mps", "meta"):
+        with pytest.raises(ValueError, match=f"Ranks on {kind} devices cannot exchange tensors"):
+            backend_of(torch.device(kind))
