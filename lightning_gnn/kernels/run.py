@@ -1,4 +1,4 @@
-"""Runs compiled loops over the rows of a matrix: on the CPU numba's, in as many threads as torch would use, on others a backend's.
+"""Runs compiled loops over the rows of a matrix: numba's on the CPU, in as many threads as torch would use, else a backend's.
 
 Says when numba's are compiled.
 """
@@ -43,7 +43,9 @@ def _on_gpu(name: str, csr: CSR, arguments: tuple[Any, ...]) -> None:
     assert all(tensor.is_contiguous() for tensor in tensors), f"{name} wants contiguous tensors"
     # Triton launches on the current device, which need not be that of the tensors.
     with torch.cuda.device(csr.device) if csr.device.type == "cuda" else nullcontext():
-        getattr(loops, name)(csr, *(value.detach() if isinstance(value, torch.Tensor) else value for value in arguments))
+        getattr(loops, name)(
+            csr, *(value.detach() if isinstance(value, torch.Tensor) else value for value in arguments)
+        )
 
 
 BACKENDS: dict[str, Backend] = {"cuda": _on_gpu} if find_spec("triton") else {}

@@ -10,8 +10,8 @@ R rows, C columns of the matrix, E slots, F columns of the dense operand; ``...`
 from __future__ import annotations
 
 from collections.abc import Collection
-from dataclasses import dataclass
 from contextlib import nullcontext
+from dataclasses import dataclass
 from functools import cache
 
 import torch

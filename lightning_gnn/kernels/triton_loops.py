@@ -65,10 +65,9 @@ def statistics_grad(
     csr: CSR, indices: Tensor, x: Tensor, total: Tensor, square: Tensor, top: Tensor, top_grad: Tensor,
     bottom: Tensor, bottom_grad: Tensor, out: Tensor,
 ) -> None:  # fmt: skip
-    wanted = {"SUM": total, "SQUARES": square, "MAX": top_grad, "MIN": bottom_grad}
     _in_segments(
         kernels.statistics_grad, csr, (indices, x, total, square, top, top_grad, bottom, bottom_grad), out, (),
-        **{name: len(grad) > 0 for name, grad in wanted.items()},
+        SUM=len(total) > 0, SQUARES=len(square) > 0, MAX=len(top_grad) > 0, MIN=len(bottom_grad) > 0,
     )  # fmt: skip
 
 
@@ -78,8 +77,9 @@ def additive_scores_grad(
 ) -> None:  # fmt: skip
     heads, columns = far.shape[1:]
     _in_segments(
-        kernels.additive_scores_grad, csr, (indices, place, grad, near, far), out, (heads, columns), SLOPE=slope, PLACED=placed
-    )
+        kernels.additive_scores_grad, csr, (indices, place, grad, near, far), out, (heads, columns),
+        SLOPE=slope, PLACED=placed,
+    )  # fmt: skip
 
 
 def pair_sums(csr: CSR, indices: Tensor, source: Tensor, target: Tensor, out: Tensor) -> None:
@@ -108,7 +108,8 @@ def additive_scores(
 
 
 def _launch(kernel: Any, grid: tuple[int, ...], *arguments: Any, num_warps: int = 1, **constants: Any) -> None:
-    kernel[grid](*arguments, num_warps=num_warps, **constants)
+    # Products and sums are rounded together, as in numba's loops, whatever the default of a version of Triton.
+    kernel[grid](*arguments, num_warps=num_warps, enable_fp_fusion=True, **constants)
 
 
 def _wide(out: Tensor) -> Any:
@@ -222,7 +223,14 @@ def _over_slots(csr: CSR, indices: Tensor | None, values: Tensor, rows: Tensor, 
 
 
 def _over_pairs(
-    csr: CSR, indices: Tensor, source: Tensor, target: Tensor, attention: Tensor, slope: float, out: Tensor, additive: bool
+    csr: CSR,
+    indices: Tensor,
+    source: Tensor,
+    target: Tensor,
+    attention: Tensor,
+    slope: float,
+    out: Tensor,
+    additive: bool,
 ) -> None:
     if out.numel() == 0:
         return

@@ -9,7 +9,6 @@ import itertools
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import partial
 from importlib.util import find_spec
 from typing import Any
 
@@ -26,7 +25,12 @@ from lightning_gnn.kernels import run as runner
 needs_triton = pytest.mark.skipif(find_spec("triton") is None, reason="triton is not installed")
 
 SHORT = (torch.bfloat16, torch.float16)
-TOLERANCE = {torch.float64: (1e-12, 1e-12), torch.float32: (1e-6, 5e-6), torch.bfloat16: (2**-7, 1e-5), torch.float16: (2**-10, 1e-5)}
+TOLERANCE = {
+    torch.float64: (1e-12, 1e-12),
+    torch.float32: (1e-6, 5e-6),
+    torch.bfloat16: (2**-7, 1e-5),
+    torch.float16: (2**-10, 1e-5),
+}
 """Relative and absolute; that of short floats is a unit in the last place, as both sums are rounded once."""
 
 
@@ -130,7 +134,12 @@ def arguments_of(loop: str, csr: CSR, dtype: torch.dtype, heads: int, columns: i
     if loop in ("minus_rows", "times_rows"):
         return {"values": draw(edges, width), "rows": draw(rows, width), "OUT": blank(edges, width)}
     if loop == "pair_sums":
-        return {"indices": csr.indices, "source": draw(cols, width), "target": draw(rows, width), "OUT": blank(edges, width)}
+        return {
+            "indices": csr.indices,
+            "source": draw(cols, width),
+            "target": draw(rows, width),
+            "OUT": blank(edges, width),
+        }
     near, far = draw(rows, heads, columns), draw(cols, heads, columns)
     if loop == "pair_products":
         return {"indices": csr.indices, "source": far, "target": near, "OUT": blank(edges, heads)}
@@ -210,3 +219,230 @@ def test_same_as_numba(interpreted, loop):
 @pytest.mark.parametrize("part", range(8))
 def test_same_as_numba_in_all_cases(interpreted, loop, part):
     interpreted(compare, loop, ALL[part::8])
+
+
+def compare_autograd(name: str, dtype: torch.dtype, split: int) -> None:
+    """GAT, GATv2, dot products and a softmax that others take part in, forward and back, against numba."""
+    torch.manual_seed(0)
+    csr, heads, columns = graph(name), 3, 5
+    rows, cols = csr.num_rows, csr.num_cols
+    shapes = [(cols, heads, columns), (rows, heads, columns), (heads, columns), (cols, heads), (rows, heads)]
+    drawn = [torch.randn(shape).to(dtype) for shape in shapes]
+    others = torch.randn(rows, heads), torch.rand(rows, heads)
+    upstream = torch.randn(rows, heads, columns)
+
+    def across(partial: Tensor, operation: str) -> Tensor:
+        assert partial.dtype not in SHORT
+        largest, total = (each.to(partial.dtype) for each in others)
+        return torch.maximum(partial, largest) if operation == "max" else partial + total
+
+    def run(kind: str, dtype: torch.dtype) -> list[Tensor]:
+        inputs = [each.detach().to(dtype).requires_grad_() for each in drawn]
+        source, target, weights, left, right = inputs
+        if kind == "additive":
+            scores = attention.additive_scores(csr, source, target, weights, 0.2)
+        elif kind == "dot":
+            scores = attention.pair_products(csr, source, target)
+        else:
+            scores = torch.nn.functional.leaky_relu(attention.pair_sums(csr, left, right), 0.2)
+        shares = attention.edge_softmax(csr, scores, across if kind == "across" else None)
+        out = attention.weighted_sums(csr, source, shares)
+        grads = torch.autograd.grad(out, inputs, upstream.to(dtype), allow_unused=True)
+        results = [out, shares, *(grad for grad in grads if grad is not None)]
+        assert all(each.dtype == dtype for each in results)
+        return results
+
+    rtol, atol = {torch.float64: (1e-10, 1e-12), torch.float32: (1e-5, 1e-5)}.get(dtype, (0.05, 0.05))
+    for kind in ("gat", "additive", "dot", "across"):
+        right = run(kind, torch.float32 if dtype in SHORT else dtype)
+        with in_triton(split):
+            found = run(kind, dtype)
+        assert len(found) == len(right) > 3
+        for ours, theirs in zip(found, right):
+            torch.testing.assert_close(ours.to(theirs.dtype), theirs, rtol=rtol, atol=atol)
+
+
+@needs_triton
+@pytest.mark.parametrize(
+    "name, dtype, split",
+    [
+        ("awkward", torch.float64, 8),
+        ("awkward", torch.bfloat16, 8),
+        *campaign(("awkward", torch.float32, 1024), ("one row", torch.float16, 8), ("no edges", torch.float64, 8)),
+    ],
+)
+def test_attention_and_its_gradients(interpreted, name, dtype, split):
+    interpreted(compare_autograd, name, dtype, split)
+
+
+def compare_sums(dtype: torch.dtype) -> None:
+    """Statistics over two matrices with ties, their gradients, and sums that are added to others, as callers use them."""
+    torch.manual_seed(0)
+    first, second = graph("awkward"), graph("awkward")
+    x, weight = torch.randint(-2, 3, (first.num_cols, 3)).to(dtype), torch.randn(first.num_edges)
+    start, scale = torch.randn(first.num_rows, 3).to(dtype), torch.rand(first.num_rows)
+    grads = torch.randn(4, first.num_rows, 3)
+
+    def run(x: Tensor) -> list[Tensor]:
+        found = sums.RowStatistics.empty(first, x, sums.STATISTICS)
+        found.add(first, x, False)
+        found.add(second, x, True)
+        parts = {name: grad.to(x.dtype) for name, grad in zip(sums.STATISTICS, grads)}
+        shared = {name: parts[name] / found.ties(name) for name in ("max", "min")}
+        given = sums.RowStatistics(**parts | shared, num_max=found.num_max, num_min=found.num_min)
+        gradient = [sums.row_statistics_grad(csr, x, given, found) for csr in (first, second)]
+        added = spmm(first, x, weight.to(x.dtype), start.to(x.dtype), True, scale.to(x.dtype))
+        return [*vars(found).values(), *gradient, added]
+
+    wide = torch.float32 if dtype in SHORT else dtype
+    right = run(x.to(wide))
+    with in_triton(8):
+        again = run(x)
+    rtol, atol = (0.05, 0.05) if dtype in SHORT else TOLERANCE[dtype]
+    for ours, theirs in zip(again, right):
+        torch.testing.assert_close(ours.to(theirs.dtype), theirs, rtol=rtol, atol=atol)
+
+
+@needs_triton
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, *campaign(torch.float32, torch.float16)])
+def test_sums_as_they_are_used(interpreted, dtype):
+    interpreted(compare_sums, dtype)
+
+
+def same_bits() -> None:
+    csr, x = graph("awkward"), torch.randn(7, 40)
+    with in_triton(8):
+        assert torch.equal(spmm(csr, x), spmm(csr, x))
+    assert set(csr._segments) == {8}
+
+
+@needs_triton
+def test_bits_repeat_and_segments_are_kept(interpreted):
+    interpreted(same_bits)
+
+
+def softmax_of_a_hub() -> None:
+    count = 70_000  # more than float16 has
+    csr = CSR(torch.tensor([0, count]), torch.zeros(count, dtype=torch.int32), None, 1)
+    with in_triton(4096):
+        shares = attention.edge_softmax(csr, torch.zeros(count, 1, dtype=torch.float16))
+    torch.testing.assert_close(shares, torch.full_like(shares, 1 / count))
+
+
+@needs_triton
+@pytest.mark.campaign
+def test_a_sum_beyond_float16(interpreted):
+    interpreted(softmax_of_a_hub)
+
+
+# Compiling ahead ##############################################################
+
+NAMES = {
+    torch.float64: "fp64", torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16", torch.int64: "i64",
+    torch.int32: "i32",
+}  # fmt: skip
+
+
+# One of each kernel every day, across dtypes and GPUs; in the campaign all.
+OFTEN = [
+    ("spmm_heads", torch.bfloat16, 90),
+    ("statistics", torch.float32, 80),
+    ("statistics_grad", torch.float64, 100),
+    ("additive_scores_grad", torch.float16, 90),
+    ("minus_rows", torch.bfloat16, 100),
+    ("additive_scores", torch.float64, 80),
+]
+FLOATS = tuple(TOLERANCE)
+
+
+@needs_triton
+@pytest.mark.parametrize(
+    "loop, dtype, capability",
+    [*OFTEN, *campaign(*(each for each in itertools.product(LOOPS, FLOATS, (80, 90, 100)) if each not in OFTEN))],
+)
+def test_compiles_for_gpus(loop, dtype, capability, monkeypatch, tmp_path):
+    """What a loop launches, with hubs and without, on tensors of such a dtype is compiled to the machine code of a GPU."""
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    from lightning_gnn.kernels import triton_loops
+
+    binaries = {}
+
+    def compile_it(kernel: Any, grid: Any, *arguments: Any, num_warps: int, **constants: Any) -> None:
+        assert all(0 < size < 2**31 for size in grid)
+        place = {name: index for index, name in enumerate(kernel.arg_names)}
+        names = [name for name in place if name not in constants]
+        types = {
+            name: f"*{NAMES[value.dtype]}" if isinstance(value, Tensor) else "i32"
+            for name, value in zip(names, arguments)
+        }
+        assert len(names) == len(arguments)
+        aligned = {(place[name],): [["tt.divisibility", 16]] for name in names if types[name] != "i32"}
+        signature = {name: types.get(name, "constexpr") for name in place}
+        source = ASTSource(kernel, signature, {(place[name],): value for name, value in constants.items()}, aligned)
+        made = triton.compile(source, target=GPUTarget("cuda", capability, 32), options={"num_warps": num_warps})
+        binaries[source.hash()] = made.asm["cubin"]
+
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    monkeypatch.setattr(triton_loops, "_launch", compile_it)
+    monkeypatch.setitem(runner.BACKENDS, "cpu", runner._on_gpu)
+    torch.manual_seed(0)
+    csr = graph("awkward")
+    for split in (8, 1024):
+        monkeypatch.setattr(triton_loops, "SPLIT", split)
+        given = arguments_of(loop, csr, dtype, 2, 48, (True, True, True))
+        runner.over_rows(getattr(loops, loop), csr, *given.values(), work=0)
+    over_rows = loop not in ("pair_sums", "minus_rows", "times_rows", "pair_products", "additive_scores")
+    assert len(binaries) == (3 if over_rows else 1) and all(binaries.values())
+
+
+# Which loops are run ##########################################################
+
+
+def test_other_devices_have_a_registry(monkeypatch):
+    """What is registered for a type of device is called with the name of a loop, the matrix and the rest."""
+    calls = []
+    kind, floats = torch.device("cpu"), [torch.float32, torch.float64, torch.bfloat16, torch.float16]
+    assert [runner.has_loops(kind, dtype) for dtype in floats] == [True, True, False, False]
+    assert not runner.has_loops(kind, torch.int64) and not runner.has_loops(torch.device("meta"), torch.float32)
+    assert runner.has_loops(torch.device("cuda"), torch.float16) == (find_spec("triton") is not None)
+    csr = graph("awkward")
+    monkeypatch.setitem(runner.BACKENDS, "cpu", lambda *call: calls.append(call))
+    assert all(runner.has_loops(kind, dtype) for dtype in floats)
+    x = torch.zeros(csr.num_cols, 2, dtype=torch.float16)
+    out = spmm(csr, x)
+    [(name, matrix, arguments)] = calls
+    assert name == "spmm" and matrix is csr and arguments[0] is csr.indices and arguments[-3:] == (False, False, False)
+    assert arguments[2].dtype == torch.float16 and arguments[4].data_ptr() == out.data_ptr()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+def test_sums_without_loops_are_torchs(dtype, monkeypatch):
+    """As on a GPU without Triton; autocast, in which a hub's sum would lose digits, changes nothing."""
+    torch.manual_seed(0)
+    csr = graph("awkward")
+    x, weight, scale = torch.randn(csr.num_cols, 3).to(dtype), torch.randn(csr.num_edges), torch.rand(csr.num_rows)
+    start = torch.randn(csr.num_rows, 3).to(dtype)
+
+    def both() -> list[Tensor]:
+        return [spmm(csr, x), spmm(csr, x, weight, start.clone(), True, scale)]
+
+    expected = both()
+    monkeypatch.setattr(sums, "has_loops", lambda device, dtype: False)
+    with torch.autocast("cpu", torch.bfloat16):
+        for found, right in zip(both(), expected):
+            torch.testing.assert_close(found, right)
+    assert csr.torch_parts is csr.torch_parts
+
+
+def test_an_extreme_may_have_no_gradient():
+    """Extremes that are known where only other aggregates have gradients are not read further."""
+    csr = CSR.from_coo(torch.tensor([0, 0, 1]), torch.tensor([0, 1, 1]), 2, 2)
+    x, none = torch.tensor([[1.0], [2.0]]), torch.empty(0, 1)
+    found = sums.RowStatistics.empty(csr, x, sums.STATISTICS)
+    found.add(csr, x, False)
+    counts = torch.empty(0, 1, dtype=torch.int32)
+    grads = sums.RowStatistics(torch.tensor([[10.0], [1.0]]), none, none, none, counts, counts)
+    assert sums.row_statistics_grad(csr, x, grads, found).tolist() == [[10.0], [11.0]]
