@@ -81,7 +81,7 @@ def graph(name: str) -> CSR:
     elif name == "one row":
         row, rows, cols = torch.zeros(20, dtype=torch.long), 1, 6
     else:
-        row, rows, cols = torch.tensor([5] * 75 + [1, 8, 5, 2, 2, 5, 1, 8, 8] + [6] * 9), 9, 7
+        row, rows, cols = torch.tensor([5] * 40 + [1, 8, 5, 2, 2, 5, 1, 8, 8] + [6] * 9), 9, 7
     order = torch.randperm(len(row))
     col = torch.randint(0, cols, (len(row),))
     csr = CSR.from_coo(row[order], col, rows, cols)
@@ -221,7 +221,7 @@ def test_same_as_numba_in_all_cases(interpreted, loop, part):
     interpreted(compare, loop, ALL[part::8])
 
 
-def compare_autograd(name: str, dtype: torch.dtype, split: int) -> None:
+def compare_autograd(name: str, dtype: torch.dtype, split: int, kinds: list[str]) -> None:
     """GAT, GATv2, dot products and a softmax that others take part in, forward and back, against numba."""
     torch.manual_seed(0)
     csr, heads, columns = graph(name), 3, 5
@@ -253,7 +253,7 @@ def compare_autograd(name: str, dtype: torch.dtype, split: int) -> None:
         return results
 
     rtol, atol = {torch.float64: (1e-10, 1e-12), torch.float32: (1e-5, 1e-5)}.get(dtype, (0.05, 0.05))
-    for kind in ("gat", "additive", "dot", "across"):
+    for kind in kinds:
         right = run(kind, torch.float32 if dtype in SHORT else dtype)
         with in_triton(split):
             found = run(kind, dtype)
@@ -262,17 +262,25 @@ def compare_autograd(name: str, dtype: torch.dtype, split: int) -> None:
             torch.testing.assert_close(ours.to(theirs.dtype), theirs, rtol=rtol, atol=atol)
 
 
+KINDS = ["gat", "additive", "dot", "across"]
+
+
 @needs_triton
 @pytest.mark.parametrize(
-    "name, dtype, split",
+    "name, dtype, split, kinds",
     [
-        ("awkward", torch.float64, 8),
-        ("awkward", torch.bfloat16, 8),
-        *campaign(("awkward", torch.float32, 1024), ("one row", torch.float16, 8), ("no edges", torch.float64, 8)),
+        ("awkward", torch.float64, 40, KINDS),
+        ("awkward", torch.bfloat16, 40, ["across"]),
+        *campaign(
+            ("awkward", torch.bfloat16, 8, KINDS),
+            ("awkward", torch.float32, 1024, KINDS),
+            ("one row", torch.float16, 8, KINDS),
+            ("no edges", torch.float64, 8, KINDS),
+        ),
     ],
 )
-def test_attention_and_its_gradients(interpreted, name, dtype, split):
-    interpreted(compare_autograd, name, dtype, split)
+def test_attention_and_its_gradients(interpreted, name, dtype, split, kinds):
+    interpreted(compare_autograd, name, dtype, split, kinds)
 
 
 def compare_sums(dtype: torch.dtype) -> None:
@@ -296,7 +304,7 @@ def compare_sums(dtype: torch.dtype) -> None:
 
     wide = torch.float32 if dtype in SHORT else dtype
     right = run(x.to(wide))
-    with in_triton(8):
+    with in_triton(40):
         again = run(x)
     rtol, atol = (0.05, 0.05) if dtype in SHORT else TOLERANCE[dtype]
     for ours, theirs in zip(again, right):
@@ -382,7 +390,9 @@ def test_compiles_for_gpus(loop, dtype, capability, monkeypatch, tmp_path):
         aligned = {(place[name],): [["tt.divisibility", 16]] for name in names if types[name] != "i32"}
         signature = {name: types.get(name, "constexpr") for name in place}
         source = ASTSource(kernel, signature, {(place[name],): value for name, value in constants.items()}, aligned)
-        made = triton.compile(source, target=GPUTarget("cuda", capability, 32), options={"num_warps": num_warps})
+        made = triton.compile(
+            source, target=GPUTarget("cuda", capability, 32), options={"num_warps": num_warps, "enable_fp_fusion": True}
+        )
         binaries[source.hash()] = made.asm["cubin"]
 
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
