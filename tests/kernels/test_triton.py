@@ -153,29 +153,28 @@ def arguments_of(loop: str, csr: CSR, dtype: torch.dtype, heads: int, columns: i
 LOOPS = ["spmm", "spmm_heads", "slot_sums", "statistics", "slot_maxima", "statistics_grad", "additive_scores_grad",
          "pair_sums", "minus_rows", "times_rows", "pair_products", "additive_scores"]  # fmt: skip
 # Graph, dtype, heads, columns, edges above which a row is split, three options. Rows of more than 32 edges take several
-# rounds in one column, of more than 8 in 65 and more; 135 columns take two programs.
+# rounds in one column, of more than 8 in 65 and more; 130 columns take two programs, or rounds. One row has 9 edges.
 FEW = [
     ("awkward", torch.float32, 1, 1, 8, (True, True, True)),
     ("awkward", torch.float64, 3, 5, 40, (False, False, False)),
     ("awkward", torch.bfloat16, 2, 8, 8, (True, False, True)),
     ("awkward", torch.float16, 1, 33, 1024, (False, True, False)),
     ("awkward", torch.float32, 5, 27, 8, (False, True, True)),
+    ("awkward", torch.float32, 1, 130, 9, (True, False, True)),
     ("awkward", torch.float64, 1, 6, 8, (True, True, False)),
     ("no edges", torch.float32, 2, 3, 8, (True, True, True)),
     ("one row", torch.float64, 1, 7, 8, (True, False, False)),
     ("no rows", torch.float32, 2, 2, 8, (True, True, False)),
     ("awkward", torch.float32, 3, 0, 8, (True, False, False)),
 ]
-ALL = list(
-    itertools.product(
-        ["awkward", "no edges", "one row", "no rows"],
-        TOLERANCE,
-        [1, 3],
-        [1, 45],
-        [8, 40, 1024],
-        [*itertools.product((False, True), repeat=3)],
-    )
-)
+ALL = [
+    (name, dtype, *sizes, split, flags)
+    for name in ("awkward", "no edges", "one row", "no rows")
+    for dtype in TOLERANCE
+    for sizes in ((1, 1), (3, 45), (1, 130))
+    for split in (9, 40)
+    for flags in itertools.product((False, True), repeat=3)
+]
 
 
 def compare(loop: str, cases: list[Any]) -> None:
