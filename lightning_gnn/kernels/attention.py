@@ -1,4 +1,7 @@
-"""Attention over edges without a row per edge: numbers of each edge and head, softmax, weighted sums. CPU; differentiable.
+"""Attention over edges without a row per edge: numbers of each edge and head, softmax, weighted sums. Differentiable.
+
+For devices and dtypes that :func:`~lightning_gnn.kernels.run.has_loops` knows. Short floats are summed in float32; results have
+the dtype of the first argument.
 
 Numbers on edges are ``[E, H]`` in slot order of a CSR matrix of R rows (targets) and K columns (sources).
 Nothing of the size of edges times columns is made: PyG's gather and scatter hold several of those.
@@ -64,7 +67,7 @@ def edge_softmax(csr: CSR, scores: Tensor, across: Across | None = None) -> Tens
     Args:
         csr: ``[R, K]``.
         scores: ``[E, H]``.
-        across: see :data:`Across`; None where this rank holds all edges of its rows.
+        across: see :data:`Across`; None where this rank holds all edges of its rows. Of short floats, it gets float32.
     """
     return _EdgeSoftmax.apply(csr.of_slots(), scores, across or (lambda partial, operation: partial))
 
@@ -108,6 +111,11 @@ def _spmm_heads(csr: CSR, x: Tensor, weight: Tensor) -> Tensor:
     work = csr.num_edges * x.size(1) * x.size(2)
     over_rows(loops.spmm_heads, csr, csr.indices, place, weight, x, out, placed, work=work)
     return out
+
+
+def _wide(scores: Tensor) -> Tensor:
+    """In float16 a hub's sum of powers would overflow, and 1e-16 be nothing."""
+    return scores.float() if scores.element_size() < 4 else scores
 
 
 def _on_slots(loop: Any, csr: CSR, values: Tensor, rows: Tensor) -> Tensor:
@@ -182,12 +190,12 @@ class _AdditiveScores(torch.autograd.Function):
 class _EdgeSoftmax(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, csr: CSR, scores: Tensor, across: Across) -> Tensor:
-        scores = scores.contiguous()
+        dtype, scores = scores.dtype, _wide(scores.contiguous())
         largest = scores.new_empty((csr.num_rows, scores.size(1)))
         over_rows(loops.slot_maxima, csr, scores, largest, work=scores.numel())
         powers = _on_slots(loops.minus_rows, csr, scores, across(largest, "max")).exp_()
         total = across(_slot_sums(csr, powers), "sum").add_(1e-16)
-        out = _on_slots(loops.times_rows, csr, powers, total.reciprocal_())
+        out = _on_slots(loops.times_rows, csr, powers, total.reciprocal_()).to(dtype)
         ctx.csr, ctx.across = csr, across
         ctx.save_for_backward(out)
         return out
@@ -196,9 +204,10 @@ class _EdgeSoftmax(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[None, Tensor, None]:
         (out,) = ctx.saved_tensors
-        scaled = out * grad
+        wide = _wide(out)
+        scaled = wide * grad
         mean = ctx.across(_slot_sums(ctx.csr, scaled), "sum")
-        return None, scaled.sub_(_on_slots(loops.times_rows, ctx.csr, out, mean)), None
+        return None, scaled.sub_(_on_slots(loops.times_rows, ctx.csr, wide, mean)).to(out.dtype), None
 
 
 class _WeightedSums(torch.autograd.Function):

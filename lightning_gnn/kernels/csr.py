@@ -110,6 +110,26 @@ class CSR:
             self._chunks[count] = even_ranges(self.indptr, count)
         return self._chunks[count]
 
+    def segments(self, length: int) -> Segments | None:
+        """Returns the segments of rows with more than `length` edges, or None without such rows; made once (a host sync)."""
+        if length not in self._segments:
+            self._segments[length] = Segments.of(self.indptr, length)
+        return self._segments[length]
+
+    @cached_property
+    def kept_rows(self) -> Tensor:
+        """:meth:`row_of_slot`, made once."""
+        return self.row_of_slot()
+
+    @cached_property
+    def torch_parts(self) -> tuple[Tensor, Tensor]:
+        """What torch's sparse matrices need beside `indptr`: columns int64 and ones float32, ``[E]``, made once."""
+        return self.indices.long(), torch.ones(self.num_edges, device=self.device)
+
+    @cached_property
+    def _segments(self) -> dict[int, Segments | None]:
+        return {}
+
     @cached_property
     def _chunks(self) -> dict[int, list[tuple[int, int]]]:
         return {}
@@ -128,6 +148,35 @@ class CSR:
         slots = torch.empty_like(self.edge)
         slots[self.edge.long()] = torch.arange(self.num_edges, dtype=slots.dtype, device=self.device)
         return slots
+
+
+@dataclass(frozen=True)
+class Segments:
+    """Rows with many edges (hubs) cut into segments of equal length, the last of a row shorter; U hubs, S segments.
+
+    Attributes:
+        hubs: the rows, int64 ``[U]``.
+        first: first segment of each and the end, int64 ``[U + 1]``.
+        row, start: row and first slot of each segment, int64 ``[S]``.
+    """
+
+    hubs: Tensor
+    first: Tensor
+    row: Tensor
+    start: Tensor
+
+    @classmethod
+    def of(cls, indptr: Tensor, length: int) -> Segments | None:
+        """Returns the segments of rows with more than `length` edges; None if there are none."""
+        degrees = indptr.diff()
+        hubs = (degrees > length).nonzero().squeeze(1)
+        if not len(hubs):
+            return None
+        counts = (degrees[hubs] + length - 1) // length
+        first = torch.cat([counts.new_zeros(1), counts.cumsum(0)])
+        hub = torch.repeat_interleave(counts)
+        place = torch.arange(len(hub), device=hub.device) - first[hub]
+        return cls(hubs, first, hubs[hub], indptr[hubs[hub]] + place * length)
 
 
 def even_ranges(indptr: Tensor, count: int) -> list[tuple[int, int]]:

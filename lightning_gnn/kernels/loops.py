@@ -222,12 +222,12 @@ def statistics_grad(indptr, indices, x, total, square, top, top_grad, bottom, bo
     """The gradient of `statistics` over a transposed matrix: rows are sources, columns targets.
 
     x, out ``[R, F]``; total, square: gradients of the sums, ``[K, F]`` or ``[0, F]``; top, bottom: the extremes; top_grad,
-    bottom_grad: their gradients, divided by the number of edges that have them.
+    bottom_grad: their gradients, divided by the number of edges that have them, or ``[0, F]``.
     """
     columns, last = x.shape[1], len(indices) - 1
     # A bare 0 or 2 would be an integer, and with float32 make float64.
     zero, two = x.dtype.type(0), x.dtype.type(2)
-    summed, squared, maximal, minimal = len(total) > 0, len(square) > 0, len(top) > 0, len(bottom) > 0
+    summed, squared, maximal, minimal = len(total) > 0, len(square) > 0, len(top_grad) > 0, len(bottom_grad) > 0
     for row in range(low, high):
         out[row] = 0
         for slot in range(indptr[row], indptr[row + 1]):

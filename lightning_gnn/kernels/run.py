@@ -1,4 +1,7 @@
-"""Runs compiled loops over the rows of a matrix, in as many threads as torch would use; says when they are compiled."""
+"""Runs compiled loops over the rows of a matrix: numba's on the CPU, in as many threads as torch would use, else a backend's.
+
+Says when numba's are compiled.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +10,10 @@ import sys
 import time
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from functools import partial
+from importlib import import_module
+from importlib.util import find_spec
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -26,20 +32,51 @@ _SMALL = 1 << 17
 
 _PACKAGE = __name__.partition(".")[0]
 
+Backend = Callable[[str, CSR, tuple[Any, ...]], None]
+"""Runs the loop of this name over all rows: a matrix and what the loop takes between `indptr` and `low`."""
+
+
+def _on_gpu(name: str, csr: CSR, arguments: tuple[Any, ...]) -> None:
+    # Imported at first use: it takes a while, and is of no use on the CPU.
+    loops = import_module("lightning_gnn.kernels.triton_loops")
+    tensors = [value for value in arguments if isinstance(value, torch.Tensor)]
+    assert all(tensor.is_contiguous() for tensor in tensors), f"{name} wants contiguous tensors"
+    # Triton launches on the current device, which need not be that of the tensors.
+    with torch.cuda.device(csr.device) if csr.device.type == "cuda" else nullcontext():
+        getattr(loops, name)(
+            csr, *(value.detach() if isinstance(value, torch.Tensor) else value for value in arguments)
+        )
+
+
+BACKENDS: dict[str, Backend] = {"cuda": _on_gpu} if find_spec("triton") else {}
+"""By type of device, what runs loops there; the CPU needs none."""
+
+
+def has_loops(device: torch.device, dtype: torch.dtype) -> bool:
+    """Returns whether :func:`over_rows` runs there on, and writes, floats of this dtype."""
+    if device.type in BACKENDS:
+        return dtype in (torch.float32, torch.float64, torch.bfloat16, torch.float16)
+    return device.type == "cpu" and dtype in (torch.float32, torch.float64)
+
+
 _pools: dict[tuple[int, int], ThreadPoolExecutor] = {}
 
 
 def over_rows(loop: Any, csr: CSR, *arguments: Any, work: int) -> None:
-    """Runs ``loop(csr.indptr, *arguments, low, high)`` over all rows.
+    """Runs ``loop(csr.indptr, *arguments, low, high)`` over all rows, or what a backend has in its place.
 
-    A row is computed by one thread, so results do not depend on their number.
+    On the CPU a row is computed by one thread, so results do not depend on their number.
 
     Args:
         loop: one of :mod:`lightning_gnn.kernels.loops`.
-        csr: the matrix whose rows are run over.
-        arguments: tensors, handed over as arrays, and numbers.
+        csr: the matrix whose rows are run over, on a device with loops, see :func:`has_loops`.
+        arguments: tensors, handed over as arrays to numba, and numbers.
         work: multiplications in all.
     """
+    backend = BACKENDS.get(csr.device.type)
+    if backend is not None:
+        backend(loop.py_func.__name__, csr, arguments)
+        return
     over_ranges(loop, csr.indptr, *arguments, size=csr.num_rows, ranges=csr.chunks, work=work)
 
 

@@ -1,7 +1,8 @@
 """Sums, means and extremes of rows over edges. No autograd.
 
-On CPU by compiled loops, on other devices by torch's own kernels. A row is computed by one thread in slot order, so
-that results do not depend on timing or on the number of threads.
+By compiled loops where :func:`~lightning_gnn.kernels.run.has_loops` says that there are any: on the CPU, and on GPUs with
+Triton. They add a row's edges in an order that does not depend on timing or on the number of threads. On other devices
+:func:`spmm` is by torch's own kernels, and there are no :class:`RowStatistics`.
 
 R rows, C columns of the matrix, E slots, F columns of the dense operand; ``...`` stands for any trailing dimensions.
 """
@@ -9,6 +10,7 @@ R rows, C columns of the matrix, E slots, F columns of the dense operand; ``...`
 from __future__ import annotations
 
 from collections.abc import Collection
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import cache
 
@@ -17,7 +19,7 @@ from torch import Tensor
 
 from lightning_gnn.kernels import loops
 from lightning_gnn.kernels.csr import CSR
-from lightning_gnn.kernels.run import over_rows
+from lightning_gnn.kernels.run import has_loops, over_rows
 
 
 def spmm(
@@ -47,41 +49,48 @@ def spmm(
         out, accumulate = x.new_empty((csr.num_rows, *x.shape[1:])), False
     if out.numel() == 0:
         return out
-    exact = out.dtype in (torch.float32, torch.float64)
-    dtype = out.dtype if exact else torch.float32
+    wide = torch.float64 if out.dtype == torch.float64 else torch.float32
+    direct = out.dtype == wide or has_loops(x.device, out.dtype)
     dense = x.detach().reshape(csr.num_cols, out[0].numel()).contiguous()
     target = out.view(csr.num_rows, -1)
-    if not exact:
-        target = target.to(dtype) if accumulate else torch.empty_like(target, dtype=dtype)
-    if x.device.type != "cpu":
-        product = _torch_spmm(csr, dense.to(dtype), weight)
-        target = target.add_(product) if accumulate else target.copy_(product)
-        if scale is not None:
-            target.mul_(scale.to(dtype).unsqueeze(1))
-    else:
-        # bfloat16 is read as it is: half the bytes of what limits a sum.
-        dense = dense if (dense.dtype, dtype) == (torch.bfloat16, torch.float32) else dense.to(dtype)
-        none = target.new_empty(0)
+    if not direct:
+        target = target.to(wide) if accumulate else torch.empty_like(target, dtype=wide)
+    weight = None if weight is None else weight.detach().to(wide).contiguous()
+    scale = None if scale is None else scale.detach().to(wide).contiguous()
+    if has_loops(x.device, target.dtype):
+        # Short numbers are read as they are: half the bytes of what limits a sum. numba's loop reads bfloat16.
+        short = dense.dtype == torch.bfloat16 or (dense.dtype == torch.float16 and has_loops(x.device, dense.dtype))
+        dense = dense if short and wide == torch.float32 else dense.to(wide)
+        none = dense.new_empty(0, dtype=wide)
         over_rows(
             loops.spmm,
             csr,
             csr.indices,
-            none if weight is None else weight.detach().to(dtype).contiguous(),
+            none if weight is None else weight,
             dense,
-            none if scale is None else scale.detach().to(dtype).contiguous(),
+            none if scale is None else scale,
             target,
             weight is not None,
             scale is not None,
             accumulate,
             work=csr.num_edges * dense.size(1),
         )
-    return out if exact else out.copy_(target.view(out.shape))
+    else:
+        product = _torch_spmm(csr, dense.to(wide), weight)
+        target = target.add_(product) if accumulate else target.copy_(product)
+        if scale is not None:
+            target.mul_(scale.unsqueeze(1))
+    return out if direct else out.copy_(target.view(out.shape))
 
 
 def _torch_spmm(csr: CSR, x: Tensor, weight: Tensor | None) -> Tensor:
-    values = torch.ones(csr.num_edges, dtype=x.dtype, device=x.device) if weight is None else weight.to(x.dtype)
-    matrix = torch.sparse_csr_tensor(csr.indptr, csr.indices.long(), values, (csr.num_rows, csr.num_cols))
-    return matrix @ x
+    col, ones = csr.torch_parts
+    values = (ones if weight is None else weight).to(x.dtype)
+    matrix = torch.sparse_csr_tensor(csr.indptr, col, values, (csr.num_rows, csr.num_cols))
+    # Autocast would multiply in 16 bits, in which sums of hubs overflow. It is not known on every device.
+    kind = x.device.type
+    with torch.autocast(kind, enabled=False) if torch.is_autocast_enabled(kind) else nullcontext():
+        return matrix @ x
 
 
 def take_rows(x: Tensor, rows: Tensor, out: Tensor) -> Tensor:
@@ -130,8 +139,8 @@ class RowStatistics:
         """Takes the edges of `csr` in: instead of, or with `accumulate` after, those of other matrices with these rows.
 
         Args:
-            csr: ``[R, C]``, on the CPU.
-            x: float32 or float64 ``[C, F]``, contiguous.
+            csr: ``[R, C]``.
+            x: ``[C, F]``, contiguous, of a dtype for which its device has loops.
         """
         parts = (self.sum, self.squares, self.max, self.num_max, self.min, self.num_min)
         work = csr.num_edges * x.size(1) * 2
@@ -164,7 +173,9 @@ def row_statistics_grad(csr: CSR, x: Tensor, grads: RowStatistics, extremes: Row
         extremes: the aggregates.
     """
     out, flipped = torch.empty_like(x), csr.transpose()
-    parts = (grads.sum, grads.squares, extremes.max, grads.max, extremes.min, grads.min)
+    # Gradients may be expanded.
+    total, square, largest, smallest = (each.contiguous() for each in (grads.sum, grads.squares, grads.max, grads.min))
+    parts = (total, square, extremes.max, largest, extremes.min, smallest)
     work = csr.num_edges * x.size(1) * 4
     over_rows(loops.statistics_grad, flipped, flipped.indices, x.detach(), *parts, out, work=work)
     return out

@@ -1,0 +1,305 @@
+"""Kernels for GPUs, in Triton's language; :mod:`lightning_gnn.kernels.triton_loops` launches them and says how they work.
+
+All tensors are contiguous. Addresses are computed in int64: rows times columns may exceed int32. Floats are computed with
+in WIDE: float32 for those of 16 bits. What is not there (weights, places, segments) is some other tensor, and not read.
+
+R rows, K columns of the matrix, E slots; a row has `width` numbers, which for H heads of C columns are H * C.
+"""
+
+# mypy: disable-error-code="no-untyped-def,no-untyped-call,untyped-decorator"
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+# Parts of kernels #############################################################
+
+
+@triton.jit
+def _bounds(indptr, rows, starts, num_segments, SPLIT: tl.constexpr, HUBS: tl.constexpr, SECOND: tl.constexpr):
+    """The row of a program, its first and last + 1 slot, and whether these are all of the row's.
+
+    Segments come before rows: what takes longest begins first. Rows that are split have no slots of their own. In the second
+    launch, rows are hubs and slots are segments.
+    """
+    unit = tl.program_id(0).to(tl.int64)
+    if SECOND:
+        row = tl.load(rows + unit)
+        start, end = tl.load(indptr + unit), tl.load(indptr + unit + 1)
+        whole = unit >= 0
+    elif HUBS:
+        of_hub = unit < num_segments
+        row = tl.where(of_hub, tl.load(rows + unit, mask=of_hub, other=0), unit - num_segments)
+        start, end = tl.load(indptr + row), tl.load(indptr + row + 1)
+        whole = (end - start <= SPLIT) & (unit >= num_segments)
+        start = tl.where(of_hub, tl.load(starts + unit, mask=of_hub, other=0), start)
+        end = tl.where(of_hub, tl.minimum(start + SPLIT, end), tl.where(whole, end, start))
+    else:
+        row = unit
+        start, end = tl.load(indptr + row), tl.load(indptr + row + 1)
+        whole = unit >= 0
+    return row, start, end, whole
+
+
+@triton.jit
+def _columns(width, BLOCK: tl.constexpr):
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    return column, column < width
+
+
+@triton.jit
+def _put(result, out, part, row, width, column, kept, num_segments, HUBS: tl.constexpr):
+    """Stores a result where it is that of a whole row, or of a segment."""
+    # One truth value is not spread over a vector in masks: the interpreter makes int32 of it, and refuses that.
+    tl.store(out + row * width + column, result, mask=kept)
+    if HUBS:
+        unit = tl.program_id(0).to(tl.int64)
+        tl.store(part + unit * width + column, result, mask=column < tl.where(unit < num_segments, width, 0))
+
+
+@triton.jit
+def _larger(value, number, best, count, strange):
+    """The larger of two numbers, how many edges have it, and whether a NaN was among those seen."""
+    more = value > best
+    count = tl.where(more, number, count + tl.where(value == best, number, 0))
+    return tl.where(more, value, best), count, strange | (value != value)
+
+
+@triton.jit
+def _put_extreme(
+    best, count, strange, out, counts, part, part_counts, row, width, column, kept, num_segments,
+    SIGN: tl.constexpr, ACCUMULATE: tl.constexpr, COUNTED: tl.constexpr, HUBS: tl.constexpr, WIDE: tl.constexpr,
+):  # fmt: skip
+    """Stores the largest of several edges' best; that of a minimum is of numbers of the other sign."""
+    top = tl.max(best, 0)
+    count = tl.sum(tl.where(best == top[None, :], count, 0), 0)
+    odd = tl.max(strange.to(tl.int32), 0) > 0
+    if ACCUMULATE:
+        place = row * width + column
+        old = tl.where(kept, SIGN * tl.load(out + place, mask=kept, other=0.0).to(WIDE), float("-inf"))
+        top, count, odd = _larger(old, tl.load(counts + place, mask=kept, other=0), top, count, odd)
+    top = tl.where(odd, float("nan"), SIGN * top)
+    _put(top, out, part, row, width, column, kept, num_segments, HUBS)
+    if COUNTED:
+        _put(tl.where(odd, 1, count), counts, part_counts, row, width, column, kept, num_segments, HUBS)
+
+
+# Kernels over rows ############################################################
+
+
+@triton.jit(do_not_specialize=["num_segments"])
+def row_sums(
+    indptr, rows, starts, indices, place, weight, x, scale, out, part, num_segments, heads, columns, width,
+    INDEXED: tl.constexpr, WEIGHTED: tl.constexpr, PLACED: tl.constexpr, SCALED: tl.constexpr, ACCUMULATE: tl.constexpr,
+    HUBS: tl.constexpr, SECOND: tl.constexpr, SPLIT: tl.constexpr, WIDE: tl.constexpr,
+    EDGES: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Sums of ``x[col, f]``, or ``x[slot, f]``, times ``weight[p, f // columns]``."""
+    row, start, end, whole = _bounds(indptr, rows, starts, num_segments, SPLIT, HUBS, SECOND)
+    column, inside = _columns(width, BLOCK)
+    # A sum for each of several edges at once, brought together after the loop: loads do not wait for additions.
+    total = tl.zeros((EDGES, BLOCK), WIDE)
+    for first in range(start, end, EDGES):
+        slot = first + tl.arange(0, EDGES)
+        here = slot < end
+        both = here[:, None] & inside[None, :]
+        col = slot
+        if INDEXED:
+            col = tl.load(indices + slot, mask=here, other=0).to(tl.int64)
+        value = tl.load(x + col[:, None] * width + column[None, :], mask=both, other=0.0).to(WIDE)
+        if WEIGHTED:
+            p = slot
+            if PLACED:
+                p = tl.load(place + slot, mask=here, other=0).to(tl.int64)
+            factor = weight + p[:, None] * heads + (column // columns)[None, :]
+            value *= tl.load(factor, mask=both, other=0.0).to(WIDE)
+        total += value
+    result = tl.sum(total, 0)
+    kept = column < tl.where(whole, width, 0)
+    if ACCUMULATE:
+        result += tl.load(out + row * width + column, mask=kept, other=0.0).to(WIDE)
+    if SCALED:
+        result *= tl.where(whole, tl.load(scale + row).to(WIDE), 1.0)
+    _put(result, out, part, row, width, column, kept, num_segments, HUBS)
+
+
+@triton.jit(do_not_specialize=["num_segments"])
+def statistics(
+    indptr, rows, starts, indices, x, total, square, top, tops, bottom, bottoms,
+    part_total, part_square, part_top, part_tops, part_bottom, part_bottoms, num_segments, width,
+    SUM: tl.constexpr, SQUARES: tl.constexpr, MAX: tl.constexpr, MIN: tl.constexpr,
+    INDEXED: tl.constexpr, COUNTED: tl.constexpr, ACCUMULATE: tl.constexpr,
+    HUBS: tl.constexpr, SECOND: tl.constexpr, SPLIT: tl.constexpr, WIDE: tl.constexpr,
+    EDGES: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Sums, sums of squares and extremes with counts; in the second launch, of what the first made of segments."""
+    row, start, end, whole = _bounds(indptr, rows, starts, num_segments, SPLIT, HUBS, SECOND)
+    column, inside = _columns(width, BLOCK)
+    zero, lowest = tl.zeros((EDGES, BLOCK), WIDE), tl.full((EDGES, BLOCK), float("-inf"), WIDE)
+    none = tl.zeros((EDGES, BLOCK), tl.int32)
+    sums, squares, largest, smallest, most, least = zero, zero, lowest, lowest, none, none
+    strange_top, strange_bottom = none > 0, none > 0
+    for first in range(start, end, EDGES):
+        slot = first + tl.arange(0, EDGES)
+        here = slot < end
+        both = here[:, None] & inside[None, :]
+        at = slot[:, None] * width + column[None, :]
+        one = both.to(tl.int32)
+        if SECOND:
+            if SUM:
+                sums += tl.load(part_total + at, mask=both, other=0.0)
+            if SQUARES:
+                squares += tl.load(part_square + at, mask=both, other=0.0)
+        else:
+            if INDEXED:
+                at = tl.load(indices + slot, mask=here, other=0).to(tl.int64)[:, None] * width + column[None, :]
+            value = tl.load(x + at, mask=both, other=0.0).to(WIDE)
+            sums += value
+            squares += value * value
+        if MAX:
+            if SECOND:
+                value = tl.load(part_top + at, mask=both, other=0.0)
+                if COUNTED:
+                    one = tl.load(part_tops + at, mask=both, other=0)
+            high = tl.where(both, value, float("-inf"))
+            largest, most, strange_top = _larger(high, one, largest, most, strange_top)
+        if MIN:
+            if SECOND:
+                value = tl.load(part_bottom + at, mask=both, other=0.0)
+                if COUNTED:
+                    one = tl.load(part_bottoms + at, mask=both, other=0)
+            low = tl.where(both, -value, float("-inf"))
+            smallest, least, strange_bottom = _larger(low, one, smallest, least, strange_bottom)
+    kept = column < tl.where(whole, width, 0)
+    if SUM:
+        result = tl.sum(sums, 0)
+        if ACCUMULATE:
+            result += tl.load(total + row * width + column, mask=kept, other=0.0).to(WIDE)
+        _put(result, total, part_total, row, width, column, kept, num_segments, HUBS)
+    if SQUARES:
+        result = tl.sum(squares, 0)
+        if ACCUMULATE:
+            result += tl.load(square + row * width + column, mask=kept, other=0.0).to(WIDE)
+        _put(result, square, part_square, row, width, column, kept, num_segments, HUBS)
+    if MAX:
+        _put_extreme(
+            largest, most, strange_top, top, tops, part_top, part_tops, row, width, column, kept, num_segments,
+            1, ACCUMULATE, COUNTED, HUBS, WIDE,
+        )  # fmt: skip
+    if MIN:
+        _put_extreme(
+            smallest, least, strange_bottom, bottom, bottoms, part_bottom, part_bottoms, row, width, column, kept,
+            num_segments, -1, ACCUMULATE, COUNTED, HUBS, WIDE,
+        )  # fmt: skip
+
+
+@triton.jit(do_not_specialize=["num_segments"])
+def statistics_grad(
+    indptr, rows, starts, indices, x, total, square, top, top_grad, bottom, bottom_grad, out, part, num_segments, width,
+    SUM: tl.constexpr, SQUARES: tl.constexpr, MAX: tl.constexpr, MIN: tl.constexpr,
+    HUBS: tl.constexpr, SPLIT: tl.constexpr, WIDE: tl.constexpr, EDGES: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    row, start, end, whole = _bounds(indptr, rows, starts, num_segments, SPLIT, HUBS, False)
+    column, inside = _columns(width, BLOCK)
+    own = tl.load(x + row * width + column, mask=inside, other=0.0).to(WIDE)[None, :]
+    result = tl.zeros((EDGES, BLOCK), WIDE)
+    for first in range(start, end, EDGES):
+        slot = first + tl.arange(0, EDGES)
+        here = slot < end
+        both = here[:, None] & inside[None, :]
+        at = tl.load(indices + slot, mask=here, other=0).to(tl.int64)[:, None] * width + column[None, :]
+        if SUM:
+            result += tl.load(total + at, mask=both, other=0.0).to(WIDE)
+        if SQUARES:
+            share = tl.load(square + at, mask=both, other=0.0).to(WIDE)
+            result += tl.where(both, 2 * own * share, 0.0)  # an infinity of the row times nothing would be NaN
+        if MAX:
+            share = tl.load(top_grad + at, mask=both, other=0.0).to(WIDE)
+            result += tl.where(own == tl.load(top + at, mask=both, other=0.0).to(WIDE), share, 0.0)
+        if MIN:
+            share = tl.load(bottom_grad + at, mask=both, other=0.0).to(WIDE)
+            result += tl.where(own == tl.load(bottom + at, mask=both, other=0.0).to(WIDE), share, 0.0)
+    kept = column < tl.where(whole, width, 0)
+    _put(tl.sum(result, 0), out, part, row, width, column, kept, num_segments, HUBS)
+
+
+@triton.jit(do_not_specialize=["num_segments"])
+def additive_scores_grad(
+    indptr, rows, starts, indices, place, grad, near, far, out, part, num_segments, heads, columns, width,
+    SLOPE: tl.constexpr, PLACED: tl.constexpr,
+    HUBS: tl.constexpr, SPLIT: tl.constexpr, WIDE: tl.constexpr, EDGES: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    row, start, end, whole = _bounds(indptr, rows, starts, num_segments, SPLIT, HUBS, False)
+    column, inside = _columns(width, BLOCK)
+    own = tl.load(near + row * width + column, mask=inside, other=0.0).to(WIDE)[None, :]
+    result = tl.zeros((EDGES, BLOCK), WIDE)
+    for first in range(start, end, EDGES):
+        slot = first + tl.arange(0, EDGES)
+        here = slot < end
+        both = here[:, None] & inside[None, :]
+        col = tl.load(indices + slot, mask=here, other=0).to(tl.int64)
+        p = slot
+        if PLACED:
+            p = tl.load(place + slot, mask=here, other=0).to(tl.int64)
+        z = tl.load(far + col[:, None] * width + column[None, :], mask=both, other=0.0).to(WIDE) + own
+        steep = tl.load(grad + p[:, None] * heads + (column // columns)[None, :], mask=both, other=0.0).to(WIDE)
+        result += tl.where(z > 0, steep, SLOPE * steep)
+    kept = column < tl.where(whole, width, 0)
+    _put(tl.sum(result, 0), out, part, row, width, column, kept, num_segments, HUBS)
+
+
+# Kernels over slots: these are as many as there are edges, so hubs need no care ###
+
+
+@triton.jit(do_not_specialize=["num_edges"])
+def on_slots(
+    rows, indices, values, at_rows, out, num_edges, width,
+    INDEXED: tl.constexpr, OPERATION: tl.constexpr, WIDE: tl.constexpr, EDGES: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    slot = tl.program_id(0).to(tl.int64) * EDGES + tl.arange(0, EDGES)
+    here = slot < num_edges
+    column, inside = _columns(width, BLOCK)
+    both = here[:, None] & inside[None, :]
+    row = tl.load(rows + slot, mask=here, other=0).to(tl.int64)
+    col = slot
+    if INDEXED:
+        col = tl.load(indices + slot, mask=here, other=0).to(tl.int64)
+    value = tl.load(values + col[:, None] * width + column[None, :], mask=both, other=0.0).to(WIDE)
+    other = tl.load(at_rows + row[:, None] * width + column[None, :], mask=both, other=0.0).to(WIDE)
+    if OPERATION == "plus":
+        value += other
+    elif OPERATION == "minus":
+        value -= other
+    else:
+        value *= other
+    tl.store(out + slot[:, None] * width + column[None, :], value, mask=both)
+
+
+@triton.jit(do_not_specialize=["num_edges"])
+def pairs(
+    rows, indices, source, target, attention, out, num_edges, heads, columns,
+    SLOPE: tl.constexpr, ADDITIVE: tl.constexpr, WIDE: tl.constexpr, EDGES: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """A number of each edge for one head; heads of the same edges are neighbours, so that they meet in the cache."""
+    unit = tl.program_id(0)
+    head = unit % heads
+    slot = (unit // heads).to(tl.int64) * EDGES + tl.arange(0, EDGES)
+    here = slot < num_edges
+    row = tl.load(rows + slot, mask=here, other=0).to(tl.int64)
+    col = tl.load(indices + slot, mask=here, other=0).to(tl.int64)
+    at_row, at_col = ((row * heads + head) * columns)[:, None], ((col * heads + head) * columns)[:, None]
+    total = tl.zeros((EDGES, BLOCK), WIDE)
+    for first in range(0, columns, BLOCK):
+        column = first + tl.arange(0, BLOCK)
+        inside = column < columns
+        both = here[:, None] & inside[None, :]
+        left = tl.load(source + at_col + column[None, :], mask=both, other=0.0).to(WIDE)
+        right = tl.load(target + at_row + column[None, :], mask=both, other=0.0).to(WIDE)
+        if ADDITIVE:
+            z = left + right
+            factor = tl.load(attention + head * columns + column, mask=inside, other=0.0).to(WIDE)
+            total += tl.where(z > 0, z, SLOPE * z) * factor[None, :]
+        else:
+            total += left * right
+    tl.store(out + slot * heads + head, tl.sum(total, 1), mask=here)
