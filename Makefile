@@ -1,6 +1,6 @@
 # make demo   a PyG model on two processes, on a graph made on the spot
 # make test   linter, type checker and the tests of every day, some minutes
-# make test-all  the same with the campaign: more cases, examples, programs of strangers and real graphs, hours
+# make test-all  the same with the campaign: more cases, examples, programs of strangers and real graphs, about an hour
 # make docs   the site, in build/site; a broken link is an error
 PYTHON ?= python3
 VENV := .venv

@@ -28,6 +28,7 @@ import types
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from importlib import import_module
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -299,6 +300,8 @@ def _main() -> None:
     import lightning_gnn
 
     ours = [module.name for module in pkgutil.walk_packages(lightning_gnn.__path__, "lightning_gnn.")]
+    if find_spec("triton") is None:
+        ours = [name for name in ours if ".triton_" not in name]
     for module in (*_IMPORTED, *ours):
         import_module(module)
     if len(os.listdir("/proc/self/task")) > 1:

@@ -166,7 +166,7 @@ def scale_(rows: Tensor, scale: Tensor | None) -> Tensor:
 
 
 class StatisticsOfRows(torch.autograd.Function):
-    """Several of :data:`~lightning_gnn.kernels.sums.STATISTICS` over the edges of each row, in one pass; CPU.
+    """Several of :data:`~lightning_gnn.kernels.sums.STATISTICS` over the edges of each row, in one pass.
 
     Returns:
         Those in `wanted`, in its order, ``[N, F]`` each; 0 for rows without edges.

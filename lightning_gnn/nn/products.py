@@ -39,7 +39,7 @@ class Product(torch.autograd.Function):
 
 
 class StatisticsOverRanks(torch.autograd.Function):
-    """Several of :data:`~lightning_gnn.kernels.sums.STATISTICS` over edges that lie on several ranks; CPU.
+    """Several of :data:`~lightning_gnn.kernels.sums.STATISTICS` over edges that lie on several ranks.
 
     Each rank takes those of its own edges; sums are added up at the owner, and extremes compared there. All ranks then get the
     extremes, count who has them, and share gradients among all edges that do, as on one device.
