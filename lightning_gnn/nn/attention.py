@@ -20,6 +20,7 @@ from torch_geometric import nn as pyg_nn
 from torch_geometric.utils import add_self_loops, remove_self_loops
 
 from lightning_gnn.kernels.attention import additive_scores, pair_products, pair_sums, weighted_sums
+from lightning_gnn.kernels.run import has_loops
 from lightning_gnn.nn.context import Attended, GraphContext
 
 Forward = Callable[..., Any]
@@ -133,7 +134,7 @@ def _transformer(
 def _by_kernels(context: GraphContext, layer: str, source: Tensor, edge_index: Any) -> bool:
     context.check_edges(edge_index, layer)
     context.check_rows(source.size(0), layer)
-    return source.device.type == "cpu" and source.dim() == 2 and source.dtype in (torch.float32, torch.float64)
+    return has_loops(source.device, source.dtype) and source.dim() == 2
 
 
 def _per_head(rows: Tensor, attention: Tensor) -> Tensor:

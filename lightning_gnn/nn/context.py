@@ -14,6 +14,7 @@ from torch_geometric.utils import add_remaining_self_loops, add_self_loops, remo
 
 from lightning_gnn.kernels import CSR
 from lightning_gnn.kernels.attention import Across, edge_softmax
+from lightning_gnn.kernels.run import has_loops
 from lightning_gnn.nn.commnet import without_self_loops
 from lightning_gnn.nn.edges import SplitEdges, StatisticsOfRows, Sum, SumOfRows
 from lightning_gnn.nn.products import Product, StatisticsOverRanks
@@ -241,16 +242,17 @@ class GraphContext(RankGraph):
         return compute(x) if kept is None else kept[0]
 
     def statistics(self, x: Tensor, edge_index: Tensor, wanted: Sequence[str], layer: str) -> tuple[Tensor, ...] | None:
-        """Returns several statistics of S x over each owned row's edges, ``[N, F]`` each; None where edges do not last.
+        """Returns several statistics of S x over each owned row's edges, ``[N, F]`` each; None where edges do not last, or the device
+        has no loops.
 
         Args:
-            x: ``[N, F]``, on the CPU.
+            x: ``[N, F]``.
             edge_index: ``[2, E]``.
             wanted: of :data:`~lightning_gnn.kernels.sums.STATISTICS`; 0 for rows without edges.
             layer: named in errors and counted under.
         """
         edges = self.split_edges(edge_index)
-        if edges is None or x.device.type != "cpu":
+        if edges is None or not (x.device.type == "cpu" or has_loops(x.device, x.dtype)):
             return None
         self.propagated(layer)
         matrix = self._over_ranks(edge_index)

@@ -22,10 +22,12 @@ def trained(rank: int, size: int, *args: Any, **options: Any) -> Any:
     return found
 
 
-@pytest.mark.parametrize("size", [1, 2])
-def test_training_is_on_the_device_and_exact(ranks, size):
-    found = ranks.run(size, trained, awkward_graph(), "gcn")
-    expected = single(awkward_graph(), "gcn")
+@pytest.mark.parametrize(
+    ("size", "model"), [(1, "gcn"), (2, ["gcn", "gat", "gatv2", "transformer", "sage_max", "pna"])]
+)
+def test_training_is_on_the_device_and_exact(ranks, size, model):
+    found = ranks.run(size, trained, awkward_graph(), model)
+    expected = single(awkward_graph(), model)
     for each in found:
         assert_same(each, expected, 1e-9, 1e-11)
 

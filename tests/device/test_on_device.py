@@ -68,6 +68,44 @@ def test_recomputed_layers_draw_what_they_drew(ranks):
     torch.testing.assert_close(recomputed, plain, rtol=0, atol=0)
 
 
+def largest(rank: int, size: int, models: list[str], loops: bool) -> dict[str, float]:
+    """Returns the largest tensor of a training step, in numbers per edge."""
+    import emulated
+
+    from lightning_gnn.kernels.run import BACKENDS
+
+    class Largest(L.Callback):
+        def on_train_batch_start(self, *_: Any) -> None:
+            emulated.made["largest"] = 0
+
+        def on_before_optimizer_step(self, *_: Any) -> None:
+            self.found = emulated.made["largest"]
+
+    graph, edges = awkward_graph(), 8_000
+    found: dict[str, float] = {}
+    graph.edge_index = torch.randint(0, 60, (2, edges))
+    del graph.edge_weight, graph.edge_attr
+    kept = BACKENDS["emulated"]
+    if not loops:
+        del BACKENDS["emulated"]
+    for model in models:
+        callback = Largest()
+        trainer = quiet_trainer("dgcl", size, max_epochs=2, callbacks=[callback])
+        trainer.fit(Module(build(model)).double(), datamodule=GraphDataModule(graph))
+        found[model] = callback.found / 8 / edges
+    BACKENDS["emulated"] = kept
+    return found
+
+
+def test_no_tensor_has_a_row_per_edge(ranks):
+    """There are numbers of each edge and head; layers are 16 columns wide, or 4 heads of those."""
+    models = ["gcn", "sage_max", "gat", "gatv2", "transformer", "pna"]
+    [found] = ranks.run(1, largest, models, True)
+    assert max(found.values()) <= 4, found
+    [without] = ranks.run(1, largest, ["gat", "pna"], False)
+    assert min(without.values()) > 12, without
+
+
 class Summed(Module):
     def training_step(self, batch: Data, batch_idx: int) -> torch.Tensor:
         self.count = sum_over_ranks(torch.tensor([float(batch.num_owned)]))
