@@ -242,8 +242,8 @@ class GraphContext(RankGraph):
         return compute(x) if kept is None else kept[0]
 
     def statistics(self, x: Tensor, edge_index: Tensor, wanted: Sequence[str], layer: str) -> tuple[Tensor, ...] | None:
-        """Returns several statistics of S x over each owned row's edges, ``[N, F]`` each; None where edges do not last, or the device
-        has no loops.
+        """Returns several statistics of S x over each owned row's edges, ``[N, F]`` each; None where edges do not last, or
+        the device has no loops.
 
         Args:
             x: ``[N, F]``.
