@@ -73,13 +73,16 @@ class RankPool:
         begin: what each runs first.
     """
 
+    start_method = "forkserver"
+
     def __init__(self, begin: Callable[[], None] | None = None) -> None:
         self._begin = begin
         self._ranks: list[tuple[Any, Any]] = []
 
     def _start(self, size: int) -> None:
-        context = mp.get_context("forkserver")
-        context.set_forkserver_preload(["common"])  # imported once for all
+        context = mp.get_context(self.start_method)
+        if self.start_method == "forkserver":
+            context.set_forkserver_preload(["common"])  # imported once for all
         for rank in range(len(self._ranks), size):
             ours, theirs = context.Pipe()
             process = context.Process(target=_serve, args=(theirs, rank, self._begin), daemon=True)

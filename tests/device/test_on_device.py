@@ -150,7 +150,7 @@ def test_resumed_runs_draw_what_would_have_been_drawn(ranks, tmp_path):
 def in_a_group_of_the_users(rank: int, size: int) -> Any:
     import queued
 
-    queued.LIMIT_S, queued.counts["lazy connections"] = 10.0, 0
+    queued.counts["lazy connections"] = 0
     store = dist.TCPStore("127.0.0.1", int(os.environ["MASTER_PORT"]), size, rank == 0)
     dist.init_process_group("queued", store=store, rank=rank, world_size=size)  # no device_id
     found = train(rank, size, three_nodes(), "gcn")

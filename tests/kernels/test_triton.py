@@ -39,6 +39,8 @@ def interpreted() -> Iterator[Callable[..., Any]]:
     """Calls functions of this file in a process in which Triton's kernels are interpreted."""
 
     class Interpreter(RankPool):
+        start_method = "spawn"
+
         def _start(self, size: int) -> None:
             # Triton decides while it is imported, which torch does where it is installed.
             before = os.environ.get("TRITON_INTERPRET")
