@@ -36,10 +36,9 @@ def synchronize(device: torch.device) -> None:
         functions_of(device).synchronize(device)
 
 
-def free_bytes(device: torch.device) -> int | None:
-    """Returns the memory that new tensors can have, in bytes; what torch's allocator keeps for them is free. None if unknown."""
-    if device.type == "cpu":
-        return available_bytes()
+def free_bytes(device: torch.device) -> int:
+    """Returns the bytes that new tensors can have on a device, what torch's allocator keeps for them included; not for the CPU,
+    see :func:`available_bytes`."""
     functions = functions_of(device)
     free, _ = functions.mem_get_info(device)
     return int(free + functions.memory_reserved(device) - functions.memory_allocated(device))
