@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +35,31 @@ def synchronize(device: torch.device) -> None:
     """Returns when the device has done what it was told to do."""
     if device.type != "cpu":
         functions_of(device).synchronize(device)
+
+
+def can_pin(device: torch.device) -> bool:
+    """Returns whether memory of the host can be pinned for a device, which then reads and writes it while the host goes on."""
+    return device.type == "cuda"
+
+
+def copy_to_host(tensor: Tensor, deadline_s: float) -> Tensor:
+    """Returns a device's tensor on the CPU, in pinned memory, once it is there.
+
+    Raises:
+        TimeoutError: it is not there in so many seconds.
+    """
+    functions = functions_of(tensor.device)
+    host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=can_pin(tensor.device)).copy_(
+        tensor, non_blocking=True
+    )
+    copied = functions.Event()
+    copied.record(functions.current_stream(tensor.device))
+    began = time.monotonic()
+    while not copied.query():
+        if time.monotonic() - began > deadline_s:
+            raise TimeoutError(f"timed out: {tensor.device} has not come to it in {deadline_s:.0f} s")
+        time.sleep(1e-5)
+    return host
 
 
 def free_bytes(device: torch.device) -> int:

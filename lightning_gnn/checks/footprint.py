@@ -30,6 +30,7 @@ from lightning_gnn.comm.in_process import InProcessWorld, Meeting
 from lightning_gnn.comm.traffic import Meter
 from lightning_gnn.data.shards import Cut, Shard, split_graph
 from lightning_gnn.data.sources import counted_mask
+from lightning_gnn.kernels.run import in_place_of
 from lightning_gnn.nn.bind import Binding
 from lightning_gnn.nn.helpers import graph_in_use
 from lightning_gnn.partition.layout import Replicas
@@ -270,24 +271,30 @@ class Predicted:
     """What steps on small graphs keep, for a rank of any size.
 
     Args:
-        module: unbound; copies of it run on the CPU.
+        module: unbound; copies of it run on the CPU, the way that they would take on `device`.
         batch: a rank's part of the graph, on the CPU; the small graphs' attributes are drawn from its rows.
         scheme: what ranks hold and exchange, for two ranks, see
             :meth:`~lightning_gnn.strategies.scheme.Scheme.for_memory`.
         trainer: what the step finds as ``self.trainer``; its loggers record nothing.
+        device: where ranks train: without kernels for attention there, as on CUDA without Triton, its layers keep rows of edges.
 
     Raises:
         RuntimeError: the step does not run on a small graph, or keeps other things on each.
     """
 
     def __init__(
-        self, module: pl.LightningModule, batch: Data, scheme: Scheme, trainer: pl.Trainer | None = None
+        self,
+        module: pl.LightningModule,
+        batch: Data,
+        scheme: Scheme,
+        trainer: pl.Trainer | None = None,
+        device: torch.device | None = None,
     ) -> None:
         quiet_trainer = None if trainer is None else QuietTrainer(trainer)
         models = [quiet(copied(module).cpu(), quiet_trainer) for _ in range(2)]
         mask = counted_mask("train_mask", module)
         sizes, found = [], []
-        with aside():
+        with aside(), in_place_of(device or torch.device("cpu")):
             for seed, form in enumerate(_FORMS):
                 small = small_graph(batch, [mask], form, seed)
                 steps = _steps(models, small, scheme)

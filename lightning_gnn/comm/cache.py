@@ -194,11 +194,14 @@ class _Channel:
             _move(self.sent, guess)
         difference = rows - self.sent
         change, size = (torch.linalg.vector_norm(each, torch.inf, 1) for each in (difference, self.sent))
-        if not bool(torch.isfinite(change).all()):
-            raise NotFiniteError
         active = torch.ones_like(change, dtype=torch.bool) if self.fresh else cache.active(change, size)
-        ids = active.nonzero().view(-1)
-        self.num_active = len(ids)
+        which = active.split(self._out_counts)
+        # What decides how much is sent comes to the host at once.
+        finite, *counts = torch.stack([change.isfinite().all(), *(each.sum() for each in which)]).tolist()
+        if not finite:
+            raise NotFiniteError
+        self.num_active = sum(counts)
+        ids = active.nonzero_static(size=self.num_active).view(-1)
         codec = _used(codec, rows, self.fresh)
         if codec is None:
             chosen = rows[ids]
@@ -211,8 +214,7 @@ class _Channel:
             decoded = torch.empty_like(difference)
             codec.decode(data, decoded)
             self.sent[ids] += decoded
-        which = active.split(self._out_counts)
-        parts = data.split([int(each.sum()) for each in which])
+        parts = data.split(counts)
         return [
             (peer, torch.cat([guess.view(torch.uint8), _bits(flags), part.reshape(-1)]))
             for peer, (flags, part) in enumerate(zip(which, parts))
@@ -227,10 +229,12 @@ class _Channel:
             _move(held, data[:num_bytes].clone().view(held.dtype))
             data = data[num_bytes:]
         num_bytes = -(-len(held) // _FLAGS) * _FLAGS // 8
-        ids = _flags(data[:num_bytes], len(held)).nonzero().view(-1)
-        if not len(ids):
+        if data.numel() == num_bytes:
             return
-        codec, payload = _used(codec, held, self.fresh), data[num_bytes:].view(len(ids), -1)
+        codec = _used(codec, held, self.fresh)
+        width = held[0].nbytes if codec is None else codec.row_bytes(held.size(1), held.dtype)
+        payload = data[num_bytes:].view(-1, width)
+        ids = _flags(data[:num_bytes], len(held)).nonzero_static(size=len(payload)).view(-1)
         decoded = held.new_empty(len(ids), held.size(1))
         if codec is None:
             decoded.view(torch.uint8).copy_(payload)
@@ -247,9 +251,8 @@ def _fit(old: Tensor, new: Tensor) -> Tensor:
     spread = off.square().sum(0)
     factor = torch.where(spread > 0, (off * now).sum(0) / spread, 1.0)
     guess = torch.cat([factor, now.mean(0) - factor * mean]).to(old.dtype)
-    if bool(guess.isfinite().all()):
-        return guess
-    return torch.cat([torch.ones_like(guess[: len(factor)]), torch.zeros_like(guess[: len(factor)])])
+    none = torch.cat([torch.ones_like(guess[: len(factor)]), torch.zeros_like(guess[: len(factor)])])
+    return torch.where(guess.isfinite().all(), guess, none)
 
 
 def _move(rows: Tensor, guess: Tensor) -> None:

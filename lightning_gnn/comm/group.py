@@ -23,7 +23,7 @@ from lightning_gnn.comm.processes import meet
 from lightning_gnn.comm.shared_memory import PeerError, SharedMemory, machine_key
 from lightning_gnn.comm.transport import ProcessTransport, Rows
 from lightning_gnn.comm.watchdog import GROUP_MARGIN_S, Watchdog
-from lightning_gnn.devices import backend_of
+from lightning_gnn.devices import backend_of, copy_to_host
 
 T = TypeVar("T")
 
@@ -144,7 +144,9 @@ class World:
                     timeout=self.group_timeout,
                     device_id=device if self.backend != "gloo" else None,
                 )
-        self.graph_group = self._new_group()
+        self.graph_group = self._new_group(self.backend)
+        # Of the CPU: what hosts ask each other waits for no device.
+        self.host_group = self._new_group("gloo") if self.backend != "gloo" else None
         if size > 1 and self.backend != "gloo":
             # Connected by an operation of all ranks: the first exchange may have none for some. A default group of the user's
             # was perhaps made without a device_id, and then NCCL connects when something is sent.
@@ -157,11 +159,14 @@ class World:
         self._memory: SharedMemory | None = None
         if shared_memory and size > 1 and device.type == "cpu":
             self._memory = SharedMemory(rank, self.all_gather_object, self.watch)
+        hosts = None
+        if self.host_group is not None:
+            hosts = ProcessTransport(size, self.host_group, None, self.watch, torch.device("cpu"))
         self.transport: ProcessTransport | EncodingTransport = ProcessTransport(
-            size, self.graph_group, self._memory, self.watch, device
+            size, self.graph_group, self._memory, self.watch, device, hosts
         )
         apart = size > 1 and not self.transport.all_local
-        self.gradient_group = self._new_group() if apart else None
+        self.gradient_group = self._new_group(self.backend) if apart else None
         self._waited_s = 0.0
         self.closed = False
 
@@ -202,9 +207,13 @@ class World:
         """For process groups: the watchdog has spoken by then."""
         return self.timeout + timedelta(seconds=GROUP_MARGIN_S)
 
-    def _new_group(self) -> Any:
+    def _new_group(self, backend: str) -> Any:
         with self._beside_others():
-            return dist.new_group(timeout=self.group_timeout, backend=self.backend)
+            return dist.new_group(timeout=self.group_timeout, backend=backend)
+
+    def _group_of(self, tensor: Tensor) -> Any:
+        """Returns the group that carries such tensors: on devices, tensors of the CPU have one of their own; None for default."""
+        return self.host_group if tensor.device.type == "cpu" else None
 
     def _store(self) -> dist.Store:
         if self.size == 1:
@@ -238,7 +247,7 @@ class World:
         self._waited_s += time.perf_counter() - began
 
     @contextmanager
-    def during(self, operation: str, errors: type[RuntimeError] = PeerError) -> Iterator[None]:
+    def during(self, operation: str, errors: type[Exception] = PeerError) -> Iterator[None]:
         """Says what is going on while it is open, to the watchdog and in errors.
 
         Args:
@@ -254,7 +263,7 @@ class World:
             except errors as error:
                 raise self._failed(operation, error) from None
 
-    def _failed(self, operation: str, error: RuntimeError) -> CommunicationError:
+    def _failed(self, operation: str, error: Exception) -> CommunicationError:
         peer = f"rank {error.peer}'s" if isinstance(error, PeerError) else "the other ranks'"
         astray = error.astray if isinstance(error, PeerError) else "timed out" in str(error).lower()
         known = self.watch.explained(f"{operation} on rank {self.rank}: {error}.") if astray or self.watch.alarm else ""
@@ -285,10 +294,7 @@ class World:
         """Sums `tensor` over all ranks in place; the result is bit-identical on every rank. Errors name `operation`."""
         if self.size > 1:
             with self._all_take_part(operation):
-                on_device = tensor.to(self.device)  # users sum tensors of the CPU, too
-                self._all_reduce_(on_device)
-                if on_device is not tensor:
-                    tensor.copy_(on_device)
+                self._all_reduce_(tensor)
         return tensor
 
     def _all_reduce_(self, tensor: Tensor) -> None:
@@ -301,7 +307,7 @@ class World:
             tensor.copy_(total)
         else:
             with self._waiting():
-                dist.all_reduce(tensor)
+                dist.all_reduce(tensor, group=self._group_of(tensor))
 
     def start_all_reduce_(self, tensor: Tensor, operation: str) -> Callable[[], None]:
         """Starts to sum `tensor` over all ranks in place; returns the function that waits.
@@ -315,8 +321,9 @@ class World:
                 self.all_reduce_(tensor, operation)
 
             return later
+        group = self.gradient_group if tensor.device.type == self.device.type else self.host_group
         with self.during(operation, RuntimeError):
-            request = dist.all_reduce(tensor, group=self.gradient_group, async_op=True)
+            request = dist.all_reduce(tensor, group=group, async_op=True)
 
         def wait() -> None:
             with self._all_take_part(operation), self._waiting():
@@ -331,10 +338,21 @@ class World:
         with self._all_take_part(operation):
             if self.transport.all_local:
                 return torch.stack(self.transport.gather(tensor))
-            out = tensor.new_empty((self.size, *tensor.shape), device=self.device)
+            out = tensor.new_empty((self.size, *tensor.shape))
             with self._waiting():
-                dist.all_gather(list(out.unbind(0)), tensor.to(self.device).contiguous())
-            return out.to(tensor.device)
+                dist.all_gather(list(out.unbind(0)), tensor.contiguous(), group=self._group_of(tensor))
+            return out
+
+    def to_host(self, tensor: Tensor, operation: str) -> Tensor:
+        """Returns a tensor on the CPU, once its device has come to it; errors name `operation`, whose result it is.
+
+        Raises:
+            CommunicationError: the device has not come to it in time: it waits for other ranks.
+        """
+        if tensor.device.type == "cpu":
+            return tensor
+        with self.during(operation, TimeoutError):
+            return copy_to_host(tensor, self.timeout.total_seconds())
 
     def all_gather_rows(self, rows: Tensor, counts: Sequence[int]) -> Tensor:
         """Returns ``[sum(counts), ...]``: the rows of all ranks in rank order, on every rank; rank r brings ``counts[r]``."""
@@ -347,7 +365,7 @@ class World:
                 piece.copy_(rows)
             if piece.numel():
                 with self._all_take_part(f"Gathering node rows of rank {source}"):
-                    dist.broadcast(piece.view(-1).view(torch.uint8), source)
+                    dist.broadcast(piece.view(-1).view(torch.uint8), source, group=self._group_of(piece))
         return out
 
     def scatter_rows(
@@ -381,7 +399,7 @@ class World:
             return [value]
         values: list[Any] = [None] * self.size
         with self._all_take_part("Gathering values"):
-            dist.all_gather_object(values, value)
+            dist.all_gather_object(values, value, group=self.host_group)
         return values
 
     def broadcast_object(self, value: T, source: int = 0) -> T:
@@ -390,7 +408,7 @@ class World:
             return value
         values: list[Any] = [value]
         with self._all_take_part(f"A value of rank {source}"):
-            dist.broadcast_object_list(values, source)
+            dist.broadcast_object_list(values, source, group=self.host_group)
         return values[0]
 
     def broadcast_tensors_(self, tensors: Sequence[Tensor], source: int = 0) -> None:
@@ -402,14 +420,14 @@ class World:
                 # Bytes again: integer and bool buffers travel too.
                 flat = tensor.detach().contiguous().view(-1).view(torch.uint8)
                 if flat.numel():
-                    dist.broadcast(flat, source)
+                    dist.broadcast(flat, source, group=self._group_of(flat))
                     tensor.detach().copy_(flat.view(tensor.dtype).view(tensor.shape))
 
     def barrier(self, name: str = "Barrier") -> None:
         """Returns when every rank has called it."""
         if self.size > 1:
             with self._all_take_part(name):
-                dist.barrier(device_ids=None if self.backend == "gloo" else [self.device.index])
+                dist.barrier(group=self.host_group)
 
     def close(self) -> None:
         """Ends the groups that this object made; a default group that was there before stays."""
@@ -424,6 +442,6 @@ class World:
         if self._owns_default:
             dist.destroy_process_group()
         else:
-            for group in (self.graph_group, self.gradient_group):
+            for group in (self.graph_group, self.gradient_group, self.host_group):
                 if group is not None:
                     dist.destroy_process_group(group)

@@ -132,16 +132,23 @@ class ProcessTransport(Transport):
 
     Args:
         size: number of ranks.
-        group: process group for peers on other machines, and for CUDA tensors.
+        group: process group for peers on other machines, and for tensors of devices.
         memory: mailboxes of this machine's ranks, or None.
         watch: keeps the deadline of waits, and marks messages by the operation that they belong to.
         device: of what is sent and received.
+        hosts: carries tensors of the CPU where `group` does not; None where it does.
     """
 
     def __init__(
-        self, size: int, group: Any, memory: SharedMemory | None, watch: Watchdog, device: torch.device
+        self,
+        size: int,
+        group: Any,
+        memory: SharedMemory | None,
+        watch: Watchdog,
+        device: torch.device,
+        hosts: ProcessTransport | None = None,
     ) -> None:
-        self._device = device
+        self._device, self._hosts = device, hosts or self
         self._group, self._memory, self.watch = group, memory, watch
         self.waited_s = 0.0
         """Seconds that this rank has waited for messages from other machines until now, and for what it sent there."""
@@ -220,9 +227,9 @@ class ProcessTransport(Transport):
             return lambda data: arrived.update({peer: data.clone()})
 
         expected = [(peer, self._expect(peer, keep(peer))) for peer in senders if peer in self._local]
-        lengths = {peer: torch.tensor([data.numel()], device=self._device) for peer, data in remote}
-        into = {peer: torch.empty(1, dtype=torch.int64, device=self._device) for peer in from_afar}
-        wait_lengths = self.start_each([*lengths.items()], [*into.items()])
+        lengths = {peer: torch.tensor([data.numel()]) for peer, data in remote}  # of the CPU, which must know them
+        into = {peer: torch.empty(1, dtype=torch.int64) for peer in from_afar}
+        wait_lengths = self._hosts.start_each([*lengths.items()], [*into.items()])
         filled = [(peer, data) for peer, data in remote if data.numel()]
         early = self.start_each([*local, *filled], []) if self.receives_early else None
 
@@ -230,8 +237,7 @@ class ProcessTransport(Transport):
             self._receive(expected)
             wait_lengths()
             for peer in from_afar:
-                length = into[peer]
-                arrived[peer] = torch.empty(int(length), dtype=torch.uint8, device=length.device)
+                arrived[peer] = torch.empty(int(into[peer]), dtype=torch.uint8, device=self._device)
             receives = [(peer, arrived[peer]) for peer in from_afar if arrived[peer].numel()]
             late = [] if self.receives_early else [*local, *filled]
             self.start_each(late, receives)()

@@ -8,9 +8,9 @@ from __future__ import annotations
 import os
 import sys
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from importlib import import_module
 from importlib.util import find_spec
@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from lightning.pytorch.utilities.rank_zero import rank_zero_info
+from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from numba.core import event
 from numba.core.dispatcher import Dispatcher
 from typing_extensions import override
@@ -52,11 +52,59 @@ BACKENDS: dict[str, Backend] = {"cuda": _on_gpu} if find_spec("triton") else {}
 """By type of device, what runs loops there; the CPU needs none."""
 
 
+_in_place_of: list[torch.device] = []
+"""The device whose ways tensors of the CPU go now, see :func:`in_place_of`."""
+
+
 def has_loops(device: torch.device, dtype: torch.dtype) -> bool:
     """Returns whether :func:`over_rows` runs there on, and writes, floats of this dtype."""
     if device.type in BACKENDS:
         return dtype in (torch.float32, torch.float64, torch.bfloat16, torch.float16)
-    return device.type == "cpu" and dtype in (torch.float32, torch.float64)
+    there = _in_place_of[-1].type if _in_place_of else "cpu"
+    known = there == "cpu" or there in BACKENDS
+    return device.type == "cpu" and known and dtype in (torch.float32, torch.float64)
+
+
+@contextmanager
+def in_place_of(device: torch.device) -> Iterator[None]:
+    """While open, tensors of the CPU take the ways that a device's would, so that a step on few nodes tells what one keeps."""
+    _in_place_of.append(device)
+    try:
+        yield
+    finally:
+        _in_place_of.pop()
+
+
+def has_loops_for(x: torch.Tensor, num_edges: int, columns: int | None = None) -> bool:
+    """Returns whether loops over edges take rows like `x` ``[n, F]``, on the CPU as float32 where need be.
+
+    Warns once on a device without loops: PyG's path, which is taken then, makes `columns` numbers, by default F, for each edge.
+    """
+    wide = x.dtype if x.device.type != "cpu" else torch.promote_types(x.dtype, torch.float32)
+    if has_loops(x.device, wide):
+        return True
+    if x.device.type not in ("cpu", *BACKENDS):
+        _warn_of_rows_per_edge(x.device.type, num_edges * (columns or x.size(1)) * x.itemsize)
+    return False
+
+
+_warned: set[str] = set()
+"""Types of devices that :func:`has_loops_for` has warned of."""
+
+
+def _warn_of_rows_per_edge(device: str, num_bytes: int) -> None:
+    if device in _warned:
+        return
+    _warned.add(device)
+    more = (
+        "Triton brings them: pip install lightning-gnn[cuda]."
+        if device == "cuda"
+        else "There are some for CPU and CUDA."
+    )
+    rank_zero_warn(
+        f"There are no kernels on {device} here for attention, maxima and variances: such layers make rows of edges times "
+        f"columns, each of {num_bytes / 1e6:,.1f} MB in the first one, and keep several. {more}"
+    )
 
 
 _pools: dict[tuple[int, int], ThreadPoolExecutor] = {}

@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from lightning_gnn.kernels.run import has_loops
+from lightning_gnn.kernels.run import has_loops_for
 from lightning_gnn.nn import pyg
 from lightning_gnn.nn.context import GraphContext
 
@@ -73,7 +73,8 @@ def pna(kind: Any, conv: Any, context: GraphContext, layer: str) -> Callable[...
     def forward(self: Any, x: Tensor, edge_index: Tensor, edge_attr: Tensor | None = None) -> Tensor:
         context.check_edges(edge_index, layer)
         edges = context.split_edges(edge_index)
-        if edge_attr is not None or edges is None or not (x.device.type == "cpu" or has_loops(x.device, x.dtype)):
+        columns = self.towers * self.F_in
+        if edge_attr is not None or edges is None or not has_loops_for(x, edge_index.size(1), columns):
             return kind.forward(self, x, edge_index, edge_attr)
         context.check_rows(x.size(0), layer)
         rows = x.view(-1, self.towers, self.F_in) if self.divide_input else x.unsqueeze(1).expand(-1, self.towers, -1)

@@ -20,7 +20,7 @@ from torch_geometric import nn as pyg_nn
 from torch_geometric.utils import add_self_loops, remove_self_loops
 
 from lightning_gnn.kernels.attention import additive_scores, pair_products, pair_sums, weighted_sums
-from lightning_gnn.kernels.run import has_loops
+from lightning_gnn.kernels.run import has_loops_for
 from lightning_gnn.nn.context import Attended, GraphContext
 
 Forward = Callable[..., Any]
@@ -44,7 +44,7 @@ def _gat(
     return_attention_weights: bool | None = None,
 ) -> Any:
     source, target = (x, x) if isinstance(x, Tensor) else x
-    if target is None or not _by_kernels(context, layer, source, edge_index):
+    if target is None or not _by_kernels(self, context, layer, source, edge_index):
         return kind.forward(self, x, edge_index, edge_attr, size, return_attention_weights)
     heads, columns = self.heads, self.out_channels
     of_source, of_target = (self.lin_src, self.lin_dst) if self.lin is None else (self.lin, self.lin)
@@ -81,7 +81,7 @@ def _gatv2(
     return_attention_weights: bool | None = None,
 ) -> Any:
     source, target = (x, x) if isinstance(x, Tensor) else x
-    if edge_attr is not None or target is None or not _by_kernels(context, layer, source, edge_index):
+    if edge_attr is not None or target is None or not _by_kernels(self, context, layer, source, edge_index):
         return kind.forward(self, x, edge_index, edge_attr, return_attention_weights)
     shape = (-1, self.heads, self.out_channels)
     own = self.lin_l(source).view(shape)
@@ -107,7 +107,7 @@ def _transformer(
 ) -> Any:
     source, target = (x, x) if isinstance(x, Tensor) else x
     plain = edge_attr is None and self.lin_edge is None
-    if not plain or not _by_kernels(context, layer, source, edge_index):
+    if not plain or not _by_kernels(self, context, layer, source, edge_index):
         return kind.forward(self, x, edge_index, edge_attr, return_attention_weights)
     shape = (-1, self.heads, self.out_channels)
     query = self.lin_query(target).view(shape)
@@ -131,10 +131,12 @@ def _transformer(
     return out
 
 
-def _by_kernels(context: GraphContext, layer: str, source: Tensor, edge_index: Any) -> bool:
+def _by_kernels(conv: Any, context: GraphContext, layer: str, source: Tensor, edge_index: Any) -> bool:
     context.check_edges(edge_index, layer)
     context.check_rows(source.size(0), layer)
-    return has_loops(source.device, source.dtype) and source.dim() == 2
+    if source.dim() != 2 or (source.device.type == "cpu" and source.dtype not in (torch.float32, torch.float64)):
+        return False
+    return has_loops_for(source, edge_index.size(1), conv.heads * conv.out_channels)
 
 
 def _per_head(rows: Tensor, attention: Tensor) -> Tensor:

@@ -14,7 +14,7 @@ from torch_geometric.utils import add_remaining_self_loops, add_self_loops, remo
 
 from lightning_gnn.kernels import CSR
 from lightning_gnn.kernels.attention import Across, edge_softmax
-from lightning_gnn.kernels.run import has_loops
+from lightning_gnn.kernels.run import has_loops_for
 from lightning_gnn.nn.commnet import without_self_loops
 from lightning_gnn.nn.edges import SplitEdges, StatisticsOfRows, Sum, SumOfRows
 from lightning_gnn.nn.products import Product, StatisticsOverRanks
@@ -252,7 +252,7 @@ class GraphContext(RankGraph):
             layer: named in errors and counted under.
         """
         edges = self.split_edges(edge_index)
-        if edges is None or not (x.device.type == "cpu" or has_loops(x.device, x.dtype)):
+        if edges is None or not has_loops_for(x, edge_index.size(1)):
             return None
         self.propagated(layer)
         matrix = self._over_ranks(edge_index)

@@ -7,6 +7,8 @@ from collections.abc import Callable, Container
 import torch
 from torch import Tensor
 
+from lightning_gnn.devices import can_pin
+
 Packed = Tensor | tuple[torch.device, Tensor]
 
 
@@ -28,7 +30,9 @@ class Offloaded(torch.autograd.graph.saved_tensors_hooks):
         def pack(tensor: Tensor) -> Packed:
             if tensor.untyped_storage().data_ptr() in held or not moves(tensor):
                 return tensor
-            pinned = tensor.is_cuda and tensor.layout == torch.strided  # else CUDA copies by its own pinned memory
+            pinned = (
+                can_pin(tensor.device) and tensor.layout == torch.strided
+            )  # else CUDA copies by its own pinned memory
             host = torch.empty(tensor.size(), dtype=tensor.dtype, layout=tensor.layout, pin_memory=pinned)
             return tensor.device, host.copy_(tensor)
 

@@ -103,7 +103,7 @@ class GlobalLogs:
         weights, world = self.weights, self._world
 
         def gather(own: Tensor) -> Tensor:
-            return world.all_gather(own.to(world.device), "Weights of losses")
+            return world.all_gather(own, "Weights of losses")
 
         scale, said = loss_scale(
             output, weights.counts, world.rank, loss_reduction, gather, weights.stand_ins, weights.sizes
@@ -237,12 +237,13 @@ class GlobalLogs:
         header = own.new_tensor([len(names), digest, 0.0, 0.0]).view(4, 1)
         first = torch.cat([header, own[:, :_FIRST], own.new_zeros(4, max(0, _FIRST - len(names)))], 1)
         operation = "Logged values"  # on all ranks alike, whatever they log
-        found = self._world.all_gather(first, operation).cpu()
+        found = self._world.to_host(self._world.all_gather(first, operation), operation)
         if bool((found[:, :2, 0] != found[0, :2, 0]).any()):
             self._check_alike(names)
         values = found[:, :, 1 : 1 + len(names)]
         if len(names) > _FIRST:
-            values = torch.cat([values, self._world.all_gather(own[:, _FIRST:], operation).cpu()], 2)
+            rest = self._world.to_host(self._world.all_gather(own[:, _FIRST:].contiguous(), operation), operation)
+            values = torch.cat([values, rest], 2)
         return values
 
 

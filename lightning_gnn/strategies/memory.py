@@ -92,7 +92,7 @@ def warn_of_memory(
         working_bytes: that each rank needs beside, see :meth:`~lightning_gnn.strategies.scheme.Scheme.working_bytes`.
     """
     try:
-        steps = Predicted(module, shard.batch, strategy.scheme.for_memory(), trainer)
+        steps = Predicted(module, shard.batch, strategy.scheme.for_memory(), trainer, strategy.root_device)
     except RuntimeError as error:
         rank_zero_info(f"How much memory training takes is not predicted: {error}")
         return

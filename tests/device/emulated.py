@@ -235,6 +235,18 @@ def _get_state(device: Any = None) -> torch.Tensor:
     return _state[0].clone()
 
 
+class Event:
+    """Of a device that has done everything as soon as it is told, or never comes to it, while `stuck`."""
+
+    stuck = False
+
+    def record(self, stream: Any = None) -> None:
+        pass
+
+    def query(self) -> bool:
+        return not Event.stuck
+
+
 def _module() -> Any:
     """Returns what is at ``torch.cuda`` for CUDA."""
     module = types.ModuleType(f"torch.{NAME}")
@@ -256,6 +268,8 @@ def _module() -> Any:
         "memory_allocated": lambda device=None: 0,
         "max_memory_allocated": lambda device=None: 0,
         "empty_cache": lambda: None,
+        "Event": Event,
+        "current_stream": lambda device=None: None,
         "device": lambda device: nullcontext(),
     }
     vars(module).update(functions, _initialized=True)

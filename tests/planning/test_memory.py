@@ -24,6 +24,7 @@ from common import (
     train,
 )
 from lightning.pytorch.trainer.states import TrainerFn
+from torch_geometric.nn import GATConv
 from torch_geometric.nn.models import GAT, GCN
 
 from lightning_gnn import DGCLStrategy, GraphDataModule, NodeClassifier
@@ -33,6 +34,7 @@ from lightning_gnn.comm.in_process import InProcessTransport
 from lightning_gnn.comm.traffic import Meter
 from lightning_gnn.commands.plan import plan
 from lightning_gnn.data.shards import whole_graph
+from lightning_gnn.kernels.run import BACKENDS
 from lightning_gnn.nn.offload import Offloaded
 from lightning_gnn.strategies import (
     CachedVertexCutStrategy,
@@ -207,6 +209,25 @@ def test_small_graphs_predict_what_large_ones_keep(model):
         # What is there in the backward is what is kept and two more; layers made again never take more.
         assert found.peak().backward > found.held_bytes + saved_bytes(found)
         assert found.peak(recompute=True).most <= found.peak().most
+
+
+def test_memory_is_that_of_the_way_a_device_goes(monkeypatch):
+    """On CUDA without Triton, GAT keeps rows of edges times columns; with it, what it keeps on the CPU. Sums keep none anywhere."""
+    cuda, edges = torch.device("cuda"), 5_000_000
+    sizes = Sizes(100_000, 0, 0, edges, 10_000, edges)
+    batch = whole_graph(awkward_graph(dtype=torch.float32)).batch
+
+    def kept(model: str, device: torch.device | None) -> float:
+        module = NodeClassifier(build(model), num_classes=CLASSES)
+        return saved_bytes(Predicted(module, batch, SCHEME, device=device).footprint(sizes))
+
+    monkeypatch.setitem(BACKENDS, "cuda", lambda *_: None)
+    on_cpu = kept("gat", None)
+    assert kept("gat", cuda) == on_cpu
+    monkeypatch.delitem(BACKENDS, "cuda")
+    columns = next(each for each in build("gat").modules() if isinstance(each, GATConv))
+    assert kept("gat", cuda) > on_cpu + edges * columns.heads * columns.out_channels * 4
+    assert kept("gcn", cuda) < edges * 4 * 8
 
 
 @pytest.mark.parametrize("model", ["gcn", "gat"])

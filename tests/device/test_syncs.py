@@ -1,0 +1,112 @@
+"""How often the host waits for its device in a training step."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+import emulated
+import lightning as L
+import on_device
+import pytest
+import torch
+from common import CLASSES, awkward_graph, build, quiet_trainer
+
+from lightning_gnn import GraphDataModule, NodeClassifier
+from lightning_gnn.devices import copy_to_host
+
+ranks = on_device.ranks
+
+
+class Steps(L.Callback):
+    """Records the waits of the third step."""
+
+    def __init__(self) -> None:
+        self.found: Counter[tuple[str, str]] = Counter()
+
+    def on_train_batch_start(self, trainer: L.Trainer, *_: Any) -> None:
+        if trainer.global_step == 2:
+            self.open = emulated.recorded()
+            self.open.__enter__()
+
+    def on_train_batch_end(self, trainer: L.Trainer, *_: Any) -> None:
+        if trainer.global_step == 3:
+            self.open.__exit__(None, None, None)
+            self.found = Counter(emulated.syncs)
+
+
+def waits(rank: int, size: int, model: str, strategy: str) -> dict[str, int]:
+    torch.manual_seed(1)
+    module = NodeClassifier(build(model), num_classes=CLASSES).double()
+    steps = Steps()
+    trainer = quiet_trainer(
+        strategy, size, False, max_epochs=4, limit_val_batches=0, num_sanity_val_steps=0, callbacks=[steps]
+    )
+    trainer.fit(module, datamodule=GraphDataModule(awkward_graph()))
+    return {f"{what} in {where}": count for (what, where), count in steps.found.items()}
+
+
+@pytest.mark.parametrize(
+    ("model", "strategy"),
+    [("gcn_batch_norm", "dgcl"), ("pna", "dgcl"), ("sage_graph_norm", "dgcl"), ("gcn", "spmm_1d")],
+)
+def test_a_step_waits_once(ranks, model, strategy):
+    """For the values that it logs."""
+    for found in ranks.run(2, waits, model, strategy):
+        assert len(found) == 1 and sum(found.values()) == 1, found
+        assert next(iter(found)).startswith("copy to the host in devices.py"), found
+
+
+def test_a_message_that_data_decide_waits_once(ranks):
+    """Two layers' partial sums or rows, there and back; and the values that are logged."""
+    for found in ranks.run(2, waits, "gcn", "vertex_cut_cached"):
+        assert sum(count for where, count in found.items() if "comm/cache.py" in where) == 4, found
+        assert sum(found.values()) == 5, found
+
+
+def stuck(rank: int, size: int) -> None:
+    from datetime import timedelta
+
+    from lightning_gnn.comm.group import CommunicationError, World
+
+    device = torch.device("emulated", 0)
+    with pytest.raises(TimeoutError, match="timed out: emulated:0 has not come to it in 0 s"):
+        emulated.Event.stuck = True
+        copy_to_host(torch.ones(2, device=device), 0.1)
+    world = World(rank, size, device, timedelta(seconds=1))
+    try:
+        with pytest.raises(CommunicationError, match="Logged values on rank 0: timed out"):
+            world.to_host(torch.ones(2, device=device), "Logged values")
+        emulated.Event.stuck = False
+        assert world.to_host(torch.ones(2, device=device), "Logged values").device.type == "cpu"
+    finally:
+        emulated.Event.stuck = False
+        world.close()
+
+
+def test_a_device_that_waits_for_others_is_an_error_in_time(ranks):
+    ranks.run(1, stuck)
+
+
+def without_loops(rank: int, size: int, model: str) -> list[str]:
+    import warnings
+
+    from lightning_gnn.kernels.run import BACKENDS
+
+    kept = BACKENDS.pop("emulated")
+    try:
+        with warnings.catch_warnings(record=True) as heard:
+            warnings.simplefilter("always")
+            waits(rank, size, model, "dgcl")
+    finally:
+        BACKENDS["emulated"] = kept
+    return [str(each.message) for each in heard if "no kernels on emulated" in str(each.message)]
+
+
+@pytest.mark.parametrize("model", ["gat"])
+def test_rows_of_edges_are_told_once(ranks, model):
+    """Of all convs and steps, in a process that has not been told before."""
+    ranks.close()
+    [said] = ranks.run(1, without_loops, model)[0]
+    assert "each of 0.0 MB" in said or "MB in the first one" in said
+    assert ranks.run(1, without_loops, model)[0] == []
