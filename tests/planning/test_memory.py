@@ -212,7 +212,7 @@ def test_small_graphs_predict_what_large_ones_keep(model):
 
 
 def test_memory_is_that_of_the_way_a_device_goes(monkeypatch):
-    """On CUDA without Triton, GAT keeps rows of edges times columns; with it, what it keeps on the CPU. Sums keep none anywhere."""
+    """On CUDA without Triton, GAT keeps rows of edges times columns; with it, what it keeps on the CPU; sums keep none."""
     cuda, edges = torch.device("cuda"), 5_000_000
     sizes = Sizes(100_000, 0, 0, edges, 10_000, edges)
     batch = whole_graph(awkward_graph(dtype=torch.float32)).batch
