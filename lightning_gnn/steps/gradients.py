@@ -58,7 +58,7 @@ class GradientSum:
     the gradient on one device; parameters with such hooks are summed in every backward.
 
     A bucket is sent once all its gradients are there, in the same order on all ranks; the last one after the backward.
-    A message beside it tells which parameters have a gradient on some rank, since one that has none keeps None, as on one
+    Its message tells which parameters have a gradient on some rank, since one that has none keeps None, as on one
     device, where the optimizer then leaves it alone. It also tells which buckets got more after they were sent, as
     reentrant checkpointing does; these are sent again.
 
@@ -188,13 +188,11 @@ class GradientSum:
         *early, last = self._buckets
         for bucket in early[self._next :]:
             self._send(bucket)
-        flags = [parameter.grad is not None for bucket in self._buckets for parameter in bucket.parameters]
-        flags += [bucket.versions != _versions(bucket) for bucket in early]
-        found = torch.tensor(flags, dtype=torch.int32)  # of the CPU: to read them waits for no device
-        wait_for_flags = self._world.start_all_reduce_(found, "Which gradients there are")
+        flags = [float(parameter.grad is not None) for bucket in self._buckets for parameter in bucket.parameters]
+        flags += [float(bucket.versions != _versions(bucket)) for bucket in early]
         dtype = last.parameters[0].dtype
         fits = loss is not None and torch.promote_types(loss.dtype, dtype) == dtype
-        self._send(last, loss if fits else None)
+        self._send(last, flags, loss if fits else None)
         for bucket in self._buckets:
             assert bucket.wait is not None
             bucket.wait()
@@ -204,8 +202,8 @@ class GradientSum:
             last.flat, total = last.flat[:-1], last.flat[-1].clone()
         elif loss is not None:
             total = self._world.all_reduce_(loss.clone(), "Loss")
-        wait_for_flags()
-        used, again = iter(found.tolist()), found[len(found) - len(early) :].tolist()
+        found = last.flat[len(last.flat) - len(flags) :].tolist()
+        used, again = iter(found), found[len(found) - len(early) :]
         for bucket, late in zip(early, again):
             if late:
                 self._send(bucket)
@@ -215,22 +213,23 @@ class GradientSum:
             self._receive(bucket, used)
         return total
 
-    def _send(self, bucket: _Bucket, loss: Tensor | None = None) -> None:
+    def _send(self, bucket: _Bucket, tail: Sequence[float] = (), loss: Tensor | None = None) -> None:
         first = bucket.parameters[0]
         size = sum(parameter.numel() for parameter in bucket.parameters)
-        flat = torch.zeros(size + (loss is not None), dtype=first.dtype, device=first.device)
+        flat = torch.zeros(size + len(tail) + (loss is not None), dtype=first.dtype, device=first.device)
         place = 0
         for parameter in bucket.parameters:
             if parameter.grad is not None:
                 flat[place : place + parameter.numel()] = parameter.grad.detach().reshape(-1)
             place += parameter.numel()
+        flat[size : size + len(tail)] = flat.new_tensor(tail)
         if loss is not None:
             flat[-1] = loss
         bucket.flat, bucket.versions = flat, _versions(bucket)
         bucket.wait = self._world.start_all_reduce_(flat, "Sum of gradients")
 
     @staticmethod
-    def _receive(bucket: _Bucket, used: Iterator[int]) -> None:
+    def _receive(bucket: _Bucket, used: Iterator[float]) -> None:
         assert bucket.flat is not None
         place = 0
         for parameter in bucket.parameters:
