@@ -30,9 +30,8 @@ class Offloaded(torch.autograd.graph.saved_tensors_hooks):
         def pack(tensor: Tensor) -> Packed:
             if tensor.untyped_storage().data_ptr() in held or not moves(tensor):
                 return tensor
-            pinned = (
-                can_pin(tensor.device) and tensor.layout == torch.strided
-            )  # else CUDA copies by its own pinned memory
+            # What is not pinned, CUDA copies by pinned memory of its own.
+            pinned = can_pin(tensor.device) and tensor.layout == torch.strided
             host = torch.empty(tensor.size(), dtype=tensor.dtype, layout=tensor.layout, pin_memory=pinned)
             return tensor.device, host.copy_(tensor)
 

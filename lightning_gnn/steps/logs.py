@@ -242,7 +242,7 @@ class GlobalLogs:
             self._check_alike(names)
         values = found[:, :, 1 : 1 + len(names)]
         if len(names) > _FIRST:
-            rest = self._world.to_host(self._world.all_gather(own[:, _FIRST:].contiguous(), operation), operation)
+            rest = self._world.to_host(self._world.all_gather(own[:, _FIRST:], operation), operation)
             values = torch.cat([values, rest], 2)
         return values
 
