@@ -17,7 +17,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from lightning_gnn.arguments import is_one_of, shown
-from lightning_gnn.kernels.codes import Noise, dequantise, packed_bytes, quantise, shorten
+from lightning_gnn.kernels.codes import dequantise, packed_bytes, quantise, shorten
 
 CodecName = Literal["int8", "int4", "int2", "bfp8", "bfp4", "bf16"]
 
@@ -38,8 +38,8 @@ class Codec(ABC):
     """
 
     def __init__(self, name: str, stochastic: bool, seed: int) -> None:
-        self.name, self.stochastic, self._seed, self._bits = name, stochastic, seed, _BITS[name]
-        self._generators: dict[torch.device, torch.Generator] = {}
+        self.name, self.stochastic, self._bits = name, stochastic, _BITS[name]
+        self._generator = torch.Generator().manual_seed(seed)
         self._squares: Tensor | None = None
 
     @abstractmethod
@@ -72,14 +72,9 @@ class Codec(ABC):
     def _count(self, squares: Tensor) -> None:
         self._squares = squares if self._squares is None else self._squares + squares
 
-    def _noise(self, device: torch.device) -> Noise:
-        """Returns what the next rows are rounded by."""
-        if not self.stochastic:
-            return None
-        if device not in self._generators:
-            self._generators[device] = torch.Generator(device).manual_seed(self._seed)
-        generator = self._generators[device]
-        return int(torch.randint(2**62, (), generator=generator)) if device.type == "cpu" else generator
+    def _noise(self) -> int | None:
+        """Returns what the next rows are rounded by at random; None: to the nearest."""
+        return int(torch.randint(2**62, (), generator=self._generator)) if self.stochastic else None
 
 
 class Quantiser(Codec):
@@ -97,7 +92,7 @@ class Quantiser(Codec):
         if rows.numel() == 0:
             out.zero_()
             return
-        ends, packed, squares = quantise(rows, self._bits, self._noise(rows.device))
+        ends, packed, squares = quantise(rows, self._bits, self._noise())
         first = 2 * rows.dtype.itemsize
         out[:, :first] = ends.view(torch.uint8)
         out[:, first:] = packed
@@ -140,17 +135,18 @@ class BlockFloats(Codec):
         strange = ~(largest < 2.0**120)
         exponent = exponent.masked_fill(strange, _STRANGE - _MIDDLE).clamp(min=1 - _MIDDLE)
         places = torch.ldexp(values.masked_fill(strange, 0), -exponent.clamp(max=119))
-        if self.stochastic:
-            noise = self._noise(places.device)
-            generator = torch.Generator().manual_seed(noise) if isinstance(noise, int) else noise
+        noise = self._noise()
+        if noise is not None:
+            generator = torch.Generator(places.device).manual_seed(noise)
             draws = torch.rand(places.shape, generator=generator, dtype=places.dtype, device=places.device)
             codes = (places + draws).floor()
         else:
             codes = places.round()
         codes.clamp_(-self._most, self._most)
-        decoded = torch.ldexp(codes, exponent.clamp(max=119))
-        values = values.masked_fill(strange, float("nan")).double()
-        self._count(torch.stack([(decoded - values).square().sum(), values.square().sum()]))
+        # Squares are summed in steps, which do not overflow, and each row's sum is brought to its size in float64.
+        squares = torch.stack([(codes - places).square().sum(1), places.square().sum(1)]).double()
+        squares = torch.ldexp(squares, 2 * exponent.clamp(max=119).view(-1))
+        self._count(squares.masked_fill(strange.view(-1), float("nan")).sum(1))
         out[:, :1] = exponent + _MIDDLE
         per_byte, num_bytes = 8 // self._bits, out.size(1) - 1
         padded = torch.zeros(len(rows), num_bytes * per_byte, dtype=torch.uint8, device=rows.device)
@@ -179,7 +175,7 @@ class ShortFloats(Codec):
     @override
     def encode(self, rows: Tensor, out: Tensor) -> None:
         if rows.numel():
-            self._count(shorten(rows, out.view(torch.bfloat16), self._noise(rows.device)))
+            self._count(shorten(rows, out.view(torch.bfloat16), self._noise()))
 
     @override
     def decode(self, data: Tensor, out: Tensor) -> None:

@@ -9,6 +9,7 @@ import errno
 import ipaddress
 import os
 import socket
+import time
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -31,7 +32,20 @@ def meeting_store(rank: int, size: int, timeout: timedelta) -> dist.Store:
             return dist.TCPStore(
                 address, port, size, True, timeout, multi_tenant=True, master_listen_fd=listener.detach()
             )
+    if rank > 0:
+        _wait_for_listener(address, port)
     return next(dist.rendezvous("env://", rank=rank, world_size=size, timeout=timeout))[0]
+
+
+def _wait_for_listener(address: str, port: int) -> None:
+    """Returns once somebody listens there, or after a second: torch, which tries again, waits up to a second in between."""
+    end = time.monotonic() + 1
+    while time.monotonic() < end:
+        try:
+            socket.create_connection((address, port), timeout=1).close()
+            return
+        except OSError:
+            time.sleep(0.005)
 
 
 def _listener(address: str, port: int, size: int) -> socket.socket | None:

@@ -32,20 +32,19 @@ _SMALL = 1 << 17
 
 _PACKAGE = __name__.partition(".")[0]
 
-Backend = Callable[[str, CSR, tuple[Any, ...]], None]
-"""Runs the loop of this name over all rows: a matrix and what the loop takes between `indptr` and `low`."""
+Backend = Callable[[str, tuple[Any, ...]], None]
+"""Runs the loop of this name over all rows, with what it takes but `low` and `high`; a matrix is there for its `indptr`."""
 
 
-def _on_gpu(name: str, csr: CSR, arguments: tuple[Any, ...]) -> None:
+def _on_gpu(name: str, arguments: tuple[Any, ...]) -> None:
     # Imported at first use: it takes a while, and is of no use on the CPU.
     loops = import_module("lightning_gnn.kernels.triton_loops")
     tensors = [value for value in arguments if isinstance(value, torch.Tensor)]
     assert all(tensor.is_contiguous() for tensor in tensors), f"{name} wants contiguous tensors"
     # Triton launches on the current device, which need not be that of the tensors.
-    with torch.cuda.device(csr.device) if csr.device.type == "cuda" else nullcontext():
-        getattr(loops, name)(
-            csr, *(value.detach() if isinstance(value, torch.Tensor) else value for value in arguments)
-        )
+    device = arguments[0].device
+    with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
+        getattr(loops, name)(*(value.detach() if isinstance(value, torch.Tensor) else value for value in arguments))
 
 
 BACKENDS: dict[str, Backend] = {"cuda": _on_gpu} if find_spec("triton") else {}
@@ -123,7 +122,7 @@ def over_rows(loop: Any, csr: CSR, *arguments: Any, work: int) -> None:
     """
     backend = BACKENDS.get(csr.device.type)
     if backend is not None:
-        backend(loop.py_func.__name__, csr, arguments)
+        backend(loop.py_func.__name__, (csr, *arguments))
         return
     over_ranges(loop, csr.indptr, *arguments, size=csr.num_rows, ranges=csr.chunks, work=work)
 
@@ -145,7 +144,14 @@ def over_ranges(
 
 
 def over_range(loop: Any, num_rows: int, *arguments: Any, work: int) -> None:
-    """Runs ``loop(*arguments, low, high)`` over all of `num_rows` rows that take equally long; see :func:`over_rows`."""
+    """Runs ``loop(*arguments, low, high)`` over all of `num_rows` rows that take equally long; see :func:`over_rows`.
+
+    The first of the arguments is a tensor on the device whose backend has the loop.
+    """
+    backend = BACKENDS.get(arguments[0].device.type)
+    if backend is not None:
+        backend(loop.py_func.__name__, arguments)
+        return
 
     def ranges(count: int) -> Iterable[tuple[int, int]]:
         return pairwise([num_rows * part // count for part in range(count + 1)])

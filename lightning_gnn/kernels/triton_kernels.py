@@ -303,3 +303,132 @@ def pairs(
         else:
             total += left * right
     tl.store(out + slot * heads + head, tl.sum(total, 1), mask=here)
+
+
+# Kernels over rows of codes: ROWS of them a program, BLOCK bytes or numbers at a time; computed in float64 ###
+
+
+@triton.jit
+def _uniform(key, place):
+    """A number in [0, 1) that depends on its arguments, uint64, alone: splitmix64, as numba's loops have it."""
+    z = key + place.to(tl.uint64) * 0x9E3779B97F4A7C15
+    z = (z ^ (z >> 30)) * 0xBF58476D1CE4E5B9
+    z = (z ^ (z >> 27)) * 0x94D049BB133111EB
+    return ((z ^ (z >> 31)) >> 11).to(tl.float64) * (1.0 / (1 << 53))
+
+
+@triton.jit
+def _rows(num_rows, ROWS: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    return row, row < num_rows
+
+
+@triton.jit
+def _scaling(low, high):
+    """A power of two by which a row's range neither overflows nor loses digits, and the range times it."""
+    extent = high - low
+    lift = tl.where(extent > 1e300, 0.25, tl.where((extent > 0) & (extent < 1e-250), 2.0**128, 1.0))
+    return lift, high * lift - low * lift
+
+
+@triton.jit(do_not_specialize=["num_rows", "key"])
+def quantise(
+    x, ends, packed, squares, num_rows, columns, num_bytes, key, rounding,
+    BITS: tl.constexpr, STOCHASTIC: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    row, here = _rows(num_rows, ROWS)
+    at_row = (row * columns)[:, None]
+    lowest = tl.full((ROWS, BLOCK), float("inf"), tl.float64)
+    highest, strange = -lowest, lowest < 0
+    for first in range(0, columns, BLOCK):
+        column = first + tl.arange(0, BLOCK)
+        both = here[:, None] & (column < columns)[None, :]
+        value = tl.load(x + at_row + column[None, :], mask=both, other=0.0).to(tl.float64)
+        strange = strange | (both & ~(tl.abs(value) < float("inf")))
+        lowest = tl.where(both & (value < lowest), value, lowest)
+        highest = tl.where(both & (value > highest), value, highest)
+    odd = tl.max(strange.to(tl.int32), 1) > 0
+    low = tl.where(odd | ~here, 0.0, tl.min(lowest, 1))
+    high = tl.where(odd | ~here, 0.0, tl.max(highest, 1))
+    lift, extent = _scaling(low, high)
+    levels = (1 << BITS) - 1
+    scale = tl.where(extent > 0, levels / tl.where(extent > 0, extent, 1.0), 0.0)
+    step = extent / levels * (1 / lift)
+    wrong = tl.zeros((ROWS, BLOCK), tl.float64)
+    total = wrong
+    for first in range(0, num_bytes, BLOCK):
+        byte = first + tl.arange(0, BLOCK)
+        codes = tl.zeros((ROWS, BLOCK), tl.int32)
+        for part in tl.static_range(0, 8 // BITS):
+            column = part * num_bytes + byte
+            both = here[:, None] & ((byte < num_bytes) & (column < columns))[None, :] & ~odd[:, None]
+            place_in_x = at_row + column[None, :]
+            value = tl.load(x + place_in_x, mask=both, other=0.0).to(tl.float64)
+            place = (value * lift[:, None] - (low * lift)[:, None]) * scale[:, None]
+            code = tl.floor(place + 0.5)
+            if STOCHASTIC:
+                # What was coded before stays as it is.
+                off = tl.abs(low[:, None] + step[:, None] * code - value) > rounding * tl.abs(value)
+                drawn = tl.floor(place + _uniform(key.to(tl.uint64), place_in_x))
+                code = tl.where(off, tl.where(drawn > levels, levels * 1.0, drawn), code)
+            error = low[:, None] + step[:, None] * code - value
+            wrong += tl.where(both, error * error, 0.0)
+            total += tl.where(both, value * value, 0.0)
+            codes = codes | (tl.where(both, code, 0.0).to(tl.int32) << (part * BITS))
+        tl.store(
+            packed + (row * num_bytes)[:, None] + byte[None, :], codes, mask=here[:, None] & (byte < num_bytes)[None, :]
+        )
+    tl.store(ends + 2 * row, tl.where(odd, float("nan"), low), mask=here)
+    tl.store(ends + 2 * row + 1, tl.where(odd, float("nan"), high), mask=here)
+    tl.store(squares + 2 * row, tl.where(odd, float("nan"), tl.sum(wrong, 1)), mask=here)
+    tl.store(squares + 2 * row + 1, tl.where(odd, float("nan"), tl.sum(total, 1)), mask=here)
+
+
+@triton.jit(do_not_specialize=["num_rows"])
+def dequantise(
+    packed, ends, out, num_rows, columns, num_bytes, BITS: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr
+):  # fmt: skip
+    row, here = _rows(num_rows, ROWS)
+    bottom, top = tl.load(ends + 2 * row, mask=here, other=0.0), tl.load(ends + 2 * row + 1, mask=here, other=0.0)
+    low = bottom.to(tl.float64)
+    lift, extent = _scaling(low, top.to(tl.float64))
+    levels = (1 << BITS) - 1
+    step = extent / levels * (1 / lift)
+    for first in range(0, columns, BLOCK):
+        column = first + tl.arange(0, BLOCK)
+        both = here[:, None] & (column < columns)[None, :]
+        at = (row * num_bytes)[:, None] + (column % num_bytes)[None, :]
+        byte = tl.load(packed + at, mask=both, other=0).to(tl.int32)
+        code = (byte >> (column // num_bytes * BITS)[None, :]) & levels
+        value = (low[:, None] + step[:, None] * code.to(tl.float64)).to(top.dtype)
+        value = tl.where(code == levels, top[:, None], value)
+        tl.store(out + (row * columns)[:, None] + column[None, :], value, mask=both)
+
+
+@triton.jit(do_not_specialize=["num_rows", "key"])
+def shorten(
+    x, short, squares, num_rows, columns, key, STOCHASTIC: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr
+):  # fmt: skip
+    row, here = _rows(num_rows, ROWS)
+    wrong = tl.zeros((ROWS, BLOCK), tl.float64)
+    total = wrong
+    for first in range(0, columns, BLOCK):
+        column = first + tl.arange(0, BLOCK)
+        both = here[:, None] & (column < columns)[None, :]
+        at = (row * columns)[:, None] + column[None, :]
+        value = tl.load(x + at, mask=both, other=0.0)
+        bits = value.to(tl.uint32, bitcast=True)
+        if STOCHASTIC:
+            draw = (_uniform(key.to(tl.uint64), at) * 65536.0).to(tl.uint32)
+        else:
+            draw = ((bits >> 16) & 1) + 0x7FFF
+        strange = (bits & 0x7F800000) == 0x7F800000
+        # A NaN whose digits are all cut off would be infinite.
+        kept = tl.where((bits & 0x7FFFFF) != 0, 64, 0).to(tl.uint32)
+        result = tl.where(strange, (bits >> 16) | kept, (bits + draw) >> 16)
+        tl.store(short + at, result.to(tl.uint16), mask=both)
+        error = (result << 16).to(tl.float32, bitcast=True).to(tl.float64) - value.to(tl.float64)
+        wrong += tl.where(both, error * error, 0.0)
+        total += tl.where(both, value.to(tl.float64) * value.to(tl.float64), 0.0)
+    tl.store(squares + 2 * row, tl.sum(wrong, 1), mask=here)
+    tl.store(squares + 2 * row + 1, tl.sum(total, 1), mask=here)

@@ -1,7 +1,7 @@
-"""The loops of :mod:`lightning_gnn.kernels.loops` that run over edges, for GPUs; :mod:`lightning_gnn.kernels.run` calls them.
+"""Those of :mod:`lightning_gnn.kernels.loops` that GPUs need; :mod:`lightning_gnn.kernels.run` calls them.
 
-Each takes the CSR matrix in place of `indptr`, `low` and `high`, and otherwise what the loop of its name takes: tensors on the
-matrix's device, contiguous. Floats may have any of four dtypes: bfloat16, float16 and float32 are summed in float32, float64
+Each takes the CSR matrix in place of `indptr`, and otherwise what the loop of its name takes but `low` and `high`: tensors on
+the matrix's device, contiguous. Floats may have any of four dtypes: bfloat16, float16 and float32 are summed in float32, float64
 in itself, and results are rounded once, to the dtype of `out`. They have been compared with numba's in Triton's interpreter
 and compiled for GPUs, but have never run on one.
 
@@ -104,12 +104,57 @@ def additive_scores(
     _over_pairs(csr, indices, source, target, attention, slope, out, additive=True)
 
 
+# Codes: over rows, without a matrix ##########################################
+
+
+def quantise(
+    x: Tensor, ends: Tensor, packed: Tensor, squares: Tensor, bits: int, rounding: float, key: Any, stochastic: bool
+) -> None:  # fmt: skip
+    _over_rows(
+        kernels.quantise, x, (x, ends, packed, squares), (packed.size(1), int(key), rounding),
+        BITS=bits, STOCHASTIC=stochastic,
+    )  # fmt: skip
+
+
+def dequantise(packed: Tensor, ends: Tensor, out: Tensor, bits: int) -> None:
+    _over_rows(kernels.dequantise, out, (packed, ends, out), (packed.size(1),), BITS=bits)
+
+
+def shorten(x: Tensor, short: Tensor, squares: Tensor, key: Any, stochastic: bool) -> None:
+    _over_rows(kernels.shorten, x, (x, short, squares), (int(key),), STOCHASTIC=stochastic)
+
+
 # Launches #####################################################################
 
 
-def _launch(kernel: Any, grid: tuple[int, ...], *arguments: Any, num_warps: int = 1, **constants: Any) -> None:
-    # Products and sums are rounded together, as in numba's loops, whatever the default of a version of Triton.
-    kernel[grid](*arguments, num_warps=num_warps, enable_fp_fusion=True, **constants)
+def _launch(
+    kernel: Any, grid: tuple[int, ...], *arguments: Any, num_warps: int = 1, fused: bool = True, **constants: Any
+) -> None:  # fmt: skip
+    # Products and sums are rounded together, or not, as in numba's loops, whatever the default of a version of Triton.
+    kernel[grid](*arguments, num_warps=num_warps, enable_fp_fusion=fused, **constants)
+
+
+def _over_rows(
+    kernel: Any, rows: Tensor, tensors: tuple[Tensor, ...], numbers: tuple[Any, ...], **constants: Any
+) -> None:
+    """Launches a kernel of codes over ``rows [n, F]``."""
+    num_rows, columns = rows.shape
+    if rows.numel() == 0:
+        return
+    block = min(128, triton.next_power_of_2(columns))
+    count = 512 // block
+    _launch(
+        kernel,
+        (-(-num_rows // count),),
+        *tensors,
+        num_rows,
+        columns,
+        *numbers,
+        fused=False,
+        ROWS=count,
+        BLOCK=block,
+        **constants,
+    )
 
 
 def _wide(out: Tensor) -> Any:
@@ -117,7 +162,7 @@ def _wide(out: Tensor) -> Any:
     return tl.float64 if out.dtype == torch.float64 else tl.float32
 
 
-def _tile(width: int, tiles: int = 1) -> tuple[dict[str, int], int]:
+def _tile(width: int, tiles: int = 1) -> tuple[dict[str, Any], int]:
     """Returns how many edges and columns a program of so many tiles has at once, and its number of warps.
 
     About 512 numbers, 16 per thread, so that enough loads are under way where a warp has one row; two warps for the widest,

@@ -21,6 +21,7 @@ from typing_extensions import override
 
 from lightning_gnn.data.attributes import STAND_INS
 from lightning_gnn.data.sources import MASKS
+from lightning_gnn.devices import can_pin
 from lightning_gnn.partition.types import ONE_TYPE
 from lightning_gnn.sampling.draws import draw_others
 from lightning_gnn.sampling.graph_store import GraphStore
@@ -166,6 +167,7 @@ class SampledBatches:
         seed: of all random numbers; None to leave the seeds in order.
         ahead: batches that are made ahead; 0 makes each when it is needed.
         epoch: returns the number of the epoch whose batches are made.
+        device: where a batch is when it is taken; samplers pin it, where that is possible, so that nobody waits for the copy.
 
     Attributes:
         waited: seconds spent in waiting for batches, since :meth:`take_seconds`.
@@ -181,8 +183,9 @@ class SampledBatches:
         seed: int | None,
         ahead: int,
         epoch: Callable[[], int],
+        device: torch.device = torch.device("cpu"),  # noqa: B008
     ) -> None:
-        self.makers, self.batches = makers, batches
+        self.makers, self.batches, self._device = makers, batches, device
         self._seeds, self._stand_in, self._rank = seeds, stand_in, rank
         self._seed, self._ahead, self._epoch = seed, ahead, epoch
         self.waited = 0.0
@@ -206,7 +209,7 @@ class SampledBatches:
                 self._seconds[sampler] += time.perf_counter() - began
 
         self._running = self._ahead_of(make) if self._ahead else (make(step, 0) for step in range(len(self)))
-        return self._running
+        return map(lambda batch: batch.to(self._device, non_blocking=True), self._running)
 
     def close(self) -> None:
         """Ends an epoch that was left early, once the batches that were begun are made: other ranks may wait for them."""
@@ -224,7 +227,7 @@ class SampledBatches:
             nodes[STAND_INS] = {name: int(rows) for name, rows in chosen.items() if len(rows) == 1}
         if "num_seeds" not in batch:  # else what other ranks have is not known before they have made theirs
             batch.seed_counts = counts
-        return batch
+        return batch.pin_memory() if can_pin(self._device) else batch
 
     def _ahead_of(self, make: Callable[[int, int], Data | HeteroData]) -> Generator[Data | HeteroData, None, None]:
         """Yields ``make(step, sampler)`` of all steps in order, made in threads that are so many ahead of who takes them.

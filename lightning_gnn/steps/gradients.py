@@ -60,7 +60,7 @@ class GradientSum:
     A bucket is sent once all its gradients are there, in the same order on all ranks; the last one after the backward.
     Its message tells which parameters have a gradient on some rank, since one that has none keeps None, as on one
     device, where the optimizer then leaves it alone. It also tells which buckets got more after they were sent, as
-    reentrant checkpointing does; these are sent again.
+    reentrant checkpointing does; these are sent again. On devices hosts tell each other, and wait for no device.
 
     Attributes:
         seconds, collective_seconds: spent after backwards until now, and of these in collectives.
@@ -190,9 +190,12 @@ class GradientSum:
             self._send(bucket)
         flags = [float(parameter.grad is not None) for bucket in self._buckets for parameter in bucket.parameters]
         flags += [float(bucket.versions != _versions(bucket)) for bucket in early]
+        told = torch.tensor(flags)
+        on_device = self._world.host_group is not None
+        wait_for_flags = self._world.start_all_reduce_(told, "Which gradients there are") if on_device else None
         dtype = last.parameters[0].dtype
         fits = loss is not None and torch.promote_types(loss.dtype, dtype) == dtype
-        self._send(last, flags, loss if fits else None)
+        self._send(last, [] if on_device else flags, loss if fits else None)
         for bucket in self._buckets:
             assert bucket.wait is not None
             bucket.wait()
@@ -202,7 +205,11 @@ class GradientSum:
             last.flat, total = last.flat[:-1], last.flat[-1].clone()
         elif loss is not None:
             total = self._world.all_reduce_(loss.clone(), "Loss")
-        found = last.flat[len(last.flat) - len(flags) :].tolist()
+        if wait_for_flags is None:
+            told = last.flat[len(last.flat) - len(flags) :]
+        else:
+            wait_for_flags()
+        found = told.tolist()
         used, again = iter(found), found[len(found) - len(early) :]
         for bucket, late in zip(early, again):
             if late:

@@ -14,6 +14,7 @@ from typing import Any, TypeVar
 import lightning.pytorch as pl
 import torch
 from lightning.pytorch.callbacks import LambdaCallback
+from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor
 from torch_geometric.data import HeteroData
@@ -212,9 +213,17 @@ class SamplingStrategy(GNNStrategy):
         # trainer.current_epoch is one behind for a moment, when a run resumes with a checkpoint of an epoch's end.
         progress: Any = trainer.fit_loop.epoch_progress.current
         self._loaders[mask] = SampledBatches(
-            makers, batches, own, seeds[:1], rank, seed, self.prefetch, lambda: progress.processed
+            makers, batches, own, seeds[:1], rank, seed, self.prefetch, lambda: progress.processed, self._taken_on(data)
         )
         return self._loaders[mask]
+
+    def _taken_on(self, data: GraphDataModule) -> torch.device:
+        """Returns where batches are when they are taken: on the rank's device, unless a hook of the user moves them there."""
+        users = ((self._module, pl.LightningModule), (data, pl.LightningDataModule))
+        hooks = "on_before_batch_transfer", "transfer_batch_to_device"
+        if any(is_overridden(hook, owner, base) for owner, base in users for hook in hooks):
+            return torch.device("cpu")
+        return self.root_device
 
     def _stores(self, cut: Cut, mask: str | None, messages: str | None) -> list[GraphStore]:
         """Returns the graph for each sampler of a stage's loader, whose threads run on while those of others do."""

@@ -17,13 +17,15 @@ from lightning_gnn.kernels import CSR, loops
 from lightning_gnn.kernels.run import BACKENDS
 
 
-def _loops(name: str, csr: CSR, arguments: tuple[Any, ...]) -> None:
+def _loops(name: str, arguments: tuple[Any, ...]) -> None:
     """Runs a loop of the CPU in the device's memory, in place of Triton's; on 16-bit numbers in float32."""
-    raws = [emulated.raw_of(each) for each in arguments]
+    first, *others = arguments
+    over_edges = isinstance(first, CSR)
+    raws = [emulated.raw_of(each) for each in (first.indptr if over_edges else first, *others)]
     short = [isinstance(each, torch.Tensor) and each.dtype in (torch.bfloat16, torch.float16) for each in raws]
     wide = [each.float() if of_16_bits else each for each, of_16_bits in zip(raws, short)]
     arrays = [each.detach().numpy() if isinstance(each, torch.Tensor) else each for each in wide]
-    getattr(loops, name)(emulated.raw_of(csr.indptr).numpy(), *arrays, 0, csr.num_rows)
+    getattr(loops, name)(*arrays, 0, first.num_rows if over_edges else len(first))
     for raw, found, of_16_bits in zip(raws, wide, short):
         if of_16_bits:
             raw.copy_(found)

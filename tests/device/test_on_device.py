@@ -183,3 +183,53 @@ def test_backends():
     for kind in ("mps", "meta"):
         with pytest.raises(ValueError, match=f"Ranks on {kind} devices cannot exchange tensors"):
             backend_of(torch.device(kind))
+
+
+class Hooked(Module):
+    """Its hook sees batches before they are moved."""
+
+    def on_before_batch_transfer(self, batch: Data, dataloader_idx: int) -> Data:
+        assert batch.x.device.type == "cpu"
+        return batch
+
+
+def taken(rank: int, size: int, kind: type[Module]) -> tuple[list[str], list[bool]]:
+    """Returns who pinned batches of a training epoch, and whether each was there when Lightning would have moved it."""
+    import threading
+
+    from lightning_gnn import SamplingStrategy
+    from lightning_gnn.sampling import loader
+
+    pinned_by: list[str] = []
+    arrived: list[bool] = []
+    waited_for: list[bool] = []
+
+    def pin(self: Data) -> Data:
+        pinned_by.append(threading.current_thread().name)
+        return self
+
+    def move(self: Data, device: Any, *args: Any, non_blocking: bool = False, **kwargs: Any) -> Data:
+        if "batch_size" in self and torch.device(device).type != "cpu":
+            arrived.append(self.n_id.device.type != "cpu")
+            waited_for.append(not (arrived[-1] or non_blocking))
+        return to(self, device, *args, non_blocking=non_blocking, **kwargs)
+
+    to = Data.to
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Data, "pin_memory", pin)
+        patch.setattr(Data, "to", move)
+        patch.setattr(loader, "can_pin", lambda device: device.type != "cpu")
+        strategy = SamplingStrategy(fanouts=[3, 3], batch_size=8, timeout=60)
+        trainer = quiet_trainer(strategy, size, max_epochs=1, limit_val_batches=0, num_sanity_val_steps=0)
+        trainer.fit(kind(build("sage")).double(), datamodule=GraphDataModule(awkward_graph()))
+    assert any(waited_for) == (kind is Hooked)
+    return pinned_by, arrived
+
+
+def test_samplers_pin_batches_and_nobody_waits_for_the_copy(ranks):
+    """Each is copied when it is taken, before Lightning asks for it; a hook of the user before that gets it on the CPU."""
+    for pinned_by, arrived in ranks.run(2, taken, Module):
+        assert len(pinned_by) == 2 and arrived == [False, True] * 2
+        assert all(name.startswith("lightning_gnn sampler") for name in pinned_by)
+    for pinned_by, arrived in ranks.run(2, taken, Hooked):
+        assert pinned_by == [] and arrived == [False, False]

@@ -35,14 +35,14 @@ class Steps(L.Callback):
             self.found = Counter(emulated.syncs)
 
 
-def waits(rank: int, size: int, model: str, strategy: str) -> dict[str, int]:
+def waits(rank: int, size: int, model: str, strategy: str, graph: Any = None) -> dict[str, int]:
     torch.manual_seed(1)
     module = NodeClassifier(build(model), num_classes=CLASSES).double()
     steps = Steps()
     trainer = quiet_trainer(
         strategy, size, False, max_epochs=4, limit_val_batches=0, num_sanity_val_steps=0, callbacks=[steps]
     )
-    trainer.fit(module, datamodule=GraphDataModule(awkward_graph()))
+    trainer.fit(module, datamodule=GraphDataModule(graph or awkward_graph()))
     return {f"{what} in {where}": count for (what, where), count in steps.found.items()}
 
 
@@ -50,18 +50,17 @@ def waits(rank: int, size: int, model: str, strategy: str) -> dict[str, int]:
     ("model", "strategy"),
     [("gcn_batch_norm", "dgcl"), ("pna", "dgcl"), ("sage_graph_norm", "dgcl"), ("gcn", "spmm_1d")],
 )
-def test_a_step_waits_twice(ranks, model, strategy):
-    """For the values that it logs, and for which parameters have gradients."""
+def test_a_step_waits_once(ranks, model, strategy):
+    """For the values that it logs."""
     for found in ranks.run(2, waits, model, strategy):
-        assert len(found) == 2 and sum(found.values()) == 2, found
-        assert sum("devices.py" in where or "steps/gradients.py" in where for where in found) == 2, found
+        assert sum(found.values()) == 1 and "devices.py" in next(iter(found)), found
 
 
 def test_a_message_that_data_decide_waits_once(ranks):
-    """Two layers' partial sums or rows, there and back; and the two of every step."""
+    """Two layers' partial sums or rows, there and back; and the one of every step."""
     for found in ranks.run(2, waits, "gcn", "vertex_cut_cached"):
         assert sum(count for where, count in found.items() if "comm/cache.py" in where) == 4, found
-        assert sum(found.values()) == 6, found
+        assert sum(found.values()) == 5, found
 
 
 def stuck(rank: int, size: int) -> None:
@@ -88,25 +87,30 @@ def test_a_device_that_waits_for_others_is_an_error_in_time(ranks):
     ranks.run(1, stuck)
 
 
+EDGES = 8000
+
+
 def without_loops(rank: int, size: int, model: str) -> list[str]:
     import warnings
 
     from lightning_gnn.kernels.run import BACKENDS
 
+    graph = awkward_graph()
+    graph.edge_index = torch.randint(0, 60, (2, EDGES))
+    del graph.edge_weight, graph.edge_attr
     kept = BACKENDS.pop("emulated")
     try:
         with warnings.catch_warnings(record=True) as heard:
             warnings.simplefilter("always")
-            waits(rank, size, model, "dgcl")
+            waits(rank, size, model, "dgcl", graph)
     finally:
         BACKENDS["emulated"] = kept
     return [str(each.message) for each in heard if "no kernels on emulated" in str(each.message)]
 
 
-@pytest.mark.parametrize("model", ["gat"])
-def test_rows_of_edges_are_told_once(ranks, model):
-    """Of all convs and steps, in a process that has not been told before."""
+def test_rows_of_edges_are_told_once(ranks):
+    """Of all convs and steps, in a process that has not been told before; the first layer has 16 columns."""
     ranks.close()
-    [said] = ranks.run(1, without_loops, model)[0]
-    assert "each of 0.0 MB" in said or "MB in the first one" in said
-    assert ranks.run(1, without_loops, model)[0] == []
+    [said] = ranks.run(1, without_loops, "gat")[0]
+    assert f"each of {EDGES * 16 * 8 / 1e6:,.1f} MB in the first one" in said
+    assert ranks.run(1, without_loops, "gat")[0] == []

@@ -19,7 +19,7 @@ from conftest import RankPool
 from torch import Tensor
 from warm import cold
 
-from lightning_gnn.kernels import CSR, attention, loops, spmm, sums
+from lightning_gnn.kernels import CSR, attention, codes, loops, spmm, sums
 from lightning_gnn.kernels import run as runner
 
 needs_triton = pytest.mark.skipif(find_spec("triton") is None, reason="triton is not installed")
@@ -344,11 +344,62 @@ def test_a_sum_beyond_float16(interpreted):
     interpreted(softmax_of_a_hub)
 
 
+def compare_codes(cases: list[Any]) -> None:
+    """Codes, what is decoded of them and their errors, next to numba's: the same bits, but for the order of sums of squares."""
+    for rows, columns, dtype, bits, noise in cases:
+        torch.manual_seed(columns)
+        x = torch.randn(rows, columns).to(dtype) * 10.0 ** torch.randint(-30, 30, (rows, 1))
+        x[3::7] = x[3::7, :1]  # rows of one number
+        for row, strange in enumerate((float("nan"), float("inf"), -float("inf"))):
+            x[row, row % columns] = strange
+        if dtype == torch.float64:
+            x[-2], x[-1] = 1.7e308 * torch.rand(columns).sub(0.5), 1e-300 * torch.rand(columns)
+
+        def run(x: Tensor = x, dtype: torch.dtype = dtype, bits: int = bits, noise: int | None = noise) -> list[Tensor]:
+            if bits == 16:
+                x = x.float()
+                x.view(torch.int32)[0, 0] = 0x7F800001  # a NaN whose digits are all cut off
+                short = torch.empty(x.shape, dtype=torch.bfloat16)
+                squares = codes.shorten(x, short, noise)
+                return [short.view(torch.int16), squares]
+            ends, packed, squares = codes.quantise(x, bits, noise)
+            back = torch.empty_like(x)
+            codes.dequantise(ends, packed, bits, back)
+            again = codes.quantise(back, bits, noise)
+            assert torch.equal(again[1], packed) or noise is not None
+            assert dtype == torch.float64 or torch.equal(again[1][3:], packed[3:])
+            finite = codes.quantise(x[3:], bits, noise)[-1]
+            return [ends, packed, back, finite]
+
+        expected = run()
+        with in_triton(1024):
+            found = run()
+        for ours, theirs in zip(found[:-1], expected[:-1]):
+            assert torch.equal(ours.nan_to_num(), theirs.nan_to_num()), (columns, dtype, bits, noise)
+        torch.testing.assert_close(found[-1], expected[-1], rtol=1e-12, atol=0, equal_nan=True)
+
+
+CODES = [
+    (40, columns, dtype, bits, noise)
+    for columns, dtype in (
+        (1, torch.float32), (7, torch.float64), (70, torch.bfloat16), (150, torch.float32), (130, torch.float16),
+    )
+    for bits in (2, 4, 8, 16)
+    for noise in (None, 2**61 + 12345)
+]  # fmt: skip
+
+
+@needs_triton
+@pytest.mark.parametrize("part", [1, *campaign(0, 2, 3, 4, 5, 6)])
+def test_codes_are_numbas(interpreted, part):
+    interpreted(compare_codes, CODES[part::7])
+
+
 # Compiling ahead ##############################################################
 
 NAMES = {
     torch.float64: "fp64", torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16", torch.int64: "i64",
-    torch.int32: "i32",
+    torch.int32: "i32", torch.uint16: "u16", torch.uint8: "u8",
 }  # fmt: skip
 
 
@@ -360,6 +411,7 @@ OFTEN = [
     ("additive_scores_grad", torch.float16, 90),
     ("minus_rows", torch.bfloat16, 100),
     ("additive_scores", torch.float64, 80),
+    ("codes", torch.float32, 90),
 ]
 FLOATS = tuple(TOLERANCE)
 
@@ -367,7 +419,10 @@ FLOATS = tuple(TOLERANCE)
 @needs_triton
 @pytest.mark.parametrize(
     "loop, dtype, capability",
-    [*OFTEN, *campaign(*(each for each in itertools.product(LOOPS, FLOATS, (80, 90, 100)) if each not in OFTEN))],
+    [
+        *OFTEN,
+        *campaign(*(each for each in itertools.product([*LOOPS, "codes"], FLOATS, (80, 90, 100)) if each not in OFTEN)),
+    ],
 )
 def test_compiles_for_gpus(loop, dtype, capability, monkeypatch, tmp_path):
     """What a loop launches, with hubs and without, on tensors of such a dtype is compiled to the machine code of a GPU."""
@@ -379,27 +434,37 @@ def test_compiles_for_gpus(loop, dtype, capability, monkeypatch, tmp_path):
 
     binaries = {}
 
-    def compile_it(kernel: Any, grid: Any, *arguments: Any, num_warps: int, **constants: Any) -> None:
+    def type_of(name: str, value: Any) -> str:
+        if isinstance(value, Tensor):
+            return f"*{NAMES[value.dtype]}"
+        return "fp32" if isinstance(value, float) else "i64" if name == "key" else "i32"
+
+    def compile_it(
+        kernel: Any, grid: Any, *arguments: Any, num_warps: int = 1, fused: bool = True, **constants: Any
+    ) -> None:  # fmt: skip
         assert all(0 < size < 2**31 for size in grid)
         place = {name: index for index, name in enumerate(kernel.arg_names)}
         names = [name for name in place if name not in constants]
-        types = {
-            name: f"*{NAMES[value.dtype]}" if isinstance(value, Tensor) else "i32"
-            for name, value in zip(names, arguments)
-        }
+        types = {name: type_of(name, value) for name, value in zip(names, arguments)}
         assert len(names) == len(arguments)
-        aligned = {(place[name],): [["tt.divisibility", 16]] for name in names if types[name] != "i32"}
+        aligned = {(place[name],): [["tt.divisibility", 16]] for name in names if types[name][0] == "*"}
         signature = {name: types.get(name, "constexpr") for name in place}
         source = ASTSource(kernel, signature, {(place[name],): value for name, value in constants.items()}, aligned)
-        made = triton.compile(
-            source, target=GPUTarget("cuda", capability, 32), options={"num_warps": num_warps, "enable_fp_fusion": True}
-        )
+        options = {"num_warps": num_warps, "enable_fp_fusion": fused}
+        made = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
         binaries[source.hash()] = made.asm["cubin"]
 
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     monkeypatch.setattr(triton_loops, "_launch", compile_it)
     monkeypatch.setitem(runner.BACKENDS, "cpu", runner._on_gpu)
     torch.manual_seed(0)
+    if loop == "codes":
+        rows = torch.ones(5, 48, dtype=dtype)
+        ends, packed, _ = codes.quantise(rows, 4, 1)
+        codes.dequantise(ends, packed, 4, rows)
+        codes.shorten(rows, torch.empty(5, 48, dtype=torch.bfloat16), 1)
+        assert len(binaries) == 3 and all(binaries.values())
+        return
     csr = graph("awkward")
     for split in (8, 1024):
         monkeypatch.setattr(triton_loops, "SPLIT", split)
@@ -424,8 +489,8 @@ def test_other_devices_have_a_registry(monkeypatch):
     assert all(runner.has_loops(kind, dtype) for dtype in floats)
     x = torch.zeros(csr.num_cols, 2, dtype=torch.float16)
     out = spmm(csr, x)
-    [(name, matrix, arguments)] = calls
-    assert name == "spmm" and matrix is csr and arguments[0] is csr.indices and arguments[-3:] == (False, False, False)
+    [(name, (matrix, *arguments))] = calls
+    assert name == "spmm" and matrix is csr and arguments[0] is csr.indices and arguments[-3:] == [False, False, False]
     assert arguments[2].dtype == torch.float16 and arguments[4].data_ptr() == out.data_ptr()
 
 
