@@ -26,12 +26,15 @@ sys.path[:0] = dict.fromkeys(map(str, [TESTS, *_FOLDERS]))  # some tests share w
 SHARED = Path(os.environ.get("LIGHTNING_GNN_SHARED", TESTS.parent.parent / "shared"))
 
 
-def _serve(connection: Any, rank: int, begin: Callable[[], None] | None) -> None:
+def _serve(connection: Any, rank: int, begin: Callable[[], None] | None, forked: bool) -> None:
     """One rank of the pool: runs the functions that it is sent."""
     import warnings
 
     import torch
+    import warm
 
+    if forked:
+        warm.serve_from_here()
     torch.set_num_threads(1)
     warnings.filterwarnings("ignore")
     if begin is not None:
@@ -85,7 +88,9 @@ class RankPool:
             context.set_forkserver_preload(["common"])  # imported once for all
         for rank in range(len(self._ranks), size):
             ours, theirs = context.Pipe()
-            process = context.Process(target=_serve, args=(theirs, rank, self._begin), daemon=True)
+            process = context.Process(
+                target=_serve, args=(theirs, rank, self._begin, self.start_method == "forkserver"), daemon=True
+            )
             process.start()
             self._ranks.append((process, ours))
 
@@ -176,21 +181,20 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.hookimpl(tryfirst=True)  # before -m looks at marks
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Of more than two cases of a test over ranks, or of programs, those between the first and the last are of the campaign."""
+    """Of several cases of a program, all but the first are of the campaign; of a test over ranks, all but the last, which has most."""
     cases: dict[str, list[pytest.Item]] = {}
     for item in items:
         if {"ranks", "ran"} & {*getattr(item, "fixturenames", ())} and item.get_closest_marker("campaign") is None:
             cases.setdefault(item.nodeid.partition("[")[0], []).append(item)
     for alike in cases.values():
-        for item in alike[1:-1]:
+        for item in alike[1:] if "ran" in alike[0].fixturenames else alike[:-1]:  # type: ignore[attr-defined]
             item.add_marker(pytest.mark.campaign)
-    # On the emulated device, what is of every day on the CPU: some every day, too, and the others of the campaign.
+    # What is of every day on the CPU is of the campaign on the emulated device.
     again = [item for item in items if item.path.name == "test_again.py"]
     left_out = {item for item in again if item.get_closest_marker("campaign") is not None}
     items[:] = [item for item in items if item not in left_out]
     for item in again:
-        if item.originalname not in item.module.EVERY_DAY:
-            item.add_marker(pytest.mark.campaign)
+        item.add_marker(pytest.mark.campaign)
 
 
 @pytest.fixture

@@ -106,6 +106,18 @@ def _install(connection: socket.socket) -> None:
     multiprocessing.util.spawnv_passfds = _spawn  # type: ignore[attr-defined]
 
 
+def serve_from_here() -> None:
+    """Has this process's Pythons forked from what it is now: a fork, in which nobody else's files are open."""
+    ours, theirs = socket.socketpair()
+    if os.fork() == 0:
+        ours.close()
+        _open({theirs.fileno(): theirs.fileno()})
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        _serve(theirs)
+    theirs.close()
+    _install(ours)
+
+
 @contextmanager
 def cold() -> Iterator[None]:
     """While open, Pythons that this thread starts import everything themselves, and so do those that they start."""
@@ -132,7 +144,7 @@ def _execute(self: Any, args: Any, *rest: Any) -> None:
 
 def _spawn(path: Any, args: Any, passfds: Any) -> int:
     """In place of multiprocessing's own."""
-    code = any("spawn_main" in str(os.fsdecode(each)) for each in args)
+    code = any(name in os.fsdecode(each) for each in args for name in ("spawn_main", "forkserver import main"))
     pid = _fork(args, passfds, None, None, [0, 1, 2], new_session=False) if code else None
     return _spawnv_passfds(path, args, passfds) if pid is None else pid
 
@@ -221,14 +233,8 @@ def _become(
     os.environ.update(environment)
     if MARK in environment:
         _prctl(_NAME, environment[MARK][:15].encode(), 0, 0, 0)
-    ours, theirs = socket.socketpair()
-    if os.fork() == 0:  # what this process starts is forked from one that is as new as it is now
-        ours.close()
-        _open({theirs.fileno(): theirs.fileno()})
-        signal.signal(signal.SIGINT, signal.SIG_IGN)
-        _serve(theirs)
-    theirs.close()
-    _install(ours)
+    serve_from_here()
+    sys.stdin = os.fdopen(0, closefd=False)  # multiprocessing reads nothing, from another number
     sys.stdout.reconfigure(write_through=unbuffered)  # type: ignore[union-attr]
     tempfile.tempdir = None  # of TMPDIR
     random.seed()

@@ -191,7 +191,7 @@ class GradientSum:
         flags = [float(parameter.grad is not None) for bucket in self._buckets for parameter in bucket.parameters]
         flags += [float(bucket.versions != _versions(bucket)) for bucket in early]
         told = torch.tensor(flags)
-        on_device = self._world.host_group is not None
+        on_device = last.parameters[0].device.type != "cpu"
         wait_for_flags = self._world.start_all_reduce_(told, "Which gradients there are") if on_device else None
         dtype = last.parameters[0].dtype
         fits = loss is not None and torch.promote_types(loss.dtype, dtype) == dtype

@@ -1,4 +1,4 @@
-"""Tests of ranks on the CPU once more, on the emulated device."""
+"""Tests of ranks on the CPU once more, on the emulated device; in ``make test-all``."""
 
 from __future__ import annotations
 
@@ -67,9 +67,6 @@ LEFT_OUT = {
     "trained_as_on_one_device_of_spmm": "sums in another order: 1.6e-10 from one device where 1e-10 is asked for",
 }
 """Why tests are not run here."""
-
-EVERY_DAY = {"test_awkward_graph_of_exact"}
-"""Those of ``make test``; ``make test-all`` has all of them."""
 
 for _module in MODULES:
     for _name, _test in vars(importlib.import_module(_module.rpartition(".")[2])).items():

@@ -160,11 +160,14 @@ FEW = [
     ("awkward", torch.float32, 1, 1, 8, (True, True, True)),
     ("awkward", torch.float64, 3, 5, 40, (False, False, False)),
     ("awkward", torch.bfloat16, 2, 8, 8, (True, False, True)),
+    ("awkward", torch.float32, 1, 130, 9, (False, True, True)),
+    ("no edges", torch.float32, 2, 3, 8, (True, True, True)),
+]
+MORE = [
     ("awkward", torch.float16, 1, 33, 1024, (False, True, False)),
     ("awkward", torch.float32, 5, 27, 8, (False, True, True)),
     ("awkward", torch.float32, 1, 130, 9, (True, False, True)),
     ("awkward", torch.float64, 1, 6, 8, (True, True, False)),
-    ("no edges", torch.float32, 2, 3, 8, (True, True, True)),
     ("one row", torch.float64, 1, 7, 8, (True, False, False)),
     ("no rows", torch.float32, 2, 2, 8, (True, True, False)),
     ("awkward", torch.float32, 3, 0, 8, (True, False, False)),
@@ -210,8 +213,11 @@ def compare(loop: str, cases: list[Any]) -> None:
 
 @needs_triton
 @pytest.mark.parametrize("loop", LOOPS)
-def test_same_as_numba(interpreted, loop):
-    interpreted(compare, loop, FEW)
+@pytest.mark.parametrize(
+    "cases", [pytest.param(FEW, id="few"), pytest.param(MORE, id="more", marks=pytest.mark.campaign)]
+)
+def test_same_as_numba(interpreted, loop, cases):
+    interpreted(compare, loop, cases)
 
 
 @needs_triton

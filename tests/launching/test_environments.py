@@ -9,7 +9,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from common import campaign
 from conftest import SHARED
 from launched import results
 from processes import REPOSITORY, TORCHRUN, Finished, run
@@ -91,7 +90,8 @@ def two_machines(folder: Path, how: str, store: str) -> Finished:
 
 
 @pytest.mark.program(runs=two_machines)
-@pytest.mark.parametrize(("how", "store"), [("lightning", "own"), *campaign(("torchrun", "shared"))])
+@pytest.mark.campaign
+@pytest.mark.parametrize(("how", "store"), [("lightning", "own"), ("torchrun", "shared")])
 def test_two_machines(_namespaces, one_device, ran, how, store):
     """Two network namespaces with two ranks each; the store on a file system of both, or of each."""
     folder, finished = ran

@@ -80,10 +80,17 @@ def evaluated(rank: int, world_size: int, names: list[str]) -> dict[str, Any]:
     return found
 
 
-def test_metrics_of_parts_with_one_class_or_one_node_are_those_of_the_whole(ranks):
+@pytest.mark.parametrize(
+    "names",
+    [
+        pytest.param([*EXACT, *OTHERS], id="all", marks=pytest.mark.campaign),
+        pytest.param(["dgcl", "spmm_2d", "vertex_cut", "sampling", "gossip"], id="some"),
+    ],
+)
+def test_metrics_of_parts_with_one_class_or_one_node_are_those_of_the_whole(ranks, names):
     """Accuracy, F1 (macro) and AUROC of every scheme, with BatchNorm: those of its weights on one device."""
     [alone] = evaluated(0, 1, ["auto"]).values()
-    found = ranks.run(4, evaluated, [*EXACT, *OTHERS])
+    found = ranks.run(4, evaluated, names)
     graph = graph_and_parts()[0]
     for name in found[0]:
         module = UserModule(build("gin_batch_norm")).double()
