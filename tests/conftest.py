@@ -175,13 +175,13 @@ def pytest_configure(config: pytest.Config) -> None:
     import warm
     from processes import environment
 
-    if hasattr(config, "workerinput") or not getattr(config.option, "numprocesses", None):  # runs tests itself
+    if not hasattr(config, "workerinput"):  # xdist's workers are forked, too
         warm.start(environment())
 
 
 @pytest.hookimpl(tryfirst=True)  # before -m looks at marks
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Of several cases of a program, all but the first are of the campaign; of a test over ranks, all but the last, which has most."""
+    """Of several cases of a program, all but the first are of the campaign; of a test over ranks, all but the last."""
     cases: dict[str, list[pytest.Item]] = {}
     for item in items:
         if {"ranks", "ran"} & {*getattr(item, "fixturenames", ())} and item.get_closest_marker("campaign") is None:

@@ -84,6 +84,7 @@ def on_cora(folder: Path) -> Finished:
     return run(REPOSITORY / "examples" / "library.py", "--root", "planetoid", "--epochs", 10, cwd=folder)
 
 
+@pytest.mark.campaign
 @pytest.mark.program(runs=on_cora)
 def test_library_on_cora(shared, ran):
     _, finished = ran

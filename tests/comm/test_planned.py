@@ -206,6 +206,7 @@ def test_missing_relay_is_named(ranks, shared_memory, seconds=0.0):
         assert words in caught.value.errors[0]
 
 
+@pytest.mark.campaign
 def test_relay_that_is_gone_before_is_named(ranks):
     """Then gloo raises where a message is started, not where it is waited for."""
     test_missing_relay_is_named(ranks, False, 1.0)

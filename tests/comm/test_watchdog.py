@@ -161,7 +161,7 @@ def failed(ran: tuple[Path, Finished]) -> str:
 
 @pytest.mark.slow
 @straying
-@pytest.mark.parametrize(("event", "memory", "timeout"), [("sleep", "shared", 10.0)])
+@pytest.mark.parametrize(("event", "memory", "timeout"), [("sleep", "shared", 5.0)])
 def test_deadline(ran, event, memory, timeout):
     output = failed(ran)
     waits = r"rank 0: waits for rank 1, for \d+\.\d s now, in: Halo exchange \(forward\) of layer 'second', training step 3;"

@@ -544,6 +544,7 @@ def test_one_that_stops_early_leaves_its_batches_to_the_others(ranks, tmp_path):
     assert everyone[1]["epoch"] < everyone[0]["epoch"] == EPOCHS
 
 
+@pytest.mark.campaign
 @pytest.mark.parametrize("average", [*campaign("parameters"), "push_sum"])
 def test_workers_that_average_agree_more(ranks, tmp_path, average):
     """And how far they are from each other is estimated well, and logged."""

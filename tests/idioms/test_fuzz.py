@@ -25,7 +25,7 @@ LOSS = Statement("loss", (("training_step", "loss = F.cross_entropy(out[mask], y
 CONV = Statement("conv", (("__init__", "self.conv = nn.SAGEConv(8, 8)"), ("forward", "x = self.conv(x, edge_index)")))
 
 
-@pytest.mark.parametrize(("first", "count"), [(0, 6), *campaign(*((first, BATCH) for first in range(0, 200, BATCH)))])
+@pytest.mark.parametrize(("first", "count"), [(0, 3), *campaign(*((first, BATCH) for first in range(0, 200, BATCH)))])
 def test_programs_are_exact_or_refused(ranks, first, count):
     found = Fuzzer(ranks).judge([draw(seed) for seed in range(first, first + count)])
     assert [verdict for verdict in found if verdict.outcome in BAD] == []
@@ -44,6 +44,7 @@ def test_the_fuzzer_sees_what_is_wrong(ranks):
     assert [verdict.outcome for verdict in unchecked.judge([program(), mixing])] == ["exact", "WRONG"]
 
 
+@pytest.mark.campaign
 def test_the_fuzzer_leaves_out_what_is_not_to_blame(ranks):
     whole = program(
         ("on_train_epoch_end", "self.log('grown', self.head.weight.norm())"), ("forward", "x = x - x.mean(0)")

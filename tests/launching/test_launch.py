@@ -117,6 +117,7 @@ def several(folder: Path, suffix: str, ddp: str) -> Finished:
     return run(folder / "several.py", suffix, ddp, cwd=folder)
 
 
+@pytest.mark.campaign
 @pytest.mark.program(runs=several)
 @pytest.mark.parametrize(("suffix", "ddp"), [("", "ddp"), ("_notebook", "ddp_notebook")])
 def test_several_strategies_in_one_script(ran, suffix, ddp):
@@ -157,6 +158,7 @@ def logged(folder: Path, *names: str) -> list[list[float]]:
     return [[float(row[name]) for row in rows if row[name]] for name in names]
 
 
+@pytest.mark.campaign
 @pytest.mark.program(runs=command_line)
 @pytest.mark.parametrize(
     ("config", "options"),

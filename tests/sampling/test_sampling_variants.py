@@ -18,6 +18,7 @@ from common import (
     assert_same,
     awkward_graph,
     build,
+    campaign,
     of_config,
     one_training_node,
     quiet_trainer,
@@ -270,7 +271,7 @@ def share_of_draws(undirected: Any, method: str, count: int, walk_length: int, d
     return seen
 
 
-@pytest.mark.parametrize(("method", "count"), [("saint_node", 15), ("saint_edge", 1), ("saint_walk", 6)])
+@pytest.mark.parametrize(("method", "count"), [("saint_node", 15), *campaign(("saint_edge", 1), ("saint_walk", 6))])
 def test_saint_draws_have_the_papers_odds(undirected, method, count):
     """Of independent draws with odds q, a node is among them with probability 1 - (1 - q)^count."""
     graph, _, _ = undirected
