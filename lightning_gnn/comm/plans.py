@@ -44,7 +44,7 @@ def make_exchange(
 
     Args:
         plan: ``"p2p"`` directly, ``"spst"`` along trees over `topology`, ``"swap"`` through host memory; ``"auto"`` along
-            trees where the cost model (DGCL section 5.1) finds them faster.
+            trees where the cost model (DGCL section 5.1) finds them faster, between ranks on the CPU.
         topology: of the ranks; None for links that are alike.
         rows: which rows go directly from and to this rank.
         halos: of each rank, the ids that it reads from others, ascending.
@@ -57,7 +57,9 @@ def make_exchange(
     """
     if plan == "swap":
         return SwapExchange(rows, halos[world.rank], offsets, world, meter)
-    if topology is None or world.size == 1 or (plan == "auto" and topology.uniform):
+    # On devices relays have not been measured: trees are followed there where they are asked for by name.
+    direct = plan == "auto" and (world.device.type != "cpu" or (topology is not None and topology.uniform))
+    if direct or topology is None or world.size == 1:
         return HaloExchange(rows, world, meter)
     relation = Relation.from_halos(halos, offsets)
     if plan == "p2p":

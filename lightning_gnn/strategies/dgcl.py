@@ -179,9 +179,9 @@ class DGCLStrategy(GNNStrategy):
         keep_constant: keep what the layers' sums over neighbours make of the graph's own features, which is the same in every
             step: at most four times the memory of the features. Without, it is computed and sent anew.
         plan: how rows travel: ``"p2p"`` directly; ``"spst"`` along shortest path spanning trees over `topology` (DGCL section
-            5.2); ``"auto"`` directly if all links are alike, otherwise by SPST where the cost model finds that faster.
-            To compare with: ``"swap"`` through the memory of one machine; ``"replicate"`` not at all, each rank holds and
-            computes the neighbourhood of its nodes; ``"dgcl_r"`` neighbourhoods per machine, SPST inside it.
+            5.2); ``"auto"`` directly between GPUs and if all links are alike, otherwise by SPST where the cost model finds
+            that faster. To compare with: ``"swap"`` through the memory of one machine; ``"replicate"`` not at all, each rank
+            holds and computes the neighbourhood of its nodes; ``"dgcl_r"`` neighbourhoods per machine, SPST inside it.
         topology: what the ranks are joined by, rank i being device i. ``"auto"``: machines by host name, each with one network
             port, and what NVML tells of their GPUs (docs/planning.md); CPU ranks of a machine are alike. Or ``"dgx1"``,
             ``"dgx1x2"``, ``"pcie8"``, ``"summit"``, ``"uniform"``, the path of a JSON file, or a topology, such as

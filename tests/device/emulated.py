@@ -20,6 +20,9 @@ from lightning.pytorch.accelerators import Accelerator, AcceleratorRegistry
 from torch.utils._python_dispatch import return_and_correct_aliasing
 from torch.utils._pytree import tree_flatten, tree_map
 
+from lightning_gnn.kernels import CSR, loops
+from lightning_gnn.kernels.run import BACKENDS
+
 NAME = "emulated"
 
 MEMORY = 10**10
@@ -326,11 +329,25 @@ class EmulatedAccelerator(Accelerator):
         return NAME
 
 
+def _loops(name: str, arguments: tuple[Any, ...]) -> None:
+    """Runs a loop of the CPU in the device's memory, in place of Triton's; on 16-bit numbers in float32."""
+    first, *others = arguments
+    over_edges = isinstance(first, CSR)
+    raws = [raw_of(each) for each in (first.indptr if over_edges else first, *others)]
+    short = [isinstance(each, torch.Tensor) and each.dtype in (torch.bfloat16, torch.float16) for each in raws]
+    wide = [each.float() if of_16_bits else each for each, of_16_bits in zip(raws, short)]
+    arrays = [each.detach().numpy() if isinstance(each, torch.Tensor) else each for each in wide]
+    getattr(loops, name)(*arrays, 0, first.num_rows if over_edges else len(first))
+    for raw, found, of_16_bits in zip(raws, wide, short):
+        if of_16_bits:
+            raw.copy_(found)
+
+
 _library: list[Any] = []
 
 
 def install() -> None:
-    """Makes the device known to torch and Lightning in this process, for good."""
+    """Makes the device known to torch, to Lightning and to what runs kernels, in this process, for good."""
     if _library:
         return
     torch.utils.backend_registration._setup_privateuseone_for_python_backend(NAME, backend_module=_module())
@@ -357,3 +374,4 @@ def install() -> None:
     _library.append(library)
     torch.__future__.set_swap_module_params_on_conversion(True)
     AcceleratorRegistry.register(NAME, EmulatedAccelerator, override=True)
+    BACKENDS[NAME] = _loops

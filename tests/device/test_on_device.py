@@ -164,6 +164,35 @@ def test_a_group_made_without_a_device_and_a_rank_without_rows(ranks):
         assert_same(each, single(three_nodes(), "gcn"), 1e-9, 1e-11)
 
 
+def on_two_machines(rank: int, size: int, options: dict[str, Any]) -> Any:
+    import queued
+
+    from lightning_gnn.comm import group
+
+    machine, local = divmod(rank, size // 2)
+    os.environ.update(NODE_RANK=str(machine), LOCAL_RANK=str(local))
+    queued.counts.clear()
+    given, init = [], dist.init_process_group
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(group, "machine_key", lambda: f"machine {machine}")
+        patch.setattr(
+            dist, "init_process_group", lambda *args, **kw: [given.append(kw["device_id"]), init(*args, **kw)]
+        )
+        found = train(rank, size // 2, three_nodes(), "gcn", options=options, trainer={"num_nodes": 2})
+    assert given and all(each.type == "emulated" for each in given)
+    assert not queued.counts["lazy connections"]
+    return found, queued.counts["batches"]
+
+
+@pytest.mark.parametrize("options", [{}, {"plan": "spst", "topology": "dgx1x2"}], ids=["direct", "planned"])
+def test_two_machines_of_two_devices(ranks, options):
+    """Groups are connected when they are made; one rank of four has no node, and nothing to send."""
+    found = ranks.run(4, on_two_machines, options)
+    assert [bool(batches) for _, batches in found].count(False) == 1
+    for each, _ in found:
+        assert_same(each, single(three_nodes(), "gcn"), 1e-9, 1e-11)
+
+
 def memory(rank: int, size: int) -> None:
     import emulated
 

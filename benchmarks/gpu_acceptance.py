@@ -1,0 +1,473 @@
+"""What has never run on a GPU, run on yours: one command, parts of at most ten minutes, a table, an exit status.
+
+    python benchmarks/gpu_acceptance.py [--folder acceptance] [--parts models ranks ...] [--edges 20000000]
+
+needs one GPU and no network. A part that has passed is kept in the folder and not run again: call it again until all have.
+
+| part | what must be true |
+|---|---|
+| models | a rank on the GPU trains as one on the CPU does, in float64: losses and weights |
+| ranks | two and four ranks on the one GPU do, under each scheme; they exchange through host memory, since NCCL refuses |
+| nccl | so do two ranks on two GPUs, by NCCL; where there are two |
+| kernels | ours give what gather and scatter give, and the same bits twice; seconds beside cuSPARSE's and PyG's |
+| memory | the peak of training steps is what was predicted, within a fifth |
+| waits | a step waits for the device once |
+| sanitizer | compute-sanitizer finds nothing in the kernels; where it is installed |
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import json
+import os
+import shutil
+import socket
+import subprocess
+import sys
+import time
+import warnings
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import staged_group
+import torch
+import torch.nn.functional as F
+from common import QUIET, report
+from torch import Tensor
+from torch_geometric.nn.models import GAT, GCN, GIN, PNA, GraphSAGE
+from torch_geometric.utils import degree, scatter, softmax
+
+from lightning_gnn import GraphDataModule, NodeClassifier, planted_partition
+from lightning_gnn.checks.footprint import Predicted, Sizes
+from lightning_gnn.devices import functions_of, synchronize
+from lightning_gnn.kernels import CSR, attention, spmm
+from lightning_gnn.kernels.sums import STATISTICS, RowStatistics
+
+LIMIT_S = 600
+"""Of a part."""
+
+FEATURES, CLASSES, HIDDEN = 16, 4, 16
+
+Row = dict[str, Any]
+
+
+def small_graph() -> Any:
+    graph = planted_partition(600, num_features=FEATURES, num_classes=CLASSES, seed=1)
+    graph.x = graph.x.double()
+    return graph
+
+
+def model_of(name: str, hidden: int = HIDDEN) -> torch.nn.Module:
+    """Returns a model of two layers from one seed."""
+    torch.manual_seed(3)
+    sizes: dict[str, Any] = {
+        "in_channels": FEATURES, "hidden_channels": hidden, "num_layers": 2, "out_channels": CLASSES
+    }  # fmt: skip
+    histogram = degree(small_graph().edge_index[1], 600).long().bincount() if name == "pna" else None
+    models: dict[str, Callable[[], torch.nn.Module]] = {
+        "gcn": lambda: GCN(**sizes),
+        "gcn, batch norm": lambda: GCN(**sizes, norm="batch_norm"),
+        "sage": lambda: GraphSAGE(**sizes),
+        "sage, maxima": lambda: GraphSAGE(**sizes, aggr="max"),
+        "gin": lambda: GIN(**sizes),
+        "gat": lambda: GAT(**sizes, heads=4),
+        "gatv2": lambda: GAT(**sizes, heads=4, v2=True),
+        "pna": lambda: PNA(**sizes, aggregators=["mean", "std", "max"], scalers=["identity"], deg=histogram),
+    }
+    return models[name]()
+
+
+MODELS = ("gcn", "gcn, batch norm", "sage", "sage, maxima", "gin", "gat", "gatv2", "pna")
+SCHEMES = ("dgcl", "spmm_15d", "vertex_cut", "vertex_cut_cached", "sampling")
+
+
+class Losses(L.Callback):
+    def __init__(self) -> None:
+        self.values: list[float] = []
+
+    def on_train_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        self.values.append(float(trainer.callback_metrics["train_loss"]))
+
+
+def trained(device: str, name: str, strategy: Any, epochs: int = 3, **trainer: Any) -> list[Tensor]:
+    """Returns the losses of epochs, and then the weights, on the CPU."""
+    torch.manual_seed(0)
+    losses = Losses()
+    # Adam would make steps of what is rounded in gradients of 0, such as those of a bias before BatchNorm.
+    module = NodeClassifier(model_of(name), optimizer=partial(torch.optim.SGD, lr=0.1)).double()
+    options = {**QUIET, "accelerator": device, "devices": 1, "max_epochs": epochs, "inference_mode": device == "cpu"}
+    run = L.Trainer(strategy=strategy, callbacks=[losses], **{**options, **trainer})
+    run.fit(module, datamodule=GraphDataModule(small_graph()))
+    weights = [each.detach().cpu().double() for each in module.state_dict().values() if each.is_floating_point()]
+    return [torch.tensor(losses.values, dtype=torch.float64), *weights]
+
+
+def difference(found: list[Tensor], expected: list[Tensor]) -> float:
+    """Returns the largest difference, relative to each tensor's largest number, or to 0.001 where all are smaller."""
+    return max(float((a - b).abs().max() / b.abs().max().clamp(min=1e-3)) for a, b in zip(found, expected, strict=True))
+
+
+def row(check: str, value: Any, wanted: str, ok: bool, **others: Any) -> Row:
+    return {"check": check, "value": value, "wanted": wanted, "ok": bool(ok), **others}
+
+
+# Parts ########################################################################
+
+
+def models(options: argparse.Namespace) -> list[Row]:
+    rows = []
+    for name in MODELS:
+        off = difference(trained(options.device, name, "dgcl"), trained("cpu", name, "auto"))
+        rows.append(row(f"{name}: off one CPU device", off, "< 1e-9", off < 1e-9))
+    return rows
+
+
+def ranks(options: argparse.Namespace) -> list[Row]:
+    """On one device, through host memory."""
+    rows = []
+    for size in options.ranks:
+        found, expected = (on_ranks(size, device, options) for device in (options.device, "cpu"))
+        rows += compared(f"{size} ranks on one {options.device}", found, expected)
+    return rows
+
+
+def nccl(options: argparse.Namespace) -> list[Row]:
+    """On two devices, by their own backend."""
+    count = functions_of(torch.device(options.device)).device_count()
+    if count < 2:
+        return [row("ranks on two devices", f"{count} device", "two devices", True, skipped=True)]
+    found, expected = on_ranks(2, options.device, options, apart=True), on_ranks(2, "cpu", options)
+    return compared("2 ranks on two devices", found, expected)
+
+
+Results = list[dict[str, list[Tensor]]]
+"""Of each rank, by scheme and model."""
+
+
+def compared(where: str, found: Results, expected: Results) -> list[Row]:
+    rows = []
+    for case, on_cpu in expected[0].items():
+        off = max(difference(each[case], on_cpu) for each in found)
+        rows.append(row(f"{case}, {where}: off CPU ranks", off, "< 1e-9", off < 1e-9))
+    return rows
+
+
+def on_ranks(size: int, device: str, options: argparse.Namespace, apart: bool = False) -> Results:
+    """Trains under every scheme on so many ranks, which have a device each if they are `apart`, and otherwise the same one."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    folder = options.folder / f"{size}-{device}-{apart}"
+    folder.mkdir(exist_ok=True)
+    torch.multiprocessing.spawn(_rank, (size, port, device, apart, options, folder), size)
+    return [torch.load(folder / f"{rank}.pt") for rank in range(size)]
+
+
+def _rank(rank: int, size: int, port: int, device: str, apart: bool, options: argparse.Namespace, folder: Path) -> None:
+    prepare(options)
+    if device != "cpu" and not apart:
+        staged_group.install(device)
+    # Ranks that share a device are, to Lightning, machines of one device each.
+    local, node = (rank, 0) if apart else (0, rank)
+    os.environ.update(
+        MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), WORLD_SIZE=str(size), LOCAL_RANK=str(local), NODE_RANK=str(node)
+    )
+    where = {"devices": size} if apart else {"num_nodes": size}
+    found = {}
+    for scheme in options.schemes:
+        for name in ("gcn",) if scheme == "sampling" else ("gcn", "gat"):
+            found[f"{scheme}, {name}"] = trained(device, name, scheme, **where)
+    torch.save(found, folder / f"{rank}.pt")
+
+
+def kernels(options: argparse.Namespace) -> list[Row]:
+    """Forward and backward, 64 columns in float32; sums also in bfloat16, and against cuSPARSE."""
+    device, edges = torch.device(options.device), options.edges
+    nodes, columns, heads = max(1, edges // 20), 64, 4
+    torch.manual_seed(0)
+    source = torch.randint(nodes, (edges,))
+    # As many edges as the square says end at the first nodes: hubs.
+    target = (torch.rand(edges) ** 2 * nodes).long()
+    csr = CSR.from_coo(target.to(device), source.to(device), nodes, nodes)
+    edge, csr = csr.edge_ids().long(), csr.of_slots()
+    source, target = source.to(device), target.to(device)
+    x = torch.randn(nodes, columns, device=device)
+    weight = torch.rand(edges, device=device)
+    scores = [torch.randn(nodes, heads, device=device) for _ in range(2)]
+    per_head = x.view(nodes, heads, -1)
+    slot_weight = weight[edge]
+    matrix = torch.sparse_csr_tensor(csr.indptr, csr.indices.long(), slot_weight, (nodes, nodes), device=device)
+
+    def statistics() -> list[Tensor]:
+        found = RowStatistics.empty(csr, x, STATISTICS)
+        found.add(csr, x, accumulate=False)
+        return [found.sum, found.squares, found.max, found.min]
+
+    def plain_statistics() -> list[Tensor]:
+        rows = x[source]
+        return [
+            scatter(part, target, 0, nodes, how)
+            for part, how in ((rows, "sum"), (rows * rows, "sum"), (rows, "max"), (rows, "min"))
+        ]
+
+    def attended(x: Tensor = per_head) -> list[Tensor]:
+        shares = attention.edge_softmax(csr, F.leaky_relu(attention.pair_sums(csr, *scores), 0.2))
+        return [attention.weighted_sums(csr, x, shares)]
+
+    def plain_attended(x: Tensor = per_head) -> list[Tensor]:
+        left, right = scores
+        shares = softmax(F.leaky_relu(left[source] + right[target], 0.2), target, num_nodes=nodes)
+        return [scatter(shares.unsqueeze(-1) * x[source], target, 0, nodes, "sum")]
+
+    def backward(forward: Callable[[Tensor], list[Tensor]]) -> list[Tensor]:
+        leaf = per_head.detach().requires_grad_()
+        forward(leaf)[0].square().sum().backward()
+        assert leaf.grad is not None
+        return [leaf.grad]
+
+    short = x.bfloat16()
+    cases: list[tuple[str, float, Callable[[], list[Tensor]], dict[str, Callable[[], list[Tensor]]]]] = [
+        ("sums", 1e-4, lambda: [spmm(csr, x, slot_weight)], {
+            "cuSPARSE": lambda: [matrix @ x],
+            "PyG": lambda: [scatter(weight.unsqueeze(1) * x[source], target, 0, nodes, "sum")],
+        }),
+        ("sums of bfloat16", 2e-2, lambda: [spmm(csr, short)], {
+            "PyG": lambda: [scatter(short.float()[source], target, 0, nodes, "sum")],
+        }),
+        ("statistics", 1e-4, statistics, {"PyG": plain_statistics}),
+        ("attention", 1e-4, attended, {"PyG": plain_attended}),
+        ("attention, backward", 1e-3, lambda: backward(attended), {"PyG": lambda: backward(plain_attended)}),
+    ]  # fmt: skip
+    rows = []
+    for name, tolerance, ours, others in cases:
+        found, again = ours(), ours()
+        rows.append(
+            row(
+                f"{name}: bits repeat", all(map(torch.equal, found, again)), "True", all(map(torch.equal, found, again))
+            )
+        )
+        seconds, peak = measured(ours, device)
+        for other, run in others.items():
+            off = difference([each.float().cpu() for each in found], [each.float().cpu() for each in run()])
+            theirs, their_peak = measured(run, device)
+            timed = {"seconds": seconds, "/ other": seconds / theirs, "peak MB": peak, "other's MB": their_peak}
+            rows.append(row(f"{name}: off {other}", off, f"< {tolerance}", off < tolerance, **timed))
+    return rows
+
+
+def measured(run: Callable[[], Any], device: torch.device, repeats: int = 5) -> tuple[float, float | None]:
+    """Returns the shortest of some runs in seconds, and the memory that one takes on top in MB, where the device counts it."""
+    functions = functions_of(device)
+    counts = hasattr(functions, "reset_peak_memory_stats")
+    before = functions.memory_allocated(device)
+    if counts:
+        functions.reset_peak_memory_stats(device)
+    times = []
+    for _ in range(repeats):
+        synchronize(device)
+        began = time.perf_counter()
+        run()
+        synchronize(device)
+        times.append(time.perf_counter() - began)
+    return min(times), (functions.max_memory_allocated(device) - before) / 2**20 if counts else None
+
+
+class PeakOfSteps(L.Callback):
+    """The most memory that the device held from the second epoch on."""
+
+    def on_train_epoch_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        if trainer.current_epoch == 1:
+            functions_of(pl_module.device).reset_peak_memory_stats(pl_module.device)
+
+    def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        self.bytes = functions_of(pl_module.device).max_memory_allocated(pl_module.device)
+
+
+def memory(options: argparse.Namespace) -> list[Row]:
+    device = torch.device(options.device)
+    if not hasattr(functions_of(device), "reset_peak_memory_stats"):
+        return [row("peak of training steps", "not counted", "a device that counts", True, skipped=True)]
+    rows = []
+    for name in ("gcn", "gat"):
+        data = GraphDataModule(planted_partition(max(600, options.edges // 20), 20, CLASSES, FEATURES))
+        module, peak = NodeClassifier(model_of(name, hidden=64)), PeakOfSteps()
+        run = L.Trainer(
+            **{**QUIET, "accelerator": options.device}, devices=1, strategy="dgcl", max_epochs=3, callbacks=[peak]
+        )
+        run.fit(module, datamodule=data)
+        scheme: Any = run.strategy.scheme  # type: ignore[attr-defined]
+        cut = data.stored_cut()
+        steps = Predicted(
+            NodeClassifier(model_of(name, hidden=64)), cut.shard(0).batch, scheme.for_memory(), device=device
+        )
+        [sizes] = Sizes.of_ranks(cut, module, scheme.layout(1).replicas)
+        expected = steps.footprint(sizes).peak()
+        ratio = max(expected.forward, expected.backward) / peak.bytes
+        rows.append(
+            row(
+                f"{name}: predicted / peak",
+                ratio,
+                "0.8 to 1.25",
+                0.8 <= ratio <= 1.25,
+                **{"peak MB": peak.bytes / 2**20},
+            )
+        )
+    return rows
+
+
+class WaitsOfAStep(L.Callback):
+    """Counts what torch warns of in the third step, or what the plugin's device has recorded."""
+
+    found: Any = None
+
+    def __init__(self, options: argparse.Namespace) -> None:
+        self._options = options
+
+    def on_train_batch_start(self, trainer: L.Trainer, pl_module: L.LightningModule, *_: Any) -> None:
+        if trainer.global_step != 2:
+            return
+        if self._options.device == "cuda":
+            self._open: Any = warnings.catch_warnings(record=True)
+            self.found = self._open.__enter__()
+            warnings.simplefilter("always")
+            torch.cuda.set_sync_debug_mode("warn")
+        else:
+            self._open = importlib.import_module(self._options.plugin).recorded()
+            self.found = self._open.__enter__()
+
+    def on_train_batch_end(self, trainer: L.Trainer, pl_module: L.LightningModule, *_: Any) -> None:
+        if trainer.global_step != 3:
+            return
+        if self._options.device == "cuda":
+            torch.cuda.set_sync_debug_mode("default")
+            self.found = [str(each.message) for each in self.found if "synchroniz" in str(each.message)]
+        else:
+            self.found = [*self.found.elements()]
+        self._open.__exit__(None, None, None)
+
+
+def waits(options: argparse.Namespace) -> list[Row]:
+    rows = []
+    for name in ("gcn", "gcn, batch norm", "gat", "pna"):
+        counted = WaitsOfAStep(options)
+        torch.manual_seed(0)
+        run = L.Trainer(
+            **{**QUIET, "accelerator": options.device}, devices=1, strategy="dgcl", max_epochs=4, callbacks=[counted],
+            limit_val_batches=0, num_sanity_val_steps=0, inference_mode=False,
+        )  # fmt: skip
+        run.fit(NodeClassifier(model_of(name)).double(), datamodule=GraphDataModule(small_graph()))
+        rows.append(row(f"{name}: waits of a step", len(counted.found), "at most 1", len(counted.found) <= 1))
+    return rows
+
+
+def sanitizer(options: argparse.Namespace) -> list[Row]:
+    tool = shutil.which("compute-sanitizer")
+    if tool is None:
+        return [row("compute-sanitizer", "not installed", "compute-sanitizer", True, skipped=True)]
+    small = [
+        "--part",
+        "kernels",
+        "--device",
+        options.device,
+        "--edges",
+        "20000",
+        "--folder",
+        str(options.folder / "sanitizer"),
+    ]
+    done = subprocess.run(
+        [tool, "--error-exitcode", "9", sys.executable, __file__, *small], capture_output=True, text=True
+    )
+    summary = [line for line in done.stdout.splitlines() if "ERROR SUMMARY" in line]
+    return [
+        row(
+            "compute-sanitizer, kernels",
+            summary[-1] if summary else done.stderr[-200:],
+            "0 errors",
+            done.returncode == 0,
+        )
+    ]
+
+
+PARTS: dict[str, Callable[[argparse.Namespace], list[Row]]] = {
+    part.__name__: part for part in (models, ranks, nccl, kernels, memory, waits, sanitizer)
+}
+
+
+# Running them #################################################################
+
+
+def prepare(options: argparse.Namespace) -> None:
+    """What every process does first."""
+    warnings.filterwarnings("ignore")
+    os.environ["LIGHTNING_GNN_STORE"] = str(options.folder / "store")
+    if options.plugin:
+        importlib.import_module(options.plugin)
+
+
+def run_part(options: argparse.Namespace) -> None:
+    """Runs one part in this process, and writes its rows."""
+    options.folder.mkdir(parents=True, exist_ok=True)
+    prepare(options)
+    rows = PARTS[options.part](options)
+    (options.folder / f"{options.part}.json").write_text(json.dumps(rows))
+
+
+def kept(options: argparse.Namespace, part: str) -> list[Row] | None:
+    """Returns the rows of a part that has passed before."""
+    path = options.folder / f"{part}.json"
+    rows = json.loads(path.read_text()) if path.exists() else []
+    return rows if rows and all(each["ok"] for each in rows) else None
+
+
+def rows_of(options: argparse.Namespace, part: str, arguments: list[str]) -> list[Row]:
+    """Returns the rows of a part: kept ones, or of a process of its own."""
+    rows = kept(options, part)
+    if rows is not None:
+        return rows
+    (options.folder / f"{part}.json").unlink(missing_ok=True)
+    command = [sys.executable, __file__, "--part", part, *arguments]
+    try:
+        code = subprocess.run(command, timeout=LIMIT_S).returncode
+        failure = f"exit status {code}"
+    except subprocess.TimeoutExpired:
+        failure = f"took more than {LIMIT_S} s"
+    path = options.folder / f"{part}.json"
+    return json.loads(path.read_text()) if path.exists() else [row(part, failure, "its rows", False)]
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--folder", type=Path, default=Path("acceptance"), help="keeps what has passed")
+    parser.add_argument("--parts", nargs="+", default=list(PARTS), choices=list(PARTS))
+    parser.add_argument("--edges", type=int, default=20_000_000, help="of the graph for kernels and memory")
+    parser.add_argument("--ranks", nargs="+", type=int, default=[2, 4], help="that share a device")
+    parser.add_argument("--schemes", nargs="+", default=list(SCHEMES))
+    parser.add_argument("--device", default="cuda")
+    parser.add_argument("--plugin", help="a module to import first, which makes torch know the device")
+    parser.add_argument("--part", help=argparse.SUPPRESS, choices=list(PARTS))
+    options = parser.parse_args()
+    options.folder = options.folder.absolute()
+    if options.part:
+        run_part(options)
+        return 0
+    if options.device == "cuda" and not torch.cuda.is_available():
+        sys.exit("There is no CUDA device here, or torch has been built without CUDA.")
+    options.folder.mkdir(parents=True, exist_ok=True)
+    arguments = sys.argv[1:]
+    rows = []
+    for part in options.parts:
+        print(f"{part} ...", file=sys.stderr, flush=True)
+        rows += [{"part": part, **each} for each in rows_of(options, part, arguments)]
+    for each in rows:
+        each["result"] = "skipped" if each.get("skipped") else "ok" if each["ok"] else "FAILED"
+    columns = ["part", "check", "value", "wanted", "result", "seconds", "/ other", "peak MB", "other's MB"]
+    report(f"{torch.__version__} on {options.device}", rows, columns, str(options.folder / "acceptance.json"))
+    return 0 if all(each["ok"] for each in rows) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
