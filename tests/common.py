@@ -295,6 +295,7 @@ def checked_later() -> Iterator[None]:
 def quiet_trainer(strategy: Any, devices: int, self_check: bool = CAMPAIGN, **options: Any) -> L.Trainer:
     """Returns a Trainer that says and leaves nothing; `self_check` turns its strategy's off, not on."""
     defaults: dict[str, Any] = {
+        "accelerator": "cpu",
         "max_epochs": 3,
         "logger": False,
         "enable_checkpointing": False,
@@ -302,7 +303,7 @@ def quiet_trainer(strategy: Any, devices: int, self_check: bool = CAMPAIGN, **op
         "enable_model_summary": False,
         "log_every_n_steps": 1,
     }
-    trainer = L.Trainer(strategy=strategy, devices=devices, accelerator="cpu", **{**defaults, **options})
+    trainer = L.Trainer(strategy=strategy, devices=devices, **{**defaults, **options})
     for each in getattr(trainer.strategy, "stages", [trainer.strategy]):
         if not self_check and isinstance(each, GNNStrategy):
             each.self_check = False

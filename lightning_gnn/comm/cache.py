@@ -24,7 +24,7 @@ from lightning_gnn.comm.call import Call
 from lightning_gnn.comm.codec import Codec
 from lightning_gnn.comm.exchange import HaloExchange, counted, starting
 from lightning_gnn.comm.group import World
-from lightning_gnn.comm.traffic import Meter, Traffic
+from lightning_gnn.comm.traffic import Meter, Moment, Traffic
 from lightning_gnn.comm.transport import Rows, rows_of
 from lightning_gnn.partition.shard import HaloPlan
 
@@ -130,7 +130,7 @@ class CachedExchange(HaloExchange):
 
     @override
     def send(
-        self, out: Rows, out_counts: Sequence[int], into: Tensor, into_counts: Sequence[int], call: Call, began: float
+        self, out: Rows, out_counts: Sequence[int], into: Tensor, into_counts: Sequence[int], call: Call, began: Moment
     ) -> Callable[[], None]:
         rows, transport = rows_of(out), self.world.transport
         if not transport.encodes or not rows.is_floating_point():

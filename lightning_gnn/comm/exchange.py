@@ -9,7 +9,6 @@ N owned rows, H halo rows, P ranks; ``...`` stands for any trailing dimensions.
 
 from __future__ import annotations
 
-import time
 from abc import ABC, abstractmethod
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -24,7 +23,7 @@ from typing_extensions import override
 
 from lightning_gnn.comm.call import Call, Step
 from lightning_gnn.comm.group import World
-from lightning_gnn.comm.traffic import Meter, Traffic
+from lightning_gnn.comm.traffic import Meter, Moment, Traffic
 from lightning_gnn.comm.transport import Rows, by_peer, rows_of
 from lightning_gnn.kernels import add_rows, take_rows
 from lightning_gnn.partition.shard import HaloPlan
@@ -41,12 +40,12 @@ def during_exchange(world: World, layer: str, direction: str) -> AbstractContext
 
 
 @contextmanager
-def starting(world: World, meter: Meter, call: Call, traffic: Traffic, began: float) -> Iterator[None]:
-    """While it is open, the messages of a call are started, whose packing began at `began` of ``time.perf_counter``."""
+def starting(world: World, meter: Meter, call: Call, traffic: Traffic, began: Moment) -> Iterator[None]:
+    """While it is open, the messages of a call are started, whose packing began at `began`."""
     with during_exchange(world, call.layer, call.direction):
         world.watch.begins(joint=False)
         yield
-    traffic.seconds = meter.since(began, "send", call.layer, call.direction)
+    traffic.seconds = meter.since(began, world.device, "send", call.layer, call.direction)
 
 
 def counted(wait: Callable[[], T], world: World, meter: Meter, call: Call, traffic: Traffic) -> Callable[[], T]:
@@ -57,10 +56,10 @@ def counted(wait: Callable[[], T], world: World, meter: Meter, call: Call, traff
     """
 
     def finish() -> T:
-        began = time.perf_counter()
+        began = Moment.now(world.device)
         with during_exchange(world, call.layer, call.direction):
             result = wait()
-        traffic.seconds += meter.since(began, "wait", call.layer, call.direction)
+        traffic.seconds += meter.since(began, world.device, "wait", call.layer, call.direction)
         meter.record(call.layer, call.direction, traffic)
         return result
 
@@ -73,7 +72,7 @@ def start_messages(
     call: Call,
     sends: Sequence[tuple[int, Rows]],
     receives: Sequence[tuple[int, Tensor]],
-    began: float,
+    began: Moment,
 ) -> Callable[[], None]:
     """Starts the messages of a call, see :func:`starting`, and counts them; returns the function that waits for them."""
     traffic = world.transport.traffic(sends)
@@ -241,7 +240,7 @@ class Exchange(ABC):
     # What schemes use #########################################################
 
     def send(
-        self, out: Rows, out_counts: Sequence[int], into: Tensor, into_counts: Sequence[int], call: Call, began: float
+        self, out: Rows, out_counts: Sequence[int], into: Tensor, into_counts: Sequence[int], call: Call, began: Moment
     ) -> Callable[[], None]:
         """Starts one message to and from every peer that has rows to exchange, and counts it; returns the function that waits.
 
@@ -250,7 +249,7 @@ class Exchange(ABC):
                 the returned function has returned.
             out_counts, into_counts: rows for and from each rank, ``[P]``.
             call: counted under, and named in errors.
-            began: when packing them began, by ``time.perf_counter``.
+            began: when packing them began.
 
         Raises:
             CommunicationError: from the returned function too: a peer does not answer.
@@ -281,7 +280,7 @@ class HaloExchange(Exchange):
 
     @override
     def start_expand(self, x: Tensor, halo: Tensor, call: Call) -> Callable[[], None]:
-        began = time.perf_counter()
+        began = Moment.now(self.world.device)
         packed = self.world.scratch((len(self.send_rows), *x.shape[1:]), x.dtype)
         take_rows(x, self.send_rows, rows_of(packed))
         return self.send(packed, self.send_counts, halo, self.recv_counts, call, began)
@@ -289,7 +288,7 @@ class HaloExchange(Exchange):
     @override
     def start_reduce(self, halo: Tensor, call: Call) -> Callable[[Tensor], None]:
         """Peer after peer: the rows of one are distinct, so no two additions meet, the paper's non-atomic backward."""
-        began = time.perf_counter()
+        began = Moment.now(self.world.device)
         arrived = self.buffers.take((len(self.send_rows), *halo.shape[1:]), halo.dtype)
         wait = self.send(halo, self.recv_counts, arrived, self.send_counts, call, began)
 

@@ -9,7 +9,6 @@ n nodes, N of them owned by a rank, P ranks, c the replication factor, R = P / c
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Sequence
 
 import numpy as np
@@ -21,7 +20,7 @@ from lightning_gnn.comm.call import Call
 from lightning_gnn.comm.exchange import start_messages
 from lightning_gnn.comm.group import World
 from lightning_gnn.comm.matrix import Matrix, Triples, distribute, on_grid
-from lightning_gnn.comm.traffic import Meter
+from lightning_gnn.comm.traffic import Meter, Moment
 from lightning_gnn.comm.transport import Rows, rows_of
 from lightning_gnn.kernels import CSR, spmm
 from lightning_gnn.partition.grid import ProcessGrid
@@ -143,7 +142,7 @@ class ProductMessages:
 
     def start(self, sends: Sequence[tuple[int, Rows]], receives: Sequence[tuple[int, Tensor]]) -> Callable[[], None]:
         """Starts messages, empty ones left out; returns the function that waits. Call :meth:`end` if it is not called."""
-        began = time.perf_counter()
+        began = Moment.now(self._world.device)
         sends = [(peer, rows) for peer, rows in sends if rows_of(rows).numel()]
         receives = [(peer, into) for peer, into in receives if into.numel()]
         waiting = start_messages(self._world, self._meter, self._call, sends, receives, began)

@@ -5,7 +5,6 @@ N owned rows, H halo rows, R rows that this rank only relays, P ranks; ``...`` s
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -18,7 +17,7 @@ from typing_extensions import override
 from lightning_gnn.comm.call import Call
 from lightning_gnn.comm.exchange import Exchange
 from lightning_gnn.comm.group import World
-from lightning_gnn.comm.traffic import Meter
+from lightning_gnn.comm.traffic import Meter, Moment
 from lightning_gnn.comm.transport import rows_of
 from lightning_gnn.kernels import add_rows, take_rows
 from lightning_gnn.planning.plan import Plan
@@ -147,7 +146,7 @@ class PlannedExchange(Exchange):
         none = arriving[:0]
 
         def receive(stage: _Stage) -> Callable[[], None]:
-            began = time.perf_counter()
+            began = Moment.now(self.world.device)
             into = arriving[stage.arrives]
             return self.send(none, nobody, into, stage.receive_counts, call, began)
 
@@ -156,7 +155,7 @@ class PlannedExchange(Exchange):
         sent: list[Callable[[], None]] = []
 
         def start(stage: _Stage) -> Callable[[], None]:
-            began = time.perf_counter()
+            began = Moment.now(self.world.device)
             shape = (sum(stage.send_counts), *arriving.shape[1:])
             packed = self.world.scratch(shape, arriving.dtype)
             for run in stage.sends:

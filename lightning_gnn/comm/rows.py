@@ -9,7 +9,6 @@ dimensions.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
@@ -25,7 +24,7 @@ from torch.autograd.function import once_differentiable
 from lightning_gnn.comm.call import Call, Direction
 from lightning_gnn.comm.exchange import during_exchange, start_messages
 from lightning_gnn.comm.group import World
-from lightning_gnn.comm.traffic import Meter, Traffic
+from lightning_gnn.comm.traffic import Meter, Moment, Traffic
 
 
 class TransportChannel:
@@ -60,7 +59,7 @@ class TransportChannel:
             return list(parts)
         if counts is None:
             return self._questions(parts, peers, layer)
-        began, own = time.perf_counter(), parts[rank]
+        began, own = Moment.now(self._world.device), parts[rank]
         found = [own if peer == rank else own.new_empty((count, *own.shape[1:])) for peer, count in enumerate(counts)]
         sends = [(peer, parts[peer].contiguous()) for peer in peers if parts[peer].numel()]
         receives = [(peer, found[peer]) for peer in peers if found[peer].numel()]
@@ -68,7 +67,7 @@ class TransportChannel:
         return found
 
     def _questions(self, parts: Sequence[Tensor], peers: Sequence[int], layer: str) -> list[Tensor]:
-        began = time.perf_counter()
+        began = Moment.now(self._world.device)
         # Their number goes first, so that no message is empty.
         sends = [(peer, torch.cat([parts[peer].new_tensor([len(parts[peer])]), parts[peer]])) for peer in peers]
         traffic = Traffic.of((peer, each.nbytes) for peer, each in sends)
@@ -77,7 +76,7 @@ class TransportChannel:
             found = self._world.transport.start_varied(
                 [(peer, each.view(torch.uint8)) for peer, each in sends], peers
             )()
-        traffic.seconds = self._meter.since(began, "wait", layer, "forward")
+        traffic.seconds = self._meter.since(began, self._world.device, "wait", layer, "forward")
         self._meter.record(layer, "forward", traffic)
         found_of = {peer: found[peer].view(torch.int64)[1:] for peer in peers}
         return [found_of.get(peer, part) for peer, part in enumerate(parts)]

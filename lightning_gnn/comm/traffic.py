@@ -5,7 +5,11 @@ from __future__ import annotations
 import time
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import TypeAlias
+from typing import Any, TypeAlias
+
+import torch
+
+from lightning_gnn.devices import functions_of
 
 
 @dataclass
@@ -73,24 +77,59 @@ class Span:
     ended: float
 
 
+@dataclass(frozen=True)
+class Moment:
+    """A moment by the host's clock; for a device also when it has done what it was told to do until then."""
+
+    host: float
+    device: Any = None
+
+    @classmethod
+    def now(cls, device: torch.device) -> Moment:
+        """Returns this moment; does not wait for the device."""
+        if device.type == "cpu":
+            return cls(time.perf_counter())
+        functions = functions_of(device)
+        event = functions.Event(enable_timing=True)
+        event.record(functions.current_stream(device))
+        return cls(time.perf_counter(), event)
+
+
 @dataclass
 class Meter:
     """Traffic of one rank by (layer, direction); direction is ``"forward"`` or ``"backward"``."""
 
-    by_layer: dict[tuple[str, str], Traffic] = field(default_factory=dict)
+    counted: dict[tuple[str, str], Traffic] = field(default_factory=dict)
     spans: list[Span] | None = None
-    """Where stretches of time are kept, one by one; None while nobody wants them."""
+    """Where stretches of time are kept, one by one; None while nobody wants them. By the host's clock, on devices too."""
+    _on_device: list[tuple[tuple[str, str], Any, Any]] = field(default_factory=list)
+    """Stretches of a device's time that have not been read: whose they are, and their two events."""
+
+    @property
+    def by_layer(self) -> dict[tuple[str, str], Traffic]:
+        """What was counted; waits for a device whose time is in it."""
+        for key, began, ended in self._on_device:
+            ended.synchronize()
+            self.record(*key, Traffic(seconds=began.elapsed_time(ended) / 1e3))
+        self._on_device = []
+        return self.counted
 
     def record(self, layer: str, direction: str, traffic: Traffic) -> None:
         """Adds `traffic` to what this layer has sent in this direction."""
-        self.by_layer[layer, direction] = self.by_layer.get((layer, direction), Traffic()) + traffic
+        self.counted[layer, direction] = self.counted.get((layer, direction), Traffic()) + traffic
 
-    def since(self, began: float, what: str, layer: str, direction: str) -> float:
-        """Returns the seconds since `began`, by ``time.perf_counter``; see :class:`Span` for the rest."""
-        ended = time.perf_counter()
+    def since(self, began: Moment, device: torch.device, what: str, layer: str, direction: str) -> float:
+        """Returns the seconds since `began`, of the CPU; those of a device are counted when they are known, and are 0 here.
+
+        See :class:`Span` for the rest.
+        """
+        ended = Moment.now(device)
         if self.spans is not None:
-            self.spans.append(Span(what, layer, direction, began, ended))
-        return ended - began
+            self.spans.append(Span(what, layer, direction, began.host, ended.host))
+        if ended.device is None:
+            return ended.host - began.host
+        self._on_device.append(((layer, direction), began.device, ended.device))
+        return 0.0
 
     def total(self) -> Traffic:
         """Returns the sum over layers and directions."""
@@ -98,5 +137,5 @@ class Meter:
 
     def take(self) -> dict[tuple[str, str], Traffic]:
         """Returns what was counted since the last call and starts again at zero."""
-        taken, self.by_layer = self.by_layer, {}
+        taken, self.counted = self.by_layer, {}
         return taken

@@ -139,6 +139,7 @@ def script(folder: Path) -> Finished:
     )
 
 
+@pytest.mark.campaign
 @pytest.mark.slow
 @pytest.mark.program(runs=script)
 def test_a_script_that_asks_for_the_choice_itself(ran):

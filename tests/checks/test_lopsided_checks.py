@@ -94,7 +94,7 @@ class OverSome(UserModule):
         return F.cross_entropy(out[chosen], batch.y[chosen])
 
 
-@pytest.mark.parametrize("rows", ["without a class", "of most ids", "of an attribute", "and pseudo-labels"])
+@pytest.mark.parametrize("rows", ["without a class", "of an attribute", *campaign("of most ids", "and pseudo-labels")])
 def test_losses_over_other_rows_are_found_whatever_the_draw(rows):
     for seed in range(10):
         found = check(OverSome(rows), batch=part_of(seed))

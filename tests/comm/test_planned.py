@@ -198,6 +198,7 @@ def late(rank: int, world_size: int, shared_memory: bool, seconds: float = 0.0) 
         world.close()
 
 
+@pytest.mark.campaign
 @pytest.mark.parametrize("shared_memory", [True, False])
 def test_missing_relay_is_named(ranks, shared_memory, seconds=0.0):
     with pytest.raises(RankFailed) as caught:

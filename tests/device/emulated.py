@@ -7,6 +7,7 @@ tensor that an operation made (:data:`made`) are recorded.
 
 from __future__ import annotations
 
+import time
 import traceback
 import types
 from collections import Counter
@@ -243,8 +244,17 @@ class Event:
 
     stuck = False
 
+    def __init__(self, enable_timing: bool = False) -> None:
+        self._at = 0.0
+
     def record(self, stream: Any = None) -> None:
-        pass
+        self._at = time.perf_counter()
+
+    def synchronize(self) -> None:
+        _record("synchronize an event")
+
+    def elapsed_time(self, later: Event) -> float:
+        return 1e3 * (later._at - self._at)
 
     def query(self) -> bool:
         return not Event.stuck

@@ -144,5 +144,6 @@ def fits_and_threads(rank: int, size: int) -> int:
     return sum(thread.name == "queued" for thread in threading.enumerate())
 
 
+@pytest.mark.campaign
 def test_groups_end(ranks):
     assert max(ranks.run(2, fits_and_threads)) <= 1

@@ -17,7 +17,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from torch_geometric.data import Data
 from torch_geometric.nn import GCNConv
 
-from lightning_gnn import DGCLStrategy, GraphDataModule, sum_over_ranks
+from lightning_gnn import DGCLStrategy, GraphDataModule, LinkPredictor, sum_over_ranks
 from lightning_gnn.devices import backend_of, free_bytes
 
 ranks = on_device.ranks
@@ -205,6 +205,24 @@ def memory(rank: int, size: int) -> None:
 
 def test_what_the_allocator_keeps_is_free(ranks):
     ranks.run(1, memory)
+
+
+def on_cpu_and_device(rank: int, size: int) -> Any:
+    from lightning.pytorch.accelerators import CPUAccelerator
+    from test_links import graph_with_links
+
+    torch.manual_seed(3)
+    module, found = LinkPredictor(build("sage"), eval_negatives=9, filtered=True).double(), []
+    for accelerator in (CPUAccelerator(), "emulated"):
+        trainer = quiet_trainer("dgcl", size, accelerator=accelerator)
+        found += trainer.test(module, datamodule=GraphDataModule(graph_with_links()), verbose=False)
+    return found, {key[1].type for key in module._known}
+
+
+def test_what_a_module_keeps_is_of_its_device(ranks):
+    """LinkPredictor keeps which pairs are known, for a trainer on the CPU and then for one on the device."""
+    for (there, here), kinds in ranks.run(2, on_cpu_and_device):
+        assert here == pytest.approx(there) and kinds == {"cpu", "emulated"}
 
 
 def test_backends():

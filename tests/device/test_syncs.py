@@ -63,6 +63,24 @@ def test_a_message_that_data_decide_waits_once(ranks):
         assert sum(found.values()) == 5, found
 
 
+def timed(rank: int, size: int) -> float:
+    from lightning_gnn.comm.traffic import Meter, Moment
+
+    device, meter = torch.device("emulated", 0), Meter()
+    with emulated.recorded() as syncs:
+        began = Moment.now(device)
+        began.device._at -= 2.0  # the device's time, not the host's
+        assert meter.since(began, device, "wait", "layer", "forward") == 0.0
+        assert not syncs
+        found = meter.take()["layer", "forward"].seconds
+        assert sum(syncs.values()) == 1 and not meter.take()
+    return found
+
+
+def test_seconds_are_the_devices_and_waited_for_when_read(ranks):
+    assert ranks.run(1, timed)[0] == pytest.approx(2.0, abs=0.5)
+
+
 def stuck(rank: int, size: int) -> None:
     from datetime import timedelta
 

@@ -39,6 +39,7 @@ def test_idiom(ranks, one):
 ONE = Idiom("one", broken.intact, "", None, None, ("fit", "test"), ("dgcl",), 1e-7, False, None)
 
 
+@pytest.mark.campaign
 def test_the_harness_sees_that_something_differs(ranks):
     assert complaints(ranks, ONE) == []
     [found] = complaints(ranks, replace(ONE, build=broken.without_halo))

@@ -280,6 +280,7 @@ def test_works_in_a_forked_process():
     assert process.exitcode == 0 and queue.get() == 50_000 * 8
 
 
+@pytest.mark.campaign
 def test_what_was_compiled_is_kept_on_disk(tmp_path):
     # Two processes that have compiled nothing, for one import.
     code = """

@@ -41,6 +41,7 @@ def restarted(folder: Path) -> Finished:
     return run(*TORCHRUN, "--max-restarts", "1", folder / "restarted.py", cwd=folder)
 
 
+@pytest.mark.campaign
 @pytest.mark.program(runs=restarted)
 def test_torchrun_restarts(ran):
     _, finished = ran

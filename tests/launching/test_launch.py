@@ -185,6 +185,7 @@ def one_and_two_devices(folder: Path) -> list[Finished]:
     return finished
 
 
+@pytest.mark.campaign
 @pytest.mark.program(runs=one_and_two_devices)
 def test_yaml_by_class_path(ran):
     folder, both = ran
