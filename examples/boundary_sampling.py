@@ -4,8 +4,6 @@ Source: Wan et al., "BNS-GCN: Efficient Full-Graph Training of Graph Convolution
 Random Boundary Node Sampling" (MLSys'22), arXiv 2203.10983, Algorithm 1: a share p of the boundary nodes, whose rows count 1 / p.
 """
 
-import time
-
 import lightning as L
 import numpy as np
 import torch
@@ -46,7 +44,7 @@ class SampledExchange(HaloExchange):
         if self.present is None:
             return super().start_expand(x, halo, call)
         arrived = halo.new_empty((sum(self.incoming), *halo.shape[1:]))
-        wait = self.send(x[self.rows], self.outgoing, arrived, self.incoming, call, time.perf_counter())
+        wait = self.send(x[self.rows], self.outgoing, arrived, self.incoming, call, self.now())
 
         def finish():
             wait()
@@ -59,7 +57,7 @@ class SampledExchange(HaloExchange):
         if self.present is None:
             return super().start_reduce(halo, call)
         arrived = halo.new_empty((len(self.rows), *halo.shape[1:]))
-        wait = self.send(halo[self.drawn_halo], self.incoming, arrived, self.outgoing, call, time.perf_counter())
+        wait = self.send(halo[self.drawn_halo], self.incoming, arrived, self.outgoing, call, self.now())
 
         def finish(own):
             wait()

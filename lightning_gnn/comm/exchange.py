@@ -239,6 +239,10 @@ class Exchange(ABC):
 
     # What schemes use #########################################################
 
+    def now(self) -> Moment:
+        """Returns this moment, of the host and of its device: for `began` of :meth:`send`."""
+        return Moment.now(self.world.device)
+
     def send(
         self, out: Rows, out_counts: Sequence[int], into: Tensor, into_counts: Sequence[int], call: Call, began: Moment
     ) -> Callable[[], None]:
@@ -249,7 +253,7 @@ class Exchange(ABC):
                 the returned function has returned.
             out_counts, into_counts: rows for and from each rank, ``[P]``.
             call: counted under, and named in errors.
-            began: when packing them began.
+            began: when packing them began, see :meth:`now`.
 
         Raises:
             CommunicationError: from the returned function too: a peer does not answer.
@@ -280,7 +284,7 @@ class HaloExchange(Exchange):
 
     @override
     def start_expand(self, x: Tensor, halo: Tensor, call: Call) -> Callable[[], None]:
-        began = Moment.now(self.world.device)
+        began = self.now()
         packed = self.world.scratch((len(self.send_rows), *x.shape[1:]), x.dtype)
         take_rows(x, self.send_rows, rows_of(packed))
         return self.send(packed, self.send_counts, halo, self.recv_counts, call, began)
@@ -288,7 +292,7 @@ class HaloExchange(Exchange):
     @override
     def start_reduce(self, halo: Tensor, call: Call) -> Callable[[Tensor], None]:
         """Peer after peer: the rows of one are distinct, so no two additions meet, the paper's non-atomic backward."""
-        began = Moment.now(self.world.device)
+        began = self.now()
         arrived = self.buffers.take((len(self.send_rows), *halo.shape[1:]), halo.dtype)
         wait = self.send(halo, self.recv_counts, arrived, self.send_counts, call, began)
 

@@ -17,7 +17,7 @@ from typing_extensions import override
 from lightning_gnn.comm.call import Call
 from lightning_gnn.comm.exchange import Exchange
 from lightning_gnn.comm.group import World
-from lightning_gnn.comm.traffic import Meter, Moment
+from lightning_gnn.comm.traffic import Meter
 from lightning_gnn.comm.transport import rows_of
 from lightning_gnn.kernels import add_rows, take_rows
 from lightning_gnn.planning.plan import Plan
@@ -146,7 +146,7 @@ class PlannedExchange(Exchange):
         none = arriving[:0]
 
         def receive(stage: _Stage) -> Callable[[], None]:
-            began = Moment.now(self.world.device)
+            began = self.now()
             into = arriving[stage.arrives]
             return self.send(none, nobody, into, stage.receive_counts, call, began)
 
@@ -155,7 +155,7 @@ class PlannedExchange(Exchange):
         sent: list[Callable[[], None]] = []
 
         def start(stage: _Stage) -> Callable[[], None]:
-            began = Moment.now(self.world.device)
+            began = self.now()
             shape = (sum(stage.send_counts), *arriving.shape[1:])
             packed = self.world.scratch(shape, arriving.dtype)
             for run in stage.sends:

@@ -17,7 +17,7 @@ from lightning_gnn.comm.call import Call
 from lightning_gnn.comm.exchange import HaloExchange, counted, starting
 from lightning_gnn.comm.group import World
 from lightning_gnn.comm.shared_memory import Accept
-from lightning_gnn.comm.traffic import Meter, Moment, Traffic
+from lightning_gnn.comm.traffic import Meter, Traffic
 from lightning_gnn.comm.transport import rows_of
 from lightning_gnn.kernels import take_rows
 from lightning_gnn.partition.shard import HaloPlan, Ids
@@ -52,7 +52,7 @@ class SwapExchange(HaloExchange):
 
     @override
     def start_expand(self, x: Tensor, halo: Tensor, call: Call) -> Callable[[], None]:
-        began, traffic, block = Moment.now(self.world.device), Traffic(), None
+        began, traffic, block = self.now(), Traffic(), None
 
         def look(rows: Tensor, part: Tensor) -> Accept:
             return lambda block: take_rows(block.view(x.dtype).view(-1, *x.shape[1:]), rows, part)
