@@ -210,9 +210,9 @@ class _Check:
         if difference is None or difference.group != "metrics":
             return difference
         logged = [each for each in differences(whole, found, tolerance) if each.group == "metrics"]
-        # Not what is another number in each run.
-        again = [trial.on_whole(), self._on_one_part(trial)]
-        logged = [each for each in logged if _is_beyond(each, found, whole, again)]
+        varies = self._varies(whole, trial.on_whole())
+        logged = [each for each in logged if each.name not in varies]
+        logged = [each for each in logged if _is_beyond(each, found, whole, [self._on_one_part(trial)])]
         if not logged:
             return None
         # Nor what another order of sums changes where rows tie: with noise they do not.
@@ -221,14 +221,18 @@ class _Check:
             noisy = [(trial.on_whole(noises=each), self._on_parts(trial, shards, noises=each)) for each in noises]
         except Parted:
             return logged[0]
-        again = [outcome for outcome, _ in noisy]
+        others = [outcome for outcome, _ in noisy]
         for each in logged:
             differs_without_ties = self.dtype is not None and all(
                 each.name in {other.name for other in differences(*pair, tolerance)} for pair in noisy
             )
-            if differs_without_ties or _is_beyond(each, found, whole, again):
+            if differs_without_ties or _is_beyond(each, found, whole, others):
                 return each
         return None
+
+    def _varies(self, whole: Outcome, again: Outcome) -> set[str]:
+        """Returns the logged values that are another number when the same run is repeated: a time, or the like."""
+        return {each.name for each in differences(whole, again, TOLERANCES[self.dtype]) if each.group == "metrics"}
 
     def _of_other_features(
         self, trial: Trial, shards: Sequence[Shard], whole: Outcome, is_first: bool
@@ -247,7 +251,7 @@ class _Check:
                 for each in differences(other, found, TOLERANCES[self.dtype]):
                     if each.group != "metrics" or each.name not in names:
                         continue
-                    if _is_beyond(each, found, other, [trial.on_whole(noises=noises)]):
+                    if each.name not in self._varies(other, trial.on_whole(noises=noises)):
                         return Finding.at(each, trial, causes.of(each, other, found, shards, trial))
         except Exception:  # features may be something else than numbers, such as places in a table
             pass
