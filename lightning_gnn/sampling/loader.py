@@ -21,7 +21,7 @@ from typing_extensions import override
 
 from lightning_gnn.data.attributes import STAND_INS
 from lightning_gnn.data.sources import MASKS
-from lightning_gnn.devices import can_pin
+from lightning_gnn.devices import can_pin, functions_of
 from lightning_gnn.partition.types import ONE_TYPE
 from lightning_gnn.sampling.draws import draw_others
 from lightning_gnn.sampling.graph_store import GraphStore
@@ -151,6 +151,10 @@ def _without_pairs(out: HeteroSamplerOutput, pairs: Tensor) -> HeteroSamplerOutp
     return out
 
 
+_Made = tuple[Data | HeteroData, Any]
+"""A batch, and the event after which it is on the device; None: it is on the CPU."""
+
+
 class SampledBatches:
     """The training loader of a rank: an epoch's batches, some of them ahead.
 
@@ -167,7 +171,8 @@ class SampledBatches:
         seed: of all random numbers; None to leave the seeds in order.
         ahead: batches that are made ahead; 0 makes each when it is needed.
         epoch: returns the number of the epoch whose batches are made.
-        device: where a batch is when it is taken; samplers pin it, where that is possible, so that nobody waits for the copy.
+        device: where a batch is when it is taken. Where memory can be pinned for it, samplers copy each batch as soon as it is
+            made, on streams of their own, while the device computes.
 
     Attributes:
         waited: seconds spent in waiting for batches, since :meth:`take_seconds`.
@@ -190,7 +195,8 @@ class SampledBatches:
         self._seed, self._ahead, self._epoch = seed, ahead, epoch
         self.waited = 0.0
         self._seconds = [0.0] * len(makers)
-        self._running: Generator[Data | HeteroData, None, None] | None = None
+        self._streams = [functions_of(device).Stream(device) for _ in makers] if can_pin(device) else []
+        self._running: Generator[_Made, None, None] | None = None
 
     def __len__(self) -> int:
         return self.batches.steps
@@ -201,15 +207,16 @@ class SampledBatches:
         order = None if self._seed is None else _mixed(self._seed, epoch, self._rank)
         own = self.batches.of_epoch(self._seeds, self._rank, order)
 
-        def make(step: int, sampler: int) -> Data | HeteroData:
+        def make(step: int, sampler: int) -> _Made:
             began = time.perf_counter()
             try:
-                return self._made(epoch, step, own[step], self.makers[sampler])
+                batch = self._made(epoch, step, own[step], self.makers[sampler])
+                return self._sent(batch, self._streams[sampler]) if self._streams else (batch, None)
             finally:
                 self._seconds[sampler] += time.perf_counter() - began
 
         self._running = self._ahead_of(make) if self._ahead else (make(step, 0) for step in range(len(self)))
-        return map(lambda batch: batch.to(self._device, non_blocking=True), self._running)
+        return map(self._arrived, self._running)
 
     def close(self) -> None:
         """Ends an epoch that was left early, once the batches that were begun are made: other ranks may wait for them."""
@@ -227,9 +234,26 @@ class SampledBatches:
             nodes[STAND_INS] = {name: int(rows) for name, rows in chosen.items() if len(rows) == 1}
         if "num_seeds" not in batch:  # else what other ranks have is not known before they have made theirs
             batch.seed_counts = counts
-        return batch.pin_memory() if can_pin(self._device) else batch
+        return batch
 
-    def _ahead_of(self, make: Callable[[int, int], Data | HeteroData]) -> Generator[Data | HeteroData, None, None]:
+    def _sent(self, batch: Data | HeteroData, stream: Any) -> _Made:
+        """Returns the batch on the device, where the copy may be under way, and the event of its end."""
+        functions = functions_of(self._device)
+        with functions.stream(stream):  # and so on its device, which is not a new thread's own
+            batch, copied = batch.pin_memory().to(self._device, non_blocking=True), functions.Event()
+            copied.record(stream)
+        return batch, copied
+
+    def _arrived(self, made: _Made) -> Data | HeteroData:
+        """Returns the batch on the device: what the device does next waits for the copy, the host does not."""
+        batch, copied = made
+        if copied is None:
+            return batch.to(self._device)
+        stream = functions_of(self._device).current_stream(self._device)
+        stream.wait_event(copied)
+        return batch.record_stream(stream)  # else its memory is the next copy's as soon as the host lets it go
+
+    def _ahead_of(self, make: Callable[[int, int], _Made]) -> Generator[_Made, None, None]:
         """Yields ``make(step, sampler)`` of all steps in order, made in threads that are so many ahead of who takes them.
 
         Step after step goes to the samplers in turn, so that each makes the same ones on all ranks, in the same order.

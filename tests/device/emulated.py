@@ -7,13 +7,14 @@ tensor that an operation made (:data:`made`) are recorded.
 
 from __future__ import annotations
 
+import threading
 import time
 import traceback
 import types
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.utils.checkpoint
@@ -121,6 +122,9 @@ class DeviceTensor(torch.Tensor):
         _record("tolist")
         return self.raw.tolist()
 
+    def record_stream(self, stream: Any) -> None:
+        Stream.counts["recorded"] += 1
+
     def untyped_storage(self) -> Any:
         return self.raw.untyped_storage()
 
@@ -197,7 +201,7 @@ def _run(function: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         into, source = args[:2] if name == "copy_" else args[1::-1]
         if isinstance(source, DeviceTensor) and not isinstance(into, DeviceTensor) and source.numel():
             _record("copy to the host")
-        raw_of(into).copy_(raw_of(source))
+        _copy(into, source)
         return args[0] if name == "copy_" else args[1]
     if ours and _waits(name, args, kwargs, to_device):
         _record(name)
@@ -246,9 +250,12 @@ class Event:
 
     def __init__(self, enable_timing: bool = False) -> None:
         self._at = 0.0
+        self.copies: list[tuple[torch.Tensor, torch.Tensor]] = []
 
     def record(self, stream: Any = None) -> None:
         self._at = time.perf_counter()
+        if stream is not None:
+            self.copies = list(stream.copies)
 
     def synchronize(self) -> None:
         _record("synchronize an event")
@@ -258,6 +265,45 @@ class Event:
 
     def query(self) -> bool:
         return not Event.stuck
+
+
+class Stream:
+    """One beside the device's own: what the CPU gives to it arrives when an event recorded after that has been waited for. Until
+    then there are NaN and zeros in its place.
+
+    Attributes:
+        counts: tensors copied, and tensors whose memory another stream has a say in, of all streams.
+    """
+
+    counts: ClassVar[Counter[str]] = Counter()
+    here = threading.local()
+
+    def __init__(self, device: Any = None) -> None:
+        self.copies: list[tuple[torch.Tensor, torch.Tensor]] = []
+
+    def wait_event(self, event: Event) -> None:
+        for into, values in event.copies:
+            into.copy_(values)
+
+    def __enter__(self) -> Stream:
+        Stream.here.stream = self
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        Stream.here.stream = None
+
+
+_OWN_STREAM = Stream()
+
+
+def _copy(into: Any, source: Any) -> None:
+    stream = getattr(Stream.here, "stream", None)
+    if stream is None or isinstance(source, DeviceTensor) or not isinstance(into, DeviceTensor):
+        raw_of(into).copy_(raw_of(source))
+        return
+    Stream.counts["copied"] += 1
+    stream.copies.append((into.raw, source.clone()))
+    into.raw.fill_(float("nan") if into.dtype.is_floating_point else 0)
 
 
 def _module() -> Any:
@@ -282,7 +328,9 @@ def _module() -> Any:
         "max_memory_allocated": lambda device=None: 0,
         "empty_cache": lambda: None,
         "Event": Event,
-        "current_stream": lambda device=None: None,
+        "Stream": Stream,
+        "stream": lambda stream: stream,
+        "current_stream": lambda device=None: _OWN_STREAM,
         "device": lambda device: nullcontext(),
     }
     vars(module).update(functions, _initialized=True)
@@ -377,7 +425,7 @@ def install() -> None:
             continue
 
     def copy_from(source: Any, into: Any, non_blocking: bool = False) -> Any:
-        raw_of(into).copy_(raw_of(source))
+        _copy(into, source)
         return into
 
     library.impl("_copy_from", copy_from, "PrivateUse1")

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import os
+import threading
+from collections import Counter
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -240,43 +243,61 @@ class Hooked(Module):
         return batch
 
 
-def taken(rank: int, size: int, kind: type[Module]) -> tuple[list[str], list[bool]]:
-    """Returns who pinned batches of a training epoch, and whether each was there when Lightning would have moved it."""
-    import threading
+@dataclass
+class Taken:
+    """What became of the batches of a training epoch: threads that pinned and copied them, copies that somebody waited for, and
+    tensors copied on streams beside the device's own, and kept for that."""
+
+    pinned_by: list[str] = field(default_factory=list)
+    copied_by: list[str] = field(default_factory=list)
+    waited_for: int = 0
+    tensors: Counter[str] = field(default_factory=Counter)
+    found: list[torch.Tensor] = field(default_factory=list)
+
+
+def taken(rank: int, size: int, kind: type[Module], pins: bool = True) -> Taken:
+    import emulated
 
     from lightning_gnn import SamplingStrategy
     from lightning_gnn.sampling import loader
 
-    pinned_by: list[str] = []
-    arrived: list[bool] = []
-    waited_for: list[bool] = []
+    seen = Taken()
 
     def pin(self: Data) -> Data:
-        pinned_by.append(threading.current_thread().name)
+        seen.pinned_by.append(threading.current_thread().name)
         return self
 
     def move(self: Data, device: Any, *args: Any, non_blocking: bool = False, **kwargs: Any) -> Data:
-        if "batch_size" in self and torch.device(device).type != "cpu":
-            arrived.append(self.n_id.device.type != "cpu")
-            waited_for.append(not (arrived[-1] or non_blocking))
+        if "batch_size" in self and torch.device(device).type != "cpu" and self.n_id.device.type == "cpu":
+            seen.copied_by.append(threading.current_thread().name)
+            seen.waited_for += not non_blocking
         return to(self, device, *args, non_blocking=non_blocking, **kwargs)
 
     to = Data.to
+    emulated.Stream.counts.clear()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Data, "pin_memory", pin)
         patch.setattr(Data, "to", move)
-        patch.setattr(loader, "can_pin", lambda device: device.type != "cpu")
+        patch.setattr(loader, "can_pin", lambda device: pins and device.type != "cpu")
         strategy = SamplingStrategy(fanouts=[3, 3], batch_size=8, timeout=60)
         trainer = quiet_trainer(strategy, size, max_epochs=1, limit_val_batches=0, num_sanity_val_steps=0)
-        trainer.fit(kind(build("sage")).double(), datamodule=GraphDataModule(awkward_graph()))
-    assert any(waited_for) == (kind is Hooked)
-    return pinned_by, arrived
+        torch.manual_seed(4)
+        module = kind(build("sage")).double()
+        trainer.fit(module, datamodule=GraphDataModule(awkward_graph()))
+    return replace(seen, tensors=Counter(emulated.Stream.counts), found=module.found)
 
 
-def test_samplers_pin_batches_and_nobody_waits_for_the_copy(ranks):
-    """Each is copied when it is taken, before Lightning asks for it; a hook of the user before that gets it on the CPU."""
-    for pinned_by, arrived in ranks.run(2, taken, Module):
-        assert len(pinned_by) == 2 and arrived == [False, True] * 2
-        assert all(name.startswith("lightning_gnn sampler") for name in pinned_by)
-    for pinned_by, arrived in ranks.run(2, taken, Hooked):
-        assert pinned_by == [] and arrived == [False, False]
+def test_batches_arrive_while_the_device_computes(ranks):
+    """Samplers pin and copy them, on streams of theirs; the device's own stream waits for the copy, and no host."""
+    for seen, without in zip(ranks.run(2, taken, Module), ranks.run(2, taken, Module, False)):
+        assert len(seen.pinned_by) == 2 and seen.copied_by == seen.pinned_by and not seen.waited_for
+        assert all(name.startswith("lightning_gnn sampler") for name in seen.pinned_by)
+        assert seen.tensors["copied"] >= 2 * 3 and seen.tensors["recorded"] == seen.tensors["copied"]
+        assert not without.pinned_by and set(without.copied_by) == {"MainThread"} and not without.tensors
+        assert len(seen.found) == 2
+        torch.testing.assert_close(seen.found, without.found, rtol=0, atol=0)
+
+
+def test_a_hook_of_the_user_before_the_copy_gets_batches_on_the_cpu(ranks):
+    for seen in ranks.run(2, taken, Hooked):
+        assert not seen.pinned_by and seen.copied_by == ["MainThread"] * 2 and not seen.tensors
