@@ -42,6 +42,7 @@ if TYPE_CHECKING:
     from lightning_gnn.strategies import (
         CachedVertexCutStrategy,
         ClusterAllReduceStrategy,
+        CoverStrategy,
         DGCLStrategy,
         GNNStrategy,
         GossipStrategy,
@@ -93,6 +94,7 @@ __all__ = [
     "CommNetConv",
     "CommunicationMonitor",
     "CommunicationTrace",
+    "CoverStrategy",
     "DGCLStrategy",
     "DistributedEmbedding",
     "GNNStrategy",

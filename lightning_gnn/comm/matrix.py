@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
 
+import numpy as np
 import torch
 from torch import Tensor
 from typing_extensions import override
@@ -51,6 +52,28 @@ Holders = Callable[[Ids, Ids], Ids]
 def on_grid(grid: ProcessGrid | ProcessCube, offsets: Ids) -> Holders:
     """Returns who multiplies an entry on a process grid, of nodes that start at `offsets`, ``[P + 1]``, on each rank."""
     return partial(grid.holders, offsets)
+
+
+class EdgeHolders:
+    """Which rank computes which edge, by its ends; this rank computes the self-loops that layers add.
+
+    Args:
+        target, source: relabelled ids of this rank's in-edges, ``[E_r]``.
+        holders: the rank of each, ``[E_r]``; of parallel edges, all go with one of them.
+    """
+
+    def __init__(self, target: Ids, source: Ids, holders: Ids, rank: int, num_nodes: int) -> None:
+        keys = target * num_nodes + source
+        order = np.argsort(keys, kind="stable")
+        self._keys, self._holders = keys[order], holders[order]
+        self._rank, self._num_nodes = rank, num_nodes
+
+    def __call__(self, row: Ids, col: Ids) -> Ids:
+        if not len(self._keys):
+            return np.full(len(row), self._rank)
+        keys = row * self._num_nodes + col
+        places = np.searchsorted(self._keys, keys).clip(max=len(self._keys) - 1)
+        return np.where(self._keys[places] == keys, self._holders[places], self._rank)
 
 
 def distribute(entries: Triples, holders: Holders, world: World) -> Triples:
@@ -194,13 +217,16 @@ class SparseMatrix(Matrix):
         partial = targets.buffers.take((targets.num_halo, x.size(1)), dtype)
         if len(partial):
             add(False, True, partial)
+        # Partial sums that read no others' rows go out at once, beside the rows that come in.
+        reads_others = self._parts[False, False].csr.num_edges > 0
+        finish = None if targets.idle or reads_others else targets.start_reduce(partial, call)
         # Own rows while others travel: those that come in, or, where none do, the partial sums that go out.
         if wait is not None:
             add(True, True, own)
             wait()
-        if len(partial):
+        if reads_others:
             add(False, False, partial)
-        finish = None if targets.idle else targets.start_reduce(partial, call)
+            finish = targets.start_reduce(partial, call)
         if wait is None:
             add(True, True, own)
         add(True, False, own)

@@ -12,6 +12,7 @@ from lightning.pytorch.strategies import StrategyRegistry
 
 if TYPE_CHECKING:
     from lightning_gnn.strategies.base import GNNStrategy
+    from lightning_gnn.strategies.cover import CoverStrategy
     from lightning_gnn.strategies.dgcl import DGCLStrategy
     from lightning_gnn.strategies.gossip import ClusterAllReduceStrategy, GossipStrategy
     from lightning_gnn.strategies.sampling import SamplingStrategy
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
 
 _STRATEGIES = {
     "dgcl": ("dgcl", "DGCLStrategy"),
+    "cover": ("cover", "CoverStrategy"),
     "spmm_1d": ("spmm", "SpMM1DStrategy"),
     "spmm_15d": ("spmm", "SpMM15DStrategy"),
     "spmm_2d": ("spmm", "SpMM2DStrategy"),
@@ -82,6 +84,7 @@ _register("auto_gnn", "AutoStrategy", _Lazy("lightning_gnn.advising.auto", "Auto
 __all__ = [
     "CachedVertexCutStrategy",
     "ClusterAllReduceStrategy",
+    "CoverStrategy",
     "DGCLStrategy",
     "GNNStrategy",
     "GossipStrategy",

@@ -24,38 +24,15 @@ from lightning_gnn.comm.cache import LargestChangesCache, MessageCache
 from lightning_gnn.comm.codec import CodecName
 from lightning_gnn.comm.exchange import Exchange, HaloExchange
 from lightning_gnn.comm.group import World
-from lightning_gnn.comm.matrix import MakeExchange, SparseMatrix
+from lightning_gnn.comm.matrix import EdgeHolders, MakeExchange, SparseMatrix
 from lightning_gnn.comm.traffic import Meter
 from lightning_gnn.data.shards import Shard
 from lightning_gnn.partition.layout import Groups, LayoutSpec
-from lightning_gnn.partition.shard import Ids
 from lightning_gnn.partition.vertex_cut import METHODS
 from lightning_gnn.strategies.base import GNNStrategy
 from lightning_gnn.strategies.scheme import Scheme
 
 EdgeMethod = Literal["ebv", "hdrf", "dbh", "random", "grid", "ne"]
-
-
-class EdgeHolders:
-    """Which rank computes which edge, by its ends; this rank computes the self-loops that layers add.
-
-    Args:
-        target, source: relabelled ids of this rank's in-edges, ``[E_r]``.
-        holders: the rank of each, ``[E_r]``; of parallel edges, all go with one of them.
-    """
-
-    def __init__(self, target: Ids, source: Ids, holders: Ids, rank: int, num_nodes: int) -> None:
-        keys = target * num_nodes + source
-        order = np.argsort(keys, kind="stable")
-        self._keys, self._holders = keys[order], holders[order]
-        self._rank, self._num_nodes = rank, num_nodes
-
-    def __call__(self, row: Ids, col: Ids) -> Ids:
-        if not len(self._keys):
-            return np.full(len(row), self._rank)
-        keys = row * self._num_nodes + col
-        places = np.searchsorted(self._keys, keys).clip(max=len(self._keys) - 1)
-        return np.where(self._keys[places] == keys, self._holders[places], self._rank)
 
 
 class VertexCutScheme(Scheme):

@@ -31,6 +31,7 @@ from lightning_gnn.nn import Binding, GraphContext, UnsupportedModelError
 from lightning_gnn.nn.adapters import ADAPTERS, REFUSED
 from lightning_gnn.nn.directed import context_of
 from lightning_gnn.partition.layout import LayoutSpec
+from lightning_gnn.strategies.cover import CoverScheme
 from lightning_gnn.strategies.scheme import Scheme
 from lightning_gnn.strategies.spmm import CubeScheme, SpMMScheme
 from lightning_gnn.strategies.vertex_cut import VertexCutScheme
@@ -349,10 +350,11 @@ HOW: dict[str, tuple[int, Bind]] = {
     "3 ranks, blocks": (3, partial(to_dealt, SpMMScheme(1, False, None))),
     "4 ranks, 2D": (4, partial(to_dealt, CubeScheme(2, None))),
     "3 ranks, vertex cut": (3, partial(to_dealt, VertexCutScheme("random", None, 0.0, None, "", True))),
+    "3 ranks, cover": (3, partial(to_dealt, CoverScheme(topology=None))),
 }
 
 
-EVERY_DAY = ("3 ranks", "4 ranks, replication 2, sparse", "3 ranks, vertex cut")
+EVERY_DAY = ("3 ranks", "4 ranks, replication 2, sparse", "3 ranks, vertex cut", "3 ranks, cover")
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,107 @@
+"""``cover``: an edge cut whose ranks send the fewest rows that it allows: copies of sources, or partial results of targets.
+
+Source: SuperGCN (arXiv 2411.16025), which has minimum vertex covers of cut edges for GCN; here for every conv that can be
+computed over a vertex cut.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from typing_extensions import override
+
+from lightning_gnn.comm.exchange import Exchange, HaloExchange
+from lightning_gnn.comm.group import World
+from lightning_gnn.comm.matrix import EdgeHolders, SparseMatrix
+from lightning_gnn.comm.traffic import Meter
+from lightning_gnn.data.shards import Shard
+from lightning_gnn.partition.cover import cover_edges
+from lightning_gnn.partition.shard import owners_of
+from lightning_gnn.planning import Topology
+from lightning_gnn.planning.exchanges import ExchangeCost, Workload, edge_exchange
+from lightning_gnn.strategies.base import GNNStrategy
+from lightning_gnn.strategies.dgcl import DGCLScheme, PartitionName
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+
+class CoverScheme(DGCLScheme):
+    """Ranks hold what they hold under `dgcl`; of the edges between two ranks, those of covered targets are computed by the
+    sources' rank. See :class:`CoverStrategy`."""
+
+    follows_plan = False
+
+    def __init__(
+        self,
+        keep_constant: bool = True,
+        topology: str | Path | Topology | None = "auto",
+        partition: PartitionName = "auto",
+    ) -> None:
+        super().__init__(keep_constant, "p2p", topology, partition)
+
+    @override
+    def for_self_check(self) -> CoverScheme:
+        return CoverScheme(self.keep_constant, topology=None)
+
+    @override
+    def exchange(self, shard: Shard, world: World, meter: Meter) -> Exchange:
+        # All edges into a rank are its own, so each rank covers those that end at it, and none needs to know the others'.
+        offsets, node_ids = shard.offsets, shard.node_ids(world.rank)
+        local = shard.batch.edge_index.cpu().numpy()
+        computed_by = cover_edges(local, owners_of(offsets, node_ids), world.size)
+        source, target = node_ids[local]
+        holders = EdgeHolders(target, source, computed_by, world.rank, int(offsets[-1]))
+        exchange = HaloExchange(shard.plan, world, meter)
+        exchange.make_matrix = exchange.make_attended = partial(
+            SparseMatrix, holders=holders, offsets=offsets, world=world, meter=meter
+        )
+        return exchange
+
+    @override
+    def followed(self) -> dict[str, Any]:
+        return {}
+
+    @override
+    def exchanges(self, work: Workload, topology: Topology | None) -> Sequence[ExchangeCost]:
+        covered = cover_edges(work.edge_index, work.owner, work.relation.num_devices)
+        return [edge_exchange("", work, topology, covered, followed=True)]
+
+    @override
+    def picture(self, shard: Shard) -> Figure | None:
+        return None
+
+
+class CoverStrategy(GNNStrategy):
+    """Full-graph training over an edge cut with the fewest rows, exact; ``Trainer(strategy="cover")``.
+
+    Each rank owns the nodes that it owns under ``dgcl``. An edge between two ranks needs the row of its source at the one, or the
+    sum that its target gets from there, made at the other; for each ordered pair of ranks a minimum vertex cover of their edges
+    says which, so that no choice sends fewer rows. What convs other than sums send for a partial result is in docs/cover.md.
+
+    Args:
+        keep_constant, topology, partition: see :class:`~lightning_gnn.strategies.dgcl.DGCLStrategy`; rows go directly.
+        **options: see :class:`~lightning_gnn.strategies.base.GNNStrategy`.
+
+    Raises:
+        ValueError: an unknown partition; once the number of ranks is known, a topology that is not there or is too small.
+    """
+
+    strategy_name = "cover"
+
+    @classmethod
+    @override
+    def variants(cls, ranks: int, links_alike: bool = True) -> Iterator[Mapping[str, Any]]:
+        yield {}
+
+    def __init__(
+        self,
+        keep_constant: bool = True,
+        topology: str | Path | Topology | None = "auto",
+        partition: PartitionName = "auto",
+        **options: Any,
+    ) -> None:
+        super().__init__(CoverScheme(keep_constant, topology, partition), **options)

@@ -1,0 +1,115 @@
+"""Training with the fewest rows equals one device, and what travels is a minimum cover of the edges between ranks."""
+
+from __future__ import annotations
+
+from functools import cache
+from itertools import permutations
+from typing import Any
+
+import lightning as L
+import numpy as np
+import pytest
+import torch
+from common import (
+    CLASSES,
+    FEATURES,
+    assert_same,
+    awkward_graph,
+    campaign,
+    one_training_node,
+    quiet_trainer,
+    single,
+    three_nodes,
+    train,
+)
+from scipy.sparse import csr_matrix
+from scipy.sparse.csgraph import maximum_bipartite_matching
+from torch_geometric.data import Data
+from torch_geometric.nn.models import GCN
+
+from lightning_gnn import CoverStrategy, DGCLStrategy, GraphDataModule, NodeClassifier
+
+
+@cache
+def on_one_device(model: Any, module: str = "library") -> dict[str, Any]:
+    return single(awkward_graph(), model, module=module)
+
+
+def trained(rank: int, world_size: int, model: Any, options: dict[str, Any], **others: Any) -> dict[str, Any]:
+    return train(rank, world_size, awkward_graph(), model, strategy=CoverStrategy, options=options, **others)
+
+
+@pytest.mark.parametrize("world_size", [2, *campaign(3, 4)])
+def test_trained_as_on_one_device(ranks, world_size):
+    for found in ranks.run(world_size, trained, "gcn", {}):
+        assert_same(found, on_one_device("gcn"), rtol=1e-10, atol=1e-12)
+
+
+KINDS = ("graphconv", "gat", "gin_batch_norm", "own", "pna")  # all convs: test_convs.py
+
+
+@pytest.mark.parametrize("model", [pytest.param(KINDS, id="together"), *campaign(*KINDS)])
+def test_every_kind_of_conv(ranks, model):
+    for found in ranks.run(3, trained, model, {}, self_check=False):
+        assert_same(found, on_one_device(model), rtol=1e-8, atol=1e-10)
+
+
+def test_parts_without_nodes_or_edges(ranks):
+    graph, _ = one_training_node()
+    expected = single(graph, "sage")
+    for found in ranks.run(4, train, graph, "sage", strategy="cover"):
+        assert_same(found, expected, rtol=1e-8, atol=1e-10)
+
+
+def test_more_ranks_than_nodes(ranks):
+    expected = single(three_nodes(), "gcn")
+    for found in ranks.run(4, train, three_nodes(), "gcn", strategy="cover"):
+        assert_same(found, expected, rtol=1e-8, atol=1e-10)
+
+
+def test_users_module_over_sockets_with_recompute(ranks):
+    options = {"shared_memory": False, "recompute": True}
+    for found in ranks.run(3, trained, "sage", options, module="user", self_check=False):
+        assert_same(found, on_one_device("sage", "user"), rtol=1e-8, atol=1e-10)
+
+
+WIDTHS = 64 + CLASSES
+
+
+def sent(rank: int, size: int, graph: Data, owner: np.ndarray, strategy: type[L.pytorch.strategies.Strategy]) -> float:
+    """Returns the bytes that ranks send in an epoch."""
+    data, net = GraphDataModule(graph, partition=owner), GCN(FEATURES, 64, num_layers=3, out_channels=CLASSES)
+    trainer = quiet_trainer(strategy(self_check=False), size, max_epochs=2, limit_val_batches=0)
+    trainer.fit(NodeClassifier(net), datamodule=data)
+    return float(trainer.callback_metrics["comm/bytes_sent"])
+
+
+def test_what_travels_is_a_minimum_cover(ranks):
+    """Bytes beyond those of dgcl on the same parts are the rows that a maximum matching spares, forward and backward."""
+    graph = hubs()
+    owner = np.random.default_rng(6).integers(0, 3, graph.num_nodes)
+    [direct, *_], [covered, *_] = (ranks.run(3, sent, graph, owner, each) for each in (DGCLStrategy, CoverStrategy))
+    source, target = graph.edge_index.numpy()
+    halo = minimum = 0
+    for p, q in permutations(range(3), 2):
+        between = (owner[source] == p) & (owner[target] == q)
+        halo += len(np.unique(source[between]))
+        matrix = csr_matrix((np.ones(between.sum()), (source[between], target[between])), (graph.num_nodes,) * 2)
+        minimum += int((maximum_bipartite_matching(matrix) >= 0).sum())
+    assert minimum < 0.7 * halo
+    assert direct - covered == 2 * 4 * WIDTHS * (halo - minimum)
+
+
+def hubs() -> Data:
+    """A graph whose edges begin or end at few nodes."""
+    rng = np.random.default_rng(5)
+    nodes, edges = 300, 600
+    ends = np.where(rng.random((2, edges)) < 0.5, rng.integers(0, 10, (2, edges)), rng.integers(0, nodes, (2, edges)))
+    graph = awkward_graph()
+    mask = torch.from_numpy(rng.random(nodes) < 0.5)
+    return Data(
+        x=torch.from_numpy(rng.standard_normal((nodes, graph.x.size(1)))).float(),
+        edge_index=torch.from_numpy(ends),
+        y=torch.from_numpy(rng.integers(0, CLASSES, nodes)),
+        **dict.fromkeys(("train_mask", "val_mask", "test_mask"), mask),
+    )
