@@ -149,6 +149,7 @@ def build(name: str, in_channels: int = FEATURES, out_channels: int = CLASSES, s
         ),
         "gin": lambda: GIN(**size),
         "gat": lambda: GAT(**size, heads=4),
+        "gat_dropout": lambda: GAT(**size, heads=4, dropout=0.5),
         "gat_edges": lambda: GAT(**size, heads=2, edge_dim=3),
         "transformer_edges": lambda: Transformer(in_channels, out_channels, edge_dim=3),
         "gatv2": lambda: GAT(**size, heads=4, v2=True),

@@ -110,7 +110,7 @@ class BlockFloats(Codec):
     """Block floating point: a row as whole numbers of 8 or 4 bits, with sign, times a power of two that takes one byte.
 
     For narrow rows, beside whose few bits two ends would weigh most, and for differences, which lie around 0. An entry is off by
-    at most 1/128 (8 bits) or 1/8 (4) of the row's largest, half of that on one side of a power of two. Rows with an entry that
+    at most 1/127.5 (8 bits) or 1/7.5 (4) of the row's largest, half of that above a power of two. Rows with an entry that
     is not finite, or of 2^120 and more, come back as NaN; less than 2^-120 as 0.
     """
 

@@ -77,10 +77,11 @@ def array_size(file: Path) -> tuple[tuple[int, ...], np.dtype[Any]]:
     """Returns shape and dtype that the header of a ``.npy`` file gives."""
     with file.open("rb") as opened:
         start = opened.read(len(_MAGIC) + 2)
-        text = opened.read(int.from_bytes(start[len(_MAGIC) :], "little")).decode("latin1")  # 64 KB at most
+        length = int.from_bytes(start[len(_MAGIC) :], "little")
+        text = opened.read(length).decode("latin1")  # 64 KB at most
         begin = opened.tell()
     found = _HEADER.fullmatch(text)
-    if not start.startswith(_MAGIC) or found is None:
+    if not start.startswith(_MAGIC) or found is None or len(text) < length:
         raise ValueError(f"{file} has no header of a .npy file of numbers")
     try:
         dtype = np.dtype(found[1])

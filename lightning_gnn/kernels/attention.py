@@ -1,7 +1,7 @@
 """Attention over edges without a row per edge: numbers of each edge and head, softmax, weighted sums. Differentiable.
 
-For devices and dtypes that :func:`~lightning_gnn.kernels.run.has_loops` knows. Short floats are summed in float32; results have
-the dtype of the first argument.
+For devices that :func:`~lightning_gnn.kernels.run.has_loops` knows. Short floats are summed in float32, on the CPU from copies;
+results have the dtype of the first argument.
 
 Numbers on edges are ``[E, H]`` in slot order of a CSR matrix of R rows (targets) and K columns (sources).
 Nothing of the size of edges times columns is made: PyG's gather and scatter hold several of those.
@@ -11,7 +11,7 @@ R rows, K columns of the matrix, E slots, H heads, C columns of a head.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -34,7 +34,7 @@ def pair_sums(csr: CSR, source: Tensor, target: Tensor) -> Tensor:
         source: ``[K, H]``.
         target: ``[R, H]``.
     """
-    return _PairSums.apply(csr.of_slots(), source, target)
+    return _PairSums.apply(csr.of_slots(), *_taken(source, target)).to(source.dtype)
 
 
 def pair_products(csr: CSR, source: Tensor, target: Tensor) -> Tensor:
@@ -45,7 +45,7 @@ def pair_products(csr: CSR, source: Tensor, target: Tensor) -> Tensor:
         source: ``[K, H, C]``.
         target: ``[R, H, C]``.
     """
-    return _PairProducts.apply(csr.of_slots(), source, target)
+    return _PairProducts.apply(csr.of_slots(), *_taken(source, target)).to(source.dtype)
 
 
 def additive_scores(csr: CSR, source: Tensor, target: Tensor, attention: Tensor, slope: float) -> Tensor:
@@ -58,7 +58,7 @@ def additive_scores(csr: CSR, source: Tensor, target: Tensor, attention: Tensor,
         attention: ``[H, C]``.
         slope: of the leaky ReLU where its argument is negative.
     """
-    return _AdditiveScores.apply(csr.of_slots(), source, target, attention, slope)
+    return _AdditiveScores.apply(csr.of_slots(), *_taken(source, target, attention), slope).to(source.dtype)
 
 
 def edge_softmax(csr: CSR, scores: Tensor, across: Across | None = None) -> Tensor:
@@ -80,7 +80,12 @@ def weighted_sums(csr: CSR, x: Tensor, weight: Tensor) -> Tensor:
         x: ``[K, H, C]``.
         weight: ``[E, H]``.
     """
-    return _WeightedSums.apply(csr.of_slots(), x, weight)
+    return _WeightedSums.apply(csr.of_slots(), *_taken(x, weight)).to(x.dtype)
+
+
+def _taken(*tensors: Tensor) -> Sequence[Tensor]:
+    """Returns numbers that loops take: numba has no floats of 16 bits."""
+    return tensors if tensors[0].device.type != "cpu" else [_wide(each) for each in tensors]
 
 
 # Loops as functions ###########################################################
@@ -113,9 +118,8 @@ def _spmm_heads(csr: CSR, x: Tensor, weight: Tensor) -> Tensor:
     return out
 
 
-def _wide(scores: Tensor) -> Tensor:
-    """In float16 a hub's sum of powers would overflow, and 1e-16 be nothing."""
-    return scores.float() if scores.element_size() < 4 else scores
+def _wide(values: Tensor) -> Tensor:
+    return values.float() if values.element_size() < 4 else values
 
 
 def _on_slots(loop: Any, csr: CSR, values: Tensor, rows: Tensor) -> Tensor:
@@ -190,6 +194,7 @@ class _AdditiveScores(torch.autograd.Function):
 class _EdgeSoftmax(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, csr: CSR, scores: Tensor, across: Across) -> Tensor:
+        # In float16 a hub's sum of powers would overflow, and 1e-16 be nothing.
         dtype, scores = scores.dtype, _wide(scores.contiguous())
         largest = scores.new_empty((csr.num_rows, scores.size(1)))
         over_rows(loops.slot_maxima, csr, scores, largest, work=scores.numel())

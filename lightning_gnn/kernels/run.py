@@ -131,7 +131,8 @@ def over_ranges(
     loop: Any, *arguments: Any, size: int, ranges: Callable[[int], Iterable[tuple[int, int]]], work: int
 ) -> None:
     """Runs ``loop(*arguments, low, high)`` over all of 0 to `size`, in `ranges` of about so many where threads pay."""
-    arrays = [_array(value) if isinstance(value, torch.Tensor) else value for value in arguments]
+    # Of bfloat16 there are no arrays: it is refused here, not read as something else.
+    arrays = [value.detach().numpy() if isinstance(value, torch.Tensor) else value for value in arguments]
     threads = min(torch.get_num_threads(), size)
     if threads <= 1 or work < _SMALL:
         loop(*arrays, 0, size)
@@ -157,11 +158,6 @@ def over_range(loop: Any, num_rows: int, *arguments: Any, work: int) -> None:
         return pairwise([num_rows * part // count for part in range(count + 1)])
 
     over_ranges(loop, *arguments, size=num_rows, ranges=ranges, work=work)
-
-
-def _array(tensor: torch.Tensor) -> Any:
-    tensor = tensor.detach()
-    return tensor.view(torch.uint16).numpy() if tensor.dtype == torch.bfloat16 else tensor.numpy()
 
 
 def _pool(threads: int) -> ThreadPoolExecutor:

@@ -62,6 +62,8 @@ def spmm(
         short = dense.dtype == torch.bfloat16 or (dense.dtype == torch.float16 and has_loops(x.device, dense.dtype))
         dense = dense if short and wide == torch.float32 else dense.to(wide)
         none = dense.new_empty(0, dtype=wide)
+        if dense.dtype == torch.bfloat16 and x.device.type == "cpu":
+            dense = dense.view(torch.uint16)
         over_rows(
             loops.spmm,
             csr,

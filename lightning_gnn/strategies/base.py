@@ -15,12 +15,11 @@ from typing_extensions import override
 from lightning_gnn.arguments import check_choice, check_flags
 from lightning_gnn.callbacks.communication import CommunicationMetrics
 from lightning_gnn.comm.codec import CodecName, make_codec
-from lightning_gnn.comm.group import World
 from lightning_gnn.comm.traffic import Meter
 from lightning_gnn.data.shards import Shard
 from lightning_gnn.datamodules.graph import GraphDataModule, OneBatch
 from lightning_gnn.launching import StartMethod
-from lightning_gnn.nn.bind import Binding, check_module
+from lightning_gnn.nn.bind import check_module
 from lightning_gnn.nn.helpers import graph_in_use
 from lightning_gnn.partition.layout import LayoutSpec
 from lightning_gnn.partition.types import Types
@@ -190,7 +189,9 @@ class GNNStrategy(StepStrategy):
         of_run = len(self.optimizers), self.precision_plugin, self.equal_buffers
         self._shared = SharedModel(module, self.world, shard if in_parts else None, *of_run)
         if in_parts:
-            self._binding = self.bind(self.scheme, module, shard, self.world, self.meter)
+            self._binding = self.scheme.bind(module, shard, self.world, self.meter)
+            if self.recompute:
+                self._binding.recompute()
             self._in_use.enter_context(graph_in_use(self._binding.context))
             if self.world_size > 1:
                 self._in_use.enter_context(without_example(module))
@@ -207,13 +208,6 @@ class GNNStrategy(StepStrategy):
         assert self._shared is not None
         metrics = CommunicationMetrics(self.meter, self.world, part_sizes(shard), self._shared.replicas)
         return [metrics, self.progress, self._checks, *self.scheme.callbacks(self.world)]
-
-    def bind(self, scheme: Scheme, module: torch.nn.Module, shard: Shard, world: World, meter: Meter) -> Binding:
-        """Returns the module bound as this strategy has it."""
-        binding = scheme.bind(module, shard, world, meter)
-        if self.recompute:
-            binding.recompute()
-        return binding
 
     def check_model(self, module: torch.nn.Module, types: Types) -> None:
         """Raises :class:`UnsupportedModelError` for a model that cannot run on such a graph; on every rank."""

@@ -117,7 +117,8 @@ class SelfChecks(pl.Callback):
     ) -> SelfCheck:
         strategy = self._strategy
         scheme = strategy.scheme.for_self_check()
-        bind, layout = partial(strategy.bind, scheme, meter=Meter()), scheme.layout(2)
+        # Layers keep what they make, also under recompute=True: dropout that does nothing here would do its work in a backward.
+        bind, layout = partial(scheme.bind, meter=Meter()), scheme.layout(2)
         without = [mask for mask in MASKS if 0 in shard.mask_counts[mask] and any(shard.mask_counts[mask])]
         last = trainer.max_epochs if trainer.max_epochs is not None and trainer.max_epochs > 0 else MOST_EPOCHS
         epochs = sorted({*(1 << power for power in range(last.bit_length()) if 1 << power < last), last - 1} - {0})

@@ -341,7 +341,7 @@ def test_compare(ran):
     assert max(parts) <= dgcl["epoch_seconds"] * 1.01
     assert min(dgcl["seconds"].values()) > 0
     # One device has nobody to wait for; what is left is the call itself, and taking the batch.
-    assert max(auto["seconds"]["communication"], auto["seconds"]["waiting"]) < 0.2 * auto["epoch_seconds"]
+    assert max(auto["seconds"]["communication"], auto["seconds"]["waiting"]) < 0.5 * auto["epoch_seconds"]
     assert coded["parity"]["kind"] == "approximate" and coded["parity"]["ok"] is None
     assert coded["parity"]["loss"] > dgcl["parity"]["loss"] and coded["parity"]["why"] == "codec int8"
     assert coded["row_bytes"] < dgcl["row_bytes"] and coded["gradient_bytes"] == dgcl["gradient_bytes"] > 0

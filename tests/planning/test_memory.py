@@ -89,6 +89,12 @@ def test_recomputed_layers_of_models_together(ranks, strategy):
         torch.testing.assert_close(found["gradients"], expected["gradients"], rtol=1e-11, atol=1e-11)
 
 
+def test_layers_with_dropout_may_be_recomputed(ranks):
+    """The self-check of a strategy that recomputes refused them."""
+    for found in ranks.run(2, train, awkward_graph(), "gat_dropout", options=AGAIN, self_check=True):
+        assert len(found["epochs"]) == 3
+
+
 @pytest.mark.parametrize("world_size", campaign(2, 3, 4))
 def test_recomputed_layers_give_the_numbers_of_one_device(ranks, world_size):
     models = ["gcn", "sage", "gat", "gin"] + (["gin_batch_norm", "sage_max", "own", "pna"] if world_size == 3 else [])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import lightning as L
@@ -14,7 +15,7 @@ from conftest import RankFailed
 from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
 from torch_geometric.nn.models import GAT
 
-from lightning_gnn import DGCLStrategy, GraphDataModule, NodeClassifier
+from lightning_gnn import CoverStrategy, DGCLStrategy, GraphDataModule, NodeClassifier, VertexCutStrategy
 
 
 def same_weights(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
@@ -225,20 +226,34 @@ def test_checkpoint_of_one_world_size_resumes_in_another(ranks, tmp_path):
     same_weights(loaded.state_dict(), {name: value.float() for name, value in saved.items()})
 
 
-def bf16(rank: int, world_size: int, strategy: str) -> float:
-    graph = awkward_graph(dtype=torch.float32)
-    module = NodeClassifier(build("gat"), num_classes=CLASSES)
-    trainer = quiet_trainer(
-        DGCLStrategy(timeout=60) if strategy == "dgcl" else strategy, world_size, precision="bf16-mixed"
-    )
-    trainer.fit(module, datamodule=GraphDataModule(graph))
-    return float(trainer.callback_metrics["train_loss"])
+MIXED = ("gcn", "gat", "gatv2", "transformer", "pna", "sage_max")
 
 
-def test_bf16_mixed(ranks):
-    expected = bf16(0, 1, "auto")
-    for found in ranks.run(2, bf16, "dgcl"):
-        assert found == pytest.approx(expected, rel=0.02)
+def bf16(rank: int, world_size: int, models: Sequence[str], strategy: Any, precision: str = "bf16-mixed") -> Any:
+    """Returns each model's loss in training, and what it predicts then."""
+    found = []
+    for model in models:
+        torch.manual_seed(0)
+        module = NodeClassifier(build(model).float(), num_classes=CLASSES, lr=0.001)
+        chosen = strategy if isinstance(strategy, str) else strategy(timeout=60)
+        trainer = quiet_trainer(chosen, world_size, precision=precision)
+        data = GraphDataModule(awkward_graph(dtype=torch.float32))
+        trainer.fit(module, datamodule=data)
+        loss = float(trainer.callback_metrics["train_loss"])
+        [predicted] = trainer.predict(module, datamodule=data)
+        found.append((loss, predicted.float()))
+    return found
+
+
+@pytest.mark.parametrize("strategy", [DGCLStrategy, *campaign(VertexCutStrategy, CoverStrategy)])
+def test_bf16_mixed(ranks, strategy):
+    """As far from float32 as one device is."""
+    expected, exact = bf16(0, 1, MIXED, "auto"), bf16(0, 1, MIXED, "auto", "32-true")
+    for found in ranks.run(2, bf16, MIXED, strategy):
+        for name, (loss, predicted), (one_loss, one), (_, wide) in zip(MIXED, found, expected, exact):
+            assert loss == pytest.approx(one_loss, rel=0.01), name
+            own, allowed = (float((each - wide).abs().max() / wide.abs().max()) for each in (predicted, one))
+            assert own < max(0.02, 3 * allowed), (name, own, allowed)
 
 
 def aftermath(rank: int, world_size: int) -> dict[str, Any]:
