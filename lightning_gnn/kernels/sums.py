@@ -19,7 +19,7 @@ from torch import Tensor
 
 from lightning_gnn.kernels import loops
 from lightning_gnn.kernels.csr import CSR
-from lightning_gnn.kernels.run import has_loops, over_rows
+from lightning_gnn.kernels.run import BACKENDS, has_loops, over_rows
 
 
 def spmm(
@@ -62,7 +62,7 @@ def spmm(
         short = dense.dtype == torch.bfloat16 or (dense.dtype == torch.float16 and has_loops(x.device, dense.dtype))
         dense = dense if short and wide == torch.float32 else dense.to(wide)
         none = dense.new_empty(0, dtype=wide)
-        if dense.dtype == torch.bfloat16 and x.device.type == "cpu":
+        if dense.dtype == torch.bfloat16 and x.device.type not in BACKENDS:
             dense = dense.view(torch.uint16)
         over_rows(
             loops.spmm,

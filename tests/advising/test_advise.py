@@ -18,7 +18,7 @@ from lightning.pytorch.strategies import StrategyRegistry
 
 import lightning_gnn
 from lightning_gnn import DGCLStrategy, GraphDataModule, NodeClassifier
-from lightning_gnn.advising.advice import Advice, advise_on, explained
+from lightning_gnn.advising.advice import CLOSE, Advice, advise_on, explained
 from lightning_gnn.advising.candidates import Candidate, candidates, chosen
 from lightning_gnn.advising.extrapolate import extrapolate, smaller
 from lightning_gnn.advising.machine import Machine, measured_contention, timing, with_trainer_messages
@@ -211,7 +211,7 @@ def test_links_decide():
     exact = [each for each in tried(4) if each.exact]
     found = advise_on(Machine(uniform(4, 1e-5), latency=0.0), module, data, only=exact, overhead=0.0)
     sizes = [each.bytes_sent or 0 for each in found]
-    assert sizes[0] == min(sizes) and sizes[-1] == max(sizes)
+    assert sizes[0] <= (1 + CLOSE) * min(sizes) and sizes[-1] == max(sizes)
     assert found[0].exchange_seconds > 0.9 * found[0].seconds and "% of the time" in found[0].why
 
 
@@ -342,7 +342,7 @@ def chosen_by_auto(rank: int, world_size: int) -> tuple[str, int]:
 
 def test_auto_chooses_once_and_alike(ranks):
     first, *others = ranks.run(2, chosen_by_auto)
-    assert first[1] == 3 and all(each == (first[0], 0) for each in others)
+    assert first[1] == 4 and all(each == (first[0], 0) for each in others)
 
 
 def broken(rank: int, world_size: int) -> None:
