@@ -32,8 +32,8 @@ def cover_edges(edge_index: Ids, part: NDArray[np.integer], num_parts: int) -> I
         num_parts: P.
     """
     source, target = (np.ascontiguousarray(ends) for ends in edge_index)
-    part = np.ascontiguousarray(part, np.int64)
-    computed_by = part[target]
+    part = np.ascontiguousarray(part, np.int32)
+    computed_by = part[target].astype(np.int64)
     _cover_pairs(source, target, part, num_parts, computed_by)
     return computed_by
 
@@ -41,17 +41,18 @@ def cover_edges(edge_index: Ids, part: NDArray[np.integer], num_parts: int) -> I
 @compiled
 def _cover_pairs(source, target, part, num_parts, computed_by):  # type: ignore[no-untyped-def]
     """Gives the edges of covered targets to their sources' parts, pair of parts after pair."""
-    first = np.zeros(num_parts * num_parts + 1, np.int64)
+    first, pair_of = np.zeros(num_parts * num_parts + 1, np.int64), np.empty(len(source), np.int32)
     for edge in range(len(source)):
-        if part[source[edge]] != part[target[edge]]:
-            first[part[source[edge]] * num_parts + part[target[edge]] + 1] += 1
+        p, q = part[source[edge]], computed_by[edge]
+        pair_of[edge] = p * num_parts + q if p != q else -1
+        if p != q:
+            first[pair_of[edge] + 1] += 1
     first = np.cumsum(first)
     order, place = np.empty(first[-1], np.int64), first[:-1].copy()
     for edge in range(len(source)):
-        p, q = part[source[edge]], part[target[edge]]
-        if p != q:
-            order[place[p * num_parts + q]] = edge
-            place[p * num_parts + q] += 1
+        if pair_of[edge] >= 0:
+            order[place[pair_of[edge]]] = edge
+            place[pair_of[edge]] += 1
     number_of = np.full(
         len(part), -1, np.int32
     )  # of a node among the ends in a pair: parts differ, so one array is enough
