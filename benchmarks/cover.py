@@ -25,7 +25,7 @@ from typing import Any
 import lightning as L
 import numpy as np
 import torch
-from common import SHARED, report, run_on_hosts
+from common import QUIET, SHARED, report, run_on_hosts
 from torch_geometric.data import Data
 from torch_geometric.nn.models import GAT, GCN, GraphSAGE
 
@@ -156,18 +156,14 @@ def on_hosts(options: argparse.Namespace) -> list[dict[str, Any]]:
         for strategy in (DGCLStrategy(plan="p2p"), CoverStrategy()):
             torch.manual_seed(0)
             clock = Clock()
-            silent = dict.fromkeys(
-                ("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False
-            )
             trainer = L.Trainer(
                 strategy=strategy,
-                accelerator="cpu",
                 devices=2,
                 num_nodes=2,
                 max_epochs=options.epochs,
                 limit_val_batches=0,
                 callbacks=[clock],
-                **silent,
+                **QUIET,
             )
             trainer.fit(NodeClassifier(MODELS["gcn"](COLUMNS, CLASSES)), datamodule=GraphDataModule(data))
             found.append(

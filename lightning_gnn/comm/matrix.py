@@ -20,6 +20,7 @@ from lightning_gnn.comm.exchange import Exchange, HaloExchange
 from lightning_gnn.comm.group import World
 from lightning_gnn.comm.traffic import Meter
 from lightning_gnn.comm.transport import by_peer
+from lightning_gnn.data.shards import Shard
 from lightning_gnn.kernels import CSR, spmm
 from lightning_gnn.partition.grid import ProcessCube, ProcessGrid
 from lightning_gnn.partition.shard import HaloPlan, Ids, halo_plan
@@ -244,3 +245,23 @@ class _Part:
     csr: CSR
     values: Tensor | None
     values_transposed: Tensor | None
+
+
+def exchange_with_holders(
+    shard: Shard, holders: Ids, world: World, meter: Meter, make_exchange: MakeExchange = HaloExchange
+) -> HaloExchange:
+    """Returns the exchange of a rank whose in-edges are computed by other ranks: rows go there, and partial results come back.
+
+    Args:
+        shard: the rank's part.
+        holders: who computes each of its in-edges, ``[E_r]``.
+        make_exchange: an exchange of rows by a plan.
+    """
+    offsets, node_ids = shard.offsets, shard.node_ids(world.rank)
+    source, target = node_ids[shard.batch.edge_index.cpu().numpy()]
+    of_edges = EdgeHolders(target, source, holders, world.rank, int(offsets[-1]))
+    exchange = make_exchange(shard.plan, world, meter)
+    exchange.make_matrix = exchange.make_attended = partial(
+        SparseMatrix, holders=of_edges, offsets=offsets, world=world, meter=meter, make_exchange=make_exchange
+    )
+    return exchange

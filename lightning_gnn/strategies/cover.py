@@ -7,15 +7,14 @@ computed over a vertex cut.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from typing_extensions import override
 
-from lightning_gnn.comm.exchange import Exchange, HaloExchange
+from lightning_gnn.comm.exchange import Exchange
 from lightning_gnn.comm.group import World
-from lightning_gnn.comm.matrix import EdgeHolders, SparseMatrix
+from lightning_gnn.comm.matrix import exchange_with_holders
 from lightning_gnn.comm.traffic import Meter
 from lightning_gnn.data.shards import Shard
 from lightning_gnn.partition.cover import cover_edges
@@ -24,9 +23,6 @@ from lightning_gnn.planning import Topology
 from lightning_gnn.planning.exchanges import ExchangeCost, Workload, edge_exchange
 from lightning_gnn.strategies.base import GNNStrategy
 from lightning_gnn.strategies.dgcl import DGCLScheme, PartitionName
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
 
 
 class CoverScheme(DGCLScheme):
@@ -50,16 +46,9 @@ class CoverScheme(DGCLScheme):
     @override
     def exchange(self, shard: Shard, world: World, meter: Meter) -> Exchange:
         # All edges into a rank are its own, so each rank covers those that end at it, and none needs to know the others'.
-        offsets, node_ids = shard.offsets, shard.node_ids(world.rank)
-        local = shard.batch.edge_index.cpu().numpy()
-        computed_by = cover_edges(local, owners_of(offsets, node_ids), world.size)
-        source, target = node_ids[local]
-        holders = EdgeHolders(target, source, computed_by, world.rank, int(offsets[-1]))
-        exchange = HaloExchange(shard.plan, world, meter)
-        exchange.make_matrix = exchange.make_attended = partial(
-            SparseMatrix, holders=holders, offsets=offsets, world=world, meter=meter
-        )
-        return exchange
+        owner = owners_of(shard.offsets, shard.node_ids(world.rank))
+        holders = cover_edges(shard.batch.edge_index.cpu().numpy(), owner, world.size)
+        return exchange_with_holders(shard, holders, world, meter)
 
     @override
     def followed(self) -> dict[str, Any]:
@@ -69,10 +58,6 @@ class CoverScheme(DGCLScheme):
     def exchanges(self, work: Workload, topology: Topology | None) -> Sequence[ExchangeCost]:
         covered = cover_edges(work.edge_index, work.owner, work.relation.num_devices)
         return [edge_exchange("", work, topology, covered, followed=True)]
-
-    @override
-    def picture(self, shard: Shard) -> Figure | None:
-        return None
 
 
 class CoverStrategy(GNNStrategy):

@@ -9,7 +9,6 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
-from functools import partial
 from types import NoneType
 from typing import Any, Literal
 
@@ -24,7 +23,7 @@ from lightning_gnn.comm.cache import LargestChangesCache, MessageCache
 from lightning_gnn.comm.codec import CodecName
 from lightning_gnn.comm.exchange import Exchange, HaloExchange
 from lightning_gnn.comm.group import World
-from lightning_gnn.comm.matrix import EdgeHolders, MakeExchange, SparseMatrix
+from lightning_gnn.comm.matrix import MakeExchange, exchange_with_holders
 from lightning_gnn.comm.traffic import Meter
 from lightning_gnn.data.shards import Shard
 from lightning_gnn.partition.layout import Groups, LayoutSpec
@@ -77,20 +76,13 @@ class VertexCutScheme(Scheme):
     @override
     def exchange(self, shard: Shard, world: World, meter: Meter) -> Exchange:
         assert shard.holders is not None
-        offsets, node_ids = shard.offsets, shard.node_ids(world.rank)
-        source, target = node_ids[shard.batch.edge_index.cpu().numpy()]
-        holders = EdgeHolders(target, source, shard.holders.numpy().astype(np.int64), world.rank, int(offsets[-1]))
         make_exchange: MakeExchange = HaloExchange
         if self.cache is not None:
             if self._messages is None or self._world is not world:  # one for both directions of edges
                 self._rule = None if isinstance(self.cache, float) else replace(self.cache)
                 self._messages, self._world = self._make_cache(), world
             make_exchange = self._messages.exchange
-        exchange = make_exchange(shard.plan, world, meter)
-        exchange.make_matrix = exchange.make_attended = partial(
-            SparseMatrix, holders=holders, offsets=offsets, world=world, meter=meter, make_exchange=make_exchange
-        )
-        return exchange
+        return exchange_with_holders(shard, shard.holders.numpy().astype(np.int64), world, meter, make_exchange)
 
     @override
     def unbind(self) -> None:

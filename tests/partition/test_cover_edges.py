@@ -83,9 +83,11 @@ def test_of_covers_of_one_size_edges_stay_with_their_targets():
 
 
 def test_long_alternating_paths_are_found():
-    """A path u0 v0 u1 v1 ...: greedy choices leave half of it unmatched, and searches go through all of it."""
+    """Each source takes its second target first: the last one is matched by moving all others, in one path, and none is free."""
     length = 4000
     u, v = np.arange(length), length + np.arange(length)
-    edge_index = np.stack([np.concatenate([u[1:], u]), np.concatenate([v[:-1], v])])
+    edge_index = np.stack([np.concatenate([u[:-1], u]), np.concatenate([v[1:], v])])
     part = np.repeat([0, 1], length)
-    assert rows_between(edge_index, cover_edges(edge_index, part, 2), part, 2).sum() == length
+    holder = cover_edges(edge_index, part, 2)
+    assert rows_between(edge_index, holder, part, 2).sum() == length
+    assert (holder == 1).all()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import cache
 from itertools import permutations
 from typing import Any
 
@@ -24,15 +23,11 @@ from common import (
 )
 from scipy.sparse import csr_matrix
 from scipy.sparse.csgraph import maximum_bipartite_matching
+from test_vertex_cut import KINDS, on_one_device
 from torch_geometric.data import Data
 from torch_geometric.nn.models import GCN
 
 from lightning_gnn import CoverStrategy, DGCLStrategy, GraphDataModule, NodeClassifier
-
-
-@cache
-def on_one_device(model: Any, module: str = "library") -> dict[str, Any]:
-    return single(awkward_graph(), model, module=module)
 
 
 def trained(rank: int, world_size: int, model: Any, options: dict[str, Any], **others: Any) -> dict[str, Any]:
@@ -43,9 +38,6 @@ def trained(rank: int, world_size: int, model: Any, options: dict[str, Any], **o
 def test_trained_as_on_one_device(ranks, world_size):
     for found in ranks.run(world_size, trained, "gcn", {}):
         assert_same(found, on_one_device("gcn"), rtol=1e-10, atol=1e-12)
-
-
-KINDS = ("graphconv", "gat", "gin_batch_norm", "own", "pna")  # all convs: test_convs.py
 
 
 @pytest.mark.parametrize("model", [pytest.param(KINDS, id="together"), *campaign(*KINDS)])
