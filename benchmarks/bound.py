@@ -146,3 +146,61 @@ def _best_weights(relation: Relation, topology: Topology) -> NDArray[np.float64]
     if found.x is None:
         raise RuntimeError(f"HiGHS did not solve the linear program of the bound: {found.message}")
     return found.x[:num_hops]
+
+
+def staged_bound(relation: Relation, topology: Topology) -> float:
+    """Returns seconds per byte of a row that no plan in stages can beat, rows divided at will and waiting anywhere.
+
+    A linear program over time: each destination of a class is reached by a flow from the owner over (device, stage), rows may
+    stay where they are, and an edge carries of a class what its largest flow does, since copies are made behind it. Whatever a
+    plan does is such a flow, so this is a bound; that of trees in fractions may be higher. Up to some 5 devices.
+
+    Raises:
+        RuntimeError: HiGHS did not solve it.
+    """
+    check_devices(relation, topology)
+    devices, stages = topology.num_devices, max(1, topology.num_devices - 1)
+    links = [(stage, a, b, via) for stage in range(stages) for (a, b), via in topology.links.items()]
+    waits = [(stage, a, a, ()) for stage in range(stages) for a in range(devices)]
+    moves, num_hops = [*links, *waits], len(topology.hops)
+    leaves = np.array([stage * devices + a for stage, a, _, _ in moves])
+    arrives = np.array([(stage + 1) * devices + b for stage, _, b, _ in moves])
+    crossing = [(edge, links[edge][0] * num_hops + hop) for edge in range(len(links)) for hop in links[edge][3]]
+    edge_of, slot_of = np.array(crossing).T.reshape(2, -1)
+    entries: list[
+        tuple[NDArray, NDArray, NDArray]
+    ] = []  # rows, columns, values of: used - longest <= 0, flow - used <= 0
+    kept: list[tuple[NDArray, NDArray, NDArray]] = []  # of: what arrives at a device leaves it or stays
+    column, height, places, wanted = stages, stages * num_hops, 0, []
+    for number, needs in enumerate(relation.needs):
+        used = column + np.arange(len(links))
+        column += len(links)
+        seconds = relation.counts[number] / len(relation.nodes) / topology.gb_per_s[slot_of % num_hops]
+        entries.append((slot_of, used[edge_of], seconds))
+        for device in np.flatnonzero(needs):
+            flow = column + np.arange(len(moves))
+            column += len(moves)
+            rows = height + np.arange(len(links))
+            height += len(links)
+            entries += [(rows, flow[: len(links)], np.ones(len(rows))), (rows, used, -np.ones(len(rows)))]
+            kept += [(places + leaves, flow, -np.ones(len(flow))), (places + arrives, flow, np.ones(len(flow)))]
+            balance = np.zeros((stages + 1) * devices)
+            balance[relation.owner[number]] -= 1  # leaves the owner in the first stage
+            balance[stages * devices + device] += 1
+            wanted.append(balance)
+            places += len(balance)
+    slots = np.arange(stages * num_hops)
+    entries.append((slots, slots // num_hops, -np.ones(len(slots))))
+    at_most = csc_matrix(_triples(entries), (height, column))
+    equal = csc_matrix(_triples(kept), (places, column))
+    cost = np.zeros(column)
+    cost[:stages] = 1
+    found = linprog(cost, at_most, np.zeros(height), equal, np.concatenate(wanted), method="highs")
+    if found.x is None:
+        raise RuntimeError(f"HiGHS did not solve the linear program of the bound: {found.message}")
+    return float(found.fun * len(relation.nodes) / 1e9)
+
+
+def _triples(entries: list[tuple[NDArray, NDArray, NDArray]]) -> tuple[NDArray, tuple[NDArray, NDArray]]:
+    rows, columns, values = (np.concatenate(each) for each in zip(*entries))
+    return values, (rows, columns)

@@ -162,8 +162,8 @@ class Epoch:
     @classmethod
     def of(cls, graph: Graph, work: Workload, each: Exchange) -> Epoch:
         assert each.cost is not None
-        of_features = each.cost.seconds(work.feature_bytes)
-        exchanges = 2 * (work.num_layers - 1) * each.cost.seconds(work.row_bytes) + of_features
+        of_features = each.cost.seconds_per_byte * work.feature_bytes
+        exchanges = 2 * (work.num_layers - 1) * each.cost.seconds_per_byte * work.row_bytes + of_features
         sums = (2 * work.num_layers - 1) * float(each.edges.max()) * work.columns * V100_SECONDS_PER_EDGE_COLUMN
         return cls(exchanges * graph.nodes / graph.made_nodes, sums * graph.edges / edges_of(graph).shape[1])
 
@@ -180,7 +180,7 @@ def predictions(graph: Graph, name: str, ranks: int) -> dict[str, Exchange]:
 def milliseconds(graph: Graph, each: Exchange, columns: int) -> float:
     """Returns the time of one allgather at the paper's size."""
     assert each.cost is not None
-    return 1e3 * each.cost.seconds(columns * BYTES_PER_ELEMENT) * graph.nodes / graph.made_nodes
+    return 1e3 * each.cost.seconds_per_byte * columns * BYTES_PER_ELEMENT * graph.nodes / graph.made_nodes
 
 
 # DGCL #########################################################################
@@ -297,7 +297,7 @@ def rings(graph: Graph, ranks: int, replication: int) -> Row:
         "local": edges * epoch_columns(graph) * V100_SECONDS_PER_EDGE_COLUMN,
     }
     for title, per_host in (("6 GPUs", 6), ("1 GPU", 1)):
-        stages = direct_cost(traffic, summit(ranks, per_host)).stage_seconds(row_bytes)
+        stages = direct_cost(traffic, summit(ranks, per_host)).hop_seconds.max(1) * row_bytes
         row |= {f"{title}: bcast": float(stages[:-1].sum()), f"{title}: reduce": float(stages[-1])}
     return row
 

@@ -78,10 +78,12 @@ def row(graph: str, name: str, with_reference: bool, with_python: bool) -> dict[
         "classes": len(rows.owner),
         "1 pass (s)": once_s,
         "4 passes (s)": planned_s,
-        "p2p / cost": plan_cost(p2p(rows, topology), topology).seconds() / cost.seconds(),
-        "cost / bound": cost.seconds() / lower_bound(rows, topology, busiest),
-        "1 pass cost / bound": once_cost.seconds() / lower_bound(rows, topology, busiest),
-        "share of time by kind": {kind: seconds / cost.seconds() for kind, seconds in cost.kind_seconds().items()},
+        "p2p / cost": plan_cost(p2p(rows, topology), topology).seconds_per_byte / cost.seconds_per_byte,
+        "cost / bound": cost.seconds_per_byte / lower_bound(rows, topology, busiest),
+        "1 pass cost / bound": once_cost.seconds_per_byte / lower_bound(rows, topology, busiest),
+        "share of time by kind": {
+            kind: seconds / cost.seconds_per_byte for kind, seconds in cost.kind_seconds().items()
+        },
         "tables (s)": tables_s,
         "stages": planned.num_stages,
     }
@@ -90,8 +92,8 @@ def row(graph: str, name: str, with_reference: bool, with_python: bool) -> dict[
         found |= {
             "reference (s)": reference_s,
             "ratio": reference_s / once_s,
-            "cost / ref.": once_cost.seconds() / reference,
-            "4: cost / ref.": cost.seconds() / reference,
+            "cost / ref.": once_cost.seconds_per_byte / reference,
+            "4: cost / ref.": cost.seconds_per_byte / reference,
         }
     if with_python:
         found["in Python (s)"], _ = timed(lambda: reference_cost(rows, topology, compiled=False))

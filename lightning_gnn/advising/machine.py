@@ -22,17 +22,14 @@ from typing import NamedTuple
 import torch
 
 from lightning_gnn.advising.rehearsal import Compute, Event, Send, Take
-from lightning_gnn.planning.presets import find_topology, machines
+from lightning_gnn.planning.presets import SOCKET_MESSAGE, SOCKET_STAGE, find_topology, machines
 from lightning_gnn.planning.topology import Topology
 
 LATENCY_S = 50e-6
 """Of a message, between CPU ranks of one machine as between machines: mostly waking up who waits."""
 
-SOCKET_S, SOCKET_S_PER_BYTE = 0.18e-3, 0.27e-9
+SOCKET_S_PER_BYTE = 0.27e-9
 """Of a core, at each end of a message through a socket: gloo on the loopback device, four ranks on two cores."""
-
-SOCKET_LATENCY_S = 0.2e-3
-"""Of a message through a socket, beside that: threads of gloo wake each other."""
 
 _TINY = 8
 """Bytes of a message that needs no link of its own, and fills none."""
@@ -69,8 +66,8 @@ class Machine:
     latency: float = LATENCY_S
     contention: float = 1.0
     shared_memory: bool = True
-    socket_latency: float = SOCKET_LATENCY_S
-    socket_s: float = SOCKET_S
+    socket_latency: float = SOCKET_STAGE
+    socket_s: float = SOCKET_MESSAGE
     socket_s_per_byte: float = SOCKET_S_PER_BYTE
 
     def is_socket(self, sender: int, receiver: int) -> bool:

@@ -7,13 +7,15 @@ from typing import Literal, get_args
 
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 
+from lightning_gnn.comm.by_width import ExchangeByWidth
 from lightning_gnn.comm.exchange import Exchange, HaloExchange
 from lightning_gnn.comm.group import World
 from lightning_gnn.comm.planned import PlannedExchange
 from lightning_gnn.comm.swap import SwapExchange
 from lightning_gnn.comm.traffic import Meter
 from lightning_gnn.partition.shard import HaloPlan, Ids
-from lightning_gnn.planning import Plan, Relation, Topology, direct_is_as_fast, p2p, rank_plan, spst
+from lightning_gnn.planning import Plan, PricedPlan, Relation, Topology, fastest_plans, p2p, rank_plan
+from lightning_gnn.planning.plan_cost import PlanCost
 
 PlanName = Literal["auto", "p2p", "spst", "swap"]
 
@@ -43,8 +45,9 @@ def make_exchange(
     """Returns this rank's exchange; all ranks must call it.
 
     Args:
-        plan: ``"p2p"`` directly, ``"spst"`` along trees over `topology`, ``"swap"`` through host memory; ``"auto"`` along
-            trees where the cost model (DGCL section 5.1) finds them faster, between ranks on the CPU.
+        plan: ``"p2p"`` directly; ``"spst"`` along trees over `topology`, for rows of each width those that the cost model (DGCL
+            section 5.1) finds the fastest, direct ones included; ``"swap"`` through host memory; ``"auto"`` as ``"spst"`` between
+            ranks on the CPU, else directly.
         topology: of the ranks; None for links that are alike.
         rows: which rows go directly from and to this rank.
         halos: of each rank, the ids that it reads from others, ascending.
@@ -70,18 +73,28 @@ def make_exchange(
     trees = None
     if world.rank == 0:
         began = time.perf_counter()
-        made = spst(relation, topology)
-        seconds = time.perf_counter() - began
-        if plan == "spst" or not direct_is_as_fast(made, topology):
-            trees = made.bounds, made.parent, made.stage
-            rank_zero_info(
-                f"SPST over {topology.name}: an exchange moves {made.traffic.sum():,} rows in {made.num_stages} stages "
-                f"({relation.pair_rows.sum():,} directly); planned in {seconds:.1f} s"
-            )
+        found = fastest_plans(relation, topology)
+        rank_zero_info(_told(found, topology, time.perf_counter() - began))
+        trees = [(each.cost, each.plan.bounds, each.plan.parent, each.plan.stage) for each in found]
+    choices: list[tuple[Exchange, PlanCost]] = []
+    for cost, bounds, parent, stage in world.broadcast_object(trees) or ():
+        route = Plan("spst", relation, bounds, parent, stage)
+        if route.num_stages <= 1:
+            choices.append((HaloExchange(rows, world, meter), cost))
         else:
-            rank_zero_info(f"Rows travel directly: over {topology.name}, no relay would be faster")
-    trees = world.broadcast_object(trees)
-    if trees is None:
-        return HaloExchange(rows, world, meter)
-    route = Plan("spst", relation, *trees)
-    return PlannedExchange(rank_plan(route, world.rank), world, meter, route if world.rank == 0 else None)
+            kept = route if world.rank == 0 else None
+            choices.append((PlannedExchange(rank_plan(route, world.rank), world, meter, kept), cost))
+    return choices[0][0] if len(choices) == 1 else ExchangeByWidth(choices, world, meter)
+
+
+def _told(found: list[PricedPlan], topology: Topology, seconds: float) -> str:
+    """Returns what is said of the plans that were found."""
+    relayed = [each.plan for each in found if each.plan.num_stages > 1]
+    if not relayed:
+        return f"Rows travel directly: over {topology.name}, no relay would be faster"
+    rows = relayed[0].relation.pair_rows.sum()
+    plans = " or ".join(f"{plan.traffic.sum():,} rows in {plan.num_stages} stages" for plan in relayed)
+    narrow = "; narrow rows travel directly" if len(relayed) < len(found) else ""
+    return (
+        f"SPST over {topology.name}: an exchange moves {plans} ({rows:,} directly){narrow}; planned in {seconds:.1f} s"
+    )

@@ -222,3 +222,5 @@ def print_topology(topology: Topology, console: Console) -> None:
     console.print(hosts)
     console.print(hops)
     console.print(links)
+    stage, message = (1e6 * each for each in (topology.stage_seconds, topology.message_seconds))
+    console.print(f"Each stage {stage:.4g} us, and {message:.4g} us for each further message of a device in it")

@@ -13,7 +13,17 @@ from dataclasses import dataclass
 from itertools import combinations
 from typing import Any
 
-from lightning_gnn.planning.presets import ETHERNET, NVLINK, NVLINK_PAIR, PCIE, QPI, SHARED_MEMORY, ports
+from lightning_gnn.planning.presets import (
+    ETHERNET,
+    NVLINK,
+    NVLINK_PAIR,
+    PCIE,
+    QPI,
+    SHARED_MEMORY,
+    SOCKET_LATENCY,
+    nccl_latency,
+    ports,
+)
 from lightning_gnn.planning.topology import Topology
 from lightning_gnn.planning.topology_file import topology_from_dict
 
@@ -87,6 +97,7 @@ def detected(
             "hops": hops + port_hops,
             "links": links + port_links,
             "memory": memory if len(memory) == num_ranks else [],
+            **(nccl_latency(len(machines)) if any(machine.gpus for machine in machines) else SOCKET_LATENCY),
         }
     )
 

@@ -18,6 +18,7 @@ from lightning_gnn.partition.grid import ProcessCube, ProcessGrid, legal_replica
 from lightning_gnn.partition.layout import Replicas
 from lightning_gnn.partition.replicas import hold, replication_factors
 from lightning_gnn.partition.shard import Ids
+from lightning_gnn.planning.choice import fastest, fastest_plans
 from lightning_gnn.planning.grid import (
     GridCost,
     block_cost,
@@ -31,7 +32,6 @@ from lightning_gnn.planning.grid import (
 from lightning_gnn.planning.plan import Plan, check_devices, p2p
 from lightning_gnn.planning.plan_cost import PlanCost, direct_cost, plan_cost, swap_cost
 from lightning_gnn.planning.relation import Relation
-from lightning_gnn.planning.spst import spst
 from lightning_gnn.planning.topology import Topology
 
 
@@ -168,11 +168,11 @@ def plan_exchanges(work: Workload, topology: Topology) -> list[ExchangeCost]:
     check_devices(work.relation, topology)
     parts = edge_exchange("", work, None)  # what each rank holds and computes under plans that replicate nothing
     found = []
-    for name, make in (("p2p", p2p), ("spst", spst)):
-        try:
-            found.append(_planned(name, make(work.relation, topology), topology, work, parts))
-        except ValueError as error:  # two devices without a link
-            found.append(ExchangeCost(name, reason=str(error)))
+    try:
+        found.append(_planned("p2p", p2p(work.relation, topology), topology, work, parts))
+    except ValueError as error:  # two devices without a link
+        found.append(ExchangeCost("p2p", reason=str(error)))
+    found.append(_planned("spst", _fastest(work.relation, topology, work), topology, work, parts))
     try:
         cost = swap_cost(work.relation, topology)
         rows = int(work.relation.offsets[-1] + work.relation.pair_rows.sum())
@@ -191,13 +191,22 @@ def _planned(name: str, plan: Plan, topology: Topology, work: Workload, parts: E
     return replace(parts, scheme=name, rows=rows, seconds=cost.seconds(work.row_bytes), plan=plan, cost=cost)
 
 
+def _fastest(relation: Relation, topology: Topology, work: Workload) -> Plan:
+    """Returns the plan by which ``plan="spst"`` moves rows of the width of `work`."""
+    return fastest(fastest_plans(relation, topology), work.row_bytes).plan
+
+
 def _replicated(name: str, work: Workload, topology: Topology, groups: tuple[tuple[int, ...], ...]) -> ExchangeCost:
     """Returns the exchange of neighbourhoods that each group of ranks holds together (DGCL-R, Table 5), as they are trained."""
     held = hold(work.edge_index, work.relation.offsets, Replicas(work.num_layers, groups))
     relation = Relation.from_halos(held.halos, held.offsets)
     factor = float((held.offsets[-1] + relation.pair_rows.sum()) / max(1, work.relation.offsets[-1]))
     return _planned(
-        name, spst(relation, topology), topology, work, ExchangeCost(name, edges=held.num_edges, replication=factor)
+        name,
+        _fastest(relation, topology, work),
+        topology,
+        work,
+        ExchangeCost(name, edges=held.num_edges, replication=factor),
     )
 
 

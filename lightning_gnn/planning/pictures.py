@@ -305,7 +305,7 @@ def _chosen_hops(costs: Sequence[PlanCost], topology: Topology) -> list[int]:
     """Returns the busiest hops of each kind, as a share of the plan where they are busiest, in the topology's order."""
     share = np.zeros(len(topology.hops))
     for cost in costs:
-        share = np.maximum(share, cost.hop_seconds.sum(0) / (cost.seconds() or 1.0))
+        share = np.maximum(share, cost.hop_seconds.sum(0) / (cost.seconds_per_byte or 1.0))
     kinds = np.array([hop.kind for hop in topology.hops])
     names = list(dict.fromkeys(kinds.tolist()))
     each = max(2, HOPS // max(1, len(names)))

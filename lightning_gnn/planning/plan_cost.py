@@ -1,6 +1,7 @@
 """What a plan puts on hops and links, and the time that it takes, by the cost model of DGCL section 5.1.
 
-Stages follow each other, hops work side by side.
+Stages follow each other, hops work side by side. Beside the paper's bandwidths, a stage has a time whatever its size, and so has
+each message of a device after the first (alpha-beta, CAGNET section 3).
 
 K stages, H hops.
 """
@@ -16,7 +17,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from lightning_gnn.planning.plan import Plan, check_devices, check_links, p2p
+from lightning_gnn.planning.plan import Plan, check_devices, check_links
 from lightning_gnn.planning.relation import Relation
 from lightning_gnn.planning.topology import Topology
 
@@ -28,21 +29,41 @@ class PlanCost:
     Attributes:
         topology: whose hops.
         hop_rows: rows that cross each hop in each stage, ``[K, H]``; no whole numbers where parts of rows travel.
+        messages: the most that a device sends or receives in each stage, ``[K]``.
     """
 
     topology: Topology
     hop_rows: NDArray[np.int64] | NDArray[np.float64]
+    messages: NDArray[np.int64]
+
+    @classmethod
+    def of(cls, traffic: NDArray[np.int64] | NDArray[np.float64], topology: Topology) -> PlanCost:
+        """Returns the cost of rows that each device sends to each other one in each stage, ``[K, P, P]``."""
+        sent = traffic > 0
+        messages = np.maximum(sent.sum(1), sent.sum(2)).max(1, initial=0)
+        return cls(topology, np.einsum("kab,abh->kh", traffic, topology.passes), messages)
 
     @cached_property
     def hop_seconds(self) -> NDArray[np.float64]:
         """Time of each hop in each stage for rows of one byte, ``[K, H]``."""
         return self.hop_rows / (self.topology.gb_per_s * 1e9)
 
-    def stage_seconds(self, row_bytes: float = 1) -> NDArray[np.float64]:
-        """Returns the time of each stage, that of its busiest hop, ``[K]``."""
-        return self.hop_seconds.max(1, initial=0) * row_bytes
+    @property
+    def fixed_seconds(self) -> NDArray[np.float64]:
+        """Time of each stage whatever the width of rows, ``[K]``; 0 of one without messages."""
+        more = (self.messages - 1) * self.topology.message_seconds
+        return np.where(self.messages > 0, self.topology.stage_seconds + more, 0.0)
 
-    def seconds(self, row_bytes: float = 1) -> float:
+    @property
+    def seconds_per_byte(self) -> float:
+        """What each byte of a row adds to the time of one allgather, in seconds: that of the busiest hop of each stage."""
+        return float(self.hop_seconds.max(1, initial=0).sum())
+
+    def stage_seconds(self, row_bytes: float) -> NDArray[np.float64]:
+        """Returns the time of each stage: of its messages and of its busiest hop, ``[K]``."""
+        return self.fixed_seconds + self.hop_seconds.max(1, initial=0) * row_bytes
+
+    def seconds(self, row_bytes: float) -> float:
         """Returns the time of one allgather of rows of so many bytes."""
         return float(self.stage_seconds(row_bytes).sum())
 
@@ -57,7 +78,7 @@ class PlanCost:
 def plan_cost(plan: Plan, topology: Topology) -> PlanCost:
     """Returns the cost of `plan` on `topology`, a ValueError if they are of different numbers of devices."""
     check_devices(plan.relation, topology)
-    return PlanCost(topology, np.einsum("kab,abh->kh", plan.traffic, topology.passes))
+    return PlanCost.of(plan.traffic, topology)
 
 
 def direct_cost(traffic: NDArray[np.int64] | NDArray[np.float64], topology: Topology) -> PlanCost:
@@ -69,20 +90,7 @@ def direct_cost(traffic: NDArray[np.int64] | NDArray[np.float64], topology: Topo
         )
     advice = ', and products on a process grid relay nothing. Let a plan relay: strategy="dgcl".'
     check_links(traffic.sum(0), topology, advice)
-    return PlanCost(topology, np.einsum("kab,abh->kh", traffic, topology.passes))
-
-
-WORTH_RELAYING = 1.05
-"""Stages cost something beside their rows: measured up to 3 % where relays save nothing."""
-
-
-def direct_is_as_fast(plan: Plan, topology: Topology) -> bool:
-    """Returns whether all that `plan` moves could go directly, in about the same time."""
-    try:
-        direct = p2p(plan.relation, topology)
-    except ValueError:  # two devices without a link
-        return False
-    return plan_cost(direct, topology).seconds() <= plan_cost(plan, topology).seconds() * WORTH_RELAYING
+    return PlanCost.of(traffic, topology)
 
 
 def swap_cost(relation: Relation, topology: Topology) -> PlanCost:
@@ -100,7 +108,7 @@ def swap_cost(relation: Relation, topology: Topology) -> PlanCost:
     for device, via in enumerate(topology.memory):
         rows[0, list(via)] += relation.offsets[device + 1] - relation.offsets[device]
         rows[1, [hop ^ 1 for hop in via]] += relation.pair_rows[:, device].sum()
-    return PlanCost(topology, rows)
+    return PlanCost(topology, rows, np.ones(2, np.int64))  # one write and one read of each device
 
 
 @dataclass(frozen=True)

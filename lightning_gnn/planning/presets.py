@@ -18,6 +18,16 @@ NVLINK_PAIR, NVLINK, PCIE, QPI, INFINIBAND, ETHERNET = 48.35, 24.22, 11.13, 9.56
 SHARED_MEMORY = 8.0
 """GB/s and direction between CPU ranks of one machine: measured among four that share a 2-core virtual machine."""
 
+NCCL_STAGE, NCCL_STAGE_BETWEEN_HOSTS = 8.4e-6 + 5.7e-6, 8.4e-6 + 14.0e-6
+"""Seconds of a stage of NCCL's messages: its base latency, and that of PCIe or of the network (the values for rings and the
+protocol "Simple" in the tuning tables of NCCL 2.19 to 2.27, src/graph/tuning.cc)."""
+
+SOCKET_STAGE, SOCKET_MESSAGE = 0.2e-3, 0.18e-3
+"""Seconds of a stage between CPU ranks over gloo's sockets, and of each further message of a rank: measured, four ranks on two
+cores."""
+
+SOCKET_LATENCY = {"stage_seconds": SOCKET_STAGE, "message_seconds": SOCKET_MESSAGE}
+
 _CUBE_MESH = {
     NVLINK_PAIR: ((0, 3), (0, 4), (1, 2), (1, 5), (2, 3), (4, 7), (5, 6), (6, 7)),
     NVLINK: ((0, 1), (0, 2), (1, 3), (2, 6), (3, 7), (4, 5), (4, 6), (5, 7)),
@@ -65,6 +75,7 @@ def dgx1(num_hosts: int = 1) -> Topology:
     name = "dgx1" if num_hosts == 1 else f"dgx1x{num_hosts}"
     return topology_from_dict(
         {"name": name, "devices": 8 * num_hosts, "hosts": hosts, "hops": hops, "links": links, "memory": memory}
+        | nccl_latency(num_hosts)
     )
 
 
@@ -83,6 +94,7 @@ def pcie8() -> Topology:
     hosts = [{"devices": [*range(8)], "sockets": [[0, 1, 2, 3], [4, 5, 6, 7]]}]
     return topology_from_dict(
         {"name": "pcie8", "devices": 8, "hosts": hosts, "hops": hops, "links": links, "memory": memory}
+        | nccl_latency(1)
     )
 
 
@@ -129,6 +141,7 @@ def summit(num_devices: int = 6, per_host: int = 6) -> Topology:
     memory = [{"device": device, "via": [f"cpu{device}"]} for device in range(num_devices)]
     return topology_from_dict(
         {"name": "summit", "devices": num_devices, "hosts": described, "hops": hops, "links": links, "memory": memory}
+        | nccl_latency(len(hosts))
     )
 
 
@@ -171,8 +184,14 @@ def machines(
             "hosts": [{"devices": host} for host in hosts],
             "hops": hops,
             "links": links,
+            **SOCKET_LATENCY,
         }
     )
+
+
+def nccl_latency(num_hosts: int) -> dict[str, float]:
+    """Returns what a stage of messages between GPUs takes whatever its size, as in a file; those of a stage start together."""
+    return {"stage_seconds": NCCL_STAGE if num_hosts == 1 else NCCL_STAGE_BETWEEN_HOSTS}
 
 
 def ports(hosts: Sequence[Sequence[int]], gb_per_s: float) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:

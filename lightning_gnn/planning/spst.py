@@ -5,8 +5,9 @@ the first pass is the paper's: chunks in random order; from the devices reached 
 destination, where an edge costs what the plan's time grows by if the chunk crosses it at that depth. Costs are
 computed for the edges that are looked at, not for all.
 
-Further passes take each chunk out and plan it anew, now that all others are known; and a row may wait on a device for a later
-stage, so that a link that is slow or shared can be used in every stage. What makes the plan longer is undone.
+Further passes take chunks out, one or several at a time, and plan them anew, now that all others are known; and a row may wait
+on a device for a later stage, so that a link that is slow or shared can be used in every stage. What makes the plan longer is
+undone. Several at a time: where two hops are as busy, a plan is shorter only if both are relieved.
 
 P devices, K stages, H hops, G chunks, W hops of the longest link.
 """
@@ -26,33 +27,54 @@ from lightning_gnn.planning.topology import Topology
 TIE = 1e-4
 """Weight of the row's own time on a link among links that lengthen the plan alike (often by 0): the faster one is taken."""
 
-SATURATED = 0.999
-"""If one hop is busy for this share of the plan's time, other routes have nothing to gain, and rerouting stops."""
+TAKEN_OUT = (1, 8, 64)
+"""How many chunks are planned anew together, pass after pass, in turn."""
+
+GAIN = 1e-3
+"""Rerouting stops once as many passes in a row as `TAKEN_OUT` has numbers each shorten the plan by less than this share."""
 
 
-def spst(relation: Relation, topology: Topology, *, passes: int = 4, chunks: int = 2000, seed: int = 0) -> Plan:
+def spst(
+    relation: Relation,
+    topology: Topology,
+    *,
+    max_stages: int | None = None,
+    passes: int = 12,
+    chunks: int = 2000,
+    seed: int = 0,
+) -> Plan:
     """Returns a plan by shortest path spanning trees; the same for the same arguments.
 
     Args:
-        passes: 1 for the paper's algorithm, in which rows cross the edges at depth k of their tree in stage k; more to reroute.
+        max_stages: how many stages it may have at most; None for as many as trees can be deep.
+        passes: 1 for the paper's algorithm, in which rows cross the edges at depth k of their tree in stage k; more to reroute,
+            at most so often.
         chunks: into about how many the rows are divided: more are slower and up to a point better.
         seed: of the order of the chunks.
+
+    Raises:
+        ValueError: another number of devices than the topology's, or one that is not reached in so few stages.
     """
     check_devices(relation, topology)
     bounds = _split(relation, max(1, -(-len(relation.nodes) // max(1, chunks))))
     group_class = np.searchsorted(relation.bounds, bounds[:-1], side="right") - 1
-    order = np.random.default_rng(seed).permutation(len(bounds) - 1)
+    rng = np.random.default_rng(seed)
+    orders = np.stack([rng.permutation(len(bounds) - 1) for _ in range(passes)])
+    deepest = max(1, relation.num_devices - 1)
     parent, arrival = _plan(
         relation.owner[group_class],
         relation.destinations[group_class],
         np.diff(bounds),
-        order,
+        orders,
         _links(topology),
-        passes,
+        deepest if max_stages is None else min(max_stages, deepest),
     )
+    if (relation.needs[group_class] & (parent < 0)).any():
+        raise ValueError(f"Not all devices of topology {topology.name!r} reach each other in {max_stages} stages.")
     used, stage = np.unique(arrival, return_inverse=True)  # stages may have become empty; -1 and 0: not sent
     stage = stage.reshape(arrival.shape) - np.count_nonzero(used <= 0)
-    return Plan("spst", relation, bounds, parent, np.where(parent >= 0, stage, -1).astype(np.int8))
+    name = "p2p" if stage.max(initial=-1) <= 0 else "spst"  # in one stage, owners send to all that need their rows
+    return Plan(name, relation, bounds, parent, np.where(parent >= 0, stage, -1).astype(np.int8))
 
 
 def _split(relation: Relation, rows: int) -> Ids:
@@ -119,37 +141,48 @@ def _links(topology: Topology) -> _Links:
 
 
 @numba.njit(cache=True)
-def _plan(owner, destinations, counts, order, links, passes):  # type: ignore[no-untyped-def]
-    """Returns each chunk's parents and arrivals, int8 ``[G, P]``; arrival k + 1 is after stage k, 0 at the owner, -1 never."""
+def _plan(owner, destinations, counts, orders, links, num_stages):  # type: ignore[no-untyped-def]
+    """Returns each chunk's parents and arrivals, int8 ``[G, P]``; arrival k + 1 is after stage k, 0 at the owner, -1 never.
+
+    `orders` has the order of the chunks in each pass, ``[passes, G]``.
+    """
     num_devices = len(links.own)
-    num_stages = max(1, num_devices - 1)
     load = _Load(np.zeros((num_stages, len(links.seconds))), np.zeros(num_stages))
     cost = np.empty((num_stages + 1, num_devices))
     search = _Search(cost, np.empty(cost.shape, np.int64), np.empty(num_devices))
     parents = np.full((len(owner), num_devices), -1, np.int8)
     arrivals = np.full((len(owner), num_devices), -1, np.int8)
-    old_parent, old_arrival = np.empty(num_devices, np.int8), np.empty(num_devices, np.int8)
-    for number in range(passes):
-        # The hop that is busy longest over all stages.
-        if number and load.hop.shape[1] and load.hop.sum(0).max() >= SATURATED * load.stage.sum():
-            break
-        for chunk in order:
-            rows = float(counts[chunk])
-            parent, arrival = parents[chunk], arrivals[chunk]
+    stalled = 0
+    for number in range(len(orders)):
+        began = load.stage.sum()
+        at_once = TAKEN_OUT[(number - 1) % len(TAKEN_OUT)] if number else 1
+        for first in range(0, len(owner), at_once):
+            chunks = orders[number, first : first + at_once]
             before = load.stage.sum()
+            old_parents, old_arrivals = parents[chunks], arrivals[chunks]  # copies
             if number:
-                old_parent[:], old_arrival[:] = parent, arrival
-                _carry(parent, arrival, -rows, links, load)
-            parent[:] = -1
-            arrival[:] = -1
-            arrival[owner[chunk]] = 0
-            left, found = destinations[chunk], True
-            while left and found:
-                left, found = _reach_nearest(left, parent, arrival, rows, number > 0, links, load, search)
-            if number and (left or load.stage.sum() > before * (1 + 1e-12)):
-                _carry(parent, arrival, -rows, links, load)
-                parent[:], arrival[:] = old_parent, old_arrival
-                _carry(parent, arrival, rows, links, load)
+                for chunk in chunks:
+                    _carry(parents[chunk], arrivals[chunk], -float(counts[chunk]), links, load)
+            complete = True
+            for chunk in chunks:
+                parent, arrival = parents[chunk], arrivals[chunk]
+                parent[:] = -1
+                arrival[:] = -1
+                arrival[owner[chunk]] = 0
+                left, found = destinations[chunk], True
+                while left and found:
+                    rows = float(counts[chunk])
+                    left, found = _reach_nearest(left, parent, arrival, rows, number > 0, links, load, search)
+                complete &= found
+            if number and (not complete or load.stage.sum() > before * (1 + 1e-12)):
+                for chunk in chunks:
+                    _carry(parents[chunk], arrivals[chunk], -float(counts[chunk]), links, load)
+                parents[chunks], arrivals[chunks] = old_parents, old_arrivals
+                for chunk in chunks:
+                    _carry(parents[chunk], arrivals[chunk], float(counts[chunk]), links, load)
+        stalled = stalled + 1 if number and load.stage.sum() > began * (1 - GAIN) else 0
+        if stalled == len(TAKEN_OUT):
+            break
     return parents, arrivals
 
 

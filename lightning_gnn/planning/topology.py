@@ -53,9 +53,12 @@ class Topology:
         hosts: the devices of each machine.
         sockets: the devices of each group inside the machines.
         memory: per device the hops to its host's memory, or empty if unknown.
+        stage_seconds: that a stage of messages takes whatever their size: until the first of them has arrived.
+        message_seconds: that each further message takes of a device that sends or receives several in one stage.
 
     Raises:
-        ValueError: unknown devices or hops, bandwidths that are not positive, a device that cannot reach another.
+        ValueError: unknown devices or hops, bandwidths that are not positive, times that are negative, a device that cannot reach
+            another.
     """
 
     name: str
@@ -65,6 +68,8 @@ class Topology:
     hosts: tuple[tuple[int, ...], ...]
     sockets: tuple[tuple[int, ...], ...]
     memory: tuple[tuple[int, ...], ...] = field(default=())
+    stage_seconds: float = 0.0
+    message_seconds: float = 0.0
 
     def __post_init__(self) -> None:
         devices = range(self.num_devices)
@@ -76,6 +81,9 @@ class Topology:
                 raise ValueError(
                     f"Hop {shown(hop.name)} needs a positive bandwidth in GB/s (got {hop.gb_per_s}), from 1e-9 to 1e9."
                 )
+        for name in ("stage_seconds", "message_seconds"):
+            if not 0 <= getattr(self, name) <= 1e9:
+                raise ValueError(f"{name} must be from 0 to 1e9 seconds (got {getattr(self, name)}).")
         for (a, b), via in self.links.items():
             if a not in devices or b not in devices or a == b:
                 raise ValueError(
@@ -157,4 +165,6 @@ class Topology:
             kept(self.hosts),
             kept(self.sockets),
             tuple(tuple(new_hop[hop] for hop in via) for via in memory),
+            self.stage_seconds,
+            self.message_seconds,
         )

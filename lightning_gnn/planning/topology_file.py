@@ -7,12 +7,15 @@
      "hops": [{"name": "nic0", "kind": "ib", "gb_per_s": 6.37}, {"name": "nic1", "kind": "ib", "gb_per_s": 6.37}],
      "links": [{"a": 0, "b": 1, "kind": "nvlink", "gb_per_s": 48.35},
                {"a": 0, "b": 2, "via": ["nic0", "-nic1"]}, ...],
-     "memory": [{"device": 0, "via": ["pcie0"]}, ...]}
+     "memory": [{"device": 0, "via": ["pcie0"]}, ...],
+     "stage_seconds": 2e-05, "message_seconds": 2e-06}
 
 A link describes both directions between a and b. ``via`` lists shared hops in the order from a to b, ``-name`` in their reverse
 direction; b to a passes them the other way round. ``gb_per_s`` (10^9 bytes per second and direction) is the bandwidth of a
 connection of the link's own, alone or in addition. Optional: ``hosts`` (default: one), ``sockets`` of a host (default: one),
-``memory`` (the hops from each device to its host's memory, for predicting swaps), ``name``, ``kind`` (any word; default "link").
+``memory`` (the hops from each device to its host's memory, for predicting swaps), ``name``, ``kind`` (any word; default "link"),
+``stage_seconds`` and ``message_seconds`` (that a stage takes whatever its size, and each further message of a device in it;
+default 0).
 ``ranks`` may stand for ``devices``, ``bandwidth_mbit`` (10^6 bit/s) for ``gb_per_s``. Other keys are ignored.
 """
 
@@ -104,6 +107,7 @@ def topology_from_dict(description: Any, name: str = "topology") -> Topology:
         tuple(hosts),
         tuple(sockets),
         tuple(memory[device] for device in sorted(memory)),
+        *(_get(description, key, (int, float), "topology", 0.0) for key in ("stage_seconds", "message_seconds")),
     )
 
 
@@ -123,6 +127,8 @@ def topology_to_dict(topology: Topology) -> dict[str, Any]:
         "hops": [{"name": h.name, "kind": h.kind, "gb_per_s": h.gb_per_s} for h in topology.hops[::2]],
         "links": [{"a": a, "b": b, "via": via(way)} for (a, b), way in topology.links.items() if a < b],
         "memory": [{"device": device, "via": via(way)} for device, way in enumerate(topology.memory)],
+        "stage_seconds": topology.stage_seconds,
+        "message_seconds": topology.message_seconds,
     }
 
 

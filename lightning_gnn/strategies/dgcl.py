@@ -16,6 +16,7 @@ import numpy as np
 from typing_extensions import override
 
 from lightning_gnn.arguments import check_flags, check_whole, is_one_of, shown
+from lightning_gnn.comm.by_width import route_of
 from lightning_gnn.comm.detect import detect
 from lightning_gnn.comm.exchange import Exchange
 from lightning_gnn.comm.group import World
@@ -25,7 +26,7 @@ from lightning_gnn.comm.traffic import Meter
 from lightning_gnn.data.shards import Shard
 from lightning_gnn.partition.edge_cut import alike
 from lightning_gnn.partition.layout import LayoutSpec, Replicas
-from lightning_gnn.planning import Relation, Topology, direct_is_as_fast, find_topology, p2p
+from lightning_gnn.planning import Relation, Topology, find_topology, p2p
 from lightning_gnn.planning.exchanges import ExchangeCost, Workload, edge_exchange, plan_exchanges
 from lightning_gnn.planning.presets import machines
 from lightning_gnn.strategies.base import GNNStrategy
@@ -79,6 +80,7 @@ class DGCLScheme(Scheme):
         self.partition, self.hops = partition, hops
         self._exchange: Exchange | None = None
         self._between: Topology | None = None
+        self._row_bytes = 0
         if plan == "swap":
             self.takes_no_codec = "With plan='swap' they read each other's where these lie. Use plan='p2p' or 'spst'."
 
@@ -116,7 +118,7 @@ class DGCLScheme(Scheme):
         topology = None if self.plan == "replicate" else self._topology(world)
         offsets = np.cumsum([0, *shard.rows])  # copies of others' rows included
         exchange = make_exchange(plan, topology, shard.plan, shard.halos, offsets, world, meter)  # type: ignore[arg-type]
-        self._exchange, self._between = exchange, topology
+        self._exchange, self._between, self._row_bytes = exchange, topology, shard.batch.x[:1].nbytes
         if self.hops is None:
             return exchange
         own = {shard.edges[rank]: shard.edge_counts[rank], shard.rows[rank]: shard.counts[rank]}
@@ -128,7 +130,7 @@ class DGCLScheme(Scheme):
 
     @override
     def followed(self) -> dict[str, Any]:
-        route = getattr(self._exchange, "route", None)
+        route = route_of(self._exchange, self._row_bytes)
         direct = self.plan if self.plan in ("swap", "replicate") else "p2p"
         stages = {} if route is None else {"stages": route.num_stages, "rows_per_exchange": int(route.traffic.sum())}
         topology = {} if self._between is None else {"topology": self._between.name}
@@ -140,7 +142,8 @@ class DGCLScheme(Scheme):
             return [edge_exchange("p2p", work, None, followed=True)]
         found = {each.scheme: each for each in plan_exchanges(work, topology)}
         planned, name = found["spst"].plan, "spst" if self.plan == "auto" else self.plan
-        if self.plan == "auto" and planned is not None and direct_is_as_fast(planned, topology):
+        direct = planned is None or planned.num_stages <= 1 or (self.plan == "auto" and topology.uniform)
+        if name == "spst" and direct:
             name = "p2p"
         return [replace(each, followed=each.scheme == name) for each in found.values()]
 
@@ -152,10 +155,10 @@ class DGCLScheme(Scheme):
         from lightning_gnn.planning.pictures import draw_links
         from lightning_gnn.planning.plan_cost import link_loads
 
-        route = getattr(self._exchange, "route", None)
+        row_bytes = self._row_bytes
+        route = route_of(self._exchange, row_bytes)
         if route is None:
             route = p2p(Relation.from_halos(shard.halos, np.cumsum([0, *shard.rows])), topology)
-        row_bytes = shard.batch.x[:1].nbytes
         title = f"{route.name} over {topology.name}, rows of {row_bytes:,} bytes"
         return draw_links(link_loads(route, topology, row_bytes), topology, title)
 
@@ -179,9 +182,10 @@ class DGCLStrategy(GNNStrategy):
         keep_constant: keep what the layers' sums over neighbours make of the graph's own features, which is the same in every
             step: at most four times the memory of the features. Without, it is computed and sent anew.
         plan: how rows travel: ``"p2p"`` directly; ``"spst"`` along shortest path spanning trees over `topology` (DGCL section
-            5.2); ``"auto"`` directly between GPUs and if all links are alike, otherwise by SPST where the cost model finds
-            that faster. To compare with: ``"swap"`` through the memory of one machine; ``"replicate"`` not at all, each rank
-            holds and computes the neighbourhood of its nodes; ``"dgcl_r"`` neighbourhoods per machine, SPST inside it.
+            5.2), in as many stages as the cost model finds the fastest for rows of their width, also directly; ``"auto"``
+            directly between GPUs and if all links are alike, otherwise as ``"spst"``. To compare with: ``"swap"`` through the
+            memory of one machine; ``"replicate"`` not at all, each rank holds and computes the neighbourhood of its nodes;
+            ``"dgcl_r"`` neighbourhoods per machine, SPST inside it.
         topology: what the ranks are joined by, rank i being device i. ``"auto"``: machines by host name, each with one network
             port, and what NVML tells of their GPUs (docs/planning.md); CPU ranks of a machine are alike. Or ``"dgx1"``,
             ``"dgx1x2"``, ``"pcie8"``, ``"summit"``, ``"uniform"``, the path of a JSON file, or a topology, such as

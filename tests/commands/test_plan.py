@@ -27,6 +27,7 @@ from lightning_gnn.datamodules.stored_graph import StoredGraph
 from lightning_gnn.partition.layout import LayoutSpec, Replicas
 from lightning_gnn.partition.replicas import hold
 from lightning_gnn.partition.shard import Relabelling
+from lightning_gnn.planning.choice import fastest, fastest_plans
 from lightning_gnn.planning.exchanges import Workload, plan_exchanges
 from lightning_gnn.planning.pictures import draw_links, draw_stages, save_picture
 from lightning_gnn.planning.plan import p2p
@@ -62,7 +63,7 @@ def test_exchanges_are_those_of_the_cost_model(num_layers):
     per_part = np.bincount(work.owner[work.edge_index[1]], minlength=8)
     costs = {
         "p2p": plan_cost(p2p(work.relation, topology), topology),
-        "spst": plan_cost(spst(work.relation, topology), topology),
+        "spst": fastest(fastest_plans(work.relation, topology), 64).cost,
         "swap": swap_cost(work.relation, topology),
     }
     for scheme, cost in costs.items():
@@ -217,7 +218,7 @@ def store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def test_json_has_all_and_the_print_has_its_numbers(store, tmp_path, capsys):
     file = tmp_path / "new" / "plan.json"
-    plan([*DATA, "--parts=4", "--topology=dgx1", "--columns=32", "--layers=3", f"--json={file}"])
+    plan([*DATA, "--parts=4", "--topology=dgx1", "--columns=8192", "--layers=3", f"--json={file}"])
     output = capsys.readouterr().out
     found = json.loads(file.read_text())
     assert f"Written: {file}" in output and found.pop("memory") == []  # of no model
@@ -233,24 +234,24 @@ def test_json_has_all_and_the_print_has_its_numbers(store, tmp_path, capsys):
     relation = Relation.from_halos(cut.halos, offsets)
     new = np.empty(len(n_id), np.int64)
     new[n_id] = np.arange(len(n_id))
-    work = Workload(relation, new[data.edge_index.numpy()], 3, 32, GRAPH["num_features"])
+    work = Workload(relation, new[data.edge_index.numpy()], 3, 8192, GRAPH["num_features"])
     topology = find_topology("dgx1", 4)
     expected = PlanReport.of("dgcl", DGCLStrategy(plan="spst").scheme, work, topology, cut).as_dict()
     assert found == json.loads(json.dumps(expected))
 
-    planned = spst(relation, topology)
+    planned = fastest(fastest_plans(relation, topology), 32768).plan
     cost = plan_cost(planned, topology)
-    assert found["row_bytes"] == 128 and found["stages"] == planned.num_stages and found["plan"] == "spst"
+    assert found["row_bytes"] == 32768 and found["stages"] == planned.num_stages and found["plan"] == "spst"
     traffic = np.zeros_like(planned.traffic)
     for load in found["links"]:
         traffic[:, load["sender"], load["receiver"]] = load["rows"]
-        assert load["bytes"] == [128 * rows for rows in load["rows"]]
+        assert load["bytes"] == [32768 * rows for rows in load["rows"]]
     assert np.array_equal(traffic, planned.traffic)
     schemes = {each["scheme"]: each for each in found["exchanges"]}
-    assert tuple(schemes)[:5] == PLANS and schemes["spst"]["seconds"] == pytest.approx(cost.seconds(128))
+    assert tuple(schemes)[:5] == PLANS and schemes["spst"]["seconds"] == pytest.approx(cost.seconds(32768))
     assert found["follows"] == "spst" and [name for name, each in schemes.items() if each["followed"]] == ["spst"]
     assert {"spmm_1d", "spmm_15d c=2 blocks", "spmm_2d"} <= schemes.keys()
-    assert found["stage_seconds"] == pytest.approx(cost.stage_seconds(128))
+    assert found["stage_seconds"] == pytest.approx(cost.stage_seconds(32768))
     tables = [rank_plan(planned, rank).table_bytes for rank in range(4)]
     assert found["tables"]["table_bytes"] == tables
     share = max(table / peak for table, peak in zip(tables, found["tables"]["training_bytes"]))
@@ -451,6 +452,6 @@ def test_on_cora(store, shared, tmp_path, capsys):
     check_pictures(tmp_path, 8)
     found = json.loads((tmp_path / "cora.json").read_text())
     schemes = {each["scheme"]: each for each in found["exchanges"]}
-    assert schemes["spst"]["seconds"] < schemes["p2p"]["seconds"] / 3
+    assert schemes["spst"]["seconds"] == schemes["p2p"]["seconds"]  # 18 us, most of them for starting a stage
     assert 1 < found["replication_factors"][0] < found["replication_factors"][1] < 8
     assert sum(sum(load["rows"]) for load in found["links"]) == schemes["spst"]["rows"]
