@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from dataclasses import replace
 from datetime import timedelta
 from functools import cache
 from typing import Any
@@ -33,6 +34,7 @@ from lightning_gnn.comm.exchange import HaloExchange
 from lightning_gnn.comm.group import World
 from lightning_gnn.comm.in_process import InProcessWorld, Meeting
 from lightning_gnn.comm.planned import PlannedExchange
+from lightning_gnn.comm.plans import make_exchange
 from lightning_gnn.comm.traffic import Meter
 from lightning_gnn.partition.shard import Relabelling, edge_cut_parts, halo_plan
 from lightning_gnn.planning import Plan, Relation, Topology, find_topology, p2p, rank_plan, spst
@@ -182,6 +184,35 @@ def test_up_to_16_ranks(problem):
             torch.testing.assert_close(exchange.reduce(gradients[rank], "layer"), total[own], rtol=1e-12, atol=1e-12)
 
     assert meeting.run(work) == [None] * meeting.size
+
+
+def by_width(rank: int, world: World) -> list[tuple[int, int]]:
+    """Rows that this rank sends forward and backward, narrow ones and wide ones, where a stage takes 10 us."""
+    offsets, everyone = np.array([0, 30, 50, 60]), torch.arange(60.0)
+    halos = (np.arange(30, 50), np.arange(30), np.empty(0, np.int64))
+    topology = replace(slow_pair(3), stage_seconds=1e-5)
+    meter = Meter()
+    exchange = make_exchange("auto", topology, halo_plan(rank, offsets, halos), halos, offsets, world, meter)
+    assert not exchange.idle
+    found = []
+    for columns in (2, 200):
+        x = everyone[offsets[rank] : offsets[rank + 1], None].repeat(1, columns).requires_grad_()
+        expanded = exchange.expand(x, "layer")
+        assert torch.equal(expanded[exchange.num_owned :, -1], everyone[halos[rank]])
+        expanded.sum().backward()
+        assert x.grad is not None and x.grad.unique().tolist() == [1.0 if rank == 2 else 2.0]
+        found.append((meter.by_layer["layer", "forward"].rows, meter.by_layer["layer", "backward"].rows))
+        assert meter.take()
+    return found
+
+
+def test_narrow_rows_go_directly_and_wide_ones_over_a_relay():
+    meeting = Meeting(3)
+    found = meeting.run(lambda rank: by_width(rank, InProcessWorld(rank, meeting)))
+    narrow, wide = zip(*found)
+    assert narrow == ((30, 20), (20, 30), (0, 0))  # rank 2 carries nothing
+    assert wide[2][0] > 40 and wide[2][0] == wide[2][1]
+    assert wide[0][0] >= 30 and wide[1][0] >= 20
 
 
 def late(rank: int, world_size: int, shared_memory: bool, seconds: float = 0.0) -> None:
