@@ -14,8 +14,8 @@ from lightning_gnn.planning.relation import Relation
 from lightning_gnn.planning.spst import spst
 from lightning_gnn.planning.topology import Topology
 
-STAGES = (1, 2, 3, None)
-"""How many stages the plans that are compared may have at most; 1 is the direct exchange, None any number."""
+STAGES = (3, 2, 1)
+"""How many stages the plans may have that are compared with the one of any number; 1 is the direct exchange."""
 
 WIDEST = 20
 """Plans are made that are the fastest for rows of some power of two bytes, up to this power."""
@@ -40,15 +40,14 @@ def fastest_plans(relation: Relation, topology: Topology) -> list[PricedPlan]:
     Raises:
         ValueError: the relation and the topology are of different numbers of devices.
     """
-    made: list[PricedPlan] = []
+    plans = [spst(relation, topology)]
     for most in STAGES:
-        try:
-            plan = spst(relation, topology, max_stages=most)
-        except ValueError:
-            if most is None:
-                raise
-            continue  # not all devices reach each other in so few stages
-        made.append(PricedPlan(plan, plan_cost(plan, topology)))
+        if most < plans[0].num_stages:
+            try:
+                plans.append(spst(relation, topology, max_stages=most))
+            except ValueError:  # not all devices reach each other in so few stages
+                break
+    made = [PricedPlan(plan, plan_cost(plan, topology)) for plan in reversed(plans)]
     chosen = {id(fastest(made, 2.0**power)) for power in range(WIDEST + 1)}
     return [each for each in made if id(each) in chosen]
 

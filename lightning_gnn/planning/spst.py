@@ -31,7 +31,8 @@ TAKEN_OUT = (1, 8, 64)
 """How many chunks are planned anew together, pass after pass, in turn."""
 
 GAIN = 1e-3
-"""Rerouting stops once as many passes in a row as `TAKEN_OUT` has numbers each shorten the plan by less than this share."""
+"""Rerouting stops once as many passes in a row as `TAKEN_OUT` has numbers each shorten the plan by less than this share, or
+once no plan can be shorter by more: all rows that must cross one hop take it so long."""
 
 
 def spst(
@@ -155,6 +156,8 @@ def _plan(owner, destinations, counts, orders, links, num_stages):  # type: igno
     stalled = 0
     for number in range(len(orders)):
         began = load.stage.sum()
+        if number and _least_seconds(owner, destinations, counts, links, load) >= began * (1 - GAIN):
+            break
         at_once = TAKEN_OUT[(number - 1) % len(TAKEN_OUT)] if number else 1
         for first in range(0, len(owner), at_once):
             chunks = orders[number, first : first + at_once]
@@ -184,6 +187,35 @@ def _plan(owner, destinations, counts, orders, links, num_stages):  # type: igno
         if stalled == len(TAKEN_OUT):
             break
     return parents, arrivals
+
+
+@numba.njit(cache=True)
+def _least_seconds(owner, destinations, counts, links, load):  # type: ignore[no-untyped-def]
+    """Returns how long the busiest hop is busy in any plan: with the rows that do not get to all destinations without it."""
+    num_devices = len(links.own)
+    if not len(links.seconds):
+        return 0.0
+    hop = load.hop.sum(0).argmax()
+    reached = np.zeros((num_devices, num_devices), np.bool_)
+    for a in range(num_devices):
+        for b in range(num_devices):
+            reached[a, b] = a == b or (
+                links.num_hops[a, b] > 0 and not (links.hops[a, b, : links.num_hops[a, b]] == hop).any()
+            )
+    for relay in range(num_devices):
+        for a in range(num_devices):
+            if reached[a, relay]:
+                reached[a] |= reached[relay]
+    without = np.zeros(num_devices, np.uint64)
+    for a in range(num_devices):
+        for b in range(num_devices):
+            if reached[a, b]:
+                without[a] |= np.uint64(1) << np.uint64(b)
+    rows = 0
+    for chunk in range(len(owner)):
+        if destinations[chunk] & ~without[owner[chunk]]:
+            rows += counts[chunk]
+    return rows * links.seconds[hop]
 
 
 @numba.njit(cache=True)
