@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import accumulate, combinations, product
 from pathlib import Path
 from typing import Any
@@ -69,9 +69,7 @@ def dgx1(num_hosts: int = 1) -> Topology:
         )
     if num_hosts > 1:
         hops += [{"name": f"port{host}", "kind": "ib", "gb_per_s": INFINIBAND} for host in range(num_hosts)]
-    for a, b in combinations(range(8 * num_hosts), 2):
-        if a // 8 != b // 8:
-            links.append({"a": a, "b": b, "via": to_port[a] + _reverse(to_port[b])})
+    links += links_between([host["devices"] for host in hosts], to_port)
     name = "dgx1" if num_hosts == 1 else f"dgx1x{num_hosts}"
     return topology_from_dict(
         {"name": name, "devices": 8 * num_hosts, "hosts": hosts, "hops": hops, "links": links, "memory": memory}
@@ -174,7 +172,8 @@ def machines(
     if len(counts) == 1:
         return uniform(counts[0], inside[0])
     hosts = [list(range(end - count, end)) for count, end in zip(counts, accumulate(counts))]
-    hops, links = ports(hosts, between_gb_per_s)
+    hops = [{"name": f"port{i}", "kind": "network", "gb_per_s": between_gb_per_s} for i in range(len(hosts))]
+    links = links_between(hosts, {rank: [f"port{i}"] for i, host in enumerate(hosts) for rank in host})
     for host, gb_per_s in zip(hosts, inside):
         links += [{"a": a, "b": b, "gb_per_s": gb_per_s} for a, b in combinations(host, 2)]
     return topology_from_dict(
@@ -194,14 +193,13 @@ def nccl_latency(num_hosts: int) -> dict[str, float]:
     return {"stage_seconds": NCCL_STAGE if num_hosts == 1 else NCCL_STAGE_BETWEEN_HOSTS}
 
 
-def ports(hosts: Sequence[Sequence[int]], gb_per_s: float) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-    """Returns one network port per host, and the links between devices of different hosts over both ports, as in a file."""
-    if len(hosts) == 1:
-        return [], []
-    hops = [{"name": f"port{i}", "kind": "network", "gb_per_s": gb_per_s} for i in range(len(hosts))]
-    return hops, [
-        {"a": a, "b": b, "via": [f"port{i}", f"-port{j}"]}
-        for (i, one), (j, other) in combinations(enumerate(hosts), 2)
+def links_between(
+    hosts: Sequence[Sequence[int]], to_port: Mapping[int, Sequence[str]] | Sequence[Sequence[str]]
+) -> list[dict[str, Any]]:
+    """Returns the links between devices of different hosts, as in a file: a way to the port, and that of the other back."""
+    return [
+        {"a": a, "b": b, "via": [*to_port[a], *_reverse(to_port[b])]}
+        for one, other in combinations(hosts, 2)
         for a, b in product(one, other)
     ]
 
@@ -237,5 +235,5 @@ def find_topology(source: str | Path | Topology, num_ranks: int | None) -> Topol
     return source if num_ranks is None else source.for_ranks(num_ranks)
 
 
-def _reverse(via: list[str]) -> list[str]:
+def _reverse(via: Sequence[str]) -> list[str]:
     return [step.removeprefix("-") if step.startswith("-") else f"-{step}" for step in reversed(via)]

@@ -186,8 +186,8 @@ class DGCLStrategy(GNNStrategy):
             directly between GPUs and if all links are alike, otherwise as ``"spst"``. To compare with: ``"swap"`` through the
             memory of one machine; ``"replicate"`` not at all, each rank holds and computes the neighbourhood of its nodes;
             ``"dgcl_r"`` neighbourhoods per machine, SPST inside it.
-        topology: what the ranks are joined by, rank i being device i. ``"auto"``: machines by host name, each with one network
-            port, and what NVML tells of their GPUs (docs/planning.md); CPU ranks of a machine are alike. Or ``"dgx1"``,
+        topology: what the ranks are joined by, rank i being device i. ``"auto"``: machines by host name, and what NVML and
+            Linux tell of their GPUs and ports (docs/planning.md); CPU ranks of a machine are alike. Or ``"dgx1"``,
             ``"dgx1x2"``, ``"pcie8"``, ``"summit"``, ``"uniform"``, the path of a JSON file, or a topology, such as
             ``lightning-gnn topology measure`` writes; of larger ones the first devices are taken. None for links that are alike.
         partition: where METIS cuts: ``"flat"`` between all ranks alike; ``"hierarchical"`` between the machines of `topology`
