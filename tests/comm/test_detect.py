@@ -294,7 +294,8 @@ def test_ports_are_those_nearest_to_each_gpu():
         return [way[: next(i for i, name in enumerate(way) if name == "-port1")] for way in ways_out(found)]
 
     under = [Port(f"nic{k}", 5.0, tuple(ONE_SWITCH if i == k else ancestors[k][i] for i in range(4))) for k in range(4)]
-    assert ways(*under) == [[f"port0.nic{k}"] for k in range(4)]
+    for ports in (under, under[::-1]):
+        assert ways(*ports) == [[f"port0.nic{k}"] for k in range(4)]
     assert ways(under[0]) == [
         ["port0.nic0"],
         ["pcie0.1", "-pcie0.0", "port0.nic0"],
