@@ -13,7 +13,8 @@ import torch
 import torch.nn.functional as F
 from common import CLASSES, FEATURES, awkward_graph
 from conftest import RankFailed
-from test_planned import chain, slow_pair
+from planning import chain
+from test_planned import slow_pair
 from torch_geometric.data import Data
 from torch_geometric.nn import GATConv, GraphConv, SAGEConv
 

@@ -27,7 +27,7 @@ from common import (
 )
 from conftest import RankFailed
 from hypothesis import given
-from planning import problems, random_topology, rows_of
+from planning import chain, problems, random_topology, rows_of
 
 from lightning_gnn import DGCLStrategy, GraphDataModule, NodeClassifier
 from lightning_gnn.comm.exchange import HaloExchange
@@ -45,12 +45,6 @@ def slow_pair(num_devices: int) -> Topology:
     """All pairs are joined; the link of 0 and 1 is 100 times as slow as those to the last device."""
     links = [{"a": a, "b": b, "gb_per_s": 0.1 if b == 1 else 10.0} for b in range(1, num_devices) for a in range(b)]
     return topology_from_dict({"name": "slow pair", "devices": num_devices, "links": links})
-
-
-def chain(num_devices: int) -> Topology:
-    """Only neighbours are joined."""
-    links = [{"a": a, "b": a + 1, "gb_per_s": 1.0} for a in range(num_devices - 1)]
-    return topology_from_dict({"name": "chain", "devices": num_devices, "links": links})
 
 
 def a_topology(world_size: int, seed: int) -> Topology:

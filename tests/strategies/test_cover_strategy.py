@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from itertools import permutations
 from typing import Any
 
@@ -21,6 +22,7 @@ from common import (
     three_nodes,
     train,
 )
+from planning import chain
 from scipy.sparse import csr_matrix
 from scipy.sparse.csgraph import maximum_bipartite_matching
 from test_vertex_cut import KINDS, on_one_device
@@ -28,6 +30,16 @@ from torch_geometric.data import Data
 from torch_geometric.nn.models import GCN
 
 from lightning_gnn import CoverStrategy, DGCLStrategy, GraphDataModule, NodeClassifier
+from lightning_gnn.comm.call import Call
+from lightning_gnn.comm.in_process import InProcessWorld, Meeting
+from lightning_gnn.comm.matrix import EdgeHolders, SparseMatrix, Triples
+from lightning_gnn.comm.plans import make_exchange
+from lightning_gnn.comm.traffic import Meter
+from lightning_gnn.partition.shard import Relabelling
+from lightning_gnn.planning import Relation
+from lightning_gnn.planning.exchanges import Workload
+from lightning_gnn.planning.presets import uniform
+from lightning_gnn.strategies.cover import CoverScheme
 
 
 def trained(rank: int, world_size: int, model: Any, options: dict[str, Any], **others: Any) -> dict[str, Any]:
@@ -63,6 +75,56 @@ def test_users_module_over_sockets_with_recompute(ranks):
     options = {"shared_memory": False, "recompute": True}
     for found in ranks.run(3, trained, "sage", options, module="user", self_check=False):
         assert_same(found, on_one_device("sage", "user"), rtol=1e-8, atol=1e-10)
+
+
+RELAYED = ("gcn", *KINDS)
+
+
+@pytest.mark.parametrize("model", [pytest.param(RELAYED, id="together"), *campaign(*RELAYED)])
+def test_copies_and_partial_results_are_relayed(ranks, model):
+    """Only neighbours are joined: partial sums are added on the way, and of extremes the largest is taken."""
+    for found in ranks.run(4, trained, model, {"plan": "spst", "topology": chain(4)}, self_check=False):
+        assert_same(found, on_one_device(model), rtol=1e-8, atol=1e-10)
+
+
+def test_partial_sums_are_added_on_the_way():
+    """Nodes 0 to 3 on a rank each; 0, 1 and 2 lead to 3, and compute there what they add: one row crosses each link."""
+    offsets, meeting = np.arange(5), Meeting(4)
+
+    def work(rank: int) -> tuple[int, float, int, float]:
+        world, meter = InProcessWorld(rank, meeting), Meter()
+        target, source = (np.full(3, 3), np.arange(3)) if rank == 3 else (np.empty(0, np.int64),) * 2
+        holders = EdgeHolders(target, source, source, rank, 4)
+        entries = Triples(torch.from_numpy(target), torch.from_numpy(source), None)
+        matrix = SparseMatrix(entries, holders, offsets, world, meter, partial(make_exchange, "spst", chain(4)))
+        x = torch.tensor([[10.0**rank]], dtype=torch.float64)
+        product = matrix.multiply(x, Call("layer", direction="forward"))
+        rows = sum(traffic.rows for traffic in meter.take().values())
+        back = matrix.multiply(x, Call("layer", direction="backward"))
+        return rows, float(product), sum(traffic.rows for traffic in meter.take().values()), float(back)
+
+    assert meeting.run(work) == [(1, 0, 0, 1000), (1, 0, 1, 1000), (1, 0, 1, 1000), (0, 111, 1, 0)]
+
+
+def test_advice_knows_what_relays_send():
+    """Predicted are the rows that cross links, relayed ones each time."""
+    graph = hubs()
+    order = Relabelling.from_assignment(np.random.default_rng(6).integers(0, 4, graph.num_nodes), 4)
+    edge_index = order.new_ids()[graph.edge_index.numpy()]
+    work = Workload(Relation.from_edges(edge_index, order.offsets), edge_index, 2, 16, 16)
+    direct, along_trees = CoverScheme(plan="spst").exchanges(work, chain(4))
+    assert direct.seconds is None and "no link" in direct.reason
+    assert along_trees.followed and along_trees.rows > direct.rows and along_trees.seconds is not None
+    [only] = CoverScheme().exchanges(work, uniform(4))
+    assert only.followed and only.rows == direct.rows
+
+
+def test_plans_that_are_none():
+    for plan in ("swap", "replicate", "fastest", None):
+        with pytest.raises(ValueError, match="plan must be one of 'auto', 'p2p', 'spst'"):
+            CoverStrategy(plan=plan)
+    with pytest.raises(ValueError, match='plan="spst" looks at a topology, and none is given'):
+        CoverStrategy(plan="spst", topology=None)
 
 
 WIDTHS = 64 + CLASSES
