@@ -28,7 +28,7 @@ from lightning_gnn.planning.exchanges import ExchangeCost, Workload, edge_exchan
 from lightning_gnn.strategies.base import GNNStrategy
 from lightning_gnn.strategies.dgcl import DGCLScheme, PartitionName
 
-CoverPlanName = Literal["auto", "p2p", "spst"]
+CoverPlanName = Literal["p2p", "spst"]
 
 
 class CoverScheme(DGCLScheme):
@@ -40,7 +40,7 @@ class CoverScheme(DGCLScheme):
     def __init__(
         self,
         keep_constant: bool = True,
-        plan: CoverPlanName = "auto",
+        plan: CoverPlanName = "p2p",
         topology: str | Path | Topology | None = "auto",
         partition: PartitionName = "auto",
     ) -> None:
@@ -49,7 +49,6 @@ class CoverScheme(DGCLScheme):
                 f"plan must be one of {', '.join(map(repr, get_args(CoverPlanName)))} (got {shown(plan)})."
             )
         super().__init__(keep_constant, plan, topology, partition)
-        self._ways = plan
 
     @override
     def for_self_check(self) -> CoverScheme:
@@ -60,7 +59,7 @@ class CoverScheme(DGCLScheme):
         # All edges into a rank are its own, so each rank covers those that end at it, and none needs to know the others'.
         owner = owners_of(shard.offsets, shard.node_ids(world.rank))
         holders = cover_edges(shard.batch.edge_index.cpu().numpy(), owner, world.size)
-        make: MakeExchange = partial(make_exchange, self._ways, self._topology(world))
+        make: MakeExchange = partial(make_exchange, self.plan, self._topology(world))  # type: ignore[arg-type]
         return exchange_with_holders(shard, holders, world, meter, make)
 
     @override
@@ -70,7 +69,7 @@ class CoverScheme(DGCLScheme):
     @override
     def exchanges(self, work: Workload, topology: Topology | None) -> Sequence[ExchangeCost]:
         covered = cover_edges(work.edge_index, work.owner, work.relation.num_devices)
-        if topology is None or self.plan == "p2p" or (self.plan == "auto" and topology.uniform):
+        if topology is None or self.plan == "p2p":
             return [edge_exchange("", work, topology, covered, followed=True)]
         along_trees = planned_edges("cover spst", work, topology, covered)
         return [edge_exchange("", work, topology, covered), replace(along_trees, followed=True)]
@@ -86,8 +85,7 @@ class CoverStrategy(GNNStrategy):
     Args:
         keep_constant, topology, partition: see :class:`~lightning_gnn.strategies.dgcl.DGCLStrategy`.
         plan: how rows travel: ``"p2p"`` directly; ``"spst"`` copies down the trees of a plan over `topology`, and partial results
-            up such trees, added on the way, each as far as the cost model finds that faster; ``"auto"`` directly between GPUs and
-            if all links are alike, otherwise as ``"spst"``.
+            up such trees, added on the way, each as far as the cost model finds that faster (docs/cover.md).
         **options: see :class:`~lightning_gnn.strategies.base.GNNStrategy`.
 
     Raises:
@@ -105,7 +103,7 @@ class CoverStrategy(GNNStrategy):
     def __init__(
         self,
         keep_constant: bool = True,
-        plan: CoverPlanName = "auto",
+        plan: CoverPlanName = "p2p",
         topology: str | Path | Topology | None = "auto",
         partition: PartitionName = "auto",
         **options: Any,
