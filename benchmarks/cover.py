@@ -18,6 +18,7 @@ import os
 import tempfile
 import time
 from functools import cache
+from itertools import product
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -153,7 +154,9 @@ def on_hosts(options: argparse.Namespace) -> list[dict[str, Any]]:
     found = []
     for name in options.graphs:
         data = data_of(name, options.root)
-        for strategy in (DGCLStrategy(plan="p2p"), CoverStrategy()):
+        plans = {"p2p": {"plan": "p2p"}, "spst": {"plan": "spst", "topology": os.environ["NETLAB_TOPO"]}}
+        for kind, plan in product((DGCLStrategy, CoverStrategy), plans):
+            strategy = kind(**plans[plan])
             torch.manual_seed(0)
             clock = Clock()
             trainer = L.Trainer(
@@ -170,6 +173,7 @@ def on_hosts(options: argparse.Namespace) -> list[dict[str, Any]]:
                 {
                     "graph": name,
                     "scheme": strategy.strategy_name,
+                    "plan": plan,
                     "ms/epoch": 1e3 * float(median(np.diff(clock.times)[1:])),
                     "MB": float(trainer.callback_metrics["comm/bytes_sent"]) / 1e6,
                     "loss": float(trainer.callback_metrics["train_loss"]),

@@ -3,7 +3,7 @@
 python benchmarks/planning.py [--graphs cnr-2000,ego-twitter,power-law] [--topologies dgx1,pcie8,dgx1x2] [--json FILE]
 
 Seconds are CPU seconds of one core, without compiling. Costs are predicted times of one allgather; the 1 pass is the paper's
-algorithm over classes, 4 passes reroute.
+algorithm over classes, rerouted: as by default.
 """
 
 from __future__ import annotations

@@ -30,6 +30,12 @@ def random_topology(rng: np.random.Generator, num_devices: int, density: float) 
     return topology_from_dict({"devices": num_devices, "hops": hops, "links": links})
 
 
+def chain(num_devices: int) -> Topology:
+    """Only neighbours are joined."""
+    links = [{"a": a, "b": a + 1, "gb_per_s": 1.0} for a in range(num_devices - 1)]
+    return topology_from_dict({"name": "chain", "devices": num_devices, "links": links})
+
+
 def random_relation(rng: np.random.Generator, num_devices: int, num_nodes: int) -> Relation:
     """Returns a relation in which nodes are needed on few devices, as at the border of parts, or on none."""
     offsets = np.sort(np.concatenate([[0, num_nodes], rng.integers(0, num_nodes + 1, num_devices - 1)]))

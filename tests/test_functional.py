@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import os
+import pickle
 import re
 from contextlib import contextmanager
 from functools import cache
+from itertools import combinations
 from typing import Any
 
 import pytest
@@ -13,12 +15,14 @@ import torch
 import torch.nn.functional as F
 from common import CLASSES, FEATURES, awkward_graph
 from conftest import RankFailed
-from test_planned import chain, slow_pair
+from planning import chain
+from test_planned import slow_pair
 from torch_geometric.data import Data
 from torch_geometric.nn import GATConv, GraphConv, SAGEConv
 
 import lightning_gnn.functional as dgcl
 from lightning_gnn.comm.planned import PlannedExchange
+from lightning_gnn.planning.topology_file import topology_from_dict
 
 
 @contextmanager
@@ -121,6 +125,63 @@ OPTIONS: list[tuple[dict[str, Any], bool]] = [
 ]
 
 
+def what_arrives(rank: int, world_size: int, nodes: int, options: dict[str, Any]) -> tuple[int, int, Any]:
+    """Bytes of the values that this rank is given, the rows and edges that are its own, and its parts of hosts."""
+    values: list[Any] = []
+    with session(rank) as ranks:
+        world = ranks.world
+        for name in ("broadcast_object", "scatter_object"):
+            original = getattr(world, name)
+
+            def kept(*given: Any, original: Any = original) -> Any:
+                values.append(original(*given))
+                return values[-1]
+
+            setattr(world, name, kept)
+        graph = ring(nodes) if rank == 0 else None
+        part = dgcl.build_comm_info(graph, **(options if rank == 0 else {}))
+        x = dgcl.dispatch_features(torch.arange(nodes, dtype=torch.float64) if rank == 0 else None)
+        assert torch.equal(x.long(), part.n_id)
+        assert torch.equal(dgcl.collect_rows(x), torch.arange(nodes, dtype=torch.float64))
+        gathered = dgcl.graph_allgather(x)
+        assert torch.equal((x - gathered[part.edge_index[0]]).abs().remainder(nodes - 2), torch.ones(part.num_owned))
+    return sum(len(pickle.dumps(value)) for value in values), part.num_owned, part.n_id
+
+
+def ring(nodes: int) -> Data:
+    ids = torch.arange(nodes)
+    return Data(edge_index=torch.stack([ids, (ids + 1) % nodes]), num_nodes=nodes)
+
+
+HOSTS = topology_from_dict(
+    {
+        "devices": 4,
+        "hosts": [{"devices": [0, 2]}, {"devices": [1, 3]}],
+        "links": [{"a": a, "b": b, "gb_per_s": 1.0} for a, b in combinations(range(4), 2)],
+    }
+)
+
+
+@pytest.mark.parametrize("options", [{}, {"plan": "spst", "topology": chain(4)}, {"plan": "swap"}])
+def test_a_rank_is_given_its_own_part_only(ranks, options):
+    """A ring has few cut edges: what a rank is given by value grows with its own nodes' ids, not with the graph."""
+    few, many = ([each[0] for each in ranks.run(4, what_arrives, nodes, options)] for nodes in (400, 4000))
+    for rank in range(1, 4):
+        grown = (many[rank] - few[rank]) / 3600
+        assert grown < 1.2 * 8 / 4, "more than the ids of a quarter of the nodes"
+
+
+def test_metis_cuts_between_machines_first(ranks):
+    """As section 4.1 has it: the two ranks of a machine own one half of the ring, which is cut in two places only."""
+    results = ranks.run(4, what_arrives, 400, {"topology": HOSTS})
+    of_first = torch.zeros(400, dtype=torch.bool)
+    of_first[torch.cat([results[0][2], results[2][2]])] = True
+    cut = (of_first != of_first.roll(1)).sum()
+    assert cut == 2
+    flat = ranks.run(4, what_arrives, 400, {"topology": "auto"})  # one machine
+    assert sum(each[1] for each in flat) == 400
+
+
 @pytest.mark.parametrize("world_size", [1, 2, 3])
 @pytest.mark.parametrize(
     ("options", "planned", "everywhere", "shared_memory"),
@@ -134,8 +195,7 @@ def test_equals_one_process(ranks, world_size, options, planned, everywhere, sha
     for found, is_planned, rows in results:
         torch.testing.assert_close(found, alone(), rtol=1e-9, atol=1e-11)
         assert found["gradients"][0][-1] is None
-        # Two ranks, or one link, are alike: nothing to plan.
-        assert is_planned == (planned and (world_size > 2 or (world_size == 2 and options.get("plan") == "spst")))
+        assert is_planned == (planned and world_size > 2)  # between two ranks no other can relay
         assert (rows > 0) == (world_size > 1)
 
 

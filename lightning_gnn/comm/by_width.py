@@ -26,6 +26,8 @@ class ExchangeByWidth(Exchange):
         world, meter: see :class:`~lightning_gnn.comm.exchange.Exchange`.
     """
 
+    in_stages = True
+
     def __init__(self, choices: Sequence[tuple[Exchange, PlanCost]], world: World, meter: Meter) -> None:
         self._exchanges = [exchange for exchange, _ in choices]
         self._costs = [(float(cost.fixed_seconds.sum()), cost.seconds_per_byte) for _, cost in choices]

@@ -26,7 +26,7 @@ from lightning_gnn.comm.exchange import HaloExchange, counted, starting
 from lightning_gnn.comm.group import World
 from lightning_gnn.comm.traffic import Meter, Moment, Traffic
 from lightning_gnn.comm.transport import Rows, rows_of
-from lightning_gnn.partition.shard import HaloPlan
+from lightning_gnn.partition.shard import HaloPlan, Ids
 
 _FLAGS = 64
 """Flags come in so many, so that what follows them is aligned."""
@@ -87,9 +87,11 @@ class MessageCache:
         taken, self.loss = self.loss, None
         return math.nan if taken is None else float(taken)
 
-    def exchange(self, plan: HaloPlan, world: World, meter: Meter) -> CachedExchange:
-        """Returns an exchange whose messages are cached."""
-        return CachedExchange(plan, world, meter, self)
+    def make_exchange(
+        self, rows: HaloPlan, halos: Sequence[Ids], offsets: Ids, world: World, meter: Meter
+    ) -> CachedExchange:
+        """Returns an exchange whose messages are cached; see :data:`~lightning_gnn.comm.matrix.MakeExchange`."""
+        return CachedExchange(rows, world, meter, self)
 
 
 class LargestChangesCache(MessageCache):

@@ -123,10 +123,12 @@ class Exchange(ABC):
         make_attended: the same for edges that are attended over, or whose extremes are taken.
         present: which halo rows come in this step, bool ``[H]``; None for all. Layers leave the edges of the others out, whose
             rows are 0, and multiply the sums of those that come by `scale`.
+        in_stages: sends more while it is waited for, so that no other exchange of the same call may be started before.
     """
 
     present: Tensor | None = None
     scale = 1.0
+    in_stages = False
 
     def __init__(self, num_owned: int, num_halo: int, world: World, meter: Meter, idle: bool = False) -> None:
         self.num_owned, self.num_halo, self.idle = num_owned, num_halo, idle

@@ -393,6 +393,16 @@ class World:
                     self.transport.start_each([(peer, piece.to(self.device).contiguous())], [])()
         return own
 
+    def scatter_object(self, values: Sequence[T] | None, source: int = 0) -> T:
+        """Returns this rank's of the picklable values that `source` has for all ranks; the others pass None."""
+        if self.size == 1:
+            assert values is not None
+            return values[0]
+        mine: list[Any] = [None]
+        with self._all_take_part(f"Values of rank {source} for each rank"):
+            dist.scatter_object_list(mine, None if values is None else [*values], source, group=self.host_group)
+        return mine[0]
+
     def all_gather_object(self, value: T) -> list[T]:
         """Returns the picklable values of all ranks in rank order, on every rank."""
         if self.size == 1:

@@ -25,7 +25,14 @@ from lightning_gnn.kernels import CSR, spmm
 from lightning_gnn.partition.grid import ProcessCube, ProcessGrid
 from lightning_gnn.partition.shard import HaloPlan, Ids, halo_plan
 
-MakeExchange = Callable[[HaloPlan, World, Meter], HaloExchange]
+MakeExchange = Callable[[HaloPlan, Sequence[Ids], Ids, World, Meter], Exchange]
+"""Makes an exchange of rows, of what goes directly from and to this rank, the halo of each rank, and the first id of each and the
+end; all ranks call it."""
+
+
+def send_directly(rows: HaloPlan, halos: Sequence[Ids], offsets: Ids, world: World, meter: Meter) -> Exchange:
+    """Returns the exchange between owners and those who read; see :data:`MakeExchange`."""
+    return HaloExchange(rows, world, meter)
 
 
 class Triples:
@@ -127,13 +134,13 @@ class SparseMatrix(Matrix):
     """Only rows that a nonzero reads travel, and only partial sums that a nonzero has added to, wherever nonzeros lie.
 
     On a process grid this is the later work of CAGNET's authors on sparsity-aware communication; for any cut of the edges, the
-    scatter from masters to mirrors and the gather back of a vertex cut (CDFGNN section 3). Rows go directly between their
-    owner and each rank that reads or adds to them.
+    scatter from masters to mirrors and the gather back of a vertex cut (CDFGNN section 3). Rows go between their owner and each
+    rank that reads or adds to them: directly, or down the trees of a plan, and partial results up such trees, added on the way.
 
     Args:
         entries, offsets: see :class:`~lightning_gnn.comm.grid.BlockMatrix`.
         holders: who multiplies which entry.
-        make_exchange: an exchange of rows by a plan.
+        make_exchange: of the rows of columns, and of partial results.
 
     Attributes:
         columns: expands rows of the columns.
@@ -147,7 +154,7 @@ class SparseMatrix(Matrix):
         offsets: Ids,
         world: World,
         meter: Meter,
-        make_exchange: MakeExchange = HaloExchange,
+        make_exchange: MakeExchange = send_directly,
     ) -> None:
         self.offsets, self.world, self._make_exchange = offsets, world, make_exchange
         self.num_owned = int(offsets[world.rank + 1] - offsets[world.rank])
@@ -188,13 +195,14 @@ class SparseMatrix(Matrix):
         csr = csr.of_slots()
         return _Part(csr, values, None if values is None else csr.transpose().permute(values))
 
-    def _exchange(self, ids: Tensor, meter: Meter) -> tuple[HaloExchange, Tensor]:
+    def _exchange(self, ids: Tensor, meter: Meter) -> tuple[Exchange, Tensor]:
         """Returns the exchange of the nodes `ids` that others own, and `ids` in local numbers: owned, then others."""
         first = int(self.offsets[self.world.rank])
         own = (ids >= first) & (ids < first + self.num_owned)
         halo, position = torch.unique(ids[~own], return_inverse=True)
         halos = self.world.all_gather_object(halo.cpu().numpy())
-        exchange = self._make_exchange(halo_plan(self.world.rank, self.offsets, halos), self.world, meter)
+        rows = halo_plan(self.world.rank, self.offsets, halos)
+        exchange = self._make_exchange(rows, halos, self.offsets, self.world, meter)
         local = ids - first
         local[~own] = self.num_owned + position
         return exchange, local
@@ -218,15 +226,17 @@ class SparseMatrix(Matrix):
         partial = targets.buffers.take((targets.num_halo, x.size(1)), dtype)
         if len(partial):
             add(False, True, partial)
-        # Partial sums that read no others' rows go out at once, beside the rows that come in.
+        # Partial sums that read no others' rows go out at once, beside the rows that come in; unless these come in stages.
         reads_others = self._parts[False, False].csr.num_edges > 0
-        finish = None if targets.idle or reads_others else targets.start_reduce(partial, call)
+        later = not targets.idle and (reads_others or sources.in_stages)
+        finish = None if targets.idle or later else targets.start_reduce(partial, call)
         # Own rows while others travel: those that come in, or, where none do, the partial sums that go out.
         if wait is not None:
             add(True, True, own)
             wait()
         if reads_others:
             add(False, False, partial)
+        if later:
             finish = targets.start_reduce(partial, call)
         if wait is None:
             add(True, True, own)
@@ -248,19 +258,19 @@ class _Part:
 
 
 def exchange_with_holders(
-    shard: Shard, holders: Ids, world: World, meter: Meter, make_exchange: MakeExchange = HaloExchange
-) -> HaloExchange:
+    shard: Shard, holders: Ids, world: World, meter: Meter, make_exchange: MakeExchange = send_directly
+) -> Exchange:
     """Returns the exchange of a rank whose in-edges are computed by other ranks: rows go there, and partial results come back.
 
     Args:
         shard: the rank's part.
         holders: who computes each of its in-edges, ``[E_r]``.
-        make_exchange: an exchange of rows by a plan.
+        make_exchange: of halo rows, of copies and of partial results.
     """
     offsets, node_ids = shard.offsets, shard.node_ids(world.rank)
     source, target = node_ids[shard.batch.edge_index.cpu().numpy()]
     of_edges = EdgeHolders(target, source, holders, world.rank, int(offsets[-1]))
-    exchange = make_exchange(shard.plan, world, meter)
+    exchange = make_exchange(shard.plan, shard.halos, offsets, world, meter)
     exchange.make_matrix = exchange.make_attended = partial(
         SparseMatrix, holders=of_edges, offsets=offsets, world=world, meter=meter, make_exchange=make_exchange
     )

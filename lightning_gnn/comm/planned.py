@@ -109,6 +109,8 @@ class PlannedExchange(Exchange):
         route: the plan of all ranks, where it is kept to be shown.
     """
 
+    in_stages = True
+
     def __init__(self, plan: RankPlan, world: World, meter: Meter, route: Plan | None = None) -> None:
         idle = all(stage.idle for stage in plan.forward)
         super().__init__(plan.num_owned, plan.num_halo, world, meter, idle)
@@ -196,18 +198,21 @@ class PlannedExchange(Exchange):
 
     @override
     def start_reduce(self, halo: Tensor, call: Call) -> Callable[[Tensor], None]:
-        """Sends the first stage; the others follow while finishing. Sums only: nothing else is asked of an edge cut."""
-        assert call.operation == "sum"
+        """Sends the first stage; the others follow while finishing. Relays add what they receive, or take the maximum."""
         others = self._others(halo)
         others[: self.num_halo] = halo
-        others[self.num_halo :] = 0
+        others[self.num_halo :] = 0 if call.operation == "sum" else -torch.inf
         arrived = self.buffers.take((self._num_added, *halo.shape[1:]), halo.dtype)
         owned: list[Tensor] = []
 
         def add(stage: _Stage) -> None:
             values = arrived[stage.arrives]
             for run in stage.adds:
-                add_rows((others, *owned)[run.owned], run.rows, values[run.place])
+                into, arriving = (others, *owned)[run.owned], values[run.place]
+                if call.operation == "sum":
+                    add_rows(into, run.rows, arriving)
+                else:
+                    into[run.rows] = torch.maximum(into[run.rows], arriving)
 
         go_on = self._go(self._backward, (others,), arrived, call, add)
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Literal, get_args
 
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
@@ -16,6 +18,7 @@ from lightning_gnn.comm.traffic import Meter
 from lightning_gnn.partition.shard import HaloPlan, Ids
 from lightning_gnn.planning import Plan, PricedPlan, Relation, Topology, fastest_plans, p2p, rank_plan
 from lightning_gnn.planning.plan_cost import PlanCost
+from lightning_gnn.planning.tables import RankPlan
 
 PlanName = Literal["auto", "p2p", "spst", "swap"]
 
@@ -37,7 +40,7 @@ def make_exchange(
     plan: PlanName,
     topology: Topology | None,
     rows: HaloPlan,
-    halos: tuple[Ids, ...],
+    halos: Sequence[Ids],
     offsets: Ids,
     world: World,
     meter: Meter,
@@ -60,10 +63,9 @@ def make_exchange(
     """
     if plan == "swap":
         return SwapExchange(rows, halos[world.rank], offsets, world, meter)
-    # On devices relays have not been measured: trees are followed there where they are asked for by name.
-    direct = plan == "auto" and (world.device.type != "cpu" or (topology is not None and topology.uniform))
-    if direct or topology is None or world.size == 1:
+    if not looks_at_links(plan, topology, world):
         return HaloExchange(rows, world, meter)
+    assert topology is not None
     relation = Relation.from_halos(halos, offsets)
     if plan == "p2p":
         p2p(relation, topology)  # refuses what it cannot send
@@ -72,18 +74,61 @@ def make_exchange(
     # topology files or roundings differ would wait for each other forever.
     trees = None
     if world.rank == 0:
-        began = time.perf_counter()
-        found = fastest_plans(relation, topology)
-        rank_zero_info(_told(found, topology, time.perf_counter() - began))
-        trees = [(each.cost, each.plan.bounds, each.plan.parent, each.plan.stage) for each in found]
-    choices: list[tuple[Exchange, PlanCost]] = []
+        trees = [
+            (each.cost, each.plan.bounds, each.plan.parent, each.plan.stage) for each in planned(relation, topology)
+        ]
+    ways: list[Way] = []
     for cost, bounds, parent, stage in world.broadcast_object(trees) or ():
         route = Plan("spst", relation, bounds, parent, stage)
-        if route.num_stages <= 1:
-            choices.append((HaloExchange(rows, world, meter), cost))
+        ways.append(Way.of(route, cost, world.rank, keep=world.rank == 0))
+    return follow(ways, rows, world, meter)
+
+
+@dataclass(frozen=True)
+class Way:
+    """One of the ways in which rows may travel.
+
+    Attributes:
+        cost: by which the fastest is taken.
+        tables: this rank's part of a plan; None for directly.
+        route: the plan of all ranks, where it is kept to be shown.
+    """
+
+    cost: PlanCost
+    tables: RankPlan | None
+    route: Plan | None = None
+
+    @classmethod
+    def of(cls, plan: Plan, cost: PlanCost, rank: int, keep: bool = False) -> Way:
+        return cls(cost, rank_plan(plan, rank), plan if keep else None) if plan.num_stages > 1 else cls(cost, None)
+
+
+def looks_at_links(plan: PlanName, topology: Topology | None, world: World) -> bool:
+    """Returns whether how rows travel depends on the topology.
+
+    On devices relays have not been measured: trees are followed there where they are asked for by name.
+    """
+    if topology is None or world.size == 1:
+        return False
+    return plan != "auto" or (world.device.type == "cpu" and not topology.uniform)
+
+
+def planned(relation: Relation, topology: Topology) -> list[PricedPlan]:
+    """Returns the plans that are the fastest for some width, and says in the log of rank 0 which."""
+    began = time.perf_counter()
+    found = fastest_plans(relation, topology)
+    rank_zero_info(_told(found, topology, time.perf_counter() - began))
+    return found
+
+
+def follow(ways: Sequence[Way], rows: HaloPlan, world: World, meter: Meter) -> Exchange:
+    """Returns the exchange that takes the fastest of several ways for rows of each width."""
+    choices: list[tuple[Exchange, PlanCost]] = []
+    for way in ways:
+        if way.tables is None:
+            choices.append((HaloExchange(rows, world, meter), way.cost))
         else:
-            kept = route if world.rank == 0 else None
-            choices.append((PlannedExchange(rank_plan(route, world.rank), world, meter, kept), cost))
+            choices.append((PlannedExchange(way.tables, world, meter, way.route), way.cost))
     return choices[0][0] if len(choices) == 1 else ExchangeByWidth(choices, world, meter)
 
 

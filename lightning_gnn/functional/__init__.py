@@ -36,14 +36,14 @@ import torch
 from torch import Tensor
 from torch_geometric.data import Data
 
+from lightning_gnn.comm.detect import detect
 from lightning_gnn.comm.exchange import Exchange
 from lightning_gnn.comm.group import World
-from lightning_gnn.comm.plans import PlanName, make_exchange
+from lightning_gnn.comm.plans import PlanName
 from lightning_gnn.comm.traffic import Meter
-from lightning_gnn.functional.cut import checked_graph, cut_graph
+from lightning_gnn.functional.cut import Header, Part, checked_graph, cut_graph
 from lightning_gnn.nn.norms import SumOverRanks
-from lightning_gnn.partition.shard import halo_plan
-from lightning_gnn.planning import Topology
+from lightning_gnn.planning import Topology, find_topology
 from lightning_gnn.steps.gradients import GradientSum
 
 T = TypeVar("T")
@@ -60,7 +60,6 @@ class CommInfo:
             rows after them, as :meth:`gather` returns them.
         n_id: original id of each owned row, int64 ``[N_p]``.
         e_id: position of each edge in the whole graph's list, int64 ``[E_p]``: weights of edges are ``weight[e_id]``.
-        order: original ids of all ranks' rows in rank order, int64 ``[N]``.
         counts: owned rows of each rank.
         report: quality of the cut, for logs.
         exchange: moves the rows; ``exchange.meter`` counts them.
@@ -69,7 +68,6 @@ class CommInfo:
     edge_index: Tensor
     n_id: Tensor
     e_id: Tensor
-    order: Tensor
     counts: tuple[int, ...]
     report: Mapping[str, Any]
     exchange: Exchange
@@ -77,7 +75,7 @@ class CommInfo:
     @property
     def num_nodes(self) -> int:
         """N."""
-        return len(self.order)
+        return sum(self.counts)
 
     @property
     def num_owned(self) -> int:
@@ -126,11 +124,11 @@ class CommInfo:
         if None not in everyone:
             assert x is not None
             return x.detach()[self.n_id.to(x.device)].to(world.device)
-        pieces = None
+        order, pieces = self._order(), None
         if world.rank == source:
             assert x is not None
             rows = x.detach()
-            pieces = (rows[ids] for ids in self.order.to(rows.device).split(list(self.counts)))
+            pieces = (rows[ids] for ids in order.to(rows.device).split(list(self.counts)))
         return world.scatter_rows(pieces, (self.num_owned, *shape[1:]), dtype, source)
 
     def collect(self, x: Tensor) -> Tensor:
@@ -144,11 +142,15 @@ class CommInfo:
         """
         self._check_owned(x, "collect_rows")
         rows = self.exchange.world.all_gather_rows(x.detach().contiguous(), self.counts)
-        return torch.empty_like(rows).index_copy_(0, self.order.to(rows.device), rows)
+        return torch.empty_like(rows).index_copy_(0, self._order(), rows)
 
     def sum(self, x: Tensor) -> Tensor:
         """Returns the sum over ranks of equal-shaped tensors, on every rank and with the same bits; differentiable."""
         return SumOverRanks.apply(x, self.exchange, "sum_over_ranks")
+
+    def _order(self) -> Tensor:
+        """Returns the original ids of all ranks' rows in rank order, int64 ``[N]``; no rank keeps them."""
+        return self.exchange.world.all_gather_rows(self.n_id, self.counts)
 
     def _check_owned(self, x: Tensor, function: str) -> None:
         if x.dim() == 0 or x.size(0) != self.num_owned:
@@ -260,12 +262,14 @@ def build_comm_info(
     Args:
         graph: a PyG ``Data``, or ``edge_index`` ``[2, E]``, source and target, with `num_nodes`. On every rank or on some;
             the others pass None.
-        topology: what the ranks are joined by, rank i being device i: ``"dgx1"``, ``"dgx1x2"``, ``"pcie8"``, ``"summit"``,
+        topology: what the ranks are joined by, rank i being device i: ``"auto"``, machines by host name and what NVML tells of
+            their GPUs; ``"dgx1"``, ``"dgx1x2"``, ``"pcie8"``, ``"summit"``,
             ``"uniform"``, the path of a JSON file, or a topology (docs/planning.md). None for links that are alike.
-        plan: ``"p2p"``: rows travel directly; ``"spst"``: along shortest path spanning trees over `topology` (section 5.2);
-            ``"swap"``: through the memory of one machine; ``"auto"``: directly if all links are alike or nothing is known of
-            them, otherwise by SPST where that is faster.
-        partition: ``"metis"``, ``"random"``, or the rank of every node, int ``[N]``.
+        plan: ``"p2p"``: rows travel directly; ``"spst"``: along shortest path spanning trees over `topology` (section 5.2), where
+            the cost model finds that faster; ``"swap"``: through the memory of one machine; ``"auto"``: directly between GPUs, if
+            all links are alike or nothing is known of them, otherwise as ``"spst"``.
+        partition: ``"metis"``, between the machines and sockets of `topology` first where there are several machines (section
+            4.1); ``"random"``; or the rank of every node, int ``[N]``.
         num_nodes: N, for an ``edge_index``.
         seed: of the partition.
 
@@ -281,23 +285,27 @@ def build_comm_info(
     source, _ = _holder(sizes, "build_comm_info", "graph")
 
     mine = own if world.rank == source else None
-    made = _together(world, lambda: mine and cut_graph(mine, world.size, topology, plan, partition, seed))
-    cut, parts = made or (None, None)
-    header = world.broadcast_object(cut, source)
+    asked = world.broadcast_object(topology if isinstance(topology, str) and topology == "auto" else None, source)
+    seen = detect(world) if asked else None
+
+    def cut() -> tuple[Header, list[Part], list[Tensor]] | None:
+        if mine is None:
+            return None
+        links = seen if asked or topology is None else find_topology(topology, world.size)
+        return cut_graph(mine, world, links, plan, partition, seed)
+
+    header, parts, edges_of = _together(world, cut) or (None, None, None)
+    header = world.broadcast_object(header, source)
     assert header is not None
-    edges = world.scatter_rows(parts, (header.edge_counts[world.rank], 3), torch.int64, source)
-    order = torch.from_numpy(header.order).to(world.device)
-    plan_of_rank = halo_plan(world.rank, header.offsets, header.halos)
+    part = world.scatter_object(parts, source)
+    edges = world.scatter_rows(edges_of, (header.edge_counts[world.rank], 3), torch.int64, source)
     session.info = CommInfo(
         edge_index=edges[:, :2].t().contiguous(),
-        n_id=order[header.offsets[world.rank] : header.offsets[world.rank + 1]],
+        n_id=torch.from_numpy(part.n_id).to(world.device),
         e_id=edges[:, 2].contiguous(),
-        order=order,
         counts=tuple(np.diff(header.offsets).tolist()),
         report=header.report,
-        exchange=make_exchange(
-            header.plan, header.topology, plan_of_rank, header.halos, header.offsets, world, Meter()
-        ),
+        exchange=part.exchange(header.offsets, world, Meter()),
     )
     return session.info
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -12,12 +11,16 @@ import torch
 from torch import Tensor
 from torch_geometric.data import Data
 
-from lightning_gnn.comm.plans import PlanName, check_plan
+from lightning_gnn.comm.exchange import Exchange, HaloExchange
+from lightning_gnn.comm.group import World
+from lightning_gnn.comm.plans import PlanName, Way, check_plan, follow, looks_at_links, planned
+from lightning_gnn.comm.swap import SwapExchange
+from lightning_gnn.comm.traffic import Meter
 from lightning_gnn.data.sources import checked_edges
-from lightning_gnn.partition.edge_cut import assign_nodes
+from lightning_gnn.partition.edge_cut import alike, assign_nodes
 from lightning_gnn.partition.locality import local_relabelling
-from lightning_gnn.partition.shard import Ids, edge_cut_parts
-from lightning_gnn.planning import Topology, find_topology
+from lightning_gnn.partition.shard import HaloPlan, Ids, edge_cut_parts, halo_plan
+from lightning_gnn.planning import Relation, Topology, p2p
 
 
 @dataclass(frozen=True)
@@ -26,42 +29,82 @@ class Header:
 
     Attributes:
         offsets: first row of each rank and the end, int64 ``[P + 1]``.
-        order: original ids in rank order, int64 ``[N]``.
-        halos: relabelled ids of the halo rows of each rank, ascending.
         edge_counts: edges of each rank.
-        plan, topology: how rows travel, and over what.
         report: quality of the cut.
     """
 
     offsets: Ids
-    order: Ids
-    halos: tuple[Ids, ...]
     edge_counts: tuple[int, ...]
-    plan: PlanName
-    topology: Topology | None
     report: Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Part:
+    """What one rank must know of a cut.
+
+    Attributes:
+        n_id: original ids of its rows, int64 ``[N_p]``.
+        rows: what it sends and receives directly.
+        halo: relabelled ids of its halo rows, ascending, for exchanges through host memory; None for others.
+        ways: in which rows may travel over links that differ; None for directly.
+    """
+
+    n_id: Ids
+    rows: HaloPlan
+    halo: Ids | None
+    ways: tuple[Way, ...] | None
+
+    def exchange(self, offsets: Ids, world: World, meter: Meter) -> Exchange:
+        """Returns this rank's exchange."""
+        if self.halo is not None:
+            return SwapExchange(self.rows, self.halo, offsets, world, meter)
+        return (
+            HaloExchange(self.rows, world, meter) if self.ways is None else follow(self.ways, self.rows, world, meter)
+        )
 
 
 def cut_graph(
     graph: tuple[Tensor, int],
-    size: int,
-    topology: str | Path | Topology | None,
+    world: World,
+    links: Topology | None,
     plan: PlanName,
     partition: Any,
     seed: int,
-) -> tuple[Header, list[Tensor]]:
-    """Returns the cut, and each part's edges, int64 ``[E_p, 3]``: local source, local target, position."""
-    check_plan(plan, topology)
-    links = None if topology is None else find_topology(topology, size)
-    edge_index = graph[0].numpy()
-    assignment = assign_nodes(edge_index, graph[1], size, partition, seed=seed)
+) -> tuple[Header, list[Part], list[Tensor]]:
+    """Returns the cut, what each rank gets of it, and each part's edges, int64 ``[E_p, 3]``: source, target, position.
+
+    METIS cuts between the machines of `links` first, then between their sockets, if there are several of equally many ranks (DGCL
+    section 4.1), as :class:`~lightning_gnn.strategies.dgcl.DGCLStrategy` does.
+    """
+    check_plan(plan, links)
+    size, edge_index = world.size, graph[0].numpy()
+    several = links is not None and len(links.hosts) > 1 and alike(links.groups)
+    groups = (
+        links.groups if several and links is not None and isinstance(partition, str) and partition == "metis" else None
+    )
+    assignment = assign_nodes(edge_index, graph[1], size, partition, seed=seed, groups=groups)
     relabelling = local_relabelling(edge_index, assignment.part, size)
-    parts = list(edge_cut_parts(edge_index, relabelling))
-    halos = tuple(part.halo for part in parts)
-    edges = [torch.from_numpy(np.stack([*part.edge_index, part.edge_ids], 1)) for part in parts]
-    counts = tuple(map(len, edges))
-    header = Header(relabelling.offsets, relabelling.n_id, halos, counts, plan, links, assignment.report.as_dict())
-    return header, edges
+    pieces = list(edge_cut_parts(edge_index, relabelling))
+    halos, offsets = [piece.halo for piece in pieces], relabelling.offsets
+    plans = None
+    if plan != "swap" and looks_at_links(plan, links, world):
+        assert links is not None
+        relation = Relation.from_halos(halos, offsets)
+        if plan == "p2p":
+            p2p(relation, links)  # refuses what it cannot send
+        else:
+            plans = planned(relation, links)
+    parts = [
+        Part(
+            relabelling.n_id[offsets[rank] : offsets[rank + 1]],
+            halo_plan(rank, offsets, halos),
+            halos[rank] if plan == "swap" else None,
+            None if plans is None else tuple(Way.of(each.plan, each.cost, rank) for each in plans),
+        )
+        for rank in range(size)
+    ]
+    edges = [torch.from_numpy(np.stack([*piece.edge_index, piece.edge_ids], 1)) for piece in pieces]
+    return Header(offsets, tuple(map(len, edges)), assignment.report.as_dict()), parts, edges
 
 
 def checked_graph(graph: Data | Tensor, num_nodes: int | None) -> tuple[Tensor, int]:

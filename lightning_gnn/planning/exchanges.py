@@ -163,6 +163,24 @@ def edge_exchange(
     )
 
 
+def planned_edges(scheme: str, work: Workload, topology: Topology, holder: Ids) -> ExchangeCost:
+    """Returns the exchange of :func:`edge_exchange` along trees: copies go down them, and then partial sums up such trees.
+
+    Each by the plan that is the fastest for rows of the width of `work`; the way up takes as long as the way down.
+    """
+    offsets = work.relation.offsets
+    check_devices(work.relation, topology)
+    found = []
+    for ends in work.edge_index:
+        needed_by = np.zeros(int(offsets[-1]), np.uint64)
+        for rank in range(work.relation.num_devices):
+            needed_by[ends[holder == rank]] |= np.uint64(1 << rank)
+        found.append(fastest(fastest_plans(Relation.from_masks(needed_by, offsets), topology), work.row_bytes))
+    rows = sum(int(each.plan.traffic.sum()) for each in found)
+    seconds = sum(each.cost.seconds(work.row_bytes) for each in found)
+    return replace(edge_exchange(scheme, work, None, holder), rows=rows, seconds=seconds)
+
+
 def plan_exchanges(work: Workload, topology: Topology) -> list[ExchangeCost]:
     """Returns the exchanges of ``DGCLStrategy(plan=...)``: p2p, spst, swap, replicate and dgcl_r."""
     check_devices(work.relation, topology)

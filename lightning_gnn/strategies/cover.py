@@ -7,22 +7,28 @@ computed over a vertex cut.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, get_args
 
 from typing_extensions import override
 
+from lightning_gnn.arguments import is_one_of, shown
 from lightning_gnn.comm.exchange import Exchange
 from lightning_gnn.comm.group import World
-from lightning_gnn.comm.matrix import exchange_with_holders
+from lightning_gnn.comm.matrix import MakeExchange, exchange_with_holders
+from lightning_gnn.comm.plans import make_exchange
 from lightning_gnn.comm.traffic import Meter
 from lightning_gnn.data.shards import Shard
 from lightning_gnn.partition.cover import cover_edges
 from lightning_gnn.partition.shard import owners_of
 from lightning_gnn.planning import Topology
-from lightning_gnn.planning.exchanges import ExchangeCost, Workload, edge_exchange
+from lightning_gnn.planning.exchanges import ExchangeCost, Workload, edge_exchange, planned_edges
 from lightning_gnn.strategies.base import GNNStrategy
 from lightning_gnn.strategies.dgcl import DGCLScheme, PartitionName
+
+CoverPlanName = Literal["p2p", "spst"]
 
 
 class CoverScheme(DGCLScheme):
@@ -34,10 +40,15 @@ class CoverScheme(DGCLScheme):
     def __init__(
         self,
         keep_constant: bool = True,
+        plan: CoverPlanName = "p2p",
         topology: str | Path | Topology | None = "auto",
         partition: PartitionName = "auto",
     ) -> None:
-        super().__init__(keep_constant, "p2p", topology, partition)
+        if not is_one_of(plan, get_args(CoverPlanName)):
+            raise ValueError(
+                f"plan must be one of {', '.join(map(repr, get_args(CoverPlanName)))} (got {shown(plan)})."
+            )
+        super().__init__(keep_constant, plan, topology, partition)
 
     @override
     def for_self_check(self) -> CoverScheme:
@@ -48,7 +59,8 @@ class CoverScheme(DGCLScheme):
         # All edges into a rank are its own, so each rank covers those that end at it, and none needs to know the others'.
         owner = owners_of(shard.offsets, shard.node_ids(world.rank))
         holders = cover_edges(shard.batch.edge_index.cpu().numpy(), owner, world.size)
-        return exchange_with_holders(shard, holders, world, meter)
+        make: MakeExchange = partial(make_exchange, self.plan, self._topology(world))  # type: ignore[arg-type]
+        return exchange_with_holders(shard, holders, world, meter, make)
 
     @override
     def followed(self) -> dict[str, Any]:
@@ -57,7 +69,10 @@ class CoverScheme(DGCLScheme):
     @override
     def exchanges(self, work: Workload, topology: Topology | None) -> Sequence[ExchangeCost]:
         covered = cover_edges(work.edge_index, work.owner, work.relation.num_devices)
-        return [edge_exchange("", work, topology, covered, followed=True)]
+        if topology is None or self.plan == "p2p":
+            return [edge_exchange("", work, topology, covered, followed=True)]
+        along_trees = planned_edges("cover spst", work, topology, covered)
+        return [edge_exchange("", work, topology, covered), replace(along_trees, followed=True)]
 
 
 class CoverStrategy(GNNStrategy):
@@ -68,11 +83,14 @@ class CoverStrategy(GNNStrategy):
     says which, so that no choice sends fewer rows. What convs other than sums send for a partial result is in docs/cover.md.
 
     Args:
-        keep_constant, topology, partition: see :class:`~lightning_gnn.strategies.dgcl.DGCLStrategy`; rows go directly.
+        keep_constant, topology, partition: see :class:`~lightning_gnn.strategies.dgcl.DGCLStrategy`.
+        plan: how rows travel: ``"p2p"`` directly; ``"spst"`` copies down the trees of a plan over `topology`, and partial results
+            up such trees, added on the way, each as far as the cost model finds that faster (docs/cover.md).
         **options: see :class:`~lightning_gnn.strategies.base.GNNStrategy`.
 
     Raises:
-        ValueError: an unknown partition; once the number of ranks is known, a topology that is not there or is too small.
+        ValueError: an unknown plan or partition, or a plan without its topology; once the number of ranks is known, a topology
+            that is not there or is too small.
     """
 
     strategy_name = "cover"
@@ -85,8 +103,9 @@ class CoverStrategy(GNNStrategy):
     def __init__(
         self,
         keep_constant: bool = True,
+        plan: CoverPlanName = "p2p",
         topology: str | Path | Topology | None = "auto",
         partition: PartitionName = "auto",
         **options: Any,
     ) -> None:
-        super().__init__(CoverScheme(keep_constant, topology, partition), **options)
+        super().__init__(CoverScheme(keep_constant, plan, topology, partition), **options)

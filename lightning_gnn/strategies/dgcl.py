@@ -29,6 +29,7 @@ from lightning_gnn.partition.layout import LayoutSpec, Replicas
 from lightning_gnn.planning import Relation, Topology, find_topology, p2p
 from lightning_gnn.planning.exchanges import ExchangeCost, Workload, edge_exchange, plan_exchanges
 from lightning_gnn.planning.presets import machines
+from lightning_gnn.planning.topology import MAX_DEVICES
 from lightning_gnn.strategies.base import GNNStrategy
 from lightning_gnn.strategies.scheme import Scheme
 
@@ -90,10 +91,14 @@ class DGCLScheme(Scheme):
         anything is partitioned or started."""
         topology = self._topology(world_size, num_hosts)
         groups = replicas = None
-        if topology is not None:
-            several = len(topology.hosts) > 1 and alike(topology.groups)
+        found = None if topology is None else topology.groups
+        if topology is None and self.topology == "auto" and world_size % num_hosts == 0:
+            per_host = world_size // num_hosts
+            found = tuple((tuple(range(first, first + per_host)),) for first in range(0, world_size, per_host))
+        if found is not None:
+            several = len(found) > 1 and alike(found)
             if self.partition == "hierarchical" or (self.partition == "auto" and several):
-                groups = topology.groups
+                groups = found
         if self.hops is not None:
             alone = tuple((rank,) for rank in range(world_size))
             replicas = Replicas(self.hops, alone if self.plan == "replicate" or topology is None else topology.hosts)
@@ -163,10 +168,20 @@ class DGCLScheme(Scheme):
         return draw_links(link_loads(route, topology, row_bytes), topology, title)
 
     def _topology(self, ranks: int | World, num_hosts: int = 1) -> Topology | None:
-        """Returns the topology of the ranks; ``"auto"`` sees machines only, where there are no ranks to ask yet."""
+        """Returns the topology of the ranks; ``"auto"`` sees machines only, where there are no ranks to ask yet.
+
+        None where rows go directly whatever it is: between more ranks than plans are made for.
+        """
+        size = ranks if isinstance(ranks, int) else ranks.size
+        if size > MAX_DEVICES and self.topology in ("auto", "uniform"):
+            if self.plan in ("spst", "dgcl_r"):
+                raise ValueError(
+                    f'plan="{self.plan}" plans for at most {MAX_DEVICES} ranks, and there are {size}. Rows can go directly: '
+                    'plan="auto" or "p2p".'
+                )
+            return None
         if self.topology is None:
             return None
-        size = ranks if isinstance(ranks, int) else ranks.size
         if self.topology != "auto":
             return find_topology(self.topology, size)
         return machines([size // num_hosts] * num_hosts) if isinstance(ranks, int) else detect(ranks)

@@ -21,9 +21,9 @@ from lightning_gnn.arguments import check_flags, check_numbers, check_whole, che
 from lightning_gnn.callbacks.cache import AdaptiveThreshold, CacheSchedule, LargestChanges
 from lightning_gnn.comm.cache import LargestChangesCache, MessageCache
 from lightning_gnn.comm.codec import CodecName
-from lightning_gnn.comm.exchange import Exchange, HaloExchange
+from lightning_gnn.comm.exchange import Exchange
 from lightning_gnn.comm.group import World
-from lightning_gnn.comm.matrix import MakeExchange, exchange_with_holders
+from lightning_gnn.comm.matrix import MakeExchange, exchange_with_holders, send_directly
 from lightning_gnn.comm.traffic import Meter
 from lightning_gnn.data.shards import Shard
 from lightning_gnn.partition.layout import Groups, LayoutSpec
@@ -76,12 +76,12 @@ class VertexCutScheme(Scheme):
     @override
     def exchange(self, shard: Shard, world: World, meter: Meter) -> Exchange:
         assert shard.holders is not None
-        make_exchange: MakeExchange = HaloExchange
+        make_exchange: MakeExchange = send_directly
         if self.cache is not None:
             if self._messages is None or self._world is not world:  # one for both directions of edges
                 self._rule = None if isinstance(self.cache, float) else replace(self.cache)
                 self._messages, self._world = self._make_cache(), world
-            make_exchange = self._messages.exchange
+            make_exchange = self._messages.make_exchange
         return exchange_with_holders(shard, shard.holders.numpy().astype(np.int64), world, meter, make_exchange)
 
     @override

@@ -37,7 +37,9 @@ def on_ranks(size: int, seed: int, work: Any, make: Any = lambda: MessageCache(0
 
     def one(rank: int) -> Any:
         cache = make()
-        exchange = cache.exchange(halo_plan(rank, offsets, halos), InProcessWorld(rank, meeting), Meter())
+        exchange = cache.make_exchange(
+            halo_plan(rank, offsets, halos), halos, offsets, InProcessWorld(rank, meeting), Meter()
+        )
         return work(exchange, slice(*offsets[rank : rank + 2]), halos[rank], cache)
 
     found = meeting.run(one)

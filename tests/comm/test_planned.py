@@ -27,7 +27,7 @@ from common import (
 )
 from conftest import RankFailed
 from hypothesis import given
-from planning import problems, random_topology, rows_of
+from planning import chain, problems, random_topology, rows_of
 
 from lightning_gnn import DGCLStrategy, GraphDataModule, NodeClassifier
 from lightning_gnn.comm.exchange import HaloExchange
@@ -39,18 +39,13 @@ from lightning_gnn.comm.traffic import Meter
 from lightning_gnn.partition.shard import Relabelling, edge_cut_parts, halo_plan
 from lightning_gnn.planning import Plan, Relation, Topology, find_topology, p2p, rank_plan, spst
 from lightning_gnn.planning.topology_file import topology_from_dict
+from lightning_gnn.strategies.dgcl import DGCLScheme
 
 
 def slow_pair(num_devices: int) -> Topology:
     """All pairs are joined; the link of 0 and 1 is 100 times as slow as those to the last device."""
     links = [{"a": a, "b": b, "gb_per_s": 0.1 if b == 1 else 10.0} for b in range(1, num_devices) for a in range(b)]
     return topology_from_dict({"name": "slow pair", "devices": num_devices, "links": links})
-
-
-def chain(num_devices: int) -> Topology:
-    """Only neighbours are joined."""
-    links = [{"a": a, "b": a + 1, "gb_per_s": 1.0} for a in range(num_devices - 1)]
-    return topology_from_dict({"name": "chain", "devices": num_devices, "links": links})
 
 
 def a_topology(world_size: int, seed: int) -> Topology:
@@ -353,3 +348,30 @@ def test_from_yaml(tmp_path):
     asked = "{class_path: lightning_gnn.DGCLStrategy, init_args: {plan: spst, topology: dgx1}}"
     scheme = strategy_of_config(tmp_path / "config.yaml", asked).scheme
     assert (scheme.plan, scheme.topology) == ("spst", "dgx1")
+
+
+@pytest.mark.parametrize("topology", ["auto", "uniform", None])
+def test_more_ranks_than_plans_are_made_for(topology):
+    """65 ranks in one process: rows go directly, and nothing but a plan by name is refused."""
+    size, offsets = 65, 2 * np.arange(66)
+    scheme = DGCLScheme(topology=topology)
+    assert scheme.layout(size).groups is None
+    by_host = scheme.layout(66, num_hosts=2).groups
+    assert by_host == (((tuple(range(33)),), (tuple(range(33, 66)),)) if topology == "auto" else None)
+    halos = [np.array(sorted({(offsets[rank] + 2) % 130, (offsets[rank] + 65) % 130})) for rank in range(size)]
+    everyone = torch.arange(130.0)
+    meeting = Meeting(size)
+
+    def work(rank: int) -> None:
+        world = InProcessWorld(rank, meeting)
+        found = make_exchange(
+            "auto", scheme._topology(world), halo_plan(rank, offsets, halos), tuple(halos), offsets, world, Meter()
+        )
+        x = everyone[offsets[rank] : offsets[rank + 1], None]
+        assert torch.equal(found.expand(x, "layer")[2:, 0], everyone[halos[rank]])
+
+    assert meeting.run(work) == [None] * size
+    if topology is not None:
+        for plan in ({"plan": "spst"}, {"plan": "dgcl_r", "hops": 2}):
+            with pytest.raises(ValueError, match="at most 64 ranks, and there are 65. Rows can go directly"):
+                DGCLScheme(topology=topology, **plan).layout(size)

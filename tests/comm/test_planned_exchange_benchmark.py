@@ -14,8 +14,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from planning import chain
 from processes import REPOSITORY
-from test_planned import chain, slow_pair
+from test_planned import slow_pair
 
 from lightning_gnn.comm.group import World
 from lightning_gnn.planning import Relation, find_topology, p2p, plan_cost, spst

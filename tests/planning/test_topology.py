@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from itertools import permutations
 
 import numpy as np
 import pytest
@@ -15,8 +16,9 @@ from planning import problems, random_relation
 from lightning_gnn.partition.edge_cut import assign_nodes
 from lightning_gnn.partition.metrics import edge_cut_report
 from lightning_gnn.partition.replicas import replication_factors
+from lightning_gnn.planning import presets
 from lightning_gnn.planning.plan_cost import direct_cost, swap_cost
-from lightning_gnn.planning.presets import dgx1, find_topology, pcie8, summit, uniform
+from lightning_gnn.planning.presets import dgx1, find_topology, machines, pcie8, summit, uniform
 from lightning_gnn.planning.topology_file import load_topology, topology_from_dict, topology_to_dict
 
 
@@ -32,15 +34,74 @@ def test_files_keep_everything(problem, tmp_path_factory):
             assert [topology.hops[hop].gb_per_s for hop in via] == [topology.hops[hop ^ 1].gb_per_s for hop in via]
 
 
+DGX1 = """
+     0   1   2   3   4   5   6   7
+0    X   NV1 NV1 NV2 NV2 SYS SYS SYS
+1    NV1 X   NV2 NV1 SYS NV2 SYS SYS
+2    NV1 NV2 X   NV2 SYS SYS NV1 SYS
+3    NV2 NV1 NV2 X   SYS SYS SYS NV1
+4    NV2 SYS SYS SYS X   NV1 NV1 NV2
+5    SYS NV2 SYS SYS NV1 X   NV2 NV1
+6    SYS SYS NV1 SYS NV1 NV2 X   NV2
+7    SYS SYS SYS NV1 NV2 NV1 NV2 X
+"""
+"""What ``nvidia-smi topo -m`` prints on a DGX-1 with V100; SYS is over PCIe and between the sockets."""
+
+MEASURED = {"NV2": 48.35, "NV1": 24.22, "PCIe": 11.13, "QPI": 9.56, "IB": 6.37, "Ethernet": 3.12}
+"""GB/s of DGCL's Table 1."""
+
+
+@pytest.mark.parametrize("num_hosts", [1, 2])
+def test_dgx1_is_the_machine_that_the_driver_shows(num_hosts):
+    found = dgx1(num_hosts)
+    rates = {hop.name.strip("-0123456789"): hop.gb_per_s for hop in found.hops if hop.kind != "nvlink"}
+    assert rates == {"pcie": 11.13, "qpi": 9.56} | ({"port": MEASURED["IB"]} if num_hosts > 1 else {})
+    for host in range(num_hosts):
+        for a, line in enumerate(DGX1.strip().splitlines()[1:]):
+            for b, kind in enumerate(line.split()[1:]):
+                if kind == "X":
+                    continue
+                hops = [found.hops[hop] for hop in found.links[8 * host + a, 8 * host + b]]
+                if kind == "SYS":
+                    names = [f"pcie{4 * host + a // 2}", f"qpi{host}", f"pcie{4 * host + b // 2}"]
+                    signs = ("", "-" * (a > b), "-")
+                    assert [hop.name for hop in hops] == [sign + name for sign, name in zip(signs, names)]
+                else:
+                    assert [hop.gb_per_s for hop in hops] == [MEASURED[kind]] and hops[0].kind == "nvlink"
+    assert len(found.links) == 8 * num_hosts * (8 * num_hosts - 1)
+
+
+def test_bandwidths_are_those_of_the_papers():
+    constants = (presets.NVLINK_PAIR, presets.NVLINK, presets.PCIE, presets.QPI, presets.INFINIBAND, presets.ETHERNET)
+    assert constants == tuple(MEASURED.values())
+    assert (presets.SUMMIT_NVLINK, presets.SUMMIT_XBUS, presets.SUMMIT_SOCKET_PORT) == (50.0, 64.0, 12.5)  # CAGNET 5.2
+    # NCCL's base latency of rings, and that of PCIe and of the network, in microseconds
+    assert pytest.approx((14.1e-6, 22.4e-6)) == (presets.NCCL_STAGE, presets.NCCL_STAGE_BETWEEN_HOSTS)
+    assert dgx1().stage_seconds == pcie8().stage_seconds == summit(6).stage_seconds == presets.NCCL_STAGE
+    assert dgx1(2).stage_seconds == summit(7).stage_seconds == presets.NCCL_STAGE_BETWEEN_HOSTS
+    apart = machines([2, 2])
+    assert (apart.stage_seconds, apart.message_seconds) == (presets.SOCKET_STAGE, presets.SOCKET_MESSAGE)
+
+
+def test_pcie8_has_a_switch_for_two_and_two_for_a_socket():
+    found = pcie8()
+    for a, b in permutations(range(8), 2):
+        names = [f"slot{a}", f"-slot{b}"]
+        if a // 2 != b // 2:
+            names[1:1] = [f"pcie{a // 2}", f"-pcie{b // 2}"]
+        if a // 4 != b // 4:
+            names.insert(2, "qpi" if a < b else "-qpi")
+        assert [found.hops[hop].name for hop in found.links[a, b]] == names
+    assert {hop.name.strip("-0123456789"): hop.gb_per_s for hop in found.hops} == {
+        "slot": 11.13,
+        "pcie": 11.13,
+        "qpi": 9.56,
+    }
+
+
 def test_presets():
-    machine = dgx1()
-    nvlinks = np.zeros(8)
-    for (a, _), via in machine.links.items():
-        if machine.hops[via[0]].kind == "nvlink":
-            nvlinks[a] += round(machine.hops[via[0]].gb_per_s / 24.2)
-    assert (nvlinks == 6).all()  # of a V100
-    two = dgx1(2)
-    assert two.hosts == (tuple(range(8)), tuple(range(8, 16))) and len(two.links) == 16 * 15
+    machine, two = dgx1(), dgx1(2)
+    assert two.hosts == (tuple(range(8)), tuple(range(8, 16)))
     names = [two.hops[hop].name for hop in two.links[6, 9]]
     assert names == ["pcie3", "-qpi0", "-pcie0", "port0", "-port1"]
     assert uniform(5).uniform and not machine.uniform and find_topology("dgx1", 2).uniform

@@ -13,6 +13,7 @@ from torch_geometric.nn.models import GCN
 from lightning_gnn import (
     CachedVertexCutStrategy,
     ClusterAllReduceStrategy,
+    CoverStrategy,
     DGCLStrategy,
     GossipStrategy,
     GraphDataModule,
@@ -30,6 +31,7 @@ EXACT: dict[str, Any] = {
     "spmm_15d": SpMM15DStrategy,
     "spmm_2d": SpMM2DStrategy,
     "vertex_cut": VertexCutStrategy,
+    "cover": CoverStrategy,
 }
 OTHERS: dict[str, Any] = {
     "vertex_cut_cached": lambda **options: CachedVertexCutStrategy(cache=0.1, **options),
@@ -84,7 +86,7 @@ def evaluated(rank: int, world_size: int, names: list[str]) -> dict[str, Any]:
     "names",
     [
         pytest.param([*EXACT, *OTHERS], id="all", marks=pytest.mark.campaign),
-        pytest.param(["spmm_2d", "vertex_cut", "gossip"], id="some"),
+        pytest.param(["spmm_2d", "vertex_cut", "cover", "gossip"], id="some"),
     ],
 )
 def test_metrics_of_parts_with_one_class_or_one_node_are_those_of_the_whole(ranks, names):

@@ -12,7 +12,7 @@ from conftest import RankFailed
 from lightning.pytorch.callbacks import BasePredictionWriter
 from torch_geometric.data import Data
 
-from lightning_gnn import DGCLStrategy, GraphDataModule, VertexCutStrategy
+from lightning_gnn import CoverStrategy, DGCLStrategy, GraphDataModule, VertexCutStrategy
 
 
 def graph_and_parts(world_size: int) -> tuple[Data, torch.Tensor]:
@@ -108,7 +108,7 @@ def predicted(
         writer = Writer()
         chosen: Any = strategy
         if strategy != "auto":
-            make = VertexCutStrategy if strategy == "vertex_cut" else DGCLStrategy
+            make = {"dgcl": DGCLStrategy, "vertex_cut": VertexCutStrategy, "cover": CoverStrategy}[strategy]
             chosen = make(timeout=60, self_check=False, **options)
         trainer = quiet_trainer(chosen, world_size, callbacks=[writer])
         result = trainer.predict(Predicting(kind).double(), datamodule=data, return_predictions=returns)
@@ -132,7 +132,7 @@ def assert_same(found: Any, expected: Any, kind: str) -> None:
         assert found == expected, kind
 
 
-@pytest.mark.parametrize(("world_size", "strategy"), [(2, "dgcl"), (3, "dgcl"), (2, "vertex_cut")])
+@pytest.mark.parametrize(("world_size", "strategy"), [(2, "dgcl"), (3, "dgcl"), (2, "vertex_cut"), (2, "cover")])
 def test_predictions_are_those_of_one_device(ranks, world_size, strategy):
     expected = predicted(0, 1, KINDS, world_size)
     for found in ranks.run(world_size, predicted, KINDS, world_size, strategy):

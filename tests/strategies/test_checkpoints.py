@@ -18,6 +18,7 @@ from lightning.pytorch.plugins.io import AsyncCheckpointIO
 from lightning_gnn import (
     CachedVertexCutStrategy,
     ClusterAllReduceStrategy,
+    CoverStrategy,
     DGCLStrategy,
     DistributedEmbedding,
     GossipStrategy,
@@ -77,6 +78,7 @@ def strategy_of(name: str) -> Any:
         "spmm_15d": lambda: SpMM15DStrategy(**options),
         "spmm_2d": lambda: SpMM2DStrategy(**options),
         "vertex_cut": lambda: VertexCutStrategy(**options),
+        "cover": lambda: CoverStrategy(**options),
         "sampling": lambda: SamplingStrategy([-1, -1], 1000, **options),  # all of the graph in each step: exact
         "vertex_cut_cached": lambda: CachedVertexCutStrategy(**options),
         "gossip": lambda: GossipStrategy(clusters=6, averaging_interval=2, lease=60, **options),
@@ -103,8 +105,8 @@ def read(path: str) -> dict[str, Any]:
     return {key: checkpoint[key] for key in ("epoch", "state_dict", "optimizer_states", "lr_schedulers")}
 
 
-BEFORE = ["dgcl", "spmm_1d", "spmm_15d", "vertex_cut", "sampling"]
-AFTER = ["spmm_2d", "spmm_15d", "vertex_cut", "sampling", "dgcl", "spmm_1d"]
+BEFORE = ["dgcl", "spmm_1d", "spmm_15d", "vertex_cut", "sampling", "cover"]
+AFTER = ["spmm_2d", "spmm_15d", "vertex_cut", "cover", "sampling", "dgcl", "spmm_1d"]
 
 
 def test_exact_schemes_go_on_as_if_nothing_had_happened(ranks, tmp_path):

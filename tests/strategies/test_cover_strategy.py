@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from itertools import permutations
 from typing import Any
 
@@ -21,6 +22,7 @@ from common import (
     three_nodes,
     train,
 )
+from planning import chain
 from scipy.sparse import csr_matrix
 from scipy.sparse.csgraph import maximum_bipartite_matching
 from test_vertex_cut import KINDS, on_one_device
@@ -28,6 +30,20 @@ from torch_geometric.data import Data
 from torch_geometric.nn.models import GCN
 
 from lightning_gnn import CoverStrategy, DGCLStrategy, GraphDataModule, NodeClassifier
+from lightning_gnn.advising.advice import advise_on
+from lightning_gnn.advising.candidates import Candidate
+from lightning_gnn.advising.machine import Machine
+from lightning_gnn.comm.call import Call
+from lightning_gnn.comm.in_process import InProcessWorld, Meeting
+from lightning_gnn.comm.matrix import EdgeHolders, SparseMatrix, Triples
+from lightning_gnn.comm.plans import make_exchange
+from lightning_gnn.comm.traffic import Meter
+from lightning_gnn.partition.cover import cover_edges
+from lightning_gnn.partition.shard import Relabelling
+from lightning_gnn.planning import Relation
+from lightning_gnn.planning.exchanges import Workload
+from lightning_gnn.planning.grid import edge_traffic
+from lightning_gnn.strategies.cover import CoverScheme
 
 
 def trained(rank: int, world_size: int, model: Any, options: dict[str, Any], **others: Any) -> dict[str, Any]:
@@ -65,15 +81,133 @@ def test_users_module_over_sockets_with_recompute(ranks):
         assert_same(found, on_one_device("sage", "user"), rtol=1e-8, atol=1e-10)
 
 
+RELAYED = ("gcn", *KINDS)
+
+
+@pytest.mark.parametrize("model", [pytest.param(RELAYED, id="together"), *campaign(*RELAYED)])
+def test_copies_and_partial_results_are_relayed(ranks, model):
+    """Only neighbours are joined: partial sums are added on the way, and of extremes the largest is taken."""
+    for found in ranks.run(4, trained, model, {"plan": "spst", "topology": chain(4)}, self_check=False):
+        assert_same(found, on_one_device(model), rtol=1e-8, atol=1e-10)
+
+
+def test_partial_sums_are_added_on_the_way():
+    """Nodes 0 to 3 on a rank each; 0, 1 and 2 lead to 3, and compute there what they add: one row crosses each link."""
+    offsets, meeting = np.arange(5), Meeting(4)
+
+    def work(rank: int) -> tuple[int, float, int, float]:
+        world, meter = InProcessWorld(rank, meeting), Meter()
+        target, source = (np.full(3, 3), np.arange(3)) if rank == 3 else (np.empty(0, np.int64),) * 2
+        holders = EdgeHolders(target, source, source, rank, 4)
+        entries = Triples(torch.from_numpy(target), torch.from_numpy(source), None)
+        matrix = SparseMatrix(entries, holders, offsets, world, meter, partial(make_exchange, "spst", chain(4)))
+        x = torch.tensor([[10.0**rank]], dtype=torch.float64)
+        product = matrix.multiply(x, Call("layer", direction="forward"))
+        rows = sum(traffic.rows for traffic in meter.take().values())
+        back = matrix.multiply(x, Call("layer", direction="backward"))
+        return rows, float(product), sum(traffic.rows for traffic in meter.take().values()), float(back)
+
+    assert meeting.run(work) == [(1, 0, 0, 1000), (1, 0, 1, 1000), (1, 0, 1, 1000), (0, 111, 1, 0)]
+
+
+def test_advice_knows_what_relays_send():
+    """Predicted are the rows that cross links, relayed ones each time."""
+    graph = hubs()
+    order = Relabelling.from_assignment(np.random.default_rng(6).integers(0, 4, graph.num_nodes), 4)
+    edge_index = order.new_ids()[graph.edge_index.numpy()]
+    work = Workload(Relation.from_edges(edge_index, order.offsets), edge_index, 2, 16, 16)
+    direct, along_trees = CoverScheme(plan="spst").exchanges(work, chain(4))
+    assert direct.seconds is None and "no link" in direct.reason
+    assert along_trees.followed and along_trees.rows > direct.rows and along_trees.seconds is not None
+    [only] = CoverScheme().exchanges(work, chain(4))
+    assert only.followed and only.rows == direct.rows
+
+
+def test_plans_that_are_none():
+    for plan in ("auto", "swap", "fastest", None):
+        with pytest.raises(ValueError, match="plan must be one of 'p2p', 'spst'"):
+            CoverStrategy(plan=plan)
+    with pytest.raises(ValueError, match='plan="spst" looks at a topology, and none is given'):
+        CoverStrategy(plan="spst", topology=None)
+
+
 WIDTHS = 64 + CLASSES
 
 
-def sent(rank: int, size: int, graph: Data, owner: np.ndarray, strategy: type[L.pytorch.strategies.Strategy]) -> float:
-    """Returns the bytes that ranks send in an epoch."""
+@pytest.mark.parametrize("size", [5, 8])
+def test_products_of_five_to_eight_ranks(size):
+    """In one process: each rank computes what a cover gives it, and rows and gradients are those of the whole, exactly."""
+    graph, rng = hubs(), np.random.default_rng(size)
+    order = Relabelling.from_assignment(rng.integers(0, size, graph.num_nodes), size)
+    source, target = order.new_ids()[graph.edge_index.numpy()]
+    offsets = order.offsets
+    owner = np.repeat(np.arange(size), np.diff(offsets))
+    holders = cover_edges(np.stack([source, target]), owner, size)
+    assert (holders != owner[target]).sum() > 50
+    x = torch.from_numpy(rng.integers(-9, 10, (graph.num_nodes, 3))).double()
+    forward, backward = torch.zeros_like(x), torch.zeros_like(x)
+    forward.index_add_(0, torch.from_numpy(target), x[source])
+    backward.index_add_(0, torch.from_numpy(source), x[target])
+    meeting = Meeting(size)
+
+    def work(rank: int) -> int:
+        mine, own = np.flatnonzero(owner[target] == rank), slice(*offsets[rank : rank + 2])
+        of_edges = EdgeHolders(target[mine], source[mine], holders[mine], rank, graph.num_nodes)
+        entries, meter = Triples(torch.from_numpy(target[mine]), torch.from_numpy(source[mine]), None), Meter()
+        matrix = SparseMatrix(entries, of_edges, offsets, InProcessWorld(rank, meeting), meter)
+        for direction, expected in (("forward", forward), ("backward", backward)):
+            product = matrix.multiply(x[own].contiguous(), Call("layer", direction=direction))
+            assert torch.equal(product, expected[own])
+        return meter.by_layer["layer", "forward"].rows
+
+    traffic = edge_traffic(holders, offsets, np.stack([source, target])).sum(0)
+    assert meeting.run(work) == traffic.sum(1).tolist()
+
+
+def test_codec(ranks):
+    """Rows of 16 bits: half the bytes of the layers, and nearly the same losses."""
+    graph = hubs()
+    owner = np.random.default_rng(6).integers(0, 3, graph.num_nodes)
+    [whole, *_], [coded, *_] = (ranks.run(3, sent, graph, owner, CoverStrategy, codec) for codec in (None, "bf16"))
+    assert 0.4 * whole < coded < 0.65 * whole
+
+
+def test_advice_predicts_the_bytes(ranks):
+    """Those of rows; what all schemes send alike, such as gradients, is predicted beside."""
+    graph, counted, predicted = hubs(), [], []
+    owner = np.random.default_rng(6).integers(0, 3, graph.num_nodes)
+    for each in (DGCLStrategy, CoverStrategy):
+        counted.append(ranks.run(3, sent, graph, owner, each)[0])
+        net = GCN(FEATURES, 64, num_layers=3, out_channels=CLASSES)
+        data = GraphDataModule(graph, partition=owner)
+        [found] = advise_on(Machine.of(3, 1), NodeClassifier(net), data, only=[Candidate(each)], overhead=0.0)
+        predicted.append(found.bytes_sent)
+    assert predicted[0] - predicted[1] == counted[0] - counted[1] > 10_000
+
+
+class Bytes(L.Callback):
+    def __init__(self) -> None:
+        self.of_epochs: list[float] = []
+
+    def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
+        self.of_epochs.append(float(trainer.callback_metrics["comm/bytes_sent"]))
+
+
+def sent(
+    rank: int,
+    size: int,
+    graph: Data,
+    owner: np.ndarray,
+    strategy: type[L.pytorch.strategies.Strategy],
+    codec: str | None = None,
+) -> float:
+    """Returns the bytes of rows that ranks send in the second of three epochs."""
     data, net = GraphDataModule(graph, partition=owner), GCN(FEATURES, 64, num_layers=3, out_channels=CLASSES)
-    trainer = quiet_trainer(strategy(self_check=False), size, max_epochs=2, limit_val_batches=0)
+    trainer = quiet_trainer(
+        strategy(self_check=False, codec=codec), size, max_epochs=3, limit_val_batches=0, callbacks=[each := Bytes()]
+    )
     trainer.fit(NodeClassifier(net), datamodule=data)
-    return float(trainer.callback_metrics["comm/bytes_sent"])
+    return each.of_epochs[1]
 
 
 def test_what_travels_is_a_minimum_cover(ranks):
