@@ -129,6 +129,23 @@ def test_summit():
         summit(8, per_host=8)
 
 
+def test_ways_to_ports_and_memory():
+    """DGCL section 7: GPUs under the InfiniBand card's switch reach it directly; CAGNET section 5.2: a CPU at each socket."""
+
+    def names(topology, way):
+        return [topology.hops[hop].name for hop in way]
+
+    two, nodes = dgx1(2), summit(12)
+    for gpu in range(8):
+        first = [] if gpu < 2 else [f"pcie{gpu // 2}", *["-qpi0"] * (gpu >= 4), "-pcie0"]
+        assert names(two, two.links[gpu, 8]) == [*first, "port0", "-port1"]
+    assert [names(two, way) for way in two.memory] == [[f"pcie{gpu // 2}"] for gpu in range(16)]
+    assert [names(pcie8(), way) for way in pcie8().memory] == [[f"slot{gpu}", f"pcie{gpu // 2}"] for gpu in range(8)]
+    assert [names(nodes, way) for way in nodes.memory] == [[f"cpu{gpu}"] for gpu in range(12)]
+    rates = {hop.name.strip("-").rstrip("-0123456789"): hop.gb_per_s for hop in nodes.hops}
+    assert rates == {"": 50.0, "cpu": 50.0, "xbus": 64.0, "port": 12.5}
+
+
 @pytest.mark.skipif(not (SHARED / "netlab").exists(), reason="needs the emulator's topologies")
 def test_files_of_the_emulator():
     found = load_topology(SHARED / "netlab" / "topologies" / "dgx1_8.json")
