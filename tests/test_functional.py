@@ -126,11 +126,19 @@ OPTIONS: list[tuple[dict[str, Any], bool]] = [
 
 
 def what_arrives(rank: int, world_size: int, nodes: int, options: dict[str, Any]) -> tuple[int, int, Any]:
-    """Bytes of the values that this rank is given, the rows and edges that are its own, and its parts of hosts."""
+    """Bytes that this rank is given until features are dispatched, how many rows it owns, and which."""
     values: list[Any] = []
     with session(rank) as ranks:
         world = ranks.world
-        for name in ("broadcast_object", "scatter_object"):
+        moves = (
+            "broadcast_object",
+            "scatter_object",
+            "all_gather_object",
+            "scatter_rows",
+            "gather_rows",
+            "all_gather_rows",
+        )
+        for name in moves:
             original = getattr(world, name)
 
             def kept(*given: Any, original: Any = original) -> Any:
@@ -141,11 +149,12 @@ def what_arrives(rank: int, world_size: int, nodes: int, options: dict[str, Any]
         graph = ring(nodes) if rank == 0 else None
         part = dgcl.build_comm_info(graph, **(options if rank == 0 else {}))
         x = dgcl.dispatch_features(torch.arange(nodes, dtype=torch.float64) if rank == 0 else None)
+        given = sum(len(pickle.dumps(value)) for value in values)
         assert torch.equal(x.long(), part.n_id)
         assert torch.equal(dgcl.collect_rows(x), torch.arange(nodes, dtype=torch.float64))
         gathered = dgcl.graph_allgather(x)
         assert torch.equal((x - gathered[part.edge_index[0]]).abs().remainder(nodes - 2), torch.ones(part.num_owned))
-    return sum(len(pickle.dumps(value)) for value in values), part.num_owned, part.n_id
+    return given, part.num_owned, part.n_id
 
 
 def ring(nodes: int) -> Data:
@@ -164,11 +173,13 @@ HOSTS = topology_from_dict(
 
 @pytest.mark.parametrize("options", [{}, {"plan": "spst", "topology": chain(4)}, {"plan": "swap"}])
 def test_a_rank_is_given_its_own_part_only(ranks, options):
-    """A ring has few cut edges: what a rank is given by value grows with its own nodes' ids, not with the graph."""
+    """A ring has few cut edges: what a rank is given grows with its own nodes and edges, not with the graph."""
     few, many = ([each[0] for each in ranks.run(4, what_arrives, nodes, options)] for nodes in (400, 4000))
     for rank in range(1, 4):
         grown = (many[rank] - few[rank]) / 3600
-        assert grown < 1.2 * 8 / 4, "more than the ids of a quarter of the nodes"
+        assert grown < 1.2 * (8 + 24 + 8) / 4, (
+            "more than an id, an edge and a feature for each of a quarter of the nodes"
+        )
 
 
 def test_metis_cuts_between_machines_first(ranks):

@@ -393,6 +393,23 @@ class World:
                     self.transport.start_each([(peer, piece.to(self.device).contiguous())], [])()
         return own
 
+    def gather_rows(self, rows: Tensor, counts: Sequence[int], target: int) -> Tensor | None:
+        """Returns ``[sum(counts), ...]`` on `target`: the rows of all ranks in rank order; None on the others. Rank r brings
+        ``counts[r]``.
+
+        Raises:
+            CommunicationError: a rank does not answer.
+        """
+        with self._all_take_part(f"Gathering node rows on rank {target}"):
+            if self.rank != target:
+                self.transport.start_each([(target, rows.contiguous())] if rows.numel() else [], [])()
+                return None
+            out = rows.new_empty((sum(counts), *rows.shape[1:]))
+            pieces = list(enumerate(out.split(list(counts))))
+            pieces[self.rank][1].copy_(rows)
+            self.transport.start_each([], [each for each in pieces if each[0] != target and each[1].numel()])()
+            return out
+
     def scatter_object(self, values: Sequence[T] | None, source: int = 0) -> T:
         """Returns this rank's of the picklable values that `source` has for all ranks; the others pass None."""
         if self.size == 1:

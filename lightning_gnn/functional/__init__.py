@@ -124,8 +124,9 @@ class CommInfo:
         if None not in everyone:
             assert x is not None
             return x.detach()[self.n_id.to(x.device)].to(world.device)
-        order, pieces = self._order(), None
-        if world.rank == source:
+        # No rank keeps the order of all: who has a row per node has room for an id per node, the others need not.
+        order, pieces = world.gather_rows(self.n_id, self.counts, source), None
+        if order is not None:
             assert x is not None
             rows = x.detach()
             pieces = (rows[ids] for ids in order.to(rows.device).split(list(self.counts)))
@@ -141,16 +142,13 @@ class CommInfo:
             ValueError: another number of rows, or another device.
         """
         self._check_owned(x, "collect_rows")
-        rows = self.exchange.world.all_gather_rows(x.detach().contiguous(), self.counts)
-        return torch.empty_like(rows).index_copy_(0, self._order(), rows)
+        world = self.exchange.world
+        rows = world.all_gather_rows(x.detach().contiguous(), self.counts)
+        return torch.empty_like(rows).index_copy_(0, world.all_gather_rows(self.n_id, self.counts), rows)
 
     def sum(self, x: Tensor) -> Tensor:
         """Returns the sum over ranks of equal-shaped tensors, on every rank and with the same bits; differentiable."""
         return SumOverRanks.apply(x, self.exchange, "sum_over_ranks")
-
-    def _order(self) -> Tensor:
-        """Returns the original ids of all ranks' rows in rank order, int64 ``[N]``; no rank keeps them."""
-        return self.exchange.world.all_gather_rows(self.n_id, self.counts)
 
     def _check_owned(self, x: Tensor, function: str) -> None:
         if x.dim() == 0 or x.size(0) != self.num_owned:
