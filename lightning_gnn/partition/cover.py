@@ -1,9 +1,9 @@
 """The least that an edge cut allows to send: minimum vertex covers of the edges between each two parts.
 
 An edge from part p to part q needs either a copy of its source's row at q, or its target's partial result, made at p. What serves
-all edges from p to q at the least cost is a minimum vertex cover of them, in which sources weigh what a copy costs and targets what
-a partial result costs; each pair of parts is a problem of its own. It weighs as much as a maximum flow from sources to targets
-lets through (max-flow min-cut; Koenig's theorem, where both cost the same). SuperGCN (arXiv 2411.16025) has that one for GCN.
+all edges from p to q at the least cost is a minimum vertex cover of them, in which a source weighs what a copy costs, and a
+target what a partial result costs; each pair of parts is a problem of its own. It weighs as much as a maximum flow from sources
+to targets (max-flow min-cut; Koenig's theorem, where both cost the same). SuperGCN (arXiv 2411.16025) has the latter for GCN.
 
 N nodes, E edges, P parts.
 """
@@ -110,7 +110,10 @@ def _covered_targets(u, v, sources, targets, copy_cost, result_cost):  # type: i
     gives, takes = np.full(sources, copy_cost, np.int32), np.full(targets, result_cost, np.int32)  # what is left
     # The next edge of a source to look at: for a target that takes more; for a way on, also the one by which the path goes on.
     ahead, place = indptr[:-1].copy(), indptr[:-1].copy()
-    path, backs = np.empty(sources, np.int32), np.empty(sources, np.int32)  # sources, and the edge that led back to each
+    path, backs = (
+        np.empty(sources, np.int32),
+        np.empty(sources, np.int32),
+    )  # sources, and the edge that led back to each
     seen, phase = np.zeros(sources, np.int32), np.int32(0)
     giving, found = np.arange(sources).astype(np.int32), True
     while found:

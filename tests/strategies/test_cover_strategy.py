@@ -11,7 +11,6 @@ import pytest
 import torch
 from common import (
     CLASSES,
-    FEATURES,
     assert_same,
     awkward_graph,
     campaign,
@@ -24,9 +23,12 @@ from common import (
 from scipy.sparse import csr_matrix
 from scipy.sparse.csgraph import maximum_bipartite_matching
 from test_vertex_cut import KINDS, on_one_device
+from torch_geometric import nn as pyg_nn
 from torch_geometric.data import Data
-from torch_geometric.nn.models import GCN
+from torch_geometric.nn import Sequential
+from torch_geometric.nn.models import GAT, GCN, GraphSAGE
 
+import lightning_gnn.strategies.cover
 from lightning_gnn import CoverStrategy, DGCLStrategy, GraphDataModule, NodeClassifier
 
 
@@ -65,15 +67,48 @@ def test_users_module_over_sockets_with_recompute(ranks):
         assert_same(found, on_one_device("sage", "user"), rtol=1e-8, atol=1e-10)
 
 
-WIDTHS = 64 + CLASSES
+OUT = 16
+WIDTHS = 64 + OUT
+MODELS = {
+    "gcn": lambda: GCN(OUT, 64, num_layers=3, out_channels=OUT),
+    "gat": lambda: GAT(OUT, OUT, heads=2, num_layers=2),
+    "gatv2": lambda: GAT(OUT, OUT, heads=2, v2=True, num_layers=2),
+    "transformer": lambda: Sequential(
+        "x, edges", [(pyg_nn.TransformerConv(width, 8, heads=2), "x, edges -> x") for width in (OUT, OUT)]
+    ),
+    "sage_max": lambda: GraphSAGE(OUT, OUT, aggr="max", num_layers=2),
+    "sage_several": lambda: GraphSAGE(OUT, OUT, aggr=["mean", "min", "max", "std"], num_layers=2),
+}
+DEARER = [*MODELS][1:]
+"""Models whose partial results cost more than copies."""
 
 
-def sent(rank: int, size: int, graph: Data, owner: np.ndarray, strategy: type[L.pytorch.strategies.Strategy]) -> float:
+class SecondEpoch(L.Callback):
+    """Keeps what ranks send in the second epoch: no longer what is constant, and still with a codec."""
+
+    bytes_sent = 0.0
+
+    def on_train_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        if trainer.current_epoch == 1:
+            self.bytes_sent = float(trainer.callback_metrics["comm/bytes_sent"])
+
+
+def sent(
+    rank: int,
+    size: int,
+    graph: Data,
+    owner: np.ndarray,
+    strategy: type[L.pytorch.strategies.Strategy],
+    model: str = "gcn",
+    **options: Any,
+) -> float:
     """Returns the bytes that ranks send in an epoch."""
-    data, net = GraphDataModule(graph, partition=owner), GCN(FEATURES, 64, num_layers=3, out_channels=CLASSES)
-    trainer = quiet_trainer(strategy(self_check=False), size, max_epochs=2, limit_val_batches=0)
-    trainer.fit(NodeClassifier(net), datamodule=data)
-    return float(trainer.callback_metrics["comm/bytes_sent"])
+    data, second = GraphDataModule(graph, partition=owner), SecondEpoch()
+    trainer = quiet_trainer(
+        strategy(self_check=False, **options), size, max_epochs=3, limit_val_batches=0, callbacks=[second]
+    )
+    trainer.fit(NodeClassifier(MODELS[model](), num_classes=OUT), datamodule=data)
+    return second.bytes_sent
 
 
 def test_what_travels_is_a_minimum_cover(ranks):
@@ -92,15 +127,67 @@ def test_what_travels_is_a_minimum_cover(ranks):
     assert direct - covered == 2 * 4 * WIDTHS * (halo - minimum)
 
 
+@pytest.mark.parametrize("codec", [None, *campaign("int8", "bf16")])
+def test_never_sends_more_than_dgcl(ranks, codec):
+    graph = hubs()
+    owner = np.random.default_rng(6).integers(0, 3, graph.num_nodes)
+    for model in DEARER:
+        direct, covered = (
+            ranks.run(3, sent, graph, owner, each, model, codec=codec)[0] for each in (DGCLStrategy, CoverStrategy)
+        )
+        assert 0 < covered <= direct, model
+
+
+def sent_and_weighed(rank: int, size: int, model: str, codec: Any) -> tuple[float, float]:
+    """Returns what a partial result costs over what a copy does: as counted, and as edges were covered by."""
+    costs: list[tuple[int, int]] = []
+    cover = lightning_gnn.strategies.cover.cover_edges
+
+    def cover_edges(*arguments: Any) -> np.ndarray:
+        costs.append(arguments[3:])
+        return cover(*arguments)
+
+    sources = 64
+    counted = {}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(lightning_gnn.strategies.cover, "cover_edges", cover_edges)
+        for strategy, targets in ((DGCLStrategy, 1), (CoverStrategy, 1), (CoverStrategy, 2)):
+            # Every source is read by every target of the other rank: copies of all, or results of few.
+            graph, owner = between(sources, targets)
+            counted[strategy, targets] = sent(rank, size, graph, owner, strategy, model, codec=codec)
+    result = counted[CoverStrategy, 2] - counted[CoverStrategy, 1]
+    copies = counted[DGCLStrategy, 1] - counted[CoverStrategy, 1] + result
+    [weighed] = {each for each in costs if each != (1, 1)}
+    return result / (copies / sources), weighed[1] / weighed[0]
+
+
+@pytest.mark.parametrize("codec", [None, *campaign("int8", "bf16")])
+def test_edges_are_covered_by_what_is_counted(ranks, codec):
+    for model in DEARER:
+        for counted, weighed in ranks.run(2, sent_and_weighed, model, codec):
+            assert counted == weighed > 1, model
+
+
+def between(sources: int, targets: int) -> tuple[Data, np.ndarray]:
+    """Returns edges from all nodes of one rank to some of the other's, and the ranks."""
+    nodes = sources + 2
+    ends = np.stack([each.ravel() for each in np.meshgrid(np.arange(sources), sources + np.arange(targets))])
+    return graph_of(ends, nodes), np.repeat([0, 1], [sources, 2])
+
+
 def hubs() -> Data:
     """A graph whose edges begin or end at few nodes."""
     rng = np.random.default_rng(5)
     nodes, edges = 300, 600
     ends = np.where(rng.random((2, edges)) < 0.5, rng.integers(0, 10, (2, edges)), rng.integers(0, nodes, (2, edges)))
-    graph = awkward_graph()
+    return graph_of(ends, nodes)
+
+
+def graph_of(ends: np.ndarray, nodes: int) -> Data:
+    rng = np.random.default_rng(7)
     mask = torch.from_numpy(rng.random(nodes) < 0.5)
     return Data(
-        x=torch.from_numpy(rng.standard_normal((nodes, graph.x.size(1)))).float(),
+        x=torch.from_numpy(rng.standard_normal((nodes, OUT))).float(),
         edge_index=torch.from_numpy(ends),
         y=torch.from_numpy(rng.integers(0, CLASSES, nodes)),
         **dict.fromkeys(("train_mask", "val_mask", "test_mask"), mask),
