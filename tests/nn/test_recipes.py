@@ -22,7 +22,7 @@ from lightning_gnn import DGCLStrategy, GraphDataModule, check_parity
 
 PAGE = (Path(__file__).parents[2] / "docs" / "recipes.md").read_text()
 NODES = 60
-EXACT = ["dgcl", "spmm_1d", "spmm_15d", "vertex_cut"]
+EXACT = ["dgcl", "cover", "spmm_1d", "spmm_15d", "vertex_cut"]
 
 BOTH, ALONE = (FEATURES, CLASSES), (FEATURES,)
 SIZES: dict[str, tuple[int, ...]] = {

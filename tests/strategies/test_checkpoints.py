@@ -18,6 +18,7 @@ from lightning.pytorch.plugins.io import AsyncCheckpointIO
 from lightning_gnn import (
     CachedVertexCutStrategy,
     ClusterAllReduceStrategy,
+    CoverStrategy,
     DGCLStrategy,
     DistributedEmbedding,
     GossipStrategy,
@@ -73,6 +74,7 @@ def strategy_of(name: str) -> Any:
     return {
         "auto": lambda: "auto",
         "dgcl": lambda: DGCLStrategy(**options),
+        "cover": lambda: CoverStrategy(**options),
         "spmm_1d": lambda: SpMM1DStrategy(**options),
         "spmm_15d": lambda: SpMM15DStrategy(**options),
         "spmm_2d": lambda: SpMM2DStrategy(**options),
@@ -103,8 +105,8 @@ def read(path: str) -> dict[str, Any]:
     return {key: checkpoint[key] for key in ("epoch", "state_dict", "optimizer_states", "lr_schedulers")}
 
 
-BEFORE = ["dgcl", "spmm_1d", "spmm_15d", "vertex_cut", "sampling"]
-AFTER = ["spmm_2d", "spmm_15d", "vertex_cut", "sampling", "dgcl", "spmm_1d"]
+BEFORE = ["dgcl", "cover", "spmm_1d", "spmm_15d", "vertex_cut", "sampling"]
+AFTER = ["spmm_2d", "spmm_15d", "vertex_cut", "sampling", "cover", "dgcl", "spmm_1d"]
 
 
 def test_exact_schemes_go_on_as_if_nothing_had_happened(ranks, tmp_path):

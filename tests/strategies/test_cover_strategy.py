@@ -36,10 +36,14 @@ def trained(rank: int, world_size: int, model: Any, options: dict[str, Any], **o
     return train(rank, world_size, awkward_graph(), model, strategy=CoverStrategy, options=options, **others)
 
 
-@pytest.mark.parametrize("world_size", [2, *campaign(3, 4)])
+SUM_AND_MAXIMUM = ("gcn", "sage_max")
+
+
+@pytest.mark.parametrize("world_size", [2, *campaign(3, 4, 5, 8)])
 def test_trained_as_on_one_device(ranks, world_size):
-    for found in ranks.run(world_size, trained, "gcn", {}):
-        assert_same(found, on_one_device("gcn"), rtol=1e-10, atol=1e-12)
+    """Losses, gradients, weights, metrics and predictions, of sums and of what is covered by weight."""
+    for found in ranks.run(world_size, trained, SUM_AND_MAXIMUM, {}):
+        assert_same(found, on_one_device(SUM_AND_MAXIMUM), rtol=1e-10, atol=1e-12)
 
 
 @pytest.mark.parametrize("model", [pytest.param(KINDS, id="together"), *campaign(*KINDS)])
