@@ -46,8 +46,12 @@ class EncodingTransport(Transport):
         if not (self.encodes and dtype.is_floating_point and len(shape) > 1):
             return None
         width = prod(shape[1:])
-        coded = self.codec.row_bytes(width, dtype)
+        coded = self.row_bytes(width, dtype)
         return coded if coded < width * dtype.itemsize else None
+
+    @override
+    def row_bytes(self, width: int, dtype: torch.dtype) -> int:
+        return min(self.codec.row_bytes(width, dtype), width * dtype.itemsize)
 
     @override
     def message_bytes(self, rows: Rows) -> int:

@@ -120,7 +120,9 @@ class Exchange(ABC):
         most_propagations: how often rows may travel along edges in a step; None for any number.
         make_matrix: makes the matrix by which a sum over edges is a product over ranks, of the entries of this rank's rows;
             communicates. None where a rank adds up its own nodes' edges.
-        make_attended: the same for edges that are attended over, or whose extremes are taken.
+        spread: for edges that are attended over, or whose extremes are taken, returns what makes the same of them. It is given
+            the bytes that a step sends for a copy of a source's row, and for a target's partial result, as a scheme may choose
+            by their ratio who computes which edge. None where a rank computes its own nodes' edges.
         present: which halo rows come in this step, bool ``[H]``; None for all. Layers leave the edges of the others out, whose
             rows are 0, and multiply the sums of those that come by `scale`.
         in_stages: sends more while it is waited for, so that no other exchange of the same call may be started before.
@@ -136,7 +138,7 @@ class Exchange(ABC):
         self.own_lengths: dict[int, int] = {}
         self.most_propagations: int | None = None
         self.make_matrix: Callable[[Triples], Matrix] | None = None
-        self.make_attended: Callable[[Triples], SparseMatrix] | None = None
+        self.spread: Callable[[int, int], Callable[[Triples], SparseMatrix]] | None = None
 
     # What a scheme is #########################################################
 

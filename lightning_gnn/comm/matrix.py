@@ -257,10 +257,10 @@ class _Part:
     values_transposed: Tensor | None
 
 
-def exchange_with_holders(
+def spread_edges(
     shard: Shard, holders: Ids, world: World, meter: Meter, make_exchange: MakeExchange = send_directly
-) -> Exchange:
-    """Returns the exchange of a rank whose in-edges are computed by other ranks: rows go there, and partial results come back.
+) -> Callable[[Triples], SparseMatrix]:
+    """Returns what makes matrices of a rank whose in-edges are computed by other ranks: rows go there, partial results come back.
 
     Args:
         shard: the rank's part.
@@ -270,8 +270,6 @@ def exchange_with_holders(
     offsets, node_ids = shard.offsets, shard.node_ids(world.rank)
     source, target = node_ids[shard.batch.edge_index.cpu().numpy()]
     of_edges = EdgeHolders(target, source, holders, world.rank, int(offsets[-1]))
-    exchange = make_exchange(shard.plan, shard.halos, offsets, world, meter)
-    exchange.make_matrix = exchange.make_attended = partial(
+    return partial(
         SparseMatrix, holders=of_edges, offsets=offsets, world=world, meter=meter, make_exchange=make_exchange
     )
-    return exchange

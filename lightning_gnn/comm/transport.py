@@ -117,6 +117,10 @@ class Transport(ABC):
         """Returns how many bytes a message of these rows takes now, or several messages that they are split into by rows."""
         return rows_of(rows).nbytes
 
+    def row_bytes(self, width: int, dtype: torch.dtype) -> int:
+        """Returns the bytes of a row of `width` numbers in training, once rows are encoded, if they are."""
+        return width * dtype.itemsize
+
     @contextmanager
     def encoding(self, on: bool = True) -> Iterator[None]:
         """Rows may travel approximately while this is open, or may not; on every rank alike."""

@@ -55,14 +55,11 @@ def _gat(
             without, edge_attr = remove_self_loops(edge_index, edge_attr)
             _, edge_attr = add_self_loops(without, edge_attr, fill_value=self.fill_value, num_nodes=context.num_owned)
         edge_index = context.with_self_loops(edge_index)
-    edges = context.attended(edge_index, layer, edge_attr is not None or bool(return_attention_weights))
-    [rows] = edges.sources([own.view(-1, heads, columns)])
-    csr = edges.csr
-    scores = pair_sums(
-        csr,
-        _per_head(rows.view(-1, heads * columns), self.att_src),
-        edges.targets(_per_head(own_target, self.att_dst)),
-    )
+    in_list = edge_attr is not None or bool(return_attention_weights)
+    at_target = _per_head(own_target, self.att_dst)
+    edges = context.attended(edge_index, layer, in_list, [own.view(-1, heads, columns)], at_target)
+    csr, [rows] = edges.csr, edges.sources
+    scores = pair_sums(csr, _per_head(rows.view(-1, heads * columns), self.att_src), edges.targets)
     if edge_attr is not None and self.lin_edge is not None:
         mapped = self.lin_edge(edge_attr.view(-1, 1) if edge_attr.dim() == 1 else edge_attr)
         scores = scores + csr.permute(_per_head(mapped, self.att_edge))
@@ -88,10 +85,9 @@ def _gatv2(
     own_target = own if self.share_weights and target is source else self.lin_r(target).view(shape)
     if self.add_self_loops:
         edge_index = context.with_self_loops(edge_index)
-    edges = context.attended(edge_index, layer, bool(return_attention_weights))
-    [rows] = edges.sources([own])
-    at_target = edges.targets(own_target)
-    scores = additive_scores(edges.csr, rows, at_target, self.att.view(shape[1:]), self.negative_slope)
+    edges = context.attended(edge_index, layer, bool(return_attention_weights), [own], own_target)
+    [rows] = edges.sources
+    scores = additive_scores(edges.csr, rows, edges.targets, self.att.view(shape[1:]), self.negative_slope)
     return _finished(self, edges, rows, scores, target, edge_index, return_attention_weights)
 
 
@@ -110,11 +106,12 @@ def _transformer(
     if not plain or not _by_kernels(self, context, layer, source, edge_index):
         return kind.forward(self, x, edge_index, edge_attr, return_attention_weights)
     shape = (-1, self.heads, self.out_channels)
-    query = self.lin_query(target).view(shape)
-    edges = context.attended(edge_index, layer, isinstance(return_attention_weights, bool))
-    keys, values = edges.sources([self.lin_key(source).view(shape), self.lin_value(source).view(shape)])
-    csr = edges.csr
-    products = pair_products(csr, keys, edges.targets(query))
+    query, *own = (
+        of_rows.view(shape) for of_rows in (self.lin_query(target), self.lin_key(source), self.lin_value(source))
+    )
+    edges = context.attended(edge_index, layer, isinstance(return_attention_weights, bool), own, query)
+    csr, [keys, values] = edges.csr, edges.sources
+    products = pair_products(csr, keys, edges.targets)
     shares = edges.softmax(products / math.sqrt(self.out_channels))
     kept = F.dropout(shares, p=self.dropout, training=self.training)
     out = edges.reduce(weighted_sums(csr, values, kept))

@@ -27,16 +27,16 @@ class Attended:
 
     Attributes:
         csr: rows are targets, columns sources; of this rank.
+        sources: what attention was given of sources, of the columns.
+        targets: what it was given of targets, of the rows.
         missing: edges whose source does not come in this step, bool ``[E]`` in slot order; None for none.
-        sources: from owned rows to those of the columns, differentiable; of several tensors, in the messages of one.
-        targets: from owned rows to those of the rows, differentiable.
         reduce: from partial sums of the rows to sums of owned rows, differentiable.
         across: completes maxima and sums of a row whose edges lie on several ranks; None where they do not.
     """
 
     csr: CSR
-    sources: Callable[[Sequence[Tensor]], list[Tensor]]
-    targets: Callable[[Tensor], Tensor]
+    sources: list[Tensor]
+    targets: Tensor
     reduce: Callable[[Tensor], Tensor]
     across: Across | None = None
     missing: Tensor | None = None
@@ -55,22 +55,26 @@ def _as_it_is(x: Tensor) -> Tensor:
 class GraphContext(RankGraph):
     """One rank's graph as bound convs see it; for its arguments see :class:`~lightning_gnn.nn.rank_graph.RankGraph`."""
 
-    def attended(self, edge_index: Tensor, layer: str, in_list: bool) -> Attended:
-        """Returns the edges as attention takes them.
+    def attended(
+        self, edge_index: Tensor, layer: str, in_list: bool, sources: Sequence[Tensor], targets: Tensor
+    ) -> Attended:
+        """Returns the edges as attention takes them, and brings rows to their ends.
 
         Args:
             edge_index: ``[2, E]``.
             layer: named in errors and counted under.
             in_list: keep the slots of the matrix in step with the list, for what belongs to its edges.
+            sources: of owned rows, what sources are read for, ``[N, K, C]`` each for K heads, the last what is summed.
+            targets: of owned rows, what targets are read for, ``[N, K]`` or ``[N, K, C]``.
         """
         self.propagated(layer)
-        matrix = None if in_list else self._over_ranks(edge_index)
+        matrix = None if in_list else self._over_ranks(edge_index, *self._attention_bytes(sources, targets))
         if matrix is None:
             csr, present = self.matrix(edge_index), self.exchange.present
             missing = None
             if present is not None:
                 missing = ~torch.cat([present.new_ones(self.num_owned), present])[csr.indices.long()]
-            return Attended(csr, lambda rows: self.expand_all(rows, layer), _as_it_is, _as_it_is, missing=missing)
+            return Attended(csr, self.expand_all(sources, layer), targets, _as_it_is, missing=missing)
 
         def across(partial: Tensor, operation: str) -> Tensor:
             # Exactly: a row's ranks must subtract and divide by the same, and minus infinity stands for no edges.
@@ -80,11 +84,21 @@ class GraphContext(RankGraph):
 
         return Attended(
             matrix.csr,
-            lambda rows: matrix.columns.expand_all(rows, layer),
-            lambda x: matrix.rows.expand(x, layer),
+            matrix.columns.expand_all(sources, layer),
+            matrix.rows.expand(targets, layer),
             lambda x: matrix.rows.reduce(x, layer),
             across,
         )
+
+    def _attention_bytes(self, sources: Sequence[Tensor], targets: Tensor) -> tuple[int, int]:
+        """Returns the bytes that a training step sends for a copy of a source's row, and for a target's partial result."""
+        row_bytes, dtype = self.exchange.world.transport.row_bytes, targets.dtype
+        widths = [rows.shape[1:].numel() for rows in sources]
+        # Forward, and gradients backward. The maxima and sums of a softmax go to the owner and back, and so do the sums of its
+        # backward, exactly.
+        there = row_bytes(targets.shape[1:].numel(), dtype) + row_bytes(widths[-1], dtype)
+        exact = 6 * targets.size(1) * torch.promote_types(dtype, torch.float32).itemsize
+        return 2 * row_bytes(sum(widths), dtype), 2 * there + exact
 
     def gcn_norm(
         self,
@@ -255,7 +269,7 @@ class GraphContext(RankGraph):
         if edges is None or not has_loops_for(x, edge_index.size(1)):
             return None
         self.propagated(layer)
-        matrix = self._over_ranks(edge_index)
+        matrix = self._over_ranks(edge_index, *self._statistics_bytes(x, wanted))
 
         def compute() -> tuple[Tensor, ...]:
             if self.exchange.present is not None:
@@ -267,6 +281,16 @@ class GraphContext(RankGraph):
         name = ("statistics", id(edge_index), *wanted)
         kept = self.kept.of_x(name, x, len(wanted), lambda: self._to_keep(compute))
         return compute() if kept is None else kept
+
+    def _statistics_bytes(self, x: Tensor, wanted: Sequence[str]) -> tuple[int, int]:
+        """Returns the bytes that a training step sends for a copy of a source's row, and for a target's partial result."""
+        row_bytes, width = self.exchange.world.transport.row_bytes, x.size(1)
+        dtype = torch.promote_types(x.dtype, torch.float32)
+        # Sums go to the owner; an extreme does and comes back, then how many edges have it, exactly; all gradients come back.
+        sums = sum(name in ("sum", "squares") for name in wanted)
+        exact = 3 * (len(wanted) - sums) * width * dtype.itemsize
+        result = sums * row_bytes(width, dtype) + exact + row_bytes(len(wanted) * width, dtype)
+        return 2 * row_bytes(width, x.dtype), result
 
     def _sampled_statistics(
         self, x: Tensor, edges: SplitEdges, present: Tensor, wanted: Sequence[str], layer: str

@@ -223,14 +223,21 @@ class RankGraph:
             return None
         return self.kept.of_edges("weights", [edge_index, weight], lambda: edges.weights(weight))
 
-    def _over_ranks(self, edge_index: Tensor) -> SparseMatrix | None:
-        """Returns edges that last as they are spread over ranks; None where a rank holds all edges of its nodes."""
-        make, node_ids = self.exchange.make_attended, self._node_ids
-        if make is None or node_ids is None:
+    def _over_ranks(self, edge_index: Tensor, copy_bytes: int, result_bytes: int) -> SparseMatrix | None:
+        """Returns edges that last as they are spread over ranks; None where a rank holds all edges of its nodes.
+
+        Args:
+            edge_index: ``[2, E]``.
+            copy_bytes, result_bytes: of what a training step sends, forward and backward, for a copy of a source's row, and for
+                the partial result of a target.
+        """
+        node_ids = self._node_ids
+        if self.exchange.spread is None or node_ids is None:
             return None
+        make = self.exchange.spread(copy_bytes, result_bytes)
 
         def spread() -> SparseMatrix:
             source, target = edge_index
             return make(Triples(node_ids[target], node_ids[source], None))
 
-        return self.kept.of_edges("attended", [edge_index], spread)
+        return self.kept.of_edges(("spread", make), [edge_index], spread)

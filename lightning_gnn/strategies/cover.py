@@ -1,4 +1,4 @@
-"""``cover``: an edge cut whose ranks send the fewest rows that it allows: copies of sources, or partial results of targets.
+"""``cover``: an edge cut whose ranks send the least that it allows: copies of sources, or partial results of targets.
 
 Source: SuperGCN (arXiv 2411.16025), which has minimum vertex covers of cut edges for GCN; here for every conv that can be
 computed over a vertex cut.
@@ -6,9 +6,10 @@ computed over a vertex cut.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from functools import partial
+from functools import cache, partial
+from math import gcd
 from pathlib import Path
 from typing import Any, Literal, get_args
 
@@ -17,7 +18,7 @@ from typing_extensions import override
 from lightning_gnn.arguments import is_one_of, shown
 from lightning_gnn.comm.exchange import Exchange
 from lightning_gnn.comm.group import World
-from lightning_gnn.comm.matrix import MakeExchange, exchange_with_holders
+from lightning_gnn.comm.matrix import MakeExchange, SparseMatrix, Triples, spread_edges
 from lightning_gnn.comm.plans import make_exchange
 from lightning_gnn.comm.traffic import Meter
 from lightning_gnn.data.shards import Shard
@@ -56,11 +57,23 @@ class CoverScheme(DGCLScheme):
 
     @override
     def exchange(self, shard: Shard, world: World, meter: Meter) -> Exchange:
-        # All edges into a rank are its own, so each rank covers those that end at it, and none needs to know the others'.
         owner = owners_of(shard.offsets, shard.node_ids(world.rank))
-        holders = cover_edges(shard.batch.edge_index.cpu().numpy(), owner, world.size)
         make: MakeExchange = partial(make_exchange, self.plan, self._topology(world))  # type: ignore[arg-type]
-        return exchange_with_holders(shard, holders, world, meter, make)
+
+        @cache
+        def covered(copy_cost: int, result_cost: int) -> Callable[[Triples], SparseMatrix]:
+            # All edges into a rank are its own, so each rank covers those that end at it, and none needs to know the others'.
+            holders = cover_edges(shard.batch.edge_index.cpu().numpy(), owner, world.size, copy_cost, result_cost)
+            return spread_edges(shard, holders, world, meter, make)
+
+        def spread(copy_bytes: int, result_bytes: int) -> Callable[[Triples], SparseMatrix]:
+            common = gcd(copy_bytes, result_bytes)
+            return covered(copy_bytes // common, result_bytes // common)
+
+        exchange = make(shard.plan, shard.halos, shard.offsets, world, meter)
+        # Of a sum, a copy and a partial result are as wide, forward and backward.
+        exchange.make_matrix, exchange.spread = covered(1, 1), spread
+        return exchange
 
     @override
     def followed(self) -> dict[str, Any]:
@@ -80,7 +93,8 @@ class CoverStrategy(GNNStrategy):
 
     Each rank owns the nodes that it owns under ``dgcl``. An edge between two ranks needs the row of its source at the one, or the
     sum that its target gets from there, made at the other; for each ordered pair of ranks a minimum vertex cover of their edges
-    says which, so that no choice sends fewer rows. What convs other than sums send for a partial result is in docs/cover.md.
+    says which, so that no choice sends fewer rows; of attention and extremes, whose partial results cost more than copies, one of
+    minimum weight, so that none sends fewer bytes in a training step. docs/cover.md has the weights.
 
     Args:
         keep_constant, topology, partition: see :class:`~lightning_gnn.strategies.dgcl.DGCLStrategy`.

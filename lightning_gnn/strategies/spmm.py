@@ -116,7 +116,7 @@ class SpMMScheme(ProductScheme):
         sparse = partial(SparseMatrix, holders=on_grid(grid, offsets), offsets=offsets, world=world, meter=meter)
         blocks = partial(BlockMatrix, grid=grid, offsets=offsets, world=world, meter=meter)
         exchange.make_matrix = sparse if self.sparsity_aware else blocks
-        exchange.make_attended = sparse if grid.replication > 1 else None
+        exchange.spread = (lambda copy_bytes, result_bytes: sparse) if grid.replication > 1 else None
         return exchange
 
     def _grid(self, shard: Shard, offsets: Ids, node_ids: Ids, world: World) -> ProcessGrid:

@@ -23,7 +23,7 @@ from lightning_gnn.comm.cache import LargestChangesCache, MessageCache
 from lightning_gnn.comm.codec import CodecName
 from lightning_gnn.comm.exchange import Exchange
 from lightning_gnn.comm.group import World
-from lightning_gnn.comm.matrix import MakeExchange, exchange_with_holders, send_directly
+from lightning_gnn.comm.matrix import MakeExchange, send_directly, spread_edges
 from lightning_gnn.comm.traffic import Meter
 from lightning_gnn.data.shards import Shard
 from lightning_gnn.partition.layout import Groups, LayoutSpec
@@ -82,7 +82,10 @@ class VertexCutScheme(Scheme):
                 self._rule = None if isinstance(self.cache, float) else replace(self.cache)
                 self._messages, self._world = self._make_cache(), world
             make_exchange = self._messages.make_exchange
-        return exchange_with_holders(shard, shard.holders.numpy().astype(np.int64), world, meter, make_exchange)
+        make = spread_edges(shard, shard.holders.numpy().astype(np.int64), world, meter, make_exchange)
+        exchange = make_exchange(shard.plan, shard.halos, shard.offsets, world, meter)
+        exchange.make_matrix, exchange.spread = make, lambda copy_bytes, result_bytes: make
+        return exchange
 
     @override
     def unbind(self) -> None:

@@ -49,24 +49,24 @@ def rehearsed(candidate: Candidate, ranks: int, module: NodeClassifier) -> Rehea
     return rehearse(module, shards, partial(scheme.bind, meter=Meter()), quiet_trainer("dgcl", 1))
 
 
-def logged(rank: int, world_size: int, every: list[Candidate]) -> list[float]:
+def logged(rank: int, world_size: int, every: list[Candidate], model: str) -> list[float]:
     """Returns what each scheme logs as sent in its last epoch."""
     found = []
     for candidate in every:
         trainer = quiet_trainer(
             candidate.kind(**candidate.arguments, self_check=False), world_size, max_epochs=3, limit_val_batches=0
         )
-        trainer.fit(classifier(), datamodule=GraphDataModule(awkward_graph()))
+        trainer.fit(classifier(model), datamodule=GraphDataModule(awkward_graph()))
         found.append(float(trainer.callback_metrics["comm/bytes_sent"]))
     return found
 
 
-@pytest.mark.parametrize("world_size", [2, *campaign(4)])
-def test_a_rehearsal_sends_what_training_sends(ranks, world_size):
+@pytest.mark.parametrize(("world_size", "model"), [(2, "gcn"), *campaign((4, "gcn"), (3, "gat"), (3, "sage_max"))])
+def test_a_rehearsal_sends_what_training_sends(ranks, world_size, model):
     exact = [each for each in tried(world_size) if each.exact]
-    module = classifier()
+    module = classifier(model)
     gradients = sum(parameter.nbytes for parameter in module.parameters()) * (world_size - 1) * world_size
-    for candidate, expected in zip(exact, ranks.run(world_size, logged, exact)[0], strict=True):
+    for candidate, expected in zip(exact, ranks.run(world_size, logged, exact, model)[0], strict=True):
         assert sum(rehearsed(candidate, world_size, module).bytes_sent) - gradients == expected, str(candidate)
 
 

@@ -14,7 +14,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from torch_geometric.nn.models import GAT, GCN
 
-from lightning_gnn import DGCLStrategy, GraphDataModule, NodeClassifier, SpMM2DStrategy, SpMM15DStrategy
+from lightning_gnn import CoverStrategy, DGCLStrategy, GraphDataModule, NodeClassifier, SpMM2DStrategy, SpMM15DStrategy
 from lightning_gnn.comm.codec import Codec, make_codec
 from lightning_gnn.comm.exchange import HaloExchange
 from lightning_gnn.comm.group import World
@@ -385,6 +385,7 @@ SCHEMES = [
     *campaign((2, DGCLStrategy, {}, "int8")),
     (3, DGCLStrategy, {"plan": "spst"}, "int8"),
     (3, DGCLStrategy, {"shared_memory": False}, "int4"),
+    (3, CoverStrategy, {}, "int8"),
     *campaign((2, DGCLStrategy, {"keep_constant": False}, "bf16")),
     (3, SpMM15DStrategy, {"replication": 1, "sparsity_aware": False}, "int8"),
     *campaign(

@@ -21,6 +21,7 @@ from torch_geometric.nn.models import GraphSAGE
 from torchmetrics.retrieval import RetrievalHitRate, RetrievalMRR
 
 from lightning_gnn import (
+    CoverStrategy,
     DGCLStrategy,
     GraphDataModule,
     LinkPredictor,
@@ -204,6 +205,7 @@ BARE_RANK = {"partition": [min(node // 25, 2) for node in range(60)]}
             (2, "sage", DGCLStrategy, {"plan": "replicate", "hops": 3}, None),
             (2, "gcn", SpMM15DStrategy, {}, None),
             (3, "gat", VertexCutStrategy, {}, None),
+            (3, "gat", CoverStrategy, {}, None),
         ),
         (4, "sage", SpMM2DStrategy, {}, None),
     ],

@@ -39,6 +39,7 @@ from lightning_gnn.nn.offload import Offloaded
 from lightning_gnn.strategies import (
     CachedVertexCutStrategy,
     ClusterAllReduceStrategy,
+    CoverStrategy,
     SamplingStrategy,
     SpMM2DStrategy,
     SpMM15DStrategy,
@@ -79,7 +80,7 @@ def trained(rank: int, world_size: int, models: list[str], strategy: Any, option
     return [train(rank, world_size, awkward_graph(), each, strategy=strategy, options=options) for each in models]
 
 
-@pytest.mark.parametrize("strategy", [DGCLStrategy, SpMM15DStrategy, SpMM2DStrategy, VertexCutStrategy])
+@pytest.mark.parametrize("strategy", [DGCLStrategy, CoverStrategy, SpMM15DStrategy, SpMM2DStrategy, VertexCutStrategy])
 def test_recomputed_layers_of_models_together(ranks, strategy):
     models = ["gcn", "sage", "gat", "gin", "sage_max", "own", "pna"]
     expected = single(awkward_graph(), models)
@@ -107,7 +108,7 @@ def test_recomputed_layers_give_the_numbers_of_one_device(ranks, world_size):
 
 @pytest.mark.campaign
 @pytest.mark.parametrize(
-    "strategy", [SpMM15DStrategy, SpMM2DStrategy, VertexCutStrategy], ids=lambda kind: kind.strategy_name
+    "strategy", [CoverStrategy, SpMM15DStrategy, SpMM2DStrategy, VertexCutStrategy], ids=lambda kind: kind.strategy_name
 )
 def test_so_they_do_under_other_schemes(ranks, strategy):
     models = ["gcn", "gat", "sage_max"]
@@ -244,6 +245,7 @@ def test_memory_is_that_of_the_way_a_device_goes(monkeypatch):
         (SpMM15DStrategy, {"replication": 2}),
         (SpMM2DStrategy, {}),
         (VertexCutStrategy, {}),
+        (CoverStrategy, {}),
     ],
 )
 def test_memory_is_that_of_the_scheme(strategy, options, model):

@@ -74,11 +74,11 @@ def strategy_of(name: str) -> Any:
     return {
         "auto": lambda: "auto",
         "dgcl": lambda: DGCLStrategy(**options),
+        "cover": lambda: CoverStrategy(**options),
         "spmm_1d": lambda: SpMM1DStrategy(**options),
         "spmm_15d": lambda: SpMM15DStrategy(**options),
         "spmm_2d": lambda: SpMM2DStrategy(**options),
         "vertex_cut": lambda: VertexCutStrategy(**options),
-        "cover": lambda: CoverStrategy(**options),
         "sampling": lambda: SamplingStrategy([-1, -1], 1000, **options),  # all of the graph in each step: exact
         "vertex_cut_cached": lambda: CachedVertexCutStrategy(**options),
         "gossip": lambda: GossipStrategy(clusters=6, averaging_interval=2, lease=60, **options),

@@ -12,7 +12,6 @@ import pytest
 import torch
 from common import (
     CLASSES,
-    FEATURES,
     assert_same,
     awkward_graph,
     campaign,
@@ -26,9 +25,12 @@ from planning import chain
 from scipy.sparse import csr_matrix
 from scipy.sparse.csgraph import maximum_bipartite_matching
 from test_vertex_cut import KINDS, on_one_device
+from torch_geometric import nn as pyg_nn
 from torch_geometric.data import Data
-from torch_geometric.nn.models import GCN
+from torch_geometric.nn import Sequential
+from torch_geometric.nn.models import GAT, GCN, GraphSAGE
 
+import lightning_gnn.strategies.cover
 from lightning_gnn import CoverStrategy, DGCLStrategy, GraphDataModule, NodeClassifier
 from lightning_gnn.advising.advice import advise_on
 from lightning_gnn.advising.candidates import Candidate
@@ -50,10 +52,14 @@ def trained(rank: int, world_size: int, model: Any, options: dict[str, Any], **o
     return train(rank, world_size, awkward_graph(), model, strategy=CoverStrategy, options=options, **others)
 
 
-@pytest.mark.parametrize("world_size", [2, *campaign(3, 4)])
+SUM_AND_MAXIMUM = ("gcn", "sage_max")
+
+
+@pytest.mark.parametrize("world_size", [2, *campaign(3, 4, 5, 8)])
 def test_trained_as_on_one_device(ranks, world_size):
-    for found in ranks.run(world_size, trained, "gcn", {}):
-        assert_same(found, on_one_device("gcn"), rtol=1e-10, atol=1e-12)
+    """Losses, gradients, weights, metrics and predictions, of sums and of what is covered by weight."""
+    for found in ranks.run(world_size, trained, SUM_AND_MAXIMUM, {}):
+        assert_same(found, on_one_device(SUM_AND_MAXIMUM), rtol=1e-10, atol=1e-12)
 
 
 @pytest.mark.parametrize("model", [pytest.param(KINDS, id="together"), *campaign(*KINDS)])
@@ -131,9 +137,6 @@ def test_plans_that_are_none():
         CoverStrategy(plan="spst", topology=None)
 
 
-WIDTHS = 64 + CLASSES
-
-
 @pytest.mark.parametrize("size", [5, 8])
 def test_products_of_five_to_eight_ranks(size):
     """In one process: each rank computes what a cover gives it, and rows and gradients are those of the whole, exactly."""
@@ -168,7 +171,7 @@ def test_codec(ranks):
     """Rows of 16 bits: half the bytes of the layers, and nearly the same losses."""
     graph = hubs()
     owner = np.random.default_rng(6).integers(0, 3, graph.num_nodes)
-    [whole, *_], [coded, *_] = (ranks.run(3, sent, graph, owner, CoverStrategy, codec) for codec in (None, "bf16"))
+    [whole, *_], [coded, *_] = (ranks.run(3, sent, graph, owner, CoverStrategy, codec=each) for each in (None, "bf16"))
     assert 0.4 * whole < coded < 0.65 * whole
 
 
@@ -178,19 +181,36 @@ def test_advice_predicts_the_bytes(ranks):
     owner = np.random.default_rng(6).integers(0, 3, graph.num_nodes)
     for each in (DGCLStrategy, CoverStrategy):
         counted.append(ranks.run(3, sent, graph, owner, each)[0])
-        net = GCN(FEATURES, 64, num_layers=3, out_channels=CLASSES)
-        data = GraphDataModule(graph, partition=owner)
-        [found] = advise_on(Machine.of(3, 1), NodeClassifier(net), data, only=[Candidate(each)], overhead=0.0)
+        module, data = NodeClassifier(MODELS["gcn"](), num_classes=OUT), GraphDataModule(graph, partition=owner)
+        [found] = advise_on(Machine.of(3, 1), module, data, only=[Candidate(each)], overhead=0.0)
         predicted.append(found.bytes_sent)
     assert predicted[0] - predicted[1] == counted[0] - counted[1] > 10_000
 
 
-class Bytes(L.Callback):
-    def __init__(self) -> None:
-        self.of_epochs: list[float] = []
+OUT = 16
+WIDTHS = 64 + OUT
+MODELS = {
+    "gcn": lambda: GCN(OUT, 64, num_layers=3, out_channels=OUT),
+    "gat": lambda: GAT(OUT, OUT, heads=2, num_layers=2),
+    "gatv2": lambda: GAT(OUT, OUT, heads=2, v2=True, num_layers=2),
+    "transformer": lambda: Sequential(
+        "x, edges", [(pyg_nn.TransformerConv(width, 8, heads=2), "x, edges -> x") for width in (OUT, OUT)]
+    ),
+    "sage_max": lambda: GraphSAGE(OUT, OUT, aggr="max", num_layers=2),
+    "sage_several": lambda: GraphSAGE(OUT, OUT, aggr=["mean", "min", "max", "std"], num_layers=2),
+}
+DEARER = [*MODELS][1:]
+"""Models whose partial results cost more than copies."""
 
-    def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
-        self.of_epochs.append(float(trainer.callback_metrics["comm/bytes_sent"]))
+
+class SecondEpoch(L.Callback):
+    """Keeps what ranks send in the second epoch: no longer what is constant, and still with a codec."""
+
+    bytes_sent = 0.0
+
+    def on_train_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        if trainer.current_epoch == 1:
+            self.bytes_sent = float(trainer.callback_metrics["comm/bytes_sent"])
 
 
 def sent(
@@ -199,15 +219,16 @@ def sent(
     graph: Data,
     owner: np.ndarray,
     strategy: type[L.pytorch.strategies.Strategy],
-    codec: str | None = None,
+    model: str = "gcn",
+    **options: Any,
 ) -> float:
-    """Returns the bytes of rows that ranks send in the second of three epochs."""
-    data, net = GraphDataModule(graph, partition=owner), GCN(FEATURES, 64, num_layers=3, out_channels=CLASSES)
+    """Returns the bytes that ranks send in an epoch."""
+    data, second = GraphDataModule(graph, partition=owner), SecondEpoch()
     trainer = quiet_trainer(
-        strategy(self_check=False, codec=codec), size, max_epochs=3, limit_val_batches=0, callbacks=[each := Bytes()]
+        strategy(self_check=False, **options), size, max_epochs=3, limit_val_batches=0, callbacks=[second]
     )
-    trainer.fit(NodeClassifier(net), datamodule=data)
-    return each.of_epochs[1]
+    trainer.fit(NodeClassifier(MODELS[model](), num_classes=OUT), datamodule=data)
+    return second.bytes_sent
 
 
 def test_what_travels_is_a_minimum_cover(ranks):
@@ -226,15 +247,67 @@ def test_what_travels_is_a_minimum_cover(ranks):
     assert direct - covered == 2 * 4 * WIDTHS * (halo - minimum)
 
 
+@pytest.mark.parametrize("codec", [None, *campaign("int8", "bf16")])
+def test_never_sends_more_than_dgcl(ranks, codec):
+    graph = hubs()
+    owner = np.random.default_rng(6).integers(0, 3, graph.num_nodes)
+    for model in DEARER:
+        direct, covered = (
+            ranks.run(3, sent, graph, owner, each, model, codec=codec)[0] for each in (DGCLStrategy, CoverStrategy)
+        )
+        assert 0 < covered <= direct, model
+
+
+def sent_and_weighed(rank: int, size: int, model: str, codec: Any) -> tuple[float, float]:
+    """Returns what a partial result costs over what a copy does: as counted, and as edges were covered by."""
+    costs: list[tuple[int, int]] = []
+    cover = lightning_gnn.strategies.cover.cover_edges
+
+    def cover_edges(*arguments: Any) -> np.ndarray:
+        costs.append(arguments[3:])
+        return cover(*arguments)
+
+    sources = 64
+    counted = {}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(lightning_gnn.strategies.cover, "cover_edges", cover_edges)
+        for strategy, targets in ((DGCLStrategy, 1), (CoverStrategy, 1), (CoverStrategy, 2)):
+            # Every source is read by every target of the other rank: copies of all, or results of few.
+            graph, owner = between(sources, targets)
+            counted[strategy, targets] = sent(rank, size, graph, owner, strategy, model, codec=codec)
+    result = counted[CoverStrategy, 2] - counted[CoverStrategy, 1]
+    copies = counted[DGCLStrategy, 1] - counted[CoverStrategy, 1] + result
+    [weighed] = {each for each in costs if each != (1, 1)}
+    return result / (copies / sources), weighed[1] / weighed[0]
+
+
+@pytest.mark.parametrize("codec", [None, *campaign("int8", "bf16")])
+def test_edges_are_covered_by_what_is_counted(ranks, codec):
+    for model in DEARER:
+        for counted, weighed in ranks.run(2, sent_and_weighed, model, codec):
+            assert counted == weighed > 1, model
+
+
+def between(sources: int, targets: int) -> tuple[Data, np.ndarray]:
+    """Returns edges from all nodes of one rank to some of the other's, and the ranks."""
+    nodes = sources + 2
+    ends = np.stack([each.ravel() for each in np.meshgrid(np.arange(sources), sources + np.arange(targets))])
+    return graph_of(ends, nodes), np.repeat([0, 1], [sources, 2])
+
+
 def hubs() -> Data:
     """A graph whose edges begin or end at few nodes."""
     rng = np.random.default_rng(5)
     nodes, edges = 300, 600
     ends = np.where(rng.random((2, edges)) < 0.5, rng.integers(0, 10, (2, edges)), rng.integers(0, nodes, (2, edges)))
-    graph = awkward_graph()
+    return graph_of(ends, nodes)
+
+
+def graph_of(ends: np.ndarray, nodes: int) -> Data:
+    rng = np.random.default_rng(7)
     mask = torch.from_numpy(rng.random(nodes) < 0.5)
     return Data(
-        x=torch.from_numpy(rng.standard_normal((nodes, graph.x.size(1)))).float(),
+        x=torch.from_numpy(rng.standard_normal((nodes, OUT))).float(),
         edge_index=torch.from_numpy(ends),
         y=torch.from_numpy(rng.integers(0, CLASSES, nodes)),
         **dict.fromkeys(("train_mask", "val_mask", "test_mask"), mask),
