@@ -167,9 +167,8 @@ def staged_bound(relation: Relation, topology: Topology) -> float:
     arrives = np.array([(stage + 1) * devices + b for stage, _, b, _ in moves])
     crossing = [(edge, links[edge][0] * num_hops + hop) for edge in range(len(links)) for hop in links[edge][3]]
     edge_of, slot_of = np.array(crossing).T.reshape(2, -1)
-    entries: list[
-        tuple[NDArray, NDArray, NDArray]
-    ] = []  # rows, columns, values of: used - longest <= 0, flow - used <= 0
+    # Rows, columns, values of: used - longest <= 0, flow - used <= 0
+    entries: list[tuple[NDArray, NDArray, NDArray]] = []
     kept: list[tuple[NDArray, NDArray, NDArray]] = []  # of: what arrives at a device leaves it or stays
     column, height, places, wanted = stages, stages * num_hops, 0, []
     for number, needs in enumerate(relation.needs):

@@ -16,16 +16,14 @@ from __future__ import annotations
 
 import argparse
 import os
-import tempfile
 import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 from common import report
-from planned_exchange import Rank, add_cluster_arguments, join_cluster, read_cut, run_clusters, write_cut
+from planned_exchange import Rank, add_cluster_arguments, join_cluster, run_clusters, shared_cut
 from torch import Tensor
 
 from lightning_gnn.comm.exchange import Exchange
@@ -73,18 +71,11 @@ def cells(options: argparse.Namespace) -> list[dict[str, Any]]:
     """Returns the cells of the cluster that this process is a rank of."""
     topology, world = join_cluster(options.timeout)
     try:
-        with tempfile.TemporaryDirectory() as folder:
-            path = str(Path(world.broadcast_object(folder)) / "cut.npz")  # files are common to all ranks
-            if world.rank == 0:
-                write_cut(path, options.graph, topology)
-            world.barrier()
-            rank = Rank(world, read_cut(path), options.repeats)
-            world.barrier()
+        rank = Rank(world, shared_cut(world, options.graph, topology), options.repeats)
         relation, transport = rank.plan.relation, world.transport
         start_each = transport.start_each
-        plans = [
-            spst(relation, topology, max_stages=most) for most in (1, 2, 3, None)
-        ]  # the same on each rank: one machine
+        # The same on each rank: they are on one machine.
+        plans = [spst(relation, topology, max_stages=most) for most in (1, 2, 3, None)]
         plans = list({plan.num_stages: plan for plan in plans}.values())
         exchanges: list[Exchange] = [PlannedExchange(rank_plan(plan, world.rank), world, Meter()) for plan in plans]
         found = []

@@ -308,17 +308,23 @@ def join_cluster(timeout: float) -> tuple[Topology, World]:
     return topology, World(rank, size, torch.device("cpu"), timedelta(seconds=timeout), shared_memory=False)
 
 
+def shared_cut(world: World, graph: str, topology: Topology) -> tuple[np.ndarray, list[np.ndarray], Plan]:
+    """Returns the cut of :func:`read_cut`, which rank 0 makes for all ranks of this machine."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = str(Path(world.broadcast_object(folder)) / "cut.npz")  # files are common to all ranks
+        if world.rank == 0:
+            write_cut(path, graph, topology)
+        world.barrier()
+        cut = read_cut(path)
+        world.barrier()
+    return cut
+
+
 def run_rank(options: argparse.Namespace) -> None:
     """Measures on the cluster that this process is a rank of; rank 0 reports."""
     topology, world = join_cluster(options.timeout)
     try:
-        with tempfile.TemporaryDirectory() as folder:
-            path = str(Path(world.broadcast_object(folder)) / "cut.npz")  # files are common to all ranks
-            if world.rank == 0:
-                write_cut(path, options.graph, topology)
-            world.barrier()
-            cut = read_cut(path)
-            world.barrier()
+        cut = shared_cut(world, options.graph, topology)
         rows = Rank(world, cut, options.repeats).rows(topology, options.graph, options.columns)
         if world.rank == 0:
             show(rows, options.json)

@@ -13,31 +13,29 @@ from lightning_gnn.comm.group import World
 from lightning_gnn.comm.planned import PlannedExchange
 from lightning_gnn.comm.traffic import Meter
 from lightning_gnn.planning.plan import Plan
-from lightning_gnn.planning.plan_cost import PlanCost
 
 
 class ExchangeByWidth(Exchange):
     """Sends rows by the exchange that takes the least predicted time for rows of their width (DGCL section 5.1).
 
-    All ranks have the same costs and exchange rows of the same width, so they choose alike.
+    All ranks have the same prices and exchange rows of the same width, so they choose alike.
 
     Args:
-        choices: exchanges of the same rows, with their costs.
+        choices: exchanges of the same rows, each with its :attr:`~lightning_gnn.planning.plan_cost.PlanCost.price`.
         world, meter: see :class:`~lightning_gnn.comm.exchange.Exchange`.
     """
 
     in_stages = True
 
-    def __init__(self, choices: Sequence[tuple[Exchange, PlanCost]], world: World, meter: Meter) -> None:
-        self._exchanges = [exchange for exchange, _ in choices]
-        self._costs = [(float(cost.fixed_seconds.sum()), cost.seconds_per_byte) for _, cost in choices]
+    def __init__(self, choices: Sequence[tuple[Exchange, tuple[float, float]]], world: World, meter: Meter) -> None:
+        self._exchanges, self._prices = zip(*choices)
         first = self._exchanges[0]
         idle = all(exchange.idle for exchange in self._exchanges)
         super().__init__(first.num_owned, first.num_halo, world, meter, idle)
 
     def of(self, row_bytes: int) -> Exchange:
         """Returns the exchange of rows of so many bytes."""
-        seconds = [fixed + row_bytes * each for fixed, each in self._costs]
+        seconds = [fixed + row_bytes * each for fixed, each in self._prices]
         return self._exchanges[seconds.index(min(seconds))]
 
     @override

@@ -76,7 +76,8 @@ def _machine(
             f"one network port, of {ETHERNET} GB/s, since Linux does not tell which one ranks use and how fast it is"
         )
     # Of ports of several kinds, as for storage and messages, NCCL prefers the fastest.
-    found = [port for port in found if port.gb_per_s >= max(each.gb_per_s for each in found)]
+    most = max((port.gb_per_s for port in found), default=0.0)
+    found = [port for port in found if port.gb_per_s >= most]
     ports = tuple(Port(port.name, port.gb_per_s, _ancestors(port.device, devices)) for port in found)
     return Machine(ranks, gpus, ports), assumed
 

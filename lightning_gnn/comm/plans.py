@@ -17,7 +17,6 @@ from lightning_gnn.comm.swap import SwapExchange
 from lightning_gnn.comm.traffic import Meter
 from lightning_gnn.partition.shard import HaloPlan, Ids
 from lightning_gnn.planning import Plan, PricedPlan, Relation, Topology, fastest_plans, p2p, rank_plan
-from lightning_gnn.planning.plan_cost import PlanCost
 from lightning_gnn.planning.tables import RankPlan
 
 PlanName = Literal["auto", "p2p", "spst", "swap"]
@@ -75,12 +74,13 @@ def make_exchange(
     trees = None
     if world.rank == 0:
         trees = [
-            (each.cost, each.plan.bounds, each.plan.parent, each.plan.stage) for each in planned(relation, topology)
+            (each.cost.price, each.plan.bounds, each.plan.parent, each.plan.stage)
+            for each in planned(relation, topology)
         ]
     ways: list[Way] = []
-    for cost, bounds, parent, stage in world.broadcast_object(trees) or ():
+    for price, bounds, parent, stage in world.broadcast_object(trees) or ():
         route = Plan("spst", relation, bounds, parent, stage)
-        ways.append(Way.of(route, cost, world.rank, keep=world.rank == 0))
+        ways.append(Way.of(route, price, world.rank, keep=world.rank == 0))
     return follow(ways, rows, world, meter)
 
 
@@ -89,18 +89,18 @@ class Way:
     """One of the ways in which rows may travel.
 
     Attributes:
-        cost: by which the fastest is taken.
+        price: of its cost, by which the fastest is taken.
         tables: this rank's part of a plan; None for directly.
         route: the plan of all ranks, where it is kept to be shown.
     """
 
-    cost: PlanCost
-    tables: RankPlan | None
+    price: tuple[float, float] = (0.0, 0.0)
+    tables: RankPlan | None = None
     route: Plan | None = None
 
     @classmethod
-    def of(cls, plan: Plan, cost: PlanCost, rank: int, keep: bool = False) -> Way:
-        return cls(cost, rank_plan(plan, rank), plan if keep else None) if plan.num_stages > 1 else cls(cost, None)
+    def of(cls, plan: Plan, price: tuple[float, float], rank: int, keep: bool = False) -> Way:
+        return cls(price, rank_plan(plan, rank), plan if keep else None) if plan.num_stages > 1 else cls(price)
 
 
 def looks_at_links(plan: PlanName, topology: Topology | None, world: World) -> bool:
@@ -123,12 +123,12 @@ def planned(relation: Relation, topology: Topology) -> list[PricedPlan]:
 
 def follow(ways: Sequence[Way], rows: HaloPlan, world: World, meter: Meter) -> Exchange:
     """Returns the exchange that takes the fastest of several ways for rows of each width."""
-    choices: list[tuple[Exchange, PlanCost]] = []
+    choices: list[tuple[Exchange, tuple[float, float]]] = []
     for way in ways:
         if way.tables is None:
-            choices.append((HaloExchange(rows, world, meter), way.cost))
+            choices.append((HaloExchange(rows, world, meter), way.price))
         else:
-            choices.append((PlannedExchange(way.tables, world, meter, way.route), way.cost))
+            choices.append((PlannedExchange(way.tables, world, meter, way.route), way.price))
     return choices[0][0] if len(choices) == 1 else ExchangeByWidth(choices, world, meter)
 
 

@@ -283,13 +283,12 @@ def build_comm_info(
     source, _ = _holder(sizes, "build_comm_info", "graph")
 
     mine = own if world.rank == source else None
-    asked = world.broadcast_object(topology if isinstance(topology, str) and topology == "auto" else None, source)
-    seen = detect(world) if asked else None
+    seen = detect(world) if world.broadcast_object(isinstance(topology, str) and topology == "auto", source) else None
 
     def cut() -> tuple[Header, list[Part], list[Tensor]] | None:
         if mine is None:
             return None
-        links = seen if asked or topology is None else find_topology(topology, world.size)
+        links = seen if seen is not None or topology is None else find_topology(topology, world.size)
         return cut_graph(mine, world, links, plan, partition, seed)
 
     header, parts, edges_of = _together(world, cut) or (None, None, None)

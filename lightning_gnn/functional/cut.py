@@ -11,16 +11,16 @@ import torch
 from torch import Tensor
 from torch_geometric.data import Data
 
-from lightning_gnn.comm.exchange import Exchange, HaloExchange
+from lightning_gnn.comm.exchange import Exchange
 from lightning_gnn.comm.group import World
 from lightning_gnn.comm.plans import PlanName, Way, check_plan, follow, looks_at_links, planned
 from lightning_gnn.comm.swap import SwapExchange
 from lightning_gnn.comm.traffic import Meter
 from lightning_gnn.data.sources import checked_edges
-from lightning_gnn.partition.edge_cut import alike, assign_nodes
+from lightning_gnn.partition.edge_cut import assign_nodes, several_alike
 from lightning_gnn.partition.locality import local_relabelling
 from lightning_gnn.partition.shard import HaloPlan, Ids, edge_cut_parts, halo_plan
-from lightning_gnn.planning import Relation, Topology, p2p
+from lightning_gnn.planning import PricedPlan, Relation, Topology, p2p
 
 
 @dataclass(frozen=True)
@@ -46,21 +46,19 @@ class Part:
         n_id: original ids of its rows, int64 ``[N_p]``.
         rows: what it sends and receives directly.
         halo: relabelled ids of its halo rows, ascending, for exchanges through host memory; None for others.
-        ways: in which rows may travel over links that differ; None for directly.
+        ways: in which rows may travel, unless they go through host memory.
     """
 
     n_id: Ids
     rows: HaloPlan
     halo: Ids | None
-    ways: tuple[Way, ...] | None
+    ways: tuple[Way, ...]
 
     def exchange(self, offsets: Ids, world: World, meter: Meter) -> Exchange:
         """Returns this rank's exchange."""
         if self.halo is not None:
             return SwapExchange(self.rows, self.halo, offsets, world, meter)
-        return (
-            HaloExchange(self.rows, world, meter) if self.ways is None else follow(self.ways, self.rows, world, meter)
-        )
+        return follow(self.ways, self.rows, world, meter)
 
 
 def cut_graph(
@@ -78,15 +76,13 @@ def cut_graph(
     """
     check_plan(plan, links)
     size, edge_index = world.size, graph[0].numpy()
-    several = links is not None and len(links.hosts) > 1 and alike(links.groups)
-    groups = (
-        links.groups if several and links is not None and isinstance(partition, str) and partition == "metis" else None
-    )
+    by_metis = isinstance(partition, str) and partition == "metis"
+    groups = links.groups if by_metis and links is not None and several_alike(links.groups) else None
     assignment = assign_nodes(edge_index, graph[1], size, partition, seed=seed, groups=groups)
     relabelling = local_relabelling(edge_index, assignment.part, size)
     pieces = list(edge_cut_parts(edge_index, relabelling))
     halos, offsets = [piece.halo for piece in pieces], relabelling.offsets
-    plans = None
+    plans: list[PricedPlan] = []
     if plan != "swap" and looks_at_links(plan, links, world):
         assert links is not None
         relation = Relation.from_halos(halos, offsets)
@@ -99,7 +95,7 @@ def cut_graph(
             relabelling.n_id[offsets[rank] : offsets[rank + 1]],
             halo_plan(rank, offsets, halos),
             halos[rank] if plan == "swap" else None,
-            None if plans is None else tuple(Way.of(each.plan, each.cost, rank) for each in plans),
+            tuple(Way.of(each.plan, each.cost.price, rank) for each in plans) or (Way(),),
         )
         for rank in range(size)
     ]

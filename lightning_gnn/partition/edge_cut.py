@@ -127,6 +127,11 @@ def alike(groups: Groups | int) -> bool:
     return len({len(devices(each)) for each in groups}) <= 1 and all(map(alike, groups))
 
 
+def several_alike(groups: Groups) -> bool:
+    """Returns whether groups are several machines of equally many devices, between which METIS cuts first by default."""
+    return len(groups) > 1 and alike(groups)
+
+
 def _assign(
     edge_index: NDArray[np.int64], nodes: NDArray[np.int64], group: Groups | int, cut: Cut, part: NDArray
 ) -> None:

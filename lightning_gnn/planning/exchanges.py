@@ -18,7 +18,7 @@ from lightning_gnn.partition.grid import ProcessCube, ProcessGrid, legal_replica
 from lightning_gnn.partition.layout import Replicas
 from lightning_gnn.partition.replicas import hold, replication_factors
 from lightning_gnn.partition.shard import Ids
-from lightning_gnn.planning.choice import fastest, fastest_plans
+from lightning_gnn.planning.choice import PricedPlan, fastest, fastest_plans
 from lightning_gnn.planning.grid import (
     GridCost,
     block_cost,
@@ -163,8 +163,8 @@ def edge_exchange(
     )
 
 
-def planned_edges(scheme: str, work: Workload, topology: Topology, holder: Ids) -> ExchangeCost:
-    """Returns the exchange of :func:`edge_exchange` along trees: copies go down them, and then partial sums up such trees.
+def planned_edges(direct: ExchangeCost, work: Workload, topology: Topology, holder: Ids, **more: Any) -> ExchangeCost:
+    """Returns an exchange of :func:`edge_exchange` along trees: copies go down them, and then partial sums up such trees.
 
     Each by the plan that is the fastest for rows of the width of `work`; the way up takes as long as the way down.
     """
@@ -175,10 +175,10 @@ def planned_edges(scheme: str, work: Workload, topology: Topology, holder: Ids) 
         needed_by = np.zeros(int(offsets[-1]), np.uint64)
         for rank in range(work.relation.num_devices):
             needed_by[ends[holder == rank]] |= np.uint64(1 << rank)
-        found.append(fastest(fastest_plans(Relation.from_masks(needed_by, offsets), topology), work.row_bytes))
+        found.append(_fastest(Relation.from_masks(needed_by, offsets), topology, work))
     rows = sum(int(each.plan.traffic.sum()) for each in found)
     seconds = sum(each.cost.seconds(work.row_bytes) for each in found)
-    return replace(edge_exchange(scheme, work, None, holder), rows=rows, seconds=seconds)
+    return replace(direct, reason="", cost=None, rows=rows, seconds=seconds, **more)
 
 
 def plan_exchanges(work: Workload, topology: Topology) -> list[ExchangeCost]:
@@ -187,10 +187,11 @@ def plan_exchanges(work: Workload, topology: Topology) -> list[ExchangeCost]:
     parts = edge_exchange("", work, None)  # what each rank holds and computes under plans that replicate nothing
     found = []
     try:
-        found.append(_planned("p2p", p2p(work.relation, topology), topology, work, parts))
+        plan = p2p(work.relation, topology)
+        found.append(_planned("p2p", PricedPlan(plan, plan_cost(plan, topology)), work, parts))
     except ValueError as error:  # two devices without a link
         found.append(ExchangeCost("p2p", reason=str(error)))
-    found.append(_planned("spst", _fastest(work.relation, topology, work), topology, work, parts))
+    found.append(_planned("spst", _fastest(work.relation, topology, work), work, parts))
     try:
         cost = swap_cost(work.relation, topology)
         rows = int(work.relation.offsets[-1] + work.relation.pair_rows.sum())
@@ -204,14 +205,15 @@ def plan_exchanges(work: Workload, topology: Topology) -> list[ExchangeCost]:
     return [*found, ExchangeCost("dgcl_r", reason=reason)]
 
 
-def _planned(name: str, plan: Plan, topology: Topology, work: Workload, parts: ExchangeCost) -> ExchangeCost:
-    cost, rows = plan_cost(plan, topology), int(plan.traffic.sum())
-    return replace(parts, scheme=name, rows=rows, seconds=cost.seconds(work.row_bytes), plan=plan, cost=cost)
+def _planned(name: str, found: PricedPlan, work: Workload, parts: ExchangeCost) -> ExchangeCost:
+    plan, cost = found.plan, found.cost
+    seconds, rows = cost.seconds(work.row_bytes), int(plan.traffic.sum())
+    return replace(parts, scheme=name, rows=rows, seconds=seconds, plan=plan, cost=cost)
 
 
-def _fastest(relation: Relation, topology: Topology, work: Workload) -> Plan:
+def _fastest(relation: Relation, topology: Topology, work: Workload) -> PricedPlan:
     """Returns the plan by which ``plan="spst"`` moves rows of the width of `work`."""
-    return fastest(fastest_plans(relation, topology), work.row_bytes).plan
+    return fastest(fastest_plans(relation, topology), work.row_bytes)
 
 
 def _replicated(name: str, work: Workload, topology: Topology, groups: tuple[tuple[int, ...], ...]) -> ExchangeCost:
@@ -219,13 +221,8 @@ def _replicated(name: str, work: Workload, topology: Topology, groups: tuple[tup
     held = hold(work.edge_index, work.relation.offsets, Replicas(work.num_layers, groups))
     relation = Relation.from_halos(held.halos, held.offsets)
     factor = float((held.offsets[-1] + relation.pair_rows.sum()) / max(1, work.relation.offsets[-1]))
-    return _planned(
-        name,
-        _fastest(relation, topology, work),
-        topology,
-        work,
-        ExchangeCost(name, edges=held.num_edges, replication=factor),
-    )
+    parts = ExchangeCost(name, edges=held.num_edges, replication=factor)
+    return _planned(name, _fastest(relation, topology, work), work, parts)
 
 
 def grid_name(replication: int, sparsity_aware: bool) -> str:

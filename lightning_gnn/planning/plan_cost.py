@@ -59,6 +59,11 @@ class PlanCost:
         """What each byte of a row adds to the time of one allgather, in seconds: that of the busiest hop of each stage."""
         return float(self.hop_seconds.max(1, initial=0).sum())
 
+    @property
+    def price(self) -> tuple[float, float]:
+        """Seconds of one allgather whatever the width of rows, and for each byte of a row beside that."""
+        return float(self.fixed_seconds.sum()), self.seconds_per_byte
+
     def stage_seconds(self, row_bytes: float) -> NDArray[np.float64]:
         """Returns the time of each stage: of its messages and of its busiest hop, ``[K]``."""
         return self.fixed_seconds + self.hop_seconds.max(1, initial=0) * row_bytes

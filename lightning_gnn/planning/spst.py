@@ -196,21 +196,18 @@ def _least_seconds(owner, destinations, counts, links, load):  # type: ignore[no
     if not len(links.seconds):
         return 0.0
     hop = load.hop.sum(0).argmax()
-    reached = np.zeros((num_devices, num_devices), np.bool_)
+    one = np.uint64(1)
+    without = one << np.arange(num_devices).astype(
+        np.uint64
+    )  # who is reached from each device over other hops, as bits
     for a in range(num_devices):
         for b in range(num_devices):
-            reached[a, b] = a == b or (
-                links.num_hops[a, b] > 0 and not (links.hops[a, b, : links.num_hops[a, b]] == hop).any()
-            )
+            if links.num_hops[a, b] and not (links.hops[a, b, : links.num_hops[a, b]] == hop).any():
+                without[a] |= one << np.uint64(b)
     for relay in range(num_devices):
         for a in range(num_devices):
-            if reached[a, relay]:
-                reached[a] |= reached[relay]
-    without = np.zeros(num_devices, np.uint64)
-    for a in range(num_devices):
-        for b in range(num_devices):
-            if reached[a, b]:
-                without[a] |= np.uint64(1) << np.uint64(b)
+            if without[a] >> np.uint64(relay) & one:
+                without[a] |= without[relay]
     rows = 0
     for chunk in range(len(owner)):
         if destinations[chunk] & ~without[owner[chunk]]:

@@ -58,7 +58,9 @@ class CoverScheme(DGCLScheme):
     @override
     def exchange(self, shard: Shard, world: World, meter: Meter) -> Exchange:
         owner = owners_of(shard.offsets, shard.node_ids(world.rank))
-        make: MakeExchange = partial(make_exchange, self.plan, self._topology(world))  # type: ignore[arg-type]
+        # Rows that go directly need no search for what the ranks are joined by.
+        topology = None if self.plan == "p2p" and self.topology == "auto" else self._topology(world)
+        make: MakeExchange = partial(make_exchange, self.plan, topology)  # type: ignore[arg-type]
 
         @cache
         def covered(copy_cost: int, result_cost: int) -> Callable[[Triples], SparseMatrix]:
@@ -82,10 +84,10 @@ class CoverScheme(DGCLScheme):
     @override
     def exchanges(self, work: Workload, topology: Topology | None) -> Sequence[ExchangeCost]:
         covered = cover_edges(work.edge_index, work.owner, work.relation.num_devices)
+        direct = edge_exchange("", work, topology, covered)
         if topology is None or self.plan == "p2p":
-            return [edge_exchange("", work, topology, covered, followed=True)]
-        along_trees = planned_edges("cover spst", work, topology, covered)
-        return [edge_exchange("", work, topology, covered), replace(along_trees, followed=True)]
+            return [replace(direct, followed=True)]
+        return [direct, planned_edges(direct, work, topology, covered, scheme="cover spst", followed=True)]
 
 
 class CoverStrategy(GNNStrategy):

@@ -24,7 +24,7 @@ from lightning_gnn.comm.plans import NO_TOPOLOGY, make_exchange
 from lightning_gnn.comm.replicated import ReplicatedExchange
 from lightning_gnn.comm.traffic import Meter
 from lightning_gnn.data.shards import Shard
-from lightning_gnn.partition.edge_cut import alike
+from lightning_gnn.partition.edge_cut import several_alike
 from lightning_gnn.partition.layout import LayoutSpec, Replicas
 from lightning_gnn.planning import Relation, Topology, find_topology, p2p
 from lightning_gnn.planning.exchanges import ExchangeCost, Workload, edge_exchange, plan_exchanges
@@ -95,10 +95,10 @@ class DGCLScheme(Scheme):
         if topology is None and self.topology == "auto" and world_size % num_hosts == 0:
             per_host = world_size // num_hosts
             found = tuple((tuple(range(first, first + per_host)),) for first in range(0, world_size, per_host))
-        if found is not None:
-            several = len(found) > 1 and alike(found)
-            if self.partition == "hierarchical" or (self.partition == "auto" and several):
-                groups = found
+        if found is not None and (
+            self.partition == "hierarchical" or (self.partition == "auto" and several_alike(found))
+        ):
+            groups = found
         if self.hops is not None:
             alone = tuple((rank,) for rank in range(world_size))
             replicas = Replicas(self.hops, alone if self.plan == "replicate" or topology is None else topology.hosts)
