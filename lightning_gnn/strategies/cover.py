@@ -7,6 +7,7 @@ computed over a vertex cut.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from functools import cache
 from math import gcd
 from pathlib import Path
@@ -14,12 +15,15 @@ from typing import Any
 
 from typing_extensions import override
 
+from lightning_gnn.arguments import check_flags
 from lightning_gnn.comm.exchange import Exchange, HaloExchange
 from lightning_gnn.comm.group import World
 from lightning_gnn.comm.matrix import SparseMatrix, Triples, spread_edges
 from lightning_gnn.comm.traffic import Meter
 from lightning_gnn.data.shards import Shard
+from lightning_gnn.datamodules.graph import GraphDataModule
 from lightning_gnn.partition.cover import cover_edges
+from lightning_gnn.partition.layout import LayoutSpec
 from lightning_gnn.partition.shard import owners_of
 from lightning_gnn.planning import Topology
 from lightning_gnn.planning.exchanges import ExchangeCost, Workload, edge_exchange
@@ -38,8 +42,16 @@ class CoverScheme(DGCLScheme):
         keep_constant: bool = True,
         topology: str | Path | Topology | None = "auto",
         partition: PartitionName = "auto",
+        refine: bool = False,
     ) -> None:
         super().__init__(keep_constant, "p2p", topology, partition)
+        check_flags(refine=refine)
+        self.refine = refine
+
+    @override
+    def layout(self, world_size: int, num_hosts: int = 1) -> LayoutSpec:
+        layout = super().layout(world_size, num_hosts)
+        return replace(layout, method="metis_cover") if self.refine else layout
 
     @override
     def for_self_check(self) -> CoverScheme:
@@ -84,10 +96,13 @@ class CoverStrategy(GNNStrategy):
 
     Args:
         keep_constant, topology, partition: see :class:`~lightning_gnn.strategies.dgcl.DGCLStrategy`; rows go directly.
+        refine: move nodes between METIS's parts while that lowers the rows that are sent
+            (:func:`~lightning_gnn.partition.refine.refine_for_cover`). Once, before training; docs/cover.md has what it gains.
         **options: see :class:`~lightning_gnn.strategies.base.GNNStrategy`.
 
     Raises:
-        ValueError: an unknown partition; once the number of ranks is known, a topology that is not there or is too small.
+        ValueError: an unknown partition, a `refine` that is no bool; once the number of ranks is known, a topology that is not
+            there or is too small; `refine` with a `partition` of the datamodule.
     """
 
     strategy_name = "cover"
@@ -102,6 +117,18 @@ class CoverStrategy(GNNStrategy):
         keep_constant: bool = True,
         topology: str | Path | Topology | None = "auto",
         partition: PartitionName = "auto",
+        refine: bool = False,
         **options: Any,
     ) -> None:
-        super().__init__(CoverScheme(keep_constant, topology, partition), **options)
+        super().__init__(CoverScheme(keep_constant, topology, partition, refine), **options)
+        self.refine = refine
+
+    @override
+    def check_data(self, data: Any) -> GraphDataModule:
+        data = super().check_data(data)
+        if self.refine and data.partition is not None:
+            raise ValueError(
+                f"{type(self).__name__}(refine=True) moves nodes between the parts that METIS makes, and "
+                "GraphDataModule(partition=...) asks for other parts. Leave one of them out."
+            )
+        return data
