@@ -85,12 +85,7 @@ def assign_nodes(
     elif method == "contiguous":
         candidates = iter([("nodes", (np.arange(num_nodes) * num_parts // max(num_nodes, 1)).astype(np.int32))])
     elif groups is not None:
-        inner = method if method == "metis_cover" else "metis"
-
-        def cut(edges: NDArray[np.int64], nodes: int, parts: int) -> NDArray[np.int32]:
-            return assign_nodes(edges, nodes, parts, inner, seed=seed).part
-
-        part = assign_hierarchically(edge_index, num_nodes, groups, cut)
+        part = assign_hierarchically(edge_index, num_nodes, groups, lambda *cut: assign_nodes(*cut, seed=seed).part)
         candidates = iter([("level by level", part)])
     else:
         balanced = list((masks or {}).values()) if method == "metis_masks" else None
@@ -104,7 +99,7 @@ def assign_nodes(
         if kept.report.edge_balance <= GOOD_EDGE_BALANCE:
             break
     assert kept is not None
-    if method == "metis_cover" and groups is None:
+    if method == "metis_cover":
         part = spread_masks(refine_for_cover(edge_index, kept.part, num_parts, seed), num_parts, masks or {})
         report = edge_cut_report(edge_index, part, num_parts, masks)
         return Assignment(part, method, f"{kept.balance}, moved for a cover", report)

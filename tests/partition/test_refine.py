@@ -56,6 +56,7 @@ def test_each_node_takes_the_part_of_the_fewest_rows(drawn):
     def watched(order, ends, incident, indptr, part, served_by, rows, nodes, edges, most_nodes, most_edges):
         for node in order:
             here, before = part[node], np.count_nonzero(rows)
+            load = edges[here]
             in_edges = (ends[:, 1] == node).sum()
             fits = (nodes < most_nodes) & (edges + in_edges <= most_edges) & (nodes[here] > 1)
             near = part[ends[(ends == node).any(1)]].ravel()
@@ -64,6 +65,7 @@ def test_each_node_takes_the_part_of_the_fewest_rows(drawn):
             one = np.array([node])
             move_nodes(one, ends, incident, indptr, part, served_by, rows, nodes, edges, most_nodes, most_edges)
             assert np.count_nonzero(rows) == fewest
+            assert part[node] == here or fewest < before or edges[part[node]] < load  # as many rows, edges more even
             assert (rows == refine._count_edges(ends, part, served_by, parts)).all()
             assert (nodes == np.bincount(part, minlength=parts)).all()
             assert (edges == np.bincount(part[ends[:, 1]], minlength=parts)).all()
