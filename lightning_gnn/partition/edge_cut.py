@@ -14,6 +14,7 @@ from torch import Tensor
 from lightning_gnn.partition.layout import Groups
 from lightning_gnn.partition.metis import Adjacency, MetisUnavailable, part_graph, part_graph_constrained
 from lightning_gnn.partition.metrics import EdgeCutReport, edge_cut_report
+from lightning_gnn.partition.refine import refine_for_cover
 
 EDGE_BOUNDS = (1.05, 1.3)
 """Allowed edge imbalances that METIS tries: a tight one costs cut on skewed graphs, a loose one idle ranks."""
@@ -21,7 +22,7 @@ EDGE_BOUNDS = (1.05, 1.3)
 GOOD_EDGE_BALANCE = 1.05
 """Below this, balancing nodes alone has balanced edges as well, and nothing else is tried."""
 
-METHODS = ("metis", "metis_masks", "random", "contiguous")
+METHODS = ("metis", "metis_masks", "metis_cover", "random", "contiguous")
 """Names of ways to assign nodes, see :func:`assign_nodes`."""
 
 Cut = Callable[[NDArray[np.int64], int, int], NDArray[np.int32]]
@@ -61,8 +62,10 @@ def assign_nodes(
         edge_index: int64 ``[2, E]``; the owner of a target computes the edge.
         method: ``"metis"``: of several balance settings the one with the lowest predicted epoch time; ``"metis_masks"``: the
             same, of settings that balance nodes, edges and the nodes of each mask at once (DistDGL, section III-B);
-            ``"random"``: equal parts; ``"contiguous"``: equal ranges; or the part of every node, int ``[N]``, taken as it is.
-        seed: of METIS and of the random assignment.
+            ``"metis_cover"``: as ``"metis"``, and nodes then move so that a cover sends fewer rows
+            (:func:`~lightning_gnn.partition.refine.refine_for_cover`); ``"random"``: equal parts; ``"contiguous"``: equal
+            ranges; or the part of every node, int ``[N]``, taken as it is.
+        seed: of METIS, of moves and of the random assignment.
         masks: bool ``[N]`` each; every part gets a node of each mask that has at least P (not for a given assignment).
         groups: let METIS cut between these groups of parts first; see :func:`assign_hierarchically`.
 
@@ -96,6 +99,10 @@ def assign_nodes(
         if kept.report.edge_balance <= GOOD_EDGE_BALANCE:
             break
     assert kept is not None
+    if method == "metis_cover":
+        part = spread_masks(refine_for_cover(edge_index, kept.part, num_parts, seed), num_parts, masks or {})
+        report = edge_cut_report(edge_index, part, num_parts, masks)
+        return Assignment(part, method, f"{kept.balance}, moved for a cover", report)
     return kept
 
 

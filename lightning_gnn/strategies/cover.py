@@ -15,14 +15,16 @@ from typing import Any, Literal, get_args
 
 from typing_extensions import override
 
-from lightning_gnn.arguments import is_one_of, shown
+from lightning_gnn.arguments import check_flags, is_one_of, shown
 from lightning_gnn.comm.exchange import Exchange
 from lightning_gnn.comm.group import World
 from lightning_gnn.comm.matrix import MakeExchange, SparseMatrix, Triples, spread_edges
 from lightning_gnn.comm.plans import make_exchange
 from lightning_gnn.comm.traffic import Meter
 from lightning_gnn.data.shards import Shard
+from lightning_gnn.datamodules.graph import GraphDataModule
 from lightning_gnn.partition.cover import cover_edges
+from lightning_gnn.partition.layout import LayoutSpec
 from lightning_gnn.partition.shard import owners_of
 from lightning_gnn.planning import Topology
 from lightning_gnn.planning.exchanges import ExchangeCost, Workload, edge_exchange, planned_edges
@@ -44,12 +46,20 @@ class CoverScheme(DGCLScheme):
         plan: CoverPlanName = "p2p",
         topology: str | Path | Topology | None = "auto",
         partition: PartitionName = "auto",
+        refine: bool = False,
     ) -> None:
         if not is_one_of(plan, get_args(CoverPlanName)):
             raise ValueError(
                 f"plan must be one of {', '.join(map(repr, get_args(CoverPlanName)))} (got {shown(plan)})."
             )
         super().__init__(keep_constant, plan, topology, partition)
+        check_flags(refine=refine)
+        self.refine = refine
+
+    @override
+    def layout(self, world_size: int, num_hosts: int = 1) -> LayoutSpec:
+        layout = super().layout(world_size, num_hosts)
+        return replace(layout, method="metis_cover") if self.refine else layout
 
     @override
     def for_self_check(self) -> CoverScheme:
@@ -102,11 +112,13 @@ class CoverStrategy(GNNStrategy):
         keep_constant, topology, partition: see :class:`~lightning_gnn.strategies.dgcl.DGCLStrategy`.
         plan: how rows travel: ``"p2p"`` directly; ``"spst"`` copies down the trees of a plan over `topology`, and partial results
             up such trees, added on the way, each as far as the cost model finds that faster (docs/cover.md).
+        refine: move nodes between METIS's parts while that lowers the rows that are sent
+            (:func:`~lightning_gnn.partition.refine.refine_for_cover`). Once, before training; docs/cover.md has what it gains.
         **options: see :class:`~lightning_gnn.strategies.base.GNNStrategy`.
 
     Raises:
-        ValueError: an unknown plan or partition, or a plan without its topology; once the number of ranks is known, a topology
-            that is not there or is too small.
+        ValueError: an unknown plan or partition, a `refine` that is no bool, or a plan without its topology; `refine` with a
+            `partition` of the datamodule; once the number of ranks is known, a topology that is not there or is too small.
     """
 
     strategy_name = "cover"
@@ -122,6 +134,18 @@ class CoverStrategy(GNNStrategy):
         plan: CoverPlanName = "p2p",
         topology: str | Path | Topology | None = "auto",
         partition: PartitionName = "auto",
+        refine: bool = False,
         **options: Any,
     ) -> None:
-        super().__init__(CoverScheme(keep_constant, plan, topology, partition), **options)
+        super().__init__(CoverScheme(keep_constant, plan, topology, partition, refine), **options)
+        self.refine = refine
+
+    @override
+    def check_data(self, data: Any) -> GraphDataModule:
+        data = super().check_data(data)
+        if self.refine and data.partition is not None:
+            raise ValueError(
+                f"{type(self).__name__}(refine=True) moves nodes between the parts that METIS makes, and "
+                "GraphDataModule(partition=...) asks for other parts. Leave one of them out."
+            )
+        return data

@@ -203,7 +203,10 @@ def test_falls_back_with_a_warning_where_metis_cannot_be_called(monkeypatch):
 @pytest.mark.parametrize(
     ("method", "words"),
     [
-        ("louvain", "partition must be 'metis', 'metis_masks', 'random', 'contiguous' or the rank of every node"),
+        (
+            "louvain",
+            "partition must be 'metis', 'metis_masks', 'metis_cover', 'random', 'contiguous' or the rank of every node",
+        ),
         (np.zeros(3, np.int64), r"a rank for each of the 10 nodes \(got shape \[3\]\)"),
         (np.zeros(10), "must hold integers"),
         (np.full(10, 2), "names ranks 2 to 2, but there are 2"),

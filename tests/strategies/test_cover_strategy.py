@@ -217,7 +217,7 @@ def sent(
     rank: int,
     size: int,
     graph: Data,
-    owner: np.ndarray,
+    owner: np.ndarray | None,
     strategy: type[L.pytorch.strategies.Strategy],
     model: str = "gcn",
     **options: Any,
@@ -245,6 +245,26 @@ def test_what_travels_is_a_minimum_cover(ranks):
         minimum += int((maximum_bipartite_matching(matrix) >= 0).sum())
     assert minimum < 0.7 * halo
     assert direct - covered == 2 * 4 * WIDTHS * (halo - minimum)
+
+
+def test_refined_parts_send_less(ranks):
+    graph = hubs()
+    plain, refined = (ranks.run(3, sent, graph, None, CoverStrategy, refine=each)[0] for each in (False, True))
+    assert 0 < refined < 0.95 * plain
+    for found in ranks.run(2, trained, SUM_AND_MAXIMUM, {"refine": True}):
+        assert_same(found, on_one_device(SUM_AND_MAXIMUM), rtol=1e-10, atol=1e-12)
+
+
+def test_refine_and_given_parts_contradict_each_other():
+    graph = awkward_graph()
+    data, module = (
+        GraphDataModule(graph, partition="random"),
+        NodeClassifier(GCN(graph.num_features, OUT, num_layers=1)),
+    )
+    with pytest.raises(ValueError, match=r"CoverStrategy\(refine=True\) moves nodes .* Leave one of them out"):
+        quiet_trainer(CoverStrategy(refine=True), 1).fit(module, datamodule=data)
+    with pytest.raises(ValueError, match="refine must be True or False"):
+        CoverStrategy(refine="yes")
 
 
 @pytest.mark.parametrize("codec", [None, *campaign("int8", "bf16")])
