@@ -47,11 +47,17 @@ class ExchangeByWidth(Exchange):
         return self.of(_row_bytes(halo)).start_reduce(halo, call)
 
 
-def route_of(exchange: Exchange | None, row_bytes: int) -> Plan | None:
-    """Returns the plan by which rows of so many bytes travel, where it is kept; None if they travel directly."""
+def relayed_by(exchange: Exchange | None, row_bytes: int) -> PlannedExchange | None:
+    """Returns the exchange in stages by which rows of so many bytes travel; None if they travel directly."""
     if isinstance(exchange, ExchangeByWidth):
         exchange = exchange.of(row_bytes)
-    return exchange.route if isinstance(exchange, PlannedExchange) else None
+    return exchange if isinstance(exchange, PlannedExchange) else None
+
+
+def route_of(exchange: Exchange | None, row_bytes: int) -> Plan | None:
+    """Returns the plan by which rows of so many bytes travel, where it is kept; None if they travel directly."""
+    relayed = relayed_by(exchange, row_bytes)
+    return None if relayed is None else relayed.route
 
 
 def _row_bytes(rows: Tensor) -> int:

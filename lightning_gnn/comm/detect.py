@@ -36,15 +36,13 @@ def detect(world: World, sysfs: Path = SYSFS) -> Topology:
         world: the ranks.
         sysfs: where Linux tells of devices.
     """
-    mine = machine_key() or socket.gethostname()
-    told = world.all_gather_object((mine, device_uuid(world.device)))
-    keys = list(dict.fromkeys(key for key, _ in told))
-    ranks = {key: tuple(rank for rank, (other, _) in enumerate(told) if other == key) for key in keys}
-    machine, assumed = Machine(ranks[mine]), list[str]()
-    if ranks[mine][0] == world.rank:
-        machine, assumed = _machine(ranks[mine], [told[rank][1] for rank in ranks[mine]], world, len(keys) > 1, sysfs)
+    hosts, uuids = hosts_of(world), world.all_gather_object(device_uuid(world.device))
+    ranks = next(host for host in hosts if world.rank in host)
+    machine, assumed = Machine(ranks), list[str]()
+    if ranks[0] == world.rank:
+        machine, assumed = _machine(ranks, [uuids[rank] for rank in ranks], world, len(hosts) > 1, sysfs)
     tables = world.all_gather_object((machine, assumed))
-    found = [tables[ranks[key][0]] for key in keys]
+    found = [tables[host[0]] for host in hosts]
     for machine, assumed in found:
         if assumed:
             rank_zero_info(
@@ -58,6 +56,14 @@ def detect(world: World, sysfs: Path = SYSFS) -> Topology:
             "Or measure: lightning-gnn topology measure."
         )
     return topology
+
+
+def hosts_of(world: World) -> tuple[tuple[int, ...], ...]:
+    """Returns the ranks of each machine, by host names; called by all ranks."""
+    ranks: dict[str, list[int]] = {}
+    for rank, key in enumerate(world.all_gather_object(machine_key() or socket.gethostname())):
+        ranks.setdefault(key, []).append(rank)
+    return tuple(map(tuple, ranks.values()))
 
 
 def _machine(

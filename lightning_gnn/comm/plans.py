@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, get_args
 
+import torch
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 
 from lightning_gnn.comm.by_width import ExchangeByWidth
@@ -17,6 +18,7 @@ from lightning_gnn.comm.swap import SwapExchange
 from lightning_gnn.comm.traffic import Meter
 from lightning_gnn.partition.shard import HaloPlan, Ids
 from lightning_gnn.planning import Plan, PricedPlan, Relation, Topology, fastest_plans, p2p, rank_plan
+from lightning_gnn.planning.hierarchy import Hosts, loads, plan_through_hosts, prices
 from lightning_gnn.planning.tables import RankPlan
 
 PlanName = Literal["auto", "p2p", "spst", "swap"]
@@ -37,7 +39,7 @@ def check_plan(plan: str, topology: object) -> None:
 
 def make_exchange(
     plan: PlanName,
-    topology: Topology | None,
+    topology: Topology | Hosts | None,
     rows: HaloPlan,
     halos: Sequence[Ids],
     offsets: Ids,
@@ -50,7 +52,7 @@ def make_exchange(
         plan: ``"p2p"`` directly; ``"spst"`` along trees over `topology`, for rows of each width those that the cost model (DGCL
             section 5.1) finds the fastest, direct ones included; ``"swap"`` through host memory; ``"auto"`` as ``"spst"`` between
             ranks on the CPU, else directly.
-        topology: of the ranks; None for links that are alike.
+        topology: of the ranks, or their machines, between which plans have two stages; None for links that are alike.
         rows: which rows go directly from and to this rank.
         halos: of each rank, the ids that it reads from others, ascending.
         offsets: first id of each rank and the end, ``[P + 1]``.
@@ -64,6 +66,9 @@ def make_exchange(
         return SwapExchange(rows, halos[world.rank], offsets, world, meter)
     if not looks_at_links(plan, topology, world):
         return HaloExchange(rows, world, meter)
+    if isinstance(topology, Hosts):
+        ways = [Way()] if plan == "p2p" else _ways_through_hosts(topology, rows, halos, offsets, world)
+        return follow(ways, rows, world, meter)
     assert topology is not None
     relation = Relation.from_halos(halos, offsets)
     if plan == "p2p":
@@ -77,7 +82,7 @@ def make_exchange(
             (each.cost.price, each.plan.bounds, each.plan.parent, each.plan.stage)
             for each in planned(relation, topology)
         ]
-    ways: list[Way] = []
+    ways = list[Way]()
     for price, bounds, parent, stage in world.broadcast_object(trees) or ():
         route = Plan("spst", relation, bounds, parent, stage)
         ways.append(Way.of(route, price, world.rank, keep=world.rank == 0))
@@ -103,7 +108,7 @@ class Way:
         return cls(price, rank_plan(plan, rank), plan if keep else None) if plan.num_stages > 1 else cls(price)
 
 
-def looks_at_links(plan: PlanName, topology: Topology | None, world: World) -> bool:
+def looks_at_links(plan: PlanName, topology: Topology | Hosts | None, world: World) -> bool:
     """Returns whether how rows travel depends on the topology.
 
     On devices relays have not been measured: trees are followed there where they are asked for by name.
@@ -111,6 +116,23 @@ def looks_at_links(plan: PlanName, topology: Topology | None, world: World) -> b
     if topology is None or world.size == 1:
         return False
     return plan != "auto" or (world.device.type == "cpu" and not topology.uniform)
+
+
+def _ways_through_hosts(hosts: Hosts, rows: HaloPlan, halos: Sequence[Ids], offsets: Ids, world: World) -> list[Way]:
+    """Returns direct rows and the plan of two stages, or one of them where the other is slower at any width."""
+    tables = plan_through_hosts(world.rank, hosts, rows, halos, offsets)
+    mine = torch.from_numpy(loads(world.rank, hosts, rows, tables)).to(world.device)
+    everyones = world.all_gather(mine, "Gathering what plans cost").cpu().numpy()
+    direct, staged = prices(hosts, everyones)
+    across, through = (int(each) for each in everyones[:, :2, 0].sum(0))
+    if staged[0] >= direct[0] and staged[1] >= direct[1]:
+        rank_zero_info(f"Rows travel directly: between {hosts.name}, no relay would be faster")
+        return [Way(direct)]
+    rank_zero_info(
+        f"Between {hosts.name}, an exchange moves {through:,} rows, each once to a machine ({across:,} directly)"
+    )
+    ways = [Way(direct), Way(staged, tables)]
+    return ways[1:] if staged[0] <= direct[0] and staged[1] <= direct[1] else ways
 
 
 def planned(relation: Relation, topology: Topology) -> list[PricedPlan]:

@@ -16,8 +16,8 @@ import numpy as np
 from typing_extensions import override
 
 from lightning_gnn.arguments import check_flags, check_whole, is_one_of, shown
-from lightning_gnn.comm.by_width import route_of
-from lightning_gnn.comm.detect import detect
+from lightning_gnn.comm.by_width import relayed_by, route_of
+from lightning_gnn.comm.detect import detect, hosts_of
 from lightning_gnn.comm.exchange import Exchange
 from lightning_gnn.comm.group import World
 from lightning_gnn.comm.plans import NO_TOPOLOGY, make_exchange
@@ -28,6 +28,7 @@ from lightning_gnn.partition.edge_cut import several_alike
 from lightning_gnn.partition.layout import LayoutSpec, Replicas
 from lightning_gnn.planning import Relation, Topology, find_topology, p2p
 from lightning_gnn.planning.exchanges import ExchangeCost, Workload, edge_exchange, plan_exchanges
+from lightning_gnn.planning.hierarchy import Hosts
 from lightning_gnn.planning.presets import machines
 from lightning_gnn.planning.topology import MAX_DEVICES
 from lightning_gnn.strategies.base import GNNStrategy
@@ -80,7 +81,7 @@ class DGCLScheme(Scheme):
         self.keep_constant, self.plan, self.topology = keep_constant, plan, topology
         self.partition, self.hops = partition, hops
         self._exchange: Exchange | None = None
-        self._between: Topology | None = None
+        self._between: Topology | Hosts | None = None
         self._row_bytes = 0
         if plan == "swap":
             self.takes_no_codec = "With plan='swap' they read each other's where these lie. Use plan='p2p' or 'spst'."
@@ -120,7 +121,7 @@ class DGCLScheme(Scheme):
     def exchange(self, shard: Shard, world: World, meter: Meter) -> Exchange:
         rank = world.rank
         plan = {"replicate": "p2p", "dgcl_r": "spst"}.get(self.plan, self.plan)
-        topology = None if self.plan == "replicate" else self._topology(world)
+        topology = None if self.plan == "replicate" else self._links(world)
         offsets = np.cumsum([0, *shard.rows])  # copies of others' rows included
         exchange = make_exchange(plan, topology, shard.plan, shard.halos, offsets, world, meter)  # type: ignore[arg-type]
         self._exchange, self._between, self._row_bytes = exchange, topology, shard.batch.x[:1].nbytes
@@ -135,11 +136,14 @@ class DGCLScheme(Scheme):
 
     @override
     def followed(self) -> dict[str, Any]:
-        route = route_of(self._exchange, self._row_bytes)
-        direct = self.plan if self.plan in ("swap", "replicate") else "p2p"
-        stages = {} if route is None else {"stages": route.num_stages, "rows_per_exchange": int(route.traffic.sum())}
+        relayed = relayed_by(self._exchange, self._row_bytes)
         topology = {} if self._between is None else {"topology": self._between.name}
-        return {"name": direct if route is None else "spst", **topology, **stages}
+        if relayed is None:
+            return {"name": self.plan if self.plan in ("swap", "replicate") else "p2p", **topology}
+        if relayed.route is None:  # of another rank, or of a plan that no rank knows whole
+            return {"name": "spst", **topology}
+        route = relayed.route
+        return {"name": "spst", **topology, "stages": route.num_stages, "rows_per_exchange": int(route.traffic.sum())}
 
     @override
     def exchanges(self, work: Workload, topology: Topology | None) -> Sequence[ExchangeCost]:
@@ -155,7 +159,7 @@ class DGCLScheme(Scheme):
     @override
     def picture(self, shard: Shard) -> Figure | None:
         topology = self._between
-        if topology is None or topology.num_devices == 1 or self.plan in ("swap", "replicate"):
+        if not isinstance(topology, Topology) or topology.num_devices == 1 or self.plan in ("swap", "replicate"):
             return None
         from lightning_gnn.planning.pictures import draw_links
         from lightning_gnn.planning.plan_cost import link_loads
@@ -167,14 +171,23 @@ class DGCLScheme(Scheme):
         title = f"{route.name} over {topology.name}, rows of {row_bytes:,} bytes"
         return draw_links(link_loads(route, topology, row_bytes), topology, title)
 
-    def _topology(self, ranks: int | World, num_hosts: int = 1) -> Topology | None:
-        """Returns the topology of the ranks; ``"auto"`` sees machines only, where there are no ranks to ask yet.
+    def _links(self, world: World) -> Topology | Hosts | None:
+        """Returns what the running ranks are joined by; only their machines, of more ranks than have a topology."""
+        if self.topology == "auto":
+            if world.size <= MAX_DEVICES:
+                return detect(world)
+            hosts = hosts_of(world)
+            return Hosts(hosts) if len(hosts) > 1 else None
+        return self._topology(world.size)
 
-        None where rows go directly whatever it is: between more ranks than plans are made for.
+    def _topology(self, size: int, num_hosts: int = 1) -> Topology | None:
+        """Returns the topology of so many ranks; ``"auto"`` sees machines only, as there are no ranks to ask yet.
+
+        None where there is none to search: of more ranks than plans are searched for.
         """
-        size = ranks if isinstance(ranks, int) else ranks.size
         if size > MAX_DEVICES and self.topology in ("auto", "uniform"):
-            if self.plan in ("spst", "dgcl_r"):
+            between = self.plan == "spst" and self.topology == "auto" and num_hosts > 1
+            if self.plan in ("spst", "dgcl_r") and not between:
                 raise ValueError(
                     f'plan="{self.plan}" plans for at most {MAX_DEVICES} ranks, and there are {size}. Rows can go directly: '
                     'plan="auto" or "p2p".'
@@ -184,7 +197,7 @@ class DGCLScheme(Scheme):
             return None
         if self.topology != "auto":
             return find_topology(self.topology, size)
-        return machines([size // num_hosts] * num_hosts) if isinstance(ranks, int) else detect(ranks)
+        return machines([size // num_hosts] * num_hosts)
 
 
 class DGCLStrategy(GNNStrategy):
@@ -198,7 +211,8 @@ class DGCLStrategy(GNNStrategy):
             step: at most four times the memory of the features. Without, it is computed and sent anew.
         plan: how rows travel: ``"p2p"`` directly; ``"spst"`` along shortest path spanning trees over `topology` (DGCL section
             5.2), in as many stages as the cost model finds the fastest for rows of their width, also directly; ``"auto"``
-            directly between GPUs and if all links are alike, otherwise as ``"spst"``. To compare with: ``"swap"`` through the
+            directly between GPUs and if all links are alike, otherwise as ``"spst"``. More than 64 ranks have a plan of two
+            stages in place of trees, between machines and inside them. To compare with: ``"swap"`` through the
             memory of one machine; ``"replicate"`` not at all, each rank holds and computes the neighbourhood of its nodes;
             ``"dgcl_r"`` neighbourhoods per machine, SPST inside it.
         topology: what the ranks are joined by, rank i being device i. ``"auto"``: machines by host name, and what NVML and

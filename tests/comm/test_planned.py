@@ -365,7 +365,7 @@ def test_more_ranks_than_plans_are_made_for(topology):
     def work(rank: int) -> None:
         world = InProcessWorld(rank, meeting)
         found = make_exchange(
-            "auto", scheme._topology(world), halo_plan(rank, offsets, halos), tuple(halos), offsets, world, Meter()
+            "auto", scheme._links(world), halo_plan(rank, offsets, halos), tuple(halos), offsets, world, Meter()
         )
         x = everyone[offsets[rank] : offsets[rank + 1], None]
         assert torch.equal(found.expand(x, "layer")[2:, 0], everyone[halos[rank]])
