@@ -15,9 +15,10 @@ from dataclasses import replace
 
 import numpy as np
 import torch
-from lightning.pytorch.utilities.rank_zero import rank_zero_warn
+from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from numpy.typing import NDArray
 
+from lightning_gnn.comm.detect import hosts_of
 from lightning_gnn.comm.group import CommunicationError, World
 from lightning_gnn.comm.shared_memory import PeerError
 from lightning_gnn.comm.transport import by_peer, rows_of
@@ -35,6 +36,7 @@ from lightning_gnn.planning.topology import Topology
 
 REPEATS = 3
 FIRST_BYTES = 1 << 16
+QUICK_SECONDS, QUICK_BYTES = 0.02, 16_000_000
 SHORT_BYTES, SHORT_REPEATS = 64, 10
 UNEVEN = 1.25
 
@@ -126,6 +128,24 @@ def fixed_seconds(world: World) -> tuple[float, float]:
         return one, 0.0
     everyone = least(SHORT_BYTES * (1 - np.eye(size, dtype=np.int64)))
     return one, max(0.0, everyone - one) / (size - 2)
+
+
+def measured(world: World) -> Topology:
+    """Returns the topology of the running ranks, measured in a fraction of the time of ``lightning-gnn topology measure``.
+
+    Raises:
+        CommunicationError: two ranks do not reach each other.
+    """
+    began, hosts = time.perf_counter(), hosts_of(world)
+    # Host names that are all different say nothing: containers have them, and so have machines of one rank.
+    known = hosts if len(hosts) < world.size else None
+    found = measure(world, QUICK_SECONDS, QUICK_BYTES, known, lambda phase, done, total: None)
+    slowest, fastest = (8 * by(found.gb_per_s) for by in (np.min, np.max))
+    rank_zero_info(
+        f"Measured the links between {world.size} ranks in {time.perf_counter() - began:.1f} s: {len(found.hops) // 2} "
+        f"connections of {slowest:.3g} to {fastest:.3g} Gbit/s"
+    )
+    return found
 
 
 def measure(

@@ -188,7 +188,7 @@ class PlanCLI(GraphCLI):
         source = self.config.topology
         if scheme.follows_plan:
             scheme.topology = source = source or scheme.topology  # type: ignore[attr-defined]
-            if source in (None, "auto"):
+            if source in (None, "auto", "measured"):
                 raise ValueError(
                     f"which topology? Give --topology, one of {', '.join(PRESETS)} or a JSON file (docs/planning.md), or name "
                     "one in the strategy: DGCLStrategy(topology=...)."

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import json
 from datetime import timedelta
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from common import examples
+from common import assert_same, awkward_graph, examples, single, train
 from conftest import SHARED
 from hypothesis import given
 from hypothesis import strategies as st
@@ -29,6 +30,7 @@ from lightning_gnn.planning.infer import (
 from lightning_gnn.planning.presets import dgx1, machines, pcie8, uniform
 from lightning_gnn.planning.topology import Topology
 from lightning_gnn.planning.topology_file import load_topology, topology_from_dict, topology_to_dict
+from lightning_gnn.strategies.dgcl import DGCLScheme
 
 NETLAB = SHARED / "netlab" / "topologies"
 
@@ -306,3 +308,48 @@ def test_files_of_the_command_are_topologies(tmp_path):
     found = measured(dgx1())
     (tmp_path / "t.json").write_text(json.dumps(topology_to_dict(found)))
     assert load_topology(tmp_path / "t.json") == found
+
+
+# Runs that measure ###########################################################
+
+
+@pytest.mark.parametrize("codec", [None, "int8"])
+def test_a_run_measures_its_links_and_plans_over_them(ranks, codec):
+    """Whatever is measured, training is as on one device; with links that differ, the plan is of what was measured."""
+    graph = awkward_graph()
+    options = {"plan": "spst", "topology": "measured", "shared_memory": False, **({"codec": codec} if codec else {})}
+    results = ranks.run(3, trained_over_measured_links, graph, options)
+    expected = single(graph, "gcn")
+    assert results[0][1]["topology"] == "measured" and results[0][1]["stages"] == 2
+    if codec is None:
+        for result, _ in results:
+            assert_same(result, expected, rtol=1e-9, atol=1e-11)
+
+
+def trained_over_measured_links(
+    rank: int, size: int, graph: Any, options: dict[str, Any]
+) -> tuple[Any, dict[str, Any]]:
+    found: list[dict[str, Any]] = []
+    followed = DGCLScheme.followed
+
+    def noted(scheme: DGCLScheme) -> dict[str, Any]:
+        found.append(followed(scheme))
+        return found[-1]
+
+    def alone(watch: Stopwatch, flow: tuple[int, int]) -> float:  # between ranks 0 and 1 links are slow
+        return 0.01 if set(flow) == {0, 1} else 10.0
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(DGCLScheme, "followed", noted)
+        patch.setattr(Stopwatch, "alone", alone)
+        patch.setattr(Stopwatch, "together", lambda watch, flows, rates, repeats=1: float(sum(rates)))
+        patch.setattr("lightning_gnn.comm.measure.fixed_seconds", lambda world: (0.0, 0.0))
+        return train(rank, size, graph, "gcn", options=options), found[-1] if found else {}
+
+
+def test_no_more_ranks_are_measured_than_plans_are_made_for():
+    assert DGCLScheme(topology="measured").layout(64, num_hosts=2).groups is not None
+    with pytest.raises(
+        ValueError, match='topology="measured" times messages between each two ranks, of at most 64 .got 65.'
+    ):
+        DGCLScheme(topology="measured").layout(65)
