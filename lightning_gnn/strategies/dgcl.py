@@ -12,6 +12,7 @@ from pathlib import Path
 from types import NoneType
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
+import lightning.pytorch as pl
 import numpy as np
 from typing_extensions import override
 
@@ -22,6 +23,7 @@ from lightning_gnn.comm.exchange import Exchange
 from lightning_gnn.comm.group import World
 from lightning_gnn.comm.measure import measured
 from lightning_gnn.comm.plans import NO_TOPOLOGY, make_exchange
+from lightning_gnn.comm.replan import ReplannedExchange
 from lightning_gnn.comm.replicated import ReplicatedExchange
 from lightning_gnn.comm.traffic import Meter
 from lightning_gnn.data.shards import Shard
@@ -57,6 +59,7 @@ class DGCLScheme(Scheme):
         topology: str | Path | Topology | None = "auto",
         partition: PartitionName = "auto",
         hops: int | None = None,
+        replan: int | None = None,
     ) -> None:
         for what, value, known in (("plan", plan, PlanName), ("partition", partition, PartitionName)):
             if not is_one_of(value, get_args(known)) or value is None:
@@ -80,7 +83,14 @@ class DGCLScheme(Scheme):
                 f'hops={hops} says how far plan="replicate" and "dgcl_r" replicate; plan="{plan}" does not.'
             )
         self.keep_constant, self.plan, self.topology = keep_constant, plan, topology
-        self.partition, self.hops = partition, hops
+        if replan is not None:
+            check_whole(replan=replan)
+            if replan < 1 or plan != "spst":
+                raise ValueError(
+                    f"replan={replan} measures links after so many epochs, one or more, and follows another "
+                    f'plan="spst" if they are others (got plan="{plan}").'
+                )
+        self.partition, self.hops, self.replan = partition, hops, replan
         self._exchange: Exchange | None = None
         self._between: Topology | Hosts | None = None
         self._row_bytes = 0
@@ -124,12 +134,34 @@ class DGCLScheme(Scheme):
         plan = {"replicate": "p2p", "dgcl_r": "spst"}.get(self.plan, self.plan)
         topology = None if self.plan == "replicate" else self._links(world)
         offsets = np.cumsum([0, *shard.rows])  # copies of others' rows included
-        exchange = make_exchange(plan, topology, shard.plan, shard.halos, offsets, world, meter)  # type: ignore[arg-type]
+        given = shard.plan, shard.halos, offsets, world, meter
+        exchange: Exchange
+        if self.replan is not None and world.size > 1:
+            assert isinstance(topology, Topology)
+            exchange = ReplannedExchange(topology, *given)
+        else:
+            exchange = make_exchange(plan, topology, *given)  # type: ignore[arg-type]
         self._exchange, self._between, self._row_bytes = exchange, topology, shard.batch.x[:1].nbytes
         if self.hops is None:
             return exchange
         own = {shard.edges[rank]: shard.edge_counts[rank], shard.rows[rank]: shard.counts[rank]}
         return ReplicatedExchange(exchange, own, self.hops)
+
+    @override
+    def callbacks(self, world: World) -> Sequence[pl.Callback]:
+        exchange, replan = self._exchange, self.replan
+        if replan is None or not isinstance(exchange, ReplannedExchange):
+            return ()
+
+        def after_epoch(trainer: pl.Trainer, module: pl.LightningModule) -> None:
+            """After so many epochs, twice as many, and so on: what measuring takes stays small beside the run."""
+            times, rest = divmod(trainer.current_epoch + 1, replan)
+            if rest == 0 and times & (times - 1) == 0:
+                links = measured(world)
+                if exchange.replan(links):
+                    self._between = links
+
+        return [pl.callbacks.LambdaCallback(on_train_epoch_end=after_epoch)]
 
     @override
     def unbind(self) -> None:
@@ -195,6 +227,10 @@ class DGCLScheme(Scheme):
                     f'plan="{self.plan}" plans for at most {MAX_DEVICES} ranks, and there are {size}. Rows can go directly: '
                     'plan="auto" or "p2p".'
                 )
+            if self.replan is not None:
+                raise ValueError(
+                    f"replan={self.replan} measures the links of at most {MAX_DEVICES} ranks (got {size})."
+                )
             return None
         if self.topology is None:
             return None
@@ -232,6 +268,8 @@ class DGCLStrategy(GNNStrategy):
             first, then between their sockets, then inside these (DGCL section 4.1); ``"auto"`` hierarchically if there are
             several machines of equally many ranks.
         hops: how far ``"replicate"`` and ``"dgcl_r"`` replicate: the number of propagations of the model.
+        replan: of ``"spst"``: measure the links after so many epochs, twice as many and so on, and follow another plan if
+            exchanges take a fifth less by it. None keeps the plan.
         **options: see :class:`~lightning_gnn.strategies.base.GNNStrategy`.
 
     Raises:
@@ -255,6 +293,7 @@ class DGCLStrategy(GNNStrategy):
         topology: str | Path | Topology | None = "auto",
         partition: PartitionName = "auto",
         hops: int | None = None,
+        replan: int | None = None,
         **options: Any,
     ) -> None:
-        super().__init__(DGCLScheme(keep_constant, plan, topology, partition, hops), **options)
+        super().__init__(DGCLScheme(keep_constant, plan, topology, partition, hops, replan), **options)
