@@ -87,6 +87,7 @@ def test_back_to_direct_rows(ranks):
     assert ("followed from now on" in said) == (not any(found[0]["stages"][0]))
 
 
+@pytest.mark.campaign  # a minute, until the others give up
 def test_a_rank_that_keeps_its_plan_is_an_error(ranks):
     with pytest.raises(RankFailed, match="CommunicationError"):
         ranks.run(3, trained, awkward_graph(), "gcn", "uniform", "slow pair", 0.2, 1)
