@@ -69,7 +69,7 @@ class CoverScheme(DGCLScheme):
     def exchange(self, shard: Shard, world: World, meter: Meter) -> Exchange:
         owner = owners_of(shard.offsets, shard.node_ids(world.rank))
         # Rows that go directly need no search for what the ranks are joined by.
-        topology = None if self.plan == "p2p" and self.topology in ("auto", "measured") else self._links(world)
+        topology = None if self.plan == "p2p" and self.topology in ("auto", "measured") else self.links(world)
         make: MakeExchange = partial(make_exchange, self.plan, topology)  # type: ignore[arg-type]
 
         @cache
@@ -90,6 +90,10 @@ class CoverScheme(DGCLScheme):
     @override
     def followed(self) -> dict[str, Any]:
         return {}
+
+    @override
+    def picture(self, shard: Shard) -> None:
+        return None
 
     @override
     def exchanges(self, work: Workload, topology: Topology | None) -> Sequence[ExchangeCost]:

@@ -35,6 +35,7 @@ from lightning_gnn.planning.hierarchy import Hosts
 from lightning_gnn.planning.presets import machines
 from lightning_gnn.planning.topology import MAX_DEVICES
 from lightning_gnn.strategies.base import GNNStrategy
+from lightning_gnn.strategies.run_config import log_plan
 from lightning_gnn.strategies.scheme import Scheme
 
 if TYPE_CHECKING:
@@ -91,9 +92,10 @@ class DGCLScheme(Scheme):
                     f'plan="spst" if they are others (got plan="{plan}").'
                 )
         self.partition, self.hops, self.replan = partition, hops, replan
-        self._exchange: Exchange | None = None
+        self._world: World | None = None
+        self._shard: Shard | None = None
+        self._exchanges: list[Exchange] = []  # two of a module that reads out-edges
         self._between: Topology | Hosts | None = None
-        self._row_bytes = 0
         if plan == "swap":
             self.takes_no_codec = "With plan='swap' they read each other's where these lie. Use plan='p2p' or 'spst'."
 
@@ -132,7 +134,7 @@ class DGCLScheme(Scheme):
     def exchange(self, shard: Shard, world: World, meter: Meter) -> Exchange:
         rank = world.rank
         plan = {"replicate": "p2p", "dgcl_r": "spst"}.get(self.plan, self.plan)
-        topology = None if self.plan == "replicate" else self._links(world)
+        topology = None if self.plan == "replicate" else self.links(world)
         offsets = np.cumsum([0, *shard.rows])  # copies of others' rows included
         given = shard.plan, shard.halos, offsets, world, meter
         exchange: Exchange
@@ -141,7 +143,8 @@ class DGCLScheme(Scheme):
             exchange = ReplannedExchange(topology, *given)
         else:
             exchange = make_exchange(plan, topology, *given)  # type: ignore[arg-type]
-        self._exchange, self._between, self._row_bytes = exchange, topology, shard.batch.x[:1].nbytes
+        self._shard = shard
+        self._exchanges.append(exchange)
         if self.hops is None:
             return exchange
         own = {shard.edges[rank]: shard.edge_counts[rank], shard.rows[rank]: shard.counts[rank]}
@@ -149,27 +152,34 @@ class DGCLScheme(Scheme):
 
     @override
     def callbacks(self, world: World) -> Sequence[pl.Callback]:
-        exchange, replan = self._exchange, self.replan
-        if replan is None or not isinstance(exchange, ReplannedExchange):
+        replan, found = self.replan, [each for each in self._exchanges if isinstance(each, ReplannedExchange)]
+        if replan is None or not found:
             return ()
+        epochs = 0
 
         def after_epoch(trainer: pl.Trainer, module: pl.LightningModule) -> None:
             """After so many epochs, twice as many, and so on: what measuring takes stays small beside the run."""
-            times, rest = divmod(trainer.current_epoch + 1, replan)
-            if rest == 0 and times & (times - 1) == 0:
-                links = measured(world)
-                if exchange.replan(links):
-                    self._between = links
+            nonlocal epochs
+            epochs += 1  # of this run, which may go on from a checkpoint's
+            times, rest = divmod(epochs, replan)
+            if rest or times & (times - 1) or trainer.current_epoch + 1 == trainer.max_epochs:
+                return
+            links = measured(world)
+            if any([exchange.replan(links) for exchange in found]):
+                self._between = links
+                assert self._shard is not None
+                log_plan(self, trainer, self._shard)
 
         return [pl.callbacks.LambdaCallback(on_train_epoch_end=after_epoch)]
 
     @override
     def unbind(self) -> None:
-        self._exchange = self._between = None
+        self._world = self._shard = self._between = None
+        self._exchanges = []
 
     @override
     def followed(self) -> dict[str, Any]:
-        relayed = relayed_by(self._exchange, self._row_bytes)
+        relayed = relayed_by(*self._followed())
         topology = {} if self._between is None else {"topology": self._between.name}
         if relayed is None:
             return {"name": self.plan if self.plan in ("swap", "replicate") else "p2p", **topology}
@@ -197,15 +207,30 @@ class DGCLScheme(Scheme):
         from lightning_gnn.planning.pictures import draw_links
         from lightning_gnn.planning.plan_cost import link_loads
 
-        row_bytes = self._row_bytes
-        route = route_of(self._exchange, row_bytes)
+        exchange, row_bytes = self._followed()
+        route = route_of(exchange, row_bytes)
         if route is None:
             route = p2p(Relation.from_halos(shard.halos, np.cumsum([0, *shard.rows])), topology)
         title = f"{route.name} over {topology.name}, rows of {row_bytes:,} bytes"
         return draw_links(link_loads(route, topology, row_bytes), topology, title)
 
+    def _followed(self) -> tuple[Exchange | None, int]:
+        """Returns the exchange of the module's edges, and the bytes of a row of features."""
+        if self._shard is None:
+            return None, 0
+        return self._exchanges[-1], self._shard.batch.x[:1].nbytes
+
+    def links(self, world: World) -> Topology | Hosts | None:
+        """Returns what the running ranks are joined by; only their machines, of more ranks than have a topology.
+
+        Searched for once, whatever the number of exchanges.
+        """
+        if self._world is not world:
+            self.unbind()
+            self._world, self._between = world, self._links(world)
+        return self._between
+
     def _links(self, world: World) -> Topology | Hosts | None:
-        """Returns what the running ranks are joined by; only their machines, of more ranks than have a topology."""
         if self.topology == "measured" and world.size > 1:
             return measured(world)
         if self.topology == "auto":
