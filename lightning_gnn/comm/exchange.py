@@ -302,14 +302,18 @@ class HaloExchange(Exchange):
 
         def finish(own: Tensor) -> None:
             wait()
-            for rows, values in zip(self.send_rows.split(self.send_counts), arrived.split(self.send_counts)):
-                if len(rows) and call.operation == "sum":
-                    add_rows(own, rows, values)
-                elif len(rows):
-                    own[rows] = torch.maximum(own[rows], values)
+            self.add_arrived(own, arrived, call)
             self.buffers.give_back(arrived)
 
         return finish
+
+    def add_arrived(self, own: Tensor, arrived: Tensor, call: Call) -> None:
+        """Adds what other ranks have for this rank's rows, in the order of :attr:`send_rows`, or takes the maximum; in place."""
+        for rows, values in zip(self.send_rows.split(self.send_counts), arrived.split(self.send_counts)):
+            if len(rows) and call.operation == "sum":
+                add_rows(own, rows, values)
+            elif len(rows):
+                own[rows] = torch.maximum(own[rows], values)
 
 
 def expanded(exchange: Exchange, x: Tensor, call: Call) -> Tensor:

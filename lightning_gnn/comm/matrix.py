@@ -18,6 +18,7 @@ from typing_extensions import override
 from lightning_gnn.comm.call import Call
 from lightning_gnn.comm.exchange import Exchange, HaloExchange
 from lightning_gnn.comm.group import World
+from lightning_gnn.comm.joined import JoinedExchange
 from lightning_gnn.comm.traffic import Meter
 from lightning_gnn.comm.transport import by_peer
 from lightning_gnn.data.shards import Shard
@@ -162,6 +163,12 @@ class SparseMatrix(Matrix):
         self.columns, self._col = self._exchange(mine.col, meter)
         self.rows, self._row = self._exchange(mine.row, meter)
         self._value = mine.value
+        # Partial results that read no others' rows need not wait for them: both leave in one message to each rank.
+        reads_others = bool(((self._row >= self.num_owned) & (self._col >= self.num_owned)).any())
+        of_all = world.all_gather_object((reads_others, self.columns.num_halo, self.rows.num_halo))
+        some_read_others, copies, results = (any(each) for each in zip(*of_all))
+        direct = all(type(each) is HaloExchange for each in self.exchanges)
+        self._joins = direct and copies and results and not some_read_others
 
     @property
     @override
@@ -207,13 +214,20 @@ class SparseMatrix(Matrix):
         local[~own] = self.num_owned + position
         return exchange, local
 
+    @cached_property
+    def _joined(self) -> dict[bool, JoinedExchange]:
+        """By whether the transpose is multiplied with."""
+        assert isinstance(self.columns, HaloExchange) and isinstance(self.rows, HaloExchange)
+        return {False: JoinedExchange(self.columns, self.rows), True: JoinedExchange(self.rows, self.columns)}
+
     @override
     def multiply(self, x: Tensor, call: Call) -> Tensor:
         transposed = call.direction == "backward"
         sources, targets = (self.rows, self.columns) if transposed else (self.columns, self.rows)
         dtype = torch.promote_types(x.dtype, torch.float32)
         arrived = sources.buffers.take((sources.num_halo, x.size(1)), x.dtype)
-        wait = None if sources.idle else sources.start_expand(x, arrived, call)
+        joins = self._joins and x.dtype == dtype
+        wait = None if sources.idle or joins else sources.start_expand(x, arrived, call)
 
         def add(own_row: bool, own_col: bool, out: Tensor) -> None:
             """Multiplies with own rows, which come first and overwrite, or with those that have arrived."""
@@ -226,23 +240,30 @@ class SparseMatrix(Matrix):
         partial = targets.buffers.take((targets.num_halo, x.size(1)), dtype)
         if len(partial):
             add(False, True, partial)
-        # Partial sums that read no others' rows go out at once, beside the rows that come in; unless these come in stages.
-        reads_others = self._parts[False, False].csr.num_edges > 0
-        later = not targets.idle and (reads_others or sources.in_stages)
-        finish = None if targets.idle or later else targets.start_reduce(partial, call)
-        # Own rows while others travel: those that come in, or, where none do, the partial sums that go out.
-        if wait is not None:
+        if joins:
+            both = self._joined[transposed].start(x, arrived, partial, call)
             add(True, True, own)
-            wait()
-        if reads_others:
-            add(False, False, partial)
-        if later:
-            finish = targets.start_reduce(partial, call)
-        if wait is None:
-            add(True, True, own)
-        add(True, False, own)
-        if finish is not None:
-            finish(own)
+            add_arrived = both()
+            add(True, False, own)
+            add_arrived(own)
+        else:
+            # Partial sums that read no others' rows go out at once, beside the rows that come in; unless these come in stages.
+            reads_others = self._parts[False, False].csr.num_edges > 0
+            later = not targets.idle and (reads_others or sources.in_stages)
+            finish = None if targets.idle or later else targets.start_reduce(partial, call)
+            # Own rows while others travel: those that come in, or, where none do, the partial sums that go out.
+            if wait is not None:
+                add(True, True, own)
+                wait()
+            if reads_others:
+                add(False, False, partial)
+            if later:
+                finish = targets.start_reduce(partial, call)
+            if wait is None:
+                add(True, True, own)
+            add(True, False, own)
+            if finish is not None:
+                finish(own)
         sources.buffers.give_back(arrived)
         targets.buffers.give_back(partial)
         return own

@@ -137,9 +137,13 @@ def test_plans_that_are_none():
         CoverStrategy(plan="spst", topology=None)
 
 
+@pytest.mark.parametrize("others", [False, True], ids=["cover", "one edge between others"])
 @pytest.mark.parametrize("size", [5, 8])
-def test_products_of_five_to_eight_ranks(size):
-    """In one process: each rank computes what a cover gives it, and rows and gradients are those of the whole, exactly."""
+def test_products_of_five_to_eight_ranks(size, others):
+    """In one process: each rank computes what a cover gives it, and rows and gradients are those of the whole, exactly.
+
+    Copies and partial sums share a message, unless some rank, known to all, must first have copies to make partial sums.
+    """
     graph, rng = hubs(), np.random.default_rng(size)
     order = Relabelling.from_assignment(rng.integers(0, size, graph.num_nodes), size)
     source, target = order.new_ids()[graph.edge_index.numpy()]
@@ -147,13 +151,15 @@ def test_products_of_five_to_eight_ranks(size):
     owner = np.repeat(np.arange(size), np.diff(offsets))
     holders = cover_edges(np.stack([source, target]), owner, size)
     assert (holders != owner[target]).sum() > 50
+    if others:
+        holders[np.flatnonzero((owner[source] == 0) & (owner[target] == 1))[0]] = 2
     x = torch.from_numpy(rng.integers(-9, 10, (graph.num_nodes, 3))).double()
     forward, backward = torch.zeros_like(x), torch.zeros_like(x)
     forward.index_add_(0, torch.from_numpy(target), x[source])
     backward.index_add_(0, torch.from_numpy(source), x[target])
     meeting = Meeting(size)
 
-    def work(rank: int) -> int:
+    def work(rank: int) -> tuple[int, int]:
         mine, own = np.flatnonzero(owner[target] == rank), slice(*offsets[rank : rank + 2])
         of_edges = EdgeHolders(target[mine], source[mine], holders[mine], rank, graph.num_nodes)
         entries, meter = Triples(torch.from_numpy(target[mine]), torch.from_numpy(source[mine]), None), Meter()
@@ -161,10 +167,12 @@ def test_products_of_five_to_eight_ranks(size):
         for direction, expected in (("forward", forward), ("backward", backward)):
             product = matrix.multiply(x[own].contiguous(), Call("layer", direction=direction))
             assert torch.equal(product, expected[own])
-        return meter.by_layer["layer", "forward"].rows
+        found = meter.by_layer["layer", "forward"]
+        return found.rows, found.messages
 
-    traffic = edge_traffic(holders, offsets, np.stack([source, target])).sum(0)
-    assert meeting.run(work) == traffic.sum(1).tolist()
+    traffic = edge_traffic(holders, offsets, np.stack([source, target]))
+    messages = (traffic > 0).sum((0, 2)) if others else (traffic.sum(0) > 0).sum(1)
+    assert meeting.run(work) == [*zip(traffic.sum((0, 2)).tolist(), messages.tolist())]
 
 
 def test_codec(ranks):
