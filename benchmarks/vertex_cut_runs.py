@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import time
+from collections.abc import Sequence
 from statistics import median
 from typing import Any
 
@@ -40,9 +41,18 @@ GRAPHS = {
     "computers": ("amazon", lambda root: D.Amazon(root, "Computers")),
     "github": ("github_social", D.GitHub),
     "cornell5": ("linkx", lambda root: D.LINKXDataset(root, "cornell5")),
+    "photo": ("amazon", lambda root: D.Amazon(root, "Photo")),
+    "dblp": ("citation_full", lambda root: D.CitationFull(root, "DBLP")),
     "power-law": ("", lambda root: [planted_partition(30_000, 20.0, 8, 64, homophily=0.5, noise=6.0)]),
 }
-SIZES = {"computers": (767, 10), "github": (128, 2), "cornell5": (COLUMNS, 2), "power-law": (64, 8)}
+SIZES = {
+    "computers": (767, 10),
+    "github": (128, 2),
+    "cornell5": (COLUMNS, 2),
+    "photo": (745, 8),
+    "dblp": (1639, 4),
+    "power-law": (64, 8),
+}
 
 
 def load_graph(name: str, root: str) -> Data:
@@ -85,7 +95,7 @@ class StaleScheme(VertexCutScheme):
     """A vertex cut with stale rows; the arguments of :class:`StaleCache` stand in `cache`."""
 
     @override
-    def _make_cache(self) -> MessageCache:
+    def _make_cache(self, near: Sequence[int]) -> MessageCache:
         return StaleCache(*self.cache)
 
 
@@ -95,12 +105,13 @@ CELLS: dict[str, dict[str, Any]] = {
     "codec": {"codec": "int8"},
     "both": {"cache": "adaptive", "codec": "int8"},
     "both, loss": {"cache": "adaptive", "codec": "int8", "monitor": None},
+    **{f"both, {start}": {"cache": {"epsilon": start}, "codec": "int8"} for start in (0.03, 0.1, 0.3)},
     "both, printed": {"cache": {"rule": "printed"}, "codec": "int8"},
     "largest": {"cache": "largest", "codec": "bfp4"},
     "stale": {"stale": (4, float("inf"))},
 }
-"""Arguments of the strategy: CDFGNN's ablation, its threshold by accuracy or by the loss; equation 6 as printed; the largest
-changes; SANCUS-like."""
+"""Arguments of the strategy: CDFGNN's ablation, its threshold by accuracy or by the loss, and from other starts; equation 6 as
+printed; the largest changes; SANCUS-like."""
 
 
 def strategy_of(options: dict[str, Any], cluster: bool) -> GNNStrategy:
@@ -113,10 +124,10 @@ def strategy_of(options: dict[str, Any], cluster: bool) -> GNNStrategy:
     if options.pop("dgcl", False):
         return DGCLStrategy(**options)
     stale = options.pop("stale", None)
-    hosts = {} if cluster else {"hosts": 2}
+    hosts: dict[str, Any] = {} if cluster else {"hosts": 2, "cache_within_hosts": True}
     if stale is not None:
         made = VertexCutStrategy(**hosts, **options)
-        made.scheme = StaleScheme(made.scheme.partition, made.scheme.hosts, 0.1, stale, "train_acc", True)
+        made.scheme = StaleScheme(made.scheme.partition, made.scheme.hosts, 0.1, stale, "train_acc", True, not cluster)
         return made
     return VertexCutStrategy(**hosts, **{"monitor": "train_acc", **options})
 

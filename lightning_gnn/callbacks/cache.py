@@ -107,9 +107,9 @@ class AdaptiveThreshold:
         rises, falls = accuracy > mean + self.mu2, accuracy < mean - self.mu1
         relax, tighten = (rises, falls) if self.rule == "text" else (falls, rises)
         if relax and self.epsilon < self.nu1:
-            self.epsilon = min(self.lambda1 * self.epsilon, self.epsilon + self.xi)
+            self.epsilon = min(self.lambda1 * self.epsilon, self.epsilon + self.xi, self.nu1)
         elif tighten and self.epsilon > self.nu2:
-            self.epsilon = max(self.lambda2 * self.epsilon, self.epsilon - self.xi)
+            self.epsilon = max(self.lambda2 * self.epsilon, self.epsilon - self.xi, self.nu2)
         self.mean = 0.8 * mean + 0.2 * accuracy
 
     def update_by_loss(self, loss: float) -> None:

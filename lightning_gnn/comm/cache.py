@@ -12,7 +12,7 @@ mirrors (S), and partial sums that mirrors send home (R); likewise their gradien
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,7 +25,7 @@ from lightning_gnn.comm.codec import Codec
 from lightning_gnn.comm.exchange import HaloExchange, counted, starting
 from lightning_gnn.comm.group import World
 from lightning_gnn.comm.traffic import Meter, Moment, Traffic
-from lightning_gnn.comm.transport import Rows, rows_of
+from lightning_gnn.comm.transport import Rows, by_peer, rows_of
 from lightning_gnn.partition.shard import HaloPlan, Ids
 
 _FLAGS = 64
@@ -49,6 +49,8 @@ class MessageCache:
 
     Args:
         epsilon: a row is sent if an entry differs by more than this share of the largest entry that was sent before.
+        near: ranks on this one's machine to and from which all rows go as they are: what is saved there is less than what
+            looking for it takes.
 
     Attributes:
         sent: by (layer, direction), since :meth:`take`.
@@ -58,8 +60,8 @@ class MessageCache:
 
     guesses = False
 
-    def __init__(self, epsilon: float) -> None:
-        self.epsilon = epsilon
+    def __init__(self, epsilon: float, near: Collection[int] = ()) -> None:
+        self.epsilon, self.near = epsilon, frozenset(near)
         self.sent: dict[tuple[str, str], Sent] = {}
         self.loss: Tensor | None = None
 
@@ -103,12 +105,13 @@ class LargestChangesCache(MessageCache):
 
     Args:
         share: of a message's rows, at most; may change from step to step.
+        near: see :class:`MessageCache`.
     """
 
     guesses = True
 
-    def __init__(self, share: float) -> None:
-        super().__init__(0.0)
+    def __init__(self, share: float, near: Collection[int] = ()) -> None:
+        super().__init__(0.0, near)
         self.share = share
 
     @override
@@ -134,15 +137,23 @@ class CachedExchange(HaloExchange):
     def send(
         self, out: Rows, out_counts: Sequence[int], into: Tensor, into_counts: Sequence[int], call: Call, began: Moment
     ) -> Callable[[], None]:
-        rows, transport = rows_of(out), self.world.transport
-        if not transport.encodes or not rows.is_floating_point():
+        transport, near = self.world.transport, self._cache.near
+        if not transport.encodes or not rows_of(out).is_floating_point():
             return super().send(out, out_counts, into, into_counts, call, began)
+        sends, receives = by_peer(out, out_counts), by_peer(into, into_counts)
+        whole = [(peer, part) for peer, part in sends if peer in near]
+        far_out, far_into = (
+            [0 if peer in near else n for peer, n in enumerate(each)] for each in (out_counts, into_counts)
+        )
         # Of a call, that of the last step.
-        key = (call, rows.shape[1:], rows.dtype)
+        key = (call, into.shape[1:], into.dtype)
         if key not in self._channels:
             with torch.inference_mode(False):
-                self._channels[key] = _Channel(rows, into, out_counts, into_counts)
+                self._channels[key] = _Channel(into, far_out, far_into)
         channel, codec = self._channels[key], transport.codec
+        rows = torch.cat(
+            [into.new_empty(0, *into.shape[1:]), *(rows_of(part) for peer, part in sends if peer not in near)]
+        )
         try:
             messages = channel.messages(rows.view(channel.sent.shape), self._cache, codec)
         except NotFiniteError as error:
@@ -150,15 +161,22 @@ class CachedExchange(HaloExchange):
                 f"What layer '{call.layer}' sends ({call.direction}) holds nan or infinity on rank {self.world.rank}. Look for a "
                 "learning rate that is too high, a division by zero, or features that are not finite."
             ) from error
-        self._cache.record(call.layer, call.direction, channel.num_active, len(rows))
-        traffic = Traffic.of(((peer, data.numel()) for peer, data in messages), channel.num_active)
+        with transport.encoding(False):
+            traffic = transport.traffic(whole)
+        self._cache.record(call.layer, call.direction, channel.num_active + traffic.rows, len(rows) + traffic.rows)
+        traffic += Traffic.of(((peer, data.numel()) for peer, data in messages), channel.num_active)
         with starting(self.world, self.meter, call, traffic, began):
-            wait = transport.start_varied(messages, [peer for peer, count in enumerate(into_counts) if count])
+            with transport.encoding(False):
+                wait_near = transport.start_each(whole, [each for each in receives if each[0] in near])
+            wait = transport.start_varied(messages, [peer for peer, count in enumerate(far_into) if count])
 
         def receive() -> None:
+            wait_near()
             for peer, data in wait().items():
                 channel.receive(peer, data, self._cache, codec)
-            into.copy_(channel.held.view(into.shape))
+            for peer, part in receives:
+                if peer not in near:
+                    part.copy_(channel.held_of[peer].view(part.shape))
             channel.fresh = False
 
         return counted(receive, self.world, self.meter, call, traffic)
@@ -168,15 +186,15 @@ class _Channel:
     """Both ends of one message of a rank: rows as they were last sent to peers, and rows as peers last sent them.
 
     Attributes:
-        sent: ``[rows out, F]``. held: ``[rows in, F]``; held_of: its parts, by peer.
+        sent: ``[rows out, F]``. held_of: ``[rows in, F]`` by peer.
         fresh: nothing was sent yet.
         num_active: rows of the last :meth:`messages`.
     """
 
-    def __init__(self, out: Tensor, into: Tensor, out_counts: Sequence[int], into_counts: Sequence[int]) -> None:
-        width = out.shape[1:].numel()
-        self.sent, self.held = out.new_zeros(len(out), width), into.new_zeros(len(into), width)
-        self._out_counts, self.held_of = list(out_counts), self.held.split(list(into_counts))
+    def __init__(self, like: Tensor, out_counts: Sequence[int], into_counts: Sequence[int]) -> None:
+        width = like.shape[1:].numel()
+        self.sent, held = (like.new_zeros(sum(counts), width) for counts in (out_counts, into_counts))
+        self._out_counts, self.held_of = list(out_counts), held.split(list(into_counts))
         self.fresh, self.num_active = True, 0
 
     def messages(self, rows: Tensor, cache: MessageCache, codec: Codec | None) -> list[tuple[int, Tensor]]:

@@ -15,12 +15,14 @@ from typing import Any, Literal
 import lightning.pytorch as pl
 import numpy as np
 import torch
+from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from typing_extensions import override
 
 from lightning_gnn.arguments import check_flags, check_numbers, check_whole, check_words, is_one_of, shown
 from lightning_gnn.callbacks.cache import AdaptiveThreshold, CacheSchedule, LargestChanges
 from lightning_gnn.comm.cache import LargestChangesCache, MessageCache
 from lightning_gnn.comm.codec import CodecName
+from lightning_gnn.comm.detect import hosts_of
 from lightning_gnn.comm.exchange import Exchange
 from lightning_gnn.comm.group import World
 from lightning_gnn.comm.matrix import MakeExchange, send_directly, spread_edges
@@ -46,9 +48,11 @@ class VertexCutScheme(Scheme):
         cache: AdaptiveThreshold | LargestChanges | float | None,
         monitor: str | None,
         keep_constant: bool,
+        cache_within_hosts: bool = False,
     ) -> None:
         self.partition, self.hosts, self.host_weight = partition, hosts, host_weight
         self.cache, self.monitor, self.keep_constant = cache, monitor, keep_constant
+        self.cache_within_hosts = cache_within_hosts
         self.approximation = "" if cache is None else "cached messages"
         self._rule: AdaptiveThreshold | LargestChanges | None = None
         self._messages: MessageCache | None = None
@@ -80,7 +84,7 @@ class VertexCutScheme(Scheme):
         if self.cache is not None:
             if self._messages is None or self._world is not world:  # one for both directions of edges
                 self._rule = None if isinstance(self.cache, float) else replace(self.cache)
-                self._messages, self._world = self._make_cache(), world
+                self._messages, self._world = self._make_cache(self._near(world)), world
             make_exchange = self._messages.make_exchange
         make = spread_edges(shard, shard.holders.numpy().astype(np.int64), world, meter, make_exchange)
         exchange = make_exchange(shard.plan, shard.halos, shard.offsets, world, meter)
@@ -91,11 +95,23 @@ class VertexCutScheme(Scheme):
     def unbind(self) -> None:
         self._messages = self._world = None
 
-    def _make_cache(self) -> MessageCache:
+    def _near(self, world: World) -> Sequence[int]:
+        """Returns the ranks to and from which rows go as they are: those of this machine, unless told otherwise."""
+        if self.cache_within_hosts:
+            return ()
+        hosts = hosts_of(world) if self.hosts is None else np.arange(world.size).reshape(self.hosts, -1).tolist()
+        if len(hosts) == 1:
+            rank_zero_info(
+                "All ranks are on one machine, where rows go as they are, neither cached nor encoded: to do either takes longer. "
+                "cache_within_hosts=True does so all the same."
+            )
+        return next(ranks for ranks in hosts if world.rank in ranks)
+
+    def _make_cache(self, near: Sequence[int]) -> MessageCache:
         cache: Any = self.cache
         if isinstance(cache, LargestChanges):
-            return LargestChangesCache(cache.share)
-        return MessageCache(cache if isinstance(cache, float) else cache.epsilon)
+            return LargestChangesCache(cache.share, near)
+        return MessageCache(cache if isinstance(cache, float) else cache.epsilon, near)
 
     @override
     def take_loss(self, part: torch.Tensor) -> None:
@@ -144,6 +160,8 @@ class VertexCutStrategy(GNNStrategy):
             ``manual_backward``, for which nothing need be logged; see
             :class:`~lightning_gnn.callbacks.cache.AdaptiveThreshold`.
         keep_constant: see :class:`~lightning_gnn.strategies.dgcl.DGCLStrategy`.
+        cache_within_hosts: with a `cache`, cache and encode what ranks of one machine send each other, too. By default that goes
+            as it is, exactly: through shared memory, to look for what to leave out takes longer than to send it.
         **options: see :class:`~lightning_gnn.strategies.base.GNNStrategy`.
 
     Raises:
@@ -168,6 +186,7 @@ class VertexCutStrategy(GNNStrategy):
         cache: Literal["adaptive", "largest"] | float | AdaptiveThreshold | LargestChanges | None = None,
         monitor: str | None = None,
         keep_constant: bool = True,
+        cache_within_hosts: bool = False,
         **options: Any,
     ) -> None:
         if partition is None or not is_one_of(partition, METHODS):
@@ -177,7 +196,7 @@ class VertexCutStrategy(GNNStrategy):
         check_numbers(host_weight=host_weight)
         if monitor is not None:
             check_words(monitor=monitor)
-        check_flags(keep_constant=keep_constant)
+        check_flags(keep_constant=keep_constant, cache_within_hosts=cache_within_hosts)
         if hosts is not None and hosts < 1:
             raise ValueError(f"hosts is a number of machines, at least 1 (got {hosts}).")
         if not 0 <= host_weight <= 1:
@@ -196,7 +215,7 @@ class VertexCutStrategy(GNNStrategy):
                 "recompute=True fetches rows again in the backward, and a cache would send other ones than in the forward. Use "
                 "VertexCutStrategy(recompute=True) without cache, or leave recompute out."
             )
-        scheme = VertexCutScheme(partition, hosts, host_weight, cache, monitor, keep_constant)
+        scheme = VertexCutScheme(partition, hosts, host_weight, cache, monitor, keep_constant, cache_within_hosts)
         super().__init__(scheme, **options)
 
 

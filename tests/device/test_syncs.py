@@ -12,7 +12,7 @@ import pytest
 import torch
 from common import CLASSES, awkward_graph, build, quiet_trainer
 
-from lightning_gnn import GraphDataModule, NodeClassifier
+from lightning_gnn import CachedVertexCutStrategy, GraphDataModule, NodeClassifier
 from lightning_gnn.devices import copy_to_host
 
 ranks = on_device.ranks
@@ -35,7 +35,7 @@ class Steps(L.Callback):
             self.found = Counter(emulated.syncs)
 
 
-def waits(rank: int, size: int, model: str, strategy: str, graph: Any = None) -> dict[str, int]:
+def waits(rank: int, size: int, model: str, strategy: Any, graph: Any = None) -> dict[str, int]:
     torch.manual_seed(1)
     module = NodeClassifier(build(model), num_classes=CLASSES).double()
     steps = Steps()
@@ -58,7 +58,7 @@ def test_a_step_waits_once(ranks, model, strategy):
 
 def test_a_message_that_data_decide_waits_once(ranks):
     """Two layers' partial sums or rows, there and back; and the one of every step."""
-    for found in ranks.run(2, waits, "gcn", "vertex_cut_cached"):
+    for found in ranks.run(2, waits, "gcn", CachedVertexCutStrategy(cache_within_hosts=True)):
         assert sum(count for where, count in found.items() if "comm/cache.py" in where) == 4, found
         assert sum(found.values()) == 5, found
 

@@ -80,7 +80,7 @@ def strategy_of(name: str) -> Any:
         "spmm_2d": lambda: SpMM2DStrategy(**options),
         "vertex_cut": lambda: VertexCutStrategy(**options),
         "sampling": lambda: SamplingStrategy([-1, -1], 1000, **options),  # all of the graph in each step: exact
-        "vertex_cut_cached": lambda: CachedVertexCutStrategy(**options),
+        "vertex_cut_cached": lambda: CachedVertexCutStrategy(cache_within_hosts=True, **options),
         "gossip": lambda: GossipStrategy(clusters=6, averaging_interval=2, lease=60, **options),
         "cluster_allreduce": lambda: ClusterAllReduceStrategy(clusters=6, **options),
     }[name]()

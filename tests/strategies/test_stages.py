@@ -222,7 +222,7 @@ def test_samples_then_the_whole_graph(ranks, tmp_path):
 
 
 def test_cached_then_exact(ranks, tmp_path):
-    stages = [{"strategy": CachedVertexCutStrategy(0.3, **QUICK), "epochs": 3}, CUT]
+    stages = [{"strategy": CachedVertexCutStrategy(0.3, cache_within_hosts=True, **QUICK), "epochs": 3}, CUT]
     [found, _] = ranks.run(2, run, stages, 5, tmp_path)
     whole = run(0, 1, None, 5)
     assert found["watch"].schemes == ["vertex_cut_cached"] * 3 + ["vertex_cut"] * 2
@@ -285,7 +285,11 @@ def freed(rank: int, world_size: int, first: Any) -> list[str]:
 
 @pytest.mark.parametrize(
     "first",
-    [DGCLStrategy(**QUICK), CachedVertexCutStrategy(0.3, **QUICK), SamplingStrategy(**BATCHES, **QUICK)],
+    [
+        DGCLStrategy(**QUICK),
+        CachedVertexCutStrategy(0.3, cache_within_hosts=True, **QUICK),
+        SamplingStrategy(**BATCHES, **QUICK),
+    ],
     ids=["dgcl", "cached", "sampling"],
 )
 def test_a_stage_that_has_ended_takes_no_memory(ranks, first):

@@ -24,6 +24,7 @@ from common import (
 )
 
 from lightning_gnn import AdaptiveThreshold, CachedVertexCutStrategy, GraphDataModule, NodeClassifier, VertexCutStrategy
+from lightning_gnn.comm.cache import _Channel
 
 
 @cache
@@ -118,7 +119,9 @@ def fit(
 def cached_and_exact(rank: int, world_size: int, shared_memory: bool) -> Any:
     options: dict[str, Any] = {"timeout": 60, "shared_memory": shared_memory}
     cached, _ = fit(
-        world_size, CachedVertexCutStrategy(cache=AdaptiveThreshold(epsilon=0.1), codec="int8", **options), 12
+        world_size,
+        CachedVertexCutStrategy(cache=AdaptiveThreshold(epsilon=0.1), codec="int8", cache_within_hosts=True, **options),
+        12,
     )
     exact, _ = fit(world_size, VertexCutStrategy(timeout=60), 12)
     module = NodeClassifier(build("gcn"), num_classes=CLASSES).double()
@@ -152,8 +155,43 @@ def test_as_published(ranks, shared_memory):
     assert len({each["cache/epsilon"] for each in cached}) > 1
 
 
+def on_two_machines(rank: int, world_size: int, options: dict[str, Any]) -> Any:
+    """Ranks 0 and 1 on the one, 2 and 3 on the other; returns the epochs, and to whom rows went that were left out or encoded."""
+    shortened = set()
+    messages = _Channel.messages
+
+    def noted(channel: Any, *args: Any) -> Any:
+        found = messages(channel, *args)
+        shortened.update(peer for peer, _ in found)
+        return found
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(_Channel, "messages", noted)
+        options = {"cache": 0.5, "timeout": 60, "self_check": False, **options}
+        watch, _ = fit(world_size, CachedVertexCutStrategy(**options), 4)
+    return watch.epochs, shortened
+
+
+@pytest.mark.parametrize(
+    ("options", "far"),
+    [({}, {}), ({"cache_within_hosts": True}, None), ({"hosts": 2}, {0: {2, 3}, 1: {2, 3}, 2: {0, 1}, 3: {0, 1}})],
+    ids=["one machine", "also within", "two machines"],
+)
+def test_rows_are_cached_between_machines_only(ranks, options, far):
+    for rank, (epochs, shortened) in enumerate(ranks.run(4, on_two_machines, options)):
+        expected = {*range(4)} - {rank} if far is None else far.get(rank, set())
+        assert shortened == expected
+        fraction = epochs[2]["comm/sent_fraction/model.convs.1/backward"]
+        assert fraction == 1 if far == {} else fraction < 1
+        assert (epochs[2]["codec/error"] > 0) == bool(expected)
+
+
 def largest_changes(rank: int, world_size: int) -> Any:
-    cached, _ = fit(world_size, CachedVertexCutStrategy("largest", "bfp4", timeout=60, self_check=False), 12)
+    cached, _ = fit(
+        world_size,
+        CachedVertexCutStrategy("largest", "bfp4", cache_within_hosts=True, timeout=60, self_check=False),
+        12,
+    )
     exact, _ = fit(world_size, VertexCutStrategy(timeout=60, self_check=False), 12)
     return cached.epochs, exact.epochs
 
@@ -171,7 +209,9 @@ def test_largest_changes_send_their_share(ranks):
 
 def resumed(rank: int, world_size: int, folder: str) -> Any:
     def strategy() -> CachedVertexCutStrategy:
-        return CachedVertexCutStrategy(cache="adaptive", timeout=60, self_check=False, codec=None)
+        return CachedVertexCutStrategy(
+            cache="adaptive", timeout=60, self_check=False, codec=None, cache_within_hosts=True
+        )
 
     within = f"{folder}/within.ckpt"
     watch, trainer = fit(world_size, strategy(), 6, save=within)
@@ -222,7 +262,10 @@ class ByHand(NodeClassifier):
 
 
 def following(rank: int, world_size: int, kind: type[NodeClassifier], monitor: str | None) -> Any:
-    strategy, watch = VertexCutStrategy(cache="adaptive", monitor=monitor, timeout=60, self_check=False), Watch()
+    strategy, watch = (
+        VertexCutStrategy(cache="adaptive", monitor=monitor, timeout=60, self_check=False, cache_within_hosts=True),
+        Watch(),
+    )
     trainer = quiet_trainer(strategy, world_size, max_epochs=12, callbacks=[watch])
     module = kind(build("gcn"), num_classes=CLASSES, lr=0.05).double()
     trainer.fit(module, datamodule=GraphDataModule(awkward_graph()))
@@ -248,7 +291,7 @@ def poisoned(rank: int, world_size: int) -> str:
     module = NodeClassifier(build("gcn"), num_classes=CLASSES).double()
     with torch.no_grad():
         next(module.parameters())[0] = float("nan")
-    trainer = quiet_trainer(CachedVertexCutStrategy(timeout=60, self_check=False), world_size)
+    trainer = quiet_trainer(CachedVertexCutStrategy(timeout=60, self_check=False, cache_within_hosts=True), world_size)
     with pytest.raises(ValueError) as caught:
         trainer.fit(module, datamodule=GraphDataModule(awkward_graph()))
     return str(caught.value)
