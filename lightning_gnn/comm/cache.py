@@ -65,12 +65,13 @@ class MessageCache:
         self.sent: dict[tuple[str, str], Sent] = {}
         self.loss: Tensor | None = None
 
-    def active(self, change: Tensor, size: Tensor) -> Tensor:
+    def active(self, change: Tensor, size: Tensor, call: Call) -> Tensor:
         """Returns which rows of a message to send, booleans ``[n]``; only their sender asks.
 
         Args:
             change: the largest change of an entry of each row since it was last sent, ``[n]``.
             size: the largest entry of each as it was sent, ``[n]``.
+            call: which exchange of the step the message is part of.
         """
         return change > self.epsilon * size
 
@@ -115,7 +116,7 @@ class LargestChangesCache(MessageCache):
         self.share = share
 
     @override
-    def active(self, change: Tensor, size: Tensor) -> Tensor:
+    def active(self, change: Tensor, size: Tensor, call: Call) -> Tensor:
         count = math.ceil(self.share * len(change))
         active = torch.zeros_like(change, dtype=torch.bool)
         active[change.topk(count).indices] = True
@@ -155,7 +156,7 @@ class CachedExchange(HaloExchange):
             [into.new_empty(0, *into.shape[1:]), *(rows_of(part) for peer, part in sends if peer not in near)]
         )
         try:
-            messages = channel.messages(rows.view(channel.sent.shape), self._cache, codec)
+            messages = channel.messages(rows.view(channel.sent.shape), self._cache, codec, call)
         except NotFiniteError as error:
             raise NotFiniteError(
                 f"What layer '{call.layer}' sends ({call.direction}) holds nan or infinity on rank {self.world.rank}. Look for a "
@@ -197,13 +198,14 @@ class _Channel:
         self._out_counts, self.held_of = list(out_counts), held.split(list(into_counts))
         self.fresh, self.num_active = True, 0
 
-    def messages(self, rows: Tensor, cache: MessageCache, codec: Codec | None) -> list[tuple[int, Tensor]]:
+    def messages(self, rows: Tensor, cache: MessageCache, codec: Codec | None, call: Call) -> list[tuple[int, Tensor]]:
         """Returns what to send to each peer, uint8: the guess, if any, which of its rows are active, a bit each, and these.
 
         Args:
             rows: as they are now, ``[rows out, F]``.
             cache: says which are active.
             codec: shortens what is sent; None for rows as they are.
+            call: which exchange they are of.
 
         Raises:
             NotFiniteError: a row is not finite.
@@ -214,7 +216,7 @@ class _Channel:
             _move(self.sent, guess)
         difference = rows - self.sent
         change, size = (torch.linalg.vector_norm(each, torch.inf, 1) for each in (difference, self.sent))
-        active = torch.ones_like(change, dtype=torch.bool) if self.fresh else cache.active(change, size)
+        active = torch.ones_like(change, dtype=torch.bool) if self.fresh else cache.active(change, size, call)
         which = active.split(self._out_counts)
         # What decides how much is sent comes to the host at once.
         finite, *counts = torch.stack([change.isfinite().all(), *(each.sum() for each in which)]).tolist()

@@ -226,6 +226,7 @@ def test_what_is_not_finite_stops_the_run(bad):
     assert sum(on_ranks(3, 3, work)) >= 2
 
 
+@examples(100)
 @given(flags=st.lists(st.booleans(), max_size=140))
 def test_bits(flags):
     given_flags = torch.tensor(flags, dtype=torch.bool)
