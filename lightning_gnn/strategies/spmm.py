@@ -184,8 +184,12 @@ class CubeScheme(ProductScheme):
 
     @override
     def exchange(self, shard: Shard, world: World, meter: Meter) -> Exchange:
-        exchange, cube = HaloExchange(shard.plan, world, meter), self._cube(world.size)
-        exchange.make_matrix = partial(SummaMatrix, cube=cube, offsets=shard.offsets, world=world, meter=meter)
+        exchange, offsets = HaloExchange(shard.plan, world, meter), shard.offsets
+        cube = self._cube(world.size)
+        exchange.make_matrix = partial(SummaMatrix, cube=cube, offsets=offsets, world=world, meter=meter)
+        # Attention and extremes: over the edges that each rank holds of the cube.
+        dealt = partial(SparseMatrix, holders=on_grid(cube, offsets), offsets=offsets, world=world, meter=meter)
+        exchange.spread = lambda copy_bytes, result_bytes: dealt
         return exchange
 
 

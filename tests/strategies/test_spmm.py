@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 from collections import Counter
 from datetime import timedelta
 from functools import cache
+from itertools import permutations
 from typing import Any
 
 import lightning as L
@@ -29,20 +31,24 @@ from common import (
 from conftest import RankFailed
 from hypothesis import given
 from hypothesis import strategies as st
+from torch_geometric import nn as pyg_nn
 from torch_geometric.data import Data
 from torch_geometric.nn.models import GCN
 
 from lightning_gnn import GraphDataModule, NodeClassifier, SpMM1DStrategy, SpMM2DStrategy, SpMM15DStrategy
 from lightning_gnn.comm.call import DIRECTIONS, Call
 from lightning_gnn.comm.grid import BlockMatrix
-from lightning_gnn.comm.group import World
+from lightning_gnn.comm.group import CommunicationError, World
 from lightning_gnn.comm.in_process import InProcessWorld, Meeting
 from lightning_gnn.comm.matrix import Matrix, SparseMatrix, Triples, on_grid
 from lightning_gnn.comm.summa import SummaMatrix
-from lightning_gnn.comm.traffic import Meter
+from lightning_gnn.comm.traffic import Meter, Traffic
+from lightning_gnn.data.shards import split_graph
+from lightning_gnn.nn.helpers import graph_in_use
 from lightning_gnn.partition.grid import ProcessCube, ProcessGrid, legal_replications
+from lightning_gnn.partition.layout import LayoutSpec
 from lightning_gnn.planning.grid import GridCost, block_cost, choose, sparse_cost
-from lightning_gnn.strategies.spmm import _partial_sums
+from lightning_gnn.strategies.spmm import CubeScheme, _partial_sums
 
 
 @cache
@@ -307,6 +313,65 @@ def test_squares_and_cubes(size, seed, weighted):
         starts = sum(8 * (rows_of(cube, offsets, rank) + 1) for rank in range(num_ranks))
         entries_bytes = edges.shape[1] * (12 if weighted else 4)
         assert sent == count * (cube.words(offsets, columns) * 8 + (cube.side - 1) * (starts + entries_bytes))
+
+
+ATTENTION = {
+    "gat": lambda: pyg_nn.GATConv(5, 4, heads=2),
+    "gatv2": lambda: pyg_nn.GATv2Conv(5, 4, heads=2),
+    "transformer": lambda: pyg_nn.TransformerConv(5, 4, heads=2),
+    "maxima": lambda: pyg_nn.SAGEConv(5, 4, aggr="max"),
+}
+
+
+@pytest.mark.parametrize("kind", ATTENTION)
+@pytest.mark.parametrize(("size", "dimensions"), [(4, 2), (8, 3), (9, 2), (16, 2)])
+def test_attention_on_squares_and_cubes(size, dimensions, kind):
+    """Outputs and gradients are those of one device, though rows go to and from those only who hold their nodes' edges on the
+    cube: copies of sources down a column of ranks, and what is completed at targets along a row."""
+    graph = awkward_graph(seed=5)
+    cube, meeting = ProcessCube.of(size, dimensions), Meeting(size)
+    shards = split_graph(
+        graph, np.random.default_rng(0).integers(0, size, graph.num_nodes), LayoutSpec("edge_cut", size)
+    )
+    offsets, n_id = shards[0].offsets, shards[0].n_id
+    torch.manual_seed(1)
+    conv, x = ATTENTION[kind]().double(), graph.x[:, :5].clone().requires_grad_()
+    expected = conv(x, graph.edge_index)
+    upstream = torch.randn_like(expected)
+    expected.backward(upstream)
+
+    def work(rank: int) -> tuple[list[torch.Tensor], list[torch.Tensor], dict[int, int]]:
+        mine, shard, meter = copy.deepcopy(conv), shards[rank], Meter()
+        mine.zero_grad()
+        own = n_id[slice(*offsets[rank : rank + 2])]
+        scheme, world = CubeScheme(dimensions, None), InProcessWorld(rank, meeting)
+        binding = scheme.bind(torch.nn.Sequential(mine), shard, world, meter)
+        rows = x.detach()[own].requires_grad_()
+        with graph_in_use(binding.context, this_thread_only=True):
+            out = mine(rows, shard.batch.edge_index)
+            out.backward(upstream[own])
+        sent = sum(meter.by_layer.values(), Traffic()).to
+        return [out.detach(), rows.grad], [each.grad for each in mine.parameters()], dict(sent)
+
+    found = meeting.run(work)
+    for error in sorted(found, key=lambda each: isinstance(each, CommunicationError)):  # of ranks that waited last
+        if isinstance(error, BaseException):
+            raise error
+    for whole, of_one in zip(zip(*(rows for rows, _, _ in found)), (expected.detach(), x.grad)):
+        torch.testing.assert_close(torch.cat(whole), of_one[n_id], rtol=1e-12, atol=1e-12)
+    for of_all, parameter in zip(zip(*(grads for _, grads, _ in found)), conv.parameters()):
+        torch.testing.assert_close(sum(of_all), parameter.grad, rtol=1e-12, atol=1e-12)
+    pairs = [*permutations(range(size), 2)]
+    allowed = {(a, b) for a, b in pairs if reads(cube, a, b) or reads(cube, b, a)}
+    sent = {(rank, peer) for rank, (_, _, to) in enumerate(found) for peer, count in to.items() if count}
+    assert sent <= allowed and len(sent) > 0.7 * len(allowed)
+
+
+def reads(cube: ProcessCube, owner: int, reader: int) -> bool:
+    """Returns whether a rank holds edges that leave nodes of another one, or that lead to them."""
+    block = owner // cube.side
+    row, column, layer = cube.place(reader)
+    return block == layer * cube.side + column or block % cube.side == row
 
 
 def rows_of(cube: ProcessCube, offsets: np.ndarray, rank: int) -> int:
