@@ -82,7 +82,7 @@ def assign_edges(
     """Returns a rank for every edge and a master for every node.
 
     Each directed edge is assigned on its own. Masters are chosen so that few rows are sent, and each rank sends and owns about as
-    many as the others; nodes without edges even out what is owned.
+    many as the others, and as many in-edges: those are what it loads. Nodes without edges even out what is owned.
 
     Args:
         edge_index: int64 ``[2, E]``, source and target; self-loops and duplicates may be among them.

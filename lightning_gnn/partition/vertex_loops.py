@@ -1,9 +1,10 @@
 """The loops of vertex cuts, compiled by numba at first use and kept on disk; see :mod:`lightning_gnn.partition.vertex_cut`.
 
 Sets of ranks are bits: ``held[u, b]`` has bit l if lane 8 b + l holds an edge of u. Where hosts matter, lanes are ranks in the
-order of hosts, with gaps so that eight lanes are whole hosts or a host whole eights; otherwise a lane is a rank. Scores are
-integers in fixed point, with the lane in their last bits: sums in any order agree, the minimum says where it is, and of equal
-scores the lowest lane wins. So the same graph has the same cut on every machine.
+order of hosts, with gaps so that eight lanes are whole hosts or a host whole eights; otherwise a lane is a rank. Scores of
+edges are integers in fixed point, with the lane in their last bits: sums in any order agree, the minimum says where it is, and of
+equal scores the lowest lane wins; those of masters are float64, each summed in one order. So the same graph has the same cut on
+every machine.
 
 N nodes, E edges, P ranks, B blocks of eight lanes; M entries of expansion: two for each edge, one for a self-loop.
 """

@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lightning_gnn.partition.metrics import VertexCutReport, vertex_cut_report
-from lightning_gnn.partition.vertex_cut import METHODS, assign_edges
+from lightning_gnn.partition.vertex_cut import EDGE_BOUND, METHODS, assign_edges
 
 Graph = tuple[np.ndarray, int]
 TWO_HOSTS = ((0, 1, 2, 3), (4, 5, 6, 7))
@@ -155,6 +155,52 @@ def test_ebv_is_equation_24(graph, shape, plain):
     one_host = (tuple(range(number * size)),)
     expected = by_equation_24(edge_index, nodes, one_host if plain or number == 1 else groups, weight * (number > 1))
     assert found.part.tolist() == expected
+
+
+def elected(edge_index: np.ndarray, nodes: int, part: np.ndarray, hosts: list[int], far: float) -> dict[int, int]:
+    """Masters of the nodes that have edges, as ``vertex_loops.elect`` chooses them, counted anew for each."""
+    degree = np.bincount(edge_index[1], minlength=nodes)
+    reads, adds = ([{int(rank) for rank in part[ends == node]} for node in range(nodes)] for ends in edge_index)
+    master: dict[int, int] = {}
+    rows = 1 + sum(len(r) + len(a) - 2 * bool(r | a) for r, a in zip(reads, adds))
+
+    def load(rank: int) -> tuple[float, float, float]:
+        mine = [node for node, owner in master.items() if owner == rank]
+        sent = sum(rank in each for each in adds) + sum(
+            len(reads[node]) - (rank in reads[node]) - (rank in adds[node]) for node in mine
+        )
+        per_row, per_node, per_edge = (len(hosts) / total for total in (max(rows, 1), nodes, len(part)))
+        return per_row * sent, per_node * len(mine), per_edge * int(degree[mine].sum())
+
+    def score(node: int, rank: int) -> float:
+        away = sum(hosts[peer] != hosts[rank] for each in (reads[node], adds[node]) for peer in each)
+        sent, owned, loaded = load(rank)
+        size = degree[node] * nodes / len(part)
+        found = 2 - (rank in reads[node]) - (rank in adds[node]) + away * far
+        found += sent + owned + size * loaded
+        return found + 1e4 * (max(owned - EDGE_BOUND, 0) + size * max(loaded - EDGE_BOUND, 0))
+
+    for turn in range(17):
+        before = dict(master)
+        for node in np.argsort(-degree, kind="stable").tolist():
+            holders = reads[node] | adds[node]
+            if holders and (len(holders) > 1) == (turn > 0):
+                master.pop(node, None)
+                master[node] = min(sorted(holders), key=lambda rank, node=node: score(node, rank))
+        if turn and (master == before or max(max(load(rank)[1:]) for rank in range(len(hosts))) <= EDGE_BOUND):
+            break
+    return master
+
+
+@examples(60)
+@given(graphs(), st.booleans())
+def test_masters_cost_few_rows_and_even_out_loads(graph, grouped):
+    edge_index, nodes, parts, _ = graph
+    groups = hosts_of(parts) if grouped else (tuple(range(parts)),)
+    found = assign_edges(edge_index, nodes, parts, "random", groups=groups)
+    host = [next(number for number, ranks in enumerate(groups) if rank in ranks) for rank in range(parts)]
+    expected = elected(edge_index, nodes, found.part, host, 0.1)
+    assert {node: int(found.master[node]) for node in expected} == expected
 
 
 @examples(50)
