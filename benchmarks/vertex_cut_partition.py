@@ -63,6 +63,7 @@ def measured(name: str, graph: Graph, method: str, weight: float) -> dict[str, A
         "memory / graph": memory / (edge_index.nbytes / 2**20),
         "RF": cut.replication_factor,
         "edge balance": cut.edge_balance,
+        "loaded": cut.loaded_balance,
         "row balance": cut.replica_balance,
         "masters": cut.master_balance,
         "sent": cut.sent_balance,

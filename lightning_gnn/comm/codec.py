@@ -110,8 +110,9 @@ class BlockFloats(Codec):
     """Block floating point: a row as whole numbers of 8 or 4 bits, with sign, times a power of two that takes one byte.
 
     For narrow rows, beside whose few bits two ends would weigh most, and for differences, which lie around 0. An entry is off by
-    at most 1/127.5 (8 bits) or 1/7.5 (4) of the row's largest, half of that above a power of two. Rows with an entry that
-    is not finite, or of 2^120 and more, come back as NaN; less than 2^-120 as 0.
+    at most 2/255 (8 bits) or 2/15 (4) of the row's largest: where that one rounds up to a power of two, as in [0.9375, 0.125]
+    of 4 bits; by half as much at most where it nearly does. Rows with an entry that is not finite, or of 2^120 and more, come
+    back as NaN; less than 2^-120 as 0.
     """
 
     @property

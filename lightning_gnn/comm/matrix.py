@@ -68,20 +68,28 @@ class EdgeHolders:
 
     Args:
         target, source: relabelled ids of this rank's in-edges, ``[E_r]``.
-        holders: the rank of each, ``[E_r]``; of parallel edges, all go with one of them.
+        holders: the rank of each, ``[E_r]``; of parallel edges, the first goes with the first, and so on.
     """
 
     def __init__(self, target: Ids, source: Ids, holders: Ids, rank: int, num_nodes: int) -> None:
         keys = target * num_nodes + source
         order = np.argsort(keys, kind="stable")
         self._keys, self._holders = keys[order], holders[order]
+        self._has_parallel = bool((self._keys[1:] == self._keys[:-1]).any())
         self._rank, self._num_nodes = rank, num_nodes
 
     def __call__(self, row: Ids, col: Ids) -> Ids:
         if not len(self._keys):
             return np.full(len(row), self._rank)
         keys = row * self._num_nodes + col
-        places = np.searchsorted(self._keys, keys).clip(max=len(self._keys) - 1)
+        places = np.searchsorted(self._keys, keys)
+        if self._has_parallel:
+            order = np.argsort(keys, kind="stable")
+            in_order = keys[order]
+            before = np.arange(len(keys)) - np.searchsorted(in_order, in_order)  # of an entry's parallels
+            last = np.searchsorted(self._keys, in_order, side="right") - 1
+            places[order] = np.minimum(places[order] + before, np.maximum(last, places[order]))
+        places = places.clip(max=len(self._keys) - 1)
         return np.where(self._keys[places] == keys, self._holders[places], self._rank)
 
 

@@ -155,7 +155,8 @@ class VertexCutReport:
     Attributes:
         masters: nodes whose master the rank is.
         replicas: rows that it holds: of nodes with an edge here, and those it is the master of.
-        edges: edges that it holds.
+        edges: edges that it holds: what it computes.
+        in_edges: of the nodes whose master it is: what it loads, and computes where a conv reads them at the master.
         copies: rows that it receives, as it reads them.
         partials: rows that it sends, as it adds to them.
         inner, outer: rows that it sends to ranks of its host and of others, copies and partial sums (CDFGNN Table 3: the most).
@@ -164,6 +165,7 @@ class VertexCutReport:
     masters: Counts
     replicas: Counts
     edges: Counts
+    in_edges: Counts
     copies: Counts
     partials: Counts
     inner: Counts
@@ -178,6 +180,11 @@ class VertexCutReport:
     def edge_balance(self) -> float:
         """Largest rank's edges over the average (CDFGNN section 6: edge imbalance factor)."""
         return balance(self.edges)
+
+    @property
+    def loaded_balance(self) -> float:
+        """Largest rank's in-edges over the average: of what ranks load."""
+        return balance(self.in_edges)
 
     @property
     def replica_balance(self) -> float:
@@ -199,7 +206,10 @@ class VertexCutReport:
         return cls(*(np.asarray(values[each.name], np.int64) for each in fields(cls)))
 
     def as_dict(self) -> dict[str, Any]:
-        derived = ("replication_factor", "edge_balance", "replica_balance", "master_balance", "sent_balance")
+        derived = (
+            "replication_factor",
+            *(f"{name}_balance" for name in ("edge", "loaded", "replica", "master", "sent")),
+        )
         counts = {name: values.tolist() for name, values in vars(self).items()}
         return counts | {name: getattr(self, name) for name in derived}
 
@@ -207,7 +217,8 @@ class VertexCutReport:
         heads = (
             "masters",
             "rows held",
-            "edges",
+            "computed edges",
+            "loaded edges",
             "copies received",
             "partial sums sent",
             "sent inside",
@@ -217,8 +228,9 @@ class VertexCutReport:
         for part, row in enumerate(zip(*vars(self).values())):
             table.add_row(str(part), *(f"{value:,}" for value in row))
         table.caption = (
-            f"replication {self.replication_factor:.2f}, heaviest part / average: edges {self.edge_balance:.2f}, "
-            f"rows held {self.replica_balance:.2f}, masters {self.master_balance:.2f}, sent {self.sent_balance:.2f}"
+            f"replication {self.replication_factor:.2f}, heaviest part / average: computed edges {self.edge_balance:.2f}, "
+            f"loaded edges {self.loaded_balance:.2f}, rows held {self.replica_balance:.2f}, masters {self.master_balance:.2f}, "
+            f"sent {self.sent_balance:.2f}"
         )
         return table
 
@@ -261,4 +273,6 @@ def vertex_cut_report(
     host = np.zeros(num_parts, np.int64) if host is None else np.asarray(host, np.int64)
     replicas, copies, partials, inner, outer = loops.traffic(ends.reads, ends.adds, master, host)
     masters, edges = (np.bincount(each, minlength=num_parts) for each in (master, part))
-    return VertexCutReport(masters, replicas, edges, copies, partials, inner, outer)
+    in_degree = np.bincount(edge_index[1], minlength=len(master))
+    in_edges = np.bincount(master, in_degree, num_parts).astype(np.int64)
+    return VertexCutReport(masters, replicas, edges, in_edges, copies, partials, inner, outer)

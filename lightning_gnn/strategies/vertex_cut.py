@@ -142,10 +142,10 @@ class VertexCutStrategy(GNNStrategy):
 
     Every edge lies on one rank, so that edges balance whatever their degrees: for graphs with hubs. A node has one master, which
     owns its row, and mirrors where its edges lie. Masters copy rows to the mirrors that read them, mirrors send partial sums to
-    masters, and nothing else travels.
+    masters, and nothing else travels. What ranks load, the in-edges of their masters, is about as even as what they compute.
 
     Args:
-        partition: who computes which edge: ``"ne"`` has the fewest replicas, rows balanced within a tenth; ``"ebv"``, CDFGNN's,
+        partition: who computes which edge: ``"ne"`` has the fewest replicas, rows balanced within 15 %; ``"ebv"``, CDFGNN's,
             balances them best and cuts fastest; ``"hdrf"``, ``"dbh"``, ``"grid"``, ``"random"`` to compare with.
         hosts: machines, of equally many ranks each, between which ``"ebv"`` avoids replicas, and masters are chosen; by default
             the Trainer's ``num_nodes``.

@@ -107,6 +107,15 @@ def test_there_and_back(rows, name, stochastic):
     assert torch.equal(back[(extent == 0).view(-1)], rows[(extent == 0).view(-1)])
 
 
+@pytest.mark.parametrize(
+    ("name", "row", "bound"), [("bfp4", [0.9375, 0.125], 2 / 15), ("bfp8", [0.99609375, 0.0078125], 2 / 255)]
+)
+def test_the_bound_of_block_floats_is_reached(name, row, bound):
+    """The largest rounds up to a power of two, so steps are twice as wide; the other entry is half a step."""
+    rows = torch.tensor([row])
+    assert (there_and_back(codec_of(name), rows) - rows).abs().max() / rows.max() == pytest.approx(bound, rel=1e-6)
+
+
 @examples(100)
 @given(st.sampled_from(NAMES), st.integers(1, 70), st.sampled_from(DTYPES))
 def test_bytes(name, width, dtype):

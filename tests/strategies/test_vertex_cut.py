@@ -7,6 +7,7 @@ from itertools import pairwise
 from typing import Any
 
 import lightning as L
+import numpy as np
 import pytest
 import torch
 from common import (
@@ -22,9 +23,24 @@ from common import (
     three_nodes,
     train,
 )
+from torch_geometric.data import Data
+from torch_geometric.nn import GATConv, GCNConv
 
-from lightning_gnn import AdaptiveThreshold, CachedVertexCutStrategy, GraphDataModule, NodeClassifier, VertexCutStrategy
+import lightning_gnn.comm.matrix
+from lightning_gnn import (
+    AdaptiveThreshold,
+    CachedVertexCutStrategy,
+    DGCLStrategy,
+    GraphDataModule,
+    NodeClassifier,
+    VertexCutStrategy,
+)
 from lightning_gnn.comm.cache import _Channel
+from lightning_gnn.comm.in_process import InProcessWorld, Meeting
+from lightning_gnn.comm.matrix import Triples, distribute
+from lightning_gnn.comm.traffic import Meter
+from lightning_gnn.partition.shard import owners_of
+from lightning_gnn.partition.vertex_cut import assign_edges
 
 
 @cache
@@ -68,6 +84,78 @@ def test_users_module_over_sockets_on_two_hosts(ranks):
     options = {"shared_memory": False, "hosts": 2}
     for found in ranks.run(4, trained, "sage", options, module="user", self_check=False):
         assert_same(found, on_one_device("sage", "user"), rtol=1e-8, atol=1e-10)
+
+
+# Who computes what, and what travels ##########################################
+
+
+def star_and_more() -> Data:
+    """A node that most others lead to, beside edges at random, some of them parallel."""
+    rng = np.random.default_rng(0)
+    star = np.stack([np.arange(1, 600), np.zeros(599, np.int64)])
+    ends = rng.integers(1, 600, (2, 1800))
+    edges = np.concatenate([star, ends[:, ends[0] != ends[1]], ends[:, ends[0] != ends[1]][:, :20]], 1)
+    mask = torch.ones(600, dtype=torch.bool)
+    return Data(
+        x=torch.from_numpy(rng.standard_normal((600, 4))).float(),
+        edge_index=torch.from_numpy(edges),
+        y=torch.from_numpy(rng.integers(0, CLASSES, 600)),
+        **{f"{name}_mask": mask for name in ("train", "val", "test")},
+    )
+
+
+@pytest.mark.parametrize("method", ["ne", *campaign("ebv")])
+def test_ranks_compute_the_edges_that_they_were_given(monkeypatch, method):
+    """Not those of their own nodes, which no edge cut balances; copies and partial sums go where these edges ask for them."""
+    graph, size, width = star_and_more(), 8, 4
+    edge_index = graph.edge_index.numpy()
+    data = GraphDataModule(graph)
+    data.prepare_for(DGCLStrategy().scheme.layout(size))
+    of_dgcl = data.stored_cut().report["edge_balance"]
+    data.prepare_for(VertexCutStrategy(method).scheme.layout(size))
+    cut = data.stored_cut()
+    part, n_id = assign_edges(edge_index, 600, size, method).part, cut.n_id.numpy()
+    master = np.empty(600, np.int64)
+    master[n_id] = owners_of(cut.offsets, np.arange(600))
+
+    entries: dict[int, list[Triples]] = {rank: [] for rank in range(size)}
+
+    def keeping(given: Triples, holders: Any, world: Any) -> Triples:
+        found = distribute(given, holders, world)
+        entries[world.rank].append(found)
+        return found
+
+    monkeypatch.setattr(lightning_gnn.comm.matrix, "distribute", keeping)
+    meeting = Meeting(size)
+
+    def work(rank: int) -> Meter:
+        shard, meter = cut.shard(rank), Meter()
+        convs = torch.nn.ModuleList([GCNConv(width, width), GATConv(width, width)])
+        binding = VertexCutStrategy(method).scheme.bind(convs, shard, InProcessWorld(rank, meeting), meter)
+        binding.context.begin_step()
+        x = shard.batch.x.clone().requires_grad_()  # no constant, which is sent once
+        convs[1](convs[0](x, shard.batch.edge_index), shard.batch.edge_index).sum().backward()
+        return meter
+
+    meters = meeting.run(work)
+    reads, adds = (np.zeros((600, size), bool) for _ in range(2))
+    reads[edge_index[0], part] = adds[edge_index[1], part] = True
+    computed = []
+    for rank, meter in enumerate(meters):
+        given = sorted(map(tuple, edge_index[:, part == rank].T.tolist()))
+        of_gcn, of_gat = (n_id[torch.stack([each.col, each.row]).numpy()] for each in entries[rank])
+        for source, target in (of_gcn, of_gat):
+            assert sorted((s, t) for s, t in zip(source.tolist(), target.tolist()) if s != t) == given
+            assert sorted(source[source == target]) == np.flatnonzero(master == rank).tolist()
+        computed.append(len(given))
+        for direction, here, there in (("forward", reads, adds), ("backward", adds, reads)):
+            rows = {
+                peer: int((here[:, peer] & (master == rank)).sum() + (there[:, rank] & (master == peer)).sum())
+                for peer in range(size)
+                if peer != rank
+            }
+            assert meter.by_layer["0", direction].to == {peer: 4 * width * count for peer, count in rows.items()}
+    assert max(computed) <= 1.05 * np.mean(computed) and of_dgcl > 1.9
 
 
 # Cache ########################################################################
