@@ -116,6 +116,12 @@ def test_2d(ranks, model):
         assert_same(found, on_one_device(model), rtol=1e-8, atol=1e-10)
 
 
+@pytest.mark.campaign  # eight ranks
+def test_3d(ranks):
+    for found in ranks.run(8, train, awkward_graph(), ("gcn", "gat"), strategy="spmm_3d"):
+        assert_same(found, on_one_device(("gcn", "gat")), rtol=1e-8, atol=1e-10)
+
+
 @pytest.mark.parametrize("strategy", ["spmm_1d", "spmm_15d"])
 def test_by_name(ranks, strategy):
     part = torch.arange(60) % 2  # the third rank owns nothing
