@@ -22,6 +22,7 @@ from torchmetrics.classification import MulticlassAccuracy, MulticlassAUROC, Mul
 
 from lightning_gnn import CommNet, DGCLStrategy, GNNStrategy, GraphDataModule, NodeClassifier
 from lightning_gnn.comm.group import World
+from lightning_gnn.comm.zero_rows import ZeroRows
 from lightning_gnn.strategies import self_checks
 
 CLASSES, FEATURES = 5, 12
@@ -38,6 +39,14 @@ def campaign(*values: Any) -> list[Any]:
 def examples(count: int) -> settings:
     """Has hypothesis try a quarter of so many examples, four times as many in ``make test-all``."""
     return settings(max_examples=4 * count if CAMPAIGN else max(5, count // 4), deadline=None)
+
+
+@contextmanager
+def all_rows_sent() -> Iterator[None]:
+    """Rows that are zero are sent too, as where none is: how many there are at most, a scheme decides."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ZeroRows, "may_be_left_out", lambda self, call: False)
+        yield
 
 
 def awkward_graph(num_nodes: int = 60, seed: int = 0, dtype: torch.dtype = torch.float64) -> Data:

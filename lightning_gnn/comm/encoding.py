@@ -12,9 +12,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from lightning_gnn.comm.codec import Codec
-from lightning_gnn.comm.transport import Rows, Scratch, Transport, rows_of
-
-_ALIGNED = 16  # bytes; numbers must lie at multiples of their size
+from lightning_gnn.comm.transport import ALIGNED, Receive, Rows, Scratch, Transport, UpTo, rows_of
 
 
 class EncodingTransport(Transport):
@@ -69,13 +67,14 @@ class EncodingTransport(Transport):
 
     @override
     def start_each(
-        self, sends: Sequence[tuple[int, Rows]], receives: Sequence[tuple[int, Tensor]]
+        self, sends: Sequence[tuple[int, Rows]], receives: Sequence[tuple[int, Receive]]
     ) -> Callable[[], None]:
-        arriving: list[tuple[int, Tensor]] = []
+        arriving: list[tuple[int, Receive]] = []
         decodes: list[tuple[Tensor, Tensor]] = []
         for peer, into in receives:
-            coded = self._row_bytes(into.shape, into.dtype)
+            coded = None if isinstance(into, UpTo) else self._row_bytes(into.shape, into.dtype)
             if coded is not None:
+                assert isinstance(into, Tensor)
                 rows, into = into.detach().view(len(into), -1), into.new_empty((len(into), coded), dtype=torch.uint8)
                 decodes.append((into, rows))
             arriving.append((peer, into))
@@ -97,7 +96,7 @@ class EncodingTransport(Transport):
         if all(width is None for width in widths.values()):
             return sends
         sizes = [self.message_bytes(rows) for rows in distinct.values()]
-        room = [-(-size // _ALIGNED) * _ALIGNED for size in sizes]
+        room = [-(-size // ALIGNED) * ALIGNED for size in sizes]
         scratch = self._transport.scratch((sum(room),), torch.uint8, next(iter(distinct.values())).device)
         messages: dict[int, Rows] = {}
         for (key, rows), part, size in zip(distinct.items(), scratch.split(room), sizes):

@@ -25,6 +25,7 @@ from lightning_gnn.comm.call import Call, Step
 from lightning_gnn.comm.group import World
 from lightning_gnn.comm.traffic import Meter, Moment, Traffic
 from lightning_gnn.comm.transport import Rows, by_peer, rows_of
+from lightning_gnn.comm.zero_rows import ZeroRows
 from lightning_gnn.kernels import add_rows, take_rows
 from lightning_gnn.partition.shard import HaloPlan
 
@@ -135,6 +136,7 @@ class Exchange(ABC):
     def __init__(self, num_owned: int, num_halo: int, world: World, meter: Meter, idle: bool = False) -> None:
         self.num_owned, self.num_halo, self.idle = num_owned, num_halo, idle
         self.world, self.meter, self.buffers = world, meter, Buffers(world.device)
+        self._zero_rows = ZeroRows(world)
         self.own_lengths: dict[int, int] = {}
         self.most_propagations: int | None = None
         self.make_matrix: Callable[[Triples], Matrix] | None = None
@@ -263,11 +265,25 @@ class Exchange(ABC):
             CommunicationError: from the returned function too: a peer does not answer.
         """
         sends, receives = by_peer(out, out_counts), by_peer(into, into_counts)
+        if self._zero_rows.may_be_left_out(call):
+            return self._send_without_zeros(sends, receives, call, began)
         # As start_messages does, without a frame of its own: all rows of layers come this way.
         traffic = self.world.transport.traffic(sends)
         with starting(self.world, self.meter, call, traffic, began):
             wait = self.world.transport.start_each(sends, receives)
         return counted(wait, self.world, self.meter, call, traffic)
+
+    def _send_without_zeros(
+        self, sends: Sequence[tuple[int, Rows]], receives: Sequence[tuple[int, Tensor]], call: Call, began: Moment
+    ) -> Callable[[], None]:
+        """Starts messages of the backward pass, and counts what is sent of them: see :mod:`lightning_gnn.comm.zero_rows`."""
+        with during_exchange(self.world, call.layer, call.direction):
+            self._zero_rows.begin_step()
+            packed, num_rows = self._zero_rows.pack(sends, call)
+        traffic = Traffic.of(((peer, rows_of(rows).nbytes) for peer, rows in packed), num_rows)
+        with starting(self.world, self.meter, call, traffic, began):
+            wait = self.world.transport.start_each(packed, self._zero_rows.unpacked(receives, call))
+        return counted(self._zero_rows.waiting(wait, receives, call), self.world, self.meter, call, traffic)
 
 
 class HaloExchange(Exchange):

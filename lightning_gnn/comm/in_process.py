@@ -21,7 +21,7 @@ from typing_extensions import override
 from lightning_gnn.comm.call import Step
 from lightning_gnn.comm.group import World
 from lightning_gnn.comm.shared_memory import PeerError
-from lightning_gnn.comm.transport import Rows, Transport, rows_of
+from lightning_gnn.comm.transport import Receive, Rows, Transport, UpTo, rows_of
 from lightning_gnn.comm.watchdog import Watchdog
 
 T = TypeVar("T")
@@ -131,9 +131,10 @@ class InProcessTransport(Transport):
 
     @override
     def start_each(
-        self, sends: Sequence[tuple[int, Rows]], receives: Sequence[tuple[int, Tensor]]
+        self, sends: Sequence[tuple[int, Rows]], receives: Sequence[tuple[int, Receive]]
     ) -> Callable[[], None]:
-        self.most_bytes = max(self.most_bytes, sum(rows_of(rows).nbytes for _, rows in (*sends, *receives)))
+        coming = sum(rows.most_bytes if isinstance(rows, UpTo) else rows.nbytes for _, rows in receives)
+        self.most_bytes = max(self.most_bytes, coming + sum(rows_of(rows).nbytes for _, rows in sends))
         waits = [self._expect(peer, into) for peer, into in receives]
         for peer, rows in sends:
             self._meeting.post(self._rank, peer, rows_of(rows).detach().clone())
@@ -152,13 +153,16 @@ class InProcessTransport(Transport):
         self.start_each(sends, [])
         return lambda: {peer: wait() for peer, wait in waits.items()}
 
-    def _expect(self, peer: int, into: Tensor | None = None) -> Callable[[], Any]:
+    def _expect(self, peer: int, into: Receive | None = None) -> Callable[[], Any]:
         """Says where the next message of `peer` goes that is not expected yet; returns what waits for it and returns it."""
         found: list[Any] = []
 
         def accept() -> None:
             message = self._meeting.take(self._rank, peer)
-            if into is not None:
+            if isinstance(into, UpTo):
+                _check_varied(message, into, peer)
+                into.accept(message)
+            elif into is not None:
                 _check(message, into, peer)
                 into.detach().copy_(message)
             found.append(message)
@@ -195,6 +199,15 @@ def _check(found: Any, into: Tensor, peer: int) -> None:
         what = f"{tuple(found.shape)} of {found.dtype}" if isinstance(found, Tensor) else type(found).__name__
         text = f"rank {peer} sent {what} where {tuple(into.shape)} of {into.dtype} was expected, and is elsewhere"
         raise PeerError(peer, text)
+
+
+def _check_varied(found: Any, into: UpTo, peer: int) -> None:
+    """Raises PeerError unless `found` are bytes, and not too many."""
+    if not isinstance(found, Tensor) or found.dtype != torch.uint8 or found.numel() > into.most_bytes:
+        what = f"{found.nbytes} bytes of {found.dtype}" if isinstance(found, Tensor) else type(found).__name__
+        raise PeerError(
+            peer, f"rank {peer} sent {what} where {into.most_bytes} bytes at most were expected, and is elsewhere"
+        )
 
 
 class InProcessWorld(World):

@@ -22,6 +22,9 @@ from lightning_gnn.comm.shared_memory import Accept, PeerError, SharedMemory
 from lightning_gnn.comm.traffic import Traffic
 from lightning_gnn.comm.watchdog import Watchdog
 
+ALIGNED = 16
+"""Bytes at whose multiples numbers of any size may lie."""
+
 
 @dataclass(frozen=True)
 class Scratch:
@@ -43,6 +46,22 @@ class Scratch:
 
 
 Rows = Tensor | Scratch
+
+
+@dataclass(frozen=True)
+class UpTo:
+    """Takes a message whose sender decides how long it is.
+
+    Attributes:
+        most_bytes: it is not longer.
+        accept: takes its bytes, uint8, and may be given more behind them.
+    """
+
+    most_bytes: int
+    accept: Accept
+
+
+Receive = Tensor | UpTo
 
 
 def rows_of(rows: Rows) -> Tensor:
@@ -78,14 +97,14 @@ class Transport(ABC):
 
     @abstractmethod
     def start_each(
-        self, sends: Sequence[tuple[int, Rows]], receives: Sequence[tuple[int, Tensor]]
+        self, sends: Sequence[tuple[int, Rows]], receives: Sequence[tuple[int, Receive]]
     ) -> Callable[[], None]:
         """Starts to send rows to peers and to receive rows from them; returns the function that waits.
 
         Args:
             sends: a rank and contiguous rows for it, not none; the same rows may go to several. Of the last :meth:`scratch`, or
                 of none.
-            receives: a rank and contiguous memory for its rows, not none.
+            receives: a rank and contiguous memory for its rows, not none; or, on the CPU, what takes a message of bytes.
 
         Raises:
             PeerError: from the returned function (and from here when a peer has not taken what it was sent before).
@@ -172,9 +191,19 @@ class ProcessTransport(Transport):
 
     @override
     def start_each(
-        self, sends: Sequence[tuple[int, Rows]], receives: Sequence[tuple[int, Tensor]]
+        self, sends: Sequence[tuple[int, Rows]], receives: Sequence[tuple[int, Receive]]
     ) -> Callable[[], None]:
-        into = [(peer, _as_bytes(rows)) for peer, rows in receives]
+        into: list[tuple[int, Tensor]] = []  # what gloo or NCCL fill
+        accepts: list[tuple[int, Accept]] = []  # by peers whose memory is mapped
+        varied: list[tuple[UpTo, Tensor]] = []
+        for peer, rows in receives:
+            if peer in self._local:
+                accepts.append((peer, rows.accept if isinstance(rows, UpTo) else _as_bytes(rows).copy_))
+            elif isinstance(rows, UpTo):  # gloo fills as much of the memory as there is
+                varied.append((rows, torch.empty(rows.most_bytes, dtype=torch.uint8)))
+                into.append((peer, varied[-1][1]))
+            else:
+                into.append((peer, _as_bytes(rows)))
         mark = self.watch.mark()
         remote = [
             dist.P2POp(kind, rows, peer, self._group, mark)  # NCCL knows no such tags
@@ -191,7 +220,7 @@ class ProcessTransport(Transport):
             self._leaving = [request for request in self._leaving if not request.done]
             self._leaving += [request for request, op in zip(requests, remote) if op.op is dist.isend]
         # Expected before anything is posted: the peer may do the same, and each must be able to take the other's.
-        expected = [(peer, self._expect(peer, rows.copy_)) for peer, rows in into if peer in self._local]
+        expected = [(peer, self._expect(peer, accept)) for peer, accept in accepts]
         local = [(peer, rows) for peer, rows in sends if peer in self._local]
         if local:
             self._post(local)
@@ -204,6 +233,8 @@ class ProcessTransport(Transport):
                 return
             for request in requests:
                 request.wait()
+            for rows, data in varied:
+                rows.accept(data)
 
         return wait
 

@@ -25,7 +25,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from itertools import pairwise
 from pathlib import Path
@@ -346,6 +346,7 @@ def sum_gradients(parameters: torch.nn.Module | Iterable[Tensor]) -> None:
         gradients.after()
     finally:
         gradients.release()
+    world.begin_step(replace(world.step, number=world.step.number + 1))
 
 
 def broadcast_parameters(module: torch.nn.Module, source: int = 0) -> None:

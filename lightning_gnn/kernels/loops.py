@@ -511,6 +511,66 @@ def shorten(x, short, squares, key, stochastic, low, high):
         squares[row, 0], squares[row, 1] = wrong, total
 
 
+# Rows that are zero ###########################################################
+
+
+@numba.njit
+def _bits(bytes_):
+    found = np.uint8(0)
+    for byte in range(len(bytes_)):
+        found |= bytes_[byte]
+    return found
+
+
+@numba.njit
+def _is_zero(row):
+    return not (_bits(row[:16]) or _bits(row[16:]))  # of most others, the first bytes tell
+
+
+@numba.njit
+def _copy(source, target):
+    for byte in range(len(target)):
+        target[byte] = source[byte]
+
+
+@loop
+def count_nonzero(rows):
+    """Returns how many rows of uint8 ``[R, B]`` have a byte that is not 0."""
+    kept = 0
+    for row in range(len(rows)):
+        if not _is_zero(rows[row]):
+            kept += 1
+    return kept
+
+
+@loop
+def pack_nonzero(rows, out):
+    """Writes a bit for each row of uint8 ``[R, B]``, 1 where a byte is not 0, and behind them those rows; returns how many."""
+    width, place, kept = rows.shape[1], (len(rows) + 7) // 8, 0
+    out[:place] = 0
+    for row in range(len(rows)):
+        if not _is_zero(rows[row]):
+            out[row >> 3] |= np.uint8(1 << (row & 7))
+            _copy(rows[row], out[place : place + width])
+            place += width
+            kept += 1
+    return kept
+
+
+@loop
+def unpack_nonzero(data, out):
+    """Writes the rows that :func:`pack_nonzero` was given; returns how many of them were not zero."""
+    width, place, kept = out.shape[1], (len(out) + 7) // 8, 0
+    for row in range(len(out)):
+        if data[row >> 3] >> (row & 7) & 1:
+            _copy(data[place : place + width], out[row])
+            place += width
+            kept += 1
+        else:
+            out[row] = 0
+    return kept
+
+
 # Building #####################################################################
 
 

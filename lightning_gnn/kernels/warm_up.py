@@ -12,6 +12,7 @@ from lightning_gnn.kernels.codes import dequantise, quantise, shorten
 from lightning_gnn.kernels.csr import CSR
 from lightning_gnn.kernels.run import timed_compilation
 from lightning_gnn.kernels.sums import STATISTICS, RowStatistics, row_statistics_grad, spmm
+from lightning_gnn.kernels.zeros import nonzero_rows, pack_rows, unpack_rows
 
 
 def _statistics(csr: CSR, dtype: torch.dtype) -> None:
@@ -39,11 +40,18 @@ def _codes(csr: CSR, dtype: torch.dtype) -> None:
     dequantise(ends, packed, 8, rows)
 
 
+def _zeros(csr: CSR, dtype: torch.dtype) -> None:
+    rows = torch.ones(1, 2, dtype=dtype)
+    nonzero_rows(rows)
+    unpack_rows(pack_rows(rows, torch.empty(1 + rows.nbytes, dtype=torch.uint8))[1], rows)
+
+
 _GROUPS: dict[str, Callable[[CSR, torch.dtype], object]] = {
     "sums": lambda csr, dtype: spmm(csr, torch.ones(csr.num_cols, 2, dtype=dtype)),
     "statistics": _statistics,
     "attention": _attention,
     "codes": _codes,
+    "zeros": _zeros,
 }
 
 
@@ -51,7 +59,7 @@ def warm_up(groups: Collection[str], dtypes: Collection[torch.dtype]) -> float:
     """Loads loops from disk, and compiles those that are not there; returns the seconds of that, 0 if all were.
 
     Args:
-        groups: of ``"sums"``, ``"statistics"``, ``"attention"`` and ``"codes"``.
+        groups: of ``"sums"``, ``"statistics"``, ``"attention"``, ``"codes"`` and ``"zeros"``.
         dtypes: of the rows.
     """
     # Sources out of order, so that the transpose is sorted, and a permutation of slots is needed.

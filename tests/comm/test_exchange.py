@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from common import CLASSES, FEATURES, Recorder, awkward_graph, build, quiet_trainer
+from common import CLASSES, FEATURES, Recorder, all_rows_sent, awkward_graph, build, quiet_trainer
 from conftest import RankFailed
 
 from lightning_gnn import DGCLStrategy, GraphDataModule, NodeClassifier
@@ -138,7 +138,8 @@ def counted(rank: int, world_size: int, epochs: int, model: str) -> Any:
         DGCLStrategy(timeout=30), world_size, callbacks=[Look()], max_epochs=epochs, limit_val_batches=0
     )
     data = GraphDataModule(awkward_graph(), partition="random")
-    trainer.fit(module, datamodule=data)
+    with all_rows_sent():
+        trainer.fit(module, datamodule=data)
     return seen, data.shard.plan
 
 

@@ -15,6 +15,7 @@ from common import (
     CLASSES,
     FEATURES,
     Recorder,
+    all_rows_sent,
     assert_same,
     awkward_graph,
     build,
@@ -286,7 +287,8 @@ def counted(rank: int, world_size: int, strategy: dict[str, Any]) -> Any:
     module = NodeClassifier(build("gcn"), num_classes=CLASSES).double()
     trainer = quiet_trainer(DGCLStrategy(timeout=30, **strategy), world_size, callbacks=[Look()], limit_val_batches=0)
     data = GraphDataModule(awkward_graph(), partition="random")
-    trainer.fit(module, datamodule=data)
+    with all_rows_sent():
+        trainer.fit(module, datamodule=data)
     return seen, data.shard.halos, data.shard.counts
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from functools import partial
 from itertools import permutations
 from typing import Any
@@ -12,6 +13,7 @@ import pytest
 import torch
 from common import (
     CLASSES,
+    all_rows_sent,
     assert_same,
     awkward_graph,
     campaign,
@@ -188,7 +190,7 @@ def test_advice_predicts_the_bytes(ranks):
     graph, counted, predicted = hubs(), [], []
     owner = np.random.default_rng(6).integers(0, 3, graph.num_nodes)
     for each in (DGCLStrategy, CoverStrategy):
-        counted.append(ranks.run(3, sent, graph, owner, each)[0])
+        counted.append(ranks.run(3, sent, graph, owner, each, "gcn", False)[0])
         module, data = NodeClassifier(MODELS["gcn"](), num_classes=OUT), GraphDataModule(graph, partition=owner)
         [found] = advise_on(Machine.of(3, 1), module, data, only=[Candidate(each)], overhead=0.0)
         predicted.append(found.bytes_sent)
@@ -228,14 +230,16 @@ def sent(
     owner: np.ndarray | None,
     strategy: type[L.pytorch.strategies.Strategy],
     model: str = "gcn",
+    zeros: bool = True,
     **options: Any,
 ) -> float:
-    """Returns the bytes that ranks send in an epoch."""
+    """Returns the bytes that ranks send in an epoch, those of rows of zeros too, or none of these."""
     data, second = GraphDataModule(graph, partition=owner), SecondEpoch()
     trainer = quiet_trainer(
         strategy(self_check=False, **options), size, max_epochs=3, limit_val_batches=0, callbacks=[second]
     )
-    trainer.fit(NodeClassifier(MODELS[model](), num_classes=OUT), datamodule=data)
+    with all_rows_sent() if zeros else nullcontext():
+        trainer.fit(NodeClassifier(MODELS[model](), num_classes=OUT), datamodule=data)
     return second.bytes_sent
 
 
