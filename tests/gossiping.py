@@ -1,4 +1,4 @@
-"""A user's script in which workers train independently, started by test_gossip.py: FOLDER EVENT.
+"""A user's script in which workers train independently, started by test_gossip.py: FOLDER EVENT START_METHOD.
 
 Each worker notes the batches that it has done. ``kill R``: rank R kills itself after some batches. ``slow R``: it sleeps after
 each.
@@ -71,15 +71,17 @@ def new_trainer(folder: Path, event: str, strategy: Any, workers: int = WORKERS,
 
 
 def main() -> None:
-    folder, event = Path(sys.argv[1]), sys.argv[2]
+    folder, event, start_method = Path(sys.argv[1]), sys.argv[2], sys.argv[3]
     L.seed_everything(0)
     data = GraphDataModule("lightning_gnn.planted_partition", GRAPH)
     module = NodeClassifier(GraphSAGE(8, 8, num_layers=2, out_channels=3))
-    strategy = GossipStrategy(2, clusters=CLUSTERS, start_method="fork", lease=3.0, patience=20.0)
+    strategy = GossipStrategy(2, clusters=CLUSTERS, start_method=start_method, lease=3.0, patience=20.0)
     trainer = new_trainer(folder, event, strategy)
     before = module.model.convs[0].lin_l.weight.clone()
     trainer.fit(module, datamodule=data)
     assert not torch.equal(module.model.convs[0].lin_l.weight, before)
+    batches = {rank: counts.batches for rank, counts in strategy.report.items()}
+    print("outcome", json.dumps([batches, strategy.consensus, strategy.result]))
     [found] = trainer.test(module, datamodule=data, verbose=False)  # new ranks, all of them
     print("tested", found["test_acc"])
 

@@ -86,6 +86,7 @@ class ClusterStrategy(GNNStrategy):
         report: what each worker has done in the last `fit`, by rank; see :class:`~lightning_gnn.gossip.worker.Counts`.
         consensus: how far the workers' parameters were from each other at its end, relative to their mean; see
             :meth:`~lightning_gnn.gossip.worker.Worker.consensus`.
+        result: what the module has been given then, in words; empty for one worker.
 
     Raises:
         ValueError: an argument is none of these, or a number below 1.
@@ -133,6 +134,7 @@ class ClusterStrategy(GNNStrategy):
         self.final, self.monitor, self.mode = final, monitor, mode
         self.report: dict[int, Counts] = {}
         self.consensus = 0.0
+        self.result = ""
         self._fit: WorkerFit | None = None  # in fit only
         self._server: StoreServer | None = None
         self._starting: TrainerFn | None = None
@@ -342,10 +344,14 @@ class ClusterStrategy(GNNStrategy):
         self._lost = [rank for rank in range(self.world_size) if rank not in scores]
         if worker.peers is not None:
             undone = 0 if self._module.trainer.should_stop else worker.undone()
-            result = fit.load_result(scores)
+            self.result = fit.load_result(scores)
             worker.part(list(scores), self._server is not None, EXCHANGE_S)
             if self.global_rank == min(scores):
-                show(self.report, self._lost, undone, self.consensus, result)
+                show(self.report, self._lost, undone, self.consensus, self.result)
+
+    @override
+    def outcome(self) -> dict[str, Any]:
+        return {"report": self.report, "consensus": self.consensus, "result": self.result}
 
     @override
     def kept_state(self) -> dict[str, Any]:
@@ -355,6 +361,7 @@ class ClusterStrategy(GNNStrategy):
     def teardown(self) -> None:
         if self._fit is not None:
             self._fit.worker.close()
+            self._fit.release(self._trainer)
         if self._server is not None:
             self._server.stop()
         self._fit = self._server = None
