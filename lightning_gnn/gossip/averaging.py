@@ -96,8 +96,8 @@ class Comparison:
         elif not self._warned:
             self._warned = True
             rank_zero_warn(
-                f"Validation has logged {names}, and neither val_loss nor what a callback monitors: workers are compared by their "
-                "training losses. GossipStrategy(monitor=..., mode=...) names a value of validation."
+                f"Validation has logged {names}, and neither val_loss nor what a callback monitors: workers are compared by "
+                "their training losses. GossipStrategy(monitor=..., mode=...) names a value of validation."
             )
 
     def _candidates(self, trainer: pl.Trainer) -> list[tuple[str, str]]:

@@ -21,13 +21,14 @@ from typing_extensions import override
 from lightning_gnn.arguments import check_choice, check_seed, check_whole, check_words, shown
 from lightning_gnn.callbacks.gossip import GossipMetrics, show
 from lightning_gnn.comm.group import World
+from lightning_gnn.comm.listening import end_for_lost_agents
 from lightning_gnn.comm.peers import (
     STORE_VARIABLE,
     Heartbeat,
     PeerServer,
     SharedKeys,
     StoreAddress,
-    StoreServer,
+    StoreProcess,
     own_address,
 )
 from lightning_gnn.data.shards import Shard
@@ -136,9 +137,10 @@ class ClusterStrategy(GNNStrategy):
         self.consensus = 0.0
         self.result = ""
         self._fit: WorkerFit | None = None  # in fit only
-        self._server: StoreServer | None = None
+        self._store: StoreProcess | None = None
         self._starting: TrainerFn | None = None
         self._lost: list[int] = []
+        self._first = 0  # of the ranks that are left
 
     @property
     @override
@@ -170,6 +172,12 @@ class ClusterStrategy(GNNStrategy):
             raise ValueError(
                 "precision='16-mixed' scales each worker's gradients differently. Use precision='bf16-mixed' or 32."
             )
+
+    @property
+    @override
+    def is_global_zero(self) -> bool:
+        """Whether this rank writes for all: after a fit that rank 0 has not survived, the first that has."""
+        return self.global_rank == self._first
 
     @property
     def _fits(self) -> bool:
@@ -210,6 +218,13 @@ class ClusterStrategy(GNNStrategy):
             )
         self.layout()  # what it refuses, it refuses here on all ranks
         super().setup_environment()
+        self._run = uuid.uuid4().hex
+        if self._fits and self.world_size > 1 and self.global_rank == 0 and STORE_VARIABLE not in os.environ:
+            # It comes up while the graph is partitioned.
+            self._store = StoreProcess(self._host(), self._run, self.world_size, self.lease)
+
+    def _host(self) -> str:
+        return own_address(os.environ["MASTER_ADDR"], self.num_nodes)
 
     @override
     def checked_stages(self, trainer: pl.Trainer) -> Sequence[str]:
@@ -275,17 +290,12 @@ class ClusterStrategy(GNNStrategy):
 
     def _connect(self) -> Peers:
         """Connects this worker to the others; runs on every rank."""
-        world, host = self.world, own_address(os.environ["MASTER_ADDR"], self.num_nodes)
-        given = os.environ.get(STORE_VARIABLE)
-        if given is None and self.global_rank == 0:
-            self._server = StoreServer(host)
-            self._server.start()
-            given = f"{host}:{self._server.port}"
-        address, run = world.broadcast_object((given or "", uuid.uuid4().hex))
+        given = os.environ.get(STORE_VARIABLE) if self._store is None else self._store.address()
+        address, run = self.world.broadcast_object((given or "", self._run))  # rank 0's
         store_host, _, port = address.rpartition(":")
-        store, server = StoreAddress(store_host, int(port), run, EXCHANGE_S), PeerServer(host, EXCHANGE_S)
+        store, server = StoreAddress(store_host, int(port), run, EXCHANGE_S), PeerServer(self._host(), EXCHANGE_S)
         heartbeat = Heartbeat(store, self.global_rank, self.lease)
-        return Peers(store, SharedKeys(store), heartbeat, server, world.all_gather_object(server.address))
+        return Peers(store, SharedKeys(store), heartbeat, server, self.world.all_gather_object(server.address))
 
     @override
     def process_dataloader(self, dataloader: object) -> object:
@@ -345,8 +355,10 @@ class ClusterStrategy(GNNStrategy):
         if worker.peers is not None:
             undone = 0 if self._module.trainer.should_stop else worker.undone()
             self.result = fit.load_result(scores)
-            worker.part(list(scores), self._server is not None, EXCHANGE_S)
-            if self.global_rank == min(scores):
+            worker.part()
+            self._first = min(scores)
+            if self.is_global_zero:
+                end_for_lost_agents({rank // self.num_processes for rank in self._lost})
                 show(self.report, self._lost, undone, self.consensus, self.result)
 
     @override
@@ -362,7 +374,7 @@ class ClusterStrategy(GNNStrategy):
         if self._fit is not None:
             self._fit.worker.close()
             self._fit.release(self._trainer)
-        if self._server is not None:
-            self._server.stop()
-        self._fit = self._server = None
+        if self._store is not None:
+            self._store.leave()
+        self._fit = self._store = None
         super().teardown()

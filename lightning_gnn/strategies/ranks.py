@@ -158,7 +158,7 @@ class RankStrategy(ParallelStrategy):
         """Takes what :meth:`kept_state` gave, perhaps on other ranks."""
 
     def outcome(self) -> dict[str, Any]:
-        """Returns attributes that a call of the Trainer has set; from ranks that last for one call, they go back to the caller."""
+        """Returns attributes that a call of the Trainer has set; ranks that last for one call send them back to the caller."""
         return {}
 
     @override

@@ -282,8 +282,8 @@ def test_all_meet_all(tied, pairing):
 
 
 def test_push_sum_sends_to_all(tied):
-    """Of a worker's 60 vectors, each other one gets 20 in the mean; of uniform draws, any of four workers sends another fewer than 6
-    with a probability of 0.0001, and draws are those of the seed."""
+    """Of a worker's 60 vectors, each other one gets 20 in the mean; of uniform draws, any of four workers sends another fewer
+    than 6 with a probability of 0.0001, and draws are those of the seed."""
     everyone = tied(4, lambda me, peers: PushSum(Pool(1, 1), Pairing(me, 4), 1, peers, 0.0, 0))
     sent: list[Counter[str]] = [Counter() for _ in everyone]
     deadline = time.monotonic() + 30
