@@ -53,6 +53,7 @@ def end_for_lost_agents(agents: Collection[int]) -> None:
         from torch.distributed.elastic.utils import store as barriers
 
         address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+        socket.create_connection((address, port), _AGENT_S).close()  # torch would try again, at length
         store = dist.TCPStore(
             address, port, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=_AGENT_S)
         )

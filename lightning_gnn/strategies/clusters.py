@@ -202,12 +202,15 @@ class ClusterStrategy(GNNStrategy):
     @override
     def before_ranks_start(self, trainer: pl.Trainer | None, given: Sequence[Any], self_check: bool = True) -> None:
         self._starting = None if trainer is None else trainer.state.fn
-        # Workers of a fit do without each other; all others wait for each other in every layer.
-        self.scheme.survives_lost_ranks = self.others_go_on and self._fits and self.world_size > 1
+        self._note_who_needs_whom()
         try:
             super().before_ranks_start(trainer, given, self_check)
         finally:
             self._starting = None
+
+    def _note_who_needs_whom(self) -> None:
+        """Workers of a fit do without each other; all others wait for each other in every layer."""
+        self.scheme.survives_lost_ranks = self.others_go_on and self._fits and self.world_size > 1
 
     @override
     def setup_environment(self) -> None:
@@ -216,6 +219,7 @@ class ClusterStrategy(GNNStrategy):
                 f"Rank(s) {', '.join(map(str, self._lost))} ended during fit, and this needs all {self.world_size}. The "
                 "result is in the module: save a checkpoint, and validate, test or predict in a new run."
             )
+        self._note_who_needs_whom()
         self.layout()  # what it refuses, it refuses here on all ranks
         super().setup_environment()
         self._run = uuid.uuid4().hex

@@ -817,6 +817,75 @@ def test_the_others_live(ran, event):
     assert len(counts) == CLUSTERS and sum(counts.values()) >= CLUSTERS * EPOCHS - 2
 
 
+FIRST_PROCESS = """
+import subprocess, sys
+first = subprocess.Popen([sys.executable, *sys.argv[1:]], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+print(first.stdout.read())  # of all that it has started, the store included
+print("first process:", first.wait())
+"""
+
+
+def script(folder: Path) -> Finished:
+    started = (REPOSITORY / "tests" / "gossiping.py", folder, "kill 0", "popen")
+    return run("-c", FIRST_PROCESS, *started, cwd=folder, timeout=280)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(400)
+@pytest.mark.program(runs=script)
+def test_a_script_goes_on_without_its_first_process(ran):
+    """Rank 0 is killed, which had started the others and their store; they come to a result, and the first of them saves it."""
+    folder, finished = ran
+    output = finished.succeeded().output
+    assert "first process: -9" in output and "0 (lost)" in output and "left undone" not in output
+    check_outcome(folder, output, (0,))
+    check_saved(folder, output)
+
+
+def check_saved(folder: Path, output: str) -> None:
+    """The first of those that are left has written the result."""
+    assert "weights, of best val_loss" in output
+    found = torch.load(folder / "result.ckpt", weights_only=True)
+    assert any(key.endswith("lin_l.weight") for key in found["state_dict"]) and found["epoch"] == EPOCHS
+
+
+AGENTS = """
+import socket, subprocess, sys, time
+with socket.create_server(("127.0.0.1", 0)) as free:
+    where = ["--master-addr", "127.0.0.1", "--master-port", str(free.getsockname()[1])]
+ranks = [sys.executable, "-m", "torch.distributed.run", "--nnodes", "2", "--nproc-per-node", "2", *where]
+agents = [subprocess.Popen([*ranks, "--node-rank", str(agent), *sys.argv[1:]]) for agent in range(2)]
+ended = {}
+while len(ended) < 2:
+    time.sleep(0.1)
+    ended |= {which: time.monotonic() for which, agent in enumerate(agents) if which not in ended and agent.poll() is not None}
+print("agents:", *(agent.returncode for agent in agents), "apart:", max(ended.values()) - min(ended.values()))
+"""
+
+
+def torchrun(folder: Path, agent: int) -> Finished:
+    started = (REPOSITORY / "tests" / "gossiping.py", folder, f"agent {2 * agent}", "popen")
+    return run("-c", AGENTS, *started, cwd=folder, timeout=380)
+
+
+@pytest.mark.campaign
+@pytest.mark.slow
+@pytest.mark.timeout(400)
+@pytest.mark.program(runs=torchrun)
+@pytest.mark.parametrize("agent", [0, 1])
+def test_after_a_lost_agent_of_torchrun_the_other_ends(ran, agent):
+    """By itself, with the result, and without the 300 s that torchrun's agents wait for each other; with agent 0, rank 0 and the
+    store of torchrun are gone, too."""
+    folder, finished = ran
+    output = finished.succeeded().output
+    codes, seconds = re.findall(r"agents: (.*) apart: (.*)", output)[0]
+    assert codes == ("-9 0" if agent == 0 else "0 -9") and float(seconds) < 150
+    lost = (2 * agent, 2 * agent + 1)
+    assert all(f"{rank} (lost)" in output for rank in lost) and "left undone" not in output
+    check_outcome(folder, output, lost)
+    check_saved(folder, output)
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(400)
 @pytest.mark.program(runs=gossip)
