@@ -4,13 +4,14 @@
         [--epochs 30] [--clusters 40] [--json FILE]
 
 2-layer GraphSAGE of 64, learning rate 0.01, dropout 0.2; splits of 60/20/20 %. Two results of each run are tested on the whole
-graph: the weights of the worker that was best in validation, and the mean of all workers' weights. Beside them the same model on one
-device, by Cluster-GCN (all clusters in one worker), and by as many full-graph steps as `--steps` says.
+graph: the weights of the worker that was best in validation, and the mean of all workers' weights. Beside them the same model on
+one device, by Cluster-GCN (all clusters in one worker), and by as many full-graph steps as ``--steps`` says.
 """
 
 from __future__ import annotations
 
 import argparse
+import shutil
 import tempfile
 from itertools import product
 from pathlib import Path
@@ -19,6 +20,7 @@ from typing import Any
 
 import lightning as L
 import torch
+import torch.nn.functional as F
 from common import QUIET, SHARED, report
 from sampling_epochs import load
 from torch_geometric.data import Data
@@ -30,18 +32,21 @@ from lightning_gnn import GossipStrategy, GraphDataModule, NodeClassifier
 HIDDEN = 64
 
 
-def graph(name: str) -> Data:
-    """Returns a graph by name."""
-    if name in ("cora", "dblp"):
-        import shutil
+CITATIONS: dict[str, tuple[str, Any]] = {
+    "cora": ("planetoid", lambda root: Planetoid(root, "Cora")),
+    "dblp": ("citation_full", lambda root: CitationFull(root, "DBLP")),
+}
 
-        with tempfile.TemporaryDirectory() as folder:  # PyG writes beside the raw files
-            source = "planetoid" if name == "cora" else "citation_full"
-            shutil.copytree(SHARED / "data" / source, f"{folder}/{source}")
-            kind = Planetoid if name == "cora" else CitationFull
-            found = kind(f"{folder}/{source}", "Cora" if name == "cora" else "DBLP")[0]
-        return Data(x=torch.nn.functional.normalize(found.x), edge_index=found.edge_index, y=found.y)
-    return load(name)
+
+def graph(name: str) -> Data:
+    """Returns a graph by name, without its split."""
+    if name not in CITATIONS:
+        return load(name)
+    folder, make = CITATIONS[name]
+    with tempfile.TemporaryDirectory() as scratch:  # PyG writes beside the raw files
+        shutil.copytree(SHARED / "data" / folder, f"{scratch}/{folder}")
+        found = make(f"{scratch}/{folder}")[0]
+    return Data(x=F.normalize(found.x), edge_index=found.edge_index, y=found.y)
 
 
 class Kept(L.Callback):
