@@ -1,7 +1,7 @@
-"""A user's script in which workers train independently, started by test_gossip.py: FOLDER EVENT.
+"""A user's script in which workers train independently, started by test_gossip.py: FOLDER EVENT START_METHOD.
 
 Each worker notes the batches that it has done. ``kill R``: rank R kills itself after some batches. ``slow R``: it sleeps after
-each.
+each. ``agent R``: it kills the agent of torchrun that has started it, and all of its ranks.
 """
 
 import json
@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import lightning as L
+import psutil
 import torch
 from torch_geometric.nn.models import GraphSAGE
 
@@ -38,6 +39,11 @@ class Notes(L.Callback):
                 time.sleep(SLEEP_S)
             elif self.what == "kill" and trainer.global_step == 3:
                 os.kill(os.getpid(), signal.SIGKILL)
+            elif self.what == "agent" and trainer.global_step == 3:
+                agent = psutil.Process(os.getppid())
+                for process in sorted(agent.children(), key=lambda process: process.pid == os.getpid()):
+                    agent.kill()
+                    process.kill()
         else:
             time.sleep(0.02)  # all of them get some
 
@@ -71,17 +77,23 @@ def new_trainer(folder: Path, event: str, strategy: Any, workers: int = WORKERS,
 
 
 def main() -> None:
-    folder, event = Path(sys.argv[1]), sys.argv[2]
+    folder, event, start_method = Path(sys.argv[1]), sys.argv[2], sys.argv[3]
     L.seed_everything(0)
     data = GraphDataModule("lightning_gnn.planted_partition", GRAPH)
     module = NodeClassifier(GraphSAGE(8, 8, num_layers=2, out_channels=3))
-    strategy = GossipStrategy(2, clusters=CLUSTERS, start_method="fork", lease=3.0, patience=20.0)
-    trainer = new_trainer(folder, event, strategy)
+    strategy = GossipStrategy(2, clusters=CLUSTERS, start_method=start_method, lease=3.0, patience=20.0)
+    machines, workers = int(os.environ.get("GROUP_WORLD_SIZE", 1)), int(os.environ.get("LOCAL_WORLD_SIZE", WORKERS))
+    trainer = new_trainer(folder, event, strategy, workers, num_nodes=machines)
     before = module.model.convs[0].lin_l.weight.clone()
     trainer.fit(module, datamodule=data)
     assert not torch.equal(module.model.convs[0].lin_l.weight, before)
-    [found] = trainer.test(module, datamodule=data, verbose=False)  # new ranks, all of them
-    print("tested", found["test_acc"])
+    if trainer.is_global_zero:
+        batches = {rank: counts.batches for rank, counts in strategy.report.items()}
+        print("outcome", json.dumps([batches, strategy.consensus, strategy.result]))
+    trainer.save_checkpoint(folder / "result.ckpt")
+    if start_method != "popen":  # else some are lost
+        [found] = trainer.test(module, datamodule=data, verbose=False)  # new ranks, all of them
+        print("tested", found["test_acc"])
 
 
 if __name__ == "__main__":

@@ -1,7 +1,8 @@
 """How workers that train independently reach each other: a store of keys, heartbeats, peer servers. No collective but one.
 
-The store is a TCPStore in the process that starts the ranks, where that is none of them: then any rank may die. Vectors travel
-over sockets of our own: multiprocessing.connection has no deadlines for connecting, for its handshake or within a message.
+The store is a TCPStore in the process that starts the ranks, where that is none of them, or in one of its own: any rank may die.
+Vectors travel over sockets of our own: multiprocessing.connection has no deadlines for connecting, for its handshake or within a
+message.
 """
 
 from __future__ import annotations
@@ -10,6 +11,8 @@ import contextlib
 import os
 import socket
 import struct
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -22,6 +25,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from lightning_gnn.comm import store_process
 from lightning_gnn.comm.group import CommunicationError
 from lightning_gnn.comm.listening import gloo_beside
 
@@ -79,6 +83,44 @@ def store_for_children(wanted: bool) -> Iterator[StoreServer | None]:
     finally:
         os.environ.pop(STORE_VARIABLE, None)
         server.stop()
+
+
+class StoreProcess:
+    """A store in a process of its own, which a rank starts and which outlives it: it ends soon after the last worker.
+
+    Args:
+        host: of this machine, as the workers know it.
+        run: prefix of their keys.
+        size: how many workers there are.
+        lease: seconds without a heartbeat after which a worker counts as dead.
+    """
+
+    def __init__(self, host: str, run: str, size: int, lease: float) -> None:
+        self._host = host
+        self._process = subprocess.Popen(
+            [sys.executable, store_process.__file__, host, run, str(size), str(lease)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            start_new_session=True,  # torchrun and Ctrl-C end whole groups of processes
+        )
+
+    def address(self) -> str:
+        """Returns ``host:port``, once it answers; raises CommunicationError if it does not."""
+        assert self._process.stdout is not None
+        port = self._process.stdout.readline().decode().strip()
+        if not port:
+            raise CommunicationError(
+                f"The store of the workers could not be started on {self._host}: its process ended with status "
+                f"{self._process.wait()}."
+            )
+        return f"{self._host}:{port}"
+
+    def leave(self) -> None:
+        """Leaves it to the workers that are left."""
+        for pipe in (self._process.stdin, self._process.stdout):
+            assert pipe is not None
+            pipe.close()
+        threading.Thread(target=self._process.wait, daemon=True, name="waits for the workers' store").start()
 
 
 def own_address(main: str, num_machines: int) -> str:

@@ -12,6 +12,7 @@ import os
 import struct
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Final
 
@@ -135,11 +136,11 @@ def exit_status(pid: int) -> int | None:
     return os.waitstatus_to_exitcode(int(fields[_EXIT_STATUS])) if fields[0] in "ZX" else None
 
 
-def end_with_parent(parent: int) -> None:
-    """Ends this process, from a thread, soon after its parent is gone."""
+def end_with_parent(parent: int, unless: Callable[[], bool] = lambda: False) -> None:
+    """Ends this process, from a thread, soon after its parent is gone; but not as long as `unless` says so."""
 
     def watch() -> None:
-        while os.getppid() == parent:
+        while os.getppid() == parent or unless():
             time.sleep(0.5)
         os._exit(1)
 

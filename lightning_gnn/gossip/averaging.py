@@ -10,6 +10,7 @@ from typing import Any, Literal
 
 import lightning.pytorch as pl
 import torch
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor
 
 from lightning_gnn.gossip.worker import Scores
@@ -64,6 +65,7 @@ class Comparison:
         self._final, self._monitor, self._mode = final, monitor, mode
         self._score: float | None = None
         self._chosen_by: tuple[str, str] | None = None
+        self._warned = False
         self.losses: list[Tensor] = []
         self.training_loss: float | None = None
 
@@ -75,21 +77,27 @@ class Comparison:
 
     def end_validation(self, trainer: pl.Trainer) -> None:
         """Keeps what the result is chosen by; raises ValueError if validation has not logged it."""
-        if self._final == "average":
+        if not self.compares:
             return
         candidates = self._candidates(trainer)
-        logged = {each.meta.name for each in (trainer._results or {}).values()}
+        logged = {} if trainer._results is None else trainer._results.metrics(on_step=False)["callback"]
         self._chosen_by = next(((name, mode) for name, mode in candidates if name in logged), None)
+        names = ", ".join(sorted(logged)) or "nothing"
         if self._chosen_by is not None:
             name, mode = self._chosen_by
             if not trainer.sanity_checking:
                 found = float(trainer.callback_metrics[name])
                 self._score = found if mode == "min" else -found
         elif self._final == "best" or self._monitor is not None:
-            names = ", ".join(sorted(logged)) or "nothing"
             raise ValueError(
                 f"final={self._final!r} compares workers by monitor={candidates[0][0]!r}, which validation_step has not logged "
                 f'(it logged {names}). Name one of these, with its mode, or use final="average".'
+            )
+        elif not self._warned:
+            self._warned = True
+            rank_zero_warn(
+                f"Validation has logged {names}, and neither val_loss nor what a callback monitors: workers are compared by "
+                "their training losses. GossipStrategy(monitor=..., mode=...) names a value of validation."
             )
 
     def _candidates(self, trainer: pl.Trainer) -> list[tuple[str, str]]:
@@ -99,6 +107,11 @@ class Comparison:
         callbacks: list[Any] = [*trainer.checkpoint_callbacks, *trainer.early_stopping_callbacks]
         monitored = [(each.monitor, each.mode) for each in callbacks if getattr(each, "monitor", None) is not None]
         return [*monitored, ("val_loss", "min")]
+
+    @property
+    def compares(self) -> bool:
+        """Whether values of validation make a difference to the result."""
+        return self._final != "average"
 
     @property
     def scores(self) -> Scores:

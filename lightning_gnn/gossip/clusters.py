@@ -35,6 +35,11 @@ class Clusters:
         order = np.random.default_rng((self._seed, epoch)).permutation(self.trained)
         return order[batch * self._per_batch : (batch + 1) * self._per_batch].tolist()
 
+    def validated(self) -> list[int]:
+        """Returns the clusters with validation nodes in an order drawn once, the same on all workers: the first of them, as of
+        ``limit_val_batches``, are a sample of all, and workers that validate on these can be compared."""
+        return np.random.default_rng(self._seed).permutation(self.labelled("val_mask")).tolist()
+
     def labelled(self, mask: str) -> list[int]:
         return np.flatnonzero(self._cut.mask_counts[mask]).tolist()
 

@@ -24,12 +24,13 @@ class WorkerFit(pl.Callback):
         self._module, self._clusters = module, clusters
         self._averages = Averages(module, gradients)
         self._pooled: PooledBatches | None = None
+        self._validates_every: int | None = None  # epochs, as the Trainer was told
 
     def batches(self, mask: str | None, saved: dict[str, Any]) -> PooledBatches | ClusterBatches | None:
         """Returns the pool's batches for training, the clusters with validation nodes for validation, None for the rest. `saved`
         is the :meth:`position` of the checkpoint that the run resumes with; empty without one."""
         if mask == "val_mask":
-            return ClusterBatches(self._clusters, self._clusters.labelled("val_mask"))
+            return ClusterBatches(self._clusters, self._clusters.validated())
         if mask != "train_mask" or self._pooled is not None:
             return self._pooled if mask == "train_mask" else None
         trainer, pool = self._module.trainer, self.worker.pool
@@ -83,6 +84,18 @@ class WorkerFit(pl.Callback):
                 "Validation during fit is approximate: each worker validates its own weights, on clusters without the edges "
                 "between them. trainer.validate and trainer.test, after fit, are exact."
             )
+
+    @override
+    def on_train_epoch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Has the last epoch validated, whatever ``check_val_every_n_epoch`` is: workers are compared by their last weights."""
+        epochs, every = trainer.max_epochs, trainer.check_val_every_n_epoch
+        if self.worker.size > 1 and self.comparison.compares and every and trainer.current_epoch + 1 == epochs:
+            self._validates_every, trainer.check_val_every_n_epoch = every, epochs if epochs % every else every
+
+    def release(self, trainer: pl.Trainer) -> None:
+        """Leaves the Trainer as its user made it."""
+        if self._validates_every is not None:
+            trainer.check_val_every_n_epoch = self._validates_every
 
     @override
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:

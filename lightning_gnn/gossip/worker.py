@@ -258,17 +258,10 @@ class Worker:
         assert found is not None
         return found
 
-    def part(self, workers: Sequence[int], stay: bool, seconds: float) -> None:
-        """Parts from the others; who keeps the store stays until those of `workers` that live have gone."""
-        if self.peers is None:
-            return
-        self.peers.keys.add(f"gone/{self.me}", 1)
-        deadline = time.monotonic() + seconds
-        while stay and time.monotonic() < deadline:
-            here = [worker for worker in workers if not self.peers.keys.add(f"gone/{worker}", 0)]
-            if not any(self.peers.heartbeat.is_alive(worker) for worker in here):
-                break
-            time.sleep(_REST_S)
+    def part(self) -> None:
+        """Parts from the others."""
+        if self.peers is not None:
+            self.peers.keys.add(f"gone/{self.me}", 1)
         self.close()
 
     def close(self) -> None:

@@ -213,6 +213,7 @@ def _collect(trainer: pl.Trainer) -> dict[str, Any]:
         "best_model_path": getattr(trainer.checkpoint_callback, "best_model_path", None),
         "callback_metrics": dict(trainer.callback_metrics),
         "fit_loop": trainer.fit_loop.state_dict(),
+        "outcome": trainer.strategy.outcome(),  # type: ignore[attr-defined]
     }
 
 
@@ -224,3 +225,5 @@ def _restore(trainer: pl.Trainer, results: dict[str, Any]) -> None:
         trainer.checkpoint_callback.best_model_path = results["best_model_path"]  # type: ignore[attr-defined]
     trainer.state = results["state"]
     trainer.callback_metrics.update(results["callback_metrics"])
+    for name, value in results["outcome"].items():
+        setattr(trainer.strategy, name, value)

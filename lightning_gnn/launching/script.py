@@ -49,8 +49,10 @@ STARTED_BY = "LIGHTNING_GNN_STARTED_BY"
 # The started ranks belong to the process, not to one Trainer: they follow it through the script.
 _supervisor: Supervisor | None = None
 _reporter: Reporter | None = None
-_parent: int | None = None  # of a started rank, until its first Trainer is made
+_parent: int | None = None  # of a started rank
+_watches = False  # it, from its first Trainer on
 _waits = False  # in a started rank, until its first call of a Trainer
+_goes_on = False  # in a started rank that needs no other, its parent included
 _size: int | None = None  # the number of ranks, where this package has started them
 
 
@@ -92,11 +94,11 @@ class ScriptLauncher(_Launcher):
     """
 
     def __init__(self, strategy: GNNStrategy) -> None:
-        global _parent
+        global _watches
         self._strategy = strategy
-        if _parent is not None:
-            end_with_parent(_parent)
-            _parent = None
+        if _parent is not None and not _watches:
+            end_with_parent(_parent, unless=lambda: _goes_on)
+            _watches = True
 
     @property
     @override
@@ -108,7 +110,7 @@ class ScriptLauncher(_Launcher):
 
     @override
     def launch(self, function: Callable[..., Any], *args: Any, trainer: pl.Trainer | None = None, **kwargs: Any) -> Any:
-        global _waits
+        global _waits, _goes_on
         environment, strategy = self._strategy.cluster_environment, self._strategy
         assert environment is not None
         environment.validate_settings(num_devices=strategy.num_processes, num_nodes=strategy.num_nodes)
@@ -116,6 +118,7 @@ class ScriptLauncher(_Launcher):
         if _reporter is not None and _waits:  # in a started rank, at its first call of a Trainer
             _waits = False
             _reporter.wait_for_start()
+        _goes_on = _goes_on and os.getppid() != _parent  # this call needs all ranks, and says so where one is gone
         args = with_whole_last(trainer, args)
         if not environment.creates_processes_externally:
             self._start(lambda: strategy.before_ranks_start(trainer, (*args, *kwargs.values())))
@@ -230,7 +233,9 @@ class ScriptLauncher(_Launcher):
 
     def ranks_are_independent(self) -> None:
         """Reports, in a rank, that from now on none needs another."""
+        global _goes_on
         if _reporter is not None:
+            _goes_on = self._strategy.scheme.survives_lost_ranks
             _reporter.send("independent")
         elif _supervisor is not None:
             _supervisor.independent = True

@@ -21,13 +21,14 @@ from typing_extensions import override
 from lightning_gnn.arguments import check_choice, check_seed, check_whole, check_words, shown
 from lightning_gnn.callbacks.gossip import GossipMetrics, show
 from lightning_gnn.comm.group import World
+from lightning_gnn.comm.listening import end_for_lost_agents
 from lightning_gnn.comm.peers import (
     STORE_VARIABLE,
     Heartbeat,
     PeerServer,
     SharedKeys,
     StoreAddress,
-    StoreServer,
+    StoreProcess,
     own_address,
 )
 from lightning_gnn.data.shards import Shard
@@ -86,6 +87,7 @@ class ClusterStrategy(GNNStrategy):
         report: what each worker has done in the last `fit`, by rank; see :class:`~lightning_gnn.gossip.worker.Counts`.
         consensus: how far the workers' parameters were from each other at its end, relative to their mean; see
             :meth:`~lightning_gnn.gossip.worker.Worker.consensus`.
+        result: what the module has been given then, in words; empty for one worker.
 
     Raises:
         ValueError: an argument is none of these, or a number below 1.
@@ -133,10 +135,12 @@ class ClusterStrategy(GNNStrategy):
         self.final, self.monitor, self.mode = final, monitor, mode
         self.report: dict[int, Counts] = {}
         self.consensus = 0.0
+        self.result = ""
         self._fit: WorkerFit | None = None  # in fit only
-        self._server: StoreServer | None = None
+        self._store: StoreProcess | None = None
         self._starting: TrainerFn | None = None
         self._lost: list[int] = []
+        self._first = 0  # of the ranks that are left
 
     @property
     @override
@@ -170,6 +174,12 @@ class ClusterStrategy(GNNStrategy):
             )
 
     @property
+    @override
+    def is_global_zero(self) -> bool:
+        """Whether this rank writes for all: after a fit that rank 0 has not survived, the first that has."""
+        return self.global_rank == self._first
+
+    @property
     def _fits(self) -> bool:
         state = getattr(self._trainer, "state", None)
         return (self._starting or getattr(state, "fn", None)) == TrainerFn.FITTING
@@ -192,12 +202,15 @@ class ClusterStrategy(GNNStrategy):
     @override
     def before_ranks_start(self, trainer: pl.Trainer | None, given: Sequence[Any], self_check: bool = True) -> None:
         self._starting = None if trainer is None else trainer.state.fn
-        # Workers of a fit do without each other; all others wait for each other in every layer.
-        self.scheme.survives_lost_ranks = self.others_go_on and self._fits and self.world_size > 1
+        self._note_who_needs_whom()
         try:
             super().before_ranks_start(trainer, given, self_check)
         finally:
             self._starting = None
+
+    def _note_who_needs_whom(self) -> None:
+        """Workers of a fit do without each other; all others wait for each other in every layer."""
+        self.scheme.survives_lost_ranks = self.others_go_on and self._fits and self.world_size > 1
 
     @override
     def setup_environment(self) -> None:
@@ -206,8 +219,16 @@ class ClusterStrategy(GNNStrategy):
                 f"Rank(s) {', '.join(map(str, self._lost))} ended during fit, and this needs all {self.world_size}. The "
                 "result is in the module: save a checkpoint, and validate, test or predict in a new run."
             )
+        self._note_who_needs_whom()
         self.layout()  # what it refuses, it refuses here on all ranks
         super().setup_environment()
+        self._run = uuid.uuid4().hex
+        if self._fits and self.world_size > 1 and self.global_rank == 0 and STORE_VARIABLE not in os.environ:
+            # It comes up while the graph is partitioned.
+            self._store = StoreProcess(self._host(), self._run, self.world_size, self.lease)
+
+    def _host(self) -> str:
+        return own_address(os.environ["MASTER_ADDR"], self.num_nodes)
 
     @override
     def checked_stages(self, trainer: pl.Trainer) -> Sequence[str]:
@@ -273,17 +294,12 @@ class ClusterStrategy(GNNStrategy):
 
     def _connect(self) -> Peers:
         """Connects this worker to the others; runs on every rank."""
-        world, host = self.world, own_address(os.environ["MASTER_ADDR"], self.num_nodes)
-        given = os.environ.get(STORE_VARIABLE)
-        if given is None and self.global_rank == 0:
-            self._server = StoreServer(host)
-            self._server.start()
-            given = f"{host}:{self._server.port}"
-        address, run = world.broadcast_object((given or "", uuid.uuid4().hex))
+        given = os.environ.get(STORE_VARIABLE) if self._store is None else self._store.address()
+        address, run = self.world.broadcast_object((given or "", self._run))  # rank 0's
         store_host, _, port = address.rpartition(":")
-        store, server = StoreAddress(store_host, int(port), run, EXCHANGE_S), PeerServer(host, EXCHANGE_S)
+        store, server = StoreAddress(store_host, int(port), run, EXCHANGE_S), PeerServer(self._host(), EXCHANGE_S)
         heartbeat = Heartbeat(store, self.global_rank, self.lease)
-        return Peers(store, SharedKeys(store), heartbeat, server, world.all_gather_object(server.address))
+        return Peers(store, SharedKeys(store), heartbeat, server, self.world.all_gather_object(server.address))
 
     @override
     def process_dataloader(self, dataloader: object) -> object:
@@ -342,10 +358,16 @@ class ClusterStrategy(GNNStrategy):
         self._lost = [rank for rank in range(self.world_size) if rank not in scores]
         if worker.peers is not None:
             undone = 0 if self._module.trainer.should_stop else worker.undone()
-            result = fit.load_result(scores)
-            worker.part(list(scores), self._server is not None, EXCHANGE_S)
-            if self.global_rank == min(scores):
-                show(self.report, self._lost, undone, self.consensus, result)
+            self.result = fit.load_result(scores)
+            worker.part()
+            self._first = min(scores)
+            if self.is_global_zero:
+                end_for_lost_agents({rank // self.num_processes for rank in self._lost})
+                show(self.report, self._lost, undone, self.consensus, self.result)
+
+    @override
+    def outcome(self) -> dict[str, Any]:
+        return {"report": self.report, "consensus": self.consensus, "result": self.result}
 
     @override
     def kept_state(self) -> dict[str, Any]:
@@ -355,7 +377,8 @@ class ClusterStrategy(GNNStrategy):
     def teardown(self) -> None:
         if self._fit is not None:
             self._fit.worker.close()
-        if self._server is not None:
-            self._server.stop()
-        self._fit = self._server = None
+            self._fit.release(self._trainer)
+        if self._store is not None:
+            self._store.leave()
+        self._fit = self._store = None
         super().teardown()

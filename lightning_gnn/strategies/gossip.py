@@ -48,7 +48,7 @@ class GossipStrategy(ClusterStrategy):
         **options: see :class:`~lightning_gnn.strategies.clusters.ClusterStrategy`.
 
     Attributes:
-        report, consensus: see :class:`~lightning_gnn.strategies.clusters.ClusterStrategy`.
+        report, consensus, result: see :class:`~lightning_gnn.strategies.clusters.ClusterStrategy`.
 
     Raises:
         ValueError: an argument is none of these, or a number below 1.

@@ -157,6 +157,10 @@ class RankStrategy(ParallelStrategy):
     def take_state(self, state: Mapping[str, Any]) -> None:
         """Takes what :meth:`kept_state` gave, perhaps on other ranks."""
 
+    def outcome(self) -> dict[str, Any]:
+        """Returns attributes that a call of the Trainer has set; ranks that last for one call send them back to the caller."""
+        return {}
+
     @override
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
         checkpoint = super().load_checkpoint(checkpoint_path, weights_only)

@@ -7,9 +7,12 @@ from __future__ import annotations
 
 import copy
 import csv
+import itertools
+import json
 import random
 import re
 import time
+import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -257,6 +260,49 @@ def test_a_prompt_worker_serves_between_its_intervals(tied, pairing, prompt):
     assert not other.peers.server.notified()
 
 
+@pytest.mark.parametrize("pairing", ["any", "prompt"])
+def test_all_meet_all(tied, pairing):
+    """Workers choose in turns while the others are free: each pair comes to 80 / 3 of 160 meetings in the mean.
+
+    Of uniform draws, one of the six pairs has fewer than 12 with a probability of 0.0004; the seed draws the same in each run.
+    """
+    everyone = tied(4, lambda me, peers: Worker(Pool(1, 1), Pairing(me, 4, pairing), 1, peers, 20.0, 0))
+    with ThreadPoolExecutor(1) as pool:
+        for turn in range(160):
+            chooser = everyone[turn % 4]
+            for worker in everyone:  # of "any", each looks at its interval only
+                worker.interval = 1 if worker is chooser or pairing == "any" else 10**9
+            chooses = pool.submit(chooser.meet, lambda: torch.ones(1))
+            while not chooses.done():
+                for worker in everyone:
+                    state = worker.peers.keys.get(f"worker/{worker.me}")
+                    if worker is not chooser and state.startswith("chosen"):
+                        worker.meet(lambda: torch.ones(1))
+    check_pairs(everyone, 160, 12)
+
+
+def test_push_sum_sends_to_all(tied):
+    """Of a worker's 60 vectors, each other one gets 20 in the mean; of uniform draws, any of four workers sends another fewer
+    than 6 with a probability of 0.0001, and draws are those of the seed."""
+    everyone = tied(4, lambda me, peers: PushSum(Pool(1, 1), Pairing(me, 4), 1, peers, 0.0, 0))
+    sent: list[Counter[str]] = [Counter() for _ in everyone]
+    deadline = time.monotonic() + 30
+    while min(each.total() for each in sent) < 60 and time.monotonic() < deadline:
+        for worker, partners in zip(everyone, sent):
+            worker.meet(lambda: torch.ones(2, dtype=torch.float64))
+            if partners.total() < 60:
+                partners.update(Counter(worker.counts.partners) - partners)
+    assert all(partners.total() == 60 and min(partners.values()) >= 6 and len(partners) == 3 for partners in sent), sent
+
+
+def check_pairs(everyone: list[Worker], meetings: int, least: int) -> None:
+    """Each pair of workers has met so often at least, and both know of it."""
+    met = [[worker.counts.partners.get(str(other), 0) for other in range(len(everyone))] for worker in everyone]
+    for one, other in itertools.combinations(range(len(everyone)), 2):
+        assert met[one][other] == met[other][one] >= least, met
+    assert sum(map(sum, met)) == 2 * meetings
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
@@ -293,6 +339,7 @@ def test_yaml(tmp_path):
 class Kept(L.Callback):
     def __init__(self) -> None:
         self.batches: list[Data] = []
+        self.validated: list[tuple[int, list[int]]] = []  # in which epoch, and the least node of each batch
         self.own = torch.zeros(0)  # at the end, before workers come to one result
         self.training_loss: float | None = None
 
@@ -304,9 +351,17 @@ class Kept(L.Callback):
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Data, batch_idx: int) -> None:
         self.batches.append(batch)
 
+    def on_validation_start(self, trainer: Any, pl_module: Any) -> None:
+        self.validated.append((trainer.current_epoch, []))
 
-def module_of(model: str = "sage", lr: float = 0.05) -> NodeClassifier:
-    return NodeClassifier(build(model), num_classes=CLASSES, lr=lr).double()
+    def on_validation_batch_end(
+        self, trainer: Any, pl_module: Any, outputs: Any, batch: Data, batch_idx: int, dataloader_idx: int = 0
+    ) -> None:
+        self.validated[-1][1].append(int(batch.n_id.min()))
+
+
+def module_of(model: str = "sage", lr: float = 0.05, kind: type[NodeClassifier] = NodeClassifier) -> NodeClassifier:
+    return kind(build(model), num_classes=CLASSES, lr=lr).double()
 
 
 def test_on_one_device_it_is_cluster_gcn(tmp_path, caplog):
@@ -379,14 +434,18 @@ def trained(
     event: str = "",
     save: Path | None = None,
     load: Path | None = None,
+    kind: type[NodeClassifier] = NodeClassifier,
     **trainer: Any,
 ) -> dict[str, Any]:
-    module, kept = module_of(model), Kept()
+    module, kept = module_of(model, kind=kind), Kept()
     strategy = GossipStrategy(**{"clusters": CLUSTERS, "timeout": 60, "seed": 1, **options})
     run = new_trainer(folder, event, strategy, world_size, **trainer)
     run.callbacks.append(kept)
     data = GraphDataModule(awkward_graph())
-    run.fit(module, datamodule=data, ckpt_path=load, weights_only=False)
+    with warnings.catch_warnings(record=True) as warned:
+        warnings.simplefilter("always")
+        run.fit(module, datamodule=data, ckpt_path=load, weights_only=False)
+    told = [re.findall("Validation has logged (.*), and neither val_loss", str(each.message)) for each in warned]
     weights, logged = copy.deepcopy(module.state_dict()), {**run.callback_metrics}
     if save is not None:
         run.save_checkpoint(save)
@@ -397,6 +456,10 @@ def trained(
         "report": strategy.report,
         "consensus": strategy.consensus,
         "own": kept.own,
+        "validated": kept.validated,
+        "said": strategy.result,
+        "warned": [*itertools.chain(*told)],
+        "every": run.check_val_every_n_epoch,
         "result": torch.nn.utils.parameters_to_vector(module.parameters()).detach(),
         "logged": {name: float(value) for name, value in logged.items()},
         "training_loss": kept.training_loss,
@@ -444,34 +507,87 @@ def test_every_batch_is_done_once_and_there_is_one_result(ranks, tmp_path, world
     assert everyone[0]["tested"] == pytest.approx(expected, rel=1e-6)
 
 
+class LogsNothing(NodeClassifier):
+    def validation_step(self, batch, batch_idx):
+        pass
+
+
+class LogsAnother(NodeClassifier):
+    def validation_step(self, batch, batch_idx):
+        right = (self(batch).argmax(1) == batch.y)[batch.val_mask]
+        self.log("val/error", 1 - right.double().mean(), on_step=True, on_epoch=True)
+
+
+class NeverValidates(NodeClassifier):
+    validation_step = L.LightningModule.validation_step
+
+
+def check_result(everyone: list[dict[str, Any]], chosen_by: str, best: Callable[..., float]) -> None:
+    """Of workers that differ, the best one's weights, bit for bit."""
+    own = [found["own"] for found in everyone]
+    assert not any(torch.equal(one, other) for one, other in itertools.combinations(own, 2))
+    scores = [each["training_loss"] if "training" in chosen_by else each["logged"][chosen_by] for each in everyone]
+    worker = scores.index(best(scores))
+    assert len({*scores}) > 1 or chosen_by not in ("val_loss", "training loss")
+    for found in everyone:
+        assert found["said"] == f"worker {worker}'s weights, of best {chosen_by} ({best(scores):.4g})"
+        assert torch.equal(found["result"], own[worker])
+
+
+APART = {"averaging_interval": 1000}
+"""Hardly ever average."""
+
+
+@pytest.mark.parametrize("kind", [NeverValidates, LogsNothing, LogsAnother])
+def test_without_val_loss_the_result_is_by_training_loss(ranks, tmp_path, kind):
+    """Whether there is a sanity check, which would find nothing to compare by, or not."""
+    everyone = ranks.run(3, trained, tmp_path, APART, kind=kind, max_epochs=3)
+    check_result(everyone, "training loss", min)
+    assert [*everyone[0]["warned"]] == (
+        ["val/error, val/error_epoch"] if kind is LogsAnother else ["nothing"] if kind is LogsNothing else []
+    )
+
+
 @pytest.mark.parametrize(
-    ("options", "trainer", "chosen_by", "best"),
+    ("options", "run", "chosen_by", "best"),
     [
         ({}, {}, "val_loss", min),
-        *campaign(
-            ({}, {"callbacks": [EarlyStopping("val_acc", mode="max", patience=99)]}, "val_acc", max),
-            ({}, {"callbacks": [EarlyStopping("train_loss", patience=99)]}, "val_loss", min),  # not of validation
-            ({"monitor": "val_f1", "mode": "max"}, {}, "val_f1", max),
-            ({}, {"limit_val_batches": 0}, "training_loss", min),
-        ),
+        ({"monitor": "val/error_epoch"}, {"kind": LogsAnother}, "val/error_epoch", min),
+        ({}, {"callbacks": [EarlyStopping("val_acc", mode="max", patience=99)]}, "val_acc", max),
+        ({}, {"callbacks": [EarlyStopping("train_loss", patience=99)]}, "val_loss", min),  # not of validation
+        ({"monitor": "val_f1", "mode": "max"}, {}, "val_f1", max),
+        ({}, {"limit_val_batches": 0}, "training loss", min),
         ({"final": "average"}, {}, "", None),
+        ({"final": "best"}, {}, "val_loss", min),
     ],
-    ids=["val_loss", "monitored", "another is monitored", "named", "nothing logged", "average"],
+    ids=["val_loss", "named of two", "monitored", "another is monitored", "named", "nothing logged", "average", "best"],
 )
-def test_what_the_result_is(ranks, tmp_path, options, trainer, chosen_by, best):
-    """Of workers that hardly ever average, and so differ."""
-    trainer = {"max_epochs": 3, "num_sanity_val_steps": 0, **trainer}
-    everyone = ranks.run(3, trained, tmp_path, {"averaging_interval": 1000, **options}, **trainer)
-    if best is None:
-        expected = torch.stack([found["own"] for found in everyone]).mean(0)
-    else:
-        scores = [
-            found["training_loss"] if chosen_by == "training_loss" else found["logged"][chosen_by] for found in everyone
-        ]
-        assert len({*scores}) > 1 or chosen_by != "val_loss"
-        expected = everyone[scores.index(best(scores))]["own"]
+def test_what_the_result_is(ranks, tmp_path, options, run, chosen_by, best):
+    run = {"max_epochs": 3, "num_sanity_val_steps": 0, **run}
+    everyone = ranks.run(3, trained, tmp_path, {**APART, **options}, **run)
+    if best is not None:
+        check_result(everyone, chosen_by, best)
+        return
+    mean = torch.stack([found["own"] for found in everyone]).mean(0)
     for found in everyone:
-        torch.testing.assert_close(found["result"], expected, rtol=1e-12, atol=1e-12)
+        assert found["said"] == "the average of all workers' weights"
+        torch.testing.assert_close(found["result"], mean, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("every", [5, 2])
+def test_workers_that_validate_seldom_or_on_a_sample_can_be_compared(ranks, tmp_path, every):
+    """All validate in the last epoch, and all on the same clusters."""
+    run = {"check_val_every_n_epoch": every, "limit_val_batches": 3, "num_sanity_val_steps": 0, "max_epochs": 3}
+    everyone = ranks.run(2, trained, tmp_path, {}, **run)
+    seen = everyone[0]["validated"]
+    assert [epoch for epoch, _ in seen] == ([1, 2] if every == 2 else [2])
+    assert len(seen[0][1]) == 3 and all(
+        batches == seen[0][1] for found in everyone for _, batches in found["validated"]
+    )
+    scores = [found["logged"]["val_loss"] for found in everyone]
+    for found in everyone:
+        assert found["every"] == every  # the Trainer is as it was
+        assert torch.equal(found["result"], everyone[scores.index(min(scores))]["own"])
 
 
 def in_lockstep(
@@ -666,8 +782,19 @@ def test_refused_runs(ranks, what, message):
 # Real processes ###############################################################
 
 
-def gossip(folder: Path, event: str) -> Finished:
-    return run(REPOSITORY / "tests" / "gossiping.py", folder, event, cwd=folder, timeout=280)
+def gossip(folder: Path, event: str, start_method: str = "fork") -> Finished:
+    return run(REPOSITORY / "tests" / "gossiping.py", folder, event, start_method, cwd=folder, timeout=280)
+
+
+def check_outcome(folder: Path, output: str, lost: tuple[int, ...] = ()) -> None:
+    """What the workers have done came back to the process that has started them."""
+    [line] = re.findall(r"^outcome (.*)$", output, re.MULTILINE)
+    batches, consensus, result = json.loads(line)
+    noted = {str(rank): len(found) for rank, found in done(folder).items()}
+    assert {rank: count for rank, count in batches.items() if int(rank) not in lost} == {
+        rank: count for rank, count in noted.items() if int(rank) not in lost
+    }
+    assert 0 < consensus < 2 and re.fullmatch(r"worker \d's weights, of best val_loss \([\d.]+\)", result)
 
 
 @pytest.mark.slow
@@ -682,6 +809,7 @@ def test_the_others_live(ran, event):
     assert re.search(told, output) and output.count("tested") == 1
     assert f"{event[-1]} (lost)" in output and "left undone" not in output
     killed = int(event[-1])
+    check_outcome(folder, output, (killed,))
     batches = done(folder)
     assert len(batches[killed]) == 3
     counts = Counter(cluster for found in batches.values() for cluster in found)
@@ -689,13 +817,82 @@ def test_the_others_live(ran, event):
     assert len(counts) == CLUSTERS and sum(counts.values()) >= CLUSTERS * EPOCHS - 2
 
 
+FIRST_PROCESS = """
+import subprocess, sys
+first = subprocess.Popen([sys.executable, *sys.argv[1:]], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+print(first.stdout.read())  # of all that it has started, the store included
+print("first process:", first.wait())
+"""
+
+
+def script(folder: Path) -> Finished:
+    started = (REPOSITORY / "tests" / "gossiping.py", folder, "kill 0", "popen")
+    return run("-c", FIRST_PROCESS, *started, cwd=folder, timeout=280)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(400)
+@pytest.mark.program(runs=script)
+def test_a_script_goes_on_without_its_first_process(ran):
+    """Rank 0 is killed, which had started the others and their store; they come to a result, and the first of them saves it."""
+    folder, finished = ran
+    output = finished.succeeded().output
+    assert "first process: -9" in output and "0 (lost)" in output and "left undone" not in output
+    check_outcome(folder, output, (0,))
+    check_saved(folder, output)
+
+
+def check_saved(folder: Path, output: str) -> None:
+    """The first of those that are left has written the result."""
+    assert "weights, of best val_loss" in output
+    found = torch.load(folder / "result.ckpt", weights_only=True)
+    assert any(key.endswith("lin_l.weight") for key in found["state_dict"]) and found["epoch"] == EPOCHS
+
+
+AGENTS = """
+import socket, subprocess, sys, time
+with socket.create_server(("127.0.0.1", 0)) as free:
+    where = ["--master-addr", "127.0.0.1", "--master-port", str(free.getsockname()[1])]
+ranks = [sys.executable, "-m", "torch.distributed.run", "--nnodes", "2", "--nproc-per-node", "2", *where]
+agents = [subprocess.Popen([*ranks, "--node-rank", str(agent), *sys.argv[1:]]) for agent in range(2)]
+ended = {}
+while len(ended) < 2:
+    time.sleep(0.1)
+    ended |= {which: time.monotonic() for which, agent in enumerate(agents) if which not in ended and agent.poll() is not None}
+print("agents:", *(agent.returncode for agent in agents), "apart:", max(ended.values()) - min(ended.values()))
+"""
+
+
+def torchrun(folder: Path, agent: int) -> Finished:
+    started = (REPOSITORY / "tests" / "gossiping.py", folder, f"agent {2 * agent}", "popen")
+    return run("-c", AGENTS, *started, cwd=folder, timeout=380)
+
+
+@pytest.mark.campaign
+@pytest.mark.slow
+@pytest.mark.timeout(400)
+@pytest.mark.program(runs=torchrun)
+@pytest.mark.parametrize("agent", [0, 1])
+def test_after_a_lost_agent_of_torchrun_the_other_ends(ran, agent):
+    """By itself, with the result, and without the 300 s that torchrun's agents wait for each other; with agent 0, rank 0 and the
+    store of torchrun are gone, too."""
+    folder, finished = ran
+    output = finished.succeeded().output
+    codes, seconds = re.findall(r"agents: (.*) apart: (.*)", output)[0]
+    assert codes == ("-9 0" if agent == 0 else "0 -9") and float(seconds) < 150
+    lost = (2 * agent, 2 * agent + 1)
+    assert all(f"{rank} (lost)" in output for rank in lost) and "left undone" not in output
+    check_outcome(folder, output, lost)
+    check_saved(folder, output)
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(400)
 @pytest.mark.program(runs=gossip)
-@pytest.mark.parametrize("event", campaign("slow 1"))
-def test_a_slow_worker_does_fewer_batches(ran, event):
+@pytest.mark.parametrize(("event", "start_method"), campaign(("slow 1", "spawn")))
+def test_a_slow_worker_does_fewer_batches(ran, event, start_method):
     folder, finished = ran
-    finished.succeeded()
+    check_outcome(folder, finished.succeeded().output)
     check_all_done(folder)
     batches = {rank: len(found) for rank, found in done(folder).items()}
     assert len(batches) == WORKERS and batches[1] < min(batches[0], batches[2])
