@@ -114,10 +114,11 @@ def cells(intervals: list[int]) -> Iterator[tuple[str, int, dict[str, Any]]]:
     """Yields names, intervals and arguments; all-reduce comes first in each interval."""
     for interval in intervals:
         yield "all-reduce", interval, {"scheme": "cluster_allreduce", "slow": ODD}
-        yield "any", interval, {"pairing": "any", "slow": ODD}
-        yield "prompt", interval, {"slow": ODD}
-        yield "active/passive, slow one passive", interval, {"pairing": "active_passive", "slow": ODD}
-        yield "active/passive, slow one active", interval, {"pairing": "active_passive", "slow": EVEN}
+        gradients = {"average": "gradients", "slow": ODD}
+        yield "any", interval, {"pairing": "any", **gradients}
+        yield "prompt", interval, gradients
+        yield "active/passive, slow one passive", interval, {**gradients, "pairing": "active_passive"}
+        yield "active/passive, slow one active", interval, {**gradients, "pairing": "active_passive", "slow": EVEN}
         if interval == 20:
             parameters = {"average": "parameters", "slow": ODD}
             yield "all-reduce, parameters", interval, {"scheme": "cluster_allreduce", **parameters}

@@ -40,7 +40,7 @@ class GossipStrategy(ClusterStrategy):
             chosen, so that nobody waits longer than a batch of the other; ``"any"``: with any other, once that one has come to
             its own interval, too (Algorithm 6); ``"active_passive"``: workers of even rank choose among those of odd rank, which
             look after each batch (Algorithm 5).
-        average: ``"gradients"``, as in the thesis; ``"parameters"`` before the step, as in AD-PSGD, which keeps workers closer;
+        average: ``"parameters"`` before the step, as in AD-PSGD, which keeps workers closer; ``"gradients"``, as in the thesis;
             ``"push_sum"``: parameters, without pairs: a worker sends half of its mass to any other, takes in what has come for it
             after each batch, and waits for nobody (Stochastic Gradient Push); then `pairing` and `patience` do not apply.
         patience: seconds that a worker waits for a partner before it goes on without.
@@ -67,7 +67,7 @@ class GossipStrategy(ClusterStrategy):
         self,
         averaging_interval: int = 20,
         pairing: Rule = "prompt",
-        average: GossipAverage = "gradients",
+        average: GossipAverage = "parameters",
         patience: float = 60.0,
         lease: float = 10.0,
         **options: Any,
@@ -100,7 +100,8 @@ class ClusterAllReduceStrategy(ClusterStrategy):
     :class:`GossipStrategy`.
 
     Args:
-        averaging_interval, average: see :class:`GossipStrategy`.
+        averaging_interval: see :class:`GossipStrategy`.
+        average: ``"gradients"`` or ``"parameters"``, before the step.
         **options: see :class:`~lightning_gnn.strategies.clusters.ClusterStrategy`; `timeout` bounds waits for others.
 
     Raises:
