@@ -3,7 +3,8 @@
     python benchmarks/zero_rows.py [--graphs cora dblp-20 dblp-60% physics-60%] [--layers 2 3] [--schemes NAME ...] [--json FILE]
 
 A GCN of 64 hidden columns on 4 ranks of one thread. Labelled are the nodes of Cora's public split, 20 of each class; as many
-of another graph; or a share of all. Both ways take turns in one run, ten epochs each, so that what else the machine does meets both.
+of another graph; or a share of all. Both ways take turns in one run, ten epochs each, so that both meet what else the machine
+does.
 """
 
 from __future__ import annotations
