@@ -264,9 +264,9 @@ class Exchange(ABC):
         Raises:
             CommunicationError: from the returned function too: a peer does not answer.
         """
-        sends, receives = by_peer(out, out_counts), by_peer(into, into_counts)
         if self._zero_rows.may_be_left_out(call):
-            return self._send_without_zeros(sends, receives, call, began)
+            return self._send_without_zeros(out, out_counts, into, into_counts, call, began)
+        sends, receives = by_peer(out, out_counts), by_peer(into, into_counts)
         # As start_messages does, without a frame of its own: all rows of layers come this way.
         traffic = self.world.transport.traffic(sends)
         with starting(self.world, self.meter, call, traffic, began):
@@ -274,16 +274,18 @@ class Exchange(ABC):
         return counted(wait, self.world, self.meter, call, traffic)
 
     def _send_without_zeros(
-        self, sends: Sequence[tuple[int, Rows]], receives: Sequence[tuple[int, Tensor]], call: Call, began: Moment
+        self, out: Rows, out_counts: Sequence[int], into: Tensor, into_counts: Sequence[int], call: Call, began: Moment
     ) -> Callable[[], None]:
         """Starts messages of the backward pass, and counts what is sent of them: see :mod:`lightning_gnn.comm.zero_rows`."""
         with during_exchange(self.world, call.layer, call.direction):
             self._zero_rows.begin_step()
-            packed, num_rows = self._zero_rows.pack(sends, call)
-        traffic = Traffic.of(((peer, rows_of(rows).nbytes) for peer, rows in packed), num_rows)
+            sends, num_rows = self._zero_rows.pack(out, out_counts, call)
+        receives = self._zero_rows.unpacked(into, into_counts, call)
+        traffic = Traffic.of(((peer, rows_of(rows).nbytes) for peer, rows in sends), num_rows)
         with starting(self.world, self.meter, call, traffic, began):
-            wait = self.world.transport.start_each(packed, self._zero_rows.unpacked(receives, call))
-        return counted(self._zero_rows.waiting(wait, receives, call), self.world, self.meter, call, traffic)
+            wait = self.world.transport.start_each(sends, receives)
+        wait = self._zero_rows.waiting(wait, into, into_counts, call)
+        return counted(wait, self.world, self.meter, call, traffic)
 
 
 class HaloExchange(Exchange):

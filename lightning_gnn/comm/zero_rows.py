@@ -6,25 +6,30 @@ other losses give gradients to any node. Whoever sends rows looks at them, in ea
 
 A message without its zero rows has a bit for each row in front, 1 for those that follow. The messages of a call between two
 ranks have this form if it would have saved an eighth of their bytes, or did, in the step before: both ranks have seen those, so
-nothing need be said about it. Where fewer rows are zero, messages are as they are in the forward pass. Rows are zero if all
-their bits are, so what arrives has the same bits in either form: those of -0.0 and NaN are sent.
+nothing need be said about it. Where fewer rows are zero, messages are as they are in the forward pass, and looked at in the first
+steps of a run and then now and again. Rows are zero if all their bits are, so what arrives has the same bits in either form:
+rows with -0.0 or NaN are sent.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from itertools import accumulate
 
 import torch
 from torch import Tensor
 
 from lightning_gnn.comm.call import Call, Step
 from lightning_gnn.comm.group import World
-from lightning_gnn.comm.transport import ALIGNED, Receive, Rows, Scratch, UpTo, rows_of
+from lightning_gnn.comm.transport import ALIGNED, Receive, Rows, Scratch, UpTo, by_peer, rows_of
 from lightning_gnn.kernels import bits_bytes, nonzero_rows, pack_rows, unpack_rows
 
 _WORTH = 1 / 8
 """The share of a message's bytes from which on its zero rows are left out of the next step's."""
+
+_LOOKS = 8
+"""Whole messages are looked at in so many steps first, and in every so many-th."""
 
 _Key = tuple[Call, int, bool]
 """A call, a peer, and whether this rank sends."""
@@ -40,6 +45,7 @@ class ZeroRows:
     def __init__(self, world: World) -> None:
         self._world = world
         self._step: Step | None = None
+        self._looks = True
         self._short: set[_Key] = set()
         self._worth: dict[_Key, bool] = {}  # for the next step, of all messages of this one
         self._under_way: set[Callable[[], None]] = set()
@@ -60,70 +66,75 @@ class ZeroRows:
                 receive()
             self._short = {key for key, worth in self._worth.items() if worth}
             self._worth, self._step = {}, self._world.step
+            self._looks = self._step.number < _LOOKS or self._step.number % _LOOKS == 0
 
-    def pack(self, sends: Sequence[tuple[int, Rows]], call: Call) -> tuple[Sequence[tuple[int, Rows]], int]:
-        """Returns what is sent in place of these messages, and how many rows that is."""
-        if not any((call, peer, True) in self._short for peer, _ in sends):
-            for peer, given in sends:
-                self._look((call, peer, True), rows_of(given))
-            return sends, sum(len(rows_of(given)) for _, given in sends)
-        room = [-(-_most_bytes(rows_of(given)) // ALIGNED) * ALIGNED for _, given in sends]
+    def pack(self, out: Rows, counts: Sequence[int], call: Call) -> tuple[Sequence[tuple[int, Rows]], int]:
+        """Returns what is sent in place of rows, so many to each rank, ``[P]``; and how many rows that is."""
+        rows = rows_of(out)
+        short = [count > 0 and (call, peer, True) in self._short for peer, count in enumerate(counts)]
+        if not any(short):
+            self._look(rows, counts, call, True)
+            return by_peer(out, counts), len(rows)
+        row_bytes = rows[0].nbytes
+        room = [-(-(bits_bytes(count) + count * row_bytes) // ALIGNED) * ALIGNED for count in counts]
         memory: Rows
-        if any(isinstance(given, Scratch) for _, given in sends):  # what is packed lies there
+        if isinstance(out, Scratch):  # where what is packed lies
             memory = torch.empty(sum(room), dtype=torch.uint8)
         else:
             memory = self._world.scratch((sum(room),), torch.uint8)
-        packed: list[tuple[int, Rows]] = []
+        places = [*accumulate(room, initial=0)]
+        found = pack_rows(rows, counts, short, places, rows_of(memory))
+        sends: list[tuple[int, Rows]] = []
         num_rows = 0
-        for (peer, given), part in zip(sends, memory.split(room)):
-            rows, into, key = rows_of(given).detach(), rows_of(part), (call, peer, True)
-            if key in self._short:
-                kept, data = pack_rows(rows, into)
-                self._note(key, rows, kept)
-                num_rows += kept
+        for peer, (count, kept, packed, part) in enumerate(zip(counts, found, short, memory.split(room))):
+            if not count:
+                continue
+            self._note((call, peer, True), count, kept, row_bytes, packed)
+            if packed:
+                data = rows_of(part)[: bits_bytes(count) + kept * row_bytes]
             else:
-                data = into[: rows.nbytes].view(rows.dtype).view(rows.shape).copy_(rows)
-                self._look(key, rows)
-                num_rows += len(rows)
-            packed.append((peer, replace(part, rows=data) if isinstance(part, Scratch) else data))
-        return packed, num_rows
+                data = rows_of(part)[: count * row_bytes].view(rows.dtype).view(count, *rows.shape[1:])
+            num_rows += kept if packed else count
+            sends.append((peer, replace(part, rows=data) if isinstance(part, Scratch) else data))
+        return sends, num_rows
 
-    def unpacked(self, receives: Sequence[tuple[int, Tensor]], call: Call) -> list[tuple[int, Receive]]:
-        """Returns what is received in place of these messages."""
+    def unpacked(self, into: Tensor, counts: Sequence[int], call: Call) -> list[tuple[int, Receive]]:
+        """Returns what is received in place of rows, so many from each rank, ``[P]``."""
 
         def received(key: _Key, rows: Tensor) -> Receive:
             if key not in self._short:
                 return rows
-            return UpTo(_most_bytes(rows), lambda data: self._note(key, rows, unpack_rows(data, rows)))
 
-        return [(peer, received((call, peer, False), rows)) for peer, rows in receives]
+            def accept(data: Tensor) -> None:
+                self._note(key, len(rows), unpack_rows(data, rows), rows[0].nbytes, True)
 
-    def waiting(
-        self, wait: Callable[[], None], receives: Sequence[tuple[int, Tensor]], call: Call
-    ) -> Callable[[], None]:
-        """Returns the function that waits for what :meth:`unpacked` returned for these messages, and looks at them."""
+            return UpTo(bits_bytes(len(rows)) + rows.nbytes, accept)
+
+        return [(peer, received((call, peer, False), rows)) for peer, rows in by_peer(into, counts)]
+
+    def waiting(self, wait: Callable[[], None], into: Tensor, counts: Sequence[int], call: Call) -> Callable[[], None]:
+        """Returns the function that waits for what :meth:`unpacked` returned for these rows, and looks at them."""
 
         def receive() -> None:
-            if receive not in self._under_way:
-                return
-            self._under_way.remove(receive)
-            wait()
-            for peer, rows in receives:
-                if (call, peer, False) not in self._short:
-                    self._look((call, peer, False), rows)
+            if receive in self._under_way:
+                self._under_way.remove(receive)
+                wait()
+                self._look(into, counts, call, False)
 
         self._under_way.add(receive)
         return receive
 
-    def _look(self, key: _Key, rows: Tensor) -> None:
-        self._note(key, rows, nonzero_rows(rows))
+    def _look(self, rows: Tensor, counts: Sequence[int], call: Call, sent: bool) -> None:
+        """Notes what is zero in messages that are sent, or came, whole; of others, it is known."""
+        keys = [(call, peer, sent) for peer in range(len(counts))]
+        if self._looks and rows.numel() and not all(key in self._short for key in keys):
+            row_bytes = rows[0].nbytes
+            for key, count, kept in zip(keys, counts, nonzero_rows(rows, counts)):
+                if count and key not in self._short:
+                    self._note(key, count, kept, row_bytes, False)
 
-    def _note(self, key: _Key, rows: Tensor, kept: int) -> None:
-        """Notes that so many rows of a message were not zero."""
-        saved = rows[0].nbytes * (len(rows) - kept) - bits_bytes(len(rows))
-        self._worth[key] = self._worth.get(key, True) and saved >= _WORTH * rows.nbytes
-
-
-def _most_bytes(rows: Tensor) -> int:
-    """Returns the bytes of rows that are all sent, and of the bits in front."""
-    return bits_bytes(len(rows)) + rows.nbytes
+    def _note(self, key: _Key, count: int, kept: int, row_bytes: int, packed: bool) -> None:
+        """Notes how many rows of a message were not zero."""
+        if packed or self._looks:
+            saved = (count - kept) * row_bytes - bits_bytes(count)
+            self._worth[key] = self._worth.get(key, True) and saved >= _WORTH * count * row_bytes

@@ -534,27 +534,41 @@ def _copy(source, target):
 
 
 @loop
-def count_nonzero(rows):
-    """Returns how many rows of uint8 ``[R, B]`` have a byte that is not 0."""
-    kept = 0
-    for row in range(len(rows)):
-        if not _is_zero(rows[row]):
-            kept += 1
-    return kept
+def count_nonzero(rows, counts, kept):
+    """Writes how many rows of each part have a byte that is not 0: of uint8 ``[R, B]``, in parts of so many each."""
+    first = 0
+    for part in range(len(counts)):
+        kept[part] = 0
+        for row in range(first, first + counts[part]):
+            if not _is_zero(rows[row]):
+                kept[part] += 1
+        first += counts[part]
 
 
 @loop
-def pack_nonzero(rows, out):
-    """Writes a bit for each row of uint8 ``[R, B]``, 1 where a byte is not 0, and behind them those rows; returns how many."""
-    width, place, kept = rows.shape[1], (len(rows) + 7) // 8, 0
-    out[:place] = 0
-    for row in range(len(rows)):
-        if not _is_zero(rows[row]):
-            out[row >> 3] |= np.uint8(1 << (row & 7))
-            _copy(rows[row], out[place : place + width])
-            place += width
-            kept += 1
-    return kept
+def pack_nonzero(rows, counts, packed, places, out, kept):
+    """As :func:`count_nonzero`, and writes the parts to their places in uint8 `out`.
+
+    Of a part to be `packed`, a bit for each row, 1 where a byte is not 0, and behind them those rows; of others all rows.
+    """
+    first, width = 0, rows.shape[1]
+    for part in range(len(counts)):
+        kept[part] = 0
+        start = places[part]
+        place = start
+        if packed[part]:
+            place += (counts[part] + 7) // 8
+            out[start:place] = 0
+        for row in range(counts[part]):
+            found = not _is_zero(rows[first + row])
+            if found:
+                kept[part] += 1
+            if found and packed[part]:
+                out[start + (row >> 3)] |= np.uint8(1 << (row & 7))
+            if found or not packed[part]:
+                _copy(rows[first + row], out[place : place + width])
+                place += width
+        first += counts[part]
 
 
 @loop

@@ -41,9 +41,10 @@ def _codes(csr: CSR, dtype: torch.dtype) -> None:
 
 
 def _zeros(csr: CSR, dtype: torch.dtype) -> None:
-    rows = torch.ones(1, 2, dtype=dtype)
-    nonzero_rows(rows)
-    unpack_rows(pack_rows(rows, torch.empty(1 + rows.nbytes, dtype=torch.uint8))[1], rows)
+    rows, out = torch.ones(1, 2, dtype=dtype), torch.empty(1 + 2 * dtype.itemsize, dtype=torch.uint8)
+    nonzero_rows(rows, [1])
+    pack_rows(rows, [1], [True], [0], out)
+    unpack_rows(out, rows)
 
 
 _GROUPS: dict[str, Callable[[CSR, torch.dtype], object]] = {

@@ -1,10 +1,13 @@
 """Rows without those that are zero, in all their bits, and a bit for each row in front. On the CPU; any dtype.
 
-R rows, of B bytes each; ``...`` stands for any trailing dimensions.
+R rows, of B bytes each, in P parts of consecutive ones; ``...`` stands for any trailing dimensions.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -16,31 +19,42 @@ def bits_bytes(num_rows: int) -> int:
     return -(-num_rows // 8)
 
 
-def nonzero_rows(rows: Tensor) -> int:
-    """Returns how many of some rows, contiguous ``[R, ...]``, are not zero."""
-    return loops.count_nonzero(_as_bytes(rows).numpy())
-
-
-def pack_rows(rows: Tensor, out: Tensor) -> tuple[int, Tensor]:
-    """Writes the rows that are not zero, with the bits that tell which in front.
+def nonzero_rows(rows: Tensor, counts: Sequence[int]) -> list[int]:
+    """Returns how many rows of each part are not zero.
 
     Args:
         rows: contiguous ``[R, ...]``.
-        out: uint8, as many bytes as rows and bits have together, or more.
-
-    Returns:
-        How many, and the part of `out` that was written.
+        counts: rows of each part, ``[P]``.
     """
-    data = _as_bytes(rows)
-    kept = loops.pack_nonzero(data.numpy(), out.numpy())
-    return kept, out[: bits_bytes(len(rows)) + kept * data.size(1)]
+    kept = np.empty(len(counts), np.int64)
+    loops.count_nonzero(_as_bytes(rows).numpy(), np.array(counts), kept)
+    return kept.tolist()
+
+
+def pack_rows(
+    rows: Tensor, counts: Sequence[int], packed: Sequence[bool], places: Sequence[int], out: Tensor
+) -> list[int]:
+    """Writes each part to its place in memory; returns how many rows of each are not zero.
+
+    Args:
+        rows: contiguous ``[R, ...]``.
+        counts: rows of each part, ``[P]``.
+        packed: which parts are written without the rows that are zero, behind :func:`bits_bytes` that tell which these are; the
+            others as they are.
+        places: where each part begins, in bytes.
+        out: uint8, contiguous.
+    """
+    kept = np.empty(len(counts), np.int64)
+    arrays = (np.array(each) for each in (counts, packed, places))
+    loops.pack_nonzero(_as_bytes(rows).numpy(), *arrays, out.numpy(), kept)
+    return kept.tolist()
 
 
 def unpack_rows(data: Tensor, out: Tensor) -> int:
-    """Overwrites `out`, contiguous ``[R, ...]``, with the rows that :func:`pack_rows` was given; returns how many are not zero.
+    """Overwrites `out`, contiguous ``[R, ...]``, with a part that was packed; returns how many of its rows are not zero.
 
     Args:
-        data: what it wrote, and anything behind that.
+        data: what :func:`pack_rows` wrote, and anything behind that.
     """
     return loops.unpack_nonzero(data.numpy(), _as_bytes(out).numpy())
 
