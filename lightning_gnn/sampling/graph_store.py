@@ -11,7 +11,9 @@ range. A graph without types has one of each.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -19,13 +21,17 @@ from torch import Tensor
 from torch_geometric.typing import EdgeType, NodeType
 
 from lightning_gnn.comm.group import World
-from lightning_gnn.comm.rows import GroupChannel, OwnedRows
+from lightning_gnn.comm.rows import GroupChannel, packed, unpacked
 from lightning_gnn.data.attributes import GraphData
 from lightning_gnn.data.shards import Cut
 from lightning_gnn.kernels import CSR
 from lightning_gnn.partition.shard import owners_of
 from lightning_gnn.sampling.neighbors import Neighbors, sample_neighbors
 from lightning_gnn.sampling.sampler import seed_of_type
+
+T = TypeVar("T")
+
+_IDS = torch.empty(0, dtype=torch.long)
 
 
 class _Part:
@@ -68,6 +74,8 @@ class _Part:
 class GraphStore:
     """Neighbours and rows of all nodes. Where ranks lie on several machines, all of them make its calls in step.
 
+    Each rank asks one rank of every other machine, which reads the parts of all ranks there.
+
     Args:
         cut: the partitioned graph, in the store of this machine.
         world: the ranks.
@@ -84,7 +92,6 @@ class GraphStore:
         self, cut: Cut, world: World, near: Sequence[int], cache_bytes: int = 0, messages: str | None = None
     ) -> None:
         self._cut, self._world, self.types = cut, world, cut.types
-        self._near = [rank in near for rank in range(world.size)]
         self._offsets = {kind: self.types.offsets(kind) for kind in (*self.types.nodes, *self.types.edges)}
         halos = {rank: cut.halos[rank] for rank in near}
         if self.types.is_hetero:
@@ -93,7 +100,21 @@ class GraphStore:
             kind: {rank: _Part(cut, rank, kind, torch.from_numpy(halo), messages) for rank, halo in halos.items()}
             for kind in self.types.edges
         }
-        self.channel = None if all(self._near) else GroupChannel(world)
+        self.channel = None
+        self._machine = torch.zeros(world.size, dtype=torch.long)  # of each rank
+        self._here = 0
+        if len(near) < world.size:
+            self.channel = GroupChannel(world)
+            machines = sorted({tuple(sorted(ranks)) for ranks in world.all_gather_object([*near])})
+            for number, ranks in enumerate(machines):
+                self._machine[list(ranks)] = number
+            self._here = int(self._machine[world.rank])
+            # Who answers whom: the ranks of a machine share the questions of others evenly.
+            answers = {
+                rank: [on[ranks.index(rank) % len(on)] for on in machines] for ranks in machines for rank in ranks
+            }
+            self._servers = {number: rank for number, rank in enumerate(answers[world.rank]) if number != self._here}
+            self._askers = [rank for rank in answers if rank != world.rank and world.rank in answers[rank]]
         self.requested = self.hits = 0
         self._cached: dict[NodeType, tuple[Tensor, Tensor]] = {}
         if self.channel is not None and cache_bytes:
@@ -135,7 +156,7 @@ class GraphStore:
             row_bytes = self._cut.attributes[self.types.key(name)]["x"][:1].nbytes
             read = sum((self._parts[kind][rank].halo_reads() for kind in self.types.edges if kind[0] == name), halo * 0)
             rows = read.nonzero().view(-1)
-            rows = rows[~torch.tensor(self._near)[_owners(ids[rows], self._offsets[name])]]
+            rows = rows[self._machines_of(name, ids[rows]) != self._here]
             wanted[name] = ids[rows]
             reads.append(read[rows] / max(row_bytes, 1))
             sizes.append(torch.full_like(rows, row_bytes))
@@ -143,9 +164,10 @@ class GraphStore:
         size = torch.cat(sizes)
         kept = torch.zeros(len(order), dtype=torch.bool)
         kept[order[size[order].cumsum(0) <= cache_bytes]] = True
-        for (name, all_of_it), chosen in zip(wanted.items(), kept.split([len(each) for each in wanted.values()])):
-            cached = all_of_it[chosen].sort().values
-            self._cached[name] = cached, self._fetch(name, "x", cached)
+        chosen = kept.split([len(each) for each in wanted.values()])
+        cached = {name: all_of_it[of].sort().values for (name, all_of_it), of in zip(wanted.items(), chosen)}
+        found = self.rows({name: (ids, ["x"]) for name, ids in cached.items()})
+        self._cached = {name: (ids, found[name]["x"]) for name, ids in cached.items()}
         self.requested = 0
 
     def hops(self, seeds: Sequence[int], replace: bool) -> Callable[[EdgeType, Tensor, int], Neighbors]:
@@ -157,61 +179,135 @@ class GraphStore:
         numbers = {kind: number for number, kind in enumerate(self.types.edges)}
 
         def hop(kind: EdgeType, targets: Tensor, fanout: int) -> Neighbors:
-            of_type = [seed_of_type(seed, numbers[kind]) for seed in seeds]
-            offsets = self._offsets[kind[2]]
-            owner = _owners(targets % int(offsets[-1]), offsets)
-            order = torch.argsort(owner, stable=True)
-            by_rank = targets[order].split(torch.bincount(owner, minlength=self._world.size).tolist())
-            found = self._answers(kind, by_rank, fanout, of_type, replace)
-            for rank, part in self._parts[kind].items():
-                found[rank] = part.neighbors(by_rank[rank], fanout, of_type[self.rank], replace)
-            return _stitched([found[rank] for rank in range(self._world.size)], order)
+            def draw(rank: int, targets: Tensor) -> Neighbors:
+                return self._drawn(kind, targets, fanout, seed_of_type(seeds[rank], numbers[kind]), replace)
+
+            if self.channel is None:
+                return draw(self.rank, targets)
+            machine = self._machines_of(kind[2], targets % self.types.total(kind[2]))
+            order = torch.argsort(machine, stable=True)
+            parts = targets[order].split(torch.bincount(machine, minlength=len(self._servers) + 1).tolist())
+            own, answers = self._ask(
+                {there: [parts[there]] for there in self._servers},
+                [_IDS],
+                lambda rank, question: _fields(draw(rank, question[0])),
+                [_IDS] * 3,
+                lambda: draw(self.rank, parts[self._here]),
+            )
+            found = {self._here: own, **{there: _neighbors(fields) for there, fields in answers.items()}}
+            return _stitched([found[there] for there in range(len(found))], order)
 
         return hop
 
-    def _answers(
-        self, kind: EdgeType, by_rank: Sequence[Tensor], fanout: int, seeds: Sequence[int], replace: bool
-    ) -> dict[int, Neighbors]:
-        if self.channel is None:
-            return {}
-        nothing = by_rank[0][:0]
-        questions = self.channel.exchange([nothing if near else targets for near, targets in zip(self._near, by_rank)])
-        own = self._parts[kind][self._world.rank]
-        answers = [own.neighbors(targets, fanout, seeds[peer], replace) for peer, targets in enumerate(questions)]
-        counts = self.channel.exchange([answer.counts for answer in answers])
-        ends = self.channel.exchange([torch.stack([answer.sources, answer.edges], 1) for answer in answers])
-        return {peer: Neighbors(_bounds(count), *edges.T) for peer, (count, edges) in enumerate(zip(counts, ends))}
+    def _drawn(self, kind: EdgeType, targets: Tensor, fanout: int, seed: int, replace: bool) -> Neighbors:
+        """Returns sampled in-edges of targets on this machine, nodes or copies of them."""
+        parts, offsets = self._parts[kind], self._offsets[kind[2]]
+        if len(parts) == 1:
+            [part] = parts.values()
+            return part.neighbors(targets, fanout, seed, replace)
+        owner = _owners(targets % int(offsets[-1]), offsets)
+        order = torch.argsort(owner, stable=True)
+        by_rank = targets[order].split(torch.bincount(owner, minlength=self._world.size).tolist())
+        return _stitched([parts[rank].neighbors(by_rank[rank], fanout, seed, replace) for rank in sorted(parts)], order)
 
-    def rows(self, kind: NodeType | EdgeType, name: str, ids: Tensor) -> Tensor:
-        """Returns the rows of nodes, or edges, of a type, ``[n, ...]``, of one of its :meth:`names`."""
-        if name != "x" or not isinstance(kind, str) or kind not in self._cached or not len(self._cached[kind][0]):
-            return self._fetch(kind, name, ids)
-        cached, cache = self._cached[kind]
-        place = torch.searchsorted(cached, ids).clamp(max=len(cached) - 1)
-        hit = cached[place] == ids
-        self.hits += int(hit.sum())
-        self.requested += int(hit.sum())
-        rows = self._fetch(kind, name, ids[~hit])
-        out = rows.new_empty((len(ids), *rows.shape[1:]))
-        out[~hit], out[hit] = rows, cache[place[hit]]
+    def _machines_of(self, kind: NodeType | EdgeType, ids: Tensor) -> Tensor:
+        """Returns on which machine each node, or edge, of a type lies."""
+        return self._machine[_owners(ids, self._offsets[kind])]
+
+    def _ask(
+        self,
+        questions: Mapping[int, Sequence[Tensor]],
+        like: Sequence[Tensor],
+        answer: Callable[[int, list[Tensor]], Sequence[Tensor]],
+        answered: Sequence[Tensor],
+        meanwhile: Callable[[], T],
+    ) -> tuple[T, dict[int, list[Tensor]]]:
+        """Asks all other machines and answers those that ask this rank: two exchanges.
+
+        Args:
+            questions: by machine.
+            like, answered: tensors of the dtypes and trailing dimensions of a question's and an answer's.
+            answer: returns what answers the question of a rank.
+            meanwhile: is called while answers travel.
+
+        Returns:
+            What `meanwhile` returned, and the answers by machine.
+        """
+        assert self.channel is not None
+        asked = self.channel.start(
+            {self._servers[there]: packed(fields) for there, fields in questions.items()}, self._askers
+        )
+        replies = {rank: packed(answer(rank, unpacked(data, like))) for rank, data in asked().items()}
+        replied = self.channel.start(replies, list(self._servers.values()))
+        own, found = meanwhile(), replied()
+        return own, {there: unpacked(found[rank], answered) for there, rank in self._servers.items()}
+
+    def rows(self, wanted: Mapping[Any, tuple[Tensor, Sequence[str]]]) -> dict[Any, dict[str, Tensor]]:
+        """Returns rows of nodes and edges, by type and name, ``[n, ...]``: ids are asked for once, all their rows come at once.
+
+        Args:
+            wanted: by node or edge type, ids ``[n]`` and which of its :meth:`names`; the types and names are those of all ranks.
+        """
+        values = {kind: self._cut.attributes[self.types.key(kind)] for kind in wanted}
+
+        def read(kind: NodeType | EdgeType, name: str, ids: Tensor) -> Tensor:
+            return torch.index_select(values[kind][name], 0, ids)
+
+        if self.channel is None:
+            return {kind: {name: read(kind, name, ids) for name in names} for kind, (ids, names) in wanted.items()}
+        far = {kind: self._far(kind, ids) for kind, (ids, _) in wanted.items()}
+        fields = [(kind, name) for kind, (_, names) in wanted.items() for name in names]
+
+        def answer(_: int, question: list[Tensor]) -> list[Tensor]:
+            # Of each type those whose features are wanted, and those whose features the other has.
+            asked = {kind: question[2 * number : 2 * number + 2] for number, kind in enumerate(wanted)}
+            return [
+                read(kind, name, asked[kind][0] if _is_cached(kind, name) else torch.cat(asked[kind]))
+                for kind, name in fields
+            ]
+
+        def near() -> dict[Any, dict[str, Tensor]]:
+            return {
+                kind: {name: far[kind].room_beside(values[kind][name], ids) for name in names}
+                for kind, (ids, names) in wanted.items()
+            }
+
+        out, answers = self._ask(
+            {
+                there: [part for kind in wanted for part in far[kind].parts[2 * there : 2 * there + 2]]
+                for there in self._servers
+            },
+            [_IDS] * 2 * len(wanted),
+            answer,
+            [values[kind][name][:0] for kind, name in fields],
+            near,
+        )
+        for number, (kind, name) in enumerate(fields):
+            each, rows = far[kind], torch.cat([answers[there][number] for there in sorted(answers)])
+            if _is_cached(kind, name):
+                self.requested, self.hits = self.requested + len(each.cached), self.hits + int(each.cached.sum())
+                rows, came = rows.new_empty((len(each.cached), *rows.shape[1:])), rows
+                rows[~each.cached] = came
+                if each.cached.any():
+                    rows[each.cached] = self._cached[kind][1][each.place]
+            out[kind][name][each.far] = rows[each.inverse]
         return out
 
-    def _fetch(self, kind: NodeType | EdgeType, name: str, ids: Tensor) -> Tensor:
-        values = self._cut.attributes[self.types.key(kind)][name]
-        if self.channel is None:
-            return torch.index_select(values, 0, ids)
-        owner = _owners(ids, self._offsets[kind])
-        far = ~torch.tensor(self._near)[owner]
-        if isinstance(kind, str) and name == "x":
-            self.requested += int(far.sum())
-        order = torch.argsort(torch.where(far, owner, self._world.size), stable=True)
-        order, near = order.tensor_split([int(far.sum())])
-        first = torch.from_numpy(self._offsets[kind])
-        rows, own = OwnedRows(first, self.channel), first[self._world.rank]
-        out = values.new_empty((len(ids), *values.shape[1:]))
-        out[order] = rows.pull(rows.request(ids[order]), lambda chosen: torch.index_select(values, 0, chosen + own))
-        out[near] = torch.index_select(values, 0, ids[near])
-        return out
+    def _far(self, kind: NodeType | EdgeType, ids: Tensor) -> _Far:
+        far = self._machines_of(kind, ids) != self._here
+        distinct, inverse = ids[far].unique(return_inverse=True)
+        hit, place = torch.zeros(len(distinct), dtype=torch.bool), torch.zeros_like(distinct)
+        if isinstance(kind, str) and kind in self._cached and len(self._cached[kind][0]):
+            cached = self._cached[kind][0]
+            place = torch.searchsorted(cached, distinct).clamp(max=len(cached) - 1)
+            hit = cached[place] == distinct
+        group = 2 * self._machines_of(kind, distinct) + hit.long()
+        order = group.argsort(stable=True)
+        position = torch.empty_like(order)
+        position[order] = torch.arange(len(order))
+        counts = torch.bincount(group, minlength=2 * len(self._servers) + 2)
+        hit, place = hit[order], place[order]
+        return _Far(far, position[inverse], distinct[order].split(counts.tolist()), hit, place[hit])
 
     def take_counts(self) -> tuple[int, int, int]:
         """Returns rows requested, hits, and bytes received from other machines since the last call."""
@@ -225,6 +321,44 @@ class GraphStore:
     def close(self) -> None:
         if self.channel is not None:
             self.channel.close()
+
+
+@dataclass(frozen=True)
+class _Far:
+    """Those of some ids ``[n]`` that lie on other machines.
+
+    Attributes:
+        far: which, bool ``[n]``.
+        inverse: of each, its number among the distinct ones.
+        parts: the distinct ones: of each machine those whose features are not in the cache, and those whose are.
+        cached: whether they are, bool, by number.
+        place: in the cache, of those that are.
+    """
+
+    far: Tensor
+    inverse: Tensor
+    parts: Sequence[Tensor]
+    cached: Tensor
+    place: Tensor
+
+    def room_beside(self, values: Tensor, ids: Tensor) -> Tensor:
+        """Returns the rows of ids, ``[n, ...]``, of which those of other machines are still to come."""
+        out = values.new_empty((len(ids), *values.shape[1:]))
+        out[~self.far] = torch.index_select(values, 0, ids[~self.far])
+        return out
+
+
+def _is_cached(kind: NodeType | EdgeType, name: str) -> bool:
+    return isinstance(kind, str) and name == "x"
+
+
+def _fields(found: Neighbors) -> list[Tensor]:
+    return [found.counts, found.sources, found.edges]
+
+
+def _neighbors(fields: Sequence[Tensor]) -> Neighbors:
+    counts, sources, edges = fields
+    return Neighbors(_bounds(counts), sources, edges)
 
 
 def _bounds(counts: Tensor) -> Tensor:

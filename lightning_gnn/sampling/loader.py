@@ -39,6 +39,9 @@ class BatchMaker:
         replace, directed: see :class:`~lightning_gnn.sampling.NeighborSampler`.
     """
 
+    own_masks: Sequence[str] = MASKS
+    """Those of seeds that :meth:`make` sets itself: they are not fetched."""
+
     def __init__(
         self, store: GraphStore, fanouts: Mapping[EdgeType, Sequence[int]], replace: bool = False, directed: bool = True
     ) -> None:
@@ -67,6 +70,11 @@ class BatchMaker:
     def _batch(self, out: HeteroSamplerOutput) -> Data | HeteroData:
         store = self.store
         batch = HeteroData() if store.types.is_hetero else store.of_graph()
+        ids: dict[NodeType | EdgeType, Tensor] = {**out.node, **out.edge}
+        names = {kind: store.names(kind) for kind in ids}
+        seeded = store.types.input_type
+        names[seeded] = [name for name in names[seeded] if name not in self.own_masks]
+        rows = store.rows({kind: (ids[kind], names[kind]) for kind in (*store.types.nodes, *store.types.edges)})
         for name in store.types.nodes:  # before edges: a batch has the types in the graph's order
             _part_of(batch, name).n_id = store.original(name, out.node[name])
         for kind in store.types.edges:
@@ -75,16 +83,16 @@ class BatchMaker:
             edges.e_id = store.original(kind, out.edge[kind])
         for name in store.types.nodes:
             nodes = _part_of(batch, name)
-            for attribute in store.names(name):
-                nodes[attribute] = store.rows(name, attribute, out.node[name])
+            for attribute, values in rows[name].items():
+                nodes[attribute] = values
             if out.num_sampled_nodes is not None:
                 nodes.num_sampled_nodes = out.num_sampled_nodes[name]
             if "x" not in nodes:
                 nodes.num_nodes = len(nodes.n_id)
         for kind in store.types.edges:
             edges = _part_of(batch, kind)
-            for attribute in store.names(kind):
-                edges[attribute] = store.rows(kind, attribute, out.edge[kind])
+            for attribute, values in rows[kind].items():
+                edges[attribute] = values
             if out.num_sampled_edges is not None:
                 edges.num_sampled_edges = out.num_sampled_edges[kind]
         return batch
@@ -130,7 +138,7 @@ class EdgeBatchMaker(BatchMaker):
         batch.edge_label = (torch.arange(local.size(1)) < len(seeds)).float()
         batch.input_id = self.store.original(ONE_TYPE, seeds)
         if "edge_type" in self.store.names(ONE_TYPE):
-            batch.edge_label_type = self.store.rows(ONE_TYPE, "edge_type", seeds)
+            batch.edge_label_type = self.store.rows({ONE_TYPE: (seeds, ["edge_type"])})[ONE_TYPE]["edge_type"]
         return batch
 
 

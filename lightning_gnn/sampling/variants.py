@@ -89,6 +89,8 @@ class SubgraphBatchMaker(BatchMaker):
         store: see :class:`BatchMaker`.
     """
 
+    own_masks = ("train_mask",)
+
     def __init__(self, draw: Draw, training: Tensor, stand_in: Tensor, store: GraphStore) -> None:
         super().__init__(store, {ONE_TYPE: [-1]})
         self._draw, self._training, self._stand_in = draw, training, stand_in
