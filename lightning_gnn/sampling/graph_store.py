@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import numpy as np
@@ -30,6 +29,9 @@ from lightning_gnn.sampling.neighbors import Neighbors, sample_neighbors
 from lightning_gnn.sampling.sampler import seed_of_type
 
 T = TypeVar("T")
+
+Names = Mapping[Any, Sequence[str]]
+"""By node type, and edge type, what there is a row of for each."""
 
 _IDS = torch.empty(0, dtype=torch.long)
 
@@ -52,7 +54,7 @@ class _Part:
             kept = cut.attributes[types.key(kind)][messages][self._first_edge : self._first_edge + count]
             self._edges, source, target = kept.nonzero().view(-1), source[kept], target[kept]
         rows, self._num_targets = int(types.nodes[target_type][rank]), types.total(target_type)
-        indptr = _bounds(torch.bincount(target - int(types.begins(target_type)[rank]), minlength=rows))
+        indptr = bounds(torch.bincount(target - int(types.begins(target_type)[rank]), minlength=rows))
         self._csr = CSR(indptr, source, None, self._owned + len(halo))
 
     def neighbors(self, targets: Tensor, fanout: int, seed: int, replace: bool) -> Neighbors:
@@ -85,6 +87,10 @@ class GraphStore:
 
     Attributes:
         types: of the graph.
+        machine, here: of each rank, the number of its machine, int64 ``[P]``; this one's.
+        teams: by rank, who answers it on each machine; itself on its own.
+        servers: by other machine, who answers this rank there.
+        askers: the ranks that this one answers.
         requested, hits: rows of features that lie on other machines, and those of them found in the cache.
     """
 
@@ -101,24 +107,30 @@ class GraphStore:
             for kind in self.types.edges
         }
         self.channel = None
-        self._machine = torch.zeros(world.size, dtype=torch.long)  # of each rank
-        self._here = 0
+        self.machine, self.here = torch.zeros(world.size, dtype=torch.long), 0
+        self.teams: dict[int, list[int]] = {}
+        self.servers: dict[int, int] = {}
+        self.askers: list[int] = []
         if len(near) < world.size:
             self.channel = GroupChannel(world)
-            machines = sorted({tuple(sorted(ranks)) for ranks in world.all_gather_object([*near])})
-            for number, ranks in enumerate(machines):
-                self._machine[list(ranks)] = number
-            self._here = int(self._machine[world.rank])
-            # Who answers whom: the ranks of a machine share the questions of others evenly.
-            answers = {
-                rank: [on[ranks.index(rank) % len(on)] for on in machines] for ranks in machines for rank in ranks
-            }
-            self._servers = {number: rank for number, rank in enumerate(answers[world.rank]) if number != self._here}
-            self._askers = [rank for rank in answers if rank != world.rank and world.rank in answers[rank]]
+            self._meet(sorted({tuple(sorted(ranks)) for ranks in world.all_gather_object([*near])}))
         self.requested = self.hits = 0
         self._cached: dict[NodeType, tuple[Tensor, Tensor]] = {}
+        # By rank that asks: nodes here whose features it has in its cache, by type.
+        self._kept: dict[int, dict[NodeType, Tensor]] = {}
         if self.channel is not None and cache_bytes:
             self._fill_cache(cache_bytes)
+
+    def _meet(self, machines: Sequence[Sequence[int]]) -> None:
+        """Decides who answers whom: the ranks of a machine share the questions of others evenly."""
+        for number, ranks in enumerate(machines):
+            self.machine[list(ranks)] = number
+        self.here = int(self.machine[self.rank])
+        for ranks in machines:
+            for place, rank in enumerate(ranks):
+                self.teams[rank] = [rank if rank in on else on[place % len(on)] for on in machines]
+        self.servers = {there: rank for there, rank in enumerate(self.teams[self.rank]) if there != self.here}
+        self.askers = [rank for rank, team in self.teams.items() if self.rank in team and rank != self.rank]
 
     @property
     def rank(self) -> int:
@@ -156,7 +168,7 @@ class GraphStore:
             row_bytes = self._cut.attributes[self.types.key(name)]["x"][:1].nbytes
             read = sum((self._parts[kind][rank].halo_reads() for kind in self.types.edges if kind[0] == name), halo * 0)
             rows = read.nonzero().view(-1)
-            rows = rows[self._machines_of(name, ids[rows]) != self._here]
+            rows = rows[self.machines_of(name, ids[rows]) != self.here]
             wanted[name] = ids[rows]
             reads.append(read[rows] / max(row_bytes, 1))
             sizes.append(torch.full_like(rows, row_bytes))
@@ -166,9 +178,28 @@ class GraphStore:
         kept[order[size[order].cumsum(0) <= cache_bytes]] = True
         chosen = kept.split([len(each) for each in wanted.values()])
         cached = {name: all_of_it[of].sort().values for (name, all_of_it), of in zip(wanted.items(), chosen)}
-        found = self.rows({name: (ids, ["x"]) for name, ids in cached.items()})
+        found = self.rows({name: (ids, ["x"]) for name, ids in cached.items()}, to_keep=True)
         self._cached = {name: (ids, found[name]["x"]) for name, ids in cached.items()}
         self.requested = 0
+
+    def keeps(self, rank: int, name: NodeType, ids: Tensor) -> Tensor:
+        """Returns of which nodes, that lie here, a rank that asks has features in its cache, bool ``[n]``."""
+        return _places_in(self._kept.get(rank, {}).get(name, _IDS), ids)[0]
+
+    def with_kept(self, name: NodeType, ids: Tensor, x: Tensor) -> Tensor:
+        """Returns the features of nodes of other machines, ``[n, ...]``, from `x` of those that are not in the cache."""
+        if name not in self._cached:
+            return x
+        cached, cache = self._cached[name]
+        known, place = _places_in(cached, ids)
+        out = x.new_empty((len(ids), *x.shape[1:]))
+        out[~known], out[known] = x, cache[place]
+        return out
+
+    def count(self, name: NodeType, ids: Tensor) -> None:
+        """Counts features of nodes on other machines that a batch needs."""
+        cached = self._cached[name][0] if name in self._cached else _IDS
+        self.requested, self.hits = self.requested + len(ids), self.hits + int(_places_in(cached, ids)[0].sum())
 
     def hops(self, seeds: Sequence[int], replace: bool) -> Callable[[EdgeType, Tensor, int], Neighbors]:
         """Returns what answers the hops of one batch, see :func:`~lightning_gnn.sampling.hops.sample_hops`.
@@ -180,26 +211,26 @@ class GraphStore:
 
         def hop(kind: EdgeType, targets: Tensor, fanout: int) -> Neighbors:
             def draw(rank: int, targets: Tensor) -> Neighbors:
-                return self._drawn(kind, targets, fanout, seed_of_type(seeds[rank], numbers[kind]), replace)
+                return self.drawn(kind, targets, fanout, seed_of_type(seeds[rank], numbers[kind]), replace)
 
             if self.channel is None:
                 return draw(self.rank, targets)
-            machine = self._machines_of(kind[2], targets % self.types.total(kind[2]))
+            machine = self.machines_of(kind[2], targets % self.types.total(kind[2]))
             order = torch.argsort(machine, stable=True)
-            parts = targets[order].split(torch.bincount(machine, minlength=len(self._servers) + 1).tolist())
+            parts = targets[order].split(torch.bincount(machine, minlength=len(self.servers) + 1).tolist())
             own, answers = self._ask(
-                {there: [parts[there]] for there in self._servers},
+                {there: [parts[there]] for there in self.servers},
                 [_IDS],
                 lambda rank, question: _fields(draw(rank, question[0])),
                 [_IDS] * 3,
-                lambda: draw(self.rank, parts[self._here]),
+                lambda: draw(self.rank, parts[self.here]),
             )
-            found = {self._here: own, **{there: _neighbors(fields) for there, fields in answers.items()}}
+            found = {self.here: own, **{there: _neighbors(fields) for there, fields in answers.items()}}
             return _stitched([found[there] for there in range(len(found))], order)
 
         return hop
 
-    def _drawn(self, kind: EdgeType, targets: Tensor, fanout: int, seed: int, replace: bool) -> Neighbors:
+    def drawn(self, kind: EdgeType, targets: Tensor, fanout: int, seed: int, replace: bool) -> Neighbors:
         """Returns sampled in-edges of targets on this machine, nodes or copies of them."""
         parts, offsets = self._parts[kind], self._offsets[kind[2]]
         if len(parts) == 1:
@@ -210,9 +241,14 @@ class GraphStore:
         by_rank = targets[order].split(torch.bincount(owner, minlength=self._world.size).tolist())
         return _stitched([parts[rank].neighbors(by_rank[rank], fanout, seed, replace) for rank in sorted(parts)], order)
 
-    def _machines_of(self, kind: NodeType | EdgeType, ids: Tensor) -> Tensor:
+    def machines_of(self, kind: NodeType | EdgeType, ids: Tensor) -> Tensor:
         """Returns on which machine each node, or edge, of a type lies."""
-        return self._machine[_owners(ids, self._offsets[kind])]
+        return self.machine[_owners(ids, self._offsets[kind])]
+
+    def exchange(self, messages: Mapping[int, Tensor]) -> dict[int, Tensor]:
+        """Returns what ranks of other machines send this one, by rank: those that it sends something to."""
+        assert self.channel is not None
+        return self.channel.start(messages, list(messages))()
 
     def _ask(
         self,
@@ -235,79 +271,78 @@ class GraphStore:
         """
         assert self.channel is not None
         asked = self.channel.start(
-            {self._servers[there]: packed(fields) for there, fields in questions.items()}, self._askers
+            {self.servers[there]: packed(fields) for there, fields in questions.items()}, self.askers
         )
         replies = {rank: packed(answer(rank, unpacked(data, like))) for rank, data in asked().items()}
-        replied = self.channel.start(replies, list(self._servers.values()))
+        replied = self.channel.start(replies, list(self.servers.values()))
         own, found = meanwhile(), replied()
-        return own, {there: unpacked(found[rank], answered) for there, rank in self._servers.items()}
+        return own, {there: unpacked(found[rank], answered) for there, rank in self.servers.items()}
 
-    def rows(self, wanted: Mapping[Any, tuple[Tensor, Sequence[str]]]) -> dict[Any, dict[str, Tensor]]:
+    def read(self, kind: NodeType | EdgeType, name: str, ids: Tensor) -> Tensor:
+        """Returns rows of nodes, or edges, of a type that lie on this machine."""
+        return torch.index_select(self._cut.attributes[self.types.key(kind)][name], 0, ids)
+
+    def read_for(self, rank: int, kind: NodeType | EdgeType, name: str, ids: Tensor) -> Tensor:
+        """Returns rows for a rank that asks: of features those that it does not have in its cache."""
+        return self.read(kind, name, ids[~self.keeps(rank, kind, ids)] if _is_kept(kind, name) else ids)
+
+    def rows(
+        self, wanted: Mapping[Any, tuple[Tensor, Sequence[str]]], to_keep: bool = False
+    ) -> dict[Any, dict[str, Tensor]]:
         """Returns rows of nodes and edges, by type and name, ``[n, ...]``: ids are asked for once, all their rows come at once.
 
         Args:
             wanted: by node or edge type, ids ``[n]`` and which of its :meth:`names`; the types and names are those of all ranks.
+            to_keep: for the cache: who answers is to know.
         """
-        values = {kind: self._cut.attributes[self.types.key(kind)] for kind in wanted}
-
-        def read(kind: NodeType | EdgeType, name: str, ids: Tensor) -> Tensor:
-            return torch.index_select(values[kind][name], 0, ids)
-
         if self.channel is None:
-            return {kind: {name: read(kind, name, ids) for name in names} for kind, (ids, names) in wanted.items()}
-        far = {kind: self._far(kind, ids) for kind, (ids, _) in wanted.items()}
+            return {kind: {name: self.read(kind, name, ids) for name in names} for kind, (ids, names) in wanted.items()}
         fields = [(kind, name) for kind, (_, names) in wanted.items() for name in names]
+        machines = {kind: self.machines_of(kind, ids) for kind, (ids, _) in wanted.items()}
+        distinct, inverse, parts = {}, {}, {}
+        for kind, (ids, _) in wanted.items():
+            far = machines[kind] != self.here
+            found, inverse[kind] = ids[far].unique(return_inverse=True)
+            machine = self.machines_of(kind, found)
+            order = machine.argsort(stable=True)
+            inverse[kind] = _inverse(order)[inverse[kind]]
+            distinct[kind] = found[order]
+            parts[kind] = distinct[kind].split(torch.bincount(machine, minlength=len(self.teams)).tolist())
 
-        def answer(_: int, question: list[Tensor]) -> list[Tensor]:
-            # Of each type those whose features are wanted, and those whose features the other has.
-            asked = {kind: question[2 * number : 2 * number + 2] for number, kind in enumerate(wanted)}
-            return [
-                read(kind, name, asked[kind][0] if _is_cached(kind, name) else torch.cat(asked[kind]))
-                for kind, name in fields
-            ]
+        def answer(rank: int, question: list[Tensor]) -> list[Tensor]:
+            asked = dict(zip(wanted, question))
+            found = [self.read_for(rank, kind, name, asked[kind]) for kind, name in fields]
+            if to_keep:
+                self._kept[rank] = {kind: ids.clone() for kind, ids in asked.items()}
+            return found
 
         def near() -> dict[Any, dict[str, Tensor]]:
             return {
-                kind: {name: far[kind].room_beside(values[kind][name], ids) for name in names}
+                kind: {name: self.with_near(kind, name, ids, machines[kind] == self.here) for name in names}
                 for kind, (ids, names) in wanted.items()
             }
 
         out, answers = self._ask(
-            {
-                there: [part for kind in wanted for part in far[kind].parts[2 * there : 2 * there + 2]]
-                for there in self._servers
-            },
-            [_IDS] * 2 * len(wanted),
+            {there: [parts[kind][there] for kind in wanted] for there in self.servers},
+            [_IDS] * len(wanted),
             answer,
-            [values[kind][name][:0] for kind, name in fields],
+            [self.read(kind, name, _IDS) for kind, name in fields],
             near,
         )
         for number, (kind, name) in enumerate(fields):
-            each, rows = far[kind], torch.cat([answers[there][number] for there in sorted(answers)])
-            if _is_cached(kind, name):
-                self.requested, self.hits = self.requested + len(each.cached), self.hits + int(each.cached.sum())
-                rows, came = rows.new_empty((len(each.cached), *rows.shape[1:])), rows
-                rows[~each.cached] = came
-                if each.cached.any():
-                    rows[each.cached] = self._cached[kind][1][each.place]
-            out[kind][name][each.far] = rows[each.inverse]
+            rows = torch.cat([answers[there][number] for there in sorted(answers)])
+            if _is_kept(kind, name):
+                self.count(kind, distinct[kind])
+                rows = self.with_kept(kind, distinct[kind], rows)
+            out[kind][name][machines[kind] != self.here] = rows[inverse[kind]]
         return out
 
-    def _far(self, kind: NodeType | EdgeType, ids: Tensor) -> _Far:
-        far = self._machines_of(kind, ids) != self._here
-        distinct, inverse = ids[far].unique(return_inverse=True)
-        hit, place = torch.zeros(len(distinct), dtype=torch.bool), torch.zeros_like(distinct)
-        if isinstance(kind, str) and kind in self._cached and len(self._cached[kind][0]):
-            cached = self._cached[kind][0]
-            place = torch.searchsorted(cached, distinct).clamp(max=len(cached) - 1)
-            hit = cached[place] == distinct
-        group = 2 * self._machines_of(kind, distinct) + hit.long()
-        order = group.argsort(stable=True)
-        position = torch.empty_like(order)
-        position[order] = torch.arange(len(order))
-        counts = torch.bincount(group, minlength=2 * len(self._servers) + 2)
-        hit, place = hit[order], place[order]
-        return _Far(far, position[inverse], distinct[order].split(counts.tolist()), hit, place[hit])
+    def with_near(self, kind: NodeType | EdgeType, name: str, ids: Tensor, near: Tensor) -> Tensor:
+        """Returns rows of ids, ``[n, ...]``: those that lie here, bool ``[n]``, while others are still to come."""
+        found = self.read(kind, name, ids[near])
+        out = found.new_empty((len(ids), *found.shape[1:]))
+        out[near] = found
+        return out
 
     def take_counts(self) -> tuple[int, int, int]:
         """Returns rows requested, hits, and bytes received from other machines since the last call."""
@@ -323,32 +358,21 @@ class GraphStore:
             self.channel.close()
 
 
-@dataclass(frozen=True)
-class _Far:
-    """Those of some ids ``[n]`` that lie on other machines.
-
-    Attributes:
-        far: which, bool ``[n]``.
-        inverse: of each, its number among the distinct ones.
-        parts: the distinct ones: of each machine those whose features are not in the cache, and those whose are.
-        cached: whether they are, bool, by number.
-        place: in the cache, of those that are.
-    """
-
-    far: Tensor
-    inverse: Tensor
-    parts: Sequence[Tensor]
-    cached: Tensor
-    place: Tensor
-
-    def room_beside(self, values: Tensor, ids: Tensor) -> Tensor:
-        """Returns the rows of ids, ``[n, ...]``, of which those of other machines are still to come."""
-        out = values.new_empty((len(ids), *values.shape[1:]))
-        out[~self.far] = torch.index_select(values, 0, ids[~self.far])
-        return out
+def _inverse(order: Tensor) -> Tensor:
+    """Returns where each place is in a permutation."""
+    return torch.empty_like(order).scatter_(0, order, torch.arange(len(order)))
 
 
-def _is_cached(kind: NodeType | EdgeType, name: str) -> bool:
+def _places_in(ascending: Tensor, ids: Tensor) -> tuple[Tensor, Tensor]:
+    """Returns which ids are among ascending ones, bool ``[n]``, and where those are."""
+    if not len(ascending):
+        return torch.zeros(len(ids), dtype=torch.bool), _IDS
+    place = torch.searchsorted(ascending, ids).clamp(max=len(ascending) - 1)
+    known = ascending[place] == ids
+    return known, place[known]
+
+
+def _is_kept(kind: NodeType | EdgeType, name: str) -> bool:
     return isinstance(kind, str) and name == "x"
 
 
@@ -358,10 +382,10 @@ def _fields(found: Neighbors) -> list[Tensor]:
 
 def _neighbors(fields: Sequence[Tensor]) -> Neighbors:
     counts, sources, edges = fields
-    return Neighbors(_bounds(counts), sources, edges)
+    return Neighbors(bounds(counts), sources, edges)
 
 
-def _bounds(counts: Tensor) -> Tensor:
+def bounds(counts: Tensor) -> Tensor:
     """Returns where each of the groups of so many begins, and the end, ``[n + 1]``."""
     return torch.cat([counts.new_zeros(1), counts.cumsum(0)])
 
@@ -375,7 +399,7 @@ def _stitched(found: Sequence[Neighbors], order: Tensor) -> Neighbors:
     counts = torch.cat([each.counts for each in found])
     wanted = torch.empty_like(counts)
     wanted[order] = counts
-    offsets = _bounds(wanted)
+    offsets = bounds(wanted)
     begins = counts.cumsum(0) - counts
     place = torch.repeat_interleave(offsets[:-1][order] - begins, counts) + torch.arange(int(counts.sum()))
     sources, edges = (torch.empty(len(place), dtype=torch.long) for _ in range(2))

@@ -94,7 +94,9 @@ def batches_of(
         store = GraphStore(cut, meeting.world(rank), meeting.on[rank], cache_bytes)
         store.take_counts()
         steps = SeedBatches([len(each) for each in split], 4)
-        return list(SampledBatches([make(store)], steps, split[rank], seeds[:1], rank, 0, 0, lambda: 0))
+        others = None if edges else {asker: split[asker] for asker in store.askers}
+        loader = SampledBatches([make(store)], steps, split[rank], seeds[:1], rank, 0, 0, lambda: 0, others=others)
+        return list(loader)
 
     try:
         with ThreadPoolExecutor(meeting.size) as pool:
@@ -122,16 +124,16 @@ NEIGHBORS: dict[str, Any] = {"fanouts": [3, 2, 2]}
 @pytest.mark.parametrize(
     ("graph", "machines", "options", "cache_bytes", "exchanges"),
     [
-        (awkward_graph, TWO, NEIGHBORS, 0, 8),
-        (awkward_graph, PAIRS, NEIGHBORS, 0, 8),
-        (awkward_graph, THREE, NEIGHBORS, 1000, 8),
-        (awkward_graph, UNEQUAL, NEIGHBORS, 1000, 8),
-        (awkward_graph, THREE, {"fanouts": [4, 3, 2, 2], "replace": True}, 10**6, 10),
-        (awkward_graph, THREE, {"fanouts": [-1, 2, -1]}, 0, 8),
+        (awkward_graph, TWO, NEIGHBORS, 0, 4),
+        (awkward_graph, PAIRS, NEIGHBORS, 0, 4),
+        (awkward_graph, THREE, NEIGHBORS, 1000, 4),
+        (awkward_graph, UNEQUAL, NEIGHBORS, 1000, 4),
+        (awkward_graph, THREE, {"fanouts": [4, 3, 2, 2], "replace": True}, 10**6, 5),
+        (awkward_graph, THREE, {"fanouts": [-1, 2, -1]}, 0, 4),
         (awkward_graph, THREE, {"fanouts": [3, 2], "directed": False}, 0, 8),
         (awkward_graph, THREE, {"fanouts": [3, 2, 2, 2, 2]}, 1000, 12),
         (awkward_graph, THREE, {"fanouts": [3, 2], "method": "shadow"}, 0, 8),
-        (awkward_graph, THREE, {"fanouts": [3, 2], "method": "edges"}, 1000, 6),
+        (awkward_graph, THREE, {"fanouts": [3, 2], "method": "edges"}, 1000, 4),
         (typed_graph, TWO, {"fanouts": [3, 2]}, 0, None),
         (typed_graph, THREE, {"fanouts": [2, 3, 2], "cut off": True}, 300, None),
     ],
