@@ -132,7 +132,10 @@ class Expander:
         store, work = self._store, self._work[rank]
         for depth in range(self._hops + 1):
             for name in store.types.nodes:
-                ids, num_new = work.reach(name, torch.cat([_IDS, *tasks.get((name, depth), [])]), depth)
+                found = torch.cat([_IDS, *tasks.get((name, depth), [])])
+                if not len(found):
+                    continue
+                ids, num_new = work.reach(name, found, depth)
                 machine = store.machines_of(name, ids)
                 here = machine == store.here
                 if depth < self._hops or self._names[name]:
@@ -142,7 +145,7 @@ class Expander:
                     work.reached[name].append(ids[:num_new][here[:num_new]])
                 targets = ids[here]
                 for kind, of in self._fanouts.items():
-                    if kind[2] == name and depth < self._hops and of[depth]:
+                    if kind[2] == name and depth < self._hops and of[depth] and len(targets):
                         seed = seed_of_type(random_seed, self._number[kind])
                         drawn = store.drawn(kind, targets, of[depth], seed, self._replace)
                         work.drawn[kind, depth].append((targets, drawn))
@@ -214,14 +217,20 @@ class Neighbourhood:
         """See :data:`~lightning_gnn.sampling.hops.Hop`."""
         asked = next(self._draws)
         assert asked[0] == kind
-        drawn = self.drawn.pop(asked)
-        counts = torch.cat([each.counts for _, each in drawn])
-        place = _places(torch.cat([ids for ids, _ in drawn]), targets, self._store.types.total(kind[2]))
+        drawn = self.drawn.pop(asked, [])
+        known, counts, sources, edges = (
+            (
+                torch.cat([_IDS, *each])
+                for each in zip(*((ids, found.counts, found.sources, found.edges) for ids, found in drawn))
+            )
+            if drawn
+            else [_IDS] * 4
+        )
+        place = _places(known, targets, self._store.types.total(kind[2]))
         begins, counts = (counts.cumsum(0) - counts)[place], counts[place]
         offsets = bounds(counts)
         slots = torch.repeat_interleave(begins - offsets[:-1], counts) + torch.arange(int(offsets[-1]))
-        sources, edges = (torch.cat(each)[slots] for each in zip(*((found.sources, found.edges) for _, found in drawn)))
-        return Neighbors(offsets, sources, edges)
+        return Neighbors(offsets, sources[slots], edges[slots])
 
     def rows(self, wanted: Mapping[Any, tuple[Tensor, Sequence[str]]]) -> dict[Any, dict[str, Tensor]]:
         """See :meth:`GraphStore.rows`; of nodes and edges that were sampled."""
@@ -230,15 +239,17 @@ class Neighbourhood:
             if not names:
                 out[kind] = {}
                 continue
-            far = store.machines_of(kind, ids) != store.here
+            near = store.machines_of(kind, ids) == store.here
+            far = (~near).nonzero().view(-1)
             came = self._far.pop(kind, [])
             place = _places(torch.cat([_IDS, *(each for each, _ in came)]), ids[far], store.types.total(kind))
             if "x" in names and isinstance(kind, str):
                 store.count(kind, ids[far])
-            out[kind] = {name: store.with_near(kind, name, ids, ~far) for name in names}
+            out[kind] = {name: store.with_near(kind, name, ids, near) for name in names}
             if len(place):
                 for name in names:
-                    out[kind][name][far] = torch.cat([rows[name] for _, rows in came])[place]
+                    rows = torch.cat([rows[name] for _, rows in came])
+                    out[kind][name].index_copy_(0, far, rows.index_select(0, place))
         return out
 
 

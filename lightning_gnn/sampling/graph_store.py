@@ -334,15 +334,15 @@ class GraphStore:
             if _is_kept(kind, name):
                 self.count(kind, distinct[kind])
                 rows = self.with_kept(kind, distinct[kind], rows)
-            out[kind][name][machines[kind] != self.here] = rows[inverse[kind]]
+            far = (machines[kind] != self.here).nonzero().view(-1)
+            out[kind][name].index_copy_(0, far, rows.index_select(0, inverse[kind]))
         return out
 
     def with_near(self, kind: NodeType | EdgeType, name: str, ids: Tensor, near: Tensor) -> Tensor:
         """Returns rows of ids, ``[n, ...]``: those that lie here, bool ``[n]``, while others are still to come."""
-        found = self.read(kind, name, ids[near])
-        out = found.new_empty((len(ids), *found.shape[1:]))
-        out[near] = found
-        return out
+        here = near.nonzero().view(-1)
+        found = self.read(kind, name, ids[here])
+        return found.new_empty((len(ids), *found.shape[1:])).index_copy_(0, here, found)
 
     def take_counts(self) -> tuple[int, int, int]:
         """Returns rows requested, hits, and bytes received from other machines since the last call."""
