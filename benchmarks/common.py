@@ -110,29 +110,34 @@ def run_row(script: str, arguments: Sequence[str], threads: int, timeout: float 
     return json.loads(done.stdout.splitlines()[-1])
 
 
-def _two_hosts(inner_mbit: float) -> dict[str, Any]:
-    """Returns two hosts of two ranks in netlab's format; all that leaves a host shares its link (CDFGNN Table 2)."""
-    outer = inner_mbit / 2.7
-    via = {"bandwidth_mbit": outer, "via": ["nic0", "-nic1"]}
+def _on_hosts(inner_mbit: float, hosts: int) -> dict[str, Any]:
+    """Returns hosts of four ranks together in netlab's format; all that leaves a host shares its link (CDFGNN Table 2)."""
+    outer, each = inner_mbit / 2.7, 4 // hosts
+
+    def link(a: int, b: int) -> dict[str, Any]:
+        if a // each == b // each:
+            return {"a": a, "b": b, "bandwidth_mbit": inner_mbit}
+        return {"a": a, "b": b, "bandwidth_mbit": outer, "via": [f"nic{a // each}", f"-nic{b // each}"]}
+
     return {
         "ranks": 4,
-        "hosts": [{"name": f"host{i}", "ranks": [2 * i, 2 * i + 1]} for i in range(2)],
-        "hops": [{"name": f"nic{i}", "bandwidth_mbit": outer} for i in range(2)],
-        "links": [{"a": a, "b": a + 1, "bandwidth_mbit": inner_mbit} for a in (0, 2)]
-        + [{"a": a, "b": b, **via} for a in (0, 1) for b in (2, 3)],
+        "hosts": [{"name": f"host{i}", "ranks": list(range(each * i, each * (i + 1)))} for i in range(hosts)],
+        "hops": [{"name": f"nic{i}", "bandwidth_mbit": outer} for i in range(hosts)],
+        "links": [link(a, b) for b in range(4) for a in range(b)],
     }
 
 
-def run_on_hosts(netlab: str, inner_mbit: float, script: str, arguments: Sequence[str]) -> Any:
-    """Runs ``script arguments --row FILE`` as four ranks on two emulated hosts; returns the JSON that it writes to the file.
+def run_on_hosts(netlab: str, inner_mbit: float, script: str, arguments: Sequence[str], hosts: int = 2) -> Any:
+    """Runs ``script arguments --row FILE`` as four ranks on emulated hosts; returns the JSON that it writes to the file.
 
     Args:
         netlab: netlab.py.
         inner_mbit: Mbit/s of a link inside a host; that of a host is 2.7 times as slow, the ratio of CDFGNN's cluster.
+        hosts: 1, 2 or 4.
     """
     with tempfile.TemporaryDirectory() as folder:
-        path, found = Path(folder) / "two_hosts.json", Path(folder) / "row.json"
-        path.write_text(json.dumps(_two_hosts(inner_mbit)))
+        path, found = Path(folder) / "hosts.json", Path(folder) / "row.json"
+        path.write_text(json.dumps(_on_hosts(inner_mbit, hosts)))
         own = [sys.executable, script, *arguments, "--row", str(found)]
         environment = {**os.environ, "TORCHELASTIC_RUN_ID": "netlab", "PYTHONWARNINGS": "ignore"}
         subprocess.run(

@@ -21,11 +21,12 @@ import sys
 import tempfile
 import time
 import warnings
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from itertools import islice
 from pathlib import Path
+from queue import Queue
 from statistics import mean, median, stdev
-from threading import Barrier
 from types import SimpleNamespace
 from typing import Any
 
@@ -219,20 +220,27 @@ class Meeting:
     """What threads exchange in place of ranks: see :class:`~lightning_gnn.comm.rows.GroupChannel`."""
 
     def __init__(self, size: int) -> None:
-        self.barrier, self.parts = Barrier(size), [[]] * size
+        self.size = size
+        self._boxes = {(a, b): Queue[torch.Tensor]() for a in range(size) for b in range(size)}
+
+    def world(self, rank: int) -> Any:
+        return SimpleNamespace(rank=rank, size=self.size, all_gather_object=lambda _: [[r] for r in range(self.size)])
 
     def of(self, world: Any) -> Any:
         channel = SimpleNamespace(bytes_received=0)
 
-        def exchange(parts: list[torch.Tensor], *_: Any) -> list[torch.Tensor]:
-            self.barrier.wait()
-            self.parts[world.rank] = parts
-            self.barrier.wait()
-            found = [each[world.rank] for each in self.parts]
-            channel.bytes_received += sum(each.nbytes for peer, each in enumerate(found) if peer != world.rank)
-            return found
+        def start(sends: dict[int, torch.Tensor], senders: list[int]) -> Callable[[], dict[int, torch.Tensor]]:
+            for peer, data in sends.items():
+                self._boxes[world.rank, peer].put(data)
 
-        channel.exchange = exchange
+            def wait() -> dict[int, torch.Tensor]:
+                found = {peer: self._boxes[peer, world.rank].get() for peer in senders}
+                channel.bytes_received += sum(map(len, found.values()))
+                return found
+
+            return wait
+
+        channel.start = start
         return channel
 
 
@@ -242,11 +250,12 @@ def epoch_bytes(cut: Cut, seeds: list[np.ndarray], cache_bytes: int, most: int |
     All batches of an epoch are made, or the first `most`.
     """
     size = len(seeds)
-    graph_store.GroupChannel = Meeting(size).of  # type: ignore[assignment,misc]
+    meeting = Meeting(size)
+    graph_store.GroupChannel = meeting.of  # type: ignore[assignment,misc]
     batches = SeedBatches([len(each) for each in seeds], BATCH_SIZE)
 
     def rank_epoch(rank: int) -> tuple[int, int, int]:
-        store = graph_store.GraphStore(cut, SimpleNamespace(rank=rank, size=size), [rank], cache_bytes)  # type: ignore[arg-type]
+        store = graph_store.GraphStore(cut, meeting.world(rank), [rank], cache_bytes)
         store.take_counts()
         maker, own = BatchMaker(store, {ONE_TYPE: FANOUTS}), torch.from_numpy(seeds[rank])
         for batch in islice(SampledBatches([maker], batches, own, own[:1], rank, 0, 0, lambda: 0), most):

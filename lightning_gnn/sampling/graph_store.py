@@ -11,7 +11,8 @@ range. A graph without types has one of each.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -19,13 +20,20 @@ from torch import Tensor
 from torch_geometric.typing import EdgeType, NodeType
 
 from lightning_gnn.comm.group import World
-from lightning_gnn.comm.rows import GroupChannel, OwnedRows
+from lightning_gnn.comm.rows import GroupChannel, packed, unpacked
 from lightning_gnn.data.attributes import GraphData
 from lightning_gnn.data.shards import Cut
 from lightning_gnn.kernels import CSR
 from lightning_gnn.partition.shard import owners_of
 from lightning_gnn.sampling.neighbors import Neighbors, sample_neighbors
 from lightning_gnn.sampling.sampler import seed_of_type
+
+T = TypeVar("T")
+
+Names = Mapping[Any, Sequence[str]]
+"""By node type, and edge type, what there is a row of for each."""
+
+_IDS = torch.empty(0, dtype=torch.long)
 
 
 class _Part:
@@ -46,7 +54,7 @@ class _Part:
             kept = cut.attributes[types.key(kind)][messages][self._first_edge : self._first_edge + count]
             self._edges, source, target = kept.nonzero().view(-1), source[kept], target[kept]
         rows, self._num_targets = int(types.nodes[target_type][rank]), types.total(target_type)
-        indptr = _bounds(torch.bincount(target - int(types.begins(target_type)[rank]), minlength=rows))
+        indptr = bounds(torch.bincount(target - int(types.begins(target_type)[rank]), minlength=rows))
         self._csr = CSR(indptr, source, None, self._owned + len(halo))
 
     def neighbors(self, targets: Tensor, fanout: int, seed: int, replace: bool) -> Neighbors:
@@ -68,6 +76,8 @@ class _Part:
 class GraphStore:
     """Neighbours and rows of all nodes. Where ranks lie on several machines, all of them make its calls in step.
 
+    Each rank asks one rank of every other machine, which reads the parts of all ranks there.
+
     Args:
         cut: the partitioned graph, in the store of this machine.
         world: the ranks.
@@ -77,6 +87,10 @@ class GraphStore:
 
     Attributes:
         types: of the graph.
+        machine, here: of each rank, the number of its machine, int64 ``[P]``; this one's.
+        teams: by rank, who answers it on each machine; itself on its own.
+        servers: by other machine, who answers this rank there.
+        askers: the ranks that this one answers.
         requested, hits: rows of features that lie on other machines, and those of them found in the cache.
     """
 
@@ -84,7 +98,6 @@ class GraphStore:
         self, cut: Cut, world: World, near: Sequence[int], cache_bytes: int = 0, messages: str | None = None
     ) -> None:
         self._cut, self._world, self.types = cut, world, cut.types
-        self._near = [rank in near for rank in range(world.size)]
         self._offsets = {kind: self.types.offsets(kind) for kind in (*self.types.nodes, *self.types.edges)}
         halos = {rank: cut.halos[rank] for rank in near}
         if self.types.is_hetero:
@@ -93,11 +106,31 @@ class GraphStore:
             kind: {rank: _Part(cut, rank, kind, torch.from_numpy(halo), messages) for rank, halo in halos.items()}
             for kind in self.types.edges
         }
-        self.channel = None if all(self._near) else GroupChannel(world)
+        self.channel = None
+        self.machine, self.here = torch.zeros(world.size, dtype=torch.long), 0
+        self.teams: dict[int, list[int]] = {}
+        self.servers: dict[int, int] = {}
+        self.askers: list[int] = []
+        if len(near) < world.size:
+            self.channel = GroupChannel(world)
+            self._meet(sorted({tuple(sorted(ranks)) for ranks in world.all_gather_object([*near])}))
         self.requested = self.hits = 0
         self._cached: dict[NodeType, tuple[Tensor, Tensor]] = {}
+        # By rank that asks: nodes here whose features it has in its cache, by type.
+        self._kept: dict[int, dict[NodeType, Tensor]] = {}
         if self.channel is not None and cache_bytes:
             self._fill_cache(cache_bytes)
+
+    def _meet(self, machines: Sequence[Sequence[int]]) -> None:
+        """Decides who answers whom: the ranks of a machine share the questions of others evenly."""
+        for number, ranks in enumerate(machines):
+            self.machine[list(ranks)] = number
+        self.here = int(self.machine[self.rank])
+        for ranks in machines:
+            for place, rank in enumerate(ranks):
+                self.teams[rank] = [rank if rank in on else on[place % len(on)] for on in machines]
+        self.servers = {there: rank for there, rank in enumerate(self.teams[self.rank]) if there != self.here}
+        self.askers = [rank for rank, team in self.teams.items() if self.rank in team and rank != self.rank]
 
     @property
     def rank(self) -> int:
@@ -135,7 +168,7 @@ class GraphStore:
             row_bytes = self._cut.attributes[self.types.key(name)]["x"][:1].nbytes
             read = sum((self._parts[kind][rank].halo_reads() for kind in self.types.edges if kind[0] == name), halo * 0)
             rows = read.nonzero().view(-1)
-            rows = rows[~torch.tensor(self._near)[_owners(ids[rows], self._offsets[name])]]
+            rows = rows[self.machines_of(name, ids[rows]) != self.here]
             wanted[name] = ids[rows]
             reads.append(read[rows] / max(row_bytes, 1))
             sizes.append(torch.full_like(rows, row_bytes))
@@ -143,10 +176,30 @@ class GraphStore:
         size = torch.cat(sizes)
         kept = torch.zeros(len(order), dtype=torch.bool)
         kept[order[size[order].cumsum(0) <= cache_bytes]] = True
-        for (name, all_of_it), chosen in zip(wanted.items(), kept.split([len(each) for each in wanted.values()])):
-            cached = all_of_it[chosen].sort().values
-            self._cached[name] = cached, self._fetch(name, "x", cached)
+        chosen = kept.split([len(each) for each in wanted.values()])
+        cached = {name: all_of_it[of].sort().values for (name, all_of_it), of in zip(wanted.items(), chosen)}
+        found = self.rows({name: (ids, ["x"]) for name, ids in cached.items()}, to_keep=True)
+        self._cached = {name: (ids, found[name]["x"]) for name, ids in cached.items()}
         self.requested = 0
+
+    def keeps(self, rank: int, name: NodeType, ids: Tensor) -> Tensor:
+        """Returns of which nodes, that lie here, a rank that asks has features in its cache, bool ``[n]``."""
+        return _places_in(self._kept.get(rank, {}).get(name, _IDS), ids)[0]
+
+    def with_kept(self, name: NodeType, ids: Tensor, x: Tensor) -> Tensor:
+        """Returns the features of nodes of other machines, ``[n, ...]``, from `x` of those that are not in the cache."""
+        if name not in self._cached:
+            return x
+        cached, cache = self._cached[name]
+        known, place = _places_in(cached, ids)
+        out = x.new_empty((len(ids), *x.shape[1:]))
+        out[~known], out[known] = x, cache[place]
+        return out
+
+    def count(self, name: NodeType, ids: Tensor) -> None:
+        """Counts features of nodes on other machines that a batch needs."""
+        cached = self._cached[name][0] if name in self._cached else _IDS
+        self.requested, self.hits = self.requested + len(ids), self.hits + int(_places_in(cached, ids)[0].sum())
 
     def hops(self, seeds: Sequence[int], replace: bool) -> Callable[[EdgeType, Tensor, int], Neighbors]:
         """Returns what answers the hops of one batch, see :func:`~lightning_gnn.sampling.hops.sample_hops`.
@@ -157,61 +210,139 @@ class GraphStore:
         numbers = {kind: number for number, kind in enumerate(self.types.edges)}
 
         def hop(kind: EdgeType, targets: Tensor, fanout: int) -> Neighbors:
-            of_type = [seed_of_type(seed, numbers[kind]) for seed in seeds]
-            offsets = self._offsets[kind[2]]
-            owner = _owners(targets % int(offsets[-1]), offsets)
-            order = torch.argsort(owner, stable=True)
-            by_rank = targets[order].split(torch.bincount(owner, minlength=self._world.size).tolist())
-            found = self._answers(kind, by_rank, fanout, of_type, replace)
-            for rank, part in self._parts[kind].items():
-                found[rank] = part.neighbors(by_rank[rank], fanout, of_type[self.rank], replace)
-            return _stitched([found[rank] for rank in range(self._world.size)], order)
+            def draw(rank: int, targets: Tensor) -> Neighbors:
+                return self.drawn(kind, targets, fanout, seed_of_type(seeds[rank], numbers[kind]), replace)
+
+            if self.channel is None:
+                return draw(self.rank, targets)
+            machine = self.machines_of(kind[2], targets % self.types.total(kind[2]))
+            order = torch.argsort(machine, stable=True)
+            parts = targets[order].split(torch.bincount(machine, minlength=len(self.servers) + 1).tolist())
+            own, answers = self._ask(
+                {there: [parts[there]] for there in self.servers},
+                [_IDS],
+                lambda rank, question: _fields(draw(rank, question[0])),
+                [_IDS] * 3,
+                lambda: draw(self.rank, parts[self.here]),
+            )
+            found = {self.here: own, **{there: _neighbors(fields) for there, fields in answers.items()}}
+            return _stitched([found[there] for there in range(len(found))], order)
 
         return hop
 
-    def _answers(
-        self, kind: EdgeType, by_rank: Sequence[Tensor], fanout: int, seeds: Sequence[int], replace: bool
-    ) -> dict[int, Neighbors]:
-        if self.channel is None:
-            return {}
-        nothing = by_rank[0][:0]
-        questions = self.channel.exchange([nothing if near else targets for near, targets in zip(self._near, by_rank)])
-        own = self._parts[kind][self._world.rank]
-        answers = [own.neighbors(targets, fanout, seeds[peer], replace) for peer, targets in enumerate(questions)]
-        counts = self.channel.exchange([answer.counts for answer in answers])
-        ends = self.channel.exchange([torch.stack([answer.sources, answer.edges], 1) for answer in answers])
-        return {peer: Neighbors(_bounds(count), *edges.T) for peer, (count, edges) in enumerate(zip(counts, ends))}
+    def drawn(self, kind: EdgeType, targets: Tensor, fanout: int, seed: int, replace: bool) -> Neighbors:
+        """Returns sampled in-edges of targets on this machine, nodes or copies of them."""
+        parts, offsets = self._parts[kind], self._offsets[kind[2]]
+        if len(parts) == 1:
+            [part] = parts.values()
+            return part.neighbors(targets, fanout, seed, replace)
+        owner = _owners(targets % int(offsets[-1]), offsets)
+        order = torch.argsort(owner, stable=True)
+        by_rank = targets[order].split(torch.bincount(owner, minlength=self._world.size).tolist())
+        return _stitched([parts[rank].neighbors(by_rank[rank], fanout, seed, replace) for rank in sorted(parts)], order)
 
-    def rows(self, kind: NodeType | EdgeType, name: str, ids: Tensor) -> Tensor:
-        """Returns the rows of nodes, or edges, of a type, ``[n, ...]``, of one of its :meth:`names`."""
-        if name != "x" or not isinstance(kind, str) or kind not in self._cached or not len(self._cached[kind][0]):
-            return self._fetch(kind, name, ids)
-        cached, cache = self._cached[kind]
-        place = torch.searchsorted(cached, ids).clamp(max=len(cached) - 1)
-        hit = cached[place] == ids
-        self.hits += int(hit.sum())
-        self.requested += int(hit.sum())
-        rows = self._fetch(kind, name, ids[~hit])
-        out = rows.new_empty((len(ids), *rows.shape[1:]))
-        out[~hit], out[hit] = rows, cache[place[hit]]
+    def machines_of(self, kind: NodeType | EdgeType, ids: Tensor) -> Tensor:
+        """Returns on which machine each node, or edge, of a type lies."""
+        return self.machine[_owners(ids, self._offsets[kind])]
+
+    def exchange(self, messages: Mapping[int, Tensor]) -> dict[int, Tensor]:
+        """Returns what ranks of other machines send this one, by rank: those that it sends something to."""
+        assert self.channel is not None
+        return self.channel.start(messages, list(messages))()
+
+    def _ask(
+        self,
+        questions: Mapping[int, Sequence[Tensor]],
+        like: Sequence[Tensor],
+        answer: Callable[[int, list[Tensor]], Sequence[Tensor]],
+        answered: Sequence[Tensor],
+        meanwhile: Callable[[], T],
+    ) -> tuple[T, dict[int, list[Tensor]]]:
+        """Asks all other machines and answers those that ask this rank: two exchanges.
+
+        Args:
+            questions: by machine.
+            like, answered: tensors of the dtypes and trailing dimensions of a question's and an answer's.
+            answer: returns what answers the question of a rank.
+            meanwhile: is called while answers travel.
+
+        Returns:
+            What `meanwhile` returned, and the answers by machine.
+        """
+        assert self.channel is not None
+        asked = self.channel.start(
+            {self.servers[there]: packed(fields) for there, fields in questions.items()}, self.askers
+        )
+        replies = {rank: packed(answer(rank, unpacked(data, like))) for rank, data in asked().items()}
+        replied = self.channel.start(replies, list(self.servers.values()))
+        own, found = meanwhile(), replied()
+        return own, {there: unpacked(found[rank], answered) for there, rank in self.servers.items()}
+
+    def read(self, kind: NodeType | EdgeType, name: str, ids: Tensor) -> Tensor:
+        """Returns rows of nodes, or edges, of a type that lie on this machine."""
+        return torch.index_select(self._cut.attributes[self.types.key(kind)][name], 0, ids)
+
+    def read_for(self, rank: int, kind: NodeType | EdgeType, name: str, ids: Tensor) -> Tensor:
+        """Returns rows for a rank that asks: of features those that it does not have in its cache."""
+        return self.read(kind, name, ids[~self.keeps(rank, kind, ids)] if _is_kept(kind, name) else ids)
+
+    def rows(
+        self, wanted: Mapping[Any, tuple[Tensor, Sequence[str]]], to_keep: bool = False
+    ) -> dict[Any, dict[str, Tensor]]:
+        """Returns rows of nodes and edges, by type and name, ``[n, ...]``: ids are asked for once, all their rows come at once.
+
+        Args:
+            wanted: by node or edge type, ids ``[n]`` and which of its :meth:`names`; the types and names are those of all ranks.
+            to_keep: for the cache: who answers is to know.
+        """
+        if self.channel is None:
+            return {kind: {name: self.read(kind, name, ids) for name in names} for kind, (ids, names) in wanted.items()}
+        fields = [(kind, name) for kind, (_, names) in wanted.items() for name in names]
+        machines = {kind: self.machines_of(kind, ids) for kind, (ids, _) in wanted.items()}
+        distinct, inverse, parts = {}, {}, {}
+        for kind, (ids, _) in wanted.items():
+            far = machines[kind] != self.here
+            found, inverse[kind] = ids[far].unique(return_inverse=True)
+            machine = self.machines_of(kind, found)
+            order = machine.argsort(stable=True)
+            inverse[kind] = _inverse(order)[inverse[kind]]
+            distinct[kind] = found[order]
+            parts[kind] = distinct[kind].split(torch.bincount(machine, minlength=len(self.teams)).tolist())
+
+        def answer(rank: int, question: list[Tensor]) -> list[Tensor]:
+            asked = dict(zip(wanted, question))
+            found = [self.read_for(rank, kind, name, asked[kind]) for kind, name in fields]
+            if to_keep:
+                self._kept[rank] = {kind: ids.clone() for kind, ids in asked.items()}
+            return found
+
+        def near() -> dict[Any, dict[str, Tensor]]:
+            return {
+                kind: {name: self.with_near(kind, name, ids, machines[kind] == self.here) for name in names}
+                for kind, (ids, names) in wanted.items()
+            }
+
+        out, answers = self._ask(
+            {there: [parts[kind][there] for kind in wanted] for there in self.servers},
+            [_IDS] * len(wanted),
+            answer,
+            [self.read(kind, name, _IDS) for kind, name in fields],
+            near,
+        )
+        for number, (kind, name) in enumerate(fields):
+            rows = torch.cat([answers[there][number] for there in sorted(answers)])
+            if _is_kept(kind, name):
+                self.count(kind, distinct[kind])
+                rows = self.with_kept(kind, distinct[kind], rows)
+            far = (machines[kind] != self.here).nonzero().view(-1)
+            out[kind][name].index_copy_(0, far, rows.index_select(0, inverse[kind]))
         return out
 
-    def _fetch(self, kind: NodeType | EdgeType, name: str, ids: Tensor) -> Tensor:
-        values = self._cut.attributes[self.types.key(kind)][name]
-        if self.channel is None:
-            return torch.index_select(values, 0, ids)
-        owner = _owners(ids, self._offsets[kind])
-        far = ~torch.tensor(self._near)[owner]
-        if isinstance(kind, str) and name == "x":
-            self.requested += int(far.sum())
-        order = torch.argsort(torch.where(far, owner, self._world.size), stable=True)
-        order, near = order.tensor_split([int(far.sum())])
-        first = torch.from_numpy(self._offsets[kind])
-        rows, own = OwnedRows(first, self.channel), first[self._world.rank]
-        out = values.new_empty((len(ids), *values.shape[1:]))
-        out[order] = rows.pull(rows.request(ids[order]), lambda chosen: torch.index_select(values, 0, chosen + own))
-        out[near] = torch.index_select(values, 0, ids[near])
-        return out
+    def with_near(self, kind: NodeType | EdgeType, name: str, ids: Tensor, near: Tensor) -> Tensor:
+        """Returns rows of ids, ``[n, ...]``: those that lie here, bool ``[n]``, while others are still to come."""
+        here = near.nonzero().view(-1)
+        found = self.read(kind, name, ids[here])
+        return found.new_empty((len(ids), *found.shape[1:])).index_copy_(0, here, found)
 
     def take_counts(self) -> tuple[int, int, int]:
         """Returns rows requested, hits, and bytes received from other machines since the last call."""
@@ -227,7 +358,34 @@ class GraphStore:
             self.channel.close()
 
 
-def _bounds(counts: Tensor) -> Tensor:
+def _inverse(order: Tensor) -> Tensor:
+    """Returns where each place is in a permutation."""
+    return torch.empty_like(order).scatter_(0, order, torch.arange(len(order)))
+
+
+def _places_in(ascending: Tensor, ids: Tensor) -> tuple[Tensor, Tensor]:
+    """Returns which ids are among ascending ones, bool ``[n]``, and where those are."""
+    if not len(ascending):
+        return torch.zeros(len(ids), dtype=torch.bool), _IDS
+    place = torch.searchsorted(ascending, ids).clamp(max=len(ascending) - 1)
+    known = ascending[place] == ids
+    return known, place[known]
+
+
+def _is_kept(kind: NodeType | EdgeType, name: str) -> bool:
+    return isinstance(kind, str) and name == "x"
+
+
+def _fields(found: Neighbors) -> list[Tensor]:
+    return [found.counts, found.sources, found.edges]
+
+
+def _neighbors(fields: Sequence[Tensor]) -> Neighbors:
+    counts, sources, edges = fields
+    return Neighbors(bounds(counts), sources, edges)
+
+
+def bounds(counts: Tensor) -> Tensor:
     """Returns where each of the groups of so many begins, and the end, ``[n + 1]``."""
     return torch.cat([counts.new_zeros(1), counts.cumsum(0)])
 
@@ -241,7 +399,7 @@ def _stitched(found: Sequence[Neighbors], order: Tensor) -> Neighbors:
     counts = torch.cat([each.counts for each in found])
     wanted = torch.empty_like(counts)
     wanted[order] = counts
-    offsets = _bounds(wanted)
+    offsets = bounds(wanted)
     begins = counts.cumsum(0) - counts
     place = torch.repeat_interleave(offsets[:-1][order] - begins, counts) + torch.arange(int(counts.sum()))
     sources, edges = (torch.empty(len(place), dtype=torch.long) for _ in range(2))

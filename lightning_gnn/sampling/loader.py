@@ -24,6 +24,7 @@ from lightning_gnn.data.sources import MASKS
 from lightning_gnn.devices import can_pin, functions_of
 from lightning_gnn.partition.types import ONE_TYPE
 from lightning_gnn.sampling.draws import draw_others
+from lightning_gnn.sampling.expansion import MOST_HOPS, Expander, Neighbourhood
 from lightning_gnn.sampling.graph_store import GraphStore
 from lightning_gnn.sampling.hops import sample_hops
 from lightning_gnn.sampling.numbering import Numbering
@@ -39,34 +40,56 @@ class BatchMaker:
         replace, directed: see :class:`~lightning_gnn.sampling.NeighborSampler`.
     """
 
+    own_masks: Sequence[str] = MASKS
+    """Those of seeds that :meth:`make` sets itself: they are not fetched."""
+
     def __init__(
         self, store: GraphStore, fanouts: Mapping[EdgeType, Sequence[int]], replace: bool = False, directed: bool = True
     ) -> None:
         self.store, self._fanouts = store, fanouts
         self._replace, self._directed = replace, directed
         self._numberings = {name: Numbering(store.types.total(name)) for name in store.types.nodes}
+        self._names = {kind: store.names(kind) for kind in (*store.types.nodes, *store.types.edges)}
+        seeded = store.types.input_type
+        self._names[seeded] = [name for name in self._names[seeded] if name not in self.own_masks]
+        self._expander: Expander | None = None
+        if store.channel is not None and directed and max(map(len, fanouts.values())) <= MOST_HOPS:
+            self._expander = Expander(store, fanouts, replace, self._names)
 
-    def make(self, seeds: Tensor, random_seeds: list[int]) -> Data | HeteroData:
+    def make(
+        self, seeds: Tensor, random_seeds: list[int], asked: Mapping[int, Tensor] | None = None
+    ) -> Data | HeteroData:
         """Returns the batch, as PyG's NeighborLoader gives it, with masks that are true for seeds only.
 
-        `seeds` are ids in the partitioned graph, of the input type where there are types; `random_seeds` of each rank's batch.
+        Args:
+            seeds: ids in the partitioned graph, of the input type where there are types.
+            random_seeds: of each rank's batch.
+            asked: the seeds of the ranks that this one answers, if they are known.
         """
-        batch = self._batch(self._sample(seeds, random_seeds))
+        batch = self._batch(*self._sample(seeds, random_seeds, asked))
         nodes = _part_of(batch, self.store.types.input_type)
         for name in MASKS:
             nodes[name] = torch.arange(len(nodes.n_id)) < len(seeds)
         nodes.input_id, nodes.batch_size = nodes.n_id[: len(seeds)], len(seeds)
         return batch
 
-    def _sample(self, nodes: Tensor, random_seeds: list[int]) -> HeteroSamplerOutput:
-        """Returns the sampled neighbourhood of distinct nodes, which come first."""
-        hop = self.store.hops(random_seeds, self._replace)
+    def _sample(
+        self, nodes: Tensor, random_seeds: list[int], asked: Mapping[int, Tensor] | None = None
+    ) -> tuple[HeteroSamplerOutput, GraphStore | Neighbourhood]:
+        """Returns the sampled neighbourhood of distinct nodes, which come first, and who has its rows."""
         seeds = {self.store.types.input_type: nodes}
-        return sample_hops(seeds, self._fanouts, hop, self._numberings, self._directed)
+        if self._expander is not None:
+            found = self._expander.run(nodes, random_seeds, asked)
+            return sample_hops(seeds, self._fanouts, found.hop, self._numberings), found
+        hop = self.store.hops(random_seeds, self._replace)
+        return sample_hops(seeds, self._fanouts, hop, self._numberings, self._directed), self.store
 
-    def _batch(self, out: HeteroSamplerOutput) -> Data | HeteroData:
+    def _batch(self, out: HeteroSamplerOutput, source: GraphStore | Neighbourhood) -> Data | HeteroData:
+        """Returns the batch of what was sampled, whose rows `source` has."""
         store = self.store
         batch = HeteroData() if store.types.is_hetero else store.of_graph()
+        ids: dict[NodeType | EdgeType, Tensor] = {**out.node, **out.edge}
+        rows = source.rows({kind: (ids[kind], names) for kind, names in self._names.items()})
         for name in store.types.nodes:  # before edges: a batch has the types in the graph's order
             _part_of(batch, name).n_id = store.original(name, out.node[name])
         for kind in store.types.edges:
@@ -75,16 +98,16 @@ class BatchMaker:
             edges.e_id = store.original(kind, out.edge[kind])
         for name in store.types.nodes:
             nodes = _part_of(batch, name)
-            for attribute in store.names(name):
-                nodes[attribute] = store.rows(name, attribute, out.node[name])
+            for attribute, values in rows[name].items():
+                nodes[attribute] = values
             if out.num_sampled_nodes is not None:
                 nodes.num_sampled_nodes = out.num_sampled_nodes[name]
             if "x" not in nodes:
                 nodes.num_nodes = len(nodes.n_id)
         for kind in store.types.edges:
             edges = _part_of(batch, kind)
-            for attribute in store.names(kind):
-                edges[attribute] = store.rows(kind, attribute, out.edge[kind])
+            for attribute, values in rows[kind].items():
+                edges[attribute] = values
             if out.num_sampled_edges is not None:
                 edges.num_sampled_edges = out.num_sampled_edges[kind]
         return batch
@@ -112,7 +135,7 @@ class EdgeBatchMaker(BatchMaker):
         self._ends, self._num_negatives = ends, num_negatives
 
     @override
-    def make(self, seeds: Tensor, random_seeds: list[int]) -> Data:
+    def make(self, seeds: Tensor, random_seeds: list[int], asked: Mapping[int, Tensor] | None = None) -> Data:
         """Returns the batch of these edges, as PyG's LinkNeighborLoader gives it.
 
         ``edge_label_index [2, n + n K]`` has the edges in local numbers and then K negatives of the first, K of the second and so
@@ -125,12 +148,13 @@ class EdgeBatchMaker(BatchMaker):
         sources = torch.cat([source, source.repeat_interleave(self._num_negatives)])
         pairs = torch.stack([sources, torch.cat([target, others.view(-1)])])
         nodes, local = pairs.unique(return_inverse=True)
-        batch = self._batch(_without_pairs(self._sample(nodes, random_seeds), local[:, : len(seeds)]))
+        out, source = self._sample(nodes, random_seeds)
+        batch = self._batch(_without_pairs(out, local[:, : len(seeds)]), source)
         batch.edge_label_index = local
         batch.edge_label = (torch.arange(local.size(1)) < len(seeds)).float()
         batch.input_id = self.store.original(ONE_TYPE, seeds)
         if "edge_type" in self.store.names(ONE_TYPE):
-            batch.edge_label_type = self.store.rows(ONE_TYPE, "edge_type", seeds)
+            batch.edge_label_type = self.store.rows({ONE_TYPE: (seeds, ["edge_type"])})[ONE_TYPE]["edge_type"]
         return batch
 
 
@@ -173,6 +197,7 @@ class SampledBatches:
         epoch: returns the number of the epoch whose batches are made.
         device: where a batch is when it is taken. Where memory can be pinned for it, samplers copy each batch as soon as it is
             made, on streams of their own, while the device computes.
+        others: seeds of the ranks that this one answers; None if they are to tell it.
 
     Attributes:
         waited: seconds spent in waiting for batches, since :meth:`take_seconds`.
@@ -189,7 +214,9 @@ class SampledBatches:
         ahead: int,
         epoch: Callable[[], int],
         device: torch.device = torch.device("cpu"),  # noqa: B008
+        others: Mapping[int, Tensor] | None = None,
     ) -> None:
+        self._others = others
         self.makers, self.batches, self._device = makers, batches, device
         self._seeds, self._stand_in, self._rank = seeds, stand_in, rank
         self._seed, self._ahead, self._epoch = seed, ahead, epoch
@@ -204,13 +231,15 @@ class SampledBatches:
     def __iter__(self) -> Iterator[Data | HeteroData]:
         self.close()
         epoch = self._epoch()
-        order = None if self._seed is None else _mixed(self._seed, epoch, self._rank)
-        own = self.batches.of_epoch(self._seeds, self._rank, order)
+        of_ranks = {
+            rank: self.batches.of_epoch(seeds, rank, None if self._seed is None else _mixed(self._seed, epoch, rank))
+            for rank, seeds in {self._rank: self._seeds, **(self._others or {})}.items()
+        }
 
         def make(step: int, sampler: int) -> _Made:
             began = time.perf_counter()
             try:
-                batch = self._made(epoch, step, own[step], self.makers[sampler])
+                batch = self._made(epoch, step, {rank: of[step] for rank, of in of_ranks.items()}, self.makers[sampler])
                 return self._sent(batch, self._streams[sampler]) if self._streams else (batch, None)
             finally:
                 self._seconds[sampler] += time.perf_counter() - began
@@ -224,10 +253,13 @@ class SampledBatches:
             self._running.close()
         self._running = None
 
-    def _made(self, epoch: int, step: int, seeds: Tensor, maker: BatchMaker) -> Data | HeteroData:
+    def _made(self, epoch: int, step: int, of_ranks: Mapping[int, Tensor], maker: BatchMaker) -> Data | HeteroData:
         counts = self.batches.counts(step)
         random_seeds = [_mixed(self._seed or 0, epoch, rank, step) for rank in range(len(counts))]
-        batch = maker.make(seeds if len(seeds) else self._stand_in, random_seeds)
+        seeds = of_ranks[self._rank]
+        given = {rank: each if len(each) else self._stand_in for rank, each in of_ranks.items()}
+        own = given.pop(self._rank)
+        batch = maker.make(own, random_seeds, None if self._others is None else given)
         if not len(seeds):
             nodes = _part_of(batch, maker.store.types.input_type)
             chosen = {name: nodes[name].nonzero() for name in MASKS if name in nodes}

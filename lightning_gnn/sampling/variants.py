@@ -8,7 +8,7 @@ N nodes and E edges of the whole graph, all in ids of the partitioned graph.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Literal, get_args
 
 import numpy as np
@@ -46,7 +46,7 @@ class EgoBatchMaker(BatchMaker):
     """Makes a batch of ego graphs, one per seed, that share no nodes; see :class:`BatchMaker` for arguments."""
 
     @override
-    def make(self, seeds: Tensor, random_seeds: list[int]) -> Data:
+    def make(self, seeds: Tensor, random_seeds: list[int], asked: Mapping[int, Tensor] | None = None) -> Data:
         """Returns the batch, as PyG's ShaDowKHopSampler gives it, but with labels of all nodes.
 
         All edges between the nodes that were drawn around a seed. Ego graph after ego graph: ``batch [n]``, which one a node
@@ -70,7 +70,7 @@ class EgoBatchMaker(BatchMaker):
         place = torch.empty_like(order)
         place[order] = torch.arange(len(order))
         row, col = ({kind: place[ends[kind]]} for ends in (out.row, out.col))
-        batch = self._batch(HeteroSamplerOutput({node: nodes[order] % num}, row, col, out.edge))
+        batch = self._batch(HeteroSamplerOutput({node: nodes[order] % num}, row, col, out.edge), self.store)
         batch.batch, batch.root_n_id = tree[order], place[:trees]
         batch.ptr = torch.cat([tree.new_zeros(1), torch.bincount(tree, minlength=trees).cumsum(0)])
         for name in MASKS:
@@ -89,12 +89,14 @@ class SubgraphBatchMaker(BatchMaker):
         store: see :class:`BatchMaker`.
     """
 
+    own_masks = ("train_mask",)
+
     def __init__(self, draw: Draw, training: Tensor, stand_in: Tensor, store: GraphStore) -> None:
         super().__init__(store, {ONE_TYPE: [-1]})
         self._draw, self._training, self._stand_in = draw, training, stand_in
 
     @override
-    def make(self, seeds: Tensor, random_seeds: list[int]) -> Data:
+    def make(self, seeds: Tensor, random_seeds: list[int], asked: Mapping[int, Tensor] | None = None) -> Data:
         """Returns the batch, as PyG's GraphSAINT loaders and ClusterLoader give it, without norms.
 
         ``train_mask`` is true for labelled training nodes, other masks are the graph's; ``num_seeds`` counts the former, and
@@ -105,7 +107,8 @@ class SubgraphBatchMaker(BatchMaker):
         if idle:
             nodes = torch.cat([nodes, self._stand_in])
         hop = self.store.hops(random_seeds, False)
-        batch = self._batch(induced_subgraph({ONE_TYPE[0]: nodes}, [ONE_TYPE], hop, self._numberings))
+        found = induced_subgraph({ONE_TYPE[0]: nodes}, [ONE_TYPE], hop, self._numberings)
+        batch = self._batch(found, self.store)
         batch.train_mask = self._training[nodes]
         batch.num_seeds = 0 if idle else int(batch.train_mask.sum())
         if idle:

@@ -209,11 +209,23 @@ class SamplingStrategy(GNNStrategy):
             make, how = partial(SubgraphBatchMaker, draw, training_nodes, seeds[:1]), ()
         # What is learnt of edges must not be read off those that are held out.
         makers = [make(store, *how) for store in self._stores(cut, mask, name if edges else None)]
+        others = (
+            {peer: split[peer] for peer in makers[0].store.askers} if self.method == "neighbor" and not edges else None
+        )
         seed, trainer = self.seed if training else None, module.trainer
         # trainer.current_epoch is one behind for a moment, when a run resumes with a checkpoint of an epoch's end.
         progress: Any = trainer.fit_loop.epoch_progress.current
         self._loaders[mask] = SampledBatches(
-            makers, batches, own, seeds[:1], rank, seed, self.prefetch, lambda: progress.processed, self._taken_on(data)
+            makers,
+            batches,
+            own,
+            seeds[:1],
+            rank,
+            seed,
+            self.prefetch,
+            lambda: progress.processed,
+            self._taken_on(data),
+            others,
         )
         return self._loaders[mask]
 

@@ -160,7 +160,7 @@ class Together:
     def __init__(self, meeting: Barrier) -> None:
         self._meeting = meeting
 
-    def make(self, seeds: torch.Tensor, random_seeds: list[int]) -> Data:
+    def make(self, seeds: torch.Tensor, random_seeds: list[int], asked: Any = None) -> Data:
         self._meeting.wait(timeout=30)
         return Data(seeds=seeds)
 

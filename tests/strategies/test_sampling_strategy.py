@@ -104,7 +104,7 @@ class Failing:
 
     made = 0
 
-    def make(self, seeds: torch.Tensor, random_seeds: list[int]) -> Data:
+    def make(self, seeds: torch.Tensor, random_seeds: list[int], asked: Any = None) -> Data:
         self.made += 1
         return Data() if self.made == 1 else 1 // 0  # type: ignore[return-value]
 
