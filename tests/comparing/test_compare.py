@@ -341,7 +341,8 @@ def test_compare(ran):
     assert dgcl["parity"]["loss"] < 1e-5 and dgcl["parity"]["weights"] < 1e-3
     assert len(dgcl["curves"]["train_loss"]) == len(dgcl["curves"]["val_acc"]) == 3
     # Forward and backward of the second layer; the first's sums over features are kept after the warm-up.
-    assert dgcl["row_bytes"] == dgcl["rows"] * 5 * 4 and dgcl["rows"] > 0
+    # Five columns, and a bit for each row of messages without rows of zeros.
+    assert 0 < dgcl["rows"] * 5 * 4 <= dgcl["row_bytes"] < dgcl["rows"] * 5 * 4.2
     assert dgcl["messages"] == 4 and dgcl["partition"]["replication"] > 1 and len(dgcl["memory_bytes"]) == 2
     assert min(dgcl["memory_bytes"]) > 50e6 and 0 < dgcl["setup_seconds"] < 240
     parts = [sum(dgcl["seconds_by_rank"][part][rank] for part in PARTS) for rank in range(2)]
