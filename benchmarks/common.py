@@ -110,9 +110,9 @@ def run_row(script: str, arguments: Sequence[str], threads: int, timeout: float 
     return json.loads(done.stdout.splitlines()[-1])
 
 
-def _on_hosts(inner_mbit: float, hosts: int) -> dict[str, Any]:
-    """Returns hosts of four ranks together in netlab's format; all that leaves a host shares its link (CDFGNN Table 2)."""
-    outer, each = inner_mbit / 2.7, 4 // hosts
+def _on_hosts(inner_mbit: float, hosts: int, ranks: int) -> dict[str, Any]:
+    """Returns hosts of so many ranks together in netlab's format; all that leaves a host shares its link (CDFGNN Table 2)."""
+    outer, each = inner_mbit / 2.7, ranks // hosts
 
     def link(a: int, b: int) -> dict[str, Any]:
         if a // each == b // each:
@@ -120,24 +120,26 @@ def _on_hosts(inner_mbit: float, hosts: int) -> dict[str, Any]:
         return {"a": a, "b": b, "bandwidth_mbit": outer, "via": [f"nic{a // each}", f"-nic{b // each}"]}
 
     return {
-        "ranks": 4,
+        "ranks": ranks,
         "hosts": [{"name": f"host{i}", "ranks": list(range(each * i, each * (i + 1)))} for i in range(hosts)],
         "hops": [{"name": f"nic{i}", "bandwidth_mbit": outer} for i in range(hosts)],
-        "links": [link(a, b) for b in range(4) for a in range(b)],
+        "links": [link(a, b) for b in range(ranks) for a in range(b)],
     }
 
 
-def run_on_hosts(netlab: str, inner_mbit: float, script: str, arguments: Sequence[str], hosts: int = 2) -> Any:
-    """Runs ``script arguments --row FILE`` as four ranks on emulated hosts; returns the JSON that it writes to the file.
+def run_on_hosts(
+    netlab: str, inner_mbit: float, script: str, arguments: Sequence[str], hosts: int = 2, ranks: int = 4
+) -> Any:
+    """Runs ``script arguments --row FILE`` as ranks on emulated hosts; returns the JSON that it writes to the file.
 
     Args:
         netlab: netlab.py.
         inner_mbit: Mbit/s of a link inside a host; that of a host is 2.7 times as slow, the ratio of CDFGNN's cluster.
-        hosts: 1, 2 or 4.
+        hosts, ranks: how many; as many ranks on each host.
     """
     with tempfile.TemporaryDirectory() as folder:
         path, found = Path(folder) / "hosts.json", Path(folder) / "row.json"
-        path.write_text(json.dumps(_on_hosts(inner_mbit, hosts)))
+        path.write_text(json.dumps(_on_hosts(inner_mbit, hosts, ranks)))
         own = [sys.executable, script, *arguments, "--row", str(found)]
         environment = {**os.environ, "TORCHELASTIC_RUN_ID": "netlab", "PYTHONWARNINGS": "ignore"}
         subprocess.run(

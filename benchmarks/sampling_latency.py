@@ -2,8 +2,8 @@
 
     python benchmarks/sampling_latency.py --netlab NETLAB.py [--delays-ms 0,1] [--hosts 2,4] [--sizes 32,1000] [--fanouts 15,10,5]
 
-Four ranks on emulated hosts (root only) make batches, which nobody trains on, none ahead. Links have netlab's bandwidths. The
-delay is added where something is received: a collective ends so much later, and a message is handed over so long after it has
+Ranks on emulated hosts (root only), one each, make batches, which nobody trains on, none ahead. Links have netlab's bandwidths.
+The delay is added where something is received: a collective ends so much later, and a message is handed over so long after it has
 arrived. One that is received only once its length is known waits for a round trip: for gloo to say so to the sender, and for it.
 *Local*: the same ranks read all parts in memory. Another version of the package is measured by PYTHONPATH.
 """
@@ -33,8 +33,6 @@ from lightning_gnn.sampling.graph_store import GraphStore
 from lightning_gnn.sampling.loader import BatchMaker, SampledBatches
 from lightning_gnn.sampling.seeds import SeedBatches, seeds_in, split_seeds
 from lightning_gnn.strategies.sampling import SamplingScheme
-
-RANKS = 4
 
 
 class Late:
@@ -85,14 +83,13 @@ class _Arriving:
 def rank_row(options: argparse.Namespace) -> dict[str, Any]:
     """Makes batches on this rank; returns what they took."""
     torch.set_num_threads(1)
-    rank, hosts = int(os.environ["RANK"]), options.hosts[0]
-    world = World(rank, RANKS, torch.device("cpu"), timedelta(seconds=600), shared_memory=False)
-    each = RANKS // hosts
-    near = list(range(RANKS)) if options.local else [r for r in range(RANKS) if r // each == rank // each]
+    rank, ranks = int(os.environ["RANK"]), options.hosts[0]
+    world = World(rank, ranks, torch.device("cpu"), timedelta(seconds=600), shared_memory=False)
+    near = list(range(ranks)) if options.local else [rank]
     cut = read_cut(Path(options.cut))
     store = GraphStore(cut, world, near, int(options.cache_mb * 1e6))
     seeds = seeds_in(cut, cut.types.input_type, "train_mask")
-    split = [torch.from_numpy(ids) for ids in split_seeds(seeds.numpy(), cut.offsets, each)]
+    split = [torch.from_numpy(ids) for ids in split_seeds(seeds.numpy(), cut.offsets)]
     batches = SeedBatches([len(ids) for ids in split], options.sizes[0])
     # Versions that ask for each hop know no other ranks' seeds.
     others: dict[str, Any] = (
@@ -103,14 +100,17 @@ def rank_row(options: argparse.Namespace) -> dict[str, Any]:
     late, took = Late(options.delays_ms[0] / 1e3), []
     for batch in islice(loader, options.batches + 2):
         assert len(batch.x) == len(batch.n_id)
-        took.append((time.perf_counter(), late.counts.copy(), store.channel.bytes_received if store.channel else 0))
-    (began, before, received), (ended, after, now) = took[1], took[-1]  # the first two load, compile and meet
+        received = store.channel.bytes_received if store.channel else 0
+        took.append((time.perf_counter(), time.process_time(), late.counts.copy(), received))
+    # The first two load, compile and meet.
+    (began, cpu, before, received), (ended, cpu_now, after, now) = took[1], took[-1]
     count = len(took) - 2
     counted = torch.tensor([now - received, *(after[name] - before[name] for name in ("all-to-alls", "messages"))])
     of_all = world.all_gather(counted).double()
     world.close()
     return {
-        "batches/s": RANKS * count / (ended - began),
+        "batches/s": ranks * count / (ended - began),
+        "CPU ms": 1e3 * (cpu_now - cpu) / count,
         "all-to-alls": float(of_all[:, 1].mean() / count),
         "messages": float(of_all[:, 2].mean() / count),
         "MB": float(of_all[:, 0].mean() / count / 1e6),
@@ -141,19 +141,19 @@ def main() -> None:
             Path(options.row).write_text(json.dumps(row))
         return
     data = GraphDataModule("sampling_epochs.load", {"name": options.graph})
-    own = ["--cut", str(data.partition_for(SamplingScheme().layout(RANKS))), "--batches", str(options.batches)]
-    own += ["--cache-mb", str(options.cache_mb), "--fanouts", ",".join(map(str, options.fanouts))]
+    own = ["--batches", str(options.batches), "--cache-mb", str(options.cache_mb)]
+    own += ["--fanouts", ",".join(map(str, options.fanouts))]
     rows = []
     for size in options.sizes:
-        cells: list[tuple[int, float, bool]] = [(2, 0.0, True)]
-        cells += [(hosts, delay, False) for hosts in options.hosts for delay in options.delays_ms]
-        for hosts, delay, local in cells:
-            cell = [*own, "--sizes", str(size), "--hosts", str(hosts), "--delays-ms", str(delay), *["--local"] * local]
-            found = run_on_hosts(options.netlab, options.inner_mbit, __file__, cell, hosts)
-            where = "local" if local else f"{hosts} hosts"
-            rows.append({"ranks on": where, "seeds": size, "delay ms": delay, **found, "load": os.getloadavg()[0]})
+        for hosts, delay in [(hosts, delay) for hosts in options.hosts for delay in (None, *options.delays_ms)]:
+            cut = data.partition_for(SamplingScheme().layout(hosts))
+            cell = {"cut": cut, "sizes": size, "hosts": hosts, "delays-ms": delay or 0.0}
+            given = [*own, *(f"--{name}={value}" for name, value in cell.items()), *["--local"] * (delay is None)]
+            found = run_on_hosts(options.netlab, options.inner_mbit, __file__, given, hosts, hosts)
+            row = {"hosts": hosts, "seeds": size, "delay ms": "local" if delay is None else delay, **found}
+            rows.append({**row, "load": os.getloadavg()[0]})
             print(rows[-1], flush=True)
-    title = f"{options.graph}, fan-outs {options.fanouts}, {RANKS} ranks; a host's link {options.inner_mbit / 2.7:.0f} Mbit/s"
+    title = f"{options.graph}, fan-outs {options.fanouts}; a host's link {options.inner_mbit / 2.7:.0f} Mbit/s"
     report(title, rows, list(rows[0]), options.json)
 
 

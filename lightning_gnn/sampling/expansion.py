@@ -26,7 +26,7 @@ from torch_geometric.typing import EdgeType, NodeType
 from lightning_gnn.comm.rows import packed, unpacked
 from lightning_gnn.sampling.graph_store import GraphStore, Names, bounds
 from lightning_gnn.sampling.neighbors import Neighbors
-from lightning_gnn.sampling.numbering import Numbering
+from lightning_gnn.sampling.numbering import LARGEST_ARRAY, Numbering
 from lightning_gnn.sampling.sampler import seed_of_type
 
 MOST_HOPS = 4
@@ -44,8 +44,8 @@ class _Work:
         passed: by machine, node type and depth, nodes there that were reached.
     """
 
-    def __init__(self, sizes: Mapping[NodeType, int]) -> None:
-        self._numberings = {name: Numbering(size) for name, size in sizes.items()}
+    def __init__(self, sizes: Mapping[NodeType, int], dense: bool) -> None:
+        self._numberings = {name: Numbering(size, dense) for name, size in sizes.items()}
         self._depths = {name: torch.empty(1024, dtype=torch.int8) for name in sizes}
         self.start()
 
@@ -62,7 +62,8 @@ class _Work:
         numbers = numbering.add(ids)
         depths = self._depths[name]
         if len(numbering) > len(depths):
-            depths = self._depths[name] = torch.cat([depths[:first], depths.new_empty(2 * len(numbering) - first)])
+            with torch.inference_mode(False):  # it stays for the next batch
+                depths = self._depths[name] = torch.cat([depths, depths.new_empty(2 * len(numbering))])
         depths[first : len(numbering)] = depth
         again = numbers[depths[numbers] > depth].unique()
         depths[again] = depth
@@ -89,12 +90,12 @@ class Expander:
         self._tasks = [(name, depth) for name in store.types.nodes for depth in range(self._hops + 1)]
         self._number = {kind: number for number, kind in enumerate(store.types.edges)}
         sizes = {name: store.types.total(name) for name in store.types.nodes}
-        self._work = {rank: _Work(sizes) for rank in (store.rank, *store.askers)}
+        ranks = (store.rank, *store.askers)
+        dense = max(sizes.values()) * len(ranks) <= LARGEST_ARRAY
+        self._work = {rank: _Work(sizes, dense) for rank in ranks}
         # By rank that is spoken to, whose batches both work for.
-        self._shared = {
-            peer: [rank for rank in sorted(self._work) if peer in store.teams[rank]]
-            for peer in sorted({*store.servers.values(), *store.askers})
-        }
+        peers = {peer for rank in ranks for peer in store.teams[rank]} - {store.rank}
+        self._shared = {peer: [rank for rank in sorted(ranks) if peer in store.teams[rank]] for peer in sorted(peers)}
 
     def run(self, seeds: Tensor, random_seeds: Sequence[int], asked: Mapping[int, Tensor] | None) -> Neighbourhood:
         """Returns this rank's neighbourhood.

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from lightning_gnn.sampling import loops
 
-_LARGEST_ARRAY = 1 << 24
+LARGEST_ARRAY = 1 << 24
 """Up to so many ids an array of all is used, 4 bytes each; ``benchmarks/sampling.py`` has what a table costs."""
 
 _LARGEST_BASE = 1 << 30
@@ -27,7 +27,7 @@ class Numbering:
 
     def __init__(self, num_ids: int, dense: bool | None = None):
         self.num_ids = num_ids
-        self.dense = num_ids <= _LARGEST_ARRAY if dense is None else dense
+        self.dense = num_ids <= LARGEST_ARRAY if dense is None else dense
         # What is below the base belongs to an earlier batch: nothing needs clearing.
         self._base = 0
         self._count = 0

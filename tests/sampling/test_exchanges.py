@@ -102,7 +102,7 @@ def batches_of(
     def of_rank(rank: int, world: Any, near: Sequence[int]) -> list[Any]:
         store = GraphStore(cut, world, near, cache_bytes)
         store.take_counts()
-        steps = SeedBatches([len(each) for each in split], 4)
+        steps = SeedBatches([len(each) for each in split], 3)
         others = None if edges else {asker: split[asker] for asker in store.askers}
         loader = SampledBatches([make(store)], steps, split[rank], seeds[:1], rank, 0, 0, lambda: 0, others=others)
         return list(loader)
@@ -123,6 +123,7 @@ def assert_equal(one: Any, other: Any) -> None:
 
 
 TWO, PAIRS, THREE, UNEQUAL = [[0], [1]], [[0, 1], [2, 3]], [[0], [1], [2]], [[0, 2, 3], [1]]
+NINE = [[0, 1, 2, 3], [4, 5], [6, 7, 8]]  # ranks 5 and 6 both work for rank 3, and neither for the other
 NEIGHBORS: dict[str, Any] = {"fanouts": [3, 2, 2]}
 
 
@@ -133,6 +134,7 @@ NEIGHBORS: dict[str, Any] = {"fanouts": [3, 2, 2]}
         (awkward_graph, PAIRS, NEIGHBORS, 0, 4),
         (awkward_graph, THREE, NEIGHBORS, 1000, 4),
         (awkward_graph, UNEQUAL, NEIGHBORS, 1000, 4),
+        (awkward_graph, NINE, NEIGHBORS, 0, 4),
         (awkward_graph, THREE, {"fanouts": [4, 3, 2, 2], "replace": True}, 10**6, 5),
         (awkward_graph, THREE, {"fanouts": [-1, 2, -1]}, 0, 4),
         (awkward_graph, THREE, {"fanouts": [3, 2], "directed": False}, 0, 8),
@@ -168,8 +170,10 @@ def test_batches_of_several_machines_are_those_of_one(tmp_path, graph, machines,
         assert {each.exchanges - filling for each in meeting.channels.values()} == {exchanges * len(apart[0])}
 
 
-def test_what_travels_for_a_batch(tmp_path):
+def test_what_travels_for_a_batch(tmp_path, monkeypatch):
     """Each far edge and each far node's rows once, their ids, and next to nothing else; masks do not travel."""
+    read, names = GraphStore.read, set()
+    monkeypatch.setattr(GraphStore, "read", lambda *of: names.add(of[2]) or read(*of))
     graph = awkward_graph()
     cut = cut_of(graph, 2, tmp_path)
     part = torch.empty(60, dtype=torch.long)
@@ -187,11 +191,11 @@ def test_what_travels_for_a_batch(tmp_path):
     sent = sum(size for _, _, size in meeting.sent)
     steps = len(everyone[0])
     assert len(meeting.sent) == 4 * 2 * steps  # one message to each other machine an exchange
-    fields = (
-        2 * 4 + 3 * 6 + 3
-    )  # nodes passed on for two batches, draws of each hop, rows: each with its size, and made up to 8 bytes
+    assert names == {"x", "y", "edge_weight", "edge_attr"}
+    # Nodes passed on for two batches, draws of each hop, rows: each field comes with its size.
+    fields = 2 * 4 + 3 * 6 + 3
     twice = 0.05 * most  # of nodes that are first reached late
-    assert least < sent < most + twice + len(meeting.sent) * fields * 16
+    assert least < sent < most + twice + len(meeting.sent) * fields * 8
 
 
 def test_far_edges_are_drawn_at_the_odds_of_near_ones(tmp_path):
