@@ -195,7 +195,7 @@ class Expander:
             ids = next(fields)
             rows = {each: next(fields) for each in self._names[name]}
             if "x" in rows and len(ids):
-                rows["x"] = self._store.with_kept(name, ids, rows["x"])
+                found.add((name, "x"), ids[~self._store.cached(name, ids)[0]], {"x": rows.pop("x")})
             found.add(name, ids, rows)
 
 
@@ -211,8 +211,8 @@ class Neighbourhood:
         self.drawn = work.drawn
         self._far = defaultdict[Any, list[tuple[Tensor, dict[str, Tensor]]]](list)
 
-    def add(self, kind: NodeType | EdgeType, ids: Tensor, rows: dict[str, Tensor]) -> None:
-        """Takes rows of nodes, or edges, of another machine."""
+    def add(self, kind: Any, ids: Tensor, rows: dict[str, Tensor]) -> None:
+        """Takes rows of nodes, or edges, of another machine; features of nodes by ``(type, "x")``, since some are cached."""
         if rows and len(ids):
             self._far[kind].append((ids, rows))
 
@@ -239,25 +239,32 @@ class Neighbourhood:
         """See :meth:`GraphStore.rows`; of nodes and edges that were sampled."""
         store, out = self._store, dict[Any, dict[str, Tensor]]()
         for kind, (ids, names) in wanted.items():
-            if not names:
-                out[kind] = {}
-                continue
             near = store.machines_of(kind, ids) == store.here
             far = (~near).nonzero().view(-1)
-            came = self._far.pop(kind, [])
-            place = _places(_joined([each for each, _ in came]), ids[far], store.types.total(kind))
-            if "x" in names and isinstance(kind, str):
-                store.count(kind, ids[far])
             out[kind] = {name: store.with_near(kind, name, ids, near) for name in names}
-            if len(place):
-                for name in names:
-                    rows = torch.cat([rows[name] for _, rows in came])
-                    out[kind][name].index_copy_(0, far, rows.index_select(0, place))
+            features = out[kind].get("x") if isinstance(kind, str) else None
+            if features is not None:
+                known, place = store.cached(kind, ids[far])
+                store.count(known)
+                if len(place):
+                    features.index_copy_(0, far[known], store.cache(kind, place))
+                self._fill({"x": features}, (kind, "x"), ids, far[~known], store.types.total(kind))
+            others = {name: rows for name, rows in out[kind].items() if rows is not features}
+            self._fill(others, kind, ids, far, store.types.total(kind))
         return out
+
+    def _fill(self, out: Mapping[str, Tensor], kind: Any, ids: Tensor, far: Tensor, num_ids: int) -> None:
+        """Puts what has come from other machines where it belongs, `far` among `ids`."""
+        came = self._far.pop(kind, [])
+        if not out or not len(far):
+            return
+        place = _places(_joined([each for each, _ in came]), ids[far], num_ids)
+        for name, values in out.items():
+            values.index_copy_(0, far, _joined([rows[name] for _, rows in came]).index_select(0, place))
 
 
 def _joined(pieces: Sequence[Tensor]) -> Tensor:
-    return pieces[0] if len(pieces) == 1 else torch.cat([_IDS, *pieces])
+    return torch.cat(list(pieces)) if len(pieces) > 1 else pieces[0] if pieces else _IDS
 
 
 def _places(known: Tensor, ids: Tensor, num_ids: int) -> Tensor:
