@@ -96,6 +96,7 @@ class Expander:
         # By rank that is spoken to, whose batches both work for.
         peers = {peer for rank in ranks for peer in store.teams[rank]} - {store.rank}
         self._shared = {peer: [rank for rank in sorted(ranks) if peer in store.teams[rank]] for peer in sorted(peers)}
+        self._like = {peer: self._like_of(peer) for peer in self._shared}
 
     def run(self, seeds: Tensor, random_seeds: Sequence[int], asked: Mapping[int, Tensor] | None) -> Neighbourhood:
         """Returns this rank's neighbourhood.
@@ -118,7 +119,7 @@ class Expander:
             arrived = store.exchange({peer: packed(self._message(peer)) for peer in self._shared})
             tasks: dict[int, dict[tuple[NodeType, int], list[Tensor]]] = {rank: {} for rank in self._work}
             for peer, data in arrived.items():
-                fields = iter(unpacked(data, self._like(peer)))
+                fields = iter(unpacked(data, self._like[peer]))
                 for rank in self._shared[peer]:
                     for task in self._tasks:
                         tasks[rank].setdefault(task, []).append(next(fields))
@@ -133,14 +134,14 @@ class Expander:
         store, work = self._store, self._work[rank]
         for depth in range(self._hops + 1):
             for name in store.types.nodes:
-                found = torch.cat([_IDS, *tasks.get((name, depth), [])])
+                found = _joined(tasks.get((name, depth), []))
                 if not len(found):
                     continue
                 ids, num_new = work.reach(name, found, depth)
                 machine = store.machines_of(name, ids)
                 here = machine == store.here
                 if depth < self._hops or self._names[name]:
-                    for there in store.servers:
+                    for there in store.servers if len(ids) else ():
                         work.passed[there, name, depth].append(ids[machine == there])
                 if rank != store.rank:
                     work.reached[name].append(ids[:num_new][here[:num_new]])
@@ -157,23 +158,22 @@ class Expander:
         store, fields = self._store, list[Tensor]()
         there = int(store.machine[peer])
         for rank in self._shared[peer]:
-            fields += [torch.cat([_IDS, *self._work[rank].passed.pop((there, *task), [])]) for task in self._tasks]
+            fields += [_joined(self._work[rank].passed.pop((there, *task), [])) for task in self._tasks]
         if peer not in store.askers:
             return fields
         work = self._work[peer]
         for draw in self._draws:
             found = work.drawn.pop(draw, [])
-            edges = torch.cat([_IDS, *(each.edges for _, each in found)])
-            fields += [torch.cat([_IDS, *(targets for targets, _ in found)])]
-            fields += [torch.cat([_IDS, *(each.counts for _, each in found)])]
-            fields += [torch.cat([_IDS, *(each.sources for _, each in found)]), edges]
+            edges = _joined([each.edges for _, each in found])
+            fields += [_joined([targets for targets, _ in found]), _joined([each.counts for _, each in found])]
+            fields += [_joined([each.sources for _, each in found]), edges]
             fields += [store.read(draw[0], name, edges) for name in self._names[draw[0]]]
         for name in store.types.nodes:
-            ids = torch.cat([_IDS, *work.reached.pop(name, [])])
+            ids = _joined(work.reached.pop(name, []))
             fields += [ids, *(store.read_for(peer, name, each, ids) for each in self._names[name])]
         return fields
 
-    def _like(self, peer: int) -> list[Tensor]:
+    def _like_of(self, peer: int) -> list[Tensor]:
         """Returns empty tensors of the dtypes of :meth:`_message` from a rank."""
         store = self._store
         fields = [_IDS] * len(self._shared[peer]) * len(self._tasks)
@@ -187,13 +187,15 @@ class Expander:
     def _take(self, found: Neighbourhood, fields: Any) -> None:
         for kind, depth in self._draws:
             targets, counts, sources, edges = (next(fields) for _ in range(4))
-            found.drawn[kind, depth].append((targets, Neighbors(bounds(counts), sources, edges)))
-            found.add(kind, edges, {name: next(fields) for name in self._names[kind]})
+            rows = {name: next(fields) for name in self._names[kind]}
+            if len(targets):
+                found.drawn[kind, depth].append((targets, Neighbors(bounds(counts), sources, edges)))
+                found.add(kind, edges, rows)
         for name in self._store.types.nodes:
             ids = next(fields)
             rows = {each: next(fields) for each in self._names[name]}
-            if "x" in rows:
-                rows["x"] = self._store.with_kept(name, ids, rows["x"])
+            if "x" in rows and len(ids):
+                found.add((name, "x"), ids[~self._store.cached(name, ids)[0]], {"x": rows.pop("x")})
             found.add(name, ids, rows)
 
 
@@ -209,9 +211,9 @@ class Neighbourhood:
         self.drawn = work.drawn
         self._far = defaultdict[Any, list[tuple[Tensor, dict[str, Tensor]]]](list)
 
-    def add(self, kind: NodeType | EdgeType, ids: Tensor, rows: dict[str, Tensor]) -> None:
-        """Takes rows of nodes, or edges, of another machine."""
-        if rows:
+    def add(self, kind: Any, ids: Tensor, rows: dict[str, Tensor]) -> None:
+        """Takes rows of nodes, or edges, of another machine; features of nodes by ``(type, "x")``, since some are cached."""
+        if rows and len(ids):
             self._far[kind].append((ids, rows))
 
     def hop(self, kind: EdgeType, targets: Tensor, fanout: int) -> Neighbors:
@@ -237,21 +239,32 @@ class Neighbourhood:
         """See :meth:`GraphStore.rows`; of nodes and edges that were sampled."""
         store, out = self._store, dict[Any, dict[str, Tensor]]()
         for kind, (ids, names) in wanted.items():
-            if not names:
-                out[kind] = {}
-                continue
             near = store.machines_of(kind, ids) == store.here
             far = (~near).nonzero().view(-1)
-            came = self._far.pop(kind, [])
-            place = _places(torch.cat([_IDS, *(each for each, _ in came)]), ids[far], store.types.total(kind))
-            if "x" in names and isinstance(kind, str):
-                store.count(kind, ids[far])
             out[kind] = {name: store.with_near(kind, name, ids, near) for name in names}
-            if len(place):
-                for name in names:
-                    rows = torch.cat([rows[name] for _, rows in came])
-                    out[kind][name].index_copy_(0, far, rows.index_select(0, place))
+            features = out[kind].get("x") if isinstance(kind, str) else None
+            if features is not None:
+                known, place = store.cached(kind, ids[far])
+                store.count(known)
+                if len(place):
+                    features.index_copy_(0, far[known], store.cache(kind, place))
+                self._fill({"x": features}, (kind, "x"), ids, far[~known], store.types.total(kind))
+            others = {name: rows for name, rows in out[kind].items() if rows is not features}
+            self._fill(others, kind, ids, far, store.types.total(kind))
         return out
+
+    def _fill(self, out: Mapping[str, Tensor], kind: Any, ids: Tensor, far: Tensor, num_ids: int) -> None:
+        """Puts what has come from other machines where it belongs, `far` among `ids`."""
+        came = self._far.pop(kind, [])
+        if not out or not len(far):
+            return
+        place = _places(_joined([each for each, _ in came]), ids[far], num_ids)
+        for name, values in out.items():
+            values.index_copy_(0, far, _joined([rows[name] for _, rows in came]).index_select(0, place))
+
+
+def _joined(pieces: Sequence[Tensor]) -> Tensor:
+    return torch.cat(list(pieces)) if len(pieces) > 1 else pieces[0] if pieces else _IDS
 
 
 def _places(known: Tensor, ids: Tensor, num_ids: int) -> Tensor:

@@ -186,20 +186,17 @@ class GraphStore:
         """Returns of which nodes, that lie here, a rank that asks has features in its cache, bool ``[n]``."""
         return _places_in(self._kept.get(rank, {}).get(name, _IDS), ids)[0]
 
-    def with_kept(self, name: NodeType, ids: Tensor, x: Tensor) -> Tensor:
-        """Returns the features of nodes of other machines, ``[n, ...]``, from `x` of those that are not in the cache."""
-        if name not in self._cached:
-            return x
-        cached, cache = self._cached[name]
-        known, place = _places_in(cached, ids)
-        out = x.new_empty((len(ids), *x.shape[1:]))
-        out[~known], out[known] = x, cache[place]
-        return out
+    def cached(self, name: NodeType, ids: Tensor) -> tuple[Tensor, Tensor]:
+        """Returns which nodes of a type have their features in the cache, bool ``[n]``, and where there."""
+        return _places_in(self._cached[name][0] if name in self._cached else _IDS, ids)
 
-    def count(self, name: NodeType, ids: Tensor) -> None:
-        """Counts features of nodes on other machines that a batch needs."""
-        cached = self._cached[name][0] if name in self._cached else _IDS
-        self.requested, self.hits = self.requested + len(ids), self.hits + int(_places_in(cached, ids)[0].sum())
+    def cache(self, name: NodeType, places: Tensor) -> Tensor:
+        """Returns features from the cache."""
+        return self._cached[name][1].index_select(0, places)
+
+    def count(self, cached: Tensor) -> None:
+        """Counts features of nodes on other machines that a batch needs, and those of them in the cache, bool ``[n]``."""
+        self.requested, self.hits = self.requested + len(cached), self.hits + int(cached.sum())
 
     def hops(self, seeds: Sequence[int], replace: bool) -> Callable[[EdgeType, Tensor, int], Neighbors]:
         """Returns what answers the hops of one batch, see :func:`~lightning_gnn.sampling.hops.sample_hops`.
@@ -332,8 +329,12 @@ class GraphStore:
         for number, (kind, name) in enumerate(fields):
             rows = torch.cat([answers[there][number] for there in sorted(answers)])
             if _is_kept(kind, name):
-                self.count(kind, distinct[kind])
-                rows = self.with_kept(kind, distinct[kind], rows)
+                known, place = self.cached(kind, distinct[kind])
+                self.count(known)
+                came, rows = rows, rows.new_empty((len(known), *rows.shape[1:]))
+                rows[~known] = came
+                if len(place):
+                    rows[known] = self.cache(kind, place)
             far = (machines[kind] != self.here).nonzero().view(-1)
             out[kind][name].index_copy_(0, far, rows.index_select(0, inverse[kind]))
         return out
