@@ -117,6 +117,8 @@ class World:
 
     collectives_s = 0.0
     """Seconds that this rank has spent in sums and gatherings until now, waiting included."""
+    stand_ins = False
+    """Ranks are threads of one process, which stand for ranks on any machines."""
 
     def __init__(
         self, rank: int, size: int, device: torch.device, timeout: timedelta, shared_memory: bool = True

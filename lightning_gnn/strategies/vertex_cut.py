@@ -97,7 +97,7 @@ class VertexCutScheme(Scheme):
 
     def _near(self, world: World) -> Sequence[int]:
         """Returns the ranks to and from which rows go as they are: those of this machine, unless told otherwise."""
-        if self.cache_within_hosts:
+        if self.cache_within_hosts or world.stand_ins:
             return ()
         hosts = hosts_of(world) if self.hosts is None else np.arange(world.size).reshape(self.hosts, -1).tolist()
         if len(hosts) == 1:
