@@ -13,8 +13,9 @@ rows with -0.0 or NaN are sent.
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from itertools import accumulate
 
 import torch
@@ -35,6 +36,21 @@ _Key = tuple[Call, int, bool]
 """A call, a peer, and whether this rank sends."""
 
 
+@dataclass
+class _Seen:
+    """What both ends know of the messages of a call between them.
+
+    Attributes:
+        step: of the last ones.
+        short: they leave zero rows out.
+        worth: whether all of them do, or would, save enough; None where nobody has looked.
+    """
+
+    step: Step | None = None
+    short: bool = False
+    worth: bool | None = None
+
+
 class ZeroRows:
     """Which messages of one exchange leave zero rows out.
 
@@ -46,8 +62,7 @@ class ZeroRows:
         self._world = world
         self._step: Step | None = None
         self._looks = True
-        self._short: set[_Key] = set()
-        self._worth: dict[_Key, bool] = {}  # for the next step, of all messages of this one
+        self._seen: defaultdict[_Key, _Seen] = defaultdict(_Seen)
         self._under_way: set[Callable[[], None]] = set()
 
     def may_be_left_out(self, call: Call) -> bool:
@@ -60,18 +75,24 @@ class ZeroRows:
         return call.direction == "backward" and self._world.device.type == "cpu" and not encoded
 
     def begin_step(self) -> None:
-        """Decides about the messages of the step that ranks are in, before the first of them."""
+        """Is called before messages are packed: the first time in a step, waits for those of earlier ones."""
         if self._step != self._world.step:
             for receive in list(self._under_way):
                 receive()
-            self._short = {key for key, worth in self._worth.items() if worth}
-            self._worth, self._step = {}, self._world.step
+            self._step = self._world.step
             self._looks = self._step.number < _LOOKS or self._step.number % _LOOKS == 0
+
+    def _short(self, key: _Key) -> bool:
+        """Returns whether a message of this step leaves zero rows out."""
+        seen = self._seen[key]
+        if seen.step != self._step:
+            seen.step, seen.short, seen.worth = self._step, bool(seen.worth), None
+        return seen.short
 
     def pack(self, out: Rows, counts: Sequence[int], call: Call) -> tuple[Sequence[tuple[int, Rows]], int]:
         """Returns what is sent in place of rows, so many to each rank, ``[P]``; and how many rows that is."""
         rows = rows_of(out)
-        short = [count > 0 and (call, peer, True) in self._short for peer, count in enumerate(counts)]
+        short = [count > 0 and self._short((call, peer, True)) for peer, count in enumerate(counts)]
         if not any(short):
             self._look(rows, counts, call, True)
             return by_peer(out, counts), len(rows)
@@ -102,7 +123,7 @@ class ZeroRows:
         """Returns what is received in place of rows, so many from each rank, ``[P]``."""
 
         def received(key: _Key, rows: Tensor) -> Receive:
-            if key not in self._short:
+            if not self._short(key):
                 return rows
 
             def accept(data: Tensor) -> None:
@@ -126,15 +147,17 @@ class ZeroRows:
 
     def _look(self, rows: Tensor, counts: Sequence[int], call: Call, sent: bool) -> None:
         """Notes what is zero in messages that are sent, or came, whole; of others, it is known."""
-        keys = [(call, peer, sent) for peer in range(len(counts))]
-        if self._looks and rows.numel() and not all(key in self._short for key in keys):
-            row_bytes = rows[0].nbytes
-            for key, count, kept in zip(keys, counts, nonzero_rows(rows, counts)):
-                if count and key not in self._short:
-                    self._note(key, count, kept, row_bytes, False)
+        if not self._looks or not rows.numel():
+            return
+        whole = [count > 0 and not self._short((call, peer, sent)) for peer, count in enumerate(counts)]
+        if any(whole):
+            for peer, kept in enumerate(nonzero_rows(rows, counts)):
+                if whole[peer]:
+                    self._note((call, peer, sent), counts[peer], kept, rows[0].nbytes, False)
 
     def _note(self, key: _Key, count: int, kept: int, row_bytes: int, packed: bool) -> None:
         """Notes how many rows of a message were not zero."""
         if packed or self._looks:
             saved = (count - kept) * row_bytes - bits_bytes(count)
-            self._worth[key] = self._worth.get(key, True) and saved >= _WORTH * count * row_bytes
+            seen = self._seen[key]
+            seen.worth = seen.worth is not False and saved >= _WORTH * count * row_bytes

@@ -331,7 +331,8 @@ def sum_gradients(parameters: torch.nn.Module | Iterable[Tensor]) -> None:
     """Replaces each parameter's ``grad`` by its sum over ranks; call it once, after the backward and before the optimizer.
 
     If the losses of all ranks sum to the loss of one device, these are the gradients of one device. A parameter that has a
-    gradient on no rank keeps None; one that has one on some rank gets it everywhere.
+    gradient on no rank keeps None; one that has one on some rank gets it everywhere. A step ends with it, by
+    which the next one knows where rows of zeros may be left out (:mod:`lightning_gnn.comm.zero_rows`).
 
     Args:
         parameters: a module, or its parameters in the same order on every rank.

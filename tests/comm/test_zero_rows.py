@@ -248,6 +248,27 @@ def test_messages_may_be_under_way_for_a_step(ranks, shared_memory):
     ranks.run(3, late_on_ranks, shared_memory)
 
 
+def test_who_has_no_messages_in_a_step_knows_those_of_the_step_before():
+    rows = torch.zeros(64, 4)
+    rows[5] = 1
+
+    def work(world: World) -> Any:
+        exchange, *_ = exchange_of(world, 3, False)
+        for step in range(4):
+            world.begin_step(Step(number=step))
+            sender, receiver = ((0, 1), (2, 1))[step % 2]
+            counts, none = [[64 * (rank == other) for rank in range(3)] for other in (receiver, sender)], [0, 0, 0]
+            into, call = torch.ones_like(rows), Call("a", direction="backward")
+            if world.rank == sender:
+                exchange.send(rows, counts[0], rows[:0], none, call, exchange.now())()
+            elif world.rank == receiver:
+                exchange.send(rows[:0], none, into, counts[1], call, exchange.now())()
+                assert torch.equal(into, rows)
+        return exchange.meter.total().rows
+
+    assert on_threads(3, work) == [65, 0, 65]
+
+
 # Training #####################################################################
 
 
