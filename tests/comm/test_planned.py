@@ -38,7 +38,8 @@ from lightning_gnn.comm.planned import PlannedExchange
 from lightning_gnn.comm.plans import make_exchange
 from lightning_gnn.comm.traffic import Meter
 from lightning_gnn.partition.shard import Relabelling, edge_cut_parts, halo_plan
-from lightning_gnn.planning import Plan, Relation, Topology, find_topology, p2p, rank_plan, spst
+from lightning_gnn.planning import Plan, Relation, Topology, fastest_plans, find_topology, p2p, rank_plan, spst
+from lightning_gnn.planning.choice import fastest
 from lightning_gnn.planning.topology_file import topology_from_dict
 from lightning_gnn.strategies.dgcl import DGCLScheme
 
@@ -297,15 +298,23 @@ def test_logged_bytes_are_the_planned_ones(ranks, name):
     topology = TOPOLOGIES.get(name, "uniform")  # "auto" is direct then
     results = ranks.run(4, counted, {"topology": topology})
     _, halos, counts = results[0]
-    relation, make = Relation.from_halos(halos, np.cumsum([0, *counts])), p2p if name == "direct" else spst
-    traffic = make(relation, find_topology(topology, 4)).traffic.sum(0)
-    assert traffic.sum() > relation.pair_rows.sum() or name != "chain"
+    relation, topology = Relation.from_halos(halos, np.cumsum([0, *counts])), find_topology(topology, 4)
+
+    def traffic(columns: int) -> np.ndarray:
+        """Returns the rows between ranks of an exchange of so many columns, which follows the fastest plan for these."""
+        if name == "direct":
+            return p2p(relation, topology).traffic.sum(0)
+        return fastest(fastest_plans(relation, topology), columns * 8).plan.traffic.sum(0)
+
+    hidden = traffic(CLASSES)
+    assert hidden.sum() > relation.pair_rows.sum() or name != "chain"
     for rank, (seen, _, _) in enumerate(results):
         logged = [total for total, _ in seen]
-        assert logged[1] == logged[2] == 2 * traffic.sum() * CLASSES * 8
-        assert logged[0] == logged[1] + traffic.sum() * (1 + FEATURES) * 8  # once: degrees and features
-        assert seen[-1][1]["model.convs.1", "forward"] == traffic[rank].sum() * CLASSES * 8
-        assert seen[-1][1]["model.convs.1", "backward"] == traffic[:, rank].sum() * CLASSES * 8
+        assert logged[1] == logged[2] == 2 * hidden.sum() * CLASSES * 8
+        once = sum(traffic(columns).sum() * columns * 8 for columns in (1, FEATURES))  # degrees and features
+        assert logged[0] == logged[1] + once
+        assert seen[-1][1]["model.convs.1", "forward"] == hidden[rank].sum() * CLASSES * 8
+        assert seen[-1][1]["model.convs.1", "backward"] == hidden[:, rank].sum() * CLASSES * 8
 
 
 @pytest.mark.parametrize(
