@@ -11,6 +11,7 @@ from typing import Any
 
 import any_models
 import lightning as L
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -439,3 +440,14 @@ def assert_same(found: dict[str, Any], expected: dict[str, Any], rtol: float, at
             )
     for key in ("gradients", "weights", "test", "predictions"):
         torch.testing.assert_close(found[key], expected[key], rtol=rtol, atol=atol, msg=lambda m, k=key: f"{k}: {m}")
+
+
+def random_cut(num_nodes: int, size: int, seed: int) -> tuple[np.ndarray, list[np.ndarray]]:
+    """Returns the first node of each rank and the end, and the nodes that each reads of others."""
+    draw = np.random.default_rng(seed)
+    offsets = np.sort(np.concatenate([[0, num_nodes], draw.integers(0, num_nodes + 1, size - 1)]))
+    halos = []
+    for rank in range(size):
+        others = np.setdiff1d(np.arange(num_nodes), np.arange(offsets[rank], offsets[rank + 1]))
+        halos.append(np.sort(draw.permutation(others)[: draw.integers(0, len(others) + 1)]))
+    return offsets, halos

@@ -172,8 +172,8 @@ class SparseMatrix(Matrix):
         self.rows, self._row = self._exchange(mine.row, meter)
         self._value = mine.value
         # Partial results that read no others' rows need not wait for them: both leave in one message to each rank.
-        reads_others = bool(((self._row >= self.num_owned) & (self._col >= self.num_owned)).any())
-        of_all = world.all_gather_object((reads_others, self.columns.num_halo, self.rows.num_halo))
+        self._reads_others = bool(((self._row >= self.num_owned) & (self._col >= self.num_owned)).any())
+        of_all = world.all_gather_object((self._reads_others, self.columns.num_halo, self.rows.num_halo))
         some_read_others, copies, results = (any(each) for each in zip(*of_all))
         direct = all(type(each) is HaloExchange for each in self.exchanges)
         self._joins = direct and copies and results and not some_read_others
@@ -256,14 +256,13 @@ class SparseMatrix(Matrix):
             add_arrived(own)
         else:
             # Partial sums that read no others' rows go out at once, beside the rows that come in; unless these come in stages.
-            reads_others = self._parts[False, False].csr.num_edges > 0
-            later = not targets.idle and (reads_others or sources.in_stages)
+            later = not targets.idle and (self._reads_others or sources.in_stages)
             finish = None if targets.idle or later else targets.start_reduce(partial, call)
             # Own rows while others travel: those that come in, or, where none do, the partial sums that go out.
             if wait is not None:
                 add(True, True, own)
                 wait()
-            if reads_others:
+            if self._reads_others:
                 add(False, False, partial)
             if later:
                 finish = targets.start_reduce(partial, call)

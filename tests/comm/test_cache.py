@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from common import examples
+from common import examples, random_cut
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
@@ -27,12 +27,7 @@ NODES, WIDTH = 12, 6
 
 def on_ranks(size: int, seed: int, work: Any, make: Any = lambda: MessageCache(0.0)) -> list[Any]:
     """Runs ``work(exchange, own rows, halo rows, cache)`` on ranks that read rows of each other at random."""
-    draw = np.random.default_rng(seed)
-    offsets = np.sort(np.concatenate([[0, NODES], draw.integers(0, NODES + 1, size - 1)]))
-    halos = []
-    for rank in range(size):
-        others = np.setdiff1d(np.arange(NODES), np.arange(offsets[rank], offsets[rank + 1]))
-        halos.append(np.sort(draw.permutation(others)[: draw.integers(0, len(others) + 1)]))
+    offsets, halos = random_cut(NODES, size, seed)
     meeting = Meeting(size)
 
     def one(rank: int) -> Any:

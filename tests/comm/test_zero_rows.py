@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from common import CLASSES, FEATURES, all_rows_sent, awkward_graph, campaign, examples, quiet_trainer
+from common import CLASSES, FEATURES, all_rows_sent, awkward_graph, campaign, examples, quiet_trainer, random_cut
 from hypothesis import given
 from hypothesis import strategies as st
 from planning import chain
@@ -103,19 +103,8 @@ def gradients(step: int, seed: int, dtype: torch.dtype) -> Tensor:
 STEPS = 12
 
 
-def cut(size: int, seed: int) -> tuple[np.ndarray, list[np.ndarray]]:
-    """Returns the first node of each rank and the end, and the nodes that each reads of others."""
-    draw = np.random.default_rng(seed)
-    offsets = np.sort(np.concatenate([[0, NODES], draw.integers(0, NODES + 1, size - 1)]))
-    halos = []
-    for rank in range(size):
-        others = np.setdiff1d(np.arange(NODES), np.arange(offsets[rank], offsets[rank + 1]))
-        halos.append(np.sort(draw.permutation(others)[: draw.integers(0, len(others) + 1)]))
-    return offsets, halos
-
-
 def exchange_of(world: World, seed: int, planned: bool) -> tuple[Exchange, slice, np.ndarray]:
-    offsets, halos = cut(world.size, seed)
+    offsets, halos = random_cut(NODES, world.size, seed)
     own, halo = slice(*offsets[world.rank : world.rank + 2]), halos[world.rank]
     if planned:
         plan = spst(Relation.from_halos(halos, offsets), chain(world.size))
@@ -154,7 +143,7 @@ def on_threads(size: int, work: Callable[[World], Any]) -> list[Any]:
 
 def expected_bytes(size: int, seed: int, dtype: torch.dtype) -> list[list[tuple[int, int]]]:
     """Returns by rank and step the bytes and rows of direct messages, of which each has the form that the last one was worth."""
-    offsets, halos = cut(size, seed)
+    offsets, halos = random_cut(NODES, size, seed)
     plans = [halo_plan(rank, offsets, halos) for rank in range(size)]
     expected = [[(0, 0)] * STEPS for _ in range(size)]
     width = 6 * dtype.itemsize
