@@ -17,7 +17,7 @@ import zlib
 from collections.abc import Iterator, Mapping
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, Literal
 
 import numpy as np
 import torch
@@ -38,7 +38,7 @@ _MOST = 2**48
 
 _MAGIC = b"\x93NUMPY\x01\x00"
 _HEADER = re.compile(
-    r"\{'descr': '([<>|][biufc]\d{1,2})', 'fortran_order': (?:True|False), 'shape': \(((?:\d{1,18}, )*(?:\d{1,18},?)?)\), \} *\n"
+    r"\{'descr': '([<>|][biufc]\d{1,2})', 'fortran_order': (True|False), 'shape': \(((?:\d{1,18}, )*(?:\d{1,18},?)?)\), \} *\n"
 )
 
 
@@ -73,8 +73,8 @@ def plain_size(file: Path) -> int | None:
     return found.st_size
 
 
-def array_size(file: Path) -> tuple[tuple[int, ...], np.dtype[Any]]:
-    """Returns shape and dtype that the header of a ``.npy`` file gives."""
+def array_header(file: Path) -> tuple[tuple[int, ...], np.dtype[Any], Literal["C", "F"], int]:
+    """Returns shape, dtype, order and the offset in bytes of the values that the header of a ``.npy`` file gives."""
     with file.open("rb") as opened:
         start = opened.read(len(_MAGIC) + 2)
         length = int.from_bytes(start[len(_MAGIC) :], "little")
@@ -88,7 +88,7 @@ def array_size(file: Path) -> tuple[tuple[int, ...], np.dtype[Any]]:
         torch.from_numpy(np.empty(0, dtype))
     except (TypeError, ValueError) as error:
         raise ValueError(f"{file}: there are no tensors of dtype {found[1]!r}") from error
-    shape = tuple(int(size) for size in found[2].split(",") if size.strip())
+    shape = tuple(int(size) for size in found[3].split(",") if size.strip())
     if math.prod(max(size, 1) for size in shape) >= _MOST:  # numpy multiplies sizes beside a 0, too
         raise ValueError(f"{file}: by its header it is {list(shape)}, which is larger than any array")
     num_bytes = dtype.itemsize * math.prod(shape)
@@ -96,13 +96,16 @@ def array_size(file: Path) -> tuple[tuple[int, ...], np.dtype[Any]]:
         raise ValueError(
             f"{file}: by its header, {list(shape)} of {dtype}, it has {begin + num_bytes} bytes, not {file.stat().st_size}"
         )
-    return shape, dtype
+    return shape, dtype, "F" if found[2] == "True" else "C", begin
 
 
 def read_array(file: Path) -> np.ndarray:
-    """Returns a ``.npy`` file, memory-mapped (copy on write); raises as :func:`array_size` does."""
-    array_size(file)
-    return np.load(file, mmap_mode="c", allow_pickle=False)
+    """Returns a ``.npy`` file, memory-mapped (copy on write); raises as :func:`array_header` does.
+
+    ``np.load`` would parse the header once more, by ``ast``, which in Python 3.11 may fail where two threads use it at once.
+    """
+    shape, dtype, order, begin = array_header(file)
+    return np.memmap(file, dtype, "c", begin, shape, order)
 
 
 def layout_of(manifest: Mapping[str, Any]) -> LayoutSpec:
