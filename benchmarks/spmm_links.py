@@ -6,7 +6,8 @@ On all topologies, each in a cluster of its own that netlab (root only) makes an
 
 Topologies and times are those of ``planned_exchange.py``; 4x2 is four machines of two ranks, with one network port each. A
 product is all of it: rows that travel, and the sums of one thread a rank. Results are compared with what they must be. METIS
-cuts the graph for all alike. *MB out* is what the machine that sends most sends to others in the forward product.
+cuts the graph for all alike. *MB out* is what the machine that sends most sends to others in the forward product, and *bound* the
+time that the bytes of the busiest port or link take by themselves.
 """
 
 from __future__ import annotations
@@ -14,7 +15,6 @@ from __future__ import annotations
 import argparse
 import os
 import tempfile
-from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -39,8 +39,10 @@ from lightning_gnn.partition.grid import ProcessCube, ProcessGrid, legal_replica
 from lightning_gnn.partition.metis import Adjacency, part_graph
 from lightning_gnn.partition.shard import Relabelling, edge_cut_parts, halo_plan
 from lightning_gnn.planning import Topology
+from lightning_gnn.planning.plan_cost import direct_cost
 
-COLUMNS = ["topology", "graph", "system", "MB", "MB out", "forward ms", "/ dgcl", "backward ms", "back / dgcl", "load"]
+COLUMNS = ["topology", "graph", "system", "MB", "MB out", "forward ms", "/ dgcl", "bound", "/ bound"]
+COLUMNS += ["backward ms", "back / dgcl", "load"]
 
 VALUES = 1 << 10
 """Rows hold integers below this, so that float32 holds sums in any order to the last bit."""
@@ -69,22 +71,16 @@ class HaloProduct(Matrix):
 
 
 class Watched(World):
-    """A world that counts the bytes of messages to other machines.
+    """A world that counts the bytes of messages to each other rank, `sent` int64 ``[P]``."""
 
-    Args:
-        world: the ranks.
-        hosts: of the topology.
-    """
-
-    def __init__(self, world: World, hosts: Sequence[Sequence[int]]) -> None:
+    def __init__(self, world: World) -> None:
         self.__dict__.update(world.__dict__)
-        self.out = self.bytes = 0
-        near = next(host for host in hosts if world.rank in host)
+        self.sent = np.zeros(world.size, np.int64)
         start_each = world.transport.start_each
 
         def counted(sends: Any, receives: Any) -> Any:
-            self.bytes += sum(rows_of(rows).nbytes for _, rows in sends)
-            self.out += sum(rows_of(rows).nbytes for peer, rows in sends if peer not in near)
+            for peer, rows in sends:
+                self.sent[peer] += rows_of(rows).nbytes
             return start_each(sends, receives)
 
         self.transport.start_each = counted  # type: ignore[method-assign]
@@ -134,7 +130,7 @@ def measure(
         row: dict[str, Any] = {"topology": topology.name, "graph": graph, "system": name, "columns": columns}
         for transposed, direction in enumerate(DIRECTIONS):
             found: list[Tensor] = []
-            world.bytes = world.out = 0
+            world.sent[:] = 0
             seconds = timed(
                 world,
                 repeats,
@@ -143,11 +139,12 @@ def measure(
                 lambda: bool((found[0] == expected[transposed]).all()),  # noqa: B023
             )
             row[f"{direction} ms"] = 1e3 * seconds
-            everyone = world.all_gather_object((world.bytes, world.out))
+            everyone = np.stack(world.all_gather_object(world.sent)) / (repeats + 1)
             if direction == "forward":
-                times = (repeats + 1) * 1e6
-                row["MB"] = sum(sent for sent, _ in everyone) / times
-                row["MB out"] = max(sum(everyone[each][1] for each in host) for host in topology.hosts) / times
+                away = [everyone[list(host)].sum() - everyone[np.ix_(host, host)].sum() for host in topology.hosts]
+                row |= {"MB": everyone.sum() / 1e6, "MB out": max(away) / 1e6}
+                row["bound"] = 1e3 * direct_cost(everyone[None], topology).seconds(1)
+                row["/ bound"] = row["forward ms"] / row["bound"]
         rows.append(row)
         row["/ dgcl"] = row["forward ms"] / rows[0]["forward ms"]
         row["back / dgcl"] = row["backward ms"] / rows[0]["backward ms"]
@@ -158,7 +155,7 @@ def measure(
 def run_rank(options: argparse.Namespace) -> None:
     """Measures on the cluster that this process is a rank of; rank 0 reports."""
     topology, joined = join_cluster(options.timeout)
-    world = Watched(joined, topology.hosts)
+    world = Watched(joined)
     rows: list[dict[str, Any]] = []
     try:
         with tempfile.TemporaryDirectory() as folder:

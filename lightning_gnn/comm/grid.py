@@ -2,7 +2,9 @@
 
 Source: CAGNET (GNNSys'21) Algorithm 1 (c = 1) and Algorithm 2. Ours differs in that each row of a block row is owned by one of
 the c ranks of its process row instead of lying on all of them: a block is brought together at the rank that broadcasts it, and
-partial sums are reduced to the owners, the first half of the paper's all-reduce.
+partial sums are reduced to the owners, the first half of the paper's all-reduce. And all blocks of a process column are broadcast
+at once, around a ring of its ranks, so that no rank waits for another one's turn: see
+:meth:`~lightning_gnn.partition.grid.ProcessGrid.ring`.
 
 n nodes, N of them owned by a rank, P ranks, c the replication factor, R = P / c block rows.
 """
@@ -17,7 +19,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from lightning_gnn.comm.call import Call
-from lightning_gnn.comm.exchange import start_messages
+from lightning_gnn.comm.exchange import Buffers, start_messages
 from lightning_gnn.comm.group import World
 from lightning_gnn.comm.matrix import Matrix, Triples, distribute, on_grid
 from lightning_gnn.comm.traffic import Meter, Moment
@@ -28,12 +30,12 @@ from lightning_gnn.partition.shard import Ids
 
 
 class BlockMatrix(Matrix):
-    """Whole blocks travel, one at a time; the next one is on its way while one is multiplied (1D and 1.5D as published).
+    """Whole blocks travel, a sub-block at a time, around each process column; one is multiplied while the next one comes.
 
-    All ranks go through the stages alike, one ahead of what they multiply, so that a transport that does one thing after the
-    other (NCCL) comes to no standstill.
+    All ranks go through the stages alike, so that a transport that does one thing after the other (NCCL) comes to no standstill.
 
-    Memory beside the operands: the block that this rank broadcasts, two that it receives, its process row's partial sums.
+    Memory beside the operands: the block that this rank broadcasts, two or three sub-blocks on their way, and its process row's
+    partial sums.
 
     Args:
         entries: the matrix's entries whose row this rank owns, in relabelled ids.
@@ -44,78 +46,92 @@ class BlockMatrix(Matrix):
 
     def __init__(self, entries: Triples, grid: ProcessGrid, offsets: Ids, world: World, meter: Meter) -> None:
         self.grid, self.offsets, self.world, self.meter = grid, offsets, world, meter
-        self.row, self.column = grid.row(world.rank), grid.column(world.rank)
+        self.row, column = grid.row(world.rank), grid.column(world.rank)
+        self._read = [owner for block in grid.chunk(column) for owner in grid.in_row(block)]
+        ring = list(grid.in_column(column))
+        self._next, self._previous = ring[(self.row + 1) % len(ring)], ring[self.row - 1]
+        self._stages = [(passed[self.row], passed[self.row - 1]) for passed in grid.ring(column)]
+        self._passes = {owner for owner, _ in self._stages if owner is not None}
         self._blocks = [self._distribute(entries), self._distribute(entries.transpose())]
-        self._buffers: dict[tuple[int, torch.Size, torch.dtype], Tensor] = {}
+        self._buffers = Buffers(world.device)
 
-    def block(self, number: int) -> slice:
-        """Returns the nodes of a block row."""
-        ranks = self.grid.in_row(number)
-        return slice(int(self.offsets[ranks.start]), int(self.offsets[ranks.stop]))
-
-    def _distribute(self, entries: Triples) -> list[tuple[CSR, Tensor | None]]:
-        """Returns by stage the block of this rank, and its values in slot order."""
+    def _distribute(self, entries: Triples) -> dict[int, tuple[CSR, Tensor | None]]:
+        """Returns by the owner of a sub-block what it is multiplied with here, and the values of that in slot order."""
         mine = distribute(entries, on_grid(self.grid, self.offsets), self.world)
-        rows = self.block(self.row)
-        stages = []
-        for number in self.grid.chunk(self.column):
-            columns = self.block(number)
-            part = mine[((mine.col >= columns.start) & (mine.col < columns.stop)).nonzero().view(-1)]
-            csr = CSR.from_coo(
-                part.row - rows.start, part.col - columns.start, rows.stop - rows.start, columns.stop - columns.start
-            )
-            stages.append((csr.of_slots(), None if part.value is None else csr.permute(part.value)))
-        return stages
+        rows = self.grid.in_row(self.row)
+        first, stop = int(self.offsets[rows.start]), int(self.offsets[rows.stop])
+        blocks = {}
+        for owner in self._read:
+            begin, end = self.offsets[owner : owner + 2].tolist()
+            part = mine[((mine.col >= begin) & (mine.col < end)).nonzero().view(-1)]
+            csr = CSR.from_coo(part.row - first, part.col - begin, stop - first, end - begin)
+            blocks[owner] = csr.of_slots(), None if part.value is None else csr.permute(part.value)
+        return blocks
 
     @override
     def multiply(self, x: Tensor, call: Call) -> Tensor:
-        messages = ProductMessages(self.world, self.meter, call)
-        chunk = self.grid.chunk(self.column)
-        own_block = self._gathered(x, messages)
-        rows = self.block(self.row)
-        shape, dtype = (rows.stop - rows.start, x.size(1)), torch.promote_types(x.dtype, torch.float32)
-        total = x.new_empty(shape, dtype=dtype) if len(chunk) else x.new_zeros(shape, dtype=dtype)
+        rank, messages = self.world.rank, ProductMessages(self.world, self.meter, call)
+        blocks = self._blocks[call.direction == "backward"]
+        sums = int(np.diff(self.offsets[:: self.grid.replication])[self.row])
+        total = x.new_zeros((sums, x.size(1)), dtype=torch.promote_types(x.dtype, torch.float32))
+        here: dict[int, Tensor] = {}  # by owner
+        uses: dict[int, int] = {}  # that are left of each
+        waiting: list[int] = []  # for their product
 
-        def fetch(stage: int) -> tuple[Tensor, Callable[[], None]]:
-            number = chunk[stage]
-            source = self.grid.source(number)
-            if source == self.world.rank:
-                assert own_block is not None
-                readers = [rank for rank in self.grid.in_column(self.column) if rank != source]
-                messages.start([(rank, own_block) for rank in readers], [])
-                return rows_of(own_block), lambda: None
-            columns = self.block(number)
-            into = self._buffer(stage % 2, torch.Size((columns.stop - columns.start, x.size(1))), x.dtype)
-            return into, messages.start([], [(source, into)])
+        def room(owner: int) -> Tensor:
+            size = int(self.offsets[owner + 1] - self.offsets[owner])
+            return self._buffers.take((size, x.size(1)), x.dtype)
 
-        coming = [fetch(0)] if len(chunk) else []
-        for stage, (csr, values) in enumerate(self._blocks[call.direction == "backward"]):
-            self.world.watch.stage = f"stage {stage + 1} of {len(chunk)}"
-            rows_of_stage, wait = coming.pop()
+        def arrives(owner: int, rows: Tensor) -> None:
+            here[owner], uses[owner] = rows, 1 + (owner in self._passes)
+            waiting.append(owner)
+
+        def used(owner: int) -> None:
+            uses[owner] -= 1
+            if not uses[owner]:
+                rows = here.pop(owner)
+                if owner != rank:
+                    self._buffers.give_back(rows)
+
+        def add() -> None:
+            owner = waiting.pop(0)
+            csr, values = blocks[owner]
+            if csr.num_edges:
+                spmm(csr, here[owner], values, out=total, accumulate=True)
+            used(owner)
+
+        # The rows of this process row come together at the rank that broadcasts them.
+        source, others = self.grid.source(self.row), dict[int, Tensor]()
+        if source == rank:
+            others = {owner: room(owner) for owner in self.grid.in_row(self.row) if owner != rank}
+            arrives(rank, x)
+        gather = messages.start([] if source == rank else [(source, x)], list(others.items()))
+        for stage, (passed, coming) in enumerate(self._stages):
+            self.world.watch.stage = f"stage {stage + 1} of {len(self._stages)}"
+            if passed in others and passed not in here:
+                gather()
+                for owner, rows in others.items():
+                    arrives(owner, rows)
+            sends = [] if passed is None else [(self._next, here[passed])]
+            into = None if coming is None else room(coming)
+            wait = messages.start(sends, [] if into is None else [(self._previous, into)])
+            if waiting:
+                add()
             wait()
-            if stage + 1 < len(chunk):
-                coming.append(fetch(stage + 1))
-            spmm(csr, rows_of_stage, values, out=total, accumulate=stage > 0)
+            if passed is not None:
+                used(passed)
+            if coming is not None and into is not None:
+                arrives(coming, into)
+        if not self._stages:
+            gather()
+            for owner, rows in others.items():
+                arrives(owner, rows)
+        while waiting:
+            add()
         out = self._reduced(total, messages)
         messages.end()
         self.world.watch.stage = ""
         return out
-
-    def _gathered(self, x: Tensor, messages: ProductMessages) -> Rows | None:
-        """Brings the rows of this process row together at the rank that broadcasts them; None on the others."""
-        source = self.grid.source(self.row)
-        ranks = self.grid.in_row(self.row)
-        if source != self.world.rank:
-            messages.start([(source, x.contiguous())], [])
-            return None
-        rows = self.block(self.row)
-        shape = (rows.stop - rows.start, x.size(1))
-        # Memory to send from is the next one's until something is sent from it.
-        block = self.world.scratch(shape, x.dtype) if self.grid.num_rows > 1 else x.new_empty(shape)
-        parts = rows_of(block).split(np.diff(self.offsets[ranks.start : ranks.stop + 1]).tolist())
-        parts[self.column].copy_(x)
-        messages.start([], [(rank, part) for rank, part in zip(ranks, parts) if rank != source])()
-        return block
 
     def _reduced(self, total: Tensor, messages: ProductMessages) -> Tensor:
         """Sums a process row's partial sums at the owners, in the order of ranks."""
@@ -124,13 +140,6 @@ class BlockMatrix(Matrix):
             return total
         parts = total.split(np.diff(self.offsets[ranks.start : ranks.stop + 1]).tolist())
         return messages.sum(ranks, parts)
-
-    def _buffer(self, number: int, shape: torch.Size, dtype: torch.dtype) -> Tensor:
-        key = (number, shape, dtype)
-        if key not in self._buffers:
-            with torch.inference_mode(False):
-                self._buffers[key] = torch.empty(shape, dtype=dtype, device=self.world.device)
-        return self._buffers[key]
 
 
 class ProductMessages:

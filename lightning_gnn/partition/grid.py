@@ -10,6 +10,7 @@ n nodes, f columns, P ranks, c the replication factor, R = P / c.
 
 from __future__ import annotations
 
+from collections import deque
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -67,18 +68,36 @@ class ProcessGrid:
         return range(column, self.num_ranks, self.replication)
 
     def chunk(self, column: int) -> range:
-        """Returns the block rows whose nodes a process column reads: its stages."""
-        rows, c = self.num_rows, self.replication
-        return range(column * rows // c, (column + 1) * rows // c)
+        """Returns the block rows whose nodes a process column reads, every c-th: their ranks lie evenly on the column's ring."""
+        return range(column, self.num_rows, self.replication)
 
     @cached_property
     def columns(self) -> Ids:
         """The process column whose chunk holds each block row, int64 ``[R]``."""
-        return np.repeat(np.arange(self.replication), [len(self.chunk(column)) for column in range(self.replication)])
+        return np.arange(self.num_rows) % self.replication
 
     def source(self, block: int) -> int:
         """Returns the rank that broadcasts a block row down its process column."""
         return block * self.replication + int(self.columns[block])
+
+    def ring(self, column: int) -> list[list[int | None]]:
+        """Returns by stage the sub-block, by its owner, that each rank of a process column passes to the next one, in a ring.
+
+        Sources begin with their own; each rank passes on what comes, in that order, a sub-block a stage, until it is back before
+        its source. So each goes over each link once, and nearly all links are busy in each of the R + c - 2 stages (c divides R).
+        """
+        rows, stages = self.num_rows, []
+        waiting = [deque[int]() for _ in range(rows)]
+        for block in self.chunk(column):
+            own = block * self.replication + column
+            waiting[block].extend([own, *(rank for rank in self.in_row(block) if rank != own)])
+        while any(waiting) and rows > 1:
+            passed = [each.popleft() if each else None for each in waiting]
+            stages.append(passed)
+            for row, owner in enumerate(passed):
+                if owner is not None and self.row(owner) != (row + 2) % rows:
+                    waiting[(row + 1) % rows].append(owner)
+        return stages
 
     def holders(self, offsets: Ids, row: Ids, col: Ids) -> Ids:
         """Returns the rank that multiplies each entry: the process row of `row`, the column whose chunk holds `col`; ``[E]``.
@@ -91,8 +110,8 @@ class ProcessGrid:
     def words(self, offsets: Ids, columns: int) -> int:
         """Returns the words that all ranks together receive in one layer and direction, if whole blocks travel.
 
-        Broadcasts n f (R - 1); before these, the c owners of a block bring it together, n f (c - 1) / c if they own equally
-        many; after them, partial sums are reduced and scattered in process rows, n f (c - 1).
+        Broadcasts n f (R - 1); for these, the c owners of a block bring it together, n f (c - 1) / c if they own equally many;
+        after them, partial sums are reduced and scattered in process rows, n f (c - 1).
         """
         nodes, c = int(offsets[-1]), self.replication
         there = sum(int(offsets[source + 1] - offsets[source]) for source in map(self.source, range(self.num_rows)))
@@ -163,6 +182,16 @@ class ProcessCube:
     def blocks_of_row(self, row: int) -> list[int]:
         """Returns the blocks that block row i is made of."""
         return [layer * self.side + row for layer in range(self.layers)]
+
+    def stage(self, rank: int, turn: int) -> int:
+        """Returns the s that a rank is at in its turn t: (i + j + t) mod q, another one for each of a row, and of a column."""
+        row, column, _ = self.place(rank)
+        return (row + column + turn) % self.side
+
+    def readers(self, rank: int, turn: int) -> tuple[int, int]:
+        """Returns who reads from a rank in a turn: the column of who reads its block of the matrix, and the row for its rows."""
+        row, column, _ = self.place(rank)
+        return (column - row - turn) % self.side, (row - column - turn) % self.side
 
     def widths(self, columns: int) -> list[int]:
         """Returns how many of f columns each column j of ranks has: as even as can be."""

@@ -255,14 +255,21 @@ def grid_exchanges(work: Workload, topology: Topology | None) -> list[ExchangeCo
     return found
 
 
-def cube_exchange(work: Workload, topology: Topology | None, dimensions: int) -> ExchangeCost | None:
-    """Returns what the 2D or 3D product exchanges; None unless the ranks are a square or a cube."""
+def cube_exchange(
+    work: Workload, topology: Topology | None, dimensions: int, keep_blocks: bool = True
+) -> ExchangeCost | None:
+    """Returns what the 2D or 3D product exchanges; None unless the ranks are a square or a cube.
+
+    With `keep_blocks`, the matrix has travelled before.
+    """
     offsets, ranks, columns = work.relation.offsets, work.relation.num_devices, work.columns
     try:
         cube = ProcessCube.of(ranks, dimensions)
     except ValueError:
         return None
     matrix = matrix_traffic(cube, offsets, work.edge_index, work.value_bytes)
+    if keep_blocks:
+        matrix[:] = 0
     # Words and the matrix in units of rows: the narrower these are, the more the matrix counts.
     traffic = summa_traffic(cube, offsets, columns) / columns + matrix / work.row_bytes
     return _sent_directly(

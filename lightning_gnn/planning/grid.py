@@ -36,10 +36,10 @@ class GridCost:
 
 
 def block_cost(grid: ProcessGrid, offsets: Ids, row_bytes: int) -> GridCost:
-    """Returns the cost if whole blocks travel: the one that a rank broadcasts, two that it receives, its row's partial sums."""
-    largest = int(np.diff(offsets[:: grid.replication]).max())
-    blocks = 4 if grid.num_ranks > 1 else 0
-    return GridCost(grid, grid.words(offsets, 1), blocks * largest * row_bytes)
+    """Returns the cost if whole blocks travel: what a rank broadcasts, two sub-blocks on their way, its row's partial sums."""
+    sub_block, block = int(np.diff(offsets).max()), int(np.diff(offsets[:: grid.replication]).max())
+    held = 2 * block + 2 * sub_block if grid.num_ranks > 1 else 0
+    return GridCost(grid, grid.words(offsets, 1), held * row_bytes)
 
 
 def sparse_cost(grid: ProcessGrid, offsets: Ids, halos: Sequence[Ids], partial_sums: int, row_bytes: int) -> GridCost:
@@ -78,19 +78,20 @@ def block_traffic(grid: ProcessGrid, offsets: Ids) -> Ids:
     """Returns the rows of :class:`~lightning_gnn.comm.grid.BlockMatrix`, int64 ``[S, P, P]``.
 
     The first stage brings each block together at the rank that broadcasts it, the last one reduces partial sums to owners; both
-    are empty for c = 1. Between them, stage k is the k-th block of each process column, from its source to the others directly.
+    are empty for c = 1. Between them, sub-blocks go around each process column.
     """
     own = np.diff(offsets)
-    stages = max(len(grid.chunk(column)) for column in range(grid.replication))
-    traffic = np.zeros((stages + 2, grid.num_ranks, grid.num_ranks), np.int64)
+    rings = [grid.ring(column) for column in range(grid.replication)]
+    traffic = np.zeros((max(map(len, rings)) + 2, grid.num_ranks, grid.num_ranks), np.int64)
     for row in range(grid.num_rows):
         ranks = np.array(grid.in_row(row))
         traffic[0, ranks, grid.source(row)] = own[ranks]
         traffic[-1, ranks[:, None], ranks] = own[ranks]
-    for column in range(grid.replication):
-        for stage, block in enumerate(grid.chunk(column)):
-            readers = np.array(grid.in_column(column))
-            traffic[stage + 1, grid.source(block), readers] = own[np.array(grid.in_row(block))].sum()
+    for column, ring in enumerate(rings):
+        ranks = np.array(grid.in_column(column))
+        for stage, passed in enumerate(ring):
+            sent = [0 if owner is None else own[owner] for owner in passed]
+            traffic[stage + 1, ranks, np.roll(ranks, -1)] = sent
     return _without_own(traffic)
 
 
@@ -125,7 +126,9 @@ def summa_traffic(cube: ProcessCube, offsets: Ids, columns: int) -> Ids:
         row, column, layer = cube.place(rank)
         block = layer * q + row
         traffic[0, rank, np.array(cube.owners(block))] = own[rank] * widths
-        traffic[row + 1, rank, [cube.rank(other, column, layer) for other in range(q)]] = sizes[block] * widths[column]
+        for turn in range(q):
+            reader = cube.rank(cube.readers(rank, turn)[1], column, layer)
+            traffic[turn + 1, rank, reader] = sizes[block] * widths[column]
         summed = [cube.rank(row, column, other) for other in range(cube.layers)]
         traffic[q + 1, rank, summed] = sizes[cube.blocks_of_row(row)] * widths[column]
     traffic[q + 2] = traffic[0].T
@@ -140,16 +143,18 @@ def summa_entries(cube: ProcessCube, offsets: Ids, edge_index: Ids) -> Ids:
 def matrix_traffic(cube: ProcessCube, offsets: Ids, edge_index: Ids, value_bytes: int) -> Ids:
     """Returns the bytes of the matrix that travel in the same stages as :func:`summa_traffic`'s words, ``[q + 3, P, P]``.
 
-    Of a block these are a column (4 bytes) and a value per entry (0 bytes if all are one), and where each row begins (8 bytes).
+    Of a block these are, per entry, a column (4 bytes) and a value (0 bytes if all are one), and 8 bytes for each row with one.
     """
-    q, sizes = cube.side, np.diff(offsets[:: cube.side])
-    entries = summa_entries(cube, offsets, edge_index)
+    q = cube.side
+    holder = cube.holders(offsets, edge_index[1], edge_index[0])
+    filled = np.zeros((int(offsets[-1]), cube.num_ranks), np.bool_)
+    filled[edge_index[1], holder] = True
+    sizes = 8 * filled.sum(0) + np.bincount(holder, minlength=cube.num_ranks) * (4 + value_bytes)
     traffic = np.zeros((q + 3, cube.num_ranks, cube.num_ranks), np.int64)
     for rank in range(cube.num_ranks):
-        row, column, layer = cube.place(rank)
-        starts = 8 * (int(sizes[cube.blocks_of_row(row)].sum()) + 1)
-        readers = [cube.rank(row, other, layer) for other in range(q)]
-        traffic[column + 1, rank, readers] = starts + entries[rank] * (4 + value_bytes)
+        row, _, layer = cube.place(rank)
+        for turn in range(q):
+            traffic[turn + 1, rank, cube.rank(row, cube.readers(rank, turn)[0], layer)] = sizes[rank]
     return _without_own(traffic)
 
 

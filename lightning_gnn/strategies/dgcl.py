@@ -28,7 +28,7 @@ from lightning_gnn.comm.replicated import ReplicatedExchange
 from lightning_gnn.comm.traffic import Meter
 from lightning_gnn.data.shards import Shard
 from lightning_gnn.partition.edge_cut import several_alike
-from lightning_gnn.partition.layout import LayoutSpec, Replicas
+from lightning_gnn.partition.layout import Groups, LayoutSpec, Replicas, by_machine
 from lightning_gnn.planning import Relation, Topology, find_topology, p2p
 from lightning_gnn.planning.exchanges import ExchangeCost, Workload, edge_exchange, plan_exchanges
 from lightning_gnn.planning.hierarchy import Hosts
@@ -105,10 +105,9 @@ class DGCLScheme(Scheme):
         anything is partitioned or started."""
         topology = self._topology(world_size, num_hosts)
         groups = replicas = None
-        found = None if topology is None else topology.groups
-        if topology is None and self.topology == "auto" and world_size % num_hosts == 0:
-            per_host = world_size // num_hosts
-            found = tuple((tuple(range(first, first + per_host)),) for first in range(0, world_size, per_host))
+        found: Groups | None = None if topology is None else topology.groups
+        if topology is None and self.topology == "auto":
+            found = by_machine(world_size, num_hosts)
         if found is not None and (
             self.partition == "hierarchical" or (self.partition == "auto" and several_alike(found))
         ):

@@ -162,7 +162,7 @@ class CubeScheme(ProductScheme):
 
     @override
     def exchanges(self, work: Workload, topology: Topology | None) -> Sequence[ExchangeCost]:
-        found = cube_exchange(work, topology, self.dimensions)
+        found = cube_exchange(work, topology, self.dimensions, self.keep_constant)
         return [] if found is None else [replace(found, followed=True)]
 
     @override
@@ -186,7 +186,9 @@ class CubeScheme(ProductScheme):
     def exchange(self, shard: Shard, world: World, meter: Meter) -> Exchange:
         exchange, offsets = HaloExchange(shard.plan, world, meter), shard.offsets
         cube = self._cube(world.size)
-        exchange.make_matrix = partial(SummaMatrix, cube=cube, offsets=offsets, world=world, meter=meter)
+        exchange.make_matrix = partial(
+            SummaMatrix, cube=cube, offsets=offsets, world=world, meter=meter, keep_blocks=self.keep_constant
+        )
         # Attention and extremes: over the edges that each rank holds of the cube.
         dealt = partial(SparseMatrix, holders=on_grid(cube, offsets), offsets=offsets, world=world, meter=meter)
         exchange.spread = lambda copy_bytes, result_bytes: dealt
@@ -263,7 +265,8 @@ class SpMM2DStrategy(GNNStrategy):
     Args:
         permute: who owns which node, unless the datamodule says so: ``"random"`` for blocks of equal weight, ``"metis"``, or None
             for ranges of the graph's own order.
-        keep_constant: see :class:`~lightning_gnn.strategies.dgcl.DGCLStrategy`.
+        keep_constant: see :class:`~lightning_gnn.strategies.dgcl.DGCLStrategy`; and keep the blocks of the matrix that a rank
+            multiplies with, 1 / q of it in 2D and 1 / q^2 in 3D. Otherwise each has 1 / P, and they travel in each product.
         **options: see :class:`~lightning_gnn.strategies.base.GNNStrategy`.
 
     Raises:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -17,10 +18,12 @@ from hypothesis import strategies as st
 from benchmarks.rings import published_traffic
 from lightning_gnn.comm.call import Call
 from lightning_gnn.comm.grid import BlockMatrix
+from lightning_gnn.comm.group import World
 from lightning_gnn.comm.in_process import InProcessWorld, Meeting
 from lightning_gnn.comm.matrix import Matrix, SparseMatrix, Triples, on_grid
 from lightning_gnn.comm.summa import SummaMatrix
 from lightning_gnn.comm.traffic import Meter
+from lightning_gnn.comm.transport import rows_of
 from lightning_gnn.partition.grid import ProcessCube, ProcessGrid, legal_replications
 from lightning_gnn.partition.shard import Relabelling
 from lightning_gnn.planning.exchanges import ExchangeCost, Workload, cube_exchange, grid_exchanges, plan_exchanges
@@ -121,7 +124,9 @@ def test_squares_and_cubes(problem, weighted):
     words = summa_traffic(cube, offsets, COLUMNS)
     matrix = matrix_traffic(cube, offsets, edges, 8 if weighted else 0)
     assert words.shape == matrix.shape and words.sum() == cube.words(offsets, COLUMNS)
-    _, sent = sent_by(cube.num_ranks, edges, offsets, weighted, lambda e, w, m: SummaMatrix(e, cube, offsets, w, m))
+    _, sent = sent_by(
+        cube.num_ranks, edges, offsets, weighted, lambda e, w, m: SummaMatrix(e, cube, offsets, w, m, False)
+    )
     assert np.array_equal((words * 8 + matrix).sum((0, 2)), sent)
     assert summa_entries(cube, offsets, edges).sum() == edges.shape[1]
     assert summa_work(cube, offsets, edges, COLUMNS).sum() == edges.shape[1] * COLUMNS
@@ -130,9 +135,10 @@ def test_squares_and_cubes(problem, weighted):
 def test_stages_by_hand():
     offsets = np.array([0, 1, 3, 6, 10])  # 1, 2, 3 and 4 nodes
     grid = ProcessGrid(4, 2)  # rows 0 1, 2 3; column 0 reads block 0, column 1 block 1
-    gather, broadcast, reduce = block_traffic(grid, offsets)
+    gather, first, second, reduce = block_traffic(grid, offsets)
     assert dict(flows(gather)) == {(1, 0): 2, (2, 3): 3}
-    assert dict(flows(broadcast)) == {(0, 2): 3, (3, 1): 7}
+    assert dict(flows(first)) == {(0, 2): 1, (3, 1): 4}
+    assert dict(flows(second)) == {(0, 2): 2, (3, 1): 3}
     assert dict(flows(reduce)) == {(0, 1): 2, (1, 0): 1, (2, 3): 4, (3, 2): 3}
     edges = np.array([[0, 0, 9, 9, 4], [1, 5, 1, 9, 2]])  # to nodes 1, 5, 1, 9, 2 of ranks 1, 2, 1, 3, 1
     assert grid.holders(offsets, edges[1], edges[0]).tolist() == [0, 2, 1, 3, 1]
@@ -141,13 +147,67 @@ def test_stages_by_hand():
     assert dict(flows(sums)) == {(0, 1): 1}
     words = summa_traffic(ProcessCube.of(4, 2), offsets, 5)  # widths 2 and 3; rows 0 1 and 2 3 own the blocks
     assert dict(flows(words[0])) == {(0, 1): 3, (1, 0): 4, (2, 3): 9, (3, 2): 8}
-    assert dict(flows(words[1])) == {(0, 2): 6, (1, 3): 9}
-    assert dict(flows(words[2])) == {(2, 0): 14, (3, 1): 21}
+    assert dict(flows(words[1])) == {(1, 3): 9, (3, 1): 21}  # ranks 0 and 2 have the rows that they begin with
+    assert dict(flows(words[2])) == {(0, 2): 6, (2, 0): 14}
     assert not words[3].any() and np.array_equal(words[4], words[0].T)
     matrix = matrix_traffic(ProcessCube.of(4, 2), offsets, edges, 0)
     # Blocks of rank 0 (target and source below 3): 0→1; 1 (source above): 9→1, 4→2; 2: 0→5; 3: 9→9.
-    assert dict(flows(matrix[1])) == {(0, 1): 32 + 4, (2, 3): 64 + 4}
-    assert dict(flows(matrix[2])) == {(1, 0): 32 + 8, (3, 2): 64 + 4}
+    assert dict(flows(matrix[1])) == {(2, 3): 8 + 4, (3, 2): 8 + 4}
+    assert dict(flows(matrix[2])) == {(0, 1): 8 + 4, (1, 0): 16 + 8}
+
+
+@pytest.mark.parametrize(
+    ("num_ranks", "replication", "stages"),
+    [(1, 1, 0), (4, 1, 3), (4, 2, 2), (8, 2, 4), (16, 4, 6), (32, 4, 10), (6, 6, 0)],
+)
+def test_rings(num_ranks, replication, stages):
+    """Each sub-block goes once through each rank's port in each direction, in as many stages as there must be."""
+    grid = ProcessGrid(num_ranks, replication)
+    for column in range(replication):
+        ring, sub_blocks = grid.ring(column), [o for block in grid.chunk(column) for o in grid.in_row(block)]
+        assert len(ring) == (stages if sub_blocks else 0)
+        for row in range(grid.num_rows):
+            own = [owner for owner in sub_blocks if grid.row(owner) == row]
+            sent = [each[row] for each in ring if each[row] is not None]
+            came = [each[row - 1] for each in ring if each[row - 1] is not None]
+            assert sorted(came) == [owner for owner in sub_blocks if owner not in own]
+            following = [owner for owner in sub_blocks if grid.row(owner) == (row + 1) % grid.num_rows]
+            assert sorted(sent) == [owner for owner in sub_blocks if owner not in following]
+            for stage, each in enumerate(ring):  # nothing is passed on that has not come
+                assert each[row] is None or each[row] in own or each[row] in [ring[k][row - 1] for k in range(stage)]
+
+
+@pytest.mark.parametrize(
+    "make", [*(ProcessGrid(8, c) for c in (1, 2)), ProcessGrid(4, 2), ProcessCube(2, 1), ProcessCube(3, 1)]
+)
+def test_ranks_send_in_the_order_of_the_stages(make):
+    """Who sends how much to whom, one message after the other, is what the traffic says: so no port waits for another's turn."""
+    offsets = np.arange(0, 10 * make.num_ranks + 1, 10)
+    edges = np.random.default_rng(0).integers(0, offsets[-1], (2, 400))
+    if isinstance(make, ProcessGrid):
+        matrix, row_bytes = partial(BlockMatrix, grid=make), COLUMNS * 8
+        traffic = block_traffic(make, offsets) * row_bytes
+    else:
+        matrix = partial(SummaMatrix, cube=make, keep_blocks=False)
+        traffic = summa_traffic(make, offsets, COLUMNS) * 8 + matrix_traffic(make, offsets, edges, 0)
+    order: list[list[tuple[int, int]]] = [[] for _ in range(make.num_ranks)]
+
+    def recorded(entries: Triples, world: World, meter: Meter) -> Matrix:
+        made, start_each = matrix(entries, offsets=offsets, world=world, meter=meter), world.transport.start_each
+
+        def start(sends: Any, receives: Any) -> Any:
+            by_peer: dict[int, int] = {}
+            for peer, rows in sends:
+                by_peer[peer] = by_peer.get(peer, 0) + rows_of(rows).nbytes
+            order[world.rank] += sorted(by_peer.items())
+            return start_each(sends, receives)
+
+        world.transport.start_each = start  # type: ignore[method-assign]
+        return made
+
+    sent_by(make.num_ranks, edges, offsets, False, recorded)
+    for rank, found in enumerate(order):
+        assert found == [(peer, size) for stage in traffic[:, rank].tolist() for peer, size in enumerate(stage) if size]
 
 
 @pytest.mark.parametrize(("num_ranks", "replication"), [(4, 1), (4, 2), (8, 2), (12, 4), (6, 6), (1, 1)])
@@ -161,9 +221,8 @@ def test_published_products(num_ranks, replication):
         for stage, block in zip(broadcasts, grid.chunk(column)):
             ranks = np.array(grid.in_column(column))
             received, rows = stage[:, ranks].sum(0), offsets[(block + 1) * replication] - offsets[block * replication]
-            assert (
-                set(received[ranks != grid.source(block)]) <= {rows} and not received[ranks == grid.source(block)].any()
-            )
+            source = grid.source(block)
+            assert set(received[ranks != source]) <= {rows} and not received[ranks == source].any()
             assert (stage[ranks] > 0).sum(1).max() <= 1  # passed on, not sent to each
 
 
@@ -222,13 +281,16 @@ def by_hand(stage: np.ndarray, topology: Topology) -> list[float]:
 def test_the_matrix_takes_time_too(value_bytes, columns):
     work, topology, cube = workload(4, value_bytes=value_bytes), uniform(4), ProcessCube.of(4, 2)
     work = replace(work, columns=columns)
-    found = cube_exchange(work, topology, 2)
+    kept, found = (cube_exchange(work, topology, 2, keep_blocks) for keep_blocks in (True, False))
     offsets = work.relation.offsets
     matrix = matrix_traffic(cube, offsets, work.edge_index, value_bytes)
     assert found is not None and found.scheme == "spmm_2d" and found.matrix_bytes == matrix.sum() > 0
     assert found.rows == round(cube.words(offsets, columns) / columns)
     sent = summa_traffic(cube, offsets, columns) * 4 + matrix
     assert found.seconds == pytest.approx(np.array([by_hand(stage, topology) for stage in sent]).max(1).sum())
+    assert kept is not None and kept.matrix_bytes == 0 and kept.rows == found.rows
+    sent -= matrix
+    assert kept.seconds == pytest.approx(np.array([by_hand(stage, topology) for stage in sent]).max(1).sum())
 
 
 def test_products_without_a_link_or_a_topology():

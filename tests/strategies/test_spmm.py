@@ -282,8 +282,13 @@ def test_predicted_rows_are_an_upper_bound(problem):
 
 
 @examples(40)
-@given(st.sampled_from([(1, 2), (4, 2), (9, 2), (16, 2), (8, 3), (27, 3)]), st.integers(0, 1000), st.booleans())
-def test_squares_and_cubes(size, seed, weighted):
+@given(
+    st.sampled_from([(1, 2), (4, 2), (9, 2), (16, 2), (8, 3), (27, 3)]),
+    st.integers(0, 1000),
+    st.booleans(),
+    st.booleans(),
+)
+def test_squares_and_cubes(size, seed, weighted, keep_blocks):
     """Products of 2D and 3D against a dense one, and the rows that they move; few columns, at times fewer than the side."""
     num_ranks, dimensions = size
     cube = ProcessCube.of(num_ranks, dimensions)
@@ -301,7 +306,7 @@ def test_squares_and_cubes(size, seed, weighted):
 
     def work(rank: int) -> None:
         entries, _ = entries_of(edges, offsets, rank, weighted)
-        matrix = SummaMatrix(entries, cube, offsets, InProcessWorld(rank, meeting), meters[rank])
+        matrix = SummaMatrix(entries, cube, offsets, InProcessWorld(rank, meeting), meters[rank], keep_blocks)
         own = slice(*offsets[rank : rank + 2])
         for transposed in (False, True, False):
             expected = ((dense.T if transposed else dense) @ x)[own]
@@ -315,10 +320,11 @@ def test_squares_and_cubes(size, seed, weighted):
     assert meeting.run(work) == [None] * num_ranks
     for direction, count in (("forward", 2), ("backward", 1)):
         sent = sum(meter.by_layer["layer", direction].bytes_sent for meter in meters)
-        # Every block of the matrix goes to the side's other ranks: where its rows begin, and per entry a column and a value.
-        starts = sum(8 * (rows_of(cube, offsets, rank) + 1) for rank in range(num_ranks))
-        entries_bytes = edges.shape[1] * (12 if weighted else 4)
-        assert sent == count * (cube.words(offsets, columns) * 8 + (cube.side - 1) * (starts + entries_bytes))
+        # Blocks go to the side's other ranks, unless they keep them: per entry a column and a value, and which rows have any.
+        target, source = edges[1::-1] if direction == "forward" else edges
+        filled = len(np.unique(target * num_ranks + cube.holders(offsets, target, source)))
+        block_bytes = 0 if keep_blocks else 8 * filled + edges.shape[1] * (12 if weighted else 4)
+        assert sent == count * (cube.words(offsets, columns) * 8 + (cube.side - 1) * block_bytes)
 
 
 ATTENTION = {
@@ -380,12 +386,6 @@ def reads(cube: ProcessCube, owner: int, reader: int) -> bool:
     return block == layer * cube.side + column or block % cube.side == row
 
 
-def rows_of(cube: ProcessCube, offsets: np.ndarray, rank: int) -> int:
-    """Returns the rows of the block of the matrix that a rank holds."""
-    sizes = np.diff(offsets[:: cube.side])
-    return int(sizes[cube.blocks_of_row(cube.place(rank)[0])].sum())
-
-
 def test_squares_and_cubes_of_ranks():
     cube = ProcessCube.of(8, 3)
     assert (cube.side, cube.layers, cube.num_ranks) == (2, 2, 8)
@@ -402,8 +402,8 @@ def test_squares_and_cubes_of_ranks():
 
 def test_grid():
     grid = ProcessGrid(6, 2)  # 4 does not divide 6: chunks of 1 and 2 block rows
-    assert [list(grid.chunk(column)) for column in range(2)] == [[0], [1, 2]]
-    assert [grid.source(block) for block in range(3)] == [0, 3, 5]
+    assert [list(grid.chunk(column)) for column in range(2)] == [[0, 2], [1]]
+    assert [grid.source(block) for block in range(3)] == [0, 3, 4]
     assert [list(grid.in_row(1)), list(grid.in_column(1))] == [[2, 3], [1, 3, 5]]
     even = np.arange(0, 61, 10)
     assert grid.words(even, 4) == 60 * 4 * 2 + 30 * 4 + 60 * 4
