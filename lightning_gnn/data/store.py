@@ -60,7 +60,7 @@ from lightning_gnn.partition.layout import LayoutSpec
 from lightning_gnn.partition.locality import Locality, local_relabelling, recent_reads
 from lightning_gnn.partition.shard import Relabelling, edge_cut_parts
 
-FORMAT = 11
+FORMAT = 12
 
 _LARGEST_MANIFEST = 1 << 28
 """Bytes; those of thousands of parts have some millions."""

@@ -37,7 +37,7 @@ from lightning_gnn.data.loading import (
     seeded,
 )
 from lightning_gnn.data.shards import Cut
-from lightning_gnn.data.sources import MASKS, is_labelled, num_labelled, prepare_graph
+from lightning_gnn.data.sources import EDGE_MASKS, MASKS, is_labelled, num_labelled, prepare_graph
 from lightning_gnn.data.store import (
     FORMAT,
     check_space,
@@ -249,7 +249,8 @@ class StoredGraph:
         if layout.kind == "vertex_cut":
             edges = assign_edges(*cut, host_weight=layout.host_weight, **options)
             return edges.master, edges.part, {**edges.report.as_dict(), "method": edges.method}
-        nodes = assign_nodes(*cut, **options)
+        edge_masks = {name: data[name].numpy() for name in EDGE_MASKS if name in data and data[name].any()}
+        nodes = assign_nodes(*cut, **options, edge_masks=edge_masks, node_type=joined.node_type)
         report = replace(nodes.report, types=joined.types_per_part(nodes.part, layout.parts))
         return nodes.part, None, {**report.as_dict(), "method": nodes.method, "balance": nodes.balance}
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -12,7 +13,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from lightning_gnn.partition.layout import Groups
-from lightning_gnn.partition.metis import Adjacency, MetisUnavailable, part_graph, part_graph_constrained
+from lightning_gnn.partition.metis import FEW_PARTS, Adjacency, MetisUnavailable, part_graph, part_graph_constrained
 from lightning_gnn.partition.metrics import EdgeCutReport, edge_cut_report
 from lightning_gnn.partition.refine import refine_for_cover
 
@@ -22,11 +23,17 @@ EDGE_BOUNDS = (1.05, 1.3)
 GOOD_EDGE_BALANCE = 1.05
 """Below this, balancing nodes alone has balanced edges as well, and nothing else is tried."""
 
+SHARE_BOUND = 1.05
+"""Allowed imbalance of what parts get their share of under ``"metis_masks"``: :func:`shares`."""
+
+LEAST_BOUND = 1.005
+"""Of one METIS cut, where outer levels have used up what is allowed."""
+
 METHODS = ("metis", "metis_masks", "metis_cover", "random", "contiguous")
 """Names of ways to assign nodes, see :func:`assign_nodes`."""
 
-Cut = Callable[[NDArray[np.int64], int, int], NDArray[np.int32]]
-"""Of edges ``[2, E]``, the number of nodes and that of parts: the part of each node."""
+Cut = Callable[[Adjacency, NDArray[np.int64], Groups], NDArray[np.int32]]
+"""Of a group's part of a graph, the ids ``[n]`` of its nodes in the whole, and the group: which member each node goes to."""
 
 
 @dataclass(frozen=True)
@@ -55,28 +62,33 @@ def assign_nodes(
     seed: int = 0,
     masks: Mapping[str, NDArray[np.bool_]] | None = None,
     groups: Groups | None = None,
+    edge_masks: Mapping[str, NDArray[np.bool_]] | None = None,
+    node_type: NDArray[np.integer] | None = None,
 ) -> Assignment:
     """Returns an owner for every node.
 
     Args:
         edge_index: int64 ``[2, E]``; the owner of a target computes the edge.
         method: ``"metis"``: of several balance settings the one with the lowest predicted epoch time; ``"metis_masks"``: the
-            same, of settings that balance nodes, edges and the nodes of each mask at once (DistDGL, section III-B);
-            ``"metis_cover"``: as ``"metis"``, and nodes then move so that a cover sends fewer rows
+            same, of settings that balance nodes, edges, the entries of each mask and the nodes of each type at once (DistDGL,
+            section III-B); ``"metis_cover"``: as ``"metis"``, and nodes then move so that a cover sends fewer rows
             (:func:`~lightning_gnn.partition.refine.refine_for_cover`); ``"random"``: equal parts; ``"contiguous"``: equal
             ranges; or the part of every node, int ``[N]``, taken as it is.
         seed: of METIS, of moves and of the random assignment.
         masks: bool ``[N]`` each; every part gets a node of each mask that has at least P (not for a given assignment).
-        groups: let METIS cut between these groups of parts first; see :func:`assign_hierarchically`.
+        groups: let METIS cut between these groups of parts first; see :func:`assign_hierarchically`. The same is balanced, over
+            all parts alike.
+        edge_masks: bool ``[E]`` each, whose edges are counted at their targets' owners.
+        node_type: number of each node's type, ``[N]``; None for a graph without types.
 
     Raises:
         ValueError: an unknown method, an assignment that does not fit, groups of unequal size.
         MemoryError: the graph is too large for METIS on this machine.
     """
-    method = checked_method(method)
+    method, masks, edge_masks = checked_method(method), masks or {}, edge_masks or {}
     if not isinstance(method, str):
         part = _checked(method, num_nodes, num_parts)
-        return Assignment(part, "given", "as given", edge_cut_report(edge_index, part, num_parts, masks))
+        return Assignment(part, "given", "as given", edge_cut_report(edge_index, part, num_parts, masks, edge_masks))
     if num_parts == 1:
         candidates = iter([("one part", np.zeros(num_nodes, np.int32))])
     elif method == "random":
@@ -84,32 +96,30 @@ def assign_nodes(
         candidates = iter([("nodes", part)])
     elif method == "contiguous":
         candidates = iter([("nodes", (np.arange(num_nodes) * num_parts // max(num_nodes, 1)).astype(np.int32))])
-    elif groups is not None:
-        part = assign_hierarchically(edge_index, num_nodes, groups, lambda *cut: assign_nodes(*cut, seed=seed).part)
-        candidates = iter([("level by level", part)])
     else:
-        balanced = list((masks or {}).values()) if method == "metis_masks" else None
-        candidates = metis_candidates(edge_index, num_nodes, num_parts, seed, balanced)
+        balanced = shares(edge_index, num_nodes, masks, edge_masks, node_type) if method == "metis_masks" else None
+        candidates = metis_candidates(edge_index, num_nodes, groups or tuple(range(num_parts)), seed, balanced)
     kept: Assignment | None = None
     for balance, part in candidates:
-        part = spread_masks(part, num_parts, masks or {})
-        report = edge_cut_report(edge_index, part, num_parts, masks)
+        part = spread_masks(part, num_parts, masks)
+        report = edge_cut_report(edge_index, part, num_parts, masks, edge_masks)
         if kept is None or report.predicted_seconds < kept.report.predicted_seconds:
             kept = Assignment(part, method, balance, report)
         if kept.report.edge_balance <= GOOD_EDGE_BALANCE:
             break
     assert kept is not None
     if method == "metis_cover":
-        part = spread_masks(refine_for_cover(edge_index, kept.part, num_parts, seed), num_parts, masks or {})
-        report = edge_cut_report(edge_index, part, num_parts, masks)
+        part = spread_masks(refine_for_cover(edge_index, kept.part, num_parts, seed), num_parts, masks)
+        report = edge_cut_report(edge_index, part, num_parts, masks, edge_masks)
         return Assignment(part, method, f"{kept.balance}, moved for a cover", report)
     return kept
 
 
-def assign_hierarchically(edge_index: NDArray[np.int64], num_nodes: int, groups: Groups, cut: Cut) -> NDArray[np.int32]:
+def assign_hierarchically(graph: Adjacency, groups: Groups, cut: Cut) -> NDArray[np.int32]:
     """Returns an owner for every node, int32 ``[N]``: cut over the outer groups, then inside each over the inner ones.
 
-    What is cut between machines first, then between sockets, then between devices (DGCL section 4.1).
+    What is cut between machines first, then between sockets, then between devices (DGCL section 4.1). Ranks that are in no
+    groups, ``(0, 1, 2, 3)``, are one level.
 
     Raises:
         ValueError: groups side by side that do not hold equally many devices, or other devices than 0 to P - 1, each once.
@@ -122,8 +132,8 @@ def assign_hierarchically(edge_index: NDArray[np.int64], num_nodes: int, groups:
             f"Groups side by side must hold equally many devices (got {groups}). "
             "Take the same number of each machine, or cut without hierarchy."
         )
-    part = np.empty(num_nodes, np.int32)
-    _assign(edge_index, np.arange(num_nodes), groups, cut, part)
+    part = np.empty(graph.num_nodes, np.int32)
+    _assign(graph, np.arange(graph.num_nodes), groups, cut, part)
     return part
 
 
@@ -139,19 +149,24 @@ def several_alike(groups: Groups) -> bool:
     return len(groups) > 1 and alike(groups)
 
 
-def _assign(
-    edge_index: NDArray[np.int64], nodes: NDArray[np.int64], group: Groups | int, cut: Cut, part: NDArray
-) -> None:
-    """Writes the owners of `nodes`; `edge_index` holds the edges among them, as positions in `nodes`."""
+def levels(group: Groups | int) -> int:
+    """Returns how many cuts, one inside the other, make single devices of a group."""
+    return 0 if isinstance(group, int) else (len(group) > 1) + levels(group[0])
+
+
+def _assign(graph: Adjacency, nodes: NDArray[np.int64], group: Groups | int, cut: Cut, part: NDArray) -> None:
+    """Writes the owners of `nodes`; `graph` is what lies among them."""
     if isinstance(group, int):
         part[nodes] = group
-        return
-    choice = cut(edge_index, len(nodes), len(group))
-    for number, each in enumerate(group):
-        chosen = choice == number
-        position = np.cumsum(chosen) - 1
-        inside = chosen[edge_index].all(0)
-        _assign(position[edge_index[:, inside]], nodes[chosen], each, cut, part)
+    elif len(group) == 1:
+        _assign(graph, nodes, group[0], cut, part)
+    else:
+        few = len(nodes) <= len(group) or not len(graph.indices)
+        choice = np.arange(len(nodes)) % len(group) if few else cut(graph, nodes, group)
+        for number, each in enumerate(group):
+            chosen = np.flatnonzero(choice == number)
+            inside = graph if isinstance(each, int) else graph.among(chosen)
+            _assign(inside, nodes[chosen], each, cut, part)
 
 
 def devices(group: Groups | int) -> list[int]:
@@ -190,37 +205,69 @@ def _checked(part: NDArray[np.integer], num_nodes: int, num_parts: int) -> NDArr
     return part.astype(np.int32)
 
 
+def shares(
+    edge_index: NDArray[np.int64],
+    num_nodes: int,
+    masks: Mapping[str, NDArray[np.bool_]],
+    edge_masks: Mapping[str, NDArray[np.bool_]],
+    node_type: NDArray[np.integer] | None,
+) -> list[NDArray[np.integer]]:
+    """Returns what parts get their share of, as weights of nodes, int64 ``[N]``: nodes of masks and types, edges of masks."""
+    types = [] if node_type is None else [node_type == each for each in np.unique(node_type)]
+    edges = [np.bincount(edge_index[1, mask], minlength=num_nodes) for mask in edge_masks.values()]
+    return [each.astype(np.int64) for each in (*masks.values(), *types, *edges) if each.any()]
+
+
 def metis_candidates(
     edge_index: NDArray[np.int64],
     num_nodes: int,
-    num_parts: int,
+    groups: Groups,
     seed: int,
-    masks: Sequence[NDArray[np.bool_]] | None = None,
+    shares: Sequence[NDArray[np.integer]] | None = None,
 ) -> Iterator[tuple[str, NDArray[np.int32]]]:
     """Yields METIS assignments under balance settings, the cheapest first.
 
     Full-batch time follows edges, and METIS with balanced nodes may leave a part up to four times too many on skewed
-    graphs; balancing edges tightly may cost far more cut edges. So several are made, for the caller to choose. The nodes of
-    `masks`, bool ``[N]`` each, are balanced as well in all of them.
+    graphs; balancing edges tightly may cost far more cut edges. So several are made, for the caller to choose. `shares`, weights
+    ``[N]`` each, are balanced as well in all of them.
     """
-    if num_nodes <= num_parts or edge_index.shape[1] == 0:
-        yield "nodes", (np.arange(num_nodes) % num_parts).astype(np.int32)
-        return
-    graph = Adjacency.of(edge_index, num_nodes)
-    if masks is None:
-        yield "nodes", part_graph(graph, num_parts, seed)
+    graph, parts = Adjacency.of(edge_index, num_nodes), len(devices(groups))
+    if shares is None:
+        yield (
+            "nodes",
+            assign_hierarchically(graph, groups, lambda inside, _, group: part_graph(inside, len(group), seed)),
+        )
     in_degree = np.bincount(edge_index[1], minlength=num_nodes)
-    weights = np.stack([np.ones_like(in_degree), in_degree, *(masks or [])], 1)
-    what = "nodes and edges" if masks is None else "nodes, edges and masks"
+    weights = np.stack([np.ones_like(in_degree), in_degree, *(shares or [])], 1)
+    total = np.maximum(1, weights.sum(0))
+    share_bounds = np.maximum(
+        SHARE_BOUND, 1 + weights[:, 2:].max(0, initial=0) * parts / total[2:]
+    )  # of few, one is much
+    summed = weights @ np.maximum(1, np.round(in_degree.sum() / total)).astype(np.int64)
+    halve = levels(groups) > 1
+
+    def within(
+        bounds: NDArray[np.float64], inside: Adjacency, nodes: NDArray[np.int64], group: Groups
+    ) -> NDArray[np.int32]:
+        # Bounds are those of all parts: a level may use its root of what the cuts around it have left.
+        left = bounds * total * (len(devices(group)) / parts) / np.maximum(1, weights[nodes].sum(0))
+        allowed = np.maximum(left ** (1 / levels(group)), LEAST_BOUND).astype(np.float32)
+        return part_graph_constrained(
+            inside, len(group), seed, weights[nodes], allowed, halve and len(group) <= FEW_PARTS
+        )
+
+    what = "nodes and edges" if shares is None else "nodes, edges and masks"
     for bound in EDGE_BOUNDS:
-        bounds = np.full(weights.shape[1], bound, np.float32)
-        bounds[0] = max(bound, 1.1)
+        bounds = np.array([max(bound, 1.1), bound, *share_bounds])
         try:
-            yield f"{what} within {bound}", part_graph_constrained(graph, num_parts, seed, weights, bounds)
+            yield f"{what} within {bound}", assign_hierarchically(graph, groups, partial(within, bounds))
         except MetisUnavailable as error:
             warnings.warn(f"METIS balances one summed weight of {what} instead of each: {error}", stacklevel=2)
-            scale = np.maximum(1, np.round(in_degree.sum() / np.maximum(1, weights.sum(0)))).astype(np.int64)
-            yield f"{what}, summed", part_graph(graph, num_parts, seed, weights @ scale)
+
+            def as_one(inside: Adjacency, nodes: NDArray[np.int64], group: Groups) -> NDArray[np.int32]:
+                return part_graph(inside, len(group), seed, summed[nodes])
+
+            yield f"{what}, summed", assign_hierarchically(graph, groups, as_one)
             return
 
 

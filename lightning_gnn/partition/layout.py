@@ -10,6 +10,14 @@ Groups = tuple["int | Groups", ...]
 """Ranks as nested tuples: ``((0, 1), (2, 3))`` are two machines of two; see ``Topology.groups``."""
 
 
+def by_machine(world_size: int, num_hosts: int) -> Groups | None:
+    """Returns the ranks of each of several machines of equally many; None for one machine."""
+    per_host = world_size // num_hosts
+    if num_hosts == 1 or world_size % num_hosts:
+        return None
+    return tuple(tuple(range(first, first + per_host)) for first in range(0, world_size, per_host))
+
+
 @dataclass(frozen=True)
 class Replicas:
     """Rows of other ranks that a rank holds and computes too, so that it need not fetch them.

@@ -11,10 +11,13 @@ from typing import Any
 import numpy as np
 import pymetis
 from numpy.typing import NDArray
-from scipy.sparse import coo_matrix
+from scipy.sparse import coo_matrix, csr_matrix
 
-_OPTIONS, _SEED, _NUMBERING = 40, 8, 17  # METIS_NOPTIONS, the indices of two options (metis.h, 5.1)
+_OPTIONS, _CUTS, _SEED, _NUMBERING = 40, 7, 8, 17  # METIS_NOPTIONS, the indices of three options (metis.h, 5.1)
 _BYTES_PER_EDGE = 140  # METIS's working memory per directed edge, measured 95 to 140
+
+FEW_PARTS = 8
+"""Up to so many, METIS's recursive bisection keeps to several bounds that its k-way cuts overstep (docs/numbers.md)."""
 
 
 class MetisUnavailable(RuntimeError):
@@ -43,6 +46,12 @@ class Adjacency:
         matrix = (matrix + matrix.T).tocsr()
         dtype = pymetis.zero_copy_dtype() if hasattr(pymetis, "zero_copy_dtype") else np.int32
         return cls(matrix.indptr.astype(dtype), matrix.indices.astype(dtype))
+
+    def among(self, nodes: NDArray[np.integer]) -> Adjacency:
+        """Returns the graph among some nodes, by their positions in `nodes`."""
+        ones = np.ones(len(self.indices), np.int8)
+        matrix = csr_matrix((ones, self.indices, self.indptr), (self.num_nodes, self.num_nodes))[nodes][:, nodes]
+        return Adjacency(matrix.indptr.astype(self.indptr.dtype), matrix.indices.astype(self.indices.dtype))
 
     @property
     def num_nodes(self) -> int:
@@ -79,23 +88,29 @@ def part_graph(
 
 
 def part_graph_constrained(
-    graph: Adjacency, num_parts: int, seed: int, weights: NDArray[np.integer], bounds: NDArray[np.float32]
+    graph: Adjacency,
+    num_parts: int,
+    seed: int,
+    weights: NDArray[np.integer],
+    bounds: NDArray[np.float32],
+    halve: bool = False,
 ) -> NDArray[np.int32]:
     """Returns the part of each node, int32 ``[N]``, with several weights balanced at once.
 
     Args:
         weights: ``[N, constraints]``.
         bounds: allowed heaviest part over average of each constraint, such as 1.05, ``[constraints]``.
+        halve: by bisection, the best of four each, instead of k-way; takes about three times as long.
 
     Raises:
         MetisUnavailable: this build of METIS cannot be called directly.
     """
-    function, dtype = _library()
+    k_way, bisection, dtype = _library()
     count = np.array([graph.num_nodes], dtype)
     constraints = np.array([weights.shape[1]], dtype)
     parts = np.array([num_parts], dtype)
     options = np.full(_OPTIONS, -1, dtype)
-    options[_SEED], options[_NUMBERING] = seed, 0
+    options[_SEED], options[_NUMBERING], options[_CUTS] = seed, 0, 4 if halve else 1
     cut, part = np.zeros(1, dtype), np.zeros(graph.num_nodes, dtype)
     indptr, indices = graph.indptr.astype(dtype), graph.indices.astype(dtype)
     flat = np.ascontiguousarray(weights, dtype)
@@ -103,20 +118,21 @@ def part_graph_constrained(
     allowed[: len(bounds)] = bounds
 
     arguments = (count, constraints, indptr, indices, flat, None, None, parts, None, allowed, options, cut, part)
-    code = function(*(_pointer(argument) for argument in arguments))
+    code = (bisection if halve else k_way)(*(_pointer(argument) for argument in arguments))
     if code != 1:
-        raise MetisUnavailable(f"METIS_PartGraphKway returned {code}")
+        raise MetisUnavailable(f"METIS returned {code}")
     return part.astype(np.int32)
 
 
 @cache
-def _library() -> tuple[Any, Any]:
-    """Returns METIS_PartGraphKway and its index dtype, found by a graph of two nodes."""
+def _library() -> tuple[Any, Any, Any]:
+    """Returns METIS_PartGraphKway, METIS_PartGraphRecursive and their index dtype, found by a graph of four nodes."""
     try:
-        function = ctypes.CDLL(pymetis._internal.__file__).METIS_PartGraphKway
+        library = ctypes.CDLL(pymetis._internal.__file__)
+        function, bisection = library.METIS_PartGraphKway, library.METIS_PartGraphRecursive
     except (AttributeError, OSError) as error:
-        raise MetisUnavailable(f"pymetis does not export METIS_PartGraphKway ({error})") from error
-    function.restype = ctypes.c_int
+        raise MetisUnavailable(f"pymetis does not export METIS's functions ({error})") from error
+    function.restype = bisection.restype = ctypes.c_int
     # A wrong width reads zeros between the numbers, or beyond them: hence the graph whose answer is known.
     dtype = np.dtype(pymetis.zero_copy_dtype()).type if hasattr(pymetis, "zero_copy_dtype") else np.int32
 
@@ -129,7 +145,7 @@ def _library() -> tuple[Any, Any]:
     code = function(*(_pointer(argument) for argument in order))
     if code != 1 or cut[0] != 0 or sorted(part[:4].tolist()) != [0, 0, 1, 1]:
         raise MetisUnavailable(f"METIS_PartGraphKway does not take indices of type {dtype.__name__}")
-    return function, dtype
+    return function, bisection, dtype
 
 
 def _pointer(array: NDArray[Any] | None) -> ctypes.c_void_p:

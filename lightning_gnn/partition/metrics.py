@@ -34,7 +34,7 @@ class EdgeCutReport:
         edges: in-edges of owned nodes: the edges that the part computes.
         halo_rows: distinct nodes of other parts that have an edge into this one: the rows it receives per layer.
         cut_edges: edges between parts, in all.
-        masks: labelled nodes of each mask, by its name; empty if there are none.
+        masks: labelled nodes of each mask, by its name, and edges of each mask of edges; empty if there are none.
         types: nodes and edges of each type, by its name, of a graph that has types.
     """
 
@@ -89,7 +89,7 @@ class EdgeCutReport:
 
     def table(self, row_bytes: int | None = None) -> Table:
         """Returns the report as a table, a row per part; with the bytes of a node's row, also what a part receives."""
-        masks = {f"{name.removesuffix('_mask')} nodes": counts for name, counts in self.masks.items()}
+        masks = {_entries(name): counts for name, counts in self.masks.items()}
         last = [] if row_bytes is None else ["received per layer and direction"]
         table = text_table("part", "nodes", *masks, "in-edges", "halo rows", *last, title="Edge cut", left=0)
         for part, row in enumerate(zip(self.nodes, *masks.values(), self.edges, self.halo_rows)):
@@ -111,6 +111,11 @@ class EdgeCutReport:
         return table
 
 
+def _entries(mask: str) -> str:
+    name, of_edges = mask.removesuffix("_mask"), mask.startswith("edge_")
+    return f"{name.removeprefix('edge_')} edges" if of_edges else f"{name} nodes"
+
+
 def _bytes(count: int) -> str:
     return f"{count / 1e6:,.1f} MB" if count >= 1e6 else f"{count / 1e3:,.1f} kB"
 
@@ -124,6 +129,7 @@ def edge_cut_report(
     part: NDArray[np.integer],
     num_parts: int,
     masks: Mapping[str, NDArray[np.bool_]] | None = None,
+    edge_masks: Mapping[str, NDArray[np.bool_]] | None = None,
 ) -> EdgeCutReport:
     """Returns the report of an assignment of nodes to parts.
 
@@ -131,6 +137,7 @@ def edge_cut_report(
         edge_index: int64 ``[2, E]``, source and target.
         part: owner of each node, ``[N]``.
         masks: bool ``[N]`` each, whose nodes are counted per part.
+        edge_masks: bool ``[E]`` each, whose edges are counted per part, which owns their targets.
     """
     source, target = edge_index
     owner = part[target].astype(np.int64)
@@ -141,7 +148,11 @@ def edge_cut_report(
         edges=np.bincount(owner, minlength=num_parts),
         halo_rows=np.bincount(pairs % num_parts, minlength=num_parts),
         cut_edges=int(cut.sum()),
-        masks={name: np.bincount(part[mask], minlength=num_parts) for name, mask in (masks or {}).items()},
+        masks={
+            name: np.bincount(of[mask], minlength=num_parts)
+            for of, named in ((part, masks), (owner, edge_masks))
+            for name, mask in (named or {}).items()
+        },
     )
 
 

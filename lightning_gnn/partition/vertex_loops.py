@@ -369,3 +369,69 @@ def expand(indptr, end, neighbour, edge_of, hub, num_free, budget, lane, rank, f
             _wait(node, num_free[node], first, after, before)
             lowest = min(lowest, max(num_free[node], 1))
     return edges, nodes
+
+
+# Distributed neighbourhood expansion ##########################################
+
+
+@compiled
+def expand_at_once(indptr, neighbour, edge_of, starts, share, limit, num_parts, part):
+    """Lets all parts grow in rounds, as DNE's workers do; those that have more than `limit` edges have ended.
+
+    In a round, a part takes the `share` of its boundary with fewest free edges: these edges become its own, and their other ends
+    join its boundary, with their free edges into the part: no other part has both ends, or the edge would be its own. A part
+    without a boundary goes on from the next of `starts` ``[N]`` that has free edges.
+    """
+    num_nodes = len(starts)
+    free, rest = np.ones(len(part), np.bool_), indptr[1:] - indptr[:-1]
+    held, count = np.zeros((num_nodes, (num_parts + 7) // 8), np.uint8), np.zeros(num_parts, np.int64)
+    boundaries = [np.empty(0, np.int64) for _ in range(num_parts)]
+    joined, start, left = np.empty(num_nodes, np.int64), 0, len(part)
+    while left > 0:
+        for rank in range(num_parts):
+            if count[rank] > limit:
+                continue
+            block, bit = rank >> 3, np.uint8(1 << (rank & 7))
+            boundary = boundaries[rank][rest[boundaries[rank]] > 0]
+            if len(boundary) == 0:
+                while start < num_nodes and rest[starts[start]] == 0:
+                    start += 1
+                if start == num_nodes:
+                    break
+                boundary = starts[start : start + 1].astype(np.int64)
+                held[boundary[0], block] |= bit
+            keys = rest[boundary]
+            number = max(1, int(share * len(boundary)))
+            most = np.partition(keys, number - 1)[number - 1]
+            ties = number - (keys < most).sum()
+            stays, new = np.ones(len(boundary), np.bool_), 0
+            for k in range(len(boundary)):
+                if keys[k] > most or (keys[k] == most and ties == 0):
+                    continue
+                ties -= keys[k] == most
+                stays[k] = False
+                core = boundary[k]
+                for slot in range(indptr[core], indptr[core + 1]):
+                    edge, other = edge_of[slot], neighbour[slot]
+                    if free[edge]:
+                        free[edge] = False
+                        part[edge] = rank
+                        rest[core] -= 1
+                        rest[other] -= other != core
+                        count[rank] += 1
+                        left -= 1
+                        if held[other, block] & bit == 0:
+                            held[other, block] |= bit
+                            joined[new] = other
+                            new += 1
+            for node in joined[:new]:
+                for slot in range(indptr[node], indptr[node + 1]):
+                    edge, other = edge_of[slot], neighbour[slot]
+                    if free[edge] and held[other, block] & bit:
+                        free[edge] = False
+                        part[edge] = rank
+                        rest[node] -= 1
+                        rest[other] -= other != node
+                        count[rank] += 1
+                        left -= 1
+            boundaries[rank] = np.concatenate((boundary[stays], joined[:new]))

@@ -225,6 +225,53 @@ def test_hdrf_is_the_papers_score(graph):
         size[rank] += 1
 
 
+@examples(50)
+@given(graphs(most_parts=20))
+def test_dne_is_the_papers_expansion(graph):
+    """Hanai et al., Algorithms 1 to 4 with lambda = 0.1 and alpha = 1.1, with workers that take their turns in one order."""
+    edge_index, nodes, parts, _ = graph
+    found = assign_edges(edge_index, nodes, parts, "dne", seed=3)
+    edges = edge_index.T.tolist()
+    of: list[list[int]] = [[] for _ in range(nodes)]
+    for edge, (u, v) in enumerate(edges):
+        for node in dict.fromkeys((u, v)):
+            of[node].append(edge)
+    starts = iter(np.random.default_rng(3).permutation(nodes).tolist())
+    part: dict[int, int] = {}
+    size, holds, boundaries = [0] * parts, [set[int]() for _ in range(parts)], [list[int]() for _ in range(parts)]
+
+    def free(node: int) -> list[int]:
+        return [edge for edge in of[node] if edge not in part]
+
+    while len(part) < len(edges):
+        for rank in range(parts):
+            if size[rank] > 1.1 * len(edges) / parts or len(part) == len(edges):
+                continue
+            boundary = [node for node in boundaries[rank] if free(node)]
+            if not boundary:
+                boundary = [next(node for node in starts if free(node))]
+                holds[rank].add(boundary[0])
+            order = sorted(range(len(boundary)), key=lambda k: len(free(boundary[k])))
+            taken = sorted(order[: max(1, int(0.1 * len(boundary)))])
+            joined = []
+            for core in (boundary[k] for k in taken):
+                for edge in free(core):
+                    part[edge] = rank
+                    size[rank] += 1
+                    other = sum(edges[edge]) - core
+                    if other not in holds[rank]:
+                        holds[rank].add(other)
+                        joined.append(other)
+            for node in joined:
+                for edge in free(node):
+                    both = [each for each in range(parts) if holds[each] >= set(edges[edge])]
+                    if both:
+                        part[edge] = min(both, key=size.__getitem__)  # of the worker with least edges
+                        size[part[edge]] += 1
+            boundaries[rank] = [node for k, node in enumerate(boundary) if k not in taken] + joined
+    assert found.part.tolist() == [part[edge] for edge in range(len(edges))]
+
+
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("parts", [65, *campaign(300)])
 def test_many_parts(method, parts):
@@ -277,7 +324,7 @@ def test_a_node_with_more_in_edges_than_a_rank_should_load():
     assert report.edge_balance <= 1.05 and report.in_edges.max() < 1.1 * 1999 and report.master_balance <= 1.10
 
 
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", [each for each in METHODS if each != "dne"])  # whose own tables have 1.15 to 1.75
 def test_balances_on_a_power_law_graph(method):
     edge_index, nodes = power_law(200_000, 10_000)
     report = assign_edges(edge_index, nodes, 8, method, groups=TWO_HOSTS).report
@@ -356,7 +403,7 @@ RING = np.stack([np.arange(10), (np.arange(10) + 1) % 10])
     [
         (
             {"method": "metis"},
-            r"one of 'ebv', 'hdrf', 'dbh', 'grid', 'random', 'ne', or given .* \(got 'metis'\)",
+            r"one of 'ebv', 'hdrf', 'dbh', 'grid', 'random', 'ne', 'dne', or given .* \(got 'metis'\)",
         ),
         ({"num_parts": 0}, r"at least one part \(got 0\)"),
         ({"num_parts": 5000}, r"at most 4096 parts \(got 5000\)"),
