@@ -62,6 +62,12 @@ def copy_to_host(tensor: Tensor, deadline_s: float) -> Tensor:
     return host
 
 
+def copy_to_device(tensor: Tensor, device: torch.device) -> Tensor:
+    """Returns a tensor of the CPU on a device; where memory can be pinned, the host does not wait for the device."""
+    pinned = tensor.pin_memory() if can_pin(device) else tensor
+    return pinned.to(device, non_blocking=True)
+
+
 def free_bytes(device: torch.device) -> int:
     """Returns the bytes that new tensors can have on a device, what torch's allocator keeps for them included; not for the CPU,
     see :func:`available_bytes`."""

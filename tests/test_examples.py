@@ -42,6 +42,7 @@ def example(folder: Path, name: str, at_least: float) -> Finished:
             ("boundary_sampling.py", 0.9),
             ("pipelined.py", 0.9),
             ("embeddings.py", 0.9),
+            ("events.py", 0.67),
         ),
     ],
 )

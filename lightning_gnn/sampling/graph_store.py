@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import numpy as np
@@ -36,10 +37,19 @@ Names = Mapping[Any, Sequence[str]]
 _IDS = torch.empty(0, dtype=torch.long)
 
 
+@dataclass(frozen=True)
+class Choice:
+    """Which edges are drawn, beside how many: see :class:`~lightning_gnn.SamplingStrategy`, whose arguments these are."""
+
+    weight_attr: str | None = None
+    time_attr: str | None = None
+    temporal_strategy: str = "uniform"
+
+
 class _Part:
     """In-edges of one type of a rank's nodes, memory-mapped; `halo` has each halo row's id within its type."""
 
-    def __init__(self, cut: Cut, rank: int, kind: EdgeType, halo: Tensor, messages: str | None) -> None:
+    def __init__(self, cut: Cut, rank: int, kind: EdgeType, halo: Tensor, messages: str | None, choice: Choice) -> None:
         types, (source_type, _, target_type) = cut.types, kind
         self._first, self._first_source, self._first_edge = (
             int(types.offsets(each)[rank]) for each in (target_type, source_type, kind)
@@ -56,11 +66,35 @@ class _Part:
         rows, self._num_targets = int(types.nodes[target_type][rank]), types.total(target_type)
         indptr = bounds(torch.bincount(target - int(types.begins(target_type)[rank]), minlength=rows))
         self._csr = CSR(indptr, source, None, self._owned + len(halo))
+        self._choice: dict[str, Any] = {}
+        of_edges, of_nodes = cut.attributes[types.key(kind)], cut.attributes[types.key(source_type)]
 
-    def neighbors(self, targets: Tensor, fanout: int, seed: int, replace: bool) -> Neighbors:
+        def of_slots(name: str) -> Tensor:
+            values = of_edges[name][self._first_edge : self._first_edge + count]
+            return values if self._edges is None else values[self._edges]
+
+        if choice.weight_attr is not None and choice.weight_attr in of_edges:
+            self._choice["weight"] = of_slots(choice.weight_attr)
+        if choice.time_attr is None:
+            return
+        if choice.time_attr in of_edges:
+            self._choice |= {"time": of_slots(choice.time_attr), "strategy": choice.temporal_strategy}
+        elif choice.time_attr in of_nodes:
+            values = of_nodes[choice.time_attr]
+            times = values.new_zeros(
+                self._owned + len(halo)
+            )  # columns of other types' nodes stay 0: no edge reads them
+            first, last = types.offsets(source_type)[rank : rank + 2].tolist()
+            times[self._first_row : self._first_row + last - first] = values[first:last]
+            if len(values):
+                times[self._owned :] = values[halo.clamp(max=len(values) - 1)]
+            self._choice |= {"time": times, "strategy": choice.temporal_strategy, "of_sources": True}
+
+    def neighbors(self, targets: Tensor, fanout: int, seed: int, replace: bool, until: Tensor | None) -> Neighbors:
         """Returns sampled in-edges of targets, nodes or copies of them, in ids of the whole graph."""
         rows = targets % self._num_targets - self._first
-        found = sample_neighbors(self._csr, rows, fanout, seed, replace=replace, keys=targets)
+        choice = self._choice | ({"until": until} if "time" in self._choice else {})
+        found = sample_neighbors(self._csr, rows, fanout, seed, replace=replace, keys=targets, **choice)
         sources = found.sources
         far = sources >= self._owned
         sources = sources + (self._first_source - self._first_row)
@@ -84,6 +118,7 @@ class GraphStore:
         near: ranks of this machine.
         cache_bytes: of features of nodes on other machines that are kept here: those that most edges of this rank read.
         messages: a mask of edges; other edges join no neighbours.
+        choice: which edges are drawn.
 
     Attributes:
         types: of the graph.
@@ -95,15 +130,23 @@ class GraphStore:
     """
 
     def __init__(
-        self, cut: Cut, world: World, near: Sequence[int], cache_bytes: int = 0, messages: str | None = None
+        self,
+        cut: Cut,
+        world: World,
+        near: Sequence[int],
+        cache_bytes: int = 0,
+        messages: str | None = None,
+        choice: Choice = Choice(),
     ) -> None:
-        self._cut, self._world, self.types = cut, world, cut.types
+        self._cut, self._world, self.types, self.choice = cut, world, cut.types, choice
         self._offsets = {kind: self.types.offsets(kind) for kind in (*self.types.nodes, *self.types.edges)}
         halos = {rank: cut.halos[rank] for rank in near}
         if self.types.is_hetero:
             halos = {rank: self.types.ids(halo) for rank, halo in halos.items()}
         self._parts = {
-            kind: {rank: _Part(cut, rank, kind, torch.from_numpy(halo), messages) for rank, halo in halos.items()}
+            kind: {
+                rank: _Part(cut, rank, kind, torch.from_numpy(halo), messages, choice) for rank, halo in halos.items()
+            }
             for kind in self.types.edges
         }
         self.channel = None
@@ -198,45 +241,56 @@ class GraphStore:
         """Counts features of nodes on other machines that a batch needs, and those of them in the cache, bool ``[n]``."""
         self.requested, self.hits = self.requested + len(cached), self.hits + int(cached.sum())
 
-    def hops(self, seeds: Sequence[int], replace: bool) -> Callable[[EdgeType, Tensor, int], Neighbors]:
+    def hops(
+        self, seeds: Sequence[int], replace: bool, until: Tensor | None = None
+    ) -> Callable[[EdgeType, Tensor, int], Neighbors]:
         """Returns what answers the hops of one batch, see :func:`~lightning_gnn.sampling.hops.sample_hops`.
 
         Of a node i, ids i + N, i + 2 N, ... are copies, each with draws of its own. Sources are nodes, not copies. `seeds` are
-        those of the random numbers for the batch of each rank: who answers draws what the asking rank would.
+        those of the random numbers for the batch of each rank: who answers draws what the asking rank would. With times, `until`
+        has the latest of each copy, int64 ``[copies]``.
         """
         numbers = {kind: number for number, kind in enumerate(self.types.edges)}
 
         def hop(kind: EdgeType, targets: Tensor, fanout: int) -> Neighbors:
-            def draw(rank: int, targets: Tensor) -> Neighbors:
-                return self.drawn(kind, targets, fanout, seed_of_type(seeds[rank], numbers[kind]), replace)
+            limits = [] if until is None else [until[targets // self.types.total(kind[2])]]
+
+            def draw(rank: int, targets: Tensor, *limits: Tensor) -> Neighbors:
+                return self.drawn(kind, targets, fanout, seed_of_type(seeds[rank], numbers[kind]), replace, *limits)
 
             if self.channel is None:
-                return draw(self.rank, targets)
+                return draw(self.rank, targets, *limits)
             machine = self.machines_of(kind[2], targets % self.types.total(kind[2]))
             order = torch.argsort(machine, stable=True)
-            parts = targets[order].split(torch.bincount(machine, minlength=len(self.servers) + 1).tolist())
+            counts = torch.bincount(machine, minlength=len(self.servers) + 1).tolist()
+            fields = [values[order].split(counts) for values in (targets, *limits)]
             own, answers = self._ask(
-                {there: [parts[there]] for there in self.servers},
-                [_IDS],
-                lambda rank, question: _fields(draw(rank, question[0])),
+                {there: [parts[there] for parts in fields] for there in self.servers},
+                [_IDS] * len(fields),
+                lambda rank, question: _fields(draw(rank, *question)),
                 [_IDS] * 3,
-                lambda: draw(self.rank, parts[self.here]),
+                lambda: draw(self.rank, *(parts[self.here] for parts in fields)),
             )
             found = {self.here: own, **{there: _neighbors(fields) for there, fields in answers.items()}}
             return _stitched([found[there] for there in range(len(found))], order)
 
         return hop
 
-    def drawn(self, kind: EdgeType, targets: Tensor, fanout: int, seed: int, replace: bool) -> Neighbors:
-        """Returns sampled in-edges of targets on this machine, nodes or copies of them."""
+    def drawn(
+        self, kind: EdgeType, targets: Tensor, fanout: int, seed: int, replace: bool, until: Tensor | None = None
+    ) -> Neighbors:
+        """Returns sampled in-edges of targets on this machine, nodes or copies of them; `until` as :func:`sample_neighbors`."""
         parts, offsets = self._parts[kind], self._offsets[kind[2]]
         if len(parts) == 1:
             [part] = parts.values()
-            return part.neighbors(targets, fanout, seed, replace)
+            return part.neighbors(targets, fanout, seed, replace, until)
         owner = _owners(targets % int(offsets[-1]), offsets)
         order = torch.argsort(owner, stable=True)
-        by_rank = targets[order].split(torch.bincount(owner, minlength=self._world.size).tolist())
-        return _stitched([parts[rank].neighbors(by_rank[rank], fanout, seed, replace) for rank in sorted(parts)], order)
+        counts = torch.bincount(owner, minlength=self._world.size).tolist()
+        by_rank = targets[order].split(counts)
+        limits = [None] * len(counts) if until is None else until[order].split(counts)
+        found = [parts[rank].neighbors(by_rank[rank], fanout, seed, replace, limits[rank]) for rank in sorted(parts)]
+        return _stitched(found, order)
 
     def machines_of(self, kind: NodeType | EdgeType, ids: Tensor) -> Tensor:
         """Returns on which machine each node, or edge, of a type lies."""

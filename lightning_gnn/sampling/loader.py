@@ -1,14 +1,12 @@
-"""Mini-batches of one rank, made ahead of training in the background.
-
-Source: DistDGL section III-D: sampling and fetching of later batches overlap training of this one.
-"""
+"""Mini-batches of one rank, made ahead of training in the background."""
 
 from __future__ import annotations
 
 import time
+from collections import deque
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
-from queue import Queue
-from threading import Thread
+from concurrent.futures import Future
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -19,14 +17,15 @@ from torch_geometric.sampler import HeteroSamplerOutput
 from torch_geometric.typing import EdgeType, NodeType
 from typing_extensions import override
 
+from lightning_gnn.data.ahead import BatchThread, Copies, Sent
 from lightning_gnn.data.attributes import STAND_INS
 from lightning_gnn.data.sources import MASKS
-from lightning_gnn.devices import can_pin, functions_of
 from lightning_gnn.partition.types import ONE_TYPE
 from lightning_gnn.sampling.draws import draw_others
 from lightning_gnn.sampling.expansion import MOST_HOPS, Expander, Neighbourhood
 from lightning_gnn.sampling.graph_store import GraphStore
-from lightning_gnn.sampling.hops import sample_hops
+from lightning_gnn.sampling.hops import Hop, sample_hops
+from lightning_gnn.sampling.neighbors import Neighbors
 from lightning_gnn.sampling.numbering import Numbering
 from lightning_gnn.sampling.seeds import SeedBatches
 
@@ -66,8 +65,11 @@ class BatchMaker:
             random_seeds: of each rank's batch.
             asked: the seeds of the ranks that this one answers, if they are known.
         """
-        batch = self._batch(*self._sample(seeds, random_seeds, asked))
-        nodes = _part_of(batch, self.store.types.input_type)
+        return self._with_seeds(self._batch(*self._sample(seeds, random_seeds, asked)), seeds)
+
+    def _with_seeds(self, batch: Data | HeteroData, seeds: Tensor) -> Data | HeteroData:
+        """Returns the batch, with what tells which of its nodes are the seeds: the first ones."""
+        nodes = part_of(batch, self.store.types.input_type)
         for name in MASKS:
             nodes[name] = torch.arange(len(nodes.n_id)) < len(seeds)
         nodes.input_id, nodes.batch_size = nodes.n_id[: len(seeds)], len(seeds)
@@ -91,13 +93,13 @@ class BatchMaker:
         ids: dict[NodeType | EdgeType, Tensor] = {**out.node, **out.edge}
         rows = source.rows({kind: (ids[kind], names) for kind, names in self._names.items()})
         for name in store.types.nodes:  # before edges: a batch has the types in the graph's order
-            _part_of(batch, name).n_id = store.original(name, out.node[name])
+            part_of(batch, name).n_id = store.original(name, out.node[name])
         for kind in store.types.edges:
-            edges = _part_of(batch, kind)
+            edges = part_of(batch, kind)
             edges.edge_index = torch.stack([out.row[kind], out.col[kind]])
             edges.e_id = store.original(kind, out.edge[kind])
         for name in store.types.nodes:
-            nodes = _part_of(batch, name)
+            nodes = part_of(batch, name)
             for attribute, values in rows[name].items():
                 nodes[attribute] = values
             if out.num_sampled_nodes is not None:
@@ -105,7 +107,7 @@ class BatchMaker:
             if "x" not in nodes:
                 nodes.num_nodes = len(nodes.n_id)
         for kind in store.types.edges:
-            edges = _part_of(batch, kind)
+            edges = part_of(batch, kind)
             for attribute, values in rows[kind].items():
                 edges[attribute] = values
             if out.num_sampled_edges is not None:
@@ -113,9 +115,52 @@ class BatchMaker:
         return batch
 
 
-def _part_of(batch: Data | HeteroData, kind: NodeType | EdgeType) -> Any:
+def part_of(batch: Data | HeteroData, kind: NodeType | EdgeType) -> Any:
     """Returns where a batch keeps what the nodes, or the edges, of a type have: in itself, where there are no types."""
     return batch if isinstance(batch, Data) else batch[kind]
+
+
+def in_trees(drawn: Hop, totals: Mapping[NodeType, int]) -> Hop:
+    """Returns a hop whose sources are copies in the trees of their targets: of node i, i + N t in tree t, by type's N."""
+
+    def hop(kind: EdgeType, targets: Tensor, fanout: int) -> Neighbors:
+        found = drawn(kind, targets, fanout)
+        tree = torch.repeat_interleave(targets // totals[kind[2]], found.counts)
+        return Neighbors(found.offsets, tree * totals[kind[0]] + found.sources, found.edges)
+
+    return hop
+
+
+class TemporalBatchMaker(BatchMaker):
+    """Makes a batch in which each seed has a tree of its own, of nothing later than the seed.
+
+    Args:
+        store: a graph with times.
+        *args, **options: see :class:`BatchMaker`.
+    """
+
+    @override
+    def make(
+        self, seeds: Tensor, random_seeds: list[int], asked: Mapping[int, Tensor] | None = None
+    ) -> Data | HeteroData:
+        """Returns the batch, as PyG's NeighborLoader gives it with ``time_attr``: ``batch [n]`` has each node's tree, and
+        ``seed_time`` is that of each seed."""
+        store, seeded = self.store, self.store.types.input_type
+        assert store.choice.time_attr is not None
+        until = store.rows({seeded: (seeds, [store.choice.time_attr])})[seeded][store.choice.time_attr]
+        totals = {name: store.types.total(name) for name in store.types.nodes}
+        hop = in_trees(store.hops(random_seeds, False, until), totals)
+        trees = len(seeds)  # whose nodes' ids are too many for an array
+        numberings = {name: Numbering(total * trees, dense=False) for name, total in totals.items()}
+        copies = {seeded: torch.arange(trees) * totals[seeded] + seeds}
+        out = sample_hops(copies, self._fanouts, hop, numberings, self._directed)
+        tree_of = {name: ids // totals[name] for name, ids in out.node.items()}
+        out.node = {name: ids % totals[name] for name, ids in out.node.items()}
+        batch = self._with_seeds(self._batch(out, store), seeds)
+        for name, tree in tree_of.items():
+            part_of(batch, name).batch = tree
+        part_of(batch, seeded).seed_time = until
+        return batch
 
 
 class EdgeBatchMaker(BatchMaker):
@@ -175,10 +220,6 @@ def _without_pairs(out: HeteroSamplerOutput, pairs: Tensor) -> HeteroSamplerOutp
     return out
 
 
-_Made = tuple[Data | HeteroData, Any]
-"""A batch, and the event after which it is on the device; None: it is on the CPU."""
-
-
 class SampledBatches:
     """The training loader of a rank: an epoch's batches, some of them ahead.
 
@@ -217,13 +258,13 @@ class SampledBatches:
         others: Mapping[int, Tensor] | None = None,
     ) -> None:
         self._others = others
-        self.makers, self.batches, self._device = makers, batches, device
+        self.makers, self.batches = makers, batches
         self._seeds, self._stand_in, self._rank = seeds, stand_in, rank
         self._seed, self._ahead, self._epoch = seed, ahead, epoch
         self.waited = 0.0
         self._seconds = [0.0] * len(makers)
-        self._streams = [functions_of(device).Stream(device) for _ in makers] if can_pin(device) else []
-        self._running: Generator[_Made, None, None] | None = None
+        self._copies = [Copies(device) for _ in makers]
+        self._running: Generator[Data | HeteroData, None, None] | None = None
 
     def __len__(self) -> int:
         return self.batches.steps
@@ -236,16 +277,17 @@ class SampledBatches:
             for rank, seeds in {self._rank: self._seeds, **(self._others or {})}.items()
         }
 
-        def make(step: int, sampler: int) -> _Made:
+        def make(step: int, sampler: int) -> Sent:
             began = time.perf_counter()
             try:
                 batch = self._made(epoch, step, {rank: of[step] for rank, of in of_ranks.items()}, self.makers[sampler])
-                return self._sent(batch, self._streams[sampler]) if self._streams else (batch, None)
+                return self._copies[sampler].send(batch)
             finally:
                 self._seconds[sampler] += time.perf_counter() - began
 
-        self._running = self._ahead_of(make) if self._ahead else (make(step, 0) for step in range(len(self)))
-        return map(self._arrived, self._running)
+        arrived = self._copies[0].arrived
+        self._running = self._ahead_of(make) if self._ahead else (arrived(make(step, 0)) for step in range(len(self)))
+        return self._running
 
     def close(self) -> None:
         """Ends an epoch that was left early, once the batches that were begun are made: other ranks may wait for them."""
@@ -261,65 +303,36 @@ class SampledBatches:
         own = given.pop(self._rank)
         batch = maker.make(own, random_seeds, None if self._others is None else given)
         if not len(seeds):
-            nodes = _part_of(batch, maker.store.types.input_type)
+            nodes = part_of(batch, maker.store.types.input_type)
             chosen = {name: nodes[name].nonzero() for name in MASKS if name in nodes}
             nodes[STAND_INS] = {name: int(rows) for name, rows in chosen.items() if len(rows) == 1}
         if "num_seeds" not in batch:  # else what other ranks have is not known before they have made theirs
             batch.seed_counts = counts
         return batch
 
-    def _sent(self, batch: Data | HeteroData, stream: Any) -> _Made:
-        """Returns the batch on the device, where the copy may be under way, and the event of its end."""
-        functions = functions_of(self._device)
-        with functions.stream(stream):  # and so on its device, which is not a new thread's own
-            batch, copied = batch.pin_memory().to(self._device, non_blocking=True), functions.Event()
-            copied.record(stream)
-        return batch, copied
-
-    def _arrived(self, made: _Made) -> Data | HeteroData:
-        """Returns the batch on the device: what the device does next waits for the copy, the host does not."""
-        batch, copied = made
-        if copied is None:
-            return batch.to(self._device)
-        stream = functions_of(self._device).current_stream(self._device)
-        stream.wait_event(copied)
-        return batch.record_stream(stream)  # else its memory is the next copy's as soon as the host lets it go
-
-    def _ahead_of(self, make: Callable[[int, int], _Made]) -> Generator[_Made, None, None]:
+    def _ahead_of(self, make: Callable[[int, int], Sent]) -> Generator[Data | HeteroData, None, None]:
         """Yields ``make(step, sampler)`` of all steps in order, made in threads that are so many ahead of who takes them.
 
         Step after step goes to the samplers in turn, so that each makes the same ones on all ranks, in the same order.
         """
-        steps, ahead, samplers = len(self), self._ahead, len(self.makers)
-        ready, steps_of = [Queue[Any]() for _ in range(samplers)], [Queue[int | None]() for _ in range(samplers)]
+        steps, samplers = len(self), len(self.makers)
+        threads = [BatchThread(f"lightning_gnn sampler {sampler}") for sampler in range(samplers)]
 
-        def run(sampler: int) -> None:
-            while (step := steps_of[sampler].get()) is not None:
-                try:
-                    ready[sampler].put(make(step, sampler))
-                except BaseException as error:
-                    ready[sampler].put(error)
-                    return
+        def begin(step: int) -> Future[Sent]:
+            return threads[step % samplers].begin(partial(make, step, step % samplers))
 
-        names = [f"lightning_gnn sampler {sampler}" for sampler in range(samplers)]
-        threads = [Thread(target=run, args=(n,), name=name, daemon=True) for n, name in enumerate(names)]
-        for thread in threads:
-            thread.start()
-        for step in range(min(ahead, steps)):
-            steps_of[step % samplers].put(step)
+        begun = deque(begin(step) for step in range(min(self._ahead, steps)))
         try:
             for step in range(steps):
                 began = time.perf_counter()
-                batch = ready[step % samplers].get()
+                sent = begun.popleft().result()
                 self.waited += time.perf_counter() - began
-                if isinstance(batch, BaseException):
-                    raise batch
-                if step + ahead < steps:
-                    steps_of[(step + ahead) % samplers].put(step + ahead)
-                yield batch
+                if step + self._ahead < steps:
+                    begun.append(begin(step + self._ahead))
+                yield self._copies[step % samplers].arrived(sent)
         finally:
-            for each in steps_of:
-                each.put(None)
+            for thread in threads:
+                thread.end()
             for thread in threads:
                 thread.join()
 

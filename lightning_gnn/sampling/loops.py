@@ -63,20 +63,30 @@ def offsets_of_all(indptr, targets, fanout, replace, offsets):
 
 
 @numba.njit(inline="always")
-def _allowed(slot, weight, time, latest):
+def _moment(slot, indices, time, of_sources):
+    """Returns the time of an edge: its own, or its source's."""
+    return time[indices[slot]] if of_sources else time[slot]
+
+
+@numba.njit(inline="always")
+def _allowed(slot, indices, weight, time, of_sources, latest):
     """Whether an edge may be drawn: by its weight and its time, if there are any."""
-    return (len(time) == 0 or time[slot] <= latest) and (len(weight) == 0 or weight[slot] > 0)
+    in_time = len(time) == 0 or _moment(slot, indices, time, of_sources) <= latest
+    return in_time and (len(weight) == 0 or weight[slot] > 0)
 
 
 @loop
-def offsets_of_allowed(indptr, weight, time, until, targets, fanout, offsets):
-    """As `offsets_of_all`, for the edges of a weight ``[E]`` above 0, and a time ``[E]`` at most their target's ``[T]``."""
+def offsets_of_allowed(indptr, indices, weight, time, of_sources, until, targets, fanout, offsets):
+    """As `offsets_of_all`, for the edges of a weight ``[E]`` above 0, and a time at most their target's ``[T]``.
+
+    time is of edges ``[E]``, or with `of_sources` of columns ``[C]``.
+    """
     offsets[0] = 0
     for t in range(len(targets)):
         row, found = targets[t], 0
         limit = until[t] if len(until) > 0 else 0
         for slot in range(indptr[row], indptr[row + 1]):
-            found += _allowed(slot, weight, time, limit)
+            found += _allowed(slot, indices, weight, time, of_sources, limit)
         offsets[t + 1] = offsets[t] + (found if fanout < 0 else min(found, fanout))
 
 
@@ -137,12 +147,12 @@ def draw_uniform(indptr, targets, keys, seed, offsets, replace, slots, low, high
 
 
 @loop
-def draw_best(indptr, weight, time, until, latest, targets, keys, seed, offsets, slots, low, high):
+def draw_best(indptr, indices, weight, time, of_sources, until, latest, targets, keys, seed, offsets, slots, low, high):
     """Slots with the smallest scores of those that are allowed, in the order of slots where all are.
 
-    weight ``[E]``, time ``[E]`` and until ``[T]``, or empty. Scores: with `latest`, how long ago; else an exponential random
-    number over the weight, which draws without replacement with odds in proportion to weights (Efraimidis and Spirakis,
-    Information Processing Letters 97(5), 2006).
+    weight ``[E]``, time, see `offsets_of_allowed`, and until ``[T]``, or empty. Scores: with `latest`, how long ago; else an
+    exponential random number over the weight, which draws without replacement with odds in proportion to weights (Efraimidis
+    and Spirakis, Information Processing Letters 97(5), 2006).
     """
     widest = 0
     for t in range(low, high):
@@ -158,10 +168,10 @@ def draw_best(indptr, weight, time, until, latest, targets, keys, seed, offsets,
         limit = until[t] if len(until) > 0 else 0
         found, worst = 0, 0
         for slot in range(start, end):
-            if not _allowed(slot, weight, time, limit):
+            if not _allowed(slot, indices, weight, time, of_sources, limit):
                 continue
             if latest:
-                score = -np.float64(time[slot])
+                score = -np.float64(_moment(slot, indices, time, of_sources))
             else:
                 score = -np.log(1 - _uniform(state, slot - start))
                 if len(weight) > 0:

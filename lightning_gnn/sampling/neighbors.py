@@ -60,6 +60,7 @@ def sample_neighbors(
     time: Tensor | None = None,
     until: Tensor | None = None,
     strategy: str = "uniform",
+    of_sources: bool = False,
 ) -> Neighbors:
     """Returns up to `fanout` in-edges of each target, uniformly drawn; duplicate edges count as two.
 
@@ -78,6 +79,7 @@ def sample_neighbors(
             of weight 0 or less never.
         time, until: of each slot, int64 ``[E]``, and of each target, int64 ``[T]``: only edges with ``time <= until`` are drawn.
         strategy: ``"uniform"``, or ``"last"`` for the latest edges; where times are equal, the earlier slots.
+        of_sources: `time` is of each column, ``[C]``: an edge has its source's.
 
     Raises:
         ValueError: targets outside the matrix, sizes or choices that do not fit.
@@ -87,7 +89,7 @@ def sample_neighbors(
     check_choices(replace, weight is not None, time is not None, strategy)
     if (time is None) != (until is None):
         raise ValueError("time of edges and until of targets are given together, or neither.")
-    sizes = len(targets), csr.num_edges, csr.num_edges, len(targets)
+    sizes = len(targets), csr.num_edges, csr.num_cols if of_sources else csr.num_edges, len(targets)
     for name, value, size in zip(("keys", "weight", "time", "until"), (keys, weight, time, until), sizes):
         if value is not None and len(value) != size:
             raise ValueError(f"{name} has {len(value)} entries, but needs {size}.")
@@ -100,8 +102,8 @@ def sample_neighbors(
     if uniform:
         loops.offsets_of_all(csr.indptr.numpy(), targets.numpy(), fanout, again, offsets.numpy())
     else:
-        arrays = (each.numpy() for each in (csr.indptr, weights, times, limits, targets))
-        loops.offsets_of_allowed(*arrays, fanout, offsets.numpy())
+        edges_of = csr.indptr.numpy(), csr.indices.numpy(), weights.numpy(), times.numpy(), of_sources
+        loops.offsets_of_allowed(*edges_of, limits.numpy(), targets.numpy(), fanout, offsets.numpy())
     slots, sources, edges = (torch.empty(int(offsets[-1]), dtype=torch.long) for _ in range(3))
     work = _WORK * len(slots)
     run = partial(over_ranges, size=len(targets), ranges=partial(even_ranges, offsets), work=work)
@@ -109,7 +111,8 @@ def sample_neighbors(
         run(loops.draw_uniform, csr.indptr, targets, key, seed, offsets, again, slots)
     else:
         latest = strategy == "last"
-        run(loops.draw_best, csr.indptr, weights, times, limits, latest, targets, key, seed, offsets, slots)
+        edges_by = csr.indptr, csr.indices, weights, times, of_sources
+        run(loops.draw_best, *edges_by, limits, latest, targets, key, seed, offsets, slots)
     edge = _NONE if csr.edge is None else csr.edge
     over_range(loops.take, len(slots), csr.indices, edge, csr.edge is not None, slots, sources, edges, work=work)
     return Neighbors(offsets, sources, edges)

@@ -16,7 +16,6 @@ import torch
 from torch import Tensor
 from torch_geometric.data import Data
 from torch_geometric.sampler import HeteroSamplerOutput
-from torch_geometric.typing import EdgeType
 from typing_extensions import override
 
 from lightning_gnn.data.attributes import STAND_INS
@@ -26,8 +25,7 @@ from lightning_gnn.partition.metis import Adjacency, part_graph
 from lightning_gnn.partition.types import ONE_TYPE
 from lightning_gnn.sampling.graph_store import GraphStore
 from lightning_gnn.sampling.hops import induced_subgraph, sample_hops
-from lightning_gnn.sampling.loader import BatchMaker
-from lightning_gnn.sampling.neighbors import Neighbors
+from lightning_gnn.sampling.loader import BatchMaker, in_trees
 from lightning_gnn.sampling.numbering import Numbering
 
 Method = Literal["neighbor", "shadow", "saint_node", "saint_edge", "saint_walk", "cluster"]
@@ -54,13 +52,7 @@ class EgoBatchMaker(BatchMaker):
         """
         node, kind = ONE_TYPE[0], ONE_TYPE
         num, trees = self.store.types.total(node), len(seeds)
-        drawn = self.store.hops(random_seeds, self._replace)
-
-        def hop(edge_type: EdgeType, targets: Tensor, fanout: int) -> Neighbors:
-            found = drawn(edge_type, targets, fanout)
-            tree = torch.repeat_interleave(targets // num, found.counts)
-            return Neighbors(found.offsets, tree * num + found.sources, found.edges)
-
+        hop = in_trees(self.store.hops(random_seeds, self._replace), {node: num})
         numberings = {node: Numbering(num * trees, dense=False)}  # ids of trees' nodes are too many for an array
         copies = {node: torch.arange(trees) * num + seeds}
         out = sample_hops(copies, self._fanouts, hop, numberings, directed=False)

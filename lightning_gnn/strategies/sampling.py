@@ -9,12 +9,11 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 import lightning.pytorch as pl
 import torch
 from lightning.pytorch.callbacks import LambdaCallback
-from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor
 from torch_geometric.data import HeteroData
@@ -34,15 +33,16 @@ from lightning_gnn.arguments import (
     shown,
 )
 from lightning_gnn.callbacks.sampling import SamplingMetrics
-from lightning_gnn.data.shards import Cut
+from lightning_gnn.data.shards import Cut, Shard
 from lightning_gnn.data.sources import EDGE_MASKS, counted_mask
 from lightning_gnn.datamodules.graph import GraphDataModule, OneBatch
 from lightning_gnn.nn.bind import check_columns
 from lightning_gnn.nn.helpers import graph_in_use
-from lightning_gnn.partition.layout import LayoutSpec
+from lightning_gnn.partition.layout import LayoutSpec, by_machine
 from lightning_gnn.partition.types import ONE_TYPE, Types
-from lightning_gnn.sampling.graph_store import GraphStore
-from lightning_gnn.sampling.loader import BatchMaker, EdgeBatchMaker, SampledBatches
+from lightning_gnn.sampling.graph_store import Choice, GraphStore
+from lightning_gnn.sampling.loader import BatchMaker, EdgeBatchMaker, SampledBatches, TemporalBatchMaker, part_of
+from lightning_gnn.sampling.neighbors import check_choices
 from lightning_gnn.sampling.seeds import SeedBatches, seeds_in, split_seeds
 from lightning_gnn.sampling.variants import METHODS, EgoBatchMaker, Method, SubgraphBatchMaker, node_draw
 from lightning_gnn.strategies.base import GNNStrategy
@@ -55,7 +55,7 @@ _OF_NEIGHBORS = METHODS[:2]
 
 
 class SamplingScheme(DGCLScheme):
-    """The edge cut of ``dgcl``, whose parts also have their share of the training, validation and test nodes."""
+    """The edge cut of ``dgcl``, whose parts also have their share of each mask and node type; between machines first."""
 
     keeps_layers = "Layers see a batch of sampled neighbourhoods: set a smaller batch_size, or fewer fanouts."
 
@@ -64,7 +64,8 @@ class SamplingScheme(DGCLScheme):
 
     @override
     def layout(self, world_size: int, num_hosts: int = 1) -> LayoutSpec:
-        return replace(super().layout(world_size, num_hosts), method="metis_masks", takes_types=True, samples=True)
+        groups, layout = by_machine(world_size, num_hosts), super().layout(world_size, num_hosts)
+        return replace(layout, groups=groups, method="metis_masks", takes_types=True, samples=True)
 
 
 class SamplingStrategy(GNNStrategy):
@@ -97,6 +98,12 @@ class SamplingStrategy(GNNStrategy):
         prefetch: batches that are made ahead in the background; 0 for none. At least `samplers`, if that is above 1.
         cache_mb: memory for features of nodes on other machines that are read often, in MB.
         seed: of sampling and of the order of seeds.
+        weight_attr: name of the edges' weights: in-edges are drawn with odds in proportion to them, those of weight 0 never. Edge
+            types that have none are drawn uniformly. Evaluation takes all edges alike, unless it is in batches: then all above 0.
+        time_attr: name of times, int64, of nodes (an edge then has its source's) or of edges, as in PyG: each seed has a tree of
+            its own, of edges that are no later than the seed, which has a time of that name. Types that have none are not
+            restricted. Validation, test and prediction are then in batches as well, of all neighbours that are no later.
+        temporal_strategy: ``"uniform"``, or ``"last"`` for the latest edges, in evaluation, too.
         keep_constant: in evaluation, see :class:`~lightning_gnn.strategies.dgcl.DGCLStrategy`.
         **options: see :class:`~lightning_gnn.strategies.base.GNNStrategy`.
 
@@ -124,6 +131,9 @@ class SamplingStrategy(GNNStrategy):
         walk_length: int = 2,
         clusters: int = 10,
         samplers: int = 1,
+        weight_attr: str | None = None,
+        time_attr: str | None = None,
+        temporal_strategy: Literal["uniform", "last"] = "uniform",
         **options: Any,
     ) -> None:
         self._given = checked_batches(fanouts, batch_size), batch_size
@@ -147,7 +157,13 @@ class SamplingStrategy(GNNStrategy):
             raise ValueError(
                 f"replace and directed tell how neighbours are drawn, and method={method!r} takes all edges between its nodes."
             )
+        check_choices(replace, weight_attr is not None, time_attr is not None, temporal_strategy)
+        if method not in _OF_NEIGHBORS[: 1 if time_attr else 2] and (weight_attr or time_attr):
+            raise ValueError(
+                f"weight_attr and time_attr tell how neighbours are drawn (got method={method!r}). Use method='neighbor'."
+            )
         super().__init__(SamplingScheme(keep_constant), **options)
+        self.choice = Choice(weight_attr, time_attr, temporal_strategy)
         self.replace, self.directed, self.method = replace, directed, method
         self.walk_length, self.clusters, self.samplers = walk_length, clusters, samplers
         self.prefetch, self.cache_mb, self.seed = prefetch, cache_mb, seed
@@ -179,11 +195,12 @@ class SamplingStrategy(GNNStrategy):
 
     def _batches(self, data: GraphDataModule, mask: str | None) -> SampledBatches | None:
         """Returns this rank's loader of a mask's nodes, None for all; on all ranks. It samples for training; for the rest it
-        takes all neighbours where the graph has types; else it is None: layers exchange."""
+        takes all neighbours where layers do not exchange; else it is None."""
         cut, module, rank = data.stored_cut(), self._module, self.global_rank
         types, training = cut.types, mask == "train_mask"
-        if not training and not types.is_hetero:
+        if not training and not self._evaluates_in_batches(types):
             return None
+        self._check_choice(cut)
         name = None if mask is None else counted_mask(mask, module)
         edges = name in EDGE_MASKS
         kind: Any = ONE_TYPE if edges else types.input_type
@@ -194,11 +211,15 @@ class SamplingStrategy(GNNStrategy):
             own, batches = split[rank], SeedBatches([len(each) for each in split], self.batch_size)
             if mask is None:
                 self._predicted = cut.ids_of(kind)[torch.cat(split)], batches.sizes
-            make: Callable[..., BatchMaker] = BatchMaker if self.method == "neighbor" else EgoBatchMaker
+            makers_of = {
+                "neighbor": TemporalBatchMaker if self.choice.time_attr else BatchMaker,
+                "shadow": EgoBatchMaker,
+            }
+            make: Callable[..., BatchMaker] = makers_of[self.method]
             if edges:
                 make = partial(EdgeBatchMaker, cut.ends, getattr(module, "sampled_negatives", 0))
             how: tuple[Any, ...] = (self._fanouts_of(types), self.replace, self.directed)
-            if not training:
+            if not training and self.choice.temporal_strategy != "last":
                 how = (dict.fromkeys(types.edges, [-1] * self.num_hops),)
         else:
             draw, count, per_step = node_draw(
@@ -209,9 +230,7 @@ class SamplingStrategy(GNNStrategy):
             make, how = partial(SubgraphBatchMaker, draw, training_nodes, seeds[:1]), ()
         # What is learnt of edges must not be read off those that are held out.
         makers = [make(store, *how) for store in self._stores(cut, mask, name if edges else None)]
-        others = (
-            {peer: split[peer] for peer in makers[0].store.askers} if self.method == "neighbor" and not edges else None
-        )
+        others = {peer: split[peer] for peer in makers[0].store.askers} if make is BatchMaker else None
         seed, trainer = self.seed if training else None, module.trainer
         # trainer.current_epoch is one behind for a moment, when a run resumes with a checkpoint of an epoch's end.
         progress: Any = trainer.fit_loop.epoch_progress.current
@@ -224,18 +243,10 @@ class SamplingStrategy(GNNStrategy):
             seed,
             self.prefetch,
             lambda: progress.processed,
-            self._taken_on(data),
+            torch.device("cpu") if self.hooks_move_batches(data) else self.root_device,
             others,
         )
         return self._loaders[mask]
-
-    def _taken_on(self, data: GraphDataModule) -> torch.device:
-        """Returns where batches are when they are taken: on the rank's device, unless a hook of the user moves them there."""
-        users = ((self._module, pl.LightningModule), (data, pl.LightningDataModule))
-        hooks = "on_before_batch_transfer", "transfer_batch_to_device"
-        if any(is_overridden(hook, owner, base) for owner, base in users for hook in hooks):
-            return torch.device("cpu")
-        return self.root_device
 
     def _stores(self, cut: Cut, mask: str | None, messages: str | None) -> list[GraphStore]:
         """Returns the graph for each sampler of a stage's loader, whose threads run on while those of others do."""
@@ -243,8 +254,38 @@ class SamplingStrategy(GNNStrategy):
         known = [maker.store for loader in self._loaders.values() for maker in loader.makers]
         if known:
             return [known[0].clone() for _ in range(self.samplers)]
-        store = GraphStore(cut, self.world, self.world.ranks_here(), int(self.cache_mb * 1e6), messages)
+        store = GraphStore(cut, self.world, self.world.ranks_here(), int(self.cache_mb * 1e6), messages, self.choice)
         return [store, *(store.clone() for _ in range(1, self.samplers))]
+
+    def _check_choice(self, cut: Cut) -> None:
+        """Raises ValueError unless the graph has what the strategy draws by."""
+        types, choice, seeded = cut.types, self.choice, cut.types.input_type
+        of_nodes, of_edges = (
+            {kind: cut.attributes[types.key(kind)] for kind in kinds} for kinds in (types.nodes, types.edges)
+        )
+
+        def check(name: str, values: Tensor, what: str, wanted: bool) -> None:
+            if values.dim() != 1 or not wanted:
+                raise ValueError(
+                    f"{name!r} of {what} must be one number each (got {values.dtype} {list(values.shape)})."
+                )
+
+        if choice.weight_attr:
+            found = {kind: of[choice.weight_attr] for kind, of in of_edges.items() if choice.weight_attr in of}
+            if not found:
+                raise ValueError(f"weight_attr={choice.weight_attr!r}: no edges have an attribute of that name.")
+            for kind, values in found.items():
+                check(choice.weight_attr, values, f"edges {kind}", values.is_floating_point())
+        if choice.time_attr:
+            every = {**of_nodes, **of_edges}
+            for kind, of in every.items():
+                if choice.time_attr in of:
+                    check(choice.time_attr, of[choice.time_attr], f"{kind}", of[choice.time_attr].dtype == torch.long)
+            if choice.time_attr not in of_nodes[seeded]:
+                raise ValueError(
+                    f"time_attr={choice.time_attr!r}: seeds need a time each, and nodes of type {seeded!r} have no attribute "
+                    "of that name. Give them one, int64."
+                )
 
     def _fanouts_of(self, types: Types) -> dict[EdgeType, list[int]]:
         """Returns the fan-outs of each edge type of the graph."""
@@ -258,14 +299,27 @@ class SamplingStrategy(GNNStrategy):
         return len(next(iter(self.fanouts.values())) if isinstance(self.fanouts, dict) else self.fanouts)
 
     @override
+    def binds(self, shard: Shard) -> bool:
+        return not self._evaluates_in_batches(shard.types)
+
+    def _evaluates_in_batches(self, types: Types) -> bool:
+        """Returns whether all steps take batches as they are; else layers exchange in evaluation."""
+        return types.is_hetero or self.choice.time_attr is not None
+
+    @override
     def check_model(self, module: torch.nn.Module, types: Types) -> None:
         self._fanouts_of(types)
+        if self.choice.time_attr and counted_mask("train_mask", module) in EDGE_MASKS:
+            raise ValueError(
+                f"time_attr is for modules that predict nodes, and {type(module).__name__} predicts edges: links with times "
+                "cannot be sampled yet."
+            )
         if self.method != "neighbor" and counted_mask("train_mask", module) in EDGE_MASKS:
             raise ValueError(
                 f"method={self.method!r} makes batches of nodes, and {type(module).__name__} predicts edges. "
                 'Use method="neighbor".'
             )
-        if not types.is_hetero:
+        if not self._evaluates_in_batches(types):
             super().check_model(module, types)
             return
         if self.method != "neighbor":
@@ -373,7 +427,8 @@ class SamplingStrategy(GNNStrategy):
             batch = self.batch_to_device(self.precision_plugin.convert_input(batch), self.root_device)
             output = super(StepStrategy, self).predict_step(batch, *args, **kwargs)
             leaves, spec = torch.utils._pytree.tree_flatten(output)
-            nodes = batch[batch_type := shard.types.input_type]
+            batch_type = shard.types.input_type
+            nodes = part_of(batch, batch_type)
             for leaf in leaves:
                 found: Any = list(leaf.shape) if isinstance(leaf, Tensor) else type(leaf).__name__
                 if not isinstance(leaf, Tensor) or found[:1] not in ([len(nodes.n_id)], [nodes.batch_size]):
@@ -401,7 +456,9 @@ class SamplingStrategy(GNNStrategy):
     @override
     def checked_stages(self, trainer: pl.Trainer) -> Sequence[str]:
         # Training on samples is not that of one device; what must be is the evaluation within it.
-        return [stage for stage in super().checked_stages(trainer) if stage != "fit"]
+        # With times, evaluation is in batches, too.
+        stages = super().checked_stages(trainer) if self.choice.time_attr is None else ()
+        return [stage for stage in stages if stage != "fit"]
 
     def _close(self, mask: str | None) -> None:
         """Ends the loader of a stage, if there is one; all ranks call it."""
