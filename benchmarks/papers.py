@@ -24,6 +24,7 @@ from rings import published_traffic
 from lightning_gnn.data.synthetic import planted_partition
 from lightning_gnn.partition.edge_cut import assign_hierarchically
 from lightning_gnn.partition.grid import ProcessGrid, legal_replications
+from lightning_gnn.partition.layout import Groups
 from lightning_gnn.partition.metis import Adjacency, part_graph
 from lightning_gnn.partition.replicas import replication_factors
 from lightning_gnn.partition.shard import Ids, Relabelling
@@ -135,10 +136,10 @@ def cut(graph: Graph, name: str, ranks: int) -> Workload:
     """Returns the graph cut by METIS for a topology, between machines and sockets first (DGCL section 4.1)."""
     topology = find_topology(name, ranks)
 
-    def metis(edges: Ids, nodes: int, parts: int) -> NDArray[np.int32]:
-        return part_graph(Adjacency.of(edges, nodes), parts, seed=0)
+    def metis(inside: Adjacency, _: Ids, group: Groups) -> NDArray[np.int32]:
+        return part_graph(inside, len(group), seed=0)
 
-    part = assign_hierarchically(edges_of(graph), graph.made_nodes, topology.groups, metis)
+    part = assign_hierarchically(Adjacency.of(edges_of(graph), graph.made_nodes), topology.groups, metis)
     return workload(graph, part, ranks, graph.outputs[0])
 
 

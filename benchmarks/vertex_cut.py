@@ -24,7 +24,19 @@ from statistics import mean
 from typing import Any
 
 from common import SHARED, report, run_on_hosts, run_row
-from vertex_cut_runs import CELLS, GRAPHS, load_graph, single, summary, train, train_in_process
+from vertex_cut_runs import (
+    CELLS,
+    EVERY,
+    GRAPHS,
+    OTHERS,
+    REDRAWN,
+    THRESHOLDS,
+    load_graph,
+    single,
+    summary,
+    train,
+    train_in_process,
+)
 
 WEIGHTS = (0.1, 0.0)
 BESIDE = {"full-batch": 1, "mini-batch": 10}
@@ -44,15 +56,6 @@ COLUMNS = [
 ]
 
 
-def options_of(cell: str, weight: float) -> dict[str, Any]:
-    """Returns the arguments of a cell's strategy."""
-    if cell == "dgcl":
-        return {"dgcl": True}
-    if cell == "ne":
-        return {"partition": "ne"}
-    return {"partition": "ebv", **CELLS[cell], "host_weight": weight}
-
-
 def run(options: argparse.Namespace) -> list[dict[str, Any]]:
     """Returns what was measured, in this process or, on a cluster, as one of its ranks."""
     cluster = "NETLAB_TOPO" in os.environ
@@ -61,17 +64,22 @@ def run(options: argparse.Namespace) -> list[dict[str, Any]]:
         root = str(Path(options.root) / GRAPHS[graph][0])
         for seed in options.seeds:
             for cell in options.cells:
-                for weight in WEIGHTS[:1] if cell in BESIDE or cell in ("dgcl", "ne") else options.weights:
+                of_ebv = cell not in (*BESIDE, *OTHERS)
+                for weight in options.weights if of_ebv else options.weights[:1]:
                     row: dict[str, Any] = {"graph": graph, "cell": cell, "gamma": weight, "seed": seed}
+                    arguments = (CELLS | REDRAWN | THRESHOLDS).get(cell, {})
+                    if of_ebv:
+                        arguments = {"partition": "ebv", **arguments, "host_weight": weight}
                     if cell in BESIDE:
                         row |= single(graph, root, seed, options.epochs, BESIDE[cell])
                     elif cluster:
-                        ran = train(graph, root, options_of(cell, weight), seed, options.epochs, False, True)
+                        ran = train(graph, root, arguments, seed, options.epochs, False, True)
                         if ran is None:
                             continue
                         row |= {**summary(ran), "report": ran["report"]}
                     else:
-                        ran = train_in_process(graph, root, options_of(cell, weight), seed, options.epochs)
+                        given = arguments, seed, options.epochs, options.dropout, options.layers
+                        ran = train_in_process(graph, root, *given)
                         row |= {**summary(ran), "epochs": ran["epochs"]}
                     row["load"] = os.getloadavg()[0]
                     found.append(row)
@@ -87,6 +95,7 @@ def measured(options: argparse.Namespace) -> list[dict[str, Any]]:
             shutil.copytree(SHARED / "data" / source, f"{folder}/{source}")  # PyG writes beside the data
         arguments = ["--graphs", *options.graphs, "--cells", *options.cells, "--epochs", str(options.epochs)]
         arguments += ["--seeds", *map(str, options.seeds), "--weights", *map(str, options.weights), "--root", folder]
+        arguments += ["--dropout", str(options.dropout), "--layers", str(options.layers)]
         if options.netlab:
             for graph in options.graphs:  # PyG's files are made once, not by both hosts at a time
                 load_graph(graph, f"{folder}/{GRAPHS[graph][0]}")
@@ -120,7 +129,7 @@ def table(found: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def plot(found: list[dict[str, Any]], lines: list[dict[str, Any]], folder: Path) -> None:
-    """Writes Figure 7 (shares sent and threshold over epochs) and Figures 6 and 8 (bars) as PNG."""
+    """Writes Figure 7 (shares sent and threshold over epochs), 8 (validation accuracy) and 6 (bars) as PNG."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -144,6 +153,18 @@ def plot(found: list[dict[str, Any]], lines: list[dict[str, Any]], folder: Path)
                 threshold.set_ylabel("threshold (dotted)")
         figure.tight_layout()
         figure.savefig(folder / f"sent-{cell}.png", dpi=120)
+    figure, axes = pyplot.subplots(1, len(graphs), figsize=(4.5 * len(graphs), 3.2), squeeze=False)
+    for graph, axis in zip(graphs, axes[0]):
+        for cell in ("baseline", "cache", "codec", "both", "stale", *BESIDE):
+            runs = [row["epochs"] for row in found if (row["graph"], row["cell"], row["gamma"]) == (graph, cell, 0.1)]
+            curves = [[each["val_acc"] for each in run if "val_acc" in each] for run in runs]
+            if curves and curves[0]:
+                means = [mean(values) for values in zip(*curves)]
+                axis.plot([EVERY * k for k in range(len(means))], means, label=cell, linewidth=1)
+        axis.set(title=graph, xlabel="epoch", ylabel="validation accuracy")
+        axis.legend(fontsize=7)
+    figure.tight_layout()
+    figure.savefig(folder / "accuracy-curves.png", dpi=120)
     figure, axes = pyplot.subplots(2, len(graphs), figsize=(4.5 * len(graphs), 6), squeeze=False)
     for graph, column in zip(graphs, axes.T):
         for axis, name in zip(column, ("MB", "test acc")):
@@ -158,10 +179,14 @@ def plot(found: list[dict[str, Any]], lines: list[dict[str, Any]], folder: Path)
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--graphs", nargs="+", choices=[*GRAPHS], default=[*GRAPHS])
-    parser.add_argument("--cells", nargs="+", choices=[*CELLS, *BESIDE, "dgcl", "ne"], default=[*CELLS, *BESIDE])
+    usual = [cell for cell in CELLS if cell not in OTHERS]
+    every = [*CELLS, *REDRAWN, *THRESHOLDS, *BESIDE]
+    parser.add_argument("--cells", nargs="+", choices=every, default=[*usual, *BESIDE])
     parser.add_argument("--weights", nargs="+", type=float, default=WEIGHTS)
     parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2, 3, 4])
     parser.add_argument("--epochs", type=int, default=200)
+    parser.add_argument("--dropout", type=float, default=0.0, help="of the model; not on emulated hosts")
+    parser.add_argument("--layers", type=int, default=2, help="of the model; not on emulated hosts")
     parser.add_argument("--json")
     parser.add_argument("--plots", type=Path)
     parser.add_argument("--netlab", help="netlab.py: measure epoch time on emulated hosts")
@@ -181,7 +206,7 @@ def main() -> None:
     found = [row for path in options.read or () for row in json.loads(path.read_text())["runs"]] or measured(options)
     lines = table(found)
     where = "on two emulated hosts" if options.netlab else "ranks as threads"
-    report(f"GCN of 2 layers, {options.epochs} epochs, 4 ranks, {where}", lines, COLUMNS, options.json)
+    report(f"GCN of {options.layers} layers, {options.epochs} epochs, 4 ranks, {where}", lines, COLUMNS, options.json)
     if options.json:
         written = json.loads(Path(options.json).read_text())
         Path(options.json).write_text(json.dumps({**written, "runs": found}))

@@ -20,7 +20,7 @@ from torch_geometric.nn.conv.gcn_conv import gcn_norm
 from torch_geometric.nn.models import GCN
 from typing_extensions import override
 
-from lightning_gnn import DGCLStrategy, GraphDataModule, NodeClassifier, VertexCutStrategy
+from lightning_gnn import DGCLStrategy, GraphDataModule, NodeClassifier, SpMM15DStrategy, VertexCutStrategy
 from lightning_gnn.callbacks.cache import AdaptiveThreshold, LargestChanges
 from lightning_gnn.comm.cache import MessageCache
 from lightning_gnn.comm.call import Call
@@ -31,10 +31,14 @@ from lightning_gnn.data.sources import prepare_graph
 from lightning_gnn.data.store import read_cut
 from lightning_gnn.data.synthetic import planted_partition
 from lightning_gnn.nn.helpers import graph_in_use
+from lightning_gnn.steps.random_streams import RandomStreams
 from lightning_gnn.strategies.base import GNNStrategy
 from lightning_gnn.strategies.vertex_cut import VertexCutScheme
 
 SPLIT = (0.6, 0.2, 0.2)
+EVERY = 5
+"""Epochs between two validations, where accuracy is a curve."""
+
 COLUMNS = 128
 """Of cornell5's 4,735 one-hot features: their product with random signs, a row's length kept in the mean."""
 
@@ -44,15 +48,23 @@ GRAPHS = {
     "cornell5": ("linkx", lambda root: D.LINKXDataset(root, "cornell5")),
     "photo": ("amazon", lambda root: D.Amazon(root, "Photo")),
     "dblp": ("citation_full", lambda root: D.CitationFull(root, "DBLP")),
+    "cora": ("planetoid", lambda root: D.Planetoid(root, "Cora")),
     "power-law": ("", lambda root: [planted_partition(30_000, 20.0, 8, 64, homophily=0.5, noise=6.0)]),
+    "products/8": ("", lambda root: [planted_partition(306_000, 50.5, 47, 100, noise=8.0)]),
+    "reddit/8": ("", lambda root: [planted_partition(29_100, 492.0, 41, 602, noise=8.0)]),
 }
+"""Folder of the data, and how it is loaded. The last two have an eighth of the nodes and edges of ogbn-products and Reddit,
+and their degrees, classes and columns."""
 SIZES = {
     "computers": (767, 10),
     "github": (128, 2),
     "cornell5": (COLUMNS, 2),
     "photo": (745, 8),
     "dblp": (1639, 4),
+    "cora": (1433, 7),
     "power-law": (64, 8),
+    "products/8": (100, 47),
+    "reddit/8": (602, 41),
 }
 
 
@@ -66,11 +78,11 @@ def load_graph(name: str, root: str) -> Data:
     return Data(x=x.contiguous(), edge_index=data.edge_index, y=data.y)
 
 
-def build(name: str, seed: int) -> GCN:
-    """Returns the paper's model (section 7.1)."""
+def build(name: str, seed: int, dropout: float = 0.0, layers: int = 2) -> GCN:
+    """Returns the paper's model (section 7.1), which has 2 layers and no dropout."""
     torch.manual_seed(seed)
     columns, classes = SIZES[name]
-    return GCN(columns, 64, num_layers=2, out_channels=classes)
+    return GCN(columns, 64, num_layers=layers, out_channels=classes, dropout=dropout)
 
 
 class StaleCache(MessageCache):
@@ -90,7 +102,7 @@ class StaleCache(MessageCache):
 
 
 class StaleScheme(VertexCutScheme):
-    """A vertex cut with a :class:`StaleCache`; only as threads, whose epochs are told to it."""
+    """A vertex cut with a :class:`StaleCache`, to which epochs are told."""
 
     @override
     def _make_cache(self, near: Sequence[int]) -> MessageCache:
@@ -107,13 +119,36 @@ CELLS: dict[str, dict[str, Any]] = {
     "both, printed": {"cache": {"rule": "printed"}, "codec": "int8"},
     "largest": {"cache": "largest", "codec": "bfp4"},
     "stale": {"stale": True},
+    **{cut: {"partition": cut} for cut in ("ne", "dne")},
+    **{f"both, {cut}": {"partition": cut, "cache": "adaptive", "codec": "int8"} for cut in ("ne", "dne")},
+    "dgcl": {"dgcl": True},
+    "CAGNET 1D": {"products": 1},
+    "CAGNET 1.5D": {"products": 2},
 }
 """Arguments of the strategy: CDFGNN's ablation, its threshold by accuracy or by the loss, and from other starts; equation 6 as
-printed; the largest changes; SANCUS."""
+printed; the largest changes; SANCUS; other cuts; other schemes, CAGNET's with whole blocks, as it sends them."""
+
+OTHERS = [name for name, options in CELLS.items() if options.keys() & {"partition", "dgcl", "products"}]
+"""Those that are not of EBV's cut, which has a weight of hosts, and run as processes only."""
+
+REDRAWN = {
+    f"both, {epochs} epochs": {"cache": "adaptive", "codec": "int8", "redraw_every": epochs}
+    for epochs in (5, 10, 20, 50)
+}
+"""With ``--dropout``: the epochs for which its masks stay."""
+
+FACTORS = {
+    "backward x 4": {"backward": 4.0},
+    "forward x 4": {"forward": 4.0},
+    "first x 4": {"convs.1": 4.0},
+    "last x 4": {"convs.2": 4.0},
+}
+THRESHOLDS = {f"both, {what}": {"cache": {"factors": factors}, "codec": "int8"} for what, factors in FACTORS.items()}
+"""With ``--layers 3``, of which the second and the third send rows in each epoch: other thresholds for some of their messages."""
 
 
 def strategy_of(options: dict[str, Any], cluster: bool) -> GNNStrategy:
-    """Returns the strategy of a cell: arguments of VertexCutStrategy, or ``dgcl`` or ``stale``."""
+    """Returns the strategy of a cell: arguments of VertexCutStrategy, or ``dgcl``, ``stale`` or ``products``."""
     options = {"timeout": 300, "self_check": False, **options}
     if isinstance(options.get("cache"), dict):
         options["cache"] = AdaptiveThreshold(**options["cache"])
@@ -121,6 +156,8 @@ def strategy_of(options: dict[str, Any], cluster: bool) -> GNNStrategy:
         options["shared_memory"] = False
     if options.pop("dgcl", False):
         return DGCLStrategy(**options)
+    if "products" in options:
+        return SpMM15DStrategy(options.pop("products"), sparsity_aware=False, **options)
     stale = options.pop("stale", False)
     hosts: dict[str, Any] = {} if cluster else {"hosts": 2, "cache_within_hosts": True}
     if stale:
@@ -139,6 +176,9 @@ class Watch(L.Callback):
     @override
     def on_train_epoch_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         self._began = time.perf_counter()
+        scheme = getattr(trainer.strategy, "scheme", None)
+        if isinstance(scheme, StaleScheme):
+            scheme._messages.epoch = trainer.current_epoch
 
     @override
     def on_train_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
@@ -170,7 +210,9 @@ def train(
     return found if trainer.is_global_zero else None
 
 
-def train_in_process(graph: str, root: str, options: dict[str, Any], seed: int, epochs: int) -> dict[str, Any]:
+def train_in_process(
+    graph: str, root: str, options: dict[str, Any], seed: int, epochs: int, dropout: float = 0.0, layers: int = 2
+) -> dict[str, Any]:
     """As :func:`train`, but with ranks that are threads of this process, one at a time: their rows and bytes, not their time."""
     strategy = strategy_of(options, False)
     data = GraphDataModule("vertex_cut_runs.load_graph", {"name": graph, "root": root}, split=SPLIT, seed=seed)
@@ -187,11 +229,21 @@ def train_in_process(graph: str, root: str, options: dict[str, Any], seed: int, 
         codec = make_codec(strategy.codec, strategy.stochastic_rounding, rank)
         if codec is not None:
             world.use_codec(codec)
-        model, batch = build(graph, seed), shard.batch
+        model, batch = build(graph, seed, dropout, layers), shard.batch
+        random, redraw_every = RandomStreams(world), strategy.redraw_every
         context = scheme.bind(model, shard, world, meter).context
         cache, rule = scheme._messages, scheme._rule
         optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
-        mask, test = (batch[name] & (batch.y >= 0) for name in ("train_mask", "test_mask"))
+        mask, val, test = (batch[f"{name}_mask"] & (batch.y >= 0) for name in ("train", "val", "test"))
+
+        @torch.no_grad()
+        def evaluate(chosen: Tensor) -> dict[str, int]:
+            context.begin_step()
+            model.eval()
+            out = model(batch.x, batch.edge_index)[chosen]
+            model.train()
+            return {"right": int((out.argmax(1) == batch.y[chosen]).sum()), "of": len(out)}
+
         with graph_in_use(context, this_thread_only=True):
             for epoch in range(epochs):
                 if isinstance(rule, AdaptiveThreshold) and epoch:
@@ -205,7 +257,8 @@ def train_in_process(graph: str, root: str, options: dict[str, Any], seed: int, 
                 elif isinstance(cache, StaleCache):
                     cache.epoch = epoch
                 context.begin_step()
-                with world.transport.encoding(epoch + 1 < epochs):
+                drawing = random.inside() if redraw_every == 1 else random.repeated(epoch // redraw_every)
+                with drawing, world.transport.encoding(epoch + 1 < epochs):
                     out = model(batch.x, batch.edge_index)[mask]
                     loss = F.cross_entropy(out, batch.y[mask], reduction="sum") / sum(shard.mask_counts["train_mask"])
                     optimizer.zero_grad()
@@ -223,10 +276,10 @@ def train_in_process(graph: str, root: str, options: dict[str, Any], seed: int, 
                 for grad, part in zip(grads, flat.split([grad.numel() for grad in grads])):
                     grad.copy_(part.view_as(grad))
                 optimizer.step()
-            with torch.no_grad():
-                context.begin_step()
-                out = model(batch.x, batch.edge_index)[test]
-                logged[epochs][rank] = {"right": int((out.argmax(1) == batch.y[test]).sum()), "of": len(out)}
+                if epoch % EVERY == 0:
+                    mine |= {f"val_{name}": value for name, value in evaluate(val).items()}
+                    meter.take()
+            logged[epochs][rank] = evaluate(test)
 
     for error in meeting.run(on_rank):
         if isinstance(error, BaseException):
@@ -235,6 +288,8 @@ def train_in_process(graph: str, root: str, options: dict[str, Any], seed: int, 
     for epoch in range(epochs):
         each = {"comm/halo_rows": total(epoch, "rows"), "comm/bytes_sent": total(epoch, "bytes")}
         each |= {"train_loss": total(epoch, "loss"), "train_acc": total(epoch, "right") / total(epoch, "of")}
+        if epoch % EVERY == 0:
+            each["val_acc"] = total(epoch, "val_right") / total(epoch, "val_of")
         each["cache/epsilon"] = total(epoch, "epsilon")
         for key in {name[0] for rank in logged[epoch] for name in rank if isinstance(name, tuple)}:
             each["comm/sent_fraction/" + "/".join(key)] = total(epoch, (key, "sent")) / max(
@@ -279,8 +334,15 @@ def single(graph: str, root: str, seed: int, epochs: int, parts: int) -> dict[st
     adjacency = csr_of(data)
     loader = [data] if parts == 1 else RandomNodeLoader(data, num_parts=parts, shuffle=True)
     torch.manual_seed(seed)
-    seconds = []
-    for _ in range(epochs):
+    seconds, logged = [], []
+
+    @torch.no_grad()
+    def accuracy(mask: Tensor) -> float:
+        use_csr(model, True)
+        right = model(data.x, adjacency).argmax(1) == data.y
+        return float(right[mask].float().mean())
+
+    for epoch in range(epochs):
         began = time.perf_counter()
         for batch in loader:
             use_csr(model, parts == 1)
@@ -290,7 +352,6 @@ def single(graph: str, root: str, seed: int, epochs: int, parts: int) -> dict[st
             F.cross_entropy(out[chosen], batch.y[chosen]).backward()
             optimizer.step()
         seconds.append(time.perf_counter() - began)
-    use_csr(model, True)
-    with torch.no_grad():
-        right = model(data.x, adjacency).argmax(1) == data.y
-    return {"test_acc": float(right[data.test_mask].float().mean()), "seconds": median(seconds[1:])}
+        logged.append({"val_acc": accuracy(data.val_mask & (data.y >= 0))} if epoch % EVERY == 0 else {})
+    test = accuracy(data.test_mask & (data.y >= 0))
+    return {"test_acc": test, "seconds": median(seconds[1:]), "epochs": logged}

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from dataclasses import asdict, dataclass
+from collections.abc import Collection
+from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
 import lightning.pytorch as pl
@@ -12,6 +13,7 @@ from typing_extensions import override
 from lightning_gnn.arguments import check_numbers, is_one_of, shown
 from lightning_gnn.callbacks.loggers import log_values
 from lightning_gnn.comm.cache import LargestChangesCache, MessageCache, Sent
+from lightning_gnn.comm.call import DIRECTIONS
 from lightning_gnn.comm.group import World
 
 
@@ -67,6 +69,9 @@ class AdaptiveThreshold:
         nu1, nu2: the largest and the smallest epsilon.
         xi: how far epsilon changes at most.
         lambda1, lambda2: its factors up and down.
+        factors: for messages whose threshold is not epsilon but so many times it (ours): by the name of a layer in the module,
+            ``"model.convs.1"``, by direction, ``"backward"``, or by both, ``"model.convs.1/backward"``; of several that name a
+            message, the product. 0 sends whatever has changed. With nu1 and nu2 at epsilon, all stay as they are.
 
     Attributes:
         mean: moving average of the accuracy, or of what stands for it; None before the first epoch.
@@ -85,14 +90,23 @@ class AdaptiveThreshold:
     xi: float = 0.01
     lambda1: float = 1.05
     lambda2: float = 0.9
+    factors: dict[str, float] = field(default_factory=dict)
     mean: float | None = None
     first: float | None = None
 
     def __post_init__(self) -> None:
         if self.rule is None or not is_one_of(self.rule, ("text", "printed")):
             raise ValueError(f"rule must be 'text' or 'printed' (got {shown(self.rule)}).")
-        numbers = {name: value for name, value in asdict(self).items() if name not in ("rule", "mean", "first")}
+        not_numbers = ("rule", "mean", "first", "factors")
+        numbers = {name: value for name, value in asdict(self).items() if name not in not_numbers}
         check_numbers(**numbers)
+        if not isinstance(self.factors, dict) or not all(isinstance(name, str) for name in self.factors):
+            raise ValueError(
+                f"factors must be a number by name, such as {{'backward': 4}} (got {shown(self.factors)})."
+            )
+        check_numbers(**{f"factors[{name!r}]": factor for name, factor in self.factors.items()})
+        if min(self.factors.values(), default=0) < 0:
+            raise ValueError(f"factors are at least 0 (got {shown(self.factors)}).")
         if not (0 <= self.nu2 <= self.epsilon <= self.nu1):
             raise ValueError(
                 f"epsilon must lie between nu2 and nu1 (got nu2={self.nu2}, epsilon={self.epsilon}, nu1={self.nu1})."
@@ -101,6 +115,17 @@ class AdaptiveThreshold:
             raise ValueError(
                 f"lambda1 is at least 1, lambda2 in (0, 1] (got lambda1={self.lambda1}, lambda2={self.lambda2})."
             )
+
+    def check_names(self, layers: Collection[str]) -> None:
+        """Raises ValueError for a factor that names neither one of the layers nor a direction."""
+        for name in self.factors:
+            layer, slash, direction = name.rpartition("/")
+            known = layer in layers and direction in DIRECTIONS if slash else name in (*layers, *DIRECTIONS)
+            if not known:
+                raise ValueError(
+                    f"factors has {name!r}, and no messages are called so. Layers are {', '.join(map(repr, layers))}; name one, "
+                    f"'forward' or 'backward', or both, as in '{next(iter(layers), 'convs.1')}/backward'."
+                )
 
     def update(self, accuracy: float) -> None:
         """Takes the accuracy of an epoch over the training nodes of all ranks."""
@@ -124,7 +149,8 @@ class AdaptiveThreshold:
 class CacheSchedule(pl.Callback):
     """Moves the threshold of a cache, or its share, and logs what it lets through.
 
-    Logged after each epoch: ``cache/epsilon``, the threshold, if there is one; ``comm/sent_fraction/LAYER/DIRECTION``, rows that
+    Logged after each epoch: ``cache/epsilon``, the threshold, if there is one, and if it has factors,
+    ``cache/epsilon/LAYER/DIRECTION``, those that were in use; ``comm/sent_fraction/LAYER/DIRECTION``, rows that
     were sent of those that an exact run sends, over all ranks.
 
     Args:
@@ -183,4 +209,6 @@ class CacheSchedule(pl.Callback):
         for (layer, direction), sent_rows in sorted(total.items()):  # none in an exact epoch
             fraction = sent_rows.rows / sent_rows.of if sent_rows.of else 1.0
             values[f"comm/sent_fraction/{layer}/{direction}"] = fraction
+            if self._cache.factors:
+                values[f"cache/epsilon/{layer}/{direction}"] = self._cache.threshold(layer, direction)
         log_values(trainer, values)

@@ -12,7 +12,7 @@ mirrors (S), and partial sums that mirrors send home (R); likewise their gradien
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -49,6 +49,7 @@ class MessageCache:
 
     Args:
         epsilon: a row is sent if an entry differs by more than this share of the largest entry that was sent before.
+        factors: by ``LAYER``, ``DIRECTION`` or ``LAYER/DIRECTION``: the threshold of a message is epsilon times all that name it.
         near: ranks on this one's machine to and from which all rows go as they are: what is saved there is less than what
             looking for it takes.
 
@@ -60,10 +61,15 @@ class MessageCache:
 
     guesses = False
 
-    def __init__(self, epsilon: float, near: Collection[int] = ()) -> None:
-        self.epsilon, self.near = epsilon, frozenset(near)
+    def __init__(self, epsilon: float, near: Collection[int] = (), factors: Mapping[str, float] | None = None) -> None:
+        self.epsilon, self.near, self.factors = epsilon, frozenset(near), factors or {}
         self.sent: dict[tuple[str, str], Sent] = {}
         self.loss: Tensor | None = None
+
+    def threshold(self, layer: str, direction: str) -> float:
+        """Returns epsilon of a layer's messages in a direction."""
+        names = layer, direction, f"{layer}/{direction}"
+        return self.epsilon * math.prod(self.factors.get(name, 1.0) for name in names)
 
     def active(self, change: Tensor, size: Tensor, call: Call) -> Tensor:
         """Returns which rows of a message to send, booleans ``[n]``; only their sender asks.
@@ -73,7 +79,7 @@ class MessageCache:
             size: the largest entry of each as it was sent, ``[n]``.
             call: which exchange of the step the message is part of.
         """
-        return change > self.epsilon * size
+        return change > self.threshold(call.layer, call.direction) * size
 
     def record(self, layer: str, direction: str, rows: int, of: int) -> None:
         """Adds to what is known of a layer's messages."""

@@ -127,11 +127,14 @@ class Exchange(ABC):
         present: which halo rows come in this step, bool ``[H]``; None for all. Layers leave the edges of the others out, whose
             rows are 0, and multiply the sums of those that come by `scale`.
         in_stages: sends more while it is waited for, so that no other exchange of the same call may be started before.
+        one_way: no gradients come back for rows that were read. What a layer makes of its input before it exchanges would learn
+            nothing of its readers, so layers exchange first.
     """
 
     present: Tensor | None = None
     scale = 1.0
     in_stages = False
+    one_way = False
 
     def __init__(self, num_owned: int, num_halo: int, world: World, meter: Meter, idle: bool = False) -> None:
         self.num_owned, self.num_halo, self.idle = num_owned, num_halo, idle

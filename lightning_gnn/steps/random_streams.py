@@ -52,6 +52,17 @@ class RandomStreams:
         finally:
             self._change(before)
 
+    @contextmanager
+    def repeated(self, number: int) -> Iterator[None]:
+        """As :meth:`inside`, but draws what follows from the seed and `number` alone; the rank's stream stays where it was."""
+        with self.inside():
+            before = random_states(self._device)
+            torch.manual_seed(int(np.random.SeedSequence([self.seed, number]).generate_state(1, np.uint64)[0]))
+            try:
+                yield
+            finally:
+                set_random_states(self._device, before)
+
     def _change(self, inside: bool) -> None:
         if inside != self._inside and self._other is not None:
             self._inside, state = inside, random_states(self._device)

@@ -35,6 +35,8 @@ class StepStrategy(RankStrategy):
     keep_memory: bool
     offload: bool
     predictions: Predictions
+    redraw_every = 1
+    """Epochs whose training steps draw the same random numbers; 1: each draws on from the rank's stream."""
     _checks: SelfChecks
 
     def __init__(self, *options: Any, **plugins: Any) -> None:
@@ -66,14 +68,14 @@ class StepStrategy(RankStrategy):
         counts = values.enter(batch, "train_mask")
         mask = counted_mask("train_mask", self.lightning_module)
         rows = self._checks.rows_of_loss(batch, mask, counts)
-        with self._drawing(), self._approximating(), self._offloading(batch):
+        with self._drawing_to_train(), self._approximating(), self._offloading(batch):
             output = super().training_step(batch, *args, **kwargs)
         if output is None and self._module.automatic_optimization:
             raise ValueError("training_step returned None. To skip a step on all ranks alike, return a loss times 0.")
         values.leave(output, trains=True)
         if rows is not None:
             again = super().training_step
-            with self._drawing(), self._approximating():
+            with self._drawing_to_train(), self._approximating():
                 rows.check(output, values.scale, lambda same: again(same, *args, **kwargs))
         return output
 
@@ -103,6 +105,12 @@ class StepStrategy(RankStrategy):
     def _drawing(self, step: bool = True) -> AbstractContextManager[None]:
         """While open, random numbers are those of a step, or those of a hook within one."""
         return nullcontext() if self.random is None else self.random.inside(step)
+
+    def _drawing_to_train(self) -> AbstractContextManager[None]:
+        """As :meth:`_drawing`, but what is drawn is the same for :attr:`redraw_every` epochs."""
+        if self.random is None or self.redraw_every == 1:
+            return self._drawing()
+        return self.random.repeated(self._module.trainer.current_epoch // self.redraw_every)
 
     def _begin_step(self, stage: str) -> StepValues:
         assert self._values is not None

@@ -16,10 +16,12 @@ import lightning.pytorch as pl
 import numpy as np
 import torch
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
+from torch_geometric.nn import MessagePassing
 from typing_extensions import override
 
 from lightning_gnn.arguments import check_flags, check_numbers, check_whole, check_words, is_one_of, shown
 from lightning_gnn.callbacks.cache import AdaptiveThreshold, CacheSchedule, LargestChanges
+from lightning_gnn.callbacks.loaded_edges import LoadedEdges
 from lightning_gnn.comm.cache import LargestChangesCache, MessageCache
 from lightning_gnn.comm.codec import CodecName
 from lightning_gnn.comm.detect import hosts_of
@@ -28,12 +30,14 @@ from lightning_gnn.comm.group import World
 from lightning_gnn.comm.matrix import MakeExchange, send_directly, spread_edges
 from lightning_gnn.comm.traffic import Meter
 from lightning_gnn.data.shards import Shard
-from lightning_gnn.partition.layout import Groups, LayoutSpec
+from lightning_gnn.nn.bind import Binding
+from lightning_gnn.partition.layout import LayoutSpec, by_machine
+from lightning_gnn.partition.types import Types
 from lightning_gnn.partition.vertex_cut import METHODS
 from lightning_gnn.strategies.base import GNNStrategy
 from lightning_gnn.strategies.scheme import Scheme
 
-EdgeMethod = Literal["ebv", "hdrf", "dbh", "random", "grid", "ne"]
+EdgeMethod = Literal["ebv", "hdrf", "dbh", "random", "grid", "ne", "dne"]
 
 
 class VertexCutScheme(Scheme):
@@ -57,6 +61,7 @@ class VertexCutScheme(Scheme):
         self._rule: AdaptiveThreshold | LargestChanges | None = None
         self._messages: MessageCache | None = None
         self._world: World | None = None
+        self._loaded: LoadedEdges | None = None
 
     @override
     def layout(self, world_size: int, num_hosts: int = 1) -> LayoutSpec:
@@ -67,9 +72,7 @@ class VertexCutScheme(Scheme):
                 f"hosts={hosts} machines do not hold equally many of {world_size} ranks. Legal here: "
                 f"{', '.join(map(str, legal))}."
             )
-        groups: Groups | None = None
-        if hosts > 1:
-            groups = tuple(map(tuple, np.arange(world_size).reshape(hosts, -1).tolist()))
+        groups = by_machine(world_size, hosts)
         weight = self.host_weight if groups else 0.0
         return LayoutSpec("vertex_cut", world_size, groups, self.partition, host_weight=weight)
 
@@ -92,8 +95,14 @@ class VertexCutScheme(Scheme):
         return exchange
 
     @override
+    def bind(self, module: torch.nn.Module, shard: Shard, world: World, meter: Meter) -> Binding:
+        binding = super().bind(module, shard, world, meter)
+        self._loaded = LoadedEdges(binding.context, shard.edge_counts)
+        return binding
+
+    @override
     def unbind(self) -> None:
-        self._messages = self._world = None
+        self._messages = self._world = self._loaded = None
 
     def _near(self, world: World) -> Sequence[int]:
         """Returns the ranks to and from which rows go as they are: those of this machine, unless told otherwise."""
@@ -111,7 +120,9 @@ class VertexCutScheme(Scheme):
         cache: Any = self.cache
         if isinstance(cache, LargestChanges):
             return LargestChangesCache(cache.share, near)
-        return MessageCache(cache if isinstance(cache, float) else cache.epsilon, near)
+        if isinstance(cache, float):
+            return MessageCache(cache, near)
+        return MessageCache(cache.epsilon, near, cache.factors)
 
     @override
     def take_loss(self, part: torch.Tensor) -> None:
@@ -121,9 +132,10 @@ class VertexCutScheme(Scheme):
 
     @override
     def callbacks(self, world: World) -> Sequence[pl.Callback]:
-        if self._messages is None:
-            return ()
-        return [CacheSchedule(self._messages, self._rule, self.monitor, world)]
+        found: list[pl.Callback] = [] if self._loaded is None else [self._loaded]
+        if self._messages is not None:
+            found.append(CacheSchedule(self._messages, self._rule, self.monitor, world))
+        return found
 
     @override
     def state_dict(self) -> dict[str, Any]:
@@ -146,7 +158,7 @@ class VertexCutStrategy(GNNStrategy):
 
     Args:
         partition: who computes which edge: ``"ne"`` has the fewest replicas, rows balanced within 15 %; ``"ebv"``, CDFGNN's,
-            balances them best and cuts fastest; ``"hdrf"``, ``"dbh"``, ``"grid"``, ``"random"`` to compare with.
+            balances them best and cuts fastest; ``"dne"``, ``"hdrf"``, ``"dbh"``, ``"grid"``, ``"random"`` to compare with.
         hosts: machines, of equally many ranks each, between which ``"ebv"`` avoids replicas, and masters are chosen; by default
             the Trainer's ``num_nodes``.
         host_weight: gamma of equation 24: what a replica on another machine costs against one in the same, 0 to 1.
@@ -162,14 +174,19 @@ class VertexCutStrategy(GNNStrategy):
         keep_constant: see :class:`~lightning_gnn.strategies.dgcl.DGCLStrategy`.
         cache_within_hosts: with a `cache`, cache and encode what ranks of one machine send each other, too. By default that goes
             as it is, exactly: through shared memory, to look for what to leave out takes longer than to send it.
+        redraw_every: with a `cache`, epochs whose training steps draw the same random numbers, so that dropout's masks stay and
+            rows change as weights do; else dropout changes nearly all rows in each epoch, and a cache sends them. An
+            approximation of its own: training averages over fewer masks (docs/vertex-cut.md). 1 draws anew in each epoch.
         **options: see :class:`~lightning_gnn.strategies.base.GNNStrategy`.
 
     Raises:
-        ValueError: an unknown partitioner, a threshold or weight out of range; once the number of ranks is known, hosts that do
-            not divide it.
+        ValueError: an unknown partitioner, a threshold, weight or number of epochs out of range; once the number of ranks is
+            known, hosts that do not divide it; once the model is, factors of an
+            :class:`~lightning_gnn.callbacks.cache.AdaptiveThreshold` for layers that it does not have.
     """
 
     strategy_name = "vertex_cut"
+    scheme: VertexCutScheme
 
     @classmethod
     @override
@@ -187,12 +204,14 @@ class VertexCutStrategy(GNNStrategy):
         monitor: str | None = None,
         keep_constant: bool = True,
         cache_within_hosts: bool = False,
+        redraw_every: int = 1,
         **options: Any,
     ) -> None:
         if partition is None or not is_one_of(partition, METHODS):
             raise ValueError(f"partition must be one of {', '.join(map(repr, METHODS))} (got {shown(partition)}).")
         if hosts is not None:
             check_whole(hosts=hosts)
+        check_whole(redraw_every=redraw_every)
         check_numbers(host_weight=host_weight)
         if monitor is not None:
             check_words(monitor=monitor)
@@ -210,6 +229,13 @@ class VertexCutStrategy(GNNStrategy):
         elif not isinstance(cache, (AdaptiveThreshold, LargestChanges, NoneType)):
             what = "'adaptive', 'largest', a threshold of at least 0, or None"
             raise ValueError(f"cache must be {what} (got {shown(cache)}).")
+        if redraw_every < 1:
+            raise ValueError(f"redraw_every is a number of epochs, at least 1 (got {redraw_every}).")
+        if redraw_every > 1 and cache is None:
+            raise ValueError(
+                f"redraw_every={redraw_every} keeps dropout's masks so that a cache finds rows that have hardly changed, and "
+                'there is none: add cache="adaptive", or leave redraw_every out.'
+            )
         if cache is not None and options.get("recompute") is True:
             raise ValueError(
                 "recompute=True fetches rows again in the backward, and a cache would send other ones than in the forward. Use "
@@ -217,6 +243,20 @@ class VertexCutStrategy(GNNStrategy):
             )
         scheme = VertexCutScheme(partition, hosts, host_weight, cache, monitor, keep_constant, cache_within_hosts)
         super().__init__(scheme, **options)
+        self.redraw_every = redraw_every
+
+    @override
+    def check_model(self, module: torch.nn.Module, types: Types) -> None:
+        super().check_model(module, types)
+        if isinstance(self.scheme.cache, AdaptiveThreshold):
+            layers = [name for name, child in module.named_modules() if isinstance(child, MessagePassing)]
+            self.scheme.cache.check_names([*layers, "expand", "reduce"])
+
+    @property
+    @override
+    def approximation(self) -> str:
+        drawn = f"random numbers drawn every {self.redraw_every} epochs" if self.redraw_every > 1 else ""
+        return ", ".join(filter(None, [super().approximation, drawn]))
 
 
 class CachedVertexCutStrategy(VertexCutStrategy):

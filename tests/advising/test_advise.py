@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import threading
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -11,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from common import CLASSES, assert_same, awkward_graph, build, campaign, examples, quiet_trainer, single, train
+from common import CLASSES, OwnConv, assert_same, awkward_graph, build, campaign, examples, quiet_trainer, single, train
 from hypothesis import given
 from hypothesis import strategies as st
 from lightning.pytorch.strategies import StrategyRegistry
@@ -68,6 +69,34 @@ def test_a_rehearsal_sends_what_training_sends(ranks, world_size, model):
     gradients = sum(parameter.nbytes for parameter in module.parameters()) * (world_size - 1) * world_size
     for candidate, expected in zip(exact, ranks.run(world_size, logged, exact, model)[0], strict=True):
         assert sum(rehearsed(candidate, world_size, module).bytes_sent) - gradients == expected, str(candidate)
+
+
+class Counting(OwnConv):
+    """Notes how many edges it computes, by the thread that stands for a rank."""
+
+    def message(self, x_i: torch.Tensor, x_j: torch.Tensor) -> torch.Tensor:
+        SEEN.setdefault(threading.current_thread().name, set()).add(len(x_j))
+        return super().message(x_i, x_j)
+
+
+SEEN: dict[str, set[int]] = {}
+
+
+@pytest.mark.parametrize("model", ["own_sum", *campaign("gat_edges")])
+def test_a_vertex_cut_of_layers_that_compute_loaded_edges(ranks, model):
+    """They are rehearsed as they train: with the edges that each rank loads, and the rows that these read."""
+    [plain] = [each for each in tried(3) if str(each) == "vertex_cut"]
+    module = classifier(model)
+    SEEN.clear()
+    if model == "own_sum":
+        module.model.second = Counting(8, CLASSES, "sum").double()
+    found = rehearsed(plain, 3, module)
+    gradients = 2 * 3 * sum(parameter.nbytes for parameter in module.parameters())
+    assert sum(found.bytes_sent) - gradients == ranks.run(3, logged, [plain], model)[0][0]
+    data = GraphDataModule(awkward_graph())
+    data.prepare_for(plain.strategy().scheme.layout(3))
+    loaded = data.stored_cut().shard(0).edge_counts
+    assert model != "own_sum" or {f"rank {rank}": {count} for rank, count in enumerate(loaded)} == SEEN
 
 
 def test_a_rehearsal_changes_nothing_and_counts_what_is_kept():
@@ -211,7 +240,8 @@ def test_links_decide():
     exact = [each for each in tried(4) if each.exact]
     found = advise_on(Machine(uniform(4, 1e-5), latency=0.0), module, data, only=exact, overhead=0.0)
     sizes = [each.bytes_sent or 0 for each in found]
-    assert sizes[0] <= (1 + CLOSE) * min(sizes) and sizes[-1] == max(sizes)
+    assert sizes[0] <= (1 + CLOSE) * min(sizes)
+    assert sorted(sizes)[-2:] == sorted(sizes[-2:])  # 1D and 1.5D in whole blocks, between which a millisecond decides
     assert found[0].exchange_seconds > 0.9 * found[0].seconds and "% of the time" in found[0].why
 
 

@@ -273,6 +273,48 @@ def test_threshold_by_the_loss():
     assert nothing.epsilon < 0.01
 
 
+def held_after(values: list[float], epsilon: float) -> list[float]:
+    """Returns what a receiver holds after each of growing values, of which those are sent that differ by more than epsilon."""
+    held = [values[0]]
+    for value in values[1:]:
+        held.append(value if value - held[-1] > epsilon * held[-1] else held[-1])
+    return held
+
+
+def test_factors_of_messages_multiply():
+    """By hand: a row passes that has grown by more than epsilon times the factors of all names of its message."""
+    factors = {"a": 2.0, "backward": 4.0, "b/forward": 0.0}
+    epsilons = {("a", "forward"): 0.2, ("a", "backward"): 0.8, ("b", "forward"): 0.0, ("b", "backward"): 0.4}
+    sizes = [1.01**step for step in range(90)]
+
+    def work(exchange: Any, own: slice, halo: np.ndarray, cache: MessageCache) -> Any:
+        x = torch.ones(NODES, WIDTH, dtype=torch.float64)
+        for size in sizes:
+            exchange.world.begin_step(Step())
+            for layer in ("a", "b"):
+                pair(exchange, size * x[own].contiguous(), layer)
+        return cache.take()
+
+    for sent in on_ranks(2, 5, work, lambda: MessageCache(0.1, factors=factors)):
+        for layer in ("a", "b"):
+            there = held_after(sizes, epsilons[layer, "forward"])
+            home = held_after(there, epsilons[layer, "backward"])  # what comes home is twice what has come
+            for direction, held in (("forward", there), ("backward", home)):
+                found = sent[layer, direction]
+                assert found.of and found.rows * len(sizes) == len({*held}) * found.of, (layer, direction)
+
+
+def test_factors_that_name_nothing():
+    split = AdaptiveThreshold(factors={"convs.1": 2, "backward": 0.5, "convs.0/forward": 0})
+    split.check_names(["convs.0", "convs.1"])
+    for wrong in ("convs.2", "convs.1/up", "convs.2/forward", "forwards", ""):
+        with pytest.raises(ValueError, match=rf"factors has '{wrong}'.* Layers are 'convs.0', 'convs.1'"):
+            AdaptiveThreshold(factors={wrong: 2.0}).check_names(["convs.0", "convs.1"])
+    for wrong_factors in ({"backward": -1}, {"backward": "2"}, {"backward": math.nan}, {1: 2}, 3):
+        with pytest.raises(ValueError, match="factors"):
+            AdaptiveThreshold(factors=wrong_factors)  # type: ignore[arg-type]
+
+
 def test_threshold_refuses_what_it_cannot_follow():
     with pytest.raises(ValueError, match="rule must be"):
         AdaptiveThreshold(rule="equation")  # type: ignore[arg-type]

@@ -24,8 +24,11 @@ from common import (
     train,
 )
 from torch_geometric.data import Data
+from torch_geometric.datasets import Planetoid
 from torch_geometric.nn import GATConv, GCNConv
+from torch_geometric.nn.models import GCN
 
+import lightning_gnn.callbacks.loaded_edges
 import lightning_gnn.comm.matrix
 from lightning_gnn import (
     AdaptiveThreshold,
@@ -156,6 +159,40 @@ def test_ranks_compute_the_edges_that_they_were_given(monkeypatch, method):
             }
             assert meter.by_layer["0", direction].to == {peer: 4 * width * count for peer, count in rows.items()}
     assert max(computed) <= 1.05 * np.mean(computed) and of_dgcl > 1.9
+
+
+def told_of_loaded_edges(rank: int, world_size: int, models: list[str]) -> list[Any]:
+    """Returns what each run has said of loaded edges, and how many each rank loads."""
+    found = []
+    for model in models:
+        said: list[str] = []
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(lightning_gnn.callbacks.loaded_edges, "rank_zero_info", said.append)
+            trainer = quiet_trainer(VertexCutStrategy(timeout=60, self_check=False), world_size)
+            module = NodeClassifier(build(model), num_classes=CLASSES).double()
+            data = GraphDataModule(awkward_graph())
+            trainer.fit(module, datamodule=data)
+        found.append((said, data.shard.edge_counts))
+    return found
+
+
+def test_layers_that_compute_loaded_edges_are_named_once(ranks):
+    layers = {
+        "gcn": [],
+        "gat": [],
+        "gat_edges": ["model.convs.0", "model.convs.1"],
+        "own": ["model.first", "model.second"],
+    }
+    for found in ranks.run(2, told_of_loaded_edges, [*layers]):
+        for names, (said, edge_counts) in zip(layers.values(), found):
+            assert len(said) == bool(names)
+            most = max(edge_counts)
+            for message in said:
+                assert f"are computed by {', '.join(map(repr, names))}: " in message
+                assert (
+                    f"Rank {edge_counts.index(most)} loads most, {most}, {2 * most / sum(edge_counts):.2f} times the average"
+                    in message
+                )
 
 
 # Cache ########################################################################
@@ -318,6 +355,103 @@ def test_resume_takes_the_threshold_up_and_starts_exactly(ranks, tmp_path):
         assert after[0]["comm/sent_fraction/model.convs.1/forward"] == 1
 
 
+class Draws(Watch):
+    """Beside what is logged: which entries dropout was given and has kept, by epoch, and what hooks and validation draw."""
+
+    def __init__(self, save: str | None = None) -> None:
+        super().__init__(save)
+        self.masks: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self.of_steps: list[float] = []
+        self.of_hooks: list[float] = []
+        self.of_validation: list[float] = []
+
+    def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        pl_module.model.dropout.register_forward_hook(self.look)
+
+    def on_train_epoch_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        super().on_train_epoch_start(trainer, pl_module)
+        self.of_hooks.append(float(torch.rand(())))
+
+    def look(self, module: torch.nn.Module, given: Any, out: torch.Tensor) -> None:
+        if module.training:
+            self.masks.append((given[0] != 0, out != 0))
+            self.of_steps.append(float(torch.rand(())))
+        else:
+            self.of_validation.append(float(torch.rand(())))
+
+
+def same_masks(one: tuple[torch.Tensor, torch.Tensor], other: tuple[torch.Tensor, torch.Tensor]) -> bool:
+    """Returns whether two masks agree where both have something to keep."""
+    both = one[0] & other[0]
+    assert both.sum() > 100
+    return torch.equal(one[1][both], other[1][both])
+
+
+def with_dropout(rank: int, world_size: int, root: Any, folder: Any) -> list[dict[str, Any]]:
+    """Trains on Cora with masks that are drawn in each epoch, in every third, and so where that run goes on from a checkpoint."""
+    graph, path = Planetoid(root / "planetoid", "Cora")[0], str(folder / "within.ckpt")
+
+    def run(redraw_every: int, resumes: bool = False) -> dict[str, Any]:
+        torch.manual_seed(5 if resumes else 1)  # the seed of what is gone on with holds
+        watch = Draws(None if resumes else path)
+        strategy = VertexCutStrategy(
+            cache=0.1, cache_within_hosts=True, timeout=60, self_check=False, redraw_every=redraw_every
+        )
+        trainer = quiet_trainer(strategy, world_size, max_epochs=10, callbacks=[watch], num_sanity_val_steps=0)
+        module = NodeClassifier(GCN(1433, 8, 2, 7, dropout=0.5), lr=0.001)
+        trainer.fit(module, datamodule=GraphDataModule(graph), ckpt_path=path if resumes else None)
+        return {name: getattr(watch, name) for name in ("epochs", "masks", "of_steps", "of_hooks", "of_validation")}
+
+    return [run(1), run(3), run(3, True)]
+
+
+def test_masks_of_dropout_stay_for_some_epochs(ranks, shared, tmp_path):
+    """So long, rows differ by weights only, and far fewer are sent; nothing else that is drawn is other than before."""
+    Planetoid(shared / "planetoid", "Cora")  # processed once
+    found = ranks.run(2, with_dropout, shared, tmp_path)
+    for anew, kept, resumed in found:
+        for run, period in ((anew, 1), (kept, 3)):
+            for epoch, (before, after) in enumerate(pairwise(run["masks"]), 1):
+                assert same_masks(before, after) == (epoch % period != 0)
+                assert (run["of_steps"][epoch - 1] == run["of_steps"][epoch]) == (epoch % period != 0)
+            assert len({*run["of_validation"]}) == 10
+        assert kept["of_hooks"] == anew["of_hooks"]
+        assert len(resumed["masks"]) == 6 and all(map(same_masks, kept["masks"][4:], resumed["masks"]))
+    (anew, kept, _), (_, of_other, _) = found
+    assert kept["masks"][0][0].shape != of_other["masks"][0][0].shape or not same_masks(
+        kept["masks"][0], of_other["masks"][0]
+    )  # each rank has its own
+    sent, sent_anew = (
+        [each["comm/sent_fraction/model.convs.1/forward"] for each in run["epochs"]] for run in (kept, anew)
+    )
+    assert min(sent_anew) > 0.9 and sent[3] > 0.9 and sent[6] > 0.9  # new masks
+    assert all(sent[epoch] < 0.9 for epoch in (1, 2, 4, 5, 7, 8)) and sum(sent) < 0.8 * sum(sent_anew)
+
+
+def split_thresholds(rank: int, world_size: int) -> Any:
+    """Returns the epochs under thresholds of several kinds, and what is said of a layer that is not there."""
+    found = []
+    for factors in ({"model.convs.1": 30.0, "backward": 0.0}, {"model.conv.1": 3.0}):
+        cache = AdaptiveThreshold(epsilon=0.1, factors=factors)
+        strategy = CachedVertexCutStrategy(cache, None, cache_within_hosts=True, timeout=60, self_check=False)
+        try:
+            found.append(fit(world_size, strategy, 6)[0].epochs)
+        except ValueError as error:
+            found.append(str(error))
+    return found
+
+
+def test_thresholds_by_layer_and_direction(ranks):
+    for epochs, said in ranks.run(2, split_thresholds):
+        for each in epochs[1:]:
+            for direction, factor in (("forward", 30.0), ("backward", 0.0)):
+                assert each[f"cache/epsilon/model.convs.1/{direction}"] == factor * each["cache/epsilon"]
+        middle = epochs[1:-1]
+        assert all(each["comm/sent_fraction/model.convs.1/forward"] < 0.5 for each in middle)
+        assert all(each["comm/sent_fraction/model.convs.1/backward"] > 0.5 for each in middle)
+        assert "factors has 'model.conv.1'" in said and "'model.convs.0', 'model.convs.1'" in said
+
+
 class NoAccuracy(NodeClassifier):
     def log(self, name: str, *args: Any, **kwargs: Any) -> None:
         if name != "train_acc":
@@ -401,6 +535,9 @@ def test_nan_stops_the_run_with_the_layers_name(ranks):
         ({"hosts": 0}, "hosts is a number of machines"),
         ({"host_weight": 2}, "host_weight lies between 0 and 1"),
         ({"codec": "int7"}, "codec must be one of 'int8'"),
+        ({"cache": "adaptive", "redraw_every": 0}, "redraw_every is a number of epochs, at least 1"),
+        ({"cache": "adaptive", "redraw_every": 1.5}, "redraw_every must be a whole number"),
+        ({"redraw_every": 5}, "redraw_every=5 keeps dropout's masks .* and there is none"),
     ],
 )
 def test_refused_at_once(options, message):
