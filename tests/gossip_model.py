@@ -58,6 +58,7 @@ class Case:
         interval: batches between meetings; 0 for none.
         late: any wait may end before the partner comes.
         mortal: workers of which one may die, at any time.
+        returns: the one that has died may be started again, once, at any time.
     """
 
     workers: int
@@ -67,12 +68,17 @@ class Case:
     rule: Rule = "any"
     late: bool = False
     mortal: tuple[int, ...] = ()
+    returns: bool = False
 
 
 def worker(pairing: Pairing, case: Case) -> Generator[Any, Any, None]:
     """What a worker of a run does, as the strategy has it: see lightning_gnn/strategies/gossip.py."""
     me, pool = pairing.me, Pool(case.size, case.size * case.epochs)
     batches = 0
+    if pairing.life:
+        if case.epochs:
+            yield from pool.give_back_all(me)
+        yield from pairing.enter()
     while True:
         item = (yield from pool.take(me)) if case.epochs else (batches if batches < case.size else None)
         if item is None:
@@ -111,10 +117,10 @@ class Program:
         self._me, self._case = me, case
         self._numbers: dict[Any, int] = {}
         self.came_by: list[tuple[int, Any] | None] = []
-        self._answers: list[tuple[Any, ...]] = []  # that have led there
+        self._answers: list[tuple[Any, ...]] = []  # the life, and what has led there
         self._next: dict[tuple[int, Any], int] = {}
         self.pending: list[Any] = []
-        self.first = self._state(())
+        self.first, self.first_again = (self._state((life,)) for life in range(2))
 
     def after(self, state: int, value: Any) -> int:
         """Returns the state after an answer."""
@@ -123,9 +129,12 @@ class Program:
             found = self._next[state, value] = self._state((*self._answers[state], value), (state, value))
         return found
 
-    def _state(self, answers: tuple[Any, ...], came_by: tuple[int, Any] | None = None) -> int:
-        pairing = Pairing(self._me, self._case.workers, self._case.rule)
-        carry_out(pairing.enter(), lambda operation: True)
+    def _state(self, lived: tuple[Any, ...], came_by: tuple[int, Any] | None = None) -> int:
+        life, *answers = lived
+        pairing = Pairing(self._me, self._case.workers, self._case.rule, life)
+        if not life:
+            store = InProcess()
+            carry_out(pairing.enter(), lambda operation: answer(store, operation))
         first = worker(pairing, self._case)
         frames: list[Any] = []
         try:
@@ -139,11 +148,11 @@ class Program:
                 steps = steps.gi_yieldfrom
         except StopIteration:
             pending = None
-        where = tuple(frames), pending
+        where = life, tuple(frames), pending
         if where not in self._numbers:
             self._numbers[where] = len(self.pending)
             self.pending.append(pending)
-            self._answers.append(answers)
+            self._answers.append(lived)
             self.came_by.append(came_by)
         return self._numbers[where]
 
@@ -153,7 +162,7 @@ class Model:
     """All workers, the store, and what has happened.
 
     Moves are ``(worker, answer)``; ``(worker, "meets")`` is an exchange with the one that awaits it, ``(worker, "dies")``
-    its end.
+    its end, ``(worker, "returns")`` the beginning of its other life.
     """
 
     case: Case
@@ -161,6 +170,7 @@ class Model:
     trained: list[tuple[int, int]] = field(default_factory=list)  # item, worker
     met: list[tuple[int, int, int]] = field(default_factory=list)  # meeting, who chose, who was chosen
     dead: int | None = None
+    returned: int | None = None
 
     def __post_init__(self) -> None:
         everyone = range(self.case.workers)
@@ -188,6 +198,8 @@ class Model:
     def moves(self) -> list[tuple[int, Any]]:
         """Returns what may happen next; of moves that come to the same in every order, one order only."""
         found: list[tuple[int, Any]] = []
+        if self.dead is not None and self.case.returns:
+            found.append((self.dead, "returns"))
         for me in range(self.case.workers):
             pending = self.pending(me)
             if pending is None:
@@ -201,15 +213,15 @@ class Model:
         return found
 
     def _may_die(self, me: int) -> bool:
-        return self.dead is None and me in self.case.mortal
+        return self.dead is None and self.returned is None and me in self.case.mortal
 
     def _concerns_only(self, me: int, pending: Any) -> bool:
         """Returns whether an operation comes to the same before and after any move of another, and its end."""
         if isinstance(pending, IsAlive):
-            return not self._may_die(pending.worker)
+            return not self._may_die(pending.worker) and not (pending.worker == self.dead and self.case.returns)
         if isinstance(pending, Train):
             return not self._may_die(me)
-        if isinstance(pending, (Get, Swap)) and self.store.get(pending.key) == "left":
+        if isinstance(pending, (Get, Swap)) and self.store.get(pending.key) == "left" and not self.case.returns:
             return True  # that stays for ever
         return isinstance(pending, (Notify, Notified, Pick)) or _is_new_meeting(pending)
 
@@ -222,7 +234,8 @@ class Model:
             return (True, False) if pending.worker == self.dead else (True,)
         if isinstance(pending, (Await, Visit)):
             partner = self.pending(pending.partner)
-            late = self.case.late or pending.partner == self.dead
+            # In its other life, a worker may be met for, or visit for, a meeting that is over.
+            late = self.case.late or pending.partner == self.dead or self.returned in (me, pending.partner)
             meets = isinstance(pending, Visit) and self._awaits(partner, me, pending.meeting)
             return (["meets"] if meets else []) + ([False] if late else [])
         if isinstance(pending, Rest):
@@ -236,10 +249,13 @@ class Model:
     def move(self, me: int, what: Any) -> None:
         """Lets one of :meth:`moves` happen."""
         operation = self.pending(me)
-        if what == "dies" or isinstance(operation, (Add, Swap, Train, Await, Visit)):
+        looks = isinstance(operation, Add) and operation.amount == 0
+        if what in ("dies", "returns") or (isinstance(operation, (Add, Swap, Train, Await, Visit)) and not looks):
             self.rested = [other == me and rested for other, rested in enumerate(self.rested)]
         if what == "dies":
             self.dead = me
+        elif what == "returns":
+            self.dead, self.returned, self.at[me] = None, me, self.programs[me].first_again
         elif what == "meets":
             self.met.append((operation.meeting, operation.partner, me))
             self._send(operation.partner, True)
@@ -271,13 +287,14 @@ class Model:
             None if self.pending(me) is None else (self.at[me], self.rested[me], self.chose[me])
             for me in range(self.case.workers)
         ]
-        return tuple(where), self.dead, frozenset(self.store.values.items()), frozenset(self.trained)
+        dead = self.dead, self.returned
+        return tuple(where), dead, frozenset(self.store.values.items()), frozenset(self.trained)
 
     def kinds(self) -> list[Any]:
         """Returns of each worker something that does not depend on who is called what."""
         return [
             (
-                me == self.dead,
+                (me == self.dead, me == self.returned),
                 type(self.pending(me)).__name__,
                 self.chose[me],
                 self.store.get(f"worker/{me}").split()[:1],
@@ -307,8 +324,9 @@ class Model:
         assert not stuck, f"deadlock: {stuck}"
         if not self.case.epochs:
             return
-        items = [item for item, me in self.trained if me != self.dead]
-        if self.dead is None:
+        lost = self.dead if self.returned is None else self.returned
+        items = [item for item, me in self.trained if me != lost]
+        if lost is None:
             assert sorted(items) == list(range(self.case.size * self.case.epochs))
         else:
             assert len(set(items)) == len(items)
@@ -326,7 +344,8 @@ class Renaming:
     def __init__(self, programs: list[Program], to: tuple[int, ...]) -> None:
         self._programs, self.to = programs, to
         self._states: list[dict[int, int]] = [
-            {program.first: programs[new].first} for program, new in zip(programs, to, strict=True)
+            {program.first: programs[new].first, program.first_again: programs[new].first_again}
+            for program, new in zip(programs, to, strict=True)
         ]
         self._texts: dict[tuple[str, Any], tuple[str, Any]] = {}
 
@@ -336,11 +355,11 @@ class Renaming:
         for me, new in enumerate(self.to):
             if model.pending(me) is not None:
                 where[new] = self._at(me, model.at[me]), model.rested[me], model.chose[me]
-        dead = None if model.dead is None else self.to[model.dead]
+        lost = [-1 if each is None else self.to[each] for each in (model.dead, model.returned)]
         store = frozenset(self._entry(key, value) for key, value in model.store.values.items())
         return (
             tuple(where),
-            -1 if dead is None else dead,
+            tuple(lost),
             store,
             frozenset((item, self.to[me]) for item, me in model.trained),
         )

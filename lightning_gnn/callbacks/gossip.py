@@ -11,6 +11,7 @@ from rich.table import Table
 from typing_extensions import override
 
 from lightning_gnn.callbacks.loggers import log_values
+from lightning_gnn.comm.history import HistoryExchange
 from lightning_gnn.console import text_console
 from lightning_gnn.gossip.worker import Counts, Worker
 
@@ -19,13 +20,15 @@ class GossipMetrics(pl.Callback):
     """Shows how far all workers together are, and logs after each epoch of rank 0 what each had done when it ended an epoch last.
 
     On the progress bar: ``pool``, see :func:`progress`. To the loggers, by worker: ``gossip/batches/R``, ``gossip/averages/R``,
-    ``gossip/waited/R`` (seconds of waiting for partners); and ``gossip/staleness``: the most batches of a worker less the fewest;
-    ``gossip/consensus``: how far their parameters were from each other, see
-    :meth:`~lightning_gnn.gossip.worker.Worker.consensus`.
+    ``gossip/waited/R`` (seconds of waiting for partners), ``gossip/sent/R`` (bytes of averages); and ``gossip/staleness``: the
+    most batches of a worker less the fewest; ``gossip/consensus``: how far their parameters were from each other, see
+    :meth:`~lightning_gnn.gossip.worker.Worker.consensus`. With a history, of the halo rows that rank 0 has read in
+    the epoch: ``gossip/halo_age``, how many epochs ago they had been computed in the mean, and ``gossip/halo_unknown``, the share
+    of those that had not been computed before.
     """
 
-    def __init__(self, worker: Worker) -> None:
-        self._worker = worker
+    def __init__(self, worker: Worker, history: HistoryExchange | None = None) -> None:
+        self._worker, self._history = worker, history
 
     @override
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -55,7 +58,11 @@ class GossipMetrics(pl.Callback):
             "gossip/consensus": self._worker.consensus(counts_of),
         }
         for worker, counts in counts_of.items():
-            values |= {f"gossip/{name}/{worker}": getattr(counts, name) for name in ("batches", "averages", "waited")}
+            names = ("batches", "averages", "waited", "sent")
+            values |= {f"gossip/{name}/{worker}": getattr(counts, name) for name in names}
+        if self._history is not None:
+            age, values["gossip/halo_unknown"] = self._history.take_ages()
+            values["gossip/halo_age"] = age / self._worker.pool.size
         log_values(trainer, values)
 
 
@@ -78,7 +85,9 @@ def show(counts_of: Mapping[int, Counts], lost: Sequence[int], undone: int, cons
     columns = ("batches", "averages", "waits", "in vain", "waited, s", "idle, %", "taken over")
     found = Table("worker", *columns, title=title)
     for worker in sorted({*counts_of, *lost}):
-        name, counts = f"{worker}{' (lost)' if worker in lost else ''}", counts_of.get(worker)
+        counts = counts_of.get(worker)
+        returned = " (started again)" if counts is not None and counts.lives else ""
+        name = f"{worker}{' (lost)' if worker in lost else returned}"
         if counts is None:  # before its first epoch had ended
             found.add_row(name, *["-"] * len(columns))
             continue

@@ -55,6 +55,29 @@ def num_ranks() -> int:
     return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
 
 
+def next_store(rank: int, size: int, timeout: timedelta) -> dist.Store:
+    """Returns the store by which the next process group of these ranks is made; all call it equally often.
+
+    A rank that takes the place of a lost one calls it for the group that the others have made already.
+
+    Raises:
+        RuntimeError: the ranks cannot meet in time.
+    """
+    key = (os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"], size)
+    if key not in _stores:
+        try:
+            _stores[key] = meeting_store(rank, size, timeout)
+        except Exception as error:
+            raise RuntimeError(
+                f"Rank {rank} of {size} could not meet the others at {key[0]}:{key[1]} within "
+                f"{timeout.total_seconds():.0f} s. Are all ranks started, with the same MASTER_ADDR and MASTER_PORT?"
+            ) from error
+    _groups_made[key] += 1
+    # torchrun keeps its store when it starts the ranks again, and with it the addresses of the ranks that ended.
+    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    return dist.PrefixStore(f"lightning_gnn/{attempt}/{_groups_made[key]}", _stores[key])
+
+
 def wait_for_all(rank: int, size: int, timeout: timedelta) -> None:
     """Returns when all ranks have called it, where no process group is there any more: ranks of this process's last run.
 
@@ -218,21 +241,7 @@ class World:
         return self.host_group if tensor.device.type == "cpu" else None
 
     def _store(self) -> dist.Store:
-        if self.size == 1:
-            return dist.HashStore()
-        key = (os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"], self.size)
-        if key not in _stores:
-            try:
-                _stores[key] = meeting_store(self.rank, self.size, self.timeout)
-            except Exception as error:
-                raise RuntimeError(
-                    f"Rank {self.rank} of {self.size} could not meet the others at {key[0]}:{key[1]} within "
-                    f"{self.timeout.total_seconds():.0f} s. Are all ranks started, with the same MASTER_ADDR and MASTER_PORT?"
-                ) from error
-        _groups_made[key] += 1
-        # torchrun keeps its store when it starts the ranks again, and with it the addresses of the ranks that ended.
-        attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-        return dist.PrefixStore(f"lightning_gnn/{attempt}/{_groups_made[key]}", _stores[key])
+        return dist.HashStore() if self.size == 1 else next_store(self.rank, self.size, self.timeout)
 
     @property
     def waited_s(self) -> float | None:

@@ -19,18 +19,22 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from lightning_gnn.comm import store_process
-from lightning_gnn.comm.group import CommunicationError
+from lightning_gnn.comm.group import CommunicationError, no_process_group
 from lightning_gnn.comm.listening import gloo_beside
+from lightning_gnn.devices import backend_of
 
 STORE_VARIABLE = "LIGHTNING_GNN_WORKER_STORE"
 """Environment of a started rank: where the store is, ``host:port``, if its parent has one."""
+
+REJOIN_VARIABLE = "LIGHTNING_GNN_REJOINS"
+"""Environment of a rank that takes the place of one that was killed: :attr:`StoreAddress.place` of the workers' store."""
 
 LOCAL = "127.0.0.1"
 
@@ -39,7 +43,8 @@ BEAT_S = 0.5
 
 _NOTHING = "-"
 _CHUNK = 4 << 20  # a TCPStore takes 8 MB at once
-_HEADER = struct.Struct("!qqq")  # who connects, in which meeting, how many bytes
+_HEADER = struct.Struct("!qqq")  # who connects, in which meeting, and what it knows of the other
+_KNOWN = struct.Struct("!q")  # the answer: what this one knows of it
 _MOST_WAITING = 128
 _NOTIFY_S = 1.0
 _LOOK_S = 0.2  # how often a mailbox looks whether it is closed
@@ -132,6 +137,20 @@ def own_address(main: str, num_machines: int) -> str:
         return towards.getsockname()[0]
 
 
+class Bring(Protocol):
+    """What a worker brings to a meeting.
+
+    Attributes:
+        known: a number of what it knows of the other already; the two compare it. 0 for nothing.
+    """
+
+    known: int
+
+    def message(self, agreed: bool) -> Tensor:
+        """Returns what the other gets, on the CPU, of the same shape and dtype for both; `agreed`: their numbers are equal."""
+        ...
+
+
 @dataclass(frozen=True)
 class StoreAddress:
     """Where a store is.
@@ -146,6 +165,18 @@ class StoreAddress:
     port: int
     prefix: str
     timeout: float
+
+    @property
+    def place(self) -> str:
+        """Where it is and what its keys begin with, as text."""
+        return f"{self.host}:{self.port} {self.prefix}"
+
+    @classmethod
+    def of(cls, place: str, timeout: float) -> StoreAddress:
+        """Returns the address with that :attr:`place`."""
+        address, _, prefix = place.partition(" ")
+        host, _, port = address.rpartition(":")
+        return cls(host, int(port), prefix, timeout)
 
     def connect(self) -> dist.Store:
         """Returns a connection of its own."""
@@ -270,9 +301,23 @@ class WorkerGroup:
     """
 
     def __init__(self, address: StoreAddress, me: int, size: int, timeout: float) -> None:
-        self._me, self._size = me, size
+        self._address, self._me, self._size, self._limit = address, me, size, timedelta(seconds=timeout)
         with self._naming(), gloo_beside(address.host):
-            self._group: Any = dist.ProcessGroupGloo(address.connect(), me, size, timedelta(seconds=timeout))
+            self._hosts: Any = dist.ProcessGroupGloo(address.connect(), me, size, self._limit)
+        self._devices: Any = None
+
+    def _of_devices(self, device: torch.device) -> Any:
+        """Returns the group over which devices meet; made when they do for the first time."""
+        if self._devices is None:
+            # dist.new_group needs a default group of all workers, in which Lightning would have them wait for each other; that of
+            # this worker alone is none to split communicators from.
+            make: Any = dist.distributed_c10d._new_process_group_helper
+            store, name, backend = self._address.connect(), f"workers of {self._address.prefix}", backend_of(device)
+            with no_process_group():
+                self._devices, _ = make(
+                    self._size, self._me, [], dist.Backend(backend), store, name, timeout=self._limit
+                )
+        return self._devices
 
     @contextmanager
     def _naming(self) -> Iterator[None]:
@@ -285,9 +330,10 @@ class WorkerGroup:
             ) from error
 
     def sum_(self, tensor: Tensor) -> None:
-        """Sums `tensor`, on the CPU, over all workers, in place."""
+        """Sums `tensor` over all workers, in place: between CPUs, or between devices, whose queues wait, and not the host."""
         with self._naming():
-            self._group.allreduce([tensor]).wait()
+            group = self._hosts if tensor.device.type == "cpu" else self._of_devices(tensor.device)
+            group.allreduce([tensor]).wait()
 
     def agree(self, decision: bool, all: bool) -> bool:
         """Returns whether all workers, or any, have decided so."""
@@ -305,20 +351,22 @@ class PeerServer:
 
     Attributes:
         address: ``host:port``.
+        sent_bytes: of vectors that others got.
     """
 
     def __init__(self, host: str, timeout: float) -> None:
+        self.sent_bytes = 0
         self._socket = socket.create_server((host, 0), backlog=_MOST_WAITING)
         self._timeout = timeout
         self.address = f"{host}:{self._socket.getsockname()[1]}"
 
-    def wait(self, partner: int, meeting: int, own: Tensor, seconds: float) -> Tensor | None:
-        """Returns what the partner brings to a meeting, and gives it `own`; None if it does not come in time.
+    def wait(self, partner: int, meeting: int, own: Bring, seconds: float) -> Tensor | None:
+        """Returns the message that the partner brings to a meeting, and gives it that of `own`; None if it does not come in time.
 
         Args:
             partner: the worker that is waited for.
             meeting: its number; who comes to another one is not answered.
-            own: float, on the CPU, of the same shape and dtype for both.
+            own: what this worker brings.
             seconds: to wait.
         """
         deadline = time.monotonic() + seconds
@@ -330,24 +378,35 @@ class PeerServer:
                 return None
             with visitor, contextlib.suppress(OSError):
                 visitor.settimeout(self._timeout)
-                header, theirs = bytearray(_HEADER.size), torch.empty_like(own)
+                header = bytearray(_HEADER.size)
                 _receive(visitor, memoryview(header))
-                if _HEADER.unpack(header) == (partner, meeting, own.nbytes):
+                *who, known = _HEADER.unpack(header)
+                if who == [partner, meeting]:
+                    visitor.sendall(_KNOWN.pack(own.known))
+                    message = own.message(known == own.known)
+                    theirs = torch.empty_like(message)
                     _receive(visitor, _bytes(theirs))
-                    visitor.sendall(_bytes(own))
+                    self._send_all(visitor, message)
                     return theirs
 
-    def visit(self, address: str, me: int, meeting: int, own: Tensor) -> Tensor | None:
-        """Returns what the worker at `address` has, and gives it `own`; None if it does not answer."""
-        theirs = torch.empty_like(own)
+    def visit(self, address: str, me: int, meeting: int, own: Bring) -> Tensor | None:
+        """Returns the message of the worker at `address`, and gives it that of `own`; None if it does not answer."""
         try:
             with _connect(address, self._timeout) as partner:
-                partner.sendall(_HEADER.pack(me, meeting, own.nbytes))
-                partner.sendall(_bytes(own))
+                partner.sendall(_HEADER.pack(me, meeting, own.known))
+                known = bytearray(_KNOWN.size)
+                _receive(partner, memoryview(known))
+                message = own.message(_KNOWN.unpack(known)[0] == own.known)
+                theirs = torch.empty_like(message)
+                self._send_all(partner, message)
                 _receive(partner, _bytes(theirs))
         except OSError:
             return None
         return theirs
+
+    def _send_all(self, connection: socket.socket, vector: Tensor) -> None:
+        connection.sendall(_bytes(vector))
+        self.sent_bytes += vector.nbytes
 
     @staticmethod
     def notify(address: str) -> None:
@@ -369,7 +428,7 @@ class PeerServer:
         """Sends a vector to the worker at `address`, which need not wait; returns whether all of it is on its way."""
         try:
             with _connect(address, self._timeout) as partner:
-                partner.sendall(_bytes(vector))
+                self._send_all(partner, vector)
         except OSError:
             return False
         return True

@@ -13,6 +13,7 @@ import torch
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor
 
+from lightning_gnn.devices import copy_to_device, copy_to_host
 from lightning_gnn.gossip.worker import Scores
 
 Final = Literal["auto", "best", "average"]
@@ -20,10 +21,11 @@ Mode = Literal["min", "max"]
 
 
 class Averages:
-    """The values of a worker's module that are averaged: gradients; or parameters, and floating-point buffers."""
+    """The values of a worker's module that are averaged: gradients; or parameters, and floating-point buffers. If `through_host`,
+    they pass through the CPU's memory: the host waits for its device once."""
 
-    def __init__(self, module: torch.nn.Module, gradients: bool) -> None:
-        self._module, self._gradients = module, gradients
+    def __init__(self, module: torch.nn.Module, gradients: bool, through_host: bool) -> None:
+        self._module, self._gradients, self._through_host = module, gradients, through_host
 
     def _tensors(self) -> list[Tensor]:
         parameters: list[Tensor] = [each for each in self._module.parameters() if each.requires_grad]
@@ -31,24 +33,38 @@ class Averages:
             return parameters
         return parameters + [each for each in self._module.buffers() if each.is_floating_point()]
 
-    def vector(self) -> Tensor:
-        """Returns what others get: the values, ``[n]``, 0 where there are none, and whether there are, ``[tensors]``."""
+    def _value(self, tensor: Tensor) -> Tensor | None:
+        return tensor.grad if self._gradients else tensor.detach()
+
+    @property
+    def sizes(self) -> list[int]:
+        """How many numbers of a :meth:`vector` belong to each tensor; and of those that say whether there are values."""
         tensors = self._tensors()
-        found = [each.grad if self._gradients else each.detach() for each in tensors]
+        return [*(each.numel() for each in tensors), len(tensors)]
+
+    def vector(self) -> Tensor:
+        """Returns what others get: the values, ``[n]``, 0 where there are none, and whether there are, ``[tensors]``; float, on
+        the CPU if it passes through that."""
+        tensors = self._tensors()
+        device, found = tensors[0].device, [self._value(each) for each in tensors]
         dtype = torch.float64 if any(each.dtype == torch.float64 for each in tensors) else torch.float32
         pieces = [
-            torch.zeros(each.numel(), dtype=dtype) if value is None else value.reshape(-1).to("cpu", dtype)
+            torch.zeros(each.numel(), dtype=dtype, device=device) if value is None else value.reshape(-1).to(dtype)
             for each, value in zip(tensors, found)
         ]
-        return torch.cat([*pieces, torch.tensor([value is not None for value in found], dtype=dtype)])
+        there = torch.tensor([value is not None for value in found], dtype=dtype)
+        vector = torch.cat([*pieces, copy_to_device(there, device)])
+        return copy_to_host(vector, math.inf) if self._through_host and device.type != "cpu" else vector
 
     @torch.no_grad()
     def take(self, total: Tensor) -> None:
         """Replaces each tensor by its mean over those of the workers that have it, given the sum of their vectors."""
         tensors = self._tensors()
-        *pieces, counts = total.split([*(each.numel() for each in tensors), len(tensors)])
-        for each, piece, count in zip(tensors, pieces, counts.tolist()):
-            if count:
+        on_device = copy_to_device(total, tensors[0].device) if self._through_host else total
+        *pieces, counts = on_device.split(self.sizes)
+        for each, piece, count in zip(tensors, pieces, counts):
+            # What this worker has, somebody has: a device is asked only for the rest.
+            if self._value(each) is not None or count:
                 mean = (piece / count).view(each.shape).to(each)
                 if self._gradients:
                     each.grad = mean

@@ -26,6 +26,8 @@ class Lockstep(Worker):
     others have taken or done.
     """
 
+    through_host = False
+
     def __init__(
         self, pool: Pool, me: int, size: int, interval: int, peers: Peers | None, group: WorkerGroup | None
     ) -> None:
@@ -57,8 +59,8 @@ class Lockstep(Worker):
         pass
 
     @override
-    def enter(self) -> None:
-        pass
+    def enter(self, own: Callable[[], Tensor] | None = None) -> Tensor | None:
+        return None
 
     @override
     def leave(self, own: Callable[[], Tensor], for_good: bool = True) -> None:

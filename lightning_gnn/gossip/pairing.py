@@ -47,12 +47,14 @@ class Pairing:
         rule: ``"any"``: any two may meet, and each looks at its interval; ``"prompt"``: any two may meet, and each looks after
             every batch; ``"active_passive"``: workers of even number choose, those of odd number are chosen, and look after
             every batch.
-        turns: how often this worker has become free, which makes the values of its key distinct.
+        life: how often this worker has been killed and started again.
+        turns: how often it has become free in this life; both make the values of its key distinct.
     """
 
     me: int
     size: int
     rule: Rule = "any"
+    life: int = 0
     turns: int = 0
 
     def __post_init__(self) -> None:
@@ -71,9 +73,18 @@ class Pairing:
         """Whether this worker looks after every batch whether it was chosen."""
         return self.rule != "any" and self.is_chosen
 
-    def enter(self) -> Steps[None]:
-        """Takes part from now on; once, before any worker meets."""
-        yield Swap(_key(self.me), "", self._free() if self.is_chosen else _OFF)
+    def enter(self) -> Steps[Meeting | None]:
+        """Takes part from now on, before any worker meets, or anew in the place of one that was killed: then meets who may still
+        wait for that one."""
+        to = self._free() if self.is_chosen else _OFF
+        while True:
+            state = yield Get(_key(self.me))
+            if state.startswith((_CHOSEN, _MET)):
+                served = yield from self._serve(state, then=to)
+                if served is not None:
+                    return served
+            elif (yield Swap(_key(self.me), state, to)):
+                return None
 
     def meet(self, due: bool) -> Steps[Meeting]:
         """After a batch: meets who has chosen this worker; else, if it is `due` to choose, chooses one that is free, waits for
@@ -161,7 +172,7 @@ class Pairing:
 
     def _free(self) -> str:
         self.turns += 1
-        return f"{_FREE} {self.turns}"
+        return f"{_FREE} {self.life}.{self.turns}"
 
 
 def _key(worker: int) -> str:

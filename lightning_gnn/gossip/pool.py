@@ -50,6 +50,12 @@ class Pool:
     def give_back(self, me: int, item: int) -> Steps[None]:
         yield Swap(_key(item), str(me), "")
 
+    def give_back_all(self, me: int) -> Steps[None]:
+        """Gives back what an earlier life of this worker has left: others would wait for it, now that it lives again."""
+        taken = self.begin + (yield Add("pool/taken", 0))
+        for item in (yield from self.open_items(taken if self.end is None else min(taken, self.end))):
+            yield from self.give_back(me, item)
+
     def take_over(self, me: int) -> Steps[tuple[list[int], list[int]]]:
         """Takes over what dead workers hold, of a pool of which all is taken; returns that, and what others are still at.
 
@@ -71,12 +77,13 @@ class Pool:
 
     def open_items(self, end: int) -> Steps[list[int]]:
         """Returns the items before `end` that may not be done: those of epochs that are not complete."""
-        found = []
+        found: list[int] = []
         for epoch in range(self.begin // self.size, -(-end // self.size)):
-            items = range(max(self.begin, epoch * self.size), min(end, (epoch + 1) * self.size))
+            items = range(max(self.begin, epoch * self.size), (epoch + 1) * self.size)
             items_left = [item for item in items if item not in self.done_before]
+            # All of the epoch: those behind `end` may have been done meanwhile.
             if (yield Add(f"pool/done/{epoch}", 0)) < len(items_left):
-                found.extend(items_left)
+                found.extend(item for item in items_left if item < end)
         return found
 
     def position(self) -> Steps[tuple[int, list[int]]]:

@@ -74,7 +74,7 @@ class PushSum(Worker):
             other = self._carry_out(self.pairing.any_other())
             if other is not None:
                 mean = own() if total is None else total / self.mass.weight
-                self._mailbox.send(self.peers.addresses[other], self.mass.half(mean))
+                self._mailbox.send(self.peers.address_of(other), self.mass.half(mean))
                 self.counts.add_partner(other)
         return total
 

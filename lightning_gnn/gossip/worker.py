@@ -12,7 +12,8 @@ from typing import Any, TypeAlias, TypeVar
 import torch
 from torch import Tensor
 
-from lightning_gnn.comm.peers import Heartbeat, PeerServer, SharedKeys, StoreAddress
+from lightning_gnn.comm.peers import Bring, Heartbeat, PeerServer, SharedKeys, StoreAddress
+from lightning_gnn.gossip.differences import Difference, Differences, Whole
 from lightning_gnn.gossip.operations import (
     Await,
     InProcess,
@@ -54,6 +55,8 @@ class Counts:
         waits: partners that it waited for; in vain: those that did not come in time.
         waited, idle, seconds: seconds of waiting for partners; without anything to do at the end; of all.
         taken_over: batches of workers that had died or stopped.
+        sent: bytes of vectors that others got.
+        lives: how often it has been started again after it was killed; what it had done since its last epoch's end is lost.
     """
 
     batches: int = 0
@@ -65,6 +68,8 @@ class Counts:
     idle: float = 0.0
     seconds: float = 0.0
     taken_over: int = 0
+    sent: int = 0
+    lives: int = 0
 
     def add_partner(self, partner: int) -> None:
         self.partners[str(partner)] = self.partners.get(str(partner), 0) + 1
@@ -72,17 +77,30 @@ class Counts:
 
 @dataclass
 class Peers:
-    """How a worker reaches the others: the store that all share, and the servers where they connect to each other."""
+    """How a worker reaches the others: the store that all share, and the servers where they connect to each other; `life` is
+    how often this one has been started again."""
 
     store: StoreAddress
     keys: SharedKeys
     heartbeat: Heartbeat
     server: PeerServer
-    addresses: Sequence[str]
+    life: int = 0
+
+    def address_of(self, worker: int) -> str:
+        """Returns where a worker's server is: not the same in all of its lives."""
+        found = self.keys.find(f"address/{worker}")
+        assert found is not None
+        return found.decode()
 
 
 class Worker:
-    """One worker of a run; `patience` is in seconds that it waits for a partner."""
+    """One worker of a run; `patience` is in seconds that it waits for a partner. With `differences`, workers that meet send each
+    other these."""
+
+    differences: Differences | None = None
+
+    through_host = True
+    """Whether what workers average passes through the memory of their hosts."""
 
     def __init__(
         self, pool: Pool, pairing: Pairing, interval: int, peers: Peers | None, patience: float, seed: int
@@ -94,9 +112,10 @@ class Worker:
         self.left = False
         self.reached = 0  # items that had been taken, by all workers, when this one took its last
         self._keys = InProcess() if peers is None else peers.keys
+        self.life = self.pairing.life = 0 if peers is None else peers.life
         self._patience = patience
         self._random = random.Random(seed * 1_000_003 + self.me)
-        self._began = time.perf_counter()
+        self._began, self._sent_before = time.perf_counter(), 0
 
     def take(self) -> int | None:
         item = self._carry_out(self.pool.take(self.me))
@@ -131,12 +150,25 @@ class Worker:
         begin, done = self.position()
         return self.pool.end - begin - len(done)
 
-    def enter(self) -> None:
-        self._carry_out(self.pairing.enter())
+    def give_back_all(self) -> None:
+        """See :meth:`~lightning_gnn.gossip.pool.Pool.give_back_all`."""
+        self._carry_out(self.pool.give_back_all(self.me))
+
+    def enter(self, own: Callable[[], Tensor] | None = None) -> Tensor | None:
+        """Takes part from now on; in the place of one that was killed, goes on with its counts, and returns as :meth:`meet`."""
+        if self.peers is None:
+            return None
+        self.peers.keys.put(f"address/{self.me}", self.peers.server.address.encode())
+        if self.life and (before := self.all_counts().get(self.me)) is not None:
+            self.counts = before
+            self._began -= before.seconds
+            self._sent_before = before.sent
+        self.counts.lives = self.life
+        return self._meet(self.pairing.enter(), own)
 
     def meet(self, own: Callable[[], Tensor]) -> Tensor | None:
         """After a batch: returns the sum of what those have that met, if it is time to and another is found; None otherwise.
-        `own` returns what the partner gets, float, on the CPU."""
+        `own` returns what the partner gets, float, on the CPU if it passes there; with `differences` it gets that rounded."""
         self.counts.batches += 1
         if self.left:
             return None
@@ -152,19 +184,21 @@ class Worker:
         if not self.left and self.size > 1:
             self._carry_out(self.pairing.come_back())
 
-    def _meet(self, steps: Steps[Any], own: Callable[[], Tensor]) -> Tensor | None:
+    def _meet(self, steps: Steps[Any], own: Callable[[], Tensor] | None) -> Tensor | None:
         total: list[Tensor] = []
 
         def exchange(operation: Await | Visit) -> bool:
-            assert self.peers is not None
-            mine = own()
+            assert self.peers is not None and own is not None
+            mine: Whole | Difference = Whole(own())
+            if self.differences is not None:
+                mine = Difference(own(), self.differences, operation.partner, operation.meeting)
             if isinstance(operation, Visit):
-                address = self.peers.addresses[operation.partner]
+                address = self.peers.address_of(operation.partner)
                 found = self.peers.server.visit(address, self.me, operation.meeting, mine)
             else:
                 found = self._await(operation, mine)
             if found is not None:
-                total.append(mine + found)
+                total.append(mine.total(found))
             return found is not None
 
         meeting: Meeting | None = self._carry_out(steps, exchange)
@@ -176,7 +210,7 @@ class Worker:
                 self.counts.add_partner(meeting.partner)
         return total[0] if total else None
 
-    def _await(self, operation: Await, own: Tensor) -> Tensor | None:
+    def _await(self, operation: Await, own: Bring) -> Tensor | None:
         assert self.peers is not None
         began = time.perf_counter()
         try:
@@ -198,7 +232,7 @@ class Worker:
                 assert self.peers is not None
                 if isinstance(operation, Notified):
                     return self.peers.server.notified()
-                return self.peers.server.notify(self.peers.addresses[operation.worker])
+                return self.peers.server.notify(self.peers.address_of(operation.worker))
             if isinstance(operation, (Await, Visit)):
                 assert exchange is not None
                 return exchange(operation)
@@ -214,6 +248,7 @@ class Worker:
         """Lets the others know what this worker has done so far, and where its parameters are."""
         self.counts.seconds = time.perf_counter() - self._began
         if self.peers is not None:
+            self.counts.sent = self._sent_before + self.peers.server.sent_bytes
             self.peers.keys.put(f"sketch/{self.me}", sketch(parameters).numpy().tobytes())
             self.peers.keys.put(f"counts/{self.me}", json.dumps(asdict(self.counts)).encode())
 
@@ -233,14 +268,35 @@ class Worker:
         sketches = [torch.frombuffer(bytearray(each), dtype=torch.float64) for each in found if each is not None]
         return distance(sketches) if sketches else 0.0
 
+    def leave_snapshot(self, snapshot: bytes) -> None:
+        """Leaves what a worker that is started again begins with; of the last two, in turns, none changes while it is read."""
+        if self.peers is not None:
+            keys, number = self.peers.keys, self.peers.keys.add("snapshots", 1)
+            before = keys.get(f"snapshot/{self.me}")
+            slot = 1 - int(before.split()[1]) if before else 0
+            keys.put(f"snapshot/{self.me}/{slot}", snapshot)
+            keys.swap(f"snapshot/{self.me}", before, f"{number} {slot}")
+
+    def newest_snapshot(self) -> tuple[int, bytes]:
+        """Returns the snapshot that any other worker has left last, and whose it is."""
+        assert self.peers is not None
+        keys = self.peers.keys
+        while True:
+            left = {worker: keys.get(f"snapshot/{worker}") for worker in range(self.size) if worker != self.me}
+            worker, newest = max(left.items(), key=lambda each: int((each[1] or "0").split()[0]))
+            found = keys.find(f"snapshot/{worker}/{newest.split()[1]}")
+            if found is not None and keys.get(f"snapshot/{worker}") == newest:
+                return worker, found
+
     def agree(self, scores: Scores, weights: bytes, seconds: float) -> dict[int, Scores]:
         """Returns the scores of each worker that has come to the end, the same on all of them; waits for those that live, for
         some seconds. Their weights are then there for :meth:`weights_of`."""
         if self.peers is None:
             return {self.me: scores}
         keys, deadline = self.peers.keys, time.monotonic() + seconds
-        keys.put(f"weights/{self.me}", weights)
-        keys.put(f"score/{self.me}", json.dumps(scores).encode())
+        if not keys.get(f"score/{self.me}"):  # else it was killed after this, and others may have begun to read
+            keys.put(f"weights/{self.me}", weights)
+            keys.put(f"score/{self.me}", json.dumps(scores).encode())
         while not (agreed := keys.get("agreed")):
             found = {worker: keys.find(f"score/{worker}") for worker in range(self.size)}
             missing = [worker for worker, text in found.items() if text is None]

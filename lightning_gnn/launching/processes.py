@@ -7,7 +7,7 @@ import io
 import os
 import signal
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack, nullcontext
 from functools import partial
 from multiprocessing.connection import Connection, wait
@@ -25,7 +25,7 @@ from typing_extensions import override
 
 from lightning_gnn.callbacks.loggers import begin_runs
 from lightning_gnn.checkpoints import with_whole_last
-from lightning_gnn.comm.peers import store_for_children
+from lightning_gnn.comm.peers import REJOIN_VARIABLE, store_for_children
 from lightning_gnn.comm.processes import end_with_parent, here
 from lightning_gnn.launching.failures import GRACE_S, IMPORT_S, Failure, set_report, show_once
 from lightning_gnn.launching.supervisor import Child, Reporter, Supervisor, ignoring_interrupts
@@ -78,12 +78,15 @@ class ProcessLauncher(_Launcher):
             if trainer is not None:
                 begin_runs(trainer)
             supervisor.survives_lost_ranks = strategy.scheme.survives_lost_ranks
+            supervisor.restarts = strategy.scheme.restarts
             server = store.enter_context(store_for_children(supervisor.survives_lost_ranks))
             if self._start_method == "spawn":
-                given = _collect_rng_states(), trainer, function, args, kwargs
+                given: tuple[Any, ...] = _collect_rng_states(), trainer, function, args, kwargs
                 supervisor.start_all((self, given), max(IMPORT_S, strategy.timeout.total_seconds()))
             else:
-                self._start(supervisor, self._run, None, trainer, function, args, kwargs)
+                given = None, trainer, function, args, kwargs
+                self._start(supervisor, self._run, *given)
+            supervisor.start_again = partial(self._start_again, given=given)
             if server is not None:
                 server.start()
             self._supervisor = supervisor
@@ -99,18 +102,29 @@ class ProcessLauncher(_Launcher):
 
     def _start(self, supervisor: Supervisor, target: Callable[..., None], *given: Any) -> None:
         """Starts the ranks, each with ``target(local rank, parent's process id, its end of a pipe, *given)``."""
-        context: Any = mp.get_context(self._start_method)
         # A process group of an earlier run ends its threads when Python collects it; a forked rank has none to end, and would
         # wait for them forever. So what is garbage is collected here, and ranks leave alone what was there before them.
         if self._start_method == "fork":
             gc.collect()
         for rank in range(self._strategy.num_processes):
-            ours, theirs = context.Pipe()
-            process = context.Process(target=target, args=(rank, os.getpid(), theirs, *given))
             with ignoring_interrupts() if self._start_method == "spawn" else nullcontext():
-                process.start()
-            theirs.close()
-            supervisor.children.append(Child(rank, process.pid, partial(getattr, process, "exitcode"), ours))
+                supervisor.children.append(self._start_rank(rank, target, given))
+
+    def _start_rank(self, rank: int, target: Callable[..., None], given: Sequence[Any]) -> Child:
+        context: Any = mp.get_context(self._start_method)
+        ours, theirs = context.Pipe()
+        process = context.Process(target=target, args=(rank, os.getpid(), theirs, *given))
+        process.start()
+        theirs.close()
+        return Child(rank, process.pid, partial(getattr, process, "exitcode"), ours)
+
+    def _start_again(self, lost: Child, place: str, given: Sequence[Any]) -> Child:
+        """Starts a rank that was lost, which finds the others at their place."""
+        os.environ[REJOIN_VARIABLE] = place
+        try:
+            return self._start_rank(lost.rank, self._run, given)
+        finally:
+            del os.environ[REJOIN_VARIABLE]
 
     def _run(
         self,
@@ -154,10 +168,10 @@ class ProcessLauncher(_Launcher):
             reporter.failed(error)
             sys.exit(1)
 
-    def ranks_are_independent(self) -> None:
-        """Reports, in a rank, that from now on none needs another."""
+    def ranks_are_independent(self, place: str) -> None:
+        """Reports, in a rank, that from now on none needs another, and where they meet."""
         assert self._reporter is not None
-        self._reporter.send("independent")
+        self._reporter.send("independent", place)
 
     @override
     def kill(self, signum: Any) -> None:
@@ -185,7 +199,11 @@ def _result_of(supervisor: Supervisor) -> bytes:
         if failures:
             supervisor.wait_for(supervisor.all_failed, GRACE_S)
             raise _to_raise(supervisor.look()[0])
-        waiting = [child for child in waiting if "result" not in child.received and child.exit_code() is None]
+        waiting = [
+            child
+            for child in supervisor.children  # some may have been started again
+            if "result" not in child.received and not child.failures and child.exit_code() != 0
+        ]
         wait([child.connection for child in waiting], timeout=0.2)
     supervisor.look()
     first = next((child for child in supervisor.children if child.received.get("result")), supervisor.children[0])

@@ -9,7 +9,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 from typing import TYPE_CHECKING, Any
@@ -26,6 +26,7 @@ from typing_extensions import override
 
 from lightning_gnn.checkpoints import with_whole_last
 from lightning_gnn.comm.group import CommunicationError, is_about_peers
+from lightning_gnn.comm.peers import REJOIN_VARIABLE
 from lightning_gnn.comm.processes import end_after, end_with_parent, here
 from lightning_gnn.launching.failures import (
     GRACE_S,
@@ -52,6 +53,7 @@ _reporter: Reporter | None = None
 _parent: int | None = None  # of a started rank
 _watches = False  # it, from its first Trainer on
 _waits = False  # in a started rank, until its first call of a Trainer
+_calls = 0  # of Trainers with ranks, in the process that has started the others
 _goes_on = False  # in a started rank that needs no other, its parent included
 _size: int | None = None  # the number of ranks, where this package has started them
 
@@ -110,14 +112,17 @@ class ScriptLauncher(_Launcher):
 
     @override
     def launch(self, function: Callable[..., Any], *args: Any, trainer: pl.Trainer | None = None, **kwargs: Any) -> Any:
-        global _waits, _goes_on
+        global _waits, _goes_on, _calls
         environment, strategy = self._strategy.cluster_environment, self._strategy
         assert environment is not None
         environment.validate_settings(num_devices=strategy.num_processes, num_nodes=strategy.num_nodes)
         ranks = strategy.num_processes * strategy.num_nodes
         if _reporter is not None and _waits:  # in a started rank, at its first call of a Trainer
             _waits = False
-            _reporter.wait_for_start()
+            if REJOIN_VARIABLE in os.environ:  # the others run this call already
+                _reporter.send("arrived", here().address)
+            else:
+                _reporter.wait_for_start()
         _goes_on = _goes_on and os.getppid() != _parent  # this call needs all ranks, and says so where one is gone
         args = with_whole_last(trainer, args)
         if not environment.creates_processes_externally:
@@ -131,6 +136,9 @@ class ScriptLauncher(_Launcher):
         _set_num_threads_if_needed(num_processes=strategy.num_processes)
         if _supervisor is not None:
             _supervisor.begin(strategy.scheme.survives_lost_ranks)
+            _supervisor.restarts, _calls = strategy.scheme.restarts, _calls + 1
+            if _calls == 1:  # a rank that is started again comes to the script's first call
+                _supervisor.start_again = self._start_again
         if _supervisor is not None and _reporter is None:
             return self._as_parent(_supervisor, function, args, kwargs)
         try:
@@ -157,25 +165,8 @@ class ScriptLauncher(_Launcher):
         supervisor = Supervisor()
         try:
             for local_rank in range(1, strategy.num_processes):
-                command, folder = _command(local_rank)
-                rank = environment.node_rank() * strategy.num_processes + local_rank
-                ours, theirs = Pipe()
                 with ignoring_interrupts():
-                    process = subprocess.Popen(
-                        command,
-                        cwd=folder,
-                        env={
-                            **os.environ,
-                            **variables,
-                            "LOCAL_RANK": str(local_rank),
-                            STARTED_BY: f"{os.getpid()} {rank} {size} {theirs.fileno()}",
-                            # A script's own wandb.init() gives the sweep's choice here too, and makes no second run.
-                            "WANDB_MODE": "disabled",
-                        },
-                        pass_fds=[theirs.fileno()],
-                    )
-                theirs.close()
-                supervisor.children.append(Child(rank, process.pid, process.poll, ours))
+                    supervisor.children.append(self._start_rank(local_rank, variables))
             check()
             supervisor.survives_lost_ranks = strategy.scheme.survives_lost_ranks
             # No earlier: it is free until somebody takes it.
@@ -188,6 +179,33 @@ class ScriptLauncher(_Launcher):
         _supervisor, _size = supervisor, size
         show_once()
         atexit.register(_see_off, _supervisor)
+
+    def _start_rank(self, local_rank: int, variables: Mapping[str, str]) -> Child:
+        """Runs the script once more, with these variables in its environment."""
+        environment, ranks = self._strategy.cluster_environment, self._strategy.num_processes
+        assert environment is not None
+        command, folder = _command(local_rank)
+        rank, size = environment.node_rank() * ranks + local_rank, ranks * self._strategy.num_nodes
+        ours, theirs = Pipe()
+        process = subprocess.Popen(
+            command,
+            cwd=folder,
+            env={
+                **os.environ,
+                **variables,
+                "LOCAL_RANK": str(local_rank),
+                STARTED_BY: f"{os.getpid()} {rank} {size} {theirs.fileno()}",
+                # A script's own wandb.init() gives the sweep's choice here too, and makes no second run.
+                "WANDB_MODE": "disabled",
+            },
+            pass_fds=[theirs.fileno()],
+        )
+        theirs.close()
+        return Child(rank, process.pid, process.poll, ours)
+
+    def _start_again(self, lost: Child, place: str) -> Child:
+        """Starts a rank that was lost, which finds the others at their place."""
+        return self._start_rank(lost.rank % self._strategy.num_processes, {REJOIN_VARIABLE: place})
 
     def _as_parent(self, supervisor: Supervisor, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         show_once()
@@ -231,14 +249,19 @@ class ScriptLauncher(_Launcher):
             return failures[0].error()
         return None
 
-    def ranks_are_independent(self) -> None:
-        """Reports, in a rank, that from now on none needs another."""
+    def ranks_are_independent(self, place: str) -> None:
+        """Reports, in a rank, that from now on none needs another, and where they meet."""
         global _goes_on
         if _reporter is not None:
             _goes_on = self._strategy.scheme.survives_lost_ranks
-            _reporter.send("independent")
+            _reporter.send("independent", place)
         elif _supervisor is not None:
-            _supervisor.independent = True
+            _supervisor.independent, _supervisor.place = True, place
+        elif self._strategy.scheme.restarts:
+            raise ValueError(
+                f"restarts={self._strategy.scheme.restarts} is for ranks that this package starts, and "
+                f"{type(self._strategy.cluster_environment).__name__} says that others have. Leave it out, or start with python."
+            )
 
     @override
     def kill(self, signum: Any) -> None:

@@ -12,6 +12,7 @@ import signal
 import sys
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -36,8 +37,8 @@ class _SharesDescriptors:
 
 
 Event = Literal["arrived", "started", "independent", "result", "failed"]
-"""What a rank sends: that it has arrived, with the address of its progress; that from now on no rank needs another; bytes; a
-failure."""
+"""What a rank sends: that it has arrived, with the address of its progress; that from now on no rank needs another, with the
+place where they meet; bytes; a failure."""
 
 
 class Reporter:
@@ -111,14 +112,19 @@ class Supervisor:
         survives_lost_ranks: a rank that fails does not concern the others once they are independent.
         independent: no rank needs another any more.
         stopping: the ranks were asked to end, and may take :data:`~lightning_gnn.launching.failures.STOP_S`.
+        start_again: starts the local rank of a child whose process was killed, when ranks are independent, given the place where
+            these meet; None to do without. It may be called `restarts` times for each rank.
     """
 
     def __init__(self, children: Iterable[Child] = (), survives_lost_ranks: bool = False) -> None:
         self.children, self.survives_lost_ranks = list(children), survives_lost_ranks
         self.independent = self.stopping = False
+        self.start_again: Callable[[Child, str], Child] | None = None
+        self.restarts, self.place = 0, ""
         self._environment = dict(os.environ)
         self._lock = threading.RLock()
         self._shown: set[int] = set()
+        self._started_again: Counter[int] = Counter()
 
     def look(self) -> list[Failure]:
         """Returns the failures so far, those that are not about other ranks first."""
@@ -129,20 +135,37 @@ class Supervisor:
                 if code and not child.failures:
                     child.failures.append(Failure.ended(child.rank, code, str(child.progress or "")))
             found = [failure for child in self.children for failure in child.failures]
-            self.independent = self.independent or any("independent" in child.received for child in self.children)
-        if not (self.survives_lost_ranks and self.independent):  # else they would wait for each other
-            return sorted(found, key=lambda failure: failure.about_peers)
-        for failure in found:
-            if failure.rank not in self._shown:
-                self._shown.add(failure.rank)
-                print(f"{failure.traceback}{failure}; the others go on.", file=sys.stderr, flush=True)
+            for child in self.children:
+                if "independent" in child.received:
+                    self.independent, self.place = True, child.received["independent"]
+            if not (self.survives_lost_ranks and self.independent):  # else they would wait for each other
+                return sorted(found, key=lambda failure: failure.about_peers)
+            for failure in found:
+                if failure.rank not in self._shown:
+                    self._shown.add(failure.rank)
+                    again = self._start_again(failure)
+                    then = "it is started again, and the others go on" if again else "the others go on"
+                    print(f"{failure.traceback}{failure}; {then}.", file=sys.stderr, flush=True)
         return []
+
+    def _start_again(self, failure: Failure) -> bool:
+        """Starts a rank again, unless it has raised something, which it would again, or is rank 0, whose loggers have begun."""
+        [lost] = [child for child in self.children if child.rank == failure.rank]
+        was_killed = (lost.exit_code() or 0) < 0 and "result" not in lost.received
+        if self.start_again is None or self.stopping or not was_killed or lost.rank == 0:
+            return False
+        if self._started_again[lost.rank] >= self.restarts:
+            return False
+        self._started_again[lost.rank] += 1
+        self._shown.discard(lost.rank)
+        self.children[self.children.index(lost)] = self.start_again(lost, self.place)
+        return True
 
     def begin(self, survives_lost_ranks: bool) -> None:
         """Another call of a Trainer begins: ranks meet anew."""
         with self._lock:
             self.look()  # receives what was sent in the call before
-            self.survives_lost_ranks, self.independent = survives_lost_ranks, False
+            self.survives_lost_ranks, self.independent, self.start_again = survives_lost_ranks, False, None
             for child in self.children:
                 child.received.pop("independent", None)
 
@@ -208,6 +231,7 @@ class Supervisor:
 
     def end(self, grace: float = GRACE_S) -> None:
         """Ends all children: first by themselves, then by SIGTERM, then by SIGKILL."""
+        self.start_again = None
         if not self.wait_for(lambda: not self.running(), grace):
             for number in (signal.SIGTERM, signal.SIGKILL):
                 for child in self.running():

@@ -114,7 +114,7 @@ class Binding:
         if pyg.implements_edge_update(conv):
             wrapped["edge_updater"] = _edge_updater
         state = _BoundConv(context, layer, {name: getattr(conv, name).__func__ for name in wrapped})
-        adapter = ADAPTERS.get(_known_kind(conv))
+        adapter = ADAPTERS.get(known_kind(conv))
         patched = adapter(conv, context, layer) if adapter is not None else {}
         patched.update(fused(conv, context, layer, patched.get("forward", conv.forward).__func__))
         patched.update({name: types.MethodType(method, conv) for name, method in wrapped.items()})
@@ -132,7 +132,7 @@ class Binding:
 
     def release(self) -> None:
         """Gives every module its own methods back."""
-        for module, before in self._bound:
+        for module, before in reversed(self._bound):  # one that was patched twice has its own methods last
             for name, method in before.items():
                 module.__dict__.pop(name, None)
                 if method is not None:
@@ -168,7 +168,7 @@ def only_bound_convs() -> Iterator[None]:
         hook.remove()
 
 
-def _known_kind(conv: MessagePassing) -> Any:
+def known_kind(conv: MessagePassing) -> Any:
     """Returns the nearest class in :data:`ADAPTERS`; None for a user's own conv, which needs no adapter."""
     return next((kind for kind in type(conv).__mro__ if kind in ADAPTERS), None)
 
@@ -238,7 +238,7 @@ def _is_per_node(aggregation: Any) -> bool:
 
 def _check_conv(where: str, conv: MessagePassing) -> None:
     library = next(kind for kind in type(conv).__mro__ if kind.__module__.startswith("torch_geometric."))
-    if library is not MessagePassing and library is not _known_kind(conv):
+    if library is not MessagePassing and library is not known_kind(conv):
         _refuse(where, library)
     if STATE not in conv.__dict__ and "forward" in conv.__dict__:
         raise UnsupportedModelError(
@@ -281,6 +281,7 @@ def _propagate(self: MessagePassing, edge_index: Tensor, size: Any = None, **kwa
             "attention leave them out: docs/convs.md says which convs compute these by kernels."
         )
     context.propagated(state.layer)
+    context.on_loaded_edges.add(state.layer)
     sources, targets, _ = pyg.lifted_arguments(self)
     lifted = _with_halo(self, state, kwargs, sources, targets)
     size = (context.num_owned + context.num_halo, context.num_owned)

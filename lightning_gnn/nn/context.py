@@ -70,6 +70,7 @@ class GraphContext(RankGraph):
         self.propagated(layer)
         matrix = None if in_list else self._over_ranks(edge_index, *self._attention_bytes(sources, targets))
         if matrix is None:
+            self.on_loaded_edges.add(layer)
             csr, present = self.matrix(edge_index), self.exchange.present
             missing = None
             if present is not None:
@@ -126,17 +127,23 @@ class GraphContext(RankGraph):
                 weight = torch.ones(edges.size(1), dtype=dtype, device=edges.device)
             source, target = edges
             scale = _inverse_power(scatter(weight, target, 0, dim_size=num_nodes, reduce="sum"), 0.5)
-            return edges, self.exchange.expand(scale, layer)[source] * weight * scale[target]
+            return edges, self.exchange.expand(self.scale_of_rows(scale, layer), layer)[source] * weight * scale[target]
 
         name = ("gcn_norm", improved, add_self_loops, dtype, as_scales)
         edges, weight = self.once(name, edge_index, edge_weight, compute)
-        what = self.normalised(edge_index, edge_weight, improved, add_self_loops, dtype) if as_scales else None
+        what = self.normalised(layer, edge_index, edge_weight, improved, add_self_loops, dtype) if as_scales else None
         if what is not None:
             self.kept.of_edges(("sum", False), [edges, weight], lambda: what)
         return edges, weight
 
     def normalised(
-        self, edge_index: Tensor, edge_weight: Tensor | None, improved: bool, add_self_loops: bool, dtype: torch.dtype
+        self,
+        layer: str,
+        edge_index: Tensor,
+        edge_weight: Tensor | None,
+        improved: bool,
+        add_self_loops: bool,
+        dtype: torch.dtype,
     ) -> Sum | None:
         """Returns the sum that :meth:`gcn_norm` weighs edges for, as scales of rows; None where its weights do not factor.
         They do for the batch's own edges without weights. No weight is read per edge then, nor are edges listed once more.
@@ -150,9 +157,13 @@ class GraphContext(RankGraph):
             looped = add_remaining_self_loops(edge_index, num_nodes=self.num_owned)[0] if add_self_loops else edge_index
             edges = SplitEdges.from_edges(looped, self.num_owned, self.num_halo).of_slots()
             scale = _inverse_power(edges.in_degree.to(dtype), 0.5)
-            return Sum(edges, before=scale, after=scale)
+            return Sum(edges, before=self.scale_of_rows(scale, layer), after=scale)
 
         return self.kept.of_edges(("normalised", add_self_loops, dtype), [edge_index], make)
+
+    def scale_of_rows(self, scale: Tensor, layer: str) -> Tensor:
+        """Returns what degrees of all rows in a layer's graph make of them, ``[N]``, given what the in-edges that are here do."""
+        return scale
 
     def with_self_loops(self, edge_index: Tensor) -> Tensor:
         """Returns the edges without self-loops, then one self-loop for each owned node, as PyG orders them."""

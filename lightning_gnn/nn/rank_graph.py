@@ -43,6 +43,8 @@ class RankGraph:
 
     Attributes:
         propagations: how often each layer has let rows travel along edges in this step, by its name.
+        on_loaded_edges: layers that compute the edges which the rank has loaded, by PyG's code or with what belongs to each edge,
+            although the exchange may spread others' over ranks.
         columns_at_once: of constant input travel together: what travels stays small, like what later layers send.
         reverse: of the same nodes in the graph whose edges go the other way; None where no layer reads out-edges.
     """
@@ -62,10 +64,16 @@ class RankGraph:
         self.exchange, self.rows = exchange, rows
         self.reverse: Self | None = None
         self.propagations = Counter[str]()
+        self.on_loaded_edges = set[str]()
+        self._kept_widths, self._node_ids = kept_widths, node_ids
+        self.turn_to(x, edge_index, edge_weight)
+
+    def turn_to(self, x: Tensor, edge_index: Tensor, edge_weight: Tensor | None) -> None:
+        """Takes another batch, whose rows the exchange knows of; what was made of the last one is forgotten."""
         self.x, self.edge_index, self.edge_weight = x, edge_index, edge_weight
-        self.num_owned, self.num_halo = exchange.num_owned, exchange.num_halo
-        self.kept = Kept(x, [tensor for tensor in (edge_index, edge_weight) if tensor is not None], kept_widths)
-        self._node_ids = node_ids
+        self.num_owned, self.num_halo = self.exchange.num_owned, self.exchange.num_halo
+        own_edges = [tensor for tensor in (edge_index, edge_weight) if tensor is not None]
+        self.kept = Kept(x, own_edges, self._kept_widths)
 
     def check_rows(self, rows: int, layer: str) -> None:
         """Raises :class:`UnsupportedModelError` unless `layer` was given one row per owned node."""

@@ -26,7 +26,7 @@ Aggregate = Callable[[Tensor], Tensor]
 
 def _map_first(context: GraphContext, x: Tensor, lin: Any) -> bool:
     kept = context.kept.widths > 0 and context.kept.is_constant(x)
-    return not kept and lin.weight.size(0) < x.size(-1)
+    return not kept and not context.exchange.one_way and lin.weight.size(0) < x.size(-1)
 
 
 def _aggregate_and_map(context: GraphContext, x: Tensor, lin: Any, aggregate: Aggregate) -> Tensor:
@@ -51,7 +51,7 @@ def _hop(
     context.check_edges(edge_index, layer, edge_weight)
     if getattr(conv, "normalize", True):
         improved, loops = getattr(conv, "improved", False), getattr(conv, "add_self_loops", False)
-        what = context.normalised(edge_index, edge_weight, improved, loops, x.dtype)
+        what = context.normalised(layer, edge_index, edge_weight, improved, loops, x.dtype)
         if what is not None and pyg.linear_aggregation(conv) == "sum":
             context.check_rows(x.size(0), layer)
             return lambda rows: context.total(rows, what, layer)

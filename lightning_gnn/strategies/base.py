@@ -9,6 +9,7 @@ from typing import Any, Literal, get_args
 import lightning.pytorch as pl
 import torch
 from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from typing_extensions import override
 
@@ -223,6 +224,13 @@ class GNNStrategy(StepStrategy):
             )
         return data
 
+    def hooks_move_batches(self, data: Any) -> bool:
+        """Returns whether a hook of the user's module or datamodule sees batches before they are on the device, or moves them
+        there: then they are left to Lightning."""
+        users = ((self._module, pl.LightningModule), (data, pl.LightningDataModule))
+        hooks = "on_before_batch_transfer", "transfer_batch_to_device"
+        return any(is_overridden(hook, owner, base) for owner, base in users for hook in hooks)
+
     def checked_stages(self, trainer: pl.Trainer) -> Sequence[str]:
         """Returns the stages whose steps must give the numbers of one device in what the Trainer does now."""
         assert trainer.state.fn is not None
@@ -279,7 +287,8 @@ class GNNStrategy(StepStrategy):
         kept: dict[str, Any] = {"scheme": self.scheme.state_dict()}
         if self._world is not None and self._world.size > 1 and self.random is not None:
             common, own = self.random.state()
-            kept["random_streams"] = {"common": common, "own": self.world.all_gather_object(own)}
+            streams, seeds = zip(*self.world.all_gather_object((own, self.random.seed)))
+            kept["random_streams"] = {"common": common, "own": [*streams], "seeds": [*seeds]}
         if self._binding is not None:
             exchanges = self.world.all_gather_object(self._binding.context.state_dict())
             if any(exchanges):
@@ -295,3 +304,5 @@ class GNNStrategy(StepStrategy):
         streams = state.get("random_streams", {"own": []})
         if len(streams["own"]) == self.world_size and self.random is not None:
             self.random.load(streams["common"], streams["own"][self.global_rank])
+            if "seeds" in streams:
+                self.random.seed = streams["seeds"][self.global_rank]

@@ -5,6 +5,7 @@ Source: Zhang, "Efficient Asynchronous GCN Training on a GPU Cluster" (2021); ba
 
 from __future__ import annotations
 
+import json
 import os
 import uuid
 from abc import abstractmethod
@@ -20,9 +21,12 @@ from typing_extensions import override
 
 from lightning_gnn.arguments import check_choice, check_seed, check_whole, check_words, shown
 from lightning_gnn.callbacks.gossip import GossipMetrics, show
-from lightning_gnn.comm.group import World
+from lightning_gnn.comm.codec import make_codec
+from lightning_gnn.comm.group import World, next_store
+from lightning_gnn.comm.history import History, HistoryExchange
 from lightning_gnn.comm.listening import end_for_lost_agents
 from lightning_gnn.comm.peers import (
+    REJOIN_VARIABLE,
     STORE_VARIABLE,
     Heartbeat,
     PeerServer,
@@ -35,11 +39,13 @@ from lightning_gnn.data.shards import Shard
 from lightning_gnn.data.sources import EDGE_MASKS, counted_mask
 from lightning_gnn.datamodules.graph import OneBatch
 from lightning_gnn.gossip.averaging import Comparison, Final, Mode
-from lightning_gnn.gossip.clusters import Clusters, LeftOver
+from lightning_gnn.gossip.clusters import Begun, Clusters, LeftOver
 from lightning_gnn.gossip.fit import WorkerFit
 from lightning_gnn.gossip.pool import Pool
 from lightning_gnn.gossip.worker import Counts, Peers, Worker
 from lightning_gnn.nn.embedding import embeddings_of
+from lightning_gnn.nn.helpers import graph_in_use
+from lightning_gnn.nn.histories import HistoryBinding
 from lightning_gnn.partition.layout import LayoutSpec
 from lightning_gnn.steps.random_streams import RandomStreams
 from lightning_gnn.strategies.base import GNNStrategy
@@ -47,6 +53,7 @@ from lightning_gnn.strategies.dgcl import DGCLScheme
 
 Assignment = Literal["random", "metis"]
 Average = Literal["gradients", "parameters"]
+HaloName = Literal["history"]
 
 EXCHANGE_S = 30.0
 """Seconds that a worker may be silent in an exchange before the other goes on without."""
@@ -74,6 +81,8 @@ class ClusterStrategy(GNNStrategy):
         clusters: how many the graph is split into.
         assignment: of nodes to clusters: ``"random"``, as in the thesis, or ``"metis"``, as in Cluster-GCN.
         clusters_per_batch: whose nodes, and all edges between them, make a batch.
+        halo: of nodes that are not in a batch, and whose edges end in it: None leaves these edges out, as Cluster-GCN does;
+            ``"history"`` reads what layers made of them when they were in a batch last, of any worker of the machine.
         seed: of the order of clusters.
         final: the result: ``"best"``: the weights of the worker whose `monitor` was best when it validated last; ``"average"``:
             the mean of all workers' weights; ``"auto"``: the best, and where validation logs nothing to compare workers by, the
@@ -97,6 +106,8 @@ class ClusterStrategy(GNNStrategy):
     no_stage_because = "Its workers train independently, each with an optimizer of its own."
     others_go_on = False
     """Whether workers do without one that fails in `fit`."""
+    restarts = 0
+    """How often each that was killed is started again."""
     averages: tuple[str, ...] = get_args(Average)
 
     def __init__(
@@ -107,6 +118,7 @@ class ClusterStrategy(GNNStrategy):
         clusters: int = 40,
         assignment: Assignment = "random",
         clusters_per_batch: int = 1,
+        halo: HaloName | None = None,
         seed: int = 0,
         final: Final = "auto",
         monitor: str | None = None,
@@ -126,26 +138,33 @@ class ClusterStrategy(GNNStrategy):
                 raise ValueError(f"{name} must be at least 1 (got {value}).")
         check_choice("average", average, self.averages)
         check_choice("assignment", assignment, get_args(Assignment))
+        if halo not in (None, *get_args(HaloName)):
+            raise ValueError(f"halo must be None or 'history' (got {shown(halo)}).")
+        if halo is not None and not hasattr(os, "posix_fallocate"):
+            raise ValueError("halo='history' shares files in memory as Linux has them. Use halo=None on this system.")
         check_choice("final", final, get_args(Final))
         check_choice("mode", mode or "min", get_args(Mode))
         super().__init__(ClusterScheme(), **options)
         self.averaging_interval, self.average, self.lease = averaging_interval, average, lease
         self.num_clusters, self.assignment = clusters, assignment
-        self.clusters_per_batch, self.seed = clusters_per_batch, seed
+        self.clusters_per_batch, self.halo, self.seed = clusters_per_batch, halo, seed
         self.final, self.monitor, self.mode = final, monitor, mode
         self.report: dict[int, Counts] = {}
         self.consensus = 0.0
         self.result = ""
         self._fit: WorkerFit | None = None  # in fit only
+        self._history: HistoryExchange | None = None
         self._store: StoreProcess | None = None
         self._starting: TrainerFn | None = None
         self._lost: list[int] = []
         self._first = 0  # of the ranks that are left
+        self._rejoins = ""  # in a rank that takes the place of one that was killed: where the others meet
 
     @property
     @override
     def approximation(self) -> str:
-        return "clusters as mini-batches"
+        stale = ", stale halo rows" if self.halo else ""
+        return f"clusters as mini-batches{stale}" + (f", codec {self.codec}" if self.codec else "")
 
     @abstractmethod
     def _make_worker(self, pool: Pool, peers: Peers | None) -> Worker:
@@ -211,6 +230,7 @@ class ClusterStrategy(GNNStrategy):
     def _note_who_needs_whom(self) -> None:
         """Workers of a fit do without each other; all others wait for each other in every layer."""
         self.scheme.survives_lost_ranks = self.others_go_on and self._fits and self.world_size > 1
+        self.scheme.restarts = self.restarts if self.scheme.survives_lost_ranks else 0
 
     @override
     def setup_environment(self) -> None:
@@ -221,11 +241,25 @@ class ClusterStrategy(GNNStrategy):
             )
         self._note_who_needs_whom()
         self.layout()  # what it refuses, it refuses here on all ranks
+        self._rejoins = os.environ.pop(REJOIN_VARIABLE, "")
         super().setup_environment()
         self._run = uuid.uuid4().hex
         if self._fits and self.world_size > 1 and self.global_rank == 0 and STORE_VARIABLE not in os.environ:
             # It comes up while the graph is partitioned.
             self._store = StoreProcess(self._host(), self._run, self.world_size, self.lease)
+
+    @override
+    def _make_world(self) -> World:
+        if not self._rejoins:
+            return super()._make_world()
+        if self._start_method == "popen":  # the script's next call is of all ranks again
+            next_store(self.global_rank, self.world_size, self.timeout)
+        data = self.check_data(getattr(self._trainer, "datamodule", None))
+        known = SharedKeys(StoreAddress.of(self._rejoins, EXCHANGE_S)).find("graph")
+        assert known is not None
+        vars(data).update(json.loads(known))
+        data.prepare_for(self.layout())
+        return World(0, 1, self.root_device, self.timeout)
 
     def _host(self) -> str:
         return own_address(os.environ["MASTER_ADDR"], self.num_nodes)
@@ -249,6 +283,27 @@ class ClusterStrategy(GNNStrategy):
         if self._fits:
             self._separate(trainer, shard)
         super().begin_stage(trainer, shard)
+        if self._history is not None:
+            self._binding = HistoryBinding(self._module, self._history)
+            self._in_use.enter_context(graph_in_use(self._binding.context))
+
+    def _turn_to(self, batch: Any) -> None:
+        """Has layers see a batch and the history of what is not in it."""
+        if self._history is not None:
+            assert self._fit is not None and isinstance(self._binding, HistoryBinding)
+            halo = batch.halo
+            self._history.turn_to(torch.from_numpy(halo.own), torch.from_numpy(halo.ids), self._fit.worker.reached)
+            self._binding.turn_to(batch.x, halo.x, batch.edge_index, batch.get("edge_weight"))
+
+    @override
+    def training_step(self, batch: Any, *args: Any, **kwargs: Any) -> Any:
+        self._turn_to(batch)
+        return super().training_step(batch, *args, **kwargs)
+
+    @override
+    def validation_step(self, batch: Any, *args: Any, **kwargs: Any) -> Any:
+        self._turn_to(batch)
+        return super().validation_step(batch, *args, **kwargs)
 
     def _separate(self, trainer: pl.Trainer, shard: Shard) -> None:
         """Makes this rank a worker. To Lightning, torchmetrics and loggers it is a run of one rank from now on."""
@@ -265,53 +320,74 @@ class ClusterStrategy(GNNStrategy):
                 'validation_step, nodes in val_mask and limit_val_batches, or use final="auto" or "average".'
             )
         data = self.check_data(getattr(trainer, "datamodule", None))
-        clusters = Clusters(data.stored_cut(), self.clusters_per_batch, self.seed)
+        clusters = Clusters(data.stored_cut(), self.clusters_per_batch, self.seed, self.halo is not None)
         if clusters.batches < self.world_size:
             raise ValueError(
                 f"{len(clusters.trained)} clusters with training nodes make {clusters.batches} batches of "
                 f"clusters_per_batch={self.clusters_per_batch}, fewer than the {self.world_size} workers. Raise clusters."
             )
         self.world.broadcast_tensors_([*module.parameters(), *module.buffers()])
-        torch.manual_seed(RandomStreams(self.world).seed)  # workers are independent, in hooks as in steps
+        seed = RandomStreams(self.world).seed  # workers are independent, in hooks as in steps
         epochs = trainer.max_epochs
         pool = Pool(clusters.batches, None if epochs is None or epochs < 0 else epochs * clusters.batches)
         worker = self._make_worker(pool, self._connect() if self.world_size > 1 else None)
         comparison = Comparison(self.final, self.monitor, self.mode)
-        self._fit = WorkerFit(module, worker, clusters, self.average == "gradients", comparison)
-        worker.enter()
+        of_fit = worker, clusters, self.average == "gradients", comparison
+        codec = make_codec(self.codec, self.stochastic_rounding, seed)
+        self._fit = WorkerFit(module, *of_fit, leaves_snapshots=self.scheme.restarts > 0, codec=codec)
+        if self._rejoins:
+            seed = (seed + self.global_rank + worker.life * self.world_size) % 2**63  # another than those of all others
+        else:
+            worker.enter()
+            if worker.peers is not None and self.global_rank == 0:
+                worker.peers.keys.put("graph", json.dumps(data.known()).encode())
+                self._fit.leave_snapshot(trainer)
+        torch.manual_seed(seed)
+        history = None if self.halo is None else History.shared(sum(shard.counts), self.world)
         self.world.barrier()
-        if self.world_size > 1:
+        if worker.peers is not None:
             launcher: Any = self._launcher
-            launcher.ranks_are_independent()
+            launcher.ranks_are_independent(worker.peers.store.place)
         self.world.close()
         self._world = World(0, 1, self.root_device, self.timeout)
+        if history is not None:
+            self._history = HistoryExchange(history, self.world, self.meter)
 
     @override
     def stage_callbacks(self, shard: Shard) -> list[pl.Callback]:
         if self._fit is None:
             return super().stage_callbacks(shard)
-        return [self.progress, GossipMetrics(self._fit.worker), self._fit]
+        return [self.progress, GossipMetrics(self._fit.worker, self._history), self._fit]
 
     def _connect(self) -> Peers:
         """Connects this worker to the others; runs on every rank."""
         given = os.environ.get(STORE_VARIABLE) if self._store is None else self._store.address()
-        address, run = self.world.broadcast_object((given or "", self._run))  # rank 0's
-        store_host, _, port = address.rpartition(":")
-        store, server = StoreAddress(store_host, int(port), run, EXCHANGE_S), PeerServer(self._host(), EXCHANGE_S)
-        heartbeat = Heartbeat(store, self.global_rank, self.lease)
-        return Peers(store, SharedKeys(store), heartbeat, server, self.world.all_gather_object(server.address))
+        place = self._rejoins or self.world.broadcast_object(f"{given} {self._run}")  # rank 0's
+        store = StoreAddress.of(place, EXCHANGE_S)
+        keys = SharedKeys(store)
+        life = keys.add(f"lives/{self.global_rank}", 1) - 1
+        return Peers(
+            store, keys, Heartbeat(store, self.global_rank, self.lease), PeerServer(self._host(), EXCHANGE_S), life
+        )
 
     @override
     def process_dataloader(self, dataloader: object) -> object:
         dataloader = super().process_dataloader(dataloader)
         if self._fit is None or not isinstance(dataloader, OneBatch):
             return dataloader
-        batches = self._fit.batches(dataloader.mask, (self._saved or {}).get("pool", {}))
+        # On the CPU, a thread would take the time that it saves from training.
+        ahead = self.root_device.type != "cpu" and not self.hooks_move_batches(self._trainer.datamodule)
+        batches = self._fit.batches(
+            dataloader.mask, (self._saved or {}).get("pool", {}), self.root_device if ahead else None
+        )
         return dataloader if batches is None else batches
 
     @override
     def batch_to_device(self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0) -> Any:
-        if isinstance(batch, LeftOver):
+        if isinstance(batch, Begun):
+            assert self._fit is not None
+            batch = self._fit.arrived()
+        elif isinstance(batch, LeftOver):
             assert self._fit is not None
             batch = self._fit.left_over()
             if batch is None:
@@ -380,5 +456,7 @@ class ClusterStrategy(GNNStrategy):
             self._fit.release(self._trainer)
         if self._store is not None:
             self._store.leave()
-        self._fit = self._store = None
+        if self._history is not None:
+            self._history.history.close()
+        self._fit = self._store = self._history = None
         super().teardown()

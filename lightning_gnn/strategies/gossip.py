@@ -10,7 +10,8 @@ from typing import Any, Literal, get_args
 
 from typing_extensions import override
 
-from lightning_gnn.arguments import check_numbers
+from lightning_gnn.arguments import check_numbers, check_whole
+from lightning_gnn.comm.codec import CodecName
 from lightning_gnn.comm.peers import WorkerGroup
 from lightning_gnn.gossip.lockstep import Lockstep
 from lightning_gnn.gossip.pairing import Pairing, Rule
@@ -45,6 +46,11 @@ class GossipStrategy(ClusterStrategy):
             after each batch, and waits for nobody (Stochastic Gradient Push); then `pairing` and `patience` do not apply.
         patience: seconds that a worker waits for a partner before it goes on without.
         lease: seconds without a heartbeat after which a worker counts as dead, and others take over its batches.
+        restarts: how often each worker whose process was killed is started again during `fit`, but for rank 0; where this package
+            has started the ranks. It goes on with another's weights and optimizer.
+        codec: send parameters in fewer bytes, approximately, as differences to what the two that meet know of each other; the
+            mean of the two stays exact (docs/gossip.md). Set it where the network is slow.
+        stochastic_rounding: let the codec round up or down at random.
         **options: see :class:`~lightning_gnn.strategies.clusters.ClusterStrategy`.
 
     Attributes:
@@ -70,9 +76,18 @@ class GossipStrategy(ClusterStrategy):
         average: GossipAverage = "parameters",
         patience: float = 60.0,
         lease: float = 10.0,
+        restarts: int = 0,
+        codec: CodecName | None = None,
         **options: Any,
     ) -> None:
         check_numbers(patience=patience, lease=lease)
+        check_whole(restarts=restarts)
+        if restarts < 0:
+            raise ValueError(f"restarts must be at least 0 (got {restarts}).")
+        if restarts and options.get("halo") is not None:
+            raise ValueError(
+                "A worker that is started again cannot open the others' history: use restarts=0 or halo=None."
+            )
         Pairing(0, 1, pairing)
         if average == "push_sum" and pairing != "prompt":
             raise ValueError(
@@ -82,8 +97,13 @@ class GossipStrategy(ClusterStrategy):
         for name, seconds, least in (("patience", patience, 0.0), ("lease", lease, 2.0)):
             if seconds < least:
                 raise ValueError(f"{name} is a number of seconds, at least {least:g} (got {seconds}).")
-        super().__init__(averaging_interval, average, lease, **options)
-        self.pairing, self.patience = pairing, patience
+        if codec is not None and average != "parameters":
+            raise ValueError(
+                f"codec={codec!r} encodes differences of parameters that two workers average, and average={average!r} sends "
+                'other things. Leave it out, or use average="parameters".'
+            )
+        super().__init__(averaging_interval, average, lease, codec=codec, **options)
+        self.pairing, self.patience, self.restarts = pairing, patience, restarts
 
     @override
     def _make_worker(self, pool: Pool, peers: Peers | None) -> Worker:
@@ -116,6 +136,11 @@ class ClusterAllReduceStrategy(ClusterStrategy):
         yield {"averaging_interval": 1}
 
     def __init__(self, averaging_interval: int = 1, average: Average = "gradients", **options: Any) -> None:
+        if options.get("codec") is not None:
+            raise ValueError(
+                f"codec={options['codec']!r} encodes what two workers send each other, and here all sum at once, in torch. Leave "
+                'it out, or use strategy="gossip".'
+            )
         super().__init__(averaging_interval, average, lease=10.0, **options)
 
     @override

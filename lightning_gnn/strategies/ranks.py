@@ -107,7 +107,10 @@ class RankStrategy(ParallelStrategy):
         environment = self.cluster_environment
         assert environment is not None
         os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"] = environment.main_address, str(environment.main_port)
-        self._world = World(self.global_rank, self.world_size, self.root_device, self.timeout, self.shared_memory)
+        self._world = self._make_world()
+
+    def _make_world(self) -> World:
+        return World(self.global_rank, self.world_size, self.root_device, self.timeout, self.shared_memory)
 
     @override
     def model_to_device(self) -> None:

@@ -40,6 +40,7 @@ MODULES = (
     "modules.test_heads",
     "modules.test_links",
     "gossip.test_gossip",
+    "gossip.test_history",
 )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import threading
 from collections import Counter
@@ -16,12 +17,19 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from common import FEATURES, assert_same, awkward_graph, build, quiet_trainer, single, three_nodes, train
+from common import FEATURES, assert_same, awkward_graph, build, campaign, quiet_trainer, single, three_nodes, train
 from lightning.pytorch.callbacks import ModelCheckpoint
 from torch_geometric.data import Data
 from torch_geometric.nn import GCNConv
 
-from lightning_gnn import DGCLStrategy, GraphDataModule, LinkPredictor, sum_over_ranks
+from lightning_gnn import (
+    ClusterAllReduceStrategy,
+    DGCLStrategy,
+    GraphDataModule,
+    LinkPredictor,
+    SamplingStrategy,
+    sum_over_ranks,
+)
 from lightning_gnn.devices import backend_of, free_bytes
 
 ranks = on_device.ranks
@@ -257,20 +265,22 @@ class Taken:
     found: list[torch.Tensor] = field(default_factory=list)
 
 
-def taken(rank: int, size: int, kind: type[Module], pins: bool = True) -> Taken:
+SAMPLED = {"fanouts": [3, 3], "batch_size": 8}
+
+
+def taken(rank: int, size: int, kind: type[Module], strategy: Any, pins: bool = True) -> Taken:
     import emulated
 
-    from lightning_gnn import SamplingStrategy
-    from lightning_gnn.sampling import loader
+    from lightning_gnn.data import ahead
 
-    seen = Taken()
+    seen, known_by = Taken(), "batch_size" if isinstance(strategy, SamplingStrategy) else "num_owned"
 
     def pin(self: Data) -> Data:
         seen.pinned_by.append(threading.current_thread().name)
         return self
 
     def move(self: Data, device: Any, *args: Any, non_blocking: bool = False, **kwargs: Any) -> Data:
-        if "batch_size" in self and torch.device(device).type != "cpu" and self.n_id.device.type == "cpu":
+        if known_by in self and torch.device(device).type != "cpu" and self.n_id.device.type == "cpu":
             seen.copied_by.append(threading.current_thread().name)
             seen.waited_for += not non_blocking
         return to(self, device, *args, non_blocking=non_blocking, **kwargs)
@@ -280,8 +290,7 @@ def taken(rank: int, size: int, kind: type[Module], pins: bool = True) -> Taken:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Data, "pin_memory", pin)
         patch.setattr(Data, "to", move)
-        patch.setattr(loader, "can_pin", lambda device: pins and device.type != "cpu")
-        strategy = SamplingStrategy(fanouts=[3, 3], batch_size=8, timeout=60)
+        patch.setattr(ahead, "can_pin", lambda device: pins and device.type != "cpu")
         trainer = quiet_trainer(strategy, size, max_epochs=1, limit_val_batches=0, num_sanity_val_steps=0)
         torch.manual_seed(4)
         module = kind(build("sage")).double()
@@ -291,7 +300,8 @@ def taken(rank: int, size: int, kind: type[Module], pins: bool = True) -> Taken:
 
 def test_batches_arrive_while_the_device_computes(ranks):
     """Samplers pin and copy them, on streams of theirs; the device's own stream waits for the copy, and no host."""
-    for seen, without in zip(ranks.run(2, taken, Module), ranks.run(2, taken, Module, False)):
+    strategy = SamplingStrategy(**SAMPLED, timeout=60)
+    for seen, without in zip(ranks.run(2, taken, Module, strategy), ranks.run(2, taken, Module, strategy, False)):
         assert len(seen.pinned_by) == 2 and seen.copied_by == seen.pinned_by and not seen.waited_for
         assert all(name.startswith("lightning_gnn sampler") for name in seen.pinned_by)
         assert seen.tensors["copied"] >= 2 * 3 and seen.tensors["recorded"] == seen.tensors["copied"]
@@ -301,5 +311,53 @@ def test_batches_arrive_while_the_device_computes(ranks):
 
 
 def test_a_hook_of_the_user_before_the_copy_gets_batches_on_the_cpu(ranks):
-    for seen in ranks.run(2, taken, Hooked):
+    everyone = ranks.run(2, taken, Hooked, SamplingStrategy(**SAMPLED, timeout=60))
+    for seen in [*everyone, *ranks.run(1, taken, Hooked, ClusterAllReduceStrategy(clusters=2, timeout=60))]:
         assert not seen.pinned_by and seen.copied_by == ["MainThread"] * 2 and not seen.tensors
+
+
+@pytest.mark.parametrize("size", [1, *campaign(2)])
+def test_clusters_arrive_while_the_device_computes(ranks, size):
+    """A thread pins and copies the next one while this one is trained on; what is learnt is the same."""
+    strategy = ClusterAllReduceStrategy(clusters=4, timeout=60)
+    for seen, without in zip(ranks.run(size, taken, Module, strategy), ranks.run(size, taken, Module, strategy, False)):
+        assert seen.pinned_by == seen.copied_by == ["lightning_gnn clusters"] * (4 // size) and not seen.waited_for
+        assert seen.tensors["copied"] >= 3 * len(seen.found) and seen.tensors["recorded"] == seen.tensors["copied"]
+        assert not without.pinned_by and set(without.copied_by) == {"MainThread"} and not without.tensors
+        assert len(seen.found) == 4 // size
+        torch.testing.assert_close(seen.found, without.found, rtol=0, atol=0)
+
+
+class Summing(Module):
+    """Notes what devices have summed until each step."""
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        import queued
+
+        super().on_before_optimizer_step(optimizer)
+        self.sums = [*getattr(self, "sums", []), queued.counts["allreduce"]]
+
+
+def averaged(rank: int, size: int, average: str) -> Any:
+    import queued
+
+    torch.manual_seed(4)
+    module = Summing(build("sage")).double()
+    queued.counts["allreduce"] = 0
+    strategy = ClusterAllReduceStrategy(2, clusters=8, average=average, timeout=60)
+    trainer = quiet_trainer(strategy, size, max_epochs=1, limit_val_batches=0, num_sanity_val_steps=0)
+    trainer.fit(module, datamodule=GraphDataModule(awkward_graph()))
+    return module.sums, [each.detach().cpu() for each in module.parameters()], module.found
+
+
+@pytest.mark.parametrize("average", ["gradients", *campaign("parameters")])
+def test_workers_in_lockstep_average_over_the_devices_group(ranks, average):
+    """Every second step, and in no other; as NCCL would, not over the CPU."""
+    everyone = ranks.run(2, averaged, average)
+    for sums, *_ in everyone:
+        assert [after - before for before, after in itertools.pairwise(sums)] == [1, 0, 1]
+    one, other = ((weights, gradients) for _, weights, gradients in everyone)
+    if average == "gradients":
+        for step in (1, 3):
+            torch.testing.assert_close(one[1][step], other[1][step], rtol=0, atol=0)
+        assert not torch.equal(one[1][0][0], other[1][0][0])

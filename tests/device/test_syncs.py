@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections import Counter
 from typing import Any
 
@@ -12,7 +13,13 @@ import pytest
 import torch
 from common import CLASSES, awkward_graph, build, quiet_trainer
 
-from lightning_gnn import CachedVertexCutStrategy, GraphDataModule, NodeClassifier
+from lightning_gnn import (
+    CachedVertexCutStrategy,
+    ClusterAllReduceStrategy,
+    GossipStrategy,
+    GraphDataModule,
+    NodeClassifier,
+)
 from lightning_gnn.devices import copy_to_host
 
 ranks = on_device.ranks
@@ -61,6 +68,50 @@ def test_a_message_that_data_decide_waits_once(ranks):
     for found in ranks.run(2, waits, "gcn", CachedVertexCutStrategy(cache_within_hosts=True)):
         assert sum(count for where, count in found.items() if "comm/cache.py" in where) == 4, found
         assert sum(found.values()) == 5, found
+
+
+@pytest.mark.parametrize("kind", [GossipStrategy, ClusterAllReduceStrategy])
+def test_a_batch_of_a_cluster_waits_for_its_labelled_nodes(ranks, kind):
+    """Where they are, how many, and how many of the worker's: three times. Averages in lockstep add nothing, those with one other
+    worker the copy to the host."""
+    for found in ranks.run(2, waits, "sage", kind(1, clusters=12, timeout=60)):
+        copied = sum(count for where, count in found.items() if "devices.py" in where)
+        assert sum(found.values()) - copied == 3, found
+        assert copied == 0 or (copied == 1 and kind is GossipStrategy), found
+
+
+def meeting(rank: int, size: int, through_host: bool) -> list[int]:
+    from lightning_gnn.gossip.averaging import Averages
+
+    found = []
+    for gradients in (False, True):
+        torch.manual_seed(2)
+        here = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.BatchNorm1d(4), torch.nn.Linear(4, 2))
+        here(torch.ones(5, 3))[:, 0].sum().backward()
+        there = copy.deepcopy(here).to("emulated")
+        for own, other in zip(here.parameters(), there.parameters()):
+            other.grad = own.grad.to("emulated")
+        here[0].bias.grad = there[0].bias.grad = None
+        averages, alone = Averages(there, gradients, through_host), Averages(here, gradients, True)
+        with emulated.recorded() as syncs:
+            vector = averages.vector()
+            found.append(sum(syncs.values()))
+            averages.take(vector * 2)
+            found.append(sum(syncs.values()) - found[-1])
+        expected = alone.vector()
+        torch.testing.assert_close(vector.cpu(), expected, rtol=0, atol=0)
+        alone.take(expected * 2)
+        for own, other in zip(here.parameters(), there.parameters()):
+            torch.testing.assert_close(other.detach().cpu(), own.detach(), rtol=0, atol=0)
+            assert (other.grad is None and own.grad is None) or torch.equal(other.grad.cpu(), own.grad)
+    return found
+
+
+def test_a_meeting_waits_once(ranks):
+    """For the copy of all values to the host, and once more for each gradient that this worker has not: whether others have it.
+    Between devices there is nothing else to wait for."""
+    assert ranks.run(1, meeting, True)[0] == [1, 0, 1, 1]
+    assert ranks.run(1, meeting, False)[0] == [0, 0, 0, 1]
 
 
 def timed(rank: int, size: int) -> float:

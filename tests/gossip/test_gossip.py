@@ -51,11 +51,13 @@ from lightning_gnn import (
     split_edges,
 )
 from lightning_gnn.callbacks.gossip import progress
+from lightning_gnn.comm.codec import make_codec
 from lightning_gnn.comm.group import CommunicationError
 from lightning_gnn.comm.peers import LOCAL, Heartbeat, Mailbox, PeerServer, SharedKeys, StoreAddress, StoreServer
 from lightning_gnn.data.shards import cut_graph
 from lightning_gnn.data.sources import prepare_graph
 from lightning_gnn.gossip.clusters import Clusters
+from lightning_gnn.gossip.differences import Difference, Differences, Whole
 from lightning_gnn.gossip.fit import WorkerFit
 from lightning_gnn.gossip.pairing import Pairing
 from lightning_gnn.gossip.pool import Pool
@@ -108,15 +110,15 @@ def test_clusters_without_training_nodes_are_left_out():
 def test_a_peer_server_answers_only_whom_it_awaits():
     server = PeerServer("127.0.0.1", 0.5)
     own = torch.zeros(3)
-    assert server.wait(1, 7, own, 0.05) is None  # nobody comes
+    assert server.wait(1, 7, Whole(own), 0.05) is None  # nobody comes
     with ThreadPoolExecutor(2) as pool:
-        late = pool.submit(server.visit, server.address, 2, 6, torch.ones(3))
-        right = pool.submit(server.visit, server.address, 1, 7, torch.full((3,), 2.0))
-        assert server.wait(1, 7, own, 20.0).tolist() == [2.0, 2.0, 2.0]
+        late = pool.submit(server.visit, server.address, 2, 6, Whole(torch.ones(3)))
+        right = pool.submit(server.visit, server.address, 1, 7, Whole(torch.full((3,), 2.0)))
+        assert server.wait(1, 7, Whole(own), 20.0).tolist() == [2.0, 2.0, 2.0]
         assert right.result().tolist() == [0.0, 0.0, 0.0]
         server.close()
         assert late.result() is None
-    assert server.visit(server.address, 1, 8, own) is None  # nobody is there
+    assert server.visit(server.address, 1, 8, Whole(own)) is None  # nobody is there
 
 
 def test_the_distance_of_replicas():
@@ -141,10 +143,9 @@ def tied() -> Iterator[Callable[..., list[Worker]]]:
 
     def make(size: int, kind: Callable[[int, Peers], Worker]) -> list[Worker]:
         place = StoreAddress(LOCAL, server.port, "test", 30.0)
-        servers = [PeerServer(LOCAL, 30.0) for _ in range(size)]
-        addresses = [each.address for each in servers]
-        for me, own in enumerate(servers):
-            made.append(kind(me, Peers(place, SharedKeys(place), Heartbeat(place, me, 30.0), own, addresses)))
+        for me in range(size):
+            own = PeerServer(LOCAL, 30.0)
+            made.append(kind(me, Peers(place, SharedKeys(place), Heartbeat(place, me, 30.0), own)))
             made[-1].enter()
         return made
 
@@ -234,6 +235,16 @@ def test_push_sum_between_workers_keeps_the_mass(tied):
     assert all(sum(worker.counts.partners.values()) > 1 and worker.counts.waits == 0 for worker in everyone)
 
 
+def test_the_newest_snapshot_is_another_worker_s(tied):
+    one, other, third = tied(3, lambda me, peers: Worker(Pool(1, 1), Pairing(me, 3), 1, peers, 0.0, 0))
+    one.leave_snapshot(b"first")
+    assert third.newest_snapshot() == (0, b"first")
+    for snapshot in (b"second", b"3", b"fourth"):  # each in the place of the last but one
+        other.leave_snapshot(snapshot)
+        assert one.newest_snapshot() == third.newest_snapshot() == (1, snapshot)
+    assert other.newest_snapshot() == (0, b"first")
+
+
 def test_progress_is_that_of_all_workers(tied):
     one, other = tied(2, lambda me, peers: Worker(Pool(4, 8), Pairing(me, 2), 1, peers, 0.0, 0))
     seen = []
@@ -301,6 +312,79 @@ def test_push_sum_sends_to_all(tied):
     assert all(partners.total() == 60 and min(partners.values()) >= 6 and len(partners) == 3 for partners in sent), sent
 
 
+SIZES = [3000, 64, 10, 3]
+"""Of tensors whose values make a vector: whole blocks and what is left of them."""
+
+
+def meet_in_differences(tied, codec: str | None, size: int, meetings: int) -> tuple[list[torch.Tensor], list[Worker]]:
+    """Has random pairs of workers meet, which learn nothing in between; returns their vectors and themselves."""
+    everyone = tied(size, lambda me, peers: Worker(Pool(1, 1), Pairing(me, size), 1, peers, 20.0, 0))
+    torch.manual_seed(0)
+    values = [torch.cat([torch.randn(3074) + torch.linspace(-5, 5, 3074), torch.ones(3)]) for _ in range(size)]
+    for worker in everyone:
+        if codec is not None:
+            worker.differences = Differences(make_codec(codec), SIZES)
+    rng = random.Random(0)
+    with ThreadPoolExecutor(1) as pool:
+        for _ in range(meetings):
+            me, other = rng.sample(range(size), 2)
+            before = (values[me] + values[other]).double()
+            for away in everyone:  # but for these two
+                away.leave(lambda: pytest.fail("it has no part"), for_good=False)
+            everyone[other].come_back()
+            chooses = pool.submit(everyone[me].meet, lambda: values[me])  # noqa: B023
+            while not everyone[me].peers.keys.get(f"worker/{other}").startswith("chosen"):
+                time.sleep(0.001)
+            values[other] = everyone[other].meet(lambda: values[other]) / 2  # noqa: B023
+            values[me] = chooses.result() / 2
+            after = (values[me] + values[other]).double()
+            assert float((after - before).norm() / before.norm()) < 1e-6
+            assert values[me][-3:].tolist() == values[other][-3:].tolist() == [1.0] * 3
+    return values, everyone
+
+
+@pytest.mark.parametrize(("codec", "share", "floor"), [("int8", 0.26, 1e-6), *campaign(("bfp8", 0.26, 1e-6))])
+def test_differences_keep_the_mean_and_leave_no_floor(tied, codec, share, floor):
+    """Of pairs, at every meeting, and so of all; rounded values would stay apart by the codec's step, 2e-3 of a block's range."""
+    values, everyone = meet_in_differences(tied, codec, 3, 45)
+    torch.manual_seed(0)
+    mean = torch.stack([torch.randn(3074) + torch.linspace(-5, 5, 3074) for _ in range(3)]).double().mean(0)
+    for each in values:
+        torch.testing.assert_close(each[:-3].double(), mean, rtol=1e-5, atol=1e-4)
+    assert distance(values) < floor
+    assert all(set(worker.differences.met) == {0, 1, 2} - {worker.me} for worker in everyone)
+    for worker in everyone:  # counted where it is sent
+        each = worker.peers.server.sent_bytes / worker.counts.averages
+        assert each <= share * values[0].nbytes + 4 * 8  # the ends of the small ones
+
+
+def test_those_that_know_different_things_of_each_other_send_all(tied):
+    """As after a message that got lost, or when one has been started again."""
+    one, other = tied(2, lambda me, peers: Worker(Pool(1, 1), Pairing(me, 2), 1, peers, 20.0, 0))
+    torch.manual_seed(0)
+    own = [torch.randn(3077)]
+    own.append(own[0] + 0.01 * torch.randn(3077))
+
+    def meets(meeting: int) -> list[torch.Tensor]:
+        brings = [Difference(own[me], worker.differences, 1 - me, meeting) for me, worker in enumerate((one, other))]
+        with ThreadPoolExecutor(1) as pool:
+            visit = pool.submit(other.peers.server.visit, one.peers.server.address, 1, meeting, brings[1])
+            come = one.peers.server.wait(1, meeting, brings[0], 20.0)
+            return [brings[0].total(come), brings[1].total(visit.result())]
+
+    for worker in (one, other):
+        worker.differences = Differences(make_codec("int8"), SIZES)
+    first = meets(1)
+    again = meets(2)  # of what is known, less is off
+    assert (again[0] - sum(own)).norm() < 0.05 * (first[0] - sum(own)).norm()
+    one.differences.met[1] = 1, one.differences.met[1][1]
+    for total, expected in zip(meets(3), first, strict=True):
+        assert torch.equal(total, expected)
+    other.differences.met.clear()
+    for total, expected in zip(meets(4), first, strict=True):
+        assert torch.equal(total, expected)
+
+
 def check_pairs(everyone: list[Worker], meetings: int, least: int) -> None:
     """Each pair of workers has met so often at least, and both know of it."""
     met = [[worker.counts.partners.get(str(other), 0) for other in range(len(everyone))] for worker in everyone]
@@ -324,11 +408,20 @@ def check_pairs(everyone: list[Worker], meetings: int, least: int) -> None:
         ({"patience": -1}, "patience is a number of seconds, at least 0"),
         ({"average": "push_sum", "pairing": "any"}, "pairing does not apply .got 'any'"),
         ({"lease": 1}, "lease is a number of seconds, at least 2"),
+        ({"codec": "int3"}, "codec must be one of .* .got 'int3'"),
+        ({"codec": "int8", "average": "push_sum"}, "codec='int8' encodes differences of parameters"),
+        ({"restarts": -1}, "restarts must be at least 0 .got -1"),
+        ({"restarts": 0.5}, "restarts must be a whole number .got 0.5"),
     ],
 )
 def test_refused_options(options, message):
     with pytest.raises(ValueError, match=message):
         GossipStrategy(**options)
+
+
+def test_all_at_once_nothing_is_encoded():
+    with pytest.raises(ValueError, match="here all sum at once, in torch. Leave it out, or use strategy=.gossip"):
+        ClusterAllReduceStrategy(codec="int8")
 
 
 def test_yaml(tmp_path):
@@ -486,9 +579,9 @@ def check_all_done(folder: Path, epochs: int = EPOCHS) -> None:
         *campaign((2, {"averaging_interval": 1, "final": "average", "average": "parameters"})),
         (3, {"averaging_interval": 2}),
         *campaign((3, {"averaging_interval": 1, "pairing": "active_passive", "monitor": "val_acc", "mode": "max"})),
-        (4, {"averaging_interval": 3, "pairing": "prompt", "assignment": "metis"}),
+        (4, {"averaging_interval": 3, "pairing": "prompt", "assignment": "metis", "codec": "int8"}),
     ],
-    ids=["parameters", "any", "active and passive", "prompt, metis"],
+    ids=["parameters", "any", "active and passive", "prompt, metis, int8"],
 )
 def test_every_batch_is_done_once_and_there_is_one_result(ranks, tmp_path, world_size, options):
     everyone = ranks.run(world_size, trained, tmp_path, options)
@@ -821,6 +914,44 @@ def test_the_others_live(ran, event):
     counts = Counter(cluster for found in batches.values() for cluster in found)
     # Its last batch it had not said to be done; what it held and others took over, they did in one batch.
     assert len(counts) == CLUSTERS and sum(counts.values()) >= CLUSTERS * EPOCHS - 2
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(400)
+@pytest.mark.program(runs=gossip)
+@pytest.mark.parametrize(("event", "start_method"), [("return 1", "fork"), *campaign(("return 2", "popen"))])
+def test_one_that_was_killed_comes_back(ran, event, start_method):
+    """With the weights and the optimizer that another had at an epoch's start; it takes batches, averages, and is tested with."""
+    folder, finished = ran
+    output, rank = finished.succeeded().output, int(event[-1])
+    assert re.search(rf"Rank {rank} was ended by SIGKILL .*; it is started again, and the others go on\.", output)
+    assert f"{rank} (started again)" in output and "lost" not in output and "left undone" not in output
+    check_outcome(folder, output, (rank,))
+    [lives] = re.findall(r"^lives (.*)$", output, re.MULTILINE)
+    for each, (life, averages) in enumerate(json.loads(lives)):
+        assert life == (each == rank) and averages > 0
+    assert output.count("tested") == 1
+
+    back = torch.load(folder / "back.pt", weights_only=True)
+    others = [
+        torch.load(path, weights_only=True) for path in folder.glob("kept-*-[1-9].pt") if path.name[5] != str(rank)
+    ]
+    same = [
+        each for each in others if all(torch.equal(*pair) for pair in zip(*map(tensors, (back, each)), strict=True))
+    ]
+    assert same
+    batches = done(folder)
+    assert len(batches[rank]) > 3
+    counts = Counter(cluster for found in batches.values() for cluster in found)
+    # As where it stays away; and the batch that it was killed in may be done again.
+    assert len(counts) == CLUSTERS and CLUSTERS * EPOCHS - 2 <= sum(counts.values()) <= CLUSTERS * EPOCHS + 1
+
+
+def tensors(state: dict[str, Any]) -> list[torch.Tensor]:
+    """Returns weights and what Adam keeps of each."""
+    [optimizer] = state["optimizers"]
+    kept = [each[name] for _, each in sorted(optimizer["state"].items()) for name in sorted(each)]
+    return [*state["weights"].values(), *kept]
 
 
 FIRST_PROCESS = """

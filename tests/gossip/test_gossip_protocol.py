@@ -29,6 +29,11 @@ EVERY_ORDER = [
     *campaign(Case(2, 3, interval=2, rule="prompt", late=True, mortal=(0,))),
     Case(2, 3, epochs=0, interval=2, rule="prompt", late=True),
     Case(2, 1, epochs=2, interval=2, mortal=(0,)),
+    *campaign(Case(2, 1, late=True, mortal=(0,), returns=True), Case(2, 2, late=True, mortal=(1,), returns=True)),
+    Case(2, 1, interval=0, mortal=(0,), returns=True),
+    Case(2, 1, epochs=0, late=True, mortal=(0,), returns=True),
+    Case(2, 1, epochs=0, rule="active_passive", late=True, mortal=(1,), returns=True),
+    *campaign(Case(2, 2, epochs=0, interval=2, rule="prompt", late=True, mortal=(0,), returns=True)),
     Case(3, 1),
     *campaign(Case(3, 1, late=True, mortal=(0,))),
     Case(3, 1, epochs=0),
@@ -76,14 +81,19 @@ def choose_without_comparing(store, operation):
     return answer(store, operation)
 
 
+def give_nothing_back(self, me):
+    yield Get("pool/taken")
+
+
 @pytest.mark.parametrize(
     ("what", "fault", "case"),
     [
         ((Pool, "take"), take_in_two_steps, Case(2, 2, interval=0)),
         ((Pairing, "leave"), leave_without_serving, Case(2, 2)),
         ((gossip_model, "answer"), choose_without_comparing, Case(3, 1, epochs=0)),
+        ((Pool, "give_back_all"), give_nothing_back, Case(2, 1, interval=0, mortal=(0,), returns=True)),
     ],
-    ids=["take", "leave", "choose"],
+    ids=["take", "leave", "choose", "give back"],
 )
 def test_the_exploration_finds_faults(monkeypatch, what, fault, case):
     """An exploration that passes those of the thesis's pseudocode and the like would prove nothing."""
@@ -101,11 +111,13 @@ def test_the_exploration_finds_faults(monkeypatch, what, fault, case):
     rule=st.sampled_from(get_args(Rule)),
     late=st.booleans(),
     dies=st.booleans(),
+    returns=st.booleans(),
     seed=st.integers(0, 2**32),
 )
-def test_random_orders(workers, size, epochs, interval, rule, late, dies, seed):
+def test_random_orders(workers, size, epochs, interval, rule, late, dies, returns, seed):
     rng = random.Random(seed)
-    case = Case(workers, size, epochs, interval, rule, late, (rng.randrange(workers),) if dies and workers > 1 else ())
+    mortal = (rng.randrange(workers),) if dies and workers > 1 else ()
+    case = Case(workers, size, epochs, interval, rule, late or (returns and bool(mortal)), mortal, returns)
     model = Model(case)
     for _ in range(20_000):
         moves = model.moves()
@@ -156,6 +168,25 @@ def test_a_resumed_pool_does_what_is_left():
     assert items == [4, 6, 7, 8, 9, 10, 11]
     assert carry_out(again.take_over(1), how) == ([], [])
     assert carry_out(again.position(), how) == (12, [])
+
+
+def test_what_is_done_meanwhile_hides_nothing():
+    """Item 1 is taken and done after `position` has asked how many are taken: item 0 is still at work."""
+    store, pool = InProcess(), Pool(3, 3)
+
+    def how(operation):
+        return answer(store, operation)
+
+    assert carry_out(pool.take(0), how) == 0
+    position = pool.position()
+    taken = how(next(position))
+    assert carry_out(pool.take(1), how) == 1
+    carry_out(pool.done(1, 1), how)
+    operation = position.send(taken)
+    with pytest.raises(StopIteration) as end:
+        while True:
+            operation = position.send(how(operation))
+    assert end.value.value == (0, [])
 
 
 def test_what_is_given_back_is_taken_over():
