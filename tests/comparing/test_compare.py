@@ -305,13 +305,13 @@ def test_table_and_report_of_what_has_failed():
 
 
 def test_timeout(tmp_path, monkeypatch):
-    cells = [{"strategy": "auto", "devices": 1}]
-    found = lightning_gnn.compare(**{**SETTINGS, "cells": cells}, output=tmp_path, timeout=0.3)
+    endless = {**SETTINGS, "cells": [{"strategy": "auto", "devices": 1}], "epochs": 10**9}
+    found = lightning_gnn.compare(**endless, output=tmp_path, timeout=0.3)
     [cell] = found["cells"]
     assert cell["status"] == "timed out" and "timeout=0.3 s" in cell["error"][-1]
     assert json.loads((tmp_path / "comparison.json").read_text())["cells"][0]["status"] == "timed out"
     assert "timed out" in (tmp_path / "comparison.html").read_text()
-    kept = lightning_gnn.compare(**{**SETTINGS, "cells": cells}, output=tmp_path, timeout=60)
+    kept = lightning_gnn.compare(**endless, output=tmp_path, timeout=60)
     assert kept["cells"][0]["status"] == "timed out"  # again="failed" would run it
     monkeypatch.setenv("LIGHTNING_GNN_CELL", "a key")
     with pytest.raises(RuntimeError, match="Call it under"):
