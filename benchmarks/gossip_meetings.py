@@ -46,15 +46,25 @@ class Simulated:
     def __init__(self, me: int, model: torch.nn.Module, period: float, codec: str | None) -> None:
         self.me, self.model, self.period = me, model, period
         self.optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
-        self.averages = Averages(model, gradients=False)
+        self.averages = Averages(model, gradients=False, through_host=True)
         self.differences = None if codec is None else Differences(make_codec(codec), self.averages.sizes)  # type: ignore[arg-type]
         self.batches, self.sent, self.met_at = 0, 0, 0.0
         self.waits_for: int | None = None
+        self.brought: tuple[Tensor, Whole | Difference] | None = None  # its vector when it chose, if it does not wait
+        self.moves: list[Tensor] = []  # of averages that its batch at that time hides
         self.sketch = sketch(model.parameters())  # as published at an epoch's start
 
     def bring(self, partner: int, meeting: int) -> Whole | Difference:
         own = self.averages.vector()
         return Whole(own) if self.differences is None else Difference(own, self.differences, partner, meeting)
+
+    def move(self) -> None:
+        """Adds what averages of earlier vectors have changed in these."""
+        for move in self.moves:
+            total = 2 * self.averages.vector() + move
+            total[-1] = 2  # both have all tensors
+            self.averages.take(total)
+        self.moves = []
 
     def gradient(self, batch: Data) -> None:
         self.model.train()
@@ -65,12 +75,19 @@ class Simulated:
 
 
 def meet(one: Simulated, other: Simulated, meeting: int) -> None:
-    brings = one.bring(other.me, meeting), other.bring(one.me, meeting)
+    """Averages `one`, which has ended a batch, with `other`, which waits, or has gone on from what it has brought."""
+    vectors = one.averages.vector(), other.brought[0] if other.brought else other.averages.vector()
+    brings = one.bring(other.me, meeting), other.brought[1] if other.brought else other.bring(one.me, meeting)
     agreed = brings[0].known == brings[1].known
     messages = [each.message(agreed) for each in brings]
-    for worker, own, theirs, sent in zip((one, other), brings, messages[::-1], messages, strict=True):
-        worker.averages.take(own.total(theirs))
+    for worker, own, vector, theirs, sent in zip((one, other), brings, vectors, messages[::-1], messages, strict=True):
+        total = own.total(theirs)
+        if other.brought:
+            worker.moves.append(total - 2 * vector)
+        else:
+            worker.averages.take(total)
         worker.sent += sent.nbytes
+    other.brought = None
 
 
 Choice = Callable[[random.Random, Simulated, list[Simulated]], Simulated]
@@ -99,8 +116,10 @@ def simulated(
     codec: str | None = None,
     choice: Choice = at_random,
     by_time: bool = False,
+    delayed: bool = False,
 ) -> dict[str, float]:
-    """Trains; returns what came of it. With `by_time`, workers meet equally often whatever their pace."""
+    """Trains; returns what came of it. With `by_time`, workers meet equally often whatever their pace; with `delayed`, none waits:
+    both go on with the next batch while they exchange, and add what the average has changed after it."""
     torch.manual_seed(seed)
     rng = random.Random(seed)
     model = GraphSAGE(source.num_features, HIDDEN, num_layers=2, out_channels=int(source.y.max()) + 1, dropout=0.2)
@@ -121,6 +140,7 @@ def simulated(
         else:
             me.gradient(clusters.batch(clusters.of_item(taken)))
             taken += 1
+        me.move()
         done = [me]
         waiting = [each for each in everyone if each.waits_for == who]
         if waiting:
@@ -128,16 +148,19 @@ def simulated(
             meet(me, waiting[0], meetings)
             me.met_at = waiting[0].met_at = now
             waiting[0].waits_for = None
-            done.append(waiting[0])
+            if not delayed:
+                done.append(waiting[0])
         elif who not in left:
             due = now - me.met_at >= asked.interval if by_time else me.batches % asked.interval == 0
             chosen = {each.waits_for for each in everyone}
             free = [
                 each for each in everyone if each is not me and each.waits_for is None and each.me not in chosen | left
             ]
-            if due and free:
+            if due and free and me.waits_for is None:
                 me.waits_for = choice(rng, me, free).me
-                continue
+                if not delayed:
+                    continue
+                me.brought = me.averages.vector(), me.bring(me.waits_for, meetings + 1)
         for each in done:
             if each.me not in left:
                 each.optimizer.step()
@@ -147,6 +170,9 @@ def simulated(
             apart.append(100 * distance(vectors))
             for each in everyone:
                 each.sketch = sketch(each.model.parameters())
+
+    for each in everyone:
+        each.move()
 
     def accuracy(state: dict[str, Tensor]) -> float:
         model.load_state_dict(state)
@@ -171,6 +197,8 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "default": {},
     "int8": {"codec": "int8"},
     "int4": {"codec": "int4"},
+    "delayed by a batch": {"delayed": True},
+    "int8, delayed": {"codec": "int8", "delayed": True},
     "farthest by sketches": {"choice": by_sketch},
     "farthest now": {"choice": by_distance},
     "intervals of time": {"by_time": True},

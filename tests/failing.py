@@ -21,7 +21,7 @@ class Happens(L.Callback):
 
     def __init__(self, event: str, folder: Path) -> None:
         self.what, _, rank = event.partition(" ")
-        self.rank, self.folder = rank, folder
+        self.rank, self.folder = rank.removesuffix(" behind"), folder
 
     def on_train_epoch_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         if trainer.current_epoch != 3 or self.rank not in (str(trainer.global_rank), "main", "all"):
@@ -86,11 +86,21 @@ class Sleeps(L.Callback):
             time.sleep(60)
 
 
+class Behind(L.Callback):
+    """Rank 1 is asked to end a moment before it comes to where rank 0 waits for it."""
+
+    def on_train_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        if trainer.current_epoch == 2 and trainer.global_rank == 1:
+            while not trainer.received_sigterm:
+                time.sleep(0.01)
+
+
 def main() -> None:
     signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored in what a shell starts in the background
     strategy, event, folder = sys.argv[1], sys.argv[2], Path(sys.argv[3])
     data, model = GraphDataModule(graph), Module(GCN(32, 16, 2, 8))
     callbacks = [Happens(event, folder)] + ([Sleeps()] if "unheard" in event else [])
+    callbacks += [Behind()] if "behind" in event else []
     trainer = L.Trainer(
         strategy=strategy,
         devices=2,

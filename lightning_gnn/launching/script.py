@@ -22,6 +22,7 @@ from lightning.fabric.strategies.launchers.subprocess_script import (
 )
 from lightning.fabric.utilities.distributed import _set_num_threads_if_needed
 from lightning.pytorch.strategies.launchers.launcher import _Launcher
+from lightning.pytorch.utilities.exceptions import SIGTERMException
 from typing_extensions import override
 
 from lightning_gnn.checkpoints import with_whole_last
@@ -219,6 +220,9 @@ class ScriptLauncher(_Launcher):
             return function(*args, **kwargs)
         except Exception as error:
             inside.clear()  # this process knows; else the other ranks were asked to end, and said so as if it were why
+            if supervisor.stopping and is_about_peers(error):  # another rank came first to where Lightning ends
+                supervisor.end(grace=STOP_S)
+                raise SIGTERMException from None
             own = Failure.of(self._strategy.global_rank, error)
             cause = self._cause(supervisor, error)
             show_once()
