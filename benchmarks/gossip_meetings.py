@@ -118,8 +118,11 @@ def simulated(
     by_time: bool = False,
     delayed: bool = False,
 ) -> dict[str, float]:
-    """Trains; returns what came of it. With `by_time`, workers meet equally often whatever their pace; with `delayed`, none waits:
-    both go on with the next batch while they exchange, and add what the average has changed after it."""
+    """Trains; returns what came of it.
+
+    With `by_time`, workers meet equally often whatever their pace. With `delayed`, none waits: both go on with the next batch
+    while they exchange, and add what the average has changed after it.
+    """
     torch.manual_seed(seed)
     rng = random.Random(seed)
     model = GraphSAGE(source.num_features, HIDDEN, num_layers=2, out_channels=int(source.y.max()) + 1, dropout=0.2)
