@@ -43,7 +43,7 @@ from lightning_gnn.partition.types import ONE_TYPE, Types
 from lightning_gnn.sampling.graph_store import Choice, GraphStore
 from lightning_gnn.sampling.loader import BatchMaker, EdgeBatchMaker, SampledBatches, TemporalBatchMaker, part_of
 from lightning_gnn.sampling.neighbors import check_choices
-from lightning_gnn.sampling.seeds import SeedBatches, seeds_in, split_seeds
+from lightning_gnn.sampling.seeds import SeedBatches, SplitSeeds, seeds_in
 from lightning_gnn.sampling.variants import METHODS, EgoBatchMaker, Method, SubgraphBatchMaker, node_draw
 from lightning_gnn.strategies.base import GNNStrategy
 from lightning_gnn.strategies.dgcl import DGCLScheme
@@ -204,13 +204,12 @@ class SamplingStrategy(GNNStrategy):
         name = None if mask is None else counted_mask(mask, module)
         edges = name in EDGE_MASKS
         kind: Any = ONE_TYPE if edges else types.input_type
-        seeds = seeds_in(cut, kind, name)
+        split = SplitSeeds.of(cut, kind, name, self.num_processes)
         if self.method in _OF_NEIGHBORS:
-            of_ranks = split_seeds(seeds.numpy(), types.offsets(kind), self.num_processes)
-            split = [torch.from_numpy(ids) for ids in of_ranks]
-            own, batches = split[rank], SeedBatches([len(each) for each in split], self.batch_size)
+            own, batches = split.seeds(rank), SeedBatches(split.sizes, self.batch_size)
             if mask is None:
-                self._predicted = cut.ids_of(kind)[torch.cat(split)], batches.sizes
+                everyone = torch.cat([split.seeds(each) for each in range(self.world_size)])
+                self._predicted = cut.ids_of(kind)[everyone], batches.sizes
             makers_of = {
                 "neighbor": TemporalBatchMaker if self.choice.time_attr else BatchMaker,
                 "shadow": EgoBatchMaker,
@@ -226,11 +225,12 @@ class SamplingStrategy(GNNStrategy):
                 cut, rank, self.method, self.batch_size, self.walk_length, self.clusters, self.seed
             )
             own, batches = torch.arange(count), SeedBatches([count] * self.world_size, per_step)
-            training_nodes = torch.zeros(types.total(kind), dtype=torch.bool).index_fill_(0, seeds, True)
-            make, how = partial(SubgraphBatchMaker, draw, training_nodes, seeds[:1]), ()
+            training_nodes = torch.zeros(types.total(kind), dtype=torch.bool)
+            training_nodes[seeds_in(cut, kind, name)] = True
+            make, how = partial(SubgraphBatchMaker, draw, training_nodes, split.first), ()
         # What is learnt of edges must not be read off those that are held out.
         makers = [make(store, *how) for store in self._stores(cut, mask, name if edges else None)]
-        others = {peer: split[peer] for peer in makers[0].store.askers} if make is BatchMaker else None
+        others = {peer: split.seeds(peer) for peer in makers[0].store.askers} if make is BatchMaker else None
         seed, trainer = self.seed if training else None, module.trainer
         # trainer.current_epoch is one behind for a moment, when a run resumes with a checkpoint of an epoch's end.
         progress: Any = trainer.fit_loop.epoch_progress.current
@@ -238,7 +238,7 @@ class SamplingStrategy(GNNStrategy):
             makers,
             batches,
             own,
-            seeds[:1],
+            split.first,
             rank,
             seed,
             self.prefetch,

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import lightning as L
@@ -452,3 +453,48 @@ def test_batches_of_edges(ranks, world_size, negatives, apart, data):
                 assert (source, target) not in targets
                 assert (target, source) not in targets
             assert sum(batch.num_sampled_edges) == len(batch.e_id)
+
+
+def mapped_file(tensor: torch.Tensor) -> str:
+    """Returns which file, by device and inode, a tensor's memory is mapped from; 0 for a process's own."""
+    for line in Path("/proc/self/maps").read_text().splitlines():
+        (first, last), (_, _, device, inode) = (int(each, 16) for each in line.split()[0].split("-")), line.split()[1:5]
+        if first <= tensor.data_ptr() < last:
+            return f"{device} {inode}" if inode != "0" else "0"
+    raise AssertionError("no such address")
+
+
+class EdgesInMemory(L.Callback):
+    """Keeps by part where the edges that samplers draw lie, and how large what the loader holds beside is."""
+
+    def __init__(self) -> None:
+        self.files = dict[int, list[str]]()
+        self.own = 0
+
+    def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
+        loader = trainer.strategy._loaders["train_mask"]
+        [parts] = loader.makers[0].store._parts.values()
+        for rank, part in parts.items():
+            tensors = [part._csr.indptr, part._csr.indices, part._edges, part._choice["weight"]]
+            self.files[rank] = [mapped_file(each) for each in tensors]
+        seeds = loader._seeds, loader._stand_in
+        self.own = sum(each.untyped_storage().nbytes() for each in seeds)
+
+
+def edges_in_memory(rank: int, world_size: int) -> tuple[dict[int, list[str]], int]:
+    kept, graph = EdgesInMemory(), graph_with_links()
+    graph.odds = torch.rand(graph.edge_index.size(1))
+    strategy = SamplingStrategy([4, 4], batch_size=30, timeout=60, weight_attr="odds")
+    trainer = quiet_trainer(strategy, world_size, callbacks=[kept], max_epochs=1)
+    trainer.fit(LinkPredictor(build("sage", FEATURES, WIDTH)).double(), datamodule=GraphDataModule(graph))
+    return kept.files, kept.own
+
+
+def test_ranks_of_a_machine_have_one_copy_of_the_edges(ranks):
+    """Of each part, and of training edges among them, all ranks map the same files; of seeds each holds its own."""
+    found = ranks.run(2, edges_in_memory)
+    assert found[0][0] == found[1][0] and found[0][0].keys() == {0, 1}
+    files = [file for of_part in found[0][0].values() for file in of_part]
+    assert len(set(files)) == len(files) == 8 and "0" not in files
+    num_seeds = int(graph_with_links().edge_train_mask.sum())
+    assert sum(own for _, own in found) == 8 * (num_seeds + 2)
