@@ -99,11 +99,11 @@ def on_threads(machines: Machines, of_rank: Callable[[int, Any, Sequence[int]], 
 
 
 def batches_of(
-    cut: Cut, machines: Machines, make: Callable[[GraphStore], BatchMaker], cache_bytes: int = 0, edges: bool = False
+    cut: Cut, machines: Machines, make: Callable[[GraphStore], BatchMaker], cache_bytes: int = 0, edges: Any = False
 ) -> tuple[list[list[Any]], Meeting]:
-    """Returns the batches of an epoch of every rank."""
+    """Returns the batches of an epoch of every rank; or of some edges, of all or of those of a mask."""
     kind: Any = ONE_TYPE if edges else cut.types.input_type
-    split = SplitSeeds.of(cut, kind, None if edges else "train_mask")
+    split = SplitSeeds.of(cut, kind, "train_mask" if not edges else None if edges is True else edges)
     most = 12 if edges else max(split.sizes)  # of a rank
 
     def of_rank(rank: int, world: Any, near: Sequence[int]) -> list[Any]:
