@@ -219,6 +219,11 @@ class GraphStore:
         """Returns the names of what has a row per node, or per edge, of a type."""
         return sorted(self._cut.attributes[self.types.key(kind)])
 
+    def lowest_class(self, kind: NodeType | EdgeType, name: str) -> int | None:
+        """Returns the smallest value that nodes, or edges, of a type have; None for real numbers, which are no classes."""
+        values = self._cut.attributes[self.types.key(kind)][name]
+        return None if values.is_floating_point() else int(values.min())
+
     def original(self, kind: NodeType | EdgeType, ids: Tensor) -> Tensor:
         return self._cut.ids_of(kind)[ids]
 

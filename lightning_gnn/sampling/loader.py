@@ -41,6 +41,8 @@ class BatchMaker:
 
     own_masks: Sequence[str] = MASKS
     """Those of seeds that :meth:`make` sets itself: they are not fetched."""
+    of_seeds: Sequence[str] = ()
+    """What edges have as seeds, under these names: those that carry messages come without."""
 
     def __init__(
         self, store: GraphStore, fanouts: Mapping[EdgeType, Sequence[int]], replace: bool = False, directed: bool = True
@@ -51,6 +53,8 @@ class BatchMaker:
         self._names = {kind: store.names(kind) for kind in (*store.types.nodes, *store.types.edges)}
         seeded = store.types.input_type
         self._names[seeded] = [name for name in self._names[seeded] if name not in self.own_masks]
+        for kind in store.types.edges:
+            self._names[kind] = [name for name in self._names[kind] if name not in self.of_seeds]
         self._expander: Expander | None = None
         if store.channel is not None and directed and max(map(len, fanouts.values())) <= MOST_HOPS:
             self._expander = Expander(store, fanouts, replace, self._names)
@@ -186,20 +190,24 @@ class EdgeBatchMaker(BatchMaker):
         *args, **options: see :class:`BatchMaker`.
     """
 
-    of_seeds: Sequence[str] = ("edge_label_time",)
-    """What edges have as seeds, under these names: those that carry messages come without."""
+    of_seeds = ("edge_label", "edge_label_time")
 
     def __init__(self, ends: Callable[[Tensor], Tensor], num_negatives: int, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
         self._ends, self._num_negatives = ends, num_negatives
-        self._names[ONE_TYPE] = [name for name in self._names[ONE_TYPE] if name not in self.of_seeds]
+        # Of seeds, beside their times; and what is added to labels, so that 0 is of negatives.
+        self._told = [name for name in ("edge_label", "edge_type") if name in self.store.names(ONE_TYPE)]
+        self._shift = 0
+        if num_negatives and "edge_label" in self._told:
+            self._shift = int(self.store.lowest_class(ONE_TYPE, "edge_label") == 0)
 
     @override
     def make(self, seeds: Tensor, random_seeds: list[int], asked: Mapping[int, Tensor] | None = None) -> Data:
         """Returns the batch of these edges, as PyG's LinkNeighborLoader gives it.
 
         ``edge_label_index [2, n + n K]`` has the edges in local numbers and then K negatives of the first, K of the second and so
-        on; ``edge_label`` is 1 or 0; ``input_id`` has the edges' original ids; ``edge_label_type [n]`` their types, if the graph
+        on; ``edge_label`` is 1 or 0, or what the graph has under that name, where 0 is of negatives, and classes from 0 on are
+        raised by 1 if there are any; ``input_id`` has the edges' original ids; ``edge_label_type [n]`` their types, if the graph
         has ``edge_type``.
         """
         source, target = self._ends(seeds)
@@ -209,9 +217,9 @@ class EdgeBatchMaker(BatchMaker):
         pairs = torch.stack([sources, torch.cat([target, others.view(-1)])])
         nodes, local = pairs.unique(return_inverse=True)
         batch = self._batch(*self._sample(nodes, random_seeds))
-        ends, pairs = batch.edge_index, local[:, : len(seeds)]
-        taken = torch.cat([pairs[0] * len(nodes) + pairs[1], pairs[1] * len(nodes) + pairs[0]])
-        return self._with_edges(batch, seeds, local, torch.isin(ends[0] * len(nodes) + ends[1], taken))
+        num, ends, pairs = len(batch.n_id), batch.edge_index, local[:, : len(seeds)]
+        taken = torch.cat([pairs[0] * num + pairs[1], pairs[1] * num + pairs[0]])
+        return self._with_edges(batch, seeds, local, torch.isin(ends[0] * num + ends[1], taken))
 
     def _with_edges(self, batch: Data, seeds: Tensor, local: Tensor, taken: Tensor) -> Data:
         """Returns the batch with the edges that are its seeds, and without some messages, bool ``[E]``.
@@ -224,10 +232,12 @@ class EdgeBatchMaker(BatchMaker):
         for name in ("e_id", *self._names[ONE_TYPE]):
             batch[name] = batch[name][kept]
         batch.edge_index, batch.edge_label_index = batch.edge_index[:, kept], local
-        batch.edge_label = (torch.arange(local.size(1)) < len(seeds)).float()
         batch.input_id = self.store.original(ONE_TYPE, seeds)
-        if "edge_type" in self.store.names(ONE_TYPE):
-            batch.edge_label_type = self.store.rows({ONE_TYPE: (seeds, ["edge_type"])})[ONE_TYPE]["edge_type"]
+        told = self.store.rows({ONE_TYPE: (seeds, self._told)})[ONE_TYPE] if self._told else {}
+        label = told["edge_label"] + self._shift if "edge_label" in told else torch.ones(len(seeds))
+        batch.edge_label = torch.cat([label, label.new_zeros((local.size(1) - len(seeds), *label.shape[1:]))])
+        if "edge_type" in told:
+            batch.edge_label_type = told["edge_type"]
         return batch
 
 

@@ -109,9 +109,9 @@ class SamplingStrategy(GNNStrategy):
         weight_attr: name of the edges' weights: in-edges are drawn with odds in proportion to them, those of weight 0 never. Edge
             types that have none are drawn uniformly. Evaluation takes all edges alike, unless it is in batches: then all above 0.
         time_attr: name of times, int64, of nodes (an edge then has its source's) or of edges, as in PyG: each seed has a tree of
-            its own, of edges that are no later than the seed, which has a time of that name; a seed that is an edge may have it as
-            ``edge_label_time``. Types that have none are not restricted. Validation, test and prediction are then in batches as
-            well, of all neighbours that are no later.
+            its own, of edges that are no later than the seed, which has a time of that name; or, if it is an edge, one of the
+            name ``edge_label_time``. Types that have none are not restricted. Validation, test and prediction are then in batches
+            as well, of all neighbours that are no later.
         temporal_strategy: ``"uniform"``, or ``"last"`` for the latest edges, in evaluation, too.
         keep_constant: in evaluation, see :class:`~lightning_gnn.strategies.dgcl.DGCLStrategy`.
         **options: see :class:`~lightning_gnn.strategies.base.GNNStrategy`.
@@ -380,7 +380,9 @@ class SamplingStrategy(GNNStrategy):
         """Returns how far rows have travelled, of how often each layer let them; once per relation is side by side."""
         layers = dict(self._module.named_modules())
         relations = {name: getattr(layers.get(name), "num_relations", 1) for name in propagations}
-        return sum(max(1, count // relations[name]) for name, count in propagations.items())
+        # To score edges, rows of their sources are read, and go no further.
+        ends = ("expand",) if getattr(self._module, "predicts_edges", False) else ()
+        return sum(max(1, count // relations[name]) for name, count in propagations.items() if name not in ends)
 
     def _compare_depth(self, propagations: int) -> None:
         """Warns once of fan-outs that are too few or too many for the model."""
