@@ -13,6 +13,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, TypeVar
 
 import numpy as np
@@ -27,7 +28,7 @@ from lightning_gnn.data.attributes import GraphData
 from lightning_gnn.data.shards import Cut
 from lightning_gnn.kernels import CSR
 from lightning_gnn.partition.shard import owners_of
-from lightning_gnn.sampling.neighbors import Neighbors, sample_neighbors
+from lightning_gnn.sampling.neighbors import InEdges, Neighbors, Score, best_of, random_numbers, sample_neighbors
 from lightning_gnn.sampling.sampler import seed_of_type
 
 T = TypeVar("T")
@@ -45,6 +46,7 @@ class Choice:
     weight_attr: str | None = None
     time_attr: str | None = None
     temporal_strategy: str = "uniform"
+    score: Score | None = None
 
 
 class _Part:
@@ -70,6 +72,8 @@ class _Part:
         self._choice: dict[str, Any] = {
             name: made.get(name, stored.get(name)) for name in ("weight", "time") if name in {**stored, **made}
         }
+        self._kind, self._score = kind, choice.score
+        self._attributes = [cut.attributes[types.key(each)] for each in (source_type, kind, target_type)]
         if "time" in self._choice:
             self._choice |= {"strategy": choice.temporal_strategy, "of_sources": "time" not in stored}
 
@@ -77,17 +81,34 @@ class _Part:
         """Returns sampled in-edges of targets, nodes or copies of them, in ids of the whole graph."""
         rows = targets % self._num_targets - self._first
         choice = self._choice | ({"until": until} if "time" in self._choice else {})
-        found = sample_neighbors(self._csr, rows, fanout, seed, replace=replace, keys=targets, **choice)
+        scored = self._score is not None and fanout >= 0
+        found = sample_neighbors(
+            self._csr, rows, -1 if scored else fanout, seed, replace=replace, keys=targets, **choice
+        )
+        uniform = random_numbers(self._csr, rows, targets, seed, found) if scored else None
         sources = found.sources
         far = sources >= self._owned
         sources = sources + (self._first_source - self._first_row)
         sources[far] = self._halo[found.sources[far] - self._owned]
         edges = found.edges if self._edges is None else self._edges[found.edges]
-        return Neighbors(found.offsets, sources, edges + self._first_edge)
+        found = Neighbors(found.offsets, sources, edges + self._first_edge)
+        if uniform is None or self._score is None:
+            return found
+        ends = found.edges, found.sources, rows[found.targets()] + self._first
+        of = (partial(_attribute, self._attributes[each], ids) for each, ids in zip((1, 0, 2), ends))
+        return best_of(found, self._score(InEdges(self._kind, uniform, found.offsets, *of)), fanout)
 
     def halo_reads(self) -> Tensor:
         """Returns how many edges read each halo row, ``[H]``; of another type than their sources' they read none."""
         return torch.bincount(self._csr.indices, minlength=self._csr.num_cols)[self._owned :]
+
+
+def _attribute(attributes: Mapping[str, Tensor], ids: Tensor, name: str) -> Tensor:
+    if name not in attributes:
+        raise ValueError(
+            f"score asks for {name!r}, and there is no attribute of that name; there are {sorted(attributes)}."
+        )
+    return attributes[name].index_select(0, ids)
 
 
 def _stored_of(cut: Cut, rank: int, kind: EdgeType, choice: Choice) -> dict[str, Tensor]:

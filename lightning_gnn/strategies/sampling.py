@@ -50,7 +50,7 @@ from lightning_gnn.sampling.loader import (
     TemporalEdgeBatchMaker,
     part_of,
 )
-from lightning_gnn.sampling.neighbors import check_choices
+from lightning_gnn.sampling.neighbors import Score, check_choices
 from lightning_gnn.sampling.seeds import SeedBatches, SplitSeeds, seeds_in
 from lightning_gnn.sampling.variants import METHODS, EgoBatchMaker, Method, SubgraphBatchMaker, node_draw
 from lightning_gnn.strategies.base import GNNStrategy
@@ -113,6 +113,10 @@ class SamplingStrategy(GNNStrategy):
             name ``edge_label_time``. Types that have none are not restricted. Validation, test and prediction are then in batches
             as well, of all neighbours that are no later.
         temporal_strategy: ``"uniform"``, or ``"last"`` for the latest edges, in evaluation, too.
+        score: a function of yours that decides which in-edges are drawn, in place of chance: it is given some, as
+            :class:`~lightning_gnn.sampling.InEdges`, and returns a number for each, ``[S]``; of each node, those with the highest
+            are drawn, those of -inf never. Weights of 0 and times leave edges out before. Where all are taken, in evaluation or
+            with a fan-out of -1, it is not asked.
         keep_constant: in evaluation, see :class:`~lightning_gnn.strategies.dgcl.DGCLStrategy`.
         **options: see :class:`~lightning_gnn.strategies.base.GNNStrategy`.
 
@@ -143,6 +147,7 @@ class SamplingStrategy(GNNStrategy):
         weight_attr: str | None = None,
         time_attr: str | None = None,
         temporal_strategy: Literal["uniform", "last"] = "uniform",
+        score: Score | None = None,
         **options: Any,
     ) -> None:
         self._given = checked_batches(fanouts, batch_size), batch_size
@@ -167,12 +172,17 @@ class SamplingStrategy(GNNStrategy):
                 f"replace and directed tell how neighbours are drawn, and method={method!r} takes all edges between its nodes."
             )
         check_choices(replace, weight_attr is not None, time_attr is not None, temporal_strategy)
-        if method not in _OF_NEIGHBORS[: 1 if time_attr else 2] and (weight_attr or time_attr):
+        if score is not None and (not callable(score) or replace or temporal_strategy == "last"):
             raise ValueError(
-                f"weight_attr and time_attr tell how neighbours are drawn (got method={method!r}). Use method='neighbor'."
+                "score is a function of in-edges that decides which are drawn, without replacement (got "
+                f"{shown(score)}, replace={replace}, temporal_strategy={temporal_strategy!r}). Leave out the others."
+            )
+        if method not in _OF_NEIGHBORS[: 1 if time_attr else 2] and (weight_attr or time_attr or score):
+            raise ValueError(
+                f"weight_attr, time_attr and score tell how neighbours are drawn (got method={method!r}). Use method='neighbor'."
             )
         super().__init__(SamplingScheme(keep_constant), **options)
-        self.choice = Choice(weight_attr, time_attr, temporal_strategy)
+        self.choice = Choice(weight_attr, time_attr, temporal_strategy, score)
         self.replace, self.directed, self.method = replace, directed, method
         self.walk_length, self.clusters, self.samplers = walk_length, clusters, samplers
         self.prefetch, self.cache_mb, self.seed = prefetch, cache_mb, seed

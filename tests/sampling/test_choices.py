@@ -13,8 +13,10 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from common import Recorder, awkward_graph, campaign, quiet_trainer, ranks_apart
-from test_exchanges import PAIRS, THREE, TWO, assert_equal, batches_of, cut_of
+from common import Recorder, awkward_graph, campaign, examples, quiet_trainer, ranks_apart
+from hypothesis import given
+from hypothesis import strategies as st
+from test_exchanges import PAIRS, THREE, TWO, assert_equal, batches_of, cut_of, on_threads
 from test_hetero_sampling import AWARDS, BY, CITES, CLASSES, TAGS, WRITES, Typed, trained, typed_graph
 from torch_geometric.data import Data, HeteroData
 from torch_geometric.nn import SAGEConv
@@ -22,10 +24,11 @@ from torch_geometric.nn.models import GraphSAGE
 
 from lightning_gnn import GraphDataModule, LinkPredictor, NodeClassifier, SamplingStrategy, split_edges
 from lightning_gnn.partition.types import ONE_TYPE
-from lightning_gnn.sampling import NeighborSampler
+from lightning_gnn.sampling import InEdges, Neighbors, NeighborSampler
 from lightning_gnn.sampling.draws import OtherNodes, draw_others
 from lightning_gnn.sampling.graph_store import Choice, GraphStore
 from lightning_gnn.sampling.loader import BatchMaker, TemporalBatchMaker, TemporalEdgeBatchMaker
+from lightning_gnn.sampling.neighbors import best_of
 
 TIMED, LAST = Choice(time_attr="time"), Choice(time_attr="time", temporal_strategy="last")
 WEIGHTED, BOTH = Choice(weight_attr="odds"), Choice(weight_attr="odds", time_attr="time")
@@ -212,6 +215,143 @@ def test_training_in_time_with_types(ranks):
             torch.testing.assert_close(found["predictions"], model(earlier), rtol=1e-10, atol=1e-10)
 
 
+# Scores #######################################################################
+
+
+def heaviest(edges: InEdges) -> torch.Tensor:
+    return edges["edge_weight"]
+
+
+def by_odds(edges: InEdges) -> torch.Tensor:
+    return torch.where(edges["odds"] > 0, torch.log1p(-edges.uniform) / edges["odds"], -torch.inf)
+
+
+def of_ends(edges: InEdges) -> torch.Tensor:
+    """Sources that are like their target, and some by chance."""
+    return -(edges.of_sources("x") - edges.of_targets("x")).square().sum(1) + edges.uniform
+
+
+def of_authors(edges: InEdges) -> torch.Tensor:
+    return edges["odds"] if edges.kind == WRITES else edges.uniform
+
+
+SCORES = {
+    "heaviest": (graph_in_time, Choice(score=heaviest), [3, 2, 2]),
+    "odds": (graph_in_time, Choice(score=by_odds), [3, 2]),
+    "ends": (graph_in_time, Choice(score=of_ends), [2, -1]),
+    "in time": (graph_in_time, Choice(score=of_ends, time_attr="time"), [2, 2]),
+    "types": (typed_in_time, Choice(score=of_authors), [2, 2]),
+}
+
+
+@pytest.mark.parametrize("machines", [TWO, *campaign(PAIRS, THREE)])
+@pytest.mark.parametrize("case", SCORES)
+def test_own_scores_on_several_machines_are_those_of_one(case, machines, tmp_path):
+    make, choice, fanouts = SCORES[case]
+    cut = cut_of(make(), sum(map(len, machines)), tmp_path)
+    one_machine = [sorted(rank for on in machines for rank in on)]
+    apart, together = (sampled(cut, on, choice, fanouts) for on in (machines, one_machine))
+    for one, other in zip(apart, together, strict=True):
+        assert len(one) == len(other) > 1
+        for batch, same in zip(one, other):
+            assert_equal(batch.to_dict(), same.to_dict())
+
+
+def latest(edges: InEdges) -> torch.Tensor:
+    return edges.of_sources("time")
+
+
+@pytest.mark.parametrize(
+    ("written", "built_in"), [(Choice(score=by_odds), WEIGHTED), (Choice(score=latest, time_attr="time"), LAST)]
+)
+def test_built_in_choices_are_scores(written, built_in, tmp_path):
+    """What these draw, edge by edge: they are this rule, compiled; of edges of equal times, the first."""
+    cut = cut_of(graph_in_time(), 2, tmp_path)
+    drawn, expected = (
+        [batch.e_id.sort().values for of_rank in sampled(cut, TWO, choice, [3]) for batch in of_rank]
+        for choice in (written, built_in)
+    )
+    assert_equal(dict(enumerate(drawn)), dict(enumerate(expected)))
+    assert sum(map(len, drawn)) > 40
+
+
+def knows_its_edges(edges: InEdges) -> torch.Tensor:
+    assert torch.equal(edges["ends"], torch.stack([edges.of_sources("number"), edges.of_targets("number")], 1))
+    first = edges.offsets[:-1][edges.offsets.diff() > 0]
+    assert len(edges.of_targets("number")[first]) == len(first) and edges.offsets[-1] == len(edges.uniform)
+    return torch.where(edges["ends"].sum(1) % 3 > 0, edges.uniform, -torch.inf)
+
+
+@pytest.mark.parametrize("messages", [None, "edge_train_mask"])
+def test_what_scores_are_made_of(messages, tmp_path):
+    """Attributes are those of the edges and their ends; random numbers those of node and edge, whatever else is asked for."""
+    graph = split_edges(graph_in_time(), 0.2, 0.2)
+    graph.number, graph.ends = torch.arange(graph.num_nodes), graph.edge_index.T.contiguous()
+    cut = cut_of(graph, 2, tmp_path)
+
+    def of_rank(rank: int, world: Any, near: Any) -> Neighbors:
+        return GraphStore(cut, world, near, messages=messages, choice=Choice(score=knows_its_edges)).drawn(
+            ONE_TYPE, nodes, 2, 7, False
+        )
+
+    everyone = torch.arange(graph.num_nodes)
+    for nodes in (everyone, everyone.flip(0)):
+        found = on_threads([[0, 1]], of_rank)[0][0]
+        by_node = dict(zip(nodes.tolist(), found.edges.split(found.counts.tolist())))
+        if nodes is everyone:
+            expected = by_node
+    assert_equal(by_node, expected)
+    drawn = graph.ends[cut.e_id[torch.cat([*by_node.values()])]]
+    assert len(drawn) > 40 and (drawn.sum(1) % 3 > 0).all()
+
+
+@pytest.mark.parametrize("apart", [False, *campaign(True)])
+def test_heaviest_edges_are_drawn(ranks, apart):
+    graph = graph_in_time()
+    module = NodeClassifier(GraphSAGE(graph.num_features, 8, num_layers=1, out_channels=5))
+    for found in ranks.run(2, trained, graph, module, {"fanouts": [2], "batch_size": 8, "score": heaviest}, apart):
+        for batch in found["batches"]:
+            for seed, node in enumerate(batch.input_id.tolist()):
+                weights = graph.edge_weight[graph.edge_index[1] == node].sort(descending=True).values[:2]
+                of_seed = batch.edge_weight[batch.edge_index[1] == seed]
+                assert torch.equal(of_seed.sort(descending=True).values, weights)
+
+
+@examples(50)
+@given(st.lists(st.lists(st.sampled_from([-np.inf, 0.0, 1.0, 2.0]), max_size=6), max_size=6), st.integers(0, 4))
+def test_best_of_each_node(scores, fanout):
+    offsets = torch.tensor([0, *np.cumsum([*map(len, scores)])]).long()
+    ids = torch.arange(int(offsets[-1]))
+    found = best_of(Neighbors(offsets, ids + 100, ids), torch.tensor([s for of in scores for s in of]), fanout)
+    expected = [
+        [
+            int(first) + place
+            for place in sorted(sorted(range(len(of)), key=lambda i: -of[i])[:fanout])
+            if of[place] > -np.inf
+        ]
+        for first, of in zip(offsets, scores)
+    ]
+    assert found.counts.tolist() == [*map(len, expected)]
+    assert found.edges.tolist() == [slot for of in expected for slot in of] == (found.sources - 100).tolist()
+
+
+@pytest.mark.parametrize(
+    ("score", "words"),
+    [
+        (lambda edges: edges["missing"], "score asks for 'missing'"),
+        (lambda edges: edges.uniform[:1], "score must return a number for each of"),
+        (lambda edges: edges.uniform * float("nan"), "and not nan"),
+    ],
+)
+def test_refused_scores(score, words, tmp_path):
+    cut = cut_of(graph_in_time(), 1, tmp_path)
+    with pytest.raises(ValueError, match=words):
+        sampled(cut, [[0]], Choice(score=score), [2])
+
+
+# Refused ######################################################################
+
+
 REFUSED = {
     "weight": ({"weight_attr": "heaviness"}, "no edges have an attribute of that name"),
     "weight of integers": ({"weight_attr": "whole"}, "'whole' of edges"),
@@ -238,6 +378,9 @@ def test_refused_attributes(case, ranks):
         ({"time_attr": "t", "method": "shadow"}, "Use method='neighbor'"),
         ({"weight_attr": "w", "method": "cluster"}, "Use method='neighbor'"),
         ({"temporal_strategy": "first"}, '"uniform" or "last"'),
+        ({"score": heaviest, "replace": True}, "score is a function of in-edges"),
+        ({"score": "heaviest"}, "score is a function of in-edges"),
+        ({"score": heaviest, "method": "saint_node"}, "Use method='neighbor'"),
     ],
 )
 def test_refused_arguments(options, words):
@@ -359,7 +502,7 @@ def linked(rank: int, world_size: int, of_nodes: bool, apart: bool = False) -> d
     return {"test": tested, "epochs": recorder.epochs, "predicted": predicted, "model": before}
 
 
-def tested_by_hand(graph: Data, model: Any, of_nodes: bool) -> dict[str, float]:
+def metrics_by_hand(graph: Data, model: Any, of_nodes: bool) -> dict[str, float]:
     """Returns the test metrics of one device: each edge, and what it is compared with, from training edges that are no later."""
     model, losses, ranks = model.double(), [], []
     messages = Data(x=graph.x, edge_index=graph.edge_index[:, graph.edge_train_mask], moment=graph.moment)
@@ -391,7 +534,7 @@ def tested_by_hand(graph: Data, model: Any, of_nodes: bool) -> dict[str, float]:
 def test_links_in_time_are_evaluated_as_on_one_device(ranks, of_nodes, apart):
     for found in ranks.run(2, linked, of_nodes, apart):
         with torch.no_grad():
-            expected = tested_by_hand(links_in_time(of_nodes), found["model"], of_nodes)
+            expected = metrics_by_hand(links_in_time(of_nodes), found["model"], of_nodes)
         assert {name: found["test"][name] for name in expected} == pytest.approx(expected, abs=1e-9)
         assert 0 < found["epochs"][-1]["train_loss"] < 10
         if of_nodes:
