@@ -219,10 +219,11 @@ class EdgeBatchMaker(BatchMaker):
         batch = self._batch(*self._sample(nodes, random_seeds))
         num, ends, pairs = len(batch.n_id), batch.edge_index, local[:, : len(seeds)]
         taken = torch.cat([pairs[0] * num + pairs[1], pairs[1] * num + pairs[0]])
-        return self._with_edges(batch, seeds, local, torch.isin(ends[0] * num + ends[1], taken))
+        told = self.store.rows({ONE_TYPE: (seeds, self._told)})[ONE_TYPE] if self._told else {}
+        return self._with_edges(batch, seeds, told, local, torch.isin(ends[0] * num + ends[1], taken))
 
-    def _with_edges(self, batch: Data, seeds: Tensor, local: Tensor, taken: Tensor) -> Data:
-        """Returns the batch with the edges that are its seeds, and without some messages, bool ``[E]``.
+    def _with_edges(self, batch: Data, seeds: Tensor, told: Mapping[str, Tensor], local: Tensor, taken: Tensor) -> Data:
+        """Returns the batch with the edges that are its seeds and what these have, and without some messages, bool ``[E]``.
 
         `local` has the seeds' ends and negatives in local numbers, see :meth:`make`.
         """
@@ -233,8 +234,8 @@ class EdgeBatchMaker(BatchMaker):
             batch[name] = batch[name][kept]
         batch.edge_index, batch.edge_label_index = batch.edge_index[:, kept], local
         batch.input_id = self.store.original(ONE_TYPE, seeds)
-        told = self.store.rows({ONE_TYPE: (seeds, self._told)})[ONE_TYPE] if self._told else {}
-        label = told["edge_label"] + self._shift if "edge_label" in told else torch.ones(len(seeds))
+        label = told.get("edge_label", torch.ones(len(seeds)))
+        label = label + self._shift if self._shift else label
         batch.edge_label = torch.cat([label, label.new_zeros((local.size(1) - len(seeds), *label.shape[1:]))])
         if "edge_type" in told:
             batch.edge_label_type = told["edge_type"]
@@ -277,8 +278,8 @@ class TemporalEdgeBatchMaker(EdgeBatchMaker):
         store, num, count = self.store, len(seeds), self._num_negatives
         moment: Any = store.choice.time_attr
         names = [name for name in ("edge_label_time", moment) if name in store.names(ONE_TYPE)]
-        times = store.rows({ONE_TYPE: (seeds, names)})[ONE_TYPE]
-        until = times[names[0]]
+        told = store.rows({ONE_TYPE: (seeds, [*names, *self._told])})[ONE_TYPE]
+        until = told[names[0]]
         source, target = self._ends(seeds)
         keys, numbers = store.original(ONE_TYPE, seeds), self._held_out or [random_seeds[store.rank]]
         others = self._others.draw(keys, target, until, count, *numbers).view(-1)
@@ -290,12 +291,12 @@ class TemporalEdgeBatchMaker(EdgeBatchMaker):
         of = batch.batch[batch.edge_index[1]]
         ends, pairs = out.node[ONE_TYPE[0]][batch.edge_index], torch.stack([source, target])[:, of]
         taken = (ends == pairs).all(0) | (ends == pairs.flip(0)).all(0)
-        if moment in times:
-            taken &= batch[moment] >= times[moment][of]
+        if moment in told:
+            taken &= batch[moment] >= told[moment][of]
         if self._held_out is not None:
             taken = torch.zeros_like(taken)
         local = torch.stack([torch.cat([edge, edge.repeat_interleave(count)]), num + torch.arange(num + num * count)])
-        batch = self._with_edges(batch, seeds, local, taken)
+        batch = self._with_edges(batch, seeds, told, local, taken)
         batch.edge_label_time = until[edge_of[num:]]
         return batch
 

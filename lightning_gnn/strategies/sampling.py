@@ -309,6 +309,11 @@ class SamplingStrategy(GNNStrategy):
                 raise ValueError(f"weight_attr={choice.weight_attr!r}: no edges have an attribute of that name.")
             for kind, values in found.items():
                 check(choice.weight_attr, values, f"edges {kind}", values.is_floating_point())
+        if choice.time_attr == "edge_label_time":
+            raise ValueError(
+                "time_attr names the times of messages, and edge_label_time are those of seeds alone. Give edges, or nodes, times "
+                "under another name."
+            )
         if choice.time_attr:
             every: dict[Any, Any] = {**of_nodes, **of_edges}
             names = ["edge_label_time", choice.time_attr] if seeded in of_edges else [choice.time_attr]

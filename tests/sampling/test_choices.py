@@ -559,8 +559,12 @@ def test_refused_links_in_time(ranks, options, words):
         ranks.run(2, trained, graph, module, {"fanouts": [3, 2], "time_attr": "moment"})
 
 
-def test_links_without_times_are_refused(ranks):
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [("time", "edges have no attribute edge_label_time or time"), ("edge_label_time", "names the times of messages")],
+)
+def test_links_without_times_are_refused(ranks, name, words):
     graph = split_edges(graph_in_time(), 0.1, 0.1)
     module = LinkPredictor(GraphSAGE(graph.num_features, 4, num_layers=2, out_channels=4))
-    with pytest.raises(Exception, match="edges have no attribute edge_label_time or time"):
-        ranks.run(2, trained, graph, module, {"fanouts": [3, 2], "time_attr": "time"})
+    with pytest.raises(Exception, match=words):
+        ranks.run(2, trained, graph, module, {"fanouts": [3, 2], "time_attr": name})
