@@ -311,7 +311,7 @@ class SamplingStrategy(GNNStrategy):
                 check(choice.weight_attr, values, f"edges {kind}", values.is_floating_point())
         if choice.time_attr == "edge_label_time":
             raise ValueError(
-                "time_attr names the times of messages, and edge_label_time are those of seeds. Give edges, or nodes, times under "
+                "time_attr names the times of messages, and edge_label_time are those of seeds. Give edges or nodes times under "
                 "another name."
             )
         if choice.time_attr:
