@@ -27,6 +27,7 @@ from itertools import islice
 from pathlib import Path
 from queue import Queue
 from statistics import mean, median, stdev
+from threading import Barrier
 from types import SimpleNamespace
 from typing import Any
 
@@ -50,7 +51,7 @@ from lightning_gnn.partition.edge_cut import assign_nodes
 from lightning_gnn.partition.types import ONE_TYPE
 from lightning_gnn.sampling import NeighborSampler, graph_store
 from lightning_gnn.sampling.loader import BatchMaker, SampledBatches
-from lightning_gnn.sampling.seeds import SeedBatches, split_seeds
+from lightning_gnn.sampling.seeds import SeedBatches, SplitSeeds
 
 FANOUTS, BATCH_SIZE, FEATURES = [15, 10, 5], 1000, 100
 
@@ -222,9 +223,17 @@ class Meeting:
     def __init__(self, size: int) -> None:
         self.size = size
         self._boxes = {(a, b): Queue[torch.Tensor]() for a in range(size) for b in range(size)}
+        self._everyone, self._values = Barrier(size), dict[int, Any]()
 
     def world(self, rank: int) -> Any:
-        return SimpleNamespace(rank=rank, size=self.size, all_gather_object=lambda _: [[r] for r in range(self.size)])
+        def all_gather_object(value: Any) -> list[Any]:
+            self._values[rank] = value
+            self._everyone.wait()
+            found = [self._values[each] for each in range(self.size)]
+            self._everyone.wait()
+            return found
+
+        return SimpleNamespace(rank=rank, size=self.size, all_gather_object=all_gather_object)
 
     def of(self, world: Any) -> Any:
         channel = SimpleNamespace(bytes_received=0)
@@ -244,7 +253,7 @@ class Meeting:
         return channel
 
 
-def epoch_bytes(cut: Cut, seeds: list[np.ndarray], cache_bytes: int, most: int | None) -> tuple[float, float]:
+def epoch_bytes(cut: Cut, seeds: list[torch.Tensor], cache_bytes: int, most: int | None) -> tuple[float, float]:
     """Returns the bytes that ranks receive for a batch of each, without filling the cache, and the share of rows that it spares.
 
     All batches of an epoch are made, or the first `most`.
@@ -257,7 +266,7 @@ def epoch_bytes(cut: Cut, seeds: list[np.ndarray], cache_bytes: int, most: int |
     def rank_epoch(rank: int) -> tuple[int, int, int]:
         store = graph_store.GraphStore(cut, meeting.world(rank), [rank], cache_bytes)
         store.take_counts()
-        maker, own = BatchMaker(store, {ONE_TYPE: FANOUTS}), torch.from_numpy(seeds[rank])
+        maker, own = BatchMaker(store, {ONE_TYPE: FANOUTS}), seeds[rank]
         for batch in islice(SampledBatches([maker], batches, own, own[:1], rank, 0, 0, lambda: 0), most):
             assert batch.x.size(1) == FEATURES
         return store.take_counts()
@@ -396,13 +405,13 @@ def ablation_table(options: argparse.Namespace) -> None:
             nodes = assign_nodes(data.edge_index.numpy(), data.x.size(0), ranks, method, masks=masks)
             seconds = time.process_time() - began
             cut = cut_graph(data, nodes.part, ranks)
-            train = cut.attributes["node"]["train_mask"].nonzero().view(-1).numpy()
-            seeds = split_seeds(train, cut.offsets)
+            split = SplitSeeds.of(cut, ONE_TYPE[0], "train_mask")
+            seeds = [split.seeds(rank) for rank in range(ranks)]
             home = sum(np.histogram(each, cut.offsets)[0][rank] for rank, each in enumerate(seeds))
             own = nodes.report.masks["train_mask"]
             row = {"graph": graph, "partition": method, "CPU s": seconds, "balance": nodes.balance}
             row |= {"cut": nodes.report.cut_fraction, "edge balance": nodes.report.edge_balance}
-            row |= {"train balance": float(own.max() / own.mean()), "seeds away": float(1 - home / len(train))}
+            row |= {"train balance": float(own.max() / own.mean()), "seeds away": float(1 - home / sum(split.sizes))}
             for megabytes in (0.0, 4.0, 16.0):
                 received, row[f"hits, {megabytes:g} MB"] = epoch_bytes(
                     cut, seeds, int(megabytes * 1e6), options.batches or None

@@ -31,7 +31,7 @@ from lightning_gnn.data.store import read_cut
 from lightning_gnn.partition.types import ONE_TYPE
 from lightning_gnn.sampling.graph_store import GraphStore
 from lightning_gnn.sampling.loader import BatchMaker, SampledBatches
-from lightning_gnn.sampling.seeds import SeedBatches, seeds_in, split_seeds
+from lightning_gnn.sampling.seeds import SeedBatches, SplitSeeds
 from lightning_gnn.strategies.sampling import SamplingScheme
 
 
@@ -88,15 +88,14 @@ def rank_row(options: argparse.Namespace) -> dict[str, Any]:
     near = list(range(ranks)) if options.local else [rank]
     cut = read_cut(Path(options.cut))
     store = GraphStore(cut, world, near, int(options.cache_mb * 1e6))
-    seeds = seeds_in(cut, cut.types.input_type, "train_mask")
-    split = [torch.from_numpy(ids) for ids in split_seeds(seeds.numpy(), cut.offsets)]
-    batches = SeedBatches([len(ids) for ids in split], options.sizes[0])
+    split = SplitSeeds.of(cut, cut.types.input_type, "train_mask")
+    batches = SeedBatches(split.sizes, options.sizes[0])
     # Versions that ask for each hop know no other ranks' seeds.
     others: dict[str, Any] = (
-        {"others": {peer: split[peer] for peer in store.askers}} if hasattr(store, "askers") else {}
+        {"others": {peer: split.seeds(peer) for peer in store.askers}} if hasattr(store, "askers") else {}
     )
     maker = BatchMaker(store, {ONE_TYPE: options.fanouts})
-    loader = SampledBatches([maker], batches, split[rank], seeds[:1], rank, 0, 0, lambda: 0, **others)
+    loader = SampledBatches([maker], batches, split.seeds(rank), split.first, rank, 0, 0, lambda: 0, **others)
     late, took = Late(options.delays_ms[0] / 1e3), []
     for batch in islice(loader, options.batches + 2):
         assert len(batch.x) == len(batch.n_id)

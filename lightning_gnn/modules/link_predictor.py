@@ -169,6 +169,12 @@ class LinkPredictor(GraphModule):
                 'negatives="in_batch" are the targets of other edges of a mini-batch, but this strategy trains on the whole '
                 'graph at once. Use negatives="uniform", or Trainer(strategy="sampling").'
             )
+        choice = getattr(self.trainer.strategy, "choice", None)
+        if choice is not None and choice.time_attr is not None and (self.filtered or self.negatives == "in_batch"):
+            raise ValueError(
+                f"With time_attr, a negative is a node as it was at the time of its edge, and all of them are drawn (got "
+                f"negatives={self.negatives!r}, filtered={self.filtered}). Use negatives='uniform' and filtered=False."
+            )
 
     @property
     def sampled_negatives(self) -> int:
@@ -241,7 +247,7 @@ class LinkPredictor(GraphModule):
     def _sampled_scores(self, batch: Data) -> tuple[Tensor, Tensor]:
         """Returns the same of a mini-batch: its positive pairs come first, then the negatives of each."""
         z = self(batch)
-        num = int(batch.edge_label.sum())
+        num = len(batch.input_id)
         source, target = batch.edge_label_index
         place = target[num:].view(num, -1)
         if self.negatives == "in_batch":
@@ -278,7 +284,11 @@ class LinkPredictor(GraphModule):
 
     @override
     def _evaluate(self, batch: Data, stage: str) -> None:
-        positive, negative, known = self._scores(batch, f"edge_{stage}_mask", self.eval_negatives, _EVALUATION)
+        if _is_sampled(batch):
+            positive, negative = self._sampled_scores(batch)
+            known = None
+        else:
+            positive, negative, known = self._scores(batch, f"edge_{stage}_mask", self.eval_negatives, _EVALUATION)
         count = len(positive)
         self.log(f"{stage}_loss", self._loss(positive, negative), prog_bar=True, batch_size=count)
         # Tied ones first, else a model whose scores are all alike would be perfect; and so is nan last.

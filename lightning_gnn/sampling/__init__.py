@@ -4,12 +4,13 @@ Loops are compiled by numba at first use and kept on disk.
 """
 
 from lightning_gnn.sampling.hops import induced_subgraph, sample_hops
-from lightning_gnn.sampling.neighbors import Neighbors, random_walks, sample_neighbors
+from lightning_gnn.sampling.neighbors import InEdges, Neighbors, random_walks, sample_neighbors
 from lightning_gnn.sampling.numbering import Numbering
 from lightning_gnn.sampling.saint import saint_edges, saint_nodes, saint_norms, saint_walks
 from lightning_gnn.sampling.sampler import NeighborSampler
 
 __all__ = [
+    "InEdges",
     "NeighborSampler",
     "Neighbors",
     "Numbering",

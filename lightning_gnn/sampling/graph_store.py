@@ -13,6 +13,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, TypeVar
 
 import numpy as np
@@ -21,12 +22,13 @@ from torch import Tensor
 from torch_geometric.typing import EdgeType, NodeType
 
 from lightning_gnn.comm.group import World
+from lightning_gnn.comm.one_copy import one_copy
 from lightning_gnn.comm.rows import GroupChannel, packed, unpacked
 from lightning_gnn.data.attributes import GraphData
 from lightning_gnn.data.shards import Cut
 from lightning_gnn.kernels import CSR
 from lightning_gnn.partition.shard import owners_of
-from lightning_gnn.sampling.neighbors import Neighbors, sample_neighbors
+from lightning_gnn.sampling.neighbors import InEdges, Neighbors, Score, best_of, random_numbers, sample_neighbors
 from lightning_gnn.sampling.sampler import seed_of_type
 
 T = TypeVar("T")
@@ -44,67 +46,107 @@ class Choice:
     weight_attr: str | None = None
     time_attr: str | None = None
     temporal_strategy: str = "uniform"
+    score: Score | None = None
 
 
 class _Part:
-    """In-edges of one type of a rank's nodes, memory-mapped; `halo` has each halo row's id within its type."""
+    """In-edges of one type of a rank's nodes, memory-mapped; `halo` has each halo row's id within its type.
 
-    def __init__(self, cut: Cut, rank: int, kind: EdgeType, halo: Tensor, messages: str | None, choice: Choice) -> None:
+    Args:
+        made: what the store does not have as it is needed, see :func:`_made_of`.
+    """
+
+    def __init__(
+        self, cut: Cut, rank: int, kind: EdgeType, halo: Tensor, choice: Choice, made: Mapping[str, Tensor]
+    ) -> None:
         types, (source_type, _, target_type) = cut.types, kind
         self._first, self._first_source, self._first_edge = (
             int(types.offsets(each)[rank]) for each in (target_type, source_type, kind)
         )
         # Sources are rows of the rank, of all types, and then of its halo.
         self._owned, self._halo = int(np.diff(cut.offsets)[rank]), halo
-        self._first_row = int(types.begins(source_type)[rank])
-        begin, count = int(types.begins(kind)[rank]), int(types.edges[kind][rank])
-        source, target = torch.from_numpy(cut.edge_index_of(rank)[:, begin : begin + count])
-        self._edges: Tensor | None = None
-        if messages is not None:
-            kept = cut.attributes[types.key(kind)][messages][self._first_edge : self._first_edge + count]
-            self._edges, source, target = kept.nonzero().view(-1), source[kept], target[kept]
-        rows, self._num_targets = int(types.nodes[target_type][rank]), types.total(target_type)
-        indptr = bounds(torch.bincount(target - int(types.begins(target_type)[rank]), minlength=rows))
-        self._csr = CSR(indptr, source, None, self._owned + len(halo))
-        self._choice: dict[str, Any] = {}
-        of_edges, of_nodes = cut.attributes[types.key(kind)], cut.attributes[types.key(source_type)]
-
-        def of_slots(name: str) -> Tensor:
-            values = of_edges[name][self._first_edge : self._first_edge + count]
-            return values if self._edges is None else values[self._edges]
-
-        if choice.weight_attr is not None and choice.weight_attr in of_edges:
-            self._choice["weight"] = of_slots(choice.weight_attr)
-        if choice.time_attr is None:
-            return
-        if choice.time_attr in of_edges:
-            self._choice |= {"time": of_slots(choice.time_attr), "strategy": choice.temporal_strategy}
-        elif choice.time_attr in of_nodes:
-            values = of_nodes[choice.time_attr]
-            times = values.new_zeros(
-                self._owned + len(halo)
-            )  # columns of other types' nodes stay 0: no edge reads them
-            first, last = types.offsets(source_type)[rank : rank + 2].tolist()
-            times[self._first_row : self._first_row + last - first] = values[first:last]
-            if len(values):
-                times[self._owned :] = values[halo.clamp(max=len(values) - 1)]
-            self._choice |= {"time": times, "strategy": choice.temporal_strategy, "of_sources": True}
+        self._first_row, self._num_targets = int(types.begins(source_type)[rank]), types.total(target_type)
+        self._edges = made.get("edges")
+        stored = _stored_of(cut, rank, kind, choice)
+        self._csr = CSR(made["indptr"], made.get("source", stored["source"]), None, self._owned + len(halo))
+        self._choice: dict[str, Any] = {
+            name: made.get(name, stored.get(name)) for name in ("weight", "time") if name in {**stored, **made}
+        }
+        self._kind, self._score = kind, choice.score
+        self._attributes = [cut.attributes[types.key(each)] for each in (source_type, kind, target_type)]
+        if "time" in self._choice:
+            self._choice |= {"strategy": choice.temporal_strategy, "of_sources": "time" not in stored}
 
     def neighbors(self, targets: Tensor, fanout: int, seed: int, replace: bool, until: Tensor | None) -> Neighbors:
         """Returns sampled in-edges of targets, nodes or copies of them, in ids of the whole graph."""
         rows = targets % self._num_targets - self._first
         choice = self._choice | ({"until": until} if "time" in self._choice else {})
-        found = sample_neighbors(self._csr, rows, fanout, seed, replace=replace, keys=targets, **choice)
+        scored = self._score is not None and fanout >= 0
+        found = sample_neighbors(
+            self._csr, rows, -1 if scored else fanout, seed, replace=replace, keys=targets, **choice
+        )
+        uniform = random_numbers(self._csr, rows, targets, seed, found) if scored else None
         sources = found.sources
         far = sources >= self._owned
         sources = sources + (self._first_source - self._first_row)
         sources[far] = self._halo[found.sources[far] - self._owned]
         edges = found.edges if self._edges is None else self._edges[found.edges]
-        return Neighbors(found.offsets, sources, edges + self._first_edge)
+        found = Neighbors(found.offsets, sources, edges + self._first_edge)
+        if uniform is None or self._score is None:
+            return found
+        ends = found.edges, found.sources, rows[found.targets()] + self._first
+        of = (partial(_attribute, self._attributes[each], ids) for each, ids in zip((1, 0, 2), ends))
+        return best_of(found, self._score(InEdges(self._kind, uniform, found.offsets, *of)), fanout)
 
     def halo_reads(self) -> Tensor:
         """Returns how many edges read each halo row, ``[H]``; of another type than their sources' they read none."""
         return torch.bincount(self._csr.indices, minlength=self._csr.num_cols)[self._owned :]
+
+
+def _attribute(attributes: Mapping[str, Tensor], ids: Tensor, name: str) -> Tensor:
+    if name not in attributes:
+        raise ValueError(
+            f"score asks for {name!r}, and there is no attribute of that name; there are {sorted(attributes)}."
+        )
+    return attributes[name].index_select(0, ids)
+
+
+def _stored_of(cut: Cut, rank: int, kind: EdgeType, choice: Choice) -> dict[str, Tensor]:
+    """Returns what a rank's edges of a type have in the store: ends, and weight and time where these are of edges, ``[E]``."""
+    types = cut.types
+    begin, first, count = (int(each[rank]) for each in (types.begins(kind), types.offsets(kind), types.edges[kind]))
+    source, target = torch.from_numpy(cut.edge_index_of(rank)[:, begin : begin + count])
+    named, of_edges = {"weight": choice.weight_attr, "time": choice.time_attr}, cut.attributes[types.key(kind)]
+    chosen = {name: of_edges[attr][first : first + count] for name, attr in named.items() if attr and attr in of_edges}
+    return {"source": source, "target": target, **chosen}
+
+
+def _made_of(
+    cut: Cut, rank: int, kind: EdgeType, halo: Tensor, messages: str | None, choice: Choice
+) -> dict[str, Tensor]:
+    """Returns what is made of that: where each target's edges begin; of edges in a mask, which these are and what they have;
+    of times of nodes, those of all rows."""
+    types, (source_type, _, target_type) = cut.types, kind
+    stored, made = _stored_of(cut, rank, kind, choice), dict[str, Tensor]()
+    target = stored.pop("target")
+    if messages is not None:
+        first, last = types.offsets(kind)[rank : rank + 2].tolist()
+        edges = made["edges"] = cut.attributes[types.key(kind)][messages][first:last].nonzero().view(-1)
+        made |= {name: values[edges] for name, values in stored.items()}
+        target = target[edges]
+    rows = int(types.nodes[target_type][rank])
+    made["indptr"] = bounds(torch.bincount(target - int(types.begins(target_type)[rank]), minlength=rows))
+    of_nodes = cut.attributes[types.key(source_type)]
+    if "time" not in stored and choice.time_attr and choice.time_attr in of_nodes:
+        values, owned = of_nodes[choice.time_attr], int(np.diff(cut.offsets)[rank])
+        first, last = types.offsets(source_type)[rank : rank + 2].tolist()
+        # Columns of other types' nodes stay 0: no edge reads them.
+        times = made["time"] = values.new_zeros(owned + len(halo))
+        begin = int(types.begins(source_type)[rank])
+        times[begin : begin + last - first] = values[first:last]
+        if len(values):
+            times[owned:] = values[halo.clamp(max=len(values) - 1)]
+    return made
 
 
 class GraphStore:
@@ -140,15 +182,18 @@ class GraphStore:
     ) -> None:
         self._cut, self._world, self.types, self.choice = cut, world, cut.types, choice
         self._offsets = {kind: self.types.offsets(kind) for kind in (*self.types.nodes, *self.types.edges)}
-        halos = {rank: cut.halos[rank] for rank in near}
-        if self.types.is_hetero:
-            halos = {rank: self.types.ids(halo) for rank, halo in halos.items()}
-        self._parts = {
-            kind: {
-                rank: _Part(cut, rank, kind, torch.from_numpy(halo), messages, choice) for rank, halo in halos.items()
-            }
-            for kind in self.types.edges
+        halos = {
+            rank: torch.from_numpy(self.types.ids(cut.halos[rank]) if self.types.is_hetero else cut.halos[rank])
+            for rank in near
         }
+        own = {kind: _made_of(cut, world.rank, kind, halos[world.rank], messages, choice) for kind in self.types.edges}
+        made = one_copy(world, near, [values for of_kind in own.values() for values in of_kind.values()])
+        self._parts: dict[EdgeType, dict[int, _Part]] = {kind: {} for kind in own}
+        for rank, halo in halos.items():
+            tensors = iter(made[rank])
+            for kind, names in own.items():
+                of_kind = dict(zip(names, tensors))
+                self._parts[kind][rank] = _Part(cut, rank, kind, halo, choice, of_kind)
         self.channel = None
         self.machine, self.here = torch.zeros(world.size, dtype=torch.long), 0
         self.teams: dict[int, list[int]] = {}
@@ -194,6 +239,11 @@ class GraphStore:
     def names(self, kind: NodeType | EdgeType) -> list[str]:
         """Returns the names of what has a row per node, or per edge, of a type."""
         return sorted(self._cut.attributes[self.types.key(kind)])
+
+    def lowest_class(self, kind: NodeType | EdgeType, name: str) -> int | None:
+        """Returns the smallest value that nodes, or edges, of a type have; None for real numbers, which are no classes."""
+        values = self._cut.attributes[self.types.key(kind)][name]
+        return None if values.is_floating_point() else int(values.min())
 
     def original(self, kind: NodeType | EdgeType, ids: Tensor) -> Tensor:
         return self._cut.ids_of(kind)[ids]

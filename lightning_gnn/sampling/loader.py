@@ -21,7 +21,7 @@ from lightning_gnn.data.ahead import BatchThread, Copies, Sent
 from lightning_gnn.data.attributes import STAND_INS
 from lightning_gnn.data.sources import MASKS
 from lightning_gnn.partition.types import ONE_TYPE
-from lightning_gnn.sampling.draws import draw_others
+from lightning_gnn.sampling.draws import OtherNodes, draw_others
 from lightning_gnn.sampling.expansion import MOST_HOPS, Expander, Neighbourhood
 from lightning_gnn.sampling.graph_store import GraphStore
 from lightning_gnn.sampling.hops import Hop, sample_hops
@@ -41,6 +41,8 @@ class BatchMaker:
 
     own_masks: Sequence[str] = MASKS
     """Those of seeds that :meth:`make` sets itself: they are not fetched."""
+    of_seeds: Sequence[str] = ()
+    """What edges have as seeds, under these names: those that carry messages come without."""
 
     def __init__(
         self, store: GraphStore, fanouts: Mapping[EdgeType, Sequence[int]], replace: bool = False, directed: bool = True
@@ -51,6 +53,8 @@ class BatchMaker:
         self._names = {kind: store.names(kind) for kind in (*store.types.nodes, *store.types.edges)}
         seeded = store.types.input_type
         self._names[seeded] = [name for name in self._names[seeded] if name not in self.own_masks]
+        for kind in store.types.edges:
+            self._names[kind] = [name for name in self._names[kind] if name not in self.of_seeds]
         self._expander: Expander | None = None
         if store.channel is not None and directed and max(map(len, fanouts.values())) <= MOST_HOPS:
             self._expander = Expander(store, fanouts, replace, self._names)
@@ -85,6 +89,24 @@ class BatchMaker:
             return sample_hops(seeds, self._fanouts, found.hop, self._numberings), found
         hop = self.store.hops(random_seeds, self._replace)
         return sample_hops(seeds, self._fanouts, hop, self._numberings, self._directed), self.store
+
+    def _trees(
+        self, nodes: Tensor, until: Tensor, random_seeds: list[int]
+    ) -> tuple[HeteroSamplerOutput, dict[NodeType, Tensor]]:
+        """Returns what was sampled around nodes of the input type, each in a tree of its own, and by type each node's tree.
+
+        `until` has the latest time of each tree, ``[n]``.
+        """
+        types = self.store.types
+        totals = {name: types.total(name) for name in types.nodes}
+        hop = in_trees(self.store.hops(random_seeds, False, until), totals)
+        trees = len(nodes)  # whose nodes' ids are too many for an array
+        numberings = {name: Numbering(total * trees, dense=False) for name, total in totals.items()}
+        copies = {types.input_type: torch.arange(trees) * totals[types.input_type] + nodes}
+        out = sample_hops(copies, self._fanouts, hop, numberings, self._directed)
+        tree_of = {name: ids // totals[name] for name, ids in out.node.items()}
+        out.node = {name: ids % totals[name] for name, ids in out.node.items()}
+        return out, tree_of
 
     def _batch(self, out: HeteroSamplerOutput, source: GraphStore | Neighbourhood) -> Data | HeteroData:
         """Returns the batch of what was sampled, whose rows `source` has."""
@@ -148,14 +170,7 @@ class TemporalBatchMaker(BatchMaker):
         store, seeded = self.store, self.store.types.input_type
         assert store.choice.time_attr is not None
         until = store.rows({seeded: (seeds, [store.choice.time_attr])})[seeded][store.choice.time_attr]
-        totals = {name: store.types.total(name) for name in store.types.nodes}
-        hop = in_trees(store.hops(random_seeds, False, until), totals)
-        trees = len(seeds)  # whose nodes' ids are too many for an array
-        numberings = {name: Numbering(total * trees, dense=False) for name, total in totals.items()}
-        copies = {seeded: torch.arange(trees) * totals[seeded] + seeds}
-        out = sample_hops(copies, self._fanouts, hop, numberings, self._directed)
-        tree_of = {name: ids // totals[name] for name, ids in out.node.items()}
-        out.node = {name: ids % totals[name] for name, ids in out.node.items()}
+        out, tree_of = self._trees(seeds, until, random_seeds)
         batch = self._with_seeds(self._batch(out, store), seeds)
         for name, tree in tree_of.items():
             part_of(batch, name).batch = tree
@@ -175,16 +190,24 @@ class EdgeBatchMaker(BatchMaker):
         *args, **options: see :class:`BatchMaker`.
     """
 
+    of_seeds = ("edge_label", "edge_label_time")
+
     def __init__(self, ends: Callable[[Tensor], Tensor], num_negatives: int, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
         self._ends, self._num_negatives = ends, num_negatives
+        # Of seeds, beside their times; and what is added to labels, so that 0 is of negatives.
+        self._told = [name for name in ("edge_label", "edge_type") if name in self.store.names(ONE_TYPE)]
+        self._shift = 0
+        if num_negatives and "edge_label" in self._told:
+            self._shift = int(self.store.lowest_class(ONE_TYPE, "edge_label") == 0)
 
     @override
     def make(self, seeds: Tensor, random_seeds: list[int], asked: Mapping[int, Tensor] | None = None) -> Data:
         """Returns the batch of these edges, as PyG's LinkNeighborLoader gives it.
 
         ``edge_label_index [2, n + n K]`` has the edges in local numbers and then K negatives of the first, K of the second and so
-        on; ``edge_label`` is 1 or 0; ``input_id`` has the edges' original ids; ``edge_label_type [n]`` their types, if the graph
+        on; ``edge_label`` is 1 or 0, or what the graph has under that name, where 0 is of negatives, and classes from 0 on are
+        raised by 1 if there are any; ``input_id`` has the edges' original ids; ``edge_label_type [n]`` their types, if the graph
         has ``edge_type``.
         """
         source, target = self._ends(seeds)
@@ -193,31 +216,89 @@ class EdgeBatchMaker(BatchMaker):
         sources = torch.cat([source, source.repeat_interleave(self._num_negatives)])
         pairs = torch.stack([sources, torch.cat([target, others.view(-1)])])
         nodes, local = pairs.unique(return_inverse=True)
-        out, source = self._sample(nodes, random_seeds)
-        batch = self._batch(_without_pairs(out, local[:, : len(seeds)]), source)
-        batch.edge_label_index = local
-        batch.edge_label = (torch.arange(local.size(1)) < len(seeds)).float()
+        batch = self._batch(*self._sample(nodes, random_seeds))
+        num, ends, pairs = len(batch.n_id), batch.edge_index, local[:, : len(seeds)]
+        taken = torch.cat([pairs[0] * num + pairs[1], pairs[1] * num + pairs[0]])
+        told = self.store.rows({ONE_TYPE: (seeds, self._told)})[ONE_TYPE] if self._told else {}
+        return self._with_edges(batch, seeds, told, local, torch.isin(ends[0] * num + ends[1], taken))
+
+    def _with_edges(self, batch: Data, seeds: Tensor, told: Mapping[str, Tensor], local: Tensor, taken: Tensor) -> Data:
+        """Returns the batch with the edges that are its seeds and what these have, and without some messages, bool ``[E]``.
+
+        `local` has the seeds' ends and negatives in local numbers, see :meth:`make`.
+        """
+        kept = ~taken
+        if "num_sampled_edges" in batch:
+            batch.num_sampled_edges = [int(hop.sum()) for hop in kept.split(batch.num_sampled_edges)]
+        for name in ("e_id", *self._names[ONE_TYPE]):
+            batch[name] = batch[name][kept]
+        batch.edge_index, batch.edge_label_index = batch.edge_index[:, kept], local
         batch.input_id = self.store.original(ONE_TYPE, seeds)
-        if "edge_type" in self.store.names(ONE_TYPE):
-            batch.edge_label_type = self.store.rows({ONE_TYPE: (seeds, ["edge_type"])})[ONE_TYPE]["edge_type"]
+        label = told.get("edge_label", torch.ones(len(seeds)))
+        label = label + self._shift if self._shift else label
+        batch.edge_label = torch.cat([label, label.new_zeros((local.size(1) - len(seeds), *label.shape[1:]))])
+        if "edge_type" in told:
+            batch.edge_label_type = told["edge_type"]
         return batch
 
 
-def _without_pairs(out: HeteroSamplerOutput, pairs: Tensor) -> HeteroSamplerOutput:
-    """Returns a neighbourhood without the edges between some pairs of nodes, in local numbers ``[2, n]``, in either direction.
+class TemporalEdgeBatchMaker(EdgeBatchMaker):
+    """Makes a batch of edges in which each end has a tree of its own, of nothing later than the edge.
 
-    It is one of a graph without types.
+    An edge's time is its ``edge_label_time``, or else its time as a message. Messages between its two ends that are no earlier
+    than the edge are taken out of its trees; where messages have no times of their own, all between its ends.
+
+    Args:
+        ends, num_negatives: see :class:`EdgeBatchMaker`.
+        others: draws the negatives.
+        held_out: of edges that are no messages, in evaluation: what their negatives depend on beside the edge, in place of the
+            batch's random seed. Nothing is taken out for them.
+        *args, **options: see :class:`BatchMaker`.
     """
-    num, kind = len(out.node[ONE_TYPE[0]]), ONE_TYPE
-    source, target = pairs
-    assert out.edge is not None
-    taken = torch.cat([source * num + target, target * num + source])
-    kept = ~torch.isin(out.row[kind] * num + out.col[kind], taken)
-    if out.num_sampled_edges is not None:
-        out.num_sampled_edges[kind] = [int(hop.sum()) for hop in kept.split(out.num_sampled_edges[kind])]
-    for values in (out.row, out.col, out.edge):
-        values[kind] = values[kind][kept]
-    return out
+
+    def __init__(
+        self,
+        ends: Callable[[Tensor], Tensor],
+        num_negatives: int,
+        others: OtherNodes,
+        held_out: Sequence[int] | None,
+        *args: Any,
+        **options: Any,
+    ) -> None:
+        super().__init__(ends, num_negatives, *args, **options)
+        self._others, self._held_out = others, held_out
+
+    @override
+    def make(self, seeds: Tensor, random_seeds: list[int], asked: Mapping[int, Tensor] | None = None) -> Data:
+        """Returns the batch of these edges, as PyG's LinkNeighborLoader gives it with ``time_attr``.
+
+        As :meth:`EdgeBatchMaker.make`; ``batch [N]`` has the seed in whose trees a node is, ``edge_label_time [n + n K]`` the
+        times of ``edge_label_index``. A negative has the source and the time of its edge.
+        """
+        store, num, count = self.store, len(seeds), self._num_negatives
+        moment: Any = store.choice.time_attr
+        names = [name for name in ("edge_label_time", moment) if name in store.names(ONE_TYPE)]
+        told = store.rows({ONE_TYPE: (seeds, [*names, *self._told])})[ONE_TYPE]
+        until = told[names[0]]
+        source, target = self._ends(seeds)
+        keys, numbers = store.original(ONE_TYPE, seeds), self._held_out or [random_seeds[store.rank]]
+        others = self._others.draw(keys, target, until, count, *numbers).view(-1)
+        edge = torch.arange(num)
+        edge_of = torch.cat([edge, edge, edge.repeat_interleave(count)])
+        out, tree_of = self._trees(torch.cat([source, target, others]), until[edge_of], random_seeds)
+        batch = self._batch(out, store)
+        batch.batch = edge_of[tree_of[ONE_TYPE[0]]]
+        of = batch.batch[batch.edge_index[1]]
+        ends, pairs = out.node[ONE_TYPE[0]][batch.edge_index], torch.stack([source, target])[:, of]
+        taken = (ends == pairs).all(0) | (ends == pairs.flip(0)).all(0)
+        if moment in told:
+            taken &= batch[moment] >= told[moment][of]
+        if self._held_out is not None:
+            taken = torch.zeros_like(taken)
+        local = torch.stack([torch.cat([edge, edge.repeat_interleave(count)]), num + torch.arange(num + num * count)])
+        batch = self._with_edges(batch, seeds, told, local, taken)
+        batch.edge_label_time = until[edge_of[num:]]
+        return batch
 
 
 class SampledBatches:

@@ -91,6 +91,15 @@ def offsets_of_allowed(indptr, indices, weight, time, of_sources, until, targets
 
 
 @loop
+def random_numbers(indptr, targets, keys, seed, offsets, slots, out, low, high):
+    """The number of each of the ``slots [S]`` of targets `low` to `high`, from 0 up to 1: the one by which `draw_best` draws."""
+    for t in range(low, high):
+        state, start = _stream(seed, keys[t]), indptr[targets[t]]
+        for s in range(offsets[t], offsets[t + 1]):
+            out[s] = _uniform(state, slots[s] - start)
+
+
+@loop
 def draw_uniform(indptr, targets, keys, seed, offsets, replace, slots, low, high):
     """Slots of targets `low` to `high`: all of them, or as many of them as `offsets` has room for.
 
@@ -178,12 +187,14 @@ def draw_best(indptr, indices, weight, time, of_sources, until, latest, targets,
                     score /= weight[slot]
             if found < count:
                 scores[found], slots[begin + found] = score, slot
-                worst = found if score > scores[worst] else worst
+                worst = found if score >= scores[worst] else worst  # of equal ones the last slot
                 found += 1
             elif score < scores[worst]:
                 scores[worst], slots[begin + worst] = score, slot
                 for i in range(count):
-                    worst = i if scores[i] > scores[worst] else worst
+                    later = slots[begin + i] > slots[begin + worst]
+                    if scores[i] > scores[worst] or (scores[i] == scores[worst] and later):
+                        worst = i
 
 
 @loop

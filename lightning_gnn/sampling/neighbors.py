@@ -5,11 +5,13 @@ R rows (targets), C columns (sources) and E slots of a CSR matrix of in-edges; T
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 
 import torch
 from torch import Tensor
+from torch_geometric.typing import EdgeType
 
 from lightning_gnn.arguments import check_fanout
 from lightning_gnn.kernels.csr import CSR, even_ranges
@@ -46,6 +48,69 @@ class Neighbors:
         targets = torch.empty(len(self.sources), dtype=torch.long)
         loops.repeat_numbers(self.offsets.numpy(), first, targets.numpy(), 0, len(self.offsets) - 1)
         return targets
+
+
+@dataclass(frozen=True)
+class InEdges:
+    """In-edges of some nodes, of which those with the highest scores are drawn; see :class:`~lightning_gnn.SamplingStrategy`.
+
+    ``edges["strength"]`` has an attribute of each, ``[S, ...]``.
+
+    Attributes:
+        kind: their type; that of a graph without types is ``("node", "to", "node")``.
+        uniform: a random number of each, from 0 up to 1, float64 ``[S]``: a function of the batch's random seed and of the edge.
+        offsets: where each node's edges begin, and the end, int64 ``[T + 1]``.
+        of_edges, of_sources, of_targets: return an attribute, by its name, of the edges and of their ends, ``[S, ...]``.
+    """
+
+    kind: EdgeType
+    uniform: Tensor
+    offsets: Tensor
+    of_edges: Callable[[str], Tensor]
+    of_sources: Callable[[str], Tensor]
+    of_targets: Callable[[str], Tensor]
+
+    def __getitem__(self, name: str) -> Tensor:
+        return self.of_edges(name)
+
+
+Score = Callable[[InEdges], Tensor]
+"""Returns a number for each edge, ``[S]``; those of -inf are never drawn. It is a function of the node and its in-edges: which
+other nodes are there depends on who owns them."""
+
+
+def best_of(found: Neighbors, scores: Tensor, fanout: int) -> Neighbors:
+    """Returns of each target's in-edges those with the highest scores ``[S]``, up to `fanout`, in their order; of equal ones the
+    first.
+
+    Raises:
+        ValueError: scores that are not one real number for each edge.
+    """
+    if not isinstance(scores, Tensor) or scores.shape != found.sources.shape or scores.isnan().any():
+        what = f"{scores.dtype} {list(scores.shape)}" if isinstance(scores, Tensor) else type(scores).__name__
+        raise ValueError(
+            f"score must return a number for each of {len(found.sources)} edges, and not nan (got {what})."
+        )
+    target = found.targets()
+    order = scores.argsort(descending=True, stable=True)
+    order = order[target[order].argsort(stable=True)]
+    place = torch.arange(len(order)) - found.offsets[:-1][target]  # of the best, the second, ... of each target
+    kept = torch.zeros(len(order), dtype=torch.bool)
+    kept[order[place < fanout]] = True
+    if scores.is_floating_point():
+        kept &= scores != float("-inf")
+    counts = torch.bincount(target[kept], minlength=len(found.offsets) - 1)
+    return Neighbors(torch.cat([counts.new_zeros(1), counts.cumsum(0)]), found.sources[kept], found.edges[kept])
+
+
+def random_numbers(csr: CSR, targets: Tensor, keys: Tensor, seed: int, found: Neighbors) -> Tensor:
+    """Returns the random number of each edge that was found, float64 ``[S]``: by which :func:`sample_neighbors` draws it."""
+    assert csr.edge is None
+    out = torch.empty(len(found.sources), dtype=torch.float64)
+    arrays = csr.indptr, targets, keys, seed & (2**63 - 1), found.offsets, found.edges, out
+    ranges = partial(even_ranges, found.offsets)
+    over_ranges(loops.random_numbers, *arrays, size=len(targets), ranges=ranges, work=_WORK * len(out))
+    return out
 
 
 def sample_neighbors(

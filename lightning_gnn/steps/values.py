@@ -55,7 +55,7 @@ class StepValues:
         sampled = "seed_counts" in batch
         counts: Sequence[int] = batch.seed_counts if sampled else self._counts(batch, mask)
         stand_ins = 0
-        if not counts[rank] and mask in MASKS:
+        if not counts[rank] and (sampled or mask in MASKS):
             stand_ins = 1 if sampled else int(batch[mask].sum())
         sizes = shard.counts[rank], shard.rows[rank], shard.edge_counts[rank], shard.edges[rank]
         self.logs.enter(counts, stand_ins, sizes)

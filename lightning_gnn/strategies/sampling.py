@@ -18,7 +18,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor
 from torch_geometric.data import HeteroData
 from torch_geometric.nn.models.basic_gnn import BasicGNN
-from torch_geometric.typing import EdgeType
+from torch_geometric.typing import EdgeType, NodeType
 from typing_extensions import override
 
 from lightning_gnn.arguments import (
@@ -40,10 +40,18 @@ from lightning_gnn.nn.bind import check_columns
 from lightning_gnn.nn.helpers import graph_in_use
 from lightning_gnn.partition.layout import LayoutSpec, by_machine
 from lightning_gnn.partition.types import ONE_TYPE, Types
+from lightning_gnn.sampling.draws import OtherNodes
 from lightning_gnn.sampling.graph_store import Choice, GraphStore
-from lightning_gnn.sampling.loader import BatchMaker, EdgeBatchMaker, SampledBatches, TemporalBatchMaker, part_of
-from lightning_gnn.sampling.neighbors import check_choices
-from lightning_gnn.sampling.seeds import SeedBatches, seeds_in, split_seeds
+from lightning_gnn.sampling.loader import (
+    BatchMaker,
+    EdgeBatchMaker,
+    SampledBatches,
+    TemporalBatchMaker,
+    TemporalEdgeBatchMaker,
+    part_of,
+)
+from lightning_gnn.sampling.neighbors import Score, check_choices
+from lightning_gnn.sampling.seeds import SeedBatches, SplitSeeds, seeds_in
 from lightning_gnn.sampling.variants import METHODS, EgoBatchMaker, Method, SubgraphBatchMaker, node_draw
 from lightning_gnn.strategies.base import GNNStrategy
 from lightning_gnn.strategies.dgcl import DGCLScheme
@@ -101,9 +109,14 @@ class SamplingStrategy(GNNStrategy):
         weight_attr: name of the edges' weights: in-edges are drawn with odds in proportion to them, those of weight 0 never. Edge
             types that have none are drawn uniformly. Evaluation takes all edges alike, unless it is in batches: then all above 0.
         time_attr: name of times, int64, of nodes (an edge then has its source's) or of edges, as in PyG: each seed has a tree of
-            its own, of edges that are no later than the seed, which has a time of that name. Types that have none are not
-            restricted. Validation, test and prediction are then in batches as well, of all neighbours that are no later.
+            its own, of edges that are no later than the seed, which has a time of that name; or, if it is an edge, one of the
+            name ``edge_label_time``. Types that have none are not restricted. Validation, test and prediction are then in batches
+            as well, of all neighbours that are no later.
         temporal_strategy: ``"uniform"``, or ``"last"`` for the latest edges, in evaluation, too.
+        score: a function of yours that decides which in-edges are drawn, in place of chance: it is given some, as
+            :class:`~lightning_gnn.sampling.InEdges`, and returns a number for each, ``[S]``; of each node, those with the highest
+            are drawn, those of -inf never. Weights of 0 and times leave edges out before. Where all are taken, in evaluation or
+            with a fan-out of -1, it is not asked.
         keep_constant: in evaluation, see :class:`~lightning_gnn.strategies.dgcl.DGCLStrategy`.
         **options: see :class:`~lightning_gnn.strategies.base.GNNStrategy`.
 
@@ -134,6 +147,7 @@ class SamplingStrategy(GNNStrategy):
         weight_attr: str | None = None,
         time_attr: str | None = None,
         temporal_strategy: Literal["uniform", "last"] = "uniform",
+        score: Score | None = None,
         **options: Any,
     ) -> None:
         self._given = checked_batches(fanouts, batch_size), batch_size
@@ -158,12 +172,17 @@ class SamplingStrategy(GNNStrategy):
                 f"replace and directed tell how neighbours are drawn, and method={method!r} takes all edges between its nodes."
             )
         check_choices(replace, weight_attr is not None, time_attr is not None, temporal_strategy)
-        if method not in _OF_NEIGHBORS[: 1 if time_attr else 2] and (weight_attr or time_attr):
+        if score is not None and (not callable(score) or replace or temporal_strategy == "last"):
             raise ValueError(
-                f"weight_attr and time_attr tell how neighbours are drawn (got method={method!r}). Use method='neighbor'."
+                "score is a function of in-edges that decides which are drawn, without replacement (got "
+                f"{shown(score)}, replace={replace}, temporal_strategy={temporal_strategy!r}). Leave out the others."
+            )
+        if method not in _OF_NEIGHBORS[: 1 if time_attr else 2] and (weight_attr or time_attr or score):
+            raise ValueError(
+                f"weight_attr, time_attr and score tell how neighbours are drawn (got method={method!r}). Use method='neighbor'."
             )
         super().__init__(SamplingScheme(keep_constant), **options)
-        self.choice = Choice(weight_attr, time_attr, temporal_strategy)
+        self.choice = Choice(weight_attr, time_attr, temporal_strategy, score)
         self.replace, self.directed, self.method = replace, directed, method
         self.walk_length, self.clusters, self.samplers = walk_length, clusters, samplers
         self.prefetch, self.cache_mb, self.seed = prefetch, cache_mb, seed
@@ -200,24 +219,24 @@ class SamplingStrategy(GNNStrategy):
         types, training = cut.types, mask == "train_mask"
         if not training and not self._evaluates_in_batches(types):
             return None
-        self._check_choice(cut)
         name = None if mask is None else counted_mask(mask, module)
         edges = name in EDGE_MASKS
         kind: Any = ONE_TYPE if edges else types.input_type
-        seeds = seeds_in(cut, kind, name)
+        self._check_choice(cut, kind)
+        split = SplitSeeds.of(cut, kind, name, self.num_processes)
         if self.method in _OF_NEIGHBORS:
-            of_ranks = split_seeds(seeds.numpy(), types.offsets(kind), self.num_processes)
-            split = [torch.from_numpy(ids) for ids in of_ranks]
-            own, batches = split[rank], SeedBatches([len(each) for each in split], self.batch_size)
+            own, size = split.seeds(rank), self.batch_size
             if mask is None:
-                self._predicted = cut.ids_of(kind)[torch.cat(split)], batches.sizes
+                everyone = torch.cat([split.seeds(each) for each in range(self.world_size)])
+                self._predicted = cut.ids_of(kind)[everyone], split.sizes
             makers_of = {
                 "neighbor": TemporalBatchMaker if self.choice.time_attr else BatchMaker,
                 "shadow": EgoBatchMaker,
             }
             make: Callable[..., BatchMaker] = makers_of[self.method]
             if edges:
-                make = partial(EdgeBatchMaker, cut.ends, getattr(module, "sampled_negatives", 0))
+                make, size = self._edge_batches(cut, training)
+            batches = SeedBatches(split.sizes, size)
             how: tuple[Any, ...] = (self._fanouts_of(types), self.replace, self.directed)
             if not training and self.choice.temporal_strategy != "last":
                 how = (dict.fromkeys(types.edges, [-1] * self.num_hops),)
@@ -226,11 +245,13 @@ class SamplingStrategy(GNNStrategy):
                 cut, rank, self.method, self.batch_size, self.walk_length, self.clusters, self.seed
             )
             own, batches = torch.arange(count), SeedBatches([count] * self.world_size, per_step)
-            training_nodes = torch.zeros(types.total(kind), dtype=torch.bool).index_fill_(0, seeds, True)
-            make, how = partial(SubgraphBatchMaker, draw, training_nodes, seeds[:1]), ()
+            training_nodes = torch.zeros(types.total(kind), dtype=torch.bool)
+            training_nodes[seeds_in(cut, kind, name)] = True
+            make, how = partial(SubgraphBatchMaker, draw, training_nodes, split.first), ()
         # What is learnt of edges must not be read off those that are held out.
-        makers = [make(store, *how) for store in self._stores(cut, mask, name if edges else None)]
-        others = {peer: split[peer] for peer in makers[0].store.askers} if make is BatchMaker else None
+        messages = counted_mask("train_mask", module)
+        makers = [make(store, *how) for store in self._stores(cut, mask, messages if messages in EDGE_MASKS else None)]
+        others = {peer: split.seeds(peer) for peer in makers[0].store.askers} if make is BatchMaker else None
         seed, trainer = self.seed if training else None, module.trainer
         # trainer.current_epoch is one behind for a moment, when a run resumes with a checkpoint of an epoch's end.
         progress: Any = trainer.fit_loop.epoch_progress.current
@@ -238,7 +259,7 @@ class SamplingStrategy(GNNStrategy):
             makers,
             batches,
             own,
-            seeds[:1],
+            split.first,
             rank,
             seed,
             self.prefetch,
@@ -257,9 +278,21 @@ class SamplingStrategy(GNNStrategy):
         store = GraphStore(cut, self.world, self.world.ranks_here(), int(self.cache_mb * 1e6), messages, self.choice)
         return [store, *(store.clone() for _ in range(1, self.samplers))]
 
-    def _check_choice(self, cut: Cut) -> None:
-        """Raises ValueError unless the graph has what the strategy draws by."""
-        types, choice, seeded = cut.types, self.choice, cut.types.input_type
+    def _edge_batches(self, cut: Cut, training: bool) -> tuple[Callable[..., BatchMaker], int]:
+        """Returns what makes batches of edges, and how many edges are in one."""
+        count = getattr(self._module, "sampled_negatives", 0)
+        if self.choice.time_attr is None:
+            return partial(EdgeBatchMaker, cut.ends, count), self.batch_size
+        others = OtherNodes(cut.n_id, cut.attributes["node"].get(self.choice.time_attr))
+        if training:
+            return partial(TemporalEdgeBatchMaker, cut.ends, count, others, None), self.batch_size
+        compared = getattr(self._module, "eval_negatives", count)
+        size = max(1, self.batch_size * (2 + count) // (2 + compared))  # for as many trees
+        return partial(TemporalEdgeBatchMaker, cut.ends, compared, others, (self.seed, -1)), size
+
+    def _check_choice(self, cut: Cut, seeded: NodeType | EdgeType) -> None:
+        """Raises ValueError unless the graph has what the strategy draws by, for seeds of a type."""
+        types, choice = cut.types, self.choice
         of_nodes, of_edges = (
             {kind: cut.attributes[types.key(kind)] for kind in kinds} for kinds in (types.nodes, types.edges)
         )
@@ -276,15 +309,26 @@ class SamplingStrategy(GNNStrategy):
                 raise ValueError(f"weight_attr={choice.weight_attr!r}: no edges have an attribute of that name.")
             for kind, values in found.items():
                 check(choice.weight_attr, values, f"edges {kind}", values.is_floating_point())
+        if choice.time_attr == "edge_label_time":
+            raise ValueError(
+                "time_attr names the times of messages, and edge_label_time are those of seeds. Give edges or nodes times under "
+                "another name."
+            )
         if choice.time_attr:
-            every = {**of_nodes, **of_edges}
+            every: dict[Any, Any] = {**of_nodes, **of_edges}
+            names = ["edge_label_time", choice.time_attr] if seeded in of_edges else [choice.time_attr]
             for kind, of in every.items():
-                if choice.time_attr in of:
-                    check(choice.time_attr, of[choice.time_attr], f"{kind}", of[choice.time_attr].dtype == torch.long)
-            if choice.time_attr not in of_nodes[seeded]:
+                for name in {choice.time_attr, *(names if kind == seeded else ())} & of.keys():
+                    check(name, of[name], f"{kind}", of[name].dtype == torch.long)
+            if choice.time_attr not in {name for of in every.values() for name in of}:
                 raise ValueError(
-                    f"time_attr={choice.time_attr!r}: seeds need a time each, and nodes of type {seeded!r} have no attribute "
-                    "of that name. Give them one, int64."
+                    f"time_attr={choice.time_attr!r}: neither nodes nor edges have an attribute of that name."
+                )
+            if not every[seeded].keys() & {*names}:
+                of_what = f"nodes of type {seeded!r}" if seeded in of_nodes else "edges"
+                raise ValueError(
+                    f"time_attr={choice.time_attr!r}: seeds need a time each, and {of_what} have no attribute "
+                    f"{' or '.join(names)}. Give them one, int64."
                 )
 
     def _fanouts_of(self, types: Types) -> dict[EdgeType, list[int]]:
@@ -309,11 +353,6 @@ class SamplingStrategy(GNNStrategy):
     @override
     def check_model(self, module: torch.nn.Module, types: Types) -> None:
         self._fanouts_of(types)
-        if self.choice.time_attr and counted_mask("train_mask", module) in EDGE_MASKS:
-            raise ValueError(
-                f"time_attr is for modules that predict nodes, and {type(module).__name__} predicts edges: links with times "
-                "cannot be sampled yet."
-            )
         if self.method != "neighbor" and counted_mask("train_mask", module) in EDGE_MASKS:
             raise ValueError(
                 f"method={self.method!r} makes batches of nodes, and {type(module).__name__} predicts edges. "
@@ -356,7 +395,9 @@ class SamplingStrategy(GNNStrategy):
         """Returns how far rows have travelled, of how often each layer let them; once per relation is side by side."""
         layers = dict(self._module.named_modules())
         relations = {name: getattr(layers.get(name), "num_relations", 1) for name in propagations}
-        return sum(max(1, count // relations[name]) for name, count in propagations.items())
+        # To score edges, rows of their sources are read, and go no further.
+        ends = ("expand",) if getattr(self._module, "predicts_edges", False) else ()
+        return sum(max(1, count // relations[name]) for name, count in propagations.items() if name not in ends)
 
     def _compare_depth(self, propagations: int) -> None:
         """Warns once of fan-outs that are too few or too many for the model."""

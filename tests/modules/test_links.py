@@ -7,16 +7,19 @@ from __future__ import annotations
 
 import copy
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import lightning as L
 import numpy as np
 import pytest
 import torch
+import torch.nn.functional as F
 from common import FEATURES, Recorder, awkward_graph, build, campaign, examples, quiet_trainer, ranks_apart
 from hypothesis import given
 from hypothesis import strategies as st
 from torch_geometric.data import Data
+from torch_geometric.nn import GINEConv
 from torch_geometric.nn.models import GraphSAGE
 from torchmetrics.retrieval import RetrievalHitRate, RetrievalMRR
 
@@ -29,6 +32,7 @@ from lightning_gnn import (
     SpMM2DStrategy,
     SpMM15DStrategy,
     VertexCutStrategy,
+    expand,
     fetch_rows,
     planted_partition,
     split_edges,
@@ -452,3 +456,145 @@ def test_batches_of_edges(ranks, world_size, negatives, apart, data):
                 assert (source, target) not in targets
                 assert (target, source) not in targets
             assert sum(batch.num_sampled_edges) == len(batch.e_id)
+
+
+# Labels of edges ##############################################################
+
+
+class EdgeClasses(L.LightningModule):
+    """What a user writes: classes of edges, or numbers, from their ends; messages with features of edges."""
+
+    predicts_edges = True
+
+    def __init__(self, negatives: int, out: int) -> None:
+        super().__init__()
+        torch.manual_seed(4)
+        self.sampled_negatives = negatives
+        self.convs = torch.nn.ModuleList(
+            GINEConv(torch.nn.Linear(FEATURES, FEATURES), edge_dim=3, train_eps=True) for _ in range(2)
+        )
+        self.head = torch.nn.Linear(2 * FEATURES, out)
+
+    def rows(self, x: torch.Tensor, edge_index: torch.Tensor, edge_attr: torch.Tensor) -> torch.Tensor:
+        for conv in self.convs:
+            x = conv(x, edge_index, edge_attr).tanh()
+        return x
+
+    def loss(self, z: torch.Tensor, ends: torch.Tensor, label: torch.Tensor) -> torch.Tensor:
+        out = self.head(torch.cat([z[ends[0]], z[ends[1]]], 1))
+        return F.mse_loss(out.view(-1), label) if label.is_floating_point() else F.cross_entropy(out, label)
+
+    def training_step(self, batch: Data, batch_idx: int) -> torch.Tensor:
+        z = self.rows(batch.x, batch.edge_index, batch.edge_attr)
+        loss = self.loss(z, batch.edge_label_index, batch.edge_label)
+        self.log("train_loss", loss, batch_size=len(batch.input_id))
+        return loss
+
+    def validation_step(self, batch: Data, batch_idx: int) -> None:
+        carried, chosen = batch.edge_train_mask, batch.edge_val_mask
+        z = expand(self.rows(batch.x, batch.edge_index[:, carried], batch.edge_attr[carried]))
+        self.log("val_loss", self.loss(z, batch.edge_index[:, chosen], batch.edge_label[chosen]))
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.01)
+
+
+def graph_with_labels(real: bool) -> Data:
+    graph = graph_with_links()
+    g = torch.Generator().manual_seed(2)
+    size = graph.edge_index.size(1)
+    graph.edge_label = torch.randn(size, generator=g).double() if real else torch.randint(0, 4, (size,), generator=g)
+    return graph
+
+
+def labelled_edges(rank: int, world_size: int, negatives: int, real: bool, apart: bool) -> Any:
+    batches, recorder = Batches(), Recorder()
+    module = EdgeClasses(negatives, 1 if real else 5).double()
+    strategy = SamplingStrategy([-1, -1], batch_size=25, timeout=60)
+    with ranks_apart(apart):
+        trainer = quiet_trainer(strategy, world_size, callbacks=[batches, recorder], max_epochs=1)
+        trainer.fit(module, datamodule=GraphDataModule(graph_with_labels(real)))
+    return batches.seen, recorder.gradients, recorder.epochs[-1]["val_loss"], module.state_dict()
+
+
+@pytest.mark.parametrize(
+    ("negatives", "real", "apart"), [(0, False, False), (2, False, True), *campaign((0, True, True), (1, True, False))]
+)
+def test_labels_and_features_of_edges_are_those_of_one_process(ranks, negatives, real, apart):
+    """The first step's gradients are those of one process: of these edges, on the whole graph but for them."""
+    graph, results = graph_with_labels(real), ranks.run(2, labelled_edges, negatives, real, apart)
+    for batches, *_ in results:
+        for batch in batches:
+            assert torch.equal(batch.edge_attr, graph.edge_attr[batch.e_id])
+            label = graph.edge_label[batch.input_id] + (1 if negatives and not real else 0)
+            assert torch.equal(batch.edge_label, torch.cat([label, label.new_zeros(len(label) * negatives)]))
+    module, losses = EdgeClasses(negatives, 1 if real else 5).double(), []
+    first = [batches[0] for batches, *_ in results]
+    num = sum(len(batch.input_id) for batch in first)
+    ids = graph.edge_index[0] * graph.num_nodes + graph.edge_index[1]
+    for batch in first:
+        source, target = graph.edge_index[:, batch.input_id]
+        hidden = torch.cat([source * graph.num_nodes + target, target * graph.num_nodes + source])
+        kept = graph.edge_train_mask & ~torch.isin(ids, hidden)
+        z = module.rows(graph.x, graph.edge_index[:, kept], graph.edge_attr[kept])
+        loss = module.loss(z, batch.n_id[batch.edge_label_index], batch.edge_label)
+        losses.append(loss * len(batch.input_id) / num)
+    sum(losses).backward()
+    expected = [parameter.grad for parameter in module.parameters()]
+    for _, gradients, val_loss, weights in results:
+        torch.testing.assert_close(gradients, expected, rtol=1e-9, atol=1e-12)
+        module.load_state_dict(weights)
+        with torch.no_grad():
+            carried, chosen = graph.edge_train_mask, graph.edge_val_mask
+            z = module.rows(graph.x, graph.edge_index[:, carried], graph.edge_attr[carried])
+            assert val_loss == pytest.approx(
+                float(module.loss(z, graph.edge_index[:, chosen], graph.edge_label[chosen]))
+            )
+
+
+# Memory #######################################################################
+
+
+def mapped_file(tensor: torch.Tensor) -> str:
+    """Returns which file, by device and inode, a tensor's memory is mapped from; 0 for a process's own."""
+    for line in Path("/proc/self/maps").read_text().splitlines():
+        (first, last), (_, _, device, inode) = (int(each, 16) for each in line.split()[0].split("-")), line.split()[1:5]
+        if first <= tensor.data_ptr() < last:
+            return f"{device} {inode}" if inode != "0" else "0"
+    raise AssertionError("no such address")
+
+
+class EdgesInMemory(L.Callback):
+    """Keeps by part where the edges that samplers draw lie, and how large what the loader holds beside is."""
+
+    def __init__(self) -> None:
+        self.files = dict[int, list[str]]()
+        self.own = 0
+
+    def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
+        loader = trainer.strategy._loaders["train_mask"]
+        [parts] = loader.makers[0].store._parts.values()
+        for rank, part in parts.items():
+            tensors = [part._csr.indptr, part._csr.indices, part._edges, part._choice["weight"]]
+            self.files[rank] = [mapped_file(each) for each in tensors]
+        seeds = loader._seeds, loader._stand_in
+        self.own = sum(each.untyped_storage().nbytes() for each in seeds)
+
+
+def edges_in_memory(rank: int, world_size: int) -> tuple[dict[int, list[str]], int]:
+    kept, graph = EdgesInMemory(), graph_with_links()
+    graph.odds = torch.rand(graph.edge_index.size(1))
+    strategy = SamplingStrategy([4, 4], batch_size=30, timeout=60, weight_attr="odds")
+    trainer = quiet_trainer(strategy, world_size, callbacks=[kept], max_epochs=1)
+    trainer.fit(LinkPredictor(build("sage", FEATURES, WIDTH)).double(), datamodule=GraphDataModule(graph))
+    return kept.files, kept.own
+
+
+def test_ranks_of_a_machine_have_one_copy_of_the_edges(ranks):
+    """Of each part, and of training edges among them, all ranks map the same files; of seeds each holds its own."""
+    found = ranks.run(2, edges_in_memory)
+    assert found[0][0] == found[1][0] and found[0][0].keys() == {0, 1}
+    files = [file for of_part in found[0][0].values() for file in of_part]
+    assert len(set(files)) == len(files) == 8 and "0" not in files
+    num_seeds = int(graph_with_links().edge_train_mask.sum())
+    assert sum(own for _, own in found) == 8 * (num_seeds + 2)

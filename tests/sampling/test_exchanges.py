@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from queue import Queue
+from threading import Barrier
 from types import SimpleNamespace
 from typing import Any
 
@@ -28,7 +29,7 @@ from lightning_gnn.partition.types import ONE_TYPE
 from lightning_gnn.sampling import graph_store
 from lightning_gnn.sampling.graph_store import GraphStore
 from lightning_gnn.sampling.loader import BatchMaker, EdgeBatchMaker, SampledBatches
-from lightning_gnn.sampling.seeds import SeedBatches, seeds_in, split_seeds
+from lightning_gnn.sampling.seeds import SeedBatches, SplitSeeds
 from lightning_gnn.sampling.variants import EgoBatchMaker
 from lightning_gnn.strategies.sampling import SamplingScheme
 
@@ -48,11 +49,17 @@ class Meeting:
         self.sent: list[tuple[int, int, int]] = []
         self.channels: dict[int, Any] = {}
         self._boxes = {(a, b): Queue[Tensor]() for a in range(self.size) for b in range(self.size)}
+        self._everyone, self._values = Barrier(self.size, timeout=30), dict[int, Any]()
 
     def world(self, rank: int) -> Any:
-        return SimpleNamespace(
-            rank=rank, size=self.size, all_gather_object=lambda _: [self.on[each] for each in range(self.size)]
-        )
+        def all_gather_object(value: Any) -> list[Any]:
+            self._values[rank] = value
+            self._everyone.wait()
+            found = [self._values[each] for each in range(self.size)]
+            self._everyone.wait()
+            return found
+
+        return SimpleNamespace(rank=rank, size=self.size, all_gather_object=all_gather_object)
 
     def channel(self, world: Any) -> Any:
         channel = self.channels[world.rank] = SimpleNamespace(bytes_received=0, exchanges=0)
@@ -92,19 +99,20 @@ def on_threads(machines: Machines, of_rank: Callable[[int, Any, Sequence[int]], 
 
 
 def batches_of(
-    cut: Cut, machines: Machines, make: Callable[[GraphStore], BatchMaker], cache_bytes: int = 0, edges: bool = False
+    cut: Cut, machines: Machines, make: Callable[[GraphStore], BatchMaker], cache_bytes: int = 0, edges: Any = False
 ) -> tuple[list[list[Any]], Meeting]:
-    """Returns the batches of an epoch of every rank."""
+    """Returns the batches of an epoch of every rank; or of some edges, of all or of those of a mask."""
     kind: Any = ONE_TYPE if edges else cut.types.input_type
-    seeds = seeds_in(cut, kind, None if edges else "train_mask")[: 40 if edges else None]
-    split = [torch.from_numpy(each) for each in split_seeds(seeds.numpy(), cut.types.offsets(kind))]
+    split = SplitSeeds.of(cut, kind, "train_mask" if not edges else None if edges is True else edges)
+    most = 12 if edges else max(split.sizes)  # of a rank
 
     def of_rank(rank: int, world: Any, near: Sequence[int]) -> list[Any]:
         store = GraphStore(cut, world, near, cache_bytes)
         store.take_counts()
-        steps = SeedBatches([len(each) for each in split], 3)
-        others = None if edges else {asker: split[asker] for asker in store.askers}
-        loader = SampledBatches([make(store)], steps, split[rank], seeds[:1], rank, 0, 0, lambda: 0, others=others)
+        steps = SeedBatches([min(size, most) for size in split.sizes], 3)
+        others = None if edges else {asker: split.seeds(asker) for asker in store.askers}
+        own = split.seeds(rank)[:most]
+        loader = SampledBatches([make(store)], steps, own, split.first, rank, 0, 0, lambda: 0, others=others)
         return list(loader)
 
     return on_threads(machines, of_rank)

@@ -41,7 +41,7 @@ from torch_geometric.nn.models import GraphSAGE
 
 from lightning_gnn import GraphDataModule, NodeClassifier, SamplingStrategy
 from lightning_gnn.sampling.loader import SampledBatches
-from lightning_gnn.sampling.seeds import SeedBatches, split_seeds
+from lightning_gnn.sampling.seeds import SeedBatches, SplitSeeds
 
 WHOLE: dict[str, Any] = {"fanouts": [-1, -1], "batch_size": 1000}
 SMALL: dict[str, Any] = {"fanouts": [3, 2], "batch_size": 4}
@@ -56,6 +56,14 @@ def seeds_and_offsets(draw: Any) -> tuple[np.ndarray, np.ndarray]:
     bounds = np.sort(rng.integers(0, nodes + 1, draw(st.integers(0, 5))))
     seeds = np.flatnonzero(rng.random(nodes) < draw(st.sampled_from([0.05, 0.4, 1.0])))
     return seeds, np.array([0, *bounds, nodes])
+
+
+def split_seeds(seeds: np.ndarray, offsets: np.ndarray, ranks_per_machine: int) -> list[np.ndarray]:
+    owned = [torch.from_numpy(each) for each in np.split(seeds, np.searchsorted(seeds, offsets[1:-1]))]
+    split = SplitSeeds(owned.__getitem__, [*map(len, owned)], ranks_per_machine)
+    found = [split.seeds(rank).numpy() for rank in range(len(owned))]
+    assert split.sizes == [*map(len, found)] and split.first.tolist() == seeds[:1].tolist()
+    return found
 
 
 @examples(200)
