@@ -44,6 +44,7 @@ class Choice:
     weight_attr: str | None = None
     time_attr: str | None = None
     temporal_strategy: str = "uniform"
+    labor: bool = False
 
 
 class _Part:
@@ -75,6 +76,9 @@ class _Part:
 
         if choice.weight_attr is not None and choice.weight_attr in of_edges:
             self._choice["weight"] = of_slots(choice.weight_attr)
+        if choice.labor:  # which node of the graph a column is, for those that edges of this type read
+            own = torch.arange(self._first_source - self._first_row, self._first_source - self._first_row + self._owned)
+            self._choice["source_keys"] = torch.cat([own, halo])
         if choice.time_attr is None:
             return
         if choice.time_attr in of_edges:

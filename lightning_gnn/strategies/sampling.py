@@ -51,7 +51,7 @@ from lightning_gnn.strategies.steps import StepStrategy
 
 T = TypeVar("T")
 
-_OF_NEIGHBORS = METHODS[:2]
+_NEIGHBOURHOODS, _OF_NEIGHBORS = METHODS[:2], METHODS[:3]
 
 
 class SamplingScheme(DGCLScheme):
@@ -89,7 +89,9 @@ class SamplingStrategy(GNNStrategy):
             walks; of clusters the nodes in them, about. By default the datamodule's, or else 1024.
         replace: draw with replacement.
         directed: keep the edges that were drawn; False for all between the nodes that were reached.
-        method: ``"neighbor"``; or, for modules that predict nodes, ``"shadow"``, ego graphs of the seeds that share no nodes
+        method: ``"neighbor"``; ``"labor"``, the same with one random number per source that all nodes of a batch draw by, so
+            that it has fewer nodes (LABOR-0 with as many edges, NeurIPS 2023, appendix A.3); or, for modules that predict
+            nodes, ``"shadow"``, ego graphs of the seeds that share no nodes
             (ShaDow, NeurIPS 2021); ``"saint_node"``, ``"saint_edge"`` or ``"saint_walk"``, subgraphs of nodes drawn from the
             whole graph (GraphSAINT, ICLR 2020); ``"cluster"``, clusters of the rank's own nodes (Cluster-GCN, KDD 2019).
         walk_length: steps of a walk of ``"saint_walk"``.
@@ -157,13 +159,14 @@ class SamplingStrategy(GNNStrategy):
             raise ValueError(
                 f"replace and directed tell how neighbours are drawn, and method={method!r} takes all edges between its nodes."
             )
-        check_choices(replace, weight_attr is not None, time_attr is not None, temporal_strategy)
-        if method not in _OF_NEIGHBORS[: 1 if time_attr else 2] and (weight_attr or time_attr):
+        labor = method == "labor"
+        check_choices(replace, weight_attr is not None, time_attr is not None, temporal_strategy, labor)
+        if method not in (_NEIGHBOURHOODS if time_attr else _OF_NEIGHBORS) and (weight_attr or time_attr):
             raise ValueError(
                 f"weight_attr and time_attr tell how neighbours are drawn (got method={method!r}). Use method='neighbor'."
             )
         super().__init__(SamplingScheme(keep_constant), **options)
-        self.choice = Choice(weight_attr, time_attr, temporal_strategy)
+        self.choice = Choice(weight_attr, time_attr, temporal_strategy, labor)
         self.replace, self.directed, self.method = replace, directed, method
         self.walk_length, self.clusters, self.samplers = walk_length, clusters, samplers
         self.prefetch, self.cache_mb, self.seed = prefetch, cache_mb, seed
@@ -213,6 +216,7 @@ class SamplingStrategy(GNNStrategy):
                 self._predicted = cut.ids_of(kind)[torch.cat(split)], batches.sizes
             makers_of = {
                 "neighbor": TemporalBatchMaker if self.choice.time_attr else BatchMaker,
+                "labor": BatchMaker,
                 "shadow": EgoBatchMaker,
             }
             make: Callable[..., BatchMaker] = makers_of[self.method]
@@ -314,7 +318,7 @@ class SamplingStrategy(GNNStrategy):
                 f"time_attr is for modules that predict nodes, and {type(module).__name__} predicts edges: links with times "
                 "cannot be sampled yet."
             )
-        if self.method != "neighbor" and counted_mask("train_mask", module) in EDGE_MASKS:
+        if self.method not in _NEIGHBOURHOODS and counted_mask("train_mask", module) in EDGE_MASKS:
             raise ValueError(
                 f"method={self.method!r} makes batches of nodes, and {type(module).__name__} predicts edges. "
                 'Use method="neighbor".'
@@ -322,7 +326,7 @@ class SamplingStrategy(GNNStrategy):
         if not self._evaluates_in_batches(types):
             super().check_model(module, types)
             return
-        if self.method != "neighbor":
+        if self.method not in _NEIGHBOURHOODS:
             raise ValueError(
                 f'method={self.method!r} is for graphs of one type. Use method="neighbor" for a HeteroData.'
             )
@@ -361,7 +365,7 @@ class SamplingStrategy(GNNStrategy):
     def _compare_depth(self, propagations: int) -> None:
         """Warns once of fan-outs that are too few or too many for the model."""
         # The depth of ego graphs is a choice of its own, and subgraphs have none.
-        if self._depth_known or not propagations or self.method != "neighbor":
+        if self._depth_known or not propagations or self.method not in _NEIGHBOURHOODS:
             return
         self._depth_known = True
         if propagations != self.num_hops:
