@@ -270,7 +270,7 @@ def epoch_bytes(cut: Cut, seeds: list[np.ndarray], cache_bytes: int, most: int |
 # Accuracy #####################################################################
 
 
-def accuracy_row(graph: str, ranks: int, seeds: int, epochs: int) -> dict[str, Any] | None:
+def accuracy_row(graph: str, ranks: int, seeds: int, epochs: int, **options: Any) -> dict[str, Any] | None:
     """Test accuracy in the epoch that validates best, by seed; 0 ranks train the full graph on one device."""
     found = []
     for seed in range(seeds):
@@ -281,7 +281,7 @@ def accuracy_row(graph: str, ranks: int, seeds: int, epochs: int) -> dict[str, A
         best = L.pytorch.callbacks.ModelCheckpoint(monitor="val_acc", mode="max", save_weights_only=True)
         strategy: Any = DGCLStrategy(self_check=False)
         if ranks:
-            strategy = SamplingStrategy([10, 10], 1024 // ranks, seed=seed, self_check=False)
+            strategy = SamplingStrategy([10, 10], 1024 // ranks, seed=seed, self_check=False, **options)
         with tempfile.TemporaryDirectory() as folder:
             trainer = L.Trainer(
                 strategy=strategy,

@@ -77,7 +77,9 @@ class NeighborSampler(BaseSampler):
         self.disjoint = disjoint or bool(self.time)
         check_choices(replace, bool(self.weight), bool(self.time), strategy, labor)
         if labor and disjoint:
-            raise ValueError("disjoint=True gives each seed nodes of its own, and labor=True has seeds share them: choose one.")
+            raise ValueError(
+                "disjoint=True gives each seed nodes of its own, and labor=True has seeds share them: choose one."
+            )
         self._ids = {name: torch.arange(size) for name, size in self.num_nodes.items()} if labor else {}
         for name, values in (("weight", self.weight), ("time", self.time)):
             for kind, value in values.items():

@@ -173,7 +173,12 @@ def test_targets_share_sources_by_labor():
 def test_labor_estimates_the_mean():
     """Each in-edge of a target is drawn equally often, also where several have one source, and so the mean is the true one."""
     graph = random_graph(60, 900)
-    csr, nodes, times, fanout = CSR.from_coo(graph.edge_index[1], graph.edge_index[0], 60, 60), torch.arange(60), 4_000, 5
+    csr, nodes, times, fanout = (
+        CSR.from_coo(graph.edge_index[1], graph.edge_index[0], 60, 60),
+        torch.arange(60),
+        4_000,
+        5,
+    )
     drawn = torch.zeros(900)
     for seed in range(times):
         drawn[sample_neighbors(csr, nodes, fanout, seed, source_keys=nodes).edges] += 1

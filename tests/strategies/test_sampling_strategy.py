@@ -284,6 +284,17 @@ def test_the_cache_is_counted_and_spares_bytes(ranks):
     assert with_cache["train_loss"] == without["train_loss"]
 
 
+def test_the_cache_learns_from_the_first_epoch_for_all_samplers(ranks):
+    """It holds a few rows only, others from the second epoch on; batches are the same as without."""
+    options = {**SMALL, "samplers": 2, "prefetch": 2}
+    small, none = (
+        ranks.run(2, watched, {**options, "cache_mb": megabytes}, max_epochs=3)[0]["logged"] for megabytes in (5e-4, 0)
+    )
+    assert all(0 < epoch["sampling/cache_hit_rate"] < 1 for epoch in small)
+    assert small[2]["sampling/remote_bytes"] < none[2]["sampling/remote_bytes"]
+    assert [epoch["train_loss"] for epoch in small] == [epoch["train_loss"] for epoch in none]
+
+
 @pytest.mark.parametrize(
     "how",
     [
