@@ -2,8 +2,8 @@
 
 Source: DistDGL (2020) sections III-C (features: local rows through shared memory, remote ones in bulk) and III-D (samplers: the
 owner of a node draws its neighbours); GNNLab (Yang et al., EuroSys 2022), whose cache has what samples drew most often. Parts of
-this machine are read through the memory-mapped store, which all of its ranks
-share; the owners of others are asked, once for all nodes of a hop.
+this machine are read through the memory-mapped store, which all of its ranks share; the owners of others are asked, once for all
+nodes of a hop.
 
 N nodes, P ranks; ids are those of the partitioned graph, in which a rank's nodes of a type, and their in-edges of a type, are one
 range. A graph without types has one of each.

@@ -206,17 +206,18 @@ def test_the_cache_has_what_the_first_epoch_asked_for_most(graph, machines, tmp_
 
     def of_rank(cache_bytes: int, rank: int, world: Any, near: Sequence[int]) -> Any:
         store = GraphStore(cut, world, near, cache_bytes)
-        maker = BatchMaker(store, {kind: [3, 2] for kind in types.edges})
+        makers = [BatchMaker(each, {kind: [3, 2] for kind in types.edges}) for each in (store, store.clone())]
         steps, epoch = SeedBatches([len(each) for each in split], 3), iter(range(9))
         others = {asker: split[asker] for asker in store.askers}
         loader = SampledBatches(
-            [maker], steps, split[rank], split[0][:1], rank, 0, 0, lambda: next(epoch), others=others
+            makers, steps, split[rank], split[0][:1], rank, 0, 0, lambda: next(epoch), others=others
         )
         first = list(loader)
         store.take_counts()
         filled = iter(loader)
         received = store.take_counts()[2]
         batches = [*filled, *loader]
+        assert makers[1].store._cache is store._cache and len(store._newest) == 1
         return first, batches, store, store.take_counts(), received
 
     (apart, _), (bare, _), (together, _) = (
