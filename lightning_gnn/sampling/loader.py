@@ -273,6 +273,7 @@ class SampledBatches:
     def __iter__(self) -> Iterator[Data | HeteroData]:
         self.close()
         store, *others = (maker.store for maker in self.makers)
+        # No batch of this loader is being made, here or elsewhere, and all ranks begin its epochs alike.
         store.learn_cache(others)
         for each in (store, *others):
             each.take_cache()
