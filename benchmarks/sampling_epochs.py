@@ -2,12 +2,14 @@
 
     python benchmarks/sampling_epochs.py [--large] [--ranks 1 2 4] [--batches 20] [--json FILE]
     python benchmarks/sampling_epochs.py --ablation [--ranks 4]
+    python benchmarks/sampling_epochs.py --caches [--graphs computers twitter cnr-2000] [--batch-size 256]
     python benchmarks/sampling_epochs.py --netlab NETLAB.py [--batches 5]
     python benchmarks/sampling_epochs.py --accuracy [--graphs computers github cornell5] [--seeds 5] [--ranks 1 2 4]
 
 Every row runs in processes of its own. Where neither torch-sparse nor pyg-lib can be imported, PyG's NodeLoader is given our
 sampler. The ablation makes an epoch's batches without training on them; ranks are threads there, each as if on a
 machine of its own: it asks others for what it does not own. What they receive is counted, and does not depend on the machine.
+So it is for caches, where four ranks are on two machines.
 With netlab (root only), four ranks train on two emulated hosts.
 """
 
@@ -21,7 +23,7 @@ import sys
 import tempfile
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from itertools import islice
 from pathlib import Path
@@ -48,6 +50,7 @@ from lightning_gnn.comm.group import World
 from lightning_gnn.data.shards import Cut, cut_graph
 from lightning_gnn.data.sources import MASKS, prepare_graph
 from lightning_gnn.partition.edge_cut import assign_nodes
+from lightning_gnn.partition.layout import by_machine
 from lightning_gnn.partition.types import ONE_TYPE
 from lightning_gnn.sampling import NeighborSampler, graph_store
 from lightning_gnn.sampling.loader import BatchMaker, SampledBatches
@@ -64,12 +67,26 @@ def load(name: str) -> Data:
         return data
     if name == "twitter":
         return _twitter()
+    if name == "cnr-2000":
+        return _edges("cnr-2000", 0.1)
     with tempfile.TemporaryDirectory() as folder:  # PyG writes beside the raw files
         source = GRAPHS[name][0]
         shutil.copytree(SHARED / "data" / source, f"{folder}/{source}")
         data = load_graph(name, f"{folder}/{source}")
     data.x = F.normalize(data.x)
     return data
+
+
+def _edges(name: str, share: float) -> Data:
+    """Returns a graph of edges alone, a share of whose nodes is for training; one feature stands for all."""
+    arrays = np.load(SHARED / f"data/edges/{name}.npz")
+    nodes, rng = int(arrays["num_nodes"]), np.random.default_rng(0)
+    train = torch.from_numpy(rng.random(nodes) < share)
+    edge_index = torch.from_numpy(np.stack([arrays["src"], arrays["dst"]]).astype(np.int64))
+    labels = torch.zeros(nodes, dtype=torch.long)
+    return Data(
+        x=torch.zeros(nodes, 1), edge_index=edge_index, y=labels, train_mask=train, val_mask=~train, test_mask=~train
+    )
 
 
 def _twitter() -> Data:
@@ -220,8 +237,8 @@ def our_row(
 class Meeting:
     """What threads exchange in place of ranks: see :class:`~lightning_gnn.comm.rows.GroupChannel`."""
 
-    def __init__(self, size: int) -> None:
-        self.size = size
+    def __init__(self, machines: list[list[int]]) -> None:
+        self.size = size = sum(map(len, machines))
         self._boxes = {(a, b): Queue[torch.Tensor]() for a in range(size) for b in range(size)}
         self._everyone, self._values = Barrier(size), dict[int, Any]()
 
@@ -259,7 +276,7 @@ def epoch_bytes(cut: Cut, seeds: list[torch.Tensor], cache_bytes: int, most: int
     All batches of an epoch are made, or the first `most`.
     """
     size = len(seeds)
-    meeting = Meeting(size)
+    meeting = Meeting([[rank] for rank in range(size)])
     graph_store.GroupChannel = meeting.of  # type: ignore[assignment,misc]
     batches = SeedBatches([len(each) for each in seeds], BATCH_SIZE)
 
@@ -276,10 +293,70 @@ def epoch_bytes(cut: Cut, seeds: list[torch.Tensor], cache_bytes: int, most: int
     return float(received) / min(batches.steps, most or batches.steps), float(hits / max(1, asked))
 
 
+def far_draws(
+    cut: Cut, batch_size: int, cache_rows: Sequence[int], labor: bool = False
+) -> tuple[list[list[np.ndarray]], np.ndarray, int, float]:
+    """Makes two epochs of batches on two machines of two ranks.
+
+    Returns:
+        Of each rank the nodes of its batches that lie on the other machine; by epoch and rank, how many of these were not in
+        its cache of so many rows, ``[2, 4]``; batches of an epoch; the mean number of nodes of a batch.
+    """
+    machines = [[0, 1], [2, 3]]
+    meeting = Meeting(machines)
+    graph_store.GroupChannel = meeting.of  # type: ignore[assignment,misc]
+    split = SplitSeeds.of(cut, ONE_TYPE[0], "train_mask", 2)
+    batches, place = SeedBatches(split.sizes, batch_size), torch.empty_like(cut.n_id)
+    place[cut.n_id] = torch.arange(len(place))
+    row_bytes = cut.attributes["node"]["x"][:1].nbytes
+
+    def rank_epochs(rank: int) -> tuple[list[np.ndarray], list[int], int]:
+        near = machines[rank // 2]
+        choice = graph_store.Choice(labor=labor)
+        world = meeting.world(rank)
+        store = graph_store.GraphStore(cut, world, near, cache_rows[rank] * row_bytes, choice=choice)
+        epoch, own = iter(range(2)), split.seeds(rank)
+        others = {peer: split.seeds(peer) for peer in store.askers}
+        maker = BatchMaker(store, {ONE_TYPE: FANOUTS})
+        loader = SampledBatches([maker], batches, own, own[:1], rank, 0, 0, lambda: next(epoch), others=others)
+        far, missed, nodes = [], [], 0
+        for _ in range(2):
+            for batch in loader:
+                ids = place[batch.n_id]
+                far.append(ids[store.machines_of(ONE_TYPE[0], ids) != store.here].numpy())
+                nodes += len(ids)
+            asked, hits, _ = store.take_counts()
+            missed.append(asked - hits)
+        return far, missed, nodes
+
+    with ThreadPoolExecutor(4) as pool:
+        far, missed, nodes = zip(*pool.map(rank_epochs, range(4)))
+    return list(far), np.array(missed).T, batches.steps, sum(nodes) / (8 * batches.steps)
+
+
+def belady(far: list[np.ndarray], cache_rows: int, begin: int, num_nodes: int) -> int:
+    """Returns how many rows are missed from batch `begin` on where those that are needed soonest are kept: no policy misses
+    fewer (Belady, IBM Systems Journal 5(2), 1966)."""
+    never, nodes = len(far), np.concatenate(far)
+    step = np.repeat(np.arange(len(far)), [len(each) for each in far])
+    order = np.lexsort((step, nodes))
+    again = nodes[order][1:] == nodes[order][:-1]
+    later = np.full(len(nodes), never)
+    later[order[:-1][again]] = step[order[1:][again]]
+    cached, needed, missed = np.zeros(num_nodes, bool), np.full(num_nodes, never), 0
+    for number, (ids, nexts) in enumerate(zip(far, np.split(later, np.cumsum([len(each) for each in far])[:-1]))):
+        missed += int((~cached[ids]).sum()) if number >= begin else 0
+        cached[ids], needed[ids] = True, nexts
+        kept = (cached & (needed < never)).nonzero()[0]
+        cached[:] = False
+        cached[kept[np.argsort(needed[kept], kind="stable")[:cache_rows]]] = True
+    return missed
+
+
 # Accuracy #####################################################################
 
 
-def accuracy_row(graph: str, ranks: int, seeds: int, epochs: int) -> dict[str, Any] | None:
+def accuracy_row(graph: str, ranks: int, seeds: int, epochs: int, **options: Any) -> dict[str, Any] | None:
     """Test accuracy in the epoch that validates best, by seed; 0 ranks train the full graph on one device."""
     found = []
     for seed in range(seeds):
@@ -290,7 +367,7 @@ def accuracy_row(graph: str, ranks: int, seeds: int, epochs: int) -> dict[str, A
         best = L.pytorch.callbacks.ModelCheckpoint(monitor="val_acc", mode="max", save_weights_only=True)
         strategy: Any = DGCLStrategy(self_check=False)
         if ranks:
-            strategy = SamplingStrategy([10, 10], 1024 // ranks, seed=seed, self_check=False)
+            strategy = SamplingStrategy([10, 10], 1024 // ranks, seed=seed, self_check=False, **options)
         with tempfile.TemporaryDirectory() as folder:
             trainer = L.Trainer(
                 strategy=strategy,
@@ -423,13 +500,42 @@ def ablation_table(options: argparse.Namespace) -> None:
     report(title, rows, [name for name in rows[0] if name != "balance"], options.json)
 
 
+def caches_table(options: argparse.Namespace) -> None:
+    rows, shares = [], (0.05, 0.1, 0.25)
+    for graph in options.graphs or ["computers", "twitter", "cnr-2000"]:
+        data = load(graph)
+        data.x = data.x[:, :1].contiguous()
+        data = prepare_graph(data, None, None if "train_mask" in data else (0.6, 0.2, 0.2), 0, 0)
+        masks = {name: data[name].numpy() for name in MASKS}
+        edges, nodes = data.edge_index.numpy(), data.x.size(0)
+        part = assign_nodes(edges, nodes, 4, "metis_masks", masks=masks, groups=by_machine(4, 2)).part
+        cut = cut_graph(data, part, 4)
+        away = [nodes - int(cut.offsets[low + 2] - cut.offsets[low]) for low in (0, 0, 2, 2)]
+        for labor in (False, True):
+            none = far_draws(cut, options.batch_size, [0] * 4, labor)[1].sum(1).tolist()
+            for share in shares:
+                sizes = [int(share * each) for each in away]
+                far, missed, steps, mean_nodes = far_draws(cut, options.batch_size, sizes, labor)
+                asked = sum(len(each) for of_rank in far for each in of_rank[steps:])
+                first, second = missed.sum(1).tolist()
+                best = sum(belady(of, size, steps, nodes) for of, size in zip(far, sizes))
+                # The first epoch's cache, of the rows that most edges read, in an epoch of as many draws.
+                row = {"graph": graph, "method": "labor" if labor else "neighbor", "batches": steps}
+                row |= {"nodes a batch": mean_nodes, "cache, % of far rows": 100 * share, "far rows, no cache": asked}
+                row |= {"by edges, %": 100 * first / none[0], "by draws, %": 100 * second / asked}
+                row |= {"Belady, %": 100 * best / asked, "draws of edges": second / asked * none[0] / first}
+                rows.append(row)
+                print(row, file=sys.stderr, flush=True)
+    title = f"Feature rows that four ranks on two machines receive in an epoch; {FANOUTS}, {options.batch_size} seeds"
+    report(title, rows, [*rows[0]], options.json)
+
+
 def accuracy_table(options: argparse.Namespace) -> None:
     rows = []
     for graph in options.graphs or ["computers", "github", "cornell5"]:
         for ranks in [0, *options.ranks]:
-            found = asked("accuracy", graph=graph, ranks=ranks, seeds=options.seeds, epochs=options.epochs)[
-                "accuracies"
-            ]
+            sizes = {"graph": graph, "ranks": ranks, "seeds": options.seeds, "epochs": options.epochs}
+            found = asked("accuracy", **sizes, method=options.method)["accuracies"]
             rows.append(
                 {
                     "graph": graph,
@@ -450,6 +556,9 @@ def main() -> None:
         "--ablation", action="store_true", help="partitions and cache, on a community and a skewed graph"
     )
     parser.add_argument("--accuracy", action="store_true", help="of sampling against the full graph")
+    parser.add_argument("--caches", action="store_true", help="which rows are cached, and nodes that LABOR spares")
+    parser.add_argument("--batch-size", type=int, default=256, help="of --caches")
+    parser.add_argument("--method", default="neighbor", help="of sampling, for --accuracy")
     parser.add_argument("--large", action="store_true", help="1 M nodes and 20 M edges instead of 200 k and 4 M")
     parser.add_argument("--ranks", type=int, nargs="*", default=[1, 2, 4])
     parser.add_argument("--batches", type=int, default=0, help="of an epoch that are measured; 0 for all")
@@ -473,7 +582,7 @@ def main() -> None:
             if options.row:
                 Path(options.row).write_text(json.dumps(row))
         return
-    tables = {"netlab": hosts_table, "ablation": ablation_table, "accuracy": accuracy_table}
+    tables = {"caches": caches_table, "netlab": hosts_table, "ablation": ablation_table, "accuracy": accuracy_table}
     next((table for name, table in tables.items() if getattr(options, name)), epochs_table)(options)
 
 

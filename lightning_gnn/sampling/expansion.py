@@ -245,7 +245,7 @@ class Neighbourhood:
             features = out[kind].get("x") if isinstance(kind, str) else None
             if features is not None:
                 known, place = store.cached(kind, ids[far])
-                store.count(known)
+                store.count(kind, ids[far], known)
                 if len(place):
                     features.index_copy_(0, far[known], store.cache(kind, place))
                 self._fill({"x": features}, (kind, "x"), ids, far[~known], store.types.total(kind))

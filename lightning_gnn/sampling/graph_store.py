@@ -1,8 +1,9 @@
 """The graph as a sampler sees it: neighbours and rows of any node, wherever they lie.
 
 Source: DistDGL (2020) sections III-C (features: local rows through shared memory, remote ones in bulk) and III-D (samplers: the
-owner of a node draws its neighbours). Parts of this machine are read through the memory-mapped store, which all of its ranks
-share; the owners of others are asked, once for all nodes of a hop.
+owner of a node draws its neighbours); GNNLab (Yang et al., EuroSys 2022), whose cache has what samples drew most often. Parts of
+this machine are read through the memory-mapped store, which all of its ranks share; the owners of others are asked, once for all
+nodes of a hop.
 
 N nodes, P ranks; ids are those of the partitioned graph, in which a rank's nodes of a type, and their in-edges of a type, are one
 range. A graph without types has one of each.
@@ -12,7 +13,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, TypeVar
 
@@ -38,6 +39,54 @@ Names = Mapping[Any, Sequence[str]]
 
 _IDS = torch.empty(0, dtype=torch.long)
 
+_FEW = 1 << 20
+"""Ids that are kept as they come, before they are counted."""
+
+
+class _Uses:
+    """How often each of some nodes was asked for.
+
+    Attributes:
+        ids, counts: nodes, ascending, and how often, int64 ``[n]``.
+    """
+
+    def __init__(self) -> None:
+        self.ids = self.counts = _IDS
+        self._later = list[Tensor]()
+        self._size = 0
+
+    def add(self, ids: Tensor) -> None:
+        self._later.append(ids)
+        self._size += len(ids)
+        if self._size > max(
+            _FEW, len(self.ids)
+        ):  # so that an id is sorted a few times only, whatever an epoch asks for
+            self.sum_up()
+
+    def sum_up(self, *others: _Uses) -> None:
+        """Counts what was added, and what others have."""
+        added, self._later, self._size = torch.cat([_IDS, *self._later]), [], 0
+        pairs = [(self.ids, self.counts), (added, torch.ones_like(added))]
+        for other in others:
+            other.sum_up()
+            pairs.append((other.ids, other.counts))
+        ids, counts = (torch.cat(each) for each in zip(*pairs))
+        self.ids, place = ids.unique(return_inverse=True)
+        self.counts = torch.zeros_like(self.ids).index_add_(0, place, counts)
+
+
+@dataclass
+class _Cache:
+    """Features of nodes on other machines that are kept here, and what those who ask this rank keep.
+
+    Attributes:
+        rows: by node type, ids, ascending, and their features.
+        kept: by rank that asks, nodes here whose features it keeps, by type.
+    """
+
+    rows: dict[NodeType, tuple[Tensor, Tensor]] = field(default_factory=dict)
+    kept: dict[int, dict[NodeType, Tensor]] = field(default_factory=dict)
+
 
 @dataclass(frozen=True)
 class Choice:
@@ -47,6 +96,7 @@ class Choice:
     time_attr: str | None = None
     temporal_strategy: str = "uniform"
     score: Score | None = None
+    labor: bool = False
 
 
 class _Part:
@@ -74,6 +124,9 @@ class _Part:
         }
         self._kind, self._score = kind, choice.score
         self._attributes = [cut.attributes[types.key(each)] for each in (source_type, kind, target_type)]
+        if choice.labor:  # which node of the graph a column is, for those that edges of this type read
+            own = torch.arange(self._first_source - self._first_row, self._first_source - self._first_row + self._owned)
+            self._choice["source_keys"] = torch.cat([own, halo])
         if "time" in self._choice:
             self._choice |= {"strategy": choice.temporal_strategy, "of_sources": "time" not in stored}
 
@@ -158,7 +211,8 @@ class GraphStore:
         cut: the partitioned graph, in the store of this machine.
         world: the ranks.
         near: ranks of this machine.
-        cache_bytes: of features of nodes on other machines that are kept here: those that most edges of this rank read.
+        cache_bytes: of features of nodes on other machines that are kept here: those that most edges of this rank read, until
+            :meth:`learn_cache`.
         messages: a mask of edges; other edges join no neighbours.
         choice: which edges are drawn.
 
@@ -169,6 +223,7 @@ class GraphStore:
         servers: by other machine, who answers this rank there.
         askers: the ranks that this one answers.
         requested, hits: rows of features that lie on other machines, and those of them found in the cache.
+        uses: by node type, of which nodes rows were among those requested; None: nobody needs to know.
     """
 
     def __init__(
@@ -203,11 +258,12 @@ class GraphStore:
             self.channel = GroupChannel(world)
             self._meet(sorted({tuple(sorted(ranks)) for ranks in world.all_gather_object([*near])}))
         self.requested = self.hits = 0
-        self._cached: dict[NodeType, tuple[Tensor, Tensor]] = {}
-        # By rank that asks: nodes here whose features it has in its cache, by type.
-        self._kept: dict[int, dict[NodeType, Tensor]] = {}
-        if self.channel is not None and cache_bytes:
-            self._fill_cache(cache_bytes)
+        self._cache_bytes = cache_bytes if self.channel is not None else 0
+        self.uses: dict[NodeType, _Uses] | None = None
+        self._cache = _Cache()
+        self._newest = [self._cache]  # of all clones
+        if self._cache_bytes:
+            self._fill_cache({})
 
     def _meet(self, machines: Sequence[Sequence[int]]) -> None:
         """Decides who answers whom: the ranks of a machine share the questions of others evenly."""
@@ -229,6 +285,7 @@ class GraphStore:
         other = copy.copy(self)
         other.channel = None if self.channel is None else GroupChannel(self._world)
         other.requested = other.hits = 0
+        other.uses = None
         return other
 
     def of_graph(self) -> GraphData:
@@ -248,13 +305,34 @@ class GraphStore:
     def original(self, kind: NodeType | EdgeType, ids: Tensor) -> Tensor:
         return self._cut.ids_of(kind)[ids]
 
-    def _fill_cache(self, cache_bytes: int) -> None:
-        """Fetches rows of features of nodes on other machines: those of which most are read per byte."""
+    def count_uses(self) -> None:
+        """Has the rows counted that are requested from now on; without a cache there is nothing to count them for."""
+        if self._cache_bytes:
+            self.uses = {name: _Uses() for name in self.types.nodes if "x" in self.names(name)}
+
+    def learn_cache(self, clones: Sequence[GraphStore]) -> None:
+        """Fills the cache with what this store and its clones requested most often, which is counted no longer; on all ranks,
+        while no batch is made. Clones have it from :meth:`take_cache` on."""
+        if self.uses is None:
+            return
+        found, self.uses = self.uses, None
+        for name, uses in found.items():
+            uses.sum_up(*(clone.uses[name] for clone in clones if clone.uses is not None))
+        for clone in clones:
+            clone.uses = None
+        self._fill_cache(found)
+
+    def take_cache(self) -> None:
+        """Goes over to the cache that was filled last, in step on all ranks, while this store makes no batch."""
+        self._cache = self._newest[0]
+
+    def _fill_cache(self, uses: Mapping[NodeType, _Uses]) -> None:
+        """Fetches rows of features of nodes on other machines: those of most uses per byte, then those that most edges read."""
         rank = self._world.rank
         halo = torch.from_numpy(self._cut.halos[rank])
         ids = torch.from_numpy(self.types.ids(halo.numpy()))
         wanted: dict[NodeType, Tensor] = {}
-        reads, sizes = [torch.empty(0)], [torch.empty(0, dtype=torch.long)]
+        reads, sizes = [torch.empty(0, dtype=torch.double)], [_IDS]
         for name in self.types.nodes:
             if "x" not in self.names(name):
                 continue
@@ -262,34 +340,41 @@ class GraphStore:
             read = sum((self._parts[kind][rank].halo_reads() for kind in self.types.edges if kind[0] == name), halo * 0)
             rows = read.nonzero().view(-1)
             rows = rows[self.machines_of(name, ids[rows]) != self.here]
-            wanted[name] = ids[rows]
-            reads.append(read[rows] / max(row_bytes, 1))
-            sizes.append(torch.full_like(rows, row_bytes))
+            known = uses.get(name, _Uses())
+            wanted[name], place = torch.cat([known.ids, ids[rows]]).unique(return_inverse=True)
+            score = torch.zeros(len(wanted[name]), dtype=torch.double)
+            score.index_add_(0, place, torch.cat([known.counts, read[rows].double() / (1 + read.sum())]))
+            reads.append(score / max(row_bytes, 1))
+            sizes.append(torch.full_like(wanted[name], row_bytes))
         order = torch.cat(reads).argsort(descending=True)
         size = torch.cat(sizes)
         kept = torch.zeros(len(order), dtype=torch.bool)
-        kept[order[size[order].cumsum(0) <= cache_bytes]] = True
+        kept[order[size[order].cumsum(0) <= self._cache_bytes]] = True
         chosen = kept.split([len(each) for each in wanted.values()])
         cached = {name: all_of_it[of].sort().values for (name, all_of_it), of in zip(wanted.items(), chosen)}
-        found = self.rows({name: (ids, ["x"]) for name, ids in cached.items()}, to_keep=True)
-        self._cached = {name: (ids, found[name]["x"]) for name, ids in cached.items()}
-        self.requested = 0
+        counts, cache = (self.requested, self.hits), _Cache()
+        found = self.rows({name: (ids, ["x"]) for name, ids in cached.items()}, cache.kept)
+        cache.rows = {name: (ids, found[name]["x"]) for name, ids in cached.items()}
+        self._cache = self._newest[0] = cache
+        self.requested, self.hits = counts
 
     def keeps(self, rank: int, name: NodeType, ids: Tensor) -> Tensor:
         """Returns of which nodes, that lie here, a rank that asks has features in its cache, bool ``[n]``."""
-        return _places_in(self._kept.get(rank, {}).get(name, _IDS), ids)[0]
+        return _places_in(self._cache.kept.get(rank, {}).get(name, _IDS), ids)[0]
 
     def cached(self, name: NodeType, ids: Tensor) -> tuple[Tensor, Tensor]:
         """Returns which nodes of a type have their features in the cache, bool ``[n]``, and where there."""
-        return _places_in(self._cached[name][0] if name in self._cached else _IDS, ids)
+        return _places_in(self._cache.rows[name][0] if name in self._cache.rows else _IDS, ids)
 
     def cache(self, name: NodeType, places: Tensor) -> Tensor:
         """Returns features from the cache."""
-        return self._cached[name][1].index_select(0, places)
+        return self._cache.rows[name][1].index_select(0, places)
 
-    def count(self, cached: Tensor) -> None:
+    def count(self, name: NodeType, ids: Tensor, cached: Tensor) -> None:
         """Counts features of nodes on other machines that a batch needs, and those of them in the cache, bool ``[n]``."""
         self.requested, self.hits = self.requested + len(cached), self.hits + int(cached.sum())
+        if self.uses is not None:
+            self.uses[name].add(ids)
 
     def hops(
         self, seeds: Sequence[int], replace: bool, until: Tensor | None = None
@@ -388,13 +473,13 @@ class GraphStore:
         return self.read(kind, name, ids[~self.keeps(rank, kind, ids)] if _is_kept(kind, name) else ids)
 
     def rows(
-        self, wanted: Mapping[Any, tuple[Tensor, Sequence[str]]], to_keep: bool = False
+        self, wanted: Mapping[Any, tuple[Tensor, Sequence[str]]], kept: dict[int, dict[Any, Tensor]] | None = None
     ) -> dict[Any, dict[str, Tensor]]:
         """Returns rows of nodes and edges, by type and name, ``[n, ...]``: ids are asked for once, all their rows come at once.
 
         Args:
             wanted: by node or edge type, ids ``[n]`` and which of its :meth:`names`; the types and names are those of all ranks.
-            to_keep: for the cache: who answers is to know.
+            kept: for a cache: takes by rank what it asks this one for.
         """
         if self.channel is None:
             return {kind: {name: self.read(kind, name, ids) for name in names} for kind, (ids, names) in wanted.items()}
@@ -413,8 +498,8 @@ class GraphStore:
         def answer(rank: int, question: list[Tensor]) -> list[Tensor]:
             asked = dict(zip(wanted, question))
             found = [self.read_for(rank, kind, name, asked[kind]) for kind, name in fields]
-            if to_keep:
-                self._kept[rank] = {kind: ids.clone() for kind, ids in asked.items()}
+            if kept is not None:
+                kept[rank] = {kind: ids.clone() for kind, ids in asked.items()}
             return found
 
         def near() -> dict[Any, dict[str, Tensor]]:
@@ -434,7 +519,7 @@ class GraphStore:
             rows = torch.cat([answers[there][number] for there in sorted(answers)])
             if _is_kept(kind, name):
                 known, place = self.cached(kind, distinct[kind])
-                self.count(known)
+                self.count(kind, distinct[kind], known)
                 came, rows = rows, rows.new_empty((len(known), *rows.shape[1:]))
                 rows[~known] = came
                 if len(place):

@@ -343,6 +343,7 @@ class SampledBatches:
         self._seeds, self._stand_in, self._rank = seeds, stand_in, rank
         self._seed, self._ahead, self._epoch = seed, ahead, epoch
         self.waited = 0.0
+        self._epochs = 0
         self._seconds = [0.0] * len(makers)
         self._copies = [Copies(device) for _ in makers]
         self._running: Generator[Data | HeteroData, None, None] | None = None
@@ -352,6 +353,14 @@ class SampledBatches:
 
     def __iter__(self) -> Iterator[Data | HeteroData]:
         self.close()
+        store, *others = (maker.store for maker in self.makers)
+        # No batch of this loader is being made, here or elsewhere, and all ranks begin its epochs alike.
+        store.learn_cache(others)
+        for each in (store, *others):
+            each.take_cache()
+            if not self._epochs and self._seed is not None:
+                each.count_uses()
+        self._epochs += 1
         epoch = self._epoch()
         of_ranks = {
             rank: self.batches.of_epoch(seeds, rank, None if self._seed is None else _mixed(self._seed, epoch, rank))

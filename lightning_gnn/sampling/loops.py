@@ -156,23 +156,50 @@ def draw_uniform(indptr, targets, keys, seed, offsets, replace, slots, low, high
 
 
 @loop
-def draw_best(indptr, indices, weight, time, of_sources, until, latest, targets, keys, seed, offsets, slots, low, high):
+def draw_best(
+    indptr,
+    indices,
+    weight,
+    time,
+    of_sources,
+    until,
+    latest,
+    source_keys,
+    targets,
+    keys,
+    seed,
+    offsets,
+    slots,
+    low,
+    high,
+):
     """Slots with the smallest scores of those that are allowed, in the order of slots where all are.
 
     weight ``[E]``, time, see `offsets_of_allowed`, and until ``[T]``, or empty. Scores: with `latest`, how long ago; else an
     exponential random number over the weight, which draws without replacement with odds in proportion to weights (Efraimidis
-    and Spirakis, Information Processing Letters 97(5), 2006).
+    and Spirakis, Information Processing Letters 97(5), 2006). The number is an edge's own, or, with source_keys ``[C]``, its
+    source's: the first edge from it has the first, the second the second.
     """
-    widest = 0
+    widest, most, by_source = 0, 0, len(source_keys) > 0
     for t in range(low, high):
         widest = max(widest, offsets[t + 1] - offsets[t])
+        most = max(most, indptr[targets[t] + 1] - indptr[targets[t]])
     scores = np.empty(widest, np.float64)
+    # A table of how many edges of one target, whose number marks its entries, came from each source, by the source's state.
+    size = 1
+    while size < 2 * most and by_source:
+        size *= 2
+    owner, states, times = np.full(size, -1, np.int64), np.empty(size, np.uint64), np.empty(size, np.int64)
     for t in range(low, high):
         begin, count = offsets[t], offsets[t + 1] - offsets[t]
         if count == 0:
             continue
         row = targets[t]
         start, end = indptr[row], indptr[row + 1]
+        if count == end - start:
+            for i in range(count):
+                slots[begin + i] = start + i
+            continue
         state = _stream(seed, keys[t] if len(keys) > 0 else t)
         limit = until[t] if len(until) > 0 else 0
         found, worst = 0, 0
@@ -182,7 +209,15 @@ def draw_best(indptr, indices, weight, time, of_sources, until, latest, targets,
             if latest:
                 score = -np.float64(_moment(slot, indices, time, of_sources))
             else:
-                score = -np.log(1 - _uniform(state, slot - start))
+                draw = slot - start
+                if by_source:
+                    state = _stream(seed, source_keys[indices[slot]])
+                    place = np.int64(state & np.uint64(size - 1))
+                    while owner[place] == t and states[place] != state:
+                        place = (place + 1) & (size - 1)
+                    draw = times[place] + 1 if owner[place] == t else 0
+                    owner[place], states[place], times[place] = t, state, draw
+                score = -np.log(1 - _uniform(state, draw))
                 if len(weight) > 0:
                     score /= weight[slot]
             if found < count:

@@ -126,6 +126,7 @@ def sample_neighbors(
     until: Tensor | None = None,
     strategy: str = "uniform",
     of_sources: bool = False,
+    source_keys: Tensor | None = None,
 ) -> Neighbors:
     """Returns up to `fanout` in-edges of each target, uniformly drawn; duplicate edges count as two.
 
@@ -145,26 +146,34 @@ def sample_neighbors(
         time, until: of each slot, int64 ``[E]``, and of each target, int64 ``[T]``: only edges with ``time <= until`` are drawn.
         strategy: ``"uniform"``, or ``"last"`` for the latest edges; where times are equal, the earlier slots.
         of_sources: `time` is of each column, ``[C]``: an edge has its source's.
+        source_keys: what numbers the columns, int64 ``[C]``: targets share one random number per source, and take the edges
+            from those whose number is the smallest (LABOR-0 with as many edges as without: Balin and Catalyurek, NeurIPS 2023,
+            appendix A.3). What is drawn for one target is as likely as without it; several targets draw the same sources more
+            often. It takes time in proportion to the targets' in-edges, not to what is drawn. The second of two edges from one
+            source has the source's second number, and so on.
 
     Raises:
         ValueError: targets outside the matrix, sizes or choices that do not fit.
     """
     check_fanout(fanout, minimum=0)
     check_ids(targets, csr.num_rows, "Targets")
-    check_choices(replace, weight is not None, time is not None, strategy)
+    check_choices(replace, weight is not None, time is not None, strategy, source_keys is not None)
     if (time is None) != (until is None):
         raise ValueError("time of edges and until of targets are given together, or neither.")
-    sizes = len(targets), csr.num_edges, csr.num_cols if of_sources else csr.num_edges, len(targets)
-    for name, value, size in zip(("keys", "weight", "time", "until"), (keys, weight, time, until), sizes):
+    sizes = len(targets), csr.num_edges, csr.num_cols if of_sources else csr.num_edges, len(targets), csr.num_cols
+    given = {"keys": keys, "weight": weight, "time": time, "until": until, "source_keys": source_keys}
+    for (name, value), size in zip(given.items(), sizes):
         if value is not None and len(value) != size:
             raise ValueError(f"{name} has {len(value)} entries, but needs {size}.")
     targets = targets.contiguous()
     seed &= 2**63 - 1
     offsets = torch.empty(len(targets) + 1, dtype=torch.long)
-    key, times, limits = (_NONE if value is None else value.contiguous() for value in (keys, time, until))
+    key, times, limits, by_source = (
+        _NONE if value is None else value.contiguous() for value in (keys, time, until, source_keys)
+    )
     weights = torch.empty(0) if weight is None else weight.contiguous()
-    uniform, again = weight is None and time is None, replace and fanout >= 0
-    if uniform:
+    free, again = weight is None and time is None, replace and fanout >= 0
+    if free:
         loops.offsets_of_all(csr.indptr.numpy(), targets.numpy(), fanout, again, offsets.numpy())
     else:
         edges_of = csr.indptr.numpy(), csr.indices.numpy(), weights.numpy(), times.numpy(), of_sources
@@ -172,12 +181,12 @@ def sample_neighbors(
     slots, sources, edges = (torch.empty(int(offsets[-1]), dtype=torch.long) for _ in range(3))
     work = _WORK * len(slots)
     run = partial(over_ranges, size=len(targets), ranges=partial(even_ranges, offsets), work=work)
-    if uniform:
+    if free and source_keys is None:
         run(loops.draw_uniform, csr.indptr, targets, key, seed, offsets, again, slots)
     else:
         latest = strategy == "last"
         edges_by = csr.indptr, csr.indices, weights, times, of_sources
-        run(loops.draw_best, *edges_by, limits, latest, targets, key, seed, offsets, slots)
+        run(loops.draw_best, *edges_by, limits, latest, by_source, targets, key, seed, offsets, slots)
     edge = _NONE if csr.edge is None else csr.edge
     over_range(loops.take, len(slots), csr.indices, edge, csr.edge is not None, slots, sources, edges, work=work)
     return Neighbors(offsets, sources, edges)
@@ -191,13 +200,23 @@ def check_ids(ids: Tensor, size: int, name: str) -> None:
         raise ValueError(f"{name} from {int(ids.min())} to {int(ids.max())} are outside a graph of {size} nodes.")
 
 
-def check_choices(replace: bool, weighted: bool, timed: bool, strategy: str) -> None:
+def check_choices(replace: bool, weighted: bool, timed: bool, strategy: str, by_source: bool = False) -> None:
+    """Raises ValueError for ways to draw that exclude each other."""
     if strategy not in ("uniform", "last"):
         raise ValueError(f'strategy is "uniform" or "last" (got {strategy!r}).')
     if replace and (weighted or timed):
         raise ValueError("replace=True draws uniformly; leave out weight and time, or draw without replacement.")
     if strategy == "last" and (weighted or not timed):
         raise ValueError('strategy="last" takes the latest edges; it needs time, and no weight.')
+    if by_source and replace:
+        raise ValueError(
+            "LABOR draws each source once, by a random number of its own; leave out replace=True, or draw by target."
+        )
+    if by_source and timed:
+        raise ValueError(
+            "With times, each seed has a tree of its own, and trees share no nodes, as LABOR would have them do; leave out "
+            "time, or draw by target."
+        )
 
 
 def random_walks(csr: CSR, roots: Tensor, steps: int, seed: int = 0) -> Tensor:

@@ -47,6 +47,8 @@ class NeighborSampler(BaseSampler):
             of weight 0 are as if they were not there.
         time: of each slot, int64 ``[E]``, by edge type as well: edges that are later than their tree's seed are not drawn.
         strategy: ``"uniform"``, or ``"last"`` for the latest edges.
+        labor: targets draw by one random number per source and edge type, so that a sample has fewer nodes: see `source_keys`
+            of :func:`sample_neighbors`. All hops share the numbers.
 
     Raises:
         ValueError: fan-outs that are no fan-outs or do not fit the edge types, matrices that disagree on numbers of nodes,
@@ -64,6 +66,7 @@ class NeighborSampler(BaseSampler):
         weight: Tensor | Mapping[EdgeType, Tensor] | None = None,
         time: Tensor | Mapping[EdgeType, Tensor] | None = None,
         strategy: str = "uniform",
+        labor: bool = False,
     ):
         self.is_hetero = not isinstance(csr, CSR)
         self.csr: dict[EdgeType, CSR] = {ONE_TYPE: csr} if isinstance(csr, CSR) else dict(csr)
@@ -72,7 +75,12 @@ class NeighborSampler(BaseSampler):
         self.replace, self.directed, self.strategy = replace, directed, strategy
         self.weight, self.time = _by_type(weight), _by_type(time)
         self.disjoint = disjoint or bool(self.time)
-        check_choices(replace, bool(self.weight), bool(self.time), strategy)
+        check_choices(replace, bool(self.weight), bool(self.time), strategy, labor)
+        if labor and disjoint:
+            raise ValueError(
+                "disjoint=True gives each seed nodes of its own, and labor=True has seeds share them: choose one."
+            )
+        self._ids = {name: torch.arange(size) for name, size in self.num_nodes.items()} if labor else {}
         for name, values in (("weight", self.weight), ("time", self.time)):
             for kind, value in values.items():
                 if kind not in self.csr or len(value) != self.csr[kind].num_edges:
@@ -180,6 +188,8 @@ class NeighborSampler(BaseSampler):
             choices["replace"] = self.replace
         if kind in self.weight:
             choices["weight"] = self.weight[kind]
+        if self._ids:
+            choices["source_keys"] = self._ids[source]
         if not self.disjoint:
             return sample_neighbors(self.csr[kind], targets, fanout, **choices)
         tree, nodes = targets // self.num_nodes[target], targets % self.num_nodes[target]

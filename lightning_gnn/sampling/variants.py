@@ -28,10 +28,10 @@ from lightning_gnn.sampling.hops import induced_subgraph, sample_hops
 from lightning_gnn.sampling.loader import BatchMaker, in_trees
 from lightning_gnn.sampling.numbering import Numbering
 
-Method = Literal["neighbor", "shadow", "saint_node", "saint_edge", "saint_walk", "cluster"]
+Method = Literal["neighbor", "labor", "shadow", "saint_node", "saint_edge", "saint_walk", "cluster"]
 
 METHODS = get_args(Method)
-"""Names of the ways to make batches; the first two draw neighbours, the others nodes and all edges between them."""
+"""Names of the ways to make batches: neighbourhoods of the seeds, the first two; ego graphs; nodes and all edges between them."""
 
 Draw = Callable[[GraphStore, Tensor, Sequence[int]], Tensor]
 """Returns the nodes of a batch, distinct and ascending, of the store, the batch's seeds and the random seeds of each rank."""

@@ -59,7 +59,7 @@ from lightning_gnn.strategies.steps import StepStrategy
 
 T = TypeVar("T")
 
-_OF_NEIGHBORS = METHODS[:2]
+_NEIGHBOURHOODS, _OF_NEIGHBORS = METHODS[:2], METHODS[:3]
 
 
 class SamplingScheme(DGCLScheme):
@@ -97,14 +97,17 @@ class SamplingStrategy(GNNStrategy):
             walks; of clusters the nodes in them, about. By default the datamodule's, or else 1024.
         replace: draw with replacement.
         directed: keep the edges that were drawn; False for all between the nodes that were reached.
-        method: ``"neighbor"``; or, for modules that predict nodes, ``"shadow"``, ego graphs of the seeds that share no nodes
+        method: ``"neighbor"``; ``"labor"``, the same with one random number per source that all nodes of a batch draw by, so
+            that it has fewer nodes (LABOR-0 with as many edges, NeurIPS 2023, appendix A.3); or, for modules that predict
+            nodes, ``"shadow"``, ego graphs of the seeds that share no nodes
             (ShaDow, NeurIPS 2021); ``"saint_node"``, ``"saint_edge"`` or ``"saint_walk"``, subgraphs of nodes drawn from the
             whole graph (GraphSAINT, ICLR 2020); ``"cluster"``, clusters of the rank's own nodes (Cluster-GCN, KDD 2019).
         walk_length: steps of a walk of ``"saint_walk"``.
         clusters: in a batch of ``"cluster"``.
         samplers: threads that make batches (DistDGL, section III-D); batches do not depend on how many.
         prefetch: batches that are made ahead in the background; 0 for none. At least `samplers`, if that is above 1.
-        cache_mb: memory for features of nodes on other machines that are read often, in MB.
+        cache_mb: memory for features of nodes on other machines, in MB: those that most edges read, and from the second epoch on
+            those that batches of the first asked for most often.
         seed: of sampling and of the order of seeds.
         weight_attr: name of the edges' weights: in-edges are drawn with odds in proportion to them, those of weight 0 never. Edge
             types that have none are drawn uniformly. Evaluation takes all edges alike, unless it is in batches: then all above 0.
@@ -171,18 +174,19 @@ class SamplingStrategy(GNNStrategy):
             raise ValueError(
                 f"replace and directed tell how neighbours are drawn, and method={method!r} takes all edges between its nodes."
             )
-        check_choices(replace, weight_attr is not None, time_attr is not None, temporal_strategy)
-        if score is not None and (not callable(score) or replace or temporal_strategy == "last"):
+        labor = method == "labor"
+        check_choices(replace, weight_attr is not None, time_attr is not None, temporal_strategy, labor)
+        if score is not None and (not callable(score) or replace or labor or temporal_strategy == "last"):
             raise ValueError(
                 "score is a function of in-edges that decides which are drawn, without replacement (got "
                 f"{shown(score)}, replace={replace}, temporal_strategy={temporal_strategy!r}). Leave out the others."
             )
-        if method not in _OF_NEIGHBORS[: 1 if time_attr else 2] and (weight_attr or time_attr or score):
+        if method not in (_NEIGHBOURHOODS if time_attr else _OF_NEIGHBORS) and (weight_attr or time_attr or score):
             raise ValueError(
                 f"weight_attr, time_attr and score tell how neighbours are drawn (got method={method!r}). Use method='neighbor'."
             )
         super().__init__(SamplingScheme(keep_constant), **options)
-        self.choice = Choice(weight_attr, time_attr, temporal_strategy, score)
+        self.choice = Choice(weight_attr, time_attr, temporal_strategy, score, labor)
         self.replace, self.directed, self.method = replace, directed, method
         self.walk_length, self.clusters, self.samplers = walk_length, clusters, samplers
         self.prefetch, self.cache_mb, self.seed = prefetch, cache_mb, seed
@@ -231,6 +235,7 @@ class SamplingStrategy(GNNStrategy):
                 self._predicted = cut.ids_of(kind)[everyone], split.sizes
             makers_of = {
                 "neighbor": TemporalBatchMaker if self.choice.time_attr else BatchMaker,
+                "labor": BatchMaker,
                 "shadow": EgoBatchMaker,
             }
             make: Callable[..., BatchMaker] = makers_of[self.method]
@@ -353,7 +358,7 @@ class SamplingStrategy(GNNStrategy):
     @override
     def check_model(self, module: torch.nn.Module, types: Types) -> None:
         self._fanouts_of(types)
-        if self.method != "neighbor" and counted_mask("train_mask", module) in EDGE_MASKS:
+        if self.method not in _NEIGHBOURHOODS and counted_mask("train_mask", module) in EDGE_MASKS:
             raise ValueError(
                 f"method={self.method!r} makes batches of nodes, and {type(module).__name__} predicts edges. "
                 'Use method="neighbor".'
@@ -361,7 +366,7 @@ class SamplingStrategy(GNNStrategy):
         if not self._evaluates_in_batches(types):
             super().check_model(module, types)
             return
-        if self.method != "neighbor":
+        if self.method not in _NEIGHBOURHOODS:
             raise ValueError(
                 f'method={self.method!r} is for graphs of one type. Use method="neighbor" for a HeteroData.'
             )
@@ -402,7 +407,7 @@ class SamplingStrategy(GNNStrategy):
     def _compare_depth(self, propagations: int) -> None:
         """Warns once of fan-outs that are too few or too many for the model."""
         # The depth of ego graphs is a choice of its own, and subgraphs have none.
-        if self._depth_known or not propagations or self.method != "neighbor":
+        if self._depth_known or not propagations or self.method not in _NEIGHBOURHOODS:
             return
         self._depth_known = True
         if propagations != self.num_hops:

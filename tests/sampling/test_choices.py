@@ -32,6 +32,7 @@ from lightning_gnn.sampling.neighbors import best_of
 
 TIMED, LAST = Choice(time_attr="time"), Choice(time_attr="time", temporal_strategy="last")
 WEIGHTED, BOTH = Choice(weight_attr="odds"), Choice(weight_attr="odds", time_attr="time")
+LABOR, WEIGHTED_LABOR = Choice(labor=True), Choice(weight_attr="odds", labor=True)
 
 
 def graph_in_time(of_edges: bool = False) -> Data:
@@ -71,6 +72,9 @@ CASES = {
     "types, time": (typed_in_time, TIMED, [3, 2]),
     "types, last": (typed_in_time, LAST, [1, 2]),
     "types, odds": (typed_in_time, WEIGHTED, [2, 2]),
+    "labor": (awkward_graph, LABOR, [3, 2, 2]),
+    "labor, odds": (graph_in_time, WEIGHTED_LABOR, [3, 2]),
+    "types, labor": (typed_in_time, LABOR, [2, 2]),
 }
 
 
@@ -85,6 +89,24 @@ def test_batches_of_several_machines_are_those_of_one(case, machines, tmp_path):
         assert len(one) == len(other) > 1
         for batch, same in zip(one, other):
             assert_equal(batch.to_dict(), same.to_dict())
+
+
+@pytest.mark.parametrize("choice", [Choice(), LABOR, WEIGHTED_LABOR])
+def test_what_parts_draw_is_what_a_sampler_of_the_whole_graph_draws(choice, tmp_path):
+    """With its edges in the order of the parts': numbers are those of nodes of the graph, not of a part."""
+    cut = cut_of(graph_in_time(), 3, tmp_path)
+    graph = Data(edge_index=cut.ends(torch.arange(len(cut.e_id))), odds=cut.attributes["edge"]["odds"], num_nodes=60)
+    whole = NeighborSampler.from_data(graph, [3, 2, 2], weight_attr=choice.weight_attr, labor=choice.labor)
+    seeds = [torch.arange(rank, 60, 7) for rank in range(3)]
+
+    def of_rank(rank: int, world: Any, near: Any) -> Any:
+        maker = BatchMaker(GraphStore(cut, world, near, choice=choice), {ONE_TYPE: [3, 2, 2]})
+        return maker.make(seeds[rank], [10, 20, 30])
+
+    for rank, batch in enumerate(on_threads(THREE, of_rank)[0]):
+        out: Any = whole.sample(seeds[rank], 10 * (rank + 1))
+        assert torch.equal(batch.n_id, cut.n_id[out.node]) and torch.equal(batch.e_id, cut.e_id[out.edge])
+        assert torch.equal(batch.edge_index, torch.stack([out.row, out.col]))
 
 
 def in_edges(graph: Any, kind: Any, choice: Choice, node: int, until: int) -> tuple[list[int], list[int]]:
@@ -376,6 +398,8 @@ def test_refused_attributes(case, ranks):
         ({"weight_attr": "w", "replace": True}, "replace=True draws uniformly"),
         ({"temporal_strategy": "last"}, "takes the latest edges; it needs time"),
         ({"time_attr": "t", "method": "shadow"}, "Use method='neighbor'"),
+        ({"time_attr": "t", "method": "labor"}, "trees share no nodes, as LABOR would have them do"),
+        ({"replace": True, "method": "labor"}, "leave out replace=True"),
         ({"weight_attr": "w", "method": "cluster"}, "Use method='neighbor'"),
         ({"temporal_strategy": "first"}, '"uniform" or "last"'),
         ({"score": heaviest, "replace": True}, "score is a function of in-edges"),

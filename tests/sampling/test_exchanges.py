@@ -5,6 +5,7 @@ Ranks are threads here, and machines are said to be; processes of their own are 
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -16,7 +17,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from common import awkward_graph
+from common import awkward_graph, examples
+from hypothesis import given
+from hypothesis import strategies as st
 from scipy.stats import chi2
 from test_hetero_sampling import typed_graph
 from torch import Tensor
@@ -176,6 +179,78 @@ def test_batches_of_several_machines_are_those_of_one(tmp_path, graph, machines,
     if exchanges is not None:
         filling = 2 if cache_bytes else 0
         assert {each.exchanges - filling for each in meeting.channels.values()} == {exchanges * len(apart[0])}
+
+
+@examples(30)
+@given(st.lists(st.lists(st.integers(0, 20)), max_size=5), st.lists(st.integers(0, 20)), st.integers(0, 9))
+def test_uses_are_counted(asked, elsewhere, few):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(graph_store, "_FEW", few)
+        uses, others = graph_store._Uses(), graph_store._Uses()
+        for ids in asked:
+            uses.add(torch.tensor(ids, dtype=torch.long))
+        others.add(torch.tensor(elsewhere, dtype=torch.long))
+    uses.sum_up(others)
+    expected = Counter([*elsewhere, *(each for ids in asked for each in ids)])
+    assert dict(zip(uses.ids.tolist(), uses.counts.tolist())) == expected and uses.ids.tolist() == sorted(expected)
+
+
+@pytest.mark.parametrize(("graph", "machines"), [(awkward_graph, PAIRS), (awkward_graph, THREE), (typed_graph, TWO)])
+def test_the_cache_has_what_the_first_epoch_asked_for_most(graph, machines, tmp_path):
+    """From the second epoch on, whose batches are those of one machine; who answers sends what is not there, and no more."""
+    size = sum(map(len, machines))
+    cut = cut_of(graph(), size, tmp_path)
+    types, budget = cut.types, 1000
+    split = SplitSeeds.of(cut, types.input_type, "train_mask")
+    new = {name: torch.empty(types.total(name), dtype=torch.long) for name in types.nodes}
+    for name, ids in new.items():
+        ids[cut.ids_of(name)] = torch.arange(len(ids))
+
+    def of_rank(cache_bytes: int, rank: int, world: Any, near: Sequence[int]) -> Any:
+        store = GraphStore(cut, world, near, cache_bytes)
+        makers = [BatchMaker(each, {kind: [3, 2] for kind in types.edges}) for each in (store, store.clone())]
+        steps, epoch = SeedBatches(split.sizes, 3), iter(range(9))
+        others = {asker: split.seeds(asker) for asker in store.askers}
+        loader = SampledBatches(
+            makers, steps, split.seeds(rank), split.first, rank, 0, 0, lambda: next(epoch), others=others
+        )
+        first = list(loader)
+        store.take_counts()
+        filled = iter(loader)
+        received = store.take_counts()[2]
+        batches = [*filled, *loader]
+        assert makers[1].store._cache is store._cache and len(store._newest) == 1
+        return first, batches, store, store.take_counts(), received
+
+    (apart, _), (bare, _), (together, _) = (
+        on_threads(on, partial(of_rank, cache_bytes))
+        for on, cache_bytes in ((machines, budget), (machines, 0), ([list(range(size))], budget))
+    )
+    for rank, (first, batches, store, (asked, hits, _), received) in enumerate(apart):
+        for batch, same in zip(first + batches, together[rank][0] + together[rank][1], strict=True):
+            assert_equal(batch.to_dict(), same.to_dict())
+        uses, row_bytes = Counter[Any](), {}
+        for batch in first:
+            for name in types.nodes:
+                nodes = batch[name] if types.is_hetero else batch
+                if "x" in nodes:
+                    ids = new[name][nodes.n_id]
+                    far = ids[store.machines_of(name, ids) != store.here]
+                    row_bytes[name] = nodes.x[:1].nbytes
+                    uses.update((name, each) for each in far.tolist())
+        cached = {(name, each) for name, (ids, _) in store._cache.rows.items() for each in ids.tolist()}
+        assert 0 < sum(row_bytes[name] for name, _ in cached) <= budget
+        worth = {each: count / row_bytes[each[0]] for each, count in uses.items()}
+        assert min(worth[each] for each in cached) >= max(worth[each] for each in worth if each not in cached)
+        assert received and 0 < hits < asked
+        spared = bare[rank][3][2] - apart[rank][3][2]
+        assert spared == sum(
+            row_bytes[name] * len(set(new[name][nodes.n_id].tolist()) & {each for of, each in cached if of == name})
+            for batch in batches
+            for name in row_bytes
+            for nodes in [batch[name] if types.is_hetero else batch]
+        )
+        assert store.uses is None and bare[rank][2].uses is None
 
 
 def test_what_travels_for_a_batch(tmp_path, monkeypatch):

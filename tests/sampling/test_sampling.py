@@ -81,12 +81,19 @@ def to_batch(
 # One hop ######################################################################
 
 
+@pytest.mark.parametrize("labor", [False, True])
 @pytest.mark.parametrize("fanout, degree", [(1, 7), (3, 7), (6, 7), (5, 40), (31, 40), (33, 40), (50, 200), (100, 101)])
-def test_uniform_without_replacement(fanout, degree):
-    """Each edge is drawn equally often, and, of small degrees, each set of edges; by Floyd's way with and without a table."""
+def test_uniform_without_replacement(fanout, degree, labor):
+    """Each edge is drawn equally often, and, of small degrees, each set of edges; by Floyd's way with and without a table, and
+    by numbers of sources, where targets have none in common."""
     times = 4_000
-    found = sample_neighbors(star(degree), torch.zeros(times, dtype=torch.long), fanout, seed=fanout)
-    drawn = found.sources.view(times, fanout)
+    if labor:
+        sources = torch.arange(times * degree)
+        csr = CSR.from_coo(sources // degree, sources, times, len(sources))
+        found = sample_neighbors(csr, torch.arange(times), fanout, seed=fanout, source_keys=sources)
+    else:
+        found = sample_neighbors(star(degree), torch.zeros(times, dtype=torch.long), fanout, seed=fanout)
+    drawn = found.sources.view(times, fanout) % degree
     assert (drawn.sort(1).values.diff(dim=1) > 0).all()
     # Draws of one target exclude each other: counts vary by less than a multinomial's, by this factor.
     counts = torch.bincount(drawn.flatten(), minlength=degree).double()
@@ -115,16 +122,26 @@ def test_targets_do_not_depend_on_each_other():
         assert chisquare(torch.bincount(one * 20 + other, minlength=400).numpy()).pvalue > 1e-4
 
 
-def test_weighted_without_replacement():
+@pytest.mark.parametrize("labor", [False, True])
+def test_weighted_without_replacement(labor):
     """The first draw is in proportion to weights; pairs are as by drawing one after the other; weight 0 is never drawn."""
     weight = torch.tensor([1.0, 2.0, 0.0, 4.0, 3.0])
     zeros = torch.zeros(20_000, dtype=torch.long)
-    one = sample_neighbors(star(5), zeros, 1, seed=2, weight=weight).sources
+
+    def drawn(fanout: int, seed: int) -> Tensor:
+        if not labor:
+            return sample_neighbors(star(5), zeros, fanout, seed, weight=weight).sources
+        sources = torch.arange(100_000)  # of which targets have none in common
+        csr = CSR.from_coo(sources // 5, sources, 20_000, 100_000)
+        odds = weight.repeat(20_000)
+        return sample_neighbors(csr, sources[:20_000], fanout, seed, weight=odds, source_keys=sources).sources % 5
+
+    one = drawn(1, 2)
     share = weight / weight.sum()
     counts = torch.bincount(one, minlength=5).numpy()
     assert counts[2] == 0
     assert chisquare(counts[[0, 1, 3, 4]], (share * 20_000)[[0, 1, 3, 4]].numpy()).pvalue > 1e-4
-    two = sample_neighbors(star(5), zeros, 2, seed=3, weight=weight).sources.view(-1, 2).sort(1).values
+    two = drawn(2, 3).view(-1, 2).sort(1).values
     expected = {
         (i, j): float(share[i] * share[j] / (1 - share[i]) + share[j] * share[i] / (1 - share[j]))
         for i in range(5)
@@ -137,6 +154,50 @@ def test_weighted_without_replacement():
     assert chisquare(list(sets.values()), odds / odds.sum() * 20_000).pvalue > 1e-4
     every = sample_neighbors(star(5), zeros[:1], -1, weight=weight)
     assert every.sources.tolist() == [0, 1, 3, 4]
+
+
+def test_targets_share_sources_by_labor():
+    """Targets with the same sources draw the same, and no more nodes than one; those of many sources hold those of few."""
+    sources, targets = torch.arange(100).repeat(50), torch.arange(50).repeat_interleave(100)
+    csr, keys = CSR.from_coo(targets, sources, 50, 100), torch.arange(100) + 7
+    found = sample_neighbors(csr, torch.arange(50), 8, 3, source_keys=keys)
+    assert (found.counts == 8).all() and len(found.sources.unique()) == 8
+    assert len(sample_neighbors(csr, torch.arange(50), 8, 3).sources.unique()) > 90
+    more = sample_neighbors(csr, torch.arange(50), 9, 3, source_keys=keys)
+    assert set(found.sources.tolist()) < set(more.sources.tolist())
+    assert not torch.equal(sample_neighbors(csr, torch.arange(50), 8, 4, source_keys=keys).sources, found.sources)
+    swapped = sample_neighbors(csr, torch.arange(50), 8, 3, source_keys=keys.flip(0))
+    assert torch.equal(swapped.sources.unique(), 99 - found.sources.unique().flip(0))
+
+
+def test_labor_estimates_the_mean():
+    """Each in-edge of a target is drawn equally often, also where several have one source, and so the mean is the true one."""
+    graph = random_graph(60, 900)
+    csr, nodes, times, fanout = (
+        CSR.from_coo(graph.edge_index[1], graph.edge_index[0], 60, 60),
+        torch.arange(60),
+        4_000,
+        5,
+    )
+    drawn = torch.zeros(900)
+    for seed in range(times):
+        drawn[sample_neighbors(csr, nodes, fanout, seed, source_keys=nodes).edges] += 1
+    odds = (fanout / torch.bincount(graph.edge_index[1], minlength=60)).clamp(max=1)[graph.edge_index[1]]
+    assert (drawn[odds == 1] == times).all()
+    error = ((drawn - times * odds) / (times * odds * (1 - odds)).sqrt())[odds < 1]
+    assert float(error.abs().max()) < 4.5 and 0.85 < float(error.square().mean()) < 1.15
+    pairs = torch.unique(graph.edge_index, dim=1, return_counts=True)[1]
+    assert int((pairs > 1).sum()) > 50
+
+
+def test_batches_have_fewer_nodes_by_labor():
+    graph, seeds = random_graph(3_000, 60_000), torch.arange(100)
+    sizes = {}
+    for labor in (False, True):
+        out = NeighborSampler.from_data(graph, [5, 5], labor=labor).sample(seeds, 1)
+        sizes[labor] = len(out.node)
+        assert torch.equal(graph.edge_index[:, out.edge], out.node[torch.stack([out.row, out.col])])
+    assert sizes[True] < 0.8 * sizes[False]
 
 
 def test_times():
@@ -156,13 +217,15 @@ def test_times():
 
 
 @pytest.mark.parametrize("index_dtype", [torch.int32, torch.int64])
-@pytest.mark.parametrize("options", [{}, {"replace": True}, {"weight": True}])
+@pytest.mark.parametrize("options", [{}, {"replace": True}, {"weight": True}, {"labor": True}])
 def test_same_for_any_number_of_threads_and_order(options, index_dtype):
     data = random_graph(2_000, 60_000)
     csr = CSR.from_coo(data.edge_index[1], data.edge_index[0], 2_000, 2_000)
     csr = CSR(csr.indptr, csr.indices.to(index_dtype), csr.edge, csr.num_cols)
     if "weight" in options:
         options = {"weight": torch.rand(60_000, generator=torch.Generator().manual_seed(0))}
+    if "labor" in options:
+        options = {"source_keys": torch.arange(2_000)}
     targets = torch.arange(2_000)
     before = torch.get_num_threads()
     try:
@@ -635,6 +698,14 @@ def test_errors():
         sample_neighbors(csr, torch.arange(2), 2, time=torch.ones(3_000, dtype=torch.long))
     with pytest.raises(ValueError, match="it needs time"):
         NeighborSampler(csr, [2], strategy="last")
+    with pytest.raises(ValueError, match="LABOR draws each source once"):
+        NeighborSampler(csr, [2], labor=True, replace=True)
+    with pytest.raises(ValueError, match="labor=True has seeds share them"):
+        NeighborSampler(csr, [2], labor=True, disjoint=True)
+    with pytest.raises(ValueError, match="trees share no nodes"):
+        NeighborSampler(csr, [2], labor=True, time=torch.ones(3_000, dtype=torch.long))
+    with pytest.raises(ValueError, match="source_keys has 3 entries, but needs 200"):
+        sample_neighbors(csr, torch.arange(2), 2, source_keys=torch.arange(3))
     with pytest.raises(ValueError, match=r"weight has 3 entries for .*, which has 3000 edges"):
         NeighborSampler(csr, [2], weight=torch.ones(3))
     with pytest.raises(ValueError, match="an induced subgraph has none"):

@@ -8,6 +8,7 @@ from __future__ import annotations
 from itertools import chain
 from threading import Barrier
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -46,7 +47,7 @@ from lightning_gnn.sampling.loader import SampledBatches
 from lightning_gnn.sampling.seeds import SeedBatches
 from lightning_gnn.sampling.variants import METHODS, saint_draw
 
-SUBGRAPHS = [method for method in METHODS if method not in ("neighbor", "shadow")]
+SUBGRAPHS = METHODS[3:]
 
 # Fan-outs on the datamodule ###################################################
 
@@ -121,7 +122,7 @@ def test_a_test_on_the_whole_graph_needs_no_samples():
     [
         (
             {"method": "layer"},
-            "method is one of neighbor, shadow, saint_node, saint_edge, saint_walk, cluster .got 'layer'",
+            "method is one of neighbor, labor, shadow, saint_node, saint_edge, saint_walk, cluster .got 'layer'",
         ),
         ({"method": "saint_node", "fanouts": [5]}, "method='saint_node' draws none"),
         ({"method": "cluster", "directed": False}, "method='cluster' takes all edges"),
@@ -156,6 +157,8 @@ def test_edges_are_predicted_from_neighbourhoods_only(ranks):
 
 class Together:
     """Makes batches in pairs: each waits for another thread that makes one."""
+
+    store = Mock()
 
     def __init__(self, meeting: Barrier) -> None:
         self._meeting = meeting
@@ -198,6 +201,23 @@ def test_several_samplers_end_with_training_that_stops_early(ranks):
     options = {**SMALL, "batch_size": 2, "prefetch": 5, "samplers": 3}
     for found in ranks.run(2, watched, options, limit_train_batches=2, max_epochs=2):
         assert [len(epoch) for epoch in found["batches"]] == [2, 2]
+
+
+# LABOR ########################################################################
+
+
+def test_ranks_draw_by_numbers_of_sources(ranks):
+    """A batch has fewer nodes than one that draws by target, of as many edges; of edges to predict, too."""
+    options = {"fanouts": [2, 2], "batch_size": 8}
+    nodes, drawn = {}, {}
+    for method in ("neighbor", "labor"):
+        everyone = ranks.run(2, watched, {**options, "method": method}, max_epochs=2)
+        batches = [batch for found in everyone for epoch in found["batches"] for batch in epoch]
+        nodes[method] = sum(len(batch.n_id) for batch in batches)
+        drawn[method] = sum(batch.num_sampled_edges[0] for batch in batches)
+    assert drawn["labor"] == drawn["neighbor"] and nodes["labor"] < nodes["neighbor"]
+    [(batches, *_)] = ranks.run(1, links_sampled, "uniform", False, None, method="labor")
+    assert len(batches) > 1
 
 
 # Ego graphs ###################################################################

@@ -12,6 +12,7 @@ from functools import cache
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import lightning as L
 import numpy as np
@@ -110,7 +111,7 @@ def test_batches_of_an_epoch(sizes, batch_size, seed):
 class Failing:
     """Makes one batch, and then fails."""
 
-    made = 0
+    made, store = 0, Mock()
 
     def make(self, seeds: torch.Tensor, random_seeds: list[int], asked: Any = None) -> Data:
         self.made += 1
@@ -290,6 +291,17 @@ def test_the_cache_is_counted_and_spares_bytes(ranks):
     assert with_cache["sampling/waited"] >= 0 and with_cache["sampling/seconds"] > 0
     # What is cached is exact.
     assert with_cache["train_loss"] == without["train_loss"]
+
+
+def test_the_cache_learns_from_the_first_epoch_for_all_samplers(ranks):
+    """It holds a few rows only, others from the second epoch on; batches are the same as without."""
+    options = {**SMALL, "samplers": 2, "prefetch": 2}
+    small, none = (
+        ranks.run(2, watched, {**options, "cache_mb": megabytes}, max_epochs=3)[0]["logged"] for megabytes in (5e-4, 0)
+    )
+    assert all(0 < epoch["sampling/cache_hit_rate"] < 1 for epoch in small)
+    assert small[2]["sampling/remote_bytes"] < none[2]["sampling/remote_bytes"]
+    assert [epoch["train_loss"] for epoch in small] == [epoch["train_loss"] for epoch in none]
 
 
 @pytest.mark.parametrize(
