@@ -22,10 +22,11 @@ from numpy.typing import NDArray
 from rings import published_traffic
 
 from lightning_gnn.data.synthetic import planted_partition
+from lightning_gnn.partition.adjacency import Adjacency
 from lightning_gnn.partition.edge_cut import assign_hierarchically
 from lightning_gnn.partition.grid import ProcessGrid, legal_replications
 from lightning_gnn.partition.layout import Groups
-from lightning_gnn.partition.metis import Adjacency, part_graph
+from lightning_gnn.partition.metis import part_graph
 from lightning_gnn.partition.replicas import replication_factors
 from lightning_gnn.partition.shard import Ids, Relabelling
 from lightning_gnn.planning.exchanges import Exchange, Workload, grid_exchanges, plan_exchanges

@@ -39,7 +39,8 @@ from lightning_gnn.comm.group import World
 from lightning_gnn.comm.planned import PlannedExchange
 from lightning_gnn.comm.traffic import Meter
 from lightning_gnn.data.synthetic import planted_partition
-from lightning_gnn.partition.metis import Adjacency, part_graph
+from lightning_gnn.partition.adjacency import Adjacency
+from lightning_gnn.partition.metis import part_graph
 from lightning_gnn.partition.shard import Relabelling, edge_cut_parts, halo_plan
 from lightning_gnn.planning import Plan, Relation, Topology, find_topology, p2p, plan_cost, rank_plan, spst
 from lightning_gnn.planning.presets import machines

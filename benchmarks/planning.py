@@ -20,7 +20,8 @@ from common import SHARED, report
 from spst_reference import reference_cost
 
 from lightning_gnn.data.synthetic import planted_partition
-from lightning_gnn.partition.metis import Adjacency, part_graph
+from lightning_gnn.partition.adjacency import Adjacency
+from lightning_gnn.partition.metis import part_graph
 from lightning_gnn.partition.shard import Relabelling
 from lightning_gnn.planning.plan import p2p
 from lightning_gnn.planning.plan_cost import plan_cost

@@ -35,8 +35,9 @@ from lightning_gnn.comm.summa import SummaMatrix
 from lightning_gnn.comm.traffic import Meter
 from lightning_gnn.comm.transport import rows_of
 from lightning_gnn.nn.edges import SplitEdges, Sum, SumOfRows
+from lightning_gnn.partition.adjacency import Adjacency
 from lightning_gnn.partition.grid import ProcessCube, ProcessGrid, legal_replications
-from lightning_gnn.partition.metis import Adjacency, part_graph
+from lightning_gnn.partition.metis import part_graph
 from lightning_gnn.partition.shard import Relabelling, edge_cut_parts, halo_plan
 from lightning_gnn.planning import Topology
 from lightning_gnn.planning.plan_cost import direct_cost

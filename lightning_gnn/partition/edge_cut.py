@@ -12,8 +12,10 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
+from lightning_gnn.partition import kaminpar
+from lightning_gnn.partition.adjacency import Adjacency
 from lightning_gnn.partition.layout import Groups
-from lightning_gnn.partition.metis import FEW_PARTS, Adjacency, MetisUnavailable, part_graph, part_graph_constrained
+from lightning_gnn.partition.metis import FEW_PARTS, MetisUnavailable, part_graph, part_graph_constrained
 from lightning_gnn.partition.metrics import EdgeCutReport, edge_cut_report
 from lightning_gnn.partition.refine import refine_for_cover
 
@@ -29,7 +31,7 @@ SHARE_BOUND = 1.05
 LEAST_BOUND = 1.005
 """Of one METIS cut, where outer levels have used up what is allowed."""
 
-METHODS = ("metis", "metis_masks", "metis_cover", "random", "contiguous")
+METHODS = ("metis", "metis_masks", "metis_cover", "kaminpar", "kaminpar_compressed", "random", "contiguous")
 """Names of ways to assign nodes, see :func:`assign_nodes`."""
 
 Cut = Callable[[Adjacency, NDArray[np.int64], Groups], NDArray[np.int32]]
@@ -72,9 +74,10 @@ def assign_nodes(
         method: ``"metis"``: of several balance settings the one with the lowest predicted epoch time; ``"metis_masks"``: the
             same, of settings that balance nodes, edges, the entries of each mask and the nodes of each type at once (DistDGL,
             section III-B); ``"metis_cover"``: as ``"metis"``, and nodes then move so that a cover sends fewer rows
-            (:func:`~lightning_gnn.partition.refine.refine_for_cover`); ``"random"``: equal parts; ``"contiguous"``: equal
-            ranges; or the part of every node, int ``[N]``, taken as it is.
-        seed: of METIS, of moves and of the random assignment.
+            (:func:`~lightning_gnn.partition.refine.refine_for_cover`); ``"kaminpar"``, and ``"kaminpar_compressed"`` in less
+            memory: of nodes balanced and a sum of nodes and edges balanced, the better; ``"random"``: equal parts;
+            ``"contiguous"``: equal ranges; or the part of every node, int ``[N]``, taken as it is.
+        seed: of METIS and KaMinPar, of moves and of the random assignment.
         masks: bool ``[N]`` each; every part gets a node of each mask that has at least P (not for a given assignment).
         groups: let METIS cut between these groups of parts first; see :func:`assign_hierarchically`. The same is balanced, over
             all parts alike.
@@ -83,6 +86,7 @@ def assign_nodes(
 
     Raises:
         ValueError: an unknown method, an assignment that does not fit, groups of unequal size.
+        ModuleNotFoundError: KaMinPar is asked for and not installed.
         MemoryError: the graph is too large for METIS on this machine.
     """
     method, masks, edge_masks = checked_method(method), masks or {}, edge_masks or {}
@@ -96,6 +100,8 @@ def assign_nodes(
         candidates = iter([("nodes", part)])
     elif method == "contiguous":
         candidates = iter([("nodes", (np.arange(num_nodes) * num_parts // max(num_nodes, 1)).astype(np.int32))])
+    elif method in kaminpar.METHODS:
+        candidates = kaminpar_candidates(edge_index, num_nodes, groups or tuple(range(num_parts)), seed, method)
     else:
         balanced = shares(edge_index, num_nodes, masks, edge_masks, node_type) if method == "metis_masks" else None
         candidates = metis_candidates(edge_index, num_nodes, groups or tuple(range(num_parts)), seed, balanced)
@@ -269,6 +275,25 @@ def metis_candidates(
 
             yield f"{what}, summed", assign_hierarchically(graph, groups, as_one)
             return
+
+
+def kaminpar_candidates(
+    edge_index: NDArray[np.int64], num_nodes: int, groups: Groups, seed: int, method: str
+) -> Iterator[tuple[str, NDArray[np.int32]]]:
+    """Yields KaMinPar's assignments, the cheapest first: with nodes balanced, and with one sum of nodes and edges."""
+    kaminpar.check_installed()
+    graph, in_degree = Adjacency.of(edge_index, num_nodes), np.bincount(edge_index[1], minlength=num_nodes)
+    summed = in_degree + max(1, round(in_degree.sum() / max(1, num_nodes)))
+    for balance, weights in (("nodes", None), ("nodes and edges, summed", summed)):
+
+        def cut(
+            inside: Adjacency, nodes: NDArray[np.int64], group: Groups, weights: Any = weights
+        ) -> NDArray[np.int32]:
+            return kaminpar.part_graph(
+                inside, len(group), seed, None if weights is None else weights[nodes], method == "kaminpar_compressed"
+            )
+
+        yield balance, assign_hierarchically(graph, groups, cut)
 
 
 def spread_masks(part: NDArray[np.int32], num_parts: int, masks: Mapping[str, NDArray[np.bool_]]) -> NDArray[np.int32]:

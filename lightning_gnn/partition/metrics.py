@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any
 
+import numba
 import numpy as np
 from numpy.typing import NDArray
 from rich.table import Table
@@ -139,21 +140,34 @@ def edge_cut_report(
         masks: bool ``[N]`` each, whose nodes are counted per part.
         edge_masks: bool ``[E]`` each, whose edges are counted per part, which owns their targets.
     """
-    source, target = edge_index
-    owner = part[target].astype(np.int64)
-    cut = part[source] != owner
-    pairs = np.unique(source[cut] * num_parts + owner[cut])
+    source, target = (np.ascontiguousarray(ends) for ends in edge_index)
+    edges, halo_rows = np.zeros(num_parts, np.int64), np.zeros(num_parts, np.int64)
+    reads = np.zeros((len(part), -(-num_parts // 8)), np.uint8)
     return EdgeCutReport(
         nodes=np.bincount(part, minlength=num_parts),
-        edges=np.bincount(owner, minlength=num_parts),
-        halo_rows=np.bincount(pairs % num_parts, minlength=num_parts),
-        cut_edges=int(cut.sum()),
+        edges=edges,
+        halo_rows=halo_rows,
+        cut_edges=_count_cut(source, target, part, reads, edges, halo_rows),
         masks={
-            name: np.bincount(of[mask], minlength=num_parts)
-            for of, named in ((part, masks), (owner, edge_masks))
-            for name, mask in (named or {}).items()
+            **{name: np.bincount(part[mask], minlength=num_parts) for name, mask in (masks or {}).items()},
+            **{name: np.bincount(part[target[mask]], minlength=num_parts) for name, mask in (edge_masks or {}).items()},
         },
     )
+
+
+@numba.njit(cache=True, nogil=True)
+def _count_cut(source, target, part, reads, edges, halo_rows):  # type: ignore[no-untyped-def]
+    """Counts edges and halo rows per part, returns the cut edges; marks in `reads`, bits, which parts read a node."""
+    cut = 0
+    for edge in range(len(source)):
+        node, owner = source[edge], part[target[edge]]
+        edges[owner] += 1
+        if part[node] != owner:
+            cut += 1
+            bit = np.uint8(1 << (owner & 7))
+            halo_rows[owner] += (reads[node, owner >> 3] & bit) == 0
+            reads[node, owner >> 3] |= bit
+    return cut
 
 
 @dataclass(frozen=True)

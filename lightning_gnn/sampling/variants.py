@@ -21,7 +21,8 @@ from typing_extensions import override
 from lightning_gnn.data.attributes import STAND_INS
 from lightning_gnn.data.shards import Cut
 from lightning_gnn.data.sources import MASKS
-from lightning_gnn.partition.metis import Adjacency, part_graph
+from lightning_gnn.partition.adjacency import Adjacency
+from lightning_gnn.partition.metis import part_graph
 from lightning_gnn.partition.types import ONE_TYPE
 from lightning_gnn.sampling.graph_store import GraphStore
 from lightning_gnn.sampling.hops import induced_subgraph, sample_hops

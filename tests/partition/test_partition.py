@@ -11,8 +11,9 @@ from conftest import SHARED
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lightning_gnn.partition import metis
-from lightning_gnn.partition.edge_cut import assign_nodes, metis_candidates
+from lightning_gnn.partition import kaminpar, metis
+from lightning_gnn.partition.adjacency import Adjacency
+from lightning_gnn.partition.edge_cut import METHODS, assign_nodes, metis_candidates
 from lightning_gnn.partition.locality import local_relabelling, recent_reads
 from lightning_gnn.partition.metrics import edge_cut_report
 from lightning_gnn.partition.shard import Relabelling, edge_cut_parts, halo_plan
@@ -25,8 +26,11 @@ def graphs(draw: Any) -> tuple[np.ndarray, int, int, np.random.Generator]:
     return rng.integers(0, nodes, (2, draw(st.integers(0, 120)))), nodes, parts, rng
 
 
-@examples(60)
-@given(graphs(), st.sampled_from(["metis", "random"]))
+KAMINPAR = kaminpar.METHODS if kaminpar.is_installed() else ()
+
+
+@examples(100)
+@given(graphs(), st.sampled_from(["metis", "random", *KAMINPAR]))
 def test_every_part_gets_its_share_of_each_mask(graph, method):
     edge_index, nodes, parts, rng = graph
     split = rng.integers(0, 3, nodes)
@@ -175,13 +179,62 @@ def ring(nodes: int) -> np.ndarray:
     return np.stack([ids, (ids + 1) % nodes])
 
 
-def test_metis_finds_the_cut_of_a_ring():
-    assert assign_nodes(ring(100), 100, 2).report.cut_edges == 2
+@pytest.mark.parametrize("method", ["metis", *KAMINPAR])
+def test_the_cut_of_a_ring(method):
+    assert assign_nodes(ring(100), 100, 2, method).report.cut_edges == 2
+
+
+@examples(60)
+@given(graphs())
+def test_adjacency_has_each_neighbour_once(graph):
+    edge_index, nodes, _, rng = graph
+    near: list[set[int]] = [set() for _ in range(nodes)]
+    for source, target in edge_index.T.tolist():
+        if source != target:
+            near[source].add(target)
+            near[target].add(source)
+    found = Adjacency.of(edge_index, nodes)
+    assert [row.tolist() for row in np.split(found.indices, found.indptr[1:-1])] == [sorted(each) for each in near]
+    chosen = np.flatnonzero(rng.random(nodes) < 0.5)
+    among = found.among(chosen)
+    rows = np.split(among.indices, among.indptr[1:-1]) if len(chosen) else []
+    assert [chosen[row].tolist() for row in rows] == [sorted(near[node] & {*chosen.tolist()}) for node in chosen]
+
+
+@pytest.mark.skipif(not KAMINPAR, reason="needs kaminpar")
+def test_kaminpar_balances_what_it_is_given_and_repeats():
+    rng = np.random.default_rng(0)
+    skewed = np.stack([rng.integers(0, 2000, 20_000), (2000 * rng.random(20_000) ** 3).astype(np.int64)])
+    graph = Adjacency.of(np.concatenate([skewed, ring(2000)], 1), 2000)
+    degree = np.diff(graph.indptr)
+    for compress in (False, True):
+        for weights in (np.ones(2000, np.int64), degree):
+            part = kaminpar.part_graph(graph, 4, 0, weights, compress)
+            load = np.bincount(part, weights, 4)
+            assert load.max() <= 1.03 * load.mean() + weights.max()
+            assert np.array_equal(part, kaminpar.part_graph(graph, 4, 0, weights, compress))
+        assert not np.array_equal(part, kaminpar.part_graph(graph, 4, 1, weights, compress))  # of another seed
+
+
+@pytest.mark.skipif(not KAMINPAR, reason="needs kaminpar")
+def test_kaminpar_says_where_its_file_finds_no_room(monkeypatch):
+    def full(*_: Any) -> None:
+        raise OSError("No space left on device")
+
+    monkeypatch.setattr(kaminpar, "_write", full)
+    with pytest.raises(OSError, match=r"from a file of 0\.0 GB.*No space left.*Set TMPDIR"):
+        assign_nodes(ring(100), 100, 2, "kaminpar")
+
+
+def test_kaminpar_says_how_it_is_installed(monkeypatch):
+    monkeypatch.setattr(kaminpar, "is_installed", lambda: False)
+    with pytest.raises(ModuleNotFoundError, match=r"not installed: pip install lightning-gnn\[kaminpar\]"):
+        assign_nodes(ring(100), 100, 2, "kaminpar")
 
 
 def test_several_constraints_hold_at_once():
     rng = np.random.default_rng(0)
-    graph = metis.Adjacency.of(rng.integers(0, 500, (2, 4000)), 500)
+    graph = Adjacency.of(rng.integers(0, 500, (2, 4000)), 500)
     weights = np.stack([np.ones(500, np.int64), (np.arange(500) < 50) * 1], 1)  # a tenth of the nodes weighs
     part = metis.part_graph_constrained(graph, 4, 0, weights, np.array([1.05, 1.1], np.float32))
     for weight in weights.T:
@@ -203,10 +256,7 @@ def test_falls_back_with_a_warning_where_metis_cannot_be_called(monkeypatch):
 @pytest.mark.parametrize(
     ("method", "words"),
     [
-        (
-            "louvain",
-            "partition must be 'metis', 'metis_masks', 'metis_cover', 'random', 'contiguous' or the rank of every node",
-        ),
+        ("louvain", f"partition must be {', '.join(map(repr, METHODS))} or the rank of every node"),
         (np.zeros(3, np.int64), r"a rank for each of the 10 nodes \(got shape \[3\]\)"),
         (np.zeros(10), "must hold integers"),
         (np.full(10, 2), "names ranks 2 to 2, but there are 2"),

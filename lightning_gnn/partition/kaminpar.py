@@ -1,0 +1,81 @@
+"""KaMinPar (Gottesbueren et al., ESA 2021; compressed graphs: TeraPart, IPDPS 2025), an optional package: cuts like METIS's, in
+a fraction of its memory, with one balance constraint."""
+
+from __future__ import annotations
+
+import importlib.util
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from lightning_gnn.partition.adjacency import Adjacency
+
+METHODS = ("kaminpar", "kaminpar_compressed")
+
+INSTALL = "pip install lightning-gnn[kaminpar]"
+
+IMBALANCE = 0.03
+"""Allowed above the mean, as METIS's default is."""
+
+_NO_EDGE_WEIGHTS, _NO_NODE_WEIGHTS, _NODE_IDS_32 = 1, 2, 8  # bits of a ParHiP file's first number
+
+
+def is_installed() -> bool:
+    return importlib.util.find_spec("kaminpar") is not None
+
+
+def check_installed() -> None:
+    """Raises ModuleNotFoundError, with the command that helps."""
+    if not is_installed():
+        raise ModuleNotFoundError(f'partition="kaminpar" needs the package kaminpar, which is not installed: {INSTALL}')
+
+
+def part_graph(
+    graph: Adjacency,
+    num_parts: int,
+    seed: int,
+    weights: NDArray[np.integer] | None = None,
+    compress: bool = False,
+) -> NDArray[np.int32]:
+    """Returns the part of each node, int32 ``[N]``, with balanced nodes or, if given, balanced node weights ``[N]``.
+
+    The same for the same seed: on one thread, since several come to other parts each time. The library reads files alone, so the
+    graph goes through one in the folder for temporary files, 4 bytes per entry and 8 per node.
+
+    Args:
+        compress: keep the graph compressed in memory, which takes longer.
+
+    Raises:
+        OSError: no room for the file.
+    """
+    import kaminpar
+
+    with tempfile.TemporaryDirectory(prefix="lightning_gnn_") as folder:
+        path = Path(folder) / "graph.parhip"
+        try:
+            _write(path, graph, weights)
+        except OSError as error:
+            size = 4 * len(graph.indices) + 8 * graph.num_nodes
+            raise OSError(
+                f"KaMinPar reads the graph from a file of {size / 1e9:.1f} GB, and {folder} could not be written ({error}). "
+                "Set TMPDIR to a folder with more room."
+            ) from error
+        kaminpar.reseed(seed)
+        loaded = kaminpar.load_graph(str(path), kaminpar.GraphFileFormat.PARHIP, compress=compress)
+    found: Any = kaminpar.KaMinPar(1, kaminpar.default_context()).compute_partition(loaded, num_parts, IMBALANCE)
+    return np.array(found, np.int32)
+
+
+def _write(path: Path, graph: Adjacency, weights: NDArray[np.integer] | None) -> None:
+    """Writes a graph in ParHiP's binary form: flags, N and E; where each node's ids begin in the file; ids; node weights."""
+    num_nodes, flags = graph.num_nodes, _NO_EDGE_WEIGHTS | _NODE_IDS_32
+    head = np.array([flags | (_NO_NODE_WEIGHTS if weights is None else 0), num_nodes, len(graph.indices)], np.uint64)
+    with path.open("wb") as file:
+        head.tofile(file)
+        (8 * (num_nodes + 4) + 4 * graph.indptr).astype(np.uint64).tofile(file)
+        graph.indices.astype(np.uint32, copy=False).tofile(file)
+        if weights is not None:
+            weights.astype(np.int64).tofile(file)
