@@ -24,7 +24,9 @@ HERE = Path(__file__).parent
 COLORS = ("#1f77b4", "#ff7f0e")  # of ranks
 GREY = "#9a9a9a"
 # The same file whenever it is drawn.
-plt.rcParams.update({"svg.hashsalt": "lightning_gnn", "font.size": 9, "axes.spines.top": False, "axes.spines.right": False})
+plt.rcParams.update(
+    {"svg.hashsalt": "lightning_gnn", "font.size": 9, "axes.spines.top": False, "axes.spines.right": False}
+)
 
 
 def two_ranks() -> Any:
@@ -64,11 +66,14 @@ def time_and_memory() -> Any:
     measured = json.loads((HERE / "measured.json").read_text())
     rows = [row for row in measured["rows"] if row["system"] in ("PyG, edge_index", "PyG, torch.sparse_csr", "dgcl")]
     labels = [
-        row["system"] if row["system"].startswith("PyG") else f"dgcl, {row['ranks x threads'].replace('x', ' x ')}" for row in rows
+        row["system"] + ("" if "PyG" in row["system"] else f", {row['ranks x threads'].replace('x', ' x ')}")
+        for row in rows
     ]
     colors = [GREY if label.startswith("PyG") else COLORS[0] for label in labels]
     figure, axes = plt.subplots(1, 2, figsize=(9.5, 2.6), sharey=True)
-    for axis, name, title in zip(axes, ("s/epoch", "peak MB/rank"), ("seconds of an epoch", "MB of a process above imports")):
+    for axis, name, title in zip(
+        axes, ("s/epoch", "peak MB/rank"), ("seconds of an epoch", "MB of a process above imports")
+    ):
         bars = axis.barh(labels, [row[name] for row in rows], color=colors)
         axis.bar_label(bars, fmt="{:,.3g}" if name == "s/epoch" else "{:,.0f}", padding=3, fontsize=8)
         axis.set(xscale="log", title=title)
