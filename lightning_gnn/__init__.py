@@ -58,7 +58,7 @@ if TYPE_CHECKING:
 join_parent()  # before a process that this one starts could take itself for the rank
 leave_out()
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 _MODULES = {
     "lightning_gnn.advising.advice": ["advise"],
