@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
@@ -80,7 +81,7 @@ class StepValues:
         own = int(labelled(batch, mask).sum() if mask in MASKS else batch[mask].sum())
         return tuple(self._world.all_gather_object(own))
 
-    def predicted(self, output: Any, batch: Any, mode: Predictions) -> Any:
+    def predicted(self, output: Any, batch: Any, mode: Predictions, folder: Path) -> Any:
         """Returns what one device predicts in a step; see :class:`~lightning_gnn.steps.predictions.PredictedRows`."""
         rows_of = batch if isinstance(batch, Data) else self._shard.batch
-        return PredictedRows(self._world, self._shard, rows_of, mode)(output)
+        return PredictedRows(self._world, self._shard, rows_of, mode, folder)(output)

@@ -52,7 +52,8 @@ class GNNStrategy(StepStrategy):
             is a sum. A step that takes a mean over something else returns ``{"loss": loss, "loss_weight": count}``.
         predictions: what ``trainer.predict`` returns for tensors with one row per node or per edge: ``"all"`` all rows in
             original order on every rank, ``"rank0"`` the same on rank 0 only, ``"shards"`` each rank's own rows
-            (``batch.n_id`` and ``batch.e_id`` tell which).
+            (``batch.n_id`` and ``batch.e_id`` tell which); ``"file"`` all rows, memory-mapped: each rank writes its own to a
+            ``.npy`` file in the folder ``predictions`` of the Trainer's ``default_root_dir``, which all machines see.
         shared_memory: let CPU ranks on one machine exchange through shared memory; sockets otherwise.
         timeout: seconds after which a wait for another rank is an error that names operation, layer and rank; ranks that have
             taken different ways are told before (docs/errors.md, "When a run hangs").
