@@ -76,8 +76,9 @@ def time_and_memory() -> Any:
     ):
         bars = axis.barh(labels, [row[name] for row in rows], color=colors)
         axis.bar_label(bars, fmt="{:,.3g}" if name == "s/epoch" else "{:,.0f}", padding=3, fontsize=8)
-        axis.set(xscale="log", title=title)
-        axis.margins(x=0.2)
+        axis.set(title=title, xticks=[])
+        axis.spines.bottom.set_visible(False)
+        axis.margins(x=0.12)
     axes[0].invert_yaxis()
     return figure
 
