@@ -36,10 +36,17 @@ from lightning_gnn.nn.norms import STATE, Statistics
 from lightning_gnn.nn.rank_graph import UnsupportedModelError
 from lightning_gnn.partition.shard import HaloPlan
 
-# Convs that take ``(x_source, x_target)`` and do nothing with sources but map each row, so that they may be given S x. Others
-# may draw random numbers for rows, or take statistics of them, and copies of a row would count.
-_TAKE_HALO_ROWS = "GATConv GATv2Conv GINConv GraphConv SAGEConv TransformerConv"
-_KINDS: tuple[type, ...] = tuple(getattr(pyg_nn, name) for name in _TAKE_HALO_ROWS.split())
+# Convs that take ``(x_source, x_target)`` and do nothing with sources but map each row, so that they may be given S x; by class,
+# how many columns travel if they are not, None for those of x. Others may draw random numbers for rows, or take statistics of
+# them, and copies of a row would count.
+_TAKE_HALO_ROWS: dict[type, Callable[[Any], int | None]] = {
+    pyg_nn.GATConv: lambda conv: conv.heads * conv.out_channels,
+    pyg_nn.GATv2Conv: lambda conv: conv.heads * conv.out_channels,
+    pyg_nn.GINConv: lambda conv: None,
+    pyg_nn.GraphConv: lambda conv: conv.out_channels,
+    pyg_nn.SAGEConv: lambda conv: conv.out_channels,
+    pyg_nn.TransformerConv: lambda conv: 2 * conv.heads * conv.out_channels,
+}
 
 
 class TypedGraph(GraphContext):
@@ -62,6 +69,7 @@ class TypedGraph(GraphContext):
         readers: dict[NodeType, list[GraphContext]] = {}
         for (source, *_), relation in self.relations.items():
             readers.setdefault(source, []).append(relation)
+        self._num_readers = {name: len(of) for name, of in readers.items()}
         # Of products that are spread over ranks, each has rows of its own to send.
         shared = {name: of for name, of in readers.items() if len(of) > 1 and of[0].exchange.make_matrix is None}
         self._beside: dict[EdgeType, GraphContext] = {}
@@ -87,7 +95,9 @@ class TypedGraph(GraphContext):
             "batch.edge_index_dict, as they are. Choose or add edges in the data."
         )
 
-    def with_halo(self, kind: EdgeType, x: Tensor, layer: str) -> tuple[GraphContext, Tensor] | None:
+    def with_halo(
+        self, kind: EdgeType, x: Tensor, layer: str, columns: int | None
+    ) -> tuple[GraphContext, Tensor] | None:
         """Returns S x, made once for all edge types that read x, and the edges of a type over its rows; None where that does
         not apply, on all ranks alike.
 
@@ -95,21 +105,21 @@ class TypedGraph(GraphContext):
             kind: the edge type.
             x: of sources, ``[N, F]``.
             layer: named in errors and counted under.
+            columns: that travel for this edge type otherwise; None for those of x.
         """
         relation, beside = self.relations[kind], self._beside.get(kind)
         if beside is None or relation.share is None:
             return None
         relation.check_rows(x.size(0), layer)
+        kept = relation.kept.widths > 0 and relation.kept.is_constant(x)
+        if not kept and columns is not None and columns * self._num_readers[kind[0]] < x.size(1):
+            return None
         rows = relation.share(x, layer)
         if rows is None:
             return None
-        if rows is not beside.x and not rows.requires_grad and self._is_kept(kind, x):
+        if kept and rows is not beside.x:
             beside.turn_to(rows, relation.edge_index, relation.edge_weight)
         return beside, rows
-
-    def _is_kept(self, kind: EdgeType, x: Tensor) -> bool:
-        kept = self.relations[kind].kept
-        return kept.widths > 0 and x is kept.x and kept.is_constant(x)
 
     def _shared(self, name: NodeType, first: GraphContext, x: Tensor, layer: str) -> Tensor | None:
         """Returns S x for all that read rows of a type; None where it is not known whether these stay as they are.
@@ -262,7 +272,7 @@ def _forward(self: MessagePassing, *args: Any, **kwargs: Any) -> Any:
     x = args[0] if args else kwargs.get("x")
     source, target = x if isinstance(x, (tuple, list)) and len(x) == 2 else (x, x)
     if isinstance(source, Tensor) and source.dim() == 2 and _takes_halo_rows(self):
-        taken = graph.with_halo(kind, source, layer)
+        taken = graph.with_halo(kind, source, layer, _TAKE_HALO_ROWS[_kind_of(self)](self))
         if taken is not None:
             context, rows = taken
             if args:
@@ -275,9 +285,13 @@ def _forward(self: MessagePassing, *args: Any, **kwargs: Any) -> Any:
 
 def _takes_halo_rows(conv: MessagePassing) -> bool:
     """Returns whether a conv may be given S x in place of x; not one of which something else may see that."""
-    kind = next((kind for kind in type(conv).__mro__ if kind in _KINDS), None)
+    kind = _kind_of(conv)
     same = kind is not None and all(getattr(type(conv), name) is getattr(kind, name) for name in ("forward", "message"))
     return same and not any(map(pyg.is_watched, list(conv.modules())[1:]))
+
+
+def _kind_of(conv: MessagePassing) -> Any:
+    return next((kind for kind in type(conv).__mro__ if kind in _TAKE_HALO_ROWS), None)
 
 
 # Convs of all types at once ###################################################
