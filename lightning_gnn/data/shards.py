@@ -34,7 +34,8 @@ class Shard:
             ``n_id`` and ``e_id``, the original ids of its nodes and edges; ``num_owned``; boolean masks of nodes, False for
             replicas. Masks of edges are as in the graph: edges of replicas, whose targets are none of the owned rows, carry
             messages, too. With types, a ``HeteroData`` of what the owned nodes and their in-edges have; ``edge_index`` is in
-            local ids of the types of its ends, halo rows behind the owned ones of each type. Without, where steps look at samples.
+            local ids of the types of its ends, halo rows behind the owned ones of each, and is left out where steps look at
+            samples.
         plan: the rows to exchange.
         halos: ids of the halo rows of each rank, ascending, int64 ``[H]`` each: what a planner needs. Ids number the rows of
             rank 0, then those of rank 1, and so on.

@@ -199,7 +199,9 @@ def check_module(module: torch.nn.Module, with_types: bool | None = False) -> No
     for name, child in module.named_modules():
         where = f"'{name}' ({type(child).__name__})"
         if with_types and (isinstance(child, (DirGNNConv, GPSConv)) or over_all(child)):
-            raise UnsupportedModelError(f"{where} is for graphs of one type: use convs that are called on an edge type.")
+            raise UnsupportedModelError(
+                f"{where} is for graphs of one type: use convs that are called on an edge type."
+            )
         if isinstance(child, MessagePassing):
             if with_types is False or not isinstance(child, OF_ALL_TYPES):
                 _check_conv(where, child)

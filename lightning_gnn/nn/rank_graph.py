@@ -7,7 +7,8 @@ unless nodes have types.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any, TypeVar
 
 import torch
@@ -199,6 +200,22 @@ class RankGraph:
         """Returns owned and halo rows of several tensors, in one message per peer; differentiable."""
         return [self.expand(tensors[0], layer)] if len(tensors) == 1 else self.exchange.expand_all(tensors, layer)
 
+    @contextmanager
+    def read_once(self) -> Iterator[None]:
+        """While open, S x of the same rows x is made once: code that calls for it again and again does not change them."""
+        before, known = self.share, list[tuple[Tensor, Tensor]]()
+
+        def share(x: Tensor, layer: str) -> Tensor:
+            if not known or known[0][0] is not x:
+                known[:] = [(x, self.expand_here(x, layer))]
+            return known[0][1]
+
+        self.share = share
+        try:
+            yield
+        finally:
+            self.share = before
+
     # What is made once ########################################################
 
     def once(
@@ -232,9 +249,7 @@ class RankGraph:
 
     def split_edges(self, edge_index: Tensor) -> SplitEdges | None:
         """Returns the CSR form of edges that stay the same between steps; None for others: they would not repay it."""
-        return self.kept.of_edges(
-            "split", [edge_index], lambda: self._split(edge_index)
-        )
+        return self.kept.of_edges("split", [edge_index], lambda: self._split(edge_index))
 
     def _split(self, edge_index: Tensor) -> SplitEdges:
         return SplitEdges.from_edges(edge_index, self.num_owned, self.num_halo, self.num_targets)

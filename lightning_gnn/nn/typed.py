@@ -330,7 +330,7 @@ def _han(conv: Any, graph: TypedGraph, layer: str) -> dict[str, Any]:
         attention = torch.softmax((q * mean.squeeze(1)).sum(-1), dim=0)
         return torch.sum(attention.view(len(xs), 1, -1) * out, dim=0), attention
 
-    run = substitute(conv.forward, group=group).__func__
+    run = substitute(conv.forward, group=group).__func__  # type: ignore[attr-defined]
 
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         with graph.one_layer():

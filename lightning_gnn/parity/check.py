@@ -137,8 +137,8 @@ class _Check:
         graph = datamodule.load()
         if isinstance(graph, HeteroData):
             raise ValueError(
-                "lightning-gnn check compares steps on graphs of one type, and this one is a HeteroData. Compare a few epochs with "
-                "devices=1."
+                "lightning-gnn check compares steps on graphs of one type, and this one is a HeteroData. Compare a few epochs "
+                "with devices=1."
             )
         self.of_nodes = graph.x.size(0)
         self.notes: list[str] = []

@@ -190,8 +190,8 @@ class PredictedRows:
         raise (AmbiguousRowsError if fitting else UnknownRowsError)(
             f"What predict_step returned{f' at {first.path}' if first.path else ''} {problem} ({shapes}). Return a row for each "
             "node or edge of the batch, or for each in one of its masks, or the ids of the rows with them: "
-            '{"n_id": batch.n_id[rows], "out": out[rows]}, or "e_id"; of several types, a dict by type. What is of the whole graph '
-            "must be the same on all ranks."
+            '{"n_id": batch.n_id[rows], "out": out[rows]}, or "e_id"; of several types, a dict by type. What is of the whole '
+            "graph must be the same on all ranks."
         )
 
     def _by_id(self, place: int, by_leaf: Sequence[Sequence[_Leaf]], leaves: Sequence[Any]) -> _Rows:

@@ -32,7 +32,9 @@ class StepValues:
         self.logs = self._wrapped()
         self.scale = 1.0
         given = shard.predicted(shard.batch)
-        self._versions = {name: given[name]._version for name in ("y", *shard.mask_counts) if given.get(name) is not None}
+        self._versions = {
+            name: given[name]._version for name in ("y", *shard.mask_counts) if given.get(name) is not None
+        }
 
     def _wrapped(self) -> GlobalLogs:
         return GlobalLogs(self._module, self._world, self._module.trainer.callbacks)  # type: ignore[attr-defined]
@@ -57,7 +59,7 @@ class StepValues:
         stand_ins = 0
         if not counts[rank] and mask in MASKS:
             stand_ins = 1 if sampled else int(shard.predicted(batch)[mask].sum())
-        sizes = shard.counts[rank], shard.rows[rank], shard.edge_counts[rank], shard.edges[rank]
+        sizes: tuple[int, ...] = shard.counts[rank], shard.rows[rank], shard.edge_counts[rank], shard.edges[rank]
         if shard.types.is_hetero:
             sizes = *(int(of[rank]) for of in shard.types.nodes.values()), *sizes
         self.logs.enter(counts, stand_ins, sizes)

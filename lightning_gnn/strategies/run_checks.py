@@ -90,9 +90,9 @@ def ahead_of_stage(strategy: GNNStrategy, module: pl.LightningModule, shard: Sha
 def _warn_of_no_check(strategy: GNNStrategy, module: pl.LightningModule) -> None:
     if strategy.self_check and strategy.world_size > 1:
         rank_zero_warn(
-            f"The self-check tries steps on graphs of one type, so it says nothing about {type(module).__name__} on a HeteroData. "
-            "Convs and norms are exact; what a step computes across nodes outside of them may be of one rank's nodes. Compare a "
-            f"few epochs with devices=1, and then say {type(strategy).__name__}(self_check=False)."
+            f"The self-check tries steps on graphs of one type, so nothing is known about {type(module).__name__} on a "
+            "HeteroData beyond its convs and norms, which are exact: what a step computes across nodes outside of them may be of "
+            f"one rank's nodes. Compare a few epochs with devices=1, and then say {type(strategy).__name__}(self_check=False)."
         )
 
 

@@ -6,6 +6,7 @@ Test tiers: without ranks; gloo ranks in the pool.
 from __future__ import annotations
 
 import copy
+import re
 from functools import cache
 from typing import Any
 
@@ -13,25 +14,40 @@ import lightning as L
 import pytest
 import torch
 import torch.nn.functional as F
-from common import Recorder, assert_same, quiet_trainer
+from common import Recorder, all_rows_sent, assert_same, awkward_graph, campaign, quiet_trainer
+from conftest import RankFailed
 from test_hetero_sampling import AWARDS, BY, CITES, CLASSES, SIZES, TAGS, WRITES, Typed, typed_graph, uneven
-from torch_geometric.data import HeteroData
+from torch_geometric.data import Data, HeteroData
 from torch_geometric.nn import (
+    DirGNNConv,
+    FastRGCNConv,
     GATConv,
     GATv2Conv,
     GCNConv,
     GraphConv,
     HANConv,
+    HeteroBatchNorm,
     HeteroConv,
     HGTConv,
     MessagePassing,
+    RGCNConv,
     SAGEConv,
     TransformerConv,
     to_hetero,
 )
 from torch_geometric.nn.models import GAT, GraphSAGE
 
-from lightning_gnn import DGCLStrategy, GNNStrategy, GraphDataModule, SpMM1DStrategy, UnsupportedModelError, VertexCutStrategy
+import lightning_gnn
+from lightning_gnn import (
+    CoverStrategy,
+    DGCLStrategy,
+    GNNStrategy,
+    GossipStrategy,
+    GraphDataModule,
+    SpMM1DStrategy,
+    SpMM15DStrategy,
+    VertexCutStrategy,
+)
 
 STRATEGIES: dict[str, type[GNNStrategy]] = {
     "dgcl": DGCLStrategy,
@@ -117,7 +133,9 @@ class AllTypes(torch.nn.Module):
 
 MODELS: dict[str, Any] = {
     "sage": lambda: to_hetero(GraphSAGE((-1, -1), 6, 2, CLASSES, norm="batch_norm"), METADATA),
-    "gat": lambda: to_hetero(GAT((-1, -1), 6, 2, CLASSES, add_self_loops=False, norm="graph_norm"), METADATA, aggr="mean"),
+    "gat": lambda: to_hetero(
+        GAT((-1, -1), 6, 2, CLASSES, add_self_loops=False, norm="graph_norm"), METADATA, aggr="mean"
+    ),
     "mixed": lambda: Layers(mixed),
     "others": lambda: Layers(others),
     "hgt": lambda: AllTypes(HGTConv),
@@ -186,9 +204,14 @@ def on_one_device(name: str) -> dict[str, Any]:
     return trained(0, 1, typed_graph(), name)
 
 
-@pytest.mark.parametrize("name", MODELS)
-@pytest.mark.parametrize("strategy", STRATEGIES)
-@pytest.mark.parametrize("world_size", [2, 3])
+NAMES = [*MODELS]
+
+
+@pytest.mark.parametrize(
+    ("strategy", "world_size"),
+    [("dgcl", 3), ("vertex_cut", 2), *campaign(("dgcl", 1), ("vertex_cut", 3), ("spmm_1d", 3))],
+)
+@pytest.mark.parametrize("name", NAMES)
 def test_models(ranks, name, strategy, world_size):
     for found in ranks.run(world_size, trained, typed_graph(), name, strategy):
         assert_same(found, on_one_device(name), rtol=1e-9, atol=1e-10)
@@ -212,3 +235,225 @@ def test_ranks_without_nodes_of_some_type(ranks, parts, name):
     world_size, make = PARTS[parts]
     for found in ranks.run(world_size, trained, typed_graph(), name, "dgcl", {"partition": make()}):
         assert_same(found, on_one_device(name), rtol=1e-9, atol=1e-10)
+
+
+# Bytes ########################################################################
+
+
+def sages(columns: int) -> HeteroConv:
+    return HeteroConv({kind: SAGEConv((-1, -1), columns) for kind in (WRITES, CITES, TAGS, BY, AWARDS)}, "sum")
+
+
+def gats(columns: int) -> HeteroConv:
+    attention = {kind: GATConv((-1, -1), columns, heads=2, add_self_loops=False) for kind in (WRITES, BY, AWARDS, TAGS)}
+    return HeteroConv({**attention, CITES: GATConv((-1, -1), columns, heads=2)}, "mean")
+
+
+MODELS.update(sages=lambda: Layers(sages), gats=lambda: Layers(gats))
+
+
+class Sent(L.Callback):
+    """Keeps the bytes of each epoch."""
+
+    def __init__(self) -> None:
+        self.bytes: list[float] = []
+
+    def on_train_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        self.bytes.append(float(trainer.callback_metrics["comm/bytes_sent"]))
+
+
+def sent_by(rank: int, world_size: int, wrapped: Any, graph: Any, chosen: Any) -> tuple[list[float], Any]:
+    """Returns the bytes that all ranks send in each epoch of three, and the rank's shard."""
+    sent, source = Sent(), GraphDataModule(graph)
+    chosen = chosen(timeout=60, self_check=False)
+    with all_rows_sent():
+        quiet_trainer(chosen, world_size, callbacks=[sent], limit_val_batches=0).fit(wrapped, datamodule=source)
+    return sent.bytes, source.shard
+
+
+def halo_rows(shard: Any, name: str) -> int:
+    number = list(shard.types.nodes).index(name)
+    return sum(int((shard.types.numbers(halo) == number).sum()) for halo in shard.halos)
+
+
+@pytest.mark.parametrize("strategy", ["dgcl", "spmm_1d"])
+def test_rows_that_several_edge_types_read_travel_once(ranks, strategy):
+    """In the first layer, features travel in the first step only, and learned rows of topics in each; in the second, hidden rows
+    of authors and papers do, for two edge types each, and those of topics after their map."""
+    for (sent, shard), (of_gats, _) in zip(
+        ranks.run(3, sent_by, module("sages"), typed_graph(), STRATEGIES[strategy]),
+        ranks.run(3, sent_by, module("gats"), typed_graph(), STRATEGIES[strategy]),
+    ):
+        author, paper, topic = (halo_rows(shard, name) for name in ("author", "paper", "topic"))
+        assert min(author, paper, topic) > 0
+        constant = 5 * author + 8 * paper
+        step = 2 * 4 * topic + 2 * (6 * author + 6 * paper + CLASSES * topic)
+        assert sent == [8.0 * (constant + step), 8.0 * step, 8.0 * step]
+        # 12 hidden columns. Two maps of 2 x 3 have as many: the rows themselves travel, once.
+        step = 2 * 12 * topic + 2 * (12 * author + 12 * paper + 2 * CLASSES * topic)
+        assert of_gats == [8.0 * (constant + step), 8.0 * step, 8.0 * step]
+
+
+class OneType(L.LightningModule):
+    """Relations as an attribute of edges."""
+
+    def __init__(self, kind: type[RGCNConv]) -> None:
+        super().__init__()
+        torch.manual_seed(1)
+        self.first, self.second = kind(12, 8, 3).double(), kind(8, 5, 3).double()
+
+    def forward(self, batch: Data) -> torch.Tensor:
+        hidden = self.first(batch.x, batch.edge_index, batch.edge_type).relu()
+        return self.second(hidden, batch.edge_index, batch.edge_type)
+
+    def training_step(self, batch: Data, batch_idx: int) -> torch.Tensor:
+        loss = F.cross_entropy(self(batch)[batch.train_mask], batch.y[batch.train_mask], ignore_index=-1)
+        self.log("train_loss", loss)
+        return loss
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+@pytest.mark.parametrize("kind", [RGCNConv, FastRGCNConv])
+def test_rows_of_relations_travel_once(ranks, kind):
+    graph = awkward_graph()
+    graph.edge_type = torch.arange(graph.edge_index.size(1)) % 3
+    alone = OneType(kind)
+    quiet_trainer("auto", 1, limit_val_batches=0).fit(alone, datamodule=GraphDataModule(graph))
+    for (sent, shard), weights in ranks.run(3, with_weights, OneType(kind), graph):
+        halo = sum(map(len, shard.halos))
+        assert sent == [8.0 * halo * (12 + 2 * 8)] + 2 * [8.0 * halo * 2 * 8]
+        torch.testing.assert_close(weights, dict(alone.state_dict()), rtol=1e-10, atol=1e-12)
+
+
+def with_weights(rank: int, world_size: int, wrapped: Any, graph: Any) -> Any:
+    wrapped = copy.deepcopy(wrapped)  # ranks are given one that they share
+    return sent_by(rank, world_size, wrapped, graph, DGCLStrategy), dict(wrapped.state_dict())
+
+
+# What steps return, checkpoints, refusals #####################################
+
+
+class Dicts(Trained):
+    def predict_step(self, batch: HeteroData, batch_idx: int) -> Any:
+        x = {**batch.x_dict, "topic": self.model.topics(batch["topic"].n_id)}
+        out = self.model.model(x, batch.edge_index_dict)
+        return {"out": out, "papers": {"n_id": batch["paper"].n_id[::2], "rows": out["paper"][::2]}}
+
+
+def saved(rank: int, world_size: int, folder: str, strategy: str | None, then: str | None) -> Any:
+    """Trains for two epochs and goes on for two under another strategy; returns weights and predictions of all types."""
+    made = module("mixed")
+    wrapped = Dicts(made.model).double()
+    for number, name in enumerate((strategy, then)):
+        chosen = "auto" if name is None else STRATEGIES[name](timeout=60, self_check=False)
+        trainer = quiet_trainer(chosen, world_size, max_epochs=2 * (number + 1))
+        path = f"{folder}/{strategy}.ckpt" if number else None
+        trainer.fit(wrapped, datamodule=GraphDataModule(typed_graph()), ckpt_path=path)
+        if not number:
+            trainer.save_checkpoint(f"{folder}/{strategy}.ckpt")
+    [predicted] = trainer.predict(wrapped, datamodule=GraphDataModule(typed_graph()))
+    return dict(wrapped.state_dict()), predicted
+
+
+def test_checkpoints_and_predictions_by_type(ranks, tmp_path):
+    weights, predicted = saved(0, 1, str(tmp_path), None, None)
+    for found, rows in ranks.run(3, saved, str(tmp_path), "dgcl", "vertex_cut"):
+        torch.testing.assert_close(found, weights, rtol=1e-9, atol=1e-11)
+        torch.testing.assert_close(rows["out"], predicted["out"], rtol=1e-9, atol=1e-11)
+        ids = rows["papers"]["n_id"]  # every second row of each rank
+        assert len(ids) and torch.equal(ids, ids.sort().values)
+        torch.testing.assert_close(rows["papers"]["rows"], predicted["out"]["paper"][ids], rtol=1e-9, atol=1e-11)
+
+
+class Mean(torch.nn.Module):
+    """Convs and something else, which `look` does with a batch."""
+
+    def __init__(self, look: Any) -> None:
+        super().__init__()
+        self.conv, self.look = sages(CLASSES), look
+
+    def forward(self, x: Any, edges: Any) -> Any:
+        return self.look(self.conv, x, edges)
+
+
+def some_edges(conv: Any, x: Any, edges: Any) -> Any:
+    return conv(x, {**edges, CITES: edges[CITES][:, ::2]})
+
+
+def expanded(conv: Any, x: Any, edges: Any) -> Any:
+    lightning_gnn.expand(x["paper"])
+    return conv(x, edges)
+
+
+def looped(conv: Any, x: Any, edges: Any) -> Any:
+    conv.convs[WRITES].add_self_loops = True
+    return conv(x, edges)
+
+
+STEPS: dict[str, tuple[Any, str]] = {
+    "some edges": (
+        some_edges,
+        r"'model.model.conv.convs.<paper___cites___paper>' was called without edges of the batch",
+    ),
+    "expand": (expanded, "expand takes rows of graphs of one type"),
+    "self-loops": (looped, r"adds self-loops to edges \('author', 'writes', 'paper'\), whose ends are of two types"),
+}
+MODELS.update({f"refused: {name}": (lambda look=look: Mean(look)) for name, (look, _) in STEPS.items()})
+
+
+@pytest.mark.parametrize("name", STEPS)
+def test_steps_that_are_refused(ranks, name):
+    with pytest.raises(RankFailed) as raised:
+        ranks.run(2, trained, typed_graph(), f"refused: {name}", "dgcl")
+    for error in raised.value.errors.values():
+        assert re.search(f"UnsupportedModelError: .*{STEPS[name][1]}", error), error
+
+
+LAYOUTS: dict[str, GNNStrategy] = {
+    "replicas": DGCLStrategy(plan="replicate", hops=2),
+    "new plans": DGCLStrategy(plan="spst", topology="uniform", replan=2),
+    "cover": CoverStrategy(),
+    "cache": VertexCutStrategy(cache=0.1),
+    "blocks": SpMM1DStrategy(sparsity_aware=False),
+    "products on a grid": SpMM15DStrategy(replication=2),
+    "gossip": GossipStrategy(),
+}
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_strategies_that_take_no_types(name, tmp_path):
+    layout = quiet_trainer(LAYOUTS[name], 2).strategy.layout()
+    with pytest.raises(ValueError, match=r'strategy="dgcl".*strategy="sampling".*to_homogeneous'):
+        GraphDataModule(typed_graph(), store=tmp_path).partition_for(layout)
+
+
+class Batched(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = HeteroBatchNorm(4, 3)
+
+
+class Both(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = DirGNNConv(SAGEConv(8, CLASSES))
+
+
+@pytest.mark.parametrize(
+    ("make", "options", "words"),
+    [
+        (Batched, {}, "'model.norm' .HeteroBatchNorm. takes statistics over all nodes"),
+        (Both, {}, "'model.conv' .DirGNNConv. is for graphs of one type"),
+        (lambda: to_hetero(GraphSAGE((-1, -1), 4, 1), METADATA), {}, "does not know its input columns yet"),
+        (lambda: sages(3), {"recompute": True}, "recompute=True is for graphs of one type"),
+    ],
+)
+def test_refused_before_training(make, options, words, tmp_path):
+    trainer = quiet_trainer(DGCLStrategy(**options), 1, self_check=True)
+    model = make()
+    if options:
+        model = module("sages").model
+    with pytest.raises(ValueError, match=words):
+        trainer.fit(Trained(model), datamodule=GraphDataModule(typed_graph(), store=tmp_path))
