@@ -43,6 +43,7 @@ def example(folder: Path, name: str, at_least: float) -> Finished:
             ("pipelined.py", 0.9),
             ("embeddings.py", 0.9),
             ("events.py", 0.67),
+            ("node_types.py", 0.9),
         ),
     ],
 )

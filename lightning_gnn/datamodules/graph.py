@@ -97,7 +97,8 @@ class GraphDataModule(StoredGraph, L.LightningDataModule):
     ``train_mask``, ``val_mask``, ``test_mask``, ``n_id [N]`` (original ids), ``num_owned`` (N). A graph whose links are to be
     predicted has ``edge_train_mask``, ``edge_val_mask``, ``edge_test_mask`` (bool ``[E]``) and needs none of nodes.
 
-    A ``HeteroData`` is for ``sampling``, whose batches are ``HeteroData``, and for one device.
+    Of a ``HeteroData``, batches are ``HeteroData``: under ``dgcl``, ``vertex_cut`` and ``spmm_1d`` a rank's part of the whole
+    graph, under ``sampling`` samples.
     """
 
     def __init__(
@@ -262,7 +263,9 @@ class GraphDataModule(StoredGraph, L.LightningDataModule):
             else:
                 self.tell_of_changes("the parts are other ones now")
                 self._shard = None  # in the middle of a run, before the next one takes its memory
-                shard = read_cut(self.store / folder, layout).shard(self.trainer.global_rank, layout.replicas)
+                shard = read_cut(self.store / folder, layout).shard(
+                    self.trainer.global_rank, layout.replicas, layout.samples
+                )
         except Exception as error:
             failure = error
         _raise_together(world, failure, "The partitioned graph could not be read")
@@ -312,7 +315,7 @@ def check_fits(module: torch.nn.Module, types: Types) -> None:
     if not getattr(module, "takes_types", True):
         raise ValueError(
             f"{name} calls model(x, edge_index) and takes graphs of one type. For a HeteroData write a LightningModule, whose "
-            "steps get batch.x_dict and batch.edge_index_dict (docs/sampling.md has one)."
+            "steps get batch.x_dict and batch.edge_index_dict (docs/models.md has one)."
         )
     if getattr(module, "predicts_edges", False):
         raise ValueError(

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 from torch.utils._pytree import keystr, tree_flatten_with_path, tree_unflatten
-from torch_geometric.data import Data
+from torch_geometric.data import Data, HeteroData
 
 from lightning_gnn.comm.group import World
 from lightning_gnn.data.attributes import STAND_INS
@@ -85,16 +85,26 @@ class AmbiguousRowsError(UnknownRowsError):
 class PredictedRows:
     """Puts together what ranks predict in one step on a batch; where `mode` is ``"file"``, in files of a folder."""
 
-    def __init__(self, world: World, shard: Shard, batch: Data, mode: Predictions, folder: Path = Path()) -> None:
-        self._world, self._mode, self._folder = world, mode, folder
-        stand_ins = shard.batch.get(STAND_INS, {})
-        own = {"nodes": shard.counts[world.rank], "edges": shard.edge_counts[world.rank]}
-        ids = {"nodes": shard.batch.n_id.cpu(), "edges": shard.batch.e_id.cpu()}
-        totals = {"nodes": sum(shard.counts), "edges": sum(shard.edge_counts)}
+    def __init__(
+        self, world: World, shard: Shard, batch: Data | HeteroData, mode: Predictions, folder: Path = Path()
+    ) -> None:
+        self._world, self._mode, self._folder, types = world, mode, folder, shard.types
+        stand_ins = shard.predicted(shard.batch).get(STAND_INS, {})
+        if isinstance(batch, HeteroData):
+            ids = {f"nodes of {name!r}": batch[name].n_id.cpu() for name in types.nodes}
+            ids |= {f"edges of {kind}": batch[kind].e_id.cpu() for kind in types.edges}
+            own = {name: len(of) for name, of in ids.items()}
+            totals = dict(zip(ids, map(types.total, (*types.nodes, *types.edges))))
+        else:
+            own = {"nodes": shard.counts[world.rank], "edges": shard.edge_counts[world.rank]}
+            ids = {"nodes": shard.batch.n_id.cpu(), "edges": shard.batch.e_id.cpu()}
+            totals = {"nodes": sum(shard.counts), "edges": sum(shard.edge_counts)}
+        self._whole = tuple(ids)
         self._rows = {of: _Rows(ids[of], torch.arange(len(ids[of])) < own[of], totals[of]) for of in ids}
-        for name, mask in batch.to_dict().items():
+        nodes = f"nodes of {types.input_type!r}" if types.is_hetero else "nodes"
+        for name, mask in shard.predicted(batch).to_dict().items():
             if isinstance(mask, Tensor) and mask.dtype == torch.bool and mask.dim() == 1:
-                rows = self._rows["edges" if batch.is_edge_attr(name) else "nodes"]
+                rows = self._rows["edges" if isinstance(batch, Data) and batch.is_edge_attr(name) else nodes]
                 if len(mask) == len(rows.ids):
                     chosen, kept = mask.cpu().nonzero().view(-1), rows.kept.clone()
                     if name in stand_ins:
@@ -143,7 +153,7 @@ class PredictedRows:
         inside = None
         if rows.dtype == torch.int64 and rows.dim() == 1 and len(rows.unique()) == len(rows):
             masks = frozenset(name for name, of in self._rows.items() if bool(torch.isin(rows, of.ids).all()))
-            inside = masks if masks & {"nodes", "edges"} else None
+            inside = masks if masks & {*self._whole} else None
         named = any(path.endswith((f"[{name!r}]", f".{name}")) for name in ("n_id", "e_id"))
         return _Leaf(path, rows.dtype, tuple(rows.shape), digest, varied, inside, named)
 
@@ -161,9 +171,11 @@ class PredictedRows:
         if alike and (of_ranks[0].varied or lengths[0] <= 0):
             return None
         fitting = [name for name in self._rows if [of.get(name) for of in counts] == lengths]
-        whole = [name for name in fitting if name in ("nodes", "edges")]
-        if len(whole) == 1:
-            return self._rows[whole[0]]
+        whole = [name for name in fitting if name in self._whole]
+        # Of types, the key says which, as in what models return: out["paper"].
+        said = [name for name in whole if f"[{name.removeprefix('nodes of ')}]" in of_ranks[0].path]
+        if len(said or whole) == 1:
+            return self._rows[(said or whole)[0]]
         beside = [  # what may be the ids of these rows
             place
             for place, each in enumerate(by_leaf)
@@ -189,7 +201,8 @@ class PredictedRows:
         raise (AmbiguousRowsError if fitting else UnknownRowsError)(
             f"What predict_step returned{f' at {first.path}' if first.path else ''} {problem} ({shapes}). Return a row for each "
             "node or edge of the batch, or for each in one of its masks, or the ids of the rows with them: "
-            '{"n_id": batch.n_id[rows], "out": out[rows]}, or "e_id". What is of the whole graph must be the same on all ranks.'
+            '{"n_id": batch.n_id[rows], "out": out[rows]}, or "e_id"; of several types, a dict by type. What is of the whole '
+            "graph must be the same on all ranks."
         )
 
     def _by_id(self, place: int, by_leaf: Sequence[Sequence[_Leaf]], leaves: Sequence[Any]) -> _Rows:

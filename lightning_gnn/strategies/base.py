@@ -168,7 +168,7 @@ class GNNStrategy(StepStrategy):
 
     def binds(self, shard: Shard) -> bool:
         """Returns whether layers see the rank's part of the graph; else steps see nothing but their batches."""
-        return not shard.types.is_hetero
+        return True
 
     def begin_stage(self, trainer: pl.Trainer, shard: Shard) -> None:
         """Binds the model, which is on its device, and wraps what its steps give; on all ranks."""
@@ -213,7 +213,11 @@ class GNNStrategy(StepStrategy):
 
     def check_model(self, module: torch.nn.Module, types: Types) -> None:
         """Raises :class:`UnsupportedModelError` for a model that cannot run on such a graph; on every rank."""
-        check_module(module)
+        if types.is_hetero and (self.recompute or self.offload):
+            raise ValueError(
+                f"{'recompute' if self.recompute else 'offload'}=True is for graphs of one type. Leave it out for a HeteroData."
+            )
+        check_module(module, types.is_hetero)
 
     def check_data(self, data: Any) -> GraphDataModule:
         """Returns the datamodule of a run; raises ValueError for any that has no graph."""

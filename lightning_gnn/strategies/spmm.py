@@ -75,6 +75,12 @@ class SpMMScheme(ProductScheme):
         self._made: ProcessGrid | None = None
 
     @override
+    def layout(self, world_size: int, num_hosts: int = 1) -> LayoutSpec:
+        # Of one dimension, what a nonzero reads comes from its owner, and nothing else: rows of each type by themselves.
+        types = self.replication == 1 and self.sparsity_aware
+        return replace(super().layout(world_size, num_hosts), takes_types=types)
+
+    @override
     def followed(self) -> dict[str, Any]:
         return {} if self._made is None else {"name": "products", "replication": self._made.replication}
 
@@ -112,6 +118,9 @@ class SpMMScheme(ProductScheme):
     @override
     def exchange(self, shard: Shard, world: World, meter: Meter) -> Exchange:
         exchange, offsets = HaloExchange(shard.plan, world, meter), shard.offsets
+        if shard.types.is_hetero:
+            self._made = ProcessGrid(world.size, 1)
+            return exchange
         grid = self._made = self._grid(shard, offsets, shard.node_ids(world.rank), world)
         sparse = partial(SparseMatrix, holders=on_grid(grid, offsets), offsets=offsets, world=world, meter=meter)
         blocks = partial(BlockMatrix, grid=grid, offsets=offsets, world=world, meter=meter)
