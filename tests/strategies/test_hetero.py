@@ -343,7 +343,7 @@ class Dicts(Trained):
 
 
 def saved(rank: int, world_size: int, folder: str, strategy: str | None, then: str | None) -> Any:
-    """Trains for two epochs and goes on for two under another strategy; returns weights and predictions of all types, in files."""
+    """Trains for two epochs and goes on for two under another strategy; returns weights, and predictions from files."""
     made = module("mixed")
     wrapped = Dicts(made.model).double()
     for number, name in enumerate((strategy, then)):
