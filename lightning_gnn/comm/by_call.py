@@ -41,8 +41,9 @@ class MatrixByCall(Matrix):
         reach = _reach(entries, plan, offsets, world)
         own = np.stack([own_edge_traffic(product, reach, world.rank) for product in self._products])
         of_all = world.all_gather(torch.from_numpy(own).to(world.device), "Counting what products send").cpu().numpy()
-        self._rows = of_all.transpose(1, 2, 0, 3).copy()  # [products, 2, P, P], by owner and other
-        self._rows[:, 1] = self._rows[:, 1].transpose(0, 2, 1).copy()  # partial sums go to owners
+        # By product, what, sender and receiver: own rows go to others, and others' partial sums come to their owner.
+        sent, summed = of_all[:, :, 0].transpose(1, 0, 2), of_all[:, :, 1].transpose(1, 2, 0)
+        self._rows = np.stack([sent, summed], 1)
         self._taken: dict[tuple[int, torch.dtype, bool], Product] = {}
         self._made: dict[Product, Matrix] = {}
 
