@@ -51,6 +51,7 @@ if TYPE_CHECKING:
         SpMM2DStrategy,
         SpMM3DStrategy,
         SpMM15DStrategy,
+        SpMMStrategy,
         VertexCutStrategy,
     )
     from lightning_gnn.strategies.staged import StagedStrategy
@@ -108,6 +109,7 @@ __all__ = [
     "SpMM2DStrategy",
     "SpMM3DStrategy",
     "SpMM15DStrategy",
+    "SpMMStrategy",
     "StagedStrategy",
     "UnsupportedModelError",
     "VertexCutStrategy",
