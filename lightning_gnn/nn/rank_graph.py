@@ -184,13 +184,12 @@ class RankGraph:
 
     # S ########################################################################
 
-    def expand(self, x: Tensor, layer: str, dim: int = 0) -> Tensor:
-        """Returns owned and halo rows, ``[N + H, ...]``, differentiable."""
-        shared = None if self.share is None or dim % x.dim() else self.share(x, layer)
-        return self.expand_here(x, layer, dim) if shared is None else shared
-
-    def expand_here(self, x: Tensor, layer: str, dim: int = 0) -> Tensor:
-        """Returns what :meth:`expand` does, for this layer alone."""
+    def expand(self, x: Tensor, layer: str, dim: int = 0, alone: bool = False) -> Tensor:
+        """Returns owned and halo rows, ``[N + H, ...]``, differentiable; `alone`: for this layer, shared with no other."""
+        if not alone and self.share is not None and not dim % x.dim():
+            shared = self.share(x, layer)
+            if shared is not None:
+                return shared
         kept = None
         if x is self.x and dim % x.dim() == 0:
             kept = self.kept.of_x("expanded", x, 0, lambda: self._to_keep(lambda: (self.exchange.expand(x, layer),)))
@@ -207,7 +206,7 @@ class RankGraph:
 
         def share(x: Tensor, layer: str) -> Tensor:
             if not known or known[0][0] is not x:
-                known[:] = [(x, self.expand_here(x, layer))]
+                known[:] = [(x, self.expand(x, layer, alone=True))]
             return known[0][1]
 
         self.share = share

@@ -127,14 +127,14 @@ class TypedGraph(GraphContext):
         `first` is the graph of the first edge type that reads them. One tensor of each shape is remembered: the last.
         """
         if first.kept.widths and first.kept.is_constant(x):
-            return first.expand_here(x, layer)
+            return first.expand(x, layer, alone=True)
         is_inference = x.is_inference()  # and does not know how often it was changed
         if is_inference and not self._in_layer:
             return None
         key, seen = (name, x.shape[1:]), (0 if is_inference else x._version, torch.is_grad_enabled())
         known = self._known.get(key)
         if known is None or known[0] is not x or known[1] != seen:
-            known = self._known[key] = x, seen, first.expand_here(x, layer)
+            known = self._known[key] = x, seen, first.expand(x, layer, alone=True)
         return known[2]
 
     @contextmanager
