@@ -26,6 +26,7 @@ lint: $(STAMP)
 	$(BIN)/lint-imports
 
 docs: $(STAMP)
+	$(BIN)/python docs/figures/draw.py
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
 # Installed again only when what it installs has changed.

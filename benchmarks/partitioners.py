@@ -72,7 +72,9 @@ def measure(path: str, method: str, parts: int) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--graphs", nargs="+", default=["cnr-2000", "ego-twitter", "soc-slashdot0902", "planted-2", "planted-10"])
+    parser.add_argument(
+        "--graphs", nargs="+", default=["cnr-2000", "ego-twitter", "soc-slashdot0902", "planted-2", "planted-10"]
+    )
     parser.add_argument("--methods", nargs="+", default=METHODS)
     parser.add_argument("--parts", type=int, default=8)
     parser.add_argument("--json", type=Path)
@@ -82,7 +84,9 @@ def main() -> None:
         measure(*options.measure, options.parts)
         return
     rows = []
-    print("| graph | method | balanced | cut | halo rows per node | nodes, heaviest / mean | edges | CPU s | bytes per edge |")
+    print(
+        "| graph | method | balanced | cut | halo rows per node | nodes, heaviest / mean | edges | CPU s | bytes per edge |"
+    )
     print("|---|---|---|---|---|---|---|---|---|")
     for name in options.graphs:
         edge_index, num_nodes = edges_of(name)
@@ -96,7 +100,10 @@ def main() -> None:
                 row |= json.loads(done.stdout.splitlines()[-1])
                 rows.append(row)
                 numbers = f"{row['cut']:.4f} | {row['halo']:.3f} | {row['nodes']:.2f} | {row['edges']:.2f} | {row['cpu_s']:.1f}"
-                print(f"| {name} | {method} | {row['balance']} | {numbers} | {row['bytes'] / row['num_edges']:.1f} |", flush=True)
+                print(
+                    f"| {name} | {method} | {row['balance']} | {numbers} | {row['bytes'] / row['num_edges']:.1f} |",
+                    flush=True,
+                )
     if options.json:
         options.json.write_text(json.dumps(rows, indent=1) + "\n")
 

@@ -51,6 +51,7 @@ if TYPE_CHECKING:
         SpMM2DStrategy,
         SpMM3DStrategy,
         SpMM15DStrategy,
+        SpMMStrategy,
         VertexCutStrategy,
     )
     from lightning_gnn.strategies.staged import StagedStrategy
@@ -58,7 +59,7 @@ if TYPE_CHECKING:
 join_parent()  # before a process that this one starts could take itself for the rank
 leave_out()
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 _MODULES = {
     "lightning_gnn.advising.advice": ["advise"],
@@ -108,6 +109,7 @@ __all__ = [
     "SpMM2DStrategy",
     "SpMM3DStrategy",
     "SpMM15DStrategy",
+    "SpMMStrategy",
     "StagedStrategy",
     "UnsupportedModelError",
     "VertexCutStrategy",

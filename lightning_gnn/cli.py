@@ -14,6 +14,7 @@ from lightning_gnn.callbacks.loggers import log_config
 from lightning_gnn.commands.advise import advise
 from lightning_gnn.commands.check import check
 from lightning_gnn.commands.compare import compare
+from lightning_gnn.commands.demo import demo
 from lightning_gnn.commands.doctor import doctor
 from lightning_gnn.commands.partition import partition
 from lightning_gnn.commands.plan import plan
@@ -22,6 +23,7 @@ from lightning_gnn.datamodules import GraphDataModule
 from lightning_gnn.parser import Parser, check_names, did_you_mean
 
 COMMANDS = {
+    "demo": "see three strategies at work on a graph made on the spot, in about a minute",
     "fit": "train a model on a graph",
     "validate": "evaluate a model on the validation nodes",
     "test": "evaluate a model on the test nodes",
@@ -53,6 +55,17 @@ examples:
 All options of a command: lightning-gnn COMMAND --help
 """.format(commands="\n".join(f"  {name:<10} {text}" for name, text in COMMANDS.items()))
 
+SHORT = """lightning-gnn trains PyTorch Geometric models, unchanged, on one graph over several devices:
+
+  demo                          three strategies on a graph made on the spot, in about a minute
+  fit, validate, test, predict  your model and graph, of a file: --config FILE
+  check, advise, compare        is it exact? which strategy will be the fastest? which is?
+  partition, plan, topology     the parts, what travels between them, and the links
+  doctor                        can this machine train?
+
+All commands, with examples: lightning-gnn --help
+"""
+
 
 class SaveConfig(SaveConfigCallback):
     """Keeps the run's configuration with its logs; without a logger there is no folder of the run, and nothing is kept."""
@@ -82,11 +95,11 @@ class TrainerCLI(LightningCLI):
 def main() -> None:
     command, *arguments = sys.argv[1:] or [""]
     if command in ("", "-h", "--help"):
-        print(HELP, end="")
-        sys.exit(0 if command else 2)
+        print(HELP if command else SHORT, end="")
+        sys.exit(0)
     for name in lightning_gnn.__all__:
         getattr(lightning_gnn, name)  # so that the parser knows these classes by their names alone
-    own = {each.__name__: each for each in (partition, plan, advise, check, compare, doctor, topology)}
+    own = {each.__name__: each for each in (demo, partition, plan, advise, check, compare, doctor, topology)}
     if command in own:
         own[command](arguments)
     elif command in COMMANDS or command.startswith("-"):

@@ -43,6 +43,7 @@ def example(folder: Path, name: str, at_least: float) -> Finished:
             ("pipelined.py", 0.9),
             ("embeddings.py", 0.9),
             ("events.py", 0.67),
+            ("node_types.py", 0.9),
         ),
     ],
 )
@@ -127,3 +128,39 @@ def test_first_sight(shared, ran, how):
         for first, then in (partitions, (kernels, "Compiled in"))[: 1 + CAMPAIGN]:
             assert output.index(first) < output.index(then) < output.index("Self-check")
         assert output.count(kernels) <= 2  # the process that loads the graph may need one of them, too
+
+
+BEFORE = """
+import lightning as L, torch, torch.nn.functional as F
+from torch_geometric.data.lightning import LightningNodeData
+from torch_geometric.datasets import Planetoid
+from torch_geometric.nn.models import GraphSAGE
+from lightning_gnn import GraphDataModule
+L.seed_everything(0)
+graph = Planetoid("data/planetoid", "Cora")[0]
+"""
+AFTER = """
+if trainer.is_global_zero:
+    print("weights", sum(float(each.double().abs().sum()) for each in trainer.lightning_module.parameters()))
+"""
+
+
+def with_other_lines(folder: Path) -> list[float]:
+    """The sums of the weights to which the README's two scripts come: PyG's for one device, and that for two ranks."""
+    shutil.copytree(SHARED / "data" / "planetoid", folder / "data" / "planetoid")
+    [lines] = re.findall(r"```diff\n(.*?)```", (REPOSITORY / "README.md").read_text(), re.DOTALL)
+    found = []
+    for sign in "-+":
+        script = folder / "two_lines.py"
+        script.write_text(
+            "\n".join([BEFORE, *(line[1:] for line in lines.splitlines() if line[:1] in ("", " ", sign)), AFTER])
+        )
+        output = run(script, cwd=folder, variables={"LIGHTNING_GNN_STORE": str(folder / "store")}).succeeded().output
+        found += [float(each) for each in re.findall(r"^weights (.*)$", output, re.MULTILINE)]
+    return found
+
+
+@pytest.mark.campaign
+def test_two_lines_change(shared, tmp_path):
+    one_device, two_ranks = with_other_lines(tmp_path)
+    assert two_ranks == pytest.approx(one_device, rel=1e-5)

@@ -173,7 +173,10 @@ def _full_graph(candidate: Candidate, job: _Job) -> Advice:
     data.prepare_for(strategy.scheme.layout(ranks, hosts if ranks % hosts == 0 else 1))
     cut = data.stored_cut()
     if cut.types.is_hetero:
-        raise ValueError('The graph has node or edge types, and is trained on samples: strategy="sampling".')
+        raise ValueError(
+            'Steps are rehearsed on graphs of one type, and this one is a HeteroData. Name a strategy: "dgcl", "vertex_cut", '
+            '"spmm_1d" or "sampling".'
+        )
     shards = [cut.shard(rank) for rank in range(ranks)]
     bind = partial(strategy.scheme.bind, meter=Meter())
     rehearsal = rehearse(job.module, shards, bind, job.trainer, threads=job.machine.threads, prepare=coding(strategy))

@@ -28,8 +28,7 @@ class LoadedEdges(pl.Callback):
         if self._told or len(self._edge_counts) == 1:
             return
         self._told = True
-        reverse = self._context.reverse
-        layers = sorted(self._context.on_loaded_edges | (reverse.on_loaded_edges if reverse else set()))
+        layers = sorted(self._context.all_on_loaded_edges)
         if layers:
             counts = self._edge_counts
             names, most, average = ", ".join(map(repr, layers)), max(counts), max(1, sum(counts) / len(counts))

@@ -150,6 +150,7 @@ class SparseMatrix(Matrix):
         entries, offsets: see :class:`~lightning_gnn.comm.grid.BlockMatrix`.
         holders: who multiplies which entry.
         make_exchange: of the rows of columns, and of partial results.
+        row_offsets: as `offsets`, of the nodes that rows are of, where these are others: the matrix is then not square.
 
     Attributes:
         columns: expands rows of the columns.
@@ -164,15 +165,15 @@ class SparseMatrix(Matrix):
         world: World,
         meter: Meter,
         make_exchange: MakeExchange = send_directly,
+        row_offsets: Ids | None = None,
     ) -> None:
-        self.offsets, self.world, self._make_exchange = offsets, world, make_exchange
-        self.num_owned = int(offsets[world.rank + 1] - offsets[world.rank])
+        self.world, self._make_exchange = world, make_exchange
         mine = distribute(entries, holders, world)
-        self.columns, self._col = self._exchange(mine.col, meter)
-        self.rows, self._row = self._exchange(mine.row, meter)
+        self.columns, self._col = self._exchange(mine.col, offsets, meter)
+        self.rows, self._row = self._exchange(mine.row, offsets if row_offsets is None else row_offsets, meter)
         self._value = mine.value
         # Partial results that read no others' rows need not wait for them: both leave in one message to each rank.
-        self._reads_others = bool(((self._row >= self.num_owned) & (self._col >= self.num_owned)).any())
+        self._reads_others = bool(((self._row >= self.rows.num_owned) & (self._col >= self.columns.num_owned)).any())
         of_all = world.all_gather_object((self._reads_others, self.columns.num_halo, self.rows.num_halo))
         some_read_others, copies, results = (any(each) for each in zip(*of_all))
         direct = all(type(each) is HaloExchange for each in self.exchanges)
@@ -186,7 +187,7 @@ class SparseMatrix(Matrix):
     @cached_property
     def csr(self) -> CSR:
         """This rank's part as one matrix: owned rows and those that it adds to, by owned columns and those that it reads."""
-        shape = self.num_owned + self.rows.num_halo, self.num_owned + self.columns.num_halo
+        shape = [of.num_owned + of.num_halo for of in (self.rows, self.columns)]
         return CSR.from_coo(self._row, self._col, *shape).of_slots()
 
     @cached_property
@@ -198,28 +199,28 @@ class SparseMatrix(Matrix):
 
     def _part(self, own_row: bool, own_col: bool) -> _Part:
         """Returns the entries between own or others' rows and own or others' columns."""
-        row, col, owned = self._row, self._col, self.num_owned
-        ids = (((row < owned) == own_row) & ((col < owned) == own_col)).nonzero().view(-1)
+        row, col, rows, columns = self._row, self._col, self.rows, self.columns
+        ids = (((row < rows.num_owned) == own_row) & ((col < columns.num_owned) == own_col)).nonzero().view(-1)
         csr = CSR.from_coo(
-            row[ids] - (0 if own_row else owned),
-            col[ids] - (0 if own_col else owned),
-            owned if own_row else self.rows.num_halo,
-            owned if own_col else self.columns.num_halo,
+            row[ids] - (0 if own_row else rows.num_owned),
+            col[ids] - (0 if own_col else columns.num_owned),
+            rows.num_owned if own_row else rows.num_halo,
+            columns.num_owned if own_col else columns.num_halo,
         )
         values = None if self._value is None else csr.permute(self._value[ids])
         csr = csr.of_slots()
         return _Part(csr, values, None if values is None else csr.transpose().permute(values))
 
-    def _exchange(self, ids: Tensor, meter: Meter) -> tuple[Exchange, Tensor]:
+    def _exchange(self, ids: Tensor, offsets: Ids, meter: Meter) -> tuple[Exchange, Tensor]:
         """Returns the exchange of the nodes `ids` that others own, and `ids` in local numbers: owned, then others."""
-        first = int(self.offsets[self.world.rank])
-        own = (ids >= first) & (ids < first + self.num_owned)
+        first, end = map(int, offsets[self.world.rank : self.world.rank + 2])
+        own = (ids >= first) & (ids < end)
         halo, position = torch.unique(ids[~own], return_inverse=True)
         halos = self.world.all_gather_object(halo.cpu().numpy())
-        rows = halo_plan(self.world.rank, self.offsets, halos)
-        exchange = self._make_exchange(rows, halos, self.offsets, self.world, meter)
+        rows = halo_plan(self.world.rank, offsets, halos)
+        exchange = self._make_exchange(rows, halos, offsets, self.world, meter)
         local = ids - first
-        local[~own] = self.num_owned + position
+        local[~own] = end - first + position
         return exchange, local
 
     @cached_property
@@ -244,7 +245,7 @@ class SparseMatrix(Matrix):
                 csr, values = (part.csr.transpose(), part.values_transposed) if transposed else (part.csr, part.values)
                 spmm(csr, x if own_col else arrived, values, out=out, accumulate=not own_col)
 
-        own = x.new_empty((self.num_owned, x.size(1)), dtype=dtype)
+        own = x.new_empty((targets.num_owned, x.size(1)), dtype=dtype)
         partial = targets.buffers.take((targets.num_halo, x.size(1)), dtype)
         if len(partial):
             add(False, True, partial)
@@ -295,9 +296,16 @@ def spread_edges(
         holders: who computes each of its in-edges, ``[E_r]``.
         make_exchange: of halo rows, of copies and of partial results.
     """
-    offsets, node_ids = shard.offsets, shard.node_ids(world.rank)
-    source, target = node_ids[shard.batch.edge_index.cpu().numpy()]
+    offsets, edge_index = shard.offsets, shard.batch.edge_index.cpu().numpy()
+    source, target = shard.node_ids(world.rank)[edge_index[0]], shard.target_ids(world.rank)[edge_index[1]]
     of_edges = EdgeHolders(target, source, holders, world.rank, int(offsets[-1]))
+    row_offsets = None if shard.targets is None else shard.target_offsets
     return partial(
-        SparseMatrix, holders=of_edges, offsets=offsets, world=world, meter=meter, make_exchange=make_exchange
+        SparseMatrix,
+        holders=of_edges,
+        offsets=offsets,
+        world=world,
+        meter=meter,
+        make_exchange=make_exchange,
+        row_offsets=row_offsets,
     )

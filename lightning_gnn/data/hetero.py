@@ -20,8 +20,9 @@ from lightning_gnn.partition.shard import Ids, Relabelling
 from lightning_gnn.partition.types import ONE_TYPE, Types
 
 NO_TYPES = (
-    'GraphDataModule trains a HeteroData on sampled neighbourhoods only: Trainer(strategy="sampling"), or '
-    "SamplingStrategy(...). For other strategies, try `.to_homogeneous()`, whose edge_type RGCNConv and its kin take."
+    'A HeteroData is trained as a whole by strategy="dgcl", "vertex_cut" and "spmm_1d", without replicas, caches, new plans or '
+    'whole blocks, and on sampled neighbourhoods by strategy="sampling". For others, try `.to_homogeneous()`, whose edge_type '
+    "RGCNConv and its kin take."
 )
 
 

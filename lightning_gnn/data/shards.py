@@ -6,7 +6,7 @@ N nodes, E edges, P ranks.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any
 
@@ -33,8 +33,9 @@ class Shard:
         batch: its rows, owned ones first and replicas behind them; ``edge_index`` in local ids, halo rows behind these;
             ``n_id`` and ``e_id``, the original ids of its nodes and edges; ``num_owned``; boolean masks of nodes, False for
             replicas. Masks of edges are as in the graph: edges of replicas, whose targets are none of the owned rows, carry
-            messages, too. With types, a ``HeteroData`` of what the owned nodes and their in-edges have, without
-            ``edge_index``: steps look at samples.
+            messages, too. With types, a ``HeteroData`` of what the owned nodes and their in-edges have; ``edge_index`` is in
+            local ids of the types of its ends, halo rows behind the owned ones of each, and is left out where steps look at
+            samples.
         plan: the rows to exchange.
         halos: ids of the halo rows of each rank, ascending, int64 ``[H]`` each: what a planner needs. Ids number the rows of
             rank 0, then those of rank 1, and so on.
@@ -48,6 +49,8 @@ class Shard:
         digest: of the node assignment; equal on all ranks that hold parts of the same cut.
         report: partition quality, for logs.
         holders: of a vertex cut, the rank that computes each edge of the batch, ``[E_r]``; None where its target's owner does.
+        targets: owned rows of each rank that edges end at, where these are of another type than those that they begin at: see
+            :meth:`of_edges`.
     """
 
     batch: Data | HeteroData
@@ -65,15 +68,58 @@ class Shard:
     digest: str
     report: Mapping[str, Any]
     holders: Tensor | None = None
+    targets: tuple[int, ...] | None = None
 
     @property
     def offsets(self) -> Ids:
         """First node of each rank and the end, ``[P + 1]``."""
         return np.cumsum([0, *self.counts])
 
+    @property
+    def target_offsets(self) -> Ids:
+        """As :attr:`offsets`, of the nodes that edges end at."""
+        return np.cumsum([0, *(self.targets or self.counts)])
+
     def node_ids(self, rank: int) -> Ids:
         """Returns the relabelled id of each owned and halo row of `rank`, whose shard this is, ``[N + H]``."""
         return np.concatenate([np.arange(*self.offsets[rank : rank + 2]), self.halos[rank]])
+
+    def target_ids(self, rank: int) -> Ids:
+        """Returns the relabelled id of each row that edges of `rank` end at."""
+        return np.arange(*self.target_offsets[rank : rank + 2])
+
+    def predicted(self, batch: Data | HeteroData) -> Any:
+        """Returns where a batch of this graph keeps masks and labels: in itself, or in the input type."""
+        return batch[self.types.input_type] if isinstance(batch, HeteroData) else batch
+
+    def of_edges(self, kind: EdgeType, rank: int) -> Shard:
+        """Returns what `rank`, whose shard with types this is, holds for the edges of one type: a graph whose nodes are those of
+        the sources' type, and whose edges end at rows of :attr:`targets`. Tensors are the batch's own."""
+        source, _, target = kind
+        types, number, nodes = self.types, list(self.types.nodes).index(kind[0]), self.batch[kind[0]]
+        halos = tuple(types.ids(halo[types.numbers(halo) == number]) for halo in self.halos)
+        counts, edge_counts = (tuple(of[name].tolist()) for of, name in ((types.nodes, source), (types.edges, kind)))
+        x = nodes.x if "x" in nodes else torch.empty(counts[rank], 0, device=nodes.n_id.device)
+        edges = self.batch[kind]
+        batch = Data(x=x, edge_index=edges.edge_index, n_id=nodes.n_id, e_id=edges.e_id)
+        if "edge_weight" in edges:
+            batch.edge_weight = edges.edge_weight
+        begin = int(types.begins(kind)[rank])
+        holders = None if self.holders is None else self.holders[begin : begin + edge_counts[rank]]
+        return replace(
+            self,
+            batch=batch,
+            plan=halo_plan(rank, types.offsets(source), halos),
+            halos=halos,
+            n_id=self.n_id[types.place(source)],
+            e_id=self.e_id[types.place(kind)],
+            counts=counts,
+            edge_counts=edge_counts,
+            rows=counts,
+            edges=edge_counts,
+            holders=holders,
+            targets=tuple(types.nodes[target].tolist()),
+        )
 
 
 @dataclass(frozen=True)
@@ -170,10 +216,10 @@ class Cut:
             rows, halos, edges = np.diff(held.offsets), held.halos, held.num_edges
         return list(zip(rows.tolist(), map(len, halos), edges.tolist()))
 
-    def shard(self, rank: int, replicas: Replicas | None = None) -> Shard:
-        """Returns what `rank` holds; of replicas, copies."""
+    def shard(self, rank: int, replicas: Replicas | None = None, samples: bool = False) -> Shard:
+        """Returns what `rank` holds; of replicas, copies. With types, without edges where steps look at `samples`."""
         if self.types.is_hetero:
-            return self._shard_with_types(rank)
+            return self._shard_with_types(rank, not samples)
         halos, offsets = self.halos, self.offsets
         owned = slice(*offsets[rank : rank + 2])
         nodes: Any = owned
@@ -198,7 +244,7 @@ class Cut:
         if len(batch.n_id) > batch.num_owned:
             for name in MASKS:
                 batch[name][batch.num_owned :] = False
-        _add_stand_ins(batch, rank, self.mask_counts)
+        _add_stand_ins(batch, rank, self.mask_counts, batch.num_owned)
         holders = None if self.holders is None else self.holders[edges]
         return self._shard_of(rank, batch, halos, offsets, num_edges, holders)
 
@@ -230,15 +276,35 @@ class Cut:
             holders=holders,
         )
 
-    def _shard_with_types(self, rank: int) -> Shard:
-        """Returns what the nodes and edges of `rank` have; nothing is copied out of the store."""
+    def _shard_with_types(self, rank: int, with_edges: bool) -> Shard:
+        """Returns what the nodes and edges of `rank` have; without edges, nothing is copied out of the store."""
         types, batch = self.types, HeteroData()
         for kind in (*types.nodes, *types.edges):
             rows, into = slice(*types.offsets(kind)[rank : rank + 2]), batch[kind]
             for name, value in self.attributes[types.key(kind)].items():
                 into[name] = value[rows]
             into["n_id" if isinstance(kind, str) else "e_id"] = self.ids_of(kind)[rows]
-        return self._shard_of(rank, batch, self.halos, self.offsets, np.diff(self.edge_offsets), None)
+        holders = None
+        if with_edges:
+            local, edge_index = self._rows_of_types(rank), self.edge_index_of(rank)
+            for kind, counts in types.edges.items():
+                begin = int(types.begins(kind)[rank])
+                batch[kind].edge_index = torch.from_numpy(local[edge_index[:, begin : begin + int(counts[rank])]])
+            for name, counts in types.nodes.items():
+                if "x" not in batch[name]:
+                    batch[name].num_nodes = int(counts[rank])
+            _add_stand_ins(batch[types.input_type], rank, self.mask_counts, int(types.nodes[types.input_type][rank]))
+            holders = None if self.holders is None else self.holders[slice(*self.edge_offsets[rank : rank + 2])]
+        return self._shard_of(rank, batch, self.halos, self.offsets, np.diff(self.edge_offsets), holders)
+
+    def _rows_of_types(self, rank: int) -> Ids:
+        """Returns for each owned and halo row of `rank` which row of its type it is there: owned rows first, ``[N + H]``."""
+        numbers, counts = self.types.numbers(self.halos[rank]), [int(of[rank]) for of in self.types.nodes.values()]
+        halo = np.empty_like(numbers)
+        for number, owned in enumerate(counts):
+            here = numbers == number
+            halo[here] = owned + np.arange(here.sum())
+        return np.concatenate([*map(np.arange, counts), halo]).astype(np.int64)
 
 
 def cut_graph(data: Data, part: np.ndarray, num_parts: int, holders: np.ndarray | None = None) -> Cut:
@@ -349,14 +415,14 @@ def mask_counts(data: Data, relabelling: Relabelling, edge_ids: Sequence[Ids] = 
     }
 
 
-def _add_stand_ins(batch: Data, rank: int, mask_counts: Mapping[str, tuple[int, ...]]) -> None:
+def _add_stand_ins(batch: Any, rank: int, mask_counts: Mapping[str, tuple[int, ...]], num_owned: int) -> None:
     """Puts a row into each mask of which others have labelled nodes, and this rank none: a mean over nothing would be nan.
 
     The rank's count stays 0, so the row weighs nothing in losses, gradients and logged values.
     :func:`~lightning_gnn.labelled` leaves it out.
     """
     for mask in MASKS:
-        if not any(mask_counts[mask]) or mask_counts[mask][rank] or not batch.num_owned:
+        if not any(mask_counts[mask]) or mask_counts[mask][rank] or not num_owned:
             continue
         y, row = batch.get("y"), 0
         classes = None if y is None else class_labels(y)

@@ -79,7 +79,8 @@ class GraphDataModule(StoredGraph, L.LightningDataModule):
             nodes. Without it, the graph's masks or the dataset's ``get_idx_split()`` (OGB) are used.
         split_column: which split, where masks have shape ``[N, splits]``.
         partition: ``"metis"``, ``"metis_masks"``, ``"metis_cover"``, ``"kaminpar"``, ``"kaminpar_compressed"``, ``"random"``,
-            ``"contiguous"`` (ranges of the graph's own order), or the rank of every node, ``[N]``. By default what suits the strategy, in most cases METIS.
+            ``"contiguous"`` (ranges of the graph's own order), or the rank of every node, ``[N]``. By default what suits the
+            strategy, in most cases METIS.
         seed: of the random split and of the partitioner; added to torch's seed for what the source draws.
         input_type: of a ``HeteroData``, the node type whose nodes are predicted; by default the one that has a ``train_mask``.
         store: folder for partitioned graphs; default ``$LIGHTNING_GNN_STORE`` or ``~/.cache/lightning_gnn``.
@@ -97,7 +98,8 @@ class GraphDataModule(StoredGraph, L.LightningDataModule):
     ``train_mask``, ``val_mask``, ``test_mask``, ``n_id [N]`` (original ids), ``num_owned`` (N). A graph whose links are to be
     predicted has ``edge_train_mask``, ``edge_val_mask``, ``edge_test_mask`` (bool ``[E]``) and needs none of nodes.
 
-    A ``HeteroData`` is for ``sampling``, whose batches are ``HeteroData``, and for one device.
+    Of a ``HeteroData``, batches are ``HeteroData``: under ``dgcl``, ``vertex_cut`` and ``spmm_1d`` a rank's part of the whole
+    graph, under ``sampling`` samples.
     """
 
     def __init__(
@@ -262,7 +264,9 @@ class GraphDataModule(StoredGraph, L.LightningDataModule):
             else:
                 self.tell_of_changes("the parts are other ones now")
                 self._shard = None  # in the middle of a run, before the next one takes its memory
-                shard = read_cut(self.store / folder, layout).shard(self.trainer.global_rank, layout.replicas)
+                shard = read_cut(self.store / folder, layout).shard(
+                    self.trainer.global_rank, layout.replicas, layout.samples
+                )
         except Exception as error:
             failure = error
         _raise_together(world, failure, "The partitioned graph could not be read")
@@ -312,7 +316,7 @@ def check_fits(module: torch.nn.Module, types: Types) -> None:
     if not getattr(module, "takes_types", True):
         raise ValueError(
             f"{name} calls model(x, edge_index) and takes graphs of one type. For a HeteroData write a LightningModule, whose "
-            "steps get batch.x_dict and batch.edge_index_dict (docs/sampling.md has one)."
+            "steps get batch.x_dict and batch.edge_index_dict (docs/models.md has one)."
         )
     if getattr(module, "predicts_edges", False):
         raise ValueError(

@@ -72,8 +72,8 @@ def cut_graph(
 ) -> tuple[Header, list[Part], list[Tensor]]:
     """Returns the cut, what each rank gets of it, and each part's edges, int64 ``[E_p, 3]``: source, target, position.
 
-    METIS, or KaMinPar, cuts between the machines of `links` first, then between their sockets, if there are several of equally many ranks (DGCL
-    section 4.1), as :class:`~lightning_gnn.strategies.dgcl.DGCLStrategy` does.
+    METIS, or KaMinPar, cuts between the machines of `links` first, then between their sockets, if there are several of equally
+    many ranks (DGCL section 4.1), as :class:`~lightning_gnn.strategies.dgcl.DGCLStrategy` does.
     """
     check_plan(plan, links)
     size, edge_index = world.size, graph[0].numpy()

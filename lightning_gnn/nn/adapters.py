@@ -162,6 +162,16 @@ def _label_propagation(conv: MessagePassing, context: GraphContext, layer: str) 
     return {"forward": types.MethodType(torch.no_grad()(forward.__func__), conv)}  # type: ignore[attr-defined]
 
 
+def _rgcn(conv: MessagePassing, context: GraphContext, layer: str) -> dict[str, Any]:
+    run = conv.forward.__func__
+
+    def forward(self: MessagePassing, *args: Any, **kwargs: Any) -> Tensor:
+        with context.read_once():  # else the same rows would travel once per relation
+            return run(self, *args, **kwargs)
+
+    return {"forward": types.MethodType(forward, conv)}
+
+
 # Convs that normalise by degrees through `gcn_norm`, which would need those of halo rows.
 _NORMALISED = "APPNP ARMAConv DNAConv EGConv FAConv GCN2Conv GCNConv LGConv MixHopConv PDNConv SGConv SSGConv TAGConv"
 
@@ -169,13 +179,14 @@ _NORMALISED = "APPNP ARMAConv DNAConv EGConv FAConv GCN2Conv GCNConv LGConv MixH
 # `add_self_loops(num_nodes=rows of x)`, which are those of the owned rows, or looks at in-degrees, which are all here.
 _AS_THEY_ARE = """AGNNConv CGConv ClusterGCNConv EdgeConv FeaStConv FiLMConv GATConv GATv2Conv GENConv GINConv GINEConv GMMConv
 GatedGraphConv GeneralConv GraphConv HEATConv LEConv MFConv NNConv PNAConv PPFConv PointGNNConv PointNetConv
-PointTransformerConv RGATConv RGCNConv FastRGCNConv ResGatedGraphConv SAGEConv SignedConv SimpleConv TransformerConv
+PointTransformerConv RGATConv FastRGCNConv ResGatedGraphConv SAGEConv SignedConv SimpleConv TransformerConv
 WLConvContinuous"""
 
 ADAPTERS: dict[type[MessagePassing], Adapter | None] = {
     CommNetConv: _commnet,
     pyg_nn.ChebConv: _cheb,
     pyg_nn.LabelPropagation: _label_propagation,
+    pyg_nn.RGCNConv: _rgcn,
     pyg_nn.SuperGATConv: _supergat,
     **{getattr(pyg_nn, name): _gcn for name in _NORMALISED.split()},
     **{getattr(pyg_nn, name): None for name in _AS_THEY_ARE.split()},
@@ -187,8 +198,8 @@ REFUSED: dict[str, str] = {
     "DynamicEdgeConv": "it finds neighbours among all nodes; build the edges beforehand, or see docs/recipes.md, 'All pairs'",
     "FusedGATConv": "it needs its own graph format; use GATConv",
     "GravNetConv": "it finds neighbours among all nodes; build the edges beforehand and use GraphConv",
-    "HANConv": "it takes several node types; use strategy='sampling', or convs for one",
-    "HGTConv": "it takes several node types; use strategy='sampling', or TransformerConv on a graph with one",
+    "HANConv": "it takes several node types, which a HeteroData has; use convs for one",
+    "HGTConv": "it takes several node types, which a HeteroData has; use TransformerConv on a graph with one",
     "HypergraphConv": "its second step runs against the direction of the edges",
     "MeshCNNConv": "it works on the edges of a mesh, not on nodes",
     "PANConv": "it multiplies the whole graph's adjacency with itself",

@@ -53,7 +53,7 @@ def _gat(
     if self.add_self_loops:
         if edge_attr is not None:
             without, edge_attr = remove_self_loops(edge_index, edge_attr)
-            _, edge_attr = add_self_loops(without, edge_attr, fill_value=self.fill_value, num_nodes=context.num_owned)
+            _, edge_attr = add_self_loops(without, edge_attr, fill_value=self.fill_value, num_nodes=context.num_targets)
         edge_index = context.with_self_loops(edge_index)
     in_list = edge_attr is not None or bool(return_attention_weights)
     at_target = _per_head(own_target, self.att_dst)

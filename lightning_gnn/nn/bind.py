@@ -35,6 +35,9 @@ from lightning_gnn.nn.recompute import recomputed
 _PER_NODE = "Sum Mean Max Min Mul Var Std Softmax PowerMean Median"
 _AGGREGATIONS = tuple(getattr(aggr, f"{name}Aggregation") for name in _PER_NODE.split())
 
+OF_ALL_TYPES = (pyg_nn.HANConv, pyg_nn.HGTConv)
+"""Convs that are called on all types at once."""
+
 # Modules that look at all nodes at once and have no form over ranks, unlike those in `norms.NORMS`.
 _ACROSS_NODES = (
     torch.nn.modules.batchnorm._BatchNorm,
@@ -67,8 +70,10 @@ class Binding:
         UnsupportedModelError: see :func:`check_module`; nothing is bound then.
     """
 
+    with_types = False
+
     def __init__(self, module: torch.nn.Module, context: GraphContext) -> None:
-        check_module(module)
+        check_module(module, self.with_types)
         self.context, self._module, self._recompute = context, module, False
         self._bound: list[tuple[torch.nn.Module, dict[str, Any]]] = []
         self.bind()
@@ -105,25 +110,23 @@ class Binding:
         self._recompute = True
         self.bind()
 
-    def _bind(self, conv: MessagePassing, layer: str, context: GraphContext) -> None:
+    @staticmethod
+    def check_unbound(conv: MessagePassing, layer: str) -> None:
+        """Raises RuntimeError if a conv is bound."""
         if STATE in conv.__dict__:
             raise RuntimeError(
                 f"'{layer}' is bound to a graph already: is the model in another Trainer that still runs?"
             )
-        wrapped: dict[str, Callable[..., Any]] = {"propagate": _propagate}
-        if pyg.implements_edge_update(conv):
-            wrapped["edge_updater"] = _edge_updater
-        state = _BoundConv(context, layer, {name: getattr(conv, name).__func__ for name in wrapped})
-        adapter = ADAPTERS.get(known_kind(conv))
-        patched = adapter(conv, context, layer) if adapter is not None else {}
-        patched.update(fused(conv, context, layer, patched.get("forward", conv.forward).__func__))
-        patched.update({name: types.MethodType(method, conv) for name, method in wrapped.items()})
+
+    def _bind(self, conv: MessagePassing, layer: str, context: GraphContext) -> None:
+        self.check_unbound(conv, layer)
+        methods = bound_methods(conv, layer, context)
         if self._recompute:
-            forward = patched.get("forward", conv.forward)
-            patched["forward"] = types.MethodType(recomputed(forward.__func__, context), conv)
+            forward = methods.get("forward", conv.forward)
+            methods["forward"] = types.MethodType(recomputed(forward.__func__, context), conv)
         pyg.clear_caches(conv)
-        object.__setattr__(conv, STATE, state)
-        self._patch(conv, patched)
+        object.__setattr__(conv, STATE, methods.pop(STATE))
+        self._patch(conv, methods)
 
     def _patch(self, module: torch.nn.Module, methods: dict[str, Any]) -> None:
         self._bound.append((module, {name: module.__dict__.get(name) for name in methods}))
@@ -141,6 +144,19 @@ class Binding:
             if isinstance(module, MessagePassing):
                 pyg.clear_caches(module)
         self._bound = []
+
+
+def bound_methods(conv: MessagePassing, layer: str, context: GraphContext) -> dict[str, Any]:
+    """Returns the methods of a conv that is bound to a rank's graph, by name, and what they know of it as ``STATE``."""
+    wrapped: dict[str, Callable[..., Any]] = {"propagate": _propagate}
+    if pyg.implements_edge_update(conv):
+        wrapped["edge_updater"] = _edge_updater
+    state = _BoundConv(context, layer, {name: getattr(conv, name).__func__ for name in wrapped})
+    adapter = ADAPTERS.get(known_kind(conv))
+    methods = adapter(conv, context, layer) if adapter is not None else {}
+    methods.update(fused(conv, context, layer, methods.get("forward", conv.forward).__func__))
+    methods.update({name: types.MethodType(method, conv) for name, method in wrapped.items()})
+    return {**methods, STATE: state}
 
 
 def _left_eager(method: Any) -> Any:
@@ -176,13 +192,19 @@ def known_kind(conv: MessagePassing) -> Any:
 # Checks #######################################################################
 
 
-def check_module(module: torch.nn.Module) -> None:
-    """Raises :class:`UnsupportedModelError` naming the first module that is not exact on a part of a graph."""
+def check_module(module: torch.nn.Module, with_types: bool | None = False) -> None:
+    """Raises :class:`UnsupportedModelError` naming the first module that is not exact on a part of a graph, `with_types` or
+    without; None for one that may have types."""
     check_columns(module)
     for name, child in module.named_modules():
         where = f"'{name}' ({type(child).__name__})"
+        if with_types and (isinstance(child, (DirGNNConv, GPSConv)) or over_all(child)):
+            raise UnsupportedModelError(
+                f"{where} is for graphs of one type: use convs that are called on an edge type."
+            )
         if isinstance(child, MessagePassing):
-            _check_conv(where, child)
+            if with_types is False or not isinstance(child, OF_ALL_TYPES):
+                _check_conv(where, child)
         elif isinstance(child, _ACROSS_NODES) and not isinstance(child, tuple(NORMS)):
             raise UnsupportedModelError(
                 f"{where} takes statistics over all nodes, which are not on one rank. Use torch.nn.BatchNorm1d or one of PyG's "
@@ -284,7 +306,7 @@ def _propagate(self: MessagePassing, edge_index: Tensor, size: Any = None, **kwa
     context.on_loaded_edges.add(state.layer)
     sources, targets, _ = pyg.lifted_arguments(self)
     lifted = _with_halo(self, state, kwargs, sources, targets)
-    size = (context.num_owned + context.num_halo, context.num_owned)
+    size = (context.num_owned + context.num_halo, context.num_targets)
     given = {name: kwargs[name] for name in pyg.read_by_update(self) & (sources | targets) if name in kwargs}
     update = self.update
 
@@ -314,7 +336,7 @@ def _by_kernels(conv: MessagePassing, state: _BoundConv, edge_index: Tensor, kwa
         return None
     for rows in (source, target):
         if rows is not None:
-            state.context.check_rows(rows.size(0), state.layer)
+            state.context.check_rows(rows.size(0), state.layer, of_targets=rows is not source)
     name = LINEAR_MESSAGES[message]
     weight = kwargs.get(name) if name is not None else None
     if reductions in (["sum"], ["mean"]):
@@ -338,7 +360,7 @@ def _with_halo(
         source, target = value if isinstance(value, (tuple, list)) else (value, value)
         for rows in (source, target):
             if isinstance(rows, Tensor):
-                state.context.check_rows(rows.size(conv.node_dim), state.layer)
+                state.context.check_rows(rows.size(conv.node_dim), state.layer, of_targets=rows is not source)
         if name in sources and isinstance(source, Tensor):
             lifted[name] = (state.context.expand(source, state.layer, conv.node_dim), target)
     return lifted

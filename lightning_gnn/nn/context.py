@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -169,7 +170,7 @@ class GraphContext(RankGraph):
         """Returns the edges without self-loops, then one self-loop for each owned node, as PyG orders them."""
 
         def compute() -> tuple[Tensor]:
-            return (add_self_loops(remove_self_loops(edge_index)[0], num_nodes=self.num_owned)[0],)
+            return (add_self_loops(remove_self_loops(edge_index)[0], num_nodes=self.num_targets)[0],)
 
         return self.once(("self-loops",), edge_index, None, compute)[0]
 
@@ -245,9 +246,10 @@ class GraphContext(RankGraph):
         """Returns a sum over edges of S x, ``[N, F]``; kept while x, ``[N, F]``, is constant."""
         self.propagated(layer)
         world, exchange = self.exchange.world, self.exchange
-        matrix, make, node_ids = None, exchange.make_matrix, self._node_ids
-        if make is not None and node_ids is not None:
-            matrix = self.kept.of_edges(("product", id(what)), [], lambda: make(what.entries(node_ids, self.num_owned)))
+        matrix, make, node_ids, target_ids = None, exchange.make_matrix, self._node_ids, self._target_ids
+        if make is not None and node_ids is not None and target_ids is not None:
+            entries = partial(what.entries, node_ids, target_ids, self.num_owned)
+            matrix = self.kept.of_edges(("product", id(what)), [], lambda: make(entries()))
 
         def compute(rows: Tensor) -> Tensor:
             if matrix is not None:
@@ -257,7 +259,7 @@ class GraphContext(RankGraph):
         def by_columns() -> tuple[Tensor]:
             if x.dtype not in (torch.float32, torch.float64):
                 return (compute(x),)
-            out = x.new_empty((self.num_owned, x.size(1)))
+            out = x.new_empty((self.num_targets, x.size(1)))
             for low in range(0, x.size(1), self.columns_at_once):
                 columns = slice(low, low + self.columns_at_once)
                 out[:, columns] = compute(x[:, columns].contiguous())

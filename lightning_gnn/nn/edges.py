@@ -1,6 +1,6 @@
 """A rank's edges as matrices, and sums over them that an exchange completes.
 
-N owned rows, H halo rows, E edges, F columns.
+N owned rows, H halo rows, E edges, F columns. Edges end at T rows: the owned ones, unless nodes have types.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ class SplitEdges:
     """``A = [A_owned | A_halo]``: the rank's edges by where their source lies, so that one part needs no waiting.
 
     Attributes:
-        owned: CSR ``[N, N]``; halo: CSR ``[N, H]``; rows are targets. Both are of the whole list of edges.
-        in_degree: int64 ``[N]``.
+        owned: CSR ``[T, N]``; halo: CSR ``[T, H]``; rows are targets. Both are of the whole list of edges.
+        in_degree: int64 ``[T]``.
     """
 
     owned: CSR
@@ -35,16 +35,19 @@ class SplitEdges:
     in_degree: Tensor
 
     @classmethod
-    def from_edges(cls, edge_index: Tensor, num_owned: int, num_halo: int) -> SplitEdges:
+    def from_edges(
+        cls, edge_index: Tensor, num_owned: int, num_halo: int, num_targets: int | None = None
+    ) -> SplitEdges:
         source, target = edge_index
-        degree = torch.bincount(target, minlength=num_owned)
+        num_targets = num_owned if num_targets is None else num_targets
+        degree = torch.bincount(target, minlength=num_targets)
         if not num_halo:
-            none = CSR.from_coo(source[:0], source[:0], num_owned, 0).in_list(source[:0])
-            return cls(CSR.from_coo(target, source, num_owned, num_owned), none, degree)
+            none = CSR.from_coo(source[:0], source[:0], num_targets, 0).in_list(source[:0])
+            return cls(CSR.from_coo(target, source, num_targets, num_owned), none, degree)
 
         def part(where: Tensor, first: int, columns: int) -> CSR:
             ids = where.nonzero().view(-1)
-            return CSR.from_coo(target[ids], source[ids] - first, num_owned, columns).in_list(ids)
+            return CSR.from_coo(target[ids], source[ids] - first, num_targets, columns).in_list(ids)
 
         is_halo = source >= num_owned
         return cls(part(~is_halo, 0, num_owned), part(is_halo, num_owned, num_halo), degree)
@@ -63,12 +66,12 @@ class SplitEdges:
 
     @cached_property
     def inverse_degree(self) -> Tensor:
-        """1 / max(in-degree, 1), float64 ``[N]``."""
+        """1 / max(in-degree, 1), float64 ``[T]``."""
         return self.in_degree.clamp(min=1).double().reciprocal()
 
     @cached_property
     def without_edges(self) -> Tensor:
-        """The owned rows that no edge ends at, ids."""
+        """The rows that no edge ends at, ids."""
         return (self.in_degree == 0).nonzero().view(-1)
 
     def weights(self, weight: Tensor) -> SplitWeights:
@@ -95,7 +98,7 @@ class Sum:
         edges: A.
         weights: of edges; None for ones.
         before: of owned rows, ``[N]``, applied where they are owned and so before they travel; None for ones.
-        after: of the rows of the result, ``[N]``; None for ones.
+        after: of the rows of the result, ``[T]``; None for ones.
     """
 
     edges: SplitEdges
@@ -103,17 +106,18 @@ class Sum:
     before: Tensor | None = None
     after: Tensor | None = None
 
-    def entries(self, node_ids: Tensor, num_owned: int) -> Triples:
-        """Returns the entries of the matrix, in the numbers that `node_ids` ``[N + H]`` gives owned and halo rows."""
+    def entries(self, node_ids: Tensor, target_ids: Tensor, num_owned: int) -> Triples:
+        """Returns the entries of the matrix, in the numbers that `node_ids` ``[N + H]`` gives owned and halo rows, and
+        `target_ids` those that edges end at."""
         edges, weights = self.edges, self.weights
-        rows = [node_ids[csr.row_of_slot()] for csr in (edges.owned, edges.halo)]
+        rows = [target_ids[csr.row_of_slot()] for csr in (edges.owned, edges.halo)]
         cols = [node_ids[edges.owned.indices.long()], node_ids[edges.halo.indices.long() + num_owned]]
         values = None if weights is None else torch.cat([weights.owned, weights.halo])
         return Triples(torch.cat(rows), torch.cat(cols), values)
 
 
 class SumOfRows(torch.autograd.Function):
-    """A :class:`Sum`, ``[N, F]``: the owned part is multiplied while the halo rows travel."""
+    """A :class:`Sum`, ``[T, F]``: the owned part is multiplied while the halo rows travel."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, exchange: Exchange, what: Sum, call: Call) -> Tensor:
@@ -124,7 +128,7 @@ class SumOfRows(torch.autograd.Function):
         wait = exchange.start_expand(x, halo, call)
         # As in PyG, a float32 weight makes messages of bfloat16 rows float32; the rows travel as they are.
         dtype = x.dtype if weights is None else torch.promote_types(x.dtype, weights.owned.dtype)
-        out = x.new_empty((exchange.num_owned, x.size(1)), dtype=torch.promote_types(dtype, torch.float32))
+        out = x.new_empty((edges.owned.num_rows, x.size(1)), dtype=torch.promote_types(dtype, torch.float32))
         last = None if halo.numel() else what.after
         spmm(edges.owned, x, weights.owned if weights else None, out=out, scale=last)
         wait()

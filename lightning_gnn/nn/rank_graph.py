@@ -1,12 +1,14 @@
 """A rank's graph as layers see it: its edges, the exchange, and what is made of them once.
 
-N owned rows, H halo rows, E edges, F columns; ``...`` stands for any trailing dimensions.
+N owned rows, H halo rows, E edges, F columns; ``...`` stands for any trailing dimensions. Edges end at T rows: the owned ones,
+unless nodes have types.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any, TypeVar
 
 import torch
@@ -40,6 +42,8 @@ class RankGraph:
         kept_widths: what is kept of constant input takes at most as much memory as so many copies of it; 0 keeps nothing.
         rows: rows of any nodes; None where nothing reads them.
         node_ids: relabelled id of each owned and halo row, int64 ``[N + H]``; for products.
+        target_ids: relabelled id of each row that edges end at, int64 ``[T]``, where these are of another type; for products.
+        num_targets: T, where edges end at rows of another type.
 
     Attributes:
         propagations: how often each layer has let rows travel along edges in this step, by its name.
@@ -47,6 +51,7 @@ class RankGraph:
             although the exchange may spread others' over ranks.
         columns_at_once: of constant input travel together: what travels stays small, like what later layers send.
         reverse: of the same nodes in the graph whose edges go the other way; None where no layer reads out-edges.
+        share: makes S x for all layers that read the rows x; None where each layer makes its own.
     """
 
     columns_at_once = 16
@@ -60,26 +65,33 @@ class RankGraph:
         kept_widths: int = 4,
         rows: AnyRows | None = None,
         node_ids: Tensor | None = None,
+        target_ids: Tensor | None = None,
+        num_targets: int | None = None,
     ) -> None:
         self.exchange, self.rows = exchange, rows
         self.reverse: Self | None = None
+        self.share: Callable[[Tensor, str], Tensor | None] | None = None
+        self._given_targets = num_targets
         self.propagations = Counter[str]()
         self.on_loaded_edges = set[str]()
         self._kept_widths, self._node_ids = kept_widths, node_ids
+        self._target_ids = node_ids if target_ids is None else target_ids
         self.turn_to(x, edge_index, edge_weight)
 
     def turn_to(self, x: Tensor, edge_index: Tensor, edge_weight: Tensor | None) -> None:
         """Takes another batch, whose rows the exchange knows of; what was made of the last one is forgotten."""
         self.x, self.edge_index, self.edge_weight = x, edge_index, edge_weight
         self.num_owned, self.num_halo = self.exchange.num_owned, self.exchange.num_halo
+        self.num_targets = self.num_owned if self._given_targets is None else self._given_targets
         own_edges = [tensor for tensor in (edge_index, edge_weight) if tensor is not None]
         self.kept = Kept(x, own_edges, self._kept_widths)
 
-    def check_rows(self, rows: int, layer: str) -> None:
-        """Raises :class:`UnsupportedModelError` unless `layer` was given one row per owned node."""
-        if rows != self.num_owned:
+    def check_rows(self, rows: int, layer: str, of_targets: bool = False) -> None:
+        """Raises :class:`UnsupportedModelError` unless `layer` was given one row per owned node, that edges end at perhaps."""
+        owned = self.num_targets if of_targets else self.num_owned
+        if rows != owned:
             raise UnsupportedModelError(
-                f"'{layer}' was given {rows} node rows, but this rank owns {self.num_owned}. Convs must be called with one "
+                f"'{layer}' was given {rows} node rows, but this rank owns {owned}. Convs must be called with one "
                 "row per node of the batch, in its order."
             )
 
@@ -115,6 +127,11 @@ class RankGraph:
             self.drain()
         for exchange in self.exchanges:
             exchange.begin_step(step)
+
+    @property
+    def all_on_loaded_edges(self) -> set[str]:
+        """:attr:`on_loaded_edges`, those that read out-edges among them."""
+        return self.on_loaded_edges | (self.reverse.on_loaded_edges if self.reverse else set())
 
     @property
     def exchanges(self) -> list[Exchange]:
@@ -167,8 +184,12 @@ class RankGraph:
 
     # S ########################################################################
 
-    def expand(self, x: Tensor, layer: str, dim: int = 0) -> Tensor:
-        """Returns owned and halo rows, ``[N + H, ...]``, differentiable."""
+    def expand(self, x: Tensor, layer: str, dim: int = 0, alone: bool = False) -> Tensor:
+        """Returns owned and halo rows, ``[N + H, ...]``, differentiable; `alone`: for this layer, shared with no other."""
+        if not alone and self.share is not None and not dim % x.dim():
+            shared = self.share(x, layer)
+            if shared is not None:
+                return shared
         kept = None
         if x is self.x and dim % x.dim() == 0:
             kept = self.kept.of_x("expanded", x, 0, lambda: self._to_keep(lambda: (self.exchange.expand(x, layer),)))
@@ -177,6 +198,22 @@ class RankGraph:
     def expand_all(self, tensors: Sequence[Tensor], layer: str) -> list[Tensor]:
         """Returns owned and halo rows of several tensors, in one message per peer; differentiable."""
         return [self.expand(tensors[0], layer)] if len(tensors) == 1 else self.exchange.expand_all(tensors, layer)
+
+    @contextmanager
+    def read_once(self) -> Iterator[None]:
+        """While open, S x of the same rows x is made once: code that calls for it again and again does not change them."""
+        before, known = self.share, list[tuple[Tensor, Tensor]]()
+
+        def share(x: Tensor, layer: str) -> Tensor:
+            if not known or known[0][0] is not x:
+                known[:] = [(x, self.expand(x, layer, alone=True))]
+            return known[0][1]
+
+        self.share = share
+        try:
+            yield
+        finally:
+            self.share = before
 
     # What is made once ########################################################
 
@@ -211,16 +248,17 @@ class RankGraph:
 
     def split_edges(self, edge_index: Tensor) -> SplitEdges | None:
         """Returns the CSR form of edges that stay the same between steps; None for others: they would not repay it."""
-        return self.kept.of_edges(
-            "split", [edge_index], lambda: SplitEdges.from_edges(edge_index, self.num_owned, self.num_halo)
-        )
+        return self.kept.of_edges("split", [edge_index], lambda: self._split(edge_index))
+
+    def _split(self, edge_index: Tensor) -> SplitEdges:
+        return SplitEdges.from_edges(edge_index, self.num_owned, self.num_halo, self.num_targets)
 
     def matrix(self, edge_index: Tensor) -> CSR:
-        """Returns the edges as one matrix over owned and halo rows, ``[N, N + H]``; kept where edges last."""
+        """Returns the edges as one matrix over owned and halo rows, ``[T, N + H]``; kept where edges last."""
 
         def make() -> CSR:
             source, target = edge_index
-            return CSR.from_coo(target, source, self.num_owned, self.num_owned + self.num_halo)
+            return CSR.from_coo(target, source, self.num_targets, self.num_owned + self.num_halo)
 
         return self.kept.of_edges("matrix", [edge_index], make) or make()
 
@@ -239,13 +277,13 @@ class RankGraph:
             copy_bytes, result_bytes: of what a training step sends, forward and backward, for a copy of a source's row, and for
                 the partial result of a target.
         """
-        node_ids = self._node_ids
-        if self.exchange.spread is None or node_ids is None:
+        node_ids, target_ids = self._node_ids, self._target_ids
+        if self.exchange.spread is None or node_ids is None or target_ids is None:
             return None
         make = self.exchange.spread(copy_bytes, result_bytes)
 
         def spread() -> SparseMatrix:
             source, target = edge_index
-            return make(Triples(node_ids[target], node_ids[source], None))
+            return make(Triples(target_ids[target], node_ids[source], None))
 
         return self.kept.of_edges(("spread", make), [edge_index], spread)

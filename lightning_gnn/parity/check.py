@@ -29,7 +29,6 @@ from lightning_gnn.checks.record import compared, differing
 from lightning_gnn.checks.stand_ins import QuietTrainer, aside, copied, quiet, uncompiled
 from lightning_gnn.checks.trial import STAGES, Outcome, Parted, Trial, in_dtype, in_one_line
 from lightning_gnn.comm.traffic import Meter
-from lightning_gnn.data.hetero import NO_TYPES
 from lightning_gnn.data.shards import Shard, split_graph, whole_graph
 from lightning_gnn.data.sources import counted_mask
 from lightning_gnn.datamodules.graph import GraphDataModule
@@ -137,7 +136,10 @@ class _Check:
     ) -> None:
         graph = datamodule.load()
         if isinstance(graph, HeteroData):
-            raise ValueError(f"{NO_TYPES} There is no whole step to compare.")
+            raise ValueError(
+                "lightning-gnn check compares steps on graphs of one type, and this one is a HeteroData. Compare a few epochs "
+                "with devices=1."
+            )
         self.of_nodes = graph.x.size(0)
         self.notes: list[str] = []
         self.graph = some_of(graph, nodes, seed)

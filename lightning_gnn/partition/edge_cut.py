@@ -15,7 +15,13 @@ from torch import Tensor
 from lightning_gnn.partition import kaminpar
 from lightning_gnn.partition.adjacency import Adjacency
 from lightning_gnn.partition.layout import Groups
-from lightning_gnn.partition.metis import FEW_PARTS, MetisUnavailable, part_graph, part_graph_constrained
+from lightning_gnn.partition.metis import (
+    FEW_PARTS,
+    MetisUnavailable,
+    check_memory,
+    part_graph,
+    part_graph_constrained,
+)
 from lightning_gnn.partition.metrics import EdgeCutReport, edge_cut_report
 from lightning_gnn.partition.refine import refine_for_cover
 
@@ -237,6 +243,7 @@ def metis_candidates(
     graphs; balancing edges tightly may cost far more cut edges. So several are made, for the caller to choose. `shares`, weights
     ``[N]`` each, are balanced as well in all of them.
     """
+    check_memory(edge_index.shape[1])
     graph, parts = Adjacency.of(edge_index, num_nodes), len(devices(groups))
     if shares is None:
         yield (

@@ -164,6 +164,11 @@ class ProcessCube:
         return self.side * self.side * self.layers
 
     @property
+    def dimensions(self) -> int:
+        """Of the products: 2 or 3."""
+        return 2 if self.layers == 1 else 3
+
+    @property
     def num_blocks(self) -> int:
         """q L."""
         return self.side * self.layers

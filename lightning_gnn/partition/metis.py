@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import os
 from functools import cache
 from typing import Any
 
@@ -12,6 +13,7 @@ from numpy.typing import NDArray
 
 from lightning_gnn.partition.adjacency import Adjacency
 
+_BYTES_PER_EDGE = 140  # METIS's working memory per directed edge, measured 95 to 140
 _OPTIONS, _CUTS, _SEED, _NUMBERING = 40, 7, 8, 17  # METIS_NOPTIONS, the indices of three options (metis.h, 5.1)
 
 FEW_PARTS = 8
@@ -20,6 +22,21 @@ FEW_PARTS = 8
 
 class MetisUnavailable(RuntimeError):
     """The library cannot be called with several constraints; says why."""
+
+
+def check_memory(num_edges: int) -> None:
+    """Raises MemoryError if METIS needs more than is free for so many directed edges."""
+    try:
+        available = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    except (ValueError, OSError, AttributeError):
+        return  # unknown on this system
+    needed = num_edges * _BYTES_PER_EDGE
+    if needed > available:
+        raise MemoryError(
+            f"METIS needs about {needed / 1e9:.0f} GB for {num_edges:,} edges, and {available / 1e9:.0f} GB are free. Use "
+            'partition="kaminpar", which takes a fifth of that (pip install lightning-gnn[kaminpar]), "random", or partition '
+            "elsewhere and pass the rank of every node, partition=array."
+        )
 
 
 def part_graph(

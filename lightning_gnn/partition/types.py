@@ -71,11 +71,19 @@ class Types:
 
     def ids(self, rows: Counts) -> Counts:
         """Returns the ids within their types of nodes that are given by their rows, ``[n]``, counted over all parts."""
+        block, starts = self._blocks(rows)
+        firsts = np.stack([self.offsets(name)[:-1] for name in self.nodes], 1).ravel()
+        return rows - starts[block] + firsts[block]
+
+    def numbers(self, rows: Counts) -> Counts:
+        """Returns the numbers of the types, in their order, of nodes that are given by their rows, ``[n]``."""
+        return self._blocks(rows)[0] % len(self.nodes)
+
+    def _blocks(self, rows: Counts) -> tuple[Counts, Counts]:
+        """Returns in which block of nodes, of one part and type, rows lie, ``[n]``, and the first row of each block."""
         per_part = np.stack(list(self.nodes.values()), 1)  # [P, types]
         starts = np.concatenate([[0], np.cumsum(per_part)[:-1]])
-        firsts = np.stack([self.offsets(name)[:-1] for name in self.nodes], 1).ravel()
-        block = np.searchsorted(starts, rows, side="right") - 1
-        return rows - starts[block] + firsts[block]
+        return np.searchsorted(starts, rows, side="right") - 1, starts
 
     def as_dict(self) -> dict[str, Any]:
         return {

@@ -23,8 +23,11 @@ from lightning_gnn.planning.grid import (
     GridCost,
     block_cost,
     block_traffic,
+    busiest,
     edge_traffic,
     matrix_traffic,
+    product_words,
+    products,
     sparse_cost,
     summa_traffic,
     summa_work,
@@ -252,6 +255,33 @@ def grid_exchanges(work: Workload, topology: Topology | None) -> list[ExchangeCo
             choice=block_cost(grid, offsets, work.feature_bytes),
         )
         found += [sparse, blocks]
+    return found
+
+
+def product_exchanges(work: Workload, topology: Topology | None) -> list[ExchangeCost]:
+    """Returns what each of :func:`~lightning_gnn.planning.grid.products` exchanges; followed is what a forward product takes.
+
+    Mirrored ones are left out where they exchange as many rows, as in undirected graphs.
+    """
+    offsets, (source, target) = work.relation.offsets, work.edge_index
+    named = {each.scheme: each for each in grid_exchanges(work, topology)}
+    found: list[ExchangeCost] = []
+    costs: list[tuple[float, float]] = []
+    for product in products(work.relation.num_devices):
+        holder = product.holders(offsets, target, source)
+        words = product_words(product, offsets, edge_traffic(holder, offsets, work.edge_index), work.columns, False)
+        costs.append(busiest(words, work.element_bytes, max(4, work.element_bytes)))
+        if isinstance(product.grid, ProcessGrid):
+            each = named.get(str(product)) or edge_exchange(str(product), work, topology, holder)
+        else:
+            cube = cube_exchange(work, topology, product.grid.dimensions)
+            assert cube is not None
+            each = cube
+        least = costs[-1] < min(costs[:-1], default=(np.inf, np.inf))
+        if least:
+            found = [replace(other, followed=False) for other in found]
+        if least or not product.mirrored or each.rows != found[-1].rows:
+            found.append(replace(each, followed=least))
     return found
 
 

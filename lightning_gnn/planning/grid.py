@@ -15,8 +15,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
+from numpy.typing import NDArray
 
-from lightning_gnn.partition.grid import ProcessCube, ProcessGrid
+from lightning_gnn.partition.grid import ProcessCube, ProcessGrid, legal_replications
 from lightning_gnn.partition.shard import Ids
 
 
@@ -72,6 +73,81 @@ def choose(costs: Sequence[GridCost], available: int | None) -> GridCost:
             f"{(available or 0) / 1e9:.3g} GB are available to each. Use more ranks or fewer columns."
         )
     return min(fitting, key=lambda cost: (cost.rows, -cost.grid.replication))
+
+
+@dataclass(frozen=True)
+class Product:
+    """One way to multiply: where each entry of the matrix lies.
+
+    Attributes:
+        grid: the process grid, sparsity-aware; or the square or cube, whose blocks do not travel.
+        mirrored: an entry lies where its mirror image would: partial sums travel where rows would, and rows where sums would.
+    """
+
+    grid: ProcessGrid | ProcessCube
+    mirrored: bool = False
+
+    def holders(self, offsets: Ids, row: Ids, col: Ids) -> Ids:
+        """Returns the rank that holds each entry; see :meth:`~lightning_gnn.partition.grid.ProcessGrid.holders`."""
+        return self.grid.holders(offsets, *((col, row) if self.mirrored else (row, col)))
+
+    def __str__(self) -> str:
+        if isinstance(self.grid, ProcessCube):
+            return f"spmm_{self.grid.dimensions}d"
+        name = "spmm_1d" if self.grid.replication == 1 else f"spmm_15d c={self.grid.replication}"
+        return name + " mirrored" * self.mirrored
+
+
+def products(ranks: int) -> list[Product]:
+    """Returns the ways in which so many ranks can all multiply: 1D, 1.5D, and 2D and 3D where P is a square or a cube."""
+    grids = [ProcessGrid(ranks, c) for c in legal_replications(ranks)]
+    found = [Product(grid, mirrored) for grid in grids if grid.all_multiply for mirrored in (False, True)]
+    for dimensions in (2, 3):
+        side = round(ranks ** (1 / dimensions))
+        if side > 1 and side**dimensions == ranks:
+            found.append(Product(ProcessCube.of(ranks, dimensions)))
+    return found
+
+
+def product_words(product: Product, offsets: Ids, rows: Ids, columns: int, backward: bool) -> Ids:
+    """Returns the words that each rank sends to each other one: of rows as they are, and of partial sums; int64 ``[2, P, P]``.
+
+    Args:
+        rows: of a sparse product as :func:`edge_traffic` counts them, ``[2, P, P]``; not read of a square or a cube.
+    """
+    if isinstance(product.grid, ProcessCube):
+        traffic, summed = summa_traffic(product.grid, offsets, columns), product.grid.side + 1
+        return np.stack([traffic[:summed].sum(0), traffic[summed:].sum(0)])  # of any matrix, and so of the transpose
+    return columns * (rows[::-1].transpose(0, 2, 1) if backward else rows)
+
+
+def busiest(words: Ids, row_word: float, sum_word: float) -> tuple[float, float]:
+    """Returns the bytes that the rank that sends or receives most does, and those of all ranks.
+
+    Args:
+        words: see :func:`product_words`.
+        row_word, sum_word: bytes of a word of a row, and of a partial sum.
+    """
+    sent: NDArray[np.float64] = words[0] * row_word + words[1] * sum_word
+    return float(max(sent.sum(0).max(), sent.sum(1).max())), float(sent.sum())
+
+
+def own_edge_traffic(product: Product, reach: NDArray[np.bool_], rank: int) -> Ids:
+    """Returns the part of :func:`edge_traffic` that concerns a rank's own nodes, int64 ``[2, P]``: of rows that it sends to each
+    rank, and of partial sums that it gets from each.
+
+    Args:
+        reach: whether each own node has an edge to, then from, a node of each rank, ``[2, N, P]``.
+    """
+    num_ranks = reach.shape[2]
+    others = np.arange(num_ranks)
+    one_each, own = np.arange(num_ranks + 1), np.full(num_ranks, rank)
+    found = np.zeros((2, num_ranks), np.int64)
+    for end, (row, col) in enumerate(((others, own), (own, others))):
+        holder = product.holders(one_each, row, col)
+        for each in np.unique(holder[holder != rank]):
+            found[end, each] = reach[end][:, holder == each].any(1).sum()
+    return found
 
 
 def block_traffic(grid: ProcessGrid, offsets: Ids) -> Ids:

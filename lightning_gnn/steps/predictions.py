@@ -2,23 +2,28 @@
 
 from __future__ import annotations
 
+import os
+import re
+import uuid
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import reduce
+from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
 import torch
 from torch import Tensor
 from torch.utils._pytree import keystr, tree_flatten_with_path, tree_unflatten
-from torch_geometric.data import Data
+from torch_geometric.data import Data, HeteroData
 
 from lightning_gnn.comm.group import World
 from lightning_gnn.data.attributes import STAND_INS
 from lightning_gnn.data.shards import Shard
+from lightning_gnn.data.store_check import read_array
 
-Predictions = Literal["all", "rank0", "shards"]
+Predictions = Literal["all", "rank0", "shards", "file"]
 
 _LOOKED_AT = 1 << 20
 """Bytes of a tensor that are compared where all ranks may have the same."""
@@ -61,10 +66,12 @@ class _Rows:
     Attributes:
         ids: of the nodes or edges, ``[n]``.
         kept: which are this rank's own, and in the mask on one device, too, ``[n]``.
+        total: nodes or edges of the graph, if the rows are of all of them.
     """
 
     ids: Tensor
     kept: Tensor
+    total: int = -1
 
 
 class UnknownRowsError(ValueError):
@@ -76,17 +83,28 @@ class AmbiguousRowsError(UnknownRowsError):
 
 
 class PredictedRows:
-    """Puts together what ranks predict in one step on a batch."""
+    """Puts together what ranks predict in one step on a batch; where `mode` is ``"file"``, in files of a folder."""
 
-    def __init__(self, world: World, shard: Shard, batch: Data, mode: Predictions) -> None:
-        self._world, self._mode = world, mode
-        stand_ins = shard.batch.get(STAND_INS, {})
-        own = {"nodes": shard.counts[world.rank], "edges": shard.edge_counts[world.rank]}
-        ids = {"nodes": shard.batch.n_id.cpu(), "edges": shard.batch.e_id.cpu()}
-        self._rows = {of: _Rows(ids[of], torch.arange(len(ids[of])) < own[of]) for of in ids}
-        for name, mask in batch.to_dict().items():
+    def __init__(
+        self, world: World, shard: Shard, batch: Data | HeteroData, mode: Predictions, folder: Path = Path()
+    ) -> None:
+        self._world, self._mode, self._folder, types = world, mode, folder, shard.types
+        stand_ins = shard.predicted(shard.batch).get(STAND_INS, {})
+        if isinstance(batch, HeteroData):
+            ids = {f"nodes of {name!r}": batch[name].n_id.cpu() for name in types.nodes}
+            ids |= {f"edges of {kind}": batch[kind].e_id.cpu() for kind in types.edges}
+            own = {name: len(of) for name, of in ids.items()}
+            totals = dict(zip(ids, map(types.total, (*types.nodes, *types.edges))))
+        else:
+            own = {"nodes": shard.counts[world.rank], "edges": shard.edge_counts[world.rank]}
+            ids = {"nodes": shard.batch.n_id.cpu(), "edges": shard.batch.e_id.cpu()}
+            totals = {"nodes": sum(shard.counts), "edges": sum(shard.edge_counts)}
+        self._whole = tuple(ids)
+        self._rows = {of: _Rows(ids[of], torch.arange(len(ids[of])) < own[of], totals[of]) for of in ids}
+        nodes = f"nodes of {types.input_type!r}" if types.is_hetero else "nodes"
+        for name, mask in shard.predicted(batch).to_dict().items():
             if isinstance(mask, Tensor) and mask.dtype == torch.bool and mask.dim() == 1:
-                rows = self._rows["edges" if batch.is_edge_attr(name) else "nodes"]
+                rows = self._rows["edges" if isinstance(batch, Data) and batch.is_edge_attr(name) else nodes]
                 if len(mask) == len(rows.ids):
                     chosen, kept = mask.cpu().nonzero().view(-1), rows.kept.clone()
                     if name in stand_ins:
@@ -135,7 +153,7 @@ class PredictedRows:
         inside = None
         if rows.dtype == torch.int64 and rows.dim() == 1 and len(rows.unique()) == len(rows):
             masks = frozenset(name for name, of in self._rows.items() if bool(torch.isin(rows, of.ids).all()))
-            inside = masks if masks & {"nodes", "edges"} else None
+            inside = masks if masks & {*self._whole} else None
         named = any(path.endswith((f"[{name!r}]", f".{name}")) for name in ("n_id", "e_id"))
         return _Leaf(path, rows.dtype, tuple(rows.shape), digest, varied, inside, named)
 
@@ -153,9 +171,11 @@ class PredictedRows:
         if alike and (of_ranks[0].varied or lengths[0] <= 0):
             return None
         fitting = [name for name in self._rows if [of.get(name) for of in counts] == lengths]
-        whole = [name for name in fitting if name in ("nodes", "edges")]
-        if len(whole) == 1:
-            return self._rows[whole[0]]
+        whole = [name for name in fitting if name in self._whole]
+        # Of types, the key says which, as in what models return: out["paper"].
+        said = [name for name in whole if f"[{name.removeprefix('nodes of ')}]" in of_ranks[0].path]
+        if len(said or whole) == 1:
+            return self._rows[(said or whole)[0]]
         beside = [  # what may be the ids of these rows
             place
             for place, each in enumerate(by_leaf)
@@ -181,7 +201,8 @@ class PredictedRows:
         raise (AmbiguousRowsError if fitting else UnknownRowsError)(
             f"What predict_step returned{f' at {first.path}' if first.path else ''} {problem} ({shapes}). Return a row for each "
             "node or edge of the batch, or for each in one of its masks, or the ids of the rows with them: "
-            '{"n_id": batch.n_id[rows], "out": out[rows]}, or "e_id". What is of the whole graph must be the same on all ranks.'
+            '{"n_id": batch.n_id[rows], "out": out[rows]}, or "e_id"; of several types, a dict by type. What is of the whole '
+            "graph must be the same on all ranks."
         )
 
     def _by_id(self, place: int, by_leaf: Sequence[Sequence[_Leaf]], leaves: Sequence[Any]) -> _Rows:
@@ -207,6 +228,8 @@ class PredictedRows:
             )
         dtype = reduce(torch.promote_types, (each.kind for each in some if isinstance(each.kind, torch.dtype)))
         own = found.detach()[rows.kept.to(found.device)].to(dtype).view(-1, *forms.pop())
+        if self._mode == "file":
+            return self._in_file(leaf, own, rows, of_ranks[0].path)
         if self._mode != "shards":
             world = self._world
             counts = world.all_gather(torch.tensor([len(own)], device=world.device)).view(-1).tolist()
@@ -216,6 +239,87 @@ class PredictedRows:
         if isinstance(leaf, np.ndarray):
             return own.cpu().numpy()
         return own.tolist() if isinstance(leaf, list) else own
+
+    def _in_file(self, leaf: Any, own: Tensor, rows: _Rows, path: str) -> Any:
+        places, total = rows.ids[rows.kept], rows.total
+        if total < 0:  # where they are among those of all ranks
+            world = self._world
+            counts = world.all_gather(torch.tensor([len(own)], device=world.device)).view(-1).tolist()
+            ids = world.all_gather_rows(places.to(world.device), counts).cpu()
+            place = torch.empty_like(ids)
+            place[ids.argsort(stable=True)] = torch.arange(len(ids))
+            places, total = place.split(counts)[world.rank], len(ids)
+        found = write_rows(self._world, self._folder / f"{_file_name(path)}.npy", own, places, total)
+        return found.numpy() if isinstance(leaf, np.ndarray) else found
+
+
+def _file_name(path: str) -> str:
+    """Returns the name of a place in what was returned: ``['out'][0]`` is ``out_0``."""
+    return re.sub(r"\W+", "_", path).strip("_") or "predictions"
+
+
+def in_files(world: World, folder: Path, output: Any, places: Tensor, total: int) -> Any:
+    """Returns what a step returned with all ranks' rows of each tensor, as :func:`write_rows` does, in files of a folder."""
+    found, spec = tree_flatten_with_path(output)
+    files = [folder / f"{_file_name(keystr(path))}.npy" for path, _ in found]
+    return tree_unflatten([write_rows(world, file, leaf, places, total) for file, (_, leaf) in zip(files, found)], spec)
+
+
+def write_rows(world: World, file: Path, own: Tensor, places: Tensor, total: int) -> Tensor:
+    """Writes rows of all ranks to one ``.npy`` file, each rank its own; returns all of them, memory-mapped, on every rank.
+
+    The file has its name once it is whole, and takes the place of one of that name. Rows of bfloat16, which numpy has not, are
+    written as float32. All ranks call it, and see one file system.
+
+    Args:
+        own: rows of this rank, ``[n, ...]``.
+        places: where each belongs, ``[n]``.
+        total: rows of all ranks.
+
+    Raises:
+        OSError: on all ranks: the file cannot be written, as there is no room, or another machine does not see it.
+    """
+    array = (own.float() if own.dtype == torch.bfloat16 else own).cpu().numpy()
+    part = Path(world.broadcast_object(str(file.with_suffix(f".{uuid.uuid4().hex}.part"))))
+
+    def all_of(does: Callable[[], None]) -> None:
+        problem = None
+        try:
+            does()
+        except OSError as error:
+            problem = f"{error}"
+        for rank, found in enumerate(world.all_gather_object(problem)):
+            if found is not None:
+                part.unlink(missing_ok=True)
+                raise OSError(
+                    f"Rank {rank} cannot write predictions to {file}: {found}. All ranks must see its folder."
+                )
+
+    def create() -> None:
+        if world.rank:
+            return
+        file.parent.mkdir(parents=True, exist_ok=True)
+        if total:
+            np.lib.format.open_memmap(part, "w+", array.dtype, (total, *array.shape[1:]))
+        else:
+            with part.open("wb") as opened:
+                np.save(opened, array)
+        with part.open("r+b") as opened:  # a write to a map for which there is no room would end the process
+            os.posix_fallocate(opened.fileno(), 0, part.stat().st_size)
+
+    def write() -> None:
+        if total:
+            rows = np.lib.format.open_memmap(part, "r+")
+            rows[places.numpy()] = array
+            rows.flush()
+
+    def name() -> None:
+        if world.rank == 0:
+            part.replace(file)
+
+    for step in (create, write, name):
+        all_of(step)
+    return torch.from_numpy(read_array(file))
 
 
 def _is_list(value: Any) -> bool:

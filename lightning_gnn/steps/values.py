@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
-from torch_geometric.data import Data
+from torch_geometric.data import Data, HeteroData
 
 from lightning_gnn.comm.group import World
 from lightning_gnn.data.shards import Shard
@@ -31,8 +32,10 @@ class StepValues:
         self._module, self._world, self._shard, self._loss_reduction = module, world, shard, loss_reduction
         self.logs = self._wrapped()
         self.scale = 1.0
-        names = ("y", *shard.mask_counts) if isinstance(shard.batch, Data) else ()
-        self._versions = {name: shard.batch[name]._version for name in names if shard.batch.get(name) is not None}
+        given = shard.predicted(shard.batch)
+        self._versions = {
+            name: given[name]._version for name in ("y", *shard.mask_counts) if given.get(name) is not None
+        }
 
     def _wrapped(self) -> GlobalLogs:
         return GlobalLogs(self._module, self._world, self._module.trainer.callbacks)  # type: ignore[attr-defined]
@@ -56,8 +59,10 @@ class StepValues:
         counts: Sequence[int] = batch.seed_counts if sampled else self._counts(batch, mask)
         stand_ins = 0
         if not counts[rank] and (sampled or mask in MASKS):
-            stand_ins = 1 if sampled else int(batch[mask].sum())
-        sizes = shard.counts[rank], shard.rows[rank], shard.edge_counts[rank], shard.edges[rank]
+            stand_ins = 1 if sampled else int(shard.predicted(batch)[mask].sum())
+        sizes: tuple[int, ...] = shard.counts[rank], shard.rows[rank], shard.edge_counts[rank], shard.edges[rank]
+        if shard.types.is_hetero:
+            sizes = *(int(of[rank]) for of in shard.types.nodes.values()), *sizes
         self.logs.enter(counts, stand_ins, sizes)
         # For manual_backward, inside the step, which has not said what its loss weighs.
         self.scale = scale_by(None, self.logs.weights.counts, rank, self._loss_reduction, stand_ins)
@@ -69,7 +74,7 @@ class StepValues:
 
     def _counts(self, batch: Any, mask: str) -> Sequence[int]:
         """Returns how many labelled nodes, or edges, of the mask each rank has in this step."""
-        given = self._shard.batch
+        given, batch = (self._shard.predicted(of) for of in (self._shard.batch, batch))
         labels = ("y",) if mask in MASKS and given.get("y") is not None else ()
         # The user may have replaced or changed them.
         if all(
@@ -80,7 +85,7 @@ class StepValues:
         own = int(labelled(batch, mask).sum() if mask in MASKS else batch[mask].sum())
         return tuple(self._world.all_gather_object(own))
 
-    def predicted(self, output: Any, batch: Any, mode: Predictions) -> Any:
+    def predicted(self, output: Any, batch: Any, mode: Predictions, folder: Path) -> Any:
         """Returns what one device predicts in a step; see :class:`~lightning_gnn.steps.predictions.PredictedRows`."""
-        rows_of = batch if isinstance(batch, Data) else self._shard.batch
-        return PredictedRows(self._world, self._shard, rows_of, mode)(output)
+        rows_of = batch if isinstance(batch, (Data, HeteroData)) else self._shard.batch
+        return PredictedRows(self._world, self._shard, rows_of, mode, folder)(output)

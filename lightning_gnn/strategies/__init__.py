@@ -17,12 +17,19 @@ if TYPE_CHECKING:
     from lightning_gnn.strategies.gossip import ClusterAllReduceStrategy, GossipStrategy
     from lightning_gnn.strategies.sampling import SamplingStrategy
     from lightning_gnn.strategies.scheme import Scheme
-    from lightning_gnn.strategies.spmm import SpMM1DStrategy, SpMM2DStrategy, SpMM3DStrategy, SpMM15DStrategy
+    from lightning_gnn.strategies.spmm import (
+        SpMM1DStrategy,
+        SpMM2DStrategy,
+        SpMM3DStrategy,
+        SpMM15DStrategy,
+        SpMMStrategy,
+    )
     from lightning_gnn.strategies.vertex_cut import CachedVertexCutStrategy, VertexCutStrategy
 
 _STRATEGIES = {
     "dgcl": ("dgcl", "DGCLStrategy"),
     "cover": ("cover", "CoverStrategy"),
+    "spmm": ("spmm", "SpMMStrategy"),
     "spmm_1d": ("spmm", "SpMM1DStrategy"),
     "spmm_15d": ("spmm", "SpMM15DStrategy"),
     "spmm_2d": ("spmm", "SpMM2DStrategy"),
@@ -94,6 +101,7 @@ __all__ = [
     "SpMM2DStrategy",
     "SpMM3DStrategy",
     "SpMM15DStrategy",
+    "SpMMStrategy",
     "VertexCutStrategy",
     "register",
     "registered",

@@ -52,7 +52,8 @@ class GNNStrategy(StepStrategy):
             is a sum. A step that takes a mean over something else returns ``{"loss": loss, "loss_weight": count}``.
         predictions: what ``trainer.predict`` returns for tensors with one row per node or per edge: ``"all"`` all rows in
             original order on every rank, ``"rank0"`` the same on rank 0 only, ``"shards"`` each rank's own rows
-            (``batch.n_id`` and ``batch.e_id`` tell which).
+            (``batch.n_id`` and ``batch.e_id`` tell which); ``"file"`` all rows, memory-mapped: each rank writes its own to a
+            ``.npy`` file in the folder ``predictions`` of the Trainer's ``default_root_dir``, which all machines see.
         shared_memory: let CPU ranks on one machine exchange through shared memory; sockets otherwise.
         timeout: seconds after which a wait for another rank is an error that names operation, layer and rank; ranks that have
             taken different ways are told before (docs/errors.md, "When a run hangs").
@@ -167,7 +168,7 @@ class GNNStrategy(StepStrategy):
 
     def binds(self, shard: Shard) -> bool:
         """Returns whether layers see the rank's part of the graph; else steps see nothing but their batches."""
-        return not shard.types.is_hetero
+        return True
 
     def begin_stage(self, trainer: pl.Trainer, shard: Shard) -> None:
         """Binds the model, which is on its device, and wraps what its steps give; on all ranks."""
@@ -212,7 +213,11 @@ class GNNStrategy(StepStrategy):
 
     def check_model(self, module: torch.nn.Module, types: Types) -> None:
         """Raises :class:`UnsupportedModelError` for a model that cannot run on such a graph; on every rank."""
-        check_module(module)
+        if types.is_hetero and (self.recompute or self.offload):
+            raise ValueError(
+                f"{'recompute' if self.recompute else 'offload'}=True is for graphs of one type. Leave it out for a HeteroData."
+            )
+        check_module(module, types.is_hetero)
 
     def check_data(self, data: Any) -> GraphDataModule:
         """Returns the datamodule of a run; raises ValueError for any that has no graph."""

@@ -10,6 +10,7 @@ import os
 import uuid
 from abc import abstractmethod
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any, Literal, get_args
 
 import lightning.pytorch as pl
@@ -66,6 +67,10 @@ class ClusterScheme(DGCLScheme):
 
     def __init__(self) -> None:
         super().__init__(plan="p2p", topology=None)
+
+    @override
+    def layout(self, world_size: int, num_hosts: int = 1) -> LayoutSpec:
+        return replace(super().layout(world_size, num_hosts), takes_types=False)
 
 
 class ClusterStrategy(GNNStrategy):

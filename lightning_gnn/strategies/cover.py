@@ -58,7 +58,7 @@ class CoverScheme(DGCLScheme):
 
     @override
     def layout(self, world_size: int, num_hosts: int = 1) -> LayoutSpec:
-        layout = super().layout(world_size, num_hosts)
+        layout = replace(super().layout(world_size, num_hosts), takes_types=False)
         return replace(layout, method="metis_cover") if self.refine else layout
 
     @override

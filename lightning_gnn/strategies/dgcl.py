@@ -115,7 +115,11 @@ class DGCLScheme(Scheme):
         if self.hops is not None:
             alone = tuple((rank,) for rank in range(world_size))
             replicas = Replicas(self.hops, alone if self.plan == "replicate" or topology is None else topology.hosts)
-        return LayoutSpec("edge_cut", world_size, groups, replicas=replicas)
+        return LayoutSpec("edge_cut", world_size, groups, replicas=replicas, takes_types=self._takes_types)
+
+    @property
+    def _takes_types(self) -> bool:
+        return self.hops is None and self.replan is None
 
     @override
     def less_memory(self, world_size: int) -> str:

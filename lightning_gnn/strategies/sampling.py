@@ -53,6 +53,7 @@ from lightning_gnn.sampling.loader import (
 from lightning_gnn.sampling.neighbors import Score, check_choices
 from lightning_gnn.sampling.seeds import SeedBatches, SplitSeeds, seeds_in
 from lightning_gnn.sampling.variants import METHODS, EgoBatchMaker, Method, SubgraphBatchMaker, node_draw
+from lightning_gnn.steps.predictions import in_files
 from lightning_gnn.strategies.base import GNNStrategy
 from lightning_gnn.strategies.dgcl import DGCLScheme
 from lightning_gnn.strategies.steps import StepStrategy
@@ -491,6 +492,9 @@ class SamplingStrategy(GNNStrategy):
             return output
         assert self._predicted is not None
         ids, counts = self._predicted[0].to(self.root_device), self._predicted[1]
+        if self.predictions == "file":
+            own = ids.split(counts)[self.global_rank].cpu()
+            return in_files(self.world, self._predictions_folder, output, own, len(ids))
 
         def gather(leaf: Tensor) -> Tensor:
             rows = self.world.all_gather_rows(leaf.contiguous(), counts)

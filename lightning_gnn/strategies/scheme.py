@@ -18,6 +18,7 @@ from lightning_gnn.data.shards import Shard
 from lightning_gnn.nn.bind import Binding
 from lightning_gnn.nn.context import GraphContext
 from lightning_gnn.nn.directed import context_of
+from lightning_gnn.nn.typed import TypedBinding, TypedGraph
 from lightning_gnn.partition.layout import LayoutSpec
 from lightning_gnn.planning.exchanges import ExchangeCost, Workload, edge_exchange
 from lightning_gnn.planning.topology import Topology
@@ -66,16 +67,29 @@ class Scheme(ABC):
     def context(self, shard: Shard, world: World, meter: Meter) -> GraphContext:
         """Returns what bound layers know of this rank; runs on every rank."""
         exchange, batch = self.exchange(shard, world, meter), shard.batch
-        node_ids = None
+        node_ids = target_ids = None
         if exchange.make_matrix is not None:
             node_ids = torch.from_numpy(shard.node_ids(world.rank)).to(world.device)
-        rows = AnyRows(shard.n_id, shard.counts, world, meter)
-        kept_widths = 4 if self.keep_constant else 0
-        return GraphContext(exchange, batch.x, batch.edge_index, batch.get("edge_weight"), kept_widths, rows, node_ids)
+            target_ids = torch.from_numpy(shard.target_ids(world.rank)).to(world.device)
+        rows = None if shard.types.is_hetero else AnyRows(shard.n_id, shard.counts, world, meter)
+        return GraphContext(
+            exchange,
+            batch.x,
+            batch.edge_index,
+            batch.get("edge_weight"),
+            4 if self.keep_constant else 0,
+            rows,
+            node_ids,
+            target_ids,
+            None if shard.targets is None else shard.targets[world.rank],
+        )
 
     def bind(self, module: torch.nn.Module, shard: Shard, world: World, meter: Meter) -> Binding:
         """Binds `module` to this rank's `shard`; runs on every rank."""
-        return Binding(module, context_of(module, shard, world, partial(self.context, world=world, meter=meter)))
+        make = partial(self.context, world=world, meter=meter)
+        if shard.types.is_hetero:
+            return TypedBinding(module, TypedGraph(shard, world, make))
+        return Binding(module, context_of(module, shard, world, make))
 
     def unbind(self) -> None:  # noqa: B027
         """Forgets what :meth:`bind` has kept; the model has been released, and the run is over or goes on without this scheme."""

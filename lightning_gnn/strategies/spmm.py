@@ -1,4 +1,4 @@
-"""``spmm_1d``, ``spmm_15d``, ``spmm_2d`` and ``spmm_3d``: the graph's matrix on a process grid, in blocks that are broadcast.
+"""``spmm``, ``spmm_1d``, ``spmm_15d``, ``spmm_2d`` and ``spmm_3d``: the graph's matrix on a process grid.
 
 Source: CAGNET, "Reducing Communication in Graph Neural Network Training" (SC'20) and its GNNSys'21 version: sections 4.1 (1D,
 Algorithm 1), 4.2 (1.5D, Algorithm 2), 4.3 (2D) and 4.4 (3D).
@@ -19,6 +19,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from typing_extensions import override
 
 from lightning_gnn.arguments import check_flags, check_whole, is_one_of, shown
+from lightning_gnn.comm.by_call import MatrixByCall
 from lightning_gnn.comm.exchange import Exchange, HaloExchange
 from lightning_gnn.comm.grid import BlockMatrix
 from lightning_gnn.comm.group import World
@@ -30,7 +31,14 @@ from lightning_gnn.devices import available_bytes
 from lightning_gnn.partition.grid import ProcessCube, ProcessGrid, legal_replications
 from lightning_gnn.partition.layout import LayoutSpec
 from lightning_gnn.partition.shard import Ids
-from lightning_gnn.planning.exchanges import ExchangeCost, Workload, cube_exchange, grid_exchanges, grid_name
+from lightning_gnn.planning.exchanges import (
+    ExchangeCost,
+    Workload,
+    cube_exchange,
+    grid_exchanges,
+    grid_name,
+    product_exchanges,
+)
 from lightning_gnn.planning.grid import block_cost, choose, sparse_cost
 from lightning_gnn.planning.topology import Topology
 from lightning_gnn.strategies.base import GNNStrategy
@@ -75,6 +83,12 @@ class SpMMScheme(ProductScheme):
         self._made: ProcessGrid | None = None
 
     @override
+    def layout(self, world_size: int, num_hosts: int = 1) -> LayoutSpec:
+        # Of one dimension, what a nonzero reads comes from its owner, and nothing else: rows of each type by themselves.
+        types = self.replication == 1 and self.sparsity_aware
+        return replace(super().layout(world_size, num_hosts), takes_types=types)
+
+    @override
     def followed(self) -> dict[str, Any]:
         return {} if self._made is None else {"name": "products", "replication": self._made.replication}
 
@@ -112,6 +126,9 @@ class SpMMScheme(ProductScheme):
     @override
     def exchange(self, shard: Shard, world: World, meter: Meter) -> Exchange:
         exchange, offsets = HaloExchange(shard.plan, world, meter), shard.offsets
+        if shard.types.is_hetero:
+            self._made = ProcessGrid(world.size, 1)
+            return exchange
         grid = self._made = self._grid(shard, offsets, shard.node_ids(world.rank), world)
         sparse = partial(SparseMatrix, holders=on_grid(grid, offsets), offsets=offsets, world=world, meter=meter)
         blocks = partial(BlockMatrix, grid=grid, offsets=offsets, world=world, meter=meter)
@@ -193,6 +210,48 @@ class CubeScheme(ProductScheme):
         dealt = partial(SparseMatrix, holders=on_grid(cube, offsets), offsets=offsets, world=world, meter=meter)
         exchange.spread = lambda copy_bytes, result_bytes: dealt
         return exchange
+
+
+class AnyProductScheme(ProductScheme):
+    """Products in the way that sends least; see :class:`SpMMStrategy`."""
+
+    @override
+    def check_ranks(self, world_size: int) -> None:
+        """Any number of ranks multiplies in 1D."""
+
+    @override
+    def exchanges(self, work: Workload, topology: Topology | None) -> Sequence[ExchangeCost]:
+        return product_exchanges(work, topology)
+
+    @override
+    def exchange(self, shard: Shard, world: World, meter: Meter) -> Exchange:
+        exchange = HaloExchange(shard.plan, world, meter)
+        exchange.make_matrix = partial(MatrixByCall, plan=shard.plan, offsets=shard.offsets, world=world, meter=meter)
+        return exchange
+
+
+class SpMMStrategy(GNNStrategy):
+    """Full-graph training with each product in the way that sends least, exact; ``Trainer(strategy="spmm")``.
+
+    The ways are those of the other ``spmm_`` strategies that let all ranks multiply: 1D, and 1.5D with c up to sqrt(P),
+    sparsity-aware, each also mirrored, so that partial sums travel where rows would, and rows where sums would; 2D where P is a
+    square, and 3D where it is a cube. For each width and dtype of rows, forward and backward, a product takes the way in which
+    the busiest rank sends or receives the fewest bytes; a matrix is distributed only in the ways that are taken. Layers that are
+    no products read halo rows, as under ``spmm_1d``.
+
+    Args:
+        permute: see :class:`SpMM15DStrategy`.
+        keep_constant: see :class:`~lightning_gnn.strategies.dgcl.DGCLStrategy`.
+        **options: see :class:`~lightning_gnn.strategies.base.GNNStrategy`.
+
+    Raises:
+        ValueError: an unknown permutation.
+    """
+
+    strategy_name = "spmm"
+
+    def __init__(self, permute: Permute | None = "metis", keep_constant: bool = True, **options: Any) -> None:
+        super().__init__(AnyProductScheme(permute, keep_constant), **options)
 
 
 class SpMM15DStrategy(GNNStrategy):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from pathlib import Path
 from typing import Any
 
 from lightning.fabric.utilities.distributed import _sync_ddp_if_available
@@ -100,7 +101,11 @@ class StepStrategy(RankStrategy):
         values = self._begin_step("prediction")
         with self._drawing():
             output = super().predict_step(batch, *args, **kwargs)
-        return values.predicted(output, batch, self.predictions)
+        return values.predicted(output, batch, self.predictions, self._predictions_folder)
+
+    @property
+    def _predictions_folder(self) -> Path:
+        return Path(self._module.trainer.default_root_dir) / "predictions"
 
     def _drawing(self, step: bool = True) -> AbstractContextManager[None]:
         """While open, random numbers are those of a step, or those of a hook within one."""

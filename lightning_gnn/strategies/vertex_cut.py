@@ -74,7 +74,8 @@ class VertexCutScheme(Scheme):
             )
         groups = by_machine(world_size, hosts)
         weight = self.host_weight if groups else 0.0
-        return LayoutSpec("vertex_cut", world_size, groups, self.partition, host_weight=weight)
+        types = self.cache is None
+        return LayoutSpec("vertex_cut", world_size, groups, self.partition, host_weight=weight, takes_types=types)
 
     @override
     def for_self_check(self) -> VertexCutScheme:

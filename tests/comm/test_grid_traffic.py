@@ -16,7 +16,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from benchmarks.rings import published_traffic
-from lightning_gnn.comm.call import Call
+from lightning_gnn.comm.by_call import MatrixByCall
+from lightning_gnn.comm.call import DIRECTIONS, Call
 from lightning_gnn.comm.grid import BlockMatrix
 from lightning_gnn.comm.group import World
 from lightning_gnn.comm.in_process import InProcessWorld, Meeting
@@ -25,13 +26,23 @@ from lightning_gnn.comm.summa import SummaMatrix
 from lightning_gnn.comm.traffic import Meter
 from lightning_gnn.comm.transport import rows_of
 from lightning_gnn.partition.grid import ProcessCube, ProcessGrid, legal_replications
-from lightning_gnn.partition.shard import Relabelling
-from lightning_gnn.planning.exchanges import ExchangeCost, Workload, cube_exchange, grid_exchanges, plan_exchanges
+from lightning_gnn.partition.shard import Relabelling, halo_plan
+from lightning_gnn.planning.exchanges import (
+    ExchangeCost,
+    Workload,
+    cube_exchange,
+    grid_exchanges,
+    plan_exchanges,
+    product_exchanges,
+)
 from lightning_gnn.planning.grid import (
     block_cost,
     block_traffic,
+    busiest,
     edge_traffic,
     matrix_traffic,
+    product_words,
+    products,
     sparse_cost,
     summa_entries,
     summa_traffic,
@@ -228,6 +239,99 @@ def test_published_products(num_ranks, replication):
 
 def flows(stage: np.ndarray) -> list[tuple[tuple[int, int], int]]:
     return [((a, b), int(stage[a, b])) for a, b in np.argwhere(stage).tolist()]
+
+
+# Each call its own way ########################################################
+
+
+def costs_of(
+    offsets: np.ndarray, edges: np.ndarray, columns: int, dtype: torch.dtype, backward: bool
+) -> list[tuple[tuple[float, float], np.ndarray]]:
+    """Of each way to multiply: the bytes of the busiest rank and of all, and those that each rank sends, ``[P]``."""
+    found = []
+    for product in products(len(offsets) - 1):
+        rows = edge_traffic(product.holders(offsets, edges[1], edges[0]), offsets, edges)
+        words = product_words(product, offsets, rows, columns, backward)
+        sizes = dtype.itemsize, torch.promote_types(dtype, torch.float32).itemsize
+        found.append((busiest(words, *sizes), words[0].sum(1) * sizes[0] + words[1].sum(1) * sizes[1]))
+    return found
+
+
+@examples(40)
+@given(st.data(), st.sampled_from([1, 2, 3, 4, 8, 9]), st.booleans(), st.booleans())
+def test_each_call_takes_the_way_that_sends_least(data, num_ranks, directed, weighted):
+    """Sums are those of a dense product, and each rank sends what the way that is the least for the busiest one says; with loops
+    that layers add, which no halo knows of."""
+    edges, offsets = data.draw(graphs(num_ranks))
+    if directed:  # a few nodes that nearly all read, or that read nearly all
+        end = data.draw(st.sampled_from([0, 1]))
+        edges[end] %= max(1, int(offsets[-1]) // 5)
+    else:
+        edges = np.unique(np.concatenate([edges, edges[::-1]], 1), axis=1)
+    halos = [Relation.from_edges(edges, offsets).halo(rank) for rank in range(num_ranks)]
+    nodes = int(offsets[-1])
+    entries = np.concatenate([edges, np.tile(np.arange(nodes), (2, 1))], 1)
+    values = torch.from_numpy(np.arange(entries.shape[1]) % 4 + 1.0) if weighted else torch.ones(entries.shape[1])
+    dense = torch.zeros(nodes, nodes, dtype=torch.float64)
+    dense.index_put_((torch.from_numpy(entries[1]), torch.from_numpy(entries[0])), values.double(), accumulate=True)
+    calls = [(*each, back) for each in ((8, torch.float64), (3, torch.bfloat16)) for back in (False, True, False)]
+    meeting, meters = Meeting(num_ranks), [[Meter() for _ in calls] for _ in range(num_ranks)]
+
+    def work(rank: int) -> None:
+        own, meter = (entries[1] >= offsets[rank]) & (entries[1] < offsets[rank + 1]), Meter()
+        source, target = torch.from_numpy(entries[:, own])
+        of_own = values[torch.from_numpy(own)].float() if weighted else None
+        plan = halo_plan(rank, offsets, halos)
+        matrix = MatrixByCall(Triples(target, source, of_own), plan, offsets, InProcessWorld(rank, meeting), meter)
+        for number, (columns, dtype, backward) in enumerate(calls):
+            # Small whole numbers: sums are exact in any order.
+            x = (torch.arange(nodes * columns, dtype=torch.float64).view(nodes, columns) * 7) % 11 - 5
+            rows = slice(*offsets[rank : rank + 2])
+            with torch.inference_mode(number == 0):
+                out = matrix.multiply(x[rows].to(dtype), Call("layer", direction=DIRECTIONS[backward]))
+            assert torch.equal(out.double(), ((dense.T if backward else dense) @ x)[rows])
+            meters[rank][number].counted = meter.take()
+        assert matrix._made.keys() == set(matrix._taken.values())  # and no others
+        for product, counted in zip(products(num_ranks), matrix._rows):
+            if isinstance(product.grid, ProcessGrid):
+                holder = product.holders(offsets, entries[1], entries[0])
+                assert np.array_equal(counted, edge_traffic(holder, offsets, entries))
+
+    for error in meeting.run(work):
+        if error is not None:
+            raise error
+    for number, call in enumerate(calls):
+        sent = np.array([meters[rank][number].total().bytes_sent for rank in range(num_ranks)])
+        _, least = min(costs_of(offsets, entries, *call), key=lambda each: each[0])
+        assert np.array_equal(sent, least)
+
+
+def test_rows_of_two_bytes_travel_rather_than_sums():
+    """Of an undirected graph whose parts are cut well: there and back as rows, though one matrix would send sums back."""
+    edges = np.array([[0, 9, 10, 19], [10, 19, 0, 9]])
+    edges = np.concatenate([edges, np.stack([np.arange(20), np.arange(20) ^ 1])], 1)
+    offsets = np.arange(0, 21, 5)
+    ways = list(map(str, products(4)))
+
+    def taken(dtype: torch.dtype, backward: bool) -> str:
+        costs = [cost for cost, _ in costs_of(offsets, edges, 16, dtype, backward)]
+        return ways[costs.index(min(costs))]
+
+    assert [taken(torch.float32, backward) for backward in (False, True)] == ["spmm_1d"] * 2
+    assert [taken(torch.bfloat16, backward) for backward in (False, True)] == ["spmm_1d", "spmm_1d mirrored"]
+
+
+def test_all_ways_are_listed_and_one_is_followed():
+    work = workload(8)
+    found = {each.scheme: each for each in product_exchanges(work, None)}
+    assert list(found) == list(map(str, products(8)))  # the graph is directed
+    [followed] = [name for name, each in found.items() if each.followed]
+    costs = costs_of(work.relation.offsets, work.edge_index, work.columns, torch.float32, backward=False)
+    assert followed == min(zip(costs, found), key=lambda each: each[0][0])[1]
+    both = np.concatenate([work.edge_index, work.edge_index[::-1]], 1)
+    relation = Relation.from_edges(both, work.relation.offsets)
+    undirected = product_exchanges(replace(work, relation=relation, edge_index=both), None)
+    assert [each.scheme for each in undirected] == ["spmm_1d", "spmm_15d c=2", "spmm_3d"]
 
 
 # Prices ######################################################################

@@ -202,7 +202,20 @@ def test_help_lists_the_commands(monkeypatch, capsys):
     assert code == 0
     for name, text in cli.COMMANDS.items():
         assert f"  {name:<10} {text}\n" in said
-    assert answer([], monkeypatch, capsys)[0] == 2
+    code, said = answer([], monkeypatch, capsys)
+    named = {word.strip(",") for line in said.splitlines() for word in line[:31].split() if line.startswith("  ")}
+    assert code == 0 and len(said.splitlines()) <= 10 and named == cli.COMMANDS.keys()
+
+
+@pytest.mark.campaign
+def test_demo(store, tmp_path):
+    """Four live runs of which three are ours, a table, and a page with plots."""
+    arguments = ("-m", "lightning_gnn", "demo", "--nodes", 500, "--epochs", 2, "--output", tmp_path / "demo")
+    run(*arguments, cwd=tmp_path, variables=in_store(store)).succeeded()
+    found = json.loads((tmp_path / "demo" / "comparison.json").read_text())
+    assert [cell["status"] for cell in found["cells"]] == ["finished"] * 4
+    assert [cell["parity"]["ok"] for cell in found["cells"][1:3]] == [True, True]
+    assert (tmp_path / "demo" / "comparison.html").stat().st_size > 10_000
 
 
 @pytest.mark.parametrize(

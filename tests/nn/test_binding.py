@@ -146,7 +146,7 @@ def test_weights_that_are_learnt_later_are_not_kept(context, conv):
 
 def test_private_fields_of_this_torch_geometric():
     """If this fails, read `lightning_gnn/nn/pyg.py` against the installed version."""
-    assert tuple(map(int, torch_geometric.__version__.split(".")[:2])) >= (2, 6)
+    assert tuple(map(int, torch_geometric.__version__.split(".")[:2])) >= (2, 7)
     gat, gcn, own = GATConv(4, 4), GCNConv(4, 4, cached=True), OwnConv(4, 4)
     assert internals.lifted_arguments(own)[:2] == ({"x"}, {"x"})
     assert internals.lifted_arguments(gcn) == ({"x"}, set(), {"edge_weight"})

@@ -269,7 +269,7 @@ def test_errors_say_what_to_do(method, words):
 
 def test_memory_is_checked_before_metis_starts(monkeypatch):
     monkeypatch.setattr(metis.os, "sysconf", lambda name: 1)
-    with pytest.raises(MemoryError, match='Use partition="random"'):
+    with pytest.raises(MemoryError, match=r'Use partition="kaminpar".*lightning-gnn\[kaminpar\]'):
         assign_nodes(ring(100), 100, 2)
 
 

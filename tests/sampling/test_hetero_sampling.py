@@ -302,19 +302,12 @@ def test_refused_graphs(case, tmp_path):
     assert not list(tmp_path.iterdir())
 
 
-@pytest.mark.parametrize("strategy", ["dgcl", "spmm_1d", "vertex_cut"])
-def test_other_strategies_take_no_types(strategy, tmp_path):
-    layout = quiet_trainer(strategy, 2).strategy.layout()
-    with pytest.raises(ValueError, match=r'strategy="sampling".*to_homogeneous'):
-        GraphDataModule(typed_graph(), store=tmp_path).partition_for(layout)
-
-
-def test_a_stored_graph_with_types_is_for_sampling_only(tmp_path):
+def test_a_stored_graph_with_types_is_for_strategies_that_take_them(tmp_path):
     data = GraphDataModule("test_hetero_sampling.typed_graph", store=tmp_path, partition=torch.arange(71) % 2)
     folder = data.partition_for(SamplingScheme().layout(2))
     assert data.partition_for(SamplingScheme().layout(2)) == folder
     with pytest.raises(ValueError, match='strategy="sampling"'):
-        data.partition_for(quiet_trainer("dgcl", 2).strategy.layout())
+        data.partition_for(quiet_trainer("cover", 2).strategy.layout())
 
 
 @pytest.mark.parametrize(

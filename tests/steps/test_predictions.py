@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import numpy as np
@@ -13,6 +14,7 @@ from lightning.pytorch.callbacks import BasePredictionWriter
 from torch_geometric.data import Data
 
 from lightning_gnn import CoverStrategy, DGCLStrategy, GraphDataModule, VertexCutStrategy
+from lightning_gnn.comm.group import World
 
 
 def graph_and_parts(world_size: int) -> tuple[Data, torch.Tensor]:
@@ -99,7 +101,7 @@ def predicted(
 ) -> Any:
     """What predict returns of each kind, and what a writer gets."""
     graph, part = graph_and_parts(parts)
-    returns = options.pop("returns", True)
+    returns, root = options.pop("returns", True), options.pop("root", None)
     if "two masks" in kinds:
         graph.twin, graph.other = (torch.arange(60) % 30 == rest for rest in (0, 1))
     data = GraphDataModule(graph, partition=None if strategy in ("auto", "vertex_cut") else part)
@@ -110,10 +112,10 @@ def predicted(
         if strategy != "auto":
             make = {"dgcl": DGCLStrategy, "vertex_cut": VertexCutStrategy, "cover": CoverStrategy}[strategy]
             chosen = make(timeout=60, self_check=False, **options)
-        trainer = quiet_trainer(chosen, world_size, callbacks=[writer])
+        trainer = quiet_trainer(chosen, world_size, callbacks=[writer], default_root_dir=root)
         result = trainer.predict(Predicting(kind).double(), datamodule=data, return_predictions=returns)
         found[kind] = result, writer.batches, writer.epochs
-    return found if "predictions" not in options else (found, data.shard.batch.n_id)
+    return found if options.get("predictions") not in ("shards", "rank0") else (found, data.shard.batch.n_id)
 
 
 def assert_same(found: Any, expected: Any, kind: str) -> None:
@@ -165,6 +167,53 @@ def test_predictions_on_rank_zero_and_of_shards(ranks):
             assert_same(each, whole["out"][torch.searchsorted(whole["n_id"], own)], "shards")
     edges = sum(len(found["edges of a mask"][0][0]) for found, _ in parts)
     assert edges == int(graph.edge_test_mask.sum())
+
+
+def test_predictions_in_files(ranks, tmp_path, monkeypatch):
+    """Each rank writes its rows where they belong; all have them, mapped, and no rows travel."""
+    kinds = "all", "test", "several", "ids of test", "edges of a mask", "array", "nothing", "of the graph"
+    expected = predicted(0, 1, kinds, 3)
+    for found in ranks.run(3, without_gathering, kinds, 3, "dgcl", predictions="file", root=str(tmp_path)):
+        for kind in kinds:
+            assert_same(found[kind], expected[kind], kind)
+    written = {file.name: np.load(file) for file in (tmp_path / "predictions").iterdir()}
+    assert "predictions.npy" in written and all(name.endswith(".npy") for name in written)
+    assert_same(written["predictions.npy"], expected["array"][0][0], "the last of that name")
+
+
+def without_gathering(*given: Any, **options: Any) -> Any:
+    """As :func:`predicted`; rows that are gathered are ids."""
+
+    def gather_rows(world: World, rows: torch.Tensor, counts: Any) -> torch.Tensor:
+        assert rows.dtype == torch.int64 and rows.dim() == 1
+        return gather(world, rows, counts)
+
+    gather = World.all_gather_rows
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(World, "all_gather_rows", gather_rows)
+        return predicted(*given, **options)
+
+
+def test_a_folder_that_a_rank_does_not_see(ranks, tmp_path):
+    """Nothing is left, and every rank says so; a file of that name stays as it was."""
+    (tmp_path / "predictions").mkdir()
+    (tmp_path / "predictions" / "predictions.npy").write_bytes(b"of an earlier run")
+    with pytest.raises(RankFailed) as caught:
+        ranks.run(2, with_lost_file, ("all",), 2, "dgcl", predictions="file", root=str(tmp_path))
+    words = "Rank 1 cannot write predictions to .*predictions.npy: .*No such file.*All ranks must see its folder"
+    assert all(re.search(words, line) for line in caught.value.errors.values()) and len(caught.value.errors) == 2
+    [kept] = (tmp_path / "predictions").iterdir()
+    assert kept.read_bytes() == b"of an earlier run"
+
+
+def with_lost_file(rank: int, *given: Any, **options: Any) -> Any:
+    def open_memmap(file: Any, mode: str, *form: Any) -> Any:
+        return opened(f"{file} elsewhere" if rank else file, mode, *form)
+
+    opened = np.lib.format.open_memmap
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(np.lib.format, "open_memmap", open_memmap)
+        return predicted(rank, *given, **options)
 
 
 def test_writers_get_predictions_that_are_not_returned(ranks):

@@ -35,7 +35,14 @@ from torch_geometric import nn as pyg_nn
 from torch_geometric.data import Data
 from torch_geometric.nn.models import GCN
 
-from lightning_gnn import GraphDataModule, NodeClassifier, SpMM1DStrategy, SpMM2DStrategy, SpMM15DStrategy
+from lightning_gnn import (
+    GraphDataModule,
+    NodeClassifier,
+    SpMM1DStrategy,
+    SpMM2DStrategy,
+    SpMM15DStrategy,
+    SpMMStrategy,
+)
 from lightning_gnn.comm.call import DIRECTIONS, Call
 from lightning_gnn.comm.grid import BlockMatrix
 from lightning_gnn.comm.group import CommunicationError, World
@@ -122,6 +129,25 @@ def test_3d(ranks):
         assert_same(found, on_one_device(("gcn", "gat")), rtol=1e-8, atol=1e-10)
 
 
+def test_each_product_its_own_way(ranks):
+    for found in ranks.run(4, train, awkward_graph(), ("gcn", "graphconv", "gat"), strategy="spmm"):
+        assert_same(found, on_one_device(("gcn", "graphconv", "gat")), rtol=1e-8, atol=1e-10)
+
+
+@pytest.mark.campaign  # eight ranks
+def test_each_product_its_own_way_on_8_ranks(ranks):
+    for found in ranks.run(8, train, awkward_graph(), ("gcn", "gat"), strategy="spmm"):
+        assert_same(found, on_one_device(("gcn", "gat")), rtol=1e-8, atol=1e-10)
+
+
+def test_gradients_of_two_bytes_travel_as_rows(ranks):
+    """So that backward, too, fewer bytes are sent than of partial sums, and the loss is that of one matrix."""
+    one_way, own = (ranks.run(4, logged, (kind, {}), "bf16-mixed") for kind in (SpMM1DStrategy, SpMMStrategy))
+    assert [loss for *_, loss in own] == pytest.approx([loss for *_, loss in one_way], rel=0.01)
+    sent = [[max(found["model.convs.1", way] for found, *_ in each) for way in DIRECTIONS] for each in (one_way, own)]
+    assert sent[1][0] <= sent[0][0] and sent[1][1] < 0.8 * sent[0][1]
+
+
 @pytest.mark.parametrize("strategy", ["spmm_1d", "spmm_15d"])
 def test_by_name(ranks, strategy):
     part = torch.arange(60) % 2  # the third rank owns nothing
@@ -133,8 +159,9 @@ ON_4_RANKS: dict[str, tuple[type, dict[str, Any]]] = {
     "sparse": (SpMM15DStrategy, {"replication": 2}),
     "blocks": (SpMM15DStrategy, {"replication": 2, "sparsity_aware": False}),
     "2d": (SpMM2DStrategy, {}),
+    "any": (SpMMStrategy, {}),
 }
-on_4_ranks = pytest.mark.parametrize("products", ["sparse", *campaign("blocks"), "2d"])
+on_4_ranks = pytest.mark.parametrize("products", ["sparse", *campaign("blocks", "any"), "2d"])
 
 
 def run_on_4(ranks: Any, products: str, graph: Data, model: Any, **others: Any) -> list[dict[str, Any]]:

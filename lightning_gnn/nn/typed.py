@@ -1,0 +1,351 @@
+"""Graphs with node and edge types: each call of a conv is bound to the edge type whose edges it is given.
+
+A call on (source type, relation, target type) is ``Z = A S H`` of a bipartite graph: its sources are the owned and halo rows of
+one type, its targets the owned rows of another. So an edge type is a rank's graph of its own, with the exchange of its sources'
+type, and convs are bound to it as to a graph without types. Several edge types may read the same rows in a layer, such as an
+author's papers and affiliations: then S is made once, and what comes back is summed once.
+
+N owned and H halo rows of the sources' type, T owned rows of the targets' type, F columns.
+"""
+
+from __future__ import annotations
+
+import types
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch_geometric import nn as pyg_nn
+from torch_geometric.nn import MessagePassing
+from torch_geometric.typing import EdgeType, NodeType
+from typing_extensions import override
+
+from lightning_gnn.comm.call import Step
+from lightning_gnn.comm.exchange import Exchange, HaloExchange
+from lightning_gnn.comm.group import World
+from lightning_gnn.data.shards import Shard
+from lightning_gnn.nn import pyg
+from lightning_gnn.nn.adapters import substitute
+from lightning_gnn.nn.bind import Binding, bound_methods
+from lightning_gnn.nn.context import GraphContext
+from lightning_gnn.nn.norms import STATE, Statistics
+from lightning_gnn.nn.rank_graph import UnsupportedModelError
+from lightning_gnn.partition.shard import HaloPlan
+
+# Convs that take ``(x_source, x_target)`` and do nothing with sources but map each row, so that they may be given S x; by class,
+# how many columns travel if they are not, None for those of x. Others may draw random numbers for rows, or take statistics of
+# them, and copies of a row would count.
+_TAKE_HALO_ROWS: dict[type, Callable[[Any], int | None]] = {
+    pyg_nn.GATConv: lambda conv: conv.heads * conv.out_channels,
+    pyg_nn.GATv2Conv: lambda conv: conv.heads * conv.out_channels,
+    pyg_nn.GINConv: lambda conv: None,
+    pyg_nn.GraphConv: lambda conv: conv.out_channels,
+    pyg_nn.SAGEConv: lambda conv: conv.out_channels,
+    pyg_nn.TransformerConv: lambda conv: 2 * conv.heads * conv.out_channels,
+}
+
+
+class TypedGraph(GraphContext):
+    """One rank's graph with types, as bound convs see it.
+
+    Args:
+        shard: of this rank, on its device.
+        world: the ranks.
+        make: returns the rank's graph of one edge type, of :meth:`~lightning_gnn.data.shards.Shard.of_edges`.
+
+    Attributes:
+        relations: the rank's graph of each edge type.
+    """
+
+    def __init__(self, shard: Shard, world: World, make: Callable[[Shard], GraphContext]) -> None:
+        self.relations = {kind: make(shard.of_edges(kind, world.rank)) for kind in shard.types.edges}
+        first = next(iter(self.relations.values()))
+        super().__init__(first.exchange, torch.empty(0, 0), torch.empty(2, 0, dtype=torch.int64), None, 0)
+        self._kinds = {id(relation.edge_index): kind for kind, relation in self.relations.items()}
+        readers: dict[NodeType, list[GraphContext]] = {}
+        for (source, *_), relation in self.relations.items():
+            readers.setdefault(source, []).append(relation)
+        self._num_readers = {name: len(of) for name, of in readers.items()}
+        # Of products that are spread over ranks, each has rows of its own to send.
+        shared = {name: of for name, of in readers.items() if len(of) > 1 and of[0].exchange.make_matrix is None}
+        self._beside: dict[EdgeType, GraphContext] = {}
+        for kind, relation in self.relations.items():
+            if kind[0] in shared:
+                relation.share = partial(self._shared, kind[0], shared[kind[0]][0])
+                self._beside[kind] = _beside(relation)
+        self._known: dict[tuple[NodeType, torch.Size], tuple[Tensor, tuple[int, bool], Tensor]] = {}
+        self._in_layer = 0
+
+    def kind_of(self, arguments: Sequence[Any], layer: str) -> EdgeType:
+        """Returns the edge type whose edges are among the arguments of a conv.
+
+        Raises:
+            UnsupportedModelError: there are none of the batch's own.
+        """
+        for each in arguments:
+            kind = self._kinds.get(id(each))
+            if kind is not None:
+                return kind
+        raise UnsupportedModelError(
+            f"'{layer}' was called without edges of the batch: of a graph with types, convs take batch[...].edge_index, or "
+            "batch.edge_index_dict, as they are. Choose or add edges in the data."
+        )
+
+    def with_halo(
+        self, kind: EdgeType, x: Tensor, layer: str, columns: int | None
+    ) -> tuple[GraphContext, Tensor] | None:
+        """Returns S x, made once for all edge types that read x, and the edges of a type over its rows; None where that does
+        not apply, on all ranks alike.
+
+        Args:
+            kind: the edge type.
+            x: of sources, ``[N, F]``.
+            layer: named in errors and counted under.
+            columns: that travel for this edge type otherwise; None for those of x.
+        """
+        relation, beside = self.relations[kind], self._beside.get(kind)
+        if beside is None or relation.share is None:
+            return None
+        relation.check_rows(x.size(0), layer)
+        kept = relation.kept.widths > 0 and relation.kept.is_constant(x)
+        if not kept and columns is not None and columns * self._num_readers[kind[0]] < x.size(1):
+            return None
+        rows = relation.share(x, layer)
+        if rows is None:
+            return None
+        if kept and rows is not beside.x:
+            beside.turn_to(rows, relation.edge_index, relation.edge_weight)
+        return beside, rows
+
+    def _shared(self, name: NodeType, first: GraphContext, x: Tensor, layer: str) -> Tensor | None:
+        """Returns S x for all that read rows of a type; None where it is not known whether these stay as they are.
+
+        `first` is the graph of the first edge type that reads them. One tensor of each shape is remembered: the last.
+        """
+        if first.kept.widths and first.kept.is_constant(x):
+            return first.expand(x, layer, alone=True)
+        is_inference = x.is_inference()  # and does not know how often it was changed
+        if is_inference and not self._in_layer:
+            return None
+        key, seen = (name, x.shape[1:]), (0 if is_inference else x._version, torch.is_grad_enabled())
+        known = self._known.get(key)
+        if known is None or known[0] is not x or known[1] != seen:
+            known = self._known[key] = x, seen, first.expand(x, layer, alone=True)
+        return known[2]
+
+    @contextmanager
+    def one_layer(self) -> Iterator[None]:
+        """While open, PyG's own code calls convs one after the other, and changes no rows in between."""
+        self._in_layer += 1
+        try:
+            yield
+        finally:
+            self._in_layer -= 1
+            if not self._in_layer:
+                self._known = {key: known for key, known in self._known.items() if not known[0].is_inference()}
+
+    @override
+    def begin_step(self, step: Step | None = None) -> None:
+        self._known.clear()
+        for relation in (*self.relations.values(), *self._beside.values()):
+            relation.propagations.clear()
+        super().begin_step(step)
+
+    @property
+    @override
+    def exchanges(self) -> list[Exchange]:
+        return [exchange for relation in self.relations.values() for exchange in relation.exchanges]
+
+    # What helpers ask of a graph whose rows are of one type.
+
+    @override
+    def check_rows(self, rows: int, layer: str, of_targets: bool = False) -> None:
+        raise UnsupportedModelError(
+            f"{layer} takes rows of graphs of one type, and does not know whose rows these are. Use convs, which know it by "
+            "their edges."
+        )
+
+    @override
+    def check_expanded_rows(self, rows: int, layer: str) -> None:
+        self.check_rows(rows, layer)
+
+    @override
+    def chosen(self, name: str, edge_index: Tensor, choose: Callable[[], Any]) -> Any:
+        self.check_rows(0, "choose_edges")
+
+    @property
+    @override
+    def all_on_loaded_edges(self) -> set[str]:
+        return {layer for relation in self.relations.values() for layer in relation.on_loaded_edges}
+
+
+def _beside(relation: GraphContext) -> GraphContext:
+    """Returns the edges of a type over rows S x: nothing is left to exchange."""
+    exchange, rows = relation.exchange, relation.num_owned + relation.num_halo
+    nothing = np.empty(0, np.int64)
+    plan = HaloPlan(rows, (0,) * exchange.world.size, (nothing,) * exchange.world.size)
+    return GraphContext(
+        HaloExchange(plan, exchange.world, exchange.meter),
+        torch.empty(0, 0),
+        relation.edge_index,
+        relation.edge_weight,
+        relation.kept.widths,
+        num_targets=relation.num_targets,
+    )
+
+
+class _TypedConv:
+    """What the methods of one conv need; shared, not copied, when the model is copied."""
+
+    def __init__(self, graph: TypedGraph, layer: str) -> None:
+        self.graph, self.layer = graph, layer
+        self._methods: dict[int, dict[str, Any]] = {}
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> _TypedConv:
+        return self
+
+    @contextmanager
+    def bound(self, conv: MessagePassing, context: GraphContext) -> Iterator[None]:
+        """While open, a conv is bound to the rank's graph of one edge type."""
+        own = {name: conv.__dict__.pop(name) for name in ("forward", "propagate", STATE) if name in conv.__dict__}
+        try:
+            if id(context) not in self._methods:
+                self._methods[id(context)] = bound_methods(conv, self.layer, context)
+            methods = self._methods[id(context)]
+            for name, method in methods.items():
+                is_method = isinstance(method, types.MethodType)
+                object.__setattr__(conv, name, types.MethodType(method.__func__, conv) if is_method else method)
+            yield
+        finally:
+            for name in self._methods.get(id(context), ()):
+                conv.__dict__.pop(name, None)
+            conv.__dict__.update(own)
+
+
+class TypedBinding(Binding):
+    """Binds every conv of `module` to the edge types that it is called on, and every norm to the rank's rows."""
+
+    context: TypedGraph
+    with_types = True
+
+    @override
+    def bind(self) -> None:
+        if self._bound:
+            return
+        super().bind()
+        graph = self.context
+
+        def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+            with graph.one_layer():
+                return type(self).forward(self, *args, **kwargs)
+
+        for child in self._module.modules():
+            if isinstance(child, pyg_nn.HeteroConv):
+                self._patch(child, {"forward": types.MethodType(forward, child)})
+
+    @override
+    def _bind(self, conv: MessagePassing, layer: str, context: GraphContext) -> None:
+        assert isinstance(context, TypedGraph)
+        self.check_unbound(conv, layer)
+        pyg.clear_caches(conv)
+        object.__setattr__(conv, STATE, _TypedConv(context, layer))
+        adapter = next((_OF_ALL_TYPES[kind] for kind in type(conv).__mro__ if kind in _OF_ALL_TYPES), None)
+        methods = {"forward": types.MethodType(_forward, conv)} if adapter is None else adapter(conv, context, layer)
+        self._patch(conv, methods)
+
+
+def _forward(self: MessagePassing, *args: Any, **kwargs: Any) -> Any:
+    """The forward of a conv that is called on one edge type at a time."""
+    state: _TypedConv = self.__dict__[STATE]
+    graph, layer = state.graph, state.layer
+    kind = graph.kind_of((*args, *kwargs.values()), layer)
+    if kind[0] != kind[2] and getattr(self, "add_self_loops", False):
+        raise UnsupportedModelError(
+            f"'{layer}' ({type(self).__name__}) adds self-loops to edges {kind}, whose ends are of two types. Set "
+            "add_self_loops=False."
+        )
+    context: GraphContext = graph.relations[kind]
+    x = args[0] if args else kwargs.get("x")
+    source, target = x if isinstance(x, (tuple, list)) and len(x) == 2 else (x, x)
+    if isinstance(source, Tensor) and source.dim() == 2 and _takes_halo_rows(self):
+        taken = graph.with_halo(kind, source, layer, _TAKE_HALO_ROWS[_kind_of(self)](self))
+        if taken is not None:
+            context, rows = taken
+            if args:
+                args = ((rows, target), *args[1:])
+            else:
+                kwargs = {**kwargs, "x": (rows, target)}
+    with state.bound(self, context):
+        return self.forward(*args, **kwargs)
+
+
+def _takes_halo_rows(conv: MessagePassing) -> bool:
+    """Returns whether a conv may be given S x in place of x; not one of which something else may see that."""
+    kind = _kind_of(conv)
+    same = kind is not None and all(getattr(type(conv), name) is getattr(kind, name) for name in ("forward", "message"))
+    return same and not any(map(pyg.is_watched, list(conv.modules())[1:]))
+
+
+def _kind_of(conv: MessagePassing) -> Any:
+    return next((kind for kind in type(conv).__mro__ if kind in _TAKE_HALO_ROWS), None)
+
+
+# Convs of all types at once ###################################################
+
+
+def _hgt(conv: Any, graph: TypedGraph, layer: str) -> dict[str, Any]:
+    """Keys and values of halo rows come in one message per type that edges begin at; queries are of owned rows."""
+
+    def construct(
+        self: Any, k_dict: Mapping[str, Tensor], v_dict: Mapping[str, Tensor], edge_index_dict: Mapping[EdgeType, Any]
+    ) -> Any:
+        keys, values = dict(k_dict), dict(v_dict)
+        seen = set[NodeType]()
+        for edge_index in edge_index_dict.values():
+            kind = graph.kind_of((edge_index,), layer)
+            relation, name = graph.relations[kind], kind[0]
+            relation.on_loaded_edges.add(layer)
+            if name not in seen:
+                seen.add(name)
+                relation.check_rows(k_dict[name].size(0), layer)
+                keys[name], values[name] = relation.expand_all([k_dict[name], v_dict[name]], layer)
+        return type(self)._construct_src_node_feat(self, keys, values, edge_index_dict)
+
+    return {"_construct_src_node_feat": types.MethodType(construct, conv)}
+
+
+def _han(conv: Any, graph: TypedGraph, layer: str) -> dict[str, Any]:
+    """Attention between edge types is by means over all nodes, of all ranks."""
+    take = Statistics(graph.exchange, layer)
+
+    def group(xs: list[Tensor], q: Tensor, k_lin: torch.nn.Module) -> tuple[Tensor | None, Tensor | None]:
+        if not xs:
+            return None, None
+        out = torch.stack(xs)
+        mean, _ = take.mean(torch.tanh(k_lin(out)), (1,))
+        attention = torch.softmax((q * mean.squeeze(1)).sum(-1), dim=0)
+        return torch.sum(attention.view(len(xs), 1, -1) * out, dim=0), attention
+
+    run = substitute(conv.forward, group=group).__func__  # type: ignore[attr-defined]
+
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        with graph.one_layer():
+            return run(self, *args, **kwargs)
+
+    def of_relation(self: Any, edge_index: Tensor, size: Any = None, **kwargs: Any) -> Tensor:
+        state: _TypedConv = self.__dict__[STATE]
+        context = state.graph.relations[state.graph.kind_of((edge_index,), state.layer)]
+        with state.bound(self, context):
+            return self.propagate(edge_index, size=size, **kwargs)
+
+    return {"forward": types.MethodType(forward, conv), "propagate": types.MethodType(of_relation, conv)}
+
+
+_OF_ALL_TYPES: dict[type, Callable[[Any, TypedGraph, str], dict[str, Any]]] = {
+    pyg_nn.HANConv: _han,
+    pyg_nn.HGTConv: _hgt,
+}
