@@ -1,4 +1,4 @@
-"""Partitioners of nodes beside each other: cut, halo, balance, CPU seconds and memory, and what was predicted of memory and time.
+"""Partitioners of nodes beside each other: cut, halo, balance, CPU seconds and memory.
 
     python benchmarks/partitioners.py [--graphs cnr-2000 planted-2 ...] [--methods metis kaminpar ...] [--parts 8] [--json FILE]
 

@@ -34,7 +34,7 @@ def check_memory(num_edges: int) -> None:
     if needed > available:
         raise MemoryError(
             f"METIS needs about {needed / 1e9:.0f} GB for {num_edges:,} edges, and {available / 1e9:.0f} GB are free. Use "
-            'partition="kaminpar", which takes a fifth of that (pip install lightning-gnn[kaminpar]), "random", or partition '
+            'partition="kaminpar", which takes a third of that (pip install lightning-gnn[kaminpar]), "random", or partition '
             "elsewhere and pass the rank of every node, partition=array."
         )
 
