@@ -322,7 +322,7 @@ def test_embeddings_and_their_optimizer_move_with_the_nodes(ranks):
         ([{"strategy": "dgcl", "epochs": 1.5}, "dgcl"], "at least 1: others follow"),
         (["dgcl", "vertex_cut"], "needs epochs"),
         ([{"strategy": "dgcl", "epochs": 3}], "Leave epochs=3 out"),
-        ([{"strategy": "dgcll", "epochs": 3}, "dgcl"], "none of this package's .*There are dgcl, cover, spmm_1d"),
+        ([{"strategy": "dgcll", "epochs": 3}, "dgcl"], "none of this package's .*There are dgcl, cover, spmm, spmm_1d"),
         ([{"strategy": "ddp", "epochs": 3}, "dgcl"], "none of this package's"),
         ([{"strategy": "dgcl", "epochs": 3, "devices": 4}, "dgcl"], "cannot have devices of its own"),
         ([{"strategy": "dgcl", "epochs": 3, "codex": "int8"}, "dgcl"], "Stage 1, dgcl, cannot be made: .*codex"),
