@@ -42,8 +42,8 @@ def part_graph(
 ) -> NDArray[np.int32]:
     """Returns the part of each node, int32 ``[N]``, with balanced nodes or, if given, balanced node weights ``[N]``.
 
-    The same for the same seed: on one thread, since several come to other parts each time. The library reads files alone, so the
-    graph goes through one in the folder for temporary files, 4 bytes per entry and 8 per node.
+    Not always the same for the same seed, even on the one thread that it uses. The library reads files alone, so the graph goes
+    through one in the folder for temporary files, 4 bytes per entry and 8 per node.
 
     Args:
         compress: keep the graph compressed in memory, which takes longer.

@@ -202,7 +202,7 @@ def test_adjacency_has_each_neighbour_once(graph):
 
 
 @pytest.mark.skipif(not KAMINPAR, reason="needs kaminpar")
-def test_kaminpar_balances_what_it_is_given_and_repeats():
+def test_kaminpar_balances_what_it_is_given():
     rng = np.random.default_rng(0)
     skewed = np.stack([rng.integers(0, 2000, 20_000), (2000 * rng.random(20_000) ** 3).astype(np.int64)])
     graph = Adjacency.of(np.concatenate([skewed, ring(2000)], 1), 2000)
@@ -212,8 +212,6 @@ def test_kaminpar_balances_what_it_is_given_and_repeats():
             part = kaminpar.part_graph(graph, 4, 0, weights, compress)
             load = np.bincount(part, weights, 4)
             assert load.max() <= 1.03 * load.mean() + weights.max()
-            assert np.array_equal(part, kaminpar.part_graph(graph, 4, 0, weights, compress))
-        assert not np.array_equal(part, kaminpar.part_graph(graph, 4, 1, weights, compress))  # of another seed
 
 
 @pytest.mark.skipif(not KAMINPAR, reason="needs kaminpar")
