@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 
 import numpy as np
 import torch
@@ -78,10 +79,7 @@ class MatrixByCall(Matrix):
     def _make(self, product: Product) -> Matrix:
         if isinstance(product.grid, ProcessCube):
             return SummaMatrix(self._entries, product.grid, self._offsets, self._world, self._meter)
-
-        def holders(row: Ids, col: Ids) -> Ids:
-            return product.holders(self._offsets, row, col)
-
+        holders = partial(product.holders, self._offsets)
         return SparseMatrix(self._entries, holders, self._offsets, self._world, self._meter)
 
 

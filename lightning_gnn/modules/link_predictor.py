@@ -217,10 +217,13 @@ class LinkPredictor(GraphModule):
         return sources if self.relations is None else sources * self.relations(types)
 
     def _scores(self, batch: Data, mask: str, count: int, step: int) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Returns the scores of this rank's edges in a mask, ``[n]``, and of the negatives of each, ``[n, count]``.
+        """Returns the scores of this rank's edges in a mask, ``[n]``, and of the negatives of each, ``[n, count]``; of a
+        mini-batch, those of its own.
 
         Filtered, in evaluation, also which negatives are edges, bool ``[n, count]``.
         """
+        if _is_sampled(batch):
+            return *self._sampled_scores(batch), None
         z = self(batch)
         chosen = batch[mask] & (batch.edge_index[1] < batch.num_owned)  # replicas of edges count elsewhere
         source, target = batch.edge_index[:, chosen]
@@ -274,21 +277,14 @@ class LinkPredictor(GraphModule):
 
     @override
     def training_step(self, batch: Data, batch_idx: int) -> Tensor:
-        if _is_sampled(batch):
-            positive, negative = self._sampled_scores(batch)
-        else:
-            positive, negative, _ = self._scores(batch, "edge_train_mask", self.num_negatives, self.global_step)
+        positive, negative, _ = self._scores(batch, "edge_train_mask", self.num_negatives, self.global_step)
         loss = self._loss(positive, negative)
         self.log("train_loss", loss, prog_bar=True, batch_size=len(positive))
         return loss
 
     @override
     def _evaluate(self, batch: Data, stage: str) -> None:
-        if _is_sampled(batch):
-            positive, negative = self._sampled_scores(batch)
-            known = None
-        else:
-            positive, negative, known = self._scores(batch, f"edge_{stage}_mask", self.eval_negatives, _EVALUATION)
+        positive, negative, known = self._scores(batch, f"edge_{stage}_mask", self.eval_negatives, _EVALUATION)
         count = len(positive)
         self.log(f"{stage}_loss", self._loss(positive, negative), prog_bar=True, batch_size=count)
         # Tied ones first, else a model whose scores are all alike would be perfect; and so is nan last.

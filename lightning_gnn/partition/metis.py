@@ -48,7 +48,7 @@ def part_graph(
     dtype = _index_dtype()
     _, part = pymetis.part_graph(
         num_parts,
-        pymetis.CSRAdjacency(graph.indptr.astype(dtype), graph.indices.astype(dtype)),
+        pymetis.CSRAdjacency(graph.indptr.astype(dtype, copy=False), graph.indices.astype(dtype, copy=False)),
         vweights=weights,
         recursive=False,
         options=pymetis.Options(seed=seed),
@@ -81,7 +81,7 @@ def part_graph_constrained(
     options = np.full(_OPTIONS, -1, dtype)
     options[_SEED], options[_NUMBERING], options[_CUTS] = seed, 0, 4 if halve else 1
     cut, part = np.zeros(1, dtype), np.zeros(graph.num_nodes, dtype)
-    indptr, indices = graph.indptr.astype(dtype), graph.indices.astype(dtype)
+    indptr, indices = (each.astype(dtype, copy=False) for each in (graph.indptr, graph.indices))
     flat = np.ascontiguousarray(weights, dtype)
     allowed = np.zeros(2 * len(bounds), np.float32)  # room for 8-byte reals
     allowed[: len(bounds)] = bounds

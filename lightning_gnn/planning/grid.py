@@ -12,6 +12,7 @@ L its layers. Traffic is ``[S, P, P]``: stage, sender, receiver. `offsets` are t
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 
 import numpy as np
@@ -102,9 +103,8 @@ def products(ranks: int) -> list[Product]:
     """Returns the ways in which so many ranks can all multiply: 1D, 1.5D, and 2D and 3D where P is a square or a cube."""
     grids = [ProcessGrid(ranks, c) for c in legal_replications(ranks)]
     found = [Product(grid, mirrored) for grid in grids if grid.all_multiply for mirrored in (False, True)]
-    for dimensions in (2, 3):
-        side = round(ranks ** (1 / dimensions))
-        if side > 1 and side**dimensions == ranks:
+    for dimensions in (2, 3) if ranks > 1 else ():
+        with suppress(ValueError):  # neither a square nor a cube
             found.append(Product(ProcessCube.of(ranks, dimensions)))
     return found
 

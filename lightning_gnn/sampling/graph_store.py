@@ -58,9 +58,8 @@ class _Uses:
     def add(self, ids: Tensor) -> None:
         self._later.append(ids)
         self._size += len(ids)
-        if self._size > max(
-            _FEW, len(self.ids)
-        ):  # so that an id is sorted a few times only, whatever an epoch asks for
+        # As many again as are counted: so an id is sorted a few times only, whatever an epoch asks for.
+        if self._size > max(_FEW, len(self.ids)):
             self.sum_up()
 
     def sum_up(self, *others: _Uses) -> None:

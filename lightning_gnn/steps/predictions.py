@@ -232,23 +232,26 @@ class PredictedRows:
             return self._in_file(leaf, own, rows, of_ranks[0].path)
         if self._mode != "shards":
             world = self._world
-            counts = world.all_gather(torch.tensor([len(own)], device=world.device)).view(-1).tolist()
-            ids = world.all_gather_rows(rows.ids[rows.kept].to(world.device), counts)
+            ids, counts = self._ids_of_all(rows)
             own = world.all_gather_rows(own.to(world.device).contiguous(), counts)
             own = own[ids.argsort(stable=True)].to(found.device)
         if isinstance(leaf, np.ndarray):
             return own.cpu().numpy()
         return own.tolist() if isinstance(leaf, list) else own
 
+    def _ids_of_all(self, rows: _Rows) -> tuple[Tensor, list[int]]:
+        """Returns the ids of the rows of all ranks, one rank's after the other's, and how many each has."""
+        world, own = self._world, rows.ids[rows.kept]
+        counts = world.all_gather(torch.tensor([len(own)], device=world.device)).view(-1).tolist()
+        return world.all_gather_rows(own.to(world.device), counts), counts
+
     def _in_file(self, leaf: Any, own: Tensor, rows: _Rows, path: str) -> Any:
         places, total = rows.ids[rows.kept], rows.total
         if total < 0:  # where they are among those of all ranks
-            world = self._world
-            counts = world.all_gather(torch.tensor([len(own)], device=world.device)).view(-1).tolist()
-            ids = world.all_gather_rows(places.to(world.device), counts).cpu()
-            place = torch.empty_like(ids)
-            place[ids.argsort(stable=True)] = torch.arange(len(ids))
-            places, total = place.split(counts)[world.rank], len(ids)
+            ids, counts = self._ids_of_all(rows)
+            order = ids.argsort(stable=True).cpu()
+            place = torch.empty_like(order).scatter_(0, order, torch.arange(len(order)))
+            places, total = place.split(counts)[self._world.rank], len(order)
         found = write_rows(self._world, self._folder / f"{_file_name(path)}.npy", own, places, total)
         return found.numpy() if isinstance(leaf, np.ndarray) else found
 
