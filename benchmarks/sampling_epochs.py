@@ -23,14 +23,11 @@ import sys
 import tempfile
 import time
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from itertools import islice
 from pathlib import Path
-from queue import Queue
 from statistics import mean, median, stdev
-from threading import Barrier
-from types import SimpleNamespace
 from typing import Any
 
 import lightning as L
@@ -39,6 +36,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from common import QUIET, SHARED, load_planted, planted_file, report, run_on_hosts, run_row
+from sampling_threads import Meeting
 from torch_geometric import typing as pyg
 from torch_geometric.data import Data
 from torch_geometric.loader import NeighborLoader, NodeLoader
@@ -234,42 +232,6 @@ def our_row(
 # Ranks as threads #############################################################
 
 
-class Meeting:
-    """What threads exchange in place of ranks: see :class:`~lightning_gnn.comm.rows.GroupChannel`."""
-
-    def __init__(self, machines: list[list[int]]) -> None:
-        self.size = size = sum(map(len, machines))
-        self._boxes = {(a, b): Queue[torch.Tensor]() for a in range(size) for b in range(size)}
-        self._everyone, self._values = Barrier(size), dict[int, Any]()
-
-    def world(self, rank: int) -> Any:
-        def all_gather_object(value: Any) -> list[Any]:
-            self._values[rank] = value
-            self._everyone.wait()
-            found = [self._values[each] for each in range(self.size)]
-            self._everyone.wait()
-            return found
-
-        return SimpleNamespace(rank=rank, size=self.size, all_gather_object=all_gather_object)
-
-    def of(self, world: Any) -> Any:
-        channel = SimpleNamespace(bytes_received=0)
-
-        def start(sends: dict[int, torch.Tensor], senders: list[int]) -> Callable[[], dict[int, torch.Tensor]]:
-            for peer, data in sends.items():
-                self._boxes[world.rank, peer].put(data)
-
-            def wait() -> dict[int, torch.Tensor]:
-                found = {peer: self._boxes[peer, world.rank].get() for peer in senders}
-                channel.bytes_received += sum(map(len, found.values()))
-                return found
-
-            return wait
-
-        channel.start = start
-        return channel
-
-
 def epoch_bytes(cut: Cut, seeds: list[torch.Tensor], cache_bytes: int, most: int | None) -> tuple[float, float]:
     """Returns the bytes that ranks receive for a batch of each, without filling the cache, and the share of rows that it spares.
 
@@ -277,7 +239,7 @@ def epoch_bytes(cut: Cut, seeds: list[torch.Tensor], cache_bytes: int, most: int
     """
     size = len(seeds)
     meeting = Meeting([[rank] for rank in range(size)])
-    graph_store.GroupChannel = meeting.of  # type: ignore[assignment,misc]
+    graph_store.GroupChannel = meeting.channel  # type: ignore[assignment,misc]
     batches = SeedBatches([len(each) for each in seeds], BATCH_SIZE)
 
     def rank_epoch(rank: int) -> tuple[int, int, int]:
@@ -304,7 +266,7 @@ def far_draws(
     """
     machines = [[0, 1], [2, 3]]
     meeting = Meeting(machines)
-    graph_store.GroupChannel = meeting.of  # type: ignore[assignment,misc]
+    graph_store.GroupChannel = meeting.channel  # type: ignore[assignment,misc]
     split = SplitSeeds.of(cut, ONE_TYPE[0], "train_mask", 2)
     batches, place = SeedBatches(split.sizes, batch_size), torch.empty_like(cut.n_id)
     place[cut.n_id] = torch.arange(len(place))

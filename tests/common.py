@@ -321,6 +321,24 @@ def quiet_trainer(strategy: Any, devices: int, self_check: bool = CAMPAIGN, **op
     return trainer
 
 
+def outcome(
+    run: L.Trainer, module: L.LightningModule, data: L.LightningDataModule, recorder: Recorder, fit: bool = True
+) -> dict[str, Any]:
+    """Trains, unless `fit` says no, tests and predicts; returns what came of it."""
+    if fit:
+        run.fit(module, datamodule=data)
+    weights = copy.deepcopy(module.state_dict())
+    [tested] = run.test(module, datamodule=data, verbose=False)
+    [predicted] = run.predict(module, datamodule=data)
+    return {
+        "epochs": recorder.epochs,
+        "gradients": recorder.gradients,
+        "weights": weights,
+        "test": tested,
+        "predictions": predicted,
+    }
+
+
 def train(
     rank: int,
     world_size: int,
@@ -358,17 +376,7 @@ def train(
     if isinstance(strategy, type):
         strategy = strategy(timeout=60, **(options or {}))
     run = quiet_trainer(strategy, world_size, self_check, callbacks=[recorder], **(trainer or {}))
-    run.fit(wrapped, datamodule=datamodule)
-    weights = copy.deepcopy(wrapped.state_dict())
-    [tested] = run.test(wrapped, datamodule=datamodule, verbose=False)
-    [predicted] = run.predict(wrapped, datamodule=datamodule)
-    return {
-        "epochs": recorder.epochs,
-        "gradients": recorder.gradients,
-        "weights": weights,
-        "test": tested,
-        "predictions": predicted,
-    }
+    return outcome(run, wrapped, datamodule, recorder)
 
 
 @contextmanager

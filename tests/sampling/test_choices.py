@@ -63,6 +63,17 @@ def sampled(cut: Any, machines: Any, choice: Choice, fanouts: Any) -> list[list[
         return batches_of(cut, machines, lambda store: make(store, of_types))[0]
 
 
+def assert_those_of_one(make: Any, choice: Choice, fanouts: Any, machines: Any, folder: Any) -> None:
+    """The batches of several machines are those of one that has all of their ranks, bit by bit."""
+    cut = cut_of(make(), sum(map(len, machines)), folder)
+    one_machine = [sorted(rank for on in machines for rank in on)]
+    apart, together = (sampled(cut, on, choice, fanouts) for on in (machines, one_machine))
+    for one, other in zip(apart, together, strict=True):
+        assert len(one) == len(other) > 1
+        for batch, same in zip(one, other):
+            assert_equal(batch.to_dict(), same.to_dict())
+
+
 CASES = {
     "time": (graph_in_time, TIMED, [3, 2]),
     "all earlier": (graph_in_time, TIMED, [-1, -1]),
@@ -81,14 +92,7 @@ CASES = {
 @pytest.mark.parametrize("machines", [TWO, *campaign(PAIRS, THREE)])
 @pytest.mark.parametrize("case", CASES)
 def test_batches_of_several_machines_are_those_of_one(case, machines, tmp_path):
-    make, choice, fanouts = CASES[case]
-    cut = cut_of(make(), sum(map(len, machines)), tmp_path)
-    one_machine = [sorted(rank for on in machines for rank in on)]
-    apart, together = (sampled(cut, on, choice, fanouts) for on in (machines, one_machine))
-    for one, other in zip(apart, together, strict=True):
-        assert len(one) == len(other) > 1
-        for batch, same in zip(one, other):
-            assert_equal(batch.to_dict(), same.to_dict())
+    assert_those_of_one(*CASES[case], machines, tmp_path)
 
 
 @pytest.mark.parametrize("choice", [Choice(), LABOR, WEIGHTED_LABOR])
@@ -269,14 +273,7 @@ SCORES = {
 @pytest.mark.parametrize("machines", [TWO, *campaign(PAIRS, THREE)])
 @pytest.mark.parametrize("case", SCORES)
 def test_own_scores_on_several_machines_are_those_of_one(case, machines, tmp_path):
-    make, choice, fanouts = SCORES[case]
-    cut = cut_of(make(), sum(map(len, machines)), tmp_path)
-    one_machine = [sorted(rank for on in machines for rank in on)]
-    apart, together = (sampled(cut, on, choice, fanouts) for on in (machines, one_machine))
-    for one, other in zip(apart, together, strict=True):
-        assert len(one) == len(other) > 1
-        for batch, same in zip(one, other):
-            assert_equal(batch.to_dict(), same.to_dict())
+    assert_those_of_one(*SCORES[case], machines, tmp_path)
 
 
 def latest(edges: InEdges) -> torch.Tensor:

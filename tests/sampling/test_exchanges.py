@@ -9,9 +9,6 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
-from queue import Queue
-from threading import Barrier
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -25,6 +22,7 @@ from test_hetero_sampling import typed_graph
 from torch import Tensor
 from torch_geometric.data import Data
 
+from benchmarks.sampling_threads import Machines, Meeting
 from lightning_gnn import GraphDataModule
 from lightning_gnn.data.shards import Cut
 from lightning_gnn.data.store import read_cut
@@ -35,54 +33,6 @@ from lightning_gnn.sampling.loader import BatchMaker, EdgeBatchMaker, SampledBat
 from lightning_gnn.sampling.seeds import SeedBatches, SplitSeeds
 from lightning_gnn.sampling.variants import EgoBatchMaker
 from lightning_gnn.strategies.sampling import SamplingScheme
-
-Machines = Sequence[Sequence[int]]
-
-
-class Meeting:
-    """What threads send each other in place of ranks: see :class:`~lightning_gnn.comm.rows.GroupChannel`.
-
-    Attributes:
-        sent: sender, receiver and bytes of each message.
-    """
-
-    def __init__(self, machines: Machines) -> None:
-        self.size = sum(map(len, machines))
-        self.on = {rank: on for rank, on in sorted((rank, list(ranks)) for ranks in machines for rank in ranks)}
-        self.sent: list[tuple[int, int, int]] = []
-        self.channels: dict[int, Any] = {}
-        self._boxes = {(a, b): Queue[Tensor]() for a in range(self.size) for b in range(self.size)}
-        self._everyone, self._values = Barrier(self.size, timeout=30), dict[int, Any]()
-
-    def world(self, rank: int) -> Any:
-        def all_gather_object(value: Any) -> list[Any]:
-            self._values[rank] = value
-            self._everyone.wait()
-            found = [self._values[each] for each in range(self.size)]
-            self._everyone.wait()
-            return found
-
-        return SimpleNamespace(rank=rank, size=self.size, all_gather_object=all_gather_object)
-
-    def channel(self, world: Any) -> Any:
-        channel = self.channels[world.rank] = SimpleNamespace(bytes_received=0, exchanges=0)
-
-        def start(sends: dict[int, Tensor], senders: Sequence[int]) -> Callable[[], dict[int, Tensor]]:
-            for peer, data in sends.items():
-                assert peer not in self.on[world.rank]  # who shares a machine reads, and does not ask
-                self.sent.append((world.rank, peer, len(data)))
-                self._boxes[world.rank, peer].put(data)
-
-            def wait() -> dict[int, Tensor]:
-                channel.exchanges += 1
-                found = {peer: self._boxes[peer, world.rank].get(timeout=30) for peer in senders}
-                channel.bytes_received += sum(map(len, found.values()))
-                return found
-
-            return wait
-
-        channel.start = start
-        return channel
 
 
 def cut_of(graph: Any, parts: int, folder: Any) -> Cut:
@@ -95,7 +45,7 @@ def cut_of(graph: Any, parts: int, folder: Any) -> Cut:
 
 def on_threads(machines: Machines, of_rank: Callable[[int, Any, Sequence[int]], Any]) -> tuple[list[Any], Meeting]:
     """Returns ``of_rank(rank, world, ranks of its machine)`` of all ranks, and what they sent."""
-    meeting = Meeting(machines)
+    meeting = Meeting(machines, timeout=30)
     with pytest.MonkeyPatch.context() as patch, ThreadPoolExecutor(meeting.size) as pool:
         patch.setattr(graph_store, "GroupChannel", meeting.channel)
         return list(pool.map(lambda rank: of_rank(rank, meeting.world(rank), meeting.on[rank]), meeting.on)), meeting

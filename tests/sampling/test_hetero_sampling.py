@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from common import Recorder, assert_same, campaign, examples, quiet_trainer, ranks_apart, strategy_of_config
+from common import Recorder, assert_same, campaign, examples, outcome, quiet_trainer, ranks_apart, strategy_of_config
 from conftest import SHARED
 from hypothesis import given
 from hypothesis import strategies as st
@@ -162,20 +162,8 @@ def trained(
     strategy = "auto" if options is None else SamplingStrategy(timeout=60, **options)
     run = quiet_trainer(strategy, world_size, callbacks=[recorder, batches], **trainer)
     with ranks_apart(apart):
-        if fit:
-            run.fit(module, datamodule=source)
-        weights = copy.deepcopy(module.state_dict())
-        [tested] = run.test(module, datamodule=source, verbose=False)
-        [predicted] = run.predict(module, datamodule=source)
-    return {
-        "epochs": recorder.epochs,
-        "gradients": recorder.gradients,
-        "weights": weights,
-        "test": tested,
-        "predictions": predicted,
-        "batches": batches.seen,
-        "report": source.shard.report,
-    }
+        found = outcome(run, module, source, recorder, fit)
+    return {**found, "batches": batches.seen, "report": source.shard.report}
 
 
 def module(seed: int = 1) -> Typed:

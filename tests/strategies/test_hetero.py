@@ -14,7 +14,7 @@ import lightning as L
 import pytest
 import torch
 import torch.nn.functional as F
-from common import Recorder, all_rows_sent, assert_same, awkward_graph, campaign, quiet_trainer
+from common import Recorder, all_rows_sent, assert_same, awkward_graph, campaign, outcome, quiet_trainer
 from conftest import RankFailed
 from test_hetero_sampling import AWARDS, BY, CITES, CLASSES, SIZES, TAGS, WRITES, Typed, typed_graph, uneven
 from torch_geometric.data import Data, HeteroData
@@ -186,17 +186,7 @@ def trained(
     source = GraphDataModule(graph, **(data or {}))
     chosen = "auto" if strategy is None else STRATEGIES[strategy](timeout=60, self_check=False, **options)
     run = quiet_trainer(chosen, world_size, callbacks=[recorder])
-    run.fit(wrapped, datamodule=source)
-    weights = copy.deepcopy(wrapped.state_dict())
-    [tested] = run.test(wrapped, datamodule=source, verbose=False)
-    [predicted] = run.predict(wrapped, datamodule=source)
-    return {
-        "epochs": recorder.epochs,
-        "gradients": recorder.gradients,
-        "weights": weights,
-        "test": tested,
-        "predictions": predicted,
-    }
+    return outcome(run, wrapped, source, recorder)
 
 
 @cache
