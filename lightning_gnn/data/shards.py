@@ -21,7 +21,7 @@ from lightning_gnn.data.sources import EDGE_MASKS, MASKS, class_labels, num_clas
 from lightning_gnn.partition.layout import LayoutSpec, Replicas
 from lightning_gnn.partition.locality import local_relabelling
 from lightning_gnn.partition.replicas import hold
-from lightning_gnn.partition.shard import HaloPlan, Ids, Relabelling, edge_cut_parts, halo_plan
+from lightning_gnn.partition.shard import HaloPlan, Ids, Relabelling, ShortIds, edge_cut_parts, halo_plan, id_dtype
 from lightning_gnn.partition.types import Types
 
 
@@ -128,9 +128,10 @@ class Cut:
 
     Attributes:
         offsets, edge_offsets: first node and first edge of each rank and the end, ``[P + 1]``, in relabelled order.
-        edge_index_of: of a rank, its edges in local ids, owned rows first and its halo behind them, int64 ``[2, E_r]``.
+        edge_index_of: of a rank, its edges in local ids, owned rows first and its halo behind them, ``[2, E_r]``, int32 where
+            that is enough.
         halos: of each rank, relabelled ids, ascending.
-        n_id, e_id: original ids in relabelled order, int64 ``[N]`` and ``[E]``; with types, those of one type after those of
+        n_id, e_id: original ids in relabelled order, int64 ``[N]``, and ``[E]``, int32 where that is enough; with types, those of one type after those of
             the other, see :meth:`ids_of`.
         attributes: tensors by name; per ``"node"`` and ``"edge"`` in relabelled order, of the ``"graph"`` as they are. With
             types, by the keys of these, each in the order of its type's ids.
@@ -142,7 +143,7 @@ class Cut:
 
     offsets: Ids
     edge_offsets: Ids
-    edge_index_of: Callable[[int], Ids]
+    edge_index_of: Callable[[int], ShortIds]
     halos: tuple[Ids, ...]
     n_id: Tensor
     e_id: Tensor
@@ -156,9 +157,9 @@ class Cut:
     report: Mapping[str, Any]
     holders: Tensor | None = None
 
-    def ids_of(self, kind: NodeType | EdgeType) -> Tensor:
-        """Returns the original ids of a type's nodes, or edges, in relabelled order."""
-        return (self.n_id if isinstance(kind, str) else self.e_id)[self.types.place(kind)]
+    def ids_of(self, kind: NodeType | EdgeType, rows: slice | Tensor = slice(None)) -> Tensor:
+        """Returns the original ids of some of a type's nodes, or edges, int64, by default of all in relabelled order."""
+        return (self.n_id if isinstance(kind, str) else self.e_id)[self.types.place(kind)][rows].long()
 
     @property
     def kinds(self) -> dict[str, Kind]:
@@ -181,7 +182,7 @@ class Cut:
             here = (edges >= low) & (edges < high)
             local = torch.from_numpy(self.edge_index_of(rank)[:, (edges[here] - int(low)).numpy()])
             first, owned = int(self.offsets[rank]), int(self.offsets[rank + 1] - self.offsets[rank])
-            ids = local + first
+            ids = local.long() + first
             far = local >= owned
             ids[far] = torch.from_numpy(self.halos[rank][(local[far] - owned).numpy()])
             found[:, here] = ids
@@ -226,7 +227,7 @@ class Cut:
         edges: Any = slice(*self.edge_offsets[rank : rank + 2])
         num_edges = np.diff(self.edge_offsets)
         if replicas is None:
-            edge_index = self.edge_index_of(rank)
+            edge_index = self.edge_index_of(rank).astype(np.int64)
         else:
             everything = self.edge_index()
             held = hold(everything, offsets, replicas)
@@ -240,7 +241,7 @@ class Cut:
                 batch[name] = value[rows[kind]] if value.dim() else value
         for name, value in self.scalars.items():
             batch[name] = value
-        batch.n_id, batch.e_id, batch.num_owned = self.n_id[nodes], self.e_id[edges], int(owned.stop - owned.start)
+        batch.n_id, batch.e_id, batch.num_owned = self.n_id[nodes], self.e_id[edges].long(), int(owned.stop - owned.start)
         if len(batch.n_id) > batch.num_owned:
             for name in MASKS:
                 batch[name][batch.num_owned :] = False
@@ -283,7 +284,7 @@ class Cut:
             rows, into = slice(*types.offsets(kind)[rank : rank + 2]), batch[kind]
             for name, value in self.attributes[types.key(kind)].items():
                 into[name] = value[rows]
-            into["n_id" if isinstance(kind, str) else "e_id"] = self.ids_of(kind)[rows]
+            into["n_id" if isinstance(kind, str) else "e_id"] = self.ids_of(kind, rows)
         holders = None
         if with_edges:
             local, edge_index = self._rows_of_types(rank), self.edge_index_of(rank)
@@ -320,7 +321,7 @@ def cut_graph(data: Data, part: np.ndarray, num_parts: int, holders: np.ndarray 
     pieces = list(edge_cut_parts(edge_index, relabelling))
     n_id = torch.from_numpy(relabelling.n_id)
     edge_ids = [piece.edge_ids for piece in pieces]
-    e_id = torch.from_numpy(np.concatenate(edge_ids))
+    e_id = torch.from_numpy(np.concatenate(edge_ids).astype(id_dtype(data.edge_index.size(1))))
     order = {"node": n_id, "edge": e_id}
     attributes: dict[str, dict[str, Tensor]] = {"node": {}, "edge": {}, "graph": {}}
     scalars = {name: value for name, value in data.to_dict().items() if not isinstance(value, Tensor)}

@@ -58,9 +58,9 @@ from lightning_gnn.data.store_check import (
 )
 from lightning_gnn.partition.layout import LayoutSpec
 from lightning_gnn.partition.locality import Locality, local_relabelling, recent_reads
-from lightning_gnn.partition.shard import Relabelling, edge_cut_parts
+from lightning_gnn.partition.shard import Relabelling, edge_cut_parts, id_dtype
 
-FORMAT = 12
+FORMAT = 13
 
 _LARGEST_MANIFEST = 1 << 28
 """Bytes; those of thousands of parts have some millions."""
@@ -178,7 +178,7 @@ def write_store(
         edge_order = np.concatenate(edge_orders)
         types, orders = orders_of(joined, relabelling, edge_orders, part, input_type)
         save("n_id", np.concatenate([orders[kind] for kind in types.nodes]))
-        save("e_id", np.concatenate([orders[kind] for kind in types.edges]))
+        save("e_id", np.concatenate([orders[kind] for kind in types.edges]).astype(id_dtype(len(edge_order))))
         attributes: dict[str, list[str]] = {}
         for kind, order in orders.items():
             key = types.key(kind)

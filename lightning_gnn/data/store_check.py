@@ -29,7 +29,7 @@ from lightning_gnn.data.attributes import is_name
 from lightning_gnn.data.shards import mask_counts
 from lightning_gnn.data.sources import EDGE_MASKS, MASKS, edge_values, features, labels, num_classes
 from lightning_gnn.partition.layout import LayoutSpec
-from lightning_gnn.partition.shard import Ids, Relabelling
+from lightning_gnn.partition.shard import Ids, Relabelling, id_dtype
 from lightning_gnn.partition.types import ONE_TYPE, Types
 
 _KEYS = {"kind", "parts", "groups", "method", "host_weight", "takes_types"}
@@ -198,7 +198,7 @@ def check_arrays(folder: Path, manifest: Mapping[str, Any]) -> None:
         _require(fits, f"{file} must be {wanted} (got {list(found.shape)} of {found.dtype})")
         return found
 
-    n_id, e_id = array("n_id", "int64", num_nodes), array("e_id", "int64", num_edges)
+    n_id, e_id = array("n_id", "int64", num_nodes), array("e_id", str(id_dtype(num_edges)), num_edges)
     for name, ids, kinds in (("n_id", n_id, types.nodes), ("e_id", e_id, types.edges)):
         for kind in kinds:
             fits = _is_permutation(ids[types.place(kind)])
@@ -209,7 +209,7 @@ def check_arrays(folder: Path, manifest: Mapping[str, Any]) -> None:
         remote = inside and np.searchsorted(halo, low) == np.searchsorted(halo, high)
         _require(remote, f"{folder}/part{part}.halo.npy must hold ascending rows of other parts")
         count = int(edge_offsets[part + 1] - edge_offsets[part])
-        source, target = array(f"part{part}.edge_index", "int64", 2, count)
+        source, target = array(f"part{part}.edge_index", str(id_dtype(high - low + len(halo))), 2, count)
         ok = _within(source, high - low + len(halo)) and _within(target, high - low)
         _require(ok, f"{folder}/part{part}.edge_index.npy holds rows that this part does not have")
         if types.is_hetero:
@@ -286,7 +286,10 @@ def _ends_fit(types: Types, part: int, source: Ids, target: Ids) -> bool:
 
 
 def _is_permutation(ids: np.ndarray) -> bool:
-    return _within(ids, len(ids)) and bool(np.bincount(ids, minlength=len(ids)).all())
+    seen = np.zeros(len(ids), np.bool_)
+    if _within(ids, len(ids)):
+        seen[ids] = True
+    return bool(seen.all())
 
 
 def _within(ids: np.ndarray, size: int) -> bool:

@@ -50,4 +50,4 @@ def _parts(data: GraphDataModule, typed: bool) -> Iterator[tuple[Tensor, Tensor,
     for rank in range(len(cut.halos)):
         e_id = torch.arange(int(cut.edge_offsets[rank]), int(cut.edge_offsets[rank + 1]))
         types = cut.attributes["edge"]["edge_type"][e_id] if typed else torch.zeros_like(e_id)
-        yield cut.e_id[e_id], cut.n_id[torch.from_numpy(cut.relabelled_edges(rank))], types
+        yield cut.e_id[e_id].long(), cut.n_id[torch.from_numpy(cut.relabelled_edges(rank))], types

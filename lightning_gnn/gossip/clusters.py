@@ -101,7 +101,7 @@ class Clusters:
                 batch[name] = value[ids]
         for name, value in (*cut.attributes["graph"].items(), *cut.scalars.items()):
             batch[name] = value
-        batch.n_id, batch.e_id = cut.n_id[rows_of["node"]], cut.e_id[rows_of["edge"]]
+        batch.n_id, batch.e_id = cut.n_id[rows_of["node"]], cut.e_id[rows_of["edge"]].long()
         batch.num_owned = len(nodes)
         if self.with_halo:
             batch.halo = Halo(cut.attributes["node"]["x"][torch.from_numpy(halo)], nodes, halo)

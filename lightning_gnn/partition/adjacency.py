@@ -26,7 +26,7 @@ class Adjacency:
     indices: NDArray[np.int32]
 
     @classmethod
-    def of(cls, edge_index: NDArray[np.int64], num_nodes: int) -> Adjacency:
+    def of(cls, edge_index: NDArray[np.integer], num_nodes: int) -> Adjacency:
         """Returns the graph of directed edges ``[2, E]`` with both directions of each; takes 8 bytes per directed edge."""
         source, target = (np.ascontiguousarray(ends) for ends in edge_index)
         indptr = np.zeros(num_nodes + 1, np.int64)

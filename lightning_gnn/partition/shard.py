@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import Any
 
 import numpy as np
 import torch
@@ -17,6 +18,14 @@ from numpy.typing import NDArray
 from lightning_gnn.kernels import CSR
 
 Ids = NDArray[np.int64]
+
+ShortIds = NDArray[Any]
+"""What there is one of for each edge: of the shortest :func:`id_dtype`."""
+
+
+def id_dtype(count: int) -> np.dtype[Any]:
+    """Returns the dtype of ids below `count`: int32 as far as it goes, which halves what edges take."""
+    return np.dtype(np.int32) if count <= 2**31 else np.dtype(np.int64)
 
 
 @dataclass(frozen=True)
@@ -64,13 +73,13 @@ class EdgeCutPart:
     """One part: its edges in local ids (owned rows first, halo rows after them) and its halo.
 
     Attributes:
-        edge_index: int64 ``[2, E_p]``; targets are owned rows, ascending, sources owned or halo.
+        edge_index: ``[2, E_p]``, of :func:`id_dtype`; targets are owned rows, ascending, sources owned or halo.
         edge_ids: position of each edge in the whole graph's list, int64 ``[E_p]``, ascending for each target.
         halo: relabelled ids of the halo rows, ascending and so grouped by owner, int64 ``[H_p]``. In the order of their
             first use, they cost owners more when gathered and added to than they save those who read them.
     """
 
-    edge_index: Ids
+    edge_index: ShortIds
     edge_ids: Ids
     halo: Ids
 
@@ -88,7 +97,8 @@ def edge_cut_parts(edge_index: Ids, relabelling: Relabelling) -> Iterator[EdgeCu
         halo, position = np.unique(local[remote], return_inverse=True)
         local -= low
         local[remote] = (high - low) + position
-        yield EdgeCutPart(np.stack([local, target.numpy()[ids] - low]), ids, halo)
+        dtype = id_dtype(int(high - low) + len(halo))
+        yield EdgeCutPart(np.stack([local, target.numpy()[ids] - low]).astype(dtype), ids, halo)
 
 
 def owners_of(offsets: Ids, ids: Ids) -> Ids:

@@ -302,7 +302,7 @@ class GraphStore:
         return None if values.is_floating_point() else int(values.min())
 
     def original(self, kind: NodeType | EdgeType, ids: Tensor) -> Tensor:
-        return self._cut.ids_of(kind)[ids]
+        return self._cut.ids_of(kind, ids)
 
     def count_uses(self) -> None:
         """Has the rows counted that are requested from now on; without a cache there is nothing to count them for."""
