@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Mapping, Sequence
 from numbers import Integral, Real
 from typing import Any, TypeAlias
@@ -26,6 +27,17 @@ def check_numbers(**arguments: Any) -> None:
     for name, value in arguments.items():
         if isinstance(value, bool) or not isinstance(value, Real) or not math.isfinite(value):
             raise ValueError(f"{name} must be a number (got {shown(value)}).")
+
+
+def checked_bytes(name: str, size: Any) -> int:
+    """Returns a number of bytes, given as one or with a unit, ``"4GB"`` or ``"512 MB"`` (of 1000)."""
+    units = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
+    found = re.fullmatch(r"(\d+(?:\.\d+)?) ?([KMGT]?B?)", size.upper()) if isinstance(size, str) else None
+    if found is not None and found[2] in units:
+        size = round(float(found[1]) * units[found[2]])
+    if isinstance(size, bool) or not isinstance(size, Integral) or size < 1:
+        raise ValueError(f'{name} must be a number of bytes, such as 4_000_000_000 or "4GB" (got {shown(size)}).')
+    return int(size)
 
 
 def check_seed(seed: Any) -> None:

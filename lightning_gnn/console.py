@@ -5,9 +5,12 @@ from __future__ import annotations
 import io
 import os
 import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import IO, Any
 
 from rich.console import Console, RenderableType
+from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
 
@@ -32,6 +35,21 @@ def text_of(*parts: RenderableType, width: int) -> str:
         plain = isinstance(part, str)
         console.print(part, markup=not plain, highlight=False if plain else None, soft_wrap=plain)
     return file.getvalue()
+
+
+@contextmanager
+def progress_bar(text: str, total: int, unit: str = "edges") -> Iterator[Callable[[int], None]]:
+    """Shows a bar, the rate and the time that remains, on standard error where that is a terminal; yields what is told of steps."""
+    console = text_console(file=sys.stderr)
+    columns = TextColumn("{task.description}"), BarColumn(), TextColumn("{task.fields[rate]}"), TimeRemainingColumn()
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
+        task = progress.add_task(text, total=total, rate="")
+
+        def told(steps: int) -> None:
+            speed = progress.tasks[0].speed
+            progress.update(task, advance=steps, rate="" if speed is None else f"{speed:,.0f} {unit}/s")
+
+        yield told
 
 
 def plain_width(columns: int | None) -> int | None:

@@ -61,4 +61,5 @@ def _report(folder: Path, columns: int | None) -> Iterator[Any]:
         else:
             yield EdgeCutReport.from_dict(report).table(width * x.itemsize)
             yield f"Rows of {width:,} columns, {x.dtype}; {report['method']}, balance: {report['balance']}"
-    yield str(Locality(**manifest["locality"]))
+    if manifest["locality"] is not None:
+        yield str(Locality(**manifest["locality"]))

@@ -20,20 +20,29 @@ from torch_geometric.data import Data, Dataset, HeteroData
 from torch_geometric.data.data import BaseData
 
 from lightning_gnn.data.attributes import TO_PREDICT_LINKS
+from lightning_gnn.data.folders import is_folder, read_folder
 
 Source: TypeAlias = str | Dataset | Data | HeteroData | Callable[..., Any]
-"""A PyG dataset, a ``Data``, a ``HeteroData``, a callable that returns one of these, or the import path of one."""
+"""A PyG dataset, a ``Data``, a ``HeteroData``, a callable that returns one of these, the import path of one, or the path of a folder
+with a graph's files."""
 
 
 def load_source(
-    source: Source, args: Mapping[str, Any] | None = None
+    source: Source, args: Mapping[str, Any] | None = None, scratch: Path = Path()
 ) -> tuple[Data | HeteroData, Mapping[str, Any] | None]:
     """Returns the graph of `source` and its index split, if it has one; `args` are those of a callable or an import path.
 
+    Of a folder, tensors are memory-mapped; what must be converted for that is written to `scratch`.
+
     Raises:
-        ValueError: the path cannot be imported, the callable raises, or the result is not a single PyG graph.
+        ValueError: the path cannot be imported, the callable raises, or the result is not a single PyG graph; files that do not
+            fit, see :func:`~lightning_gnn.data.folders.read_folder`.
     """
     name = described(source)
+    if is_folder(source):
+        if args:
+            raise ValueError(f"source_args={dict(args)} needs a callable or an import path as source (got the folder {name}).")
+        return read_folder(Path(str(source)), scratch)
     if isinstance(source, str):
         module, _, function = source.rpartition(".")
         try:
@@ -153,11 +162,15 @@ def description_key(source: str, args: Mapping[str, Any] | None, split: Any) -> 
         return None
     digest = hashlib.blake2b(text.encode(), digest_size=16)
     named = [value for value in (args or {}).values() if isinstance(value, str)]
-    try:
-        code = importlib.util.find_spec(source.rpartition(".")[0])
-    except Exception:
-        return None  # load_source says what is wrong with it
-    for path in map(Path, [*named, *([code.origin] if code is not None and code.origin else [])]):
+    if is_folder(source):
+        named.append(source)
+    else:
+        try:
+            code = importlib.util.find_spec(source.rpartition(".")[0])
+        except Exception:
+            return None  # load_source says what is wrong with it
+        named += [code.origin] if code is not None and code.origin else []
+    for path in map(Path, named):
         for file in sorted([path, *path.rglob("*")]) if path.exists() else []:
             if file.is_file():
                 stat = file.stat()

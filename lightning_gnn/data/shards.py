@@ -241,7 +241,11 @@ class Cut:
                 batch[name] = value[rows[kind]] if value.dim() else value
         for name, value in self.scalars.items():
             batch[name] = value
-        batch.n_id, batch.e_id, batch.num_owned = self.n_id[nodes], self.e_id[edges].long(), int(owned.stop - owned.start)
+        batch.n_id, batch.e_id, batch.num_owned = (
+            self.n_id[nodes],
+            self.e_id[edges].long(),
+            int(owned.stop - owned.start),
+        )
         if len(batch.n_id) > batch.num_owned:
             for name in MASKS:
                 batch[name][batch.num_owned :] = False

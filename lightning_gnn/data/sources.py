@@ -38,6 +38,7 @@ def prepare_graph(
     split_column: int = 0,
     seed: int = 0,
     masks_needed: bool = True,
+    in_files: bool = False,
 ) -> Data:
     """Returns a checked copy of `data` with boolean masks ``[N]``, ``x`` floating, ``edge_index`` and class labels int64.
 
@@ -48,6 +49,7 @@ def prepare_graph(
         split_column: which column of masks of shape ``[N, splits]``.
         seed: of the random split.
         masks_needed: a graph without masks is an error, and not one to predict on, whose masks are empty.
+        in_files: tensors are memory-mapped, and edges of int32 stay that, since int64 would be a copy in memory.
 
     Raises:
         ValueError: says what is missing or wrong, and what to do.
@@ -74,7 +76,7 @@ def prepare_graph(
             f"The graph says num_nodes={data.num_nodes}, but x has {num_nodes} rows. Give x one row per node, "
             "zeros where a node has no features."
         )
-    edge_index = checked_edges(data.edge_index.cpu(), num_nodes)
+    edge_index = checked_edges(data.edge_index.cpu(), num_nodes, in_files)
     replaced = fractions is not None or split is not None
     given, left_out = with_masks_of_ids(given, num_nodes, masks_needed and not replaced)
     kept, kinds, others = kept_attributes(given, num_nodes, edge_index.size(1), data)
@@ -126,8 +128,8 @@ def features(x: Tensor) -> Tensor:
     return x
 
 
-def checked_edges(edge_index: Tensor, num_nodes: int) -> Tensor:
-    """Returns ``edge_index`` int64 ``[2, E]``."""
+def checked_edges(edge_index: Tensor, num_nodes: int, short: bool = False) -> Tensor:
+    """Returns ``edge_index`` int64 ``[2, E]``; if it may be `short`, int32 as it is."""
     if edge_index.dim() != 2 or edge_index.size(0) != 2:
         hint = " Transpose it: data.edge_index = data.edge_index.t()." if edge_index.shape[1:] == (2,) else ""
         raise ValueError(f"edge_index must have shape [2, E] (got {list(edge_index.shape)}).{hint}")
@@ -135,7 +137,7 @@ def checked_edges(edge_index: Tensor, num_nodes: int) -> Tensor:
         raise ValueError(
             f"edge_index must hold integers (got {_dtype(edge_index)}). Convert it: data.edge_index = data.edge_index.long()."
         )
-    edge_index = edge_index.long()
+    edge_index = edge_index if short and edge_index.dtype == torch.int32 else edge_index.long()
     low, high = _range(edge_index)
     if low < 0 or high >= num_nodes:
         wrong = ((edge_index < 0) | (edge_index >= num_nodes)).any(0).nonzero().view(-1)

@@ -29,9 +29,10 @@ import shutil
 import tempfile
 import time
 import zlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
+from itertools import chain, pairwise
 from pathlib import Path
 from typing import Any
 
@@ -56,11 +57,16 @@ from lightning_gnn.data.store_check import (
     read_array,
     types_of,
 )
+from lightning_gnn.partition.in_edges import InEdges, PartEdges, write_header
 from lightning_gnn.partition.layout import LayoutSpec
 from lightning_gnn.partition.locality import Locality, local_relabelling, recent_reads
 from lightning_gnn.partition.shard import Relabelling, edge_cut_parts, id_dtype
+from lightning_gnn.partition.types import ONE_TYPE, Types
 
 FORMAT = 13
+
+_PIECE = 1 << 25
+"""Bytes of an attribute that are put in order at once."""
 
 _LARGEST_MANIFEST = 1 << 28
 """Bytes; those of thousands of parts have some millions."""
@@ -128,6 +134,7 @@ def write_store(
     holders: np.ndarray | None = None,
     input_type: NodeType | None = None,
     digests: Mapping[str, str] | None = None,
+    in_edges: InEdges | None = None,
 ) -> None:
     """Writes the cut of `data` under `part` to `folder`; the folder appears complete or not at all.
 
@@ -141,51 +148,39 @@ def write_store(
         holders: of a vertex cut, the rank that computes each edge, ``[E]``.
         input_type: of a graph with types, the node type that is predicted.
         digests: of the graph, see :func:`~lightning_gnn.data.loading.graph_digests`, where they are known already.
+        in_edges: of a graph without types, whose edges are not to be in memory: the parts are written a piece at a time, and rows
+            of a part are in the graph's own order.
 
     Raises:
         StoreError: the disk is full, or the folder cannot be written.
     """
     with writing(folder.parent, stored_bytes(data)), _appearing(folder) as scratch:
-        joined = JoinedGraph.of(data)
-        edge_index = joined.edge_index
-        began = time.perf_counter()
-        relabelling = local_relabelling(edge_index, part, layout.parts)
-        if joined.node_type is not None:  # type after type in each part, else as they are
-            rows = relabelling.n_id
-            rows = rows[np.lexsort((joined.node_type[rows], part[rows]))]
-            relabelling = Relabelling(rows, relabelling.offsets)
-        seconds = time.perf_counter() - began
-        before = recent_reads(edge_index, Relabelling.from_assignment(part, layout.parts))
-        locality = Locality(before, recent_reads(edge_index, relabelling), seconds)
         files: dict[str, list[int]] = {}
 
-        def save(name: str, array: np.ndarray) -> None:
+        def save_pieces(name: str, shape: tuple[int, ...], dtype: np.dtype[Any], pieces: Iterable[np.ndarray]) -> None:
             with (scratch / f"{name}.npy").open("wb") as file:
                 summed = Summed(file)
-                np.save(summed, array, allow_pickle=False)  # type: ignore[call-overload]
+                write_header(summed, shape, dtype)
+                for piece in pieces:
+                    summed.write(np.ascontiguousarray(piece).reshape(-1).view(np.uint8).data)
                 file.flush()
                 os.fsync(file.fileno())
             files[f"{name}.npy"] = [summed.size, summed.checksum]
 
-        edge_orders = []
-        for number, piece in enumerate(edge_cut_parts(edge_index, relabelling)):
-            kinds = None if joined.edge_type is None else joined.edge_type[piece.edge_ids]
-            order = slice(None) if kinds is None else np.argsort(kinds, kind="stable")
-            save(f"part{number}.edge_index", piece.edge_index[:, order])
-            save(f"part{number}.halo", piece.halo)
-            edge_orders.append(piece.edge_ids[order])
+        def save(name: str, array: np.ndarray) -> None:
+            save_pieces(name, array.shape, array.dtype, [array])
 
-        edge_order = np.concatenate(edge_orders)
-        types, orders = orders_of(joined, relabelling, edge_orders, part, input_type)
-        save("n_id", np.concatenate([orders[kind] for kind in types.nodes]))
-        save("e_id", np.concatenate([orders[kind] for kind in types.edges]).astype(id_dtype(len(edge_order))))
+        if in_edges is None:
+            written = _write_edges(data, part, layout.parts, save, input_type)
+        else:
+            written = _write_pieces(scratch, in_edges, part, layout.parts, save, save_pieces)
         attributes: dict[str, list[str]] = {}
-        for kind, order in orders.items():
-            key = types.key(kind)
+        for kind, order in written.orders.items():
+            key = written.types.key(kind)
             rows_of_kind = _attributes(data, kind)
             attributes[key] = list(rows_of_kind)
             for name, value in rows_of_kind.items():
-                save(f"{key}.{name}", value.numpy()[order])
+                save_pieces(f"{key}.{name}", tuple(value.shape), value.numpy().dtype, _in_order(value.numpy(), order))
         scalars = {}
         if isinstance(data, Data):
             scalars = {name: value for name, value in data.to_dict().items() if not isinstance(value, Tensor)}
@@ -195,17 +190,18 @@ def write_store(
                 save(f"graph.{name}", value.numpy())
         digest = hashlib.blake2b(np.ascontiguousarray(part, dtype=np.int32).data, digest_size=16)
         if holders is not None:
-            in_order = holders.astype(np.int16)[edge_order]
+            in_order = holders.astype(np.int16)[np.concatenate(written.edge_orders)]
             save("holders", in_order)
             digest.update(in_order.data)
 
         predicted: Any = data if input_type is None else Data(**dict(data[input_type].items()))
+        types, orders, edge_orders = written.types, written.orders, written.edge_orders
         predicted_rows = Relabelling(orders[types.input_type], types.offsets(types.input_type))
         manifest = {
             "format": FORMAT,
             "name": folder.name,
             "layout": layout.as_dict(),
-            "offsets": relabelling.offsets.tolist(),
+            "offsets": written.offsets.tolist(),
             "edge_offsets": np.cumsum([0, *map(len, edge_orders)]).tolist(),
             "types": types.as_dict() if types.is_hetero else None,
             "mask_counts": mask_counts(predicted, predicted_rows, edge_orders),
@@ -216,13 +212,102 @@ def write_store(
             "scalars": scalars,
             "left_out": left_out_of(data) if isinstance(data, Data) else {},
             "report": report,
-            "locality": asdict(locality),
+            "locality": None if written.locality is None else asdict(written.locality),
             "files": files,
         }
         manifest = {**manifest, "checksum": _manifest_checksum(manifest)}
         (scratch / "manifest.json").write_text(json.dumps(manifest, indent=1))
         sync(scratch / "manifest.json")
         _remember(scratch, _seen(scratch, manifest))
+
+
+@dataclass(frozen=True)
+class _Written:
+    """What is known of edges that have been written.
+
+    Attributes:
+        types: of nodes and edges, and how many each part owns.
+        offsets: first node of each part and the end, ``[P + 1]``.
+        orders: by type, original ids of its nodes, or edges, in relabelled order.
+        edge_orders: of each part, original ids of its edges.
+        locality: of its rows; None where they are in the graph's own order, and nothing was measured.
+    """
+
+    types: Types
+    offsets: np.ndarray
+    orders: Mapping[NodeType | EdgeType, np.ndarray]
+    edge_orders: Sequence[np.ndarray]
+    locality: Locality | None
+
+
+def _write_edges(
+    data: Data | HeteroData,
+    part: np.ndarray,
+    num_parts: int,
+    save: Callable[[str, np.ndarray], None],
+    input_type: NodeType | None,
+) -> _Written:
+    """Writes edges, halos and ids of all parts of a graph in memory; rows of a part are renumbered for locality."""
+    joined = JoinedGraph.of(data)
+    edge_index = joined.edge_index
+    began = time.perf_counter()
+    relabelling = local_relabelling(edge_index, part, num_parts)
+    if joined.node_type is not None:  # type after type in each part, else as they are
+        rows = relabelling.n_id
+        rows = rows[np.lexsort((joined.node_type[rows], part[rows]))]
+        relabelling = Relabelling(rows, relabelling.offsets)
+    seconds = time.perf_counter() - began
+    before = recent_reads(edge_index, Relabelling.from_assignment(part, num_parts))
+    locality = Locality(before, recent_reads(edge_index, relabelling), seconds)
+    edge_orders = []
+    for number, piece in enumerate(edge_cut_parts(edge_index, relabelling)):
+        kinds = None if joined.edge_type is None else joined.edge_type[piece.edge_ids]
+        order = slice(None) if kinds is None else np.argsort(kinds, kind="stable")
+        save(f"part{number}.edge_index", piece.edge_index[:, order])
+        save(f"part{number}.halo", piece.halo)
+        edge_orders.append(piece.edge_ids[order])
+    types, orders = orders_of(joined, relabelling, edge_orders, part, input_type)
+    save("n_id", np.concatenate([orders[kind] for kind in types.nodes]))
+    save("e_id", np.concatenate([orders[kind] for kind in types.edges]).astype(id_dtype(edge_index.shape[1])))
+    return _Written(types, relabelling.offsets, orders, edge_orders, locality)
+
+
+def _write_pieces(
+    scratch: Path,
+    in_edges: InEdges,
+    part: np.ndarray,
+    num_parts: int,
+    save: Callable[[str, np.ndarray], None],
+    save_pieces: Callable[[str, tuple[int, ...], np.dtype[Any], Iterable[np.ndarray]], None],
+) -> _Written:
+    """Writes edges, halos and ids of all parts, a piece at a time."""
+    relabelling = Relabelling.from_assignment(part, num_parts)
+    n_id, offsets = relabelling.n_id, relabelling.offsets
+    new, local = relabelling.new_ids(), np.empty(len(part), id_dtype(len(part)))
+    save("n_id", n_id)
+    counts = list[int]()
+
+    def ids() -> Iterator[np.ndarray]:
+        for number, (low, high) in enumerate(pairwise(offsets.tolist())):
+            piece = PartEdges.of(in_edges, n_id[low:high], low, new, local)
+            rows = chain(piece.sources(), piece.targets())
+            save_pieces(f"part{number}.edge_index", (2, piece.num_edges), piece.dtype, rows)
+            save(f"part{number}.halo", piece.halo)
+            counts.append(piece.num_edges)
+            yield from piece.edge_ids()
+
+    save_pieces("e_id", in_edges.edge_ids.shape, in_edges.edge_ids.dtype, ids())
+    e_id, ends = read_array(scratch / "e_id.npy"), np.cumsum([0, *counts])
+    types = Types.none(np.diff(offsets), np.array(counts))
+    edge_orders = [e_id[begin:end] for begin, end in pairwise(ends.tolist())]
+    return _Written(types, offsets, {ONE_TYPE[0]: n_id, ONE_TYPE: e_id}, edge_orders, None)
+
+
+def _in_order(values: np.ndarray, order: np.ndarray) -> Iterator[np.ndarray]:
+    """Yields rows in an order, a piece of some MB at a time."""
+    rows = max(1, _PIECE * len(values) // max(1, values.nbytes))
+    for begin in range(0, len(order), rows):
+        yield values[order[begin : begin + rows]]
 
 
 @contextmanager

@@ -48,8 +48,8 @@ class Summed:
     def __init__(self, file: BinaryIO) -> None:
         self._file, self.size, self.checksum = file, 0, 0
 
-    def write(self, chunk: bytes) -> int:
-        self.size += len(chunk)
+    def write(self, chunk: bytes | memoryview) -> int:
+        self.size += len(chunk)  # bytes, also of a view
         self.checksum = zlib.crc32(chunk, self.checksum)
         return self._file.write(chunk)
 
@@ -145,7 +145,10 @@ def check_manifest(manifest: Mapping[str, Any]) -> None:
         _require(ok and isinstance(value, (int, float, str)), f"scalars has {shown(name)} = {shown(value)}")
     for name in _get(manifest, "mask_counts", dict):
         _counts(manifest["mask_counts"], name, layout.parts)
-    for name, kind in (("num_classes", int), ("digest", str), ("report", dict), ("locality", dict)):
+    _require(
+        manifest.get("locality", "") is None or _get(manifest, "locality", dict) is not None, "locality is missing"
+    )
+    for name, kind in (("num_classes", int), ("digest", str), ("report", dict)):
         _get(manifest, name, kind)
     for what in ("graph", "left_out"):
         for name, text in _get(manifest, what, dict).items():

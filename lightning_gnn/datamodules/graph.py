@@ -19,7 +19,7 @@ from torch import Tensor
 from torch_geometric.data import HeteroData
 from typing_extensions import override
 
-from lightning_gnn.arguments import checked_batches, shown
+from lightning_gnn.arguments import checked_batches, checked_bytes, shown
 from lightning_gnn.comm.group import World
 from lightning_gnn.data.hetero import input_type_of
 from lightning_gnn.data.loading import Source
@@ -71,7 +71,8 @@ class GraphDataModule(StoredGraph, L.LightningDataModule):
 
     Args:
         source: a PyG dataset with one graph, a ``Data`` or ``HeteroData``, a callable that returns one of these, or its dotted
-            path, e.g. ``"torch_geometric.datasets.Planetoid"``. A dataset or ``Data`` is in the memory of every rank that builds
+            path, e.g. ``"torch_geometric.datasets.Planetoid"``; or the path of a folder with a graph's files, which are
+            memory-mapped (docs/large-graphs.md). A dataset or ``Data`` is in the memory of every rank that builds
             it; an import path is loaded only where it must be partitioned, in a process of its own. Changes of a ``Data`` between
             stages are followed; those of rank 0, where ranks are processes of their own.
         source_args: keyword arguments of a callable or import path; numbers, strings, lists and dicts.
@@ -86,6 +87,8 @@ class GraphDataModule(StoredGraph, L.LightningDataModule):
         store: folder for partitioned graphs; default ``$LIGHTNING_GNN_STORE`` or ``~/.cache/lightning_gnn``.
         fanouts, batch_size: of mini-batches, for a strategy that trains on samples, see
             :class:`~lightning_gnn.SamplingStrategy`; by default what the strategy says.
+        partition_memory: bytes that sorting the edges of a graph in files may take beside what grows with its nodes, such as
+            ``"4GB"``; by default a third of what is available.
 
     Raises:
         ValueError: an argument, or the graph, is not as described; the source gave another graph when it was loaded once more, as
@@ -114,6 +117,7 @@ class GraphDataModule(StoredGraph, L.LightningDataModule):
         fanouts: Sequence[int] | Mapping[Any, Sequence[int]] | None = None,
         batch_size: int | None = None,
         input_type: str | None = None,
+        partition_memory: int | str | None = None,
     ) -> None:
         L.LightningDataModule.__init__(self)
         StoredGraph.__init__(self)
@@ -131,6 +135,7 @@ class GraphDataModule(StoredGraph, L.LightningDataModule):
         self.source, self.source_args = source, source_args
         self.split = None if split is None else checked_fractions(split)
         self.split_column, self.seed, self.input_type = int(split_column), int(seed), input_type
+        self.partition_memory = None if partition_memory is None else checked_bytes("partition_memory", partition_memory)
         self.partition = None if partition is None else checked_method(partition)
         self.store = Path(store) if store is not None else default_root()
         self._prepared: LayoutSpec | None = None
@@ -210,6 +215,7 @@ class GraphDataModule(StoredGraph, L.LightningDataModule):
             if isinstance(data, HeteroData):
                 self._shard = whole_graph_with_types(data, input_type_of(data, self.input_type))
             else:
+                data.edge_index = data.edge_index.long()  # of a graph in files, perhaps int32
                 self._shard = whole_graph(data)
         else:
             self._shard = self._read_shard(layout)

@@ -7,6 +7,7 @@ import json
 import math
 import os
 import platform
+import shutil
 import subprocess
 import sys
 import time
@@ -25,7 +26,9 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch_geometric.data import Data, HeteroData
 
 from lightning_gnn.comm.group import World
+from lightning_gnn.console import progress_bar
 from lightning_gnn.data.attributes import left_out_of
+from lightning_gnn.data.folders import is_folder
 from lightning_gnn.data.hetero import NO_TYPES, JoinedGraph, input_type_of, prepare_hetero
 from lightning_gnn.data.loading import (
     Source,
@@ -47,7 +50,9 @@ from lightning_gnn.data.store import (
     write_store,
     writing,
 )
+from lightning_gnn.devices import available_bytes
 from lightning_gnn.partition.edge_cut import assign_nodes
+from lightning_gnn.partition.in_edges import InEdges
 from lightning_gnn.partition.layout import LayoutSpec
 from lightning_gnn.partition.vertex_cut import assign_edges
 
@@ -65,6 +70,7 @@ class StoredGraph:
     partition: str | np.ndarray | None
     seed: int
     input_type: str | None
+    partition_memory: int | None
     store: Path
     trainer: Any
 
@@ -133,7 +139,7 @@ class StoredGraph:
         return (torch.initial_seed() + self.seed) % 2**63 if self._draw_seed is None else self._draw_seed
 
     def _prepared_graph(self) -> Data | HeteroData:
-        data, index_split = load_source(self.source, self.source_args)
+        data, index_split = load_source(self.source, self.source_args, self._converted())
         needed = not self.predicts()
         if isinstance(data, HeteroData):
             return prepare_hetero(data, self.input_type, self.split, self.split_column, self.seed, needed)
@@ -141,7 +147,13 @@ class StoredGraph:
             raise ValueError(
                 f"input_type={self.input_type!r} is of a HeteroData, but the graph has no types. Leave it out."
             )
-        return prepare_graph(data, index_split, self.split, self.split_column, self.seed, masks_needed=needed)
+        in_files = is_folder(self.source)
+        return prepare_graph(data, index_split, self.split, self.split_column, self.seed, needed, in_files)
+
+    def _converted(self) -> Path:
+        """Returns where files of a folder are written anew that cannot be memory-mapped."""
+        key = description_key(self.source, None, None) if isinstance(self.source, str) else None
+        return self.store / f"{key}.files"
 
     def predicts(self) -> bool:
         """Returns whether the graph is predicted on only, and may have neither masks nor labels."""
@@ -219,13 +231,38 @@ class StoredGraph:
                 f"Partitioning {data.num_nodes:,} nodes and {data.num_edges:,} edges into {layout.parts} parts "
                 f"({method if isinstance(method, str) else 'as given'}): about {math.ceil(EDGE_S * data.num_edges)} s"
             )
+            input_type = input_type_of(data, self.input_type) if hetero else None
+            if is_folder(self.source) and layout.kind == "edge_cut":
+                self._build_from_files(folder, data, layout, digests)
+                return name
             began = time.perf_counter()
             part, holders, report = self.assigned(data, layout)
             report["seconds"] = seconds = time.perf_counter() - began
-            input_type = input_type_of(data, self.input_type) if hetero else None
             write_store(folder, data, part, layout.stored, report, holders, input_type, digests)
             rank_zero_info(f"Partitioned in {seconds:.1f} s; kept in {folder}")
         return name
+
+    def _build_from_files(self, folder: Path, data: Data, layout: LayoutSpec, digests: Mapping[str, str]) -> None:
+        """Partitions a graph whose tensors are memory-mapped; steps that an interrupted run has finished are not done again."""
+        work = self.store / f"{folder.name}.work"
+        memory = self.partition_memory or (available_bytes() or 3 << 30) // 3
+        edge_index, owners = data.edge_index.numpy(), work / "part.npy"
+        with writing(self.store), progress_bar("Sorting edges", 2 * data.num_edges) as told:
+            work.mkdir(parents=True, exist_ok=True)
+            in_edges = InEdges.sorted_in(work, edge_index, data.num_nodes, memory, told)
+        if not owners.exists():
+            began = time.perf_counter()
+            part, _, report = self.assigned(data, layout)
+            report["seconds"] = time.perf_counter() - began
+            with writing(self.store):
+                (work / "report.json").write_text(json.dumps(report))
+                np.save(work / ".part.npy", part)
+                (work / ".part.npy").replace(owners)
+        report = json.loads((work / "report.json").read_text())
+        write_store(folder, data, np.load(owners), layout.stored, report, digests=digests, in_edges=in_edges)
+        shutil.rmtree(work, ignore_errors=True)
+        shutil.rmtree(self._converted(), ignore_errors=True)
+        rank_zero_info(f"Partitioned in {report['seconds']:.1f} s; kept in {folder}")
 
     def assigned(
         self, data: Data | HeteroData, layout: LayoutSpec
@@ -258,7 +295,7 @@ class StoredGraph:
         """Runs :meth:`build` in a process of its own, whose memory is given back when it is done."""
         self._draw_seed = self._seed_of_draws()
         rank_zero_info(f"Loading {self.source}, in a process of its own, to partition it")
-        names = ("source", "source_args", "split", "split_column", "partition", "seed", "input_type")
+        names = ("source", "source_args", "split", "split_column", "partition", "seed", "input_type", "partition_memory")
         request = {
             "datamodule": {name: getattr(self, name) for name in names} | {"store": str(self.store)},
             "layout": layout.as_dict(),

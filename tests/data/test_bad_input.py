@@ -470,16 +470,16 @@ def no_space(*_: Any, **__: Any) -> Any:
 @pytest.mark.parametrize("after", [0, 1, 5, 12])
 @pytest.mark.parametrize("code", [errno.ENOSPC, errno.EDQUOT, errno.EIO])
 def test_disk_fills_up_while_writing(tmp_path, monkeypatch, after, code):
-    save, saved = np.save, []
+    begin, begun = store.write_header, []
 
-    def full(file: Any, array: Any, **options: Any) -> None:
-        saved.append(array)
-        if len(saved) > after:
+    def full(file: Any, *header: Any) -> None:
+        begun.append(header)
+        if len(begun) > after:
             file.write(b"half")
             raise OSError(code, os.strerror(code))
-        save(file, array, **options)
+        begin(file, *header)
 
-    monkeypatch.setattr(store.np, "save", full)
+    monkeypatch.setattr(store, "write_header", full)
     words = (
         r"The disk of the store .* is full. The partitioned graph needs at least \d+ bytes, [\d,]+ bytes are free. Free"
     )
