@@ -217,35 +217,33 @@ class Cut:
             rows, halos, edges = np.diff(held.offsets), held.halos, held.num_edges
         return list(zip(rows.tolist(), map(len, halos), edges.tolist()))
 
-    def shard(self, rank: int, replicas: Replicas | None = None, samples: bool = False) -> Shard:
-        """Returns what `rank` holds; of replicas, copies. With types, without edges where steps look at `samples`."""
+    def shard(self, rank: int, replicas: Replicas | None = None, with_edges: bool = True) -> Shard:
+        """Returns what `rank` holds; of replicas, copies. Without edges, nothing is copied out of the store."""
         if self.types.is_hetero:
-            return self._shard_with_types(rank, not samples)
+            return self._shard_with_types(rank, with_edges)
         halos, offsets = self.halos, self.offsets
         owned = slice(*offsets[rank : rank + 2])
         nodes: Any = owned
         edges: Any = slice(*self.edge_offsets[rank : rank + 2])
         num_edges = np.diff(self.edge_offsets)
         if replicas is None:
-            edge_index = self.edge_index_of(rank).astype(np.int64)
+            edge_index = self.edge_index_of(rank).astype(np.int64) if with_edges else None
         else:
             everything = self.edge_index()
             held = hold(everything, offsets, replicas)
             edge_index, chosen = held.edges_of(rank, everything)
             nodes, edges = torch.from_numpy(held.rows[rank]), torch.from_numpy(chosen)
             halos, offsets, num_edges = held.halos, held.offsets, held.num_edges
-        batch = GraphData(self.kinds, of_full_graph(self.left_out), edge_index=torch.from_numpy(edge_index))
+        batch = GraphData(self.kinds, of_full_graph(self.left_out))
+        if edge_index is not None:
+            batch.edge_index, batch.e_id = torch.from_numpy(edge_index), self.e_id[edges].long()
         rows = {"node": nodes, "edge": edges, "graph": slice(None)}
         for kind, values in self.attributes.items():
             for name, value in values.items():
                 batch[name] = value[rows[kind]] if value.dim() else value
         for name, value in self.scalars.items():
             batch[name] = value
-        batch.n_id, batch.e_id, batch.num_owned = (
-            self.n_id[nodes],
-            self.e_id[edges].long(),
-            int(owned.stop - owned.start),
-        )
+        batch.n_id, batch.num_owned = self.n_id[nodes], int(owned.stop - owned.start)
         if len(batch.n_id) > batch.num_owned:
             for name in MASKS:
                 batch[name][batch.num_owned :] = False
@@ -282,7 +280,7 @@ class Cut:
         )
 
     def _shard_with_types(self, rank: int, with_edges: bool) -> Shard:
-        """Returns what the nodes and edges of `rank` have; without edges, nothing is copied out of the store."""
+        """Returns what the nodes and edges of `rank` have."""
         types, batch = self.types, HeteroData()
         for kind in (*types.nodes, *types.edges):
             rows, into = slice(*types.offsets(kind)[rank : rank + 2]), batch[kind]

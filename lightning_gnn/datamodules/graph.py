@@ -270,9 +270,9 @@ class GraphDataModule(StoredGraph, L.LightningDataModule):
             else:
                 self.tell_of_changes("the parts are other ones now")
                 self._shard = None  # in the middle of a run, before the next one takes its memory
-                shard = read_cut(self.store / folder, layout).shard(
-                    self.trainer.global_rank, layout.replicas, layout.samples
-                )
+                cut = read_cut(self.store / folder, layout)
+                with_edges = layout.edges and not (cut.types.is_hetero and layout.samples)
+                shard = cut.shard(self.trainer.global_rank, layout.replicas, with_edges)
         except Exception as error:
             failure = error
         _raise_together(world, failure, "The partitioned graph could not be read")

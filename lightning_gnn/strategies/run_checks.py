@@ -36,7 +36,7 @@ def before_ranks_start(strategy: GNNStrategy, trainer: pl.Trainer, given: Sequen
     types = data.stored_cut().types
     check_fits(module, types)
     strategy.check_model(module, types)
-    if types.is_hetero and layout.samples:
+    if not layout.edges or (types.is_hetero and layout.samples):
         return
     _warm_up(strategy, module, trainer)
     if types.is_hetero:

@@ -121,6 +121,9 @@ class SamplingStrategy(GNNStrategy):
             :class:`~lightning_gnn.sampling.InEdges`, and returns a number for each, ``[S]``; of each node, those with the highest
             are drawn, those of -inf never. Weights of 0 and times leave edges out before. Where all are taken, in evaluation or
             with a fan-out of -1, it is not asked.
+        evaluate_in_batches: validation, test and prediction take batches of all neighbours within as many hops as there are
+            fan-outs, in place of the full graph layer by layer: exact as well where the model has no more layers, and ranks need no
+            memory for their edges, but nodes that several batches reach are computed in each.
         keep_constant: in evaluation, see :class:`~lightning_gnn.strategies.dgcl.DGCLStrategy`.
         **options: see :class:`~lightning_gnn.strategies.base.GNNStrategy`.
 
@@ -152,12 +155,15 @@ class SamplingStrategy(GNNStrategy):
         time_attr: str | None = None,
         temporal_strategy: Literal["uniform", "last"] = "uniform",
         score: Score | None = None,
+        evaluate_in_batches: bool = False,
         **options: Any,
     ) -> None:
         self._given = checked_batches(fanouts, batch_size), batch_size
         if method is None or not is_one_of(method, METHODS):
             raise ValueError(f"method is one of {', '.join(METHODS)} (got {shown(method)}).")
-        check_flags(replace=replace, directed=directed, keep_constant=keep_constant)
+        check_flags(
+            replace=replace, directed=directed, keep_constant=keep_constant, evaluate_in_batches=evaluate_in_batches
+        )
         check_whole(walk_length=walk_length, clusters=clusters, samplers=samplers, prefetch=prefetch)
         check_seed(seed)
         check_numbers(cache_mb=cache_mb)
@@ -187,6 +193,7 @@ class SamplingStrategy(GNNStrategy):
                 f"weight_attr, time_attr and score tell how neighbours are drawn (got method={method!r}). Use method='neighbor'."
             )
         super().__init__(SamplingScheme(keep_constant), **options)
+        self.evaluate_in_batches = evaluate_in_batches
         self.choice = Choice(weight_attr, time_attr, temporal_strategy, score, labor)
         self.replace, self.directed, self.method = replace, directed, method
         self.walk_length, self.clusters, self.samplers = walk_length, clusters, samplers
@@ -352,9 +359,13 @@ class SamplingStrategy(GNNStrategy):
     def binds(self, shard: Shard) -> bool:
         return not self._evaluates_in_batches(shard.types)
 
+    @override
+    def layout(self) -> LayoutSpec:
+        return replace(super().layout(), edges=not self.evaluate_in_batches)
+
     def _evaluates_in_batches(self, types: Types) -> bool:
         """Returns whether all steps take batches as they are; else layers exchange in evaluation."""
-        return types.is_hetero or self.choice.time_attr is not None
+        return types.is_hetero or self.evaluate_in_batches or self.choice.time_attr is not None
 
     @override
     def check_model(self, module: torch.nn.Module, types: Types) -> None:
