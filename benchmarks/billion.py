@@ -10,7 +10,6 @@ pages, which cannot be dropped) and in all (with pages of mapped files, which ca
 from __future__ import annotations
 
 import argparse
-import json
 import shutil
 import subprocess
 import sys
@@ -116,11 +115,9 @@ class Peak:
             own = in_all = 0
             try:
                 for each in (self._process, *self._process.children(recursive=True)):
-                    lines = Path(f"/proc/{each.pid}/status").read_text().splitlines()
-                    found = {line.split(":")[0]: int(line.split()[1]) for line in lines if line.startswith(("RssA", "VmRSS", "RssS"))}
-                    own += 1024 * (found.get("RssAnon", 0) + found.get("RssShmem", 0))
-                    in_all += 1024 * found.get("VmRSS", 0)
-            except (psutil.NoSuchProcess, OSError):
+                    memory = each.memory_full_info()
+                    own, in_all = own + memory.uss, in_all + memory.rss
+            except psutil.Error:
                 continue
             self.own, self.in_all = max(self.own, own), max(self.in_all, in_all)
 
@@ -187,7 +184,14 @@ def main() -> None:
         rows.append(measured("write", ["-c", call], num_edges))
     if "partition" in options.steps:
         command = ["-m", "lightning_gnn", "partition", "--data.source", str(graph), "--data.store", str(store)]
-        command += ["--parts", str(options.parts), "--data.partition", options.partition, "--data.partition_memory", options.memory]
+        command += [
+            "--parts",
+            str(options.parts),
+            "--data.partition",
+            options.partition,
+            "--data.partition_memory",
+            options.memory,
+        ]
         rows.append(measured("partition", command, num_edges))
     for row in rows:
         row["M edges/s"] = row["edges"] / row["s"] / 1e6

@@ -8,6 +8,8 @@ from collections.abc import Mapping, Sequence
 from numbers import Integral, Real
 from typing import Any, TypeAlias
 
+import torch
+
 
 def shown(value: Any, most: int = 80) -> str:
     """Returns a value as a message can have it: cut to a length."""
@@ -38,6 +40,14 @@ def checked_bytes(name: str, size: Any) -> int:
     if isinstance(size, bool) or not isinstance(size, Integral) or size < 1:
         raise ValueError(f'{name} must be a number of bytes, such as 4_000_000_000 or "4GB" (got {shown(size)}).')
     return int(size)
+
+
+def checked_dtype(name: str, dtype: Any) -> torch.dtype:
+    """Returns a floating dtype, given as one or by its name."""
+    found = getattr(torch, dtype, None) if isinstance(dtype, str) else dtype
+    if not isinstance(found, torch.dtype) or not found.is_floating_point:
+        raise ValueError(f'{name} must be a floating dtype of torch, such as "float32" (got {shown(dtype)}).')
+    return found
 
 
 def check_seed(seed: Any) -> None:

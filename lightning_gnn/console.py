@@ -39,7 +39,7 @@ def text_of(*parts: RenderableType, width: int) -> str:
 
 @contextmanager
 def progress_bar(text: str, total: int, unit: str = "edges") -> Iterator[Callable[[int], None]]:
-    """Shows a bar, the rate and the time that remains, on standard error where that is a terminal; yields what is told of steps."""
+    """Shows a bar, the rate and the time that remains, where standard error is a terminal; yields what is told of steps."""
     console = text_console(file=sys.stderr)
     columns = TextColumn("{task.description}"), BarColumn(), TextColumn("{task.fields[rate]}"), TimeRemainingColumn()
     with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:

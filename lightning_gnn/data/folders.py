@@ -36,12 +36,12 @@ def read_folder(folder: Path, scratch: Path) -> tuple[Data, Split | None]:
     """Returns the graph in a folder, and its index split, if it has one.
 
     The project's own form is one file per attribute, called after it as in a ``Data``: ``edge_index.npy`` ``[2, E]``, ``x.npy``
-    ``[N, F]``, ``y.npy``, ``train_mask.npy``, ``edge_weight.npy``, ``train_idx.npy`` and so on. Other files, and other names of
-    files, need a ``graph.json``: by attribute the name of a file, with wildcards for several, one after the other, or an object of
-    ``files``, ``columns`` (of a table), ``delimiter`` and ``header`` (of CSV); and ``num_nodes``. Tables are CSV or Parquet files;
-    those of ``edge_index`` have columns of sources and of targets. ::
+    ``[N, F]``, ``y.npy``, ``train_mask.npy``, ``edge_weight.npy``, ``train_idx.npy`` and so on. Other files, and other names,
+    need a ``graph.json``: by attribute the name of a file, with wildcards for several, one after the other, or an object of
+    ``files``, ``columns`` (of a table), ``delimiter`` and ``header`` (of CSV); and ``num_nodes``. Tables are CSV or Parquet
+    files; those of ``edge_index`` have columns of sources and of targets. ::
 
-        {"num_nodes": 4039, "edge_index": "edges/*.parquet", "x": "features.npy", "y": {"files": "nodes.csv", "columns": ["label"]}}
+        {"edge_index": "edges/*.parquet", "x": "features.npy", "y": {"files": "nodes.csv", "columns": ["label"]}}
 
     Args:
         folder: with the files.
@@ -147,8 +147,8 @@ def _own_table(folder: Path, name: str, of: Any) -> tuple[Table, Path | None]:
 def _check_one(what: str, names: Sequence[Any], file: Path) -> None:
     if len(names) > 1:
         raise ValueError(
-            f"{file} has {len(names)} types of {what}, {', '.join(map(str, names[:5]))}. A graph in files has one; load those with "
-            "types as a HeteroData, GraphDataModule(function)."
+            f"{file} has {len(names)} types of {what}, {', '.join(map(str, names[:5]))}. A graph in files has one; load "
+            "those with types as a HeteroData, GraphDataModule(function)."
         )
 
 

@@ -7,6 +7,7 @@ import importlib
 import importlib.util
 import json
 import random
+import shutil
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -23,8 +24,7 @@ from lightning_gnn.data.attributes import TO_PREDICT_LINKS
 from lightning_gnn.data.folders import is_folder, read_folder
 
 Source: TypeAlias = str | Dataset | Data | HeteroData | Callable[..., Any]
-"""A PyG dataset, a ``Data``, a ``HeteroData``, a callable that returns one of these, the import path of one, or the path of a folder
-with a graph's files."""
+"""A PyG dataset, a ``Data``, a ``HeteroData``, a callable that returns one of these, the path of one, or of a folder."""
 
 
 def load_source(
@@ -41,8 +41,14 @@ def load_source(
     name = described(source)
     if is_folder(source):
         if args:
-            raise ValueError(f"source_args={dict(args)} needs a callable or an import path as source (got the folder {name}).")
-        return read_folder(Path(str(source)), scratch)
+            raise ValueError(
+                f"source_args={dict(args)} needs a callable or an import path as source (got the folder {name})."
+            )
+        try:
+            return read_folder(Path(str(source)), scratch)
+        except ValueError:  # of other files, when they are mended, nothing here would be found again
+            shutil.rmtree(scratch, ignore_errors=True)
+            raise
     if isinstance(source, str):
         module, _, function = source.rpartition(".")
         try:

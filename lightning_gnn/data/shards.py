@@ -131,14 +131,15 @@ class Cut:
         edge_index_of: of a rank, its edges in local ids, owned rows first and its halo behind them, ``[2, E_r]``, int32 where
             that is enough.
         halos: of each rank, relabelled ids, ascending.
-        n_id, e_id: original ids in relabelled order, int64 ``[N]``, and ``[E]``, int32 where that is enough; with types, those of one type after those of
-            the other, see :meth:`ids_of`.
+        n_id, e_id: original ids in relabelled order, int64 ``[N]``, and ``[E]``, int32 where that is enough; with types, those of
+            one type after those of the other, see :meth:`ids_of`.
         attributes: tensors by name; per ``"node"`` and ``"edge"`` in relabelled order, of the ``"graph"`` as they are. With
             types, by the keys of these, each in the order of its type's ids.
         scalars: what is no tensor.
         left_out: by name, why the user's graph has more than this.
         mask_counts, num_classes, types, digest, report: see :class:`Shard`.
         holders: of a vertex cut, the rank that computes each edge, int16 ``[E]`` in relabelled order.
+        feature_dtype: of ``x`` in batches; None for that in the store.
     """
 
     offsets: Ids
@@ -156,6 +157,11 @@ class Cut:
     digest: str
     report: Mapping[str, Any]
     holders: Tensor | None = None
+    feature_dtype: torch.dtype | None = None
+
+    def in_batches(self, name: str, values: Tensor) -> Tensor:
+        """Returns rows of an attribute as batches have them."""
+        return values if name != "x" or self.feature_dtype is None else values.to(self.feature_dtype)
 
     def ids_of(self, kind: NodeType | EdgeType, rows: slice | Tensor = slice(None)) -> Tensor:
         """Returns the original ids of some of a type's nodes, or edges, int64, by default of all in relabelled order."""
@@ -240,7 +246,7 @@ class Cut:
         rows = {"node": nodes, "edge": edges, "graph": slice(None)}
         for kind, values in self.attributes.items():
             for name, value in values.items():
-                batch[name] = value[rows[kind]] if value.dim() else value
+                batch[name] = self.in_batches(name, value[rows[kind]] if value.dim() else value)
         for name, value in self.scalars.items():
             batch[name] = value
         batch.n_id, batch.num_owned = self.n_id[nodes], int(owned.stop - owned.start)
@@ -285,7 +291,7 @@ class Cut:
         for kind in (*types.nodes, *types.edges):
             rows, into = slice(*types.offsets(kind)[rank : rank + 2]), batch[kind]
             for name, value in self.attributes[types.key(kind)].items():
-                into[name] = value[rows]
+                into[name] = self.in_batches(name, value[rows])
             into["n_id" if isinstance(kind, str) else "e_id"] = self.ids_of(kind, rows)
         holders = None
         if with_edges:

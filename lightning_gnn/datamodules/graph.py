@@ -19,13 +19,13 @@ from torch import Tensor
 from torch_geometric.data import HeteroData
 from typing_extensions import override
 
-from lightning_gnn.arguments import checked_batches, checked_bytes, shown
+from lightning_gnn.arguments import checked_batches, checked_bytes, checked_dtype, shown
 from lightning_gnn.comm.group import World
 from lightning_gnn.data.hetero import input_type_of
 from lightning_gnn.data.loading import Source
 from lightning_gnn.data.shards import Shard, versions_of, whole_graph, whole_graph_with_types
 from lightning_gnn.data.sources import EDGE_MASKS, checked_fractions, counted_mask
-from lightning_gnn.data.store import default_root, read_cut
+from lightning_gnn.data.store import default_root
 from lightning_gnn.datamodules.stored_graph import StoredGraph
 from lightning_gnn.foreign import leave_out_missing_validation
 from lightning_gnn.nn.embedding import DistributedEmbedding, embeddings_of
@@ -89,6 +89,7 @@ class GraphDataModule(StoredGraph, L.LightningDataModule):
             :class:`~lightning_gnn.SamplingStrategy`; by default what the strategy says.
         partition_memory: bytes that sorting the edges of a graph in files may take beside what grows with its nodes, such as
             ``"4GB"``; by default a third of what is available.
+        feature_dtype: of ``x`` in batches, such as ``"float32"`` where the store has float16; by default that of the store.
 
     Raises:
         ValueError: an argument, or the graph, is not as described; the source gave another graph when it was loaded once more, as
@@ -118,6 +119,7 @@ class GraphDataModule(StoredGraph, L.LightningDataModule):
         batch_size: int | None = None,
         input_type: str | None = None,
         partition_memory: int | str | None = None,
+        feature_dtype: str | torch.dtype | None = None,
     ) -> None:
         L.LightningDataModule.__init__(self)
         StoredGraph.__init__(self)
@@ -135,7 +137,10 @@ class GraphDataModule(StoredGraph, L.LightningDataModule):
         self.source, self.source_args = source, source_args
         self.split = None if split is None else checked_fractions(split)
         self.split_column, self.seed, self.input_type = int(split_column), int(seed), input_type
-        self.partition_memory = None if partition_memory is None else checked_bytes("partition_memory", partition_memory)
+        self.partition_memory = (
+            None if partition_memory is None else checked_bytes("partition_memory", partition_memory)
+        )
+        self.feature_dtype = None if feature_dtype is None else checked_dtype("feature_dtype", feature_dtype)
         self.partition = None if partition is None else checked_method(partition)
         self.store = Path(store) if store is not None else default_root()
         self._prepared: LayoutSpec | None = None
@@ -215,6 +220,7 @@ class GraphDataModule(StoredGraph, L.LightningDataModule):
             if isinstance(data, HeteroData):
                 self._shard = whole_graph_with_types(data, input_type_of(data, self.input_type))
             else:
+                data.x = data.x if self.feature_dtype is None else data.x.to(self.feature_dtype)
                 data.edge_index = data.edge_index.long()  # of a graph in files, perhaps int32
                 self._shard = whole_graph(data)
         else:
@@ -270,7 +276,7 @@ class GraphDataModule(StoredGraph, L.LightningDataModule):
             else:
                 self.tell_of_changes("the parts are other ones now")
                 self._shard = None  # in the middle of a run, before the next one takes its memory
-                cut = read_cut(self.store / folder, layout)
+                cut = self._read_cut(folder, layout)
                 with_edges = layout.edges and not (cut.types.is_hetero and layout.samples)
                 shard = cut.shard(self.trainer.global_rank, layout.replicas, with_edges)
         except Exception as error:

@@ -71,6 +71,7 @@ class StoredGraph:
     seed: int
     input_type: str | None
     partition_memory: int | None
+    feature_dtype: torch.dtype | None
     store: Path
     trainer: Any
 
@@ -162,7 +163,10 @@ class StoredGraph:
     def stored_cut(self) -> Cut:
         """Returns the graph as it has been cut; there after :meth:`prepare_for`."""
         assert self._folder is not None
-        return read_cut(self.store / self._folder)
+        return self._read_cut(self._folder)
+
+    def _read_cut(self, folder: str, layout: LayoutSpec | None = None) -> Cut:
+        return replace(read_cut(self.store / folder, layout), feature_dtype=self.feature_dtype)
 
     def partition_for(self, layout: LayoutSpec) -> Path:
         """Partitions the graph, unless the store holds it, and returns the folder of its entry; needs no Trainer."""
@@ -295,7 +299,16 @@ class StoredGraph:
         """Runs :meth:`build` in a process of its own, whose memory is given back when it is done."""
         self._draw_seed = self._seed_of_draws()
         rank_zero_info(f"Loading {self.source}, in a process of its own, to partition it")
-        names = ("source", "source_args", "split", "split_column", "partition", "seed", "input_type", "partition_memory")
+        names = (
+            "source",
+            "source_args",
+            "split",
+            "split_column",
+            "partition",
+            "seed",
+            "input_type",
+            "partition_memory",
+        )
         request = {
             "datamodule": {name: getattr(self, name) for name in names} | {"store": str(self.store)},
             "layout": layout.as_dict(),

@@ -98,13 +98,13 @@ class Clusters:
         rows_of = {"node": torch.from_numpy(nodes), "edge": torch.from_numpy(np.concatenate(edges))}
         for kind, ids in rows_of.items():
             for name, value in cut.attributes[kind].items():
-                batch[name] = value[ids]
+                batch[name] = cut.in_batches(name, value[ids])
         for name, value in (*cut.attributes["graph"].items(), *cut.scalars.items()):
             batch[name] = value
         batch.n_id, batch.e_id = cut.n_id[rows_of["node"]], cut.e_id[rows_of["edge"]].long()
         batch.num_owned = len(nodes)
         if self.with_halo:
-            batch.halo = Halo(cut.attributes["node"]["x"][torch.from_numpy(halo)], nodes, halo)
+            batch.halo = Halo(cut.in_batches("x", cut.attributes["node"]["x"][torch.from_numpy(halo)]), nodes, halo)
         return batch
 
 

@@ -1,8 +1,8 @@
 """The in-edges of every node, sorted on disk: memory in proportion to the nodes, and as much more as is allowed.
 
-Two passes over a list of edges, a distribution sort (Knuth, The Art of Computer Programming 3, section 5.2.5, on disk): the first
-counts the edges of each target; the second puts them where they belong, into as many ranges of targets as fit into memory, one after
-the other. N nodes, E edges.
+A distribution sort (Knuth, The Art of Computer Programming 3, section 5.2.5) in two passes over a list of edges: the first counts
+those of each target; the second puts them where they belong, in ranges of targets that fit into memory, one after the other.
+N nodes, E edges.
 """
 
 from __future__ import annotations

@@ -292,6 +292,10 @@ class GraphStore:
         cut = self._cut
         return GraphData(cut.kinds, cut.left_out, **cut.attributes["graph"], **cut.scalars)
 
+    def in_batches(self, name: str, values: Tensor) -> Tensor:
+        """Returns rows of an attribute, which travel as they are stored, as batches have them."""
+        return self._cut.in_batches(name, values)
+
     def names(self, kind: NodeType | EdgeType) -> list[str]:
         """Returns the names of what has a row per node, or per edge, of a type."""
         return sorted(self._cut.attributes[self.types.key(kind)])

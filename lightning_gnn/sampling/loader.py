@@ -123,7 +123,7 @@ class BatchMaker:
         for name in store.types.nodes:
             nodes = part_of(batch, name)
             for attribute, values in rows[name].items():
-                nodes[attribute] = values
+                nodes[attribute] = store.in_batches(attribute, values)
             if out.num_sampled_nodes is not None:
                 nodes.num_sampled_nodes = out.num_sampled_nodes[name]
             if "x" not in nodes:

@@ -122,8 +122,8 @@ class SamplingStrategy(GNNStrategy):
             are drawn, those of -inf never. Weights of 0 and times leave edges out before. Where all are taken, in evaluation or
             with a fan-out of -1, it is not asked.
         evaluate_in_batches: validation, test and prediction take batches of all neighbours within as many hops as there are
-            fan-outs, in place of the full graph layer by layer: exact as well where the model has no more layers, and ranks need no
-            memory for their edges, but nodes that several batches reach are computed in each.
+            fan-outs, in place of the full graph layer by layer: exact as well where the model has no more layers, and ranks need
+            no memory for their edges, but nodes that several batches reach are computed in each.
         keep_constant: in evaluation, see :class:`~lightning_gnn.strategies.dgcl.DGCLStrategy`.
         **options: see :class:`~lightning_gnn.strategies.base.GNNStrategy`.
 

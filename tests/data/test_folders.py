@@ -1,0 +1,333 @@
+"""Graphs in folders of files: each form, what is wrong in them, and parts that are written without edges in memory."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import shutil
+import tracemalloc
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch_geometric.data import Data
+
+from lightning_gnn import GraphDataModule, planted_partition
+from lightning_gnn.data.folders import read_folder
+from lightning_gnn.data.loading import graph_digests
+from lightning_gnn.data.sources import MASKS
+from lightning_gnn.data.store import read_cut
+from lightning_gnn.datamodules import stored_graph
+from lightning_gnn.partition import in_edges
+from lightning_gnn.partition.in_edges import InEdges, PartEdges
+from lightning_gnn.partition.layout import LayoutSpec
+from lightning_gnn.partition.shard import Relabelling, edge_cut_parts
+
+GRAPH = planted_partition(90, num_classes=3, num_features=4, seed=1)
+EDGES, N = GRAPH.edge_index.numpy(), GRAPH.num_nodes
+THREE = LayoutSpec("edge_cut", 3)
+
+
+def own(folder: Path, graph: Data = GRAPH) -> Path:
+    folder.mkdir(parents=True)
+    for name in ("edge_index", "x", "y", *MASKS):
+        np.save(folder / f"{name}.npy", graph[name].numpy())
+    return folder
+
+
+def described(folder: Path) -> Path:
+    """Edges as CSV with names, two files; features as Parquet; int32 labels in a column of many."""
+    import pyarrow
+    import pyarrow.parquet
+
+    own(folder)
+    for name in ("edge_index", "x", "y"):
+        (folder / f"{name}.npy").unlink()
+    half = EDGES.shape[1] // 2
+    for number, piece in enumerate((EDGES[:, :half], EDGES[:, half:])):
+        lines = ["weight,from,to", *(f"0.5,{a},{b}" for a, b in piece.T)]
+        (folder / f"edges{number}.csv").write_text("\n".join(lines))
+    x = GRAPH.x.numpy()
+    pyarrow.parquet.write_table(pyarrow.table({f"f{i}": x[:, i] for i in range(4)}), folder / "x.parquet")
+    with gzip.open(folder / "nodes.csv.gz", "wt") as file:
+        file.write("name;label\n" + "\n".join(f"{i};{label}" for i, label in enumerate(GRAPH.y.tolist())))
+    files = {
+        "edge_index": {"files": "edges*.csv", "columns": ["from", "to"]},
+        "x": "x.parquet",
+        "y": {"files": "nodes.csv.gz", "columns": ["label"], "delimiter": ";"},
+        **{name: f"{name}.npy" for name in MASKS},
+    }
+    (folder / "graph.json").write_text(json.dumps(files))
+    return folder
+
+
+def chunked(folder: Path) -> Path:
+    """As DGL's tools write it: edges by relation in chunks, data of nodes by type."""
+    folder.mkdir()
+    halves = np.array_split(np.arange(EDGES.shape[1]), 2)
+    for number, ids in enumerate(halves):
+        (folder / f"edges{number}.txt").write_text("".join(f"{a} {b}\n" for a, b in EDGES.T[ids]))
+    nodes = np.array_split(np.arange(N), 3)
+    data = {"feat": GRAPH.x, "label": GRAPH.y, **{name: GRAPH[name] for name in MASKS}}
+    for name, values in data.items():
+        for number, ids in enumerate(nodes):
+            np.save(folder / f"{name}{number}.npy", values.numpy()[ids])
+    of_nodes = {
+        name: {"format": {"name": "numpy"}, "data": [f"{name}{number}.npy" for number in range(3)]} for name in data
+    }
+    meta = {
+        "graph_name": "planted",
+        "node_type": ["node"],
+        "num_nodes_per_chunk": [[len(ids) for ids in nodes]],
+        "edge_type": ["node:to:node"],
+        "num_edges_per_chunk": [[len(ids) for ids in halves]],
+        "edges": {"node:to:node": {"format": {"name": "csv", "delimiter": " "}, "data": ["edges0.txt", "edges1.txt"]}},
+        "node_data": {"node": of_nodes},
+        "edge_data": {},
+    }
+    (folder / "metadata.json").write_text(json.dumps(meta))
+    return folder
+
+
+def graphbolt(folder: Path) -> Path:
+    folder.mkdir()
+    np.savetxt(folder / "edges.csv", EDGES.T, "%d", ",")
+    np.save(folder / "feat.npy", GRAPH.x.numpy())
+    tasks: dict[str, Any] = {"name": "node_classification", "num_classes": 3}
+    for key, mask in (("train_set", "train_mask"), ("validation_set", "val_mask"), ("test_set", "test_mask")):
+        ids = GRAPH[mask].nonzero().view(-1)
+        np.save(folder / f"{key}.npy", ids.numpy())
+        np.save(folder / f"{key}-y.npy", GRAPH.y[ids].numpy())
+        seeds, of = {"name": "seeds", "path": f"{key}.npy"}, {"name": "labels", "path": f"{key}-y.npy"}
+        tasks[key] = [{"data": [{"format": "numpy", **each} for each in (seeds, of)]}]
+    feature = {"domain": "node", "name": "feat", "format": "numpy", "path": "feat.npy"}
+    meta = {
+        "dataset_name": "planted",
+        "graph": {"nodes": [{"num": N}], "edges": [{"format": "csv", "path": "edges.csv"}]},
+        "feature_data": [feature],
+        "tasks": [tasks],
+    }
+    (folder / "metadata.yaml").write_text(json.dumps(meta))  # JSON is YAML
+    return folder
+
+
+def ogb(folder: Path, save: Any = np.savez) -> Path:
+    (folder / "raw").mkdir(parents=True)
+    (folder / "split" / "time").mkdir(parents=True)
+    save(folder / "raw" / "data.npz", edge_index=EDGES, node_feat=GRAPH.x.numpy(), num_nodes_list=[N])
+    save(folder / "raw" / "node-label.npz", node_label=GRAPH.y.numpy().astype(np.float32).reshape(-1, 1))
+    for name, mask in (("train", "train_mask"), ("valid", "val_mask"), ("test", "test_mask")):
+        with gzip.open(folder / "split" / "time" / f"{name}.csv.gz", "wt") as file:
+            file.write("\n".join(map(str, GRAPH[mask].nonzero().view(-1).tolist())))
+    return folder
+
+
+FORMS = {
+    "own": own,
+    "described": described,
+    "chunked": chunked,
+    "graphbolt": graphbolt,
+    "ogb": ogb,
+    "ogb compressed": lambda folder: ogb(folder, np.savez_compressed),
+}
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_every_form_is_cut_as_the_graph_in_memory(form, tmp_path):
+    folder = FORMS[form](tmp_path / "graph")
+    data = GraphDataModule(str(folder), store=tmp_path / "store", partition="contiguous", partition_memory=2000)
+    entry = tmp_path / "store" / data.build(THREE)
+    found = read_cut(entry).graph()
+    assert torch.equal(found.edge_index, GRAPH.edge_index) and torch.equal(found.x, GRAPH.x)
+    y = found.y.view(-1)
+    labelled = y >= 0  # others' formats have labels of nodes in the split only
+    assert torch.equal(y[labelled], GRAPH.y[labelled])
+    for name in MASKS:
+        assert torch.equal(found[name], GRAPH[name]) and labelled[found[name]].all()
+    left = {path.name for path in (tmp_path / "store").iterdir() if path.is_dir()}
+    assert left == {entry.name}, "nothing of the way there is left behind"
+    size = sum((entry / f"{name}.npy").stat().st_size for name in ["e_id", *(f"part{p}.edge_index" for p in range(3))])
+    assert size <= 12 * EDGES.shape[1] + 4 * 128
+
+
+def test_the_same_parts_and_batches_as_in_memory(tmp_path):
+    in_files = GraphDataModule(str(own(tmp_path / "graph")), store=tmp_path / "a", partition="contiguous")
+    in_memory = GraphDataModule(GRAPH, store=tmp_path / "b", partition="contiguous")
+    cuts = [read_cut(data.partition_for(THREE)) for data in (in_files, in_memory)]
+    for rank in range(3):
+        one, other = (cut.shard(rank).batch for cut in cuts)
+        assert sorted(one.n_id.tolist()) == sorted(other.n_id.tolist())
+        assert sorted(one.e_id.tolist()) == sorted(other.e_id.tolist())
+        assert torch.equal(one.x, GRAPH.x[one.n_id])
+    assert cuts[0].mask_counts == cuts[1].mask_counts
+
+
+# Sorting ######################################################################
+
+edges_of_graphs = st.integers(1, 40).flatmap(
+    lambda n: st.tuples(st.just(n), st.lists(st.tuples(st.integers(0, n - 1), st.integers(0, n - 1)), max_size=120))
+)
+
+
+@settings(deadline=None, max_examples=40)
+@given(
+    edges_of_graphs, st.integers(1, 300), st.integers(1, 4), st.sampled_from([np.int32, np.int64]), st.integers(1, 30)
+)
+def test_edges_are_sorted_within_any_memory(tmp_path_factory, graph, memory, parts, dtype, piece):
+    num_nodes, pairs = graph
+    edge_index = np.array(pairs, dtype).reshape(-1, 2).T.copy()
+    folder, told = tmp_path_factory.mktemp("sorted"), []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(in_edges, "PIECE", piece)
+        found = InEdges.sorted_in(folder, edge_index, num_nodes, memory, told.append)
+        order = np.argsort(edge_index[1], kind="stable")
+        assert np.array_equal(found.edge_ids, order) and np.array_equal(found.source, edge_index[0][order])
+        assert np.array_equal(np.diff(found.indptr), np.bincount(edge_index[1], minlength=num_nodes))
+        assert found.source.dtype == found.edge_ids.dtype == np.int32 and sum(told) >= 2 * len(pairs)
+        assert not list(folder.glob("range*"))
+        part = np.random.default_rng(0).integers(0, parts, num_nodes)
+        new = Relabelling.from_assignment(part, parts)
+        room = np.empty(num_nodes, np.int32)
+        for number, wanted in enumerate(edge_cut_parts(edge_index, new)):
+            low, high = new.offsets[number : number + 2]
+            of_part = PartEdges.of(found, new.n_id[low:high], int(low), new.new_ids(), room)
+            assert of_part.num_edges == len(wanted.edge_ids) and np.array_equal(of_part.halo, wanted.halo)
+            for pieces, whole in zip(
+                (of_part.sources, of_part.targets, of_part.edge_ids), (*wanted.edge_index, wanted.edge_ids)
+            ):
+                assert np.array_equal(np.concatenate([*pieces(), np.empty(0, np.int32)]), whole)
+    shutil.rmtree(folder)
+
+
+def test_memory_does_not_grow_with_edges(tmp_path, monkeypatch):
+    monkeypatch.setattr(in_edges, "PIECE", 1000)
+    peaks = []
+    for num_edges in (20_000, 320_000):
+        edge_index = np.random.default_rng(0).integers(0, 500, (2, num_edges))
+        folder = tmp_path / str(num_edges)
+        folder.mkdir()
+        tracemalloc.start()
+        InEdges.sorted_in(folder, edge_index, 500, 100_000)
+        peaks.append(tracemalloc.get_traced_memory()[1])
+        tracemalloc.stop()
+    assert peaks[1] < 2 * peaks[0] < 600_000, peaks  # 16 times the edges; a file is open for each range
+
+
+def test_an_interrupted_run_goes_on(tmp_path, monkeypatch):
+    folder, calls = own(tmp_path / "graph"), []
+    sort, assign, write = in_edges._sort, stored_graph.assign_nodes, stored_graph.write_store
+    monkeypatch.setattr(in_edges, "_sort", lambda *args: (calls.append("sort"), sort(*args)))
+    monkeypatch.setattr(stored_graph, "assign_nodes", lambda *a, **b: (calls.append("assign"), assign(*a, **b))[1])
+
+    def interrupted(*args: Any, **options: Any) -> None:
+        calls.append("write")
+        if calls.count("write") == 1:
+            raise KeyboardInterrupt
+        write(*args, **options)
+
+    monkeypatch.setattr(stored_graph, "write_store", interrupted)
+    data = GraphDataModule(str(folder), store=tmp_path / "store", partition="random")
+    with pytest.raises(KeyboardInterrupt):
+        data.build(THREE)
+    again = GraphDataModule(str(folder), store=tmp_path / "store", partition="random")
+    entry = tmp_path / "store" / again.build(THREE)
+    assert calls == ["sort", "assign", "write", "write"]
+    assert torch.equal(read_cut(entry).graph().edge_index, GRAPH.edge_index)
+
+
+# What is wrong ################################################################
+
+
+@pytest.mark.parametrize(
+    "form, change, words",
+    [
+        (
+            "described",
+            lambda f: (f / "edges1.csv").write_text("weight,from,to\n1,3,4\n1,5,90\n"),
+            r"edges1.csv, row 1: \[5, 90\] is no pair of ids.*90 nodes",
+        ),
+        (
+            "described",
+            lambda f: (f / "edges1.csv").write_text("weight,from,to\n1,3,x\n"),
+            "edges1.csv: column 'to' holds string, and numbers are needed",
+        ),
+        ("described", lambda f: (f / "edges1.csv").write_text("weight,from\n1,3\n"), "edges1.csv cannot be read"),
+        ("described", lambda f: (f / "nodes.csv.gz").unlink(), "no file nodes.csv.gz"),
+        ("described", lambda f: (f / "graph.json").write_text("{"), "graph.json is no JSON"),
+        ("described", lambda f: (f / "graph.json").write_text('{"x": "x.parquet"}'), "edge_index among them"),
+        (
+            "described",
+            lambda f: (f / "graph.json").write_text('{"edge_index": {"file": 1}}'),
+            "edge_index must be the name of a file",
+        ),
+        ("chunked", lambda f: (f / "edges1.txt").write_text("1 2\n-1 3\n"), r"edges1.txt, row 1: \[-1, 3\]"),
+        ("chunked", lambda f: (f / "feat1.npy").unlink(), "feat1.npy cannot be read"),
+        (
+            "chunked",
+            lambda f: np.save(f / "feat1.npy", np.zeros((30, 5), np.float32)),
+            "feat1.npy, row 0: float32 .5. per row",
+        ),
+        ("chunked", lambda f: (f / "metadata.json").write_text('{"edges": {"a": 1, "b": 2}}'), "2 types of edges"),
+        (
+            "graphbolt",
+            lambda f: (f / "metadata.yaml").write_text("graph: {nodes: [{num: 3}]}"),
+            "metadata.yaml has no 'edges'",
+        ),
+        ("ogb", lambda f: np.savez(f / "raw" / "data.npz", node_feat=GRAPH.x.numpy()), "data.npz has no 'edge_index'"),
+        ("own", lambda f: np.save(f / "edge_index.npy", EDGES.T[:, :1]), r"edge_index.npy must hold edges, \[2, E\]"),
+        ("own", lambda f: np.save(f / "edge_index.npy", EDGES + 1), "edge_index holds ids from 1 to 90"),
+        ("own", lambda f: (f / "edge_index.npy").unlink(), "holds none of graph.json, metadata.json"),
+        ("own", lambda f: (f / "x.npy").write_bytes(b"no"), "x.npy cannot be read as a .npy file"),
+    ],
+)
+def test_what_is_wrong_is_told_by_file_and_row(form, change, words, tmp_path):
+    folder = FORMS[form](tmp_path / "graph")
+    change(folder)
+    data = GraphDataModule(str(folder), store=tmp_path / "store")
+    with pytest.raises(ValueError, match=words):
+        data.build(THREE)
+    assert not (tmp_path / "store").exists() or not list((tmp_path / "store").glob("**/*.npy"))
+
+
+def test_a_folder_that_is_not_there(tmp_path):
+    with pytest.raises(ValueError, match="There is no folder .*nowhere. Give a folder with a graph's files"):
+        GraphDataModule(str(tmp_path / "nowhere"), store=tmp_path / "store").build(THREE)
+    with pytest.raises(ValueError, match="source_args=.* needs a callable or an import path"):
+        GraphDataModule(str(own(tmp_path / "g")), {"a": 1}, store=tmp_path / "store").build(THREE)
+
+
+@pytest.mark.parametrize("memory", [0, -1, True, "4XB", "much", 1.5])
+def test_bytes_that_are_none(memory):
+    with pytest.raises(ValueError, match="partition_memory must be a number of bytes"):
+        GraphDataModule(GRAPH, partition_memory=memory)
+
+
+def test_bytes_and_dtypes_by_name():
+    data = GraphDataModule(GRAPH, partition_memory="1.5 GB", feature_dtype="float64")
+    assert data.partition_memory == 1_500_000_000 and data.feature_dtype == torch.float64
+    with pytest.raises(ValueError, match="feature_dtype must be a floating dtype"):
+        GraphDataModule(GRAPH, feature_dtype="int64")
+
+
+def test_half_precision_stays_on_disk_and_is_cast_in_batches(tmp_path):
+    graph = GRAPH.clone()
+    graph.x = graph.x.half()
+    data = GraphDataModule(str(own(tmp_path / "g", graph)), store=tmp_path / "s", feature_dtype="float32")
+    entry = data.partition_for(THREE)
+    assert np.load(entry / "node.x.npy").dtype == np.float16
+    batch = data.stored_cut().shard(1).batch
+    assert batch.x.dtype == torch.float32 and torch.equal(batch.x, graph.x[batch.n_id].float())
+
+
+def test_arrays_are_mapped_and_not_read(tmp_path):
+    folder = own(tmp_path / "g")
+    data, split = read_folder(folder, tmp_path / "scratch")
+    assert split is None and not (tmp_path / "scratch").exists()
+    np.load(folder / "x.npy", mmap_mode="r+")[3] = 7  # in the file
+    assert (data.x[3] == 7).all()
+    digests = graph_digests(data)
+    assert digests.keys() == {"edge_index", "x", "y", "num_nodes", *MASKS}
