@@ -236,9 +236,11 @@ class StoredGraph:
                 f"({method if isinstance(method, str) else 'as given'}): about {math.ceil(EDGE_S * data.num_edges)} s"
             )
             input_type = input_type_of(data, self.input_type) if hetero else None
-            if is_folder(self.source) and layout.kind == "edge_cut":
-                self._build_from_files(folder, data, layout, digests)
-                return name
+            if is_folder(self.source) and isinstance(data, Data):
+                if layout.kind == "edge_cut":
+                    self._build_from_files(folder, data, layout, digests)
+                    return name
+                data.edge_index = data.edge_index.long()  # in memory: edges are cut as one list
             began = time.perf_counter()
             part, holders, report = self.assigned(data, layout)
             report["seconds"] = seconds = time.perf_counter() - began

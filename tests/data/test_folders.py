@@ -12,11 +12,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from common import quiet_trainer
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch_geometric.data import Data
+from torch_geometric.nn import GraphSAGE
 
-from lightning_gnn import GraphDataModule, planted_partition
+from lightning_gnn import GraphDataModule, NodeClassifier, planted_partition
 from lightning_gnn.data.folders import read_folder
 from lightning_gnn.data.loading import graph_digests
 from lightning_gnn.data.sources import MASKS
@@ -331,3 +333,33 @@ def test_arrays_are_mapped_and_not_read(tmp_path):
     assert (data.x[3] == 7).all()
     digests = graph_digests(data)
     assert digests.keys() == {"edge_index", "x", "y", "num_nodes", *MASKS}
+
+
+# Training #####################################################################
+
+
+def trained(rank: int, world_size: int, source: Any, store: str, strategy: Any, **options: Any) -> dict[str, Any]:
+    torch.manual_seed(0)
+    module = NodeClassifier(GraphSAGE(4, 8, num_layers=2, out_channels=3))
+    data = GraphDataModule(source, store=store, **options)
+    trainer = quiet_trainer(strategy, world_size, max_epochs=2)
+    trainer.fit(module, datamodule=data)
+    out = trainer.predict(module, datamodule=data)
+    return {
+        "out": torch.cat(out) if isinstance(out, list) else out,
+        "logged": {name: float(value) for name, value in trainer.callback_metrics.items() if name.startswith("val")},
+    }
+
+
+@pytest.mark.parametrize("strategy", ["auto", "dgcl", "vertex_cut", "spmm_1d"])
+def test_a_folder_trains_as_the_graph_in_memory(ranks, strategy, tmp_path):
+    """Edges of int32, which one device and a vertex cut read as int64."""
+    folder = own(tmp_path / "graph")
+    np.save(folder / "edge_index.npy", EDGES.astype(np.int32))
+    wanted = trained(0, 1, GRAPH, str(tmp_path / "s"), "auto")
+    run = [trained(0, 1, str(folder), str(tmp_path / "s"), "auto")]
+    if strategy != "auto":
+        run = ranks.run(2, trained, str(folder), str(tmp_path / "s"), strategy)
+    for found in run:
+        assert torch.allclose(found["out"], wanted["out"], atol=1e-5)
+        assert found["logged"] == pytest.approx(wanted["logged"], abs=1e-5)
