@@ -1,7 +1,7 @@
 """A billion edges on one small machine: written as files, partitioned into 8, and trained on.
 
-python benchmarks/billion.py --edges 10e6 --folder FOLDER --json billion.json
-python benchmarks/billion.py --edges 1e9 --kind rmat --folder FOLDER --partition streaming
+python benchmarks/billion.py --edges 10e6 100e6 1e9 --folder FOLDER --limit 12 --json billion.json
+python benchmarks/billion.py --edges 1e9 --kind rmat --folder FOLDER --limit 12
 
 Prints by step: seconds, edges a second, and the most memory that the processes of a step had of their own at once (anonymous
 pages, which cannot be dropped) and in all (with pages of mapped files, which can). Each step runs in a process of its own.
@@ -10,22 +10,26 @@ pages, which cannot be dropped) and in all (with pages of mapped files, which ca
 from __future__ import annotations
 
 import argparse
+import os
 import shutil
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import lightning as L
 import numba
 import numpy as np
 import psutil
-from numpy.lib.format import open_memmap
+from torch_geometric.nn.models import GCN, GraphSAGE
 
 from benchmarks.common import report
+from lightning_gnn import GraphDataModule, NodeClassifier, SamplingStrategy
+from lightning_gnn.partition.in_edges import write_header
 
 CLASSES, FEATURES, COMMUNITIES, INSIDE = 16, 32, 4096, 0.8
 PIECE = 1 << 22
@@ -82,22 +86,33 @@ def write(folder: Path, kind: str, num_nodes: int, num_edges: int) -> None:
     """Writes a graph as files; each edge has its opposite."""
     folder.mkdir(parents=True)
     half = num_edges // 2
-    edges = open_memmap(folder / "edge_index.npy", "w+", np.int32, (2, num_edges))
+    with (folder / "edge_index.npy").open("wb") as file:
+        write_header(file, (2, num_edges), np.dtype(np.int32))
+        first = file.tell()
+        file.truncate(first + 8 * num_edges)
+
+    def put(column: int, begin: int, ids: np.ndarray) -> None:
+        with (folder / "edge_index.npy").open("r+b") as file:
+            file.seek(first + 4 * (column * num_edges + begin))
+            ids.tofile(file)
+
     for begin in range(0, half, PIECE):
         piece = np.empty((2, min(PIECE, half - begin)), np.int32)
         if kind == "rmat":
             rmat(begin, num_nodes, int(np.ceil(np.log2(num_nodes))), piece)
         else:
             planted(begin, num_nodes, COMMUNITIES, INSIDE, piece)
-        edges[:, begin : begin + piece.shape[1]] = piece
-        edges[:, half + begin : half + begin + piece.shape[1]] = piece[::-1]
-    x = open_memmap(folder / "x.npy", "w+", np.float16, (num_nodes, FEATURES))
+        for column in range(2):
+            put(column, begin, piece[column])
+            put(1 - column, half + begin, piece[column])
     y, train = np.empty(num_nodes, np.int64), np.empty(num_nodes, np.bool_)
-    for begin in range(0, num_nodes, PIECE):
-        rows = np.empty((min(PIECE, num_nodes - begin), FEATURES), np.float32)
-        end = begin + len(rows)
-        features(begin, COMMUNITIES, CLASSES, rows, y[begin:end], train[begin:end])
-        x[begin:end] = rows
+    with (folder / "x.npy").open("wb") as file:
+        write_header(file, (num_nodes, FEATURES), np.dtype(np.float16))
+        for begin in range(0, num_nodes, PIECE // 4):
+            rows = np.empty((min(PIECE // 4, num_nodes - begin), FEATURES), np.float32)
+            end = begin + len(rows)
+            features(begin, COMMUNITIES, CLASSES, rows, y[begin:end], train[begin:end])
+            rows.astype(np.float16).tofile(file)
     np.save(folder / "y.npy", y)
     np.save(folder / "train_mask.npy", train)
 
@@ -115,8 +130,8 @@ class Peak:
             own = in_all = 0
             try:
                 for each in (self._process, *self._process.children(recursive=True)):
-                    memory = each.memory_full_info()
-                    own, in_all = own + memory.uss, in_all + memory.rss
+                    memory = each.memory_info()
+                    own, in_all = own + memory.rss - memory.shared, in_all + memory.rss
             except psutil.Error:
                 continue
             self.own, self.in_all = max(self.own, own), max(self.in_all, in_all)
@@ -133,9 +148,32 @@ class Peak:
             peak._thread.join()
 
 
-def measured(name: str, command: list[str], num_edges: int) -> dict[str, Any]:
+@contextmanager
+def limited(num_bytes: int) -> Iterator[Callable[[], None] | None]:
+    """Yields what a new process calls to be limited to so many bytes, pages of files that it reads included; 0 for no limit."""
+    group = Path(f"/sys/fs/cgroup/memory/lightning_gnn-{os.getpid()}")
+    if not num_bytes:
+        yield None
+        return
+    try:
+        group.mkdir()
+    except OSError as error:
+        raise SystemExit(f"--limit needs control groups of version 1 whose folder can be written ({error}).") from error
+    (group / "memory.limit_in_bytes").write_text(str(num_bytes))
+    try:
+        yield lambda: (group / "cgroup.procs").write_text(str(os.getpid())) and None
+    finally:
+        group.rmdir()
+
+
+def measured(name: str, command: list[str], num_edges: int, limit: int) -> dict[str, Any]:
+    with limited(limit) as enter:
+        return _measured(name, command, num_edges, enter)
+
+
+def _measured(name: str, command: list[str], num_edges: int, enter: Callable[[], None] | None) -> dict[str, Any]:
     began = time.perf_counter()
-    process = subprocess.Popen([sys.executable, *command], stdout=subprocess.PIPE, text=True)
+    process = subprocess.Popen([sys.executable, *command], stdout=subprocess.PIPE, text=True, preexec_fn=enter)
     with Peak.of(psutil.Process(process.pid)) as peak:
         output = process.communicate()[0]
     if process.returncode:
@@ -145,59 +183,74 @@ def measured(name: str, command: list[str], num_edges: int) -> dict[str, Any]:
     return {"step": name, "edges": num_edges, "s": seconds, "own GB": peak.own / 1e9, "GB in all": peak.in_all / 1e9}
 
 
-TRAIN = """
-import json, sys, time, lightning as L
-from torch_geometric.nn.models import GraphSAGE
-from lightning_gnn import GraphDataModule, NodeClassifier, SamplingStrategy
-source, store, ranks, batches = sys.argv[1], sys.argv[2], int(sys.argv[3]), int(sys.argv[4])
-if __name__ == "__main__":
-    data = GraphDataModule(source, store=store, partition=sys.argv[5], fanouts=[10, 5], batch_size=1024)
-    model = NodeClassifier(GraphSAGE(32, 64, num_layers=2, out_channels=16))
-    trainer = L.Trainer(strategy="sampling", devices=ranks, accelerator="cpu", max_epochs=1, limit_train_batches=batches or None,
-        logger=False, enable_checkpointing=False, enable_progress_bar=False, num_sanity_val_steps=0, precision="16-true" if 0 else 32)
-    began = time.perf_counter()
+def train(strategy: str, graph: str, store: str, partition: str, ranks: int, memory: str) -> None:
+    """One epoch."""
+    options: dict[str, Any] = {"fanouts": [10, 5], "batch_size": 1024} if strategy == "sampling" else {}
+    data = GraphDataModule(
+        graph, store=store, partition=partition, partition_memory=memory, feature_dtype="float32", **options
+    )
+    kind = GraphSAGE if strategy == "sampling" else GCN
+    model = NodeClassifier(kind(FEATURES, 64 if strategy == "sampling" else 16, num_layers=2, out_channels=CLASSES))
+    trainer = L.Trainer(
+        strategy=SamplingStrategy(evaluation="batches") if strategy == "sampling" else strategy,
+        devices=ranks,
+        accelerator="cpu",
+        max_epochs=1,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+    )
     trainer.fit(model, datamodule=data)
     if trainer.is_global_zero:
-        print({k: float(v) for k, v in trainer.callback_metrics.items()}, "fit", time.perf_counter() - began)
-"""
+        print({name: round(float(value), 4) for name, value in trainer.callback_metrics.items()})
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--edges", type=float, default=10e6, help="directed")
+    parser.add_argument("--edges", type=float, nargs="+", default=[10e6], help="directed")
     parser.add_argument("--degree", type=int, default=20)
     parser.add_argument("--kind", choices=["planted", "rmat"], default="planted")
     parser.add_argument("--partition", default="streaming")
-    parser.add_argument("--memory", default="4GB")
+    parser.add_argument("--memory", default="4GB", help="that sorting may take")
     parser.add_argument("--parts", type=int, default=8)
     parser.add_argument("--folder", type=Path, required=True)
-    parser.add_argument("--steps", nargs="+", default=["write", "partition"])
+    parser.add_argument("--steps", nargs="+", default=["write", "partition", "sampling"])
+    parser.add_argument("--limit", type=float, default=0, help="of memory, in GB")
     parser.add_argument("--json")
+    parser.add_argument("--train", nargs=6, help=argparse.SUPPRESS)
     options = parser.parse_args()
-    num_edges = int(options.edges)
-    num_nodes = num_edges // options.degree
-    graph, store = options.folder / f"{options.kind}-{num_edges}", options.folder / "store"
+    if options.train:
+        strategy, graph, store, partition, ranks, memory = options.train
+        train(strategy, graph, store, partition, int(ranks), memory)
+        return
     rows = []
-    if "write" in options.steps:
-        shutil.rmtree(graph, ignore_errors=True)
-        call = f"from pathlib import Path; from benchmarks.billion import write; write(Path({str(graph)!r}), {options.kind!r}, {num_nodes}, {num_edges})"
-        rows.append(measured("write", ["-c", call], num_edges))
-    if "partition" in options.steps:
-        command = ["-m", "lightning_gnn", "partition", "--data.source", str(graph), "--data.store", str(store)]
-        command += [
-            "--parts",
-            str(options.parts),
-            "--data.partition",
-            options.partition,
-            "--data.partition_memory",
-            options.memory,
-        ]
-        rows.append(measured("partition", command, num_edges))
+    for num_edges in map(int, options.edges):
+        num_nodes = num_edges // options.degree
+        graph, store = options.folder / f"{options.kind}-{num_edges}", options.folder / "store"
+        for step in options.steps:
+            if step == "write":
+                shutil.rmtree(graph, ignore_errors=True)
+                values = f"Path({str(graph)!r}), {options.kind!r}, {num_nodes}, {num_edges}"
+                command = ["-c", f"from pathlib import Path; from benchmarks.billion import write; write({values})"]
+            elif step == "partition":
+                command = ["-m", "lightning_gnn", "partition", "--parts", str(options.parts)]
+                command += ["--trainer.strategy", "sampling"] if "sampling" in options.steps else []
+                of_data = {
+                    "source": graph,
+                    "store": store,
+                    "partition": options.partition,
+                    "partition_memory": options.memory,
+                }
+                command += [word for name, value in of_data.items() for word in (f"--data.{name}", str(value))]
+            else:
+                arguments = [step, graph, store, options.partition, options.parts, options.memory]
+                command = [__file__, "--folder", str(options.folder), "--train", *map(str, arguments)]
+            rows.append(measured(step, command, num_edges, int(options.limit * 1e9)))
     for row in rows:
         row["M edges/s"] = row["edges"] / row["s"] / 1e6
         row["bytes/edge"] = 1e9 * row["own GB"] / row["edges"]
     columns = ["step", "edges", "s", "M edges/s", "own GB", "GB in all", "bytes/edge"]
-    report(f"{options.kind}, {num_nodes:,} nodes", rows, columns, options.json)
+    report(f"{options.kind}, {options.parts} parts, limit {options.limit} GB", rows, columns, options.json)
 
 
 if __name__ == "__main__":

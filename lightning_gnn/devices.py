@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from pathlib import Path
 from typing import Any
@@ -84,11 +85,34 @@ def available_bytes() -> int | None:
     except (OSError, StopIteration):
         return None
     try:
-        limit = Path("/sys/fs/cgroup/memory.max").read_text().strip()
-        used = int(Path("/sys/fs/cgroup/memory.current").read_text())
-    except (OSError, ValueError):
+        groups = [line.split(":", 2) for line in Path("/proc/self/cgroup").read_text().splitlines()]
+    except OSError:
         return free
-    return free if limit == "max" else min(free, max(int(limit) - used, 0))
+    for _, controllers, path in groups:
+        if controllers in _GROUP_FILES:
+            root, *names = _GROUP_FILES[controllers]
+            # In a container, the path may be that on its host.
+            folder = next((each for each in (Path(root + path), Path(root)) if (each / names[0]).is_file()), None)
+            free = free if folder is None else int(min(free, _left_in(folder, *names)))
+    return free
+
+
+_GROUP_FILES = {
+    "": ("/sys/fs/cgroup", "memory.max", "memory.current"),
+    "memory": ("/sys/fs/cgroup/memory", "memory.limit_in_bytes", "memory.usage_in_bytes"),
+}
+"""Of control groups of version 2 and 1: by controllers, where they are, the file with their limit and that with what they use."""
+
+
+def _left_in(group: Path, limit: str, used: str) -> float:
+    """Returns what the limit of a control group leaves: pages of files, which it counts as used, can be dropped."""
+    try:
+        most, taken = (group / limit).read_text().strip(), int((group / used).read_text())
+        counts = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
+        pages = sum(int(counts.get(name, 0)) for name in ("active_file", "inactive_file"))
+        return math.inf if most == "max" else max(int(most) - taken + pages, 0)
+    except (OSError, ValueError):
+        return math.inf
 
 
 def random_states(device: torch.device) -> list[Tensor]:

@@ -35,6 +35,7 @@ from lightning_gnn.comm.in_process import InProcessTransport
 from lightning_gnn.comm.traffic import Meter
 from lightning_gnn.commands.plan import plan
 from lightning_gnn.data.shards import whole_graph
+from lightning_gnn.devices import _left_in
 from lightning_gnn.kernels.run import BACKENDS
 from lightning_gnn.nn.offload import Offloaded
 from lightning_gnn.strategies import (
@@ -345,3 +346,13 @@ def test_plan_predicts_memory_by_rank_and_phase(tmp_path, capsys):
     assert len(found) == 3 and all(rank[phase] > 0 for rank in found for phase in PHASES)
     for rank in found:
         assert f"{rank['backward'] / 1e6:,.3g}" in shown and max(rank["recompute"].values()) <= rank["backward"]
+
+
+def test_a_control_group_leaves_less(tmp_path):
+    """Pages of files count as used there, and can be dropped."""
+    assert _left_in(tmp_path, "limit", "used") == float("inf")
+    (tmp_path / "used").write_text("700\n")
+    (tmp_path / "memory.stat").write_text("cache 450\nactive_file 100\ninactive_file 300\n")
+    for limit, left in (("1000", 700), ("600", 300), ("max", float("inf")), ("200", 0)):
+        (tmp_path / "limit").write_text(f"{limit}\n")
+        assert _left_in(tmp_path, "limit", "used") == left
