@@ -144,12 +144,13 @@ def num_ranks(devices: Any, num_nodes: int) -> int | None:
 
 
 @contextmanager
-def working(text: str) -> Iterator[None]:
-    """Shows a spinner and the seconds so far, on a terminal; what goes wrong ends the command, with a line."""
+def working(text: str, quiet: bool = False) -> Iterator[None]:
+    """Shows a spinner and the seconds so far, on a terminal, unless it shall be quiet; what goes wrong ends the command, with a
+    line."""
     columns = SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn()
     console = text_console(stderr=True)
     try:
-        with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
+        with Progress(*columns, console=console, transient=True, disable=quiet or not console.is_terminal) as progress:
             progress.add_task(text, total=None)
             yield
     except (ValueError, RuntimeError, OSError) as error:

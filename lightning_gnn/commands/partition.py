@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -10,6 +11,7 @@ from typing import Any, ClassVar
 import numpy as np
 
 from lightning_gnn.commands.graph_cli import GraphCLI, Option, working
+from lightning_gnn.data.folders import is_folder
 from lightning_gnn.data.store import read_manifest
 from lightning_gnn.partition.locality import Locality
 from lightning_gnn.partition.metrics import EdgeCutReport, VertexCutReport
@@ -20,6 +22,7 @@ class PartitionCLI(GraphCLI):
 
     name = "partition"
     usage = """lightning-gnn partition --config FILE [--parts N] [--columns N] [--KEY VALUE ...]
+       lightning-gnn partition --source FOLDER --parts N [--columns N]
        lightning-gnn partition --data.source PATH --data.source_args JSON --parts N [--columns N]"""
     description = (
         "Partition a graph ahead of time, and print what came out. Files and keys are those of fit, which then finds the "
@@ -31,11 +34,13 @@ class PartitionCLI(GraphCLI):
 
 
 def partition(arguments: Sequence[str]) -> None:
-    cli = PartitionCLI(arguments)
+    # A word of its own for what is given most often.
+    cli = PartitionCLI([re.sub(r"^--source(=|$)", r"--data.source\1", word) for word in arguments])
     data, layout, console = cli.datamodule, cli.layout, cli.console
     began = time.perf_counter()
     before = {manifest.parent.name for manifest in data.store.glob("*/manifest.json")}
-    with working(f"Loading the graph and partitioning it into {layout.parts} parts"):
+    # Of files, the process that partitions shows bars.
+    with working(f"Loading the graph and partitioning it into {layout.parts} parts", quiet=is_folder(data.source)):
         folder = data.partition_for(layout)
     console.print(*_report(folder, cli.config.columns), sep="\n", soft_wrap=True)
     elapsed, partitioning = time.perf_counter() - began, read_manifest(folder)["report"]["seconds"]

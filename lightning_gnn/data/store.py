@@ -135,6 +135,7 @@ def write_store(
     input_type: NodeType | None = None,
     digests: Mapping[str, str] | None = None,
     in_edges: InEdges | None = None,
+    told: Callable[[int], None] = lambda _: None,
 ) -> None:
     """Writes the cut of `data` under `part` to `folder`; the folder appears complete or not at all.
 
@@ -150,6 +151,7 @@ def write_store(
         digests: of the graph, see :func:`~lightning_gnn.data.loading.graph_digests`, where they are known already.
         in_edges: of a graph without types, whose edges are not to be in memory: the parts are written a piece at a time, and rows
             of a part are in the graph's own order.
+        told: is told of these edges when they are written, for a progress bar.
 
     Raises:
         StoreError: the disk is full, or the folder cannot be written.
@@ -173,7 +175,7 @@ def write_store(
         if in_edges is None:
             written = _write_edges(data, part, layout.parts, save, input_type)
         else:
-            written = _write_pieces(scratch, in_edges, part, layout.parts, save, save_pieces)
+            written = _write_pieces(scratch, in_edges, part, layout.parts, save, save_pieces, told)
         attributes: dict[str, list[str]] = {}
         for kind, order in written.orders.items():
             key = written.types.key(kind)
@@ -279,6 +281,7 @@ def _write_pieces(
     num_parts: int,
     save: Callable[[str, np.ndarray], None],
     save_pieces: Callable[[str, tuple[int, ...], np.dtype[Any], Iterable[np.ndarray]], None],
+    told: Callable[[int], None],
 ) -> _Written:
     """Writes edges, halos and ids of all parts, a piece at a time."""
     relabelling = Relabelling.from_assignment(part, num_parts)
@@ -294,7 +297,9 @@ def _write_pieces(
             save_pieces(f"part{number}.edge_index", (2, piece.num_edges), piece.dtype, rows)
             save(f"part{number}.halo", piece.halo)
             counts.append(piece.num_edges)
-            yield from piece.edge_ids()
+            for edge_ids in piece.edge_ids():
+                yield edge_ids
+                told(len(edge_ids))
 
     save_pieces("e_id", in_edges.edge_ids.shape, in_edges.edge_ids.dtype, ids())
     e_id, ends = read_array(scratch / "e_id.npy"), np.cumsum([0, *counts])

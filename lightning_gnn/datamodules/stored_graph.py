@@ -265,7 +265,8 @@ class StoredGraph:
                 np.save(work / ".part.npy", part)
                 (work / ".part.npy").replace(owners)
         report = json.loads((work / "report.json").read_text())
-        write_store(folder, data, np.load(owners), layout.stored, report, digests=digests, in_edges=in_edges)
+        with progress_bar("Writing parts", data.num_edges) as told:
+            write_store(folder, data, np.load(owners), layout.stored, report, None, None, digests, in_edges, told)
         shutil.rmtree(work, ignore_errors=True)
         shutil.rmtree(self._converted(), ignore_errors=True)
         rank_zero_info(f"Partitioned in {report['seconds']:.1f} s; kept in {folder}")
