@@ -93,6 +93,7 @@ def _sort(
                 told(len(source))
             for file, column in zip(files, columns):
                 column.tofile(file)
+            del columns  # before those of the next range are there
 
 
 def write_header(file: Any, shape: tuple[int, ...], dtype: np.dtype[Any]) -> None:
@@ -109,12 +110,10 @@ def _pieces(edge_index: ShortIds) -> Iterator[tuple[ShortIds, ShortIds, Any]]:
 
 
 def _ranges(indptr: Ids, most: int) -> Ids:
-    """Returns where ranges of targets with at most `most` in-edges each begin, and N; a target with more is one alone."""
-    bounds = [0]
-    while bounds[-1] < len(indptr) - 1:
-        end = int(np.searchsorted(indptr, indptr[bounds[-1]] + most, side="right")) - 1
-        bounds.append(max(end, bounds[-1] + 1))
-    return np.array(bounds if len(bounds) > 1 else [0, 0])
+    """Returns where ranges of targets begin, and N: as few as have `most` in-edges each, about as many, but for one node's."""
+    count = max(1, -(-int(indptr[-1]) // most))
+    bounds = np.searchsorted(indptr, np.linspace(0, indptr[-1], count + 1)[1:-1])
+    return np.unique(np.array([0, *bounds, len(indptr) - 1]))
 
 
 class _Ranges:
