@@ -29,7 +29,7 @@ import shutil
 import tempfile
 import time
 import zlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import asdict
 from pathlib import Path
@@ -62,7 +62,7 @@ from lightning_gnn.partition.shard import Relabelling, edge_cut_parts
 
 FORMAT = 12
 
-_LARGEST_MANIFEST = 1 << 28
+LARGEST_MANIFEST = 1 << 28
 """Bytes; those of thousands of parts have some millions."""
 
 
@@ -95,12 +95,12 @@ def writing(root: Path, num_bytes: int | None = None) -> Iterator[None]:
         ) from error
 
 
-def check_space(root: Path, data: Data | HeteroData) -> None:
-    """Raises a `StoreError` where the disk of `root`, an existing folder, has no room for the partitioned graph `data`."""
+def check_space(root: Path, num_bytes: int) -> None:
+    """Raises a `StoreError` where the disk of `root`, an existing folder, has no room for so many bytes."""
     with writing(root):
         free = shutil.disk_usage(root).free
-    if free < stored_bytes(data):
-        raise _disk_full(root, stored_bytes(data))
+    if free < num_bytes:
+        raise _disk_full(root, num_bytes)
 
 
 def stored_bytes(data: Data | HeteroData) -> int:
@@ -160,12 +160,9 @@ def write_store(
         files: dict[str, list[int]] = {}
 
         def save(name: str, array: np.ndarray) -> None:
-            with (scratch / f"{name}.npy").open("wb") as file:
-                summed = Summed(file)
-                np.save(summed, array, allow_pickle=False)  # type: ignore[call-overload]
-                file.flush()
-                os.fsync(file.fileno())
-            files[f"{name}.npy"] = [summed.size, summed.checksum]
+            with _summed(scratch / f"{name}.npy") as file:
+                np.save(file, array, allow_pickle=False)  # type: ignore[call-overload]
+            files[f"{name}.npy"] = [file.size, file.checksum]
 
         edge_orders = []
         for number, piece in enumerate(edge_cut_parts(edge_index, relabelling)):
@@ -219,10 +216,66 @@ def write_store(
             "locality": asdict(locality),
             "files": files,
         }
-        manifest = {**manifest, "checksum": _manifest_checksum(manifest)}
-        (scratch / "manifest.json").write_text(json.dumps(manifest, indent=1))
-        sync(scratch / "manifest.json")
-        _remember(scratch, _seen(scratch, manifest))
+        _complete(scratch, {**manifest, "checksum": _manifest_checksum(manifest)})
+
+
+def write_copy(
+    folder: Path,
+    text: bytes,
+    source: str,
+    bytes_of: Callable[[str, int], Iterable[bytes | memoryview]],
+    begin: Callable[[int], None],
+) -> None:
+    """Writes an entry that another machine has to `folder`, as :func:`write_store` does, file by file as its bytes come.
+
+    Args:
+        folder: must not exist; its parent does.
+        text: the manifest.
+        source: the machine's name.
+        bytes_of: returns the bytes of a file in pieces, given its name and size; called in the order of the manifest.
+        begin: called with the number of all bytes, once it is known that there is room for them.
+
+    Raises:
+        StoreError: the disk is full, or the folder cannot be written; the manifest or a file is not what was written there.
+    """
+    advice = (
+        f"has arrived from {source} with other bytes than were written there, and nothing was kept. Run again; if it happens "
+        f"again, look at the network between the machines, and remove {folder.name} from the store of {source}"
+    )
+    try:
+        manifest = json.loads(text)
+        if not isinstance(manifest, dict) or manifest.get("checksum") != _manifest_checksum(manifest):
+            raise ValueError("its checksum is another")
+    except (ValueError, RecursionError) as error:
+        raise StoreError(f"manifest.json of {folder.name} {advice} ({error}).") from error
+    _check_form(folder, manifest, None, f"Use one version of lightning_gnn on {source} and here.")
+    num_bytes = sum(size for size, _ in manifest["files"].values())
+    check_space(folder.parent, num_bytes)
+    begin(num_bytes)
+    with writing(folder.parent, num_bytes), _appearing(folder) as scratch:
+        for name, (size, checksum) in manifest["files"].items():
+            with _summed(scratch / name) as file:
+                for piece in bytes_of(name, size):
+                    file.write(piece)
+            if file.checksum != checksum:
+                raise StoreError(f"{name} of {folder.name} {advice} (its checksum is another).")
+        _complete(scratch, manifest)
+
+
+@contextmanager
+def _summed(path: Path) -> Iterator[Summed]:
+    """Yields a new file to write to; it is on the disk afterwards."""
+    with path.open("wb") as file:
+        yield Summed(file)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def _complete(scratch: Path, manifest: Mapping[str, Any]) -> None:
+    """Adds the manifest to files that were written just now, and notes that they are in order."""
+    (scratch / "manifest.json").write_text(json.dumps(manifest, indent=1))
+    sync(scratch / "manifest.json")
+    _remember(scratch, _seen(scratch, manifest))
 
 
 @contextmanager
@@ -281,10 +334,22 @@ def read_manifest(folder: Path, layout: LayoutSpec | None = None) -> dict[str, A
         checksum = _manifest_checksum(manifest)
     except (OSError, ValueError, RecursionError) as error:
         raise StoreError(f"The partitioned graph in {folder} has no readable manifest ({error}). {advice}") from error
+    if manifest.get("format") == FORMAT and manifest.get("checksum") != checksum:
+        raise StoreError(f"{folder / 'manifest.json'} has been altered: its checksum is another. {advice}")
+    _check_form(folder, manifest, layout, advice)
+    try:
+        _check_files(folder, manifest)
+    except ValueError as error:
+        raise StoreError(f"{error}. {advice}") from error
+    except OSError as error:
+        raise StoreError(f"{folder} cannot be read ({error}). {advice}") from error
+    return manifest
+
+
+def _check_form(folder: Path, manifest: Mapping[str, Any], layout: LayoutSpec | None, advice: str) -> None:
+    """Raises a `StoreError` for a manifest that is not one of `folder` in the form of this version."""
     if manifest.get("format") != FORMAT:
         raise StoreError(f"{folder} has format {manifest.get('format')}, this version reads format {FORMAT}. {advice}")
-    if manifest.get("checksum") != checksum:
-        raise StoreError(f"{folder / 'manifest.json'} has been altered: its checksum is another. {advice}")
     if manifest.get("name") != folder.name:
         raise StoreError(
             f"{folder} was written as {manifest.get('name')}: it may hold another graph or partition. {advice}"
@@ -299,20 +364,13 @@ def read_manifest(folder: Path, layout: LayoutSpec | None = None) -> dict[str, A
         check_manifest(manifest)
     except (ValueError, RecursionError) as error:
         raise StoreError(f"{folder / 'manifest.json'}: {error}. {advice}") from error
-    try:
-        _check_files(folder, manifest)
-    except ValueError as error:
-        raise StoreError(f"{error}. {advice}") from error
-    except OSError as error:
-        raise StoreError(f"{folder} cannot be read ({error}). {advice}") from error
-    return manifest
 
 
 def _parse(file: Path) -> dict[str, Any]:
     size = plain_size(file)
     if size is None:
         raise ValueError("No such file")
-    if size > _LARGEST_MANIFEST:
+    if size > LARGEST_MANIFEST:
         raise ValueError(f"it has {size:,} bytes")
     found = json.loads(file.read_text())
     if not isinstance(found, dict):

@@ -48,7 +48,7 @@ class Summed:
     def __init__(self, file: BinaryIO) -> None:
         self._file, self.size, self.checksum = file, 0, 0
 
-    def write(self, chunk: bytes) -> int:
+    def write(self, chunk: bytes | memoryview) -> int:
         self.size += len(chunk)
         self.checksum = zlib.crc32(chunk, self.checksum)
         return self._file.write(chunk)
