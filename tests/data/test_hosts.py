@@ -129,8 +129,10 @@ def test_nothing_is_sent_where_all_see_the_store(ranks, tmp_path):
     assert [count for _, count, _ in found] == [0, 0] and len(folders(tmp_path / "shared")) == 1
 
 
-def spread(rank: int, size: int, root: Path, faults: dict[int, str], seconds: float = 60) -> tuple[int, list[str]]:
-    """Brings the entry of rank 0 to all; returns the bytes that this rank has sent, and what it has said."""
+def spread(
+    rank: int, size: int, root: Path, faults: dict[int, str], seconds: float = 60, machines: int = 9
+) -> tuple[int, list[str]]:
+    """Brings the entry of rank 0 to the first ranks, a machine each; returns the bytes that this one has sent, and what it says."""
     os.environ["MASTER_ADDR"] = "127.0.0.1"
     world = World(rank, size, torch.device("cpu"), timedelta(seconds=seconds), shared_memory=False)
     own, fault, told = root / str(rank), faults.get(rank, ""), []
@@ -152,7 +154,8 @@ def spread(rank: int, size: int, root: Path, faults: dict[int, str], seconds: fl
                 patched.setattr(shutil, "disk_usage", lambda root: shutil._ntuple_diskusage(9, 9, 5))
             elif fault == "unreachable":
                 patched.setattr(entries, "connect", lambda *_: socket.create_connection(("127.0.0.1", 1)))
-            spread_entry(world, True, own / NAME, lock)
+            spread_entry(world, rank < machines, own / NAME, lock)
+            assert not world.watch.alarm
     finally:
         world.close()
         if torch.distributed.is_initialized():
@@ -217,7 +220,7 @@ def test_another_partition_of_the_same_graph_is_left_alone(ranks, tmp_path):
 def test_a_transfer_may_take_longer_than_the_deadline(ranks, tmp_path):
     entry(tmp_path / "0")
     began = time.monotonic()
-    ranks.run(3, spread, tmp_path, {0: "slow"}, 2.5)
+    ranks.run(3, spread, tmp_path, {0: "slow"}, 2.5, 2)  # the third waits
     assert time.monotonic() - began > 2.5
     assert files_of(tmp_path / "1") == files_of(tmp_path / "0")
 
