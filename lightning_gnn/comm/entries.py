@@ -102,13 +102,13 @@ def _round(
 
     sources, began = _on_all(world, listen), time.monotonic()
 
-    def work(told: _Told) -> None:
+    def work(task: _Task) -> None:
         if listener is not None:
             _send(listener, token, folder, timeout)
         elif sender is not None:
             source = sources[sender]
             assert source is not None
-            _fetch(source, folder, lock, timeout, told)
+            _fetch(source, folder, lock, timeout, task)
 
     task = _Task(work)
     console = text_console(stderr=True)
@@ -140,26 +140,20 @@ def _round(
     rank_zero_info(f"Sent {folder.name} to {len(senders)} machine(s): {arrived:,} bytes in {seconds:.1f} s")
 
 
-class _Told:
-    """How far a transfer is, between the thread that makes it and the one that waits."""
+class _Task:
+    """What this rank does in a round, in a thread; `arrived` bytes of a `total` so far, and whether it is `over` for all."""
 
-    def __init__(self) -> None:
+    def __init__(self, work: Callable[[_Task], None]) -> None:
         self.arrived = self.total = 0
         self.over = threading.Event()
-
-
-class _Task:
-    """What this rank does in a round, in a thread."""
-
-    def __init__(self, work: Callable[[_Told], None]) -> None:
-        self._work, self._told = work, _Told()
+        self._work = work
         self._failure: Exception | None = None
         self._thread = threading.Thread(target=self._run, daemon=True, name="partitioned graph travels")
         self._thread.start()
 
     def _run(self) -> None:
         try:
-            self._work(self._told)
+            self._work(self)
         except Exception as error:
             self._failure = error
 
@@ -169,11 +163,11 @@ class _Task:
         alive = self._thread.is_alive()  # first: it may fail in between
         if self._failure is not None:
             raise self._failure
-        return self._told.arrived, self._told.total, alive
+        return self.arrived, self.total, alive
 
     def stop(self) -> None:
         """Ends a transfer that has become useless, with its next bytes."""
-        self._told.over.set()
+        self.over.set()
         self._thread.join(2 * _BEAT_S)
 
 
@@ -225,12 +219,13 @@ def _fetch(
     folder: Path,
     lock: Callable[[str], AbstractContextManager[None]],
     timeout: float,
-    told: _Told,
+    task: _Task,
 ) -> None:
     """Writes the entry that `source` sends, unless another process has in the meantime."""
     of = f"of the partitioned graph {folder.name}"
     try:
         connection = connect(source.address, _CONNECT_S)
+        connection.sendall(source.token)
     except OSError as error:
         raise StoreError(
             f"{platform.node()} has no copy {of}, and cannot reach {source.host} at {source.address} to fetch one ({error}). Let "
@@ -244,7 +239,7 @@ def _fetch(
         while size:
             try:
                 count = connection.recv_into(buffer[: min(size, _CHUNK)])
-                if not count or told.over.is_set():
+                if not count or task.over.is_set():
                     raise ConnectionError("the connection was closed")
             except OSError as error:
                 raise StoreError(
@@ -253,17 +248,16 @@ def _fetch(
                 ) from error
             yield buffer[:count]
             size -= count
-            told.arrived += count
+            task.arrived += count
 
     def whole(name: str, size: int) -> bytes:
         return b"".join(map(bytes, received(name, size)))
 
     def expect(num_bytes: int) -> None:
-        told.arrived, told.total = 0, num_bytes
+        task.arrived, task.total = 0, num_bytes
 
     with connection:
         connection.settimeout(timeout)
-        connection.sendall(source.token)
         with lock(folder.name):
             if (folder / "manifest.json").exists():
                 return

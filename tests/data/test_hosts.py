@@ -132,7 +132,7 @@ def test_nothing_is_sent_where_all_see_the_store(ranks, tmp_path):
 def spread(
     rank: int, size: int, root: Path, faults: dict[int, str], seconds: float = 60, machines: int = 9
 ) -> tuple[int, list[str]]:
-    """Brings the entry of rank 0 to the first ranks, a machine each; returns the bytes that this one has sent, and what it says."""
+    """Brings the entry of rank 0 to the first ranks, a machine each; returns the bytes that this one sent, and what it says."""
     os.environ["MASTER_ADDR"] = "127.0.0.1"
     world = World(rank, size, torch.device("cpu"), timedelta(seconds=seconds), shared_memory=False)
     own, fault, told = root / str(rank), faults.get(rank, ""), []
@@ -152,6 +152,8 @@ def spread(
                 patched.setattr(store.Summed, "write", full)
             elif fault == "small":
                 patched.setattr(shutil, "disk_usage", lambda root: shutil._ntuple_diskusage(9, 9, 5))
+            elif fault == "other version":
+                patched.setattr(store, "FORMAT", store.FORMAT + 1)
             elif fault == "unreachable":
                 patched.setattr(entries, "connect", lambda *_: socket.create_connection(("127.0.0.1", 1)))
             spread_entry(world, rank < machines, own / NAME, lock)
@@ -186,6 +188,7 @@ FAULTS = {
     "unreadable": ({0: "unreadable"}, 0, "node.x.npy cannot be read (a bad disk), and other machines need it"),
     "full": ({1: "full"}, 1, "is full. The partitioned graph needs at least"),
     "small": ({1: "small"}, 1, "is full. The partitioned graph needs at least"),
+    "other version": ({1: "other version"}, 1, f"Use one version of lightning_gnn on {HOST} and here."),
     "unreachable": ({1: "unreachable"}, 1, f"cannot reach {HOST} at 127.0.0.1:"),
     "altered": ({0: "altered"}, 1, f"node.x.npy of {NAME} has arrived from {HOST} with other bytes than were written"),
 }
