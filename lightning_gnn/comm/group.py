@@ -483,3 +483,13 @@ class World:
             for group in (self.graph_group, self.gradient_group, self.host_group):
                 if group is not None:
                     dist.destroy_process_group(group)
+
+
+def raise_together(world: World, failure: Exception | None, what: str) -> None:
+    """Raises on all ranks where one has a failure: they would wait for each other."""
+    failures = world.all_gather_object(failure and f"{type(failure).__name__}: {failure}")
+    if failure is not None:
+        raise failure
+    failed = [f"rank {rank}: {found}" for rank, found in enumerate(failures) if found]
+    if failed:
+        raise RuntimeError(f"{what}, see {'; '.join(failed)}")

@@ -379,27 +379,27 @@ class PeerServer:
             with visitor, contextlib.suppress(OSError):
                 visitor.settimeout(self._timeout)
                 header = bytearray(_HEADER.size)
-                _receive(visitor, memoryview(header))
+                receive(visitor, memoryview(header))
                 *who, known = _HEADER.unpack(header)
                 if who == [partner, meeting]:
                     visitor.sendall(_KNOWN.pack(own.known))
                     message = own.message(known == own.known)
                     theirs = torch.empty_like(message)
-                    _receive(visitor, _bytes(theirs))
+                    receive(visitor, _bytes(theirs))
                     self._send_all(visitor, message)
                     return theirs
 
     def visit(self, address: str, me: int, meeting: int, own: Bring) -> Tensor | None:
         """Returns the message of the worker at `address`, and gives it that of `own`; None if it does not answer."""
         try:
-            with _connect(address, self._timeout) as partner:
+            with connect(address, self._timeout) as partner:
                 partner.sendall(_HEADER.pack(me, meeting, own.known))
                 known = bytearray(_KNOWN.size)
-                _receive(partner, memoryview(known))
+                receive(partner, memoryview(known))
                 message = own.message(_KNOWN.unpack(known)[0] == own.known)
                 theirs = torch.empty_like(message)
                 self._send_all(partner, message)
-                _receive(partner, _bytes(theirs))
+                receive(partner, _bytes(theirs))
         except OSError:
             return None
         return theirs
@@ -412,7 +412,7 @@ class PeerServer:
     def notify(address: str) -> None:
         """Lets the worker at `address` know that it has been chosen, by a connection that is closed at once; it may get lost."""
         with contextlib.suppress(OSError):
-            _connect(address, _NOTIFY_S).close()
+            connect(address, _NOTIFY_S).close()
 
     def notified(self) -> bool:
         """Returns whether anybody has connected since this was last asked, and closes; not while this worker waits."""
@@ -427,7 +427,7 @@ class PeerServer:
     def send(self, address: str, vector: Tensor) -> bool:
         """Sends a vector to the worker at `address`, which need not wait; returns whether all of it is on its way."""
         try:
-            with _connect(address, self._timeout) as partner:
+            with connect(address, self._timeout) as partner:
                 self._send_all(partner, vector)
         except OSError:
             return False
@@ -439,7 +439,7 @@ class PeerServer:
         with contextlib.suppress(OSError), self._socket.accept()[0] as visitor:
             visitor.settimeout(self._timeout)
             vector = torch.empty_like(like)
-            _receive(visitor, _bytes(vector))
+            receive(visitor, _bytes(vector))
             return vector
         return None
 
@@ -504,7 +504,7 @@ class Mailbox:
         self._receiver.join()
 
 
-def _connect(address: str, timeout: float) -> socket.socket:
+def connect(address: str, timeout: float) -> socket.socket:
     host, _, port = address.rpartition(":")
     return socket.create_connection((host, int(port)), timeout)
 
@@ -513,7 +513,7 @@ def _bytes(tensor: Tensor) -> memoryview:
     return tensor.numpy().data.cast("B")
 
 
-def _receive(connection: socket.socket, into: memoryview) -> None:
+def receive(connection: socket.socket, into: memoryview) -> None:
     while len(into):
         count = connection.recv_into(into)
         if not count:

@@ -29,7 +29,7 @@ Split = Mapping[str, Any]
 
 def is_folder(source: object) -> bool:
     """Returns whether a source is the path of a folder, and no import path."""
-    return isinstance(source, str) and (Path(source).is_dir() or "/" in source)
+    return isinstance(source, str) and bool(source) and ("/" in source or Path(source).is_dir())
 
 
 def read_folder(folder: Path, scratch: Path) -> tuple[Data, Split | None]:

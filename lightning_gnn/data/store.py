@@ -68,7 +68,7 @@ FORMAT = 13
 _PIECE = 1 << 25
 """Bytes of an attribute that are put in order at once."""
 
-_LARGEST_MANIFEST = 1 << 28
+LARGEST_MANIFEST = 1 << 28
 """Bytes; those of thousands of parts have some millions."""
 
 
@@ -101,12 +101,12 @@ def writing(root: Path, num_bytes: int | None = None) -> Iterator[None]:
         ) from error
 
 
-def check_space(root: Path, data: Data | HeteroData) -> None:
-    """Raises a `StoreError` where the disk of `root`, an existing folder, has no room for the partitioned graph `data`."""
+def check_space(root: Path, num_bytes: int) -> None:
+    """Raises a `StoreError` where the disk of `root`, an existing folder, has no room for so many bytes."""
     with writing(root):
         free = shutil.disk_usage(root).free
-    if free < stored_bytes(data):
-        raise _disk_full(root, stored_bytes(data))
+    if free < num_bytes:
+        raise _disk_full(root, num_bytes)
 
 
 def stored_bytes(data: Data | HeteroData) -> int:
@@ -160,14 +160,11 @@ def write_store(
         files: dict[str, list[int]] = {}
 
         def save_pieces(name: str, shape: tuple[int, ...], dtype: np.dtype[Any], pieces: Iterable[np.ndarray]) -> None:
-            with (scratch / f"{name}.npy").open("wb") as file:
-                summed = Summed(file)
-                write_header(summed, shape, dtype)
+            with _summed(scratch / f"{name}.npy") as file:
+                write_header(file, shape, dtype)
                 for piece in pieces:
-                    summed.write(np.ascontiguousarray(piece).reshape(-1).view(np.uint8).data)
-                file.flush()
-                os.fsync(file.fileno())
-            files[f"{name}.npy"] = [summed.size, summed.checksum]
+                    file.write(np.ascontiguousarray(piece).reshape(-1).view(np.uint8).data)
+            files[f"{name}.npy"] = [file.size, file.checksum]
 
         def save(name: str, array: np.ndarray) -> None:
             save_pieces(name, array.shape, array.dtype, [array])
@@ -217,10 +214,66 @@ def write_store(
             "locality": None if written.locality is None else asdict(written.locality),
             "files": files,
         }
-        manifest = {**manifest, "checksum": _manifest_checksum(manifest)}
-        (scratch / "manifest.json").write_text(json.dumps(manifest, indent=1))
-        sync(scratch / "manifest.json")
-        _remember(scratch, _seen(scratch, manifest))
+        _complete(scratch, {**manifest, "checksum": _manifest_checksum(manifest)})
+
+
+def write_copy(
+    folder: Path,
+    text: bytes,
+    source: str,
+    bytes_of: Callable[[str, int], Iterable[bytes | memoryview]],
+    begin: Callable[[int], None],
+) -> None:
+    """Writes an entry that another machine has to `folder`, as :func:`write_store` does, file by file as its bytes come.
+
+    Args:
+        folder: must not exist; its parent does.
+        text: the manifest.
+        source: the machine's name.
+        bytes_of: returns the bytes of a file in pieces, given its name and size; called in the order of the manifest.
+        begin: called with the number of all bytes, once it is known that there is room for them.
+
+    Raises:
+        StoreError: the disk is full, or the folder cannot be written; the manifest or a file is not what was written there.
+    """
+    advice = (
+        f"has arrived from {source} with other bytes than were written there, and nothing was kept. Run again; if it happens "
+        f"again, look at the network between the machines, and remove {folder.name} from the store of {source}"
+    )
+    try:
+        manifest = json.loads(text)
+        if not isinstance(manifest, dict) or manifest.get("checksum") != _manifest_checksum(manifest):
+            raise ValueError("its checksum is another")
+    except (ValueError, RecursionError) as error:
+        raise StoreError(f"manifest.json of {folder.name} {advice} ({error}).") from error
+    _check_form(folder, manifest, None, f"Use one version of lightning_gnn on {source} and here.")
+    num_bytes = sum(size for size, _ in manifest["files"].values())
+    check_space(folder.parent, num_bytes)
+    begin(num_bytes)
+    with writing(folder.parent, num_bytes), _appearing(folder) as scratch:
+        for name, (size, checksum) in manifest["files"].items():
+            with _summed(scratch / name) as file:
+                for piece in bytes_of(name, size):
+                    file.write(piece)
+            if file.checksum != checksum:
+                raise StoreError(f"{name} of {folder.name} {advice} (its checksum is another).")
+        _complete(scratch, manifest)
+
+
+@contextmanager
+def _summed(path: Path) -> Iterator[Summed]:
+    """Yields a new file to write to; it is on the disk afterwards."""
+    with path.open("wb") as file:
+        yield Summed(file)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def _complete(scratch: Path, manifest: Mapping[str, Any]) -> None:
+    """Adds the manifest to files that were written just now, and notes that they are in order."""
+    (scratch / "manifest.json").write_text(json.dumps(manifest, indent=1))
+    sync(scratch / "manifest.json")
+    _remember(scratch, _seen(scratch, manifest))
 
 
 @dataclass(frozen=True)
@@ -371,10 +424,22 @@ def read_manifest(folder: Path, layout: LayoutSpec | None = None) -> dict[str, A
         checksum = _manifest_checksum(manifest)
     except (OSError, ValueError, RecursionError) as error:
         raise StoreError(f"The partitioned graph in {folder} has no readable manifest ({error}). {advice}") from error
+    if manifest.get("format") == FORMAT and manifest.get("checksum") != checksum:
+        raise StoreError(f"{folder / 'manifest.json'} has been altered: its checksum is another. {advice}")
+    _check_form(folder, manifest, layout, advice)
+    try:
+        _check_files(folder, manifest)
+    except ValueError as error:
+        raise StoreError(f"{error}. {advice}") from error
+    except OSError as error:
+        raise StoreError(f"{folder} cannot be read ({error}). {advice}") from error
+    return manifest
+
+
+def _check_form(folder: Path, manifest: Mapping[str, Any], layout: LayoutSpec | None, advice: str) -> None:
+    """Raises a `StoreError` for a manifest that is not one of `folder` in the form of this version."""
     if manifest.get("format") != FORMAT:
         raise StoreError(f"{folder} has format {manifest.get('format')}, this version reads format {FORMAT}. {advice}")
-    if manifest.get("checksum") != checksum:
-        raise StoreError(f"{folder / 'manifest.json'} has been altered: its checksum is another. {advice}")
     if manifest.get("name") != folder.name:
         raise StoreError(
             f"{folder} was written as {manifest.get('name')}: it may hold another graph or partition. {advice}"
@@ -389,20 +454,13 @@ def read_manifest(folder: Path, layout: LayoutSpec | None = None) -> dict[str, A
         check_manifest(manifest)
     except (ValueError, RecursionError) as error:
         raise StoreError(f"{folder / 'manifest.json'}: {error}. {advice}") from error
-    try:
-        _check_files(folder, manifest)
-    except ValueError as error:
-        raise StoreError(f"{error}. {advice}") from error
-    except OSError as error:
-        raise StoreError(f"{folder} cannot be read ({error}). {advice}") from error
-    return manifest
 
 
 def _parse(file: Path) -> dict[str, Any]:
     size = plain_size(file)
     if size is None:
         raise ValueError("No such file")
-    if size > _LARGEST_MANIFEST:
+    if size > LARGEST_MANIFEST:
         raise ValueError(f"it has {size:,} bytes")
     found = json.loads(file.read_text())
     if not isinstance(found, dict):

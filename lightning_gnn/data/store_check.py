@@ -49,7 +49,7 @@ class Summed:
         self._file, self.size, self.checksum = file, 0, 0
 
     def write(self, chunk: bytes | memoryview) -> int:
-        self.size += len(chunk)  # bytes, also of a view
+        self.size += len(chunk)
         self.checksum = zlib.crc32(chunk, self.checksum)
         return self._file.write(chunk)
 

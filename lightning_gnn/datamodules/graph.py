@@ -20,7 +20,7 @@ from torch_geometric.data import HeteroData
 from typing_extensions import override
 
 from lightning_gnn.arguments import checked_batches, checked_bytes, checked_dtype, shown
-from lightning_gnn.comm.group import World
+from lightning_gnn.comm.group import raise_together
 from lightning_gnn.data.hetero import input_type_of
 from lightning_gnn.data.loading import Source
 from lightning_gnn.data.shards import Shard, versions_of, whole_graph, whole_graph_with_types
@@ -63,7 +63,8 @@ class OneBatch:
 class GraphDataModule(StoredGraph, L.LightningDataModule):
     """One graph for any strategy: whole on one device, partitioned over the ranks of a `lightning_gnn` strategy.
 
-    Partitioned once per machine: the result is stored and memory-mapped by all ranks, and found again in later runs.
+    Partitioned once, by rank 0: the result is stored, memory-mapped by all ranks, and found again in later runs. Machines whose
+    stores lack it fetch it from others.
 
     One datamodule has one graph, in all stages and on all ranks, also where its source draws at random, such as a dataset with
     ``transform=T.RandomNodeSplit()``: what is drawn while it is loaded follows from torch's seed and `seed`, and takes nothing
@@ -92,10 +93,11 @@ class GraphDataModule(StoredGraph, L.LightningDataModule):
         feature_dtype: of ``x`` in batches, such as ``"float32"`` where the store has float16; by default that of the store.
 
     Raises:
-        ValueError: an argument, or the graph, is not as described; the source gave another graph when it was loaded once more, as
-            on another machine; fan-outs or a batch size are given and the strategy trains on no samples; from ``setup``, on all
+        ValueError: an argument, or the graph, is not as described; the source gave another graph when it was loaded once more;
+            fan-outs or a batch size are given and the strategy trains on no samples; from ``setup``, on all
             ranks.
-        StoreError: the store is full, cannot be written, or has been altered; from ``setup``, on all ranks.
+        StoreError: the store is full, cannot be written, has been altered, or another machine's could not be fetched; from
+            ``setup``, on all ranks.
 
     Labels of -1 mark nodes without a label. Every tensor of the graph with one row per node or edge goes with its node
     or edge. The batch of a step is a PyG ``Data``: ``x [N, F]``, ``edge_index [2, E]`` (local ids), ``y``,
@@ -124,6 +126,7 @@ class GraphDataModule(StoredGraph, L.LightningDataModule):
         L.LightningDataModule.__init__(self)
         StoredGraph.__init__(self)
         leave_out_missing_validation()
+        self.prepare_data_per_node = False  # other machines get what rank 0 has made
         self.fanouts, self.batch_size = checked_batches(fanouts, batch_size), batch_size
         if not isinstance(source_args, (Mapping, NoneType)):
             raise ValueError(f"source_args must be a dict of keyword arguments (got {shown(source_args)}).")
@@ -191,8 +194,8 @@ class GraphDataModule(StoredGraph, L.LightningDataModule):
 
     @override
     def prepare_data(self) -> None:
-        # Runs on one rank of each machine while the others wait without a deadline: an error must reach them as well,
-        # so it is raised in setup(), on all.
+        # Runs on rank 0 while the others wait without a deadline: an error must reach them as well, so it is raised in setup(),
+        # on all.
         self._failure = None
         layout, prepared, self._prepared = self._asked_for(), self._prepared, None
         if layout is None or layout == prepared:  # before the ranks were started, for this call
@@ -203,7 +206,7 @@ class GraphDataModule(StoredGraph, L.LightningDataModule):
             self._failure = error
 
     def prepare_for(self, layout: LayoutSpec) -> None:
-        """Loads and partitions the graph for a layout, unless the store holds it; one process of each machine."""
+        """Loads and partitions the graph for a layout, unless the store holds it; on rank 0, where there are ranks."""
         self.partition_for(layout)
         if self._shard_of is None:  # the whole graph, of an earlier run on one device
             self._shard = None
@@ -266,8 +269,8 @@ class GraphDataModule(StoredGraph, L.LightningDataModule):
         assert self.trainer is not None
         strategy: Any = self.trainer.strategy
         world = strategy.world
-        _raise_together(world, self._failure, "The graph could not be loaded and partitioned")
-        folder = self.agree(world, layout, has_prepared=strategy.local_rank == 0)
+        raise_together(world, self._failure, "The graph could not be loaded and partitioned")
+        folder = self.agree(world, layout, leads=strategy.local_rank == 0)
         shard = failure = None
         try:
             if self._shard is not None and self._shard_of == (folder, layout):
@@ -281,7 +284,7 @@ class GraphDataModule(StoredGraph, L.LightningDataModule):
                 shard = cut.shard(self.trainer.global_rank, layout.replicas, with_edges)
         except Exception as error:
             failure = error
-        _raise_together(world, failure, "The partitioned graph could not be read")
+        raise_together(world, failure, "The partitioned graph could not be read")
         assert shard is not None
         self._shard_of = folder, layout
         return shard
@@ -339,13 +342,3 @@ def check_fits(module: torch.nn.Module, types: Types) -> None:
             f"{name} has a DistributedEmbedding, which is for graphs of one type. Use torch.nn.Embedding for the nodes of a "
             "type, embedding(batch['author'].n_id)."
         )
-
-
-def _raise_together(world: World, failure: Exception | None, what: str) -> None:
-    """Raises on all ranks where one has a failure: they would wait for each other."""
-    failures = world.all_gather_object(failure and f"{type(failure).__name__}: {failure}")
-    if failure is not None:
-        raise failure
-    failed = [f"rank {rank}: {found}" for rank, found in enumerate(failures) if found]
-    if failed:
-        raise RuntimeError(f"{what}, see {'; '.join(failed)}")

@@ -25,6 +25,7 @@ from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch_geometric.data import Data, HeteroData
 
+from lightning_gnn.comm.entries import spread_entry
 from lightning_gnn.comm.group import World
 from lightning_gnn.console import progress_bar
 from lightning_gnn.data.attributes import left_out_of
@@ -46,6 +47,7 @@ from lightning_gnn.data.store import (
     check_space,
     read_cut,
     read_manifest,
+    stored_bytes,
     write_atomically,
     write_store,
     writing,
@@ -89,17 +91,14 @@ class StoredGraph:
         """Returns the attributes by which another process loads the same graph."""
         return {"_draw_seed": self._draw_seed, "_digests": self._digests, "_entries": self._entries}
 
-    def agree(self, world: World, layout: LayoutSpec, has_prepared: bool) -> str:
-        """Takes the entry and the seed of rank 0 on all ranks, and returns the entry's folder.
-
-        Only what a rank that `has_prepared` it knows of the graph is compared: others know that of the stage before.
-        """
-        gathered = world.all_gather_object((self._folder, self._digests if has_prepared else None, self._draw_seed))
-        self._folder, self._digests, self._draw_seed = gathered[0]
-        for rank, (_, found, _) in enumerate(gathered):
-            if found is not None:
-                check_same_graph(found, self._digests or {}, f"On rank {rank}, {described(self.source)}")
+    def agree(self, world: World, layout: LayoutSpec, leads: bool) -> str:
+        """Takes the entry and the seed of rank 0 on all ranks, has one that `leads` its machine fetch the entry where it is not,
+        and returns the entry's folder."""
+        self._folder, self._digests, self._draw_seed = world.broadcast_object(
+            (self._folder, self._digests, self._draw_seed)
+        )
         assert self._folder is not None
+        spread_entry(world, leads, self.store / self._folder, self._lock)
         self._entries[self._entry_key(layout)] = self._folder
         return self._folder
 
@@ -174,7 +173,7 @@ class StoredGraph:
         return self.store / self._folder
 
     def _ensure_stored(self, layout: LayoutSpec) -> str:
-        """Returns the folder's name under the store; loads and partitions only if nothing before has. Rank 0 of each machine."""
+        """Returns the folder's name under the store; loads and partitions only if nothing before has. Rank 0."""
         key = self._entry_key(layout)
         if not self.is_given:
             for folder in (self._entries.get(key), *map(self._noted, self._notes(layout))):
@@ -229,7 +228,7 @@ class StoredGraph:
             if folder.exists():
                 read_manifest(folder, layout)
                 return name
-            check_space(self.store, data)
+            check_space(self.store, stored_bytes(data))
             method = self._method(layout)
             rank_zero_info(
                 f"Partitioning {data.num_nodes:,} nodes and {data.num_edges:,} edges into {layout.parts} parts "

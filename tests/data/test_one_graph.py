@@ -5,7 +5,6 @@ Test tiers: without ranks; gloo ranks in the pool.
 
 from __future__ import annotations
 
-import os
 import shutil
 from pathlib import Path
 from typing import Any
@@ -16,7 +15,6 @@ import pytest
 import torch
 import torch.nn.functional as F
 from common import awkward_graph, quiet_trainer
-from conftest import RankFailed
 from test_hetero_sampling import typed_graph
 from torch_geometric.data import Data
 from torch_geometric.nn import GCNConv
@@ -261,19 +259,6 @@ def test_one_device_and_ranks_take_turns(tmp_path):
         seen.append(module.masks["test"])
         torch.manual_seed(12)
     assert seen[0] == seen[1] == seen[2] == split_of(11)
-
-
-def _on_two_machines(rank: int, world_size: int, store: Path) -> None:
-    os.environ.update(LOCAL_RANK="0", NODE_RANK=str(rank))
-    trainer = quiet_trainer(DGCLStrategy(timeout=60, self_check=False), 1, num_nodes=2)
-    trainer.fit(Seen().double(), datamodule=GraphDataModule(drawn_from_entropy, store=store))
-
-
-def test_machines_that_loaded_different_graphs_are_refused(ranks, tmp_path):
-    with pytest.raises(RankFailed) as failed:
-        ranks.run(2, _on_two_machines, tmp_path)
-    for error in failed.value.errors.values():
-        assert "On rank 1, drawn_from_entropy has another test_mask, train_mask, val_mask than" in error
 
 
 # Changes of a given graph, and of the batch ####################################

@@ -98,5 +98,6 @@ def test_two_machines(_namespaces, one_device, ran, how, store):
     folder, finished = ran
     assert finished.succeeded().output.count("finished") == 1
     torch.testing.assert_close(results(folder), one_device, rtol=1e-9, atol=1e-9)
+    assert finished.output.count("Sent edge_cut-4-") == (store == "own")
     stores = sorted(path.name for path in folder.glob("store*"))
     assert stores == (["store"] if store == "shared" else ["store-0", "store-1"])
