@@ -242,7 +242,7 @@ class Cut:
             halos, offsets, num_edges = held.halos, held.offsets, held.num_edges
         batch = GraphData(self.kinds, of_full_graph(self.left_out))
         if edge_index is not None:
-            batch.edge_index, batch.e_id = torch.from_numpy(edge_index), self.e_id[edges].long()
+            batch.edge_index = torch.from_numpy(edge_index)
         rows = {"node": nodes, "edge": edges, "graph": slice(None)}
         for kind, values in self.attributes.items():
             for name, value in values.items():
@@ -250,6 +250,8 @@ class Cut:
         for name, value in self.scalars.items():
             batch[name] = value
         batch.n_id, batch.num_owned = self.n_id[nodes], int(owned.stop - owned.start)
+        if with_edges:
+            batch.e_id = self.e_id[edges].long()
         if len(batch.n_id) > batch.num_owned:
             for name in MASKS:
                 batch[name][batch.num_owned :] = False

@@ -30,7 +30,6 @@ import lightning_gnn
 from lightning_gnn import CommNet, DGCLStrategy, GraphDataModule, NodeClassifier
 from lightning_gnn.data import store
 from lightning_gnn.data.store import FORMAT, StoreError, read_cut, read_manifest
-from lightning_gnn.datamodules import graph as graph_module
 from lightning_gnn.datamodules import stored_graph
 from lightning_gnn.datamodules.stored_graph import StoredGraph
 from lightning_gnn.partition.layout import LayoutSpec
@@ -515,21 +514,21 @@ def test_stores_that_cannot_be_written(tmp_path, monkeypatch, what):
 
 def build_and_die(root: Path, where: str) -> None:
     """Partitions, and is killed while it writes the file of that number or when it has written all."""
-    save, rename, saved = np.save, Path.replace, []
+    begin, rename, begun = store.write_header, Path.replace, []
 
-    def counted(file: Any, array: Any, **options: Any) -> None:
-        saved.append(array)
-        if where == str(len(saved)):
+    def counted(file: Any, *header: Any) -> None:
+        begun.append(header)
+        if where == str(len(begun)):
             file.write(b"half of it")
             os.kill(os.getpid(), signal.SIGKILL)
-        save(file, array, **options)
+        begin(file, *header)
 
     def replace(path: Path, target: Path) -> Path:
         if where == "rename" and path.is_dir():
             os.kill(os.getpid(), signal.SIGKILL)
         return rename(path, target)
 
-    store.np.save, Path.replace = counted, replace  # type: ignore[method-assign]
+    store.write_header, Path.replace = counted, replace  # type: ignore[method-assign]
     built(root)
 
 
@@ -680,7 +679,7 @@ def fit_bad(rank: int, world_size: int, kind: str, root: str) -> None:
     trainer = quiet_trainer(DGCLStrategy(timeout=20), world_size, self_check=checked, max_epochs=1)
     with pytest.MonkeyPatch.context() as patch:
         if kind == "unreadable" and rank == 1:
-            patch.setattr(graph_module, "read_cut", cannot_read)
+            patch.setattr(stored_graph, "read_cut", cannot_read)
         trainer.fit(NodeClassifier(model), datamodule=GraphDataModule(source, store=root))
 
 

@@ -207,14 +207,14 @@ def test_stand_in_rows(tmp_path):
 def test_a_failure_half_way_leaves_nothing(tmp_path, monkeypatch):
     calls = []
 
-    def full(path: Any, array: Any, **options: Any) -> None:
-        calls.append(path)
+    def full(*header: Any) -> None:
+        calls.append(header)
         if len(calls) > 3:
             raise OSError(28, "No space left on device")
-        original(path, array, **options)
+        original(*header)
 
-    original = store.np.save
-    monkeypatch.setattr(store.np, "save", full)
+    original = store.write_header
+    monkeypatch.setattr(store, "write_header", full)
     with pytest.raises(StoreError, match="The disk of the store .* is full"):
         write_store(tmp_path / "s", prepare_graph(small()), np.zeros(6, np.int64), LayoutSpec("edge_cut", 1), {})
     assert list(tmp_path.iterdir()) == []
