@@ -39,10 +39,10 @@ import numpy as np
 import torch
 from torch import Tensor
 from torch_geometric.data import Data, HeteroData
-from torch_geometric.typing import EdgeType, NodeType
+from torch_geometric.typing import NodeType
 
 from lightning_gnn.data.attributes import kinds_of, left_out_of
-from lightning_gnn.data.hetero import JoinedGraph, orders_of
+from lightning_gnn.data.hetero import JoinedGraph, attributes_of, orders_of
 from lightning_gnn.data.loading import graph_digests
 from lightning_gnn.data.shards import Cut, mask_counts
 from lightning_gnn.data.sources import num_classes
@@ -57,8 +57,8 @@ from lightning_gnn.data.store_check import (
     types_of,
 )
 from lightning_gnn.partition.layout import LayoutSpec
-from lightning_gnn.partition.locality import Locality, local_relabelling, recent_reads
-from lightning_gnn.partition.shard import Relabelling, edge_cut_parts
+from lightning_gnn.partition.locality import Locality, recent_reads
+from lightning_gnn.partition.shard import Relabelling
 
 FORMAT = 12
 
@@ -149,11 +149,7 @@ def write_store(
         joined = JoinedGraph.of(data)
         edge_index = joined.edge_index
         began = time.perf_counter()
-        relabelling = local_relabelling(edge_index, part, layout.parts)
-        if joined.node_type is not None:  # type after type in each part, else as they are
-            rows = relabelling.n_id
-            rows = rows[np.lexsort((joined.node_type[rows], part[rows]))]
-            relabelling = Relabelling(rows, relabelling.offsets)
+        relabelling = joined.relabelling(part, layout.parts)
         seconds = time.perf_counter() - began
         before = recent_reads(edge_index, Relabelling.from_assignment(part, layout.parts))
         locality = Locality(before, recent_reads(edge_index, relabelling), seconds)
@@ -168,12 +164,10 @@ def write_store(
             files[f"{name}.npy"] = [summed.size, summed.checksum]
 
         edge_orders = []
-        for number, piece in enumerate(edge_cut_parts(edge_index, relabelling)):
-            kinds = None if joined.edge_type is None else joined.edge_type[piece.edge_ids]
-            order = slice(None) if kinds is None else np.argsort(kinds, kind="stable")
-            save(f"part{number}.edge_index", piece.edge_index[:, order])
+        for number, piece in enumerate(joined.parts(relabelling)):
+            save(f"part{number}.edge_index", piece.edge_index)
             save(f"part{number}.halo", piece.halo)
-            edge_orders.append(piece.edge_ids[order])
+            edge_orders.append(piece.edge_ids)
 
         edge_order = np.concatenate(edge_orders)
         types, orders = orders_of(joined, relabelling, edge_orders, part, input_type)
@@ -182,17 +176,16 @@ def write_store(
         attributes: dict[str, list[str]] = {}
         for kind, order in orders.items():
             key = types.key(kind)
-            rows_of_kind = _attributes(data, kind)
+            rows_of_kind = attributes_of(data, kind)
             attributes[key] = list(rows_of_kind)
             for name, value in rows_of_kind.items():
-                save(f"{key}.{name}", value.numpy()[order])
+                save(f"{key}.{name}", value.detach().cpu().numpy()[order])
         scalars = {}
         if isinstance(data, Data):
             scalars = {name: value for name, value in data.to_dict().items() if not isinstance(value, Tensor)}
-            of_graph = _of_kind(data, "graph")
-            attributes["graph"] = list(of_graph)
-            for name, value in of_graph.items():
-                save(f"graph.{name}", value.numpy())
+            attributes["graph"] = [name for name, kind in kinds_of(data).items() if kind == "graph"]
+            for name in attributes["graph"]:
+                save(f"graph.{name}", data[name].detach().cpu().numpy())
         digest = hashlib.blake2b(np.ascontiguousarray(part, dtype=np.int32).data, digest_size=16)
         if holders is not None:
             in_order = holders.astype(np.int16)[edge_order]
@@ -252,16 +245,6 @@ def sync(path: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
-
-
-def _attributes(data: Data | HeteroData, kind: NodeType | EdgeType) -> dict[str, Tensor]:
-    if isinstance(data, Data):
-        return _of_kind(data, "node" if isinstance(kind, str) else "edge")
-    return {name: value for name, value in data[kind].items() if isinstance(value, Tensor) and name != "edge_index"}
-
-
-def _of_kind(data: Data, kind: str) -> dict[str, Tensor]:
-    return {name: data[name].detach().cpu() for name, found in kinds_of(data).items() if found == kind}
 
 
 def _manifest_checksum(manifest: Mapping[str, Any]) -> int:

@@ -23,7 +23,7 @@ from lightning_gnn.arguments import checked_batches, shown
 from lightning_gnn.comm.group import World
 from lightning_gnn.data.hetero import input_type_of
 from lightning_gnn.data.loading import Source
-from lightning_gnn.data.shards import Shard, versions_of, whole_graph, whole_graph_with_types
+from lightning_gnn.data.shards import Shard, versions_of, whole_graph
 from lightning_gnn.data.sources import EDGE_MASKS, checked_fractions, counted_mask
 from lightning_gnn.data.store import default_root, read_cut
 from lightning_gnn.datamodules.stored_graph import StoredGraph
@@ -208,7 +208,7 @@ class GraphDataModule(StoredGraph, L.LightningDataModule):
             self._shard = self._shard_of = None
             data = self.load()
             if isinstance(data, HeteroData):
-                self._shard = whole_graph_with_types(data, input_type_of(data, self.input_type))
+                self._shard = whole_graph(data, input_type_of(data, self.input_type))
             else:
                 self._shard = whole_graph(data)
         else:
