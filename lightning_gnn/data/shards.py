@@ -221,10 +221,10 @@ class Cut:
             rows, halos, edges = np.diff(held.offsets), held.halos, held.num_edges
         return list(zip(rows.tolist(), map(len, halos), edges.tolist()))
 
-    def shard(self, rank: int, replicas: Replicas | None = None, samples: bool = False) -> Shard:
-        """Returns what `rank` holds; of replicas, copies. With types, without edges where steps look at `samples`."""
+    def shard(self, rank: int, replicas: Replicas | None = None, in_batches: bool = False) -> Shard:
+        """Returns what `rank` holds; of replicas, copies. With types, without edges where all steps are `in_batches`."""
         if self.types.is_hetero:
-            return self._shard_with_types(rank, not samples)
+            return self._shard_with_types(rank, not in_batches)
         halos, offsets = self.halos, self.offsets
         owned = slice(*offsets[rank : rank + 2])
         nodes: Any = owned

@@ -265,7 +265,7 @@ class GraphDataModule(StoredGraph, L.LightningDataModule):
                 self.tell_of_changes("the parts are other ones now")
                 self._shard = None  # in the middle of a run, before the next one takes its memory
                 shard = read_cut(self.store / folder, layout).shard(
-                    self.trainer.global_rank, layout.replicas, layout.samples
+                    self.trainer.global_rank, layout.replicas, layout.in_batches
                 )
         except Exception as error:
             failure = error

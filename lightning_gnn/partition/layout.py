@@ -48,6 +48,7 @@ class LayoutSpec:
         host_weight: of a vertex cut, what a replica on another machine costs against one in the same, 0 to 1.
         takes_types: the graph may have node and edge types.
         samples: steps of training look at sampled neighbourhoods, so fan-outs and a batch size are of use.
+        in_batches: with types, no step sees the rank's own edges, which are not read then.
     """
 
     kind: Literal["whole", "edge_cut", "vertex_cut"]
@@ -58,6 +59,7 @@ class LayoutSpec:
     host_weight: float = 0.0
     takes_types: bool = False
     samples: bool = field(default=False, compare=False)
+    in_batches: bool = field(default=False, compare=False)
 
     def __post_init__(self) -> None:
         if self.parts < 1:

@@ -36,7 +36,7 @@ def before_ranks_start(strategy: GNNStrategy, trainer: pl.Trainer, given: Sequen
     types = data.stored_cut().types
     check_fits(module, types)
     strategy.check_model(module, types)
-    if types.is_hetero and layout.samples:
+    if types.is_hetero and layout.in_batches:
         return
     _warm_up(strategy, module, trainer)
     if not types.is_hetero:
@@ -79,7 +79,7 @@ def ahead_of_stage(strategy: GNNStrategy, module: pl.LightningModule, shard: Sha
     if shard.types.is_hetero and not strategy.layout().takes_types:
         raise ValueError(NO_TYPES)
     strategy.check_model(module, shard.types)
-    if not (shard.types.is_hetero and strategy.layout().samples):
+    if not (shard.types.is_hetero and strategy.layout().in_batches):
         strategy._checks.before_stage(module, shard, trainer)
         strategy._checks.done = True
 

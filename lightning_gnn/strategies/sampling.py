@@ -68,13 +68,14 @@ class SamplingScheme(DGCLScheme):
 
     keeps_layers = "Layers see a batch of sampled neighbourhoods: set a smaller batch_size, or fewer fanouts."
 
-    def __init__(self, keep_constant: bool = True) -> None:
+    def __init__(self, keep_constant: bool = True, in_batches: bool = True) -> None:
         super().__init__(keep_constant, plan="p2p", topology=None)
+        self._in_batches = in_batches
 
     @override
     def layout(self, world_size: int, num_hosts: int = 1) -> LayoutSpec:
         groups, layout = by_machine(world_size, num_hosts), super().layout(world_size, num_hosts)
-        return replace(layout, groups=groups, method="metis_masks", takes_types=True, samples=True)
+        return replace(layout, groups=groups, method="metis_masks", takes_types=True, samples=True, in_batches=self._in_batches)
 
 
 class SamplingStrategy(GNNStrategy):
@@ -88,7 +89,8 @@ class SamplingStrategy(GNNStrategy):
 
     Of a ``HeteroData``, batches are ``HeteroData``. Validation, test and prediction then take their nodes in batches as well, of
     all neighbours over as many hops as there are fan-outs: exact for models with as many layers, but for those that look at the
-    degrees of sources, as GCN does: of nodes of the last hop, the batch has no in-edges.
+    degrees of sources, as GCN does: of nodes of the last hop, the batch has no in-edges. With ``evaluation="layers"`` they are
+    as under ``dgcl``: a step gets the rank's part, and layer after layer computes each row once.
 
     Args:
         fanouts: in-edges that are drawn of each node, per hop, the seeds' first; -1 for all. One per layer of the model. Of a
@@ -121,6 +123,9 @@ class SamplingStrategy(GNNStrategy):
             :class:`~lightning_gnn.sampling.InEdges`, and returns a number for each, ``[S]``; of each node, those with the highest
             are drawn, those of -inf never. Weights of 0 and times leave edges out before. Where all are taken, in evaluation or
             with a fan-out of -1, it is not asked.
+        evaluation: ``"layers"``, validation, test and prediction are steps on the whole graph, layer by layer, which needs a
+            model that ``dgcl`` takes; ``"batches"``, they take batches of all neighbours, for a ``HeteroData`` and with times.
+            By default ``"batches"`` for these, and ``"layers"`` for other graphs.
         keep_constant: in evaluation, see :class:`~lightning_gnn.strategies.dgcl.DGCLStrategy`.
         **options: see :class:`~lightning_gnn.strategies.base.GNNStrategy`.
 
@@ -152,6 +157,7 @@ class SamplingStrategy(GNNStrategy):
         time_attr: str | None = None,
         temporal_strategy: Literal["uniform", "last"] = "uniform",
         score: Score | None = None,
+        evaluation: Literal["layers", "batches"] | None = None,
         **options: Any,
     ) -> None:
         self._given = checked_batches(fanouts, batch_size), batch_size
@@ -186,7 +192,15 @@ class SamplingStrategy(GNNStrategy):
             raise ValueError(
                 f"weight_attr, time_attr and score tell how neighbours are drawn (got method={method!r}). Use method='neighbor'."
             )
-        super().__init__(SamplingScheme(keep_constant), **options)
+        if evaluation not in ("layers", "batches", None):
+            raise ValueError(f"evaluation is 'layers' or 'batches' (got {shown(evaluation)}).")
+        if evaluation == "layers" and time_attr:
+            raise ValueError(
+                "evaluation='layers' looks at the whole graph, and with time_attr each node sees what was there at its time. "
+                "Leave one of them out."
+            )
+        super().__init__(SamplingScheme(keep_constant, in_batches=evaluation != "layers"), **options)
+        self.evaluation = evaluation
         self.choice = Choice(weight_attr, time_attr, temporal_strategy, score, labor)
         self.replace, self.directed, self.method = replace, directed, method
         self.walk_length, self.clusters, self.samplers = walk_length, clusters, samplers
@@ -354,11 +368,20 @@ class SamplingStrategy(GNNStrategy):
 
     def _evaluates_in_batches(self, types: Types) -> bool:
         """Returns whether all steps take batches as they are; else layers exchange in evaluation."""
-        return types.is_hetero or self.choice.time_attr is not None
+        return self.choice.time_attr is not None or (types.is_hetero and self.evaluation != "layers")
 
     @override
     def check_model(self, module: torch.nn.Module, types: Types) -> None:
         self._fanouts_of(types)
+        if self.evaluation == "batches" and not self._evaluates_in_batches(types):
+            raise ValueError(
+                "evaluation='batches' is for a HeteroData, or with time_attr. Leave it out: layers see the whole graph, each row "
+                "computed once."
+            )
+        if self.method not in _NEIGHBOURHOODS and types.is_hetero:
+            raise ValueError(
+                f'method={self.method!r} is for graphs of one type. Use method="neighbor" for a HeteroData.'
+            )
         if self.method not in _NEIGHBOURHOODS and counted_mask("train_mask", module) in EDGE_MASKS:
             raise ValueError(
                 f"method={self.method!r} makes batches of nodes, and {type(module).__name__} predicts edges. "
@@ -367,10 +390,6 @@ class SamplingStrategy(GNNStrategy):
         if not self._evaluates_in_batches(types):
             super().check_model(module, types)
             return
-        if self.method not in _NEIGHBOURHOODS:
-            raise ValueError(
-                f'method={self.method!r} is for graphs of one type. Use method="neighbor" for a HeteroData.'
-            )
         check_columns(module)  # layers see whole samples: none needs to be exact on a part
 
     @override

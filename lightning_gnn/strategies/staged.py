@@ -99,7 +99,9 @@ class StagedStrategy(GNNStrategy):
 
     @override
     def layout(self) -> LayoutSpec:
-        return replace(self._current.layout(), samples=any(each.layout().samples for each in self.stages))
+        layouts = [each.layout() for each in self.stages]
+        samples, in_batches = any(each.samples for each in layouts), all(each.in_batches for each in layouts)
+        return replace(self._current.layout(), samples=samples, in_batches=in_batches)
 
     @override
     def _configure_launcher(self) -> None:

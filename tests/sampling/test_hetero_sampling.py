@@ -387,6 +387,15 @@ def test_parts_without_some_types_and_without_training_nodes(ranks):
         assert_same(found, on_one_device(), rtol=1e-8, atol=1e-10)
 
 
+LAYERS = {**WHOLE, "evaluation": "layers", "self_check": False}
+
+
+@pytest.mark.parametrize("data", [{}, *campaign({"partition": uneven()})])
+def test_layer_by_layer_evaluation_is_one_device(ranks, data):
+    for found in ranks.run(3, trained, typed_graph(), module(), LAYERS, True, data):
+        assert_same(found, on_one_device(), rtol=1e-8, atol=1e-10)
+
+
 def check_conventions(batch: HeteroData, graph: HeteroData) -> None:
     """A batch is what PyG's NeighborLoader would make of the graph."""
     assert batch.metadata() == graph.metadata()

@@ -44,6 +44,7 @@ from lightning_gnn import (
     GNNStrategy,
     GossipStrategy,
     GraphDataModule,
+    SamplingStrategy,
     SpMM1DStrategy,
     SpMM15DStrategy,
     VertexCutStrategy,
@@ -205,6 +206,22 @@ NAMES = [*MODELS]
 def test_models(ranks, name, strategy, world_size):
     for found in ranks.run(world_size, trained, typed_graph(), name, strategy):
         assert_same(found, on_one_device(name), rtol=1e-9, atol=1e-10)
+
+
+def evaluated(rank: int, world_size: int, graph: HeteroData, name: str, data: dict[str, Any]) -> dict[str, Any]:
+    """Tests and predicts under sampling, layer by layer; on one device without it."""
+    options: dict[str, Any] = {"fanouts": [1], "batch_size": 3, "evaluation": "layers", "self_check": False}
+    chosen = "auto" if world_size == 1 else SamplingStrategy(timeout=60, **options)
+    recorder, source = Recorder(), GraphDataModule(graph, **data)
+    return outcome(quiet_trainer(chosen, world_size, callbacks=[recorder]), module(name), source, recorder, fit=False)
+
+
+@pytest.mark.parametrize("name", ["mixed", "hgt", *campaign("sage", "gat", "others", "han")])
+def test_sampling_evaluates_layer_by_layer(ranks, name):
+    """Also convs that look at the degrees of sources, and more layers than there are fan-outs."""
+    expected = evaluated(0, 1, typed_graph(), name, {})
+    for found in ranks.run(3, evaluated, typed_graph(), name, {"partition": uneven()}):
+        assert_same(found, expected, rtol=1e-9, atol=1e-10)
 
 
 def awkward() -> torch.Tensor:
@@ -446,5 +463,20 @@ def test_refused_before_training(make, options, words, tmp_path):
     model = make()
     if options:
         model = module("sages").model
+    data = GraphDataModule(typed_graph(), store=tmp_path)
     with pytest.raises(ValueError, match=words):
-        trainer.fit(Trained(model), datamodule=GraphDataModule(typed_graph(), store=tmp_path))
+        trainer.fit(Trained(model), datamodule=data)
+    if not options:
+        trainer = quiet_trainer(SamplingStrategy(evaluation="layers"), 2, self_check=True)
+        with pytest.raises(ValueError, match=words):
+            trainer.fit(Trained(model), datamodule=data)
+
+
+def test_sampling_with_layers_is_checked_before(tmp_path):
+    def centred(conv: Any, x: Any, edges: Any) -> Any:
+        return {name: rows - rows.mean(0) for name, rows in conv(x, edges).items()}
+
+    MODELS["centred"] = lambda: Mean(centred)
+    trainer = quiet_trainer(SamplingStrategy(evaluation="layers"), 2, self_check=True)
+    with pytest.raises(ValueError, match=r"validation_step does not give the numbers of one device"):
+        trainer.fit(module("centred"), datamodule=GraphDataModule(typed_graph(), store=tmp_path))
