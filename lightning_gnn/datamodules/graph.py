@@ -309,18 +309,24 @@ class GraphDataModule(StoredGraph, L.LightningDataModule):
 
 def check_fits(module: torch.nn.Module, types: Types) -> None:
     """Raises ValueError for a module that cannot be trained on a graph of these types."""
+    name, node_type = type(module).__name__, getattr(module, "node_type", None)
+    ready = hasattr(module, "takes_types")  # a module of this package
     if not types.is_hetero:
+        if ready and node_type is not None:
+            raise ValueError(
+                f"{name}(node_type={node_type!r}) is for a HeteroData, but the graph has no types. Leave it out."
+            )
         embeddings_of(module, types.total(types.input_type))
         return
-    name = type(module).__name__
-    if not getattr(module, "takes_types", True):
-        raise ValueError(
-            f"{name} calls model(x, edge_index) and takes graphs of one type. For a HeteroData write a LightningModule, whose "
-            "steps get batch.x_dict and batch.edge_index_dict (docs/models.md has one)."
-        )
     if getattr(module, "predicts_edges", False):
         raise ValueError(
             f"{name} predicts edges, which is for graphs of one type; of a HeteroData, nodes are predicted."
+        )
+    if ready and node_type != types.input_type:
+        given = "calls model(x, edge_index)" if node_type is None else f"has node_type={node_type!r}"
+        raise ValueError(
+            f"{name} {given}, but of this HeteroData nodes of type {types.input_type!r} are predicted. Say "
+            f"{name}(model, node_type={types.input_type!r}), or GraphDataModule(..., input_type=...) for another type."
         )
     if any(isinstance(each, DistributedEmbedding) for each in module.modules()):
         raise ValueError(

@@ -75,7 +75,9 @@ class SamplingScheme(DGCLScheme):
     @override
     def layout(self, world_size: int, num_hosts: int = 1) -> LayoutSpec:
         groups, layout = by_machine(world_size, num_hosts), super().layout(world_size, num_hosts)
-        return replace(layout, groups=groups, method="metis_masks", takes_types=True, samples=True, in_batches=self._in_batches)
+        return replace(
+            layout, groups=groups, method="metis_masks", takes_types=True, samples=True, in_batches=self._in_batches
+        )
 
 
 class SamplingStrategy(GNNStrategy):

@@ -44,11 +44,13 @@ from lightning_gnn import (
     GNNStrategy,
     GossipStrategy,
     GraphDataModule,
+    NodeClassifier,
     SamplingStrategy,
     SpMM1DStrategy,
     SpMM15DStrategy,
     VertexCutStrategy,
 )
+from lightning_gnn.nn.rank_graph import UnsupportedModelError
 
 STRATEGIES: dict[str, type[GNNStrategy]] = {
     "dgcl": DGCLStrategy,
@@ -222,6 +224,67 @@ def test_sampling_evaluates_layer_by_layer(ranks, name):
     expected = evaluated(0, 1, typed_graph(), name, {})
     for found in ranks.run(3, evaluated, typed_graph(), name, {"partition": uneven()}):
         assert_same(found, expected, rtol=1e-9, atol=1e-10)
+
+
+def featured() -> HeteroData:
+    """The graph, with features of all types and of two edge types, one of which weighs."""
+    graph = typed_graph()
+    g = torch.Generator().manual_seed(3)
+    graph["topic"].x = torch.randn(SIZES["topic"], 4, generator=g).double()
+    graph[CITES].edge_weight = torch.rand(graph[CITES].edge_index.size(1), generator=g).double()
+    return graph
+
+
+class WithWeights(Layers):
+    def forward(self, x_dict: Any, edge_index_dict: Any, edge_weight_dict: Any) -> Any:  # type: ignore[override]
+        for layer in self.layers:
+            x_dict = layer(x_dict, edge_index_dict, edge_weight_dict=edge_weight_dict)
+        return x_dict
+
+
+def classifier(name: str) -> NodeClassifier:
+    torch.manual_seed(1)
+    models = {"to_hetero": MODELS["sage"], "HeteroConv": lambda: WithWeights(mixed)}
+    made = NodeClassifier(models[name](), CLASSES, node_type="paper", optimizer=sgd).double()
+    with torch.no_grad():
+        made(featured())
+    return made
+
+
+def sgd(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD(parameters, lr=0.05)
+
+
+def classified(rank: int, world_size: int, name: str, strategy: Any) -> dict[str, Any]:
+    recorder, wrapped = Recorder(), classifier(name)
+    options: dict[str, Any] = {"timeout": 60, "self_check": False}
+    if strategy is SamplingStrategy:
+        options |= {"fanouts": [-1, -1, -1], "batch_size": 1000}
+    chosen = "auto" if strategy is None else strategy(**options)
+    return outcome(
+        quiet_trainer(chosen, world_size, callbacks=[recorder]), wrapped, GraphDataModule(featured()), recorder
+    )
+
+
+@pytest.mark.parametrize(
+    ("name", "strategy"),
+    [
+        ("to_hetero", DGCLStrategy),
+        ("HeteroConv", SamplingStrategy),
+        *campaign(("HeteroConv", VertexCutStrategy), ("HeteroConv", SpMM1DStrategy)),
+    ],
+)
+def test_node_classifier(ranks, name, strategy):
+    expected = classified(0, 1, name, None)
+    assert {"test_loss", "test_acc", "test_f1"} <= set(expected["test"])
+    for found in ranks.run(3, classified, name, strategy):
+        assert_same(found, expected, rtol=1e-8, atol=1e-10)
+
+
+def test_a_node_classifier_needs_logits_of_its_type():
+    made = NodeClassifier(Mean(lambda conv, x, edges: conv(x, edges)["paper"]), CLASSES, node_type="paper").double()
+    with pytest.raises(UnsupportedModelError, match=r"Mean returned a Tensor, .* a dict with logits of 'paper'"):
+        made(featured())
 
 
 def awkward() -> torch.Tensor:
