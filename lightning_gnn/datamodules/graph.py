@@ -28,7 +28,7 @@ from lightning_gnn.data.sources import EDGE_MASKS, checked_fractions, counted_ma
 from lightning_gnn.data.store import default_root, read_cut
 from lightning_gnn.datamodules.stored_graph import StoredGraph
 from lightning_gnn.foreign import leave_out_missing_validation
-from lightning_gnn.nn.embedding import DistributedEmbedding, embeddings_of
+from lightning_gnn.nn.embedding import embeddings_of
 from lightning_gnn.partition.edge_cut import checked_method
 from lightning_gnn.partition.layout import LayoutSpec
 from lightning_gnn.partition.types import Types
@@ -316,7 +316,7 @@ def check_fits(module: torch.nn.Module, types: Types) -> None:
             raise ValueError(
                 f"{name}(node_type={node_type!r}) is for a HeteroData, but the graph has no types. Leave it out."
             )
-        embeddings_of(module, types.total(types.input_type))
+        embeddings_of(module, types)
         return
     if getattr(module, "predicts_edges", False):
         raise ValueError(
@@ -328,11 +328,7 @@ def check_fits(module: torch.nn.Module, types: Types) -> None:
             f"{name} {given}, but of this HeteroData nodes of type {types.input_type!r} are predicted. Say "
             f"{name}(model, node_type={types.input_type!r}), or GraphDataModule(..., input_type=...) for another type."
         )
-    if any(isinstance(each, DistributedEmbedding) for each in module.modules()):
-        raise ValueError(
-            f"{name} has a DistributedEmbedding, which is for graphs of one type. Use torch.nn.Embedding for the nodes of a "
-            "type, embedding(batch['author'].n_id)."
-        )
+    embeddings_of(module, types)
 
 
 def _raise_together(world: World, failure: Exception | None, what: str) -> None:

@@ -448,8 +448,9 @@ class SamplingStrategy(GNNStrategy):
         if "num_seeds" in batch:
             own = torch.tensor([batch.num_seeds], device=self.root_device)
             batch.seed_counts = tuple(self.world.all_gather(own, "Counting training nodes").view(-1).tolist())
-        if self._shared is not None and self._shared.owners is not None:
-            self._shared.owners.idle = batch.seed_counts[self.global_rank] == 0
+        if self._shared is not None:
+            for owners in self._shared.owners.values():
+                owners.idle = batch.seed_counts[self.global_rank] == 0
         with graph_in_use(None):
             return super().training_step(batch, *args, **kwargs)
 

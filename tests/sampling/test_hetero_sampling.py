@@ -358,7 +358,13 @@ REFUSED: dict[str, tuple[Any, dict[str, Any], Any, type[Exception], str]] = {
         ValueError,
         "node_type='paper'. is for a HeteroData, but the graph has no types",
     ),
-    "embedding": (typed_graph, WHOLE, Embedded, ValueError, "DistributedEmbedding, which is for graphs of one type"),
+    "embedding": (
+        typed_graph,
+        WHOLE,
+        Embedded,
+        ValueError,
+        "with node_type=None, but the graph has node types",
+    ),
     "lazy": (typed_graph, WHOLE, Lazy, UnsupportedModelError, "does not know its input columns"),
 }
 
