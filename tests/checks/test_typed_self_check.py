@@ -87,7 +87,7 @@ class Wrong(OfAll):
 
 
 def centred(model: Wrong, x: dict[str, torch.Tensor], batch: HeteroData) -> dict[str, torch.Tensor]:
-    return {**x, "author": x["author"] - x["author"].mean(0), "paper": x["paper"] - x["paper"].mean(0)}
+    return {**x, "author": x["author"] - x["author"].mean(0)}
 
 
 def counted(model: Wrong, x: dict[str, torch.Tensor], batch: HeteroData) -> dict[str, torch.Tensor]:
@@ -111,7 +111,7 @@ def per_node(model: Wrong, x: dict[str, torch.Tensor], batch: HeteroData) -> dic
 
 
 WRONG = {
-    "centred": (centred, "what the step gives to 'model.last' .HeteroDictLinear. differs|batch statistics|constant"),
+    "centred": (centred, "what the step gives to 'model.last' .HeteroDictLinear. differs.* constant of that rank"),
     "counted": (counted, "the ratio of the graph's nodes to its own"),
     "neighbours": (neighbours, "reads neighbours"),
     "drawn": (drawn, "The step draws torch.rand .1."),

@@ -57,8 +57,8 @@ class WhereThereAreAny(Tables):
 
     def forward(self, batch: HeteroData) -> torch.Tensor:
         authors, topics = (self.tables[name](batch[name].n_id) for name in WITHOUT)
-        out = self.model({**batch.x_dict, "author": authors, "topic": topics * 0}, batch.edge_index_dict)["paper"]
-        return out if not len(topics) else out + topics.mean(0)[:1]
+        topics = topics if len(topics) else torch.zeros(0, 4).double()
+        return self.model({**batch.x_dict, "author": authors, "topic": topics}, batch.edge_index_dict)["paper"]
 
 
 def learned(rank: int, world_size: int, strategy: str | None, optimizer: str, data: dict[str, Any]) -> dict[str, Any]:

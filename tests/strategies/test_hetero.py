@@ -281,6 +281,13 @@ def test_node_classifier(ranks, name, strategy):
         assert_same(found, expected, rtol=1e-8, atol=1e-10)
 
 
+def test_a_node_classifier_gives_its_model_what_edges_have():
+    made, graph = classifier("HeteroConv"), featured()
+    weights = {CITES: graph[CITES].edge_weight}
+    torch.testing.assert_close(made(graph), made.model(graph.x_dict, graph.edge_index_dict, weights)["paper"])
+    assert not torch.allclose(made(graph), made.model(graph.x_dict, graph.edge_index_dict, {})["paper"])
+
+
 def test_a_node_classifier_needs_logits_of_its_type():
     made = NodeClassifier(Mean(lambda conv, x, edges: conv(x, edges)["paper"]), CLASSES, node_type="paper").double()
     with pytest.raises(UnsupportedModelError, match=r"Mean returned a Tensor, .* a dict with logits of 'paper'"):
