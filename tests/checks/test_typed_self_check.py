@@ -111,7 +111,7 @@ def per_node(model: Wrong, x: dict[str, torch.Tensor], batch: HeteroData) -> dic
 
 
 WRONG = {
-    "centred": (centred, "what the step gives to 'model.last' .HeteroDictLinear. differs.* constant of that rank"),
+    "centred": (centred, "gives to 'model.last' .HeteroDictLinear. differs.* constant of that rank"),
     "counted": (counted, "the ratio of the graph's nodes to its own"),
     "neighbours": (neighbours, "reads neighbours"),
     "drawn": (drawn, "The step draws torch.rand .1."),
