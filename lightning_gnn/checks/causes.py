@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-from torch_geometric.data import Data
+from torch_geometric.data import Data, HeteroData
+from torch_geometric.typing import NodeType
 
 from lightning_gnn.checks.differences import Difference
 from lightning_gnn.checks.draws import Draw
@@ -191,18 +192,22 @@ def of_draws(draws: Sequence[Draw]) -> Cause:
     )
 
 
-def at_cut_edges(graph: Data, shard: Shard) -> Tensor:
-    """Returns which nodes an edge joins to another rank's, bool ``[N]``."""
-    owner = torch.empty(sum(shard.counts), dtype=torch.long)
-    owner[shard.n_id] = torch.repeat_interleave(torch.arange(len(shard.counts)), torch.tensor(shard.counts))
-    source, target = graph.edge_index
-    across = owner[source] != owner[target]
-    cut = torch.zeros(len(owner), dtype=torch.bool)
-    cut[source[across]] = cut[target[across]] = True
+def at_cut_edges(graph: Data | HeteroData, shard: Shard) -> dict[NodeType, Tensor]:
+    """Returns which nodes of each type an edge joins to another rank's, bool ``[N]``."""
+    types, ranks = shard.types, torch.arange(len(shard.counts))
+    owner = {name: torch.empty(types.total(name), dtype=torch.long) for name in types.nodes}
+    cut = {name: torch.zeros(len(of), dtype=torch.bool) for name, of in owner.items()}
+    for name, counts in types.nodes.items():
+        owner[name][shard.n_id[types.place(name)]] = ranks.repeat_interleave(torch.from_numpy(counts))
+    for kind in types.edges:
+        first, last = kind[0], kind[2]
+        source, target = (graph[kind] if isinstance(graph, HeteroData) else graph).edge_index
+        across = owner[first][source] != owner[last][target]
+        cut[first][source[across]] = cut[last][target[across]] = True
     return cut
 
 
-def of_values(found: Compared, cut: Tensor) -> Cause:
+def of_values(found: Compared, cut: Mapping[NodeType, Tensor]) -> Cause:
     """Returns what may have made values differ whose inputs agree; `cut` as :func:`at_cut_edges` returns it."""
     first, expected, _ = found.parts[0]
     if len(expected) not in (first.owned_nodes, first.owned_edges):
@@ -212,11 +217,11 @@ def of_values(found: Compared, cut: Tensor) -> Cause:
     return next(_of_rows(found.parts), ACROSS_NODES)
 
 
-def _only_cut(found: Compared, cut: Tensor) -> bool:
+def _only_cut(found: Compared, cut: Mapping[NodeType, Tensor]) -> bool:
     """Returns whether no nodes differ but those at cut edges, and others were looked at."""
     others = 0
     for rows, expected, value in found.parts:
-        inside = ~cut[rows.nodes[: rows.owned_nodes]]
+        inside = ~cut[rows.kind][rows.nodes[: rows.owned_nodes]]
         others += int(inside.sum())
         if inside.any() and relative_difference(value[inside], expected[inside], largest(expected)) > FIT:
             return False
@@ -320,11 +325,15 @@ def _weights(shards: Sequence[Shard]) -> Iterator[tuple[str, str, Tensor]]:
 def _counts(shards: Sequence[Shard]) -> Iterator[tuple[str, str, Tensor]]:
     """Yields what a value may be a mean over, how to count it, and how many of these each rank has."""
     first, ones = shards[0], torch.ones(len(shards), dtype=torch.float64)
-    yield "all nodes", "batch.num_owned", ones.new_tensor(first.counts)
+    types = first.types
+    of = f"batch[{types.input_type!r}]" if types.is_hetero else "batch"
+    nodes, count = (types.input_type, "num_nodes") if types.is_hetero else ("all", "num_owned")
+    yield f"{nodes} nodes", f"{of}.{count}", ones.new_tensor(types.nodes[types.input_type].tolist())
     for mask in first.mask_counts:
-        inside = ones.new_tensor([float(shard.batch[mask].sum()) for shard in shards])
-        yield mask, f"batch.{mask}.sum()", inside
-    yield "all edges", "batch.edge_index.size(1)", ones.new_tensor(first.edge_counts)
+        inside = ones.new_tensor([float(shard.predicted(shard.batch)[mask].sum()) for shard in shards])
+        yield mask, f"{of}.{mask}.sum()", inside
+    if not types.is_hetero:
+        yield "all edges", "batch.edge_index.size(1)", ones.new_tensor(first.edge_counts)
 
 
 _METRICS = {

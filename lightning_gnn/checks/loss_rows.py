@@ -28,7 +28,9 @@ class LossRows:
 
     A loss is a mean over the rows that it has a gradient in. Where it is over other rows than those that it is weighted by, the
     ranks' losses do not add up to that of one device. A loss may leave out rows that are right already, as a hinge does: before a
-    model is refused, its step runs again with other values in place of the output, and the rows of all runs count."""
+    model is refused, its step runs again with other values in place of the output, and the rows of all runs count.
+
+    Masks are those of `predicted`: the batch, or what it has of the type that is predicted, with `num_rows` rows."""
 
     def __init__(
         self,
@@ -37,13 +39,14 @@ class LossRows:
         mask: str,
         counts: Sequence[int],
         batch: Any,
+        predicted: Any,
         num_rows: int,
         warns: bool = False,
     ) -> None:
         self._module, self._world, self._mask, self._counts, self._warns = module, world, mask, counts, warns
         self._batch, self._num_rows = copy.copy(batch), num_rows
         # What stands in for an empty mask is no row of the loss.
-        self._stand_ins = batch[mask].clone() if not counts[world.rank] else None
+        self._stand_ins = predicted[mask].clone() if not counts[world.rank] else None
         self._outputs = OutputRows(module, num_rows)
 
     def check(self, output: Any, scale: float, run: Callable[[Any], Any]) -> None:

@@ -11,12 +11,15 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch_geometric.data import Data
+from torch_geometric.data import HeteroData
 from torch_geometric.nn import MessagePassing
 from torch_geometric.nn.aggr import Aggregation
+from torch_geometric.typing import NodeType
 from torchmetrics import Metric
 
+from lightning_gnn.data.shards import Shard
 from lightning_gnn.nn.fused import may_be_fused
+from lightning_gnn.partition.types import ONE_TYPE
 
 _CONVS = "torch_geometric.nn.conv."
 
@@ -100,9 +103,11 @@ class Recorder:
 
 @dataclass(frozen=True)
 class Rows:
-    """Which nodes and edges of the whole graph a part has, by their ids, and how many the whole has.
+    """Which nodes and edges of the whole graph a part has, by their ids, and how many the whole has; with types, those of one
+    edge type and of the type that it ends at.
 
     Attributes:
+        kind: the node type.
         nodes, edges: ids, owned ones first and replicas behind them.
         owned_nodes, owned_edges: how many are no replicas, whose rows need not be right in every layer.
     """
@@ -113,6 +118,22 @@ class Rows:
     owned_edges: int
     num_nodes: int
     num_edges: int
+    kind: NodeType = ONE_TYPE[0]
+
+    @classmethod
+    def of_shard(cls, shard: Shard, rank: int) -> list[Rows]:
+        """Returns those of a rank's batch, by edge type; node types that no edges end at are there, too."""
+        batch, types = shard.batch, shard.types
+        if not isinstance(batch, HeteroData):
+            owned = shard.counts[rank], shard.edge_counts[rank]
+            return [cls(batch.n_id, batch.e_id, *owned, sum(shard.counts), sum(shard.edge_counts))]
+        nothing, targets = torch.empty(0, dtype=torch.long), {kind[2] for kind in types.edges}
+        ends = [(kind[2], batch[kind].e_id, types.total(kind)) for kind in types.edges]
+        ends += [(name, nothing, 0) for name in types.nodes if name not in targets]
+        return [
+            cls(batch[name].n_id, e_id, len(batch[name].n_id), len(e_id), types.total(name), num_edges, name)
+            for name, e_id, num_edges in ends
+        ]
 
     def of(self, whole: Tensor, part: Tensor) -> tuple[Tensor, Tensor] | None:
         """Returns what `part` should be according to `whole`, and what it is; None where their shapes say nothing.
@@ -134,8 +155,9 @@ class Rows:
             return torch.cat([whole[: self.num_edges][edges], loops]), torch.cat([part[: len(edges)], own_loops])
         return None
 
-    def of_masks(self, batch: Data) -> dict[int, tuple[int, Tensor]]:
-        """Returns of how many nodes of a mask there are which they are, where no other dimension is likely to be as large."""
+    def of_masks(self, batch: Any) -> dict[int, tuple[int, Tensor]]:
+        """Returns of how many nodes of a mask there are which they are, where no other dimension is likely to be as large; of the
+        batch, or of what it has of the type."""
         tensors = [value for value in batch.to_dict().values() if isinstance(value, Tensor)]
         masks = [self.nodes[each] for each in tensors if each.dtype == torch.bool and each.shape == self.nodes.shape]
         return {len(inside): (self.num_nodes, inside) for inside in reversed(masks) if len(inside) > 8}
@@ -151,29 +173,29 @@ class Compared:
     difference: float
 
 
-def compared(whole: Sequence[Event], parts: Sequence[tuple[Rows, Sequence[Event]]]) -> Iterator[Compared]:
+def compared(whole: Sequence[Event], parts: Sequence[tuple[Sequence[Rows], Sequence[Event]]]) -> Iterator[Compared]:
     """Yields what can be compared of the events of the whole run, in their order."""
     found = [(rows, {event.key: event.value for event in events}) for rows, events in parts]
     floor = _FLOOR * max((largest(event.value) for event in whole), default=0.0)
     # A value is often recorded several times, as the same copy.
-    known: dict[tuple[int, ...], tuple[Sequence[tuple[Rows, Tensor, Tensor]], float]] = {}
+    known: dict[tuple[int, ...], tuple[list[tuple[Rows, Tensor, Tensor]], float]] = {}
+    matched: list[tuple[Rows, Tensor, Tensor]]
     for event in whole:
         copies = id(event.value), *(id(values.get(event.key)) for _, values in found)
         if copies not in known:
-            size, matched = max(largest(event.value), floor), list[tuple[Rows, Tensor, Tensor]]()
+            size, matched = max(largest(event.value), floor), []
             # A bound conv need not call what is inside it.
             there = [(rows, values[event.key]) for rows, values in found if event.key in values]
-            for rows, value in there:
-                pair = rows.of(event.value, value)
-                if pair is not None:
-                    matched.append((rows, *pair))
+            for kinds, value in there:
+                pairs = ((rows, rows.of(event.value, value)) for rows in kinds)
+                matched += [(rows, *pair) for rows, pair in pairs if pair is not None][:1]
             if not matched and event.value.dim() > 1 and all(value.shape == event.value.shape for _, value in there):
-                matched = [(rows, event.value, value) for rows, value in there]
+                matched = [(kinds[0], event.value, value) for kinds, value in there]
             differences = [relative_difference(value, expected, size) for _, expected, value in matched]
             known[copies] = matched, max(differences, default=0.0)
-        pairs, difference = known[copies]
-        if pairs:
-            yield Compared(event, pairs, difference)
+        matched, difference = known[copies]
+        if matched:
+            yield Compared(event, matched, difference)
 
 
 # Where values cancel out, as in the gradient of a bias before a norm, only rounding is left. What is smaller than this

@@ -14,7 +14,8 @@ from typing import Any
 import lightning.pytorch as pl
 import numpy as np
 import torch
-from torch_geometric.data import Data
+from torch_geometric.data import Data, HeteroData
+from torch_geometric.typing import NodeType
 
 from lightning_gnn.checks import causes
 from lightning_gnn.checks.causes import Finding
@@ -63,7 +64,7 @@ class SelfCheck:
 
 def self_check(
     module: pl.LightningModule,
-    batch: Data,
+    batch: Data | HeteroData,
     bind: Bind,
     stage: str = "fit",
     loss_reduction: str = "mean",
@@ -74,6 +75,7 @@ def self_check(
     forms: Sequence[Form] = FORMS,
     begins: bool = True,
     num_classes: int = 0,
+    input_type: NodeType | None = None,
 ) -> SelfCheck:
     """Runs the stage's step on small graphs, whole and on two ranks, and compares. `module` and random streams stay.
 
@@ -88,10 +90,13 @@ def self_check(
         without: masks that some rank of the run has no labelled node of.
         epochs: to run it in as well, if the step asks for its epoch.
         begins: whether the stage begins with it, else it has begun.
+        input_type: of a ``HeteroData``, the node type that is predicted.
     """
     began = time.perf_counter()
     quiet_trainer = None if trainer is None else QuietTrainer(trainer, stage)
-    check = _Check(module, batch, bind, stage, loss_reduction, quiet_trainer, layout, forms, begins, num_classes)
+    check = _Check(
+        module, batch, bind, stage, loss_reduction, quiet_trainer, layout, forms, begins, num_classes, input_type
+    )
     finding = refused = None
     with aside(), uncompiled():
         try:
@@ -109,7 +114,7 @@ class _Check:
     """One step of one module; see :func:`self_check` and :class:`SelfCheck`."""
 
     module: pl.LightningModule
-    batch: Data
+    batch: Data | HeteroData
     bind: Bind
     stage: str
     loss_reduction: str
@@ -118,6 +123,7 @@ class _Check:
     forms: Sequence[Form]
     begins: bool
     num_classes: int
+    input_type: NodeType | None
     dtype: torch.dtype | None = torch.float64
     trials: dict[torch.dtype | None, Trial] = field(default_factory=dict)
     compared: bool = False
@@ -150,9 +156,13 @@ class _Check:
         masks = [counted_mask(mask, self.module)] if mask else []
         for dtype in dict.fromkeys((self.dtype, None)):
             try:
-                small = small_graph(self.batch, masks, self.forms[number], number, without, self.num_classes)
+                small = small_graph(
+                    self.batch, masks, self.forms[number], number, without, self.num_classes, self.input_type
+                )
                 like = self.trials.get(dtype)
-                trial = Trial(self.module, small.graph, self.stage, self.trainer, dtype, begins=self.begins, like=like)
+                trial = Trial(
+                    self.module, small.graph, self.stage, self.trainer, dtype, False, self.begins, like, self.input_type
+                )
                 self.trials[dtype] = trial
                 whole = trial.on_whole()
                 break
@@ -171,7 +181,7 @@ class _Check:
                 return Finding.at(kept, trial, causes.KEPT)
         self.compared = True
         holders = small.holders if self.layout.kind == "vertex_cut" else None
-        shards = split_graph(trial.graph, small.part, self.layout, holders)
+        shards = split_graph(trial.graph, small.part, self.layout, holders, self.input_type)
         return self._compare(trial, whole, shards, is_first=number == 0)
 
     def _on_parts(self, trial: Trial, shards: Sequence[Shard], **options: Any) -> Outcome:
@@ -259,10 +269,12 @@ class _Check:
 
     def _on_one_part(self, trial: Trial) -> Outcome | None:
         """Returns a run on one rank that has the whole graph, None if the scheme has none."""
-        nodes, edges = trial.graph.x.size(0), trial.graph.edge_index.size(1)
+        nodes, edges = trial.graph.num_nodes, trial.graph.num_edges
+        assert nodes is not None
         holders = np.zeros(edges, dtype=np.int64) if self.layout.kind == "vertex_cut" else None
         try:
-            shards = split_graph(trial.graph, np.zeros(nodes, dtype=np.int64), replace(self.layout, parts=1), holders)
+            part, layout = np.zeros(nodes, dtype=np.int64), replace(self.layout, parts=1)
+            shards = split_graph(trial.graph, part, layout, holders, self.input_type)
             return self._on_parts(trial, shards)
         except (Parted, ValueError):
             return None

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
-from torch_geometric.data import Data
+from torch_geometric.data import Data, HeteroData
+from torch_geometric.typing import NodeType
 
 from lightning_gnn.data.attributes import OF_BATCHES, STAND_INS, GraphData, kinds_of, left_out_of
 from lightning_gnn.data.sources import EDGE_MASKS, MASKS, class_labels
@@ -47,15 +49,21 @@ _VALUES = 64
 @dataclass(frozen=True)
 class SmallGraph:
     """A small graph: directed, with duplicate edges and isolated nodes, without self-loops. Which of two ranks, 0 or 1, owns each
-    node, and in a vertex cut computes each edge."""
+    node, and in a vertex cut computes each edge; with types, type after type."""
 
-    graph: Data
+    graph: Data | HeteroData
     part: np.ndarray
     holders: np.ndarray
 
 
 def small_graph(
-    batch: Data, masks: Collection[str], form: Form, seed: int = 0, without: Collection[str] = (), num_classes: int = 0
+    batch: Data | HeteroData,
+    masks: Collection[str],
+    form: Form,
+    seed: int = 0,
+    without: Collection[str] = (),
+    num_classes: int = 0,
+    input_type: NodeType | None = None,
 ) -> SmallGraph:
     """Returns a small graph whose node and edge attributes are rows of the user's; other attributes stay.
 
@@ -67,37 +75,25 @@ def small_graph(
         masks: those of nodes or edges that the step's values are means over.
         without: masks that the second part has no row of.
         num_classes: of the whole graph; labelled nodes of each part have those that this rank's lack, as far as there is room.
+        input_type: of a ``HeteroData``, the node type that is predicted. It has the form's nodes, and each edge type its edges;
+            other types have a few more, so that no two are equal.
     """
+    if isinstance(batch, HeteroData):
+        assert input_type is not None
+        return _with_types(batch, masks, form, seed, without, num_classes, input_type)
     g = torch.Generator().manual_seed(seed)
     owned, given = int(batch.num_owned), batch.edge_index.size(1)
     kinds = kinds_of(batch)
     nodes = {name: batch[name][:owned] for name, kind in kinds.items() if kind == "node"}
     edges = {name: batch[name] for name, kind in kinds.items() if kind == "edge"}
-    counted = torch.zeros(owned, dtype=torch.bool)
-    for mask in set(masks) & set(MASKS):
-        counted |= labelled(batch, mask)[:owned]
-    for mask, row in batch.get(STAND_INS, {}).items():
-        nodes[mask] = nodes[mask].clone()
-        nodes[mask][row] = False
-    rows = _rows(nodes, counted, form.nodes, form.labelled, without, g)
-    order = torch.randperm(sum(form.nodes), generator=g)  # an owner's ids are not in a row
-    small = GraphData(kinds, left_out_of(batch), edge_index=order[_edges(form, g)])
+    found, order = _predicted_nodes(batch, nodes, masks, form, without, num_classes, seed, g)
+    place = order.argsort()
+    small = GraphData(kinds, left_out_of(batch), edge_index=order[_edges(form.nodes, form.nodes, form.edges, True, g)])
     shuffled = torch.randperm(sum(form.edges), generator=g)
     small.edge_index = small.edge_index[:, shuffled]
-    place = order.argsort()
     for name, value in batch.to_dict().items():
         if name not in ("edge_index", "num_owned", STAND_INS):
-            small[name] = _of_rows(nodes[name], rows)[place] if name in nodes else value
-    classes = class_labels(small.y) if isinstance(small.get("y"), Tensor) else None
-    if classes is not None and len(classes) == len(place):
-        # Classes that this rank's labelled nodes lack, on the last ones of each part: the last class, and some others.
-        ranges = [(begin, begin + count) for begin, count in zip((0, form.nodes[0]), form.labelled)]
-        found = torch.cat([classes[order[begin:end]] for begin, end in ranges])
-        absent = sorted({*range(num_classes)} - {*found.tolist()}, reverse=True)
-        absent = absent[:1] + absent[1 + seed :] + absent[1 : 1 + seed]
-        for begin, end in ranges:
-            for number, label in enumerate(absent[: max(1, (end - begin) // 4)]):
-                small.y[order[end - 1 - number]] = label
+            small[name] = found.get(name, value)
     if given:
         counted = torch.zeros(given, dtype=torch.bool)
         for mask in set(masks) & set(EDGE_MASKS):
@@ -114,6 +110,109 @@ def small_graph(
     return SmallGraph(small, part, holders)
 
 
+def _with_types(
+    batch: HeteroData,
+    masks: Collection[str],
+    form: Form,
+    seed: int,
+    without: Collection[str],
+    num_classes: int,
+    input_type: NodeType,
+) -> SmallGraph:
+    g = torch.Generator().manual_seed(seed)
+    small, used, orders = HeteroData(), set[int](), dict[NodeType, Tensor]()
+    others = [name for name in batch.node_types if name != input_type]
+    nodes = {name: _unlike(form.nodes, used) for name in (input_type, *others)}
+    parts = []
+    for name in batch.node_types:
+        values = {each: value for each, value in batch[name].items() if isinstance(value, Tensor)}
+        if name == input_type:
+            found, order = _predicted_nodes(batch[name], values, masks, form, without, num_classes, seed, g)
+        else:
+            none = torch.zeros(len(batch[name].n_id), dtype=torch.bool)
+            found, order = _some_nodes(values, none, nodes[name], (0, 0), (), g)
+        small[name].update(found)
+        if "x" not in found:
+            small[name].num_nodes = len(order)
+        orders[name] = order
+        parts.append((order.argsort() >= nodes[name][0]).long())
+    for kind in batch.edge_types:
+        source, target = kind[0], kind[2]
+        edges = _unlike(form.edges, used)
+        shuffled = torch.randperm(sum(edges), generator=g)
+        rows = _edges(nodes[source], nodes[target], edges, source == target, g)[:, shuffled]
+        small[kind].edge_index = torch.stack([orders[source][rows[0]], orders[target][rows[1]]])
+        values = {
+            name: value for name, value in batch[kind].items() if isinstance(value, Tensor) and name != "edge_index"
+        }
+        none = torch.zeros(len(batch[kind].e_id), dtype=torch.bool)
+        chosen = _rows(values, none, edges, (0, 0), (), g)[shuffled] if len(none) else torch.empty(0)
+        for name, value in values.items():
+            small[kind][name] = (
+                _of_rows(value, chosen) if len(none) else value.new_zeros((sum(edges), *value.shape[1:]))
+            )
+    holders = (torch.rand(small.num_edges, generator=g) < 0.3).long().numpy()
+    return SmallGraph(small, torch.cat(parts).numpy(), holders)
+
+
+def _unlike(sizes: tuple[int, int], used: set[int]) -> tuple[int, int]:
+    """Returns sizes of two parts near these, that neither they nor their sum are equal to any of those used; adds them there."""
+    first, second = sizes
+    while used & {first, second, first + second} or first == second:
+        first, second = first + 1, second + 2
+    used |= {first, second, first + second}
+    return first, second
+
+
+def _predicted_nodes(
+    of: Any,
+    nodes: dict[str, Tensor],
+    masks: Collection[str],
+    form: Form,
+    without: Collection[str],
+    num_classes: int,
+    seed: int,
+    g: torch.Generator,
+) -> tuple[dict[str, Tensor], Tensor]:
+    """As :func:`_some_nodes`, of nodes with masks and labels, which `of` holds; what belongs to its owned ones is `nodes`."""
+    counted = torch.zeros_like(nodes[MASKS[0]])
+    for mask in set(masks) & set(MASKS):
+        counted |= labelled(of, mask)[: len(counted)]
+    for mask, row in of.get(STAND_INS, {}).items():
+        nodes[mask] = nodes[mask].clone()
+        nodes[mask][row] = False
+    found, order = _some_nodes(nodes, counted, form.nodes, form.labelled, without, g)
+    classes = class_labels(found["y"]) if "y" in found else None
+    if classes is not None and len(classes) == len(order):
+        # Classes that this rank's labelled nodes lack, on the last ones of each part: the last class, and some others.
+        ranges = [(begin, begin + count) for begin, count in zip((0, form.nodes[0]), form.labelled)]
+        there = torch.cat([classes[order[begin:end]] for begin, end in ranges])
+        absent = sorted({*range(num_classes)} - {*there.tolist()}, reverse=True)
+        absent = absent[:1] + absent[1 + seed :] + absent[1 : 1 + seed]
+        for begin, end in ranges:
+            for number, label in enumerate(absent[: max(1, (end - begin) // 4)]):
+                found["y"][order[end - 1 - number]] = label
+    return found, order
+
+
+def _some_nodes(
+    nodes: dict[str, Tensor],
+    counted: Tensor,
+    sizes: Sequence[int],
+    labelled: Sequence[int],
+    without: Collection[str],
+    g: torch.Generator,
+) -> tuple[dict[str, Tensor], Tensor]:
+    """Returns attributes of both parts' nodes by their ids, and the ids, those of the first part first; see :func:`_rows`."""
+    if not len(counted):
+        zeros = {name: value.new_zeros((sum(sizes), *value.shape[1:])) for name, value in nodes.items()}
+        return zeros, torch.randperm(sum(sizes), generator=g)
+    rows = _rows(nodes, counted, sizes, labelled, without, g)
+    order = torch.randperm(sum(sizes), generator=g)  # an owner's ids are not in a row
+    place = order.argsort()
+    return {name: _of_rows(value, rows)[place] for name, value in nodes.items()}, order
+
+
 def _of_rows(values: Tensor, rows: Tensor) -> Tensor:
     """Returns these rows; each time that one is there again it is smaller by a few percent, if its values are real numbers."""
     found, order = values[rows], rows.argsort(stable=True)
@@ -125,19 +224,27 @@ def _of_rows(values: Tensor, rows: Tensor) -> Tensor:
     return found * (1 - 0.03 * times.clamp(max=10)).to(found.dtype).view(-1, *[1] * (found.dim() - 1))
 
 
-def _edges(form: Form, g: torch.Generator) -> Tensor:
-    """Returns the edges of both parts, ``[2, E]``; the nodes of the first part come first."""
-    first, second = form.nodes
-    own = [torch.arange(_ISOLATED, first), torch.arange(first + _ISOLATED, first + second)]
-    busy, pieces = torch.cat(own), []
-    for into, count in zip(own, form.edges):
+def _edges(
+    sources: Sequence[int], targets: Sequence[int], edges: Sequence[int], same: bool, g: torch.Generator
+) -> Tensor:
+    """Returns the edges of both parts, ``[2, E]``, between so many nodes of the `same` type or of two; of each, the nodes of the
+    first part come first."""
+    busy, own = torch.cat(_busy(sources)), _busy(targets)
+    pieces = []
+    for into, count in zip(own, edges):
         target = into[torch.randint(len(into), (count,), generator=g)]
-        there = torch.searchsorted(busy, target)
+        there = torch.searchsorted(busy, target) if same else 0
         source = busy[(there + torch.randint(1, len(busy), (count,), generator=g)) % len(busy)]
         twice = min(_TWICE, count // 4)
         source[count - twice :], target[count - twice :] = source[:twice].clone(), target[:twice].clone()
         pieces.append(torch.stack([source, target]))
     return torch.cat(pieces, 1)
+
+
+def _busy(sizes: Sequence[int]) -> list[Tensor]:
+    """Returns which nodes of either part have edges."""
+    first, second = sizes
+    return [torch.arange(_ISOLATED, first), torch.arange(first + _ISOLATED, first + second)]
 
 
 def _rows(

@@ -7,14 +7,15 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import lightning.pytorch as pl
 import torch
 from lightning.fabric.plugins.precision.utils import _DtypeContextManager
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 from torch import Tensor
-from torch_geometric.data import Data
+from torch_geometric.data import Data, HeteroData
+from torch_geometric.typing import NodeType
 
 from lightning_gnn.checks.draws import Draw, SharedDraws
 from lightning_gnn.checks.hooks import PHASES, Hooks
@@ -43,6 +44,7 @@ from lightning_gnn.steps.metric_states import metrics_in
 from lightning_gnn.steps.predictions import AmbiguousRowsError, PredictedRows, tensors_in
 from lightning_gnn.steps.weights import scale_by
 
+_Graph = TypeVar("_Graph", bound=Data | HeteroData)
 Bind = Callable[[torch.nn.Module, Shard, World], Binding]
 
 STAGES: dict[str, tuple[str, str | None]] = {
@@ -78,7 +80,7 @@ class OnRank:
         noted_draws: draws other than per node or edge.
     """
 
-    rows: Rows
+    rows: Sequence[Rows]
     events: Sequence[Event]
     loss: Tensor | None = None
     scale: float = 1.0
@@ -100,7 +102,7 @@ class Outcome:
     buffers: Mapping[str, Tensor | None]
 
     @property
-    def parts(self) -> list[tuple[Rows, Sequence[Event]]]:
+    def parts(self) -> list[tuple[Sequence[Rows], Sequence[Event]]]:
         return [(each.rows, each.events) for each in self.ranks]
 
     @property
@@ -128,6 +130,7 @@ class Trial:
         dtype: of all floating tensors; None leaves them as they are.
         share_rows: see :class:`~lightning_gnn.checks.draws.SharedDraws`.
         like: a trial of the same module in the same stage and dtype, whose copy of it is used here, too.
+        input_type: of a graph with types, the node type that is predicted.
 
     Attributes:
         graph: in the dtype of the trial: what is to be split for :meth:`on_parts`.
@@ -137,15 +140,16 @@ class Trial:
     def __init__(
         self,
         module: pl.LightningModule,
-        graph: Data,
+        graph: Data | HeteroData,
         stage: str,
         trainer: QuietTrainer | None = None,
         dtype: torch.dtype | None = None,
         share_rows: bool = False,
         begins: bool = True,
         like: Trial | None = None,
+        input_type: NodeType | None = None,
     ) -> None:
-        self._share_rows = share_rows
+        self._share_rows, self._input_type = share_rows, input_type
         self._skipped: set[str] = set()
         self._hooks = Hooks(stage, self._skipped, begins)
         self._constant: float | None = None
@@ -195,7 +199,7 @@ class Trial:
             noises: how much is added to features in each of so many steps, of the largest, and nothing is learnt between them;
                 another number is other noise. If the first is 1 or more, weights are others, too, and biases one number.
         """
-        shard = whole_graph(self.graph.clone())  # which the step may change in place
+        shard = whole_graph(self.graph.clone(), self._input_type)  # which the step may change in place
         self._constant, self._noises = constant, noises
         # Later in training the strategy's own graph is in use, in this thread, too.
         alone = graph_in_use(None, this_thread_only=True)
@@ -236,7 +240,8 @@ class Trial:
             if prepare is not None:
                 prepare(world)
             binding = bind(models[rank], shards[rank], world)
-            binding.context.columns_at_once = max(1, shards[rank].batch.x.size(1))  # of few rows
+            if not shards[rank].types.is_hetero:
+                binding.context.columns_at_once = max(1, shards[rank].batch.x.size(1))  # of few rows
             recorders[rank] = Recorder(models[rank])
             own = None if own_draws is None else own_draws + rank
             with graph_in_use(binding.context, this_thread_only=True):
@@ -289,22 +294,22 @@ class Trial:
         step: int,
     ) -> OnRank:
         rank = 0 if world is None else world.rank
-        owned = shard.counts[rank], shard.edge_counts[rank]
-        rows = Rows(shard.batch.n_id, shard.batch.e_id, *owned, sum(shard.counts), sum(shard.edge_counts))
-        ran = OnRank(rows, recorder.events)
+        all_rows = Rows.of_shard(shard, rank)
+        ran = OnRank(all_rows, recorder.events)
         batch: Any = copy.copy(shard.batch)
         # For fetch_rows, which knows this graph, and for tables with a row per node of the user's, which may be smaller.
-        batch.n_id, batch.e_id = (
-            ids % (int(known.max()) + 1) if len(known) else ids
-            for ids, known in ((rows.nodes, self.graph.n_id), (rows.edges, self.graph.e_id))
-        )
+        for store, known_ids, name in self._ids(batch):
+            store[name] = store[name] % (int(known_ids.max()) + 1) if len(known_ids) else store[name]
         if self._noises and self._noises[step]:
-            batch.x = batch.x + self._noise_like(self._noises[step], batch.x)[rows.nodes]
+            self._add_noise(batch, shard, self._noises[step])
+        predicted = shard.predicted(batch)
+        rows = next(of for of in all_rows if of.kind == shard.types.input_type)
         counts = shard.mask_counts[self.mask] if self.mask else (1,) * len(shard.counts)
-        stand_ins = int(batch[self.mask].sum()) if self.mask in MASKS and not counts[rank] else 0
-        sizes = len(rows.nodes), rows.owned_nodes, len(rows.edges), rows.owned_edges
-        known = {len(rows.edges): (rows.num_edges, rows.edges), len(rows.nodes): (rows.num_nodes, rows.nodes)}
-        draws = SharedDraws(known, rows.of_masks(batch), 0, own_draws, self._share_rows, self._constant)
+        stand_ins = int(predicted[self.mask].sum()) if self.mask in MASKS and not counts[rank] else 0
+        sizes = shard.sizes(rank)
+        known = {len(of.edges): (of.num_edges, of.edges) for of in all_rows}
+        known |= {len(of.nodes): (of.num_nodes, of.nodes) for of in all_rows}
+        draws = SharedDraws(known, rows.of_masks(predicted), 0, own_draws, self._share_rows, self._constant)
         logged = LoggedValues(model, world)
         if self._trainer is not None:
             model._trainer = self._trainer.on_rank(world, logged)  # type: ignore[assignment]
@@ -339,9 +344,10 @@ class Trial:
                         run_backward(loss, ran.scale)
             else:
                 recorder.record(f"what {self.step} returns", (self.step,), output, whole_numbers=True)
-                if self.stage == "predict" and not self._has_other_ids(output, rows):
+                if self.stage == "predict" and not self._has_other_ids(output):
                     with suppress(AmbiguousRowsError):  # among so few
-                        joined = output if world is None else PredictedRows(world, shard, batch, "all")(output)
+                        of = shard.batch if isinstance(batch, HeteroData) else batch  # with this graph's own ids
+                        joined = output if world is None else PredictedRows(world, shard, of, "all")(output)
                         ran.predicted = [each.double() for each in tensors_in(joined)]
                 self._run_on_second_loader(model, batch, logged, (counts, stand_ins, sizes), world is None)
             if outputs is not None:
@@ -355,18 +361,31 @@ class Trial:
         ran.own_draws, ran.noted_draws = draws.own_draws, draws.noted
         return ran
 
-    def _has_other_ids(self, output: Any, rows: Rows) -> bool:
+    def _ids(self, batch: Data | HeteroData) -> Iterator[tuple[Any, Tensor, str]]:
+        """Yields where a batch has ids of nodes and edges, those that the user's graph has, and their names."""
+        if isinstance(batch, HeteroData):
+            yield from ((batch[name], self.graph[name].n_id, "n_id") for name in batch.node_types)
+            yield from ((batch[kind], self.graph[kind].e_id, "e_id") for kind in batch.edge_types)
+        else:
+            yield from ((batch, self.graph[name], name) for name in ("n_id", "e_id"))
+
+    def _has_other_ids(self, output: Any) -> bool:
         """Returns whether there may be ids in what a step returns, and the user's are fewer than those of this graph."""
-        counts = ((self.graph.n_id, rows.num_nodes), (self.graph.e_id, rows.num_edges))
-        fewer = any(len(ids) and int(ids.max()) + 1 < count for ids, count in counts)
+        fewer = any(len(ids) and int(ids.max()) + 1 < len(ids) for _, ids, _ in self._ids(self.graph))
         return fewer and any(each.dtype == torch.int64 and each.dim() == 1 for each in tensors_in(output))
 
-    def _noise_like(self, size: float, x: Tensor) -> Tensor:
-        """Returns noise for features of all nodes, the same on each rank; if it is small, upwards: 3.0 stays 3."""
+    def _add_noise(self, batch: Any, shard: Shard, size: float) -> None:
+        """Adds noise to features, the same for each node on each rank; if it is small, upwards: 3.0 stays 3."""
         g = torch.Generator().manual_seed(round(size / NOISE) % 2**31)
         draw = torch.rand if abs(size) < 1 else torch.randn
-        largest = self.graph.x.abs().max() * max(abs(size), torch.finfo(x.dtype).eps)
-        return largest * draw((self.graph.x.size(0), *x.shape[1:]), generator=g, dtype=x.dtype)
+        is_hetero = isinstance(batch, HeteroData)
+        for name in batch.node_types if is_hetero else [None]:
+            into, of_whole, own = ((each[name] if is_hetero else each) for each in (batch, self.graph, shard.batch))
+            if "x" not in into:
+                continue
+            x = into.x
+            largest = of_whole.x.abs().max() * max(abs(size), torch.finfo(x.dtype).eps)
+            into.x = x + (largest * draw(of_whole.x.shape, generator=g, dtype=x.dtype))[own.n_id]
 
     def _run_on_second_loader(
         self, model: pl.LightningModule, batch: Any, logged: LoggedValues, counted: tuple[Any, ...], alone: bool
@@ -437,7 +456,7 @@ def _learn(optimizer: torch.optim.Optimizer, world: World | None) -> None:
         world.all_gather_object(None)
 
 
-def in_dtype(graph: Data, dtype: torch.dtype | None) -> Data:
+def in_dtype(graph: _Graph, dtype: torch.dtype | None) -> _Graph:
     """Returns a graph whose floating tensors are of that type; None leaves them as they are."""
     return copy.copy(graph).apply(lambda each: each.to(dtype) if dtype and each.is_floating_point() else each)
 

@@ -4,19 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 from torch_geometric.data import Data, HeteroData
 from torch_geometric.data.storage import BaseStorage
 from torch_geometric.typing import EdgeType, NodeType
 
 from lightning_gnn.arguments import check_whole
-from lightning_gnn.data.attributes import rows_of_type, warn_of_left_out, with_masks_of_ids
+from lightning_gnn.data.attributes import kinds_of, rows_of_type, warn_of_left_out, with_masks_of_ids
 from lightning_gnn.data.sources import MASKS, check_tensor, checked_edges, edge_values, features, labels, masks_of
-from lightning_gnn.partition.shard import Ids, Relabelling
+from lightning_gnn.partition.locality import local_relabelling
+from lightning_gnn.partition.shard import EdgeCutPart, Ids, Relabelling, edge_cut_parts
 from lightning_gnn.partition.types import ONE_TYPE, Types
 
 NO_TYPES = (
@@ -194,6 +196,23 @@ class JoinedGraph:
         )
         return cls(torch.cat(ends, 1).numpy(), sum(nodes.values()), node_type, edge_type, node_firsts, edge_firsts)
 
+    def relabelling(self, part: np.ndarray, num_parts: int) -> Relabelling:
+        """Returns the order of rows by owner, ``[N]``: type after type in each part, else neighbours near each other."""
+        found = local_relabelling(self.edge_index, part, num_parts)
+        if self.node_type is None:
+            return found
+        rows = found.n_id
+        return Relabelling(rows[np.lexsort((self.node_type[rows], part[rows]))], found.offsets)
+
+    def parts(self, relabelling: Relabelling) -> Iterator[EdgeCutPart]:
+        """Yields the parts, whose edges come type after type."""
+        for part in edge_cut_parts(self.edge_index, relabelling):
+            if self.edge_type is None:
+                yield part
+                continue
+            order = np.argsort(self.edge_type[part.edge_ids], kind="stable")
+            yield replace(part, edge_index=part.edge_index[:, order], edge_ids=part.edge_ids[order])
+
     def among_nodes(self, mask: np.ndarray, name: NodeType) -> np.ndarray:
         """Returns a mask of the nodes of a type as one of all nodes, bool ``[N]``."""
         assert self.node_firsts is not None
@@ -239,3 +258,11 @@ def orders_of(
         here = joined.edge_type[edge_order] == number
         orders[kind], edges[kind] = edge_order[here] - first, np.bincount(owner[here], minlength=num_parts)
     return Types(nodes, edges, input_type), orders
+
+
+def attributes_of(data: Data | HeteroData, kind: NodeType | EdgeType) -> dict[str, Tensor]:
+    """Returns what has a row per node, or edge, of a type, without ``edge_index``."""
+    if isinstance(data, Data):
+        what = "node" if isinstance(kind, str) else "edge"
+        return {name: data[name] for name, found in kinds_of(data).items() if found == what}
+    return {name: value for name, value in data[kind].items() if isinstance(value, Tensor) and name != "edge_index"}

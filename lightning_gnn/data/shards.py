@@ -17,11 +17,11 @@ from torch_geometric.data import Data, HeteroData
 from torch_geometric.typing import EdgeType, NodeType
 
 from lightning_gnn.data.attributes import STAND_INS, GraphData, Kind, kinds_of, left_out_of, of_full_graph
+from lightning_gnn.data.hetero import JoinedGraph, attributes_of, orders_of
 from lightning_gnn.data.sources import EDGE_MASKS, MASKS, class_labels, num_classes, num_labelled
 from lightning_gnn.partition.layout import LayoutSpec, Replicas
-from lightning_gnn.partition.locality import local_relabelling
 from lightning_gnn.partition.replicas import hold
-from lightning_gnn.partition.shard import HaloPlan, Ids, Relabelling, ShortIds, edge_cut_parts, halo_plan, id_dtype
+from lightning_gnn.partition.shard import HaloPlan, Ids, Relabelling, ShortIds, halo_plan, id_dtype
 from lightning_gnn.partition.types import Types
 
 
@@ -79,6 +79,11 @@ class Shard:
     def target_offsets(self) -> Ids:
         """As :attr:`offsets`, of the nodes that edges end at."""
         return np.cumsum([0, *(self.targets or self.counts)])
+
+    def sizes(self, rank: int) -> tuple[int, ...]:
+        """Returns how many nodes and edges a rank has, as tensors of its batch have rows; of each node type, too."""
+        sizes = self.counts[rank], self.rows[rank], self.edge_counts[rank], self.edges[rank]
+        return (*(int(of[rank]) for of in self.types.nodes.values()), *sizes) if self.types.is_hetero else sizes
 
     def node_ids(self, rank: int) -> Ids:
         """Returns the relabelled id of each owned and halo row of `rank`, whose shard this is, ``[N + H]``."""
@@ -318,52 +323,76 @@ class Cut:
         return np.concatenate([*map(np.arange, counts), halo]).astype(np.int64)
 
 
-def cut_graph(data: Data, part: np.ndarray, num_parts: int, holders: np.ndarray | None = None) -> Cut:
+def cut_graph(
+    data: Data | HeteroData,
+    part: np.ndarray,
+    num_parts: int,
+    holders: np.ndarray | None = None,
+    input_type: NodeType | None = None,
+) -> Cut:
     """Returns the cut of `data` in memory, as the store has it in files.
 
     Args:
-        data: as :func:`~lightning_gnn.data.sources.prepare_graph` returns it.
-        part: owner of each node, ``[N]``, values 0 to `num_parts` - 1.
+        data: as :func:`~lightning_gnn.data.sources.prepare_graph` returns it, or
+            :func:`~lightning_gnn.data.hetero.prepare_hetero`.
+        part: owner of each node, ``[N]``, values 0 to `num_parts` - 1; with types, type after type.
         holders: of a vertex cut, the rank that computes each edge, ``[E]``.
+        input_type: of a graph with types, the node type that is predicted.
     """
-    edge_index = data.edge_index.numpy()
-    relabelling = local_relabelling(edge_index, part, num_parts)
-    pieces = list(edge_cut_parts(edge_index, relabelling))
-    n_id = torch.from_numpy(relabelling.n_id)
+    joined = JoinedGraph.of(data)
+    relabelling = joined.relabelling(part, num_parts)
+    pieces = list(joined.parts(relabelling))
     edge_ids = [piece.edge_ids for piece in pieces]
-    e_id = torch.from_numpy(np.concatenate(edge_ids).astype(id_dtype(data.edge_index.size(1))))
-    order = {"node": n_id, "edge": e_id}
-    attributes: dict[str, dict[str, Tensor]] = {"node": {}, "edge": {}, "graph": {}}
-    scalars = {name: value for name, value in data.to_dict().items() if not isinstance(value, Tensor)}
-    for name, kind in kinds_of(data).items():
-        attributes[kind][name] = data[name][order[kind]] if kind in order else data[name]
+    types, orders = orders_of(joined, relabelling, edge_ids, part, input_type)
+    attributes = {
+        types.key(kind): {name: value[torch.from_numpy(order)] for name, value in attributes_of(data, kind).items()}
+        for kind, order in orders.items()
+    }
+    scalars, left_out = {}, {}
+    if isinstance(data, Data):
+        attributes["graph"] = {name: data[name] for name, kind in kinds_of(data).items() if kind == "graph"}
+        scalars = {name: value for name, value in data.to_dict().items() if not isinstance(value, Tensor)}
+        left_out = left_out_of(data)
+    predicted: Any = data if input_type is None else Data(**dict(data[input_type].items()))
+    rows = Relabelling(orders[types.input_type], types.offsets(types.input_type))
     return Cut(
         offsets=relabelling.offsets,
         edge_offsets=np.cumsum([0, *map(len, edge_ids)]),
         edge_index_of=lambda rank: pieces[rank].edge_index,
         halos=tuple(piece.halo for piece in pieces),
-        n_id=n_id,
-        e_id=e_id,
+        n_id=torch.from_numpy(np.concatenate([orders[kind] for kind in types.nodes])),
+        e_id=torch.from_numpy(
+            np.concatenate([orders[kind] for kind in types.edges]).astype(id_dtype(joined.edge_index.shape[1]))
+        ),
         attributes=attributes,
         scalars=scalars,
-        left_out=left_out_of(data),
-        mask_counts={name: tuple(counts) for name, counts in mask_counts(data, relabelling, edge_ids).items()},
-        num_classes=num_classes(data.get("y")),
-        types=Types.none(np.diff(relabelling.offsets), np.array([*map(len, edge_ids)])),
+        left_out=left_out,
+        mask_counts={name: tuple(counts) for name, counts in mask_counts(predicted, rows, edge_ids).items()},
+        num_classes=num_classes(predicted.get("y")),
+        types=types,
         digest="",
         report={},
-        holders=None if holders is None else torch.from_numpy(holders.astype(np.int16))[e_id],
+        holders=None if holders is None else torch.from_numpy(holders.astype(np.int16)[np.concatenate(edge_ids)]),
     )
 
 
-def split_graph(data: Data, part: np.ndarray, layout: LayoutSpec, holders: np.ndarray | None = None) -> list[Shard]:
+def split_graph(
+    data: Data | HeteroData,
+    part: np.ndarray,
+    layout: LayoutSpec,
+    holders: np.ndarray | None = None,
+    input_type: NodeType | None = None,
+) -> list[Shard]:
     """Returns the shards of all ranks in memory, as they are made by way of the store; see :func:`cut_graph`."""
-    cut = cut_graph(data, part, layout.parts, holders)
+    cut = cut_graph(data, part, layout.parts, holders, input_type)
     return [cut.shard(rank, layout.replicas) for rank in range(layout.parts)]
 
 
-def whole_graph(data: Data) -> Shard:
+def whole_graph(data: Data | HeteroData, input_type: NodeType | None = None) -> Shard:
     """Returns the whole graph as the only rank's shard: the reference that every scheme is compared with."""
+    if isinstance(data, HeteroData):
+        assert input_type is not None
+        return _whole_graph_with_types(data, input_type)
     batch = GraphData(kinds_of(data), of_full_graph(left_out_of(data)), **data.to_dict())
     batch.num_owned = data.x.size(0)
     batch.n_id, batch.e_id = torch.arange(batch.num_owned), torch.arange(data.edge_index.size(1))
@@ -371,7 +400,7 @@ def whole_graph(data: Data) -> Shard:
     return _only_shard(batch, batch, batch.n_id, batch.e_id, types)
 
 
-def whole_graph_with_types(data: HeteroData, input_type: NodeType) -> Shard:
+def _whole_graph_with_types(data: HeteroData, input_type: NodeType) -> Shard:
     """Returns the whole graph as the only rank's shard; its nodes and edges know their ids."""
     batch = data.clone()
     for name in batch.node_types:

@@ -43,7 +43,7 @@ from torch_geometric.data import Data, HeteroData
 from torch_geometric.typing import EdgeType, NodeType
 
 from lightning_gnn.data.attributes import kinds_of, left_out_of
-from lightning_gnn.data.hetero import JoinedGraph, orders_of
+from lightning_gnn.data.hetero import JoinedGraph, attributes_of, orders_of
 from lightning_gnn.data.loading import graph_digests
 from lightning_gnn.data.shards import Cut, mask_counts
 from lightning_gnn.data.sources import num_classes
@@ -59,8 +59,8 @@ from lightning_gnn.data.store_check import (
 )
 from lightning_gnn.partition.in_edges import InEdges, PartEdges, write_header
 from lightning_gnn.partition.layout import LayoutSpec
-from lightning_gnn.partition.locality import Locality, local_relabelling, recent_reads
-from lightning_gnn.partition.shard import Relabelling, edge_cut_parts, id_dtype
+from lightning_gnn.partition.locality import Locality, recent_reads
+from lightning_gnn.partition.shard import Relabelling, id_dtype
 from lightning_gnn.partition.types import ONE_TYPE, Types
 
 FORMAT = 13
@@ -176,17 +176,17 @@ def write_store(
         attributes: dict[str, list[str]] = {}
         for kind, order in written.orders.items():
             key = written.types.key(kind)
-            rows_of_kind = _attributes(data, kind)
+            rows_of_kind = attributes_of(data, kind)
             attributes[key] = list(rows_of_kind)
             for name, value in rows_of_kind.items():
-                save_pieces(f"{key}.{name}", tuple(value.shape), value.numpy().dtype, _in_order(value.numpy(), order))
+                values = value.detach().cpu().numpy()
+                save_pieces(f"{key}.{name}", values.shape, values.dtype, _in_order(values, order))
         scalars = {}
         if isinstance(data, Data):
             scalars = {name: value for name, value in data.to_dict().items() if not isinstance(value, Tensor)}
-            of_graph = _of_kind(data, "graph")
-            attributes["graph"] = list(of_graph)
-            for name, value in of_graph.items():
-                save(f"graph.{name}", value.numpy())
+            attributes["graph"] = [name for name, kind in kinds_of(data).items() if kind == "graph"]
+            for name in attributes["graph"]:
+                save(f"graph.{name}", data[name].detach().cpu().numpy())
         digest = hashlib.blake2b(np.ascontiguousarray(part, dtype=np.int32).data, digest_size=16)
         if holders is not None:
             in_order = holders.astype(np.int16)[np.concatenate(written.edge_orders)]
@@ -306,21 +306,15 @@ def _write_edges(
     joined = JoinedGraph.of(data)
     edge_index = joined.edge_index
     began = time.perf_counter()
-    relabelling = local_relabelling(edge_index, part, num_parts)
-    if joined.node_type is not None:  # type after type in each part, else as they are
-        rows = relabelling.n_id
-        rows = rows[np.lexsort((joined.node_type[rows], part[rows]))]
-        relabelling = Relabelling(rows, relabelling.offsets)
+    relabelling = joined.relabelling(part, num_parts)
     seconds = time.perf_counter() - began
     before = recent_reads(edge_index, Relabelling.from_assignment(part, num_parts))
     locality = Locality(before, recent_reads(edge_index, relabelling), seconds)
     edge_orders = []
-    for number, piece in enumerate(edge_cut_parts(edge_index, relabelling)):
-        kinds = None if joined.edge_type is None else joined.edge_type[piece.edge_ids]
-        order = slice(None) if kinds is None else np.argsort(kinds, kind="stable")
-        save(f"part{number}.edge_index", piece.edge_index[:, order])
+    for number, piece in enumerate(joined.parts(relabelling)):
+        save(f"part{number}.edge_index", piece.edge_index)
         save(f"part{number}.halo", piece.halo)
-        edge_orders.append(piece.edge_ids[order])
+        edge_orders.append(piece.edge_ids)
     types, orders = orders_of(joined, relabelling, edge_orders, part, input_type)
     save("n_id", np.concatenate([orders[kind] for kind in types.nodes]))
     save("e_id", np.concatenate([orders[kind] for kind in types.edges]).astype(id_dtype(edge_index.shape[1])))
@@ -395,16 +389,6 @@ def sync(path: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
-
-
-def _attributes(data: Data | HeteroData, kind: NodeType | EdgeType) -> dict[str, Tensor]:
-    if isinstance(data, Data):
-        return _of_kind(data, "node" if isinstance(kind, str) else "edge")
-    return {name: value for name, value in data[kind].items() if isinstance(value, Tensor) and name != "edge_index"}
-
-
-def _of_kind(data: Data, kind: str) -> dict[str, Tensor]:
-    return {name: data[name].detach().cpu() for name, found in kinds_of(data).items() if found == kind}
 
 
 def _manifest_checksum(manifest: Mapping[str, Any]) -> int:

@@ -23,12 +23,12 @@ from lightning_gnn.arguments import checked_batches, checked_bytes, checked_dtyp
 from lightning_gnn.comm.group import raise_together
 from lightning_gnn.data.hetero import input_type_of
 from lightning_gnn.data.loading import Source
-from lightning_gnn.data.shards import Shard, versions_of, whole_graph, whole_graph_with_types
+from lightning_gnn.data.shards import Shard, versions_of, whole_graph
 from lightning_gnn.data.sources import EDGE_MASKS, checked_fractions, counted_mask
 from lightning_gnn.data.store import default_root
 from lightning_gnn.datamodules.stored_graph import StoredGraph
 from lightning_gnn.foreign import leave_out_missing_validation
-from lightning_gnn.nn.embedding import DistributedEmbedding, embeddings_of
+from lightning_gnn.nn.embedding import embeddings_of
 from lightning_gnn.partition.edge_cut import checked_method
 from lightning_gnn.partition.layout import LayoutSpec
 from lightning_gnn.partition.types import Types
@@ -221,7 +221,7 @@ class GraphDataModule(StoredGraph, L.LightningDataModule):
             self._shard = self._shard_of = None
             data = self.load()
             if isinstance(data, HeteroData):
-                self._shard = whole_graph_with_types(data, input_type_of(data, self.input_type))
+                self._shard = whole_graph(data, input_type_of(data, self.input_type))
             else:
                 data.x = data.x if self.feature_dtype is None else data.x.to(self.feature_dtype)
                 data.edge_index = data.edge_index.long()  # of a graph in files, perhaps int32
@@ -280,7 +280,7 @@ class GraphDataModule(StoredGraph, L.LightningDataModule):
                 self.tell_of_changes("the parts are other ones now")
                 self._shard = None  # in the middle of a run, before the next one takes its memory
                 cut = self._read_cut(folder, layout)
-                with_edges = layout.edges and not (cut.types.is_hetero and layout.samples)
+                with_edges = layout.reads_edges(cut.types.is_hetero)
                 shard = cut.shard(self.trainer.global_rank, layout.replicas, with_edges)
         except Exception as error:
             failure = error
@@ -324,21 +324,23 @@ class GraphDataModule(StoredGraph, L.LightningDataModule):
 
 def check_fits(module: torch.nn.Module, types: Types) -> None:
     """Raises ValueError for a module that cannot be trained on a graph of these types."""
+    name, node_type = type(module).__name__, getattr(module, "node_type", None)
+    ready = hasattr(module, "takes_types")  # a module of this package
     if not types.is_hetero:
-        embeddings_of(module, types.total(types.input_type))
+        if ready and node_type is not None:
+            raise ValueError(
+                f"{name}(node_type={node_type!r}) is for a HeteroData, but the graph has no types. Leave it out."
+            )
+        embeddings_of(module, types)
         return
-    name = type(module).__name__
-    if not getattr(module, "takes_types", True):
-        raise ValueError(
-            f"{name} calls model(x, edge_index) and takes graphs of one type. For a HeteroData write a LightningModule, whose "
-            "steps get batch.x_dict and batch.edge_index_dict (docs/models.md has one)."
-        )
     if getattr(module, "predicts_edges", False):
         raise ValueError(
             f"{name} predicts edges, which is for graphs of one type; of a HeteroData, nodes are predicted."
         )
-    if any(isinstance(each, DistributedEmbedding) for each in module.modules()):
+    if ready and node_type != types.input_type:
+        given = "calls model(x, edge_index)" if node_type is None else f"has node_type={node_type!r}"
         raise ValueError(
-            f"{name} has a DistributedEmbedding, which is for graphs of one type. Use torch.nn.Embedding for the nodes of a "
-            "type, embedding(batch['author'].n_id)."
+            f"{name} {given}, but of this HeteroData nodes of type {types.input_type!r} are predicted. Say "
+            f"{name}(model, node_type={types.input_type!r}), or GraphDataModule(..., input_type=...) for another type."
         )
+    embeddings_of(module, types)

@@ -25,10 +25,15 @@ class GraphModule(L.LightningModule):
 
     Attributes:
         optimizer, lr, weight_decay: see :class:`~lightning_gnn.modules.NodeClassifier`.
-        takes_types: whether its steps take a ``HeteroData``.
+        node_type: of a ``HeteroData``, whose nodes are predicted; None for graphs of one type.
     """
 
-    takes_types = False
+    node_type: str | None = None
+
+    @property
+    def takes_types(self) -> bool:
+        """Whether its steps take a ``HeteroData``."""
+        return self.node_type is not None
 
     optimizer: OptimizerCallable | None
     lr: float
@@ -68,8 +73,11 @@ def check_width(model: torch.nn.Module, num_features: int) -> None:
         )
 
 
-def edge_inputs(model: torch.nn.Module) -> list[str]:
-    """Returns which of ``edge_weight`` and ``edge_attr`` the model takes."""
+def edge_inputs(model: torch.nn.Module, with_types: bool = False) -> list[str]:
+    """Returns which of ``edge_weight`` and ``edge_attr`` the model takes; `with_types` by type, such as ``edge_attr_dict``."""
+    if with_types:
+        taken = inspect.signature(model.forward).parameters
+        return [name for name in ("edge_weight", "edge_attr") if f"{name}_dict" in taken]
     return [name for name in ("edge_weight", "edge_attr") if _accepts(model, name)]
 
 

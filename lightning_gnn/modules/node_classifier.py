@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch_geometric.data import Data
+from torch_geometric.data import Data, HeteroData
 from torchmetrics.classification import (
     MulticlassAccuracy,
     MulticlassF1Score,
@@ -30,11 +31,14 @@ class NodeClassifier(GraphModule):
 
     Args:
         model: called as ``model(x, edge_index)``, with ``edge_weight`` and ``edge_attr`` where the graph has them and the
-            model takes them; returns logits ``[N, C]``.
+            model takes them; returns logits ``[N, C]``. With `node_type`, as ``model(x_dict, edge_index_dict)``, with
+            ``edge_weight_dict`` and ``edge_attr_dict`` where its forward names them; returns a dict with logits of that type.
         num_classes: C; default ``model.out_channels``.
         task: ``"multiclass"`` for labels ``y [N]`` or ``[N, 1]``, ``"multilabel"`` for targets ``y [N, C]``.
         optimizer: makes the optimizer from the parameters; default Adam with `lr` and `weight_decay`.
         lr, weight_decay: of the default optimizer.
+        node_type: of a ``HeteroData``, whose nodes are classified: the datamodule's ``input_type``. Types without ``x`` are
+            not in ``x_dict``.
 
     Raises:
         ValueError: from ``setup``, where model and graph do not fit: labels missing, of another kind than `task`, of more
@@ -50,6 +54,7 @@ class NodeClassifier(GraphModule):
         optimizer: OptimizerCallable | None = None,
         lr: float = 0.01,
         weight_decay: float = 5e-4,
+        node_type: str | None = None,
     ) -> None:
         super().__init__()
         # A module among the hyperparameters could not be loaded with weights_only.
@@ -58,7 +63,7 @@ class NodeClassifier(GraphModule):
         if num_classes is None:
             raise ValueError(f"{type(model).__name__} has no out_channels: say NodeClassifier(model, num_classes=...).")
         self.model, self.task, self.optimizer, self.num_classes = model, task, optimizer, num_classes
-        self.lr, self.weight_decay = lr, weight_decay
+        self.lr, self.weight_decay, self.node_type = lr, weight_decay, node_type
         kinds: dict[str, tuple[Any, Any]] = {
             "multiclass": (MulticlassAccuracy, MulticlassF1Score),
             "multilabel": (MultilabelAccuracy, MultilabelF1Score),
@@ -69,7 +74,7 @@ class NodeClassifier(GraphModule):
         for stage in ("val", "test"):
             setattr(self, f"{stage}_acc", accuracy(num_classes, average="micro", ignore_index=UNLABELLED))
             setattr(self, f"{stage}_f1", f1(num_classes, average="macro", ignore_index=UNLABELLED))
-        self._takes = edge_inputs(model)
+        self._takes = edge_inputs(model, with_types=node_type is not None)
         self._found: dict[str, tuple[Tensor, Tensor, Any, tuple[Tensor, Tensor, int]]] = {}
 
     @override
@@ -78,9 +83,14 @@ class NodeClassifier(GraphModule):
         if not isinstance(data, GraphDataModule):
             return
         # Of the whole graph, or alike in all of its parts: what is refused on one rank is refused on all.
-        check_width(self.model, data.num_features)
+        if self.node_type is None:
+            check_width(self.model, data.num_features)
         if stage != "predict":
-            self._check_labels(data.shard.batch.get("y"), data.num_classes)
+            self._check_labels(self._nodes(data.shard.batch).get("y"), data.num_classes)
+
+    def _nodes(self, batch: Data | HeteroData) -> Any:
+        """Returns where a batch keeps masks and labels."""
+        return batch if self.node_type is None else batch[self.node_type]
 
     def _check_labels(self, y: Tensor | None, classes: int) -> None:
         """Refuses labels that the loss or the metrics could not take; `classes` is the whole graph's number."""
@@ -119,10 +129,21 @@ class NodeClassifier(GraphModule):
         return type(self.model).__name__
 
     @override
-    def forward(self, batch: Data) -> Tensor:
-        extra = {name: batch[name] for name in self._takes if batch.get(name) is not None}
-        out = self.model(batch.x, batch.edge_index, **extra)
-        wanted = (batch.x.size(0), self.num_classes)
+    def forward(self, batch: Data | HeteroData) -> Tensor:
+        wanted = (self._nodes(batch).num_nodes, self.num_classes)
+        if isinstance(batch, HeteroData):
+            known = {f"{name}_dict": batch.collect(name, allow_empty=True) for name in self._takes}
+            out = self.model(batch.x_dict, batch.edge_index_dict, **known)
+            if not isinstance(out, Mapping) or self.node_type not in out:
+                what = f"a dict of {', '.join(out)}" if isinstance(out, Mapping) else f"a {type(out).__name__}"
+                raise UnsupportedModelError(
+                    f"{self._name} returned {what}, but NodeClassifier needs a dict with logits of {self.node_type!r}, as models "
+                    "of to_hetero and layers of HeteroConv return it."
+                )
+            out = out[self.node_type]
+        else:
+            extra = {name: batch[name] for name in self._takes if batch.get(name) is not None}
+            out = self.model(batch.x, batch.edge_index, **extra)
         if not isinstance(out, Tensor) or out.shape != wanted:
             found = list(out.shape) if isinstance(out, Tensor) else f"a {type(out).__name__}"
             raise UnsupportedModelError(
@@ -139,7 +160,8 @@ class NodeClassifier(GraphModule):
 
     def _labelled(self, batch: Data, stage: str) -> tuple[Tensor, Tensor, int]:
         """Returns the nodes of a stage, ``[n]``, their labels, ``[n]``, or targets, ``[n, C]``, and how many have one."""
-        mask, y = batch[f"{stage}_mask"], batch.y
+        nodes = self._nodes(batch)
+        mask, y = nodes[f"{stage}_mask"], nodes.y
         found = self._found.get(stage)
         # Looked for once where all batches are one: the host waits for its device meanwhile.
         if found is None or found[0] is not mask or found[1] is not y or found[2] != _versions(mask, y):

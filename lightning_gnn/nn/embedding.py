@@ -8,6 +8,7 @@ N nodes, D columns, n ids of a call.
 from __future__ import annotations
 
 import math
+import zlib
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
@@ -23,10 +24,12 @@ import numpy as np
 import torch
 from torch import Tensor
 from torch.optim.optimizer import register_optimizer_step_post_hook
+from torch_geometric.typing import NodeType
 from typing_extensions import override
 
 from lightning_gnn.comm.group import num_ranks
 from lightning_gnn.comm.rows import EmbeddingRows, summed
+from lightning_gnn.partition.types import Types
 
 SparseOptimizer = Literal["adam", "sgd"]
 
@@ -118,13 +121,15 @@ class DistributedEmbedding(torch.nn.Module):
         staleness: how many pushes may be under way, applied in the background while training goes on; 0 waits for each, with the
             numbers of one device. Evaluation and checkpoints wait for all.
         seed: of the initial rows, which are standard normal as those of torch.nn.Embedding, whatever the number of ranks.
+        node_type: of a ``HeteroData``, whose nodes have these rows, ``embedding(batch["author"].n_id)``; N is their number.
 
     Shapes:
         ids int64 ``[n]``, in any order and with duplicates, to ``[n, D]`` on their device, a leaf that requires gradients.
 
     Raises:
         ValueError: sizes below 1, an unknown optimizer, a negative lr or staleness; ids that are none; before training, from the
-            datamodule and the strategy: another number of nodes than the graph has, several optimizers, a loss scaler.
+            datamodule and the strategy: another number of nodes than the graph has, of `node_type` if it has types, several
+            optimizers, a loss scaler.
         RuntimeError: several ranks without a strategy of this package; rows that are on another rank.
 
     Source: DistDGL section III-C: sparse embeddings, whose owner applies gradients as they arrive.
@@ -138,6 +143,7 @@ class DistributedEmbedding(torch.nn.Module):
         lr: float = 0.01,
         staleness: int = 0,
         seed: int = 0,
+        node_type: NodeType | None = None,
     ) -> None:
         super().__init__()
         for name, value, least in (("num_nodes", num_nodes, 1), ("dim", dim, 1), ("staleness", staleness, 0)):
@@ -148,7 +154,7 @@ class DistributedEmbedding(torch.nn.Module):
         if lr < 0:
             raise ValueError(f"lr is at least 0 (got {lr}).")
         self.num_nodes, self.dim, self.optimizer, self.lr = num_nodes, dim, optimizer, lr
-        self.staleness, self.seed = staleness, seed
+        self.staleness, self.seed, self.node_type = staleness, seed, node_type
         self._names = ("weight", *_MOMENTS[optimizer])
         self._number = next(_creation)  # ranks step their embeddings in this order
         self._dtype = torch.get_default_dtype()
@@ -166,7 +172,10 @@ class DistributedEmbedding(torch.nn.Module):
         self._lock = Lock()
 
     def extra_repr(self) -> str:
-        return f"{self.num_nodes}, {self.dim}, optimizer={self.optimizer!r}, lr={self.lr}, staleness={self.staleness}"
+        of = "" if self.node_type is None else f", node_type={self.node_type!r}"
+        return (
+            f"{self.num_nodes}, {self.dim}, optimizer={self.optimizer!r}, lr={self.lr}, staleness={self.staleness}{of}"
+        )
 
     def __getstate__(self) -> dict[str, Any]:
         """Returns what copies and pickles take: rows, but nothing that is under way; in the self-check no rows either."""
@@ -214,6 +223,9 @@ class DistributedEmbedding(torch.nn.Module):
             rows.requires_grad_()
             # An idle rank's rows have gradients of 0, which Adam would take for a touch.
             counts = not _trying_out and not (self._owners is not None and self._owners.idle)
+            if self._owners is not None and not _trying_out:
+                # All ranks step alike, also one whose loss does not need these rows: its batch may have no nodes of the type.
+                self._collect_of(here[:0], rows.detach()[:0].cpu(), owned)
             rows.register_post_accumulate_grad_hook(partial(self._collect, here if counts else here[:0], owned))
         return rows
 
@@ -242,10 +254,12 @@ class DistributedEmbedding(torch.nn.Module):
 
     def _initial(self, ids: Tensor) -> Tensor:
         """Returns the rows that these nodes begin with, ``[n, D]``; those of all nodes are never needed at once."""
+        # Nodes of two types with the same id begin with other rows.
+        seed = self.seed if self.node_type is None else self.seed ^ zlib.crc32(self.node_type.encode()) << 30
         with torch.inference_mode(False):
             out = torch.empty(len(ids), self.dim, dtype=self._dtype)
             for some, into in zip(ids.split(_ROWS_AT_ONCE), out.split(_ROWS_AT_ONCE)):
-                into.copy_(torch.from_numpy(_normal(self.seed, some.numpy(), self.dim)))
+                into.copy_(torch.from_numpy(_normal(seed, some.numpy(), self.dim)))
         return out
 
     def _begun(self, ids: Tensor) -> Rows:
@@ -260,7 +274,10 @@ class DistributedEmbedding(torch.nn.Module):
         if _trying_out:
             return
         assert grad is not None
-        self._gradients.append((ids, grad.detach()[: len(ids)].cpu(), owned))
+        self._collect_of(ids, grad.detach()[: len(ids)].cpu(), owned)
+
+    def _collect_of(self, ids: Tensor, grads: Tensor, owned: bool) -> None:
+        self._gradients.append((ids, grads, owned))
         _with_gradients.add(self)
 
     def step(self) -> None:
@@ -399,17 +416,27 @@ class DistributedEmbedding(torch.nn.Module):
         self._gradients = []
 
 
-def embeddings_of(module: torch.nn.Module, num_nodes: int) -> Sequence[DistributedEmbedding]:
-    """Returns the embeddings in a module.
+def embeddings_of(module: torch.nn.Module, types: Types) -> Sequence[DistributedEmbedding]:
+    """Returns the embeddings in a module, for a graph of these types.
 
     Raises:
-        ValueError: one is for another number of nodes than the graph has.
+        ValueError: one is for another number of nodes than the graph has, or not for a type that it has.
     """
     found = {name: each for name, each in module.named_modules() if isinstance(each, DistributedEmbedding)}
     for name, each in found.items():
-        if each.num_nodes != num_nodes:
+        of_types = f"node_type={each.node_type!r}, but the graph has "
+        if types.is_hetero and each.node_type not in types.nodes:
             raise ValueError(
-                f"'{name}' is a DistributedEmbedding of num_nodes={each.num_nodes}, but the graph has {num_nodes} nodes. "
+                f"'{name}' is a DistributedEmbedding with {of_types}node types {list(types.nodes)}. Say whose rows these are: "
+                f"DistributedEmbedding(..., node_type={next(iter(types.nodes))!r})."
+            )
+        if not types.is_hetero and each.node_type is not None:
+            raise ValueError(f"'{name}' is a DistributedEmbedding with {of_types}no types. Leave node_type out.")
+        num_nodes = types.total(each.node_type or types.input_type)
+        if each.num_nodes != num_nodes:
+            of = "" if each.node_type is None else f" of type {each.node_type!r}"
+            raise ValueError(
+                f"'{name}' is a DistributedEmbedding of num_nodes={each.num_nodes}, but the graph has {num_nodes} nodes{of}. "
                 f"Make it with num_nodes={num_nodes}."
             )
     return list(found.values())

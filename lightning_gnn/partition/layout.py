@@ -48,7 +48,7 @@ class LayoutSpec:
         host_weight: of a vertex cut, what a replica on another machine costs against one in the same, 0 to 1.
         takes_types: the graph may have node and edge types.
         samples: steps of training look at sampled neighbourhoods, so fan-outs and a batch size are of use.
-        edges: whether a rank reads its edges as a tensor; else steps of all stages look at samples, which come from the store.
+        in_batches: no step of any stage sees the rank's own edges, which are not read then; None: of a graph with types.
     """
 
     kind: Literal["whole", "edge_cut", "vertex_cut"]
@@ -59,11 +59,15 @@ class LayoutSpec:
     host_weight: float = 0.0
     takes_types: bool = False
     samples: bool = field(default=False, compare=False)
-    edges: bool = True
+    in_batches: bool | None = False
 
     def __post_init__(self) -> None:
         if self.parts < 1:
             raise ValueError(f"A layout needs at least one part (got {self.parts}).")
+
+    def reads_edges(self, is_hetero: bool) -> bool:
+        """Returns whether a rank's batch has its edges."""
+        return self.in_batches is False or (self.in_batches is None and not is_hetero)
 
     @property
     def stored(self) -> LayoutSpec:

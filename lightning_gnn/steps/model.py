@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import lightning.pytorch as pl
 from lightning.pytorch.plugins import Precision
 from torch import Tensor
+from torch_geometric.typing import NodeType
 
 from lightning_gnn.comm.group import World
 from lightning_gnn.comm.replicas import Replicas
@@ -21,11 +22,11 @@ class SharedModel:
 
     Args:
         module: on the rank's device; all ranks get the parameters and buffers of rank 0.
-        shard: of this rank, whose embeddings' rows it owns; None leaves embeddings as they are.
+        shard: of this rank, whose nodes' rows it owns of embeddings.
         equal_buffers: buffers, too, must stay equal on all ranks.
 
     Attributes:
-        owners: of embeddings' rows; None where there are none.
+        owners: of embeddings' rows, by node type: of those types that have some.
 
     Raises:
         ValueError: a distributed embedding with several optimizers, or with scaled gradients.
@@ -35,21 +36,24 @@ class SharedModel:
         self,
         module: pl.LightningModule,
         world: World,
-        shard: Shard | None,
+        shard: Shard,
         num_optimizers: int = 1,
         precision: Precision | None = None,
         equal_buffers: bool = True,
     ) -> None:
         self._module, self._world, self._equal_buffers = module, world, equal_buffers
         world.broadcast_tensors_([*module.parameters(), *module.buffers()])
-        self.owners: EmbeddingRows | None = None
-        if shard is not None:
-            self._distribute(shard, num_optimizers, precision)
+        self.owners: dict[NodeType, EmbeddingRows] = {}
+        self._embeddings = self._distribute(shard, num_optimizers, precision)
         self.gradients = GradientSum(world, module.parameters)
         self.replicas = Replicas(world, self._tensors)
 
-    def _distribute(self, shard: Shard, num_optimizers: int, precision: Precision | None) -> None:
-        embeddings = embeddings_of(self._module, sum(shard.counts))
+    def _distribute(
+        self, shard: Shard, num_optimizers: int, precision: Precision | None
+    ) -> Sequence[DistributedEmbedding]:
+        """Returns the embeddings, whose rows are then at their owners."""
+        types = shard.types
+        embeddings = embeddings_of(self._module, types)
         if embeddings and num_optimizers > 1:
             raise ValueError(
                 f"DistributedEmbedding steps when the optimizer has stepped, but there are {num_optimizers} optimizers. "
@@ -60,11 +64,18 @@ class SharedModel:
                 "precision='16-mixed' scales the loss, and DistributedEmbedding would learn from scaled gradients. "
                 "Use precision='bf16-mixed' or 32."
             )
-        if embeddings and self._world.size > 1:
-            batch_ids = shard.batch.n_id if shard.rows == shard.counts else None
-            self.owners = EmbeddingRows(self._world, shard.n_id, shard.counts, batch_ids)
-            for each in embeddings:
-                each.distribute(self.owners)
+        for name, counts in types.nodes.items() if self._world.size > 1 else ():
+            own = [each for each in embeddings if (each.node_type or types.input_type) == name]
+            if own:
+                batch_ids = (
+                    (shard.batch[name] if types.is_hetero else shard.batch).n_id if shard.rows == shard.counts else None
+                )
+                self.owners[name] = EmbeddingRows(
+                    self._world, shard.n_id[types.place(name)], counts.tolist(), batch_ids
+                )
+            for each in own:
+                each.distribute(self.owners[name])
+        return embeddings
 
     def _tensors(self) -> Iterator[tuple[str, Tensor]]:
         """Yields what must be the same on all ranks, by name."""
@@ -80,14 +91,13 @@ class SharedModel:
         # Ranks that come here from another number of steps are told so, and do not wait for those that still train.
         digests = self._world.all_gather(self.replicas.digest(), "End of training")
         self.replicas.check(digests, "At the end of training")
-        if self.owners is not None:
-            for each in embeddings_of(self._module, self.owners.num_nodes):
-                each.collect()
+        for each in self._embeddings if self.owners else ():
+            each.collect()
 
     def release(self) -> None:
         self.gradients.release()
-        if self.owners is not None:
-            self.owners.close()
-            for each in embeddings_of(self._module, self.owners.num_nodes):
-                each.release()
-            self.owners = None
+        for owners in self.owners.values():
+            owners.close()
+        for each in self._embeddings if self.owners else ():
+            each.release()
+        self.owners = {}

@@ -60,10 +60,7 @@ class StepValues:
         stand_ins = 0
         if not counts[rank] and (sampled or mask in MASKS):
             stand_ins = 1 if sampled else int(shard.predicted(batch)[mask].sum())
-        sizes: tuple[int, ...] = shard.counts[rank], shard.rows[rank], shard.edge_counts[rank], shard.edges[rank]
-        if shard.types.is_hetero:
-            sizes = *(int(of[rank]) for of in shard.types.nodes.values()), *sizes
-        self.logs.enter(counts, stand_ins, sizes)
+        self.logs.enter(counts, stand_ins, shard.sizes(rank))
         # For manual_backward, inside the step, which has not said what its loss weighs.
         self.scale = scale_by(None, self.logs.weights.counts, rank, self._loss_reduction, stand_ins)
         return counts

@@ -189,7 +189,7 @@ class GNNStrategy(StepStrategy):
                     "already: nothing changes. recompute=True takes less."
                 )
         of_run = len(self.optimizers), self.precision_plugin, self.equal_buffers
-        self._shared = SharedModel(module, self.world, shard if in_parts else None, *of_run)
+        self._shared = SharedModel(module, self.world, shard, *of_run)
         if in_parts:
             self._binding = self.scheme.bind(module, shard, self.world, self.meter)
             if self.recompute:

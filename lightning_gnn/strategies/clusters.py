@@ -313,7 +313,7 @@ class ClusterStrategy(GNNStrategy):
     def _separate(self, trainer: pl.Trainer, shard: Shard) -> None:
         """Makes this rank a worker. To Lightning, torchmetrics and loggers it is a run of one rank from now on."""
         module = self._module
-        if embeddings_of(module, sum(shard.counts)):
+        if embeddings_of(module, shard.types):
             raise ValueError(
                 "DistributedEmbedding leaves each node's row to one owner, and workers of gossip train independently, on any "
                 'node. Use strategy="sampling".'

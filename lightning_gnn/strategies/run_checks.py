@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import lightning.pytorch as pl
 import torch
-from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
+from lightning.pytorch.utilities.rank_zero import rank_zero_info
 
 from lightning_gnn.data.hetero import NO_TYPES
 from lightning_gnn.data.shards import Shard
@@ -38,12 +38,11 @@ def before_ranks_start(strategy: GNNStrategy, trainer: pl.Trainer, given: Sequen
     types = data.stored_cut().types
     check_fits(module, types)
     strategy.check_model(module, types)
-    if not layout.edges or (types.is_hetero and layout.samples):
+    if not layout.reads_edges(types.is_hetero):
         return
     _warm_up(strategy, module, trainer)
-    if types.is_hetero:
-        return
-    check_memory(strategy, data, module, trainer)
+    if not types.is_hetero:
+        check_memory(strategy, data, module, trainer)
     if self_check:
         strategy._checks.ahead(module, data.stored_cut(), trainer)
 
@@ -59,11 +58,9 @@ def before_stage(strategy: GNNStrategy, module: pl.LightningModule, shard: Shard
     strategy.world.barrier()
     if strategy.local_rank != 0:
         _warm_up(strategy, module, trainer)
-    if shard.types.is_hetero:
-        _warn_of_no_check(strategy, module)
-        return
     strategy._checks.before_stage(module, shard, trainer)
-    check_own_memory(strategy, trainer, shard)
+    if not shard.types.is_hetero:
+        check_own_memory(strategy, trainer, shard)
 
 
 def take_shard(strategy: GNNStrategy, trainer: pl.Trainer) -> Shard:
@@ -78,18 +75,9 @@ def ahead_of_stage(strategy: GNNStrategy, module: pl.LightningModule, shard: Sha
     if shard.types.is_hetero and not strategy.layout().takes_types:
         raise ValueError(NO_TYPES)
     strategy.check_model(module, shard.types)
-    if not shard.types.is_hetero:
+    if strategy.layout().reads_edges(shard.types.is_hetero):
         strategy._checks.before_stage(module, shard, trainer)
         strategy._checks.done = True
-
-
-def _warn_of_no_check(strategy: GNNStrategy, module: pl.LightningModule) -> None:
-    if strategy.self_check and strategy.world_size > 1:
-        rank_zero_warn(
-            f"The self-check tries steps on graphs of one type, so nothing is known about {type(module).__name__} on a "
-            "HeteroData beyond its convs and norms, which are exact: what a step computes across nodes outside of them may be of "
-            f"one rank's nodes. Compare a few epochs with devices=1, and then say {type(strategy).__name__}(self_check=False)."
-        )
 
 
 def _warm_up(strategy: GNNStrategy, module: pl.LightningModule, trainer: pl.Trainer) -> None:

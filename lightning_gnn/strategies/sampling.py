@@ -60,6 +60,9 @@ from lightning_gnn.strategies.steps import StepStrategy
 
 T = TypeVar("T")
 
+_IN_BATCHES = {"layers": False, "batches": True, None: None}
+"""By how stages are evaluated, what a :class:`~lightning_gnn.partition.layout.LayoutSpec` says of it."""
+
 _NEIGHBOURHOODS, _OF_NEIGHBORS = METHODS[:2], METHODS[:3]
 
 
@@ -68,13 +71,16 @@ class SamplingScheme(DGCLScheme):
 
     keeps_layers = "Layers see a batch of sampled neighbourhoods: set a smaller batch_size, or fewer fanouts."
 
-    def __init__(self, keep_constant: bool = True) -> None:
+    def __init__(self, keep_constant: bool = True, in_batches: bool | None = None) -> None:
         super().__init__(keep_constant, plan="p2p", topology=None)
+        self._in_batches = in_batches
 
     @override
     def layout(self, world_size: int, num_hosts: int = 1) -> LayoutSpec:
         groups, layout = by_machine(world_size, num_hosts), super().layout(world_size, num_hosts)
-        return replace(layout, groups=groups, method="metis_masks", takes_types=True, samples=True)
+        return replace(
+            layout, groups=groups, method="metis_masks", takes_types=True, samples=True, in_batches=self._in_batches
+        )
 
 
 class SamplingStrategy(GNNStrategy):
@@ -88,7 +94,8 @@ class SamplingStrategy(GNNStrategy):
 
     Of a ``HeteroData``, batches are ``HeteroData``. Validation, test and prediction then take their nodes in batches as well, of
     all neighbours over as many hops as there are fan-outs: exact for models with as many layers, but for those that look at the
-    degrees of sources, as GCN does: of nodes of the last hop, the batch has no in-edges.
+    degrees of sources, as GCN does: of nodes of the last hop, the batch has no in-edges. With ``evaluation="layers"`` they are
+    as under ``dgcl``: a step gets the rank's part, and layer after layer computes each row once.
 
     Args:
         fanouts: in-edges that are drawn of each node, per hop, the seeds' first; -1 for all. One per layer of the model. Of a
@@ -121,9 +128,11 @@ class SamplingStrategy(GNNStrategy):
             :class:`~lightning_gnn.sampling.InEdges`, and returns a number for each, ``[S]``; of each node, those with the highest
             are drawn, those of -inf never. Weights of 0 and times leave edges out before. Where all are taken, in evaluation or
             with a fan-out of -1, it is not asked.
-        evaluate_in_batches: validation, test and prediction take batches of all neighbours within as many hops as there are
-            fan-outs, in place of the full graph layer by layer: exact as well where the model has no more layers, and ranks need
-            no memory for their edges, but nodes that several batches reach are computed in each.
+        evaluation: ``"layers"``, validation, test and prediction are steps on the whole graph, layer by layer, which needs a
+            model that ``dgcl`` takes; ``"batches"``, they take batches of all neighbours within as many hops as there are
+            fan-outs: as exact where the model has no more layers, and ranks need no memory for their edges, but nodes that
+            several batches reach are computed in each. By default ``"batches"`` for a ``HeteroData`` and with times, else
+            ``"layers"``.
         keep_constant: in evaluation, see :class:`~lightning_gnn.strategies.dgcl.DGCLStrategy`.
         **options: see :class:`~lightning_gnn.strategies.base.GNNStrategy`.
 
@@ -155,15 +164,13 @@ class SamplingStrategy(GNNStrategy):
         time_attr: str | None = None,
         temporal_strategy: Literal["uniform", "last"] = "uniform",
         score: Score | None = None,
-        evaluate_in_batches: bool = False,
+        evaluation: Literal["layers", "batches"] | None = None,
         **options: Any,
     ) -> None:
         self._given = checked_batches(fanouts, batch_size), batch_size
         if method is None or not is_one_of(method, METHODS):
             raise ValueError(f"method is one of {', '.join(METHODS)} (got {shown(method)}).")
-        check_flags(
-            replace=replace, directed=directed, keep_constant=keep_constant, evaluate_in_batches=evaluate_in_batches
-        )
+        check_flags(replace=replace, directed=directed, keep_constant=keep_constant)
         check_whole(walk_length=walk_length, clusters=clusters, samplers=samplers, prefetch=prefetch)
         check_seed(seed)
         check_numbers(cache_mb=cache_mb)
@@ -192,8 +199,15 @@ class SamplingStrategy(GNNStrategy):
             raise ValueError(
                 f"weight_attr, time_attr and score tell how neighbours are drawn (got method={method!r}). Use method='neighbor'."
             )
-        super().__init__(SamplingScheme(keep_constant), **options)
-        self.evaluate_in_batches = evaluate_in_batches
+        if evaluation not in ("layers", "batches", None):
+            raise ValueError(f"evaluation is 'layers' or 'batches' (got {shown(evaluation)}).")
+        if evaluation == "layers" and time_attr:
+            raise ValueError(
+                "evaluation='layers' looks at the whole graph, and with time_attr each node sees what was there at its time. "
+                "Leave one of them out."
+            )
+        super().__init__(SamplingScheme(keep_constant, _IN_BATCHES[evaluation]), **options)
+        self.evaluation = evaluation
         self.choice = Choice(weight_attr, time_attr, temporal_strategy, score, labor)
         self.replace, self.directed, self.method = replace, directed, method
         self.walk_length, self.clusters, self.samplers = walk_length, clusters, samplers
@@ -359,17 +373,23 @@ class SamplingStrategy(GNNStrategy):
     def binds(self, shard: Shard) -> bool:
         return not self._evaluates_in_batches(shard.types)
 
-    @override
-    def layout(self) -> LayoutSpec:
-        return replace(super().layout(), edges=not self.evaluate_in_batches)
-
     def _evaluates_in_batches(self, types: Types) -> bool:
         """Returns whether all steps take batches as they are; else layers exchange in evaluation."""
-        return types.is_hetero or self.evaluate_in_batches or self.choice.time_attr is not None
+        by_default = types.is_hetero or self.choice.time_attr is not None
+        return self.evaluation == "batches" or (by_default and self.evaluation is None)
 
     @override
     def check_model(self, module: torch.nn.Module, types: Types) -> None:
         self._fanouts_of(types)
+        if self.evaluation == "batches" and not self._evaluates_in_batches(types):
+            raise ValueError(
+                "evaluation='batches' is for a HeteroData, or with time_attr. Leave it out: layers see the whole graph, each row "
+                "computed once."
+            )
+        if self.method not in _NEIGHBOURHOODS and types.is_hetero:
+            raise ValueError(
+                f'method={self.method!r} is for graphs of one type. Use method="neighbor" for a HeteroData.'
+            )
         if self.method not in _NEIGHBOURHOODS and counted_mask("train_mask", module) in EDGE_MASKS:
             raise ValueError(
                 f"method={self.method!r} makes batches of nodes, and {type(module).__name__} predicts edges. "
@@ -378,10 +398,6 @@ class SamplingStrategy(GNNStrategy):
         if not self._evaluates_in_batches(types):
             super().check_model(module, types)
             return
-        if self.method not in _NEIGHBOURHOODS:
-            raise ValueError(
-                f'method={self.method!r} is for graphs of one type. Use method="neighbor" for a HeteroData.'
-            )
         check_columns(module)  # layers see whole samples: none needs to be exact on a part
 
     @override
@@ -438,8 +454,9 @@ class SamplingStrategy(GNNStrategy):
         if "num_seeds" in batch:
             own = torch.tensor([batch.num_seeds], device=self.root_device)
             batch.seed_counts = tuple(self.world.all_gather(own, "Counting training nodes").view(-1).tolist())
-        if self._shared is not None and self._shared.owners is not None:
-            self._shared.owners.idle = batch.seed_counts[self.global_rank] == 0
+        if self._shared is not None:
+            for owners in self._shared.owners.values():
+                owners.idle = batch.seed_counts[self.global_rank] == 0
         with graph_in_use(None):
             return super().training_step(batch, *args, **kwargs)
 

@@ -136,6 +136,7 @@ class SelfChecks(pl.Callback):
             FORMS if required and not later else FORMS[:1],
             begins=not later,
             num_classes=shard.num_classes,
+            input_type=shard.types.input_type if shard.types.is_hetero else None,
         )
 
     def _judge(self, outcomes: Outcomes, module: pl.LightningModule, trainer: pl.Trainer) -> None:
@@ -189,7 +190,9 @@ class SelfChecks(pl.Callback):
         if not (outcome.counts_rows or unknown) or not module.automatic_optimization:
             return None
         world = self._strategy.world
-        return LossRows(module, world, mask, counts, batch, self.shard.rows[world.rank], warns=unknown)
+        predicted = self.shard.predicted(batch)
+        num_rows = len(predicted.n_id) if self.shard.types.is_hetero else self.shard.rows[world.rank]
+        return LossRows(module, world, mask, counts, batch, predicted, num_rows, warns=unknown)
 
     @override
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:

@@ -99,7 +99,12 @@ class StagedStrategy(GNNStrategy):
 
     @override
     def layout(self) -> LayoutSpec:
-        return replace(self._current.layout(), samples=any(each.layout().samples for each in self.stages))
+        layouts = [each.layout() for each in self.stages]
+        samples = any(each.samples for each in layouts)
+        in_batches = min(
+            (each.in_batches for each in layouts), key=[False, None, True].index
+        )  # what reads edges decides
+        return replace(self._current.layout(), samples=samples, in_batches=in_batches)
 
     @override
     def _configure_launcher(self) -> None:

@@ -568,7 +568,7 @@ class OnPapers(Classifier):
         self.log("val_loss", loss, batch_size=int(paper.val_mask.sum()))
 
 
-@idiom(source="PyG examples/hetero/to_hetero_mag.py", refused="HeteroData|types", stages=("fit",))
+@idiom(source="PyG examples/hetero/to_hetero_mag.py", stages=("fit",), schemes=("dgcl", "spmm_1d", "vertex_cut"))
 def to_hetero() -> Case:
     data = _hetero()
     return Case(
@@ -576,7 +576,7 @@ def to_hetero() -> Case:
     )
 
 
-@idiom(source="PyG examples/hetero/hetero_conv_dblp.py", refused="HeteroData|types", stages=("fit",))
+@idiom(source="PyG examples/hetero/hetero_conv_dblp.py", stages=("fit",), schemes=("dgcl", "spmm_1d", "vertex_cut"))
 def hetero_conv() -> Case:
     class Convs(torch.nn.Module):
         def __init__(self) -> None:

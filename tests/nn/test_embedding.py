@@ -94,8 +94,8 @@ class Embedded(L.LightningModule):
         return self(batch)
 
     def on_train_end(self) -> None:
-        owners = getattr(getattr(self.trainer.strategy, "_shared", None), "owners", None)
-        self.received = 0 if owners is None else owners.bytes_received
+        owners = getattr(getattr(self.trainer.strategy, "_shared", None), "owners", {})
+        self.received = sum(each.bytes_received for each in owners.values())
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         return torch.optim.Adam(self.model.parameters(), lr=0.01)

@@ -342,9 +342,29 @@ REFUSED: dict[str, tuple[Any, dict[str, Any], Any, type[Exception], str]] = {
         WHOLE,
         lambda: NodeClassifier(GraphSAGE(8, 8, 2, CLASSES)),
         ValueError,
-        "NodeClassifier calls model.x, edge_index.",
+        "NodeClassifier calls model.x, edge_index.*Say NodeClassifier.model, node_type='paper'.",
     ),
-    "embedding": (typed_graph, WHOLE, Embedded, ValueError, "DistributedEmbedding, which is for graphs of one type"),
+    "another_type": (
+        typed_graph,
+        WHOLE,
+        lambda: NodeClassifier(GraphSAGE(8, 8, 2, CLASSES), node_type="author"),
+        ValueError,
+        "NodeClassifier has node_type='author', but of this HeteroData nodes of type 'paper' are predicted",
+    ),
+    "no_types": (
+        lambda: homogeneous(),
+        {"fanouts": [3]},
+        lambda: NodeClassifier(GraphSAGE(8, 8, 2, CLASSES), node_type="paper"),
+        ValueError,
+        "node_type='paper'. is for a HeteroData, but the graph has no types",
+    ),
+    "embedding": (
+        typed_graph,
+        WHOLE,
+        Embedded,
+        ValueError,
+        "with node_type=None, but the graph has node types",
+    ),
     "lazy": (typed_graph, WHOLE, Lazy, UnsupportedModelError, "does not know its input columns"),
 }
 
@@ -384,6 +404,15 @@ def uneven() -> torch.Tensor:
 def test_parts_without_some_types_and_without_training_nodes(ranks):
     data = {"partition": uneven()}
     for found in ranks.run(3, trained, typed_graph(), module(), WHOLE, True, data):
+        assert_same(found, on_one_device(), rtol=1e-8, atol=1e-10)
+
+
+LAYERS = {**WHOLE, "evaluation": "layers", "self_check": False}
+
+
+@pytest.mark.parametrize("data", [{}, *campaign({"partition": uneven()})])
+def test_layer_by_layer_evaluation_is_one_device(ranks, data):
+    for found in ranks.run(3, trained, typed_graph(), module(), LAYERS, True, data):
         assert_same(found, on_one_device(), rtol=1e-8, atol=1e-10)
 
 

@@ -44,10 +44,13 @@ from lightning_gnn import (
     GNNStrategy,
     GossipStrategy,
     GraphDataModule,
+    NodeClassifier,
+    SamplingStrategy,
     SpMM1DStrategy,
     SpMM15DStrategy,
     VertexCutStrategy,
 )
+from lightning_gnn.nn.rank_graph import UnsupportedModelError
 
 STRATEGIES: dict[str, type[GNNStrategy]] = {
     "dgcl": DGCLStrategy,
@@ -205,6 +208,90 @@ NAMES = [*MODELS]
 def test_models(ranks, name, strategy, world_size):
     for found in ranks.run(world_size, trained, typed_graph(), name, strategy):
         assert_same(found, on_one_device(name), rtol=1e-9, atol=1e-10)
+
+
+def evaluated(rank: int, world_size: int, graph: HeteroData, name: str, data: dict[str, Any]) -> dict[str, Any]:
+    """Tests and predicts under sampling, layer by layer; on one device without it."""
+    options: dict[str, Any] = {"fanouts": [1], "batch_size": 3, "evaluation": "layers", "self_check": False}
+    chosen = "auto" if world_size == 1 else SamplingStrategy(timeout=60, **options)
+    recorder, source = Recorder(), GraphDataModule(graph, **data)
+    return outcome(quiet_trainer(chosen, world_size, callbacks=[recorder]), module(name), source, recorder, fit=False)
+
+
+@pytest.mark.parametrize("name", ["mixed", "hgt", *campaign("sage", "gat", "others", "han")])
+def test_sampling_evaluates_layer_by_layer(ranks, name):
+    """Also convs that look at the degrees of sources, and more layers than there are fan-outs."""
+    expected = evaluated(0, 1, typed_graph(), name, {})
+    for found in ranks.run(3, evaluated, typed_graph(), name, {"partition": uneven()}):
+        assert_same(found, expected, rtol=1e-9, atol=1e-10)
+
+
+def featured() -> HeteroData:
+    """The graph, with features of all types and of two edge types, one of which weighs."""
+    graph = typed_graph()
+    g = torch.Generator().manual_seed(3)
+    graph["topic"].x = torch.randn(SIZES["topic"], 4, generator=g).double()
+    graph[CITES].edge_weight = torch.rand(graph[CITES].edge_index.size(1), generator=g).double()
+    return graph
+
+
+class WithWeights(Layers):
+    def forward(self, x_dict: Any, edge_index_dict: Any, edge_weight_dict: Any) -> Any:  # type: ignore[override]
+        for layer in self.layers:
+            x_dict = layer(x_dict, edge_index_dict, edge_weight_dict=edge_weight_dict)
+        return x_dict
+
+
+def classifier(name: str) -> NodeClassifier:
+    torch.manual_seed(1)
+    models = {"to_hetero": MODELS["sage"], "HeteroConv": lambda: WithWeights(mixed)}
+    made = NodeClassifier(models[name](), CLASSES, node_type="paper", optimizer=sgd).double()
+    with torch.no_grad():
+        made(featured())
+    return made
+
+
+def sgd(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD(parameters, lr=0.05)
+
+
+def classified(rank: int, world_size: int, name: str, strategy: Any) -> dict[str, Any]:
+    recorder, wrapped = Recorder(), classifier(name)
+    options: dict[str, Any] = {"timeout": 60, "self_check": False}
+    if strategy is SamplingStrategy:
+        options |= {"fanouts": [-1, -1, -1], "batch_size": 1000}
+    chosen = "auto" if strategy is None else strategy(**options)
+    return outcome(
+        quiet_trainer(chosen, world_size, callbacks=[recorder]), wrapped, GraphDataModule(featured()), recorder
+    )
+
+
+@pytest.mark.parametrize(
+    ("name", "strategy"),
+    [
+        ("to_hetero", DGCLStrategy),
+        ("HeteroConv", SamplingStrategy),
+        *campaign(("HeteroConv", VertexCutStrategy), ("HeteroConv", SpMM1DStrategy)),
+    ],
+)
+def test_node_classifier(ranks, name, strategy):
+    expected = classified(0, 1, name, None)
+    assert {"test_loss", "test_acc", "test_f1"} <= set(expected["test"])
+    for found in ranks.run(3, classified, name, strategy):
+        assert_same(found, expected, rtol=1e-8, atol=1e-10)
+
+
+def test_a_node_classifier_gives_its_model_what_edges_have():
+    made, graph = classifier("HeteroConv"), featured()
+    weights = {CITES: graph[CITES].edge_weight}
+    torch.testing.assert_close(made(graph), made.model(graph.x_dict, graph.edge_index_dict, weights)["paper"])
+    assert not torch.allclose(made(graph), made.model(graph.x_dict, graph.edge_index_dict, {})["paper"])
+
+
+def test_a_node_classifier_needs_logits_of_its_type():
+    made = NodeClassifier(Mean(lambda conv, x, edges: conv(x, edges)["paper"]), CLASSES, node_type="paper").double()
+    with pytest.raises(UnsupportedModelError, match=r"Mean returned a Tensor, .* a dict with logits of 'paper'"):
+        made(featured())
 
 
 def awkward() -> torch.Tensor:
@@ -446,5 +533,20 @@ def test_refused_before_training(make, options, words, tmp_path):
     model = make()
     if options:
         model = module("sages").model
+    data = GraphDataModule(typed_graph(), store=tmp_path)
     with pytest.raises(ValueError, match=words):
-        trainer.fit(Trained(model), datamodule=GraphDataModule(typed_graph(), store=tmp_path))
+        trainer.fit(Trained(model), datamodule=data)
+    if not options:
+        trainer = quiet_trainer(SamplingStrategy(evaluation="layers"), 2, self_check=True)
+        with pytest.raises(ValueError, match=words):
+            trainer.fit(Trained(model), datamodule=data)
+
+
+def test_sampling_with_layers_is_checked_before(tmp_path):
+    def centred(conv: Any, x: Any, edges: Any) -> Any:
+        return {name: rows - rows.mean(0) for name, rows in conv(x, edges).items()}
+
+    MODELS["centred"] = lambda: Mean(centred)
+    trainer = quiet_trainer(SamplingStrategy(evaluation="layers"), 2, self_check=True)
+    with pytest.raises(ValueError, match=r"validation_step does not give the numbers of one device"):
+        trainer.fit(module("centred"), datamodule=GraphDataModule(typed_graph(), store=tmp_path))
