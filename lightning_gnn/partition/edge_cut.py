@@ -5,7 +5,6 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -24,6 +23,7 @@ from lightning_gnn.partition.metis import (
 )
 from lightning_gnn.partition.metrics import EdgeCutReport, edge_cut_report
 from lightning_gnn.partition.refine import refine_for_cover
+from lightning_gnn.partition.streaming import Blocks, RowBlocks, cluster_graph, refine_parts
 
 EDGE_BOUNDS = (1.05, 1.3)
 """Allowed edge imbalances that METIS tries: a tight one costs cut on skewed graphs, a loose one idle ranks."""
@@ -37,7 +37,7 @@ SHARE_BOUND = 1.05
 LEAST_BOUND = 1.005
 """Of one METIS cut, where outer levels have used up what is allowed."""
 
-METHODS = ("metis", "metis_masks", "metis_cover", "kaminpar", "kaminpar_compressed", "random", "contiguous")
+METHODS = ("metis", "metis_masks", "metis_cover", "kaminpar", "kaminpar_compressed", "streaming", "random", "contiguous")
 """Names of ways to assign nodes, see :func:`assign_nodes`."""
 
 Cut = Callable[[Adjacency, NDArray[np.int64], Groups], NDArray[np.int32]]
@@ -108,6 +108,12 @@ def assign_nodes(
         candidates = iter([("nodes", (np.arange(num_nodes) * num_parts // max(num_nodes, 1)).astype(np.int32))])
     elif method in kaminpar.METHODS:
         candidates = kaminpar_candidates(edge_index, num_nodes, groups or tuple(range(num_parts)), seed, method)
+    elif method == "streaming":
+        graph = Adjacency.of(edge_index, num_nodes)
+        in_degree = np.bincount(edge_index[1], minlength=num_nodes)
+        weights = np.stack([np.ones_like(in_degree), in_degree], 1).astype(np.int32)
+        blocks = RowBlocks(((graph.indptr, graph.indices),))
+        candidates = streaming_candidates(blocks, weights, groups or tuple(range(num_parts)), seed)
     else:
         balanced = shares(edge_index, num_nodes, masks, edge_masks, node_type) if method == "metis_masks" else None
         candidates = metis_candidates(edge_index, num_nodes, groups or tuple(range(num_parts)), seed, balanced)
@@ -257,23 +263,11 @@ def metis_candidates(
         SHARE_BOUND, 1 + weights[:, 2:].max(0, initial=0) * parts / total[2:]
     )  # of few, one is much
     summed = weights @ np.maximum(1, np.round(in_degree.sum() / total)).astype(np.int64)
-    halve = levels(groups) > 1
-
-    def within(
-        bounds: NDArray[np.float64], inside: Adjacency, nodes: NDArray[np.int64], group: Groups
-    ) -> NDArray[np.int32]:
-        # Bounds are those of all parts: a level may use its root of what the cuts around it have left.
-        left = bounds * total * (len(devices(group)) / parts) / np.maximum(1, weights[nodes].sum(0))
-        allowed = np.maximum(left ** (1 / levels(group)), LEAST_BOUND).astype(np.float32)
-        return part_graph_constrained(
-            inside, len(group), seed, weights[nodes], allowed, halve and len(group) <= FEW_PARTS
-        )
-
     what = "nodes and edges" if shares is None else "nodes, edges and masks"
     for bound in EDGE_BOUNDS:
         bounds = np.array([max(bound, 1.1), bound, *share_bounds])
         try:
-            yield f"{what} within {bound}", assign_hierarchically(graph, groups, partial(within, bounds))
+            yield f"{what} within {bound}", _cut_within(bounds, graph, groups, weights, seed)
         except MetisUnavailable as error:
             warnings.warn(f"METIS balances one summed weight of {what} instead of each: {error}", stacklevel=2)
 
@@ -282,6 +276,53 @@ def metis_candidates(
 
             yield f"{what}, summed", assign_hierarchically(graph, groups, as_one)
             return
+
+
+def _cut_within(
+    bounds: NDArray[np.float64], graph: Adjacency, groups: Groups, weights: NDArray[np.integer], seed: int
+) -> NDArray[np.int32]:
+    """Returns METIS's parts with weights ``[N, W]`` of nodes balanced within bounds ``[W]``."""
+    parts, total, halve = len(devices(groups)), np.maximum(1, weights.sum(0)), levels(groups) > 1
+
+    def cut(inside: Adjacency, nodes: NDArray[np.int64], group: Groups) -> NDArray[np.int32]:
+        # Bounds are those of all parts: a level may use its root of what the cuts around it have left.
+        left = bounds * total * (len(devices(group)) / parts) / np.maximum(1, weights[nodes].sum(0))
+        allowed = np.maximum(left ** (1 / levels(group)), LEAST_BOUND).astype(np.float32)
+        return part_graph_constrained(
+            inside, len(group), seed, weights[nodes], allowed, halve and len(group) <= FEW_PARTS
+        )
+
+    return assign_hierarchically(graph, groups, cut)
+
+
+def streaming_candidates(
+    blocks: Blocks, weights: NDArray[np.int32], groups: Groups, seed: int
+) -> Iterator[tuple[str, NDArray[np.int32]]]:
+    """Yields assignments by :mod:`~lightning_gnn.partition.streaming`, with edges balanced tightly and loosely.
+
+    A part holds at most 1.1 times the mean of nodes, of in-edges what `EDGE_BOUNDS` allow and of other weights `SHARE_BOUND`; or
+    one more than the mean, or the heaviest node, where these are more. Of a candidate that could not keep to it, the name says so.
+
+    Args:
+        blocks: the graph, read about fifteen times for the first candidate and six for the second.
+        weights: int32 ``[N, W]``: ones, in-degrees, and what else is balanced.
+        groups: parts, by machines.
+        seed: of ties and of METIS.
+    """
+    parts = devices(groups)
+    machine = np.zeros(len(parts), np.int64)
+    for number, each in enumerate(groups):
+        machine[devices(each)] = 0 if isinstance(each, int) else number
+    cluster, coarse = cluster_graph(blocks, weights, len(parts), seed)
+    by_cluster = np.stack([np.bincount(cluster, each, coarse.num_nodes) for each in weights.T], 1).astype(np.int64)
+    mean, heaviest = by_cluster.sum(0) / len(parts), weights.max(0, initial=0)
+    for bound in EDGE_BOUNDS:
+        bounds = np.array([max(bound, 1.1), bound, *[SHARE_BOUND] * (weights.shape[1] - 2)])
+        most = np.maximum(np.maximum(np.floor(bounds * mean), np.ceil(mean)), np.maximum(heaviest, 1)).astype(np.int64)
+        part = _cut_within(bounds, coarse, groups, by_cluster, seed)[cluster]
+        load = refine_parts(blocks, part, weights, most, machine, seed)
+        over = "" if (load <= most).all() else ", not kept"
+        yield f"nodes and edges within {bound}{over}", part
 
 
 def kaminpar_candidates(

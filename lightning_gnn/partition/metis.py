@@ -50,6 +50,7 @@ def part_graph(
         num_parts,
         pymetis.CSRAdjacency(graph.indptr.astype(dtype, copy=False), graph.indices.astype(dtype, copy=False)),
         vweights=weights,
+        eweights=graph.weights,
         recursive=False,
         options=pymetis.Options(seed=seed),
     )
@@ -82,11 +83,12 @@ def part_graph_constrained(
     options[_SEED], options[_NUMBERING], options[_CUTS] = seed, 0, 4 if halve else 1
     cut, part = np.zeros(1, dtype), np.zeros(graph.num_nodes, dtype)
     indptr, indices = (each.astype(dtype, copy=False) for each in (graph.indptr, graph.indices))
+    edge_weights = None if graph.weights is None else graph.weights.astype(dtype, copy=False)
     flat = np.ascontiguousarray(weights, dtype)
     allowed = np.zeros(2 * len(bounds), np.float32)  # room for 8-byte reals
     allowed[: len(bounds)] = bounds
 
-    arguments = (count, constraints, indptr, indices, flat, None, None, parts, None, allowed, options, cut, part)
+    arguments = (count, constraints, indptr, indices, flat, None, edge_weights, parts, None, allowed, options, cut, part)
     code = (bisection if halve else k_way)(*(_pointer(argument) for argument in arguments))
     if code != 1:
         raise MetisUnavailable(f"METIS returned {code}")
