@@ -47,6 +47,7 @@ from lightning_gnn.data.store import (
     write_store,
     writing,
 )
+from lightning_gnn.partition.budget import Prediction, predictions
 from lightning_gnn.partition.edge_cut import assign_nodes
 from lightning_gnn.partition.layout import LayoutSpec
 from lightning_gnn.partition.vertex_cut import assign_edges
@@ -156,6 +157,11 @@ class StoredGraph:
         """Partitions the graph, unless the store holds it, and returns the folder of its entry; needs no Trainer."""
         self._folder = self._ensure_stored(layout)
         return self.store / self._folder
+
+    def predictions(self, layout: LayoutSpec) -> tuple[list[Prediction], str | np.ndarray]:
+        """Returns what partitioners of nodes would take, and which is asked for; loads the graph, and needs no Trainer."""
+        joined = JoinedGraph.of(self.load())
+        return predictions(joined.edge_index, joined.num_nodes), self._method(layout)
 
     def _ensure_stored(self, layout: LayoutSpec) -> str:
         """Returns the folder's name under the store; loads and partitions only if nothing before has. Rank 0 of each machine."""

@@ -11,13 +11,14 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
+from lightning_gnn.devices import available_bytes
 from lightning_gnn.partition import kaminpar
 from lightning_gnn.partition.adjacency import Adjacency
+from lightning_gnn.partition.budget import check_metis, choose, predictions
 from lightning_gnn.partition.layout import Groups
 from lightning_gnn.partition.metis import (
     FEW_PARTS,
     MetisUnavailable,
-    check_memory,
     part_graph,
     part_graph_constrained,
 )
@@ -37,7 +38,17 @@ SHARE_BOUND = 1.05
 LEAST_BOUND = 1.005
 """Of one METIS cut, where outer levels have used up what is allowed."""
 
-METHODS = ("metis", "metis_masks", "metis_cover", "kaminpar", "kaminpar_compressed", "streaming", "random", "contiguous")
+METHODS = (
+    "auto",
+    "metis",
+    "metis_masks",
+    "metis_cover",
+    "kaminpar",
+    "kaminpar_compressed",
+    "streaming",
+    "random",
+    "contiguous",
+)
 """Names of ways to assign nodes, see :func:`assign_nodes`."""
 
 Cut = Callable[[Adjacency, NDArray[np.int64], Groups], NDArray[np.int32]]
@@ -81,7 +92,10 @@ def assign_nodes(
             same, of settings that balance nodes, edges, the entries of each mask and the nodes of each type at once (DistDGL,
             section III-B); ``"metis_cover"``: as ``"metis"``, and nodes then move so that a cover sends fewer rows
             (:func:`~lightning_gnn.partition.refine.refine_for_cover`); ``"kaminpar"``, and ``"kaminpar_compressed"`` in less
-            memory: of nodes balanced and a sum of nodes and edges balanced, the better; ``"random"``: equal parts;
+            memory: of nodes balanced and a sum of nodes and edges balanced, the better; ``"streaming"``: nodes and edges
+            balanced, in memory of nodes and not of edges beside the symmetric graph
+            (:mod:`~lightning_gnn.partition.streaming`); ``"auto"``: the first of METIS, KaMinPar, KaMinPar compressed and
+            streaming whose predicted memory is free (:mod:`~lightning_gnn.partition.budget`); ``"random"``: equal parts;
             ``"contiguous"``: equal ranges; or the part of every node, int ``[N]``, taken as it is.
         seed: of METIS and KaMinPar, of moves and of the random assignment.
         masks: bool ``[N]`` each; every part gets a node of each mask that has at least P (not for a given assignment).
@@ -93,12 +107,14 @@ def assign_nodes(
     Raises:
         ValueError: an unknown method, an assignment that does not fit, groups of unequal size.
         ModuleNotFoundError: KaMinPar is asked for and not installed.
-        MemoryError: the graph is too large for METIS on this machine.
+        MemoryError: the graph is too large for METIS on this machine, or under ``"auto"`` for all.
     """
     method, masks, edge_masks = checked_method(method), masks or {}, edge_masks or {}
     if not isinstance(method, str):
         part = _checked(method, num_nodes, num_parts)
         return Assignment(part, "given", "as given", edge_cut_report(edge_index, part, num_parts, masks, edge_masks))
+    if method == "auto" and num_parts > 1:
+        method = choose(predictions(edge_index, num_nodes), available_bytes()).method
     if num_parts == 1:
         candidates = iter([("one part", np.zeros(num_nodes, np.int32))])
     elif method == "random":
@@ -249,7 +265,7 @@ def metis_candidates(
     graphs; balancing edges tightly may cost far more cut edges. So several are made, for the caller to choose. `shares`, weights
     ``[N]`` each, are balanced as well in all of them.
     """
-    check_memory(edge_index.shape[1])
+    check_metis(edge_index, num_nodes)
     graph, parts = Adjacency.of(edge_index, num_nodes), len(devices(groups))
     if shares is None:
         yield (
@@ -300,8 +316,8 @@ def streaming_candidates(
 ) -> Iterator[tuple[str, NDArray[np.int32]]]:
     """Yields assignments by :mod:`~lightning_gnn.partition.streaming`, with edges balanced tightly and loosely.
 
-    A part holds at most 1.1 times the mean of nodes, of in-edges what `EDGE_BOUNDS` allow and of other weights `SHARE_BOUND`; or
-    one more than the mean, or the heaviest node, where these are more. Of a candidate that could not keep to it, the name says so.
+    A part holds at most 1.1 times the mean of nodes (1.3 in the second), of in-edges what `EDGE_BOUNDS` allow, of other weights
+    `SHARE_BOUND`; or the mean, rounded up, or the heaviest node, if more. Where that could not be kept, the name says so.
 
     Args:
         blocks: the graph, read about fifteen times for the first candidate and six for the second.

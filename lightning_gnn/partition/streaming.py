@@ -20,13 +20,13 @@ from numpy.typing import NDArray
 
 from lightning_gnn.partition.adjacency import Adjacency
 
-CLUSTERS_PER_PART = 256
+CLUSTERS_PER_PART = 128
 """At least so many, as far as nodes go: a cluster may weigh so small a share of a part, and METIS can balance them."""
 
-CLUSTER_PASSES, REFINE_PASSES = 4, 4
+CLUSTER_PASSES, REFINE_PASSES = 5, 4
 """Over the whole stream; those of refinement end when one moves fewer than 0.1 % of the nodes."""
 
-PAIRS_PER_NODE, LEAST_PAIRS = 0.5, 1 << 19
+PAIRS_PER_NODE, LEAST_PAIRS = 0.5, 1 << 18
 """Pairs of neighbouring clusters that are kept, the heaviest: METIS takes 200 to 300 bytes for each."""
 
 ENTRIES = 1 << 20
@@ -41,7 +41,8 @@ Block = tuple[int, NDArray[np.int64], NDArray[np.integer]]
 class Blocks(Protocol):
     """A graph that is read in ranges of nodes, from the first to the last, any number of times."""
 
-    num_nodes: int
+    @property
+    def num_nodes(self) -> int: ...
 
     def __iter__(self) -> Iterator[Block]: ...
 
@@ -165,7 +166,7 @@ class PairCounts:
     def __init__(self, capacity: int) -> None:
         size = 1 << int(capacity * 4 // 3).bit_length()
         self.keys, self.counts = np.full(size, -1, np.int64), np.zeros(size, np.int32)
-        self.capacity, self.used, self.dropped = capacity, 0, False
+        self.capacity, self.used = capacity, 0
 
     def add(
         self, first: int, indptr: NDArray[np.int64], indices: NDArray[np.integer], cluster: NDArray[np.int32]
@@ -181,11 +182,14 @@ class PairCounts:
     def _drop(self) -> None:
         there = np.flatnonzero(self.keys >= 0)
         keys, counts = self.keys[there], self.counts[there]
-        kept = np.sort(np.lexsort((keys, -counts))[: self.capacity // 2])
+        room = self.capacity // 2
+        least = np.partition(counts, len(counts) - room)[len(counts) - room]
+        kept = counts > least
+        kept[np.flatnonzero(counts == least)[: room - np.count_nonzero(kept)]] = True
         self.keys.fill(-1)
         self.counts.fill(0)
         _insert(keys[kept], counts[kept], self.keys, self.counts)
-        self.used, self.dropped = len(kept), True
+        self.used = room
 
     def graph(self, num_clusters: int) -> Adjacency:
         """Returns the graph of clusters; empties the table."""
@@ -202,7 +206,7 @@ class PairCounts:
 
 
 @compiled
-def _mix(value):  # type: ignore[no-untyped-def]
+def mix(value):  # type: ignore[no-untyped-def]
     """Returns a number that orders ties: splitmix64's last steps."""
     mixed = np.uint64(value) * np.uint64(0x9E3779B97F4A7C15)
     mixed = (mixed ^ (mixed >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
@@ -212,7 +216,7 @@ def _mix(value):  # type: ignore[no-untyped-def]
 
 @compiled
 def _fits(load, group, weights, node, most):  # type: ignore[no-untyped-def]
-    for each in range(len(most)):
+    for each in range(len(most)):  # noqa: SIM110 - compiled
         if np.int64(load[group, each]) + weights[node, each] > most[each]:
             return False
     return True
@@ -237,8 +241,11 @@ def _propagate(first, indptr, indices, cluster, load, weights, most, counts, see
             if edges:
                 counts[there] = 0
                 better = edges > most_edges
-                if edges == most_edges and best != own:
-                    better = _mix(there ^ salt) < _mix(best ^ salt)
+                if edges == most_edges == 1:  # the larger grows: else clusters stay small where all counts are
+                    size, other = load[there, 0], load[best, 0] - (best == own)
+                    better = size > other or (size == other and best != own and mix(there ^ salt) < mix(best ^ salt))
+                elif edges == most_edges and best != own:
+                    better = mix(there ^ salt) < mix(best ^ salt)
                 if better and _fits(load, there, weights, node, most):
                     best, most_edges = there, edges
         if best != own:
@@ -271,7 +278,7 @@ def _join(first, indptr, indices, cluster, load, weights, most, counts, waiting,
             edges = counts[there]
             if edges:
                 counts[there] = 0
-                if edges > most_edges or (edges == most_edges and _mix(there ^ salt) < _mix(favourite ^ salt)):
+                if edges > most_edges or (edges == most_edges and mix(there ^ salt) < mix(favourite ^ salt)):
                     favourite, most_edges = there, edges
         open_one = waiting[favourite]
         if open_one >= 0 and open_one != own and _fits(load, open_one, weights, node, most):
@@ -306,7 +313,7 @@ def _count_pairs(first, row, indptr, indices, cluster, keys, counts, used, capac
             other = np.int64(cluster[indices[place]])
             if one != other:
                 key = (min(one, other) << 32) | max(one, other)
-                slot = _mix(key) & mask
+                slot = mix(key) & mask
                 while keys[slot] != key and keys[slot] >= 0:
                     slot = (slot + np.uint64(1)) & mask
                 if keys[slot] < 0:
@@ -323,7 +330,7 @@ def _count_pairs(first, row, indptr, indices, cluster, keys, counts, used, capac
 def _insert(new_keys, new_counts, keys, counts):  # type: ignore[no-untyped-def]
     mask = np.uint64(len(keys) - 1)
     for place in range(len(new_keys)):
-        slot = _mix(new_keys[place]) & mask
+        slot = mix(new_keys[place]) & mask
         while keys[slot] >= 0:
             slot = (slot + np.uint64(1)) & mask
         keys[slot], counts[slot] = new_keys[place], new_counts[place]
