@@ -30,13 +30,16 @@ compiled: Any = numba.njit(cache=True, nogil=True)
 
 @dataclass(frozen=True)
 class Cost:
-    """Of one method, beside the edges, with the symmetric graph: fitted to peaks and CPU seconds of ``partitioners.py``.
+    """Of one method, beside the edges, fitted to the peaks and CPU seconds of graphs without much structure, 8 to 40 entries per
+    node (docs/numbers.md): graphs that shrink well while they are coarsened take less, down to half.
 
     Attributes:
-        node, entry: bytes per node and entry of the symmetric graph.
-        node_s, entry_s: CPU seconds.
+        base: bytes, whatever the graph.
+        node, entry: bytes per node and per entry, of which 4 hold the symmetric graph.
+        node_s, entry_s: CPU seconds, with all balance settings tried.
     """
 
+    base: float
     node: float
     entry: float
     node_s: float
@@ -44,15 +47,15 @@ class Cost:
 
 
 COSTS = {
-    "metis": Cost(300, 110, 2e-6, 0.9e-6),
-    "kaminpar": Cost(150, 20, 2e-6, 0.7e-6),
-    "kaminpar_compressed": Cost(150, 15, 2e-6, 0.7e-6),
-    "streaming": Cost(60, 4, 1e-6, 0.3e-6),
+    "metis": Cost(0, 515, 115, 3e-6, 2e-6),
+    "kaminpar": Cost(24e6, 199, 16.6, 5e-6, 0.3e-6),
+    "kaminpar_compressed": Cost(26e6, 209, 11.4, 7e-6, 0.4e-6),
+    "streaming": Cost(0, 60, 4, 2e-6, 0.2e-6),
 }
 """From the best cuts to the least memory, the order in which ``"auto"`` tries them."""
 
-PAIR, PAIR_S = 300, 4e-6
-"""Bytes and CPU seconds per pair of clusters of ``"streaming"``, most of them METIS's."""
+PAIR = 115
+"""Bytes per pair of clusters that ``"streaming"`` keeps, most of them METIS's."""
 
 
 @dataclass(frozen=True)
@@ -86,11 +89,11 @@ def count_entries(edge_index: NDArray[np.int64]) -> int:
 def predict(method: str, num_nodes: int, num_edges: int, num_entries: int) -> Prediction:
     """Returns what `method`, one of `COSTS`, takes for a graph of so many nodes, directed edges, and entries."""
     cost = COSTS[method]
-    needed = cost.node * num_nodes + cost.entry * num_entries
+    needed = cost.base + cost.node * num_nodes + cost.entry * num_entries
     seconds = cost.node_s * num_nodes + cost.entry_s * num_entries
     if method == "streaming":
         pairs = min(num_entries / 2, max(streaming.LEAST_PAIRS, streaming.PAIRS_PER_NODE * num_nodes))
-        needed, seconds = needed + PAIR * pairs, seconds + PAIR_S * pairs
+        needed += PAIR * pairs
     building = BUILDING * (num_edges + 2 * num_nodes)
     installed = method not in kaminpar.METHODS or kaminpar.is_installed()
     return Prediction(method, int(max(needed, building)), seconds, installed)

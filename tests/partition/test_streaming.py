@@ -18,7 +18,7 @@ from lightning_gnn.partition import streaming
 from lightning_gnn.partition.adjacency import Adjacency
 from lightning_gnn.partition.edge_cut import EDGE_BOUNDS, assign_nodes, streaming_candidates
 from lightning_gnn.partition.metrics import edge_cut_report
-from lightning_gnn.partition.streaming import PairCounts, RowBlocks, cluster_graph
+from lightning_gnn.partition.streaming import PairCounts, RowBlocks, cluster_graph, refine_parts
 
 
 @st.composite
@@ -40,6 +40,12 @@ def csr(edge_index: np.ndarray, nodes: int, by: int) -> tuple[np.ndarray, np.nda
 def weights_of(edge_index: np.ndarray, nodes: int) -> np.ndarray:
     in_degree = np.bincount(edge_index[1], minlength=nodes)
     return np.stack([np.ones_like(in_degree), in_degree], 1).astype(np.int32)
+
+
+@pytest.fixture(autouse=True, params=[2, 128], ids=["large clusters", "small clusters"])
+def clusters_per_part(request, monkeypatch):
+    """On graphs as small as these, the usual number leaves each node alone."""
+    monkeypatch.setattr(streaming, "CLUSTERS_PER_PART", request.param)
 
 
 @examples(100)
@@ -129,6 +135,26 @@ def test_machines_are_cut_first():
     part = assign_nodes(edges, 800, 8, "streaming", groups=((0, 1, 2, 3), (4, 5, 6, 7))).part
     assert edge_cut_report(edges, part // 4, 2).cut_edges == 0
     assert np.array_equal(part, assign_nodes(edges, 800, 8, "streaming", groups=((0, 1, 2, 3), (4, 5, 6, 7))).part)
+
+
+def test_bounds_hold_where_they_can():
+    """A skewed graph without structure: a tenth of the edges lead to a hundredth of the nodes."""
+    rng = np.random.default_rng(2)
+    edge_index = np.stack([rng.integers(0, 5000, 60_000), (5000 * rng.random(60_000) ** 2).astype(np.int64)])
+    report = assign_nodes(edge_index, 5000, 8, "streaming").report
+    assert report.edge_balance < 1.06 and report.node_balance < 1.11
+
+
+def test_a_neighbour_on_the_same_machine_counts_for_a_half():
+    """Node 0 has 3 neighbours in its part, 3 in another of its machine, and 4 on the other machine."""
+    part = np.array([0] + [0] * 3 + [1] * 3 + [2] * 4, np.int32)
+    mates = [(a, b) for a in range(1, 11) for b in range(1, 11) if part[a] == part[b]]
+    near = np.array(mates * 2 + [(0, b) for b in range(1, 11)] + [(b, 0) for b in range(1, 11)]).T
+    blocks, weights = RowBlocks((csr(near, 11, 1),)), np.ones((11, 1), np.int32)
+    for machine, expected in (((0, 0, 1), 0), ((0, 0, 0), 2)):
+        moved = part.copy()
+        load = refine_parts(blocks, moved, weights, np.array([100]), np.array(machine))
+        assert moved[0] == expected and load[:, 0].tolist() == np.bincount(moved, minlength=3).tolist()
 
 
 def test_memory_does_not_grow_with_edges(tmp_path):
