@@ -30,7 +30,7 @@ class PartitionCLI(GraphCLI):
     options: ClassVar = {
         "columns": Option(int, "Width of the rows whose bytes are told. (default: the graph's features)"),
         "dry-run": Option(
-            bool, "Load the graph, print what each partitioner would take and which would be used, and stop."
+            bool, "Load the graph, print what each partitioner would take and which would be used, and stop.", False
         ),
     }
 
@@ -40,7 +40,7 @@ def partition(arguments: Sequence[str]) -> None:
     data, layout, console = cli.datamodule, cli.layout, cli.console
     if cli.config.dry_run:
         if layout.kind != "edge_cut":
-            raise ValueError("--dry-run predicts partitioners of nodes, and this strategy has none.")
+            cli.parser.error("--dry-run is of partitioners of nodes, and this strategy cuts edges, or nothing.")
         with working("Loading the graph"):
             found, method = data.predictions(layout)
         console.print(*_predicted(found, method), sep="\n", soft_wrap=True)
@@ -60,9 +60,9 @@ def partition(arguments: Sequence[str]) -> None:
 
 def _predicted(found: Sequence[Prediction], method: str | np.ndarray) -> Iterator[Any]:
     """Yields the table of what partitioners take, and which of them is used and why."""
-    free, taken, why = available_bytes(), None, "and has no entry here: it takes little"
+    free, taken, why = available_bytes(), None, "has no row: it takes little"
     if not isinstance(method, str):
-        method, why = "as given", "and cuts nothing"
+        method, why = "as given", "cuts nothing"
     elif method == "auto":
         try:
             taken, why = choose(found, free).method, "takes the first that fits"
