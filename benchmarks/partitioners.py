@@ -15,13 +15,14 @@ from __future__ import annotations
 import argparse
 import json
 import re
+import runpy
 import tempfile
 import time
 from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
-from common import PeakMemory, planted_file, report, run_row
+from common import SHARED, PeakMemory, report, run_row
 from cover import edges_of
 
 from lightning_gnn.data.synthetic import planted_partition
@@ -53,8 +54,9 @@ RMAT = np.array([0.57, 0.19, 0.19, 0.05])
 def edges(name: str, root: str) -> np.ndarray:
     """Returns the edges, int64 ``[2, E]``."""
     if name.startswith("common-"):
-        arrays = np.load(planted_file(int(name.removeprefix("common-"))))
-        return np.stack([arrays["src"], arrays["dst"]]).astype(np.int64)
+        make, num_nodes = runpy.run_path(str(SHARED / "tools" / "planted_graph.py")), int(name.removeprefix("common-"))
+        arrays = make["planted_graph"](num_nodes, int(2_050_000 * num_nodes / 200_000), features=1)
+        return np.stack([arrays["src"], arrays["dst"]])
     skewed = re.fullmatch(r"rmat-(\d+)-(\d+)", name)
     if skewed:
         return rmat(int(skewed[1]) * 1_000_000, int(skewed[2]))
