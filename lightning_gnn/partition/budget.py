@@ -48,8 +48,8 @@ class Cost:
 
 COSTS = {
     "metis": Cost(0, 515, 115, 3e-6, 2e-6),
-    "kaminpar": Cost(24e6, 199, 16.6, 5e-6, 0.3e-6),
-    "kaminpar_compressed": Cost(26e6, 209, 11.4, 7e-6, 0.4e-6),
+    "kaminpar": Cost(24e6, 199, 20, 5e-6, 0.3e-6),
+    "kaminpar_compressed": Cost(26e6, 209, 12.5, 7e-6, 0.4e-6),
     "streaming": Cost(0, 60, 4, 2e-6, 0.2e-6),
 }
 """From the best cuts to the least memory, the order in which ``"auto"`` tries them."""

@@ -320,10 +320,13 @@ def streaming_candidates(
     `SHARE_BOUND`; or the mean, rounded up, or the heaviest node, if more. Where that could not be kept, the name says so.
 
     Args:
-        blocks: the graph, read about fifteen times for the first candidate and six for the second.
+        blocks: the graph, read up to thirteen times for the first candidate and six for the second.
         weights: int32 ``[N, W]``: ones, in-degrees, and what else is balanced.
         groups: parts, by machines.
         seed: of ties and of METIS.
+
+    Raises:
+        MetisUnavailable: METIS cannot be called with several weights.
     """
     parts = devices(groups)
     machine = np.zeros(len(parts), np.int64)
