@@ -52,6 +52,7 @@ def given_values(arguments: Sequence[str]) -> dict[str, Any]:
         if not word.startswith("-"):
             continue
         key, equals, text = word.lstrip("-").partition("=")
+        key = key.replace("-", "_")  # as argparse names them
         if not equals:
             text = next((each for each in arguments[index + 1 : index + 2] if not each.startswith("--")), "")
         if key in ("config", "c"):

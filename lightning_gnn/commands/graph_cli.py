@@ -76,7 +76,8 @@ class GraphCLI(LightningCLI):
     def add_core_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
         parser.add_argument("--parts", type=int, help="Number of parts. (default: trainer.devices x trainer.num_nodes)")
         for name, option in self.options.items():
-            parser.add_argument(f"--{name}", type=option.kind, default=option.default, help=option.help)
+            alone: dict[str, Any] = {"nargs": "?", "const": True} if option.kind is bool else {}
+            parser.add_argument(f"--{name}", type=option.kind, default=option.default, help=option.help, **alone)
         parser.add_lightning_class_args(L.Trainer, "trainer")
         parser.add_lightning_class_args(L.LightningModule, "model", subclass_mode=True, required=False)
         parser.add_lightning_class_args(GraphDataModule, "data", subclass_mode=True)

@@ -13,6 +13,8 @@ import numpy as np
 from lightning_gnn.commands.graph_cli import GraphCLI, Option, working
 from lightning_gnn.data.folders import is_folder
 from lightning_gnn.data.store import read_manifest
+from lightning_gnn.devices import available_bytes
+from lightning_gnn.partition.budget import Prediction, choose, table
 from lightning_gnn.partition.locality import Locality
 from lightning_gnn.partition.metrics import EdgeCutReport, VertexCutReport
 
@@ -21,15 +23,18 @@ class PartitionCLI(GraphCLI):
     """The options of ``partition``."""
 
     name = "partition"
-    usage = """lightning-gnn partition --config FILE [--parts N] [--columns N] [--KEY VALUE ...]
-       lightning-gnn partition --source FOLDER --parts N [--columns N]
-       lightning-gnn partition --data.source PATH --data.source_args JSON --parts N [--columns N]"""
+    usage = """lightning-gnn partition --config FILE [--parts N] [--columns N] [--dry-run] [--KEY VALUE ...]
+       lightning-gnn partition --source FOLDER --parts N [--columns N] [--dry-run]
+       lightning-gnn partition --data.source PATH --data.source_args JSON --parts N [--columns N] [--dry-run]"""
     description = (
         "Partition a graph ahead of time, and print what came out. Files and keys are those of fit, which then finds the "
         "parts in the store; used are data, trainer.strategy, trainer.devices and trainer.num_nodes."
     )
     options: ClassVar = {
-        "columns": Option(int, "Width of the rows whose bytes are told. (default: the graph's features)")
+        "columns": Option(int, "Width of the rows whose bytes are told. (default: the graph's features)"),
+        "dry-run": Option(
+            bool, "Load the graph, print what each partitioner would take and which would be used, and stop.", False
+        ),
     }
 
 
@@ -37,6 +42,13 @@ def partition(arguments: Sequence[str]) -> None:
     # A word of its own for what is given most often.
     cli = PartitionCLI([re.sub(r"^--source(=|$)", r"--data.source\1", word) for word in arguments])
     data, layout, console = cli.datamodule, cli.layout, cli.console
+    if cli.config.dry_run:
+        if layout.kind != "edge_cut":
+            cli.parser.error("--dry-run is of partitioners of nodes, and this strategy cuts edges, or nothing.")
+        with working("Loading the graph"):
+            found, method = data.predictions(layout)
+        console.print(*_predicted(found, method), sep="\n", soft_wrap=True)
+        return
     began = time.perf_counter()
     before = {manifest.parent.name for manifest in data.store.glob("*/manifest.json")}
     # Of files, the process that partitions shows bars.
@@ -49,6 +61,27 @@ def partition(arguments: Sequence[str]) -> None:
     else:
         console.print(f"Kept in {folder}", soft_wrap=True)
         console.print(f"Took {elapsed:.1f} s, of which the partitioner {partitioning:.2g} s", soft_wrap=True)
+
+
+def _predicted(found: Sequence[Prediction], method: str | np.ndarray) -> Iterator[Any]:
+    """Yields the table of what partitioners take, and which of them is used and why."""
+    free, taken, why = available_bytes(), None, "has no row: it takes little"
+    if not isinstance(method, str):
+        method, why = "as given", "cuts nothing"
+    elif method == "auto":
+        try:
+            taken, why = choose(found, free).method, "takes the first that fits"
+        except MemoryError as error:
+            why = f"would fail: {error}"
+    else:
+        row = next(
+            (each for each in found if each.method == method.removesuffix("_masks").removesuffix("_cover")), None
+        )
+        if row is not None:
+            taken = row.method
+            why = "is asked for" if row.fits(free) else 'is asked for and does not fit: use "auto"'
+    yield table(found, free, taken)
+    yield f"partition: {method}, {why}"
 
 
 def _report(folder: Path, columns: int | None) -> Iterator[Any]:

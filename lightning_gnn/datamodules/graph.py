@@ -80,9 +80,9 @@ class GraphDataModule(StoredGraph, L.LightningDataModule):
         split: fractions of training, validation and test nodes, ``(0.6, 0.2, 0.2)``, for a random split of the labelled
             nodes. Without it, the graph's masks or the dataset's ``get_idx_split()`` (OGB) are used.
         split_column: which split, where masks have shape ``[N, splits]``.
-        partition: ``"metis"``, ``"metis_masks"``, ``"metis_cover"``, ``"kaminpar"``, ``"kaminpar_compressed"``, ``"random"``,
-            ``"contiguous"`` (ranges of the graph's own order), or the rank of every node, ``[N]``. By default what suits the
-            strategy, in most cases METIS.
+        partition: ``"metis"``, ``"metis_masks"``, ``"metis_cover"``, ``"kaminpar"``, ``"kaminpar_compressed"``, ``"streaming"``,
+            ``"auto"`` (the best of these for which there is memory), ``"random"``, ``"contiguous"`` (ranges of the graph's own
+            order), or the rank of every node, ``[N]``. By default what suits the strategy, in most cases METIS.
         seed: of the random split and of the partitioner; added to torch's seed for what the source draws.
         input_type: of a ``HeteroData``, the node type whose nodes are predicted; by default the one that has a ``train_mask``.
         store: folder for partitioned graphs; default ``$LIGHTNING_GNN_STORE`` or ``~/.cache/lightning_gnn``.

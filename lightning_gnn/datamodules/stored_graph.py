@@ -53,9 +53,11 @@ from lightning_gnn.data.store import (
     writing,
 )
 from lightning_gnn.devices import available_bytes
+from lightning_gnn.partition.budget import Prediction, predictions
 from lightning_gnn.partition.edge_cut import assign_nodes
-from lightning_gnn.partition.in_edges import InEdges
+from lightning_gnn.partition.in_edges import InEdges, is_symmetric
 from lightning_gnn.partition.layout import LayoutSpec
+from lightning_gnn.partition.streaming import Blocks, RowBlocks
 from lightning_gnn.partition.vertex_cut import assign_edges
 
 EDGE_S = 1.5e-6
@@ -172,6 +174,11 @@ class StoredGraph:
         self._folder = self._ensure_stored(layout)
         return self.store / self._folder
 
+    def predictions(self, layout: LayoutSpec) -> tuple[list[Prediction], str | np.ndarray]:
+        """Returns what partitioners of nodes would take, and which is asked for; loads the graph, and needs no Trainer."""
+        joined = JoinedGraph.of(self.load())
+        return predictions(joined.edge_index, joined.num_nodes, is_folder(self.source)), self._method(layout)
+
     def _ensure_stored(self, layout: LayoutSpec) -> str:
         """Returns the folder's name under the store; loads and partitions only if nothing before has. Rank 0."""
         key = self._entry_key(layout)
@@ -257,7 +264,7 @@ class StoredGraph:
             in_edges = InEdges.sorted_in(work, edge_index, data.num_nodes, memory, told)
         if not owners.exists():
             began = time.perf_counter()
-            part, _, report = self.assigned(data, layout)
+            part, _, report = self.assigned(data, layout, self._blocks(work, edge_index, in_edges, layout, memory))
             report["seconds"] = time.perf_counter() - began
             with writing(self.store):
                 (work / "report.json").write_text(json.dumps(report))
@@ -270,8 +277,22 @@ class StoredGraph:
         shutil.rmtree(self._converted(), ignore_errors=True)
         rank_zero_info(f"Partitioned in {report['seconds']:.1f} s; kept in {folder}")
 
+    def _blocks(
+        self, work: Path, edge_index: np.ndarray, in_edges: InEdges, layout: LayoutSpec, memory: int
+    ) -> Blocks | None:
+        """Returns neighbours in both directions, from files, for a partitioner that reads them so: in-edges, and out-edges."""
+        if self._method(layout) not in ("streaming", "auto"):
+            return None
+        rows = [(in_edges.indptr, in_edges.source)]
+        if not is_symmetric(edge_index):
+            (work / "out").mkdir(exist_ok=True)
+            with writing(self.store), progress_bar("Sorting edges by source", 2 * edge_index.shape[1]) as told:
+                out = InEdges.sorted_in(work / "out", edge_index[::-1], in_edges.num_nodes, memory, told)
+            rows.append((out.indptr, out.source))
+        return RowBlocks(tuple(rows))
+
     def assigned(
-        self, data: Data | HeteroData, layout: LayoutSpec
+        self, data: Data | HeteroData, layout: LayoutSpec, blocks: Blocks | None = None
     ) -> tuple[np.ndarray, np.ndarray | None, dict[str, Any]]:
         """Returns the owner of each node, the rank of each edge in a vertex cut, and a report."""
         method = self._method(layout)
@@ -293,7 +314,7 @@ class StoredGraph:
             edges = assign_edges(*cut, host_weight=layout.host_weight, **options)
             return edges.master, edges.part, {**edges.report.as_dict(), "method": edges.method}
         edge_masks = {name: data[name].numpy() for name in EDGE_MASKS if name in data and data[name].any()}
-        nodes = assign_nodes(*cut, **options, edge_masks=edge_masks, node_type=joined.node_type)
+        nodes = assign_nodes(*cut, **options, edge_masks=edge_masks, node_type=joined.node_type, blocks=blocks)
         report = replace(nodes.report, types=joined.types_per_part(nodes.part, layout.parts))
         return nodes.part, None, {**report.as_dict(), "method": nodes.method, "balance": nodes.balance}
 
@@ -340,7 +361,9 @@ class StoredGraph:
         return folder
 
     def _method(self, layout: LayoutSpec) -> str | np.ndarray:
-        return layout.method if self.partition is None else self.partition
+        if self.partition is not None:
+            return self.partition
+        return "auto" if is_folder(self.source) and layout.kind == "edge_cut" else layout.method
 
     def _partition_key(self, layout: LayoutSpec) -> str:
         method = self._method(layout)

@@ -17,7 +17,7 @@ from lightning_gnn.comm.plans import PlanName, Way, check_plan, follow, looks_at
 from lightning_gnn.comm.swap import SwapExchange
 from lightning_gnn.comm.traffic import Meter
 from lightning_gnn.data.sources import checked_edges
-from lightning_gnn.partition import kaminpar
+from lightning_gnn.partition.budget import COSTS
 from lightning_gnn.partition.edge_cut import assign_nodes, several_alike
 from lightning_gnn.partition.locality import local_relabelling
 from lightning_gnn.partition.shard import HaloPlan, Ids, edge_cut_parts, halo_plan
@@ -72,12 +72,12 @@ def cut_graph(
 ) -> tuple[Header, list[Part], list[Tensor]]:
     """Returns the cut, what each rank gets of it, and each part's edges, int64 ``[E_p, 3]``: source, target, position.
 
-    METIS, or KaMinPar, cuts between the machines of `links` first, then between their sockets, if there are several of equally
-    many ranks (DGCL section 4.1), as :class:`~lightning_gnn.strategies.dgcl.DGCLStrategy` does.
+    METIS, KaMinPar and ``"streaming"`` cut between the machines of `links` first, then between their sockets, if there are
+    several of equally many ranks (DGCL section 4.1), as :class:`~lightning_gnn.strategies.dgcl.DGCLStrategy` does.
     """
     check_plan(plan, links)
     size, edge_index = world.size, graph[0].numpy()
-    by_levels = isinstance(partition, str) and partition in ("metis", *kaminpar.METHODS)
+    by_levels = isinstance(partition, str) and partition in ("auto", *COSTS)
     groups = links.groups if by_levels and links is not None and several_alike(links.groups) else None
     assignment = assign_nodes(edge_index, graph[1], size, partition, seed=seed, groups=groups)
     relabelling = local_relabelling(edge_index, assignment.part, size)

@@ -20,10 +20,12 @@ class Adjacency:
     Attributes:
         indptr: int64 ``[N + 1]``.
         indices: int32 ``[E]``, each edge in both directions.
+        weights: of edges, int32 ``[E]``; None if all count alike.
     """
 
     indptr: NDArray[np.int64]
     indices: NDArray[np.int32]
+    weights: NDArray[np.int32] | None = None
 
     @classmethod
     def of(cls, edge_index: NDArray[np.integer], num_nodes: int) -> Adjacency:
@@ -39,9 +41,10 @@ class Adjacency:
 
     def among(self, nodes: NDArray[np.integer]) -> Adjacency:
         """Returns the graph among some nodes, by their positions in `nodes`."""
-        ones = np.ones(len(self.indices), np.int8)
-        matrix = csr_matrix((ones, self.indices, self.indptr), (self.num_nodes, self.num_nodes))[nodes][:, nodes]
-        return Adjacency(matrix.indptr.astype(np.int64), matrix.indices.astype(np.int32))
+        weights = np.ones(len(self.indices), np.int8) if self.weights is None else self.weights
+        matrix = csr_matrix((weights, self.indices, self.indptr), (self.num_nodes, self.num_nodes))[nodes][:, nodes]
+        kept = None if self.weights is None else matrix.data
+        return Adjacency(matrix.indptr.astype(np.int64), matrix.indices.astype(np.int32), kept)
 
     @property
     def num_nodes(self) -> int:

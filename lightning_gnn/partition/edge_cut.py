@@ -5,25 +5,27 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
+from lightning_gnn.devices import available_bytes
 from lightning_gnn.partition import kaminpar
 from lightning_gnn.partition.adjacency import Adjacency
+from lightning_gnn.partition.budget import check_metis, choose, predictions
+from lightning_gnn.partition.in_edges import in_degrees
 from lightning_gnn.partition.layout import Groups
 from lightning_gnn.partition.metis import (
     FEW_PARTS,
     MetisUnavailable,
-    check_memory,
     part_graph,
     part_graph_constrained,
 )
 from lightning_gnn.partition.metrics import EdgeCutReport, edge_cut_report
 from lightning_gnn.partition.refine import refine_for_cover
+from lightning_gnn.partition.streaming import Blocks, RowBlocks, cluster_graph, refine_parts
 
 EDGE_BOUNDS = (1.05, 1.3)
 """Allowed edge imbalances that METIS tries: a tight one costs cut on skewed graphs, a loose one idle ranks."""
@@ -37,7 +39,17 @@ SHARE_BOUND = 1.05
 LEAST_BOUND = 1.005
 """Of one METIS cut, where outer levels have used up what is allowed."""
 
-METHODS = ("metis", "metis_masks", "metis_cover", "kaminpar", "kaminpar_compressed", "random", "contiguous")
+METHODS = (
+    "auto",
+    "metis",
+    "metis_masks",
+    "metis_cover",
+    "kaminpar",
+    "kaminpar_compressed",
+    "streaming",
+    "random",
+    "contiguous",
+)
 """Names of ways to assign nodes, see :func:`assign_nodes`."""
 
 Cut = Callable[[Adjacency, NDArray[np.int64], Groups], NDArray[np.int32]]
@@ -72,6 +84,7 @@ def assign_nodes(
     groups: Groups | None = None,
     edge_masks: Mapping[str, NDArray[np.bool_]] | None = None,
     node_type: NDArray[np.integer] | None = None,
+    blocks: Blocks | None = None,
 ) -> Assignment:
     """Returns an owner for every node.
 
@@ -81,7 +94,10 @@ def assign_nodes(
             same, of settings that balance nodes, edges, the entries of each mask and the nodes of each type at once (DistDGL,
             section III-B); ``"metis_cover"``: as ``"metis"``, and nodes then move so that a cover sends fewer rows
             (:func:`~lightning_gnn.partition.refine.refine_for_cover`); ``"kaminpar"``, and ``"kaminpar_compressed"`` in less
-            memory: of nodes balanced and a sum of nodes and edges balanced, the better; ``"random"``: equal parts;
+            memory: of nodes balanced and a sum of nodes and edges balanced, the better; ``"streaming"``: nodes and edges
+            balanced, in memory of nodes and not of edges beside the symmetric graph
+            (:mod:`~lightning_gnn.partition.streaming`); ``"auto"``: the first of METIS, KaMinPar, KaMinPar compressed and
+            streaming whose predicted memory is free (:mod:`~lightning_gnn.partition.budget`); ``"random"``: equal parts;
             ``"contiguous"``: equal ranges; or the part of every node, int ``[N]``, taken as it is.
         seed: of METIS and KaMinPar, of moves and of the random assignment.
         masks: bool ``[N]`` each; every part gets a node of each mask that has at least P (not for a given assignment).
@@ -89,16 +105,19 @@ def assign_nodes(
             all parts alike.
         edge_masks: bool ``[E]`` each, whose edges are counted at their targets' owners.
         node_type: number of each node's type, ``[N]``; None for a graph without types.
+        blocks: neighbours in both directions, from files: then ``"streaming"`` makes no symmetric graph in memory.
 
     Raises:
         ValueError: an unknown method, an assignment that does not fit, groups of unequal size.
         ModuleNotFoundError: KaMinPar is asked for and not installed.
-        MemoryError: the graph is too large for METIS on this machine.
+        MemoryError: the graph is too large for METIS on this machine, or under ``"auto"`` for all.
     """
     method, masks, edge_masks = checked_method(method), masks or {}, edge_masks or {}
     if not isinstance(method, str):
         part = _checked(method, num_nodes, num_parts)
         return Assignment(part, "given", "as given", edge_cut_report(edge_index, part, num_parts, masks, edge_masks))
+    if method == "auto" and num_parts > 1:
+        method = choose(predictions(edge_index, num_nodes, blocks is not None), available_bytes()).method
     if num_parts == 1:
         candidates = iter([("one part", np.zeros(num_nodes, np.int32))])
     elif method == "random":
@@ -108,6 +127,13 @@ def assign_nodes(
         candidates = iter([("nodes", (np.arange(num_nodes) * num_parts // max(num_nodes, 1)).astype(np.int32))])
     elif method in kaminpar.METHODS:
         candidates = kaminpar_candidates(edge_index, num_nodes, groups or tuple(range(num_parts)), seed, method)
+    elif method == "streaming":
+        if blocks is None:
+            graph = Adjacency.of(edge_index, num_nodes)
+            blocks = RowBlocks(((graph.indptr, graph.indices),))
+        in_degree = in_degrees(edge_index, num_nodes)
+        weights = np.stack([np.ones_like(in_degree), in_degree], 1).astype(np.int32)
+        candidates = streaming_candidates(blocks, weights, groups or tuple(range(num_parts)), seed)
     else:
         balanced = shares(edge_index, num_nodes, masks, edge_masks, node_type) if method == "metis_masks" else None
         candidates = metis_candidates(edge_index, num_nodes, groups or tuple(range(num_parts)), seed, balanced)
@@ -243,7 +269,7 @@ def metis_candidates(
     graphs; balancing edges tightly may cost far more cut edges. So several are made, for the caller to choose. `shares`, weights
     ``[N]`` each, are balanced as well in all of them.
     """
-    check_memory(edge_index.shape[1])
+    check_metis(edge_index, num_nodes)
     graph, parts = Adjacency.of(edge_index, num_nodes), len(devices(groups))
     if shares is None:
         yield (
@@ -257,23 +283,11 @@ def metis_candidates(
         SHARE_BOUND, 1 + weights[:, 2:].max(0, initial=0) * parts / total[2:]
     )  # of few, one is much
     summed = weights @ np.maximum(1, np.round(in_degree.sum() / total)).astype(np.int64)
-    halve = levels(groups) > 1
-
-    def within(
-        bounds: NDArray[np.float64], inside: Adjacency, nodes: NDArray[np.int64], group: Groups
-    ) -> NDArray[np.int32]:
-        # Bounds are those of all parts: a level may use its root of what the cuts around it have left.
-        left = bounds * total * (len(devices(group)) / parts) / np.maximum(1, weights[nodes].sum(0))
-        allowed = np.maximum(left ** (1 / levels(group)), LEAST_BOUND).astype(np.float32)
-        return part_graph_constrained(
-            inside, len(group), seed, weights[nodes], allowed, halve and len(group) <= FEW_PARTS
-        )
-
     what = "nodes and edges" if shares is None else "nodes, edges and masks"
     for bound in EDGE_BOUNDS:
         bounds = np.array([max(bound, 1.1), bound, *share_bounds])
         try:
-            yield f"{what} within {bound}", assign_hierarchically(graph, groups, partial(within, bounds))
+            yield f"{what} within {bound}", _cut_within(bounds, graph, groups, weights, seed)
         except MetisUnavailable as error:
             warnings.warn(f"METIS balances one summed weight of {what} instead of each: {error}", stacklevel=2)
 
@@ -282,6 +296,56 @@ def metis_candidates(
 
             yield f"{what}, summed", assign_hierarchically(graph, groups, as_one)
             return
+
+
+def _cut_within(
+    bounds: NDArray[np.float64], graph: Adjacency, groups: Groups, weights: NDArray[np.integer], seed: int
+) -> NDArray[np.int32]:
+    """Returns METIS's parts with weights ``[N, W]`` of nodes balanced within bounds ``[W]``."""
+    parts, total, halve = len(devices(groups)), np.maximum(1, weights.sum(0)), levels(groups) > 1
+
+    def cut(inside: Adjacency, nodes: NDArray[np.int64], group: Groups) -> NDArray[np.int32]:
+        # Bounds are those of all parts: a level may use its root of what the cuts around it have left.
+        left = bounds * total * (len(devices(group)) / parts) / np.maximum(1, weights[nodes].sum(0))
+        allowed = np.maximum(left ** (1 / levels(group)), LEAST_BOUND).astype(np.float32)
+        return part_graph_constrained(
+            inside, len(group), seed, weights[nodes], allowed, halve and len(group) <= FEW_PARTS
+        )
+
+    return assign_hierarchically(graph, groups, cut)
+
+
+def streaming_candidates(
+    blocks: Blocks, weights: NDArray[np.int32], groups: Groups, seed: int
+) -> Iterator[tuple[str, NDArray[np.int32]]]:
+    """Yields assignments by :mod:`~lightning_gnn.partition.streaming`, with edges balanced tightly and loosely.
+
+    A part holds at most 1.1 times the mean of nodes (1.3 in the second), of in-edges what `EDGE_BOUNDS` allow, of other weights
+    `SHARE_BOUND`; or the mean, rounded up, or the heaviest node, if more. Where that could not be kept, the name says so.
+
+    Args:
+        blocks: the graph, read up to thirteen times for the first candidate and six for the second.
+        weights: int32 ``[N, W]``: ones, in-degrees, and what else is balanced.
+        groups: parts, by machines.
+        seed: of ties and of METIS.
+
+    Raises:
+        MetisUnavailable: METIS cannot be called with several weights.
+    """
+    parts = devices(groups)
+    machine = np.zeros(len(parts), np.int64)
+    for number, each in enumerate(groups):
+        machine[devices(each)] = 0 if isinstance(each, int) else number
+    cluster, coarse = cluster_graph(blocks, weights, len(parts), seed)
+    by_cluster = np.stack([np.bincount(cluster, each, coarse.num_nodes) for each in weights.T], 1).astype(np.int64)
+    mean, heaviest = by_cluster.sum(0) / len(parts), weights.max(0, initial=0)
+    for bound in EDGE_BOUNDS:
+        bounds = np.array([max(bound, 1.1), bound, *[SHARE_BOUND] * (weights.shape[1] - 2)])
+        most = np.maximum(np.maximum(np.floor(bounds * mean), np.ceil(mean)), np.maximum(heaviest, 1)).astype(np.int64)
+        part = _cut_within(bounds, coarse, groups, by_cluster, seed)[cluster]
+        load = refine_parts(blocks, part, weights, most, machine, seed)
+        over = "" if (load <= most).all() else ", not kept"
+        yield f"nodes and edges within {bound}{over}", part
 
 
 def kaminpar_candidates(

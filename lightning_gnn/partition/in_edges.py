@@ -14,12 +14,11 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-import numba
 import numpy as np
 
+from lightning_gnn.partition.adjacency import compiled
 from lightning_gnn.partition.shard import Ids, ShortIds, id_dtype
-
-compiled: Any = numba.njit(cache=True, nogil=True)
+from lightning_gnn.partition.streaming import mix
 
 PIECE = 1 << 22
 """Edges that are read at once."""
@@ -71,11 +70,7 @@ def _sort(
     names: list[Path], folder: Path, edge_index: ShortIds, num_nodes: int, memory: int, told: Callable[[int], None]
 ) -> None:
     num_edges = edge_index.shape[1]
-    indptr = np.zeros(num_nodes + 1, np.int64)
-    for source, target, _ in _pieces(edge_index):
-        _count(target, indptr)
-        told(len(source))
-    np.cumsum(indptr, out=indptr)
+    indptr = np.concatenate([[0], np.cumsum(in_degrees(edge_index, num_nodes, told))])
     np.save(names[0], indptr)
     dtypes = id_dtype(num_nodes), id_dtype(num_edges)
     ranges = _ranges(indptr, max(1, memory // sum(dtype.itemsize for dtype in dtypes)))
@@ -94,6 +89,27 @@ def _sort(
             for file, column in zip(files, columns):
                 column.tofile(file)
             del columns  # before those of the next range are there
+
+
+def in_degrees(edge_index: ShortIds, num_nodes: int, told: Callable[[int], None] = lambda _: None) -> Ids:
+    """Returns the number of in-edges of each node, int64 ``[N]``, of a list ``[2, E]`` that may be memory-mapped."""
+    counts = np.zeros(num_nodes, np.int64)
+    for begin in range(0, edge_index.shape[1], PIECE):
+        targets = edge_index[1, begin : begin + PIECE]
+        _count(targets, counts)
+        told(len(targets))
+    return counts
+
+
+def is_symmetric(edge_index: ShortIds) -> bool:
+    """Returns whether each edge has its opposite in a list ``[2, E]``, as often as it is there itself.
+
+    By sums of hashes: wrong for one of 2^64 lists without opposites.
+    """
+    total = np.zeros(1, np.uint64)
+    for begin in range(0, edge_index.shape[1], PIECE):
+        _add_hashes(*edge_index[:, begin : begin + PIECE], total)
+    return not total[0]
 
 
 def write_header(file: Any, shape: tuple[int, ...], dtype: np.dtype[Any]) -> None:
@@ -161,9 +177,17 @@ def _records(file: Any, dtype: np.dtype[Any]) -> Iterator[tuple[ShortIds, ShortI
 
 
 @compiled
-def _count(target, indptr):  # type: ignore[no-untyped-def]
+def _count(target, counts):  # type: ignore[no-untyped-def]
     for edge in range(len(target)):
-        indptr[target[edge] + 1] += 1
+        counts[target[edge]] += 1
+
+
+@compiled
+def _add_hashes(source, target, total):  # type: ignore[no-untyped-def]
+    """Adds the hash of each edge, and takes away that of its opposite; numbers wrap around."""
+    for edge in range(len(source)):
+        one, other = np.uint64(source[edge]), np.uint64(target[edge])
+        total[0] += mix(one ^ mix(other)) - mix(other ^ mix(one))
 
 
 @compiled

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import os
 from functools import cache
 from typing import Any
 
@@ -13,7 +12,6 @@ from numpy.typing import NDArray
 
 from lightning_gnn.partition.adjacency import Adjacency
 
-_BYTES_PER_EDGE = 160  # METIS's working memory per directed edge, measured 95 to 160, most at few edges per node
 _OPTIONS, _CUTS, _SEED, _NUMBERING = 40, 7, 8, 17  # METIS_NOPTIONS, the indices of three options (metis.h, 5.1)
 
 FEW_PARTS = 8
@@ -22,21 +20,6 @@ FEW_PARTS = 8
 
 class MetisUnavailable(RuntimeError):
     """The library cannot be called with several constraints; says why."""
-
-
-def check_memory(num_edges: int) -> None:
-    """Raises MemoryError if METIS needs more than is free for so many directed edges."""
-    try:
-        available = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    except (ValueError, OSError, AttributeError):
-        return  # unknown on this system
-    needed = num_edges * _BYTES_PER_EDGE
-    if needed > available:
-        raise MemoryError(
-            f"METIS needs about {needed / 1e9:.0f} GB for {num_edges:,} edges, and {available / 1e9:.0f} GB are free. Use "
-            'partition="kaminpar", which takes a fraction of that (pip install lightning-gnn[kaminpar]), "random", or partition '
-            "elsewhere and pass the rank of every node, partition=array."
-        )
 
 
 def part_graph(
@@ -50,6 +33,7 @@ def part_graph(
         num_parts,
         pymetis.CSRAdjacency(graph.indptr.astype(dtype, copy=False), graph.indices.astype(dtype, copy=False)),
         vweights=weights,
+        eweights=graph.weights,
         recursive=False,
         options=pymetis.Options(seed=seed),
     )
@@ -82,11 +66,26 @@ def part_graph_constrained(
     options[_SEED], options[_NUMBERING], options[_CUTS] = seed, 0, 4 if halve else 1
     cut, part = np.zeros(1, dtype), np.zeros(graph.num_nodes, dtype)
     indptr, indices = (each.astype(dtype, copy=False) for each in (graph.indptr, graph.indices))
+    edge_weights = None if graph.weights is None else graph.weights.astype(dtype, copy=False)
     flat = np.ascontiguousarray(weights, dtype)
     allowed = np.zeros(2 * len(bounds), np.float32)  # room for 8-byte reals
     allowed[: len(bounds)] = bounds
 
-    arguments = (count, constraints, indptr, indices, flat, None, None, parts, None, allowed, options, cut, part)
+    arguments = (
+        count,
+        constraints,
+        indptr,
+        indices,
+        flat,
+        None,
+        edge_weights,
+        parts,
+        None,
+        allowed,
+        options,
+        cut,
+        part,
+    )
     code = (bisection if halve else k_way)(*(_pointer(argument) for argument in arguments))
     if code != 1:
         raise MetisUnavailable(f"METIS returned {code}")

@@ -22,7 +22,8 @@ from lightning_gnn.data.attributes import STAND_INS
 from lightning_gnn.data.shards import Cut
 from lightning_gnn.data.sources import MASKS
 from lightning_gnn.partition.adjacency import Adjacency
-from lightning_gnn.partition.metis import check_memory, part_graph
+from lightning_gnn.partition.budget import check_metis
+from lightning_gnn.partition.metis import part_graph
 from lightning_gnn.partition.types import ONE_TYPE
 from lightning_gnn.sampling.graph_store import GraphStore
 from lightning_gnn.sampling.hops import induced_subgraph, sample_hops
@@ -175,7 +176,7 @@ def cluster_draw(cut: Cut, rank: int, num_clusters: int, seed: int) -> Draw:
     inside = np.asarray(cut.edge_index_of(rank))
     inside = inside[:, inside[0] < owned]
     if owned > num_clusters > 1:
-        check_memory(inside.shape[1])
+        check_metis(inside, owned)
         part = torch.from_numpy(part_graph(Adjacency.of(inside, owned), num_clusters, seed)).long()
     else:
         part = torch.arange(owned) % num_clusters

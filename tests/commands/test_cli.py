@@ -13,6 +13,7 @@ from processes import REPOSITORY, run
 
 from lightning_gnn import GraphDataModule, cli
 from lightning_gnn.commands import doctor as doctor_command
+from lightning_gnn.commands import partition as partitioning
 from lightning_gnn.commands.doctor import Check, check_launcher_variables, check_store, check_versions, doctor
 from lightning_gnn.commands.exchange import time_exchange
 from lightning_gnn.commands.graph_cli import num_ranks
@@ -96,6 +97,26 @@ def test_partition_without_a_config(store, monkeypatch, capsys):
     assert f"{report['halo_rows'][2]:,.1f} kB" in output  # 250 columns of float32 are 1 kB
     assert "Rows of 250 columns, float32" in output
     assert f"replication {1 + sum(report['halo_rows']) / GRAPH['num_nodes']:.2f}" in output
+
+
+@pytest.mark.parametrize(
+    ("asked", "free", "said"),
+    [
+        ([], None, "partition: metis, is asked for"),
+        ([], 1, 'partition: metis, is asked for and does not fit: use "auto"'),
+        (["--data.partition=auto"], None, "partition: auto, takes the first that fits"),
+        (["--data.partition=auto"], 1, "partition: auto, would fail: No partitioner fits"),
+        (["--data.partition=random"], 1, "partition: random, has no row: it takes little"),
+    ],
+)
+def test_a_dry_run_of_partition_says_what_it_would_take(store, monkeypatch, capsys, asked, free, said):
+    monkeypatch.setattr(partitioning, "available_bytes", lambda: free)
+    partition([*DATA, "--parts=3", "--dry-run", *asked])
+    out = capsys.readouterr().out
+    assert said in out and (" yes │" in out) == (free is None)
+    for method in ("metis", "kaminpar", "kaminpar_compressed", "streaming"):
+        assert f"│ {method} " in out
+    assert not list(store.glob("*/manifest.json"))
 
 
 def test_partition_says_what_is_wrong_with_the_source(store):
@@ -267,6 +288,7 @@ def test_names_the_nearest_key_of_a_file(written, meant, nearest, tmp_path, monk
         (["partition", DGCL, "--trainer.strategy=ddp"], "DDPStrategy does not split the graph"),
         (["partition", *DATA], "give --parts"),
         (["partition", *DATA, "--parts=0"], "above 0"),
+        (["partition", *DATA, "--parts=2", "--trainer.strategy=vertex_cut", "--dry-run"], "partitioners of nodes"),
         (["partition", "--parts=2"], "required: data"),
     ],
 )

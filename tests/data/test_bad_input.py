@@ -314,8 +314,8 @@ ARGUMENTS: dict[str, tuple[dict[str, Any], str]] = {
     "seed_float": ({"seed": 0.5}, "seed must be an integer of at least 0 .got 0.5"),
     "partition_name": (
         {"partition": "louvain"},
-        "'metis', 'metis_masks', 'metis_cover', 'kaminpar', 'kaminpar_compressed', 'random', 'contiguous' or the rank of every "
-        "node .got 'louvain'",
+        "'auto', 'metis', 'metis_masks', 'metis_cover', 'kaminpar', 'kaminpar_compressed', 'streaming', "
+        "'random', 'contiguous' or the rank of every node .got 'louvain'",
     ),
     "partition_ragged": ({"partition": [[0], [1, 1]]}, "rank of every node, one integer each"),
     "partition_matrix": ({"partition": torch.zeros(6, 1).long()}, r"one integer each .got shape \[6, 1\]"),

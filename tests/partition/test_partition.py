@@ -30,7 +30,7 @@ KAMINPAR = kaminpar.METHODS if kaminpar.is_installed() else ()
 
 
 @examples(100)
-@given(graphs(), st.sampled_from(["metis", "random", *KAMINPAR]))
+@given(graphs(), st.sampled_from(["metis", "streaming", "auto", "random", *KAMINPAR]))
 def test_every_part_gets_its_share_of_each_mask(graph, method):
     edge_index, nodes, parts, rng = graph
     split = rng.integers(0, 3, nodes)
@@ -179,7 +179,7 @@ def ring(nodes: int) -> np.ndarray:
     return np.stack([ids, (ids + 1) % nodes])
 
 
-@pytest.mark.parametrize("method", ["metis", *KAMINPAR])
+@pytest.mark.parametrize("method", ["metis", "streaming", *KAMINPAR])
 def test_the_cut_of_a_ring(method):
     assert assign_nodes(ring(100), 100, 2, method).report.cut_edges == 2
 
@@ -263,12 +263,6 @@ def test_falls_back_with_a_warning_where_metis_cannot_be_called(monkeypatch):
 def test_errors_say_what_to_do(method, words):
     with pytest.raises(ValueError, match=words):
         assign_nodes(ring(10), 10, 2, method)
-
-
-def test_memory_is_checked_before_metis_starts(monkeypatch):
-    monkeypatch.setattr(metis.os, "sysconf", lambda name: 1)
-    with pytest.raises(MemoryError, match=r'Use partition="kaminpar".*lightning-gnn\[kaminpar\]'):
-        assign_nodes(ring(100), 100, 2)
 
 
 def test_metis_balances_masks_and_the_report_counts_them():

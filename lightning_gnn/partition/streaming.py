@@ -1,0 +1,403 @@
+"""An edge cut in memory that grows with nodes, not with edges: the graph is read in blocks of rows, several times.
+
+Semi-external multilevel partitioning (Akhremtsev, Sanders and Schulz, arXiv:1404.4887): clusters by size-constrained label
+propagation over the stream; METIS on the graph of clusters, which is small; then passes in which single nodes move between parts
+where that cuts fewer edges and keeps to the bounds. Buffered one-pass methods (HeiStream, arXiv:2102.09384; CUTTANA,
+arXiv:2312.08356) place a node for good by what has been read so far; these passes see the whole graph.
+
+N nodes, E entries of rows, P parts, C clusters, W weights that are balanced.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from lightning_gnn.partition.adjacency import Adjacency, compiled
+
+CLUSTERS_PER_PART = 128
+"""At least so many, as far as nodes go: a cluster may weigh so small a share of a part, and METIS can balance them."""
+
+CLUSTER_PASSES, REFINE_PASSES = 5, 4
+"""Over the whole stream; those of refinement end when one moves fewer than 0.1 % of the nodes."""
+
+PAIRS_PER_NODE, LEAST_PAIRS = 0.5, 1 << 18
+"""Pairs of neighbouring clusters that are kept, the heaviest: METIS takes 200 to 300 bytes for each."""
+
+ENTRIES = 1 << 20
+"""Of a block: what is read at once."""
+
+Block = tuple[int, NDArray[np.int64], NDArray[np.integer]]
+"""The first node of a range, where each one's neighbours begin, int64 ``[n + 1]`` from 0, and the neighbours."""
+
+
+class Blocks(Protocol):
+    """A graph that is read in ranges of nodes, from the first to the last, any number of times."""
+
+    @property
+    def num_nodes(self) -> int: ...
+
+    def __iter__(self) -> Iterator[Block]: ...
+
+
+@dataclass(frozen=True)
+class RowBlocks:
+    """Ranges of rows of one or two CSR arrays, in memory or memory-mapped, which are sliced and never copied whole.
+
+    Neighbours of a node are those in its rows of all, so in-edges and out-edges together make an undirected graph. Self-loops are
+    passed over; a neighbour that is named twice counts twice.
+
+    Attributes:
+        rows: pairs of ``indptr``, int ``[N + 1]``, and ``indices``, int ``[E]``, or what is sliced like these.
+        entries: of a block, beyond which only a single row goes.
+    """
+
+    rows: tuple[tuple[Any, Any], ...]
+    entries: int = ENTRIES
+
+    @property
+    def num_nodes(self) -> int:
+        return len(self.rows[0][0]) - 1
+
+    def __iter__(self) -> Iterator[Block]:
+        first = 0
+        while first < self.num_nodes:
+            # As many rows as fit; the offsets are read in ranges, too.
+            near = [np.asarray(indptr[first : first + self.entries // 4 + 2], np.int64) for indptr, _ in self.rows]
+            begin = [int(each[0]) for each in near]
+            total = sum(each - each[0] for each in near)
+            count = max(1, int(np.searchsorted(total, self.entries, "right")) - 1)
+            pieces = [
+                (each[: count + 1] - start, np.asarray(indices[start : int(each[count])]))
+                for each, start, (_, indices) in zip(near, begin, self.rows)
+            ]
+            yield (first, *(pieces[0] if len(pieces) == 1 else _side_by_side(pieces, total[: count + 1])))
+            first += count
+
+
+def _side_by_side(pieces: list[Any], indptr: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.integer]]:
+    indices, before = np.empty(indptr[-1], np.int64), np.zeros(len(indptr) - 1, np.int64)
+    for offsets, values in pieces:
+        lengths = np.diff(offsets)
+        indices[np.arange(len(values)) + np.repeat(indptr[:-1] + before - offsets[:-1], lengths)] = values
+        before += lengths
+    return indptr, indices
+
+
+def cluster_graph(
+    blocks: Blocks, weights: NDArray[np.int32], num_parts: int, seed: int = 0
+) -> tuple[NDArray[np.int32], Adjacency]:
+    """Returns the cluster of each node, int32 ``[N]``, and the graph of clusters with the number of edges between them.
+
+    Args:
+        blocks: the graph.
+        weights: int32 ``[N, W]``; no cluster of several nodes has more of one than its share of a part.
+        num_parts: P.
+        seed: of ties.
+    """
+    num_nodes = blocks.num_nodes
+    most = np.clip(weights.sum(0, np.int64) // (num_parts * CLUSTERS_PER_PART), 1, np.iinfo(np.int32).max)
+    cluster, load = np.arange(num_nodes, dtype=np.int32), weights.copy()
+    counts = np.zeros(num_nodes, np.int32)
+    for step in range(CLUSTER_PASSES):
+        moved = 0
+        for first, indptr, indices in blocks:
+            moved += _propagate(first, indptr, indices, cluster, load, weights, most, counts, seed + step)
+        if moved <= num_nodes // 1000:
+            break
+    # Single nodes whose neighbours' clusters are full join others that wanted the same one, as KaMinPar's do (two hops).
+    waiting = np.full(num_nodes + 1, -1, np.int32)
+    for first, indptr, indices in blocks:
+        _join(first, indptr, indices, cluster, load, weights, most, counts, waiting, seed)
+    num_clusters = _renumber(cluster, counts)
+    del load, waiting, counts
+    pairs = PairCounts(max(LEAST_PAIRS, int(PAIRS_PER_NODE * num_nodes)))
+    for first, indptr, indices in blocks:
+        pairs.add(first, indptr, indices, cluster)
+    return cluster, pairs.graph(num_clusters)
+
+
+def refine_parts(
+    blocks: Blocks,
+    part: NDArray[np.int32],
+    weights: NDArray[np.int32],
+    most: NDArray[np.int64],
+    machine: NDArray[np.integer],
+    seed: int = 0,
+) -> NDArray[np.int64]:
+    """Moves nodes to where most of their neighbours are, in place; returns the parts' weights, int64 ``[P, W]``.
+
+    No part gets above `most`. What is above it when the passes begin is moved away, at first where that costs no edge and then at
+    any price, to parts that have room; what finds none stays.
+
+    Args:
+        part: int32 ``[N]``.
+        weights: int32 ``[N, W]``.
+        most: that a part may hold, ``[W]``.
+        machine: of each part, ``[P]``: a neighbour in another part of the same one counts for a half.
+    """
+    load = np.stack([np.bincount(part, each, len(machine)) for each in weights.T], 1).astype(np.int64)
+    shared = len(np.unique(machine)) > 1
+    for step in range(REFINE_PASSES + 2):
+        force = step >= REFINE_PASSES
+        if force and (load <= most).all():
+            break
+        moved = 0
+        for first, indptr, indices in blocks:
+            moved += _move(first, indptr, indices, part, load, weights, most, machine, shared, force, seed + step)
+        if not force and moved <= blocks.num_nodes // 1000 and (load <= most).all():
+            break
+    return load
+
+
+class PairCounts:
+    """How many edges lie between clusters, of the heaviest pairs, in a table of fixed size.
+
+    When the table is full, the lightest half goes: what is counted later of these begins anew.
+    """
+
+    def __init__(self, capacity: int) -> None:
+        size = 1 << int(capacity * 4 // 3).bit_length()
+        self.keys, self.counts = np.full(size, -1, np.int64), np.zeros(size, np.int32)
+        self.capacity, self.used = capacity, 0
+
+    def add(
+        self, first: int, indptr: NDArray[np.int64], indices: NDArray[np.integer], cluster: NDArray[np.int32]
+    ) -> None:
+        row = 0
+        while row < len(indptr) - 1:
+            row, self.used = _count_pairs(
+                first, row, indptr, indices, cluster, self.keys, self.counts, self.used, self.capacity
+            )
+            if self.used > self.capacity:
+                self._drop()
+
+    def _drop(self) -> None:
+        there = np.flatnonzero(self.keys >= 0)
+        keys, counts = self.keys[there], self.counts[there]
+        room = self.capacity // 2
+        least = np.partition(counts, len(counts) - room)[len(counts) - room]
+        kept = counts > least
+        kept[np.flatnonzero(counts == least)[: room - np.count_nonzero(kept)]] = True
+        self.keys.fill(-1)
+        self.counts.fill(0)
+        _insert(keys[kept], counts[kept], self.keys, self.counts)
+        self.used = room
+
+    def graph(self, num_clusters: int) -> Adjacency:
+        """Returns the graph of clusters; empties the table."""
+        there = np.flatnonzero(self.keys >= 0)
+        keys, counts = self.keys[there], self.counts[there]
+        del self.keys, self.counts, there
+        order = np.argsort(keys)
+        one, other = np.divmod(keys[order], 1 << 32)
+        indptr = np.zeros(num_clusters + 1, np.int64)
+        np.cumsum(np.bincount(one, minlength=num_clusters) + np.bincount(other, minlength=num_clusters), out=indptr[1:])
+        indices, weights = np.empty(2 * len(keys), np.int32), np.empty(2 * len(keys), np.int32)
+        _fill(one, other, counts[order], indptr[:-1].copy(), indices, weights)
+        return Adjacency(indptr, indices, weights)
+
+
+@compiled
+def mix(value):  # type: ignore[no-untyped-def]
+    """Returns a number that orders ties: splitmix64's last steps."""
+    mixed = np.uint64(value) * np.uint64(0x9E3779B97F4A7C15)
+    mixed = (mixed ^ (mixed >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    mixed = (mixed ^ (mixed >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return mixed ^ (mixed >> np.uint64(31))
+
+
+@compiled
+def _fits(load, group, weights, node, most):  # type: ignore[no-untyped-def]
+    for each in range(len(most)):  # noqa: SIM110 - compiled
+        if np.int64(load[group, each]) + weights[node, each] > most[each]:
+            return False
+    return True
+
+
+@compiled
+def _propagate(first, indptr, indices, cluster, load, weights, most, counts, seed):  # type: ignore[no-untyped-def]
+    """Moves each node of a block to the cluster of most of its neighbours that has room; returns how many moved."""
+    moved = 0
+    for row in range(len(indptr) - 1):
+        node = first + row
+        begin, end = indptr[row], indptr[row + 1]
+        own = cluster[node]
+        for place in range(begin, end):
+            if indices[place] != node:
+                counts[cluster[indices[place]]] += 1
+        best, most_edges, salt = own, counts[own], node ^ (seed << 40)
+        counts[own] = 0
+        for place in range(begin, end):
+            there = cluster[indices[place]]
+            edges = counts[there]
+            if edges:
+                counts[there] = 0
+                better = edges > most_edges
+                if edges == most_edges == 1:  # the larger grows: else clusters stay small where all counts are
+                    size, other = load[there, 0], load[best, 0] - (best == own)
+                    better = size > other or (size == other and best != own and mix(there ^ salt) < mix(best ^ salt))
+                elif edges == most_edges and best != own:
+                    better = mix(there ^ salt) < mix(best ^ salt)
+                if better and _fits(load, there, weights, node, most):
+                    best, most_edges = there, edges
+        if best != own:
+            cluster[node] = best
+            for each in range(len(most)):
+                load[own, each] -= weights[node, each]
+                load[best, each] += weights[node, each]
+            moved += 1
+    return moved
+
+
+@compiled
+def _join(first, indptr, indices, cluster, load, weights, most, counts, waiting, seed):  # type: ignore[no-untyped-def]
+    """Gives single nodes to a cluster of others whose favourite is the same; the last entry of `waiting` is of isolated nodes."""
+    for row in range(len(indptr) - 1):
+        node = first + row
+        own = cluster[node]
+        alone = own == node
+        for each in range(len(most)):
+            alone &= load[own, each] == weights[node, each]
+        if not alone:
+            continue
+        begin, end = indptr[row], indptr[row + 1]
+        favourite, most_edges, salt = len(cluster), 0, seed << 40
+        for place in range(begin, end):
+            if indices[place] != node:
+                counts[cluster[indices[place]]] += 1
+        for place in range(begin, end):
+            there = cluster[indices[place]]
+            edges = counts[there]
+            if edges:
+                counts[there] = 0
+                if edges > most_edges or (edges == most_edges and mix(there ^ salt) < mix(favourite ^ salt)):
+                    favourite, most_edges = there, edges
+        open_one = waiting[favourite]
+        if open_one >= 0 and open_one != own and _fits(load, open_one, weights, node, most):
+            cluster[node] = open_one
+            for each in range(len(most)):
+                load[own, each] -= weights[node, each]
+                load[open_one, each] += weights[node, each]
+        else:
+            waiting[favourite] = own
+
+
+@compiled
+def _renumber(cluster, numbers):  # type: ignore[no-untyped-def]
+    """Numbers clusters in the order of their first nodes, in place; returns how many there are."""
+    numbers[:] = -1
+    found = 0
+    for node in range(len(cluster)):
+        if numbers[cluster[node]] < 0:
+            numbers[cluster[node]] = found
+            found += 1
+        cluster[node] = numbers[cluster[node]]
+    return found
+
+
+@compiled
+def _count_pairs(first, row, indptr, indices, cluster, keys, counts, used, capacity):  # type: ignore[no-untyped-def]
+    """Counts edges between clusters from a row on, until the table is full; returns the next row, and the pairs in it."""
+    mask = np.uint64(len(keys) - 1)
+    while row < len(indptr) - 1 and used <= capacity:
+        one = np.int64(cluster[first + row])
+        for place in range(indptr[row], indptr[row + 1]):
+            other = np.int64(cluster[indices[place]])
+            if one != other:
+                key = (min(one, other) << 32) | max(one, other)
+                slot = mix(key) & mask
+                while keys[slot] != key and keys[slot] >= 0:
+                    slot = (slot + np.uint64(1)) & mask
+                if keys[slot] < 0:
+                    if used > capacity and used + 1 >= len(keys):
+                        continue  # a row of more pairs than there is room for
+                    keys[slot] = key
+                    used += 1
+                counts[slot] += 1
+        row += 1
+    return row, used
+
+
+@compiled
+def _insert(new_keys, new_counts, keys, counts):  # type: ignore[no-untyped-def]
+    mask = np.uint64(len(keys) - 1)
+    for place in range(len(new_keys)):
+        slot = mix(new_keys[place]) & mask
+        while keys[slot] >= 0:
+            slot = (slot + np.uint64(1)) & mask
+        keys[slot], counts[slot] = new_keys[place], new_counts[place]
+
+
+@compiled
+def _fill(one, other, counts, free, indices, weights):  # type: ignore[no-untyped-def]
+    for pair in range(len(one)):
+        a, b = one[pair], other[pair]
+        indices[free[a]], indices[free[b]] = b, a
+        weights[free[a]], weights[free[b]] = counts[pair], counts[pair]
+        free[a] += 1
+        free[b] += 1
+
+
+@compiled
+def _move(  # type: ignore[no-untyped-def]
+    first, indptr, indices, part, load, weights, most, machine, shared, force, seed
+):
+    """Moves nodes of a block between parts; returns how many."""
+    num_parts, num_weights, moved = len(load), len(most), 0
+    edges, around = np.zeros(num_parts, np.int64), np.zeros(num_parts, np.int64)
+    for row in range(len(indptr) - 1):
+        node = first + row
+        own = part[node]
+        begin, end = indptr[row], indptr[row + 1]
+        edges[:] = 0
+        inside = True
+        for place in range(begin, end):
+            if indices[place] != node:
+                there = part[indices[place]]
+                edges[there] += 1
+                inside &= there == own
+        worst, fullness = 0.0, 0.0
+        for each in range(num_weights):
+            share = load[own, each] / most[each]
+            fullness += share
+            if weights[node, each]:
+                worst = max(worst, share)
+        over = worst > 1
+        if inside and not (over and (force or begin == end)):
+            continue
+        if shared:
+            around[:] = 0
+            for there in range(num_parts):
+                around[machine[there]] += edges[there]
+        stays = 2 * edges[own] + (around[machine[own]] - edges[own] if shared else 0)
+        best, best_score, best_fullness = own, stays, fullness
+        if over and force:
+            best_score, best_fullness = np.int64(-1), np.inf
+        for there in range(num_parts):
+            if there == own:
+                continue
+            score = 2 * edges[there] + (around[machine[there]] - edges[there] if shared else 0)
+            if score < best_score:
+                continue
+            then, full = 0.0, 0.0
+            for each in range(num_weights):
+                share = (load[there, each] + weights[node, each]) / most[each]
+                full += share
+                if weights[node, each]:
+                    then = max(then, share)
+            if then > 1 and then >= worst:
+                continue
+            if score > best_score or full < best_fullness:
+                best, best_score, best_fullness = there, score, full
+        if best != own:
+            part[node] = best
+            for each in range(num_weights):
+                load[own, each] -= weights[node, each]
+                load[best, each] += weights[node, each]
+            moved += 1
+    return moved
