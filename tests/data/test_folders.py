@@ -24,7 +24,7 @@ from lightning_gnn.data.loading import graph_digests
 from lightning_gnn.data.sources import MASKS
 from lightning_gnn.data.store import read_cut
 from lightning_gnn.datamodules import stored_graph
-from lightning_gnn.partition import in_edges
+from lightning_gnn.partition import edge_cut, in_edges
 from lightning_gnn.partition.in_edges import InEdges, PartEdges
 from lightning_gnn.partition.layout import LayoutSpec
 from lightning_gnn.partition.shard import Relabelling, edge_cut_parts
@@ -363,3 +363,48 @@ def test_a_folder_trains_as_the_graph_in_memory(ranks, strategy, tmp_path):
     for found in run:
         assert torch.allclose(found["out"], wanted["out"], atol=1e-5)
         assert found["logged"] == pytest.approx(wanted["logged"], abs=1e-5)
+
+
+# Partitioners #################################################################
+
+
+@pytest.mark.parametrize("both_ways", [True, False])
+def test_edges_are_streamed_from_files(both_ways, tmp_path, monkeypatch):
+    """No list of edges is made symmetric in memory; of a graph with one direction only, out-edges are sorted, too."""
+    monkeypatch.setattr(edge_cut.Adjacency, "of", None)
+    graph = planted_partition(400, num_classes=4, num_features=4, homophily=0.95, seed=2)
+    if not both_ways:
+        graph.edge_index = graph.edge_index[:, graph.edge_index[0] < graph.edge_index[1]]
+    sorted_in = []
+    sort = in_edges._sort
+    monkeypatch.setattr(in_edges, "_sort", lambda *args: (sorted_in.append(args[1].name), sort(*args)))
+    data = GraphDataModule(str(own(tmp_path / "graph", graph)), store=tmp_path / "store", partition="streaming")
+    cut = read_cut(tmp_path / "store" / data.build(LayoutSpec("edge_cut", 4)))
+    assert len(sorted_in) == (1 if both_ways else 2)
+    halo, report = sum(map(len, cut.halos)), cut.report
+    assert report["method"] == "streaming" and report["node_balance"] <= 1.1 and report["edge_balance"] <= 1.31
+    drawn = GraphDataModule(str(tmp_path / "graph"), store=tmp_path / "store", partition="random")
+    random = read_cut(tmp_path / "store" / drawn.build(LayoutSpec("edge_cut", 4)))
+    assert halo < 0.7 * sum(map(len, random.halos))
+    assert torch.equal(cut.graph().edge_index, graph.edge_index)
+
+
+def test_a_folder_takes_the_best_partitioner_that_fits(tmp_path, monkeypatch):
+    folder = str(own(tmp_path / "graph"))
+    for free, method in ((10**9, "metis"), (60_000, "streaming")):
+        monkeypatch.setattr(edge_cut, "available_bytes", lambda free=free: free)
+        monkeypatch.setattr("lightning_gnn.partition.streaming.LEAST_PAIRS", 100)
+        data = GraphDataModule(folder, store=tmp_path / method)
+        assert read_cut(tmp_path / method / data.build(THREE)).report["method"] == method
+    monkeypatch.setattr(edge_cut, "available_bytes", lambda: 1000)
+    with pytest.raises(MemoryError, match="No partitioner fits: 'streaming' needs the least"):
+        GraphDataModule(folder, store=tmp_path / "none").build(THREE)
+
+
+@settings(deadline=None, max_examples=40)
+@given(edges_of_graphs, st.sampled_from([np.int32, np.int64]))
+def test_symmetry_is_seen(graph, dtype):
+    edge_index = np.array(graph[1], dtype).reshape(-1, 2).T
+    pairs, opposite = (sorted(map(tuple, each)) for each in (edge_index.T.tolist(), edge_index[::-1].T.tolist()))
+    assert in_edges.is_symmetric(edge_index) == (pairs == opposite)
+    assert in_edges.is_symmetric(np.concatenate([edge_index, edge_index[::-1]], 1))
