@@ -17,14 +17,15 @@ import numpy as np
 import torch
 from lightning.pytorch.utilities.seed import isolate_rng
 from torch import Tensor
-from torch_geometric.data import Data, Dataset, HeteroData
+from torch_geometric.data import Data, Dataset, FeatureStore, GraphStore, HeteroData
 from torch_geometric.data.data import BaseData
 
 from lightning_gnn.data.attributes import TO_PREDICT_LINKS
 from lightning_gnn.data.folders import is_folder, read_folder
 
-Source: TypeAlias = str | Dataset | Data | HeteroData | Callable[..., Any]
-"""A PyG dataset, a ``Data``, a ``HeteroData``, a callable that returns one of these, the path of one, or of a folder."""
+Source: TypeAlias = str | Dataset | Data | HeteroData | tuple[FeatureStore, GraphStore] | Callable[..., Any]
+"""A PyG dataset, a ``Data``, a ``HeteroData``, a pair of PyG's stores, a callable that returns one of these, the path of one, or
+of a folder."""
 
 
 def load_source(
@@ -72,6 +73,8 @@ def load_source(
         raise ValueError(f"source_args={dict(args)} needs a callable or an import path as source (got {name}).")
     if isinstance(loaded, (Data, HeteroData)):
         return loaded, None
+    if isinstance(loaded, (tuple, list)) and [*map(_kind_of_store, loaded)] == [FeatureStore, GraphStore]:
+        return graph_in_stores(*loaded), None
     is_dataset = hasattr(loaded, "__getitem__") and hasattr(loaded, "__len__")
     graphs = loaded if is_dataset and not isinstance(loaded, (BaseData, Mapping, str)) else [loaded]
     try:
@@ -99,6 +102,37 @@ def load_source(
             "Pick one: GraphDataModule(dataset[0])."
         )
     return first, split
+
+
+def _kind_of_store(value: object) -> type | None:
+    kinds = () if isinstance(value, BaseData) else (FeatureStore, GraphStore)
+    return next((kind for kind in kinds if isinstance(value, kind)), None)
+
+
+def graph_in_stores(features: FeatureStore, edges: GraphStore) -> Data | HeteroData:
+    """Returns the graph in a pair of PyG's stores, as its loaders take it: all tensors of nodes and edges, without types where
+    there is one type of each."""
+    rows, columns, _ = edges.coo()
+    if isinstance(rows, Tensor):  # without types
+        rows, columns = {None: rows}, {None: columns}
+    if not rows:
+        raise ValueError(f"{type(edges).__name__} has no edges: get_all_edge_attrs() names none.")
+    groups: dict[Any, dict[str, Tensor]] = {}
+    for attr in features.get_all_tensor_attrs():
+        found = features.get_tensor(group_name=attr.group_name, attr_name=attr.attr_name, index=None)
+        groups.setdefault(attr.group_name, {})[attr.attr_name] = torch.as_tensor(found)
+    ends = {kind: torch.stack([rows[kind], columns[kind]]) for kind in rows}
+    [first, *others] = ends
+    of_nodes = [name for name in groups if not isinstance(name, tuple)]
+    if not others and (first is None or (first[0] == first[2] and of_nodes == [first[0]])):
+        values = {name: value for group in groups.values() for name, value in group.items()}
+        return Data(edge_index=ends[first], **values)
+    data = HeteroData()
+    for name, group in groups.items():
+        data[name].update(group)
+    for kind, edge_index in ends.items():
+        data[kind].edge_index = edge_index
+    return data
 
 
 def described(source: Source) -> str:

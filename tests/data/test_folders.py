@@ -15,12 +15,13 @@ import torch
 from common import quiet_trainer
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch_geometric.data import Data
+from torch_geometric.data import Data, HeteroData
 from torch_geometric.nn import GraphSAGE
+from torch_geometric.testing import MyFeatureStore, MyGraphStore
 
 from lightning_gnn import GraphDataModule, NodeClassifier, planted_partition
 from lightning_gnn.data.folders import read_folder
-from lightning_gnn.data.loading import graph_digests
+from lightning_gnn.data.loading import graph_digests, load_source
 from lightning_gnn.data.sources import MASKS
 from lightning_gnn.data.store import read_cut
 from lightning_gnn.datamodules import stored_graph
@@ -408,3 +409,44 @@ def test_symmetry_is_seen(graph, dtype):
     pairs, opposite = (sorted(map(tuple, each)) for each in (edge_index.T.tolist(), edge_index[::-1].T.tolist()))
     assert in_edges.is_symmetric(edge_index) == (pairs == opposite)
     assert in_edges.is_symmetric(np.concatenate([edge_index, edge_index[::-1]], 1))
+
+
+# PyG's stores #################################################################
+
+
+def stores(graph: Data, layout: str) -> tuple[MyFeatureStore, MyGraphStore]:
+    features, edges = MyFeatureStore(), MyGraphStore()
+    for name in ("x", "y", *MASKS):
+        features.put_tensor(graph[name], group_name=None, attr_name=name, index=None)
+    source, target = graph.edge_index
+    if layout == "csc":
+        counts = torch.bincount(target, minlength=N)
+        source, target = source[target.argsort(stable=True)], torch.cat([counts.new_zeros(1), counts.cumsum(0)])
+    edges.put_edge_index((source, target), edge_type=None, layout=layout, size=(N, N))
+    return features, edges
+
+
+@pytest.mark.parametrize("layout", ["coo", "csc"])
+def test_a_pair_of_stores(layout, tmp_path):
+    data = GraphDataModule(stores(GRAPH, layout), store=tmp_path)
+    found = data.load()
+    assert torch.equal(found.x, GRAPH.x) and torch.equal(found.train_mask, GRAPH.train_mask)
+    order = GRAPH.edge_index[1].argsort(stable=True)
+    assert torch.equal(found.edge_index, GRAPH.edge_index if layout == "coo" else GRAPH.edge_index[:, order])
+    assert read_cut(tmp_path / data.build(THREE)).report["cut_edges"] > 0
+
+
+def test_a_pair_of_stores_with_types_and_without_edges():
+    features, edges = MyFeatureStore(), MyGraphStore()
+    with pytest.raises(ValueError, match="MyGraphStore has no edges"):
+        load_source((features, edges))
+    for name, size in (("author", 4), ("paper", 5)):
+        features.put_tensor(torch.rand(size, 3), group_name=name, attr_name="x", index=None)
+    ends = torch.tensor([0, 3]), torch.tensor([4, 0])
+    kind = ("author", "writes", "paper")
+    edges.put_edge_index(ends, edge_type=kind, layout="coo", size=(4, 5))
+    found, _ = load_source((features, edges))
+    assert isinstance(found, HeteroData) and torch.equal(found[kind].edge_index, torch.stack(ends))
+    assert found["paper"].x.shape == (5, 3)
+    with pytest.raises(ValueError, match="tuple gives a MyGraphStore"):
+        load_source((edges, features))
