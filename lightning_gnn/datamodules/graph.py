@@ -71,12 +71,12 @@ class GraphDataModule(StoredGraph, L.LightningDataModule):
     from the random numbers of the run.
 
     Args:
-        source: a PyG dataset with one graph, a ``Data`` or ``HeteroData``, a pair ``(feature_store, graph_store)`` as PyG's
-            loaders take it, a callable that returns one of these, or its dotted path, e.g. ``"torch_geometric.datasets.Planetoid"``; or
-            the path of a folder with a graph's files, which are memory-mapped (docs/large-graphs.md). A dataset or ``Data`` is in
-            the memory of every rank that builds it; an import path or a folder is loaded only where it must be partitioned, in a
-            process of its own. Changes of a ``Data`` between stages are followed; those of rank 0, where ranks are processes of
-            their own.
+        source: a PyG dataset with one graph, a ``Data`` or ``HeteroData``, a pair ``(feature_store, graph_store)`` as
+            PyG's loaders take it, a callable that returns one of these, or its dotted path, e.g.
+            ``"torch_geometric.datasets.Planetoid"``; or the path of a folder with a graph's files, which are
+            memory-mapped (docs/large-graphs.md). A dataset or ``Data`` is in the memory of every rank that builds it; an
+            import path or a folder is loaded only where it must be partitioned, in a process of its own. Changes of a
+            ``Data`` between stages are followed; those of rank 0, where ranks are processes of their own.
         source_args: keyword arguments of a callable or import path; numbers, strings, lists and dicts.
         split: fractions of training, validation and test nodes, ``(0.6, 0.2, 0.2)``, for a random split of the labelled
             nodes. Without it, the graph's masks or the dataset's ``get_idx_split()`` (OGB) are used.

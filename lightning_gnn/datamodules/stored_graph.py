@@ -13,7 +13,7 @@ import sys
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from itertools import chain, repeat
 from pathlib import Path
 from typing import Any
@@ -57,7 +57,7 @@ from lightning_gnn.partition.budget import Prediction, predictions
 from lightning_gnn.partition.edge_cut import assign_nodes
 from lightning_gnn.partition.in_edges import InEdges, is_symmetric
 from lightning_gnn.partition.layout import LayoutSpec
-from lightning_gnn.partition.streaming import Blocks, RowBlocks
+from lightning_gnn.partition.streaming import Block, Blocks, RowBlocks
 from lightning_gnn.partition.vertex_cut import assign_edges
 
 EDGE_S = 1.5e-6
@@ -289,7 +289,7 @@ class StoredGraph:
             with writing(self.store), progress_bar("Sorting edges by source", 2 * edge_index.shape[1]) as told:
                 out = InEdges.sorted_in(work / "out", edge_index[::-1], in_edges.num_nodes, memory, told)
             rows.append((out.indptr, out.source))
-        return RowBlocks(tuple(rows))
+        return _Watched(RowBlocks(tuple(rows)))
 
     def assigned(
         self, data: Data | HeteroData, layout: LayoutSpec, blocks: Blocks | None = None
@@ -411,6 +411,26 @@ class StoredGraph:
         finally:
             owner.unlink(missing_ok=True)
             lock.release()
+
+
+@dataclass
+class _Watched:
+    """A graph that is read in blocks, with a bar for each time."""
+
+    blocks: RowBlocks
+    times: int = 0
+
+    @property
+    def num_nodes(self) -> int:
+        return self.blocks.num_nodes
+
+    def __iter__(self) -> Iterator[Block]:
+        self.times += 1
+        entries = sum(len(indices) for _, indices in self.blocks.rows)
+        with progress_bar(f"Partitioning, pass {self.times}", entries) as told:
+            for block in self.blocks:
+                yield block
+                told(len(block[2]))
 
 
 def _held_by(owner: Path) -> str:
