@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import gzip
 import os
+import pickle
 import zipfile
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
@@ -15,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 
 ROWS = 1 << 20
 """Rows of a table, or of an array that is copied, that are in memory at once."""
@@ -23,11 +25,13 @@ NEEDS_PYARROW = "{} is read with pyarrow, which is not installed: pip install li
 
 
 def mapped(file: Path) -> np.ndarray:
-    """Returns a ``.npy`` file, memory-mapped (copy on write)."""
+    """Returns a ``.npy`` file, or a tensor in a ``.pt`` file, memory-mapped (copy on write)."""
     try:
+        if file.suffix == ".pt":
+            return torch.load(file, mmap=True, weights_only=True).numpy()
         return np.load(file, mmap_mode="c", allow_pickle=False)
-    except (OSError, ValueError) as error:
-        raise ValueError(f"{file} cannot be read as a .npy file of numbers: {error}.") from error
+    except (OSError, ValueError, RuntimeError, AttributeError, pickle.UnpicklingError) as error:
+        raise ValueError(f"{file} cannot be read as a {file.suffix} file of numbers: {error}.") from error
 
 
 def mapped_member(file: Path, name: str) -> np.ndarray | None:

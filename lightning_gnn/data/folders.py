@@ -10,6 +10,7 @@ Folders that are known, by what is in them:
 
 from __future__ import annotations
 
+import errno
 import glob
 import json
 from collections.abc import Callable, Mapping, Sequence
@@ -66,6 +67,10 @@ def read_folder(folder: Path, scratch: Path) -> tuple[Data, Split | None]:
         if (folder / name).is_file():
             try:
                 return read(folder, scratch)
+            except OSError as error:
+                if error.errno in (errno.ENOSPC, errno.EDQUOT):
+                    raise
+                raise ValueError(f"{folder} cannot be read: {error}.") from error
             except KeyError as error:
                 raise ValueError(f"{folder / name} has no {error}, which a graph needs.") from error
     raise ValueError(

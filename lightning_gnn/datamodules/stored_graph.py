@@ -12,7 +12,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, replace
 from itertools import chain, repeat
 from pathlib import Path
@@ -141,7 +141,8 @@ class StoredGraph:
         return (torch.initial_seed() + self.seed) % 2**63 if self._draw_seed is None else self._draw_seed
 
     def _prepared_graph(self) -> Data | HeteroData:
-        data, index_split = load_source(self.source, self.source_args, self._converted())
+        with writing(self.store) if is_folder(self.source) else nullcontext():
+            data, index_split = load_source(self.source, self.source_args, self._converted())
         needed = not self.predicts()
         if isinstance(data, HeteroData):
             return prepare_hetero(data, self.input_type, self.split, self.split_column, self.seed, needed)

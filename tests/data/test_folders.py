@@ -20,10 +20,11 @@ from torch_geometric.nn import GraphSAGE
 from torch_geometric.testing import MyFeatureStore, MyGraphStore
 
 from lightning_gnn import GraphDataModule, NodeClassifier, planted_partition
+from lightning_gnn.data import array_files
 from lightning_gnn.data.folders import read_folder
 from lightning_gnn.data.loading import graph_digests, load_source
 from lightning_gnn.data.sources import MASKS
-from lightning_gnn.data.store import read_cut
+from lightning_gnn.data.store import StoreError, read_cut
 from lightning_gnn.datamodules import stored_graph
 from lightning_gnn.partition import edge_cut, in_edges
 from lightning_gnn.partition.in_edges import InEdges, PartEdges
@@ -99,7 +100,7 @@ def chunked(folder: Path) -> Path:
 def graphbolt(folder: Path) -> Path:
     folder.mkdir()
     np.savetxt(folder / "edges.csv", EDGES.T, "%d", ",")
-    np.save(folder / "feat.npy", GRAPH.x.numpy())
+    torch.save(GRAPH.x, folder / "feat.pt")
     tasks: dict[str, Any] = {"name": "node_classification", "num_classes": 3}
     for key, mask in (("train_set", "train_mask"), ("validation_set", "val_mask"), ("test_set", "test_mask")):
         ids = GRAPH[mask].nonzero().view(-1)
@@ -107,7 +108,7 @@ def graphbolt(folder: Path) -> Path:
         np.save(folder / f"{key}-y.npy", GRAPH.y[ids].numpy())
         seeds, of = {"name": "seeds", "path": f"{key}.npy"}, {"name": "labels", "path": f"{key}-y.npy"}
         tasks[key] = [{"data": [{"format": "numpy", **each} for each in (seeds, of)]}]
-    feature = {"domain": "node", "name": "feat", "format": "numpy", "path": "feat.npy"}
+    feature = {"domain": "node", "name": "feat", "format": "torch", "path": "feat.pt"}
     meta = {
         "dataset_name": "planted",
         "graph": {"nodes": [{"num": N}], "edges": [{"format": "csv", "path": "edges.csv"}]},
@@ -301,6 +302,23 @@ def test_a_folder_that_is_not_there(tmp_path):
         GraphDataModule(str(tmp_path / "nowhere"), store=tmp_path / "store").build(THREE)
     with pytest.raises(ValueError, match="source_args=.* needs a callable or an import path"):
         GraphDataModule(str(own(tmp_path / "g")), {"a": 1}, store=tmp_path / "store").build(THREE)
+
+
+def test_a_full_disk_is_told(tmp_path, monkeypatch):
+    """While files are converted, and while edges are sorted."""
+    folder = str(described(tmp_path / "graph"))
+
+    def full(*_: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    for module, name in ((array_files, "_end"), (in_edges, "write_header")):
+        with monkeypatch.context() as patch:
+            patch.setattr(module, name, full)
+            with pytest.raises(StoreError, match="The disk of the store .*s is full"):
+                GraphDataModule(folder, store=tmp_path / "s").build(THREE)
+    assert (
+        read_cut(tmp_path / "s" / GraphDataModule(folder, store=tmp_path / "s").build(THREE)).types.total("node") == N
+    )
 
 
 @pytest.mark.parametrize("memory", [0, -1, True, "4XB", "much", 1.5])
