@@ -93,11 +93,16 @@ def _sort(
 
 def in_degrees(edge_index: ShortIds, num_nodes: int, told: Callable[[int], None] = lambda _: None) -> Ids:
     """Returns the number of in-edges of each node, int64 ``[N]``, of a list ``[2, E]`` that may be memory-mapped."""
-    counts = np.zeros(num_nodes, np.int64)
-    for begin in range(0, edge_index.shape[1], PIECE):
-        targets = edge_index[1, begin : begin + PIECE]
-        _count(targets, counts)
-        told(len(targets))
+    return counts_of(edge_index[1], num_nodes, 0, told)
+
+
+def counts_of(ids: ShortIds, size: int, first: int = 0, told: Callable[[int], None] = lambda _: None) -> Ids:
+    """Returns how often each number from `first` on is there, int64 ``[size]``; makes nothing of the size of `ids`."""
+    counts = np.zeros(size, np.int64)
+    for begin in range(0, len(ids), PIECE):
+        piece = ids[begin : begin + PIECE]
+        _count(piece, first, counts)
+        told(len(piece))
     return counts
 
 
@@ -177,9 +182,9 @@ def _records(file: Any, dtype: np.dtype[Any]) -> Iterator[tuple[ShortIds, ShortI
 
 
 @compiled
-def _count(target, counts):  # type: ignore[no-untyped-def]
-    for edge in range(len(target)):
-        counts[target[edge]] += 1
+def _count(ids, first, counts):  # type: ignore[no-untyped-def]
+    for place in range(len(ids)):
+        counts[ids[place] - first] += 1
 
 
 @compiled

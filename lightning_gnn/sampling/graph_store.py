@@ -28,6 +28,7 @@ from lightning_gnn.comm.rows import GroupChannel, packed, unpacked
 from lightning_gnn.data.attributes import GraphData
 from lightning_gnn.data.shards import Cut
 from lightning_gnn.kernels import CSR
+from lightning_gnn.partition.in_edges import counts_of
 from lightning_gnn.partition.shard import owners_of
 from lightning_gnn.sampling.neighbors import InEdges, Neighbors, Score, best_of, random_numbers, sample_neighbors
 from lightning_gnn.sampling.sampler import seed_of_type
@@ -187,7 +188,8 @@ def _made_of(
         made |= {name: values[edges] for name, values in stored.items()}
         target = target[edges]
     rows = int(types.nodes[target_type][rank])
-    made["indptr"] = bounds(torch.bincount(target - int(types.begins(target_type)[rank]), minlength=rows))
+    counts = counts_of(target.numpy(), rows, int(types.begins(target_type)[rank]))
+    made["indptr"] = bounds(torch.from_numpy(counts))
     of_nodes = cut.attributes[types.key(source_type)]
     if "time" not in stored and choice.time_attr and choice.time_attr in of_nodes:
         values, owned = of_nodes[choice.time_attr], int(np.diff(cut.offsets)[rank])
