@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from itertools import pairwise
 from typing import Any
 
@@ -36,7 +37,7 @@ class Shard:
             messages, too. With types, a ``HeteroData`` of what the owned nodes and their in-edges have; ``edge_index`` is in
             local ids of the types of its ends, halo rows behind the owned ones of each, and is left out where steps look at
             samples.
-        plan: the rows to exchange.
+        rank: whose shard this is.
         halos: ids of the halo rows of each rank, ascending, int64 ``[H]`` each: what a planner needs. Ids number the rows of
             rank 0, then those of rank 1, and so on.
         n_id, e_id: original ids of all ranks' nodes and edges in rank order, int64 ``[N]`` and ``[E]``, without replicas.
@@ -54,7 +55,7 @@ class Shard:
     """
 
     batch: Data | HeteroData
-    plan: HaloPlan
+    rank: int
     halos: tuple[np.ndarray, ...]
     n_id: Tensor
     e_id: Tensor
@@ -69,6 +70,11 @@ class Shard:
     report: Mapping[str, Any]
     holders: Tensor | None = None
     targets: tuple[int, ...] | None = None
+
+    @cached_property
+    def plan(self) -> HaloPlan:
+        """The rows to exchange; made when they are asked for, as batches of samples need none."""
+        return halo_plan(self.rank, np.cumsum([0, *self.rows]), self.halos)
 
     @property
     def offsets(self) -> Ids:
@@ -114,7 +120,6 @@ class Shard:
         return replace(
             self,
             batch=batch,
-            plan=halo_plan(rank, types.offsets(source), halos),
             halos=halos,
             n_id=self.n_id[types.place(source)],
             e_id=self.e_id[types.place(kind)],
@@ -251,7 +256,8 @@ class Cut:
         rows = {"node": nodes, "edge": edges, "graph": slice(None)}
         for kind, values in self.attributes.items():
             for name, value in values.items():
-                batch[name] = self.in_batches(name, value[rows[kind]] if value.dim() else value)
+                own = value[rows[kind]] if value.dim() else value
+                batch[name] = self.in_batches(name, own) if with_edges else own
         for name, value in self.scalars.items():
             batch[name] = value
         batch.n_id, batch.num_owned = self.n_id[nodes], int(owned.stop - owned.start)
@@ -276,7 +282,7 @@ class Cut:
         """Returns the shard of this batch; `offsets` ``[P + 1]`` and `num_edges` ``[P]`` count replicas, too."""
         return Shard(
             batch=batch,
-            plan=halo_plan(rank, offsets, halos),
+            rank=rank,
             halos=halos,
             n_id=self.n_id,
             e_id=self.e_id,
@@ -298,7 +304,7 @@ class Cut:
         for kind in (*types.nodes, *types.edges):
             rows, into = slice(*types.offsets(kind)[rank : rank + 2]), batch[kind]
             for name, value in self.attributes[types.key(kind)].items():
-                into[name] = self.in_batches(name, value[rows])
+                into[name] = self.in_batches(name, value[rows]) if with_edges else value[rows]
             into["n_id" if isinstance(kind, str) else "e_id"] = self.ids_of(kind, rows)
         holders = None
         if with_edges:
@@ -421,7 +427,7 @@ def _only_shard(batch: Data | HeteroData, predicted: Any, n_id: Tensor, e_id: Te
     masks |= {name: (int(predicted[name].sum()),) for name in EDGE_MASKS if name in predicted}
     return Shard(
         batch=batch,
-        plan=HaloPlan(len(n_id), (0,), (nothing,)),
+        rank=0,
         halos=(nothing,),
         n_id=n_id,
         e_id=e_id,

@@ -22,7 +22,7 @@ from lightning_gnn.comm.group import World
 from lightning_gnn.data.shards import Shard
 from lightning_gnn.nn.context import GraphContext
 from lightning_gnn.nn.rank_graph import UnsupportedModelError
-from lightning_gnn.partition.shard import halo_plan, owners_of
+from lightning_gnn.partition.shard import owners_of
 
 
 def context_of(
@@ -77,7 +77,6 @@ def reversed_shard(shard: Shard, world: World) -> Shard:
     return replace(
         shard,
         batch=Data(x=batch.x, edge_index=edge_index),
-        plan=halo_plan(rank, offsets, halos),
         halos=halos,
         holders=None if shard.holders is None else torch.from_numpy(held_by[order]),
     )
