@@ -57,6 +57,7 @@ from lightning_gnn.data.store_check import (
     read_array,
     types_of,
 )
+from lightning_gnn.devices import available_bytes
 from lightning_gnn.partition.in_edges import InEdges, PartEdges, write_header
 from lightning_gnn.partition.layout import LayoutSpec
 from lightning_gnn.partition.locality import Locality, recent_reads
@@ -499,13 +500,18 @@ def write_atomically(path: Path, text: str) -> None:
     scratch.replace(path)
 
 
-def read_cut(folder: Path, layout: LayoutSpec | None = None) -> Cut:
-    """Returns the cut in `folder`, memory-mapped (copy on write: changes stay in this process)."""
+def read_cut(folder: Path, layout: LayoutSpec | None = None, by_rows: bool = False) -> Cut:
+    """Returns the cut in `folder`, memory-mapped (copy on write: changes stay in this process).
+
+    Of arrays that are read `by_rows`, here and there, and are too large to stay in memory, only these are read from the disk.
+    """
     manifest = read_manifest(folder, layout)
+    size, free = sum(size for size, _ in manifest["files"].values()), available_bytes()
+    by_rows = by_rows and free is not None and size > free / 2
 
     def load(name: str) -> np.ndarray:
         try:
-            return read_array(folder / f"{name}.npy")
+            return read_array(folder / f"{name}.npy", by_rows)
         except (OSError, ValueError) as error:
             raise StoreError(f"{folder} has changed while it was read ({error}).") from error
 

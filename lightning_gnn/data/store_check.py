@@ -10,6 +10,7 @@ N nodes, E edges, P parts, H halo rows.
 from __future__ import annotations
 
 import math
+import mmap
 import os
 import re
 import stat
@@ -99,13 +100,18 @@ def array_header(file: Path) -> tuple[tuple[int, ...], np.dtype[Any], Literal["C
     return shape, dtype, "F" if found[2] == "True" else "C", begin
 
 
-def read_array(file: Path) -> np.ndarray:
+def read_array(file: Path, by_rows: bool = False) -> np.ndarray:
     """Returns a ``.npy`` file, memory-mapped (copy on write); raises as :func:`array_header` does.
+
+    If it is read `by_rows`, here and there, the system reads no more than these: by default it reads megabytes ahead.
 
     ``np.load`` would parse the header once more, by ``ast``, which in Python 3.11 may fail where two threads use it at once.
     """
     shape, dtype, order, begin = array_header(file)
-    return np.memmap(file, dtype, "c", begin, shape, order)
+    array = np.memmap(file, dtype, "c", begin, shape, order)
+    if by_rows and array.nbytes and hasattr(mmap, "MADV_RANDOM"):
+        array._mmap.madvise(mmap.MADV_RANDOM)  # type: ignore[attr-defined]
+    return array
 
 
 def layout_of(manifest: Mapping[str, Any]) -> LayoutSpec:

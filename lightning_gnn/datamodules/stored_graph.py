@@ -162,13 +162,13 @@ class StoredGraph:
         """Returns whether the graph is predicted on only, and may have neither masks nor labels."""
         return self.predicting or getattr(getattr(self.trainer, "state", None), "fn", None) == TrainerFn.PREDICTING
 
-    def stored_cut(self) -> Cut:
-        """Returns the graph as it has been cut; there after :meth:`prepare_for`."""
+    def stored_cut(self, by_rows: bool = False) -> Cut:
+        """Returns the graph as it has been cut, as ``read_cut`` of the store does; there after :meth:`prepare_for`."""
         assert self._folder is not None
-        return self._read_cut(self._folder)
+        return self._read_cut(self._folder, by_rows=by_rows)
 
-    def _read_cut(self, folder: str, layout: LayoutSpec | None = None) -> Cut:
-        return replace(read_cut(self.store / folder, layout), feature_dtype=self.feature_dtype)
+    def _read_cut(self, folder: str, layout: LayoutSpec | None = None, by_rows: bool = False) -> Cut:
+        return replace(read_cut(self.store / folder, layout, by_rows), feature_dtype=self.feature_dtype)
 
     def partition_for(self, layout: LayoutSpec) -> Path:
         """Partitions the graph, unless the store holds it, and returns the folder of its entry; needs no Trainer."""

@@ -241,7 +241,7 @@ class SamplingStrategy(GNNStrategy):
     def _batches(self, data: GraphDataModule, mask: str | None) -> SampledBatches | None:
         """Returns this rank's loader of a mask's nodes, None for all; on all ranks. It samples for training; for the rest it
         takes all neighbours where layers do not exchange; else it is None."""
-        cut, module, rank = data.stored_cut(), self._module, self.global_rank
+        cut, module, rank = data.stored_cut(by_rows=True), self._module, self.global_rank
         types, training = cut.types, mask == "train_mask"
         if not training and not self._evaluates_in_batches(types):
             return None

@@ -7,6 +7,7 @@ import json
 import shutil
 import tracemalloc
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -468,3 +469,24 @@ def test_a_pair_of_stores_with_types_and_without_edges():
     assert found["paper"].x.shape == (5, 3)
     with pytest.raises(ValueError, match="tuple gives a MyGraphStore"):
         load_source((edges, features))
+
+
+def test_arrays_that_do_not_fit_are_read_by_rows(tmp_path, monkeypatch):
+    """Without reading ahead, which is megabytes for each row; what fits is read ahead."""
+    advised = []
+    monkeypatch.setattr("lightning_gnn.data.store_check.mmap.MADV_RANDOM", 1, raising=False)
+    memmap = np.memmap
+
+    def watched(*args: Any) -> Any:
+        array = memmap(*args)
+        array._mmap = SimpleNamespace(madvise=lambda advice, name=args[0].name: advised.append(name))
+        return array
+
+    entry = tmp_path / "s" / GraphDataModule(str(own(tmp_path / "g")), store=tmp_path / "s").build(THREE)
+    monkeypatch.setattr("lightning_gnn.data.store_check.np.memmap", watched)
+    for by_rows, free in ((True, 10**9), (False, 1000)):
+        monkeypatch.setattr("lightning_gnn.data.store.available_bytes", lambda free=free: free)
+        read_cut(entry, by_rows=by_rows).edge_index_of(0)
+        assert not advised
+    read_cut(entry, by_rows=True).edge_index_of(0)
+    assert {"node.x.npy", "part0.edge_index.npy", "e_id.npy"} <= {*advised}
