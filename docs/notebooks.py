@@ -25,14 +25,19 @@ def executed(source: Path, seconds: int = 300) -> NotebookNode:
         env = {**os.environ, "LIGHTNING_GNN_STORE": f"{folder}/store", "COLUMNS": "200"}
         env["PYTHONWARNINGS"] = "ignore:IProgress not found"  # tqdm's, where ipywidgets is not installed
         where = {"metadata": {"path": folder}}
-        client = NotebookClient(
-            notebook, timeout=seconds, kernel_name="python3", resources=where, coalesce_streams=True
-        )
-        client.execute(env=env)
+        NotebookClient(notebook, timeout=seconds, kernel_name="python3", resources=where).execute(env=env)
     for cell in notebook.cells:
+        merged: list[NotebookNode] = []
         for output in cell.get("outputs", []):
-            if output.output_type == "stream":
+            if merged and "text" in output and output.get("name") == merged[-1].get("name"):
+                merged[-1].text += output.text
+            else:
+                merged.append(output)
+        for output in merged:
+            if "text" in output:
                 output.text = as_on_a_screen(output.text)
+        if merged:
+            cell.outputs = merged
     return notebook
 
 
