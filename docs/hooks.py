@@ -11,7 +11,7 @@ from mkdocs.exceptions import PluginError
 from mkdocs.structure.files import File
 
 ROOT = Path(__file__).parent.parent
-LINKED = ("LICENSE", "configs/**/*.yaml", "examples/*.py")
+LINKED = ("LICENSE", "CONTRIBUTING.md", "CHANGELOG.md", "configs/**/*.yaml", "examples/*.py")
 RUN = ROOT / "build" / "tutorials"
 
 
@@ -33,7 +33,8 @@ def on_page_markdown(markdown, page, **_):
     """The README's folder and this one are one folder on the site, and a tutorial is a page."""
     if page.file.src_uri.startswith("tutorials/"):
         return re.sub(r"(?<=\]\()(\w+)\.py(?=\))", r"\1.md", markdown.replace("](../../", "](../"))
-    markdown = re.sub(r"(?<=\]\()docs/" if page.is_homepage else r"(?<=\]\()\.\./", "", markdown)
+    of_the_root = page.is_homepage or page.file.src_uri in LINKED
+    markdown = re.sub(r"(?<=\]\()docs/" if of_the_root else r"(?<=\]\()\.\./", "", markdown)
     return re.sub(r"(?<=\]\()tutorials/(\w+)\.py", r"tutorials/\1.md", markdown)
 
 

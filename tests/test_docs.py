@@ -15,7 +15,7 @@ from processes import REPOSITORY, run
 
 from benchmarks import reproduce
 
-PAGES = [REPOSITORY / "README.md", *sorted((REPOSITORY / "docs").glob("*.md"))]
+PAGES = [REPOSITORY / "README.md", REPOSITORY / "CONTRIBUTING.md", *sorted((REPOSITORY / "docs").glob("*.md"))]
 TUTORIALS = sorted((REPOSITORY / "docs" / "tutorials").glob("*.py"))
 FOLDERS = ("", "lightning_gnn", "docs", "benchmarks", "tests", "examples")
 
@@ -36,6 +36,15 @@ def test_what_a_page_names_is_there(page: Path):
     absent = {file for file in files if not any((REPOSITORY / folder / file).exists() for folder in FOLDERS)}
     absent |= {name for name in re.findall(r"\blightning_gnn(?:\.[A-Za-z_]\w*)+", text) if not exists(name)}
     assert not absent
+
+
+def test_the_map_has_each_folder():
+    """In the order of the import contract."""
+    layers = re.search(r"^layers = \[(.*?)\]", (REPOSITORY / "pyproject.toml").read_text(), re.MULTILINE | re.DOTALL)
+    folders = [name for name in re.findall(r"\w+", layers[1]) if (REPOSITORY / "lightning_gnn" / name).is_dir()]
+    text = (REPOSITORY / "CONTRIBUTING.md").read_text()
+    rows = re.findall(r"^\| (`.*?) \|", text, re.MULTILINE)
+    assert [name for row in rows for name in re.findall(r"`(\w+)/`", row)] == folders
 
 
 def test_each_table_has_a_command():
