@@ -49,15 +49,16 @@ for file in sorted(folder.iterdir()):
 # step, it makes them itself.
 
 # %%
-# !lightning-gnn partition --source my_graph/ --parts 2
+# !lightning-gnn partition --source my_graph/ --parts 2 --trainer.strategy sampling
 
 # %% [markdown]
-# The table shows what each part owns, and how many rows of others it reads.
+# The table shows what each part owns, and how many rows of others it reads. Name the strategy that you will train with:
+# its parts are the ones that training looks for.
 #
 # ## Train in batches
 #
 # Under `sampling`, a step takes some training nodes, draws some of their neighbours (here 10), and some of theirs (5),
-# and trains on those only. `evaluate_in_batches=True` evaluates in batches, too, of all neighbours: so accuracies are
+# and trains on those only. `evaluation="batches"` evaluates in batches, too, of all neighbours: so accuracies are
 # exact, and nothing of the graph's size is held. `feature_dtype="float32"` turns the float16 features of a batch into
 # what the model expects.
 
@@ -66,7 +67,7 @@ L.seed_everything(0, verbose=False)
 data = GraphDataModule("my_graph/", fanouts=[10, 5], batch_size=1024, feature_dtype="float32")
 model = NodeClassifier(GraphSAGE(32, 64, num_layers=2, out_channels=8))
 trainer = L.Trainer(
-    strategy=SamplingStrategy(evaluate_in_batches=True, start_method="fork"),  # in a script, without start_method
+    strategy=SamplingStrategy(evaluation="batches", start_method="fork"),  # in a script, without start_method
     devices=2,
     accelerator="cpu",
     max_epochs=5,
