@@ -1,11 +1,12 @@
 # make demo   a PyG model on two processes, on a graph made on the spot
 # make test   linter, type checker and the tests of every day, some minutes
 # make test-all  the same with the campaign: more cases, examples, programs of strangers and real graphs, about an hour
-# make docs   the site, in build/site; a broken link is an error
+# make docs   the site, in build/site, with the tutorials, which run for some minutes; a broken link is an error
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
+TUTORIALS := $(patsubst docs/%.py,build/%.md,$(wildcard docs/tutorials/*.py))
 
 .PHONY: demo test test-all test-only lint docs clean
 
@@ -25,9 +26,13 @@ lint: $(STAMP)
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 
-docs: $(STAMP)
+docs: $(STAMP) $(TUTORIALS)
 	$(BIN)/python docs/figures/draw.py
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
+
+# Run again only when it has changed.
+build/tutorials/%.md: docs/tutorials/%.py | $(STAMP)
+	$(BIN)/python docs/notebooks.py $(@D) $<
 
 # Installed again only when what it installs has changed.
 $(STAMP): pyproject.toml constraints.txt

@@ -1,15 +1,18 @@
 """Hooks of MkDocs: the site shows the files that a code host shows, with the same links.
 
-The README is its first page; files that pages link to outside of this folder are copied. So MkDocs checks every link.
+The README is its first page; files that pages link to outside of this folder are copied. So MkDocs checks every link. Tutorials
+are shown as `make docs` has run them.
 """
 
 import re
 from pathlib import Path
 
+from mkdocs.exceptions import PluginError
 from mkdocs.structure.files import File
 
 ROOT = Path(__file__).parent.parent
-LINKED = ("LICENSE", "configs/**/*.yaml", "examples/*.py")
+LINKED = ("LICENSE", "CONTRIBUTING.md", "CHANGELOG.md", "configs/**/*.yaml", "examples/*.py")
+RUN = ROOT / "build" / "tutorials"
 
 
 def on_files(files, config):
@@ -18,12 +21,21 @@ def on_files(files, config):
         for path in sorted(ROOT.glob(pattern)):
             name = path.relative_to(ROOT).as_posix()
             files.append(File.generated(config, name, abs_src_path=str(path)))
+    for source in sorted(ROOT.glob("docs/tutorials/*.py")):
+        if not (RUN / f"{source.stem}.md").exists():
+            raise PluginError(f"{source.name} has not been run. `make docs` runs it.")
+        for path in sorted([RUN / f"{source.stem}.md", *RUN.glob(f"{source.stem}_*.png")]):
+            files.append(File.generated(config, f"tutorials/{path.name}", abs_src_path=str(path)))
     return files
 
 
 def on_page_markdown(markdown, page, **_):
-    """The README's folder and this one are one folder on the site."""
-    return re.sub(r"(?<=\]\()docs/" if page.is_homepage else r"(?<=\]\()\.\./", "", markdown)
+    """The README's folder and this one are one folder on the site, and a tutorial is a page."""
+    if page.file.src_uri.startswith("tutorials/"):
+        return re.sub(r"(?<=\]\()(\w+)\.py(?=\))", r"\1.md", markdown.replace("](../../", "](../"))
+    of_the_root = page.is_homepage or page.file.src_uri in LINKED
+    markdown = re.sub(r"(?<=\]\()docs/" if of_the_root else r"(?<=\]\()\.\./", "", markdown)
+    return re.sub(r"(?<=\]\()tutorials/(\w+)\.py", r"tutorials/\1.md", markdown)
 
 
 def on_page_content(html, **_):

@@ -15,8 +15,12 @@ from rich.table import Table
 
 
 def text_console(width: int | None = None, file: IO[str] | None = None, **options: Any) -> Console:
-    """Returns a console that writes text; in Jupyter, rich's own would show HTML beside the cell and write nothing to `file`."""
-    return Console(force_jupyter=False, width=width, file=file, **options)
+    """Returns a console that writes text; in Jupyter, rich's own would show HTML beside the cell and write nothing to `file`.
+
+    Whether it may move a cursor is what `file` says: kernels set ``FORCE_COLOR``, which rich takes for a terminal.
+    """
+    is_terminal = (file or sys.stdout).isatty()
+    return Console(force_jupyter=False, force_terminal=is_terminal, width=width, file=file, **options)
 
 
 def text_table(*heads: str, title: str | None = None, left: int = 1) -> Table:

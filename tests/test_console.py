@@ -14,7 +14,7 @@ from rich.table import Table
 
 import lightning_gnn
 from lightning_gnn import DGCLStrategy, GraphDataModule, NodeClassifier, check_parity
-from lightning_gnn.console import text_console, text_of
+from lightning_gnn.console import progress_bar, text_console, text_of
 from lightning_gnn.strategies.run_config import partition_report
 
 
@@ -36,6 +36,15 @@ def test_tables_are_text(place, capsys):
     assert "a cell" in text_of(table, "[a line]", width=40) and "[a line]" in text_of(table, "[a line]", width=40)
     text_console(40).print(table)
     assert "a cell" in capsys.readouterr().out
+
+
+def test_a_cell_gets_no_bars(place, monkeypatch, capsys):
+    """Kernels force colours, and so do the processes that they start; a cursor that moves leaves its codes in the page."""
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    with progress_bar("Sorting", total=2) as told:
+        told(2)
+    text_console(40).print("[bold]a line")
+    assert capsys.readouterr() == ("a line\n", "")
 
 
 def test_a_parity_report_is_a_string(place):

@@ -1,15 +1,22 @@
-"""Files and names that the README and docs/ speak of exist."""
+"""Files and names that the README and docs/ speak of exist; tutorials are notebooks, and run."""
 
 from __future__ import annotations
 
+import ast
+import json
 import re
+import runpy
+import shutil
 from pathlib import Path
 from pkgutil import resolve_name
 
 import pytest
-from processes import REPOSITORY
+from processes import REPOSITORY, run
 
-PAGES = [REPOSITORY / "README.md", *sorted((REPOSITORY / "docs").glob("*.md"))]
+from benchmarks import reproduce
+
+PAGES = [REPOSITORY / "README.md", REPOSITORY / "CONTRIBUTING.md", *sorted((REPOSITORY / "docs").glob("*.md"))]
+TUTORIALS = sorted((REPOSITORY / "docs" / "tutorials").glob("*.py"))
 FOLDERS = ("", "lightning_gnn", "docs", "benchmarks", "tests", "examples")
 
 
@@ -29,3 +36,91 @@ def test_what_a_page_names_is_there(page: Path):
     absent = {file for file in files if not any((REPOSITORY / folder / file).exists() for folder in FOLDERS)}
     absent |= {name for name in re.findall(r"\blightning_gnn(?:\.[A-Za-z_]\w*)+", text) if not exists(name)}
     assert not absent
+
+
+def test_the_map_has_each_folder():
+    """In the order of the import contract."""
+    layers = re.search(r"^layers = \[(.*?)\]", (REPOSITORY / "pyproject.toml").read_text(), re.MULTILINE | re.DOTALL)
+    folders = [name for name in re.findall(r"\w+", layers[1]) if (REPOSITORY / "lightning_gnn" / name).is_dir()]
+    text = (REPOSITORY / "CONTRIBUTING.md").read_text()
+    rows = re.findall(r"^\| (`.*?) \|", text, re.MULTILINE)
+    assert [name for row in rows for name in re.findall(r"`(\w+)/`", row)] == folders
+
+
+def test_each_table_has_a_command():
+    """Of each section of the numbers, and the scripts know the commands' options."""
+    commands = reproduce.commands()
+    for title, text in reproduce.sections():
+        assert "\n|---" not in text or any(each.section == title for each in commands), title
+    assert not {each.text: each.unknown_options for each in commands if each.unknown_options}
+
+
+def test_commands_of_the_numbers():
+    assert reproduce.variants("python a.py --x 1 [--model sage|gat] [--large]") == [
+        f"python a.py --x 1{model}{large}"
+        for model in ("", " --model sage", " --model gat")
+        for large in ("", " --large")
+    ]
+    blocks = re.findall(r"^    (python .*)", reproduce.PAGE.read_text(), re.MULTILINE)
+    assert {reproduce.variants(each)[0] for each in blocks} <= {each.text for each in reproduce.commands()}
+
+
+TINY = """
+import sys, json, pathlib
+pathlib.Path("runs").open("a").write("x")
+print("a table")
+pathlib.Path(sys.argv[sys.argv.index("--json") + 1]).write_text(json.dumps({"rows": sys.argv[1:-2]}))
+sys.exit(pathlib.Path("fails").exists())
+"""
+
+
+def test_reproducing_goes_on_where_it_was(tmp_path):
+    """What has ended well is not run again, what has failed is; other sections are left alone."""
+    (tmp_path / "benchmarks").mkdir()
+    (tmp_path / "docs").mkdir()
+    shutil.copy(reproduce.__file__, tmp_path / "benchmarks")
+    (tmp_path / "benchmarks" / "tiny.py").write_text(TINY)
+    page = "# Numbers\n\n## First\n\n    python benchmarks/tiny.py 1\n\n## Second\n\n    python benchmarks/tiny.py NETLAB.py\n"
+    (tmp_path / "docs" / "numbers.md").write_text(page)
+    found, fails = tmp_path / "reproduced" / "numbers.json", tmp_path / "fails"
+    fails.touch()
+    assert run(tmp_path / "benchmarks" / "reproduce.py", "--only", "first", cwd=tmp_path).code == 1
+    assert [each["status"] for each in json.loads(found.read_text())] == [1]
+    fails.unlink()
+    for _ in range(2):
+        assert "needs --netlab" in run(tmp_path / "benchmarks" / "reproduce.py", cwd=tmp_path).succeeded().output
+    [record] = json.loads(found.read_text())
+    assert (tmp_path / "runs").read_text() == "xx"
+    assert record["output"] == "a table\n" and record["result"] == {"rows": ["1"]} and record["machine"]["torch"]
+
+
+@pytest.mark.parametrize("tutorial", TUTORIALS, ids=lambda tutorial: tutorial.stem)
+def test_a_tutorial_is_a_notebook(tutorial: Path):
+    """Its cells are Python, what they import is there, and so are the pages that it links to."""
+    import jupytext
+    import nbformat
+
+    notebook = jupytext.read(tutorial)
+    nbformat.validate(notebook)
+    first, *others = notebook.cells
+    assert first.cell_type == "markdown" and first.source.startswith("# ")
+    assert f"(tutorials/{tutorial.name})" in (REPOSITORY / "docs" / "tutorials.md").read_text()
+    absent = []
+    for cell in [first, *others]:
+        if cell.cell_type == "markdown":
+            links = re.findall(r"\]\(([^):#]+)(?:#[^)]*)?\)", cell.source)
+            absent += [link for link in links if not (tutorial.parent / link).exists()]
+            continue
+        for part in ast.walk(ast.parse(re.sub(r"^!.*", "", cell.source, flags=re.MULTILINE))):
+            if isinstance(part, ast.ImportFrom):
+                absent += [
+                    f"{part.module}:{each.name}" for each in part.names if not exists(f"{part.module}:{each.name}")
+                ]
+    assert not absent
+
+
+@pytest.mark.campaign
+@pytest.mark.slow
+@pytest.mark.parametrize("tutorial", TUTORIALS, ids=lambda tutorial: tutorial.stem)
+def test_a_tutorial_runs(tutorial: Path):
+    runpy.run_path(str(REPOSITORY / "docs" / "notebooks.py"))["executed"](tutorial)
