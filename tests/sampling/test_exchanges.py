@@ -29,7 +29,7 @@ from lightning_gnn.data.store import read_cut
 from lightning_gnn.partition.types import ONE_TYPE
 from lightning_gnn.sampling import graph_store
 from lightning_gnn.sampling.graph_store import GraphStore
-from lightning_gnn.sampling.loader import BatchMaker, EdgeBatchMaker, SampledBatches
+from lightning_gnn.sampling.loader import BatchMaker, EdgeBatchMaker, Links, SampledBatches
 from lightning_gnn.sampling.seeds import SeedBatches, SplitSeeds
 from lightning_gnn.sampling.variants import EgoBatchMaker
 from lightning_gnn.strategies.sampling import SamplingScheme
@@ -114,7 +114,7 @@ def test_batches_of_several_machines_are_those_of_one(tmp_path, graph, machines,
     of_types = {kind: list(fanouts) for kind in cut.types.edges}
     if options.pop("cut off", False):  # a type that is not followed from some hop on
         of_types[next(iter(of_types))] = [0, 2, 0]
-    classes: dict[str, Any] = {"shadow": EgoBatchMaker, "edges": partial(EdgeBatchMaker, cut.ends, 2)}
+    classes: dict[str, Any] = {"shadow": EgoBatchMaker, "edges": partial(EdgeBatchMaker, Links(cut.ends, 2))}
     make = classes.get(method, BatchMaker)
     found = [
         batches_of(cut, on, lambda store: make(store, of_types, **options), cache_bytes, method == "edges")
