@@ -73,7 +73,7 @@ def input_type_of(data: HeteroData, given: NodeType | None) -> NodeType:
     raise ValueError(
         f"No node type of {types} has a train_mask. Set one, data['{types[0]}'].train_mask (bool, one entry per node), or give a "
         "random split of one type: GraphDataModule(..., split=(0.6, 0.2, 0.2), input_type=...). To predict links, split the "
-        f"edges of a type: GraphDataModule(split_edges(data, edge_type={data.edge_types[0]}))."
+        f"edges of one type: GraphDataModule(split_edges(data, edge_type={data.edge_types[0]}))."
     )
 
 
