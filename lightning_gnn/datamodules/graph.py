@@ -84,7 +84,8 @@ class GraphDataModule(StoredGraph, L.LightningDataModule):
             ``"auto"`` (the best of these for which there is memory), ``"random"``, ``"contiguous"`` (ranges of the graph's own
             order), or the rank of every node, ``[N]``. By default what suits the strategy, in most cases METIS.
         seed: of the random split and of the partitioner; added to torch's seed for what the source draws.
-        input_type: of a ``HeteroData``, the node type whose nodes are predicted; by default the one that has a ``train_mask``.
+        input_type: of a ``HeteroData``, the node type whose nodes are predicted; by default the one that has a ``train_mask``, or
+            that of the targets of edges that are predicted.
         store: folder for partitioned graphs; default ``$LIGHTNING_GNN_STORE`` or ``~/.cache/lightning_gnn``.
         fanouts, batch_size: of mini-batches, for a strategy that trains on samples, see
             :class:`~lightning_gnn.SamplingStrategy`; by default what the strategy says.
@@ -102,7 +103,8 @@ class GraphDataModule(StoredGraph, L.LightningDataModule):
     Labels of -1 mark nodes without a label. Every tensor of the graph with one row per node or edge goes with its node
     or edge. The batch of a step is a PyG ``Data``: ``x [N, F]``, ``edge_index [2, E]`` (local ids), ``y``,
     ``train_mask``, ``val_mask``, ``test_mask``, ``n_id [N]`` (original ids), ``num_owned`` (N). A graph whose links are to be
-    predicted has ``edge_train_mask``, ``edge_val_mask``, ``edge_test_mask`` (bool ``[E]``) and needs none of nodes.
+    predicted has ``edge_train_mask``, ``edge_val_mask``, ``edge_test_mask`` (bool ``[E]``) and needs none of nodes; of a
+    ``HeteroData``, one edge type has them.
 
     Of a ``HeteroData``, batches are ``HeteroData``: under ``dgcl``, ``vertex_cut`` and ``spmm_1d`` a rank's part of the whole
     graph, under ``sampling`` samples.
