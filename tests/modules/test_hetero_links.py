@@ -21,7 +21,7 @@ from torch_geometric.loader import LinkLoader
 from torch_geometric.nn import HeteroConv, SAGEConv
 from torch_geometric.nn.models import GraphSAGE
 
-from lightning_gnn import GraphDataModule, LinkPredictor, SamplingStrategy, split_edges
+from lightning_gnn import DistributedEmbedding, GraphDataModule, LinkPredictor, SamplingStrategy, split_edges
 from lightning_gnn.data.store import read_cut, read_manifest
 from lightning_gnn.data.store_check import check_arrays
 from lightning_gnn.sampling import NeighborSampler
@@ -311,6 +311,18 @@ def test_edges_are_predicted_as_in_one_process(ranks, world_size, negatives, kin
                 rows = reference.model(graph.x_dict, carried(graph), torch.arange(USERS))
                 loss = reference.loss(rows, graph[kind].edge_index[:, val], graph[kind].edge_label[val])
             assert found["epochs"][-1]["val_loss"] == pytest.approx(float(loss), rel=1e-9)
+
+
+def test_rows_of_users_that_lie_at_their_owners_learn_the_same(ranks):
+    """With batches of edges, in training and in validation."""
+    table = DistributedEmbedding(USERS, 4, node_type="user", optimizer="sgd", lr=0.01).double()
+    plain, spread = Ratings().double(), Ratings().double()
+    plain.model.users.load_state_dict({"weight": table.state_dict()["weight"]})
+    spread.model.users = table
+    graph, options = split(), {"batch_size": 30}
+    expected = ranks.run(2, trained, graph, plain, options)
+    for found, one in zip(ranks.run(2, trained, graph, spread, options), expected):
+        assert found["epochs"] == [pytest.approx(epoch, rel=1e-9) for epoch in one["epochs"]]
 
 
 def test_a_batch_has_what_pygs_loader_gives(ranks):
