@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Container, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
@@ -16,7 +16,17 @@ from torch_geometric.typing import EdgeType, NodeType
 
 from lightning_gnn.arguments import check_whole
 from lightning_gnn.data.attributes import kinds_of, rows_of_type, warn_of_left_out, with_masks_of_ids
-from lightning_gnn.data.sources import MASKS, check_tensor, checked_edges, edge_values, features, labels, masks_of
+from lightning_gnn.data.sources import (
+    EDGE_MASKS,
+    MASKS,
+    check_tensor,
+    checked_edges,
+    edge_values,
+    features,
+    labels,
+    masks_of,
+    set_edge_masks,
+)
 from lightning_gnn.partition.locality import local_relabelling
 from lightning_gnn.partition.shard import EdgeCutPart, Ids, Relabelling, edge_cut_parts
 from lightning_gnn.partition.types import ONE_TYPE, Types
@@ -28,15 +38,31 @@ NO_TYPES = (
 )
 
 
+def predicted_edges(of: Mapping[EdgeType, Container[str]]) -> EdgeType | None:
+    """Returns the edge type whose edges are predicted, of what edges of each type have.
+
+    It is the only one with an ``edge_val_mask`` or an ``edge_test_mask``, or else with an ``edge_train_mask``; None where there
+    is none, or there are several. Of others with an ``edge_train_mask``, edges in it carry messages.
+    """
+    for names in (EDGE_MASKS[1:], EDGE_MASKS[:1]):
+        having = [kind for kind, has in of.items() if any(name in has for name in names)]
+        if having:
+            return having[0] if len(having) == 1 else None
+    return None
+
+
 def input_type_of(data: HeteroData, given: NodeType | None) -> NodeType:
-    """Returns the node type whose nodes are predicted: the given one, else the only one with a train_mask, else with labels."""
-    types = data.node_types
+    """Returns the node type whose nodes are predicted: the given one, else the only one with a train_mask, else the targets of
+    edges that are predicted, else the only one with labels."""
+    types, edges = data.node_types, predicted_edges(edge_stores(data))
     if given is not None:
         if given not in types:
             raise ValueError(f"input_type={given!r}, but the graph's node types are {types}.")
         return given
     for name in ("train_mask", "y"):
         having = [kind for kind in types if name in data[kind]]
+        if name == "y" and edges is not None:
+            return edges[2]
         if len(having) == 1:
             return having[0]
         if having:
@@ -46,8 +72,13 @@ def input_type_of(data: HeteroData, given: NodeType | None) -> NodeType:
             )
     raise ValueError(
         f"No node type of {types} has a train_mask. Set one, data['{types[0]}'].train_mask (bool, one entry per node), or give a "
-        "random split of one type: GraphDataModule(..., split=(0.6, 0.2, 0.2), input_type=...)."
+        "random split of one type: GraphDataModule(..., split=(0.6, 0.2, 0.2), input_type=...). To predict links, split the "
+        f"edges of one type: GraphDataModule(split_edges(data, edge_type={data.edge_types[0]}))."
     )
+
+
+def edge_stores(data: HeteroData) -> dict[EdgeType, BaseStorage]:
+    return {kind: data[kind] for kind in data.edge_types}
 
 
 def prepare_hetero(
@@ -67,7 +98,8 @@ def prepare_hetero(
     """
     if not data.edge_types:
         raise ValueError("The HeteroData has no edge types. Set data['author', 'writes', 'paper'].edge_index, say.")
-    chosen = input_type_of(data, input_type)
+    chosen, predicted = input_type_of(data, input_type), predicted_edges(edge_stores(data))
+    masks_needed = masks_needed and predicted is None
     result = HeteroData()
     sizes: dict[NodeType, int] = {}
     rows_of_type(dict(data._global_store.items()), None, None, "the HeteroData itself")
@@ -87,6 +119,8 @@ def prepare_hetero(
     for kind in data.edge_types:
         with _told(f"Edge type {kind}"):
             _prepare_edges(kind, data[kind], sizes, result)
+            if any(name in data[kind] for name in EDGE_MASKS):
+                set_edge_masks(result[kind], result[kind].edge_index.size(1), complete=kind == predicted)
     return result
 
 
@@ -213,11 +247,11 @@ class JoinedGraph:
             order = np.argsort(self.edge_type[part.edge_ids], kind="stable")
             yield replace(part, edge_index=part.edge_index[:, order], edge_ids=part.edge_ids[order])
 
-    def among_nodes(self, mask: np.ndarray, name: NodeType) -> np.ndarray:
-        """Returns a mask of the nodes of a type as one of all nodes, bool ``[N]``."""
-        assert self.node_firsts is not None
-        found = np.zeros(self.num_nodes, np.bool_)
-        found[self.node_firsts[name] :][: len(mask)] = mask
+    def among_all(self, mask: np.ndarray, kind: NodeType | EdgeType) -> np.ndarray:
+        """Returns a mask of the nodes, or edges, of a type as one of all of them, bool ``[N]`` or ``[E]``."""
+        firsts: Any = self.node_firsts if isinstance(kind, str) else self.edge_firsts
+        found = np.zeros(self.num_nodes if isinstance(kind, str) else self.edge_index.shape[1], np.bool_)
+        found[firsts[kind] :][: len(mask)] = mask
         return found
 
     def types_per_part(self, part: np.ndarray, num_parts: int) -> dict[str, np.ndarray]:

@@ -3,50 +3,66 @@
 from __future__ import annotations
 
 import copy
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
 from torch import Tensor
-from torch_geometric.data import Data
+from torch_geometric.data import Data, HeteroData
+from torch_geometric.typing import EdgeType
 from torch_geometric.utils import is_undirected
 
 from lightning_gnn.data.sources import checked_edges
 
+Graph = TypeVar("Graph", Data, HeteroData)
+
 
 def split_edges(
-    data: Data, val: float = 0.05, test: float = 0.1, undirected: bool | None = None, seed: int = 0
-) -> Data:
+    data: Graph,
+    val: float = 0.05,
+    test: float = 0.1,
+    undirected: bool | None = None,
+    seed: int = 0,
+    edge_type: EdgeType | None = None,
+    rev_edge_type: EdgeType | None = None,
+) -> Graph:
     """Returns the graph with a random split of its edges: ``edge_train_mask``, ``edge_val_mask``, ``edge_test_mask``.
 
     Parallel edges go together, and in an undirected graph both directions, since one would tell of the other. Self-loops, which
-    tell nothing, are left to training. No edges are removed: it is :class:`~lightning_gnn.LinkPredictor` that lets messages pass
-    over training edges only.
+    tell nothing, are left to training. No edges are removed: messages pass over training edges only, in
+    :class:`~lightning_gnn.LinkPredictor`, and in all batches of ``strategy="sampling"``.
 
     Args:
         data: the graph; not changed.
         val, test: fractions of the edges.
         undirected: whether ``(u, v)`` and ``(v, u)`` are one edge; by default whether the graph has them all.
         seed: same seed, same split.
+        edge_type: of a ``HeteroData``, whose edges are split and get the masks.
+        rev_edge_type: the type that has the same edges the other way round, if there is one. Those of edges that are held out
+            are held out as well: it gets an ``edge_train_mask`` of the others. As PyG's ``RandomLinkSplit`` has them, but in
+            the order in which they are.
 
     Returns:
         A shallow copy; the masks are bool ``[E]``.
 
     Raises:
-        ValueError: fractions out of range, too few edges for them, or edges that are none of the graph's nodes.
+        ValueError: fractions out of range, too few edges for them, edges that are none of the graph's nodes, edge types that
+            the graph does not have, or that do not join the same nodes the other way round.
     """
     if not (val >= 0 and test >= 0 and val + test < 1):
         raise ValueError(
             f"val and test are fractions of the edges whose sum is below 1, the rest is for training (got {val} and {test})."
         )
-    if not isinstance(data, Data) or data.edge_index is None:
-        raise ValueError(f"split_edges takes a torch_geometric.data.Data with edge_index (got {type(data).__name__}).")
-    num_nodes = int(data.num_nodes or 0)
-    edge_index = checked_edges(data.edge_index, num_nodes).cpu()
+    edges, num_sources, num_targets = _edges_of(data, edge_type, rev_edge_type)
+    edge_index = checked_edges(edges.edge_index, max(num_sources, num_targets)).cpu()
+    within = num_sources == num_targets and (edge_type is None or edge_type[0] == edge_type[2])
     if undirected is None:
-        undirected = bool(is_undirected(edge_index, num_nodes=num_nodes))
-    source, target = edge_index.sort(0).values if undirected else edge_index
-    _, group = (source * num_nodes + target).unique(return_inverse=True)
-    splittable = group[source != target].unique()
+        undirected = within and bool(is_undirected(edge_index, num_nodes=num_targets))
+    if undirected and not within:
+        raise ValueError(f"undirected=True is for edges between nodes of one type (got edge_type={edge_type}).")
+    key = _keys(edge_index, num_targets, undirected)
+    distinct, group = key.unique(return_inverse=True)
+    splittable = (group[edge_index[0] != edge_index[1]] if within else group).unique()
     sizes = [round(share * len(splittable)) for share in (val, test)]
     for name, share, size in zip(("val", "test"), (val, test), sizes):
         if share > 0 and size == 0:
@@ -54,9 +70,48 @@ def split_edges(
                 f"{name}={share} of {len(splittable)} different edges is none. Give a larger fraction, or 0."
             )
     drawn = splittable[torch.from_numpy(np.random.default_rng(seed).permutation(len(splittable)))]
-    held = [torch.isin(group, part) for part in drawn[: sum(sizes)].split(sizes)]
+    parts = drawn[: sum(sizes)].split(sizes)
+    held = [torch.isin(group, part) for part in parts]
     result = copy.copy(data)
+    into: Any = result if edge_type is None else result[edge_type]
     masks: dict[str, Tensor] = {"train": ~(held[0] | held[1]), "val": held[0], "test": held[1]}
     for name, mask in masks.items():
-        result[f"edge_{name}_mask"] = mask.to(data.edge_index.device)
+        into[f"edge_{name}_mask"] = mask.to(edges.edge_index.device)
+    if rev_edge_type is not None:
+        back = result[rev_edge_type]
+        found = _keys(back.edge_index.cpu().flip(0), num_targets, undirected)
+        back.edge_train_mask = ~torch.isin(found, distinct[torch.cat(parts)]).to(back.edge_index.device)
     return result
+
+
+def _edges_of(data: Any, edge_type: EdgeType | None, rev_edge_type: EdgeType | None) -> tuple[Any, int, int]:
+    """Returns where the edges are that are split, and how many nodes may be their sources and targets."""
+    if isinstance(data, HeteroData):
+        if edge_type not in data.edge_types:
+            raise ValueError(
+                f"edge_type says which edges of a HeteroData are split, one of {data.edge_types} (got {edge_type})."
+            )
+        assert edge_type is not None
+        source, _, target = edge_type
+        if rev_edge_type is not None:
+            fits = rev_edge_type in data.edge_types and (rev_edge_type[2], rev_edge_type[0]) == (source, target)
+            if not fits or rev_edge_type == edge_type:
+                raise ValueError(
+                    f"rev_edge_type has the edges of {edge_type} the other way round: another edge type, from {target!r} to "
+                    f"{source!r}, of {data.edge_types} (got {rev_edge_type})."
+                )
+        return data[edge_type], int(data[source].num_nodes), int(data[target].num_nodes)
+    if edge_type is not None or rev_edge_type is not None:
+        raise ValueError("edge_type and rev_edge_type are of a HeteroData, but the graph has no types. Leave them out.")
+    if not isinstance(data, Data) or data.edge_index is None:
+        raise ValueError(
+            f"split_edges takes a Data with edge_index, or a HeteroData, of torch_geometric.data (got {type(data).__name__})."
+        )
+    num_nodes = int(data.num_nodes or 0)
+    return data, num_nodes, num_nodes
+
+
+def _keys(edge_index: Tensor, num_targets: int, undirected: bool) -> Tensor:
+    """Returns a number for each pair of nodes, ``[E]``; if `undirected`, the same for both directions."""
+    source, target = edge_index.sort(0).values if undirected else edge_index
+    return source * num_targets + target

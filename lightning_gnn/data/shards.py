@@ -5,7 +5,7 @@ N nodes, E edges, P ranks.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import pairwise
@@ -18,12 +18,12 @@ from torch_geometric.data import Data, HeteroData
 from torch_geometric.typing import EdgeType, NodeType
 
 from lightning_gnn.data.attributes import STAND_INS, GraphData, Kind, kinds_of, left_out_of, of_full_graph
-from lightning_gnn.data.hetero import JoinedGraph, attributes_of, orders_of
+from lightning_gnn.data.hetero import JoinedGraph, attributes_of, edge_stores, orders_of, predicted_edges
 from lightning_gnn.data.sources import EDGE_MASKS, MASKS, class_labels, num_classes, num_labelled
 from lightning_gnn.partition.layout import LayoutSpec, Replicas
 from lightning_gnn.partition.replicas import hold
-from lightning_gnn.partition.shard import HaloPlan, Ids, Relabelling, ShortIds, halo_plan, id_dtype
-from lightning_gnn.partition.types import Types
+from lightning_gnn.partition.shard import HaloPlan, Ids, ShortIds, halo_plan, id_dtype
+from lightning_gnn.partition.types import ONE_TYPE, Types
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,7 @@ class Shard:
         counts, edge_counts: owned rows and their edges of each rank.
         rows, edges: the same with replicas: of each rank's batch.
         mask_counts: by mask, the labelled rows of each rank in it, of the input type if there are types: the weights of a mean
-            loss; of masks of edges, if there are any, its edges.
+            loss; of masks of edges, if there are any, its edges, of :attr:`edge_type` if there are types.
         num_classes: of the whole graph's labels.
         types: how many nodes and edges of each type each rank owns.
         digest: of the node assignment; equal on all ranks that hold parts of the same cut.
@@ -75,6 +75,11 @@ class Shard:
     def plan(self) -> HaloPlan:
         """The rows to exchange; made when they are asked for, as batches of samples need none."""
         return halo_plan(self.rank, np.cumsum([0, *self.rows]), self.halos)
+
+    @property
+    def edge_type(self) -> EdgeType | None:
+        """The edge type whose edges are predicted; None where none is, and for a graph without types."""
+        return predicted_edges(edge_stores(self.batch)) if isinstance(self.batch, HeteroData) else None
 
     @property
     def offsets(self) -> Ids:
@@ -169,6 +174,13 @@ class Cut:
     holders: Tensor | None = None
     feature_dtype: torch.dtype | None = None
 
+    @property
+    def edge_type(self) -> EdgeType | None:
+        """See :class:`Shard`."""
+        types = self.types
+        has = {kind: self.attributes[types.key(kind)] for kind in types.edges}
+        return predicted_edges(has) if types.is_hetero else None
+
     def in_batches(self, name: str, values: Tensor) -> Tensor:
         """Returns rows of an attribute as batches have them."""
         return values if name != "x" or self.feature_dtype is None else values.to(self.feature_dtype)
@@ -191,17 +203,19 @@ class Cut:
         owned = np.arange(*self.offsets[rank : rank + 2])
         return np.concatenate([owned, self.halos[rank]])[self.edge_index_of(rank)]
 
-    def ends(self, edges: Tensor) -> Tensor:
-        """Returns source and target of some edges, ``[2, n]``; ids of edges, int64 ``[n]``, and of nodes are relabelled ones."""
+    def ends(self, edges: Tensor, kind: EdgeType = ONE_TYPE) -> Tensor:
+        """Returns source and target of some edges of a type, ``[2, n]``; ids of edges, int64 ``[n]``, and of nodes are relabelled
+        ones, of their types."""
         found = torch.empty((2, len(edges)), dtype=torch.long)
-        for rank, (low, high) in enumerate(pairwise(self.edge_offsets)):
+        begins = self.types.begins(kind)
+        for rank, (low, high) in enumerate(pairwise(self.types.offsets(kind))):
             here = (edges >= low) & (edges < high)
-            local = torch.from_numpy(self.edge_index_of(rank)[:, (edges[here] - int(low)).numpy()])
+            local = torch.from_numpy(self.edge_index_of(rank)[:, (edges[here] + int(begins[rank] - low)).numpy()])
             first, owned = int(self.offsets[rank]), int(self.offsets[rank + 1] - self.offsets[rank])
             ids = local.long() + first
             far = local >= owned
             ids[far] = torch.from_numpy(self.halos[rank][(local[far] - owned).numpy()])
-            found[:, here] = ids
+            found[:, here] = torch.from_numpy(self.types.ids(ids.numpy())) if self.types.is_hetero else ids
         return found
 
     def graph(self) -> Data | HeteroData:
@@ -359,8 +373,7 @@ def cut_graph(
         attributes["graph"] = {name: data[name] for name, kind in kinds_of(data).items() if kind == "graph"}
         scalars = {name: value for name, value in data.to_dict().items() if not isinstance(value, Tensor)}
         left_out = left_out_of(data)
-    predicted: Any = data if input_type is None else Data(**dict(data[input_type].items()))
-    rows = Relabelling(orders[types.input_type], types.offsets(types.input_type))
+    counts = mask_counts(data, types, orders)
     return Cut(
         offsets=relabelling.offsets,
         edge_offsets=np.cumsum([0, *map(len, edge_ids)]),
@@ -373,8 +386,8 @@ def cut_graph(
         attributes=attributes,
         scalars=scalars,
         left_out=left_out,
-        mask_counts={name: tuple(counts) for name, counts in mask_counts(predicted, rows, edge_ids).items()},
-        num_classes=num_classes(predicted.get("y")),
+        mask_counts={name: tuple(of) for name, of in counts.items()},
+        num_classes=num_classes(data.get("y") if input_type is None else data[input_type].get("y")),
         types=types,
         digest="",
         report={},
@@ -403,7 +416,7 @@ def whole_graph(data: Data | HeteroData, input_type: NodeType | None = None) -> 
     batch.num_owned = data.x.size(0)
     batch.n_id, batch.e_id = torch.arange(batch.num_owned), torch.arange(data.edge_index.size(1))
     types = Types.none(np.array([len(batch.n_id)]), np.array([len(batch.e_id)]))
-    return _only_shard(batch, batch, batch.n_id, batch.e_id, types)
+    return _only_shard(batch, data, batch.n_id, batch.e_id, types)
 
 
 def _whole_graph_with_types(data: HeteroData, input_type: NodeType) -> Shard:
@@ -417,14 +430,14 @@ def _whole_graph_with_types(data: HeteroData, input_type: NodeType) -> Shard:
     e_ids = {kind: batch[kind].e_id for kind in batch.edge_types}
     nodes, edges = ({kind: np.array([len(ids)]) for kind, ids in of.items()} for of in (n_ids, e_ids))
     types = Types(nodes, edges, input_type)
-    return _only_shard(batch, data[input_type], torch.cat([*n_ids.values()]), torch.cat([*e_ids.values()]), types)
+    return _only_shard(batch, data, torch.cat([*n_ids.values()]), torch.cat([*e_ids.values()]), types)
 
 
-def _only_shard(batch: Data | HeteroData, predicted: Any, n_id: Tensor, e_id: Tensor, types: Types) -> Shard:
+def _only_shard(batch: Data | HeteroData, data: Data | HeteroData, n_id: Tensor, e_id: Tensor, types: Types) -> Shard:
     counts, edge_counts, nothing = (len(n_id),), (len(e_id),), np.empty(0, np.int64)
-    y = predicted.get("y")
-    masks = {name: (num_labelled(y, predicted[name]),) for name in MASKS}
-    masks |= {name: (int(predicted[name].sum()),) for name in EDGE_MASKS if name in predicted}
+    y = (data[types.input_type] if types.is_hetero else data).get("y")
+    orders = {kind: np.arange(types.total(kind)) for kind in (*types.nodes, *types.edges)}
+    masks = {name: tuple(of) for name, of in mask_counts(data, types, orders).items()}
     return Shard(
         batch=batch,
         rank=0,
@@ -450,15 +463,28 @@ def versions_of(batch: Data | HeteroData) -> dict[str, int]:
     return {name: value._version for name, value in batch.to_dict().items() if isinstance(value, Tensor)}
 
 
-def mask_counts(data: Data, relabelling: Relabelling, edge_ids: Sequence[Ids] = ()) -> dict[str, list[int]]:
-    """Returns by mask how many labelled nodes of it each part owns; of masks of edges, if there are any, how many edges."""
-    y = data.get("y")
-    parts = torch.from_numpy(relabelling.n_id).split(np.diff(relabelling.offsets).tolist())
-    edges = [torch.from_numpy(ids) for ids in edge_ids]
-    return {
-        **{name: [num_labelled(None if y is None else y[rows], data[name][rows]) for rows in parts] for name in MASKS},
-        **{name: [int(data[name][ids].sum()) for ids in edges] for name in EDGE_MASKS if name in data},
-    }
+def mask_counts(
+    data: Data | HeteroData, types: Types, orders: Mapping[NodeType | EdgeType, Ids]
+) -> dict[str, list[int]]:
+    """Returns by mask how many labelled nodes of it each part owns; of masks of edges that are predicted, if there are any, how
+    many edges. `orders` has the ids of what `data` has, by type, in relabelled order."""
+
+    def parts(kind: NodeType | EdgeType) -> list[Tensor]:
+        return [torch.from_numpy(ids) for ids in np.split(orders[kind], types.offsets(kind)[1:-1])]
+
+    nodes: Any = data
+    edges: Any = data
+    edge_type: EdgeType | None = ONE_TYPE
+    if isinstance(data, HeteroData):
+        edge_type = predicted_edges(edge_stores(data))
+        nodes, edges = data[types.input_type], {} if edge_type is None else data[edge_type]
+    y, rows = nodes.get("y"), parts(types.input_type)
+    found = {name: [num_labelled(None if y is None else y[ids], nodes[name][ids]) for ids in rows] for name in MASKS}
+    masks = [name for name in EDGE_MASKS if name in edges]
+    if edge_type is not None and masks:
+        ids_of_parts = parts(edge_type)
+        found |= {name: [int(edges[name][ids].sum()) for ids in ids_of_parts] for name in masks}
+    return found
 
 
 def _add_stand_ins(batch: Any, rank: int, mask_counts: Mapping[str, tuple[int, ...]], num_owned: int) -> None:

@@ -11,6 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 from torch_geometric.data import Data
+from torch_geometric.data.storage import BaseStorage
 
 from lightning_gnn.arguments import shown
 from lightning_gnn.data.attributes import (
@@ -86,7 +87,7 @@ def prepare_graph(
         if result.get(name) is not None:
             result[name] = edge_values(name, result[name], result.edge_index.size(1), result.x.dtype)
     if result.get("edge_train_mask") is not None:
-        _set_edge_masks(result)
+        set_edge_masks(result, result.edge_index.size(1))
         masks_needed = False
     y = None
     if result.get("y") is not None:
@@ -257,10 +258,10 @@ def masks_of(
     return {name: masks.get(name, torch.zeros(num_nodes, dtype=torch.bool)) for name in MASKS}
 
 
-def _set_edge_masks(data: Data) -> None:
-    num_edges = data.edge_index.size(1)
+def set_edge_masks(data: Data | BaseStorage, num_edges: int, complete: bool = True) -> None:
+    """Checks the masks of a graph's edges, or of those of a type; if `complete`, those that are not there are empty ones."""
     advice = "split_edges(data) of lightning_gnn makes all three"
-    for name in EDGE_MASKS:
+    for name in EDGE_MASKS if complete else [name for name in EDGE_MASKS if name in data]:
         mask = data.get(name)
         if mask is None:
             mask = data[name] = torch.zeros(num_edges, dtype=torch.bool)
@@ -270,7 +271,7 @@ def _set_edge_masks(data: Data) -> None:
                 f"{name} must be bool, one entry per edge, [{num_edges}] (got {found}). Make it again after the last change of "
                 f"edge_index; {advice}."
             )
-    held = torch.stack([data[name] for name in EDGE_MASKS]).sum(0)
+    held = torch.stack([data[name] for name in EDGE_MASKS if name in data]).sum(0)
     if (held > 1).any():
         first = int((held > 1).nonzero()[0])
         raise ValueError(

@@ -194,9 +194,8 @@ def write_store(
             save("holders", in_order)
             digest.update(in_order.data)
 
-        predicted: Any = data if input_type is None else Data(**dict(data[input_type].items()))
         types, orders, edge_orders = written.types, written.orders, written.edge_orders
-        predicted_rows = Relabelling(orders[types.input_type], types.offsets(types.input_type))
+        predicted: Any = data if input_type is None else data[input_type]
         manifest = {
             "format": FORMAT,
             "name": folder.name,
@@ -204,7 +203,7 @@ def write_store(
             "offsets": written.offsets.tolist(),
             "edge_offsets": np.cumsum([0, *map(len, edge_orders)]).tolist(),
             "types": types.as_dict() if types.is_hetero else None,
-            "mask_counts": mask_counts(predicted, predicted_rows, edge_orders),
+            "mask_counts": mask_counts(data, types, orders),
             "num_classes": num_classes(predicted.get("y")),
             "digest": digest.hexdigest(),
             "graph": dict(digests or graph_digests(data)),

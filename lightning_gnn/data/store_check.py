@@ -22,7 +22,7 @@ from typing import Any, BinaryIO, Literal
 
 import numpy as np
 import torch
-from torch_geometric.data import Data
+from torch_geometric.data import Data, HeteroData
 from torch_geometric.typing import EdgeType, NodeType
 
 from lightning_gnn.arguments import shown
@@ -30,8 +30,8 @@ from lightning_gnn.data.attributes import is_name
 from lightning_gnn.data.shards import mask_counts
 from lightning_gnn.data.sources import EDGE_MASKS, MASKS, edge_values, features, labels, num_classes
 from lightning_gnn.partition.layout import LayoutSpec
-from lightning_gnn.partition.shard import Ids, Relabelling, id_dtype
-from lightning_gnn.partition.types import ONE_TYPE, Types
+from lightning_gnn.partition.shard import Ids, id_dtype
+from lightning_gnn.partition.types import Types
 
 _KEYS = {"kind", "parts", "groups", "method", "host_weight", "takes_types"}
 _MOST = 2**48
@@ -235,13 +235,13 @@ def check_arrays(folder: Path, manifest: Mapping[str, Any]) -> None:
         _check_values(folder, key, kind, of[kind], types)
     for name in manifest["attributes"].get("graph", ()):
         array(f"graph.{name}", None)
-    _check_counts(folder, manifest, types, of[types.input_type], {} if types.is_hetero else of[ONE_TYPE])
+    _check_counts(folder, manifest, types, of)
 
 
 def _check_values(folder: Path, key: str, kind: NodeType | EdgeType, values: Mapping[str, Any], types: Types) -> None:
     """Checks the attributes of the nodes, or edges, of a type as those of a graph that is loaded."""
     size = types.total(kind)
-    masks = MASKS if kind == types.input_type else () if types.is_hetero or isinstance(kind, str) else EDGE_MASKS
+    masks = EDGE_MASKS if not isinstance(kind, str) else MASKS if kind == types.input_type else ()
     for name in masks:
         if name in values:
             ok = values[name].dtype == np.bool_ and values[name].ndim == 1
@@ -261,19 +261,21 @@ def _check_values(folder: Path, key: str, kind: NodeType | EdgeType, values: Map
 
 
 def _check_counts(
-    folder: Path, manifest: Mapping[str, Any], types: Types, nodes: Mapping[str, Any], edges: Mapping[str, Any]
+    folder: Path, manifest: Mapping[str, Any], types: Types, of: Mapping[NodeType | EdgeType, Mapping[str, Any]]
 ) -> None:
     """Checks what a manifest says of labels and masks, by which losses are weighted."""
-    found = Data(**{name: torch.from_numpy(nodes[name]) for name in ("y", *MASKS) if name in nodes})
-    for name in EDGE_MASKS:
-        if name in edges:
-            found[name] = torch.from_numpy(edges[name])
-    offsets = types.offsets(types.input_type)
-    edge_ids = [np.arange(low, high) for low, high in pairwise(manifest["edge_offsets"])]
-    counts = mask_counts(found, Relabelling(np.arange(offsets[-1]), offsets), edge_ids)
+    found: Any = HeteroData() if types.is_hetero else Data()
+    for kind, values in of.items():
+        into = found[kind] if types.is_hetero else found
+        for name in ("y", *MASKS) if isinstance(kind, str) else EDGE_MASKS:
+            if name in values:
+                into[name] = torch.from_numpy(values[name])
+    orders = {kind: np.arange(types.total(kind)) for kind in of}
+    counts = mask_counts(found, types, orders)
+    nodes = found[types.input_type] if types.is_hetero else found
     _require(counts == manifest["mask_counts"], f"{folder}/manifest.json: mask_counts are not those of the masks")
     _require(
-        num_classes(found.get("y")) == manifest["num_classes"], f"{folder}/manifest.json: num_classes is not that of y"
+        num_classes(nodes.get("y")) == manifest["num_classes"], f"{folder}/manifest.json: num_classes is not that of y"
     )
 
 

@@ -23,7 +23,7 @@ from lightning_gnn.arguments import checked_batches, checked_bytes, checked_dtyp
 from lightning_gnn.comm.group import raise_together
 from lightning_gnn.data.hetero import input_type_of
 from lightning_gnn.data.loading import Source
-from lightning_gnn.data.shards import Shard, versions_of, whole_graph
+from lightning_gnn.data.shards import Cut, Shard, versions_of, whole_graph
 from lightning_gnn.data.sources import EDGE_MASKS, checked_fractions, counted_mask
 from lightning_gnn.data.store import default_root
 from lightning_gnn.datamodules.stored_graph import StoredGraph
@@ -86,7 +86,8 @@ class GraphDataModule(StoredGraph, L.LightningDataModule):
             order), or the rank of every node, ``[N]``. By default what suits the strategy, in most cases METIS; of a folder,
             ``"auto"``.
         seed: of the random split and of the partitioner; added to torch's seed for what the source draws.
-        input_type: of a ``HeteroData``, the node type whose nodes are predicted; by default the one that has a ``train_mask``.
+        input_type: of a ``HeteroData``, the node type whose nodes are predicted; by default the one that has a ``train_mask``, or
+            that of the targets of edges that are predicted.
         store: folder for partitioned graphs; default ``$LIGHTNING_GNN_STORE`` or ``~/.cache/lightning_gnn``.
         fanouts, batch_size: of mini-batches, for a strategy that trains on samples, see
             :class:`~lightning_gnn.SamplingStrategy`; by default what the strategy says.
@@ -104,7 +105,8 @@ class GraphDataModule(StoredGraph, L.LightningDataModule):
     Labels of -1 mark nodes without a label. Every tensor of the graph with one row per node or edge goes with its node
     or edge. The batch of a step is a PyG ``Data``: ``x [N, F]``, ``edge_index [2, E]`` (local ids), ``y``,
     ``train_mask``, ``val_mask``, ``test_mask``, ``n_id [N]`` (original ids), ``num_owned`` (N). A graph whose links are to be
-    predicted has ``edge_train_mask``, ``edge_val_mask``, ``edge_test_mask`` (bool ``[E]``) and needs none of nodes.
+    predicted has ``edge_train_mask``, ``edge_val_mask``, ``edge_test_mask`` (bool ``[E]``) and needs none of nodes; of a
+    ``HeteroData``, one edge type has them.
 
     Of a ``HeteroData``, batches are ``HeteroData``: under ``dgcl``, ``vertex_cut`` and ``spmm_1d`` a rank's part of the whole
     graph, under ``sampling`` samples.
@@ -232,6 +234,7 @@ class GraphDataModule(StoredGraph, L.LightningDataModule):
             self._shard = self._read_shard(layout)
         if self.trainer is not None and self.trainer.lightning_module is not None:
             check_fits(self.trainer.lightning_module, self._shard.types)
+            check_links(self.trainer.lightning_module, self._shard, layout.samples)
         if stage not in STAGE_MASKS:
             return
         mask = self._counted(STAGE_MASKS[stage])
@@ -324,6 +327,37 @@ class GraphDataModule(StoredGraph, L.LightningDataModule):
             )
 
 
+def check_links(module: torch.nn.Module, of: Shard | Cut, samples: bool) -> None:
+    """Raises ValueError for a module that predicts edges which the graph has none of, or not under this strategy, which `samples`
+    or does not."""
+    if not getattr(module, "predicts_edges", False):
+        return
+    name, edge_type = type(module).__name__, getattr(module, "edge_type", None)
+    if not of.types.is_hetero:
+        if edge_type is not None:
+            raise ValueError(
+                f"{name}(edge_type={edge_type}) is for a HeteroData, but the graph has no types. Leave it out."
+            )
+        return
+    if not samples:
+        raise ValueError(
+            f'{name} predicts edges, and those of a HeteroData are predicted on samples only: use Trainer(strategy="sampling"). '
+            "With other strategies, nodes are predicted."
+        )
+    if of.edge_type is None:
+        raise ValueError(
+            f"{name} predicts edges of one type: the one with an edge_val_mask or an edge_test_mask, or else the only one with "
+            "an edge_train_mask, and the graph has none, or several. Split one, GraphDataModule(split_edges(data, edge_type="
+            f"{next(iter(of.types.edges))})), or set the masks of edges (bool, one entry per edge) of one type."
+        )
+    if hasattr(module, "takes_types") and edge_type != of.edge_type:
+        given = "calls model(x, edge_index)" if edge_type is None else f"has edge_type={edge_type}"
+        raise ValueError(
+            f"{name} {given}, but of this HeteroData edges of type {of.edge_type} are predicted, as their masks tell. Say "
+            f"{name}(model, edge_type={of.edge_type}), or split those of another type."
+        )
+
+
 def check_fits(module: torch.nn.Module, types: Types) -> None:
     """Raises ValueError for a module that cannot be trained on a graph of these types."""
     name, node_type = type(module).__name__, getattr(module, "node_type", None)
@@ -335,11 +369,7 @@ def check_fits(module: torch.nn.Module, types: Types) -> None:
             )
         embeddings_of(module, types)
         return
-    if getattr(module, "predicts_edges", False):
-        raise ValueError(
-            f"{name} predicts edges, which is for graphs of one type; of a HeteroData, nodes are predicted."
-        )
-    if ready and node_type != types.input_type:
+    if ready and not getattr(module, "predicts_edges", False) and node_type != types.input_type:
         given = "calls model(x, edge_index)" if node_type is None else f"has node_type={node_type!r}"
         raise ValueError(
             f"{name} {given}, but of this HeteroData nodes of type {types.input_type!r} are predicted. Say "

@@ -30,7 +30,14 @@ from lightning_gnn.comm.group import World
 from lightning_gnn.console import progress_bar
 from lightning_gnn.data.attributes import left_out_of
 from lightning_gnn.data.folders import is_folder
-from lightning_gnn.data.hetero import NO_TYPES, JoinedGraph, input_type_of, prepare_hetero
+from lightning_gnn.data.hetero import (
+    NO_TYPES,
+    JoinedGraph,
+    edge_stores,
+    input_type_of,
+    predicted_edges,
+    prepare_hetero,
+)
 from lightning_gnn.data.loading import (
     Source,
     check_same_graph,
@@ -298,23 +305,26 @@ class StoredGraph:
         """Returns the owner of each node, the rank of each edge in a vertex cut, and a report."""
         method = self._method(layout)
         joined = JoinedGraph.of(data)
-        predicted: Any = data[input_type_of(data, self.input_type)] if isinstance(data, HeteroData) else data
+        nodes_of = input_type_of(data, self.input_type) if isinstance(data, HeteroData) else None
+        predicted: Any = data if nodes_of is None else data[nodes_of]
         y = predicted.get("y")
         masks = {
             name: (predicted[name] if y is None else predicted[name] & is_labelled(y)).numpy()
             for name in MASKS
             if num_labelled(y, predicted[name])
         }
-        if isinstance(data, HeteroData):
-            masks = {
-                name: joined.among_nodes(mask, input_type_of(data, self.input_type)) for name, mask in masks.items()
-            }
+        edges_of = predicted_edges(edge_stores(data)) if isinstance(data, HeteroData) else None
+        edges: Any = data if nodes_of is None else {} if edges_of is None else data[edges_of]
+        edge_masks = {name: edges[name].numpy() for name in EDGE_MASKS if name in edges and edges[name].any()}
+        if nodes_of is not None:
+            masks = {name: joined.among_all(mask, nodes_of) for name, mask in masks.items()}
+        if edges_of is not None:
+            edge_masks = {name: joined.among_all(mask, edges_of) for name, mask in edge_masks.items()}
         cut: Any = (joined.edge_index, joined.num_nodes, layout.parts, method)
         options: dict[str, Any] = {"seed": self.seed, "masks": masks, "groups": layout.groups}
         if layout.kind == "vertex_cut":
             edges = assign_edges(*cut, host_weight=layout.host_weight, **options)
             return edges.master, edges.part, {**edges.report.as_dict(), "method": edges.method}
-        edge_masks = {name: data[name].numpy() for name in EDGE_MASKS if name in data and data[name].any()}
         nodes = assign_nodes(*cut, **options, edge_masks=edge_masks, node_type=joined.node_type, blocks=blocks)
         report = replace(nodes.report, types=joined.types_per_part(nodes.part, layout.parts))
         return nodes.part, None, {**report.as_dict(), "method": nodes.method, "balance": nodes.balance}

@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch_geometric.data import Data
 from torch_geometric.nn.models.basic_gnn import BasicGNN
+from torch_geometric.typing import EdgeType, NodeType
 from typing_extensions import override
 
 from lightning_gnn.nn.commnet import CommNet
@@ -25,15 +26,16 @@ class GraphModule(L.LightningModule):
 
     Attributes:
         optimizer, lr, weight_decay: see :class:`~lightning_gnn.modules.NodeClassifier`.
-        node_type: of a ``HeteroData``, whose nodes are predicted; None for graphs of one type.
+        node_type, edge_type: of a ``HeteroData``, whose nodes, or edges, are predicted; None for graphs of one type.
     """
 
-    node_type: str | None = None
+    node_type: NodeType | None = None
+    edge_type: EdgeType | None = None
 
     @property
     def takes_types(self) -> bool:
         """Whether its steps take a ``HeteroData``."""
-        return self.node_type is not None
+        return self.node_type is not None or self.edge_type is not None
 
     optimizer: OptimizerCallable | None
     lr: float

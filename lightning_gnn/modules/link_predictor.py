@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch_geometric.data import Data
+from torch_geometric.data import Data, HeteroData
+from torch_geometric.typing import EdgeType, NodeType
 from torchmetrics import Metric
 from typing_extensions import override
 
@@ -65,6 +66,10 @@ class LinkPredictor(GraphModule):
     The graph must have ``edge_train_mask``, ``edge_val_mask`` and ``edge_test_mask``, as
     :func:`~lightning_gnn.split_edges` makes them.
 
+    Of a ``HeteroData``, edges of one type are predicted, under ``strategy="sampling"``: ``s`` and ``t'`` are nodes of the types
+    at its ends. The model is called as ``model(x_dict, edge_index_dict)``, as those of ``to_hetero``, and returns rows by type.
+    What is predicted are the rows of the datamodule's ``input_type``, by default the targets of the edges.
+
     Args:
         model: called as ``model(x, edge_index)``, with ``edge_weight`` and ``edge_attr`` where the graph has them and the model
             takes them; returns ``[N, F]``.
@@ -83,14 +88,17 @@ class LinkPredictor(GraphModule):
         num_relations: types of edges, from 0 on, for ``"distmult"``.
         filtered: leave negatives that are edges of the graph, of any mask, and of the same type for ``"distmult"``, out of
             the ranking (Bordes et al., NeurIPS 2013). The loss has them.
+        edge_type: of a ``HeteroData``, the type whose edges are predicted, as their masks tell. ``"distmult"`` and ``filtered``
+            are for graphs of one type.
         optimizer: makes the optimizer from the parameters; default Adam with `lr` and `weight_decay`.
         lr, weight_decay: of the default optimizer.
 
     Raises:
         ValueError: a decoder, negatives or a loss of another name, counts below 1, a margin of 0 or less, relations without
-            ``"distmult"`` or the other way round; from ``setup``, where model and graph do not fit.
-        UnsupportedModelError: from a step, and before it from the strategy's self-check: the model does not return ``[N, F]``, or
-            the decoder a score per pair.
+            ``"distmult"`` or the other way round, an edge type with what is for graphs of one type; from ``setup``, where model
+            and graph do not fit.
+        UnsupportedModelError: from a step, and before it from the strategy's self-check: the model does not return ``[N, F]``, by
+            type if there are types, or the decoder a score per pair.
     """
 
     predicts_edges = True
@@ -112,6 +120,7 @@ class LinkPredictor(GraphModule):
         margin: float = 1.0,
         num_relations: int | None = None,
         filtered: bool = False,
+        edge_type: EdgeType | None = None,
     ) -> None:
         super().__init__()
         if decoder not in ("dot", "distmult") and not isinstance(decoder, torch.nn.Module):
@@ -123,6 +132,11 @@ class LinkPredictor(GraphModule):
         if (decoder == "distmult") != (num_relations is not None):
             raise ValueError(
                 f"decoder='distmult' needs num_relations, and no other does (got {decoder!r}, num_relations={num_relations})."
+            )
+        if edge_type is not None and (num_relations is not None or filtered):
+            raise ValueError(
+                f"decoder='distmult' and filtered=True are for graphs of one type (got edge_type={edge_type}). Use another "
+                "decoder, and filtered=False."
             )
         if negatives not in ("uniform", "in_batch"):
             raise ValueError(f"negatives must be 'uniform' or 'in_batch' (got {negatives!r}).")
@@ -151,16 +165,19 @@ class LinkPredictor(GraphModule):
         self.metrics = torch.nn.ModuleDict(
             {f"{stage}_{name}": MeanOfRanks() for stage in ("val", "test") for name in names}
         )
-        self._takes = edge_inputs(model)
+        self.edge_type = None if edge_type is None else (edge_type[0], edge_type[1], edge_type[2])
+        self._takes = edge_inputs(model, with_types=edge_type is not None)
 
     @override
     def setup(self, stage: str) -> None:
         data = getattr(self.trainer, "datamodule", None)
         if not isinstance(data, GraphDataModule):
             return
-        check_width(self.model, data.num_features)
-        if sum(data.shard.counts) < 2:
-            raise ValueError("The graph has one node, and so no pair of nodes that could be joined.")
+        types = data.shard.types
+        if self.edge_type is None:
+            check_width(self.model, data.num_features)
+        if (sum(data.shard.counts) if self.edge_type is None else types.total(self.edge_type[2])) < 2:
+            raise ValueError("Edges have one node for a target, and so there is no pair of nodes that could be joined.")
         if self.relations is not None:
             _check_types(data.shard.batch.get("edge_type"), self.relations.num_embeddings)
         in_batches = getattr(self.trainer.strategy, "trains_on_batches", False)
@@ -184,8 +201,10 @@ class LinkPredictor(GraphModule):
     # Rows and scores ##########################################################
 
     @override
-    def forward(self, batch: Data) -> Tensor:
-        """Returns a row of each node of the batch, ``[N, F]``."""
+    def forward(self, batch: Data | HeteroData) -> Any:
+        """Returns a row of each node of the batch, ``[N, F]``; if there are types by type, of which the model makes some."""
+        if isinstance(batch, HeteroData):
+            return self._rows_by_type(batch)
         names = [name for name in self._takes if batch.get(name) is not None]
         if batch.get("edge_train_mask") is None or _is_sampled(batch):
             edges = (batch.edge_index, *(batch[name] for name in names))
@@ -198,6 +217,21 @@ class LinkPredictor(GraphModule):
                 f"{type(self.model).__name__} returned {found} for a batch of {len(batch.x)} nodes, but LinkPredictor needs one "
                 f"row per node, [{len(batch.x)}, F], in the order of x."
             )
+        return out
+
+    def _rows_by_type(self, batch: HeteroData) -> Mapping[NodeType, Tensor]:
+        known = {f"{name}_dict": batch.collect(name, allow_empty=True) for name in self._takes}
+        out = self.model(batch.x_dict, batch.edge_index_dict, **known)
+        assert self.edge_type is not None
+        for name in (self.edge_type[0], self.edge_type[2]):
+            rows = out.get(name) if isinstance(out, Mapping) else None
+            if not isinstance(rows, Tensor) or rows.dim() != 2 or len(rows) != batch[name].num_nodes:
+                what = f"a dict of {', '.join(out)}" if isinstance(out, Mapping) else f"a {type(out).__name__}"
+                found = f"{what}, of {name!r} {list(rows.shape)}" if isinstance(rows, Tensor) else what
+                raise UnsupportedModelError(
+                    f"{type(self.model).__name__} returned {found}, but LinkPredictor needs a dict with rows of {name!r}, "
+                    f"[{batch[name].num_nodes}, F] for this batch, as models of to_hetero and layers of HeteroConv return it."
+                )
         return out
 
     def _decode(self, source: Tensor, target: Tensor) -> Tensor:
@@ -222,7 +256,7 @@ class LinkPredictor(GraphModule):
 
         Filtered, in evaluation, also which negatives are edges, bool ``[n, count]``.
         """
-        if _is_sampled(batch):
+        if isinstance(batch, HeteroData) or _is_sampled(batch):
             return *self._sampled_scores(batch), None
         z = self(batch)
         chosen = batch[mask] & (batch.edge_index[1] < batch.num_owned)  # replicas of edges count elsewhere
@@ -247,16 +281,17 @@ class LinkPredictor(GraphModule):
             self._known[key] = edges, known
         return known
 
-    def _sampled_scores(self, batch: Data) -> tuple[Tensor, Tensor]:
-        """Returns the same of a mini-batch: its positive pairs come first, then the negatives of each."""
-        z = self(batch)
-        num = len(batch.input_id)
-        source, target = batch.edge_label_index
+    def _sampled_scores(self, batch: Data | HeteroData) -> tuple[Tensor, Tensor]:
+        """Returns the same of a mini-batch: its positive pairs come first, then the negatives of each, unless all are its own."""
+        z, edges = self(batch), batch if self.edge_type is None else batch[self.edge_type]
+        z_source, z = (z, z) if self.edge_type is None else (z[self.edge_type[0]], z[self.edge_type[2]])
+        num = len(edges.input_id)
+        source, target = edges.edge_label_index
         place = target[num:].view(num, -1)
-        if self.negatives == "in_batch":
+        if self.negatives == "in_batch" and not place.numel():
             shifts = range(1, min(self.num_negatives, num - 1) + 1)
             place = torch.stack([target.roll(shift) for shift in shifts], 1) if shifts else target.new_empty((num, 0))
-        sources = self._related(z[source[:num]], batch.get("edge_label_type"))
+        sources = self._related(z_source[source[:num]], edges.get("edge_label_type"))
         return self._decode(sources, z[target[:num]]), self._score_each(sources, z, place)
 
     def _score_each(self, sources: Tensor, rows: Tensor, place: Tensor) -> Tensor:
@@ -274,6 +309,19 @@ class LinkPredictor(GraphModule):
         return (own + each.sum(1) / max(1, negative.size(1))).sum() / max(1, len(positive))
 
     # Steps ####################################################################
+
+    @override
+    def predict_step(self, batch: Data | HeteroData, batch_idx: int) -> Tensor:
+        if isinstance(batch, Data):
+            return self(batch)
+        [of] = [name for name in batch.node_types if "batch_size" in batch[name]]
+        rows = self(batch)
+        if of not in rows:
+            raise UnsupportedModelError(
+                f"{type(self.model).__name__} returned rows of {', '.join(rows)}, and those of {of!r} are predicted. Return "
+                "these, too, or say GraphDataModule(..., input_type=...)."
+            )
+        return rows[of]
 
     @override
     def training_step(self, batch: Data, batch_idx: int) -> Tensor:

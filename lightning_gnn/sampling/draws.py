@@ -65,17 +65,18 @@ class OtherNodes:
             self._place = torch.empty_like(self._order).scatter_(0, self._order, torch.arange(len(n_id)))
             self._times = time[self._order]
 
-    def draw(self, keys: Tensor, targets: Tensor, until: Tensor, count: int, *seeds: int) -> Tensor:
+    def draw(self, keys: Tensor, targets: Tensor, until: Tensor | None, count: int, *seeds: int) -> Tensor:
         """Returns nodes for each edge, int64 ``[n, count]``, with replacement.
 
         Args:
             keys: of the edges, see :func:`draw_others`.
-            targets, until: their targets and times, ``[n]``.
+            targets, until: their targets and times, ``[n]``; times where nodes have some.
             seeds: other numbers that draws depend on.
         """
         place = self._place[targets]
         size = torch.full_like(place, len(self._order))
         if self._times is not None:
+            assert until is not None
             there = torch.searchsorted(self._times, until, right=True)
             # Of those that are there the target is left out, if it is one of them.
             size = (there + (place >= there)).clamp(min=2)

@@ -98,20 +98,23 @@ class Expander:
         self._shared = {peer: [rank for rank in sorted(ranks) if peer in store.teams[rank]] for peer in sorted(peers)}
         self._like = {peer: self._like_of(peer) for peer in self._shared}
 
-    def run(self, seeds: Tensor, random_seeds: Sequence[int], asked: Mapping[int, Tensor] | None) -> Neighbourhood:
+    def run(
+        self, seeds: Mapping[NodeType, Tensor], random_seeds: Sequence[int], asked: Mapping[int, Tensor] | None
+    ) -> Neighbourhood:
         """Returns this rank's neighbourhood.
 
         Args:
-            seeds: ids of the input type.
+            seeds: ids by type.
             random_seeds: of the batch of each rank.
-            asked: the seeds of the ranks that this one answers; None if it does not know: an exchange more.
+            asked: the seeds, of the input type, of the ranks that this one answers; None if it does not know: an exchange more.
         """
         store, seeded = self._store, self._store.types.input_type
         for work in self._work.values():
             work.start()
         found = Neighbourhood(store, self._draws, self._work[store.rank])
-        for rank, ids in {store.rank: seeds, **(asked or {})}.items():
-            self._expand(rank, {(seeded, 0): [ids]}, random_seeds[rank])
+        of_others = {rank: {seeded: ids} for rank, ids in (asked or {}).items()}
+        for rank, first in {store.rank: seeds, **of_others}.items():
+            self._expand(rank, {(name, 0): [ids] for name, ids in first.items()}, random_seeds[rank])
             if asked is not None:  # who works for the batch elsewhere knows them
                 for there in store.servers:
                     self._work[rank].passed.pop((there, seeded, 0), None)

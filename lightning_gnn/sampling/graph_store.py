@@ -182,9 +182,10 @@ def _made_of(
     types, (source_type, _, target_type) = cut.types, kind
     stored, made = _stored_of(cut, rank, kind, choice), dict[str, Tensor]()
     target = stored.pop("target")
-    if messages is not None:
+    mask = None if messages is None else cut.attributes[types.key(kind)].get(messages)
+    if mask is not None:
         first, last = types.offsets(kind)[rank : rank + 2].tolist()
-        edges = made["edges"] = cut.attributes[types.key(kind)][messages][first:last].nonzero().view(-1)
+        edges = made["edges"] = mask[first:last].nonzero().view(-1)
         made |= {name: values[edges] for name, values in stored.items()}
         target = target[edges]
     rows = int(types.nodes[target_type][rank])
@@ -214,7 +215,7 @@ class GraphStore:
         near: ranks of this machine.
         cache_bytes: of features of nodes on other machines that are kept here: those that most edges of this rank read, until
             :meth:`learn_cache`.
-        messages: a mask of edges; other edges join no neighbours.
+        messages: a mask of edges; of types that have it, other edges join no neighbours.
         choice: which edges are drawn.
 
     Attributes:

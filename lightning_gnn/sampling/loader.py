@@ -6,6 +6,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from concurrent.futures import Future
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -19,7 +20,7 @@ from typing_extensions import override
 
 from lightning_gnn.data.ahead import BatchThread, Copies, Sent
 from lightning_gnn.data.attributes import STAND_INS
-from lightning_gnn.data.sources import MASKS
+from lightning_gnn.data.sources import EDGE_MASKS, MASKS
 from lightning_gnn.partition.types import ONE_TYPE
 from lightning_gnn.sampling.draws import OtherNodes, draw_others
 from lightning_gnn.sampling.expansion import MOST_HOPS, Expander, Neighbourhood
@@ -69,7 +70,8 @@ class BatchMaker:
             random_seeds: of each rank's batch.
             asked: the seeds of the ranks that this one answers, if they are known.
         """
-        return self._with_seeds(self._batch(*self._sample(seeds, random_seeds, asked)), seeds)
+        found = self._sample({self.store.types.input_type: seeds}, random_seeds, asked)
+        return self._with_seeds(self._batch(*found), seeds)
 
     def _with_seeds(self, batch: Data | HeteroData, seeds: Tensor) -> Data | HeteroData:
         """Returns the batch, with what tells which of its nodes are the seeds: the first ones."""
@@ -80,29 +82,32 @@ class BatchMaker:
         return batch
 
     def _sample(
-        self, nodes: Tensor, random_seeds: list[int], asked: Mapping[int, Tensor] | None = None
+        self, seeds: Mapping[NodeType, Tensor], random_seeds: list[int], asked: Mapping[int, Tensor] | None = None
     ) -> tuple[HeteroSamplerOutput, GraphStore | Neighbourhood]:
-        """Returns the sampled neighbourhood of distinct nodes, which come first, and who has its rows."""
-        seeds = {self.store.types.input_type: nodes}
+        """Returns the sampled neighbourhood of distinct nodes, by type, which come first, and who has its rows."""
         if self._expander is not None:
-            found = self._expander.run(nodes, random_seeds, asked)
+            found = self._expander.run(seeds, random_seeds, asked)
             return sample_hops(seeds, self._fanouts, found.hop, self._numberings), found
         hop = self.store.hops(random_seeds, self._replace)
         return sample_hops(seeds, self._fanouts, hop, self._numberings, self._directed), self.store
 
     def _trees(
-        self, nodes: Tensor, until: Tensor, random_seeds: list[int]
+        self, roots: Sequence[tuple[NodeType, Tensor]], until: Tensor, random_seeds: list[int]
     ) -> tuple[HeteroSamplerOutput, dict[NodeType, Tensor]]:
-        """Returns what was sampled around nodes of the input type, each in a tree of its own, and by type each node's tree.
+        """Returns what was sampled around nodes of some types, each in a tree of its own, and by type each node's tree.
 
-        `until` has the latest time of each tree, ``[n]``.
+        `until` has the latest time of each tree, ``[n]``, those of the first type's nodes first.
         """
         types = self.store.types
         totals = {name: types.total(name) for name in types.nodes}
         hop = in_trees(self.store.hops(random_seeds, False, until), totals)
-        trees = len(nodes)  # whose nodes' ids are too many for an array
+        trees = len(until)  # whose nodes' ids are too many for an array
         numberings = {name: Numbering(total * trees, dense=False) for name, total in totals.items()}
-        copies = {types.input_type: torch.arange(trees) * totals[types.input_type] + nodes}
+        numbers = torch.arange(trees).split([len(nodes) for _, nodes in roots])
+        copies: dict[NodeType, Tensor] = {}
+        for (name, nodes), tree in zip(roots, numbers):
+            ids = tree * totals[name] + nodes
+            copies[name] = torch.cat([copies[name], ids]) if name in copies else ids
         out = sample_hops(copies, self._fanouts, hop, numberings, self._directed)
         tree_of = {name: ids // totals[name] for name, ids in out.node.items()}
         out.node = {name: ids % totals[name] for name, ids in out.node.items()}
@@ -170,7 +175,7 @@ class TemporalBatchMaker(BatchMaker):
         store, seeded = self.store, self.store.types.input_type
         assert store.choice.time_attr is not None
         until = store.rows({seeded: (seeds, [store.choice.time_attr])})[seeded][store.choice.time_attr]
-        out, tree_of = self._trees(seeds, until, random_seeds)
+        out, tree_of = self._trees([(seeded, seeds)], until, random_seeds)
         batch = self._with_seeds(self._batch(out, store), seeds)
         for name, tree in tree_of.items():
             part_of(batch, name).batch = tree
@@ -178,68 +183,131 @@ class TemporalBatchMaker(BatchMaker):
         return batch
 
 
+@dataclass(frozen=True)
+class Links:
+    """Which edges are seeds, and what they are compared with; ids are those of the partitioned graph.
+
+    Attributes:
+        ends: returns sources and targets of edges, ``[2, n]``, for their ids ``[n]``.
+        num_negatives: pairs for each edge whose target is drawn from all other nodes of its type.
+        kind: the type of the edges.
+        others: draws the negatives by original ids; None where they are drawn by those of the partitioned graph.
+        held_out: of edges that are no messages, in evaluation: what their negatives depend on beside the edge, in place of the
+            batch's random seed. Nothing is taken out for them.
+    """
+
+    ends: Callable[[Tensor], Tensor]
+    num_negatives: int
+    kind: EdgeType = ONE_TYPE
+    others: OtherNodes | None = None
+    held_out: Sequence[int] | None = None
+
+
 class EdgeBatchMaker(BatchMaker):
     """Makes a batch of edges, whose ends are the seeds of the neighbourhood.
 
     Edges of the batch carry no messages in it, in either direction, nor do others between the same nodes: they would tell what
-    is to be learnt.
+    is to be learnt. With types, others are those of the same type, and of types the other way round that have an
+    ``edge_train_mask``.
 
     Args:
-        ends: returns sources and targets of edges, ``[2, n]``, for their ids ``[n]``, all in the partitioned graph.
-        num_negatives: pairs for each edge whose target is drawn from all other nodes.
+        links: which edges.
         *args, **options: see :class:`BatchMaker`.
     """
 
     of_seeds = ("edge_label", "edge_label_time")
 
-    def __init__(self, ends: Callable[[Tensor], Tensor], num_negatives: int, *args: Any, **options: Any) -> None:
+    def __init__(self, links: Links, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
-        self._ends, self._num_negatives = ends, num_negatives
+        self._links, types, kind = links, self.store.types, links.kind
         # Of seeds, beside their times; and what is added to labels, so that 0 is of negatives.
-        self._told = [name for name in ("edge_label", "edge_type") if name in self.store.names(ONE_TYPE)]
+        self._told = [name for name in ("edge_label", "edge_type") if name in self.store.names(kind)]
         self._shift = 0
-        if num_negatives and "edge_label" in self._told:
-            self._shift = int(self.store.lowest_class(ONE_TYPE, "edge_label") == 0)
+        if links.num_negatives and "edge_label" in self._told:
+            self._shift = int(self.store.lowest_class(kind, "edge_label") == 0)
+        # By type of edges that may tell of a seed: whether they join the ends of a seed as it does, and the other way round.
+        self._telling: dict[EdgeType, tuple[bool, bool]] = {}
+        for each in types.edges if links.held_out is None else ():
+            masked = EDGE_MASKS[0] in self.store.names(each)
+            forth = each == kind or (masked and kind[0] == kind[2] == each[0] == each[2])
+            back = (each == kind or masked) and (each[0], each[2]) == (kind[2], kind[0])
+            if forth or back:
+                self._telling[each] = forth, back
 
     @override
-    def make(self, seeds: Tensor, random_seeds: list[int], asked: Mapping[int, Tensor] | None = None) -> Data:
+    def make(
+        self, seeds: Tensor, random_seeds: list[int], asked: Mapping[int, Tensor] | None = None
+    ) -> Data | HeteroData:
         """Returns the batch of these edges, as PyG's LinkNeighborLoader gives it.
 
         ``edge_label_index [2, n + n K]`` has the edges in local numbers and then K negatives of the first, K of the second and so
         on; ``edge_label`` is 1 or 0, or what the graph has under that name, where 0 is of negatives, and classes from 0 on are
         raised by 1 if there are any; ``input_id`` has the edges' original ids; ``edge_label_type [n]`` their types, if the graph
-        has ``edge_type``.
+        has ``edge_type``. With types, the batch has these of the type that the edges are of.
         """
-        source, target = self._ends(seeds)
-        rank, num_nodes = self.store.rank, self.store.types.total(ONE_TYPE[0])
-        others = draw_others(seeds, target, self._num_negatives, num_nodes, random_seeds[rank])
-        sources = torch.cat([source, source.repeat_interleave(self._num_negatives)])
-        pairs = torch.stack([sources, torch.cat([target, others.view(-1)])])
-        nodes, local = pairs.unique(return_inverse=True)
+        kind, store = self._links.kind, self.store
+        source, target = self._links.ends(seeds)
+        others = self._drawn(seeds, target, None, random_seeds)
+        sources = torch.cat([source, source.repeat_interleave(self._links.num_negatives)])
+        nodes, local = _numbered(kind, sources, torch.cat([target, others]))
         batch = self._batch(*self._sample(nodes, random_seeds))
-        num, ends, pairs = len(batch.n_id), batch.edge_index, local[:, : len(seeds)]
-        taken = torch.cat([pairs[0] * num + pairs[1], pairs[1] * num + pairs[0]])
-        told = self.store.rows({ONE_TYPE: (seeds, self._told)})[ONE_TYPE] if self._told else {}
-        return self._with_edges(batch, seeds, told, local, torch.isin(ends[0] * num + ends[1], taken))
+        first, second = local[:, : len(seeds)]
+        taken = {}
+        for each, (forth, back) in self._telling.items():
+            num, (row, col) = len(part_of(batch, each[2]).n_id), part_of(batch, each).edge_index
+            pairs = [first * num + second] * forth + [second * num + first] * back
+            taken[each] = torch.isin(row * num + col, torch.cat(pairs))
+        told = store.rows({kind: (seeds, self._told)})[kind] if self._told else {}
+        return self._with_edges(batch, seeds, told, local, taken)
 
-    def _with_edges(self, batch: Data, seeds: Tensor, told: Mapping[str, Tensor], local: Tensor, taken: Tensor) -> Data:
-        """Returns the batch with the edges that are its seeds and what these have, and without some messages, bool ``[E]``.
+    def _drawn(self, seeds: Tensor, targets: Tensor, until: Tensor | None, random_seeds: list[int]) -> Tensor:
+        """Returns the targets of the negatives of each seed, ``[n K]``."""
+        links, store = self._links, self.store
+        numbers = links.held_out or [random_seeds[store.rank]]
+        if links.others is None:
+            total = store.types.total(links.kind[2])
+            return draw_others(seeds, targets, links.num_negatives, total, *numbers).view(-1)
+        keys = store.original(links.kind, seeds)
+        return links.others.draw(keys, targets, until, links.num_negatives, *numbers).view(-1)
+
+    def _with_edges(
+        self,
+        batch: Data | HeteroData,
+        seeds: Tensor,
+        told: Mapping[str, Tensor],
+        local: Tensor,
+        taken: Mapping[EdgeType, Tensor],
+    ) -> Data | HeteroData:
+        """Returns the batch with the edges that are its seeds and what these have, and without some messages, by type bool
+        ``[E]``.
 
         `local` has the seeds' ends and negatives in local numbers, see :meth:`make`.
         """
-        kept = ~taken
-        if "num_sampled_edges" in batch:
-            batch.num_sampled_edges = [int(hop.sum()) for hop in kept.split(batch.num_sampled_edges)]
-        for name in ("e_id", *self._names[ONE_TYPE]):
-            batch[name] = batch[name][kept]
-        batch.edge_index, batch.edge_label_index = batch.edge_index[:, kept], local
-        batch.input_id = self.store.original(ONE_TYPE, seeds)
+        for kind, out in taken.items():
+            edges, kept = part_of(batch, kind), ~out
+            if "num_sampled_edges" in edges:
+                edges.num_sampled_edges = [int(hop.sum()) for hop in kept.split(edges.num_sampled_edges)]
+            for name in ("e_id", *self._names[kind]):
+                edges[name] = edges[name][kept]
+            edges.edge_index = edges.edge_index[:, kept]
+        into = part_of(batch, self._links.kind)
+        into.edge_label_index = local
+        into.input_id = self.store.original(self._links.kind, seeds)
         label = told.get("edge_label", torch.ones(len(seeds)))
         label = label + self._shift if self._shift else label
-        batch.edge_label = torch.cat([label, label.new_zeros((local.size(1) - len(seeds), *label.shape[1:]))])
+        into.edge_label = torch.cat([label, label.new_zeros((local.size(1) - len(seeds), *label.shape[1:]))])
         if "edge_type" in told:
-            batch.edge_label_type = told["edge_type"]
+            into.edge_label_type = told["edge_type"]
         return batch
+
+
+def _numbered(kind: EdgeType, sources: Tensor, targets: Tensor) -> tuple[dict[NodeType, Tensor], Tensor]:
+    """Returns the distinct nodes of each type at the ends of pairs, and the pairs in their numbers, ``[2, n]``."""
+    if kind[0] == kind[2]:
+        nodes, local = torch.stack([sources, targets]).unique(return_inverse=True)
+        return {kind[0]: nodes}, local
+    (source, row), (target, col) = (ids.unique(return_inverse=True) for ids in (sources, targets))
+    return {kind[0]: source, kind[2]: target}, torch.stack([row, col])
 
 
 class TemporalEdgeBatchMaker(EdgeBatchMaker):
@@ -249,55 +317,48 @@ class TemporalEdgeBatchMaker(EdgeBatchMaker):
     than the edge are taken out of its trees; where messages have no times of their own, all between its ends.
 
     Args:
-        ends, num_negatives: see :class:`EdgeBatchMaker`.
-        others: draws the negatives.
-        held_out: of edges that are no messages, in evaluation: what their negatives depend on beside the edge, in place of the
-            batch's random seed. Nothing is taken out for them.
-        *args, **options: see :class:`BatchMaker`.
+        links, *args, **options: see :class:`EdgeBatchMaker`.
     """
 
-    def __init__(
-        self,
-        ends: Callable[[Tensor], Tensor],
-        num_negatives: int,
-        others: OtherNodes,
-        held_out: Sequence[int] | None,
-        *args: Any,
-        **options: Any,
-    ) -> None:
-        super().__init__(ends, num_negatives, *args, **options)
-        self._others, self._held_out = others, held_out
-
     @override
-    def make(self, seeds: Tensor, random_seeds: list[int], asked: Mapping[int, Tensor] | None = None) -> Data:
+    def make(
+        self, seeds: Tensor, random_seeds: list[int], asked: Mapping[int, Tensor] | None = None
+    ) -> Data | HeteroData:
         """Returns the batch of these edges, as PyG's LinkNeighborLoader gives it with ``time_attr``.
 
         As :meth:`EdgeBatchMaker.make`; ``batch [N]`` has the seed in whose trees a node is, ``edge_label_time [n + n K]`` the
         times of ``edge_label_index``. A negative has the source and the time of its edge.
         """
-        store, num, count = self.store, len(seeds), self._num_negatives
+        store, num, count, kind = self.store, len(seeds), self._links.num_negatives, self._links.kind
         moment: Any = store.choice.time_attr
-        names = [name for name in ("edge_label_time", moment) if name in store.names(ONE_TYPE)]
-        told = store.rows({ONE_TYPE: (seeds, [*names, *self._told])})[ONE_TYPE]
+        names = [name for name in ("edge_label_time", moment) if name in store.names(kind)]
+        told = store.rows({kind: (seeds, [*names, *self._told])})[kind]
         until = told[names[0]]
-        source, target = self._ends(seeds)
-        keys, numbers = store.original(ONE_TYPE, seeds), self._held_out or [random_seeds[store.rank]]
-        others = self._others.draw(keys, target, until, count, *numbers).view(-1)
+        source, target = self._links.ends(seeds)
+        others = self._drawn(seeds, target, until, random_seeds)
         edge = torch.arange(num)
         edge_of = torch.cat([edge, edge, edge.repeat_interleave(count)])
-        out, tree_of = self._trees(torch.cat([source, target, others]), until[edge_of], random_seeds)
+        roots = [(kind[0], source), (kind[2], torch.cat([target, others]))]
+        out, tree_of = self._trees(roots, until[edge_of], random_seeds)
         batch = self._batch(out, store)
-        batch.batch = edge_of[tree_of[ONE_TYPE[0]]]
-        of = batch.batch[batch.edge_index[1]]
-        ends, pairs = out.node[ONE_TYPE[0]][batch.edge_index], torch.stack([source, target])[:, of]
-        taken = (ends == pairs).all(0) | (ends == pairs.flip(0)).all(0)
-        if moment in told:
-            taken &= batch[moment] >= told[moment][of]
-        if self._held_out is not None:
-            taken = torch.zeros_like(taken)
-        local = torch.stack([torch.cat([edge, edge.repeat_interleave(count)]), num + torch.arange(num + num * count)])
+        for name, tree in tree_of.items():
+            part_of(batch, name).batch = edge_of[tree]
+        taken = {}
+        for each, (forth, back) in self._telling.items():
+            edges = part_of(batch, each)
+            of = part_of(batch, each[2]).batch[edges.edge_index[1]]
+            ends = torch.stack([out.node[each[0]][edges.edge_index[0]], out.node[each[2]][edges.edge_index[1]]])
+            pairs = torch.stack([source, target])[:, of]
+            taken[each] = torch.zeros_like(of, dtype=torch.bool)
+            for same in [pairs] * forth + [pairs.flip(0)] * back:
+                taken[each] |= (ends == same).all(0)
+            if moment in told and moment in edges:
+                taken[each] &= edges[moment] >= told[moment][of]
+        first_target = num if kind[0] == kind[2] else 0
+        rows = torch.cat([edge, edge.repeat_interleave(count)])
+        local = torch.stack([rows, first_target + torch.arange(num + num * count)])
         batch = self._with_edges(batch, seeds, told, local, taken)
-        batch.edge_label_time = until[edge_of[num:]]
+        part_of(batch, kind).edge_label_time = until[edge_of[num:]]
         return batch
 
 

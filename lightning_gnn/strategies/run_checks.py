@@ -11,7 +11,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info
 
 from lightning_gnn.data.hetero import NO_TYPES
 from lightning_gnn.data.shards import Shard
-from lightning_gnn.datamodules.graph import check_fits
+from lightning_gnn.datamodules.graph import check_fits, check_links
 from lightning_gnn.kernels.warm_up import warm_up
 from lightning_gnn.nn.bind import check_module
 from lightning_gnn.nn.fused import kernel_groups
@@ -35,8 +35,10 @@ def before_ranks_start(strategy: GNNStrategy, trainer: pl.Trainer, given: Sequen
     if strategy.num_nodes > 1:
         return  # the graph comes to machines when their ranks have met, and none waits for one that stops here
     data.prepare_for(layout)
-    types = data.stored_cut().types
+    cut = data.stored_cut()
+    types = cut.types
     check_fits(module, types)
+    check_links(module, cut, layout.samples)
     strategy.check_model(module, types)
     if not layout.reads_edges(types.is_hetero):
         return
@@ -44,7 +46,7 @@ def before_ranks_start(strategy: GNNStrategy, trainer: pl.Trainer, given: Sequen
     if not types.is_hetero:
         check_memory(strategy, data, module, trainer)
     if self_check:
-        strategy._checks.ahead(module, data.stored_cut(), trainer)
+        strategy._checks.ahead(module, cut, trainer)
 
 
 def before_stage(strategy: GNNStrategy, module: pl.LightningModule, shard: Shard, trainer: pl.Trainer) -> None:

@@ -45,6 +45,7 @@ from lightning_gnn.sampling.graph_store import Choice, GraphStore
 from lightning_gnn.sampling.loader import (
     BatchMaker,
     EdgeBatchMaker,
+    Links,
     SampledBatches,
     TemporalBatchMaker,
     TemporalEdgeBatchMaker,
@@ -247,7 +248,7 @@ class SamplingStrategy(GNNStrategy):
             return None
         name = None if mask is None else counted_mask(mask, module)
         edges = name in EDGE_MASKS
-        kind: Any = ONE_TYPE if edges else types.input_type
+        kind: Any = (cut.edge_type or ONE_TYPE) if edges else types.input_type
         self._check_choice(cut, kind)
         split = SplitSeeds.of(cut, kind, name, self.num_processes)
         if self.method in _OF_NEIGHBORS:
@@ -262,7 +263,7 @@ class SamplingStrategy(GNNStrategy):
             }
             make: Callable[..., BatchMaker] = makers_of[self.method]
             if edges:
-                make, size = self._edge_batches(cut, training)
+                make, size = self._edge_batches(cut, kind, training)
             batches = SeedBatches(split.sizes, size)
             how: tuple[Any, ...] = (self._fanouts_of(types), self.replace, self.directed)
             if not training and self.choice.temporal_strategy != "last":
@@ -305,17 +306,18 @@ class SamplingStrategy(GNNStrategy):
         store = GraphStore(cut, self.world, self.world.ranks_here(), int(self.cache_mb * 1e6), messages, self.choice)
         return [store, *(store.clone() for _ in range(1, self.samplers))]
 
-    def _edge_batches(self, cut: Cut, training: bool) -> tuple[Callable[..., BatchMaker], int]:
-        """Returns what makes batches of edges, and how many edges are in one."""
-        count = getattr(self._module, "sampled_negatives", 0)
-        if self.choice.time_attr is None:
-            return partial(EdgeBatchMaker, cut.ends, count), self.batch_size
-        others = OtherNodes(cut.n_id, cut.attributes["node"].get(self.choice.time_attr))
-        if training:
-            return partial(TemporalEdgeBatchMaker, cut.ends, count, others, None), self.batch_size
-        compared = getattr(self._module, "eval_negatives", count)
-        size = max(1, self.batch_size * (2 + count) // (2 + compared))  # for as many trees
-        return partial(TemporalEdgeBatchMaker, cut.ends, compared, others, (self.seed, -1)), size
+    def _edge_batches(self, cut: Cut, kind: EdgeType, training: bool) -> tuple[Callable[..., BatchMaker], int]:
+        """Returns what makes batches of edges of a type, and how many edges are in one."""
+        count, moment = getattr(self._module, "sampled_negatives", 0), self.choice.time_attr
+        links, size = Links(partial(cut.ends, kind=kind), count, kind), self.batch_size
+        if moment is not None or not training:
+            times = cut.attributes[cut.types.key(kind[2])].get(moment) if moment else None
+            links = replace(links, others=OtherNodes(cut.ids_of(kind[2]), times))
+        if not training:
+            compared = getattr(self._module, "eval_negatives", count)
+            size = max(1, size * (2 + count) // (2 + compared))  # for about as many nodes
+            links = replace(links, num_negatives=compared, held_out=(self.seed, -1))
+        return partial(EdgeBatchMaker if moment is None else TemporalEdgeBatchMaker, links), size
 
     def _check_choice(self, cut: Cut, seeded: NodeType | EdgeType) -> None:
         """Raises ValueError unless the graph has what the strategy draws by, for seeds of a type."""
@@ -385,6 +387,11 @@ class SamplingStrategy(GNNStrategy):
             raise ValueError(
                 "evaluation='batches' is for a HeteroData, or with time_attr. Leave it out: layers see the whole graph, each row "
                 "computed once."
+            )
+        if self.evaluation == "layers" and types.is_hetero and counted_mask("val_mask", module) in EDGE_MASKS:
+            raise ValueError(
+                f"evaluation='layers' looks at the whole graph, and {type(module).__name__} predicts edges of a HeteroData, "
+                "which are taken in batches. Leave it out."
             )
         if self.method not in _NEIGHBOURHOODS and types.is_hetero:
             raise ValueError(

@@ -27,7 +27,7 @@ from lightning_gnn.partition.types import ONE_TYPE
 from lightning_gnn.sampling import InEdges, Neighbors, NeighborSampler
 from lightning_gnn.sampling.draws import OtherNodes, draw_others
 from lightning_gnn.sampling.graph_store import Choice, GraphStore
-from lightning_gnn.sampling.loader import BatchMaker, TemporalBatchMaker, TemporalEdgeBatchMaker
+from lightning_gnn.sampling.loader import BatchMaker, Links, TemporalBatchMaker, TemporalEdgeBatchMaker
 from lightning_gnn.sampling.neighbors import best_of
 
 TIMED, LAST = Choice(time_attr="time"), Choice(time_attr="time", temporal_strategy="last")
@@ -436,7 +436,7 @@ def batches_of_links(case: str, folder: Any, *machines: Any) -> tuple[Data, list
     others = OtherNodes(cut.n_id, cut.attributes["node"].get("moment"))
 
     def make(store: GraphStore) -> BatchMaker:
-        return TemporalEdgeBatchMaker(cut.ends, 2, others, None, store, {ONE_TYPE: fanouts})
+        return TemporalEdgeBatchMaker(Links(cut.ends, 2, others=others), store, {ONE_TYPE: fanouts})
 
     with pytest.MonkeyPatch.context() as patch:
         stores = partial(GraphStore, messages="edge_train_mask", choice=choice)

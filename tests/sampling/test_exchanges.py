@@ -18,21 +18,25 @@ from common import awkward_graph, examples
 from hypothesis import given
 from hypothesis import strategies as st
 from scipy.stats import chi2
-from test_hetero_sampling import typed_graph
+from test_hetero_sampling import BY, WRITES, typed_graph
 from torch import Tensor
-from torch_geometric.data import Data
+from torch_geometric.data import Data, HeteroData
 
 from benchmarks.sampling_threads import Machines, Meeting
-from lightning_gnn import GraphDataModule
+from lightning_gnn import GraphDataModule, split_edges
 from lightning_gnn.data.shards import Cut
 from lightning_gnn.data.store import read_cut
 from lightning_gnn.partition.types import ONE_TYPE
 from lightning_gnn.sampling import graph_store
 from lightning_gnn.sampling.graph_store import GraphStore
-from lightning_gnn.sampling.loader import BatchMaker, EdgeBatchMaker, SampledBatches
+from lightning_gnn.sampling.loader import BatchMaker, EdgeBatchMaker, Links, SampledBatches
 from lightning_gnn.sampling.seeds import SeedBatches, SplitSeeds
 from lightning_gnn.sampling.variants import EgoBatchMaker
 from lightning_gnn.strategies.sampling import SamplingScheme
+
+
+def typed_links() -> HeteroData:
+    return split_edges(typed_graph(), 0.1, 0.1, edge_type=WRITES, rev_edge_type=BY)
 
 
 def cut_of(graph: Any, parts: int, folder: Any) -> Cut:
@@ -55,7 +59,7 @@ def batches_of(
     cut: Cut, machines: Machines, make: Callable[[GraphStore], BatchMaker], cache_bytes: int = 0, edges: Any = False
 ) -> tuple[list[list[Any]], Meeting]:
     """Returns the batches of an epoch of every rank; or of some edges, of all or of those of a mask."""
-    kind: Any = ONE_TYPE if edges else cut.types.input_type
+    kind: Any = (cut.edge_type or ONE_TYPE) if edges else cut.types.input_type
     split = SplitSeeds.of(cut, kind, "train_mask" if not edges else None if edges is True else edges)
     most = 12 if edges else max(split.sizes)  # of a rank
 
@@ -104,6 +108,8 @@ NEIGHBORS: dict[str, Any] = {"fanouts": [3, 2, 2]}
         (awkward_graph, THREE, {"fanouts": [3, 2], "method": "edges"}, 1000, 4),
         (typed_graph, TWO, {"fanouts": [3, 2]}, 0, None),
         (typed_graph, THREE, {"fanouts": [2, 3, 2], "cut off": True}, 300, None),
+        (typed_links, THREE, {"fanouts": [3, 2], "method": "edges"}, 300, 4),
+        (typed_links, TWO, {"fanouts": [2, 2, 2, 2, 2], "method": "edges"}, 0, None),
     ],
 )
 def test_batches_of_several_machines_are_those_of_one(tmp_path, graph, machines, options, cache_bytes, exchanges):
@@ -114,7 +120,9 @@ def test_batches_of_several_machines_are_those_of_one(tmp_path, graph, machines,
     of_types = {kind: list(fanouts) for kind in cut.types.edges}
     if options.pop("cut off", False):  # a type that is not followed from some hop on
         of_types[next(iter(of_types))] = [0, 2, 0]
-    classes: dict[str, Any] = {"shadow": EgoBatchMaker, "edges": partial(EdgeBatchMaker, cut.ends, 2)}
+    kind = cut.edge_type or ONE_TYPE
+    links = Links(partial(cut.ends, kind=kind), 2, kind)
+    classes: dict[str, Any] = {"shadow": EgoBatchMaker, "edges": partial(EdgeBatchMaker, links)}
     make = classes.get(method, BatchMaker)
     found = [
         batches_of(cut, on, lambda store: make(store, of_types, **options), cache_bytes, method == "edges")
