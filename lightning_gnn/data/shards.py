@@ -40,7 +40,7 @@ class Shard:
         rank: whose shard this is.
         halos: ids of the halo rows of each rank, ascending, int64 ``[H]`` each: what a planner needs. Ids number the rows of
             rank 0, then those of rank 1, and so on.
-        n_id, e_id: original ids of all ranks' nodes and edges in rank order, int64 ``[N]`` and ``[E]``, without replicas.
+        n_id, e_id: original ids of all ranks' nodes and edges in rank order, as a :class:`Cut` has them, without replicas.
         counts, edge_counts: owned rows and their edges of each rank.
         rows, edges: the same with replicas: of each rank's batch.
         mask_counts: by mask, the labelled rows of each rank in it, of the input type if there are types: the weights of a mean

@@ -332,7 +332,9 @@ def check_links(module: torch.nn.Module, of: Shard | Cut, samples: bool) -> None
     or does not."""
     if not getattr(module, "predicts_edges", False):
         return
-    name, edge_type = type(module).__name__, getattr(module, "edge_type", None)
+    name = type(module).__name__
+    ready = hasattr(module, "takes_types")  # a module of this package, and none of the user's
+    edge_type: Any = module.edge_type if ready else None
     if not of.types.is_hetero:
         if edge_type is not None:
             raise ValueError(
@@ -350,7 +352,7 @@ def check_links(module: torch.nn.Module, of: Shard | Cut, samples: bool) -> None
             "an edge_train_mask, and the graph has none, or several. Split one, GraphDataModule(split_edges(data, edge_type="
             f"{next(iter(of.types.edges))})), or set the masks of edges (bool, one entry per edge) of one type."
         )
-    if hasattr(module, "takes_types") and edge_type != of.edge_type:
+    if ready and edge_type != of.edge_type:
         given = "calls model(x, edge_index)" if edge_type is None else f"has edge_type={edge_type}"
         raise ValueError(
             f"{name} {given}, but of this HeteroData edges of type {of.edge_type} are predicted, as their masks tell. Say "

@@ -67,8 +67,9 @@ class LinkPredictor(GraphModule):
     :func:`~lightning_gnn.split_edges` makes them.
 
     Of a ``HeteroData``, edges of one type are predicted, under ``strategy="sampling"``: ``s`` and ``t'`` are nodes of the types
-    at its ends. The model is called as ``model(x_dict, edge_index_dict)``, as those of ``to_hetero``, and returns rows by type.
-    What is predicted are the rows of the datamodule's ``input_type``, by default the targets of the edges.
+    at its ends. The model is called as ``model(x_dict, edge_index_dict)``, as those of ``to_hetero``, and returns rows by type;
+    types without ``x`` are not in ``x_dict``. What is predicted are the rows of the datamodule's ``input_type``, by default the
+    targets of the edges.
 
     Args:
         model: called as ``model(x, edge_index)``, with ``edge_weight`` and ``edge_attr`` where the graph has them and the model

@@ -22,8 +22,12 @@ from torch_geometric.nn import HeteroConv, SAGEConv
 from torch_geometric.nn.models import GraphSAGE
 
 from lightning_gnn import DistributedEmbedding, GraphDataModule, LinkPredictor, SamplingStrategy, split_edges
+from lightning_gnn.data.hetero import prepare_hetero
+from lightning_gnn.data.shards import whole_graph
+from lightning_gnn.data.sources import MASKS
 from lightning_gnn.data.store import read_cut, read_manifest
 from lightning_gnn.data.store_check import check_arrays
+from lightning_gnn.datamodules.graph import check_links
 from lightning_gnn.sampling import NeighborSampler
 from lightning_gnn.sampling.draws import OtherNodes, draw_others
 from lightning_gnn.strategies.sampling import SamplingScheme
@@ -544,6 +548,15 @@ def test_refused_before_training(strategy, make, module, words, tmp_path):
     trainer = quiet_trainer(strategy, 1)
     with pytest.raises(ValueError, match=f"(?s){words}"):
         trainer.fit(module(), datamodule=GraphDataModule(make(), store=tmp_path))
+
+
+def test_an_edge_type_of_a_users_own_module_says_nothing():
+    module, every = Ratings(), torch.ones(2, dtype=torch.bool)
+    module.edge_type = torch.zeros(3)
+    graph = Data(x=torch.ones(2, 1), edge_index=torch.zeros(2, 1, dtype=torch.long), **dict.fromkeys(MASKS, every))
+    check_links(module, whole_graph(graph), samples=False)
+    typed = prepare_hetero(split())
+    check_links(module, whole_graph(typed, "movie"), samples=True)
 
 
 def test_refused_arguments():
