@@ -20,7 +20,7 @@ from torch_geometric.data import Data, HeteroData
 from torch_geometric.nn import GraphSAGE
 from torch_geometric.testing import MyFeatureStore, MyGraphStore
 
-from lightning_gnn import GraphDataModule, NodeClassifier, planted_partition
+from lightning_gnn import GraphDataModule, NodeClassifier, SamplingStrategy, planted_partition
 from lightning_gnn.data import array_files
 from lightning_gnn.data.folders import read_folder
 from lightning_gnn.data.loading import graph_digests, load_source
@@ -490,3 +490,36 @@ def test_arrays_that_do_not_fit_are_read_by_rows(tmp_path, monkeypatch):
         assert not advised
     read_cut(entry, by_rows=True).edge_index_of(0)
     assert {"node.x.npy", "part0.edge_index.npy", "e_id.npy"} <= {*advised}
+
+
+def evaluated(rank: int, world_size: int, folder: str, store: str, evaluation: str) -> dict[str, Any]:
+    strategy = SamplingStrategy([-1, -1], 16, evaluation=evaluation)
+    torch.manual_seed(0)
+    module = NodeClassifier(GraphSAGE(4, 8, num_layers=2, out_channels=3))
+    data = GraphDataModule(folder, store=store, feature_dtype="float32")
+    trainer = quiet_trainer(strategy, world_size, max_epochs=1)
+    trainer.fit(module, datamodule=data)
+    out = trainer.predict(module, datamodule=data)
+    batch = data.shard.batch
+    return {
+        "out": torch.cat(out) if isinstance(out, list) else out,
+        "val": float(trainer.callback_metrics.get("val_loss", trainer.logged_metrics.get("val_loss", 0))),
+        "has_edges": "edge_index" in batch or "e_id" in batch,
+        "x": batch.x.dtype,
+    }
+
+
+def test_ranks_of_batches_hold_no_edges(ranks, tmp_path):
+    """Of a graph without types, evaluated in batches of all neighbours, with the numbers of layers."""
+    graph = GRAPH.clone()
+    graph.x = graph.x.half()
+    folder = str(own(tmp_path / "g", graph))
+    found = {each: ranks.run(2, evaluated, folder, str(tmp_path / "s"), each) for each in ("layers", "batches")}
+    for layers, batches in zip(*found.values()):
+        assert layers["has_edges"] and not batches["has_edges"]
+        assert (layers["x"], batches["x"]) == (
+            torch.float32,
+            torch.float16,
+        )  # as it lies in the store: nothing is copied
+        assert torch.allclose(layers["out"], batches["out"], atol=1e-5) and len(batches["out"]) == N
+        assert batches["val"] == pytest.approx(layers["val"], abs=1e-5)
