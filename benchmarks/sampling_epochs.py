@@ -248,7 +248,7 @@ def epoch_bytes(cut: Cut, seeds: list[torch.Tensor], cache_bytes: int, most: int
         maker, own = BatchMaker(store, {ONE_TYPE: FANOUTS}), seeds[rank]
         for batch in islice(SampledBatches([maker], batches, own, own[:1], rank, 0, 0, lambda: 0), most):
             assert batch.x.size(1) == FEATURES
-        return store.take_counts()
+        return store.take_counts()[:3]
 
     with ThreadPoolExecutor(size) as pool:
         asked, hits, received = np.sum(list(pool.map(rank_epoch, range(size))), 0)
@@ -287,7 +287,7 @@ def far_draws(
                 ids = place[batch.n_id]
                 far.append(ids[store.machines_of(ONE_TYPE[0], ids) != store.here].numpy())
                 nodes += len(ids)
-            asked, hits, _ = store.take_counts()
+            asked, hits, *_ = store.take_counts()
             missed.append(asked - hits)
         return far, missed, nodes
 

@@ -19,7 +19,9 @@ class SamplingMetrics(pl.Callback):
     ``sampling/seconds``: the longest time that a rank's samplers, added up, spent in making its batches; ``sampling/waited``:
     that a rank spent in waiting for them, so that ``1 - waited / seconds`` was hidden behind training. Where ranks are on more
     than one machine, ``sampling/remote_bytes``: what all received from others; ``sampling/cache_hit_rate``: of the rows of
-    features that lie on other machines, the share that was kept here.
+    features that lie on other machines, the share that was kept here. With ``feature_cache``,
+    ``sampling/feature_cache_hits`` and ``sampling/feature_cache_misses``: rows of features that ranks read on their own
+    machines, for their batches and others', from memory and from the store.
     """
 
     def __init__(self, batches: Callable[[], SampledBatches | None], world: World) -> None:
@@ -32,12 +34,16 @@ class SamplingMetrics(pl.Callback):
             return
         seconds, waited = batches.take_seconds()
         stores = [maker.store for maker in batches.makers]
-        asked, hits, received = map(sum, zip(*(store.take_counts() for store in stores)))
-        own = torch.tensor([seconds, waited, asked, hits, received], dtype=torch.float64, device=self._world.device)
+        counts = [sum(each) for each in zip(*(store.take_counts() for store in stores))]
+        own = torch.tensor([seconds, waited, *counts], dtype=torch.float64, device=self._world.device)
         by_rank = self._world.all_gather(own, "Sampling metrics").cpu()
         longest, total = by_rank.amax(0), by_rank.sum(0)
+        asked, hits, received, near_hits, near_misses = total[2:]
         values = {"sampling/seconds": longest[0], "sampling/waited": longest[1]}
         if stores[0].channel is not None:
-            values["sampling/remote_bytes"] = total[4]
-            values["sampling/cache_hit_rate"] = total[3] / total[2].clamp(min=1)
+            values["sampling/remote_bytes"] = received
+            values["sampling/cache_hit_rate"] = hits / asked.clamp(min=1)
+        if stores[0].has_near_cache:
+            values["sampling/feature_cache_hits"] = near_hits
+            values["sampling/feature_cache_misses"] = near_misses
         log_values(trainer, values)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
@@ -11,6 +12,7 @@ import torch
 from torch import Tensor
 
 from lightning_gnn.comm.group import World
+from lightning_gnn.comm.shared_memory import Segment
 from lightning_gnn.data.store_check import read_array
 
 
@@ -37,6 +39,27 @@ def one_copy(world: World, near: Sequence[int], own: Sequence[Tensor]) -> dict[i
         found = {rank: [_mapped(folders[rank], number) for number in range(len(own))] for rank in near}
         world.all_gather_object("")  # all have opened them
     return found
+
+
+def shared_zeros(world: World, near: Sequence[int], num_bytes: int) -> Tensor:
+    """Returns zeros, uint8 ``[num_bytes]``, which all ranks of this machine read and write; all ranks of all machines call it.
+
+    They are in memory and stay there; pages that nobody touches take none. It is free again when no rank has the tensor, or one
+    made of it, any more.
+
+    Args:
+        near: the ranks of this machine, this one among them.
+        num_bytes: the same for all of them.
+    """
+    if world.size == 1:
+        return torch.zeros(num_bytes, dtype=torch.uint8)
+    first = min(near)
+    own = Segment.create(max(1, num_bytes)) if world.rank == first else None
+    pid, fd = world.all_gather_object(None if own is None else (os.getpid(), own.fd))[first]
+    segment = own or Segment.open(pid, fd)
+    world.all_gather_object("")  # all have opened it
+    segment.close()
+    return segment.bytes[:num_bytes]
 
 
 def _file(folder: str, number: int) -> Path:

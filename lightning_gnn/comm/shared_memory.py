@@ -65,7 +65,7 @@ def machine_key() -> str | None:
         return None
 
 
-class _Segment:
+class Segment:
     """Memory that this process owns or has mapped from a peer."""
 
     def __init__(self, fd: int, size: int, owned: bool) -> None:
@@ -76,13 +76,13 @@ class _Segment:
             os.close(fd)
 
     @classmethod
-    def create(cls, size: int) -> _Segment:
+    def create(cls, size: int) -> Segment:
         fd = os.memfd_create("lightning_gnn")
         os.ftruncate(fd, size)
         return cls(fd, size, owned=True)
 
     @classmethod
-    def open(cls, pid: int, fd: int) -> _Segment:
+    def open(cls, pid: int, fd: int) -> Segment:
         opened = os.open(f"/proc/{pid}/fd/{fd}", os.O_RDWR)
         return cls(opened, os.fstat(opened).st_size, owned=False)
 
@@ -97,7 +97,7 @@ class _Outbox:
     """One of a rank's two buffers for outgoing data."""
 
     def __init__(self) -> None:
-        self.segment: _Segment | None = None
+        self.segment: Segment | None = None
         self.generation = 0
         self.waits_for: dict[int, int] = {}  # peer -> number of its last message in here
 
@@ -125,9 +125,9 @@ class SharedMemory:
         self.waited_s = 0.0
         key = machine_key()
         size = 0
-        self._control: _Segment | None = None
+        self._control: Segment | None = None
         if key is not None:
-            self._control = _Segment.create(1 << 16)
+            self._control = Segment.create(1 << 16)
             size = self._control.size
         everyone = exchange_objects((key, os.getpid(), self._control.fd if self._control else -1))
         self._pids = {
@@ -138,7 +138,7 @@ class SharedMemory:
         if len(everyone) * width * 8 > size:
             self._pids = {}
         try:
-            segments = {peer: _Segment.open(pid, everyone[peer][2]) for peer, pid in self._pids.items()}
+            segments = {peer: Segment.open(pid, everyone[peer][2]) for peer, pid in self._pids.items()}
         except OSError:  # a hardened system: processes may not look into each other
             segments = {}
         # All or none: two ranks must agree on how they talk.
@@ -153,7 +153,7 @@ class SharedMemory:
         self._expected: dict[int, deque[tuple[int, Accept]]] = {peer: deque() for peer in self.peers}
         self._outboxes = (_Outbox(), _Outbox())
         self._current = 0
-        self._maps: dict[tuple[int, int], tuple[int, _Segment]] = {}
+        self._maps: dict[tuple[int, int], tuple[int, Segment]] = {}
 
     def scratch(self, num_bytes: int) -> Tensor:
         """Returns uint8 memory ``[num_bytes]`` to write a message into; it is the next one's until it is posted.
@@ -167,7 +167,7 @@ class SharedMemory:
         if box.segment is None or box.segment.size < num_bytes:
             if box.segment is not None:
                 box.segment.close()
-            box.segment = _Segment.create(max(1 << 16, 1 << (num_bytes - 1).bit_length()))
+            box.segment = Segment.create(max(1 << 16, 1 << (num_bytes - 1).bit_length()))
             box.generation += 1
         return box.segment.bytes[:num_bytes]
 
@@ -225,7 +225,7 @@ class SharedMemory:
         known = self._maps.get((peer, buffer))
         if known is None or known[0] != generation:
             try:
-                known = (generation, _Segment.open(self._pids[peer], fd))
+                known = (generation, Segment.open(self._pids[peer], fd))
             except OSError as error:  # after it has announced the message
                 raise PeerError(peer, f"rank {peer} has ended") from error
             self._maps[peer, buffer] = known

@@ -15,7 +15,7 @@ import copy
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import torch
@@ -30,6 +30,7 @@ from lightning_gnn.data.shards import Cut
 from lightning_gnn.kernels import CSR
 from lightning_gnn.partition.in_edges import counts_of
 from lightning_gnn.partition.shard import owners_of
+from lightning_gnn.sampling.near_cache import NearCache, Rows, most_worth
 from lightning_gnn.sampling.neighbors import InEdges, Neighbors, Score, best_of, random_numbers, sample_neighbors
 from lightning_gnn.sampling.sampler import seed_of_type
 
@@ -76,7 +77,7 @@ class _Uses:
 
 
 @dataclass
-class _Cache:
+class _FarCache:
     """Features of nodes on other machines that are kept here, and what those who ask this rank keep.
 
     Attributes:
@@ -151,9 +152,10 @@ class _Part:
         of = (partial(_attribute, self._attributes[each], ids) for each, ids in zip((1, 0, 2), ends))
         return best_of(found, self._score(InEdges(self._kind, uniform, found.offsets, *of)), fanout)
 
-    def halo_reads(self) -> Tensor:
-        """Returns how many edges read each halo row, ``[H]``; of another type than their sources' they read none."""
-        return torch.bincount(self._csr.indices, minlength=self._csr.num_cols)[self._owned :]
+    def reads(self) -> Tensor:
+        """Returns how many edges read each row, the rank's own and then its halo's; of another type than their sources' they
+        read none."""
+        return torch.bincount(self._csr.indices, minlength=self._csr.num_cols)
 
 
 def _attribute(attributes: Mapping[str, Tensor], ids: Tensor, name: str) -> Tensor:
@@ -204,6 +206,17 @@ def _made_of(
     return made
 
 
+class Counts(NamedTuple):
+    """Rows of features on other machines that were requested, and found in the far cache; bytes received from other machines;
+    rows of features of this machine from the near cache, and from the store."""
+
+    requested: int
+    hits: int
+    received: int
+    near_hits: int
+    near_misses: int
+
+
 class GraphStore:
     """Neighbours and rows of all nodes. Where ranks lie on several machines, all of them make its calls in step.
 
@@ -217,6 +230,11 @@ class GraphStore:
             :meth:`learn_cache`.
         messages: a mask of edges; of types that have it, other edges join no neighbours.
         choice: which edges are drawn.
+        near_bytes: of features of nodes on this machine that its ranks keep in memory, the near cache: those that most edges of
+            the machine read, until :meth:`learn_cache`; 0 reads all from the store.
+
+    Raises:
+        ValueError: see :class:`~lightning_gnn.sampling.near_cache.NearCache`.
 
     Attributes:
         types: of the graph.
@@ -225,7 +243,9 @@ class GraphStore:
         servers: by other machine, who answers this rank there.
         askers: the ranks that this one answers.
         requested, hits: rows of features that lie on other machines, and those of them found in the cache.
-        uses: by node type, of which nodes rows were among those requested; None: nobody needs to know.
+        near_hits, near_misses: rows of features of this machine, for its batches and others', from the near cache and from the
+            store; without one, none are counted.
+        uses: by node type, of which nodes rows were among those that a cache may have; None: nobody needs to know.
     """
 
     def __init__(
@@ -236,6 +256,7 @@ class GraphStore:
         cache_bytes: int = 0,
         messages: str | None = None,
         choice: Choice = Choice(),
+        near_bytes: int = 0,
     ) -> None:
         self._cut, self._world, self.types, self.choice = cut, world, cut.types, choice
         self._offsets = {kind: self.types.offsets(kind) for kind in (*self.types.nodes, *self.types.edges)}
@@ -259,13 +280,16 @@ class GraphStore:
         if len(near) < world.size:
             self.channel = GroupChannel(world)
             self._meet(sorted({tuple(sorted(ranks)) for ranks in world.all_gather_object([*near])}))
-        self.requested = self.hits = 0
+        self.requested = self.hits = self.near_hits = self.near_misses = 0
         self._cache_bytes = cache_bytes if self.channel is not None else 0
         self.uses: dict[NodeType, _Uses] | None = None
-        self._cache = _Cache()
+        self._cache = _FarCache()
         self._newest = [self._cache]  # of all clones
-        if self._cache_bytes:
-            self._fill_cache({})
+        self._near_cache: NearCache | None = None
+        if near_bytes:
+            features = {name: cut.attributes[self.types.key(name)]["x"] for name in self._with_features()}
+            self._near_cache = NearCache(features, self.types, world, near, near_bytes)
+        self._fill_caches({})
 
     def _meet(self, machines: Sequence[Sequence[int]]) -> None:
         """Decides who answers whom: the ranks of a machine share the questions of others evenly."""
@@ -279,6 +303,10 @@ class GraphStore:
         self.askers = [rank for rank, team in self.teams.items() if self.rank in team and rank != self.rank]
 
     @property
+    def has_near_cache(self) -> bool:
+        return self._near_cache is not None
+
+    @property
     def rank(self) -> int:
         return self._world.rank
 
@@ -286,7 +314,7 @@ class GraphStore:
         """Returns a store of the same parts for another thread, with counts and a channel of its own; all ranks call it."""
         other = copy.copy(self)
         other.channel = None if self.channel is None else GroupChannel(self._world)
-        other.requested = other.hits = 0
+        other.requested = other.hits = other.near_hits = other.near_misses = 0
         other.uses = None
         return other
 
@@ -313,12 +341,12 @@ class GraphStore:
 
     def count_uses(self) -> None:
         """Has the rows counted that are requested from now on; without a cache there is nothing to count them for."""
-        if self._cache_bytes:
-            self.uses = {name: _Uses() for name in self.types.nodes if "x" in self.names(name)}
+        if self._cache_bytes or self._near_cache is not None:
+            self.uses = {name: _Uses() for name in self._with_features()}
 
     def learn_cache(self, clones: Sequence[GraphStore]) -> None:
-        """Fills the cache with what this store and its clones requested most often, which is counted no longer; on all ranks,
-        while no batch is made. Clones have it from :meth:`take_cache` on."""
+        """Fills the caches with what this store and its clones requested most often, which is counted no longer; on all ranks,
+        while no batch is made of theirs. Clones have the far one from :meth:`take_cache` on."""
         if self.uses is None:
             return
         found, self.uses = self.uses, None
@@ -326,39 +354,48 @@ class GraphStore:
             uses.sum_up(*(clone.uses[name] for clone in clones if clone.uses is not None))
         for clone in clones:
             clone.uses = None
-        self._fill_cache(found)
+        self._fill_caches(found)
 
     def take_cache(self) -> None:
         """Goes over to the cache that was filled last, in step on all ranks, while this store makes no batch."""
         self._cache = self._newest[0]
 
-    def _fill_cache(self, uses: Mapping[NodeType, _Uses]) -> None:
+    def _with_features(self) -> list[NodeType]:
+        return [name for name in self.types.nodes if "x" in self.names(name)]
+
+    def _fill_caches(self, uses: Mapping[NodeType, _Uses]) -> None:
+        if self._cache_bytes:
+            self._fill_far_cache(uses)
+        if self._near_cache is not None:
+            self._near_cache.fill(self._reads(), {name: (each.ids, each.counts) for name, each in uses.items()})
+
+    def _reads(self) -> dict[NodeType, Rows]:
+        """Returns by type the nodes that edges of this rank read, and how many of them read each."""
+        rank, found = self._world.rank, dict[NodeType, Rows]()
+        halo, owned = torch.from_numpy(self.types.ids(self._cut.halos[rank])), int(np.diff(self._cut.offsets)[rank])
+        for name in self._with_features():
+            reads = sum(
+                (self._parts[kind][rank].reads() for kind in self.types.edges if kind[0] == name), halo.new_zeros(1)
+            )
+            rows = reads.nonzero().view(-1)
+            own, of_halo = rows[rows < owned], rows[rows >= owned] - owned
+            first = int(self._offsets[name][rank] - self.types.begins(name)[rank])
+            found[name] = torch.cat([own + first, halo[of_halo]]), reads[rows]
+        return found
+
+    def _fill_far_cache(self, uses: Mapping[NodeType, _Uses]) -> None:
         """Fetches rows of features of nodes on other machines: those of most uses per byte, then those that most edges read."""
-        rank = self._world.rank
-        halo = torch.from_numpy(self._cut.halos[rank])
-        ids = torch.from_numpy(self.types.ids(halo.numpy()))
-        wanted: dict[NodeType, Tensor] = {}
-        reads, sizes = [torch.empty(0, dtype=torch.double)], [_IDS]
-        for name in self.types.nodes:
-            if "x" not in self.names(name):
-                continue
-            row_bytes = self._cut.attributes[self.types.key(name)]["x"][:1].nbytes
-            read = sum((self._parts[kind][rank].halo_reads() for kind in self.types.edges if kind[0] == name), halo * 0)
-            rows = read.nonzero().view(-1)
-            rows = rows[self.machines_of(name, ids[rows]) != self.here]
+        wanted, worth, row_bytes = dict[NodeType, Tensor](), dict[NodeType, Tensor](), dict[NodeType, int]()
+        for name, (ids, reads) in self._reads().items():
             known = uses.get(name, _Uses())
-            wanted[name], place = torch.cat([known.ids, ids[rows]]).unique(return_inverse=True)
-            score = torch.zeros(len(wanted[name]), dtype=torch.double)
-            score.index_add_(0, place, torch.cat([known.counts, read[rows].double() / (1 + read.sum())]))
-            reads.append(score / max(row_bytes, 1))
-            sizes.append(torch.full_like(wanted[name], row_bytes))
-        order = torch.cat(reads).argsort(descending=True)
-        size = torch.cat(sizes)
-        kept = torch.zeros(len(order), dtype=torch.bool)
-        kept[order[size[order].cumsum(0) <= self._cache_bytes]] = True
-        chosen = kept.split([len(each) for each in wanted.values()])
-        cached = {name: all_of_it[of].sort().values for (name, all_of_it), of in zip(wanted.items(), chosen)}
-        counts, cache = (self.requested, self.hits), _Cache()
+            read_far, used_far = (self.machines_of(name, each) != self.here for each in (ids, known.ids))
+            wanted[name], place = torch.cat([known.ids[used_far], ids[read_far]]).unique(return_inverse=True)
+            score = torch.cat([known.counts[used_far], reads[read_far].double() / (1 + reads.sum())]).float()
+            row_bytes[name] = self._cut.attributes[self.types.key(name)]["x"][:1].nbytes
+            worth[name] = torch.zeros(len(wanted[name])).index_add_(0, place, score) / max(row_bytes[name], 1)
+        kept = most_worth(worth, row_bytes, self._cache_bytes)
+        cached = {name: ids[kept[name]] for name, ids in wanted.items()}
+        counts, cache = (self.requested, self.hits), _FarCache()
         found = self.rows({name: (ids, ["x"]) for name, ids in cached.items()}, cache.kept)
         cache.rows = {name: (ids, found[name]["x"]) for name, ids in cached.items()}
         self._cache = self._newest[0] = cache
@@ -472,7 +509,14 @@ class GraphStore:
 
     def read(self, kind: NodeType | EdgeType, name: str, ids: Tensor) -> Tensor:
         """Returns rows of nodes, or edges, of a type that lie on this machine."""
-        return torch.index_select(self._cut.attributes[self.types.key(kind)][name], 0, ids)
+        values = self._cut.attributes[self.types.key(kind)][name]
+        if self._near_cache is None or not _is_kept(kind, name) or not len(ids):
+            return torch.index_select(values, 0, ids)
+        rows, hits = self._near_cache.rows(kind, values, ids)
+        self.near_hits, self.near_misses = self.near_hits + hits, self.near_misses + len(ids) - hits
+        if self.uses is not None:
+            self.uses[kind].add(ids)
+        return rows
 
     def read_for(self, rank: int, kind: NodeType | EdgeType, name: str, ids: Tensor) -> Tensor:
         """Returns rows for a rank that asks: of features those that it does not have in its cache."""
@@ -540,11 +584,11 @@ class GraphStore:
         found = self.read(kind, name, ids[here])
         return found.new_empty((len(ids), *found.shape[1:])).index_copy_(0, here, found)
 
-    def take_counts(self) -> tuple[int, int, int]:
-        """Returns rows requested, hits, and bytes received from other machines since the last call."""
+    def take_counts(self) -> Counts:
+        """Returns what was counted since the last call."""
         received = 0 if self.channel is None else self.channel.bytes_received
-        taken = self.requested, self.hits, received
-        self.requested = self.hits = 0
+        taken = Counts(self.requested, self.hits, received, self.near_hits, self.near_misses)
+        self.requested = self.hits = self.near_hits = self.near_misses = 0
         if self.channel is not None:
             self.channel.bytes_received = 0
         return taken

@@ -28,6 +28,7 @@ from lightning_gnn.arguments import (
     check_seed,
     check_whole,
     checked_batches,
+    checked_bytes,
     fanouts_by_type,
     is_one_of,
     shown,
@@ -115,8 +116,11 @@ class SamplingStrategy(GNNStrategy):
         clusters: in a batch of ``"cluster"``.
         samplers: threads that make batches (DistDGL, section III-D); batches do not depend on how many.
         prefetch: batches that are made ahead in the background; 0 for none. At least `samplers`, if that is above 1.
-        cache_mb: memory for features of nodes on other machines, in MB: those that most edges read, and from the second epoch on
-            those that batches of the first asked for most often.
+        cache_mb: memory of each rank for features of nodes on other machines, in MB, the far cache: those that most edges read,
+            and from the second epoch on those that batches of the first asked for most often.
+        feature_cache: memory of each machine for features of its own nodes, in bytes or ``"2GB"``, the near cache, which all of
+            its ranks share: rows are chosen in the same way, and 4 bytes for each node, where its row is, are taken from it.
+            Other rows are read from the store, whose pages the system may have in memory or not. By default, or with 0, all are.
         seed: of sampling and of the order of seeds.
         weight_attr: name of the edges' weights: in-edges are drawn with odds in proportion to them, those of weight 0 never. Edge
             types that have none are drawn uniformly. Evaluation takes all edges alike, unless it is in batches: then all above 0.
@@ -139,8 +143,10 @@ class SamplingStrategy(GNNStrategy):
 
     Raises:
         ValueError: no fan-outs or such as are none, a batch size below 1, a negative number of batches or of megabytes, an
-            unknown method, or one that does not go with other arguments; from ``setup``, other fan-outs or another batch size
-            on the datamodule, a method that does not go with the module or the graph, fan-outs for other edge types than it has.
+            unknown method, or one that does not go with other arguments, no number of bytes; from ``setup``, other fan-outs or
+            another batch size on the datamodule, a method that does not go with the module or the graph, fan-outs for other
+            edge types than it has; from the first stage, a ``feature_cache`` that has no room for features, or for which there
+            is no memory.
     """
 
     strategy_name = "sampling"
@@ -166,6 +172,7 @@ class SamplingStrategy(GNNStrategy):
         temporal_strategy: Literal["uniform", "last"] = "uniform",
         score: Score | None = None,
         evaluation: Literal["layers", "batches"] | None = None,
+        feature_cache: int | str | None = None,
         **options: Any,
     ) -> None:
         self._given = checked_batches(fanouts, batch_size), batch_size
@@ -213,6 +220,8 @@ class SamplingStrategy(GNNStrategy):
         self.replace, self.directed, self.method = replace, directed, method
         self.walk_length, self.clusters, self.samplers = walk_length, clusters, samplers
         self.prefetch, self.cache_mb, self.seed = prefetch, cache_mb, seed
+        off = feature_cache is None or (isinstance(feature_cache, int) and feature_cache == 0)
+        self.feature_cache = 0 if off else checked_bytes("feature_cache", feature_cache)
         self._choose(None, None)
         self._loaders: dict[str | None, SampledBatches] = {}
         self._predicted: tuple[Tensor, list[int]] | None = None
@@ -303,7 +312,8 @@ class SamplingStrategy(GNNStrategy):
         known = [maker.store for loader in self._loaders.values() for maker in loader.makers]
         if known:
             return [known[0].clone() for _ in range(self.samplers)]
-        store = GraphStore(cut, self.world, self.world.ranks_here(), int(self.cache_mb * 1e6), messages, self.choice)
+        near, cache_bytes = self.world.ranks_here(), int(self.cache_mb * 1e6)
+        store = GraphStore(cut, self.world, near, cache_bytes, messages, self.choice, self.feature_cache)
         return [store, *(store.clone() for _ in range(1, self.samplers))]
 
     def _edge_batches(self, cut: Cut, kind: EdgeType, training: bool) -> tuple[Callable[..., BatchMaker], int]:

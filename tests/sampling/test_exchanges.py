@@ -175,7 +175,7 @@ def test_the_cache_has_what_the_first_epoch_asked_for_most(graph, machines, tmp_
         first = list(loader)
         store.take_counts()
         filled = iter(loader)
-        received = store.take_counts()[2]
+        received = store.take_counts().received
         batches = [*filled, *loader]
         assert makers[1].store._cache is store._cache and len(store._newest) == 1
         return first, batches, store, store.take_counts(), received
@@ -184,7 +184,7 @@ def test_the_cache_has_what_the_first_epoch_asked_for_most(graph, machines, tmp_
         on_threads(on, partial(of_rank, cache_bytes))
         for on, cache_bytes in ((machines, budget), (machines, 0), ([list(range(size))], budget))
     )
-    for rank, (first, batches, store, (asked, hits, _), received) in enumerate(apart):
+    for rank, (first, batches, store, (asked, hits, *_), received) in enumerate(apart):
         for batch, same in zip(first + batches, together[rank][0] + together[rank][1], strict=True):
             assert_equal(batch.to_dict(), same.to_dict())
         uses, row_bytes = Counter[Any](), {}
@@ -201,7 +201,7 @@ def test_the_cache_has_what_the_first_epoch_asked_for_most(graph, machines, tmp_
         worth = {each: count / row_bytes[each[0]] for each, count in uses.items()}
         assert min(worth[each] for each in cached) >= max(worth[each] for each in worth if each not in cached)
         assert received and 0 < hits < asked
-        spared = bare[rank][3][2] - apart[rank][3][2]
+        spared = bare[rank][3].received - apart[rank][3].received
         assert spared == sum(
             row_bytes[name] * len(set(new[name][nodes.n_id].tolist()) & {each for of, each in cached if of == name})
             for batch in batches

@@ -1,0 +1,177 @@
+"""Features of a machine's own nodes that it keeps in memory, where the store, which has all of them, is larger than memory.
+
+Source: GNNLab (Yang et al., EuroSys 2022): what samples read is far from even, and a few rows are most of it; PaGraph (Lin et
+al., SoCC 2020): until it has been counted, rows of the highest out-degree.
+
+N nodes of a type in the whole graph, K of them kept.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch_geometric.typing import NodeType
+
+from lightning_gnn.comm.group import World
+from lightning_gnn.comm.one_copy import one_copy, shared_zeros
+from lightning_gnn.devices import available_bytes
+from lightning_gnn.kernels.run import over_range
+from lightning_gnn.partition.types import Types
+from lightning_gnn.sampling import loops
+
+Rows = tuple[Tensor, Tensor]
+"""Some rows, int64 ``[n]``, and a number of each, ``[n]``."""
+
+PLACE_BYTES = 4
+"""Of each of a machine's nodes, whether and where its features are kept."""
+
+
+def most_worth(
+    worth: Mapping[NodeType, Tensor], row_bytes: Mapping[NodeType, int], room: int
+) -> dict[NodeType, Tensor]:
+    """Returns which rows are kept in so many bytes, by type, bool ``[n]``: those that are worth most, and of equal ones the
+    first, as long as they fit.
+
+    Args:
+        worth: of each row, per byte, float32 ``[n]``; rows of less than 0 are not kept.
+        row_bytes, room: bytes of a row of each type, and of all that are kept.
+    """
+    # Bits of such floats are in their order. So the lowest worth that all find room above is found by halving, without a sort.
+    order = {name: each.view(torch.int32) for name, each in worth.items()}
+    low, high = -1, 2**31 - 1
+    while low < high:
+        middle = (low + high) // 2
+        if sum(row_bytes[name] * int((each > middle).sum()) for name, each in order.items()) <= room:
+            high = middle
+        else:
+            low = middle + 1
+    kept = {name: each > low for name, each in order.items()}
+    room -= sum(row_bytes[name] * int(each.sum()) for name, each in kept.items())
+    for name, each in order.items():
+        if row_bytes[name]:
+            equal = (each == low).nonzero().view(-1)[: room // row_bytes[name]]
+            kept[name][equal] = True
+            room -= row_bytes[name] * len(equal)
+    return kept
+
+
+@dataclass(frozen=True)
+class _Kept:
+    """Of one type.
+
+    Attributes:
+        place: of each node, 1 + the row of its features, or 0, int32 ``[N]``; of nodes of other machines nobody asks.
+        rows: features, as bytes, uint8 ``[K, row_bytes]``.
+    """
+
+    place: Tensor
+    rows: Tensor
+
+
+class NearCache:
+    """Features of nodes on this machine, one copy for all of its ranks; all ranks of all machines make it, and fill it.
+
+    Args:
+        features: of the store, by node type that has some, ``[N, ...]``.
+        num_bytes: that it takes at most, with the places of nodes in it.
+
+    Raises:
+        ValueError: that many are too few for anything, or more than there are.
+    """
+
+    def __init__(
+        self, features: Mapping[NodeType, Tensor], types: Types, world: World, near: Sequence[int], num_bytes: int
+    ) -> None:
+        self._world, self._near = world, near
+        self._rows = {
+            name: each.view(torch.uint8).view(len(each), -1) for name, each in features.items() if each.numel()
+        }
+        self._offsets = {name: types.offsets(name) for name in self._rows}
+        counts = {name: sum(int(of[rank + 1] - of[rank]) for rank in near) for name, of in self._offsets.items()}
+        places = PLACE_BYTES * sum(counts.values())
+        self._room, free, wrong = num_bytes - places, available_bytes(), None
+        needed = places + min(self._room, sum(count * self._rows[name].size(1) for name, count in counts.items()))
+        if self._room < 0:
+            wrong = (
+                f"feature_cache has no room for features: where they are takes {PLACE_BYTES} bytes for each of the "
+                f"{sum(counts.values()):,} nodes of a machine (got {num_bytes:,} bytes). Give it more than {places:,}, or leave "
+                "it out."
+            )
+        elif free is not None and needed > free:
+            wrong = f"feature_cache needs {needed:,} bytes, and {free:,} are available on a machine. Give it less."
+        elif world.size > 1 and not hasattr(os, "memfd_create"):
+            wrong = "feature_cache is shared by the processes of a machine in a way that needs Linux. Leave it out."
+        for message in [wrong] if world.size == 1 else world.all_gather_object(wrong):
+            if message is not None:
+                raise ValueError(message)
+        self._kept: dict[NodeType, _Kept] = {}
+
+    def fill(self, reads: Mapping[NodeType, Rows], uses: Mapping[NodeType, Rows]) -> None:
+        """Keeps the rows of most uses per byte, and of those of as many uses the ones that most edges read.
+
+        What was kept before is given up first: until this returns, features come from the store.
+
+        Args:
+            reads: nodes, and how many edges of this rank's part read each.
+            uses: nodes, and how often batches asked this rank for each.
+        """
+        self._kept = {}
+        nothing = (torch.empty(0, dtype=torch.long),) * 2
+        own = [each for of in (reads, uses) for name in self._rows for each in of.get(name, nothing)]
+        counted = one_copy(self._world, self._near, own)
+        first = min(self._near)
+        chosen = self._chosen(counted) if self._world.rank == first else {}
+        counts = {name: len(ids) for name, ids in chosen.items()}
+        if self._world.size > 1:
+            counts = self._world.all_gather_object(counts)[first]
+        sizes = [PLACE_BYTES * len(rows) for rows in self._rows.values()]
+        sizes += [counts[name] * rows.size(1) for name, rows in self._rows.items()]
+        pieces = shared_zeros(self._world, self._near, sum(sizes)).split(sizes)
+        kept = {
+            name: _Kept(place.view(torch.int32), rows.view(counts[name], -1))
+            for name, place, rows in zip(self._rows, pieces, pieces[len(self._rows) :])
+        }
+        for name, ids in chosen.items():
+            kept[name].place[ids] = torch.arange(1, len(ids) + 1, dtype=torch.int32)
+        self._meet()
+        for name, each in kept.items():
+            begin, end = self._offsets[name][self._world.rank : self._world.rank + 2].tolist()
+            ids = begin + each.place[begin:end].nonzero().view(-1)
+            if len(ids):
+                to = int(each.place[ids[0]]) - 1
+                torch.index_select(self._rows[name], 0, ids, out=each.rows[to : to + len(ids)])
+        self._meet()
+        self._kept = kept
+
+    def _meet(self) -> None:
+        if self._world.size > 1:
+            self._world.all_gather_object("")
+
+    def _chosen(self, counted: Mapping[int, Sequence[Tensor]]) -> dict[NodeType, Tensor]:
+        """Returns the nodes whose features are kept, ascending, by type, of what all ranks of this machine have counted."""
+        worth = dict[NodeType, Tensor]()
+        for number, (name, rows) in enumerate(self._rows.items()):
+            reads, uses = torch.zeros(len(rows)), torch.zeros(len(rows))
+            for of_rank in counted.values():
+                for sums, at in ((reads, 2 * number), (uses, 2 * (len(self._rows) + number))):
+                    sums.index_add_(0, of_rank[at], of_rank[at + 1].float())
+            worth[name] = torch.full_like(reads, -1)
+            for rank in self._near:
+                here = slice(*self._offsets[name][rank : rank + 2])
+                worth[name][here] = (uses[here] + reads[here] / (1 + reads.max())) / rows.size(1)
+        kept = most_worth(worth, {name: rows.size(1) for name, rows in self._rows.items()}, self._room)
+        return {name: each.nonzero().view(-1) for name, each in kept.items()}
+
+    def rows(self, name: NodeType, stored: Tensor, ids: Tensor) -> tuple[Tensor, int]:
+        """Returns features of nodes of this machine, ``[n, ...]``, and how many of them are kept; others come from the store."""
+        kept = self._kept.get(name)  # another thread may fill it anew
+        if kept is None:
+            return stored.index_select(0, ids), 0
+        place, out = kept.place.index_select(0, ids), stored.new_empty((len(ids), *stored.shape[1:]))
+        to, width = out.view(torch.uint8).view(len(ids), -1), self._rows[name].size(1)
+        over_range(loops.kept_or_stored, len(ids), place, kept.rows, self._rows[name], ids, to, work=len(ids) * width)
+        return out, int(place.count_nonzero())
