@@ -155,7 +155,7 @@ class _Part:
     def reads(self) -> Tensor:
         """Returns how many edges read each row, the rank's own and then its halo's; of another type than their sources' they
         read none."""
-        return torch.bincount(self._csr.indices, minlength=self._csr.num_cols)
+        return torch.from_numpy(counts_of(self._csr.indices.numpy(), self._csr.num_cols))
 
 
 def _attribute(attributes: Mapping[str, Tensor], ids: Tensor, name: str) -> Tensor:
@@ -226,8 +226,8 @@ class GraphStore:
         cut: the partitioned graph, in the store of this machine.
         world: the ranks.
         near: ranks of this machine.
-        cache_bytes: of features of nodes on other machines that are kept here: those that most edges of this rank read, until
-            :meth:`learn_cache`.
+        cache_bytes: of features of nodes on other machines that are kept here, the far cache: those that most edges of this
+            rank read, until :meth:`learn_cache`.
         messages: a mask of edges; of types that have it, other edges join no neighbours.
         choice: which edges are drawn.
         near_bytes: of features of nodes on this machine that its ranks keep in memory, the near cache: those that most edges of
