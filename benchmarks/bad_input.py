@@ -362,7 +362,8 @@ _NOT_OURS |= {"precision_plugin", "scheme", "source", "mean"}
 _AT_LEAST = {
     **dict.fromkeys(("averaging_interval", "clusters", "clusters_per_batch", "walk_length", "samplers", "hosts"), 1),
     **dict.fromkeys(("replication", "batch_size"), 1),
-    **dict.fromkeys(("hops", "seed", "split_column", "prefetch", "cache_mb", "patience", "epsilon", "host_weight"), 0),
+    **dict.fromkeys(("hops", "seed", "split_column", "prefetch", "cache_mb", "feature_cache"), 0),
+    **dict.fromkeys(("patience", "epsilon", "host_weight"), 0),
 }
 
 

@@ -55,7 +55,7 @@ def shared_zeros(world: World, near: Sequence[int], num_bytes: int) -> Tensor:
         return torch.zeros(num_bytes, dtype=torch.uint8)
     first = min(near)
     own = Segment.create(max(1, num_bytes)) if world.rank == first else None
-    pid, fd = world.all_gather_object(None if own is None else (os.getpid(), own.fd))[first]
+    pid, fd = world.all_gather_object((os.getpid(), -1 if own is None else own.fd))[first]
     segment = own or Segment.open(pid, fd)
     world.all_gather_object("")  # all have opened it
     segment.close()

@@ -509,10 +509,9 @@ class GraphStore:
 
     def read(self, kind: NodeType | EdgeType, name: str, ids: Tensor) -> Tensor:
         """Returns rows of nodes, or edges, of a type that lie on this machine."""
-        values = self._cut.attributes[self.types.key(kind)][name]
         if self._near_cache is None or not _is_kept(kind, name) or not len(ids):
-            return torch.index_select(values, 0, ids)
-        rows, hits = self._near_cache.rows(kind, values, ids)
+            return torch.index_select(self._cut.attributes[self.types.key(kind)][name], 0, ids)
+        rows, hits = self._near_cache.rows(kind, ids)
         self.near_hits, self.near_misses = self.near_hits + hits, self.near_misses + len(ids) - hits
         if self.uses is not None:
             self.uses[kind].add(ids)

@@ -247,20 +247,6 @@ def take(indices, edge, listed, slots, sources, edges, low, high):
 
 
 @loop
-def kept_or_stored(place, kept, stored, ids, out, low, high):
-    """``out[i] = kept[place[i] - 1]``, or ``stored[ids[i]]`` where the place is 0; uint8 ``[n, row_bytes]``."""
-    for i in range(low, high):
-        if place[i] > 0:
-            row = place[i] - 1
-            for byte in range(out.shape[1]):
-                out[i, byte] = kept[row, byte]
-        else:
-            row = ids[i]
-            for byte in range(out.shape[1]):
-                out[i, byte] = stored[row, byte]
-
-
-@loop
 def number_in_array(ids, numbers, base, known, count, out, mode):
     """Numbers of ids, ``[n]``, by first occurrence; returns how many there are now.
 

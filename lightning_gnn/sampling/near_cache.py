@@ -19,9 +19,7 @@ from torch_geometric.typing import NodeType
 from lightning_gnn.comm.group import World
 from lightning_gnn.comm.one_copy import one_copy, shared_zeros
 from lightning_gnn.devices import available_bytes
-from lightning_gnn.kernels.run import over_range
 from lightning_gnn.partition.types import Types
-from lightning_gnn.sampling import loops
 
 Rows = tuple[Tensor, Tensor]
 """Some rows, int64 ``[n]``, and a number of each, ``[n]``."""
@@ -65,7 +63,7 @@ class _Kept:
 
     Attributes:
         place: of each node, 1 + the row of its features, or 0, int32 ``[N]``; of nodes of other machines nobody asks.
-        rows: features, as bytes, uint8 ``[K, row_bytes]``.
+        rows: features, ``[K, ...]``.
     """
 
     place: Tensor
@@ -87,14 +85,13 @@ class NearCache:
         self, features: Mapping[NodeType, Tensor], types: Types, world: World, near: Sequence[int], num_bytes: int
     ) -> None:
         self._world, self._near = world, near
-        self._rows = {
-            name: each.view(torch.uint8).view(len(each), -1) for name, each in features.items() if each.numel()
-        }
-        self._offsets = {name: types.offsets(name) for name in self._rows}
+        self._features = features
+        self._row_bytes = {name: each[:1].nbytes for name, each in features.items() if each.numel()}
+        self._offsets = {name: types.offsets(name) for name in self._row_bytes}
         counts = {name: sum(int(of[rank + 1] - of[rank]) for rank in near) for name, of in self._offsets.items()}
         places = PLACE_BYTES * sum(counts.values())
         self._room, free, wrong = num_bytes - places, available_bytes(), None
-        needed = places + min(self._room, sum(count * self._rows[name].size(1) for name, count in counts.items()))
+        needed = places + min(self._room, sum(count * self._row_bytes[name] for name, count in counts.items()))
         if self._room < 0:
             wrong = (
                 f"feature_cache has no room for features: where they are takes {PLACE_BYTES} bytes for each of the "
@@ -121,29 +118,28 @@ class NearCache:
         """
         self._kept = {}
         nothing = (torch.empty(0, dtype=torch.long),) * 2
-        own = [each for of in (reads, uses) for name in self._rows for each in of.get(name, nothing)]
+        own = [each for of in (reads, uses) for name in self._row_bytes for each in of.get(name, nothing)]
         counted = one_copy(self._world, self._near, own)
         first = min(self._near)
         chosen = self._chosen(counted) if self._world.rank == first else {}
         counts = {name: len(ids) for name, ids in chosen.items()}
         if self._world.size > 1:
             counts = self._world.all_gather_object(counts)[first]
-        sizes = [PLACE_BYTES * len(rows) for rows in self._rows.values()]
-        sizes += [counts[name] * rows.size(1) for name, rows in self._rows.items()]
-        pieces = shared_zeros(self._world, self._near, sum(sizes)).split(sizes)
-        kept = {
-            name: _Kept(place.view(torch.int32), rows.view(counts[name], -1))
-            for name, place, rows in zip(self._rows, pieces, pieces[len(self._rows) :])
-        }
-        for name, ids in chosen.items():
-            kept[name].place[ids] = torch.arange(1, len(ids) + 1, dtype=torch.int32)
+        kept = dict[NodeType, _Kept]()
+        for name, row_bytes in self._row_bytes.items():
+            x, count = self._features[name], counts[name]
+            sizes = PLACE_BYTES * len(x), row_bytes * count
+            place, rows = (shared_zeros(self._world, self._near, size) for size in sizes)
+            kept[name] = _Kept(place.view(torch.int32), rows.view(x.dtype).view(count, *x.shape[1:]))
+            if name in chosen:
+                kept[name].place[chosen[name]] = torch.arange(1, count + 1, dtype=torch.int32)
         self._meet()
-        for name, each in kept.items():
+        for name, of in kept.items():
             begin, end = self._offsets[name][self._world.rank : self._world.rank + 2].tolist()
-            ids = begin + each.place[begin:end].nonzero().view(-1)
+            ids = begin + of.place[begin:end].nonzero().view(-1)
             if len(ids):
-                to = int(each.place[ids[0]]) - 1
-                torch.index_select(self._rows[name], 0, ids, out=each.rows[to : to + len(ids)])
+                to = int(of.place[ids[0]]) - 1
+                torch.index_select(self._features[name], 0, ids, out=of.rows[to : to + len(ids)])
         self._meet()
         self._kept = kept
 
@@ -154,24 +150,25 @@ class NearCache:
     def _chosen(self, counted: Mapping[int, Sequence[Tensor]]) -> dict[NodeType, Tensor]:
         """Returns the nodes whose features are kept, ascending, by type, of what all ranks of this machine have counted."""
         worth = dict[NodeType, Tensor]()
-        for number, (name, rows) in enumerate(self._rows.items()):
-            reads, uses = torch.zeros(len(rows)), torch.zeros(len(rows))
+        for number, (name, row_bytes) in enumerate(self._row_bytes.items()):
+            reads, uses = (torch.zeros(len(self._features[name])) for _ in range(2))
             for of_rank in counted.values():
-                for sums, at in ((reads, 2 * number), (uses, 2 * (len(self._rows) + number))):
+                for sums, at in ((reads, 2 * number), (uses, 2 * (len(self._row_bytes) + number))):
                     sums.index_add_(0, of_rank[at], of_rank[at + 1].float())
             worth[name] = torch.full_like(reads, -1)
             for rank in self._near:
                 here = slice(*self._offsets[name][rank : rank + 2])
-                worth[name][here] = (uses[here] + reads[here] / (1 + reads.max())) / rows.size(1)
-        kept = most_worth(worth, {name: rows.size(1) for name, rows in self._rows.items()}, self._room)
+                worth[name][here] = (uses[here] + reads[here] / (1 + reads.max())) / row_bytes
+        kept = most_worth(worth, self._row_bytes, self._room)
         return {name: each.nonzero().view(-1) for name, each in kept.items()}
 
-    def rows(self, name: NodeType, stored: Tensor, ids: Tensor) -> tuple[Tensor, int]:
+    def rows(self, name: NodeType, ids: Tensor) -> tuple[Tensor, int]:
         """Returns features of nodes of this machine, ``[n, ...]``, and how many of them are kept; others come from the store."""
-        kept = self._kept.get(name)  # another thread may fill it anew
-        if kept is None:
+        kept, stored = self._kept.get(name), self._features[name]  # another thread may fill it anew
+        if kept is None or not len(kept.rows):
             return stored.index_select(0, ids), 0
-        place, out = kept.place.index_select(0, ids), stored.new_empty((len(ids), *stored.shape[1:]))
-        to, width = out.view(torch.uint8).view(len(ids), -1), self._rows[name].size(1)
-        over_range(loops.kept_or_stored, len(ids), place, kept.rows, self._rows[name], ids, to, work=len(ids) * width)
-        return out, int(place.count_nonzero())
+        place = kept.place.index_select(0, ids)
+        missing = (place == 0).nonzero().view(-1)
+        out = kept.rows.index_select(0, (place - 1).clamp_(min=0))
+        out.index_copy_(0, missing, stored.index_select(0, ids[missing]))
+        return out, len(ids) - len(missing)

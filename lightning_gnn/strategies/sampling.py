@@ -220,7 +220,7 @@ class SamplingStrategy(GNNStrategy):
         self.replace, self.directed, self.method = replace, directed, method
         self.walk_length, self.clusters, self.samplers = walk_length, clusters, samplers
         self.prefetch, self.cache_mb, self.seed = prefetch, cache_mb, seed
-        off = feature_cache is None or (isinstance(feature_cache, int) and feature_cache == 0)
+        off = feature_cache is None or (type(feature_cache) is int and feature_cache == 0)
         self.feature_cache = 0 if off else checked_bytes("feature_cache", feature_cache)
         self._choose(None, None)
         self._loaders: dict[str | None, SampledBatches] = {}
