@@ -9,6 +9,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from datetime import timedelta
+from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
@@ -129,6 +130,7 @@ class World:
         device: where this rank computes; decides the backend, see :func:`~lightning_gnn.devices.backend_of`.
         timeout: after this long, a wait for another rank is an error; process groups wait a little longer.
         shared_memory: let CPU ranks of one machine talk through shared memory.
+        messages: a folder where such messages are, in files; None for memory.
 
     Attributes:
         step: where the run is.
@@ -144,7 +146,13 @@ class World:
     """Ranks are threads of one process, which stand for ranks on any machines."""
 
     def __init__(
-        self, rank: int, size: int, device: torch.device, timeout: timedelta, shared_memory: bool = True
+        self,
+        rank: int,
+        size: int,
+        device: torch.device,
+        timeout: timedelta,
+        shared_memory: bool = True,
+        messages: Path | None = None,
     ) -> None:
         self.rank, self.size, self.device, self.timeout = rank, size, device, timeout
         self.step, self.calls = Step(), Counter[str]()
@@ -183,7 +191,7 @@ class World:
             self.watch.start(dist.PrefixStore(name, shared.clone()), everyone._get_sequence_number_for_group)
         self._memory: SharedMemory | None = None
         if shared_memory and size > 1 and device.type == "cpu":
-            self._memory = SharedMemory(rank, self.all_gather_object, self.watch)
+            self._memory = SharedMemory(rank, self.all_gather_object, self.watch, messages)
         hosts = None
         if self.host_group is not None:
             hosts = ProcessTransport(size, self.host_group, None, self.watch, torch.device("cpu"))

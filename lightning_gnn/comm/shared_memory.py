@@ -76,8 +76,10 @@ class Segment:
             os.close(fd)
 
     @classmethod
-    def create(cls, size: int) -> Segment:
-        fd = os.memfd_create("lightning_gnn")
+    def create(cls, size: int, folder: Path | None = None) -> Segment:
+        """Makes a segment; with a folder, it is in a file there that has no name, which the system writes and drops as it needs
+        memory."""
+        fd = os.memfd_create("lightning_gnn") if folder is None else os.open(folder, os.O_RDWR | os.O_TMPFILE, 0o600)
         os.ftruncate(fd, size)
         return cls(fd, size, owned=True)
 
@@ -109,6 +111,7 @@ class SharedMemory:
         rank: this process's rank.
         exchange_objects: all-gathers a picklable object over all ranks; used once, here.
         watch: keeps the deadline, after which a wait is a :class:`PeerError`.
+        folder: where messages are, in files; None for memory.
 
     Attributes:
         peers: the other ranks that are reachable, ascending.
@@ -120,8 +123,8 @@ class SharedMemory:
     is expected: so any number of messages may be under way, though a mailbox holds one.
     """
 
-    def __init__(self, rank: int, exchange_objects: Callable[[Any], list[Any]], watch: Watchdog) -> None:
-        self.rank, self._watch = rank, watch
+    def __init__(self, rank: int, exchange_objects: Callable[[Any], list[Any]], watch: Watchdog, folder: Path | None = None) -> None:
+        self.rank, self._watch, self._folder = rank, watch, folder
         self.waited_s = 0.0
         key = machine_key()
         size = 0
@@ -167,7 +170,7 @@ class SharedMemory:
         if box.segment is None or box.segment.size < num_bytes:
             if box.segment is not None:
                 box.segment.close()
-            box.segment = Segment.create(max(1 << 16, 1 << (num_bytes - 1).bit_length()))
+            box.segment = Segment.create(max(1 << 16, 1 << (num_bytes - 1).bit_length()), self._folder)
             box.generation += 1
         return box.segment.bytes[:num_bytes]
 
@@ -202,6 +205,13 @@ class SharedMemory:
         """
         self._expected[peer].append((mark, accept))
         return self._received[peer] + len(self._expected[peer])
+
+    def has_come(self, peer: int, number: int) -> bool:
+        """Returns whether :meth:`receive` would not wait."""
+        received = self._received[peer]
+        return received >= number or (
+            received == number - 1 and bool(self._tables[peer][self.rank][_POSTED] > received)
+        )
 
     def receive(self, peer: int, number: int) -> None:
         """Returns when an expected message has been accepted.
@@ -240,24 +250,23 @@ class SharedMemory:
             if ready():
                 return
         began = looked = time.perf_counter()
-        self._watch.peer = peer
-        while not ready():
-            for sender, expected in self._expected.items():
-                if expected and self._tables[sender][self.rank][_POSTED] > self._received[sender]:
-                    self._accept(sender)
-            now = time.perf_counter()
-            if now - began < _YIELD_S:
-                os.sched_yield()
-            else:
-                time.sleep(_SLEEP_S)
-            if now - looked > _LIVENESS_S:
-                looked = now
-                # Look for the message once more after the peer has gone: it may have been its last.
-                if self._is_gone(peer) and not ready():
-                    raise PeerError(peer, f"rank {peer} has ended")
-                if self._watch.alarm or now - began > self._watch.deadline_s:
-                    raise PeerError(peer, f"nothing from rank {peer} for {now - began:.1f} s", astray=True)
-        self._watch.peer = None
+        with self._watch.waiting(peer):
+            while not ready():
+                for sender, expected in self._expected.items():
+                    if expected and self._tables[sender][self.rank][_POSTED] > self._received[sender]:
+                        self._accept(sender)
+                now = time.perf_counter()
+                if now - began < _YIELD_S:
+                    os.sched_yield()
+                else:
+                    time.sleep(_SLEEP_S)
+                if now - looked > _LIVENESS_S:
+                    looked = now
+                    # Look for the message once more after the peer has gone: it may have been its last.
+                    if self._is_gone(peer) and not ready():
+                        raise PeerError(peer, f"rank {peer} has ended")
+                    if self._watch.alarm or now - began > self._watch.deadline_s:
+                        raise PeerError(peer, f"nothing from rank {peer} for {now - began:.1f} s", astray=True)
         self.waited_s += time.perf_counter() - began
 
     def _is_gone(self, peer: int) -> bool:

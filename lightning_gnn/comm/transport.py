@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from datetime import timedelta
 from itertools import accumulate
@@ -287,9 +287,15 @@ class ProcessTransport(Transport):
         return self._memory.expect(peer, self.watch.mark(), accept)
 
     def _receive(self, expected: Sequence[tuple[int, int]]) -> None:
-        for peer, number in expected:
-            assert self._memory is not None
-            self._memory.receive(peer, number)
+        memory = self._memory
+        if not expected:
+            return
+        assert memory is not None
+        # In turns: one end of this rank's turn for all of them.
+        come = all(memory.has_come(*each) for each in expected)
+        with nullcontext() if come else self.watch.turns():
+            for peer, number in expected:
+                memory.receive(peer, number)
 
     def _free_scratch(self, num_bytes: int) -> Tensor:
         """Returns shared memory that nothing is sent from any more, to peers on other machines either."""
@@ -358,14 +364,13 @@ class _Request:
             return
         self.done, began = True, time.perf_counter()
         watch = self._transport.watch
-        watch.peer = self._peer
         try:
-            self._work.wait(timedelta(seconds=watch.deadline_s))
+            with watch.waiting(self._peer):
+                self._work.wait(timedelta(seconds=watch.deadline_s))
         except RuntimeError as error:
             waited = time.perf_counter() - began
             reason = f"nothing to or from rank {self._peer} for {waited:.1f} s ({error})"
             raise PeerError(self._peer, reason, astray=waited >= watch.deadline_s) from error
-        watch.peer = None
         self._transport.waited_s += time.perf_counter() - began
 
 

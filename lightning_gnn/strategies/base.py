@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from pathlib import Path
 from typing import Any, Literal, get_args
 
 import lightning.pytorch as pl
@@ -104,9 +105,11 @@ class GNNStrategy(StepStrategy):
         stochastic_rounding: bool = False,
         recompute: bool = False,
         offload: bool = False,
+        host_memory: int | str | None = None,
+        host_memory_dir: str | Path | None = None,
         **plugins: Any,
     ) -> None:
-        super().__init__(start_method, shared_memory, timeout, **plugins)
+        super().__init__(start_method, shared_memory, timeout, host_memory, host_memory_dir, **plugins)
         check_choice("loss_reduction", loss_reduction, ("mean", "sum"))
         check_choice("predictions", predictions, get_args(Predictions))
         check_flags(self_check=self_check, keep_memory=keep_memory, recompute=recompute, offload=offload)
@@ -116,6 +119,8 @@ class GNNStrategy(StepStrategy):
             raise ValueError(f"codec={codec!r} encodes the rows that ranks send each other. {scheme.takes_no_codec}")
         if (recompute or offload) and scheme.keeps_layers:
             raise ValueError(f"{'recompute' if recompute else 'offload'}=True is of no use. {scheme.keeps_layers}")
+        if host_memory is not None and scheme.keeps_layers:
+            raise ValueError(f"host_memory={host_memory!r} is of no use. {scheme.keeps_layers}")
         if recompute and stochastic_rounding:
             raise ValueError(
                 "recompute=True fetches rows again in the backward, and stochastic_rounding=True would round them otherwise than "
@@ -125,7 +130,7 @@ class GNNStrategy(StepStrategy):
         self.codec, self.stochastic_rounding = codec, stochastic_rounding
         self.recompute, self.offload = recompute, offload
         self.loss_reduction, self.predictions = loss_reduction, predictions
-        self.self_check, self.keep_memory = self_check, keep_memory
+        self.self_check, self.keep_memory = self_check, keep_memory and host_memory is None
         self.meter = Meter()
         self._shard: Shard | None = None
         self._checks = SelfChecks(self)

@@ -43,7 +43,7 @@ def before_ranks_start(strategy: GNNStrategy, trainer: pl.Trainer, given: Sequen
     if not layout.reads_edges(types.is_hetero):
         return
     _warm_up(strategy, module, trainer)
-    if not types.is_hetero:
+    if not types.is_hetero and strategy.host_memory is None:
         check_memory(strategy, data, module, trainer)
     if self_check:
         strategy._checks.ahead(module, cut, trainer)

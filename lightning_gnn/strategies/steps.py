@@ -69,14 +69,14 @@ class StepStrategy(RankStrategy):
         counts = values.enter(batch, "train_mask")
         mask = counted_mask("train_mask", self.lightning_module)
         rows = self._checks.rows_of_loss(batch, mask, counts)
-        with self._drawing_to_train(), self._approximating(), self._offloading(batch):
+        with self.my_turn(), self._drawing_to_train(), self._approximating(), self._offloading(batch):
             output = super().training_step(batch, *args, **kwargs)
         if output is None and self._module.automatic_optimization:
             raise ValueError("training_step returned None. To skip a step on all ranks alike, return a loss times 0.")
         values.leave(output, trains=True)
         if rows is not None:
             again = super().training_step
-            with self._drawing_to_train(), self._approximating():
+            with self.my_turn(), self._drawing_to_train(), self._approximating():
                 rows.check(output, values.scale, lambda same: again(same, *args, **kwargs))
         return output
 
@@ -91,7 +91,7 @@ class StepStrategy(RankStrategy):
     def _evaluate(self, step: Callable[..., Any], stage: str, mask: str, batch: Any, *args: Any, **kwargs: Any) -> Any:
         values = self._begin_step(stage)
         values.enter(batch, mask)
-        with self._drawing():
+        with self.my_turn(), self._drawing():
             output = step(batch, *args, **kwargs)
         values.leave(output)
         return output
@@ -99,7 +99,7 @@ class StepStrategy(RankStrategy):
     @override
     def predict_step(self, batch: Any, *args: Any, **kwargs: Any) -> Any:
         values = self._begin_step("prediction")
-        with self._drawing():
+        with self.my_turn(), self._drawing():
             output = super().predict_step(batch, *args, **kwargs)
         return values.predicted(output, batch, self.predictions, self._predictions_folder)
 
@@ -148,7 +148,7 @@ class StepStrategy(RankStrategy):
             loss = precision.pre_backward(closure_loss, module)
         gradients.before()
         self.scheme.take_loss(closure_loss.detach() * scale)
-        with self._approximating():
+        with self.my_turn(), self._approximating():
             precision.backward(loss * scale, module, optimizer, *args, **kwargs)
         with self._drawing(False):
             self.loss = gradients.after(closure_loss.detach() * scale)

@@ -1,0 +1,295 @@
+"""Tensors of a rank in a file, from which the system reads them when they are used.
+
+A rank's memory is limited by giving its large tensors another place, at the same addresses: what lies there is written to a
+file, and the file is mapped over it. Nothing that holds a tensor notices: layers, autograd and the user's own code compute what
+they would compute otherwise, bit for bit. The system reads from the file what is used again, and may drop what it has read.
+
+Sources: GriNNder (arXiv 2605.11517) and HongTu (arXiv 2311.14898) compute a graph part by part too, with activations of the
+others in a file and in the host's memory; there layers are written for it.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import mmap
+import os
+import re
+from bisect import bisect_right
+from collections import OrderedDict
+from collections.abc import Iterable, Iterator
+from contextlib import ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from typing_extensions import override
+
+from lightning_gnn.comm.group import World
+from lightning_gnn.comm.turns import Turns
+from lightning_gnn.strategies.heap import freed_at_once
+
+_LEAST_ROOM = 16 << 20
+LEAST_BYTES = 1 << 20
+"""Of a tensor that is moved to the file. glibc then keeps each in a mapping of its own, and ends that when the tensor is freed."""
+
+_PAGE = mmap.PAGESIZE
+_PIECE = 1 << 28  # bytes that are written at once
+_ARENA = 1 << 26  # other threads' heaps begin at multiples of it
+_FIXED_IN_FILE = mmap.MAP_SHARED | 0x10  # MAP_FIXED
+_DONTNEED, _WILLNEED, _POPULATE_READ = 4, 3, 22  # of madvise, see `man madvise`
+
+
+@dataclass
+class _Block:
+    """Memory of a tensor's storage: whole pages of it, and where they are.
+
+    Attributes:
+        begin, end: addresses.
+        stays: it is not this process's alone, as a file of features that is mapped.
+    """
+
+    begin: int
+    end: int
+    storage: StorageWeakRef
+    in_file: bool = False
+    stays: bool = False
+
+    @property
+    def nbytes(self) -> int:
+        return self.end - self.begin
+
+
+@contextmanager
+def in_turns(world: World, folder: Path, most_bytes: int) -> Iterator[Pager]:
+    """While open, ranks of this machine compute in turns, and have so many bytes in memory, all together; all ranks open it.
+
+    As many compute at once as there are cores for. Half of what ranks do not take themselves is for tensors of those, a quarter
+    for tensors of the others, and the rest for what the system keeps of the file, and what ops make on their way.
+
+    Raises:
+        ValueError: ranks take as much without a tensor; or see :class:`Pager`.
+        RuntimeError: this process's memory is not as glibc has it.
+    """
+    near = world.ranks_here()
+    at_once = min(len(near), max(1, (os.cpu_count() or 1) // torch.get_num_threads()))
+    with ExitStack() as stack:
+        if not stack.enter_context(freed_at_once(LEAST_BYTES)):
+            raise RuntimeError("host_memory needs the C library glibc. Leave it out.")
+        own = world.all_gather_object(_own_bytes())
+        room = most_bytes - sum(own[rank] for rank in near)
+        if room < _LEAST_ROOM * at_once:
+            raise ValueError(
+                f"host_memory leaves no room: {len(near)} ranks take {sum(own[rank] for rank in near) / 1e9:.3g} GB themselves "
+                f"(got {most_bytes / 1e9:.3g} GB). Give them more, or take fewer; ranks that are forks take less "
+                '(start_method="fork").'
+            )
+        turns = Turns(world, near, at_once, folder)
+        stack.callback(turns.close)
+        pager = Pager(folder, turns, room // (2 * at_once), room // (4 * len(near)))
+        stack.callback(pager.close)
+        world.watch.turns = turns.given_up
+        stack.callback(setattr, world.watch, "turns", nullcontext)
+        stack.enter_context(pager)
+        yield pager
+
+
+def _own_bytes() -> int:
+    """Returns this process's share of the memory that it takes."""
+    found = re.search(r"^Pss_Anon: +(\d+) kB", Path("/proc/self/smaps_rollup").read_text(), re.MULTILINE)
+    assert found is not None
+    return 1024 * int(found[1])
+
+
+class Pager(TorchDispatchMode):
+    """While active, tensors that ops make and take are in memory up to a number of bytes, and beyond it in a file.
+
+    Those go first that have not been used for longest: layers' activations, which the backward uses last of all.
+
+    Args:
+        folder: where the file is; it has no name. On a disk: its system must have direct input and output.
+        turns: of this rank.
+        most_bytes: of tensors in memory, while it is this rank's turn.
+        kept_bytes: while it is not.
+
+    Raises:
+        ValueError: the folder is none for it.
+
+    Attributes:
+        turns: of this rank.
+        bytes_written: until now.
+    """
+
+    def __init__(self, folder: Path, turns: Turns, most_bytes: int, kept_bytes: int) -> None:
+        super().__init__()
+        self._libc = ctypes.CDLL(None, use_errno=True)
+        self._libc.mmap.restype = ctypes.c_void_p
+        self._libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_long]
+        self._libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
+        try:
+            # Direct: what is written takes no memory of the system's.
+            self._file = os.open(folder, os.O_RDWR | os.O_TMPFILE | os.O_DIRECT, 0o600)
+        except OSError as error:
+            raise ValueError(
+                f"host_memory_dir={str(folder)!r} cannot hold what ranks have no memory for ({error.strerror}). Name a folder on "
+                "a local disk: in memory (tmpfs) and on a network there is none."
+            ) from error
+        found = os.fstat(self._file)
+        self._key = f"{os.major(found.st_dev):02x}:{os.minor(found.st_dev):02x} {found.st_ino}"
+        self.turns, self._most, self._kept = turns, most_bytes, kept_bytes
+        self._blocks: OrderedDict[int, _Block] = OrderedDict()  # by address, the one that was used last at the end
+        self._in_memory = 0  # at most: of blocks that are gone, too
+        self.bytes_written = 0
+        turns.ahead, turns.behind = self._read_ahead, self._leave
+
+    @override
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.namespace == "c10d":
+            return self._collective(func, args, kwargs or {})
+        for tensor in _tensors(args):
+            self._use(tensor)
+        out = func(*args, **(kwargs or {}))
+        for tensor in _tensors((out,)):
+            self._use(tensor)
+        if self._in_memory > self._most:
+            self._shrink(self._most * 3 // 4)
+        return out
+
+    def _collective(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """Calls one of torch's collectives, which Lightning, metrics and the user's code call too; others have their turns."""
+        with self.turns.given_up():
+            out = func(*args, **kwargs)
+            if not func.__name__.startswith(("send", "recv")):
+                for work in tree_leaves(out):
+                    if isinstance(work, torch.ScriptObject):
+                        work.wait()  # type: ignore[attr-defined]
+        return out
+
+    def _use(self, tensor: Tensor) -> None:
+        if tensor.device.type != "cpu" or tensor.layout != torch.strided:
+            return
+        storage = tensor.untyped_storage()
+        if storage.nbytes() < LEAST_BYTES:
+            return
+        address = storage.data_ptr()
+        block = self._blocks.get(address)
+        if block is None or block.storage.expired():
+            begin, end = -(-address // _PAGE) * _PAGE, (address + storage.nbytes()) // _PAGE * _PAGE
+            self._blocks[address] = block = _Block(begin, end, StorageWeakRef(storage))
+            self._in_memory += block.nbytes
+        elif (block.in_file or block.stays) and tensor.is_contiguous():
+            # All at once: page by page, as it is used, takes several times as long.
+            begin = max(block.begin, tensor.data_ptr() // _PAGE * _PAGE)
+            end = min(block.end, tensor.data_ptr() + tensor.nbytes)
+            if end > begin:
+                self._libc.madvise(begin, end - begin, _POPULATE_READ)
+        self._blocks.move_to_end(address)
+
+    def _shrink(self, most_bytes: int) -> None:
+        """Moves tensors to the file until so many bytes are in memory."""
+        for address in [address for address, block in self._blocks.items() if block.storage.expired()]:
+            del self._blocks[address]
+        self._in_memory = sum(block.nbytes for block in self._blocks.values() if not (block.in_file or block.stays))
+        if self._in_memory <= most_bytes:
+            return
+        memory, used = self._mappings()
+        begins = [begin for begin, _ in memory]
+        for block in self._blocks.values():
+            if block.in_file or block.stays:
+                continue
+            if self._in_memory <= most_bytes:
+                return
+            place = bisect_right(begins, block.begin) - 1
+            if place >= 0 and block.end <= memory[place][1]:
+                self._move(block, _gap(used, block.nbytes))
+                block.in_file = True
+            else:
+                block.stays = True
+            self._in_memory -= block.nbytes
+
+    def _mappings(self) -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:
+        """Returns from where to where there is memory of this process alone, and from where to where the file is mapped."""
+        memory, used = [], []
+        with open("/proc/self/maps") as lines:
+            for line in lines:
+                found = _LINE.match(line)
+                assert found is not None
+                begin, end, offset = (int(found[each], 16) for each in (1, 2, 4))
+                if f"{found[5]} {found[6]}" == self._key:
+                    used.append((offset, offset + end - begin))
+                elif found[3] == "rw-p" and found[6] == "0" and not found[7] and begin % _ARENA:
+                    if memory and memory[-1][1] == begin:
+                        begin = memory.pop()[0]
+                    memory.append((begin, end))
+        return memory, sorted(used)
+
+    def _move(self, block: _Block, offset: int) -> None:
+        data = memoryview((ctypes.c_char * block.nbytes).from_address(block.begin))
+        if os.fstat(self._file).st_size < offset + block.nbytes:
+            os.ftruncate(self._file, offset + block.nbytes)
+        done = 0
+        while done < block.nbytes:
+            try:
+                done += os.pwrite(self._file, data[done : done + _PIECE], offset + done)
+            except OSError as error:
+                if error.errno == errno.ENOSPC:
+                    raise RuntimeError(
+                        f"The disk of host_memory_dir is full: {self.bytes_written / 1e9:.3g} GB have been written there. Name a "
+                        "folder on a larger one, or give ranks more host_memory."
+                    ) from error
+                raise
+        self.bytes_written += done
+        protection = mmap.PROT_READ | mmap.PROT_WRITE
+        found = self._libc.mmap(block.begin, block.nbytes, protection, _FIXED_IN_FILE, self._file, offset)
+        if found != block.begin:
+            raise OSError(ctypes.get_errno(), "a tensor's memory could not be mapped from its file")
+
+    def _leave(self) -> None:
+        self._shrink(self._kept)
+        for block in self._blocks.values():
+            if block.in_file:
+                self._libc.madvise(block.begin, block.nbytes, _DONTNEED)
+
+    def _read_ahead(self) -> None:
+        """Has the system read what this rank has used last."""
+        room = self._most // 2
+        for block in reversed(self._blocks.values()):
+            if block.in_file and not block.storage.expired():
+                room -= block.nbytes
+                if room < 0:
+                    return
+                self._libc.madvise(block.begin, block.nbytes, _WILLNEED)
+
+    def close(self) -> None:
+        """Ends it; tensors that are in the file stay there."""
+        self.turns.ahead = self.turns.behind = lambda: None
+        os.close(self._file)
+
+
+_LINE = re.compile(r"(\w+)-(\w+) (\S{4}) (\w+) (\w+:\w+) (\d+)\s*(\S*)")
+"""Of /proc/self/maps: begin, end, permissions, offset, device, inode and name."""
+
+
+def _gap(used: list[tuple[int, int]], size: int) -> int:
+    """Returns the first offset at which so many bytes are not used, and notes that they are."""
+    begin = 0
+    for place, (low, high) in enumerate(used):
+        if low - begin >= size:
+            used.insert(place, (begin, begin + size))
+            return begin
+        begin = max(begin, high)
+    used.append((begin, begin + size))
+    return begin
+
+
+def _tensors(values: Iterable[Any]) -> Iterator[Tensor]:
+    for value in values:
+        if type(value) in (Tensor, torch.nn.Parameter):
+            yield value
+        elif isinstance(value, (list, tuple)):
+            yield from _tensors(value)
