@@ -82,7 +82,15 @@ def features(first, communities, classes, out, y, train):  # type: ignore[no-unt
             out[row, column] = noise + np.float32(0.3) * (column % classes == kind)
 
 
-def write(folder: Path, kind: str, num_nodes: int, num_edges: int) -> None:
+def write(
+    folder: Path,
+    kind: str,
+    num_nodes: int,
+    num_edges: int,
+    columns: int = FEATURES,
+    dtype: str = "float16",
+    inside: float = INSIDE,
+) -> None:
     """Writes a graph as files; each edge has its opposite."""
     folder.mkdir(parents=True)
     half = num_edges // 2
@@ -101,18 +109,18 @@ def write(folder: Path, kind: str, num_nodes: int, num_edges: int) -> None:
         if kind == "rmat":
             rmat(begin, num_nodes, int(np.ceil(np.log2(num_nodes))), piece)
         else:
-            planted(begin, num_nodes, COMMUNITIES, INSIDE, piece)
+            planted(begin, num_nodes, COMMUNITIES, inside, piece)
         for column in range(2):
             put(column, begin, piece[column])
             put(1 - column, half + begin, piece[column])
     y, train = np.empty(num_nodes, np.int64), np.empty(num_nodes, np.bool_)
     with (folder / "x.npy").open("wb") as file:
-        write_header(file, (num_nodes, FEATURES), np.dtype(np.float16))
+        write_header(file, (num_nodes, columns), np.dtype(dtype))
         for begin in range(0, num_nodes, PIECE // 4):
-            rows = np.empty((min(PIECE // 4, num_nodes - begin), FEATURES), np.float32)
+            rows = np.empty((min(PIECE // 4, num_nodes - begin), columns), np.float32)
             end = begin + len(rows)
             features(begin, COMMUNITIES, CLASSES, rows, y[begin:end], train[begin:end])
-            rows.astype(np.float16).tofile(file)
+            rows.astype(dtype).tofile(file)
     np.save(folder / "y.npy", y)
     np.save(folder / "train_mask.npy", train)
 
@@ -148,10 +156,15 @@ class Peak:
             peak._thread.join()
 
 
+def group_of_this_process() -> Path:
+    """Returns the control group that :func:`limited` makes."""
+    return Path(f"/sys/fs/cgroup/memory/lightning_gnn-{os.getpid()}")
+
+
 @contextmanager
 def limited(num_bytes: int) -> Iterator[Callable[[], None] | None]:
     """Yields what a new process calls to be limited to so many bytes, pages of files that it reads included; 0 for no limit."""
-    group = Path(f"/sys/fs/cgroup/memory/lightning_gnn-{os.getpid()}")
+    group = group_of_this_process()
     if not num_bytes:
         yield None
         return

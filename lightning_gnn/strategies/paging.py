@@ -182,7 +182,7 @@ class Pager(TorchDispatchMode):
             begin, end = -(-address // _PAGE) * _PAGE, (address + storage.nbytes()) // _PAGE * _PAGE
             self._blocks[address] = block = _Block(begin, end, StorageWeakRef(storage))
             self._in_memory += block.nbytes
-        elif (block.in_file or block.stays) and tensor.is_contiguous():
+        elif block.in_file and tensor.is_contiguous():
             # All at once: page by page, as it is used, takes several times as long.
             begin = max(block.begin, tensor.data_ptr() // _PAGE * _PAGE)
             end = min(block.end, tensor.data_ptr() + tensor.nbytes)
@@ -257,7 +257,7 @@ class Pager(TorchDispatchMode):
 
     def _read_ahead(self) -> None:
         """Has the system read what this rank has used last."""
-        room = self._most // 2
+        room = 0
         for block in reversed(self._blocks.values()):
             if block.in_file and not block.storage.expired():
                 room -= block.nbytes
