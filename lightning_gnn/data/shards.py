@@ -257,7 +257,7 @@ class Cut:
         edges: Any = slice(*self.edge_offsets[rank : rank + 2])
         num_edges = np.diff(self.edge_offsets)
         if replicas is None:
-            edge_index = self.edge_index_of(rank).astype(np.int64) if with_edges else None
+            edge_index = self.edge_index_of(rank) if with_edges else None
         else:
             everything = self.edge_index()
             held = hold(everything, offsets, replicas)
@@ -266,7 +266,8 @@ class Cut:
             halos, offsets, num_edges = held.halos, held.offsets, held.num_edges
         batch = GraphData(self.kinds, of_full_graph(self.left_out))
         if edge_index is not None:
-            batch.edge_index = torch.from_numpy(edge_index)
+            batch.edge_index = torch.empty(edge_index.shape, dtype=torch.long)
+            np.copyto(batch.edge_index.numpy(), edge_index)
         rows = {"node": nodes, "edge": edges, "graph": slice(None)}
         for kind, values in self.attributes.items():
             for name, value in values.items():

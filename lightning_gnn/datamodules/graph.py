@@ -286,7 +286,8 @@ class GraphDataModule(StoredGraph, L.LightningDataModule):
                 self._shard = None  # in the middle of a run, before the next one takes its memory
                 cut = self._read_cut(folder, layout)
                 with_edges = layout.reads_edges(cut.types.is_hetero)
-                shard = cut.shard(self.trainer.global_rank, layout.replicas, with_edges)
+                with strategy.my_turn():
+                    shard = cut.shard(self.trainer.global_rank, layout.replicas, with_edges)
         except Exception as error:
             failure = error
         raise_together(world, failure, "The partitioned graph could not be read")
