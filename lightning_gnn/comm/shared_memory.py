@@ -18,6 +18,7 @@ import sys
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -206,12 +207,22 @@ class SharedMemory:
         self._expected[peer].append((mark, accept))
         return self._received[peer] + len(self._expected[peer])
 
-    def has_come(self, peer: int, number: int) -> bool:
-        """Returns whether :meth:`receive` would not wait."""
-        received = self._received[peer]
-        return received >= number or (
-            received == number - 1 and bool(self._tables[peer][self.rank][_POSTED] > received)
-        )
+    def wait_for(self, expected: Sequence[tuple[int, int]]) -> None:
+        """Where ranks compute in turns: returns when all these messages have come, and it is this rank's turn again. They lie
+        where they are until :meth:`receive` is called: what they are copied to then stays in memory for what uses it."""
+        if self._watch.turns is nullcontext:
+            return
+        with self._watch.turns():
+            for peer, number in expected:
+                self._wait(peer, lambda peer=peer, number=number: self._has_come(peer, number), early=False)  # type: ignore[misc]
+
+    def _has_come(self, peer: int, number: int) -> bool:
+        """Returns whether a message is in its mailbox, or was accepted; accepts those before it."""
+        while self._received[peer] < number and self._tables[peer][self.rank][_POSTED] > self._received[peer]:
+            if self._received[peer] == number - 1:
+                return True
+            self._accept(peer)
+        return self._received[peer] >= number
 
     def receive(self, peer: int, number: int) -> None:
         """Returns when an expected message has been accepted.
@@ -245,7 +256,8 @@ class SharedMemory:
         self._tables[self.rank][peer, _TAKEN] = self._received[peer]
         return True
 
-    def _wait(self, peer: int, ready: Callable[[], Any]) -> None:
+    def _wait(self, peer: int, ready: Callable[[], Any], early: bool = True) -> None:
+        """Waits until `ready`; `early`: what arrives meanwhile, and is expected, is accepted."""
         for _ in range(_SPINS):
             if ready():
                 return
@@ -253,7 +265,7 @@ class SharedMemory:
         with self._watch.waiting(peer):
             while not ready():
                 for sender, expected in self._expected.items():
-                    if expected and self._tables[sender][self.rank][_POSTED] > self._received[sender]:
+                    if early and expected and self._tables[sender][self.rank][_POSTED] > self._received[sender]:
                         self._accept(sender)
                 now = time.perf_counter()
                 if now - began < _YIELD_S:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from itertools import accumulate
@@ -291,11 +291,9 @@ class ProcessTransport(Transport):
         if not expected:
             return
         assert memory is not None
-        # In turns: one end of this rank's turn for all of them.
-        come = all(memory.has_come(*each) for each in expected)
-        with nullcontext() if come else self.watch.turns():
-            for peer, number in expected:
-                memory.receive(peer, number)
+        memory.wait_for(expected)
+        for peer, number in expected:
+            memory.receive(peer, number)
 
     def _free_scratch(self, num_bytes: int) -> Tensor:
         """Returns shared memory that nothing is sent from any more, to peers on other machines either."""

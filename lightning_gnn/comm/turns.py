@@ -5,11 +5,15 @@ from __future__ import annotations
 import fcntl
 import os
 import tempfile
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
 from lightning_gnn.comm.group import World
+
+
+_LOOK_S = 1e-3  # between looks whether there is a turn; only the next rank looks
 
 
 def _nothing() -> None:
@@ -44,9 +48,7 @@ class Turns:
         world.all_gather_object("")  # all have opened it
         if own:
             os.unlink(own)
-        self._turn = sorted(near).index(world.rank) % at_once
-        self._next = at_once + self._turn
-        self._has = False
+        self._at_once, self._turn = at_once, -1
 
     @contextmanager
     def taken(self) -> Iterator[None]:
@@ -71,17 +73,29 @@ class Turns:
         yield
         self._begin()  # not after an error: others may never end their turns
 
+    @property
+    def _has(self) -> bool:
+        return self._turn >= 0
+
     def _begin(self) -> None:
-        fcntl.lockf(self._file, fcntl.LOCK_EX, 1, self._next)
+        fcntl.lockf(self._file, fcntl.LOCK_EX, 1, self._at_once)  # then it is the next
         self.ahead()
-        fcntl.lockf(self._file, fcntl.LOCK_EX, 1, self._turn)
-        fcntl.lockf(self._file, fcntl.LOCK_UN, 1, self._next)
-        self._has = True
+        while not self._has:
+            for turn in range(self._at_once):
+                try:
+                    fcntl.lockf(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, turn)
+                except OSError:  # another rank's
+                    continue
+                self._turn = turn
+                break
+            else:
+                time.sleep(_LOOK_S)
+        fcntl.lockf(self._file, fcntl.LOCK_UN, 1, self._at_once)
 
     def _end(self) -> None:
         self.behind()
-        self._has = False
-        fcntl.lockf(self._file, fcntl.LOCK_UN, 1, self._turn)
+        turn, self._turn = self._turn, -1
+        fcntl.lockf(self._file, fcntl.LOCK_UN, 1, turn)
 
     def close(self) -> None:
         """Ends it; what this rank still does, it does beside others."""

@@ -58,6 +58,7 @@ class _Block:
     end: int
     storage: StorageWeakRef
     in_file: bool = False
+    offset: int = 0
     stays: bool = False
 
     @property
@@ -91,7 +92,7 @@ def in_turns(world: World, folder: Path, most_bytes: int) -> Iterator[Pager]:
             )
         turns = Turns(world, near, at_once, folder)
         stack.callback(turns.close)
-        pager = Pager(folder, turns, room // (2 * at_once), room // (4 * len(near)))
+        pager = Pager(folder, turns, 3 * room // (4 * at_once), room // (4 * len(near)))
         stack.callback(pager.close)
         world.watch.turns = turns.given_up
         stack.callback(setattr, world.watch, "turns", nullcontext)
@@ -157,7 +158,7 @@ class Pager(TorchDispatchMode):
         for tensor in _tensors((out,)):
             self._use(tensor)
         if self._in_memory > self._most:
-            self._shrink(self._most * 3 // 4)
+            self._shrink(self._most)
         return out
 
     def _collective(self, func: Any, args: Any, kwargs: Any) -> Any:
@@ -187,6 +188,7 @@ class Pager(TorchDispatchMode):
             begin = max(block.begin, tensor.data_ptr() // _PAGE * _PAGE)
             end = min(block.end, tensor.data_ptr() + tensor.nbytes)
             if end > begin:
+                self._libc.madvise(begin, end - begin, _WILLNEED)
                 self._libc.madvise(begin, end - begin, _POPULATE_READ)
         self._blocks.move_to_end(address)
 
@@ -206,7 +208,8 @@ class Pager(TorchDispatchMode):
                 return
             place = bisect_right(begins, block.begin) - 1
             if place >= 0 and block.end <= memory[place][1]:
-                self._move(block, _gap(used, block.nbytes))
+                block.offset = _gap(used, block.nbytes)
+                self._move(block, block.offset)
                 block.in_file = True
             else:
                 block.stays = True
@@ -254,10 +257,11 @@ class Pager(TorchDispatchMode):
         for block in self._blocks.values():
             if block.in_file:
                 self._libc.madvise(block.begin, block.nbytes, _DONTNEED)
+                os.posix_fadvise(self._file, block.offset, block.nbytes, os.POSIX_FADV_DONTNEED)
 
     def _read_ahead(self) -> None:
         """Has the system read what this rank has used last."""
-        room = 0
+        room = self._most // 4
         for block in reversed(self._blocks.values()):
             if block.in_file and not block.storage.expired():
                 room -= block.nbytes
