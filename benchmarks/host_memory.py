@@ -2,8 +2,8 @@
 
 python benchmarks/host_memory.py --folder FOLDER --nodes 2.45e6 --edges 124e6 --memory none 20GB 3GB --json host_memory.json
 
-Each run is one process group of `--devices` ranks; those with a memory are in a control group of `--limit` times as much, pages of
-files counted. Prints seconds of an epoch beside those of the run before that has all in memory, bytes written and read, what the
+Each run has `--devices` ranks; those with a memory are in a control group of `--limit` times as much, pages of files counted.
+Prints seconds of an epoch beside those of the run before that has all in memory, bytes written and read, what the
 disk alone would take for them at the rate that it is measured to have, and the most memory; and whether the weights are equal,
 bit for bit.
 """
@@ -20,6 +20,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -48,7 +49,7 @@ class Net(torch.nn.Module):
     def __init__(self, kind: str, columns: int, hidden: int) -> None:
         super().__init__()
         make, widths = CONVS[kind], [columns, hidden, hidden, CLASSES]
-        self.convs = torch.nn.ModuleList(make(a, b) for a, b in zip(widths, widths[1:]))
+        self.convs = torch.nn.ModuleList(make(a, b) for a, b in pairwise(widths))
 
     def forward(self, x: Tensor, edge_index: Tensor) -> Tensor:
         for conv in self.convs[:-1]:
@@ -109,7 +110,9 @@ def disk_rates(folder: Path, num_bytes: int = 1 << 31) -> tuple[float, float]:
 
 
 def run(options: argparse.Namespace, memory: str) -> dict[str, Any]:
-    given = [f"--{name}={getattr(options, name)}" for name in ("folder", "devices", "kind", "hidden", "columns", "epochs")]
+    given = [
+        f"--{name}={getattr(options, name)}" for name in ("folder", "devices", "kind", "hidden", "columns", "epochs")
+    ]
     command = [sys.executable, __file__, *given, f"--partition={options.partition}", f"--train={memory}"]
     limit = int(1e9 * (1000 if memory == "none" else options.limit * float(memory.removesuffix("GB"))))
     most = 0
@@ -149,7 +152,9 @@ def main() -> None:
     parser.add_argument("--folder", type=Path, required=True)
     parser.add_argument("--nodes", type=float, default=2.45e6)
     parser.add_argument("--edges", type=float, default=124e6, help="directed")
-    parser.add_argument("--inside", type=float, default=0.98, help="the share of edges within communities, at the least")
+    parser.add_argument(
+        "--inside", type=float, default=0.98, help="the share of edges within communities, at the least"
+    )
     parser.add_argument("--columns", type=int, default=100)
     parser.add_argument("--hidden", type=int, default=256)
     parser.add_argument("--devices", type=int, default=8)

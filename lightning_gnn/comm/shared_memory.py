@@ -15,6 +15,7 @@ import os
 import platform
 import socket
 import sys
+import tempfile
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -66,6 +67,16 @@ def machine_key() -> str | None:
         return None
 
 
+def unnamed_file(folder: Path, flags: int = 0) -> int:
+    """Returns a descriptor of a new file in a folder, to read and write, which is gone when nothing has it open or mapped."""
+    descriptor, name = tempfile.mkstemp(prefix=".lightning_gnn.", dir=folder)
+    try:
+        return os.open(name, os.O_RDWR | flags)
+    finally:
+        os.close(descriptor)
+        os.unlink(name)
+
+
 class Segment:
     """Memory that this process owns or has mapped from a peer."""
 
@@ -80,7 +91,7 @@ class Segment:
     def create(cls, size: int, folder: Path | None = None) -> Segment:
         """Makes a segment; with a folder, it is in a file there that has no name, which the system writes and drops as it needs
         memory."""
-        fd = os.memfd_create("lightning_gnn") if folder is None else os.open(folder, os.O_RDWR | os.O_TMPFILE, 0o600)
+        fd = os.memfd_create("lightning_gnn") if folder is None else unnamed_file(folder)
         os.ftruncate(fd, size)
         return cls(fd, size, owned=True)
 
@@ -124,7 +135,13 @@ class SharedMemory:
     is expected: so any number of messages may be under way, though a mailbox holds one.
     """
 
-    def __init__(self, rank: int, exchange_objects: Callable[[Any], list[Any]], watch: Watchdog, folder: Path | None = None) -> None:
+    def __init__(
+        self,
+        rank: int,
+        exchange_objects: Callable[[Any], list[Any]],
+        watch: Watchdog,
+        folder: Path | None = None,
+    ) -> None:
         self.rank, self._watch, self._folder = rank, watch, folder
         self.waited_s = 0.0
         key = machine_key()

@@ -12,7 +12,6 @@ from pathlib import Path
 
 from lightning_gnn.comm.group import World
 
-
 _LOOK_S = 1e-3  # between looks whether there is a turn; only the next rank looks
 
 

@@ -7,6 +7,7 @@ asks for new pages, which the system clears: on the benchmark machine that took 
 from __future__ import annotations
 
 import ctypes
+import mmap
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
@@ -14,6 +15,7 @@ from contextlib import contextmanager
 _TRIM_THRESHOLD, _MMAP_THRESHOLD, _MMAP_MAX = -1, -3, -4
 _DEFAULTS = {_TRIM_THRESHOLD: 128 * 1024, _MMAP_THRESHOLD: 128 * 1024, _MMAP_MAX: 65536}
 _LARGEST = 2**31 - 1
+_MOST_BLOCKS = 1 << 16
 
 
 @contextmanager
@@ -42,12 +44,37 @@ def freed_at_once(least_bytes: int) -> Iterator[bool]:
     if found is None:
         yield False
         return
-    set_option, _ = found
+    set_option, trim = found
     set_option(_MMAP_THRESHOLD, least_bytes)
+    trim(0)
+    libc = ctypes.CDLL(None)
+    libc.malloc.restype, libc.malloc.argtypes, libc.free.argtypes = (
+        ctypes.c_void_p,
+        [ctypes.c_size_t],
+        [ctypes.c_void_p],
+    )
+    # Room in the heap, of what was freed before, would be used first. So it is taken; with nothing in it, it is no memory.
+    taken = [libc.malloc(least_bytes)]
+    while not has_own_mapping(taken[-1]) and len(taken) < _MOST_BLOCKS:
+        taken.append(libc.malloc(least_bytes))
     try:
-        yield True
+        yield has_own_mapping(taken[-1])  # else another library's malloc is in place of glibc's
     finally:
+        for block in taken:
+            libc.free(block)
         set_option(_MMAP_THRESHOLD, _DEFAULTS[_MMAP_THRESHOLD])
+
+
+HEADER_BYTES = 16
+"""In front of what glibc allocates."""
+
+
+def has_own_mapping(address: int, end: int = 0) -> bool:
+    """Returns whether what glibc has allocated at an address, up to `end`, is in a mapping of its own, as its header says."""
+    before, size = (ctypes.c_size_t * 2).from_address(address - HEADER_BYTES)
+    begin, flags, size = address - HEADER_BYTES - before, size & 7, size & ~7
+    page = mmap.PAGESIZE
+    return flags == 2 and begin % page == 0 and (before + size) % page == 0 and address - HEADER_BYTES + size >= end
 
 
 def _malloc() -> tuple[Callable[[int, int], int], Callable[[int], int]] | None:

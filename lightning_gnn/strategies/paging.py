@@ -31,18 +31,18 @@ from torch.utils._pytree import tree_leaves
 from typing_extensions import override
 
 from lightning_gnn.comm.group import World
+from lightning_gnn.comm.shared_memory import unnamed_file
 from lightning_gnn.comm.turns import Turns
-from lightning_gnn.strategies.heap import freed_at_once
+from lightning_gnn.strategies.heap import HEADER_BYTES, freed_at_once, has_own_mapping
 
 _LEAST_ROOM = 16 << 20
 LEAST_BYTES = 1 << 20
-"""Of a tensor that is moved to the file. glibc then keeps each in a mapping of its own, and ends that when the tensor is freed."""
+"""Of a tensor that is moved to the file. glibc has each in a mapping of its own, and ends that when the tensor is freed."""
 
 _PAGE = mmap.PAGESIZE
 _PIECE = 1 << 28  # bytes that are written at once
-_ARENA = 1 << 26  # other threads' heaps begin at multiples of it
 _FIXED_IN_FILE = mmap.MAP_SHARED | 0x10  # MAP_FIXED
-_DONTNEED, _WILLNEED, _POPULATE_READ = 4, 3, 22  # of madvise, see `man madvise`
+_DONTNEED, _WILLNEED, _DONTFORK, _POPULATE_READ = 4, 3, 10, 22  # of madvise, see `man madvise`
 
 
 @dataclass
@@ -81,7 +81,7 @@ def in_turns(world: World, folder: Path, most_bytes: int) -> Iterator[Pager]:
     at_once = min(len(near), max(1, (os.cpu_count() or 1) // torch.get_num_threads()))
     with ExitStack() as stack:
         if not stack.enter_context(freed_at_once(LEAST_BYTES)):
-            raise RuntimeError("host_memory needs the C library glibc. Leave it out.")
+            raise RuntimeError("host_memory needs the malloc of glibc, and this process has another. Leave it out.")
         own = world.all_gather_object(_own_bytes())
         room = most_bytes - sum(own[rank] for rank in near)
         if room < _LEAST_ROOM * at_once:
@@ -134,13 +134,16 @@ class Pager(TorchDispatchMode):
         self._libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
         try:
             # Direct: what is written takes no memory of the system's.
-            self._file = os.open(folder, os.O_RDWR | os.O_TMPFILE | os.O_DIRECT, 0o600)
+            self._file = unnamed_file(folder, os.O_DIRECT)
         except OSError as error:
             raise ValueError(
                 f"host_memory_dir={str(folder)!r} cannot hold what ranks have no memory for ({error.strerror}). Name a folder on "
-                "a local disk: in memory (tmpfs) and on a network there is none."
+                "a local disk."
             ) from error
         found = os.fstat(self._file)
+        if _is_in_memory(found.st_dev):
+            os.close(self._file)
+            raise ValueError(f"host_memory_dir={str(folder)!r} is itself in memory (tmpfs). Name a folder on a disk.")
         self._key = f"{os.major(found.st_dev):02x}:{os.minor(found.st_dev):02x} {found.st_ino}"
         self.turns, self._most, self._kept = turns, most_bytes, kept_bytes
         self._blocks: OrderedDict[int, _Block] = OrderedDict()  # by address, the one that was used last at the end
@@ -201,13 +204,13 @@ class Pager(TorchDispatchMode):
             return
         memory, used = self._mappings()
         begins = [begin for begin, _ in memory]
-        for block in self._blocks.values():
+        for address, block in self._blocks.items():
             if block.in_file or block.stays:
                 continue
             if self._in_memory <= most_bytes:
                 return
-            place = bisect_right(begins, block.begin) - 1
-            if place >= 0 and block.end <= memory[place][1]:
+            place = bisect_right(begins, address - HEADER_BYTES) - 1
+            if place >= 0 and block.end <= memory[place][1] and has_own_mapping(address, block.end):
                 block.offset = _gap(used, block.nbytes)
                 self._move(block, block.offset)
                 block.in_file = True
@@ -217,7 +220,7 @@ class Pager(TorchDispatchMode):
 
     def _mappings(self) -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:
         """Returns from where to where there is memory of this process alone, and from where to where the file is mapped."""
-        memory, used = [], []
+        memory, used = list[tuple[int, int]](), list[tuple[int, int]]()
         with open("/proc/self/maps") as lines:
             for line in lines:
                 found = _LINE.match(line)
@@ -225,7 +228,7 @@ class Pager(TorchDispatchMode):
                 begin, end, offset = (int(found[each], 16) for each in (1, 2, 4))
                 if f"{found[5]} {found[6]}" == self._key:
                     used.append((offset, offset + end - begin))
-                elif found[3] == "rw-p" and found[6] == "0" and not found[7] and begin % _ARENA:
+                elif found[3] == "rw-p" and found[6] == "0" and not found[7]:
                     if memory and memory[-1][1] == begin:
                         begin = memory.pop()[0]
                     memory.append((begin, end))
@@ -251,6 +254,8 @@ class Pager(TorchDispatchMode):
         found = self._libc.mmap(block.begin, block.nbytes, protection, _FIXED_IN_FILE, self._file, offset)
         if found != block.begin:
             raise OSError(ctypes.get_errno(), "a tensor's memory could not be mapped from its file")
+        # A fork would change it here, too; now it has none of it.
+        self._libc.madvise(block.begin, block.nbytes, _DONTFORK)
 
     def _leave(self) -> None:
         self._shrink(self._kept)
@@ -273,6 +278,13 @@ class Pager(TorchDispatchMode):
         """Ends it; tensors that are in the file stay there."""
         self.turns.ahead = self.turns.behind = lambda: None
         os.close(self._file)
+
+
+def _is_in_memory(device: int) -> bool:
+    """Returns whether the file system of this device number is in memory."""
+    key = f"{os.major(device)}:{os.minor(device)}"
+    lines = Path("/proc/self/mountinfo").read_text().splitlines()
+    return any(line.split()[2] == key and line.partition(" - ")[2].split()[0] in ("tmpfs", "ramfs") for line in lines)
 
 
 _LINE = re.compile(r"(\w+)-(\w+) (\S{4}) (\w+) (\w+:\w+) (\d+)\s*(\S*)")

@@ -54,7 +54,9 @@ class RankStrategy(ParallelStrategy):
             raise ValueError("host_memory_dir is where ranks have what host_memory has no room for: set that, too.")
         self.host_memory_dir = host_memory_dir
         if host_memory is not None and not shared_memory:
-            raise ValueError("host_memory needs ranks that exchange through shared memory. Leave shared_memory=False out.")
+            raise ValueError(
+                "host_memory needs ranks that exchange through shared memory. Leave shared_memory=False out."
+            )
         self.num_nodes = 1
         self._start_method: StartMethod = start_method
         self._world: World | None = None

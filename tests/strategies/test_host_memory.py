@@ -1,0 +1,316 @@
+"""Ranks that compute in turns, with tensors in files: the same numbers, bit for bit, and who has what in memory when."""
+
+from __future__ import annotations
+
+import os
+import re
+import tempfile
+import time
+from contextlib import ExitStack, nullcontext
+from itertools import pairwise
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import lightning as L
+import numpy as np
+import pytest
+import torch
+from common import CLASSES, FEATURES, assert_same, build, campaign, quiet_trainer, single, train
+from conftest import RankFailed
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from processes import REPOSITORY
+from torch_geometric.data import Data
+
+import lightning_gnn
+from lightning_gnn import CoverStrategy, DGCLStrategy, SamplingStrategy, SpMM1DStrategy, VertexCutStrategy
+from lightning_gnn.comm.turns import Turns
+from lightning_gnn.strategies import paging
+from lightning_gnn.strategies.heap import freed_at_once
+from lightning_gnn.strategies.paging import Pager
+
+pytestmark = pytest.mark.skipif(not hasattr(os, "O_DIRECT"), reason="host_memory is for Linux")
+
+LEAST = 1 << 15
+"""Bytes of tensors that are moved in these tests."""
+
+
+def graph(num_nodes: int = 1500, features: int = FEATURES) -> Data:
+    draw = torch.Generator().manual_seed(0)
+    edge_index = torch.randint(num_nodes, (2, 4 * num_nodes), generator=draw)
+    edge_index = torch.cat([edge_index, edge_index.flip(0)], 1)
+    x = torch.randn(num_nodes, features, generator=draw, dtype=torch.float64)
+    data = Data(x=x, edge_index=edge_index, y=torch.randint(CLASSES, (num_nodes,), generator=draw))
+    part = torch.rand(num_nodes, generator=draw)
+    data.train_mask, data.val_mask, data.test_mask = part < 0.5, (part >= 0.5) & (part < 0.8), part >= 0.8
+    return data
+
+
+def paged(rank: int, world_size: int, *given: Any, options: dict[str, Any], at_once: int = 2, **kwargs: Any) -> Any:
+    """As `train`, with small tensors in the file, too. Returns also what ranks hold after turns, their turns, bytes written."""
+    left, turns, written = [], [], [0]
+    begin, end, leave, move = Turns._begin, Turns._end, Pager._leave, Pager._move
+
+    def beginning(self: Turns) -> None:
+        begin(self)
+        turns.append([time.monotonic()])
+
+    def ending(self: Turns) -> None:
+        end_at = time.monotonic()
+        end(self)
+        turns[-1].append(end_at)
+
+    def leaving(self: Pager) -> None:
+        leave(self)
+        left.append((self._in_memory, self._kept))
+
+    def moving(self: Pager, block: Any, offset: int) -> None:
+        move(self, block, offset)
+        written[0] += block.nbytes
+
+    with ExitStack() as stack:
+        for owner, name, value in (
+            (paging, "LEAST_BYTES", LEAST),
+            (paging, "_LEAST_ROOM", 1),
+            (paging, "_own_bytes", lambda: 0),
+            (os, "cpu_count", lambda: at_once * torch.get_num_threads()),
+            (Turns, "_begin", beginning),
+            (Turns, "_end", ending),
+            (Pager, "_leave", leaving),
+            (Pager, "_move", moving),
+        ):
+            stack.enter_context(mock.patch.object(owner, name, value))
+        outcome = train(rank, world_size, *given, options=options, **kwargs)
+    return outcome, left, turns, written[0]
+
+
+def in_memory(rank: int, world_size: int, *given: Any, **kwargs: Any) -> Any:
+    return train(rank, world_size, *given, **kwargs)
+
+
+def equal(found: Any, expected: Any) -> bool:
+    if isinstance(expected, torch.Tensor):
+        return torch.equal(found, expected)
+    if isinstance(expected, dict):
+        return found.keys() == expected.keys() and all(equal(found[key], expected[key]) for key in expected)
+    if isinstance(expected, (list, tuple)):
+        return len(found) == len(expected) and all(map(equal, found, expected))
+    return bool(found == expected)
+
+
+@pytest.fixture(scope="module")
+def disk():
+    """A folder that is not in memory, as temporary ones may be."""
+    with tempfile.TemporaryDirectory(dir=REPOSITORY, prefix=".disk.") as folder:
+        yield Path(folder)
+
+
+MODELS = ["gcn", "sage", "gin", "gat"]
+OTHERS = ["pna", "sage_max", "transformer", "own", "gatv2", "sage_several"]
+
+
+@pytest.mark.parametrize("models", [MODELS, *campaign(OTHERS)], ids=" ".join)
+def test_bit_for_bit(ranks, disk, models):
+    """And as one device, but for rounding; each rank writes more than it may have in memory."""
+    given, options = (graph(), models), {"host_memory": "300KB", "host_memory_dir": str(disk)}
+    expected = ranks.run(3, in_memory, *given)
+    found = ranks.run(3, paged, *given, options=options)
+    for (outcome, left, turns, written), in_memory_outcome in zip(found, expected):
+        assert equal(outcome, in_memory_outcome)
+        assert written > 1e6
+        assert all(holds <= may for holds, may in left) and len(turns) > 20
+    assert_same(found[0][0], single(graph(), models), rtol=1e-8, atol=1e-10)
+    assert not list(disk.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("strategy", "options"),
+    [
+        (VertexCutStrategy, {}),
+        *campaign(
+            (DGCLStrategy, {"recompute": True}),
+            (SpMM1DStrategy, {}),
+            (CoverStrategy, {}),
+            (DGCLStrategy, {"plan": "spst", "topology": "dgx1"}),
+        ),
+    ],
+)
+def test_schemes(ranks, disk, strategy, options):
+    given = graph(), ["gcn", "gat"]
+    paging_options = {"host_memory": "200KB", "host_memory_dir": str(disk), **options}
+    expected = ranks.run(3, in_memory, *given, strategy=strategy, options=options)
+    for found, of_rank in zip(ranks.run(3, paged, *given, strategy=strategy, options=paging_options), expected):
+        assert equal(found[0], of_rank)
+        assert found[3] > 1e5
+
+
+def test_turns(ranks, disk):
+    """With room for one, no two ranks compute at the same time; and all of them have many turns, between exchanges."""
+    options = {"host_memory": "1MB", "host_memory_dir": str(disk)}
+    found = ranks.run(4, paged, graph(), "gcn", options=options, at_once=1)
+    turns = sorted((begin, end) for _, _, of_rank, _ in found for begin, end in of_rank)
+    assert all(end <= begin for (_, end), (begin, _) in pairwise(turns))
+    assert all(len(of_rank) > 10 for _, _, of_rank, _ in found)
+
+
+def message_files(rank: int, world_size: int, options: dict[str, Any]) -> list[str]:
+    found: list[str] = []
+
+    class Look(L.Callback):
+        def on_train_end(self, trainer: L.Trainer, module: L.LightningModule) -> None:
+            boxes = trainer.strategy.world._memory._outboxes  # type: ignore[attr-defined]
+            found.extend(os.readlink(f"/proc/self/fd/{box.segment.fd}") for box in boxes if box.segment is not None)
+
+    model = lightning_gnn.NodeClassifier(build("gcn", FEATURES, CLASSES), num_classes=CLASSES).double()
+    trainer = quiet_trainer(DGCLStrategy(**options), world_size, False, callbacks=[Look()])
+    trainer.fit(model, datamodule=lightning_gnn.GraphDataModule(graph()))
+    return found
+
+
+def test_messages_are_in_files(ranks, disk):
+    for options, where in (({}, "/memfd:"), ({"host_memory": "8GB", "host_memory_dir": str(disk)}, str(disk))):
+        for found in ranks.run(2, message_files, options):
+            assert found and all(each.startswith(where) for each in found)
+
+
+def fails_in_a_turn(rank: int, world_size: int, folder: str) -> None:
+    def step(self: Any, batch: Any, _: int) -> torch.Tensor:
+        if rank == 1 and self.current_epoch == 1:
+            raise ArithmeticError("of rank 1")
+        return forward(self, batch, _)
+
+    forward = lightning_gnn.NodeClassifier.training_step
+    with mock.patch.object(lightning_gnn.NodeClassifier, "training_step", step):
+        paged(rank, world_size, graph(), "gcn", options={"host_memory": "1MB", "host_memory_dir": folder})
+
+
+def test_an_error_ends_all(ranks, disk):
+    with pytest.raises(RankFailed, match="of rank 1"):
+        ranks.run(3, fails_in_a_turn, str(disk), timeout=60)
+
+
+# The pager ####################################################################
+
+
+@pytest.fixture
+def pager(disk, monkeypatch):
+    monkeypatch.setattr(paging, "LEAST_BYTES", LEAST)
+    turns: Any = SimpleNamespace(given_up=nullcontext)
+    with freed_at_once(LEAST):
+        made = Pager(disk, turns, 0, 0)
+        with made:
+            yield made
+        made.close()
+
+
+def own_bytes() -> int:
+    return 1024 * int(re.search(r"RssAnon:\s+(\d+)", Path("/proc/self/status").read_text())[1])  # type: ignore[index]
+
+
+def test_memory_is_given_back(pager):
+    before = own_bytes()
+    tensors = [torch.arange(1 << 20) + each for each in range(16)]
+    pager._leave()
+    assert pager.bytes_written > 15 << 23
+    assert own_bytes() - before < 16 << 20
+    assert all(torch.equal(tensor - each, torch.arange(1 << 20)) for each, tensor in enumerate(tensors))
+
+
+def test_files_have_room_for_what_comes_later(pager):
+    for each in range(100):
+        tensor = torch.full((1 << 18,), float(each))
+        pager._leave()
+        assert tensor[0] == tensor[-1] == each
+    assert os.fstat(pager._file).st_size <= 8 << 20
+    assert pager.bytes_written > 90 << 20
+
+
+def test_what_is_mapped_stays(pager, tmp_path):
+    """A file of features that is mapped, and changed in memory, as batches of the store are."""
+    np.save(tmp_path / "x.npy", np.zeros(1 << 18))
+    x = torch.from_numpy(np.load(tmp_path / "x.npy", mmap_mode="c"))
+    x[:] = 1
+    y = x + 1
+    pager._leave()
+    assert bool((x == 1).all()) and bool((y == 2).all())
+    assert not np.load(tmp_path / "x.npy").any()
+
+
+@settings(max_examples=30, deadline=None)
+@given(st.data())
+def test_any_ops(disk, data):
+    """Tensors that are made, changed in place, cut and freed, in any order, are what they are without."""
+    ops = data.draw(
+        st.lists(
+            st.tuples(st.sampled_from(["new", "add", "view", "cut", "free", "leave"]), st.integers(0, 99)), max_size=40
+        )
+    )
+
+    def run(leave: Any) -> list[torch.Tensor]:
+        tensors = [torch.arange(3000.0)]
+        for name, number in ops:
+            at = number % len(tensors)
+            if name == "new":
+                tensors.append(tensors[at] * 0.5 + number)
+            elif name == "add":
+                tensors[at].add_(number)
+            elif name == "view":
+                tensors.append(tensors[at][number % 7 :])
+            elif name == "cut":
+                tensors.append(torch.cat([tensors[at], tensors[0][:1500]])[:3000])
+            elif name == "free" and len(tensors) > 1:
+                del tensors[at]
+            elif name == "leave":
+                leave()
+        return [tensor.clone() for tensor in tensors]
+
+    expected = run(lambda: None)
+    with mock.patch.object(paging, "LEAST_BYTES", LEAST), freed_at_once(LEAST):
+        turns: Any = SimpleNamespace(given_up=nullcontext)
+        pager = Pager(disk, turns, data.draw(st.sampled_from([0, 1 << 14, 1 << 20])), 0)
+        with pager:
+            found = run(pager._leave)
+        pager.close()
+    assert all(map(torch.equal, found, expected))
+
+
+# What is refused ##############################################################
+
+
+@pytest.mark.parametrize(
+    ("make", "text"),
+    [
+        (lambda: DGCLStrategy(host_memory="a lot"), "host_memory must be a number of bytes"),
+        (lambda: DGCLStrategy(host_memory_dir="/tmp"), "host_memory_dir is where"),
+        (lambda: DGCLStrategy(host_memory="1GB", shared_memory=False), "through shared memory"),
+        (lambda: SamplingStrategy(host_memory="1GB"), "is of no use"),
+        (
+            lambda: L.Trainer(strategy=DGCLStrategy(host_memory="1GB"), devices=1, accelerator="cpu"),
+            "several CPU ranks",
+        ),
+    ],
+)
+def test_refused(make, text):
+    with pytest.raises(ValueError, match=text):
+        make()
+
+
+def too_little(rank: int, world_size: int, options: dict[str, Any]) -> str:
+    try:
+        train(rank, world_size, graph(), "gcn", options=options)
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
+def test_too_little_memory(ranks, disk):
+    for found in ranks.run(2, too_little, {"host_memory": "1MB", "host_memory_dir": str(disk)}):
+        assert re.search(r"leaves no room: 2 ranks take .* themselves", found)
+
+
+@pytest.mark.skipif(not Path("/dev/shm").is_dir(), reason="needs a folder in memory")
+def test_a_folder_in_memory(ranks):
+    for found in ranks.run(2, too_little, {"host_memory": "4GB", "host_memory_dir": "/dev/shm"}):
+        assert "is itself in memory (tmpfs)" in found
