@@ -2,6 +2,7 @@
 
 python benchmarks/billion.py --edges 10e6 100e6 1e9 --folder FOLDER --limit 12 --json billion.json
 python benchmarks/billion.py --edges 1e9 --kind rmat --folder FOLDER --limit 12
+python benchmarks/billion.py --edges 100e6 --folder FOLDER --limit 4 --steps write partition full-graph
 
 Prints by step: seconds, edges a second, and the most memory that the processes of a step had of their own at once (anonymous
 pages, which cannot be dropped) and in all (with pages of mapped files, which can). Each step runs in a process of its own.
@@ -28,8 +29,9 @@ import psutil
 from torch_geometric.nn.models import GCN, GraphSAGE
 
 from benchmarks.common import report
-from lightning_gnn import GraphDataModule, NodeClassifier, SamplingStrategy
+from lightning_gnn import DGCLStrategy, GraphDataModule, NodeClassifier, SamplingStrategy
 from lightning_gnn.partition.in_edges import write_header
+from lightning_gnn.strategies.paging import own_bytes
 
 CLASSES, FEATURES, COMMUNITIES, INSIDE = 16, 32, 4096, 0.8
 PIECE = 1 << 22
@@ -138,9 +140,8 @@ class Peak:
             own = in_all = 0
             try:
                 for each in (self._process, *self._process.children(recursive=True)):
-                    memory = each.memory_info()
-                    own, in_all = own + memory.rss - memory.shared, in_all + memory.rss
-            except psutil.Error:
+                    own, in_all = own + own_bytes(each.pid), in_all + each.memory_info().rss
+            except (psutil.Error, OSError):
                 continue
             self.own, self.in_all = max(self.own, own), max(self.in_all, in_all)
 
@@ -196,16 +197,20 @@ def _measured(name: str, command: list[str], num_edges: int, enter: Callable[[],
     return {"step": name, "edges": num_edges, "s": seconds, "own GB": peak.own / 1e9, "GB in all": peak.in_all / 1e9}
 
 
-def train(strategy: str, graph: str, store: str, partition: str, ranks: int, memory: str) -> None:
+def train(step: str, graph: str, store: str, partition: str, ranks: int, memory: str, limit: float) -> None:
     """One epoch."""
-    options: dict[str, Any] = {"fanouts": [10, 5], "batch_size": 1024} if strategy == "sampling" else {}
+    strategy: Any = SamplingStrategy(evaluation="batches")
+    if step == "full-graph":
+        given = {"host_memory": int(0.75e9 * limit), "host_memory_dir": store} if limit else {}
+        strategy = DGCLStrategy(start_method="fork", **given)
+    options: dict[str, Any] = {"fanouts": [10, 5], "batch_size": 1024} if step == "sampling" else {}
     data = GraphDataModule(
         graph, store=store, partition=partition, partition_memory=memory, feature_dtype="float32", **options
     )
-    kind = GraphSAGE if strategy == "sampling" else GCN
-    model = NodeClassifier(kind(FEATURES, 64 if strategy == "sampling" else 16, num_layers=2, out_channels=CLASSES))
+    kind, hidden = (GraphSAGE, 64) if step == "sampling" else (GCN, 16)
+    model = NodeClassifier(kind(FEATURES, hidden, num_layers=2, out_channels=CLASSES))
     trainer = L.Trainer(
-        strategy=SamplingStrategy(evaluation="batches") if strategy == "sampling" else strategy,
+        strategy=strategy,
         devices=ranks,
         accelerator="cpu",
         max_epochs=1,
@@ -227,14 +232,20 @@ def main() -> None:
     parser.add_argument("--memory", default="4GB", help="that sorting may take")
     parser.add_argument("--parts", type=int, default=8)
     parser.add_argument("--folder", type=Path, required=True)
-    parser.add_argument("--steps", nargs="+", default=["write", "partition", "sampling"])
+    parser.add_argument(
+        "--steps",
+        nargs="+",
+        metavar="STEP",
+        help="write, partition, sampling, full-graph",
+        default=["write", "partition", "sampling"],
+    )
     parser.add_argument("--limit", type=float, default=0, help="of memory, in GB")
     parser.add_argument("--json")
-    parser.add_argument("--train", nargs=6, help=argparse.SUPPRESS)
+    parser.add_argument("--train", nargs=7, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.train:
-        strategy, graph, store, partition, ranks, memory = options.train
-        train(strategy, graph, store, partition, int(ranks), memory)
+        step, graph, store, partition, ranks, memory, limit = options.train
+        train(step, graph, store, partition, int(ranks), memory, float(limit))
         return
     rows = []
     for num_edges in map(int, options.edges):
@@ -256,7 +267,7 @@ def main() -> None:
                 }
                 command += [word for name, value in of_data.items() for word in (f"--data.{name}", str(value))]
             else:
-                arguments = [step, graph, store, options.partition, options.parts, options.memory]
+                arguments = [step, graph, store, options.partition, options.parts, options.memory, options.limit]
                 command = [__file__, "--folder", str(options.folder), "--train", *map(str, arguments)]
             rows.append(measured(step, command, num_edges, int(options.limit * 1e9)))
     for row in rows:

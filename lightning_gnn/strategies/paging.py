@@ -82,7 +82,7 @@ def in_turns(world: World, folder: Path, most_bytes: int) -> Iterator[Pager]:
     with ExitStack() as stack:
         if not stack.enter_context(freed_at_once(LEAST_BYTES)):
             raise RuntimeError("host_memory needs the malloc of glibc, and this process has another. Leave it out.")
-        own = world.all_gather_object(_own_bytes())
+        own = world.all_gather_object(own_bytes())
         room = most_bytes - sum(own[rank] for rank in near)
         if room < _LEAST_ROOM * at_once:
             raise ValueError(
@@ -100,9 +100,9 @@ def in_turns(world: World, folder: Path, most_bytes: int) -> Iterator[Pager]:
         yield pager
 
 
-def _own_bytes() -> int:
-    """Returns this process's share of the memory that it takes."""
-    found = re.search(r"^Pss_Anon: +(\d+) kB", Path("/proc/self/smaps_rollup").read_text(), re.MULTILINE)
+def own_bytes(process: int | str = "self") -> int:
+    """Returns the memory that a process takes, beside files; of what it has in common with others, its share."""
+    found = re.search(r"^Pss_Anon: +(\d+) kB", Path(f"/proc/{process}/smaps_rollup").read_text(), re.MULTILINE)
     assert found is not None
     return 1024 * int(found[1])
 

@@ -74,7 +74,7 @@ def paged(rank: int, world_size: int, *given: Any, options: dict[str, Any], at_o
         for owner, name, value in (
             (paging, "LEAST_BYTES", LEAST),
             (paging, "_LEAST_ROOM", 1),
-            (paging, "_own_bytes", lambda: 0),
+            (paging, "own_bytes", lambda: 0),
             (os, "cpu_count", lambda: at_once * torch.get_num_threads()),
             (Turns, "_begin", beginning),
             (Turns, "_end", ending),
@@ -205,16 +205,12 @@ def pager(disk, monkeypatch):
         made.close()
 
 
-def own_bytes() -> int:
-    return 1024 * int(re.search(r"RssAnon:\s+(\d+)", Path("/proc/self/status").read_text())[1])  # type: ignore[index]
-
-
 def test_memory_is_given_back(pager):
-    before = own_bytes()
+    before = paging.own_bytes()
     tensors = [torch.arange(1 << 20) + each for each in range(16)]
     pager._leave()
     assert pager.bytes_written > 15 << 23
-    assert own_bytes() - before < 16 << 20
+    assert paging.own_bytes() - before < 16 << 20
     assert all(torch.equal(tensor - each, torch.arange(1 << 20)) for each, tensor in enumerate(tensors))
 
 
