@@ -127,6 +127,7 @@ class RankStrategy(ParallelStrategy):
         environment = self.cluster_environment
         assert environment is not None
         os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"] = environment.main_address, str(environment.main_port)
+        self._check_host_memory()  # of a later stage
         self._world = self._make_world()
         if self.host_memory is not None:
             folder = self._memory_folder()
