@@ -20,6 +20,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from multiprocessing.synchronize import Barrier
 from pathlib import Path
 from typing import Any
@@ -33,6 +34,7 @@ from torch_geometric.nn.models import GCN
 
 import lightning_gnn
 from lightning_gnn import GraphDataModule, NodeClassifier, planted_partition
+from lightning_gnn.comm import store_process
 from lightning_gnn.datamodules import build
 from lightning_gnn.launching import join_parent
 from lightning_gnn.strategies import GNNStrategy
@@ -332,8 +334,15 @@ class ForkedPopen(subprocess.Popen):  # type: ignore[type-arg]
             if env is not None:
                 os.environ.clear()
                 os.environ.update(env)
-            builds = args[1:3] == ["-m", "lightning_gnn.datamodules.build"]
-            as_program(build.main if builds else _again)
+            if rest[20]:  # start_new_session
+                os.setsid()
+            main = _again
+            if args[1:3] == ["-m", "lightning_gnn.datamodules.build"]:
+                main = build.main
+            elif args[1] == store_process.__file__:
+                host, run, size, lease = args[2:]
+                main = partial(store_process.serve, host, run, int(size), float(lease))
+            as_program(main)
         self._child_created = True
         self._close_pipe_fds(p2cread, p2cwrite, c2pread, c2pwrite, errread, errwrite)  # type: ignore[attr-defined]
 
