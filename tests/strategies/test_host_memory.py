@@ -133,6 +133,7 @@ def test_bit_for_bit(ranks, disk, models):
             (DGCLStrategy, {"recompute": True}),
             (SpMM1DStrategy, {}),
             (CoverStrategy, {}),
+            (DGCLStrategy, {"predictions": "file"}),
             (DGCLStrategy, {"plan": "spst", "topology": "dgx1"}),
         ),
     ],
