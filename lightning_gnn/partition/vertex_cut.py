@@ -11,6 +11,8 @@ Every method is deterministic, and so are masters. Methods:
 ``"dbh"``: Xie et al., NIPS'14: an edge goes where its end of lower degree is hashed to.
 ``"grid"``: ranks form a grid; an edge goes to the row of its source's hash and the column of its target's.
 ``"random"``: every edge on its own.
+``"2psl"``: Mayer, Orujzade and Jacobsen, ICDE'22 (2PS-L): clusters of bounded volume by reading the edges, parts of clusters,
+    then edges as they come, to one of two parts. Linear in the edges, whatever P, and beside them in memory of nodes only.
 ``"ne"``: neighbourhood expansion, Zhang et al., KDD'17, with hubs as in HEP (Mayer and Jacobsen, SIGMOD'21), whose edges are
     streamed afterwards as by EBV. Parts grow in turns, the one of the least load next. The fewest replicas by far where a graph
     has any structure, for more time and memory.
@@ -22,7 +24,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from heapq import heapreplace
 from itertools import chain
+from math import ceil
 from typing import Any
 
 import numpy as np
@@ -36,7 +40,7 @@ from lightning_gnn.partition.shard import Ids
 
 Parts = NDArray[np.unsignedinteger]
 
-METHODS = ("ebv", "hdrf", "dbh", "grid", "random", "ne", "dne")
+METHODS = ("ebv", "hdrf", "dbh", "grid", "random", "ne", "dne", "2psl")
 
 MOST_PARTS = 1 << loops.LANE_BITS
 """A score's last bits name one of so many."""
@@ -50,6 +54,10 @@ TURNS = 32
 
 EXPANDED = 0.1, 1.1
 """DNE's lambda, the share of a boundary that is expanded in a round, and alpha, the most edges of a part over the average."""
+
+STREAM_BOUND, CLUSTER_READINGS, CLUSTER_SHARE = 1.05, 2, 0.125
+"""Of 2PS-L: the most edges of a part over the average; how often edges are read to make clusters; and the most of a part's volume
+in one. With a whole part's in one, hubs of R-MAT fill parts, whose other edges then go anywhere (RF 4.0, not 2.7)."""
 
 HUB = 100
 """Over the mean degree: expansion does not read the rows of such nodes. Reading all, cnr-2000 has RF 1.18, not 1.06."""
@@ -94,7 +102,7 @@ def assign_edges(
         groups: ranks by host, the outermost level: ``((0, 1), (2, 3))``; None for one host.
         host_weight: what a replica on a new host counts beside one on a new rank, the paper's gamma; from 0, which ignores hosts,
             to 1. Looked at by ``"ebv"``, the streamed part of ``"ne"``, and the choice of masters.
-        seed: of ``"random"``, ``"dbh"``, ``"grid"`` and ``"dne"``.
+        seed: of ``"random"``, ``"dbh"``, ``"grid"``, ``"2psl"`` and ``"dne"``.
         masks: bool ``[N]`` each; every rank gets to be the master of a node of each mask that has at least P.
 
     Raises:
@@ -133,6 +141,8 @@ def cut_edges(
             _stream(source, target, degree, everything, lanes, lanes.no_load(), lanes.no_holders(num_nodes), part)
         else:
             _expansion(source, target, num_nodes, lanes, part)
+    elif method == "2psl":
+        _two_phases(source, target, num_nodes, num_parts, seed, part)
     elif method == "hdrf":
         loops.hdrf(source, target, _degrees(source, target, num_nodes), num_parts, part)
     elif method == "dne":
@@ -316,6 +326,24 @@ def _expansion(source: Ids, target: Ids, num_nodes: int, lanes: Lanes, part: Par
     for each in ranks:
         load[each[0]] += edges[each] * lanes.edge_step + nodes[each] * lanes.replica_step
     _stream(source, target, degree, free, lanes, load, held, part)
+
+
+def _two_phases(source: Ids, target: Ids, num_nodes: int, num_parts: int, seed: int, part: Parts) -> None:
+    degree = _degrees(source, target, num_nodes)
+    of, volume = np.arange(num_nodes, dtype=np.int32), degree.astype(np.int64)
+    share = len(source) / num_parts
+    for _ in range(CLUSTER_READINGS):
+        loops.cluster(source, target, degree, int(CLUSTER_SHARE * 2 * share), of, volume)
+    # Sorted list scheduling: the largest cluster next, to the part of the least volume.
+    clusters = np.argsort(-volume, kind="stable")
+    clusters, home = clusters[volume[clusters] > 0], np.zeros(num_nodes, np.int32)
+    loads = [(0, rank) for rank in range(num_parts)]
+    for each, size in zip(clusters.tolist(), volume[clusters].tolist()):
+        load, home[each] = loads[0]
+        heapreplace(loads, (load + size, int(home[each])))
+    spare = np.random.default_rng(seed).integers(0, num_parts, num_nodes).astype(part.dtype)
+    held = np.zeros((num_nodes, -(-num_parts // 8)), np.uint8)
+    loops.two_phases(source, target, degree, of, volume, home, ceil(STREAM_BOUND * share), spare, held, part)
 
 
 def _incidence(source: Ids, target: Ids, degree: NDArray[np.int32]) -> tuple[Ids, NDArray[Any], NDArray[Any]]:

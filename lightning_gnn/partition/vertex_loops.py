@@ -144,6 +144,69 @@ def hdrf(source, target, degree, num_parts, part):
 
 
 @compiled
+def cluster(source, target, degree, most, of, volume):
+    """Reads edges once, and moves one end of each to the cluster of the other where that has room; returns how many moved.
+
+    of int32 ``[N]``: clusters of nodes; volume int64 ``[N]``: the degrees in each cluster, at most `most` where there are several
+    nodes.
+    """
+    moved = 0
+    for edge in range(len(source)):
+        u, v = source[edge], target[edge]
+        a, b = of[u], of[v]
+        if a == b or volume[a] > most or volume[b] > most:
+            continue
+        if volume[a] - degree[u] > volume[b] - degree[v]:
+            u, a, b = v, b, a
+        if volume[b] + degree[u] <= most:
+            volume[a] -= degree[u]
+            volume[b] += degree[u]
+            of[u] = b
+            moved += 1
+    return moved
+
+
+@compiled
+def two_phases(source, target, degree, of, volume, home, most, spare, held, part):
+    """Gives edges inside a part's clusters to it, and in a second reading others to a part of one of their ends' clusters.
+
+    home: part of each cluster, ``[N]``; spare: of each node, ``[N]``, where an edge goes whose parts are full; most: of a part.
+    """
+    load = np.zeros(held.shape[1] * 8, np.int64)
+    num_parts = home.max() + 1
+    for between in (False, True):
+        for edge in range(len(source)):
+            u, v = source[edge], target[edge]
+            one, other = home[of[u]], home[of[v]]
+            if (one != other) != between:
+                continue
+            if between:
+                total, volumes = degree[u] + degree[v], volume[of[u]] + volume[of[v]]
+                best, best_score = one, -1.0
+                for there in (one, other):
+                    block, bit = there >> 3, there & 7
+                    score = volume[of[u] if there == one else of[v]] / volumes
+                    if held[u, block] >> bit & 1:
+                        score += 1 + degree[v] / total
+                    if held[v, block] >> bit & 1:
+                        score += 1 + degree[u] / total
+                    if score > best_score:
+                        best, best_score = there, score
+                if load[best] >= most:
+                    best = one + other - best
+                one = best
+            if load[one] >= most:
+                one = spare[u if degree[u] >= degree[v] else v]
+            if load[one] >= most:
+                one = np.argmin(load[:num_parts])
+            part[edge] = one
+            load[one] += 1
+            bit = np.uint8(1 << (one & 7))
+            held[u, one >> 3] |= bit
+            held[v, one >> 3] |= bit
+
+
+@compiled
 def ends(source, target, part, reads, adds):
     """Marks the ranks that hold an edge from each node, and those that hold one to it; uint8 ``[N, B]``, lanes are ranks."""
     for edge in range(len(source)):

@@ -37,7 +37,7 @@ from lightning_gnn.partition.vertex_cut import METHODS
 from lightning_gnn.strategies.base import GNNStrategy
 from lightning_gnn.strategies.scheme import Scheme
 
-EdgeMethod = Literal["ebv", "hdrf", "dbh", "random", "grid", "ne", "dne"]
+EdgeMethod = Literal["ebv", "hdrf", "dbh", "random", "grid", "ne", "dne", "2psl"]
 
 
 class VertexCutScheme(Scheme):
@@ -159,7 +159,8 @@ class VertexCutStrategy(GNNStrategy):
 
     Args:
         partition: who computes which edge: ``"ne"`` has the fewest replicas, rows balanced within 15 %; ``"ebv"``, CDFGNN's,
-            balances them best and cuts fastest; ``"dne"``, ``"hdrf"``, ``"dbh"``, ``"grid"``, ``"random"`` to compare with.
+            balances them best and cuts fastest; ``"2psl"`` (2PS-L), ``"dne"``, ``"hdrf"``, ``"dbh"``, ``"grid"``, ``"random"`` to
+            compare with.
         hosts: machines, of equally many ranks each, between which ``"ebv"`` avoids replicas, and masters are chosen; by default
             the Trainer's ``num_nodes``.
         host_weight: gamma of equation 24: what a replica on another machine costs against one in the same, 0 to 1.

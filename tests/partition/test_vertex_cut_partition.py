@@ -13,8 +13,9 @@ from conftest import SHARED
 from hypothesis import given
 from hypothesis import strategies as st
 
+from lightning_gnn.partition import vertex_loops
 from lightning_gnn.partition.metrics import VertexCutReport, vertex_cut_report
-from lightning_gnn.partition.vertex_cut import EDGE_BOUND, METHODS, assign_edges
+from lightning_gnn.partition.vertex_cut import EDGE_BOUND, METHODS, STREAM_BOUND, assign_edges, cut_edges
 
 Graph = tuple[np.ndarray, int]
 TWO_HOSTS = ((0, 1, 2, 3), (4, 5, 6, 7))
@@ -403,7 +404,7 @@ RING = np.stack([np.arange(10), (np.arange(10) + 1) % 10])
     [
         (
             {"method": "metis"},
-            r"one of 'ebv', 'hdrf', 'dbh', 'grid', 'random', 'ne', 'dne', or given .* \(got 'metis'\)",
+            r"one of 'ebv', 'hdrf', 'dbh', 'grid', 'random', 'ne', 'dne', '2psl', or given .* \(got 'metis'\)",
         ),
         ({"num_parts": 0}, r"at least one part \(got 0\)"),
         ({"num_parts": 5000}, r"at most 4096 parts \(got 5000\)"),
@@ -433,3 +434,35 @@ def test_a_given_cut():
         assign_edges(edges, 5, 3, np.zeros(4, np.int64))
     with pytest.raises(ValueError, match="names ranks 0 to 3, but there are 3: 0 to 2"):
         assign_edges(edges, 5, 3, np.array([0, 0, 1, 2, 3]))
+
+
+@given(graphs(), st.integers(1, 40))
+@examples(40)
+def test_clusters_of_bounded_volume(graph, most):
+    edge_index, num_nodes, _, _ = graph
+    source, target = edge_index
+    degree = np.bincount(edge_index.ravel(), minlength=num_nodes).astype(np.int32)
+    of, volume = np.arange(num_nodes, dtype=np.int32), degree.astype(np.int64)
+    vertex_loops.cluster(source, target, degree, most, of, volume)
+    assert np.array_equal(np.bincount(of, degree, num_nodes), volume)
+    several = np.bincount(of, minlength=num_nodes) > 1
+    assert (volume[several] <= most).all()
+
+
+@given(graphs())
+@examples(40)
+def test_two_phases_keep_the_bound(graph):
+    edge_index, num_nodes, num_parts, _ = graph
+    part = cut_edges(edge_index, num_nodes, [[*range(num_parts)]], "2psl")
+    assert np.bincount(part, minlength=num_parts).max() <= np.ceil(STREAM_BOUND * edge_index.shape[1] / num_parts)
+    assert np.array_equal(part, cut_edges(edge_index, num_nodes, [[*range(num_parts)]], "2psl"))
+
+
+def test_two_phases_find_what_is_apart():
+    """Cliques of 12 in any order of edges: no node is replicated, though other streams of edges cut them."""
+    clique = np.stack(np.nonzero(~np.eye(12, dtype=bool)))
+    edges = np.concatenate([clique + 12 * number for number in range(64)], 1)
+    edges = edges[:, np.random.default_rng(0).permutation(edges.shape[1])]
+    reports = {method: assign_edges(edges, 768, 4, method).report for method in ("2psl", "hdrf", "ebv")}
+    assert reports["2psl"].replication_factor == 1
+    assert min(reports[method].replication_factor for method in ("hdrf", "ebv")) > 1.02

@@ -138,11 +138,12 @@ def test_bit_for_bit(ranks, disk, models):
         ),
     ],
 )
-def test_schemes(ranks, disk, strategy, options):
-    given = graph(), ["gcn", "gat"]
+def test_schemes(ranks, disk, tmp_path, strategy, options):
+    given, trainer = (graph(), ["gcn", "gat"]), {"default_root_dir": str(tmp_path)}
     paging_options = {"host_memory": "200KB", "host_memory_dir": str(disk), **options}
-    expected = ranks.run(3, in_memory, *given, strategy=strategy, options=options)
-    for found, of_rank in zip(ranks.run(3, paged, *given, strategy=strategy, options=paging_options), expected):
+    expected = ranks.run(3, in_memory, *given, strategy=strategy, options=options, trainer=trainer)
+    found_on_ranks = ranks.run(3, paged, *given, strategy=strategy, options=paging_options, trainer=trainer)
+    for found, of_rank in zip(found_on_ranks, expected):
         assert equal(found[0], of_rank)
         assert found[3] > 1e5
 
