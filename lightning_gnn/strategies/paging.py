@@ -70,8 +70,8 @@ class _Block:
 def in_turns(world: World, folder: Path, most_bytes: int) -> Iterator[Pager]:
     """While open, ranks of this machine compute in turns, and have so many bytes in memory, all together; all ranks open it.
 
-    As many compute at once as there are cores for. Half of what ranks do not take themselves is for tensors of those, a quarter
-    for tensors of the others, and the rest for what the system keeps of the file, and what ops make on their way.
+    As many compute at once as there are cores for. Of what ranks do not take themselves, three quarters are for tensors of those,
+    and a quarter for tensors of the others.
 
     Raises:
         ValueError: ranks take as much without a tensor; or see :class:`Pager`.
@@ -182,7 +182,7 @@ class Pager(TorchDispatchMode):
             return
         address = storage.data_ptr()
         block = self._blocks.get(address)
-        if block is None or block.storage.expired():
+        if block is None or block.storage.cdata != storage._cdata:
             begin, end = -(-address // _PAGE) * _PAGE, (address + storage.nbytes()) // _PAGE * _PAGE
             self._blocks[address] = block = _Block(begin, end, StorageWeakRef(storage))
             self._in_memory += block.nbytes
@@ -202,8 +202,8 @@ class Pager(TorchDispatchMode):
         self._in_memory = sum(block.nbytes for block in self._blocks.values() if not (block.in_file or block.stays))
         if self._in_memory <= most_bytes:
             return
-        memory, used = self._mappings()
-        begins = [begin for begin, _ in memory]
+        memory, in_file = self._mappings()
+        begins, used = [begin for begin, _ in memory], sorted((low, low + end - begin) for begin, end, low in in_file)
         for address, block in self._blocks.items():
             if block.in_file or block.stays:
                 continue
@@ -218,21 +218,21 @@ class Pager(TorchDispatchMode):
                 block.stays = True
             self._in_memory -= block.nbytes
 
-    def _mappings(self) -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:
-        """Returns from where to where there is memory of this process alone, and from where to where the file is mapped."""
-        memory, used = list[tuple[int, int]](), list[tuple[int, int]]()
+    def _mappings(self) -> tuple[list[tuple[int, int]], list[tuple[int, int, int]]]:
+        """Returns from where to where there is memory of this process alone; and the file, and at which offset of it."""
+        memory, in_file = list[tuple[int, int]](), list[tuple[int, int, int]]()
         with open("/proc/self/maps") as lines:
             for line in lines:
                 found = _LINE.match(line)
                 assert found is not None
                 begin, end, offset = (int(found[each], 16) for each in (1, 2, 4))
                 if f"{found[5]} {found[6]}" == self._key:
-                    used.append((offset, offset + end - begin))
+                    in_file.append((begin, end, offset))
                 elif found[3] == "rw-p" and found[6] == "0" and not found[7]:
                     if memory and memory[-1][1] == begin:
                         begin = memory.pop()[0]
                     memory.append((begin, end))
-        return memory, sorted(used)
+        return memory, in_file
 
     def _move(self, block: _Block, offset: int) -> None:
         data = memoryview((ctypes.c_char * block.nbytes).from_address(block.begin))
@@ -259,10 +259,20 @@ class Pager(TorchDispatchMode):
 
     def _leave(self) -> None:
         self._shrink(self._kept)
-        for block in self._blocks.values():
-            if block.in_file:
+        if not any(block.in_file for block in self._blocks.values()):
+            return
+        _, in_file = self._mappings()
+        begins = [begin for begin, _, _ in in_file]
+        for address, block in [*self._blocks.items()]:
+            if not block.in_file:
+                continue
+            place = bisect_right(begins, block.begin) - 1
+            begin, end, offset = in_file[place] if place >= 0 else (0, 0, 0)
+            if block.end <= end and block.offset - offset == block.begin - begin:
                 self._libc.madvise(block.begin, block.nbytes, _DONTNEED)
                 os.posix_fadvise(self._file, block.offset, block.nbytes, os.POSIX_FADV_DONTNEED)
+            else:  # the storage has been given other memory, as by resize_, and this may be anyone's
+                del self._blocks[address]
 
     def _read_ahead(self) -> None:
         """Has the system read what this rank has used last."""
