@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ctypes
+import mmap
 import os
 import re
 import tempfile
@@ -238,21 +240,20 @@ def test_what_is_mapped_stays(pager, tmp_path):
 
 def test_memory_that_a_storage_has_left(pager):
     """resize_ gives a storage other memory; what comes to lie at the old place is not of the file."""
-    found = 0
-    for _ in range(20):
-        tensor = torch.ones(1 << 20)
-        pager._leave()
-        storage, address = tensor.untyped_storage(), tensor.data_ptr()
-        storage.resize_(0)
-        array = np.full(1 << 19, 7.0)  # of as many bytes: malloc has the same place for it
-        found += array.ctypes.data == address
-        pager._leave()
-        assert (array == 7).all()
-        storage.resize_(4 << 20)
-        tensor.fill_(3)
-        pager._leave()
-        assert bool((tensor == 3).all())
-    assert found
+    tensor = torch.ones(1 << 20)
+    pager._leave()
+    storage, page = tensor.untyped_storage(), -(-tensor.data_ptr() // mmap.PAGESIZE) * mmap.PAGESIZE
+    storage.resize_(0)
+    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | 0x10  # MAP_FIXED
+    assert pager._libc.mmap(page, 1 << 20, mmap.PROT_READ | mmap.PROT_WRITE, flags, -1, 0) == page
+    other = (ctypes.c_char * (1 << 20)).from_address(page)
+    ctypes.memset(page, 7, 1 << 20)
+    pager._leave()
+    assert bytes(other) == b"\7" * (1 << 20)
+    storage.resize_(4 << 20)
+    tensor.fill_(3)
+    pager._leave()
+    assert bool((tensor == 3).all())
 
 
 @settings(max_examples=30, deadline=None)
