@@ -343,7 +343,8 @@ def _two_phases(source: Ids, target: Ids, num_nodes: int, num_parts: int, seed: 
         heapreplace(loads, (load + size, int(home[each])))
     spare = np.random.default_rng(seed).integers(0, num_parts, num_nodes).astype(part.dtype)
     held = np.zeros((num_nodes, -(-num_parts // 8)), np.uint8)
-    loops.two_phases(source, target, degree, of, volume, home, ceil(STREAM_BOUND * share), spare, held, part)
+    most = ceil(STREAM_BOUND * share)
+    loops.two_phases(source, target, degree, of, volume, home, num_parts, most, spare, held, part)
 
 
 def _incidence(source: Ids, target: Ids, degree: NDArray[np.int32]) -> tuple[Ids, NDArray[Any], NDArray[Any]]:

@@ -167,13 +167,12 @@ def cluster(source, target, degree, most, of, volume):
 
 
 @compiled
-def two_phases(source, target, degree, of, volume, home, most, spare, held, part):
+def two_phases(source, target, degree, of, volume, home, num_parts, most, spare, held, part):
     """Gives edges inside a part's clusters to it, and in a second reading others to a part of one of their ends' clusters.
 
     home: part of each cluster, ``[N]``; spare: of each node, ``[N]``, where an edge goes whose parts are full; most: of a part.
     """
-    load = np.zeros(held.shape[1] * 8, np.int64)
-    num_parts = home.max() + 1
+    load = np.zeros(num_parts, np.int64)
     for between in (False, True):
         for edge in range(len(source)):
             u, v = source[edge], target[edge]
@@ -198,7 +197,7 @@ def two_phases(source, target, degree, of, volume, home, most, spare, held, part
             if load[one] >= most:
                 one = spare[u if degree[u] >= degree[v] else v]
             if load[one] >= most:
-                one = np.argmin(load[:num_parts])
+                one = np.argmin(load)
             part[edge] = one
             load[one] += 1
             bit = np.uint8(1 << (one & 7))

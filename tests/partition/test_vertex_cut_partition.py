@@ -466,3 +466,8 @@ def test_two_phases_find_what_is_apart():
     reports = {method: assign_edges(edges, 768, 4, method).report for method in ("2psl", "hdrf", "ebv")}
     assert reports["2psl"].replication_factor == 1
     assert min(reports[method].replication_factor for method in ("hdrf", "ebv")) > 1.02
+
+
+def test_two_phases_of_fewer_clusters_than_parts():
+    part = cut_edges(np.zeros((2, 5), np.int64), 1, [[0, 1, 2]], "2psl")
+    assert np.bincount(part, minlength=3).max() == 2
