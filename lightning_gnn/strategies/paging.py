@@ -140,11 +140,10 @@ class Pager(TorchDispatchMode):
                 f"host_memory_dir={str(folder)!r} cannot hold what ranks have no memory for ({error.strerror}). Name a folder on "
                 "a local disk."
             ) from error
-        found = os.fstat(self._file)
-        if _is_in_memory(found.st_dev):
+        if _is_in_memory(os.fstat(self._file).st_dev):
             os.close(self._file)
             raise ValueError(f"host_memory_dir={str(folder)!r} is itself in memory (tmpfs). Name a folder on a disk.")
-        self._key = f"{os.major(found.st_dev):02x}:{os.minor(found.st_dev):02x} {found.st_ino}"
+        self._key = _key_in_maps(self._file)
         self.turns, self._most, self._kept = turns, most_bytes, kept_bytes
         self._blocks: OrderedDict[int, _Block] = OrderedDict()  # by address, the one that was used last at the end
         self._in_memory = 0  # at most: of blocks that are gone, too
@@ -226,7 +225,7 @@ class Pager(TorchDispatchMode):
                 found = _LINE.match(line)
                 assert found is not None
                 begin, end, offset = (int(found[each], 16) for each in (1, 2, 4))
-                if f"{found[5]} {found[6]}" == self._key:
+                if (found[5], found[6]) == self._key:
                     in_file.append((begin, end, offset))
                 elif found[3] == "rw-p" and found[6] == "0" and not found[7]:
                     if memory and memory[-1][1] == begin:
@@ -288,6 +287,20 @@ class Pager(TorchDispatchMode):
         """Ends it; tensors that are in the file stay there."""
         self.turns.ahead = self.turns.behind = lambda: None
         os.close(self._file)
+
+
+def _key_in_maps(file: int) -> tuple[str, str]:
+    """Returns device and inode by which /proc/self/maps names an open file; on overlays they are not those of stat."""
+    os.ftruncate(file, _PAGE)
+    with mmap.mmap(file, _PAGE) as page:
+        first = ctypes.c_char.from_buffer(page)
+        begin = ctypes.addressof(first)
+        del first
+        for line in Path("/proc/self/maps").read_text().splitlines():
+            found = _LINE.match(line)
+            if found is not None and int(found[1], 16) <= begin < int(found[2], 16):
+                return found[5], found[6]
+    raise RuntimeError("/proc/self/maps does not tell where files are mapped, which host_memory needs. Leave it out.")
 
 
 def _is_in_memory(device: int) -> bool:

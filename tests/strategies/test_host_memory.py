@@ -28,6 +28,7 @@ from torch_geometric.data import Data
 
 import lightning_gnn
 from lightning_gnn import CoverStrategy, DGCLStrategy, SamplingStrategy, SpMM1DStrategy, VertexCutStrategy
+from lightning_gnn.comm.shared_memory import unnamed_file
 from lightning_gnn.comm.turns import Turns
 from lightning_gnn.strategies import paging
 from lightning_gnn.strategies.heap import freed_at_once
@@ -106,6 +107,10 @@ def equal(found: Any, expected: Any) -> bool:
 def disk():
     """A folder that is not in memory, as temporary ones may be."""
     with tempfile.TemporaryDirectory(dir=REPOSITORY, prefix=".disk.") as folder:
+        try:
+            os.close(unnamed_file(Path(folder), os.O_DIRECT))
+        except OSError as error:
+            pytest.skip(f"the repository's file system has no direct input and output ({error})")
         yield Path(folder)
 
 
