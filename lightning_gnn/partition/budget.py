@@ -51,6 +51,16 @@ COSTS = {
 }
 """From the best cuts to the least memory, the order in which ``"auto"`` tries them."""
 
+VERTEX_CUTS = {
+    "ne": Cost(0, 60, 20, 1e-6, 0.2e-6),
+    "ebv": Cost(0, 60, 13, 0.5e-6, 0.05e-6),
+    "streaming": Cost(0, 60, 1, 0.5e-6, 0.05e-6),
+}
+"""Of partitioners of edges, per node and directed edge, with masters; 1 byte of an edge is its rank."""
+
+SETS = 3
+"""Sets of parts that vertex cuts keep of each node, of one bit a part: those that hold it, read it and add to it."""
+
 PAIR = 150
 """Bytes per pair of clusters that ``"streaming"`` keeps, most of them METIS's: 106 to 180 measured."""
 
@@ -107,6 +117,20 @@ def predictions(edge_index: NDArray[np.int64], num_nodes: int, in_files: bool = 
     return [predict(method, num_nodes, edge_index.shape[1], entries, in_files) for method in COSTS]
 
 
+def edge_predictions(edge_index: NDArray[np.integer], num_nodes: int, num_parts: int) -> list[Prediction]:
+    """Returns what each of `VERTEX_CUTS` takes for edges ``[2, E]``, in the order of ``"auto"``.
+
+    Edges that are not int64, as in files, are copied for all but ``"streaming"``.
+    """
+    num_edges, sets = edge_index.shape[1], SETS * -(-num_parts // 8)
+    result = []
+    for method, cost in VERTEX_CUTS.items():
+        copied = 0 if method == "streaming" or edge_index.dtype == np.int64 else 16
+        needed = cost.base + (cost.node + sets) * num_nodes + (cost.entry + copied) * num_edges
+        result.append(Prediction(method, int(needed), cost.node_s * num_nodes + cost.entry_s * num_edges))
+    return result
+
+
 def choose(found: Sequence[Prediction], free: int | None) -> Prediction:
     """Returns the first that fits.
 
@@ -120,8 +144,8 @@ def choose(found: Sequence[Prediction], free: int | None) -> Prediction:
     assert free is not None
     raise MemoryError(
         f"No partitioner fits: {least.method!r} needs the least, about {least.bytes / 1e9:.1f} GB beside the edges, and "
-        f'{free / 1e9:.1f} GB are free. Use partition="random" or "contiguous", or partition elsewhere and pass the rank of '
-        "every node, partition=array."
+        f'{free / 1e9:.1f} GB are free. Use partition="random", or partition elsewhere and pass what came out, '
+        "partition=array."
     )
 
 

@@ -106,6 +106,14 @@ def counts_of(ids: ShortIds, size: int, first: int = 0, told: Callable[[int], No
     return counts
 
 
+def edge_pieces(edge_index: ShortIds) -> Iterator[tuple[int, Ids, Ids]]:
+    """Yields the number of the first edge, and sources and targets, int64 ``[n]``, of a list ``[2, E]`` that may be
+    memory-mapped: views where it has this type, else copies."""
+    for begin in range(0, edge_index.shape[1], PIECE):
+        source, target = (np.ascontiguousarray(ends[begin : begin + PIECE], np.int64) for ends in edge_index)
+        yield begin, source, target
+
+
 def is_symmetric(edge_index: ShortIds) -> bool:
     """Returns whether each edge has its opposite in a list ``[2, E]``, as often as it is there itself.
 
