@@ -60,7 +60,7 @@ EXPANDED = 0.1, 1.1
 
 STREAM_BOUND, CLUSTER_READINGS, CLUSTER_SHARE = 1.05, 2, 0.125
 """Of ``"streaming"``: the most edges of a part over the average; how often edges are read for clusters; and how much of a
-part's volume is in one at most. With a whole part's, hubs of R-MAT fill parts, whose other edges go anywhere (RF 4.0, not 2.7)."""
+part's volume is in one at most. With all of it, hubs of R-MAT fill parts, whose other edges go anywhere: RF 4.0, not 2.7."""
 
 HUB = 100
 """Over the mean degree: expansion does not read the rows of such nodes. Reading all, cnr-2000 has RF 1.18, not 1.06."""
