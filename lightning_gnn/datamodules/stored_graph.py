@@ -188,7 +188,7 @@ class StoredGraph:
         joined, method = JoinedGraph.of(self.load()), self._method(layout)
         if layout.kind == "vertex_cut":
             return edge_predictions(joined.edge_index, joined.num_nodes, layout.parts), method
-        return predictions(joined.edge_index, joined.num_nodes, is_folder(self.source)), method
+        return predictions(joined.edge_index, joined.num_nodes, layout.parts, is_folder(self.source)), method
 
     def _ensure_stored(self, layout: LayoutSpec) -> str:
         """Returns the folder's name under the store; loads and partitions only if nothing before has. Rank 0."""
