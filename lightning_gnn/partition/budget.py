@@ -1,7 +1,7 @@
 """What partitioners need: memory and seconds, predicted from the graph; which of them fits this machine.
 
-Those of nodes keep the graphs to which they coarsen the one that is cut. How it shrinks differs between graphs of one size by more
-than anything else, so it is tried: nodes are matched by reading the edges, in memory of nodes.
+Those of nodes keep the graphs to which they coarsen the one that is cut. How it shrinks differs between graphs of one size by
+more than anything else, so it is tried: nodes are matched by reading the edges, in memory of nodes.
 N nodes, E directed edges; entries are those of a symmetric graph: both directions of each edge, once.
 """
 
