@@ -412,7 +412,7 @@ def test_edges_are_streamed_from_files(both_ways, tmp_path, monkeypatch):
 
 def test_a_vertex_cut_is_streamed_from_files(tmp_path, monkeypatch):
     """Edges are read in pieces as they lie on the disk, and have the ranks that they have from memory."""
-    monkeypatch.setattr(in_edges, "PIECE", 100)
+    monkeypatch.setattr(in_edges, "COPIED", 100)
     folder, layout = own(tmp_path / "graph"), LayoutSpec("vertex_cut", 3)
     np.save(folder / "edge_index.npy", EDGES.astype(np.int32))
     seen = []

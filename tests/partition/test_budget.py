@@ -39,7 +39,7 @@ def test_entries_of_many_edges_are_estimated(monkeypatch):
     edges = np.concatenate([edges, edges[::-1, :50_000]], 1)
     looked_at = Levels.of(edges, 3000)
     monkeypatch.setattr(budget, "SAMPLED", 10_000)
-    monkeypatch.setattr(in_edges, "PIECE", 1000)
+    monkeypatch.setattr(in_edges, "COPIED", 1000)
     estimated = Levels.of(edges, 3000)
     assert estimated.nodes == pytest.approx(looked_at.nodes) and looked_at.nodes[0] == 3000
     assert estimated.entries == pytest.approx(looked_at.entries, rel=0.1)

@@ -496,14 +496,14 @@ def test_two_phases_are_the_papers(graph, piece, seed):
             held[v].add(rank)
     part = np.empty(len(edges), np.uint8)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(in_edges, "PIECE", piece)
+        patch.setattr(in_edges, "COPIED", piece)
         cut_edges(edge_index.astype(np.int32), nodes, [[*range(parts)]], "streaming", seed=seed, part=part)
     assert part.tolist() == [expected[number] for number in range(len(edges))] and max(size) <= most
 
 
 def test_memory_of_two_phases_does_not_grow_with_edges(tmp_path, monkeypatch):
     """Edges and their ranks lie in files; masters and the report are made as well."""
-    monkeypatch.setattr(in_edges, "PIECE", 1000)
+    monkeypatch.setattr(in_edges, "COPIED", 1000)
     peaks = []
     for num_edges in (5000, 5000, 160_000):  # the first loads what is compiled
         np.save(tmp_path / "edges.npy", np.random.default_rng(0).integers(0, 500, (2, num_edges), np.int32))
