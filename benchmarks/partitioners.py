@@ -28,7 +28,7 @@ from cover import edges_of
 from lightning_gnn.data.synthetic import planted_partition
 from lightning_gnn.partition import edge_cut
 from lightning_gnn.partition.adjacency import Adjacency
-from lightning_gnn.partition.budget import COSTS, count_entries, predict
+from lightning_gnn.partition.budget import COSTS, predictions
 from lightning_gnn.partition.edge_cut import assign_nodes, streaming_candidates
 from lightning_gnn.partition.streaming import Block, RowBlocks
 
@@ -110,7 +110,8 @@ def measured(path: str, method: str, parts: int, try_all: bool) -> dict[str, Any
     seconds, peak = time.process_time() - began, memory.megabytes() * 2**20
     rest: dict[str, Any] = {}
     if method in COSTS:
-        rest["predicted"] = predict(method, num_nodes, num_edges, count_entries(edge_index)).bytes / peak
+        found_costs = predictions(edge_index, num_nodes, parts)
+        rest["predicted"] = next(each.bytes for each in found_costs if each.method == method) / peak
     if method == "streaming":
         rest["M/s"] = pass_speed(edge_index, num_nodes, parts)
     return {

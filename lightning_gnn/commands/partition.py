@@ -43,8 +43,6 @@ def partition(arguments: Sequence[str]) -> None:
     cli = PartitionCLI([re.sub(r"^--source(=|$)", r"--data.source\1", word) for word in arguments])
     data, layout, console = cli.datamodule, cli.layout, cli.console
     if cli.config.dry_run:
-        if layout.kind != "edge_cut":
-            cli.parser.error("--dry-run is of partitioners of nodes, and this strategy cuts edges, or nothing.")
         with working("Loading the graph"):
             found, method = data.predictions(layout)
         console.print(*_predicted(found, method), sep="\n", soft_wrap=True)

@@ -190,9 +190,15 @@ def write_store(
                 save(f"graph.{name}", data[name].detach().cpu().numpy())
         digest = hashlib.blake2b(np.ascontiguousarray(part, dtype=np.int32).data, digest_size=16)
         if holders is not None:
-            in_order = holders.astype(np.int16)[np.concatenate(written.edge_orders)]
-            save("holders", in_order)
-            digest.update(in_order.data)
+            of_edges: np.ndarray = holders
+
+            def in_order() -> Iterator[np.ndarray]:
+                for piece in chain.from_iterable(_in_order(of_edges, order) for order in written.edge_orders):
+                    ranks = piece.astype(np.int16)
+                    digest.update(ranks.data)
+                    yield ranks
+
+            save_pieces("holders", holders.shape, np.dtype(np.int16), in_order())
 
         types, orders, edge_orders = written.types, written.orders, written.edge_orders
         predicted: Any = data if input_type is None else data[input_type]

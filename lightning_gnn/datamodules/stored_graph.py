@@ -23,6 +23,7 @@ import torch
 from filelock import FileLock, Timeout
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
+from numpy.lib.format import open_memmap
 from torch_geometric.data import Data, HeteroData
 
 from lightning_gnn.comm.entries import spread_entry
@@ -60,12 +61,12 @@ from lightning_gnn.data.store import (
     writing,
 )
 from lightning_gnn.devices import available_bytes
-from lightning_gnn.partition.budget import Prediction, predictions
+from lightning_gnn.partition.budget import Prediction, edge_predictions, predictions
 from lightning_gnn.partition.edge_cut import assign_nodes
 from lightning_gnn.partition.in_edges import InEdges, is_symmetric
 from lightning_gnn.partition.layout import LayoutSpec
 from lightning_gnn.partition.streaming import Block, Blocks, RowBlocks
-from lightning_gnn.partition.vertex_cut import assign_edges
+from lightning_gnn.partition.vertex_cut import assign_edges, part_dtype
 
 EDGE_S = 1.5e-6
 """Seconds that partitioning takes for an edge, about: METIS takes 0.5e-6 to 2e-6, and others less."""
@@ -183,9 +184,11 @@ class StoredGraph:
         return self.store / self._folder
 
     def predictions(self, layout: LayoutSpec) -> tuple[list[Prediction], str | np.ndarray]:
-        """Returns what partitioners of nodes would take, and which is asked for; loads the graph, and needs no Trainer."""
-        joined = JoinedGraph.of(self.load())
-        return predictions(joined.edge_index, joined.num_nodes, is_folder(self.source)), self._method(layout)
+        """Returns what partitioners would take, and which is asked for; loads the graph, and needs no Trainer."""
+        joined, method = JoinedGraph.of(self.load()), self._method(layout)
+        if layout.kind == "vertex_cut":
+            return edge_predictions(joined.edge_index, joined.num_nodes, layout.parts), method
+        return predictions(joined.edge_index, joined.num_nodes, layout.parts, is_folder(self.source)), method
 
     def _ensure_stored(self, layout: LayoutSpec) -> str:
         """Returns the folder's name under the store; loads and partitions only if nothing before has. Rank 0."""
@@ -251,10 +254,8 @@ class StoredGraph:
             )
             input_type = input_type_of(data, self.input_type) if hetero else None
             if is_folder(self.source) and isinstance(data, Data):
-                if layout.kind == "edge_cut":
-                    self._build_from_files(folder, data, layout, digests)
-                    return name
-                data.edge_index = data.edge_index.long()  # in memory: edges are cut as one list
+                self._build_from_files(folder, data, layout, digests)
+                return name
             began = time.perf_counter()
             part, holders, report = self.assigned(data, layout)
             report["seconds"] = seconds = time.perf_counter() - began
@@ -266,21 +267,29 @@ class StoredGraph:
         """Partitions a graph whose tensors are memory-mapped; steps that an interrupted run has finished are not done again."""
         work = self.store / f"{folder.name}.work"
         memory = self.partition_memory or (available_bytes() or 3 << 30) // 3
-        edge_index, owners = data.edge_index.numpy(), work / "part.npy"
+        edge_index, owners, ranks = data.edge_index.numpy(), work / "part.npy", work / "holders.npy"
         with writing(self.store), progress_bar("Sorting edges", 2 * data.num_edges) as told:
             work.mkdir(parents=True, exist_ok=True)
             in_edges = InEdges.sorted_in(work, edge_index, data.num_nodes, memory, told)
         if not owners.exists():
-            began = time.perf_counter()
-            part, _, report = self.assigned(data, layout, self._blocks(work, edge_index, in_edges, layout, memory))
+            began, holders = time.perf_counter(), None
+            if layout.kind == "vertex_cut":
+                with writing(self.store, data.num_edges), ranks.open("wb+") as file:
+                    holders = open_memmap(ranks, "w+", part_dtype(layout.parts), (data.num_edges,))
+                    os.posix_fallocate(file.fileno(), 0, ranks.stat().st_size)  # fails where writing would kill
+            blocks = self._blocks(work, edge_index, in_edges, layout, memory)
+            part, _, report = self.assigned(data, layout, blocks, holders)
             report["seconds"] = time.perf_counter() - began
             with writing(self.store):
+                if holders is not None:
+                    holders.flush()
                 (work / "report.json").write_text(json.dumps(report))
                 np.save(work / ".part.npy", part)
                 (work / ".part.npy").replace(owners)
         report = json.loads((work / "report.json").read_text())
+        holders = np.load(ranks, mmap_mode="r") if layout.kind == "vertex_cut" else None
         with progress_bar("Writing parts", data.num_edges) as told:
-            write_store(folder, data, np.load(owners), layout.stored, report, None, None, digests, in_edges, told)
+            write_store(folder, data, np.load(owners), layout.stored, report, holders, None, digests, in_edges, told)
         shutil.rmtree(work, ignore_errors=True)
         shutil.rmtree(self._converted(), ignore_errors=True)
         rank_zero_info(f"Partitioned in {report['seconds']:.1f} s; kept in {folder}")
@@ -289,7 +298,7 @@ class StoredGraph:
         self, work: Path, edge_index: np.ndarray, in_edges: InEdges, layout: LayoutSpec, memory: int
     ) -> Blocks | None:
         """Returns neighbours in both directions, from files, for a partitioner that reads them so: in-edges, and out-edges."""
-        if self._method(layout) not in ("streaming", "auto"):
+        if layout.kind != "edge_cut" or self._method(layout) not in ("streaming", "auto"):
             return None
         rows = [(in_edges.indptr, in_edges.source)]
         if not is_symmetric(edge_index):
@@ -300,9 +309,13 @@ class StoredGraph:
         return _Watched(RowBlocks(tuple(rows)))
 
     def assigned(
-        self, data: Data | HeteroData, layout: LayoutSpec, blocks: Blocks | None = None
+        self,
+        data: Data | HeteroData,
+        layout: LayoutSpec,
+        blocks: Blocks | None = None,
+        holders: np.ndarray | None = None,
     ) -> tuple[np.ndarray, np.ndarray | None, dict[str, Any]]:
-        """Returns the owner of each node, the rank of each edge in a vertex cut, and a report."""
+        """Returns the owner of each node, the rank of each edge in a vertex cut, in `holders` if given, and a report."""
         method = self._method(layout)
         joined = JoinedGraph.of(data)
         nodes_of = input_type_of(data, self.input_type) if isinstance(data, HeteroData) else None
@@ -323,7 +336,7 @@ class StoredGraph:
         cut: Any = (joined.edge_index, joined.num_nodes, layout.parts, method)
         options: dict[str, Any] = {"seed": self.seed, "masks": masks, "groups": layout.groups}
         if layout.kind == "vertex_cut":
-            edges = assign_edges(*cut, host_weight=layout.host_weight, **options)
+            edges = assign_edges(*cut, host_weight=layout.host_weight, **options, part=holders)
             return edges.master, edges.part, {**edges.report.as_dict(), "method": edges.method}
         nodes = assign_nodes(*cut, **options, edge_masks=edge_masks, node_type=joined.node_type, blocks=blocks)
         report = replace(nodes.report, types=joined.types_per_part(nodes.part, layout.parts))

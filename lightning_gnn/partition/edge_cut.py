@@ -117,7 +117,7 @@ def assign_nodes(
         part = _checked(method, num_nodes, num_parts)
         return Assignment(part, "given", "as given", edge_cut_report(edge_index, part, num_parts, masks, edge_masks))
     if method == "auto" and num_parts > 1:
-        method = choose(predictions(edge_index, num_nodes, blocks is not None), available_bytes()).method
+        method = choose(predictions(edge_index, num_nodes, num_parts, blocks is not None), available_bytes()).method
     if num_parts == 1:
         candidates = iter([("one part", np.zeros(num_nodes, np.int32))])
     elif method == "random":
@@ -269,8 +269,9 @@ def metis_candidates(
     graphs; balancing edges tightly may cost far more cut edges. So several are made, for the caller to choose. `shares`, weights
     ``[N]`` each, are balanced as well in all of them.
     """
-    check_metis(edge_index, num_nodes)
-    graph, parts = Adjacency.of(edge_index, num_nodes), len(devices(groups))
+    parts = len(devices(groups))
+    check_metis(edge_index, num_nodes, parts)
+    graph = Adjacency.of(edge_index, num_nodes)
     if shares is None:
         yield (
             "nodes",

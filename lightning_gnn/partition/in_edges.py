@@ -23,6 +23,9 @@ from lightning_gnn.partition.streaming import mix
 PIECE = 1 << 22
 """Edges that are read at once."""
 
+COPIED = 1 << 18
+"""Edges of which there are copies as int64 at once."""
+
 
 @dataclass(frozen=True)
 class InEdges:
@@ -104,6 +107,14 @@ def counts_of(ids: ShortIds, size: int, first: int = 0, told: Callable[[int], No
         _count(piece, first, counts)
         told(len(piece))
     return counts
+
+
+def edge_pieces(edge_index: ShortIds) -> Iterator[tuple[int, Ids, Ids]]:
+    """Yields the number of the first edge, and sources and targets, int64 ``[n]``, of a list ``[2, E]`` that may be
+    memory-mapped: views where it has this type, else copies."""
+    for begin in range(0, edge_index.shape[1], COPIED):
+        source, target = (np.ascontiguousarray(ends[begin : begin + COPIED], np.int64) for ends in edge_index)
+        yield begin, source, target
 
 
 def is_symmetric(edge_index: ShortIds) -> bool:

@@ -13,6 +13,7 @@ from rich.table import Table
 
 from lightning_gnn.console import text_table
 from lightning_gnn.partition import vertex_loops as loops
+from lightning_gnn.partition.in_edges import counts_of, edge_pieces, in_degrees
 
 Counts = NDArray[np.int64]
 
@@ -268,16 +269,16 @@ class Ends:
     adds: NDArray[np.uint8]
 
     @classmethod
-    def of(cls, edge_index: NDArray[np.int64], part: NDArray[np.integer], num_nodes: int, num_parts: int) -> Ends:
+    def of(cls, edge_index: NDArray[np.integer], part: NDArray[np.integer], num_nodes: int, num_parts: int) -> Ends:
         """Returns the ends of edges ``[2, E]`` that the ranks `part` ``[E]`` hold."""
-        source, target = (np.ascontiguousarray(ends) for ends in edge_index)
         found = cls(*(np.zeros((num_nodes, -(-num_parts // 8)), np.uint8) for _ in range(2)))
-        loops.ends(source, target, part, found.reads, found.adds)
+        for begin, source, target in edge_pieces(edge_index):
+            loops.ends(source, target, part[begin : begin + len(source)], found.reads, found.adds)
         return found
 
 
 def vertex_cut_report(
-    edge_index: NDArray[np.int64],
+    edge_index: NDArray[np.integer],
     part: NDArray[np.integer],
     master: NDArray[np.integer],
     num_parts: int,
@@ -297,7 +298,6 @@ def vertex_cut_report(
         ends = Ends.of(edge_index, part, len(master), num_parts)
     host = np.zeros(num_parts, np.int64) if host is None else np.asarray(host, np.int64)
     replicas, copies, partials, inner, outer = loops.traffic(ends.reads, ends.adds, master, host)
-    masters, edges = (np.bincount(each, minlength=num_parts) for each in (master, part))
-    in_degree = np.bincount(edge_index[1], minlength=len(master))
-    in_edges = np.bincount(master, in_degree, num_parts).astype(np.int64)
+    masters, edges = (counts_of(each, num_parts) for each in (master, part))
+    in_edges = np.bincount(master, in_degrees(edge_index, len(master)), num_parts).astype(np.int64)
     return VertexCutReport(masters, replicas, edges, in_edges, copies, partials, inner, outer)

@@ -11,8 +11,9 @@ Every method is deterministic, and so are masters. Methods:
 ``"dbh"``: Xie et al., NIPS'14: an edge goes where its end of lower degree is hashed to.
 ``"grid"``: ranks form a grid; an edge goes to the row of its source's hash and the column of its target's.
 ``"random"``: every edge on its own.
-``"2psl"``: Mayer, Orujzade and Jacobsen, ICDE'22 (2PS-L): clusters of bounded volume by reading the edges, parts of clusters,
-    then edges as they come, to one of two parts. Linear in the edges, whatever P, and beside them in memory of nodes only.
+``"streaming"``: 2PS-L, Mayer, Orujzade and Jacobsen, ICDE'22 (arXiv:2203.12721): clusters of bounded volume by reading the edges
+    twice, parts of clusters, then edges in two readings, each to a part of one of its ends' clusters. Linear in the edges,
+    whatever P, and beside them in memory of nodes only; edges may lie in files.
 ``"ne"``: neighbourhood expansion, Zhang et al., KDD'17, with hubs as in HEP (Mayer and Jacobsen, SIGMOD'21), whose edges are
     streamed afterwards as by EBV. Parts grow in turns, the one of the least load next. The fewest replicas by far where a graph
     has any structure, for more time and memory.
@@ -24,7 +25,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from heapq import heapreplace
 from itertools import chain
 from math import ceil
 from typing import Any
@@ -32,15 +32,18 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from lightning_gnn.devices import available_bytes
 from lightning_gnn.partition import vertex_loops as loops
+from lightning_gnn.partition.budget import choose, edge_predictions
 from lightning_gnn.partition.edge_cut import devices, spread_masks
+from lightning_gnn.partition.in_edges import counts_of, edge_pieces, in_degrees
 from lightning_gnn.partition.layout import Groups
 from lightning_gnn.partition.metrics import Ends, VertexCutReport, vertex_cut_report
-from lightning_gnn.partition.shard import Ids
+from lightning_gnn.partition.shard import Ids, ShortIds
 
 Parts = NDArray[np.unsignedinteger]
 
-METHODS = ("ebv", "hdrf", "dbh", "grid", "random", "ne", "dne", "2psl")
+METHODS = ("auto", "ebv", "hdrf", "dbh", "grid", "random", "ne", "dne", "streaming")
 
 MOST_PARTS = 1 << loops.LANE_BITS
 """A score's last bits name one of so many."""
@@ -56,8 +59,8 @@ EXPANDED = 0.1, 1.1
 """DNE's lambda, the share of a boundary that is expanded in a round, and alpha, the most edges of a part over the average."""
 
 STREAM_BOUND, CLUSTER_READINGS, CLUSTER_SHARE = 1.05, 2, 0.125
-"""Of 2PS-L: the most edges of a part over the average; how often edges are read to make clusters; and the most of a part's volume
-in one. With a whole part's in one, hubs of R-MAT fill parts, whose other edges then go anywhere (RF 4.0, not 2.7)."""
+"""Of ``"streaming"``: the most edges of a part over the average; how often edges are read for clusters; and how much of a
+part's volume is in one at most. With all of it, hubs of R-MAT fill parts, whose other edges go anywhere: RF 4.0, not 2.7."""
 
 HUB = 100
 """Over the mean degree: expansion does not read the rows of such nodes. Reading all, cnr-2000 has RF 1.18, not 1.06."""
@@ -70,7 +73,7 @@ class EdgeAssignment:
     Attributes:
         part: rank of every edge, uint8 ``[E]``, or uint16 for more than 256 ranks.
         master: rank of every node, int32 ``[N]``: one that holds an edge of it if it has any and no mask needed it elsewhere.
-        method: one of `METHODS`, or ``"given"``.
+        method: one of `METHODS`, for ``"auto"`` the one that was taken; or ``"given"``.
         report: its quality.
     """
 
@@ -81,7 +84,7 @@ class EdgeAssignment:
 
 
 def assign_edges(
-    edge_index: NDArray[np.int64],
+    edge_index: NDArray[np.integer],
     num_nodes: int,
     num_parts: int,
     method: str | NDArray[np.integer] = "ebv",
@@ -90,6 +93,7 @@ def assign_edges(
     host_weight: float = 0.1,
     seed: int = 0,
     masks: Mapping[str, NDArray[np.bool_]] | None = None,
+    part: Parts | None = None,
 ) -> EdgeAssignment:
     """Returns a rank for every edge and a master for every node.
 
@@ -97,29 +101,38 @@ def assign_edges(
     many as the others, and as many in-edges: those are what it loads. Nodes without edges even out what is owned.
 
     Args:
-        edge_index: int64 ``[2, E]``, source and target; self-loops and duplicates may be among them.
-        method: one of `METHODS`, see the head of this module; or the rank of every edge, ``[E]``, taken as it is.
+        edge_index: int64 or int32 ``[2, E]``, source and target; self-loops and duplicates may be among them. It may
+            be memory-mapped.
+        method: one of `METHODS`, see the head of this module; ``"auto"`` is the first of ``"ne"``, ``"ebv"`` and ``"streaming"``
+            whose predicted memory is free (:mod:`~lightning_gnn.partition.budget`); or the rank of every edge, ``[E]``, taken as
+            it is.
         groups: ranks by host, the outermost level: ``((0, 1), (2, 3))``; None for one host.
         host_weight: what a replica on a new host counts beside one on a new rank, the paper's gamma; from 0, which ignores hosts,
             to 1. Looked at by ``"ebv"``, the streamed part of ``"ne"``, and the choice of masters.
-        seed: of ``"random"``, ``"dbh"``, ``"grid"``, ``"2psl"`` and ``"dne"``.
+        seed: of ``"random"``, ``"dbh"``, ``"grid"``, ``"streaming"`` and ``"dne"``.
         masks: bool ``[N]`` each; every rank gets to be the master of a node of each mask that has at least P.
+        part: where ranks of edges are written, ``[E]`` as :func:`part_dtype` says, such as a file's memory map.
 
     Raises:
         ValueError: an unknown method, fewer edges than ranks, nodes beyond N, groups that do not fit, a weight out of range.
+        MemoryError: under ``"auto"``, none fits.
     """
     _check(edge_index, num_nodes, num_parts, method, host_weight)
     hosts = _hosts(groups, num_parts)
-    if isinstance(method, str):
-        part = cut_edges(edge_index, num_nodes, hosts, method, host_weight, seed)
+    if part is None:
+        part = np.empty(edge_index.shape[1], part_dtype(num_parts))
+    if not isinstance(method, str):
+        part[:], method = method, "given"
     else:
-        part, method = method.astype(np.min_scalar_type(num_parts - 1)), "given"
+        if method == "auto":
+            method = choose(edge_predictions(edge_index, num_nodes, num_parts), available_bytes()).method
+        cut_edges(edge_index, num_nodes, hosts, method, host_weight, seed, part)
     ends = Ends.of(edge_index, part, num_nodes, num_parts)
     host = np.empty(num_parts, np.int64)
     for number, ranks in enumerate(hosts):
         host[ranks] = number
     master = np.empty(num_nodes, np.int32)
-    in_degree = np.bincount(edge_index[1], minlength=num_nodes)
+    in_degree = in_degrees(edge_index, num_nodes)
     largest_first = np.argsort(-in_degree, kind="stable")
     loops.elect(ends.reads, ends.adds, in_degree, largest_first, host, host_weight, EDGE_BOUND, master)
     master = spread_masks(master, num_parts, masks or {})
@@ -127,13 +140,29 @@ def assign_edges(
     return EdgeAssignment(part, master, method, report)
 
 
+def part_dtype(num_parts: int) -> np.dtype[np.unsignedinteger]:
+    """Returns the type of ranks of edges: uint8, or uint16 for more than 256 parts."""
+    return np.min_scalar_type(num_parts - 1)
+
+
 def cut_edges(
-    edge_index: Ids, num_nodes: int, hosts: list[list[int]], method: str, host_weight: float = 0.1, seed: int = 0
+    edge_index: NDArray[np.integer],
+    num_nodes: int,
+    hosts: list[list[int]],
+    method: str,
+    host_weight: float = 0.1,
+    seed: int = 0,
+    part: Parts | None = None,
 ) -> Parts:
-    """Returns a rank for every edge, from the ranks of each host; :func:`assign_edges` checks arguments and elects masters."""
+    """Returns a rank for every edge, written to `part` if given, from the ranks of each host; :func:`assign_edges` checks
+    arguments and elects masters."""
     num_parts = sum(map(len, hosts))
-    source, target = (np.ascontiguousarray(ends) for ends in edge_index)
-    part: Parts = np.empty(len(source), np.min_scalar_type(num_parts - 1))
+    if part is None:
+        part = np.empty(edge_index.shape[1], part_dtype(num_parts))
+    if method == "streaming":
+        _two_phases(edge_index, num_nodes, num_parts, seed, part)
+        return part
+    source, target = (np.ascontiguousarray(ends, np.int64) for ends in edge_index)
     if method in ("ebv", "ne"):
         lanes = Lanes.of(hosts if host_weight > 0 else [list(range(num_parts))], num_nodes, len(source), host_weight)
         if method == "ebv":
@@ -141,8 +170,6 @@ def cut_edges(
             _stream(source, target, degree, everything, lanes, lanes.no_load(), lanes.no_holders(num_nodes), part)
         else:
             _expansion(source, target, num_nodes, lanes, part)
-    elif method == "2psl":
-        _two_phases(source, target, num_nodes, num_parts, seed, part)
     elif method == "hdrf":
         loops.hdrf(source, target, _degrees(source, target, num_nodes), num_parts, part)
     elif method == "dne":
@@ -168,7 +195,11 @@ def cut_edges(
 
 
 def _check(
-    edge_index: NDArray[np.int64], num_nodes: int, num_parts: int, method: str | NDArray[np.integer], host_weight: float
+    edge_index: NDArray[np.integer],
+    num_nodes: int,
+    num_parts: int,
+    method: str | NDArray[np.integer],
+    host_weight: float,
 ) -> None:
     if isinstance(method, str) and method not in METHODS:
         raise ValueError(
@@ -179,9 +210,9 @@ def _check(
         raise ValueError(f"A vertex cut needs at least one part (got {num_parts}).")
     if num_parts > MOST_PARTS:
         raise ValueError(f"A vertex cut has at most {MOST_PARTS} parts (got {num_parts}).")
-    if edge_index.ndim != 2 or len(edge_index) != 2 or edge_index.dtype != np.int64:
+    if edge_index.ndim != 2 or len(edge_index) != 2 or edge_index.dtype not in (np.int64, np.int32):
         raise ValueError(
-            f"edge_index must be int64 of shape [2, E] (got {edge_index.dtype} of {list(edge_index.shape)})."
+            f"edge_index must be int64 or int32 of shape [2, E] (got {edge_index.dtype} of {list(edge_index.shape)})."
         )
     num_edges = edge_index.shape[1]
     if not isinstance(method, str):
@@ -328,23 +359,22 @@ def _expansion(source: Ids, target: Ids, num_nodes: int, lanes: Lanes, part: Par
     _stream(source, target, degree, free, lanes, load, held, part)
 
 
-def _two_phases(source: Ids, target: Ids, num_nodes: int, num_parts: int, seed: int, part: Parts) -> None:
-    degree = _degrees(source, target, num_nodes)
+def _two_phases(edge_index: NDArray[np.integer], num_nodes: int, num_parts: int, seed: int, part: Parts) -> None:
+    degree = _degrees(edge_index[0], edge_index[1], num_nodes)
     of, volume = np.arange(num_nodes, dtype=np.int32), degree.astype(np.int64)
-    share = len(source) / num_parts
+    share = edge_index.shape[1] / num_parts
     for _ in range(CLUSTER_READINGS):
-        loops.cluster(source, target, degree, int(CLUSTER_SHARE * 2 * share), of, volume)
-    # Sorted list scheduling: the largest cluster next, to the part of the least volume.
-    clusters = np.argsort(-volume, kind="stable")
-    clusters, home = clusters[volume[clusters] > 0], np.zeros(num_nodes, np.int32)
-    loads = [(0, rank) for rank in range(num_parts)]
-    for each, size in zip(clusters.tolist(), volume[clusters].tolist()):
-        load, home[each] = loads[0]
-        heapreplace(loads, (load + size, int(home[each])))
-    spare = np.random.default_rng(seed).integers(0, num_parts, num_nodes).astype(part.dtype)
-    held = np.zeros((num_nodes, -(-num_parts // 8)), np.uint8)
+        for _, source, target in edge_pieces(edge_index):
+            loops.cluster(source, target, degree, int(CLUSTER_SHARE * 2 * share), of, volume)
+    clusters, home = np.flatnonzero(volume), np.zeros(num_nodes, np.int32)
+    loops.schedule(clusters[np.argsort(-volume[clusters], kind="stable")], volume, num_parts, home)
+    del clusters
+    held, load = np.zeros((num_nodes, -(-num_parts // 8)), np.uint8), np.zeros(num_parts, np.int64)
     most = ceil(STREAM_BOUND * share)
-    loops.two_phases(source, target, degree, of, volume, home, num_parts, most, spare, held, part)
+    for between in (False, True):
+        for first, source, target in edge_pieces(edge_index):
+            piece = part[first : first + len(source)]
+            loops.two_phases(source, target, between, degree, of, volume, home, most, seed, load, held, piece)
 
 
 def _incidence(source: Ids, target: Ids, degree: NDArray[np.int32]) -> tuple[Ids, NDArray[Any], NDArray[Any]]:
@@ -361,6 +391,6 @@ def _smallest_integers(number: int) -> type[np.signedinteger]:
     return np.int32 if number <= np.iinfo(np.int32).max else np.int64
 
 
-def _degrees(source: Ids, target: Ids, num_nodes: int) -> NDArray[np.int32]:
+def _degrees(source: ShortIds, target: ShortIds, num_nodes: int) -> NDArray[np.int32]:
     """Returns how many edges begin or end at each node, int32 ``[N]``; a self-loop does both."""
-    return (np.bincount(source, minlength=num_nodes) + np.bincount(target, minlength=num_nodes)).astype(np.int32)
+    return (counts_of(source, num_nodes) + counts_of(target, num_nodes)).astype(np.int32)

@@ -13,8 +13,12 @@ N nodes, E edges, P ranks, B blocks of eight lanes; M entries of expansion: two 
 
 from __future__ import annotations
 
+from heapq import heapreplace
+
 import numba
 import numpy as np
+
+from lightning_gnn.partition.streaming import mix
 
 LANE_BITS = 12
 """Of a score: no more than 4,096 lanes."""
@@ -145,7 +149,7 @@ def hdrf(source, target, degree, num_parts, part):
 
 @compiled
 def cluster(source, target, degree, most, of, volume):
-    """Reads edges once, and moves one end of each to the cluster of the other where that has room; returns how many moved.
+    """Reads edges, and moves one end of each to the cluster of the other where that has room; returns how many moved.
 
     of int32 ``[N]``: clusters of nodes; volume int64 ``[N]``: the degrees in each cluster, at most `most` where there are several
     nodes.
@@ -167,42 +171,50 @@ def cluster(source, target, degree, most, of, volume):
 
 
 @compiled
-def two_phases(source, target, degree, of, volume, home, num_parts, most, spare, held, part):
-    """Gives edges inside a part's clusters to it, and in a second reading others to a part of one of their ends' clusters.
+def schedule(clusters, volume, num_parts, home):
+    """Gives clusters, the largest first, each to the part of the least volume: ``home[cluster]``."""
+    loads = [(np.int64(0), rank) for rank in range(num_parts)]
+    for each in clusters:
+        load, rank = loads[0]
+        home[each] = rank
+        heapreplace(loads, (load + volume[each], rank))
 
-    home: part of each cluster, ``[N]``; spare: of each node, ``[N]``, where an edge goes whose parts are full; most: of a part.
+
+@compiled
+def two_phases(source, target, between, degree, of, volume, home, most, seed, load, held, part):
+    """Gives edges inside a part's clusters to it, or those between two such parts to one of these.
+
+    between: which of the two; home: part of each cluster, ``[N]``; most: edges of a part. An edge whose parts are full goes
+    where its end of higher degree is hashed to, and if that is full, to the least part. load int64 ``[P]`` and held are kept.
     """
-    load = np.zeros(num_parts, np.int64)
-    for between in (False, True):
-        for edge in range(len(source)):
-            u, v = source[edge], target[edge]
-            one, other = home[of[u]], home[of[v]]
-            if (one != other) != between:
-                continue
-            if between:
-                total, volumes = degree[u] + degree[v], volume[of[u]] + volume[of[v]]
-                best, best_score = one, -1.0
-                for there in (one, other):
-                    block, bit = there >> 3, there & 7
-                    score = volume[of[u] if there == one else of[v]] / volumes
-                    if held[u, block] >> bit & 1:
-                        score += 1 + degree[v] / total
-                    if held[v, block] >> bit & 1:
-                        score += 1 + degree[u] / total
-                    if score > best_score:
-                        best, best_score = there, score
-                if load[best] >= most:
-                    best = one + other - best
-                one = best
-            if load[one] >= most:
-                one = spare[u if degree[u] >= degree[v] else v]
-            if load[one] >= most:
-                one = np.argmin(load)
-            part[edge] = one
-            load[one] += 1
-            bit = np.uint8(1 << (one & 7))
-            held[u, one >> 3] |= bit
-            held[v, one >> 3] |= bit
+    salt = np.int64(seed) << 40
+    for edge in range(len(source)):
+        u, v = source[edge], target[edge]
+        one, other = home[of[u]], home[of[v]]
+        if (one != other) != between:
+            continue
+        if between:
+            total, volumes = degree[u] + degree[v], volume[of[u]] + volume[of[v]]
+            best, best_score = one, -1.0
+            for there in (one, other):
+                block, bit = there >> 3, there & 7
+                score = volume[of[u] if there == one else of[v]] / volumes
+                if held[u, block] >> bit & 1:
+                    score += 1 + degree[v] / total
+                if held[v, block] >> bit & 1:
+                    score += 1 + degree[u] / total
+                if score > best_score:
+                    best, best_score = there, score
+            one = best if load[best] < most else one + other - best
+        if load[one] >= most:
+            one = np.int32(mix((u if degree[u] >= degree[v] else v) ^ salt) % np.uint64(len(load)))
+        if load[one] >= most:
+            one = np.int32(np.argmin(load))
+        part[edge] = one
+        load[one] += 1
+        bit = np.uint8(1 << (one & 7))
+        held[u, one >> 3] |= bit
+        held[v, one >> 3] |= bit
 
 
 @compiled

@@ -176,7 +176,7 @@ def cluster_draw(cut: Cut, rank: int, num_clusters: int, seed: int) -> Draw:
     inside = np.asarray(cut.edge_index_of(rank))
     inside = inside[:, inside[0] < owned]
     if owned > num_clusters > 1:
-        check_metis(inside, owned)
+        check_metis(inside, owned, num_clusters)
         part = torch.from_numpy(part_graph(Adjacency.of(inside, owned), num_clusters, seed)).long()
     else:
         part = torch.arange(owned) % num_clusters

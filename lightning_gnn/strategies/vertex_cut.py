@@ -37,7 +37,7 @@ from lightning_gnn.partition.vertex_cut import METHODS
 from lightning_gnn.strategies.base import GNNStrategy
 from lightning_gnn.strategies.scheme import Scheme
 
-EdgeMethod = Literal["ebv", "hdrf", "dbh", "random", "grid", "ne", "dne", "2psl"]
+EdgeMethod = Literal["auto", "ebv", "hdrf", "dbh", "random", "grid", "ne", "dne", "streaming"]
 
 
 class VertexCutScheme(Scheme):
@@ -159,8 +159,9 @@ class VertexCutStrategy(GNNStrategy):
 
     Args:
         partition: who computes which edge: ``"ne"`` has the fewest replicas, rows balanced within 15 %; ``"ebv"``, CDFGNN's,
-            balances them best and cuts fastest; ``"2psl"`` (2PS-L), ``"dne"``, ``"hdrf"``, ``"dbh"``, ``"grid"``, ``"random"`` to
-            compare with.
+            balances them best and cuts fastest; ``"streaming"`` (2PS-L) takes memory of nodes and not of edges; ``"auto"`` is the
+            first of these three for which there is memory; ``"dne"``, ``"hdrf"``, ``"dbh"``, ``"grid"``, ``"random"`` to compare
+            with.
         hosts: machines, of equally many ranks each, between which ``"ebv"`` avoids replicas, and masters are chosen; by default
             the Trainer's ``num_nodes``.
         host_weight: gamma of equation 24: what a replica on another machine costs against one in the same, 0 to 1.

@@ -119,6 +119,15 @@ def test_a_dry_run_of_partition_says_what_it_would_take(store, monkeypatch, caps
     assert not list(store.glob("*/manifest.json"))
 
 
+def test_a_dry_run_of_a_vertex_cut(store, monkeypatch, capsys):
+    monkeypatch.setattr(partitioning, "available_bytes", lambda: None)
+    partition([*DATA, "--parts=3", "--dry-run", "--trainer.strategy=vertex_cut", "--data.partition=auto"])
+    out = capsys.readouterr().out
+    assert "partition: auto, takes the first that fits" in out and "metis" not in out
+    for method in ("ne", "ebv", "streaming"):
+        assert f"│ {method} " in out
+
+
 def test_partition_says_what_is_wrong_with_the_source(store):
     with pytest.raises(SystemExit, match="error: Loading or partitioning lightning_gnn.nothing failed"):
         partition(["--data.source=lightning_gnn.nothing", "--parts=2"])
@@ -288,7 +297,6 @@ def test_names_the_nearest_key_of_a_file(written, meant, nearest, tmp_path, monk
         (["partition", DGCL, "--trainer.strategy=ddp"], "DDPStrategy does not split the graph"),
         (["partition", *DATA], "give --parts"),
         (["partition", *DATA, "--parts=0"], "above 0"),
-        (["partition", *DATA, "--parts=2", "--trainer.strategy=vertex_cut", "--dry-run"], "partitioners of nodes"),
         (["partition", "--parts=2"], "required: data"),
     ],
 )

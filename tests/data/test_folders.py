@@ -6,6 +6,7 @@ import gzip
 import json
 import shutil
 import tracemalloc
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -27,7 +28,7 @@ from lightning_gnn.data.loading import graph_digests, load_source
 from lightning_gnn.data.sources import MASKS
 from lightning_gnn.data.store import StoreError, read_cut
 from lightning_gnn.datamodules import stored_graph
-from lightning_gnn.partition import edge_cut, in_edges
+from lightning_gnn.partition import budget, edge_cut, in_edges
 from lightning_gnn.partition.in_edges import InEdges, PartEdges
 from lightning_gnn.partition.layout import LayoutSpec
 from lightning_gnn.partition.shard import Relabelling, edge_cut_parts
@@ -409,9 +410,38 @@ def test_edges_are_streamed_from_files(both_ways, tmp_path, monkeypatch):
     assert torch.equal(cut.graph().edge_index, graph.edge_index)
 
 
+def test_a_vertex_cut_is_streamed_from_files(tmp_path, monkeypatch):
+    """Edges are read in pieces as they lie on the disk, and have the ranks that they have from memory."""
+    monkeypatch.setattr(in_edges, "COPIED", 100)
+    folder, layout = own(tmp_path / "graph"), LayoutSpec("vertex_cut", 3)
+    np.save(folder / "edge_index.npy", EDGES.astype(np.int32))
+    seen = []
+    assign = stored_graph.assign_edges
+    monkeypatch.setattr(
+        stored_graph, "assign_edges", lambda *a, **b: (seen.append((a[0], b["part"])), assign(*a, **b))[1]
+    )
+    cuts = [
+        read_cut(
+            tmp_path / "store" / GraphDataModule(source, store=tmp_path / "store", partition="streaming").build(layout)
+        )
+        for source in (str(folder), GRAPH)
+    ]
+    (edges, holders), (_, nothing) = seen
+    assert edges.dtype == np.int32 and isinstance(holders, np.memmap) and nothing is None
+    ranks = []
+    for cut in cuts:
+        assert cut.report["method"] == "streaming" and torch.equal(cut.graph().edge_index, GRAPH.edge_index)
+        ranks.append(torch.empty_like(cut.holders))
+        ranks[-1][cut.e_id.long()] = cut.holders
+    assert torch.equal(*ranks) and cuts[0].digest != cuts[1].digest  # rows of a part are in another order
+
+
 def test_a_folder_takes_the_best_partitioner_that_fits(tmp_path, monkeypatch):
     folder = str(own(tmp_path / "graph"))
-    for free, method in ((10**9, "metis"), (60_000, "streaming")):
+    monkeypatch.setitem(
+        budget.COSTS, "streaming", replace(budget.COSTS["streaming"], base=0)
+    )  # more than all of METIS's
+    for free, method in ((10**9, "metis"), (40_000, "streaming")):
         monkeypatch.setattr(edge_cut, "available_bytes", lambda free=free: free)
         monkeypatch.setattr("lightning_gnn.partition.streaming.LEAST_PAIRS", 100)
         data = GraphDataModule(folder, store=tmp_path / method)

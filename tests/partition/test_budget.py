@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import tracemalloc
+from itertools import pairwise
+
 import numpy as np
 import pytest
 from common import examples
+from conftest import SHARED
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lightning_gnn.partition import budget, edge_cut, kaminpar
+from lightning_gnn.partition import budget, edge_cut, in_edges, kaminpar, vertex_cut
 from lightning_gnn.partition.adjacency import Adjacency
-from lightning_gnn.partition.budget import COSTS, Prediction, choose, count_entries, predict, predictions
+from lightning_gnn.partition.budget import COSTS, Levels, Prediction, choose, edge_predictions, predict, predictions
 from lightning_gnn.partition.edge_cut import assign_nodes
 from lightning_gnn.sampling import variants
 
@@ -27,14 +31,79 @@ def free(monkeypatch: pytest.MonkeyPatch, amount: int | None) -> None:
 @given(st.integers(0, 10_000), st.integers(1, 40), st.integers(0, 200))
 def test_entries_are_those_of_the_symmetric_graph(seed, nodes, edges):
     edge_index = np.random.default_rng(seed).integers(0, nodes, (2, edges))
-    assert count_entries(edge_index) == len(Adjacency.of(edge_index, nodes).indices)
+    assert Levels.of(edge_index, nodes).entries[0] == len(Adjacency.of(edge_index, nodes).indices)
 
 
 def test_entries_of_many_edges_are_estimated(monkeypatch):
     edges = np.random.default_rng(0).integers(0, 3000, (2, 100_000))
     edges = np.concatenate([edges, edges[::-1, :50_000]], 1)
+    looked_at = Levels.of(edges, 3000)
     monkeypatch.setattr(budget, "SAMPLED", 10_000)
-    assert count_entries(edges) == pytest.approx(len(Adjacency.of(edges, 3000).indices), rel=0.03)
+    monkeypatch.setattr(in_edges, "COPIED", 1000)
+    estimated = Levels.of(edges, 3000)
+    assert estimated.nodes == pytest.approx(looked_at.nodes) and looked_at.nodes[0] == 3000
+    assert estimated.entries == pytest.approx(looked_at.entries, rel=0.1)
+
+
+@examples(60)
+@given(st.integers(0, 10_000), st.integers(1, 60), st.integers(0, 200))
+def test_levels_halve_what_has_neighbours(seed, nodes, edges):
+    """Each level merges two nodes of the one before at most, and leaves none single that has one beside it as single."""
+    edge_index = np.random.default_rng(seed).integers(0, nodes, (2, edges))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(budget, "FEWEST", 1)
+        levels = Levels.of(edge_index, nodes)
+    pairs = {frozenset(edge) for edge in edge_index.T.tolist() if edge[0] != edge[1]}
+    assert (len(levels.nodes) > 1) == (bool(pairs) and nodes > 1)
+    for before, after in pairwise(levels.nodes[:5]):
+        assert before / 2 <= after < before
+    assert list(levels.entries) == sorted(levels.entries, reverse=True)
+    most = Levels.at_most(nodes, edges)
+    assert most.entries[0] >= levels.entries[0] and most.coarse() >= 0
+
+
+def test_graphs_of_one_size_shrink_as_they_are_made():
+    """Cliques go into one node each; a random graph's entries stay."""
+    clique = np.stack(np.nonzero(~np.eye(16, dtype=bool)))
+    cliques = np.concatenate([clique + 16 * each for each in range(200)], 1)
+    drawn = np.random.default_rng(0).integers(0, 3200, cliques.shape)
+    apart, random = (Levels.of(edges, 3200).coarse() for edges in (cliques, drawn))
+    assert apart < 0.5 * cliques.shape[1] and random > 4 * apart
+
+
+def real_graph(name: str) -> tuple[np.ndarray, int]:
+    path = SHARED / "data" / "edges" / f"{name}.npz"
+    if not path.exists():
+        pytest.skip(f"needs {path.name} in the data folder (set LIGHTNING_GNN_SHARED)")
+    arrays = np.load(path)
+    return np.stack([arrays["src"], arrays["dst"]]).astype(np.int64), int(arrays["num_nodes"])
+
+
+@pytest.mark.parametrize(
+    ("name", "megabytes"),
+    [
+        ("cnr-2000", {"metis": 353, "kaminpar": 140}),
+        ("ego-twitter", {"metis": 201, "kaminpar": 88}),
+        ("soc-slashdot0902", {"metis": 141, "kaminpar": 48}),
+    ],
+)
+def test_predictions_on_real_graphs(name, megabytes):
+    """Peaks that ``benchmarks/partitioners.py --all`` measured."""
+    found = {each.method: each.bytes / 1e6 for each in predictions(*real_graph(name), 8)}
+    assert found["metis"] == pytest.approx(megabytes["metis"], rel=0.18)
+    assert found["kaminpar"] == pytest.approx(megabytes["kaminpar"], rel=0.27)
+
+
+def test_memory_of_a_vertex_cut():
+    edge_index, nodes = np.random.default_rng(0).integers(0, 20_000, (2, 400_000)), 20_000
+    vertex_cut.assign_edges(edge_index[:, :1000], nodes, 8, "ne")
+    for each in edge_predictions(edge_index, nodes, 8):
+        vertex_cut.assign_edges(edge_index[:, :1000], nodes, 8, each.method)  # loads what is compiled
+        tracemalloc.start()
+        vertex_cut.assign_edges(edge_index, nodes, 8, each.method)
+        peak = tracemalloc.get_traced_memory()[1]
+        tracemalloc.stop()
+        assert each.bytes == pytest.approx(peak, rel=0.3), each.method
 
 
 def test_the_first_that_fits_is_chosen():
@@ -50,7 +119,7 @@ def test_the_first_that_fits_is_chosen():
 
 
 def test_auto_is_what_it_takes(monkeypatch):
-    found = {each.method: each for each in predictions(EDGES, NODES)}
+    found = {each.method: each for each in predictions(EDGES, NODES, 2)}
     for method in ("metis", *(["kaminpar"] if kaminpar.is_installed() else []), "streaming"):
         amount = found[method].bytes
         if any(each.fits(amount) for each in list(found.values())[: list(COSTS).index(method)]):
@@ -70,7 +139,7 @@ def test_auto_is_what_it_takes(monkeypatch):
 @pytest.mark.parametrize("installed", [False, True])
 def test_memory_is_checked_before_metis_starts(monkeypatch, installed):
     monkeypatch.setattr(kaminpar, "is_installed", lambda: installed)
-    monkeypatch.setitem(COSTS, "metis", budget.Cost(1e12, 0, 0, 0, 0))
+    monkeypatch.setitem(COSTS, "metis", budget.Cost(1e12))
     free(monkeypatch, 10**9)
     fits = (
         r'"kaminpar" \(0\.0 GB\), .*"streaming"' if installed else r'"streaming".*pip install lightning-gnn\[kaminpar\]'
@@ -86,5 +155,6 @@ def test_memory_is_checked_before_metis_starts(monkeypatch, installed):
 def test_large_graphs_take_less_and_less():
     """The order of the table, at any degree: what comes later takes less memory."""
     for degree in (2, 8, 20, 100):
-        needed = [predict(method, 10**8, degree * 10**8, degree * 10**8).bytes for method in COSTS]
+        levels = Levels.at_most(10**8, degree * 10**8)
+        needed = [predict(method, degree * 10**8, levels, 8).bytes for method in COSTS]
         assert needed == sorted(needed, reverse=True), (degree, needed)

@@ -55,9 +55,9 @@ def trained(rank: int, world_size: int, model: Any, options: dict[str, Any], **o
     return train(rank, world_size, awkward_graph(), model, strategy=VertexCutStrategy, options=options, **others)
 
 
-@pytest.mark.parametrize("world_size", [2, *campaign(3, 4)])
-def test_trained_as_on_one_device(ranks, world_size):
-    for found in ranks.run(world_size, trained, "gcn", {}):
+@pytest.mark.parametrize(("world_size", "partition"), [(2, "ne"), (3, "streaming"), *campaign((3, "ne"), (4, "ne"))])
+def test_trained_as_on_one_device(ranks, world_size, partition):
+    for found in ranks.run(world_size, trained, "gcn", {"partition": partition}):
         assert_same(found, on_one_device("gcn"), rtol=1e-8, atol=1e-10)
 
 
