@@ -529,7 +529,7 @@ def test_nan_stops_the_run_with_the_layers_name(ranks):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"partition": "metis"}, r"partition must be one of 'ebv', .* \(got 'metis'\)"),
+        ({"partition": "metis"}, r"partition must be one of 'auto', 'ebv', .* \(got 'metis'\)"),
         ({"cache": "always"}, "cache must be 'adaptive'"),
         ({"cache": -0.5}, "cache must be 'adaptive'"),
         ({"hosts": 0}, "hosts is a number of machines"),
