@@ -21,11 +21,11 @@ import pytest
 SCREENS = Path(__file__).resolve().parent.parent / "build" / "screens"
 """Where pictures of pages are kept."""
 
-# What is asked of a page once it has been loaded: its links, its pictures without content, and what is wider than the page. What may
-# be scrolled by itself, and what is hidden from view (to be read aloud, say), is no wider.
+# What is asked of a page once it has been loaded: its links, its pictures without content, and what is wider than the page. What can
+# be scrolled by itself is no wider, nor is what has no width, since it is hidden.
 _SEEN = """(async () => {
   await document.fonts.ready;
-  const width = document.documentElement.clientWidth;
+  const width = WIDTH;
   const scrolls = (element) => {
     for (let each = element; each && each !== document.body; each = each.parentElement) {
       const style = getComputedStyle(each);
@@ -137,14 +137,15 @@ class Browser:
 
     def look(self, url: str, width: int, picture: str | None = None) -> Seen:
         """Opens a page in a window of so many pixels; leaves its picture in ``build/screens`` under a name."""
-        size = {"width": width, "deviceScaleFactor": 1, "mobile": False}
+        size = {"width": width, "deviceScaleFactor": 1, "mobile": width < 600}  # which asks whether the page knows of phones
         self._call("Emulation.setDeviceMetricsOverride", height=900, **size)
         self._events.clear()
         self._call("Page.navigate", url=url)
         deadline = time.monotonic() + 30
         while not any(event.get("method") == "Page.loadEventFired" for event in self._events):
             self._events.append(self._message(deadline))
-        value = self._call("Runtime.evaluate", expression=_SEEN, awaitPromise=True, returnByValue=True)["result"]["value"]
+        asked = {"expression": _SEEN.replace("WIDTH", str(width)), "awaitPromise": True, "returnByValue": True}
+        value = self._call("Runtime.evaluate", **asked)["result"]["value"]
         seen = Seen(errors=[*filter(None, map(_error, self._events))], **value)
         if picture is not None:
             self._call("Emulation.setDeviceMetricsOverride", height=min(seen.height, 12_000), **size)

@@ -36,8 +36,9 @@ def test_a_report(browser, tmp_path, width):
 def test_what_a_browser_finds(browser, tmp_path):
     """Each fault is one."""
     page = tmp_path / "wrong.html"
+    head = "<!DOCTYPE html><meta name='viewport' content='width=device-width'>"
     page.write_text(
-        "<!DOCTYPE html><title>wrong</title><img src='absent.png'><p style='width:2000px;text-align:right'>far out</p>"
+        f"{head}<title>wrong</title><img src='absent.png'><p style='width:2000px;text-align:right'>far out</p>"
         "<div style='overflow-x:auto'><p style='width:3000px;text-align:right'>scrolled to</p></div>"
         "<script>console.error('said'); absent()</script>"
     )
@@ -45,8 +46,10 @@ def test_what_a_browser_finds(browser, tmp_path):
     assert [*faults] == ["errors", "empty pictures", "too wide", "scrolls by"] and faults["too wide"] == ["far out"]
     said = "\n".join(faults["errors"])
     assert "said" in said and "absent is not defined" in said and "ERR_FILE_NOT_FOUND" in said
-    page.write_text("<!DOCTYPE html><title>right</title>")
+    page.write_text(f"{head}<title>right</title>")
     assert not browser.look(page.as_uri(), 400).faults
+    page.write_text("<!DOCTYPE html><title>as on a desk</title>")
+    assert [*browser.look(page.as_uri(), 400).faults] == ["scrolls by"]
 
 
 def pages() -> list[pytest.param]:  # type: ignore[valid-type]
