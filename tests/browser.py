@@ -21,8 +21,8 @@ import pytest
 SCREENS = Path(__file__).resolve().parent.parent / "build" / "screens"
 """Where pictures of pages are kept."""
 
-# What is asked of a page once it has been loaded: its links, its pictures without content, and what is wider than the page. What can
-# be scrolled by itself is no wider, nor is what has no width, since it is hidden.
+# What is asked of a page once it has been loaded: its links, its pictures without content, and what is wider than the page.
+# What can be scrolled by itself is no wider, nor is what has no width, since it is hidden.
 _SEEN = """(async () => {
   await document.fonts.ready;
   const width = WIDTH;
@@ -52,6 +52,8 @@ _SEEN = """(async () => {
   };
 })()"""
 
+_ON_ITS_PIPES = 'exec "$0" "$@" 3<&0 4>&1 </dev/null >/dev/null 2>&1'  # it reads 3 and writes 4
+
 
 @dataclass
 class Seen:
@@ -68,7 +70,12 @@ class Seen:
 
     @property
     def faults(self) -> dict[str, Any]:
-        found = {"errors": self.errors, "empty pictures": self.empty, "too wide": self.wide, "scrolls by": self.overflow}
+        found = {
+            "errors": self.errors,
+            "empty pictures": self.empty,
+            "too wide": self.wide,
+            "scrolls by": self.overflow,
+        }
         return {name: value for name, value in found.items() if value}
 
 
@@ -83,7 +90,7 @@ class Browser:
         self._folder = tempfile.mkdtemp(prefix="browser-")
         self._process = subprocess.Popen(
             [
-                *("sh", "-c", 'exec "$0" "$@" 3<&0 4>&1 </dev/null >/dev/null 2>&1', program),  # it reads 3 and writes 4
+                *("sh", "-c", _ON_ITS_PIPES, program),
                 *("--headless", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage", "--hide-scrollbars"),
                 *("--disable-background-networking", "--disable-extensions", "--no-first-run", "--no-proxy-server"),
                 *("--remote-debugging-pipe", f"--user-data-dir={self._folder}", "about:blank"),
@@ -102,7 +109,9 @@ class Browser:
     def __enter__(self) -> Browser:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         self._commands.close()  # it ends then
         try:
             self._process.wait(10)
@@ -137,7 +146,8 @@ class Browser:
 
     def look(self, url: str, width: int, picture: str | None = None) -> Seen:
         """Opens a page in a window of so many pixels; leaves its picture in ``build/screens`` under a name."""
-        size = {"width": width, "deviceScaleFactor": 1, "mobile": width < 600}  # which asks whether the page knows of phones
+        # Phones lay out pages that do not know of them for 980 pixels.
+        size = {"width": width, "deviceScaleFactor": 1, "mobile": width < 600}
         self._call("Emulation.setDeviceMetricsOverride", height=900, **size)
         self._events.clear()
         self._call("Page.navigate", url=url)

@@ -60,13 +60,13 @@ def pages() -> list[pytest.param]:  # type: ignore[valid-type]
     return [pytest.param(name, marks=[] if name in SOME else pytest.mark.campaign) for name in names]
 
 
-
-
 @pytest.mark.parametrize("name", pages())
 def test_a_page_of_the_site(browser, name):
     """As `make docs` has left it, opened from disk."""
     for width in WIDTHS:
-        seen = browser.look((SITE / name).as_uri(), width, f"site-{name.removesuffix('.html').replace('/', '-')}-{width}")
+        seen = browser.look(
+            (SITE / name).as_uri(), width, f"site-{name.removesuffix('.html').replace('/', '-')}-{width}"
+        )
         assert not seen.faults, width
     absent = []
     for link in {*seen.links}:
