@@ -161,16 +161,20 @@ def machine() -> dict[str, Any]:
     }
 
 
-def report(title: str, rows: Sequence[dict[str, Any]], columns: Sequence[str], json_file: str | None) -> None:
-    """Prints one table of `columns` and writes everything to `json_file`."""
+def report(
+    title: str, rows: Sequence[dict[str, Any]], columns: Sequence[str], json_file: str | None, **more: Any
+) -> None:
+    """Prints one table of `columns`, and writes everything to `json_file`: the table as it is `shown`, and what else is given."""
+    shown = [[*columns], *([_show(row.get(column)) for column in columns] for row in rows)]
     table = Table(title=title)
     for column in columns:
         table.add_column(column, justify="left" if column == columns[0] else "right")
-    for row in rows:
-        table.add_row(*(_show(row.get(column)) for column in columns))
+    for cells in shown[1:]:
+        table.add_row(*cells)
     Console(width=150).print(table)
     if json_file:
-        Path(json_file).write_text(json.dumps({"title": title, "machine": machine(), "rows": list(rows)}, indent=1))
+        found = {"title": title, "machine": machine(), "rows": list(rows), "shown": shown, **more}
+        Path(json_file).write_text(json.dumps(found, indent=1))
 
 
 def _show(value: Any) -> str:

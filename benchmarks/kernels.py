@@ -72,7 +72,10 @@ def compared(name: str, columns: int, ours: Callable[[], Any], plain: Callable[[
     """Returns a row for each; plain is gathering and scattering here."""
     slow = best(plain, repeats=1)
     rows: list[dict[str, Any]] = [{"kernel": f"{name}: gather, scatter", "columns": columns, "seconds": slow}]
-    return [{"kernel": f"{name}: ours", "columns": columns, "seconds": best(ours), "/ plain": best(ours) / slow}, *rows]
+    return [
+        {"kernel": f"{name}: ours", "columns": columns, "seconds": best(ours), "of plain": best(ours) / slow},
+        *rows,
+    ]
 
 
 def main() -> None:
@@ -110,7 +113,7 @@ def measure(options: argparse.Namespace) -> None:
                 "kernel": name,
                 "columns": columns,
                 "seconds": seconds,
-                "/ plain": seconds / found["torch, csr @ x"],
+                "of plain": seconds / found["torch, csr @ x"],
             }
             size = 2 if "bfloat16" in name else 4
             rows.append({**row, "GB/s gathered": edges * columns * size / seconds / 1e9})
@@ -128,7 +131,7 @@ def measure(options: argparse.Namespace) -> None:
     title = (
         f"Plain: csr @ x, or gather and scatter. {nodes:,} nodes, {edges:,} edges, float32, {options.threads} thread(s)"
     )
-    report(title, rows, ["kernel", "columns", "seconds", "/ plain", "GB/s gathered"], options.json)
+    report(title, rows, ["kernel", "columns", "seconds", "of plain", "GB/s gathered"], options.json)
 
 
 if __name__ == "__main__":

@@ -3,10 +3,14 @@
     python benchmarks/reproduce.py --list
     python benchmarks/reproduce.py --only "Real graphs" Kernels
     python benchmarks/reproduce.py --netlab NETLAB.py      emulated links, too: root only
+    python benchmarks/reproduce.py --only Kernels --write  the page's tables, made from what the runs gave
 
 Each leaves a file in the folder ``reproduced``: the command, machine, date, seconds, exit status, what it printed, and its JSON
 where it writes one. What has ended well there is not run again; what has failed is. ``numbers.json`` has all of them, in the
 page's order.
+
+``--write`` takes results into ``docs/numbers.json``, and makes of it each table of the page that is between ``<!-- COMMAND -->``
+and ``<!-- end -->``. Others were put by hand, and a line below them says when.
 
 Of ``[--model sage|gat]``, a command runs without and with each choice. Options that stand alone in the text of a section
 (```--large```) are added to the last command above them that knows them.
@@ -34,10 +38,12 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGE = ROOT / "docs" / "numbers.md"
+NUMBERS = PAGE.with_suffix(".json")
 
 _COMMAND = (
     r"^ {4}(?P<command>python benchmarks/.*)$|(?<!`)`(?P<inline>python benchmarks/[^`]*)`|(?<!`)`(?P<options>--[^`]*)`"
 )
+_MADE = re.compile(r"<!-- (?P<command>python benchmarks/.*?) -->\n.*?<!-- end -->", re.DOTALL)
 
 
 @dataclass(frozen=True)
@@ -125,11 +131,12 @@ def run(command: Command, folder: Path, given: dict[str, str | None]) -> dict[st
     result = folder / f"{command.name}.result.json"
     if command.knows("--json") and "--json" not in words:
         words += ["--json", str(result)]
+    load = round(os.getloadavg()[0], 1)
     began, date = time.perf_counter(), datetime.now(timezone.utc).isoformat(timespec="seconds")
     done = subprocess.run(
         [sys.executable, *words[1:]], cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
     )
-    record = {**asdict(command), "ran": shlex.join(words), "machine": machine(), "date": date}
+    record = {**asdict(command), "ran": shlex.join(words), "machine": machine(), "load": load, "date": date}
     record |= {"seconds": round(time.perf_counter() - began, 1), "status": done.returncode, "output": done.stdout}
     if result.exists():
         record["result"] = json.loads(result.read_text())
@@ -146,6 +153,7 @@ def main() -> None:
     parser.add_argument("--folder", type=Path, default=Path("reproduced"))
     parser.add_argument("--netlab", help="netlab.py, for commands over emulated links")
     parser.add_argument("--root", help="what commands call ROOT: the folder of real graphs")
+    parser.add_argument("--write", action="store_true", help="then make the page's tables of what has ended well")
     asked = parser.parse_args()
     found = commands()
     if asked.only is not None:
@@ -181,6 +189,8 @@ def main() -> None:
             f": {record['seconds']} s"
             + (f", failed with status {record['status']}, see {path}" if record["status"] else "")
         )
+    if asked.write:
+        write(folder)
     sys.exit(failed > 0)
 
 
@@ -189,6 +199,44 @@ def collect(folder: Path) -> None:
     paths = [folder / f"{command.name}.json" for command in commands()]
     records = [json.loads(path.read_text()) for path in paths if path.exists()]
     (folder / "numbers.json").write_text(json.dumps(records, indent=1) + "\n")
+
+
+def made(page: str, records: dict[str, dict[str, Any]]) -> str:
+    """Returns the page with its tables made from records, by their commands; below each, where and when it was measured."""
+
+    def table(match: re.Match[str]) -> str:
+        text = match["command"]
+        if text not in records:
+            raise SystemExit(f"{NUMBERS.name} has nothing of `{text}`. Run it: reproduce.py --only SECTION --write")
+        record = records[text]
+        heads, *rows = record["result"]["shown"]
+        lines, stack = [heads, ["---"] * len(heads), *rows], "{cores} cores, {system}, Python {python}, torch {torch}"
+        below = f"*{record['date'][:10]}: {stack.format(**record['machine'])}, load {record['load']} when it began.*"
+        cells = "\n".join(f"| {' | '.join(row)} |" for row in lines).replace("| --- ", "|---").replace("--- |", "---|")
+        return f"<!-- {text} -->\n\n{cells}\n\n{below}\n\n<!-- end -->"
+
+    return _MADE.sub(table, page)
+
+
+def kept() -> dict[str, dict[str, Any]]:
+    """Returns what ``docs/numbers.json`` has, by command."""
+    return {each["text"]: each for each in json.loads(NUMBERS.read_text())} if NUMBERS.exists() else {}
+
+
+def write(folder: Path) -> None:
+    """Takes the results of the page's tables into ``docs/numbers.json``, without what they printed, and makes the tables."""
+    page, records = PAGE.read_text(encoding="utf-8"), kept()
+    texts = [match["command"] for match in _MADE.finditer(page)]
+    for command in commands():
+        path = folder / f"{command.name}.json"
+        if command.text in texts and path.exists():
+            record = json.loads(path.read_text())
+            del record["output"]
+            if record["status"] == 0:
+                records[command.text] = record
+    new = made(page, records)
+    NUMBERS.write_text(json.dumps([records[text] for text in texts], indent=1) + "\n")
+    PAGE.write_text(new, encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -65,11 +65,20 @@ def test_commands_of_the_numbers():
     assert {reproduce.variants(each)[0] for each in blocks} <= {each.text for each in reproduce.commands()}
 
 
+def test_tables_are_those_of_the_numbers():
+    """A table between marks is what numbers.json gives, and no other is without the day on which it was put."""
+    page = reproduce.PAGE.read_text()
+    assert reproduce.made(page, reproduce.kept()) == page, "python benchmarks/reproduce.py --list --write"
+    ends = re.findall(r"^\|.*\n\n?(?!\|)(.*)", page, re.MULTILINE)
+    assert ends and not [end for end in ends if not re.match(r"\*(Put by hand, last on )?\d{4}-\d\d-\d\d", end)]
+
+
 TINY = """
 import sys, json, pathlib
 pathlib.Path("runs").open("a").write("x")
 print("a table")
-pathlib.Path(sys.argv[sys.argv.index("--json") + 1]).write_text(json.dumps({"rows": sys.argv[1:-2]}))
+found = {"rows": sys.argv[1:-2], "shown": [["a", "b"], ["1", "2"]]}
+pathlib.Path(sys.argv[sys.argv.index("--json") + 1]).write_text(json.dumps(found))
 sys.exit(pathlib.Path("fails").exists())
 """
 
@@ -91,7 +100,15 @@ def test_reproducing_goes_on_where_it_was(tmp_path):
         assert "needs --netlab" in run(tmp_path / "benchmarks" / "reproduce.py", cwd=tmp_path).succeeded().output
     [record] = json.loads(found.read_text())
     assert (tmp_path / "runs").read_text() == "xx"
-    assert record["output"] == "a table\n" and record["result"] == {"rows": ["1"]} and record["machine"]["torch"]
+    # The table that it makes of the page's marks, and what it was before.
+    marks = "<!-- python benchmarks/tiny.py 1 -->\n{}\n<!-- end -->\n"
+    page = tmp_path / "docs" / "numbers.md"
+    page.write_text(page.read_text() + marks.format("| a | b |\n|---|---|\n| 3 | 4 |"))
+    run(tmp_path / "benchmarks" / "reproduce.py", "--list", "--write", cwd=tmp_path).succeeded()
+    assert "| a | b |\n|---|---|\n| 1 | 2 |\n\n*20" in page.read_text() and "| 3 | 4 |" not in page.read_text()
+    [kept] = json.loads((tmp_path / "docs" / "numbers.json").read_text())
+    assert kept["date"] == record["date"] and "output" not in kept
+    assert record["output"] == "a table\n" and record["result"]["rows"] == ["1"] and record["machine"]["torch"]
 
 
 @pytest.mark.parametrize("tutorial", TUTORIALS, ids=lambda tutorial: tutorial.stem)

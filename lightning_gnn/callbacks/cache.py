@@ -97,9 +97,10 @@ class AdaptiveThreshold:
     def __post_init__(self) -> None:
         if self.rule is None or not is_one_of(self.rule, ("text", "printed")):
             raise ValueError(f"rule must be 'text' or 'printed' (got {shown(self.rule)}).")
-        not_numbers = ("rule", "mean", "first", "factors")
-        numbers = {name: value for name, value in asdict(self).items() if name not in not_numbers}
-        check_numbers(**numbers)
+        given = {name: value for name, value in asdict(self).items() if name not in ("rule", "factors")}
+        check_numbers(
+            **{name: value for name, value in given.items() if name not in ("mean", "first") or value is not None}
+        )
         if not isinstance(self.factors, dict) or not all(isinstance(name, str) for name in self.factors):
             raise ValueError(
                 f"factors must be a number by name, such as {{'backward': 4}} (got {shown(self.factors)})."

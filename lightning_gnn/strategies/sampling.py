@@ -27,6 +27,7 @@ from lightning_gnn.arguments import (
     check_numbers,
     check_seed,
     check_whole,
+    check_words,
     checked_batches,
     checked_bytes,
     fanouts_by_type,
@@ -197,6 +198,8 @@ class SamplingStrategy(GNNStrategy):
                 f"replace and directed tell how neighbours are drawn, and method={method!r} takes all edges between its nodes."
             )
         labor = method == "labor"
+        named = {"weight_attr": weight_attr, "time_attr": time_attr}
+        check_words(**{name: value for name, value in named.items() if value is not None})
         check_choices(replace, weight_attr is not None, time_attr is not None, temporal_strategy, labor)
         if score is not None and (not callable(score) or replace or labor or temporal_strategy == "last"):
             raise ValueError(

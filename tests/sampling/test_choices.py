@@ -392,6 +392,8 @@ def test_refused_attributes(case, ranks):
 @pytest.mark.parametrize(
     ("options", "words"),
     [
+        ({"weight_attr": 1.5}, r"weight_attr must be a word \(got 1.5\)"),
+        ({"time_attr": torch.ones(2)}, "time_attr must be a word"),
         ({"weight_attr": "w", "replace": True}, "replace=True draws uniformly"),
         ({"temporal_strategy": "last"}, "takes the latest edges; it needs time"),
         ({"time_attr": "t", "method": "shadow"}, "Use method='neighbor'"),
