@@ -180,10 +180,6 @@ def report(
 def _show(value: Any) -> str:
     if value is None:
         return "-"
-    return (
-        f"{value:.3g}"
-        if isinstance(value, float) and value < 1000
-        else f"{value:,.0f}"
-        if isinstance(value, float)
-        else str(value)
-    )
+    if isinstance(value, float):
+        return f"{value:.3g}" if abs(value) < 1000 else f"{value:,.0f}"
+    return f"{value:,}" if type(value) is int else str(value)

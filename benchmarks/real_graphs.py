@@ -76,22 +76,24 @@ def main() -> None:
                     rows.append({"graph": graph, "model": model, "system": name, "s/epoch": seconds, **found})
                     if system == plain:
                         reference = rows[-1]
-                    rows[-1]["/ PyG"] = seconds / reference["s/epoch"]
+                    rows[-1]["of PyG"] = seconds / reference["s/epoch"]
                     rows[-1]["peak MB/rank"] = max(found["peak_mb"])
                     rows[-1]["of PyG's"] = max(found["peak_mb"]) / reference["peak_mb"][0]
                     rows[-1]["MB sent/epoch"] = found["bytes"] / 1e6
-                    rows[-1]["loss error"] = max(abs(a - b) for a, b in zip(found["losses"], reference["losses"]))
+                    rows[-1]["largest loss difference"] = max(
+                        abs(a - b) for a, b in zip(found["losses"], reference["losses"])
+                    )
                     print(f"{graph} {model} {name}: {seconds:.3f} s", file=sys.stderr, flush=True)
     columns = [
         "graph",
         "model",
         "system",
         "s/epoch",
-        "/ PyG",
+        "of PyG",
         "peak MB/rank",
         "of PyG's",
         "MB sent/epoch",
-        "loss error",
+        "largest loss difference",
     ]
     report("2 layers, 64 hidden columns", rows, columns, options.json)
 

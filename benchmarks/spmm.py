@@ -47,8 +47,8 @@ COLUMNS = {"planted": 16, "github": 64, "dense": 64}
 DENSE_NODES, DENSE_EDGES = 20_000, 4_000_000
 
 TABLE = [
-    "graph", "ranks", "system", "s/epoch", "/ dgcl", "MB/epoch", "MB / dgcl", "of formula", "of paper", "peak MB", "later MB",
-    "4nfc/P MB", "loss error",
+    "graph", "ranks", "system", "s/epoch", "of dgcl", "MB sent/epoch", "MB of dgcl", "of formula", "of published", "peak MB",
+    "later MB", "4 n f c / P, MB", "largest loss difference",
 ]  # fmt: skip
 
 
@@ -159,20 +159,20 @@ def table_rows(
         nodes = sum(run["counts"])
         row = {"graph": name, "ranks": ranks, "system": system.name, "s/epoch": median(run["seconds"][2:]), **run}
         rows.append(row)
-        row["/ dgcl"] = row["s/epoch"] / rows[0]["s/epoch"]
-        row["MB/epoch"] = run["bytes"] / 1e6
-        row["MB / dgcl"] = run["bytes"] / rows[0]["bytes"]
+        row["of dgcl"] = row["s/epoch"] / rows[0]["s/epoch"]
+        row["MB sent/epoch"] = run["bytes"] / 1e6
+        row["MB of dgcl"] = run["bytes"] / rows[0]["bytes"]
         row["formula_bytes"] = 2 * formula_bytes(place, run["counts"], columns, entries)
         row["of formula"] = run["bytes"] / row["formula_bytes"]
         if isinstance(place, ProcessGrid):
-            row["of paper"] = run["bytes"] / (8 * place.paper_words(nodes, columns))
-            row["4nfc/P MB"] = 16 * nodes * columns * place.replication / ranks / 2**20
+            row["of published"] = run["bytes"] / (8 * place.paper_words(nodes, columns))
+            row["4 n f c / P, MB"] = 16 * nodes * columns * place.replication / ranks / 2**20
         if system.whole and run["bytes"] != row["formula_bytes"]:
             raise RuntimeError(
                 f"{name}, {ranks} ranks, {system.name}: {run['bytes']} bytes, not {row['formula_bytes']}"
             )
         row["peak MB"], row["later MB"] = max(run["peak_mb"]), max(run["later_peak_mb"])
-        row["loss error"] = max(abs(a - b) for a, b in zip(run["losses"], expected))
+        row["largest loss difference"] = max(abs(a - b) for a, b in zip(run["losses"], expected))
     return rows
 
 

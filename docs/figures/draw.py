@@ -1,6 +1,7 @@
 """The pictures of these pages: python docs/figures/draw.py [FOLDER], by default docs/images.
 
-``measured.json`` beside this file has what ``benchmarks/epoch_time.py --json`` wrote, ``runs.json`` what ``measure.py`` did.
+``docs/numbers.json`` has what benchmarks measured (``benchmarks/reproduce.py --write``), ``runs.json`` beside this file what
+``measure.py`` did.
 """
 
 from __future__ import annotations
@@ -66,10 +67,23 @@ def two_ranks() -> Any:
     return figure
 
 
+def measured(command: str) -> list[dict[str, Any]]:
+    """Returns the rows of a benchmark's table."""
+    records = json.loads((HERE.parent / "numbers.json").read_text())
+    return next(each["result"]["rows"] for each in records if each["text"] == command)
+
+
+def runs(name: str) -> Any:
+    return json.loads((HERE / "runs.json").read_text())[name]
+
+
 def time_and_memory() -> Any:
     """Seconds of an epoch and memory of a process, beside PyG."""
-    measured = json.loads((HERE / "measured.json").read_text())
-    rows = [row for row in measured["rows"] if row["system"] in ("PyG, edge_index", "PyG, torch.sparse_csr", "dgcl")]
+    rows = [
+        row
+        for row in measured("python benchmarks/epoch_time.py")
+        if row["system"] in ("PyG, edge_index", "PyG, torch.sparse_csr", "dgcl")
+    ]
     labels = [
         row["system"] + ("" if "PyG" in row["system"] else f", {row['ranks x threads'].replace('x', ' x ')}")
         for row in rows
@@ -77,7 +91,7 @@ def time_and_memory() -> Any:
     colors = [GREY if label.startswith("PyG") else COLORS[0] for label in labels]
     figure, axes = plt.subplots(1, 2, figsize=(9.5, 2.6), sharey=True)
     for axis, name, title in zip(
-        axes, ("s/epoch", "peak MB/rank"), ("seconds of an epoch", "MB of a process above imports")
+        axes, ("s/epoch", "peak MB/rank above imports"), ("seconds of an epoch", "MB of a process above imports")
     ):
         bars = axis.barh(labels, [row[name] for row in rows], color=colors)
         axis.bar_label(bars, fmt="{:,.3g}" if name == "s/epoch" else "{:,.0f}", padding=3, fontsize=8)
@@ -85,6 +99,20 @@ def time_and_memory() -> Any:
         axis.spines.bottom.set_visible(False)
         axis.margins(x=0.12)
     axes[0].invert_yaxis()
+    return figure
+
+
+def by_ranks() -> Any:
+    """Seconds of an epoch and memory of a process against the number of ranks, of three models."""
+    figure, axes = plt.subplots(1, 2, figsize=(9.5, 2.8))
+    for model, color in zip(("gcn", "sage", "gat"), (*COLORS, "#2ca02c")):
+        found = measured("python benchmarks/epoch_time.py" + ("" if model == "gcn" else f" --model {model}"))
+        rows = {int(row["ranks x threads"].split("x")[0]): row for row in found if row["system"] == "dgcl"}
+        for axis, name in zip(axes, ("s/epoch", "peak MB/rank above imports")):
+            axis.plot([*rows], [row[name] for row in rows.values()], "o-", color=color, label=model.upper())
+    for axis, title in zip(axes, ("seconds of an epoch", "MB of a process above imports")):
+        axis.set(title=title, xlabel="ranks, of one thread each, on 2 cores", xticks=(1, 2, 4), yscale="log")
+        axis.legend(frameon=False)
     return figure
 
 
@@ -122,7 +150,7 @@ def which_strategy() -> Any:
 
 def losses() -> Any:
     """Training losses of one device and of several ranks, on one another."""
-    curves = json.loads((HERE / "runs.json").read_text())["losses"]
+    curves = runs("losses")
     first, *others = curves
     figure, axes = plt.subplots(1, 2, figsize=(9.5, 2.8))
     for (name, losses), width, color in zip(curves.items(), (7, 3.5, 1.2), (GREY, *COLORS)):
@@ -134,6 +162,29 @@ def losses() -> Any:
     axes[1].set(title="its difference from that of one device (0 is drawn at 1e-9)", xlabel="epoch", ylim=(5e-10, 1))
     for axis in axes:
         axis.legend(frameon=False)
+    return figure
+
+
+def losses_by_seconds() -> Any:
+    """Validation losses of strategies against seconds of training."""
+    figure, axis = plt.subplots(figsize=(7.5, 2.8))
+    for (name, curve), color in zip(runs("losses_by_seconds").items(), (*COLORS, "#2ca02c", "#9467bd")):
+        axis.plot(curve["seconds"], curve["loss"], label=name, color=color)
+    axis.set(xlabel="seconds of training, 2 ranks", ylabel="validation loss", xscale="log")
+    axis.legend(frameon=False)
+    return figure
+
+
+def cover_and_halo() -> Any:
+    """Rows that ``cover`` sends of those that ``dgcl`` does, by parts."""
+    figure, axis = plt.subplots(figsize=(7.5, 2.8))
+    for name, by_parts in runs("rows_of_cover").items():
+        axis.plot([*map(int, by_parts)], [100 * cover / halo for halo, cover in by_parts.values()], "o-", label=name)
+    ticks = (2, 4, 8, 16, 32)
+    axis.set(xlabel="parts", ylabel="% of the halo rows", xscale="log", ylim=(0, 100))
+    axis.set_xticks(ticks, map(str, ticks), minor=False)
+    axis.minorticks_off()
+    axis.legend(frameon=False, loc="center left", bbox_to_anchor=(1, 0.5))
     return figure
 
 
@@ -212,7 +263,7 @@ def plan_on_dgx1() -> Any:
 
 def trace_of_an_epoch() -> Any:
     """What two ranks do in an epoch, as the trace has it."""
-    events = [each for each in json.loads((HERE / "runs.json").read_text())["trace"] if each["ph"] == "X"]
+    events = [each for each in runs("trace") if each["ph"] == "X"]
     colors = {"forward": COLORS[0], "backward": COLORS[1], "optimizer": "#2ca02c"}
     colors |= {"send": "#9467bd", "wait": "#d62728", "sum of gradients": "0.6"}
     begin = min(each["ts"] for each in events)
@@ -235,8 +286,11 @@ def trace_of_an_epoch() -> Any:
 PICTURES: dict[str, Callable[[], Any]] = {
     "two-ranks": two_ranks,
     "time-and-memory": time_and_memory,
+    "by-ranks": by_ranks,
     "which-strategy": which_strategy,
     "losses": losses,
+    "losses-by-seconds": losses_by_seconds,
+    "cover-and-halo": cover_and_halo,
     "steps-of-schemes": steps_of_schemes,
     "plan-on-dgx1": plan_on_dgx1,
     "trace-of-an-epoch": trace_of_an_epoch,
