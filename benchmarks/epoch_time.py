@@ -4,7 +4,8 @@
 
 Every row runs in processes of its own. Losses must be those that the graph's generator states for GCN, and for other models
 those of the plain loop. ``anew`` rows keep nothing of what the first layer makes of constant input, ``lean`` ones give memory
-back that they free, ``gloo`` ones exchange over loopback instead of shared memory.
+back that they free, ``gloo`` ones exchange over loopback instead of shared memory. DGL's rows come where it is installed:
+``pip install --no-deps dgl==2.1.0 torchdata==0.7.1 pandas pytz python-dateutil``, of which GraphBolt is left out.
 """
 
 from __future__ import annotations
@@ -13,7 +14,10 @@ import argparse
 import json
 import sys
 import time
+import types
 from collections.abc import Callable
+from importlib.metadata import version
+from importlib.util import find_spec
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -22,6 +26,7 @@ import lightning as L
 import torch
 import torch.nn.functional as F
 from common import PLANTED_LOSSES, QUIET, PeakMemory, load_planted, planted_file, planted_weights, report, run_row
+from torch import Tensor
 from torch_geometric.data import Data
 from torch_geometric.nn import GCNConv
 from torch_geometric.nn.models import GAT, GCN, GraphSAGE
@@ -70,12 +75,63 @@ def plain_loop(
         adjacency = torch.sparse_csr_tensor(pointer, edge_index[0][order], weight[order], (data.num_nodes,) * 2)
         for conv in convs:
             conv.normalize = False
+    return loop(lambda: model(data.x, adjacency), model, data, epochs, memory)
+
+
+def dgl_loop(
+    kind: str, build: Callable[[], torch.nn.Module], load: Callable[[], Data], layout: str, epochs: int
+) -> dict[str, Any]:
+    """The loop that a DGL user writes on one device, from the same weights."""
+    sys.modules["dgl.graphbolt"] = types.ModuleType("dgl.graphbolt")  # its library is compiled for one torch
+    import dgl
+    from dgl.nn import GATConv, GraphConv
+    from dgl.nn import SAGEConv as Sage
+
+    memory = PeakMemory()
+    data, convs = load(), list[torch.nn.Module]()
+    graph = dgl.graph((*data.edge_index,), num_nodes=data.num_nodes)
+    if kind != "sage":
+        graph = dgl.add_self_loop(graph)
+    peers: Any = build().convs
+    for peer in peers:
+        sizes = peer.in_channels, peer.out_channels
+        if kind == "gcn":
+            conv: Any = GraphConv(*sizes, bias=False)
+            conv.weight.data = peer.lin.weight.data.t().contiguous()
+        elif kind == "sage":
+            conv = Sage(*sizes, "mean")
+            conv.fc_neigh.weight.data, conv.fc_self.weight.data = peer.lin_l.weight.data, peer.lin_r.weight.data
+            conv.fc_self.bias.data = peer.lin_l.bias.data
+        else:
+            conv = GATConv(*sizes, peer.heads)
+            conv.fc.weight.data, conv.attn_l.data, conv.attn_r.data = (
+                peer.lin.weight.data,
+                peer.att_src.data,
+                peer.att_dst.data,
+            )
+        convs.append(conv)
+    model = torch.nn.ModuleList(convs).to(data.x.dtype)
+
+    def forward() -> Tensor:
+        x = data.x
+        for conv, peer in zip(convs, peers):
+            x = conv(graph, x if conv is convs[0] else F.relu(x))
+            if kind == "gat":
+                x = x.flatten(1) if peer.concat else x.mean(1)
+        return x
+
+    return loop(forward, model, data, epochs, memory)
+
+
+def loop(
+    forward: Callable[[], Tensor], model: torch.nn.Module, data: Data, epochs: int, memory: PeakMemory
+) -> dict[str, Any]:
     optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
     losses, seconds = [], []
     for _ in range(epochs):
         began = time.perf_counter()
         optimizer.zero_grad()
-        loss = F.cross_entropy(model(data.x, adjacency)[data.train_mask], data.y[data.train_mask])
+        loss = F.cross_entropy(forward()[data.train_mask], data.y[data.train_mask])
         loss.backward()
         optimizer.step()
         losses.append(loss.item())
@@ -207,9 +263,10 @@ def main() -> None:
         def load() -> Data:
             return load_planted(path, double)
 
+        loops = {"pyg": plain_loop, "dgl": dgl_loop}
         row = (
-            plain_loop(options.model, build, load, value, options.epochs)
-            if system == "pyg"
+            loops[system](options.model, build, load, value, options.epochs)
+            if system in loops
             else dgcl(
                 build, "common.load_planted", {"path": path, "double": double}, int(value), options.epochs, variant
             )
@@ -222,6 +279,8 @@ def main() -> None:
     plan = [] if options.skip_coo else [("PyG, edge_index", "pyg:coo:", 1, 1)]
     if options.model != "gat":  # whose conv takes no CSR
         plan.append(("PyG, torch.sparse_csr", "pyg:csr:", 1, 1))
+    if find_spec("dgl") is not None:
+        plan += [(f"DGL {version('dgl')}", "dgl::", 1, threads) for threads in (1, 2)]
     for run in options.runs:
         ranks, threads = map(int, run.split()[0].split("x"))
         variant = run.partition(" ")[2]

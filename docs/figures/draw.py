@@ -82,13 +82,10 @@ def time_and_memory() -> Any:
     rows = [
         row
         for row in measured("python benchmarks/epoch_time.py")
-        if row["system"] in ("PyG, edge_index", "PyG, torch.sparse_csr", "dgcl")
+        if row["system"] == "dgcl" or row["system"].startswith(("PyG", "DGL"))
     ]
-    labels = [
-        row["system"] + ("" if "PyG" in row["system"] else f", {row['ranks x threads'].replace('x', ' x ')}")
-        for row in rows
-    ]
-    colors = [GREY if label.startswith("PyG") else COLORS[0] for label in labels]
+    labels = [f"{row['system']}, {row['ranks x threads'].replace('x', ' x ')}" for row in rows]
+    colors = [COLORS[0] if label.startswith("dgcl") else GREY for label in labels]
     figure, axes = plt.subplots(1, 2, figsize=(9.5, 2.6), sharey=True)
     for axis, name, title in zip(
         axes, ("s/epoch", "peak MB/rank above imports"), ("seconds of an epoch", "MB of a process above imports")
