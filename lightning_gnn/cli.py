@@ -55,8 +55,7 @@ examples:
   lightning-gnn fit --config configs/dgcl.yaml --trainer.max_epochs 20
   lightning-gnn compare --config configs/compare.yaml
 
-All options of a command: lightning-gnn COMMAND --help
-A script by which a shell completes these words: lightning-gnn --print-completion bash|zsh|fish
+All options of a command: lightning-gnn COMMAND --help; for a shell to complete them: lightning-gnn --print-completion bash
 """.format(commands="\n".join(f"  {name:<10} {text}" for name, text in COMMANDS.items()))
 
 SHORT = """lightning-gnn trains PyTorch Geometric models, unchanged, on one graph over several devices:
