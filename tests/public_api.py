@@ -66,6 +66,7 @@ class Net(L.LightningModule):
         self.model = GCN(8, 16, num_layers=2, out_channels=4)
 
     def training_step(self, batch: Data, _: int) -> Tensor:
+        assert isinstance(batch.y, Tensor)
         out = self.model(batch.x, batch.edge_index)
         return torch.nn.functional.cross_entropy(out[batch.train_mask], batch.y[batch.train_mask])
 
