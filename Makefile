@@ -1,6 +1,7 @@
 # make demo   a PyG model on two processes, on a graph made on the spot
 # make test   linter, type checker and the tests of every day, some minutes
 # make test-all  the same with the campaign: more cases, examples, programs of strangers and real graphs, about an hour
+# make test-install PYTHON=python3.12  what is built, in an empty environment of that Python: installed, and tried
 # make docs   the site, in build/site, with the tutorials, which run for some minutes; a broken link is an error
 PYTHON ?= python3
 VENV := .venv
@@ -8,7 +9,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 TUTORIALS := $(patsubst docs/%.py,build/%.md,$(wildcard docs/tutorials/*.py))
 
-.PHONY: demo test test-all test-only lint docs clean
+.PHONY: demo test test-all test-only test-install lint docs clean
 
 demo: $(STAMP)
 	$(BIN)/python examples/demo.py
@@ -20,6 +21,9 @@ test-only: $(STAMP)
 
 test-all: lint
 	LIGHTNING_GNN_TEST_ALL=1 $(BIN)/python -m pytest -n 2
+
+test-install:
+	.ci/install $(PYTHON)
 
 lint: $(STAMP)
 	$(BIN)/ruff check .

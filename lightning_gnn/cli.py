@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Sequence
+from typing import Any
 
 import lightning as L
-from lightning.pytorch.cli import LightningCLI, SaveConfigCallback
+from lightning.pytorch.cli import LightningArgumentParser, LightningCLI, SaveConfigCallback
 from typing_extensions import override
 
 import lightning_gnn
@@ -14,6 +16,7 @@ from lightning_gnn.callbacks.loggers import log_config
 from lightning_gnn.commands.advise import advise
 from lightning_gnn.commands.check import check
 from lightning_gnn.commands.compare import compare
+from lightning_gnn.commands.completion import print_completion
 from lightning_gnn.commands.demo import demo
 from lightning_gnn.commands.doctor import doctor
 from lightning_gnn.commands.partition import partition
@@ -52,7 +55,7 @@ examples:
   lightning-gnn fit --config configs/dgcl.yaml --trainer.max_epochs 20
   lightning-gnn compare --config configs/compare.yaml
 
-All options of a command: lightning-gnn COMMAND --help
+All options of a command: lightning-gnn COMMAND --help; for a shell to complete them: lightning-gnn --print-completion bash
 """.format(commands="\n".join(f"  {name:<10} {text}" for name, text in COMMANDS.items()))
 
 SHORT = """lightning-gnn trains PyTorch Geometric models, unchanged, on one graph over several devices:
@@ -86,10 +89,39 @@ class TrainerCLI(LightningCLI):
     """LightningCLI that answers an unknown strategy with the nearest known one."""
 
     @override
+    def parse_arguments(self, parser: LightningArgumentParser, args: Any) -> None:
+        self.config = parser.parse_args(args)
+
+    @override
     def before_instantiate_classes(self) -> None:
         assert self.subcommand is not None
         trainer = self.config[self.subcommand].trainer
         check_names(self._parser(self.subcommand), trainer.strategy, trainer.accelerator)
+
+
+def run(command: str, arguments: Sequence[str]) -> None:
+    own = {each.__name__: each for each in (demo, partition, plan, advise, check, compare, doctor, topology)}
+    if command in own:
+        own[command](arguments)
+        return
+    TrainerCLI(
+        L.LightningModule,
+        GraphDataModule,
+        subclass_mode_model=True,
+        subclass_mode_data=True,
+        save_config_callback=SaveConfig,
+        save_config_kwargs={"overwrite": True},
+        parser_class=Parser,
+        parser_kwargs={
+            "prog": "lightning-gnn",
+            # Not a list of all keys, which would push the description out of sight.
+            **{
+                name: {"usage": f"lightning-gnn {name} --config FILE [--KEY VALUE ...]", "description": COMMANDS[name]}
+                for name in TrainerCLI.subcommands()
+            },
+        },
+        args=[command, *arguments],
+    )
 
 
 def main() -> None:
@@ -99,30 +131,10 @@ def main() -> None:
         sys.exit(0)
     for name in lightning_gnn.__all__:
         getattr(lightning_gnn, name)  # so that the parser knows these classes by their names alone
-    own = {each.__name__: each for each in (demo, partition, plan, advise, check, compare, doctor, topology)}
-    if command in own:
-        own[command](arguments)
+    if command == "--print-completion":
+        print_completion(arguments, COMMANDS, run)
     elif command in COMMANDS or command.startswith("-"):
-        TrainerCLI(
-            L.LightningModule,
-            GraphDataModule,
-            subclass_mode_model=True,
-            subclass_mode_data=True,
-            save_config_callback=SaveConfig,
-            save_config_kwargs={"overwrite": True},
-            parser_class=Parser,
-            parser_kwargs={
-                "prog": "lightning-gnn",
-                # Not a list of all keys, which would push the description out of sight.
-                **{
-                    name: {
-                        "usage": f"lightning-gnn {name} --config FILE [--KEY VALUE ...]",
-                        "description": COMMANDS[name],
-                    }
-                    for name in TrainerCLI.subcommands()
-                },
-            },
-        )
+        run(command, arguments)
     else:
         print(f"error: unknown command {command!r}{did_you_mean(command, COMMANDS)}\n", file=sys.stderr)
         print(HELP, end="", file=sys.stderr)

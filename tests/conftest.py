@@ -37,6 +37,8 @@ def _serve(connection: Any, rank: int, begin: Callable[[], None] | None, forked:
         warm.serve_from_here()
     torch.set_num_threads(1)
     warnings.filterwarnings("ignore")
+    for deprecated in (DeprecationWarning, PendingDeprecationWarning, FutureWarning):
+        warnings.filterwarnings("error", category=deprecated, module="lightning_gnn")
     if begin is not None:
         begin()
     while True:

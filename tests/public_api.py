@@ -3,31 +3,58 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import lightning as L
 import torch
 from torch import Tensor
 from torch_geometric.data import Data
+from torch_geometric.nn import MessagePassing
 from torch_geometric.nn.models import GCN
 
 import lightning_gnn
 from lightning_gnn import (
     AdaptiveThreshold,
+    AutoStrategy,
     CachedVertexCutStrategy,
+    ClusterAllReduceStrategy,
+    CommNet,
+    CommNetConv,
     CommunicationMonitor,
     CommunicationTrace,
+    CoverStrategy,
     DGCLStrategy,
+    DistributedEmbedding,
+    GNNStrategy,
     GossipStrategy,
     GraphDataModule,
+    LargestChanges,
     LinkPredictor,
     NodeClassifier,
     SamplingStrategy,
+    SpMM1DStrategy,
+    SpMM2DStrategy,
+    SpMM3DStrategy,
+    SpMM15DStrategy,
+    SpMMStrategy,
     StagedStrategy,
+    UnsupportedModelError,
+    VertexCutStrategy,
     advise,
     check_parity,
+    choose_edges,
     compare,
+    expand,
+    fetch_rows,
+    labelled,
+    mean_over_ranks,
+    num_nodes,
     planted_partition,
+    reduce,
+    register_adapter,
     split_edges,
+    substitute,
+    sum_over_ranks,
 )
 
 
@@ -39,6 +66,7 @@ class Net(L.LightningModule):
         self.model = GCN(8, 16, num_layers=2, out_channels=4)
 
     def training_step(self, batch: Data, _: int) -> Tensor:
+        assert isinstance(batch.y, Tensor)
         out = self.model(batch.x, batch.edge_index)
         return torch.nn.functional.cross_entropy(out[batch.train_mask], batch.y[batch.train_mask])
 
@@ -46,21 +74,61 @@ class Net(L.LightningModule):
         return torch.optim.Adam(self.parameters())
 
 
+class Ranks(L.LightningModule):
+    """What ranks ask each other for, in a step."""
+
+    def __init__(self, num_rows: int) -> None:
+        super().__init__()
+        self.rows = DistributedEmbedding(num_rows, 8, optimizer="adam", lr=0.1)
+        self.conv, self.model = CommNetConv(8, 8), CommNet(8, 16, num_layers=2, out_channels=4)
+
+    def training_step(self, batch: Data, _: int) -> Tensor:
+        assert isinstance(batch.edge_index, Tensor) and isinstance(batch.y, Tensor)
+        x: Tensor = self.conv(self.rows(batch.n_id), batch.edge_index)
+        sent = expand(x)[batch.edge_index[0]]
+        sums: Tensor = reduce(torch.zeros_like(expand(x)).index_add(0, batch.edge_index[0], sent))
+        edges, *_weights = choose_edges(batch, "edge_train_mask", ["edge_weight"])
+        out: Tensor = self.model(x + sums / num_nodes(x), edges)
+        far: Tensor = fetch_rows(out, torch.tensor([0]))
+        mask: Tensor = labelled(batch, "train_mask")
+        total: Tensor = sum_over_ranks(far.sum(0))
+        losses = torch.nn.functional.cross_entropy(out[mask], batch.y[mask], reduction="none")
+        return mean_over_ranks(losses) + total.mean()
+
+
+@register_adapter(MessagePassing)
+def adapter(conv: MessagePassing, graph: Any, layer: str) -> dict[str, Any]:
+    if layer == "unknown":
+        raise UnsupportedModelError(f"{layer}: no")
+    return {"forward": substitute(conv.forward, degree=graph.out_degree)}
+
+
 def program(folder: Path) -> None:
     graph: Data = planted_partition(100, num_features=8, num_classes=4)
     data = GraphDataModule(graph, store=folder)
     classifier = NodeClassifier(GCN(8, 16, num_layers=2, out_channels=4), num_classes=4)
     callbacks: list[L.Callback] = [CommunicationMonitor(), CommunicationTrace(folder / "trace.json")]
-    strategies: list[lightning_gnn.GNNStrategy] = [
+    strategies: list[GNNStrategy] = [
+        AutoStrategy(),
+        CoverStrategy(plan="p2p", refine=True),
         DGCLStrategy(codec="int8"),
+        SpMMStrategy(),
+        SpMM1DStrategy(),
+        SpMM15DStrategy(),
+        SpMM2DStrategy(),
+        SpMM3DStrategy(),
+        VertexCutStrategy(),
         CachedVertexCutStrategy(cache=AdaptiveThreshold(epsilon=0.01)),
+        CachedVertexCutStrategy(cache=LargestChanges(share=0.2)),
         SamplingStrategy([15, 10], 1024, weight_attr="w"),
         GossipStrategy(),
+        ClusterAllReduceStrategy(),
         StagedStrategy([{"strategy": "gossip", "epochs": 5}, "dgcl"]),
     ]
     trainer = L.Trainer(strategy=strategies[0], devices=2, accelerator="cpu", callbacks=callbacks)
     trainer.fit(classifier, datamodule=data)
     print(check_parity(Net(), data, ["dgcl"]), str(advise(classifier, data, devices=2)))
+    trainer.fit(Ranks(100), datamodule=data)
     links = LinkPredictor(GCN(8, 16, num_layers=2, out_channels=4))
     trainer.fit(links, datamodule=GraphDataModule(split_edges(graph)))
     found = compare(Net, {"source": "a.b"}, ["dgcl", {"strategy": "auto", "devices": 1}], devices=2, epochs=3)

@@ -13,6 +13,8 @@ from pathlib import Path
 import pytest
 from processes import REPOSITORY
 
+import lightning_gnn
+
 PROGRAM = REPOSITORY / "tests" / "public_api.py"
 BUILD = "import sys; from setuptools import build_meta; print(getattr(build_meta, sys.argv[1])(sys.argv[2]))"
 
@@ -39,6 +41,10 @@ def test_a_wheel_from_the_source_distribution_has_every_file(tmp_path):
         assert re.search(r"^Requires-Python: >=3\.10$", wheel.read(metadata).decode(), re.MULTILINE)
     there = {path for path in (REPOSITORY / "lightning_gnn").rglob("*.*") if path.parent.name != "__pycache__"}
     assert names == {path.relative_to(REPOSITORY).as_posix() for path in there}
+
+
+def test_the_program_of_types_uses_all_names():
+    assert not [name for name in lightning_gnn.__all__ if len(re.findall(rf"\b{name}\b", PROGRAM.read_text())) < 2]
 
 
 @pytest.mark.campaign

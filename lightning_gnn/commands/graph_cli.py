@@ -95,7 +95,7 @@ class GraphCLI(LightningCLI):
             chosen.model = None
         elif chosen.model is None and self.needs_module:
             self.parser.error("which model? Give --model, or a file that names one, as for fit.")
-        made = self.parser.instantiate_classes(chosen)
+        made = self.parser.instantiate(chosen)
         self.datamodule, self.module = made.data, made.get("model")
         self.strategy = self._strategy(made.trainer.strategy)
         self.scheme = self.strategy.scheme

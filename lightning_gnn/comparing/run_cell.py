@@ -94,7 +94,7 @@ def _made(task: dict[str, Any], what: str) -> Any:
         return section
     if MAKES not in section:
         parser = task_parser()
-        return parser.instantiate_classes(parser.parse_object({what: section}))[what]
+        return parser.instantiate(parser.parse_object({what: section}))[what]
     module, _, name = section[MAKES].rpartition(".")
     return getattr(importlib.import_module(module), name)()
 
