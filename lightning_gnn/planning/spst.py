@@ -20,6 +20,7 @@ import numba
 import numpy as np
 from numpy.typing import NDArray
 
+from lightning_gnn.console import progress_bar
 from lightning_gnn.planning.plan import Plan, check_devices
 from lightning_gnn.planning.relation import Ids, Relation
 from lightning_gnn.planning.topology import Topology
@@ -141,8 +142,9 @@ def _links(topology: Topology) -> _Links:
     return _Links(hops, num_hops, seconds, own, shortest)
 
 
-@numba.njit(cache=True)
-def _plan(owner, destinations, counts, orders, links, num_stages):  # type: ignore[no-untyped-def]
+def _plan(
+    owner: Ids, destinations: NDArray[np.uint64], counts: Ids, orders: Ids, links: _Links, num_stages: int
+) -> tuple[NDArray[np.int8], NDArray[np.int8]]:
     """Returns each chunk's parents and arrivals, int8 ``[G, P]``; arrival k + 1 is after stage k, 0 at the owner, -1 never.
 
     `orders` has the order of the chunks in each pass, ``[passes, G]``.
@@ -153,43 +155,54 @@ def _plan(owner, destinations, counts, orders, links, num_stages):  # type: igno
     search = _Search(cost, np.empty(cost.shape, np.int64), np.empty(num_devices))
     parents = np.full((len(owner), num_devices), -1, np.int8)
     arrivals = np.full((len(owner), num_devices), -1, np.int8)
+    rows = owner, destinations, counts
     stalled = 0
-    for number in range(len(orders)):
-        began = load.stage.sum()
-        if number and _least_seconds(owner, destinations, counts, links, load) >= began * (1 - GAIN):
-            break
-        at_once = TAKEN_OUT[(number - 1) % len(TAKEN_OUT)] if number else 1
-        for first in range(0, len(owner), at_once):
-            chunks = orders[number, first : first + at_once]
-            before = load.stage.sum()
-            old_parents, old_arrivals = parents[chunks], arrivals[chunks]  # copies
-            if number:
-                for chunk in chunks:
-                    _carry(parents[chunk], arrivals[chunk], -float(counts[chunk]), links, load)
-            complete = True
-            for chunk in chunks:
-                parent, arrival = parents[chunk], arrivals[chunk]
-                parent[:] = -1
-                arrival[:] = -1
-                arrival[owner[chunk]] = 0
-                left, found = destinations[chunk], True
-                while left and found:
-                    rows = float(counts[chunk])
-                    left, found = _reach_nearest(left, parent, arrival, rows, number > 0, links, load, search)
-                complete &= found
-            if number and (not complete or load.stage.sum() > before * (1 + 1e-12)):
-                for chunk in chunks:
-                    _carry(parents[chunk], arrivals[chunk], -float(counts[chunk]), links, load)
-                parents[chunks], arrivals[chunks] = old_parents, old_arrivals
-                for chunk in chunks:
-                    _carry(parents[chunk], arrivals[chunk], float(counts[chunk]), links, load)
-        stalled = stalled + 1 if number and load.stage.sum() > began * (1 - GAIN) else 0
-        if stalled == len(TAKEN_OUT):
-            break
+    with progress_bar(f"Growing trees of up to {num_stages} stages", orders.size, "trees") as told:
+        for number, order in enumerate(orders):
+            began = load.stage.sum()
+            if number and _least_seconds(*rows, links, load) >= began * (1 - GAIN):
+                break
+            at_once = TAKEN_OUT[(number - 1) % len(TAKEN_OUT)] if number else 1
+            _place(order, at_once, number > 0, *rows, links, load, search, parents, arrivals)
+            stalled = stalled + 1 if number and load.stage.sum() > began * (1 - GAIN) else 0
+            if stalled == len(TAKEN_OUT):
+                break
+            told(len(order))
     return parents, arrivals
 
 
-@numba.njit(cache=True)
+@numba.njit(cache=True, nogil=True)
+def _place(  # type: ignore[no-untyped-def]
+    order, at_once, anew, owner, destinations, counts, links, load, search, parents, arrivals
+):
+    """Grows the trees of all chunks in this order, one pass; those that are planned `anew` are taken out before, `at_once`."""
+    for first in range(0, len(owner), at_once):
+        chunks = order[first : first + at_once]
+        before = load.stage.sum()
+        old_parents, old_arrivals = parents[chunks], arrivals[chunks]  # copies
+        if anew:
+            for chunk in chunks:
+                _carry(parents[chunk], arrivals[chunk], -float(counts[chunk]), links, load)
+        complete = True
+        for chunk in chunks:
+            parent, arrival = parents[chunk], arrivals[chunk]
+            parent[:] = -1
+            arrival[:] = -1
+            arrival[owner[chunk]] = 0
+            left, found = destinations[chunk], True
+            while left and found:
+                rows = float(counts[chunk])
+                left, found = _reach_nearest(left, parent, arrival, rows, anew, links, load, search)
+            complete &= found
+        if anew and (not complete or load.stage.sum() > before * (1 + 1e-12)):
+            for chunk in chunks:
+                _carry(parents[chunk], arrivals[chunk], -float(counts[chunk]), links, load)
+            parents[chunks], arrivals[chunks] = old_parents, old_arrivals
+            for chunk in chunks:
+                _carry(parents[chunk], arrivals[chunk], float(counts[chunk]), links, load)
+
+
+@numba.njit(cache=True, nogil=True)
 def _least_seconds(owner, destinations, counts, links, load):  # type: ignore[no-untyped-def]
     """Returns how long the busiest hop is busy in any plan: with the rows that do not get to all destinations without it."""
     num_devices = len(links.own)
@@ -215,7 +228,7 @@ def _least_seconds(owner, destinations, counts, links, load):  # type: ignore[no
     return rows * links.seconds[hop]
 
 
-@numba.njit(cache=True)
+@numba.njit(cache=True, nogil=True)
 def _reach_nearest(left, parent, arrival, rows, may_wait, links, load, search):  # type: ignore[no-untyped-def]
     """Adds the cheapest path from reached devices to one of `left` to the tree; returns what is left, and whether there was one.
 
@@ -313,7 +326,7 @@ def _passed(a, stage, b, arrival, via):  # type: ignore[no-untyped-def]
     return False
 
 
-@numba.njit(cache=True)
+@numba.njit(cache=True, nogil=True)
 def _cross(a, b, stage, rows, links, load):  # type: ignore[no-untyped-def]
     """Adds `rows` on a -> b in `stage`; negative ones leave the stage's time too high."""
     for i in range(links.num_hops[a, b]):
@@ -323,7 +336,7 @@ def _cross(a, b, stage, rows, links, load):  # type: ignore[no-untyped-def]
             load.stage[stage] = load.hop[stage, hop]
 
 
-@numba.njit(cache=True)
+@numba.njit(cache=True, nogil=True)
 def _carry(parent, arrival, rows, links, load):  # type: ignore[no-untyped-def]
     """Adds `rows`, which may be negative, on all edges of a tree."""
     for b in range(len(parent)):
