@@ -49,6 +49,10 @@ def text_of(*parts: RenderableType, width: int) -> str:
     return file.getvalue()
 
 
+REFRESH_S = 0.1
+"""Between two pictures of the bars."""
+
+
 class _Bars(Progress):
     """The one display of this process: a line for each piece of work under way, below what is `above`."""
 
@@ -140,12 +144,25 @@ def _started(above: Callable[[], RenderableType] | None) -> Iterator[_Bars]:
     console.show_cursor = lambda show=True: False  # type: ignore[method-assign]
     columns = TextColumn("{task.description}", markup=False), BarColumn(20), _Pace()
     # What standard output is told stays there if it is a file.
-    _display = _Bars(*columns, console=console, transient=True, redirect_stdout=sys.stdout.isatty())
-    _display.above = above
-    before = sys.stderr
+    options: dict[str, Any] = {"transient": True, "auto_refresh": False, "redirect_stdout": sys.stdout.isatty()}
+    display = _display = _Bars(*columns, console=console, **options)
+    display.above = above
+    before, done = sys.stderr, threading.Event()
+
+    def refresh() -> None:
+        while not done.wait(REFRESH_S):
+            display.refresh()
+
+    # Not rich's own thread, which is not waited for.
+    thread = threading.Thread(target=refresh, name="progress_bar", daemon=True)
     try:
-        with _display, _logging_to(before, sys.stderr):
-            yield _display
+        with display, _logging_to(before, sys.stderr):
+            thread.start()
+            try:
+                yield display
+            finally:
+                done.set()
+                thread.join()
     finally:
         _display = None
 

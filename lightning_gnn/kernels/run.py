@@ -212,7 +212,8 @@ class _Announcer(event.Listener):
         module = loop.py_func.__module__
         if module.partition(".")[0] == _PACKAGE and (is_live() or (self._in_set_up and shows_bars())):
             bar = ExitStack()
-            bar.enter_context(progress_bar(f"Compiling {module.rpartition('.')[2]}.{loop.py_func.__name__}, once"))
+            if not self._bars:  # else a loop that the one which is shown calls
+                bar.enter_context(progress_bar(f"Compiling {module.rpartition('.')[2]}.{loop.py_func.__name__}, once"))
             self._bars.append(bar)
         if module in self._told or module.partition(".")[0] != _PACKAGE:
             return
