@@ -20,7 +20,6 @@ import numba
 import numpy as np
 from numpy.typing import NDArray
 
-from lightning_gnn.console import progress_bar
 from lightning_gnn.planning.plan import Plan, check_devices
 from lightning_gnn.planning.relation import Ids, Relation
 from lightning_gnn.planning.topology import Topology
@@ -142,9 +141,8 @@ def _links(topology: Topology) -> _Links:
     return _Links(hops, num_hops, seconds, own, shortest)
 
 
-def _plan(
-    owner: Ids, destinations: NDArray[np.uint64], counts: Ids, orders: Ids, links: _Links, num_stages: int
-) -> tuple[NDArray[np.int8], NDArray[np.int8]]:
+@numba.njit(cache=True, nogil=True)
+def _plan(owner, destinations, counts, orders, links, num_stages):  # type: ignore[no-untyped-def]
     """Returns each chunk's parents and arrivals, int8 ``[G, P]``; arrival k + 1 is after stage k, 0 at the owner, -1 never.
 
     `orders` has the order of the chunks in each pass, ``[passes, G]``.
@@ -155,51 +153,40 @@ def _plan(
     search = _Search(cost, np.empty(cost.shape, np.int64), np.empty(num_devices))
     parents = np.full((len(owner), num_devices), -1, np.int8)
     arrivals = np.full((len(owner), num_devices), -1, np.int8)
-    rows = owner, destinations, counts
     stalled = 0
-    with progress_bar(f"Growing trees of up to {num_stages} stages", orders.size, "trees") as told:
-        for number, order in enumerate(orders):
-            began = load.stage.sum()
-            if number and _least_seconds(*rows, links, load) >= began * (1 - GAIN):
-                break
-            at_once = TAKEN_OUT[(number - 1) % len(TAKEN_OUT)] if number else 1
-            _place(order, at_once, number > 0, *rows, links, load, search, parents, arrivals)
-            stalled = stalled + 1 if number and load.stage.sum() > began * (1 - GAIN) else 0
-            if stalled == len(TAKEN_OUT):
-                break
-            told(len(order))
+    for number in range(len(orders)):
+        began = load.stage.sum()
+        if number and _least_seconds(owner, destinations, counts, links, load) >= began * (1 - GAIN):
+            break
+        at_once = TAKEN_OUT[(number - 1) % len(TAKEN_OUT)] if number else 1
+        for first in range(0, len(owner), at_once):
+            chunks = orders[number, first : first + at_once]
+            before = load.stage.sum()
+            old_parents, old_arrivals = parents[chunks], arrivals[chunks]  # copies
+            if number:
+                for chunk in chunks:
+                    _carry(parents[chunk], arrivals[chunk], -float(counts[chunk]), links, load)
+            complete = True
+            for chunk in chunks:
+                parent, arrival = parents[chunk], arrivals[chunk]
+                parent[:] = -1
+                arrival[:] = -1
+                arrival[owner[chunk]] = 0
+                left, found = destinations[chunk], True
+                while left and found:
+                    rows = float(counts[chunk])
+                    left, found = _reach_nearest(left, parent, arrival, rows, number > 0, links, load, search)
+                complete &= found
+            if number and (not complete or load.stage.sum() > before * (1 + 1e-12)):
+                for chunk in chunks:
+                    _carry(parents[chunk], arrivals[chunk], -float(counts[chunk]), links, load)
+                parents[chunks], arrivals[chunks] = old_parents, old_arrivals
+                for chunk in chunks:
+                    _carry(parents[chunk], arrivals[chunk], float(counts[chunk]), links, load)
+        stalled = stalled + 1 if number and load.stage.sum() > began * (1 - GAIN) else 0
+        if stalled == len(TAKEN_OUT):
+            break
     return parents, arrivals
-
-
-@numba.njit(cache=True, nogil=True)
-def _place(  # type: ignore[no-untyped-def]
-    order, at_once, anew, owner, destinations, counts, links, load, search, parents, arrivals
-):
-    """Grows the trees of all chunks in this order, one pass; those that are planned `anew` are taken out before, `at_once`."""
-    for first in range(0, len(owner), at_once):
-        chunks = order[first : first + at_once]
-        before = load.stage.sum()
-        old_parents, old_arrivals = parents[chunks], arrivals[chunks]  # copies
-        if anew:
-            for chunk in chunks:
-                _carry(parents[chunk], arrivals[chunk], -float(counts[chunk]), links, load)
-        complete = True
-        for chunk in chunks:
-            parent, arrival = parents[chunk], arrivals[chunk]
-            parent[:] = -1
-            arrival[:] = -1
-            arrival[owner[chunk]] = 0
-            left, found = destinations[chunk], True
-            while left and found:
-                rows = float(counts[chunk])
-                left, found = _reach_nearest(left, parent, arrival, rows, anew, links, load, search)
-            complete &= found
-        if anew and (not complete or load.stage.sum() > before * (1 + 1e-12)):
-            for chunk in chunks:
-                _carry(parents[chunk], arrivals[chunk], -float(counts[chunk]), links, load)
-            parents[chunks], arrivals[chunks] = old_parents, old_arrivals
-            for chunk in chunks:
-                _carry(parents[chunk], arrivals[chunk], float(counts[chunk]), links, load)
 
 
 @numba.njit(cache=True, nogil=True)
