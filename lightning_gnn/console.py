@@ -1,17 +1,25 @@
-"""Tables as text, alike in a terminal, in a file and in a notebook."""
+"""Tables as text, alike in a terminal, in a file and in a notebook; and bars while work goes on, in a terminal only."""
 
 from __future__ import annotations
 
 import io
+import logging
 import os
 import sys
+import threading
+import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
+from datetime import timedelta
+from math import ceil
 from typing import IO, Any
 
+from lightning.pytorch.utilities.rank_zero import rank_zero_only
 from rich.console import Console, RenderableType
-from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.progress import BarColumn, Progress, ProgressColumn, Task, TextColumn
 from rich.table import Table
+from rich.text import Text
+from typing_extensions import override
 
 
 def text_console(width: int | None = None, file: IO[str] | None = None, **options: Any) -> Console:
@@ -41,19 +49,178 @@ def text_of(*parts: RenderableType, width: int) -> str:
     return file.getvalue()
 
 
+REFRESH_S = 0.1
+"""Between two pictures of the bars."""
+
+
+class _Bars(Progress):
+    """The one display of this process: a line for each piece of work under way, below what is `above`."""
+
+    above: Callable[[], RenderableType] | None = None
+
+    @override
+    def get_renderables(self) -> Iterator[RenderableType]:
+        if self.above is not None:
+            yield self.above()
+        yield self.make_tasks_table(self.tasks)
+
+
+class _Pace(ProgressColumn):
+    """Steps done, their rate, the time so far and the time that remains, of those that are known."""
+
+    @override
+    def render(self, task: Task) -> Text:
+        unit, at, expected = (task.fields[name] for name in ("unit", "at", "expected"))
+        elapsed, done, total, parts = task.elapsed or 0.0, task.completed, task.total, []
+        if total is not None:
+            parts.append(f"{done:.0f} of {total:.0f}" if total < 1000 else f"{task.percentage:.0f} %")
+        if done and at:
+            rate = done / at
+            parts.append(f"{rate:,.0f} {unit}/s" if rate >= 10 else f"{rate:.2g} {unit}/s")
+        parts.append(_clock(int(elapsed)))
+        if total is not None and done and at:
+            parts.append(f"{_clock(max(0.0, (total - done) * at / done - (elapsed - at)))} left")
+        elif expected is not None and elapsed < expected:
+            parts.append(f"of up to about {_clock(expected)}")
+        return Text("  ".join(parts), "progress.data.speed", no_wrap=True)
+
+
+def _clock(seconds: float) -> str:
+    return str(timedelta(seconds=ceil(seconds))).removeprefix("0:")
+
+
+_display: _Bars | None = None
+_without = False
+
+
+def shows_bars() -> bool:
+    """Returns whether this is where bars are shown: rank 0, at a terminal, in the thread that is interrupted with Ctrl-C."""
+    is_main = threading.current_thread() is threading.main_thread()
+    terminal = sys.stderr.isatty() and os.environ.get("TERM") != "dumb"
+    return is_main and getattr(rank_zero_only, "rank", 0) == 0 and terminal and not _without
+
+
 @contextmanager
-def progress_bar(text: str, total: int, unit: str = "edges") -> Iterator[Callable[[int], None]]:
-    """Shows a bar, the rate and the time that remains, where standard error is a terminal; yields what is told of steps."""
-    console = text_console(file=sys.stderr)
-    columns = TextColumn("{task.description}"), BarColumn(), TextColumn("{task.fields[rate]}"), TimeRemainingColumn()
-    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
-        task = progress.add_task(text, total=total, rate="")
+def progress_bar(
+    text: str,
+    total: int | None = None,
+    unit: str = "edges",
+    *,
+    expected: float | None = None,
+    above: Callable[[], RenderableType] | None = None,
+) -> Iterator[Callable[[int], None]]:
+    """Shows a bar, the rate and the time that remains, where standard error is a terminal; yields what is told of steps.
+
+    Inside another it is one more line of the same display. What is printed, warned of or logged meanwhile is above it.
+
+    Args:
+        text: what is done.
+        total: steps; None where they are not known, as of one call into a library: then the time so far is shown.
+        unit: of steps, in the plural.
+        expected: predicted seconds, shown until steps tell more.
+        above: returns what is shown above the bars, such as a table; of the outermost.
+    """
+    if not shows_bars():
+        yield lambda steps: None
+        return
+    with nullcontext(_display) if _display is not None else _started(above) as display:
+        began = time.perf_counter()
+        task = display.add_task(text, total=total, unit=unit, at=0.0, expected=expected)
 
         def told(steps: int) -> None:
-            speed = progress.tasks[0].speed
-            progress.update(task, advance=steps, rate="" if speed is None else f"{speed:,.0f} {unit}/s")
+            display.update(task, advance=steps, at=time.perf_counter() - began)
 
-        yield told
+        try:
+            yield told
+        finally:
+            display.remove_task(task)
+
+
+@contextmanager
+def _started(above: Callable[[], RenderableType] | None) -> Iterator[_Bars]:
+    global _display
+    console = text_console(file=sys.stderr)
+    # Never hidden: a process that is killed, as for its memory, could not show it again.
+    console.show_cursor = lambda show=True: False  # type: ignore[method-assign]
+    columns = TextColumn("{task.description}", markup=False), BarColumn(20), _Pace()
+    # What standard output is told stays there if it is a file.
+    options: dict[str, Any] = {"transient": True, "auto_refresh": False, "redirect_stdout": sys.stdout.isatty()}
+    display = _display = _Bars(*columns, console=console, **options)
+    display.above = above
+    before, done = sys.stderr, threading.Event()
+
+    def refresh() -> None:
+        while not done.wait(REFRESH_S):
+            display.refresh()
+
+    # Not rich's own thread, which is not waited for.
+    thread = threading.Thread(target=refresh, name="progress_bar", daemon=True)
+    try:
+        with display, _logging_to(before, sys.stderr):
+            thread.start()
+            try:
+                yield display
+            finally:
+                done.set()
+                thread.join()
+    finally:
+        _display = None
+
+
+@contextmanager
+def _logging_to(before: Any, file: Any) -> Iterator[None]:
+    """Has log records written to `file` that went to `before`: handlers keep the stream that they began with."""
+    loggers = [logging.root, *logging.root.manager.loggerDict.values()]
+    handlers = {
+        handler
+        for logger in loggers
+        for handler in getattr(logger, "handlers", ())
+        if isinstance(handler, logging.StreamHandler) and handler.stream in (before, sys.__stderr__)
+    }
+    streams = [(handler, handler.setStream(file)) for handler in handlers]
+    try:
+        yield
+    finally:
+        for handler, stream in streams:
+            handler.setStream(stream)
+
+
+def is_live() -> bool:
+    """Returns whether a bar of this thread is shown."""
+    return _display is not None and shows_bars()
+
+
+@contextmanager
+def without_bars() -> Iterator[None]:
+    """While it is open, no bar is shown: in the middle of training, Lightning's are."""
+    global _without
+    before, _without = _without, True
+    try:
+        yield
+    finally:
+        _without = before
+
+
+@contextmanager
+def handed_over() -> Iterator[None]:
+    """Leaves the terminal to another process, which may show bars of its own."""
+    if _display is None or not shows_bars():
+        yield
+        return
+    display, tasks = _display, _display.task_ids
+
+    def show(visible: bool) -> None:
+        for task in tasks:
+            display.update(task, visible=visible)
+
+    # Empty first: rich would take lines that it does not find again for its own.
+    show(False)
+    display.stop()
+    try:
+        yield
+    finally:
+        show(True)
+        display.start()
 
 
 def plain_width(columns: int | None) -> int | None:

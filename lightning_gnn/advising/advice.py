@@ -29,6 +29,7 @@ from lightning_gnn.checks.footprint import Peak
 from lightning_gnn.comm.codec import make_codec
 from lightning_gnn.comm.group import World
 from lightning_gnn.comm.traffic import Meter
+from lightning_gnn.console import progress_bar
 from lightning_gnn.data.shards import Cut
 from lightning_gnn.data.synthetic import planted_partition
 from lightning_gnn.datamodules.graph import GraphDataModule
@@ -146,14 +147,17 @@ def advise_on(
         only: these schemes; by default all that so many ranks can run.
         overhead: seconds of an epoch beside the model's; None to measure them, by a Trainer of one device.
     """
-    overhead = overhead_seconds() if overhead is None else overhead
-    job = _Job(module, data, machine, trainer or quiet_trainer(), overhead)
+    wanted = [*candidates(machine.ranks, machine.topology.uniform)] if only is None else only
     found = []
-    for candidate in candidates(machine.ranks, machine.topology.uniform) if only is None else only:
-        try:
-            found.append((_full_graph if candidate.full_graph else _in_batches)(candidate, job))
-        except (ValueError, RuntimeError) as error:
-            found.append(Advice(candidate, reason=(str(error).splitlines() or [type(error).__name__])[0]))
+    with progress_bar(f"Rehearsing steps of {machine.ranks} ranks", len(wanted), "strategies") as told:
+        overhead = overhead_seconds() if overhead is None else overhead
+        job = _Job(module, data, machine, trainer or quiet_trainer(), overhead)
+        for candidate in wanted:
+            try:
+                found.append((_full_graph if candidate.full_graph else _in_batches)(candidate, job))
+            except (ValueError, RuntimeError) as error:
+                found.append(Advice(candidate, reason=(str(error).splitlines() or [type(error).__name__])[0]))
+            told(1)
     return explained(found)
 
 

@@ -14,6 +14,7 @@ from lightning_gnn.advising.advice import Advice, advise_on, explained, overhead
 from lightning_gnn.advising.candidates import candidates, chosen
 from lightning_gnn.advising.machine import Machine
 from lightning_gnn.checks.footprint import PHASES, Peak
+from lightning_gnn.console import progress_bar
 from lightning_gnn.datamodules.graph import GraphDataModule
 
 SIZES = (16, 32, 64)
@@ -43,12 +44,13 @@ def extrapolate(
     These are two or more, of ascending numbers of ranks. For other arguments see :func:`~lightning_gnn.advising.advice.advise`.
     """
     wanted, rehearsed = set(map(str, chosen(schemes, ranks, machines[-1].topology.uniform))), []
-    overhead = overhead_seconds()
-    for machine in machines:
-        only = [each for each in candidates(machine.ranks, machine.topology.uniform) if str(each) in wanted]
-        rehearsed.append(
-            {str(each.candidate): each for each in advise_on(machine, module, data, only=only, overhead=overhead)}
-        )
+    with progress_bar("Rehearsing, to extrapolate", len(machines), "numbers of ranks") as told:
+        overhead = overhead_seconds()
+        for machine in machines:
+            only = [each for each in candidates(machine.ranks, machine.topology.uniform) if str(each) in wanted]
+            advice = advise_on(machine, module, data, only=only, overhead=overhead)
+            rehearsed.append({str(each.candidate): each for each in advice})
+            told(1)
     found = []
     for name, last in rehearsed[-1].items():
         known = [

@@ -14,6 +14,7 @@ from lightning_gnn.comm.call import Call
 from lightning_gnn.comm.group import World
 from lightning_gnn.comm.plans import choices_of, planned, ways_of_all
 from lightning_gnn.comm.traffic import Meter
+from lightning_gnn.console import without_bars
 from lightning_gnn.partition.shard import HaloPlan, Ids
 from lightning_gnn.planning import PricedPlan, Relation, Topology, fastest_plans, plan_cost
 from lightning_gnn.planning.choice import fastest
@@ -61,7 +62,8 @@ class ReplannedExchange(ExchangeByWidth):
         """
         found: list[PricedPlan] | None = None
         if self.world.rank == 0:
-            found = fastest_plans(self._relation, topology)
+            with without_bars():  # beside Lightning's own
+                found = fastest_plans(self._relation, topology)
             before, after = (seconds_of(each, self._widths, topology) for each in (self._found, found))
             what = f"Over the links as measured, exchanges take {1e3 * before:.3g} ms by the plans in use"
             if after > (1 - GAIN) * before:

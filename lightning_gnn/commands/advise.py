@@ -14,7 +14,7 @@ from lightning_gnn.advising.advice import Advice, advise_on
 from lightning_gnn.advising.candidates import chosen
 from lightning_gnn.advising.extrapolate import extrapolate, smaller
 from lightning_gnn.advising.machine import Machine
-from lightning_gnn.commands.graph_cli import JSON, GraphCLI, Option, working
+from lightning_gnn.commands.graph_cli import JSON, GraphCLI, Option, in_a_line
 from lightning_gnn.commands.plan_print import memory_table
 from lightning_gnn.console import text_table
 from lightning_gnn.planning.presets import PRESETS
@@ -65,7 +65,7 @@ class AdviseCLI(GraphCLI):
 def advise(arguments: Sequence[str]) -> None:
     cli = AdviseCLI(arguments)
     console = cli.console
-    with working("Rehearsing training steps"):
+    with in_a_line():
         found = cli.found()
     console.print(table(found, cli.ranks, cli.machines))
     most = partial(max, key=attrgetter("most"))

@@ -8,7 +8,7 @@ from typing import ClassVar
 
 from typing_extensions import override
 
-from lightning_gnn.commands.graph_cli import JSON, GraphCLI, Option, working
+from lightning_gnn.commands.graph_cli import JSON, GraphCLI, Option, in_a_line
 from lightning_gnn.parity import check_parity
 from lightning_gnn.parity.check import make_strategies
 from lightning_gnn.strategies.scheme import Scheme
@@ -46,7 +46,7 @@ class CheckCLI(GraphCLI):
 
 def check(arguments: Sequence[str]) -> None:
     cli = CheckCLI(arguments)
-    with working("Comparing with one device"):
+    with in_a_line():
         report = check_parity(
             cli.module,
             cli.datamodule,

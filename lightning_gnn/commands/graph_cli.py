@@ -11,7 +11,6 @@ from typing import Any, ClassVar, NamedTuple
 import lightning as L
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
 from lightning.pytorch.strategies import StrategyRegistry
-from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 from typing_extensions import override
 
 from lightning_gnn.console import plain_width, text_console
@@ -145,14 +144,9 @@ def num_ranks(devices: Any, num_nodes: int) -> int | None:
 
 
 @contextmanager
-def working(text: str, quiet: bool = False) -> Iterator[None]:
-    """Shows a spinner and the seconds so far, on a terminal, unless it shall be quiet; what goes wrong ends the command, with a
-    line."""
-    columns = SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn()
-    console = text_console(stderr=True)
+def in_a_line() -> Iterator[None]:
+    """Has what goes wrong end the command with a line."""
     try:
-        with Progress(*columns, console=console, transient=True, disable=quiet or not console.is_terminal) as progress:
-            progress.add_task(text, total=None)
-            yield
+        yield
     except (ValueError, RuntimeError, OSError) as error:
         sys.exit(f"error: {error}")

@@ -10,8 +10,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from lightning_gnn.commands.graph_cli import GraphCLI, Option, working
-from lightning_gnn.data.folders import is_folder
+from lightning_gnn.commands.graph_cli import GraphCLI, Option, in_a_line
 from lightning_gnn.data.store import read_manifest
 from lightning_gnn.devices import available_bytes
 from lightning_gnn.partition.budget import Prediction, choose, table
@@ -43,14 +42,13 @@ def partition(arguments: Sequence[str]) -> None:
     cli = PartitionCLI([re.sub(r"^--source(=|$)", r"--data.source\1", word) for word in arguments])
     data, layout, console = cli.datamodule, cli.layout, cli.console
     if cli.config.dry_run:
-        with working("Loading the graph"):
+        with in_a_line():
             found, method = data.predictions(layout)
         console.print(*_predicted(found, method), sep="\n", soft_wrap=True)
         return
     began = time.perf_counter()
     before = {manifest.parent.name for manifest in data.store.glob("*/manifest.json")}
-    # Of files, the process that partitions shows bars.
-    with working(f"Loading the graph and partitioning it into {layout.parts} parts", quiet=is_folder(data.source)):
+    with in_a_line():
         folder = data.partition_for(layout)
     console.print(*_report(folder, cli.config.columns), sep="\n", soft_wrap=True)
     elapsed, partitioning = time.perf_counter() - began, read_manifest(folder)["report"]["seconds"]

@@ -14,7 +14,7 @@ from lightning_gnn.advising.advice import quiet_trainer
 from lightning_gnn.advising.candidates import candidates
 from lightning_gnn.checks.footprint import Peak, Predicted, Sizes
 from lightning_gnn.checks.memory import training_bytes
-from lightning_gnn.commands.graph_cli import JSON, GraphCLI, Option, working
+from lightning_gnn.commands.graph_cli import JSON, GraphCLI, Option, in_a_line
 from lightning_gnn.commands.plan_print import memory_table, printed
 from lightning_gnn.data.shards import Cut
 from lightning_gnn.parser import check_folder
@@ -221,7 +221,7 @@ def _of_model(config: Any, name: str) -> int | None:
 def plan(arguments: Sequence[str]) -> None:
     cli = PlanCLI(arguments)
     data, console = cli.datamodule, cli.console
-    with working(f"Loading the graph in {cli.layout.parts} parts, and planning"):
+    with in_a_line():
         data.prepare_for(cli.layout)
         cut = data.stored_cut()
         if cut.types.is_hetero:

@@ -19,12 +19,13 @@ from typing import Any
 
 import torch
 from filelock import FileLock, Timeout
-from rich.live import Live
+from rich.console import Group
+from rich.table import Table
 
 from lightning_gnn.comparing.cells import Again, Cell, Comparison, checked, make_cells, section_of
 from lightning_gnn.comparing.results import parity, summarise
 from lightning_gnn.comparing.table import comparison_table, number, parity_text
-from lightning_gnn.console import plain_width, text_console
+from lightning_gnn.console import plain_width, progress_bar, shows_bars, text_console
 from lightning_gnn.data.store import write_atomically
 from lightning_gnn.launching.local_ranks import LAUNCHER_VARIABLES
 from lightning_gnn.parser import check_folder
@@ -119,7 +120,8 @@ def run(comparison: Comparison) -> dict[str, Any]:
         def found() -> dict[str, Any]:
             return collect(comparison, folders, states)
 
-        with Live(console=console, auto_refresh=False, transient=True) as live:
+        above: list[Table] = []
+        with progress_bar("Comparing", states.count("has to run"), "cells", above=lambda: Group(*above)) as told:
             for index, (cell, folder) in enumerate(zip(comparison.cells, folders)):
                 if states[index] != "has to run":
                     continue
@@ -127,14 +129,14 @@ def run(comparison: Comparison) -> dict[str, Any]:
 
                 def report(state: str, row: dict[str, Any] = shown[index], shown: Any = shown) -> None:
                     row["status"] = state
-                    if console.is_terminal:
-                        live.update(comparison_table(shown, title), refresh=True)
+                    above[:] = [comparison_table(shown, title)]
 
                 report("starts")
                 states[index] = _run_cell(comparison, cell, folder, report)["status"]
+                told(1)
                 result = found()
                 write_json(output, result)
-                if not console.is_terminal:
+                if not (console.is_terminal and shows_bars()):
                     place = f"[{index + 1} of {len(folders)}] {cell.name}: "
                     console.print(place + _in_a_line(result["cells"][index]), markup=False, highlight=False)
         result = found()

@@ -28,7 +28,7 @@ from torch_geometric.data import Data, HeteroData
 
 from lightning_gnn.comm.entries import spread_entry
 from lightning_gnn.comm.group import World
-from lightning_gnn.console import progress_bar
+from lightning_gnn.console import handed_over, progress_bar
 from lightning_gnn.data.attributes import left_out_of
 from lightning_gnn.data.folders import is_folder
 from lightning_gnn.data.hetero import (
@@ -259,7 +259,8 @@ class StoredGraph:
             began = time.perf_counter()
             part, holders, report = self.assigned(data, layout)
             report["seconds"] = seconds = time.perf_counter() - began
-            write_store(folder, data, part, layout.stored, report, holders, input_type, digests)
+            with progress_bar("Writing parts"):
+                write_store(folder, data, part, layout.stored, report, holders, input_type, digests)
             rank_zero_info(f"Partitioned in {seconds:.1f} s; kept in {folder}")
         return name
 
@@ -363,13 +364,14 @@ class StoredGraph:
             "loaded": self.known(),
             "parent": os.getpid(),
         }
-        done = subprocess.run(
-            [sys.executable, "-m", "lightning_gnn.datamodules.build"],
-            input=json.dumps(request),
-            env={**os.environ, "PYTHONPATH": os.pathsep.join(p or os.getcwd() for p in sys.path)},
-            stdout=subprocess.PIPE,
-            text=True,
-        )
+        with handed_over():
+            done = subprocess.run(
+                [sys.executable, "-m", "lightning_gnn.datamodules.build"],
+                input=json.dumps(request),
+                env={**os.environ, "PYTHONPATH": os.pathsep.join(p or os.getcwd() for p in sys.path)},
+                stdout=subprocess.PIPE,
+                text=True,
+            )
         if done.returncode < 0:
             raise RuntimeError(
                 f"Loading or partitioning {self.source} failed: its process was ended by signal {-done.returncode}. "

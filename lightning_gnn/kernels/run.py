@@ -7,10 +7,11 @@ from __future__ import annotations
 
 import os
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from functools import partial
 from importlib import import_module
 from importlib.util import find_spec
@@ -24,6 +25,7 @@ from numba.core import event
 from numba.core.dispatcher import Dispatcher
 from typing_extensions import override
 
+from lightning_gnn.console import is_live, progress_bar, shows_bars
 from lightning_gnn.kernels.csr import CSR
 from lightning_gnn.kernels.loops import LOOPS
 
@@ -170,7 +172,8 @@ def _pool(threads: int) -> ThreadPoolExecutor:
 def timed_compilation(use: Callable[[], Any]) -> float:
     """Calls `use`, which runs loops; returns the seconds it took if some were compiled for it, 0 if they were kept on disk."""
     before, began = _compiled(), time.perf_counter()
-    use()
+    with _announcer.in_set_up():
+        use()
     return time.perf_counter() - began if _compiled() > before else 0.0
 
 
@@ -191,11 +194,27 @@ class _Announcer(event.Listener):
 
     def __init__(self) -> None:
         self._told: set[str] = set()
+        self._bars: list[ExitStack] = []
+        self._in_set_up = False
+
+    @contextmanager
+    def in_set_up(self) -> Iterator[None]:
+        """While it is open, nothing of Lightning's is on the terminal, and compiling shows a bar even if it is the only one."""
+        self._in_set_up = True
+        try:
+            yield
+        finally:
+            self._in_set_up = False
 
     @override
     def on_start(self, event: Any) -> None:
         loop = event.data["dispatcher"]
         module = loop.py_func.__module__
+        if module.partition(".")[0] == _PACKAGE and (is_live() or (self._in_set_up and shows_bars())):
+            bar = ExitStack()
+            if not self._bars:  # else a loop that the one which is shown calls
+                bar.enter_context(progress_bar(f"Compiling {module.rpartition('.')[2]}.{loop.py_func.__name__}, once"))
+            self._bars.append(bar)
         if module in self._told or module.partition(".")[0] != _PACKAGE:
             return
         self._told.add(module)
@@ -207,7 +226,10 @@ class _Announcer(event.Listener):
 
     @override
     def on_end(self, event: Any) -> None:
-        """Nothing is said then."""
+        ours = event.data["dispatcher"].py_func.__module__.partition(".")[0] == _PACKAGE
+        if ours and self._bars and threading.current_thread() is threading.main_thread():
+            self._bars.pop().close()
 
 
-event.register("numba:compile", _Announcer())
+_announcer = _Announcer()
+event.register("numba:compile", _announcer)

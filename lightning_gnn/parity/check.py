@@ -29,6 +29,7 @@ from lightning_gnn.checks.record import compared, differing
 from lightning_gnn.checks.stand_ins import QuietTrainer, aside, copied, quiet, uncompiled
 from lightning_gnn.checks.trial import STAGES, Outcome, Parted, Trial, in_dtype, in_one_line
 from lightning_gnn.comm.traffic import Meter
+from lightning_gnn.console import progress_bar
 from lightning_gnn.data.shards import Shard, split_graph, whole_graph
 from lightning_gnn.data.sources import counted_mask
 from lightning_gnn.datamodules.graph import GraphDataModule
@@ -88,9 +89,11 @@ def check_parity(
         raise ValueError(f"A check compares several ranks with one device (got {devices * num_nodes}).")
     given = make_strategies() if strategies is None else strategies
     chosen = [each if isinstance(each, GNNStrategy) else make_strategies([each])[0] for each in given]
-    with aside(), uncompiled(), quietly():
-        check = _Check(module, datamodule, devices, num_nodes, nodes, seed, share_draws)
-        schemes = [check.scheme(strategy) for strategy in chosen]
+    with progress_bar("Comparing with one device", len(chosen), "strategies") as told, aside(), uncompiled(), quietly():
+        check, schemes = _Check(module, datamodule, devices, num_nodes, nodes, seed, share_draws), []
+        for strategy in chosen:
+            schemes.append(check.scheme(strategy))
+            told(1)
     graph, dtype = check.graph, "float64" if check.dtype is not None else "dtypes as they are"
     sizes = len(graph.n_id), len(graph.e_id), check.of_nodes
     seconds = time.perf_counter() - began

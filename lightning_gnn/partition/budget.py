@@ -171,6 +171,14 @@ def predict(method: str, num_edges: int, levels: Levels, num_parts: int, in_file
     return Prediction(method, int(max(needed, building)), seconds, installed)
 
 
+def most_seconds(method: str, num_nodes: int, num_edges: int, num_parts: int) -> float | None:
+    """Returns the CPU seconds that a method takes at most, as predicted without a look at the edges; None if it takes few."""
+    method = method.removesuffix("_masks").removesuffix("_cover")
+    if method not in COSTS or not num_nodes:
+        return None
+    return predict(method, num_edges, Levels.at_most(num_nodes, num_edges), num_parts).seconds
+
+
 def predictions(
     edge_index: NDArray[np.integer], num_nodes: int, num_parts: int, in_files: bool = False
 ) -> list[Prediction]:

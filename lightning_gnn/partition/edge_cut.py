@@ -11,10 +11,11 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
+from lightning_gnn.console import progress_bar
 from lightning_gnn.devices import available_bytes
 from lightning_gnn.partition import kaminpar
 from lightning_gnn.partition.adjacency import Adjacency
-from lightning_gnn.partition.budget import check_metis, choose, predictions
+from lightning_gnn.partition.budget import check_metis, choose, most_seconds, predictions
 from lightning_gnn.partition.in_edges import in_degrees
 from lightning_gnn.partition.layout import Groups
 from lightning_gnn.partition.metis import (
@@ -35,6 +36,15 @@ GOOD_EDGE_BALANCE = 1.05
 
 SHARE_BOUND = 1.05
 """Allowed imbalance of what parts get their share of under ``"metis_masks"``: :func:`shares`."""
+
+CANDIDATES = {
+    "metis": 1 + len(EDGE_BOUNDS),
+    "metis_cover": 1 + len(EDGE_BOUNDS),
+    "metis_masks": len(EDGE_BOUNDS),
+    "streaming": len(EDGE_BOUNDS),
+    **dict.fromkeys(kaminpar.METHODS, 2),
+}
+"""How many balance settings are tried at most; of other methods, one."""
 
 LEAST_BOUND = 1.005
 """Of one METIS cut, where outer levels have used up what is allowed."""
@@ -138,13 +148,17 @@ def assign_nodes(
         balanced = shares(edge_index, num_nodes, masks, edge_masks, node_type) if method == "metis_masks" else None
         candidates = metis_candidates(edge_index, num_nodes, groups or tuple(range(num_parts)), seed, balanced)
     kept: Assignment | None = None
-    for balance, part in candidates:
-        part = spread_masks(part, num_parts, masks)
-        report = edge_cut_report(edge_index, part, num_parts, masks, edge_masks)
-        if kept is None or report.predicted_seconds < kept.report.predicted_seconds:
-            kept = Assignment(part, method, balance, report)
-        if kept.report.edge_balance <= GOOD_EDGE_BALANCE:
-            break
+    settings = CANDIDATES.get(method, 1) if num_parts > 1 else 1
+    expected = most_seconds(method, num_nodes, edge_index.shape[1], num_parts)
+    with progress_bar(f"Partitioning ({method})", settings, "balance settings", expected=expected) as told:
+        for balance, part in candidates:
+            part = spread_masks(part, num_parts, masks)
+            report = edge_cut_report(edge_index, part, num_parts, masks, edge_masks)
+            if kept is None or report.predicted_seconds < kept.report.predicted_seconds:
+                kept = Assignment(part, method, balance, report)
+            if kept.report.edge_balance <= GOOD_EDGE_BALANCE:
+                break
+            told(1)
     assert kept is not None
     if method == "metis_cover":
         part = spread_masks(refine_for_cover(edge_index, kept.part, num_parts, seed), num_parts, masks)

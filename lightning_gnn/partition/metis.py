@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+from contextlib import suppress
 from functools import cache
 from typing import Any
 
@@ -18,6 +19,10 @@ FEW_PARTS = 8
 """Up to so many, METIS's recursive bisection keeps to several bounds that its k-way cuts overstep (docs/numbers.md)."""
 
 
+DEFAULT_BOUND = 1.03
+"""METIS's own allowed imbalance of one weight in k-way cuts."""
+
+
 class MetisUnavailable(RuntimeError):
     """The library cannot be called with several constraints; says why."""
 
@@ -28,6 +33,11 @@ def part_graph(
     """Returns the part of each node, int32 ``[N]``, with balanced nodes or, if given, balanced node weights ``[N]``."""
     if weights is not None and len(weights) != graph.num_nodes:
         raise ValueError(f"{len(weights)} weights for {graph.num_nodes} nodes.")  # METIS would misread them silently
+    if num_parts > 1 and graph.num_nodes:
+        with suppress(MetisUnavailable):
+            # As pymetis does, which keeps Python's lock for as long as METIS takes: no bar would move.
+            ones = np.ones((graph.num_nodes, 1), np.int64) if weights is None else weights.reshape(-1, 1)
+            return part_graph_constrained(graph, num_parts, seed, ones, np.array([DEFAULT_BOUND], np.float32))
     dtype = _index_dtype()
     _, part = pymetis.part_graph(
         num_parts,

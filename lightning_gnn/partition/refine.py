@@ -15,6 +15,7 @@ import numba
 import numpy as np
 from numpy.typing import NDArray
 
+from lightning_gnn.console import progress_bar
 from lightning_gnn.partition.cover import cover_edges
 from lightning_gnn.partition.shard import Ids
 
@@ -49,15 +50,17 @@ def refine_for_cover(edge_index: Ids, part: NDArray[np.integer], num_parts: int,
     nodes, edges = np.bincount(moved, minlength=num_parts), np.bincount(moved[target], minlength=num_parts)
     most_nodes, most_edges = (max(each.max(), int(BOUND * each.mean())) for each in (nodes, edges))
     before = None
-    while True:
-        served_by = (cover_edges(ends.T, moved, num_parts) != moved[target]).astype(np.int8)
-        rows = _count_edges(ends, moved, served_by, num_parts)
-        sent = np.count_nonzero(rows)
-        if not sent or (before is not None and sent > (1 - LEAST) * before):
-            return moved
-        before = sent
-        order = draws.permutation(num_nodes)
-        _move_nodes(order, ends, incident, indptr, moved, served_by, rows, nodes, edges, most_nodes, most_edges)
+    with progress_bar("Moving nodes for a cover", unit="rounds") as told:
+        while True:
+            served_by = (cover_edges(ends.T, moved, num_parts) != moved[target]).astype(np.int8)
+            rows = _count_edges(ends, moved, served_by, num_parts)
+            sent = np.count_nonzero(rows)
+            if not sent or (before is not None and sent > (1 - LEAST) * before):
+                return moved
+            before = sent
+            order = draws.permutation(num_nodes)
+            _move_nodes(order, ends, incident, indptr, moved, served_by, rows, nodes, edges, most_nodes, most_edges)
+            told(1)
 
 
 @compiled

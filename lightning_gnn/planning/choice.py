@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from lightning_gnn.console import progress_bar
 from lightning_gnn.planning.plan import Plan
 from lightning_gnn.planning.plan_cost import PlanCost, plan_cost
 from lightning_gnn.planning.relation import Relation
@@ -40,13 +41,15 @@ def fastest_plans(relation: Relation, topology: Topology) -> list[PricedPlan]:
     Raises:
         ValueError: the relation and the topology are of different numbers of devices.
     """
-    plans = [spst(relation, topology)]
-    for most in STAGES:
-        if most < plans[0].num_stages:
-            try:
-                plans.append(spst(relation, topology, max_stages=most))
-            except ValueError:  # not all devices reach each other in so few stages
-                break
+    with progress_bar(f"Planning over {topology.name}", 1 + len(STAGES), "plans") as told:
+        plans = [spst(relation, topology)]
+        for most in STAGES:
+            told(1)
+            if most < plans[0].num_stages:
+                try:
+                    plans.append(spst(relation, topology, max_stages=most))
+                except ValueError:  # not all devices reach each other in so few stages
+                    break
     made = [PricedPlan(plan, plan_cost(plan, topology)) for plan in reversed(plans)]
     chosen = {id(fastest(made, 2.0**power)) for power in range(WIDEST + 1)}
     return [each for each in made if id(each) in chosen]

@@ -141,7 +141,7 @@ def _links(topology: Topology) -> _Links:
     return _Links(hops, num_hops, seconds, own, shortest)
 
 
-@numba.njit(cache=True)
+@numba.njit(cache=True, nogil=True)
 def _plan(owner, destinations, counts, orders, links, num_stages):  # type: ignore[no-untyped-def]
     """Returns each chunk's parents and arrivals, int8 ``[G, P]``; arrival k + 1 is after stage k, 0 at the owner, -1 never.
 
@@ -189,7 +189,7 @@ def _plan(owner, destinations, counts, orders, links, num_stages):  # type: igno
     return parents, arrivals
 
 
-@numba.njit(cache=True)
+@numba.njit(cache=True, nogil=True)
 def _least_seconds(owner, destinations, counts, links, load):  # type: ignore[no-untyped-def]
     """Returns how long the busiest hop is busy in any plan: with the rows that do not get to all destinations without it."""
     num_devices = len(links.own)
@@ -215,7 +215,7 @@ def _least_seconds(owner, destinations, counts, links, load):  # type: ignore[no
     return rows * links.seconds[hop]
 
 
-@numba.njit(cache=True)
+@numba.njit(cache=True, nogil=True)
 def _reach_nearest(left, parent, arrival, rows, may_wait, links, load, search):  # type: ignore[no-untyped-def]
     """Adds the cheapest path from reached devices to one of `left` to the tree; returns what is left, and whether there was one.
 
@@ -313,7 +313,7 @@ def _passed(a, stage, b, arrival, via):  # type: ignore[no-untyped-def]
     return False
 
 
-@numba.njit(cache=True)
+@numba.njit(cache=True, nogil=True)
 def _cross(a, b, stage, rows, links, load):  # type: ignore[no-untyped-def]
     """Adds `rows` on a -> b in `stage`; negative ones leave the stage's time too high."""
     for i in range(links.num_hops[a, b]):
@@ -323,7 +323,7 @@ def _cross(a, b, stage, rows, links, load):  # type: ignore[no-untyped-def]
             load.stage[stage] = load.hop[stage, hop]
 
 
-@numba.njit(cache=True)
+@numba.njit(cache=True, nogil=True)
 def _carry(parent, arrival, rows, links, load):  # type: ignore[no-untyped-def]
     """Adds `rows`, which may be negative, on all edges of a tree."""
     for b in range(len(parent)):

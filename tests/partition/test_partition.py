@@ -288,3 +288,18 @@ def test_metis_balances_masks_and_the_report_counts_them():
     assert all(heaviest(counts) < 1.4 for counts in balanced.report.masks.values())
     assert balanced.report.edge_balance < 1.4 and "masks" in balanced.balance
     assert np.array_equal(balanced.part, assign_nodes(edge_index, 1600, 4, "metis_masks", masks=masks).part)
+
+
+@pytest.mark.parametrize("weighted", [False, True])
+@pytest.mark.parametrize("num_parts", [1, 2, 7, 64])
+def test_metis_without_pythons_lock_gives_the_parts_of_pymetis(num_parts, weighted, monkeypatch):
+    rng = np.random.default_rng(num_parts)
+    graph = Adjacency.of(rng.integers(0, 300, (2, 1500)), 300)
+    weights = rng.integers(1, 50, 300) if weighted else None
+    found = metis.part_graph(graph, num_parts, 3, weights)
+
+    def unavailable(*args):
+        raise metis.MetisUnavailable("no symbol")
+
+    monkeypatch.setattr(metis, "part_graph_constrained", unavailable)
+    assert np.array_equal(found, metis.part_graph(graph, num_parts, 3, weights))
