@@ -104,7 +104,8 @@ def by_ranks() -> Any:
     figure, axes = plt.subplots(1, 2, figsize=(9.5, 2.8))
     for model, color in zip(("gcn", "sage", "gat"), (*COLORS, "#2ca02c")):
         found = measured("python benchmarks/epoch_time.py" + ("" if model == "gcn" else f" --model {model}"))
-        rows = {int(row["ranks x threads"].split("x")[0]): row for row in found if row["system"] == "dgcl"}
+        runs_of = [row for row in found if row["system"] == "dgcl" and row["ranks x threads"].endswith("x1")]
+        rows = {int(row["ranks x threads"].split("x")[0]): row for row in runs_of}
         for axis, name in zip(axes, ("s/epoch", "peak MB/rank above imports")):
             axis.plot([*rows], [row[name] for row in rows.values()], "o-", color=color, label=model.upper())
     for axis, title in zip(axes, ("seconds of an epoch", "MB of a process above imports")):
