@@ -21,6 +21,7 @@ from torch_geometric.nn.models import GCN
 from lightning_gnn import CommunicationTrace, GraphDataModule, NodeClassifier, compare, planted_partition
 from lightning_gnn.partition.cover import cover_edges
 from lightning_gnn.partition.edge_cut import assign_nodes
+from lightning_gnn.partition.metrics import vertex_cut_report
 
 FEATURES, CLASSES = 32, 8
 
@@ -77,12 +78,11 @@ def rows_of_cover(root: Path) -> dict[str, dict[int, list[int]]]:
         edges, num_nodes = np.stack([arrays["src"], arrays["dst"]]).astype(np.int64), int(arrays["num_nodes"])
         for parts in (2, 4, 8, 16, 32):
             owner = assign_nodes(edges, num_nodes, parts).part
-            counts = []
-            for computed_by in (owner[edges[1]], cover_edges(edges, owner, parts)):
-                used = [
-                    np.unique(end * parts + computed_by) for end in edges
-                ]  # a node and a rank that reads or adds to it
-                counts.append(int(sum((owner[each // parts] != each % parts).sum() for each in used)))
+            reports = (
+                vertex_cut_report(edges, computed_by, owner, parts)
+                for computed_by in (owner[edges[1]], cover_edges(edges, owner, parts))
+            )
+            counts = [int(each.copies.sum() + each.partials.sum()) for each in reports]
             found.setdefault(name, {})[parts] = counts
     return found
 
