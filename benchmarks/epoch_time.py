@@ -66,12 +66,12 @@ def plain_loop(
     if layout == "csr":
         from torch_geometric.nn.conv.gcn_conv import gcn_norm
 
-        edge_index, weight = data.edge_index, torch.ones(data.num_edges)
+        edge_index, weight = data.edge_index, torch.ones(data.num_edges, device=data.x.device)
         if kind == "gcn":
             edge_index, weight = gcn_norm(data.edge_index, None, data.num_nodes, dtype=data.x.dtype)
         order = torch.argsort(edge_index[1], stable=True)
         counts = torch.bincount(edge_index[1], minlength=data.num_nodes)
-        pointer = torch.cat([torch.zeros(1, dtype=torch.long), counts.cumsum(0)])
+        pointer = torch.cat([counts.new_zeros(1), counts.cumsum(0)])
         adjacency = torch.sparse_csr_tensor(pointer, edge_index[0][order], weight[order], (data.num_nodes,) * 2)
         for conv in convs:
             conv.normalize = False

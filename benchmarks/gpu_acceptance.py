@@ -12,12 +12,14 @@ needs one GPU and no network. A part that has passed is kept in the folder and n
 | kernels | ours give what gather and scatter give, and the same bits twice; seconds beside cuSPARSE's and PyG's |
 | memory | the peak of training steps is what was predicted, within a fifth |
 | waits | a step waits for the device once |
+| speed | losses are those of plain PyG loops; seconds of an epoch and memory beside theirs |
 | sanitizer | compute-sanitizer finds nothing in the kernels; where it is installed |
 """
 
 from __future__ import annotations
 
 import argparse
+import gc
 import importlib
 import json
 import os
@@ -37,11 +39,12 @@ import staged_group
 import torch
 import torch.nn.functional as F
 from common import QUIET, report
+from epoch_time import plain_loop
 from torch import Tensor
 from torch_geometric.nn.models import GAT, GCN, GIN, PNA, GraphSAGE
 from torch_geometric.utils import degree, scatter, softmax
 
-from lightning_gnn import GraphDataModule, NodeClassifier, planted_partition
+from lightning_gnn import DGCLStrategy, GraphDataModule, NodeClassifier, SamplingStrategy, planted_partition
 from lightning_gnn.checks.footprint import Predicted, Sizes
 from lightning_gnn.devices import functions_of, synchronize
 from lightning_gnn.kernels import CSR, attention, spmm
@@ -199,13 +202,14 @@ def kernels(options: argparse.Namespace) -> list[Row]:
     weight = torch.rand(edges, device=device)
     scores = [torch.randn(nodes, heads, device=device) for _ in range(2)]
     per_head = x.view(nodes, heads, -1)
-    slot_weight = weight[edge]
+    slot_weight, has_edges = weight[edge], csr.indptr.diff().unsqueeze(1) > 0
     matrix = torch.sparse_csr_tensor(csr.indptr, csr.indices.long(), slot_weight, (nodes, nodes), device=device)
 
     def statistics() -> list[Tensor]:
         found = RowStatistics.empty(csr, x, STATISTICS)
         found.add(csr, x, accumulate=False)
-        return [found.sum, found.squares, found.max, found.min]
+        # Of rows without edges PyG's are 0.
+        return [found.sum, found.squares, *(each.where(has_edges, 0) for each in (found.max, found.min))]
 
     def plain_statistics() -> list[Tensor]:
         rows = x[source]
@@ -344,7 +348,9 @@ class WaitsOfAStep(L.Callback):
             return
         if self._options.device == "cuda":
             torch.cuda.set_sync_debug_mode("default")
-            self.found = [str(each.message) for each in self.found if "synchroniz" in str(each.message)]
+            self.found = [
+                f"{Path(each.filename).name}:{each.lineno}" for each in self.found if "synchroniz" in str(each.message)
+            ]
         else:
             self.found = [*self.found.elements()]
         self._open.__exit__(None, None, None)
@@ -360,7 +366,133 @@ def waits(options: argparse.Namespace) -> list[Row]:
             limit_val_batches=0, num_sanity_val_steps=0, inference_mode=False,
         )  # fmt: skip
         run.fit(NodeClassifier(model_of(name)).double(), datamodule=GraphDataModule(small_graph()))
-        rows.append(row(f"{name}: waits of a step", len(counted.found), "at most 1", len(counted.found) <= 1))
+        where = [str(each) for each in counted.found]
+        rows.append(row(f"{name}: waits of a step", len(where), "at most 1", len(where) <= 1, where=where))
+    return rows
+
+
+class Clock(Losses):
+    """Seconds of epochs, too, until the device has done what they asked of it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seconds: list[float] = []
+
+    def on_train_epoch_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        self._began = time.perf_counter()
+
+    def on_train_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        synchronize(pl_module.device)
+        self.seconds.append(time.perf_counter() - self._began)
+        super().on_train_epoch_end(trainer, pl_module)
+
+
+WAYS: dict[str, dict[str, Any]] = {
+    "dgcl": {},
+    "dgcl, bf16-mixed": {},
+    "dgcl, keep_constant=False": {"keep_constant": False},
+    "dgcl, recompute": {"recompute": True},
+    "dgcl, offload": {"offload": True},
+}
+"""What rows of `speed` are called, and what the strategy is given."""
+
+
+def speed(options: argparse.Namespace) -> list[Row]:
+    """Two layers of 128 columns in float32; PyG's GCN normalises once."""
+    device, nodes = torch.device(options.device), max(600, options.edges // 20)
+    graph = planted_partition(nodes, 20, num_classes=16, num_features=128, seed=1)
+    there = graph.clone().to(options.device)
+    sizes: dict[str, Any] = {"in_channels": 128, "hidden_channels": 128, "num_layers": 2, "out_channels": 16}
+    kinds: dict[str, Callable[[], torch.nn.Module]] = {
+        "gcn": lambda: GCN(**sizes), "sage": lambda: GraphSAGE(**sizes), "gat": lambda: GAT(**sizes, heads=4)
+    }  # fmt: skip
+    rows = []
+    for kind, build in kinds.items():
+
+        def model(build: Callable[[], torch.nn.Module] = build) -> torch.nn.Module:
+            torch.manual_seed(0)
+            return build()
+
+        def plain(layout: str, kind: str = kind, model: Any = model) -> dict[str, Any]:
+            return plain_loop(kind, lambda: model().to(device), there.clone, layout, 8)
+
+        def ours(way: str, model: Any = model) -> dict[str, Any]:
+            clock = Clock()
+            trainer = L.Trainer(
+                **{**QUIET, "accelerator": options.device}, devices=1, max_epochs=8, strategy=DGCLStrategy(**WAYS[way]),
+                precision="bf16-mixed" if "bf16" in way else "32-true", callbacks=[clock],
+                limit_val_batches=0, num_sanity_val_steps=0,
+            )  # fmt: skip
+            trainer.fit(NodeClassifier(model(), weight_decay=0.0), datamodule=GraphDataModule(graph))
+            return {"losses": clock.values, "seconds": clock.seconds}
+
+        # A device of a plugin may not have sparse matrices.
+        layouts = [] if kind == "gat" or options.plugin else ["csr"]
+        runs: dict[str, Callable[[], dict[str, Any]]] = {
+            **{f"PyG, {layout}": partial(plain, layout) for layout in ["edge_index", *layouts]},
+            **{way: partial(ours, way) for way in WAYS},
+        }
+        reference: list[float] = []
+        plain_seconds = None
+        for way, run in runs.items():
+            found, peak = on_device(run, device)
+            if found is None:
+                rows.append(row(f"{kind}, {way}: losses", "out of memory", "enough memory", way.startswith("PyG")))
+                continue
+            losses, seconds = found["losses"], sorted(found["seconds"][3:])[len(found["seconds"][3:]) // 2]
+            reference, plain_seconds = reference or losses, plain_seconds or seconds
+            off = max(abs(a - b) for a, b in zip(losses, reference))
+            limit = 5e-2 if "bf16" in way else 1e-3
+            timed = {"seconds": seconds, "/ other": seconds / plain_seconds, "peak MB": peak}
+            rows.append(row(f"{kind}, {way}: losses off the first row's", off, f"< {limit}", off < limit, **timed))
+    return rows
+
+
+def on_device(run: Callable[[], dict[str, Any]], device: torch.device) -> tuple[dict[str, Any] | None, float | None]:
+    """Returns what a run returns, None where the device's memory did not do, and the most that it held in MB."""
+    functions = functions_of(device)
+    counts = hasattr(functions, "reset_peak_memory_stats")
+    gc.collect()
+    if counts:
+        functions.empty_cache()
+        functions.reset_peak_memory_stats(device)
+    try:
+        found = run()
+    except torch.OutOfMemoryError:
+        return None, None
+    return found, functions.max_memory_allocated(device) / 2**20 if counts else None
+
+
+def sampling(options: argparse.Namespace) -> list[Row]:
+    """GraphSAGE, fan-out 10 and 10, 1,024 seeds: an epoch with batches made ahead and without."""
+    graph = planted_partition(max(600, options.edges // 20), 20, num_classes=16, num_features=128, seed=1)
+    graph.train_mask = torch.arange(graph.num_nodes) < 1024 * 100
+    rows: list[Row] = []
+    for prefetch, samplers in ((0, 1), (4, 1), (8, 4)):
+        clock = Clock()
+        torch.manual_seed(0)
+        model = GraphSAGE(128, 128, 2, 16)
+        trainer = L.Trainer(
+            **{**QUIET, "accelerator": options.device}, devices=1, max_epochs=3, limit_val_batches=0, num_sanity_val_steps=0,
+            strategy=SamplingStrategy([10, 10], batch_size=1024, prefetch=prefetch, samplers=samplers),
+            callbacks=[clock],
+        )  # fmt: skip
+        trainer.fit(NodeClassifier(model), datamodule=GraphDataModule(graph))
+        first = rows[0]["value"] if rows else clock.values[-1]
+        off = abs(clock.values[-1] - first)
+        timed = {
+            "seconds": clock.seconds[-1],
+            "/ other": clock.seconds[-1] / (rows[0]["seconds"] if rows else clock.seconds[-1]),
+        }
+        rows.append(
+            row(
+                f"prefetch={prefetch}, samplers={samplers}: loss",
+                clock.values[-1],
+                "the first row's",
+                off < 1e-4,
+                **timed,
+            )
+        )
     return rows
 
 
@@ -393,7 +525,7 @@ def sanitizer(options: argparse.Namespace) -> list[Row]:
 
 
 PARTS: dict[str, Callable[[argparse.Namespace], list[Row]]] = {
-    part.__name__: part for part in (models, ranks, nccl, kernels, memory, waits, sanitizer)
+    part.__name__: part for part in (models, ranks, nccl, kernels, memory, waits, speed, sampling, sanitizer)
 }
 
 

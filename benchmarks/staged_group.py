@@ -49,6 +49,12 @@ class StagedGroup(dist.ProcessGroup):
     def rank(self) -> int:
         return self._rank
 
+    # A group that is written in Python has no backends; torch asks for that of a device.
+    supports_splitting = False
+
+    def _get_backend(self, device: Any) -> Any:
+        return self
+
     def _get_sequence_number_for_group(self) -> int:
         return 0
 

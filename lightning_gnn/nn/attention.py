@@ -22,6 +22,7 @@ from torch_geometric.utils import add_self_loops, remove_self_loops
 from lightning_gnn.kernels.attention import additive_scores, pair_products, pair_sums, weighted_sums
 from lightning_gnn.kernels.run import has_loops_for
 from lightning_gnn.nn.context import Attended, GraphContext
+from lightning_gnn.nn.edges import mean_by
 
 Forward = Callable[..., Any]
 
@@ -53,7 +54,10 @@ def _gat(
     if self.add_self_loops:
         if edge_attr is not None:
             without, edge_attr = remove_self_loops(edge_index, edge_attr)
-            _, edge_attr = add_self_loops(without, edge_attr, fill_value=self.fill_value, num_nodes=context.num_targets)
+            if self.fill_value == "mean":
+                edge_attr = torch.cat([edge_attr, mean_by(without[1], edge_attr, context.num_targets)])
+            else:
+                _, edge_attr = add_self_loops(without, edge_attr, self.fill_value, context.num_targets)
         edge_index = context.with_self_loops(edge_index)
     in_list = edge_attr is not None or bool(return_attention_weights)
     at_target = _per_head(own_target, self.att_dst)

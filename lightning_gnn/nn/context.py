@@ -11,13 +11,13 @@ from functools import partial
 
 import torch
 from torch import Tensor
-from torch_geometric.utils import add_remaining_self_loops, add_self_loops, remove_self_loops, scatter
+from torch_geometric.utils import add_remaining_self_loops, add_self_loops, remove_self_loops
 
 from lightning_gnn.kernels import CSR
 from lightning_gnn.kernels.attention import Across, edge_softmax
 from lightning_gnn.kernels.run import has_loops_for
 from lightning_gnn.nn.commnet import without_self_loops
-from lightning_gnn.nn.edges import SplitEdges, StatisticsOfRows, Sum, SumOfRows
+from lightning_gnn.nn.edges import LastLoops, SplitEdges, StatisticsOfRows, Sum, SumOfRows, sum_by
 from lightning_gnn.nn.products import Product, StatisticsOverRanks
 from lightning_gnn.nn.rank_graph import RankGraph
 
@@ -123,11 +123,13 @@ class GraphContext(RankGraph):
         def compute() -> tuple[Tensor, Tensor]:
             edges, weight = edge_index, edge_weight
             if add_self_loops:
+                if weight is not None:
+                    weight = LastLoops.apply(weight, edges, num_nodes)
                 edges, weight = add_remaining_self_loops(edges, weight, 2.0 if improved else 1.0, num_nodes)
             if weight is None:
                 weight = torch.ones(edges.size(1), dtype=dtype, device=edges.device)
             source, target = edges
-            scale = _inverse_power(scatter(weight, target, 0, dim_size=num_nodes, reduce="sum"), 0.5)
+            scale = _inverse_power(sum_by(target, weight, num_nodes), 0.5)
             return edges, self.exchange.expand(self.scale_of_rows(scale, layer), layer)[source] * weight * scale[target]
 
         name = ("gcn_norm", improved, add_self_loops, dtype, as_scales)
@@ -201,7 +203,7 @@ class GraphContext(RankGraph):
         Returns:
             ``[N]``, differentiable in `weight`.
         """
-        partial = scatter(weight, source, 0, dim_size=self.num_owned + self.num_halo, reduce="sum")
+        partial = sum_by(source, weight, self.num_owned + self.num_halo)
         return self.exchange.reduce(partial, layer)
 
     def laplacian(

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
+from torch_geometric.utils import scatter
 
 from lightning_gnn.comm.call import Call
 from lightning_gnn.comm.exchange import Exchange
@@ -169,6 +170,43 @@ def scale_(rows: Tensor, scale: Tensor | None) -> Tensor:
     return rows if scale is None else rows.mul_(scale.to(rows.dtype).unsqueeze(1))
 
 
+def sum_by(index: Tensor, values: Tensor, size: int) -> Tensor:
+    """Returns the sum of the values that have each index, ``[size, ...]``, differentiable; its bits repeat on every device.
+
+    Args:
+        index: int64 ``[E]``.
+        values: ``[E, ...]``.
+    """
+    if values.device.type == "cpu":
+        return scatter(values, index, 0, dim_size=size, reduce="sum")
+    # On CUDA scatter adds atomically, in any order; this sorts.
+    return values.new_zeros((size, *values.shape[1:])).index_put((index,), values, accumulate=True)
+
+
+def mean_by(index: Tensor, values: Tensor, size: int) -> Tensor:
+    """Returns what :func:`sum_by` does, divided by how many there are."""
+    count = torch.bincount(index, minlength=size).clamp_(min=1).to(values.dtype)
+    return sum_by(index, values, size) / count.view(-1, *[1] * (values.dim() - 1))
+
+
+class LastLoops(torch.autograd.Function):
+    """Gives each self-loop the weight of its node's last one, which PyG keeps on the CPU; on CUDA it would keep any of them.
+
+    The gradient of each is that of the one which is kept, as in PyG.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, weight: Tensor, edge_index: Tensor, num_nodes: int) -> Tensor:
+        at = (edge_index[0] == edge_index[1]).nonzero().view(-1)
+        node = edge_index[0, at]
+        last = at.new_full((num_nodes,), -1).scatter_reduce_(0, node, at, "amax")
+        return weight.index_copy(0, at, weight[last[node]])
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        return grad, None, None
+
+
 class StatisticsOfRows(torch.autograd.Function):
     """Several of :data:`~lightning_gnn.kernels.sums.STATISTICS` over the edges of each row, in one pass.
 
@@ -191,7 +229,7 @@ class StatisticsOfRows(torch.autograd.Function):
         found.add(edges.halo, halo_rows, accumulate=True)
         for extreme in (found.max, found.min):
             if len(extreme):
-                extreme[edges.without_edges] = 0
+                extreme.index_fill_(0, edges.without_edges, 0)  # `[...] = 0` would copy the number to a GPU
         ctx.save_for_backward(x, halo_rows, found.max, found.min, found.num_max, found.num_min)
         return tuple(getattr(found, name).to(x.dtype) for name in wanted)
 

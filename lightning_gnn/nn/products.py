@@ -64,7 +64,7 @@ class StatisticsOverRanks(torch.autograd.Function):
                 # Exactly: an edge either has the extreme, on all ranks, or not.
                 with matrix.rows.world.transport.encoding(False):
                     whole = sign * matrix.rows.reduce_max(sign * partial, layer)
-                    whole[without] = 0
+                    whole.index_fill_(0, without, 0)
                     everywhere = matrix.rows.expand(whole, layer)
                     attaining = torch.where(partial == everywhere, getattr(found, f"num_{name}").to(partial.dtype), 0)
                     counts[f"num_{name}"] = matrix.rows.reduce(attaining, layer)

@@ -1,8 +1,8 @@
 """A second device in Python alone, "emulated", for tests of what differs from the CPU; and Lightning's accelerator for it.
 
 Its tensors hold CPU memory, but mixing them with tensors of the CPU raises, as does reading them as numpy arrays; it draws
-random numbers from a generator of its own. What a program that runs on CUDA would wait for (:data:`syncs`) and the largest
-tensor that an operation made (:data:`made`) are recorded.
+random numbers from a generator of its own, and does in another order each time what CUDA does atomically. What a program that
+runs on CUDA would wait for (:data:`syncs`) and the largest tensor that an operation made (:data:`made`) are recorded.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any, ClassVar
 
+import numpy as np
 import torch
 import torch.utils.checkpoint
 from lightning.pytorch.accelerators import Accelerator, AcceleratorRegistry
@@ -175,8 +176,26 @@ def _waits(name: str, args: Any, kwargs: dict[str, Any], to_device: bool) -> boo
     if name == "repeat_interleave":
         return kwargs.get("output_size") is None
     if name in ("index", "index_put_", "_index_put_impl_"):
-        return any(isinstance(each, torch.Tensor) and each.dtype == torch.bool for each in args[1])
+        # On CUDA a number that is assigned is copied from the host.
+        return any(isinstance(each, torch.Tensor) and each.dtype == torch.bool for each in args[1]) or (
+            name != "index" and args[2].dim() == 0
+        )
     return False
+
+
+def _in_any_order(name: str, args: Any) -> Any:
+    """Has what CUDA does atomically done in another order: floats are rounded otherwise, another of several values is kept."""
+    if name in ("scatter_add", "scatter_add_", "index_add", "index_add_"):
+        into, dim, index, values = args
+        order = torch.from_numpy(np.random.default_rng().permutation(index.size(dim if index.dim() > 1 else 0)))
+        return into, dim, index.index_select(dim if index.dim() > 1 else 0, order), values.index_select(dim, order)
+    if name in ("index_put_", "_index_put_impl_") and not (len(args) > 3 and args[3]):
+        into, [*where], values, *others = args
+        ids = [each for each in where if each is not None]
+        one = len(ids) == 1 and where[0] is not None and ids[0].dtype != torch.bool
+        if one and values.dim() == into.dim() and len(values) == len(ids[0]):
+            return into, [ids[0].flip(0), *where[1:]], values.flip(0), *others
+    return args
 
 
 def _run(function: Any, args: Any, kwargs: dict[str, Any]) -> Any:
@@ -206,6 +225,8 @@ def _run(function: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     if ours and _waits(name, args, kwargs, to_device):
         _record(name)
     raw_args, raw_kwargs = tree_map(raw_of, args), tree_map(raw_of, _on_cpu(kwargs))
+    if ours:
+        raw_args = _in_any_order(name, raw_args)
     with _numbers(function, raw_kwargs) if to_device else nullcontext():
         out = function(*raw_args, **raw_kwargs)
     if not to_device or name == "_local_scalar_dense":

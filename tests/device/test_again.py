@@ -53,6 +53,7 @@ LEFT_OUT = {
     "any_module_trains_of_any_module": "auto_gnn rehearses on the CPU",
     # What the emulated device lacks
     "bf16_mixed_of_spmm": "autocast changes nothing on it",
+    "gradients_of_two_bytes_travel_as_rows_of_spmm": "autocast changes nothing on it",
     "together_they_equal_one_device_of_any_model": "no LSTM; and a model of its own makes a tensor on the CPU",
     "stochastic_rounding_repeats_of_codec": "no torch.Generator",
     "training_of_codec": "no torch.Generator",

@@ -126,7 +126,9 @@ def receiving_first(rank: int, size: int) -> Any:
         self.receives_early = True
 
     ProcessTransport.__init__ = early  # type: ignore[method-assign]
-    return train(rank, size, awkward_graph(), "gat", options={"plan": "spst", "topology": "dgx1"})
+    return train(
+        rank, size, awkward_graph(), "gat", options={"plan": "spst", "topology": "uniform"}
+    )  # under "dgx1" narrow rows travel directly
 
 
 @pytest.mark.parametrize("size", campaign(4))

@@ -1,6 +1,6 @@
-"""The loops in Triton against numba's, in Triton's interpreter; and compiled for GPUs that are not here. No ranks.
+"""The loops in Triton against numba's: on a GPU where there is one, else in Triton's interpreter; compiled for GPUs. No ranks.
 
-Nothing here says how fast they are, nor what a GPU makes of them.
+Nothing here says how fast they are.
 """
 
 from __future__ import annotations
@@ -21,6 +21,8 @@ from warm import cold
 
 from lightning_gnn.kernels import CSR, attention, codes, loops, spmm, sums
 from lightning_gnn.kernels import run as runner
+
+ON_GPU = torch.cuda.is_available()
 
 needs_triton = pytest.mark.skipif(find_spec("triton") is None, reason="triton is not installed")
 
@@ -51,7 +53,7 @@ def interpreted() -> Iterator[Callable[..., Any]]:
             if before is not None:
                 os.environ["TRITON_INTERPRET"] = before
 
-    pool = Interpreter()
+    pool = RankPool() if ON_GPU else Interpreter()
     yield lambda function, *arguments: pool.run(1, _alone, function, *arguments)[0]
     pool.close()
 
@@ -60,13 +62,29 @@ def _alone(rank: int, world_size: int, function: Callable[..., Any], *arguments:
     return function(*arguments)
 
 
+def _through_gpu(name: str, arguments: tuple[Any, ...]) -> None:
+    """Runs a loop on copies of its arguments on the GPU, and copies back what it has written, unseen by autograd."""
+    moved = [_on_the_gpu(each) for each in arguments]
+    runner._on_gpu(name, tuple(moved))
+    for here, there in zip(arguments, moved):
+        if isinstance(here, Tensor):
+            here.data.copy_(there)
+
+
+def _on_the_gpu(argument: Any) -> Any:
+    if isinstance(argument, CSR):
+        edge = None if argument.edge is None else argument.edge.cuda()
+        return CSR(argument.indptr.cuda(), argument.indices.cuda(), edge, argument.num_cols)
+    return argument.cuda() if isinstance(argument, Tensor) else argument
+
+
 @contextmanager
 def in_triton(split: int) -> Iterator[None]:
     """While open, loops on the CPU are Triton's, and rows with more edges than `split` are hubs."""
     from lightning_gnn.kernels import triton_loops
 
     before, triton_loops.SPLIT = triton_loops.SPLIT, split
-    runner.BACKENDS["cpu"] = runner._on_gpu
+    runner.BACKENDS["cpu"] = _through_gpu if ON_GPU else runner._on_gpu
     try:
         yield
     finally:
@@ -327,6 +345,8 @@ def test_sums_as_they_are_used(interpreted, dtype):
 
 def same_bits() -> None:
     csr, x = graph("awkward"), torch.randn(7, 40)
+    if ON_GPU:
+        csr, x = _on_the_gpu(csr), x.cuda()
     with in_triton(8):
         assert torch.equal(spmm(csr, x), spmm(csr, x))
     assert set(csr._segments) == {8}
