@@ -35,7 +35,6 @@ from epoch_time import make_model, plain_loop, trained
 from parity import GRAPHS as REAL
 from torch_geometric.data import Data
 from torch_geometric.nn.models import GCN
-from torch_geometric.utils import contains_self_loops, remove_self_loops
 
 from lightning_gnn import DGCLStrategy, SpMM1DStrategy, SpMM2DStrategy, SpMM3DStrategy, SpMM15DStrategy
 from lightning_gnn.data.sources import prepare_graph
@@ -111,29 +110,15 @@ def make(name: str, path: str) -> torch.nn.Module:
     return GCN(in_channels=128, hidden_channels=128, num_layers=2, out_channels=COLUMNS[name])
 
 
-def num_entries(graph: Data) -> int:
-    """Returns the entries of GCN's matrix: edges between different nodes, and one loop at each."""
-    assert graph.edge_index is not None and graph.num_nodes is not None
-    edges = graph.edge_index
-    return (remove_self_loops(edges)[0] if contains_self_loops(edges) else edges).size(1) + graph.num_nodes
-
-
-def formula_bytes(place: ProcessGrid | ProcessCube, counts: list[int], columns: int, entries: int) -> int:
-    """Returns what all ranks send in one product, forward or backward, if whole blocks travel.
+def formula_bytes(place: ProcessGrid | ProcessCube, counts: list[int], columns: int) -> int:
+    """Returns what all ranks send in one product, forward or backward, if whole blocks of rows travel; the matrix's stay.
 
     Args:
         place: who stands where.
         counts: nodes of each rank.
         columns: f.
-        entries: of the matrix, which 2D and 3D products send as well: where rows begin, and a column for each entry.
     """
-    offsets = np.cumsum([0, *counts])
-    rows = 4 * place.words(offsets, columns)
-    if isinstance(place, ProcessGrid):
-        return rows
-    sizes = np.diff(offsets[:: place.side])
-    starts = sum(int(sizes[place.blocks_of_row(place.place(rank)[0])].sum()) + 1 for rank in range(place.num_ranks))
-    return rows + (place.side - 1) * (8 * starts + 4 * entries)
+    return 4 * place.words(np.cumsum([0, *counts]), columns)
 
 
 def measure(name: str, path: str, ranks: int, epochs: int) -> dict[str, Any]:
@@ -149,9 +134,7 @@ def measure(name: str, path: str, ranks: int, epochs: int) -> dict[str, Any]:
     return found
 
 
-def table_rows(
-    name: str, ranks: int, found: dict[str, Any], expected: list[float], entries: int
-) -> list[dict[str, Any]]:
+def table_rows(name: str, ranks: int, found: dict[str, Any], expected: list[float]) -> list[dict[str, Any]]:
     """Returns the lines of a graph and a number of ranks."""
     rows: list[dict[str, Any]] = []
     for system in systems(ranks):
@@ -162,7 +145,7 @@ def table_rows(
         row["of dgcl"] = row["s/epoch"] / rows[0]["s/epoch"]
         row["MB sent/epoch"] = run["bytes"] / 1e6
         row["MB of dgcl"] = run["bytes"] / rows[0]["bytes"]
-        row["formula_bytes"] = 2 * formula_bytes(place, run["counts"], columns, entries)
+        row["formula_bytes"] = 2 * formula_bytes(place, run["counts"], columns)
         row["of formula"] = run["bytes"] / row["formula_bytes"]
         if isinstance(place, ProcessGrid):
             row["of published"] = run["bytes"] / (8 * place.paper_words(nodes, columns))
@@ -206,9 +189,8 @@ def main() -> None:
                 return run_row(str(Path(__file__)), arguments, 1)
 
             expected = list(PLANTED_LOSSES) if name == "planted" else run("plain", 5)["losses"]
-            entries = num_entries(load_graph(name, paths[name]))
             for ranks in options.ranks:
-                rows += table_rows(name, ranks, run(str(ranks), options.epochs), expected, entries)
+                rows += table_rows(name, ranks, run(str(ranks), options.epochs), expected)
                 print(f"{name}, {ranks} ranks: done", file=sys.stderr, flush=True)
     report(f"2-layer GCN, 128 hidden columns; {os.cpu_count()} cores", rows, TABLE, options.json)
 
