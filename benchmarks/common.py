@@ -152,13 +152,14 @@ def machine() -> dict[str, Any]:
     """Returns what the figures depend on."""
     import torch_geometric
 
-    return {
+    found = {
         "cores": os.cpu_count(),
         "system": platform.platform(),
         "python": platform.python_version(),
         "torch": torch.__version__,
         "torch_geometric": torch_geometric.__version__,
     }
+    return found | ({"gpu": torch.cuda.get_device_name(0)} if torch.cuda.is_available() else {})
 
 
 def report(

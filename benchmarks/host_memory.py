@@ -169,9 +169,11 @@ def main() -> None:
     if options.train:
         train(options, options.train)
         return
+    sizes = int(options.nodes), int(options.edges), options.columns, "float32", options.inside
+    options.folder /= "-".join(map(str, sizes))
     graph = options.folder / "graph"
     if not graph.exists():
-        sizes = int(options.nodes), int(options.edges), options.columns, "float32", options.inside
+        options.folder.mkdir(parents=True, exist_ok=True)
         write(graph.with_suffix(".part"), "planted", *sizes)
         shutil.move(graph.with_suffix(".part"), graph)
     rows = [run(options, memory) for memory in options.memory]
@@ -179,10 +181,11 @@ def main() -> None:
         weights, first = row.pop("weights"), rows[0]
         if row is first:
             expected = weights
+            continue
         row["same weights"] = all(torch.equal(weights[name], expected[name]) for name in expected)
         row["of the first"] = row["epoch s"] / first["epoch s"]
         row["of the larger"] = row["epoch s"] / max(first["epoch s"], row["disk s"])
-    columns = [*rows[0]]
+    columns = [*rows[-1]]
     report(f"{options.devices} ranks, {options.edges:.3g} edges, {options.hidden} columns", rows, columns, options.json)
 
 

@@ -25,6 +25,7 @@ import os
 import platform
 import re
 import shlex
+import shutil
 import subprocess
 import sys
 import time
@@ -128,6 +129,8 @@ def run(command: Command, folder: Path, given: dict[str, str | None]) -> dict[st
         elif given["NETLAB.py"] is not None:  # netlab's own topologies lie beside it
             known = Path(given["NETLAB.py"]).parent / "topologies"
             words[place] = ",".join(str(known / each) if (known / each).is_file() else each for each in word.split(","))
+    if command.script.stem == "gpu_acceptance" and shutil.which("nvidia-smi") is None:
+        return "needs a GPU"
     result = folder / f"{command.name}.result.json"
     if command.knows("--json") and "--json" not in words:
         words += ["--json", str(result)]
@@ -211,7 +214,10 @@ def made(page: str, records: dict[str, dict[str, Any]]) -> str:
         record = records[text]
         heads, *rows = record["result"]["shown"]
         lines, stack = [heads, ["---"] * len(heads), *rows], "{cores} cores, {system}, Python {python}, torch {torch}"
-        below = f"*{record['date'][:10]}: {stack.format(**record['machine'])}, load {record['load']} when it began.*"
+        gpu = record["result"].get("machine", {}).get("gpu")
+        stack = f"{gpu}, {stack}" if gpu else stack
+        load = "" if record["load"] is None else f", load {record['load']} when it began"
+        below = f"*{record['date'][:10]}: {stack.format(**record['machine'])}{load}.*"
         cells = "\n".join(f"| {' | '.join(row)} |" for row in lines).replace("| --- ", "|---").replace("--- |", "---|")
         return f"<!-- {text} -->\n\n{cells}\n\n{below}\n\n<!-- end -->"
 

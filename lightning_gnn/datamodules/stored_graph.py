@@ -389,7 +389,9 @@ class StoredGraph:
     def _method(self, layout: LayoutSpec) -> str | np.ndarray:
         if self.partition is not None:
             return self.partition
-        return "auto" if is_folder(self.source) and layout.kind == "edge_cut" else layout.method
+        if is_folder(self.source) and (layout.kind == "edge_cut" or layout.method is None):
+            return "auto"
+        return layout.method or "ne"
 
     def _partition_key(self, layout: LayoutSpec) -> str:
         method = self._method(layout)

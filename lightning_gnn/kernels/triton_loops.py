@@ -3,7 +3,7 @@
 Each takes the CSR matrix in place of `indptr`, and otherwise what the loop of its name takes but `low` and `high`: tensors on
 the matrix's device, contiguous. Floats may have any of four dtypes: bfloat16, float16 and float32 are summed in float32, float64
 in itself, and results are rounded once, to the dtype of `out`. They have been compared with numba's in Triton's interpreter
-and compiled for GPUs, but have never run on one.
+and on an H200.
 
 A program on the GPU writes elements of its own, without atomics, and adds in an order that the matrix and the number of
 columns decide alone, so that bits repeat. Rows with more than :data:`SPLIT` edges are split into segments of so many, whose

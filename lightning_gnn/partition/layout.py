@@ -41,7 +41,8 @@ class LayoutSpec:
             ``"vertex_cut"``: every edge is held by the rank that it is given to, and a node is owned by its master.
         parts: number of ranks.
         groups: where the partitioner shall cut first; None for cutting between all ranks alike.
-        method: how nodes, or the edges of a vertex cut, get their ranks if the user leaves that open: see
+        method: how nodes, or the edges of a vertex cut, get their ranks if the user leaves that open; None: ``"auto"`` for a
+            graph in files, else ``"ne"``; see
             :func:`~lightning_gnn.partition.edge_cut.assign_nodes` and
             :func:`~lightning_gnn.partition.vertex_cut.assign_edges`.
         replicas: what ranks hold beside what they own; made when a rank reads its part, the stored cut is the same.
@@ -54,7 +55,7 @@ class LayoutSpec:
     kind: Literal["whole", "edge_cut", "vertex_cut"]
     parts: int = 1
     groups: Groups | None = None
-    method: str = "metis"
+    method: str | None = "metis"
     replicas: Replicas | None = None
     host_weight: float = 0.0
     takes_types: bool = False

@@ -46,7 +46,7 @@ class VertexCutScheme(Scheme):
 
     def __init__(
         self,
-        partition: EdgeMethod,
+        partition: EdgeMethod | None,
         hosts: int | None,
         host_weight: float,
         cache: AdaptiveThreshold | LargestChanges | float | None,
@@ -161,7 +161,7 @@ class VertexCutStrategy(GNNStrategy):
         partition: who computes which edge: ``"ne"`` has the fewest replicas, rows balanced within 15 %; ``"ebv"``, CDFGNN's,
             balances them best and cuts fastest; ``"streaming"`` (2PS-L) takes memory of nodes and not of edges; ``"auto"`` is the
             first of these three for which there is memory; ``"dne"``, ``"hdrf"``, ``"dbh"``, ``"grid"``, ``"random"`` to compare
-            with.
+            with. None: ``"auto"`` for a folder of files, else ``"ne"``.
         hosts: machines, of equally many ranks each, between which ``"ebv"`` avoids replicas, and masters are chosen; by default
             the Trainer's ``num_nodes``.
         host_weight: gamma of equation 24: what a replica on another machine costs against one in the same, 0 to 1.
@@ -200,7 +200,7 @@ class VertexCutStrategy(GNNStrategy):
 
     def __init__(
         self,
-        partition: EdgeMethod = "ne",
+        partition: EdgeMethod | None = None,
         hosts: int | None = None,
         host_weight: float = 0.1,
         cache: Literal["adaptive", "largest"] | float | AdaptiveThreshold | LargestChanges | None = None,
@@ -210,7 +210,7 @@ class VertexCutStrategy(GNNStrategy):
         redraw_every: int = 1,
         **options: Any,
     ) -> None:
-        if partition is None or not is_one_of(partition, METHODS):
+        if partition is not None and not is_one_of(partition, METHODS):
             raise ValueError(f"partition must be one of {', '.join(map(repr, METHODS))} (got {shown(partition)}).")
         if hosts is not None:
             check_whole(hosts=hosts)

@@ -21,14 +21,14 @@ from torch_geometric.data import Data, HeteroData
 from torch_geometric.nn import GraphSAGE
 from torch_geometric.testing import MyFeatureStore, MyGraphStore
 
-from lightning_gnn import GraphDataModule, NodeClassifier, SamplingStrategy, planted_partition
+from lightning_gnn import GraphDataModule, NodeClassifier, SamplingStrategy, VertexCutStrategy, planted_partition
 from lightning_gnn.data import array_files
 from lightning_gnn.data.folders import read_folder
 from lightning_gnn.data.loading import graph_digests, load_source
 from lightning_gnn.data.sources import MASKS
 from lightning_gnn.data.store import StoreError, read_cut
 from lightning_gnn.datamodules import stored_graph
-from lightning_gnn.partition import budget, edge_cut, in_edges
+from lightning_gnn.partition import budget, edge_cut, in_edges, vertex_cut
 from lightning_gnn.partition.in_edges import InEdges, PartEdges
 from lightning_gnn.partition.layout import LayoutSpec
 from lightning_gnn.partition.shard import Relabelling, edge_cut_parts
@@ -449,6 +449,21 @@ def test_a_folder_takes_the_best_partitioner_that_fits(tmp_path, monkeypatch):
     monkeypatch.setattr(edge_cut, "available_bytes", lambda: 1000)
     with pytest.raises(MemoryError, match="No partitioner fits: 'streaming' needs the least"):
         GraphDataModule(folder, store=tmp_path / "none").build(THREE)
+
+
+def test_a_vertex_cut_of_a_folder_is_the_best_that_fits_unless_one_is_named(tmp_path, monkeypatch):
+    folder, little, much = str(own(tmp_path / "graph")), 10**6, 10**9
+    for method in ("ne", "ebv"):
+        monkeypatch.setitem(budget.VERTEX_CUTS, method, replace(budget.VERTEX_CUTS[method], node=10**5))
+    for number, (free, source, named, method) in enumerate((
+        (much, folder, {}, "ne"),
+        (little, folder, {}, "streaming"),
+        (little, GRAPH, {}, "ne"),
+        (little, folder, {"partition": "ne"}, "ne"),
+    )):  # fmt: skip
+        monkeypatch.setattr(vertex_cut, "available_bytes", lambda free=free: free)
+        layout, store = VertexCutStrategy(**named).scheme.layout(3), tmp_path / str(number)
+        assert read_cut(store / GraphDataModule(source, store=store).build(layout)).report["method"] == method
 
 
 @settings(deadline=None, max_examples=40)
