@@ -65,6 +65,9 @@ LEFT_OUT = {
     "products_equal_one_device_of_real_graphs": "its fixtures are of another module",
     # Tests that know the CPU only
     "predictions_are_those_of_one_device_of_predictions": "its step makes an array of a tensor",
+    "predictions_in_files_of_predictions": "its step makes an array of a tensor",
+    "the_cache_learns_from_the_first_epoch_for_all_samplers_of_sampling_strategy": "same bits, where PyG's layers add atomically",
+    "batches_do_not_depend_on_the_number_of_samplers_of_sampling_variants": "same bits, where PyG's layers add atomically",
     "callbacks_and_schedulers_decide_alike_of_logs": "a metric of its own stays on the CPU",
     "trained_as_on_one_device_of_spmm": "sums in another order: 1.6e-10 from one device where 1e-10 is asked for",
 }
