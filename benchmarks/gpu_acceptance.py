@@ -33,6 +33,7 @@ import warnings
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import lightning as L
@@ -40,7 +41,7 @@ import staged_group
 import torch
 import torch.nn.functional as F
 from common import QUIET, report
-from epoch_time import plain_loop
+from epoch_time import Clock, plain_loop
 from torch import Tensor
 from torch_geometric.nn.models import GAT, GCN, GIN, PNA, GraphSAGE
 from torch_geometric.utils import degree, scatter, softmax
@@ -336,10 +337,10 @@ class WaitsOfAStep(L.Callback):
         if trainer.global_step != 2:
             return
         if self._options.device == "cuda":
+            torch.cuda.set_sync_debug_mode("warn")  # which warns of itself once
             self._open: Any = warnings.catch_warnings(record=True)
             self.found = self._open.__enter__()
             warnings.simplefilter("always")
-            torch.cuda.set_sync_debug_mode("warn")
         else:
             self._open = importlib.import_module(self._options.plugin).recorded()
             self.found = self._open.__enter__()
@@ -372,19 +373,11 @@ def waits(options: argparse.Namespace) -> list[Row]:
     return rows
 
 
-class Clock(Losses):
-    """Seconds of epochs, too, until the device has done what they asked of it."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.seconds: list[float] = []
-
-    def on_train_epoch_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        self._began = time.perf_counter()
+class DeviceClock(Clock):
+    """Whose epochs end when the device has done what they asked of it."""
 
     def on_train_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         synchronize(pl_module.device)
-        self.seconds.append(time.perf_counter() - self._began)
         super().on_train_epoch_end(trainer, pl_module)
 
 
@@ -422,14 +415,14 @@ def speed(options: argparse.Namespace) -> list[Row]:
             return plain_loop(kind, lambda: model().to(device), there.clone, layout, 8)
 
         def ours(way: str, model: Any = model) -> dict[str, Any]:
-            clock = Clock()
+            clock = DeviceClock()
             trainer = L.Trainer(
                 **{**QUIET, "accelerator": options.device}, devices=1, max_epochs=8, strategy=DGCLStrategy(**WAYS[way]),
                 precision="bf16-mixed" if "bf16" in way else "32-true", callbacks=[clock],
                 limit_val_batches=0, num_sanity_val_steps=0,
             )  # fmt: skip
             trainer.fit(NodeClassifier(model(), weight_decay=0.0), datamodule=GraphDataModule(graph))
-            return {"losses": clock.values, "seconds": clock.seconds}
+            return {"losses": clock.losses, "seconds": clock.seconds}
 
         # A device of a plugin may not have sparse matrices.
         layouts = [] if kind == "gat" or options.plugin else ["csr"]
@@ -444,7 +437,7 @@ def speed(options: argparse.Namespace) -> list[Row]:
             if found is None:
                 rows.append(row(f"{kind}, {way}: losses", "out of memory", "enough memory", way.startswith("PyG")))
                 continue
-            losses, seconds = found["losses"], sorted(found["seconds"][3:])[len(found["seconds"][3:]) // 2]
+            losses, seconds = found["losses"], median(found["seconds"][3:])
             reference, plain_seconds = reference or losses, plain_seconds or seconds
             off = max(abs(a - b) for a, b in zip(losses, reference))
             limit = 5e-2 if "bf16" in way else 1e-3
@@ -474,7 +467,7 @@ def sampling(options: argparse.Namespace) -> list[Row]:
     graph.train_mask = torch.arange(graph.num_nodes) < 1024 * 30
     rows: list[Row] = []
     for prefetch, samplers in ((0, 1), (4, 1), (8, 4)):
-        clock = Clock()
+        clock = DeviceClock()
         torch.manual_seed(0)
         model = GraphSAGE(128, 128, 2, 16)
         trainer = L.Trainer(
@@ -483,21 +476,11 @@ def sampling(options: argparse.Namespace) -> list[Row]:
             callbacks=[clock],
         )  # fmt: skip
         trainer.fit(NodeClassifier(model), datamodule=GraphDataModule(graph))
-        first = rows[0]["value"] if rows else clock.values[-1]
-        off = abs(clock.values[-1] - first)
-        timed = {
-            "seconds": clock.seconds[-1],
-            "/ other": clock.seconds[-1] / (rows[0]["seconds"] if rows else clock.seconds[-1]),
-        }
-        rows.append(
-            row(
-                f"prefetch={prefetch}, samplers={samplers}: loss",
-                clock.values[-1],
-                "the first row's",
-                off < 1e-4,
-                **timed,
-            )
-        )
+        loss, seconds = clock.losses[-1], clock.seconds[-1]
+        first = rows[0] if rows else {"value": loss, "seconds": seconds}
+        timed = {"seconds": seconds, "/ other": seconds / first["seconds"]}
+        check = f"prefetch={prefetch}, samplers={samplers}: loss"
+        rows.append(row(check, loss, "the first row's", abs(loss - first["value"]) < 1e-4, **timed))
     return rows
 
 

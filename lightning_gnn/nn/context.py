@@ -17,7 +17,7 @@ from lightning_gnn.kernels import CSR
 from lightning_gnn.kernels.attention import Across, edge_softmax
 from lightning_gnn.kernels.run import has_loops_for
 from lightning_gnn.nn.commnet import without_self_loops
-from lightning_gnn.nn.edges import LastLoops, SplitEdges, StatisticsOfRows, Sum, SumOfRows, sum_by
+from lightning_gnn.nn.edges import LastLoops, SplitEdges, StatisticsOfRows, Sum, SumOfRows, last_loops, sum_by
 from lightning_gnn.nn.products import Product, StatisticsOverRanks
 from lightning_gnn.nn.rank_graph import RankGraph
 
@@ -124,7 +124,8 @@ class GraphContext(RankGraph):
             edges, weight = edge_index, edge_weight
             if add_self_loops:
                 if weight is not None:
-                    weight = LastLoops.apply(weight, edges, num_nodes)
+                    at, last = self.once(("last loops",), edges, None, lambda: last_loops(edge_index, num_nodes))
+                    weight = LastLoops.apply(weight, at, last)
                 edges, weight = add_remaining_self_loops(edges, weight, 2.0 if improved else 1.0, num_nodes)
             if weight is None:
                 weight = torch.ones(edges.size(1), dtype=dtype, device=edges.device)

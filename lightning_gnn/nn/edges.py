@@ -185,22 +185,26 @@ def sum_by(index: Tensor, values: Tensor, size: int) -> Tensor:
 
 def mean_by(index: Tensor, values: Tensor, size: int) -> Tensor:
     """Returns what :func:`sum_by` does, divided by how many there are."""
-    count = torch.bincount(index, minlength=size).clamp_(min=1).to(values.dtype)
+    count = sum_by(index, values.new_ones(len(index)), size).clamp_(min=1)
     return sum_by(index, values, size) / count.view(-1, *[1] * (values.dim() - 1))
+
+
+def last_loops(edge_index: Tensor, num_nodes: int) -> tuple[Tensor, Tensor]:
+    """Returns where self-loops are, and where the last one of the same node is, int64 ``[L]`` each."""
+    at = (edge_index[0] == edge_index[1]).nonzero().view(-1)
+    node = edge_index[0, at]
+    return at, at.new_full((num_nodes,), -1).scatter_reduce_(0, node, at, "amax")[node]
 
 
 class LastLoops(torch.autograd.Function):
     """Gives each self-loop the weight of its node's last one, which PyG keeps on the CPU; on CUDA it would keep any of them.
 
-    The gradient of each is that of the one which is kept, as in PyG.
+    The gradient of each is that of the one which is kept, as in PyG. For `at` and `last` see :func:`last_loops`.
     """
 
     @staticmethod
-    def forward(ctx: Any, weight: Tensor, edge_index: Tensor, num_nodes: int) -> Tensor:
-        at = (edge_index[0] == edge_index[1]).nonzero().view(-1)
-        node = edge_index[0, at]
-        last = at.new_full((num_nodes,), -1).scatter_reduce_(0, node, at, "amax")
-        return weight.index_copy(0, at, weight[last[node]])
+    def forward(ctx: Any, weight: Tensor, at: Tensor, last: Tensor) -> Tensor:
+        return weight.index_copy(0, at, weight[last])
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:

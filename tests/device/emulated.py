@@ -187,8 +187,9 @@ def _in_any_order(name: str, args: Any) -> Any:
     """Has what CUDA does atomically done in another order: floats are rounded otherwise, another of several values is kept."""
     if name in ("scatter_add", "scatter_add_", "index_add", "index_add_"):
         into, dim, index, values = args
-        order = torch.from_numpy(np.random.default_rng().permutation(index.size(dim if index.dim() > 1 else 0)))
-        return into, dim, index.index_select(dim if index.dim() > 1 else 0, order), values.index_select(dim, order)
+        along = dim if index.dim() > 1 else 0
+        order = torch.from_numpy(np.random.default_rng().permutation(index.size(along)))
+        return into, dim, index.index_select(along, order), values.index_select(dim, order)
     if name in ("index_put_", "_index_put_impl_") and not (len(args) > 3 and args[3]):
         into, [*where], values, *others = args
         ids = [each for each in where if each is not None]

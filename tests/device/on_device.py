@@ -25,9 +25,7 @@ ON_GPU = bool(os.environ.get("LIGHTNING_GNN_TEST_GPU"))
 class SharedGPU(CUDAAccelerator):
     """As many devices as are asked for, which are all the first one."""
 
-    @staticmethod
-    def parse_devices(devices: Any) -> Any:
-        return list(range(int(devices))) if isinstance(devices, (int, str)) else devices
+    parse_devices = staticmethod(emulated.EmulatedAccelerator.parse_devices)
 
     @staticmethod
     def get_parallel_devices(devices: Any) -> list[torch.device]:

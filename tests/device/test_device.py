@@ -126,9 +126,8 @@ def receiving_first(rank: int, size: int) -> Any:
         self.receives_early = True
 
     ProcessTransport.__init__ = early  # type: ignore[method-assign]
-    return train(
-        rank, size, awkward_graph(), "gat", options={"plan": "spst", "topology": "uniform"}
-    )  # under "dgx1" narrow rows travel directly
+    # Under "dgx1" rows as narrow as these travel directly.
+    return train(rank, size, awkward_graph(), "gat", options={"plan": "spst", "topology": "uniform"})
 
 
 @pytest.mark.parametrize("size", campaign(4))

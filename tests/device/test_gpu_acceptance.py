@@ -11,7 +11,7 @@ import pytest
 from common import CAMPAIGN, campaign
 from processes import REPOSITORY, Finished, environment, run
 
-PARTS = ("models", "ranks", "kernels", "waits") if CAMPAIGN else ("kernels", "nccl")
+PARTS = ("models", "ranks", "kernels", "waits", "speed", "sampling") if CAMPAIGN else ("kernels", "nccl")
 
 
 def accepted(folder: Path, plugin: str, parts: tuple[str, ...]) -> Finished:
