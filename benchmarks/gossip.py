@@ -155,15 +155,15 @@ def cells(intervals: list[int], alike: bool) -> Iterator[tuple[str, int, dict[st
             yield "push-sum", interval, {"average": "push_sum", "slow": ODD}
 
 
-def table(graph: str, options: argparse.Namespace) -> None:
-    """Runs all rows on a graph."""
+def of_graph(graph: str, options: argparse.Namespace) -> list[dict[str, Any]]:
+    """Returns all rows of a graph."""
     common = {"source": graph_of(graph), "epochs": options.epochs, "clusters": options.clusters, "seeds": options.seeds}
     common["batch_s"] = options.batch_ms / 1e3
     rows: list[dict[str, Any]] = []
 
     def add(name: str, ranks: int, scheme: str = "gossip", slow: int = ODD, **others: Any) -> float:
         found = row(scheme=scheme, ranks=ranks, slow=(slow, options.slow), **common, **others)
-        words = {"workers": ranks, "trained": name, "interval": others.get("averaging_interval")}
+        words = {"graph": graph, "workers": ranks, "trained": name, "interval": others.get("averaging_interval")}
         alone = rows[0] if rows else found
         times = alone["seconds"] / found["seconds"]
         points = found["micro F1, %"] - alone["micro F1, %"]
@@ -182,15 +182,7 @@ def table(graph: str, options: argparse.Namespace) -> None:
             all_reduce = lockstep.get((ranks, interval))
             rows[-1]["times all-reduce"] = all_reduce and all_reduce / seconds
             print({name: value for name, value in rows[-1].items() if name != "runs"}, file=sys.stderr, flush=True)
-    slow = "all alike" if options.slow == 1 else f"one worker's {options.slow:g} times that"
-    title = (
-        f"{graph}: {options.clusters} clusters, {options.epochs} epochs, {options.batch_ms:g} ms a batch, {slow}; "
-        f"{options.seeds} seeds"
-    )
-    columns = ["workers", "trained", "interval", "seconds", "times one", "times all-reduce", "idle, %", "averages"]
-    columns += ["waits", "batches", "micro F1, %", "+-", "points"]
-    path = options.json and options.json.replace(".json", f"-{graph}.json")
-    report(title, rows, columns, path)
+    return rows
 
 
 VALIDATED: list[tuple[str, dict[str, Any]]] = [
@@ -232,9 +224,23 @@ def main() -> None:
     torch.set_num_threads(1)
     if options.validation:
         validation()
-    else:
-        for graph in options.graphs:
-            table(graph, options)
+        return
+    rows = [row for graph in options.graphs for row in of_graph(graph, options)]
+    slow = "all alike" if options.slow == 1 else f"one worker's {options.slow:g} times that"
+    title = f"{options.clusters} clusters, {options.epochs} epochs, {options.batch_ms:g} ms a batch, {slow}"
+    columns = [
+        "graph",
+        "workers",
+        "trained",
+        "interval",
+        "seconds",
+        "times one",
+        "times all-reduce",
+        "idle, %",
+        "averages",
+    ]
+    columns += ["waits", "batches", "micro F1, %", "+-", "points"]
+    report(f"{title}; {options.seeds} seeds", rows, columns, options.json)
 
 
 if __name__ == "__main__":

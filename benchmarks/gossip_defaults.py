@@ -191,30 +191,33 @@ def main() -> None:
     parser.add_argument("--json")
     asked = parser.parse_args()
     torch.set_num_threads(1)
+    rows: list[dict[str, Any]] = []
     for name in asked.graphs:
         source = graph(name)
-        rows: list[dict[str, Any]] = []
         data = GraphDataModule(source, split=(0.6, 0.2, 0.2), seed=0)
         curves = [full_graph(data, seed, asked.steps) for seed in range(asked.seeds)] if asked.steps else []
         if curves:
             ends = [curve.points[-1] for curve in curves]
-            rows.append({"trained": "full graph", **spread("best", [accuracy for _, accuracy in ends])})
+            rows.append({"graph": name, "trained": "full graph", **spread("best", [accuracy for _, accuracy in ends])})
             rows[-1]["CPU s"] = mean(seconds for seconds, _ in ends)
-            print(name, rows[-1], flush=True)
+            print(rows[-1], flush=True)
 
         def add(words: dict[str, Any], workers: int, options: dict[str, Any]) -> None:
             data = GraphDataModule(source, split=(0.6, 0.2, 0.2), seed=0)  # noqa: B023
             runs = [fitted(data, seed, workers, asked.epochs, options) for seed in range(asked.seeds)]
-            row = {**words, **{column: mean(each[what] for each in runs) for column, what in MEANS.items()}}
+            row = {
+                **words,
+                **{column: mean(each[what] for each in runs) for column, what in MEANS.items()},
+            }
             for what in ("best", "mean"):
                 row |= spread(what, [each[what] for each in runs])
             if curves:  # noqa: B023
                 row["full graph, %"] = mean(curve.at(run["seconds"]) for curve, run in zip(curves, runs))  # noqa: B023
-            rows.append(row)  # noqa: B023
-            print(name, row, flush=True)  # noqa: B023
+            rows.append(row)
+            print(row, flush=True)
 
         for assignment, halo, per_batch in product(asked.assignments, asked.halos, asked.per_batch):
-            words = {"assignment": assignment, "halo": halo, "per batch": per_batch}
+            words = {"graph": name, "assignment": assignment, "halo": halo, "per batch": per_batch}
             options = {"assignment": assignment, "clusters": asked.clusters, "clusters_per_batch": per_batch}
             options["halo"] = None if halo == "none" else halo
             if asked.alone:
@@ -226,25 +229,21 @@ def main() -> None:
                     asked.workers,
                     {**options, **of_workers},
                 )
-        title = (
-            f"{name}: {asked.clusters} clusters, {asked.epochs} epochs, {asked.workers} workers, {asked.seeds} seeds"
-        )
-        columns = [
-            "trained",
-            "assignment",
-            "halo",
-            "per batch",
-            "average",
-            "interval",
-            "CPU s",
-            "best, %",
-            "best +-",
-            "mean, %",
-            "mean +-",
-            "full graph, %",
-            "apart, %",
-        ]
-        report(title, rows, columns, asked.json and asked.json.replace(".json", f"-{name}.json"))
+    title = f"{asked.clusters} clusters, {asked.epochs} epochs, {asked.workers} workers, {asked.seeds} seeds"
+    columns = [
+        "graph",
+        "trained",
+        "assignment",
+        "halo",
+        "per batch",
+        "average",
+        "interval",
+        "CPU s",
+        "best, %",
+        "best +-",
+    ]
+    columns += ["mean, %", "mean +-", "full graph, %", "apart, %"]
+    report(title, rows, [name for name in columns if any(name in row for row in rows)], asked.json)
 
 
 if __name__ == "__main__":

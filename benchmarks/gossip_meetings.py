@@ -221,22 +221,23 @@ def main() -> None:
     parser.add_argument("--json")
     asked = parser.parse_args()
     torch.set_num_threads(1)
+    rows: list[dict[str, Any]] = []
     for name in asked.graphs:
         source = prepare_graph(graph(name), None, (0.6, 0.2, 0.2))
         data = GraphDataModule(source)
         data.prepare_for(LayoutSpec("edge_cut", asked.clusters, method="random"))
-        cut, rows = data.stored_cut(), []
+        cut = data.stored_cut()
         for words in asked.only:
             options = VARIANTS[words]
             runs = [simulated(source, Clusters(cut, 1, seed), seed, asked, **options) for seed in range(asked.seeds)]
-            row: dict[str, Any] = {"meetings": words} | {key: mean(each[key] for each in runs) for key in runs[0]}
+            row: dict[str, Any] = {"graph": name, "meetings": words} | {
+                key: mean(each[key] for each in runs) for key in runs[0]
+            }
             row["+-"] = stdev(each["accuracy, %"] for each in runs) if len(runs) > 1 else 0.0
             rows.append(row)
-            print(name, row, flush=True)
-        title = (
-            f"{name}: {asked.workers} workers, interval {asked.interval}, {asked.epochs} epochs, {asked.seeds} seeds"
-        )
-        report(title, rows, list(rows[0]), asked.json and asked.json.replace(".json", f"-{name}.json"))
+            print(row, flush=True)
+    title = f"{asked.workers} workers, interval {asked.interval}, {asked.epochs} epochs, {asked.seeds} seeds"
+    report(title, rows, list(rows[0]), asked.json)
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """Does `dgcl` give the numbers of one device? Four real graphs x five models x two modules x 1 to 4 ranks.
 
-    python benchmarks/parity.py [--graphs cora computers physics github] [--ranks 1 2 3 4] [--epochs 5] [--json FILE]
+    python benchmarks/parity.py [--graphs cora computers physics github] [--ranks 1 2 3 4] [--epochs 5] [--jobs 4] [--json FILE]
 
 Other strategies, c after a colon, with whole blocks or as by default; a cell is empty where c does not divide the ranks::
 
@@ -20,6 +20,7 @@ import json
 import os
 import shutil
 import tempfile
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -189,6 +190,7 @@ def main() -> None:
     parser.add_argument("--models", nargs="+", choices=MODELS, default=MODELS)
     parser.add_argument("--epochs", type=int, default=5)
     parser.add_argument("--double", action="store_true", help="in float64")
+    parser.add_argument("--jobs", type=int, default=1, help="runs at a time")
     parser.add_argument("--json")
     parser.add_argument("--row", help=argparse.SUPPRESS)
     parser.add_argument("--root", help=argparse.SUPPRESS)
@@ -203,27 +205,30 @@ def main() -> None:
     losses = [f"{ranks} ranks" for ranks in options.ranks]
     metrics = [f"metrics, {ranks}" for ranks in options.ranks]
     columns = ["graph", "strategy", "model/module", "noise", *losses, *metrics, "test_acc"]
-    with tempfile.TemporaryDirectory() as folder:
+    with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(options.jobs) as pool:
         os.environ["LIGHTNING_GNN_STORE"] = folder
+
+        def started(graph: str, strategies: list[str], ranks: int, order: int = 0) -> Future[dict[str, Any]]:
+            root = str(Path(folder) / GRAPHS[graph][0])
+            arguments = ["--row", f"{graph}/{','.join(strategies)}/{ranks}/{order}", "--root", root]
+            arguments += ["--epochs", str(options.epochs), "--models", *options.models]
+            arguments += ["--double"] if options.double else []
+            return pool.submit(run_row, str(Path(__file__)), arguments, threads=1, timeout=3000)
+
+        of_graph = {}
         for graph in options.graphs:
-            source, root = GRAPHS[graph][0], Path(folder)
-            if source:
-                root = shutil.copytree(SHARED / "data" / source, root / source, dirs_exist_ok=True)
-
-            def row(
-                strategies: list[str], ranks: int, order: int, graph: str = graph, root: Path = root
-            ) -> dict[str, Any]:
-                arguments = ["--row", f"{graph}/{','.join(strategies)}/{ranks}/{order}", "--root", str(root)]
-                arguments += ["--epochs", str(options.epochs), "--models", *options.models]
-                arguments += ["--double"] if options.double else []
-                return run_row(str(Path(__file__)), arguments, threads=1, timeout=3000)
-
-            reference, *others = (row(["auto"], 1, order) for order in range(3))
-            found = {ranks: row(options.strategies, ranks, 0) for ranks in options.ranks}
-            for strategy, (one_device, expected) in itertools.product(options.strategies, reference.items()):
-                cell = one_device.removeprefix("auto/")
+            if source := GRAPHS[graph][0]:
+                shutil.copytree(SHARED / "data" / source, Path(folder) / source, dirs_exist_ok=True)
+            load_graph(graph, str(Path(folder) / source))  # PyG's files are made once
+            one_device = [started(graph, ["auto"], 1, order) for order in range(3)]
+            of_graph[graph] = one_device, {ranks: started(graph, options.strategies, ranks) for ranks in options.ranks}
+        for graph, (one_device, of_ranks) in of_graph.items():
+            reference, *others = (each.result() for each in one_device)
+            found = {ranks: each.result() for ranks, each in of_ranks.items()}
+            for strategy, (name, expected) in itertools.product(options.strategies, reference.items()):
+                cell = name.removeprefix("auto/")
                 entry: dict[str, Any] = {"graph": graph, "strategy": strategy, "model/module": cell}
-                entry["noise"] = max(_difference(other[one_device], expected) for other in others)
+                entry["noise"] = max(_difference(other[name], expected) for other in others)
                 for ranks, results in found.items():
                     result = results.get(f"{strategy}/{cell}")
                     entry[f"{ranks} ranks"] = None if result is None else _difference(result, expected)

@@ -117,7 +117,7 @@ def machine() -> dict[str, Any]:
     return {"cores": os.cpu_count(), "system": platform.platform(), "python": platform.python_version(), **packages}
 
 
-def run(command: Command, folder: Path, given: dict[str, str | None]) -> dict[str, Any] | str:
+def run(command: Command, folder: Path, given: dict[str, str | None], jobs: str | None = None) -> dict[str, Any] | str:
     """Runs a command and returns its record; or what it lacks."""
     words = shlex.split(command.text)
     for place, word in enumerate(words):
@@ -134,6 +134,8 @@ def run(command: Command, folder: Path, given: dict[str, str | None]) -> dict[st
     result = folder / f"{command.name}.result.json"
     if command.knows("--json") and "--json" not in words:
         words += ["--json", str(result)]
+    if jobs is not None and command.knows("--jobs"):
+        words += ["--jobs", jobs]
     load = round(os.getloadavg()[0], 1)
     began, date = time.perf_counter(), datetime.now(timezone.utc).isoformat(timespec="seconds")
     done = subprocess.run(
@@ -155,7 +157,7 @@ def main() -> None:
     )
     parser.add_argument("--folder", type=Path, default=Path("reproduced"))
     parser.add_argument("--netlab", help="netlab.py, for commands over emulated links")
-    parser.add_argument("--root", help="what commands call ROOT: the folder of real graphs")
+    parser.add_argument("--jobs", help="runs at a time, for commands that know this option")
     parser.add_argument("--write", action="store_true", help="then make the page's tables of what has ended well")
     asked = parser.parse_args()
     found = commands()
@@ -168,7 +170,7 @@ def main() -> None:
         titles = tuple(title.lower() for title in asked.only)
         found = [each for each in found if each.section.lower().startswith(titles)]
     folder: Path = asked.folder.resolve()
-    given = {"NETLAB.py": asked.netlab and str(Path(asked.netlab).resolve()), "ROOT": asked.root, "FOLDER": str(folder)}
+    given = {"NETLAB.py": asked.netlab and str(Path(asked.netlab).resolve()), "FOLDER": str(folder)}
     section, failed = "", 0
     for number, command in enumerate(found, 1):
         path = folder / f"{command.name}.json"
@@ -181,7 +183,7 @@ def main() -> None:
             print(": done before" if ended else "")
             continue
         folder.mkdir(parents=True, exist_ok=True)
-        record = run(command, folder, given)
+        record = run(command, folder, given, asked.jobs)
         if isinstance(record, str):
             print(f": left out, {record}")
             continue
@@ -238,6 +240,7 @@ def write(folder: Path) -> None:
         if command.text in texts and path.exists():
             record = json.loads(path.read_text())
             del record["output"]
+            record.get("result", {}).pop("runs", None)  # epoch by epoch
             if record["status"] == 0:
                 records[command.text] = record
     new = made(page, records)

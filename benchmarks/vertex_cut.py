@@ -2,7 +2,8 @@
 
 Rows, bytes and test accuracy, on ranks that are threads of one process; plots like Figures 6 to 8 with ``--plots FOLDER``::
 
-    python benchmarks/vertex_cut.py [--graphs computers github cornell5 power-law] [--seeds 0 1 2] [--json FILE] [--plots FOLDER]
+    python benchmarks/vertex_cut.py [--graphs computers github cornell5 power-law] [--seeds 0 1 2] [--jobs 4]
+        [--json FILE] [--plots FOLDER]
 
 Epoch time on two emulated hosts of two ranks, by netlab (root only), a host's link 2.7 times as slow as one inside::
 
@@ -19,6 +20,8 @@ import json
 import os
 import shutil
 import tempfile
+from itertools import product
+from multiprocessing.pool import ThreadPool
 from pathlib import Path
 from statistics import mean
 from typing import Any
@@ -44,7 +47,7 @@ BESIDE = {"full-batch": 1, "mini-batch": 10}
 COLUMNS = [
     "graph",
     "cell",
-    "gamma",
+    "host weight",
     "rows",
     "% fewer",
     "MB",
@@ -52,7 +55,7 @@ COLUMNS = [
     "ms/epoch",
     "test acc",
     "points",
-    "seeds",
+    "by seed",
 ]
 
 
@@ -66,7 +69,7 @@ def run(options: argparse.Namespace) -> list[dict[str, Any]]:
             for cell in options.cells:
                 of_ebv = cell not in (*BESIDE, *OTHERS)
                 for weight in options.weights if of_ebv else options.weights[:1]:
-                    row: dict[str, Any] = {"graph": graph, "cell": cell, "gamma": weight, "seed": seed}
+                    row: dict[str, Any] = {"graph": graph, "cell": cell, "host weight": weight, "seed": seed}
                     arguments = (CELLS | REDRAWN | THRESHOLDS).get(cell, {})
                     if of_ebv:
                         arguments = {"partition": "ebv", **arguments, "host_weight": weight}
@@ -96,34 +99,44 @@ def measured(options: argparse.Namespace) -> list[dict[str, Any]]:
         arguments = ["--graphs", *options.graphs, "--cells", *options.cells, "--epochs", str(options.epochs)]
         arguments += ["--seeds", *map(str, options.seeds), "--weights", *map(str, options.weights), "--root", folder]
         arguments += ["--dropout", str(options.dropout), "--layers", str(options.layers)]
+        for graph in options.graphs:  # PyG's files are made once, not by several processes at a time
+            load_graph(graph, f"{folder}/{GRAPHS[graph][0]}")
         if options.netlab:
-            for graph in options.graphs:  # PyG's files are made once, not by both hosts at a time
-                load_graph(graph, f"{folder}/{GRAPHS[graph][0]}")
             return run_on_hosts(options.netlab, options.inner_mbit, __file__, arguments)
-        row_file = Path(folder) / "rows.json"
-        run_row(__file__, [*arguments, "--row", str(row_file)], 1, timeout=86400)
-        return json.loads(row_file.read_text())
+
+        def of(one: tuple[str, int]) -> list[dict[str, Any]]:
+            row_file = Path(folder) / f"{one[0].replace('/', '-')}-{one[1]}.json"
+            chosen = ["--graphs", one[0], "--seeds", str(one[1])]  # the last ones count
+            run_row(__file__, [*arguments, *chosen, "--row", str(row_file)], 1, timeout=86400)
+            return json.loads(row_file.read_text())
+
+        with ThreadPool(options.jobs) as pool:
+            return [row for rows in pool.imap(of, product(options.graphs, options.seeds)) for row in rows]
 
 
-def table(found: list[dict[str, Any]]) -> list[dict[str, Any]]:
+def table(found: list[dict[str, Any]], timed: bool) -> list[dict[str, Any]]:
     """Returns a line for each graph, cell and weight: means over seeds, beside the exact run of the same seed."""
     lines = []
-    for graph, cell, weight in dict.fromkeys((row["graph"], row["cell"], row["gamma"]) for row in found):
-        chosen = [row for row in found if (row["graph"], row["cell"], row["gamma"]) == (graph, cell, weight)]
+    for graph, cell, weight in dict.fromkeys((row["graph"], row["cell"], row["host weight"]) for row in found):
+        chosen = [row for row in found if (row["graph"], row["cell"], row["host weight"]) == (graph, cell, weight)]
         exact = {row["seed"]: row for row in found if row["graph"] == graph and row["cell"] == "baseline"}
-        line: dict[str, Any] = {"graph": graph, "cell": cell, "gamma": weight, "seeds": len(chosen)}
-        line["ms/epoch"] = 1e3 * mean(row["seconds"] for row in chosen) or None
+        line: dict[str, Any] = {"graph": graph, "cell": cell, "host weight": weight, "of seeds": len(chosen)}
+        if timed:
+            line["ms/epoch"] = 1e3 * mean(row["seconds"] for row in chosen)
         if "rows" in chosen[0]:
             line |= {"rows": mean(row["rows"] for row in chosen), "MB": mean(row["bytes"] for row in chosen) / 1e6}
         if chosen[0].get("test_acc") is not None:
             line["test acc"] = mean(row["test_acc"] for row in chosen)
         if exact and "rows" in line:
-            reference = next(iter(exact.values()))
-            line["% fewer"] = 100 * (1 - line["rows"] / reference["rows"])
-            line["% fewer bytes"] = 100 * (1 - line["MB"] * 1e6 / reference["bytes"])
+            line["% fewer"] = 100 * (1 - line["rows"] / mean(row["rows"] for row in exact.values()))
+            line["% fewer bytes"] = 100 * (1 - line["MB"] * 1e6 / mean(row["bytes"] for row in exact.values()))
         both = [row for row in chosen if row["seed"] in exact and row.get("test_acc") is not None]
         if both:
-            line["points"] = 100 * mean(row["test_acc"] - exact[row["seed"]]["test_acc"] for row in both)
+            points = [100 * (row["test_acc"] - exact[row["seed"]]["test_acc"]) for row in both]
+            line |= {
+                "points": round(mean(points), 2),
+                "by seed": ", ".join(f"{round(each, 2) + 0.0:+.2f}" for each in points),
+            }
         lines.append(line)
     return lines
 
@@ -156,7 +169,9 @@ def plot(found: list[dict[str, Any]], lines: list[dict[str, Any]], folder: Path)
     figure, axes = pyplot.subplots(1, len(graphs), figsize=(4.5 * len(graphs), 3.2), squeeze=False)
     for graph, axis in zip(graphs, axes[0]):
         for cell in ("baseline", "cache", "codec", "both", "stale", *BESIDE):
-            runs = [row["epochs"] for row in found if (row["graph"], row["cell"], row["gamma"]) == (graph, cell, 0.1)]
+            runs = [
+                row["epochs"] for row in found if (row["graph"], row["cell"], row["host weight"]) == (graph, cell, 0.1)
+            ]
             curves = [[each["val_acc"] for each in run if "val_acc" in each] for run in runs]
             if curves and curves[0]:
                 means = [mean(values) for values in zip(*curves)]
@@ -168,7 +183,9 @@ def plot(found: list[dict[str, Any]], lines: list[dict[str, Any]], folder: Path)
     figure, axes = pyplot.subplots(2, len(graphs), figsize=(4.5 * len(graphs), 6), squeeze=False)
     for graph, column in zip(graphs, axes.T):
         for axis, name in zip(column, ("MB", "test acc")):
-            chosen = [line for line in lines if line["graph"] == graph and line["gamma"] == 0.1 and line.get(name)]
+            chosen = [
+                line for line in lines if line["graph"] == graph and line["host weight"] == 0.1 and line.get(name)
+            ]
             axis.bar([line["cell"] for line in chosen], [line[name] for line in chosen])
             axis.set(title=graph, ylabel=f"{name} per epoch" if name == "MB" else name)
             axis.tick_params(axis="x", rotation=30, labelsize=7)
@@ -187,6 +204,7 @@ def main() -> None:
     parser.add_argument("--epochs", type=int, default=200)
     parser.add_argument("--dropout", type=float, default=0.0, help="of the model; not on emulated hosts")
     parser.add_argument("--layers", type=int, default=2, help="of the model; not on emulated hosts")
+    parser.add_argument("--jobs", type=int, default=1, help="graphs and seeds at a time; not on emulated hosts")
     parser.add_argument("--json")
     parser.add_argument("--plots", type=Path)
     parser.add_argument("--netlab", help="netlab.py: measure epoch time on emulated hosts")
@@ -204,12 +222,11 @@ def main() -> None:
             print(json.dumps(True))
         return
     found = [row for path in options.read or () for row in json.loads(path.read_text())["runs"]] or measured(options)
-    lines = table(found)
+    lines = table(found, timed=options.netlab is not None)
     where = "on two emulated hosts" if options.netlab else "ranks as threads"
-    report(f"GCN of {options.layers} layers, {options.epochs} epochs, 4 ranks, {where}", lines, COLUMNS, options.json)
-    if options.json:
-        written = json.loads(Path(options.json).read_text())
-        Path(options.json).write_text(json.dumps({**written, "runs": found}))
+    title = f"GCN of {options.layers} layers, {options.epochs} epochs, 4 ranks, {where}"
+    columns = [name for name in COLUMNS if any(line.get(name) is not None for line in lines)]
+    report(title, lines, columns, options.json, runs=found)
     if options.plots:
         plot(found, lines, options.plots)
 
