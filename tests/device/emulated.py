@@ -210,7 +210,9 @@ def _run(function: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         return found
     tensors = [each for each in tree_flatten((args, kwargs))[0] if isinstance(each, torch.Tensor)]
     ours = [each for each in tensors if isinstance(each, DeviceTensor)]
-    others = [each for each in tensors if not isinstance(each, DeviceTensor) and each.dim() > 0]
+    # A number of the CPU may be read, but not changed in place.
+    changed = args[0] if name.endswith("_") else None
+    others = [each for each in tensors if not isinstance(each, DeviceTensor) and (each.dim() > 0 or each is changed)]
     if ours and others and name not in _MIXES:
         raise RuntimeError(
             f"Expected all tensors to be on the same device, but found at least two devices, {NAME}:0 and cpu! ({function})"

@@ -353,7 +353,7 @@ class InCallback(L.Callback):
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         pl_module.log("callback/loss", outputs["loss"])
         self.log("callback/own_log", outputs["loss"], on_step=False, on_epoch=True, sync_dist=True)
-        self.seen[0].update(outputs["loss"])
+        self.seen[0].to(outputs["loss"].device).update(outputs["loss"])
 
     def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
         pl_module.log("callback/mean", self.seen[0].compute())
