@@ -10,15 +10,11 @@ N nodes, E edges, P parts.
 
 from __future__ import annotations
 
-from typing import Any
-
-import numba
 import numpy as np
 from numpy.typing import NDArray
 
+from lightning_gnn.partition.adjacency import compiled
 from lightning_gnn.partition.shard import Ids
-
-compiled: Any = numba.njit(cache=True, nogil=True)
 
 ORIGIN, FLOW, AFTER = REACHED, FIRST, BACK = 0, 1, 2
 

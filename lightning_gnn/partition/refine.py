@@ -9,13 +9,11 @@ N nodes, E edges, P parts.
 
 from __future__ import annotations
 
-from typing import Any
-
-import numba
 import numpy as np
 from numpy.typing import NDArray
 
 from lightning_gnn.console import progress_bar
+from lightning_gnn.partition.adjacency import compiled
 from lightning_gnn.partition.cover import cover_edges
 from lightning_gnn.partition.shard import Ids
 
@@ -24,8 +22,6 @@ BOUND = 1.05
 
 LEAST = 0.001
 """Rounds go on while one saves this fraction of the rows."""
-
-compiled: Any = numba.njit(cache=True, nogil=True)
 
 
 def refine_for_cover(edge_index: Ids, part: NDArray[np.integer], num_parts: int, seed: int = 0) -> NDArray[np.int32]:

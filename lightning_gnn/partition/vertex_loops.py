@@ -15,9 +15,9 @@ from __future__ import annotations
 
 from heapq import heapreplace
 
-import numba
 import numpy as np
 
+from lightning_gnn.partition.adjacency import compiled
 from lightning_gnn.partition.streaming import mix
 
 LANE_BITS = 12
@@ -37,8 +37,6 @@ STEEP = 1e4
 """What the average of a rank costs beyond the bound, in rows: a hundredth of a percent is worth one."""
 
 _LANES = (1 << LANE_BITS) - 1
-
-compiled = numba.njit(cache=True, nogil=True)
 
 
 @compiled
