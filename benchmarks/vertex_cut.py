@@ -41,6 +41,7 @@ from vertex_cut_runs import (
     train_in_process,
 )
 
+USUAL = ("computers", "github", "cornell5", "power-law")
 WEIGHTS = (0.1, 0.0)
 BESIDE = {"full-batch": 1, "mini-batch": 10}
 """Runs on a single device, by the parts of ``RandomNodeLoader``."""
@@ -195,7 +196,7 @@ def plot(found: list[dict[str, Any]], lines: list[dict[str, Any]], folder: Path)
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--graphs", nargs="+", choices=[*GRAPHS], default=[*GRAPHS])
+    parser.add_argument("--graphs", nargs="+", choices=[*GRAPHS], default=USUAL)
     usual = [cell for cell in CELLS if cell not in OTHERS]
     every = [*CELLS, *REDRAWN, *THRESHOLDS, *BESIDE]
     parser.add_argument("--cells", nargs="+", choices=every, default=[*usual, *BESIDE])
