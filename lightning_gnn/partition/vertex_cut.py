@@ -7,7 +7,8 @@ Every method is deterministic, and so are masters. Methods:
 ``"ebv"``: Zhang et al., *An efficient and balanced graph partition algorithm for the subgraph-centric programming model* (EBV):
     edges in ascending order of the sum of their ends' degrees, each to the rank of the least sum of new replicas and loads; with
     hosts, CDFGNN section 6, equation 24, which counts replicas on new hosts too.
-``"hdrf"``: Petroni et al., CIKM'15: edges as they come, the end of higher degree replicated first; degrees are known.
+``"hdrf"``: Petroni et al., CIKM'15: edges as they come, the end of higher degree replicated first; degrees are known. Their
+    problem's bound (section 2) is kept, without which edges that come sorted may all be one rank's.
 ``"dbh"``: Xie et al., NIPS'14: an edge goes where its end of lower degree is hashed to.
 ``"grid"``: ranks form a grid; an edge goes to the row of its source's hash and the column of its target's.
 ``"random"``: every edge on its own.
@@ -60,8 +61,9 @@ EXPANDED = 0.1, 1.1
 """DNE's lambda, the share of a boundary that is expanded in a round, and alpha, the most edges of a part over the average."""
 
 STREAM_BOUND, CLUSTER_READINGS, CLUSTER_SHARE = 1.05, 2, 0.125
-"""Of ``"streaming"``: the most edges of a part over the average; how often edges are read for clusters; and how much of a
-part's volume is in one at most. With all of it, hubs of R-MAT fill parts, whose other edges go anywhere: RF 4.0, not 2.7."""
+"""Of ``"streaming"`` and ``"hdrf"``: the most edges of a part over the average. Of ``"streaming"``: how often edges are read for
+clusters; and how much of a part's volume is in one at most. With all of it, hubs of R-MAT fill parts, whose other edges go
+anywhere: RF 4.0, not 2.7."""
 
 READINGS = {"ne": 1, "streaming": CLUSTER_READINGS + 2}
 """How often each edge is told of to a progress bar; of other methods, which are one call, never."""
@@ -180,7 +182,8 @@ def cut_edges(
         else:
             _expansion(source, target, num_nodes, lanes, part, told)
     elif method == "hdrf":
-        loops.hdrf(source, target, _degrees(source, target, num_nodes), num_parts, part)
+        limit = ceil(STREAM_BOUND * len(source) / num_parts)
+        loops.hdrf(source, target, _degrees(source, target, num_nodes), num_parts, limit, part)
     elif method == "dne":
         indptr, neighbour, edge_of = _incidence(source, target, _degrees(source, target, num_nodes))
         starts = np.random.default_rng(seed).permutation(num_nodes)

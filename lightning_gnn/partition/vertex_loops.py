@@ -103,8 +103,8 @@ def ebv(pairs, order, penalty, blocks_per_host, host_penalty, load, edge_step, r
 
 
 @compiled
-def hdrf(source, target, degree, num_parts, part):
-    """Gives each edge in turn to the rank of the highest score, here the least of its negative."""
+def hdrf(source, target, degree, num_parts, limit, part):
+    """Gives each edge in turn to the rank of the highest score, here the least of its negative, of those below `limit` edges."""
     blocks = (num_parts + 7) // 8
     held = np.zeros((len(degree), blocks), np.uint8)
     count = np.zeros(8 * blocks, np.int64)
@@ -135,6 +135,8 @@ def hdrf(source, target, degree, num_parts, part):
         counts = count[8 * block : 8 * block + 8]
         for lane in range(8):
             counts[lane] += lane == chosen & 7
+        if count[chosen] == limit:
+            lanes[chosen] += NEVER
         num_least -= count[chosen] == least + 1
         if num_least == 0:
             least += 1
