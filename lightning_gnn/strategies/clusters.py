@@ -9,8 +9,10 @@ import json
 import os
 import uuid
 from abc import abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
+from functools import wraps
 from typing import Any, Literal, get_args
 
 import lightning.pytorch as pl
@@ -288,6 +290,9 @@ class ClusterStrategy(GNNStrategy):
         if self._fits:
             self._separate(trainer, shard)
         super().begin_stage(trainer, shard)
+        if self._fits:
+            for owner in (self._module, getattr(trainer, "datamodule", None)):
+                self._in_use.enter_context(self._left_over_first(owner))
         if self._history is not None:
             self._binding = HistoryBinding(self._module, self._history)
             self._in_use.enter_context(graph_in_use(self._binding.context))
@@ -392,12 +397,33 @@ class ClusterStrategy(GNNStrategy):
         if isinstance(batch, Begun):
             assert self._fit is not None
             batch = self._fit.arrived()
-        elif isinstance(batch, LeftOver):
-            assert self._fit is not None
-            batch = self._fit.left_over()
-            if batch is None:
-                self._end_epoch()
         return super().batch_to_device(batch, device, dataloader_idx)
+
+    @contextmanager
+    def _left_over_first(self, owner: Any) -> Iterator[None]:
+        """While open, the first hook of `owner`, the module or datamodule, sees a batch of what others left undone, not what stands
+        for it."""
+        hook = owner.on_before_batch_transfer
+
+        @wraps(hook)
+        def on_before_batch_transfer(batch: Any, dataloader_idx: int) -> Any:
+            if isinstance(batch, LeftOver):
+                assert self._fit is not None
+                batch = self._fit.left_over()
+                if batch is None:
+                    self._end_epoch()
+            return hook(batch, dataloader_idx)
+
+        own = vars(owner)
+        before = own.get(hook.__name__)
+        own[hook.__name__] = on_before_batch_transfer
+        try:
+            yield
+        finally:
+            if before is None:
+                del own[hook.__name__]
+            else:
+                own[hook.__name__] = before
 
     def _end_epoch(self) -> None:
         """Ends the epoch in place of a batch; what is due after the last batch is due now, validation above all."""

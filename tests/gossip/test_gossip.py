@@ -617,6 +617,18 @@ class LogsAnother(NodeClassifier):
         self.log("val/error", 1 - right.double().mean(), on_step=True, on_epoch=True)
 
 
+class Hooked(NodeClassifier):
+    """All that it trains on, its hook has seen first."""
+
+    def on_before_batch_transfer(self, batch: Data, dataloader_idx: int) -> Data:
+        batch.largest = batch.x.abs().max()
+        return batch
+
+    def training_step(self, batch: Data, *args: Any) -> torch.Tensor:
+        assert batch.x.abs().max() == batch.largest
+        return super().training_step(batch, *args)
+
+
 class NeverValidates(NodeClassifier):
     validation_step = L.LightningModule.validation_step
 
@@ -754,7 +766,7 @@ def test_in_lockstep_all_stop_together(ranks, tmp_path):
 
 
 def test_one_that_stops_early_leaves_its_batches_to_the_others(ranks, tmp_path):
-    everyone = ranks.run(3, trained, tmp_path, {"averaging_interval": 1}, event="early")
+    everyone = ranks.run(3, trained, tmp_path, {"averaging_interval": 1}, event="early", kind=Hooked)
     check_all_done(tmp_path)
     assert everyone[1]["epoch"] < everyone[0]["epoch"] == EPOCHS
 
