@@ -401,8 +401,8 @@ class ClusterStrategy(GNNStrategy):
 
     @contextmanager
     def _left_over_first(self, owner: Any) -> Iterator[None]:
-        """While open, the first hook of `owner`, the module or datamodule, sees a batch of what others left undone, not what stands
-        for it."""
+        """While open, the first hook of `owner`, the module or datamodule, sees batches that others left undone, and nothing that
+        stands for them."""
         hook = owner.on_before_batch_transfer
 
         @wraps(hook)
