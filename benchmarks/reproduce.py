@@ -10,7 +10,7 @@ where it writes one. What has ended well there is not run again; what has failed
 page's order.
 
 ``--write`` takes results into ``docs/numbers.json``, and makes of it each table of the page that is between ``<!-- COMMAND -->``
-and ``<!-- end -->``. Others were put by hand, and a line below them says when.
+and ``<!-- end -->``; below each stand date, machine and load.
 
 Of ``[--model sage|gat]``, a command runs without and with each choice. Options that stand alone in the text of a section
 (```--large```) are added to the last command above them that knows them.
