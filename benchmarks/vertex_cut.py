@@ -130,7 +130,9 @@ def table(found: list[dict[str, Any]], timed: bool) -> list[dict[str, Any]]:
             line["test acc"] = mean(row["test_acc"] for row in chosen)
         if exact and "rows" in line:
             line["% fewer"] = round(100 * (1 - line["rows"] / mean(row["rows"] for row in exact.values())), 6)
-            line["% fewer bytes"] = round(100 * (1 - line["MB"] * 1e6 / mean(row["bytes"] for row in exact.values())), 6)
+            line["% fewer bytes"] = round(
+                100 * (1 - line["MB"] * 1e6 / mean(row["bytes"] for row in exact.values())), 6
+            )
         both = [row for row in chosen if row["seed"] in exact and row.get("test_acc") is not None]
         if both:
             points = [100 * (row["test_acc"] - exact[row["seed"]]["test_acc"]) for row in both]

@@ -20,11 +20,10 @@ from typing import Any
 import torch
 from filelock import FileLock, Timeout
 from rich.console import Group
-from rich.table import Table
 
 from lightning_gnn.comparing.cells import Again, Cell, Comparison, checked, make_cells, section_of
 from lightning_gnn.comparing.results import parity, summarise
-from lightning_gnn.comparing.table import comparison_table, number, parity_text
+from lightning_gnn.comparing.table import ComparisonTable, number, parity_text
 from lightning_gnn.console import plain_width, progress_bar, shows_bars, text_console
 from lightning_gnn.data.store import write_atomically
 from lightning_gnn.launching.local_ranks import LAUNCHER_VARIABLES
@@ -120,7 +119,7 @@ def run(comparison: Comparison) -> dict[str, Any]:
         def found() -> dict[str, Any]:
             return collect(comparison, folders, states)
 
-        above: list[Table] = []
+        above: list[ComparisonTable] = []
         with progress_bar("Comparing", states.count("has to run"), "cells", above=lambda: Group(*above)) as told:
             for index, (cell, folder) in enumerate(zip(comparison.cells, folders)):
                 if states[index] != "has to run":
@@ -129,7 +128,7 @@ def run(comparison: Comparison) -> dict[str, Any]:
 
                 def report(state: str, row: dict[str, Any] = shown[index], shown: Any = shown) -> None:
                     row["status"] = state
-                    above[:] = [comparison_table(shown, title)]
+                    above[:] = [ComparisonTable(shown, title)]
 
                 report("starts")
                 states[index] = _run_cell(comparison, cell, folder, report)["status"]
@@ -145,7 +144,7 @@ def run(comparison: Comparison) -> dict[str, Any]:
         from lightning_gnn.comparing.report import report_html
 
         write_atomically(output / "comparison.html", report_html(result))
-    console.print(comparison_table(result["cells"], title))
+    console.print(ComparisonTable(result["cells"], title))
     for cell in result["cells"]:
         if cell["status"] != "finished":
             console.print(f"{cell['name']}: {_in_a_line(cell)}", markup=False, highlight=False)

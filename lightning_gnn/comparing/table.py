@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+from rich.console import Console, ConsoleOptions, RenderResult
 from rich.markup import escape
 from rich.table import Table
+from rich.text import Text
 
 from lightning_gnn.console import text_table
 
@@ -58,16 +61,55 @@ def columns(cells: Sequence[Cell], loss: str = "loss") -> list[Column]:
     return [Column(*each) for each in made]
 
 
-def comparison_table(cells: Sequence[Cell], title: str) -> Table:
-    """Returns a row per cell; of those that have not finished, their state."""
-    shown = [column for column in columns(cells) if column.head]
-    table = text_table(*(column.head for column in shown), title=title, left=2)
-    for cell in cells:
-        done = cell["status"] == "finished"
-        table.add_row(
-            *(escape(column.text(cell)) for column in (shown if done else shown[:1])), *[cell["status"]][done:]
-        )
-    return table
+SPARED = (
+    "set-up, s",
+    "edges max/mean",
+    "replic.",
+    "cut",
+    "grads, MB",
+    "messages",
+    "waiting",
+    "commun.",
+    "compute",
+    "peak MB",
+    "rows, MB",
+)
+"""Columns that a narrow terminal does without, the first ones first."""
+
+
+@dataclass(frozen=True)
+class ComparisonTable:
+    """A row per cell; of those that have not finished, their state. As many columns as fit, and a line that names the others."""
+
+    cells: Sequence[Cell]
+    title: str
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        spared = 0
+        while not (fits := self._needs(console, options, spared) <= options.max_width) and spared < len(SPARED):
+            spared += 1
+        yield self._table(spared, folded=not fits)
+        if spared:
+            left_out = [column.head for column in columns(self.cells) if column.head in SPARED[:spared]]
+            yield Text(f"In a wider terminal, and in the report: {'; '.join(left_out)}.")
+
+    def _needs(self, console: Console, options: ConsoleOptions, spared: int) -> int:
+        """Returns the width from which only names of cells are folded, after 24 letters."""
+        table = self._table(spared)
+        table.columns[0].max_width = 24
+        return console.measure(table, options=options.update(max_width=10_000)).maximum
+
+    def _table(self, spared: int, folded: bool = True) -> Table:
+        shown = [column for column in columns(self.cells) if column.head and column.head not in SPARED[:spared]]
+        table = text_table(*(column.head for column in shown), title=self.title, left=2)
+        for column in table.columns[1:]:
+            column.no_wrap = not folded
+        for cell in self.cells:
+            done = cell["status"] == "finished"
+            table.add_row(
+                *(escape(column.text(cell)) for column in (shown if done else shown[:1])), *[cell["status"]][done:]
+            )
+        return table
 
 
 def accuracy_name(cells: Sequence[Cell]) -> str | None:

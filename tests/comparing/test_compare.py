@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import copy
 import html
+import io
 import json
 import re
 import xml.etree.ElementTree as ElementTree
@@ -35,7 +36,7 @@ from lightning_gnn.commands.compare import compare as command
 from lightning_gnn.comparing.cells import Cell, Comparison, checked, make_cells, section_of
 from lightning_gnn.comparing.report import report_html
 from lightning_gnn.comparing.results import PARTS, curve_distance, middle_half, parity, split_time, summarise
-from lightning_gnn.comparing.table import comparison_table, parity_text
+from lightning_gnn.comparing.table import ComparisonTable, parity_text
 
 GRAPH = {"num_nodes": 300, "num_features": 12, "num_classes": 5, "seed": 3}
 GCN = {"in_channels": 12, "hidden_channels": 8, "num_layers": 2, "out_channels": 5}
@@ -288,10 +289,37 @@ def test_what_makes_strategies_approximate():
     assert not draws_random_numbers(torch.nn.Sequential(torch.nn.Dropout(0.0), torch.nn.Linear(2, 2)))
 
 
+def test_a_table_has_the_columns_for_which_there_is_room():
+    """No number is folded where fewer columns help, and none is cut short anywhere."""
+    parts = {"cut_fraction": 0.1474, "replication": 1.67, "edge_balance": 1.02}
+    of = {"test": {"test_acc": 0.86831}, "final_loss": 0.4311, "epoch_seconds": 0.01651, "row_bytes": 711_000}
+    of |= {"messages": 4, "gradient_bytes": 41_500, "memory_cuda_bytes": None, "memory_bytes": [701e6]}
+    of |= {"seconds": dict.fromkeys(("compute", "communication", "waiting"), 0.01324), "setup_seconds": 7.36}
+    of |= {"name": "sampling fanouts=[10, 5], batch_size=1024 x 2", "partition": parts, "status": "finished"}
+    cell = {"parity": {"kind": "exact", "ok": True, "loss": 9.5e-8}, **of}
+
+    def shown(width: int) -> str:
+        console = Console(width=width, record=True, file=io.StringIO())
+        console.print(ComparisonTable([cell], "title"))
+        text = console.export_text()
+        assert all(len(line) <= width for line in text.splitlines())
+        return text
+
+    texts = {width: shown(width) for width in (30, 80, 110, 220)}
+    assert all(each in texts[80] for each in ("ok 9.5e-08", "0.8683", "0.4311", "0.0165", "In a wider terminal"))
+    assert [("0.0132" in text, "7.36" in text) for text in texts.values()] == [(False, False)] * 2 + [
+        (True, False),
+        (True, True),
+    ]
+    assert "In a wider terminal" not in texts[220]
+    digits = [sorted(filter(str.isdigit, texts[width])) for width in (30, 80)]
+    assert digits[0] == digits[1]  # folded letter by letter
+
+
 def test_table_and_report_of_what_has_failed():
     state = {"name": "dgcl [x] 2", "status": "failed", "error": ["ValueError: <no>"]}
     console = Console(width=200, record=True)
-    console.print(comparison_table([state], "title"))
+    console.print(ComparisonTable([state], "title"))
     assert "dgcl [x] 2" in console.export_text()
     head = {
         "loss": "train_loss",
