@@ -182,8 +182,8 @@ def cut_edges(
         else:
             _expansion(source, target, num_nodes, lanes, part, told)
     elif method == "hdrf":
-        limit = ceil(STREAM_BOUND * len(source) / num_parts)
-        loops.hdrf(source, target, _degrees(source, target, num_nodes), num_parts, limit, part)
+        most = ceil(STREAM_BOUND * len(source) / num_parts)
+        loops.hdrf(source, target, _degrees(source, target, num_nodes), num_parts, most, part)
     elif method == "dne":
         indptr, neighbour, edge_of = _incidence(source, target, _degrees(source, target, num_nodes))
         starts = np.random.default_rng(seed).permutation(num_nodes)
