@@ -238,8 +238,12 @@ def main() -> None:
         "times all-reduce",
         "idle, %",
         "averages",
+        "waits",
+        "batches",
+        "micro F1, %",
+        "+-",
+        "points",
     ]
-    columns += ["waits", "batches", "micro F1, %", "+-", "points"]
     report(f"{title}; {options.seeds} seeds", rows, columns, options.json)
 
 

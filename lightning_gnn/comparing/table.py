@@ -77,21 +77,33 @@ SPARED = (
 """Columns that a narrow terminal does without, the first ones first."""
 
 
-@dataclass(frozen=True)
+@dataclass
 class ComparisonTable:
     """A row per cell; of those that have not finished, their state. As many columns as fit, and a line that names the others."""
 
     cells: Sequence[Cell]
     title: str
 
+    def __post_init__(self) -> None:
+        self._of_width: dict[
+            int, tuple[int, bool]
+        ] = {}  # since bars draw it again ten times a second, while cells are timed
+
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        spared = 0
-        while not (fits := self._needs(console, options, spared) <= options.max_width) and spared < len(SPARED):
-            spared += 1
+        if options.max_width not in self._of_width:
+            self._of_width[options.max_width] = self._spared(console, options)
+        spared, fits = self._of_width[options.max_width]
         yield self._table(spared, folded=not fits)
         if spared:
             left_out = [column.head for column in columns(self.cells) if column.head in SPARED[:spared]]
             yield Text(f"In a wider terminal, and in the report: {'; '.join(left_out)}.")
+
+    def _spared(self, console: Console, options: ConsoleOptions) -> tuple[int, bool]:
+        """Returns how many columns there is no room for, and whether the others fit."""
+        for spared in range(len(SPARED) + 1):
+            if self._needs(console, options, spared) <= options.max_width:
+                return spared, True
+        return len(SPARED), False
 
     def _needs(self, console: Console, options: ConsoleOptions, spared: int) -> int:
         """Returns the width from which only names of cells are folded, after 24 letters."""

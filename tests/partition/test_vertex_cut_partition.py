@@ -514,7 +514,7 @@ def test_memory_of_two_phases_does_not_grow_with_edges(tmp_path, monkeypatch):
     """Edges and their ranks lie in files; masters and the report are made as well."""
     monkeypatch.setattr(in_edges, "COPIED", 1000)
     peaks = []
-    for num_edges in (5000, 160_000) * 2:  # the first time loads what is compiled
+    for num_edges in (5000, 160_000) * 4:  # the first time loads what is compiled; other threads add to some
         np.save(tmp_path / "edges.npy", np.random.default_rng(0).integers(0, 500, (2, num_edges), np.int32))
         edges = np.load(tmp_path / "edges.npy", mmap_mode="r")
         ranks = np.lib.format.open_memmap(tmp_path / "ranks.npy", "w+", np.uint8, (num_edges,))
@@ -523,7 +523,7 @@ def test_memory_of_two_phases_does_not_grow_with_edges(tmp_path, monkeypatch):
         peaks.append(tracemalloc.get_traced_memory()[1])
         tracemalloc.stop()
         assert found.part is ranks and found.report.edges.sum() == num_edges
-    assert peaks[3] - peaks[2] < 155_000 / 4 and peaks[2] < 160_000, peaks  # not one byte for each further edge
+    assert min(peaks[3::2]) < 1.2 * min(peaks[2::2]) < 160_000, peaks
 
 
 def test_auto_takes_the_first_that_fits(monkeypatch):
