@@ -29,7 +29,7 @@ from lightning_gnn.data.sources import counted_mask
 from lightning_gnn.nn.bind import Binding
 from lightning_gnn.nn.helpers import graph_in_use
 from lightning_gnn.steps.weights import loss_scale
-from lightning_gnn.strategies.heap import keeping_freed_memory
+from lightning_gnn.heap import keeping_freed_memory
 
 Bind = Callable[[torch.nn.Module, Shard, World], Binding]
 

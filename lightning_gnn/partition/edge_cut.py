@@ -13,6 +13,7 @@ from torch import Tensor
 
 from lightning_gnn.console import progress_bar
 from lightning_gnn.devices import available_bytes
+from lightning_gnn.heap import giving_back_freed_memory
 from lightning_gnn.partition import kaminpar
 from lightning_gnn.partition.adjacency import Adjacency
 from lightning_gnn.partition.budget import check_metis, choose, most_seconds, predictions
@@ -83,6 +84,7 @@ class Assignment:
     report: EdgeCutReport
 
 
+@giving_back_freed_memory()
 def assign_nodes(
     edge_index: NDArray[np.int64],
     num_nodes: int,

@@ -33,7 +33,7 @@ from typing_extensions import override
 from lightning_gnn.comm.group import World
 from lightning_gnn.comm.shared_memory import unnamed_file
 from lightning_gnn.comm.turns import Turns
-from lightning_gnn.strategies.heap import HEADER_BYTES, freed_at_once, has_own_mapping
+from lightning_gnn.heap import HEADER_BYTES, freed_at_once, has_own_mapping
 
 _LEAST_ROOM = 16 << 20
 LEAST_BYTES = 1 << 20

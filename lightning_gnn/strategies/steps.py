@@ -22,7 +22,7 @@ from lightning_gnn.steps.predictions import Predictions
 from lightning_gnn.steps.random_streams import RandomStreams
 from lightning_gnn.steps.values import StepValues
 from lightning_gnn.steps.weights import gather_rows
-from lightning_gnn.strategies.heap import keeping_freed_memory
+from lightning_gnn.heap import keeping_freed_memory
 from lightning_gnn.strategies.ranks import RankStrategy
 from lightning_gnn.strategies.scheme import Scheme
 from lightning_gnn.strategies.self_checks import SelfChecks

@@ -1,4 +1,4 @@
-"""What a CPU rank frees stays with its process while it trains.
+"""Whether what is freed stays with this process: while a CPU rank trains it does, while a graph is partitioned it does not.
 
 A full-graph step allocates and frees the same few large tensors each time. glibc gives each of them back to the system and
 asks for new pages, which the system clears: on the benchmark machine that took as long as the products that fill them.
@@ -14,6 +14,8 @@ from contextlib import contextmanager
 # Parameters of glibc's mallopt, see `man mallopt`, and their defaults.
 _TRIM_THRESHOLD, _MMAP_THRESHOLD, _MMAP_MAX = -1, -3, -4
 _DEFAULTS = {_TRIM_THRESHOLD: 128 * 1024, _MMAP_THRESHOLD: 128 * 1024, _MMAP_MAX: 65536}
+_MOST_KEPT = 32 * 1024 * 1024
+"""glibc raises the size of blocks with a mapping of their own up to this by itself, and keeps twice as much (64-bit systems)."""
 _LARGEST = 2**31 - 1
 _MOST_BLOCKS = 1 << 16
 
@@ -63,6 +65,27 @@ def freed_at_once(least_bytes: int) -> Iterator[bool]:
         for block in taken:
             libc.free(block)
         set_option(_MMAP_THRESHOLD, _DEFAULTS[_MMAP_THRESHOLD])
+
+
+@contextmanager
+def giving_back_freed_memory() -> Iterator[None]:
+    """Gives what is freed back to the system, of which glibc would keep up to 64 MB, more or less by chance.
+
+    On leaving, glibc keeps as much as it does once a process has freed a large block.
+    """
+    found = _malloc()
+    if found is None:
+        yield
+        return
+    set_option, trim = found
+    trim(0)
+    for option in (_TRIM_THRESHOLD, _MMAP_THRESHOLD):
+        set_option(option, _DEFAULTS[option])  # also has glibc not raise them by itself
+    try:
+        yield
+    finally:
+        set_option(_TRIM_THRESHOLD, 2 * _MOST_KEPT)
+        set_option(_MMAP_THRESHOLD, _MOST_KEPT)
 
 
 HEADER_BYTES = 16
