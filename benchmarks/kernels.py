@@ -16,9 +16,9 @@ from common import load_planted, planted_file, report
 from torch import Tensor
 from torch_geometric.utils import scatter, softmax
 
+from lightning_gnn.heap import keeping_freed_memory
 from lightning_gnn.kernels import CSR, attention, spmm
 from lightning_gnn.kernels.sums import STATISTICS, RowStatistics, row_statistics_grad
-from lightning_gnn.heap import keeping_freed_memory
 
 
 def best(function: Callable[[], Any], repeats: int = 9) -> float:

@@ -26,10 +26,10 @@ from lightning_gnn.comm.group import World
 from lightning_gnn.comm.in_process import InProcessWorld, Meeting
 from lightning_gnn.data.shards import Shard
 from lightning_gnn.data.sources import counted_mask
+from lightning_gnn.heap import keeping_freed_memory
 from lightning_gnn.nn.bind import Binding
 from lightning_gnn.nn.helpers import graph_in_use
 from lightning_gnn.steps.weights import loss_scale
-from lightning_gnn.heap import keeping_freed_memory
 
 Bind = Callable[[torch.nn.Module, Shard, World], Binding]
 

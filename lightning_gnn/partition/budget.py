@@ -1,14 +1,14 @@
 """What partitioners need: memory and seconds, predicted from the graph; which of them fits this machine.
 
 Those of nodes keep the graphs to which they coarsen the one that is cut. How it shrinks differs between graphs of one size by
-more than anything else, so it is tried: nodes are matched by reading the edges, in memory of nodes.
+more than anything else, so it is tried: nodes are matched, and gathered in clusters, by reading the edges, in memory of nodes.
 N nodes, E directed edges; entries are those of a symmetric graph: both directions of each edge, once.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -30,19 +30,21 @@ MATCHINGS, FEWEST = 4, 250
 BUILDING = 8
 """Bytes per directed edge while the symmetric graph is made (:meth:`~lightning_gnn.partition.adjacency.Adjacency.of`)."""
 
+CUT_WHOLE = 100_000
+"""Nodes up to which KaMinPar cuts the graph itself in blocks, whose edges it copies: fewer than 8,000 are left of so many by its
+first clusters, and that is where it begins to have eight parts. Of larger graphs, it cuts coarser ones."""
+
 
 @dataclass(frozen=True)
 class Cost:
-    """Of one method, beside the edges, fitted to the peaks and CPU seconds that were measured (docs/numbers.md).
+    """Of one method, fitted to the peaks beside the edges, and to the CPU seconds, that were measured (docs/numbers.md).
 
     Attributes:
-        base: bytes, whatever the graph.
         node, entry: bytes per node and per entry, of which 4 hold the symmetric graph; in a vertex cut, per directed edge.
         coarse: bytes per entry of the coarser graphs, of all levels together (:meth:`Levels.coarse`).
         node_s, entry_s, coarse_s: CPU seconds, with all balance settings tried.
     """
 
-    base: float = 0
     node: float = 0
     entry: float = 0
     coarse: float = 0
@@ -53,11 +55,12 @@ class Cost:
 
 COSTS = {
     "metis": Cost(node=90, entry=37, coarse=17.5, node_s=5e-6, coarse_s=0.27e-6),
-    "kaminpar": Cost(5.5e6, node=208, entry=14, coarse=1.6, node_s=3e-6, coarse_s=0.13e-6),
-    "kaminpar_compressed": Cost(3.7e6, node=208, entry=10, coarse=1.6, node_s=3e-6, coarse_s=0.18e-6),
-    "streaming": Cost(3e6, node=70, entry=3.2, node_s=1.6e-6, coarse_s=0.1e-6),
+    "kaminpar": Cost(node_s=3e-6, coarse_s=0.13e-6),
+    "kaminpar_compressed": Cost(node_s=3e-6, coarse_s=0.18e-6),
+    "streaming": Cost(node_s=1.6e-6, coarse_s=0.1e-6),
 }
-"""From the best cuts to the least memory, the order in which ``"auto"`` tries them."""
+"""From the best cuts to the least memory, the order in which ``"auto"`` tries them. What is in memory when is known of all but
+METIS: :func:`_kaminpar`, :func:`_streaming`."""
 
 VERTEX_CUTS = {
     "ne": Cost(node=34, entry=17.7, node_s=1e-6, entry_s=0.14e-6),
@@ -68,9 +71,6 @@ VERTEX_CUTS = {
 
 SETS = 3
 """Sets of parts that vertex cuts keep of each node, of one bit a part: those that hold it, read it and add to it."""
-
-PAIR = 123
-"""Bytes per pair of clusters that ``"streaming"`` keeps, most of them METIS's."""
 
 
 @dataclass(frozen=True)
@@ -100,25 +100,59 @@ class Levels:
 
     Attributes:
         nodes, entries: of each level, the graph first, down to `FEWEST` nodes; entries are those of the symmetric graph there.
+        clusters, pairs: of clusters that are each a small share of a part, as ``"streaming"`` makes them: how many, and how many
+            pairs of them are neighbours.
     """
 
     nodes: tuple[float, ...]
     entries: tuple[float, ...]
+    clusters: float = 0
+    pairs: float = 0
 
     @classmethod
-    def of(cls, edge_index: NDArray[np.integer], num_nodes: int) -> Levels:
+    def of(cls, edge_index: NDArray[np.integer], num_nodes: int, num_parts: int) -> Levels:
         """Returns the levels of edges ``[2, E]``: the first `MATCHINGS` by matching nodes along the edges as they come, the
         others as the last two lead on.
 
-        Entries are estimated, if there are more than `SAMPLED` edges, by distinct pairs among those whose hash falls into a
-        sample. Takes 12 bytes a node, and reads the edges 2 `MATCHINGS` + 1 times.
+        Entries and pairs are estimated, if there are more than `SAMPLED` edges, by distinct pairs among those whose hash falls
+        into a sample. Takes 32 bytes a node, and reads the edges 2 `MATCHINGS` + 5 times.
         """
+        clusters, pairs = cls._gathered(edge_index, num_nodes, num_parts)
+        return replace(cls._matched(edge_index, num_nodes), clusters=clusters, pairs=pairs)
+
+    @classmethod
+    def _gathered(cls, edge_index: NDArray[np.integer], num_nodes: int, num_parts: int) -> tuple[int, int]:
+        shares = num_parts * streaming.CLUSTERS_PER_PART
+        most_nodes, most_ends = max(1, num_nodes // shares), max(1, 2 * edge_index.shape[1] // shares)
+        ends, of, size = (
+            np.zeros(num_nodes, np.int64),
+            np.arange(num_nodes, dtype=np.int32),
+            np.ones(num_nodes, np.int32),
+        )
+        for _, source, target in edge_pieces(edge_index):
+            _count_ends(source, target, ends)
+        filled, alone = ends.copy(), np.count_nonzero(ends == 0)
+        for _, source, target in edge_pieces(edge_index):
+            _gather(source, target, of, size, ends, filled, most_nodes, most_ends)
+        waiting = np.full(num_nodes, -1, np.int32)
+        for _, source, target in edge_pieces(edge_index):
+            _gather_single(source, target, of, size, ends, filled, most_nodes, most_ends, waiting)
+        pairs = cls._count_pairs(edge_index, of, np.zeros(num_nodes, np.int32))
+        return int(np.count_nonzero(size) - alone), pairs
+
+    @staticmethod
+    def _count_pairs(edge_index: NDArray[np.integer], of: NDArray[np.int32], mate: NDArray[np.int32]) -> int:
+        """Returns how many pairs of groups of nodes have edges; matches those groups whose `mate` is -1."""
         share = max(1, edge_index.shape[1] // SAMPLED)
+        keys = [_match(source, target, of, mate, share) for _, source, target in edge_pieces(edge_index)]
+        return share * len(np.unique(np.concatenate([np.empty(0, np.uint64), *keys])))
+
+    @classmethod
+    def _matched(cls, edge_index: NDArray[np.integer], num_nodes: int) -> Levels:
         of, nodes, entries = np.arange(num_nodes, dtype=np.int32), [num_nodes], list[int]()
         while True:
             mate = np.full(nodes[-1], -1, np.int32)
-            keys = [_match(source, target, of, mate, share) for _, source, target in edge_pieces(edge_index)]
-            entries.append(2 * share * len(np.unique(np.concatenate([np.empty(0, np.uint64), *keys]))))
+            entries.append(2 * cls._count_pairs(edge_index, of, mate))
             if len(entries) > MATCHINGS or nodes[-1] <= FEWEST or not entries[-1]:
                 return cls(tuple(nodes), tuple(entries))._led_on()
             waiting = np.full(nodes[-1], -1, np.int32)
@@ -130,7 +164,8 @@ class Levels:
     @classmethod
     def at_most(cls, num_nodes: int, num_edges: int) -> Levels:
         """Returns levels none of which has fewer entries than that of any graph with so many edges."""
-        return cls((num_nodes, num_nodes / 2), (2.0 * num_edges, 2.0 * num_edges))._led_on()
+        levels = cls((num_nodes, num_nodes / 2), (2.0 * num_edges, 2.0 * num_edges))._led_on()
+        return replace(levels, clusters=num_nodes, pairs=num_edges)
 
     def _led_on(self) -> Levels:
         nodes, entries = [*self.nodes], [*self.entries]
@@ -147,11 +182,6 @@ class Levels:
             entries for before, entries in zip(self.nodes, self.entries[1:]) if before > max(self.nodes[0] / 60, FEWEST)
         )
 
-    def entries_at(self, nodes: float) -> float:
-        """Returns the entries of a level of so many nodes."""
-        known, entries = (np.log(np.maximum(1, np.array(each[::-1], float))) for each in (self.nodes, self.entries))
-        return float(np.exp(np.interp(np.log(max(1, nodes)), known, entries)))
-
 
 def predict(method: str, num_edges: int, levels: Levels, num_parts: int, in_files: bool = False) -> Prediction:
     """Returns what `method`, one of `COSTS`, takes for a graph of so many directed edges that shrinks by these levels.
@@ -159,16 +189,45 @@ def predict(method: str, num_edges: int, levels: Levels, num_parts: int, in_file
     Of a graph `in_files`, ``"streaming"`` reads the edges from there.
     """
     cost, num_nodes, num_entries, coarse = COSTS[method], levels.nodes[0], levels.entries[0], levels.coarse()
-    needed = cost.base + cost.node * num_nodes + cost.entry * num_entries + cost.coarse * coarse
     seconds = cost.node_s * num_nodes + cost.entry_s * num_entries + cost.coarse_s * coarse
-    building = BUILDING * (num_edges + 2 * num_nodes)
     if method == "streaming":
-        pairs = levels.entries_at(streaming.CLUSTERS_PER_PART * num_parts) / 2
-        needed += PAIR * min(pairs, max(streaming.LEAST_PAIRS, streaming.PAIRS_PER_NODE * num_nodes))
-        if in_files:
-            needed, building = needed - cost.entry * num_entries, 0
+        needed = _streaming(levels, num_parts, in_files)
+    elif method in kaminpar.METHODS:
+        needed = _kaminpar(levels, method == "kaminpar_compressed")
+    else:
+        needed = cost.node * num_nodes + cost.entry * num_entries + cost.coarse * coarse
+    building = 0 if in_files and method == "streaming" else BUILDING * (num_edges + 2 * num_nodes)
     installed = method not in kaminpar.METHODS or kaminpar.is_installed()
     return Prediction(method, int(max(needed, building)), seconds, installed)
+
+
+def _kaminpar(levels: Levels, compressed: bool) -> float:
+    """Returns the bytes of KaMinPar, of which the wheels have ids of 8 bytes.
+
+    Beside the symmetric graph, weights and parts it keeps its own graph, and first the file from which this is read, then what
+    it cuts with: tables of fixed size, coarser graphs and clusters, and copies of blocks. Cutting is fitted; it is sublinear in
+    what graphs like grids or the web leave after a few matchings, and much more than that of random ones.
+    """
+    num_nodes, num_entries = levels.nodes[0], max(1, levels.entries[0])
+    coarser = levels.entries[min(3, len(levels.entries) - 1)]
+    held, file = 4 * num_entries + 48 * num_nodes, 4 * num_entries + 16 * num_nodes
+    own = 1.25 * num_entries + 34 * num_nodes if compressed else 8 * num_entries + 24 * num_nodes
+    blocks = (79 * num_nodes + 10.6 * (num_entries - coarser)) * min(1, CUT_WHOLE / max(1, num_nodes)) ** 2
+    cutting = 5e6 + 187 * num_nodes * coarser / num_entries + 4.1 * coarser + blocks
+    return held + own + max(file, cutting)
+
+
+def _streaming(levels: Levels, num_parts: int, in_files: bool) -> float:
+    """Returns the bytes of ``"streaming"``: the graph, if not `in_files`, and arrays of nodes; beside them clusters, or the table
+    of pairs, or METIS, which keeps all the pairs, two entries of 16 bytes, at each of its levels: it halves the clusters until 30
+    are left for each part. Where label propagation has moved nodes five times, fewer clusters and pairs are left than here.
+    """
+    num_nodes, kept, pairs = levels.nodes[0], streaming.most_pairs(int(levels.nodes[0])), levels.pairs / 1.2
+    table = 12 * streaming.PairCounts.slots(kept) + 24 * min(pairs, 2 * kept)
+    halvings = 0.88 * np.log2(max(2, levels.clusters / (30 * num_parts)))
+    metis = min(pairs, kept) * (16 + 32 * halvings)
+    graph = 0 if in_files else 4 * levels.entries[0]
+    return graph + max(44 * num_nodes + 4 * streaming.ENTRIES, 28 * num_nodes + table, 36 * num_nodes + metis)
 
 
 def most_seconds(method: str, num_nodes: int, num_edges: int, num_parts: int) -> float | None:
@@ -183,7 +242,7 @@ def predictions(
     edge_index: NDArray[np.integer], num_nodes: int, num_parts: int, in_files: bool = False
 ) -> list[Prediction]:
     """Returns what each of `COSTS` takes for edges ``[2, E]``, in the order of ``"auto"``."""
-    levels = Levels.of(edge_index, num_nodes)
+    levels = Levels.of(edge_index, num_nodes, num_parts)
     return [predict(method, edge_index.shape[1], levels, num_parts, in_files) for method in COSTS]
 
 
@@ -287,6 +346,51 @@ def _match_over_two(source, target, of, mate, waiting):  # type: ignore[no-untyp
                 else:
                     waiting[other] = one
             one, other = other, one
+
+
+@compiled
+def _count_ends(source, target, ends):  # type: ignore[no-untyped-def]
+    for edge in range(len(source)):
+        ends[source[edge]] += 1
+        ends[target[edge]] += 1
+
+
+@compiled
+def _gather(source, target, of, size, ends, filled, most_nodes, most_ends):  # type: ignore[no-untyped-def]
+    """Moves the end of each edge that is in the cluster of fewer `ends` of edges to the other's, where that has room (Hollocou et
+    al., arXiv:1703.02955)."""
+    for edge in range(len(source)):
+        node, other = source[edge], target[edge]
+        if filled[of[node]] > filled[of[other]]:
+            node, other = other, node
+        _join(node, of[other], of, size, ends, filled, most_nodes, most_ends)
+
+
+@compiled
+def _gather_single(source, target, of, size, ends, filled, most_nodes, most_ends, waiting):  # type: ignore[no-untyped-def]
+    """Unites nodes that are left alone and have a neighbouring cluster in common."""
+    for edge in range(len(source)):
+        node, other = source[edge], target[edge]
+        for _ in range(2):
+            own, beside = of[node], of[other]
+            if size[own] == 1 and own != beside:
+                found = waiting[beside]
+                if found < 0 or not _join(node, found, of, size, ends, filled, most_nodes, most_ends):
+                    waiting[beside] = own
+            node, other = other, node
+
+
+@compiled
+def _join(node, cluster, of, size, ends, filled, most_nodes, most_ends):  # type: ignore[no-untyped-def]
+    own = of[node]
+    if own == cluster or size[cluster] == 0 or size[cluster] >= most_nodes or filled[cluster] + ends[node] > most_ends:
+        return False
+    of[node] = cluster
+    size[own] -= 1
+    size[cluster] += 1
+    filled[own] -= ends[node]
+    filled[cluster] += ends[node]
+    return True
 
 
 @compiled

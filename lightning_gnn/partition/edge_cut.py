@@ -16,7 +16,7 @@ from lightning_gnn.devices import available_bytes
 from lightning_gnn.heap import giving_back_freed_memory
 from lightning_gnn.partition import kaminpar
 from lightning_gnn.partition.adjacency import Adjacency
-from lightning_gnn.partition.budget import check_metis, choose, most_seconds, predictions
+from lightning_gnn.partition.budget import COSTS, check_metis, choose, most_seconds, predictions
 from lightning_gnn.partition.in_edges import in_degrees
 from lightning_gnn.partition.layout import Groups
 from lightning_gnn.partition.metis import (
@@ -84,7 +84,6 @@ class Assignment:
     report: EdgeCutReport
 
 
-@giving_back_freed_memory()
 def assign_nodes(
     edge_index: NDArray[np.int64],
     num_nodes: int,
@@ -149,6 +148,8 @@ def assign_nodes(
     else:
         balanced = shares(edge_index, num_nodes, masks, edge_masks, node_type) if method == "metis_masks" else None
         candidates = metis_candidates(edge_index, num_nodes, groups or tuple(range(num_parts)), seed, balanced)
+    if method != "metis" and method in COSTS:  # METIS's memory is predicted as it is without
+        candidates = _giving_back(candidates)
     kept: Assignment | None = None
     settings = CANDIDATES.get(method, 1) if num_parts > 1 else 1
     expected = most_seconds(method, num_nodes, edge_index.shape[1], num_parts)
@@ -167,6 +168,11 @@ def assign_nodes(
         report = edge_cut_report(edge_index, part, num_parts, masks, edge_masks)
         return Assignment(part, method, f"{kept.balance}, moved for a cover", report)
     return kept
+
+
+def _giving_back(candidates: Iterator[tuple[str, NDArray[np.int32]]]) -> Iterator[tuple[str, NDArray[np.int32]]]:
+    with giving_back_freed_memory():
+        yield from candidates
 
 
 def assign_hierarchically(graph: Adjacency, groups: Groups, cut: Cut) -> NDArray[np.int32]:

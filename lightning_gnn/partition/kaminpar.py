@@ -4,6 +4,7 @@ a fraction of its memory, with one balance constraint."""
 from __future__ import annotations
 
 import ctypes
+import importlib
 import importlib.util
 import tempfile
 from pathlib import Path
@@ -76,9 +77,7 @@ def part_graph(
 
 def _give_back() -> None:
     """Gives the memory that KaMinPar's allocator keeps of what was freed to the system: up to as much as a cut takes."""
-    import kaminpar
-
-    library = ctypes.CDLL(kaminpar.kaminpar_python.__file__)
+    library = ctypes.CDLL(importlib.import_module("kaminpar.kaminpar_python").__file__)
     if hasattr(library, "scalable_allocation_command"):  # else it was built with another allocator than oneTBB's
         library.scalable_allocation_command(_CLEAN_ALL_BUFFERS, None)
 

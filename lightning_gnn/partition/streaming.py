@@ -25,8 +25,8 @@ CLUSTERS_PER_PART = 128
 CLUSTER_PASSES, REFINE_PASSES = 5, 4
 """Over the whole stream; those of refinement end when one moves fewer than 0.1 % of the nodes."""
 
-PAIRS_PER_NODE, LEAST_PAIRS = 0.5, 1 << 18
-"""Pairs of neighbouring clusters that are kept, the heaviest: METIS takes 200 to 300 bytes for each."""
+PAIRS_PER_NODE, LEAST_PAIRS = 0.375, 3 << 16
+"""Pairs of neighbouring clusters that METIS gets, the heaviest: it takes 80 to 200 bytes for each."""
 
 ENTRIES = 1 << 20
 """Of a block: what is read at once."""
@@ -115,10 +115,15 @@ def cluster_graph(
         _join(first, indptr, indices, cluster, load, weights, most, counts, waiting, seed)
     num_clusters = _renumber(cluster, counts)
     del load, waiting, counts
-    pairs = PairCounts(max(LEAST_PAIRS, int(PAIRS_PER_NODE * num_nodes)))
+    pairs = PairCounts(most_pairs(num_nodes))
     for first, indptr, indices in blocks:
         pairs.add(first, indptr, indices, cluster)
     return cluster, pairs.graph(num_clusters)
+
+
+def most_pairs(num_nodes: int) -> int:
+    """Returns how many pairs of clusters METIS gets at most."""
+    return max(LEAST_PAIRS, int(PAIRS_PER_NODE * num_nodes))
 
 
 def refine_parts(
@@ -157,13 +162,19 @@ def refine_parts(
 class PairCounts:
     """How many edges lie between clusters, of the heaviest pairs, in a table of fixed size.
 
-    When the table is full, the lightest half goes: what is counted later of these begins anew.
+    When the table is full, the lightest half goes: what is counted later of these begins anew. So it has room for twice as many
+    as are `kept` in the end.
     """
 
-    def __init__(self, capacity: int) -> None:
-        size = 1 << int(capacity * 4 // 3).bit_length()
-        self.keys, self.counts = np.full(size, -1, np.int64), np.zeros(size, np.int32)
-        self.capacity, self.used = capacity, 0
+    def __init__(self, kept: int) -> None:
+        self.keys = np.full(self.slots(kept), -1, np.int64)
+        self.counts = np.zeros(len(self.keys), np.int32)
+        self.kept, self.capacity, self.used = kept, 2 * kept, 0
+
+    @staticmethod
+    def slots(kept: int) -> int:
+        """Returns the size of the table, a power of two, of which at most three quarters are in use."""
+        return 1 << (kept * 8 // 3 - 1).bit_length()
 
     def add(
         self, first: int, indptr: NDArray[np.int64], indices: NDArray[np.integer], cluster: NDArray[np.int32]
@@ -179,17 +190,18 @@ class PairCounts:
     def _drop(self) -> None:
         there = np.flatnonzero(self.keys >= 0)
         keys, counts = self.keys[there], self.counts[there]
-        room = self.capacity // 2
-        least = np.partition(counts, len(counts) - room)[len(counts) - room]
+        least = np.partition(counts, len(counts) - self.kept)[len(counts) - self.kept]
         kept = counts > least
-        kept[np.flatnonzero(counts == least)[: room - np.count_nonzero(kept)]] = True
+        kept[np.flatnonzero(counts == least)[: self.kept - np.count_nonzero(kept)]] = True
         self.keys.fill(-1)
         self.counts.fill(0)
         _insert(keys[kept], counts[kept], self.keys, self.counts)
-        self.used = room
+        self.used = self.kept
 
     def graph(self, num_clusters: int) -> Adjacency:
         """Returns the graph of clusters; empties the table."""
+        if self.used > self.kept:
+            self._drop()
         there = np.flatnonzero(self.keys >= 0)
         keys, counts = self.keys[there], self.counts[there]
         del self.keys, self.counts, there

@@ -14,6 +14,7 @@ from typing_extensions import override
 
 from lightning_gnn.checks.footprint import memory_of
 from lightning_gnn.data.sources import counted_mask
+from lightning_gnn.heap import keeping_freed_memory
 from lightning_gnn.nn.bind import Binding
 from lightning_gnn.nn.offload import Offloaded
 from lightning_gnn.steps.loop import Progress
@@ -22,7 +23,6 @@ from lightning_gnn.steps.predictions import Predictions
 from lightning_gnn.steps.random_streams import RandomStreams
 from lightning_gnn.steps.values import StepValues
 from lightning_gnn.steps.weights import gather_rows
-from lightning_gnn.heap import keeping_freed_memory
 from lightning_gnn.strategies.ranks import RankStrategy
 from lightning_gnn.strategies.scheme import Scheme
 from lightning_gnn.strategies.self_checks import SelfChecks

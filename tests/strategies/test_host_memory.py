@@ -30,8 +30,8 @@ import lightning_gnn
 from lightning_gnn import CoverStrategy, DGCLStrategy, SamplingStrategy, SpMM1DStrategy, VertexCutStrategy
 from lightning_gnn.comm.shared_memory import unnamed_file
 from lightning_gnn.comm.turns import Turns
-from lightning_gnn.strategies import paging
 from lightning_gnn.heap import freed_at_once
+from lightning_gnn.strategies import paging
 from lightning_gnn.strategies.paging import Pager
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "O_DIRECT"), reason="host_memory is for Linux")
