@@ -1,4 +1,4 @@
-"""CPU ranks keep what they free while they train. Needs glibc."""
+"""CPU ranks keep what they free while they train, partitioners do not. Needs glibc."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 from common import awkward_graph, build, quiet_trainer
 
 from lightning_gnn import DGCLStrategy, GraphDataModule, NodeClassifier
-from lightning_gnn.heap import keeping_freed_memory
+from lightning_gnn.heap import giving_back_freed_memory, keeping_freed_memory
 from lightning_gnn.strategies import steps
 
 PAGES = 4096  # of 4 KB: 16 MB
@@ -34,6 +34,15 @@ def test_freed_memory_is_used_again_and_given_back():
         assert min(new_pages() for _ in range(10)) <= 2
     # Once: the next tensor may take the same hole between blocks in use again. Huge pages, given unasked, are 8.
     assert new_pages() > 4
+
+
+def test_what_partitioners_free_is_given_back():
+    with keeping_freed_memory() as possible:
+        if not possible:
+            pytest.skip("needs glibc")
+    with giving_back_freed_memory():
+        assert min(new_pages() for _ in range(10)) > 4  # each time; huge pages are 8
+    assert min(new_pages() for _ in range(SETTLING)) <= 2  # kept, as after a large block
 
 
 @pytest.mark.parametrize("keep", [True, False])
