@@ -40,9 +40,10 @@ def test_what_partitioners_free_is_given_back():
     with keeping_freed_memory() as possible:
         if not possible:
             pytest.skip("needs glibc")
-    with giving_back_freed_memory():
-        assert min(new_pages() for _ in range(10)) > 4  # each time; huge pages are 8
-    assert min(new_pages() for _ in range(SETTLING)) <= 2  # kept, as after a large block
+    for _ in range(2):
+        with giving_back_freed_memory():
+            assert min(new_pages() for _ in range(10)) > 4  # each time; huge pages are 8
+        assert min(new_pages() for _ in range(SETTLING)) <= 2  # kept, as after a large block
 
 
 @pytest.mark.parametrize("keep", [True, False])
