@@ -205,8 +205,8 @@ def _kaminpar(levels: Levels, compressed: bool) -> float:
     """Returns the bytes of KaMinPar, of which the wheels have ids of 8 bytes.
 
     Beside the symmetric graph, weights and parts it keeps its own graph, and first the file from which this is read, then what
-    it cuts with: tables of fixed size, clusters and coarser graphs, of 16 bytes an entry or more, and copies of blocks. Cutting is fitted.
-    Of the entries that matchings leave, label propagation leaves about all in large graphs, fewer in small ones.
+    it cuts with: tables of fixed size, clusters and coarser graphs, of 16 bytes an entry or more, and copies of blocks. Cutting
+    is fitted. Of the entries that matchings leave, label propagation leaves about all in large graphs, fewer in small ones.
     """
     num_nodes, num_entries = levels.nodes[0], max(1, levels.entries[0])
     coarser = levels.entries[min(3, len(levels.entries) - 1)]
