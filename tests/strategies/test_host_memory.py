@@ -206,7 +206,7 @@ def test_an_error_ends_all(ranks, disk):
 @pytest.fixture
 def pager(disk, monkeypatch):
     monkeypatch.setattr(paging, "LEAST_BYTES", LEAST)
-    turns: Any = SimpleNamespace(given_up=nullcontext)
+    turns: Any = SimpleNamespace(given_up=nullcontext, at_the_disk=nullcontext)
     with freed_at_once(LEAST):
         made = Pager(disk, turns, 0, 0)
         with made:
@@ -291,7 +291,7 @@ def test_any_ops(disk, data):
 
     expected = run(lambda: None)
     with mock.patch.object(paging, "LEAST_BYTES", LEAST), freed_at_once(LEAST):
-        turns: Any = SimpleNamespace(given_up=nullcontext)
+        turns: Any = SimpleNamespace(given_up=nullcontext, at_the_disk=nullcontext)
         pager = Pager(disk, turns, data.draw(st.sampled_from([0, 1 << 14, 1 << 20])), 0)
         with pager:
             found = run(pager._leave)
