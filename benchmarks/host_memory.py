@@ -113,7 +113,7 @@ def run(options: argparse.Namespace, memory: str) -> dict[str, Any]:
     given = [
         f"--{name}={getattr(options, name)}" for name in ("folder", "devices", "kind", "hidden", "columns", "epochs")
     ]
-    command = [sys.executable, os.environ.get("HM", __file__), *given, f"--partition={options.partition}", f"--train={memory}"]
+    command = [sys.executable, __file__, *given, f"--partition={options.partition}", f"--train={memory}"]
     limit = int(1e9 * (1000 if memory == "none" else options.limit * float(memory.removesuffix("GB"))))
     most = 0
     with limited(limit) as enter, tempfile.TemporaryFile("w+") as file:

@@ -131,5 +131,6 @@ class _Lock:
         fcntl.lockf(self._file, fcntl.LOCK_UN, 1, self._begin + self._places)
 
     def give(self) -> None:
-        place, self._place = self._place, -1
-        fcntl.lockf(self._file, fcntl.LOCK_UN, 1, place)
+        if self.held:  # as it is not after an error at the disk
+            place, self._place = self._place, -1
+            fcntl.lockf(self._file, fcntl.LOCK_UN, 1, place)

@@ -18,7 +18,7 @@ import re
 from bisect import bisect_right
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from operator import itemgetter
 from pathlib import Path
@@ -34,13 +34,17 @@ from typing_extensions import override
 from lightning_gnn.comm.group import World
 from lightning_gnn.comm.shared_memory import unnamed_file
 from lightning_gnn.comm.turns import Turns
-from lightning_gnn.strategies.heap import HEADER_BYTES, freed_at_once, has_own_mapping
+from lightning_gnn.strategies.heap import HEADER_BYTES, end_of_own_mapping, freed_at_once
 
 _LEAST_ROOM = 16 << 20
 LEAST_BYTES = 1 << 20
 """Of a tensor that is moved to the file. glibc has each in a mapping of its own, and ends that when the tensor is freed."""
 
+LONG = 8 << 20
+"""Of a block whose reading or writing takes so long that another rank computes meanwhile."""
+
 _PAGE = mmap.PAGESIZE
+_HUGE = 2 << 20
 _PIECE = 1 << 28  # bytes that are written at once
 _FIXED_IN_FILE = mmap.MAP_SHARED | 0x10  # MAP_FIXED
 _IN_MEMORY = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | 0x10
@@ -77,7 +81,8 @@ def in_turns(world: World, folder: Path, most_bytes: int) -> Iterator[Pager]:
     """While open, ranks of this machine compute in turns, and have so many bytes in memory, all together; all ranks open it.
 
     As many compute at once as there are cores for, and one more has room in memory, so that cores are not idle while ranks read
-    and write. Of what ranks do not take themselves, an eighth is for tensors of the others.
+    and write. Of what ranks do not take themselves, two thirds are for tensors of those, a sixteenth for tensors of the others,
+    and the rest for what ops make before anything can be moved.
 
     Raises:
         ValueError: ranks take as much without a tensor; or see :class:`Pager`.
@@ -99,7 +104,7 @@ def in_turns(world: World, folder: Path, most_bytes: int) -> Iterator[Pager]:
             )
         turns = Turns(world, near, rooms, cores, folder)
         stack.callback(turns.close)
-        pager = Pager(folder, turns, 7 * room // (8 * rooms), room // (8 * len(near)))
+        pager = Pager(folder, turns, 2 * room // (3 * rooms), room // (16 * len(near)))
         stack.callback(pager.close)
         world.watch.turns = turns.given_up
         stack.callback(setattr, world.watch, "turns", nullcontext)
@@ -159,7 +164,6 @@ class Pager(TorchDispatchMode):
         self._blocks: OrderedDict[int, _Block] = OrderedDict()  # by address, the one that was used last at the end
         self._in_memory = 0  # at most: of blocks that are gone, too
         self._op = 0  # that runs
-        self._makes: dict[Any, int] = {}  # bytes, by op and shapes
         self.bytes_written = 0
         turns.behind = self._leave
 
@@ -170,15 +174,9 @@ class Pager(TorchDispatchMode):
         self._op += 1
         for tensor in _tensors(args):
             self._use(tensor)
-        key = func, _shapes(args)
-        most = self._most - self._makes.get(key, 0)  # steps repeat each other
-        if self._in_memory > most:
-            self._shrink(most)
-        before = self._in_memory
         out = func(*args, **(kwargs or {}))
         for tensor in _tensors((out,)):
             self._use(tensor)
-        self._makes[key] = self._in_memory - before
         if self._in_memory > self._most:
             self._shrink(self._most)
         return out
@@ -205,12 +203,12 @@ class Pager(TorchDispatchMode):
             begin, end = -(-address // _PAGE) * _PAGE, (address + storage.nbytes()) // _PAGE * _PAGE
             self._blocks[address] = block = _Block(begin, end, StorageWeakRef(storage))
             self._in_memory += block.nbytes
-        elif block.in_file and not (block.moves == 1 and self._read(block)) and tensor.is_contiguous():
+        elif block.in_file and not self._read(block) and tensor.is_contiguous():
             # All at once: page by page, as it is used, takes several times as long.
             begin = max(block.begin, tensor.data_ptr() // _PAGE * _PAGE)
             end = min(block.end, tensor.data_ptr() + tensor.nbytes)
             if end > begin:
-                with self.turns.at_the_disk():
+                with self._at_the_disk(end - begin):
                     self._libc.madvise(begin, end - begin, _WILLNEED)
                     self._libc.madvise(begin, end - begin, _POPULATE_READ)
         self._blocks.move_to_end(address)
@@ -231,9 +229,11 @@ class Pager(TorchDispatchMode):
             if self._in_memory <= most_bytes:
                 return
             place = bisect_right(begins, address - HEADER_BYTES) - 1
-            if place >= 0 and block.end <= memory[place][1] and has_own_mapping(address, block.end):
+            if place >= 0 and block.end <= memory[place][1] and (end := end_of_own_mapping(address)) >= block.end:
+                # With all of its last huge page, which is not given back in parts.
+                block.end = min(end, -(-block.end // _HUGE) * _HUGE, memory[place][1])
                 block.offset = _gap(used, block.nbytes)
-                with self.turns.at_the_disk():
+                with self._at_the_disk(block.nbytes):
                     self._move(block, block.offset)
                 block.in_file, block.moves = True, block.moves + 1
             else:
@@ -274,11 +274,13 @@ class Pager(TorchDispatchMode):
         self._libc.madvise(block.begin, block.nbytes, _DONTFORK)
 
     def _read(self, block: _Block) -> bool:
-        """Reads into memory what was moved to the file once, past the page cache: that takes less time than mapped pages do.
-        Returns whether there was room for it.
+        """Reads a large block into memory that was moved to the file once, past the page cache: that takes less time than mapped
+        pages do. Returns whether that was possible.
 
         What is moved a second time stays in the file, and is read through the map: it is not written again unless it changes.
         """
+        if block.nbytes < LONG or block.moves > 1:
+            return False
         block.op = self._op
         if self._in_memory + block.nbytes > self._most:
             self._shrink(self._most - block.nbytes)
@@ -287,12 +289,15 @@ class Pager(TorchDispatchMode):
         self._map(block, _IN_MEMORY, -1, 0)
         self._libc.madvise(block.begin, block.nbytes, _HUGEPAGE)
         data, done = memoryview((ctypes.c_char * block.nbytes).from_address(block.begin)), 0
-        with self.turns.at_the_disk():
+        with self._at_the_disk(block.nbytes):
             while done < block.nbytes:
                 done += os.preadv(self._file, [data[done : done + _PIECE]], block.offset + done)
         block.in_file = False
         self._in_memory += block.nbytes
         return True
+
+    def _at_the_disk(self, num_bytes: int) -> AbstractContextManager[None]:
+        return self.turns.at_the_disk() if num_bytes >= LONG else nullcontext()
 
     def _map(self, block: _Block, flags: int, file: int, offset: int) -> None:
         protection = mmap.PROT_READ | mmap.PROT_WRITE
@@ -361,13 +366,6 @@ def _gap(used: list[tuple[int, int]], size: int) -> int:
         begin = max(begin, high)
     used.append((begin, begin + size))
     return begin
-
-
-def _shapes(values: Iterable[Any]) -> tuple[Any, ...]:
-    return tuple(
-        value.shape if isinstance(value, Tensor) else _shapes(value) if isinstance(value, (list, tuple)) else None
-        for value in values
-    )
 
 
 def _tensors(values: Iterable[Any]) -> Iterator[Tensor]:
