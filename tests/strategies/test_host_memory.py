@@ -182,23 +182,29 @@ def test_turns(ranks, disk):
     assert all(10 < len(rooms) < len(cores) for _, _, (rooms, cores), _ in found)
 
 
-def message_files(rank: int, world_size: int, options: dict[str, Any]) -> list[str]:
+def message_files(rank: int, world_size: int, options: dict[str, Any]) -> tuple[list[str], int]:
+    """Returns where messages are, and what the exchange keeps of what it received."""
     found: list[str] = []
+    kept = [0]
 
     class Look(L.Callback):
         def on_train_end(self, trainer: L.Trainer, module: L.LightningModule) -> None:
             boxes = trainer.strategy.world._memory._outboxes  # type: ignore[attr-defined]
+            (exchange,) = trainer.strategy.scheme._exchanges  # type: ignore[attr-defined]
+            kept[0] = sum(map(len, exchange.buffers._free.values()))
             found.extend(os.readlink(f"/proc/self/fd/{box.segment.fd}") for box in boxes if box.segment is not None)
 
     model = lightning_gnn.NodeClassifier(build("gcn", FEATURES, CLASSES), num_classes=CLASSES).double()
     trainer = quiet_trainer(DGCLStrategy(**options), world_size, False, callbacks=[Look()])
     trainer.fit(model, datamodule=lightning_gnn.GraphDataModule(graph()))
-    return found
+    return found, kept[0]
 
 
 def test_messages_are_in_files(ranks, disk):
+    """And what they are received into is not kept between calls."""
     for options, where in (({}, "/memfd:"), ({"host_memory": "8GB", "host_memory_dir": str(disk)}, str(disk))):
-        for found in ranks.run(2, message_files, options):
+        for found, kept in ranks.run(2, message_files, options):
+            assert (kept == 0) == bool(options)
             assert found and all(each.startswith(where) for each in found)
 
 
@@ -307,9 +313,9 @@ def test_read_back_once(disk, monkeypatch):
 
 def test_no_room_to_read_back(pager):
     """Nothing is read into memory that there is no room for; what an op uses comes through the map then."""
-    tensor = torch.arange(1 << 20)
+    tensor = torch.arange(1 << 22)
     pager._leave()
-    assert torch.equal(tensor + 0, torch.arange(1 << 20)) and of_the_file(pager, tensor)
+    assert torch.equal(tensor + 0, torch.arange(1 << 22)) and of_the_file(pager, tensor)
 
 
 def test_other_memory_is_not_read_over(disk, monkeypatch):
