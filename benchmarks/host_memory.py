@@ -117,7 +117,8 @@ def run(options: argparse.Namespace, memory: str) -> dict[str, Any]:
     limit = int(1e9 * (1000 if memory == "none" else options.limit * float(memory.removesuffix("GB"))))
     most = 0
     with limited(limit) as enter, tempfile.TemporaryFile("w+") as file:
-        process = subprocess.Popen(command, stdout=file, text=True, preexec_fn=enter)
+        huge = {**os.environ, "THP_MEM_ALLOC_ENABLE": "1"}  # of torch, as docs/memory.md says
+        process = subprocess.Popen(command, stdout=file, text=True, preexec_fn=enter, env=huge)
         while process.poll() is None:
             time.sleep(0.1)
             found = re.search(r"^total_rss (\d+)", (group_of_this_process() / "memory.stat").read_text(), re.MULTILINE)

@@ -57,10 +57,10 @@ def freed_at_once(least_bytes: int) -> Iterator[bool]:
     )
     # Room in the heap, of what was freed before, would be used first. So it is taken; with nothing in it, it is no memory.
     taken = [libc.malloc(least_bytes)]
-    while not has_own_mapping(taken[-1]) and len(taken) < _MOST_BLOCKS:
+    while not end_of_own_mapping(taken[-1]) and len(taken) < _MOST_BLOCKS:
         taken.append(libc.malloc(least_bytes))
     try:
-        yield has_own_mapping(taken[-1])  # else another library's malloc is in place of glibc's
+        yield end_of_own_mapping(taken[-1]) > 0  # else another library's malloc is in place of glibc's
     finally:
         for block in taken:
             libc.free(block)
@@ -92,12 +92,14 @@ HEADER_BYTES = 16
 """In front of what glibc allocates."""
 
 
-def has_own_mapping(address: int, end: int = 0) -> bool:
-    """Returns whether what glibc has allocated at an address, up to `end`, is in a mapping of its own, as its header says."""
+def end_of_own_mapping(address: int) -> int:
+    """Returns where the mapping ends that glibc has made for what it has allocated at an address, as its header says; 0 if that
+    has no mapping of its own."""
     before, size = (ctypes.c_size_t * 2).from_address(address - HEADER_BYTES)
     begin, flags, size = address - HEADER_BYTES - before, size & 7, size & ~7
     page = mmap.PAGESIZE
-    return flags == 2 and begin % page == 0 and (before + size) % page == 0 and address - HEADER_BYTES + size >= end
+    own = flags == 2 and begin % page == 0 and (before + size) % page == 0
+    return address - HEADER_BYTES + size if own else 0
 
 
 def _malloc() -> tuple[Callable[[int, int], int], Callable[[int], int]] | None:

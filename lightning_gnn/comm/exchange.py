@@ -83,10 +83,10 @@ def start_messages(
 
 
 class Buffers:
-    """Memory of an exchange that is used again: new memory costs more than what is written to it."""
+    """Memory of an exchange that is used again: new memory costs more than what is written to it, if there is room to keep it."""
 
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
+    def __init__(self, world: World) -> None:
+        self._device, self._keeps = world.device, world.keeps_buffers
         self._free: defaultdict[tuple[torch.Size, torch.dtype], list[Tensor]] = defaultdict(list)
 
     def take(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
@@ -100,7 +100,8 @@ class Buffers:
 
     def give_back(self, buffer: Tensor) -> None:
         """Has memory used again that :meth:`take` has returned."""
-        self._free[buffer.shape, buffer.dtype].append(buffer)
+        if self._keeps:
+            self._free[buffer.shape, buffer.dtype].append(buffer)
 
 
 class Exchange(ABC):
@@ -138,7 +139,7 @@ class Exchange(ABC):
 
     def __init__(self, num_owned: int, num_halo: int, world: World, meter: Meter, idle: bool = False) -> None:
         self.num_owned, self.num_halo, self.idle = num_owned, num_halo, idle
-        self.world, self.meter, self.buffers = world, meter, Buffers(world.device)
+        self.world, self.meter, self.buffers = world, meter, Buffers(world)
         self._zero_rows = ZeroRows(world)
         self.own_lengths: dict[int, int] = {}
         self.most_propagations: int | None = None

@@ -130,7 +130,7 @@ class World:
         device: where this rank computes; decides the backend, see :func:`~lightning_gnn.devices.backend_of`.
         timeout: after this long, a wait for another rank is an error; process groups wait a little longer.
         shared_memory: let CPU ranks of one machine talk through shared memory.
-        messages: a folder where such messages are, in files; None for memory.
+        messages: a folder where such messages are, in files, for ranks that have no memory to keep; None for memory.
 
     Attributes:
         step: where the run is.
@@ -144,6 +144,8 @@ class World:
     """Seconds that this rank has spent in sums and gatherings until now, waiting included."""
     stand_ins = False
     """Ranks are threads of one process, which stand for ranks on any machines."""
+    keeps_buffers = True
+    """What rows are received into stays with the exchange that received them; else it is freed between two of its calls."""
 
     def __init__(
         self,
@@ -156,6 +158,7 @@ class World:
     ) -> None:
         self.rank, self.size, self.device, self.timeout = rank, size, device, timeout
         self.step, self.calls = Step(), Counter[str]()
+        self.keeps_buffers = messages is None
         self.watch = Watchdog(rank, size, timeout.total_seconds())
         self.backend = backend_of(device)
         self._owns_default = not dist.is_initialized()

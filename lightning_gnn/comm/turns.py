@@ -1,4 +1,7 @@
-"""Ranks of a machine that compute in turns: what one has in memory while it computes, it gives up before another goes on."""
+"""Ranks of a machine that compute in turns: what one has in memory in its turn, it gives up before another has that room.
+
+More ranks have a turn than there are cores for: while one waits for the disk, another computes.
+"""
 
 from __future__ import annotations
 
@@ -20,23 +23,23 @@ def _nothing() -> None:
 
 
 class Turns:
-    """A rank's turns: it has one while :meth:`taken` is open, but not while it waits for others.
+    """A rank's turns: it has one while :meth:`taken` is open, but not while it waits for others. In its turn it has room in
+    memory, and a core, but not while it waits for the disk.
 
     Locks of a file, which the system takes away from a process that ends. All ranks make it.
 
     Args:
         world: the ranks.
         near: those of this machine, this one among them.
-        at_once: how many of them compute at the same time.
+        rooms: how many of them have their turns at the same time.
+        cores: how many of those compute at the same time.
         folder: where the file is, which has no name once all have opened it.
 
     Attributes:
-        ahead: called when this rank is the next, while others still compute; for what it reads from the disk.
-        behind: called before another rank goes on.
+        behind: called before another rank has this one's room, and while another may have its core.
     """
 
-    def __init__(self, world: World, near: Sequence[int], at_once: int, folder: Path) -> None:
-        self.ahead: Callable[[], None] = _nothing
+    def __init__(self, world: World, near: Sequence[int], rooms: int, cores: int, folder: Path) -> None:
         self.behind: Callable[[], None] = _nothing
         first, own = min(near), ""
         if world.rank == first:
@@ -47,58 +50,87 @@ class Turns:
         world.all_gather_object("")  # all have opened it
         if own:
             os.unlink(own)
-        self._at_once, self._turn = at_once, -1
+        self._room, self._core = _Lock(self._file, 0, rooms), _Lock(self._file, rooms + 1, cores)
 
     @contextmanager
     def taken(self) -> Iterator[None]:
         """Waits for this rank's turn, which ends with the context; part of one that is open already."""
-        if self._has:
+        if self._room.held:
             yield
             return
         self._begin()
         try:
             yield
         finally:
-            if self._has:
+            if self._room.held:
                 self._end()
 
     @contextmanager
     def given_up(self) -> Iterator[None]:
         """While open, others have their turns."""
-        if not self._has:
+        if not self._room.held:
             yield
             return
         self._end()
         yield
         self._begin()  # not after an error: others may never end their turns
 
-    @property
-    def _has(self) -> bool:
-        return self._turn >= 0
+    @contextmanager
+    def at_the_disk(self) -> Iterator[None]:
+        """While open, another rank may have this one's core; its room it keeps."""
+        if not self._core.held:
+            yield
+            return
+        self._core.give()
+        yield
+        self._core.take()
 
     def _begin(self) -> None:
-        fcntl.lockf(self._file, fcntl.LOCK_EX, 1, self._at_once)  # then it is the next
-        self.ahead()
-        while not self._has:
-            for turn in range(self._at_once):
-                try:
-                    fcntl.lockf(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, turn)
-                except OSError:  # another rank's
-                    continue
-                self._turn = turn
-                break
-            else:
-                time.sleep(_LOOK_S)
-        fcntl.lockf(self._file, fcntl.LOCK_UN, 1, self._at_once)
+        self._room.take()
+        self._core.take()
 
     def _end(self) -> None:
+        self._core.give()
         self.behind()
-        turn, self._turn = self._turn, -1
-        fcntl.lockf(self._file, fcntl.LOCK_UN, 1, turn)
+        self._room.give()
 
     def close(self) -> None:
         """Ends it; what this rank still does, it does beside others."""
-        self.ahead = self.behind = _nothing
-        if self._has:
+        self.behind = _nothing
+        if self._room.held:
             self._end()
         os.close(self._file)
+
+
+class _Lock:
+    """Places of which each may be held by one process, as bytes of a file; the byte behind them is who takes the next.
+
+    Attributes:
+        held: whether this process holds one.
+    """
+
+    def __init__(self, file: int, begin: int, places: int) -> None:
+        self._file, self._begin, self._places, self._place = file, begin, places, -1
+
+    @property
+    def held(self) -> bool:
+        return self._place >= 0
+
+    def take(self) -> None:
+        fcntl.lockf(self._file, fcntl.LOCK_EX, 1, self._begin + self._places)  # then it is the next
+        while not self.held:
+            for place in range(self._begin, self._begin + self._places):
+                try:
+                    fcntl.lockf(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, place)
+                except OSError:  # another's
+                    continue
+                self._place = place
+                break
+            else:
+                time.sleep(_LOOK_S)
+        fcntl.lockf(self._file, fcntl.LOCK_UN, 1, self._begin + self._places)
+
+    def give(self) -> None:
+        if self.held:  # as it is not after an error at the disk
+            place, self._place = self._place, -1
+            fcntl.lockf(self._file, fcntl.LOCK_UN, 1, place)

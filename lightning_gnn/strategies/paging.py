@@ -18,8 +18,9 @@ import re
 from bisect import bisect_right
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -33,16 +34,21 @@ from typing_extensions import override
 from lightning_gnn.comm.group import World
 from lightning_gnn.comm.shared_memory import unnamed_file
 from lightning_gnn.comm.turns import Turns
-from lightning_gnn.heap import HEADER_BYTES, freed_at_once, has_own_mapping
+from lightning_gnn.heap import HEADER_BYTES, end_of_own_mapping, freed_at_once
 
 _LEAST_ROOM = 16 << 20
 LEAST_BYTES = 1 << 20
 """Of a tensor that is moved to the file. glibc has each in a mapping of its own, and ends that when the tensor is freed."""
 
+LONG = 8 << 20
+"""Of a block whose reading or writing takes so long that another rank computes meanwhile."""
+
 _PAGE = mmap.PAGESIZE
+_HUGE = 2 << 20
 _PIECE = 1 << 28  # bytes that are written at once
 _FIXED_IN_FILE = mmap.MAP_SHARED | 0x10  # MAP_FIXED
-_DONTNEED, _WILLNEED, _DONTFORK, _POPULATE_READ = 4, 3, 10, 22  # of madvise, see `man madvise`
+_IN_MEMORY = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | 0x10
+_WILLNEED, _DONTNEED, _DONTFORK, _HUGEPAGE, _POPULATE_READ = 3, 4, 10, 14, 22  # of madvise, see `man madvise`
 
 
 @dataclass
@@ -52,6 +58,8 @@ class _Block:
     Attributes:
         begin, end: addresses.
         stays: it is not this process's alone, as a file of features that is mapped.
+        moves: to the file, until now.
+        op: number of the one that used it last.
     """
 
     begin: int
@@ -60,6 +68,8 @@ class _Block:
     in_file: bool = False
     offset: int = 0
     stays: bool = False
+    moves: int = 0
+    op: int = 0
 
     @property
     def nbytes(self) -> int:
@@ -70,29 +80,31 @@ class _Block:
 def in_turns(world: World, folder: Path, most_bytes: int) -> Iterator[Pager]:
     """While open, ranks of this machine compute in turns, and have so many bytes in memory, all together; all ranks open it.
 
-    As many compute at once as there are cores for. Of what ranks do not take themselves, three quarters are for tensors of those,
-    and a quarter for tensors of the others.
+    As many compute at once as there are cores for, and one more has room in memory, so that cores are not idle while ranks read
+    and write. Of what ranks do not take themselves, two thirds are for tensors of those, a sixteenth for tensors of the others,
+    and the rest for what ops make before anything can be moved.
 
     Raises:
         ValueError: ranks take as much without a tensor; or see :class:`Pager`.
         RuntimeError: this process's memory is not as glibc has it.
     """
     near = world.ranks_here()
-    at_once = min(len(near), max(1, (os.cpu_count() or 1) // torch.get_num_threads()))
+    cores = min(len(near), max(1, (os.cpu_count() or 1) // torch.get_num_threads()))
+    rooms = min(len(near), cores + 1)
     with ExitStack() as stack:
         if not stack.enter_context(freed_at_once(LEAST_BYTES)):
             raise RuntimeError("host_memory needs the malloc of glibc, and this process has another. Leave it out.")
         own = world.all_gather_object(own_bytes())
         room = most_bytes - sum(own[rank] for rank in near)
-        if room < _LEAST_ROOM * at_once:
+        if room < _LEAST_ROOM * rooms:
             raise ValueError(
                 f"host_memory leaves no room: {len(near)} ranks take {sum(own[rank] for rank in near) / 1e9:.3g} GB themselves "
                 f"(got {most_bytes / 1e9:.3g} GB). Give them more, or take fewer; ranks that are forks take less "
                 '(start_method="fork").'
             )
-        turns = Turns(world, near, at_once, folder)
+        turns = Turns(world, near, rooms, cores, folder)
         stack.callback(turns.close)
-        pager = Pager(folder, turns, 3 * room // (4 * at_once), room // (4 * len(near)))
+        pager = Pager(folder, turns, 2 * room // (3 * rooms), room // (16 * len(near)))
         stack.callback(pager.close)
         world.watch.turns = turns.given_up
         stack.callback(setattr, world.watch, "turns", nullcontext)
@@ -143,17 +155,23 @@ class Pager(TorchDispatchMode):
         if _is_in_memory(os.fstat(self._file).st_dev):
             os.close(self._file)
             raise ValueError(f"host_memory_dir={str(folder)!r} is itself in memory (tmpfs). Name a folder on a disk.")
-        self._key = _key_in_maps(self._file)
+        device, inode = _key_in_maps(self._file)
+        # begin, end, offset and inode of the file, or of memory of this process alone, which has neither
+        self._lines = re.compile(
+            rf"^(\w+)-(\w+) (?:\S{{4}} (\w+) {device} ({inode}) .*|rw-p \w+ \S+ 0 *)$".encode(), re.MULTILINE
+        )
         self.turns, self._most, self._kept = turns, most_bytes, kept_bytes
         self._blocks: OrderedDict[int, _Block] = OrderedDict()  # by address, the one that was used last at the end
         self._in_memory = 0  # at most: of blocks that are gone, too
+        self._op = 0  # that runs
         self.bytes_written = 0
-        turns.ahead, turns.behind = self._read_ahead, self._leave
+        turns.behind = self._leave
 
     @override
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func.namespace == "c10d":
             return self._collective(func, args, kwargs or {})
+        self._op += 1
         for tensor in _tensors(args):
             self._use(tensor)
         out = func(*args, **(kwargs or {}))
@@ -185,17 +203,19 @@ class Pager(TorchDispatchMode):
             begin, end = -(-address // _PAGE) * _PAGE, (address + storage.nbytes()) // _PAGE * _PAGE
             self._blocks[address] = block = _Block(begin, end, StorageWeakRef(storage))
             self._in_memory += block.nbytes
-        elif block.in_file and tensor.is_contiguous():
+        elif block.in_file and not self._read(block) and tensor.is_contiguous():
             # All at once: page by page, as it is used, takes several times as long.
             begin = max(block.begin, tensor.data_ptr() // _PAGE * _PAGE)
             end = min(block.end, tensor.data_ptr() + tensor.nbytes)
             if end > begin:
-                self._libc.madvise(begin, end - begin, _WILLNEED)
-                self._libc.madvise(begin, end - begin, _POPULATE_READ)
+                with self._at_the_disk(end - begin):
+                    self._libc.madvise(begin, end - begin, _WILLNEED)
+                    self._libc.madvise(begin, end - begin, _POPULATE_READ)
         self._blocks.move_to_end(address)
+        block.op = self._op
 
     def _shrink(self, most_bytes: int) -> None:
-        """Moves tensors to the file until so many bytes are in memory."""
+        """Moves tensors to the file until so many bytes are in memory, but not what the op that runs uses."""
         for address in [address for address, block in self._blocks.items() if block.storage.expired()]:
             del self._blocks[address]
         self._in_memory = sum(block.nbytes for block in self._blocks.values() if not (block.in_file or block.stays))
@@ -204,15 +224,18 @@ class Pager(TorchDispatchMode):
         memory, in_file = self._mappings()
         begins, used = [begin for begin, _ in memory], sorted((low, low + end - begin) for begin, end, low in in_file)
         for address, block in self._blocks.items():
-            if block.in_file or block.stays:
+            if block.in_file or block.stays or block.op == self._op:
                 continue
             if self._in_memory <= most_bytes:
                 return
             place = bisect_right(begins, address - HEADER_BYTES) - 1
-            if place >= 0 and block.end <= memory[place][1] and has_own_mapping(address, block.end):
+            if place >= 0 and block.end <= memory[place][1] and (end := end_of_own_mapping(address)) >= block.end:
+                # With all of its last huge page, which is not given back in parts.
+                block.end = min(end, -(-block.end // _HUGE) * _HUGE, memory[place][1])
                 block.offset = _gap(used, block.nbytes)
-                self._move(block, block.offset)
-                block.in_file = True
+                with self._at_the_disk(block.nbytes):
+                    self._move(block, block.offset)
+                block.in_file, block.moves = True, block.moves + 1
             else:
                 block.stays = True
             self._in_memory -= block.nbytes
@@ -220,17 +243,14 @@ class Pager(TorchDispatchMode):
     def _mappings(self) -> tuple[list[tuple[int, int]], list[tuple[int, int, int]]]:
         """Returns from where to where there is memory of this process alone; and the file, and at which offset of it."""
         memory, in_file = list[tuple[int, int]](), list[tuple[int, int, int]]()
-        with open("/proc/self/maps") as lines:
-            for line in lines:
-                found = _LINE.match(line)
-                assert found is not None
-                begin, end, offset = (int(found[each], 16) for each in (1, 2, 4))
-                if (found[5], found[6]) == self._key:
-                    in_file.append((begin, end, offset))
-                elif found[3] == "rw-p" and found[6] == "0" and not found[7]:
-                    if memory and memory[-1][1] == begin:
-                        begin = memory.pop()[0]
-                    memory.append((begin, end))
+        for first, last, offset, inode in self._lines.findall(Path("/proc/self/maps").read_bytes()):
+            begin, end = int(first, 16), int(last, 16)
+            if inode:
+                in_file.append((begin, end, int(offset, 16)))
+            else:
+                if memory and memory[-1][1] == begin:
+                    begin = memory.pop()[0]
+                memory.append((begin, end))
         return memory, in_file
 
     def _move(self, block: _Block, offset: int) -> None:
@@ -249,43 +269,57 @@ class Pager(TorchDispatchMode):
                     ) from error
                 raise
         self.bytes_written += done
-        protection = mmap.PROT_READ | mmap.PROT_WRITE
-        found = self._libc.mmap(block.begin, block.nbytes, protection, _FIXED_IN_FILE, self._file, offset)
-        if found != block.begin:
-            raise OSError(ctypes.get_errno(), "a tensor's memory could not be mapped from its file")
+        self._map(block, _FIXED_IN_FILE, self._file, offset)
         # A fork would change it here, too; now it has none of it.
         self._libc.madvise(block.begin, block.nbytes, _DONTFORK)
 
+    def _read(self, block: _Block) -> bool:
+        """Reads a large block into memory that was moved to the file once, past the page cache: that takes less time than mapped
+        pages do. Returns whether that was possible.
+
+        What is moved a second time stays in the file, and is read through the map: it is not written again unless it changes.
+        """
+        if block.nbytes < LONG or block.moves > 1:
+            return False
+        block.op = self._op
+        if self._in_memory + block.nbytes > self._most:
+            self._shrink(self._most - block.nbytes)
+        if self._in_memory + block.nbytes > self._most or not _is_there(block, self._mappings()[1]):
+            return False
+        self._map(block, _IN_MEMORY, -1, 0)
+        self._libc.madvise(block.begin, block.nbytes, _HUGEPAGE)
+        data, done = memoryview((ctypes.c_char * block.nbytes).from_address(block.begin)), 0
+        with self._at_the_disk(block.nbytes):
+            while done < block.nbytes:
+                done += os.preadv(self._file, [data[done : done + _PIECE]], block.offset + done)
+        block.in_file = False
+        self._in_memory += block.nbytes
+        return True
+
+    def _at_the_disk(self, num_bytes: int) -> AbstractContextManager[None]:
+        return self.turns.at_the_disk() if num_bytes >= LONG else nullcontext()
+
+    def _map(self, block: _Block, flags: int, file: int, offset: int) -> None:
+        protection = mmap.PROT_READ | mmap.PROT_WRITE
+        if self._libc.mmap(block.begin, block.nbytes, protection, flags, file, offset) != block.begin:
+            raise OSError(ctypes.get_errno(), "a tensor's memory could not be mapped at its place")
+
     def _leave(self) -> None:
+        self._op += 1
         self._shrink(self._kept)
-        if not any(block.in_file for block in self._blocks.values()):
-            return
-        _, in_file = self._mappings()
-        begins = [begin for begin, _, _ in in_file]
+        _, in_file = self._mappings() if any(block.in_file for block in self._blocks.values()) else ([], [])
         for address, block in [*self._blocks.items()]:
             if not block.in_file:
                 continue
-            place = bisect_right(begins, block.begin) - 1
-            begin, end, offset = in_file[place] if place >= 0 else (0, 0, 0)
-            if block.end <= end and block.offset - offset == block.begin - begin:
+            if _is_there(block, in_file):
                 self._libc.madvise(block.begin, block.nbytes, _DONTNEED)
                 os.posix_fadvise(self._file, block.offset, block.nbytes, os.POSIX_FADV_DONTNEED)
-            else:  # the storage has been given other memory, as by resize_, and this may be anyone's
+            else:
                 del self._blocks[address]
-
-    def _read_ahead(self) -> None:
-        """Has the system read what this rank has used last."""
-        room = self._most // 4
-        for block in reversed(self._blocks.values()):
-            if block.in_file and not block.storage.expired():
-                room -= block.nbytes
-                if room < 0:
-                    return
-                self._libc.madvise(block.begin, block.nbytes, _WILLNEED)
 
     def close(self) -> None:
         """Ends it; tensors that are in the file stay there."""
-        self.turns.ahead = self.turns.behind = lambda: None
+        self.turns.behind = lambda: None
         os.close(self._file)
 
 
@@ -312,6 +346,14 @@ def _is_in_memory(device: int) -> bool:
 
 _LINE = re.compile(r"(\w+)-(\w+) (\S{4}) (\w+) (\w+:\w+) (\d+)\s*(\S*)")
 """Of /proc/self/maps: begin, end, permissions, offset, device, inode and name."""
+
+
+def _is_there(block: _Block, in_file: list[tuple[int, int, int]]) -> bool:
+    """Returns whether a block is mapped to its place in the file; a storage may have been given other memory, as by resize_,
+    and what lies where it was may be anyone's."""
+    place = bisect_right(in_file, block.begin, key=itemgetter(0)) - 1
+    begin, end, offset = in_file[place] if place >= 0 else (0, 0, 0)
+    return block.end <= end and block.offset - offset == block.begin - begin
 
 
 def _gap(used: list[tuple[int, int]], size: int) -> int:

@@ -9,7 +9,7 @@ import re
 import tempfile
 import time
 from contextlib import ExitStack, nullcontext
-from itertools import pairwise
+from itertools import accumulate
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -29,7 +29,7 @@ from torch_geometric.data import Data
 import lightning_gnn
 from lightning_gnn import CoverStrategy, DGCLStrategy, SamplingStrategy, SpMM1DStrategy, VertexCutStrategy
 from lightning_gnn.comm.shared_memory import unnamed_file
-from lightning_gnn.comm.turns import Turns
+from lightning_gnn.comm.turns import _Lock
 from lightning_gnn.heap import freed_at_once
 from lightning_gnn.strategies import paging
 from lightning_gnn.strategies.paging import Pager
@@ -51,19 +51,28 @@ def graph(num_nodes: int = 1500, features: int = FEATURES) -> Data:
     return data
 
 
-def paged(rank: int, world_size: int, *given: Any, options: dict[str, Any], at_once: int = 2, **kwargs: Any) -> Any:
-    """As `train`, with small tensors in the file, too. Returns also what ranks hold after turns, their turns, bytes written."""
-    left, turns, written = [], [], [0]
-    begin, end, leave, move = Turns._begin, Turns._end, Pager._leave, Pager._move
+def paged(
+    rank: int,
+    world_size: int,
+    *given: Any,
+    options: dict[str, Any],
+    cores: int = 2,
+    long: int = paging.LONG,
+    **kwargs: Any,
+) -> Any:
+    """As `train`, with small tensors in the file, too. Returns also what ranks hold after turns, when they have a room and when
+    a core, bytes written."""
+    left, times, written = [], ([], []), [0]
+    take, give, leave, move = _Lock.take, _Lock.give, Pager._leave, Pager._move
 
-    def beginning(self: Turns) -> None:
-        begin(self)
-        turns.append([time.monotonic()])
+    def taking(self: _Lock) -> None:
+        take(self)
+        times[self._begin > 0].append([time.monotonic()])
 
-    def ending(self: Turns) -> None:
-        end_at = time.monotonic()
-        end(self)
-        turns[-1].append(end_at)
+    def giving(self: _Lock) -> None:
+        if self.held:
+            times[self._begin > 0][-1].append(time.monotonic())
+        give(self)
 
     def leaving(self: Pager) -> None:
         leave(self)
@@ -76,17 +85,18 @@ def paged(rank: int, world_size: int, *given: Any, options: dict[str, Any], at_o
     with ExitStack() as stack:
         for owner, name, value in (
             (paging, "LEAST_BYTES", LEAST),
+            (paging, "LONG", long),
             (paging, "_LEAST_ROOM", 1),
             (paging, "own_bytes", lambda: 0),
-            (os, "cpu_count", lambda: at_once * torch.get_num_threads()),
-            (Turns, "_begin", beginning),
-            (Turns, "_end", ending),
+            (os, "cpu_count", lambda: cores * torch.get_num_threads()),
+            (_Lock, "take", taking),
+            (_Lock, "give", giving),
             (Pager, "_leave", leaving),
             (Pager, "_move", moving),
         ):
             stack.enter_context(mock.patch.object(owner, name, value))
         outcome = train(rank, world_size, *given, options=options, **kwargs)
-    return outcome, left, turns, written[0]
+    return outcome, left, times, written[0]
 
 
 def in_memory(rank: int, world_size: int, *given: Any, **kwargs: Any) -> Any:
@@ -124,10 +134,10 @@ def test_bit_for_bit(ranks, disk, models):
     given, options = (graph(), models), {"host_memory": "300KB", "host_memory_dir": str(disk)}
     expected = ranks.run(3, in_memory, *given)
     found = ranks.run(3, paged, *given, options=options)
-    for (outcome, left, turns, written), in_memory_outcome in zip(found, expected):
+    for (outcome, left, (rooms, _), written), in_memory_outcome in zip(found, expected):
         assert equal(outcome, in_memory_outcome)
         assert written > 1e6
-        assert all(holds <= may for holds, may in left) and len(turns) > 20
+        assert all(holds <= may for holds, may in left) and len(rooms) > 20
     assert_same(found[0][0], single(graph(), models), rtol=1e-8, atol=1e-10)
     assert not list(disk.iterdir())
 
@@ -155,32 +165,46 @@ def test_schemes(ranks, disk, tmp_path, strategy, options):
         assert found[3] > 1e5
 
 
+def at_once(found: Any, lock: int) -> int:
+    """Returns the most ranks that held a lock at the same time."""
+    times = [time for _, _, times, _ in found for time in times[lock]]
+    changes = sorted([(begin, 1) for begin, _ in times] + [(end, -1) for _, end in times])
+    return max(accumulate(change for _, change in changes))
+
+
 def test_turns(ranks, disk):
-    """With room for one, no two ranks compute at the same time; and all of them have many turns, between exchanges."""
+    """With one core, no two ranks compute at the same time, and one more has its turn, which reads and writes meanwhile; all have
+    many turns, between exchanges, and have the core more often: not while they read and write."""
     options = {"host_memory": "1MB", "host_memory_dir": str(disk)}
-    found = ranks.run(4, paged, graph(), "gcn", options=options, at_once=1)
-    turns = sorted((begin, end) for _, _, of_rank, _ in found for begin, end in of_rank)
-    assert all(end <= begin for (_, end), (begin, _) in pairwise(turns))
-    assert all(len(of_rank) > 10 for _, _, of_rank, _ in found)
+    found = ranks.run(4, paged, graph(), "gcn", options=options, cores=1, long=0)
+    assert all(map(equal, [outcome for outcome, *_ in found], ranks.run(4, in_memory, graph(), "gcn")))
+    assert (at_once(found, 0), at_once(found, 1)) == (2, 1)
+    assert all(10 < len(rooms) < len(cores) for _, _, (rooms, cores), _ in found)
 
 
-def message_files(rank: int, world_size: int, options: dict[str, Any]) -> list[str]:
+def message_files(rank: int, world_size: int, options: dict[str, Any]) -> tuple[list[str], int]:
+    """Returns where messages are, and what the exchange keeps of what it received."""
     found: list[str] = []
+    kept = [0]
 
     class Look(L.Callback):
         def on_train_end(self, trainer: L.Trainer, module: L.LightningModule) -> None:
             boxes = trainer.strategy.world._memory._outboxes  # type: ignore[attr-defined]
+            (exchange,) = trainer.strategy.scheme._exchanges  # type: ignore[attr-defined]
+            kept[0] = sum(map(len, exchange.buffers._free.values()))
             found.extend(os.readlink(f"/proc/self/fd/{box.segment.fd}") for box in boxes if box.segment is not None)
 
     model = lightning_gnn.NodeClassifier(build("gcn", FEATURES, CLASSES), num_classes=CLASSES).double()
     trainer = quiet_trainer(DGCLStrategy(**options), world_size, False, callbacks=[Look()])
     trainer.fit(model, datamodule=lightning_gnn.GraphDataModule(graph()))
-    return found
+    return found, kept[0]
 
 
 def test_messages_are_in_files(ranks, disk):
+    """And what they are received into is not kept between calls."""
     for options, where in (({}, "/memfd:"), ({"host_memory": "8GB", "host_memory_dir": str(disk)}, str(disk))):
-        for found in ranks.run(2, message_files, options):
+        for found, kept in ranks.run(2, message_files, options):
+            assert (kept == 0) == bool(options)
             assert found and all(each.startswith(where) for each in found)
 
 
@@ -206,7 +230,7 @@ def test_an_error_ends_all(ranks, disk):
 @pytest.fixture
 def pager(disk, monkeypatch):
     monkeypatch.setattr(paging, "LEAST_BYTES", LEAST)
-    turns: Any = SimpleNamespace(given_up=nullcontext)
+    turns: Any = SimpleNamespace(given_up=nullcontext, at_the_disk=nullcontext)
     with freed_at_once(LEAST):
         made = Pager(disk, turns, 0, 0)
         with made:
@@ -261,6 +285,57 @@ def test_memory_that_a_storage_has_left(pager):
     assert bool((tensor == 3).all())
 
 
+def of_the_file(pager: Pager, tensor: torch.Tensor) -> bool:
+    """Returns whether a tensor's memory is the file's."""
+    place = tensor.data_ptr() + tensor.nbytes // 2
+    return any(begin <= place < end for begin, end, _ in pager._mappings()[1])
+
+
+def test_read_back_once(disk, monkeypatch):
+    """What was moved once is read into memory, whole; what was moved again stays in the file, and is not written once more."""
+    monkeypatch.setattr(paging, "LEAST_BYTES", LEAST)
+    waits: list[str] = []
+    turns: Any = SimpleNamespace(given_up=nullcontext, at_the_disk=lambda: nullcontext(waits.append("disk")))
+    with freed_at_once(LEAST):
+        pager = Pager(disk, turns, 1 << 28, 0)
+        with pager:
+            tensor = torch.arange(1 << 21)
+            for moves in (1, 2, 3):
+                pager._leave()
+                assert of_the_file(pager, tensor)
+                written = pager.bytes_written
+                assert torch.equal(tensor + 0, torch.arange(1 << 21))
+                assert of_the_file(pager, tensor) == (moves > 1)
+            assert written < 2 * (tensor.nbytes + (1 << 16)) + 4 * tensor.nbytes
+            assert len(waits) == 5  # written twice, read once, mapped twice
+        pager.close()
+
+
+def test_no_room_to_read_back(pager):
+    """Nothing is read into memory that there is no room for; what an op uses comes through the map then."""
+    tensor = torch.arange(1 << 22)
+    pager._leave()
+    assert torch.equal(tensor + 0, torch.arange(1 << 22)) and of_the_file(pager, tensor)
+    assert pager._blocks[tensor.data_ptr()].moves == 1
+
+
+def test_other_memory_is_not_read_over(disk, monkeypatch):
+    """Of a storage that was given other memory, at the same place as before."""
+    monkeypatch.setattr(paging, "LEAST_BYTES", LEAST)
+    turns: Any = SimpleNamespace(given_up=nullcontext, at_the_disk=nullcontext)
+    with freed_at_once(LEAST):
+        pager = Pager(disk, turns, 1 << 28, 0)
+        with pager:
+            tensor = torch.zeros(1 << 24, dtype=torch.uint8)
+            pager._leave()
+            page = -(-tensor.data_ptr() // mmap.PAGESIZE) * mmap.PAGESIZE
+            flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | 0x10  # MAP_FIXED
+            assert pager._libc.mmap(page, 1 << 23, mmap.PROT_READ | mmap.PROT_WRITE, flags, -1, 0) == page
+            ctypes.memset(page, 7, 1 << 23)
+            assert int((tensor + 0).sum()) == 7 << 23
+        pager.close()
+
+
 @settings(max_examples=30, deadline=None)
 @given(st.data())
 def test_any_ops(disk, data):
@@ -291,7 +366,7 @@ def test_any_ops(disk, data):
 
     expected = run(lambda: None)
     with mock.patch.object(paging, "LEAST_BYTES", LEAST), freed_at_once(LEAST):
-        turns: Any = SimpleNamespace(given_up=nullcontext)
+        turns: Any = SimpleNamespace(given_up=nullcontext, at_the_disk=nullcontext)
         pager = Pager(disk, turns, data.draw(st.sampled_from([0, 1 << 14, 1 << 20])), 0)
         with pager:
             found = run(pager._leave)
