@@ -311,6 +311,21 @@ def test_read_back_once(disk, monkeypatch):
         pager.close()
 
 
+def test_changes_through_the_map(disk, monkeypatch):
+    """What code that is no op of torch's writes while a tensor is in the file, as through numpy, is read back with the rest."""
+    monkeypatch.setattr(paging, "LEAST_BYTES", LEAST)
+    turns: Any = SimpleNamespace(given_up=nullcontext, at_the_disk=nullcontext)
+    with freed_at_once(LEAST):
+        pager = Pager(disk, turns, 1 << 28, 0)
+        with pager:
+            tensor = torch.zeros(1 << 24, dtype=torch.uint8)
+            array = tensor.numpy()
+            pager._leave()
+            array[5_000_000:6_000_000] = 3
+            assert int((tensor + 0).sum()) == 3_000_000 and not of_the_file(pager, tensor)
+        pager.close()
+
+
 def test_no_room_to_read_back(pager):
     """Nothing is read into memory that there is no room for; what an op uses comes through the map then."""
     tensor = torch.arange(1 << 22)
@@ -347,7 +362,7 @@ def test_any_ops(disk, data):
     )
 
     def run(leave: Any) -> list[torch.Tensor]:
-        tensors = [torch.arange(3000.0)]
+        tensors = [torch.arange(20000.0)]
         for name, number in ops:
             at = number % len(tensors)
             if name == "new":
@@ -357,7 +372,7 @@ def test_any_ops(disk, data):
             elif name == "view":
                 tensors.append(tensors[at][number % 7 :])
             elif name == "cut":
-                tensors.append(torch.cat([tensors[at], tensors[0][:1500]])[:3000])
+                tensors.append(torch.cat([tensors[at], tensors[0][:1500]])[:20000])
             elif name == "free" and len(tensors) > 1:
                 del tensors[at]
             elif name == "leave":
@@ -365,9 +380,14 @@ def test_any_ops(disk, data):
         return [tensor.clone() for tensor in tensors]
 
     expected = run(lambda: None)
-    with mock.patch.object(paging, "LEAST_BYTES", LEAST), freed_at_once(LEAST):
+    long = data.draw(st.sampled_from([LEAST, paging.LONG]))
+    with (
+        mock.patch.object(paging, "LEAST_BYTES", LEAST),
+        mock.patch.object(paging, "LONG", long),
+        freed_at_once(LEAST),
+    ):
         turns: Any = SimpleNamespace(given_up=nullcontext, at_the_disk=nullcontext)
-        pager = Pager(disk, turns, data.draw(st.sampled_from([0, 1 << 14, 1 << 20])), 0)
+        pager = Pager(disk, turns, data.draw(st.sampled_from([0, 1 << 17, 1 << 20])), 0)
         with pager:
             found = run(pager._leave)
         pager.close()
