@@ -228,6 +228,7 @@ class Pager(TorchDispatchMode):
                 continue
             if self._in_memory <= most_bytes:
                 return
+            self._in_memory -= block.nbytes  # as it was counted, before it has more of its last page
             place = bisect_right(begins, address - HEADER_BYTES) - 1
             if place >= 0 and block.end <= memory[place][1] and (end := end_of_own_mapping(address)) >= block.end:
                 # With all of its last huge page, which is not given back in parts.
@@ -238,7 +239,6 @@ class Pager(TorchDispatchMode):
                 block.in_file, block.moves = True, block.moves + 1
             else:
                 block.stays = True
-            self._in_memory -= block.nbytes
 
     def _mappings(self) -> tuple[list[tuple[int, int]], list[tuple[int, int, int]]]:
         """Returns from where to where there is memory of this process alone; and the file, and at which offset of it."""
@@ -289,7 +289,7 @@ class Pager(TorchDispatchMode):
         self._map(block, _IN_MEMORY, -1, 0)
         self._libc.madvise(block.begin, block.nbytes, _HUGEPAGE)
         data, done = memoryview((ctypes.c_char * block.nbytes).from_address(block.begin)), 0
-        with self._at_the_disk(block.nbytes):
+        with self.turns.at_the_disk():
             while done < block.nbytes:
                 done += os.preadv(self._file, [data[done : done + _PIECE]], block.offset + done)
         block.in_file = False

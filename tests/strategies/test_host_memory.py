@@ -8,7 +8,8 @@ import os
 import re
 import tempfile
 import time
-from contextlib import ExitStack, nullcontext
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, nullcontext
 from itertools import accumulate
 from pathlib import Path
 from types import SimpleNamespace
@@ -227,15 +228,27 @@ def test_an_error_ends_all(ranks, disk):
 # The pager ####################################################################
 
 
-@pytest.fixture
-def pager(disk, monkeypatch):
-    monkeypatch.setattr(paging, "LEAST_BYTES", LEAST)
-    turns: Any = SimpleNamespace(given_up=nullcontext, at_the_disk=nullcontext)
-    with freed_at_once(LEAST):
-        made = Pager(disk, turns, 0, 0)
+@contextmanager
+def paging_in(folder: Path, most_bytes: int, at_the_disk: Any = nullcontext) -> Iterator[Pager]:
+    """A pager of small tensors, too, with room for so many bytes while it has a turn, and for none after it."""
+    turns: Any = SimpleNamespace(given_up=nullcontext, at_the_disk=at_the_disk)
+    with mock.patch.object(paging, "LEAST_BYTES", LEAST), freed_at_once(LEAST):
+        made = Pager(folder, turns, most_bytes, 0)
         with made:
             yield made
         made.close()
+
+
+@pytest.fixture
+def pager(disk):
+    with paging_in(disk, 0) as made:
+        yield made
+
+
+@pytest.fixture
+def roomy(disk):
+    with paging_in(disk, 1 << 28) as made:
+        yield made
 
 
 def test_memory_is_given_back(pager):
@@ -291,39 +304,28 @@ def of_the_file(pager: Pager, tensor: torch.Tensor) -> bool:
     return any(begin <= place < end for begin, end, _ in pager._mappings()[1])
 
 
-def test_read_back_once(disk, monkeypatch):
+def test_read_back_once(disk):
     """What was moved once is read into memory, whole; what was moved again stays in the file, and is not written once more."""
-    monkeypatch.setattr(paging, "LEAST_BYTES", LEAST)
     waits: list[str] = []
-    turns: Any = SimpleNamespace(given_up=nullcontext, at_the_disk=lambda: nullcontext(waits.append("disk")))
-    with freed_at_once(LEAST):
-        pager = Pager(disk, turns, 1 << 28, 0)
-        with pager:
-            tensor = torch.arange(1 << 21)
-            for moves in (1, 2, 3):
-                pager._leave()
-                assert of_the_file(pager, tensor)
-                written = pager.bytes_written
-                assert torch.equal(tensor + 0, torch.arange(1 << 21))
-                assert of_the_file(pager, tensor) == (moves > 1)
-            assert written < 2 * (tensor.nbytes + (1 << 16)) + 4 * tensor.nbytes
-            assert len(waits) == 5  # written twice, read once, mapped twice
-        pager.close()
-
-
-def test_changes_through_the_map(disk, monkeypatch):
-    """What code that is no op of torch's writes while a tensor is in the file, as through numpy, is read back with the rest."""
-    monkeypatch.setattr(paging, "LEAST_BYTES", LEAST)
-    turns: Any = SimpleNamespace(given_up=nullcontext, at_the_disk=nullcontext)
-    with freed_at_once(LEAST):
-        pager = Pager(disk, turns, 1 << 28, 0)
-        with pager:
-            tensor = torch.zeros(1 << 24, dtype=torch.uint8)
-            array = tensor.numpy()
+    with paging_in(disk, 1 << 28, lambda: nullcontext(waits.append("disk"))) as pager:
+        tensor = torch.arange(1 << 21)
+        for moves in (1, 2, 3):
             pager._leave()
-            array[5_000_000:6_000_000] = 3
-            assert int((tensor + 0).sum()) == 3_000_000 and not of_the_file(pager, tensor)
-        pager.close()
+            assert of_the_file(pager, tensor)
+            assert torch.equal(tensor + 0, torch.arange(1 << 21))
+            assert of_the_file(pager, tensor) == (moves > 1)
+        assert pager._blocks[tensor.data_ptr()].moves == 2
+        assert 2 * tensor.nbytes - (1 << 14) < pager.bytes_written < 2 * (tensor.nbytes + (1 << 21))
+        assert len(waits) == 5  # written twice, read once, mapped twice
+
+
+def test_changes_through_the_map(roomy):
+    """What code that is no op of torch's writes while a tensor is in the file, as through numpy, is read back with the rest."""
+    tensor = torch.zeros(1 << 24, dtype=torch.uint8)
+    array = tensor.numpy()
+    roomy._leave()
+    array[5_000_000:6_000_000] = 3
+    assert int((tensor + 0).sum()) == 3_000_000 and not of_the_file(roomy, tensor)
 
 
 def test_no_room_to_read_back(pager):
@@ -334,21 +336,15 @@ def test_no_room_to_read_back(pager):
     assert pager._blocks[tensor.data_ptr()].moves == 1
 
 
-def test_other_memory_is_not_read_over(disk, monkeypatch):
+def test_other_memory_is_not_read_over(roomy):
     """Of a storage that was given other memory, at the same place as before."""
-    monkeypatch.setattr(paging, "LEAST_BYTES", LEAST)
-    turns: Any = SimpleNamespace(given_up=nullcontext, at_the_disk=nullcontext)
-    with freed_at_once(LEAST):
-        pager = Pager(disk, turns, 1 << 28, 0)
-        with pager:
-            tensor = torch.zeros(1 << 24, dtype=torch.uint8)
-            pager._leave()
-            page = -(-tensor.data_ptr() // mmap.PAGESIZE) * mmap.PAGESIZE
-            flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | 0x10  # MAP_FIXED
-            assert pager._libc.mmap(page, 1 << 23, mmap.PROT_READ | mmap.PROT_WRITE, flags, -1, 0) == page
-            ctypes.memset(page, 7, 1 << 23)
-            assert int((tensor + 0).sum()) == 7 << 23
-        pager.close()
+    tensor = torch.zeros(1 << 24, dtype=torch.uint8)
+    roomy._leave()
+    page = -(-tensor.data_ptr() // mmap.PAGESIZE) * mmap.PAGESIZE
+    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | 0x10  # MAP_FIXED
+    assert roomy._libc.mmap(page, 1 << 23, mmap.PROT_READ | mmap.PROT_WRITE, flags, -1, 0) == page
+    ctypes.memset(page, 7, 1 << 23)
+    assert int((tensor + 0).sum()) == 7 << 23
 
 
 @settings(max_examples=30, deadline=None)
@@ -380,17 +376,9 @@ def test_any_ops(disk, data):
         return [tensor.clone() for tensor in tensors]
 
     expected = run(lambda: None)
-    long = data.draw(st.sampled_from([LEAST, paging.LONG]))
-    with (
-        mock.patch.object(paging, "LEAST_BYTES", LEAST),
-        mock.patch.object(paging, "LONG", long),
-        freed_at_once(LEAST),
-    ):
-        turns: Any = SimpleNamespace(given_up=nullcontext, at_the_disk=nullcontext)
-        pager = Pager(disk, turns, data.draw(st.sampled_from([0, 1 << 17, 1 << 20])), 0)
-        with pager:
-            found = run(pager._leave)
-        pager.close()
+    long, most = data.draw(st.sampled_from([LEAST, paging.LONG])), data.draw(st.sampled_from([0, 1 << 17, 1 << 20]))
+    with mock.patch.object(paging, "LONG", long), paging_in(disk, most) as pager:
+        found = run(pager._leave)
     assert all(map(torch.equal, found, expected))
 
 
