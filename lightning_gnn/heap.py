@@ -69,7 +69,8 @@ def freed_at_once(least_bytes: int) -> Iterator[bool]:
 
 @contextmanager
 def giving_back_freed_memory() -> Iterator[None]:
-    """Gives what is freed back to the system, of which glibc would keep up to 64 MB, more or less by chance.
+    """Gives what is freed back to the system, of which glibc would keep up to 64 MB, more or less by chance. Holes between
+    blocks that were in use before are given back on entering, and stay once something was in them again.
 
     On leaving, glibc keeps as much as it does once a process has freed a large block.
     """

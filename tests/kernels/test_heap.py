@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import resource
+import subprocess
+import sys
 from typing import Any
 
 import lightning as L
@@ -11,7 +13,7 @@ import torch
 from common import awkward_graph, build, quiet_trainer
 
 from lightning_gnn import DGCLStrategy, GraphDataModule, NodeClassifier
-from lightning_gnn.heap import giving_back_freed_memory, keeping_freed_memory
+from lightning_gnn.heap import keeping_freed_memory
 from lightning_gnn.strategies import steps
 
 PAGES = 4096  # of 4 KB: 16 MB
@@ -36,14 +38,31 @@ def test_freed_memory_is_used_again_and_given_back():
     assert new_pages() > 4
 
 
+IN_A_PROCESS_OF_ITS_OWN = """
+import resource
+from lightning_gnn.heap import giving_back_freed_memory
+
+def new_pages():
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    b"x" * (16 << 20)
+    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
+
+for _ in range(2):
+    with giving_back_freed_memory():
+        print(min(new_pages() for _ in range(10)))
+    print(min(new_pages() for _ in range(10)))
+"""
+
+
 def test_what_partitioners_free_is_given_back():
     with keeping_freed_memory() as possible:
         if not possible:
             pytest.skip("needs glibc")
-    for _ in range(2):
-        with giving_back_freed_memory():
-            assert min(new_pages() for _ in range(10)) > 4  # each time; huge pages are 8
-        assert min(new_pages() for _ in range(SETTLING)) <= 2  # kept, as after a large block
+    # After other tests, blocks may fit a hole between blocks in use, which has pages whatever the options are.
+    ran = subprocess.run([sys.executable, "-c", IN_A_PROCESS_OF_ITS_OWN], capture_output=True, text=True, check=True)
+    within, after, again, after_again = (int(pages) for pages in ran.stdout.split())
+    assert min(within, again) > 4  # each time; huge pages are 8
+    assert max(after, after_again) <= 2  # kept, as after a large block
 
 
 @pytest.mark.parametrize("keep", [True, False])
