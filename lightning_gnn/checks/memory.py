@@ -6,13 +6,11 @@ import torch
 
 
 def least_bytes(rows: int, halo_rows: int, edges: int, row_bytes: int, module: torch.nn.Module) -> int:
-    """Returns what a rank holds whatever its model: rows, halo rows, edges as PyG's and in CSR both ways, weights and gradients.
+    """Returns what a rank holds whatever its model: rows, halo rows, edges in CSR both ways, weights and gradients.
 
     Activations come on top. Rows and edges are those of the rank, replicas included; `row_bytes` are those of a node's features.
     """
-    columns = edges * (
-        24 + 4 + 4 + 8
-    )  # edge_index and e_id; columns and slots of edge weights, for A and its transpose
+    columns = edges * (4 + 4 + 8)  # columns and slots of edge weights, for A and its transpose
     parameters = sum(2 * parameter.nbytes for parameter in module.parameters())
     return (rows + halo_rows) * row_bytes + columns + parameters
 

@@ -21,6 +21,7 @@ from lightning_gnn.comm.group import World
 from lightning_gnn.comm.joined import JoinedExchange
 from lightning_gnn.comm.traffic import Meter
 from lightning_gnn.comm.transport import by_peer
+from lightning_gnn.data.lazy_ids import stored_ids
 from lightning_gnn.data.shards import Shard
 from lightning_gnn.kernels import CSR, spmm
 from lightning_gnn.partition.grid import ProcessCube, ProcessGrid
@@ -296,7 +297,7 @@ def spread_edges(
         holders: who computes each of its in-edges, ``[E_r]``.
         make_exchange: of halo rows, of copies and of partial results.
     """
-    offsets, edge_index = shard.offsets, shard.batch.edge_index.cpu().numpy()
+    offsets, edge_index = shard.offsets, stored_ids(shard.batch.edge_index).cpu().numpy()
     source, target = shard.node_ids(world.rank)[edge_index[0]], shard.target_ids(world.rank)[edge_index[1]]
     of_edges = EdgeHolders(target, source, holders, world.rank, int(offsets[-1]))
     row_offsets = None if shard.targets is None else shard.target_offsets

@@ -19,6 +19,7 @@ from torch_geometric.typing import EdgeType, NodeType
 
 from lightning_gnn.data.attributes import STAND_INS, GraphData, Kind, kinds_of, left_out_of, of_full_graph
 from lightning_gnn.data.hetero import JoinedGraph, attributes_of, edge_stores, orders_of, predicted_edges
+from lightning_gnn.data.lazy_ids import lazy_ids
 from lightning_gnn.data.sources import EDGE_MASKS, MASKS, class_labels, num_classes, num_labelled
 from lightning_gnn.partition.layout import LayoutSpec, Replicas
 from lightning_gnn.partition.replicas import hold
@@ -266,8 +267,7 @@ class Cut:
             halos, offsets, num_edges = held.halos, held.offsets, held.num_edges
         batch = GraphData(self.kinds, of_full_graph(self.left_out))
         if edge_index is not None:
-            batch.edge_index = torch.empty(edge_index.shape, dtype=torch.long)
-            np.copyto(batch.edge_index.numpy(), edge_index)
+            batch.edge_index = lazy_ids(torch.from_numpy(edge_index), "edge_index")
         rows = {"node": nodes, "edge": edges, "graph": slice(None)}
         for kind, values in self.attributes.items():
             for name, value in values.items():
@@ -277,7 +277,7 @@ class Cut:
             batch[name] = value
         batch.n_id, batch.num_owned = self.n_id[nodes], int(owned.stop - owned.start)
         if with_edges:
-            batch.e_id = self.e_id[edges].long()
+            batch.e_id = lazy_ids(self.e_id[edges], "e_id")
         if len(batch.n_id) > batch.num_owned:
             for name in MASKS:
                 batch[name][batch.num_owned :] = False
@@ -320,13 +320,18 @@ class Cut:
             rows, into = slice(*types.offsets(kind)[rank : rank + 2]), batch[kind]
             for name, value in self.attributes[types.key(kind)].items():
                 into[name] = self.in_batches(name, value[rows]) if with_edges else value[rows]
-            into["n_id" if isinstance(kind, str) else "e_id"] = self.ids_of(kind, rows)
+            if isinstance(kind, str):
+                into.n_id = self.ids_of(kind, rows)
+            elif with_edges:
+                into.e_id = lazy_ids(self.e_id[types.place(kind)][rows], "e_id")
         holders = None
         if with_edges:
-            local, edge_index = self._rows_of_types(rank), self.edge_index_of(rank)
+            edge_index = self.edge_index_of(rank)
+            local = self._rows_of_types(rank).astype(edge_index.dtype)
             for kind, counts in types.edges.items():
                 begin = int(types.begins(kind)[rank])
-                batch[kind].edge_index = torch.from_numpy(local[edge_index[:, begin : begin + int(counts[rank])]])
+                ids = torch.from_numpy(local[edge_index[:, begin : begin + int(counts[rank])]])
+                batch[kind].edge_index = lazy_ids(ids, "edge_index")
             for name, counts in types.nodes.items():
                 if "x" not in batch[name]:
                     batch[name].num_nodes = int(counts[rank])

@@ -13,6 +13,7 @@ from torch_geometric.typing import EdgeType, NodeType
 from torchmetrics import Metric
 from typing_extensions import override
 
+from lightning_gnn.data.lazy_ids import stored_ids
 from lightning_gnn.datamodules import GraphDataModule
 from lightning_gnn.datamodules.known_edges import known_edges
 from lightning_gnn.modules.base import GraphModule, OptimizerCallable, check_width, edge_inputs
@@ -260,12 +261,13 @@ class LinkPredictor(GraphModule):
         if isinstance(batch, HeteroData) or _is_sampled(batch):
             return *self._sampled_scores(batch), None
         z = self(batch)
-        chosen = batch[mask] & (batch.edge_index[1] < batch.num_owned)  # replicas of edges count elsewhere
-        source, target = batch.edge_index[:, chosen]
+        chosen = batch[mask] & (stored_ids(batch.edge_index)[1] < batch.num_owned)  # replicas of edges count elsewhere
+        source, target = stored_ids(batch.edge_index)[:, chosen].long()
         types = None if self.relations is None else batch.edge_type[chosen]
         sources, targets = self._related(expand(z)[source], types), z[target]
-        others = draw_others(batch.e_id[chosen], batch.n_id[target], count, num_nodes(z), self.seed, step)
-        known = self._known_of(batch.e_id[chosen], others) if self.filtered and step == _EVALUATION else None
+        e_id = stored_ids(batch.e_id)[chosen].long()
+        others = draw_others(e_id, batch.n_id[target], count, num_nodes(z), self.seed, step)
+        known = self._known_of(e_id, others) if self.filtered and step == _EVALUATION else None
         # All ranks fetch, also one without edges.
         others, place = others.unique(return_inverse=True)
         return self._decode(sources, targets), self._score_each(sources, fetch_rows(z, others), place), known

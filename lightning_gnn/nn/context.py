@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from torch_geometric.utils import add_remaining_self_loops, add_self_loops, remove_self_loops
 
+from lightning_gnn.data.lazy_ids import kept_as, plain_ids
 from lightning_gnn.kernels import CSR
 from lightning_gnn.kernels.attention import Across, edge_softmax
 from lightning_gnn.kernels.run import has_loops_for
@@ -126,12 +127,13 @@ class GraphContext(RankGraph):
                 if weight is not None:
                     at, last = self.once(("last loops",), edges, None, lambda: last_loops(edge_index, num_nodes))
                     weight = LastLoops.apply(weight, at, last)
-                edges, weight = add_remaining_self_loops(edges, weight, 2.0 if improved else 1.0, num_nodes)
+                edges, weight = add_remaining_self_loops(plain_ids(edges), weight, 2.0 if improved else 1.0, num_nodes)
             if weight is None:
                 weight = torch.ones(edges.size(1), dtype=dtype, device=edges.device)
-            source, target = edges
+            source, target = plain_ids(edges)
             scale = _inverse_power(sum_by(target, weight, num_nodes), 0.5)
-            return edges, self.exchange.expand(self.scale_of_rows(scale, layer), layer)[source] * weight * scale[target]
+            weight = self.exchange.expand(self.scale_of_rows(scale, layer), layer)[source] * weight * scale[target]
+            return edges if edges is edge_index else kept_as(edges, edge_index), weight
 
         name = ("gcn_norm", improved, add_self_loops, dtype, as_scales)
         edges, weight = self.once(name, edge_index, edge_weight, compute)
@@ -158,7 +160,8 @@ class GraphContext(RankGraph):
             return None
 
         def make() -> Sum:
-            looped = add_remaining_self_loops(edge_index, num_nodes=self.num_owned)[0] if add_self_loops else edge_index
+            plain = plain_ids(edge_index)
+            looped = add_remaining_self_loops(plain, num_nodes=self.num_owned)[0] if add_self_loops else plain
             edges = SplitEdges.from_edges(looped, self.num_owned, self.num_halo).of_slots()
             scale = _inverse_power(edges.in_degree.to(dtype), 0.5)
             return Sum(edges, before=self.scale_of_rows(scale, layer), after=scale)
@@ -173,7 +176,8 @@ class GraphContext(RankGraph):
         """Returns the edges without self-loops, then one self-loop for each owned node, as PyG orders them."""
 
         def compute() -> tuple[Tensor]:
-            return (add_self_loops(remove_self_loops(edge_index)[0], num_nodes=self.num_targets)[0],)
+            looped = add_self_loops(remove_self_loops(plain_ids(edge_index))[0], num_nodes=self.num_targets)[0]
+            return (kept_as(looped, edge_index),)
 
         return self.once(("self-loops",), edge_index, None, compute)[0]
 
@@ -184,12 +188,13 @@ class GraphContext(RankGraph):
         """
 
         def compute() -> tuple[Tensor]:
-            left = without_self_loops(edge_index)
+            plain = plain_ids(edge_index)
+            left = without_self_loops(plain)
             if self.kept.is_own(edge_index):
-                removed = torch.tensor([left is not edge_index], dtype=torch.int32, device=edge_index.device)
+                removed = torch.tensor([left is not plain], dtype=torch.int32, device=left.device)
                 if not self.exchange.max_over_ranks(removed, "Looking for self-loops"):
-                    return (left,)
-            return (left.clone() if left is edge_index else left,)
+                    return (edge_index,)
+            return (kept_as(left.clone() if left is plain else left, edge_index),)
 
         return self.once(("no self-loops",), edge_index, None, compute)[0]
 

@@ -19,6 +19,7 @@ from torch_geometric.nn import DirGNNConv
 
 from lightning_gnn.comm.exchange import during_exchange
 from lightning_gnn.comm.group import World
+from lightning_gnn.data.lazy_ids import stored_ids
 from lightning_gnn.data.shards import Shard
 from lightning_gnn.nn.context import GraphContext
 from lightning_gnn.nn.rank_graph import UnsupportedModelError
@@ -48,7 +49,7 @@ def reversed_shard(shard: Shard, world: World) -> Shard:
             'plan="p2p" or "spst".'
         )
     batch, rank, offsets = shard.batch, world.rank, shard.offsets
-    source, target = shard.node_ids(rank)[batch.edge_index.cpu().numpy()]
+    source, target = shard.node_ids(rank)[stored_ids(batch.edge_index).cpu().numpy()]
     holders = np.zeros_like(source) if shard.holders is None else shard.holders.numpy().astype(np.int64)
     of_owner = owners_of(offsets, source)
     told = torch.from_numpy(np.stack([source, target, holders], 1))

@@ -18,6 +18,7 @@ from torch_geometric.utils import scatter
 from lightning_gnn.comm.call import Call
 from lightning_gnn.comm.exchange import Exchange
 from lightning_gnn.comm.matrix import Triples
+from lightning_gnn.data.lazy_ids import stored_ids
 from lightning_gnn.kernels import CSR, spmm
 from lightning_gnn.kernels.sums import STATISTICS, RowStatistics, row_statistics_grad
 
@@ -39,7 +40,7 @@ class SplitEdges:
     def from_edges(
         cls, edge_index: Tensor, num_owned: int, num_halo: int, num_targets: int | None = None
     ) -> SplitEdges:
-        source, target = edge_index
+        source, target = stored_ids(edge_index)
         num_targets = num_owned if num_targets is None else num_targets
         degree = torch.bincount(target, minlength=num_targets)
         if not num_halo:
@@ -191,8 +192,9 @@ def mean_by(index: Tensor, values: Tensor, size: int) -> Tensor:
 
 def last_loops(edge_index: Tensor, num_nodes: int) -> tuple[Tensor, Tensor]:
     """Returns where self-loops are, and where the last one of the same node is, int64 ``[L]`` each."""
-    at = (edge_index[0] == edge_index[1]).nonzero().view(-1)
-    node = edge_index[0, at]
+    source, target = stored_ids(edge_index)
+    at = (source == target).nonzero().view(-1)
+    node = source[at].long()
     return at, at.new_full((num_nodes,), -1).scatter_reduce_(0, node, at, "amax")[node]
 
 

@@ -15,6 +15,7 @@ from torch import Tensor
 from torch_geometric.data import Data
 
 from lightning_gnn.data.attributes import STAND_INS
+from lightning_gnn.data.lazy_ids import lazy_ids, stored_ids
 from lightning_gnn.data.sources import MASKS, is_labelled
 from lightning_gnn.nn.context import GraphContext
 from lightning_gnn.nn.norms import SumOverRanks
@@ -139,7 +140,8 @@ def choose_edges(batch: Data, mask: str, names: Sequence[str] = ()) -> tuple[Ten
     """
 
     def choose() -> tuple[Tensor, ...]:
-        return batch.edge_index[:, batch[mask]], *(batch[name][batch[mask]] for name in names)
+        edges = lazy_ids(stored_ids(batch.edge_index)[:, batch[mask]], "edge_index")
+        return edges, *(batch[name][batch[mask]] for name in names)
 
     graph = _graph()
     return choose() if graph is None else graph.chosen(f"{mask} {names}", batch.edge_index, choose)

@@ -19,6 +19,7 @@ from lightning_gnn.comm.call import Step
 from lightning_gnn.comm.exchange import Exchange
 from lightning_gnn.comm.matrix import Matrix, SparseMatrix, Triples
 from lightning_gnn.comm.rows import AnyRows
+from lightning_gnn.data.lazy_ids import stored_ids
 from lightning_gnn.kernels import CSR
 from lightning_gnn.nn.edges import SplitEdges, SplitWeights
 from lightning_gnn.nn.kept import Kept
@@ -257,7 +258,7 @@ class RankGraph:
         """Returns the edges as one matrix over owned and halo rows, ``[T, N + H]``; kept where edges last."""
 
         def make() -> CSR:
-            source, target = edge_index
+            source, target = stored_ids(edge_index)
             return CSR.from_coo(target, source, self.num_targets, self.num_owned + self.num_halo)
 
         return self.kept.of_edges("matrix", [edge_index], make) or make()
@@ -283,7 +284,7 @@ class RankGraph:
         make = self.exchange.spread(copy_bytes, result_bytes)
 
         def spread() -> SparseMatrix:
-            source, target = edge_index
+            source, target = stored_ids(edge_index)
             return make(Triples(target_ids[target], node_ids[source], None))
 
         return self.kept.of_edges(("spread", make), [edge_index], spread)

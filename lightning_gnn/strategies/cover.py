@@ -21,6 +21,7 @@ from lightning_gnn.comm.group import World
 from lightning_gnn.comm.matrix import MakeExchange, SparseMatrix, Triples, spread_edges
 from lightning_gnn.comm.plans import make_exchange
 from lightning_gnn.comm.traffic import Meter
+from lightning_gnn.data.lazy_ids import plain_ids
 from lightning_gnn.data.shards import Shard
 from lightning_gnn.datamodules.graph import GraphDataModule
 from lightning_gnn.partition.cover import cover_edges
@@ -75,7 +76,9 @@ class CoverScheme(DGCLScheme):
         @cache
         def covered(copy_cost: int, result_cost: int) -> Callable[[Triples], SparseMatrix]:
             # All edges into a rank are its own, so each rank covers those that end at it, and none needs to know the others'.
-            holders = cover_edges(shard.batch.edge_index.cpu().numpy(), owner, world.size, copy_cost, result_cost)
+            holders = cover_edges(
+                plain_ids(shard.batch.edge_index).cpu().numpy(), owner, world.size, copy_cost, result_cost
+            )
             return spread_edges(shard, holders, world, meter, make)
 
         def spread(copy_bytes: int, result_bytes: int) -> Callable[[Triples], SparseMatrix]:

@@ -26,6 +26,7 @@ from lightning_gnn.comm.group import World
 from lightning_gnn.comm.matrix import SparseMatrix, on_grid
 from lightning_gnn.comm.summa import SummaMatrix
 from lightning_gnn.comm.traffic import Meter
+from lightning_gnn.data.lazy_ids import stored_ids
 from lightning_gnn.data.shards import Shard
 from lightning_gnn.devices import available_bytes
 from lightning_gnn.partition.grid import ProcessCube, ProcessGrid, legal_replications
@@ -143,7 +144,7 @@ class SpMMScheme(ProductScheme):
         grids = [ProcessGrid(world.size, c) for c in legal_replications(world.size)]
         row_bytes = shard.batch.x[:1].nbytes
         if self.sparsity_aware:
-            source, target = node_ids[shard.batch.edge_index.cpu().numpy()]
+            source, target = node_ids[stored_ids(shard.batch.edge_index).cpu().numpy()]
             own = torch.tensor([_partial_sums(source, target, grid, offsets, world.rank) for grid in grids])
             partial_sums = world.all_reduce_(own.to(world.device), "Choosing the replication factor").tolist()
             sums_of = zip(grids, map(int, partial_sums))

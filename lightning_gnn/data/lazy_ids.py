@@ -1,0 +1,136 @@
+"""Ids of a rank's edges, which batches have as int64 like PyG's, and which are kept as they are stored until they are read."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_map_only
+
+from lightning_gnn.devices import available_bytes
+
+# fmt: off
+_OF_THE_SHAPE = frozenset((
+    "size", "shape", "dim", "ndim", "numel", "nelement", "stride", "is_contiguous", "__len__", "__hash__", "dtype", "device",
+    "get_device", "layout", "element_size", "itemsize", "nbytes", "is_floating_point", "is_complex", "is_inference", "is_sparse",
+    "is_sparse_csr", "is_quantized", "is_nested", "is_meta", "is_cpu", "is_cuda", "is_mps", "is_xpu", "is_mkldnn", "is_leaf",
+    "requires_grad", "grad_fn", "grad",
+))
+# fmt: on
+"""Functions, methods and properties of tensors that do not depend on values."""
+
+
+class LazyIds(Tensor):
+    """int64 ids that are kept as int32 until something reads them; from then on they are there as int64.
+
+    PyG's ``edge_index`` takes 16 bytes an edge and ``e_id`` 8. Sums and attention over a rank's own edges read neither: they
+    take matrices, which are made of the ids as they are stored, see :func:`stored_ids`. All else gets what PyG has.
+
+    Args:
+        ids: int32, of any shape.
+        attribute: what the batch calls them, for errors.
+
+    Attributes:
+        ids: int32, or int64 once they were read.
+    """
+
+    ids: Tensor
+    attribute: str
+
+    @staticmethod
+    def __new__(cls, ids: Tensor, attribute: str) -> LazyIds:
+        return Tensor._make_wrapper_subclass(cls, ids.shape, dtype=torch.long, device=ids.device)
+
+    def __init__(self, ids: Tensor, attribute: str) -> None:
+        self.ids, self.attribute = ids, attribute
+
+    @property
+    def were_read(self) -> bool:
+        return self.ids.dtype == torch.long
+
+    def read(self) -> Tensor:
+        """Returns them as int64, always the same tensor.
+
+        Raises:
+            MemoryError: there is no room; says for what.
+        """
+        if not self.were_read:
+            num_bytes = 8 * self.ids.numel()
+            looked_up = self.ids.device.type == "cpu" and not torch.compiler.is_compiling()
+            free = available_bytes() if looked_up else None
+            try:
+                if free is not None and num_bytes > free:
+                    raise MemoryError
+                with torch.inference_mode(False):  # evaluation may come first, and training needs them, too
+                    self.ids = self.ids.long()
+            except (MemoryError, torch.OutOfMemoryError) as error:
+                left = "" if free is None else f", and {free / 1e9:.3g} GB are available"
+                raise MemoryError(
+                    f"batch.{self.attribute} as int64 takes {num_bytes / 1e9:.3g} GB on this rank{left}. It is made because "
+                    "your model's code, or a conv that runs by PyG's own code, reads ids of edges; docs/memory.md says which "
+                    "convs do not."
+                ) from error
+        return self.ids
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        name = func.__self__.__name__ if func.__name__ == "__get__" else func.__name__
+        with torch._C.DisableTorchFunctionSubclass():
+            if name in _OF_THE_SHAPE:
+                return func(*args, **kwargs)
+            first = args[0] if args else None
+            if not isinstance(first, LazyIds):
+                return cls.__torch_dispatch__(func, types, args, kwargs)
+            if name == "_version" and not first.were_read:
+                return 0
+            moved = first._moved(func, args[1:], kwargs)
+            if moved is not None:
+                return moved
+            # Like any tensor, what is changed in place, or need not be changed, is itself: layers know their edges by identity.
+            found = cls.__torch_dispatch__(func, types, args, kwargs)
+            return first if found is first.ids else found
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
+        args, kwargs = tree_map_only(LazyIds, LazyIds.read, (args, kwargs or {}))
+        return func(*args, **kwargs)
+
+    def _moved(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> LazyIds | None:
+        """Returns them on another device or in order, or themselves; None where something else is asked for."""
+        if func is Tensor.to:
+            try:
+                device, dtype, non_blocking, memory_format = torch._C._nn._parse_to(*args, **kwargs)
+            except RuntimeError:  # a copy is asked for, which this does not know
+                return None
+            args, kwargs = (device or self.ids.device,), {"non_blocking": non_blocking}
+            if dtype not in (None, torch.long) or memory_format is not None:
+                return None
+        elif func is Tensor.long and not kwargs:
+            return self
+        elif func not in (Tensor.cpu, Tensor.cuda, Tensor.contiguous):
+            return None
+        moved = func(self.ids, *args, **kwargs)
+        return self if moved is self.ids else LazyIds(moved, self.attribute)
+
+
+def lazy_ids(ids: Tensor, attribute: str) -> Tensor:
+    """Returns ids as batches have them, int64; see :class:`LazyIds`."""
+    return LazyIds(ids, attribute) if ids.dtype == torch.int32 else ids.long()
+
+
+def stored_ids(ids: Tensor) -> Tensor:
+    """Returns ids for what takes int32, too: those of :class:`LazyIds` are not made int64."""
+    return ids.ids if isinstance(ids, LazyIds) else ids
+
+
+def plain_ids(ids: Tensor) -> Tensor:
+    """Returns ids as int64; those of :class:`LazyIds` are made so for this once, and not kept."""
+    return stored_ids(ids).long()
+
+
+def kept_as(ids: Tensor, like: Tensor) -> Tensor:
+    """Returns ids of nodes, made of `like`, to be kept as short as those are."""
+    return lazy_ids(ids.to(stored_ids(like).dtype), "edge_index")
