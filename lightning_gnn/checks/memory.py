@@ -10,7 +10,7 @@ def least_bytes(rows: int, halo_rows: int, edges: int, row_bytes: int, module: t
 
     Activations come on top. Rows and edges are those of the rank, replicas included; `row_bytes` are those of a node's features.
     """
-    columns = edges * (4 + 4 + 8)  # columns and slots of edge weights, for A and its transpose
+    columns = edges * 8  # columns, for A and its transpose
     parameters = sum(2 * parameter.nbytes for parameter in module.parameters())
     return (rows + halo_rows) * row_bytes + columns + parameters
 

@@ -243,7 +243,9 @@ class SparseMatrix(Matrix):
             """Multiplies with own rows, which come first and overwrite, or with those that have arrived."""
             part = self._parts[(own_col, own_row) if transposed else (own_row, own_col)]
             if own_col or part.csr.num_edges:
-                csr, values = (part.csr.transpose(), part.values_transposed) if transposed else (part.csr, part.values)
+                csr, values = part.csr, part.values
+                if transposed:
+                    csr, values = csr.transpose(in_list=values is not None), part.values_transposed
                 spmm(csr, x if own_col else arrived, values, out=out, accumulate=not own_col)
 
         own = x.new_empty((targets.num_owned, x.size(1)), dtype=dtype)

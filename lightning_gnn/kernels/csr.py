@@ -96,9 +96,13 @@ class CSR:
         rows = torch.arange(self.num_rows, dtype=torch.int32, device=self.device)
         return torch.repeat_interleave(rows, self.indptr.diff(), output_size=self.num_edges)
 
-    def transpose(self) -> CSR:
-        """Returns the transpose, made once; the list that its ``edge`` refers to is that of this matrix's slots."""
-        return self._transposed
+    def transpose(self, in_list: bool = True) -> CSR:
+        """Returns the transpose, made once; the list that its ``edge`` refers to is that of this matrix's slots.
+
+        Args:
+            in_list: unless it has an ``edge`` already, it need not get one, 4 bytes each: sums without weights read none.
+        """
+        return self._transposed if in_list or "_transposed" in vars(self) else self._transposed_alone
 
     def of_slots(self) -> CSR:
         """Returns the matrix as one of a list that has the order of its slots."""
@@ -141,6 +145,10 @@ class CSR:
     @cached_property
     def _transposed(self) -> CSR:
         return CSR.from_coo(self.indices, self.row_of_slot(), self.num_cols, self.num_rows)
+
+    @cached_property
+    def _transposed_alone(self) -> CSR:
+        return CSR.from_coo(self.indices, self.row_of_slot(), self.num_cols, self.num_rows).of_slots()
 
     @cached_property
     def _slot_of_edge(self) -> Tensor:

@@ -174,7 +174,7 @@ def row_statistics_grad(csr: CSR, x: Tensor, grads: RowStatistics, extremes: Row
             ``[0, F]`` where there is none.
         extremes: the aggregates.
     """
-    out, flipped = torch.empty_like(x), csr.transpose()
+    out, flipped = torch.empty_like(x), csr.transpose(in_list=False)
     # Gradients may be expanded.
     total, square, largest, smallest = (each.contiguous() for each in (grads.sum, grads.squares, grads.max, grads.min))
     parts = (total, square, extremes.max, largest, extremes.min, smallest)

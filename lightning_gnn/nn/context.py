@@ -241,7 +241,7 @@ class GraphContext(RankGraph):
         """
 
         def make() -> Sum | None:
-            edges = self.split_edges(edge_index)
+            edges = self.split_edges(edge_index, in_list=weight is not None)
             weights = None if weight is None else self.split_weights(edge_index, weight)
             if edges is None or (weight is not None and weights is None):
                 return None

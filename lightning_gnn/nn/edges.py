@@ -150,12 +150,22 @@ class SumOfRows(torch.autograd.Function):
         grad = scaled(grad.contiguous(), what.after)
         # What others wait for goes first.
         halo = exchange.buffers.take((edges.halo.num_cols, grad.size(1)), ctx.dtype)
-        spmm(edges.halo.transpose(), grad, weights.halo_transposed if weights else None, out=halo)
+        spmm(
+            edges.halo.transpose(in_list=weights is not None),
+            grad,
+            weights.halo_transposed if weights else None,
+            out=halo,
+        )
         if exchange.present is not None:
             halo.mul_(exchange.scale)
         finish = exchange.start_reduce(halo, ctx.call.backward())
         own = grad.new_empty((exchange.num_owned, grad.size(1)), dtype=ctx.dtype)
-        spmm(edges.owned.transpose(), grad, weights.owned_transposed if weights else None, out=own)
+        spmm(
+            edges.owned.transpose(in_list=weights is not None),
+            grad,
+            weights.owned_transposed if weights else None,
+            out=own,
+        )
         finish(own)
         exchange.buffers.give_back(halo)
         return scale_(own, what.before), None, None, None

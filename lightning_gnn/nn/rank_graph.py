@@ -247,12 +247,19 @@ class RankGraph:
             self.kept.choose(found)
         return found
 
-    def split_edges(self, edge_index: Tensor) -> SplitEdges | None:
-        """Returns the CSR form of edges that stay the same between steps; None for others: they would not repay it."""
-        return self.kept.of_edges("split", [edge_index], lambda: self._split(edge_index))
+    def split_edges(self, edge_index: Tensor, in_list: bool = False) -> SplitEdges | None:
+        """Returns the CSR form of edges that stay the same between steps; None for others: they would not repay it.
 
-    def _split(self, edge_index: Tensor) -> SplitEdges:
-        return SplitEdges.from_edges(edge_index, self.num_owned, self.num_halo, self.num_targets)
+        Args:
+            edge_index: ``[2, E]``.
+            in_list: with the places of edges in the list, for their weights.
+        """
+
+        def make() -> SplitEdges:
+            edges = SplitEdges.from_edges(edge_index, self.num_owned, self.num_halo, self.num_targets)
+            return edges if in_list else edges.of_slots()
+
+        return self.kept.of_edges(("split", in_list), [edge_index], make)
 
     def matrix(self, edge_index: Tensor) -> CSR:
         """Returns the edges as one matrix over owned and halo rows, ``[T, N + H]``; kept where edges last."""
@@ -265,7 +272,7 @@ class RankGraph:
 
     def split_weights(self, edge_index: Tensor, weight: Tensor) -> SplitWeights | None:
         """Returns weights that stay the same between steps in slot order; None for others."""
-        edges = self.split_edges(edge_index)
+        edges = self.split_edges(edge_index, in_list=True)
         if edges is None or weight.dim() != 1:
             return None
         return self.kept.of_edges("weights", [edge_index, weight], lambda: edges.weights(weight))

@@ -9,15 +9,16 @@ from typing import Any
 import lightning as L
 import pytest
 import torch
-from common import UserModule, awkward_graph, build, quiet_trainer
+from common import CLASSES, UserModule, awkward_graph, build, quiet_trainer
 from hypothesis import given
 from hypothesis import strategies as st
 from torch_geometric.data import Data
 from torch_geometric.utils import add_self_loops, degree, to_undirected
 
-from lightning_gnn import GraphDataModule
+from lightning_gnn import GraphDataModule, NodeClassifier
 from lightning_gnn.data import lazy_ids
 from lightning_gnn.data.lazy_ids import LazyIds, kept_as, plain_ids, stored_ids
+from lightning_gnn.nn.edges import SplitEdges
 
 OPERATIONS = [
     lambda ids: ids[0],
@@ -128,6 +129,36 @@ class Seen(L.Callback):
         self.read.append((batch.edge_index.were_read, batch.e_id.were_read))
 
     on_test_batch_end = on_train_batch_end
+
+
+class Matrices(L.Callback):
+    """Bytes of an edge that this rank's matrices have had, without rows' begins."""
+
+    def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
+        made = [each for each in trainer.strategy._binding.context.kept.made_of_edges() if isinstance(each, SplitEdges)]
+        (edges,) = {id(each): each for each in made}.values()
+        parts = [csr for half in (edges.owned, edges.halo) for csr in (half, half.transpose(in_list=False))]
+        listed = [csr.edge for csr in parts if csr.edge is not None]
+        self.bytes = sum(ids.nbytes for ids in [*(csr.indices for csr in parts), *listed]) / edges.in_degree.sum()
+
+
+def matrices(rank: int, world_size: int, model: str, weighted: bool) -> float:
+    found, graph = Matrices(), awkward_graph()
+    if not weighted:
+        del graph.edge_weight
+    trainer = quiet_trainer("dgcl", world_size, callbacks=[found], max_epochs=1)
+    trainer.fit(NodeClassifier(build(model), num_classes=CLASSES).double(), datamodule=GraphDataModule(graph))
+    return float(found.bytes)
+
+
+@pytest.mark.parametrize("model", ["gcn", "sage", "gin", "sage_max"])
+def test_sums_without_weights_keep_eight_bytes_an_edge(ranks, model):
+    """Columns both ways, and no places in the list."""
+    assert ranks.run(2, matrices, model, False) == [8.0, 8.0]
+
+
+def test_sums_with_weights_keep_places_in_the_list(ranks):
+    assert ranks.run(2, matrices, "graphconv", True) == [16.0, 16.0]
 
 
 def what_is_read(rank: int, world_size: int, strategy: str, model: str) -> set[tuple[bool, bool]]:

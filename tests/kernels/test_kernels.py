@@ -103,7 +103,10 @@ def test_slots_keep_the_order_of_the_list():
     assert csr.indices.tolist() == [2, 3, 0, 3]
     assert csr.edge.tolist() == [1, 0, 2, 3]
     assert csr.transpose().edge.tolist() == [2, 0, 1, 3]
-    assert csr.transpose() is csr.transpose()
+    assert csr.transpose() is csr.transpose() is csr.transpose(in_list=False)
+    alone = CSR(csr.indptr, csr.indices, csr.edge, csr.num_cols).transpose(in_list=False)
+    assert alone.edge is None
+    assert torch.equal(alone.indices, csr.transpose().indices) and torch.equal(alone.indptr, csr.transpose().indptr)
     values = torch.tensor([1.0, 2.0, 3.0, 4.0])
     assert csr.permute(values).tolist() == [2, 1, 3, 4]
     assert torch.equal(csr.unpermute(csr.permute(values)), values)
