@@ -128,7 +128,8 @@ class Seen(L.Callback):
         assert isinstance(batch.edge_index, LazyIds) and isinstance(batch.e_id, LazyIds)
         self.read.append((batch.edge_index.were_read, batch.e_id.were_read))
 
-    on_test_batch_end = on_train_batch_end
+    def on_test_batch_end(self, *args: Any) -> None:
+        self.on_train_batch_end(*args[:5])
 
 
 class Matrices(L.Callback):
