@@ -132,6 +132,27 @@ class Seen(L.Callback):
         self.on_train_batch_end(*args[:5])
 
 
+class Lists(L.Callback):
+    """The edges that were made of the batch's and are kept."""
+
+    def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
+        made = trainer.strategy._binding.context.kept.made_of_edges()
+        self.kept = [
+            type(each) is LazyIds and not each.were_read for pair in made if type(pair) is tuple for each in pair
+        ]
+
+
+def lists(rank: int, world_size: int) -> list[bool]:
+    found = Lists()
+    trainer = quiet_trainer("dgcl", world_size, callbacks=[found], max_epochs=1)
+    trainer.fit(UserModule(build("gat")).double(), datamodule=GraphDataModule(awkward_graph()))
+    return found.kept
+
+
+def test_edges_with_self_loops_are_as_short(ranks):
+    assert ranks.run(2, lists) == [[True], [True]]
+
+
 class Matrices(L.Callback):
     """Bytes of an edge that this rank's matrices have had, without rows' begins."""
 

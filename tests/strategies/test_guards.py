@@ -137,7 +137,9 @@ def test_found_out_before_ranks_are_let_in(error, words, make):
 
 def test_too_little_memory(monkeypatch):
     monkeypatch.setattr("lightning_gnn.strategies.memory.available_bytes", lambda: 10_000)
-    with pytest.raises(ValueError, match=r"The 2 ranks on this machine need at least 1\.\d+e-05 GB .* Use more machines"):
+    with pytest.raises(
+        ValueError, match=r"The 2 ranks on this machine need at least 1\.\d+e-05 GB .* Use more machines"
+    ):
         fit(NodeClassifier(build("gcn")), {"datamodule": graph()})
 
 
