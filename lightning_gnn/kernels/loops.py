@@ -44,7 +44,7 @@ def exact_loop(function: Callable[..., Any]) -> Any:
 
 
 @intrinsic
-def _prefetch(typing_context: Any, array: Any, row: Any) -> Any:
+def prefetch(typing_context: Any, array: Any, row: Any) -> Any:
     """Asks for the cache lines of ``array[row]``, which is contiguous."""
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
@@ -114,7 +114,7 @@ def spmm(indptr, indices, weight, x, scale, out, weighted, scaled, accumulate, l
         # Four neighbours a pass: the output row is read and written a quarter as often.
         while slot + 4 <= end:
             for ahead in range(slot + AHEAD, slot + AHEAD + 4):
-                _prefetch(x, indices[min(ahead, last)])
+                prefetch(x, indices[min(ahead, last)])
             a, b, c, d = indices[slot], indices[slot + 1], indices[slot + 2], indices[slot + 3]
             if weighted:
                 u, v, w, z = weight[slot], weight[slot + 1], weight[slot + 2], weight[slot + 3]
@@ -125,7 +125,7 @@ def spmm(indptr, indices, weight, x, scale, out, weighted, scaled, accumulate, l
                     out[row, f] += (_wide(x[a, f]) + _wide(x[b, f])) + (_wide(x[c, f]) + _wide(x[d, f]))
             slot += 4
         while slot < end:
-            _prefetch(x, indices[min(slot + AHEAD, last)])
+            prefetch(x, indices[min(slot + AHEAD, last)])
             a = indices[slot]
             if weighted:
                 u = weight[slot]
@@ -153,9 +153,9 @@ def spmm_heads(indptr, indices, place, weight, x, out, placed, low, high):
         while slot < end:
             several = min(end - slot, 4)
             for ahead in range(slot + AHEAD, slot + AHEAD + several):
-                _prefetch(x, indices[min(ahead, last)])
+                prefetch(x, indices[min(ahead, last)])
                 if placed:
-                    _prefetch(weight, place[min(ahead, last)])
+                    prefetch(weight, place[min(ahead, last)])
             if several == 4:
                 a, b, c, d = indices[slot], indices[slot + 1], indices[slot + 2], indices[slot + 3]
                 p, q, r, s = slot, slot + 1, slot + 2, slot + 3
@@ -195,7 +195,7 @@ def statistics(indptr, indices, x, total, square, top, tops, bottom, bottoms, ac
             if minimal:
                 bottom[row], bottoms[row] = np.inf, 0
         for slot in range(indptr[row], indptr[row + 1]):
-            _prefetch(x, indices[min(slot + AHEAD, last)])
+            prefetch(x, indices[min(slot + AHEAD, last)])
             a = indices[slot]
             if summed:
                 for f in range(columns):
@@ -234,22 +234,22 @@ def statistics_grad(indptr, indices, x, total, square, top, top_grad, bottom, bo
             ahead = indices[min(slot + AHEAD, last)]
             a = indices[slot]
             if summed:
-                _prefetch(total, ahead)
+                prefetch(total, ahead)
                 for f in range(columns):
                     out[row, f] += total[a, f]
             if squared:
-                _prefetch(square, ahead)
+                prefetch(square, ahead)
                 for f in range(columns):
                     out[row, f] += two * x[row, f] * square[a, f]
             if maximal:
-                _prefetch(top, ahead)
-                _prefetch(top_grad, ahead)
+                prefetch(top, ahead)
+                prefetch(top_grad, ahead)
                 for f in range(columns):
                     share = top_grad[a, f]
                     out[row, f] += share if x[row, f] == top[a, f] else zero
             if minimal:
-                _prefetch(bottom, ahead)
-                _prefetch(bottom_grad, ahead)
+                prefetch(bottom, ahead)
+                prefetch(bottom_grad, ahead)
                 for f in range(columns):
                     share = bottom_grad[a, f]
                     out[row, f] += share if x[row, f] == bottom[a, f] else zero
@@ -264,7 +264,7 @@ def pair_sums(indptr, indices, source, target, out, low, high):
     last = len(indices) - 1
     for row in range(low, high):
         for slot in range(indptr[row], indptr[row + 1]):
-            _prefetch(source, indices[min(slot + AHEAD, last)])
+            prefetch(source, indices[min(slot + AHEAD, last)])
             for h in range(source.shape[1]):
                 out[slot, h] = source[indices[slot], h] + target[row, h]
 
@@ -275,7 +275,7 @@ def pair_products(indptr, indices, source, target, out, low, high):
     heads, columns, last = source.shape[1], source.shape[2], len(indices) - 1
     for row in range(low, high):
         for slot in range(indptr[row], indptr[row + 1]):
-            _prefetch(source, indices[min(slot + AHEAD, last)])
+            prefetch(source, indices[min(slot + AHEAD, last)])
             a = indices[slot]
             for h in range(heads):
                 total = source.dtype.type(0)
@@ -294,7 +294,7 @@ def additive_scores(indptr, indices, source, target, attention, slope, out, low,
     heads, columns, last = source.shape[1], source.shape[2], len(indices) - 1
     for row in range(low, high):
         for slot in range(indptr[row], indptr[row + 1]):
-            _prefetch(source, indices[min(slot + AHEAD, last)])
+            prefetch(source, indices[min(slot + AHEAD, last)])
             a = indices[slot]
             for h in range(heads):
                 total = source.dtype.type(0)
@@ -315,10 +315,10 @@ def additive_scores_grad(indptr, indices, place, grad, near, far, slope, out, pl
     for row in range(low, high):
         out[row] = 0
         for slot in range(indptr[row], indptr[row + 1]):
-            _prefetch(far, indices[min(slot + AHEAD, last)])
+            prefetch(far, indices[min(slot + AHEAD, last)])
             a, p = indices[slot], slot
             if placed:
-                _prefetch(grad, place[min(slot + AHEAD, last)])
+                prefetch(grad, place[min(slot + AHEAD, last)])
                 p = place[slot]
             for h in range(heads):
                 steep = grad[p, h]
@@ -336,7 +336,7 @@ def slot_sums(indptr, place, values, out, placed, low, high):
         for slot in range(indptr[row], indptr[row + 1]):
             p = slot
             if placed:
-                _prefetch(values, place[min(slot + AHEAD, last)])
+                prefetch(values, place[min(slot + AHEAD, last)])
                 p = place[slot]
             for h in range(values.shape[1]):
                 out[row, h] += values[p, h]

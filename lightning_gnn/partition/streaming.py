@@ -17,6 +17,7 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from lightning_gnn.kernels.loops import prefetch
 from lightning_gnn.partition.adjacency import Adjacency, compiled
 
 CLUSTERS_PER_PART = 128
@@ -30,6 +31,9 @@ PAIRS_PER_NODE, LEAST_PAIRS = 0.375, 3 << 16
 
 ENTRIES = 1 << 20
 """Of a block: what is read at once."""
+
+AHEAD = 16
+"""How many neighbours ahead what is known of a node is asked for: of large graphs it is in no cache."""
 
 Block = tuple[int, NDArray[np.int64], NDArray[np.integer]]
 """The first node of a range, where each one's neighbours begin, int64 ``[n + 1]`` from 0, and the neighbours."""
@@ -234,12 +238,16 @@ def _fits(load, group, weights, node, most):  # type: ignore[no-untyped-def]
 @compiled
 def _propagate(first, indptr, indices, cluster, load, weights, most, counts, seed):  # type: ignore[no-untyped-def]
     """Moves each node of a block to the cluster of most of its neighbours that has room; returns how many moved."""
-    moved = 0
+    moved, last = 0, len(indices) - 1
     for row in range(len(indptr) - 1):
         node = first + row
         begin, end = indptr[row], indptr[row + 1]
         own = cluster[node]
         for place in range(begin, end):
+            prefetch(cluster, indices[min(place + 2 * AHEAD, last)])
+            soon = cluster[indices[min(place + AHEAD, last)]]
+            prefetch(counts, soon)
+            prefetch(load, soon)
             if indices[place] != node:
                 counts[cluster[indices[place]]] += 1
         best, most_edges, salt = own, counts[own], node ^ (seed << 40)
@@ -303,8 +311,9 @@ def _join(first, indptr, indices, cluster, load, weights, most, counts, waiting,
 def _renumber(cluster, numbers):  # type: ignore[no-untyped-def]
     """Numbers clusters in the order of their first nodes, in place; returns how many there are."""
     numbers[:] = -1
-    found = 0
+    found, last = 0, len(cluster) - 1
     for node in range(len(cluster)):
+        prefetch(numbers, cluster[min(node + AHEAD, last)])
         if numbers[cluster[node]] < 0:
             numbers[cluster[node]] = found
             found += 1
@@ -315,9 +324,16 @@ def _renumber(cluster, numbers):  # type: ignore[no-untyped-def]
 @compiled
 def _count_pairs(first, row, indptr, indices, cluster, keys, counts, used, capacity):  # type: ignore[no-untyped-def]
     """Counts edges between clusters from a row on, until the table is full; returns the next row, and the pairs in it."""
-    mask = np.uint64(len(keys) - 1)
+    mask, last = np.uint64(len(keys) - 1), len(indices) - 1
     while row < len(indptr) - 1 and used <= capacity:
         one = np.int64(cluster[first + row])
+        for place in range(indptr[row], indptr[row + 1]):
+            prefetch(cluster, indices[min(place + AHEAD, last)])
+            other = np.int64(cluster[indices[place]])
+            if one != other:
+                slot = mix((min(one, other) << 32) | max(one, other)) & mask
+                prefetch(keys, slot)
+                prefetch(counts, slot)
         for place in range(indptr[row], indptr[row + 1]):
             other = np.int64(cluster[indices[place]])
             if one != other:
@@ -360,7 +376,7 @@ def _move(  # type: ignore[no-untyped-def]
     first, indptr, indices, part, load, weights, most, machine, shared, force, seed
 ):
     """Moves nodes of a block between parts; returns how many."""
-    num_parts, num_weights, moved = len(load), len(most), 0
+    num_parts, num_weights, moved, last = len(load), len(most), 0, len(indices) - 1
     edges, around = np.zeros(num_parts, np.int64), np.zeros(num_parts, np.int64)
     for row in range(len(indptr) - 1):
         node = first + row
@@ -369,6 +385,7 @@ def _move(  # type: ignore[no-untyped-def]
         edges[:] = 0
         inside = True
         for place in range(begin, end):
+            prefetch(part, indices[min(place + AHEAD, last)])
             if indices[place] != node:
                 there = part[indices[place]]
                 edges[there] += 1

@@ -14,7 +14,7 @@ from __future__ import annotations
 import numba
 import numpy as np
 
-from lightning_gnn.kernels.loops import _prefetch as prefetch
+from lightning_gnn.kernels.loops import prefetch
 from lightning_gnn.kernels.loops import loop
 
 AHEAD = 64
