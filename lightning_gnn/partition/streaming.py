@@ -8,6 +8,8 @@ arXiv:2312.08356) place a node for good by what has been read so far; these pass
 N nodes, E entries of rows, P parts, C clusters, W weights that are balanced.
 """
 
+# mypy: disable-error-code="call-arg"
+
 from __future__ import annotations
 
 from collections.abc import Iterator

@@ -14,8 +14,7 @@ from __future__ import annotations
 import numba
 import numpy as np
 
-from lightning_gnn.kernels.loops import prefetch
-from lightning_gnn.kernels.loops import loop
+from lightning_gnn.kernels.loops import loop, prefetch
 
 AHEAD = 64
 """How many targets, slots or ids ahead memory is prefetched: the fastest of 8, 16, 32 and 64 in each loop."""
