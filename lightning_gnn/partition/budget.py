@@ -17,7 +17,7 @@ from rich.table import Table
 from lightning_gnn.console import text_table
 from lightning_gnn.devices import available_bytes
 from lightning_gnn.partition import kaminpar, streaming
-from lightning_gnn.partition.adjacency import compiled
+from lightning_gnn.partition.adjacency import ask_for_clusters, ask_for_ends, compiled
 from lightning_gnn.partition.in_edges import edge_pieces
 from lightning_gnn.partition.streaming import mix
 
@@ -321,6 +321,7 @@ def _match(source, target, of, mate, share):  # type: ignore[no-untyped-def]
     """Matches clusters along edges; returns the pairs of clusters whose hash is 0 modulo `share`, each once per edge."""
     keys, found = np.empty(len(source) // share + 1, np.uint64), 0
     for edge in range(len(source)):
+        ask_for_clusters(mate, mate, of, source, target, edge)
         one, other = np.int64(of[source[edge]]), np.int64(of[target[edge]])
         if one == other:
             continue
@@ -339,6 +340,7 @@ def _match(source, target, of, mate, share):  # type: ignore[no-untyped-def]
 def _match_over_two(source, target, of, mate, waiting):  # type: ignore[no-untyped-def]
     """Matches clusters that are left and have a neighbour in common, as METIS does (two hops)."""
     for edge in range(len(source)):
+        ask_for_clusters(mate, waiting, of, source, target, edge)
         one, other = of[source[edge]], of[target[edge]]
         for _ in range(2):
             if mate[one] < 0 and one != other:
@@ -353,6 +355,7 @@ def _match_over_two(source, target, of, mate, waiting):  # type: ignore[no-untyp
 @compiled
 def _count_ends(source, target, ends):  # type: ignore[no-untyped-def]
     for edge in range(len(source)):
+        ask_for_ends(ends, source, target, edge)
         ends[source[edge]] += 1
         ends[target[edge]] += 1
 
@@ -362,6 +365,8 @@ def _gather(source, target, of, size, ends, filled, most_nodes, most_ends):  # t
     """Moves the end of each edge that is in the cluster of fewer `ends` of edges to the other's, where that has room (Hollocou et
     al., arXiv:1703.02955)."""
     for edge in range(len(source)):
+        ask_for_clusters(filled, size, of, source, target, edge)
+        ask_for_ends(ends, source, target, edge)
         node, other = source[edge], target[edge]
         if filled[of[node]] > filled[of[other]]:
             node, other = other, node
@@ -372,6 +377,7 @@ def _gather(source, target, of, size, ends, filled, most_nodes, most_ends):  # t
 def _gather_single(source, target, of, size, ends, filled, most_nodes, most_ends, waiting):  # type: ignore[no-untyped-def]
     """Unites nodes that are left alone and have a neighbouring cluster in common."""
     for edge in range(len(source)):
+        ask_for_clusters(size, waiting, of, source, target, edge)
         node, other = source[edge], target[edge]
         for _ in range(2):
             own, beside = of[node], of[other]

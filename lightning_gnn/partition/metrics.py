@@ -13,6 +13,7 @@ from rich.table import Table
 
 from lightning_gnn.console import text_table
 from lightning_gnn.partition import vertex_loops as loops
+from lightning_gnn.partition.adjacency import ask_for_ends
 from lightning_gnn.partition.in_edges import counts_of, edge_pieces, in_degrees
 
 Counts = NDArray[np.int64]
@@ -161,6 +162,7 @@ def _count_cut(source, target, part, reads, edges, halo_rows):  # type: ignore[n
     """Counts edges and halo rows per part, returns the cut edges; marks in `reads`, bits, which parts read a node."""
     cut = 0
     for edge in range(len(source)):
+        ask_for_ends(part, source, target, edge)
         node, owner = source[edge], part[target[edge]]
         edges[owner] += 1
         if part[node] != owner:

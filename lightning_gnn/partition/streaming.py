@@ -20,7 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lightning_gnn.kernels.loops import prefetch
-from lightning_gnn.partition.adjacency import Adjacency, compiled
+from lightning_gnn.partition.adjacency import AHEAD, Adjacency, compiled
 
 CLUSTERS_PER_PART = 128
 """At least so many, as far as nodes go: a cluster may weigh so small a share of a part, and METIS can balance them."""
@@ -33,9 +33,6 @@ PAIRS_PER_NODE, LEAST_PAIRS = 0.375, 3 << 16
 
 ENTRIES = 1 << 20
 """Of a block: what is read at once."""
-
-AHEAD = 16
-"""How many neighbours ahead what is known of a node is asked for: of large graphs it is in no cache."""
 
 Block = tuple[int, NDArray[np.int64], NDArray[np.integer]]
 """The first node of a range, where each one's neighbours begin, int64 ``[n + 1]`` from 0, and the neighbours."""

@@ -17,7 +17,7 @@ from heapq import heapreplace
 
 import numpy as np
 
-from lightning_gnn.partition.adjacency import compiled
+from lightning_gnn.partition.adjacency import ask_for_clusters, ask_for_ends, compiled
 from lightning_gnn.partition.streaming import mix
 
 LANE_BITS = 12
@@ -156,6 +156,8 @@ def cluster(source, target, degree, most, of, volume):
     """
     moved = 0
     for edge in range(len(source)):
+        ask_for_clusters(volume, volume, of, source, target, edge)
+        ask_for_ends(degree, source, target, edge)
         u, v = source[edge], target[edge]
         a, b = of[u], of[v]
         if a == b or volume[a] > most or volume[b] > most:
@@ -189,6 +191,9 @@ def two_phases(source, target, between, degree, of, volume, home, most, seed, lo
     """
     salt = np.int64(seed) << 40
     for edge in range(len(source)):
+        ask_for_clusters(home, volume, of, source, target, edge)
+        ask_for_ends(degree, source, target, edge)
+        ask_for_ends(held, source, target, edge)
         u, v = source[edge], target[edge]
         one, other = home[of[u]], home[of[v]]
         if (one != other) != between:
