@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lightning_gnn.kernels.loops import counting_sort
+from lightning_gnn.kernels import loops
 
 _INT32_MAX = 2**31 - 1
 
@@ -48,20 +48,75 @@ class CSR:
         """
         if num_cols > _INT32_MAX:
             raise ValueError(f"A matrix of {num_cols} columns needs ids beyond int32; split the graph into more parts.")
-        for ids, size, name in ((row, num_rows, "rows"), (col, num_cols, "columns")):
-            if ids.numel() and (int(ids.min()) < 0 or int(ids.max()) >= size):
-                raise ValueError(
-                    f"Ids from {int(ids.min())} to {int(ids.max())} are outside a matrix of {size} {name}."
-                )
+        _check(row, num_rows, "rows")
+        _check(col, num_cols, "columns")
         if bool((row[1:] >= row[:-1]).all()):
             counts = torch.bincount(row, minlength=num_rows)
             return cls(torch.cat([counts.new_zeros(1), counts.cumsum(0)]), col.int(), None, num_cols)
         if row.device.type == "cpu":
-            indptr, order = map(torch.from_numpy, counting_sort(row.contiguous().numpy(), num_rows))
+            indptr, order = map(torch.from_numpy, loops.counting_sort(row.contiguous().numpy(), num_rows))
         else:
             counts = torch.bincount(row, minlength=num_rows)
             indptr, order = torch.cat([counts.new_zeros(1), counts.cumsum(0)]), torch.argsort(row, stable=True)
         return cls(indptr, col[order].int(), _short(order), num_cols)
+
+    @classmethod
+    def halves(
+        cls,
+        row: Tensor,
+        col: Tensor,
+        num_rows: int,
+        num_first: int,
+        num_last: int,
+        in_list: bool = True,
+        self_loops: bool = False,
+    ) -> tuple[CSR, CSR]:
+        """Returns the matrices of a list of edges, ``[R, num_first + num_last]``, cut into its first and its last columns.
+
+        On the CPU it takes no memory beside the result.
+
+        Args:
+            row, col: int32 or int64 ``[E]``.
+            num_rows, num_first, num_last: R, and how many columns.
+            in_list: with the places of edges in the list.
+            self_loops: leave out edges from a node to itself, and give each of the first columns one, as its row's last; of a
+                matrix with as many rows as first columns, not `in_list`.
+
+        Raises:
+            ValueError: ids outside the matrix.
+        """
+        _check(row, num_rows, "rows")
+        _check(col, num_first + num_last, "columns")
+        if row.device.type != "cpu":
+            return cls._halves_by_torch(row, col, num_rows, num_first, num_last, in_list, self_loops)
+        source, target = col.contiguous().numpy(), row.contiguous().numpy()
+        indptrs = [torch.zeros(num_rows + 1, dtype=torch.long) for _ in range(2)]
+        loops.count_halves(source, target, num_first, self_loops, *(each.numpy() for each in indptrs))
+        halves, filled = [], []
+        for indptr, columns in zip(indptrs, (num_first, num_last)):
+            torch.cumsum(indptr, 0, out=indptr)
+            size = int(indptr[-1])
+            places = torch.empty(size if in_list else 0, dtype=_id_dtype(len(row)))
+            half = cls(indptr, torch.empty(size, dtype=torch.int32), places if in_list else None, columns)
+            halves.append(half)
+            filled += [indptr[:-1].clone().numpy(), half.indices.numpy(), places.numpy()]
+        loops.fill_halves(source, target, num_first, self_loops, in_list, *filled)
+        return halves[0], halves[1]
+
+    @classmethod
+    def _halves_by_torch(
+        cls, row: Tensor, col: Tensor, num_rows: int, num_first: int, num_last: int, in_list: bool, self_loops: bool
+    ) -> tuple[CSR, CSR]:
+        if self_loops:
+            kept, own = (row != col).nonzero().view(-1), torch.arange(num_first, dtype=row.dtype, device=row.device)
+            row, col = torch.cat([row[kept], own]), torch.cat([col[kept], own])
+
+        def half(where: Tensor, first: int, columns: int) -> CSR:
+            ids = where.nonzero().view(-1)
+            made = cls.from_coo(row[ids], col[ids] - first, num_rows, columns)
+            return made.in_list(ids) if in_list else made.of_slots()
+
+        return half(col < num_first, 0, num_first), half(col >= num_first, num_first, num_last)
 
     @property
     def num_rows(self) -> int:
@@ -144,11 +199,20 @@ class CSR:
 
     @cached_property
     def _transposed(self) -> CSR:
-        return CSR.from_coo(self.indices, self.row_of_slot(), self.num_cols, self.num_rows)
+        return self._transpose(in_list=True)
 
     @cached_property
     def _transposed_alone(self) -> CSR:
-        return CSR.from_coo(self.indices, self.row_of_slot(), self.num_cols, self.num_rows).of_slots()
+        return self._transpose(in_list=False)
+
+    def _transpose(self, in_list: bool) -> CSR:
+        if self.device.type != "cpu":
+            made = CSR.from_coo(self.indices, self.row_of_slot(), self.num_cols, self.num_rows)
+            return made if in_list else made.of_slots()
+        like = torch.empty(0, dtype=_id_dtype(self.num_edges))
+        found = loops.transpose(self.indptr.numpy(), self.indices.numpy(), self.num_cols, in_list, like.numpy())
+        indptr, rows, slots = map(torch.from_numpy, found)
+        return CSR(indptr, rows, slots if in_list else None, self.num_rows)
 
     @cached_property
     def _slot_of_edge(self) -> Tensor:
@@ -193,6 +257,16 @@ def even_ranges(indptr: Tensor, count: int) -> list[tuple[int, int]]:
     cost = indptr.numpy() + np.arange(len(indptr))
     bounds = np.searchsorted(cost, np.linspace(0, cost[-1], count + 1))
     return [(int(low), int(high)) for low, high in pairwise(bounds) if high > low]
+
+
+def _check(ids: Tensor, size: int, name: str) -> None:
+    if ids.numel() and (int(ids.min()) < 0 or int(ids.max()) >= size):
+        raise ValueError(f"Ids from {int(ids.min())} to {int(ids.max())} are outside a matrix of {size} {name}.")
+
+
+def _id_dtype(count: int) -> torch.dtype:
+    """Returns what numbers so many edges."""
+    return torch.int32 if count <= _INT32_MAX else torch.int64
 
 
 def _short(ids: Tensor) -> Tensor:

@@ -603,3 +603,64 @@ def counting_sort(keys, num_rows):
         order[place[key]] = edge
         place[key] += 1
     return indptr, order
+
+
+@loop
+def count_halves(source, target, num_owned, loops, owned, halo):
+    """Counts each row's edges from owned and from halo nodes, ``[R + 1]`` from 1 on; for `loops` see :func:`fill_halves`."""
+    for edge in range(len(source)):
+        if source[edge] >= num_owned:
+            halo[target[edge] + 1] += 1
+        elif not (loops and source[edge] == target[edge]):
+            owned[target[edge] + 1] += 1
+    if loops:
+        for row in range(1, len(owned)):
+            owned[row] += 1
+
+
+@loop
+def fill_halves(source, target, num_owned, loops, listed, owned, owned_col, owned_edge, halo, halo_col, halo_edge):
+    """Puts edges, in the order of the list, into the rows of two matrices; `owned` and `halo` are where rows have room, ``[R]``.
+
+    loops: the edges of a node to itself are left out, and each row gets one, behind its edges. listed: with places in the list.
+    """
+    for edge in range(len(source)):
+        row, col = target[edge], source[edge]
+        if col >= num_owned:
+            place = halo[row]
+            halo[row] = place + 1
+            halo_col[place] = col - num_owned
+            if listed:
+                halo_edge[place] = edge
+        elif not (loops and col == row):
+            place = owned[row]
+            owned[row] = place + 1
+            owned_col[place] = col
+            if listed:
+                owned_edge[place] = edge
+    if loops:
+        for row in range(len(owned)):
+            owned_col[owned[row]] = row
+
+
+@loop
+def transpose(indptr, indices, num_cols, listed, slot_like):
+    """Returns indptr, rows and, if `listed`, slots of a matrix's transpose, in the order of its slots, which `slot_like` can
+    number."""
+    begin = np.zeros(num_cols + 1, np.int64)
+    for col in indices:
+        begin[col + 1] += 1
+    for col in range(num_cols):
+        begin[col + 1] += begin[col]
+    free = begin[:-1].copy()
+    rows, slots = np.empty(len(indices), np.int32), np.empty(len(indices) if listed else 0, slot_like.dtype)
+    last = len(indices) - 1
+    for row in range(len(indptr) - 1):
+        for slot in range(indptr[row], indptr[row + 1]):
+            prefetch(free, indices[min(slot + AHEAD, last)])
+            place = free[indices[slot]]
+            free[indices[slot]] = place + 1
+            rows[place] = row
+            if listed:
+                slots[place] = slot
+    return begin, rows, slots

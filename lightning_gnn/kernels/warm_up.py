@@ -64,10 +64,12 @@ def warm_up(groups: Collection[str], dtypes: Collection[torch.dtype]) -> float:
         dtypes: of the rows.
     """
     # Sources out of order, so that the transpose is sorted, and a permutation of slots is needed.
-    csr = CSR.from_coo(torch.tensor([0, 0, 1]), torch.tensor([2, 0, 1]), 2, 3)
+    rows, columns = torch.tensor([[0, 0, 1], [2, 0, 1]], dtype=torch.int32)
+    csr = CSR.from_coo(rows, columns, 2, 3)
 
     def use() -> None:
         with torch.inference_mode(False), torch.enable_grad():
+            CSR.halves(rows, columns, 2, 2, 1)
             for group in groups:
                 for dtype in dtypes:
                     _GROUPS[group](csr, dtype)

@@ -160,9 +160,8 @@ class GraphContext(RankGraph):
             return None
 
         def make() -> Sum:
-            plain = plain_ids(edge_index)
-            looped = add_remaining_self_loops(plain, num_nodes=self.num_owned)[0] if add_self_loops else plain
-            edges = SplitEdges.from_edges(looped, self.num_owned, self.num_halo).of_slots()
+            sizes = self.num_owned, self.num_halo
+            edges = SplitEdges.from_edges(edge_index, *sizes, in_list=False, self_loops=add_self_loops)
             scale = _inverse_power(edges.in_degree.to(dtype), 0.5)
             return Sum(edges, before=self.scale_of_rows(scale, layer), after=scale)
 

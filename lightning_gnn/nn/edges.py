@@ -28,7 +28,7 @@ class SplitEdges:
     """``A = [A_owned | A_halo]``: the rank's edges by where their source lies, so that one part needs no waiting.
 
     Attributes:
-        owned: CSR ``[T, N]``; halo: CSR ``[T, H]``; rows are targets. Both are of the whole list of edges.
+        owned: CSR ``[T, N]``; halo: CSR ``[T, H]``; rows are targets. Both are of the whole list of edges, or of none.
         in_degree: int64 ``[T]``.
     """
 
@@ -38,21 +38,26 @@ class SplitEdges:
 
     @classmethod
     def from_edges(
-        cls, edge_index: Tensor, num_owned: int, num_halo: int, num_targets: int | None = None
+        cls,
+        edge_index: Tensor,
+        num_owned: int,
+        num_halo: int,
+        num_targets: int | None = None,
+        in_list: bool = True,
+        self_loops: bool = False,
     ) -> SplitEdges:
+        """Returns the edges of a list.
+
+        Args:
+            edge_index: ``[2, E]``.
+            num_owned, num_halo, num_targets: N, H and T, by default N.
+            in_list: with the places of edges in the list, for their weights.
+            self_loops: with one of each owned node instead of those in the list; not `in_list`.
+        """
         source, target = stored_ids(edge_index)
         num_targets = num_owned if num_targets is None else num_targets
-        degree = torch.bincount(target, minlength=num_targets)
-        if not num_halo:
-            none = CSR.from_coo(source[:0], source[:0], num_targets, 0).in_list(source[:0])
-            return cls(CSR.from_coo(target, source, num_targets, num_owned), none, degree)
-
-        def part(where: Tensor, first: int, columns: int) -> CSR:
-            ids = where.nonzero().view(-1)
-            return CSR.from_coo(target[ids], source[ids] - first, num_targets, columns).in_list(ids)
-
-        is_halo = source >= num_owned
-        return cls(part(~is_halo, 0, num_owned), part(is_halo, num_owned, num_halo), degree)
+        owned, halo = CSR.halves(target, source, num_targets, num_owned, num_halo, in_list, self_loops)
+        return cls(owned, halo, owned.indptr.diff() + halo.indptr.diff())
 
     def only(self, present: Tensor) -> SplitEdges:
         """Returns the edges without those from halo rows that are not `present`, bool ``[H]``, and without places in the list."""
@@ -61,10 +66,6 @@ class SplitEdges:
         halo = CSR.from_coo(row[kept], col[kept], self.halo.num_rows, self.halo.num_cols).of_slots()
         degree = self.in_degree - torch.bincount(row[~kept], minlength=len(self.in_degree))
         return SplitEdges(self.owned.of_slots(), halo, degree)
-
-    def of_slots(self) -> SplitEdges:
-        """Returns the same edges without their places in the list, which sums without weights do not need."""
-        return SplitEdges(self.owned.of_slots(), self.halo.of_slots(), self.in_degree)
 
     @cached_property
     def inverse_degree(self) -> Tensor:

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
@@ -254,11 +255,8 @@ class RankGraph:
             edge_index: ``[2, E]``.
             in_list: with the places of edges in the list, for their weights.
         """
-
-        def make() -> SplitEdges:
-            edges = SplitEdges.from_edges(edge_index, self.num_owned, self.num_halo, self.num_targets)
-            return edges if in_list else edges.of_slots()
-
+        sizes = self.num_owned, self.num_halo, self.num_targets
+        make = partial(SplitEdges.from_edges, edge_index, *sizes, in_list)
         return self.kept.of_edges(("split", in_list), [edge_index], make)
 
     def matrix(self, edge_index: Tensor) -> CSR:

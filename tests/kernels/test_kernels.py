@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from torch.autograd import gradcheck
 from torch_geometric import nn
 from torch_geometric.nn import aggr
-from torch_geometric.utils import softmax
+from torch_geometric.utils import add_remaining_self_loops, softmax
 from warm import cold
 
 from lightning_gnn.kernels import CSR, add_rows, attention, spmm, sums, take_rows
@@ -95,6 +95,57 @@ def test_short_floats_are_summed_in_float32(dtype):
     torch.testing.assert_close(spmm(csr, x), expected.to(dtype))
     start = torch.rand(2_000, 4).to(dtype)
     torch.testing.assert_close(spmm(csr, x, out=start.clone(), accumulate=True), (start + expected.to(dtype)))
+
+
+@examples(60)
+@given(edges(), st.booleans(), st.booleans(), st.sampled_from([torch.int32, torch.int64]))
+def test_halves_are_the_columns_before_and_behind(graph, in_list, sort, dtype):
+    """By torch, as on devices, and by loops; and a matrix of both."""
+    row, col, rows, cols, _ = graph
+    if sort:
+        row = row.sort().values
+    first = cols // 3
+    whole = torch.zeros(rows, cols, dtype=torch.long).index_put_((row, col), torch.ones_like(row), accumulate=True)
+    sizes = rows, first, cols - first
+    found = CSR.halves(row.to(dtype), col.to(dtype), *sizes, in_list)
+    by_torch = CSR._halves_by_torch(row.to(dtype), col.to(dtype), *sizes, in_list, self_loops=False)
+    for half, other, columns in zip(found, by_torch, whole.split([first, cols - first], 1)):
+        assert half.num_cols == columns.size(1) and half.indices.dtype == torch.int32
+        assert torch.equal(half.indptr, other.indptr) and torch.equal(half.indices, other.indices)
+        assert (half.edge is not None) == in_list and (not in_list or torch.equal(half.edge_ids(), other.edge_ids()))
+        dense = torch.zeros_like(columns)
+        dense.index_put_(
+            (half.row_of_slot().long(), half.indices.long()), torch.ones(half.num_edges).long(), accumulate=True
+        )
+        assert torch.equal(dense, columns)
+        flipped, sorted_anew = half.transpose(), CSR.from_coo(half.indices, half.row_of_slot(), half.num_cols, rows)
+        assert torch.equal(flipped.indptr, sorted_anew.indptr) and torch.equal(flipped.indices, sorted_anew.indices)
+        assert torch.equal(flipped.edge_ids(), sorted_anew.edge_ids())
+
+
+@examples(60)
+@given(edges(), st.integers(0, 5))
+def test_halves_with_self_loops_have_those_of_pyg(graph, halo):
+    row, col, _, nodes, _ = graph
+    row, nodes = row % nodes, max(1, nodes - halo)
+    kept = row < nodes
+    row, col, halo = row[kept], col[kept], int(col.max()) + 1 if len(col) else 0
+    looped = add_remaining_self_loops(torch.stack([col, row]), num_nodes=nodes)[0]
+    sizes = nodes, nodes, max(0, halo - nodes)
+    expected = CSR.halves(looped[1], looped[0], *sizes, in_list=False)
+    for found in (
+        CSR.halves(row, col, *sizes, in_list=False, self_loops=True),
+        CSR._halves_by_torch(row, col, *sizes, in_list=False, self_loops=True),
+    ):
+        for half, other in zip(found, expected):
+            assert torch.equal(half.indptr, other.indptr) and torch.equal(half.indices, other.indices)
+
+
+def test_halves_of_ids_outside_are_an_error():
+    with pytest.raises(ValueError, match="Ids from 0 to 5 are outside a matrix of 5 columns"):
+        CSR.halves(torch.tensor([0, 1]), torch.tensor([0, 5]), 2, 3, 2)
+    with pytest.raises(ValueError, match="Ids from 0 to 2 are outside a matrix of 2 rows"):
+        CSR.halves(torch.tensor([0, 2]), torch.tensor([0, 4]), 2, 3, 2)
 
 
 def test_slots_keep_the_order_of_the_list():
@@ -288,6 +339,8 @@ def test_what_was_compiled_is_kept_on_disk(tmp_path):
     # Two processes that have compiled nothing, for one import.
     code = """
 import os, torch
+from torch_geometric.utils import add_remaining_self_loops
+
 from lightning_gnn.kernels import cache_folder
 from lightning_gnn.kernels.warm_up import warm_up
 
