@@ -10,6 +10,8 @@ ends. The order of memory accesses that this relies on (data before the number t
 
 from __future__ import annotations
 
+import ctypes
+import errno
 import mmap
 import os
 import platform
@@ -67,6 +69,9 @@ def machine_key() -> str | None:
         return None
 
 
+_PUNCH_HOLE = 3  # with FALLOC_FL_KEEP_SIZE, see `man fallocate`
+
+
 def unnamed_file(folder: Path, flags: int = 0) -> int:
     """Returns a descriptor of a new file in a folder, to read and write, which is gone when nothing has it open or mapped."""
     descriptor, name = tempfile.mkstemp(prefix=".lightning_gnn.", dir=folder)
@@ -77,11 +82,20 @@ def unnamed_file(folder: Path, flags: int = 0) -> int:
         os.unlink(name)
 
 
+def full_disk(error: OSError) -> Exception:
+    """Returns what to raise where a file of host_memory could not be written."""
+    if error.errno != errno.ENOSPC:
+        return error
+    return RuntimeError(
+        "The disk of host_memory_dir is full. Name a folder on a larger one, or give ranks more host_memory."
+    )
+
+
 class Segment:
     """Memory that this process owns or has mapped from a peer."""
 
-    def __init__(self, fd: int, size: int, owned: bool) -> None:
-        self.fd, self.size, self._owned = fd, size, owned
+    def __init__(self, fd: int, size: int, owned: bool, in_file: bool = False) -> None:
+        self.fd, self.size, self._owned, self._in_file, self._reserved = fd, size, owned, in_file, 0
         self._map = mmap.mmap(fd, size)
         self.bytes = torch.frombuffer(self._map, dtype=torch.uint8)
         if not owned:
@@ -93,12 +107,27 @@ class Segment:
         memory."""
         fd = os.memfd_create("lightning_gnn") if folder is None else unnamed_file(folder)
         os.ftruncate(fd, size)
-        return cls(fd, size, owned=True)
+        return cls(fd, size, owned=True, in_file=folder is not None)
 
     @classmethod
     def open(cls, pid: int, fd: int) -> Segment:
         opened = os.open(f"/proc/{pid}/fd/{fd}", os.O_RDWR)
         return cls(opened, os.fstat(opened).st_size, owned=False)
+
+    def reserve(self, num_bytes: int) -> None:
+        """Takes the place of so many bytes on the disk, in a file: to write where there is none would end the process."""
+        if self._in_file and self._reserved < num_bytes:
+            try:
+                os.posix_fallocate(self.fd, 0, num_bytes)
+            except OSError as error:
+                raise full_disk(error) from error
+            self._reserved = num_bytes
+
+    def give_up(self) -> None:
+        """Gives what is in a file back to the disk, unwritten where it has not been written yet; nobody reads it any more."""
+        begin, end = ctypes.c_long(0), ctypes.c_long(self._reserved)
+        if self._reserved and ctypes.CDLL(None).fallocate(self.fd, _PUNCH_HOLE, begin, end) == 0:
+            self._reserved = 0
 
     def close(self) -> None:
         # The mapping goes when the last tensor over it does.
@@ -185,11 +214,17 @@ class SharedMemory:
         for peer, number in box.waits_for.items():
             self._wait(peer, lambda peer=peer, number=number: self._tables[peer][self.rank, _TAKEN] >= number)  # type: ignore[misc]
         box.waits_for = {}
+        other = self._outboxes[1 - self._current]
+        if other.segment is not None and all(
+            self._tables[peer][self.rank, _TAKEN] >= number for peer, number in other.waits_for.items()
+        ):
+            other.segment.give_up()
         if box.segment is None or box.segment.size < num_bytes:
             if box.segment is not None:
                 box.segment.close()
             box.segment = Segment.create(max(1 << 16, 1 << (num_bytes - 1).bit_length()), self._folder)
             box.generation += 1
+        box.segment.reserve(num_bytes)
         return box.segment.bytes[:num_bytes]
 
     def post(self, messages: Sequence[tuple[int, int, int]], mark: int) -> None:

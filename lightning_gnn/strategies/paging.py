@@ -11,7 +11,6 @@ others in a file and in the host's memory; there layers are written for it.
 from __future__ import annotations
 
 import ctypes
-import errno
 import mmap
 import os
 import re
@@ -24,6 +23,7 @@ from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -32,7 +32,7 @@ from torch.utils._pytree import tree_leaves
 from typing_extensions import override
 
 from lightning_gnn.comm.group import World
-from lightning_gnn.comm.shared_memory import unnamed_file
+from lightning_gnn.comm.shared_memory import full_disk, unnamed_file
 from lightning_gnn.comm.turns import Turns
 from lightning_gnn.heap import HEADER_BYTES, end_of_own_mapping, freed_at_once
 
@@ -60,6 +60,7 @@ class _Block:
         stays: it is not this process's alone, as a file of features that is mapped.
         moves: to the file, until now.
         op: number of the one that used it last.
+        untouched: nothing has been written to it, as to a buffer of rows that have not come: it takes no memory.
     """
 
     begin: int
@@ -70,6 +71,7 @@ class _Block:
     stays: bool = False
     moves: int = 0
     op: int = 0
+    untouched: bool = False
 
     @property
     def nbytes(self) -> int:
@@ -203,6 +205,9 @@ class Pager(TorchDispatchMode):
             begin, end = -(-address // _PAGE) * _PAGE, (address + storage.nbytes()) // _PAGE * _PAGE
             self._blocks[address] = block = _Block(begin, end, StorageWeakRef(storage))
             self._in_memory += block.nbytes
+        elif block.untouched:
+            block.untouched = False
+            self._in_memory += block.nbytes
         elif block.in_file and not self._read(block) and tensor.is_contiguous():
             # All at once: page by page, as it is used, takes several times as long.
             begin = max(block.begin, tensor.data_ptr() // _PAGE * _PAGE)
@@ -218,16 +223,24 @@ class Pager(TorchDispatchMode):
         """Moves tensors to the file until so many bytes are in memory, but not what the op that runs uses."""
         for address in [address for address, block in self._blocks.items() if block.storage.expired()]:
             del self._blocks[address]
-        self._in_memory = sum(block.nbytes for block in self._blocks.values() if not (block.in_file or block.stays))
+        for block in self._blocks.values():
+            block.untouched = block.untouched and self._is_untouched(block)  # loops may have written to it since
+        self._in_memory = sum(
+            block.nbytes for block in self._blocks.values() if not (block.in_file or block.stays or block.untouched)
+        )
         if self._in_memory <= most_bytes:
             return
         memory, in_file = self._mappings()
         begins, used = [begin for begin, _ in memory], sorted((low, low + end - begin) for begin, end, low in in_file)
         for address, block in self._blocks.items():
-            if block.in_file or block.stays or block.op == self._op:
+            if block.in_file or block.stays or block.untouched or block.op == self._op:
                 continue
             if self._in_memory <= most_bytes:
                 return
+            if not block.moves and self._is_untouched(block):
+                block.untouched = True
+                self._in_memory -= block.nbytes
+                continue
             self._in_memory -= block.nbytes  # as it was counted, before it has more of its last page
             place = bisect_right(begins, address - HEADER_BYTES) - 1
             if place >= 0 and block.end <= memory[place][1] and (end := end_of_own_mapping(address)) >= block.end:
@@ -253,6 +266,13 @@ class Pager(TorchDispatchMode):
                 memory.append((begin, end))
         return memory, in_file
 
+    def _is_untouched(self, block: _Block) -> bool:
+        """Returns whether the system has given none of a block's pages yet, see proc_pid_pagemap(5)."""
+        first, last = block.begin // _PAGE, block.end // _PAGE
+        with open("/proc/self/pagemap", "rb", buffering=0) as pages:
+            entries = np.frombuffer(os.pread(pages.fileno(), 8 * (last - first), 8 * first), np.uint64)
+        return len(entries) == last - first and not (entries >> np.uint64(62)).any()  # present, or swapped
+
     def _move(self, block: _Block, offset: int) -> None:
         data = memoryview((ctypes.c_char * block.nbytes).from_address(block.begin))
         if os.fstat(self._file).st_size < offset + block.nbytes:
@@ -262,12 +282,7 @@ class Pager(TorchDispatchMode):
             try:
                 done += os.pwrite(self._file, data[done : done + _PIECE], offset + done)
             except OSError as error:
-                if error.errno == errno.ENOSPC:
-                    raise RuntimeError(
-                        f"The disk of host_memory_dir is full: {self.bytes_written / 1e9:.3g} GB have been written there. Name a "
-                        "folder on a larger one, or give ranks more host_memory."
-                    ) from error
-                raise
+                raise full_disk(error) from error
         self.bytes_written += done
         self._map(block, _FIXED_IN_FILE, self._file, offset)
         # A fork would change it here, too; now it has none of it.
