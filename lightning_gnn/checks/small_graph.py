@@ -94,7 +94,7 @@ def small_graph(
     for name, value in batch.to_dict().items():
         if name not in ("edge_index", "num_owned", STAND_INS):
             small[name] = found.get(name, value)
-    if given:
+    if given and edges:
         counted = torch.zeros(given, dtype=torch.bool)
         for mask in set(masks) & set(EDGE_MASKS):
             counted |= batch[mask]
@@ -290,6 +290,8 @@ def _of_both(
 
 def _drawn(attributes: dict[str, Tensor], rows: Tensor, quotas: Sequence[int], g: torch.Generator) -> list[Tensor]:
     """Returns that many of `rows` for either part: each value of an attribute with few, then the others in order of labels."""
+    if len(rows) > 8 * _POOL:  # as good as all in a new order, of hundreds of millions of edges in a moment
+        rows = rows[torch.randint(len(rows), (2 * _POOL,), generator=g).unique()]
     pool = rows[torch.randperm(len(rows), generator=g)[:_POOL]]
     kinds = _kinds(attributes, pool)
     free = torch.ones(len(pool), dtype=torch.bool)

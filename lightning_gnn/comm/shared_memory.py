@@ -125,7 +125,7 @@ class Segment:
 
     def give_up(self) -> None:
         """Gives what is in a file back to the disk, unwritten where it has not been written yet; nobody reads it any more."""
-        begin, end = ctypes.c_long(0), ctypes.c_long(self._reserved)
+        begin, end = ctypes.c_long(0), ctypes.c_long(self.size)
         if self._reserved and ctypes.CDLL(None).fallocate(self.fd, _PUNCH_HOLE, begin, end) == 0:
             self._reserved = 0
 

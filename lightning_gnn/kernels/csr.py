@@ -209,9 +209,14 @@ class CSR:
         if self.device.type != "cpu":
             made = CSR.from_coo(self.indices, self.row_of_slot(), self.num_cols, self.num_rows)
             return made if in_list else made.of_slots()
-        like = torch.empty(0, dtype=_id_dtype(self.num_edges))
-        found = loops.transpose(self.indptr.numpy(), self.indices.numpy(), self.num_cols, in_list, like.numpy())
-        indptr, rows, slots = map(torch.from_numpy, found)
+        # Torch allocates, so that what counts its tensors knows of these.
+        indptr = torch.zeros(self.num_cols + 1, dtype=torch.long)
+        loops.count_columns(self.indices.numpy(), indptr.numpy())
+        torch.cumsum(indptr, 0, out=indptr)
+        rows = torch.empty(self.num_edges, dtype=torch.int32)
+        slots = torch.empty(self.num_edges if in_list else 0, dtype=_id_dtype(self.num_edges))
+        filled = indptr[:-1].clone().numpy(), rows.numpy(), slots.numpy()
+        loops.transpose(self.indptr.numpy(), self.indices.numpy(), in_list, *filled)
         return CSR(indptr, rows, slots if in_list else None, self.num_rows)
 
     @cached_property

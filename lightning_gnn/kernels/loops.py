@@ -644,16 +644,16 @@ def fill_halves(source, target, num_owned, loops, listed, owned, owned_col, owne
 
 
 @loop
-def transpose(indptr, indices, num_cols, listed, slot_like):
-    """Returns indptr, rows and, if `listed`, slots of a matrix's transpose, in the order of its slots, which `slot_like` can
-    number."""
-    begin = np.zeros(num_cols + 1, np.int64)
+def count_columns(indices, counts):
+    """Adds the slots of each column to ``counts[column + 1]``."""
     for col in indices:
-        begin[col + 1] += 1
-    for col in range(num_cols):
-        begin[col + 1] += begin[col]
-    free = begin[:-1].copy()
-    rows, slots = np.empty(len(indices), np.int32), np.empty(len(indices) if listed else 0, slot_like.dtype)
+        counts[col + 1] += 1
+
+
+@loop
+def transpose(indptr, indices, listed, free, rows, slots):
+    """Writes a matrix's transpose, in the order of its slots: `rows` of these, and if `listed` the `slots`; `free` is where each
+    column has room."""
     last = len(indices) - 1
     for row in range(len(indptr) - 1):
         for slot in range(indptr[row], indptr[row + 1]):
@@ -663,4 +663,3 @@ def transpose(indptr, indices, num_cols, listed, slot_like):
             rows[place] = row
             if listed:
                 slots[place] = slot
-    return begin, rows, slots

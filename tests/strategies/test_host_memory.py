@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import errno
 import mmap
 import os
 import re
@@ -29,7 +30,7 @@ from torch_geometric.data import Data
 
 import lightning_gnn
 from lightning_gnn import CoverStrategy, DGCLStrategy, SamplingStrategy, SpMM1DStrategy, VertexCutStrategy
-from lightning_gnn.comm.shared_memory import unnamed_file
+from lightning_gnn.comm.shared_memory import Segment, unnamed_file
 from lightning_gnn.comm.turns import _Lock
 from lightning_gnn.heap import freed_at_once
 from lightning_gnn.strategies import paging
@@ -183,10 +184,16 @@ def test_turns(ranks, disk):
     assert all(10 < len(rooms) < len(cores) for _, _, (rooms, cores), _ in found)
 
 
-def message_files(rank: int, world_size: int, options: dict[str, Any]) -> tuple[list[str], int]:
-    """Returns where messages are, and what the exchange keeps of what it received."""
+def message_files(rank: int, world_size: int, options: dict[str, Any]) -> tuple[list[str], int, int]:
+    """Returns where messages are, what the exchange keeps of what it received, and how often files of messages were emptied."""
     found: list[str] = []
-    kept = [0]
+    kept, emptied = [0], list[bool]()
+    give_up = Segment.give_up
+
+    def counted(segment: Segment) -> None:
+        reserved = bool(segment._reserved)
+        give_up(segment)
+        emptied.append(reserved and not os.fstat(segment.fd).st_blocks)
 
     class Look(L.Callback):
         def on_train_end(self, trainer: L.Trainer, module: L.LightningModule) -> None:
@@ -197,16 +204,35 @@ def message_files(rank: int, world_size: int, options: dict[str, Any]) -> tuple[
 
     model = lightning_gnn.NodeClassifier(build("gcn", FEATURES, CLASSES), num_classes=CLASSES).double()
     trainer = quiet_trainer(DGCLStrategy(**options), world_size, False, callbacks=[Look()])
-    trainer.fit(model, datamodule=lightning_gnn.GraphDataModule(graph()))
-    return found, kept[0]
+    with mock.patch.object(Segment, "give_up", counted):
+        trainer.fit(model, datamodule=lightning_gnn.GraphDataModule(graph()))
+    return found, kept[0], sum(emptied)
 
 
 def test_messages_are_in_files(ranks, disk):
-    """And what they are received into is not kept between calls."""
+    """And what they are received into is not kept between calls, nor are messages that were taken."""
     for options, where in (({}, "/memfd:"), ({"host_memory": "8GB", "host_memory_dir": str(disk)}, str(disk))):
-        for found, kept in ranks.run(2, message_files, options):
-            assert (kept == 0) == bool(options)
+        for found, kept, emptied in ranks.run(2, message_files, options):
+            assert (kept == 0) == (emptied > 0) == bool(options)
             assert found and all(each.startswith(where) for each in found)
+
+
+def test_a_file_of_messages_has_its_place_before_it_is_written(disk, monkeypatch):
+    """Else a full disk would end the process without a word."""
+    segment = Segment.create(1 << 20, disk)
+    segment.reserve(1 << 19)
+    assert os.fstat(segment.fd).st_blocks * 512 >= 1 << 19
+    segment.bytes[: 1 << 19] = 7
+    segment.give_up()
+    assert os.fstat(segment.fd).st_blocks == 0 and not segment.bytes[: 1 << 19].any()
+
+    def full(*_: Any) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "posix_fallocate", full)
+    with pytest.raises(RuntimeError, match="The disk of host_memory_dir is full"):
+        segment.reserve(1)
+    Segment.create(1 << 20).reserve(1)  # memory
 
 
 def fails_in_a_turn(rank: int, world_size: int, folder: str) -> None:
@@ -258,6 +284,35 @@ def test_memory_is_given_back(pager):
     assert pager.bytes_written > 15 << 23
     assert paging.own_bytes() - before < 16 << 20
     assert all(torch.equal(tensor - each, torch.arange(1 << 20)) for each, tensor in enumerate(tensors))
+
+
+def test_what_is_not_written_yet_takes_no_place(pager):
+    """As buffers of rows that have not come: they are neither moved nor counted, until something is written to them."""
+    tensor = torch.empty(1 << 20)
+    pager._leave()
+    assert pager.bytes_written == 0 and pager._in_memory == 0 and not of_the_file(pager, tensor)
+    tensor.fill_(2)
+    pager._leave()
+    assert pager.bytes_written > 3 << 20 and of_the_file(pager, tensor) and bool((tensor == 2).all())
+
+
+def test_what_loops_have_written_to_is_moved(pager):
+    tensor = torch.empty(1 << 20)
+    pager._leave()
+    tensor.numpy()[1 << 19] = 3  # by no op of torch's
+    pager._leave()
+    assert of_the_file(pager, tensor) and tensor[1 << 19] == 3
+
+
+def test_a_full_disk_is_told(pager, monkeypatch):
+    def full(*_: Any) -> int:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    tensor = torch.ones(1 << 20)
+    with monkeypatch.context() as patched, pytest.raises(RuntimeError, match="The disk of host_memory_dir is full"):
+        patched.setattr(os, "pwrite", full)
+        pager._leave()
+    assert bool((tensor == 1).all())
 
 
 def test_files_have_room_for_what_comes_later(pager):
