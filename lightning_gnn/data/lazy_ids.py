@@ -65,7 +65,7 @@ class LazyIds(Tensor):
                     raise MemoryError
                 with torch.inference_mode(False):  # evaluation may come first, and training needs them, too
                     self.ids = self.ids.long()
-            except (MemoryError, torch.OutOfMemoryError) as error:
+            except (MemoryError, torch.cuda.OutOfMemoryError) as error:
                 left = "" if free is None else f", and {free / 1e9:.3g} GB are available"
                 raise MemoryError(
                     f"batch.{self.attribute} as int64 takes {num_bytes / 1e9:.3g} GB on this rank{left}. It is made because "

@@ -12,8 +12,9 @@ import torch
 from common import CLASSES, UserModule, awkward_graph, build, quiet_trainer
 from hypothesis import given
 from hypothesis import strategies as st
-from torch_geometric.data import Data
-from torch_geometric.utils import add_self_loops, degree, to_undirected
+from torch_geometric import EdgeIndex
+from torch_geometric.data import Batch, Data
+from torch_geometric.utils import add_self_loops, coalesce, degree, to_undirected
 
 from lightning_gnn import GraphDataModule, NodeClassifier
 from lightning_gnn.data import lazy_ids
@@ -34,6 +35,15 @@ OPERATIONS = [
     lambda ids: degree(ids[1], 8),
     lambda ids: to_undirected(ids),
     lambda ids: add_self_loops(ids, num_nodes=8)[0],
+    lambda ids: coalesce(ids),
+    lambda ids: EdgeIndex(ids, sparse_size=(8, 8)).sort_by("col")[0].as_tensor(),
+    lambda ids: Data(edge_index=ids, num_nodes=8).subgraph(torch.arange(4)).edge_index,
+    lambda ids: Batch.from_data_list([Data(edge_index=ids, num_nodes=8)] * 2).edge_index,
+    lambda ids: torch.sparse_coo_tensor(ids, torch.ones(ids.size(1)), (8, 8)).to_dense(),
+    lambda ids: torch.from_dlpack(ids),
+    lambda ids: torch.add(ids, 1, out=torch.empty(0, dtype=torch.long)),
+    lambda ids: ids.new_ones(2) + ids.max(),
+    lambda ids: ids == ids.flip(0),
     lambda ids: pickle.loads(pickle.dumps(ids)),
     lambda ids: copy.deepcopy(ids),
     lambda ids: torch.vmap(lambda row: row.sum())(ids),
