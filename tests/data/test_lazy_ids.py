@@ -9,7 +9,7 @@ from typing import Any
 import lightning as L
 import pytest
 import torch
-from common import CLASSES, UserModule, awkward_graph, build, quiet_trainer
+from common import CLASSES, UserModule, awkward_graph, build, examples, quiet_trainer
 from hypothesis import given
 from hypothesis import strategies as st
 from torch_geometric import EdgeIndex
@@ -54,6 +54,7 @@ def ids() -> LazyIds:
     return LazyIds(torch.tensor([[0, 1, 2, 7], [1, 1, 0, 3]], dtype=torch.int32), "edge_index")
 
 
+@examples(50)
 @given(st.sampled_from(OPERATIONS), st.lists(st.tuples(st.integers(0, 7), st.integers(0, 7)), min_size=1))
 def test_whatever_reads_them_gets_what_pyg_has(operation, edges):
     plain = torch.tensor(edges).t().contiguous()
