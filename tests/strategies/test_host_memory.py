@@ -292,14 +292,16 @@ def test_what_is_not_written_yet_takes_no_place(pager):
     pager._leave()
     assert pager.bytes_written == 0 and pager._in_memory == 0 and not of_the_file(pager, tensor)
     tensor.fill_(2)
+    assert pager._in_memory > 3 << 20
     pager._leave()
     assert pager.bytes_written > 3 << 20 and of_the_file(pager, tensor) and bool((tensor == 2).all())
 
 
 def test_what_loops_have_written_to_is_moved(pager):
     tensor = torch.empty(1 << 20)
+    array = tensor.numpy()
     pager._leave()
-    tensor.numpy()[1 << 19] = 3  # by no op of torch's
+    array[1 << 19] = 3  # by no op of torch's
     pager._leave()
     assert of_the_file(pager, tensor) and tensor[1 << 19] == 3
 
