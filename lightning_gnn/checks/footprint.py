@@ -28,7 +28,7 @@ from lightning_gnn.checks.stand_ins import QuietTrainer, aside, copied, of_ranks
 from lightning_gnn.comm.group import World
 from lightning_gnn.comm.in_process import InProcessWorld, Meeting
 from lightning_gnn.comm.traffic import Meter
-from lightning_gnn.data.lazy_ids import LazyIds, stored_ids
+from lightning_gnn.data.lazy_ids import stored_ids
 from lightning_gnn.data.shards import Cut, Shard, split_graph
 from lightning_gnn.data.sources import counted_mask
 from lightning_gnn.kernels.run import in_place_of
@@ -241,9 +241,8 @@ def memory_of(*objects: Any) -> dict[int, int]:
         if id(each) in seen or isinstance(each, (str, int, float, type, ModuleType, World)):
             continue
         seen.add(id(each))
-        if isinstance(each, LazyIds):
-            left.append(each.ids)
-        elif isinstance(each, Tensor):
+        if isinstance(each, Tensor):
+            each = stored_ids(each)
             place = each.untyped_storage().data_ptr()
             found[place] = max(found.get(place, 0), each.nbytes)  # of a file that is mapped, this part of it
             left.append(each.grad if each.is_leaf else None)

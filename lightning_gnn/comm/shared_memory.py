@@ -212,12 +212,11 @@ class SharedMemory:
         """
         box = self._outboxes[self._current]
         for peer, number in box.waits_for.items():
-            self._wait(peer, lambda peer=peer, number=number: self._tables[peer][self.rank, _TAKEN] >= number)  # type: ignore[misc]
+            self._wait(peer, lambda peer=peer, number=number: self._has_taken(peer, number))  # type: ignore[misc]
         box.waits_for = {}
         other = self._outboxes[1 - self._current]
-        if other.segment is not None and all(
-            self._tables[peer][self.rank, _TAKEN] >= number for peer, number in other.waits_for.items()
-        ):
+        taken = self._folder is not None and all(self._has_taken(*each) for each in other.waits_for.items())
+        if taken and other.segment is not None:
             other.segment.give_up()
         if box.segment is None or box.segment.size < num_bytes:
             if box.segment is not None:
@@ -239,7 +238,7 @@ class SharedMemory:
             self._sent[peer] += 1
             row = self._tables[self.rank][peer]
             # The receiver of the one before has its fields still to read.
-            self._wait(peer, lambda peer=peer: self._tables[peer][self.rank, _TAKEN] >= self._sent[peer] - 1)  # type: ignore[misc]
+            self._wait(peer, lambda peer=peer: self._has_taken(peer, self._sent[peer] - 1))  # type: ignore[misc]
             row[_BUFFER : _MARK + 1] = (self._current, box.generation, box.segment.fd, offset, num_bytes, mark)
             row[_POSTED] = self._sent[peer]
             box.waits_for[peer] = self._sent[peer]
@@ -333,6 +332,10 @@ class SharedMemory:
                         raise PeerError(peer, f"nothing from rank {peer} for {now - began:.1f} s", astray=True)
         self.waited_s += time.perf_counter() - began
 
+    def _has_taken(self, peer: int, number: int) -> bool:
+        """Returns whether a peer has accepted this rank's message of that number."""
+        return bool(self._tables[peer][self.rank, _TAKEN] >= number)
+
     def _is_gone(self, peer: int) -> bool:
         return bool(self._tables[peer][self.rank, _CLOSED]) or exit_status(self._pids[peer]) is not None
 
@@ -343,7 +346,7 @@ class SharedMemory:
         deadline = time.perf_counter() + min(5.0, self._watch.deadline_s)
         for box in self._outboxes:
             for peer, number in box.waits_for.items():
-                while self._tables[peer][self.rank, _TAKEN] < number and time.perf_counter() < deadline:
+                while not self._has_taken(peer, number) and time.perf_counter() < deadline:
                     if self._is_gone(peer):
                         break
                     time.sleep(_SLEEP_S)

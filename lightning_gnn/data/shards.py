@@ -322,7 +322,7 @@ class Cut:
                 into[name] = self.in_batches(name, value[rows]) if with_edges else value[rows]
             if isinstance(kind, str):
                 into.n_id = self.ids_of(kind, rows)
-            elif with_edges:
+            else:
                 into.e_id = lazy_ids(self.e_id[types.place(kind)][rows], "e_id")
         holders = None
         if with_edges:

@@ -46,18 +46,15 @@ class CSR:
         Raises:
             ValueError: ids outside the matrix, or more columns than int32 counts.
         """
-        if num_cols > _INT32_MAX:
-            raise ValueError(f"A matrix of {num_cols} columns needs ids beyond int32; split the graph into more parts.")
+        _check_columns(num_cols)
         _check(row, num_rows, "rows")
         _check(col, num_cols, "columns")
         if bool((row[1:] >= row[:-1]).all()):
-            counts = torch.bincount(row, minlength=num_rows)
-            return cls(torch.cat([counts.new_zeros(1), counts.cumsum(0)]), col.int(), None, num_cols)
+            return cls(_indptr(row, num_rows), col.int(), None, num_cols)
         if row.device.type == "cpu":
             indptr, order = map(torch.from_numpy, loops.counting_sort(row.contiguous().numpy(), num_rows))
         else:
-            counts = torch.bincount(row, minlength=num_rows)
-            indptr, order = torch.cat([counts.new_zeros(1), counts.cumsum(0)]), torch.argsort(row, stable=True)
+            indptr, order = _indptr(row, num_rows), torch.argsort(row, stable=True)
         return cls(indptr, col[order].int(), _short(order), num_cols)
 
     @classmethod
@@ -83,12 +80,13 @@ class CSR:
                 matrix with as many rows as first columns, not `in_list`.
 
         Raises:
-            ValueError: ids outside the matrix.
+            ValueError: ids outside the matrix, or more columns of a half than int32 counts.
         """
-        _check(row, num_rows, "rows")
-        _check(col, num_first + num_last, "columns")
         if row.device.type != "cpu":
             return cls._halves_by_torch(row, col, num_rows, num_first, num_last, in_list, self_loops)
+        _check_columns(max(num_first, num_last))
+        _check(row, num_rows, "rows")
+        _check(col, num_first + num_last, "columns")
         source, target = col.contiguous().numpy(), row.contiguous().numpy()
         indptrs = [torch.zeros(num_rows + 1, dtype=torch.long) for _ in range(2)]
         loops.count_halves(source, target, num_first, self_loops, *(each.numpy() for each in indptrs))
@@ -110,6 +108,11 @@ class CSR:
         if self_loops:
             kept, own = (row != col).nonzero().view(-1), torch.arange(num_first, dtype=row.dtype, device=row.device)
             row, col = torch.cat([row[kept], own]), torch.cat([col[kept], own])
+
+        if not num_last:  # nothing is chosen, so nothing is copied
+            first, none = cls.from_coo(row, col, num_rows, num_first), col[:0]
+            last = cls.from_coo(none, none, num_rows, 0)
+            return (first, last.in_list(none)) if in_list else (first.of_slots(), last)
 
         def half(where: Tensor, first: int, columns: int) -> CSR:
             ids = where.nonzero().view(-1)
@@ -210,9 +213,7 @@ class CSR:
             made = CSR.from_coo(self.indices, self.row_of_slot(), self.num_cols, self.num_rows)
             return made if in_list else made.of_slots()
         # Torch allocates, so that what counts its tensors knows of these.
-        indptr = torch.zeros(self.num_cols + 1, dtype=torch.long)
-        loops.count_columns(self.indices.numpy(), indptr.numpy())
-        torch.cumsum(indptr, 0, out=indptr)
+        indptr = _indptr(self.indices, self.num_cols)
         rows = torch.empty(self.num_edges, dtype=torch.int32)
         slots = torch.empty(self.num_edges if in_list else 0, dtype=_id_dtype(self.num_edges))
         filled = indptr[:-1].clone().numpy(), rows.numpy(), slots.numpy()
@@ -262,6 +263,17 @@ def even_ranges(indptr: Tensor, count: int) -> list[tuple[int, int]]:
     cost = indptr.numpy() + np.arange(len(indptr))
     bounds = np.searchsorted(cost, np.linspace(0, cost[-1], count + 1))
     return [(int(low), int(high)) for low, high in pairwise(bounds) if high > low]
+
+
+def _indptr(rows: Tensor, num_rows: int) -> Tensor:
+    """Returns where the edges of each row begin, and the end, int64 ``[R + 1]``."""
+    counts = torch.bincount(rows, minlength=num_rows)
+    return torch.cat([counts.new_zeros(1), counts.cumsum(0)])
+
+
+def _check_columns(num_cols: int) -> None:
+    if num_cols > _INT32_MAX:
+        raise ValueError(f"A matrix of {num_cols} columns needs ids beyond int32; split the graph into more parts.")
 
 
 def _check(ids: Tensor, size: int, name: str) -> None:

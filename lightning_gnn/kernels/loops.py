@@ -644,13 +644,6 @@ def fill_halves(source, target, num_owned, loops, listed, owned, owned_col, owne
 
 
 @loop
-def count_columns(indices, counts):
-    """Adds the slots of each column to ``counts[column + 1]``."""
-    for col in indices:
-        counts[col + 1] += 1
-
-
-@loop
 def transpose(indptr, indices, listed, free, rows, slots):
     """Writes a matrix's transpose, in the order of its slots: `rows` of these, and if `listed` the `slots`; `free` is where each
     column has room."""
