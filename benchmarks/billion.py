@@ -128,7 +128,8 @@ def write(
 
 
 class Peak:
-    """The most memory that a process and those that it started had at once, in bytes; looked at ten times a second."""
+    """The most memory that a process and those that it started had at once, in bytes; looked at ten times a second, more seldom
+    where a look takes longer than 5 ms: the kernel walks through all pages, and the process waits."""
 
     def __init__(self, process: psutil.Process) -> None:
         self.own = self.in_all = 0
@@ -136,13 +137,15 @@ class Peak:
         self._thread = threading.Thread(target=self._watch)
 
     def _watch(self) -> None:
-        while not self._over.wait(0.1):
-            own = in_all = 0
+        took = 0.0
+        while not self._over.wait(max(0.1, 20 * took)):
+            began, own, in_all = time.perf_counter(), 0, 0
             try:
                 for each in (self._process, *self._process.children(recursive=True)):
                     own, in_all = own + own_bytes(each.pid), in_all + each.memory_info().rss
             except (psutil.Error, OSError):
                 continue
+            took = time.perf_counter() - began
             self.own, self.in_all = max(self.own, own), max(self.in_all, in_all)
 
     @classmethod

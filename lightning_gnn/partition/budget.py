@@ -134,9 +134,9 @@ class Levels:
         filled, alone = ends.copy(), np.count_nonzero(ends == 0)
         for _, source, target in edge_pieces(edge_index):
             _gather(source, target, of, size, ends, filled, most_nodes, most_ends)
-        waiting = np.full(num_nodes, -1, np.int32)
+        waiting, waits = np.full(num_nodes, -1, np.int32), np.zeros(num_nodes, np.bool_)
         for _, source, target in edge_pieces(edge_index):
-            _gather_single(source, target, of, size, ends, filled, most_nodes, most_ends, waiting)
+            _gather_single(source, target, of, size, ends, filled, most_nodes, most_ends, waiting, waits)
         pairs = cls._count_pairs(edge_index, of, np.zeros(num_nodes, np.int32))
         return int(np.count_nonzero(size) - alone), pairs
 
@@ -374,17 +374,19 @@ def _gather(source, target, of, size, ends, filled, most_nodes, most_ends):  # t
 
 
 @compiled
-def _gather_single(source, target, of, size, ends, filled, most_nodes, most_ends, waiting):  # type: ignore[no-untyped-def]
-    """Unites nodes that are left alone and have a neighbouring cluster in common."""
+def _gather_single(  # type: ignore[no-untyped-def]
+    source, target, of, size, ends, filled, most_nodes, most_ends, waiting, waits
+):
+    """Unites nodes that are left alone and have a neighbouring cluster in common: each joins one that waits there, or waits."""
     for edge in range(len(source)):
         ask_for_clusters(size, waiting, of, source, target, edge)
         node, other = source[edge], target[edge]
         for _ in range(2):
             own, beside = of[node], of[other]
-            if size[own] == 1 and own != beside:
+            if size[own] == 1 and own != beside and not waits[node]:
                 found = waiting[beside]
                 if found < 0 or not _join(node, found, of, size, ends, filled, most_nodes, most_ends):
-                    waiting[beside] = own
+                    waiting[beside], waits[node] = own, True
             node, other = other, node
 
 

@@ -63,6 +63,10 @@ METHODS = (
 )
 """Names of ways to assign nodes, see :func:`assign_nodes`."""
 
+CYCLES, WELL_CLUSTERED = 2, 0.9
+"""How often ``"streaming"`` clusters, cuts and moves nodes: again if moves left less than this share of the edges that were cut,
+as where clusters had nodes of several communities. The better is kept."""
+
 Cut = Callable[[Adjacency, NDArray[np.int64], Groups], NDArray[np.int32]]
 """Of a group's part of a graph, the ids ``[n]`` of its nodes in the whole, and the group: which member each node goes to."""
 
@@ -142,8 +146,8 @@ def assign_nodes(
         if blocks is None:
             graph = Adjacency.of(edge_index, num_nodes)
             blocks = RowBlocks(((graph.indptr, graph.indices),))
-        in_degree = in_degrees(edge_index, num_nodes)
-        weights = np.stack([np.ones_like(in_degree), in_degree], 1).astype(np.int32)
+        weights = np.ones((num_nodes, 2), np.int32)
+        weights[:, 1] = in_degrees(edge_index, num_nodes)
         candidates = streaming_candidates(blocks, weights, groups or tuple(range(num_parts)), seed)
     else:
         balanced = shares(edge_index, num_nodes, masks, edge_masks, node_type) if method == "metis_masks" else None
@@ -347,7 +351,7 @@ def streaming_candidates(
     `SHARE_BOUND`; or the mean, rounded up, or the heaviest node, if more. Where that could not be kept, the name says so.
 
     Args:
-        blocks: the graph, read up to thirteen times for the first candidate and six for the second.
+        blocks: the graph, read up to fourteen times in each of `CYCLES` for a candidate.
         weights: int32 ``[N, W]``: ones, in-degrees, and what else is balanced.
         groups: parts, by machines.
         seed: of ties and of METIS.
@@ -359,16 +363,24 @@ def streaming_candidates(
     machine = np.zeros(len(parts), np.int64)
     for number, each in enumerate(groups):
         machine[devices(each)] = 0 if isinstance(each, int) else number
-    cluster, coarse = cluster_graph(blocks, weights, len(parts), seed)
-    by_cluster = np.stack([np.bincount(cluster, each, coarse.num_nodes) for each in weights.T], 1).astype(np.int64)
-    mean, heaviest = by_cluster.sum(0) / len(parts), weights.max(0, initial=0)
+    mean, heaviest = weights.sum(0, np.int64) / len(parts), weights.max(0, initial=0)
     for bound in EDGE_BOUNDS:
         bounds = np.array([max(bound, 1.1), bound, *[SHARE_BOUND] * (weights.shape[1] - 2)])
         most = np.maximum(np.maximum(np.floor(bounds * mean), np.ceil(mean)), np.maximum(heaviest, 1)).astype(np.int64)
-        part = _cut_within(bounds, coarse, groups, by_cluster, seed)[cluster]
-        load = refine_parts(blocks, part, weights, most, machine, seed)
-        over = "" if (load <= most).all() else ", not kept"
-        yield f"nodes and edges within {bound}{over}", part
+        part, kept, best = None, np.empty(0, np.int32), (True, np.inf)
+        for _ in range(CYCLES):
+            cluster, coarse = cluster_graph(blocks, weights, len(parts), seed, part)
+            by_cluster = np.stack([np.bincount(cluster, each, coarse.num_nodes) for each in weights.T], 1).astype(
+                np.int64
+            )
+            part = _cut_within(bounds, coarse, groups, by_cluster, seed)[cluster]
+            del cluster, coarse, by_cluster
+            found = refine_parts(blocks, part, weights, most, machine, seed)
+            if (found.over(most), found.after) < best:
+                kept, best = part, (found.over(most), found.after)
+            if found.after > WELL_CLUSTERED * found.before:
+                break
+        yield f"nodes and edges within {bound}{', not kept' if best[0] else ''}", kept
 
 
 def kaminpar_candidates(

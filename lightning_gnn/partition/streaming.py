@@ -2,7 +2,8 @@
 
 Semi-external multilevel partitioning (Akhremtsev, Sanders and Schulz, arXiv:1404.4887): clusters by size-constrained label
 propagation over the stream; METIS on the graph of clusters, which is small; then passes in which single nodes move between parts
-where that cuts fewer edges and keeps to the bounds. Buffered one-pass methods (HeiStream, arXiv:2102.09384; CUTTANA,
+where that cuts fewer edges and keeps to the bounds; all of it once more with clusters inside these parts (iterated, as the paper's
+V-cycles) where moves had much to mend. Buffered one-pass methods (HeiStream, arXiv:2102.09384; CUTTANA,
 arXiv:2312.08356) place a node for good by what has been read so far; these passes see the whole graph.
 
 N nodes, E entries of rows, P parts, C clusters, W weights that are balanced.
@@ -91,8 +92,30 @@ def _side_by_side(pieces: list[Any], indptr: NDArray[np.int64]) -> tuple[NDArray
     return indptr, indices
 
 
+@dataclass(frozen=True)
+class Refined:
+    """What moves have led to.
+
+    Attributes:
+        load: the parts' weights, int64 ``[P, W]``.
+        before, after: entries between parts, two for each between machines.
+    """
+
+    load: NDArray[np.int64]
+    before: int
+    after: int
+
+    def over(self, most: NDArray[np.int64]) -> bool:
+        """Returns whether a part has more than `most`, ``[W]``."""
+        return bool((self.load > most).any())
+
+
 def cluster_graph(
-    blocks: Blocks, weights: NDArray[np.int32], num_parts: int, seed: int = 0
+    blocks: Blocks,
+    weights: NDArray[np.int32],
+    num_parts: int,
+    seed: int = 0,
+    part: NDArray[np.int32] | None = None,
 ) -> tuple[NDArray[np.int32], Adjacency]:
     """Returns the cluster of each node, int32 ``[N]``, and the graph of clusters with the number of edges between them.
 
@@ -101,21 +124,22 @@ def cluster_graph(
         weights: int32 ``[N, W]``; no cluster of several nodes has more of one than its share of a part.
         num_parts: P.
         seed: of ties.
+        part: int32 ``[N]``; clusters lie inside these parts.
     """
-    num_nodes = blocks.num_nodes
+    num_nodes, inside = blocks.num_nodes, np.empty(0, np.int32) if part is None else part
     most = np.clip(weights.sum(0, np.int64) // (num_parts * CLUSTERS_PER_PART), 1, np.iinfo(np.int32).max)
     cluster, load = np.arange(num_nodes, dtype=np.int32), weights.copy()
     counts = np.zeros(num_nodes, np.int32)
     for step in range(CLUSTER_PASSES):
         moved = 0
         for first, indptr, indices in blocks:
-            moved += _propagate(first, indptr, indices, cluster, load, weights, most, counts, seed + step)
+            moved += _propagate(first, indptr, indices, cluster, inside, load, weights, most, counts, seed + step)
         if moved <= num_nodes // 1000:
             break
     # Single nodes whose neighbours' clusters are full join others that wanted the same one, as KaMinPar's do (two hops).
     waiting = np.full(num_nodes + 1, -1, np.int32)
     for first, indptr, indices in blocks:
-        _join(first, indptr, indices, cluster, load, weights, most, counts, waiting, seed)
+        _join(first, indptr, indices, cluster, inside, load, weights, most, counts, waiting, seed)
     num_clusters = _renumber(cluster, counts)
     del load, waiting, counts
     pairs = PairCounts(most_pairs(num_nodes))
@@ -136,8 +160,8 @@ def refine_parts(
     most: NDArray[np.int64],
     machine: NDArray[np.integer],
     seed: int = 0,
-) -> NDArray[np.int64]:
-    """Moves nodes to where most of their neighbours are, in place; returns the parts' weights, int64 ``[P, W]``.
+) -> Refined:
+    """Moves nodes to where most of their neighbours are, in place.
 
     No part gets above `most`. What is above it when the passes begin is moved away, at first where that costs no edge and then at
     any price, to parts that have room; what finds none stays.
@@ -149,17 +173,19 @@ def refine_parts(
         machine: of each part, ``[P]``: a neighbour in another part of the same one counts for a half.
     """
     load = np.stack([np.bincount(part, each, len(machine)) for each in weights.T], 1).astype(np.int64)
-    shared = len(np.unique(machine)) > 1
+    shared, gained = len(np.unique(machine)) > 1, 0
+    before = sum(_cost(first, indptr, indices, part, machine) for first, indptr, indices in blocks)
     for step in range(REFINE_PASSES + 2):
         force = step >= REFINE_PASSES
         if force and (load <= most).all():
             break
         moved = 0
         for first, indptr, indices in blocks:
-            moved += _move(first, indptr, indices, part, load, weights, most, machine, shared, force, seed + step)
+            here = _move(first, indptr, indices, part, load, weights, most, machine, shared, force, seed + step)
+            moved, gained = moved + here[0], gained + here[1]
         if not force and moved <= blocks.num_nodes // 1000 and (load <= most).all():
             break
-    return load
+    return Refined(load, before, before - 2 * gained)
 
 
 class PairCounts:
@@ -195,7 +221,7 @@ class PairCounts:
         keys, counts = self.keys[there], self.counts[there]
         least = np.partition(counts, len(counts) - self.kept)[len(counts) - self.kept]
         kept = counts > least
-        kept[np.flatnonzero(counts == least)[: self.kept - np.count_nonzero(kept)]] = True
+        _keep_ties(counts, least, self.kept - np.count_nonzero(kept), kept)
         self.keys.fill(-1)
         self.counts.fill(0)
         _insert(keys[kept], counts[kept], self.keys, self.counts)
@@ -235,8 +261,9 @@ def _fits(load, group, weights, node, most):  # type: ignore[no-untyped-def]
 
 
 @compiled
-def _propagate(first, indptr, indices, cluster, load, weights, most, counts, seed):  # type: ignore[no-untyped-def]
-    """Moves each node of a block to the cluster of most of its neighbours that has room; returns how many moved."""
+def _propagate(first, indptr, indices, cluster, inside, load, weights, most, counts, seed):  # type: ignore[no-untyped-def]
+    """Moves each node of a block to the cluster of most of its neighbours that has room, `inside` its part if there are any; returns
+    how many moved."""
     moved, last = 0, len(indices) - 1
     for row in range(len(indptr) - 1):
         node = first + row
@@ -256,6 +283,8 @@ def _propagate(first, indptr, indices, cluster, load, weights, most, counts, see
             edges = counts[there]
             if edges:
                 counts[there] = 0
+                if len(inside) and inside[there] != inside[node]:  # clusters are called after one of their part's nodes
+                    continue
                 better = edges > most_edges
                 if edges == most_edges == 1:  # the larger grows: else clusters stay small where all counts are
                     size, other = load[there, 0], load[best, 0] - (best == own)
@@ -274,7 +303,7 @@ def _propagate(first, indptr, indices, cluster, load, weights, most, counts, see
 
 
 @compiled
-def _join(first, indptr, indices, cluster, load, weights, most, counts, waiting, seed):  # type: ignore[no-untyped-def]
+def _join(first, indptr, indices, cluster, inside, load, weights, most, counts, waiting, seed):  # type: ignore[no-untyped-def]
     """Gives single nodes to a cluster of others whose favourite is the same; the last entry of `waiting` is of isolated nodes."""
     for row in range(len(indptr) - 1):
         node = first + row
@@ -294,10 +323,13 @@ def _join(first, indptr, indices, cluster, load, weights, most, counts, waiting,
             edges = counts[there]
             if edges:
                 counts[there] = 0
+                if len(inside) and inside[there] != inside[node]:
+                    continue
                 if edges > most_edges or (edges == most_edges and mix(there ^ salt) < mix(favourite ^ salt)):
                     favourite, most_edges = there, edges
         open_one = waiting[favourite]
-        if open_one >= 0 and open_one != own and _fits(load, open_one, weights, node, most):
+        fits = open_one >= 0 and open_one != own and _fits(load, open_one, weights, node, most)
+        if fits and (not len(inside) or inside[open_one] == inside[node]):  # isolated nodes have a favourite in common
             cluster[node] = open_one
             for each in range(len(most)):
                 load[own, each] -= weights[node, each]
@@ -341,13 +373,24 @@ def _count_pairs(first, row, indptr, indices, cluster, keys, counts, used, capac
                 while keys[slot] != key and keys[slot] >= 0:
                     slot = (slot + np.uint64(1)) & mask
                 if keys[slot] < 0:
-                    if used > capacity and used + 1 >= len(keys):
+                    if used > capacity and 8 * used >= 7 * len(keys):
                         continue  # a row of more pairs than there is room for
                     keys[slot] = key
                     used += 1
                 counts[slot] += 1
         row += 1
     return row, used
+
+
+@compiled
+def _keep_ties(counts, least, room, kept):  # type: ignore[no-untyped-def]
+    """Keeps so many of those that count `least`, evenly over the table: where ties gather, searches for a free slot do not end."""
+    ties, seen, taken = np.count_nonzero(counts == least), 0, 0
+    for place in range(len(counts)):
+        if counts[place] == least:
+            seen += 1
+            if seen * room // ties > taken:
+                kept[place], taken = True, taken + 1
 
 
 @compiled
@@ -371,11 +414,25 @@ def _fill(one, other, counts, free, indices, weights):  # type: ignore[no-untype
 
 
 @compiled
+def _cost(first, indptr, indices, part, machine):  # type: ignore[no-untyped-def]
+    """Counts a block's entries between parts, twice those between machines, or all if there is one."""
+    cost, last, shared = 0, len(indices) - 1, machine.min() != machine.max()
+    for row in range(len(indptr) - 1):
+        own = part[first + row]
+        for place in range(indptr[row], indptr[row + 1]):
+            prefetch(part, indices[min(place + AHEAD, last)])
+            there = part[indices[place]]
+            if there != own:
+                cost += 1 if shared and machine[there] == machine[own] else 2
+    return cost
+
+
+@compiled
 def _move(  # type: ignore[no-untyped-def]
     first, indptr, indices, part, load, weights, most, machine, shared, force, seed
 ):
-    """Moves nodes of a block between parts; returns how many."""
-    num_parts, num_weights, moved, last = len(load), len(most), 0, len(indices) - 1
+    """Moves nodes of a block between parts; returns how many, and how much less their own entries cost (:func:`_cost`)."""
+    num_parts, num_weights, moved, gained, last = len(load), len(most), 0, 0, len(indices) - 1
     edges, around = np.zeros(num_parts, np.int64), np.zeros(num_parts, np.int64)
     for row in range(len(indptr) - 1):
         node = first + row
@@ -427,5 +484,5 @@ def _move(  # type: ignore[no-untyped-def]
             for each in range(num_weights):
                 load[own, each] -= weights[node, each]
                 load[best, each] += weights[node, each]
-            moved += 1
-    return moved
+            moved, gained = moved + 1, gained + best_score - stays
+    return moved, gained

@@ -113,6 +113,23 @@ def test_the_heaviest_pairs_stay_when_the_table_is_full():
         assert graph.weights[row][graph.indices[row] == node + 1] >= 100
 
 
+def test_pairs_that_stay_lie_evenly_in_the_table():
+    """Of pairs that all count one. Where they gathered, a search for a free slot took as long as the table is."""
+    pairs, rng = PairCounts(500), np.random.default_rng(0)
+    for _ in range(30):
+        edges = rng.integers(0, 100_000, (2, 900))
+        pairs.add(0, *csr(edges, 100_000, 0), np.arange(100_000, dtype=np.int32))
+    assert pairs.counts.max() <= 2 and pairs.used <= 1000 + 10
+    filled = (pairs.keys >= 0).reshape(8, -1).mean(1)
+    assert filled.max() < 1.3 * filled.mean(), filled
+
+
+def test_a_row_of_more_pairs_than_the_table_has_room_for():
+    pairs, neighbours = PairCounts(100), np.arange(1, 100_000)
+    pairs.add(0, np.array([0, len(neighbours)]), neighbours, np.arange(100_000, dtype=np.int32))
+    assert pairs.used == 100 and pairs.capacity == 200 and len(pairs.graph(100_000).indices) == 200
+
+
 def test_communities_are_found():
     """As well as METIS does it, also where the pairs of clusters do not all fit."""
     graph = planted_partition(20_000, 20.0, num_features=1, num_classes=16)
@@ -153,8 +170,9 @@ def test_a_neighbour_on_the_same_machine_counts_for_a_half():
     blocks, weights = RowBlocks((csr(near, 11, 1),)), np.ones((11, 1), np.int32)
     for machine, expected in (((0, 0, 1), 0), ((0, 0, 0), 2)):
         moved = part.copy()
-        load = refine_parts(blocks, moved, weights, np.array([100]), np.array(machine))
-        assert moved[0] == expected and load[:, 0].tolist() == np.bincount(moved, minlength=3).tolist()
+        found = refine_parts(blocks, moved, weights, np.array([100]), np.array(machine))
+        assert moved[0] == expected and found.load[:, 0].tolist() == np.bincount(moved, minlength=3).tolist()
+        assert (found.before, found.after) == ((22, 22) if any(machine) else (28, 24))
 
 
 def test_memory_does_not_grow_with_edges(tmp_path):
