@@ -2,9 +2,9 @@
 
 Semi-external multilevel partitioning (Akhremtsev, Sanders and Schulz, arXiv:1404.4887): clusters by size-constrained label
 propagation over the stream; METIS on the graph of clusters, which is small; then passes in which single nodes move between parts
-where that cuts fewer edges and keeps to the bounds; all of it once more with clusters inside these parts (iterated, as the paper's
-V-cycles) where moves had much to mend. Buffered one-pass methods (HeiStream, arXiv:2102.09384; CUTTANA,
-arXiv:2312.08356) place a node for good by what has been read so far; these passes see the whole graph.
+where that cuts fewer edges and keeps to the bounds; all of it once more, with clusters inside these parts (the paper's V-cycles),
+where moves had much to mend. Buffered one-pass methods (HeiStream, arXiv:2102.09384; CUTTANA, arXiv:2312.08356) place a
+node for good by what has been read so far; these passes see the whole graph.
 
 N nodes, E entries of rows, P parts, C clusters, W weights that are balanced.
 """
@@ -262,8 +262,8 @@ def _fits(load, group, weights, node, most):  # type: ignore[no-untyped-def]
 
 @compiled
 def _propagate(first, indptr, indices, cluster, inside, load, weights, most, counts, seed):  # type: ignore[no-untyped-def]
-    """Moves each node of a block to the cluster of most of its neighbours that has room, `inside` its part if there are any; returns
-    how many moved."""
+    """Moves each node of a block to the cluster of most of its neighbours that has room, in the same part of `inside` if that is
+    not empty; returns how many moved."""
     moved, last = 0, len(indices) - 1
     for row in range(len(indptr) - 1):
         node = first + row
@@ -384,7 +384,7 @@ def _count_pairs(first, row, indptr, indices, cluster, keys, counts, used, capac
 
 @compiled
 def _keep_ties(counts, least, room, kept):  # type: ignore[no-untyped-def]
-    """Keeps so many of those that count `least`, evenly over the table: where ties gather, searches for a free slot do not end."""
+    """Keeps `room` of those that count `least`, evenly over the table: where they gather, searches for a free slot do not end."""
     ties, seen, taken = np.count_nonzero(counts == least), 0, 0
     for place in range(len(counts)):
         if counts[place] == least:
