@@ -221,15 +221,15 @@ def _kaminpar(levels: Levels, compressed: bool) -> float:
 
 def _streaming(levels: Levels, num_parts: int, in_files: bool) -> float:
     """Returns the bytes of ``"streaming"``: the graph, if not `in_files`, and arrays of nodes; beside them clusters, or the table
-    of pairs, or METIS, which keeps all the pairs, two entries of 16 bytes, at each of its levels: it halves the clusters until 30
-    are left for each part. Where label propagation has moved nodes five times, fewer clusters and pairs are left than here.
+    of pairs, or METIS, which keeps all the pairs it gets, two entries of 16 bytes, at each of its levels: it halves the clusters
+    until 30 are left for each part. Where label propagation has moved nodes five times, fewer pairs are left than here.
     """
     num_nodes, kept, pairs = levels.nodes[0], streaming.most_pairs(int(levels.nodes[0])), levels.pairs / 1.2
-    table = 12 * streaming.PairCounts.slots(kept) + 24 * min(pairs, 2 * kept)
-    halvings = 0.88 * np.log2(max(2, levels.clusters / (30 * num_parts)))
+    table = 12 * streaming.PairCounts.slots(kept) + 24 * min(pairs, streaming.PairCounts.ROOM * kept)
+    halvings = 0.94 * np.log2(max(2, levels.clusters / (30 * num_parts)))
     metis = min(pairs, kept) * (16 + 32 * halvings)
-    graph = 0 if in_files else 4 * levels.entries[0]
-    return graph + max(44 * num_nodes + 4 * streaming.ENTRIES, 28 * num_nodes + table, 36 * num_nodes + metis)
+    graph = 0 if in_files else 4 * levels.entries[0] + 8 * num_nodes
+    return graph + max(38 * num_nodes + 4 * streaming.ENTRIES, 28 * num_nodes + table, 32 * num_nodes + metis)
 
 
 def most_seconds(method: str, num_nodes: int, num_edges: int, num_parts: int) -> float | None:

@@ -29,8 +29,8 @@ CLUSTERS_PER_PART = 128
 CLUSTER_PASSES, REFINE_PASSES = 5, 4
 """Over the whole stream; those of refinement end when one moves fewer than 0.1 % of the nodes."""
 
-PAIRS_PER_NODE, LEAST_PAIRS = 0.375, 3 << 16
-"""Pairs of neighbouring clusters that METIS gets, the heaviest: it takes 80 to 200 bytes for each."""
+PAIRS_PER_NODE, LEAST_PAIRS = 3 / 16, 3 << 15
+"""Pairs of neighbouring clusters that METIS gets, the heaviest: it takes 80 to 260 bytes for each."""
 
 ENTRIES = 1 << 20
 """Of a block: what is read at once."""
@@ -191,19 +191,21 @@ def refine_parts(
 class PairCounts:
     """How many edges lie between clusters, of the heaviest pairs, in a table of fixed size.
 
-    When the table is full, the lightest half goes: what is counted later of these begins anew. So it has room for twice as many
+    When the table is full, the lightest go: what is counted later of these begins anew. So it has room for `ROOM` times as many
     as are `kept` in the end.
     """
+
+    ROOM = 4
 
     def __init__(self, kept: int) -> None:
         self.keys = np.full(self.slots(kept), -1, np.int64)
         self.counts = np.zeros(len(self.keys), np.int32)
-        self.kept, self.capacity, self.used = kept, 2 * kept, 0
+        self.kept, self.capacity, self.used = kept, self.ROOM * kept, 0
 
-    @staticmethod
-    def slots(kept: int) -> int:
+    @classmethod
+    def slots(cls, kept: int) -> int:
         """Returns the size of the table, a power of two, of which at most three quarters are in use."""
-        return 1 << (kept * 8 // 3 - 1).bit_length()
+        return 1 << (cls.ROOM * kept * 4 // 3 - 1).bit_length()
 
     def add(
         self, first: int, indptr: NDArray[np.int64], indices: NDArray[np.integer], cluster: NDArray[np.int32]
