@@ -1,8 +1,8 @@
-"""Partitioners of nodes beside each other: cut, halo, balance, CPU seconds and memory.
+"""Partitioners of nodes beside each other: cut, halo, rows of covers, balance, CPU seconds and memory.
 
     python benchmarks/partitioners.py [--graphs cnr-2000 planted-2 ...] [--methods metis kaminpar ...] [--parts 8] [--json FILE]
 
-Graphs are those of ``cover.py``; ``planted-M``: planted partitions of about M million directed edges, ``planted-M-D`` of D per
+Graphs are those of ``cover.py``, ``all`` of them; ``planted-M``: planted partitions of about M million directed edges, ``planted-M-D`` of D per
 node (20); ``common-N``: the common benchmark graph with N nodes; ``rmat-M-D``: R-MAT of M million edges, D per node, skewed and
 without structure. Each method runs in a process of its own, after a run on a small
 graph that loads and compiles what it needs. Bytes are what the process then takes beside the edges at its peak; *predicted* is
@@ -23,12 +23,13 @@ from typing import Any
 
 import numpy as np
 from common import SHARED, PeakMemory, report, run_row
-from cover import edges_of
+from cover import GRAPHS, edges_of, rows_sent
 
 from lightning_gnn.data.synthetic import planted_partition
 from lightning_gnn.partition import edge_cut
 from lightning_gnn.partition.adjacency import Adjacency
 from lightning_gnn.partition.budget import COSTS, predictions
+from lightning_gnn.partition.cover import cover_edges
 from lightning_gnn.partition.edge_cut import assign_nodes, streaming_candidates
 from lightning_gnn.partition.streaming import Block, RowBlocks
 
@@ -39,6 +40,7 @@ COLUMNS = [
     "balanced",
     "cut",
     "halo per node",
+    "cover per node",
     "nodes max/mean",
     "edges max/mean",
     "CPU s",
@@ -108,7 +110,7 @@ def measured(path: str, method: str, parts: int, try_all: bool) -> dict[str, Any
     memory, began = PeakMemory(), time.process_time()
     found = assign_nodes(edge_index, num_nodes, parts, method)
     seconds, peak = time.process_time() - began, memory.megabytes() * 2**20
-    rest: dict[str, Any] = {}
+    rest, owner = dict[str, Any](), found.part.astype(np.int64)
     if method in COSTS:
         found_costs = predictions(edge_index, num_nodes, parts)
         rest["predicted"] = next(each.bytes for each in found_costs if each.method == method) / peak
@@ -118,6 +120,7 @@ def measured(path: str, method: str, parts: int, try_all: bool) -> dict[str, Any
         "balanced": found.balance,
         "cut": found.report.cut_fraction,
         "halo per node": found.report.replication - 1,
+        "cover per node": rows_sent(edge_index, cover_edges(edge_index, owner, parts), owner, parts).sum() / num_nodes,
         "nodes max/mean": found.report.node_balance,
         "edges max/mean": found.report.edge_balance,
         "CPU s": seconds,
@@ -143,7 +146,7 @@ def main() -> None:
     rows = []
     with tempfile.TemporaryDirectory() as folder:
         path = f"{folder}/edges.npy"
-        for name in options.graphs:
+        for name in GRAPHS[:-1] if options.graphs == ["all"] else options.graphs:
             np.save(path, edges(name, folder))
             for method in options.methods:
                 asked = ["--row", path, method, "--parts", str(options.parts), *["--all"] * options.all]
