@@ -5,7 +5,7 @@
 Graphs are those of ``cover.py``, ``all`` of them; ``planted-M``: planted partitions of about M million directed edges,
 ``planted-M-D`` of D per node (20); ``common-N``: the common benchmark graph with N nodes; ``rmat-M-D``: R-MAT of M million edges,
 D per node, skewed and without structure. Each method runs in a process of its own, after a run on a small graph that loads and
-compiles what it needs. Cut edges are a share of all; the halo, and the rows that ``cover`` sends, are per node. Bytes are what the
+compiles what it needs. Cut edges are a share of all; the halo, and rows that ``cover`` sends, are per node. Bytes are what the
 process then takes beside the edges at its peak; *predicted* is what :mod:`lightning_gnn.partition.budget` says, over them.
 ``--all`` tries all balance settings, where the first would do. Of ``streaming``, also millions of entries of the symmetric graph
 that a pass over it reads in a second.
