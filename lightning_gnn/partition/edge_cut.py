@@ -65,7 +65,7 @@ METHODS = (
 
 CYCLES, WELL_CLUSTERED = 2, 0.9
 """How often ``"streaming"`` clusters, cuts and moves nodes: again if moves left less than this share of the edges that were cut,
-as where clusters had nodes of several communities. The better is kept."""
+as where clusters have nodes of several communities. The best is kept."""
 
 Cut = Callable[[Adjacency, NDArray[np.int64], Groups], NDArray[np.int32]]
 """Of a group's part of a graph, the ids ``[n]`` of its nodes in the whole, and the group: which member each node goes to."""
@@ -370,15 +370,13 @@ def streaming_candidates(
         part, kept, best = None, np.empty(0, np.int32), (True, np.inf)
         for _ in range(CYCLES):
             cluster, coarse = cluster_graph(blocks, weights, len(parts), seed, part)
-            by_cluster = np.stack([np.bincount(cluster, each, coarse.num_nodes) for each in weights.T], 1).astype(
-                np.int64
-            )
+            by_cluster = np.stack([np.bincount(cluster, each, coarse.num_nodes).astype(int) for each in weights.T], 1)
             part = _cut_within(bounds, coarse, groups, by_cluster, seed)[cluster]
             del cluster, coarse, by_cluster
             found = refine_parts(blocks, part, weights, most, machine, seed)
             if (found.over(most), found.after) < best:
                 kept, best = part, (found.over(most), found.after)
-            if found.after > WELL_CLUSTERED * found.before:
+            if found.after >= WELL_CLUSTERED * found.before:
                 break
         yield f"nodes and edges within {bound}{', not kept' if best[0] else ''}", kept
 
