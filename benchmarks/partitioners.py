@@ -24,7 +24,7 @@ from typing import Any
 
 import numpy as np
 from common import SHARED, PeakMemory, report, run_row
-from cover import GRAPHS, edges_of, rows_sent
+from cover import DATASETS, LISTS, edges_of, rows_sent
 
 from lightning_gnn.data.synthetic import planted_partition
 from lightning_gnn.partition import edge_cut
@@ -147,7 +147,7 @@ def main() -> None:
     rows = []
     with tempfile.TemporaryDirectory() as folder:
         path = f"{folder}/edges.npy"
-        for name in GRAPHS[:-1] if options.graphs == ["all"] else options.graphs:
+        for name in (*DATASETS, *LISTS) if options.graphs == ["all"] else options.graphs:
             np.save(path, edges(name, folder))
             for method in options.methods:
                 asked = ["--row", path, method, "--parts", str(options.parts), *["--all"] * options.all]

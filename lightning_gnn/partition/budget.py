@@ -137,6 +137,7 @@ class Levels:
         waiting, waits = np.full(num_nodes, -1, np.int32), np.zeros(num_nodes, np.bool_)
         for _, source, target in edge_pieces(edge_index):
             _gather_single(source, target, of, size, ends, filled, most_nodes, most_ends, waiting, waits)
+        del filled, ends, waiting, waits
         pairs = cls._count_pairs(edge_index, of, np.zeros(num_nodes, np.int32))
         return int(np.count_nonzero(size) - alone), pairs
 

@@ -368,6 +368,7 @@ def streaming_candidates(
         bounds = np.array([max(bound, 1.1), bound, *[SHARE_BOUND] * (weights.shape[1] - 2)])
         most = np.maximum(np.maximum(np.floor(bounds * mean), np.ceil(mean)), np.maximum(heaviest, 1)).astype(np.int64)
         part, kept, best = None, np.empty(0, np.int32), (True, np.inf)
+        # The first cycle makes the same clusters for each bound: kept, they would take memory all the while.
         for _ in range(CYCLES):
             cluster, coarse = cluster_graph(blocks, weights, len(parts), seed, part)
             by_cluster = np.stack([np.bincount(cluster, each, coarse.num_nodes).astype(int) for each in weights.T], 1)

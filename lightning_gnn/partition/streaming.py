@@ -98,7 +98,7 @@ class Refined:
 
     Attributes:
         load: the parts' weights, int64 ``[P, W]``.
-        before, after: entries between parts, two for each between machines.
+        before, after: what entries between parts cost: 2 each, and 1 if their parts share one of several machines.
     """
 
     load: NDArray[np.int64]
@@ -174,7 +174,7 @@ def refine_parts(
     """
     load = np.stack([np.bincount(part, each, len(machine)) for each in weights.T], 1).astype(np.int64)
     shared, gained = len(np.unique(machine)) > 1, 0
-    before = sum(_cost(first, indptr, indices, part, machine) for first, indptr, indices in blocks)
+    before = sum(_cost(first, indptr, indices, part, machine, shared) for first, indptr, indices in blocks)
     for step in range(REFINE_PASSES + 2):
         force = step >= REFINE_PASSES
         if force and (load <= most).all():
@@ -263,6 +263,12 @@ def _fits(load, group, weights, node, most):  # type: ignore[no-untyped-def]
 
 
 @compiled
+def _apart(inside, cluster, node):  # type: ignore[no-untyped-def]
+    """Returns whether a node and a cluster, which is called after a node of its part, are in different parts, if any are given."""
+    return len(inside) > 0 and inside[cluster] != inside[node]
+
+
+@compiled
 def _propagate(first, indptr, indices, cluster, inside, load, weights, most, counts, seed):  # type: ignore[no-untyped-def]
     """Moves each node of a block to the cluster of most of its neighbours that has room, in the same part of `inside` if that is
     not empty; returns how many moved."""
@@ -285,7 +291,7 @@ def _propagate(first, indptr, indices, cluster, inside, load, weights, most, cou
             edges = counts[there]
             if edges:
                 counts[there] = 0
-                if len(inside) and inside[there] != inside[node]:  # clusters are called after one of their part's nodes
+                if _apart(inside, there, node):
                     continue
                 better = edges > most_edges
                 if edges == most_edges == 1:  # the larger grows: else clusters stay small where all counts are
@@ -325,13 +331,13 @@ def _join(first, indptr, indices, cluster, inside, load, weights, most, counts, 
             edges = counts[there]
             if edges:
                 counts[there] = 0
-                if len(inside) and inside[there] != inside[node]:
+                if _apart(inside, there, node):
                     continue
                 if edges > most_edges or (edges == most_edges and mix(there ^ salt) < mix(favourite ^ salt)):
                     favourite, most_edges = there, edges
         open_one = waiting[favourite]
         fits = open_one >= 0 and open_one != own and _fits(load, open_one, weights, node, most)
-        if fits and (not len(inside) or inside[open_one] == inside[node]):  # isolated nodes have a favourite in common
+        if fits and not _apart(inside, open_one, node):  # isolated nodes have a favourite in common
             cluster[node] = open_one
             for each in range(len(most)):
                 load[own, each] -= weights[node, each]
@@ -416,9 +422,9 @@ def _fill(one, other, counts, free, indices, weights):  # type: ignore[no-untype
 
 
 @compiled
-def _cost(first, indptr, indices, part, machine):  # type: ignore[no-untyped-def]
-    """Counts a block's entries between parts, twice those between machines, or all if there is one."""
-    cost, last, shared = 0, len(indices) - 1, machine.min() != machine.max()
+def _cost(first, indptr, indices, part, machine, shared):  # type: ignore[no-untyped-def]
+    """Returns what a block's entries between parts cost (:class:`Refined`); `shared` if there are several machines."""
+    cost, last = 0, len(indices) - 1
     for row in range(len(indptr) - 1):
         own = part[first + row]
         for place in range(indptr[row], indptr[row + 1]):
