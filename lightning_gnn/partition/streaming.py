@@ -264,7 +264,7 @@ def _fits(load, group, weights, node, most):  # type: ignore[no-untyped-def]
 
 @compiled
 def _apart(inside, cluster, node):  # type: ignore[no-untyped-def]
-    """Returns whether a node and a cluster, which is called after a node of its part, are in different parts, if any are given."""
+    """Returns whether a node and a cluster, called after a node of its part, are in different parts, if any are given."""
     return len(inside) > 0 and inside[cluster] != inside[node]
 
 
