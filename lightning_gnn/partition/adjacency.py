@@ -31,11 +31,14 @@ def ask_for_ends(values, source, target, edge):  # type: ignore[no-untyped-def]
 @compiled
 def ask_for_clusters(values, others, of, source, target, edge):  # type: ignore[no-untyped-def]
     """Asks for the clusters of both ends of an edge farther ahead, and for two values of each cluster of a nearer one's."""
-    ask_for_ends(of, source, target, edge + AHEAD)
-    later = min(edge + AHEAD, len(source) - 1)
-    for cluster in (of[source[later]], of[target[later]]):
-        prefetch(values, cluster)
-        prefetch(others, cluster)
+    later, farther = min(edge + AHEAD, len(source) - 1), min(edge + 2 * AHEAD, len(source) - 1)
+    prefetch(of, source[farther])  # not ask_for_ends: of arrays handed on twice numba counts references, 100 ns an edge
+    prefetch(of, target[farther])
+    one, other = of[source[later]], of[target[later]]
+    prefetch(values, one)
+    prefetch(values, other)
+    prefetch(others, one)
+    prefetch(others, other)
 
 
 @dataclass(frozen=True)

@@ -63,9 +63,9 @@ METHODS = (
 )
 """Names of ways to assign nodes, see :func:`assign_nodes`."""
 
-CYCLES, WELL_CLUSTERED = 2, 0.9
-"""How often ``"streaming"`` clusters, cuts and moves nodes: again if moves left less than this share of the edges that were cut,
-as where clusters have nodes of several communities. The best is kept."""
+CYCLES, WELL_CLUSTERED, NO_BETTER = 3, 0.9, 0.99
+"""How often ``"streaming"`` clusters, cuts and moves nodes: again if moves left less than `WELL_CLUSTERED` of the edges that were
+cut, as where clusters have nodes of several communities, and less than `NO_BETTER` of the best before. The best is kept."""
 
 Cut = Callable[[Adjacency, NDArray[np.int64], Groups], NDArray[np.int32]]
 """Of a group's part of a graph, the ids ``[n]`` of its nodes in the whole, and the group: which member each node goes to."""
@@ -375,9 +375,11 @@ def streaming_candidates(
             part = _cut_within(bounds, coarse, groups, by_cluster, seed)[cluster]
             del cluster, coarse, by_cluster
             found = refine_parts(blocks, part, weights, most, machine, seed)
-            if (found.over(most), found.after) < best:
-                kept, best = part, (found.over(most), found.after)
-            if found.after >= WELL_CLUSTERED * found.before:
+            now, better = (found.over(most), found.after), (best[0], NO_BETTER * best[1])
+            done = found.after >= WELL_CLUSTERED * found.before or now >= better
+            if now < best:
+                kept, best = part, now
+            if done:
                 break
         yield f"nodes and edges within {bound}{', not kept' if best[0] else ''}", kept
 
