@@ -6,7 +6,8 @@ Graphs are those of ``cover.py``, ``all`` of them; ``planted-M``: planted partit
 ``planted-M-D`` of D per node (20); ``common-N``: the common benchmark graph with N nodes; ``rmat-M-D``: R-MAT of M million edges,
 D per node, skewed and without structure. Each method runs in a process of its own, after a run on a small graph that loads and
 compiles what it needs. Cut edges are a share of all; the halo, and rows that ``cover`` sends, are per node. Bytes are what the
-process then takes beside the edges at its peak; *predicted* is what :mod:`lightning_gnn.partition.budget` says, over them.
+process then takes beside the edges at its peak; *predicted* is what :mod:`lightning_gnn.partition.budget` says, over them, and
+*predicted s* the same of CPU seconds.
 ``--all`` tries all balance settings, where the first would do. Of ``streaming``, also millions of entries of the symmetric graph
 that a pass over it reads in a second.
 """
@@ -48,6 +49,7 @@ COLUMNS = [
     "bytes/edge",
     "bytes/node",
     "predicted",
+    "predicted s",
     "M/s",
 ]
 RMAT = np.array([0.57, 0.19, 0.19, 0.05])
@@ -116,7 +118,8 @@ def measured(path: str, method: str, parts: int, try_all: bool) -> dict[str, Any
     rest, owner = dict[str, Any](), found.part.astype(np.int64)
     if method in COSTS:
         found_costs = predictions(edge_index, num_nodes, parts)
-        rest["predicted"] = next(each.bytes for each in found_costs if each.method == method) / peak
+        predicted = next(each for each in found_costs if each.method == method)
+        rest |= {"predicted": predicted.bytes / peak, "predicted s": predicted.seconds / seconds}
     if method == "streaming":
         rest["M/s"] = pass_speed(edge_index, num_nodes, parts)
     return {

@@ -30,6 +30,9 @@ MATCHINGS, FEWEST = 4, 250
 BUILDING = 8
 """Bytes per directed edge while the symmetric graph is made (:meth:`~lightning_gnn.partition.adjacency.Adjacency.of`)."""
 
+FEWER_PAIRS = 1.2
+"""Pairs of clusters of nodes gathered once, over those where label propagation has moved nodes five times."""
+
 CUT_WHOLE = 100_000
 """Nodes up to which KaMinPar cuts the graph itself in blocks, whose edges it copies: fewer than 8,000 are left of so many by its
 first clusters, and that is where it begins to have eight parts. Of larger graphs, it cuts coarser ones."""
@@ -42,7 +45,8 @@ class Cost:
     Attributes:
         node, entry: bytes per node and per entry, of which 4 hold the symmetric graph; in a vertex cut, per directed edge.
         coarse: bytes per entry of the coarser graphs, of all levels together (:meth:`Levels.coarse`).
-        node_s, entry_s, coarse_s: CPU seconds, with all balance settings tried.
+        node_s, entry_s, coarse_s, pair_s: CPU seconds, with all balance settings tried, the last per pair of clusters; of
+            ``"streaming"`` one setting in two cycles, as most graphs take (:data:`~lightning_gnn.partition.edge_cut.CYCLES`).
     """
 
     node: float = 0
@@ -51,13 +55,14 @@ class Cost:
     node_s: float = 0
     entry_s: float = 0
     coarse_s: float = 0
+    pair_s: float = 0
 
 
 COSTS = {
     "metis": Cost(node=90, entry=37, coarse=17.5, node_s=5e-6, coarse_s=0.27e-6),
     "kaminpar": Cost(node_s=3e-6, coarse_s=0.13e-6),
     "kaminpar_compressed": Cost(node_s=3e-6, coarse_s=0.18e-6),
-    "streaming": Cost(node_s=1.6e-6, coarse_s=0.1e-6),
+    "streaming": Cost(node_s=3.7e-6, entry_s=0.49e-6, pair_s=3.6e-6),
 }
 """From the best cuts to the least memory, the order in which ``"auto"`` tries them. What is in memory when is known of all but
 METIS: :func:`_kaminpar`, :func:`_streaming`."""
@@ -185,6 +190,10 @@ class Levels:
             entries for before, entries in zip(self.nodes, self.entries[1:]) if before > max(self.nodes[0] / 60, FEWEST)
         )
 
+    def kept_pairs(self) -> float:
+        """Returns how many pairs of clusters METIS gets under ``"streaming"``."""
+        return min(self.pairs / FEWER_PAIRS, streaming.most_pairs(int(self.nodes[0])))
+
 
 def predict(method: str, num_edges: int, levels: Levels, num_parts: int, in_files: bool = False) -> Prediction:
     """Returns what `method`, one of `COSTS`, takes for a graph of so many directed edges that shrinks by these levels.
@@ -193,6 +202,7 @@ def predict(method: str, num_edges: int, levels: Levels, num_parts: int, in_file
     """
     cost, num_nodes, num_entries, coarse = COSTS[method], levels.nodes[0], levels.entries[0], levels.coarse()
     seconds = cost.node_s * num_nodes + cost.entry_s * num_entries + cost.coarse_s * coarse
+    seconds += cost.pair_s * levels.kept_pairs()
     if method == "streaming":
         needed = _streaming(levels, num_parts, in_files)
     elif method in kaminpar.METHODS:
@@ -225,12 +235,12 @@ def _kaminpar(levels: Levels, compressed: bool) -> float:
 def _streaming(levels: Levels, num_parts: int, in_files: bool) -> float:
     """Returns the bytes of ``"streaming"``: the graph, if not `in_files`, and arrays of nodes; beside them clusters, or the table
     of pairs, or METIS, which keeps all the pairs it gets, two entries of 16 bytes, at each of its levels: it halves the clusters
-    until 30 are left for each part. Where label propagation has moved nodes five times, fewer pairs are left than here.
+    until 30 are left for each part.
     """
-    num_nodes, kept, pairs = levels.nodes[0], streaming.most_pairs(int(levels.nodes[0])), levels.pairs / 1.2
+    num_nodes, kept, pairs = levels.nodes[0], streaming.most_pairs(int(levels.nodes[0])), levels.pairs / FEWER_PAIRS
     table = 12 * streaming.PairCounts.slots(kept) + 24 * min(pairs, streaming.PairCounts.ROOM * kept)
     halvings = 0.94 * np.log2(max(2, levels.clusters / (30 * num_parts)))
-    metis = min(pairs, kept) * (16 + 32 * halvings)
+    metis = levels.kept_pairs() * (16 + 32 * halvings)
     graph = 0 if in_files else 4 * levels.entries[0] + 8 * num_nodes
     return graph + max(38 * num_nodes + 4 * streaming.ENTRIES, 28 * num_nodes + table, 32 * num_nodes + metis)
 
