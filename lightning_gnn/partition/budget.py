@@ -59,7 +59,7 @@ class Cost:
 
 
 COSTS = {
-    "metis": Cost(node=90, entry=37, coarse=17.5, node_s=5e-6, coarse_s=0.27e-6),
+    "metis": Cost(node=343, entry=31, coarse=15.4, node_s=5e-6, coarse_s=0.27e-6),
     "kaminpar": Cost(node_s=3e-6, coarse_s=0.13e-6),
     "kaminpar_compressed": Cost(node_s=3e-6, coarse_s=0.18e-6),
     "streaming": Cost(node_s=3.7e-6, entry_s=0.49e-6, pair_s=3.6e-6),
@@ -185,10 +185,9 @@ class Levels:
         return Levels(tuple(nodes), tuple(entries))
 
     def coarse(self) -> float:
-        """Returns the entries of all levels that METIS makes beside the graph: it stops at about a sixtieth of the nodes."""
-        return sum(
-            entries for before, entries in zip(self.nodes, self.entries[1:]) if before > max(self.nodes[0] / 60, FEWEST)
-        )
+        """Returns the entries of all levels that METIS makes beside the graph: it stops at about an eightieth of the nodes."""
+        least = max(self.nodes[0] / 80, FEWEST)
+        return sum(entries for before, entries in zip(self.nodes, self.entries[1:]) if before > least)
 
     def kept_pairs(self) -> float:
         """Returns how many pairs of clusters METIS gets under ``"streaming"``."""
