@@ -59,9 +59,9 @@ class Cost:
 
 
 COSTS = {
-    "metis": Cost(node=343, entry=31, coarse=15.4, node_s=5e-6, coarse_s=0.27e-6),
-    "kaminpar": Cost(node_s=3e-6, coarse_s=0.13e-6),
-    "kaminpar_compressed": Cost(node_s=3e-6, coarse_s=0.18e-6),
+    "metis": Cost(node=151, entry=34.4, coarse=15.6, node_s=6.5e-6, coarse_s=0.32e-6),
+    "kaminpar": Cost(node_s=4.5e-6, coarse_s=0.16e-6),
+    "kaminpar_compressed": Cost(node_s=4.5e-6, coarse_s=0.22e-6),
     "streaming": Cost(node_s=3.7e-6, entry_s=0.49e-6, pair_s=3.6e-6),
 }
 """From the best cuts to the least memory, the order in which ``"auto"`` tries them. What is in memory when is known of all but
@@ -185,8 +185,8 @@ class Levels:
         return Levels(tuple(nodes), tuple(entries))
 
     def coarse(self) -> float:
-        """Returns the entries of all levels that METIS makes beside the graph: it stops at about an eightieth of the nodes."""
-        least = max(self.nodes[0] / 80, FEWEST)
+        """Returns the entries of all levels that METIS makes beside the graph: it is as if it stopped at a 125th of the nodes."""
+        least = max(self.nodes[0] / 125, FEWEST)
         return sum(entries for before, entries in zip(self.nodes, self.entries[1:]) if before > least)
 
     def kept_pairs(self) -> float:
