@@ -68,9 +68,9 @@ COSTS = {
 METIS: :func:`_kaminpar`, :func:`_streaming`."""
 
 VERTEX_CUTS = {
-    "ne": Cost(node=34, entry=17.7, node_s=1e-6, entry_s=0.14e-6),
+    "ne": Cost(node=34, entry=17.7, node_s=1e-6, entry_s=0.25e-6),
     "ebv": Cost(node=8, entry=13, node_s=0.3e-6, entry_s=0.05e-6),
-    "streaming": Cost(node=57, entry=0.8, node_s=0.1e-6, entry_s=0.07e-6),
+    "streaming": Cost(node=57, entry=0.8, node_s=0.1e-6, entry_s=0.29e-6),
 }
 """Of partitioners of edges, in the order of ``"auto"``. What ``"streaming"`` takes, masters take after all."""
 
