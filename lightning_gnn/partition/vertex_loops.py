@@ -9,7 +9,7 @@ every machine.
 N nodes, E edges, P ranks, B blocks of eight lanes; M entries of expansion: two for each edge, one for a self-loop.
 """
 
-# mypy: disable-error-code="no-untyped-def,no-untyped-call,assignment"
+# mypy: disable-error-code="no-untyped-def,no-untyped-call,assignment,call-arg"
 
 from __future__ import annotations
 
@@ -17,7 +17,8 @@ from heapq import heapreplace
 
 import numpy as np
 
-from lightning_gnn.partition.adjacency import ask_for_clusters, ask_for_ends, compiled
+from lightning_gnn.kernels.loops import prefetch
+from lightning_gnn.partition.adjacency import AHEAD, ask_for_clusters, compiled
 from lightning_gnn.partition.streaming import mix
 
 LANE_BITS = 12
@@ -157,7 +158,9 @@ def cluster(source, target, degree, most, of, volume):
     moved = 0
     for edge in range(len(source)):
         ask_for_clusters(volume, volume, of, source, target, edge)
-        ask_for_ends(degree, source, target, edge)
+        later = min(edge + AHEAD, len(source) - 1)  # not by ask_for_ends: see ask_for_clusters
+        prefetch(degree, source[later])
+        prefetch(degree, target[later])
         u, v = source[edge], target[edge]
         a, b = of[u], of[v]
         if a == b or volume[a] > most or volume[b] > most:
@@ -192,8 +195,10 @@ def two_phases(source, target, between, degree, of, volume, home, most, seed, lo
     salt = np.int64(seed) << 40
     for edge in range(len(source)):
         ask_for_clusters(home, volume, of, source, target, edge)
-        ask_for_ends(degree, source, target, edge)
-        ask_for_ends(held, source, target, edge)
+        later = min(edge + AHEAD, len(source) - 1)
+        for node in (source[later], target[later]):
+            prefetch(degree, node)
+            prefetch(held, node)
         u, v = source[edge], target[edge]
         one, other = home[of[u]], home[of[v]]
         if (one != other) != between:
