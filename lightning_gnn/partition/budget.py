@@ -200,8 +200,8 @@ def predict(method: str, num_edges: int, levels: Levels, num_parts: int, in_file
     Of a graph `in_files`, ``"streaming"`` reads the edges from there.
     """
     cost, num_nodes, num_entries, coarse = COSTS[method], levels.nodes[0], levels.entries[0], levels.coarse()
-    seconds = cost.node_s * num_nodes + cost.entry_s * num_entries + cost.coarse_s * coarse
-    seconds += cost.pair_s * levels.kept_pairs()
+    seconds = cost.node_s * num_nodes + cost.entry_s * num_entries
+    seconds += cost.coarse_s * coarse + cost.pair_s * levels.kept_pairs()
     if method == "streaming":
         needed = _streaming(levels, num_parts, in_files)
     elif method in kaminpar.METHODS:

@@ -375,11 +375,11 @@ def streaming_candidates(
             part = _cut_within(bounds, coarse, groups, by_cluster, seed)[cluster]
             del cluster, coarse, by_cluster
             found = refine_parts(blocks, part, weights, most, machine, seed)
-            now, better = (found.over(most), found.after), (best[0], NO_BETTER * best[1])
-            done = found.after >= WELL_CLUSTERED * found.before or now >= better
+            now = (found.over(most), found.after)
+            better = now < (best[0], NO_BETTER * best[1])
             if now < best:
                 kept, best = part, now
-            if done:
+            if not better or found.after >= WELL_CLUSTERED * found.before:
                 break
         yield f"nodes and edges within {bound}{', not kept' if best[0] else ''}", kept
 

@@ -195,7 +195,7 @@ def two_phases(source, target, between, degree, of, volume, home, most, seed, lo
     salt = np.int64(seed) << 40
     for edge in range(len(source)):
         ask_for_clusters(home, volume, of, source, target, edge)
-        later = min(edge + AHEAD, len(source) - 1)
+        later = min(edge + AHEAD, len(source) - 1)  # as in cluster
         for node in (source[later], target[later]):
             prefetch(degree, node)
             prefetch(held, node)

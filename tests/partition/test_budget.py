@@ -17,7 +17,7 @@ from processes import REPOSITORY
 
 from benchmarks.common import run_row
 from lightning_gnn.data.synthetic import planted_partition
-from lightning_gnn.partition import budget, edge_cut, in_edges, kaminpar, vertex_cut
+from lightning_gnn.partition import budget, edge_cut, in_edges, kaminpar, vertex_cut, vertex_loops
 from lightning_gnn.partition.adjacency import Adjacency
 from lightning_gnn.partition.budget import COSTS, Levels, Prediction, choose, edge_predictions, predict, predictions
 from lightning_gnn.partition.edge_cut import assign_nodes
@@ -178,13 +178,14 @@ def test_large_graphs_take_less_and_less():
         assert needed == sorted(needed, reverse=True), (degree, needed)
 
 
-@pytest.mark.parametrize("loop", [budget._match_over_two, budget._gather_single])
+@pytest.mark.parametrize("loop", [budget._match_over_two, budget._gather_single, vertex_loops.cluster])
 def test_loops_over_edges_do_not_count_references(loop):
     """numba leaves its counting in where a helper hands arrays on: ten times as slow, and nothing else tells."""
     fresh = numba.njit(nogil=True)(loop.py_func)
     ids, of = np.empty(0, np.int64), np.empty(0, np.int32)
     rest = {
         budget._match_over_two: (of, of),
+        vertex_loops.cluster: (1, of, ids),
         budget._gather_single: (of, ids, ids, 1, 1, of, np.empty(0, np.bool_)),
     }
     fresh(ids, ids, of, *rest[loop])
