@@ -23,6 +23,7 @@ from lightning_gnn.nn import pyg
 from lightning_gnn.nn.adapters import ADAPTERS, LINEAR_MESSAGES, REFUSED, overridden
 from lightning_gnn.nn.aggregations import aggregations
 from lightning_gnn.nn.context import GraphContext
+from lightning_gnn.nn.embedding import DistributedEmbedding
 from lightning_gnn.nn.directed import both_ways
 from lightning_gnn.nn.fused import fused
 from lightning_gnn.nn.norms import NORMS, STATE, Statistics, global_forward
@@ -30,6 +31,7 @@ from lightning_gnn.nn.over_all import dense_attention, over_all
 from lightning_gnn.nn.rank_graph import UnsupportedModelError
 from lightning_gnn.nn.readout import readout
 from lightning_gnn.nn.recompute import recomputed
+from lightning_gnn.rows.graph import wrapped
 
 # Aggregations over the edges of one node, all of which its owner holds.
 _PER_NODE = "Sum Mean Max Min Mul Var Std Softmax PowerMean Median"
@@ -100,6 +102,9 @@ class Binding:
                     if methods := over_all(child) or ({} if forward is None else {"forward": forward}):
                         object.__setattr__(child, STATE, Statistics(context.exchange, name))
                         self._patch(child, {key: types.MethodType(method, child) for key, method in methods.items()})
+            tables = [child for child in module.modules() if isinstance(child, DistributedEmbedding)]
+            for child in {id(child): child for child in (*(each for each, _ in self._bound), *tables)}.values():
+                self._patch(child, {"forward": wrapped(child, isinstance(child, (MessagePassing, DirGNNConv)))})
         except BaseException:
             self.release()
             raise

@@ -19,6 +19,8 @@ from lightning_gnn.data.lazy_ids import lazy_ids, stored_ids
 from lightning_gnn.data.sources import MASKS, is_labelled
 from lightning_gnn.nn.context import GraphContext
 from lightning_gnn.nn.norms import SumOverRanks
+from lightning_gnn.rows.mode import active_mode, place, placement_of
+from lightning_gnn.rows.placement import FROM_ROWS, Placement, RowSet
 
 
 class _Here(threading.local):
@@ -51,6 +53,12 @@ def _graph() -> GraphContext | None:
     return graphs[-1][0] if graphs else None
 
 
+def placed(x: Tensor, rows: RowSet | None, dim: int = 0) -> Tensor:
+    """Sets the placement of what a helper returns; without rows, it is the same on all ranks."""
+    found: Tensor = place(x, FROM_ROWS if rows is None else rows.at(dim))
+    return found
+
+
 def expand(x: Tensor) -> Tensor:
     """Returns the rows that ``batch.edge_index`` indexes: the owned ones, and behind them copies of the halo rows.
 
@@ -69,6 +77,10 @@ def expand(x: Tensor) -> Tensor:
     graph = _graph()
     if graph is None:
         return x
+    mode = active_mode()
+    if mode is not None:
+        with mode.pause():
+            return placed(expand(x), mode.halo_rows)
     graph.check_rows(x.size(0), "expand")
     graph.propagated("expand")
     return graph.expand(x, "expand")
@@ -92,6 +104,10 @@ def reduce(x: Tensor) -> Tensor:
     graph = _graph()
     if graph is None:
         return x
+    mode = active_mode()
+    if mode is not None:
+        with mode.pause():
+            return placed(reduce(x), mode.nodes)
     graph.check_expanded_rows(x.size(0), "reduce")
     return graph.exchange.reduce(x, "reduce")
 
@@ -117,6 +133,11 @@ def fetch_rows(x: Tensor, ids: Tensor) -> Tensor:
     graph = _graph()
     if graph is None:
         return x[ids]
+    mode = active_mode()
+    if mode is not None:
+        of = placement_of(ids)
+        with mode.pause():
+            return placed(fetch_rows(x, ids), None if of is None else of.rows, 0 if of is None else of.dim)
     graph.check_rows(x.size(0), "fetch_rows")
     assert graph.rows is not None
     return graph.rows.fetch(x, ids, "fetch_rows")
@@ -125,7 +146,7 @@ def fetch_rows(x: Tensor, ids: Tensor) -> Tensor:
 def num_nodes(x: Tensor) -> int:
     """Returns the number of nodes of the whole graph; `x` has one row per node of the batch."""
     graph = _graph()
-    return x.size(0) if graph is None or graph.rows is None else graph.rows.num_nodes
+    return int(x.size(0)) if graph is None or graph.rows is None else graph.rows.num_nodes
 
 
 def choose_edges(batch: Data, mask: str, names: Sequence[str] = ()) -> tuple[Tensor, ...]:
@@ -143,8 +164,20 @@ def choose_edges(batch: Data, mask: str, names: Sequence[str] = ()) -> tuple[Ten
         edges = lazy_ids(stored_ids(batch.edge_index)[:, batch[mask]], "edge_index")
         return edges, *(batch[name][batch[mask]] for name in names)
 
-    graph = _graph()
-    return choose() if graph is None else graph.chosen(f"{mask} {names}", batch.edge_index, choose)
+    graph, mode = _graph(), active_mode()
+    if graph is None:
+        return choose()
+    if mode is None:
+        return graph.chosen(f"{mask} {names}", batch.edge_index, choose)
+    of = placement_of(batch.edge_index)
+    with mode.pause():
+        edges, *others = graph.chosen(f"{mask} {names}", batch.edge_index, choose)
+        if of is not None and of.rows is not None:
+            rows = of.rows.select(batch[mask])
+            place(edges, Placement(rows, 1, local_ids="both"))
+            for each in others:
+                place(each, rows.at(0))
+    return edges, *others
 
 
 def labelled(batch: Data, mask: str) -> Tensor:

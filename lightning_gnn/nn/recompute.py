@@ -17,6 +17,7 @@ from torch.utils.checkpoint import checkpoint
 from torch_geometric.nn import MessagePassing
 
 from lightning_gnn.nn.context import GraphContext
+from lightning_gnn.rows.mode import local_rows
 
 
 def recomputed(forward: Callable[..., Any], context: GraphContext) -> Callable[..., Any]:
@@ -46,7 +47,8 @@ def recomputed(forward: Callable[..., Any], context: GraphContext) -> Callable[.
         def make(_: Tensor, *given: Tensor) -> Any:
             found = [other if place is None else given[place] for other, place in zip(others, places)]
             args, kwargs = tree_unflatten(found, spec)
-            return forward(self, *args, **kwargs)
+            with local_rows():
+                return forward(self, *args, **kwargs)
 
         contexts = nullcontext(), _Again(self, context)
         return checkpoint(make, anchor, *learnt.values(), use_reentrant=False, context_fn=lambda: contexts)

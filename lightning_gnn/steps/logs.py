@@ -18,6 +18,8 @@ from torchmetrics import Metric
 
 from lightning_gnn.comm.group import World
 from lightning_gnn.nn.helpers import left_stand_in_out
+from lightning_gnn.rows.graph import GraphRows
+from lightning_gnn.rows.mode import NotExactError, local_rows, placement_of
 from lightning_gnn.steps.metrics import StandInMetrics
 from lightning_gnn.steps.weights import RowWeights, loss_scale
 
@@ -36,13 +38,15 @@ _FIRST = 16
 
 @dataclass
 class _Call:
-    """A call of ``self.log`` in a hook; of a metric also its value on the batch at that time, `forward`."""
+    """A call of ``self.log`` in a hook; of a metric also its value on the batch at that time, `forward`. A tensor that `is_tracked` is
+    known to be the same on all ranks."""
 
     name: str
     value: Any
     options: dict[str, Any]
     hook: str | None
     forward: Any = None
+    is_tracked: bool = False
 
     @property
     def reduction(self) -> str | None:
@@ -68,11 +72,18 @@ class GlobalLogs:
     value. The values of one step travel in one message.
     """
 
-    def __init__(self, module: pl.LightningModule, world: World, callbacks: Sequence[pl.Callback] = ()) -> None:
-        self._module, self._world = module, world
+    def __init__(
+        self,
+        module: pl.LightningModule,
+        world: World,
+        callbacks: Sequence[pl.Callback] = (),
+        rows: GraphRows | None = None,
+    ) -> None:
+        self._module, self._world, self._rows = module, world, rows
+        self._is_whole = False  # what steps log is of the whole graph
         self._log = module.log
         self.weights = RowWeights(module, world)
-        self.metrics = StandInMetrics(module, world, self.weights, callbacks)
+        self.metrics = StandInMetrics(module, world, self.weights, callbacks, rows)
         # Lightning would advise sync_dist=True for values that are global already.
         warnings.filterwarnings("ignore", message=".*It is recommended to use `self.log\\(.*sync_dist=True.*")
         self._held: list[_Call] | None = None
@@ -91,6 +102,7 @@ class GlobalLogs:
     def enter(self, counts: Sequence[int], stand_ins: int = 0, sizes: Sequence[int] = ()) -> None:
         """Starts a step; its calls are held until :meth:`leave`. See :meth:`RowWeights.enter`."""
         left_stand_in_out()  # what has been left out before counts for nothing
+        self._is_whole = False
         self.weights.enter(counts, stand_ins, sizes)
         self.metrics.enter()
         self._held, self._sum = [], None
@@ -119,6 +131,15 @@ class GlobalLogs:
         weights.in_step = False
         return scale
 
+    def enter_rows(self) -> None:
+        """Starts a step whose values are of the whole graph; its calls are held until :meth:`leave_rows`."""
+        self._is_whole, self._held = True, []
+
+    def leave_rows(self) -> None:
+        """Ends the step: compares what ranks have logged, and logs it, in order."""
+        held, self._held = self._held, None
+        self._flush(held or [])
+
     def check_names(self) -> None:
         """Raises ValueError on all ranks where a step logs other values on some; :meth:`leave` sees it where all log any."""
         self._check_alike([call.name for call in self._held or []])
@@ -135,12 +156,13 @@ class GlobalLogs:
     def _wrapped(self, name: str, value: Any, *args: Any, **options: Any) -> None:
         options.update(zip(OPTIONS, args))  # positional prog_bar and so on
         call = _Call(name, value, options, self._module._current_fx_name)
-        if self._world.size > 1:
-            self._prepare(call)
-        if self._held is None:
-            self._flush([call])
-        else:
-            self._held.append(call)
+        with local_rows():
+            if self._world.size > 1:
+                self._prepare(call)
+            if self._held is None:
+                self._flush([call])
+            else:
+                self._held.append(call)
 
     def _prepare(self, call: _Call) -> None:
         name, options = call.name, call.options
@@ -150,9 +172,11 @@ class GlobalLogs:
                 f"self.log({name!r}, ..., sync_dist_group=...) joins ranks of a group, which together hold a part of the graph. "
                 "Leave sync_dist_group out."
             )
-        if isinstance(call.value, Metric):
+        if self._is_whole and not isinstance(call.value, Metric):
+            self._prepare_whole(call)
+        elif isinstance(call.value, Metric):
             on_step = options.get("on_step")
-            if self.weights.in_step and (call.hook == "training_step" if on_step is None else on_step):
+            if not self._is_whole and self.weights.in_step and (call.hook == "training_step" if on_step is None else on_step):
                 self.metrics.forward_of_all_ranks(call.value)
             call.forward = call.value._forward_cache
         elif not options.get("rank_zero_only"):
@@ -165,9 +189,39 @@ class GlobalLogs:
                 "graph, once."
             )
 
+    def _prepare_whole(self, call: _Call) -> None:
+        value = call.value
+        if isinstance(value, Tensor):
+            placement = placement_of(value)
+            call.is_tracked = placement is not None
+            if placement is not None and placement.rows is not None and value.numel() != 1:
+                raise NotExactError(
+                    f"self.log({call.name!r}, ...) was given one entry for each of the {placement.rows.name}. Log its mean or sum."
+                )
+
+    def _compare(self, calls: Sequence[_Call]) -> list[float]:
+        """Compares values of the whole graph between ranks; numbers that are not, such as seconds, become their mean."""
+        device = self._world.device
+        own = torch.stack([torch.as_tensor(call.value, dtype=torch.float64).detach().to(device).reshape(()) for call in calls])
+        names = [call.name for call in calls]
+        values = self._gather(torch.cat([own.view(1, -1), own.new_zeros(3, len(calls))]), names)[:, 0]
+        differ = ~((values == values[0]) | (values.isnan() & values[0].isnan())).all(0)
+        for call, differs, of_ranks in zip(calls, differ.tolist(), values.unbind(1)):
+            if not differs:
+                continue
+            if call.is_tracked:
+                raise NotExactError(f"self.log({call.name!r}, ...) was given other values on each rank: {of_ranks.tolist()}.")
+            if call.name not in self._warned:
+                self._warned.add(call.name)
+                rank_zero_warn(f"self.log({call.name!r}, ...) was given a number of each rank, such as seconds. Their mean is logged.")
+            mean = of_ranks.mean()
+            call.value = mean.to(call.value) if isinstance(call.value, Tensor) else mean.item()
+        return [1.0] * len(calls)
+
     def _flush(self, calls: Sequence[_Call]) -> None:
         of_ranks = [call for call in calls if call.is_of_rank]
-        weights = self._reduce(of_ranks) if of_ranks and self._world.size > 1 else []
+        join = self._compare if self._is_whole else self._reduce
+        weights = join(of_ranks) if of_ranks and self._world.size > 1 else []
         for call, weight in zip(of_ranks, weights or [self._own_size(call) for call in of_ranks]):
             # What the steps of an epoch weigh in its mean; of one batch, it only tells Lightning not to guess.
             call.options["batch_size"] = int(weight) or 1

@@ -25,6 +25,8 @@ from torchmetrics.wrappers import BootStrapper, Running
 from torchmetrics.wrappers.abstract import WrapperMetric
 
 from lightning_gnn.comm.group import World
+from lightning_gnn.rows.graph import GraphRows
+from lightning_gnn.rows.mode import active_mode
 from lightning_gnn.steps.metric_states import begun_anew, is_new, metrics_in, states_of_ranks
 from lightning_gnn.steps.weights import RowWeights
 
@@ -37,7 +39,7 @@ class _Current(threading.local):
 
 
 _current = _Current()
-_KEPT = ("update", "forward", "_sync_dist", "distributed_available_fn", "_equal_metric_states", "_guesses")
+_KEPT = ("update", "forward", "compute", "_whole", "_sync_dist", "distributed_available_fn", "_equal_metric_states", "_guesses")
 _wrap_update = Metric._wrap_update
 
 
@@ -72,10 +74,16 @@ def _count_guesses() -> None:
 class _RanksAreThere:
     """Tells a metric whether there are others to join states with; `before` is what did so outside of runs."""
 
-    def __init__(self, metrics: StandInMetrics, before: Callable[[], bool]) -> None:
-        self._metrics, self.before = metrics, before
+    def __init__(self, metrics: StandInMetrics, before: Callable[[], bool], metric: Metric) -> None:
+        self._metrics, self.before, self._metric = metrics, before, weakref.ref(metric)
+
+    @property
+    def metric(self) -> Metric | None:
+        return self._metric()
 
     def __call__(self) -> bool:
+        if self.metric is not None and vars(self.metric).get("_whole"):
+            return False  # its states are of all rows, on every rank
         return self._metrics.acts or self.before()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> _RanksAreThere:
@@ -86,6 +94,22 @@ def _available(metric: Metric) -> Callable[[], bool]:
     """Returns what tells a metric outside of runs whether there are others."""
     found = metric.distributed_available_fn
     return found.before if isinstance(found, _RanksAreThere) else found
+
+
+class _Tracked:
+    """The ``compute`` of a metric, whose states may have one row per local node."""
+
+    def __init__(self, compute: Callable[..., Any], rows: GraphRows) -> None:
+        self.compute, self._rows = compute, rows
+
+    def __call__(self, *args: Any, **options: Any) -> Any:
+        if active_mode() is not None:
+            return self.compute(*args, **options)
+        with self._rows.mode.opened():
+            return self.compute(*args, **options)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> _Tracked:
+        return self
 
 
 @dataclass
@@ -117,9 +141,14 @@ class StandInMetrics:
     """
 
     def __init__(
-        self, module: pl.LightningModule, world: World, weights: RowWeights, callbacks: Sequence[pl.Callback] = ()
+        self,
+        module: pl.LightningModule,
+        world: World,
+        weights: RowWeights,
+        callbacks: Sequence[pl.Callback] = (),
+        rows: GraphRows | None = None,
     ) -> None:
-        self._world, self._weights = world, weights
+        self._world, self._weights, self._rows = world, weights, rows
         self._before: list[tuple[Metric | MetricCollection, dict[str, Any]]] = []
         self._new: list[tuple[weakref.ref[Metric], Any]] = []
         self._synced: list[tuple[Metric, bool]] = []
@@ -157,8 +186,10 @@ class StandInMetrics:
         for reference, available in self._new:
             new = reference()
             if new is not None:
-                for name in ("forward", "_sync_dist", "_guesses"):
+                for name in ("forward", "_sync_dist", "_guesses", "_whole"):
                     vars(new).pop(name, None)
+                if isinstance(vars(new).get("compute"), _Tracked):
+                    vars(new)["compute"] = vars(new)["compute"].compute
                 new.distributed_available_fn = available
                 new.update = _own_update(new)  # type: ignore[method-assign]
         for metric, on_step in reversed(self._synced):
@@ -215,7 +246,9 @@ class StandInMetrics:
         own["forward"] = MethodType(lambda of, *args, **options: self._forward(of, args, options), metric)
         if type(metric)._sync_dist is Metric._sync_dist:
             own["_sync_dist"] = MethodType(lambda of, *args, **options: self._sync(of, *args, **options), metric)
-        own["distributed_available_fn"] = _RanksAreThere(self, _available(metric))
+        own["distributed_available_fn"] = _RanksAreThere(self, _available(metric), metric)
+        if self._rows is not None:
+            own["compute"] = _Tracked(vars(metric).get("compute", metric.compute), self._rows)
         own.setdefault("_guesses", 0)
         if isinstance(metric, Running):
             self._running[id(metric.base_metric)] = metric
@@ -224,9 +257,13 @@ class StandInMetrics:
 
         @wraps(update)
         def counting(*args: Any, **options: Any) -> None:
-            if self.acts and not self._counts_all:
+            if active_mode() is not None:
+                own["_whole"] = True
+                update(*args, **options)
+            elif self.acts and not self._counts_all:
                 if not metric._update_count:
                     own["_guesses"] = 0
+                    own.pop("_whole", None)
                 before, _current.updated = _current.updated, metric
                 try:
                     self._update(metric, update, args, options)
@@ -295,7 +332,7 @@ class StandInMetrics:
 
     def _forward(self, metric: Metric, args: tuple[Any, ...], options: dict[str, Any]) -> Any:
         forward = MethodType(type(metric).forward, metric)
-        if not self.acts or self._counts_all:
+        if active_mode() is not None or not self.acts or self._counts_all:
             return forward(*args, **options)
         counts_itself = not isinstance(metric, (WrapperMetric, CompositionalMetric))
         if counts_itself and not metric.dist_sync_on_step and self._stands_in((*args, *options.values())):

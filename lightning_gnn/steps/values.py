@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +14,7 @@ from lightning_gnn.comm.group import World
 from lightning_gnn.data.shards import Shard
 from lightning_gnn.data.sources import MASKS, counted_mask
 from lightning_gnn.nn.helpers import labelled
+from lightning_gnn.rows.graph import GraphRows, check_loss
 from lightning_gnn.steps.logs import GlobalLogs
 from lightning_gnn.steps.predictions import PredictedRows, Predictions
 from lightning_gnn.steps.weights import scale_by
@@ -28,8 +29,16 @@ class StepValues:
         scale: what to multiply this rank's loss with; in a step, as long as it has not said what its loss weighs.
     """
 
-    def __init__(self, module: pl.LightningModule, world: World, shard: Shard, loss_reduction: str = "mean") -> None:
+    def __init__(
+        self,
+        module: pl.LightningModule,
+        world: World,
+        shard: Shard,
+        loss_reduction: str = "mean",
+        rows: GraphRows | None = None,
+    ) -> None:
         self._module, self._world, self._shard, self._loss_reduction = module, world, shard, loss_reduction
+        self._rows = rows
         self.logs = self._wrapped()
         self.scale = 1.0
         given = shard.predicted(shard.batch)
@@ -38,7 +47,8 @@ class StepValues:
         }
 
     def _wrapped(self) -> GlobalLogs:
-        return GlobalLogs(self._module, self._world, self._module.trainer.callbacks)  # type: ignore[attr-defined]
+        callbacks = self._module.trainer.callbacks  # type: ignore[attr-defined]
+        return GlobalLogs(self._module, self._world, callbacks, self._rows)
 
     def release(self) -> None:
         self.logs.release()
@@ -51,6 +61,23 @@ class StepValues:
             yield
         finally:
             self.logs = self._wrapped()
+
+    def enter_rows(self, batch: Any) -> AbstractContextManager[Any]:
+        """Begins a step on the whole graph; returns the mode under which it runs."""
+        assert self._rows is not None
+        self._rows.place(batch)
+        self.logs.enter_rows()
+        self.scale = 1 / self._world.size
+        return self._rows.mode.opened()
+
+    def leave_rows(self, output: Any) -> None:
+        """Ends the step, which has returned `output`: logs what it has logged.
+
+        Raises:
+            NotExactError: its loss is not known to be that of all ranks.
+        """
+        check_loss(output)
+        self.logs.leave_rows()
 
     def enter(self, batch: Any, mask: str) -> Sequence[int]:
         """Begins a step on a batch whose values count a mask; returns the mask's labelled rows by rank."""

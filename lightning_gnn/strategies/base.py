@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal, get_args
 
@@ -22,9 +23,11 @@ from lightning_gnn.data.shards import Shard
 from lightning_gnn.datamodules.graph import GraphDataModule, OneBatch
 from lightning_gnn.launching import StartMethod
 from lightning_gnn.nn.bind import check_module
-from lightning_gnn.nn.helpers import graph_in_use
+from lightning_gnn.nn.helpers import expand, graph_in_use, reduce
 from lightning_gnn.partition.layout import LayoutSpec
 from lightning_gnn.partition.types import Types
+from lightning_gnn.rows.graph import GraphRows
+from lightning_gnn.rows.hooks import in_hooks
 from lightning_gnn.steps.loop import loss_in_outputs, without_example
 from lightning_gnn.steps.model import SharedModel
 from lightning_gnn.steps.predictions import Predictions
@@ -78,8 +81,6 @@ class GNNStrategy(StepStrategy):
     """Whether buffers are the same on all ranks while it trains, as parameters are."""
     no_stage_because = ""
     """Why it cannot be a stage of :class:`~lightning_gnn.StagedStrategy`; empty if it can."""
-    trains_on_batches = False
-    """An epoch has many steps, on parts of the graph; else one step, on all of it."""
 
     @classmethod
     def variants(cls, ranks: int, links_alike: bool = True) -> Iterable[Mapping[str, Any]]:
@@ -202,8 +203,12 @@ class GNNStrategy(StepStrategy):
             self._in_use.enter_context(graph_in_use(self._binding.context))
             if self.world_size > 1:
                 self._in_use.enter_context(without_example(module))
+            draws = partial(self.random.inside, False)
+            self._rows = GraphRows(shard, self.world, draws, expand, reduce)
+            self._rows.place_state(module, self.world)
+            self._in_use.enter_context(in_hooks(trainer, self._rows.mode))
         self._steps = 0
-        self._values = StepValues(module, self.world, shard, self.loss_reduction)
+        self._values = StepValues(module, self.world, shard, self.loss_reduction, self._rows)
         self._callbacks = self.stage_callbacks(shard)
         trainer.callbacks[:0] = self._callbacks  # type: ignore[attr-defined]
         self._in_use.enter_context(loss_in_outputs(trainer, lambda: self.loss))
@@ -271,6 +276,7 @@ class GNNStrategy(StepStrategy):
                 part.release()
         self._callbacks = []
         self._values = self._shared = self._binding = self._shard = self.random = self.loss = self._checks.shard = None
+        self._rows = None
         self.scheme.unbind()
         super().teardown()
 

@@ -17,6 +17,8 @@ from lightning_gnn.data.sources import counted_mask
 from lightning_gnn.heap import keeping_freed_memory
 from lightning_gnn.nn.bind import Binding
 from lightning_gnn.nn.offload import Offloaded
+from lightning_gnn.rows.graph import GraphRows
+from lightning_gnn.rows.mode import local_rows
 from lightning_gnn.steps.loop import Progress
 from lightning_gnn.steps.model import SharedModel
 from lightning_gnn.steps.predictions import Predictions
@@ -38,6 +40,8 @@ class StepStrategy(RankStrategy):
     predictions: Predictions
     redraw_every = 1
     """Epochs whose training steps draw the same random numbers; 1: each draws on from the rank's stream."""
+    trains_on_batches = False
+    """An epoch has many steps, on parts of the graph; else one step, on all of it."""
     _checks: SelfChecks
 
     def __init__(self, *options: Any, **plugins: Any) -> None:
@@ -48,6 +52,7 @@ class StepStrategy(RankStrategy):
         self._binding: Binding | None = None
         # Of a stage, between set-up and teardown.
         self._values: StepValues | None = None
+        self._rows: GraphRows | None = None  # of the whole graph, where layers are bound to it
         self._shared: SharedModel | None = None
         self._in_use = ExitStack()
         self._steps = 0
@@ -66,6 +71,11 @@ class StepStrategy(RankStrategy):
             self._in_use.enter_context(keeping_freed_memory())
         self.loss = None
         values = self._begin_step("training")
+        if self._rows is not None and not self.trains_on_batches:
+            with self.my_turn(), self._drawing_to_train(), self._approximating(), self._offloading(batch), values.enter_rows(batch):
+                output = super().training_step(batch, *args, **kwargs)
+            values.leave_rows(output)
+            return output
         counts = values.enter(batch, "train_mask")
         mask = counted_mask("train_mask", self.lightning_module)
         rows = self._checks.rows_of_loss(batch, mask, counts)
@@ -90,6 +100,11 @@ class StepStrategy(RankStrategy):
 
     def _evaluate(self, step: Callable[..., Any], stage: str, mask: str, batch: Any, *args: Any, **kwargs: Any) -> Any:
         values = self._begin_step(stage)
+        if self._rows is not None:
+            with self.my_turn(), self._drawing(), values.enter_rows(batch):
+                output = step(batch, *args, **kwargs)
+            values.leave_rows(output)
+            return output
         values.enter(batch, mask)
         with self.my_turn(), self._drawing():
             output = step(batch, *args, **kwargs)
@@ -99,7 +114,7 @@ class StepStrategy(RankStrategy):
     @override
     def predict_step(self, batch: Any, *args: Any, **kwargs: Any) -> Any:
         values = self._begin_step("prediction")
-        with self.my_turn(), self._drawing():
+        with self.my_turn(), self._drawing(), nullcontext() if self._rows is None else values.enter_rows(batch):
             output = super().predict_step(batch, *args, **kwargs)
         return values.predicted(output, batch, self.predictions, self._predictions_folder)
 
@@ -143,19 +158,25 @@ class StepStrategy(RankStrategy):
         assert self._shared is not None and self._values is not None
         gradients, scale = self._shared.gradients, self._values.scale
         module, precision = self._module, self.precision_plugin
-        with self._drawing(False):  # hooks draw alike on all ranks, in manual optimisation too
-            self.pre_backward(closure_loss)
-            loss = precision.pre_backward(closure_loss, module)
-        gradients.before()
-        self.scheme.take_loss(closure_loss.detach() * scale)
-        with self.my_turn(), self._approximating():
-            precision.backward(loss * scale, module, optimizer, *args, **kwargs)
-        with self._drawing(False):
-            self.loss = gradients.after(closure_loss.detach() * scale)
-            loss = precision.post_backward(loss, module)
-            self.post_backward(loss)
+        with local_rows():
+            with self._drawing(False):  # hooks draw alike on all ranks, in manual optimisation too
+                self.pre_backward(closure_loss)
+                loss = precision.pre_backward(closure_loss, module)
+            gradients.before()
+            self.scheme.take_loss(closure_loss.detach() * scale)
+            with self.my_turn(), self._approximating(), self._computing_again():
+                precision.backward(loss * scale, module, optimizer, *args, **kwargs)
+            with self._drawing(False):
+                self.loss = gradients.after(closure_loss.detach() * scale)
+                loss = precision.post_backward(loss, module)
+                self.post_backward(loss)
         self.progress.at("the optimizer's step", self._module.trainer)
         return loss
+
+    def _computing_again(self) -> AbstractContextManager[None]:
+        """While open, what a backward computes again, such as checkpoints, is what it was the first time."""
+        is_whole = self._rows is not None and not self.trains_on_batches
+        return self._rows.mode.opened(in_backward=True) if is_whole and self._rows is not None else nullcontext()
 
     @override
     def optimizer_step(self, *args: Any, **kwargs: Any) -> Any:

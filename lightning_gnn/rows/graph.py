@@ -1,0 +1,252 @@
+"""The rows of one graph: which tensors of a batch have them, and what bound layers make of them."""
+
+from __future__ import annotations
+
+import types
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch_geometric.data import Data, HeteroData
+from torch_geometric.nn.aggr import Aggregation
+
+from lightning_gnn.comm.group import World
+from lightning_gnn.data.attributes import kinds_of
+from lightning_gnn.data.shards import Shard
+from lightning_gnn.rows.mode import NotExactError, RowsMode, active_mode, place, placement_of, tensors_in
+from lightning_gnn.rows.placement import ATTRIBUTE, FROM_ROWS, REPLICATED, Placement, RowSet
+from lightning_gnn.rows.ranks import Ranks
+
+
+class GraphRows:
+    """The row sets of a rank's shard, and the mode under which steps run; one for each run.
+
+    Args:
+        shard: of this rank, on its device.
+        world: all ranks.
+        common_draws: a context in which random numbers are the same on all ranks.
+        expand, reduce: of bound layers, see :mod:`lightning_gnn.nn.helpers`; None where there is no such thing.
+    """
+
+    def __init__(
+        self,
+        shard: Shard,
+        world: World,
+        common_draws: Callable[[], AbstractContextManager[Any]] = nullcontext,
+        expand: Callable[[Tensor], Tensor] | None = None,
+        reduce: Callable[[Tensor], Tensor] | None = None,
+    ) -> None:
+        self.ranks = ranks = Ranks(world)
+        self._common_draws, self._expand, self._reduce = common_draws, expand, reduce
+        batch, rank = shard.batch, world.rank
+        self.nodes: dict[Any, RowSet] = {}
+        self.edges: dict[Any, RowSet] = {}
+
+        def make(name: str, ids: Tensor, all_ids: Tensor, counts: Any, rows: int) -> RowSet:
+            owned = int(counts[rank])
+            every = lambda: (all_ids, [int(each) for each in counts])  # noqa: E731
+            return RowSet(ranks, rows, lambda: ids.long(), owned, int(sum(counts)), every, name)
+
+        if isinstance(batch, HeteroData):
+            kinds = shard.types
+            for name, counts in kinds.nodes.items():
+                ids = shard.n_id[kinds.place(name)]
+                self.nodes[name] = make(f"nodes of {name!r}", batch[name].n_id, ids, counts, int(counts[rank]))
+            for kind, counts in kinds.edges.items():
+                ids = shard.e_id[kinds.place(kind)]
+                self.edges[kind] = make(f"edges of {kind}", batch[kind].e_id, ids, counts, int(counts[rank]))
+                self.edges[kind].targets = self.nodes[kind[2]]
+        else:
+            self.nodes[None] = make("nodes", batch.n_id, shard.n_id, shard.counts, shard.rows[rank])
+            self.edges[None] = make("edges", batch.e_id, shard.e_id, shard.edge_counts, shard.edges[rank])
+            self.edges[None].targets = self.nodes[None]
+        self.mode = RowsMode(ranks, common_draws, expand, reduce)
+        if isinstance(batch, Data):
+            self._kinds = kinds_of(batch)
+            self.mode.nodes = nodes = self.nodes[None]
+            halo = torch.from_numpy(shard.halos[rank])
+            if nodes.owned == nodes.count:
+                self.mode.halo_rows = RowSet(
+                    ranks,
+                    nodes.count + len(halo),
+                    lambda: torch.cat([batch.n_id.long(), shard.n_id[halo].long().to(batch.n_id.device)]),
+                    nodes.owned,
+                    nodes.total,
+                    nodes._all_keys,
+                    "nodes",
+                )
+        self.place(batch)
+
+    def place(self, batch: Any) -> Any:
+        """Sets the placements of a batch's tensors, unless they have one; returns the batch."""
+        if isinstance(batch, HeteroData):
+            for name, rows in self.nodes.items():
+                self._place(batch[name].to_dict() if name in batch.node_types else {}, rows, {})
+            for kind, rows in self.edges.items():
+                self._place(batch[kind].to_dict() if kind in batch.edge_types else {}, rows, {})
+        elif isinstance(batch, Data):
+            values = batch.to_dict()
+            self._place(values, self.nodes[None], self._kinds)
+        return batch
+
+    def _place(self, values: Mapping[str, Any], rows: RowSet, kinds: Mapping[str, str]) -> None:
+        for name, value in values.items():
+            if not isinstance(value, Tensor) or ATTRIBUTE in value.__dict__:
+                continue
+            if name == "edge_index":
+                of = rows if rows.targets is not None else self.edges[None]
+                place(value, Placement(of, 1, local_ids="both"))
+                continue
+            kind = kinds.get(name, "row" if not kinds else "")
+            of = self.edges[None] if kind == "edge" else rows
+            if kind == "graph":
+                place(value, REPLICATED)
+            elif kind and value.dim() and value.size(0) == of.count:
+                place(value, of.at(0))
+
+    def place_state(self, module: torch.nn.Module, world: World) -> None:
+        """Sets the placement of a module's buffers and other tensors: replicated, where all ranks have the same."""
+        found = dict(_state(module))
+        digests = [(name, tuple(x.shape), _digest(x)) for name, x in found.items()]
+        by_rank = [dict((name, rest) for name, *rest in each) for each in world.all_gather_object(digests)]
+        for name, x in found.items():
+            if all(each.get(name) == by_rank[0].get(name) for each in by_rank) and ATTRIBUTE not in x.__dict__:
+                place(x, REPLICATED)
+
+
+def _digest(x: Tensor) -> int:
+    import zlib
+
+    if x.numel() > _MOST or x.layout != torch.strided:
+        return x.numel()
+    return zlib.crc32(x.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes()) if x.numel() else 0
+
+
+_MOST = 1 << 22
+
+
+def _state(module: torch.nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Yields buffers, tensors among attributes, and those that functions of the module's classes name as globals, by name."""
+    for prefix, part in module.named_modules():
+        for name, value in {**vars(part), **part._buffers}.items():
+            if name in ("_parameters", "_modules", "_buffers"):
+                continue
+            for number, x in enumerate(tensors_in((value,))):
+                if not isinstance(x, torch.nn.Parameter):
+                    yield f"{prefix}.{name}.{number}", x
+        for kind in type(part).__mro__:
+            if kind.__module__.partition(".")[0] in ("torch", "torch_geometric", "lightning", "torchmetrics", "builtins"):
+                continue
+            for function in vars(kind).values():
+                code = getattr(function, "__code__", None)
+                for name in code.co_names if code is not None else ():
+                    x = function.__globals__.get(name)
+                    if isinstance(x, Tensor):
+                        yield f"global {name}", x
+
+
+def check_loss(output: Any) -> None:
+    """Raises :class:`NotExactError` unless a step returned a loss that is known to be the same on all ranks, or none."""
+    loss = output.get("loss") if isinstance(output, Mapping) else output
+    if not isinstance(loss, Tensor):
+        return
+    placement = placement_of(loss)
+    if placement is None:
+        raise NotExactError(
+            "The step returned a loss of unknown origin, which may be that of this rank's rows. It was computed outside torch, or by a "
+            "function that is not followed (torch.autograd.Function, vmap, a custom or compiled operator). Give such a function a "
+            "rule: lightning_gnn.register_row_rule."
+        )
+    if placement.rows is not None and loss.numel() != 1:
+        raise NotExactError(f"The step returned a loss with one entry for each of the {placement.rows.name}. Return its mean or sum.")
+
+
+# Bound layers #################################################################
+
+
+def tracked(forward: Callable[..., Any], of_edges: bool) -> Callable[..., Any]:
+    """Returns the forward of a bound layer, which communicates itself: nothing is followed inside, and what it returns has rows.
+
+    Args:
+        forward: of the layer, a function of the module.
+        of_edges: it takes edges, and returns rows of the nodes that these end at; else one row for each of its first argument.
+    """
+
+    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+        mode = active_mode()
+        if mode is None:
+            return forward(self, *args, **kwargs)
+        found = mode.row_tensors(args, kwargs)
+        if not found or isinstance(self, Aggregation):
+            return type(self).forward(self, *args, **kwargs)
+        if of_edges:
+            args, kwargs = _whole_inputs(mode, args, kwargs, found)
+        with mode.pause():
+            out = forward(self, *args, **kwargs)
+        return _placed_output(mode, self, out, found, of_edges)
+
+    return call
+
+
+def _edges_of(found: list[tuple[Tensor, Placement]]) -> RowSet | None:
+    return next((of.rows for _, of in found if of.local_ids and of.rows is not None), None)
+
+
+def _whole_inputs(mode: RowsMode, args: Any, kwargs: Any, found: Any) -> tuple[Any, Any]:
+    """A replicated tensor with a row for each node, such as the weight of an embedding, is the rank's rows of it; and what was
+    reduced from rows gets its gradients from all ranks."""
+    edges = _edges_of(found)
+    targets = None if edges is None else edges.targets
+
+    def change(x: Any) -> Any:
+        if not isinstance(x, Tensor):
+            return x
+        of = placement_of(x)
+        if of is None or of.rows is not None:
+            return x
+        if targets is not None and x.dim() > 1 and x.size(0) == targets.total:
+            return mode.take(x, 0, targets, "layer")
+        return mode.enter(x, of, "layer")
+
+    def each(value: Any) -> Any:
+        return tuple(map(each, value)) if type(value) is tuple else change(value)
+
+    return tuple(map(each, args)), {name: each(value) for name, value in kwargs.items()}
+
+
+def _placed_output(mode: RowsMode, layer: Any, out: Any, found: Any, of_edges: bool) -> Any:
+    if not of_edges:
+        of = found[0][1]
+        assert of.rows is not None
+        for each in tensors_in((out,)):
+            place(each, of.rows.at(of.dim))
+        return out
+    if isinstance(out, dict):
+        nodes = {of.rows.name: of.rows for _, of in found if of.rows is not None and not of.local_ids}
+        for name, each in out.items():
+            rows = nodes.get(f"nodes of {name!r}")
+            if isinstance(each, Tensor) and rows is not None and each.size(0) == rows.count:
+                place(each, rows.at(0))
+        return out
+    edges = _edges_of(found)
+    targets = None if edges is None else edges.targets
+    first, *others = out if isinstance(out, tuple) else (out,)
+    if isinstance(first, Tensor) and targets is not None:
+        dim = getattr(layer, "node_dim", 0) % first.dim()
+        if first.size(dim) == targets.count:
+            place(first, targets.at(dim))
+    for each in tensors_in(others):
+        each.__dict__.pop(ATTRIBUTE, None)
+    return out
+
+
+def wrapped(layer: torch.nn.Module, of_edges: bool) -> Any:
+    """Returns the layer's own forward, bound or not, as :func:`tracked` has it."""
+    before = layer.__dict__.get("forward")
+    forward = type(layer).forward if before is None else before.__func__
+    return types.MethodType(tracked(forward, of_edges), layer)
+
+
+__all__ = ["GraphRows", "NotExactError", "tracked", "wrapped"]

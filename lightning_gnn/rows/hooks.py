@@ -1,0 +1,51 @@
+"""Row semantics in the hooks of a run: the Trainer opens its profiler around each of them, by name."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from typing import Any
+
+import lightning.pytorch as pl
+from lightning.pytorch.utilities.model_helpers import is_overridden
+
+from lightning_gnn.rows.mode import RowsMode, active_mode
+
+_LIBRARIES = ("lightning", "lightning_gnn", "pytorch_lightning")
+_OTHERS = ("optimizer_step", "optimizer_zero_grad", "lr_scheduler_step", "configure_optimizers", "teardown", "setup")
+"""Methods in which there are no rows, or which run others of their own."""
+
+
+@contextmanager
+def in_hooks(trainer: pl.Trainer, mode: RowsMode) -> Iterator[None]:
+    """While open, hooks of the module, its data and callbacks run under `mode`; not those of Lightning's own callbacks."""
+    profiler: Any = trainer.profiler  # type: ignore[attr-defined]
+    profile, known = profiler.profile, dict[str, bool]()
+
+    def profile_hook(action: str) -> AbstractContextManager[Any]:
+        if action not in known:
+            known[action] = _is_of_user(trainer, action)
+        if not known[action] or active_mode() is not None:
+            return profile(action)
+        stack = ExitStack()
+        stack.enter_context(mode.opened())
+        stack.enter_context(profile(action))
+        return stack
+
+    profiler.profile = profile_hook
+    try:
+        yield
+    finally:
+        profiler.__dict__.pop("profile", None)
+
+
+def _is_of_user(trainer: Any, action: str) -> bool:
+    owner, _, hook = action.rpartition(".")
+    if hook in _OTHERS:
+        return False
+    if owner.startswith("[LightningModule]"):
+        return is_overridden(hook, trainer.lightning_module, pl.LightningModule)
+    if owner.startswith("[LightningDataModule]"):
+        return is_overridden(hook, trainer.datamodule, pl.LightningDataModule)
+    callbacks = [each for each in trainer.callbacks if owner == f"[Callback]{each.state_key}"]
+    return any(type(each).__module__.partition(".")[0] not in _LIBRARIES for each in callbacks)

@@ -1,0 +1,391 @@
+"""RowsMode: inside it, each function of torch does to row tensors what it does to the tensors of the whole graph on one device.
+
+Functions are looked up in :data:`RULES`. Those without a rule get the rows of all ranks, gathered, on every rank: that is exact for any
+function. Rules save messages and memory where rows need not be gathered.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+from lightning_gnn.rows.placement import ATTRIBUTE, FROM_ROWS, REPLICATED, Placement, RowCount, RowSet
+from lightning_gnn.rows.ranks import EnterRows, GatherParts, GatherRows, Ranks, SumOverRanks, TakeRows
+
+Rule = Callable[["RowsMode", Any, tuple[Any, ...], dict[str, Any]], Any]
+RULES: dict[Any, Rule] = {}
+"""By function, what it does to row tensors."""
+
+_LIBRARIES = tuple(
+    str(Path(sys.modules[name].__file__ or "").parent) for name in ("torch",)
+)
+
+
+class NotExactError(RuntimeError):
+    """An operation that would not give the result of one device; names the user's line."""
+
+
+class _Open(threading.local):
+    modes: tuple[RowsMode, ...] = ()
+
+
+_open = _Open()  # of ranks that are threads
+_everywhere: list[RowsMode] = []  # of this process's rank, in the threads of autograd, too
+
+
+def active_mode() -> RowsMode | None:
+    """Returns the mode that is open; None where none is, or where it is paused."""
+    modes = _open.modes or _everywhere
+    return None if not modes or modes[-1].paused else modes[-1]
+
+
+@contextmanager
+def local_rows() -> Iterator[None]:
+    """Switches row semantics off while open: every tensor is the rank's own, and sizes are local."""
+    mode = active_mode()
+    if mode is None:
+        yield
+        return
+    with mode.pause():
+        yield
+
+
+def placement_of(x: Tensor) -> Placement | None:
+    """Returns the placement of a tensor; None if it is unknown."""
+    found = x.__dict__.get(ATTRIBUTE)
+    if found is None:
+        return REPLICATED if isinstance(x, torch.nn.Parameter) else None
+    if x.requires_grad:
+        made_by = type(x.grad_fn)
+        trusted = _trusted.get(made_by)
+        if trusted is None:
+            trusted = _trusted[made_by] = _is_trusted(made_by)
+        if not trusted:
+            return None
+    return found
+
+
+_trusted: dict[type, bool] = {}
+
+
+def _is_trusted(made_by: type) -> bool:
+    """Returns whether a node of autograd is torch's or this package's: what users' functions do backward is not known."""
+    function = getattr(made_by, "_forward_cls", None)
+    return function is None or function.__module__.partition(".")[0] == "lightning_gnn"
+
+
+def place(x: Any, placement: Placement) -> Any:
+    """Sets the placement of a tensor; returns the tensor."""
+    x.__dict__[ATTRIBUTE] = placement
+    return x
+
+
+def tensors_in(value: Any) -> Iterator[Tensor]:
+    """Yields the tensors in arguments, which may be lists, tuples and dicts."""
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, (list, tuple)):
+        for each in value:
+            if isinstance(each, Tensor):
+                yield each
+            elif isinstance(each, (list, tuple, dict)):
+                yield from tensors_in(each)
+    elif isinstance(value, dict):
+        for each in value.values():
+            yield from tensors_in(each)
+
+
+def mapped(value: Any, change: Callable[[Any], Any]) -> Any:
+    """Returns arguments with each tensor and number changed."""
+    if isinstance(value, (list, tuple)) and not isinstance(value, torch.Size):
+        made = [mapped(each, change) for each in value]
+        if isinstance(value, tuple):
+            return type(value)(*made) if hasattr(value, "_fields") else tuple(made)
+        return made
+    if isinstance(value, dict):
+        return {name: mapped(each, change) for name, each in value.items()}
+    if isinstance(value, slice):
+        return slice(*(mapped(each, change) for each in (value.start, value.stop, value.step)))
+    if isinstance(value, torch.Size):
+        return tuple(change(each) for each in value)
+    return change(value)
+
+
+def user_line() -> str:
+    """Returns file and line of the code that called a function, past torch and other libraries."""
+    frame = sys._getframe(1)
+    first = None
+    while frame is not None:
+        file = frame.f_code.co_filename
+        if not any(part in file for part in _SKIPPED):
+            first = frame
+            break
+        frame = frame.f_back  # type: ignore[assignment]
+    return "" if first is None else f"{first.f_code.co_filename}:{first.f_lineno}"
+
+
+_OWN = str(Path(__file__).parent.parent)
+_SKIPPED = ("site-packages", _OWN, "<frozen", "/contextlib.py", "/threading.py")
+
+
+class RowsMode(TorchFunctionMode):
+    """Gives functions of torch the semantics of the whole graph while it is open, in this thread.
+
+    Args:
+        ranks: that hold the rows.
+        common_draws: a context in which random numbers are the same on all ranks.
+        expand: returns the rank's own and halo rows of a tensor of node rows; None where local ids are not followed.
+        reduce: returns the sum over ranks of what each has for own and halo rows.
+    """
+
+    def __init__(
+        self,
+        ranks: Ranks,
+        common_draws: Callable[[], AbstractContextManager[Any]] = nullcontext,
+        expand: Callable[[Tensor], Tensor] | None = None,
+        reduce: Callable[[Tensor], Tensor] | None = None,
+    ) -> None:
+        super().__init__()
+        self.ranks, self.common_draws, self.expand, self.reduce = ranks, common_draws, expand, reduce
+        self.nodes: RowSet | None = None  # of a graph without types, and with copies of halo rows behind them
+        self.halo_rows: RowSet | None = None
+        self.paused = 0
+        self.in_backward = False
+        ranks._where = user_line
+
+    def __enter__(self) -> RowsMode:
+        if self.ranks.world.stand_ins:
+            _open.modes = (*_open.modes, self)
+        else:
+            _everywhere.append(self)
+        return super().__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)
+        if self.ranks.world.stand_ins:
+            _open.modes = _open.modes[:-1]
+        else:
+            _everywhere.pop()
+
+    @contextmanager
+    def pause(self) -> Iterator[None]:
+        """Functions are torch's own while open."""
+        self.paused += 1
+        try:
+            yield
+        finally:
+            self.paused -= 1
+
+    @contextmanager
+    def opened(self, in_backward: bool = False, in_rule: bool = False) -> Iterator[None]:
+        """Row semantics hold while open, also where they are paused; in a backward pass, for what is computed again.
+
+        Inside a rule, torch has taken the mode off its stack, so it is opened once more there.
+        """
+        before, self.paused, self.in_backward = (self.paused, self.in_backward), 0, in_backward
+        is_open = self in (_open.modes or _everywhere) and not in_rule
+        try:
+            with nullcontext() if is_open else self:
+                yield
+        finally:
+            self.paused, self.in_backward = before
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if self.paused or (self.in_backward and not torch.is_grad_enabled()):
+            return func(*args, **kwargs)
+        rule = RULES.get(func)
+        return self.other(func, args, kwargs) if rule is None else rule(self, func, args, kwargs)
+
+    # What rules use #######################################################
+
+    def refuse(self, what: str) -> NotExactError:
+        """Returns the error for an operation at the user's line."""
+        return NotExactError(f"{user_line()}: {what}")
+
+    def row_tensors(self, args: Any, kwargs: Any) -> list[tuple[Tensor, Placement]]:
+        """Returns the row tensors in arguments.
+
+        Raises:
+            NotExactError: there are rows, and tensors whose placement is unknown.
+        """
+        found: list[tuple[Tensor, Placement]] = []
+        unknown = None
+        for x in tensors_in(args):
+            placement = placement_of(x)
+            if placement is None:
+                unknown = x
+            elif placement.rows is not None:
+                found.append((x, placement))
+        if kwargs:
+            for x in tensors_in(kwargs):
+                placement = placement_of(x)
+                if placement is None:
+                    unknown = x
+                elif placement.rows is not None:
+                    found.append((x, placement))
+        if found and unknown is not None:
+            raise self.refuse(
+                f"a tensor {tuple(unknown.shape)} of unknown origin is combined with {found[0][1].rows.name}. It was made outside the "  # type: ignore[union-attr]
+                "run, or by a function that is not followed (torch.autograd.Function, vmap, a custom or compiled operator). Register "
+                "a constant with register_buffer, or give the function a rule: lightning_gnn.register_row_rule."
+            )
+        return found
+
+    def plain(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """Runs a function without row tensors; its result is replicated if all of its tensors are."""
+        from_rows = known = True
+        from_rows = False
+        for x in tensors_in(args):
+            placement = placement_of(x)
+            if placement is None:
+                known = False
+            elif placement.from_rows:
+                from_rows = True
+        for x in tensors_in(kwargs) if kwargs else ():
+            placement = placement_of(x)
+            if placement is None:
+                known = False
+            elif placement.from_rows:
+                from_rows = True
+        out = func(*args, **kwargs)
+        return self.tagged(out, FROM_ROWS if from_rows else REPLICATED) if known else self.untagged(out)
+
+    def tagged(self, out: Any, placement: Placement) -> Any:
+        """Sets the placement of all tensors in a result; returns the result."""
+        if type(out) is Tensor:
+            out.__dict__[ATTRIBUTE] = placement
+        else:
+            for x in tensors_in(out):
+                if not isinstance(x, torch.nn.Parameter):
+                    x.__dict__[ATTRIBUTE] = placement
+        return out
+
+    def untagged(self, out: Any) -> Any:
+        for x in tensors_in(out):
+            x.__dict__.pop(ATTRIBUTE, None)
+        return out
+
+    def enter(self, x: Tensor, placement: Placement | None, operation: str) -> Tensor:
+        """Returns a replicated tensor for use with rows."""
+        if placement is not None and placement.from_rows and x.requires_grad and torch.is_grad_enabled():
+            return EnterRows.apply(x, self.ranks, operation)
+        return x
+
+    def take(self, x: Tensor, dim: int, rows: RowSet, operation: str) -> Tensor:
+        """Returns this rank's rows of a replicated tensor with those of all ranks along `dim`."""
+        if dim == 0:
+            return TakeRows.apply(x, rows, operation)
+        return TakeRows.apply(x.movedim(dim, 0), rows, operation).movedim(0, dim)
+
+    def gathered(self, x: Tensor, placement: Placement, operation: str) -> Tensor:
+        """Returns the rows of all ranks in the order of the graph, on all ranks."""
+        rows, dim = placement.rows, placement.dim
+        assert rows is not None
+        if placement.local_ids:
+            raise self.refuse(LOCAL_IDS)
+        self.check_room(x, rows, operation)
+        if dim == 0:
+            return GatherRows.apply(x, rows, operation)
+        return GatherRows.apply(x.movedim(dim, 0), rows, operation).movedim(0, dim)
+
+    def check_room(self, x: Tensor, rows: RowSet, operation: str) -> None:
+        """Raises MemoryError where gathered rows would not fit, before they are gathered."""
+        from lightning_gnn.devices import available_bytes
+
+        if rows.total < _LARGE or x.device.type != "cpu":
+            return
+        needed = x.nbytes // max(1, rows.count) * rows.total * 2
+        free = available_bytes()
+        if free is not None and needed > free:
+            raise MemoryError(
+                f"{user_line()}: {operation} needs the rows of all ranks on each rank, {needed / 1e9:.3g} GB, and {free / 1e9:.3g} GB "
+                "are available."
+            )
+
+    def own(self, x: Tensor, placement: Placement) -> Tensor:
+        """Returns a row tensor without replicas."""
+        rows = placement.rows
+        assert rows is not None
+        return x if rows.owned == rows.count else x.narrow(placement.dim, 0, rows.owned)
+
+    def sum(self, x: Tensor, operation: str) -> Tensor:
+        return SumOverRanks.apply(x, self.ranks, operation)
+
+    def parts(self, x: Tensor, operation: str) -> Tensor:
+        return GatherParts.apply(x, self.ranks, operation)
+
+    def other(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """Runs a function that has no rule, on the rows of all ranks."""
+        rows = self.row_tensors(args, kwargs)
+        if not rows and not _has_counts(args) and not (kwargs and _has_counts(tuple(kwargs.values()))):
+            return self.plain(func, args, kwargs)
+        return self.on_all_rows(func, args, kwargs)
+
+    def on_all_rows(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """Runs a function on the rows of all ranks, gathered, on every rank; the result is replicated."""
+        name = name_of(func)
+        out = kwargs.get("out")
+        if out is not None:
+            made = self.on_all_rows(func, args, {key: value for key, value in kwargs.items() if key != "out"})
+            return self.written(out, made)
+        changes = name.endswith("_") and not name.endswith("__")
+        if changes and args and isinstance(args[0], Tensor):
+            placement = placement_of(args[0])
+            if placement is None or placement.rows is not None:
+                raise self.refuse(f"{name} changes rows in place in a way that is not exact. Use {name[:-1]}, which returns its result.")
+
+        def change(value: Any) -> Any:
+            if isinstance(value, Tensor):
+                placement = placement_of(value)
+                if placement is not None and placement.rows is not None:
+                    return self.gathered(value, placement, name)
+            return int(value) if isinstance(value, RowCount) else value
+
+        args, kwargs = mapped(args, change), mapped(kwargs, change)
+        with self.common_draws():
+            out = func(*args, **kwargs)
+        return self.tagged(out, FROM_ROWS)
+
+    def written(self, out: Any, made: Any) -> Any:
+        """Copies results into tensors that were given as ``out``."""
+        for into, value in zip(tensors_in((out,)), tensors_in((made,))):
+            with torch.no_grad():
+                into.resize_(value.shape).copy_(value)
+            into.__dict__[ATTRIBUTE] = placement_of(value) or REPLICATED
+        return out
+
+
+_LARGE = 1 << 20
+LOCAL_IDS = (
+    "edge_index has places in this rank's own rows, and is no number of the whole graph here. Use batch.n_id[...] of sources with "
+    "lightning_gnn.expand(batch.n_id)[batch.edge_index[0]], or a conv"
+)
+
+
+def name_of(func: Any) -> str:
+    """Returns the name of a function, of a property's getter that of the property."""
+    name = getattr(func, "__name__", str(func))
+    if name in ("__get__", "__set__"):
+        return getattr(func.__self__, "__name__", name)
+    return name
+
+
+def _has_counts(args: Any) -> bool:
+    for value in args:
+        if isinstance(value, RowCount):
+            return True
+        if isinstance(value, (list, tuple)) and any(isinstance(each, RowCount) for each in value):
+            return True
+    return False
+
+
+has_counts = _has_counts

@@ -1,0 +1,255 @@
+"""Placements: which dimension of a tensor has one row per node or edge, and which of the rows each rank holds.
+
+Inside a step every tensor stands for the tensor of the whole graph. A *row tensor* is distributed: each rank holds some of its rows.
+A *replicated* tensor is whole and equal on every rank. The placement of any other tensor is unknown.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_gnn.rows.ranks import Ranks
+
+ATTRIBUTE = "_lightning_gnn_placement"
+"""The attribute of a tensor that holds its placement."""
+_SELECTIONS = "_lightning_gnn_selections"
+
+
+class RowSet:
+    """Rows that are distributed over ranks: all nodes or edges of a type, or a selection of these.
+
+    Two tensors combine element by element without communication if they have the same row set. A rank holds its own rows first,
+    and behind them replicas of rows that other ranks own; sums leave replicas out.
+
+    Args:
+        ranks: who holds the rows.
+        count: rows of this rank, with replicas.
+        keys: returns for each row of this rank a number by which the rows of all ranks are ordered, int64 ``[count]``.
+        owned: rows of this rank without replicas.
+        total: rows of all ranks; None if it takes a message to know.
+        all_keys: returns the keys of all ranks in rank order and how many each has; None if it takes a message to know.
+        name: of the rows, for errors.
+
+    Attributes:
+        targets: of edges, the nodes that they end at.
+    """
+
+    def __init__(
+        self,
+        ranks: Ranks,
+        count: int,
+        keys: Callable[[], Tensor],
+        owned: int | None = None,
+        total: int | None = None,
+        all_keys: Callable[[], tuple[Tensor, Sequence[int]]] | None = None,
+        name: str = "rows",
+    ) -> None:
+        self.ranks, self.count, self.name = ranks, count, name
+        self.owned = count if owned is None else owned
+        self._keys, self._all_keys, self._total = keys, all_keys, total
+        self._own_keys: Tensor | None = None
+        self._known: tuple[list[int], Tensor, Tensor] | None = None
+        self._num: Tensor | None = None
+        self._derived: dict[Any, RowSet] = {}
+        self._at = [Placement(self, dim) for dim in range(4)]
+        self.targets: RowSet | None = None
+
+    def at(self, dim: int) -> Placement:
+        """Returns the placement of a tensor whose dimension `dim` has these rows."""
+        return self._at[dim] if dim < 4 else Placement(self, dim)
+
+    @property
+    def keys(self) -> Tensor:
+        if self._own_keys is None:
+            self._own_keys = self._keys()
+        return self._own_keys
+
+    def _resolved(self) -> tuple[list[int], Tensor, Tensor]:
+        """Returns rows per rank, the order of the gathered rows, and the position of each row of this rank; all ranks call it."""
+        if self._known is None:
+            if self._all_keys is not None:
+                keys, counts = self._all_keys()
+            else:
+                keys, counts = self.ranks.gather_rows(self.keys[: self.owned], None, f"Order of {self.name}")
+            keys = keys.to(self.keys.device)
+            in_order, order = keys.sort(stable=True)
+            self._known = list(counts), order, torch.searchsorted(in_order, self.keys)
+            self._total = len(keys)
+        return self._known
+
+    @property
+    def total(self) -> int:
+        """Rows of all ranks; all ranks call it, since it may take a message."""
+        if self._total is None:
+            self._total = len(self._resolved()[1])
+        return self._total
+
+    @property
+    def known_total(self) -> int | None:
+        """Rows of all ranks; None if it takes a message to know."""
+        return self._total
+
+    def num_rows(self, like: Tensor) -> Tensor | None:
+        """Returns the rows of all ranks as a tensor without dimensions; None if it takes a message to know."""
+        if self._num is None and self._total is not None:
+            self._num = torch.tensor(float(self._total), dtype=torch.float64, device=like.device)
+        return self._num
+
+    def note_num_rows(self, num: Tensor) -> None:
+        """Keeps the rows of all ranks, as a message has told them."""
+        self._num = num
+
+    @property
+    def counts(self) -> list[int]:
+        """Rows per rank, without replicas; all ranks call it."""
+        return self._resolved()[0]
+
+    @property
+    def order(self) -> Tensor:
+        """Puts gathered rows into the order of the graph, ``[total]``; all ranks call it."""
+        return self._resolved()[1]
+
+    @property
+    def positions(self) -> Tensor:
+        """Of each row of this rank among those of all ranks, in the order of the graph, ``[count]``; all ranks call it."""
+        return self._resolved()[2]
+
+    def select(self, mask: Tensor) -> RowSet:
+        """Returns the rows in a mask, bool ``[count]``; the same row set for the same mask."""
+
+        def make() -> RowSet:
+            places = mask.nonzero().view(-1)
+            owned = len(places) if self.owned == self.count else int((places < self.owned).sum())
+            made = RowSet(self.ranks, len(places), lambda: self.keys[places], owned, name=f"selected {self.name}")
+            made.targets = self.targets
+            return made
+
+        return self._selected(mask, make)
+
+    def choose(self, index: Tensor) -> tuple[RowSet, Tensor]:
+        """Returns the rows at positions of the whole graph in the order of `index`, int64 ``[k]``, equal on all ranks, and where this
+        rank has them: each is on the rank that owns it. All ranks call it."""
+
+        def make() -> RowSet:
+            index_ = torch.where(index < 0, index + self.total, index).to(self.keys.device)
+            if len(index_) and not (0 <= int(index_.min()) and int(index_.max()) < self.total):
+                raise IndexError(f"an index is out of bounds for {self.total} {self.name}")
+            positions = self.positions[: self.owned]
+            in_order, order = positions.sort()
+            place = torch.searchsorted(in_order, index_).clamp(max=max(0, len(in_order) - 1))
+            here = in_order[place] == index_ if len(in_order) else torch.zeros_like(index_, dtype=torch.bool)
+            where = here.nonzero().view(-1)
+            found = RowSet(self.ranks, len(where), lambda: where, total=len(index_), name=f"chosen {self.name}")
+            found._derived["local"] = order[place[where]] if len(in_order) else where  # type: ignore[assignment]
+            return found
+
+        found = self._selected(index, make)
+        local: Any = found._derived["local"]
+        return found, local
+
+    def _selected(self, by: Tensor, make: Callable[[], RowSet]) -> RowSet:
+        kept = by.__dict__.setdefault(_SELECTIONS, _Selections())
+        known = kept.get(self)
+        if known is None or known[0] != by._version:
+            known = kept[self] = (by._version, make())
+        return known[1]
+
+    def repeated(self, times: int) -> RowSet:
+        """Returns the rows that ``x.view(-1)`` of an ``x [count, times]`` has."""
+
+        def keys() -> Tensor:
+            own = self.positions.unsqueeze(1) * times + torch.arange(times, device=self.positions.device)
+            return own.view(-1)
+
+        if times not in self._derived:
+            made = RowSet(self.ranks, self.count * times, keys, self.owned * times, name=f"entries of {self.name}")
+            made._derived["parent"] = self
+            made._derived["times"] = times  # type: ignore[assignment]
+            made._total = None if self._total is None else self._total * times
+            self._derived[times] = made
+        return self._derived[times]
+
+    def joined(self, others: Sequence[RowSet]) -> RowSet | None:
+        """Returns the rows of ``torch.cat``; None where a rank holds replicas."""
+        parts = [self, *others]
+        if any(part.owned != part.count for part in parts):
+            return None
+
+        def keys() -> Tensor:
+            begin, found = 0, []
+            for part in parts:
+                found.append(part.positions + begin)
+                begin += part.total
+            return torch.cat(found)
+
+        name = ("cat", *map(id, others))
+        if name not in self._derived:
+            made = RowSet(self.ranks, sum(part.count for part in parts), keys, name=f"joined {self.name}")
+            if all(part.known_total is not None for part in parts):
+                made._total = sum(part.total for part in parts)
+            made._derived["others"] = tuple(others)  # type: ignore[assignment]
+            self._derived[name] = made
+        return self._derived[name]
+
+
+class _Selections(weakref.WeakKeyDictionary[RowSet, tuple[int, RowSet]]):
+    """Row sets that an index has made; neither copied nor saved with it."""
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> _Selections:
+        return _Selections()
+
+    def __reduce__(self) -> Any:
+        return set, ()
+
+
+class Placement:
+    """Where the rows of a tensor are.
+
+    Attributes:
+        rows: the row set; None of a replicated tensor.
+        dim: along which the rows lie.
+        from_rows: a replicated tensor was reduced from rows, so that gradients that rows give back to it are summed over ranks.
+        local_ids: the values are places in the rank's own rows and halo rows, as those of ``edge_index``: of the edges' ``"source"``
+            or ``"target"``, of ``"both"`` along dimension 0, or ``"mixed"``; empty for all other values.
+        in_order: the values are the positions of the rows: 0, 1, 2 and so on.
+    """
+
+    __slots__ = ("dim", "from_rows", "in_order", "local_ids", "rows")
+
+    def __init__(
+        self, rows: RowSet | None, dim: int = 0, from_rows: bool = False, local_ids: str = "", in_order: bool = False
+    ) -> None:
+        self.rows, self.dim, self.from_rows, self.local_ids, self.in_order = rows, dim, from_rows, local_ids, in_order
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Placement:
+        return self
+
+    def __reduce__(self) -> Any:
+        return set, ()  # a saved tensor has no placement; weights_only=True loads a set
+
+    def __repr__(self) -> str:
+        return "replicated" if self.rows is None else f"{self.rows.name} along dimension {self.dim}"
+
+
+REPLICATED = Placement(None)
+FROM_ROWS = Placement(None, from_rows=True)
+IN_ORDER = Placement(None, in_order=True)
+
+
+class RowCount(int):
+    """The number of rows of all ranks; as a size that a function is given, that of the rank's own rows."""
+
+    rows: RowSet
+
+    def __new__(cls, rows: RowSet) -> RowCount:
+        self = super().__new__(cls, rows.total)
+        self.rows = rows
+        return self
+
+    def __reduce__(self) -> Any:
+        return int, (int(self),)

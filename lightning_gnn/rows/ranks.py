@@ -1,0 +1,187 @@
+"""Messages of row semantics, and the functions of autograd that send them.
+
+Gradients: a gradient of rows is whole, at the rank that has the row. A gradient of a replicated tensor that was reduced from rows is
+the same on all ranks, the true one divided by the number of ranks P; the loss begins with 1/P. Parameters get partial gradients,
+which are summed over ranks at the end of the backward. The functions below are transposes of each other in this sense.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections import Counter
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from lightning_gnn.comm.group import World
+
+if TYPE_CHECKING:
+    from lightning_gnn.rows.placement import RowSet
+
+_SMALL = 1 << 16
+"""Bytes up to which a sum travels with the number that names its operation, in one message."""
+
+
+class DivergedError(RuntimeError):
+    """Ranks came to different operations."""
+
+
+class Ranks:
+    """Sums and gathers over ranks; each message names its operation and the user's line, and ranks that differ in these are told.
+
+    Args:
+        world: of all ranks.
+        where: returns the user's line.
+
+    Attributes:
+        messages: how many each operation has sent, by its name.
+    """
+
+    def __init__(self, world: World, where: Callable[[], str] = lambda: "") -> None:
+        self.world, self.size, self._where = world, world.size, where
+        self.messages: Counter[str] = Counter()
+        self.device = world.device
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Ranks:
+        return self
+
+    def sum(self, x: Tensor, operation: str) -> Tensor:
+        """Returns the sum of `x` over ranks, rounded alike on all."""
+        if self.size == 1:
+            return x
+        if x.nbytes <= _SMALL:
+            return self.gather(x, operation).sum(0, dtype=x.dtype)
+        self.gather(x.new_empty(0), operation)
+        wide = x.to(torch.int64) if x.dtype == torch.bool else x
+        return self.world.all_reduce_(wide.contiguous().clone(), operation)
+
+    def gather(self, x: Tensor, operation: str) -> Tensor:
+        """Returns the tensors of all ranks, ``[P, *shape]``.
+
+        Raises:
+            DivergedError: ranks came here from different operations.
+        """
+        where = self._where()
+        self.messages[operation] += 1
+        code = zlib.crc32(f"{operation}\0{where}\0{tuple(x.shape)}\0{x.dtype}".encode())
+        flat = x.detach().contiguous().reshape(-1).view(torch.uint8)
+        header = torch.tensor([code], dtype=torch.int64, device=flat.device).view(torch.uint8)
+        payload = torch.cat([header, flat, flat.new_zeros(-len(flat) % 8)])
+        found = self._exchanged(payload, operation, where)
+        codes = found[:, :8].view(torch.int64)
+        if found.device.type == "cpu" and bool((codes != code).any()):
+            self._raise_diverged(operation, where)
+        parts = found[:, 8 : 8 + len(flat)].contiguous().view(-1).view(x.dtype)
+        return parts.view(self.size, *x.shape)
+
+    def _exchanged(self, payload: Tensor, operation: str, where: str) -> Tensor:
+        # Ranks in different operations may bring different sizes: sizes go first where a message is large.
+        name = f"{operation} at {where}" if where else operation
+        if len(payload) > _FIRST:
+            sizes = self.world.all_gather(torch.tensor([len(payload)], device=payload.device), name)
+            if payload.device.type == "cpu" and bool((sizes != sizes[0]).any()):
+                self._raise_diverged(operation, where)
+            return self.world.all_gather(payload, name)
+        first = torch.cat([payload, payload.new_zeros(_FIRST - len(payload))])
+        return self.world.all_gather(first, name)
+
+    def _raise_diverged(self, operation: str, where: str) -> None:
+        by_rank = self.world.all_gather_object(f"{operation} at {where}" if where else operation)
+        shown = "; ".join(f"rank {rank}: {each}" for rank, each in enumerate(by_rank))
+        raise DivergedError(
+            f"Ranks came to different operations over all nodes ({shown}). All ranks must run the same operations in the same order: "
+            "make conditions and loops depend on values that are the same on all ranks."
+        )
+
+    def gather_rows(self, own: Tensor, counts: Sequence[int] | None, operation: str) -> tuple[Tensor, list[int]]:
+        """Returns the rows of all ranks in rank order, and how many each has; None for `counts` asks."""
+        if self.size == 1:
+            return own, [len(own)]
+        of_ranks = self.gather(torch.tensor([len(own)], device=own.device), operation).view(-1).tolist()
+        if counts is not None and list(counts) != of_ranks:
+            raise DivergedError(f"{operation}: ranks have {of_ranks} rows, and {list(counts)} were expected.")
+        return self.world.all_gather_rows(own.detach().contiguous(), of_ranks), of_ranks
+
+
+_FIRST = 1 << 8
+"""Bytes of a first message, which is of one size for all operations: ranks that have diverged can tell each other."""
+
+
+class SumOverRanks(torch.autograd.Function):
+    """The sum over ranks of what each has; all ranks get it."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, ranks: Ranks, operation: str) -> Tensor:
+        ctx.ranks, ctx.operation = ranks, operation
+        return ranks.sum(x, operation)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        return EnterRows.apply(grad, ctx.ranks, ctx.operation) * ctx.ranks.size, None, None
+
+
+class EnterRows(torch.autograd.Function):
+    """A replicated tensor where rows use it: the gradients that rows give back on all ranks are summed, and divided by P."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, ranks: Ranks, operation: str) -> Tensor:
+        ctx.ranks, ctx.operation = ranks, operation
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        total = SumOverRanks.apply(grad, ctx.ranks, f"gradient of {ctx.operation}")
+        return total / ctx.ranks.size, None, None
+
+
+class GatherParts(torch.autograd.Function):
+    """What each rank has, ``[P, *shape]``, on all ranks."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, ranks: Ranks, operation: str) -> Tensor:
+        ctx.ranks, ctx.operation = ranks, operation
+        return ranks.gather(x, operation)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        ranks = ctx.ranks
+        return EnterRows.apply(grad, ranks, ctx.operation)[ranks.world.rank] * ranks.size, None, None
+
+
+class GatherRows(torch.autograd.Function):
+    """The rows of all ranks along dimension 0, in the order of the graph, on all ranks; `x` has this rank's own and replicas."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, rows: RowSet, operation: str) -> Tensor:
+        ctx.rows, ctx.operation = rows, operation
+        found, _ = rows.ranks.gather_rows(x[: rows.owned], rows.counts, operation)
+        return found[rows.order]
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        rows = ctx.rows
+        own = EnterRows.apply(grad, rows.ranks, ctx.operation)[rows.positions[: rows.owned]] * rows.ranks.size
+        if rows.owned != rows.count:
+            own = torch.cat([own, own.new_zeros(rows.count - rows.owned, *own.shape[1:])])
+        return own, None, None
+
+
+class TakeRows(torch.autograd.Function):
+    """This rank's rows of a replicated tensor that has those of all ranks along dimension 0."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, rows: RowSet, operation: str) -> Tensor:
+        ctx.rows, ctx.operation = rows, operation
+        return x[rows.positions]
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        rows, operation = ctx.rows, f"gradient of {ctx.operation}"
+        if rows.owned == rows.count:
+            whole = GatherRows.apply(grad, rows, operation)
+        else:  # replicas give gradients back, too
+            placed = grad.new_zeros(rows.total, *grad.shape[1:]).index_add(0, rows.positions, grad)
+            whole = SumOverRanks.apply(placed, rows.ranks, operation)
+        return whole / rows.ranks.size, None, None

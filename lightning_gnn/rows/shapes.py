@@ -1,0 +1,1042 @@
+"""Rules of functions about shapes: sizes, views, joins, products, indices. Sizes are those of the whole graph."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from math import prod
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.autograd.graph import _engine_run_backward  # autograd.grad itself is a function that modes are asked about
+
+from lightning_gnn.rows.elementwise import RANDOM, converted, placed, properties, register, same, target_of
+from lightning_gnn.rows.mode import LOCAL_IDS, RULES, RowsMode, has_counts, mapped, name_of, placement_of, tensors_in
+from lightning_gnn.rows.placement import ATTRIBUTE, FROM_ROWS, IN_ORDER, REPLICATED, Placement, RowCount, RowSet
+
+# Sizes ########################################################################
+
+
+def _placement(x: Any) -> Placement | None:
+    """Returns the placement of a row tensor; None of any other."""
+    found = placement_of(x) if isinstance(x, Tensor) else None
+    return found if found is not None and found.rows is not None else None
+
+
+def _size(mode: RowsMode, func: Any, args: Any, kwargs: Any) -> Any:
+    out, placement = func(*args, **kwargs), _placement(args[0])
+    if placement is None:
+        return out
+    assert placement.rows is not None
+    if isinstance(out, int):
+        dim = kwargs.get("dim", args[1] if len(args) > 1 else 0)
+        return RowCount(placement.rows) if dim % args[0].dim() == placement.dim else out
+    return torch.Size([RowCount(placement.rows) if dim == placement.dim else size for dim, size in enumerate(out)])
+
+
+def _len(mode: RowsMode, func: Any, args: Any, kwargs: Any) -> Any:
+    placement = _placement(args[0])
+    return func(*args) if placement is None or placement.dim else placement.rows.total  # type: ignore[union-attr]
+
+
+def _numel(mode: RowsMode, func: Any, args: Any, kwargs: Any) -> Any:
+    placement, x = _placement(args[0]), args[0]
+    if placement is None:
+        return func(*args)
+    assert placement.rows is not None
+    others = prod(size for dim, size in enumerate(x.shape) if dim != placement.dim)
+    return RowCount(placement.rows) if others == 1 else placement.rows.total * others
+
+
+RULES[Tensor.size] = _size
+properties(_size, "shape")
+RULES[Tensor.__len__] = _len
+for _name in ("numel", "nelement"):
+    RULES[getattr(Tensor, _name)] = _numel
+RULES[torch.numel] = _numel
+
+
+def _untouched(mode: RowsMode, func: Any, args: Any, kwargs: Any) -> Any:
+    return func(*args, **kwargs)
+
+
+_ABOUT = """dim ndimension stride is_contiguous is_floating_point is_complex is_signed is_same_size element_size get_device data_ptr
+storage_offset is_set_to is_pinned is_inference untyped_storage storage has_names is_neg is_conj __hash__ __repr__ __str__ __format__
+__deepcopy__ __reduce_ex__ __setstate__ retains_grad_ is_nonzero_ _is_view is_tensor is_storage result_type can_cast promote_types
+get_default_dtype is_grad_enabled typename"""
+register(_untouched, _ABOUT, (torch, Tensor))
+properties(
+    _untouched,
+    "dtype device ndim requires_grad is_leaf grad_fn layout is_cuda is_cpu is_sparse is_quantized is_meta is_mps is_nested "
+    "_version output_nr itemsize nbytes _base _backward_hooks",
+)
+
+# Views ########################################################################
+
+
+def _int(value: Any) -> Any:
+    return int(value) if isinstance(value, RowCount) else value
+
+
+def _shape_of(args: Sequence[Any], kwargs: Any) -> list[int] | None:
+    """Returns the shape that is given as numbers or as one sequence."""
+    given = kwargs.get("shape", kwargs.get("size", args[0] if len(args) == 1 and isinstance(args[0], (tuple, list)) else args))
+    return list(given) if all(isinstance(each, int) for each in given) else None
+
+
+def _reshape(mode: RowsMode, func: Any, args: Any, kwargs: Any) -> Any:
+    x, placement = args[0], _placement(args[0])
+    shape = _shape_of(args[1:], kwargs)
+    if shape is None or not shape:
+        if func is Tensor.view and len(args) == 2 and isinstance(args[1], torch.dtype):
+            return same(mode, func, args, kwargs)
+        return mode.other(func, args, kwargs)
+    if placement is None:
+        return mode.plain(func, (x, *map(_int, shape)) if func is not torch.reshape else (x, tuple(map(_int, shape))), {})
+    found = _reshaped(x, placement, shape)
+    if found is None:
+        return mode.on_all_rows(func, args, kwargs)
+    local, new = found
+    if mode.row_tensors((x,), None):
+        pass
+    out = x.reshape(local) if func is not Tensor.view else x.view(local)
+    return mode.tagged(out, _kept(new, placement))
+
+
+def _kept(new: Placement, before: Placement) -> Placement:
+    """Returns a placement whose values are of the same kind as before."""
+    if not before.local_ids and not (before.in_order and new.rows is before.rows):
+        return new
+    local_ids = "mixed" if before.local_ids == "both" and new.dim != before.dim else before.local_ids
+    return Placement(new.rows, new.dim, local_ids=local_ids, in_order=before.in_order)
+
+
+def _reshaped(x: Tensor, placement: Placement, shape: list[int]) -> tuple[list[int], Placement] | None:
+    """Returns the shape of this rank's part, and where the rows are in it; None where rows would lie in another way."""
+    rows, dim = placement.rows, placement.dim
+    assert rows is not None
+    before, behind = prod(x.shape[:dim]), prod(x.shape[dim + 1 :])
+
+    def at(place: int) -> tuple[list[int], Placement] | None:
+        rest = [_int(each) for each in shape]
+        first, last = rest[:place], rest[place + 1 :]
+        if -1 in first + last:  # of the other dimensions
+            whole = first if -1 in first else last
+            known = prod(each for each in whole if each != -1)
+            of = before if whole is first else behind
+            if known == 0 or of % known:
+                return None
+            whole[whole.index(-1)] = of // known
+        if prod(first) != before or prod(last) != behind:
+            return None
+        return [*first, x.size(dim), *last], rows.at(place)
+
+    for place, size in enumerate(shape):
+        if isinstance(size, RowCount) and size.rows is rows:
+            return at(place)
+    if -1 in shape:
+        place = shape.index(-1)
+        first, last = prod(map(int, shape[:place])), prod(map(int, shape[place + 1 :]))
+        if (first, last) == (before, behind):
+            return at(place)
+        if before == 1 and first == 1 and last and behind % last == 0 and behind != last:  # entries become rows
+            entries = rows.repeated(behind // last)
+            return [*map(int, shape[:place]), entries.count, *map(int, shape[place + 1 :])], entries.at(place)
+        times: Any = rows._derived.get("times")
+        if times is not None and before == 1 and first == 1 and behind * times == last:  # rows again
+            parent = rows._derived["parent"]
+            return [*map(int, shape[:place]), parent.count, *map(int, shape[place + 1 :])], parent.at(place)
+    for place, size in enumerate(shape):
+        if size == rows.total:
+            found = at(place)
+            if found is not None:
+                return found
+    return None
+
+
+def _reshape_as(mode: RowsMode, func: Any, args: Any, kwargs: Any) -> Any:
+    shape = _size(mode, Tensor.size, (args[1],), {})
+    to = {Tensor.expand_as: (_expand, Tensor.expand)}.get(func, (_reshape, Tensor.reshape))
+    return to[0](mode, to[1], (args[0], *shape), {})
+
+
+def _flatten(mode: RowsMode, func: Any, args: Any, kwargs: Any) -> Any:
+    x, placement = args[0], _placement(args[0])
+    if placement is None or func in (Tensor.ravel, torch.ravel):
+        return _reshape(mode, Tensor.reshape, (x, -1), {}) if placement is not None else mode.plain(func, args, kwargs)
+    names = dict(zip(("start_dim", "end_dim"), args[1:])) | kwargs
+    start, end = names.get("start_dim", 0) % x.dim(), names.get("end_dim", -1) % x.dim()
+    if not start <= placement.dim <= end:
+        out = func(*args, **kwargs)
+        gone = end - start if end < placement.dim else 0
+        return mode.tagged(out, placement.rows.at(placement.dim - gone))  # type: ignore[union-attr]
+    shape = [*x.shape[:start], -1, *x.shape[end + 1 :]]
+    return _reshape(mode, Tensor.reshape, (x, *shape), {})
+
+
+def _unflatten(mode: RowsMode, func: Any, args: Any, kwargs: Any) -> Any:
+    x, placement = args[0], _placement(args[0])
+    names = dict(zip(("dim", "sizes"), args[1:])) | kwargs
+    if placement is None or names["dim"] % x.dim() == placement.dim:
+        return mode.other(func, args, kwargs)
+    out, dim = func(*args, **kwargs), names["dim"] % x.dim()
+    return mode.tagged(out, placement.rows.at(placement.dim + (out.dim() - x.dim() if dim < placement.dim else 0)))  # type: ignore[union-attr]
+
+
+def _moved(mode: RowsMode, func: Any, args: Any, kwargs: Any) -> Any:
+    """Permutations of dimensions, found out on a tensor without entries."""
+    x, placement = args[0], _placement(args[0])
+    if placement is None:
+        return mode.plain(func, args, kwargs)
+    probe = torch.empty([2 if dim == placement.dim else 1 for dim in range(x.dim())])
+    where = list(func(probe, *args[1:], **kwargs).shape).index(2)
+    return mode.tagged(func(*args, **kwargs), _kept(placement.rows.at(where), placement))  # type: ignore[union-attr]
+
+
+def _squeeze(mode: RowsMode, func: Any, args: Any, kwargs: Any) -> Any:
+    x, placement = args[0], _placement(args[0])
+    if placement is None:
+        return mode.plain(func, args, kwargs)
+    given = kwargs.get("dim", args[1] if len(args) > 1 else None)
+    dims = range(x.dim()) if given is None else [each % x.dim() for each in (given if isinstance(given, tuple) else (given,))]
+    assert placement.rows is not None
+    if placement.dim in dims and x.size(placement.dim) <= 1 and placement.rows.total == 1:
+        return mode.on_all_rows(func, args, kwargs)
+    gone = tuple(dim for dim in dims if x.size(dim) == 1 and dim != placement.dim)
+    out = x.squeeze(gone)
+    return mode.tagged(out, _kept(placement.rows.at(placement.dim - sum(dim < placement.dim for dim in gone)), placement))
+
+
+def _expand(mode: RowsMode, func: Any, args: Any, kwargs: Any) -> Any:
+    x, placement = args[0], _placement(args[0])
+    shape = _shape_of(args[2:] if func is torch.broadcast_to and len(args) > 2 else args[1:], kwargs)
+    if shape is None:
+        return mode.other(func, args, kwargs)
+    more = len(shape) - x.dim()
+    counts = [place for place, size in enumerate(shape) if isinstance(size, RowCount)]
+    if placement is None:
+        if not counts:
+            return mode.plain(func, args, kwargs)
+        at, *others = counts
+        rows = shape[at].rows  # type: ignore[attr-defined]
+        x = converted(mode, x, rows, len(shape) - at, "expand")
+        local = [rows.count if place == at else int(size) for place, size in enumerate(shape)]
+        return mode.tagged(x.expand(local), rows.at(at))
+    assert placement.rows is not None
+    local = [int(size) for size in shape]
+    at = placement.dim + more
+    if shape[at] != -1 and shape[at] != placement.rows.total:
+        return mode.on_all_rows(func, args, kwargs)
+    local[at] = -1
+    return mode.tagged(x.expand(local), _kept(placement.rows.at(at), placement))
+
+
+def _repeat(mode: RowsMode, func: Any, args: Any, kwargs: Any) -> Any:
+    x, placement = args[0], _placement(args[0])
+    times = _shape_of(args[1:], kwargs)
+    if placement is None or times is None or len(times) < x.dim():
+        return mode.other(func, args, kwargs)
+    at = placement.dim + len(times) - x.dim()
+    if times[at] != 1 or has_counts(times):
+        return mode.on_all_rows(func, args, kwargs)
+    return mode.tagged(func(*args, **kwargs), _kept(placement.rows.at(at), placement))  # type: ignore[union-attr]
+
+
+register(_reshape, "view reshape", (torch, Tensor))
+register(_reshape_as, "view_as reshape_as expand_as", (Tensor,))
+register(_flatten, "flatten ravel", (torch, Tensor))
+register(_unflatten, "unflatten", (torch, Tensor))
+register(_moved, "t transpose permute movedim moveaxis swapaxes swapdims adjoint unsqueeze atleast_2d", (torch, Tensor))
+properties(_moved, "T mT H mH")
+register(_squeeze, "squeeze", (torch, Tensor))
+register(_expand, "expand", (Tensor,))
+register(_expand, "broadcast_to", (torch, Tensor))
+register(_repeat, "repeat tile", (Tensor,))
+
+
+def _unsqueeze_(mode: RowsMode, func: Any, args: Any, kwargs: Any) -> Any:
+    raise mode.refuse(f"{name_of(func)} changes where rows lie in place. Use the function without an underscore.")
+
+
+register(_unsqueeze_, "t_ transpose_ squeeze_ unsqueeze_ swapaxes_ swapdims_ resize_ resize_as_ set_ as_strided_", (Tensor,))
+
+# Joins ########################################################################
+
+
+def _cat(mode: RowsMode, func: Any, args: Any, kwargs: Any) -> Any:
+    found = mode.row_tensors(args, kwargs)
+    if not found:
+        return mode.plain(func, args, kwargs)
+    given = list(kwargs.get("tensors", args[0] if args else ()))
+    dim = kwargs.get("dim", kwargs.get("axis", args[1] if len(args) > 1 else 0))
+    rows, right, _ = target_of(found)
+    most = max(each.dim() for each in given)
+    if kwargs.get("out") is not None or any(of.local_ids for _, of in found):
+        return mode.on_all_rows(func, args, kwargs)
+    if dim % most != most - right:
+        given = [converted(mode, each, rows, right, "cat") for each in given]
+        return placed(torch.cat(given, dim), rows, right, mode)
+    placements = [_placement(each) for each in given]
+    if any(each is None or most - given[place].dim() or each.dim != most - right for place, each in enumerate(placements)):
+        return mode.on_all_rows(func, args, kwargs)
+    first, *others = [each.rows for each in placements if each is not None]
+    assert first is not None
+    joined = first.joined([each for each in others if each is not None]) if others else first
+    if joined is None:
+        return mode.on_all_rows(func, args, kwargs)
+    return mode.tagged(torch.cat(given, dim), joined.at(most - right))
+
+
+def _stack(mode: RowsMode, func: Any, args: Any, kwargs: Any) -> Any:
+    found = mode.row_tensors(args, kwargs)
+    if not found or kwargs.get("out") is not None or any(of.local_ids for _, of in found):
+        return mode.other(func, args, kwargs)
+    given = kwargs.get("tensors", args[0] if args else ())
+    dim = kwargs.get("dim", args[1] if len(args) > 1 else 0)
+    rows, right, _ = target_of(found)
+    given = [converted(mode, each, rows, right, "stack") for each in given]
+    dim = dim % (given[0].dim() + 1)
+    at = given[0].dim() - right
+    return mode.tagged(torch.stack(given, dim), rows.at(at + (dim <= at)))
+
+
+def _split(mode: RowsMode, func: Any, args: Any, kwargs: Any) -> Any:
+    x, placement = args[0], _placement(args[0])
+    if placement is None:
+        return mode.plain(func, args, kwargs)
+    name = name_of(func)
+    dim = kwargs.get("dim", 0 if name == "unbind" else args[2] if len(args) > 2 else 0)
+    if name == "unbind" and len(args) > 1:
+        dim = args[1]
+    dim %= x.dim()
+    if dim != placement.dim:
+        gone = name == "unbind" and dim < placement.dim
+        if gone and placement.local_ids == "both":
+            out = func(*args, **kwargs)
+            for x, end in zip(out, ("source", "target")):
+                mode.tagged(x, Placement(placement.rows, 0, local_ids=end))
+            return out
+        return mode.tagged(func(*args, **kwargs), _kept(placement.rows.at(placement.dim - gone), placement))  # type: ignore[union-attr]
+    if name == "unbind":
+        raise mode.refuse(_LEAVES.format("a loop over rows"))
+    # On one device's positions.
+    total = placement.rows.total  # type: ignore[union-attr]
+    parts = func(torch.arange(total), *args[1:2], **{k: v for k, v in kwargs.items() if k != "dim"})
+    every = (slice(None),) * dim
+    return tuple(_index(mode, x, (*every, slice(int(p[0]) if len(p) else 0, int(p[-1]) + 1 if len(p) else 0))) for p in parts)
+
+
+def _narrow(mode: RowsMode, func: Any, args: Any, kwargs: Any) -> Any:
+    names = dict(zip(("dim", "start", "length"), args[1:])) | kwargs
+    placement, dim = _placement(args[0]), names["dim"]
+    if placement is None or dim % args[0].dim() != placement.dim:
+        out = mode.plain(func, args, kwargs) if placement is None else func(*args, **kwargs)
+        return out if placement is None else mode.tagged(out, _kept(placement, placement))
+    start = int(names["start"])
+    every = (slice(None),) * (dim % args[0].dim())
+    return _index(mode, args[0], (*every, slice(start, start + int(names["length"]))))
+
+
+def _select(mode: RowsMode, func: Any, args: Any, kwargs: Any) -> Any:
+    names = dict(zip(("dim", "index"), args[1:])) | kwargs
+    every = (slice(None),) * (names["dim"] % args[0].dim())
+    return _index(mode, args[0], (*every, names["index"]))
+
+
+register(_cat, "cat concat concatenate", (torch,))
+register(_stack, "stack", (torch,))
+register(_split, "split chunk unbind tensor_split split_with_sizes", (torch, Tensor))
+register(_narrow, "narrow", (torch, Tensor))
+register(_select, "select index_select", (torch, Tensor))
+
+# Products #####################################################################
+
+
+def _matmul(mode: RowsMode, func: Any, args: Any, kwargs: Any) -> Any:
+    found = mode.row_tensors(args, kwargs)
+    if not found:
+        return mode.plain(func, args, kwargs)
+    if len(args) != 2 or kwargs or any(of.local_ids for _, of in found):
+        return mode.on_all_rows(func, args, kwargs)
+    x, y = args if "r" not in name_of(func)[:3] else (args[1], args[0])
+    of_x, of_y = _placement(x), _placement(y)
+    if x.dim() > 2 and y.dim() != 2 or y.dim() > 2 or not x.dim() or not y.dim():
+        return mode.on_all_rows(func, args, kwargs)
+    name, last, inner = name_of(func), x.dim() - 1, max(0, y.dim() - 2)
+    contracts_x, contracts_y = of_x is not None and of_x.dim == last, of_y is not None and of_y.dim == inner
+    if contracts_x or contracts_y:
+        rows = (of_x if contracts_x else of_y).rows  # type: ignore[union-attr]
+        if (of_x is not None and not contracts_x) or (of_y is not None and not contracts_y):
+            return mode.on_all_rows(func, args, kwargs)
+        assert rows is not None
+        x = converted(mode, x, rows, 1, name)
+        y = converted(mode, y, rows, y.dim() - inner, name)
+        part = x.narrow(last, 0, rows.owned) @ y.narrow(inner, 0, rows.owned)
+        return mode.tagged(mode.sum(part, name), FROM_ROWS)
+    if of_x is not None:
+        y = mode.gathered(y, of_y, name) if of_y is not None else y
+        y = mode.enter(y, FROM_ROWS if of_y is not None else placement_of(y), name)
+        return mode.tagged(x @ y, of_x.rows.at(of_x.dim))  # type: ignore[union-attr]
+    assert of_y is not None and of_y.rows is not None
+    out = mode.enter(x, placement_of(x), name) @ y
+    return mode.tagged(out, of_y.rows.at(out.dim() - 1))
+
+
+def _einsum(mode: RowsMode, func: Any, args: Any, kwargs: Any) -> Any:
+    found = mode.row_tensors(args, kwargs)
+    if not found:
+        return mode.plain(func, args, kwargs)
+    equation = args[0].replace(" ", "") if isinstance(args[0], str) else "..."
+    given = list(args[1]) if len(args) == 2 and isinstance(args[1], (list, tuple)) else list(args[1:])
+    if "..." in equation or "->" not in equation or any(of.local_ids for _, of in found):
+        return mode.on_all_rows(func, args, kwargs)
+    inputs, output = equation.split("->")
+    letters = inputs.split(",")
+    rows = found[0][1].rows
+    place = next(number for number, each in enumerate(given) if each is found[0][0])
+    letter = letters[place][found[0][1].dim]
+    operands = []
+    for names, x in zip(letters, given):
+        if names.count(letter) > 1:
+            return mode.on_all_rows(func, args, kwargs)
+        if letter in names:
+            operands.append(converted(mode, x, rows, len(names) - names.index(letter), "einsum"))  # type: ignore[arg-type]
+        else:
+            placement = _placement(x)
+            if placement is not None:
+                x = mode.gathered(x, placement, "einsum")
+            operands.append(mode.enter(x, FROM_ROWS if placement is not None else placement_of(x), "einsum"))
+    assert rows is not None
+    if letter in output:
+        return mode.tagged(func(equation, *operands), rows.at(output.index(letter)))
+    own = [x.narrow(names.index(letter), 0, rows.owned) if letter in names else x for names, x in zip(letters, operands)]
+    return mode.tagged(mode.sum(func(equation, *own), "einsum"), FROM_ROWS)
+
+
+register(_matmul, "matmul mm mv dot vdot __matmul__ __rmatmul__", (torch, Tensor))
+RULES[torch.einsum] = _einsum
+
+
+def _cdist(mode: RowsMode, func: Any, args: Any, kwargs: Any) -> Any:
+    found = mode.row_tensors(args, kwargs)
+    names = dict(zip(("x1", "x2"), args)) | kwargs
+    x, y = names["x1"], names["x2"]
+    of_x, of_y = _placement(x), _placement(y)
+    if not found or x.dim() != 2 or y.dim() != 2 or of_x is None or of_x.dim or (of_y is not None and of_y.dim):
+        return mode.other(func, args, kwargs)
+    y = mode.enter(mode.gathered(y, of_y, "cdist"), FROM_ROWS, "cdist") if of_y else mode.enter(y, placement_of(y), "cdist")
+    return mode.tagged(func(x, y, *args[2:], **{k: v for k, v in kwargs.items() if k not in ("x1", "x2")}), of_x.rows.at(0))  # type: ignore[union-attr]
+
+
+RULES[torch.cdist] = _cdist
+
+# Creation #####################################################################
+
+
+def _create(mode: RowsMode, func: Any, args: Any, kwargs: Any) -> Any:
+    """``zeros`` and its kind, and ``x.new_zeros``: of a size that is a number of rows, they have these rows."""
+    counts = [each for each in _flat((*args, *kwargs.values())) if isinstance(each, RowCount)]
+    known = all(placement_of(x) is not None for x in tensors_in(args) if not isinstance(args[0], Tensor) or x is not args[0])
+    if not counts:
+        with mode.common_draws():
+            out = func(*args, **kwargs)
+        return mode.tagged(out, REPLICATED) if known else mode.untagged(out)
+    rows, seen = counts[0].rows, [False]
+
+    def local(value: Any) -> Any:
+        if isinstance(value, RowCount):
+            first, seen[0] = not seen[0], True
+            return rows.count if first else int(value)
+        return value
+
+    out = func(*mapped(args, local), **mapped(kwargs, local))
+    sizes = [each for each in _flat(args) if isinstance(each, int)] or [each for each in _flat(tuple(kwargs.values()))]
+    at = next(place for place, each in enumerate(sizes) if isinstance(each, RowCount))
+    return mode.tagged(out, rows.at(at))
+
+
+def _flat(values: Any) -> list[Any]:
+    found: list[Any] = []
+    for value in values:
+        found += _flat(value) if isinstance(value, (list, tuple)) else [value]
+    return found
+
+
+def _range(mode: RowsMode, func: Any, args: Any, kwargs: Any) -> Any:
+    out = func(*mapped(args, _int), **mapped(kwargs, _int))
+    from_0 = (len(args) == 1 and not {"start", "step"} & kwargs.keys()) or (len(args) == 2 and args[0] == 0 and "step" not in kwargs)
+    return mode.tagged(out, IN_ORDER if from_0 and func is torch.arange else REPLICATED)
+
+
+def _from_values(mode: RowsMode, func: Any, args: Any, kwargs: Any) -> Any:
+    """``torch.tensor`` and its kind: numbers are the same on all ranks."""
+    given = list(tensors_in(args))
+    if any(_placement(x) is not None for x in given):
+        if isinstance(args[0], Tensor):
+            return same(mode, func, args, kwargs)
+        raise mode.refuse(_LEAVES.format(f"torch.{name_of(func)} of rows"))
+    known = all(placement_of(x) is not None for x in given)
+    out = func(*mapped(args, _int), **kwargs)
+    return mode.tagged(out, FROM_ROWS if given else REPLICATED) if known else mode.untagged(out)
+
+
+def _identity(mode: RowsMode, func: Any, args: Any, kwargs: Any) -> Any:
+    with mode.common_draws() if func in RANDOM else _nothing:
+        return mode.tagged(func(*mapped(args, _int), **mapped(kwargs, _int)), REPLICATED)
+
+
+class _Nothing:
+    def __enter__(self) -> None: ...
+
+    def __exit__(self, *_: Any) -> None: ...
+
+
+_nothing = _Nothing()
+register(_create, "zeros ones empty full rand randn new_zeros new_ones new_empty new_full", (torch, Tensor))
+
+
+def _draw_integers(mode: RowsMode, func: Any, args: Any, kwargs: Any) -> Any:
+    """``randint(high, size)``: only the size may be one of rows."""
+    size = kwargs.get("size", args[-1] if isinstance(args[-1], (tuple, list, torch.Size)) else ())
+    if not has_counts(tuple(size)):
+        return _identity(mode, func, args, kwargs)
+    bounds = [_int(each) for each in args if not isinstance(each, (tuple, list))]
+    rows = next(each for each in size if isinstance(each, RowCount)).rows
+    at = next(place for place, each in enumerate(size) if isinstance(each, RowCount))
+    local = [rows.count if place == at else int(each) for place, each in enumerate(size)]
+    return mode.tagged(func(*bounds, size=local, **{k: _int(v) for k, v in kwargs.items() if k != "size"}), rows.at(at))
+
+
+RULES[torch.randint] = _draw_integers
+register(_range, "arange", (torch,))
+register(_identity, "linspace logspace eye randperm tril_indices triu_indices hann_window", (torch,))
+register(_from_values, "tensor as_tensor asarray from_numpy scalar_tensor", (torch,))
+register(_from_values, "new_tensor", (Tensor,))
+
+# Rows that leave torch ########################################################
+
+_LEAVES = (
+    "{0} would see this rank's rows only. Take lightning_gnn.gather_global(x), which has the rows of all ranks in the order of the graph, "
+    "on every rank"
+)
+
+
+def _leave(mode: RowsMode, func: Any, args: Any, kwargs: Any) -> Any:
+    if _placement(args[0]) is not None:
+        raise mode.refuse(_LEAVES.format(f"x.{name_of(func)}()"))
+    return func(*args, **kwargs)
+
+
+def _number(mode: RowsMode, func: Any, args: Any, kwargs: Any) -> Any:
+    placement = _placement(args[0])
+    if placement is None:
+        return func(*args, **kwargs)
+    return func(mode.gathered(args[0], placement, name_of(func)), *args[1:], **kwargs)
+
+
+register(_leave, "numpy tolist __array__ __dlpack__ __reversed__ __contains__", (Tensor,))
+
+
+def _iterate(mode: RowsMode, func: Any, args: Any, kwargs: Any) -> Any:
+    placement = _placement(args[0])
+    return func(*args) if placement is None else iter(_split(mode, Tensor.unbind, args, {}))
+
+
+RULES[Tensor.__iter__] = _iterate
+register(_number, "item __bool__ __int__ __float__ __index__ __complex__ __long__ is_nonzero equal allclose_", (Tensor,))
+
+
+def _equal(mode: RowsMode, func: Any, args: Any, kwargs: Any) -> Any:
+    """``torch.equal`` and ``torch.allclose``, which return a bool."""
+    found = mode.row_tensors(args, kwargs)
+    if not found:
+        return func(*args, **kwargs)
+    return func(*(mode.gathered(x, p, name_of(func)) if (p := _placement(x)) else x for x in args), **kwargs)
+
+
+register(_equal, "equal allclose", (torch, Tensor))
+
+
+def gather_global(x: Tensor) -> Tensor:
+    """Returns the rows of all ranks in the order of the graph, on every rank; `x` itself on one device and for replicated tensors.
+
+    Differentiable. All ranks call it.
+
+    Args:
+        x: rows of nodes, edges or of a selection of these, ``[n, ...]``.
+    """
+    from lightning_gnn.rows.mode import active_mode
+
+    mode, placement = active_mode(), _placement(x)
+    if mode is None or placement is None:
+        return x
+    with mode.pause():
+        return mode.tagged(mode.gathered(x, placement, "gather_global"), FROM_ROWS)
+
+
+# Indices ######################################################################
+
+
+def _index(mode: RowsMode, x: Tensor, index: Any) -> Any:
+    return _getitem(mode, Tensor.__getitem__, (x, index), {})
+
+
+def _items(x: Tensor, index: Any) -> list[Any] | None:
+    """Returns one item for each dimension, and None for each new one; None where it is too involved."""
+    items = list(index) if isinstance(index, tuple) else [index]
+    items = [torch.tensor(each) if isinstance(each, (list, range)) and not any(isinstance(e, Tensor) for e in each) else each for each in items]
+    if any(isinstance(each, (list, bool)) for each in items):
+        return None
+    items = [torch.as_tensor(each) if type(each).__module__ == "numpy" and getattr(each, "ndim", 0) else each for each in items]
+    taken = sum(
+        each.dim() if isinstance(each, Tensor) and each.dtype in (torch.bool, torch.uint8) else 1
+        for each in items
+        if each is not None and each is not Ellipsis
+    )
+    fill = [slice(None)] * (x.dim() - taken)
+    where = next((place for place, each in enumerate(items) if each is Ellipsis), None)
+    return [*items, *fill] if where is None else [*items[:where], *fill, *items[where + 1 :]]
+
+
+def _is_all(item: Any) -> bool:
+    return isinstance(item, slice) and item == slice(None)
+
+
+def _getitem(mode: RowsMode, func: Any, args: Any, kwargs: Any) -> Any:
+    x, index = args
+    found = mode.row_tensors((x, index), None)
+    placement = placement_of(x)
+    if not found:
+        index = mapped(index, _int)
+        if placement is None or any(placement_of(each) is None for each in tensors_in((index,))):
+            return func(x, index)
+        return mode.tagged(func(x, index), FROM_ROWS if placement.from_rows else REPLICATED)
+    items = _items(x, index)
+    if items is None:
+        return mode.on_all_rows(func, args, kwargs)
+    if placement is None or placement.rows is None:
+        return _from_table(mode, func, x, items, args)
+    return _of_rows(mode, func, x, placement, items, args)
+
+
+def _from_table(mode: RowsMode, func: Any, x: Tensor, items: list[Any], args: Any) -> Any:
+    """Entries of a replicated tensor at places that rows name."""
+    at = [place for place, each in enumerate(items) if isinstance(each, Tensor)]
+    found = [(items[place], of) for place in at if (of := _placement(items[place])) is not None]
+    if any(of.local_ids for _, of in found):
+        raise mode.refuse(LOCAL_IDS)
+    first = items[at[0]]
+    if first.dtype == torch.bool:
+        if len(at) > 1 or first.dim() > 1 or any(each is None for each in items[: at[0]]):
+            return mode.on_all_rows(func, args, {})
+        rows = found[0][1].rows
+        own = mode.take(x, at[0], rows, "indexing")  # type: ignore[arg-type]
+        return _getitem(mode, func, (mode.tagged(own, rows.at(at[0])), tuple(items)), {})  # type: ignore[union-attr]
+    rows, right, _ = target_of(found)
+    if at != list(range(at[0], at[0] + len(at))) or any(items[place].dtype == torch.bool for place in at):
+        return mode.on_all_rows(func, args, {})
+    items = [converted(mode, each, rows, right, "indexing") if isinstance(each, Tensor) else each for each in items]
+    most = max(items[place].dim() for place in at)
+    begin = sum(1 for each in items[: at[0]] if each is None or isinstance(each, slice))
+    out = mode.enter(x, placement_of(x), "indexing")[tuple(mapped(items, _int))]
+    return mode.tagged(out, rows.at(begin + most - right))
+
+
+def _of_rows(mode: RowsMode, func: Any, x: Tensor, placement: Placement, items: list[Any], args: Any) -> Any:
+    """Entries of a row tensor."""
+    rows, dim = placement.rows, placement.dim
+    assert rows is not None
+    # The item of the dimension of the rows.
+    place, taken = 0, 0
+    for place, each in enumerate(items):
+        width = 0 if each is None else each.dim() if isinstance(each, Tensor) and each.dtype == torch.bool else 1
+        if taken <= dim < taken + width:
+            break
+        taken += width
+    item = items[place]
+    tensors = [number for number, each in enumerate(items) if isinstance(each, Tensor)]
+    others = [number for number in tensors if number != place]
+    if _is_all(item):
+        return _at_other_dims(mode, func, x, placement, items, place, args)
+    if others:
+        return _at_both(mode, func, x, placement, items, place, others, args)
+    every: list[Any] = [slice(None)] * x.dim()
+    if isinstance(item, Tensor) and item.dim() == 0 and item.dtype != torch.bool:
+        item = int(item)
+    if isinstance(item, int):
+        chosen, local = rows.choose(_one(item, rows))
+        part = x.index_select(dim, local).sum(dim, dtype=x.dtype)
+        out = mode.tagged(mode.sum(part, "row"), FROM_ROWS)
+        rest = [each for number, each in enumerate(items) if number != place]
+        return out if all(map(_is_all, rest)) else _getitem(mode, func, (out, tuple(rest)), {})
+    if isinstance(item, slice):
+        key = ("slice", item.start, item.stop, item.step)
+        index: Any = rows._derived.get(key)
+        if index is None:
+            index = rows._derived[key] = torch.arange(rows.total, device=x.device)[mapped(item, _int)]  # type: ignore[assignment]
+        item = index
+    of = _placement(item)
+    rest = tuple(slice(None) if number == place else each for number, each in enumerate(items))
+    if item.dtype == torch.bool:
+        if item.dim() > 1:
+            return _entries(mode, x, placement, item, place, items, args)
+        if of is None:
+            if placement_of(item) is None or len(item) != rows.total:
+                raise mode.refuse(f"a mask of {len(item)} entries does not fit {rows.total} {rows.name}")
+            item = mode.take(item, 0, rows, "mask")
+        elif of.rows is not rows:
+            item = converted(mode, item, rows, 1, "mask")
+        chosen = rows.select(item)
+        every[dim] = item
+        out = x[tuple(every)]
+    elif of is None:
+        if item.dim() != 1:
+            return mode.on_all_rows(func, args, {})
+        chosen, local = rows.choose(item)
+        out = x.index_select(dim, local)
+    elif of.local_ids:
+        edges = of.rows
+        assert edges is not None
+        expanded = rows is mode.halo_rows
+        if of.local_ids not in ("source", "target") or dim or mode.expand is None or not (expanded or edges.targets is rows):
+            raise mode.refuse(LOCAL_IDS)
+        with mode.pause():
+            out = (mode.expand(x) if of.local_ids == "source" and not expanded else x)[item]
+        return mode.tagged(out, edges.at(0))
+    elif of.in_order and of.rows is rows:
+        out, chosen = x, rows
+    else:
+        whole = mode.enter(mode.gathered(x, placement, "indexing"), FROM_ROWS, "indexing")
+        every[dim] = item
+        out = mode.tagged(whole[tuple(every)], of.rows.at(dim + of.dim))  # type: ignore[union-attr]
+        return out if all(map(_is_all, rest)) or item.dim() > 1 else _getitem(mode, func, (out, rest), {})
+    out = mode.tagged(out, _kept(chosen.at(dim), Placement(rows, dim, local_ids=placement.local_ids)))  # type: ignore[union-attr]
+    return out if all(map(_is_all, rest)) else _getitem(mode, func, (out, rest), {})
+
+
+def _one(position: int, rows: RowSet) -> Tensor:
+    """Returns the position as a tensor, the same one each time, so that it chooses the same rows."""
+    kept = rows._derived.setdefault(("one", position), torch.tensor([position]))  # type: ignore[arg-type]
+    found: Any = kept
+    return found
+
+
+def _at_other_dims(
+    mode: RowsMode, func: Any, x: Tensor, placement: Placement, items: list[Any], place: int, args: Any
+) -> Any:
+    """All rows, and some entries of each."""
+    rows = placement.rows
+    assert rows is not None
+    tensors = [number for number, each in enumerate(items) if isinstance(each, Tensor)]
+    if any(_placement(items[number]) is not None for number in tensors) or len(tensors) > 1:
+        return mode.on_all_rows(func, args, {})
+    before = 0
+    for each in items[:place]:
+        before += 1 if each is None or isinstance(each, slice) else each.dim() if isinstance(each, Tensor) else 0
+        if isinstance(each, Tensor) and each.dtype == torch.bool:
+            before += 1 - each.dim()
+    out = x[tuple(mapped(items, _int))]
+    new = rows.at(before)
+    if placement.local_ids and tensors:
+        raise mode.refuse(LOCAL_IDS)
+    if placement.local_ids == "both" and placement.dim == 1 and isinstance(items[0], int) and items[0] in (0, 1, -1, -2):
+        return mode.tagged(out, Placement(rows, 0, local_ids=("source", "target")[items[0]]))
+    return mode.tagged(out, _kept(new, placement))
+
+
+def _at_both(
+    mode: RowsMode, func: Any, x: Tensor, placement: Placement, items: list[Any], place: int, others: list[int], args: Any
+) -> Any:
+    """``x[arange(n), y]``: an entry of each row."""
+    rows, item = placement.rows, items[place]
+    assert rows is not None
+    of = placement_of(item) if isinstance(item, Tensor) else None
+    in_order = of is not None and of.in_order and (of.rows is rows or (of.rows is None and len(item) == rows.total))
+    if not in_order or place or placement.dim or item.dim() != 1 or others != [1] or placement.local_ids:
+        return mode.on_all_rows(func, args, {})
+    other = converted(mode, items[1], rows, items[1].dim(), "indexing")
+    if other.dim() != 1:
+        return mode.on_all_rows(func, args, {})
+    own = torch.arange(rows.count, device=x.device)
+    return mode.tagged(x[(own, other, *items[2:])], rows.at(0))
+
+
+def _entries(
+    mode: RowsMode, x: Tensor, placement: Placement, mask: Tensor, place: int, items: list[Any], args: Any
+) -> Any:
+    """``x[mask]`` with a mask of entries: those of this rank's rows."""
+    of, rows = _placement(mask), placement.rows
+    apart = of is None or rows is None or of.rows is not rows or rows.owned != rows.count
+    if apart or of.dim or placement.dim or place or placement.local_ids:  # type: ignore[union-attr]
+        return mode.on_all_rows(Tensor.__getitem__, args, {})
+    assert rows is not None
+    width = prod(mask.shape[1:])
+
+    def keys() -> Tensor:
+        places = mask.reshape(len(mask), -1).nonzero()
+        return rows.positions[places[:, 0]] * width + places[:, 1]
+
+    def make() -> RowSet:
+        return RowSet(rows.ranks, int(mask.sum()), keys, name=f"selected entries of {rows.name}")
+
+    chosen = rows._selected(mask, make)
+    return mode.tagged(x[mask], chosen.at(0))
+
+
+def _setitem(mode: RowsMode, func: Any, args: Any, kwargs: Any) -> Any:
+    x, index, value = args
+    found = mode.row_tensors((x, index, value), None)
+    placement = placement_of(x)
+    if not found:
+        func(x, mapped(index, _int), value)
+        values = placement_of(value) if isinstance(value, Tensor) else REPLICATED
+        if placement is not None and (values is None or values.from_rows):
+            x.__dict__.pop(ATTRIBUTE, None)
+            if values is not None:
+                mode.tagged(x, FROM_ROWS)
+        return None
+    if placement is None or placement.rows is None:
+        func(x, *(_gathered_index(mode, each) for each in (index, value)))
+        mode.tagged(x, FROM_ROWS)
+        return None
+    rows, dim, items = placement.rows, placement.dim, _items(x, index)
+    if items is None or any(each is None for each in items):
+        raise mode.refuse("assignment to rows with this index is not exact. Use torch.where, or a mask")
+    place = dim
+    if isinstance(items[0], Tensor) and items[0].dtype == torch.bool and items[0].dim() > 1:
+        of = _placement(items[0])
+        if of is None or of.rows is not rows or _placement(value) is not None or (isinstance(value, Tensor) and value.dim()):
+            raise mode.refuse("assignment to entries of rows with this mask is not exact. Use torch.where")
+        func(x, index, value)
+        return None
+    item = items[place]
+    if any(isinstance(each, Tensor) for number, each in enumerate(items) if number != place):
+        raise mode.refuse("assignment to entries of rows with several indices is not exact. Use torch.where, or x.scatter(1, index, value)")
+    target, local = _assigned(mode, rows, item, x)
+    region = [slice(None) if number == place else each for number, each in enumerate(items)]
+    kept = [number for number, each in enumerate(region) if not isinstance(each, int)]
+    right = len(kept) - kept.index(place)
+    if isinstance(value, Tensor):
+        if isinstance(item, int) and value.dim() >= right:
+            value = value.unsqueeze(value.dim() - right + 1)
+        value = converted(mode, value, target, right, "assignment")
+    region[place] = local
+    func(x, tuple(mapped(region, _int)), value)
+    return None
+
+
+def _assigned(mode: RowsMode, rows: RowSet, item: Any, x: Tensor) -> tuple[RowSet, Any]:
+    """Returns the rows that an index names, and this rank's places of them."""
+    if _is_all(item):
+        return rows, slice(None)
+    if isinstance(item, int):
+        return rows.choose(_one(int(item), rows))
+    if isinstance(item, slice):
+        return rows.choose(torch.arange(rows.total, device=x.device)[mapped(item, _int)])
+    of = _placement(item)
+    if item.dtype == torch.bool and item.dim() == 1:
+        mask = mode.take(item, 0, rows, "mask") if of is None else converted(mode, item, rows, 1, "mask")
+        return rows.select(mask), mask
+    if of is None and item.dim() == 1:
+        return rows.choose(item)
+    if of is not None and of.in_order and of.rows is rows:
+        return rows, slice(None)
+    raise mode.refuse("assignment to rows that other rows name is not exact. Use a mask, or ids that are the same on all ranks")
+
+
+def _gathered_index(mode: RowsMode, value: Any) -> Any:
+    def change(each: Any) -> Any:
+        placement = _placement(each)
+        return mode.gathered(each, placement, "assignment") if placement is not None else _int(each)
+
+    return mapped(value, change)
+
+
+RULES[Tensor.__getitem__] = _getitem
+RULES[Tensor.__setitem__] = _setitem
+
+
+def _index_select(mode: RowsMode, func: Any, args: Any, kwargs: Any) -> Any:
+    names = dict(zip(("dim", "index"), args[1:])) | kwargs
+    every = (slice(None),) * (names["dim"] % args[0].dim())
+    return _index(mode, args[0], (*every, names["index"]))
+
+
+def _masked_select(mode: RowsMode, func: Any, args: Any, kwargs: Any) -> Any:
+    return _index(mode, args[0], args[1]) if len(args) == 2 and args[0].shape == args[1].shape else mode.other(func, args, kwargs)
+
+
+def _along_dim(mode: RowsMode, func: Any, args: Any, kwargs: Any) -> Any:
+    """``gather`` and ``scatter`` along a dimension without rows, and sums into places that rows name."""
+    found = mode.row_tensors(args, kwargs)
+    name = name_of(func)
+    if not found:
+        return mode.plain(func, args, kwargs)
+    names = ("dim", "index", "src", "reduce") if "gather" not in name and "take" not in name else ("dim", "index")
+    if "take" in name:
+        names = ("index", "dim")
+    given = dict(zip(names, args[1:])) | kwargs
+    given.setdefault("src", given.pop("value", None))
+    x, index, dim = args[0], given["index"], given["dim"]
+    into, of = placement_of(x), _placement(index)
+    dim = dim % max(1, x.dim())
+    changes = name.endswith("_")
+    if into is not None and into.local_ids:
+        raise mode.refuse(LOCAL_IDS)
+    if of is None or of.local_ids or any(p.rows is not of.rows for _, p in found):
+        if of is not None and of.local_ids:
+            return _into_nodes(mode, func, args, given, dim)
+        return _fallback(mode, func, args, kwargs, into)
+    rows, right = of.rows, index.dim() - of.dim
+    assert rows is not None
+    if into is not None and into.rows is rows and dim != into.dim and right == x.dim() - into.dim:
+        src = given.get("src")
+        if isinstance(src, Tensor):
+            given["src"] = converted(mode, src, rows, right, name)
+        rest = [given[key] for key in names if given.get(key) is not None]
+        options = {k: v for k, v in kwargs.items() if k not in (*names, "value")}
+        return mode.tagged(func(x, *rest, **options), rows.at(into.dim))
+    adds = "add" in name or (given.get("reduce") in ("add", "sum") and kwargs.get("include_self", True))
+    if into is not None and into.rows is None and adds and isinstance(given.get("src"), Tensor) and of.dim == dim:
+        src = converted(mode, given["src"], rows, right if "index" not in name else given["src"].dim() - dim, name)
+        own = index.narrow(of.dim, 0, rows.owned), src.narrow(dim, 0, rows.owned)
+        plain = torch.zeros_like(x).index_add if "index" in name else torch.zeros_like(x).scatter_add
+        total = mode.sum(plain(dim, *own), name)
+        out = x.add_(total) if changes else x + total
+        return mode.tagged(out, FROM_ROWS)
+    return _fallback(mode, func, args, kwargs, into)
+
+
+def _fallback(mode: RowsMode, func: Any, args: Any, kwargs: Any, into: Placement | None) -> Any:
+    if name_of(func).endswith("_") and into is not None and into.rows is None:
+        from lightning_gnn.rows.elementwise import _not_in_place
+
+        return mode.on_all_rows(_not_in_place(func), args, kwargs)
+    return mode.on_all_rows(func, args, kwargs)
+
+
+def _into_nodes(mode: RowsMode, func: Any, args: Any, given: dict[str, Any], dim: int) -> Any:
+    """Sums over the in-edges of each node, all of which its owner has: ``index`` is a row of ``edge_index``."""
+    x, index, into, of = args[0], given["index"], _placement(args[0]), _placement(given["index"])
+    assert of is not None and of.rows is not None
+    name, nodes, src = name_of(func), of.rows.targets, given.get("src")
+    at_targets = of.local_ids == "target" or (of.local_ids == "source" and "add" in name and mode.expand is not None)
+    if into is not None and into.rows is mode.halo_rows:
+        at_targets, nodes = bool(of.local_ids), mode.halo_rows
+    if not at_targets or into is None or into.rows is not nodes or nodes is None or dim or into.dim or of.dim:
+        raise mode.refuse(
+            f"{name} by edge_index is exact for a result with one row per node, zeros(x.size(0), ...), and along dimension 0. Use a "
+            "conv, or the helpers lightning_gnn.expand and lightning_gnn.reduce (docs/models.md)"
+        )
+    if isinstance(src, Tensor):
+        src = given["src"] = converted(mode, src, of.rows, src.dim(), name)
+    names = ("index", "src") if "index" in name else ("index", "src", "reduce")
+    if of.local_ids == "target" or nodes is mode.halo_rows:
+        rest = [given[key] for key in names if given.get(key) is not None]
+        options = {key: value for key, value in given.items() if key not in ("dim", *names)}
+        return mode.tagged(func(x, 0, *rest, **options), nodes.at(0))
+    with mode.pause():
+        assert mode.expand is not None and mode.reduce is not None
+        sums = torch.zeros_like(mode.expand(x.detach()))
+        total = mode.reduce(sums.index_add(0, index, src) if "index" in name else sums.scatter_add(0, index, src))
+        out = x.add_(total) if name.endswith("_") else x + total
+    return mode.tagged(out, nodes.at(0))
+
+
+register(_masked_select, "masked_select", (torch, Tensor))
+register(_along_dim, "gather take_along_dim scatter scatter_ scatter_add scatter_add_ scatter_reduce scatter_reduce_ index_add index_add_",
+         (torch, Tensor))
+
+# Autograd #####################################################################
+
+
+def _backward(mode: RowsMode, func: Any, args: Any, kwargs: Any) -> Any:
+    if mode.in_backward:
+        first = args[0] if args else kwargs["tensors"]
+        names = ("tensors", "gradient" if func is Tensor.backward else "grad_tensors", "retain_graph", "create_graph", "inputs")
+        given = dict(zip(names, args)) | kwargs
+        starts = given.get("gradient", given.get("grad_tensors"))
+        _run_backward(mode, _as_tuple(first), _as_tuple(starts), _as_tuple(given.get("inputs")), given, accumulate_grad=True)
+        return None
+    raise mode.refuse("loss.backward() leaves gradients of this rank alone. Call self.manual_backward(loss), which sums them over ranks")
+
+
+def _as_tuple(given: Any) -> tuple[Any, ...]:
+    return () if given is None else (given,) if isinstance(given, Tensor) else tuple(given)
+
+
+def _run_backward(
+    mode: RowsMode, outputs: tuple[Tensor, ...], starts: tuple[Any, ...], inputs: tuple[Tensor, ...], given: Any, accumulate_grad: bool
+) -> Any:
+    """Runs torch's engine, in which what is computed again, such as checkpoints, is what it was the first time."""
+    starts = starts or (None,) * len(outputs)
+    starts = tuple(torch.ones_like(out) if start is None else start for out, start in zip(outputs, starts))
+    again, retain = bool(given.get("create_graph")), given.get("retain_graph")
+    unused = accumulate_grad or bool(given.get("allow_unused", given.get("materialize_grads")))
+    with mode.opened(in_backward=True, in_rule=True):
+        return _engine_run_backward(
+            outputs, starts, again if retain is None else retain, again, inputs, unused, accumulate_grad=accumulate_grad
+        )
+
+
+def _grad(mode: RowsMode, func: Any, args: Any, kwargs: Any) -> Any:
+    """``torch.autograd.grad``: gradients of replicated tensors and parameters are summed over ranks."""
+    given = dict(zip(("outputs", "inputs", "grad_outputs", "retain_graph", "create_graph"), args)) | kwargs
+    outputs = [given["outputs"]] if isinstance(given["outputs"], Tensor) else list(given["outputs"])
+    inputs = [given["inputs"]] if isinstance(given["inputs"], Tensor) else list(given["inputs"])
+    starts = given.get("grad_outputs")
+    starts = [None] * len(outputs) if starts is None else [starts] if isinstance(starts, Tensor) else list(starts)
+    mode.row_tensors((outputs, inputs, starts), None)
+    scaled = []
+    for out, start in zip(outputs, starts):
+        of = placement_of(out)
+        if of is None:
+            raise mode.refuse("torch.autograd.grad of a tensor of unknown origin")
+        if of.rows is not None:
+            scaled.append(None if start is None else converted(mode, start, of.rows, out.dim() - of.dim, "grad"))
+        else:
+            scaled.append((torch.ones_like(out) if start is None else start) / mode.ranks.size)
+    found = _run_backward(mode, tuple(outputs), tuple(scaled), tuple(inputs), given, accumulate_grad=False)
+    made = []
+    for x, grad in zip(inputs, found):
+        of = placement_of(x)
+        if grad is None and given.get("materialize_grads"):
+            grad = torch.zeros_like(x)
+        if of is None:
+            raise mode.refuse("torch.autograd.grad with respect to a tensor of unknown origin")
+        if of.rows is not None:
+            made.append(grad if grad is None else mode.tagged(grad, of.rows.at(of.dim)))
+        else:
+            made.append(grad if grad is None else mode.tagged(mode.sum(grad, "gradient"), FROM_ROWS))
+    return tuple(made)
+
+
+def _register_hook(mode: RowsMode, func: Any, args: Any, kwargs: Any) -> Any:
+    """A hook gets the gradient of one device."""
+    x, hook = args[0], args[1] if len(args) > 1 else kwargs["hook"]
+    of = placement_of(x)
+    if of is None or isinstance(x, torch.nn.Parameter):
+        return func(*args, **kwargs)
+
+    def on_gradient(grad: Tensor) -> Any:
+        # Inside, a gradient is what the tensor is.
+        if of.rows is not None:
+            whole = mode.tagged(grad.view_as(grad), of.rows.at(of.dim))
+        else:
+            whole = mode.tagged(mode.ranks.sum(grad, "gradient for a hook"), FROM_ROWS)
+        with mode.opened(), torch.no_grad():
+            changed = hook(whole)
+        if changed is None:
+            return None
+        if of.rows is not None:
+            return converted(mode, changed, of.rows, x.dim() - of.dim, "hook")
+        return changed / mode.ranks.size
+
+    return func(x, on_gradient)
+
+
+RULES[Tensor.backward] = _backward
+RULES[torch.autograd.backward] = _backward
+RULES[torch.autograd.grad] = _grad
+RULES[Tensor.register_hook] = _register_hook
