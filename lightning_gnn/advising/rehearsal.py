@@ -11,7 +11,6 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass
-from functools import partial
 from statistics import median
 from typing import Any, TypeAlias
 
@@ -25,11 +24,10 @@ from lightning_gnn.checks.stand_ins import QuietTrainer, aside, copied, of_ranks
 from lightning_gnn.comm.group import World
 from lightning_gnn.comm.in_process import InProcessWorld, Meeting
 from lightning_gnn.data.shards import Shard
-from lightning_gnn.data.sources import counted_mask
 from lightning_gnn.heap import keeping_freed_memory
 from lightning_gnn.nn.bind import Binding
-from lightning_gnn.nn.helpers import graph_in_use
-from lightning_gnn.steps.weights import loss_scale
+from lightning_gnn.nn.helpers import expand, graph_in_use, reduce
+from lightning_gnn.rows.graph import GraphRows
 
 Bind = Callable[[torch.nn.Module, Shard, World], Binding]
 
@@ -128,7 +126,6 @@ def rehearse(
     shards: Sequence[Shard],
     bind: Bind,
     trainer: pl.Trainer,
-    loss_reduction: str = "mean",
     threads: int = 1,
     prepare: Callable[[World], None] | None = None,
 ) -> Rehearsal:
@@ -139,7 +136,6 @@ def rehearse(
         shards: what each rank holds, on the CPU.
         bind: how the scheme binds a module to a rank's shard.
         trainer: what the step finds as ``self.trainer``; its loggers get nothing.
-        loss_reduction: of the strategy.
         threads: that each rank computes with. With one, the processor's time is taken, which others on the machine do not
             change; else that of the clock on the wall.
         prepare: called with each rank's world before the module is bound.
@@ -148,7 +144,6 @@ def rehearse(
         RuntimeError: the step does not run, or ranks do not exchange alike; the cause is the first error.
     """
     recorder = _Recorder(len(shards), time.thread_time if threads == 1 else time.perf_counter)
-    mask = counted_mask("train_mask", module)
 
     def on_rank(rank: int) -> Footprint:
         world, shard = InProcessWorld(rank, recorder), shards[rank]
@@ -157,22 +152,25 @@ def rehearse(
         model = quiet(copied(module).cpu(), QuietTrainer(trainer, "fit"))
         binding = bind(model, shard, world)
         counted = Counted(model)
-        counts, gather = shard.mask_counts[mask], world.all_gather
-        scale = partial(loss_scale, counts=counts, rank=rank, reduction=loss_reduction, gather=gather)
+        rows = GraphRows(shard, world, expand=expand, reduce=reduce)
+        rows.place_state(model, world)
+
+        def run_backward(loss: Tensor, *args: Any, **kwargs: Any) -> None:
+            with rows.mode.opened(in_backward=True):
+                (loss / world.size).backward(*args, **kwargs)
+
         if not model.automatic_optimization:
-            share = scale(None)[0]
-            without_optimizers(model, lambda loss, *args, **kwargs: (loss * share).backward(*args, **kwargs))
+            without_optimizers(model, run_backward)
         parameters = [each for each in model.parameters() if each.requires_grad]
         optimizer = torch.optim.Adam(parameters, lr=0.0)  # whatever the module's: it takes about as long
         with graph_in_use(binding.context, this_thread_only=True):
             for step in range(STEPS):
                 recorder.begin(rank)
                 binding.context.begin_step()
-                with counted if step == 0 else nullcontext():
-                    output = run_step(model, "training_step", copy.copy(shard.batch))
+                with counted if step == 0 else nullcontext(), rows.mode:
+                    output = run_step(model, "training_step", rows.place(copy.copy(shard.batch)))
                 if model.automatic_optimization:
-                    loss = output["loss"] if isinstance(output, dict) else output
-                    (loss * scale(output)[0]).backward()
+                    run_backward(output["loss"] if isinstance(output, dict) else output)
                 _sum_gradients(parameters, world)
                 optimizer.step()
                 if step == 0:

@@ -33,8 +33,9 @@ from lightning_gnn.data.shards import Cut, Shard, split_graph
 from lightning_gnn.data.sources import counted_mask
 from lightning_gnn.kernels.run import in_place_of
 from lightning_gnn.nn.bind import Binding
-from lightning_gnn.nn.helpers import graph_in_use
+from lightning_gnn.nn.helpers import expand, graph_in_use, reduce
 from lightning_gnn.partition.layout import Replicas
+from lightning_gnn.rows.graph import GraphRows
 
 if TYPE_CHECKING:
     from lightning_gnn.strategies.scheme import Scheme
@@ -332,14 +333,21 @@ def _steps(models: Sequence[pl.LightningModule], small: SmallGraph, scheme: Sche
         world = InProcessWorld(rank, meeting)
         binding = scheme.bind(model, shards[rank], world, Meter())
         counted = Counted(model)
+        rows = GraphRows(shards[rank], world, expand=expand, reduce=reduce)
+        rows.place_state(model, world)
+
+        def run_backward(loss: Tensor, *args: Any, **kwargs: Any) -> None:
+            with rows.mode.opened(in_backward=True):
+                (loss / world.size).backward(*args, **kwargs)
+
         with graph_in_use(binding.context, this_thread_only=True):
             if not model.automatic_optimization:
-                without_optimizers(model, torch.Tensor.backward)
-            with counted:
-                output = run_step(model, "training_step", copy.copy(shards[rank].batch))
+                without_optimizers(model, run_backward)
+            with counted, rows.mode:
+                output = run_step(model, "training_step", rows.place(copy.copy(shards[rank].batch)))
             loss = output.get("loss") if isinstance(output, Mapping) else output
             if model.automatic_optimization and isinstance(loss, Tensor):
-                loss.backward()
+                run_backward(loss)
         found = footprint_of(counted, binding, shards[rank], model, world)
         model.zero_grad()
         counted.release()

@@ -13,7 +13,6 @@ import lightning.pytorch as pl
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor
 
-from lightning_gnn.checks.draws import SharedDraws
 from lightning_gnn.comm.call import Phase
 
 PHASES: dict[str, Phase] = {"fit": "train", "validate": "validation", "test": "test", "predict": "predict"}
@@ -57,44 +56,38 @@ class Hooks:
         return logs(model, hook) or (hook != self._epoch_end and self._ends_with(model, hook))
 
     def before(
-        self, model: pl.LightningModule, batch: Any, alone: bool, draws: SharedDraws, again: bool = False
+        self, model: pl.LightningModule, batch: Any, alone: bool, again: bool = False
     ) -> None:
-        """Calls those before a step; `alone` says that this is one device, `draws` is open, and `again` that training goes on."""
-        draws.outside = True
+        """Calls those before a step; `alone` says that this is one device, and `again` that training goes on."""
         for hook in self._before[len(self._begins) :] if again and self._batch == "on_train_batch" else self._before:
             self._call(model, hook, (), alone)
-        draws.outside = False
         self._call(model, f"{self._batch}_start", (batch, 0), alone)
 
     @contextmanager
     def around_backward(
-        self, model: pl.LightningModule, loss: Any, optimizer: Any, alone: bool, draws: SharedDraws
+        self, model: pl.LightningModule, loss: Any, optimizer: Any, alone: bool
     ) -> Iterator[None]:
         """Calls those before and after a backward that matter; in manual optimisation, not those about the optimizer."""
         automatic = model.automatic_optimization
         if automatic:
-            self._call_outside(model, "on_before_zero_grad", (optimizer,), alone, draws)
-        self._call_outside(model, "on_before_backward", (loss,), alone, draws)
+            self._call_if_it_matters(model, "on_before_zero_grad", (optimizer,), alone)
+        self._call_if_it_matters(model, "on_before_backward", (loss,), alone)
         yield
-        self._call_outside(model, "on_after_backward", (), alone, draws)
+        self._call_if_it_matters(model, "on_after_backward", (), alone)
         if automatic:
-            self._call_outside(model, "on_before_optimizer_step", (optimizer,), alone, draws)
+            self._call_if_it_matters(model, "on_before_optimizer_step", (optimizer,), alone)
 
-    def _call_outside(
-        self, model: pl.LightningModule, hook: str, args: tuple[Any, ...], alone: bool, draws: SharedDraws
+    def _call_if_it_matters(
+        self, model: pl.LightningModule, hook: str, args: tuple[Any, ...], alone: bool
     ) -> None:
         if self._matters(model, hook):
-            before, draws.outside = draws.outside, True
             self._call(model, hook, args, alone)
-            draws.outside = before
 
-    def after(self, model: pl.LightningModule, batch: Any, output: Any, alone: bool, draws: SharedDraws) -> None:
+    def after(self, model: pl.LightningModule, batch: Any, output: Any, alone: bool) -> None:
         given = _given(output) if self._batch == "on_train_batch" else output
         for hook, args in ((f"{self._batch}_end", (given, batch, 0)), (self._epoch_end, ())):
             if self._matters(model, hook):
-                draws.outside = not args
                 self._call(model, hook, args, alone)
-        draws.outside = False
 
     def _call(self, model: pl.LightningModule, hook: str, args: tuple[Any, ...], alone: bool) -> None:
         if hook in self._skipped or not is_overridden(hook, model, pl.LightningModule):

@@ -12,9 +12,8 @@ from torch import Tensor
 from torch_geometric.data import Data, HeteroData
 from torch_geometric.typing import NodeType
 
-from lightning_gnn.data.attributes import OF_BATCHES, STAND_INS, GraphData, kinds_of, left_out_of
-from lightning_gnn.data.sources import EDGE_MASKS, MASKS, class_labels
-from lightning_gnn.nn.helpers import labelled
+from lightning_gnn.data.attributes import OF_BATCHES, GraphData, kinds_of, left_out_of
+from lightning_gnn.data.sources import EDGE_MASKS, MASKS, class_labels, is_labelled
 
 
 @dataclass(frozen=True)
@@ -31,13 +30,7 @@ class Form:
     labelled: tuple[int, int]
 
 
-# Within a graph, no two of nodes, edges, their parts and their sums are equal, so that a tensor's first dimension says what its
-# rows are. The labelled rows of two parts have no common divisor: whatever rows a loss leaves out, its shares are others.
-FORMS = (
-    Form((138, 43), (390, 97), (69, 37)),
-    Form((29, 84), (19, 214), (1, 46)),  # few edges, and a part with one labelled row
-    Form((60, 37), (168, 71), (31, 12)),  # and one with none, where the user's graph has such
-)
+FORM = Form((138, 43), (390, 97), (69, 37))
 _ISOLATED, _TWICE = 2, 9
 """Nodes of a part without edges, and edges that are there twice."""
 _POOL = 8192
@@ -61,7 +54,6 @@ def small_graph(
     masks: Collection[str],
     form: Form,
     seed: int = 0,
-    without: Collection[str] = (),
     num_classes: int = 0,
     input_type: NodeType | None = None,
 ) -> SmallGraph:
@@ -73,33 +65,32 @@ def small_graph(
 
     Args:
         masks: those of nodes or edges that the step's values are means over.
-        without: masks that the second part has no row of.
         num_classes: of the whole graph; labelled nodes of each part have those that this rank's lack, as far as there is room.
         input_type: of a ``HeteroData``, the node type that is predicted. It has the form's nodes, and each edge type its edges;
             other types have a few more, so that no two are equal.
     """
     if isinstance(batch, HeteroData):
         assert input_type is not None
-        return _with_types(batch, masks, form, seed, without, num_classes, input_type)
+        return _with_types(batch, masks, form, seed, num_classes, input_type)
     g = torch.Generator().manual_seed(seed)
     owned, given = int(batch.num_owned), batch.edge_index.size(1)
     kinds = kinds_of(batch)
     nodes = {name: batch[name][:owned] for name, kind in kinds.items() if kind == "node"}
     edges = {name: batch[name] for name, kind in kinds.items() if kind == "edge"}
-    found, order = _predicted_nodes(batch, nodes, masks, form, without, num_classes, seed, g)
+    found, order = _predicted_nodes(batch, nodes, masks, form, num_classes, seed, g)
     place = order.argsort()
     small = GraphData(kinds, left_out_of(batch), edge_index=order[_edges(form.nodes, form.nodes, form.edges, True, g)])
     shuffled = torch.randperm(sum(form.edges), generator=g)
     small.edge_index = small.edge_index[:, shuffled]
     for name, value in batch.to_dict().items():
-        if name not in ("edge_index", "num_owned", STAND_INS):
+        if name not in ("edge_index", "num_owned"):
             small[name] = found.get(name, value)
     if given and edges:
         counted = torch.zeros(given, dtype=torch.bool)
         for mask in set(masks) & set(EDGE_MASKS):
             counted |= batch[mask]
         quotas = [count * labels // size for count, labels, size in zip(form.edges, form.labelled, form.nodes)]
-        rows = _rows(edges, counted, form.edges, quotas, without, g)[shuffled]
+        rows = _rows(edges, counted, form.edges, quotas, g)[shuffled]
     for name, value in edges.items():
         small[name] = _of_rows(value, rows) if given else value.new_zeros((sum(form.edges), *value.shape[1:]))
     for name in kinds.keys() - set(OF_BATCHES):
@@ -115,7 +106,6 @@ def _with_types(
     masks: Collection[str],
     form: Form,
     seed: int,
-    without: Collection[str],
     num_classes: int,
     input_type: NodeType,
 ) -> SmallGraph:
@@ -127,10 +117,10 @@ def _with_types(
     for name in batch.node_types:
         values = {each: value for each, value in batch[name].items() if isinstance(value, Tensor)}
         if name == input_type:
-            found, order = _predicted_nodes(batch[name], values, masks, form, without, num_classes, seed, g)
+            found, order = _predicted_nodes(batch[name], values, masks, form, num_classes, seed, g)
         else:
             none = torch.zeros(len(batch[name].n_id), dtype=torch.bool)
-            found, order = _some_nodes(values, none, nodes[name], (0, 0), (), g)
+            found, order = _some_nodes(values, none, nodes[name], (0, 0), g)
         small[name].update(found)
         if "x" not in found:
             small[name].num_nodes = len(order)
@@ -146,7 +136,7 @@ def _with_types(
             name: value for name, value in batch[kind].items() if isinstance(value, Tensor) and name != "edge_index"
         }
         none = torch.zeros(len(batch[kind].e_id), dtype=torch.bool)
-        chosen = _rows(values, none, edges, (0, 0), (), g)[shuffled] if len(none) else torch.empty(0)
+        chosen = _rows(values, none, edges, (0, 0), g)[shuffled] if len(none) else torch.empty(0)
         for name, value in values.items():
             small[kind][name] = (
                 _of_rows(value, chosen) if len(none) else value.new_zeros((sum(edges), *value.shape[1:]))
@@ -169,7 +159,6 @@ def _predicted_nodes(
     nodes: dict[str, Tensor],
     masks: Collection[str],
     form: Form,
-    without: Collection[str],
     num_classes: int,
     seed: int,
     g: torch.Generator,
@@ -177,11 +166,9 @@ def _predicted_nodes(
     """As :func:`_some_nodes`, of nodes with masks and labels, which `of` holds; what belongs to its owned ones is `nodes`."""
     counted = torch.zeros_like(nodes[MASKS[0]])
     for mask in set(masks) & set(MASKS):
-        counted |= labelled(of, mask)[: len(counted)]
-    for mask, row in of.get(STAND_INS, {}).items():
-        nodes[mask] = nodes[mask].clone()
-        nodes[mask][row] = False
-    found, order = _some_nodes(nodes, counted, form.nodes, form.labelled, without, g)
+        y = nodes.get("y")
+        counted |= nodes[mask] if y is None else nodes[mask] & is_labelled(y)
+    found, order = _some_nodes(nodes, counted, form.nodes, form.labelled, g)
     classes = class_labels(found["y"]) if "y" in found else None
     if classes is not None and len(classes) == len(order):
         # Classes that this rank's labelled nodes lack, on the last ones of each part: the last class, and some others.
@@ -200,14 +187,13 @@ def _some_nodes(
     counted: Tensor,
     sizes: Sequence[int],
     labelled: Sequence[int],
-    without: Collection[str],
     g: torch.Generator,
 ) -> tuple[dict[str, Tensor], Tensor]:
     """Returns attributes of both parts' nodes by their ids, and the ids, those of the first part first; see :func:`_rows`."""
     if not len(counted):
         zeros = {name: value.new_zeros((sum(sizes), *value.shape[1:])) for name, value in nodes.items()}
         return zeros, torch.randperm(sum(sizes), generator=g)
-    rows = _rows(nodes, counted, sizes, labelled, without, g)
+    rows = _rows(nodes, counted, sizes, labelled, g)
     order = torch.randperm(sum(sizes), generator=g)  # an owner's ids are not in a row
     place = order.argsort()
     return {name: _of_rows(value, rows)[place] for name, value in nodes.items()}, order
@@ -252,29 +238,14 @@ def _rows(
     counted: Tensor,
     sizes: Sequence[int],
     labelled: Sequence[int],
-    without: Collection[str],
     g: torch.Generator,
 ) -> Tensor:
-    """Returns which of the user's rows the parts have, the first part's first; the second has no row of the masks in
-    `without`."""
+    """Returns which of the user's rows the parts have, the first part's first."""
     attributes = {name: value for name, value in attributes.items() if value.dim() == 1 or name == "y"}
     if "y" in attributes and (classes := class_labels(attributes["y"])) is not None:
         attributes["y"] = classes
-    allowed = torch.ones_like(counted)
-    for mask in set(without) & set(attributes):
-        allowed &= ~attributes[mask].bool()
     others = [size - count for size, count in zip(sizes, labelled)]
-    if allowed.all() or not allowed.any():
-        parts = _of_both(attributes, counted, labelled, others, g)
-    else:  # each for itself
-        if not (counted & allowed).any():
-            labelled, others = (labelled[0], 0), [others[0], sizes[1]]
-        first = _of_both(attributes, counted, (labelled[0], 0), (others[0], 0), g)[0]
-        inside = allowed.nonzero().view(-1)
-        of_inside = {name: value[inside] for name, value in attributes.items()}
-        second = _of_both(of_inside, counted[inside], (0, labelled[1]), (0, others[1]), g)[1]
-        parts = [first, inside[second]]
-    return torch.cat(parts)
+    return torch.cat(_of_both(attributes, counted, labelled, others, g))
 
 
 def _of_both(

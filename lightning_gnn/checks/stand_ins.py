@@ -23,6 +23,8 @@ from lightning_gnn.comm.in_process import kept_random_state
 from lightning_gnn.nn.embedding import untrained_embeddings
 from lightning_gnn.nn.pyg import clear_caches
 from lightning_gnn.steps.gradients import GradientSum
+from lightning_gnn.rows.graph import whole_value
+from lightning_gnn.rows.mode import local_rows
 from lightning_gnn.steps.weights import gather_rows
 
 if TYPE_CHECKING:
@@ -131,7 +133,7 @@ class QuietTrainer:
         mine.logger, mine._logged = _KeptLogger(logged), logged
         size, rank = (1, 0) if world is None else (world.size, world.rank)
         mine.world_size, mine.num_devices, mine.global_rank, mine.is_global_zero = size, size, rank, rank == 0
-        mine.strategy = _QuietStrategy(self._trainer.strategy, world, logged)
+        mine.strategy = _QuietStrategy(self._trainer.strategy, world)
         return mine
 
     # By the state, as the Trainer's own.
@@ -188,21 +190,20 @@ class _Metrics(dict[str, Tensor]):
 class _QuietStrategy:
     """The Trainer's strategy as a step may call it, among ranks that are threads."""
 
-    def __init__(self, strategy: Any, world: World | None, logged: LoggedValues) -> None:
-        self._strategy, self._world, self._logged = strategy, world, logged
+    def __init__(self, strategy: Any, world: World | None) -> None:
+        self._strategy, self._world = strategy, world
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._strategy, name)
 
     def all_gather(self, tensor: Tensor, group: Any = None, sync_grads: bool = False) -> Tensor:
-        return tensor if self._world is None else gather_rows(tensor, self._world, self._logged.weights, sync_grads)
+        if self._world is None:
+            return tensor
+        with local_rows():
+            return gather_rows(tensor, self._world, None, sync_grads)
 
     def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
-        if self._world is None or not isinstance(tensor, Tensor):
-            return tensor
-        if str(reduce_op).lower() in ("mean", "avg") and self._logged.weights is not None:
-            return self._logged.weights.mean(tensor, "A mean over ranks")
-        return self._world.all_reduce_(tensor.detach().clone())
+        return tensor if self._world is None else whole_value(tensor, reduce_op)
 
     def broadcast(self, value: Any, src: int = 0) -> Any:
         return value if self._world is None else self._world.broadcast_object(value, src)

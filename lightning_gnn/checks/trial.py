@@ -4,24 +4,21 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field, replace
-from functools import partial
 from typing import Any, TypeVar
 
 import lightning.pytorch as pl
 import torch
 from lightning.fabric.plugins.precision.utils import _DtypeContextManager
-from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 from torch import Tensor
 from torch_geometric.data import Data, HeteroData
 from torch_geometric.typing import NodeType
 
-from lightning_gnn.checks.draws import Draw, SharedDraws
+from lightning_gnn.checks.draws import NoDropout, seed_all
 from lightning_gnn.checks.hooks import PHASES, Hooks
-from lightning_gnn.checks.logged_values import Logged, LoggedValues
-from lightning_gnn.checks.output_rows import OutputRows
-from lightning_gnn.checks.record import Event, Recorder, Rows
+from lightning_gnn.checks.logged_values import LoggedValues
+from lightning_gnn.checks.record import Event, Recorder
 from lightning_gnn.checks.stand_ins import (
     QuietTrainer,
     backward,
@@ -35,14 +32,13 @@ from lightning_gnn.comm.call import Step
 from lightning_gnn.comm.group import CommunicationError, World
 from lightning_gnn.comm.in_process import InProcessWorld, Meeting, kept_random_state
 from lightning_gnn.data.shards import Shard, whole_graph
-from lightning_gnn.data.sources import MASKS, counted_mask
-from lightning_gnn.nn.bind import Binding, only_bound_convs
-from lightning_gnn.nn.context import GraphContext
-from lightning_gnn.nn.helpers import graph_in_use
+from lightning_gnn.nn.bind import Binding
+from lightning_gnn.nn.helpers import expand, graph_in_use, reduce
+from lightning_gnn.rows.graph import GraphRows, check_loss
+from lightning_gnn.rows.mode import local_rows
 from lightning_gnn.steps.gradients import GradientSum
 from lightning_gnn.steps.metric_states import metrics_in
 from lightning_gnn.steps.predictions import AmbiguousRowsError, PredictedRows, tensors_in
-from lightning_gnn.steps.weights import scale_by
 
 _Graph = TypeVar("_Graph", bound=Data | HeteroData)
 Bind = Callable[[torch.nn.Module, Shard, World], Binding]
@@ -57,10 +53,6 @@ STAGES: dict[str, tuple[str, str | None]] = {
 
 LR = 0.01
 """Of runs of several steps."""
-_MOST_CHANGED = 1 << 20
-"""Entries of a parameter that noise is added to."""
-NOISE = 1e-9
-"""Of features: values that it changes by more than rounding are those of ties."""
 
 
 @dataclass
@@ -68,29 +60,16 @@ class OnRank:
     """A run of the step on one rank.
 
     Attributes:
-        events: what its modules were given and returned, in order of time.
-        scale: what the loss weighs in the sum over ranks.
-        found_rows: rows of the output that the loss has a gradient in, without those that stand in; None where there are none to
-            look at.
-        backwards: how often a step that optimises by hand has called ``manual_backward``.
+        events: what its modules returned, in order of time.
+        loss: of the whole graph.
         logged: values by name, at the end of the epoch.
-        calls: of ``self.log``.
         predicted: what ``predict_step`` returns, put together; empty where that is not known.
-        own_draws: what the model's own code drew for itself, in words.
-        noted_draws: draws other than per node or edge.
     """
 
-    rows: Sequence[Rows]
     events: Sequence[Event]
     loss: Tensor | None = None
-    scale: float = 1.0
-    found_rows: int | None = None
-    backwards: int | None = None
     logged: Mapping[str, Tensor] = field(default_factory=dict)
-    calls: Mapping[str, Logged] = field(default_factory=dict)
     predicted: Sequence[Tensor] = ()
-    own_draws: Sequence[str] = ()
-    noted_draws: Sequence[Draw] = ()
 
 
 @dataclass
@@ -102,14 +81,9 @@ class Outcome:
     buffers: Mapping[str, Tensor | None]
 
     @property
-    def parts(self) -> list[tuple[Sequence[Rows], Sequence[Event]]]:
-        return [(each.rows, each.events) for each in self.ranks]
-
-    @property
     def loss(self) -> Tensor | None:
-        """Of all ranks together, float64."""
-        losses = [each.loss.detach().double() * each.scale for each in self.ranks if each.loss is not None]
-        return torch.stack(losses).sum() if losses else None
+        loss = self.ranks[0].loss
+        return None if loss is None else loss.detach().double()
 
 
 class Parted(Exception):
@@ -128,13 +102,11 @@ class Trial:
         stage: a key of `STAGES`.
         trainer: what the step finds as ``self.trainer``.
         dtype: of all floating tensors; None leaves them as they are.
-        share_rows: see :class:`~lightning_gnn.checks.draws.SharedDraws`.
-        like: a trial of the same module in the same stage and dtype, whose copy of it is used here, too.
+        begins: whether the stage begins with the step, else it has begun.
         input_type: of a graph with types, the node type that is predicted.
 
     Attributes:
         graph: in the dtype of the trial: what is to be split for :meth:`on_parts`.
-        reads_epoch: whether the step has asked for its epoch.
     """
 
     def __init__(
@@ -144,26 +116,18 @@ class Trial:
         stage: str,
         trainer: QuietTrainer | None = None,
         dtype: torch.dtype | None = None,
-        share_rows: bool = False,
         begins: bool = True,
-        like: Trial | None = None,
         input_type: NodeType | None = None,
     ) -> None:
-        self._share_rows, self._input_type = share_rows, input_type
+        self._input_type = input_type
         self._skipped: set[str] = set()
         self._hooks = Hooks(stage, self._skipped, begins)
-        self._constant: float | None = None
-        self._noises: Sequence[float] = ()
-        self.reads_epoch = False
-        self.stage, self.training, self._reduction = stage, stage == "fit", "mean"
-        self.step, mask = STAGES[stage]
-        self.mask = None if mask is None else counted_mask(mask, module)
+        self.stage, self.training = stage, stage == "fit"
+        self.step = STAGES[stage][0]
         self._by_hand = self.training and not module.automatic_optimization
         self._own_weights = self._by_hand or self._hooks.come_before(module) or self._hooks.see_gradients(module)
         self.graph, self._trainer, self._dtype = in_dtype(graph, dtype), trainer, dtype
-        self._module: pl.LightningModule = copied(module).cpu() if like is None else like._module
-        if like is not None:
-            return
+        self._module: pl.LightningModule = copied(module).cpu()
         if dtype is not None:
             self._module.to(dtype)
         for metric in metrics_in([self._module]):
@@ -179,52 +143,34 @@ class Trial:
         """Hooks that log, and what they have raised on one device."""
         return {hook: in_one_line(error) for hook, error in self._hooks.not_run.items()}
 
-    @property
-    def gathers(self) -> bool:
-        """Whether what an epoch's end logs may be of earlier steps."""
-        return self._hooks.gather(self._module, self.step)
-
-    def on_whole(
-        self,
-        own_draws: int | None = None,
-        steps: int = 1,
-        constant: float | None = None,
-        noises: Sequence[float] = (),
-    ) -> Outcome:
+    def on_whole(self, steps: int = 1, seed: int = 0) -> Outcome:
         """Returns a run on the whole graph, as on one device.
 
         Args:
-            own_draws, constant: see :class:`~lightning_gnn.checks.draws.SharedDraws`.
             steps: of which the last one is recorded; between two of them Adam steps, with a learning rate of `LR`.
-            noises: how much is added to features in each of so many steps, of the largest, and nothing is learnt between them;
-                another number is other noise. If the first is 1 or more, weights are others, too, and biases one number.
+            seed: of all random numbers.
         """
         shard = whole_graph(self.graph.clone(), self._input_type)  # which the step may change in place
-        self._constant, self._noises = constant, noises
         # Later in training the strategy's own graph is in use, in this thread, too.
         alone = graph_in_use(None, this_thread_only=True)
-        with self._weights_kept(noises), kept_random_state(), self._in_dtype(), alone:
+        with self._weights_kept(), kept_random_state(), self._in_dtype(), alone:
+            seed_all(seed)
             [model] = self._copies(1)
-            return self._outcome([self._run(model, shard, None, Recorder(model), own_draws, None, steps)], model)
+            return self._outcome([self._run(model, shard, None, Recorder(model, False), None, steps)], model)
 
     def on_parts(
         self,
         shards: Sequence[Shard],
         bind: Bind,
-        loss_reduction: str = "mean",
         prepare: Callable[[World], None] | None = None,
-        own_draws: int | None = None,
         steps: int = 1,
-        constant: float | None = None,
-        noises: Sequence[float] = (),
+        seed: int = 0,
     ) -> Outcome:
         """Returns a run on parts of it, each on a rank that is a thread.
 
         Args:
-            loss_reduction: ``"mean"`` or ``"sum"``.
             prepare: called with each rank's world before the module is bound.
-            own_draws: of rank 0, of each other rank one more; see :class:`~lightning_gnn.checks.draws.SharedDraws`.
-            steps, constant, noises: see :meth:`on_whole`.
+            steps, seed: see :meth:`on_whole`.
 
         Raises:
             Parted: a rank raised, or they did not exchange alike.
@@ -232,8 +178,7 @@ class Trial:
         # Copies: a step may change its batch in place, and slices of one tensor share its version.
         shards = [replace(shard, batch=shard.batch.clone()) for shard in shards]
         meeting = Meeting(len(shards))
-        self._reduction, self._constant, self._noises = loss_reduction, constant, noises
-        recorders = [Recorder(torch.nn.Module())] * len(shards)
+        recorders = [Recorder(torch.nn.Module(), True)] * len(shards)
 
         def on_rank(rank: int) -> OnRank:
             world: World = InProcessWorld(rank, meeting)
@@ -242,12 +187,12 @@ class Trial:
             binding = bind(models[rank], shards[rank], world)
             if not shards[rank].types.is_hetero:
                 binding.context.columns_at_once = max(1, shards[rank].batch.x.size(1))  # of few rows
-            recorders[rank] = Recorder(models[rank])
-            own = None if own_draws is None else own_draws + rank
+            recorders[rank] = Recorder(models[rank], True)
             with graph_in_use(binding.context, this_thread_only=True):
-                return self._run(models[rank], shards[rank], world, recorders[rank], own, binding.context, steps)
+                seed_all(seed)
+                return self._run(models[rank], shards[rank], world, recorders[rank], binding, steps)
 
-        with self._weights_kept(noises), only_bound_convs(), self._in_dtype():
+        with self._weights_kept(), self._in_dtype():
             models = self._copies(len(shards))
             ran: Any = meeting.run(on_rank)
             failure = first_failure(ran)
@@ -265,22 +210,27 @@ class Trial:
         shard: Shard,
         world: World | None,
         recorder: Recorder,
-        own_draws: int | None,
-        context: GraphContext | None,
+        binding: Binding | None,
         steps: int,
     ) -> OnRank:
         """Runs the step on one rank, or on the whole graph where there is no world."""
         learning = (model if self._own_weights else self._module).parameters()
         parameters = [each for each in learning if each.requires_grad]
         optimizer = torch.optim.Adam(parameters, lr=LR) if parameters else None
-        for step in range(len(self._noises) or steps):
-            if step and optimizer is not None and not self._noises:
+        rows = None
+        if world is not None:
+            rows = GraphRows(shard, world, expand=expand, reduce=reduce)
+            rows.mode.exact_draws = True
+            rows.place_state(model, world)
+        for step in range(steps):
+            if step and optimizer is not None:
                 _learn(optimizer, None if self._own_weights else world)
                 recorder.events.clear()
-            if context is not None:
-                epoch = 0 if self._trainer is None else self._trainer.epochs_before
-                context.begin_step(Step(PHASES[self.stage], epoch, step))
-            ran = self._run_once(model, shard, world, recorder, own_draws, optimizer, step)
+            if binding is not None:
+                epoch = 0 if self._trainer is None else self._trainer.current_epoch
+                binding.context.begin_step(Step(PHASES[self.stage], epoch, step))
+            with NoDropout(), nullcontext() if rows is None else rows.mode:
+                ran = self._run_once(model, shard, world, recorder, rows, optimizer, step)
         return ran
 
     def _run_once(
@@ -289,76 +239,58 @@ class Trial:
         shard: Shard,
         world: World | None,
         recorder: Recorder,
-        own_draws: int | None,
+        rows: GraphRows | None,
         optimizer: torch.optim.Optimizer | None,
         step: int,
     ) -> OnRank:
-        rank = 0 if world is None else world.rank
-        all_rows = Rows.of_shard(shard, rank)
-        ran = OnRank(all_rows, recorder.events)
+        ran, alone = OnRank(recorder.events), world is None
         batch: Any = copy.copy(shard.batch)
-        # For fetch_rows, which knows this graph, and for tables with a row per node of the user's, which may be smaller.
-        for store, known_ids, name in self._ids(batch):
-            store[name] = store[name] % (int(known_ids.max()) + 1) if len(known_ids) else store[name]
-        if self._noises and self._noises[step]:
-            self._add_noise(batch, shard, self._noises[step])
-        predicted = shard.predicted(batch)
-        rows = next(of for of in all_rows if of.kind == shard.types.input_type)
-        counts = shard.mask_counts[self.mask] if self.mask else (1,) * len(shard.counts)
-        stand_ins = int(predicted[self.mask].sum()) if self.mask in MASKS and not counts[rank] else 0
-        sizes = shard.sizes(rank)
-        known = {len(of.edges): (of.num_edges, of.edges) for of in all_rows}
-        known |= {len(of.nodes): (of.num_nodes, of.nodes) for of in all_rows}
-        draws = SharedDraws(known, rows.of_masks(predicted), 0, own_draws, self._share_rows, self._constant)
-        logged = LoggedValues(model, world)
-        if self._trainer is not None:
-            model._trainer = self._trainer.on_rank(world, logged)  # type: ignore[assignment]
-        counts_rows = (
-            self.training and self.mask in MASKS and model.automatic_optimization and self._reduction == "mean"
-        )
-        outputs = OutputRows(model, len(rows.nodes)) if counts_rows else None
+        # For tables with a row per node of the user's, which may be smaller.
+        with local_rows():
+            for store, known_ids, name in self._ids(batch):
+                if len(known_ids) and int(known_ids.max()) + 1 < len(known_ids):
+                    store[name] = store[name] % (int(known_ids.max()) + 1)
+            logged = LoggedValues(model, world, rows)
+            if self._trainer is not None:
+                model._trainer = self._trainer.on_rank(world, logged)  # type: ignore[assignment]
+            if rows is not None:
+                rows.place(batch)
 
-        with draws, torch.set_grad_enabled(self.training):
-            self._hooks.before(model, batch, world is None, draws, again=step > 0)
+        with torch.set_grad_enabled(self.training):
+            self._hooks.before(model, batch, alone, again=step > 0)
             model._current_fx_name = self.step
-            logged.enter(counts, stand_ins, sizes)
+            logged.enter()
             sums = GradientSum(world, model.parameters) if world is not None and self._own_weights else None
 
-            def run_backward(loss: Tensor, scale: float, *args: Any, **kwargs: Any) -> None:
-                with self._hooks.around_backward(model, loss, optimizer, world is None, draws):
-                    backward(loss * scale, sums, *args, **kwargs)
+            def run_backward(loss: Tensor, *args: Any, **kwargs: Any) -> None:
+                with self._hooks.around_backward(model, loss, optimizer, alone), ExitStack() as stack:
+                    if rows is not None:
+                        stack.enter_context(rows.mode.opened(in_backward=True))
+                    backward(loss if world is None else loss / world.size, sums, *args, **kwargs)
 
             if self._by_hand:
-                scale = scale_by(None, counts, rank, self._reduction, stand_ins)
-                backwards = without_optimizers(model, partial(run_backward, scale=scale))
+                without_optimizers(model, run_backward)
             output = run_step(model, self.step, batch)
-            ran.scale = logged.leave(output, self._reduction)
+            if rows is not None:
+                check_loss(output if self.training else None)
+            logged.leave()
             loss = output.get("loss") if isinstance(output, Mapping) else output
             model._current_fx_name = None
             if self.training:
                 if isinstance(loss, Tensor):
-                    ran.loss = loss
+                    ran.loss = loss.detach()
                     if model.automatic_optimization and loss.requires_grad:
-                        found = None if outputs is None else outputs.of(loss)
-                        ran.found_rows = None if found is None else max(0, int(found.sum()) - stand_ins)
-                        run_backward(loss, ran.scale)
+                        run_backward(loss)
             else:
                 recorder.record(f"what {self.step} returns", (self.step,), output, whole_numbers=True)
-                if self.stage == "predict" and not self._has_other_ids(output):
-                    with suppress(AmbiguousRowsError):  # among so few
+                with local_rows(), suppress(AmbiguousRowsError):  # among so few
+                    if self.stage == "predict" and not self._has_other_ids(output):
                         of = shard.batch if isinstance(batch, HeteroData) else batch  # with this graph's own ids
                         joined = output if world is None else PredictedRows(world, shard, of, "all")(output)
                         ran.predicted = [each.double() for each in tensors_in(joined)]
-                self._run_on_second_loader(model, batch, logged, (counts, stand_ins, sizes), world is None)
-            if outputs is not None:
-                outputs.release()
-            if world is None and isinstance(model._trainer, QuietTrainer):
-                self.reads_epoch = self.reads_epoch or model._trainer.reads_epoch
-            self._hooks.after(model, batch, output, world is None, draws)
+            self._hooks.after(model, batch, output, alone)
             logged.finish(self._skipped)
-        ran.backwards = backwards() if self._by_hand else None
-        ran.logged, ran.calls = logged.values, logged.calls
-        ran.own_draws, ran.noted_draws = draws.own_draws, draws.noted
+        ran.logged = logged.values
         return ran
 
     def _ids(self, batch: Data | HeteroData) -> Iterator[tuple[Any, Tensor, str]]:
@@ -374,57 +306,15 @@ class Trial:
         fewer = any(len(ids) and int(ids.max()) + 1 < len(ids) for _, ids, _ in self._ids(self.graph))
         return fewer and any(each.dtype == torch.int64 and each.dim() == 1 for each in tensors_in(output))
 
-    def _add_noise(self, batch: Any, shard: Shard, size: float) -> None:
-        """Adds noise to features, the same for each node on each rank; if it is small, upwards: 3.0 stays 3."""
-        g = torch.Generator().manual_seed(round(size / NOISE) % 2**31)
-        draw = torch.rand if abs(size) < 1 else torch.randn
-        is_hetero = isinstance(batch, HeteroData)
-        for name in batch.node_types if is_hetero else [None]:
-            into, of_whole, own = ((each[name] if is_hetero else each) for each in (batch, self.graph, shard.batch))
-            if "x" not in into:
-                continue
-            x = into.x
-            largest = of_whole.x.abs().max() * max(abs(size), torch.finfo(x.dtype).eps)
-            into.x = x + (largest * draw(of_whole.x.shape, generator=g, dtype=x.dtype))[own.n_id]
-
-    def _run_on_second_loader(
-        self, model: pl.LightningModule, batch: Any, logged: LoggedValues, counted: tuple[Any, ...], alone: bool
-    ) -> None:
-        """Runs a step that asks for its dataloader once more, as of the second one; not where that raises on one device."""
-        name, step = f"{self.step} of the second dataloader", getattr(model, self.step)
-        if name in self._skipped or not is_param_in_hook_signature(step, "dataloader_idx", explicit=True):
-            return
-        logged.enter(*counted)
-        model._current_fx_name = self.step
-        try:
-            output = run_step(model, self.step, batch, 1)
-        except Exception:
-            if not alone:
-                raise
-            self._skipped.add(name)
-            output = None
-        logged.leave(output, self._reduction)
-        model._current_fx_name = None
-
     def _in_dtype(self) -> _DtypeContextManager:
         """Tensors that a step makes are of the trial's type, too."""
         return _DtypeContextManager(self._dtype or torch.get_default_dtype())
 
     @contextmanager
-    def _weights_kept(self, noises: Sequence[float]) -> Iterator[None]:
-        """Gives the parameters that all runs share their values back; inside, noise of 1 or more changes them."""
+    def _weights_kept(self) -> Iterator[None]:
+        """Gives the parameters that all runs share their values back."""
         before = [parameter.detach().clone() for parameter in self._module.parameters()]
         try:
-            if noises and abs(noises[0]) >= 1:
-                g = torch.Generator().manual_seed(round(noises[0]) % 2**31)
-                with torch.no_grad():
-                    for each in self._module.parameters():
-                        if each.is_floating_point() and 0 < each.numel() <= _MOST_CHANGED:
-                            if each.dim() < 2:  # a bias may make one class of all
-                                each.fill_(each.mean())
-                            else:
-                                noise = torch.randn(each.shape, generator=g, dtype=each.dtype)
-                                each.add_(noise * each.abs().max().clamp(min=0.1))
             yield
         finally:
             with torch.no_grad():

@@ -18,8 +18,7 @@ class CheckCLI(GraphCLI):
     """The options of ``check``, looked at before anything is loaded."""
 
     name = "check"
-    usage = """lightning-gnn check --config FILE [--parts N] [--nodes N] [--schemes NAMES] [--share_draws true] [--json FILE]
-                            [--KEY VALUE ...]"""
+    usage = """lightning-gnn check --config FILE [--parts N] [--nodes N] [--schemes NAMES] [--json FILE] [--KEY VALUE ...]"""
     description = (
         "Run each step of the model once under every scheme and once on one device, compare outputs, loss, gradients and "
         "metrics, and say where they differ and why. Nothing is trained. Files and keys are those of fit; used are model, data, "
@@ -29,7 +28,6 @@ class CheckCLI(GraphCLI):
         "nodes": Option(int, "Of a sample of the graph. (default: the whole graph, if it is not too large)"),
         "seed": Option(int, "Of the sample and of random numbers. (default: 0)", 0),
         "schemes": Option(list[str], "Only these, such as [dgcl,spmm_15d]. (default: all)"),
-        "share_draws": Option(bool, "Give all ranks the same numbers for each node and edge. (default: false)", False),
         "json": JSON,
     }
     width = 130
@@ -40,7 +38,7 @@ class CheckCLI(GraphCLI):
         hosts = self.config.trainer.num_nodes
         self.ranks, self.hosts = parts, hosts if parts % hosts == 0 else 1
         configured = self.strategy
-        made = make_strategies(self.config.schemes, loss_reduction=configured.loss_reduction)
+        made = make_strategies(self.config.schemes)
         self.strategies = [configured if each.strategy_name == configured.strategy_name else each for each in made]
 
 
@@ -55,7 +53,6 @@ def check(arguments: Sequence[str]) -> None:
             cli.hosts,
             cli.config.nodes,
             cli.config.seed,
-            cli.config.share_draws,
         )
     cli.console.print(report.table())
     for line in report.lines():

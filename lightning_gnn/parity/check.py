@@ -7,9 +7,8 @@ in training. What carries the bytes is not: ``lightning-gnn doctor`` looks at th
 from __future__ import annotations
 
 import copy
-import random
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
 from typing import Any
@@ -21,9 +20,15 @@ from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch_geometric.data import Data, HeteroData
 
 from lightning_gnn.advising.advice import coding, quiet_trainer, quietly
-from lightning_gnn.checks import causes
-from lightning_gnn.checks.causes import Cause, Finding
-from lightning_gnn.checks.differences import LOGGED_TOLERANCE, TOLERANCES, differences, first_difference
+from lightning_gnn.checks.differences import (
+    LOGGED_TOLERANCE,
+    STATE,
+    TOLERANCES,
+    UNKNOWN,
+    Finding,
+    differences,
+    first_difference,
+)
 from lightning_gnn.checks.draws import draws_random_numbers
 from lightning_gnn.checks.record import compared, differing
 from lightning_gnn.checks.stand_ins import QuietTrainer, aside, copied, quiet, uncompiled
@@ -54,7 +59,6 @@ def check_parity(
     num_nodes: int = 1,
     nodes: int | None = None,
     seed: int = 0,
-    share_draws: bool = False,
 ) -> ParityReport:
     """Returns how far outputs, loss, gradients and metrics of one step under each scheme are from those of one device.
 
@@ -74,8 +78,7 @@ def check_parity(
         devices, num_nodes: as of the Trainer: how many ranks.
         nodes: take a sample of so many nodes, see :func:`~lightning_gnn.parity.check.ball`. By default the whole graph, or a
             sample of one that is too large for it.
-        seed: of the sample, and of random numbers.
-        share_draws: give all ranks the same random numbers for a node or an edge, and compare all else.
+        seed: of the sample, and of random numbers, which are the same for a node or an edge on any number of ranks.
 
     Raises:
         ValueError: an unknown strategy; a graph with node or edge types; no step to compare; a model that is refused on
@@ -90,7 +93,7 @@ def check_parity(
     given = make_strategies() if strategies is None else strategies
     chosen = [each if isinstance(each, GNNStrategy) else make_strategies([each])[0] for each in given]
     with progress_bar("Comparing with one device", len(chosen), "strategies") as told, aside(), uncompiled(), quietly():
-        check, schemes = _Check(module, datamodule, devices, num_nodes, nodes, seed, share_draws), []
+        check, schemes = _Check(module, datamodule, devices, num_nodes, nodes, seed), []
         for strategy in chosen:
             schemes.append(check.scheme(strategy))
             told(1)
@@ -121,7 +124,7 @@ class _Reference:
     @cached_property
     def later(self) -> Outcome:
         """The last of `STEPS` steps."""
-        return self.trial.on_whole(steps=STEPS)
+        return self.trial.on_whole(STEPS)
 
 
 class _Check:
@@ -135,7 +138,6 @@ class _Check:
         num_nodes: int,
         nodes: int | None,
         seed: int,
-        share_draws: bool,
     ) -> None:
         graph = datamodule.load()
         if isinstance(graph, HeteroData):
@@ -147,7 +149,6 @@ class _Check:
         self.notes: list[str] = []
         self.graph = some_of(graph, nodes, seed)
         self._ranks, self._hosts, self._seed = devices * num_nodes, num_nodes, seed
-        self._own_draws, self._share_draws = 1 + seed, share_draws
         self._data = copy.copy(datamodule)
         self._data.trainer = None
         self._data.source, self._data.source_args, self._data.split = self.graph, None, None
@@ -218,19 +219,10 @@ class _Check:
         prepared = quiet(copied(module), trainer)
         prepared.configure_model()
         prepared.setup(stage)
-        trial = Trial(prepared, self.graph, stage, trainer, self.dtype, self._share_draws)
-        whole, again = self._on_whole(trial), self._on_whole(trial)
+        trial = Trial(prepared, self.graph, stage, trainer, self.dtype)
+        whole, again = trial.on_whole(seed=self._seed), trial.on_whole(seed=self._seed)
         kept = first_difference(whole, again, self.tolerance)
-        return _Reference(trial, whole, None if kept is None else Finding.at(kept, trial, causes.KEPT))
-
-    def _on_whole(self, trial: Trial, seed: int = 0) -> Outcome:
-        self._seed_all(seed)
-        return trial.on_whole(self._own_draws)
-
-    def _seed_all(self, seed: int) -> None:
-        torch.manual_seed(self._seed + seed)
-        np.random.seed(self._seed + seed)  # noqa: NPY002 (what users draw from)
-        random.seed(self._seed + seed)
+        return _Reference(trial, whole, None if kept is None else Finding(trial.step, kept.where, kept.size, f"{STATE}."))
 
     def scheme(self, strategy: GNNStrategy) -> SchemeParity:
         """Returns how far a scheme is from one device."""
@@ -258,9 +250,9 @@ class _Check:
             trial = reference.trial
             steps = STEPS if approximation and trial.training else 1
             try:
-                found = run(trial, None if approximation else self._own_draws, steps)
+                found = run(trial, steps)
             except Parted as error:
-                finding = finding or Finding.of_error(error, trial)
+                finding = finding or Finding.of_error(error, trial.step)
                 continue
             whole = reference.whole if steps == 1 else reference.later
             here = self._differences(whole, found)
@@ -270,25 +262,23 @@ class _Check:
                 least = {"metrics": max(self.tolerance, LOGGED_TOLERANCE)}
                 differs = any(difference > least.get(group, self.tolerance) for group, difference in here.items())
                 finding = finding or reference.finding
-                finding = finding or (self._explained(reference, found, shards, run) if differs else None)
+                if differs and finding is None:
+                    first = first_difference(whole, found, self.tolerance)
+                    finding = first and Finding(trial.step, first.where, first.size, f"{UNKNOWN}.")
         compared_steps = [each.trial.step for each in references]
         return SchemeParity(label, approximation, not_compared, compared_steps, differences, finding)
 
-    def _on_parts(
-        self, strategy: GNNStrategy, shards: Sequence[Shard], trial: Trial, own_draws: int | None, *how: Any
-    ) -> Outcome:
-        self._seed_all(1)
+    def _on_parts(self, strategy: GNNStrategy, shards: Sequence[Shard], trial: Trial, steps: int) -> Outcome:
         bind = partial(strategy.scheme.bind, meter=Meter())
-        own = None if own_draws is None else own_draws + 1  # else rank 0 would draw what one device does
         prepare = coding(strategy) if trial.training else None
-        return trial.on_parts(shards, bind, strategy.loss_reduction, prepare, own, *how)
+        return trial.on_parts(shards, bind, prepare, steps, self._seed)
 
     def _differences(self, whole: Outcome, found: Outcome) -> dict[str, float]:
         """Returns the largest difference of each group, where there is something to compare."""
-        [(_, events)] = whole.parts
+        events = compared(whole.ranks[0].events, [each.events for each in found.ranks])
         each: dict[str, list[float]] = {
             "outputs": [
-                *(value.difference for value in compared(events, found.parts)),
+                *(size for _, size in events),
                 *(value for _, value in differing(found.buffers, whole.buffers, -1)),
             ],
             "loss": [value for _, value in differing({"": found.loss}, {"": whole.loss}, -1)],
@@ -296,38 +286,6 @@ class _Check:
             "metrics": [each.size for each in differences(whole, found, -1) if each.group == "metrics"],
         }
         return {group: max(values) for group, values in each.items() if values}
-
-    def _explained(
-        self, reference: _Reference, found: Outcome, shards: Sequence[Shard], run: Callable[..., Outcome]
-    ) -> Finding | None:
-        """Returns where a run parts from one device, and what makes it; None if it does not."""
-        trial, whole = reference.trial, reference.whole
-        difference = first_difference(whole, found, self.tolerance)
-        if difference is None:
-            return None
-        drawn = sorted({each for rank in found.ranks for each in rank.own_draws})
-        if drawn:
-            if self._agrees_when_shared(trial, run):
-                cause = Cause(causes.RANDOM, f"{', '.join(drawn)}. {causes.DRAWN.text}")
-                return Finding.at(difference, trial, cause)
-            noted = [draw for rank in found.ranks for draw in rank.noted_draws]
-            if noted and self._agrees_when_shared(trial, run, 0.5):
-                return Finding.at(difference, trial, causes.of_draws(noted))
-            alone, shared = trial.on_whole(), run(trial, None)
-            rest = first_difference(alone, shared, self.tolerance)
-            if rest is not None:
-                return Finding.at(rest, trial, causes.of(rest, alone, shared, shards, trial))
-        if first_difference(whole, self._on_whole(trial, seed=2), self.tolerance) is not None:
-            return Finding.at(difference, trial, causes.DRAWN_ELSEWHERE)
-        return Finding.at(difference, trial, causes.of(difference, whole, found, shards, trial))
-
-    def _agrees_when_shared(self, trial: Trial, run: Callable[..., Outcome], constant: float | None = None) -> bool:
-        """Returns whether nothing differs where all ranks draw the same; `constant` as of the trial."""
-        try:
-            alone, shared = trial.on_whole(constant=constant), run(trial, None, 1, constant)
-        except Parted:
-            return False
-        return first_difference(alone, shared, self.tolerance) is None
 
 
 def some_of(data: Data, num_nodes: int | None, seed: int = 0) -> Data:

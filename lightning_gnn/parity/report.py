@@ -8,7 +8,7 @@ from typing import Any
 
 from rich.table import Table
 
-from lightning_gnn.checks.causes import Finding
+from lightning_gnn.checks.differences import Finding
 from lightning_gnn.console import text_of
 
 GROUPS = ("outputs", "loss", "gradients", "metrics")
@@ -81,7 +81,7 @@ class ParityReport:
         first: dict[tuple[str, str, str], str] = {}
         for each in self.schemes:
             if each.finding is not None:
-                key = (each.finding.step, each.finding.where, each.finding.cause.text)
+                key = (each.finding.step, each.finding.where, each.finding.why)
                 found.setdefault(first.setdefault(key, str(each.finding)), []).append(each.scheme)
         return found
 

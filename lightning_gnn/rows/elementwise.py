@@ -149,6 +149,8 @@ def like(mode: RowsMode, func: Any, args: Any, kwargs: Any) -> Any:
     if placement.rows is None:
         with mode.common_draws() if func in RANDOM else _nothing:
             return mode.tagged(func(*args, **kwargs), REPLICATED)
+    if func in RANDOM and mode.exact_draws:
+        return mode.on_all_rows(func, args, kwargs)
     return mode.tagged(func(*args, **kwargs), placement.rows.at(placement.dim))
 
 
@@ -164,13 +166,24 @@ RANDOM: set[Any] = set()
 
 
 def random(rule: Rule) -> Rule:
-    """Draws of replicated results are the same on all ranks."""
+    """Draws of replicated results are the same on all ranks; those for rows are each rank's own, unless the mode wants those of one
+    device."""
 
     def draw(mode: RowsMode, func: Any, args: Any, kwargs: Any) -> Any:
-        if mode.row_tensors(args, kwargs):
+        if not mode.row_tensors(args, kwargs):
+            with mode.common_draws():
+                return rule(mode, func, args, kwargs)
+        if not mode.exact_draws:
             return rule(mode, func, args, kwargs)
-        with mode.common_draws():
-            return rule(mode, func, args, kwargs)
+        into = args[0]
+        if not name_of(func).endswith("_"):
+            return mode.on_all_rows(func, args, kwargs)
+        placement = placement_of(into)
+        assert placement is not None and placement.rows is not None
+        whole = func(mode.gathered(into, placement, name_of(func)), *args[1:], **kwargs)
+        with torch.no_grad():
+            into.copy_(mode.take(whole, placement.dim, placement.rows, name_of(func)))
+        return into
 
     return draw
 

@@ -147,6 +147,20 @@ def _state(module: torch.nn.Module) -> Iterator[tuple[str, Tensor]]:
                         yield f"global {name}", x
 
 
+def whole_value(value: Any, reduce_op: Any) -> Any:
+    """Returns what ``strategy.reduce`` of a value of the whole graph is: itself as a mean.
+
+    Raises:
+        NotExactError: for a sum, which would count it once for each rank.
+    """
+    if isinstance(value, Tensor) and str(reduce_op).lower() not in ("mean", "avg"):
+        raise NotExactError(
+            f"reduce(..., {reduce_op!r}) would count a value of the whole graph once for each rank. Leave it out: x.sum(), x.mean() and "
+            "the like are over the rows of all ranks."
+        )
+    return value
+
+
 def check_loss(output: Any) -> None:
     """Raises :class:`NotExactError` unless a step returned a loss that is known to be the same on all ranks, or none."""
     loss = output.get("loss") if isinstance(output, Mapping) else output

@@ -144,6 +144,9 @@ class RowsMode(TorchFunctionMode):
         common_draws: a context in which random numbers are the same on all ranks.
         expand: returns the rank's own and halo rows of a tensor of node rows; None where local ids are not followed.
         reduce: returns the sum over ranks of what each has for own and halo rows.
+
+    Attributes:
+        exact_draws: random numbers for rows are those of one device, which each rank draws for all rows.
     """
 
     def __init__(
@@ -159,6 +162,7 @@ class RowsMode(TorchFunctionMode):
         self.halo_rows: RowSet | None = None
         self.paused = 0
         self.in_backward = False
+        self.exact_draws = False
         ranks._where = user_line
 
     def __enter__(self) -> RowsMode:

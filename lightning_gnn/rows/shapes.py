@@ -438,9 +438,9 @@ def _create(mode: RowsMode, func: Any, args: Any, kwargs: Any) -> Any:
     """``zeros`` and its kind, and ``x.new_zeros``: of a size that is a number of rows, they have these rows."""
     counts = [each for each in _flat((*args, *kwargs.values())) if isinstance(each, RowCount)]
     known = all(placement_of(x) is not None for x in tensors_in(args) if not isinstance(args[0], Tensor) or x is not args[0])
-    if not counts:
-        with mode.common_draws():
-            out = func(*args, **kwargs)
+    if not counts or (func in RANDOM and mode.exact_draws):
+        with mode.common_draws() if func in RANDOM else _nothing:
+            out = func(*mapped(args, _int), **mapped(kwargs, _int))
         return mode.tagged(out, REPLICATED) if known else mode.untagged(out)
     rows, seen = counts[0].rows, [False]
 
@@ -499,7 +499,7 @@ register(_create, "zeros ones empty full rand randn new_zeros new_ones new_empty
 def _draw_integers(mode: RowsMode, func: Any, args: Any, kwargs: Any) -> Any:
     """``randint(high, size)``: only the size may be one of rows."""
     size = kwargs.get("size", args[-1] if isinstance(args[-1], (tuple, list, torch.Size)) else ())
-    if not has_counts(tuple(size)):
+    if not has_counts(tuple(size)) or mode.exact_draws:
         return _identity(mode, func, args, kwargs)
     bounds = [_int(each) for each in args if not isinstance(each, (tuple, list))]
     rows = next(each for each in size if isinstance(each, RowCount)).rows

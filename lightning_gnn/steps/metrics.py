@@ -26,7 +26,8 @@ from torchmetrics.wrappers.abstract import WrapperMetric
 
 from lightning_gnn.comm.group import World
 from lightning_gnn.rows.graph import GraphRows
-from lightning_gnn.rows.mode import active_mode
+from lightning_gnn.rows.mode import active_mode, place, placement_of
+from lightning_gnn.rows.placement import REPLICATED
 from lightning_gnn.steps.metric_states import begun_anew, is_new, metrics_in, states_of_ranks
 from lightning_gnn.steps.weights import RowWeights
 
@@ -99,10 +100,13 @@ def _available(metric: Metric) -> Callable[[], bool]:
 class _Tracked:
     """The ``compute`` of a metric, whose states may have one row per local node."""
 
-    def __init__(self, compute: Callable[..., Any], rows: GraphRows) -> None:
-        self.compute, self._rows = compute, rows
+    def __init__(self, metric: Metric, compute: Callable[..., Any], rows: GraphRows) -> None:
+        self._metric, self.compute, self._rows = weakref.ref(metric), compute, rows
 
     def __call__(self, *args: Any, **options: Any) -> Any:
+        metric = self._metric()
+        if metric is not None:
+            _place_states(metric)
         if active_mode() is not None:
             return self.compute(*args, **options)
         with self._rows.mode.opened():
@@ -248,7 +252,7 @@ class StandInMetrics:
             own["_sync_dist"] = MethodType(lambda of, *args, **options: self._sync(of, *args, **options), metric)
         own["distributed_available_fn"] = _RanksAreThere(self, _available(metric), metric)
         if self._rows is not None:
-            own["compute"] = _Tracked(vars(metric).get("compute", metric.compute), self._rows)
+            own["compute"] = _Tracked(metric, vars(metric).get("compute", metric.compute), self._rows)
         own.setdefault("_guesses", 0)
         if isinstance(metric, Running):
             self._running[id(metric.base_metric)] = metric
@@ -259,6 +263,7 @@ class StandInMetrics:
         def counting(*args: Any, **options: Any) -> None:
             if active_mode() is not None:
                 own["_whole"] = True
+                _place_states(metric)
                 update(*args, **options)
             elif self.acts and not self._counts_all:
                 if not metric._update_count:
@@ -389,6 +394,14 @@ class StandInMetrics:
             joined: Any = [states[name] for states in ranks]
             joined = list(chain(*joined)) if isinstance(metric._defaults[name], list) else torch.stack(joined)
             setattr(metric, name, reduce(joined) if callable(reduce) and len(joined) else joined)
+
+
+def _place_states(metric: Metric) -> None:
+    """Sets the placement of states that a metric has begun anew, outside of steps: they are the same on all ranks."""
+    for name in metric._defaults:
+        state = getattr(metric, name)
+        if isinstance(state, Tensor) and placement_of(state) is None:
+            place(state, REPLICATED)
 
 
 def _own_update(metric: Metric) -> Callable[..., Any]:

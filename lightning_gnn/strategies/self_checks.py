@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import copy
-import time
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -15,42 +14,29 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from typing_extensions import override
 
 from lightning_gnn.callbacks.loggers import log_values
-from lightning_gnn.checks.loss_rows import LossRows
 from lightning_gnn.checks.self_check import SelfCheck, self_check
-from lightning_gnn.checks.small_graph import FORMS
 from lightning_gnn.checks.trial import STAGES
 from lightning_gnn.comm.traffic import Meter
 from lightning_gnn.data.shards import Cut, Shard
-from lightning_gnn.data.sources import MASKS, counted_mask
+from lightning_gnn.data.sources import counted_mask
 from lightning_gnn.nn.rank_graph import UnsupportedModelError
 
 if TYPE_CHECKING:
     from lightning_gnn.strategies.base import GNNStrategy
 
-MOST_EPOCHS = 1 << 10
-"""Steps that ask for their epoch are tried in epochs up to here, where training has no end."""
-MOST_SHARE = 0.01
-"""Of a run's time, for checks after its begin."""
-SHORT_S, SHORT_CHECKS = 0.05, 3
-"""So many such checks are made in any case, if they are as short."""
-
 Outcomes = Mapping[str, SelfCheck]
 
 
 class SelfChecks(pl.Callback):
-    """Checks the steps of a strategy's module before a stage, and again in epochs 1, 2, 4, 8 and so on, as the module is then.
-
-    All ranks call it; one of them tries out a step, and tells the others. Logs ``check/seconds``: what checks have taken until
-    then.
-    """
+    """Checks the steps of a strategy's module before a stage. All ranks call it; one of them tries out a step, and tells the others.
+    Logs ``check/seconds``: what checks have taken."""
 
     def __init__(self, strategy: GNNStrategy) -> None:
         self._strategy = strategy
         self.shard: Shard | None = None
         self._outcomes: Outcomes = {}
-        self.done = self._looks_at_rows = False  # done before the stage
-        self._seconds = self._began = 0.0
-        self._later = 0
+        self.done = False  # before the stage
+        self._seconds = 0.0
 
     def ahead(self, module: pl.LightningModule, cut: Cut, trainer: pl.Trainer) -> None:
         """Checks before ranks are started, in the process that starts them."""
@@ -64,7 +50,7 @@ class SelfChecks(pl.Callback):
 
     def before_stage(self, module: pl.LightningModule, shard: Shard, trainer: pl.Trainer) -> None:
         """Checks on ranks, unless that has been done before they were started, or before another strategy went on with them."""
-        self.shard, self._later, self._looks_at_rows = shard, 0, True
+        self.shard = shard
         done, self.done = self.done, False
         if self._strategy.world_size == 1:
             return
@@ -101,43 +87,21 @@ class SelfChecks(pl.Callback):
                 )[-1]
         return found
 
-    def _check_on_ranks(
-        self, module: pl.LightningModule, shard: Shard, trainer: pl.Trainer, later: Sequence[str] = ()
-    ) -> Outcomes:
-        """Returns the outcomes of all stages; in a `later` epoch of those only."""
+    def _check_on_ranks(self, module: pl.LightningModule, shard: Shard, trainer: pl.Trainer) -> Outcomes:
+        """Returns the outcomes of all stages."""
         world, checkers = self._strategy.world, self._checkers(module, shard, trainer)
-        checkers = {stage: rank for stage, rank in checkers.items() if stage in (later or checkers)}
         mine = [stage for stage, checker in checkers.items() if checker == world.rank]
-        own: dict[str, Any] = {stage: self._check(module, shard, trainer, stage, bool(later)) for stage in mine}
+        own: dict[str, Any] = {stage: self._check(module, shard, trainer, stage) for stage in mine}
         found: dict[str, Any] = {s: world.broadcast_object(own.get(s), checker) for s, checker in checkers.items()}
         return found
 
-    def _check(
-        self, module: pl.LightningModule, shard: Shard, trainer: pl.Trainer, stage: str, later: bool = False
-    ) -> SelfCheck:
-        strategy = self._strategy
-        scheme = strategy.scheme.for_self_check()
+    def _check(self, module: pl.LightningModule, shard: Shard, trainer: pl.Trainer, stage: str) -> SelfCheck:
+        scheme = self._strategy.scheme.for_self_check()
         # Layers keep what they make, also under recompute=True: dropout that does nothing here would do its work in a backward.
         bind, layout = partial(scheme.bind, meter=Meter()), scheme.layout(2)
-        without = [mask for mask in MASKS if 0 in shard.mask_counts[mask] and any(shard.mask_counts[mask])]
-        last = trainer.max_epochs if trainer.max_epochs is not None and trainer.max_epochs > 0 else MOST_EPOCHS
-        epochs = sorted({*(1 << power for power in range(last.bit_length()) if 1 << power < last), last - 1} - {0})
-        required = stage in strategy.checked_stages(trainer)
-        return self_check(
-            module,
-            copy.copy(shard.batch).cpu(),
-            bind,
-            stage,
-            strategy.loss_reduction,
-            trainer,
-            layout,
-            without,
-            epochs if required and not later else (),
-            FORMS if required and not later else FORMS[:1],
-            begins=not later,
-            num_classes=shard.num_classes,
-            input_type=shard.types.input_type if shard.types.is_hetero else None,
-        )
+        input_type = shard.types.input_type if shard.types.is_hetero else None
+        batch = copy.copy(shard.batch).cpu()
+        return self_check(module, batch, bind, stage, trainer, layout, shard.num_classes, input_type)
 
     def _judge(self, outcomes: Outcomes, module: pl.LightningModule, trainer: pl.Trainer) -> None:
         """Says what was found, or raises :class:`UnsupportedModelError`."""
@@ -173,53 +137,10 @@ class SelfChecks(pl.Callback):
         if outcome.finding is None:
             return None
         return (
-            f"{step} does not give the numbers of one device. The self-check ran it on small random graphs, whole and "
+            f"{step} does not give the numbers of one device. The self-check ran it on a small random graph, whole and "
             f"split in two: {outcome.finding.what}. To train all the same: "
-            f"{type(self._strategy).__name__}(self_check=False).\n{outcome.finding.cause.text}"
+            f"{type(self._strategy).__name__}(self_check=False).\n{outcome.finding.why}"
         )
-
-    def rows_of_loss(self, batch: Any, mask: str, counts: Sequence[int]) -> LossRows | None:
-        """Returns what looks at the loss of this training step, which is weighted by the labelled rows of a mask on each rank;
-        None in most steps, on all ranks alike."""
-        looks, self._looks_at_rows = self._looks_at_rows, False
-        outcome, module = self._outcomes.get("fit"), self._strategy.lightning_module
-        if not looks or outcome is None or self.shard is None or module is None or mask not in MASKS:
-            return None
-        # Where a step cannot be tried out, nothing says that its rows tell what its loss weighs.
-        unknown = outcome.not_run is not None
-        if not (outcome.counts_rows or unknown) or not module.automatic_optimization:
-            return None
-        world = self._strategy.world
-        predicted = self.shard.predicted(batch)
-        num_rows = len(predicted.n_id) if self.shard.types.is_hetero else self.shard.rows[world.rank]
-        return LossRows(module, world, mask, counts, batch, predicted, num_rows, warns=unknown)
-
-    @override
-    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        self._began = time.perf_counter()
-
-    @override
-    def on_train_epoch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        epoch = trainer.current_epoch
-        if not self._outcomes or self.shard is None or epoch < 1 or epoch & (epoch - 1):
-            return
-        ran = {stage: outcome for stage, outcome in self._outcomes.items() if outcome.not_run is None}
-        stages = [stage for stage in self._strategy.checked_stages(trainer) if stage in ran]
-        passed = time.perf_counter() - self._began
-        last = sum(ran[stage].seconds for stage in stages)
-        short = self._later < SHORT_CHECKS and last < SHORT_S
-        again = bool(stages) and (short or self._seconds + last < MOST_SHARE * passed)
-        if not self._strategy.world.broadcast_object(again):
-            return
-        self._later += 1
-        with self._strategy.unbound():
-            outcomes = self._check_on_ranks(pl_module, self.shard, trainer, stages)
-        self._outcomes, self._looks_at_rows = {**self._outcomes, **outcomes}, True
-        self._seconds += sum(outcome.seconds for outcome in outcomes.values())
-        for stage, outcome in outcomes.items():
-            text = self._text(f"In epoch {epoch}, {type(pl_module).__name__}.{STAGES[stage][0]}", outcome)
-            if text is not None:
-                raise UnsupportedModelError(text)
 
     @override
     def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:

@@ -13,12 +13,11 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_gnn.checks.footprint import memory_of
-from lightning_gnn.data.sources import counted_mask
 from lightning_gnn.heap import keeping_freed_memory
 from lightning_gnn.nn.bind import Binding
 from lightning_gnn.nn.offload import Offloaded
-from lightning_gnn.rows.graph import GraphRows
-from lightning_gnn.rows.mode import local_rows
+from lightning_gnn.rows.graph import GraphRows, whole_value
+from lightning_gnn.rows.mode import active_mode, local_rows
 from lightning_gnn.steps.loop import Progress
 from lightning_gnn.steps.model import SharedModel
 from lightning_gnn.steps.predictions import Predictions
@@ -76,18 +75,12 @@ class StepStrategy(RankStrategy):
                 output = super().training_step(batch, *args, **kwargs)
             values.leave_rows(output)
             return output
-        counts = values.enter(batch, "train_mask")
-        mask = counted_mask("train_mask", self.lightning_module)
-        rows = self._checks.rows_of_loss(batch, mask, counts)
+        values.enter(batch, "train_mask")
         with self.my_turn(), self._drawing_to_train(), self._approximating(), self._offloading(batch):
             output = super().training_step(batch, *args, **kwargs)
         if output is None and self._module.automatic_optimization:
             raise ValueError("training_step returned None. To skip a step on all ranks alike, return a loss times 0.")
         values.leave(output, trains=True)
-        if rows is not None:
-            again = super().training_step
-            with self.my_turn(), self._drawing_to_train(), self._approximating():
-                rows.check(output, values.scale, lambda same: again(same, *args, **kwargs))
         return output
 
     @override
@@ -196,6 +189,8 @@ class StepStrategy(RankStrategy):
         """Returns the mean over ranks, by the labelled rows of the stage's mask as in logs, or the sum, as `reduce_op` says."""
         if not isinstance(tensor, Tensor):
             return tensor
+        if active_mode() is not None:
+            return whole_value(tensor, reduce_op)
         is_mean = isinstance(reduce_op, str) and reduce_op.lower() in ("mean", "avg")
         if is_mean and self._values is not None and self.world.size > 1 and group in (None, self.world.everyone):
             return self._values.logs.weights.mean(tensor, "A mean over ranks")
@@ -209,4 +204,6 @@ class StepStrategy(RankStrategy):
             return tensor
         if group not in (None, self.world.everyone):
             return super().all_gather(tensor, group, sync_grads)
-        return gather_rows(tensor, self.world, None if self._values is None else self._values.logs.weights, sync_grads)
+        weights = None if self._values is None or active_mode() is not None else self._values.logs.weights
+        with local_rows():
+            return gather_rows(tensor, self.world, weights, sync_grads)
