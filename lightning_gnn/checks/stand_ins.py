@@ -22,9 +22,9 @@ from lightning_gnn.comm.group import CommunicationError, World, no_process_group
 from lightning_gnn.comm.in_process import kept_random_state
 from lightning_gnn.nn.embedding import untrained_embeddings
 from lightning_gnn.nn.pyg import clear_caches
-from lightning_gnn.steps.gradients import GradientSum
 from lightning_gnn.rows.graph import whole_value
 from lightning_gnn.rows.mode import local_rows
+from lightning_gnn.steps.gradients import GradientSum
 from lightning_gnn.steps.weights import gather_rows
 
 if TYPE_CHECKING:

@@ -17,10 +17,10 @@ from torch import Tensor
 from torch_geometric.data import Data, HeteroData
 from torch_geometric.typing import EdgeType, NodeType
 
-from lightning_gnn.data.attributes import STAND_INS, GraphData, Kind, kinds_of, left_out_of, of_full_graph
+from lightning_gnn.data.attributes import GraphData, Kind, kinds_of, left_out_of, of_full_graph
 from lightning_gnn.data.hetero import JoinedGraph, attributes_of, edge_stores, orders_of, predicted_edges
 from lightning_gnn.data.lazy_ids import lazy_ids
-from lightning_gnn.data.sources import EDGE_MASKS, MASKS, class_labels, num_classes, num_labelled
+from lightning_gnn.data.sources import EDGE_MASKS, MASKS, num_classes, num_labelled
 from lightning_gnn.partition.layout import LayoutSpec, Replicas
 from lightning_gnn.partition.replicas import hold
 from lightning_gnn.partition.shard import HaloPlan, Ids, ShortIds, halo_plan, id_dtype
@@ -281,7 +281,6 @@ class Cut:
         if len(batch.n_id) > batch.num_owned:
             for name in MASKS:
                 batch[name][batch.num_owned :] = False
-        _add_stand_ins(batch, rank, self.mask_counts, batch.num_owned)
         holders = None if self.holders is None else self.holders[edges]
         return self._shard_of(rank, batch, halos, offsets, num_edges, holders)
 
@@ -335,7 +334,6 @@ class Cut:
             for name, counts in types.nodes.items():
                 if "x" not in batch[name]:
                     batch[name].num_nodes = int(counts[rank])
-            _add_stand_ins(batch[types.input_type], rank, self.mask_counts, int(types.nodes[types.input_type][rank]))
             holders = None if self.holders is None else self.holders[slice(*self.edge_offsets[rank : rank + 2])]
         return self._shard_of(rank, batch, self.halos, self.offsets, np.diff(self.edge_offsets), holders)
 
@@ -491,24 +489,3 @@ def mask_counts(
         ids_of_parts = parts(edge_type)
         found |= {name: [int(edges[name][ids].sum()) for ids in ids_of_parts] for name in masks}
     return found
-
-
-def _add_stand_ins(batch: Any, rank: int, mask_counts: Mapping[str, tuple[int, ...]], num_owned: int) -> None:
-    """Puts a row into each mask of which others have labelled nodes, and this rank none: a mean over nothing would be nan.
-
-    The rank's count stays 0, so the row weighs nothing in losses, gradients and logged values.
-    :func:`~lightning_gnn.labelled` leaves it out.
-    """
-    for mask in MASKS:
-        if not any(mask_counts[mask]) or mask_counts[mask][rank] or not num_owned:
-            continue
-        y, row = batch.get("y"), 0
-        classes = None if y is None else class_labels(y)
-        if classes is not None and (classes >= 0).any():
-            row = int((classes >= 0).nonzero()[0])
-        elif classes is not None:
-            batch.y = batch.y.clone()
-            batch.y[row] = 0
-        batch[mask] = batch[mask].clone()
-        batch[mask][row] = True
-        batch[STAND_INS] = {**batch.get(STAND_INS, {}), mask: row}

@@ -19,6 +19,8 @@ from lightning_gnn.datamodules.known_edges import known_edges
 from lightning_gnn.modules.base import GraphModule, OptimizerCallable, check_width, edge_inputs
 from lightning_gnn.nn.helpers import choose_edges, expand, fetch_rows, num_nodes
 from lightning_gnn.nn.rank_graph import UnsupportedModelError
+from lightning_gnn.rows.graph import place_selected
+from lightning_gnn.rows.mode import local_rows
 from lightning_gnn.sampling.draws import draw_others
 
 _SCORED_AT_ONCE = 1 << 16
@@ -261,16 +263,19 @@ class LinkPredictor(GraphModule):
         if isinstance(batch, HeteroData) or _is_sampled(batch):
             return *self._sampled_scores(batch), None
         z = self(batch)
-        chosen = batch[mask] & (stored_ids(batch.edge_index)[1] < batch.num_owned)  # replicas of edges count elsewhere
-        source, target = stored_ids(batch.edge_index)[:, chosen].long()
-        types = None if self.relations is None else batch.edge_type[chosen]
-        sources, targets = self._related(expand(z)[source], types), z[target]
-        e_id = stored_ids(batch.e_id)[chosen].long()
-        others = draw_others(e_id, batch.n_id[target], count, num_nodes(z), self.seed, step)
-        known = self._known_of(e_id, others) if self.filtered and step == _EVALUATION else None
-        # All ranks fetch, also one without edges.
-        others, place = others.unique(return_inverse=True)
-        return self._decode(sources, targets), self._score_each(sources, fetch_rows(z, others), place), known
+        with local_rows():
+            chosen = batch[mask] & (stored_ids(batch.edge_index)[1] < batch.num_owned)  # replicas of edges count elsewhere
+            source, target = stored_ids(batch.edge_index)[:, chosen].long()
+            types = None if self.relations is None else batch.edge_type[chosen]
+            sources, targets = self._related(expand(z)[source], types), z[target]
+            e_id = stored_ids(batch.e_id)[chosen].long()
+            others = draw_others(e_id, batch.n_id[target], count, num_nodes(z), self.seed, step)
+            known = self._known_of(e_id, others) if self.filtered and step == _EVALUATION else None
+            # All ranks fetch, also one without edges.
+            others, place = others.unique(return_inverse=True)
+            scores = self._decode(sources, targets), self._score_each(sources, fetch_rows(z, others), place)
+            place_selected(batch.edge_index, chosen, *scores, known)
+        return *scores, known
 
     def _known_of(self, edges: Tensor, others: Tensor) -> Tensor:
         """Returns which negatives of evaluation are edges: looked up once, since they are the same each time."""

@@ -75,7 +75,6 @@ class NodeClassifier(GraphModule):
             setattr(self, f"{stage}_acc", accuracy(num_classes, average="micro", ignore_index=UNLABELLED))
             setattr(self, f"{stage}_f1", f1(num_classes, average="macro", ignore_index=UNLABELLED))
         self._takes = edge_inputs(model, with_types=node_type is not None)
-        self._found: dict[str, tuple[Tensor, Tensor, Any, tuple[Tensor, Tensor, int]]] = {}
 
     @override
     def setup(self, stage: str) -> None:
@@ -158,46 +157,35 @@ class NodeClassifier(GraphModule):
             return F.binary_cross_entropy_with_logits(out, y.to(out.dtype))
         return F.cross_entropy(out, y, ignore_index=UNLABELLED)
 
-    def _labelled(self, batch: Data, stage: str) -> tuple[Tensor, Tensor, int]:
-        """Returns the nodes of a stage, ``[n]``, their labels, ``[n]``, or targets, ``[n, C]``, and how many have one."""
+    def _chosen(self, batch: Data, stage: str) -> tuple[Tensor, Tensor]:
+        """Returns the mask of a stage, bool ``[N]``, and the labels, ``[n]``, or targets, ``[n, C]``, of its nodes."""
         nodes = self._nodes(batch)
-        mask, y = nodes[f"{stage}_mask"], nodes.y
-        found = self._found.get(stage)
-        # Looked for once where all batches are one: the host waits for its device meanwhile.
-        if found is None or found[0] is not mask or found[1] is not y or found[2] != _versions(mask, y):
-            rows = mask.nonzero().view(-1)
-            labels = y[rows].view(-1) if self.task == "multiclass" else y[rows]  # OGB's are [n, 1]
-            count = len(labels) if self.task == "multilabel" else int((labels >= 0).sum())
-            found = mask, y, _versions(mask, y), (rows, labels, count)
-            self._found[stage] = found
-        return found[3]
+        mask = nodes[f"{stage}_mask"]
+        y = nodes.y[mask]
+        return mask, y.view(-1) if self.task == "multiclass" else y  # OGB's are [n, 1]
 
     @override
     def training_step(self, batch: Data, batch_idx: int) -> Tensor:
-        rows, y, count = self._labelled(batch, "train")
-        out = self(batch)[rows]
+        mask, y = self._chosen(batch, "train")
+        out = self(batch)[mask]
         loss = self._loss(out, y)
-        self.log("train_loss", loss, prog_bar=True, batch_size=count)
-        self.log("train_acc", self._share_right(out, y, count), on_step=False, on_epoch=True, batch_size=count)
+        self.log("train_loss", loss, prog_bar=True, batch_size=len(y))
+        self.log("train_acc", self._share_right(out, y), on_step=False, on_epoch=True, batch_size=len(y))
         return loss
 
-    def _share_right(self, out: Tensor, y: Tensor, count: int) -> Tensor:
+    def _share_right(self, out: Tensor, y: Tensor) -> Tensor:
         """Returns the share of labelled nodes, or of their targets, that are predicted right: what ``val_acc`` is."""
-        right = (out > 0) == (y > 0.5) if self.task == "multilabel" else out.argmax(1) == y
-        of = y.numel() if self.task == "multilabel" else count
-        return right.sum().to(torch.promote_types(out.dtype, torch.float32)) / max(1, of)
+        if self.task == "multilabel":
+            return ((out > 0) == (y > 0.5)).to(torch.promote_types(out.dtype, torch.float32)).mean()
+        right = (out.argmax(1) == y).to(torch.promote_types(out.dtype, torch.float32))
+        return right.sum() / (y >= 0).sum().clamp(min=1)
 
     @override
     def _evaluate(self, batch: Data, stage: str) -> None:
-        rows, y, count = self._labelled(batch, stage)
-        out = self(batch)[rows]
-        self.log(f"{stage}_loss", self._loss(out, y), prog_bar=True, batch_size=count)
+        mask, y = self._chosen(batch, stage)
+        out = self(batch)[mask]
+        self.log(f"{stage}_loss", self._loss(out, y), prog_bar=True, batch_size=len(y))
         for name in ("acc", "f1"):
             metric = getattr(self, f"{stage}_{name}")
             metric.update(out, y)
-            self.log(f"{stage}_{name}", metric, prog_bar=name == "acc", batch_size=count)
-
-
-def _versions(*tensors: Tensor) -> Any:
-    """Returns what changes with the tensors in place; never the same twice where that is not tracked."""
-    return object() if any(map(Tensor.is_inference, tensors)) else [tensor._version for tensor in tensors]
+            self.log(f"{stage}_{name}", metric, prog_bar=name == "acc", batch_size=len(y))

@@ -16,7 +16,7 @@ from lightning_gnn.comm.group import World
 from lightning_gnn.data.attributes import kinds_of
 from lightning_gnn.data.shards import Shard
 from lightning_gnn.rows.mode import NotExactError, RowsMode, active_mode, place, placement_of, tensors_in
-from lightning_gnn.rows.placement import ATTRIBUTE, FROM_ROWS, REPLICATED, Placement, RowSet
+from lightning_gnn.rows.placement import ATTRIBUTE, REPLICATED, Placement, RowSet
 from lightning_gnn.rows.ranks import Ranks
 
 
@@ -38,13 +38,17 @@ class GraphRows:
         expand: Callable[[Tensor], Tensor] | None = None,
         reduce: Callable[[Tensor], Tensor] | None = None,
     ) -> None:
-        self.ranks = ranks = Ranks(world)
+        # Tensors that the user keeps from an earlier run on the same batch have the row sets of then.
+        self.ranks = ranks = _ranks_of(shard.batch, world)
         self._common_draws, self._expand, self._reduce = common_draws, expand, reduce
         batch, rank = shard.batch, world.rank
         self.nodes: dict[Any, RowSet] = {}
         self.edges: dict[Any, RowSet] = {}
 
         def make(name: str, ids: Tensor, all_ids: Tensor, counts: Any, rows: int) -> RowSet:
+            known = placement_of(ids)
+            if known is not None and known.rows is not None and known.rows.ranks is ranks:
+                return known.rows
             owned = int(counts[rank])
             every = lambda: (all_ids, [int(each) for each in counts])  # noqa: E731
             return RowSet(ranks, rows, lambda: ids.long(), owned, int(sum(counts)), every, name)
@@ -93,7 +97,7 @@ class GraphRows:
 
     def _place(self, values: Mapping[str, Any], rows: RowSet, kinds: Mapping[str, str]) -> None:
         for name, value in values.items():
-            if not isinstance(value, Tensor) or ATTRIBUTE in value.__dict__:
+            if not isinstance(value, Tensor) or self._is_placed(value):
                 continue
             if name == "edge_index":
                 of = rows if rows.targets is not None else self.edges[None]
@@ -106,6 +110,10 @@ class GraphRows:
             elif kind and value.dim() and value.size(0) == of.count:
                 place(value, of.at(0))
 
+    def _is_placed(self, x: Tensor) -> bool:
+        placement = placement_of(x)
+        return placement is not None and (placement.rows is None or placement.rows.ranks is self.ranks)
+
     def place_state(self, module: torch.nn.Module, world: World) -> None:
         """Sets the placement of a module's buffers and other tensors: replicated, where all ranks have the same."""
         found = dict(_state(module))
@@ -114,6 +122,17 @@ class GraphRows:
         for name, x in found.items():
             if all(each.get(name) == by_rank[0].get(name) for each in by_rank) and ATTRIBUTE not in x.__dict__:
                 place(x, REPLICATED)
+
+
+def _ranks_of(batch: Any, world: World) -> Ranks:
+    """Returns the ranks of an earlier run on a batch, with the world of this one; else new ones."""
+    stores = [batch] if isinstance(batch, Data) else list(batch.node_stores)
+    placement = placement_of(stores[0].n_id)
+    known = None if placement is None or placement.rows is None else placement.rows.ranks
+    if known is None or known.size != world.size or known.world.rank != world.rank:
+        return Ranks(world)
+    known.world, known.device = world, world.device
+    return known
 
 
 def _digest(x: Tensor) -> int:
@@ -145,6 +164,17 @@ def _state(module: torch.nn.Module) -> Iterator[tuple[str, Tensor]]:
                     x = function.__globals__.get(name)
                     if isinstance(x, Tensor):
                         yield f"global {name}", x
+
+
+def place_selected(of: Tensor, mask: Tensor, *values: Tensor | None) -> None:
+    """Sets the placement of tensors with one row for each entry of a mask, bool ``[n]``, over the rows of `of`; without effect where
+    row semantics do not hold."""
+    placement = placement_of(of)
+    if placement is not None and placement.rows is not None:
+        rows = placement.rows.select(mask)
+        for each in values:
+            if each is not None:
+                place(each, rows.at(0))
 
 
 def whole_value(value: Any, reduce_op: Any) -> Any:

@@ -127,9 +127,16 @@ class RowSet:
             owned = len(places) if self.owned == self.count else int((places < self.owned).sum())
             made = RowSet(self.ranks, len(places), lambda: self.keys[places], owned, name=f"selected {self.name}")
             made.targets = self.targets
+            made._derived["local"] = places  # type: ignore[assignment]
             return made
 
         return self._selected(mask, make)
+
+    @property
+    def places(self) -> Tensor:
+        """Where the rows of a selection are among those that they were selected from, on this rank, int64 ``[count]``."""
+        found: Any = self._derived["local"]
+        return found
 
     def choose(self, index: Tensor) -> tuple[RowSet, Tensor]:
         """Returns the rows at positions of the whole graph in the order of `index`, int64 ``[k]``, equal on all ranks, and where this
@@ -137,7 +144,7 @@ class RowSet:
 
         def make() -> RowSet:
             index_ = torch.where(index < 0, index + self.total, index).to(self.keys.device)
-            if len(index_) and not (0 <= int(index_.min()) and int(index_.max()) < self.total):
+            if len(index_) and not (int(index_.min()) >= 0 and int(index_.max()) < self.total):
                 raise IndexError(f"an index is out of bounds for {self.total} {self.name}")
             positions = self.positions[: self.owned]
             in_order, order = positions.sort()
@@ -149,8 +156,7 @@ class RowSet:
             return found
 
         found = self._selected(index, make)
-        local: Any = found._derived["local"]
-        return found, local
+        return found, found.places
 
     def _selected(self, by: Tensor, make: Callable[[], RowSet]) -> RowSet:
         kept = by.__dict__.setdefault(_SELECTIONS, _Selections())

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lightning_gnn.rows.elementwise import converted, register, rowwise, target_of
-from lightning_gnn.rows.mode import LOCAL_IDS, RULES, Rule, RowsMode, name_of, placement_of
+from lightning_gnn.rows.mode import LOCAL_IDS, RULES, RowsMode, Rule, name_of, placement_of
 from lightning_gnn.rows.placement import FROM_ROWS, Placement, RowSet
 
 

@@ -7,7 +7,6 @@ from math import prod
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.graph import _engine_run_backward  # autograd.grad itself is a function that modes are asked about
 
@@ -361,7 +360,7 @@ def _matmul(mode: RowsMode, func: Any, args: Any, kwargs: Any) -> Any:
         return mode.on_all_rows(func, args, kwargs)
     x, y = args if "r" not in name_of(func)[:3] else (args[1], args[0])
     of_x, of_y = _placement(x), _placement(y)
-    if x.dim() > 2 and y.dim() != 2 or y.dim() > 2 or not x.dim() or not y.dim():
+    if (x.dim() > 2 and y.dim() != 2) or y.dim() > 2 or not x.dim() or not y.dim():
         return mode.on_all_rows(func, args, kwargs)
     name, last, inner = name_of(func), x.dim() - 1, max(0, y.dim() - 2)
     contracts_x, contracts_y = of_x is not None and of_x.dim == last, of_y is not None and of_y.dim == inner
@@ -688,8 +687,7 @@ def _of_rows(mode: RowsMode, func: Any, x: Tensor, placement: Placement, items: 
         elif of.rows is not rows:
             item = converted(mode, item, rows, 1, "mask")
         chosen = rows.select(item)
-        every[dim] = item
-        out = x[tuple(every)]
+        out = x.index_select(dim, chosen.places)
     elif of is None:
         if item.dim() != 1:
             return mode.on_all_rows(func, args, {})

@@ -19,7 +19,6 @@ from torch.utils._pytree import keystr, tree_flatten_with_path, tree_unflatten
 from torch_geometric.data import Data, HeteroData
 
 from lightning_gnn.comm.group import World
-from lightning_gnn.data.attributes import STAND_INS
 from lightning_gnn.data.shards import Shard
 from lightning_gnn.data.store_check import read_array
 
@@ -89,7 +88,6 @@ class PredictedRows:
         self, world: World, shard: Shard, batch: Data | HeteroData, mode: Predictions, folder: Path = Path()
     ) -> None:
         self._world, self._mode, self._folder, types = world, mode, folder, shard.types
-        stand_ins = shard.predicted(shard.batch).get(STAND_INS, {})
         if isinstance(batch, HeteroData):
             ids = {f"nodes of {name!r}": batch[name].n_id.cpu() for name in types.nodes}
             ids |= {f"edges of {kind}": batch[kind].e_id.cpu() for kind in types.edges}
@@ -107,8 +105,6 @@ class PredictedRows:
                 rows = self._rows["edges" if isinstance(batch, Data) and batch.is_edge_attr(name) else nodes]
                 if len(mask) == len(rows.ids):
                     chosen, kept = mask.cpu().nonzero().view(-1), rows.kept.clone()
-                    if name in stand_ins:
-                        kept[stand_ins[name]] = False
                     self._rows[name] = _Rows(rows.ids[chosen], kept[chosen])
 
     def __call__(self, output: Any) -> Any:

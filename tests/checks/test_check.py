@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from common import CLASSES, FEATURES, UserModule, awkward_graph, build, campaign, examples
 from hypothesis import given
 from hypothesis import strategies as st
+from lightning_gnn.checks.causes import ACROSS, COUNT, NOT_KNOWN, RANDOM, STATE, STATISTICS
 from test_self_check import (
     BranchesOnCounts,
     CentredInAModule,
@@ -31,7 +32,6 @@ from torch_geometric.nn import GCNConv
 from torch_geometric.utils import dropout_edge
 
 from lightning_gnn import DGCLStrategy, GraphDataModule, NodeClassifier, check_parity
-from lightning_gnn.checks.causes import ACROSS, COUNT, NOT_KNOWN, RANDOM, STATE, STATISTICS
 from lightning_gnn.cli import main
 from lightning_gnn.data.sources import prepare_graph
 from lightning_gnn.parity.check import ball, some_of
