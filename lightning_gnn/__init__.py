@@ -30,15 +30,13 @@ if TYPE_CHECKING:
         choose_edges,
         expand,
         fetch_rows,
-        labelled,
-        mean_over_ranks,
         num_nodes,
         reduce,
         register_adapter,
         substitute,
-        sum_over_ranks,
     )
     from lightning_gnn.parity import check_parity
+    from lightning_gnn.rows import NotExactError, gather_global, local_rows, register_row_rule
     from lightning_gnn.strategies import (
         CachedVertexCutStrategy,
         ClusterAllReduceStrategy,
@@ -71,12 +69,22 @@ _MODULES = {
     "lightning_gnn.datamodules": ["GraphDataModule", "planted_partition", "split_edges"],
     "lightning_gnn.modules": ["LinkPredictor", "NodeClassifier"],
     "lightning_gnn.parity": ["check_parity"],
+    "lightning_gnn.rows": ["NotExactError", "gather_global", "local_rows", "register_row_rule"],
     "lightning_gnn.strategies.staged": ["StagedStrategy"],
 }
 """Where names are that a rank may do without; each module is imported with the first of its names."""
 
 
+_REMOVED = {
+    "labelled": "Write batch.train_mask: a rank without labelled nodes needs none to stand for them",
+    "mean_over_ranks": "Inside a step, x.mean(0) is the mean over the rows of all ranks",
+    "sum_over_ranks": "Inside a step, x.sum(0) is the sum over the rows of all ranks",
+}
+
+
 def __getattr__(name: str) -> Any:
+    if name in _REMOVED:
+        raise ImportError(f"lightning_gnn.{name} was removed. {_REMOVED[name]}.")
     if name in __all__:
         home = "lightning_gnn.strategies" if name.endswith("Strategy") else "lightning_gnn.nn"
         home = next((module for module, names in _MODULES.items() if name in names), home)
@@ -104,6 +112,7 @@ __all__ = [
     "LargestChanges",
     "LinkPredictor",
     "NodeClassifier",
+    "NotExactError",
     "SamplingStrategy",
     "SpMM1DStrategy",
     "SpMM2DStrategy",
@@ -119,13 +128,13 @@ __all__ = [
     "compare",
     "expand",
     "fetch_rows",
-    "labelled",
-    "mean_over_ranks",
+    "gather_global",
+    "local_rows",
     "num_nodes",
     "planted_partition",
     "reduce",
     "register_adapter",
+    "register_row_rule",
     "split_edges",
     "substitute",
-    "sum_over_ranks",
 ]

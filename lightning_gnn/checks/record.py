@@ -50,14 +50,14 @@ class Recorder:
 
     def _before(self, name: str, child: torch.nn.Module) -> Any:
         def hook(*_: Any) -> None:
-            _, call, made = self._calls[-1]
+            call, made = self._calls[-1][1:]
             made[name] += 1
             self._calls.append((f"'{name}' ({type(child).__name__})", (*call, name, made[name]), Counter()))
 
         return hook
 
     def _after(self, _: Any, args: Any, output: Any) -> None:
-        who, key, _ = self._calls.pop()
+        who, key = self._calls.pop()[:2]
         self.record(f"what {who} returns", key, output)
 
     def record(self, where: str, key: tuple[Any, ...], values: Any, whole_numbers: bool = False) -> None:

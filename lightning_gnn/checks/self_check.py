@@ -109,10 +109,9 @@ def self_check(
 def _compare(trial: Trial, whole: Outcome, found: Outcome, tolerance: float) -> Finding | None:
     """Returns where a run on parts differs from one device; what two runs of one device do not agree in, such as seconds, does
     not count."""
-    first: Difference | None = None
+    again: list[Difference] | None = None
     for difference in differences(whole, found, tolerance):
-        again = list(differences(whole, trial.on_whole(), tolerance)) if first is None else again
-        first = first or difference
+        again = list(differences(whole, trial.on_whole(), tolerance)) if again is None else again
         if difference.group != "metrics" and any(each.group != "metrics" for each in again):
             return Finding(trial.step, difference.where, difference.size, f"{STATE}.")
         if difference.group == "metrics" and difference.name in {each.name for each in again}:

@@ -9,11 +9,8 @@ from lightning_gnn.nn.helpers import (
     choose_edges,
     expand,
     fetch_rows,
-    labelled,
-    mean_over_ranks,
     num_nodes,
     reduce,
-    sum_over_ranks,
 )
 from lightning_gnn.nn.rank_graph import UnsupportedModelError
 
@@ -27,11 +24,8 @@ __all__ = [
     "choose_edges",
     "expand",
     "fetch_rows",
-    "labelled",
-    "mean_over_ranks",
     "num_nodes",
     "reduce",
     "register_adapter",
     "substitute",
-    "sum_over_ranks",
 ]

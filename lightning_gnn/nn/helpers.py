@@ -18,7 +18,6 @@ from lightning_gnn.data.attributes import STAND_INS
 from lightning_gnn.data.lazy_ids import lazy_ids, stored_ids
 from lightning_gnn.data.sources import MASKS, is_labelled
 from lightning_gnn.nn.context import GraphContext
-from lightning_gnn.nn.norms import SumOverRanks
 from lightning_gnn.rows.mode import active_mode, place, placement_of
 from lightning_gnn.rows.placement import FROM_ROWS, Placement, RowSet
 
@@ -206,39 +205,3 @@ def left_stand_in_out() -> bool:
     """Returns whether this thread's code has left a row that stands in out since the last call, by :func:`labelled`."""
     left_out, _here.left_out = _here.left_out, False
     return left_out
-
-
-def sum_over_ranks(x: Tensor) -> Tensor:
-    """Returns the sum of `x` over all ranks, on every rank: ``sum_over_ranks(x.sum(0))`` is over all nodes. Differentiable.
-
-    Args:
-        x: of one shape on all ranks.
-
-    Returns:
-        As `x`; `x` itself on one device.
-    """
-    graph = _graph()
-    return x if graph is None else SumOverRanks.apply(x, graph.exchange, "sum_over_ranks")
-
-
-def mean_over_ranks(x: Tensor) -> Tensor:
-    """Returns the mean over the rows of all ranks, on every rank; ``x.mean(0)`` on one device. Differentiable.
-
-    ``mean_over_ranks(F.cross_entropy(out[rows], y[rows], reduction="none"))`` is the loss of one device, whatever the rows. It
-    may be added to others of its kind, and to a mean over the stage's mask: strategies weigh the losses of all ranks by shares
-    that sum to 1, so that what is the same on all of them counts once.
-
-    Args:
-        x: ``[n, ...]``, any number of rows, which may be none and differ from rank to rank. Of one row per node, or edge, those
-            of replicas are left out.
-
-    Returns:
-        ``[...]``; 0 where no rank has a row.
-    """
-    graph = _graph()
-    rows = x if graph is None else x[: graph.exchange.own_lengths.get(len(x), len(x))]
-    # In at least float32, and both in one message.
-    wide = rows.to(torch.promote_types(x.dtype, torch.float32))
-    total = sum_over_ranks(torch.cat([wide.sum(0).view(-1), wide.new_full((1,), len(rows))]))
-    mean = (total[:-1] / total[-1].detach().clamp(min=1)).view(x.shape[1:])
-    return mean.to(x.dtype) if x.is_floating_point() else mean

@@ -264,7 +264,7 @@ class _Check:
                 finding = finding or reference.finding
                 if differs and finding is None:
                     first = first_difference(whole, found, self.tolerance)
-                    finding = first and Finding(trial.step, first.where, first.size, f"{UNKNOWN}.")
+                    finding = Finding(trial.step, first.where, first.size, f"{UNKNOWN}.") if first else None
         compared_steps = [each.trial.step for each in references]
         return SchemeParity(label, approximation, not_compared, compared_steps, differences, finding)
 

@@ -15,7 +15,7 @@ from torch_geometric.nn.aggr import Aggregation
 from lightning_gnn.comm.group import World
 from lightning_gnn.data.attributes import kinds_of
 from lightning_gnn.data.shards import Shard
-from lightning_gnn.rows.mode import NotExactError, RowsMode, active_mode, place, placement_of, tensors_in
+from lightning_gnn.rows.mode import NotExactError, RowsMode, active_mode, place, placement_of, tensors_in, unknown_origin
 from lightning_gnn.rows.placement import ATTRIBUTE, REPLICATED, Placement, RowSet
 from lightning_gnn.rows.ranks import Ranks
 
@@ -198,11 +198,7 @@ def check_loss(output: Any) -> None:
         return
     placement = placement_of(loss)
     if placement is None:
-        raise NotExactError(
-            "The step returned a loss of unknown origin, which may be that of this rank's rows. It was computed outside torch, or by a "
-            "function that is not followed (torch.autograd.Function, vmap, a custom or compiled operator). Give such a function a "
-            "rule: lightning_gnn.register_row_rule."
-        )
+        raise NotExactError(f"The step returned as its loss {unknown_origin(loss)}")
     if placement.rows is not None and loss.numel() != 1:
         raise NotExactError(f"The step returned a loss with one entry for each of the {placement.rows.name}. Return its mean or sum.")
 

@@ -11,7 +11,7 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -23,11 +23,6 @@ from lightning_gnn.rows.ranks import EnterRows, GatherParts, GatherRows, Ranks, 
 Rule = Callable[["RowsMode", Any, tuple[Any, ...], dict[str, Any]], Any]
 RULES: dict[Any, Rule] = {}
 """By function, what it does to row tensors."""
-
-_LIBRARIES = tuple(
-    str(Path(sys.modules[name].__file__ or "").parent) for name in ("torch",)
-)
-
 
 class NotExactError(RuntimeError):
     """An operation that would not give the result of one device; names the user's line."""
@@ -79,7 +74,42 @@ _trusted: dict[type, bool] = {}
 def _is_trusted(made_by: type) -> bool:
     """Returns whether a node of autograd is torch's or this package's: what users' functions do backward is not known."""
     function = getattr(made_by, "_forward_cls", None)
-    return function is None or function.__module__.partition(".")[0] == "lightning_gnn"
+    return function is None or function in _row_wise or function.__module__.partition(".")[0] == "lightning_gnn"
+
+
+_row_wise: set[Any] = set()
+
+
+def register_row_rule(function: Any, rule: Literal["row_wise", "all_rows"] = "row_wise") -> None:
+    """Says what a function does to tensors with one row per node or edge, where row semantics do not know it.
+
+    Args:
+        function: a subclass of ``torch.autograd.Function``, or a function that torch dispatches, such as ``torch.ops.my.op``.
+        rule: ``"row_wise"``: each row of its result depends on the same row of its arguments, forward and backward. ``"all_rows"``: it is
+            given the rows of all ranks, on every rank; not for a ``torch.autograd.Function``.
+
+    Raises:
+        ValueError: another rule, or ``"all_rows"`` for a ``torch.autograd.Function``.
+    """
+    is_class = isinstance(function, type) and issubclass(function, torch.autograd.Function)
+    if rule not in ("row_wise", "all_rows") or (is_class and rule != "row_wise"):
+        raise ValueError(f"A rule is 'row_wise', or 'all_rows' for functions that torch dispatches (got {rule!r} for {function}).")
+    if is_class:
+        _row_wise.add(function)
+        _trusted.clear()
+    else:
+        RULES[function] = RULES[torch.add] if rule == "row_wise" else lambda mode, func, args, kwargs: mode.other(func, args, kwargs)
+
+
+def unknown_origin(x: Tensor) -> str:
+    """Returns why the placement of a tensor is unknown, and what to do."""
+    function = getattr(type(x.grad_fn), "_forward_cls", None)
+    made = "outside the run, or by a function that is not followed (vmap, a custom or compiled operator)"
+    cure = "Register a constant with register_buffer, or give the function a rule with lightning_gnn.register_row_rule"
+    if function is not None:
+        made = f"by {function.__qualname__}, whose backward is not known"
+        cure = f"If it treats each row by itself, say so: lightning_gnn.register_row_rule({function.__name__})"
+    return f"a tensor {tuple(x.shape)} of unknown origin: it was made {made}. {cure}."
 
 
 def place(x: Any, placement: Placement) -> Any:
@@ -237,11 +267,9 @@ class RowsMode(TorchFunctionMode):
                 elif placement.rows is not None:
                     found.append((x, placement))
         if found and unknown is not None:
-            raise self.refuse(
-                f"a tensor {tuple(unknown.shape)} of unknown origin is combined with {found[0][1].rows.name}. It was made outside the "  # type: ignore[union-attr]
-                "run, or by a function that is not followed (torch.autograd.Function, vmap, a custom or compiled operator). Register "
-                "a constant with register_buffer, or give the function a rule: lightning_gnn.register_row_rule."
-            )
+            rows = found[0][1].rows
+            assert rows is not None
+            raise self.refuse(f"{rows.name} are combined with {unknown_origin(unknown)}")
         return found
 
     def plain(self, func: Any, args: Any, kwargs: Any) -> Any:

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lightning_gnn.rows.elementwise import converted, register, rowwise, target_of
-from lightning_gnn.rows.mode import LOCAL_IDS, RULES, RowsMode, Rule, name_of, placement_of
+from lightning_gnn.rows.mode import LOCAL_IDS, RULES, RowsMode, Rule, name_of, placement_of, unknown_origin
 from lightning_gnn.rows.placement import FROM_ROWS, Placement, RowSet
 
 
@@ -46,12 +46,7 @@ def reduction(over_rows: Callable[[RowsMode, Any, _Call, Placement], Any]) -> Ru
         if not found:
             for x in (*args[:1], *kwargs.values()):
                 if isinstance(x, Tensor) and x.numel() != 1 and placement_of(x) is None:
-                    raise mode.refuse(
-                        f"{name_of(func)} of a tensor {tuple(x.shape)} of unknown origin, which may have one row per local node. It was "
-                        "made outside the run, or by a function that is not followed (torch.autograd.Function, vmap, a custom or "
-                        "compiled operator). Register a constant with register_buffer, or give the function a rule: "
-                        "lightning_gnn.register_row_rule."
-                    )
+                    raise mode.refuse(f"{name_of(func)} of {unknown_origin(x)}")
             return mode.plain(func, args, kwargs)
         call = _Call(args, kwargs)
         placement = placement_of(call.x)
@@ -306,7 +301,7 @@ def _loss(mode: RowsMode, func: Any, args: Any, kwargs: Any) -> Any:
     given["reduction"] = "none"
     name = name_of(func)
     if func in _OF_ROWS:
-        rows, _, placement = target_of(found)
+        rows = target_of(found)[0]
         if any(of.dim or of.local_ids for _, of in found):
             return mode.on_all_rows(func, args, kwargs)
         for key, value in given.items():

@@ -587,7 +587,7 @@ def _items(x: Tensor, index: Any) -> list[Any] | None:
     items = [torch.tensor(each) if isinstance(each, (list, range)) and not any(isinstance(e, Tensor) for e in each) else each for each in items]
     if any(isinstance(each, (list, bool)) for each in items):
         return None
-    items = [torch.as_tensor(each) if type(each).__module__ == "numpy" and getattr(each, "ndim", 0) else each for each in items]
+    items = [torch.as_tensor(each) if type(each).__module__ == "numpy" and bool(getattr(each, "ndim", 0)) else each for each in items]
     taken = sum(
         each.dim() if isinstance(each, Tensor) and each.dtype in (torch.bool, torch.uint8) else 1
         for each in items
@@ -667,8 +667,8 @@ def _of_rows(mode: RowsMode, func: Any, x: Tensor, placement: Placement, items: 
         chosen, local = rows.choose(_one(item, rows))
         part = x.index_select(dim, local).sum(dim, dtype=x.dtype)
         out = mode.tagged(mode.sum(part, "row"), FROM_ROWS)
-        rest = [each for number, each in enumerate(items) if number != place]
-        return out if all(map(_is_all, rest)) else _getitem(mode, func, (out, tuple(rest)), {})
+        beside = tuple(each for number, each in enumerate(items) if number != place)
+        return out if all(map(_is_all, beside)) else _getitem(mode, func, (out, beside), {})
     if isinstance(item, slice):
         key = ("slice", item.start, item.stop, item.step)
         index: Any = rows._derived.get(key)
@@ -676,7 +676,7 @@ def _of_rows(mode: RowsMode, func: Any, x: Tensor, placement: Placement, items: 
             index = rows._derived[key] = torch.arange(rows.total, device=x.device)[mapped(item, _int)]  # type: ignore[assignment]
         item = index
     of = _placement(item)
-    rest = tuple(slice(None) if number == place else each for number, each in enumerate(items))
+    rest: tuple[Any, ...] = tuple(slice(None) if number == place else each for number, each in enumerate(items))
     if item.dtype == torch.bool:
         if item.dim() > 1:
             return _entries(mode, x, placement, item, place, items, args)
@@ -935,7 +935,7 @@ def _into_nodes(mode: RowsMode, func: Any, args: Any, given: dict[str, Any], dim
         options = {key: value for key, value in given.items() if key not in ("dim", *names)}
         return mode.tagged(func(x, 0, *rest, **options), nodes.at(0))
     with mode.pause():
-        assert mode.expand is not None and mode.reduce is not None
+        assert mode.expand is not None and mode.reduce is not None and isinstance(src, Tensor)
         sums = torch.zeros_like(mode.expand(x.detach()))
         total = mode.reduce(sums.index_add(0, index, src) if "index" in name else sums.scatter_add(0, index, src))
         out = x.add_(total) if name.endswith("_") else x + total
