@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypeAlias
+from weakref import ref
 
 import numpy as np
 import torch
@@ -157,6 +158,35 @@ def graph_digests(data: Data | HeteroData) -> dict[str, str]:
                 digest.update(f"{value!r}".encode())
             digests[f"{of}{name}"] = digest.hexdigest()
     return digests
+
+
+class Versions:
+    """How often each tensor of a graph has been changed in place, until now.
+
+    Tensors that nobody else holds are forgotten, and so are all in another process. Changes by numpy are not counted.
+    """
+
+    def __init__(self, data: Data | HeteroData | None = None) -> None:
+        stores = [] if data is None else data.stores
+        tensors = [(name, value) for store in stores for name, value in store.items() if isinstance(value, Tensor)]
+        self._seen = [(name, ref(value), value._version) for name, value in tensors if not value.is_inference()]
+
+    def renew(self) -> None:
+        """Counts from now on."""
+        self._seen = [(name, ref(tensor), tensor._version) for name, tensor, _ in self._living()]
+
+    def changed(self) -> list[str]:
+        """Returns the names of tensors that have been changed in place since."""
+        return [*dict.fromkeys(name for name, tensor, version in self._living() if tensor._version != version)]
+
+    def _living(self) -> Iterator[tuple[str, Tensor, int]]:
+        for name, weak, version in self._seen:
+            tensor = weak()
+            if tensor is not None:
+                yield name, tensor, version
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"_seen": []}
 
 
 def check_same_graph(found: Mapping[str, str], known: Mapping[str, str], where: str) -> None:

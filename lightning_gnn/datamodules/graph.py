@@ -22,7 +22,7 @@ from typing_extensions import override
 from lightning_gnn.arguments import checked_batches, checked_bytes, checked_dtype, shown
 from lightning_gnn.comm.group import raise_together
 from lightning_gnn.data.hetero import input_type_of
-from lightning_gnn.data.loading import Source
+from lightning_gnn.data.loading import Source, Versions
 from lightning_gnn.data.shards import Cut, Shard, versions_of, whole_graph
 from lightning_gnn.data.sources import EDGE_MASKS, checked_fractions, counted_mask
 from lightning_gnn.data.store import default_root
@@ -152,7 +152,7 @@ class GraphDataModule(StoredGraph, L.LightningDataModule):
         self.feature_dtype = None if feature_dtype is None else checked_dtype("feature_dtype", feature_dtype)
         self.partition = None if partition is None else checked_method(partition)
         self.store = Path(store) if store is not None else default_root()
-        self._prepared: LayoutSpec | None = None
+        self._prepared_ahead: LayoutSpec | None = None
         self._failure: Exception | None = None
         self._shard: Shard | None = None
         self._shard_of: tuple[str, LayoutSpec] | None = None  # the entry and layout that it was read for
@@ -203,8 +203,8 @@ class GraphDataModule(StoredGraph, L.LightningDataModule):
         # Runs on rank 0 while the others wait without a deadline: an error must reach them as well, so it is raised in setup(),
         # on all.
         self._failure = None
-        layout, prepared, self._prepared = self._asked_for(), self._prepared, None
-        if layout is None or layout == prepared:  # before the ranks were started, for this call
+        layout, ahead, self._prepared_ahead = self._asked_for(), self._prepared_ahead, None
+        if layout is None or layout == ahead:
             return
         try:
             self.prepare_for(layout)
@@ -216,7 +216,18 @@ class GraphDataModule(StoredGraph, L.LightningDataModule):
         self.partition_for(layout)
         if self._shard_of is None:  # the whole graph, of an earlier run on one device
             self._shard = None
-        self._prepared = layout
+
+    def prepare_ahead(self, layout: LayoutSpec) -> None:
+        """As :meth:`prepare_for`, before ranks are started: ``prepare_data`` of the same call does not look at the graph again.
+
+        That of any later call does, since the graph may have changed.
+        """
+        self.prepare_for(layout)
+        self._prepared_ahead = layout
+
+    @override
+    def on_exception(self, exception: BaseException) -> None:
+        self._prepared_ahead = None  # the call has ended, perhaps before its prepare_data
 
     @override
     def setup(self, stage: str) -> None:
@@ -234,6 +245,8 @@ class GraphDataModule(StoredGraph, L.LightningDataModule):
                 self._shard = whole_graph(data)
         else:
             self._shard = self._read_shard(layout)
+            if self.is_given:
+                self._versions_of_source = Versions(self.source)
         if self.trainer is not None and self.trainer.lightning_module is not None:
             check_fits(self.trainer.lightning_module, self._shard.types)
             check_links(self.trainer.lightning_module, self._shard, layout.samples)

@@ -41,6 +41,7 @@ from lightning_gnn.data.hetero import (
 )
 from lightning_gnn.data.loading import (
     Source,
+    Versions,
     check_same_graph,
     described,
     description_key,
@@ -96,6 +97,7 @@ class StoredGraph:
         self._entries: dict[str, str] = {}
         self._draw_seed: int | None = None
         self.drew = False
+        self._versions_of_source = Versions()  # of the graph that the source gave in this process
 
     def known(self) -> dict[str, Any]:
         """Returns the attributes by which another process loads the same graph."""
@@ -130,6 +132,7 @@ class StoredGraph:
     def _read_back(self) -> Data | HeteroData | None:
         """Returns the graph from one of its entries in the store; None where there is none any more."""
         known = None if self.is_given else self._digests
+        self._check_unchanged()
         for folder in self._entries.values() if known else ():
             entry = self.store / folder
             if (entry / "manifest.json").exists() and read_manifest(entry)["graph"] == known:
@@ -145,12 +148,27 @@ class StoredGraph:
             check_same_graph(graph_digests(graph), self._digests, f"{described(self.source)}, loaded once more,")
         return graph
 
+    def changed_in_stage(self) -> list[str]:
+        """Returns what has been changed in place of the graph that was given, since the stage has begun on this rank."""
+        return self._versions_of_source.changed()
+
+    def _check_unchanged(self) -> None:
+        """Raises ValueError if the graph of a source that is asked once has changed in place since it was partitioned."""
+        changed = [] if self.is_given or self._digests is None else self._versions_of_source.changed()
+        if changed:
+            raise ValueError(
+                f"{', '.join(changed)} of the graph that {described(self.source)} gave changed in place after it was "
+                "partitioned, and a source is asked for its graph once. Give the graph itself, GraphDataModule(data), whose "
+                "changes between calls of the Trainer are followed, or make a new GraphDataModule after each change."
+            )
+
     def _seed_of_draws(self) -> int:
         return (torch.initial_seed() + self.seed) % 2**63 if self._draw_seed is None else self._draw_seed
 
     def _prepared_graph(self) -> Data | HeteroData:
         with writing(self.store) if is_folder(self.source) else nullcontext():
             data, index_split = load_source(self.source, self.source_args, self._converted())
+        self._versions_of_source = Versions(data)
         needed = not self.predicts()
         if isinstance(data, HeteroData):
             return prepare_hetero(data, self.input_type, self.split, self.split_column, self.seed, needed)
@@ -193,6 +211,7 @@ class StoredGraph:
     def _ensure_stored(self, layout: LayoutSpec) -> str:
         """Returns the folder's name under the store; loads and partitions only if nothing before has. Rank 0."""
         key = self._entry_key(layout)
+        self._check_unchanged()
         if not self.is_given:
             for folder in (self._entries.get(key), *map(self._noted, self._notes(layout))):
                 if folder is not None and self._is_entry(folder, layout):
@@ -242,6 +261,7 @@ class StoredGraph:
         folder = self.store / name
         # Not kept: what is read from now on is the entry.
         self._graph, self._digests = None, digests
+        self._versions_of_source.renew()
         with self._lock(name):
             if folder.exists():
                 read_manifest(folder, layout)

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import lightning.pytorch as pl
 import torch
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
+from typing_extensions import override
 
 from lightning_gnn.data.hetero import NO_TYPES
 from lightning_gnn.data.shards import Shard
@@ -22,6 +23,22 @@ if TYPE_CHECKING:
     from lightning_gnn.strategies.base import GNNStrategy
 
 
+class EpochChecks(pl.Callback):
+    """Refuses, as an epoch begins, what has changed since the stage began and ranks would not follow."""
+
+    @override
+    def on_train_epoch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        data: Any = trainer.datamodule  # type: ignore[attr-defined]
+        changed = data.changed_in_stage()
+        if changed:
+            raise ValueError(
+                f"{', '.join(changed)} of the graph that was given to GraphDataModule changed in place during fit. Ranks go on "
+                "with the graph as it was when fit began, and one device would train on the changed one. Change the graph "
+                "between calls of the Trainer, or, for one step, a copy in its batch: "
+                f"batch.{changed[0]} = batch.{changed[0]}.clone()."
+            )
+
+
 def before_ranks_start(strategy: GNNStrategy, trainer: pl.Trainer, given: Sequence[Any], self_check: bool) -> None:
     """See :meth:`~lightning_gnn.strategies.base.GNNStrategy.before_ranks_start`."""
     module = next((value for value in given if isinstance(value, pl.LightningModule)), trainer.lightning_module)
@@ -34,7 +51,7 @@ def before_ranks_start(strategy: GNNStrategy, trainer: pl.Trainer, given: Sequen
         check_module(module, with_types=None if layout.takes_types else False)
     if strategy.num_nodes > 1:
         return  # the graph comes to machines when their ranks have met, and none waits for one that stops here
-    data.prepare_for(layout)
+    data.prepare_ahead(layout)
     cut = data.stored_cut()
     types = cut.types
     check_fits(module, types)

@@ -227,7 +227,7 @@ def test_another_graph_is_refused_by_what_has_changed(tmp_path):
     with pytest.raises(ValueError, match=words):
         data.load()
     with pytest.raises(ValueError, match=words):
-        data.prepare_for(data._prepared)
+        data.prepare_for(LayoutSpec("edge_cut", 2))
 
 
 def test_a_cut_gives_its_graph_back(tmp_path):
