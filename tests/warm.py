@@ -276,9 +276,10 @@ def _as_imported_now() -> None:
     """Does what imports do that depends on the environment."""
     from lightning.fabric.utilities.rank_zero import _get_rank, rank_zero_only
 
-    from lightning_gnn.launching import join_parent
+    from lightning_gnn.launching import join_parent, program
 
     rank_zero_only.rank = _get_rank() or 0
+    program._FOLDER = os.getcwd()
     join_parent()
 
 
@@ -287,6 +288,7 @@ def _run(arguments: list[str], environment: Mapping[str, str]) -> None:
     main.__dict__.update(__spec__=None, __builtins__=__builtins__)
     paths = [path for path in environment.get("PYTHONPATH", "").split(os.pathsep) if path]
     sys.path[:] = ["", *paths, *(path for path in sys.path[1:] if path not in paths)]
+    sys.orig_argv[1:] = arguments
     how, *rest = arguments
     if how == "-m":
         sys.argv, sys.path[0] = rest, os.getcwd()

@@ -6,12 +6,13 @@ import json
 import time
 from collections.abc import Sequence
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
+import torch
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
+from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch_geometric.nn import MessagePassing
 from typing_extensions import override
 
@@ -46,6 +47,7 @@ class CommunicationTrace(pl.Callback):
         self._spans: list[tuple[int, Span]] = []
         self._stage: tuple[str, float] | None = None
         self._hooks: list[Any] = []
+        self._convs: dict[torch.nn.Module, str] = {}
         self._calls: dict[str, float] = {}
 
     @override
@@ -58,18 +60,18 @@ class CommunicationTrace(pl.Callback):
         if not 0 <= trainer.current_epoch - self.first_epoch < self.epochs:
             return
         trainer.strategy.meter.spans = []  # type: ignore[attr-defined]
-        for name, module in pl_module.named_modules():
-            if isinstance(module, MessagePassing):
-                self._hooks += [
-                    module.register_forward_pre_hook(partial(self._enter, name)),
-                    module.register_forward_hook(partial(self._leave, name)),
-                ]
+        self._convs = {each: name for name, each in pl_module.named_modules() if isinstance(each, MessagePassing)}
+        # Hooks of all modules: a pickle of a module has the module's own.
+        self._hooks = [register_module_forward_pre_hook(self._enter), register_module_forward_hook(self._leave)]
 
-    def _enter(self, name: str, *_: Any) -> None:
-        self._calls[name] = time.perf_counter()
+    def _enter(self, module: torch.nn.Module, *_: Any) -> None:
+        if module in self._convs:
+            self._calls[self._convs[module]] = time.perf_counter()
 
-    def _leave(self, name: str, *_: Any) -> None:
-        self._spans.append((COMPUTE, Span("", name, "forward", self._calls.pop(name), time.perf_counter())))
+    def _leave(self, module: torch.nn.Module, *_: Any) -> None:
+        if module in self._convs:
+            name = self._convs[module]
+            self._spans.append((COMPUTE, Span("", name, "forward", self._calls.pop(name), time.perf_counter())))
 
     def _next(self, trainer: pl.Trainer, stage: str | None) -> None:
         """Ends the stage of a step, and begins another, or none."""
@@ -119,7 +121,7 @@ class CommunicationTrace(pl.Callback):
         meter.spans = self._stage = None
         for hook in self._hooks:
             hook.remove()
-        self._hooks = []
+        self._hooks, self._convs = [], {}
 
     @override
     def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:

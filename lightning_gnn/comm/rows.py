@@ -342,6 +342,9 @@ class EmbeddingRows(AnyRows):
     def __deepcopy__(self, memo: dict[int, Any]) -> EmbeddingRows:
         return self
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(None), ()  # a pickle does not have the other ranks
+
     def any(self, own: bool) -> bool:
         """Returns whether it holds on any rank."""
         return any(self._world.all_gather_object(own))

@@ -7,7 +7,7 @@ import io
 import os
 import signal
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, nullcontext
 from functools import partial
 from multiprocessing.connection import Connection, wait
@@ -27,6 +27,7 @@ from lightning_gnn.callbacks.loggers import begin_runs
 from lightning_gnn.checkpoints import with_whole_last
 from lightning_gnn.comm.peers import REJOIN_VARIABLE, store_for_children
 from lightning_gnn.comm.processes import end_with_parent, here
+from lightning_gnn.launching.changes import Shared, warn_of_lost
 from lightning_gnn.launching.failures import GRACE_S, IMPORT_S, Failure, set_report, show_once
 from lightning_gnn.launching.supervisor import Child, Reporter, Supervisor, ignoring_interrupts
 
@@ -37,9 +38,9 @@ if TYPE_CHECKING:
 class ProcessLauncher(_Launcher):
     """Starts processes that each run one call of the Trainer, and brings rank 0's results back to the caller.
 
-    The caller's model gets the trained weights; metrics, the best checkpoint's path, the loop's progress and
-    predictions come back as well. What a rank raises is raised in the caller, with that rank's traceback. ``"fork"`` is the
-    start method that works in notebooks.
+    The caller's module and callbacks get the trained weights and whatever else has changed on them (``changes.py``). Metrics, the
+    loop's progress and predictions come back as well. What a rank raises is raised in the caller, with that rank's traceback.
+    ``"fork"`` is the start method that works in notebooks.
     """
 
     def __init__(self, strategy: GNNStrategy, start_method: Literal["spawn", "fork"]) -> None:
@@ -67,6 +68,7 @@ class ProcessLauncher(_Launcher):
                 f"tensor before trainer.fit, or run a script with strategy='{strategy.strategy_name}'."
             )
         args = with_whole_last(trainer, args)
+        shared = None if trainer is None else Shared(trainer)
         supervisor, store = Supervisor(), ExitStack()
         try:
             if self._start_method == "spawn":
@@ -97,7 +99,8 @@ class ProcessLauncher(_Launcher):
             store.close()
             os.environ.pop("MASTER_PORT", None)
         if trainer is not None:
-            _restore(trainer, results)
+            assert shared is not None
+            _restore(trainer, shared, results)
         return results["output"]
 
     def _start(self, supervisor: Supervisor, target: Callable[..., None], *given: Any) -> None:
@@ -154,11 +157,16 @@ class ProcessLauncher(_Launcher):
                 for module in (a for a in (*args, *kwargs.values()) if isinstance(a, torch.nn.Module)):
                     for tensor in (*module.parameters(), *module.buffers()):
                         tensor.data = tensor.data.clone()
+            # Of ranks that need not all survive, the first that has sends results.
+            sends = local_rank == 0 or self._strategy.scheme.survives_lost_ranks
+            shared = Shared(trainer) if trainer is not None and sends else None
+            before = {} if shared is None else shared.digests()
             output = function(*args, **kwargs)
             file = io.BytesIO()
-            # Of ranks that need not all survive, the first that has does it.
-            if local_rank == 0 or self._strategy.scheme.survives_lost_ranks:
-                results = {"output": output} if trainer is None else {**_collect(trainer), "output": output}
+            if sends:
+                results: dict[str, Any] = {"output": output}
+                if trainer is not None and shared is not None:
+                    results |= {**_collect(trainer), "changes": shared.changes(before)}
                 torch.save(tree_map_only(torch.Tensor, torch.Tensor.cpu, results), file)
             reporter.send("result", file.getvalue())
         except (Exception, SystemExit) as error:
@@ -224,24 +232,52 @@ def _to_raise(failure: Failure) -> BaseException:
 
 
 def _collect(trainer: pl.Trainer) -> dict[str, Any]:
-    module = trainer.lightning_module
+    fits = trainer.state.fn == TrainerFn.FITTING
+    weights = trainer.lightning_module.state_dict() if fits else None
     return {
         "state": trainer.state,
-        "weights": module.state_dict() if trainer.state.fn == TrainerFn.FITTING else None,
-        "best_model_path": getattr(trainer.checkpoint_callback, "best_model_path", None),
+        "weights": weights,
+        "beside": {} if weights is None else {n: t for n, t in _tensors(trainer.lightning_module) if n not in weights},
         "callback_metrics": dict(trainer.callback_metrics),
         "fit_loop": trainer.fit_loop.state_dict(),
         "outcome": trainer.strategy.outcome(),  # type: ignore[attr-defined]
     }
 
 
-def _restore(trainer: pl.Trainer, results: dict[str, Any]) -> None:
+def _tensors(module: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yields parameters and buffers, also those that are not in the ``state_dict``."""
+    yield from module.named_parameters()
+    yield from module.named_buffers()
+
+
+def _restore(trainer: pl.Trainer, shared: Shared, results: dict[str, Any]) -> None:
+    """Changes the caller's objects as a rank has changed its own."""
+    changes, lost = results["changes"]
+    lost |= shared.apply(changes)
     if results["weights"] is not None:
-        trainer.lightning_module.load_state_dict(results["weights"])
+        lost |= _load(trainer.lightning_module, results["weights"], results["beside"])
         trainer.fit_loop.load_state_dict(results["fit_loop"])
-    if results["best_model_path"] is not None and trainer.checkpoint_callback is not None:
-        trainer.checkpoint_callback.best_model_path = results["best_model_path"]  # type: ignore[attr-defined]
     trainer.state = results["state"]
     trainer.callback_metrics.update(results["callback_metrics"])
     for name, value in results["outcome"].items():
         setattr(trainer.strategy, name, value)
+    warn_of_lost(lost, trainer.strategy.strategy_name)  # type: ignore[attr-defined]
+
+
+def _load(module: torch.nn.Module, weights: dict[str, Any], beside: dict[str, torch.Tensor]) -> dict[str, str]:
+    """Gives a module the weights of a rank, and tensors `beside` them; returns why it lacks some, by name."""
+    with torch.no_grad():
+        for name, tensor in _tensors(module):
+            if name in beside and beside[name].shape == tensor.shape:
+                tensor.copy_(beside[name])
+    try:
+        module.load_state_dict(weights)
+        return {}
+    except RuntimeError as error:
+        known = module.state_dict()  # whatever fits has been loaded
+        there = {name for name in weights.keys() & known.keys() if _shape(weights[name]) == _shape(known[name])}
+        return dict.fromkeys(sorted((weights.keys() | known.keys()) - there), str(error).partition(":")[0])
+
+
+def _shape(value: Any) -> Any:
+    return getattr(value, "shape", None)

@@ -9,7 +9,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 from typing import TYPE_CHECKING, Any
@@ -17,7 +17,6 @@ from typing import TYPE_CHECKING, Any
 import lightning.pytorch as pl
 from lightning.fabric.strategies.launchers.subprocess_script import (
     _HYDRA_AVAILABLE,
-    _basic_subprocess_cmd,
     _hydra_subprocess_cmd,
 )
 from lightning.fabric.utilities.distributed import _set_num_threads_if_needed
@@ -29,6 +28,7 @@ from lightning_gnn.checkpoints import with_whole_last
 from lightning_gnn.comm.group import CommunicationError, is_about_peers
 from lightning_gnn.comm.peers import REJOIN_VARIABLE
 from lightning_gnn.comm.processes import end_after, end_with_parent, here
+from lightning_gnn.launching import program
 from lightning_gnn.launching.failures import (
     GRACE_S,
     IMPORT_S,
@@ -185,7 +185,7 @@ class ScriptLauncher(_Launcher):
         """Runs the script once more, with these variables in its environment."""
         environment, ranks = self._strategy.cluster_environment, self._strategy.num_processes
         assert environment is not None
-        command, folder = _command(local_rank)
+        command, folder = _command(local_rank, self._strategy.strategy_name)
         rank, size = environment.node_rank() * ranks + local_rank, ranks * self._strategy.num_nodes
         ours, theirs = Pipe()
         process = subprocess.Popen(
@@ -296,14 +296,25 @@ def _without_traceback(error: Exception) -> str | None:
     return f"{type(error).__name__}: {error}\n" if explained else None
 
 
-def _command(local_rank: int) -> tuple[Any, str | None]:
-    """Returns how this script is run again, and where."""
+def _command(local_rank: int, strategy: str) -> tuple[Sequence[str], str]:
+    """Returns how this script is run again, and where.
+
+    Raises:
+        RuntimeError: it cannot be.
+    """
     if _HYDRA_AVAILABLE:
         from hydra.core.hydra_config import HydraConfig
 
         if HydraConfig.initialized():
-            return _hydra_subprocess_cmd(local_rank)
-    return _basic_subprocess_cmd(), None
+            (python, *arguments), folder = _hydra_subprocess_cmd(local_rank)
+            return [python, *program.options(), *arguments], folder
+    try:
+        return program.command()
+    except RuntimeError as error:
+        raise RuntimeError(
+            f"Each rank of strategy='{strategy}' runs this program again, and that is not possible: {error}. Save it in a file "
+            f"and run that, or use Trainer(strategy='{strategy}_notebook'), whose ranks are forks of this process."
+        ) from None
 
 
 def _watch(supervisor: Supervisor, inside: threading.Event) -> None:

@@ -28,6 +28,7 @@ from lightning_gnn.nn.embedding import DistributedEmbedding
 from lightning_gnn.nn.fused import fused
 from lightning_gnn.nn.norms import NORMS, STATE, Statistics, global_forward
 from lightning_gnn.nn.over_all import dense_attention, over_all
+from lightning_gnn.nn.patches import Patches
 from lightning_gnn.nn.rank_graph import UnsupportedModelError
 from lightning_gnn.nn.readout import readout
 from lightning_gnn.nn.recompute import recomputed
@@ -77,12 +78,12 @@ class Binding:
     def __init__(self, module: torch.nn.Module, context: GraphContext) -> None:
         check_module(module, self.with_types)
         self.context, self._module, self._recompute = context, module, False
-        self._bound: list[tuple[torch.nn.Module, dict[str, Any]]] = []
+        self._patches = Patches()
         self.bind()
 
     def bind(self) -> None:
         """Binds what is not bound; what the graph's context keeps has stayed."""
-        if self._bound:
+        if self._patches:
             return
         module, context = self._module, self.context
         try:
@@ -100,10 +101,10 @@ class Binding:
                     reads_out = isinstance(child, aggr.Aggregation) and id(child) not in in_convs
                     forward = readout if reads_out else global_forward(child)
                     if methods := over_all(child) or ({} if forward is None else {"forward": forward}):
-                        object.__setattr__(child, STATE, Statistics(context.exchange, name))
-                        self._patch(child, {key: types.MethodType(method, child) for key, method in methods.items()})
+                        bound = {key: types.MethodType(method, child) for key, method in methods.items()}
+                        self._patch(child, bound, Statistics(context.exchange, name))
             tables = [child for child in module.modules() if isinstance(child, DistributedEmbedding)]
-            for child in {id(child): child for child in (*(each for each, _ in self._bound), *tables)}.values():
+            for child in (*self._patches.modules, *tables):
                 self._patch(child, {"forward": wrapped(child, isinstance(child, (MessagePassing, DirGNNConv)))})
         except BaseException:
             self.release()
@@ -129,26 +130,21 @@ class Binding:
         if self._recompute:
             forward = methods.get("forward", conv.forward)
             methods["forward"] = types.MethodType(recomputed(forward.__func__, context), conv)
-        pyg.clear_caches(conv)
-        object.__setattr__(conv, STATE, methods.pop(STATE))
-        self._patch(conv, methods)
+        self._patch(conv, methods, methods.pop(STATE))
 
-    def _patch(self, module: torch.nn.Module, methods: dict[str, Any]) -> None:
-        self._bound.append((module, {name: module.__dict__.get(name) for name in methods}))
-        for name, method in methods.items():
-            object.__setattr__(module, name, _left_eager(method))
+    def _patch(self, module: torch.nn.Module, methods: dict[str, Any], state: Any = None) -> None:
+        """Gives a module other methods, and `state` for them. What a conv caches of the rank's graph is not its own either."""
+        attributes: dict[str, Any] = {} if state is None else {STATE: state}
+        if isinstance(module, MessagePassing):
+            pyg.clear_caches(module)
+            attributes.update(pyg.caches(module))
+        attributes.update({name: _left_eager(method) for name, method in methods.items()})
+        self._patches.put(module, attributes)
 
-    def release(self) -> None:
-        """Gives every module its own methods back."""
-        for module, before in reversed(self._bound):  # one that was patched twice has its own methods last
-            for name, method in before.items():
-                module.__dict__.pop(name, None)
-                if method is not None:
-                    object.__setattr__(module, name, method)
-            module.__dict__.pop(STATE, None)
-            if isinstance(module, MessagePassing):
-                pyg.clear_caches(module)
-        self._bound = []
+    def release(self, for_good: bool = True) -> None:
+        """Gives every module, and every copy of it, its own methods back. If not `for_good`, copies outside of `module` stay
+        bound: :meth:`bind` would not find them."""
+        self._patches.release(copies_in=None if for_good else self._module)
 
 
 def bound_methods(conv: MessagePassing, layer: str, context: GraphContext) -> dict[str, Any]:
@@ -169,24 +165,6 @@ def _left_eager(method: Any) -> Any:
     if "torch._dynamo" not in sys.modules:  # then nothing is compiled, and importing it takes seconds
         return method
     return types.MethodType(torch.compiler.disable(method.__func__), method.__self__)
-
-
-@contextmanager
-def only_bound_convs() -> Iterator[None]:
-    """While open, a conv that is not bound raises when it is called: it would take halo rows for rows that it has."""
-
-    def check(module: torch.nn.Module, _: Any) -> None:
-        if isinstance(module, MessagePassing) and STATE not in module.__dict__:
-            raise UnsupportedModelError(
-                f"{type(module).__name__} is no part of the LightningModule, and does not know of other ranks. Make it in "
-                "__init__, as an attribute of a module"
-            )
-
-    hook = torch.nn.modules.module.register_module_forward_pre_hook(check)
-    try:
-        yield
-    finally:
-        hook.remove()
 
 
 def known_kind(conv: MessagePassing) -> Any:

@@ -41,6 +41,8 @@ _BETAS, _EPS = (0.9, 0.999), 1e-8
 
 _ON_RANK_0 = "between runs of several ranks rank 0 has them all. Use them there, or save and load a checkpoint."
 
+_PICKLED = "it was pickled while several ranks trained it. Load a checkpoint, or pickle it after training."
+
 _ROWS_AT_ONCE = 1 << 16
 """Initial rows that are drawn at once: bounds the memory for random bits."""
 
@@ -189,6 +191,9 @@ class DistributedEmbedding(torch.nn.Module):
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
         self._reset()
+        if self._own is not None and self._owners is None:  # of a pickle that one of several ranks has made
+            self._elsewhere = _PICKLED if self._changed else self._elsewhere
+            self._own, self._changed = None, False
 
     @override
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> DistributedEmbedding:

@@ -37,10 +37,15 @@ def implements_edge_update(conv: MessagePassing) -> bool:
     return conv.inspector.implements("edge_update")
 
 
+def caches(conv: MessagePassing) -> dict[str, Any]:
+    """Returns what a conv has kept of the graph that it saw last, by attribute."""
+    return {name: conv.__dict__[name] for name in _CACHES if name in conv.__dict__}
+
+
 def clear_caches(conv: MessagePassing) -> None:
     """Forgets what a conv has kept of the graph that it saw last."""
-    for name in _CACHES:
-        if getattr(conv, name, None) is not None:
+    for name, kept in caches(conv).items():
+        if kept is not None:
             setattr(conv, name, None)
 
 

@@ -234,7 +234,7 @@ class TypedBinding(Binding):
 
     @override
     def bind(self) -> None:
-        if self._bound:
+        if self._patches:
             return
         super().bind()
         graph = self.context
@@ -251,11 +251,9 @@ class TypedBinding(Binding):
     def _bind(self, conv: MessagePassing, layer: str, context: GraphContext) -> None:
         assert isinstance(context, TypedGraph)
         self.check_unbound(conv, layer)
-        pyg.clear_caches(conv)
-        object.__setattr__(conv, STATE, _TypedConv(context, layer))
         adapter = next((_OF_ALL_TYPES[kind] for kind in type(conv).__mro__ if kind in _OF_ALL_TYPES), None)
         methods = {"forward": types.MethodType(_forward, conv)} if adapter is None else adapter(conv, context, layer)
-        self._patch(conv, methods)
+        self._patch(conv, methods, _TypedConv(context, layer))
 
 
 def _forward(self: MessagePassing, *args: Any, **kwargs: Any) -> Any:

@@ -18,6 +18,7 @@ from torchmetrics import Metric
 
 from lightning_gnn.comm.group import World
 from lightning_gnn.nn.helpers import left_stand_in_out
+from lightning_gnn.nn.patches import Patches
 from lightning_gnn.rows.graph import GraphRows
 from lightning_gnn.rows.mode import NotExactError, local_rows, placement_of
 from lightning_gnn.steps.metrics import StandInMetrics
@@ -89,14 +90,15 @@ class GlobalLogs:
         self._held: list[_Call] | None = None
         self._sum: Tensor | None = None  # what the last step has returned, if it is a sum over this rank's rows
         self._warned: set[str] = set()
-        object.__setattr__(module, "log", self._wrapped)
+        self._patches = Patches()
+        self._patches.put(module, {"log": self._wrapped})
 
     def __deepcopy__(self, memo: dict[int, Any]) -> GlobalLogs:
         return self  # of a copy of the module
 
     def release(self) -> None:
         """Gives the module its own ``log`` back."""
-        self._module.__dict__.pop("log", None)
+        self._patches.release()
         self.metrics.release()
 
     def enter(self, counts: Sequence[int], stand_ins: int = 0, sizes: Sequence[int] = ()) -> None:

@@ -25,6 +25,7 @@ from torchmetrics.wrappers import BootStrapper, Running
 from torchmetrics.wrappers.abstract import WrapperMetric
 
 from lightning_gnn.comm.group import World
+from lightning_gnn.nn.patches import Patches
 from lightning_gnn.rows.graph import GraphRows
 from lightning_gnn.rows.mode import active_mode, place, placement_of
 from lightning_gnn.rows.placement import REPLICATED
@@ -40,7 +41,6 @@ class _Current(threading.local):
 
 
 _current = _Current()
-_KEPT = ("update", "forward", "compute", "_whole", "_sync_dist", "distributed_available_fn", "_equal_metric_states", "_guesses")
 _wrap_update = Metric._wrap_update
 
 
@@ -153,9 +153,9 @@ class StandInMetrics:
         rows: GraphRows | None = None,
     ) -> None:
         self._world, self._weights, self._rows = world, weights, rows
-        self._before: list[tuple[Metric | MetricCollection, dict[str, Any]]] = []
-        self._new: list[tuple[weakref.ref[Metric], Any]] = []
-        self._synced: list[tuple[Metric, bool]] = []
+        self._patches = Patches()
+        self._updates: list[tuple[Metric, Callable[..., Any]]] = []
+        self._new: list[weakref.ref[Metric]] = []
         self._forwards: dict[int, tuple[Tensor, _Forward, int]] = {}
         self._last: dict[int, _Forward] = {}
         self._means: list[tuple[MeanMetric | SumMetric, Tensor, float]] = []
@@ -171,10 +171,10 @@ class StandInMetrics:
                     "BootStrapper(sampling_strategy='multinomial') draws as many rows on each rank as the rank has, which is not "
                     "a draw from all. Use sampling_strategy='poisson', which draws for each row by itself."
                 )
-            self._before.append((metric, {name: vars(metric)[name] for name in _KEPT if name in vars(metric)}))
             if isinstance(metric, MetricCollection):
-                metric._equal_metric_states = _equal_states  # type: ignore[method-assign, assignment]
+                self._patches.put(metric, {"_equal_metric_states": _equal_states})
             else:
+                self._updates.append((metric, metric.update))
                 metric.update = self.wrap(metric, _own_update(metric))
         Metric._wrap_update = _wrap_update_of_new  # type: ignore[method-assign, assignment]
         _count_guesses()
@@ -183,22 +183,14 @@ class StandInMetrics:
     def release(self) -> None:
         if _current.metrics is self:
             _current.metrics = None
-        for metric, before in self._before:
-            for name in _KEPT:
-                vars(metric).pop(name, None)
-            vars(metric).update(before)
-        for reference, available in self._new:
-            new = reference()
+        self._patches.release()
+        for metric, update in self._updates:
+            metric.update = update  # type: ignore[method-assign]
+        for new in [reference() for reference in self._new]:
             if new is not None:
-                for name in ("forward", "_sync_dist", "_guesses", "_whole"):
-                    vars(new).pop(name, None)
-                if isinstance(vars(new).get("compute"), _Tracked):
-                    vars(new)["compute"] = vars(new)["compute"].compute
-                new.distributed_available_fn = available
+                vars(new).pop("_whole", None)
                 new.update = _own_update(new)  # type: ignore[method-assign]
-        for metric, on_step in reversed(self._synced):
-            metric.dist_sync_on_step = on_step
-        self._before, self._synced, self._new = [], [], []
+        self._updates, self._new = [], []
 
     def leave(self) -> None:
         now = self._weights.share
@@ -222,7 +214,7 @@ class StandInMetrics:
     def enter(self) -> None:
         self._forwards, self._last, self._means = {}, {}, []
         self._too_early = None
-        self._new = [(reference, available) for reference, available in self._new if reference() is not None]
+        self._new = [reference for reference in self._new if reference() is not None]
 
     @property
     def acts(self) -> bool:
@@ -240,20 +232,24 @@ class StandInMetrics:
 
     def wrap_new(self, metric: Metric, update: Callable[..., Any]) -> Callable[..., Any]:
         """Wraps the methods of a metric that has been made or copied since; returns its `update`, wrapped."""
-        self._new.append((weakref.ref(metric), _available(metric)))
+        self._new.append(weakref.ref(metric))
         return self.wrap(metric, update)
 
     def wrap(self, metric: Metric, update: Callable[..., Any]) -> Callable[..., Any]:
         """Wraps the methods of a metric; returns its `update`, which torchmetrics leaves out of copies, wrapped."""
         # Bound to the metric: methods of a copy are the copy's.
         own = vars(metric)
-        own["forward"] = MethodType(lambda of, *args, **options: self._forward(of, args, options), metric)
+        attributes: dict[str, Any] = {
+            "forward": MethodType(lambda of, *args, **options: self._forward(of, args, options), metric),
+            "distributed_available_fn": _RanksAreThere(self, _available(metric), metric),
+            "_guesses": own.get("_guesses", 0),
+        }
         if type(metric)._sync_dist is Metric._sync_dist:
-            own["_sync_dist"] = MethodType(lambda of, *args, **options: self._sync(of, *args, **options), metric)
-        own["distributed_available_fn"] = _RanksAreThere(self, _available(metric), metric)
+            sync = MethodType(lambda of, *args, **options: self._sync(of, *args, **options), metric)
+            attributes["_sync_dist"] = sync
         if self._rows is not None:
-            own["compute"] = _Tracked(metric, vars(metric).get("compute", metric.compute), self._rows)
-        own.setdefault("_guesses", 0)
+            attributes["compute"] = _Tracked(metric, vars(metric).get("compute", metric.compute), self._rows)
+        self._patches.put(metric, attributes)
         if isinstance(metric, Running):
             self._running[id(metric.base_metric)] = metric
         if isinstance(metric, (WrapperMetric, CompositionalMetric)) and not isinstance(metric, BootStrapper):
@@ -375,9 +371,8 @@ class StandInMetrics:
         """Returns what a call returns if states are joined in it, as they are in later calls."""
         if not made.of_all_ranks:
             parts = _parts(made.metric)
-            self._synced += [(each, each.dist_sync_on_step) for each in parts]
             for each in parts:
-                each.dist_sync_on_step = True
+                self._patches.put(each, {"dist_sync_on_step": True})
             with begun_anew(parts):
                 made.value, made.of_all_ranks = made.metric(*made.args, **made.options), True
         return made.value

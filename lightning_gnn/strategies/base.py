@@ -257,7 +257,7 @@ class GNNStrategy(StepStrategy):
         assert self._values is not None
         with self._values.released(), ExitStack() as stack:
             if self._binding is not None:
-                self._binding.release()
+                self._binding.release(for_good=False)
                 stack.callback(self._binding.bind)
             yield
 

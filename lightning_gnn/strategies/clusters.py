@@ -49,6 +49,7 @@ from lightning_gnn.gossip.worker import Counts, Peers, Worker
 from lightning_gnn.nn.embedding import embeddings_of
 from lightning_gnn.nn.helpers import graph_in_use
 from lightning_gnn.nn.histories import HistoryBinding
+from lightning_gnn.nn.patches import Patches
 from lightning_gnn.partition.layout import LayoutSpec
 from lightning_gnn.steps.random_streams import RandomStreams
 from lightning_gnn.strategies.base import GNNStrategy
@@ -414,16 +415,12 @@ class ClusterStrategy(GNNStrategy):
                     self._end_epoch()
             return hook(batch, dataloader_idx)
 
-        own = vars(owner)
-        before = own.get(hook.__name__)
-        own[hook.__name__] = on_before_batch_transfer
+        patches = Patches()
+        patches.put(owner, {"on_before_batch_transfer": on_before_batch_transfer})
         try:
             yield
         finally:
-            if before is None:
-                del own[hook.__name__]
-            else:
-                own[hook.__name__] = before
+            patches.release()
 
     def _end_epoch(self) -> None:
         """Ends the epoch in place of a batch; what is due after the last batch is due now, validation above all."""

@@ -128,6 +128,94 @@ def test_several_strategies_in_one_script(ran, suffix, ddp):
     assert output.count(f"SAID {said}") == 1
 
 
+COMES_BACK = """
+import sys, warnings, lightning as L, torch, torch.nn.functional as F
+from lightning.pytorch.callbacks import EarlyStopping, ModelPruning
+from torch.nn.utils.parametrizations import weight_norm
+from torch_geometric.nn import SAGEConv
+from torchmetrics.classification import MulticlassAccuracy
+from lightning_gnn import GraphDataModule, planted_partition
+
+
+class Keep(L.Callback):
+    def __init__(self):
+        self.seen, self.file = [], None
+
+    def on_train_start(self, trainer, module):
+        weight_norm(module.last)
+        self.file = open(__file__)
+
+    def on_train_epoch_end(self, trainer, module):
+        self.seen.append(float(trainer.callback_metrics["train_loss"]))
+
+
+class Net(L.LightningModule):
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(1)
+        self.first, self.conv, self.last = torch.nn.Linear(32, 16), SAGEConv(16, 16), torch.nn.Linear(16, 8)
+        self.metric, self.losses = MulticlassAccuracy(8), []
+        self.register_buffer("epochs", torch.zeros(()), persistent=False)
+
+    def forward(self, x, edge_index):
+        return self.last(self.conv(self.first(x), edge_index))
+
+    def training_step(self, batch, batch_idx):
+        loss = F.cross_entropy(self(batch.x.double(), batch.edge_index)[batch.train_mask], batch.y[batch.train_mask])
+        self.log("train_loss", loss, on_step=False, on_epoch=True)
+        return loss
+
+    def validation_step(self, batch, batch_idx):
+        out, mask = self(batch.x.double(), batch.edge_index), batch.val_mask
+        self.log("val_loss", F.cross_entropy(out[mask], batch.y[mask]))
+        self.metric.update(out[mask], batch.y[mask])
+
+    def on_train_epoch_end(self):
+        self.losses.append(float(self.trainer.callback_metrics["train_loss"]))
+        self.epochs += 1
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), 0.1)
+
+
+if __name__ == "__main__":
+    module, data, keep, stop = Net().double(), GraphDataModule(planted_partition(400)), Keep(), EarlyStopping("val_loss", 9.0, 1)
+    prune = ModelPruning("l1_unstructured", [(module.first, "weight")], amount=0.2, make_pruning_permanent=False)
+    losses, seen = module.losses, keep.seen
+    options = dict(accelerator="cpu", max_epochs=5, logger=False, enable_checkpointing=False, enable_progress_bar=False)
+    devices = 1 if sys.argv[1] == "auto" else 2
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        L.Trainer(strategy=sys.argv[1], devices=devices, callbacks=[keep, stop, prune], **options).fit(module, datamodule=data)
+    found = {"losses": losses, "seen": seen, "stopped": stop.stopped_epoch, "epochs": module.epochs}
+    found["weights"] = module.state_dict()
+    graph = planted_partition(400)
+    found |= {"out": module(graph.x.double(), graph.edge_index).detach(), "has_file": keep.file is not None}
+    found["told"] = [str(each.message) for each in caught if "could not be sent" in str(each.message)]
+    torch.save(found, sys.argv[2])
+"""
+
+
+def comes_back(folder: Path, strategy: str) -> Finished:
+    (folder / "comes_back.py").write_text(COMES_BACK)
+    run(folder / "comes_back.py", "auto", folder / "auto", cwd=folder).succeeded()
+    return run(folder / "comes_back.py", strategy, folder / strategy, cwd=folder)
+
+
+@pytest.mark.program(runs=comes_back)
+@pytest.mark.parametrize("strategy", ["dgcl_notebook", "dgcl_spawn"])
+def test_what_callbacks_and_the_module_keep_comes_back(ran, strategy):
+    """Lists, stopped_epoch, buffers, and the weights of layers that callbacks have pruned or normed; a file is named."""
+    folder, finished = ran
+    finished.succeeded()
+    expected, found = (torch.load(folder / name) for name in ("auto", strategy))
+    assert expected["stopped"] == 1 and len(expected["seen"]) == 2 and "first.weight_orig" in expected["weights"]
+    assert expected.pop("has_file") and not found.pop("has_file")
+    [told], _ = found.pop("told"), expected.pop("told")
+    assert "The ranks have changed Keep.file (cannot pickle" in told
+    torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-9)
+
+
 def command_line(folder: Path, config: str, options: tuple[str, ...]) -> Finished:
     """Fits on the small graph by the command line, with one of the configs of this repository."""
     return run(

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import io
+import pickle
 
 import numpy as np
 import pytest
@@ -110,6 +112,44 @@ def test_copies_are_bound_too(context, name):
     assert float(out.detach().abs().sum()) == 0.0  # the copy's own weights, not the original's
     if name == "batch_norm":
         assert int(twin.num_batches_tracked) == 1 and int(model.num_batches_tracked) == 0
+
+
+@pytest.mark.parametrize("name", ["gcn_cached", "gat", "own", "transformer", "gin_batch_norm", "pna"])
+def test_pickles_are_of_the_plain_model(context, name):
+    """They know nothing of this package, of the rank's graph, or of what a conv has kept of it; copies lose it at the end."""
+    model, graph = build(name).double(), awkward_graph(num_nodes=40, seed=9)
+    plain = {key: set(vars(child)) for key, child in model.named_modules()}
+    binding = Binding(model, context)
+    expected = model(context.x, context.edge_index)
+    twin, file = copy.deepcopy(model), io.BytesIO()
+    torch.save(model, file)
+    for number, data in enumerate((pickle.dumps(model), pickle.dumps(twin), file.getvalue())):
+        assert b"lightning_gnn" not in data
+        found = torch.load(io.BytesIO(data), weights_only=False) if number == 2 else pickle.loads(data)
+        assert {key: set(vars(child)) for key, child in found.named_modules()} == plain
+        binding.check_unbound(found, "")
+        torch.testing.assert_close(found.state_dict(), model.state_dict())
+        found.eval()(graph.x, graph.edge_index)  # of another size than the rank's
+    torch.testing.assert_close(model(context.x, context.edge_index), expected)  # bound as before
+    binding.release()
+    assert {key: set(vars(child)) for key, child in twin.named_modules()} == plain
+    twin.eval()(graph.x, graph.edge_index)
+
+
+def test_copies_outside_of_the_module_stay_bound_while_it_is_not(context):
+    """Those in it are bound again with it."""
+    model = Lookup(build("sage").double())
+    binding = Binding(model, context)
+    model.layers.append(copy.deepcopy(model.layers[0]))
+    outside = copy.deepcopy(model.layers[0])
+    expected = outside(context.x, context.edge_index)
+    binding.release(for_good=False)
+    assert not any("propagate" in vars(child) for child in model.modules())
+    torch.testing.assert_close(outside(context.x, context.edge_index), expected)
+    binding.bind()
+    torch.testing.assert_close(model.layers[1](context.x, context.edge_index), expected)
+    binding.release()
+    assert not any("propagate" in vars(child) for one in (model, outside) for child in one.modules())
 
 
 def test_edges_of_a_step_work_beside_the_batch_own(context):

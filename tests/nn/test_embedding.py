@@ -5,6 +5,7 @@ Without ranks; gloo ranks in the pool.
 
 from __future__ import annotations
 
+import pickle
 import time
 from typing import Any
 
@@ -352,6 +353,36 @@ def crashed(rank: int, world_size: int, folder: str) -> str:
 def test_rows_of_a_training_that_failed_are_not_used(ranks, tmp_path):
     for said in ranks.run(2, crashed, str(tmp_path)):
         assert "training did not come to its end" in said
+
+
+def pickled(rank: int, world_size: int) -> list[Any]:
+    """Pickles the module before the first epoch, at its end, and after training; returns whether rows are those of then."""
+    module, rows, data = Embedded(), list[torch.Tensor](), list[bytes]()
+
+    def keep() -> None:
+        rows.append(module.embedding.state_dict()["weight"])
+        data.append(pickle.dumps(module.embedding))
+
+    module.on_train_start = module.on_train_epoch_end = keep  # type: ignore[method-assign]
+    trainer = quiet_trainer(DGCLStrategy(timeout=20, self_check=False), world_size, max_epochs=1)
+    trainer.fit(module, datamodule=GraphDataModule(graph()))
+    keep()
+    found: list[Any] = []
+    for each, expected in zip(map(pickle.loads, data), rows):
+        try:
+            found.append(torch.equal(each(torch.arange(NODES)), expected))
+        except RuntimeError as error:
+            found.append(str(error))
+        each.load_state_dict(sparse_embedding().state_dict())
+        assert torch.equal(each(torch.arange(3)), sparse_embedding()(torch.arange(3)))
+    return found
+
+
+def test_pickles_have_the_rows_that_one_rank_knows(ranks):
+    """One rank alone cannot ask the others for theirs: then the pickle is of no rows, and says so."""
+    (before, during, after), *_ = ranks.run(2, pickled)
+    assert before is True and after is True
+    assert "are not here: it was pickled while several ranks trained it" in during
 
 
 def without_owners(rank: int, world_size: int) -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import os
+import pickle
 import stat
 from pathlib import Path
 from typing import Any
@@ -11,13 +13,16 @@ import lightning as L
 import pytest
 import torch
 import torch.nn.functional as F
-from common import CLASSES, FEATURES, awkward_graph, build, quiet_trainer
+from common import CAMPAIGN, CLASSES, FEATURES, awkward_graph, build, quiet_trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.plugins.io import AsyncCheckpointIO
+from torchmetrics import Metric, MetricCollection
+from torchmetrics.classification import MulticlassAccuracy, MulticlassF1Score
 
 from lightning_gnn import (
     CachedVertexCutStrategy,
     ClusterAllReduceStrategy,
+    CommunicationTrace,
     CoverStrategy,
     DGCLStrategy,
     DistributedEmbedding,
@@ -167,6 +172,92 @@ def test_approximate_schemes_go_on_from_exact_ones(ranks, tmp_path):
         assert cached["losses"][0] == pytest.approx(expected["losses"][0], rel=1e-9)
         for found in (cached, *others):
             assert found["epoch"] == ALL and len(found["losses"]) == ALL - HALF
+
+
+# Objects in them ##############################################################
+
+
+class Configured(L.LightningModule):
+    """Hyperparameters that are a model, a loss and a metric, as in lightning-hydra-template; pickles the model, too."""
+
+    def __init__(self, model: torch.nn.Module, loss: torch.nn.Module, metric: Metric) -> None:
+        super().__init__()
+        self.save_hyperparameters()
+        self.model, self.loss, self.metric = model, loss, metric
+        self.metrics = MetricCollection([MulticlassAccuracy(CLASSES), MulticlassF1Score(CLASSES)], prefix="val_")
+        self.kept: list[torch.nn.Module] = []
+        self.losses: list[float] = []
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        loss = self.loss(self.model(batch.x, batch.edge_index)[batch.train_mask], batch.y[batch.train_mask])
+        self.log("train_loss", loss, on_step=False, on_epoch=True)
+        return loss
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        out = self.model(batch.x, batch.edge_index)[batch.val_mask]
+        self.log("val_metric", self.metric(out, batch.y[batch.val_mask]))
+        self.log_dict(self.metrics(out, batch.y[batch.val_mask]))
+
+    def on_train_epoch_end(self) -> None:
+        self.losses.append(float(self.trainer.callback_metrics["train_loss"]))
+        data = pickle.dumps((self, self.model))
+        assert b"lightning_gnn" not in data
+        module, model = pickle.loads(data)
+        assert module.model is model
+        torch.testing.assert_close(module.metrics.state_dict(), self.metrics.state_dict())
+        self.kept = [model, copy.deepcopy(self.model)]
+
+    def configure_optimizers(self) -> Any:
+        # Gradients of biases before a batch norm are rounding alone, of which a smaller epsilon would make steps.
+        return torch.optim.Adam(self.parameters(), lr=0.02, eps=1e-6)
+
+
+def resume_configured(
+    rank: int, world_size: int, folder: Path, strategies: list[str], resumed_from: Path | None = None
+) -> list[Any]:
+    """Fits under each strategy, half of the epochs and then, from its checkpoint, or another's, the rest."""
+    os.environ["TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD"] = (
+        "1"  # as Trainer.fit(weights_only=False), which is of Lightning 2.6
+    )
+    results = []
+    for name in strategies:
+        losses, at = [], folder / name
+        for part, epochs, load in (("half", HALF, None), ("all", ALL, (resumed_from or at) / "half" / "last.ckpt")):
+            torch.manual_seed(2)
+            graph = awkward_graph()
+            graph.y[3] = 0
+            loss, metric = torch.nn.CrossEntropyLoss(), MulticlassAccuracy(CLASSES, average="micro")
+            module = Configured(build("gin_batch_norm", FEATURES), loss, metric).double()
+            saver, trace = (
+                ModelCheckpoint(at / part, save_last=True),
+                CommunicationTrace(at / "trace.json", first_epoch=0),
+            )
+            callbacks = [saver] if name == "auto" else [saver, trace]
+            trainer = quiet_trainer(
+                strategy_of(name), world_size, max_epochs=epochs, callbacks=callbacks, enable_checkpointing=True
+            )
+            trainer.fit(module, datamodule=GraphDataModule(graph), ckpt_path=load)
+            losses += module.losses
+        kept = [each.eval()(graph.x, graph.edge_index).detach() for each in (*module.kept, module.model)]
+        torch.testing.assert_close(kept[1], kept[0], rtol=0, atol=0)
+        torch.testing.assert_close(kept[2], kept[0], rtol=0, atol=0)
+        loaded = Configured.load_from_checkpoint(at / "all" / "last.ckpt")
+        torch.testing.assert_close(loaded.eval().model(graph.x, graph.edge_index).detach(), kept[0])
+        results.append({"losses": losses, "out": kept[0], "logged": dict(trainer.callback_metrics)})
+    return results
+
+
+def test_models_among_hyperparameters_are_saved_and_resumed(ranks, tmp_path):
+    """Pickles hold nothing of ranks, and training goes on unharmed, on one device from what two ranks have saved, too."""
+    names = ["dgcl", *(["vertex_cut", "spmm_15d"] if CAMPAIGN else [])]
+    runs = ranks.run(2, resume_configured, tmp_path, names)
+    [expected] = resume_configured(0, 1, tmp_path, ["auto"], tmp_path / "dgcl")
+    assert len(expected["losses"]) == ALL
+    for found in (each for run in runs for each in run):
+        for key in ("losses", "out"):
+            torch.testing.assert_close(found[key], expected[key], rtol=1e-9, atol=1e-9)
+        logged = {name: found["logged"][name] for name in expected["logged"]}
+        torch.testing.assert_close(logged, expected["logged"], rtol=1e-9, atol=1e-9)
 
 
 # Files ########################################################################

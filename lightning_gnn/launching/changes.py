@@ -1,0 +1,275 @@
+"""What a rank has changed on module and callbacks, for the process that has started it for one call of the Trainer.
+
+The rank begins with a copy of the caller's objects. At its end it sends the attributes that differ, as pickles in which modules,
+parameters, callbacks and the Trainer are names: the caller has these objects itself, and changes them in place.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import os
+import pickle
+import sys
+from collections.abc import Iterator, Mapping
+from itertools import chain
+from types import FunctionType
+from typing import Any
+
+import lightning.pytorch as pl
+import numpy as np
+import torch
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
+from torch import Tensor
+from torch.nn.utils.parametrize import is_parametrized, register_parametrization
+
+MOST_BYTES = 1 << 30
+"""Of the attributes that a rank sends back."""
+
+_SAMPLE = 64
+"""Entries in each dimension by which a tensor is recognised, beside its address and its version."""
+
+_OF_RUN = vars(pl.LightningModule()).keys() - vars(torch.nn.Module()).keys()
+"""Attributes of a LightningModule that Lightning sets in a process, for that process."""
+
+_MADE_UP = _CLASS, _PARAMETRIZATIONS = "__class__", "parametrizations"
+"""Not among the attributes of a module itself."""
+
+_Place = tuple[str, str]  # the name of an object, and an attribute
+
+
+class _Gone:
+    """In place of an attribute that is there no more."""
+
+
+class Shared:
+    """The objects that a caller and its ranks have in common, by name; made in both before the call."""
+
+    def __init__(self, trainer: pl.Trainer) -> None:
+        module: Any = torch.nn.Module() if trainer.lightning_module is None else trainer.lightning_module
+        data = getattr(trainer, "datamodule", None)
+        self._owners: dict[str, Any] = {}
+        self._labels: dict[str, str] = {}
+        for path, each in module.named_modules():
+            self._add_owner(f"module {path}", each, ".".join(filter(None, [type(module).__name__, path])))
+        for number, callback in enumerate(trainer.callbacks):  # type: ignore[attr-defined]
+            self._add_owner(f"callback {number}", callback, type(callback).__name__)
+        tensors = chain(module.named_parameters(), module.named_buffers())
+        self._objects = {
+            **{f"tensor {name}": each for name, each in tensors},
+            **{f"logger {number}": each for number, each in enumerate(trainer.loggers)},
+            **{"trainer": trainer, "strategy": trainer.strategy, **({} if data is None else {"datamodule": data})},
+            **self._owners,
+        }
+        self._names = {id(each): name for name, each in self._objects.items()}
+        self._owners["trainer"], self._labels["trainer"] = trainer, "Trainer"
+
+    def _add_owner(self, name: str, owner: Any, label: str) -> None:
+        self._owners[name], self._labels[name] = owner, label
+
+    def digests(self) -> dict[_Place, bytes]:
+        """Returns a number for the value of each attribute."""
+        return {place: _digest(value, self._names) for place, value in self._attributes()}
+
+    def _attributes(self) -> Iterator[tuple[_Place, Any]]:
+        from lightning_gnn.nn.embedding import DistributedEmbedding  # not before there are ranks: it takes time
+
+        for name, owner in self._owners.items():
+            if not isinstance(owner, DistributedEmbedding):  # its state_dict has its rows
+                yield from (((name, attribute), value) for attribute, value in _attributes_of(owner).items())
+
+    def changes(self, before: Mapping[_Place, bytes]) -> tuple[bytes, dict[str, str]]:
+        """Returns, in a rank, the attributes that differ from `before`, and why some cannot be sent, by name."""
+        changed = {
+            place: value
+            for place, value in self._attributes()
+            if place not in before or before[place] != _digest(value, self._names)
+        }
+        gone = [(name, attribute) for name, attribute in before if attribute not in _MADE_UP]
+        changed |= {place: _Gone() for place in gone if place[1] not in vars(self._owners[place[0]])}
+        lost: dict[str, str] = {}
+        try:
+            return self._pickled(changed), lost
+        except Exception:  # whatever an object raises as it is pickled
+            kept = {}
+            for place, value in changed.items():
+                try:
+                    self._pickled(value)
+                    kept[place] = value
+                except Exception as error:
+                    lost[f"{self._labels[place[0]]}.{place[1]}"] = str(error).partition("\n")[0]
+        return self._pickled(kept), lost
+
+    def _pickled(self, value: Any) -> bytes:
+        file = _Limited()
+        _Sender(file, self._names).dump(value)
+        return file.getvalue()
+
+    def apply(self, changes: bytes) -> dict[str, str]:
+        """Changes, in the caller, its objects as a rank has changed its own; returns why that was not possible, by name."""
+        try:
+            found: dict[_Place, Any] = _Receiver(io.BytesIO(changes), self._objects).load()
+        except Exception as error:  # of a class that this process does not have, say
+            return {"attributes": f"{type(error).__name__}: {error}"}
+        for (name, attribute), value in sorted(found.items(), key=lambda each: each[0][1] != _PARAMETRIZATIONS):
+            _put(self._owners[name], attribute, value)
+        return {}
+
+
+def warn_of_lost(lost: Mapping[str, str], strategy: str) -> None:
+    """Says which attributes have stayed in the ranks, in one warning."""
+    if lost:
+        named = ", ".join(f"{name} ({why})" for name, why in lost.items())
+        rank_zero_warn(
+            f"The ranks have changed {named}, which could not be sent to this process: it has what was there before. Keep what "
+            f"can be pickled, or run a script with strategy='{strategy}'."
+        )
+
+
+def _attributes_of(owner: Any) -> dict[str, Any]:
+    """Returns the attributes of an object that pickles have, with a module's class."""
+    if isinstance(owner, pl.Trainer):
+        return {"callbacks": owner.callbacks}  # type: ignore[attr-defined]
+    if not isinstance(owner, torch.nn.Module):
+        return {name: value for name, value in _state_of(owner).items() if name in vars(owner)}
+    if is_parametrized(owner):  # of a class that was made for it
+        modules = {name: each for name, each in owner._modules.items() if name != _PARAMETRIZATIONS}
+        lists: Any = owner.parametrizations
+        made = {name: list(each) for name, each in lists.items()}
+        kind, state = type(owner).__bases__[0], {**vars(owner), "_modules": modules, _PARAMETRIZATIONS: made}
+        del state["_load_state_dict_pre_hooks"]  # torch's weight norm has a local function there, for older checkpoints
+    else:
+        kind, state = type(owner), _state_of(owner)
+    left_out = _OF_RUN if isinstance(owner, pl.LightningModule) else ()
+    return {_CLASS: kind, **{name: value for name, value in state.items() if name not in left_out}}
+
+
+def _state_of(owner: Any) -> dict[str, Any]:
+    """Returns the attributes that a pickle of an object has, or all, if it cannot be pickled."""
+    try:
+        reduced = owner.__reduce_ex__(2)
+    except Exception:  # whatever it raises
+        return vars(owner)
+    state = reduced[2] if isinstance(reduced, tuple) and len(reduced) > 2 else None
+    return state if isinstance(state, dict) else {}
+
+
+def _put(owner: Any, attribute: str, value: Any) -> None:
+    """Sets an attribute; lists, dicts and sets stay the same objects, which others may have."""
+    if attribute == _CLASS:
+        if not is_parametrized(owner):
+            owner.__class__ = value
+        return
+    if attribute == _PARAMETRIZATIONS:
+        known = owner.parametrizations if is_parametrized(owner) else {}
+        for name, parts in value.items():
+            for part in parts[len(known[name]) if name in known else 0 :]:
+                register_parametrization(owner, name, part, unsafe=True)
+        return
+    before = vars(owner).get(attribute)
+    if isinstance(value, _Gone):
+        vars(owner).pop(attribute, None)
+        return
+    if attribute == "_modules" and _PARAMETRIZATIONS in before:
+        value = {**value, _PARAMETRIZATIONS: before[_PARAMETRIZATIONS]}
+    if type(before) is type(value) and isinstance(value, list):
+        before[:] = value
+    elif type(before) is type(value) and isinstance(value, (dict, set)):
+        before.clear()
+        before.update(value)
+    else:
+        vars(owner)[attribute] = value
+
+
+class _Hash:
+    """A file that keeps nothing but a digest."""
+
+    def __init__(self) -> None:
+        self._hash = hashlib.blake2b(digest_size=16)
+
+    def write(self, data: Any) -> None:
+        self._hash.update(data)
+
+    def digest(self) -> bytes:
+        return self._hash.digest()
+
+
+class _Limited(io.BytesIO):
+    """A file that does not grow beyond :data:`MOST_BYTES`."""
+
+    def write(self, data: Any) -> int:
+        if self.tell() + len(data) > MOST_BYTES:
+            raise ValueError(f"it takes more than {MOST_BYTES >> 30} GiB")
+        return super().write(data)
+
+
+class _Looker(pickle.Pickler):
+    """Pickles a value to recognise it: what cannot be pickled, and what is large, by its address."""
+
+    def __init__(self, file: Any, names: Mapping[int, str]) -> None:
+        super().__init__(file, protocol=4)
+        self._names = names
+
+    def persistent_id(self, value: Any) -> Any:
+        if id(value) in self._names:
+            return self._names[id(value)]
+        if isinstance(value, Tensor):
+            version = 0 if value.is_inference() else value._version
+            return "tensor", id(value), version, str(value.dtype), tuple(value.shape), _sample(value)
+        if isinstance(value, np.ndarray) and value.size > _SAMPLE:
+            part = value[(slice(0, _SAMPLE),) * value.ndim]
+            return "array", id(value), str(value.dtype), value.shape, part.tolist()
+        return None
+
+    def reducer_override(self, value: Any) -> Any:
+        if isinstance(value, (FunctionType, type)):
+            known = getattr(sys.modules.get(value.__module__), value.__qualname__, None) is value
+        else:
+            try:
+                known = value.__reduce_ex__(4) is not None
+            except Exception:  # whatever an object raises
+                known = False
+        return NotImplemented if known else (str, (f"{type(value).__name__} {id(value)}",))
+
+
+def _sample(value: Tensor) -> list[Any]:
+    """Returns the first entries of a tensor; none of one that is not dense."""
+    if value.layout is not torch.strided or value.is_meta or value.is_quantized:
+        return []
+    return value.detach()[(slice(0, _SAMPLE),) * value.dim()].reshape(-1)[: _SAMPLE**2].tolist()
+
+
+def _digest(value: Any, names: Mapping[int, str]) -> bytes:
+    """Returns a number for a value; for one that cannot be looked at, another each time."""
+    found = _Hash()
+    try:
+        _Looker(found, names).dump(value)
+    except Exception:  # whatever an object raises as it is pickled
+        return os.urandom(16)
+    return found.digest()
+
+
+class _Sender(pickle.Pickler):
+    """Pickles a value, with shared objects as names, and tensors of devices as tensors of the CPU."""
+
+    def __init__(self, file: Any, names: Mapping[int, str]) -> None:
+        super().__init__(file, protocol=4)
+        self._names = names
+
+    def persistent_id(self, value: Any) -> Any:
+        return self._names.get(id(value))
+
+    def reducer_override(self, value: Any) -> Any:
+        if not isinstance(value, Tensor) or value.device.type == "cpu":
+            return NotImplemented
+        here = value.detach().cpu().requires_grad_(value.requires_grad)
+        return (torch.nn.Parameter(here) if isinstance(value, torch.nn.Parameter) else here).__reduce_ex__(4)
+
+
+class _Receiver(pickle.Unpickler):
+    def __init__(self, file: Any, objects: Mapping[str, Any]) -> None:
+        super().__init__(file)
+        self._objects = objects
+
+    def persistent_load(self, name: str) -> Any:
+        return self._objects[name]
