@@ -69,6 +69,15 @@ class Codec(ABC):
         squares, self._squares = self._squares, None
         return (0.0, 0.0) if squares is None else tuple(squares.tolist())
 
+    def random_state(self) -> Tensor | None:
+        """Returns the state of what rows are rounded by at random, uint8; None if they are rounded to the nearest."""
+        return self._generator.get_state() if self.stochastic else None
+
+    def set_random_state(self, state: Tensor | None) -> None:
+        """Sets what :meth:`random_state` returns; the state of a codec that rounds to the nearest changes nothing."""
+        if state is not None:
+            self._generator.set_state(state.clone())
+
     def _count(self, squares: Tensor) -> None:
         self._squares = squares if self._squares is None else self._squares + squares
 

@@ -15,7 +15,15 @@ from torch_geometric.nn.aggr import Aggregation
 from lightning_gnn.comm.group import World
 from lightning_gnn.data.attributes import kinds_of
 from lightning_gnn.data.shards import Shard
-from lightning_gnn.rows.mode import NotExactError, RowsMode, active_mode, place, placement_of, tensors_in, unknown_origin
+from lightning_gnn.rows.mode import (
+    NotExactError,
+    RowsMode,
+    active_mode,
+    place,
+    placement_of,
+    tensors_in,
+    unknown_origin,
+)
 from lightning_gnn.rows.placement import ATTRIBUTE, REPLICATED, Placement, RowSet
 from lightning_gnn.rows.ranks import Ranks
 

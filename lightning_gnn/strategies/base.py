@@ -17,7 +17,7 @@ from typing_extensions import override
 
 from lightning_gnn.arguments import check_choice, check_flags
 from lightning_gnn.callbacks.communication import CommunicationMetrics
-from lightning_gnn.comm.codec import CodecName, make_codec
+from lightning_gnn.comm.codec import Codec, CodecName, make_codec
 from lightning_gnn.comm.traffic import Meter
 from lightning_gnn.data.shards import Shard
 from lightning_gnn.datamodules.graph import GraphDataModule, OneBatch
@@ -133,6 +133,7 @@ class GNNStrategy(StepStrategy):
         self.loss_reduction, self.predictions = loss_reduction, predictions
         self.self_check, self.keep_memory = self_check, keep_memory and host_memory is None
         self.meter = Meter()
+        self._codec: Codec | None = None
         self._shard: Shard | None = None
         self._checks = SelfChecks(self)
         self._callbacks: list[pl.Callback] = []
@@ -181,9 +182,9 @@ class GNNStrategy(StepStrategy):
         module = self._module
         self.progress.begin_stage()
         self.random = self.random or RandomStreams(self.world)  # else those of the stage before
-        codec = make_codec(self.codec, self.stochastic_rounding, self.random.seed)
-        if codec is not None:
-            self.world.use_codec(codec)
+        self._codec = make_codec(self.codec, self.stochastic_rounding, self.random.seed)
+        if self._codec is not None:
+            self.world.use_codec(self._codec)
 
         in_parts = self.binds(shard)
         self._in_use = ExitStack()
@@ -276,7 +277,7 @@ class GNNStrategy(StepStrategy):
                 part.release()
         self._callbacks = []
         self._values = self._shared = self._binding = self._shard = self.random = self.loss = self._checks.shard = None
-        self._rows = None
+        self._rows = self._codec = None
         self.scheme.unbind()
         super().teardown()
 
@@ -303,8 +304,9 @@ class GNNStrategy(StepStrategy):
         kept: dict[str, Any] = {"scheme": self.scheme.state_dict()}
         if self._world is not None and self._world.size > 1 and self.random is not None:
             common, own = self.random.state()
-            streams, seeds = zip(*self.world.all_gather_object((own, self.random.seed)))
-            kept["random_streams"] = {"common": common, "own": [*streams], "seeds": [*seeds]}
+            rounding = self._codec.random_state() if self._codec is not None else None
+            streams, seeds, roundings = zip(*self.world.all_gather_object((own, self.random.seed, rounding)))
+            kept["random_streams"] = {"common": common, "own": [*streams], "seeds": [*seeds], "rounding": [*roundings]}
         if self._binding is not None:
             exchanges = self.world.all_gather_object(self._binding.context.state_dict())
             if any(exchanges):
@@ -322,3 +324,5 @@ class GNNStrategy(StepStrategy):
             self.random.load(streams["common"], streams["own"][self.global_rank])
             if "seeds" in streams:
                 self.random.seed = streams["seeds"][self.global_rank]
+            if self._codec is not None and "rounding" in streams:
+                self._codec.set_random_state(streams["rounding"][self.global_rank])

@@ -263,6 +263,21 @@ def test_second_build_does_not_partition(tmp_path, monkeypatch):
         GraphDataModule(small(), store=tmp_path).build(LayoutSpec("edge_cut", 3))
 
 
+@pytest.mark.parametrize("name", ["x", "edge_weight", "edge_attr"])
+def test_the_last_digits_of_float64_make_another_graph(tmp_path, name):
+    """In float32 the two would be one."""
+    graph, changed = awkward_graph(), awkward_graph()
+    changed[name].view(-1)[7] += 1e-12
+    assert torch.equal(graph[name].float(), changed[name].float()) and not torch.equal(graph[name], changed[name])
+    known, found = graph_digests(graph), graph_digests(changed)
+    assert {each for each in known if found[each] != known[each]} == {name}
+    layout = LayoutSpec("edge_cut", 2)
+    first, second = (GraphDataModule(each, store=tmp_path).build(layout) for each in (graph, changed))
+    assert first != second
+    for folder, expected in ((first, graph), (second, changed)):
+        assert torch.equal(read_cut(tmp_path / folder).graph()[name], expected[name])
+
+
 def test_dotted_path_is_not_even_loaded_again(tmp_path, monkeypatch):
     file = tmp_path / "input.txt"
     file.write_text("ab")

@@ -367,6 +367,59 @@ def test_exact(ranks, how, all_options):
     assert found == [{}] * world_size
 
 
+CHANGED = {"GATConv", "GCNConv", "GraphConv", "SAGEConv"}
+
+
+def change_edges(rank: int, world_size: int) -> None:
+    """Weights and then edges change in place between steps; the features, whose change is seen by itself, stay."""
+    graph, part = whole_graph(), np.arange(N) % world_size
+    # In the order of the parts: of several self-loops of a node, the last counts.
+    order = torch.from_numpy(np.lexsort((graph.edge_index[1], part[graph.edge_index[1]])))
+    graph.edge_index, graph.w, graph.a = graph.edge_index[:, order], graph.w[order], graph.a[order]
+    graph.number = torch.arange(len(order))
+    holders = np.arange(graph.edge_index.size(1)) % world_size
+    shards = split_graph(graph, part, LayoutSpec("vertex_cut", world_size), holders)
+    shard = shards[rank].batch
+    shard.edge_weight = shard.w
+    world = World(rank, world_size, torch.device("cpu"), timedelta(seconds=30))
+    convs = [(name, number) for name in sorted(CHANGED) for number, _ in enumerate(RECIPES[name][:3])]
+
+    def results(batch: Data, modules: list[Any]) -> list[torch.Tensor]:
+        with torch.no_grad():
+            return [outputs(RECIPES[name][n][1](conv, batch)) for (name, n), conv in zip(convs, modules)]
+
+    def made() -> list[Any]:
+        torch.manual_seed(7)
+        return [RECIPES[name][number][0]().double() for name, number in convs]
+
+    def compare_rows(where: str) -> None:
+        for each, found, expected in zip(convs, results(shard, ours), results(graph, theirs)):
+            torch.testing.assert_close(found, expected[shard.n_id], msg=lambda m, e=each: f"{where}, {e}: {m}")
+
+    try:
+        for how, (count, bind) in HOW.items():
+            if count != world_size:
+                continue
+            ours, theirs = made(), made()
+            binding = bind(torch.nn.ModuleList(ours), shards[rank], world)
+            compare_rows(f"{how}, before")
+            graph.w.mul_(1.5).add_(0.2)
+            shard.w.mul_(1.5).add_(0.2)
+            compare_rows(f"{how}, other weights")
+            for each in shards:  # their edges stay on their ranks, so no rank reads new rows
+                graph.edge_index[:, each.batch.number] = graph.edge_index[:, each.batch.number.roll(1)]
+            shard.edge_index[0] = shard.edge_index[0].roll(1)
+            shard.edge_index[1] = shard.edge_index[1].roll(1)
+            compare_rows(f"{how}, other edges")
+            binding.release()
+    finally:
+        world.close()
+
+
+def test_edges_changed_in_place_are_seen(ranks):
+    ranks.run(3, change_edges)
+
+
 def deals(monkeypatch: pytest.MonkeyPatch, scheme: Scheme, name: str, shard: Shard, world: World) -> bool:
     """Returns whether a conv deals edges over the ranks, under any of the options compared above."""
     seen = []

@@ -35,46 +35,57 @@ NORMS: dict[str, Any] = {
 }
 
 
-def compare(rank: int, world_size: int, name: str, counts: list[int]) -> None:
+def compare(rank: int, world_size: int, counts: list[int]) -> None:
     world = World(rank, world_size, torch.device("cpu"), timedelta(seconds=30))
     try:
-        rows = slice(sum(counts[:rank]), sum(counts[: rank + 1]))
-        shape = (sum(counts), 3, 2) if "cubes" in name else (sum(counts), 6)
-        torch.manual_seed(0)
-        whole = (3 + 2 * torch.randn(shape, dtype=torch.float64)).requires_grad_()
-        weight = torch.randn(shape, dtype=torch.float64)
-        reference, norm = (NORMS[name]().double() for _ in range(2))
-        with torch.no_grad():
-            for p, q in zip(norm.parameters(), reference.parameters()):
-                p.copy_(torch.randn(p.shape, generator=torch.Generator().manual_seed(2)))
-                q.copy_(p)
-        plan = HaloPlan(counts[rank], (0,) * world_size, tuple(torch.empty(0).long().numpy() for _ in counts))
-        empty = torch.empty(2, 0, dtype=torch.long)
-        binding = Binding(nn.Sequential(norm), GraphContext(HaloExchange(plan, world, Meter()), whole, empty, None))
-        mine = whole.detach()[rows].clone().requires_grad_()
-        for step in range(3):
-            reference.train(step < 2)
-            norm.train(step < 2)
-            for parameter in (*norm.parameters(), *reference.parameters(), whole, mine):
-                parameter.grad = None
-            expected, out = reference(whole), norm(mine)
-            (expected * weight).sum().backward()
-            (out * weight[rows]).sum().backward()
-            torch.testing.assert_close(out, expected[rows], rtol=1e-9, atol=1e-11)
-            torch.testing.assert_close(mine.grad, whole.grad[rows], rtol=1e-8, atol=1e-10)
-            for p, q in zip(norm.parameters(), reference.parameters()):
-                torch.testing.assert_close(world.all_reduce_(p.grad), q.grad, rtol=1e-8, atol=1e-10)
-            torch.testing.assert_close(norm.state_dict(), reference.state_dict(), rtol=1e-10, atol=1e-12)
-        binding.release()
-        assert "forward" not in vars(norm)
+        for name in NORMS:
+            compare_norm(name, counts, world)
     finally:
         world.close()
 
 
+def compare_norm(name: str, counts: list[int], world: World) -> None:
+    """Two steps of training and one of evaluation: rows, gradients and buffers."""
+    rank, size = world.rank, world.size
+    rows = slice(sum(counts[:rank]), sum(counts[: rank + 1]))
+    shape = (sum(counts), 3, 2) if "cubes" in name else (sum(counts), 6)
+    torch.manual_seed(0)
+    whole = (3 + 2 * torch.randn(shape, dtype=torch.float64)).requires_grad_()
+    weight = torch.randn(shape, dtype=torch.float64)
+    reference, norm = (NORMS[name]().double() for _ in range(2))
+    with torch.no_grad():
+        for p, q in zip(norm.parameters(), reference.parameters()):
+            p.copy_(torch.randn(p.shape, generator=torch.Generator().manual_seed(2)))
+            q.copy_(p)
+    plan = HaloPlan(counts[rank], (0,) * size, tuple(torch.empty(0).long().numpy() for _ in counts))
+    empty = torch.empty(2, 0, dtype=torch.long)
+    binding = Binding(nn.Sequential(norm), GraphContext(HaloExchange(plan, world, Meter()), whole, empty, None))
+    mine = whole.detach()[rows].clone().requires_grad_()
+
+    def check(found: Any, expected: Any, rtol: float, atol: float) -> None:
+        torch.testing.assert_close(found, expected, rtol=rtol, atol=atol, msg=lambda m: f"{name}: {m}")
+
+    for step in range(3):
+        reference.train(step < 2)
+        norm.train(step < 2)
+        for parameter in (*norm.parameters(), *reference.parameters(), whole, mine):
+            parameter.grad = None
+        expected, out = reference(whole), norm(mine)
+        (expected * weight).sum().backward()
+        (out * weight[rows]).sum().backward()
+        check(out, expected[rows], 1e-9, 1e-11)
+        check(mine.grad, whole.grad[rows], 1e-8, 1e-10)
+        for p, q in zip(norm.parameters(), reference.parameters()):
+            check(world.all_reduce_(p.grad), q.grad, 1e-8, 1e-10)
+        check(norm.state_dict(), reference.state_dict(), 1e-10, 1e-12)
+    binding.release()
+    assert "forward" not in vars(norm)
+
+
 @pytest.mark.parametrize("counts", [[5, 9], [7, 0, 1], [20, 1, 4]])
-@pytest.mark.parametrize("name", NORMS)
-def test_equals_one_device(ranks, name, counts):
-    ranks.run(len(counts), compare, name, counts)
+def test_equals_one_device(ranks, counts):
+    """All norms in one job: the ranks connect once."""
+    ranks.run(len(counts), compare, counts)
 
 
 @pytest.mark.parametrize("model", ["gcn_batch_norm", "gin_batch_norm", "sage_graph_norm"])
