@@ -17,7 +17,7 @@ import math
 from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -74,38 +74,49 @@ def make_graph() -> Data:
     )
 
 
+class _kept:
+    """functools.cached_property without its lock, which would hold up ranks that are threads."""
+
+    def __init__(self, function: Callable[[Any], Any]) -> None:
+        self.function = function
+
+    def __get__(self, instance: Any, owner: Any) -> Any:
+        found = instance.__dict__[self.function.__name__] = self.function(instance)
+        return found
+
+
 class Made:
     """What programs take of a net and a batch; each is computed once, when it is first asked for."""
 
     def __init__(self, net: Net, g: Any) -> None:
         self.net, self._g = net, g
 
-    @cached_property
+    @_kept
     def h(self) -> Tensor:
         """Hidden rows, ``[N, 8]``; half of the entries are 0."""
         return self.net.a(self._g.x, self._g.edge_index).relu()
 
-    @cached_property
+    @_kept
     def s(self) -> Tensor:
         """Hidden rows without ties, ``[N, 8]``."""
         return self.net.a(self._g.x, self._g.edge_index).tanh()
 
-    @cached_property
+    @_kept
     def z(self) -> Tensor:
         """Logits, ``[N, 4]``."""
         return self.net.b(self.h, self._g.edge_index)
 
-    @cached_property
+    @_kept
     def losses(self) -> Tensor:
         """The loss of each row, ``[N]``."""
         return F.cross_entropy(self.z, self._g.y, reduction="none")
 
-    @cached_property
+    @_kept
     def loss(self) -> Tensor:
         """The loss of the training rows."""
         return F.cross_entropy(self.z[self._g.train_mask], self._g.y[self._g.train_mask])
 
-    @cached_property
+    @_kept
     def tied(self) -> Tensor:
         """A number for each row, ``[N]``, with ties between rows whose gradients differ."""
         return self._g.t + (self.z[:, 0] - self.z[:, 0].detach())
