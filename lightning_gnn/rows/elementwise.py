@@ -63,11 +63,12 @@ def rowwise(mode: RowsMode, func: Any, args: Any, kwargs: Any) -> Any:
     found = mode.row_tensors(args, kwargs)
     if not found:
         return mode.plain(func, args, kwargs)
-    rows, right, placement = target_of(found)
-    for x, of in found:
-        if of.local_ids:
-            raise mode.refuse(f"{name_of(func)} reads values of edge_index, which are places in a rank's own rows. Compare batch.n_id of "
-                              "the ends, lightning_gnn.expand(batch.n_id)[batch.edge_index[0]], instead.")
+    rows, right, _ = target_of(found)
+    if any(of.local_ids for _, of in found) and not _compares_ends(func, found, args):
+        raise mode.refuse(
+            f"{name_of(func)} reads values of edge_index, which are places in a rank's own rows. Take ids of nodes instead: "
+            "lightning_gnn.expand(batch.n_id)[batch.edge_index[0]]"
+        )
     if kwargs.get("out") is not None:
         out = kwargs["out"]
         return mode.written(out, rowwise(mode, func, args, {k: v for k, v in kwargs.items() if k != "out"}))
@@ -80,6 +81,12 @@ def rowwise(mode: RowsMode, func: Any, args: Any, kwargs: Any) -> Any:
     if kwargs:
         kwargs = {key: change(each) for key, each in kwargs.items()}
     return placed(func(*args, **kwargs), rows, right, mode)
+
+
+def _compares_ends(func: Any, found: Sequence[tuple[Tensor, Placement]], args: Any) -> bool:
+    """Returns whether the ends of edges are compared with each other: places are equal where nodes are."""
+    same = all(of.local_ids and of.rows is found[0][1].rows for _, of in found) and len(found) == len(args)
+    return same and name_of(func) in ("eq", "ne", "__eq__", "__ne__")
 
 
 def placed(out: Any, rows: RowSet, right: int, mode: RowsMode) -> Any:
@@ -104,7 +111,8 @@ def rowwise_(mode: RowsMode, func: Any, args: Any, kwargs: Any) -> Any:
         return out
     if placement is None or placement.rows is None:
         _note_base(into)
-        return mode.on_all_rows(_not_in_place(func), args, kwargs)
+        return mode.on_all_rows(in_place(func), args, kwargs)
+    mode.check_in_place(into, func)
     rows, right = placement.rows, into.dim() - placement.dim
     name = name_of(func)
 
@@ -120,16 +128,6 @@ def _note_base(into: Tensor) -> None:
     base = into._base
     if base is not None and placement_of(base) is not None and placement_of(base).rows is None:  # type: ignore[union-attr]
         base.__dict__[ATTRIBUTE] = FROM_ROWS
-
-
-class _not_in_place:
-    """A function that changes its first argument in place, which is replicated; under a name that says that this is exact."""
-
-    def __init__(self, func: Any) -> None:
-        self._func, self.__name__ = func, name_of(func).rstrip("_")
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return self._func(*args, **kwargs)
 
 
 def same(mode: RowsMode, func: Any, args: Any, kwargs: Any) -> Any:
@@ -224,6 +222,10 @@ def dim_argument(place: int, default: int | None) -> Callable[[Tensor, Any, Any]
     return find
 
 
+def _flat_ints(given: Any) -> list[int]:
+    return [each for one in given for each in (one if isinstance(one, (tuple, list)) else (one,))] if given else []
+
+
 def _normalized_dims(x: Tensor, args: Any, kwargs: Any) -> Iterable[int]:
     shape = kwargs.get("normalized_shape", args[1] if len(args) > 1 else ())
     return range(x.dim() - (len(shape) if isinstance(shape, (tuple, list)) else 1), x.dim())
@@ -261,7 +263,9 @@ register(random(first_rows()), "bernoulli poisson rrelu dropout alpha_dropout fe
 register(random(rowwise_), "bernoulli_ uniform_ normal_ random_ exponential_ cauchy_ geometric_ log_normal_ dropout_ alpha_dropout_")
 register(random(first_rows(dim_argument(5, -1))), "gumbel_softmax")
 register(first_rows(dim_argument(1, None)), "softmax log_softmax softmin cumsum cumprod cummax cummin logcumsumexp diff", (torch, Tensor, F))
-register(first_rows(dim_argument(1, -1)), "sort argsort glu msort flip fliplr", (torch, Tensor, F))
+register(first_rows(dim_argument(1, -1)), "sort argsort glu", (torch, Tensor, F))
+register(first_rows(lambda x, a, k: _flat_ints(k.get("dims", a[1:]))), "flip", (torch, Tensor))
+
 register(first_rows(dim_argument(2, -1)), "topk", (torch, Tensor))
 register(first_rows(dim_argument(2, None)), "roll", (torch, Tensor))
 register(first_rows(dim_argument(2, 1)), "normalize", (F,))

@@ -24,7 +24,7 @@ from lightning_gnn.rows.mode import (
     tensors_in,
     unknown_origin,
 )
-from lightning_gnn.rows.placement import ATTRIBUTE, REPLICATED, Placement, RowSet
+from lightning_gnn.rows.placement import ATTRIBUTE, FROM_ROWS, REPLICATED, Placement, RowSet
 from lightning_gnn.rows.ranks import Ranks
 
 
@@ -119,7 +119,7 @@ class GraphRows:
                 place(value, of.at(0))
 
     def _is_placed(self, x: Tensor) -> bool:
-        placement = placement_of(x)
+        placement = x.__dict__.get(ATTRIBUTE)
         return placement is not None and (placement.rows is None or placement.rows.ranks is self.ranks)
 
     def place_state(self, module: torch.nn.Module, world: World) -> None:
@@ -229,9 +229,9 @@ def tracked(forward: Callable[..., Any], of_edges: bool) -> Callable[..., Any]:
         found = mode.row_tensors(args, kwargs)
         if not found or isinstance(self, Aggregation):
             return type(self).forward(self, *args, **kwargs)
-        if of_edges:
-            args, kwargs = _whole_inputs(mode, args, kwargs, found)
         with mode.pause():
+            if of_edges:
+                args, kwargs = _whole_inputs(mode, args, kwargs, found)
             out = forward(self, *args, **kwargs)
         return _placed_output(mode, self, out, found, of_edges)
 
@@ -252,8 +252,14 @@ def _whole_inputs(mode: RowsMode, args: Any, kwargs: Any, found: Any) -> tuple[A
         if not isinstance(x, Tensor):
             return x
         of = placement_of(x)
-        if of is None or of.rows is not None:
+        if of is None:
             return x
+        if of.rows is not None and (of.local_ids or of.rows.is_of_graph or of.rows is edges or targets is None):
+            return x
+        if of.rows is not None:  # in another order, perhaps: joined or shuffled
+            x, of = mode.tagged(mode.gathered(x, of, "layer"), FROM_ROWS), FROM_ROWS
+            if edges is not None and x.size(0) == edges.total != targets.total:
+                return mode.take(x, 0, edges, "layer")
         if targets is not None and x.dim() > 1 and x.size(0) == targets.total:
             return mode.take(x, 0, targets, "layer")
         return mode.enter(x, of, "layer")

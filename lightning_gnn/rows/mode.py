@@ -57,7 +57,7 @@ def placement_of(x: Tensor) -> Placement | None:
     """Returns the placement of a tensor; None if it is unknown."""
     found = x.__dict__.get(ATTRIBUTE)
     if found is None:
-        return REPLICATED if isinstance(x, torch.nn.Parameter) else None
+        return REPLICATED if isinstance(x, torch.nn.Parameter) or _is_of_host(x) else None
     if x.requires_grad:
         made_by = type(x.grad_fn)
         trusted = _trusted.get(made_by)
@@ -66,6 +66,11 @@ def placement_of(x: Tensor) -> Placement | None:
         if not trusted:
             return None
     return found
+
+
+def _is_of_host(x: Tensor) -> bool:
+    """Returns whether a tensor has the memory of an array of numpy, which rows cannot become."""
+    return x.is_leaf and x.device.type == "cpu" and x.layout == torch.strided and not x.untyped_storage().resizable()
 
 
 _trusted: dict[type, bool] = {}
@@ -327,7 +332,16 @@ class RowsMode(TorchFunctionMode):
         self.check_room(x, rows, operation)
         if dim == 0:
             return GatherRows.apply(x, rows, operation)
-        return GatherRows.apply(x.movedim(dim, 0), rows, operation).movedim(0, dim)
+        return GatherRows.apply(x.movedim(dim, 0), rows, operation).movedim(0, dim).contiguous()
+
+    def check_in_place(self, into: Tensor, func: Any) -> None:
+        """Raises :class:`NotExactError` for a change in place of what is a view on one device, and a copy here."""
+        base = into if into._base is None else into._base
+        if base.__dict__.get(COPY):
+            raise self.refuse(
+                f"{name_of(func)} changes in place what would be a view of other rows on one device, and is a copy here. Assign to the "
+                "rows themselves: x[:5] = value"
+            )
 
     def check_room(self, x: Tensor, rows: RowSet, operation: str) -> None:
         """Raises MemoryError where gathered rows would not fit, before they are gathered."""
@@ -369,11 +383,8 @@ class RowsMode(TorchFunctionMode):
         if out is not None:
             made = self.on_all_rows(func, args, {key: value for key, value in kwargs.items() if key != "out"})
             return self.written(out, made)
-        changes = name.endswith("_") and not name.endswith("__")
-        if changes and args and isinstance(args[0], Tensor):
-            placement = placement_of(args[0])
-            if placement is None or placement.rows is not None:
-                raise self.refuse(f"{name} changes rows in place in a way that is not exact. Use {name[:-1]}, which returns its result.")
+        if name.endswith("_") and not name.endswith("__") and args and isinstance(args[0], Tensor):
+            return self._in_place(func, args, kwargs)
 
         def change(value: Any) -> Any:
             if isinstance(value, Tensor):
@@ -385,7 +396,24 @@ class RowsMode(TorchFunctionMode):
         args, kwargs = mapped(args, change), mapped(kwargs, change)
         with self.common_draws():
             out = func(*args, **kwargs)
+        if name in _VIEWS:
+            for x in tensors_in((out,)):
+                x.__dict__[COPY] = True
         return self.tagged(out, FROM_ROWS)
+
+    def _in_place(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """Changes rows in place: all rows are changed on all ranks, and each takes its own."""
+        into, name = args[0], name_of(func)
+        placement = placement_of(into)
+        if placement is None:
+            raise self.refuse(f"{name} changes in place {unknown_origin(into)}")
+        self.check_in_place(into, func)
+        if placement.rows is None:
+            return self.on_all_rows(in_place(func), args, kwargs)
+        whole = self.tagged(self.gathered(into, placement, name).clone(), FROM_ROWS)
+        self.on_all_rows(in_place(func), (whole, *args[1:]), kwargs)
+        into.copy_(self.take(whole, placement.dim, placement.rows, name))
+        return self.tagged(into, placement)
 
     def written(self, out: Any, made: Any) -> Any:
         """Copies results into tensors that were given as ``out``."""
@@ -396,6 +424,22 @@ class RowsMode(TorchFunctionMode):
         return out
 
 
+class in_place:
+    """A function that changes its first argument, which is whole, under a name that does not say so."""
+
+    def __init__(self, func: Any) -> None:
+        self._func, self.__name__ = func, name_of(func).rstrip("_")
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._func(*args, **kwargs)
+
+
+COPY = "_lightning_gnn_copy"
+_VIEWS = frozenset(
+    "view reshape flatten diagonal unfold expand narrow select transpose t T mT squeeze as_strided split chunk unbind movedim permute "
+    "unsqueeze view_as hsplit vsplit dsplit tensor_split swapaxes real imag unflatten ravel".split()
+)
+"""Functions that return views."""
 _LARGE = 1 << 20
 LOCAL_IDS = (
     "edge_index has places in this rank's own rows, and is no number of the whole graph here. Use batch.n_id[...] of sources with "

@@ -94,6 +94,11 @@ class RowSet:
         """Rows of all ranks; None if it takes a message to know."""
         return self._total
 
+    @property
+    def is_of_graph(self) -> bool:
+        """Whether these are all nodes or edges of a type, in the order of the graph."""
+        return self._all_keys is not None
+
     def num_rows(self, like: Tensor) -> Tensor | None:
         """Returns the rows of all ranks as a tensor without dimensions; None if it takes a message to know."""
         if self._num is None and self._total is not None:

@@ -270,7 +270,7 @@ register(reduction(_joined(lambda parts, call: parts.any(0))), "any")
 register(reduction(_joined(lambda parts, call: parts.all(0))), "all")
 register(reduction(_joined(lambda parts, call: parts.logsumexp(0))), "logsumexp")
 register(reduction(_amax), "amax amin")
-register(reduction(_all_rows), "argmax argmin nanmean median nanmedian mode quantile nanquantile std_mean var_mean aminmax kthvalue")
+register(reduction(_all_rows), "argmax argmin nanmean median nanmedian mode std_mean var_mean aminmax")
 for _function in (torch.norm, Tensor.norm, torch.linalg.norm, torch.linalg.vector_norm):
     RULES[_function] = _norm_rule
 register(_max, "max min", (torch, Tensor))
@@ -317,6 +317,8 @@ def _loss(mode: RowsMode, func: Any, args: Any, kwargs: Any) -> Any:
         each = rowwise(mode, func, (given.pop(first),), given)
     if reduction == "none":
         return each
+    if given.get("weight") is not None and "reduction" in given and func in _WEIGHTED:
+        return mode.on_all_rows(func, args, kwargs)
     placement = placement_of(each)
     assert placement is not None and placement.rows is not None
     own = mode.own(each, placement)
@@ -345,6 +347,8 @@ def _weighted_mean(mode: RowsMode, own: Tensor, given: dict[str, Any], name: str
 
 
 register(_loss, f"{_POINTWISE} {_PER_ROW}", (F,))
+_WEIGHTED = {F.mse_loss, F.l1_loss, F.smooth_l1_loss, F.huber_loss}
+"""Whose mean with weights divides by these, in newer versions of torch."""
 _OF_ROWS = {getattr(F, name) for name in _PER_ROW.split()}
 
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.autograd.graph import _engine_run_backward  # autograd.grad itself is a function that modes are asked about
 
 from lightning_gnn.rows.elementwise import RANDOM, converted, placed, properties, register, same, target_of
-from lightning_gnn.rows.mode import LOCAL_IDS, RULES, RowsMode, has_counts, mapped, name_of, placement_of, tensors_in
+from lightning_gnn.rows.mode import COPY, LOCAL_IDS, RULES, RowsMode, has_counts, in_place, mapped, name_of, placement_of, tensors_in
 from lightning_gnn.rows.placement import ATTRIBUTE, FROM_ROWS, IN_ORDER, REPLICATED, Placement, RowCount, RowSet
 
 # Sizes ########################################################################
@@ -534,7 +534,15 @@ def _number(mode: RowsMode, func: Any, args: Any, kwargs: Any) -> Any:
     return func(mode.gathered(args[0], placement, name_of(func)), *args[1:], **kwargs)
 
 
-register(_leave, "numpy tolist __array__ __dlpack__ __reversed__ __contains__", (Tensor,))
+register(_leave, "numpy tolist __array__ __dlpack__ __reversed__", (Tensor,))
+
+
+def _contains(mode: RowsMode, func: Any, args: Any, kwargs: Any) -> Any:
+    placement = _placement(args[0])
+    return func(*args) if placement is None else func(mode.gathered(args[0], placement, "in"), args[1])
+
+
+RULES[Tensor.__contains__] = _contains
 
 
 def _iterate(mode: RowsMode, func: Any, args: Any, kwargs: Any) -> Any:
@@ -623,8 +631,13 @@ def _from_table(mode: RowsMode, func: Any, x: Tensor, items: list[Any], args: An
     """Entries of a replicated tensor at places that rows name."""
     at = [place for place, each in enumerate(items) if isinstance(each, Tensor)]
     found = [(items[place], of) for place in at if (of := _placement(items[place])) is not None]
-    if any(of.local_ids for _, of in found):
-        raise mode.refuse(LOCAL_IDS)
+    edges = next((of.rows for _, of in found if of.local_ids), None)
+    if edges is not None:
+        nodes = edges.targets
+        if nodes is None or x.size(0) != nodes.total or at[0] != 0:
+            raise mode.refuse(LOCAL_IDS)
+        own = mode.tagged(mode.take(x, 0, nodes, "indexing"), nodes.at(0))
+        return _getitem(mode, func, (own, tuple(items)), {})
     first = items[at[0]]
     if first.dtype == torch.bool:
         if len(at) > 1 or first.dim() > 1 or any(each is None for each in items[: at[0]]):
@@ -661,14 +674,16 @@ def _of_rows(mode: RowsMode, func: Any, x: Tensor, placement: Placement, items: 
     if others:
         return _at_both(mode, func, x, placement, items, place, others, args)
     every: list[Any] = [slice(None)] * x.dim()
-    if isinstance(item, Tensor) and item.dim() == 0 and item.dtype != torch.bool:
+    if isinstance(item, Tensor) and item.dim() == 0 and item.dtype != torch.bool and _placement(item) is None:
         item = int(item)
     if isinstance(item, int):
         chosen, local = rows.choose(_one(item, rows))
         part = x.index_select(dim, local).sum(dim, dtype=x.dtype)
         out = mode.tagged(mode.sum(part, "row"), FROM_ROWS)
+        out.__dict__[COPY] = True
         beside = tuple(each for number, each in enumerate(items) if number != place)
         return out if all(map(_is_all, beside)) else _getitem(mode, func, (out, beside), {})
+    is_view = isinstance(item, slice)
     if isinstance(item, slice):
         key = ("slice", item.start, item.stop, item.step)
         index: Any = rows._derived.get(key)
@@ -710,6 +725,8 @@ def _of_rows(mode: RowsMode, func: Any, x: Tensor, placement: Placement, items: 
         out = mode.tagged(whole[tuple(every)], of.rows.at(dim + of.dim))  # type: ignore[union-attr]
         return out if all(map(_is_all, rest)) or item.dim() > 1 else _getitem(mode, func, (out, rest), {})
     out = mode.tagged(out, _kept(chosen.at(dim), Placement(rows, dim, local_ids=placement.local_ids)))  # type: ignore[union-attr]
+    if is_view:
+        out.__dict__[COPY] = True
     return out if all(map(_is_all, rest)) else _getitem(mode, func, (out, rest), {})
 
 
@@ -798,6 +815,7 @@ def _setitem(mode: RowsMode, func: Any, args: Any, kwargs: Any) -> Any:
         func(x, *(_gathered_index(mode, each) for each in (index, value)))
         mode.tagged(x, FROM_ROWS)
         return None
+    mode.check_in_place(x, func)
     rows, dim, items = placement.rows, placement.dim, _items(x, index)
     if items is None or any(each is None for each in items):
         raise mode.refuse("assignment to rows with this index is not exact. Use torch.where, or a mask")
@@ -828,6 +846,8 @@ def _assigned(mode: RowsMode, rows: RowSet, item: Any, x: Tensor) -> tuple[RowSe
     """Returns the rows that an index names, and this rank's places of them."""
     if _is_all(item):
         return rows, slice(None)
+    if isinstance(item, Tensor) and item.dim() == 0 and item.dtype != torch.bool:
+        item = int(item)
     if isinstance(item, int):
         return rows.choose(_one(int(item), rows))
     if isinstance(item, slice):
@@ -875,7 +895,7 @@ def _along_dim(mode: RowsMode, func: Any, args: Any, kwargs: Any) -> Any:
     if "take" in name:
         names = ("index", "dim")
     given = dict(zip(names, args[1:])) | kwargs
-    given.setdefault("src", given.pop("value", None))
+    given.setdefault("src", given.pop("source", given.pop("value", None)))
     x, index, dim = args[0], given["index"], given["dim"]
     into, of = placement_of(x), _placement(index)
     dim = dim % max(1, x.dim())
@@ -899,8 +919,9 @@ def _along_dim(mode: RowsMode, func: Any, args: Any, kwargs: Any) -> Any:
     if into is not None and into.rows is None and adds and isinstance(given.get("src"), Tensor) and of.dim == dim:
         src = converted(mode, given["src"], rows, right if "index" not in name else given["src"].dim() - dim, name)
         own = index.narrow(of.dim, 0, rows.owned), src.narrow(dim, 0, rows.owned)
+        options = {k: v for k, v in kwargs.items() if k == "alpha"}
         plain = torch.zeros_like(x).index_add if "index" in name else torch.zeros_like(x).scatter_add
-        total = mode.sum(plain(dim, *own), name)
+        total = mode.sum(plain(dim, *own, **options), name)
         out = x.add_(total) if changes else x + total
         return mode.tagged(out, FROM_ROWS)
     return _fallback(mode, func, args, kwargs, into)
@@ -908,9 +929,7 @@ def _along_dim(mode: RowsMode, func: Any, args: Any, kwargs: Any) -> Any:
 
 def _fallback(mode: RowsMode, func: Any, args: Any, kwargs: Any, into: Placement | None) -> Any:
     if name_of(func).endswith("_") and into is not None and into.rows is None:
-        from lightning_gnn.rows.elementwise import _not_in_place
-
-        return mode.on_all_rows(_not_in_place(func), args, kwargs)
+        return mode.on_all_rows(in_place(func), args, kwargs)
     return mode.on_all_rows(func, args, kwargs)
 
 
@@ -920,6 +939,16 @@ def _into_nodes(mode: RowsMode, func: Any, args: Any, given: dict[str, Any], dim
     assert of is not None and of.rows is not None
     name, nodes, src = name_of(func), of.rows.targets, given.get("src")
     at_targets = of.local_ids == "target" or (of.local_ids == "source" and "add" in name and mode.expand is not None)
+    whole = placement_of(x)
+    adds = "add" in name and nodes is not None and not of.dim and not dim
+    if adds and whole is not None and whole.rows is None and x.size(0) == nodes.total:  # type: ignore[union-attr]
+        part = mode.tagged(x.new_zeros(nodes.count, *x.shape[1:]), nodes.at(0))  # type: ignore[union-attr]
+        plain = Tensor.index_add if "index" in name else Tensor.scatter_add
+        rest = {key: value for key, value in given.items() if key in ("index", "src", "alpha") and value is not None}
+        if "index" in name:
+            rest["source"] = rest.pop("src")
+        total = mode.gathered(_along_dim(mode, plain, (part, 0), rest), nodes.at(0), name)  # type: ignore[union-attr]
+        return mode.tagged(x.add_(total) if name.endswith("_") else x + total, FROM_ROWS)
     if into is not None and into.rows is mode.halo_rows:
         at_targets, nodes = bool(of.local_ids), mode.halo_rows
     if not at_targets or into is None or into.rows is not nodes or nodes is None or dim or into.dim or of.dim:
