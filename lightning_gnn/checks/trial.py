@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext, suppress
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
@@ -38,7 +38,7 @@ from lightning_gnn.rows.graph import GraphRows, check_loss
 from lightning_gnn.rows.mode import local_rows
 from lightning_gnn.steps.gradients import GradientSum
 from lightning_gnn.steps.metric_states import metrics_in
-from lightning_gnn.steps.predictions import AmbiguousRowsError, PredictedRows, tensors_in
+from lightning_gnn.steps.predictions import PredictedRows, tensors_in
 
 _Graph = TypeVar("_Graph", bound=Data | HeteroData)
 Bind = Callable[[torch.nn.Module, Shard, World], Binding]
@@ -220,7 +220,7 @@ class Trial:
         rows = None
         if world is not None:
             rows = GraphRows(shard, world, expand=expand, reduce=reduce)
-            rows.mode.exact_draws = True
+            rows.mode.exact_draws, rows.mode.lets_rows_leave = True, self.stage == "predict"
             rows.place_state(model, world)
         for step in range(steps):
             if step and optimizer is not None:
@@ -283,10 +283,9 @@ class Trial:
                         run_backward(loss)
             else:
                 recorder.record(f"what {self.step} returns", (self.step,), output, whole_numbers=True)
-                with local_rows(), suppress(AmbiguousRowsError):  # among so few
-                    if self.stage == "predict" and not self._has_other_ids(output):
-                        of = shard.batch if isinstance(batch, HeteroData) else batch  # with this graph's own ids
-                        joined = output if world is None else PredictedRows(world, shard, of, "all")(output)
+                if self.stage == "predict":
+                    with local_rows():
+                        joined = output if rows is None else PredictedRows(rows.ranks.world, rows.mode, "all")(output)
                         ran.predicted = [each.double() for each in tensors_in(joined)]
             self._hooks.after(model, batch, output, alone)
             logged.finish(self._skipped)
@@ -300,11 +299,6 @@ class Trial:
             yield from ((batch[kind], self.graph[kind].e_id, "e_id") for kind in batch.edge_types)
         else:
             yield from ((batch, self.graph[name], name) for name in ("n_id", "e_id"))
-
-    def _has_other_ids(self, output: Any) -> bool:
-        """Returns whether there may be ids in what a step returns, and the user's are fewer than those of this graph."""
-        fewer = any(len(ids) and int(ids.max()) + 1 < len(ids) for _, ids, _ in self._ids(self.graph))
-        return fewer and any(each.dtype == torch.int64 and each.dim() == 1 for each in tensors_in(output))
 
     def _in_dtype(self) -> _DtypeContextManager:
         """Tensors that a step makes are of the trial's type, too."""

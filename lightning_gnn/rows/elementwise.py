@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from lightning_gnn.rows.mode import RULES, RowsMode, Rule, has_counts, name_of, placement_of, tensors_in
+from lightning_gnn.rows.mode import RULES, RowsMode, Rule, has_counts, in_place, name_of, placement_of, tensors_in
 from lightning_gnn.rows.placement import ATTRIBUTE, FROM_ROWS, REPLICATED, Placement, RowSet
 
 

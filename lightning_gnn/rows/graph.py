@@ -258,7 +258,7 @@ def _whole_inputs(mode: RowsMode, args: Any, kwargs: Any, found: Any) -> tuple[A
             return x
         if of.rows is not None:  # in another order, perhaps: joined or shuffled
             x, of = mode.tagged(mode.gathered(x, of, "layer"), FROM_ROWS), FROM_ROWS
-            if edges is not None and x.size(0) == edges.total != targets.total:
+            if edges is not None and targets is not None and x.size(0) == edges.total != targets.total:
                 return mode.take(x, 0, edges, "layer")
         if targets is not None and x.dim() > 1 and x.size(0) == targets.total:
             return mode.take(x, 0, targets, "layer")

@@ -70,7 +70,7 @@ def placement_of(x: Tensor) -> Placement | None:
 
 def _is_of_host(x: Tensor) -> bool:
     """Returns whether a tensor has the memory of an array of numpy, which rows cannot become."""
-    return x.is_leaf and x.device.type == "cpu" and x.layout == torch.strided and not x.untyped_storage().resizable()
+    return type(x) is Tensor and x.is_leaf and x.device.type == "cpu" and x.layout == torch.strided and not x.untyped_storage().resizable()
 
 
 _trusted: dict[type, bool] = {}
@@ -181,6 +181,8 @@ class RowsMode(TorchFunctionMode):
         reduce: returns the sum over ranks of what each has for own and halo rows.
 
     Attributes:
+        lets_rows_leave: arrays and lists have the rank's own rows, as in ``predict_step``, whose results are joined.
+        left: arrays and lists that were made of rows then, and the rows, by the number of the object.
         exact_draws: random numbers for rows are those of one device, which each rank draws for all rows.
     """
 
@@ -197,7 +199,8 @@ class RowsMode(TorchFunctionMode):
         self.halo_rows: RowSet | None = None
         self.paused = 0
         self.in_backward = False
-        self.exact_draws = False
+        self.exact_draws = self.lets_rows_leave = False
+        self.left: dict[int, tuple[Any, Tensor]] = {}
         ranks._where = user_line
 
     def __enter__(self) -> RowsMode:
@@ -436,8 +439,7 @@ class in_place:
 
 COPY = "_lightning_gnn_copy"
 _VIEWS = frozenset(
-    "view reshape flatten diagonal unfold expand narrow select transpose t T mT squeeze as_strided split chunk unbind movedim permute "
-    "unsqueeze view_as hsplit vsplit dsplit tensor_split swapaxes real imag unflatten ravel".split()
+    ["view", "reshape", "flatten", "diagonal", "unfold", "expand", "narrow", "select", "transpose", "t", "T", "mT", "squeeze", "as_strided", "split", "chunk", "unbind", "movedim", "permute", "unsqueeze", "view_as", "hsplit", "vsplit", "dsplit", "tensor_split", "swapaxes", "real", "imag", "unflatten", "ravel"]
 )
 """Functions that return views."""
 _LARGE = 1 << 20

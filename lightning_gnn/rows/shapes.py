@@ -11,7 +11,18 @@ from torch import Tensor
 from torch.autograd.graph import _engine_run_backward  # autograd.grad itself is a function that modes are asked about
 
 from lightning_gnn.rows.elementwise import RANDOM, converted, placed, properties, register, same, target_of
-from lightning_gnn.rows.mode import COPY, LOCAL_IDS, RULES, RowsMode, has_counts, in_place, mapped, name_of, placement_of, tensors_in
+from lightning_gnn.rows.mode import (
+    COPY,
+    LOCAL_IDS,
+    RULES,
+    RowsMode,
+    has_counts,
+    in_place,
+    mapped,
+    name_of,
+    placement_of,
+    tensors_in,
+)
 from lightning_gnn.rows.placement import ATTRIBUTE, FROM_ROWS, IN_ORDER, REPLICATED, Placement, RowCount, RowSet
 
 # Sizes ########################################################################
@@ -217,7 +228,7 @@ def _expand(mode: RowsMode, func: Any, args: Any, kwargs: Any) -> Any:
     if placement is None:
         if not counts:
             return mode.plain(func, args, kwargs)
-        at, *others = counts
+        at = counts[0]
         rows = shape[at].rows  # type: ignore[attr-defined]
         x = converted(mode, x, rows, len(shape) - at, "expand")
         local = [rows.count if place == at else int(size) for place, size in enumerate(shape)]
@@ -522,9 +533,12 @@ _LEAVES = (
 
 
 def _leave(mode: RowsMode, func: Any, args: Any, kwargs: Any) -> Any:
+    out = func(*args, **kwargs)
     if _placement(args[0]) is not None:
-        raise mode.refuse(_LEAVES.format(f"x.{name_of(func)}()"))
-    return func(*args, **kwargs)
+        if not mode.lets_rows_leave:
+            raise mode.refuse(_LEAVES.format(f"x.{name_of(func)}()"))
+        mode.left[id(out)] = out, args[0]
+    return out
 
 
 def _number(mode: RowsMode, func: Any, args: Any, kwargs: Any) -> Any:
@@ -660,12 +674,8 @@ def _of_rows(mode: RowsMode, func: Any, x: Tensor, placement: Placement, items: 
     rows, dim = placement.rows, placement.dim
     assert rows is not None
     # The item of the dimension of the rows.
-    place, taken = 0, 0
-    for place, each in enumerate(items):
-        width = 0 if each is None else each.dim() if isinstance(each, Tensor) and each.dtype == torch.bool else 1
-        if taken <= dim < taken + width:
-            break
-        taken += width
+    widths = [0 if x is None else x.dim() if isinstance(x, Tensor) and x.dtype == torch.bool else 1 for x in items]
+    place = next(number for number, width in enumerate(widths) if sum(widths[:number]) <= dim < sum(widths[: number + 1]))
     item = items[place]
     tensors = [number for number, each in enumerate(items) if isinstance(each, Tensor)]
     others = [number for number in tensors if number != place]
@@ -960,9 +970,9 @@ def _into_nodes(mode: RowsMode, func: Any, args: Any, given: dict[str, Any], dim
         src = given["src"] = converted(mode, src, of.rows, src.dim(), name)
     names = ("index", "src") if "index" in name else ("index", "src", "reduce")
     if of.local_ids == "target" or nodes is mode.halo_rows:
-        rest = [given[key] for key in names if given.get(key) is not None]
+        values = [given[key] for key in names if given.get(key) is not None]
         options = {key: value for key, value in given.items() if key not in ("dim", *names)}
-        return mode.tagged(func(x, 0, *rest, **options), nodes.at(0))
+        return mode.tagged(func(x, 0, *values, **options), nodes.at(0))
     with mode.pause():
         assert mode.expand is not None and mode.reduce is not None and isinstance(src, Tensor)
         sums = torch.zeros_like(mode.expand(x.detach()))

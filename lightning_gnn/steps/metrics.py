@@ -349,9 +349,9 @@ class StandInMetrics:
             kept["_guesses"] = kept["_guesses"] + guesses  # forward begins the metric anew, then adds what was before
         of_all_ranks = all(each.dist_sync_on_step for each in _parts(metric))
         self._last[id(metric)] = made = _Forward(metric, args, options, value, of_all_ranks)
-        for place, leaf in enumerate(torch.utils._pytree.tree_leaves(value)):
+        for number, leaf in enumerate(torch.utils._pytree.tree_leaves(value)):
             if isinstance(leaf, Tensor):
-                self._forwards[id(leaf)] = leaf, made, place
+                self._forwards[id(leaf)] = leaf, made, number
         return value
 
     def of_all_ranks(self, value: Any) -> Any:

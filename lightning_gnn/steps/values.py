@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
-from torch_geometric.data import Data, HeteroData
 
 from lightning_gnn.comm.group import World
 from lightning_gnn.data.shards import Shard
@@ -62,9 +61,11 @@ class StepValues:
         finally:
             self.logs = self._wrapped()
 
-    def enter_rows(self, batch: Any) -> AbstractContextManager[Any]:
+    def enter_rows(self, batch: Any, predicts: bool = False) -> AbstractContextManager[Any]:
         """Begins a step on the whole graph; returns the mode under which it runs."""
         assert self._rows is not None
+        self._rows.mode.lets_rows_leave = predicts
+        self._rows.mode.left.clear()
         self._rows.place(batch)
         self.logs.enter_rows()
         self.scale = 1 / self._world.size
@@ -109,7 +110,7 @@ class StepValues:
         own = int(labelled(batch, mask).sum() if mask in MASKS else batch[mask].sum())
         return tuple(self._world.all_gather_object(own))
 
-    def predicted(self, output: Any, batch: Any, mode: Predictions, folder: Path) -> Any:
+    def predicted(self, output: Any, mode: Predictions, folder: Path) -> Any:
         """Returns what one device predicts in a step; see :class:`~lightning_gnn.steps.predictions.PredictedRows`."""
-        rows_of = batch if isinstance(batch, (Data, HeteroData)) else self._shard.batch
-        return PredictedRows(self._world, self._shard, rows_of, mode, folder)(output)
+        assert self._rows is not None
+        return PredictedRows(self._world, self._rows.mode, mode, folder)(output)

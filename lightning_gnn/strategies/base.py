@@ -210,7 +210,7 @@ class GNNStrategy(StepStrategy):
             self._in_use.enter_context(in_hooks(trainer, self._rows.mode))
         self._steps = 0
         self._values = StepValues(module, self.world, shard, self.loss_reduction, self._rows)
-        self._callbacks = [run_checks.EpochChecks(), *self.stage_callbacks(shard)]
+        self._callbacks = [*self.stage_callbacks(shard), run_checks.EpochChecks()]
         trainer.callbacks[:0] = self._callbacks  # type: ignore[attr-defined]
         self._in_use.enter_context(loss_in_outputs(trainer, lambda: self.loss))
         if in_parts or shard.types.is_hetero:

@@ -17,7 +17,8 @@ from lightning_gnn.heap import keeping_freed_memory
 from lightning_gnn.nn.bind import Binding
 from lightning_gnn.nn.offload import Offloaded
 from lightning_gnn.rows.graph import GraphRows, whole_value
-from lightning_gnn.rows.mode import active_mode, local_rows
+from lightning_gnn.rows.mode import active_mode, local_rows, place, placement_of
+from lightning_gnn.rows.placement import FROM_ROWS, REPLICATED
 from lightning_gnn.steps.loop import Progress
 from lightning_gnn.steps.model import SharedModel
 from lightning_gnn.steps.predictions import Predictions
@@ -107,9 +108,9 @@ class StepStrategy(RankStrategy):
     @override
     def predict_step(self, batch: Any, *args: Any, **kwargs: Any) -> Any:
         values = self._begin_step("prediction")
-        with self.my_turn(), self._drawing(), nullcontext() if self._rows is None else values.enter_rows(batch):
+        with self.my_turn(), self._drawing(), values.enter_rows(batch, predicts=True):
             output = super().predict_step(batch, *args, **kwargs)
-        return values.predicted(output, batch, self.predictions, self._predictions_folder)
+        return values.predicted(output, self.predictions, self._predictions_folder)
 
     @property
     def _predictions_folder(self) -> Path:
@@ -204,6 +205,10 @@ class StepStrategy(RankStrategy):
             return tensor
         if group not in (None, self.world.everyone):
             return super().all_gather(tensor, group, sync_grads)
-        weights = None if self._values is None or active_mode() is not None else self._values.logs.weights
+        mode = active_mode()
+        if mode is not None and placement_of(tensor) in (REPLICATED, FROM_ROWS):
+            return tensor.expand(self.world.size, *tensor.shape)
+        weights = None if self._values is None or mode is not None else self._values.logs.weights
         with local_rows():
-            return gather_rows(tensor, self.world, weights, sync_grads)
+            found = gather_rows(tensor, self.world, weights, sync_grads)
+        return found if mode is None else place(found, FROM_ROWS)
