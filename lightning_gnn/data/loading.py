@@ -179,6 +179,10 @@ class Versions:
         """Returns the names of tensors that have been changed in place since."""
         return [*dict.fromkeys(name for name, tensor, version in self._living() if tensor._version != version)]
 
+    def named(self) -> dict[int, str]:
+        """Returns the names of tensors by :func:`id`."""
+        return {id(tensor): name for name, tensor, _ in self._living()}
+
     def _living(self) -> Iterator[tuple[str, Tensor, int]]:
         for name, weak, version in self._seen:
             tensor = weak()

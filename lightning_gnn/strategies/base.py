@@ -166,9 +166,8 @@ class GNNStrategy(StepStrategy):
         shard = self._shard = run_checks.take_shard(self, trainer)
         run_checks.before_stage(self, module, shard, trainer)
         super().setup(trainer)
-        for optimizer in self.optimizers:
-            if isinstance(optimizer, torch.optim.LBFGS):
-                raise ValueError("LBFGS decides by the loss of one rank how far to step. Use Adam, AdamW or SGD.")
+        if trainer.state.fn == TrainerFn.FITTING:
+            run_checks.check_optimizers(self, trainer)
         self.begin_stage(trainer, shard)
 
     def binds(self, shard: Shard) -> bool:
@@ -204,7 +203,7 @@ class GNNStrategy(StepStrategy):
                 self._in_use.enter_context(without_example(module))
         self._steps = 0
         self._values = StepValues(module, self.world, shard, self.loss_reduction)
-        self._callbacks = [run_checks.EpochChecks(), *self.stage_callbacks(shard)]
+        self._callbacks = [run_checks.RunChecks(), *self.stage_callbacks(shard)]
         trainer.callbacks[:0] = self._callbacks  # type: ignore[attr-defined]
         self._in_use.enter_context(loss_in_outputs(trainer, lambda: self.loss))
         if in_parts or shard.types.is_hetero:
